@@ -1,0 +1,1 @@
+"""The ways a layer remembers. Family names occur nowhere outside this folder."""

@@ -1,0 +1,93 @@
+"""Flags made from settings: one flag per field, so that the two can't drift apart.
+
+Where a value is given more than once, the command line wins over the --config file, and that
+over the environment and the defaults.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from manyroots.config import ENGINE_ROOMS, flag_name
+from manyroots.errors import ConfigError
+
+
+def add_settings(parser: argparse.ArgumentParser, cls: type[Any], title: str) -> None:
+    """One flag for each field of a settings class. Flags not given stay out of the result."""
+    group = parser.add_argument_group(title)
+    hints = typing.get_type_hints(cls)
+    for spec in dataclasses.fields(cls):
+        if spec.name == "model":
+            continue  # the positional argument
+        kind = _plain_type(hints[spec.name])
+        help_text = f"{spec.metadata['help']} [{spec.default}]".replace("%", "%%")
+        options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": help_text}
+        if kind is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        else:
+            options["type"] = kind
+            options["metavar"] = spec.name.split("_")[-1].upper()
+        if spec.metadata["choices"]:
+            options["choices"] = spec.metadata["choices"]
+            del options["metavar"]
+        group.add_argument(flag_name(spec.name), **options)
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model", nargs="?", default=argparse.SUPPRESS,
+        help="Folder, .gguf file or hub id; SmolLM2-135M-Instruct if left out.",
+    )  # fmt: skip
+    parser.add_argument("--config", metavar="FILE.yaml", help="Flags from a file, by name.")
+    for room, cls in ENGINE_ROOMS.items():
+        add_settings(parser, cls, room)
+
+
+def engine_values(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that are settings of the engine."""
+    names = {spec.name for cls in ENGINE_ROOMS.values() for spec in dataclasses.fields(cls)}
+    return {name: value for name, value in arguments.items() if name in names}
+
+
+def with_config_file(arguments: Mapping[str, Any], known: set[str]) -> dict[str, Any]:
+    """Arguments, completed from the file that --config names."""
+    path = arguments.get("config")
+    given = {name: value for name, value in arguments.items() if name != "config"}
+    if path is None:
+        return given
+    return {**_read_file(Path(path), known), **given}
+
+
+def _read_file(path: Path, known: set[str]) -> dict[str, Any]:
+    import yaml
+
+    try:
+        loaded = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"--config {path} can't be read: {error}") from error
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"--config {path} must hold 'flag: value' lines at its top level.")
+    values = {str(name).replace("-", "_"): value for name, value in loaded.items()}
+    unknown = sorted(set(values) - known)
+    if unknown:
+        raise ConfigError(
+            f"--config {path} names {', '.join(unknown)}, which no flag is called. "
+            "See `manyroots serve --help`."
+        )
+    return values
+
+
+def _plain_type(hint: Any) -> type[Any]:
+    """`int | None` is `int` on the command line."""
+    if isinstance(hint, types.UnionType):
+        [hint] = [arg for arg in typing.get_args(hint) if arg is not type(None)]
+    assert isinstance(hint, type)
+    return hint

@@ -1,0 +1,18 @@
+"""`manyroots generate`: complete prompts and print what comes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from manyroots.llm import LLM
+from manyroots.sampling import SamplingParams
+
+
+def generate(prompts: list[str], engine: dict[str, Any], sampling: dict[str, Any]) -> int:
+    with LLM(**engine) as llm:
+        results = llm.generate(prompts, SamplingParams(**sampling))
+    for result in results:
+        if len(results) > 1:
+            print(f"--- {result.prompt}")
+        print(result.outputs[0].text)
+    return 0

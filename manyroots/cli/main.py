@@ -1,0 +1,107 @@
+"""`manyroots serve | generate | chat | bench`.
+
+Parses, calls the room that does the work, and turns errors made for users into one line and
+exit code 2. Each command imports what it needs when it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+from typing import Any
+
+from manyroots.cli.bench import add_bench_command
+from manyroots.cli.flags import add_engine_flags, add_settings, engine_values, with_config_file
+from manyroots.config import ENGINE_ROOMS, ServerSettings, engine_settings
+from manyroots.errors import ManyrootsError
+from manyroots.version import __version__
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    try:
+        return int(arguments.run(vars(arguments)) or 0)
+    except ManyrootsError as error:
+        print(f"manyroots: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="manyroots", description="Serve one base model and many LoRA adapters."
+    )
+    parser.add_argument("--version", action="version", version=f"manyroots {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    serve = commands.add_parser("serve", help="OpenAI-compatible HTTP server")
+    add_engine_flags(serve)
+    add_settings(serve, ServerSettings, "server")
+    serve.set_defaults(run=_serve)
+
+    generate = commands.add_parser("generate", help="complete prompts and print them")
+    generate.add_argument("prompt", nargs="+", help="text to complete; each one is a prompt")
+    _add_sampling_flags(generate)
+    _add_engine_flags_without_positional(generate)
+    generate.set_defaults(run=_generate)
+
+    chat = commands.add_parser("chat", help="talk to the model in this terminal")
+    add_engine_flags(chat)
+    _add_sampling_flags(chat)
+    chat.add_argument("--system", help="system message")
+    chat.set_defaults(run=_chat)
+
+    add_bench_command(commands)
+    return parser
+
+
+def _add_engine_flags_without_positional(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default=argparse.SUPPRESS, help="folder, .gguf file or hub id")
+    parser.add_argument("--config", metavar="FILE.yaml", help="Flags from a file, by name.")
+    for room, cls in ENGINE_ROOMS.items():
+        add_settings(parser, cls, room)
+
+
+def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--max-tokens", type=int, default=256, metavar="N")
+    group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="[0: greedy]")
+    group.add_argument("--top-p", type=float, default=1.0, metavar="P")
+    group.add_argument("--top-k", type=int, default=0, metavar="K")
+    group.add_argument("--sampling-seed", type=int, default=None, metavar="SEED")
+
+
+def _known(*classes: type[Any]) -> set[str]:
+    return {spec.name for cls in classes for spec in dataclasses.fields(cls)}
+
+
+def _serve(arguments: dict[str, Any]) -> int:
+    from manyroots.api.server import serve
+
+    values = with_config_file(arguments, _known(*ENGINE_ROOMS.values(), ServerSettings))
+    server = {name: values[name] for name in _known(ServerSettings) if name in values}
+    if "api_key" not in server and os.environ.get("MANYROOTS_API_KEY"):
+        server["api_key"] = os.environ["MANYROOTS_API_KEY"]
+    return serve(engine_settings(engine_values(values)), ServerSettings(**server))
+
+
+def _generate(arguments: dict[str, Any]) -> int:
+    from manyroots.cli.generate import generate
+
+    values = with_config_file(arguments, _known(*ENGINE_ROOMS.values()))
+    return generate(arguments["prompt"], engine_values(values), _sampling(arguments))
+
+
+def _chat(arguments: dict[str, Any]) -> int:
+    from manyroots.cli.chat import chat
+
+    values = with_config_file(arguments, _known(*ENGINE_ROOMS.values()))
+    return chat(engine_values(values), _sampling(arguments), arguments["system"])
+
+
+def _sampling(arguments: dict[str, Any]) -> dict[str, Any]:
+    names = ("max_tokens", "temperature", "top_p", "top_k")
+    return {**{n: arguments[n] for n in names}, "seed": arguments["sampling_seed"]}

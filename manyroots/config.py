@@ -1,0 +1,180 @@
+"""Settings: what a user may say, one frozen class per room, one help text per field.
+
+Takes flags, a YAML file or keyword arguments; gives frozen settings whose values are each valid
+on their own. What depends on the model or the machine (how many pages fit, the context length)
+is worked out in `engine/build.py`, once, and never written back here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
+
+from manyroots.errors import ConfigError
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+"""Fetched from PyPI on first use; see `models/default_model.py`."""
+
+T = TypeVar("T")
+
+
+def option(default: T, help: str, *, choices: tuple[str, ...] = (), flag: str = "") -> T:
+    """A field that is also a command-line flag."""
+    metadata = {"help": help, "choices": choices, "flag": flag}
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSettings:
+    """Which weights to serve, and in which arithmetic."""
+
+    model: str = option(
+        DEFAULT_MODEL, "Local folder, .gguf file, hub id, or the built-in default's name."
+    )
+    tokenizer: str | None = option(None, "Tokenizer folder or hub id, where not the model's own.")
+    served_model_name: str | None = option(None, "Name in the API; the model's own by default.")
+    revision: str | None = option(None, "Branch, tag or commit of a hub id.")
+    load_format: str = option(
+        "auto", "Where weights come from.", choices=("auto", "safetensors", "gguf", "dummy")
+    )
+    dtype: str = option(
+        "auto",
+        "Arithmetic. 'auto' is float32 on a CPU and the checkpoint's own on a GPU.",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    device: str = option("auto", "Where to compute.", choices=("auto", "cpu", "cuda"))
+    max_model_len: int | None = option(None, "Longest prompt plus output, in tokens.")
+    chat_template: str | None = option(None, "File with a Jinja chat template, for the model's.")
+    seed: int = option(0, "Seed of dummy weights and of requests that bring none.")
+
+    def __post_init__(self) -> None:
+        _at_least(self, "max_model_len", 1)
+        _one_of_choices(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheSettings:
+    """How much memory the prefix cache has, and in what pieces."""
+
+    block_size: int = option(16, "Tokens per page.")
+    enable_prefix_caching: bool = option(True, "Reuse pages across requests.")
+    gpu_memory_utilization: float = option(
+        0.9, "Share of a GPU's memory for weights, activations and pages."
+    )
+    kv_cache_memory_bytes: int | None = option(
+        None, "Bytes for pages. Default: what is left on a GPU; up to 4 GiB on a CPU."
+    )
+    num_gpu_blocks_override: int | None = option(None, "Exact number of pages, whatever fits.")
+
+    def __post_init__(self) -> None:
+        _at_least(self, "block_size", 1)
+        if self.block_size > 1024 or self.block_size & (self.block_size - 1):
+            raise ConfigError(
+                f"--block-size is {self.block_size}; it must be a power of two up to 1024."
+            )
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ConfigError(
+                f"--gpu-memory-utilization is {self.gpu_memory_utilization}; "
+                "it must be above 0 and at most 1."
+            )
+        _at_least(self, "kv_cache_memory_bytes", 1)
+        _at_least(self, "num_gpu_blocks_override", 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerSettings:
+    """How much one step may do."""
+
+    max_num_seqs: int = option(256, "Most sequences that run at once.")
+    max_num_batched_tokens: int = option(2048, "Most tokens that one step computes.")
+    long_prefill_token_threshold: int | None = option(
+        None, "Most prompt tokens of one request per step; no limit of its own by default."
+    )
+
+    def __post_init__(self) -> None:
+        _at_least(self, "max_num_seqs", 1)
+        _at_least(self, "max_num_batched_tokens", 1)
+        _at_least(self, "long_prefill_token_threshold", 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """Everything the engine needs; what crosses the process boundary at start."""
+
+    model: ModelSettings = field(default_factory=ModelSettings)
+    cache: CacheSettings = field(default_factory=CacheSettings)
+    scheduler: SchedulerSettings = field(default_factory=SchedulerSettings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """How the server talks to the outside."""
+
+    host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 for every interface.")
+    port: int = option(8000, "Port to listen on.")
+    api_key: str | None = option(
+        None, "Callers must send it as a bearer token. Also read from MANYROOTS_API_KEY."
+    )
+    max_queued_requests: int = option(
+        1024, "Sequences that may wait beyond --max-num-seqs before callers get 429."
+    )
+    max_body_bytes: int = option(8 * 2**20, "Largest request body.")
+    max_prompts_per_request: int = option(256, "Most prompts times n in one request.")
+    drain_timeout_s: float = option(30.0, "After SIGTERM, how long running requests may take.")
+    log_level: str = option("info", "What to log.", choices=("debug", "info", "warning", "error"))
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"--port is {self.port}; it must be from 0 to 65535.")
+        _at_least(self, "max_queued_requests", 0)
+        _at_least(self, "max_body_bytes", 1024)
+        _at_least(self, "max_prompts_per_request", 1)
+        if not 0.0 <= self.drain_timeout_s <= 3600.0:
+            raise ConfigError(
+                f"--drain-timeout-s is {self.drain_timeout_s}; it must be from 0 to 3600."
+            )
+        if self.api_key == "":
+            raise ConfigError("--api-key is empty; leave it out to serve without a key.")
+        _one_of_choices(self)
+
+
+ENGINE_ROOMS: dict[str, type[Any]] = {
+    "model": ModelSettings,
+    "cache": CacheSettings,
+    "scheduler": SchedulerSettings,
+}
+
+
+def engine_settings(values: Mapping[str, object]) -> EngineSettings:
+    """Sort flat names (`max_model_len=...`) into their rooms; an unknown name is an error."""
+    known = {f.name: room for room, cls in ENGINE_ROOMS.items() for f in fields(cls)}
+    by_room: dict[str, dict[str, object]] = {room: {} for room in ENGINE_ROOMS}
+    for name, value in values.items():
+        if name not in known:
+            raise ConfigError(
+                f"unknown setting {name!r}; the engine knows {', '.join(sorted(known))}."
+            )
+        by_room[known[name]][name] = value
+    return EngineSettings(**{room: cls(**by_room[room]) for room, cls in ENGINE_ROOMS.items()})
+
+
+def flag_name(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _at_least(settings: Any, name: str, low: int) -> None:
+    value = getattr(settings, name)
+    if value is not None and value < low:
+        raise ConfigError(f"{flag_name(name)} is {value}; it must be at least {low}.")
+
+
+def _one_of_choices(settings: Any) -> None:
+    for spec in dataclasses.fields(settings):
+        choices = spec.metadata.get("choices", ())
+        value = getattr(settings, spec.name)
+        if choices and value not in choices:
+            raise ConfigError(
+                f"{flag_name(spec.name)} is {value!r}; choose one of {', '.join(choices)}."
+            )

@@ -1,0 +1,2 @@
+from manyroots.messages import *  # noqa
+from manyroots.messages import Abort, Batch, EngineInfo, FinishReason, Output, Stats, Submit  # noqa

@@ -1,0 +1,90 @@
+"""The engine's own process: `python -m manyroots.engine.process ADDRESS`.
+
+Started by `ProcessClient`. Reads settings from its socket, builds the engine, says READY or
+FAILED, then runs the loop until told to close or until its parent is gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+
+import zmq
+
+from manyroots.engine.build import build_engine
+from manyroots.engine.loop import EngineLoop
+from manyroots.engine.wire import Kind, decode, encode
+from manyroots.errors import ManyrootsError
+from manyroots.messages import Batch
+
+logger = logging.getLogger(__name__)
+
+Socket = zmq.Socket[bytes]
+
+
+def main(address: str) -> int:
+    logging.basicConfig(
+        level=os.environ.get("MANYROOTS_LOG_LEVEL", "INFO").upper(),
+        format="%(asctime)s engine %(levelname)s %(message)s",
+    )
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    context = zmq.Context()
+    socket = context.socket(zmq.PAIR)
+    socket.connect(address)
+    try:
+        return _serve(socket)
+    finally:
+        socket.close(linger=1000)
+        context.term()
+
+
+def _serve(socket: Socket) -> int:
+    kind, settings = decode(socket.recv_multipart())
+    assert kind is Kind.SETTINGS
+    try:
+        engine = build_engine(settings)
+    except ManyrootsError as error:
+        socket.send_multipart(encode(Kind.FAILED, str(error)))
+        return 1
+    except Exception as error:
+        logger.exception("the engine could not start")
+        socket.send_multipart(encode(Kind.FAILED, f"{type(error).__name__}: {error}"))
+        return 1
+    socket.send_multipart(encode(Kind.READY, engine.info))
+    try:
+        run(socket, engine.loop)
+    except Exception as error:
+        logger.exception("the engine died")
+        socket.send_multipart(encode(Kind.FAILED, str(error)))
+        return 1
+    finally:
+        engine.loop.close()
+    return 0
+
+
+def run(socket: Socket, loop: EngineLoop) -> None:
+    """Take messages whenever there are any, step whenever there is work."""
+    while True:
+        if not loop.has_work:
+            socket.poll()
+        while socket.poll(0):
+            kind, message = decode(socket.recv_multipart())
+            if kind is Kind.CLOSE:
+                return
+            loop.handle(message)
+        if loop.has_work:
+            outputs = loop.step()
+            socket.send_multipart(encode(Kind.BATCH, Batch(outputs, loop.stats())))
+
+
+def _exit_with_parent() -> None:
+    """Standard input is a pipe that the parent holds open; its end means the parent is gone."""
+    while sys.stdin.buffer.read(4096):
+        pass
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,46 @@
+"""Identities. Each is a type of its own, looked up once at the door and passed on unchanged.
+
+Knows nothing of tensors, HTTP or text.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import NewType
+
+RequestId = NewType("RequestId", int)
+"""One sequence inside the engine. Always the server's own number, never a caller's string."""
+
+PageId = NewType("PageId", int)
+"""Index of a page in one family's pool on one tier."""
+
+StepId = NewType("StepId", int)
+"""Number of a forward pass; steps run in this order."""
+
+Row = NewType("Row", int)
+"""Index of a sequence in the runner's persistent batch."""
+
+AdapterDigest = NewType("AdapterDigest", bytes)
+"""Content digest of an adapter's weights and config."""
+
+
+class Tier(enum.Enum):
+    """Where bytes live."""
+
+    DEVICE = "device"
+    HOST = "host"
+    STORAGE = "storage"
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """Whose weights computed a page, and for which tenant.
+
+    Both fields are always spelled out: forgetting one is a type error, never the base model.
+    """
+
+    adapter: AdapterDigest | None
+    """None is the base model's own weights."""
+    salt: str | None
+    """A tenant's cache salt. None (no salt) and "" are different namespaces."""

@@ -1,0 +1,97 @@
+"""Which sequences of a step attend together, decided once per step on the host.
+
+Takes page tables and lengths as numpy arrays; gives groups whose members have the same number of
+queries and a similar number of pages, so that one long sequence does not pad all the others.
+Knows nothing of tensors, heads or layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Int64s = npt.NDArray[np.int64]
+
+MIN_FILL = 0.75
+"""A row joins a decode group only if it has at least this share of the longest row's pages."""
+
+MAX_GATHERED_TOKENS = {"cpu": 4096, "cuda": 1 << 18}
+"""Most tokens whose keys and values one group gathers. On a CPU what is gathered should still be
+in the cache when it is read back; on a GPU it only bounds the scratch memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    """Consecutive rows of the decode order, one query each."""
+
+    start: int
+    stop: int
+    pages: Int64s
+    """[stop - start, num_pages]; entries past a row's own pages repeat its first page."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPlan:
+    """Consecutive sequences with the same number of queries and the same context."""
+
+    first_token: int
+    num_seqs: int
+    num_queries: int
+    context_len: int
+    pages: Int64s
+    """[num_seqs, num_pages]"""
+
+
+def decode_order(num_pages: Int64s) -> Int64s | None:
+    """Rows from the most pages to the fewest, or None where they already lie so."""
+    if (num_pages[:-1] >= num_pages[1:]).all():
+        return None
+    return np.argsort(-num_pages, kind="stable")
+
+
+def plan_decodes(
+    table: Int64s, num_pages: Int64s, page_size: int, max_tokens: int
+) -> Iterator[DecodePlan]:
+    """Cut rows, already sorted by falling `num_pages`, into groups."""
+    start = 0
+    while start < len(num_pages):
+        longest = int(num_pages[start])
+        # The first row that would be padded too much; negated because searchsorted wants rising.
+        fits = int(np.searchsorted(-num_pages, -MIN_FILL * longest, side="right"))
+        most = max(1, max_tokens // (longest * page_size))
+        stop = min(fits, start + most)
+        own = np.arange(longest) < num_pages[start:stop, None]
+        # Never another sequence's page: masked or not, a NaN in it would spread.
+        pages = np.where(own, table[start:stop, :longest], table[start:stop, :1])
+        yield DecodePlan(start, stop, pages)
+        start = stop
+
+
+def plan_prefills(
+    table: Int64s,
+    query_starts: Sequence[int],
+    context_lens: Sequence[int],
+    first: int,
+    page_size: int,
+    max_tokens: int,
+) -> Iterator[PrefillPlan]:
+    """Merge neighbours of the same shape, from sequence `first` on."""
+    start, end = first, len(context_lens)
+    while start < end:
+        num_queries = query_starts[start + 1] - query_starts[start]
+        context_len = context_lens[start]
+        num_pages = -(-context_len // page_size)
+        most = max(1, max_tokens // (num_pages * page_size))
+        stop = start + 1
+        while (
+            stop < min(end, start + most)
+            and context_lens[stop] == context_len
+            and query_starts[stop + 1] - query_starts[stop] == num_queries
+        ):
+            stop += 1
+        pages = table[start:stop, :num_pages]
+        yield PrefillPlan(query_starts[start], stop - start, num_queries, context_len, pages)
+        start = stop

@@ -1,0 +1,31 @@
+"""Buffers that kernels reuse from layer to layer and from step to step.
+
+Takes a name and a shape; gives a tensor whose contents are whatever the last user of that name
+left there. On a CPU a fresh buffer of a few MiB costs more in page faults than the gather that
+fills it (measured: 3 to 6 ms against 1.4 ms for a decode step of 32 rows).
+
+Each thread has its own buffers, so two engines in one process never share one.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import torch
+from torch import Tensor
+
+_local = threading.local()
+
+
+def scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A contiguous tensor of `shape`, valid until this thread asks for `name` again."""
+    buffers: dict[tuple[str, torch.dtype, torch.device], Tensor] = _local.__dict__
+    key = (name, dtype, device)
+    size = math.prod(shape)
+    buffer = buffers.get(key)
+    if buffer is None or buffer.numel() < size:
+        # Growing in powers of two keeps a slowly lengthening context from reallocating each step.
+        buffer = torch.empty(1 << max(size - 1, 1).bit_length(), dtype=dtype, device=device)
+        buffers[key] = buffer
+    return buffer[:size].view(shape)

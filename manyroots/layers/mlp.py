@@ -1,0 +1,55 @@
+"""The gated feed-forward block: down(act(gate(x)) * up(x)).
+
+Takes and gives [num_tokens, hidden_size].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from manyroots.errors import ModelError
+from manyroots.layers.linear import FusedLinear, Linear
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+class GatedMLP:
+    """Gate and up are one matrix product."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        activation: str,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        if activation not in ACTIVATIONS:
+            raise ModelError(
+                f"the model's hidden_act is {activation!r}; this version computes "
+                f"{', '.join(ACTIVATIONS)}."
+            )
+        self._activation = ACTIVATIONS[activation]
+        parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
+        self.gate_up = FusedLinear(hidden_size, parts, bias=bias, dtype=dtype, device=device)
+        self.down = Linear(intermediate_size, hidden_size, bias=bias, dtype=dtype, device=device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(self._activation(gate).mul_(up))
+
+    def slots(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """Where a checkpoint's tensors for the block `name` go."""
+        yield from self.gate_up.slots(name)
+        yield from self.down.slots(f"{name}.down_proj")

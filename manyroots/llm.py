@@ -1,0 +1,228 @@
+"""`LLM`: the engine inside your own process, for scripts and batch work.
+
+Takes prompts (text, token ids or chats) and sampling parameters; gives finished completions in
+the order of the prompts. The same loop, door and text as the server's; no process boundary.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from manyroots.config import engine_settings
+from manyroots.engine.build import build_engine
+from manyroots.errors import RequestError
+from manyroots.ids import Namespace, RequestId
+from manyroots.messages import Abort, FinishReason, Stats, Submit
+from manyroots.sampling import SamplingParams
+from manyroots.step import TokenLogprobs
+from manyroots.text.assembler import TextAssembler, TextDelta
+from manyroots.text.chat import load_chat_template
+from manyroots.text.door import Door
+from manyroots.text.tokenizer_files import load_tokenizer
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One completion of a prompt."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    def add(self, delta: TextDelta) -> None:
+        self.text += delta.text
+        self.token_ids.extend(delta.tokens)
+        self.logprobs.extend(delta.logprobs)
+        if delta.finish_reason is not None:
+            self.finish_reason = delta.finish_reason.value
+            self.stop_reason = delta.stop_reason
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A prompt and its completions."""
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    num_cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """A completion under way."""
+
+    request: RequestOutput
+    output: CompletionOutput
+    assembler: TextAssembler
+
+
+class LLM:
+    """A model, loaded and ready. Keyword arguments are the server's flags."""
+
+    def __init__(self, model: str | None = None, **settings: Any) -> None:
+        if model is not None:
+            settings["model"] = model
+        resolved = engine_settings(settings)
+        engine = build_engine(resolved)
+        self._loop = engine.loop
+        self.info = engine.info
+        self.tokenizer = load_tokenizer(
+            resolved.model.tokenizer or engine.info.model_path, revision=resolved.model.revision
+        )
+        self._template = load_chat_template(self.tokenizer, resolved.model.chat_template)
+        self._door = Door(engine.info, self.tokenizer, random.Random(resolved.model.seed))
+        self._ids = itertools.count(1)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        cache_salt: str | None = None,
+    ) -> list[RequestOutput]:
+        """Complete each prompt; together, so that they share steps and prefixes."""
+        batch = _as_list(prompts)
+        params = _per_prompt(sampling_params, len(batch))
+        namespace = Namespace(adapter=None, salt=cache_salt)
+        sequences: dict[RequestId, _Sequence] = {}
+        submits: list[Submit] = []
+        results: list[RequestOutput] = []
+        for prompt, sampling in zip(batch, params, strict=True):
+            text = prompt if isinstance(prompt, str) else None
+            tokens = self._door.encode(prompt) if isinstance(prompt, str) else list(prompt)
+            result = RequestOutput(text, tokens, [])
+            results.append(result)
+            made = self._door.submits(tokens, sampling, namespace, self._next_id)
+            for index, submit in enumerate(made):
+                output = CompletionOutput(index)
+                result.outputs.append(output)
+                assembler = TextAssembler(self.tokenizer, submit.sampling)
+                sequences[submit.request_id] = _Sequence(result, output, assembler)
+            submits.extend(made)
+        with self._running(submits, sequences):
+            while sequences:
+                self._step(sequences)
+        return results
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        cache_salt: str | None = None,
+    ) -> list[RequestOutput]:
+        """Answer each conversation, by the model's chat template."""
+        chats: list[Sequence[Message]]
+        chats = [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)  # type: ignore[arg-type,list-item]
+        prompts = [self._render(chat) for chat in chats]
+        return self.generate(prompts, sampling_params, cache_salt=cache_salt)
+
+    def stream_chat(
+        self, messages: Sequence[Message], sampling_params: SamplingParams
+    ) -> Iterator[str]:
+        """Answer one conversation piece by piece. Leaving early ends the answer."""
+        namespace = Namespace(adapter=None, salt=None)
+        tokens = self._render(messages)
+        [submit] = self._door.submits(tokens, sampling_params, namespace, self._next_id)
+        output = CompletionOutput(0)
+        assembler = TextAssembler(self.tokenizer, submit.sampling)
+        under_way = {submit.request_id: _Sequence(RequestOutput(None, [], []), output, assembler)}
+        with self._running([submit], under_way):
+            shown = 0
+            while under_way:
+                self._step(under_way)
+                yield output.text[shown:]
+                shown = len(output.text)
+
+    def _render(self, messages: Sequence[Message]) -> list[int]:
+        if self._template is None:
+            raise RequestError(
+                "this model has no chat template; pass chat_template=FILE to LLM, or use "
+                "generate().",
+                field="messages",
+            )
+        return self._door.encode(self._template.render(messages), add_special_tokens=False)
+
+    def stats(self) -> Stats:
+        return self._loop.stats()
+
+    def close(self) -> None:
+        """Give the model's thread and memory back."""
+        self._loop.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _next_id(self) -> RequestId:
+        return RequestId(next(self._ids))
+
+    @contextmanager
+    def _running(
+        self, submits: list[Submit], sequences: dict[RequestId, _Sequence]
+    ) -> Iterator[None]:
+        """Submit, and leave nothing behind however the block ends."""
+        for submit in submits:
+            self._loop.handle(submit)
+        try:
+            yield
+        finally:
+            self._loop.handle(Abort(list(sequences)))
+            while self._loop.has_work:
+                self._loop.step()
+
+    def _step(self, sequences: dict[RequestId, _Sequence]) -> None:
+        for output in self._loop.step():
+            sequence = sequences.get(output.request_id)
+            if sequence is None:
+                continue
+            delta = sequence.assembler.push(output)
+            sequence.output.add(delta)
+            sequence.request.prompt_logprobs.extend(delta.prompt_logprobs)
+            if sequence.output.index == 0:
+                sequence.request.num_cached_tokens = output.num_cached_tokens
+            if delta.stopped:
+                self._loop.handle(Abort([output.request_id]))
+            if delta.finish_reason is not None:
+                del sequences[output.request_id]
+            if delta.finish_reason is FinishReason.ERROR:
+                raise RuntimeError(f"request failed: {delta.error}")
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and isinstance(prompts[0], int):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _per_prompt(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise RequestError(
+            f"{count} prompts came with {len(params)} sampling_params; give one for all, or one "
+            "each.",
+            field="sampling_params",
+        )
+    return list(params)

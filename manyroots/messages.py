@@ -1,0 +1,109 @@
+"""What crosses between a client and the engine: plain frozen data, no behaviour.
+
+The same objects are passed by reference inside one process (`LLM`) and encoded with msgspec
+between two (the server); this file imports neither.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from manyroots.ids import Namespace, RequestId
+from manyroots.sampling import SamplingParams
+from manyroots.step import TokenLogprobs
+
+
+class FinishReason(enum.Enum):
+    """Why a sequence ended; the values are the API's."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """One sequence to generate. A request for n completions is n of these."""
+
+    request_id: RequestId
+    prompt: list[int]
+    namespace: Namespace
+    sampling: SamplingParams
+    seed: int
+    """Unsigned 64-bit; drawn at the door for requests that bring none."""
+    stop_ids: tuple[int, ...]
+    """End-of-sequence tokens (unless ignored) and the caller's stop_token_ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Stop these sequences and free what they hold; unknown or finished ones are ignored."""
+
+    request_ids: list[RequestId]
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """News of one sequence."""
+
+    request_id: RequestId
+    tokens: list[int]
+    """New tokens since the last Output. A stop token is included, as the last one."""
+    finish_reason: FinishReason | None
+    num_cached_tokens: int
+    """Prompt tokens whose keys and values were reused."""
+    stop_token: int | None = None
+    """The member of `stop_ids` that ended the sequence, if one did."""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """One per new token, where asked for."""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """With the first tokens: one per prompt token but the first, where asked for."""
+    error: str | None = None
+    """With FinishReason.ERROR: what went wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What the door needs to know of the engine to refuse what can't be served."""
+
+    model_path: str
+    """Folder or file the weights came from (after any download)."""
+    model_name: str
+    """Name for the API where the user gave none."""
+    vocab_size: int
+    max_model_len: int
+    page_size: int
+    num_pages: int
+    max_num_seqs: int
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Counts for the metrics page; totals since start unless the name says otherwise."""
+
+    num_running: int
+    num_waiting: int
+    num_pages: int
+    num_free_pages: int
+    num_cached_pages: int
+    """Reusable pages that no request holds now."""
+    num_held_pages: int
+    total_retractions: int
+    total_lookup_tokens: int
+    """Prompt tokens looked up in the prefix cache."""
+    total_hit_tokens: int
+    total_steps: int
+    total_step_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Everything the engine says after one step."""
+
+    outputs: list[Output]
+    stats: Stats

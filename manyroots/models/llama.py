@@ -1,0 +1,156 @@
+"""The Llama decoder, which Mistral, Qwen2 and Qwen3 are variations of.
+
+Takes tokens, their positions and the step's `AttentionBatch`; writes keys and values into the
+arena and gives hidden states, and from those logits. What differs between the variations is in
+`Traits`: where there are biases, and whether queries and keys are normalised.
+
+    x -> norm -> qkv -> rotary -> attention over pages -> o -> + x
+      -> norm -> gate, up -> act(gate) * up -> down        -> + x
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manyroots.kernels.attention.batch import AttentionBatch
+from manyroots.layers.attention import Attention
+from manyroots.layers.embedding import Embedding, LmHead
+from manyroots.layers.linear import FusedLinear, Linear
+from manyroots.layers.mlp import GatedMLP
+from manyroots.layers.norm import RMSNorm
+from manyroots.layers.rotary import Rotary, Rotation
+from manyroots.models.spec import ModelSpec, Traits
+from manyroots.store.arena import PageArena
+
+
+class SelfAttention:
+    """Projections around the paged attention of one layer."""
+
+    def __init__(self, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+        heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        traits = spec.traits
+        self._head_counts = (heads, kv_heads, kv_heads)
+        self._head_dim = dim
+        parts = {"q_proj": heads * dim, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim}
+        self.qkv = FusedLinear(
+            spec.hidden_size, parts, bias=traits.qkv_bias, dtype=dtype, device=device
+        )
+        self.o = Linear(
+            heads * dim, spec.hidden_size, bias=traits.o_bias, dtype=dtype, device=device
+        )
+        self.qk_norms = (
+            (
+                RMSNorm(dim, eps=spec.rms_norm_eps, dtype=dtype, device=device),
+                RMSNorm(dim, eps=spec.rms_norm_eps, dtype=dtype, device=device),
+            )
+            if traits.qk_norm
+            else None
+        )
+        self.attention = Attention(dim)
+
+    def __call__(
+        self, x: Tensor, rotation: Rotation, layer_kv: Tensor, batch: AttentionBatch
+    ) -> Tensor:
+        heads = self.qkv(x).view(x.shape[0], -1, self._head_dim)
+        q, k, v = heads.split(self._head_counts, dim=1)
+        if self.qk_norms is not None:
+            q_norm, k_norm = self.qk_norms
+            q, k = q_norm(q), k_norm(k)
+        attended = self.attention(rotation(q), rotation(k), v, layer_kv, batch)
+        return self.o(attended.flatten(1))
+
+    def slots(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        yield from self.qkv.slots(name)
+        yield from self.o.slots(f"{name}.o_proj")
+        if self.qk_norms is not None:
+            q_norm, k_norm = self.qk_norms
+            yield from q_norm.slots(f"{name}.q_norm")
+            yield from k_norm.slots(f"{name}.k_norm")
+
+
+class DecoderLayer:
+    """Attention and feed-forward, each added onto the residual stream."""
+
+    def __init__(self, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+        hidden, eps = spec.hidden_size, spec.rms_norm_eps
+        self.input_norm = RMSNorm(hidden, eps=eps, dtype=dtype, device=device)
+        self.attention = SelfAttention(spec, dtype=dtype, device=device)
+        self.mlp_norm = RMSNorm(hidden, eps=eps, dtype=dtype, device=device)
+        self.mlp = GatedMLP(
+            hidden,
+            spec.intermediate_size,
+            activation=spec.hidden_act,
+            bias=spec.traits.mlp_bias,
+            dtype=dtype,
+            device=device,
+        )
+
+    def __call__(
+        self, x: Tensor, rotation: Rotation, layer_kv: Tensor, batch: AttentionBatch
+    ) -> Tensor:
+        """Adds onto `x` in place; the caller has no other use for it."""
+        x.add_(self.attention(self.input_norm(x), rotation, layer_kv, batch))
+        return x.add_(self.mlp(self.mlp_norm(x)))
+
+    def slots(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        yield from self.input_norm.slots(f"{name}.input_layernorm")
+        yield from self.attention.slots(f"{name}.self_attn")
+        yield from self.mlp_norm.slots(f"{name}.post_attention_layernorm")
+        yield from self.mlp.slots(f"{name}.mlp")
+
+
+class Llama:
+    """Llama 2 and 3, SmolLM2, and the base of the other decoders."""
+
+    def __init__(self, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+        self.spec = spec
+        vocab, hidden = spec.vocab_size, spec.hidden_size
+        self.embedding = Embedding(vocab, hidden, dtype=dtype, device=device)
+        self.rotary = Rotary(spec.rope, dtype=dtype, device=device)
+        self.layers = [
+            DecoderLayer(spec, dtype=dtype, device=device) for _ in range(spec.num_layers)
+        ]
+        self.norm = RMSNorm(hidden, eps=spec.rms_norm_eps, dtype=dtype, device=device)
+        tied_to = self.embedding if spec.tie_word_embeddings else None
+        self.lm_head = LmHead(vocab, hidden, tied_to=tied_to, dtype=dtype, device=device)
+
+    @staticmethod
+    def traits(config: Any) -> Traits:
+        """What this architecture's config means."""
+        return Traits(
+            qkv_bias=config.attention_bias,
+            o_bias=config.attention_bias,
+            mlp_bias=config.mlp_bias,
+            qk_norm=False,
+        )
+
+    @torch.no_grad()
+    def forward(
+        self, tokens: Tensor, positions: Tensor, batch: AttentionBatch, arena: PageArena
+    ) -> Tensor:
+        """Hidden states [num_tokens, hidden_size] after the final norm."""
+        x = self.embedding(tokens)
+        rotation = self.rotary.at(positions)
+        for index, layer in enumerate(self.layers):
+            x = layer(x, rotation, arena.layer(index), batch)
+        return self.norm(x)
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Scores [num_rows, vocab_size] in float32 for the rows that need them."""
+        return self.lm_head(hidden)
+
+    def weight_slots(self) -> dict[str, Tensor]:
+        """A checkpoint's tensor names, and the memory each is copied into."""
+        return dict(self._slots())
+
+    def _slots(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.embedding.slots("model.embed_tokens")
+        for index, layer in enumerate(self.layers):
+            yield from layer.slots(f"model.layers.{index}")
+        yield from self.norm.slots("model.norm")
+        yield from self.lm_head.slots("lm_head")

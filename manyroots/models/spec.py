@@ -1,0 +1,120 @@
+"""What a model is, in plain frozen numbers.
+
+Takes a transformers config and the traits of its architecture; gives a `ModelSpec`. Differences
+between config dialects (nested text configs, windows that may or may not apply) end here: no
+other room reads a config. Holds no tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from manyroots.errors import ModelError
+from manyroots.layers.rotary import RopeSpec, rope_frequencies
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traits:
+    """What an architecture's name implies and its config does not spell out the same way."""
+
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """The shape of a decoder-only model."""
+
+    architecture: str
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    eos_token_ids: tuple[int, ...]
+    tie_word_embeddings: bool
+    traits: Traits
+    rms_norm_eps: float
+    hidden_act: str
+    rope: RopeSpec
+    sliding_window: int | None
+    """How many tokens a query sees at most, itself included, in the layers that see fewest.
+    None where every layer sees the whole context."""
+
+    @property
+    def max_exact_len(self) -> int:
+        """The longest context for which full attention gives exactly this model's output."""
+        if self.sliding_window is None:
+            return self.max_position_embeddings
+        return min(self.sliding_window, self.max_position_embeddings)
+
+
+def model_spec(
+    config: Any,
+    architecture: str,
+    traits: Traits,
+    *,
+    eos_token_ids: Sequence[int],
+    rope_factors: Sequence[float] | None,
+) -> ModelSpec:
+    """Read a config; `rope_factors` are a GGUF file's own and None elsewhere."""
+    text = config.get_text_config()
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is not None:
+        method = _get(quantization, "quant_method") or "unknown"
+        raise ModelError(
+            f"the checkpoint is quantized (method {method!r}); this version loads unquantized "
+            "safetensors and GGUF files. Use one of these for this model."
+        )
+    num_heads = text.num_attention_heads
+    num_kv_heads = getattr(text, "num_key_value_heads", None) or num_heads
+    if num_heads % num_kv_heads:
+        raise ModelError(
+            f"the model has {num_heads} attention heads and {num_kv_heads} key-value heads; the "
+            "first must be a multiple of the second. Check its config.json."
+        )
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // num_heads
+    return ModelSpec(
+        architecture=architecture,
+        num_layers=text.num_hidden_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        hidden_size=text.hidden_size,
+        intermediate_size=text.intermediate_size,
+        vocab_size=text.vocab_size,
+        max_position_embeddings=text.max_position_embeddings,
+        eos_token_ids=tuple(eos_token_ids),
+        tie_word_embeddings=bool(text.tie_word_embeddings),
+        traits=traits,
+        rms_norm_eps=text.rms_norm_eps,
+        hidden_act=text.hidden_act,
+        rope=rope_frequencies(text, head_dim, rope_factors),
+        sliding_window=visible_window(text),
+    )
+
+
+def visible_window(text_config: Any) -> int | None:
+    """How many tokens, itself included, a query sees in the narrowest layer; None for all.
+
+    Transformers' `sliding_window` w hides key k from query q where k <= q - w, in all the
+    families served here, so it already counts the query itself and needs no correction.
+    """
+    window = getattr(text_config, "sliding_window", None)
+    if window is None or getattr(text_config, "use_sliding_window", True) is False:
+        return None
+    layer_types = getattr(text_config, "layer_types", None)
+    if layer_types is not None and "sliding_attention" not in layer_types:
+        return None
+    return int(window)
+
+
+def _get(holder: Any, name: str) -> Any:
+    return holder.get(name) if isinstance(holder, dict) else getattr(holder, name, None)

@@ -1,0 +1,135 @@
+"""Carries out plans with torch: transfers of state first, then the model, then the sampler.
+
+One thread of its own runs the steps in the order they were launched, so that planning the next
+step overlaps with computing this one. Decides nothing.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from manyroots.ids import Row
+from manyroots.kernels.attention.batch import AttentionBatch
+from manyroots.runner.batch import PersistentBatch, StepInputs
+from manyroots.runner.logprobs import POSITIONS_AT_ONCE, score
+from manyroots.runner.sampler import Sampler
+from manyroots.runner.sampling_state import SamplingState
+from manyroots.step import Int32s, Plan, RowFault, StepResult, TokenLogprobs
+from manyroots.store.arena import PageArena
+
+
+class Model(Protocol):
+    """What the runner needs of a model."""
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, batch: AttentionBatch, arena: PageArena
+    ) -> Tensor: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+class TorchRunner:
+    """A model, its pages, and the rows under way."""
+
+    def __init__(
+        self, model: Model, arena: PageArena, *, max_num_seqs: int, max_model_len: int
+    ) -> None:
+        self._model = model
+        self._arena = arena
+        self._batch = PersistentBatch(
+            max_num_seqs=max_num_seqs, max_model_len=max_model_len, page_size=arena.page_size
+        )
+        self._state = SamplingState(max_num_seqs)
+        self._sampler = Sampler(self._batch, self._state)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="runner")
+
+    def launch(self, plan: Plan) -> Future[StepResult]:
+        return self._thread.submit(self.execute, plan)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True)
+
+    @torch.inference_mode()
+    def execute(self, plan: Plan) -> StepResult:
+        """One step, now."""
+        self._batch.apply(plan)
+        for arrival in plan.arrivals:
+            self._state.arrive(arrival)
+        inputs = self._batch.inputs(plan)
+        hidden = self._forward(inputs)
+        prompt_logprobs = self._score_prompts(inputs, hidden)
+
+        rows = inputs.rows[inputs.sampling]
+        if len(rows) == 0:
+            return StepResult(plan.step_id, np.empty(0, np.int32), prompt_logprobs=prompt_logprobs)
+        last = self._to_device(inputs.query_starts[inputs.sampling + 1] - 1)
+        logits = self._model.logits(hidden[last])
+        # The sampler may change logits; log-probabilities are of the model's own.
+        wanted = np.flatnonzero(self._state.wants_logprobs[rows])
+        own = logits[torch.from_numpy(wanted)].clone() if len(wanted) else None
+        tokens, broken = self._sampler.sample(logits, rows)
+        self._batch.append(rows, tokens)
+        return StepResult(
+            plan.step_id,
+            tokens,
+            logprobs=self._score_samples(own, rows[wanted], tokens[wanted]),
+            prompt_logprobs=prompt_logprobs,
+            faults=tuple(
+                RowFault(Row(int(rows[i])), "the model gave logits that are not finite")
+                for i in broken
+            ),
+        )
+
+    def _forward(self, inputs: StepInputs) -> Tensor:
+        batch = AttentionBatch.build(
+            page_table=inputs.page_table,
+            slot_pages=inputs.slot_pages,
+            slot_offsets=inputs.slot_offsets,
+            query_starts=inputs.query_starts.tolist(),
+            context_lens=inputs.context_lens.tolist(),
+            num_decodes=inputs.num_decodes,
+            page_size=self._arena.page_size,
+            dtype=self._arena.dtype,
+            device=self._arena.device,
+        )
+        tokens, positions = self._to_device(inputs.tokens), self._to_device(inputs.positions)
+        return self._model.forward(tokens, positions, batch, self._arena)
+
+    def _score_samples(
+        self, logits: Tensor | None, rows: Int32s, tokens: Int32s
+    ) -> dict[Row, TokenLogprobs]:
+        if logits is None:
+            return {}
+        counts = [self._state.params[row].logprobs or 0 for row in rows.tolist()]
+        scores = score(logits, self._to_device(tokens.astype(np.int64)), counts)
+        return {Row(row): entry for row, entry in zip(rows.tolist(), scores, strict=True)}
+
+    def _score_prompts(
+        self, inputs: StepInputs, hidden: Tensor
+    ) -> dict[Row, tuple[TokenLogprobs, ...]]:
+        """Rows that ask: how likely the model thought each next token of their prompt."""
+        result: dict[Row, tuple[TokenLogprobs, ...]] = {}
+        for index in np.flatnonzero(self._state.wants_prompt_logprobs[inputs.rows]).tolist():
+            row = int(inputs.rows[index])
+            begin, end = (int(s) for s in inputs.query_starts[index : index + 2])
+            first = int(inputs.positions[begin])
+            count = min(end - begin, int(self._batch.num_prompt_tokens[row]) - 1 - first)
+            if count <= 0:
+                continue
+            targets = self._batch.known(row)[first + 1 : first + 1 + count].astype(np.int64)
+            num_top = self._state.params[row].prompt_logprobs or 0
+            scores: list[TokenLogprobs] = []
+            for at in range(0, count, POSITIONS_AT_ONCE):
+                part = self._to_device(targets[at : at + POSITIONS_AT_ONCE])
+                logits = self._model.logits(hidden[begin + at : begin + at + len(part)])
+                scores.extend(score(logits, part, [num_top] * len(part)))
+            result[Row(row)] = tuple(scores)
+        return result
+
+    def _to_device(self, array: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._arena.device)

@@ -1,0 +1,100 @@
+"""One sequence as the scheduler sees it: what is known, what is computed, what it holds.
+
+Progress is a counter, not a phase: computed tokens catch up with known tokens. Prefill, chunked
+prefill, decode, reuse and resuming after a retraction differ only in how far apart the two are.
+
+    tokens     |-------- prompt --------|--- output ---|  pending
+    computed   |==== KV in pages or under way ====>
+"""
+
+from __future__ import annotations
+
+import enum
+
+import numpy as np
+
+from manyroots.cache.lease import Lease
+from manyroots.ids import Row
+from manyroots.messages import Submit
+from manyroots.step import Int32s, TokenLogprobs
+
+
+class State(enum.Enum):
+    """Where a sequence is; each state owns what it holds."""
+
+    WAITING = "waiting"
+    """In the queue; holds nothing."""
+    RUNNING = "running"
+    """Holds a row and a lease."""
+    DRAINING = "draining"
+    """Finished, but a launched step still writes to its pages; holds a row and a lease."""
+    FINISHED = "finished"
+    """Holds nothing."""
+
+
+class Request:
+    """A sequence and its progress. Only the scheduler changes it."""
+
+    __slots__ = (
+        "_buffer",
+        "lease",
+        "num_cached_tokens",
+        "num_committed_tokens",
+        "num_computed_tokens",
+        "num_in_flight",
+        "num_pending_tokens",
+        "num_prompt_tokens",
+        "num_tokens",
+        "prompt_logprobs",
+        "row",
+        "state",
+        "stop_ids",
+        "submit",
+    )
+
+    def __init__(self, submit: Submit) -> None:
+        self.submit = submit
+        self.stop_ids = frozenset(submit.stop_ids)
+        self.state = State.WAITING
+        self.num_prompt_tokens = len(submit.prompt)
+        self.num_tokens = self.num_prompt_tokens
+        self._buffer = np.array(submit.prompt, np.int32)
+        self.num_computed_tokens = 0
+        """Tokens whose keys and values are in pages once every launched step is done."""
+        self.num_committed_tokens = 0
+        """The same, once every step that is done is counted."""
+        self.num_pending_tokens = 0
+        """Tokens that launched steps will sample."""
+        self.num_in_flight = 0
+        """Launched steps that this sequence is part of."""
+        self.num_cached_tokens: int | None = None
+        """What was reused when it first began."""
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        self.row: Row | None = None
+        self.lease: Lease | None = None
+
+    @property
+    def tokens(self) -> Int32s:
+        """Prompt and output so far."""
+        return self._buffer[: self.num_tokens]
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def num_tokens_to_compute(self) -> int:
+        """How far computed tokens are behind known and pending ones."""
+        return self.num_tokens + self.num_pending_tokens - self.num_computed_tokens
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        return self.submit.sampling.prompt_logprobs is not None and self.num_output_tokens == 0
+
+    def append(self, token: int) -> None:
+        if self.num_tokens == len(self._buffer):
+            grown = np.empty(max(64, 2 * len(self._buffer)), np.int32)
+            grown[: self.num_tokens] = self.tokens
+            self._buffer = grown
+        self._buffer[self.num_tokens] = token
+        self.num_tokens += 1

@@ -1,0 +1,65 @@
+"""The device pages of the full-attention family: one tensor, cut into pages.
+
+Takes a number of pages and the shape of a model's keys and values; gives a view per layer for
+the kernels to write and read. A page's bytes for all layers lie together, so that moving a page
+between tiers is one contiguous copy. Knows nothing of who owns a page or what it holds.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from manyroots.errors import ConfigError
+
+
+class KvShape(Protocol):
+    """What the arena needs to know of a model; a `ModelSpec` has it."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+
+
+def page_bytes(spec: KvShape, page_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one page: keys and values of `page_size` tokens in every layer."""
+    return 2 * spec.num_layers * page_size * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+
+
+class PageArena:
+    """Owns `[num_pages, num_layers, 2, page_size, num_kv_heads, head_dim]`; 2 is keys, values."""
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_pages = num_pages
+        self.page_size = page_size
+        shape = (num_pages, num_layers, 2, page_size, num_kv_heads, head_dim)
+        try:
+            # Zeros, not empty: kernels read whole pages and mask the tail, and a masked NaN that
+            # happened to lie in fresh memory would still poison the sum.
+            self.data = torch.zeros(shape, dtype=dtype, device=device)
+        except (RuntimeError, MemoryError) as error:
+            gib = torch.Size(shape).numel() * dtype.itemsize / 2**30
+            raise ConfigError(
+                f"{num_pages} pages of {page_size} tokens need {gib:.1f} GiB on {device}, and it "
+                "does not have them; lower --kv-cache-memory-bytes, --num-gpu-blocks-override or "
+                "--gpu-memory-utilization."
+            ) from error
+        self._layers = self.data.unbind(1)
+
+    def layer(self, index: int) -> Tensor:
+        """A view of one layer: `[num_pages, 2, page_size, num_kv_heads, head_dim]`."""
+        return self._layers[index]

@@ -1,0 +1,157 @@
+"""The door: a prompt and its parameters become `Submit` messages, or a reason why not.
+
+Takes what a caller asked and what the engine can do; gives messages that the engine can carry
+out. Used by the API and by `LLM` alike. Everything that depends on the model is checked here,
+once, so that the engine need not doubt what it is sent.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import random
+import struct
+from collections.abc import Callable, Sequence
+
+from manyroots.engine.messages import EngineInfo, Submit
+from manyroots.errors import RequestError
+from manyroots.ids import Namespace, RequestId
+from manyroots.sampling import SamplingParams
+from manyroots.text.tokenizer import Tokenizer
+
+
+class Door:
+    """Checks and numbers requests for one engine."""
+
+    def __init__(
+        self, info: EngineInfo, tokenizer: Tokenizer, rng: random.Random | None = None
+    ) -> None:
+        """`rng` draws the seeds of requests that bring none; the system's source by default."""
+        self._info = info
+        self._tokenizer = tokenizer
+        self._rng = rng
+        self._capacity = info.num_pages * info.page_size
+
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, field: str = "prompt"
+    ) -> list[int]:
+        """Tokenize a prompt. One that can't fit however it tokenizes is refused unread."""
+        longest = self._info.max_model_len * self._tokenizer.max_piece_bytes
+        if len(text) > longest:
+            raise RequestError(
+                f"{field} has {len(text)} characters; this model's maximum context length is "
+                f"{self._info.max_model_len} tokens, which are at most {longest} characters. "
+                f"Shorten {field}.",
+                field=field,
+            )
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def submits(
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        namespace: Namespace,
+        next_request_id: Callable[[], RequestId],
+        *,
+        field: str = "prompt",
+    ) -> list[Submit]:
+        """One message for each of the n choices. `field` is what the caller called the prompt.
+
+        Prompt logprobs are the same for every choice, so only the first computes them.
+        """
+        tokens = list(prompt)
+        self._check_prompt(tokens, field)
+        self._check_token_ids(sampling)
+        sampling = dataclasses.replace(sampling, max_tokens=self._max_tokens(tokens, sampling))
+        others = dataclasses.replace(sampling, prompt_logprobs=None)
+        stop_ids = self._stop_ids(sampling)
+        return [
+            Submit(
+                request_id=next_request_id(),
+                prompt=tokens,
+                namespace=namespace,
+                sampling=sampling if choice == 0 else others,
+                seed=self._seed(sampling.seed, choice),
+                stop_ids=stop_ids,
+            )
+            for choice in range(sampling.n)
+        ]
+
+    def _check_prompt(self, tokens: list[int], field: str) -> None:
+        if not tokens:
+            raise RequestError(
+                f"{field} is empty; give at least one token to continue from.", field=field
+            )
+        vocab_size = self._info.vocab_size
+        if min(tokens) < 0 or max(tokens) >= vocab_size:
+            place = next(i for i, token in enumerate(tokens) if not 0 <= token < vocab_size)
+            raise RequestError(
+                f"{field} holds the token id {tokens[place]} at place {place}; "
+                f"this model's ids are from 0 to {vocab_size - 1}.",
+                field=field,
+            )
+        if len(tokens) >= self._info.max_model_len:
+            raise RequestError(
+                f"This model's maximum context length is {self._info.max_model_len} tokens, "
+                f"and {field} has {len(tokens)}, which leaves none for the completion. "
+                f"Shorten {field}.",
+                field=field,
+            )
+        if len(tokens) >= self._capacity:
+            raise RequestError(
+                f"{field} has {len(tokens)} tokens; the server's cache holds {self._capacity}, "
+                f"completion included. Shorten {field}.",
+                field=field,
+            )
+
+    def _check_token_ids(self, sampling: SamplingParams) -> None:
+        named = {"logit_bias": sampling.logit_bias, "stop_token_ids": sampling.stop_token_ids}
+        for name, tokens in named.items():
+            for token in tokens:
+                good = isinstance(token, int) and 0 <= token < self._info.vocab_size
+                if not good:
+                    raise RequestError(
+                        f"{name} names the token id {token!r}; "
+                        f"this model's ids are from 0 to {self._info.vocab_size - 1}.",
+                        field=name,
+                    )
+
+    def _max_tokens(self, tokens: list[int], sampling: SamplingParams) -> int:
+        num_prompt, longest = len(tokens), self._info.max_model_len
+        if sampling.max_tokens is None:
+            max_tokens = min(longest, self._capacity) - num_prompt
+            if sampling.min_tokens > max_tokens:
+                raise RequestError(
+                    f"min_tokens is {sampling.min_tokens}; after the prompt's {num_prompt} tokens "
+                    f"there is room for {max_tokens}. Lower it.",
+                    field="min_tokens",
+                )
+            return max_tokens
+        total = num_prompt + sampling.max_tokens
+        if total > longest:
+            raise RequestError(
+                f"This model's maximum context length is {longest} tokens. However, you requested "
+                f"{total} tokens ({num_prompt} in the prompt, {sampling.max_tokens} in the "
+                "completion). Please reduce the length of the prompt or max_tokens.",
+                field="max_tokens",
+            )
+        if total > self._capacity:
+            raise RequestError(
+                f"The server's cache holds {self._capacity} tokens. However, you requested "
+                f"{total} tokens ({num_prompt} in the prompt, {sampling.max_tokens} in the "
+                "completion). Please reduce the length of the prompt or max_tokens.",
+                field="max_tokens",
+            )
+        return sampling.max_tokens
+
+    def _stop_ids(self, sampling: SamplingParams) -> tuple[int, ...]:
+        own = () if sampling.ignore_eos else self._info.eos_token_ids
+        return tuple(dict.fromkeys((*own, *sampling.stop_token_ids)))
+
+    def _seed(self, seed: int | None, choice: int) -> int:
+        if seed is None:
+            return self._rng.getrandbits(64) if self._rng else int.from_bytes(os.urandom(8))
+        # Not seed + choice: neighbouring seeds would share their later choices.
+        digest = hashlib.blake2b(struct.pack("<qI", seed, choice), digest_size=8).digest()
+        return int.from_bytes(digest)

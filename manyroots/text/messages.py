@@ -1,0 +1,128 @@
+"""The messages of a chat, checked.
+
+Takes what a caller sent (OpenAI's message shapes, as plain dicts); gives plain dicts that a chat
+template can use, with every content a string. Parts that are not text are refused: nothing is
+ever fetched from an address in a request.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from manyroots.errors import RequestError
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+MAX_MESSAGES = 10_000
+_FIELDS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "refusal"})
+
+
+def check_messages(messages: Sequence[Any], *, has_developer_role: bool) -> list[dict[str, Any]]:
+    """Messages for the template. Without a developer role of its own, it sees system messages."""
+    if not messages:
+        raise RequestError("messages is empty; give at least one message.", field="messages")
+    if len(messages) > MAX_MESSAGES:
+        raise RequestError(
+            f"messages has {len(messages)} entries; at most {MAX_MESSAGES} are allowed.",
+            field="messages",
+        )
+    return [
+        _message(message, f"messages[{place}]", has_developer_role)
+        for place, message in enumerate(messages)
+    ]
+
+
+def _message(message: Any, where: str, has_developer_role: bool) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise RequestError(
+            f"{where} is not an object; write {{'role': ..., 'content': ...}}.", field=where
+        )
+    role = message.get("role")
+    if role not in ROLES:
+        raise RequestError(
+            f"{where}.role is {_brief(role)}; choose one of {', '.join(ROLES)}.",
+            field=f"{where}.role",
+        )
+    for name in message:
+        if name not in _FIELDS:
+            raise RequestError(
+                f"{where}.{str(name)[:60]} is not supported; remove it.",
+                field=f"{where}.{str(name)[:60]}",
+            )
+    checked: dict[str, Any] = {
+        "role": "system" if role == "developer" and not has_developer_role else role
+    }
+    calls = message.get("tool_calls")
+    if calls is not None:
+        checked["tool_calls"] = _tool_calls(calls, role, f"{where}.tool_calls")
+    checked["content"] = _content(message.get("content"), f"{where}.content", optional=bool(calls))
+    for name in ("name", "tool_call_id"):
+        if message.get(name) is not None:
+            checked[name] = _string(message[name], f"{where}.{name}")
+    return checked
+
+
+def _content(content: Any, where: str, *, optional: bool) -> str:
+    if content is None and optional:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise RequestError(
+            f"{where} is {_brief(content)}; it must be a string or a list of text parts.",
+            field=where,
+        )
+    return "\n".join(_part(part, f"{where}[{place}]") for place, part in enumerate(content))
+
+
+def _part(part: Any, where: str) -> str:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind != "text":
+        raise RequestError(
+            f"{where} is a part of type {_brief(kind)}; this model reads text only. "
+            "Send parts of type 'text'.",
+            field=where,
+        )
+    return _string(part.get("text"), f"{where}.text")
+
+
+def _tool_calls(calls: Any, role: Any, where: str) -> list[dict[str, Any]]:
+    if role != "assistant":
+        raise RequestError(f"{where} belongs to assistant messages only.", field=where)
+    if not isinstance(calls, list):
+        raise RequestError(f"{where} is {_brief(calls)}; it must be a list.", field=where)
+    return [_tool_call(call, f"{where}[{place}]") for place, call in enumerate(calls)]
+
+
+def _tool_call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise RequestError(f"{where}.function is missing; name the function.", field=where)
+    name = _string(function.get("name"), f"{where}.function.name")
+    text = _string(function.get("arguments"), f"{where}.function.arguments")
+    try:
+        # OpenAI's clients send JSON in a string; templates are written for the object.
+        arguments = json.loads(text) if text else {}
+    except (ValueError, RecursionError) as error:
+        raise RequestError(
+            f"{where}.function.arguments is not JSON: {error}.",
+            field=f"{where}.function.arguments",
+        ) from error
+    return {
+        "id": str(call.get("id", "")),
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
+
+
+def _string(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise RequestError(f"{where} is {_brief(value)}; it must be a string.", field=where)
+    return value
+
+
+def _brief(value: Any) -> str:
+    """A caller's value in a message, never long enough to fill a log."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,97 @@
+"""A model's tokenizer: text to token ids and back.
+
+Takes text or ids, gives ids or text; safe to share between threads. Knows the vocabulary and the
+chat template's source, nothing of requests. Where it comes from is `tokenizer_files.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tokenizers import Tokenizer as Backend
+
+from manyroots.errors import RequestError
+from manyroots.text.pieces import piece_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SpecialTokens:
+    """Names that chat templates ask for, and the token that ends a text."""
+
+    bos: str | None = None
+    eos: str | None = None
+    pad: str | None = None
+    unk: str | None = None
+
+    def for_template(self) -> dict[str, str]:
+        names = {"bos_token": self.bos, "eos_token": self.eos}
+        names |= {"pad_token": self.pad, "unk_token": self.unk}
+        return {name: token for name, token in names.items() if token is not None}
+
+
+class Tokenizer:
+    """Encodes and decodes. Frozen after construction."""
+
+    __slots__ = (
+        "_backend",
+        "_pieces",
+        "chat_template",
+        "eos_token_ids",
+        "max_piece_bytes",
+        "special_ids",
+        "special_tokens",
+        "vocab_size",
+    )
+
+    def __init__(
+        self, backend: Backend, special_tokens: SpecialTokens, chat_template: str | None
+    ) -> None:
+        # A tokenizer file may ask for truncation; a server must never shorten a prompt silently.
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._pieces = piece_bytes(backend)
+        self.special_tokens = special_tokens
+        self.chat_template = chat_template
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(index for index, token in added.items() if token.special)
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        eos = vocabulary.get(special_tokens.eos) if special_tokens.eos is not None else None
+        self.eos_token_ids: tuple[int, ...] = () if eos is None else (eos,)
+        self.max_piece_bytes = max((len(token.encode()) for token in vocabulary), default=1)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of `text`. Special tokens spelled out in it become those tokens."""
+        try:
+            # The batch call lets other threads run meanwhile; the single one holds the GIL.
+            [encoding] = self._backend.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
+        except (TypeError, UnicodeError) as error:
+            raise RequestError(
+                "the text holds a lone surrogate, which is not a character; "
+                "replace it (text.encode('utf-8', 'replace')).",
+                field="prompt",
+            ) from error
+        return list(encoding.ids)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Text of `ids`; ids without a token add nothing."""
+        return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    @property
+    def has_bytes(self) -> bool:
+        """Whether `token_bytes` is exact, also for a part of a character."""
+        return self._pieces is not None
+
+    def token_bytes(self, token: int) -> bytes:
+        """What this token adds to a text; b"" for an id without a token."""
+        if self._pieces is None:
+            return self.decode([token], skip_special_tokens=False).encode()
+        return self._pieces[token] if 0 <= token < len(self._pieces) else b""
+
+    def token_text(self, token: int) -> str:
+        """The token on its own, for display; a part of a character shows as U+FFFD."""
+        return self.token_bytes(token).decode("utf-8", "replace")

@@ -1,0 +1,89 @@
+"""Finds and loads a tokenizer: a folder, a GGUF file or a hub id.
+
+Gives a `Tokenizer`. Code that a checkpoint brings along is never run: `trust_remote_code` stays
+False, and a tokenizer that needs it is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from manyroots.errors import ModelError
+from manyroots.text import gguf_tokenizer
+from manyroots.text.gguf_metadata import read_metadata
+from manyroots.text.tokenizer import SpecialTokens, Tokenizer
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+
+
+def load_tokenizer(source: str, *, revision: str | None = None) -> Tokenizer:
+    """Load from `source`; `revision` is the branch, tag or commit of a hub id."""
+    path = Path(source)
+    if path.is_file():
+        return _from_gguf(path)
+    if path.is_dir() and not any((path / name).exists() for name in _TOKENIZER_FILES):
+        return _from_gguf(_only_gguf(path))
+    return _from_transformers(source, revision=revision)
+
+
+def _only_gguf(folder: Path) -> Path:
+    files = sorted(folder.glob("*.gguf"))
+    if len(files) != 1:
+        raise ModelError(
+            f"{folder} holds none of {', '.join(_TOKENIZER_FILES)} and {len(files)} .gguf files. "
+            "Name a tokenizer folder or hub id with --tokenizer."
+        )
+    return files[0]
+
+
+def _from_gguf(path: Path) -> Tokenizer:
+    metadata = read_metadata(path)
+    if not gguf_tokenizer.is_byte_level(metadata):
+        return _from_transformers(str(path.parent), gguf_file=path.name)
+    tokens = metadata.get("tokenizer.ggml.tokens", [])
+
+    def name(kind: str) -> str | None:
+        index = metadata.get(f"tokenizer.ggml.{kind}_token_id")
+        return tokens[index] if isinstance(index, int) and 0 <= index < len(tokens) else None
+
+    special = SpecialTokens(
+        bos=name("bos"), eos=name("eos"), pad=name("padding"), unk=name("unknown")
+    )
+    template = metadata.get("tokenizer.chat_template")
+    return Tokenizer(
+        gguf_tokenizer.build(metadata, path),
+        special,
+        template if isinstance(template, str) else None,
+    )
+
+
+def _from_transformers(source: str, **options: Any) -> Tokenizer:
+    # Imported here: it takes seconds, brings torch along, and a GGUF file does not need it.
+    from transformers import AutoTokenizer
+
+    try:
+        loaded = AutoTokenizer.from_pretrained(source, trust_remote_code=False, **options)
+    except Exception as error:  # transformers raises whatever the file at hand provokes
+        raise ModelError(
+            f"no tokenizer could be loaded from {source!r}: {error}. "
+            "Name another folder or hub id with --tokenizer."
+        ) from error
+    backend = getattr(loaded, "backend_tokenizer", None)
+    if backend is None:
+        raise ModelError(
+            f"the tokenizer of {source!r} ({type(loaded).__name__}) has no fast form. "
+            "Convert it to a tokenizer.json, and name its folder with --tokenizer."
+        )
+    special = SpecialTokens(
+        bos=loaded.bos_token, eos=loaded.eos_token, pad=loaded.pad_token, unk=loaded.unk_token
+    )
+    return Tokenizer(backend, special, _default_template(loaded.chat_template))
+
+
+def _default_template(template: str | Mapping[str, str] | None) -> str | None:
+    """A checkpoint may bring several named templates; the plain chat's is called 'default'."""
+    if isinstance(template, Mapping):
+        return template.get("default")
+    return template

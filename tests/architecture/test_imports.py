@@ -1,0 +1,171 @@
+"""The shape of the code, read from its imports: who may know whom, and what must stay out."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "manyroots"
+
+BASE = {"ids", "errors", "version", "sampling", "step", "messages", "config"}
+"""Files at the top of the package that any room may import."""
+
+MAY_IMPORT: dict[str, set[str]] = {
+    "ids": set(),
+    "errors": set(),
+    "version": set(),
+    "sampling": {"errors"},
+    "config": {"errors"},
+    "step": {"ids", "sampling"},
+    "messages": {"ids", "sampling", "step"},
+    # decide
+    "cache": BASE,
+    "scheduler": BASE | {"cache"},
+    # execute
+    "kernels": BASE,
+    "store": BASE | {"models"},
+    "layers": BASE | {"kernels", "store"},
+    "models": BASE | {"kernels", "store", "layers"},
+    "runner": BASE | {"kernels", "store", "models"},
+    # text and the outside
+    "text": BASE,
+    "engine": BASE | {"scheduler", "cache", "runner", "store", "models"},
+    "observe": BASE,
+    "llm": BASE | {"engine", "text"},
+    "api": BASE | {"engine", "text", "observe"},
+    "bench": BASE | {"llm"},
+    "cli": BASE | {"llm", "api", "bench"},
+    "__init__": {"llm", "sampling", "version"},
+}
+
+NEVER_TORCH = {"scheduler", "cache", "text", "api", "observe"} | BASE
+TORCH = {"torch", "triton"}
+WEB_STACK = {"starlette", "uvicorn", "fastapi", "pydantic", "h11", "httptools"}
+WIRE = {"msgspec", "zmq"}
+MAY_USE_WIRE = {
+    "engine.wire", "engine.process", "engine.process_client",
+}  # fmt: skip
+FAMILY_WORDS = ("full_attention", "FULL_ATTENTION", "sliding", "recurrent", "mamba")
+
+
+def modules() -> dict[str, Path]:
+    """Dotted name below the package -> file."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+        found[name] = path
+    return found
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Every module a file imports, at any depth, except for type checkers only."""
+    tree = ast.parse(path.read_text())
+    skipped = {
+        id(child)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        for child in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def own_imports(path: Path, known: dict[str, Path]) -> set[str]:
+    names = {name.removeprefix("manyroots.") for name in imports(path) if "manyroots." in name}
+    return names & set(known)
+
+
+def room(module: str) -> str:
+    return module.split(".")[0]
+
+
+ALL = modules()
+
+
+@pytest.mark.parametrize("module", sorted(ALL))
+def test_imports_follow_the_allowed_directions(module: str) -> None:
+    allowed = MAY_IMPORT[room(module)] | {room(module)}
+    for imported in own_imports(ALL[module], ALL):
+        assert room(imported) in allowed, f"{module} must not import {imported}"
+
+
+def test_there_is_no_import_cycle() -> None:
+    graph = {module: own_imports(path, ALL) - {module} for module, path in ALL.items()}
+    done: set[str] = set()
+
+    def visit(module: str, trail: tuple[str, ...]) -> None:
+        assert module not in trail, f"cycle: {' -> '.join((*trail, module))}"
+        if module not in done:
+            for imported in sorted(graph[module]):
+                visit(imported, (*trail, module))
+            done.add(module)
+
+    for module in graph:
+        visit(module, ())
+
+
+@pytest.mark.parametrize("module", sorted(m for m in ALL if room(m) in NEVER_TORCH))
+def test_the_decide_half_text_and_api_never_import_torch(module: str) -> None:
+    assert not {name.split(".")[0] for name in imports(ALL[module])} & TORCH
+
+
+@pytest.mark.parametrize("module", sorted(m for m in ALL if room(m) != "api"))
+def test_no_web_stack_below_api(module: str) -> None:
+    roots = {name.split(".")[0] for name in imports(ALL[module])}
+    assert not roots & WEB_STACK
+    if module not in MAY_USE_WIRE:
+        assert not roots & WIRE
+
+
+@pytest.mark.parametrize("module", sorted(m for m in ALL if room(m) == "scheduler"))
+def test_h01_the_scheduler_names_no_family(module: str) -> None:
+    """H01: one boundary between scheduler and cache; scheduler code names no family."""
+    text = ALL[module].read_text()
+    assert not [word for word in FAMILY_WORDS if word in text]
+    inside = {m for m in own_imports(ALL[module], ALL) if room(m) == "cache"}
+    assert inside <= {"cache.cache", "cache.lease"}
+
+
+def test_every_room_has_a_readme() -> None:
+    rooms = {room(module) for module in ALL if (PACKAGE / room(module)).is_dir()}
+    assert rooms
+    for name in rooms:
+        assert (PACKAGE / name / "README.md").exists(), f"{name} has no README.md"
+
+
+def test_r05_nothing_is_unpickled() -> None:
+    """R05: no pickle, no torch.load, no remote code, anywhere."""
+    for module, path in ALL.items():
+        roots = {name.split(".")[0] for name in imports(path)}
+        assert not roots & {"pickle", "cloudpickle", "dill", "marshal", "shelve"}, module
+        assert "torch.load" not in path.read_text(), module
+        assert "trust_remote_code=True" not in path.read_text(), module
+
+
+def test_the_engine_runs_where_there_is_no_web_stack() -> None:
+    """The engine below the HTTP layer imports with msgspec, ZMQ and the web stack absent."""
+    blocked = sorted(WEB_STACK | WIRE | {"openai", "httpx"})
+    code = f"""
+import sys
+for name in {blocked!r}:
+    sys.modules[name] = None
+import manyroots.llm, manyroots.cli.main, manyroots.bench.offline, manyroots.runner.fake
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=PACKAGE.parent)
+
+
+def test_the_api_process_does_not_load_torch() -> None:
+    code = "import sys, manyroots.api.server; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=PACKAGE.parent)

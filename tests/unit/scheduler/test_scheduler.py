@@ -1,0 +1,190 @@
+"""The scheduler and cache together, on the fake runner, audited after every step."""
+
+from __future__ import annotations
+
+import pytest
+
+from manyroots.ids import AdapterDigest, Namespace, RequestId
+from manyroots.messages import Abort, FinishReason
+from tests.deciding import Deciding, expected_tokens, submit
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("chunk", [1, 3, 4, None])
+def test_tokens_do_not_depend_on_chunking_or_overlap(depth: int, chunk: int | None) -> None:
+    engine = Deciding(depth=depth, chunk=chunk)
+    requests = [submit(i, list(range(i, i + 7 + i)), max_tokens=5 + i) for i in range(6)]
+    for request in requests:
+        engine.loop.handle(request)
+    engine.run()
+    for request in requests:
+        assert engine.tokens(request.request_id) == expected_tokens(request)
+        assert engine.last(request.request_id).finish_reason is FinishReason.LENGTH
+    assert engine.cache.stats().num_held == 0
+
+
+def test_n01_namespaces_never_share_and_the_same_one_hits_every_full_page() -> None:
+    """N01: warm A; B and base find nothing, A finds every full page but the last token's."""
+    prompt = list(range(17))
+    adapter_a = Namespace(adapter=AdapterDigest(b"a" * 32), salt=None)
+    adapter_b = Namespace(adapter=AdapterDigest(b"b" * 32), salt=None)
+    base = Namespace(adapter=None, salt=None)
+    engine = Deciding()
+    engine.loop.handle(submit(0, prompt, namespace=adapter_a))
+    engine.run()
+    for number, namespace, cached in [(1, adapter_b, 0), (2, base, 0), (3, adapter_a, 16)]:
+        engine.loop.handle(submit(number, prompt, namespace=namespace))
+        engine.run()
+        assert engine.last(number).num_cached_tokens == cached
+
+
+def test_n21_a_salt_separates_tenants() -> None:
+    """N21: the same tokens under another salt, an empty salt or none are not shared."""
+    prompt = list(range(12))
+    engine = Deciding()
+    for number, salt in enumerate([None, "", "tenant", "Tenant"]):
+        engine.loop.handle(submit(number, prompt, namespace=Namespace(adapter=None, salt=salt)))
+        engine.run()
+        assert engine.last(number).num_cached_tokens == 0
+    engine.loop.handle(submit(9, prompt, namespace=Namespace(adapter=None, salt="tenant")))
+    engine.run()
+    assert engine.last(9).num_cached_tokens == 8
+
+
+def test_p01_a_running_requests_pages_are_reused() -> None:
+    """P01: B with A's prompt reuses A's full pages while A still decodes."""
+    prompt = [i % 50 for i in range(338)]
+    engine = Deciding(num_pages=64, page_size=64, budget=512)
+    engine.loop.handle(submit(0, prompt, max_tokens=50))
+    for _ in range(5):
+        engine.step()
+    assert engine.last(0).finish_reason is None
+    engine.loop.handle(submit(1, prompt, max_tokens=2))
+    engine.run()
+    assert engine.last(1).num_cached_tokens == 320
+    assert engine.tokens(0)[:2] == engine.tokens(1)
+
+
+def test_p02_a_burst_computes_a_shared_prefix_once_within_one_step() -> None:
+    """P02: N same-prefix requests in one step; the shared pages are computed by the first."""
+    shared = [7] * 32
+    engine = Deciding(budget=64, page_size=4)
+    for number in range(8):
+        engine.loop.handle(submit(number, [*shared, number], max_tokens=2))
+    plan = engine.scheduler.schedule()
+    assert plan is not None
+    assert sorted(plan.num_tokens.tolist()) == [1] * 7 + [33]
+
+
+def test_p03_a_failed_step_publishes_nothing_and_fails_only_its_own() -> None:
+    """P03: pages of a failed step are not findable afterwards; waiting requests go on."""
+    engine = Deciding(max_num_seqs=2)
+    requests = [submit(i, [i] * 9, max_tokens=6) for i in range(3)]
+    for request in requests:
+        engine.loop.handle(request)
+    engine.runner.fail_next = "planted fault"
+    engine.run()
+    for number in (0, 1):
+        assert engine.last(number).finish_reason is FinishReason.ERROR
+        assert "planted fault" in (engine.last(number).error or "")
+    assert engine.tokens(2) == expected_tokens(requests[2])
+    assert engine.cache.stats().num_held == 0
+    engine.loop.handle(submit(10, [0] * 9))
+    engine.run()
+    assert engine.last(10).num_cached_tokens == 0
+
+
+def test_p05_the_same_page_computed_twice_is_indexed_once() -> None:
+    """P05: without sharing inside the step both compute; one copy is indexed, nothing leaks."""
+    engine = Deciding(page_size=4, budget=9, chunk=3)
+    for number in range(2):
+        engine.loop.handle(submit(number, [1, 2, 3, 4, 5, 6, 7, 8, 9], max_tokens=3))
+    engine.run()
+    assert engine.tokens(0) == engine.tokens(1)
+    assert engine.cache.stats().num_held == 0
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_n07_retraction_resumes_exactly(depth: int) -> None:
+    """N07: under memory pressure requests are retracted, and resume with the same tokens."""
+    engine = Deciding(num_pages=12, page_size=4, depth=depth)
+    requests = [submit(i, [i, 2, 3, 4, 5, 6], max_tokens=20) for i in range(4)]
+    for request in requests:
+        engine.loop.handle(request)
+    engine.run()
+    assert engine.scheduler.stats().total_retractions > 0
+    for request in requests:
+        assert engine.tokens(request.request_id) == expected_tokens(request)
+    assert engine.cache.stats().num_held == 0
+
+
+def test_decodes_are_not_held_up_by_a_long_prompt() -> None:
+    engine = Deciding(num_pages=200, budget=8, max_num_seqs=4)
+    engine.loop.handle(submit(0, [1, 2, 3], max_tokens=30))
+    engine.step()
+    engine.step()
+    engine.loop.handle(submit(1, [i % 50 for i in range(100)], max_tokens=1))
+    before = len(engine.tokens(0))
+    for _ in range(10):
+        engine.step()
+    assert len(engine.tokens(0)) == before + 10
+
+
+def test_stop_tokens_end_a_request_and_min_tokens_delays_them() -> None:
+    plain = submit(0, [3, 1, 4], max_tokens=12)
+    stop = expected_tokens(plain)[1]
+    engine = Deciding()
+    engine.loop.handle(submit(1, [3, 1, 4], max_tokens=12, stop_ids=(stop,)))
+    late = submit(2, [3, 1, 4], max_tokens=12, min_tokens=6, stop_ids=(stop,))
+    engine.loop.handle(late)
+    engine.run()
+    assert engine.tokens(1) == expected_tokens(plain)[:2]
+    assert engine.last(1).finish_reason is FinishReason.STOP
+    assert engine.last(1).stop_token == stop
+    assert engine.tokens(2) == expected_tokens(late)
+    assert len(engine.tokens(2)) > 6
+
+
+def test_s06_abort_frees_pages_also_with_a_step_in_flight() -> None:
+    """S06: aborting waiting, running and unknown requests leaves nothing held."""
+    engine = Deciding(max_num_seqs=2)
+    for number in range(4):
+        engine.loop.handle(submit(number, [number] * 10, max_tokens=100))
+    engine.step()
+    engine.step()
+    engine.loop.handle(Abort([RequestId(n) for n in (0, 3, 99)]))
+    engine.step()
+    assert engine.last(0).finish_reason is FinishReason.ABORT
+    assert engine.last(3).finish_reason is FinishReason.ABORT
+    engine.loop.handle(Abort([RequestId(1), RequestId(2), RequestId(1)]))
+    engine.run()
+    assert engine.cache.stats().num_held == 0
+
+
+def test_without_prefix_caching_nothing_is_reused() -> None:
+    engine = Deciding(reuse=False)
+    for number in range(2):
+        engine.loop.handle(submit(number, list(range(20))))
+        engine.run()
+        assert engine.last(number).num_cached_tokens == 0
+    assert engine.cache.stats().num_cached == 0
+
+
+def test_n17_two_engines_fed_the_same_calls_make_the_same_plans() -> None:
+    """N17: plans, pages and victims are identical."""
+
+    def transcript() -> list[object]:
+        engine = Deciding(num_pages=14, depth=0)
+        plans: list[object] = []
+        for number in range(10):
+            engine.loop.handle(submit(number, [number % 3] * (5 + number), max_tokens=6))
+        while engine.scheduler.has_work:
+            plan = engine.scheduler.schedule()
+            assert plan is not None
+            tables = [[t.tolist() for t in a.page_tables] for a in plan.arrivals]
+            grown = [(g.row, g.first, g.pages.tolist()) for g in plan.new_pages]
+            plans.append((plan.rows.tolist(), plan.num_tokens.tolist(), tables, grown))
+            engine.scheduler.advance(engine.runner.execute(plan))
+        return plans
+
+    assert transcript() == transcript()

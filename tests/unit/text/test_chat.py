@@ -1,0 +1,175 @@
+"""Chat templates: the model's words, within bounds, from checked messages."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manyroots.errors import ConfigError, ModelError, RequestError
+from manyroots.text.chat import ChatTemplate, load_chat_template
+from manyroots.text.tokenizer import Tokenizer
+from tests.unit.text.tiny_tokenizer import TEMPLATE, tiny_tokenizer
+
+USER = {"role": "user", "content": "hi"}
+
+
+@pytest.fixture
+def template() -> ChatTemplate:
+    return ChatTemplate(TEMPLATE, {"bos_token": "<|begin|>", "eos_token": "<|end|>"})
+
+
+def test_messages_become_one_prompt(template: ChatTemplate) -> None:
+    assert template.render([USER]) == "<|begin|>user\nhi<|end|>\n<|begin|>assistant\n"
+    assert template.render([USER], add_generation_prompt=False) == "<|begin|>user\nhi<|end|>\n"
+
+
+def test_text_parts_are_joined(template: ChatTemplate) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    text = template.render([{"role": "user", "content": parts}], add_generation_prompt=False)
+    assert text == "<|begin|>user\na\nb<|end|>\n"
+
+
+def test_developer_is_system_to_a_template_that_does_not_know_it(template: ChatTemplate) -> None:
+    message = {"role": "developer", "content": "x"}
+    assert template.render([message]).startswith("<|begin|>system\n")
+    own = ChatTemplate("{% if messages[0].role == 'developer' %}dev{% endif %}", {})
+    assert own.render([message]) == "dev"
+
+
+def test_the_final_message_can_be_left_open(template: ChatTemplate) -> None:
+    messages = [USER, {"role": "assistant", "content": "I am "}]
+    text = template.render(messages, add_generation_prompt=False, continue_final_message=True)
+    assert text == "<|begin|>user\nhi<|end|>\n<|begin|>assistant\nI am "
+    with pytest.raises(RequestError, match="add_generation_prompt"):
+        template.render(messages, continue_final_message=True)
+    drops = ChatTemplate("nothing", {})
+    with pytest.raises(RequestError, match="drops the final message"):
+        drops.render(messages, add_generation_prompt=False, continue_final_message=True)
+
+
+def test_tool_history_reaches_the_template_as_objects() -> None:
+    source = "{{ messages[1].tool_calls[0].function.arguments.city }}|{{ messages[2].content }}"
+    function = {"name": "f", "arguments": '{"city": "Oslo"}'}
+    calls = [{"id": "c", "type": "function", "function": function}]
+    messages = [
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "c", "content": "rain"},
+    ]
+    assert ChatTemplate(source, {}).render(messages) == "Oslo|rain"
+
+
+def test_options_are_those_the_template_reads(template: ChatTemplate) -> None:
+    assert template.options == {"enable_thinking"}
+    assert template.render([USER], options={"enable_thinking": True}).endswith("hm ")
+    for options in ({"surprise": 1}, {"messages": "x"}, {"bos_token": "x"}):
+        with pytest.raises(RequestError, match="enable_thinking") as caught:
+            template.render([USER], options=options)
+        assert caught.value.field == "chat_template_kwargs"
+    for value in ([1], {"a": 1}, "x" * 2000):
+        with pytest.raises(RequestError, match=r"chat_template_kwargs\.enable_thinking"):
+            template.render([USER], options={"enable_thinking": value})
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "http://169.254.169.254/"}}
+
+
+@pytest.mark.parametrize(
+    ("messages", "field"),
+    [
+        ([], "messages"),
+        ([USER] * 10_001, "messages"),
+        (["hi"], "messages[0]"),
+        ([{"content": "hi"}], "messages[0].role"),
+        ([USER, {"role": "wizard", "content": "hi"}], "messages[1].role"),
+        ([{"role": ["user"], "content": "hi"}], "messages[0].role"),
+        ([{"role": "user"}], "messages[0].content"),
+        ([{"role": "user", "content": 5}], "messages[0].content"),
+        ([{"role": "user", "content": [IMAGE]}], "messages[0].content[0]"),
+        ([{"role": "user", "content": ["x"]}], "messages[0].content[0]"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
+        ([{"role": "user", "content": "x", "audio": {}}], "messages[0].audio"),
+        ([{"role": "user", "content": "x", "name": 5}], "messages[0].name"),
+        ([{"role": "user", "content": "x", "tool_calls": [{}]}], "messages[0].tool_calls"),
+        ([{"role": "assistant", "tool_calls": [{}]}], "messages[0].tool_calls[0]"),
+    ],
+)
+def test_a_bad_message_is_refused_by_place(
+    template: ChatTemplate, messages: list[Any], field: str
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        template.render(messages)
+    assert caught.value.field == field
+    assert field in str(caught.value)
+
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        ENDLESS,
+        "{% macro a() %}{{ a() }}{{ a() }}{% endmacro %}{{ a() }}",
+        "{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}",
+        "{{ 'x' * 10 ** 9 }}",
+        "{% set n = namespace(s='ab') %}{% for i in range(99) %}{% set n.s = n.s ~ n.s %}"
+        "{% endfor %}",
+        "{{ 2 ** 10 ** 9 }}",
+        "{{ 'a'.center(10 ** 9) }}",
+        "{{ 'a' | center(10 ** 9) }}",
+        "{{ '{:>1000000000}'.format('a') }}",
+        "{{ '%1000000000d' % 1 }}",
+    ],
+)
+def test_a_template_that_grows_or_never_ends_is_stopped(source: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(RequestError) as caught:
+        ChatTemplate(source, {}).render([USER])
+    assert caught.value.field == "messages"
+    assert time.monotonic() - start < 5, "far less on an idle machine"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].update(role='x') }}",
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ cycler.__init__.__globals__ }}",
+    ],
+)
+def test_a_template_cannot_leave_the_sandbox_or_change_its_input(source: str) -> None:
+    with pytest.raises(RequestError):
+        ChatTemplate(source, {}).render([USER])
+
+
+def test_what_templates_are_written_against_is_there() -> None:
+    source = (
+        "{% generation %}{{ {'a': '<é>'} | tojson }}{% endgeneration %}"
+        "{% for i in [1, 2, 3] %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}"
+        "{{ strftime_now('%Y') | length }}"
+    )
+    assert ChatTemplate(source, {}).render([USER]) == '{"a": "<é>"}14'
+
+
+def test_a_broken_template_is_refused_at_start() -> None:
+    with pytest.raises(ModelError, match="--chat-template"):
+        ChatTemplate("{% for %}", {})
+    with pytest.raises(ModelError, match="characters"):
+        ChatTemplate("x" * (2**20 + 1), {})
+
+
+def test_the_operators_file_wins_over_the_models(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = tmp_path / "t.jinja"
+    path.write_text("{{ eos_token }}{{ messages[0].content }}")
+    loaded = load_chat_template(tokenizer, str(path))
+    assert loaded is not None
+    assert loaded.render([USER]) == "<|end|>hi"
+    with pytest.raises(ConfigError, match="--chat-template"):
+        load_chat_template(tokenizer, str(tmp_path / "missing"))
+    assert load_chat_template(tiny_tokenizer(template=None), None) is None

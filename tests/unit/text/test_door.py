@@ -1,0 +1,115 @@
+"""The door: what can't be served is refused by name; the rest is numbered and seeded."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+
+from manyroots.engine.messages import EngineInfo, Submit
+from manyroots.errors import RequestError
+from manyroots.ids import Namespace, RequestId
+from manyroots.sampling import SamplingParams
+from manyroots.text.door import Door
+from manyroots.text.tokenizer import Tokenizer
+
+BASE = Namespace(adapter=None, salt=None)
+
+
+def info(**changes: Any) -> EngineInfo:
+    values: dict[str, Any] = {
+        "model_path": "m", "model_name": "m", "vocab_size": 300, "max_model_len": 64,
+        "page_size": 4, "num_pages": 100, "max_num_seqs": 8, "eos_token_ids": (257,),
+        "dtype": "float32", "device": "cpu",
+    }  # fmt: skip
+    return EngineInfo(**(values | changes))
+
+
+class Asker:
+    def __init__(self, tokenizer: Tokenizer, rng: random.Random | None = None, **changes: Any):
+        self.door = Door(info(**changes), tokenizer, rng)
+        self.ids = map(RequestId, itertools.count(1))
+
+    def ask(self, prompt: list[int], **sampling: Any) -> list[Submit]:
+        return self.door.submits(
+            prompt, SamplingParams(**sampling), BASE, lambda: next(self.ids), field="prompt"
+        )
+
+
+@pytest.fixture
+def asker(tokenizer: Tokenizer) -> Asker:
+    return Asker(tokenizer)
+
+
+def test_n_choices_are_n_sequences(asker: Asker) -> None:
+    submits = asker.ask([1, 2], n=3, seed=7, prompt_logprobs=0)
+    assert [s.request_id for s in submits] == [1, 2, 3]
+    assert len({s.seed for s in submits}) == 3
+    assert all(0 <= s.seed < 2**64 for s in submits)
+    assert [s.sampling.prompt_logprobs for s in submits] == [0, None, None]
+
+
+def test_a_seed_gives_the_same_seeds_again_and_neighbours_share_none(asker: Asker) -> None:
+    seeds = {seed: [s.seed for s in asker.ask([1], n=4, seed=seed)] for seed in (-1, 0, 1, 2)}
+    assert seeds[1] == [s.seed for s in asker.ask([1], n=4, seed=1)]
+    assert len(set(itertools.chain(*seeds.values()))) == 16
+
+
+def test_unseeded_requests_draw_from_the_given_source(tokenizer: Tokenizer) -> None:
+    drawn = [Asker(tokenizer, random.Random(3)).ask([1])[0].seed for _ in range(2)]
+    assert drawn[0] == drawn[1]
+    system = [Asker(tokenizer).ask([1])[0].seed for _ in range(2)]
+    assert system[0] != system[1]
+
+
+def test_max_tokens_defaults_to_the_rest_of_the_context(tokenizer: Tokenizer) -> None:
+    assert Asker(tokenizer).ask([1] * 10, max_tokens=None)[0].sampling.max_tokens == 54
+    small = Asker(tokenizer, num_pages=5)
+    assert small.ask([1] * 10, max_tokens=None)[0].sampling.max_tokens == 10
+
+
+def test_stop_ids_are_the_models_unless_ignored_and_the_callers(asker: Asker) -> None:
+    assert asker.ask([1])[0].stop_ids == (257,)
+    assert asker.ask([1], stop_token_ids=(5, 257))[0].stop_ids == (257, 5)
+    assert asker.ask([1], stop_token_ids=(5,), ignore_eos=True)[0].stop_ids == (5,)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "field", "message"),
+    [
+        ([], {}, "prompt", "empty"),
+        ([1, -1], {}, "prompt", "-1 at place 1"),
+        ([300], {}, "prompt", "from 0 to 299"),
+        ([1] * 64, {}, "prompt", "maximum context length is 64 tokens.* has 64"),
+        ([1] * 10, {"max_tokens": 55}, "max_tokens", r"65 tokens \(10 in the prompt, 55 in the"),
+        ([1] * 10, {"max_tokens": 2**31 - 1}, "max_tokens", "2147483657 tokens"),
+        ([1] * 10, {"max_tokens": None, "min_tokens": 60}, "min_tokens", "room for 54"),
+        ([1], {"logit_bias": {300: 1.0}}, "logit_bias", "300"),
+        ([1], {"logit_bias": {-1: 1.0}}, "logit_bias", "-1"),
+        ([1], {"stop_token_ids": (300,)}, "stop_token_ids", "300"),
+    ],
+)
+def test_what_the_model_cannot_do_is_refused_by_name(
+    asker: Asker, prompt: list[int], sampling: dict[str, Any], field: str, message: str
+) -> None:
+    with pytest.raises(RequestError, match=message) as caught:
+        asker.ask(prompt, **sampling)
+    assert caught.value.field == field
+
+
+def test_what_the_cache_cannot_hold_is_refused(tokenizer: Tokenizer) -> None:
+    small = Asker(tokenizer, num_pages=4)
+    assert small.ask([1] * 8, max_tokens=8)
+    with pytest.raises(RequestError, match=r"holds 16 tokens.*requested 17"):
+        small.ask([1] * 8, max_tokens=9)
+    with pytest.raises(RequestError, match="the server's cache holds 16"):
+        small.ask([1] * 16)
+
+
+def test_a_text_that_can_never_fit_is_refused_unread(asker: Asker) -> None:
+    assert asker.door.encode("hello") == [261]
+    with pytest.raises(RequestError, match="1000000 characters") as caught:
+        asker.door.encode("x" * 10**6, field="messages")
+    assert caught.value.field == "messages"

@@ -18,7 +18,13 @@ from manyroots.bench.peers import TransformersPeer
 from manyroots.llm import LLM
 from manyroots.sampling import SamplingParams
 
-WORDS = ["the", "of", "and", "to", "in", "is", "that", "for", "it", "as", "was", "with", "be", "by", "on", "not", "he", "his", "but", "at", "are", "this", "have", "from", "or", "had", "an", "they", "which", "one", "you", "were", "all", "her", "she", "there", "would", "their", "we", "him", "been", "has", "when", "who", "will", "no", "more", "if", "out", "so", "up", "said", "what", "its", "about", "than", "into", "them", "can", "only", "other", "time", "new", "some", "could", "these", "two", "may", "first", "then", "do", "any", "like", "my", "now", "over", "such", "our", "man", "me", "even", "most", "made", "after", "also", "river", "stone", "garden", "winter", "letter", "engine", "market", "window", "silver", "bridge", "forest", "music", "number"]
+WORDS = (
+    "the of and to in is that for it as was with be by on not he his but at are this have from or "
+    "had an they which one you were all her she there would their we him been has when who will "
+    "no more if out so up said what its about than into them can only other time new some could "
+    "these two may first then do any like my now over such our man me even most made after also "
+    "river stone garden winter letter engine market window silver bridge forest music number"
+).split()  # noqa: SIM905 - prose is easier to read than a hundred quoted strings
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,12 +79,12 @@ def build_engine(settings: EngineSettings) -> Engine:
     scheduler = Scheduler(settings.scheduler, cache, max_model_len=max_model_len)
     logger.info(
         "%s: %s on %s, %d pages of %d tokens (%.2f GiB), context %d",
-        source.display_name, dtype, device, num_pages, page_size,
+        source.name, dtype, device, num_pages, page_size,
         num_pages * bytes_per_page / 2**30, max_model_len,
     )  # fmt: skip
     info = EngineInfo(
         model_path=str(source.path),
-        model_name=source.display_name,
+        model_name=source.name,
         vocab_size=spec.vocab_size,
         max_model_len=max_model_len,
         page_size=page_size,

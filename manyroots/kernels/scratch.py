@@ -15,17 +15,25 @@ import threading
 import torch
 from torch import Tensor
 
-_local = threading.local()
+
+class _Buffers(threading.local):
+    def __init__(self) -> None:
+        self.by_key: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+
+
+_buffers = _Buffers()
 
 
 def scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A contiguous tensor of `shape`, valid until this thread asks for `name` again."""
-    buffers: dict[tuple[str, torch.dtype, torch.device], Tensor] = _local.__dict__
     key = (name, dtype, device)
     size = math.prod(shape)
-    buffer = buffers.get(key)
+    buffer = _buffers.by_key.get(key)
     if buffer is None or buffer.numel() < size:
         # Growing in powers of two keeps a slowly lengthening context from reallocating each step.
-        buffer = torch.empty(1 << max(size - 1, 1).bit_length(), dtype=dtype, device=device)
-        buffers[key] = buffer
+        capacity = 1 << max(size - 1, 1).bit_length()
+        # A buffer made in inference mode could not be written outside of it later.
+        with torch.inference_mode(False):
+            buffer = torch.empty(capacity, dtype=dtype, device=device)
+        _buffers.by_key[key] = buffer
     return buffer[:size].view(shape)

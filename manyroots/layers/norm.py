@@ -15,9 +15,7 @@ from torch import Tensor
 class RMSNorm:
     """x / sqrt(mean(x^2) + eps), scaled per channel."""
 
-    def __init__(
-        self, size: int, *, eps: float, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, size: int, *, eps: float, dtype: torch.dtype, device: torch.device) -> None:
         self.weight = torch.empty(size, dtype=dtype, device=device)
         self._shape = (size,)
         self._eps = eps

@@ -33,7 +33,7 @@ class SelfAttention:
     def __init__(self, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         traits = spec.traits
-        self._head_counts = (heads, kv_heads, kv_heads)
+        self._head_counts = [heads, kv_heads, kv_heads]
         self._head_dim = dim
         parts = {"q_proj": heads * dim, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim}
         self.qkv = FusedLinear(
@@ -56,7 +56,7 @@ class SelfAttention:
         self, x: Tensor, rotation: Rotation, layer_kv: Tensor, batch: AttentionBatch
     ) -> Tensor:
         heads = self.qkv(x).view(x.shape[0], -1, self._head_dim)
-        q, k, v = heads.split(self._head_counts, dim=1)
+        q, k, v = torch.split(heads, self._head_counts, dim=1)
         if self.qk_norms is not None:
             q_norm, k_norm = self.qk_norms
             q, k = q_norm(q), k_norm(k)

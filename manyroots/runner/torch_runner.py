@@ -94,8 +94,8 @@ class TorchRunner:
             context_lens=inputs.context_lens.tolist(),
             num_decodes=inputs.num_decodes,
             page_size=self._arena.page_size,
-            dtype=self._arena.dtype,
-            device=self._arena.device,
+            dtype=self._arena.data.dtype,
+            device=self._arena.data.device,
         )
         tokens, positions = self._to_device(inputs.tokens), self._to_device(inputs.positions)
         return self._model.forward(tokens, positions, batch, self._arena)
@@ -132,4 +132,4 @@ class TorchRunner:
         return result
 
     def _to_device(self, array: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._arena.device)
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._arena.data.device)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from manyroots.engine.messages import FinishReason, Output
+from manyroots.messages import FinishReason, Output
 from manyroots.sampling import SamplingParams
 from manyroots.step import TokenLogprobs
 from manyroots.text.detokenizer import detokenizer_for

@@ -14,7 +14,7 @@ from typing import Any
 import jinja2
 
 from manyroots.errors import ConfigError, ModelError, RequestError
-from manyroots.text.messages import check_messages
+from manyroots.text.chat_messages import check_messages
 from manyroots.text.sandbox import Sandbox, TemplateLimitError
 from manyroots.text.tokenizer import Tokenizer
 

@@ -14,7 +14,7 @@ import random
 import struct
 from collections.abc import Callable, Sequence
 
-from manyroots.engine.messages import EngineInfo, Submit
+from manyroots.messages import EngineInfo, Submit
 from manyroots.errors import RequestError
 from manyroots.ids import Namespace, RequestId
 from manyroots.sampling import SamplingParams

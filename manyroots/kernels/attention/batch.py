@@ -162,7 +162,7 @@ def _to_device(arrays: Sequence[np.ndarray], device: torch.device) -> Sequence[T
     """All arrays as flat int64 tensors; one copy, because each costs a GPU a round trip."""
     flat: list[Int64s] = [array.reshape(-1).astype(np.int64) for array in arrays]
     packed = torch.from_numpy(np.concatenate(flat)).to(device)
-    return packed.split([len(array) for array in flat])
+    return torch.split(packed, [len(array) for array in flat])
 
 
 def _length_bias(lens: Tensor, num_keys: int, dtype: torch.dtype) -> Tensor:

@@ -56,9 +56,7 @@ def _decode(q: Tensor, layer_kv: Tensor, batch: AttentionBatch, scale: float, ou
         out.index_copy_(0, order, sorted_out)
 
 
-def _prefill(
-    q: Tensor, layer_kv: Tensor, group: PrefillGroup, scale: float, out: Tensor
-) -> None:
+def _prefill(q: Tensor, layer_kv: Tensor, group: PrefillGroup, scale: float, out: Tensor) -> None:
     page_size, kv_heads, head_dim = layer_kv.shape[-3:]
     keys, values = _gather(layer_kv, group.pages, group.num_seqs)
     grouped = (group.num_seqs, group.num_queries, kv_heads, -1, head_dim)
@@ -79,7 +77,8 @@ def _prefill(
             attn_mask=bias,
             scale=scale,
         )
-        out[:, first:last] = attended.unflatten(2, (last - first, -1)).transpose(1, 2)
+        by_query = attended.view(group.num_seqs, kv_heads, last - first, -1, head_dim)
+        out[:, first:last] = by_query.transpose(1, 2)
 
 
 def _gather(layer_kv: Tensor, pages: Tensor, num_seqs: int) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from manyroots.engine.messages import FinishReason, Output
+from manyroots.messages import FinishReason, Output
 from manyroots.ids import RequestId
 from manyroots.sampling import SamplingParams
 from manyroots.step import TokenLogprobs

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from manyroots.engine.messages import EngineInfo, Submit
+from manyroots.messages import EngineInfo, Submit
 from manyroots.errors import RequestError
 from manyroots.ids import Namespace, RequestId
 from manyroots.sampling import SamplingParams

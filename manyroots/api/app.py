@@ -1,0 +1,47 @@
+"""The web application: routes, middleware and error handlers put together.
+
+Takes the server's state; gives an ASGI app. It answers from the first moment: before the model
+is loaded, `/health` says so and everything that needs it is a 503.
+"""
+
+from __future__ import annotations
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.routing import Route
+
+from manyroots.api import about
+from manyroots.api.chat import chat_completions
+from manyroots.api.completions import completions
+from manyroots.api.errors import EXCEPTION_HANDLERS
+from manyroots.api.middleware import ApiKey, HeaderLimits, RequestIds
+from manyroots.api.state import ServerState
+from manyroots.api.tokenization import detokenize, tokenize
+
+
+def create_app(state: ServerState) -> Starlette:
+    app = Starlette(
+        routes=[
+            Route("/health", about.health),
+            Route("/ready", about.ready),
+            Route("/version", about.version),
+            Route("/metrics", about.metrics),
+            Route("/v1/models", about.list_models),
+            # A path, because the names of models on the hub have slashes.
+            Route("/v1/models/{name:path}", about.show_model),
+            Route("/v1/completions", completions, methods=["POST"]),
+            Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+            Route("/tokenize", tokenize, methods=["POST"]),
+            Route("/detokenize", detokenize, methods=["POST"]),
+        ],
+        middleware=[
+            Middleware(RequestIds),
+            Middleware(HeaderLimits),
+            Middleware(ApiKey, key=state.settings.api_key),
+        ],
+        exception_handlers=EXCEPTION_HANDLERS,
+    )
+    # Redirects are built from the Host header, which is the caller's to choose.
+    app.router.redirect_slashes = False
+    app.state.server = state
+    return app

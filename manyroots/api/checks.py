@@ -1,0 +1,177 @@
+"""Checks of requests that types alone can't make.
+
+Takes typed requests; gives `SamplingParams`, a namespace, a list of prompts; raises RequestError
+naming the field. Knows nothing of the model: that is the door's part.
+"""
+
+from __future__ import annotations
+
+from typing import Any, get_type_hints
+
+import msgspec
+
+from manyroots.api.requests import (
+    SAME_AS_ABSENT,
+    ChatRequest,
+    CompletionRequest,
+    GenerationFields,
+    Unsupported,
+)
+from manyroots.errors import RequestError
+from manyroots.ids import Namespace
+from manyroots.sampling import MAX_LOGPROBS, SamplingParams
+
+MAX_SALT_CHARACTERS = 256
+_SAME_NAMES = (
+    "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "seed", "min_tokens", "ignore_eos", "include_stop_str_in_output",
+    "skip_special_tokens", "prompt_logprobs",
+)  # fmt: skip
+
+
+def _unsupported_names(kind: type[msgspec.Struct]) -> tuple[str, ...]:
+    hints = get_type_hints(kind, include_extras=True)
+    return tuple(name for name, hint in hints.items() if hint == Unsupported)
+
+
+_UNSUPPORTED: dict[type[GenerationFields], tuple[str, ...]] = {
+    kind: _unsupported_names(kind) for kind in (CompletionRequest, ChatRequest)
+}
+
+
+def check_supported(request: GenerationFields) -> None:
+    """Refuse what can't be honoured: a caller must not think that it was."""
+    for name in _UNSUPPORTED[type(request)]:
+        value = getattr(request, name)
+        if value is None or value in SAME_AS_ABSENT.get(name, ()):
+            continue
+        if name == "best_of" and value == (request.n or 1):
+            continue
+        raise RequestError(f"{name} is not supported by this server; remove it.", field=name)
+    if request.stream_options is not None and not request.stream:
+        raise RequestError(
+            "stream_options is given without stream; set stream to true or remove it.",
+            field="stream_options",
+        )
+    if request.stream and request.prompt_logprobs is not None:
+        raise RequestError(
+            "prompt_logprobs can't be streamed; set stream to false.", field="prompt_logprobs"
+        )
+
+
+def namespace_of(request: GenerationFields) -> Namespace:
+    """Whose cache the request uses: the base model's, under the caller's salt."""
+    salt = request.cache_salt
+    if salt is not None:
+        if not 1 <= len(salt) <= MAX_SALT_CHARACTERS:
+            raise RequestError(
+                f"cache_salt has {len(salt)} characters; "
+                f"it must have from 1 to {MAX_SALT_CHARACTERS}.",
+                field="cache_salt",
+            )
+        # Slashes alone are part of base64, which is how salts are usually written.
+        if not salt.isprintable() or "../" in salt or "..\\" in salt:
+            raise RequestError(
+                "cache_salt holds a control character or a path; "
+                "use random letters and digits, for example 32 random bytes in base64.",
+                field="cache_salt",
+            )
+    return Namespace(adapter=None, salt=salt)
+
+
+def completion_sampling(request: CompletionRequest) -> SamplingParams:
+    more: dict[str, Any] = {"logprobs": request.logprobs}
+    if request.max_tokens is not None:
+        more["max_tokens"] = request.max_tokens
+    if request.echo and request.logprobs is not None:
+        if request.stream:
+            raise RequestError(
+                "echo with logprobs can't be streamed; set stream to false.", field="echo"
+            )
+        # The echoed prompt's tokens need their logprobs too.
+        more["prompt_logprobs"] = max(request.logprobs, request.prompt_logprobs or 0)
+    return _sampling(request, more)
+
+
+def chat_sampling(request: ChatRequest) -> SamplingParams:
+    older, limit = request.max_tokens, request.max_completion_tokens
+    if older is not None and limit is not None and older != limit:
+        raise RequestError(
+            f"max_tokens is {older} and max_completion_tokens is {limit}; "
+            "give only max_completion_tokens.",
+            field="max_completion_tokens",
+        )
+    top = request.top_logprobs
+    if top is not None and not 0 <= top <= MAX_LOGPROBS:
+        raise RequestError(
+            f"top_logprobs is {top}; it must be an integer from 0 to {MAX_LOGPROBS}.",
+            field="top_logprobs",
+        )
+    if top and not request.logprobs:
+        raise RequestError(
+            "top_logprobs is given without logprobs; set logprobs to true.", field="top_logprobs"
+        )
+    more = {
+        "logprobs": (top or 0) if request.logprobs else None,
+        "max_tokens": older if limit is None else limit,
+    }
+    return _sampling(request, more)
+
+
+def _sampling(request: GenerationFields, more: dict[str, Any]) -> SamplingParams:
+    values = {name: getattr(request, name) for name in _SAME_NAMES}
+    given = {name: value for name, value in values.items() if value is not None}
+    stop = request.stop
+    return SamplingParams(
+        **(given | more),
+        stop=() if stop is None else (stop,) if isinstance(stop, str) else tuple(stop),
+        stop_token_ids=tuple(request.stop_token_ids or ()),
+        logit_bias=_logit_bias(request.logit_bias or {}),
+    )
+
+
+def _logit_bias(biases: dict[str, float]) -> dict[int, float]:
+    checked: dict[int, float] = {}
+    for key, bias in biases.items():
+        if not (key.isascii() and key.isdecimal() and len(key) < 20):
+            raise RequestError(
+                f"logit_bias has the key {key[:60]!r}; keys must be token ids, as '42'.",
+                field="logit_bias",
+            )
+        checked[int(key)] = bias
+    return checked
+
+
+def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
+    """The prompts, one or many, each text or token ids."""
+    prompt = request.prompt
+    if prompt is None or prompt == []:
+        raise RequestError("prompt is missing or empty; give a text to complete.", field="prompt")
+    if isinstance(prompt, str):
+        return [prompt]
+    if _are_ids(prompt):
+        return [prompt]
+    for place, item in enumerate(prompt):
+        if not isinstance(item, str) and not (isinstance(item, list) and _are_ids(item)):
+            raise RequestError(
+                f"prompt[{place}] is neither a string nor a list of token ids; a prompt is a "
+                "string, a list of strings, a list of token ids, or a list of such lists.",
+                field="prompt",
+            )
+    return prompt
+
+
+def _are_ids(items: list[Any]) -> bool:
+    return all(type(item) is int for item in items)
+
+
+def check_count(num_prompts: int, n: int, limit: int) -> int:
+    """How many sequences a request makes; refused before anything is allocated for them."""
+    total = num_prompts * n
+    if total > limit:
+        raise RequestError(
+            f"{num_prompts} prompts times n={n} make {total} sequences; "
+            f"at most {limit} are allowed in one request.",
+            field="prompt" if num_prompts > limit else "n",
+        )
+    return total

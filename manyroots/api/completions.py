@@ -1,0 +1,125 @@
+"""POST /v1/completions
+
+Takes OpenAI's request, gives its response, whole or streamed. Choices are numbered prompt by
+prompt: with n = 2, choices 2 and 3 belong to the second prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from manyroots.api.body import read_request
+from manyroots.api.events import DONE, EventStream, answer, event
+from manyroots.api.generation import Collected, UsageCount, collect, generate
+from manyroots.api.jobs import Job, completion_job
+from manyroots.api.logprobs import completion_logprobs, echoed_logprobs, joined, prompt_logprobs
+from manyroots.api.requests import CompletionRequest
+from manyroots.api.responses import Completion, CompletionChoice, CompletionLogprobs
+from manyroots.api.state import server_of
+from manyroots.text.assembler import TextDelta
+
+
+async def completions(request: Request) -> Response:
+    server = server_of(request)
+    body = await read_request(request, CompletionRequest, max_bytes=server.settings.max_body_bytes)
+    job = await completion_job(server, body)
+    if body.stream:
+        return EventStream(_chunks(job, body), job.slots)
+    with job.slots:
+        return await answer(request, _whole(job, body))
+
+
+async def _whole(job: Job, request: CompletionRequest) -> Completion:
+    collected, usage = await collect(job.service, job.submits, job.n)
+    choices = [_choice(job, request, collected, index) for index in range(len(collected))]
+    return Completion(
+        id=job.id, created=job.created, model=request.model, choices=choices, usage=usage
+    )
+
+
+def _choice(
+    job: Job, request: CompletionRequest, collected: list[Collected], index: int
+) -> CompletionChoice:
+    made = collected[index]
+    # Only a prompt's first choice has computed what all of them share.
+    scores = collected[index - index % job.n].prompt_logprobs
+    choice = CompletionChoice(
+        index=index,
+        text=made.text,
+        logprobs=_logprobs(job, request, made),
+        finish_reason=made.finish_reason,
+        stop_reason=made.stop_reason,
+    )
+    if request.echo:
+        echoed = job.prompt_text(index // job.n)
+        choice.text = echoed + made.text
+        if choice.logprobs is not None and request.logprobs is not None:
+            prompt = job.submits[index].prompt
+            first = echoed_logprobs(job.service.tokenizer, prompt, scores, request.logprobs)
+            choice.logprobs = joined(first, choice.logprobs, len(echoed))
+    if request.prompt_logprobs is not None:
+        choice.prompt_logprobs = prompt_logprobs(job.service.tokenizer, scores)
+    if request.return_token_ids:
+        choice.token_ids = made.tokens
+        choice.prompt_token_ids = job.submits[index].prompt
+    return choice
+
+
+async def _chunks(job: Job, request: CompletionRequest) -> AsyncGenerator[bytes, None]:
+    wants_usage = request.stream_options is not None and request.stream_options.include_usage
+    chunk = Completion(
+        id=job.id,
+        created=job.created,
+        model=request.model,
+        choices=[],
+        usage=None if wants_usage else msgspec.UNSET,
+    )
+    if request.echo:
+        for index in range(len(job.submits)):
+            chunk.choices = [CompletionChoice(index=index, text=job.prompt_text(index // job.n))]
+            yield event(chunk)
+    count = UsageCount(job.submits, job.n)
+    async with aclosing(generate(job.service, job.submits)) as batches:
+        async for batch in batches:
+            events: list[bytes] = []
+            for index, delta in batch:
+                count.add(index, delta)
+                if _is_worth_sending(delta):
+                    chunk.choices = [_chunk_choice(job, request, index, delta)]
+                    events.append(event(chunk))
+            if events:
+                yield b"".join(events)
+    if wants_usage:
+        chunk.choices, chunk.usage = [], count.usage()
+        yield event(chunk)
+    yield DONE
+
+
+def _is_worth_sending(delta: TextDelta) -> bool:
+    return bool(delta.text or delta.logprobs or delta.finish_reason)
+
+
+def _chunk_choice(
+    job: Job, request: CompletionRequest, index: int, delta: TextDelta
+) -> CompletionChoice:
+    return CompletionChoice(
+        index=index,
+        text=delta.text,
+        logprobs=_logprobs(job, request, delta),
+        finish_reason=delta.finish_reason.value if delta.finish_reason else None,
+        stop_reason=delta.stop_reason,
+        token_ids=delta.tokens if request.return_token_ids else msgspec.UNSET,
+    )
+
+
+def _logprobs(
+    job: Job, request: CompletionRequest, made: Collected | TextDelta
+) -> CompletionLogprobs | None:
+    if request.logprobs is None:
+        return None
+    return completion_logprobs(job.service.tokenizer, made.logprobs, made.offsets)

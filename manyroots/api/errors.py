@@ -1,0 +1,107 @@
+"""Errors as OpenAI's clients read them: `{"error": {"message", "type", "param", "code"}}`.
+
+Takes exceptions; gives responses. Every error of the server goes through here, also those of
+unknown routes and wrong methods, so that a client never has to parse anything else.
+"""
+
+from __future__ import annotations
+
+import logging
+from http import HTTPStatus
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ExceptionHandler
+
+from manyroots.errors import (
+    ManyrootsError,
+    NotFoundError,
+    OverloadedError,
+    RequestError,
+    UnavailableError,
+)
+
+logger = logging.getLogger(__name__)
+
+RETRY_WHEN_UNAVAILABLE_S = 5
+
+
+class GenerationError(ManyrootsError):
+    """The engine could not finish a sequence, through no fault of its caller."""
+
+
+class ErrorDetail(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+    def __post_init__(self) -> None:
+        # Both may quote what a caller sent: keep them short, and encodable.
+        self.message = _quotable(self.message, 2000)
+        self.param = None if self.param is None else _quotable(self.param, 200)
+
+
+class ErrorBody(msgspec.Struct):
+    error: ErrorDetail
+
+
+def _quotable(text: str, limit: int) -> str:
+    return text[:limit].encode("utf-8", "replace").decode()
+
+
+def error_body(error: Exception) -> tuple[int, ErrorBody]:
+    """Status and body for an exception."""
+    match error:
+        case RequestError():
+            code = "model_not_found" if isinstance(error, NotFoundError) else None
+            detail = ErrorDetail(str(error), "invalid_request_error", error.field, code)
+            return error.status, ErrorBody(detail)
+        case OverloadedError():
+            return 429, ErrorBody(ErrorDetail(str(error), "rate_limit_error", None, "queue_full"))
+        case UnavailableError():
+            return 503, ErrorBody(ErrorDetail(str(error), "server_error", None, "unavailable"))
+        case HTTPException():
+            kind = "invalid_request_error" if error.status_code < 500 else "server_error"
+            code = "invalid_api_key" if error.status_code == HTTPStatus.UNAUTHORIZED else None
+            return error.status_code, ErrorBody(ErrorDetail(error.detail, kind, None, code))
+        case GenerationError():
+            return 500, ErrorBody(ErrorDetail(str(error), "server_error"))
+        case _:
+            message = "The server failed on this request; its log says why."
+            return 500, ErrorBody(ErrorDetail(message, "server_error"))
+
+
+def error_response(error: Exception) -> Response:
+    status, body = error_body(error)
+    headers: dict[str, str] = {}
+    if isinstance(error, OverloadedError):
+        headers["retry-after"] = str(error.retry_after_s)
+    elif status == HTTPStatus.SERVICE_UNAVAILABLE:
+        headers["retry-after"] = str(RETRY_WHEN_UNAVAILABLE_S)
+    elif isinstance(error, HTTPException) and error.headers:
+        headers.update(error.headers)
+    return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
+
+
+async def _answer(request: Request, error: Exception) -> Response:
+    return error_response(error)
+
+
+async def _answer_http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    match error.status_code:
+        case 404:
+            error.detail = f"There is no {request.method} {request.url.path[:200]} here."
+        case 405:
+            error.detail = f"{request.url.path[:200]} does not take {request.method}."
+    return error_response(error)
+
+
+EXCEPTION_HANDLERS: dict[type[Exception] | int, ExceptionHandler] = {
+    ManyrootsError: _answer,
+    HTTPException: _answer_http,
+    Exception: _answer,
+}

@@ -1,0 +1,95 @@
+"""Responses that last: server-sent events, and answers that a client may stop waiting for.
+
+Takes an async generator of chunks, or a coroutine; gives responses. In both a client that goes
+away ends the work at once, which aborts its sequences and frees their pages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from manyroots.api.admission import Slots
+from manyroots.api.errors import error_body
+from manyroots.errors import ManyrootsError
+
+logger = logging.getLogger(__name__)
+encode = msgspec.json.Encoder().encode
+T = TypeVar("T")
+
+DONE = b"data: [DONE]\n\n"
+
+
+def event(value: msgspec.Struct) -> bytes:
+    return b"data: " + encode(value) + b"\n\n"
+
+
+class EventStream(Response):
+    """Server-sent events. Releases the request's slots when it ends, however it ends."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None], slots: Slots) -> None:
+        self.status_code = 200
+        self.background = None
+        self._events = events
+        self._slots = slots
+        # Proxies must pass each event on at once.
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._slots:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await _unless_disconnected(receive, self._send_events(send))
+
+    async def _send_events(self, send: Send) -> None:
+        async with aclosing(self._events) as events:
+            try:
+                async for data in events:
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+            except Exception as error:  # the status is long sent: the stream itself must say it
+                if not isinstance(error, ManyrootsError):
+                    logger.exception("a stream failed")
+                _, body = error_body(error)
+                last = event(body)
+                await send({"type": "http.response.body", "body": last, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def answer(request: Request, work: Coroutine[Any, Any, msgspec.Struct]) -> Response:
+    """The work's result as JSON; if the client goes away meanwhile, the work is cancelled."""
+    result = await _unless_disconnected(request.receive, work)
+    if result is None:
+        return Response(status_code=499)  # nobody reads it; nginx' number for this
+    return json_response(result)
+
+
+def json_response(value: msgspec.Struct) -> Response:
+    return Response(encode(value), media_type="application/json")
+
+
+async def _unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of `work`, or None if the client went away first."""
+    task = asyncio.create_task(work)
+    watch = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        task.cancel()
+        watch.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    """Return when the client has gone. The body has been read, so nothing else can come."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

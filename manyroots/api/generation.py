@@ -1,0 +1,158 @@
+"""Runs a request's sequences and merges what they give.
+
+Takes `Submit`s; gives batches of (choice index, `TextDelta`) as they come, several at once where
+several are ready. Ending the iteration early, for whatever reason, aborts what still runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import cast
+
+from manyroots.api.errors import GenerationError
+from manyroots.api.responses import PromptTokensDetails, Usage
+from manyroots.api.state import Service
+from manyroots.errors import UnavailableError
+from manyroots.messages import FinishReason, Output, Submit
+from manyroots.step import TokenLogprobs
+from manyroots.text.assembler import TextAssembler, TextDelta
+
+Batch = list[tuple[int, TextDelta]]
+
+
+async def generate(service: Service, submits: Sequence[Submit]) -> AsyncGenerator[Batch, None]:
+    """Deltas of all sequences until each has finished. The index is the place in `submits`."""
+    if len(submits) == 1:  # the common case needs no tasks and no queue
+        async with aclosing(_sequence(service, submits[0])) as deltas:
+            async for delta in deltas:
+                yield [(0, delta)]
+        return
+    async with aclosing(_merged(service, submits)) as batches:
+        async for batch in batches:
+            yield batch
+
+
+async def _merged(service: Service, submits: Sequence[Submit]) -> AsyncGenerator[Batch, None]:
+    ready: asyncio.Queue[tuple[int, TextDelta | Exception]] = asyncio.Queue()
+
+    async def pump(index: int, submit: Submit) -> None:
+        try:
+            async with aclosing(_sequence(service, submit)) as deltas:
+                async for delta in deltas:
+                    ready.put_nowait((index, delta))
+        except Exception as error:  # raised again below, in the task of the request
+            ready.put_nowait((index, error))
+
+    tasks = [asyncio.create_task(pump(index, submit)) for index, submit in enumerate(submits)]
+    num_running = len(tasks)
+    try:
+        while num_running:
+            items = [await ready.get()]
+            while not ready.empty():
+                items.append(ready.get_nowait())
+            batch: Batch = []
+            for index, item in items:
+                if isinstance(item, Exception):
+                    raise item
+                batch.append((index, item))
+                num_running -= item.finish_reason is not None
+            yield batch
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _sequence(service: Service, submit: Submit) -> AsyncGenerator[TextDelta, None]:
+    assembler = TextAssembler(service.tokenizer, submit.sampling)
+    timer = service.metrics.sequence(len(submit.prompt))
+    reason = FinishReason.ABORT
+    # The protocol promises only an iterator; that it can be closed is its documented contract.
+    outputs = cast(AsyncGenerator[Output, None], service.engine.generate(submit))
+    try:
+        async with aclosing(outputs):
+            async for output in outputs:
+                delta = assembler.push(output)
+                timer.tokens(len(delta.tokens))
+                _raise_if_failed(delta)
+                if delta.finish_reason is not None:
+                    reason = delta.finish_reason
+                yield delta
+                if delta.finish_reason is not None:
+                    return
+    finally:
+        timer.finish(reason.value)
+
+
+def _raise_if_failed(delta: TextDelta) -> None:
+    match delta.finish_reason:
+        case FinishReason.ERROR:
+            raise GenerationError(f"The engine could not finish this sequence: {delta.error}")
+        case FinishReason.ABORT:
+            raise UnavailableError("The engine gave up this sequence; try again.")
+
+
+@dataclass(slots=True)
+class Collected:
+    """One choice, whole."""
+
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    num_cached_tokens: int = 0
+
+    def add(self, delta: TextDelta) -> None:
+        self.text += delta.text
+        self.tokens += delta.tokens
+        self.logprobs += delta.logprobs
+        self.offsets += delta.offsets
+        self.prompt_logprobs += delta.prompt_logprobs
+        self.num_cached_tokens = delta.num_cached_tokens
+        if delta.finish_reason is not None:
+            self.finish_reason = delta.finish_reason.value
+            self.stop_reason = delta.stop_reason
+
+
+class UsageCount:
+    """Counts a request's tokens. Its prompts count once, however many choices each has."""
+
+    def __init__(self, submits: Sequence[Submit], n: int) -> None:
+        self._n = n
+        self._num_prompt_tokens = sum(len(submit.prompt) for submit in submits[::n])
+        self._num_completion_tokens = 0
+        self._num_cached_tokens: dict[int, int] = {}
+
+    def add(self, index: int, delta: TextDelta) -> None:
+        self._num_completion_tokens += len(delta.tokens)
+        # Later choices reuse the first one's prompt; what the request saved is the first's number.
+        if index % self._n == 0:
+            self._num_cached_tokens[index] = delta.num_cached_tokens
+
+    def usage(self) -> Usage:
+        return Usage(
+            self._num_prompt_tokens,
+            self._num_completion_tokens,
+            self._num_prompt_tokens + self._num_completion_tokens,
+            PromptTokensDetails(sum(self._num_cached_tokens.values())),
+        )
+
+
+async def collect(
+    service: Service, submits: Sequence[Submit], n: int
+) -> tuple[list[Collected], Usage]:
+    """Every choice, whole."""
+    choices = [Collected() for _ in submits]
+    count = UsageCount(submits, n)
+    async with aclosing(generate(service, submits)) as batches:
+        async for batch in batches:
+            for index, delta in batch:
+                choices[index].add(delta)
+                count.add(index, delta)
+    return choices, count.usage()

@@ -1,0 +1,145 @@
+"""From a typed request to sequences that are ready to run.
+
+Takes a request and the loaded model; gives a `Job`: admitted, tokenized, checked at the door.
+Large texts are tokenized, and templates are rendered, off the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from manyroots.api.admission import Slots
+from manyroots.api.checks import (
+    chat_sampling,
+    check_count,
+    check_supported,
+    completion_sampling,
+    namespace_of,
+    prompts_of,
+)
+from manyroots.api.requests import ChatRequest, CompletionRequest, GenerationFields, TokenizeRequest
+from manyroots.api.state import ServerState, Service
+from manyroots.errors import RequestError
+from manyroots.messages import Submit
+from manyroots.sampling import SamplingParams
+
+_SMALL_CHARACTERS = 4096
+"""Tokenized at once: a thread would take longer than the work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One admitted request. Whoever runs it releases its slots."""
+
+    id: str
+    created: int
+    service: Service
+    n: int
+    submits: list[Submit]
+    """n for each prompt, in order."""
+    slots: Slots
+    texts: list[str | None]
+    """The prompts as the caller wrote them; None for those given as token ids."""
+
+    def prompt_text(self, place: int) -> str:
+        text = self.texts[place]
+        if text is not None:
+            return text
+        prompt = self.submits[place * self.n].prompt
+        return self.service.tokenizer.decode(prompt, skip_special_tokens=False)
+
+
+async def completion_job(server: ServerState, request: CompletionRequest) -> Job:
+    service = server.accepting
+    service.check_model(request.model)
+    check_supported(request)
+    sampling = completion_sampling(request)
+    prompts = prompts_of(request)
+    with ExitStack() as undo:
+        slots = undo.enter_context(_admit(server, len(prompts), sampling.n))
+        tokens = await _encode_prompts(service, prompts, request.add_special_tokens is not False)
+        submits = _submits(service, request, sampling, tokens, "prompt")
+        undo.pop_all()
+    texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
+    return Job(_new_id("cmpl"), _now(), service, sampling.n, submits, slots, texts)
+
+
+async def chat_job(server: ServerState, request: ChatRequest) -> Job:
+    service = server.accepting
+    service.check_model(request.model)
+    check_supported(request)
+    sampling = chat_sampling(request)
+    with ExitStack() as undo:
+        slots = undo.enter_context(_admit(server, 1, sampling.n))
+        # A template is code, however short the messages: never on the event loop.
+        tokens = await asyncio.to_thread(encode_chat, service, request)
+        submits = _submits(service, request, sampling, [tokens], "messages")
+        undo.pop_all()
+    return Job(_new_id("chatcmpl"), _now(), service, sampling.n, submits, slots, [None])
+
+
+def encode_chat(service: Service, request: ChatRequest | TokenizeRequest) -> list[int]:
+    """A chat's tokens, by the model's template."""
+    if service.template is None:
+        raise RequestError(
+            "this model has no chat template, so it can't take messages; use /v1/completions, "
+            "or start the server with --chat-template.",
+            field="messages",
+        )
+    text = service.template.render(
+        request.messages or [],
+        add_generation_prompt=request.add_generation_prompt is not False,
+        continue_final_message=bool(request.continue_final_message),
+        options=request.chat_template_kwargs,
+    )
+    # The template writes the special tokens itself.
+    add_special_tokens = bool(request.add_special_tokens)
+    return service.door.encode(text, add_special_tokens=add_special_tokens, field="messages")
+
+
+async def _encode_prompts(
+    service: Service, prompts: list[str | list[int]], add_special_tokens: bool
+) -> list[list[int]]:
+    def encode() -> list[list[int]]:
+        return [
+            service.door.encode(prompt, add_special_tokens=add_special_tokens)
+            if isinstance(prompt, str)
+            else prompt
+            for prompt in prompts
+        ]
+
+    size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+    return encode() if size <= _SMALL_CHARACTERS else await asyncio.to_thread(encode)
+
+
+def _admit(server: ServerState, num_prompts: int, n: int) -> Slots:
+    count = check_count(num_prompts, n, server.settings.max_prompts_per_request)
+    return server.service.admission.admit(count)
+
+
+def _submits(
+    service: Service,
+    request: GenerationFields,
+    sampling: SamplingParams,
+    prompts: list[list[int]],
+    field: str,
+) -> list[Submit]:
+    namespace = namespace_of(request)
+    next_id = service.engine.next_request_id
+    return [
+        submit
+        for prompt in prompts
+        for submit in service.door.submits(prompt, sampling, namespace, next_id, field=field)
+    ]
+
+
+def _new_id(prefix: str) -> str:
+    return f"{prefix}-{uuid.uuid4().hex}"
+
+
+def _now() -> int:
+    return int(time.time())

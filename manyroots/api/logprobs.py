@@ -1,0 +1,117 @@
+"""Log-probabilities in the three forms that clients know.
+
+Takes the engine's `TokenLogprobs`; gives OpenAI's form for completions, its form for chats, and
+vLLM's form for prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from manyroots.api.responses import (
+    ChatLogprob,
+    ChatLogprobs,
+    ChatTopLogprob,
+    CompletionLogprobs,
+    PromptLogprobs,
+    ScoredToken,
+)
+from manyroots.step import TokenLogprobs
+from manyroots.text.tokenizer import Tokenizer
+
+_LOWEST = -9999.0
+"""Stands for minus infinity, which JSON can't say; OpenAI and vLLM use the same number."""
+
+
+def completion_logprobs(
+    tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], offsets: Sequence[int]
+) -> CompletionLogprobs:
+    return CompletionLogprobs(
+        tokens=[_name(tokenizer, entry.token) for entry in entries],
+        token_logprobs=[_finite(entry.logprob) for entry in entries],
+        top_logprobs=[_top_by_name(tokenizer, entry) for entry in entries],
+        text_offset=list(offsets),
+    )
+
+
+def echoed_logprobs(
+    tokenizer: Tokenizer, prompt: Sequence[int], entries: Sequence[TokenLogprobs], top: int
+) -> CompletionLogprobs:
+    """For an echoed prompt. Nothing comes before its first token, so that has none."""
+    offsets: list[int] = []
+    length = 0
+    for token in prompt:
+        offsets.append(length)
+        length += len(tokenizer.token_text(token))
+    return CompletionLogprobs(
+        tokens=[_name(tokenizer, token) for token in prompt],
+        token_logprobs=[None, *(_finite(entry.logprob) for entry in entries)],
+        top_logprobs=[None, *(_top_by_name(tokenizer, entry, top) for entry in entries)],
+        text_offset=offsets,
+    )
+
+
+def joined(first: CompletionLogprobs, second: CompletionLogprobs, shift: int) -> CompletionLogprobs:
+    """The echoed prompt's and the completion's; `shift` is the length of the echoed text."""
+    return CompletionLogprobs(
+        tokens=first.tokens + second.tokens,
+        token_logprobs=first.token_logprobs + second.token_logprobs,
+        top_logprobs=first.top_logprobs + second.top_logprobs,
+        text_offset=first.text_offset + [shift + offset for offset in second.text_offset],
+    )
+
+
+def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> ChatLogprobs:
+    return ChatLogprobs(content=[_chat_entry(tokenizer, entry) for entry in entries])
+
+
+def prompt_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> PromptLogprobs:
+    """One object per prompt token, by token id; null for the first."""
+    return [None, *(_scored(tokenizer, entry) for entry in entries)]
+
+
+def _chat_entry(tokenizer: Tokenizer, entry: TokenLogprobs) -> ChatLogprob:
+    tops = zip(entry.top_tokens, entry.top_logprobs, strict=True)
+    return ChatLogprob(
+        token=tokenizer.token_text(entry.token),
+        logprob=_finite(entry.logprob),
+        bytes=list(tokenizer.token_bytes(entry.token)),
+        top_logprobs=[
+            ChatTopLogprob(
+                tokenizer.token_text(token), _finite(logprob), list(tokenizer.token_bytes(token))
+            )
+            for token, logprob in tops
+        ],
+    )
+
+
+def _scored(tokenizer: Tokenizer, entry: TokenLogprobs) -> dict[str, ScoredToken]:
+    scored = {
+        str(token): ScoredToken(_finite(logprob), place + 1, tokenizer.token_text(token))
+        for place, (token, logprob) in enumerate(
+            zip(entry.top_tokens, entry.top_logprobs, strict=True)
+        )
+    }
+    own = ScoredToken(_finite(entry.logprob), entry.rank, tokenizer.token_text(entry.token))
+    return {str(entry.token): own} | scored
+
+
+def _top_by_name(
+    tokenizer: Tokenizer, entry: TokenLogprobs, limit: int | None = None
+) -> dict[str, float]:
+    pairs = list(zip(entry.top_tokens, entry.top_logprobs, strict=True))[:limit]
+    top = {_name(tokenizer, token): _finite(logprob) for token, logprob in pairs}
+    return top | {_name(tokenizer, entry.token): _finite(entry.logprob)}
+
+
+def _name(tokenizer: Tokenizer, token: int) -> str:
+    """The token as text; a part of a character as OpenAI writes it, `bytes:\\xf0\\x9f`."""
+    raw = tokenizer.token_bytes(token)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _LOWEST)

@@ -1,0 +1,100 @@
+"""What every request passes on its way in: header limits, the API key, a request id.
+
+Plain ASGI, outermost first in the order of the classes. Decides by the routed path alone
+(`scope["path"]`), never by the Host header or a reconstructed address.
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from manyroots.api.errors import error_response
+
+MAX_HEADERS = 100
+MAX_HEADER_BYTES = 32 * 1024
+OPEN_PATHS = frozenset({"/health", "/ready"})
+"""What an orchestrator asks, which has no key."""
+
+_SANE_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+
+class RequestIds:
+    """Answers carry an id: the caller's own if it is a sane one, else a new one.
+
+    It is only for the caller's logs. Nothing inside is looked up by it, so two requests with the
+    same id have nothing to do with each other.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).getlist("x-request-id")
+        sane = len(given) == 1 and _SANE_ID.fullmatch(given[0])
+        request_id = given[0] if sane else uuid.uuid4().hex
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+class HeaderLimits:
+    """Refuses requests with too many headers, or too much in them."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            headers = scope["headers"]
+            size = sum(len(name) + len(value) for name, value in headers)
+            if len(headers) > MAX_HEADERS or size > MAX_HEADER_BYTES:
+                error = HTTPException(
+                    431,
+                    f"The request has {len(headers)} headers of {size} bytes; at most "
+                    f"{MAX_HEADERS} headers and {MAX_HEADER_BYTES} bytes are allowed.",
+                )
+                await error_response(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+class ApiKey:
+    """Lets callers in that bring the key; all of them if there is none."""
+
+    def __init__(self, app: ASGIApp, key: str | None) -> None:
+        self._app = app
+        self._key = None if key is None else key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not self._may_pass(scope):
+            error = HTTPException(
+                401,
+                "The API key is missing or wrong; send it as 'Authorization: Bearer KEY'.",
+                {"www-authenticate": "Bearer"},
+            )
+            await error_response(error)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _may_pass(self, scope: Scope) -> bool:
+        if self._key is None or scope["path"] in OPEN_PATHS:
+            return True
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        if len(given) != 1:
+            return False
+        scheme, _, token = given[0].partition(b" ")
+        # Constant time, over bytes: nothing is learnt from how long a wrong key takes.
+        return hmac.compare_digest(token.strip(), self._key) and scheme.lower() == b"bearer"

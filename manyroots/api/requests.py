@@ -1,0 +1,150 @@
+"""The shapes of requests: OpenAI's fields, and the extensions that vLLM's users know.
+
+Fields that this server carries out have types. Fields that mean nothing here but do no harm are
+`Ignored`. Fields that would change the result, and can't be honoured, are `Unsupported`: they
+are refused unless they ask for what happens anyway.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+
+Ignored = Annotated[Any, "accepted, without effect"]
+Unsupported = Annotated[Any, "refused unless null or in SAME_AS_ABSENT"]
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    include_usage: bool = False
+    include_obfuscation: Ignored = None
+
+
+class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What completions and chats have in common."""
+
+    model: str
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: int | None = None
+    add_special_tokens: bool | None = None
+    cache_salt: str | None = None
+    return_token_ids: bool | None = None
+
+    user: Ignored = None
+    metadata: Ignored = None
+    store: Ignored = None
+    service_tier: Ignored = None
+    safety_identifier: Ignored = None
+    prompt_cache_key: Ignored = None
+    prompt_cache_retention: Ignored = None
+    request_id: Ignored = None
+
+    best_of: Unsupported = None
+    use_beam_search: Unsupported = None
+    length_penalty: Unsupported = None
+    allowed_token_ids: Unsupported = None
+    bad_words: Unsupported = None
+    truncate_prompt_tokens: Unsupported = None
+    spaces_between_special_tokens: Unsupported = None
+    response_format: Unsupported = None
+    structured_outputs: Unsupported = None
+    guided_json: Unsupported = None
+    guided_regex: Unsupported = None
+    guided_choice: Unsupported = None
+    guided_grammar: Unsupported = None
+    priority: Unsupported = None
+    kv_transfer_params: Unsupported = None
+    prompt_embeds: Unsupported = None
+
+
+class CompletionRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/completions"""
+
+    prompt: str | list[Any] | None = None
+    echo: bool | None = None
+    logprobs: int | None = None
+    suffix: Unsupported = None
+
+
+class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/chat/completions"""
+
+    messages: list[Any]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    parallel_tool_calls: Ignored = None
+    prediction: Ignored = None
+
+    tools: Unsupported = None
+    tool_choice: Unsupported = None
+    functions: Unsupported = None
+    function_call: Unsupported = None
+    chat_template: Unsupported = None
+    documents: Unsupported = None
+    modalities: Unsupported = None
+    audio: Unsupported = None
+    reasoning_effort: Unsupported = None
+    verbosity: Unsupported = None
+    web_search_options: Unsupported = None
+    echo: Unsupported = None
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /tokenize, with either a prompt or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Any] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /detokenize"""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+SAME_AS_ABSENT: dict[str, tuple[Any, ...]] = {
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "spaces_between_special_tokens": (True,),
+    "response_format": ({"type": "text"},),
+    "priority": (0,),
+    "suffix": ("",),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "echo": (False,),
+}
+"""Values of unsupported fields that ask for nothing but what happens anyway."""

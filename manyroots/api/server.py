@@ -1,0 +1,165 @@
+"""Runs the server: listens, loads, serves, drains, ends.
+
+Takes settings; gives the process' exit code. It listens before the model is loaded, so that
+`/health` answers at once and `/ready` turns when it should. SIGTERM and SIGINT drain: no new
+generations, running ones have `drain_timeout_s`. A second signal ends it at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+
+import uvicorn
+
+from manyroots.api.app import create_app
+from manyroots.api.middleware import MAX_HEADER_BYTES
+from manyroots.api.state import ServerState, load_service
+from manyroots.config import EngineSettings, ServerSettings
+from manyroots.engine.client import EngineClient
+from manyroots.engine.process_client import ProcessClient
+from manyroots.errors import ConfigError, ManyrootsError
+
+logger = logging.getLogger("manyroots")
+
+_LAST_WORDS_S = 5
+"""After the drain, how long responses that are ending may take to be sent."""
+_POLL_S = 0.02
+
+
+def serve(engine_settings: EngineSettings, server_settings: ServerSettings) -> int:
+    """Serve until told to stop. 0 after a drain; 1 if the engine could not start."""
+    logging.basicConfig(
+        level=server_settings.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s"
+    )
+    listener = _listen(server_settings)
+    engine = ProcessClient(engine_settings)
+    return asyncio.run(_Server(engine, engine_settings, server_settings, listener).run())
+
+
+def _listen(settings: ServerSettings) -> socket.socket:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    try:
+        return socket.create_server((settings.host, settings.port), family=family, backlog=2048)
+    except OSError as error:
+        raise ConfigError(
+            f"can't listen on {settings.host} port {settings.port}: {error}. "
+            "Choose others with --host and --port."
+        ) from error
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn without its signal handlers: draining is decided here."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Server:
+    """One life of the server."""
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        engine_settings: EngineSettings,
+        settings: ServerSettings,
+        listener: socket.socket,
+    ) -> None:
+        self._engine = engine
+        self._engine_settings = engine_settings
+        self._settings = settings
+        self._listener = listener
+        self._state = ServerState(engine, settings)
+        self._web = _Uvicorn(_uvicorn_config(self._state))
+        self._num_signals = 0
+        self._stop = asyncio.Event()
+        self._stop_now = asyncio.Event()
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+        web = asyncio.create_task(self._web.serve(sockets=[self._listener]))
+        host, port = self._listener.getsockname()[:2]
+        logger.info("listening on http://%s:%d", host, port)
+        try:
+            if await self._load():
+                await self._stop.wait()
+                await self._drain()
+            return 130 if self._stop_now.is_set() else 0
+        except ManyrootsError as error:
+            print(f"manyroots: {error}", file=sys.stderr, flush=True)
+            return 1
+        finally:
+            # Requests that still run end with an error when their engine closes.
+            await self._engine.close()
+            self._web.should_exit = True
+            await web
+
+    async def _load(self) -> bool:
+        """Start the engine and load the text half; False if told to stop meanwhile."""
+        loading = asyncio.create_task(self._start_engine())
+        stop = asyncio.create_task(self._stop.wait())
+        await asyncio.wait({loading, stop}, return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        if not loading.done():
+            loading.cancel()
+            await asyncio.gather(loading, return_exceptions=True)
+            return False
+        await loading
+        return True
+
+    async def _start_engine(self) -> None:
+        await self._engine.start()
+        self._state.loaded = await asyncio.to_thread(
+            load_service, self._engine, self._engine_settings, self._settings
+        )
+        logger.info("ready: serving %s", self._state.loaded.model_name)
+
+    def _on_signal(self) -> None:
+        self._num_signals += 1
+        if self._num_signals == 1:
+            self._stop.set()
+        else:
+            self._stop_now.set()
+
+    async def _drain(self) -> None:
+        """Wait until nothing runs, time is up, the engine dies or a second signal comes."""
+        self._state.is_draining = True
+        admission = self._state.service.admission
+        logger.info("draining: %d sequences are running", admission.num_alive)
+        deadline = asyncio.get_running_loop().time() + self._settings.drain_timeout_s
+        while (
+            admission.num_alive
+            and self._engine.is_alive
+            and not self._stop_now.is_set()
+            and asyncio.get_running_loop().time() < deadline
+        ):
+            await asyncio.sleep(_POLL_S)
+        if admission.num_alive:
+            logger.warning("ending %d sequences that still run", admission.num_alive)
+
+
+def _uvicorn_config(state: ServerState) -> uvicorn.Config:
+    return uvicorn.Config(
+        create_app(state),
+        # h11 reads strictly: conflicting lengths, bad chunks and the like are a 400.
+        http="h11",
+        ws="none",
+        lifespan="off",
+        # Above our own limit, so that our own answer comes first where it can.
+        h11_max_incomplete_event_size=2 * MAX_HEADER_BYTES,
+        # Nobody in front of us is trusted to say who the client is.
+        proxy_headers=False,
+        server_header=False,
+        access_log=False,
+        log_config=None,
+        log_level="warning",
+        timeout_graceful_shutdown=_LAST_WORDS_S,
+    )

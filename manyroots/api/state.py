@@ -1,0 +1,115 @@
+"""What the running server knows: its phase, its engine, and the model once it is loaded.
+
+Given to every route through `app.state.server`. Phases only move forward: loading, ready,
+draining; a dead engine shows through the engine itself.
+"""
+
+from __future__ import annotations
+
+import enum
+import random
+import time
+
+from starlette.requests import Request
+
+from manyroots.api.admission import Admission
+from manyroots.config import EngineSettings, ServerSettings
+from manyroots.engine.client import EngineClient
+from manyroots.errors import NotFoundError, UnavailableError
+from manyroots.observe.metrics import Metrics
+from manyroots.text.chat import ChatTemplate, load_chat_template
+from manyroots.text.door import Door
+from manyroots.text.tokenizer import Tokenizer
+from manyroots.text.tokenizer_files import load_tokenizer
+
+
+class Phase(enum.Enum):
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    DEAD = "dead"
+
+
+class Service:
+    """A loaded model, with everything that a request to it needs."""
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        server: ServerSettings,
+        *,
+        model_name: str,
+        rng: random.Random | None = None,
+    ) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.template = template
+        self.model_name = model_name
+        self.created = int(time.time())
+        self.door = Door(engine.info, tokenizer, rng)
+        self.admission = Admission(engine.info.max_num_seqs + server.max_queued_requests)
+        self.metrics = Metrics(model_name, lambda: engine.stats)
+
+    def check_model(self, name: str) -> None:
+        if name != self.model_name:
+            raise NotFoundError(
+                f"The model {name[:200]!r} does not exist; this server has {self.model_name!r}.",
+                field="model",
+            )
+
+
+def load_service(engine: EngineClient, settings: EngineSettings, server: ServerSettings) -> Service:
+    """Load the tokenizer and the template of the model that the engine has loaded."""
+    info, model = engine.info, settings.model
+    tokenizer = load_tokenizer(model.tokenizer or info.model_path, revision=model.revision)
+    return Service(
+        engine,
+        tokenizer,
+        load_chat_template(tokenizer, model.chat_template),
+        server,
+        model_name=model.served_model_name or info.model_name,
+        rng=random.Random(model.seed),
+    )
+
+
+class ServerState:
+    """The server from its first moment, before there is a model, to its last."""
+
+    def __init__(self, engine: EngineClient, settings: ServerSettings) -> None:
+        self.engine = engine
+        self.settings = settings
+        self.loaded: Service | None = None
+        self.is_draining = False
+
+    @property
+    def phase(self) -> Phase:
+        if self.loaded is None:
+            return Phase.LOADING
+        if not self.engine.is_alive:
+            return Phase.DEAD
+        return Phase.DRAINING if self.is_draining else Phase.READY
+
+    @property
+    def service(self) -> Service:
+        """The model, for a route that can't do without; raises UnavailableError."""
+        if self.loaded is None:
+            raise UnavailableError("The model is still loading; try again in a moment.")
+        return self.loaded
+
+    @property
+    def accepting(self) -> Service:
+        """The model, for a new generation; raises UnavailableError."""
+        match self.phase:
+            case Phase.DRAINING:
+                raise UnavailableError("The server is shutting down; ask another one.")
+            case Phase.DEAD:
+                raise UnavailableError("The engine has died; the server must be restarted.")
+        return self.service
+
+
+def server_of(request: Request) -> ServerState:
+    state = request.app.state.server
+    assert isinstance(state, ServerState)
+    return state

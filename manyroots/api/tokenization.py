@@ -1,0 +1,63 @@
+"""POST /tokenize and POST /detokenize, as vLLM has them."""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from manyroots.api.body import read_request
+from manyroots.api.events import json_response
+from manyroots.api.jobs import encode_chat
+from manyroots.api.requests import DetokenizeRequest, TokenizeRequest
+from manyroots.api.responses import Detokenized, Tokenized
+from manyroots.api.state import Service, server_of
+from manyroots.errors import RequestError
+
+
+async def tokenize(request: Request) -> Response:
+    """A prompt's or a chat's token ids."""
+    server = server_of(request)
+    body = await read_request(request, TokenizeRequest, max_bytes=server.settings.max_body_bytes)
+    service = server.service
+    if body.model is not None:
+        service.check_model(body.model)
+    tokens = await asyncio.to_thread(_encode, service, body)
+    texts = [service.tokenizer.token_text(token) for token in tokens]
+    return json_response(
+        Tokenized(
+            len(tokens),
+            service.engine.info.max_model_len,
+            tokens,
+            texts if body.return_token_strs else None,
+        )
+    )
+
+
+def _encode(service: Service, request: TokenizeRequest) -> list[int]:
+    if (request.prompt is None) == (request.messages is None):
+        raise RequestError("give either prompt or messages.", field="prompt")
+    if request.prompt is None:
+        return encode_chat(service, request)
+    add_special_tokens = request.add_special_tokens is not False
+    return service.door.encode(request.prompt, add_special_tokens=add_special_tokens)
+
+
+async def detokenize(request: Request) -> Response:
+    """The text of token ids, special ones included."""
+    server = server_of(request)
+    body = await read_request(request, DetokenizeRequest, max_bytes=server.settings.max_body_bytes)
+    service = server.service
+    if body.model is not None:
+        service.check_model(body.model)
+    vocab_size = service.engine.info.vocab_size
+    for place, token in enumerate(body.tokens):
+        if not 0 <= token < vocab_size:
+            raise RequestError(
+                f"tokens[{place}] is {token}; this model's ids are from 0 to {vocab_size - 1}.",
+                field="tokens",
+            )
+    decode = service.tokenizer.decode
+    text = await asyncio.to_thread(decode, body.tokens, skip_special_tokens=False)
+    return json_response(Detokenized(text))

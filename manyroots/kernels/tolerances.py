@@ -1,0 +1,58 @@
+"""How far a computation may be from its reference: the one table, with a reason per row.
+
+Every test that compares floating-point results takes its numbers from here, so that loosening
+one is a visible change with a reason and never a quiet edit in a test.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """|actual - expected| <= atol + rtol * |expected|, elementwise."""
+
+    atol: float
+    rtol: float
+    reason: str
+
+
+TOLERANCES: dict[tuple[str, torch.dtype], Tolerance] = {
+    ("attention", torch.float32): Tolerance(
+        2e-5, 2e-5, "sums of up to a few thousand products in another order"
+    ),
+    ("attention", torch.bfloat16): Tolerance(
+        1.6e-2, 1.6e-2, "8-bit mantissa: fused attention rounds the probabilities, too"
+    ),
+    ("attention", torch.float16): Tolerance(
+        2e-3, 2e-3, "11-bit mantissa: fused attention rounds the probabilities, too"
+    ),
+    ("rotary", torch.float32): Tolerance(
+        2e-5, 2e-5, "the angle is the product of a large position and a rounded frequency"
+    ),
+    ("rotary", torch.bfloat16): Tolerance(
+        1.6e-2, 1.6e-2, "one rounding instead of the reference's two"
+    ),
+    ("norm", torch.float32): Tolerance(2e-6, 2e-6, "the mean in another order"),
+    ("norm", torch.bfloat16): Tolerance(
+        1.6e-2, 1.6e-2, "the reference rounds once more, before it scales"
+    ),
+    ("logits", torch.float32): Tolerance(
+        1e-4, 1e-4, "attention and products in another order, over all layers"
+    ),
+    ("logits", torch.bfloat16): Tolerance(
+        6e-2, 6e-2, "a rounding of 2^-8 per operation, over all layers"
+    ),
+}
+
+
+def assert_close(op: str, actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    """Raise AssertionError with the worst element if `op` in `dtype` went too far."""
+    row = TOLERANCES[op, dtype]
+    torch.testing.assert_close(
+        actual.float(), expected.float(), atol=row.atol, rtol=row.rtol, equal_nan=False
+    )

@@ -1,0 +1,31 @@
+"""Model folders from the Hugging Face hub, through its own client and cache.
+
+Takes a hub id; gives the folder of its files on this machine. Never fetches a pickle.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+from manyroots.errors import ModelError
+
+_CONFIG_FILES = ["*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "merges.txt", "vocab.txt"]
+_WEIGHT_FILES = ["*.safetensors"]
+
+
+def download_folder(hub_id: str, revision: str | None, *, with_weights: bool) -> Path:
+    """Fetch what is missing of a model's files; those already here are not asked for again."""
+    patterns = _CONFIG_FILES + (_WEIGHT_FILES if with_weights else [])
+    try:
+        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        at = f" at revision {revision!r}" if revision else ""
+        raise ModelError(
+            f"the model {hub_id!r}{at} is neither a local path nor could it be fetched from the "
+            f"hub ({reason}). Check the name, the network and, for gated models, your hub login; "
+            "or download it elsewhere and pass the folder."
+        ) from error

@@ -1,0 +1,112 @@
+"""A source made into a model with its weights in place.
+
+Takes a `ModelSource`, a dtype and a device; gives a model. Every weight of the model is filled
+exactly once from the checkpoint or loading fails with the names: nothing is left at random.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from manyroots.errors import ModelError
+from manyroots.models.llama import Llama
+from manyroots.models.progress import track
+from manyroots.models.registry import architecture_of, model_class
+from manyroots.models.source import ModelSource, SourceKind
+from manyroots.models.spec import ModelSpec, model_spec
+from manyroots.models.weights import dummy, gguf, safetensors
+from manyroots.models.weights.gguf_file import GGUFFile
+
+_MAX_NAMED = 6
+
+
+def describe(source: ModelSource) -> ModelSpec:
+    """The spec of a source's model, without loading it."""
+    architecture = architecture_of(source.config)
+    traits = model_class(architecture).traits(source.config.get_text_config())
+    return model_spec(
+        source.config,
+        architecture,
+        traits,
+        eos_token_ids=source.eos_token_ids,
+        rope_factors=source.rope_factors,
+    )
+
+
+def load_model(
+    source: ModelSource, *, dtype: torch.dtype, device: torch.device, load_format: str, seed: int
+) -> Llama:
+    """Build the model and fill it; `load_format` is that of the settings."""
+    spec = describe(source)
+    try:
+        model = model_class(spec.architecture)(spec, dtype=dtype, device=device)
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise ModelError(
+            f"{source.name} does not fit into the memory of {device} as {dtype}: {error} "
+            "Choose a smaller model or --dtype bfloat16."
+        ) from error
+    slots = model.weight_slots()
+    weights = _weights(source, spec, slots, load_format, seed)
+    fill(slots, track(weights, total=len(slots), label="Loading weights"), source.name)
+    return model
+
+
+def fill(
+    slots: Mapping[str, Tensor], weights: Iterable[tuple[str, Tensor]], model_name: str
+) -> None:
+    """Copy each tensor into its slot; what is missing, unknown or misshapen is an error."""
+    missing = set(slots)
+    unexpected = []
+    for name, tensor in weights:
+        if name not in slots:
+            if not _is_harmless(name):
+                unexpected.append(name)
+            continue
+        slot = slots[name]
+        if tensor.shape != slot.shape:
+            raise ModelError(
+                f"{name} of {model_name} has shape {list(tensor.shape)}, but its config implies "
+                f"{list(slot.shape)}; config and weights belong to different models."
+            )
+        slot.copy_(tensor)
+        missing.discard(name)
+    if missing or unexpected:
+        raise ModelError(
+            f"the checkpoint of {model_name} does not fit its config: "
+            f"missing {_names(missing)}; unexpected {_names(unexpected)}. "
+            "Check that all files are there and belong together."
+        )
+
+
+def _weights(
+    source: ModelSource,
+    spec: ModelSpec,
+    slots: Mapping[str, Tensor],
+    load_format: str,
+    seed: int,
+) -> Iterator[tuple[str, Tensor]]:
+    if load_format == "dummy":
+        return dummy.tensors(slots, seed)
+    if source.kind is SourceKind.GGUF:
+        file = GGUFFile(source.path)
+        return gguf.tensors(file, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads)
+    return safetensors.tensors(source.path)
+
+
+def _is_harmless(name: str) -> bool:
+    """Tensors that old checkpoints carry and that follow from the config.
+
+    A head that is not among the slots is tied to the embedding and only repeats it.
+    """
+    return name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight"
+
+
+def _names(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    if not ordered:
+        return "nothing"
+    rest = f" and {len(ordered) - _MAX_NAMED} more" if len(ordered) > _MAX_NAMED else ""
+    return ", ".join(ordered[:_MAX_NAMED]) + rest

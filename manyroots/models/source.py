@@ -1,0 +1,148 @@
+"""Where a model comes from: a name a user gave, resolved to files and a config.
+
+Takes `ModelSettings`; gives a frozen `ModelSource`, after any download. Loads no weights.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, PretrainedConfig
+
+from manyroots.config import DEFAULT_MODEL, ModelSettings
+from manyroots.errors import ModelError
+from manyroots.models import gguf_config
+from manyroots.models.default_model import default_model_path
+from manyroots.models.hub import download_folder
+from manyroots.models.weights.gguf_file import GGUFFile
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+
+
+class SourceKind(enum.Enum):
+    """What `ModelSource.path` is."""
+
+    FOLDER = "folder"
+    """A Hugging Face folder with a config.json."""
+    GGUF = "gguf"
+    """One .gguf file."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A model on this machine's disk."""
+
+    kind: SourceKind
+    path: Path
+    config: PretrainedConfig
+    name: str
+    """What to call it where the user gave no other name."""
+    eos_token_ids: tuple[int, ...]
+    rope_factors: tuple[float, ...] | None
+    """A GGUF file's own divisors of the rotary frequencies."""
+
+
+def resolve_source(settings: ModelSettings) -> ModelSource:
+    """Find, or fetch, what `settings.model` names."""
+    name = settings.model
+    path = Path(name).expanduser()
+    if path.exists():
+        own_name = path.resolve().stem if path.is_file() else path.resolve().name
+        return _local(path, own_name, settings)
+    if name == DEFAULT_MODEL:
+        return _local(default_model_path(), DEFAULT_MODEL, settings)
+    if not HUB_ID.fullmatch(name) or path.suffix == ".gguf":
+        raise ModelError(
+            f"--model is {name!r}; there is no such file or folder, and it is not a hub id "
+            "(owner/name). Check the path."
+        )
+    with_weights = settings.load_format != "dummy"
+    folder = download_folder(name, settings.revision, with_weights=with_weights)
+    return _local(folder, name, settings)
+
+
+def _local(path: Path, name: str, settings: ModelSettings) -> ModelSource:
+    file = _gguf_file(path, settings.load_format)
+    if file is not None:
+        return _from_gguf(file, name)
+    if not (path / "config.json").is_file():
+        raise ModelError(
+            f"{path} has neither a config.json nor exactly one .gguf file; point --model at a "
+            "model's folder or at the .gguf file itself."
+        )
+    return _from_folder(path, name)
+
+
+def _gguf_file(path: Path, load_format: str) -> Path | None:
+    """The .gguf file that `path` is or stands for; None means a Hugging Face folder."""
+    if path.is_file():
+        if path.suffix != ".gguf" or load_format == "safetensors":
+            raise ModelError(
+                f"--model is the file {path}; only .gguf files are loaded by themselves, with "
+                "--load-format auto or gguf. For safetensors pass the folder with config.json."
+            )
+        return path
+    files = sorted(path.glob("*.gguf"))
+    wanted = load_format == "gguf" or not (path / "config.json").is_file()
+    if wanted and len(files) > 1:
+        names = ", ".join(file.name for file in files)
+        raise ModelError(f"{path} has several .gguf files ({names}); pass the one you mean.")
+    if load_format == "gguf" and not files:
+        raise ModelError(f"--load-format is gguf, but {path} has no .gguf file.")
+    return files[0] if wanted and files else None
+
+
+def _from_gguf(path: Path, name: str) -> ModelSource:
+    file = GGUFFile(path)
+    return ModelSource(
+        kind=SourceKind.GGUF,
+        path=path,
+        config=gguf_config.config_of(file),
+        name=name,
+        eos_token_ids=gguf_config.eos_token_ids(file),
+        rope_factors=gguf_config.rope_factors(file),
+    )
+
+
+def _from_folder(path: Path, name: str) -> ModelSource:
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers has no exception tree of its own for bad configs
+        raise ModelError(
+            f"{path / 'config.json'} can't be used: {error} Check the file, or that this version "
+            "of transformers knows the model."
+        ) from error
+    generation = _read_json(path / "generation_config.json")
+    eos = [*_ids(generation.get("eos_token_id")), *_ids(config.get_text_config().eos_token_id)]
+    return ModelSource(
+        kind=SourceKind.FOLDER,
+        path=path,
+        config=config,
+        name=name,
+        eos_token_ids=tuple(dict.fromkeys(eos)),
+        rope_factors=None,
+    )
+
+
+def _ids(value: Any) -> list[int]:
+    """Configs write one id, a list of ids, or nothing."""
+    if value is None:
+        return []
+    return [int(token) for token in (value if isinstance(value, list) else [value])]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} is not readable JSON ({error}); repair or remove it.") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} does not hold a JSON object; repair or remove it.")
+    return content

@@ -1,0 +1,77 @@
+"""Tensors of a Hugging Face folder, one file or many shards, in the safetensors format only.
+
+Takes a folder; gives (checkpoint name, tensor on the CPU) pairs. Never opens a pickle: a folder
+that has nothing else is refused with the remedy.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from manyroots.errors import ModelError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+
+def tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the checkpoint in `folder`."""
+    for file in weight_files(folder):
+        try:
+            with safe_open(file, framework="pt") as shard:
+                for name in shard.keys():  # noqa: SIM118 - a safetensors handle is no mapping
+                    yield name, shard.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ModelError(
+                f"{file} can't be read ({error}); it is damaged or incomplete. Download or copy "
+                "it again."
+            ) from error
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that make up the checkpoint; they all exist."""
+    index = folder / INDEX_FILE
+    if index.is_file():
+        files = [folder / name for name in _shards(index)]
+        missing = [file.name for file in files if not file.is_file()]
+        if missing:
+            raise ModelError(
+                f"{index} names {', '.join(missing)}, which {folder} does not have; download or "
+                "copy the missing files."
+            )
+        return files
+    if (folder / SINGLE_FILE).is_file():
+        return [folder / SINGLE_FILE]
+    raise ModelError(_nothing_to_load(folder))
+
+
+def _shards(index: Path) -> list[str]:
+    try:
+        names = set(json.loads(index.read_text())["weight_map"].values())
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ModelError(
+            f"{index} is not a safetensors index ({error!r}); download or copy it again."
+        ) from error
+    outside = [name for name in names if not isinstance(name, str) or Path(name).name != name]
+    if outside:
+        raise ModelError(f"{index} names files outside its folder: {outside}; don't use it.")
+    return sorted(names)
+
+
+def _nothing_to_load(folder: Path) -> str:
+    pickles = sorted(file.name for file in folder.glob("*.bin"))
+    if pickles:
+        return (
+            f"{folder} has its weights only as pickles ({', '.join(pickles[:3])}), which can run "
+            "code when opened and are never loaded. Convert it: "
+            "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)."
+        )
+    return (
+        f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; point --model at a folder with "
+        "weights, or use --load-format dummy."
+    )

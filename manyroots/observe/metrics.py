@@ -1,0 +1,156 @@
+"""Numbers for Prometheus, under the names that vLLM's dashboards already read.
+
+Takes times and counts of sequences as they happen, and the engine's own counts when scraped;
+gives the text of `/metrics`. Has a registry of its own: two servers in one process don't mix.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from manyroots.messages import Stats
+
+_SECONDS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
+    1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
+)  # fmt: skip
+_TOKENS = tuple(float(base * 10**power) for power in range(6) for base in (1, 2, 5))
+
+
+class Metrics:
+    """One server's numbers."""
+
+    def __init__(self, model_name: str, read_stats: Callable[[], Stats | None]) -> None:
+        self._registry = CollectorRegistry()
+        self._labels = {"model_name": model_name}
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens taken in.")
+        self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
+        self._success = Counter(
+            "vllm:request_success", "Sequences that ended, by reason.",
+            ("model_name", "finished_reason"), registry=self._registry,
+        )  # fmt: skip
+        self.first_token = self._histogram("time_to_first_token_seconds", "Until a first token.")
+        self.inter_token = self._histogram("inter_token_latency_seconds", "Between two tokens.")
+        self.end_to_end = self._histogram("e2e_request_latency_seconds", "Whole sequences.")
+        self.request_prompt = self._histogram("request_prompt_tokens", "Prompt sizes.", _TOKENS)
+        self.request_generation = self._histogram(
+            "request_generation_tokens", "Completion sizes.", _TOKENS
+        )
+        self._registry.register(_EngineCounts(self._labels, read_stats))
+        self._registry.register(
+            _Alias("vllm:time_per_output_token_seconds", self._inter_token_collector)
+        )
+
+    def sequence(self, num_prompt_tokens: int) -> SequenceTimer:
+        """Begin to time one sequence."""
+        return SequenceTimer(self, num_prompt_tokens)
+
+    def finished(self, reason: str) -> None:
+        self._success.labels(**self._labels, finished_reason=reason).inc()
+
+    def render(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def _counter(self, name: str, help: str) -> Counter:
+        counter = Counter(f"vllm:{name}", help, ("model_name",), registry=self._registry)
+        return counter.labels(**self._labels)
+
+    def _histogram(self, name: str, help: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
+        histogram = Histogram(
+            f"vllm:{name}", help, ("model_name",), buckets=buckets, registry=self._registry
+        )
+        if name.startswith("inter_token"):
+            self._inter_token_collector = histogram
+        return histogram.labels(**self._labels)
+
+
+class SequenceTimer:
+    """Times one sequence and passes what it sees on to the metrics."""
+
+    __slots__ = ("_last", "_metrics", "_num_prompt_tokens", "_num_tokens", "_start")
+
+    def __init__(self, metrics: Metrics, num_prompt_tokens: int) -> None:
+        self._metrics = metrics
+        self._num_prompt_tokens = num_prompt_tokens
+        self._num_tokens = 0
+        self._start = self._last = time.monotonic()
+
+    def tokens(self, count: int) -> None:
+        """This many tokens have just arrived."""
+        if not count:
+            return
+        now = time.monotonic()
+        if not self._num_tokens:
+            self._metrics.first_token.observe(now - self._start)
+            self._metrics.prompt_tokens.inc(self._num_prompt_tokens)
+        else:
+            self._metrics.inter_token.observe((now - self._last) / count)
+        self._metrics.generation_tokens.inc(count)
+        self._num_tokens += count
+        self._last = now
+
+    def finish(self, reason: str) -> None:
+        self._metrics.finished(reason)
+        self._metrics.end_to_end.observe(time.monotonic() - self._start)
+        self._metrics.request_prompt.observe(self._num_prompt_tokens)
+        self._metrics.request_generation.observe(self._num_tokens)
+
+
+class _EngineCounts(Collector):
+    """Reads the engine's newest counts when scraped: counting costs its steps nothing."""
+
+    def __init__(self, labels: dict[str, str], read_stats: Callable[[], Stats | None]) -> None:
+        self._names = list(labels)
+        self._values = list(labels.values())
+        self._read_stats = read_stats
+
+    def collect(self) -> Iterable[Metric]:
+        stats = self._read_stats()
+        if stats is None:  # before the first step
+            stats = Stats(*[0] * len(Stats.__dataclass_fields__))
+        in_use = stats.num_held_pages / stats.num_pages if stats.num_pages else 0.0
+        gauges = {
+            "vllm:num_requests_running": ("Sequences in the batch.", stats.num_running),
+            "vllm:num_requests_waiting": ("Sequences in the queue.", stats.num_waiting),
+            "vllm:kv_cache_usage_perc": ("Share of pages that requests hold; 1 is all.", in_use),
+            "manyroots:pages_total": ("Pages on the device.", stats.num_pages),
+            "manyroots:pages_free": ("Pages with nothing in them.", stats.num_free_pages),
+            "manyroots:pages_cached": ("Reusable pages nobody holds.", stats.num_cached_pages),
+            "manyroots:pages_held": ("Pages that requests hold.", stats.num_held_pages),
+        }
+        counters = {
+            "vllm:num_preemptions": ("Sequences retracted for memory.", stats.total_retractions),
+            "vllm:prefix_cache_queries": ("Prompt tokens looked up.", stats.total_lookup_tokens),
+            "vllm:prefix_cache_hits": ("Prompt tokens found cached.", stats.total_hit_tokens),
+            "vllm:iteration_tokens": ("Tokens computed in steps.", stats.total_step_tokens),
+            "manyroots:steps": ("Forward passes.", stats.total_steps),
+        }
+        for name, (help, value) in gauges.items():
+            gauge = GaugeMetricFamily(name, help, labels=self._names)
+            gauge.add_metric(self._values, value)
+            yield gauge
+        for name, (help, value) in counters.items():
+            counter = CounterMetricFamily(name, help, labels=self._names)
+            counter.add_metric(self._values, value)
+            yield counter
+
+
+class _Alias(Collector):
+    """A histogram under its older name, which dashboards still use; observed only once."""
+
+    def __init__(self, name: str, original: Histogram) -> None:
+        self._name = name
+        self._original = original
+
+    def collect(self) -> Iterable[Metric]:
+        for metric in self._original.collect():
+            alias = Metric(self._name, metric.documentation, metric.type)
+            for sample in metric.samples:
+                suffix = sample.name.removeprefix(metric.name)
+                alias.samples.append(sample._replace(name=self._name + suffix))
+            yield alias

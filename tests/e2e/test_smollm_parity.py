@@ -1,0 +1,143 @@
+"""SmolLM2-135M-Instruct, real weights, float32: our greedy tokens are transformers' own.
+
+Alone, in a mixed batch, with and without prefix reuse, at every chunk size, after retractions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from manyroots import LLM, SamplingParams
+from tests.e2e.prompts import PROMPTS
+
+NUM_NEW_TOKENS = 16
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_NEW_TOKENS, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(dtype="float32", max_num_seqs=64) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def prompts(llm: LLM) -> list[list[int]]:
+    return [llm.tokenizer.encode(text, add_special_tokens=False) for text in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def expected(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
+    """transformers, each prompt alone: no padding, no batch."""
+    from transformers import AutoModelForCausalLM
+
+    path = Path(llm.info.model_path)
+    model = AutoModelForCausalLM.from_pretrained(
+        str(path.parent), gguf_file=path.name, dtype=torch.float32
+    )
+    model.generation_config.eos_token_id = None
+    tokens = []
+    for prompt in prompts:
+        output = model.generate(
+            input_ids=torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            do_sample=False,
+            max_new_tokens=NUM_NEW_TOKENS,
+            pad_token_id=0,
+        )
+        tokens.append(output[0, len(prompt) :].tolist())
+    return tokens
+
+
+def run(engine: LLM, prompts: list[list[int]], salt: str | None = None) -> list[list[int]]:
+    results = engine.generate(prompts, GREEDY, cache_salt=salt)
+    return [result.outputs[0].token_ids for result in results]
+
+
+def assert_same(actual: list[list[int]], expected: list[list[int]]) -> None:
+    wrong = [i for i, (a, b) in enumerate(zip(actual, expected, strict=True)) if a != b]
+    assert not wrong, f"prompts {wrong} differ; first: {actual[wrong[0]]} {expected[wrong[0]]}"
+
+
+def engine(**settings: Any) -> LLM:
+    return LLM(dtype="float32", **settings)
+
+
+def test_each_prompt_alone(llm: LLM, prompts: list[list[int]], expected: list[list[int]]) -> None:
+    alone = [run(llm, [prompt], salt=f"alone {i}")[0] for i, prompt in enumerate(prompts)]
+    assert_same(alone, expected)
+
+
+def test_h13_cold_and_cached_batches(
+    llm: LLM, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    """H13: a cold batch, then the same batch from the cache."""
+    assert_same(run(llm, prompts, salt="batch"), expected)
+    hits = llm.stats().total_hit_tokens
+    assert_same(run(llm, prompts, salt="batch"), expected)
+    reusable = sum((len(prompt) - 1) // 16 * 16 for prompt in prompts)
+    assert llm.stats().total_hit_tokens - hits == reusable
+    assert llm.stats().num_held_pages == 0
+
+
+def test_a_mixed_batch_with_sampling_neighbours(
+    llm: LLM, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    """Greedy rows are not touched by rows that sample, penalise, bias or ask for logprobs."""
+    others = [
+        SamplingParams(temperature=1.0, top_p=0.9, seed=1, max_tokens=40),
+        SamplingParams(temperature=0.8, top_k=50, frequency_penalty=0.5, max_tokens=7),
+        SamplingParams(temperature=0, logit_bias={5: 10.0}, logprobs=3, max_tokens=12),
+        SamplingParams(temperature=0, prompt_logprobs=2, max_tokens=3),
+    ]
+    params = [GREEDY if i % 2 == 0 else others[i // 2 % 4] for i in range(100)]
+    doubled = [prompt for prompt in prompts for _ in range(2)]
+    results = llm.generate(doubled, params, cache_salt="mixed")
+    assert_same([result.outputs[0].token_ids for result in results[::2]], expected)
+
+
+def test_without_prefix_reuse(prompts: list[list[int]], expected: list[list[int]]) -> None:
+    with engine(enable_prefix_caching=False, max_num_seqs=64) as llm:
+        assert_same(run(llm, prompts), expected)
+        assert llm.stats().total_hit_tokens == 0
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, 64, 512])
+def test_every_chunk_size(
+    chunk: int, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    with engine(long_prefill_token_threshold=chunk, max_num_seqs=64) as llm:
+        assert_same(run(llm, prompts), expected)
+
+
+def test_n07_after_forced_retraction(
+    prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    """N07: a cache too small for the batch retracts, and nobody's tokens change."""
+    with engine(num_gpu_blocks_override=40, max_num_seqs=16, max_model_len=512) as llm:
+        assert_same(run(llm, prompts), expected)
+        assert llm.stats().total_retractions > 0
+        assert llm.stats().num_held_pages == 0
+
+
+def test_seeded_sampling_does_not_depend_on_the_batch(llm: LLM, prompts: list[list[int]]) -> None:
+    """S01: the same seed gives the same tokens alone and in a batch; n choices differ."""
+    params = SamplingParams(temperature=1.0, top_p=0.95, seed=11, n=3, max_tokens=16)
+    [alone] = llm.generate([prompts[0]], params)
+    together = llm.generate(prompts[:8], params)[0]
+    assert [o.token_ids for o in alone.outputs] == [o.token_ids for o in together.outputs]
+    assert len({tuple(o.token_ids) for o in alone.outputs}) == 3
+
+
+def test_p02_n_choices_share_the_prompts_pages(llm: LLM, prompts: list[list[int]]) -> None:
+    """P02: n completions of one prompt compute its full pages once."""
+    prompt = prompts[31]
+    before = llm.stats()
+    params = SamplingParams(temperature=1.0, seed=5, n=4, max_tokens=2)
+    llm.generate([prompt], params, cache_salt="choices")
+    reused = llm.stats().total_hit_tokens - before.total_hit_tokens
+    assert reused == 3 * ((len(prompt) - 1) // 16 * 16)

@@ -1,0 +1,173 @@
+"""POST /v1/completions (S01)"""
+
+from __future__ import annotations
+
+import pytest
+
+from manyroots.messages import FinishReason, Output
+from tests.unit.api.fake_engine import FakeEngine, script
+from tests.unit.api.harness import Harness, error_of, events
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_a_prompt_is_completed_with_usage() -> None:
+    body = (await Harness().complete("abc", max_tokens=4)).json()
+    assert body["object"] == "text_completion"
+    assert body["id"].startswith("cmpl-")
+    [choice] = body["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("abca", "length")
+    assert body["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 4,
+        "total_tokens": 7,
+        "prompt_tokens_details": {"cached_tokens": 2},
+    }
+
+
+@pytest.mark.parametrize(
+    ("prompt", "texts"),
+    [
+        ("ab", ["ab"]),
+        (["ab", "cd"], ["ab", "cd"]),
+        ([97, 98], ["ab"]),
+        ([[97, 98], [99, 100]], ["ab", "cd"]),
+    ],
+)
+async def test_prompts_come_in_four_forms(prompt: object, texts: list[str]) -> None:
+    body = (await Harness().complete(prompt, max_tokens=2)).json()
+    assert [choice["text"] for choice in body["choices"]] == texts
+    assert [choice["index"] for choice in body["choices"]] == list(range(len(texts)))
+
+
+async def test_n_choices_of_each_prompt_are_numbered_prompt_by_prompt() -> None:
+    body = (await Harness().complete(["ab", "cd"], max_tokens=2, n=2)).json()
+    assert [c["text"] for c in body["choices"]] == ["ab", "ab", "cd", "cd"]
+    assert body["usage"]["prompt_tokens"] == 4
+    assert body["usage"]["completion_tokens"] == 8
+    assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 4
+
+
+async def test_a_stream_gives_the_same_text_and_its_usage_last() -> None:
+    response = await Harness().complete(
+        "héllo", max_tokens=12, stream=True, stream_options={"include_usage": True}
+    )
+    *chunks, usage, done = events(response)
+    assert done == "[DONE]"
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "héllohéllo"
+    assert [c["choices"][0]["finish_reason"] for c in chunks] == [None] * (len(chunks) - 1) + [
+        "length"
+    ]
+    assert all(chunk["usage"] is None for chunk in chunks)
+    assert usage["choices"] == []
+    assert usage["usage"]["completion_tokens"] == 12
+    assert len({chunk["id"] for chunk in chunks}) == 1
+
+
+async def test_a_stream_without_usage_has_none() -> None:
+    *chunks, done = events(await Harness().complete("ab", max_tokens=2, stream=True, n=2))
+    assert done == "[DONE]"
+    assert all("usage" not in chunk for chunk in chunks)
+    for index in (0, 1):
+        mine = [c["choices"][0]["text"] for c in chunks if c["choices"][0]["index"] == index]
+        assert "".join(mine) == "ab"
+
+
+async def test_a_stop_string_ends_the_text_and_aborts_the_sequence() -> None:
+    harness = Harness()
+    [choice] = (await harness.complete("abcd", max_tokens=100, stop="cd")).json()["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("ab", "stop")
+    assert choice["stop_reason"] == "cd"
+    assert len(harness.engine.aborted) == 1
+
+
+async def test_a_stop_string_can_be_kept() -> None:
+    response = await Harness().complete(
+        "abcd", max_tokens=100, stop=["zz", "cd"], include_stop_str_in_output=True
+    )
+    assert response.json()["choices"][0]["text"] == "abcd"
+
+
+async def test_stop_token_ids_stop_and_are_named() -> None:
+    [choice] = (await Harness().complete("abc", stop_token_ids=[99])).json()["choices"]
+    assert (choice["text"], choice["stop_reason"]) == ("ab", 99)
+
+
+async def test_echo_puts_the_prompt_first() -> None:
+    harness = Harness()
+    assert (await harness.complete("ab", max_tokens=1, echo=True)).json()["choices"][0][
+        "text"
+    ] == "aba"
+    ids = await harness.complete([97, 98], max_tokens=1, echo=True)
+    assert ids.json()["choices"][0]["text"] == "aba"
+    streamed = events(await harness.complete("ab", max_tokens=1, echo=True, stream=True))
+    assert "".join(c["choices"][0]["text"] for c in streamed[:-1]) == "aba"
+
+
+async def test_logprobs_line_up_with_the_text() -> None:
+    [choice] = (await Harness().complete("aé", max_tokens=3, logprobs=2)).json()["choices"]
+    logprobs = choice["logprobs"]
+    assert logprobs["tokens"] == ["a", "bytes:\\xc3", "bytes:\\xa9"]
+    assert logprobs["text_offset"] == [0, 1, 1]
+    assert logprobs["token_logprobs"] == [-0.5] * 3
+    assert all(len(top) == 2 for top in logprobs["top_logprobs"])
+
+
+async def test_echo_with_logprobs_scores_the_prompt() -> None:
+    response = await Harness().complete("abc", max_tokens=1, logprobs=1, echo=True, n=2)
+    for choice in response.json()["choices"]:
+        logprobs = choice["logprobs"]
+        assert logprobs["tokens"] == ["a", "b", "c", "a"]
+        assert logprobs["token_logprobs"] == [None, -0.5, -0.5, -0.5]
+        assert logprobs["text_offset"] == [0, 1, 2, 3]
+
+
+async def test_prompt_logprobs_are_keyed_by_token() -> None:
+    [choice] = (await Harness().complete("ab", max_tokens=1, prompt_logprobs=1)).json()["choices"]
+    assert choice["prompt_logprobs"] == [
+        None,
+        {"98": {"logprob": -0.5, "rank": 1, "decoded_token": "b"}},
+    ]
+
+
+async def test_token_ids_are_returned_on_request() -> None:
+    [choice] = (await Harness().complete("ab", max_tokens=1, return_token_ids=True)).json()[
+        "choices"
+    ]
+    assert (choice["token_ids"], choice["prompt_token_ids"]) == ([97], [97, 98])
+
+
+async def test_an_engine_error_is_a_500_that_says_why() -> None:
+    engine = FakeEngine(
+        lambda submit: [Output(submit.request_id, [], FinishReason.ERROR, 0, error="NaN logits")]
+    )
+    response = await Harness(engine).complete()
+    assert response.status_code == 500
+    assert "NaN logits" in error_of(response)["message"]
+    streamed = events(await Harness(engine).complete(stream=True))
+    assert "NaN logits" in streamed[-1]["error"]["message"]
+
+
+async def test_special_tokens_are_shown_only_on_request() -> None:
+    engine = FakeEngine(script(97, 256, 98))
+    assert (await Harness(engine).complete()).json()["choices"][0]["text"] == "ab"
+    shown = await Harness(engine).complete(skip_special_tokens=False)
+    assert shown.json()["choices"][0]["text"] == "a<|begin|>b"
+
+
+async def test_the_engine_receives_what_was_asked() -> None:
+    harness = Harness()
+    await harness.complete(
+        "ab", max_tokens=3, temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, seed=1,
+        presence_penalty=1, frequency_penalty=-1, repetition_penalty=1.5, min_tokens=1,
+        logit_bias={"97": -5}, cache_salt="tenant", ignore_eos=True, user="me", best_of=1,
+    )  # fmt: skip
+    [submit] = harness.engine.submitted
+    sampling = submit.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.9, 7)
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (1, -1)
+    assert (sampling.repetition_penalty, sampling.min_p, sampling.seed) == (1.5, 0.1, 1)
+    assert (sampling.min_tokens, sampling.max_tokens) == (1, 3)
+    assert sampling.logit_bias == {97: -5}
+    assert submit.namespace.salt == "tenant"
+    assert submit.stop_ids == ()

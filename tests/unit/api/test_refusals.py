@@ -1,0 +1,240 @@
+"""Bad requests: a 4xx that names the field, in OpenAI's envelope (R03)."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+
+from tests.unit.api.harness import Harness, error_of
+
+pytestmark = pytest.mark.anyio
+
+PROMPT = {"model": "tiny", "prompt": "ab"}
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": [1.5]}, "prompt"),
+        ({"prompt": [True]}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt"),
+        ({"prompt": {"a": 1}}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [300]}, "prompt"),
+        ({"prompt": [2**70]}, "prompt"),
+        ({"prompt": "a" * 512}, "prompt"),
+        ({"prompt": "a" * 10**6}, "prompt"),
+        ({"prompt": ["a"] * 10_000}, "prompt"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": 2**63}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_tokens": "5"}, "max_tokens"),
+        ({"max_tokens": 511}, "max_tokens"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 2}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"min_p": 1.5}, "min_p"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"seed": 2**64}, "seed"),
+        ({"n": 0}, "n"),
+        ({"n": 10**9}, "n"),
+        ({"n": 100, "prompt": ["a"] * 3}, "n"),
+        ({"stop": ["x"] * 1000}, "stop"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["a", ""]}, "stop"),
+        ({"stop": 5}, "stop"),
+        ({"stop_token_ids": [300]}, "stop_token_ids"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"logit_bias": {"1.5": 1}}, "logit_bias"),
+        ({"logit_bias": {"300": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"logit_bias": [1]}, "logit_bias"),
+        ({"logprobs": 10**6}, "logprobs"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"prompt_logprobs": 10**6}, "prompt_logprobs"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"echo": True, "logprobs": 1, "stream": True}, "echo"),
+        ({"min_tokens": 20, "max_tokens": 10}, "min_tokens"),
+        ({"cache_salt": ""}, "cache_salt"),
+        ({"cache_salt": "x" * 2**20}, "cache_salt"),
+        ({"cache_salt": "../../etc"}, "cache_salt"),
+        ({"cache_salt": "a\x00b"}, "cache_salt"),
+        ({"cache_salt": "a\nb"}, "cache_salt"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"bogus": 1}}, "stream_options.bogus"),
+        ({"stream": "yes"}, "stream"),
+        ({"prompt_embeds": "AAAA"}, "prompt_embeds"),
+        ({"suffix": "x"}, "suffix"),
+        ({"best_of": 5}, "best_of"),
+        ({"guided_regex": "(a+)+$"}, "guided_regex"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"surprise": 1}, "surprise"),
+        ({"messages": []}, "messages"),
+    ],
+)
+async def test_a_bad_completion_names_its_field(fields: dict[str, Any], param: str) -> None:
+    harness = Harness()
+    start = time.monotonic()
+    response = await harness.post("/v1/completions", PROMPT | fields)
+    assert time.monotonic() - start < 1
+    assert response.status_code == 400
+    error = error_of(response)
+    assert error["type"] == "invalid_request_error"
+    assert error["param"].partition("[")[0] == param
+    assert param in error["message"]
+    assert harness.state.service.admission.num_alive == 0
+    assert not harness.engine.submitted
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/x.png"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [{"role": "wizard", "content": "hi"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": "x" * 600}]}, "messages"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"chat_template_kwargs": {"nope": 1}}, "chat_template_kwargs"),
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"functions": [{}]}, "functions"),
+        ({"modalities": ["audio"]}, "modalities"),
+        ({"audio": {"voice": "x"}}, "audio"),
+        ({"top_logprobs": 5}, "top_logprobs"),
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
+        ({"logprobs": 3}, "logprobs"),
+        ({"prompt": "x"}, "prompt"),
+    ],
+)
+async def test_a_bad_chat_names_its_field(fields: dict[str, Any], param: str) -> None:
+    response = await Harness().post("/v1/chat/completions", CHAT | fields)
+    assert response.status_code == 400
+    error = error_of(response)
+    assert error["param"] == param
+    assert param in error["message"]
+
+
+async def test_fields_that_ask_for_nothing_are_accepted() -> None:
+    fields: dict[str, Any] = {
+        "user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto",
+        "parallel_tool_calls": True, "tools": [], "tool_choice": "none", "max_tokens": 1,
+        "response_format": {"type": "text"}, "modalities": ["text"], "audio": None,
+        "stop": None, "temperature": None, "safety_identifier": "x", "prompt_cache_key": "k",
+    }  # fmt: skip
+    assert (await Harness().chat(**fields)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b"", "not JSON"),
+        (b"{", "not JSON"),
+        (b'{"model": "tiny", "prompt": "ab', "not JSON"),
+        (b"[]", "not a JSON object"),
+        (b'"x"', "not a JSON object"),
+        (b"{} {}", "not JSON"),
+        (b"\xff\xfe{}", "not UTF-8"),
+        (b'{"model": "\xff"}', "not UTF-8"),
+        ("{}".encode("utf-16"), "not UTF-8"),
+        (b"[" * 10_000 + b"]" * 10_000, "nested too deeply"),
+        (b'{"a":' * 10_000 + b"1" + b"}" * 10_000, "nested too deeply"),
+        (b'{"prompt": "a", "prompt": "b", "model": "tiny"}', "'prompt' is given twice"),
+        (b'{"model": "tiny", "prompt": "a\\ud800"}', "prompt holds the lone surrogate"),
+        (b'{"model": "tiny", "prompt": ["a", "\\udc00"]}', "prompt[1] holds the lone surrogate"),
+        (b'{"model": "tiny", "\\ud800": 1}', "lone surrogate"),
+        (b'{"\\ud800": 1, "\\ud800": 2}', "given twice"),
+        (b'{"model": "tiny", "prompt": "a", "temperature": NaN}', "temperature is NaN"),
+        (b'{"model": "tiny", "prompt": "a", "top_p": -Infinity}', "top_p is -Infinity"),
+        (b'{"model": "tiny", "prompt": "a", "temperature": 1e999}', "temperature is inf"),
+        (b'{"model": "tiny", "prompt": "a", "logit_bias": {"5": NaN}}', "logit_bias.5 is NaN"),
+        (b'{"model": "tiny", "prompt": "a", "n": ' + b"9" * 5000 + b"}", "too long a number"),
+        (b'{"prompt": "a"}', "model is missing"),
+    ],
+)
+async def test_a_bad_body_says_what_is_wrong(body: bytes, says: str) -> None:
+    headers = {"content-type": "application/json"}
+    async with Harness().client as client:
+        response = await client.post("/v1/completions", content=body, headers=headers)
+    assert response.status_code == 400
+    assert says in error_of(response)["message"]
+
+
+async def test_nan_inside_a_text_is_just_text() -> None:
+    assert (await Harness().complete("NaN \U0001f600 Infinity")).status_code == 200
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
+async def test_another_content_type_is_a_415(kind: str) -> None:
+    async with Harness().client as client:
+        response = await client.post(
+            "/v1/completions", content=json.dumps(PROMPT), headers={"content-type": kind}
+        )
+    assert response.status_code == 415
+    assert "application/json" in error_of(response)["message"]
+
+
+async def test_a_body_over_the_limit_is_a_413_with_and_without_a_length() -> None:
+    harness = Harness(max_body_bytes=2000)
+    response = await harness.complete("a" * 3000)
+    assert response.status_code == 413
+
+    async def chunks() -> Any:
+        for _ in range(10):
+            yield b" " * 1000
+
+    async with harness.client as client:
+        response = await client.post(
+            "/v1/completions", content=chunks(), headers={"content-type": "application/json"}
+        )
+    assert response.status_code == 413
+    assert "2000 bytes" in error_of(response)["message"]
+
+
+async def test_an_unknown_model_is_a_404() -> None:
+    for response in (
+        await Harness().complete(model="gpt-99"),
+        await Harness().chat(model="gpt-99"),
+        await Harness().post("/tokenize", {"model": "gpt-99", "prompt": "a"}),
+        await Harness().get("/v1/models/gpt-99"),
+    ):
+        assert response.status_code == 404
+        assert error_of(response)["code"] == "model_not_found"
+        assert "gpt-99" in error_of(response)["message"]
+
+
+async def test_unknown_routes_and_methods_use_the_envelope_too() -> None:
+    response = await Harness().get("/nope")
+    assert response.status_code == 404
+    assert "/nope" in error_of(response)["message"]
+    response = await Harness().get("/v1/completions")
+    assert response.status_code == 405
+    assert "GET" in error_of(response)["message"]
+    assert (await Harness().post("/v1/completions/", PROMPT)).status_code == 404
+
+
+async def test_too_many_or_too_large_headers_are_a_431() -> None:
+    many = {f"x-{place}": "1" for place in range(101)}
+    for headers in (many, {"x-big": "a" * 33_000}):
+        response = await Harness().get("/health", headers=headers)
+        assert response.status_code == 431
+        assert error_of(response)["type"] == "invalid_request_error"

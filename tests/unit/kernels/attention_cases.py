@@ -1,0 +1,75 @@
+"""Steps to attend over: pages in shuffled order, sequences of any lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from manyroots.kernels.attention.batch import AttentionBatch
+from manyroots.store.arena import PageArena
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Heads and pages of a case."""
+
+    heads: int = 6
+    kv_heads: int = 2
+    head_dim: int = 16
+    page_size: int = 4
+
+
+def make_batch(
+    sequences: Sequence[tuple[int, int]], page_size: int, dtype: torch.dtype, seed: int = 0
+) -> tuple[AttentionBatch, int]:
+    """A step of (num_queries, context_len) sequences, decodes first; and how many pages it has."""
+    counts = [-(-context // page_size) for _, context in sequences]
+    num_pages = sum(counts) + 3
+    shuffled = np.random.default_rng(seed).permutation(num_pages)
+    table = np.zeros((len(sequences), max(counts)), dtype=np.int32)
+    pages, offsets, used = [], [], 0
+    for row, ((num_queries, context), count) in enumerate(zip(sequences, counts, strict=True)):
+        table[row, :count] = shuffled[used : used + count]
+        used += count
+        positions = np.arange(context - num_queries, context)
+        pages.append(table[row, positions // page_size])
+        offsets.append(positions % page_size)
+    num_decodes = 0
+    while num_decodes < len(sequences) and sequences[num_decodes][0] == 1:
+        num_decodes += 1
+    batch = AttentionBatch.build(
+        page_table=table,
+        slot_pages=np.concatenate(pages),
+        slot_offsets=np.concatenate(offsets),
+        query_starts=[0, *np.cumsum([num_queries for num_queries, _ in sequences])],
+        context_lens=[context for _, context in sequences],
+        num_decodes=num_decodes,
+        page_size=page_size,
+        dtype=dtype,
+        device=CPU,
+    )
+    return batch, num_pages
+
+
+def random_arena(num_pages: int, shape: Shape, dtype: torch.dtype, num_layers: int = 2) -> PageArena:
+    arena = PageArena(
+        num_pages, shape.page_size, num_layers, shape.kv_heads, shape.head_dim, dtype, CPU
+    )
+    arena.data.normal_(generator=torch.Generator().manual_seed(1))
+    return arena
+
+
+def random_qkv(num_tokens: int, shape: Shape, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    heads = (shape.heads, shape.kv_heads, shape.kv_heads)
+    q, k, v = (
+        torch.randn(num_tokens, count, shape.head_dim, generator=generator).to(dtype)
+        for count in heads
+    )
+    return q, k, v

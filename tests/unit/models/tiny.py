@@ -1,0 +1,110 @@
+"""Tiny random models, made by transformers and saved as checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from manyroots.config import ModelSettings
+from manyroots.models.llama import Llama
+from manyroots.models.load import describe, load_model
+from manyroots.models.source import ModelSource, SourceKind, resolve_source
+from manyroots.models.spec import ModelSpec
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "eos_token_id": 2,
+    # Wider than usual, so that attention is far from uniform and mistakes show.
+    "initializer_range": 0.2,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+
+MODELS: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM, {}),
+    "llama-tied": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": True}),
+    "llama-biased": (LlamaConfig, LlamaForCausalLM, {"attention_bias": True, "mlp_bias": True}),
+    "llama-llama3": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": LLAMA3}),
+    "llama-yarn": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": YARN}),
+    "llama-linear": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": LINEAR}),
+    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 16, "tie_word_embeddings": True}),
+}
+
+
+def tiny_config(kind: str = "llama", **changes: Any) -> Any:
+    config_class, model_class, extra = MODELS[kind]
+    return config_class(
+        **{**SIZES, **extra, **changes}, architectures=[model_class.__name__], dtype="float32"
+    )
+
+
+def save_tiny(folder: Path, kind: str = "llama", **changes: Any) -> PreTrainedModel:
+    """Save a random checkpoint of `kind`; give the transformers model it came from."""
+    torch.manual_seed(0)
+    model: PreTrainedModel = MODELS[kind][1](tiny_config(kind, **changes)).eval()
+    with torch.no_grad():
+        # Biases and norms start as zeros and ones, which would hide that they are not read.
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.2)
+            elif "norm" in name:
+                parameter.normal_(mean=1.0, std=0.2)
+    model.save_pretrained(folder)
+    return model
+
+
+def load_tiny(folder: Path, dtype: torch.dtype = torch.float32) -> Llama:
+    source = resolve_source(ModelSettings(model=str(folder)))
+    return load_model(
+        source, dtype=dtype, device=torch.device("cpu"), load_format="auto", seed=0
+    )
+
+
+def tiny_source(kind: str = "llama", **changes: Any) -> ModelSource:
+    """A source with a config and no files."""
+    return ModelSource(
+        kind=SourceKind.FOLDER,
+        path=Path("nowhere"),
+        config=tiny_config(kind, **changes),
+        name="tiny",
+        eos_token_ids=(2,),
+        rope_factors=None,
+    )
+
+
+def tiny_spec(kind: str = "llama", **changes: Any) -> ModelSpec:
+    return describe(tiny_source(kind, **changes))

@@ -55,6 +55,8 @@ async def _read(request: Request, max_bytes: int) -> bytes:
 
 
 def _too_large(max_bytes: int) -> TooLargeError:
+    # The connection stays open and uvicorn discards the rest: most clients read no answer before
+    # they have sent everything, and a reset would take it from them.
     return TooLargeError(
         f"The body is larger than {max_bytes} bytes; send less, or in several requests.",
         field=None,

@@ -81,7 +81,8 @@ def run(socket: Socket, loop: EngineLoop) -> None:
 
 def _exit_with_parent() -> None:
     """Standard input is a pipe that the parent holds open; its end means the parent is gone."""
-    while sys.stdin.buffer.read(4096):
+    # os.read, not sys.stdin: a thread inside a buffered reader makes the interpreter's exit abort.
+    while os.read(0, 4096):
         pass
     os._exit(1)
 

@@ -33,17 +33,22 @@ class RopeSpec:
     attention_scaling: float
 
 
+def check_rope_type(kind: str) -> None:
+    """Raise ModelError for a type of rotary scaling that is not served."""
+    if kind not in SUPPORTED_TYPES:
+        raise ModelError(
+            f"the model uses rotary scaling of type {kind!r}; this version serves "
+            f"{', '.join(SUPPORTED_TYPES)}. Choose a checkpoint with one of these."
+        )
+
+
 def rope_frequencies(
     config: Any, head_dim: int, factors: Sequence[float] | None = None
 ) -> RopeSpec:
     """Read `config.rope_parameters`; `factors` (a GGUF's own) divide the frequencies."""
     parameters = config.rope_parameters
     kind = parameters.get("rope_type", "default")
-    if kind not in SUPPORTED_TYPES:
-        raise ModelError(
-            f"the model uses rotary scaling of type {kind!r}; this version serves "
-            f"{', '.join(SUPPORTED_TYPES)}. Choose a checkpoint with one of these."
-        )
+    check_rope_type(kind)
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise ModelError(
             f"the model rotates only a part ({parameters['partial_rotary_factor']}) of each head; "

@@ -12,6 +12,7 @@ from typing import Any
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from manyroots.errors import ModelError
+from manyroots.layers.rotary import check_rope_type
 from manyroots.models.weights.gguf import ROPE_FACTORS
 from manyroots.models.weights.gguf_file import GGUFFile
 
@@ -108,6 +109,7 @@ def _rope_parameters(file: GGUFFile, arch: str) -> dict[str, Any]:
     kind = file.metadata.get(f"{prefix}.type", "none")
     if kind == "none":
         return {"rope_type": "default", "rope_theta": theta}
+    check_rope_type(kind)
     factor = float(file.metadata.get(f"{prefix}.factor", 1.0))
     parameters = {"rope_type": kind, "rope_theta": theta, "factor": factor}
     if kind == "yarn":
@@ -118,5 +120,4 @@ def _rope_parameters(file: GGUFFile, arch: str) -> dict[str, Any]:
                 "convert the model again."
             )
         parameters["original_max_position_embeddings"] = int(original)
-    # Other types are refused, by name, where every config's rotary parameters are read.
     return parameters

@@ -10,7 +10,12 @@ import time
 from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
 from prometheus_client.registry import Collector
 
 from manyroots.messages import Stats
@@ -127,17 +132,20 @@ class _EngineCounts(Collector):
             "vllm:num_preemptions": ("Sequences retracted for memory.", stats.total_retractions),
             "vllm:prefix_cache_queries": ("Prompt tokens looked up.", stats.total_lookup_tokens),
             "vllm:prefix_cache_hits": ("Prompt tokens found cached.", stats.total_hit_tokens),
-            "vllm:iteration_tokens": ("Tokens computed in steps.", stats.total_step_tokens),
-            "manyroots:steps": ("Forward passes.", stats.total_steps),
         }
-        for name, (help, value) in gauges.items():
-            gauge = GaugeMetricFamily(name, help, labels=self._names)
+        for name, (text, value) in gauges.items():
+            gauge = GaugeMetricFamily(name, text, labels=self._names)
             gauge.add_metric(self._values, value)
             yield gauge
-        for name, (help, value) in counters.items():
-            counter = CounterMetricFamily(name, help, labels=self._names)
+        for name, (text, value) in counters.items():
+            counter = CounterMetricFamily(name, text, labels=self._names)
             counter.add_metric(self._values, value)
             yield counter
+        steps = SummaryMetricFamily(
+            "vllm:iteration_tokens_total", "Tokens per forward pass.", labels=self._names
+        )
+        steps.add_metric(self._values, stats.total_steps, stats.total_step_tokens)
+        yield steps
 
 
 class _Alias(Collector):

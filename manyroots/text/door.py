@@ -14,9 +14,9 @@ import random
 import struct
 from collections.abc import Callable, Sequence
 
-from manyroots.messages import EngineInfo, Submit
 from manyroots.errors import RequestError
 from manyroots.ids import Namespace, RequestId
+from manyroots.messages import EngineInfo, Submit
 from manyroots.sampling import SamplingParams
 from manyroots.text.tokenizer import Tokenizer
 

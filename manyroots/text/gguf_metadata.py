@@ -86,9 +86,7 @@ class _Header:
         if kind not in _SCALARS:
             return [self._value(kind, depth + 1) for _ in range(count)]
         item = _SCALARS[kind]
-        end = self._at + count * item.size
-        values = [value for (value,) in item.iter_unpack(self._bytes(end - self._at))]
-        return values
+        return [value for (value,) in item.iter_unpack(self._bytes(count * item.size))]
 
     def _count(self) -> int:
         """A number of items, each of which takes at least one byte of what is left."""

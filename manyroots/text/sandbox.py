@@ -128,7 +128,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 class _Generation(Extension):
     """`{% generation %}` marks the assistant's text for training; here it only passes it on."""
 
-    tags = {"generation"}  # noqa: RUF012  jinja2 declares it as an instance attribute
+    tags = {"generation"}
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from manyroots.kernels.attention.grouping import (
-    MAX_GATHERED_TOKENS,
+    CPU_LIMITS,
+    GPU_LIMITS,
     Int64s,
     decode_order,
     plan_decodes,
@@ -95,14 +96,14 @@ class AttentionBatch:
         table = page_table.astype(np.int64)
         starts = tuple(int(start) for start in query_starts)
         lens = tuple(int(length) for length in context_lens)
-        max_tokens = MAX_GATHERED_TOKENS.get(device.type, MAX_GATHERED_TOKENS["cuda"])
+        limits = CPU_LIMITS if device.type == "cpu" else GPU_LIMITS
 
         decode_lens = np.asarray(lens[:num_decodes], dtype=np.int64)
         num_pages = -(-decode_lens // page_size)
         order = decode_order(num_pages)
         rows = np.arange(num_decodes) if order is None else order
-        decodes = list(plan_decodes(table[rows], num_pages[rows], page_size, max_tokens))
-        prefills = list(plan_prefills(table, starts, lens, num_decodes, page_size, max_tokens))
+        decodes = list(plan_decodes(table[rows], num_pages[rows], page_size, limits))
+        prefills = list(plan_prefills(table, starts, lens, num_decodes, page_size, limits))
 
         moved = iter(
             _to_device(

@@ -15,12 +15,20 @@ import numpy.typing as npt
 
 Int64s = npt.NDArray[np.int64]
 
-MIN_FILL = 0.75
-"""A row joins a decode group only if it has at least this share of the longest row's pages."""
 
-MAX_GATHERED_TOKENS = {"cpu": 4096, "cuda": 1 << 18}
-"""Most tokens whose keys and values one group gathers. On a CPU what is gathered should still be
-in the cache when it is read back; on a GPU it only bounds the scratch memory."""
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How far grouping goes on one kind of device."""
+
+    min_fill: float
+    """A row joins a decode group only if it has at least this share of the longest row's pages."""
+    max_tokens: int
+    """Most tokens whose keys and values one group gathers: bounds the scratch memory."""
+
+
+CPU_LIMITS = Limits(min_fill=0.75, max_tokens=1 << 14)
+GPU_LIMITS = Limits(min_fill=0.25, max_tokens=1 << 18)
+"""A GPU pads almost for free, but each further group costs it a dozen launches per layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +61,15 @@ def decode_order(num_pages: Int64s) -> Int64s | None:
 
 
 def plan_decodes(
-    table: Int64s, num_pages: Int64s, page_size: int, max_tokens: int
+    table: Int64s, num_pages: Int64s, page_size: int, limits: Limits
 ) -> Iterator[DecodePlan]:
     """Cut rows, already sorted by falling `num_pages`, into groups."""
     start = 0
     while start < len(num_pages):
         longest = int(num_pages[start])
         # The first row that would be padded too much; negated because searchsorted wants rising.
-        fits = int(np.searchsorted(-num_pages, -MIN_FILL * longest, side="right"))
-        most = max(1, max_tokens // (longest * page_size))
+        fits = int(np.searchsorted(-num_pages, -limits.min_fill * longest, side="right"))
+        most = max(1, limits.max_tokens // (longest * page_size))
         stop = min(fits, start + most)
         own = np.arange(longest) < num_pages[start:stop, None]
         # Never another sequence's page: masked or not, a NaN in it would spread.
@@ -76,7 +84,7 @@ def plan_prefills(
     context_lens: Sequence[int],
     first: int,
     page_size: int,
-    max_tokens: int,
+    limits: Limits,
 ) -> Iterator[PrefillPlan]:
     """Merge neighbours of the same shape, from sequence `first` on."""
     start, end = first, len(context_lens)
@@ -84,7 +92,7 @@ def plan_prefills(
         num_queries = query_starts[start + 1] - query_starts[start]
         context_len = context_lens[start]
         num_pages = -(-context_len // page_size)
-        most = max(1, max_tokens // (num_pages * page_size))
+        most = max(1, limits.max_tokens // (num_pages * page_size))
         stop = start + 1
         while (
             stop < min(end, start + most)

@@ -213,6 +213,8 @@ async def test_metrics_carry_the_names_that_dashboards_read() -> None:
         f"vllm:e2e_request_latency_seconds_count{{{label}}} 1.0",
         f"vllm:request_prompt_tokens_sum{{{label}}} 3.0",
         f"vllm:request_generation_tokens_sum{{{label}}} 3.0",
+        f"vllm:iteration_tokens_total_count{{{label}}} 7.0",
+        f"vllm:iteration_tokens_total_sum{{{label}}} 70.0",
         f"manyroots:pages_held{{{label}}} 0.0",
     ):
         assert line in text

@@ -57,7 +57,9 @@ def make_batch(
     return batch, num_pages
 
 
-def random_arena(num_pages: int, shape: Shape, dtype: torch.dtype, num_layers: int = 2) -> PageArena:
+def random_arena(
+    num_pages: int, shape: Shape, dtype: torch.dtype, num_layers: int = 2
+) -> PageArena:
     arena = PageArena(
         num_pages, shape.page_size, num_layers, shape.kv_heads, shape.head_dim, dtype, CPU
     )

@@ -45,7 +45,7 @@ def steps(draw: st.DrawFn) -> list[tuple[int, int]]:
     return sequences or [(1, 1)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     steps(),
     st.sampled_from([torch.float32, torch.bfloat16]),

@@ -14,9 +14,7 @@ CPU = torch.device("cpu")
 
 def test_a_page_of_all_layers_is_one_contiguous_piece_of_page_bytes() -> None:
     spec = tiny_spec()
-    arena = PageArena(
-        5, 8, spec.num_layers, spec.num_kv_heads, spec.head_dim, torch.bfloat16, CPU
-    )
+    arena = PageArena(5, 8, spec.num_layers, spec.num_kv_heads, spec.head_dim, torch.bfloat16, CPU)
     page = arena.data[3]
     assert page.is_contiguous()
     assert page.numel() * page.itemsize == page_bytes(spec, 8, torch.bfloat16)

@@ -71,6 +71,4 @@ class PagedModel:
             tokens, torch.tensor(positions, device=device), batch, self.arena
         )
         logits = self.model.logits(hidden)
-        return {
-            name: logits[starts[row] : starts[row + 1]].cpu() for row, name in enumerate(order)
-        }
+        return {name: logits[starts[row] : starts[row + 1]].cpu() for row, name in enumerate(order)}

@@ -89,9 +89,7 @@ def save_tiny(folder: Path, kind: str = "llama", **changes: Any) -> PreTrainedMo
 
 def load_tiny(folder: Path, dtype: torch.dtype = torch.float32) -> Llama:
     source = resolve_source(ModelSettings(model=str(folder)))
-    return load_model(
-        source, dtype=dtype, device=torch.device("cpu"), load_format="auto", seed=0
-    )
+    return load_model(source, dtype=dtype, device=torch.device("cpu"), load_format="auto", seed=0)
 
 
 def tiny_source(kind: str = "llama", **changes: Any) -> ModelSource:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from manyroots.messages import FinishReason, Output
 from manyroots.ids import RequestId
+from manyroots.messages import FinishReason, Output
 from manyroots.sampling import SamplingParams
 from manyroots.step import TokenLogprobs
 from manyroots.text.assembler import TextAssembler

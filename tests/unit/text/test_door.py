@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from manyroots.messages import EngineInfo, Submit
 from manyroots.errors import RequestError
 from manyroots.ids import Namespace, RequestId
+from manyroots.messages import EngineInfo, Submit
 from manyroots.sampling import SamplingParams
 from manyroots.text.door import Door
 from manyroots.text.tokenizer import Tokenizer

@@ -1,2 +1,0 @@
-from manyroots.messages import *  # noqa
-from manyroots.messages import Abort, Batch, EngineInfo, FinishReason, Output, Stats, Submit  # noqa

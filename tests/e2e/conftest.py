@@ -1,0 +1,124 @@
+"""A real server: the default model in a process of its own, shared by the whole session."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+
+import httpx
+import openai
+import pytest
+
+API_KEY = "e2e-key"
+HEADERS = {"authorization": f"Bearer {API_KEY}"}
+START_LIMIT_S = 300  # the first start of all downloads the model
+CONTEXT = 1024
+MAX_ALIVE = 8 + 8
+SETTINGS = (
+    "--max-model-len", str(CONTEXT), "--num-gpu-blocks-override", "400", "--max-num-seqs", "8",
+    "--max-queued-requests", "8", "--max-num-batched-tokens", "256", "--api-key", API_KEY,
+)  # fmt: skip
+
+
+class Server:
+    """One `manyroots serve`, started with extra flags, ended by its own pid."""
+
+    def __init__(self, *flags: str) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            self.port: int = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed in stop()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "manyroots.cli", "serve", "--port", str(self.port), *flags],
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+        )
+
+    def log(self) -> str:
+        self._log.seek(0)
+        return self._log.read()
+
+    def status(self, path: str) -> int:
+        return self.get(path).status_code
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(self.url + path, headers=HEADERS, timeout=10)
+
+    def wait_until_ready(self) -> None:
+        deadline = time.monotonic() + START_LIMIT_S
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                pytest.fail(f"the server ended with {self.process.returncode}:\n{self.log()}")
+            with contextlib.suppress(httpx.TransportError):
+                if self.status("/ready") == 200:
+                    return
+            time.sleep(0.1)
+        pytest.fail(f"the server was not ready in {START_LIMIT_S} s:\n{self.log()}")
+
+    def metric(self, name: str) -> float:
+        """The value of a metric that has no label but the model's name."""
+        found = re.search(rf"^{name}{{model_name=[^}}]*}} (\S+)$", self.get("/metrics").text, re.M)
+        assert found is not None, f"/metrics has no {name}"
+        return float(found[1])
+
+    def wait_for(self, name: str, is_good: Callable[[float], bool]) -> None:
+        deadline = time.monotonic() + 20
+        while not is_good(value := self.metric(name)):
+            assert time.monotonic() < deadline, f"{name} stays {value}"
+            time.sleep(0.05)
+
+    def wait_until_idle(self) -> None:
+        """Nothing runs, and every page is given back."""
+        self.wait_for("vllm:num_requests_running", lambda value: value == 0)
+        self.wait_for("manyroots:pages_held", lambda value: value == 0)
+
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=API_KEY, max_retries=0, timeout=60)
+
+    def children(self) -> list[int]:
+        """Pids of the processes that the server has started: its engine."""
+        pid = self.process.pid
+        with open(f"/proc/{pid}/task/{pid}/children") as file:
+            return [int(child) for child in file.read().split()]
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(30)
+        self._log.close()
+
+
+@contextlib.contextmanager
+def running(*flags: str) -> Iterator[Server]:
+    server = Server(*flags)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    with running(*SETTINGS) as server:
+        server.wait_until_ready()
+        yield server
+
+
+@pytest.fixture(scope="session")
+def model(server: Server) -> str:
+    return server.client().models.list().data[0].id
+
+
+@pytest.fixture
+def client(server: Server) -> openai.OpenAI:
+    return server.client()

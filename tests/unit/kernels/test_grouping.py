@@ -1,0 +1,61 @@
+"""Who attends together."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manyroots.kernels.attention.grouping import (
+    Limits,
+    decode_order,
+    plan_decodes,
+    plan_prefills,
+)
+
+PAGE_SIZE = 4
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.floats(0.1, 1.0))
+def test_decode_groups_cover_all_rows_once_within_both_limits(
+    counts: list[int], min_fill: float
+) -> None:
+    limits = Limits(min_fill=min_fill, max_tokens=200)
+    num_pages = np.array(sorted(counts, reverse=True))
+    table = np.zeros((len(counts), 40), dtype=np.int64)
+    for row, count in enumerate(num_pages):
+        table[row, :count] = 1000 * row + np.arange(1, count + 1)
+    plans = list(plan_decodes(table, num_pages, PAGE_SIZE, limits))
+    assert [row for plan in plans for row in range(plan.start, plan.stop)] == list(
+        range(len(counts))
+    )
+    for plan in plans:
+        longest = num_pages[plan.start]
+        assert plan.pages.shape == (plan.stop - plan.start, longest)
+        assert num_pages[plan.stop - 1] >= min_fill * longest
+        assert plan.stop - plan.start == 1 or plan.pages.size * PAGE_SIZE <= limits.max_tokens
+        for row, pages in zip(range(plan.start, plan.stop), plan.pages, strict=True):
+            # Padding repeats the row's own first page, never another sequence's.
+            assert set(pages) == set(table[row, : num_pages[row]])
+
+
+@given(st.lists(st.integers(1, 9), max_size=20))
+def test_rows_are_sorted_only_where_they_are_not_sorted_yet(counts: list[int]) -> None:
+    order = decode_order(np.array(counts, dtype=np.int64))
+    expected = sorted(counts, reverse=True)
+    if order is None:
+        assert counts == expected
+    else:
+        assert [counts[row] for row in order] == expected
+
+
+def test_prefill_groups_respect_the_limit_but_never_split_a_sequence() -> None:
+    table = np.arange(40).reshape(4, 10)
+    limits = Limits(min_fill=1.0, max_tokens=64)
+    plans = list(plan_prefills(table, [0, 5, 10, 15, 20], [32, 32, 32, 40], 0, PAGE_SIZE, limits))
+    assert [(plan.first_token, plan.num_seqs, plan.context_len) for plan in plans] == [
+        (0, 2, 32),
+        (10, 1, 32),
+        (15, 1, 40),
+    ]
+    assert plans[0].pages.tolist() == [list(range(8)), list(range(10, 18))]

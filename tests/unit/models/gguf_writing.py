@@ -1,0 +1,91 @@
+"""GGUF files made with the `gguf` package's own writer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import GGMLQuantizationType, GGUFWriter
+from torch import Tensor
+
+_TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+_BLOCK = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def write_gguf(
+    path: Path,
+    config: Any,
+    state: Mapping[str, Tensor] | None = None,
+    *,
+    extra_metadata: Mapping[str, object] | None = None,
+    extra_tensors: Mapping[str, np.ndarray] | None = None,
+) -> Path:
+    """Write a model as llama.cpp's converter would, in float32; only an embedding by default."""
+    arch = "llama" if config.model_type == "mistral" else config.model_type
+    writer = GGUFWriter(path, arch)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    head_dim = getattr(config, "head_dim", None) or (
+        config.hidden_size // config.num_attention_heads
+    )
+    writer.add_key_length(head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_eos_token_id(2)
+    for key, value in (extra_metadata or {}).items():
+        if isinstance(value, str):
+            writer.add_string(f"{arch}.{key}", value)
+        elif isinstance(value, float):
+            writer.add_float32(f"{arch}.{key}", value)
+        else:
+            writer.add_uint32(f"{arch}.{key}", value)
+    if state is None:
+        writer.add_tensor(
+            "token_embd.weight", np.zeros((config.vocab_size, config.hidden_size), np.float32)
+        )
+    for name, tensor in (state or {}).items():
+        values = tensor.detach().float().numpy()
+        part = name.rsplit(".", 1)[0].rsplit(".", 1)[-1]
+        if arch == "llama" and part in ("q_proj", "k_proj"):
+            heads = config.num_attention_heads if part == "q_proj" else config.num_key_value_heads
+            values = _pairs_from_halves(values, heads)
+        writer.add_tensor(_gguf_name(name), np.ascontiguousarray(values))
+    for name, array in (extra_tensors or {}).items():
+        writer.add_tensor(name, array, raw_dtype=GGMLQuantizationType.F32)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _gguf_name(name: str) -> str:
+    stem, kind = name.rsplit(".", 1)
+    if stem in _TOP:
+        return f"{_TOP[stem]}.{kind}"
+    _, _, index, part = stem.split(".", 3)
+    return f"blk.{index}.{_BLOCK[part]}.{kind}"
+
+
+def _pairs_from_halves(rows: np.ndarray, heads: int) -> np.ndarray:
+    """What llama.cpp's converter does to q and k of the llama architecture."""
+    halves = rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:])
+    return halves.swapaxes(1, 2).reshape(rows.shape)

@@ -1,0 +1,136 @@
+"""GGUF files give the same model as the checkpoint they were made from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from manyroots.config import DEFAULT_MODEL, ModelSettings
+from manyroots.errors import ModelError
+from manyroots.layers.rotary import rope_frequencies
+from manyroots.models.load import describe, load_model
+from manyroots.models.source import resolve_source
+from tests.unit.models.gguf_writing import write_gguf
+from tests.unit.models.tiny import LLAMA3, YARN, load_tiny, save_tiny, tiny_config, tiny_spec
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    "kind", ["llama", "llama-tied", "llama-biased", "mistral", "qwen2", "qwen3"]
+)
+def test_a_gguf_file_loads_as_the_checkpoint_it_was_made_from(kind: str, tmp_path: Path) -> None:
+    changes = {"mlp_bias": False} if kind == "llama-biased" else {}
+    theirs = save_tiny(tmp_path / "folder", kind, **changes)
+    state = dict(theirs.state_dict())
+    if theirs.config.tie_word_embeddings:
+        state.pop("lm_head.weight", None)
+    file = write_gguf(tmp_path / "model.gguf", theirs.config, state)
+    from_folder = load_tiny(tmp_path / "folder").weight_slots()
+    from_file = load_tiny(file).weight_slots()
+    assert from_folder.keys() == from_file.keys()
+    for name, weight in from_folder.items():
+        assert torch.equal(weight, from_file[name]), name
+
+
+@pytest.mark.slow
+def test_the_default_model_equals_transformers_reading_of_it() -> None:
+    source = resolve_source(ModelSettings(model=DEFAULT_MODEL))
+    ours = load_model(source, dtype=torch.float32, device=CPU, load_format="auto", seed=0)
+    theirs = AutoModelForCausalLM.from_pretrained(
+        source.path.parent, gguf_file=source.path.name, dtype=torch.float32
+    ).state_dict()
+    slots = ours.weight_slots()
+    assert set(theirs) - set(slots) == {"lm_head.weight"}
+    for name, weight in slots.items():
+        assert torch.equal(weight, theirs[name]), name
+    assert ours.spec.tie_word_embeddings
+    assert ours.spec.eos_token_ids == (2,)
+    assert ours.spec.rope == rope_frequencies(source.config, 64)
+
+
+def test_llama3_scaling_comes_from_the_files_own_factors(tmp_path: Path) -> None:
+    scaled = tiny_spec(rope_parameters=LLAMA3).rope
+    plain = tiny_spec().rope
+    factors = np.array(plain.frequencies, np.float32) / np.array(scaled.frequencies, np.float32)
+    file = write_gguf(
+        tmp_path / "m.gguf", tiny_config(), extra_tensors={"rope_freqs.weight": factors}
+    )
+    rope = describe(resolve_source(ModelSettings(model=str(file)))).rope
+    assert rope.frequencies == pytest.approx(scaled.frequencies, rel=1e-6)
+
+
+def test_yarn_metadata_becomes_yarn_parameters(tmp_path: Path) -> None:
+    metadata = {
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 4.0,
+        "rope.scaling.original_context_length": 64,
+    }
+    file = write_gguf(tmp_path / "m.gguf", tiny_config(), extra_metadata=metadata)
+    spec = describe(resolve_source(ModelSettings(model=str(file))))
+    assert spec.rope == tiny_spec(rope_parameters=YARN).rope
+
+
+def test_p09_a_window_in_the_metadata_is_found(tmp_path: Path) -> None:
+    """P09: llama.cpp's convention, counting the query itself."""
+    metadata = {"attention.sliding_window": 32}
+    file = write_gguf(tmp_path / "m.gguf", tiny_config(), extra_metadata=metadata)
+    assert describe(resolve_source(ModelSettings(model=str(file)))).sliding_window == 32
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"rope.scaling.type": "longrope"}, "'longrope'"),
+        ({"rope.scaling.type": "yarn"}, "original_context_length"),
+        ({"rope.dimension_count": 4}, "rotates 4 of 8 dimensions"),
+        ({"expert_count": 8}, "mixture of experts"),
+    ],
+)
+def test_what_this_version_can_not_compute_is_refused(
+    metadata: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    file = write_gguf(tmp_path / "m.gguf", tiny_config(), extra_metadata=metadata)
+    with pytest.raises(ModelError, match=message):
+        describe(resolve_source(ModelSettings(model=str(file))))
+
+
+def test_an_unknown_architecture_is_refused(tmp_path: Path) -> None:
+    config = tiny_config()
+    config.model_type = "mamba"
+    file = write_gguf(tmp_path / "m.gguf", config)
+    with pytest.raises(ModelError, match=r"'mamba'.*llama, qwen2, qwen3"):
+        resolve_source(ModelSettings(model=str(file)))
+
+
+def test_an_unknown_tensor_is_named(tmp_path: Path) -> None:
+    extra = {"blk.0.attn_sinks.weight": np.zeros(4, np.float32)}
+    file = write_gguf(tmp_path / "m.gguf", tiny_config(), extra_tensors=extra)
+    with pytest.raises(ModelError, match=r"blk\.0\.attn_sinks\.weight"):
+        load_tiny(file)
+
+
+@pytest.mark.parametrize("kept", [0, 3, 20, 300])
+def test_a_file_cut_in_its_header_is_refused(kept: int, tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "m.gguf", tiny_config())
+    file.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(ModelError, match="is not a readable GGUF file"):
+        resolve_source(ModelSettings(model=str(file)))
+
+
+def test_a_file_cut_in_its_data_names_the_tensor(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "m.gguf", tiny_config())
+    file.write_bytes(file.read_bytes()[:-4096])
+    with pytest.raises(ModelError, match=r"'token_embd\.weight'.*incomplete"):
+        load_tiny(file)
+
+
+def test_a_file_that_is_something_else_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    file.write_bytes(b"PK" * 100)
+    with pytest.raises(ModelError, match="does not begin with GGUF"):
+        resolve_source(ModelSettings(model=str(file)))

@@ -1,0 +1,127 @@
+"""Every weight is filled exactly once, or loading says what is wrong and what to do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from manyroots.errors import ModelError
+from manyroots.models.load import load_model
+from manyroots.models.weights.safetensors import INDEX_FILE, SINGLE_FILE
+from tests.unit.models.tiny import load_tiny, save_tiny, tiny_source
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_tiny(tmp_path)
+    return tmp_path
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    tensors = load_file(folder / SINGLE_FILE)
+    change(tensors)
+    save_file(tensors, folder / SINGLE_FILE)
+
+
+def test_shards_load_as_one_file_does(folder: Path) -> None:
+    whole = load_tiny(folder).weight_slots()
+    tensors = load_file(folder / SINGLE_FILE)
+    (folder / SINGLE_FILE).unlink()
+    names = sorted(tensors)
+    shards = {"one.safetensors": names[::2], "two.safetensors": names[1::2]}
+    for shard, part in shards.items():
+        save_file({name: tensors[name] for name in part}, folder / shard)
+    weight_map = {name: shard for shard, part in shards.items() for name in part}
+    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
+    sharded = load_tiny(folder).weight_slots()
+    assert all(torch.equal(whole[name], sharded[name]) for name in whole)
+
+    (folder / "two.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"two\.safetensors.*copy the missing files"):
+        load_tiny(folder)
+
+
+@pytest.mark.parametrize("text", ["{", "{}", '{"weight_map": {"a": "../../secret"}}'])
+def test_a_broken_or_hostile_index_is_refused(folder: Path, text: str) -> None:
+    (folder / INDEX_FILE).write_text(text)
+    with pytest.raises(ModelError, match=r"index\.json"):
+        load_tiny(folder)
+
+
+def test_missing_and_unexpected_tensors_are_named(folder: Path) -> None:
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors["model.layers.9.extra.weight"] = tensors.pop("model.layers.1.mlp.up_proj.weight")
+
+    rewrite(folder, change)
+    with pytest.raises(ModelError, match=r"missing model\.layers\.1\.mlp\.up_proj\.weight; "):
+        load_tiny(folder)
+    with pytest.raises(ModelError, match=r"unexpected model\.layers\.9\.extra\.weight\. "):
+        load_tiny(folder)
+
+
+def test_a_wrong_shape_is_named_with_both_shapes(folder: Path) -> None:
+    name = "model.layers.0.self_attn.k_proj.weight"
+    rewrite(folder, lambda tensors: tensors.update({name: torch.zeros(8, 48)}))
+    with pytest.raises(ModelError, match=r"k_proj\.weight.*\[8, 48\].*\[16, 48\]"):
+        load_tiny(folder)
+
+
+def test_extras_that_follow_from_the_config_are_ignored(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama-tied")
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)
+
+    rewrite(tmp_path, change)
+    load_tiny(tmp_path)
+
+
+def test_an_untied_head_may_not_be_missing(folder: Path) -> None:
+    rewrite(folder, lambda tensors: tensors.pop("lm_head.weight"))
+    with pytest.raises(ModelError, match=r"missing lm_head\.weight"):
+        load_tiny(folder)
+
+
+def test_a_truncated_file_is_named(folder: Path) -> None:
+    file = folder / SINGLE_FILE
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(ModelError, match=r"model\.safetensors can't be read.*again"):
+        load_tiny(folder)
+
+
+def test_r05_pickles_are_never_opened(folder: Path) -> None:
+    """R05: a folder with only .bin weights is refused with the remedy."""
+    (folder / SINGLE_FILE).rename(folder / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=r"pytorch_model\.bin.*save_pretrained"):
+        load_tiny(folder)
+
+
+def test_a_folder_without_weights_says_so(folder: Path) -> None:
+    (folder / SINGLE_FILE).unlink()
+    with pytest.raises(ModelError, match=r"neither model\.safetensors.*dummy"):
+        load_tiny(folder)
+
+
+def test_dummy_weights_need_no_files_and_depend_on_the_seed_alone() -> None:
+    def dummy(seed: int) -> dict[str, Tensor]:
+        model = load_model(
+            tiny_source("qwen3"), dtype=torch.bfloat16, device=CPU, load_format="dummy", seed=seed
+        )
+        return model.weight_slots()
+
+    first, again, other = dummy(1), dummy(1), dummy(2)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    embedding = "model.embed_tokens.weight"
+    assert not torch.equal(first[embedding], other[embedding])
+    assert first["model.norm.weight"].eq(1).all()
+    assert first["model.layers.0.self_attn.q_norm.weight"].eq(1).all()
+    assert all(weight.isfinite().all() for weight in first.values())

@@ -1,0 +1,94 @@
+"""What a config means, in plain numbers."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from manyroots.errors import ModelError
+from manyroots.layers.rotary import rope_frequencies
+from manyroots.models.llama import Llama
+from manyroots.models.registry import architecture_of, model_class
+from manyroots.models.spec import visible_window
+from tests.unit.models.tiny import LLAMA3, tiny_config, tiny_spec
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "window"),
+    [
+        ("llama", {}, None),
+        ("mistral", {"sliding_window": None}, None),
+        ("mistral", {"sliding_window": 64}, 64),
+        ("qwen2", {"sliding_window": 64}, None),
+        ("qwen2", {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 3}, None),
+        ("qwen2", {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1}, 64),
+        ("qwen3", {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 0}, 64),
+        ("qwen3", {"sliding_window": 64}, None),
+    ],
+)
+def test_p09_a_window_counts_only_where_a_layer_uses_it(
+    kind: str, changes: dict[str, Any], window: int | None
+) -> None:
+    """P09: windows are found and converted once at load, a case per model family."""
+    spec = tiny_spec(kind, **changes)
+    assert spec.sliding_window == window
+    assert spec.max_exact_len == (window or 256)
+
+
+def test_p09_a_window_in_a_nested_text_config_is_found() -> None:
+    """P09: nested configs."""
+    text = tiny_config("mistral", sliding_window=32)
+    outer = SimpleNamespace(get_text_config=lambda: text)
+    assert visible_window(outer.get_text_config()) == 32
+
+
+def test_a_window_wider_than_the_context_does_not_lengthen_it() -> None:
+    assert tiny_spec("mistral", sliding_window=4096).max_exact_len == 256
+
+
+def test_heads_of_their_own_size_are_read() -> None:
+    assert tiny_spec("qwen3", head_dim=16).head_dim == 16
+    assert tiny_spec("qwen2").head_dim == 8
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope", "proportional"])
+def test_rotary_scaling_that_depends_on_length_is_refused_by_name(kind: str) -> None:
+    config = tiny_config()
+    config.rope_parameters = {**LLAMA3, "rope_type": kind}
+    with pytest.raises(ModelError, match=rf"'{kind}'.*default, linear, llama3, yarn"):
+        rope_frequencies(config, 8)
+
+
+def test_partial_rotation_is_refused() -> None:
+    parameters = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    with pytest.raises(ModelError, match=r"part \(0\.5\)"):
+        tiny_spec(rope_parameters=parameters)
+
+
+def test_a_quantized_checkpoint_is_refused_by_method() -> None:
+    with pytest.raises(ModelError, match=r"'awq'.*GGUF"):
+        tiny_spec(quantization_config={"quant_method": "awq"})
+
+
+def test_heads_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(ModelError, match="6 attention heads and 4 key-value heads"):
+        tiny_spec(num_key_value_heads=4)
+
+
+def test_an_unknown_activation_is_refused_when_the_model_is_built() -> None:
+    with pytest.raises(ModelError, match="'mish'"):
+        Llama(tiny_spec(hidden_act="mish"), dtype=torch.float32, device=torch.device("cpu"))
+
+
+def test_an_unknown_architecture_lists_those_that_are_served() -> None:
+    with pytest.raises(ModelError, match=r"'MambaForCausalLM'.*LlamaForCausalLM.*Qwen3"):
+        model_class("MambaForCausalLM")
+
+
+def test_a_config_without_architectures_goes_by_its_model_type() -> None:
+    config = tiny_config("qwen2")
+    config.architectures = None
+    assert architecture_of(config) == "Qwen2ForCausalLM"

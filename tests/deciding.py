@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+
 from manyroots.cache.audit import audit
 from manyroots.cache.cache import PrefixCache
 from manyroots.cache.families.full import FULL_ATTENTION
@@ -12,6 +14,7 @@ from manyroots.messages import Output, Submit
 from manyroots.runner.fake import FakeRunner, fake_next_token
 from manyroots.sampling import SamplingParams
 from manyroots.scheduler.scheduler import Scheduler
+from manyroots.step import Plan, StepResult
 
 BASE = Namespace(adapter=None, salt=None)
 VOCAB = 50
@@ -46,6 +49,23 @@ def expected_tokens(request: Submit) -> list[int]:
     return output
 
 
+class _Watched:
+    """A runner that checks every plan against the step's limits before passing it on."""
+
+    def __init__(self, runner: FakeRunner, settings: SchedulerSettings) -> None:
+        self._runner = runner
+        self._settings = settings
+
+    def launch(self, plan: Plan) -> Future[StepResult]:
+        assert 0 < plan.total_tokens <= self._settings.max_num_batched_tokens
+        assert len(set(plan.rows.tolist())) == len(plan.rows) <= self._settings.max_num_seqs
+        assert plan.num_tokens.min() > 0
+        return self._runner.launch(plan)
+
+    def close(self) -> None:
+        self._runner.close()
+
+
 class Deciding:
     """Scheduler, cache and fake runner wired as in the engine."""
 
@@ -68,14 +88,13 @@ class Deciding:
         self.cache = PrefixCache(FULL_ATTENTION, num_pages, page_size, reuse=reuse)
         self.runner = FakeRunner(num_pages=num_pages, page_size=page_size, vocab_size=VOCAB)
         self.scheduler = Scheduler(settings, self.cache, max_model_len=num_pages * page_size)
-        self.loop = EngineLoop(self.scheduler, self.runner, depth=depth)
+        self.loop = EngineLoop(self.scheduler, _Watched(self.runner, settings), depth=depth)
         self.outputs: dict[int, list[Output]] = {}
 
     def step(self) -> None:
         for output in self.loop.step():
             self.outputs.setdefault(int(output.request_id), []).append(output)
         audit(self.cache)
-        assert self.scheduler.stats().num_running <= 8 * 1024
 
     def run(self, max_steps: int = 10_000) -> None:
         for _ in range(max_steps):

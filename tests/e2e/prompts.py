@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 STORY = (
-    "Once upon a time, in a village between two rivers, there lived an old clockmaker who had never "
-    "been late in his life. Every morning he wound the great clock in the tower, greeted the baker, "
-    "and opened his small shop at the corner of the square. One day the great clock stopped. "
+    "Once upon a time, in a village between two rivers, there lived an old clockmaker who had "
+    "never been late in his life. Every morning he wound the great clock in the tower, greeted "
+    "the baker, and opened his small shop at the corner of the square. One day the great "
+    "clock stopped. "
 )
 CODE = (
     "import math\n\n\ndef is_prime(n: int) -> bool:\n    if n < 2:\n        return False\n"
@@ -13,8 +14,8 @@ CODE = (
     "    return True\n\n\n"
 )
 SYSTEM = (
-    "<|im_start|>system\nYou are a careful assistant. Answer briefly, in plain words, and say so if "
-    "you do not know.<|im_end|>\n<|im_start|>user\n"
+    "<|im_start|>system\nYou are a careful assistant. Answer briefly, in plain words, and say so "
+    "if you do not know.<|im_end|>\n<|im_start|>user\n"
 )
 TURN = "<|im_end|>\n<|im_start|>assistant\n"
 

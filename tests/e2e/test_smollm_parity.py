@@ -107,16 +107,12 @@ def test_without_prefix_reuse(prompts: list[list[int]], expected: list[list[int]
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 16, 64, 512])
-def test_every_chunk_size(
-    chunk: int, prompts: list[list[int]], expected: list[list[int]]
-) -> None:
+def test_every_chunk_size(chunk: int, prompts: list[list[int]], expected: list[list[int]]) -> None:
     with engine(long_prefill_token_threshold=chunk, max_num_seqs=64) as llm:
         assert_same(run(llm, prompts), expected)
 
 
-def test_n07_after_forced_retraction(
-    prompts: list[list[int]], expected: list[list[int]]
-) -> None:
+def test_n07_after_forced_retraction(prompts: list[list[int]], expected: list[list[int]]) -> None:
     """N07: a cache too small for the batch retracts, and nobody's tokens change."""
     with engine(num_gpu_blocks_override=40, max_num_seqs=16, max_model_len=512) as llm:
         assert_same(run(llm, prompts), expected)

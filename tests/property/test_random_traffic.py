@@ -1,4 +1,4 @@
-"""Random traffic through scheduler, cache and fake runner, audited after every step (R01, C02)."""
+"""Random traffic through scheduler, cache and fake runner, audited after every step."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from tests.deciding import Deciding, expected_tokens, submit
 
 @pytest.mark.parametrize("seed", range(150))
 def test_random_traffic_gives_each_request_its_own_tokens(seed: int) -> None:
+    """R01, H10, C02: random prompts, aborts and step failures; counts balance after every step,
+    no step computes more than its budget, and a failing seed replays exactly."""
     rng = random.Random(seed)
     page_size = rng.choice([1, 2, 4, 8])
     longest = 40

@@ -7,6 +7,7 @@ import pytest
 
 from manyroots.cache.audit import audit
 from manyroots.cache.cache import Demand, PrefixCache, Refusal
+from manyroots.cache.families.family import Family
 from manyroots.cache.families.full import FULL_ATTENTION
 from manyroots.cache.lease import Lease
 from manyroots.ids import Namespace, StepId
@@ -147,3 +148,17 @@ def test_p05_a_copy_computed_twice_keeps_the_path_above_it_held() -> None:
     cache.release(second)
     audit(cache)
     assert cache.lookup(BASE, tokens(1, 2, 3, 4, 5, 6, 7)) == 6
+
+
+def test_p08_publishing_within_a_step_is_the_familys_own_decision() -> None:
+    """P08: a family that does not share within a step is findable only once the step commits."""
+    family = Family(name="late", shares_within_step=False)
+    cache = PrefixCache(family, 8, 2, reuse=True)
+    prompt = tokens(1, 2, 3, 4, 5)
+    lease = lease_of(cache, prompt)
+    cache.announce(lease, prompt, 5, StepId(1))
+    assert cache.lookup(BASE, prompt) == 0
+    cache.commit_step(StepId(1))
+    cache.commit(lease, prompt, 5, StepId(1))
+    assert cache.lookup(BASE, prompt) == 4
+    audit(cache)

@@ -1,0 +1,118 @@
+"""The command line (S05): flags become settings, mistakes become one line and exit code 2."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manyroots.cli.main import main
+from manyroots.config import (
+    ENGINE_ROOMS,
+    EngineSettings,
+    ServerSettings,
+    engine_settings,
+    flag_name,
+)
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineSettings, ServerSettings]]:
+    """What `serve` was called with, without serving."""
+    calls: list[tuple[EngineSettings, ServerSettings]] = []
+
+    def record(engine: EngineSettings, server: ServerSettings) -> int:
+        calls.append((engine, server))
+        return 0
+
+    monkeypatch.setattr("manyroots.api.server.serve", record)
+    return calls
+
+
+def test_s05_flags_are_named_as_users_know_them(served: list[Any]) -> None:
+    """S05: vLLM's names, defaults where nothing is said."""
+    flags = (
+        "serve some/model --max-model-len 512 --max-num-seqs 8 --max-num-batched-tokens 256 "
+        "--gpu-memory-utilization 0.5 --block-size 32 --served-model-name tiny --api-key k "
+        "--dtype bfloat16 --seed 3 --no-enable-prefix-caching --port 9000"
+    )
+    assert main(flags.split()) == 0
+    [(engine, server)] = served
+    assert engine == engine_settings(
+        {
+            "model": "some/model", "max_model_len": 512, "max_num_seqs": 8,
+            "max_num_batched_tokens": 256, "gpu_memory_utilization": 0.5, "block_size": 32,
+            "served_model_name": "tiny", "dtype": "bfloat16", "seed": 3,
+            "enable_prefix_caching": False,
+        }
+    )  # fmt: skip
+    assert server == ServerSettings(api_key="k", port=9000)
+
+
+def test_no_arguments_are_the_defaults(served: list[Any]) -> None:
+    assert main(["serve"]) == 0
+    assert served == [(EngineSettings(), ServerSettings())]
+
+
+def test_the_api_key_may_come_from_the_environment(
+    served: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MANYROOTS_API_KEY", "secret")
+    main(["serve"])
+    main(["serve", "--api-key", "other"])
+    assert [server.api_key for _, server in served] == ["secret", "other"]
+
+
+def test_a_config_file_gives_what_the_command_line_does_not(
+    served: list[Any], tmp_path: Path
+) -> None:
+    config = tmp_path / "serve.yaml"
+    config.write_text("model: a/b\nmax-num-seqs: 7\nport: 9001\nblock_size: 32\n")
+    assert main(["serve", "--config", str(config), "--port", "9002"]) == 0
+    [(engine, server)] = served
+    assert engine.model.model == "a/b"
+    assert engine.scheduler.max_num_seqs == 7
+    assert engine.cache.block_size == 32
+    assert server.port == 9002
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--block-size", "3"], "--block-size is 3"),
+        (["--max-num-seqs", "0"], "--max-num-seqs is 0"),
+        (["--gpu-memory-utilization", "1.5"], "--gpu-memory-utilization is 1.5"),
+        (["--port", "99999"], "--port is 99999"),
+        (["--api-key", ""], "--api-key is empty"),
+        (["--config", "/does/not/exist.yaml"], "can't be read"),
+    ],
+)
+def test_settings_that_cannot_work_name_their_flag(
+    flags: list[str], message: str, served: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", *flags]) == 2
+    assert message in capsys.readouterr().err
+    assert served == []
+
+
+def test_an_unknown_name_in_a_config_file_is_refused(
+    served: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "serve.yaml"
+    config.write_text("max_num_seq: 7\n")
+    assert main(["serve", "--config", str(config)]) == 2
+    assert "max_num_seq" in capsys.readouterr().err
+
+
+def test_every_setting_has_a_flag_and_a_help_text(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["serve", "--help"])
+    assert exit_.value.code == 0
+    shown = capsys.readouterr().out
+    for cls in (*ENGINE_ROOMS.values(), ServerSettings):
+        for field in dataclasses.fields(cls):
+            assert field.metadata["help"], field.name
+            if field.name != "model":
+                assert flag_name(field.name) in shown

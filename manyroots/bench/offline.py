@@ -15,6 +15,7 @@ from typing import Any
 
 from manyroots.bench.machine import describe_machine
 from manyroots.bench.peers import TransformersPeer
+from manyroots.config import engine_settings
 from manyroots.llm import LLM
 from manyroots.sampling import SamplingParams
 
@@ -176,7 +177,8 @@ def _run_dtype(
             "prompt_tokens": sum(map(len, prompts)),
             "output_tokens": num_tokens,
         }
-        peer = TransformersPeer(llm.info.model_path, dtype, llm.info.device) if compare else None
+        model = engine_settings(engine).model
+        peer = TransformersPeer(model, dtype, llm.info.device) if compare else None
         _say(f"{dtype}: warming up")
         short = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
         llm.generate(prompts, short, cache_salt="warm-up")

@@ -3,27 +3,41 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
-from typing import Any
 
 import torch
 
+from manyroots.config import ModelSettings
+from manyroots.models.load import load_model
+from manyroots.models.source import resolve_source
+
 
 class TransformersPeer:
-    """transformers' `generate`, greedy, one padded batch, nothing reused."""
+    """transformers' `generate`, greedy, one padded batch, nothing reused.
+
+    Its weights are copied from our own model, so that every load format, dummy weights included,
+    gives both the same model.
+    """
 
     name = "transformers generate"
 
-    def __init__(self, model_path: str, dtype: str, device: str) -> None:
+    def __init__(self, settings: ModelSettings, dtype: str, device: str) -> None:
         from transformers import AutoModelForCausalLM
 
-        path = Path(model_path)
-        where: dict[str, Any] = {"pretrained_model_name_or_path": str(path)}
-        if path.is_file():
-            where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+        source = resolve_source(settings)
+        own = load_model(
+            source,
+            dtype=getattr(torch, dtype),
+            device=torch.device(device),
+            load_format=settings.load_format,
+            seed=settings.seed,
+        )
         self._device = device
-        self._model = AutoModelForCausalLM.from_pretrained(**where, dtype=getattr(torch, dtype))
+        self._model = AutoModelForCausalLM.from_config(source.config, dtype=getattr(torch, dtype))
         self._model.to(device).eval()
+        loaded = self._model.load_state_dict(own.weight_slots(), strict=False)
+        tied = {"lm_head.weight"} if own.spec.tie_word_embeddings else set()
+        assert set(loaded.missing_keys) <= tied, loaded.missing_keys
+        assert not loaded.unexpected_keys, loaded.unexpected_keys
         # Every sequence runs to its full length, as in our own run.
         self._model.generation_config.eos_token_id = None
 

@@ -38,7 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "observe": BASE,
     "llm": BASE | {"engine", "text"},
     "api": BASE | {"engine", "text", "observe"},
-    "bench": BASE | {"llm"},
+    "bench": BASE | {"llm", "models", "scheduler", "cache"},
     "cli": BASE | {"llm", "api", "bench"},
     "__init__": {"llm", "sampling", "version"},
 }

@@ -8,6 +8,7 @@ is worked out in `engine/build.py`, once, and never written back here.
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
@@ -18,6 +19,15 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 """Fetched from PyPI on first use; see `models/default_model.py`."""
 
 T = TypeVar("T")
+
+
+class Policy(enum.Enum):
+    """Which waiting request begins next."""
+
+    FCFS = "fcfs"
+    PRIORITY = "priority"
+    PACK = "pack"
+    FAIR = "fair"
 
 
 def option(default: T, help: str, *, choices: tuple[str, ...] = (), flag: str = "") -> T:
@@ -85,7 +95,7 @@ class CacheSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerSettings:
-    """How much one step may do."""
+    """How much one step may do, and who comes first."""
 
     max_num_seqs: int = option(256, "Most sequences that run at once.")
     max_num_batched_tokens: int = option(2048, "Most tokens that one step computes.")
@@ -93,7 +103,19 @@ class SchedulerSettings:
         None, "Most prompt tokens of one request per step; no limit of its own by default."
     )
 
+    scheduling_policy: str = option(
+        "fcfs",
+        "Who begins next: first come, by priority, grouped by adapter, or fair between adapters "
+        "and tenants.",
+        choices=tuple(policy.value for policy in Policy),
+    )
+    max_loras: int = option(0, "Most distinct adapters in one step; 0 is no limit.")
+    max_cpu_loras: int = option(0, "Most adapters in host memory; 0 is no limit.")
+
     def __post_init__(self) -> None:
+        _at_least(self, "max_loras", 0)
+        _at_least(self, "max_cpu_loras", 0)
+        _one_of_choices(self)
         _at_least(self, "max_num_seqs", 1)
         _at_least(self, "max_num_batched_tokens", 1)
         _at_least(self, "long_prefill_token_threshold", 1)

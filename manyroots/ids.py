@@ -21,8 +21,17 @@ StepId = NewType("StepId", int)
 Row = NewType("Row", int)
 """Index of a sequence in the runner's persistent batch."""
 
+CopyId = NewType("CopyId", int)
+"""One transfer of units between tiers, from its intent to its acknowledgement."""
+
+AdapterName = NewType("AdapterName", str)
+"""What users call an adapter. The same name may mean other weights after a reload."""
+
 AdapterDigest = NewType("AdapterDigest", bytes)
 """Content digest of an adapter's weights and config."""
+
+AdapterSlot = NewType("AdapterSlot", int)
+"""Index of a place for one adapter's weights on the device."""
 
 
 class Tier(enum.Enum):

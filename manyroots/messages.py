@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from manyroots.ids import Namespace, RequestId
+from manyroots.ids import AdapterName, Namespace, RequestId
 from manyroots.sampling import SamplingParams
 from manyroots.step import TokenLogprobs
 
@@ -35,6 +35,11 @@ class Submit:
     """Unsigned 64-bit; drawn at the door for requests that bring none."""
     stop_ids: tuple[int, ...]
     """End-of-sequence tokens (unless ignored) and the caller's stop_token_ids."""
+    adapter: AdapterName | None = None
+    """What the adapter was called; the engine looks up what that means now, and puts its content
+    into the namespace. None is the base model, as the namespace then says too."""
+    priority: int = 0
+    """With the priority policy: lower begins first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,16 +12,19 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NewType, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from manyroots.ids import RequestId, Row, StepId
+from manyroots.ids import AdapterDigest, AdapterSlot, CopyId, RequestId, Row, StepId, Tier
 from manyroots.sampling import SamplingParams
 
 Int32s = npt.NDArray[np.int32]
 Bools = npt.NDArray[np.bool_]
+
+LoadId = NewType("LoadId", int)
+"""One load from the intent to its answer; never used again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,8 @@ class Arrival:
     """Draw number i of this sequence depends on (seed, i) alone."""
     stop_ids: tuple[int, ...]
     """Tokens that end the sequence; not sampled before `sampling.min_tokens`."""
+    adapter_slot: AdapterSlot | None
+    """Where the weights of its adapter are while the row lives; None is the base model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +60,96 @@ class NewPages:
 
 
 @dataclass(frozen=True, slots=True)
+class Copy:
+    """Units of one family to be copied, element by element.
+
+    Within the device (a state saved or restored) a copy is part of the step and done when the
+    step is. Between tiers it runs beside the steps, and its end is told by a `CopyDone` in some
+    later result; until then both ends stay as they are.
+    """
+
+    copy_id: CopyId
+    family: int
+    source: Tier
+    target: Tier
+    source_units: Int32s
+    """Empty where the source is storage, which knows units by hash."""
+    target_units: Int32s
+    """Empty where the target is storage."""
+    hashes: tuple[bytes, ...] = ()
+    """With storage at one end: the page's hash for each unit."""
+    is_after_model: bool = False
+    """Copies run before the model computes, but for states saved at a step's end."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopyDone:
+    """A copy between tiers has ended."""
+
+    copy_id: CopyId
+    arrived: Bools
+    """For each unit, whether it is there whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRef:
+    """A slot as one owner has it. The next owner's generation is higher."""
+
+    slot: AdapterSlot
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadAdapter:
+    """Bring these weights into a device slot, in place of whatever is there.
+
+    From storage they pass through host memory and stay there. What was read must have this digest:
+    the files may have changed since the adapter was registered.
+    """
+
+    load_id: LoadId
+    digest: AdapterDigest
+    source: Tier
+    """HOST or STORAGE."""
+    target: SlotRef
+    path: str
+    """Where storage has the files."""
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DropAdapter:
+    """Give back what one tier has of these weights; nothing to do if it has none.
+
+    DEVICE: only if the slot's generation is still `target`'s. Never STORAGE, whose files are the
+    user's.
+    """
+
+    digest: AdapterDigest
+    tier: Tier
+    target: SlotRef | None = None
+    """With DEVICE alone."""
+
+
+AdapterIntent = LoadAdapter | DropAdapter
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLoaded:
+    """A load is over; nothing writes to its slot any more."""
+
+    load_id: LoadId
+    error: str | None
+    """None if the weights are in the slot; else why not, for the caller to read."""
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
-    """One forward pass: who arrives, which tables grow, how many tokens each row computes."""
+    """One forward pass: who arrives, which tables grow, how many tokens each row computes.
+
+    A plan without rows only starts copies; one that `waits` asks the runner to come back as soon
+    as any copy has ended, since nothing can be computed before.
+    """
 
     step_id: StepId
     arrivals: tuple[Arrival, ...]
@@ -67,6 +160,11 @@ class Plan:
     """For each of `rows`, how many tokens it computes next."""
     samples: Bools
     """For each of `rows`, whether its last computed position yields a new token."""
+    copies: tuple[Copy, ...] = ()
+    adapters: tuple[AdapterIntent, ...] = ()
+    """Carried out in this order. A slot named in a load is used by no launched step, and no step
+    uses it before the load's answer."""
+    waits: bool = False
 
     @property
     def total_tokens(self) -> int:
@@ -105,10 +203,18 @@ class StepResult:
     prompt_logprobs: dict[Row, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     """For rows that asked: positions this step computed, each scoring the *next* prompt token."""
     faults: tuple[RowFault, ...] = ()
+    copies: tuple[CopyDone, ...] = ()
+    """Copies between tiers that have ended since the last result."""
+    adapters: tuple[AdapterLoaded, ...] = ()
+    """Loads that have ended since the last result, in any order."""
 
 
 class Runner(Protocol):
-    """Carries out plans, in the order they are launched."""
+    """Carries out plans, in the order they are launched.
+
+    A step that fails has taken in its arrivals and tables all the same: the step launched behind
+    it counts on them, and must not write through those of a row's previous owner.
+    """
 
     def launch(self, plan: Plan) -> Future[StepResult]:
         """Queue a plan behind those already launched; returns at once."""

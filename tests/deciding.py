@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 
 from manyroots.cache.audit import audit
 from manyroots.cache.cache import PrefixCache
 from manyroots.cache.families.full import FULL_ATTENTION
+from manyroots.cache.planes import Capacity, Layout
+from manyroots.cache.policies import CachePolicies
 from manyroots.config import SchedulerSettings
 from manyroots.engine.loop import EngineLoop
-from manyroots.ids import Namespace, RequestId
+from manyroots.ids import AdapterName, Namespace, RequestId
+from manyroots.lora.audit import audit as audit_adapters
+from manyroots.lora.limits import Limits
+from manyroots.lora.residency import Residency
 from manyroots.messages import Output, Submit
 from manyroots.runner.fake import FakeRunner, fake_next_token
 from manyroots.sampling import SamplingParams
 from manyroots.scheduler.scheduler import Scheduler
-from manyroots.step import Plan, StepResult
+from manyroots.step import AdapterLoaded, Copy, LoadAdapter, Plan, StepResult
 
 BASE = Namespace(adapter=None, salt=None)
 VOCAB = 50
@@ -28,18 +34,21 @@ def submit(
     min_tokens: int = 0,
     stop_ids: tuple[int, ...] = (),
     namespace: Namespace = BASE,
+    adapter: str | None = None,
+    priority: int = 0,
 ) -> Submit:
     sampling = SamplingParams(max_tokens=max_tokens, min_tokens=min_tokens, temperature=0)
-    return Submit(RequestId(number), prompt, namespace, sampling, number, stop_ids)
+    name = None if adapter is None else AdapterName(adapter)
+    return Submit(RequestId(number), prompt, namespace, sampling, number, stop_ids, name, priority)
 
 
-def expected_tokens(request: Submit) -> list[int]:
-    """What the request gives alone, without any cache, scheduler or batch."""
+def expected_tokens(request: Submit, digest: bytes | None = None) -> list[int]:
+    """What the request gives alone, with these weights, without any cache, scheduler or batch."""
     history = list(request.prompt)
     output: list[int] = []
     assert request.sampling.max_tokens is not None
     while len(output) < request.sampling.max_tokens:
-        token = fake_next_token(history, VOCAB)
+        token = fake_next_token(history, VOCAB, digest)
         if token in request.stop_ids and len(output) < request.sampling.min_tokens:
             token = (token + 1) % VOCAB
         output.append(token)
@@ -57,9 +66,10 @@ class _Watched:
         self._settings = settings
 
     def launch(self, plan: Plan) -> Future[StepResult]:
-        assert 0 < plan.total_tokens <= self._settings.max_num_batched_tokens
+        assert plan.total_tokens <= self._settings.max_num_batched_tokens
         assert len(set(plan.rows.tolist())) == len(plan.rows) <= self._settings.max_num_seqs
-        assert plan.num_tokens.min() > 0
+        assert (plan.num_tokens > 0).all()
+        assert len(plan.rows) or plan.copies or plan.adapters or plan.waits, "an empty plan"
         return self._runner.launch(plan)
 
     def close(self) -> None:
@@ -79,15 +89,36 @@ class Deciding:
         chunk: int | None = None,
         depth: int = 1,
         reuse: bool = True,
+        capacities: tuple[Capacity, ...] | None = None,
+        policies: CachePolicies | None = None,
+        finish_copies: Callable[[list[Copy]], list[tuple[Copy, bool]]] | None = None,
+        max_model_len: int | None = None,
+        max_loras: int = 0,
+        max_cpu_loras: int = 0,
+        policy: str = "fcfs",
+        finish_loads: Callable[[list[LoadAdapter]], list[AdapterLoaded]] | None = None,
     ) -> None:
         settings = SchedulerSettings(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             long_prefill_token_threshold=chunk,
+            scheduling_policy=policy,
+            max_loras=max_loras,
+            max_cpu_loras=max_cpu_loras,
         )
-        self.cache = PrefixCache(FULL_ATTENTION, num_pages, page_size, reuse=reuse)
-        self.runner = FakeRunner(num_pages=num_pages, page_size=page_size, vocab_size=VOCAB)
-        self.scheduler = Scheduler(settings, self.cache, max_model_len=num_pages * page_size)
+        capacities = capacities or (Capacity(FULL_ATTENTION, num_pages),)
+        layout = Layout.of(page_size, capacities)
+        self.cache = PrefixCache(layout, policies or CachePolicies(reuse=reuse))
+        self.runner = FakeRunner(
+            page_size=page_size,
+            vocab_size=VOCAB,
+            families=tuple(capacity.family for capacity in capacities),
+            finish_copies=finish_copies,
+            finish_loads=finish_loads,
+        )
+        longest = max_model_len or num_pages * page_size
+        self.adapters = Residency(Limits(max_loras=max_loras, max_cpu_loras=max_cpu_loras))
+        self.scheduler = Scheduler(settings, self.cache, self.adapters, max_model_len=longest)
         self.loop = EngineLoop(self.scheduler, _Watched(self.runner, settings), depth=depth)
         self.outputs: dict[int, list[Output]] = {}
 
@@ -95,6 +126,7 @@ class Deciding:
         for output in self.loop.step():
             self.outputs.setdefault(int(output.request_id), []).append(output)
         audit(self.cache)
+        audit_adapters(self.adapters)
 
     def run(self, max_steps: int = 10_000) -> None:
         for _ in range(max_steps):

@@ -1,9 +1,11 @@
 """The facade: everything the scheduler may know of the prefix cache.
 
-In: namespaces, tokens and how many of them a step will compute. Out: leases that hold pages.
-A page is published, i.e. made findable, when the step that fills it is planned, if the family
+In: keys, tokens and how many of them a step will compute. Out: leases that hold units, and copy
+intents for the plan. A page is findable when the step that fills it is planned, where the family
 allows reading it within that step, and is relied on for good when the step commits; a step that
-fails takes its pages out again. Deterministic: the same calls give the same pages and victims.
+fails takes its pages out again. Deterministic: the same calls give the same units and victims.
+
+Order within a step (C01): claim every request that may begin, then onboard and extend.
 """
 
 from __future__ import annotations
@@ -13,13 +15,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from manyroots.cache.checkpoints import is_due, next_stop
+from manyroots.cache.events import CacheEvent
 from manyroots.cache.eviction import Evictor
-from manyroots.cache.families.family import Family
-from manyroots.cache.lease import Lease
-from manyroots.cache.pool import PagePool
-from manyroots.cache.tree import Node, PrefixTree, Walk
-from manyroots.ids import Namespace, StepId
-from manyroots.step import Int32s
+from manyroots.cache.index import Index
+from manyroots.cache.keys import PageHasher, PrefixKey
+from manyroots.cache.lease import Checkpoint, Lease
+from manyroots.cache.matching import Limit, Match, judge, path_units
+from manyroots.cache.planes import ABSENT, Layout
+from manyroots.cache.policies import CachePolicies
+from manyroots.cache.prefetch import Prefetcher, Ticket
+from manyroots.cache.publishing import Publisher, nearest_attached
+from manyroots.cache.transfers import Spot, Transfers
+from manyroots.cache.tree import TOKEN_BYTES, Walk
+from manyroots.cache.writeback import WriteBacker
+from manyroots.ids import AdapterDigest, Namespace, StepId, Tier
+from manyroots.step import Copy, CopyDone, Int32s
 
 
 class Refusal(enum.Enum):
@@ -28,189 +39,502 @@ class Refusal(enum.Enum):
     NO_ROOM = "no room"
 
 
-@dataclass(frozen=True, slots=True)
-class Demand:
-    """What a request wants in order to begin."""
+class Ending(enum.Enum):
+    """How a lease ends."""
 
-    namespace: Namespace
-    tokens: Int32s
-    """Every known token."""
-    max_new_tokens: int
-    """How many tokens it may compute in this step, behind what is found."""
-    may_reuse: bool
-    """False computes everything, e.g. because every position's logits are wanted."""
-    num_must_fit_tokens: int
-    """Refuse unless there is room for this many of its tokens, though fewer are computed now."""
+    FINISHED = "finished"
+    """The next turn may come: the newest state is worth keeping (H05)."""
+    DROPPED = "dropped"
+    """Aborted, failed or retracted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extension:
+    """What a lease got for a step."""
+
+    first: tuple[int, ...]
+    """By family: where in its table the new units begin."""
+    units: tuple[list[int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneStats:
+    """Counts that balance: free + cached + held = total."""
+
+    family: str
+    tier: Tier
+    num_units: int
+    num_free: int
+    num_cached: int
+    num_held: int
 
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """Counts that balance: free + cached + held = total."""
+    """Counts by plane, and totals since start."""
 
-    num_pages: int
-    num_free: int
-    num_cached: int
-    num_held: int
+    planes: tuple[PlaneStats, ...]
     total_lookup_tokens: int
     total_hit_tokens: int
+    total_host_hit_tokens: int
+    total_skipped_checkpoints: int
+    total_failed_units: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """What evicting a namespace freed at once, by plane; what is held goes when it is released."""
+
+    num_freed: tuple[int, ...]
 
 
 class PrefixCache:
-    """Pages for running requests, and the index of what can be reused."""
+    """Units for running requests, and the index of what can be reused."""
 
-    def __init__(self, family: Family, num_pages: int, page_size: int, *, reuse: bool) -> None:
-        self.family = family
-        self.page_size = page_size
-        self.pool = PagePool(num_pages)
-        self.tree = PrefixTree(page_size)
-        self.open_leases: set[Lease] = set()
-        self._evictor = Evictor(self.tree, self.pool)
-        self._reuse = reuse
-        self._pending: dict[StepId, list[Node]] = {}
-        self._lookup_tokens = 0
-        self._hit_tokens = 0
+    def __init__(self, layout: Layout, policies: CachePolicies) -> None:
+        self.layout = layout
+        self.page_size = layout.page_size
+        self._policies = policies
+        hasher = None
+        if policies.records_events or policies.uses_storage:
+            hasher = PageHasher(policies.identity, layout.page_size * TOKEN_BYTES)
+        self._hasher = hasher
+        self.index = Index(layout, hasher, records_events=policies.records_events)
+        self.evictors = [Evictor(self.index, plane) for plane in layout.planes]
+        self.transfers = Transfers(self.index)
+        self.publisher = Publisher(self.index, self.evictors)
+        self.index.on_loosened = self.publisher.offer
+        self.prefetcher = Prefetcher(self.index, self.evictors, self.publisher)
+        self._writer = WriteBacker(
+            self.index, self.evictors, self.transfers, self.publisher, policies
+        )
+        self.open_leases: dict[int, Lease] = {}
+        self._paged = [p for p in layout.device if not p.family.is_state]
+        self._stateful = [p for p in layout.device if p.family.is_state]
+        self._next_serial = 1
+        self._committed_step = StepId(0)
+        self._has_allocated = False
+        self._copies: list[Copy] = []
+        self._total_lookup = self._total_hit = self._total_host_hit = 0
+        self._total_skipped_checkpoints = 0
 
-    @property
-    def num_available_pages(self) -> int:
-        """Pages that could be allocated now."""
-        return self.pool.num_free + self.pool.num_cached
+    # Finding
+
+    def lookup(self, key: PrefixKey, tokens: Int32s) -> Match:
+        """What a request could reuse now. Changes nothing.
+
+        At least one token is always left to compute: its logits are what the request came for.
+        """
+        max_pages = (len(tokens) - 1) // self.page_size if self._policies.reuse else 0
+        keys = tokens[: max_pages * self.page_size].tobytes()
+        return judge(self.layout, self.index.tree.walk(key, keys, max_pages), max_pages)
+
+    def claim(
+        self, key: PrefixKey, tokens: Int32s, num_prompt_tokens: int, *, may_reuse: bool
+    ) -> Lease:
+        """Hold what is found, on whatever tier. Always succeeds; release it if it is no use."""
+        root = self.index.tree.root
+        match = self.lookup(key, tokens) if may_reuse else Match(Walk((), 0), 0, 0, Limit.COLD)
+        nodes = match.walk.nodes
+        lease = Lease(key, nodes[-1] if nodes else root, len(self.layout.device), self._next_serial)
+        self._next_serial += 1
+        self.open_leases[lease.serial] = lease
+        num_pages = self._worth_resuming(match)
+        lease.junction = match.walk.depth
+        lease.num_prompt_tokens = num_prompt_tokens
+        lease.num_cached_tokens = num_pages * self.page_size
+        lease.num_host_tokens = max(0, num_pages - match.num_device_pages) * self.page_size
+        lease.num_published_pages = num_pages
+        self._hold_found(lease, match.walk, num_pages)
+        if num_pages:
+            self.publisher.touch(lease.cursor)
+            self._writer.found(nodes)
+        return lease
+
+    def count_hit(self, lease: Lease, num_tokens: int) -> None:
+        """The request of this lease begins: its own reuse counts, once (C04)."""
+        self._total_lookup += num_tokens
+        self._total_hit += lease.num_cached_tokens
+        self._total_host_hit += lease.num_host_tokens
+
+    def could_find_more(self, lease: Lease, tokens: Int32s) -> bool:
+        """Whether something was published behind what the lease found, since it was claimed."""
+        depth = lease.num_published_pages
+        node = nearest_attached(lease.cursor)
+        while node.parent is not None and node.first >= depth:
+            node = node.parent
+        if not self._policies.reuse or node.end != depth:
+            return False
+        end = (depth + 1) * self.page_size
+        if end > len(tokens) - 1:
+            return False
+        page = tokens[depth * self.page_size : end].tobytes()
+        return (lease.key.at(depth), page) in node.children
+
+    def _worth_resuming(self, match: Match) -> int:
+        if match.num_pages == match.num_device_pages:
+            return match.num_pages
+        gained = match.num_pages - match.num_device_pages
+        costs = self._policies.load_costs
+        if costs.is_worth_loading(gained, gained * self.page_size):
+            return match.num_pages
+        return match.num_device_pages
+
+    def _hold_found(self, lease: Lease, walk: Walk, num_pages: int) -> None:
+        if num_pages == 0:
+            return
+        for plane in self.layout.device:
+            units = path_units(walk, plane)[:num_pages]
+            if plane.family.is_state:
+                first = num_pages - 1
+                if units[first] != ABSENT:
+                    lease.resumed[plane.index] = int(units[first])
+            else:
+                first = plane.family.first_needed(num_pages * self.page_size)
+                lease.first_live[plane.index] = first
+                lease.tables[plane.index] = [ABSENT] * first + units[first:].tolist()
+            needed = units[first:]
+            on_device = needed != ABSENT
+            if on_device.all():
+                self.index.pools[plane.index].hold(needed)
+                continue
+            self.index.pools[plane.index].hold(needed[on_device])
+            host = self.layout.host_of(plane)
+            pages = first + np.flatnonzero(~on_device)
+            host_units = path_units(walk, host)[pages]
+            self.index.pools[host.index].hold(host_units)
+            lease.onboarding += [
+                (plane.index, int(page), int(unit))
+                for page, unit in zip(pages, host_units, strict=True)
+            ]
+
+    # Holding
+
+    def onboard(self, lease: Lease) -> Refusal | None:
+        """Start loading what was found on the host; the lease is ready when it has arrived."""
+        by_family: dict[int, list[tuple[int, int]]] = {}
+        for family, page, unit in lease.onboarding:
+            by_family.setdefault(family, []).append((page, unit))
+        pools = self.index.pools
+        if any(len(found) > pools[f].num_available for f, found in by_family.items()):
+            return Refusal.NO_ROOM
+        for family, found in by_family.items():
+            plane = self.layout.device[family]
+            host = self.layout.host_of(plane)
+            taken = self._allocate(family, len(found))
+            sources = tuple(unit for _, unit in found)
+            spots = tuple(Spot(lease.cursor, page) for page, _ in found)
+            pools[family].hold(np.array(taken, np.int32))  # the lease's own hold, beside the move's
+            self.transfers.start(spots, host, plane, sources, tuple(taken), lease=lease)
+            pools[host.index].drop(np.array(sources, np.int32))  # the move holds them now
+            for (page, _), unit in zip(found, taken, strict=True):
+                if plane.family.is_state:
+                    lease.resumed[family] = unit
+                else:
+                    lease.tables[family][page] = unit
+        lease.onboarding.clear()
+        return None
+
+    def clip(self, lease: Lease, num_computed: int, num_tokens: int) -> int:
+        """How many of `num_tokens` to compute so that the step ends where a state is wanted."""
+        for plane in self._stateful:
+            stop = next_stop(plane.family, lease, num_computed, self.page_size)
+            if stop is not None:
+                num_tokens = min(num_tokens, stop - num_computed)
+        return num_tokens
+
+    def can_extend(self, lease: Lease, num_computed: int, num_tokens: int) -> bool:
+        """Whether `extend` would be granted, credit for what it gives back included (H04)."""
+        return all(
+            need <= self.index.pools[family].num_available + credit
+            for family, (need, credit) in enumerate(self._needs(lease, num_computed, num_tokens))
+        )
+
+    def extend(
+        self, lease: Lease, num_computed: int, num_tokens: int, step_id: StepId
+    ) -> Extension | Refusal:
+        """Units for a step that takes the lease from `num_computed` to `num_tokens` tokens."""
+        if self._stateful and num_tokens - num_computed != self.clip(
+            lease, num_computed, num_tokens - num_computed
+        ):
+            raise ValueError(
+                f"a step from token {num_computed} to {num_tokens} passes a point where a state "
+                "must be saved; ask `clip` how far it may go"
+            )
+        if not self.can_extend(lease, num_computed, num_tokens):
+            return Refusal.NO_ROOM
+        self._drop_behind_window(lease, num_computed)
+        firsts: list[int] = []
+        grown: list[list[int]] = []
+        for plane in self.layout.device:
+            family = plane.index
+            if plane.family.is_state:
+                firsts.append(0)
+                grown.append(self._working_state(lease, family))
+                continue
+            table = lease.tables[family]
+            firsts.append(len(table))
+            units = self._allocate(family, self.pages_for(num_tokens) - len(table))
+            table.extend(units)
+            grown.append(units)
+        for plane in self._stateful:
+            self._save_state(lease, plane.index, num_tokens, step_id)
+        return Extension(tuple(firsts), tuple(grown))
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
-    def lookup(self, namespace: Namespace, tokens: Int32s) -> int:
-        """How many leading tokens a request could reuse now. Changes nothing.
+    def fits(self, lease: Lease, num_tokens: int) -> bool:
+        """Whether there is room now for the lease to reach `num_tokens`, beyond what it holds."""
+        return self.can_extend(lease, lease.num_cached_tokens, num_tokens)
 
-        At least one token is always left to compute: its logits are what the request came for.
-        """
-        return self._match(namespace, tokens).depth * self.page_size
+    def _needs(self, lease: Lease, num_computed: int, num_tokens: int) -> list[tuple[int, int]]:
+        """By family: units to allocate, and units given back before that."""
+        needs = []
+        for plane in self.layout.device:
+            family = plane.index
+            if plane.family.is_state:
+                needs.append((int(family not in lease.states), 0))
+                continue
+            need = max(0, self.pages_for(num_tokens) - len(lease.tables[family]))
+            credit = 0
+            if need and not plane.family.is_ordered:
+                first = min(plane.family.first_needed(num_computed), len(lease.tables[family]))
+                behind = np.array(lease.tables[family][lease.first_live[family] : first], np.int32)
+                held_once = self.index.pools[family].holders[behind[behind != ABSENT]] == 1
+                credit = int(np.count_nonzero(held_once))
+            needs.append((need, credit))
+        return needs
 
-    def reserve(self, demand: Demand) -> Lease | Refusal:
-        """Claim what is found, then allocate for this step's tokens; all or nothing."""
-        walk = self._match(demand.namespace, demand.tokens) if demand.may_reuse else None
-        found = walk.pages if walk is not None else np.empty(0, np.int32)
-        num_cached = len(found) * self.page_size
-        num_tokens = min(len(demand.tokens), num_cached + demand.max_new_tokens)
-        num_new = self.pages_for(num_tokens) - len(found)
-        num_must_fit = self.pages_for(max(num_tokens, demand.num_must_fit_tokens)) - len(found)
+    def _drop_behind_window(self, lease: Lease, num_computed: int) -> None:
+        for plane in self._paged:
+            if plane.family.is_ordered:
+                continue
+            family, table = plane.index, lease.tables[plane.index]
+            first = min(plane.family.first_needed(num_computed), len(table))
+            if first <= lease.first_live[family]:
+                continue
+            behind = np.array(table[lease.first_live[family] : first], np.int32)
+            self.index.pools[family].drop(behind[behind != ABSENT])
+            table[lease.first_live[family] : first] = [ABSENT] * len(behind)
+            lease.first_live[family] = first
+            self.publisher.offer_path(nearest_attached(lease.cursor))
 
-        self.pool.hold(found)
-        if num_must_fit > self.num_available_pages:
-            self.pool.drop(found)
-            return Refusal.NO_ROOM
-        cursor = walk.node if walk is not None else self.tree.root
-        self._evictor.touch(cursor)
-        lease = Lease(demand.namespace, found.tolist() + self._allocate(num_new), cursor)
-        lease.num_cached_tokens = num_cached
-        lease.num_published_pages = len(found)
-        self.open_leases.add(lease)
-        if demand.may_reuse:
-            self._lookup_tokens += len(demand.tokens)
-            self._hit_tokens += num_cached
-        return lease
-
-    def extend(self, lease: Lease, num_tokens: int) -> list[int] | Refusal:
-        """Pages so that the lease covers `num_tokens` in all; the new ones, maybe none."""
-        num_new = self.pages_for(num_tokens) - len(lease.pages)
-        if num_new <= 0:
+    def _allocate(self, family: int, count: int) -> list[int]:
+        if count <= 0:
             return []
-        if num_new > self.num_available_pages:
-            return Refusal.NO_ROOM
-        pages = self._allocate(num_new)
-        lease.pages.extend(pages)
-        return pages
+        self._has_allocated = True
+        pool = self.index.pools[family]
+        if count > pool.num_free:
+            self.evictors[family].evict(count - pool.num_free)
+        return pool.take(count)
+
+    # States
+
+    def _working_state(self, lease: Lease, family: int) -> list[int]:
+        """The working state's unit, if it is new; with what it is to be restored from."""
+        if family in lease.states:
+            return []
+        [unit] = self._allocate(family, 1)
+        lease.states[family] = unit
+        lease.tables[family] = [unit]
+        saved = lease.resumed.pop(family, None)
+        if saved is not None:
+            self._copy_state(family, saved, unit, is_after_model=False)
+            # Steps run in order, so that whoever gets the checkpoint's unit writes it later.
+            self.index.pools[family].drop(np.array([saved], np.int32))
+            self.publisher.offer_path(nearest_attached(lease.cursor))
+        return [unit]
+
+    def _save_state(self, lease: Lease, family: int, num_tokens: int, step_id: StepId) -> None:
+        """Where a state is wanted, save it at the end of this step, if there is room (H06)."""
+        plane = self.layout.device[family]
+        if not self._policies.reuse or not is_due(plane.family, lease, num_tokens, self.page_size):
+            return
+        newest = [c for c in lease.checkpoints if c.family == family]
+        is_output = num_tokens > lease.num_prompt_tokens
+        if is_output and newest and newest[-1].boundary * self.page_size > lease.num_prompt_tokens:
+            checkpoint = newest[-1]  # the output keeps its newest state only: same unit again
+            checkpoint.boundary, checkpoint.step_id = num_tokens // self.page_size, step_id
+        elif self.index.pools[family].num_available == 0:
+            self._total_skipped_checkpoints += 1
+            return
+        else:
+            [unit] = self._allocate(family, 1)
+            checkpoint = Checkpoint(family, num_tokens // self.page_size, unit, step_id)
+            lease.checkpoints.append(checkpoint)
+        self._copy_state(family, lease.states[family], checkpoint.unit, is_after_model=True)
+
+    def _copy_state(self, family: int, source: int, target: int, *, is_after_model: bool) -> None:
+        self._copies.append(
+            Copy(self.transfers.next_id(), family, Tier.DEVICE, Tier.DEVICE,
+                 np.array([source], np.int32), np.array([target], np.int32),
+                 is_after_model=is_after_model)
+        )  # fmt: skip
+
+    # Publishing
 
     def announce(self, lease: Lease, tokens: Int32s, num_tokens: int, step_id: StepId) -> None:
         """Step `step_id`, being planned, will have computed the first `num_tokens` of `tokens`."""
-        if self.family.shares_within_step:
-            node = self._publish(lease, tokens, num_tokens, step_id, lengthen=False)
-            if node is not None:
-                self._pending.setdefault(step_id, []).append(node)
+        if self._policies.reuse:
+            self.publisher.announce(lease, tokens, num_tokens, step_id)
+
+    def commit_step(self, step_id: StepId) -> None:
+        """The step succeeded: what was announced for it can be relied on."""
+        self._committed_step = max(self._committed_step, step_id)
+        self._writer.published(self.publisher.commit_step(step_id))
+        if self._has_allocated:
+            # Not otherwise: an idle cache must come to rest, however small its host tier.
+            self._has_allocated = False
+            self._writer.keep_ahead()
 
     def commit(self, lease: Lease, tokens: Int32s, num_tokens: int, step_id: StepId) -> None:
         """Step `step_id` has computed the first `num_tokens` of `tokens`: publish what is full."""
-        self._publish(lease, tokens, num_tokens, step_id, lengthen=True)
-
-    def commit_step(self, step_id: StepId) -> None:
-        """What was announced for this step can now be relied on."""
-        self._pending.pop(step_id, None)
+        if not self._policies.reuse:
+            return
+        nodes = self.publisher.publish(lease, tokens, num_tokens, step_id, lengthen=True)
+        due = [
+            c for c in lease.checkpoints
+            if c.step_id <= step_id and c.boundary * self.page_size <= lease.num_prompt_tokens
+        ]  # fmt: skip
+        for checkpoint in due:
+            lease.checkpoints.remove(checkpoint)
+            node = self.publisher.publish_checkpoint(lease, checkpoint)
+            if node is not None:
+                nodes.append(node)
+        if nodes:
+            self._writer.published(nodes)
 
     def fail_step(self, step_id: StepId) -> None:
         """The step gave nothing: what was announced for it is findable no more."""
-        for node in self._pending.pop(step_id, []):
-            top: Node | None = None
-            current: Node | None = node
-            while current is not None and current.step_id == step_id:
-                top = current if current.is_attached else top
-                current = current.parent
-            if top is not None and top.parent is not None:
-                self.pool.unindex(self.tree.cut(top))
-                self._evictor.offer(top.parent)
+        self.publisher.fail_step(step_id)
 
-    def release(self, lease: Lease) -> None:
-        """Give the pages back. What was published stays findable until its room is needed."""
+    def release(self, lease: Lease, ending: Ending) -> None:
+        """Give everything back. What was published stays findable until its room is needed."""
         if not lease.is_open:
             raise RuntimeError("a lease was released twice")
         lease.is_open = False
-        self.open_leases.remove(lease)
-        self.pool.drop(np.array(lease.pages, np.int32))
-        for copies in lease.copies:
-            self.pool.drop(copies)
-        cursor = _nearest_attached(lease.cursor)
-        self._evictor.touch(cursor)
-        self._evictor.offer(cursor)
+        del self.open_leases[lease.serial]
+        for checkpoint in lease.checkpoints:
+            is_saved = checkpoint.step_id <= self._committed_step
+            if ending is Ending.FINISHED and is_saved and self._policies.reuse:
+                node = self.publisher.publish_checkpoint(lease, checkpoint)
+                if node is not None:
+                    self._writer.published([node])
+            else:
+                self._drop(checkpoint.family, [checkpoint.unit])
+        lease.checkpoints.clear()
+        for plane in self._paged:
+            self._drop(plane.index, lease.tables[plane.index][lease.first_live[plane.index] :])
+        for family, unit in (*lease.states.items(), *lease.resumed.items()):
+            self._drop(family, [unit])
+        for plane_index, copies in lease.copies:
+            self.index.pools[plane_index].drop(copies)
+        for family, _, unit in lease.onboarding:
+            self._drop(self.layout.host[family].index, [unit])
+        cursor = nearest_attached(lease.cursor)
+        self.publisher.touch(cursor)
+        self.publisher.offer_path(cursor)
+        if not self.open_leases:
+            self.publisher.forget_bars()
+
+    def _drop(self, plane: int, units: list[int]) -> None:
+        array = np.array(units, np.int32)
+        self.index.pools[plane].drop(array[array != ABSENT])
+
+    # Tiers
+
+    def prefetch(self, key: PrefixKey, tokens: Int32s) -> Ticket | None:
+        """Ask storage for what neither device nor host has; None if there is nothing to ask."""
+        if not self._policies.uses_storage or not self.layout.host or self._hasher is None:
+            return None
+        match = self.lookup(key, tokens)
+        max_pages = (len(tokens) - 1) // self.page_size
+        first = match.walk.depth
+        if first >= max_pages:
+            return None
+        nodes = match.walk.nodes
+        cursor = nodes[-1] if nodes else self.index.tree.root
+        keys = tokens[first * self.page_size : max_pages * self.page_size].tobytes()
+        parent = self._hasher.root
+        if nodes:
+            parent = self.index.hash_of(cursor, first - 1 - cursor.first)
+        ticket = Ticket(key, cursor, first, keys)
+        copy_ids = [self.transfers.next_id() for _ in self.layout.host]
+        self._copies += self.prefetcher.ask(ticket, self._hashes(ticket, parent), copy_ids)
+        return ticket if ticket.units else None
+
+    def _hashes(self, ticket: Ticket, parent: bytes) -> list[bytes]:
+        assert self._hasher is not None
+        page_bytes = self.page_size * TOKEN_BYTES
+        end = ticket.first + len(ticket.keys) // page_bytes
+        hashes: list[bytes] = []
+        page = ticket.first
+        while page < end:
+            stop = ticket.key.run_end(page, end)
+            begin = (page - ticket.first) * page_bytes
+            run = ticket.keys[begin : (stop - ticket.first) * page_bytes]
+            hashes += self._hasher.chain(parent, ticket.key.at(page), run)
+            parent, page = hashes[-1], stop
+        return hashes
+
+    def acknowledge(self, done: CopyDone) -> None:
+        """A copy between tiers has ended."""
+        if self.prefetcher.acknowledge(done):
+            return
+        move = self.transfers.acknowledge(done)
+        if move is None:
+            return
+        self._writer.arrived_on_host(move)
+        for spot in move.spots:
+            self.publisher.offer_path(nearest_attached(spot.node))
+
+    def take_copies(self) -> tuple[Copy, ...]:
+        """Copies for the step being planned, in the order they must run."""
+        copies, self._copies = tuple(self._copies), []
+        return copies + self.transfers.take_intents()
+
+    @property
+    def has_transfers(self) -> bool:
+        """Whether an acknowledgement is outstanding."""
+        return self.transfers.num_under_way > 0 or bool(self.prefetcher.tickets())
+
+    # Namespaces, counts
+
+    def evict_namespace(self, namespace: Namespace) -> Evicted:
+        """Free what a namespace has on every tier. What leases hold goes when they end, and they
+        publish no more. Harmless for a namespace that is unknown."""
+        before = [pool.num_free for pool in self.index.pools]
+        for node in list(self.index.tree.by_namespace.get(namespace, {}).values()):
+            if node.is_attached:
+                self.index.cut(node, node.first)
+        if self.open_leases:
+            self.publisher.bar(namespace, self._next_serial - 1)
+        after = [pool.num_free for pool in self.index.pools]
+        return Evicted(tuple(b - a for a, b in zip(before, after, strict=True)))
+
+    def evict_adapter(self, digest: AdapterDigest) -> None:
+        """Evict every tenant's namespace of an adapter."""
+        known = [*self.index.tree.by_namespace]
+        leased = [ns for lease in self.open_leases.values() for ns in lease.key.namespaces]
+        for namespace in dict.fromkeys(known + leased):
+            if namespace.adapter == digest:
+                self.evict_namespace(namespace)
+
+    def take_events(self) -> list[CacheEvent]:
+        events, self.index.events = self.index.events, []
+        return events
 
     def stats(self) -> CacheStats:
         return CacheStats(
-            num_pages=self.pool.num_pages,
-            num_free=self.pool.num_free,
-            num_cached=self.pool.num_cached,
-            num_held=self.pool.num_held,
-            total_lookup_tokens=self._lookup_tokens,
-            total_hit_tokens=self._hit_tokens,
-        )
-
-    def _match(self, namespace: Namespace, tokens: Int32s) -> Walk:
-        max_pages = (len(tokens) - 1) // self.page_size if self._reuse else 0
-        return self.tree.match(namespace, self._keys(tokens, 0, max_pages), max_pages)
-
-    def _allocate(self, count: int) -> list[int]:
-        shortage = count - self.pool.num_free
-        if shortage > 0:
-            self._evictor.evict(shortage)
-        return self.pool.take(count)
-
-    def _publish(
-        self, lease: Lease, tokens: Int32s, num_tokens: int, step_id: StepId, *, lengthen: bool
-    ) -> Node | None:
-        """Index the lease's full pages up to `num_tokens`; the node, if any page was new."""
-        num_full = min(num_tokens, len(tokens)) // self.page_size
-        first = lease.num_published_pages
-        if not self._reuse or num_full <= first:
-            return None
-        cursor = _nearest_attached(lease.cursor)
-        # Earlier than what was published only if a failed step took a part of our path with it.
-        first = min(first, cursor.end)
-        pages = np.array(lease.pages[first:num_full], np.int32)
-        keys = self._keys(tokens, first, num_full)
-        inserted = self.tree.insert(
-            cursor, lease.namespace, keys, first, pages, step_id, lengthen=lengthen
-        )
-        lease.cursor, lease.num_published_pages = inserted.node, num_full
-        copies = inserted.copies
-        copies = copies[copies != pages[: len(copies)]]
-        if len(copies):
-            self.pool.hold(copies)
-            lease.copies.append(copies)
-        self.pool.index(inserted.added)
-        self._evictor.touch(inserted.node)
-        return inserted.node if len(inserted.added) else None
-
-    def _keys(self, tokens: Int32s, first: int, end: int) -> bytes:
-        return tokens[first * self.page_size : end * self.page_size].tobytes()
-
-
-def _nearest_attached(node: Node) -> Node:
-    while not node.is_attached and node.parent is not None:
-        node = node.parent
-    return node
+            planes=tuple(
+                PlaneStats(plane.family.name, plane.tier, pool.num_units, pool.num_free,
+                           pool.num_cached, pool.num_held)
+                for plane, pool in zip(self.layout.planes, self.index.pools, strict=True)
+            ),
+            total_lookup_tokens=self._total_lookup,
+            total_hit_tokens=self._total_hit,
+            total_host_hit_tokens=self._total_host_hit,
+            total_skipped_checkpoints=self._total_skipped_checkpoints,
+            total_failed_units=self.transfers.num_failed_units,
+        )  # fmt: skip

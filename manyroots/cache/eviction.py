@@ -1,7 +1,10 @@
-"""Which cached pages go first: the tails of the leaves that were used longest ago.
+"""Which cached units go first: those of the pages that were used longest ago.
 
-Holders come in prefixes, so a page that is held has only held pages above it; what can go is
-always the end of some leaf. Ties break on the order of creation. O(log n) per leaf taken.
+One queue per plane. On an ordered plane only what has nothing behind it can go, the tails of the
+tree: holders come in prefixes there, so a held unit has only held ones above it. On the others any
+loose unit can go: of a family that reads everything the end of a node first, of the others its
+front, because the pages at its end are resumed from. Ties break on the order of creation.
+O(log n) per node taken.
 """
 
 from __future__ import annotations
@@ -10,64 +13,75 @@ import heapq
 
 import numpy as np
 
-from manyroots.cache.pool import PagePool
-from manyroots.cache.tree import Node, PrefixTree
+from manyroots.cache.index import Index
+from manyroots.cache.planes import ABSENT, Plane
+from manyroots.cache.tree import Indices, Node
+
+LOOK_AHEAD = 32
+"""Nodes that write-back on eviction looks at per step: bounds what a step may cost."""
 
 
 class Evictor:
-    """A queue of leaves by last use, brought up to date as entries are looked at."""
+    """A queue of one plane's nodes by last use, brought up to date as entries are looked at."""
 
-    def __init__(self, tree: PrefixTree, pool: PagePool) -> None:
-        self._tree = tree
-        self._pool = pool
+    def __init__(self, index: Index, plane: Plane) -> None:
+        self._index = index
+        self._plane = plane
+        self._pool = index.pools[plane.index]
         self._queue: list[tuple[int, int, Node]] = []
-        self._tick = 0
-
-    def touch(self, node: Node) -> None:
-        """The path down to `node` was used now."""
-        self._tick += 1
-        current: Node | None = node
-        while current is not None:
-            current.last_used = self._tick
-            current = current.parent
+        self._bit = 1 << plane.index
 
     def offer(self, node: Node) -> None:
-        """`node` may have become a leaf whose tail nobody holds."""
-        if self._can_go(node) and not node.is_queued:
-            node.is_queued = True
+        """`node` may have units that can go now."""
+        if not node.queued & self._bit and self._can_go(node):
+            node.queued |= self._bit
             heapq.heappush(self._queue, (node.last_used, node.serial, node))
 
     def evict(self, count: int) -> None:
-        """Free `count` cached pages; the caller has made sure that there are as many."""
-        while count > 0:
+        """Free at least `count` cached units; the caller has made sure that there are as many."""
+        # Counted by what is free: losing one page may take others along.
+        target = self._pool.num_free + count
+        while self._pool.num_free < target:
             last_used, _, node = heapq.heappop(self._queue)
-            node.is_queued = False
+            node.queued &= ~self._bit
             if not self._can_go(node):
                 continue
             if node.last_used != last_used:
                 self.offer(node)
                 continue
-            count -= self._take_tail(node, count)
+            self._take(node, target - self._pool.num_free)
+
+    def next_nodes(self, count: int) -> list[Node]:
+        """Nodes whose units would go next, up to `count` units; changes nothing."""
+        nodes: list[Node] = []
+        for _, _, node in heapq.nsmallest(LOOK_AHEAD, self._queue):
+            if count <= 0:
+                break
+            if self._can_go(node):
+                nodes.append(node)
+                count -= node.counts[self._plane.index]
+        return nodes
+
+    def loose(self, node: Node) -> Indices:
+        """Pages of a node whose units can go, in the order in which they should."""
+        units = node.units[self._plane.index]
+        places = np.flatnonzero(units != ABSENT)
+        is_held = self._pool.holders[units[places]] > 0
+        if not self._plane.is_ordered:
+            loose = places[~is_held]
+            return loose[::-1] if self._plane.family.is_ordered else loose
+        held = np.flatnonzero(is_held)
+        first_loose = int(held[-1]) + 1 if len(held) else 0
+        return places[first_loose:][::-1]
 
     def _can_go(self, node: Node) -> bool:
-        return node.is_attached and node.is_leaf and node is not self._tree.root
+        plane = self._plane
+        return (
+            node.is_attached
+            and node.counts[plane.index] > 0
+            and not (plane.is_ordered and node.below[plane.index])
+        )
 
-    def _take_tail(self, leaf: Node, count: int) -> int:
-        loose = _num_loose_at_end(self._pool, leaf)
-        taken = min(loose, count)
-        if taken == 0:
-            return 0
-        parent = leaf.parent
-        assert parent is not None
-        self._pool.unindex(self._tree.trim(leaf, taken))
-        if leaf.is_attached and taken < loose:
-            self.offer(leaf)
-        elif not leaf.is_attached:
-            self.offer(parent)
-        return taken
-
-
-def _num_loose_at_end(pool: PagePool, leaf: Node) -> int:
-    """Pages at the end of a leaf that nobody holds."""
-    held = np.flatnonzero(pool.holders[leaf.pages])
-    return len(leaf.pages) if len(held) == 0 else len(leaf.pages) - 1 - int(held[-1])
+    def _take(self, node: Node, count: int) -> None:
+        taken = self.loose(node)[:count]
+        self._index.remove(node, self._plane.index, np.sort(taken))

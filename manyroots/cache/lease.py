@@ -1,35 +1,88 @@
-"""What the cache hands out: a request's right to its pages, given back exactly once."""
+"""What the cache hands out: a request's right to its units, given back exactly once."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from manyroots.cache.keys import PrefixKey
 from manyroots.cache.tree import Node
-from manyroots.ids import Namespace
+from manyroots.ids import StepId
 from manyroots.step import Int32s
 
 
+@dataclass(slots=True)
+class Checkpoint:
+    """A saved state that is not findable yet."""
+
+    family: int
+    boundary: int
+    """Pages that it stands behind."""
+    unit: int
+    step_id: StepId
+    """The step that saves it."""
+
+
 class Lease:
-    """The pages one request holds, in the order of its tokens. Only the cache changes it."""
+    """The units one request holds. Only the cache changes it."""
 
     __slots__ = (
+        "checkpoints",
         "copies",
         "cursor",
+        "first_live",
+        "has_failed",
         "is_open",
-        "namespace",
+        "junction",
+        "key",
         "num_cached_tokens",
+        "num_host_tokens",
+        "num_loads",
+        "num_prompt_tokens",
         "num_published_pages",
-        "pages",
+        "onboarding",
+        "resumed",
+        "serial",
+        "states",
+        "tables",
     )
 
-    def __init__(self, namespace: Namespace, pages: list[int], cursor: Node) -> None:
-        self.namespace = namespace
-        self.pages = pages
+    def __init__(self, key: PrefixKey, cursor: Node, num_families: int, serial: int) -> None:
+        self.key = key
+        self.serial = serial
+        """Leases of a namespace made before it was evicted never publish into it again."""
         self.cursor = cursor
         """Deepest node of the tree on this request's path, as of its last publication."""
-        self.copies: list[Int32s] = []
-        """Pages of others that the tree leads through in place of ours, because they computed the
-        same tokens first. Held too: what is held must have only held pages above it."""
+        self.tables: list[list[int]] = [[] for _ in range(num_families)]
+        """By family, the unit of each page; ABSENT where it is not held (any more)."""
+        self.first_live = [0] * num_families
+        """By family, the first page whose unit is still held."""
+        self.states: dict[int, int] = {}
+        """By family that has one: the working state's unit."""
+        self.resumed: dict[int, int] = {}
+        """By family: the checkpoint to restore the working state from, held till then."""
+        self.checkpoints: list[Checkpoint] = []
+        """Saved by a launched step, or the newest one of the output; held."""
+        self.copies: list[tuple[int, Int32s]] = []
+        """By plane: units of others that the tree leads through in place of ours, because they
+        computed the same tokens first. Held too: what is held must have only held ones above."""
+        self.onboarding: list[tuple[int, int, int]] = []
+        """(family, page, host unit), held: found on the host, not yet on their way."""
+        self.num_loads = 0
+        """Copies to the device under way."""
+        self.has_failed = False
+        """A copy to the device did not arrive: what was found is not all there."""
         self.num_cached_tokens = 0
         """Tokens that were found, and need not be computed, when the lease was made."""
-        self.num_published_pages = len(pages)
-        """How many of `pages`, from the front, have been offered to the tree."""
+        self.num_host_tokens = 0
+        """How many of those had to come from the host."""
+        self.num_prompt_tokens = 0
+        self.junction = 0
+        """How far the index knew the tokens, in pages: where others part from this request."""
+        self.num_published_pages = 0
+        """How many pages, from the front, have been offered to the tree."""
         self.is_open = True
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether everything found is on the device."""
+        return not self.onboarding and self.num_loads == 0

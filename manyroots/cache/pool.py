@@ -1,8 +1,8 @@
-"""The pages of one family on the device: who holds each, which are free.
+"""The units of one plane: who holds each, which are free.
 
-Counts only; the bytes are the execute half's. A page is in exactly one of three states:
-free (on the stack), cached (indexed by the tree, held by nobody) or held (by at least one lease;
-indexed or not). `free + cached + held = total` always.
+Counts only; the bytes are the execute half's. A unit is in exactly one of three states: free (on
+the stack), cached (indexed by the tree, held by nobody) or held (by at least one lease or
+transfer; indexed or not). `free + cached + held = total` always.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import numpy as np
 from manyroots.step import Int32s
 
 
-class PagePool:
-    """A fixed number of pages with a count of holders each."""
+class UnitPool:
+    """A fixed number of units with a count of holders each."""
 
-    def __init__(self, num_pages: int) -> None:
-        self.num_pages = num_pages
-        self.holders = np.zeros(num_pages, np.int32)
-        self.indexed = np.zeros(num_pages, np.bool_)
-        # A stack, lowest page on top, so that two engines fed the same calls agree on every page.
-        self._free = list(range(num_pages - 1, -1, -1))
+    def __init__(self, num_units: int) -> None:
+        self.num_units = num_units
+        self.holders = np.zeros(num_units, np.int32)
+        self.indexed = np.zeros(num_units, np.bool_)
+        # A stack, lowest unit on top, so that two engines fed the same calls agree on every unit.
+        self._free = list(range(num_units - 1, -1, -1))
         self.num_cached = 0
 
     @property
@@ -28,11 +28,16 @@ class PagePool:
         return len(self._free)
 
     @property
+    def num_available(self) -> int:
+        """Units that could be allocated now."""
+        return len(self._free) + self.num_cached
+
+    @property
     def num_held(self) -> int:
-        return self.num_pages - self.num_free - self.num_cached
+        return self.num_units - self.num_free - self.num_cached
 
     def take(self, count: int) -> list[int]:
-        """Hold `count` free pages; the caller has made sure that there are as many."""
+        """Hold `count` free units; the caller has made sure that there are as many."""
         if count == 0:
             return []
         taken = self._free[-count:][::-1]
@@ -40,31 +45,35 @@ class PagePool:
         self.holders[taken] = 1
         return taken
 
-    def hold(self, pages: Int32s) -> None:
-        """One more holder for pages that the tree indexes."""
-        self.num_cached -= int(np.count_nonzero(self.holders[pages] == 0))
-        self.holders[pages] += 1
+    def hold(self, units: Int32s) -> None:
+        """One more holder for each; they are held or indexed already. No unit occurs twice."""
+        held = self.holders[units]
+        self.num_cached -= len(held) - int(np.count_nonzero(held))
+        self.holders[units] = held + 1
 
-    def drop(self, pages: Int32s) -> None:
+    def drop(self, units: Int32s) -> None:
         """One holder fewer; what nobody holds becomes cached if indexed, free if not."""
-        self.holders[pages] -= 1
-        orphans = pages[self.holders[pages] == 0]
+        left = self.holders[units] - 1
+        self.holders[units] = left
+        orphans = units[left == 0]
         indexed = self.indexed[orphans]
-        self.num_cached += int(np.count_nonzero(indexed))
-        # Reversed, so that the first page of a sequence is the first to be taken again.
-        self._free.extend(orphans[~indexed][::-1].tolist())
+        num_indexed = int(np.count_nonzero(indexed))
+        self.num_cached += num_indexed
+        if num_indexed < len(orphans):
+            # Reversed, so that the first unit of a sequence is the first to be taken again.
+            self._free.extend(orphans[~indexed][::-1].tolist())
 
-    def index(self, pages: Int32s) -> None:
-        """The tree now leads to these held pages."""
-        self.indexed[pages] = True
+    def index(self, units: Int32s) -> None:
+        """The tree now leads to these held units."""
+        self.indexed[units] = True
 
-    def unindex(self, pages: Int32s) -> None:
+    def unindex(self, units: Int32s) -> None:
         """The tree no longer leads to these; those that nobody holds become free."""
-        self.indexed[pages] = False
-        orphans = pages[self.holders[pages] == 0]
+        self.indexed[units] = False
+        orphans = units[self.holders[units] == 0]
         self.num_cached -= len(orphans)
         self._free.extend(orphans[::-1].tolist())
 
-    def free_pages(self) -> frozenset[int]:
+    def free_units(self) -> frozenset[int]:
         """For audits."""
         return frozenset(self._free)

@@ -1,10 +1,10 @@
-"""A compressed radix tree over whole pages of tokens.
+"""A compressed radix tree over whole pages of tokens, with the units of each page by plane.
 
 A child is found by (namespace, tokens of its first page), so two namespaces part at the first page
 that differs in either: there is no sentinel page and no depth offset. Matching compares tokens
 exactly and changes nothing. Depths count pages from the root.
 
-Knows tokens and page numbers; not who holds a page, nor when one is evicted.
+Structure only: knows tokens and unit numbers; not who holds a unit, nor when one is evicted.
 """
 
 from __future__ import annotations
@@ -13,30 +13,41 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
+from manyroots.cache.keys import HASH_BYTES, PrefixKey
+from manyroots.cache.planes import ABSENT
 from manyroots.ids import Namespace, StepId
 from manyroots.step import Int32s
 
 TOKEN_BYTES = 4
 
 ChildKey = tuple[Namespace, bytes]
+Indices = npt.NDArray[np.intp]
+Places = slice | Indices
+"""Pages of one node, counted from its own first."""
 
 
 class Node:
-    """A run of pages that every path through it shares."""
+    """A run of pages, of one namespace, that every path through it shares."""
 
     __slots__ = (
+        "below",
         "children",
+        "counts",
         "first",
+        "hashes",
         "is_attached",
-        "is_queued",
         "keys",
         "last_used",
         "namespace",
-        "pages",
+        "num_pages",
+        "num_uses",
         "parent",
+        "queued",
         "serial",
         "step_id",
+        "units",
     )
 
     def __init__(
@@ -45,7 +56,8 @@ class Node:
         namespace: Namespace | None,
         first: int,
         keys: bytes,
-        pages: Int32s,
+        hashes: bytes,
+        units: list[Int32s],
         step_id: StepId,
         serial: int,
     ) -> None:
@@ -57,191 +69,259 @@ class Node:
         self.first = first
         """Depth of the first page of this node."""
         self.keys = keys
-        self.pages = pages
+        self.hashes = hashes
+        """HASH_BYTES per page where anything wants them, else empty."""
+        self.units = units
+        """For each plane, one unit or ABSENT per page."""
+        self.num_pages = len(units[0])
+        self.counts = [int(np.count_nonzero(plane != ABSENT)) for plane in units]
+        """For each plane, how many units there are."""
+        self.below = [0] * len(units)
+        """For each plane, how many children have any."""
         self.step_id = step_id
         """The step that fills these pages; they can be relied on once it has committed."""
         self.serial = serial
         """Order of creation: breaks every tie, so that ranks agree on victims."""
         self.children: dict[ChildKey, Node] = {}
         self.last_used = 0
-        self.is_queued = False
+        self.num_uses = 0
+        self.queued = 0
+        """Bit set of the planes whose eviction queue has this node."""
 
     @property
     def end(self) -> int:
         """Depth just past the last page."""
-        return self.first + len(self.pages)
-
-    @property
-    def is_leaf(self) -> bool:
-        return not self.children
+        return self.first + self.num_pages
 
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """Where a descent ended: the deepest node reached and the pages on the way."""
+    """The path that a prompt's tokens lead along."""
 
-    node: Node
-    pages: Int32s
-
-    @property
-    def depth(self) -> int:
-        return len(self.pages)
-
-
-@dataclass(frozen=True, slots=True)
-class Inserted:
-    """What became of a run of pages offered to the tree."""
-
-    node: Node
-    """Deepest node of the path."""
-    copies: Int32s
-    """Pages that someone else had indexed already, in place of the first of ours."""
-    added: Int32s
-    """The rest of ours, now indexed."""
+    nodes: tuple[Node, ...]
+    depth: int
+    """Pages matched; the last node may be matched in part."""
 
 
 class PrefixTree:
     """Finds, adds and removes runs of pages by their tokens."""
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, num_planes: int) -> None:
         self._page_bytes = page_size * TOKEN_BYTES
+        self._num_planes = num_planes
         self._serial = 0
-        self.root = Node(None, None, 0, b"", np.empty(0, np.int32), StepId(0), 0)
+        empty = [np.empty(0, np.int32) for _ in range(num_planes)]
+        self.root = Node(None, None, 0, b"", b"", empty, StepId(0), 0)
+        self.by_namespace: dict[Namespace, dict[int, Node]] = {}
+        """Nodes of a namespace whose parent is of another, by serial: where it begins."""
 
-    def match(self, namespace: Namespace, keys: bytes, max_pages: int) -> Walk:
-        """The longest indexed run that begins `keys`, at most `max_pages` of it."""
-        node, depth = self.root, 0
-        runs: list[Int32s] = []
+    def walk(self, key: PrefixKey, keys: bytes, max_pages: int, start: Node | None = None) -> Walk:
+        """Follow `keys` (those of a whole prompt) from the end of `start`, or from the root."""
+        node = start or self.root
+        depth = node.end
+        nodes: list[Node] = []
+        size = self._page_bytes
         while depth < max_pages:
-            child = node.children.get((namespace, self._page_key(keys, depth)))
+            at = depth * size
+            child = node.children.get((key.at(depth), keys[at : at + size]))
             if child is None:
                 break
-            shared = self._shared_run(child, keys, depth, depth, max_pages)
-            runs.append(child.pages[:shared])
+            shared = self._shared_run(child, keys, depth, depth, key.run_end(depth, max_pages))
+            nodes.append(child)
             depth += shared
             node = child
-            if shared < len(child.pages):
+            if shared < child.num_pages:
                 break
-        pages = np.concatenate(runs) if runs else np.empty(0, np.int32)
-        return Walk(node, pages)
+        return Walk(tuple(nodes), depth)
 
     def insert(
         self,
         start: Node,
-        namespace: Namespace,
+        key: PrefixKey,
         keys: bytes,
         first: int,
-        pages: Int32s,
+        end: int,
         step: StepId,
         *,
         lengthen: bool,
-    ) -> Inserted:
-        """Index `pages`, which hold `keys` and begin at depth `first`, on the path of `start`.
+    ) -> list[Node]:
+        """Make a path for pages [first, end) of a sequence, whose tokens are `keys`.
 
-        `start` covers depth `first` or reaches just up to it. Pages already indexed by someone
-        else's copy are left as they are; behind them all are new: with `lengthen` in a leaf made
-        longer where that is possible, else in a node of `step`.
+        `start` covers depth `first` or reaches just up to it. Returns the nodes that cover those
+        pages, in order; the new ones have no units yet. With `lengthen`, a leaf is made longer
+        where that is possible instead of adding a node of `step`.
         """
         node = start
         while node.first >= first and node.parent is not None:
             node = node.parent
-        depth, end = first, first + len(pages)
-        copies: list[Int32s] = [np.empty(0, np.int32)]
+        path: list[Node] = []
+        depth = first
         while depth < end:
             if depth == node.end:
-                child = node.children.get((namespace, self._page_key(keys, depth - first)))
+                at = (depth - first) * self._page_bytes
+                child = node.children.get((key.at(depth), keys[at : at + self._page_bytes]))
                 if child is None:
                     break
                 node = child
-            shared = self._shared_run(node, keys, depth - first, depth, end)
-            begin = depth - node.first
-            copies.append(node.pages[begin : begin + shared])
-            depth += shared
+            run_end = key.run_end(depth, end)
+            depth += self._shared_run(node, keys, depth - first, depth, run_end)
             if depth < min(node.end, end):
                 node = self.split(node, depth)
+                path.append(node)
                 break
-        num_copies = depth - first
-        if depth < end:
-            own = keys[num_copies * self._page_bytes :]
-            if lengthen and node.is_leaf and node.namespace == namespace:
-                node.keys += own
-                node.pages = np.concatenate([node.pages, pages[num_copies:]])
+            path.append(node)
+        if path and path[0].first < first and path[0].end <= first:
+            path.pop(0)
+        while depth < end:
+            run_end = key.run_end(depth, end)
+            own = keys[(depth - first) * self._page_bytes : (run_end - first) * self._page_bytes]
+            namespace = key.at(depth)
+            if lengthen and not node.children and node.namespace == namespace:
+                self._lengthen(node, own, run_end - depth)
+                if not path or path[-1] is not node:
+                    path.append(node)
             else:
-                node = self._add(node, namespace, own, pages[num_copies:], step)
-        return Inserted(node, np.concatenate(copies), pages[num_copies:])
+                node = self._add(node, namespace, own, run_end - depth, step)
+                path.append(node)
+            depth = run_end
+        return path
+
+    def set_units(self, node: Node, plane: int, places: Places, units: Int32s) -> None:
+        """Put units into pages of a node that have none on this plane."""
+        was = node.counts[plane]
+        node.units[plane][places] = units
+        node.counts[plane] = was + len(units)
+        if was == 0 and len(units) and node.parent is not None:
+            node.parent.below[plane] += 1
+
+    def clear_units(self, node: Node, plane: int, places: Indices) -> Int32s:
+        """Take the units of these pages out; gives them."""
+        removed = node.units[plane][places]
+        node.units[plane][places] = ABSENT
+        node.counts[plane] -= len(places)
+        if node.counts[plane] == 0 and len(places) and node.parent is not None:
+            node.parent.below[plane] -= 1
+        return removed
 
     def split(self, node: Node, depth: int) -> Node:
         """Cut a node in two at `depth`; returns the new upper part.
 
         The lower part keeps the object, so that whoever points at the end of the run still does.
         """
-        assert node.parent is not None
+        parent = node.parent
+        assert parent is not None
         assert node.namespace is not None
         count = depth - node.first
         cut = count * self._page_bytes
         self._serial += 1
         upper = Node(
-            node.parent,
+            parent,
             node.namespace,
             node.first,
             node.keys[:cut],
-            node.pages[:count],
+            node.hashes[: count * HASH_BYTES],
+            [units[:count].copy() for units in node.units],
             node.step_id,
             self._serial,
         )
         upper.last_used = node.last_used
-        node.parent.children[(node.namespace, node.keys[: self._page_bytes])] = upper
+        upper.num_uses = node.num_uses
+        parent.children[(node.namespace, node.keys[: self._page_bytes])] = upper
+        starts = self.by_namespace.get(node.namespace)
+        if starts is not None and starts.pop(node.serial, None) is not None:
+            starts[upper.serial] = upper
+        before = node.counts
         node.parent, node.first = upper, depth
-        node.keys, node.pages = node.keys[cut:], node.pages[count:]
+        node.keys, node.hashes = node.keys[cut:], node.hashes[count * HASH_BYTES :]
+        node.units = [units[count:].copy() for units in node.units]
+        node.num_pages -= count
+        node.counts = [all_ - up for all_, up in zip(before, upper.counts, strict=True)]
+        for plane in range(self._num_planes):
+            upper.below[plane] = int(node.counts[plane] > 0)
+            parent.below[plane] += int(upper.counts[plane] > 0) - int(before[plane] > 0)
         upper.children[(node.namespace, node.keys[: self._page_bytes])] = node
         return upper
 
-    def trim(self, leaf: Node, count: int) -> Int32s:
-        """Take the last `count` pages off a leaf; a leaf left empty leaves the tree."""
-        removed = leaf.pages[len(leaf.pages) - count :]
-        if count == len(leaf.pages):
-            self._detach(leaf)
-        else:
-            leaf.pages = leaf.pages[: len(leaf.pages) - count]
-            leaf.keys = leaf.keys[: len(leaf.pages) * self._page_bytes]
+    def cut(self, node: Node, depth: int) -> list[Node]:
+        """Remove every page from `depth` on that is reached through `node`.
+
+        Returns what has left the tree, with its units; what `node` itself loses is in a node made
+        for the purpose.
+        """
+        removed = [gone for child in list(node.children.values()) for gone in self._prune(child)]
+        if depth <= node.first:
+            return removed + self._prune(node)
+        if depth < node.end:
+            removed.append(self._trim(node, depth - node.first))
         return removed
 
-    def cut(self, node: Node) -> Int32s:
-        """Remove a node with everything below it; returns their pages, deepest last."""
-        removed = list(self._subtree(node))
-        self._detach(node)
-        for child in removed:
-            child.is_attached = False
-        return np.concatenate([child.pages for child in removed])
-
-    def nodes(self) -> Iterator[Node]:
-        """Every node but the root, parents first; for audits."""
-        for child in self.root.children.values():
-            yield from self._subtree(child)
-
-    def _add(
-        self, parent: Node, namespace: Namespace, keys: bytes, pages: Int32s, step: StepId
-    ) -> Node:
-        self._serial += 1
-        node = Node(parent, namespace, parent.end, keys, pages, step, self._serial)
-        parent.children[(namespace, keys[: self._page_bytes])] = node
-        return node
-
-    def _detach(self, node: Node) -> None:
-        assert node.parent is not None
-        assert node.namespace is not None
-        del node.parent.children[(node.namespace, node.keys[: self._page_bytes])]
-        node.is_attached = False
-
-    def _subtree(self, node: Node) -> Iterator[Node]:
+    def subtree(self, node: Node) -> Iterator[Node]:
         stack = [node]
         while stack:
             current = stack.pop()
             yield current
             stack.extend(current.children.values())
 
-    def _page_key(self, keys: bytes, index: int) -> bytes:
-        return keys[index * self._page_bytes : (index + 1) * self._page_bytes]
+    def nodes(self) -> Iterator[Node]:
+        """Every node but the root, parents first; for audits."""
+        for child in self.root.children.values():
+            yield from self.subtree(child)
+
+    def _prune(self, node: Node) -> list[Node]:
+        removed = list(self.subtree(node))
+        parent = node.parent
+        assert parent is not None
+        assert node.namespace is not None
+        del parent.children[(node.namespace, node.keys[: self._page_bytes])]
+        for plane in range(self._num_planes):
+            parent.below[plane] -= int(node.counts[plane] > 0)
+        for gone in removed:
+            gone.is_attached = False
+            assert gone.namespace is not None
+            starts = self.by_namespace.get(gone.namespace)
+            if starts is not None and starts.pop(gone.serial, None) is not None and not starts:
+                del self.by_namespace[gone.namespace]
+        return removed
+
+    def _trim(self, node: Node, count: int) -> Node:
+        """Keep the first `count` pages of a leaf; gives the rest."""
+        cut = count * self._page_bytes
+        rest = Node(
+            node.parent,
+            node.namespace,
+            node.first + count,
+            node.keys[cut:],
+            node.hashes[count * HASH_BYTES :],
+            [units[count:] for units in node.units],
+            node.step_id,
+            node.serial,
+        )
+        rest.is_attached = False
+        node.keys, node.hashes = node.keys[:cut], node.hashes[: count * HASH_BYTES]
+        node.units = [units[:count].copy() for units in node.units]
+        node.num_pages = count
+        for plane, lost in enumerate(rest.counts):
+            node.counts[plane] -= lost
+            if lost and node.counts[plane] == 0 and node.parent is not None:
+                node.parent.below[plane] -= 1
+        return rest
+
+    def _lengthen(self, node: Node, keys: bytes, count: int) -> None:
+        node.keys += keys
+        absent = np.full(count, ABSENT, np.int32)
+        node.units = [np.concatenate([units, absent]) for units in node.units]
+        node.num_pages += count
+
+    def _add(
+        self, parent: Node, namespace: Namespace, keys: bytes, count: int, step: StepId
+    ) -> Node:
+        self._serial += 1
+        units = [np.full(count, ABSENT, np.int32) for _ in range(self._num_planes)]
+        node = Node(parent, namespace, parent.end, keys, b"", units, step, self._serial)
+        parent.children[(namespace, keys[: self._page_bytes])] = node
+        if parent.namespace != namespace:
+            self.by_namespace.setdefault(namespace, {})[node.serial] = node
+        return node
 
     def _shared_run(self, node: Node, keys: bytes, index: int, depth: int, end: int) -> int:
         """How many pages of `node` from `depth` on equal `keys` from page `index` on."""

@@ -7,11 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from manyroots.cli.flags import add_engine_flags, engine_values, with_config_file
+from manyroots.config import flag_name
+from manyroots.errors import ConfigError
 
 
 def add_bench_command(commands: Any) -> None:
     bench = commands.add_parser("bench", help="measure throughput and latency")
     kinds = bench.add_subparsers(required=True, metavar="WHAT")
+    _add_offline(kinds)
+    _add_scheduler(kinds)
+    _add_cache(kinds)
+
+
+def _add_offline(kinds: Any) -> None:
     offline = kinds.add_parser(
         "offline", help="tokens per second of a batch of prompts, beside transformers' generate"
     )
@@ -33,9 +41,50 @@ def add_bench_command(commands: Any) -> None:
     offline.set_defaults(run=_offline)
 
 
+def _add_scheduler(kinds: Any) -> None:
+    scheduler = kinds.add_parser(
+        "scheduler", help="cost of planning without a model, beside other schedulers"
+    )
+    group = scheduler.add_argument_group("workload")
+    group.add_argument("--requests", type=int, default=1000, metavar="N")
+    group.add_argument("--prompt-len", type=int, default=4096, metavar="TOKENS")
+    group.add_argument("--shared", type=float, default=0.75, metavar="SHARE", help="of each prompt")
+    group.add_argument("--groups", type=int, default=32, metavar="N", help="different shared heads")
+    group.add_argument("--decode", type=int, default=8, metavar="TOKENS", help="output per request")
+    group.add_argument("--budget", type=int, default=8192, metavar="TOKENS", help="per step")
+    group.add_argument("--batch", type=int, default=256, metavar="N", help="sequences per step")
+    group.add_argument("--burst", type=int, default=64, metavar="N", help="requests of the burst")
+    group.add_argument("--decode-batches", type=_ints, default=(1, 64, 256), metavar="LIST")
+    group.add_argument("--waiting", type=_ints, default=(0, 100, 500, 5000), metavar="LIST")
+    group.add_argument("--steady-steps", type=int, default=64, metavar="N")
+    group.add_argument("--page-size", type=_ints, default=(16, 64), metavar="LIST")
+    group.add_argument("--repeats", type=int, default=3, metavar="N", help="the median counts")
+    group.add_argument(
+        "--peer", action="append", default=[], metavar="DIR",
+        help="folder that a tokenspeed-scheduler wheel was installed into; may be repeated",
+    )  # fmt: skip
+    group.add_argument("--json", metavar="FILE", help="write the result here")
+    scheduler.set_defaults(run=_scheduler)
+
+
+def _add_cache(kinds: Any) -> None:
+    cache = kinds.add_parser("cache", help="cost and memory of the prefix cache alone")
+    group = cache.add_argument_group("workload")
+    group.add_argument("--prompt-len", type=int, default=4096, metavar="TOKENS")
+    group.add_argument("--shared", type=float, default=0.75, metavar="SHARE", help="of each prompt")
+    group.add_argument("--prefixes", type=int, default=8, metavar="N")
+    group.add_argument("--pages", type=int, default=4096, metavar="N", help="of the small pool")
+    group.add_argument("--page-size", type=int, default=16, metavar="TOKENS")
+    group.add_argument("--cycles", type=int, default=500, metavar="N", help="the median counts")
+    group.add_argument(
+        "--large-pages", type=int, default=1_000_000, metavar="N", help="of the large pool"
+    )
+    group.add_argument("--json", metavar="FILE", help="write the result here")
+    cache.set_defaults(run=_cache)
+
+
 def _offline(arguments: dict[str, Any]) -> int:
     from manyroots.bench.offline import OfflineWorkload, run_offline
-    from manyroots.errors import ConfigError
 
     values = with_config_file(arguments, set(arguments))
     if values["shared_len"] >= values["prompt_len"]:
@@ -55,6 +104,93 @@ def _offline(arguments: dict[str, Any]) -> int:
     report = run_offline(
         workload, engine, values["dtypes"].split(","), compare=values["compare"] == "transformers"
     )
-    if values["json"]:
-        Path(values["json"]).write_text(json.dumps(report, indent=2) + "\n")
+    return _written(report, values["json"])
+
+
+def _scheduler(arguments: dict[str, Any]) -> int:
+    from manyroots.bench.scheduler import run_scheduler
+    from manyroots.bench.scheduler_trace import SchedulerWorkload
+
+    _check_positive(arguments, ("requests", "prompt_len", "groups", "decode", "budget", "batch"))
+    _check_positive(arguments, ("burst", "steady_steps", "repeats"))
+    for name, low in (("page_size", 1), ("decode_batches", 1), ("waiting", 0)):
+        _check_at_least(name, min(arguments[name]), low)
+    _check_shared(arguments)
+    workload = SchedulerWorkload(
+        num_requests=arguments["requests"],
+        prompt_len=arguments["prompt_len"],
+        shared=arguments["shared"],
+        groups=arguments["groups"],
+        output_len=arguments["decode"],
+        budget=arguments["budget"],
+        batch=arguments["batch"],
+        burst=arguments["burst"],
+        decode_batches=arguments["decode_batches"],
+        waiting=tuple(sorted(arguments["waiting"])),
+        steady_steps=arguments["steady_steps"],
+    )
+    report = run_scheduler(
+        workload,
+        list(arguments["page_size"]),
+        [Path(folder) for folder in arguments["peer"]],
+        arguments["repeats"],
+    )
+    return _written(report, arguments["json"])
+
+
+def _cache(arguments: dict[str, Any]) -> int:
+    from manyroots.bench.cache import CacheWorkload, run_cache
+
+    _check_positive(arguments, ("prompt_len", "prefixes", "pages", "page_size", "cycles"))
+    _check_shared(arguments)
+    workload = CacheWorkload(
+        prompt_len=arguments["prompt_len"],
+        shared=arguments["shared"],
+        prefixes=arguments["prefixes"],
+        num_pages=arguments["pages"],
+        page_size=arguments["page_size"],
+        num_cycles=arguments["cycles"],
+        num_large_pages=arguments["large_pages"],
+    )
+    num_needed = workload.num_pages_in_use
+    for name in ("pages", "large_pages"):
+        if arguments[name] < num_needed:
+            raise ConfigError(
+                f"{flag_name(name)} is {arguments[name]}; the prefixes and one request alone "
+                f"need {num_needed}."
+            )
+    return _written(run_cache(workload), arguments["json"])
+
+
+def _written(report: dict[str, Any], path: str | None) -> int:
+    """Write the report where asked, saying what it was measured on."""
+    if path is not None:
+        if "machine" not in report:
+            from manyroots.bench.machine import describe_machine
+
+            report = {"machine": describe_machine(), **report}
+        Path(path).write_text(json.dumps(report, indent=2) + "\n")
     return 0
+
+
+def _ints(text: str) -> tuple[int, ...]:
+    """`16,64` on the command line."""
+    return tuple(int(part) for part in text.split(","))
+
+
+def _check_positive(arguments: dict[str, Any], names: tuple[str, ...]) -> None:
+    for name in names:
+        _check_at_least(name, arguments[name], 1)
+
+
+def _check_at_least(name: str, value: int, low: int) -> None:
+    if value < low:
+        raise ConfigError(f"{flag_name(name)} is {value}; it must be at least {low}.")
+
+
+def _check_shared(arguments: dict[str, Any]) -> None:
+    if not 0.0 <= arguments["shared"] < 1.0:
+        raise ConfigError(
+            f"--shared is {arguments['shared']}; it must be at least 0 and below 1: "
+            "each prompt needs tokens of its own."
+        )

@@ -1,4 +1,4 @@
-"""`manyroots serve | generate | chat | bench`.
+"""`manyroots serve | generate | chat | bench | simulate`.
 
 Parses, calls the room that does the work, and turns errors made for users into one line and
 exit code 2. Each command imports what it needs when it runs.
@@ -14,6 +14,7 @@ from typing import Any
 
 from manyroots.cli.bench import add_bench_command
 from manyroots.cli.flags import add_engine_flags, add_settings, engine_values, with_config_file
+from manyroots.cli.simulate import add_simulate_command
 from manyroots.config import ENGINE_ROOMS, ServerSettings, engine_settings
 from manyroots.errors import ManyrootsError
 from manyroots.version import __version__
@@ -55,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     chat.set_defaults(run=_chat)
 
     add_bench_command(commands)
+    add_simulate_command(commands)
     return parser
 
 

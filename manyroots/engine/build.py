@@ -14,9 +14,13 @@ import torch
 
 from manyroots.cache.cache import PrefixCache
 from manyroots.cache.families.full import FULL_ATTENTION
+from manyroots.cache.planes import Capacity, Layout
+from manyroots.cache.policies import CachePolicies
 from manyroots.config import CacheSettings, EngineSettings, ModelSettings
 from manyroots.engine.loop import EngineLoop
 from manyroots.errors import ConfigError
+from manyroots.lora.limits import Limits
+from manyroots.lora.residency import Residency
 from manyroots.messages import EngineInfo
 from manyroots.models.load import load_model
 from manyroots.models.source import ModelSource, resolve_source
@@ -72,11 +76,17 @@ def build_engine(settings: EngineSettings) -> Engine:
         device=device,
     )
     cache = PrefixCache(
-        FULL_ATTENTION, num_pages, page_size, reuse=settings.cache.enable_prefix_caching
+        Layout.of(page_size, (Capacity(FULL_ATTENTION, num_pages),)),
+        CachePolicies(reuse=settings.cache.enable_prefix_caching),
     )
     max_num_seqs = settings.scheduler.max_num_seqs
     runner = TorchRunner(model, arena, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
-    scheduler = Scheduler(settings.scheduler, cache, max_model_len=max_model_len)
+    adapters = Residency(
+        Limits(
+            max_loras=settings.scheduler.max_loras, max_cpu_loras=settings.scheduler.max_cpu_loras
+        )
+    )
+    scheduler = Scheduler(settings.scheduler, cache, adapters, max_model_len=max_model_len)
     logger.info(
         "%s: %s on %s, %d pages of %d tokens (%.2f GiB), context %d",
         source.name, dtype, device, num_pages, page_size,

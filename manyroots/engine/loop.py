@@ -10,8 +10,8 @@ import logging
 from collections import deque
 from concurrent.futures import Future
 
-from manyroots.errors import UnavailableError
-from manyroots.messages import Abort, Output, Stats, Submit
+from manyroots.errors import NotFoundError, UnavailableError
+from manyroots.messages import Abort, FinishReason, Output, Stats, Submit
 from manyroots.scheduler.scheduler import Scheduler
 from manyroots.step import Runner, StepResult
 
@@ -39,7 +39,13 @@ class EngineLoop:
     def handle(self, message: Submit | Abort) -> None:
         """Take one message from a client."""
         if isinstance(message, Submit):
-            self._scheduler.submit(message)
+            try:
+                self._scheduler.submit(message)
+            except NotFoundError as error:
+                # The door knew the adapter; it was unloaded on the way here.
+                self._news.append(
+                    Output(message.request_id, [], FinishReason.ERROR, 0, error=str(error))
+                )
             return
         for request_id in message.request_ids:
             output = self._scheduler.abort(request_id)
@@ -75,7 +81,9 @@ class EngineLoop:
         """A step failed: fail its requests and those that may lean on it, and go on."""
         logger.exception("step failed", exc_info=error)
         for future in self._launched:
-            future.exception()  # waits; whatever it gave rests on the failed step
+            if future.exception() is None:  # waits
+                # Its tokens rest on the failed step; the copies that ended with it do not.
+                self._news.extend(self._scheduler.take_arrivals(future.result()))
         self._launched.clear()
         reason = f"the step that computed this request failed: {error}"
         self._news.extend(self._scheduler.fail_in_flight(reason))

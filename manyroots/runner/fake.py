@@ -1,20 +1,38 @@
-"""A runner without a model: deterministic tokens, and a memory that can be wrong.
+"""A runner without a model: deterministic tokens, and memories that can be wrong.
 
-For every slot of every page it keeps a digest of the token written there and of all before it, as
-keys and values depend on both, and reads a row's history back *through its page table*, as
-attention would. Any mistake of the decide half (a page of another request, one not filled yet, one
-freed too early) makes a digest wrong, and the step raises. For tests; needs no torch.
+For every unit of every family and tier it keeps digests of the tokens written there and of all
+before them, as keys, values and states depend on both, and reads a row's history back *through its
+page tables*, as layers would. Any mistake of the decide half (a page of another request, one not
+filled yet, one freed too early, a state of another prefix) makes a digest wrong, and the step
+raises. For tests; needs no torch.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
 
-from manyroots.ids import RequestId
-from manyroots.step import Arrival, Int32s, Plan, StepResult
+from manyroots.cache.families.family import Family
+from manyroots.cache.families.full import FULL_ATTENTION
+from manyroots.ids import AdapterDigest, AdapterSlot, RequestId, Tier
+from manyroots.step import (
+    AdapterIntent,
+    AdapterLoaded,
+    Arrival,
+    Copy,
+    CopyDone,
+    LoadAdapter,
+    LoadId,
+    Plan,
+    StepResult,
+)
+
+Content = tuple[int | None, ...]
+"""What a unit holds: a digest per token of a page, or one for a state."""
 
 
 @dataclass(slots=True)
@@ -22,22 +40,41 @@ class _Sequence:
     request_id: RequestId
     tokens: list[int]
     num_computed_tokens: int
-    table: list[int]
+    tables: list[list[int]]
     stop_ids: frozenset[int]
     num_prompt_tokens: int
     min_tokens: int
+    slot: AdapterSlot | None
+    weights: AdapterDigest | None
     digests: list[int]
-    """Entry i stands for tokens[: i + 1]."""
+    """Entry i stands for tokens[: i + 1], computed with these weights."""
 
 
 class FakeRunner:
-    """Computes a step at once, in the caller's thread."""
+    """Computes a step at once, in the caller's thread. Copies end when `finish_copies` says."""
 
-    def __init__(self, *, num_pages: int, page_size: int, vocab_size: int) -> None:
+    def __init__(
+        self,
+        *,
+        page_size: int,
+        vocab_size: int,
+        families: tuple[Family, ...] = (FULL_ATTENTION,),
+        finish_copies: Callable[[list[Copy]], list[tuple[Copy, bool]]] | None = None,
+        finish_loads: Callable[[list[LoadAdapter]], list[AdapterLoaded]] | None = None,
+    ) -> None:
+        """`finish_copies` and `finish_loads` take what is under way and say what ends now."""
         self._page_size = page_size
         self._vocab_size = vocab_size
-        self._memory: list[list[int | None]] = [[None] * page_size for _ in range(num_pages)]
-        """Digest in each slot of each page; None where nothing was ever written."""
+        self._families = families
+        self._finish_copies = finish_copies or (lambda copies: [(copy, True) for copy in copies])
+        self._memory: dict[tuple[int, Tier, int], list[int | None]] = {}
+        """(family, tier, unit) -> content."""
+        self._storage: dict[tuple[int, bytes], Content] = {}
+        self._under_way: deque[tuple[Copy, list[Content]]] = deque()
+        self._finish_loads = finish_loads or _finish_all
+        self._loads: dict[LoadId, LoadAdapter] = {}
+        self._slots: dict[AdapterSlot, AdapterDigest] = {}
+        """The weights in each adapter slot."""
         self._sequences: dict[int, _Sequence] = {}
         self.fail_next: str | None = None
         """Set to make the next step raise, as a kernel fault would."""
@@ -54,57 +91,179 @@ class FakeRunner:
         self._sequences.clear()
 
     def execute(self, plan: Plan) -> StepResult:
+        for intent in plan.adapters:
+            self._begin_intent(intent)
         for arrival in plan.arrivals:
-            self._sequences[int(arrival.row)] = _arrive(arrival)
+            weights = None
+            if arrival.adapter_slot is not None:
+                weights = self._slots.get(arrival.adapter_slot)
+                if weights is None:
+                    raise RuntimeError(f"adapter slot {arrival.adapter_slot} holds no weights")
+            self._sequences[int(arrival.row)] = _arrive(arrival, weights)
         for growth in plan.new_pages:
-            sequence = self._sequences[int(growth.row)]
-            if len(sequence.table) != growth.first:
-                raise RuntimeError(f"row {growth.row}: table has {len(sequence.table)} pages")
-            sequence.table.extend(growth.pages.tolist())
+            table = self._sequences[int(growth.row)].tables[growth.family]
+            if len(table) != growth.first:
+                raise RuntimeError(f"row {growth.row}: table has {len(table)} units")
+            table.extend(growth.pages.tolist())
+        for copy in plan.copies:
+            if not copy.is_after_model:
+                self._begin_copy(copy)
         if self.fail_next is not None:
             reason, self.fail_next = self.fail_next, None
             raise RuntimeError(reason)
+        tokens = self._compute(plan)
+        for copy in plan.copies:
+            if copy.is_after_model:
+                self._begin_copy(copy)
+        return StepResult(
+            plan.step_id,
+            np.array(tokens, np.int32),
+            copies=self._end_copies(),
+            adapters=self._end_loads(),
+        )
+
+    def _begin_intent(self, intent: AdapterIntent) -> None:
+        if isinstance(intent, LoadAdapter):
+            self._slots.pop(intent.target.slot, None)
+            self._loads[intent.load_id] = intent
+        elif intent.target is not None:
+            self._slots.pop(intent.target.slot, None)
+
+    def _end_loads(self) -> tuple[AdapterLoaded, ...]:
+        done = tuple(self._finish_loads(list(self._loads.values())))
+        for loaded in done:
+            load = self._loads.pop(loaded.load_id)
+            if loaded.error is None:
+                self._slots[load.target.slot] = load.digest
+        return done
+
+    def _compute(self, plan: Plan) -> list[int]:
         rows = [self._sequences[row] for row in plan.rows.tolist()]
         spans = list(zip(rows, plan.num_tokens.tolist(), plan.samples.tolist(), strict=True))
-        # All rows write before any reads, as the contract says.
+        before = [sequence.num_computed_tokens for sequence in rows]
+        # All rows write before any reads, as the contract says; states are read first.
         for sequence, num_tokens, _ in spans:
+            if sequence.slot is not None and self._slots.get(sequence.slot) != sequence.weights:
+                raise RuntimeError(f"request {sequence.request_id}: its adapter slot was taken")
+            self._check_states(sequence)
             self._write(sequence, num_tokens)
-        tokens = [self._next_token(sequence) for sequence, _, samples in spans if samples]
-        for sequence, token in zip([s for s, _, samples in spans if samples], tokens, strict=True):
-            sequence.tokens.append(token)
-            sequence.digests.extend(_digests([token], sequence.digests[-1]))
-        return StepResult(plan.step_id, np.array(tokens, np.int32))
+        for (sequence, _, _), begin in zip(spans, before, strict=True):
+            self._check_pages(sequence, begin)
+        tokens = []
+        for sequence, _, samples in spans:
+            if samples:
+                tokens.append(self.next_token(sequence))
+                sequence.tokens.append(tokens[-1])
+                sequence.digests.extend(_digests([tokens[-1]], sequence.digests[-1]))
+        return tokens
 
     def _write(self, sequence: _Sequence, num_tokens: int) -> None:
         begin = sequence.num_computed_tokens
-        if begin + num_tokens > len(sequence.tokens):
+        end = begin + num_tokens
+        if end > len(sequence.tokens):
             raise RuntimeError(f"request {sequence.request_id}: computes unknown tokens")
-        for position in range(begin, begin + num_tokens):
-            page, offset = divmod(position, self._page_size)
-            self._memory[sequence.table[page]][offset] = sequence.digests[position]
-        sequence.num_computed_tokens += num_tokens
+        for index, family in enumerate(self._families):
+            if family.is_state:
+                unit = sequence.tables[index][0]
+                self._memory[index, Tier.DEVICE, unit] = [sequence.digests[end - 1]]
+                continue
+            for position in range(begin, end):
+                page, offset = divmod(position, self._page_size)
+                content = self._unit(index, sequence.tables[index][page])
+                content[offset] = sequence.digests[position]
+        sequence.num_computed_tokens = end
 
-    def _next_token(self, sequence: _Sequence) -> int:
-        for position, digest in enumerate(sequence.digests):
-            page, offset = divmod(position, self._page_size)
-            if self._memory[sequence.table[page]][offset] != digest:
-                raise RuntimeError(
-                    f"request {sequence.request_id}: page {sequence.table[page]} does not hold "
-                    f"position {position} of this sequence"
-                )
+    def _check_states(self, sequence: _Sequence) -> None:
+        begin = sequence.num_computed_tokens
+        for index, family in enumerate(self._families):
+            if family.is_state and begin > 0:
+                state = self._unit(index, sequence.tables[index][0])[0]
+                if state != sequence.digests[begin - 1]:
+                    raise RuntimeError(
+                        f"request {sequence.request_id}: the working state is not that of its "
+                        f"first {begin} tokens"
+                    )
+
+    def _check_pages(self, sequence: _Sequence, begin: int) -> None:
+        """What the tokens from `begin` on read must be there."""
+        for index, family in enumerate(self._families):
+            if family.is_state:
+                continue
+            first = family.first_needed(begin) * self._page_size
+            if not family.is_ordered:
+                # Within the page the window may begin later; only what it covers is read.
+                first = max(first, begin - getattr(family, "window", begin + 1) + 1, 0)
+            for position in range(first, sequence.num_computed_tokens):
+                page, offset = divmod(position, self._page_size)
+                unit = sequence.tables[index][page]
+                if unit < 0 or self._unit(index, unit)[offset] != sequence.digests[position]:
+                    raise RuntimeError(
+                        f"request {sequence.request_id}: unit {unit} of family {family.name} does "
+                        f"not hold position {position} of this sequence"
+                    )
+
+    def next_token(self, sequence: _Sequence) -> int:
         token = _token_of(sequence.digests[-1], self._vocab_size)
         num_output = len(sequence.tokens) - sequence.num_prompt_tokens
         if num_output < sequence.min_tokens and token in sequence.stop_ids:
             token = (token + 1) % self._vocab_size
         return token
 
+    def _unit(self, family: int, unit: int) -> list[int | None]:
+        key = (family, Tier.DEVICE, unit)
+        if key not in self._memory:
+            width = 1 if self._families[family].is_state else self._page_size
+            self._memory[key] = [None] * width
+        return self._memory[key]
 
-def fake_next_token(history: list[int], vocab_size: int) -> int:
-    """What the fake model says after `history`."""
-    return _token_of(_digests(history)[-1], vocab_size)
+    def _begin_copy(self, copy: Copy) -> None:
+        """Read the sources now: whoever reuses them later must not change what is copied."""
+        if copy.source is Tier.STORAGE:
+            contents: list[Content] = [
+                self._storage.get((copy.family, digest), ()) for digest in copy.hashes
+            ]
+        else:
+            contents = [
+                tuple(self._memory.get((copy.family, copy.source, unit), ()))
+                for unit in copy.source_units.tolist()
+            ]
+        if copy.source is copy.target:
+            self._write_copy(copy, contents)
+        else:
+            self._under_way.append((copy, contents))
+
+    def _end_copies(self) -> tuple[CopyDone, ...]:
+        by_id = {copy.copy_id: (copy, contents) for copy, contents in self._under_way}
+        done = []
+        for copy, is_good in self._finish_copies([copy for copy, _ in self._under_way]):
+            _, contents = by_id.pop(copy.copy_id)
+            arrived = np.array([is_good and content != () for content in contents], np.bool_)
+            if is_good:
+                self._write_copy(copy, contents)
+            done.append(CopyDone(copy.copy_id, arrived))
+        self._under_way = deque(by_id.values())
+        return tuple(done)
+
+    def _write_copy(self, copy: Copy, contents: list[Content]) -> None:
+        if copy.target is Tier.STORAGE:
+            for digest, content in zip(copy.hashes, contents, strict=True):
+                self._storage[copy.family, digest] = content
+            return
+        for unit, content in zip(copy.target_units.tolist(), contents, strict=True):
+            if content:
+                self._memory[copy.family, copy.target, unit] = list(content)
 
 
-def _digests(tokens: list[int], state: int = 17) -> list[int]:
+def fake_next_token(history: list[int], vocab_size: int, weights: bytes | None = None) -> int:
+    """What the fake model, with an adapter's weights or its own, says after `history`."""
+    return _token_of(_digests(history, _start(weights))[-1], vocab_size)
+
+
+def _start(weights: bytes | None) -> int:
+    return 17 if weights is None else int.from_bytes(weights, "little") * 2 + 18
+
+
+def _digests(tokens: list[int], state: int) -> list[int]:
     states = []
     for token in tokens:
         state = (state * 6364136223846793005 + token + 1) % 2**64
@@ -116,15 +275,21 @@ def _token_of(digest: int, vocab_size: int) -> int:
     return (digest >> 33) % vocab_size
 
 
-def _arrive(arrival: Arrival) -> _Sequence:
-    table: Int32s = arrival.page_tables[0]
+def _finish_all(loads: list[LoadAdapter]) -> list[AdapterLoaded]:
+    return [AdapterLoaded(load.load_id, None) for load in loads]
+
+
+def _arrive(arrival: Arrival, weights: AdapterDigest | None) -> _Sequence:
+    tokens = arrival.tokens.tolist()
     return _Sequence(
         request_id=arrival.request_id,
-        tokens=arrival.tokens.tolist(),
+        tokens=tokens,
         num_computed_tokens=arrival.num_computed_tokens,
-        table=table.tolist(),
+        tables=[table.tolist() for table in arrival.page_tables],
         stop_ids=frozenset(arrival.stop_ids),
         num_prompt_tokens=arrival.num_prompt_tokens,
         min_tokens=arrival.sampling.min_tokens,
-        digests=_digests(arrival.tokens.tolist()),
+        slot=arrival.adapter_slot,
+        weights=weights,
+        digests=_digests(tokens, _start(weights)),
     )

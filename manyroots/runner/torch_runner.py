@@ -57,6 +57,8 @@ class TorchRunner:
     @torch.inference_mode()
     def execute(self, plan: Plan) -> StepResult:
         """One step, now."""
+        if plan.copies or plan.adapters:
+            raise RuntimeError("this runner has neither lower tiers nor adapters yet")
         self._batch.apply(plan)
         for arrival in plan.arrivals:
             self._state.arrive(arrival)

@@ -6,10 +6,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from manyroots.cache.cache import Extension
 from manyroots.cache.lease import Lease
 from manyroots.ids import Row, StepId
 from manyroots.scheduler.request import Request
-from manyroots.step import Arrival, NewPages, Plan
+from manyroots.step import AdapterIntent, Arrival, Copy, NewPages, Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,18 +56,23 @@ class Draft:
                 tokens=request.tokens.copy(),
                 num_prompt_tokens=request.num_prompt_tokens,
                 num_computed_tokens=lease.num_cached_tokens,
-                page_tables=(np.array(lease.pages, np.int32),),
+                page_tables=tuple(np.array(table, np.int32) for table in lease.tables),
                 sampling=sampling,
                 seed=submit.seed,
                 stop_ids=submit.stop_ids,
+                adapter_slot=None if request.hold is None else request.hold.slot,
             )
         )
 
-    def grow(self, row: Row, first: int, pages: list[int]) -> None:
-        if pages:
-            self.new_pages.append(NewPages(row, 0, first, np.array(pages, np.int32)))
+    def grow(self, row: Row, extension: Extension) -> None:
+        """A row's tables get longer."""
+        for family, (first, units) in enumerate(zip(extension.first, extension.units, strict=True)):
+            if units:
+                self.new_pages.append(NewPages(row, family, first, np.array(units, np.int32)))
 
-    def to_plan(self) -> Plan:
+    def to_plan(
+        self, copies: tuple[Copy, ...], adapters: tuple[AdapterIntent, ...], *, waits: bool
+    ) -> Plan:
         return Plan(
             step_id=self.step_id,
             arrivals=tuple(self.arrivals),
@@ -74,4 +80,7 @@ class Draft:
             rows=np.array([part.row for part in self.parts], np.int32),
             num_tokens=np.array([part.num_tokens for part in self.parts], np.int32),
             samples=np.array([part.samples for part in self.parts], np.bool_),
+            copies=copies,
+            adapters=adapters,
+            waits=waits,
         )

@@ -13,8 +13,11 @@ import enum
 
 import numpy as np
 
+from manyroots.cache.cache import Ending
+from manyroots.cache.keys import PrefixKey
 from manyroots.cache.lease import Lease
-from manyroots.ids import Row
+from manyroots.ids import Namespace, Row, StepId
+from manyroots.lora.registry import Hold
 from manyroots.messages import Submit
 from manyroots.step import Int32s, TokenLogprobs
 
@@ -24,6 +27,8 @@ class State(enum.Enum):
 
     WAITING = "waiting"
     """In the queue; holds nothing."""
+    LOADING = "loading"
+    """Holds a lease whose units are on their way to the device."""
     RUNNING = "running"
     """Holds a row and a lease."""
     DRAINING = "draining"
@@ -37,6 +42,10 @@ class Request:
 
     __slots__ = (
         "_buffer",
+        "ending",
+        "group",
+        "hold",
+        "key",
         "lease",
         "num_cached_tokens",
         "num_committed_tokens",
@@ -47,13 +56,28 @@ class Request:
         "num_tokens",
         "prompt_logprobs",
         "row",
+        "serial",
         "state",
         "stop_ids",
         "submit",
+        "waiting_since",
     )
 
-    def __init__(self, submit: Submit) -> None:
+    def __init__(self, submit: Submit, serial: int, step_id: StepId, hold: Hold | None) -> None:
         self.submit = submit
+        self.serial = serial
+        """Order of arrival."""
+        self.waiting_since = step_id
+        """The step being planned when it was queued."""
+        self.hold = hold
+        """Its right to its adapter's weights, from submission to its end."""
+        namespace = submit.namespace
+        if hold is not None:
+            # What the adapter's name means now, not what it meant to whoever sent the request.
+            namespace = Namespace(adapter=hold.digest, salt=namespace.salt)
+        self.key = PrefixKey(namespace)
+        self.group = (None if hold is None else hold.digest, namespace.salt)
+        """Adapter and tenant."""
         self.stop_ids = frozenset(submit.stop_ids)
         self.state = State.WAITING
         self.num_prompt_tokens = len(submit.prompt)
@@ -70,6 +94,8 @@ class Request:
         self.num_cached_tokens: int | None = None
         """What was reused when it first began."""
         self.prompt_logprobs: list[TokenLogprobs] = []
+        self.ending = Ending.DROPPED
+        """What its lease is released with: whether its newest state is worth keeping."""
         self.row: Row | None = None
         self.lease: Lease | None = None
 

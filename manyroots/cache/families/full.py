@@ -2,6 +2,35 @@
 
 from __future__ import annotations
 
-from manyroots.cache.families.family import Family
+from dataclasses import dataclass
 
-FULL_ATTENTION = Family(name="full", shares_within_step=True)
+import numpy as np
+
+from manyroots.cache.families.family import Family
+from manyroots.step import Bools
+
+
+@dataclass(frozen=True, slots=True)
+class FullAttention(Family):
+    """Keys and values of all tokens."""
+
+    @property
+    def shares_within_step(self) -> bool:
+        return True
+
+    @property
+    def is_ordered(self) -> bool:
+        return True
+
+    @property
+    def is_state(self) -> bool:
+        return False
+
+    def resumable(self, present: Bools) -> Bools:
+        return np.logical_and.accumulate(present)
+
+    def first_needed(self, num_tokens: int) -> int:
+        return 0
+
+
+FULL_ATTENTION = FullAttention("full")

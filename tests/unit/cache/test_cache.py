@@ -6,31 +6,49 @@ import numpy as np
 import pytest
 
 from manyroots.cache.audit import audit
-from manyroots.cache.cache import Demand, PrefixCache, Refusal
-from manyroots.cache.families.family import Family
+from manyroots.cache.cache import Ending, PrefixCache, Refusal
 from manyroots.cache.families.full import FULL_ATTENTION
+from manyroots.cache.families.recurrent import RecurrentState
+from manyroots.cache.keys import PrefixKey
 from manyroots.cache.lease import Lease
+from manyroots.cache.planes import Capacity, Layout
+from manyroots.cache.policies import CachePolicies
 from manyroots.ids import Namespace, StepId
 
-BASE = Namespace(adapter=None, salt=None)
+BASE = PrefixKey(Namespace(adapter=None, salt=None))
 
 
 def make(num_pages: int = 8, page_size: int = 2) -> PrefixCache:
-    return PrefixCache(FULL_ATTENTION, num_pages, page_size, reuse=True)
+    layout = Layout.of(page_size, (Capacity(FULL_ATTENTION, num_pages),))
+    return PrefixCache(layout, CachePolicies())
 
 
 def tokens(*values: int) -> np.ndarray:
     return np.array(values, np.int32)
 
 
-def reserve(cache: PrefixCache, prompt: np.ndarray, new: int = 100) -> Lease | Refusal:
-    return cache.reserve(Demand(BASE, prompt, new, may_reuse=True, num_must_fit_tokens=0))
+def begin(cache: PrefixCache, prompt: np.ndarray) -> Lease | Refusal:
+    """Claim and extend as a step that computes the whole prompt would."""
+    lease = cache.claim(BASE, prompt, len(prompt), may_reuse=True)
+    extension = cache.extend(lease, lease.num_cached_tokens, len(prompt), StepId(1))
+    if isinstance(extension, Refusal):
+        cache.release(lease, Ending.DROPPED)
+        return extension
+    return lease
 
 
 def lease_of(cache: PrefixCache, prompt: np.ndarray) -> Lease:
-    lease = reserve(cache, prompt)
+    lease = begin(cache, prompt)
     assert isinstance(lease, Lease)
     return lease
+
+
+def found(cache: PrefixCache, prompt: np.ndarray) -> int:
+    return cache.lookup(BASE, prompt).num_pages * cache.page_size
+
+
+def free(cache: PrefixCache) -> int:
+    return cache.stats().planes[0].num_free
 
 
 def test_a_lookup_changes_nothing() -> None:
@@ -38,9 +56,9 @@ def test_a_lookup_changes_nothing() -> None:
     lease = lease_of(cache, tokens(1, 2, 3, 4, 5))
     cache.announce(lease, tokens(1, 2, 3, 4, 5), 5, StepId(1))
     before = cache.stats()
-    assert cache.lookup(BASE, tokens(1, 2, 3, 4, 9)) == 4
-    assert cache.lookup(BASE, tokens(1, 2, 3, 4)) == 2  # one token is always left to compute
-    assert cache.lookup(BASE, tokens(1, 2, 9, 9, 9)) == 2
+    assert found(cache, tokens(1, 2, 3, 4, 9)) == 4
+    assert found(cache, tokens(1, 2, 3, 4)) == 2  # one token is always left to compute
+    assert found(cache, tokens(1, 2, 9, 9, 9)) == 2
     assert cache.stats() == before
     audit(cache)
 
@@ -52,7 +70,7 @@ def test_c03_a_claim_that_does_not_fit_is_given_back() -> None:
     cache.announce(lease_of(cache, prompt), prompt, 5, StepId(1))
     before = cache.stats()
     longer = tokens(1, 2, 3, 4, 5, 6, 7, 8, 9, 10)
-    assert reserve(cache, longer) is Refusal.NO_ROOM
+    assert begin(cache, longer) is Refusal.NO_ROOM
     assert cache.stats() == before
     audit(cache)
 
@@ -60,9 +78,9 @@ def test_c03_a_claim_that_does_not_fit_is_given_back() -> None:
 def test_a_lease_is_released_exactly_once() -> None:
     cache = make()
     lease = lease_of(cache, tokens(1, 2, 3))
-    cache.release(lease)
+    cache.release(lease, Ending.FINISHED)
     with pytest.raises(RuntimeError, match="released twice"):
-        cache.release(lease)
+        cache.release(lease, Ending.FINISHED)
     audit(cache)
 
 
@@ -73,10 +91,10 @@ def test_p04_held_pages_are_never_evicted() -> None:
     cache.announce(held, tokens(1, 2, 3, 4), 4, StepId(1))
     gone = lease_of(cache, tokens(7, 8, 9, 10, 11, 12))
     cache.announce(gone, tokens(7, 8, 9, 10, 11, 12), 6, StepId(1))
-    cache.release(gone)
-    assert isinstance(reserve(cache, tokens(20, 21, 22, 23, 24, 25)), Lease)
-    assert cache.lookup(BASE, tokens(1, 2, 3, 4, 0)) == 4
-    assert cache.lookup(BASE, tokens(7, 8, 9)) == 0
+    cache.release(gone, Ending.FINISHED)
+    assert isinstance(begin(cache, tokens(20, 21, 22, 23, 24, 25)), Lease)
+    assert found(cache, tokens(1, 2, 3, 4, 0)) == 4
+    assert found(cache, tokens(7, 8, 9)) == 0
     audit(cache)
 
 
@@ -86,10 +104,12 @@ def test_the_least_recently_used_tail_goes_first() -> None:
         prompt = np.arange(start, start + 4, dtype=np.int32)
         lease = lease_of(cache, prompt)
         cache.announce(lease, prompt, 4, StepId(step))
-        cache.release(lease)
-    cache.release(lease_of(cache, tokens(1, 2, 3, 4, 5)))  # evicts one page, touches the first
-    assert cache.lookup(BASE, tokens(11, 12, 13, 14, 0)) == 2
-    assert cache.lookup(BASE, tokens(1, 2, 3, 4, 0)) == 4
+        cache.release(lease, Ending.FINISHED)
+    cache.release(
+        lease_of(cache, tokens(1, 2, 3, 4, 5)), Ending.FINISHED
+    )  # evicts one page, touches the first
+    assert found(cache, tokens(11, 12, 13, 14, 0)) == 2
+    assert found(cache, tokens(1, 2, 3, 4, 0)) == 4
     audit(cache)
 
 
@@ -104,12 +124,12 @@ def test_p03_a_failed_step_takes_back_what_it_announced_and_all_below_it() -> No
     assert second.num_cached_tokens == 4
     cache.announce(second, other, 7, StepId(1))
     audit(cache)
-    cache.release(first)
-    cache.release(second)
+    cache.release(first, Ending.FINISHED)
+    cache.release(second, Ending.FINISHED)
     cache.fail_step(StepId(1))
     audit(cache)
-    assert cache.stats().num_free == 16
-    assert cache.lookup(BASE, prompt) == 0
+    assert free(cache) == 16
+    assert found(cache, prompt) == 0
 
 
 def test_a_committed_step_survives_the_failure_of_the_next() -> None:
@@ -121,13 +141,13 @@ def test_a_committed_step_survives_the_failure_of_the_next() -> None:
     cache.commit_step(StepId(1))
     cache.fail_step(StepId(2))
     audit(cache)
-    assert cache.lookup(BASE, tokens(1, 2, 3, 4, 5, 6, 7, 8, 9)) == 4
+    assert found(cache, tokens(1, 2, 3, 4, 5, 6, 7, 8, 9)) == 4
     longer = tokens(1, 2, 3, 4, 5, 6, 7, 8, 9, 10)
-    cache.extend(lease, 10)
+    cache.extend(lease, 8, 10, StepId(3))
     cache.commit(lease, longer, 10, StepId(3))  # with the next page, what was taken out comes back
     audit(cache)
-    assert cache.lookup(BASE, tokens(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11)) == 10
-    cache.release(lease)
+    assert found(cache, tokens(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11)) == 10
+    cache.release(lease, Ending.FINISHED)
     audit(cache)
 
 
@@ -138,27 +158,30 @@ def test_p05_a_copy_computed_twice_keeps_the_path_above_it_held() -> None:
     first, second = lease_of(cache, prompt), lease_of(cache, prompt)
     cache.commit(first, prompt, 4, StepId(1))
     longer = tokens(1, 2, 3, 4, 5, 6)
-    assert cache.extend(second, 6) != Refusal.NO_ROOM
+    assert cache.extend(second, 4, 6, StepId(2)) is not Refusal.NO_ROOM
     cache.commit(second, longer, 6, StepId(2))
-    cache.release(first)
+    cache.release(first, Ending.FINISHED)
     audit(cache)
-    assert cache.num_available_pages == cache.stats().num_free + cache.stats().num_cached
-    assert isinstance(reserve(cache, tokens(9, 9)), Lease)
+    assert isinstance(begin(cache, tokens(9, 9)), Lease)
     audit(cache)
-    cache.release(second)
+    cache.release(second, Ending.FINISHED)
     audit(cache)
-    assert cache.lookup(BASE, tokens(1, 2, 3, 4, 5, 6, 7)) == 6
+    assert found(cache, tokens(1, 2, 3, 4, 5, 6, 7)) == 6
 
 
 def test_p08_publishing_within_a_step_is_the_familys_own_decision() -> None:
-    """P08: a family that does not share within a step is findable only once the step commits."""
-    family = Family(name="late", shares_within_step=False)
-    cache = PrefixCache(family, 8, 2, reuse=True)
-    prompt = tokens(1, 2, 3, 4, 5)
-    lease = lease_of(cache, prompt)
-    cache.announce(lease, prompt, 5, StepId(1))
-    assert cache.lookup(BASE, prompt) == 0
+    """P08: a state is findable only once its step has committed; pages within the step."""
+    state = RecurrentState("state", interval=1)
+    layout = Layout.of(2, (Capacity(FULL_ATTENTION, 8), Capacity(state, 4)))
+    cache = PrefixCache(layout, CachePolicies())
+    prompt = tokens(1, 2, 3)
+    lease = cache.claim(BASE, prompt, 3, may_reuse=True)
+    assert cache.clip(lease, 0, 3) == 2
+    cache.extend(lease, 0, 2, StepId(1))
+    cache.announce(lease, prompt, 2, StepId(1))
+    assert cache.lookup(BASE, prompt).walk.depth == 1
+    assert found(cache, prompt) == 0
     cache.commit_step(StepId(1))
-    cache.commit(lease, prompt, 5, StepId(1))
-    assert cache.lookup(BASE, prompt) == 4
+    cache.commit(lease, prompt, 2, StepId(1))
+    assert found(cache, prompt) == 2
     audit(cache)

@@ -6,11 +6,14 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from manyroots.cache.keys import PrefixKey
+from manyroots.cache.planes import ABSENT
 from manyroots.cache.tree import PrefixTree
 from manyroots.ids import Namespace, StepId
 
-BASE = Namespace(adapter=None, salt=None)
-SALTED = Namespace(adapter=None, salt="s")
+BASE = PrefixKey(Namespace(adapter=None, salt=None))
+SALTED = PrefixKey(Namespace(adapter=None, salt="s"))
+SWITCHED = PrefixKey(BASE.namespace, 1, SALTED.namespace)
 PAGE = 2
 
 
@@ -18,68 +21,70 @@ def keys(tokens: list[int]) -> bytes:
     return np.array(tokens, np.int32).tobytes()
 
 
-def insert(
-    tree: PrefixTree, namespace: Namespace, tokens: list[int], first_page: int, lengthen: bool
-) -> list[int]:
-    """Index a whole prompt; returns the pages that were added."""
+def insert(tree: PrefixTree, key: PrefixKey, tokens: list[int], unit: int, lengthen: bool) -> None:
+    """Index a whole prompt: page i gets unit + i, where it has none yet."""
     count = len(tokens) // PAGE
-    pages = np.arange(first_page, first_page + count, dtype=np.int32)
-    inserted = tree.insert(
-        tree.root, namespace, keys(tokens[: count * PAGE]), 0, pages, StepId(1), lengthen=lengthen
+    path = tree.insert(
+        tree.root, key, keys(tokens[: count * PAGE]), 0, count, StepId(1), lengthen=lengthen
     )
-    return [int(page) for page in inserted.added]
+    for node in path:
+        for place in range(min(count, node.end) - node.first):
+            if node.units[0][place] == ABSENT:
+                units = np.array([unit + node.first + place], np.int32)
+                tree.set_units(node, 0, np.array([place]), units)
+
+
+def match(tree: PrefixTree, key: PrefixKey, tokens: list[int]) -> list[int]:
+    walk = tree.walk(key, keys(tokens), len(tokens) // PAGE)
+    units = [int(unit) for node in walk.nodes for unit in node.units[0]]
+    return units[: walk.depth]
 
 
 Tokens = st.lists(st.integers(0, 1), max_size=12)
-Entry = st.tuples(st.sampled_from([BASE, SALTED]), Tokens, st.booleans())
+Key = st.sampled_from([BASE, SALTED, SWITCHED])
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.lists(Entry, max_size=12), st.sampled_from([BASE, SALTED]), Tokens)
+@given(st.lists(st.tuples(Key, Tokens, st.booleans()), max_size=12), Key, Tokens)
 def test_r02_matches_equal_a_dictionary_of_prefixes(
-    entries: list[tuple[Namespace, list[int], bool]], namespace: Namespace, prompt: list[int]
+    entries: list[tuple[PrefixKey, list[int], bool]], key: PrefixKey, prompt: list[int]
 ) -> None:
-    """R02: whatever was inserted, a match is the longest prefix that a dictionary holds."""
-    tree = PrefixTree(PAGE)
-    oracle: dict[tuple[Namespace, tuple[int, ...]], int] = {}
-    next_page = 0
-    for space, tokens, lengthen in entries:
-        count = len(tokens) // PAGE
-        if count == 0:
-            continue
-        new = [
-            (space, tuple(tokens[: (i + 1) * PAGE]))
-            for i in range(count)
-            if (space, tuple(tokens[: (i + 1) * PAGE])) not in oracle
-        ]
-        added = insert(tree, space, tokens, next_page, lengthen)
-        assert added == list(range(next_page + count - len(new), next_page + count))
-        oracle.update(zip(new, added, strict=True))
-        next_page += count
+    """R02, N22: whatever was inserted, also by keys that switch namespaces behind the first page,
+    a match is the longest prefix that a dictionary holds."""
+
+    def name(key: PrefixKey, tokens: list[int], pages: int) -> tuple[object, ...]:
+        return (tuple(key.at(i) for i in range(pages)), tuple(tokens[: pages * PAGE]))
+
+    tree = PrefixTree(PAGE, 1)
+    oracle: dict[tuple[object, ...], int] = {}
+    for number, (space, tokens, lengthen) in enumerate(entries):
+        insert(tree, space, tokens, number * 100, lengthen)
+        for pages in range(1, len(tokens) // PAGE + 1):
+            oracle.setdefault(name(space, tokens, pages), number * 100 + pages - 1)
     expected = []
-    for end in range(PAGE, len(prompt) + 1, PAGE):
-        page = oracle.get((namespace, tuple(prompt[:end])))
-        if page is None:
+    for pages in range(1, len(prompt) // PAGE + 1):
+        if name(key, prompt, pages) not in oracle:
             break
-        expected.append(page)
-    walk = tree.match(namespace, keys(prompt), len(prompt) // PAGE)
-    assert walk.pages.tolist() == expected
-    assert sorted(int(p) for node in tree.nodes() for p in node.pages) == sorted(oracle.values())
+        expected.append(oracle[name(key, prompt, pages)])
+    assert match(tree, key, prompt) == expected
+    stored = [int(u) for node in tree.nodes() for u in node.units[0]]
+    assert sorted(stored) == sorted(oracle.values())
 
 
 def test_n04_no_tokens_can_forge_a_namespace() -> None:
     """N04: all-zero prompts and the largest ids in one namespace are not found in another."""
-    tree = PrefixTree(PAGE)
+    tree = PrefixTree(PAGE, 1)
     insert(tree, SALTED, [0, 0, 0, 0], 0, lengthen=False)
     insert(tree, SALTED, [2**31 - 1] * 4, 2, lengthen=False)
     for tokens in ([0, 0, 0, 0], [2**31 - 1] * 4):
-        assert tree.match(BASE, keys(tokens), 2).depth == 0
-        assert tree.match(SALTED, keys(tokens), 2).depth == 2
+        assert match(tree, BASE, tokens) == []
+        assert len(match(tree, SALTED, tokens)) == 2
 
 
 def test_n03_a_namespace_costs_no_page_and_no_depth() -> None:
     """N03: base and salted prompts take the same number of pages and match to the same depth."""
-    for namespace in (BASE, SALTED):
-        tree = PrefixTree(PAGE)
-        assert len(insert(tree, namespace, [1, 2, 3, 4], 0, lengthen=False)) == 2
-        assert tree.match(namespace, keys([1, 2, 3, 4]), 2).depth == 2
+    for key in (BASE, SALTED):
+        tree = PrefixTree(PAGE, 1)
+        insert(tree, key, [1, 2, 3, 4], 0, lengthen=False)
+        assert match(tree, key, [1, 2, 3, 4]) == [0, 1]
+        assert sum(node.num_pages for node in tree.nodes()) == 2

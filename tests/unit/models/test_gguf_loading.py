@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from manyroots.config import DEFAULT_MODEL, ModelSettings
 from manyroots.errors import ModelError
+from manyroots.kernels.tolerances import assert_close
 from manyroots.layers.rotary import rope_frequencies
 from manyroots.models.load import describe, load_model
 from manyroots.models.source import resolve_source
@@ -61,7 +62,9 @@ def test_llama3_scaling_comes_from_the_files_own_factors(tmp_path: Path) -> None
         tmp_path / "m.gguf", tiny_config(), extra_tensors={"rope_freqs.weight": factors}
     )
     rope = describe(resolve_source(ModelSettings(model=str(file)))).rope
-    assert rope.frequencies == pytest.approx(scaled.frequencies, rel=1e-6)
+    assert_close(
+        "rotary", torch.tensor(rope.frequencies), torch.tensor(scaled.frequencies), torch.float32
+    )
 
 
 def test_yarn_metadata_becomes_yarn_parameters(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ def test_tokens_do_not_depend_on_chunking_or_overlap(depth: int, chunk: int | No
     for request in requests:
         assert engine.tokens(request.request_id) == expected_tokens(request)
         assert engine.last(request.request_id).finish_reason is FinishReason.LENGTH
-    assert engine.cache.stats().num_held == 0
+    assert engine.scheduler.stats().num_held_pages == 0
 
 
 def test_n01_namespaces_never_share_and_the_same_one_hits_every_full_page() -> None:
@@ -88,7 +88,7 @@ def test_p03_a_failed_step_publishes_nothing_and_fails_only_its_own() -> None:
         assert engine.last(number).finish_reason is FinishReason.ERROR
         assert "planted fault" in (engine.last(number).error or "")
     assert engine.tokens(2) == expected_tokens(requests[2])
-    assert engine.cache.stats().num_held == 0
+    assert engine.scheduler.stats().num_held_pages == 0
     engine.loop.handle(submit(10, [0] * 9))
     engine.run()
     assert engine.last(10).num_cached_tokens == 0
@@ -101,7 +101,7 @@ def test_p05_the_same_page_computed_twice_is_indexed_once() -> None:
         engine.loop.handle(submit(number, [1, 2, 3, 4, 5, 6, 7, 8, 9], max_tokens=3))
     engine.run()
     assert engine.tokens(0) == engine.tokens(1)
-    assert engine.cache.stats().num_held == 0
+    assert engine.scheduler.stats().num_held_pages == 0
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -115,7 +115,7 @@ def test_n07_retraction_resumes_exactly(depth: int) -> None:
     assert engine.scheduler.stats().total_retractions > 0
     for request in requests:
         assert engine.tokens(request.request_id) == expected_tokens(request)
-    assert engine.cache.stats().num_held == 0
+    assert engine.scheduler.stats().num_held_pages == 0
 
 
 def test_decodes_are_not_held_up_by_a_long_prompt() -> None:
@@ -158,7 +158,7 @@ def test_s06_abort_frees_pages_also_with_a_step_in_flight() -> None:
     assert engine.last(3).finish_reason is FinishReason.ABORT
     engine.loop.handle(Abort([RequestId(1), RequestId(2), RequestId(1)]))
     engine.run()
-    assert engine.cache.stats().num_held == 0
+    assert engine.scheduler.stats().num_held_pages == 0
 
 
 def test_without_prefix_caching_nothing_is_reused() -> None:
@@ -167,7 +167,7 @@ def test_without_prefix_caching_nothing_is_reused() -> None:
         engine.loop.handle(submit(number, list(range(20))))
         engine.run()
         assert engine.last(number).num_cached_tokens == 0
-    assert engine.cache.stats().num_cached == 0
+    assert engine.scheduler.stats().num_cached_pages == 0
 
 
 def test_n17_two_engines_fed_the_same_calls_make_the_same_plans() -> None:

@@ -1,0 +1,116 @@
+"""`bench scheduler`: what planning and advancing cost, without a model, ours and peers' in turn.
+
+Every figure is thread CPU time and the median of the repeats. Each repeat of each system has a
+fresh process, and within a repeat the systems follow each other, so that a busy spell of the
+machine hits all of them. Prints a table and gives the report.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from manyroots.bench.our_side import OurScheduler
+from manyroots.bench.own_process import Job, answer_from_stdin, run_module
+from manyroots.bench.peer_schedulers import measure_peer, peer_name
+from manyroots.bench.scheduler_cases import measure_all
+from manyroots.bench.scheduler_trace import SchedulerWorkload
+
+OURS = "manyroots"
+
+Measure = Callable[[SchedulerWorkload, int], dict[str, Any]]
+
+
+def run_scheduler(
+    workload: SchedulerWorkload, page_sizes: list[int], peers: list[Path], repeats: int
+) -> dict[str, Any]:
+    """Measure every page size; the report holds the workload and every figure."""
+    systems: dict[str, Measure] = {OURS: measure_ours}
+    systems |= {peer_name(folder): partial(measure_peer, folder) for folder in peers}
+    runs = []
+    for page_size in page_sizes:
+        measured: dict[str, list[dict[str, Any]]] = {name: [] for name in systems}
+        for repeat in range(repeats):
+            for name, measure in systems.items():
+                print(f"page {page_size}, {repeat + 1} of {repeats}: {name}", file=sys.stderr)
+                measured[name].append(measure(workload, page_size))
+        figures = {name: median_of(found) for name, found in measured.items()}
+        runs.append({"page_size": page_size, "systems": figures})
+    report = {
+        "workload": asdict(workload),
+        "clock": "thread CPU time",
+        "repeats": repeats,
+        "runs": runs,
+    }
+    print(table(report))
+    return report
+
+
+def measure_ours(workload: SchedulerWorkload, page_size: int) -> dict[str, Any]:
+    """Every case once, in a process of its own."""
+    job = {"workload": asdict(workload), "page_size": page_size}
+    return run_module("manyroots.bench.scheduler", job)
+
+
+def median_of(found: list[Any]) -> Any:
+    """Reports of one shape, number by number."""
+    first = found[0]
+    if isinstance(first, dict):
+        return {name: median_of([each[name] for each in found]) for name in first}
+    if isinstance(first, list):
+        return [median_of(list(each)) for each in zip(*found, strict=True)]
+    return statistics.median(found)
+
+
+def table(report: dict[str, Any]) -> str:
+    """The figures side by side. A step is planning and advancing, planning alone in brackets."""
+    lines = []
+    for run in report["runs"]:
+        systems = run["systems"]
+        lines.append(f"page {run['page_size']:<26}" + "".join(f"{name:>28}" for name in systems))
+        figures = [_lines_of(each) for each in systems.values()]
+        for label in figures[0]:
+            cells = "".join(f"{each.get(label, '-'):>28}" for each in figures)
+            lines.append(f"  {label:<29}{cells}")
+    return "\n".join(lines)
+
+
+def _lines_of(figures: dict[str, Any]) -> dict[str, str]:
+    trace, burst = figures["trace"], figures["burst"]
+    lines = {
+        "hit rate (best)": f"{trace['hit_rate']:.4f} ({trace['best_hit_rate']:.4f})",
+        "submit, us/request": f"{trace['submit_us_per_request']:.1f}",
+        "plan, us/request": f"{trace['plan_us_per_request']:.1f}",
+        "plan + advance, us/request": f"{trace['plan_and_advance_us_per_request']:.1f}",
+        "step with prefill, ms": _step(trace["prefill_step"]),
+        "decode-only step, ms": _step(trace["decode_step"]),
+    }
+    for each in figures["decode"]:
+        lines[f"decode at batch {each['batch']:.0f}, ms"] = _step(each)
+    for each in figures["waiting"]:
+        lines[f"  with {each['waiting']:.0f} waiting, ms"] = _step(each)
+    for name in ("as_budgeted", "one_step"):
+        lines[f"burst {name.replace('_', ' ')}, hit rate"] = (
+            f"{burst[name]['hit_rate']:.4f} ({burst['best_hit_rate']:.4f})"
+        )
+    return lines
+
+
+def _step(figures: dict[str, Any]) -> str:
+    if not figures["num_steps"]:
+        return "-"
+    return f"{figures['plan_and_advance_ms']:.3f} ({figures['plan_ms']:.3f})"
+
+
+def _work(job: Job) -> dict[str, Any]:
+    workload = SchedulerWorkload.from_json(job["workload"])
+    return measure_all(workload, job["page_size"], OurScheduler)
+
+
+if __name__ == "__main__":
+    answer_from_stdin(_work)

@@ -1,0 +1,39 @@
+"""Recurrent state: one state stands for all tokens so far; only its checkpoints can be resumed.
+
+A running request has a working state. A checkpoint is a copy of it at a page boundary, taken by
+a step that ends exactly there (C05), where reuse is likely (H12): every `interval` pages, at the
+last whole page of the prompt, and where another prompt was seen to part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from manyroots.cache.families.family import Family
+from manyroots.step import Bools
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentState(Family):
+    """The state behind a page's last token."""
+
+    interval: int
+    """A checkpoint at least every so many pages of a prompt."""
+
+    @property
+    def shares_within_step(self) -> bool:
+        return False
+
+    @property
+    def is_ordered(self) -> bool:
+        return False
+
+    @property
+    def is_state(self) -> bool:
+        return True
+
+    def resumable(self, present: Bools) -> Bools:
+        return present
+
+    def first_needed(self, num_tokens: int) -> int:
+        raise TypeError("a state is not read page by page")

@@ -1,0 +1,41 @@
+"""Sliding window: a token reads itself and the `window - 1` tokens before it, nothing older."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from manyroots.cache.families.family import Family, consecutive
+from manyroots.step import Bools
+
+
+@dataclass(frozen=True, slots=True)
+class SlidingWindow(Family):
+    """Keys and values of the newest tokens."""
+
+    window: int
+    """Tokens that one token sees, itself included."""
+    page_size: int
+
+    @property
+    def shares_within_step(self) -> bool:
+        return True
+
+    @property
+    def is_ordered(self) -> bool:
+        return False
+
+    @property
+    def is_state(self) -> bool:
+        return False
+
+    def resumable(self, present: Bools) -> Bools:
+        boundaries = np.arange(1, len(present) + 1)
+        oldest = np.maximum(0, boundaries * self.page_size - (self.window - 1))
+        needed = boundaries - oldest // self.page_size
+        result: Bools = consecutive(present) >= needed
+        return result
+
+    def first_needed(self, num_tokens: int) -> int:
+        return max(0, num_tokens - (self.window - 1)) // self.page_size

@@ -1,0 +1,152 @@
+"""What can be found: the tree, and the flags of the pools that say so.
+
+The one place where units enter or leave the tree, so that pools, events and hashes can't
+disagree with it. Knows nothing of leases or of why something enters or leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from manyroots.cache.events import CacheEvent, PagesRemoved, PagesStored
+from manyroots.cache.keys import HASH_BYTES, PageHasher
+from manyroots.cache.planes import ABSENT, Layout
+from manyroots.cache.pool import UnitPool
+from manyroots.cache.tree import TOKEN_BYTES, Indices, Node, Places, PrefixTree
+from manyroots.step import Int32s
+
+
+class Index:
+    """Tree and pools in step."""
+
+    def __init__(self, layout: Layout, hasher: PageHasher | None, *, records_events: bool) -> None:
+        self.layout = layout
+        self.pools = [UnitPool(plane.num_units) for plane in layout.planes]
+        self.tree = PrefixTree(layout.page_size, len(layout.planes))
+        self._hasher = hasher
+        self._page_bytes = layout.page_size * TOKEN_BYTES
+        self._spine = [plane.index for plane in layout.spine]
+        # A page is announced once per tier: by the first family that it can't do without.
+        tiers = {layout.planes[i].tier: i for i in reversed(self._spine)}
+        self._event_planes = {i: tier for tier, i in tiers.items()} if records_events else {}
+        self.events: list[CacheEvent] = []
+        self.on_loosened: Callable[[Node], None] = lambda node: None
+        """Told of nodes that may have units that can be evicted now; set by the cache."""
+
+    def add(self, node: Node, plane: int, places: Places, units: Int32s) -> None:
+        """Units that someone holds can now be found at these pages, which had none."""
+        self.tree.set_units(node, plane, places, units)
+        self.pools[plane].index(units)
+        if plane in self._event_planes:
+            indices = np.arange(node.num_pages)[places]
+            self.events.append(self._stored(node, plane, indices))
+
+    def remove(self, node: Node, plane: int, places: Indices) -> None:
+        """These pages' units can no longer be found; those that nobody holds become free.
+
+        Pages that lost their last unit go with all that can be reached only through them (H08).
+        """
+        if len(places) == 0:
+            return
+        if plane in self._event_planes:
+            self.events.append(self._removed(node, plane, places))
+        self.pools[plane].unindex(self.tree.clear_units(node, plane, places))
+        useless = self._first_useless(node, plane, places)
+        if useless is not None:
+            self.cut(node, useless)
+        self._loosened(node)
+
+    def _first_useless(self, node: Node, plane: int, places: Indices) -> int | None:
+        """The depth from which on a node is of no use, now that these units have gone."""
+        if plane not in self._spine:
+            return None
+        if self.layout.planes[plane].family.is_ordered:
+            lost = [int(place) for place in places if not self.is_supported(node, int(place))]
+            return node.first + min(lost) if lost else None
+        if node.children:
+            return None
+        keep = self.num_supported(node)
+        return node.first + keep if keep < node.num_pages else None
+
+    def cut(self, node: Node, depth: int) -> None:
+        """Nothing from `depth` on that is reached through `node` can be found any more."""
+        for gone in self.tree.cut(node, depth):
+            for plane, units in enumerate(gone.units):
+                places = np.flatnonzero(units != ABSENT)
+                if len(places) == 0:
+                    continue
+                if plane in self._event_planes:
+                    self.events.append(self._removed(gone, plane, places))
+                self.pools[plane].unindex(units[places])
+        self._loosened(node)
+
+    def _loosened(self, node: Node) -> None:
+        """A node's loss may leave it, or its parent, with nothing behind what it has."""
+        if node.is_attached:
+            self.on_loosened(node)
+        if node.parent is not None:
+            self.on_loosened(node.parent)
+
+    def units_above(self, node: Node, depth: int, plane: int) -> Int32s:
+        """The units of one plane on the path down to `depth`, which `node` covers or ends at."""
+        runs = []
+        current: Node | None = node
+        while current is not None:
+            units = current.units[plane][: max(0, depth - current.first)]
+            runs.append(units[units != ABSENT])
+            current = current.parent
+        return np.concatenate(runs)
+
+    def is_supported(self, node: Node, place: int) -> bool:
+        """Whether a page has a unit on any plane that it can't do without."""
+        return any(node.units[plane][place] != ABSENT for plane in self._spine)
+
+    def num_supported(self, node: Node) -> int:
+        """Pages up to the last one that has a unit it can't do without."""
+        present = np.zeros(node.num_pages, np.bool_)
+        for plane in self._spine:
+            present |= node.units[plane] != ABSENT
+        places = np.flatnonzero(present)
+        return int(places[-1]) + 1 if len(places) else 0
+
+    def fill_hashes(self, node: Node) -> None:
+        """Hash the pages of a node that are not hashed yet; its parent's are."""
+        if self._hasher is None or node.namespace is None:
+            return
+        done = len(node.hashes) // HASH_BYTES
+        if done < node.num_pages:
+            new = self._hasher.chain(
+                self._hash_before(node, done), node.namespace, node.keys[done * self._page_bytes :]
+            )
+            node.hashes += b"".join(new)
+
+    def hash_of(self, node: Node, place: int) -> bytes:
+        return node.hashes[place * HASH_BYTES : (place + 1) * HASH_BYTES]
+
+    def _hash_before(self, node: Node, place: int) -> bytes:
+        if place > 0:
+            return self.hash_of(node, place - 1)
+        assert self._hasher is not None
+        assert node.parent is not None
+        parent = node.parent
+        return parent.hashes[-HASH_BYTES:] if parent.num_pages else self._hasher.root
+
+    def _stored(self, node: Node, plane: int, places: Indices) -> PagesStored:
+        assert node.namespace is not None
+        first, last = int(places[0]), int(places[-1])
+        assert last - first + 1 == len(places), "pages of one event must be consecutive"
+        is_first = node.first + first == 0
+        return PagesStored(
+            tier=self._event_planes[plane],
+            namespace=node.namespace,
+            parent=None if is_first else self._hash_before(node, first),
+            hashes=tuple(self.hash_of(node, place) for place in range(first, last + 1)),
+            tokens=node.keys[first * self._page_bytes : (last + 1) * self._page_bytes],
+        )
+
+    def _removed(self, node: Node, plane: int, places: Indices) -> PagesRemoved:
+        assert node.namespace is not None
+        hashes = tuple(self.hash_of(node, int(place)) for place in places)
+        return PagesRemoved(self._event_planes[plane], node.namespace, hashes)

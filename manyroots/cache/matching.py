@@ -1,0 +1,83 @@
+"""How far a prompt can be resumed from, and from which tiers.
+
+Read-only. The answer is the longest boundary from which *every* family can resume (H02, C06).
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import numpy as np
+
+from manyroots.cache.planes import ABSENT, Layout, Plane
+from manyroots.cache.tree import Walk
+from manyroots.step import Bools, Int32s
+
+
+class Limit(enum.Enum):
+    """Why a match is not longer (S07)."""
+
+    NOTHING = "everything but the last token was found"
+    COLD = "the index knows no more of these tokens"
+    WINDOW = "the pages of a window were evicted"
+    CHECKPOINT = "no state was saved there"
+    TIER = "loading the rest would take longer than computing it"
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What was found."""
+
+    walk: Walk
+    num_device_pages: int
+    """The longest boundary that the device alone can resume from."""
+    num_pages: int
+    """The longest boundary with the host's help."""
+    limit: Limit
+
+
+def judge(layout: Layout, walk: Walk, max_pages: int) -> Match:
+    """Find the boundaries along a path."""
+    is_cold = Limit.COLD if walk.depth < max_pages else Limit.NOTHING
+    if not layout.host and len(layout.device) == 1 and layout.device[0].family.is_ordered:
+        # One ordered family on one tier: what the tree leads to is there.
+        return Match(walk, walk.depth, walk.depth, is_cold)
+    units = {plane.index: path_units(walk, plane) for plane in layout.planes}
+    on_device = [units[plane.index] != ABSENT for plane in layout.device]
+    present = on_device
+    if layout.host:
+        on_host = [units[plane.index] != ABSENT for plane in layout.host]
+        present = [a | b for a, b in zip(on_device, on_host, strict=True)]
+    num_pages, blocker = _longest(layout, present)
+    num_device_pages, _ = _longest(layout, on_device)
+    limit = is_cold if num_pages == walk.depth else _reason(blocker)
+    return Match(walk, num_device_pages, num_pages, limit)
+
+
+def path_units(walk: Walk, plane: Plane) -> Int32s:
+    """The units of a path's pages on one plane."""
+    if not walk.nodes:
+        return np.empty(0, np.int32)
+    units = np.concatenate([node.units[plane.index] for node in walk.nodes])
+    return units[: walk.depth - walk.nodes[0].first]
+
+
+def _longest(layout: Layout, present: list[Bools]) -> tuple[int, Plane | None]:
+    """The longest boundary, and the family that rules out the next ones."""
+    good = np.ones(len(present[0]), np.bool_)
+    blocker: Plane | None = None
+    best = len(good)
+    for plane, there in zip(layout.device, present, strict=True):
+        good &= plane.family.resumable(there)
+        places = np.flatnonzero(good)
+        longest = int(places[-1]) + 1 if len(places) else 0
+        if longest < best:
+            best, blocker = longest, plane
+    return best, blocker
+
+
+def _reason(blocker: Plane | None) -> Limit:
+    if blocker is None or blocker.family.is_ordered:
+        return Limit.COLD
+    return Limit.CHECKPOINT if blocker.family.is_state else Limit.WINDOW

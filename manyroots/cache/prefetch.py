@@ -1,0 +1,127 @@
+"""Asking storage for pages that neither device nor host has (T04).
+
+Whether storage has a page is known only when it answers. A ticket asks for every page behind what
+was found, family by family; when all answers are in, what arrived becomes findable on the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from manyroots.cache.eviction import Evictor
+from manyroots.cache.index import Index
+from manyroots.cache.keys import PrefixKey
+from manyroots.cache.planes import ABSENT, Plane
+from manyroots.cache.publishing import Publisher
+from manyroots.cache.tree import Node
+from manyroots.ids import CopyId, StepId, Tier
+from manyroots.step import Bools, Copy, CopyDone
+
+
+@dataclass(slots=True)
+class Ticket:
+    """One request's question to storage."""
+
+    key: PrefixKey
+    cursor: Node
+    first: int
+    keys: bytes
+    """Tokens of the pages from `first` on."""
+    units: dict[CopyId, tuple[Plane, list[int]]] = field(default_factory=dict)
+    arrived: dict[CopyId, Bools] = field(default_factory=dict)
+
+    @property
+    def is_done(self) -> bool:
+        return len(self.arrived) == len(self.units)
+
+
+class Prefetcher:
+    """Questions under way."""
+
+    def __init__(self, index: Index, evictors: list[Evictor], publisher: Publisher) -> None:
+        self._index = index
+        self._evictors = evictors
+        self._publisher = publisher
+        self._tickets: dict[CopyId, Ticket] = {}
+
+    def tickets(self) -> list[Ticket]:
+        """For audits."""
+        return list({id(ticket): ticket for ticket in self._tickets.values()}.values())
+
+    def ask(self, ticket: Ticket, hashes: list[bytes], copy_ids: list[CopyId]) -> list[Copy]:
+        """Take host units for as many pages as there is room for; the intents to send."""
+        host = self._index.layout.host
+        count = min(len(hashes), *(self._index.pools[p.index].num_available for p in host))
+        if count == 0:
+            return []
+        intents = []
+        for plane, copy_id in zip(host, copy_ids, strict=True):
+            pool = self._index.pools[plane.index]
+            if count > pool.num_free:
+                self._evictors[plane.index].evict(count - pool.num_free)
+            units = pool.take(count)
+            ticket.units[copy_id] = (plane, units)
+            self._tickets[copy_id] = ticket
+            intents.append(
+                Copy(copy_id, plane.family_index, Tier.STORAGE, Tier.HOST,
+                     np.empty(0, np.int32), np.array(units, np.int32), tuple(hashes[:count]))
+            )  # fmt: skip
+        return intents
+
+    def acknowledge(self, done: CopyDone) -> bool:
+        """Take an answer; False if it is not one of ours."""
+        ticket = self._tickets.pop(done.copy_id, None)
+        if ticket is None:
+            return False
+        ticket.arrived[done.copy_id] = np.asarray(done.arrived)
+        if ticket.is_done:
+            self._settle(ticket)
+        return True
+
+    def _settle(self, ticket: Ticket) -> None:
+        index = self._index
+        spine = {plane.index for plane in index.layout.spine}
+        answers = [(plane, units, ticket.arrived[i]) for i, (plane, units) in ticket.units.items()]
+        supports = [arrived for plane, _, arrived in answers if plane.index in spine]
+        count = _useful(supports, any(p.family.is_ordered for p in index.layout.spine))
+        if count and self._publisher.may_publish(ticket.key, ticket.first + count):
+            keys = ticket.keys[: count * index.layout.page_size * 4]
+            self._publish(ticket, count, keys, answers)
+        for plane, units, _ in answers:
+            index.pools[plane.index].drop(np.array(units, np.int32))
+        self._publisher.offer_path(ticket.cursor)
+
+    def _publish(
+        self, ticket: Ticket, count: int, keys: bytes, answers: list[tuple[Plane, list[int], Bools]]
+    ) -> None:
+        cursor = ticket.cursor
+        while not cursor.is_attached and cursor.parent is not None:
+            cursor = cursor.parent
+        if cursor.end < ticket.first:
+            return  # what this would continue has gone meanwhile
+        end = ticket.first + count
+        path = self._index.tree.insert(
+            cursor, ticket.key, keys, ticket.first, end, StepId(0), lengthen=False
+        )
+        for node in path:
+            self._index.fill_hashes(node)
+            for depth in range(max(ticket.first, node.first), min(end, node.end)):
+                place = depth - node.first
+                for plane, units, arrived in answers:
+                    at = depth - ticket.first
+                    if arrived[at] and node.units[plane.index][place] == ABSENT:
+                        unit = np.array([units[at]], np.int32)
+                        self._index.add(node, plane.index, np.array([place]), unit)
+        ticket.cursor = path[-1]
+        self._publisher.touch(path[-1])
+
+
+def _useful(supports: list[Bools], is_ordered: bool) -> int:
+    """How many pages, from the front, are worth a place in the tree."""
+    if is_ordered:
+        whole = np.logical_and.reduce(supports)
+        return len(whole) if whole.all() else int(np.argmin(whole))
+    places = np.flatnonzero(np.logical_or.reduce(supports))
+    return int(places[-1]) + 1 if len(places) else 0

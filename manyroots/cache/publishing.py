@@ -1,0 +1,229 @@
+"""Making a request's pages findable, and taking back what a failed step promised.
+
+In: a lease, its tokens and how many of them are computed. The tree is extended along the lease's
+path; where someone else's copy of a page is there already it stays, and the lease holds it too.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from manyroots.cache.eviction import Evictor
+from manyroots.cache.index import Index
+from manyroots.cache.keys import PrefixKey
+from manyroots.cache.lease import Checkpoint, Lease
+from manyroots.cache.planes import ABSENT, Plane
+from manyroots.cache.tree import Node
+from manyroots.ids import Namespace, StepId
+from manyroots.step import Int32s
+
+
+class Publisher:
+    """Writes to the index on behalf of leases."""
+
+    def __init__(self, index: Index, evictors: list[Evictor]) -> None:
+        self._index = index
+        self._evictors = evictors
+        self._page_size = index.layout.page_size
+        self._paged = [p for p in index.layout.device if not p.family.is_state]
+        self._prompt = [p for p in self._paged if p.family.shares_within_step]
+        self._pending: dict[StepId, list[Node]] = {}
+        self._filled: dict[StepId, list[tuple[Node, int, int, int]]] = {}
+        """(node, plane, depth, unit): what a step being run fills in nodes older than itself."""
+        self._barred: dict[Namespace, int] = {}
+        """Leases with this serial or an earlier one publish no more into the namespace."""
+        self._committed = StepId(0)
+        self._tick = 0
+        # One ordered family on one tier: only the ends of paths are ever loose.
+        self._is_simple = len(evictors) == 1 and index.layout.device[0].family.is_ordered
+
+    def touch(self, node: Node) -> None:
+        """The path down to `node` was used now."""
+        self._tick += 1
+        current: Node | None = node
+        while current is not None:
+            current.last_used = self._tick
+            current = current.parent
+
+    def bar(self, namespace: Namespace, serial: int) -> None:
+        self._barred[namespace] = serial
+
+    def forget_bars(self) -> None:
+        """No lease is open: nobody is left to be barred."""
+        self._barred.clear()
+
+    def announce(self, lease: Lease, tokens: Int32s, num_tokens: int, step_id: StepId) -> None:
+        """Pages that `step_id`, being planned, fills, for families that share within a step."""
+        if len(self._prompt) < len(self._paged):
+            return  # published together or not at all; the others' turn is the commit
+        nodes = self.publish(lease, tokens, num_tokens, step_id, lengthen=False)
+        if nodes:
+            self._pending.setdefault(step_id, []).extend(nodes)
+
+    def is_promised(self, node: Node, plane: int, unit: int) -> bool:
+        """Whether a unit is findable already, but filled only by a step that is not done."""
+        return node.step_id > self._committed or any(
+            (plane, unit) == (p, u) for filled in self._filled.values() for _, p, _, u in filled
+        )
+
+    def commit_step(self, step_id: StepId) -> list[Node]:
+        """What was announced can be relied on; gives the nodes."""
+        self._committed = max(self._committed, step_id)
+        self._filled.pop(step_id, None)
+        return self._pending.pop(step_id, [])
+
+    def fail_step(self, step_id: StepId) -> None:
+        """What was announced for this step, and all that leans on it, is findable no more."""
+        for node in self._pending.pop(step_id, []):
+            top: Node | None = None
+            current: Node | None = node
+            while current is not None and current.step_id == step_id:
+                top = current if current.is_attached else top
+                current = current.parent
+            if top is not None:
+                self._index.cut(top, top.first)
+        for node, plane, depth, unit in self._filled.pop(step_id, []):
+            owner = self._node_at(node, depth)
+            if owner is not None and owner.units[plane][depth - owner.first] == unit:
+                self._index.remove(owner, plane, np.array([depth - owner.first]))
+
+    def publish(
+        self, lease: Lease, tokens: Int32s, num_tokens: int, step_id: StepId, *, lengthen: bool
+    ) -> list[Node]:
+        """Index the lease's full pages up to `num_tokens`; gives the nodes that got any."""
+        num_full = min(num_tokens, len(tokens)) // self._page_size
+        if num_full <= lease.num_published_pages:
+            return []
+        num_full = self._allowed(lease, num_full)
+        cursor = nearest_attached(lease.cursor)
+        # Earlier than what was published only if a failed step took a part of our path with it.
+        first = min(lease.num_published_pages, cursor.end)
+        if num_full <= first:
+            return []
+        keys = tokens[first * self._page_size : num_full * self._page_size].tobytes()
+        path = self._index.tree.insert(
+            cursor, lease.key, keys, first, num_full, step_id, lengthen=lengthen
+        )
+        touched = [node for node in path if self._fill(lease, node, first, num_full)]
+        if not lengthen:
+            self._remember(lease, touched, first, num_full, step_id)
+        lease.cursor, lease.num_published_pages = path[-1], num_full
+        self.touch(path[-1])
+        if not self._is_simple:
+            self.offer_path(path[-1])  # a split may have left loose units in a new node
+        return touched
+
+    def publish_checkpoint(self, lease: Lease, checkpoint: Checkpoint) -> Node | None:
+        """Index a saved state behind pages that are published. The lease's hold goes either way
+        (P10): to the index, or back to the pool."""
+        pool = self._index.pools[checkpoint.family]
+        unit = np.array([checkpoint.unit], np.int32)
+        node: Node | None = None
+        boundary = self._allowed(lease, checkpoint.boundary)
+        if boundary == checkpoint.boundary and boundary <= lease.num_published_pages:
+            node = self._node_at(lease.cursor, boundary - 1)
+        if node is not None:
+            place = np.array([boundary - 1 - node.first])
+            if node.units[checkpoint.family][place[0]] == ABSENT:
+                self._index.add(node, checkpoint.family, place, unit)
+        pool.drop(unit)
+        if node is not None:
+            self._evictors[checkpoint.family].offer(node)
+        return node
+
+    def offer(self, node: Node) -> None:
+        """Units along the path to `node` may have become loose."""
+        for evictor in self._evictors:
+            evictor.offer(node)
+
+    def offer_path(self, node: Node) -> None:
+        """As `offer`, for every node of the path: unordered families lie loose anywhere on it."""
+        if self._is_simple:
+            self._evictors[0].offer(node)
+            return
+        current: Node | None = node
+        while current is not None and current.parent is not None:
+            self.offer(current)
+            current = current.parent
+
+    def _fill(self, lease: Lease, node: Node, first: int, end: int) -> bool:
+        """Put the lease's units into the pages of one node that have none."""
+        begin, stop = max(first, node.first), min(end, node.end)
+        at, upto = begin - node.first, stop - node.first
+        self._index.fill_hashes(node)
+        changed = False
+        for plane in self._paged:
+            own = np.array(lease.tables[plane.family_index][begin:stop], np.int32)
+            there = node.units[plane.index][at:upto]
+            is_empty = node.counts[plane.index] == 0 or bool((there == ABSENT).all())
+            if is_empty and own.min() != ABSENT:
+                self._index.add(node, plane.index, slice(at, upto), own)
+                changed = True
+                continue
+            changed |= self._fill_holes(lease, node, plane, at, own, there.copy())
+        return changed
+
+    def _remember(
+        self, lease: Lease, nodes: list[Node], first: int, end: int, step_id: StepId
+    ) -> None:
+        """A failed step takes its own nodes out whole; of older ones, what it put into them."""
+        for node in nodes:
+            if node.step_id == step_id:
+                continue
+            filled = self._filled.setdefault(step_id, [])
+            for depth in range(max(first, node.first), min(end, node.end)):
+                for plane in self._paged:
+                    unit = lease.tables[plane.family_index][depth]
+                    if unit != ABSENT and node.units[plane.index][depth - node.first] == unit:
+                        filled.append((node, plane.index, depth, unit))
+
+    def _fill_holes(
+        self, lease: Lease, node: Node, plane: Plane, at: int, own: Int32s, there: Int32s
+    ) -> bool:
+        places = np.flatnonzero((there == ABSENT) & (own != ABSENT))
+        for run in _runs(places):
+            self._index.add(node, plane.index, slice(at + run[0], at + run[-1] + 1), own[run])
+        if plane.family.is_ordered:
+            copies = there[(there != ABSENT) & (there != own)]
+            if len(copies):
+                self._index.pools[plane.index].hold(copies)
+                lease.copies.append((plane.index, copies))
+        return len(places) > 0
+
+    def _allowed(self, lease: Lease, num_pages: int) -> int:
+        """How many pages the lease may publish: none in a namespace evicted since it was made."""
+        if not self._barred:
+            return num_pages
+        key = lease.key
+        if self._is_barred(key.namespace, lease):
+            return 0
+        later = key.later_namespace
+        if later is not None and key.switch_page is not None and self._is_barred(later, lease):
+            return min(num_pages, key.switch_page)
+        return num_pages
+
+    def may_publish(self, key: PrefixKey, num_pages: int) -> bool:
+        """Whether a question asked of storage may still be answered into the tree."""
+        return not any(namespace in self._barred for namespace in key.namespaces)
+
+    def _is_barred(self, namespace: Namespace, lease: Lease) -> bool:
+        return lease.serial <= self._barred.get(namespace, -1)
+
+    def _node_at(self, cursor: Node, depth: int) -> Node | None:
+        node = nearest_attached(cursor)
+        while node.parent is not None and node.first > depth:
+            node = node.parent
+        return node if node.first <= depth < node.end else None
+
+
+def nearest_attached(node: Node) -> Node:
+    while not node.is_attached and node.parent is not None:
+        node = node.parent
+    return node
+
+
+def _runs(places: np.ndarray) -> list[np.ndarray]:
+    """Consecutive places, run by run."""
+    if len(places) == 0:
+        return []
+    return np.split(places, np.flatnonzero(np.diff(places) != 1) + 1)

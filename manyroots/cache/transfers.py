@@ -1,0 +1,178 @@
+"""Copies between tiers, from their intent to their acknowledgement.
+
+A transfer holds both of its ends until it is acknowledged (T01), whatever becomes of the request
+that wanted it (T08). What did not arrive is published nowhere and frees both ends (H11).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from manyroots.cache.index import Index
+from manyroots.cache.lease import Lease
+from manyroots.cache.planes import ABSENT, Plane
+from manyroots.cache.tree import Node
+from manyroots.ids import CopyId, Tier
+from manyroots.step import Copy, CopyDone, Int32s
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """A page of the tree, wherever splits may move it: the node that had it, and its depth."""
+
+    node: Node
+    depth: int
+
+    def find(self) -> Node | None:
+        """The node that has it now; None if it has left the tree."""
+        node = self.node
+        while node.parent is not None and node.first > self.depth:
+            node = node.parent
+        return node if node.is_attached and node.first <= self.depth < node.end else None
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One copy under way: unit by unit, from a plane to another, or to storage."""
+
+    spots: tuple[Spot, ...]
+    source: Plane
+    target: Plane | None
+    """None is storage."""
+    source_units: tuple[int, ...]
+    target_units: tuple[int, ...]
+    lease: Lease | None
+    """Who waits for it."""
+    path: Int32s
+    """Units of the source's plane above those that are copied; held, as in a lease, because what
+    is held must have only held ones above."""
+
+
+class Transfers:
+    """Everything that is under way between tiers."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+        self._moves: dict[CopyId, Move] = {}
+        self._outbox: list[Copy] = []
+        self._next_id = 1
+        self.moving: set[tuple[int, int]] = set()
+        """(plane, unit) of sources under way, so that each copy is started once."""
+        self.num_failed_units = 0
+
+    @property
+    def num_under_way(self) -> int:
+        return len(self._moves)
+
+    def moves(self) -> Iterator[Move]:
+        """For audits."""
+        return iter(self._moves.values())
+
+    def take_intents(self) -> tuple[Copy, ...]:
+        """Copies to be started with the step being planned."""
+        intents, self._outbox = tuple(self._outbox), []
+        return intents
+
+    def next_id(self) -> CopyId:
+        self._next_id += 1
+        return CopyId(self._next_id - 1)
+
+    def start(
+        self,
+        spots: tuple[Spot, ...],
+        source: Plane,
+        target: Plane | None,
+        source_units: tuple[int, ...],
+        target_units: tuple[int, ...],
+        *,
+        lease: Lease | None = None,
+        hashes: tuple[bytes, ...] = (),
+    ) -> None:
+        """Hold both ends and put the intent out. The target's units are the caller's no longer."""
+        path = self._path(spots, source, source_units)
+        move = Move(spots, source, target, source_units, target_units, lease, path)
+        copy_id = self.next_id()
+        pool = self._index.pools[source.index]
+        pool.hold(np.array(source_units, np.int32))
+        pool.hold(path)
+        self.moving.update((source.index, unit) for unit in source_units)
+        if lease is not None:
+            lease.num_loads += 1
+        self._moves[copy_id] = move
+        self._outbox.append(
+            Copy(
+                copy_id=copy_id,
+                family=source.family_index,
+                source=source.tier,
+                target=Tier.STORAGE if move.target is None else move.target.tier,
+                source_units=np.array(move.source_units, np.int32),
+                target_units=np.array(move.target_units, np.int32),
+                hashes=hashes,
+            )
+        )
+
+    def acknowledge(self, done: CopyDone) -> Move | None:
+        """A copy has ended: publish what arrived, let go of both ends. None if unknown."""
+        move = self._moves.pop(done.copy_id, None)
+        if move is None:
+            return None
+        pools = self._index.pools
+        if move.target is not None:
+            for spot, unit, ok in zip(move.spots, move.target_units, done.arrived, strict=True):
+                if ok:
+                    self._publish(spot, move, unit)
+            pools[move.target.index].drop(np.array(move.target_units, np.int32))
+        pools[move.source.index].drop(np.array(move.source_units, np.int32))
+        pools[move.source.index].drop(move.path)
+        self.moving.difference_update((move.source.index, unit) for unit in move.source_units)
+        num_failed = int(np.count_nonzero(~np.asarray(done.arrived)))
+        self.num_failed_units += num_failed
+        if num_failed and move.target is not None:
+            self._distrust(move, done)
+        if move.lease is not None:
+            move.lease.num_loads -= 1
+            move.lease.has_failed |= num_failed > 0
+        return move
+
+    def _path(
+        self, spots: tuple[Spot, ...], source: Plane, source_units: tuple[int, ...]
+    ) -> Int32s:
+        if not source.is_ordered:
+            return np.empty(0, np.int32)
+        deepest = max(spots, key=lambda spot: spot.depth)
+        node = deepest.find()
+        if node is None:
+            return np.empty(0, np.int32)
+        above = self._index.units_above(node, deepest.depth, source.index)
+        return above[~np.isin(above, source_units)]
+
+    def _publish(self, spot: Spot, move: Move, unit: int) -> None:
+        node, plane = spot.find(), move.target
+        assert plane is not None
+        if node is None:
+            return
+        place = spot.depth - node.first
+        there = int(node.units[plane.index][place])
+        if there == ABSENT:
+            self._index.add(node, plane.index, np.array([place]), np.array([unit], np.int32))
+        elif move.lease is not None and move.lease.is_open and plane.is_ordered:
+            # Someone else's copy came first: the path above what this lease adds must be held.
+            copy = np.array([there], np.int32)
+            self._index.pools[plane.index].hold(copy)
+            move.lease.copies.append((plane.index, copy))
+
+    def _distrust(self, move: Move, done: CopyDone) -> None:
+        """What could not be read from the host is not worth finding again."""
+        source = move.source
+        if source.tier is not Tier.HOST:
+            return
+        for spot, unit, ok in zip(move.spots, move.source_units, done.arrived, strict=True):
+            node = spot.find()
+            if ok or node is None:
+                continue
+            place = spot.depth - node.first
+            if node.units[source.index][place] == unit:
+                self._index.remove(node, source.index, np.array([place]))

@@ -1,0 +1,123 @@
+"""Copying device units to the host, and host units to storage.
+
+Chooses what to copy and when, by policy; the copies themselves are `Transfers`'.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from manyroots.cache.eviction import Evictor
+from manyroots.cache.index import Index
+from manyroots.cache.planes import ABSENT, Plane
+from manyroots.cache.policies import CachePolicies, WriteBack
+from manyroots.cache.publishing import Publisher
+from manyroots.cache.transfers import Move, Spot, Transfers
+from manyroots.cache.tree import Indices, Node
+from manyroots.ids import Tier
+
+
+class WriteBacker:
+    """Keeps the tiers below the device supplied."""
+
+    def __init__(
+        self,
+        index: Index,
+        evictors: list[Evictor],
+        transfers: Transfers,
+        publisher: Publisher,
+        policies: CachePolicies,
+    ) -> None:
+        self._index = index
+        self._evictors = evictors
+        self._transfers = transfers
+        self._publisher = publisher
+        self._policies = policies
+        self._has_host = bool(index.layout.host)
+
+    def published(self, nodes: list[Node]) -> None:
+        """These nodes' units are computed and findable."""
+        if self._has_host and self._policies.write_back is WriteBack.THROUGH:
+            for node in nodes:
+                self.write_back(node)
+
+    def found(self, nodes: tuple[Node, ...]) -> None:
+        """A request has found these nodes."""
+        for node in nodes:
+            node.num_uses += 1
+        if self._has_host and self._policies.write_back is WriteBack.REUSED:
+            for node in nodes:
+                self.write_back(node)
+
+    def keep_ahead(self) -> None:
+        """With write-back on eviction: copy what would go next while there is still room."""
+        if not self._has_host or self._policies.write_back is not WriteBack.EVICTION:
+            return
+        for plane in self._index.layout.device:
+            pool = self._index.pools[plane.index]
+            wanted = int(pool.num_units * self._policies.low_water) - pool.num_free
+            for node in self._evictors[plane.index].next_nodes(wanted):
+                self.write_back(node)
+
+    def write_back(self, node: Node) -> None:
+        """Copy to the host what this node has on the device alone."""
+        if not node.is_attached:
+            return
+        for plane in self._index.layout.device:
+            host = self._index.layout.host_of(plane)
+            units = node.units[plane.index]
+            places = np.flatnonzero((units != ABSENT) & (node.units[host.index] == ABSENT))
+            places = self._ready(plane, node, places)
+            count = self._make_room(host, len(places))
+            if count:
+                self._move(node, places[:count], plane, host)
+
+    def arrived_on_host(self, move: Move) -> None:
+        """Host units were published: hand them on to storage."""
+        if not self._policies.uses_storage or move.target is None:
+            return
+        if move.target.tier is not Tier.HOST:
+            return
+        kept = [
+            (spot, unit, node)
+            for spot, unit in zip(move.spots, move.target_units, strict=True)
+            if (node := spot.find()) is not None
+            and node.units[move.target.index][spot.depth - node.first] == unit
+        ]
+        if kept:
+            hashes = tuple(self._index.hash_of(node, s.depth - node.first) for s, _, node in kept)
+            self._transfers.start(
+                tuple(spot for spot, _, _ in kept),
+                move.target,
+                None,
+                tuple(unit for _, unit, _ in kept),
+                (),
+                hashes=hashes,
+            )
+
+    def _ready(self, plane: Plane, node: Node, places: Indices) -> Indices:
+        """Of these pages, those whose unit is filled and not on its way already."""
+        units, index = node.units[plane.index], plane.index
+        return np.array(
+            [
+                place
+                for place in places
+                if (index, int(units[place])) not in self._transfers.moving
+                and not self._publisher.is_promised(node, index, int(units[place]))
+            ],
+            np.intp,
+        )
+
+    def _make_room(self, host: Plane, wanted: int) -> int:
+        pool = self._index.pools[host.index]
+        count = min(wanted, pool.num_available)
+        if count > pool.num_free:
+            self._evictors[host.index].evict(count - pool.num_free)
+        return count
+
+    def _move(self, node: Node, places: Indices, plane: Plane, host: Plane) -> None:
+        # Making room may have cut the node; what is left of it is what can be copied.
+        units = node.units[plane.index][places]
+        taken = self._index.pools[host.index].take(len(places))
+        spots = tuple(Spot(node, node.first + int(place)) for place in places)
+        self._transfers.start(spots, plane, host, tuple(units.tolist()), tuple(taken))

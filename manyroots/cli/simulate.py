@@ -1,0 +1,162 @@
+"""`manyroots simulate TRACE`: what settings would give on a trace, without a model or a GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from manyroots.simulate.job import Job
+    from manyroots.simulate.sweep import Axis
+
+
+def add_simulate_command(commands: Any) -> None:
+    simulate = commands.add_parser(
+        "simulate", help="replay a trace on a modelled machine, to size a deployment"
+    )
+    simulate.add_argument(
+        "trace", metavar="TRACE", help="JSONL file, or a made trace: chat, rollouts or agents"
+    )
+    engine = simulate.add_argument_group("engine")
+    engine.add_argument("--block-size", type=int, default=16, metavar="TOKENS")
+    engine.add_argument(
+        "--num-pages", type=int, metavar="N", help="what the preset's memory holds by default"
+    )
+    engine.add_argument("--max-num-seqs", type=int, default=256, metavar="N")
+    engine.add_argument("--max-num-batched-tokens", type=int, default=2048, metavar="N")
+    engine.add_argument("--long-prefill-token-threshold", type=int, metavar="N")
+    engine.add_argument("--no-enable-prefix-caching", action="store_true")
+
+    machine = simulate.add_argument_group("machine")
+    machine.add_argument("--preset", default="h200-qwen3-8b", metavar="NAME")
+    machine.add_argument(
+        "--cost", action="append", default=[], metavar="NAME=VALUE", help="replace one number of it"
+    )
+
+    traffic = simulate.add_argument_group("traffic")
+    traffic.add_argument("--seed", type=int, default=0, metavar="N")
+    traffic.add_argument("--num-requests", type=int, metavar="N", help="lines of the trace to use")
+    traffic.add_argument(
+        "--speedup", type=float, default=1.0, metavar="X", help="arrivals X times as fast"
+    )
+    traffic.add_argument("--fail-steps", type=float, default=0.0, metavar="CHANCE")
+    traffic.add_argument("--abort-requests", type=float, default=0.0, metavar="CHANCE")
+    traffic.add_argument("--write-trace", metavar="FILE.jsonl", help="write the trace, run nothing")
+
+    output = simulate.add_argument_group("output")
+    output.add_argument(
+        "--audit", action="store_true", help="check every page read, and every invariant each step"
+    )
+    output.add_argument("--json", metavar="FILE", help="write the result here")
+    output.add_argument(
+        "--sweep", action="append", default=[], metavar="NAME=V1,V2,...",
+        help="compare settings; several give every combination",
+    )  # fmt: skip
+    output.add_argument("--plot", metavar="FILE", help="of a sweep: .html, or .png with matplotlib")
+    simulate.set_defaults(run=_run)
+
+
+def _run(arguments: dict[str, Any]) -> int:
+    from manyroots.errors import ConfigError
+    from manyroots.simulate.plot import check_plot
+    from manyroots.simulate.sweep import parse_axis
+    from manyroots.simulate.trace_file import write_trace
+
+    job = _job(arguments)
+    axes = [parse_axis(text) for text in arguments["sweep"]]
+    plot = Path(arguments["plot"]) if arguments["plot"] else None
+    if plot is not None:
+        if not axes:
+            raise ConfigError("--plot shows a sweep; give --sweep NAME=V1,V2,... too.")
+        check_plot(plot)
+    if arguments["write_trace"]:
+        write_trace(Path(arguments["write_trace"]), job.trace)
+        return 0
+    _say_what_is_modelled(arguments, job)
+    result = _sweep(arguments["trace"], job, axes, plot) if axes else _once(job)
+    if arguments["json"]:
+        Path(arguments["json"]).write_text(json.dumps(result, indent=2) + "\n")
+    return 0
+
+
+def _job(arguments: dict[str, Any]) -> Job:
+    from manyroots.simulate.costs import with_costs
+    from manyroots.simulate.faults import Faults
+    from manyroots.simulate.job import Job, load_trace
+    from manyroots.simulate.presets import preset
+    from manyroots.simulate.settings import SimulationSettings
+    from manyroots.simulate.trace import sped_up
+
+    trace = load_trace(
+        arguments["trace"], seed=arguments["seed"], num_requests=arguments["num_requests"]
+    )
+    costs = preset(arguments["preset"]).costs
+    return Job(
+        trace=sped_up(trace, arguments["speedup"]),
+        settings=SimulationSettings(
+            block_size=arguments["block_size"],
+            num_pages=arguments["num_pages"],
+            max_num_seqs=arguments["max_num_seqs"],
+            max_num_batched_tokens=arguments["max_num_batched_tokens"],
+            long_prefill_token_threshold=arguments["long_prefill_token_threshold"],
+            enable_prefix_caching=not arguments["no_enable_prefix_caching"],
+        ),
+        costs=with_costs(costs, dict(_parse_cost(text) for text in arguments["cost"])),
+        seed=arguments["seed"],
+        faults=Faults(failed_steps=arguments["fail_steps"], aborts=arguments["abort_requests"]),
+        audit=arguments["audit"],
+    )
+
+
+def _parse_cost(text: str) -> tuple[str, float]:
+    from manyroots.errors import ConfigError
+
+    name, _, value = text.partition("=")
+    try:
+        return name.strip().replace("-", "_"), float(value)
+    except ValueError:
+        raise ConfigError(f"--cost is {text!r}; write NAME=VALUE with a number.") from None
+
+
+def _say_what_is_modelled(arguments: dict[str, Any], job: Job) -> None:
+    from manyroots.simulate.presets import preset
+
+    name = arguments["preset"]
+    print(f"{arguments['trace']}: {len(job.trace)} requests, seed {job.seed}")
+    print(f"{name}: {preset(name).title}")
+    for text in arguments["cost"]:
+        print(f"  but {text}")
+    print()
+
+
+def _once(job: Job) -> dict[str, Any]:
+    from rich.console import Console
+
+    from manyroots.simulate.best_hits import best_hit_rate
+    from manyroots.simulate.summary import summarize
+    from manyroots.simulate.tables import group_table, latency_table, summary_table
+
+    console = Console(highlight=False)
+    run = job.run()
+    summary = summarize(run)
+    best = best_hit_rate(job.trace, job.settings.block_size)
+    console.print(summary_table(summary, best), "")
+    console.print(latency_table(summary), "")
+    console.print(group_table("adapter", summary.by_adapter))
+    return {"best_hit_rate": best, **job.run_json(run)}
+
+
+def _sweep(trace_name: str, job: Job, axes: list[Axis], plot: Path | None) -> dict[str, Any]:
+    from rich.console import Console
+
+    from manyroots.simulate.plot import write_plot
+    from manyroots.simulate.tables import sweep_table
+
+    found = job.sweep(axes)
+    # A table that is cut to the terminal's width hides what was asked for.
+    Console(highlight=False, soft_wrap=True, width=200).print(sweep_table(found))
+    if plot is not None:
+        note = f"{len(job.trace)} requests, seed {job.seed}; simulated"
+        write_plot(plot, f"manyroots simulate {trace_name}", note, found)
+    return job.sweep_json(found)

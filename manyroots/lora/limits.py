@@ -1,0 +1,56 @@
+"""How many adapters each tier has room for; what can't work is refused at start.
+
+Device and host are counted in adapters. Storage is where adapters come from and has no limit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from manyroots.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Sizes of the tiers; 0 means no limit."""
+
+    max_loras: int
+    """Most distinct adapters in one step."""
+    max_cpu_loras: int
+    """Most adapters in host memory."""
+    num_spare_slots: int = 0
+    """Device slots beyond `max_loras`, so that the next adapter can load while a full step runs."""
+
+    def __post_init__(self) -> None:
+        _not_negative("--max-loras", self.max_loras)
+        _not_negative("--max-cpu-loras", self.max_cpu_loras)
+        _not_negative("the number of spare adapter slots", self.num_spare_slots)
+        num_slots = self.max_loras + self.num_spare_slots
+        if self.max_loras and 0 < self.max_cpu_loras < num_slots:
+            raise ConfigError(
+                f"--max-cpu-loras is {self.max_cpu_loras}, fewer than the {num_slots} device slots "
+                f"that --max-loras {self.max_loras} asks for; an adapter on the device keeps its "
+                f"copy in host memory. Raise --max-cpu-loras to at least {num_slots} (0 for no "
+                "limit) or lower --max-loras."
+            )
+
+    @property
+    def num_slots(self) -> int | None:
+        """Device slots; None if they are made as needed.
+
+        Without a cap on a step, host memory is what limits the device: each slot's adapter is
+        there too.
+        """
+        if self.max_loras:
+            return self.max_loras + self.num_spare_slots
+        return self.max_cpu_loras or None
+
+    @property
+    def num_host_copies(self) -> int | None:
+        """Adapters in host memory; None for no limit."""
+        return self.max_cpu_loras or None
+
+
+def _not_negative(what: str, value: int) -> None:
+    if value < 0:
+        raise ConfigError(f"{what} is {value}; it must be at least 0, which means no limit.")

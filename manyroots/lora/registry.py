@@ -1,0 +1,173 @@
+"""Which adapters are loaded under which names, and which old versions requests still hold.
+
+In: names, content digests, and the beginning and end of each request. Out: versions, holds, and
+the contents that nobody needs any more. A *version* is one loading of a name; its *content* is the
+digest of its weights and config, which versions may share. A version that is unloaded or replaced
+takes no new requests and is *draining* until the last hold on it is released.
+
+Knows nothing of where weights are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from manyroots.errors import NotFoundError
+from manyroots.ids import AdapterDigest, AdapterName, AdapterSlot
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterVersion:
+    """One loading of a name."""
+
+    name: AdapterName
+    serial: int
+    """Counts loadings, over all names."""
+    digest: AdapterDigest
+    path: str
+    """Where its files are, as the execute half reads them."""
+    rank: int
+    num_bytes: int
+
+
+class Hold:
+    """A request's right to one version, from its submission to its end; released exactly once."""
+
+    __slots__ = ("is_open", "slot", "version")
+
+    def __init__(self, version: AdapterVersion) -> None:
+        self.version = version
+        self.is_open = True
+        self.slot: AdapterSlot | None = None
+        """Where its weights are while the request runs."""
+
+    @property
+    def digest(self) -> AdapterDigest:
+        return self.version.digest
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """A name means `version` from now on."""
+
+    version: AdapterVersion
+    freed: tuple[AdapterDigest, ...]
+    """What nobody needs any more: the content that was replaced, unless it is held or shared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unloaded:
+    """A name means nothing from now on."""
+
+    version: AdapterVersion
+    num_holds: int
+    """Requests that still hold it; above 0, the last one's release frees the content."""
+    freed: tuple[AdapterDigest, ...]
+
+
+@dataclass(slots=True)
+class Content:
+    """Weights that at least one version needs."""
+
+    versions: dict[int, AdapterVersion] = field(default_factory=dict)
+    """Loaded and draining, by serial number."""
+    num_loaded: int = 0
+
+
+class Registry:
+    """Names, versions and holds. Read by anyone; changed only through `Residency`."""
+
+    def __init__(self) -> None:
+        self.loaded: dict[AdapterName, AdapterVersion] = {}
+        """What each name means now, in the order of loading."""
+        self.draining: dict[int, AdapterVersion] = {}
+        """By serial number."""
+        self.contents: dict[AdapterDigest, Content] = {}
+        self.open_holds: set[Hold] = set()
+        self.num_holds: dict[int, int] = {}
+        """Open holds by serial number, of every version that is loaded or draining."""
+        self._next_serial = 1
+
+    def register(
+        self, name: AdapterName, digest: AdapterDigest, *, path: str, rank: int, num_bytes: int
+    ) -> Registered:
+        """Load a name, or give it new content; the same content again changes nothing."""
+        old = self.loaded.get(name)
+        if old is not None and old.digest == digest:
+            return Registered(old, ())
+        version = AdapterVersion(name, self._next_serial, digest, path, rank, num_bytes)
+        self._next_serial += 1
+        self.loaded.pop(name, None)
+        self.loaded[name] = version
+        self.num_holds[version.serial] = 0
+        content = self.contents.setdefault(digest, Content())
+        content.versions[version.serial] = version
+        content.num_loaded += 1
+        return Registered(version, self._retire(old) if old is not None else ())
+
+    def unload(self, name: AdapterName) -> Unloaded:
+        """Take no new requests for a name. Requests that hold it go on."""
+        version = self.loaded.pop(name, None)
+        if version is None:
+            raise NotFoundError(
+                f"adapter {name!r} is not loaded; GET /v1/models lists those that are.",
+                field="lora_name",
+            )
+        return Unloaded(version, self.num_holds[version.serial], self._retire(version))
+
+    def acquire(self, name: AdapterName) -> Hold:
+        """A new request's hold on what the name means now."""
+        version = self.loaded.get(name)
+        if version is None:
+            raise NotFoundError(
+                f"model {name!r} does not exist; GET /v1/models lists those that do, and an "
+                "adapter must be loaded before it is used.",
+                field="model",
+            )
+        hold = Hold(version)
+        self.open_holds.add(hold)
+        self.num_holds[version.serial] += 1
+        return hold
+
+    def release(self, hold: Hold) -> tuple[AdapterDigest, ...]:
+        """The request is over. Gives what nobody needs any more."""
+        version = hold.version
+        if not hold.is_open:
+            raise RuntimeError(f"a hold on adapter {version.name!r} was released twice")
+        hold.is_open = False
+        self.open_holds.remove(hold)
+        self.num_holds[version.serial] -= 1
+        if version.serial not in self.draining or self.num_holds[version.serial] > 0:
+            return ()
+        del self.draining[version.serial]
+        return self._forget(version)
+
+    def is_draining(self, digest: AdapterDigest) -> bool:
+        """Whether only old requests need this content: no name leads to it any more."""
+        content = self.contents.get(digest)
+        return content is not None and content.num_loaded == 0
+
+    def source(self, digest: AdapterDigest) -> AdapterVersion:
+        """The version whose files to read: of those with this content, the one loaded last.
+
+        Files of a version that was unloaded may have been replaced since.
+        """
+        versions = self.contents[digest].versions
+        is_loaded = [v for v in versions.values() if self.loaded.get(v.name) is v]
+        return (is_loaded or list(versions.values()))[-1]
+
+    def _retire(self, version: AdapterVersion) -> tuple[AdapterDigest, ...]:
+        self.contents[version.digest].num_loaded -= 1
+        if self.num_holds[version.serial] > 0:
+            self.draining[version.serial] = version
+            return ()
+        return self._forget(version)
+
+    def _forget(self, version: AdapterVersion) -> tuple[AdapterDigest, ...]:
+        del self.num_holds[version.serial]
+        content = self.contents[version.digest]
+        del content.versions[version.serial]
+        if content.versions:
+            return ()
+        del self.contents[version.digest]
+        return (version.digest,)

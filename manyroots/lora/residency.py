@@ -1,0 +1,240 @@
+"""Where each adapter's weights are, and where they go next: what the scheduler knows of adapters.
+
+In: adapters loaded and unloaded, requests that begin, run and end, steps launched and done, loads
+answered. Out: slots for running requests, and intents for the execute half, each exactly once and
+in the order in which they must be carried out.
+
+A request *holds* a version from its submission to its end, so that unloading never takes weights
+from under it; it has a *seat* while it runs, so that its slot stays. Distinct seated adapters are
+what the cap counts. Loads are asynchronous: an adapter that is not on the device keeps only its
+own requests waiting.
+
+No clock, thread or tensor; two instances fed the same calls give the same intents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from manyroots.ids import AdapterDigest, AdapterName, AdapterSlot, StepId, Tier
+from manyroots.lora.host import HostCopies
+from manyroots.lora.limits import Limits
+from manyroots.lora.outcomes import AdapterStats, LoadOutcome, Prepared, Readiness
+from manyroots.lora.registry import Hold, Registered, Registry, Unloaded
+from manyroots.lora.slots import DeviceSlots
+from manyroots.lora.transfers import Transfers
+from manyroots.step import AdapterIntent, AdapterLoaded
+
+
+class Residency:
+    """Registry, device slots and host copies, changed together."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.registry = Registry()
+        self.slots = DeviceSlots(limits.num_slots)
+        # The files of an adapter that was unloaded may be replaced at any time: a copy that old
+        # requests still need is the last to go.
+        self.host = HostCopies(limits.num_host_copies, self.registry.is_draining)
+        self.transfers = Transfers()
+        self._total_device_evictions = 0
+        self._total_host_evictions = 0
+
+    # Adapters
+
+    def register(
+        self,
+        name: AdapterName,
+        digest: AdapterDigest,
+        *,
+        path: str,
+        rank: int,
+        num_bytes: int,
+    ) -> Registered:
+        """Take requests for `name`. Whatever it meant before drains."""
+        registered = self.registry.register(name, digest, path=path, rank=rank, num_bytes=num_bytes)
+        self._free(registered.freed)
+        return registered
+
+    def unload(self, name: AdapterName) -> Unloaded:
+        """Take no new requests for `name`; its weights go when the last request is over."""
+        unloaded = self.registry.unload(name)
+        self._free(unloaded.freed)
+        return unloaded
+
+    # Requests
+
+    def acquire(self, name: AdapterName) -> Hold:
+        """A submitted request's hold on what `name` means now."""
+        return self.registry.acquire(name)
+
+    def release(self, hold: Hold) -> tuple[AdapterDigest, ...]:
+        """The request is over. Gives the contents whose pages the cache should evict."""
+        if hold.slot is not None:
+            raise RuntimeError(f"a request of adapter {hold.version.name!r} ended in its seat")
+        freed = self.registry.release(hold)
+        self._free(freed)
+        return freed
+
+    def readiness(self, digest: AdapterDigest) -> Readiness:
+        """Whether a request of this adapter could be seated now; reading it changes nothing."""
+        slot = self.slots.find(digest)
+        if slot is not None and slot.num_seats > 0:
+            return Readiness.READY
+        if self.limits.max_loras and self.slots.num_seated >= self.limits.max_loras:
+            return Readiness.CAPPED
+        if slot is None:
+            return Readiness.ABSENT
+        return Readiness.LOADING if slot.is_loading else Readiness.READY
+
+    def seat(self, hold: Hold) -> AdapterSlot:
+        """The request runs from now on; its weights stay in this slot meanwhile."""
+        readiness = self.readiness(hold.digest)
+        if not hold.is_open or hold.slot is not None or readiness is not Readiness.READY:
+            raise RuntimeError(
+                f"a request of adapter {hold.version.name!r} can't be seated: it is "
+                f"{'open' if hold.is_open else 'over'}, in slot {hold.slot}, {readiness.value}"
+            )
+        hold.slot = self.slots.seat(hold.digest)
+        return hold.slot
+
+    def unseat(self, hold: Hold) -> None:
+        """The request runs no more (finished or retracted); launched steps may still compute it."""
+        if hold.slot is None:
+            raise RuntimeError(f"a request of adapter {hold.version.name!r} has no seat to leave")
+        hold.slot = None
+        self.slots.unseat(hold.digest)
+
+    # Steps
+
+    def prepare(self, wanted: Iterable[AdapterDigest]) -> Prepared:
+        """Bring the adapters that a step wants to the device, most urgent first.
+
+        First all that can have a slot get their place in host memory, then the slots are given
+        out; neither is ever taken from another of `wanted` that has one, from a seat, from a
+        launched step or from a load. Seated adapters need not be named.
+        """
+        distinct = dict.fromkeys(wanted)
+        self._check(distinct)
+        slots: dict[AdapterDigest, AdapterSlot] = {}
+        waiting: list[AdapterDigest] = []
+        absent: list[AdapterDigest] = []
+        for digest in distinct:
+            slot = self.slots.find(digest)
+            if slot is not None and not slot.is_loading:
+                self.slots.touch(digest)
+                slots[digest] = slot.number
+                continue
+            waiting.append(digest)
+            if slot is None:
+                absent.append(digest)
+        if absent:
+            self._start_loads(absent, keep=distinct)
+        return Prepared(slots, tuple(waiting))
+
+    def step_launched(self, step_id: StepId) -> None:
+        """A step with the requests that are seated now is on its way."""
+        self.slots.step_launched(step_id)
+
+    def step_done(self, step_id: StepId) -> None:
+        """The oldest launched step is over, well or not; it uses no slot any more."""
+        for digest, ref in self.slots.step_done(step_id):
+            self.transfers.drop(digest, Tier.DEVICE, ref)
+
+    def acknowledge(self, answer: AdapterLoaded) -> LoadOutcome:
+        """A load is over."""
+        digest = self.transfers.answer(answer).digest
+        if answer.error is None:
+            self.slots.loaded(digest)
+            if digest not in self.registry.contents:  # unloaded meanwhile
+                self._give_up(digest)
+        else:
+            self.slots.disown(digest)
+            # A bad copy in host memory would fail again: the next try starts from storage.
+            self.host.drop(digest)
+            self.transfers.drop(digest, Tier.HOST)
+        return LoadOutcome(digest, answer.error)
+
+    @property
+    def has_intents(self) -> bool:
+        """Whether `flush` would give anything."""
+        return bool(self.transfers.intents)
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether an answer is still to come."""
+        return bool(self.transfers.loads)
+
+    def flush(self) -> tuple[AdapterIntent, ...]:
+        """What the execute half must do now. Call after every step planned, and when idle."""
+        return self.transfers.flush()
+
+    def stats(self) -> AdapterStats:
+        transfers = self.transfers
+        return AdapterStats(
+            num_loaded=len(self.registry.loaded),
+            num_draining=len(self.registry.draining),
+            num_on_device=len(self.slots.by_owner) - len(transfers.loads),
+            num_on_host=len(self.host),
+            num_loading=len(transfers.loads),
+            num_running=self.slots.num_seated,
+            total_loads_from_host=transfers.total_loads[Tier.HOST],
+            total_loads_from_storage=transfers.total_loads[Tier.STORAGE],
+            total_failed_loads=transfers.total_failed_loads,
+            total_device_evictions=self._total_device_evictions,
+            total_host_evictions=self._total_host_evictions,
+        )
+
+    # Inside
+
+    def _check(self, wanted: dict[AdapterDigest, None]) -> None:
+        """Refuse what no step could be; nothing has changed yet."""
+        cap = self.limits.max_loras
+        if cap and len(wanted) > cap:
+            raise RuntimeError(
+                f"a step wants {len(wanted)} adapters; --max-loras allows {cap} at once"
+            )
+        for digest in wanted:
+            if digest not in self.registry.contents:
+                raise RuntimeError(f"a step wants adapter {digest.hex()}, which is not loaded")
+
+    def _start_loads(self, absent: list[AdapterDigest], keep: Collection[AdapterDigest]) -> None:
+        """Loads for as many as can have a slot, in order."""
+        for digest in self.slots.make_room(len(absent), keep):
+            self.host.loosen(digest)
+            self._total_device_evictions += 1
+        chosen = absent[: self.slots.room(len(absent))]
+        source = {d: Tier.HOST if d in self.host else Tier.STORAGE for d in chosen}
+        # All copies that will be used are bound before any is dropped to make room. There is room
+        # for all: slots are never more than host copies, and only owners of slots have copies
+        # that can't be dropped.
+        from_host = [digest for digest in chosen if source[digest] is Tier.HOST]
+        for digest in from_host:
+            self.host.bind(digest)
+        self._evict_from_host(len(chosen) - len(from_host))
+        for digest in chosen:
+            self.host.bind(digest)
+            version = self.registry.source(digest)
+            self.transfers.load(version, source[digest], self.slots.assign(digest))
+
+    def _evict_from_host(self, count: int) -> None:
+        for digest in self.host.make_room(count):
+            self.transfers.drop(digest, Tier.HOST)
+            self._total_host_evictions += 1
+
+    def _free(self, freed: Iterable[AdapterDigest]) -> None:
+        """Nobody needs these contents any more."""
+        for digest in freed:
+            slot = self.slots.find(digest)
+            # A load under way can't be called back: its slot and copy go when it is answered.
+            if slot is None or not slot.is_loading:
+                self._give_up(digest)
+
+    def _give_up(self, digest: AdapterDigest) -> None:
+        """Device slot and host copy of a content that nobody needs."""
+        if self.slots.find(digest) is not None:
+            ref = self.slots.disown(digest)
+            if ref is not None:
+                self.transfers.drop(digest, Tier.DEVICE, ref)
+        if self.host.drop(digest):
+            self.transfers.drop(digest, Tier.HOST)

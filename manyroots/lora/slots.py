@@ -1,0 +1,190 @@
+"""Device slots: who owns each, and which may be given to another.
+
+A slot is in exactly one of these states:
+
+    free      nobody's
+    loading   its owner's weights are on their way into it
+    seated    running requests use it
+    cooling   no running request uses it, but a launched step may
+    idle      its owner's weights are there and unused; up for eviction, longest idle first
+    leaving   cooling, and free afterwards: its owner was unloaded
+
+Steps are done in the order they are launched, so that a slot need only remember the last one that
+may use it. A step costs nothing here, however many adapters are in it; only requests that begin
+and end do. Ties break on order: lowest free slot, first to become idle.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Collection
+
+from manyroots.ids import AdapterDigest, AdapterSlot, StepId
+from manyroots.step import SlotRef
+
+
+class Slot:
+    """One place on the device. Only `DeviceSlots` changes it."""
+
+    __slots__ = (
+        "busy_until",
+        "generation",
+        "is_leaving",
+        "is_loading",
+        "num_seats",
+        "number",
+        "owner",
+    )
+
+    def __init__(self, number: AdapterSlot) -> None:
+        self.number = number
+        self.generation = 0
+        """Counts owners."""
+        self.owner: AdapterDigest | None = None
+        self.is_loading = False
+        self.is_leaving = False
+        self.num_seats = 0
+        """Running requests that use it."""
+        self.busy_until: StepId | None = None
+        """The last launched step that may use it, as of when its last request left."""
+
+    @property
+    def ref(self) -> SlotRef:
+        return SlotRef(self.number, self.generation)
+
+
+class DeviceSlots:
+    """Slots by owner, and the steps that hold on to them."""
+
+    def __init__(self, num_slots: int | None) -> None:
+        self.num_slots = num_slots
+        """None: slots are made as needed."""
+        self.all = [Slot(AdapterSlot(number)) for number in range(num_slots or 0)]
+        self.by_owner: dict[AdapterDigest, Slot] = {}
+        self.free = [slot.number for slot in self.all]
+        """A heap, so that the lowest goes first."""
+        self.idle: dict[AdapterSlot, Slot] = {}
+        """Longest idle first."""
+        self.cooling: deque[tuple[StepId, Slot]] = deque()
+        """When to look at a slot again; out of date if its `busy_until` is another step."""
+        self.launched: deque[StepId] = deque()
+        self.num_seated = 0
+        """Distinct adapters that running requests use."""
+
+    def find(self, digest: AdapterDigest) -> Slot | None:
+        return self.by_owner.get(digest)
+
+    # Owners
+
+    def touch(self, digest: AdapterDigest) -> None:
+        """The owner is wanted again: of the idle ones, it goes last."""
+        slot = self.by_owner[digest]
+        if self.idle.pop(slot.number, None) is not None:
+            self.idle[slot.number] = slot
+
+    def make_room(self, count: int, keep: Collection[AdapterDigest]) -> list[AdapterDigest]:
+        """Free slots until `count` are, or no idle one is left but those of `keep`.
+
+        Gives the owners that were put out, in order.
+        """
+        if self.num_slots is None:
+            return []
+        victims: list[AdapterDigest] = []
+        num_missing = count - len(self.free)
+        for slot in list(self.idle.values()) if num_missing > 0 else ():
+            if len(victims) == num_missing:
+                break
+            assert slot.owner is not None
+            if slot.owner not in keep:
+                victims.append(slot.owner)
+                self.disown(slot.owner)
+        return victims
+
+    def room(self, count: int) -> int:
+        """How many of `count` new owners there are free slots for."""
+        return count if self.num_slots is None else min(count, len(self.free))
+
+    def assign(self, digest: AdapterDigest) -> SlotRef:
+        """A new owner for a free slot, whose weights are on their way."""
+        if not self.free and self.num_slots is None:
+            self.all.append(Slot(AdapterSlot(len(self.all))))
+            slot = self.all[-1]
+        else:
+            slot = self.all[heapq.heappop(self.free)]
+        slot.owner = digest
+        slot.generation += 1
+        slot.is_loading = True
+        self.by_owner[digest] = slot
+        return slot.ref
+
+    def loaded(self, digest: AdapterDigest) -> None:
+        """The owner's weights are there."""
+        slot = self.by_owner[digest]
+        slot.is_loading = False
+        self.idle[slot.number] = slot
+
+    def disown(self, digest: AdapterDigest) -> SlotRef | None:
+        """The owner leaves. None if a launched step may use the slot: `step_done` frees it then."""
+        slot = self.by_owner.pop(digest)
+        slot.is_loading = False
+        self.idle.pop(slot.number, None)
+        if slot.busy_until is not None:
+            slot.is_leaving = True
+            return None
+        self._vacate(slot)
+        return slot.ref
+
+    def _vacate(self, slot: Slot) -> None:
+        slot.owner = None
+        slot.is_leaving = False
+        heapq.heappush(self.free, slot.number)
+
+    # Running requests and steps
+
+    def seat(self, digest: AdapterDigest) -> AdapterSlot:
+        """A running request uses the owner's slot, whose weights are there."""
+        slot = self.by_owner[digest]
+        if slot.num_seats == 0:
+            self.num_seated += 1
+            self.idle.pop(slot.number, None)
+        slot.num_seats += 1
+        return slot.number
+
+    def unseat(self, digest: AdapterDigest) -> None:
+        """The request has stopped running; launched steps may still compute it."""
+        slot = self.by_owner[digest]
+        slot.num_seats -= 1
+        if slot.num_seats > 0:
+            return
+        self.num_seated -= 1
+        if not self.launched:
+            self.idle[slot.number] = slot
+        elif slot.busy_until != self.launched[-1]:
+            slot.busy_until = self.launched[-1]
+            self.cooling.append((slot.busy_until, slot))
+
+    def step_launched(self, step_id: StepId) -> None:
+        """A step that uses the seated slots is on its way."""
+        if self.launched and step_id <= self.launched[-1]:
+            raise RuntimeError(f"step {step_id} was launched after step {self.launched[-1]}")
+        self.launched.append(step_id)
+
+    def step_done(self, step_id: StepId) -> list[tuple[AdapterDigest, SlotRef]]:
+        """The oldest launched step is over. Gives the slots that are free now, and whose."""
+        if not self.launched or self.launched[0] != step_id:
+            raise RuntimeError(f"step {step_id} is done, but launched are {list(self.launched)}")
+        self.launched.popleft()
+        freed = []
+        while self.cooling and self.cooling[0][0] <= step_id:
+            due, slot = self.cooling.popleft()
+            if slot.busy_until != due:
+                continue  # used again since; a later entry stands for that
+            slot.busy_until = None
+            if slot.is_leaving:
+                assert slot.owner is not None
+                freed.append((slot.owner, slot.ref))
+                self._vacate(slot)
+            elif slot.num_seats == 0:
+                self.idle[slot.number] = slot
+        return freed

@@ -1,0 +1,49 @@
+"""Intents not handed over yet, loads not answered yet, and counts of both.
+
+Intents leave in the order they were made: a copy dropped to make room goes before the load that
+needs the room.
+"""
+
+from __future__ import annotations
+
+from manyroots.ids import AdapterDigest, Tier
+from manyroots.lora.registry import AdapterVersion
+from manyroots.step import AdapterIntent, AdapterLoaded, DropAdapter, LoadAdapter, LoadId, SlotRef
+
+
+class Transfers:
+    """What the execute half is asked and has not answered."""
+
+    def __init__(self) -> None:
+        self.loads: dict[LoadId, LoadAdapter] = {}
+        """Those without an answer yet."""
+        self.intents: list[AdapterIntent] = []
+        """Those not handed over yet."""
+        self.total_loads = {Tier.HOST: 0, Tier.STORAGE: 0}
+        self.total_failed_loads = 0
+        self._next_load_id = 1
+
+    def load(self, version: AdapterVersion, source: Tier, target: SlotRef) -> None:
+        load_id = LoadId(self._next_load_id)
+        self._next_load_id += 1
+        load = LoadAdapter(
+            load_id, version.digest, source, target, path=version.path, num_bytes=version.num_bytes
+        )
+        self.loads[load_id] = load
+        self.intents.append(load)
+        self.total_loads[source] += 1
+
+    def drop(self, digest: AdapterDigest, tier: Tier, target: SlotRef | None = None) -> None:
+        self.intents.append(DropAdapter(digest, tier, target))
+
+    def answer(self, answer: AdapterLoaded) -> LoadAdapter:
+        """The load that this answers, which is over now."""
+        load = self.loads.pop(answer.load_id, None)
+        if load is None:
+            raise RuntimeError(f"load {answer.load_id} was answered, but is not under way")
+        self.total_failed_loads += int(answer.error is not None)
+        return load
+
+    def flush(self) -> tuple[AdapterIntent, ...]:
+        intents, self.intents = tuple(self.intents), []
+        return intents

@@ -1,0 +1,137 @@
+"""Who is next: waiting requests in groups, one per adapter and tenant.
+
+A group that can't begin now (its adapter is loading, or the cap is reached) is passed over as a
+whole, so that a waiting request costs nothing while it waits. Within a group the order is that of
+arrival, behind priority where the policy is that; between groups the policy decides. Deterministic.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator
+
+from manyroots.config import Policy
+from manyroots.ids import AdapterDigest
+from manyroots.scheduler.request import Request
+
+GroupKey = tuple[AdapterDigest | None, str | None]
+"""Adapter and tenant."""
+
+
+class Group:
+    """Waiting requests of one adapter and tenant."""
+
+    __slots__ = ("_heap", "_members", "key", "served")
+
+    def __init__(self, key: GroupKey, served: int) -> None:
+        self.key = key
+        self.served = served
+        """Tokens computed for this group, as far as fairness counts them."""
+        self._heap: list[tuple[int, int, Request]] = []
+        self._members: set[Request] = set()
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def push(self, request: Request, priority: int) -> None:
+        self._members.add(request)
+        heapq.heappush(self._heap, (priority, request.serial, request))
+
+    def discard(self, request: Request) -> None:
+        self._members.discard(request)
+
+    @property
+    def head(self) -> Request:
+        """The next request; the group has at least one."""
+        while self._heap[0][2] not in self._members:
+            heapq.heappop(self._heap)
+        return self._heap[0][2]
+
+    def pop(self) -> Request:
+        head = self.head
+        heapq.heappop(self._heap)
+        self._members.discard(head)
+        return head
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(sorted(self._members, key=lambda request: request.serial))
+
+
+class WaitingQueue:
+    """Every waiting request."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._groups: dict[GroupKey, Group] = {}
+        self._served: dict[GroupKey, int] = {}
+        """With FAIR: what groups that have nobody waiting had been served."""
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def push(self, request: Request) -> None:
+        group = self._groups.get(request.group)
+        if group is None:
+            # A group that was away starts level with the least served one: no credit for absence.
+            least = min((g.served for g in self._groups.values()), default=0)
+            served = max(self._served.pop(request.group, 0), least)
+            group = self._groups[request.group] = Group(request.group, served)
+        is_ranked = self._policy is Policy.PRIORITY
+        group.push(request, request.submit.priority if is_ranked else 0)
+        self._count += 1
+
+    def remove(self, request: Request) -> None:
+        self._groups[request.group].discard(request)
+        self._removed(self._groups[request.group])
+
+    def next_group(
+        self, may_begin: Callable[[Group], bool], is_running: Callable[[GroupKey], bool]
+    ) -> Group | None:
+        """The group whose head is next, of those that may begin."""
+        best: Group | None = None
+        best_rank: tuple[int, ...] = ()
+        for group in self._groups.values():
+            rank = self._rank(group, is_running)
+            if (best is None or rank < best_rank) and may_begin(group):
+                best, best_rank = group, rank
+        return best
+
+    def pop(self, group: Group) -> Request:
+        request = group.pop()
+        self._removed(group)
+        return request
+
+    def serve(self, key: GroupKey, num_tokens: int) -> None:
+        """Count tokens computed for a group."""
+        if self._policy is Policy.FAIR:
+            group = self._groups.get(key)
+            if group is not None:
+                group.served += num_tokens
+            else:
+                self._served[key] = self._served.get(key, 0) + num_tokens
+
+    def groups(self) -> list[Group]:
+        return list(self._groups.values())
+
+    def oldest(self) -> Request | None:
+        """The request that has waited longest."""
+        heads = (group.head for group in self._groups.values())
+        return min(heads, key=lambda request: request.serial, default=None)
+
+    def _rank(self, group: Group, is_running: Callable[[GroupKey], bool]) -> tuple[int, ...]:
+        head = group.head
+        if self._policy is Policy.PRIORITY:
+            return (head.submit.priority, head.serial)
+        if self._policy is Policy.PACK:
+            return (int(not is_running(group.key)), head.serial)
+        if self._policy is Policy.FAIR:
+            return (group.served, head.serial)
+        return (head.serial,)
+
+    def _removed(self, group: Group) -> None:
+        self._count -= 1
+        if not len(group):
+            del self._groups[group.key]
+            if self._policy is Policy.FAIR:
+                self._served[group.key] = group.served

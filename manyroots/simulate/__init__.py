@@ -1,0 +1,1 @@
+"""The real scheduler and cache under a virtual clock; see `simulation.py`."""

@@ -1,0 +1,73 @@
+"""What stands in for the model: tokens from the trace, with or without a memory of pages.
+
+`CheckedExecutor` keeps what every slot of every page holds and reads each row's history back
+through its page table, so that any page given wrongly raises; it costs time for every token of
+context. `UncheckedExecutor` answers at once, for sizing runs over long prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from manyroots.ids import RequestId
+from manyroots.runner.fake import FakeRunner
+from manyroots.simulate.segments import VOCAB_SIZE
+from manyroots.step import Plan, StepResult
+
+Replies = Mapping[RequestId, list[int]]
+"""What each sequence says. The executor reads it; whoever submits writes it."""
+
+
+class Executor(Protocol):
+    """Carries out a step, at once."""
+
+    fail_next: str | None
+    """Makes the next step raise RuntimeError with this, once it has taken in its deltas: rows must
+    not keep tables of sequences that are gone, or a step behind it would write into them."""
+
+    def execute(self, plan: Plan) -> StepResult: ...
+
+
+def reply_token(replies: Replies, request_id: RequestId, index: int) -> int:
+    """Token number `index` of a reply. Behind its end a step may still sample one, planned before
+    the end was known; the scheduler drops it, so that any token will do."""
+    reply = replies[request_id]
+    return reply[index] if index < len(reply) else 0
+
+
+class CheckedExecutor(FakeRunner):
+    """The fake runner's memory, with the trace's tokens in place of the fake model's."""
+
+    def __init__(self, replies: Replies, *, page_size: int) -> None:
+        super().__init__(page_size=page_size, vocab_size=VOCAB_SIZE)
+        self._replies = replies
+
+    def next_token(self, sequence: Any) -> int:
+        num_output = len(sequence.tokens) - sequence.num_prompt_tokens
+        return reply_token(self._replies, RequestId(sequence.request_id), num_output)
+
+
+class UncheckedExecutor:
+    """Knows of each row only whose it is and how much it has said."""
+
+    def __init__(self, replies: Replies) -> None:
+        self._replies = replies
+        self._rows: dict[int, tuple[RequestId, int]] = {}
+        self.fail_next: str | None = None
+
+    def execute(self, plan: Plan) -> StepResult:
+        for arrival in plan.arrivals:
+            num_output = len(arrival.tokens) - arrival.num_prompt_tokens
+            self._rows[int(arrival.row)] = (arrival.request_id, num_output)
+        if self.fail_next is not None:
+            reason, self.fail_next = self.fail_next, None
+            raise RuntimeError(reason)
+        tokens = []
+        for row in plan.rows[plan.samples].tolist():
+            request_id, num_output = self._rows[row]
+            tokens.append(reply_token(self._replies, request_id, num_output))
+            self._rows[row] = (request_id, num_output + 1)
+        return StepResult(plan.step_id, np.array(tokens, np.int32))

@@ -1,0 +1,96 @@
+"""A runner on virtual time: the seam of `step.py`, with a cost model behind it.
+
+Takes plans, gives futures that are done when the modelled device would be. Steps run one after
+the other: one launched while another runs begins when that one ends, as on a real device.
+
+A fault of the plan's own making (a wrong page) is raised out of `launch`, where no loop would take
+it for a failed step and go on; a failed step asked for by the fault source is in its future.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import numpy as np
+
+from manyroots.simulate.clock import Clock, TimedFuture
+from manyroots.simulate.costs import CostModel, StepLoad
+from manyroots.simulate.executors import Executor
+from manyroots.simulate.faults import FaultSource
+from manyroots.simulate.plan_digest import PlanDigest
+from manyroots.step import Plan, StepResult
+
+
+class ModelledRunner:
+    """Implements `Runner`. One thread calls it."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        costs: CostModel,
+        executor: Executor,
+        faults: FaultSource,
+        *,
+        max_num_seqs: int,
+    ) -> None:
+        self._clock = clock
+        self._costs = costs
+        self._executor = executor
+        self._faults = faults
+        self._num_computed = np.zeros(max_num_seqs, np.int64)
+        """Tokens in the pages of each row."""
+        self._free_at_s = 0.0
+        self._failed: TimedFuture | None = None
+        self.num_steps = 0
+        self.num_failed_steps = 0
+        self.busy_s = 0.0
+        self.digest = PlanDigest()
+
+    def launch(self, plan: Plan) -> Future[StepResult]:
+        # Copies between tiers join in here, once the simulated cache has lower tiers: each takes
+        # its time on its link (`links.py`) beside the step, ends as `FaultSource.transfer` says,
+        # and is acknowledged in the result of the first step done after it.
+        begin_s = max(self._clock.now_s, self._free_at_s)
+        duration_s = self._costs.step_s(self._load(plan))
+        self._free_at_s = begin_s + duration_s
+        self.busy_s += duration_s
+        self.num_steps += 1
+        self.digest.add(plan)
+        future = TimedFuture(self._clock, self._free_at_s)
+        self._carry_out(plan, future)
+        return future
+
+    def close(self) -> None:
+        self._clock.wait_until(self._free_at_s)
+
+    def _carry_out(self, plan: Plan, future: TimedFuture) -> None:
+        # Launched behind a failure that the loop does not know of yet: what it reads may never
+        # have been written, and whatever it gives will be dropped.
+        rests_on_failure = self._failed is not None and not self._failed.is_taken
+        if not rests_on_failure and self._faults.step_fails(plan.step_id):
+            self._failed = future
+            self.num_failed_steps += 1
+            self._executor.fail_next = f"step {plan.step_id} was made to fail"
+        planned = self._executor.fail_next
+        try:
+            future.set_result(self._executor.execute(plan))
+        except Exception as error:
+            if not rests_on_failure and str(error) != planned:
+                raise
+            future.set_exception(error)
+
+    def _load(self, plan: Plan) -> StepLoad:
+        """Count what the step computes, and note how far each row is then."""
+        for arrival in plan.arrivals:
+            self._num_computed[arrival.row] = arrival.num_computed_tokens
+        counts = plan.num_tokens.astype(np.int64)
+        before = self._num_computed[plan.rows]
+        self._num_computed[plan.rows] = before + counts
+        decodes = counts == 1
+        long, behind = counts[~decodes], before[~decodes]
+        return StepLoad(
+            num_prefill_tokens=int(long.sum()),
+            num_prefill_pairs=int((long * behind + long * (long + 1) // 2).sum()),
+            num_decode_rows=int(decodes.sum()),
+            num_context_tokens=int((before[decodes] + 1).sum()),
+        )

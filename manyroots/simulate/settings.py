@@ -1,0 +1,75 @@
+"""What a simulated engine is set to; names and limits are those of the real one's settings."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from manyroots.config import CacheSettings, SchedulerSettings
+from manyroots.errors import ConfigError
+from manyroots.simulate.costs import CostModel
+from manyroots.simulate.traffic import Sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulationSettings:
+    """An engine's settings, as far as they decide anything here."""
+
+    block_size: int = 16
+    num_pages: int | None = None
+    """None is what the cost model's memory holds."""
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    long_prefill_token_threshold: int | None = None
+    enable_prefix_caching: bool = True
+    depth: int = 1
+    """How many steps are planned ahead of the one that runs."""
+
+    def __post_init__(self) -> None:
+        CacheSettings(block_size=self.block_size)  # refuses what the engine would refuse
+        scheduler = self.scheduler()
+        if scheduler.max_num_batched_tokens < scheduler.max_num_seqs:
+            raise ConfigError(
+                f"--max-num-batched-tokens ({self.max_num_batched_tokens}) is below "
+                f"--max-num-seqs ({self.max_num_seqs}): a step could not give every running "
+                "request one token. Raise the first or lower the second."
+            )
+        if self.num_pages is not None and self.num_pages < 1:
+            raise ConfigError(f"--num-pages is {self.num_pages}; it must be at least 1.")
+        if self.depth not in (0, 1):
+            raise ConfigError(f"depth is {self.depth}; it must be 0 or 1.")
+
+    def scheduler(self) -> SchedulerSettings:
+        return SchedulerSettings(
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            long_prefill_token_threshold=self.long_prefill_token_threshold,
+        )
+
+    def with_pages(self, costs: CostModel) -> SimulationSettings:
+        """The same with the number of pages settled."""
+        if self.num_pages is not None:
+            return self
+        num_pages = costs.num_pages(self.block_size)
+        if num_pages < 1:
+            raise ConfigError(
+                f"kv_memory_bytes is {costs.kv_memory_bytes:.0f}, less than one page of "
+                f"{self.block_size} tokens. Raise it, lower --block-size, or give --num-pages."
+            )
+        return dataclasses.replace(self, num_pages=num_pages)
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens that all pages hold together; also the longest sequence served."""
+        assert self.num_pages is not None
+        return self.num_pages * self.block_size
+
+    def check_fits(self, sequence: Sequence) -> None:
+        """Refuse, as the door would, what could never finish."""
+        if sequence.num_tokens > self.num_slots:
+            raise ConfigError(
+                f"a request of the trace (arrival {sequence.line.arrival_s}) has "
+                f"{sequence.num_tokens} tokens with its output, and the cache holds "
+                f"{self.num_slots} ({self.num_pages} pages of {self.block_size}). "
+                "Raise --num-pages."
+            )

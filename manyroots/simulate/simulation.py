@@ -1,0 +1,215 @@
+"""Runs a trace through the real scheduler and cache, on virtual time.
+
+In: a trace, settings, a cost model, faults and a seed. Out: a record of every sequence and counts
+of the run, the same for the same input, whatever the machine and its load. The engine's own loop
+drives it, planning one step ahead. With `audit`, every page read is checked and every
+invariant is audited after every round; what fails names the seed.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from manyroots.errors import ManyrootsError
+from manyroots.ids import RequestId
+from manyroots.messages import Abort, FinishReason, Output
+from manyroots.simulate.clock import Clock
+from manyroots.simulate.costs import CostModel
+from manyroots.simulate.engine import build_engine
+from manyroots.simulate.executors import CheckedExecutor, Executor, UncheckedExecutor
+from manyroots.simulate.faults import NO_FAULTS, Faults, FaultSource
+from manyroots.simulate.prefixes import SeenPrefixes
+from manyroots.simulate.records import Record, SimulationError
+from manyroots.simulate.runner import ModelledRunner
+from manyroots.simulate.settings import SimulationSettings
+from manyroots.simulate.trace import Trace
+from manyroots.simulate.traffic import Sequence, sequences
+
+MAX_IDLE_ROUNDS = 3
+"""Rounds in a row with work to do, nothing launched and no time passed: it would never end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a simulation gave."""
+
+    settings: SimulationSettings
+    records: list[Record]
+    duration_s: float
+    """From the beginning of the trace until the last sequence ended."""
+    busy_s: float
+    num_steps: int
+    num_failed_steps: int
+    num_audits: int
+    num_retractions: int
+    peak_held_pages: int
+    plan_digest: str
+    """Equal where two runs made the same plans in the same order."""
+
+
+def simulate(
+    trace: Trace,
+    settings: SimulationSettings,
+    costs: CostModel,
+    *,
+    seed: int,
+    faults: Faults = NO_FAULTS,
+    audit: bool = False,
+) -> Run:
+    """Run a trace to its end."""
+    simulation = _Simulation(trace, settings.with_pages(costs), costs, seed, faults, audit)
+    try:
+        return simulation.run()
+    except ManyrootsError:
+        raise
+    except Exception as error:
+        raise SimulationError(f"seed {seed}, round {simulation.round}: {error}") from error
+
+
+class _Simulation:
+    """One run under way."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        settings: SimulationSettings,
+        costs: CostModel,
+        seed: int,
+        faults: Faults,
+        audit: bool,
+    ) -> None:
+        self.settings = settings
+        self.audits = audit
+        self.seen = SeenPrefixes(settings.block_size) if audit else None
+        self.round = 0
+        self.clock = Clock()
+        self.faults = FaultSource(faults, seed)
+        self.replies: dict[RequestId, list[int]] = {}
+        self.records: dict[RequestId, Record] = {}
+        self.coming = self._arrivals(trace)
+        self.aborts: list[tuple[int, RequestId]] = []
+        """A heap of (round, who leaves then)."""
+        self.runner = ModelledRunner(
+            self.clock, costs, self._executor(), self.faults, max_num_seqs=settings.max_num_seqs
+        )
+        self.engine = build_engine(settings, self.runner)
+        self.num_audits = 0
+        self.peak_held_pages = 0
+        self.idle_rounds = 0
+
+    def run(self) -> Run:
+        with _quiet_loop():
+            while self.coming or self.engine.loop.has_work:
+                if not self.engine.loop.has_work:
+                    self.clock.wait_until(self.coming[-1][0])
+                self._receive()
+                self._round()
+        self._check_end()
+        stats = self.engine.loop.stats()
+        return Run(
+            settings=self.settings,
+            records=list(self.records.values()),
+            duration_s=self.clock.now_s,
+            busy_s=self.runner.busy_s,
+            num_steps=self.runner.num_steps,
+            num_failed_steps=self.runner.num_failed_steps,
+            num_audits=self.num_audits,
+            num_retractions=stats.total_retractions,
+            peak_held_pages=self.peak_held_pages,
+            plan_digest=self.runner.digest.hexdigest(),
+        )
+
+    def _executor(self) -> Executor:
+        if not self.audits:
+            return UncheckedExecutor(self.replies)
+        return CheckedExecutor(self.replies, page_size=self.settings.block_size)
+
+    def _arrivals(self, trace: Trace) -> list[tuple[float, Sequence]]:
+        """Every sequence with the time it comes at, the first one last."""
+        arrivals: list[tuple[float, Sequence]] = []
+        for sequence in sequences(trace):
+            self.settings.check_fits(sequence)
+            arrival_s = sequence.line.arrival_s
+            if arrivals and self.faults.joins_previous(sequence.request_id):
+                arrival_s = arrivals[-1][0]
+            arrivals.append((arrival_s, sequence))
+        arrivals.sort(key=lambda arrival: arrival[0])
+        return arrivals[::-1]
+
+    def _receive(self) -> None:
+        """Hand the engine what has arrived by now."""
+        while self.coming and self.coming[-1][0] <= self.clock.now_s:
+            arrival_s, sequence = self.coming.pop()
+            reply = sequence.reply_tokens()
+            self.replies[sequence.request_id] = reply
+            self.records[sequence.request_id] = Record(sequence, arrival_s, reply)
+            submit = sequence.to_submit()
+            if self.seen is not None:
+                self.seen.add(sequence.namespace(), submit.prompt + reply)
+            self.engine.loop.handle(submit)
+            after = self.faults.abort_after(sequence)
+            if after is not None:
+                heapq.heappush(self.aborts, (self.round + after, sequence.request_id))
+        while self.aborts and self.aborts[0][0] <= self.round:
+            _, request_id = heapq.heappop(self.aborts)
+            self.engine.loop.handle(Abort([request_id]))
+
+    def _round(self) -> None:
+        """One turn of the loop: a step launched, one finished, or both."""
+        before = (self.runner.num_steps, self.clock.now_s)
+        news = self.engine.loop.step()
+        self.round += 1
+        self._note(news)
+        self.peak_held_pages = max(self.peak_held_pages, self.engine.loop.stats().num_held_pages)
+        if self.audits:
+            self.engine.audit()
+            self.num_audits += 1
+        is_idle = not news and before == (self.runner.num_steps, self.clock.now_s)
+        self.idle_rounds = self.idle_rounds + 1 if is_idle else 0
+        if self.idle_rounds >= MAX_IDLE_ROUNDS and self.engine.loop.has_work:
+            raise SimulationError(f"stuck at {self.clock.now_s} s: {self.engine.loop.stats()}")
+
+    def _note(self, news: list[Output]) -> None:
+        for output in news:
+            record = self.records[output.request_id]
+            if not record.has_begun:
+                self._check_reuse(record.sequence, output)
+            record.note(output, self.clock.now_s)
+            if output.finish_reason is FinishReason.ERROR and not self.runner.num_failed_steps:
+                raise SimulationError(f"request {output.request_id} failed: {output.error}")
+
+    def _check_reuse(self, sequence: Sequence, output: Output) -> None:
+        """Whatever was reused, another request of the same namespace must have asked for."""
+        if self.seen is None:
+            return
+        prompt = sequence.line.prompt_tokens().tolist()
+        most = self.seen.match(sequence.namespace(), prompt, times=2)  # itself and another
+        if output.num_cached_tokens > most:
+            raise SimulationError(
+                f"request {output.request_id} reused {output.num_cached_tokens} tokens, and its "
+                f"namespace {sequence.namespace()} has seen {most} of them"
+            )
+
+    def _check_end(self) -> None:
+        """All have ended, and nothing is held."""
+        for request_id, record in self.records.items():
+            if record.finish_reason is None:
+                raise SimulationError(f"request {request_id} never ended")
+        stats = self.engine.loop.stats()
+        if stats.num_held_pages or stats.num_running or stats.num_waiting:
+            raise SimulationError(f"all requests have ended, and yet: {stats}")
+
+
+@contextmanager
+def _quiet_loop() -> Iterator[None]:
+    """Steps made to fail are no news: the loop's log of them is left out meanwhile."""
+    logger = logging.getLogger("manyroots.engine.loop")
+    was_disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = was_disabled

@@ -1,0 +1,115 @@
+"""Traces made on the fly: three kinds of traffic that reuse prefixes in three ways.
+
+Takes a seed and how many lines to make; the same two give the same trace. Arrivals do not wait for
+replies: a user's next turn comes when a reply at reading speed would be done, and some time more.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from manyroots.errors import ConfigError
+from manyroots.simulate.trace import EndsBy, Segment, Trace, TraceRequest
+
+Maker = Callable[[random.Random, int], list[TraceRequest]]
+
+SECONDS_PER_REPLY_TOKEN = 0.02
+
+
+def synthetic_trace(name: str, *, seed: int, num_requests: int) -> Trace:
+    if name not in SYNTHETIC:
+        raise ConfigError(
+            f"there is no trace file {name!r}, and no made trace of that name; "
+            f"give a JSONL file or one of {', '.join(SYNTHETIC)}."
+        )
+    lines = SYNTHETIC[name](random.Random(f"{name}/{seed}"), num_requests)
+    return tuple(sorted(lines, key=lambda line: line.arrival_s)[:num_requests])
+
+
+def chat(rng: random.Random, num_requests: int) -> list[TraceRequest]:
+    """Many tenants, each with a system prompt, a salt and maybe an adapter; talks of 1-8 turns."""
+    tenants = [
+        (f"tenant-{i}", rng.choice([None, "support", "legal", "sales"]), rng.randint(150, 1200))
+        for i in range(12)
+    ]
+    popularity = [1 / (rank + 1) for rank in range(len(tenants))]
+    lines: list[TraceRequest] = []
+    start_s, talk = 0.0, 0
+    while len(lines) < num_requests:
+        start_s += rng.expovariate(4.0)
+        talk += 1
+        [(tenant, adapter, system_len)] = rng.choices(tenants, popularity)
+        said = [Segment(f"{tenant}/system", system_len)]
+        arrival_s = start_s
+        for turn in range(rng.randint(1, 8)):
+            said.append(Segment(f"talk-{talk}/question-{turn}", rng.randint(10, 200)))
+            reply = Segment(f"talk-{talk}/answer-{turn}", rng.randint(30, 300))
+            lines.append(
+                TraceRequest(
+                    arrival_s=round(arrival_s, 6),
+                    prompt=tuple(said),
+                    adapter=adapter,
+                    salt=tenant,
+                    output_tokens=reply.length,
+                    reply=reply.name,
+                    ends_by=EndsBy.STOP,
+                )
+            )
+            said.append(reply)
+            arrival_s += reply.length * SECONDS_PER_REPLY_TOKEN + rng.expovariate(1 / 8)
+    return lines
+
+
+def rollouts(rng: random.Random, num_requests: int) -> list[TraceRequest]:
+    """Reinforcement learning: batches of prompts, 8 samples of each. Every batch has new weights,
+    as each follows a training step, so nothing can be carried over."""
+    lines: list[TraceRequest] = []
+    for number in range(num_requests):
+        batch, problem = divmod(number, 16)
+        lines.append(
+            TraceRequest(
+                arrival_s=30.0 * batch,
+                prompt=(
+                    Segment("instructions", 256),
+                    Segment(f"problem-{batch}-{problem}", rng.randint(80, 600)),
+                ),
+                adapter=f"policy-{batch}",
+                salt=None,
+                output_tokens=rng.randint(100, 500),
+                n=8,
+            )
+        )
+    return lines
+
+
+def agents(rng: random.Random, num_requests: int) -> list[TraceRequest]:
+    """Agents with long descriptions of their tools: short calls, long results, 3-12 steps."""
+    kinds = [("coder", None, 9000), ("browser", "browsing", 6000), ("analyst", "sql", 4000)]
+    lines: list[TraceRequest] = []
+    start_s, task = 0.0, 0
+    while len(lines) < num_requests:
+        start_s += rng.expovariate(0.5)
+        task += 1
+        kind, adapter, tools_len = rng.choice(kinds)
+        seen = [Segment(f"{kind}/tools", tools_len), Segment(f"task-{task}", rng.randint(50, 400))]
+        arrival_s = start_s
+        for step in range(rng.randint(3, 12)):
+            call = Segment(f"task-{task}/call-{step}", rng.randint(20, 150))
+            lines.append(
+                TraceRequest(
+                    arrival_s=round(arrival_s, 6),
+                    prompt=tuple(seen),
+                    adapter=adapter,
+                    salt=None,
+                    output_tokens=call.length,
+                    reply=call.name,
+                    ends_by=EndsBy.STOP,
+                )
+            )
+            seen += [call, Segment(f"task-{task}/result-{step}", rng.randint(50, 1500))]
+            arrival_s += call.length * SECONDS_PER_REPLY_TOKEN + rng.expovariate(1 / 2)
+    return lines
+
+
+SYNTHETIC: dict[str, Maker] = {"chat": chat, "rollouts": rollouts, "agents": agents}

@@ -1,0 +1,82 @@
+"""Results as tables for a terminal."""
+
+from __future__ import annotations
+
+from rich.table import Table
+
+from manyroots.simulate.measures import MEASURES
+from manyroots.simulate.summary import Distribution, Group, Summary
+from manyroots.simulate.sweep import Point
+
+
+def summary_table(summary: Summary, best_hit_rate: float) -> Table:
+    table = _table("", "", title=None)
+    table.show_header = False
+    rows = {
+        "sequences": f"{summary.all.num_sequences:,} ({summary.num_finished:,} finished, "
+        f"{summary.num_aborted:,} aborted, {summary.num_failed:,} failed)",
+        "prompt / output tokens": f"{summary.all.num_prompt_tokens:,} / "
+        f"{summary.all.num_output_tokens:,}",
+        "duration": f"{summary.duration_s:,.2f} s, device busy {summary.busy_share:.1%}",
+        "throughput": f"{summary.output_tokens_per_s:,.0f} output tok/s, "
+        f"{summary.prompt_tokens_per_s:,.0f} prompt tok/s",
+        "hit rate": f"{summary.all.hit_rate:.4f} (no cache could pass {best_hit_rate:.4f})",
+        "pages": f"{summary.peak_held_pages:,} held at the peak of {summary.num_pages:,}",
+        "retractions": f"{summary.num_retractions:,}",
+        "steps": f"{summary.num_steps:,} ({summary.num_failed_steps:,} made to fail, "
+        f"{summary.num_audits:,} audits)",
+        "plans": summary.plan_digest,
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
+def latency_table(summary: Summary) -> Table:
+    table = _table("latency, ms", "mean", "p50", "p90", "p99", "max")
+    for name, times in (
+        ("time to first token", summary.all.ttft_s),
+        ("between tokens", summary.itl_s),
+        ("whole request", summary.e2e_s),
+    ):
+        table.add_row(name, *_milliseconds(times))
+    return table
+
+
+def group_table(title: str, groups: list[Group]) -> Table:
+    table = _table(title, "sequences", "prompt tok", "cached tok", "hit rate", "TTFT p50", "p99")
+    for group in groups:
+        table.add_row(
+            group.name,
+            f"{group.num_sequences:,}",
+            f"{group.num_prompt_tokens:,}",
+            f"{group.num_cached_tokens:,}",
+            f"{group.hit_rate:.3f}",
+            f"{1000 * group.ttft_s.p50:,.1f}",
+            f"{1000 * group.ttft_s.p99:,.1f}",
+        )
+    return table
+
+
+def sweep_table(points: list[Point]) -> Table:
+    names = list(points[0].values)
+    table = _table(*names, *(measure.title for measure in MEASURES))
+    for point in points:
+        table.add_row(
+            *(f"{value:g}" for value in point.values.values()),
+            *(format(measure.value(point.summary), measure.format) for measure in MEASURES),
+        )
+    return table
+
+
+def _table(first: str, *others: str, title: str | None = None) -> Table:
+    table = Table(title=title, box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(first, no_wrap=True)
+    for name in others:
+        table.add_column(name, justify="right" if name else "left")
+    return table
+
+
+def _milliseconds(times: Distribution) -> list[str]:
+    values = (times.mean, times.p50, times.p90, times.p99, times.max)
+    return [f"{1000 * value:,.2f}" for value in values]

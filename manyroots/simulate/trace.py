@@ -1,0 +1,72 @@
+"""A trace: who asks for what, and when. Plain frozen data.
+
+A prompt is a list of token ids, or of named segments where only what is shared matters. Reply
+lengths are part of the trace: a simulation has no model that could decide them.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from manyroots.errors import ConfigError
+from manyroots.simulate.segments import segment_tokens
+from manyroots.step import Int32s
+
+
+class EndsBy(enum.Enum):
+    """How a reply ends; the values are those of the trace file."""
+
+    LENGTH = "length"
+    """At its limit: the scheduler sees the end coming."""
+    STOP = "stop"
+    """At a stop token, which is known only when it has been sampled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The first `length` tokens of a named stream."""
+
+    name: str
+    length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceRequest:
+    """One line of a trace."""
+
+    arrival_s: float
+    prompt: tuple[int, ...] | tuple[Segment, ...]
+    adapter: str | None
+    """None is the base model."""
+    salt: str | None
+    output_tokens: int
+    n: int = 1
+    """How many completions of the prompt."""
+    reply: str | None = None
+    """Segment that the (first) completion consists of, so that later prompts can quote it.
+    None is a reply that nothing else shares."""
+    ends_by: EndsBy = EndsBy.LENGTH
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(part.length if isinstance(part, Segment) else 1 for part in self.prompt)
+
+    def prompt_tokens(self) -> Int32s:
+        segments = [part for part in self.prompt if isinstance(part, Segment)]
+        if not segments:
+            return np.array(self.prompt, np.int32)
+        return np.concatenate([segment_tokens(part.name, part.length) for part in segments])
+
+
+Trace = tuple[TraceRequest, ...]
+
+
+def sped_up(trace: Trace, factor: float) -> Trace:
+    """The same requests, arriving `factor` times as fast."""
+    if not 0 < factor < math.inf:
+        raise ConfigError(f"--speedup is {factor}; it must be a number above 0.")
+    return tuple(replace(line, arrival_s=line.arrival_s / factor) for line in trace)

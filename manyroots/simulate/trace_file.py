@@ -1,0 +1,148 @@
+"""Trace files: one JSON object per line.
+
+    {"arrival": 0.5, "prompt": [["system", 300], ["question-1", 40]], "adapter": "legal",
+     "salt": "tenant-7", "output_tokens": 64, "n": 1, "reply": "answer-1", "ends_by": "stop"}
+
+`prompt` holds token ids or [segment, length] pairs. `salt`, `n`, `reply` and `ends_by` may be left
+out; `adapter` may not, so that nobody simulates the base model by a slip. Whatever is wrong is
+refused with the file, the line and the field.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from manyroots.errors import ConfigError
+from manyroots.sampling import MAX_CHOICES, MAX_TOKENS_LIMIT
+from manyroots.simulate.trace import EndsBy, Segment, Trace, TraceRequest
+
+MAX_TOKEN_ID = 2**31 - 1
+REQUIRED = ("arrival", "prompt", "adapter", "output_tokens")
+OPTIONAL = ("salt", "n", "reply", "ends_by")
+
+
+def read_trace(path: Path) -> Trace:
+    """Every line of a file; blank lines are skipped."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"trace {path} can't be read: {error}") from error
+    trace = tuple(
+        parse_line(line, f"{path}, line {number}")
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    )
+    if not trace:
+        raise ConfigError(f"trace {path} holds no request; write one JSON object per line.")
+    return trace
+
+
+def write_trace(path: Path, trace: Iterable[TraceRequest]) -> None:
+    try:
+        path.write_text("".join(format_line(line) + "\n" for line in trace), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"trace {path} can't be written: {error}") from error
+
+
+def format_line(line: TraceRequest) -> str:
+    values = {
+        "arrival": line.arrival_s,
+        "prompt": [
+            [part.name, part.length] if isinstance(part, Segment) else part for part in line.prompt
+        ],
+        "adapter": line.adapter,
+        "salt": line.salt,
+        "output_tokens": line.output_tokens,
+        "n": line.n,
+        "reply": line.reply,
+        "ends_by": line.ends_by.value,
+    }
+    return json.dumps(values)
+
+
+def parse_line(text: str, where: str) -> TraceRequest:
+    """One line, checked; `where` begins every error message."""
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where}: not JSON ({error}).") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{where}: expected a JSON object like {{'arrival': 0.0, ...}}.")
+    for name in REQUIRED:
+        if name not in values:
+            hint = "; give a name, or null for the base model" if name == "adapter" else ""
+            raise ConfigError(f"{where}: {name} is missing{hint}.")
+    unknown = sorted(set(values) - set(REQUIRED) - set(OPTIONAL))
+    if unknown:
+        known = ", ".join((*REQUIRED, *OPTIONAL))
+        raise ConfigError(f"{where}: unknown field {unknown[0]!r}; a line may have {known}.")
+    return TraceRequest(
+        arrival_s=_arrival(values["arrival"], where),
+        prompt=_prompt(values["prompt"], where),
+        adapter=_name(values["adapter"], "adapter", where),
+        salt=_text(values.get("salt"), "salt", where),
+        output_tokens=_count(values["output_tokens"], "output_tokens", MAX_TOKENS_LIMIT, where),
+        n=_count(values.get("n", 1), "n", MAX_CHOICES, where),
+        reply=_name(values.get("reply"), "reply", where),
+        ends_by=_ends_by(values.get("ends_by", "length"), where),
+    )
+
+
+def _arrival(value: Any, where: str) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value < 0:
+        raise ConfigError(
+            f"{where}: arrival is {value!r}; it must be a number of seconds, at least 0."
+        )
+    return float(value)
+
+
+def _prompt(value: Any, where: str) -> tuple[int, ...] | tuple[Segment, ...]:
+    if not isinstance(value, list) or not value:
+        raise ConfigError(
+            f"{where}: prompt must be a non-empty list of token ids or of [segment, length] pairs."
+        )
+    if isinstance(value[0], list):
+        return tuple(_segment(part, f"prompt[{i}]", where) for i, part in enumerate(value))
+    for i, token in enumerate(value):
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token <= MAX_TOKEN_ID:
+            raise ConfigError(
+                f"{where}: prompt[{i}] is {token!r}; token ids are integers from 0 to "
+                f"{MAX_TOKEN_ID}, and can't be mixed with segments."
+            )
+    return tuple(value)
+
+
+def _segment(value: Any, field: str, where: str) -> Segment:
+    if not isinstance(value, list) or len(value) != 2 or not isinstance(value[0], str):
+        raise ConfigError(f"{where}: {field} is {value!r}; it must be a [segment, length] pair.")
+    return Segment(value[0], _count(value[1], f"{field}'s length", MAX_TOKENS_LIMIT, where))
+
+
+def _count(value: Any, field: str, most: int, where: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        raise ConfigError(f"{where}: {field} is {value!r}; it must be an integer from 1 to {most}.")
+    return value
+
+
+def _text(value: Any, field: str, where: str) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise ConfigError(f"{where}: {field} is {value!r}; it must be a string or null.")
+    return value
+
+
+def _name(value: Any, field: str, where: str) -> str | None:
+    if value == "":
+        raise ConfigError(f"{where}: {field} is empty; give a name or null.")
+    return _text(value, field, where)
+
+
+def _ends_by(value: Any, where: str) -> EndsBy:
+    choices = [way.value for way in EndsBy]
+    if value not in choices:
+        raise ConfigError(f"{where}: ends_by is {value!r}; choose one of {', '.join(choices)}.")
+    return EndsBy(value)

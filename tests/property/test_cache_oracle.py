@@ -1,0 +1,570 @@
+"""The cache against a dictionary, rule by rule (R02).
+
+MANYROOTS_ORACLE_RULES asks for more rules than the default of 20,000: with 1000000 it runs for
+about an hour on one core, on other random choices every time.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from functools import cache as memoized
+
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    rule,
+    run_state_machine_as_test,
+)
+
+from manyroots.cache.audit import audit
+from manyroots.cache.cache import Ending
+from manyroots.cache.events import PagesStored
+from manyroots.cache.families.family import Family
+from manyroots.cache.families.full import FULL_ATTENTION
+from manyroots.cache.keys import PageHasher, PrefixKey
+from manyroots.cache.planes import ABSENT, Capacity
+from manyroots.cache.policies import FREE_LOADS, CachePolicies, LoadCosts, WriteBack
+from manyroots.ids import Namespace, StepId, Tier
+from manyroots.step import Copy
+from tests.by_hand import (
+    ADAPTER_A,
+    BASE,
+    ByHand,
+    Content,
+    Path,
+    Sequence,
+    Step,
+    content_of,
+    ints,
+    longest,
+    path_of,
+    recurrent,
+    resident,
+    window,
+)
+
+DEFAULT_RULES = 20_000
+NUM_RULES = int(os.environ.get("MANYROOTS_ORACLE_RULES", DEFAULT_RULES))
+STEPS = 100
+MOST_TOKENS = 14
+SALTED = Namespace(adapter=ADAPTER_A.adapter, salt="tenant")
+NAMESPACES = (BASE, ADAPTER_A, SALTED)
+MIXES = (
+    ("full",), ("full", "window"), ("full", "recurrent"), ("full", "window", "recurrent"),
+    ("window",), ("recurrent",), ("window", "wide"), ("full", "window", "wide"),
+)  # fmt: skip
+ACTIONS = (
+    *["plan"] * 6, *["claim"] * 5, *["commit"] * 5, *["acknowledge"] * 5, *["release"] * 3,
+    *["onboard"] * 2, *["prefetch"] * 2, "lookup", "fail", "evict_namespace",
+)  # fmt: skip
+PATTERNS = (0, 0b1111111111, 0b10000, 0b0100000000, 0b1111110011)
+Entry = tuple[int, Path]
+Resident = dict[Entry, int]
+
+ran: Counter[str] = Counter()
+"""How often each rule ran, over all examples."""
+
+content = memoized(content_of)
+
+
+@memoized
+def page_hash(path: Path, page_size: int) -> bytes:
+    hasher = PageHasher(b"model", page_size * 4)
+    if not path:
+        return hasher.root
+    namespace, tokens = path[-1]
+    [found] = hasher.chain(page_hash(path[:-1], page_size), namespace, tokens)
+    return found
+
+
+def family(name: str, page_size: int, size: int) -> Family:
+    if name == "full":
+        return FULL_ATTENTION
+    if name == "recurrent":
+        return recurrent(1 + size % 3)
+    return window(2 + size % 3 if name == "window" else 5 + size % 3, page_size, name)
+
+
+class Machine(RuleBasedStateMachine):
+    """Any calls that a scheduler could make, in any order; checked against plain dictionaries."""
+
+    hand: ByHand
+
+    @initialize(
+        mix=st.sampled_from(MIXES),
+        page_size=st.sampled_from((1, 2)),
+        device=st.integers(0, 7),
+        host=st.sampled_from((0, 3, 5, 12)),
+        write_back=st.sampled_from(tuple(WriteBack)),
+        size=st.integers(0, 11),
+        options=st.integers(0, 7),
+    )
+    def build(
+        self, mix: tuple[str, ...], page_size: int, device: int, host: int,
+        write_back: WriteBack, size: int, options: int,
+    ) -> None:  # fmt: skip
+        pages = 14 // page_size + device // 2
+        self.policies = CachePolicies(
+            write_back=write_back,
+            load_costs=LoadCosts(1.0, 0.1) if options == 7 else FREE_LOADS,
+            uses_storage=bool(host) and bool(options & 1),
+            records_events=bool(options & 2),
+            identity=b"model",
+        )
+        self.hand = ByHand(
+            *(Capacity(family(name, page_size, size), 4 + device // 2 if name == "recurrent" else pages,
+                       host) for name in mix),
+            page_size=page_size,
+            policies=self.policies,
+        )  # fmt: skip
+        self.cache, self.layout = self.hand.cache, self.hand.layout
+        self.sequences: list[Sequence] = []
+        self.announced: dict[StepId, Resident] = {}
+        self.leans: dict[int, set[StepId]] = {}
+        """By sequence that has not begun: launched steps that fill what it found."""
+        self.barred: dict[int, set[Namespace]] = {}
+        """By sequence: namespaces that were evicted since it began."""
+        self.copied: dict[int, list[Path | None]] = {}
+        """By copy: what it copies."""
+        self.unsure: set[Path] = set()
+        """Of those: paths that lost something while it was under way."""
+        self.mirror: dict[Tier, dict[bytes, Path]] = {Tier.DEVICE: {}, Tier.HOST: {}}
+        self.now: Resident = {}
+        self.was_held: set[tuple[int, int, int, int]] = set()
+
+    @rule(
+        action=st.sampled_from(ACTIONS), a=st.integers(0, 15), b=st.integers(0, 255),
+        c=st.integers(1, 10),
+    )  # fmt: skip
+    def act(self, action: str, a: int, b: int, c: int) -> None:
+        """One call. Written as one rule because every kind is needed to get anywhere: hypothesis
+        leaves whole rules out of many of its examples."""
+        if action == "claim" and len(self.sequences) < 4:
+            self.claim(a % 5, b, c)
+        elif action == "commit" and self.hand.steps:
+            self.commit()
+        elif action == "acknowledge" and self.hand.under_way:
+            self.acknowledge(a, (255, 255, 255, 255, b, 0)[c % 6])
+        elif action == "onboard" and any(s.held.onboarding for s in self.sequences):
+            self.onboard(a)
+        elif action == "release" and self.sequences:
+            self.release(a, finished=b % 3 > 0)
+        elif action == "fail" and self.hand.steps:
+            self.fail()
+        elif action == "evict_namespace":
+            self.evict_namespace(NAMESPACES[a % 3])
+        elif action == "prefetch" and self.policies.uses_storage:
+            self.prefetch(a % 5, b, c)
+        elif action == "lookup":
+            self.lookup(a % 5, b, c)
+        elif len(self.hand.steps) > 1:
+            self.commit()
+        else:
+            self.plan(a, (1, 3, 100)[b % 3])
+
+    # What a scheduler could do
+
+    def lookup(self, key: int, bits: int, count: int) -> None:
+        tokens = prompt(bits, count)
+        match = self.cache.lookup(self.key(key), ints(*tokens))
+        on_device, anywhere = self.naive(self.key(key), tokens)
+        assert (match.num_device_pages, match.num_pages) == (on_device, anywhere)
+        lost, gained = self.changed("lookup")
+        assert not lost
+        assert not gained
+
+    def claim(self, key: int, bits: int, count: int) -> None:
+        tokens = prompt(bits, count)
+        on_device, anywhere = self.naive(self.key(key), tokens)
+        is_free = self.policies.load_costs is FREE_LOADS
+        sequence = self.hand.claim(self.key(key), tokens)
+        found = (anywhere if is_free else on_device) * self.hand.page_size
+        assert sequence.num_computed == found
+        assert sequence.held.num_host_tokens == found - min(
+            found, on_device * self.hand.page_size
+        )  # fmt: skip
+        self.sequences.append(sequence)
+        self.barred[id(sequence)] = set()
+        mine = self.held(sequence)
+        self.leans[id(sequence)] = {
+            step.step_id
+            for step in self.hand.steps
+            if mine & {(plane, unit) for (plane, _), unit in self.announced[step.step_id].items()}
+        }
+        lost, gained = self.changed("claim")
+        assert not gained
+        self.only_host_pressure(lost)
+
+    def onboard(self, index: int) -> None:
+        waiting = [s for s in self.sequences if s.held.onboarding]
+        sequence = waiting[index % len(waiting)]
+        wanted = Counter(family for family, _, _ in sequence.held.onboarding)
+        before = self.cache.stats()
+        has_room = all(
+            before.planes[f].num_free + before.planes[f].num_cached >= n for f, n in wanted.items()
+        )
+        refusal = self.cache.onboard(sequence.held)
+        assert (refusal is None) == has_room
+        lost, gained = self.changed("onboard")
+        assert not gained
+        if refusal is not None:
+            assert self.cache.stats() == before
+            assert not lost
+        elif all(before.planes[f].num_free >= n for f, n in wanted.items()):
+            assert not lost, "evicted with room to spare"
+
+    def plan(self, chosen: int, most: int) -> None:
+        self.drop_failed()
+        ready = [
+            s for i, s in enumerate(self.sequences)
+            if chosen >> i & 1 and s.held.is_ready and len(s.tokens) + s.num_pending < MOST_TOKENS
+        ]  # fmt: skip
+        before = {p.index: pool.num_free for p, pool in zip_planes(self.hand)}
+        step = self.hand.plan(*ready, most=most)
+        self.note_copies(step)
+        for part in step.parts:
+            self.leans[id(part.sequence)] = set()
+        lost, gained = self.changed("plan")
+        self.announced[step.step_id] = gained
+        self.may_publish(gained, step)
+        size = self.hand.page_size
+        wanted = {
+            plane.index: sum(
+                2 if plane.family.is_state else -(-p.end // size) - p.begin // size
+                for p in step.parts
+            )
+            for plane in self.layout.device
+        }
+        if all(wanted[index] <= before[index] for index in wanted):
+            assert not lost, "evicted with room to spare"
+
+    def commit(self) -> None:
+        step = self.hand.steps[0]
+        full = {}
+        for part in step.parts:
+            sequence = part.sequence
+            if sequence.lease is not None:
+                published = sequence.lease.num_published_pages
+                tables = [list(table) for table in sequence.lease.tables]
+                full[id(sequence)] = (published, tables, list(sequence.lease.checkpoints))
+        self.hand.commit()
+        lost, gained = self.changed("commit")
+        self.may_publish(gained, step)
+        self.only_host_pressure(lost)
+        for part in step.parts:
+            if part.sequence.lease is not None:
+                self.must_be_there(part.sequence, part.end, step, *full[id(part.sequence)])
+        del self.announced[step.step_id]
+        for steps in self.leans.values():
+            steps.discard(step.step_id)
+
+    def fail(self) -> None:
+        gone = {entry for announced in self.announced.values() for entry in announced.items()}
+        failed = set(self.announced)
+        for sequence in self.hand.fail():
+            self.sequences.remove(sequence)
+        lost, gained = self.changed("fail")
+        assert not gained
+        assert not gone & set(self.now.items()), "a failed step's pages can be found"
+        roots = {path for (_, path), _ in gone}
+        for _, path in lost:
+            assert any(path[:n] in roots for n in range(1, len(path) + 1)), "lost without a reason"
+        self.announced.clear()
+        for sequence in list(self.sequences):
+            # A scheduler must let go of those that have not begun, but count on what has failed.
+            if self.leans[id(sequence)] & failed:
+                self.drop(sequence, Ending.DROPPED)
+
+    def release(self, index: int, *, finished: bool) -> None:
+        sequence = self.sequences[index % len(self.sequences)]
+        if finished and not sequence.num_in_flight:
+            self.drop(sequence, Ending.FINISHED)
+        else:
+            self.drop(sequence, Ending.DROPPED)
+        lost, gained = self.changed("release")
+        self.only_host_pressure(lost)
+        assert finished or not gained
+        for plane, path in gained:
+            assert self.layout.planes[plane].family.is_state
+            assert not self.barred[id(sequence)] & {namespace for namespace, _ in path}
+
+    def evict_namespace(self, namespace: Namespace) -> None:
+        before = self.cache.stats().planes
+        evicted = self.cache.evict_namespace(namespace)
+        kept = {
+            entry: unit for entry, unit in self.now.items()
+            if all(space != namespace for space, _ in entry[1])
+        }  # fmt: skip
+        self.changed("evict_namespace")
+        assert self.now == kept
+        freed = tuple(
+            a.num_free - b.num_free for a, b in zip(self.cache.stats().planes, before, strict=True)
+        )
+        assert evicted.num_freed == freed
+        for sequence in self.sequences:
+            self.barred[id(sequence)].add(namespace)
+
+    def acknowledge(self, index: int, arrived: int) -> None:
+        copies = [copy for copy, _ in self.hand.under_way.values()]
+        copy = copies[index % len(copies)]
+        count = max(len(copy.source_units), len(copy.target_units))
+        contents = self.hand.under_way[copy.copy_id][1]
+        good = [bool(arrived >> i % 8 & 1) and contents[i] != () for i in range(count)]
+        known = {path[:n] for _, path in self.now for n in range(1, len(path) + 1)}
+        was = dict(self.now)
+        self.hand.acknowledge(copy, good)
+        lost, gained = self.changed("acknowledge")
+        self.check_arrival(copy, good, known, was, lost, gained)
+        self.drop_failed()
+
+    def prefetch(self, key: int, bits: int, count: int) -> None:
+        tokens = prompt(bits, count)
+        self.cache.prefetch(self.key(key), ints(*tokens))
+        lost, gained = self.changed("prefetch")
+        assert not gained
+        self.only_host_pressure(lost)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "hand"):
+            return
+        while self.hand.steps:
+            self.hand.commit()
+        for sequence in list(self.sequences):
+            self.drop(sequence, Ending.FINISHED)
+        self.hand.settle()
+        for plane in self.cache.stats().planes:
+            assert plane.num_held == 0, "held, and nobody is left"
+
+    # What must hold
+
+    def changed(self, name: str) -> tuple[Resident, Resident]:
+        """What can be found no more and what can be found now, after a rule; checks the rest."""
+        ran[name] += 1
+        before, self.now = self.now, resident(self.cache)
+        audit(self.cache)
+        self.check_contents()
+        self.check_events()
+        lost = {e: unit for e, unit in before.items() if self.now.get(e) != unit}
+        gained = {e: unit for e, unit in self.now.items() if before.get(e) != unit}
+        copied = {path for paths in self.copied.values() for path in paths if path}
+        self.unsure &= copied
+        self.unsure |= {p for p in copied if any(p[: len(path)] == path for _, path in lost)}
+        held = {
+            (id(s), f, page, unit)
+            for s in self.sequences
+            for f, table in enumerate(s.held.tables)
+            for page, unit in enumerate(table)
+        }
+        kept, self.was_held = {(f, u) for _, f, _, u in held & self.was_held}, held
+        if name in ("claim", "onboard", "plan", "commit", "prefetch", "release"):
+            for (plane, _), unit in lost.items():
+                assert (plane, unit) not in kept, "evicted from under a request"
+        return lost, gained
+
+    def check_contents(self) -> None:
+        promised = {
+            (plane, unit)
+            for announced in self.announced.values()
+            for (plane, _), unit in announced.items()
+        }
+        for step in self.hand.steps:  # the newest may not be noted yet
+            for part in step.parts:
+                for plane in self.layout.device:
+                    promised.update((plane.index, unit) for unit in part.tables[plane.index])
+        for (plane, path), unit in self.now.items():
+            if (plane, unit) not in promised:
+                expected: Content = content(path, self.layout.planes[plane].family)
+                assert self.hand.read(plane, unit) == expected, f"unit {unit} holds something else"
+
+    def check_events(self) -> None:
+        if not self.policies.records_events:
+            return
+        size = self.hand.page_size
+        for event in self.cache.take_events():
+            there = self.mirror[event.tier]
+            if not isinstance(event, PagesStored):
+                for digest in event.hashes:
+                    path = there.pop(digest)
+                    assert path[-1][0] == event.namespace
+                continue
+            for i, digest in enumerate(event.hashes):
+                assert digest not in there, "stored twice"
+                tokens = event.tokens[i * size * 4 : (i + 1) * size * 4]
+                there[digest] = ((event.namespace, tokens),)
+        spine = [p for p in self.layout.planes if p.family.is_ordered] or [*self.layout.planes]
+        for tier, there in self.mirror.items():
+            first = next((plane.index for plane in spine if plane.tier is tier), None)
+            expected = {
+                page_hash(path, size): path[-1:] for plane, path in self.now if plane == first
+            }
+            assert there == expected, f"a consumer of the events sees something else on {tier}"
+
+    def may_publish(self, gained: Resident, step: Step) -> None:
+        allowed = set()
+        for part in step.parts:
+            sequence = part.sequence
+            whole = self.allowed(sequence, part.end // self.hand.page_size)
+            allowed |= {self.path(sequence, n) for n in range(1, whole + 1)}
+        for plane, path in gained:
+            assert self.layout.planes[plane].tier is Tier.DEVICE
+            assert path in allowed, "published what nobody computed, or what was evicted"
+
+    def must_be_there(
+        self, sequence: Sequence, end: int, step: Step, published: int, tables: list[list[int]],
+        checkpoints: list[object],
+    ) -> None:  # fmt: skip
+        """What a commit makes findable."""
+        whole = self.allowed(sequence, end // self.hand.page_size)
+        if whole <= published:
+            return
+        for plane in self.layout.device:
+            if plane.family.is_state:
+                continue
+            for page in range(published, whole):
+                if tables[plane.index][page] != ABSENT:
+                    assert (plane.index, self.path(sequence, page + 1)) in self.now, "not published"
+
+    def check_arrival(
+        self, copy: Copy, good: list[bool], known: set[Path], was: Resident, lost: Resident,
+        gained: Resident,
+    ) -> None:  # fmt: skip
+        target = next(
+            (p.index for p in self.layout.planes
+             if p.tier is copy.target and p.family_index == copy.family), None
+        )  # fmt: skip
+        if copy.source is Tier.STORAGE:
+            assert not lost
+            assert all(self.layout.planes[plane].tier is Tier.HOST for plane, _ in gained)
+            return
+        paths = self.copied.pop(copy.copy_id)
+        if target is None:
+            assert not lost
+            assert not gained
+            return
+        assert set(gained) <= {
+            (target, path) for path, ok in zip(paths, good, strict=True) if ok and path is not None
+        }
+        for path, ok in zip(paths, good, strict=True):
+            if ok and path in known and path not in self.unsure and copy.target is Tier.HOST:
+                assert (target, path) in self.now, "a copy arrived and can't be found"
+        if all(good) or copy.target is Tier.HOST:
+            assert not lost
+        bad = [path for path, ok in zip(paths, good, strict=True) if not ok and path is not None]
+        for _, path in lost:
+            assert any(path[: len(p)] == p for p in bad), "lost without a reason"
+
+    def only_host_pressure(self, lost: Resident) -> None:
+        """Only room on the host was made, if any: the device loses nothing that reads all."""
+        assert not lost or self.layout.host
+        for plane, _ in lost:
+            assert not self.layout.planes[plane].is_ordered
+
+    def naive(self, key: PrefixKey, tokens: list[int]) -> tuple[int, int]:
+        """The longest boundary from the device alone, and with the host's help."""
+
+        def on_device(plane: int, path: Path) -> bool:
+            return (plane, path) in self.now
+
+        def anywhere(plane: int, path: Path) -> bool:
+            return (plane, path) in self.now or (plane + len(self.layout.device), path) in self.now
+
+        return (
+            longest(self.layout, key, tokens, on_device),
+            longest(self.layout, key, tokens, anywhere),
+        )
+
+    # Odds and ends
+
+    def key(self, number: int) -> PrefixKey:
+        if number < len(NAMESPACES):
+            return PrefixKey(NAMESPACES[number])
+        size = self.hand.page_size
+        return PrefixKey.activated(BASE, NAMESPACES[number - 2], 2 * size, size)
+
+    def path(self, sequence: Sequence, num_pages: int) -> Path:
+        return path_of(sequence.key, sequence.tokens, num_pages, self.hand.page_size)
+
+    def allowed(self, sequence: Sequence, num_pages: int) -> int:
+        barred = self.barred[id(sequence)]
+        return next((i for i in range(num_pages) if sequence.key.at(i) in barred), num_pages)
+
+    def held(self, sequence: Sequence) -> set[tuple[int, int]]:
+        lease = sequence.held
+        units = {(f, u) for f, table in enumerate(lease.tables) for u in table if u != ABSENT}
+        units |= set(lease.resumed.items()) | set(lease.states.items())
+        num_device = len(self.layout.device)
+        return units | {(num_device + family, unit) for family, _, unit in lease.onboarding}
+
+    def drop(self, sequence: Sequence, ending: Ending) -> None:
+        self.hand.end(sequence, ending)
+        self.sequences.remove(sequence)
+
+    def drop_failed(self) -> None:
+        for sequence in list(self.sequences):
+            if sequence.held.has_failed and sequence.held.is_ready:
+                self.drop(sequence, Ending.DROPPED)
+
+    def note_copies(self, step: Step) -> None:
+        names = {(plane, unit): path for (plane, path), unit in self.now.items()}
+        for copy in step.copies:
+            if copy.source is copy.target or copy.source is Tier.STORAGE:
+                continue
+            at = copy.family + (copy.source is Tier.HOST) * len(self.layout.device)
+            self.copied[copy.copy_id] = [names.get((at, u)) for u in copy.source_units.tolist()]
+
+
+def prompt(bits: int, count: int) -> list[int]:
+    """One of a few prompts that share what they begin with."""
+    return [PATTERNS[bits % len(PATTERNS)] >> i & 1 for i in range(count)]
+
+
+def zip_planes(hand: ByHand) -> list[tuple[object, object]]:
+    return list(zip(hand.layout.planes, hand.cache.index.pools, strict=True))
+
+
+def walk(seed: int, num_rules: int = STEPS) -> Machine:
+    """The same rules without hypothesis, chosen by a seed: quicker, but nothing is shrunk."""
+    rng = random.Random(seed)
+    machine = Machine()
+    machine.build(
+        mix=rng.choice(MIXES),
+        page_size=rng.choice((1, 2)),
+        device=rng.randint(0, 7),
+        host=rng.choice((0, 3, 5, 12)),
+        write_back=rng.choice(tuple(WriteBack)),
+        size=rng.randint(0, 11),
+        options=rng.randint(0, 7),
+    )
+    for _ in range(num_rules):
+        machine.act(
+            action=rng.choice(ACTIONS), a=rng.randint(0, 15), b=rng.randint(0, 255),
+            c=rng.randint(1, 10),
+        )  # fmt: skip
+    machine.teardown()
+    return machine
+
+
+def test_r02_the_cache_agrees_with_a_dictionary_over_families_tiers_namespaces_and_salts() -> None:
+    """R02, K02: any calls in any order over random families, tiers, policies, adapters, salts and
+    switching keys. Lookups are the longest boundary that a dictionary gives; no unit that can be
+    found holds anything else; nothing is lost, kept, published or evicted without a reason; a
+    consumer of the events sees the same; and every invariant holds after every rule."""
+    ran.clear()
+    run_state_machine_as_test(
+        Machine,
+        settings=settings(
+            max_examples=-(-NUM_RULES // 80),
+            stateful_step_count=STEPS,
+            deadline=None,
+            derandomize=NUM_RULES <= DEFAULT_RULES,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+            phases=(Phase.generate, Phase.shrink),
+        ),
+    )
+    print(ran)
+    assert sum(ran.values()) >= NUM_RULES, ran

@@ -1,0 +1,59 @@
+"""`bench cache`: it runs at any size, finds exactly what is shared, and counts its memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from manyroots.bench.cache import CacheWorkload, measure_large, measure_small
+from manyroots.bench.our_side import CACHE_KINDS
+from manyroots.cli.main import main
+
+TINY = CacheWorkload(
+    prompt_len=64,
+    shared=0.75,
+    prefixes=2,
+    num_pages=64,
+    page_size=4,
+    num_cycles=6,
+    num_large_pages=400,
+)
+
+
+@pytest.mark.parametrize("kind", CACHE_KINDS)
+def test_under_constant_eviction_every_prefix_is_still_found(kind: str) -> None:
+    figures = measure_small(TINY, kind)
+    assert figures["hit_rate"] == 0.75
+    assert figures["request_us"] > 0
+
+
+@pytest.mark.parametrize("kind", CACHE_KINDS)
+def test_the_large_pool_is_full_when_its_memory_is_counted(kind: str) -> None:
+    figures = measure_large(TINY, kind)
+    assert 0.9 * TINY.num_large_pages <= figures["num_cached_pages"] <= TINY.num_large_pages
+    assert figures["hit_rate"] == 0.75
+    assert [each["prompt_len"] for each in figures["by_length"]] == [16, 64, 256]
+
+
+def test_the_report_holds_the_workload_and_both_pools(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "cache.json"
+    flags = (
+        "--prompt-len 64 --prefixes 2 --pages 64 --page-size 4 --cycles 5 --large-pages 300 "
+        f"--json {out}"
+    )
+    assert main(["bench", "cache", *flags.split()]) == 0
+    report = json.loads(out.read_text())
+    assert report["workload"]["num_large_pages"] == 300
+    for kind in CACHE_KINDS:
+        assert report["small"][kind]["hit_rate"] == 0.75
+        assert {"resident_mb", "bytes_per_page", "by_length"} <= set(report["large"][kind])
+    assert "cached pages take" in capsys.readouterr().out
+
+
+def test_a_pool_too_small_for_its_prefixes_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "cache", "--pages", "100"]) == 2
+    assert "--pages is 100" in capsys.readouterr().err

@@ -1,0 +1,279 @@
+"""The cap on adapters, policies, and adapters that come and go (L and W rows), audited."""
+
+from __future__ import annotations
+
+import pytest
+
+from manyroots.ids import AdapterDigest, AdapterName
+from manyroots.messages import FinishReason
+from manyroots.scheduler.scheduler import AGING_STEPS
+from manyroots.step import AdapterLoaded, LoadAdapter
+from tests.deciding import Deciding, expected_tokens, submit
+
+
+def load(engine: Deciding, name: str, content: str | None = None) -> AdapterDigest:
+    digest = AdapterDigest((content or name).encode())
+    engine.scheduler.load_adapter(AdapterName(name), digest, path=name, rank=8, num_bytes=100)
+    return digest
+
+
+def running(engine: Deciding) -> list[int]:
+    return [int(r.submit.request_id) for r in engine.scheduler._running]
+
+
+def running_adapters(engine: Deciding) -> set[AdapterDigest]:
+    return {r.hold.digest for r in engine.scheduler._running if r.hold is not None}
+
+
+def test_n19_each_request_is_computed_with_the_adapter_it_names() -> None:
+    """N19, N01: base, two adapters and the same prompt; tokens are each one's own, and no page of
+    one is reused by another."""
+    engine = Deciding(max_loras=2)
+    digests = {name: load(engine, name) for name in ("a", "b")}
+    prompt = list(range(17))
+    for number, name in enumerate([None, "a", "b", None, "a", "b"]):
+        engine.loop.handle(submit(number, prompt, adapter=name))
+        engine.run()
+        want = expected_tokens(submit(number, prompt), None if name is None else digests[name])
+        assert engine.tokens(number) == want
+        assert engine.last(number).num_cached_tokens == (16 if number >= 3 else 0)
+
+
+def test_n19_an_unknown_adapter_is_an_error_never_base_output() -> None:
+    """N19: the name is looked up in the engine, where an unload takes effect at once."""
+    engine = Deciding()
+    engine.loop.handle(submit(0, [1, 2, 3], adapter="nobody"))
+    engine.run()
+    assert engine.last(0).finish_reason is FinishReason.ERROR
+    assert "nobody" in (engine.last(0).error or "")
+    assert engine.tokens(0) == []
+
+
+def test_l01_at_most_max_loras_adapters_run_and_others_are_not_held_back() -> None:
+    """L01: four adapters under a cap of two; base and more requests of the two run with them."""
+    engine = Deciding(max_loras=2, max_num_seqs=8)
+    for name in "abcd":
+        load(engine, name)
+    names = ["a", "b", "c", "d", None, "a", "b", None]
+    for number, name in enumerate(names):
+        engine.loop.handle(submit(number, [number, 1, 2], max_tokens=12, adapter=name))
+    for _ in range(4):
+        engine.step()
+        assert len(running_adapters(engine)) <= 2
+    assert set(running(engine)) == {0, 1, 4, 5, 6, 7}
+    engine.run()
+    assert all(engine.last(n).finish_reason is FinishReason.LENGTH for n in range(8))
+
+
+def test_l02_zero_is_no_cap() -> None:
+    """L02: with max_loras 0 any number of adapters runs at once."""
+    engine = Deciding(max_loras=0, max_num_seqs=8)
+    for number in range(8):
+        load(engine, str(number))
+        engine.loop.handle(submit(number, [1, 2, 3], max_tokens=9, adapter=str(number)))
+    engine.step()
+    engine.step()
+    engine.step()
+    assert len(running_adapters(engine)) == 8
+    engine.run()
+
+
+def test_l03_an_adapter_blocked_on_memory_does_not_use_up_the_cap() -> None:
+    """L03: cap 1; A's request does not fit beside a base request, B's does and runs."""
+    engine = Deciding(num_pages=12, page_size=4, max_loras=1, max_cpu_loras=4)
+    load(engine, "a")
+    load(engine, "b")
+    engine.loop.handle(submit(0, list(range(20)), max_tokens=12))
+    engine.step()
+    engine.loop.handle(submit(1, list(range(28)), max_tokens=4, adapter="a"))
+    engine.loop.handle(submit(2, [5, 6, 7], max_tokens=3, adapter="b"))
+    for _ in range(8):
+        engine.step()
+    assert engine.last(2).finish_reason is FinishReason.LENGTH
+    assert 1 not in engine.outputs
+    engine.run()
+    assert engine.last(1).finish_reason is FinishReason.LENGTH
+
+
+def test_l04_a_held_back_request_causes_no_empty_plan_and_no_retraction() -> None:
+    """L04: every plan computes something (the harness refuses empty ones); nobody is retracted."""
+    engine = Deciding(max_loras=1)
+    load(engine, "a")
+    load(engine, "b")
+    engine.loop.handle(submit(0, [1, 2, 3], max_tokens=20, adapter="a"))
+    engine.loop.handle(submit(1, [1, 2, 3], max_tokens=20, adapter="b"))
+    engine.run()
+    stats = engine.scheduler.stats()
+    assert stats.total_retractions == 0
+    assert stats.total_steps < 60
+
+
+def test_l06_no_adapter_starves_under_endless_traffic_of_another() -> None:
+    """L06: cap 1 and a new request of A every step: B's first token comes within AGING_STEPS plus
+    what the running requests of A still take plus its load."""
+    engine = Deciding(max_loras=1, max_num_seqs=4, num_pages=256)
+    load(engine, "a")
+    load(engine, "b")
+    number = 0
+    for _ in range(5):
+        engine.loop.handle(submit(number, [number % 50, 1], max_tokens=6, adapter="a"))
+        number += 1
+        engine.step()
+    engine.loop.handle(submit(10_000, [7, 7, 7], max_tokens=2, adapter="b"))
+    for _ in range(AGING_STEPS + 6 + 8):
+        engine.loop.handle(submit(number, [number % 50, 1], max_tokens=6, adapter="a"))
+        number += 1
+        engine.step()
+        if engine.outputs.get(10_000):
+            break
+    else:
+        raise AssertionError("B was starved")
+    engine.run()
+
+
+def test_l07_running_decodes_keep_their_adapter() -> None:
+    """L07: a new adapter never pauses those that run; chunked prefills count against the cap."""
+    engine = Deciding(max_loras=1, chunk=4, num_pages=128)
+    load(engine, "a")
+    load(engine, "b")
+    engine.loop.handle(submit(0, list(range(40)), max_tokens=10, adapter="a"))
+    for _ in range(3):
+        engine.step()
+    engine.loop.handle(submit(1, [1, 2], max_tokens=2, adapter="b"))
+    for _ in range(15):
+        engine.step()
+        adapters = running_adapters(engine)
+        assert len(adapters) <= 1
+        if 0 in running(engine):
+            assert 1 not in running(engine)
+    engine.run()
+    assert engine.last(1).finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(
+    ("policy", "order"),
+    [
+        ("fcfs", [0, 1, 2, 3, 4, 5]),
+        ("priority", [4, 1, 5, 0, 2, 3]),
+        ("pack", [0, 2, 4, 1, 3, 5]),
+    ],
+)
+def test_l08_policies(policy: str, order: list[int]) -> None:
+    """L08: first come; by priority; grouped by adapter with arrival order kept within each."""
+    engine = Deciding(policy=policy, max_num_seqs=1, max_loras=1, depth=0)
+    load(engine, "a")
+    load(engine, "b")
+    # Adapter a is on the device already: packing starts with it.
+    engine.loop.handle(submit(99, [9], max_tokens=1, adapter="a"))
+    engine.run()
+    priorities = [2, 1, 2, 2, 0, 1]
+    for number in range(6):
+        name = "ab"[number % 2]
+        engine.loop.handle(
+            submit(number, [number], max_tokens=1, adapter=name, priority=priorities[number])
+        )
+    engine.run()
+    finished = [number for number in engine.outputs if number != 99]
+    if policy == "priority":
+        # An adapter that is loading holds its own requests back, whatever their priority.
+        assert [n for n in finished if n % 2 == 0] == [n for n in order if n % 2 == 0]
+        assert [n for n in finished if n % 2 == 1] == [n for n in order if n % 2 == 1]
+    elif policy == "pack":
+        assert finished == order
+    else:
+        assert sorted(finished) == order
+
+
+def test_l08_fair_shares_between_tenants_that_ask_unequally() -> None:
+    """L08: a tenant with many requests does not keep another from its share."""
+    from manyroots.ids import Namespace
+
+    engine = Deciding(policy="fair", max_num_seqs=1, depth=0)
+    many, few = Namespace(adapter=None, salt="many"), Namespace(adapter=None, salt="few")
+    for number in range(20):
+        engine.loop.handle(submit(number, [number], max_tokens=2, namespace=many))
+    for number in range(20, 23):
+        engine.loop.handle(submit(number, [number], max_tokens=2, namespace=few))
+    engine.run()
+    finished = list(engine.outputs)
+    assert max(finished.index(number) for number in (20, 21, 22)) < 8
+
+
+def test_w04_unload_in_mid_decode_lets_running_requests_finish() -> None:
+    """W04, N12, N13: new requests are refused at once, running ones finish unchanged, then
+    weights and pages go with no second call."""
+    engine = Deciding(max_loras=1)
+    digest = load(engine, "a")
+    request = submit(0, list(range(10)), max_tokens=12, adapter="a")
+    engine.loop.handle(request)
+    for _ in range(5):
+        engine.step()
+    engine.scheduler.unload_adapter(AdapterName("a"))
+    engine.loop.handle(submit(1, list(range(10)), adapter="a"))
+    engine.run()
+    assert engine.tokens(0) == expected_tokens(request, digest)
+    assert engine.last(1).finish_reason is FinishReason.ERROR
+    [pages] = engine.cache.stats().planes
+    assert pages.num_free == pages.num_units
+    assert engine.adapters.stats().num_on_device == 0
+
+
+def test_w05_a_retracted_request_of_an_unloading_adapter_resumes_with_it() -> None:
+    """W05: retraction keeps the hold on the old version."""
+    engine = Deciding(num_pages=8, page_size=4, max_loras=2)
+    digest = load(engine, "a")
+    requests = [submit(n, [n, 1, 2, 3, 4], max_tokens=16, adapter="a") for n in range(3)]
+    for request in requests:
+        engine.loop.handle(request)
+    for _ in range(6):
+        engine.step()
+    engine.scheduler.unload_adapter(AdapterName("a"))
+    engine.run()
+    assert engine.scheduler.stats().total_retractions > 0
+    for request in requests:
+        assert engine.tokens(int(request.request_id)) == expected_tokens(request, digest)
+
+
+def test_w06_the_same_name_with_other_weights_never_hits_old_pages() -> None:
+    """W06, N20: old requests keep the old weights, new ones get the new and start cold."""
+    engine = Deciding(max_loras=2, num_pages=128)
+    old = load(engine, "a", "old")
+    prompt = list(range(17))
+    first = submit(0, prompt, max_tokens=20, adapter="a")
+    engine.loop.handle(first)
+    for _ in range(5):
+        engine.step()
+    new = load(engine, "a", "new")
+    second = submit(1, prompt, max_tokens=5, adapter="a")
+    engine.loop.handle(second)
+    engine.run()
+    assert engine.tokens(0) == expected_tokens(first, old)
+    assert engine.tokens(1) == expected_tokens(second, new)
+    assert engine.last(1).num_cached_tokens == 0
+
+
+def test_w10_a_failed_load_fails_only_its_own_requests_and_can_be_retried() -> None:
+    """W10: others decode meanwhile; the reason reaches the caller; the next request tries again."""
+    attempts: list[int] = []
+
+    def finish(loads: list[LoadAdapter]) -> list[AdapterLoaded]:
+        done = []
+        for request in loads:
+            attempts.append(request.load_id)
+            error = "no such file" if request.digest == b"bad" and len(attempts) < 3 else None
+            done.append(AdapterLoaded(request.load_id, error))
+        return done
+
+    engine = Deciding(max_loras=2, finish_loads=finish)
+    good, bad = load(engine, "good"), load(engine, "bad")
+    engine.loop.handle(submit(0, [1, 2, 3], max_tokens=8, adapter="good"))
+    engine.loop.handle(submit(1, [1, 2, 3], max_tokens=8, adapter="bad"))
+    engine.loop.handle(submit(2, [1, 2, 3], max_tokens=8))
+    engine.run()
+    assert engine.last(1).finish_reason is FinishReason.ERROR
+    assert "no such file" in (engine.last(1).error or "")
+    assert engine.tokens(0) == expected_tokens(submit(0, [1, 2, 3], max_tokens=8), good)
+    assert engine.tokens(2) == expected_tokens(submit(2, [1, 2, 3], max_tokens=8))
+    engine.loop.handle(submit(3, [1, 2, 3], max_tokens=8, adapter="bad"))
+    engine.run()
+    assert engine.tokens(3) == expected_tokens(submit(3, [1, 2, 3], max_tokens=8), bad)

@@ -49,9 +49,10 @@ class Abort:
     request_ids: list[RequestId]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Output:
-    """News of one sequence."""
+    """News of one sequence. Not frozen, because a step makes hundreds; nobody changes one that
+    has been handed on."""
 
     request_id: RequestId
     tokens: list[int]

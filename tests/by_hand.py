@@ -9,9 +9,11 @@ index holds, as a plain dictionary.
 from __future__ import annotations
 
 import math
+import zlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 
@@ -58,11 +60,21 @@ def path_of(key: PrefixKey, tokens: list[int], num_pages: int, page_size: int) -
     )
 
 
+@cache
+def mark(namespace: Namespace) -> int:
+    """A number for a namespace, the same in every process."""
+    return zlib.crc32(repr(namespace).encode())
+
+
+def mix(state: int, namespace: Namespace, token: int) -> int:
+    return (state * 6364136223846793005 + mark(namespace) * 7919 + token + 1) % 2**64
+
+
 def digests(key: PrefixKey, tokens: list[int], page_size: int) -> list[int]:
     """Entry i stands for tokens[: i + 1] as computed by the namespaces of their pages."""
     state, found = 17, []
     for position, token in enumerate(tokens):
-        state = hash((state, key.at(position // page_size), token))
+        state = mix(state, key.at(position // page_size), token)
         found.append(state)
     return found
 
@@ -73,7 +85,7 @@ def content_of(path: Path, family: Family) -> Content:
     for namespace, tokens in path:
         page = []
         for token in np.frombuffer(tokens, np.int32).tolist():
-            state = hash((state, namespace, token))
+            state = mix(state, namespace, token)
             page.append(state)
     return (state,) if family.is_state else tuple(page)
 
@@ -232,7 +244,7 @@ class ByHand:
             sequence.num_in_flight -= 1
             if part.samples:
                 sequence.num_pending -= 1
-                sequence.tokens.append(self.digests(sequence)[part.end - 1] % 2)
+                sequence.tokens.append(self.digests(sequence)[part.end - 1] >> 33 & 1)
             if sequence.lease is not None:
                 sequence.num_committed = part.end
                 self.cache.commit(
@@ -290,11 +302,12 @@ class ByHand:
     # Copies
 
     def take_copies(self) -> list[Copy]:
-        """Start the copies that wait for a step, with one that computes nothing."""
+        """Start the copies that wait to be sent, without a step."""
+        assert not self.steps
+        step = Step(StepId(0), copies=self.cache.take_copies())
         before = set(self.under_way)
-        self.plan()
-        while self.steps:
-            self.commit()
+        for is_after_model in (False, True):
+            self._begin_copies(step, is_after_model=is_after_model)
         return [copy for copy_id, (copy, _) in self.under_way.items() if copy_id not in before]
 
     def acknowledge(self, copy: Copy, arrived: list[bool] | None = None) -> None:

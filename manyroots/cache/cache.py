@@ -279,6 +279,10 @@ class PrefixCache:
             grown.append(units)
         for plane in self._stateful:
             self._save_state(lease, plane.index, num_tokens, step_id)
+        end_of_page = self.pages_for(num_tokens) * self.page_size
+        # A state may have to be saved when the page is full.
+        is_watched = self._stateful and num_tokens < end_of_page
+        lease.num_covered_tokens = end_of_page - 1 if is_watched else end_of_page
         return Extension(tuple(firsts), tuple(grown))
 
     def pages_for(self, num_tokens: int) -> int:
@@ -376,7 +380,8 @@ class PrefixCache:
 
     def announce(self, lease: Lease, tokens: Int32s, num_tokens: int, step_id: StepId) -> None:
         """Step `step_id`, being planned, will have computed the first `num_tokens` of `tokens`."""
-        if self._policies.reuse:
+        num_full = min(num_tokens, len(tokens)) // self.page_size
+        if self._policies.reuse and num_full > lease.num_published_pages:
             self.publisher.announce(lease, tokens, num_tokens, step_id)
 
     def commit_step(self, step_id: StepId) -> None:
@@ -390,7 +395,10 @@ class PrefixCache:
 
     def commit(self, lease: Lease, tokens: Int32s, num_tokens: int, step_id: StepId) -> None:
         """Step `step_id` has computed the first `num_tokens` of `tokens`: publish what is full."""
-        if not self._policies.reuse:
+        num_full = min(num_tokens, len(tokens)) // self.page_size
+        if not self._policies.reuse or (
+            num_full <= lease.num_published_pages and not lease.checkpoints
+        ):
             return
         nodes = self.publisher.publish(lease, tokens, num_tokens, step_id, lengthen=True)
         due = [

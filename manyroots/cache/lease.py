@@ -35,6 +35,7 @@ class Lease:
         "junction",
         "key",
         "num_cached_tokens",
+        "num_covered_tokens",
         "num_host_tokens",
         "num_loads",
         "num_prompt_tokens",
@@ -73,6 +74,8 @@ class Lease:
         """A copy to the device did not arrive: what was found is not all there."""
         self.num_cached_tokens = 0
         """Tokens that were found, and need not be computed, when the lease was made."""
+        self.num_covered_tokens = 0
+        """Up to here the lease needs nothing more: no units, and no state to be saved."""
         self.num_host_tokens = 0
         """How many of those had to come from the host."""
         self.num_prompt_tokens = 0

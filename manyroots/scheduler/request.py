@@ -16,15 +16,19 @@ import numpy as np
 from manyroots.cache.cache import Ending
 from manyroots.cache.keys import PrefixKey
 from manyroots.cache.lease import Lease
+from manyroots.cache.prefetch import Ticket
 from manyroots.ids import Namespace, Row, StepId
 from manyroots.lora.registry import Hold
 from manyroots.messages import Submit
+from manyroots.sampling import MAX_TOKENS_LIMIT
 from manyroots.step import Int32s, TokenLogprobs
 
 
 class State(enum.Enum):
     """Where a sequence is; each state owns what it holds."""
 
+    FETCHING = "fetching"
+    """Not in the queue yet: storage has been asked for its prefix."""
     WAITING = "waiting"
     """In the queue; holds nothing."""
     LOADING = "loading"
@@ -47,6 +51,7 @@ class Request:
         "hold",
         "key",
         "lease",
+        "max_num_tokens",
         "num_cached_tokens",
         "num_committed_tokens",
         "num_computed_tokens",
@@ -60,6 +65,7 @@ class Request:
         "state",
         "stop_ids",
         "submit",
+        "ticket",
         "waiting_since",
     )
 
@@ -82,6 +88,11 @@ class Request:
         self.state = State.WAITING
         self.num_prompt_tokens = len(submit.prompt)
         self.num_tokens = self.num_prompt_tokens
+        max_tokens = submit.sampling.max_tokens
+        self.max_num_tokens = self.num_tokens + (
+            MAX_TOKENS_LIMIT if max_tokens is None else max_tokens
+        )
+        """Prompt and output at their longest."""
         self._buffer = np.array(submit.prompt, np.int32)
         self.num_computed_tokens = 0
         """Tokens whose keys and values are in pages once every launched step is done."""
@@ -98,6 +109,8 @@ class Request:
         """What its lease is released with: whether its newest state is worth keeping."""
         self.row: Row | None = None
         self.lease: Lease | None = None
+        self.ticket: Ticket | None = None
+        """What it asked storage for."""
 
     @property
     def tokens(self) -> Int32s:

@@ -27,6 +27,8 @@ AGING_STEPS = 64
 """A request that the cap on adapters has held back for so many steps keeps new requests of other
 adapters from beginning, so that its turn comes when those that run now are done (L06)."""
 
+_OVER = (State.DRAINING, State.FINISHED)
+
 
 class Scheduler:
     """Continuous batching with chunked prefill, and retraction under memory pressure."""
@@ -43,9 +45,12 @@ class Scheduler:
         self._cache = cache
         self._adapters = adapters
         self._max_model_len = max_model_len
+        self._page_size = cache.page_size
+        self._is_fair = settings.scheduling_policy == Policy.FAIR.value
         self._requests: dict[RequestId, Request] = {}
         self._waiting = WaitingQueue(Policy(settings.scheduling_policy))
         self._running: list[Request] = []
+        self._fetching: list[Request] = []
         self._loading: list[Request] = []
         self._loaded: deque[Request] = deque()
         self._draining: set[Request] = set()
@@ -75,9 +80,17 @@ class Scheduler:
             raise RuntimeError(f"request {submit.request_id} was submitted twice")
         hold = None if submit.adapter is None else self._adapters.acquire(submit.adapter)
         request = Request(submit, self._next_serial, StepId(self._next_step_id), hold)
+        request.max_num_tokens = min(request.max_num_tokens, self._max_model_len)
         self._next_serial += 1
         self._requests[submit.request_id] = request
-        self._waiting.push(request)
+        if not request.wants_prompt_logprobs:
+            request.ticket = self._cache.prefetch(request.key, request.tokens)
+        if request.ticket is None:
+            self._waiting.push(request)
+        else:
+            # Storage answers while others run; only this request waits for it (T04).
+            request.state = State.FETCHING
+            self._fetching.append(request)
 
     def load_adapter(
         self, name: AdapterName, digest: AdapterDigest, *, path: str, rank: int, num_bytes: int
@@ -111,9 +124,7 @@ class Scheduler:
         draft = Draft(StepId(self._next_step_id), self._settings.max_num_batched_tokens)
         num_retracted = self._total_retractions
         # Decodes first: a long prompt must not hold up the tokens of those who are talking.
-        for request in [r for r in self._running if r.num_tokens_to_compute == 1]:
-            self._continue(request, draft)
-        for request in [r for r in self._running if r.num_tokens_to_compute > 1]:
+        for request in self._decode(draft):
             self._continue(request, draft)
         without_room: set[GroupKey] = set()
         if self._total_retractions == num_retracted:
@@ -130,9 +141,30 @@ class Scheduler:
         self._adapters.step_launched(draft.step_id)
         return draft.to_plan(copies, intents, waits=waits)
 
+    def _decode(self, draft: Draft) -> list[Request]:
+        """Place every running request that needs one token and nothing of the cache; gives the
+        others in the order in which they should continue."""
+        page_crossings: list[Request] = []
+        prompts: list[Request] = []
+        for request in self._running:
+            num_known = request.num_tokens + request.num_pending_tokens
+            computed = request.num_computed_tokens
+            lease, row = request.lease, request.row
+            assert lease is not None
+            assert row is not None
+            if num_known - computed > 1:
+                prompts.append(request)
+            elif num_known >= request.max_num_tokens:
+                continue  # the token under way is its last
+            elif computed >= lease.num_covered_tokens:
+                page_crossings.append(request)
+            elif draft.num_tokens_left > 0:
+                draft.decode(request, row)
+        return page_crossings + prompts
+
     def _continue(self, request: Request, draft: Draft) -> None:
         """Place a running request's next tokens, making room at others' cost if need be."""
-        if request.state is not State.RUNNING or self._is_at_limit(request):
+        if request.state is not State.RUNNING:
             return
         num_tokens = self._chunk(request, draft)
         if num_tokens == 0:
@@ -318,7 +350,6 @@ class Scheduler:
     def _place(self, request: Request, num_tokens: int, draft: Draft) -> None:
         assert request.lease is not None
         draft.place(request, num_tokens)
-        self._waiting.serve(request.group, num_tokens)
         self._cache.announce(
             request.lease, request.tokens, request.num_computed_tokens, draft.step_id
         )
@@ -330,15 +361,6 @@ class Scheduler:
         if self._settings.long_prefill_token_threshold is not None:
             num_tokens = min(num_tokens, self._settings.long_prefill_token_threshold)
         return self._cache.clip(request.lease, request.num_computed_tokens, num_tokens)
-
-    def _is_at_limit(self, request: Request) -> bool:
-        """Whether the tokens under way are the last it may have."""
-        max_tokens = request.submit.sampling.max_tokens
-        num_output = request.num_output_tokens + request.num_pending_tokens
-        num_tokens = request.num_tokens + request.num_pending_tokens
-        return num_tokens >= self._max_model_len or (
-            max_tokens is not None and num_output >= max_tokens
-        )
 
     # Retraction
 
@@ -381,26 +403,28 @@ class Scheduler:
         outputs = self.take_arrivals(result)
         faults = {fault.row: fault.reason for fault in result.faults}
         tokens = iter(result.tokens.tolist())
-        for part in parts:
-            request = part.request
+        for request, row, num_tokens, samples in parts:
             request.num_in_flight -= 1
-            self._total_step_tokens += part.num_tokens
-            token = next(tokens) if part.samples else None
-            if request.state in (State.DRAINING, State.FINISHED):
+            self._total_step_tokens += num_tokens
+            token = next(tokens) if samples else None
+            if self._is_fair:
+                self._waiting.serve(request.group, num_tokens)
+            if request.state in _OVER:
                 # The step that was under way when it ended computed its last token's page.
-                self._commit(request, part.num_tokens, step_id)
+                self._commit(request, num_tokens, step_id)
                 self._drained(request)
                 continue
-            if part.row in faults:
-                outputs.append(self._finish(request, FinishReason.ERROR, faults[part.row]))
+            if row in faults:
+                outputs.append(self._finish(request, FinishReason.ERROR, faults[row]))
                 continue
-            request.prompt_logprobs.extend(result.prompt_logprobs.get(part.row, ()))
+            if row in result.prompt_logprobs:
+                request.prompt_logprobs.extend(result.prompt_logprobs[row])
             if token is not None:
                 request.num_pending_tokens -= 1
                 request.append(token)
-            self._commit(request, part.num_tokens, step_id)
+            self._commit(request, num_tokens, step_id)
             if token is not None:
-                outputs.append(self._report(request, token, result.logprobs.get(part.row)))
+                outputs.append(self._report(request, token, result.logprobs.get(row)))
         return outputs
 
     def take_arrivals(self, result: StepResult) -> list[Output]:
@@ -413,14 +437,24 @@ class Scheduler:
                 reason = f"the adapter could not be loaded: {outcome.error}"
                 for group in self._waiting.groups():
                     if group.key[0] == outcome.digest:
-                        outputs += [
-                            self._finish(request, FinishReason.ERROR, reason) for request in group
-                        ]
+                        outputs += [self._finish(r, FinishReason.ERROR, reason) for r in group]
         for done in result.copies:
             self._cache.acknowledge(done)
         if result.copies:
+            self._sort_fetching()
             self._sort_loading()
         return outputs
+
+    def _sort_fetching(self) -> None:
+        still_fetching: list[Request] = []
+        for request in self._fetching:
+            if request.ticket is not None and not request.ticket.is_done:
+                still_fetching.append(request)
+                continue
+            request.ticket = None
+            request.state = State.WAITING
+            self._waiting.push(request)
+        self._fetching = still_fetching
 
     def _sort_loading(self) -> None:
         still_loading: list[Request] = []
@@ -440,38 +474,44 @@ class Scheduler:
 
     def _commit(self, request: Request, num_tokens: int, step_id: StepId) -> None:
         """Publish pages whose tokens were not all known when the step was planned."""
-        if request.lease is not None:  # not retracted since
-            request.num_committed_tokens += num_tokens
-            self._cache.commit(request.lease, request.tokens, request.num_committed_tokens, step_id)
+        lease = request.lease
+        if lease is None:  # retracted since
+            return
+        request.num_committed_tokens += num_tokens
+        num_pages = request.num_committed_tokens // self._page_size
+        if num_pages > lease.num_published_pages or lease.checkpoints:
+            self._cache.commit(lease, request.tokens, request.num_committed_tokens, step_id)
 
     def _report(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> Output:
         """News of a request's newest token, which may be its last."""
-        sampling = request.submit.sampling
         reason: FinishReason | None = None
-        if token in request.stop_ids and request.num_output_tokens > sampling.min_tokens:
-            reason = FinishReason.STOP
-        elif request.num_pending_tokens == 0 and self._is_at_limit(request):
+        stop_token: int | None = None
+        if token in request.stop_ids and (
+            request.num_output_tokens > request.submit.sampling.min_tokens
+        ):
+            reason, stop_token = FinishReason.STOP, token
+        elif request.num_pending_tokens == 0 and request.num_tokens >= request.max_num_tokens:
             reason = FinishReason.LENGTH
-        prompt_logprobs: list[TokenLogprobs] = []
-        if request.num_output_tokens == 1:
-            prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, []
+        output = Output(
+            request.submit.request_id, [token], reason, request.num_cached_tokens or 0, stop_token
+        )
+        if logprobs is not None:
+            output.logprobs.append(logprobs)
+        if request.prompt_logprobs and request.num_output_tokens == 1:
+            output.prompt_logprobs.extend(request.prompt_logprobs)
+            request.prompt_logprobs.clear()
         if reason is not None:
             self._finish(request, reason)
-        return Output(
-            request_id=request.submit.request_id,
-            tokens=[token],
-            finish_reason=reason,
-            num_cached_tokens=request.num_cached_tokens or 0,
-            stop_token=token if reason is FinishReason.STOP else None,
-            logprobs=[] if logprobs is None else [logprobs],
-            prompt_logprobs=prompt_logprobs,
-        )
+        return output
 
     def _finish(self, request: Request, reason: FinishReason, error: str | None = None) -> Output:
         """The request is over for its caller; its pages go when no launched step writes them."""
         del self._requests[request.submit.request_id]
         if request.state is State.WAITING:
             self._waiting.remove(request)
+            request.state = State.FINISHED
+        elif request.state is State.FETCHING:
+            self._fetching.remove(request)
             request.state = State.FINISHED
         elif request.state is State.LOADING:
             # What is on its way is held by the transfer, not by the lease (T08).
@@ -539,7 +579,10 @@ class Scheduler:
         pages = cache.planes[0]
         return Stats(
             num_running=len(self._running),
-            num_waiting=len(self._waiting) + len(self._loading) + len(self._loaded),
+            num_waiting=len(self._waiting)
+            + len(self._fetching)
+            + len(self._loading)
+            + len(self._loaded),
             num_pages=pages.num_units,
             num_free_pages=pages.num_free,
             num_cached_pages=pages.num_cached,

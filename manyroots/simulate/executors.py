@@ -12,10 +12,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from manyroots.ids import RequestId
+from manyroots.ids import CopyId, RequestId, Tier
+from manyroots.cache.families.family import Family
+from manyroots.cache.families.full import FULL_ATTENTION
 from manyroots.runner.fake import FakeRunner
 from manyroots.simulate.segments import VOCAB_SIZE
-from manyroots.step import Plan, StepResult
+from manyroots.simulate.transfers import TransferModel
+from manyroots.step import Copy, CopyDone, Plan, StepResult
 
 Replies = Mapping[RequestId, list[int]]
 """What each sequence says. The executor reads it; whoever submits writes it."""
@@ -41,8 +44,21 @@ def reply_token(replies: Replies, request_id: RequestId, index: int) -> int:
 class CheckedExecutor(FakeRunner):
     """The fake runner's memory, with the trace's tokens in place of the fake model's."""
 
-    def __init__(self, replies: Replies, *, page_size: int) -> None:
-        super().__init__(page_size=page_size, vocab_size=VOCAB_SIZE)
+    def __init__(
+        self,
+        replies: Replies,
+        transfers: TransferModel,
+        *,
+        page_size: int,
+        families: tuple[Family, ...] = (FULL_ATTENTION,),
+    ) -> None:
+        super().__init__(
+            page_size=page_size,
+            vocab_size=VOCAB_SIZE,
+            families=families,
+            finish_copies=transfers.ended_copies,
+            finish_loads=transfers.ended_loads,
+        )
         self._replies = replies
 
     def next_token(self, sequence: Any) -> int:
@@ -51,10 +67,13 @@ class CheckedExecutor(FakeRunner):
 
 
 class UncheckedExecutor:
-    """Knows of each row only whose it is and how much it has said."""
+    """Knows of each row only whose it is and how much it has said, and what storage has."""
 
-    def __init__(self, replies: Replies) -> None:
+    def __init__(self, replies: Replies, transfers: TransferModel) -> None:
         self._replies = replies
+        self._transfers = transfers
+        self._under_way: dict[CopyId, Copy] = {}
+        self._stored: set[tuple[int, bytes]] = set()
         self._rows: dict[int, tuple[RequestId, int]] = {}
         self.fail_next: str | None = None
 
@@ -62,6 +81,9 @@ class UncheckedExecutor:
         for arrival in plan.arrivals:
             num_output = len(arrival.tokens) - arrival.num_prompt_tokens
             self._rows[int(arrival.row)] = (arrival.request_id, num_output)
+        for copy in plan.copies:
+            if copy.source is not copy.target:
+                self._under_way[copy.copy_id] = copy
         if self.fail_next is not None:
             reason, self.fail_next = self.fail_next, None
             raise RuntimeError(reason)
@@ -70,4 +92,24 @@ class UncheckedExecutor:
             request_id, num_output = self._rows[row]
             tokens.append(reply_token(self._replies, request_id, num_output))
             self._rows[row] = (request_id, num_output + 1)
-        return StepResult(plan.step_id, np.array(tokens, np.int32))
+        return StepResult(
+            plan.step_id,
+            np.array(tokens, np.int32),
+            copies=self._end_copies(),
+            adapters=tuple(self._transfers.ended_loads([])),
+        )
+
+    def _end_copies(self) -> tuple[CopyDone, ...]:
+        if not self._under_way:
+            return ()
+        done = []
+        for copy, is_good in self._transfers.ended_copies(list(self._under_way.values())):
+            del self._under_way[copy.copy_id]
+            units = [(copy.family, digest) for digest in copy.hashes]
+            arrived = np.full(len(units) or len(copy.target_units), is_good, np.bool_)
+            if copy.source is Tier.STORAGE:
+                arrived &= [unit in self._stored for unit in units]
+            elif copy.target is Tier.STORAGE and is_good:
+                self._stored.update(units)
+            done.append(CopyDone(copy.copy_id, arrived))
+        return tuple(done)

@@ -4,9 +4,7 @@ Takes rates, gives answers to "does this one fail?". Each answer depends on the 
 fault and the number of the thing asked about, never on what was asked before: a run replays
 exactly, and one more kind of fault leaves the others where they were.
 
-Transfers and adapters are asked about by nobody yet: the simulated cache has one tier, and no
-adapter is loaded. `transfer`, `host_is_full`, `storage_is_dead` and `reload_adapter` are the seam;
-`ModelledRunner.launch` says where copies join in.
+A host without room needs no fault of its own: a small one is full most of the time.
 """
 
 from __future__ import annotations
@@ -29,14 +27,14 @@ SLOW_FACTOR = 20.0
 
 
 class TransferFault(enum.Enum):
-    """What becomes of a copy between tiers."""
+    """What becomes of a copy between tiers, or of an adapter's load."""
 
     NONE = "none"
     FAILED = "failed"
     """Acknowledged as failed."""
     SLOW = "slow"
     LOST = "lost"
-    """Never acknowledged."""
+    """No word of it for a long time, then acknowledged as failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,14 +47,13 @@ class Faults:
     bursts: float = 0.0
     """Of a line of the trace: it comes together with the one before it."""
     failed_transfers: float = 0.0
+    """Of a copy between tiers, and of an adapter's load; so are the next two."""
     slow_transfers: float = 0.0
     lost_transfers: float = 0.0
-    full_host: float = 0.0
-    """Of a step: no host page can be had while it is planned."""
     dead_storage: float = 0.0
     """Of a run: storage stops answering at some point."""
     adapter_reloads: float = 0.0
-    """Of a sequence: its adapter is unloaded, and loaded again, while it runs."""
+    """Of a sequence: its adapter is unloaded, and loaded again, about while it runs."""
 
     def __post_init__(self) -> None:
         for spec in dataclasses.fields(self):
@@ -75,6 +72,9 @@ class FaultSource:
         self._faults = faults
         self._seed = seed
         self._last_failed_step = -STEPS_BETWEEN_FAILURES
+        self._has_transfer_faults = bool(
+            faults.failed_transfers or faults.slow_transfers or faults.lost_transfers
+        )
 
     def step_fails(self, step_id: StepId) -> bool:
         """Asked in the order of the steps."""
@@ -100,7 +100,15 @@ class FaultSource:
         return self._happens("burst", request_id, self._faults.bursts)
 
     def transfer(self, number: int) -> TransferFault:
-        draw = self._rng("transfer", number).random()
+        return self._transfer_fault("transfer", number)
+
+    def load(self, number: int) -> TransferFault:
+        return self._transfer_fault("load", number)
+
+    def _transfer_fault(self, kind: str, number: int) -> TransferFault:
+        if not self._has_transfer_faults:
+            return TransferFault.NONE
+        draw = self._rng(kind, number).random()
         for fault, chance in (
             (TransferFault.FAILED, self._faults.failed_transfers),
             (TransferFault.SLOW, self._faults.slow_transfers),
@@ -111,17 +119,23 @@ class FaultSource:
             draw -= chance
         return TransferFault.NONE
 
-    def host_is_full(self, step_id: StepId) -> bool:
-        return self._happens("host", step_id, self._faults.full_host)
-
     def storage_is_dead(self, step_id: StepId) -> bool:
         """From some step on, for good."""
         if not self._happens("storage", 0, self._faults.dead_storage):
             return False
         return step_id >= self._rng("storage since", 0).randint(1, 100)
 
-    def reload_adapter(self, request_id: RequestId) -> bool:
-        return self._happens("adapter", request_id, self._faults.adapter_reloads)
+    def reload_after(self, sequence: Sequence) -> tuple[int, int] | None:
+        """After how many rounds of the loop its adapter is unloaded, and how many rounds later it
+        is loaded again; None leaves it alone."""
+        if not self._happens("adapter", sequence.request_id, self._faults.adapter_reloads):
+            return None
+        rng = self._rng("adapter after", sequence.request_id)
+        return rng.randint(0, sequence.line.output_tokens + 6), rng.choice([0, 0, 1, 3])
+
+    def new_content(self, request_id: RequestId) -> int:
+        """Which of a few contents an adapter that is loaded again has."""
+        return self._rng("adapter content", request_id).randrange(3)
 
     def _happens(self, kind: str, number: int, chance: float) -> bool:
         return chance > 0.0 and self._rng(kind, number).random() < chance

@@ -1,7 +1,8 @@
 """A runner on virtual time: the seam of `step.py`, with a cost model behind it.
 
 Takes plans, gives futures that are done when the modelled device would be. Steps run one after
-the other: one launched while another runs begins when that one ends, as on a real device.
+the other: one launched while another runs begins when that one ends, as on a real device. Copies
+and loads run beside them (`transfers.py`), from the begin of the step that brings them along.
 
 A fault of the plan's own making (a wrong page) is raised out of `launch`, where no loop would take
 it for a failed step and go on; a failed step asked for by the fault source is in its future.
@@ -18,6 +19,8 @@ from manyroots.simulate.costs import CostModel, StepLoad
 from manyroots.simulate.executors import Executor
 from manyroots.simulate.faults import FaultSource
 from manyroots.simulate.plan_digest import PlanDigest
+from manyroots.simulate.records import SimulationError
+from manyroots.simulate.transfers import TransferModel
 from manyroots.step import Plan, StepResult
 
 
@@ -30,6 +33,7 @@ class ModelledRunner:
         costs: CostModel,
         executor: Executor,
         faults: FaultSource,
+        transfers: TransferModel,
         *,
         max_num_seqs: int,
     ) -> None:
@@ -37,6 +41,7 @@ class ModelledRunner:
         self._costs = costs
         self._executor = executor
         self._faults = faults
+        self._transfers = transfers
         self._num_computed = np.zeros(max_num_seqs, np.int64)
         """Tokens in the pages of each row."""
         self._free_at_s = 0.0
@@ -47,13 +52,16 @@ class ModelledRunner:
         self.digest = PlanDigest()
 
     def launch(self, plan: Plan) -> Future[StepResult]:
-        # Copies between tiers join in here, once the simulated cache has lower tiers: each takes
-        # its time on its link (`links.py`) beside the step, ends as `FaultSource.transfer` says,
-        # and is acknowledged in the result of the first step done after it.
         begin_s = max(self._clock.now_s, self._free_at_s)
-        duration_s = self._costs.step_s(self._load(plan))
+        self._transfers.begin(plan, begin_s)
+        load = self._load(plan)
+        # Without rows there is nothing to compute: copies begin, and maybe one is waited for.
+        duration_s = self._costs.step_s(load) if len(plan.rows) else 0.0
         self._free_at_s = begin_s + duration_s
         self.busy_s += duration_s
+        if plan.waits:
+            self._free_at_s = max(self._free_at_s, self._next_end_s(plan))
+        self._transfers.pass_to(self._free_at_s)
         self.num_steps += 1
         self.digest.add(plan)
         future = TimedFuture(self._clock, self._free_at_s)
@@ -62,6 +70,12 @@ class ModelledRunner:
 
     def close(self) -> None:
         self._clock.wait_until(self._free_at_s)
+
+    def _next_end_s(self, plan: Plan) -> float:
+        end_s = self._transfers.next_end_s
+        if end_s is None:
+            raise SimulationError(f"step {plan.step_id} waits, and nothing is under way")
+        return end_s
 
     def _carry_out(self, plan: Plan, future: TimedFuture) -> None:
         # Launched behind a failure that the loop does not know of yet: what it reads may never

@@ -7,8 +7,11 @@ between tiers is one contiguous copy. Knows nothing of who owns a page or what i
 
 from __future__ import annotations
 
+import math
+import os
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -50,7 +53,7 @@ class PageArena:
         try:
             # Zeros, not empty: kernels read whole pages and mask the tail, and a masked NaN that
             # happened to lie in fresh memory would still poison the sum.
-            self.data = torch.zeros(shape, dtype=dtype, device=device)
+            self.data = _zeros(shape, dtype, device)
         except (RuntimeError, MemoryError) as error:
             gib = torch.Size(shape).numel() * dtype.itemsize / 2**30
             raise ConfigError(
@@ -63,3 +66,14 @@ class PageArena:
     def layer(self, index: int) -> Tensor:
         """A view of one layer: `[num_pages, 2, page_size, num_kv_heads, head_dim]`."""
         return self._layers[index]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # numpy asks the system for zeroed memory, which it hands out page by page as it is first
+    # touched: a large arena costs nothing until it is used. torch would write every byte.
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if num_bytes > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+        raise MemoryError  # said now, not when the last page is touched
+    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)

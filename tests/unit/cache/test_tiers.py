@@ -1,0 +1,513 @@
+"""Tiers: write-back, load-back and prefetch as decisions, with copies that fail, lag or get lost."""
+
+from __future__ import annotations
+
+import pytest
+
+from manyroots.cache.audit import audit
+from manyroots.cache.cache import Ending, Refusal
+from manyroots.cache.events import PagesRemoved, PagesStored
+from manyroots.cache.families.full import FULL_ATTENTION
+from manyroots.cache.keys import PrefixKey
+from manyroots.cache.planes import Capacity
+from manyroots.cache.policies import CachePolicies, LoadCosts, WriteBack
+from manyroots.ids import Namespace, Tier
+from manyroots.step import Copy
+from tests.by_hand import ADAPTER_A, BASE, ByHand, Path, ints, path_of, recurrent, resident, window
+
+KEY = PrefixKey(BASE)
+PROMPT = [1, 2, 3, 4, 5, 6, 7]
+
+
+def tiered(device: int = 16, host: int = 16, **policies: object) -> ByHand:
+    return ByHand(
+        Capacity(FULL_ATTENTION, device, host),
+        policies=CachePolicies(**policies),  # type: ignore[arg-type]
+    )
+
+
+def push_out(hand: ByHand, *, keep: int = 0) -> None:
+    """Evict from the device all that nobody holds, but for `keep` units of each family."""
+    for plane in hand.layout.device:
+        pool = hand.cache.index.pools[plane.index]
+        hand.cache.evictors[plane.index].evict(pool.num_cached - keep)
+    audit(hand.cache)
+
+
+def held(hand: ByHand) -> list[int]:
+    return [plane.num_held for plane in hand.cache.stats().planes]
+
+
+def on_host(hand: ByHand) -> int:
+    return hand.cache.stats().planes[-1].num_cached
+
+
+def between_tiers(copies: list[Copy], target: Tier) -> list[Copy]:
+    return [copy for copy in copies if copy.target is target and copy.source is not target]
+
+
+def test_t01_write_through_copies_what_is_published() -> None:
+    """T01: as soon as its step has committed, and not before."""
+    hand = tiered(write_back=WriteBack.THROUGH)
+    sequence = hand.claim(KEY, PROMPT)
+    assert hand.plan(sequence).copies == ()
+    hand.commit()
+    [copy] = hand.take_copies()
+    assert (copy.source, copy.target) == (Tier.DEVICE, Tier.HOST)
+    assert len(copy.source_units) == 3
+    hand.end(sequence)
+    hand.settle()
+    assert on_host(hand) == 3
+
+
+def test_t01_selective_write_back_copies_what_was_found_again() -> None:
+    """T01: nothing on the first use; what a second request found on its claim, and no more."""
+    hand = tiered(write_back=WriteBack.REUSED)
+    hand.serve(KEY, PROMPT)
+    hand.serve(KEY, [20, 21, 22])
+    hand.settle()
+    assert on_host(hand) == 0
+    hand.serve(KEY, PROMPT)
+    hand.settle()
+    assert on_host(hand) == 3
+
+
+def test_t01_write_back_on_eviction_copies_what_would_go_next() -> None:
+    """T01: nothing while there is room; then the least recently used, before it is evicted."""
+    hand = tiered(device=8, host=8, write_back=WriteBack.EVICTION, low_water=0.5)
+    hand.serve(KEY, PROMPT)
+    hand.settle()
+    assert on_host(hand) == 0
+    hand.serve(KEY, [20, 21, 22, 23, 24])
+    hand.settle()
+    found = {path[0][1] for plane, path in resident(hand.cache) if plane == 1}
+    assert found == {path_of(KEY, PROMPT, 1, 2)[0][1]}
+
+
+@pytest.mark.parametrize("policy", list(WriteBack))
+def test_t01_both_ends_are_pinned_until_acknowledged(policy: WriteBack) -> None:
+    """T01: however much room is wanted meanwhile, on either tier; then both are let go."""
+    hand = tiered(device=4, host=3, write_back=policy, low_water=1.0)
+    hand.serve(KEY, PROMPT)
+    hand.serve(KEY, PROMPT)  # found again, for the policy that waits for that
+    hand.take_copies()
+    [copy] = [copy for copy, _ in hand.under_way.values()]
+    assert held(hand) == [3, 3]
+    other = hand.claim(KEY, [20, 21, 22, 23])
+    step = hand.plan(other)
+    assert not step.parts, "room was made of pages that are being copied"
+    hand.commit()
+    assert held(hand) == [3, 3]
+    hand.acknowledge(copy)
+    assert held(hand) == [0, 0]
+    assert hand.found(KEY, PROMPT) == 6
+    assert hand.plan(other).parts
+    hand.commit()
+    hand.end(other)
+
+
+def test_t01_a_page_is_not_copied_before_it_is_filled() -> None:
+    """T01: found again within the very step that fills it, it is not written back yet."""
+    hand = tiered(write_back=WriteBack.REUSED)
+    one = hand.claim(KEY, PROMPT)
+    hand.plan(one)
+    two = hand.claim(KEY, PROMPT)
+    assert two.num_computed == 6
+    step = hand.plan(two)
+    assert between_tiers(list(step.copies), Tier.HOST) == []
+    hand.commit()
+    hand.commit()
+    hand.end(one)
+    hand.end(two)
+    hand.serve(KEY, PROMPT)
+    hand.settle()
+    assert on_host(hand) == 3
+
+
+@pytest.mark.parametrize("mix", ["full", "full+window", "full+state", "full+window+state"])
+def test_h03_a_prefix_that_is_only_on_the_host_is_loaded_not_computed(mix: str) -> None:
+    """H03: claimed, loaded back, and then only the rest is computed; counted as host tokens."""
+    kinds = {"full": FULL_ATTENTION, "window": window(4, 2), "state": recurrent(1)}
+    hand = ByHand(*(Capacity(kinds[name], 16, 16) for name in mix.split("+")))
+    hand.serve(KEY, PROMPT)
+    hand.settle()
+    push_out(hand)
+    sequence = hand.claim(KEY, PROMPT)
+    assert (sequence.num_computed, sequence.held.num_host_tokens) == (6, 6)
+    assert not sequence.held.is_ready
+    assert hand.cache.onboard(sequence.held) is None
+    assert not sequence.held.is_ready
+    copies = hand.take_copies()
+    assert {(copy.source, copy.target) for copy in copies} == {(Tier.HOST, Tier.DEVICE)}
+    assert len(copies) == len(mix.split("+"))
+    for copy in copies:
+        hand.acknowledge(copy)
+    assert sequence.held.is_ready
+    [part] = hand.plan(sequence).parts
+    assert (part.begin, part.end) == (6, 7)
+    hand.commit()
+    hand.end(sequence)
+    hand.settle()
+    assert hand.cache.lookup(KEY, ints(*PROMPT)).num_device_pages == 3
+
+
+def test_h03_what_the_device_still_has_is_not_loaded_again() -> None:
+    """H03: only the missing pages travel."""
+    hand = tiered()
+    hand.serve(KEY, PROMPT)
+    hand.settle()
+    push_out(hand, keep=1)
+    sequence = hand.claim(KEY, PROMPT)
+    assert sequence.held.num_host_tokens == 4
+    hand.cache.onboard(sequence.held)
+    [copy] = hand.take_copies()
+    assert len(copy.target_units) == 2
+    hand.settle()
+    hand.plan(sequence)
+    hand.commit()
+    hand.end(sequence)
+
+
+def test_t05_a_tier_too_slow_to_be_worth_it_is_left_alone() -> None:
+    """T05: loading a page takes longer than computing its tokens: recompute, and the other way
+    round; decided for each request."""
+    for per_page, found in [(3.0, 2), (1.0, 6)]:
+        hand = tiered(load_costs=LoadCosts(seconds_per_page=per_page, seconds_per_token=1.0))
+        hand.serve(KEY, PROMPT)
+        hand.settle()
+        push_out(hand, keep=1)
+        assert hand.cache.lookup(KEY, ints(*PROMPT)).num_pages == 3
+        sequence = hand.claim(KEY, PROMPT)
+        assert sequence.num_computed == found
+        assert bool(sequence.held.onboarding) == (found == 6)
+        hand.end(sequence, Ending.DROPPED)
+        assert hand.serve(KEY, PROMPT) == found
+        assert held(hand) == [0, 0]
+
+
+def test_c01_one_requests_loading_cannot_evict_what_another_has_claimed() -> None:
+    """C01: with host and device full. All claims first, then room is made: what is claimed on
+    either tier stays until it is let go."""
+    hand = tiered(device=6, host=6)
+    one, two = PROMPT, [21, 22, 23, 24, 25, 26, 27]
+    for prompt in (one, two):
+        hand.serve(KEY, prompt)
+        hand.settle()
+    push_out(hand)
+    first, second = hand.claim(KEY, one), hand.claim(KEY, two)
+    assert [s.num_computed for s in (first, second)] == [6, 6]
+    assert hand.cache.onboard(first.held) is None
+    hand.settle()
+    # Publishing and writing back a new prompt wants room on the host: there is none to be had.
+    other = hand.claim(KEY, [31, 32, 33])
+    hand.plan(other)
+    hand.commit()
+    hand.settle()
+    assert second.held.num_host_tokens == 6
+    hand.end(other)
+    hand.end(first)
+    assert hand.cache.onboard(second.held) is None
+    hand.settle()
+    hand.plan(second)
+    hand.commit()  # reads, and checks, what it loaded
+    hand.end(second)
+
+
+def test_c03_a_claim_on_the_host_that_does_not_fit_is_given_back() -> None:
+    """C03: a refused load changes nothing, and the claim gives back both tiers."""
+    hand = tiered(device=3)
+    hand.serve(KEY, [1, 2, 3, 4, 5])
+    hand.settle()
+    busy = hand.run(KEY, [31, 32, 33])
+    push_out(hand)
+    before = hand.cache.stats()
+    sequence = hand.claim(KEY, [1, 2, 3, 4, 5])
+    assert sequence.held.num_host_tokens == 4
+    claimed = hand.cache.stats()
+    assert hand.cache.onboard(sequence.held) is Refusal.NO_ROOM
+    assert hand.cache.stats() == claimed != before
+    hand.end(sequence, Ending.DROPPED)
+    audit(hand.cache)
+    assert hand.cache.stats() == before
+    hand.end(busy)
+
+
+def test_h07_a_finished_write_back_counts_as_use_of_the_host_page() -> None:
+    """H07: what has just arrived is not the first to go."""
+    hand = tiered(device=16, host=4)
+    hand.serve(KEY, [1, 2, 3, 4, 5])
+    hand.serve(KEY, [11, 12, 13, 14, 15])
+    hand.settle()
+    hand.serve(KEY, [1, 2, 3, 4, 5])  # used again: now the other one is the oldest
+    hand.serve(KEY, [21, 22, 23, 24, 25])
+    hand.settle()
+    pages = {path[0][1] for plane, path in resident(hand.cache) if plane == 1}
+    assert pages == {path_of(KEY, [first, first + 1], 1, 2)[0][1] for first in (1, 21)}
+
+
+def test_h11_a_failed_write_back_publishes_nothing_and_frees_both_ends() -> None:
+    """H11: wholly or in part; the device's copy stays findable and can be tried again."""
+    for arrived in ([False, False, False], [True, False, True]):
+        hand = tiered()
+        hand.serve(KEY, PROMPT)
+        [copy] = hand.take_copies()
+        hand.acknowledge(copy, arrived)
+        audit(hand.cache)
+        assert held(hand) == [0, 0]
+        assert on_host(hand) == sum(arrived)
+        assert hand.cache.stats().total_failed_units == 3 - sum(arrived)
+        assert hand.found(KEY, PROMPT) == 6
+        push_out(hand)
+        assert hand.found(KEY, PROMPT) == (2 if arrived[0] else 0)
+
+
+def test_t08_a_load_that_fails_is_not_relied_on_and_not_found_again() -> None:
+    """T08, T03: the lease says so; what could not be read from the host is a miss from now on."""
+    hand = tiered()
+    hand.serve(KEY, PROMPT)
+    hand.settle()
+    push_out(hand)
+    sequence = hand.claim(KEY, PROMPT)
+    hand.cache.onboard(sequence.held)
+    [copy] = hand.take_copies()
+    hand.acknowledge(copy, [True, False, True])
+    audit(hand.cache)
+    assert sequence.held.is_ready
+    assert sequence.held.has_failed
+    hand.end(sequence, Ending.DROPPED)
+    audit(hand.cache)
+    assert held(hand) == [0, 0]
+    assert hand.found(KEY, PROMPT) == 2
+    assert hand.serve(KEY, PROMPT) == 2
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+def test_t08_an_abort_during_load_back_leaks_nothing(arrives: bool) -> None:
+    """T08: both ends stay pinned for the copy alone, and are let go when it ends."""
+    hand = tiered(device=4)
+    hand.serve(KEY, PROMPT)
+    hand.settle()
+    push_out(hand)
+    sequence = hand.claim(KEY, PROMPT)
+    hand.cache.onboard(sequence.held)
+    [copy] = hand.take_copies()
+    hand.end(sequence, Ending.DROPPED)
+    audit(hand.cache)
+    assert held(hand) == [3, 3]
+    assert not hand.plan(hand.claim(KEY, [31, 32, 33, 34])).parts
+    hand.commit()
+    hand.acknowledge(copy, [arrives] * 3)
+    audit(hand.cache)
+    assert hand.found(KEY, PROMPT) == (6 if arrives else 0)
+
+
+def test_t08_an_abort_before_a_load_arrives_leaves_no_page_without_those_before_it() -> None:
+    """T08: the device's part of the prefix is evicted between the abort and the arrival."""
+    hand = tiered(device=4)
+    hand.serve(KEY, PROMPT)
+    hand.settle()
+    push_out(hand, keep=1)
+    sequence = hand.claim(KEY, PROMPT)
+    assert sequence.held.num_host_tokens == 4
+    hand.cache.onboard(sequence.held)
+    [copy] = hand.take_copies()
+    hand.end(sequence, Ending.DROPPED)
+    other = hand.claim(KEY, [31, 32, 33, 34])
+    assert hand.plan(other).parts  # takes the one page that nobody holds
+    hand.commit()
+    hand.acknowledge(copy)
+    audit(hand.cache)
+    hand.end(other)
+    hand.settle()
+    assert hand.serve(KEY, PROMPT) == 6
+
+
+def test_t08_a_load_that_arrives_in_part_leaves_no_page_without_those_before_it() -> None:
+    """T08: the middle page is torn; the page behind it is of no use on the device."""
+    hand = tiered()
+    hand.serve(KEY, PROMPT)
+    hand.settle()
+    push_out(hand)
+    sequence = hand.claim(KEY, PROMPT)
+    hand.cache.onboard(sequence.held)
+    [copy] = hand.take_copies()
+    hand.end(sequence, Ending.DROPPED)
+    hand.acknowledge(copy, [False, True, True])
+    audit(hand.cache)
+    hand.serve(KEY, PROMPT)
+
+
+def test_t08_an_abort_during_write_back_leaks_nothing() -> None:
+    """T08: the request goes, the copy goes on, and its page is found on the host."""
+    hand = tiered()
+    sequence = hand.run(KEY, PROMPT)
+    [copy] = hand.take_copies()
+    hand.end(sequence, Ending.DROPPED)
+    assert held(hand) == [3, 3]
+    hand.acknowledge(copy)
+    assert held(hand) == [0, 0]
+    assert on_host(hand) == 3
+
+
+class TestPrefetch:
+    """The cache's side of asking storage."""
+
+    def warm(self, *capacities: Capacity) -> tuple[ByHand, ByHand]:
+        """A server that has filled a storage tier, and a new one beside it."""
+        policies = CachePolicies(uses_storage=True)
+        old = ByHand(*capacities, policies=policies)
+        old.serve(KEY, PROMPT)
+        old.settle()
+        assert old.storage
+        return old, ByHand(*capacities, policies=policies, storage=old.storage)
+
+    @pytest.mark.parametrize("mix", ["full", "window", "full+window", "full+state"])
+    def test_t04_t06_a_new_server_finds_the_storage_tier_warm(self, mix: str) -> None:
+        """T04, T06, T07: asked when the request is queued; what has arrived is loaded from the
+        host like any other page."""
+        kinds = {"full": FULL_ATTENTION, "window": window(4, 2), "state": recurrent(1)}
+        _, new = self.warm(*(Capacity(kinds[name], 16, 16) for name in mix.split("+")))
+        ticket = new.cache.prefetch(KEY, ints(*PROMPT))
+        assert ticket is not None
+        assert new.cache.has_transfers
+        new.settle()
+        assert ticket.is_done
+        assert not new.cache.has_transfers
+        assert new.serve(KEY, PROMPT) == 6
+        assert held(new) == [0] * len(new.layout.planes)
+
+    def test_t04_only_what_neither_device_nor_host_has_is_asked_for(self) -> None:
+        """T04: nothing for a prompt that is all there."""
+        old, new = self.warm(Capacity(FULL_ATTENTION, 16, 16))
+        assert old.cache.prefetch(KEY, ints(*PROMPT)) is None
+        new.serve(KEY, [1, 2, 3])
+        new.settle()
+        new.cache.prefetch(KEY, ints(*PROMPT))
+        [copy] = new.take_copies()
+        assert copy.source is Tier.STORAGE
+        assert len(copy.hashes) == 2
+
+    @pytest.mark.parametrize(
+        ("arrived", "found"), [([True, True, False], 4), ([False, True, True], 0), ([False] * 3, 0)]
+    )
+    def test_t03_what_did_not_arrive_whole_is_a_miss(
+        self, arrived: list[bool], found: int
+    ) -> None:
+        """T03: and all that could be resumed only through it; the rest hits; nothing leaks."""
+        _, new = self.warm(Capacity(FULL_ATTENTION, 16, 16))
+        new.cache.prefetch(KEY, ints(*PROMPT))
+        [copy] = new.take_copies()
+        new.acknowledge(copy, arrived)
+        audit(new.cache)
+        assert held(new) == [0, 0]
+        assert new.found(KEY, PROMPT) == found
+        assert new.serve(KEY, PROMPT) == found
+
+    def test_t03_a_storage_that_knows_nothing_is_a_miss(self) -> None:
+        """T03: no request is harmed, and every unit comes back."""
+        policies = CachePolicies(uses_storage=True)
+        hand = ByHand(Capacity(FULL_ATTENTION, 16, 16), policies=policies)
+        assert hand.cache.prefetch(KEY, ints(*PROMPT)) is not None
+        hand.settle()
+        assert hand.serve(KEY, PROMPT) == 0
+
+    def test_t04_a_full_host_asks_for_what_there_is_room_for(self) -> None:
+        """T04: best effort: never more than the host can take, and held units stay."""
+        _, new = self.warm(Capacity(FULL_ATTENTION, 16, 2))
+        new.cache.prefetch(KEY, ints(*PROMPT))
+        [copy] = new.take_copies()
+        assert len(copy.hashes) == 2
+        assert new.cache.prefetch(KEY, ints(9, 9, 9)) is None  # no room at all
+        new.settle()
+        assert new.found(KEY, PROMPT) == 4
+
+    def test_n08_a_page_computed_meanwhile_is_not_replaced(self) -> None:
+        """N08, P05: the request did not wait; what arrives late finds its place taken or fills the
+        host's, in its own namespace."""
+        _, new = self.warm(Capacity(FULL_ATTENTION, 16, 16))
+        new.cache.prefetch(KEY, ints(*PROMPT))
+        new.take_copies()
+        assert new.serve(KEY, PROMPT) == 0
+        new.settle()
+        assert new.found(KEY, PROMPT) == 6
+        assert new.found(PrefixKey(ADAPTER_A), PROMPT) == 0
+        assert held(new) == [0, 0]
+
+
+class Mirror:
+    """A router that knows nothing but the events."""
+
+    def __init__(self) -> None:
+        self.pages: dict[Tier, dict[bytes, tuple[Namespace, bytes, bytes | None]]] = {
+            Tier.DEVICE: {}, Tier.HOST: {},
+        }  # fmt: skip
+
+    def take(self, hand: ByHand) -> None:
+        for event in hand.cache.take_events():
+            pages = self.pages[event.tier]
+            if isinstance(event, PagesRemoved):
+                for digest in event.hashes:
+                    assert pages.pop(digest)[0] == event.namespace
+                continue
+            assert isinstance(event, PagesStored)
+            parent = event.parent
+            size = len(event.tokens) // len(event.hashes)
+            for i, digest in enumerate(event.hashes):
+                assert digest not in pages, "stored twice"
+                tokens = event.tokens[i * size : (i + 1) * size]
+                pages[digest] = (event.namespace, tokens, parent)
+                parent = digest
+
+    def paths(self, tier: Tier) -> set[Path]:
+        """What the router believes can be found."""
+        every = self.pages[Tier.DEVICE] | self.pages[Tier.HOST]
+
+        def path(digest: bytes) -> Path:
+            namespace, tokens, parent = every[digest]
+            return (*(path(parent) if parent is not None else ()), (namespace, tokens))
+
+        return {path(digest) for digest in self.pages[tier]}
+
+
+@pytest.mark.parametrize("policy", list(WriteBack))
+def test_k02_a_consumer_of_the_events_mirrors_the_index_exactly_on_each_tier(
+    policy: WriteBack,
+) -> None:
+    """K02: stored minus removed is what is resident, after every request, eviction, failed copy,
+    failed step and unload, tokens and parents included."""
+    hand = ByHand(
+        Capacity(FULL_ATTENTION, 12, 6), Capacity(window(4, 2), 12, 6),
+        policies=CachePolicies(records_events=True, write_back=policy, low_water=0.3),
+    )  # fmt: skip
+    mirror = Mirror()
+
+    def check() -> None:
+        mirror.take(hand)
+        now = resident(hand.cache)
+        for tier, plane in ((Tier.DEVICE, 0), (Tier.HOST, 2)):
+            assert mirror.paths(tier) == {path for p, path in now if p == plane}
+
+    keys = [KEY, PrefixKey(ADAPTER_A), PrefixKey.activated(BASE, ADAPTER_A, 4, 2)]
+    for number in range(24):
+        prompt = [1 + number % 2, 2, 3 + number % 3, 4, 5 + number % 5, 6, 7]
+        sequence = hand.run(keys[number % 3], prompt, max_output=number % 3)
+        check()
+        hand.end(sequence)
+        hand.take_copies()
+        for index, (copy, _) in enumerate(list(hand.under_way.values())):
+            arrived = [(index + place + number) % 4 > 0 for place in range(len(copy.target_units))]
+            hand.acknowledge(copy, arrived)
+            check()
+        if number % 5 == 4:
+            hand.plan(hand.claim(KEY, [40 + number, 1, 2, 3]))
+            check()
+            hand.fail()
+            check()
+        if number % 7 == 6:
+            hand.cache.evict_namespace(ADAPTER_A)
+            check()
+    assert mirror.pages[Tier.DEVICE]
+    for namespace in (BASE, ADAPTER_A):
+        hand.cache.evict_namespace(namespace)
+    check()
+    assert mirror.pages == {Tier.DEVICE: {}, Tier.HOST: {}}

@@ -1,0 +1,301 @@
+"""Reuse as the scheduler decides it: namespaces, tiers and claims, through whole steps."""
+
+from __future__ import annotations
+
+import pytest
+
+from manyroots.cache.families.full import FULL_ATTENTION
+from manyroots.cache.families.recurrent import RecurrentState
+from manyroots.cache.families.window import SlidingWindow
+from manyroots.cache.planes import Capacity
+from manyroots.cache.policies import CachePolicies
+from manyroots.ids import Namespace, RequestId, Tier
+from manyroots.messages import Abort, FinishReason
+from manyroots.step import Copy, Plan
+from tests.deciding import BASE, Deciding, expected_tokens, submit
+
+SALTED = Namespace(adapter=None, salt="tenant")
+OTHER = Namespace(adapter=None, salt="other")
+PROMPT = list(range(1, 18))
+
+
+def hybrid(num_device: int, num_host: int = 0) -> tuple[Capacity, ...]:
+    return (
+        Capacity(FULL_ATTENTION, num_device, num_host),
+        Capacity(SlidingWindow("window", 6, 4), num_device, num_host),
+        Capacity(RecurrentState("recurrent", interval=2), num_device, num_host),
+    )
+
+
+def cached(engine: Deciding, number: int, prompt: list[int], namespace: Namespace) -> int:
+    engine.loop.handle(submit(number, prompt, namespace=namespace))
+    engine.run()
+    return engine.last(number).num_cached_tokens
+
+
+def push_out(engine: Deciding) -> None:
+    """Evict from the device all that nobody holds."""
+    for plane in engine.cache.layout.device:
+        pool = engine.cache.index.pools[plane.index]
+        engine.cache.evictors[plane.index].evict(pool.num_cached)
+
+
+@pytest.mark.parametrize("is_hybrid", [False, True])
+def test_n05_a_cold_namespaces_first_plan_starts_at_token_0(is_hybrid: bool) -> None:
+    """N05: with base warm; all steps together compute exactly the prompt."""
+    engine = Deciding(capacities=hybrid(64) if is_hybrid else None, budget=64, depth=0)
+    assert cached(engine, 0, PROMPT, BASE) == 0
+    engine.loop.handle(submit(1, PROMPT, namespace=SALTED, max_tokens=1))
+    plans: list[Plan] = []
+    while engine.scheduler.has_work:
+        plan = engine.scheduler.schedule()
+        assert plan is not None
+        plans.append(plan)
+        engine.scheduler.advance(engine.runner.execute(plan))
+    assert plans[0].arrivals[0].num_computed_tokens == 0
+    assert sum(plan.total_tokens for plan in plans) == len(PROMPT)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_n06_later_chunks_and_decode_pages_are_the_namespaces_own(depth: int) -> None:
+    """N06: a prompt in three chunks and decode pages; base hits none, the tenant all."""
+    engine = Deciding(chunk=6, depth=depth)
+    request = submit(0, PROMPT, namespace=SALTED, max_tokens=9)
+    engine.loop.handle(request)
+    engine.run()
+    conversation = [*PROMPT, *engine.tokens(0), 5]
+    for number, namespace, found in [(1, BASE, 0), (2, OTHER, 0), (3, SALTED, 24)]:
+        assert cached(engine, number, conversation, namespace) == found
+
+
+def test_n07_a_retracted_request_resumes_from_its_own_prefix() -> None:
+    """N07: requests of several namespaces with the same tokens are retracted under pressure; each
+    finds its own pages again and gives its own tokens."""
+    engine = Deciding(num_pages=12, page_size=4, depth=0)
+    requests = [
+        submit(i, [1, 2, 3, 4, 5, 6, 7, 8, 9], max_tokens=14, namespace=namespace)
+        for i, namespace in enumerate([BASE, SALTED, OTHER])
+    ]
+    for request in requests:
+        engine.loop.handle(request)
+    resumed: list[tuple[int, int]] = []
+    seen: set[int] = set()
+    while engine.scheduler.has_work:
+        plan = engine.scheduler.schedule()
+        assert plan is not None
+        for arrival in plan.arrivals:
+            if arrival.request_id in seen:
+                resumed.append((int(arrival.request_id), arrival.num_computed_tokens))
+            seen.add(int(arrival.request_id))
+        for output in engine.scheduler.advance(engine.runner.execute(plan)):
+            engine.outputs.setdefault(int(output.request_id), []).append(output)
+    assert engine.scheduler.stats().total_retractions > 0
+    assert any(num_computed >= 8 for _, num_computed in resumed)
+    for request in requests:
+        assert engine.tokens(request.request_id) == expected_tokens(request)
+
+
+@pytest.mark.parametrize("is_hybrid", [False, True])
+def test_h03_a_prefix_on_the_host_is_loaded_by_a_plan_and_not_computed(is_hybrid: bool) -> None:
+    """H03, N09: an adapter's prompt, evicted from the device; the plan carries the copies, the
+    request begins when they are there and computes only the rest."""
+    capacities = hybrid(32, 32) if is_hybrid else (Capacity(FULL_ATTENTION, 32, 32),)
+    engine = Deciding(capacities=capacities, depth=0, max_model_len=64)
+    request = submit(0, PROMPT, namespace=SALTED)
+    assert cached(engine, 0, PROMPT, SALTED) == 0
+    cached(engine, 1, [40, 41], BASE)  # a step more, so that the copies have ended
+    push_out(engine)
+    engine.loop.handle(submit(2, PROMPT, namespace=SALTED))
+    plan = engine.scheduler.schedule()
+    assert plan is not None
+    assert plan.total_tokens == 0
+    assert {(c.source, c.target) for c in plan.copies} == {(Tier.HOST, Tier.DEVICE)}
+    engine.scheduler.advance(engine.runner.execute(plan))
+    plan = engine.scheduler.schedule()
+    assert plan is not None
+    assert plan.num_tokens.tolist() == [1]
+    for output in engine.scheduler.advance(engine.runner.execute(plan)):
+        engine.outputs.setdefault(2, []).append(output)
+    engine.run()
+    assert engine.last(2).num_cached_tokens == 16
+    assert engine.tokens(2) == expected_tokens(request)
+
+
+def test_c01_with_the_host_full_every_claimed_hit_of_a_step_is_loaded() -> None:
+    """C01: three requests whose prefixes are on a full host begin together; making room for one
+    does not cost another its hit."""
+    prompts = [[10 * i + j for j in range(9)] for i in range(3)]
+    engine = Deciding(
+        capacities=(Capacity(FULL_ATTENTION, 12, 6),), depth=0, max_model_len=32, budget=64
+    )
+    for number, prompt in enumerate(prompts):
+        assert cached(engine, number, prompt, BASE) == 0
+    cached(engine, 10, [49, 49], BASE)
+    push_out(engine)
+    for number, prompt in enumerate(prompts):
+        engine.loop.handle(submit(20 + number, prompt))
+    engine.run()
+    for number, prompt in enumerate(prompts):
+        assert engine.last(20 + number).num_cached_tokens == 8
+        assert engine.tokens(20 + number) == expected_tokens(submit(0, prompt))
+
+
+def test_c03_claims_of_requests_that_do_not_fit_are_given_back() -> None:
+    """C03: the second finds pages but has no room; it waits holding nothing."""
+    engine = Deciding(num_pages=8, page_size=4, depth=0)
+    assert cached(engine, 0, [1] * 9, BASE) == 0
+    engine.loop.handle(submit(1, [2] * 15, max_tokens=8))
+    engine.step()
+    engine.loop.handle(submit(2, [*[1] * 8, *[3] * 15], max_tokens=2))
+    held = engine.scheduler.stats().num_held_pages
+    engine.step()
+    assert engine.scheduler.stats().num_waiting == 1
+    assert engine.scheduler.stats().num_held_pages <= held + 1  # the running one's own growth
+    engine.run()
+    assert engine.last(2).finish_reason is FinishReason.LENGTH
+    assert engine.scheduler.stats().num_held_pages == 0
+
+
+@pytest.mark.parametrize("is_hybrid", [False, True])
+def test_c07_without_pressure_batched_and_single_admission_give_the_same_plan(
+    is_hybrid: bool,
+) -> None:
+    """C07: many requests submitted at once, or each planned before the next arrives: the same
+    pages, tokens and tables."""
+    prompts = [[*PROMPT[: 4 * i], 30 + i, 31 + i] for i in range(4)]
+
+    def batched() -> list[tuple[int, int, list[list[int]]]]:
+        engine = Deciding(
+            num_pages=64, capacities=hybrid(64) if is_hybrid else None, budget=512, depth=0
+        )
+        cached(engine, 90, PROMPT, BASE)
+        for number, prompt in enumerate(prompts):
+            engine.loop.handle(submit(number, prompt))
+        plan = engine.scheduler.schedule()
+        assert plan is not None
+        return describe(plan)
+
+    def one_by_one() -> list[tuple[int, int, list[list[int]]]]:
+        engine = Deciding(
+            num_pages=64, capacities=hybrid(64) if is_hybrid else None, budget=512, depth=0
+        )
+        cached(engine, 90, PROMPT, BASE)
+        found = []
+        for number, prompt in enumerate(prompts):
+            engine.loop.handle(submit(number, prompt))
+            plan = engine.scheduler.schedule()
+            assert plan is not None
+            found += describe(plan)
+        return found
+
+    def describe(plan: Plan) -> list[tuple[int, int, list[list[int]]]]:
+        return [
+            (int(a.request_id), a.num_computed_tokens, [table.tolist() for table in a.page_tables])
+            for a in plan.arrivals
+        ]
+
+    assert batched() == one_by_one()
+    assert len(batched()) == 4
+
+
+def test_c04_each_output_reports_its_own_reuse() -> None:
+    """C04: three requests in one step with different hits."""
+    engine = Deciding(budget=64)
+    cached(engine, 0, PROMPT, BASE)
+    for number, prompt in [(1, PROMPT), (2, [*PROMPT[:8], 0]), (3, [9, 9, 9])]:
+        engine.loop.handle(submit(number, prompt))
+    engine.run()
+    assert [engine.last(n).num_cached_tokens for n in (1, 2, 3)] == [16, 8, 0]
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+def test_t08_aborting_a_request_that_waits_for_its_pages_leaks_nothing(arrives: bool) -> None:
+    """T08: in load-back; the copy ends later, well or not."""
+    held_back: list[bool] = [False]
+
+    def finish(copies: list[Copy]) -> list[tuple[Copy, bool]]:
+        return [] if held_back[0] else [(copy, arrives) for copy in copies]
+
+    engine = Deciding(
+        capacities=(Capacity(FULL_ATTENTION, 12, 12),), depth=0, finish_copies=None,
+        max_model_len=40,
+    )  # fmt: skip
+    cached(engine, 0, PROMPT, BASE)
+    cached(engine, 1, [40, 41], BASE)
+    push_out(engine)
+    engine.runner._finish_copies = finish
+    held_back[0] = True
+    engine.loop.handle(submit(2, PROMPT))
+    engine.step()
+    assert engine.scheduler.stats().num_held_pages == 4
+    engine.loop.handle(Abort([RequestId(2)]))
+    engine.step()
+    assert engine.last(2).finish_reason is FinishReason.ABORT
+    held_back[0] = False
+    engine.loop.handle(submit(3, [45, 46, 47]))
+    engine.run()
+    assert engine.tokens(3) == expected_tokens(submit(3, [45, 46, 47]))
+    for plane in engine.cache.stats().planes:
+        assert plane.num_held == 0
+
+
+def test_p03_a_request_that_waits_for_a_load_does_not_rely_on_pages_of_a_failed_step() -> None:
+    """P03: it found pages that a launched step was to fill, and others on the host. The step
+    fails while it waits: it gets its own tokens all the same, or the error."""
+    is_slow: list[bool] = [False]
+
+    def finish(copies: list[Copy]) -> list[tuple[Copy, bool]]:
+        return [] if is_slow[0] else [(copy, True) for copy in copies]
+
+    engine = Deciding(
+        capacities=(
+            Capacity(FULL_ATTENTION, 32, 32),
+            Capacity(RecurrentState("recurrent", interval=100), 8, 8),
+        ),
+        depth=1, budget=64, finish_copies=finish, max_model_len=64,
+    )  # fmt: skip
+    shared = [1, 2, 3, 4, 5, 6, 7, 8]
+    longer = [*shared, 11, 12, 13, 14]
+    assert cached(engine, 0, [*longer, 15], BASE) == 0  # one state, behind its third page
+    cached(engine, 1, [40, 41], BASE)
+    push_out(engine)
+    # No state behind the shared pages: they are computed again, into the pages of the index.
+    engine.loop.handle(submit(2, [*shared, 21, 22]))
+    engine.runner.fail_next = "planted"
+    is_slow[0] = True
+    plan = engine.scheduler.schedule()  # launched, not done
+    assert plan is not None
+    assert plan.total_tokens == 8
+    waiting = submit(3, [*longer, 16])
+    engine.loop.handle(waiting)
+    second = engine.scheduler.schedule()
+    assert second is not None
+    with pytest.raises(RuntimeError, match="planted"):
+        engine.runner.execute(plan)
+    engine.scheduler.take_arrivals(engine.runner.execute(second))
+    engine.scheduler.fail_in_flight("planted")
+    is_slow[0] = False
+    engine.run()
+    assert engine.tokens(3) == expected_tokens(waiting)
+    assert engine.last(3).finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("namespace", [BASE, SALTED])
+def test_n02_plans_for_base_do_not_depend_on_what_other_namespaces_have(
+    namespace: Namespace,
+) -> None:
+    """N02: the same requests get the same tokens, chunks and hits, whoever was served before."""
+    engine = Deciding(num_pages=128, depth=0, policies=CachePolicies(records_events=True))
+    if namespace is not BASE:
+        cached(engine, 90, PROMPT, namespace)
+        engine.cache.take_events()
+    steps = []
+    for number in range(3):
+        engine.loop.handle(submit(number, PROMPT[: 5 + 4 * number]))
+    while engine.scheduler.has_work:
+        plan = engine.scheduler.schedule()
+        assert plan is not None
+        steps.append((plan.rows.tolist(), plan.num_tokens.tolist()))
+        engine.scheduler.advance(engine.runner.execute(plan))
+    assert steps[0] == ([0, 1, 2], [5, 5, 5])
+    assert {event.namespace for event in engine.cache.take_events()} == {BASE}

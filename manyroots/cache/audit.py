@@ -47,7 +47,7 @@ def holders_are_leases_and_transfers(cache: PrefixCache) -> None:
     for lease in cache.open_leases.values():
         for plane in cache.layout.device:
             if not plane.family.is_state:
-                table = lease.tables[plane.index]
+                table = lease.tables[plane.index].tolist()
                 held = [unit for unit in table if unit != ABSENT]
                 assert len(set(held)) == len(held), "a lease holds a unit twice"
                 dead = table[: lease.first_live[plane.index]]
@@ -62,13 +62,13 @@ def holders_are_leases_and_transfers(cache: PrefixCache) -> None:
         for family, _, unit in lease.onboarding:
             counted[cache.layout.host[family].index][unit] += 1
     for move in cache.transfers.moves():
-        counted[move.source.index].update(move.source_units)
+        counted[move.source.index].update(move.source_units.tolist())
         counted[move.source.index].update(move.path.tolist())
         if move.target is not None:
-            counted[move.target.index].update(move.target_units)
+            counted[move.target.index].update(move.target_units.tolist())
     for ticket in cache.prefetcher.tickets():
         for plane, units in ticket.units.values():
-            counted[plane.index].update(units)
+            counted[plane.index].update(units.tolist())
     for plane, pool, count in zip(cache.layout.planes, cache.index.pools, counted, strict=True):
         actual = {int(u): int(pool.holders[u]) for u in pool.holders.nonzero()[0]}
         assert dict(count) == actual, f"{plane}: holders {actual}, counted {dict(count)}"
@@ -76,7 +76,7 @@ def holders_are_leases_and_transfers(cache: PrefixCache) -> None:
 
 def free_units_are_nobodys(cache: PrefixCache) -> None:
     for pool in cache.index.pools:
-        free = np.array(sorted(pool.free_units()), np.intp)
+        free = np.array(sorted(set(pool.free_units())), np.intp)
         assert len(free) == pool.num_free, "a unit is free twice"
         assert not pool.holders[free].any(), "a free unit is held"
         assert not pool.indexed[free].any(), "a free unit is indexed"
@@ -153,7 +153,7 @@ def loose_units_are_queued(cache: PrefixCache) -> None:
     for plane, evictor in zip(cache.layout.planes, cache.evictors, strict=True):
         for node in cache.index.tree.nodes():
             is_tail = not (plane.is_ordered and node.below[plane.index])
-            if is_tail and node.counts[plane.index] and len(evictor.loose(node)):
+            if is_tail and node.counts[plane.index] and len(evictor.loose(node, node.num_pages)):
                 assert node.queued >> plane.index & 1, f"loose units not up for eviction: {plane}"
 
 

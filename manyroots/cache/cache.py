@@ -22,7 +22,7 @@ from manyroots.cache.index import Index
 from manyroots.cache.keys import PageHasher, PrefixKey
 from manyroots.cache.lease import Checkpoint, Lease
 from manyroots.cache.matching import Limit, Match, judge, path_units
-from manyroots.cache.planes import ABSENT, Layout
+from manyroots.cache.planes import ABSENT, NO_UNITS, Layout, Plane
 from manyroots.cache.policies import CachePolicies
 from manyroots.cache.prefetch import Prefetcher, Ticket
 from manyroots.cache.publishing import Publisher, nearest_attached
@@ -54,7 +54,7 @@ class Extension:
 
     first: tuple[int, ...]
     """By family: where in its table the new units begin."""
-    units: tuple[list[int], ...]
+    units: tuple[Int32s, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +110,7 @@ class PrefixCache:
         )
         self.open_leases: dict[int, Lease] = {}
         self._paged = [p for p in layout.device if not p.family.is_state]
+        self._unordered = [p for p in self._paged if not p.family.is_ordered]
         self._stateful = [p for p in layout.device if p.family.is_state]
         self._next_serial = 1
         self._committed_step = StepId(0)
@@ -145,8 +146,8 @@ class PrefixCache:
         lease.num_cached_tokens = num_pages * self.page_size
         lease.num_host_tokens = max(0, num_pages - match.num_device_pages) * self.page_size
         lease.num_published_pages = num_pages
-        self._hold_found(lease, match.walk, num_pages)
         if num_pages:
+            self._hold_found(lease, match, num_pages)
             self.publisher.touch(lease.cursor)
             self._writer.found(nodes)
         return lease
@@ -180,11 +181,9 @@ class PrefixCache:
             return match.num_pages
         return match.num_device_pages
 
-    def _hold_found(self, lease: Lease, walk: Walk, num_pages: int) -> None:
-        if num_pages == 0:
-            return
+    def _hold_found(self, lease: Lease, match: Match, num_pages: int) -> None:
         for plane in self.layout.device:
-            units = path_units(walk, plane)[:num_pages]
+            units = path_units(match.walk, plane)[:num_pages]
             if plane.family.is_state:
                 first = num_pages - 1
                 if units[first] != ABSENT:
@@ -192,20 +191,21 @@ class PrefixCache:
             else:
                 first = plane.family.first_needed(num_pages * self.page_size)
                 lease.first_live[plane.index] = first
-                lease.tables[plane.index] = [ABSENT] * first + units[first:].tolist()
+                lease.tables[plane.index] = table = units.copy()
+                table[:first] = ABSENT
             needed = units[first:]
-            on_device = needed != ABSENT
-            if on_device.all():
+            if num_pages == match.num_device_pages:
                 self.index.pools[plane.index].hold(needed)
                 continue
+            on_device = needed != ABSENT
             self.index.pools[plane.index].hold(needed[on_device])
             host = self.layout.host_of(plane)
-            pages = first + np.flatnonzero(~on_device)
-            host_units = path_units(walk, host)[pages]
+            pages = first + (~on_device).nonzero()[0]
+            host_units = path_units(match.walk, host)[pages]
             self.index.pools[host.index].hold(host_units)
             lease.onboarding += [
-                (plane.index, int(page), int(unit))
-                for page, unit in zip(pages, host_units, strict=True)
+                (plane.index, page, unit)
+                for page, unit in zip(pages.tolist(), host_units.tolist(), strict=True)
             ]
 
     # Holding
@@ -222,16 +222,15 @@ class PrefixCache:
             plane = self.layout.device[family]
             host = self.layout.host_of(plane)
             taken = self._allocate(family, len(found))
-            sources = tuple(unit for _, unit in found)
+            sources = np.array([unit for _, unit in found], np.int32)
             spots = tuple(Spot(lease.cursor, page) for page, _ in found)
-            pools[family].hold(np.array(taken, np.int32))  # the lease's own hold, beside the move's
-            self.transfers.start(spots, host, plane, sources, tuple(taken), lease=lease)
-            pools[host.index].drop(np.array(sources, np.int32))  # the move holds them now
-            for (page, _), unit in zip(found, taken, strict=True):
-                if plane.family.is_state:
-                    lease.resumed[family] = unit
-                else:
-                    lease.tables[family][page] = unit
+            pools[family].hold(taken)  # the lease's own hold, beside the move's
+            self.transfers.start(spots, host, plane, sources, taken, lease=lease)
+            pools[host.index].drop(sources)  # the move holds them now
+            if plane.family.is_state:
+                lease.resumed[family] = int(taken[-1])
+            else:
+                lease.tables[family][[page for page, _ in found]] = taken
         lease.onboarding.clear()
         return None
 
@@ -245,10 +244,7 @@ class PrefixCache:
 
     def can_extend(self, lease: Lease, num_computed: int, num_tokens: int) -> bool:
         """Whether `extend` would be granted, credit for what it gives back included (H04)."""
-        return all(
-            need <= self.index.pools[family].num_available + credit
-            for family, (need, credit) in enumerate(self._needs(lease, num_computed, num_tokens))
-        )
+        return self._has_room(lease, num_computed, self._needs(lease, num_tokens))
 
     def extend(
         self, lease: Lease, num_computed: int, num_tokens: int, step_id: StepId
@@ -261,29 +257,20 @@ class PrefixCache:
                 f"a step from token {num_computed} to {num_tokens} passes a point where a state "
                 "must be saved; ask `clip` how far it may go"
             )
-        if not self.can_extend(lease, num_computed, num_tokens):
+        needs = self._needs(lease, num_tokens)
+        if not self._has_room(lease, num_computed, needs):
             return Refusal.NO_ROOM
-        self._drop_behind_window(lease, num_computed)
-        firsts: list[int] = []
-        grown: list[list[int]] = []
-        for plane in self.layout.device:
-            family = plane.index
-            if plane.family.is_state:
-                firsts.append(0)
-                grown.append(self._working_state(lease, family))
-                continue
-            table = lease.tables[family]
-            firsts.append(len(table))
-            units = self._allocate(family, self.pages_for(num_tokens) - len(table))
-            table.extend(units)
-            grown.append(units)
+        if self._unordered:
+            self._drop_behind_window(lease, num_computed)
+        first = tuple([len(table) for table in lease.tables])
+        units = tuple([self._grow(lease, family, count) for family, count in enumerate(needs)])
         for plane in self._stateful:
             self._save_state(lease, plane.index, num_tokens, step_id)
         end_of_page = self.pages_for(num_tokens) * self.page_size
         # A state may have to be saved when the page is full.
         is_watched = self._stateful and num_tokens < end_of_page
         lease.num_covered_tokens = end_of_page - 1 if is_watched else end_of_page
-        return Extension(tuple(firsts), tuple(grown))
+        return Extension(first, units)
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
@@ -292,41 +279,54 @@ class PrefixCache:
         """Whether there is room now for the lease to reach `num_tokens`, beyond what it holds."""
         return self.can_extend(lease, lease.num_cached_tokens, num_tokens)
 
-    def _needs(self, lease: Lease, num_computed: int, num_tokens: int) -> list[tuple[int, int]]:
-        """By family: units to allocate, and units given back before that."""
-        needs = []
-        for plane in self.layout.device:
-            family = plane.index
-            if plane.family.is_state:
-                needs.append((int(family not in lease.states), 0))
-                continue
-            need = max(0, self.pages_for(num_tokens) - len(lease.tables[family]))
-            credit = 0
-            if need and not plane.family.is_ordered:
-                first = min(plane.family.first_needed(num_computed), len(lease.tables[family]))
-                behind = np.array(lease.tables[family][lease.first_live[family] : first], np.int32)
-                held_once = self.index.pools[family].holders[behind[behind != ABSENT]] == 1
-                credit = int(np.count_nonzero(held_once))
-            needs.append((need, credit))
+    def _needs(self, lease: Lease, num_tokens: int) -> list[int]:
+        """By family: units that the lease lacks to reach `num_tokens`."""
+        num_pages = self.pages_for(num_tokens)
+        needs = [max(0, num_pages - len(table)) for table in lease.tables]
+        for plane in self._stateful:
+            needs[plane.index] = int(plane.index not in lease.states)
         return needs
 
+    def _has_room(self, lease: Lease, num_computed: int, needs: list[int]) -> bool:
+        for family, need in enumerate(needs):
+            if need and need > self.index.pools[family].num_available:
+                credit = self._credit(lease, self.layout.device[family], num_computed)
+                if need > self.index.pools[family].num_available + credit:
+                    return False
+        return True
+
+    def _grow(self, lease: Lease, family: int, count: int) -> Int32s:
+        if count == 0:
+            return NO_UNITS
+        units = self._allocate(family, count)
+        lease.tables[family] = np.concatenate((lease.tables[family], units))
+        if self.layout.device[family].family.is_state:
+            self._start_state(lease, family, int(units[0]))
+        return units
+
+    def _credit(self, lease: Lease, plane: Plane, num_computed: int) -> int:
+        """Units of one family that `extend` gives back to the pool before it takes any."""
+        if plane.family.is_state or plane.family.is_ordered:
+            return 0
+        family, table = plane.index, lease.tables[plane.index]
+        first = min(plane.family.first_needed(num_computed), len(table))
+        behind = table[lease.first_live[family] : first]
+        held_once = self.index.pools[family].holders[behind[behind != ABSENT]] == 1
+        return int(np.count_nonzero(held_once))
+
     def _drop_behind_window(self, lease: Lease, num_computed: int) -> None:
-        for plane in self._paged:
-            if plane.family.is_ordered:
-                continue
+        for plane in self._unordered:
             family, table = plane.index, lease.tables[plane.index]
             first = min(plane.family.first_needed(num_computed), len(table))
             if first <= lease.first_live[family]:
                 continue
-            behind = np.array(table[lease.first_live[family] : first], np.int32)
+            behind = table[lease.first_live[family] : first]
             self.index.pools[family].drop(behind[behind != ABSENT])
-            table[lease.first_live[family] : first] = [ABSENT] * len(behind)
+            behind[:] = ABSENT
             lease.first_live[family] = first
             self.publisher.offer_path(nearest_attached(lease.cursor))
 
-    def _allocate(self, family: int, count: int) -> list[int]:
-        if count <= 0:
-            return []
+    def _allocate(self, family: int, count: int) -> Int32s:
         self._has_allocated = True
         pool = self.index.pools[family]
         if count > pool.num_free:
@@ -335,20 +335,15 @@ class PrefixCache:
 
     # States
 
-    def _working_state(self, lease: Lease, family: int) -> list[int]:
-        """The working state's unit, if it is new; with what it is to be restored from."""
-        if family in lease.states:
-            return []
-        [unit] = self._allocate(family, 1)
+    def _start_state(self, lease: Lease, family: int, unit: int) -> None:
+        """The lease has a working state now, restored from a checkpoint if one was found."""
         lease.states[family] = unit
-        lease.tables[family] = [unit]
         saved = lease.resumed.pop(family, None)
         if saved is not None:
             self._copy_state(family, saved, unit, is_after_model=False)
             # Steps run in order, so that whoever gets the checkpoint's unit writes it later.
             self.index.pools[family].drop(np.array([saved], np.int32))
             self.publisher.offer_path(nearest_attached(lease.cursor))
-        return [unit]
 
     def _save_state(self, lease: Lease, family: int, num_tokens: int, step_id: StepId) -> None:
         """Where a state is wanted, save it at the end of this step, if there is room (H06)."""
@@ -364,7 +359,7 @@ class PrefixCache:
             self._total_skipped_checkpoints += 1
             return
         else:
-            [unit] = self._allocate(family, 1)
+            unit = int(self._allocate(family, 1)[0])
             checkpoint = Checkpoint(family, num_tokens // self.page_size, unit, step_id)
             lease.checkpoints.append(checkpoint)
         self._copy_state(family, lease.states[family], checkpoint.unit, is_after_model=True)
@@ -430,25 +425,32 @@ class PrefixCache:
                 if node is not None:
                     self._writer.published([node])
             else:
-                self._drop(checkpoint.family, [checkpoint.unit])
+                self._drop(checkpoint.family, checkpoint.unit)
         lease.checkpoints.clear()
         for plane in self._paged:
-            self._drop(plane.index, lease.tables[plane.index][lease.first_live[plane.index] :])
+            units = lease.tables[plane.index][lease.first_live[plane.index] :]
+            if lease.onboarding:
+                units = units[units != ABSENT]
+            self.index.pools[plane.index].drop(units)
         for family, unit in (*lease.states.items(), *lease.resumed.items()):
-            self._drop(family, [unit])
+            self._drop(family, unit)
         for plane_index, copies in lease.copies:
             self.index.pools[plane_index].drop(copies)
         for family, _, unit in lease.onboarding:
-            self._drop(self.layout.host[family].index, [unit])
+            self._drop(self.layout.host[family].index, unit)
         cursor = nearest_attached(lease.cursor)
         self.publisher.touch(cursor)
         self.publisher.offer_path(cursor)
-        if not self.open_leases:
+        if not self._has_publishers:
             self.publisher.forget_bars()
 
-    def _drop(self, plane: int, units: list[int]) -> None:
-        array = np.array(units, np.int32)
-        self.index.pools[plane].drop(array[array != ABSENT])
+    def _drop(self, plane: int, unit: int) -> None:
+        self.index.pools[plane].drop(np.array([unit], np.int32))
+
+    @property
+    def _has_publishers(self) -> bool:
+        """Whether anyone is left who may publish what was begun before now."""
+        return bool(self.open_leases) or bool(self.prefetcher.tickets())
 
     # Tiers
 
@@ -467,7 +469,8 @@ class PrefixCache:
         parent = self._hasher.root
         if nodes:
             parent = self.index.hash_of(cursor, first - 1 - cursor.first)
-        ticket = Ticket(key, cursor, first, keys)
+        ticket = Ticket(key, cursor, first, keys, self._next_serial)
+        self._next_serial += 1
         copy_ids = [self.transfers.next_id() for _ in self.layout.host]
         self._copies += self.prefetcher.ask(ticket, self._hashes(ticket, parent), copy_ids)
         return ticket if ticket.units else None
@@ -494,8 +497,8 @@ class PrefixCache:
         if move is None:
             return
         self._writer.arrived_on_host(move)
-        for spot in move.spots:
-            self.publisher.offer_path(nearest_attached(spot.node))
+        for node in dict.fromkeys(spot.node for spot in move.spots):
+            self.publisher.offer_path(nearest_attached(node))
 
     def take_copies(self) -> tuple[Copy, ...]:
         """Copies for the step being planned, in the order they must run."""
@@ -516,7 +519,7 @@ class PrefixCache:
         for node in list(self.index.tree.by_namespace.get(namespace, {}).values()):
             if node.is_attached:
                 self.index.cut(node, node.first)
-        if self.open_leases:
+        if self._has_publishers:
             self.publisher.bar(namespace, self._next_serial - 1)
         after = [pool.num_free for pool in self.index.pools]
         return Evicted(tuple(b - a for a, b in zip(before, after, strict=True)))

@@ -10,6 +10,8 @@ O(log n) per node taken.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterator
+from itertools import islice
 
 import numpy as np
 
@@ -19,6 +21,11 @@ from manyroots.cache.tree import Indices, Node
 
 LOOK_AHEAD = 32
 """Nodes that write-back on eviction looks at per step: bounds what a step may cost."""
+MIN_SWEEP = 1024
+"""Entries that a queue may have before it is worth looking for those of nodes that are gone."""
+
+Entry = tuple[int, int, Node]
+"""Last use, order of creation, and whose."""
 
 
 class Evictor:
@@ -27,8 +34,11 @@ class Evictor:
     def __init__(self, index: Index, plane: Plane) -> None:
         self._index = index
         self._plane = plane
+        self._is_ordered = plane.is_ordered
+        self._takes_ends = plane.family.is_ordered
         self._pool = index.pools[plane.index]
-        self._queue: list[tuple[int, int, Node]] = []
+        self._queue: list[Entry] = []
+        self._sweep_at = MIN_SWEEP
         self._bit = 1 << plane.index
 
     def offer(self, node: Node) -> None:
@@ -36,6 +46,8 @@ class Evictor:
         if not node.queued & self._bit and self._can_go(node):
             node.queued |= self._bit
             heapq.heappush(self._queue, (node.last_used, node.serial, node))
+            if len(self._queue) >= self._sweep_at:
+                self._sweep()
 
     def evict(self, count: int) -> None:
         """Free at least `count` cached units; the caller has made sure that there are as many."""
@@ -49,12 +61,13 @@ class Evictor:
             if node.last_used != last_used:
                 self.offer(node)
                 continue
-            self._take(node, target - self._pool.num_free)
+            places = self.loose(node, target - self._pool.num_free)
+            self._index.remove(node, self._plane.index, places)
 
     def next_nodes(self, count: int) -> list[Node]:
         """Nodes whose units would go next, up to `count` units; changes nothing."""
         nodes: list[Node] = []
-        for _, _, node in heapq.nsmallest(LOOK_AHEAD, self._queue):
+        for _, _, node in islice(_in_order(self._queue), LOOK_AHEAD):
             if count <= 0:
                 break
             if self._can_go(node):
@@ -62,26 +75,40 @@ class Evictor:
                 count -= node.counts[self._plane.index]
         return nodes
 
-    def loose(self, node: Node) -> Indices:
-        """Pages of a node whose units can go, in the order in which they should."""
-        units = node.units[self._plane.index]
-        places = np.flatnonzero(units != ABSENT)
-        is_held = self._pool.holders[units[places]] > 0
-        if not self._plane.is_ordered:
-            loose = places[~is_held]
-            return loose[::-1] if self._plane.family.is_ordered else loose
-        held = np.flatnonzero(is_held)
-        first_loose = int(held[-1]) + 1 if len(held) else 0
-        return places[first_loose:][::-1]
+    def loose(self, node: Node, count: int) -> Indices:
+        """Pages of a node whose units can go, ascending: the `count` that should go first."""
+        units, holders = node.units[self._plane.index], self._pool.holders
+        if self._is_ordered:
+            # Units come in prefixes and so do holders: what is loose is the end of what is there.
+            end = node.counts[self._plane.index]
+            first = max(0, end - count)
+            num_held = int(np.count_nonzero(holders[units[first:end].astype(np.intp)]))
+            return np.arange(first + num_held, end)
+        places: Indices = (units != ABSENT).nonzero()[0]
+        places = places[holders[units[places]] == 0]
+        return places[-count:] if self._takes_ends else places[:count]
 
     def _can_go(self, node: Node) -> bool:
-        plane = self._plane
+        plane = self._plane.index
         return (
             node.is_attached
-            and node.counts[plane.index] > 0
-            and not (plane.is_ordered and node.below[plane.index])
+            and node.counts[plane] > 0
+            and not (self._is_ordered and node.below[plane])
         )
 
-    def _take(self, node: Node, count: int) -> None:
-        taken = self.loose(node)[:count]
-        self._index.remove(node, self._plane.index, np.sort(taken))
+    def _sweep(self) -> None:
+        """Forget nodes that have left the tree: where nothing is evicted they would pile up."""
+        self._queue = [entry for entry in self._queue if entry[2].is_attached]
+        heapq.heapify(self._queue)
+        self._sweep_at = max(MIN_SWEEP, 2 * len(self._queue))
+
+
+def _in_order(queue: list[Entry]) -> Iterator[Entry]:
+    """A heap's entries, smallest first, without taking them out: O(log n) for the n-th."""
+    ahead = [(queue[0], 0)] if queue else []
+    while ahead:
+        entry, place = heapq.heappop(ahead)
+        yield entry
+        for child in (2 * place + 1, 2 * place + 2):
+            if child < len(queue):
+                heapq.heappush(ahead, (queue[child], child))

@@ -6,7 +6,7 @@ disagree with it. Knows nothing of leases or of why something enters or leaves.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -28,6 +28,10 @@ class Index:
         self._hasher = hasher
         self._page_bytes = layout.page_size * TOKEN_BYTES
         self._spine = [plane.index for plane in layout.spine]
+        only = layout.spine[0]
+        is_alone = len(layout.spine) == 1 and only.family.is_ordered
+        self._sole_support = only.index if is_alone else None
+        """The plane whose units are all that keeps a page, and with it whatever lies behind."""
         # A page is announced once per tier: by the first family that it can't do without.
         tiers = {layout.planes[i].tier: i for i in reversed(self._spine)}
         self._event_planes = {i: tier for tier, i in tiers.items()} if records_events else {}
@@ -40,18 +44,21 @@ class Index:
         self.tree.set_units(node, plane, places, units)
         self.pools[plane].index(units)
         if plane in self._event_planes:
-            indices = np.arange(node.num_pages)[places]
-            self.events.append(self._stored(node, plane, indices))
+            self.events.append(self._stored(node, plane, places))
 
     def remove(self, node: Node, plane: int, places: Indices) -> None:
         """These pages' units can no longer be found; those that nobody holds become free.
 
         Pages that lost their last unit go with all that can be reached only through them (H08).
+        `places` are in ascending order.
         """
         if len(places) == 0:
             return
+        if plane == self._sole_support:
+            self.cut(node, node.first + int(places[0]))
+            return
         if plane in self._event_planes:
-            self.events.append(self._removed(node, plane, places))
+            self.events.append(self._removed(node, plane, places.tolist()))
         self.pools[plane].unindex(self.tree.clear_units(node, plane, places))
         useless = self._first_useless(node, plane, places)
         if useless is not None:
@@ -63,8 +70,11 @@ class Index:
         if plane not in self._spine:
             return None
         if self.layout.planes[plane].family.is_ordered:
-            lost = [int(place) for place in places if not self.is_supported(node, int(place))]
-            return node.first + min(lost) if lost else None
+            is_kept = np.zeros(len(places), np.bool_)
+            for other in self._spine:
+                is_kept |= node.units[other][places] != ABSENT
+            lost = places[~is_kept]
+            return node.first + int(lost[0]) if len(lost) else None
         if node.children:
             return None
         keep = self.num_supported(node)
@@ -74,12 +84,15 @@ class Index:
         """Nothing from `depth` on that is reached through `node` can be found any more."""
         for gone in self.tree.cut(node, depth):
             for plane, units in enumerate(gone.units):
-                places = np.flatnonzero(units != ABSENT)
-                if len(places) == 0:
+                if gone.counts[plane] == 0:
                     continue
+                places: Sequence[int] = range(gone.num_pages)
+                if gone.counts[plane] < gone.num_pages:
+                    present = units != ABSENT
+                    units, places = units[present], present.nonzero()[0].tolist()
                 if plane in self._event_planes:
                     self.events.append(self._removed(gone, plane, places))
-                self.pools[plane].unindex(units[places])
+                self.pools[plane].unindex(units)
         self._loosened(node)
 
     def _loosened(self, node: Node) -> None:
@@ -99,6 +112,13 @@ class Index:
             current = current.parent
         return np.concatenate(runs)
 
+    def has_unit_above(self, node: Node, place: int, plane: int) -> bool:
+        """Whether the page before this one has a unit on the plane, or there is none before it."""
+        if place > 0:
+            return bool(node.units[plane][place - 1] != ABSENT)
+        parent = node.parent
+        return parent is None or not parent.num_pages or bool(parent.units[plane][-1] != ABSENT)
+
     def is_supported(self, node: Node, place: int) -> bool:
         """Whether a page has a unit on any plane that it can't do without."""
         return any(node.units[plane][place] != ABSENT for plane in self._spine)
@@ -108,7 +128,7 @@ class Index:
         present = np.zeros(node.num_pages, np.bool_)
         for plane in self._spine:
             present |= node.units[plane] != ABSENT
-        places = np.flatnonzero(present)
+        places = present.nonzero()[0]
         return int(places[-1]) + 1 if len(places) else 0
 
     def fill_hashes(self, node: Node) -> None:
@@ -133,20 +153,25 @@ class Index:
         parent = node.parent
         return parent.hashes[-HASH_BYTES:] if parent.num_pages else self._hasher.root
 
-    def _stored(self, node: Node, plane: int, places: Indices) -> PagesStored:
+    def _stored(self, node: Node, plane: int, places: Places) -> PagesStored:
         assert node.namespace is not None
-        first, last = int(places[0]), int(places[-1])
-        assert last - first + 1 == len(places), "pages of one event must be consecutive"
+        consecutive = np.arange(node.num_pages)[places]
+        first, last = int(consecutive[0]), int(consecutive[-1])
+        assert last - first + 1 == len(consecutive), "pages of one event must be consecutive"
         is_first = node.first + first == 0
         return PagesStored(
             tier=self._event_planes[plane],
             namespace=node.namespace,
             parent=None if is_first else self._hash_before(node, first),
-            hashes=tuple(self.hash_of(node, place) for place in range(first, last + 1)),
+            hashes=_hashes(node, range(first, last + 1)),
             tokens=node.keys[first * self._page_bytes : (last + 1) * self._page_bytes],
         )
 
-    def _removed(self, node: Node, plane: int, places: Indices) -> PagesRemoved:
+    def _removed(self, node: Node, plane: int, places: Sequence[int]) -> PagesRemoved:
         assert node.namespace is not None
-        hashes = tuple(self.hash_of(node, int(place)) for place in places)
-        return PagesRemoved(self._event_planes[plane], node.namespace, hashes)
+        return PagesRemoved(self._event_planes[plane], node.namespace, _hashes(node, places))
+
+
+def _hashes(node: Node, places: Sequence[int]) -> tuple[bytes, ...]:
+    hashes = node.hashes
+    return tuple([hashes[at * HASH_BYTES : (at + 1) * HASH_BYTES] for at in places])

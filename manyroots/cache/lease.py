@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from manyroots.cache.keys import PrefixKey
+from manyroots.cache.planes import NO_UNITS
 from manyroots.cache.tree import Node
 from manyroots.ids import StepId
 from manyroots.step import Int32s
@@ -53,8 +54,8 @@ class Lease:
         """Leases of a namespace made before it was evicted never publish into it again."""
         self.cursor = cursor
         """Deepest node of the tree on this request's path, as of its last publication."""
-        self.tables: list[list[int]] = [[] for _ in range(num_families)]
-        """By family, the unit of each page; ABSENT where it is not held (any more)."""
+        self.tables: list[Int32s] = [NO_UNITS] * num_families
+        """By family, the unit of each page; ABSENT where it is not held, yet or any more."""
         self.first_live = [0] * num_families
         """By family, the first page whose unit is still held."""
         self.states: dict[int, int] = {}

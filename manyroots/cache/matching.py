@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from manyroots.cache.planes import ABSENT, Layout, Plane
+from manyroots.cache.planes import ABSENT, NO_UNITS, Layout, Plane
 from manyroots.cache.tree import Walk
 from manyroots.step import Bools, Int32s
 
@@ -56,10 +56,11 @@ def judge(layout: Layout, walk: Walk, max_pages: int) -> Match:
 
 
 def path_units(walk: Walk, plane: Plane) -> Int32s:
-    """The units of a path's pages on one plane."""
+    """The units of a path's pages on one plane; to be read only, they may be the tree's own."""
     if not walk.nodes:
-        return np.empty(0, np.int32)
-    units = np.concatenate([node.units[plane.index] for node in walk.nodes])
+        return NO_UNITS
+    runs = [node.units[plane.index] for node in walk.nodes]
+    units = runs[0] if len(runs) == 1 else np.concatenate(runs)
     return units[: walk.depth - walk.nodes[0].first]
 
 
@@ -70,7 +71,7 @@ def _longest(layout: Layout, present: list[Bools]) -> tuple[int, Plane | None]:
     best = len(good)
     for plane, there in zip(layout.device, present, strict=True):
         good &= plane.family.resumable(there)
-        places = np.flatnonzero(good)
+        places = good.nonzero()[0]
         longest = int(places[-1]) + 1 if len(places) else 0
         if longest < best:
             best, blocker = longest, plane

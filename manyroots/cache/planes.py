@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from manyroots.cache.families.family import Family
 from manyroots.errors import ConfigError
 from manyroots.ids import Tier
+from manyroots.step import Int32s
 
 ABSENT = -1
 """In an array of units: this page has none on this plane."""
+NO_UNITS: Int32s = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,11 @@ import numpy as np
 from manyroots.cache.eviction import Evictor
 from manyroots.cache.index import Index
 from manyroots.cache.keys import PrefixKey
-from manyroots.cache.planes import ABSENT, Plane
+from manyroots.cache.planes import ABSENT, NO_UNITS, Plane
 from manyroots.cache.publishing import Publisher
 from manyroots.cache.tree import Node
 from manyroots.ids import CopyId, StepId, Tier
-from manyroots.step import Bools, Copy, CopyDone
+from manyroots.step import Bools, Copy, CopyDone, Int32s
 
 
 @dataclass(slots=True)
@@ -29,7 +29,9 @@ class Ticket:
     first: int
     keys: bytes
     """Tokens of the pages from `first` on."""
-    units: dict[CopyId, tuple[Plane, list[int]]] = field(default_factory=dict)
+    serial: int
+    """Asked before its namespace was evicted, the answer is published nowhere."""
+    units: dict[CopyId, tuple[Plane, Int32s]] = field(default_factory=dict)
     arrived: dict[CopyId, Bools] = field(default_factory=dict)
 
     @property
@@ -66,7 +68,7 @@ class Prefetcher:
             self._tickets[copy_id] = ticket
             intents.append(
                 Copy(copy_id, plane.family_index, Tier.STORAGE, Tier.HOST,
-                     np.empty(0, np.int32), np.array(units, np.int32), tuple(hashes[:count]))
+                     NO_UNITS, units, tuple(hashes[:count]))
             )  # fmt: skip
         return intents
 
@@ -86,15 +88,15 @@ class Prefetcher:
         answers = [(plane, units, ticket.arrived[i]) for i, (plane, units) in ticket.units.items()]
         supports = [arrived for plane, _, arrived in answers if plane.index in spine]
         count = _useful(supports, any(p.family.is_ordered for p in index.layout.spine))
-        if count and self._publisher.may_publish(ticket.key, ticket.first + count):
+        if count and self._publisher.may_publish(ticket.key, ticket.serial):
             keys = ticket.keys[: count * index.layout.page_size * 4]
             self._publish(ticket, count, keys, answers)
         for plane, units, _ in answers:
-            index.pools[plane.index].drop(np.array(units, np.int32))
+            index.pools[plane.index].drop(units)
         self._publisher.offer_path(ticket.cursor)
 
     def _publish(
-        self, ticket: Ticket, count: int, keys: bytes, answers: list[tuple[Plane, list[int], Bools]]
+        self, ticket: Ticket, count: int, keys: bytes, answers: list[tuple[Plane, Int32s, Bools]]
     ) -> None:
         cursor = ticket.cursor
         while not cursor.is_attached and cursor.parent is not None:
@@ -112,8 +114,7 @@ class Prefetcher:
                 for plane, units, arrived in answers:
                     at = depth - ticket.first
                     if arrived[at] and node.units[plane.index][place] == ABSENT:
-                        unit = np.array([units[at]], np.int32)
-                        self._index.add(node, plane.index, np.array([place]), unit)
+                        self._index.add(node, plane.index, np.array([place]), units[at : at + 1])
         ticket.cursor = path[-1]
         self._publisher.touch(path[-1])
 
@@ -123,5 +124,5 @@ def _useful(supports: list[Bools], is_ordered: bool) -> int:
     if is_ordered:
         whole = np.logical_and.reduce(supports)
         return len(whole) if whole.all() else int(np.argmin(whole))
-    places = np.flatnonzero(np.logical_or.reduce(supports))
+    places = np.logical_or.reduce(supports).nonzero()[0]
     return int(places[-1]) + 1 if len(places) else 0

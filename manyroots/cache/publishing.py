@@ -28,8 +28,8 @@ class Publisher:
         self._paged = [p for p in index.layout.device if not p.family.is_state]
         self._prompt = [p for p in self._paged if p.family.shares_within_step]
         self._pending: dict[StepId, list[Node]] = {}
-        self._filled: dict[StepId, list[tuple[Node, int, int, int]]] = {}
-        """(node, plane, depth, unit): what a step being run fills in nodes older than itself."""
+        self._filled: dict[StepId, dict[tuple[int, int], tuple[Node, int]]] = {}
+        """By (plane, unit), node and depth: what a step being run fills in nodes older than it."""
         self._barred: dict[Namespace, int] = {}
         """Leases with this serial or an earlier one publish no more into the namespace."""
         self._committed = StepId(0)
@@ -63,7 +63,7 @@ class Publisher:
     def is_promised(self, node: Node, plane: int, unit: int) -> bool:
         """Whether a unit is findable already, but filled only by a step that is not done."""
         return node.step_id > self._committed or any(
-            (plane, unit) == (p, u) for filled in self._filled.values() for _, p, _, u in filled
+            (plane, unit) in filled for filled in self._filled.values()
         )
 
     def commit_step(self, step_id: StepId) -> list[Node]:
@@ -82,10 +82,21 @@ class Publisher:
                 current = current.parent
             if top is not None:
                 self._index.cut(top, top.first)
-        for node, plane, depth, unit in self._filled.pop(step_id, []):
+        for (plane, unit), (node, depth) in self._filled.pop(step_id, {}).items():
             owner = self._node_at(node, depth)
             if owner is not None and owner.units[plane][depth - owner.first] == unit:
-                self._index.remove(owner, plane, np.array([depth - owner.first]))
+                self._take_back(owner, plane, depth - owner.first)
+
+    def _take_back(self, node: Node, plane: int, place: int) -> None:
+        """A unit was never filled; of an ordered plane, nothing behind it is of use either."""
+        if not self._index.layout.planes[plane].is_ordered:
+            self._index.remove(node, plane, np.array([place]))
+            return
+        for below in list(self._index.tree.subtree(node)):
+            first = place if below is node else 0
+            places = first + np.flatnonzero(below.units[plane][first:] != ABSENT)
+            if below.is_attached:
+                self._index.remove(below, plane, places)
 
     def publish(
         self, lease: Lease, tokens: Int32s, num_tokens: int, step_id: StepId, *, lengthen: bool
@@ -153,10 +164,10 @@ class Publisher:
         self._index.fill_hashes(node)
         changed = False
         for plane in self._paged:
-            own = np.array(lease.tables[plane.family_index][begin:stop], np.int32)
+            own = lease.tables[plane.family_index][begin:stop]
             there = node.units[plane.index][at:upto]
             is_empty = node.counts[plane.index] == 0 or bool((there == ABSENT).all())
-            if is_empty and own.min() != ABSENT:
+            if is_empty and begin >= lease.first_live[plane.family_index]:
                 self._index.add(node, plane.index, slice(at, upto), own)
                 changed = True
                 continue
@@ -170,17 +181,17 @@ class Publisher:
         for node in nodes:
             if node.step_id == step_id:
                 continue
-            filled = self._filled.setdefault(step_id, [])
+            filled = self._filled.setdefault(step_id, {})
             for depth in range(max(first, node.first), min(end, node.end)):
                 for plane in self._paged:
-                    unit = lease.tables[plane.family_index][depth]
+                    unit = int(lease.tables[plane.family_index][depth])
                     if unit != ABSENT and node.units[plane.index][depth - node.first] == unit:
-                        filled.append((node, plane.index, depth, unit))
+                        filled[plane.index, unit] = (node, depth)
 
     def _fill_holes(
         self, lease: Lease, node: Node, plane: Plane, at: int, own: Int32s, there: Int32s
     ) -> bool:
-        places = np.flatnonzero((there == ABSENT) & (own != ABSENT))
+        places = ((there == ABSENT) & (own != ABSENT)).nonzero()[0]
         for run in _runs(places):
             self._index.add(node, plane.index, slice(at + run[0], at + run[-1] + 1), own[run])
         if plane.family.is_ordered:
@@ -195,19 +206,19 @@ class Publisher:
         if not self._barred:
             return num_pages
         key = lease.key
-        if self._is_barred(key.namespace, lease):
+        if self._is_barred(key.namespace, lease.serial):
             return 0
         later = key.later_namespace
-        if later is not None and key.switch_page is not None and self._is_barred(later, lease):
+        if later is not None and key.switch_page is not None and self._is_barred(later, lease.serial):
             return min(num_pages, key.switch_page)
         return num_pages
 
-    def may_publish(self, key: PrefixKey, num_pages: int) -> bool:
+    def may_publish(self, key: PrefixKey, serial: int) -> bool:
         """Whether a question asked of storage may still be answered into the tree."""
-        return not any(namespace in self._barred for namespace in key.namespaces)
+        return not any(self._is_barred(namespace, serial) for namespace in key.namespaces)
 
-    def _is_barred(self, namespace: Namespace, lease: Lease) -> bool:
-        return lease.serial <= self._barred.get(namespace, -1)
+    def _is_barred(self, namespace: Namespace, serial: int) -> bool:
+        return serial <= self._barred.get(namespace, -1)
 
     def _node_at(self, cursor: Node, depth: int) -> Node | None:
         node = nearest_attached(cursor)

@@ -13,7 +13,7 @@ import numpy as np
 
 from manyroots.cache.index import Index
 from manyroots.cache.lease import Lease
-from manyroots.cache.planes import ABSENT, Plane
+from manyroots.cache.planes import ABSENT, NO_UNITS, Plane
 from manyroots.cache.tree import Node
 from manyroots.ids import CopyId, Tier
 from manyroots.step import Copy, CopyDone, Int32s
@@ -42,8 +42,9 @@ class Move:
     source: Plane
     target: Plane | None
     """None is storage."""
-    source_units: tuple[int, ...]
-    target_units: tuple[int, ...]
+    source_units: Int32s
+    target_units: Int32s
+    """Empty where storage is the target."""
     lease: Lease | None
     """Who waits for it."""
     path: Int32s
@@ -85,8 +86,8 @@ class Transfers:
         spots: tuple[Spot, ...],
         source: Plane,
         target: Plane | None,
-        source_units: tuple[int, ...],
-        target_units: tuple[int, ...],
+        source_units: Int32s,
+        target_units: Int32s,
         *,
         lease: Lease | None = None,
         hashes: tuple[bytes, ...] = (),
@@ -96,9 +97,9 @@ class Transfers:
         move = Move(spots, source, target, source_units, target_units, lease, path)
         copy_id = self.next_id()
         pool = self._index.pools[source.index]
-        pool.hold(np.array(source_units, np.int32))
+        pool.hold(source_units)
         pool.hold(path)
-        self.moving.update((source.index, unit) for unit in source_units)
+        self.moving.update((source.index, unit) for unit in source_units.tolist())
         if lease is not None:
             lease.num_loads += 1
         self._moves[copy_id] = move
@@ -108,8 +109,8 @@ class Transfers:
                 family=source.family_index,
                 source=source.tier,
                 target=Tier.STORAGE if move.target is None else move.target.tier,
-                source_units=np.array(move.source_units, np.int32),
-                target_units=np.array(move.target_units, np.int32),
+                source_units=source_units,
+                target_units=target_units,
                 hashes=hashes,
             )
         )
@@ -121,13 +122,15 @@ class Transfers:
             return None
         pools = self._index.pools
         if move.target is not None:
-            for spot, unit, ok in zip(move.spots, move.target_units, done.arrived, strict=True):
+            units = move.target_units.tolist()
+            for spot, unit, ok in zip(move.spots, units, done.arrived, strict=True):
                 if ok:
                     self._publish(spot, move, unit)
-            pools[move.target.index].drop(np.array(move.target_units, np.int32))
-        pools[move.source.index].drop(np.array(move.source_units, np.int32))
+            pools[move.target.index].drop(move.target_units)
+        units = move.source_units.tolist()
+        pools[move.source.index].drop(move.source_units)
         pools[move.source.index].drop(move.path)
-        self.moving.difference_update((move.source.index, unit) for unit in move.source_units)
+        self.moving.difference_update((move.source.index, unit) for unit in units)
         num_failed = int(np.count_nonzero(~np.asarray(done.arrived)))
         self.num_failed_units += num_failed
         if num_failed and move.target is not None:
@@ -137,15 +140,13 @@ class Transfers:
             move.lease.has_failed |= num_failed > 0
         return move
 
-    def _path(
-        self, spots: tuple[Spot, ...], source: Plane, source_units: tuple[int, ...]
-    ) -> Int32s:
+    def _path(self, spots: tuple[Spot, ...], source: Plane, source_units: Int32s) -> Int32s:
         if not source.is_ordered:
-            return np.empty(0, np.int32)
+            return NO_UNITS
         deepest = max(spots, key=lambda spot: spot.depth)
         node = deepest.find()
         if node is None:
-            return np.empty(0, np.int32)
+            return NO_UNITS
         above = self._index.units_above(node, deepest.depth, source.index)
         return above[~np.isin(above, source_units)]
 
@@ -157,6 +158,8 @@ class Transfers:
         place = spot.depth - node.first
         there = int(node.units[plane.index][place])
         if there == ABSENT:
+            if plane.is_ordered and not self._index.has_unit_above(node, place, plane.index):
+                return  # what it continues has gone meanwhile
             self._index.add(node, plane.index, np.array([place]), np.array([unit], np.int32))
         elif move.lease is not None and move.lease.is_open and plane.is_ordered:
             # Someone else's copy came first: the path above what this lease adds must be held.

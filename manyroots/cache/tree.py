@@ -74,7 +74,7 @@ class Node:
         self.units = units
         """For each plane, one unit or ABSENT per page."""
         self.num_pages = len(units[0])
-        self.counts = [int(np.count_nonzero(plane != ABSENT)) for plane in units]
+        self.counts = [0] * len(units)
         """For each plane, how many units there are."""
         self.below = [0] * len(units)
         """For each plane, how many children have any."""
@@ -163,8 +163,9 @@ class PrefixTree:
                 if child is None:
                     break
                 node = child
-            run_end = key.run_end(depth, end)
-            depth += self._shared_run(node, keys, depth - first, depth, run_end)
+            if node.namespace == key.at(depth):
+                run_end = key.run_end(depth, end)
+                depth += self._shared_run(node, keys, depth - first, depth, run_end)
             if depth < min(node.end, end):
                 node = self.split(node, depth)
                 path.append(node)
@@ -224,6 +225,7 @@ class PrefixTree:
             node.step_id,
             self._serial,
         )
+        upper.counts = _counts(upper.units)
         upper.last_used = node.last_used
         upper.num_uses = node.num_uses
         parent.children[(node.namespace, node.keys[: self._page_bytes])] = upper
@@ -296,6 +298,7 @@ class PrefixTree:
             node.step_id,
             node.serial,
         )
+        rest.counts = _counts(rest.units)
         rest.is_attached = False
         node.keys, node.hashes = node.keys[:cut], node.hashes[: count * HASH_BYTES]
         node.units = [units[:count].copy() for units in node.units]
@@ -328,7 +331,11 @@ class PrefixTree:
         size = self._page_bytes
         count = min(node.end, end) - depth
         offset, at = (depth - node.first) * size, index * size
-        if node.keys[offset : offset + count * size] == keys[at : at + count * size]:
+        if count == node.num_pages:
+            is_same = keys.startswith(node.keys, at)  # compares without copying
+        else:
+            is_same = node.keys[offset : offset + count * size] == keys[at : at + count * size]
+        if is_same:
             return count
         # The runs differ somewhere: halve towards the first page that does.
         low, high = 0, count
@@ -338,3 +345,7 @@ class PrefixTree:
             same = node.keys[offset + begin : offset + stop] == keys[at + begin : at + stop]
             low, high = (middle, high) if same else (low, middle)
         return low
+
+
+def _counts(units: list[Int32s]) -> list[int]:
+    return [int(np.count_nonzero(plane != ABSENT)) for plane in units]

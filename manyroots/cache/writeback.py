@@ -9,7 +9,7 @@ import numpy as np
 
 from manyroots.cache.eviction import Evictor
 from manyroots.cache.index import Index
-from manyroots.cache.planes import ABSENT, Plane
+from manyroots.cache.planes import ABSENT, NO_UNITS, Plane
 from manyroots.cache.policies import CachePolicies, WriteBack
 from manyroots.cache.publishing import Publisher
 from manyroots.cache.transfers import Move, Spot, Transfers
@@ -65,8 +65,10 @@ class WriteBacker:
             return
         for plane in self._index.layout.device:
             host = self._index.layout.host_of(plane)
+            if node.counts[plane.index] == 0 or node.counts[host.index] == node.num_pages:
+                continue
             units = node.units[plane.index]
-            places = np.flatnonzero((units != ABSENT) & (node.units[host.index] == ABSENT))
+            places = ((units != ABSENT) & (node.units[host.index] == ABSENT)).nonzero()[0]
             places = self._ready(plane, node, places)
             count = self._make_room(host, len(places))
             if count:
@@ -80,7 +82,7 @@ class WriteBacker:
             return
         kept = [
             (spot, unit, node)
-            for spot, unit in zip(move.spots, move.target_units, strict=True)
+            for spot, unit in zip(move.spots, move.target_units.tolist(), strict=True)
             if (node := spot.find()) is not None
             and node.units[move.target.index][spot.depth - node.first] == unit
         ]
@@ -90,23 +92,20 @@ class WriteBacker:
                 tuple(spot for spot, _, _ in kept),
                 move.target,
                 None,
-                tuple(unit for _, unit, _ in kept),
-                (),
+                np.array([unit for _, unit, _ in kept], np.int32),
+                NO_UNITS,
                 hashes=hashes,
             )
 
     def _ready(self, plane: Plane, node: Node, places: Indices) -> Indices:
         """Of these pages, those whose unit is filled and not on its way already."""
-        units, index = node.units[plane.index], plane.index
-        return np.array(
-            [
-                place
-                for place in places
-                if (index, int(units[place])) not in self._transfers.moving
-                and not self._publisher.is_promised(node, index, int(units[place]))
-            ],
-            np.intp,
-        )
+        index, moving = plane.index, self._transfers.moving
+        units = node.units[index][places].tolist()
+        is_ready = [
+            (index, unit) not in moving and not self._publisher.is_promised(node, index, unit)
+            for unit in units
+        ]
+        return places[np.array(is_ready, np.bool_)]
 
     def _make_room(self, host: Plane, wanted: int) -> int:
         pool = self._index.pools[host.index]
@@ -120,4 +119,4 @@ class WriteBacker:
         units = node.units[plane.index][places]
         taken = self._index.pools[host.index].take(len(places))
         spots = tuple(Spot(node, node.first + int(place)) for place in places)
-        self._transfers.start(spots, plane, host, tuple(units.tolist()), tuple(taken))
+        self._transfers.start(spots, plane, host, units, taken)

@@ -69,7 +69,7 @@ class Draft:
     def grow(self, row: Row, extension: Extension) -> None:
         """A row's tables get longer."""
         for family, (first, units) in enumerate(zip(extension.first, extension.units, strict=True)):
-            if units:
+            if len(units):
                 self.new_pages.append(NewPages(row, family, first, np.array(units, np.int32)))
 
     def decode(self, request: Request, row: Row) -> None:

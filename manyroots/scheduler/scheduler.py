@@ -15,17 +15,13 @@ from manyroots.cache.cache import Ending, Extension, PrefixCache, Refusal
 from manyroots.cache.lease import Lease
 from manyroots.config import Policy, SchedulerSettings
 from manyroots.ids import AdapterDigest, AdapterName, RequestId, Row, StepId
-from manyroots.lora.outcomes import Readiness
 from manyroots.lora.residency import Residency
 from manyroots.messages import FinishReason, Output, Stats, Submit
 from manyroots.scheduler.draft import Draft, Part
 from manyroots.scheduler.queue import GroupKey, WaitingQueue
 from manyroots.scheduler.request import Request, State
+from manyroots.scheduler.turns import AdapterTurns, has_aged
 from manyroots.step import Plan, StepResult, TokenLogprobs
-
-AGING_STEPS = 64
-"""A request that the cap on adapters has held back for so many steps keeps new requests of other
-adapters from beginning, so that its turn comes when those that run now are done (L06)."""
 
 _OVER = (State.DRAINING, State.FINISHED)
 
@@ -44,6 +40,7 @@ class Scheduler:
         self._settings = settings
         self._cache = cache
         self._adapters = adapters
+        self._turns = AdapterTurns(adapters, settings.max_loras)
         self._max_model_len = max_model_len
         self._page_size = cache.page_size
         self._is_fair = settings.scheduling_policy == Policy.FAIR.value
@@ -129,7 +126,7 @@ class Scheduler:
         without_room: set[GroupKey] = set()
         if self._total_retractions == num_retracted:
             self._admit(draft, without_room)
-        self._prepare_adapters(without_room)
+        self._turns.prepare(self._waiting, without_room, draft.step_id)
         copies = self._cache.take_copies()
         intents = self._adapters.flush()
         is_waiting = self._cache.has_transfers or self._adapters.is_loading
@@ -193,7 +190,7 @@ class Scheduler:
         while self._loaded and self._free_rows and draft.num_tokens_left > 0:
             if not self._begin_loaded(draft):
                 return
-        closed = self._closed_groups()
+        closed = self._turns.closed_groups(self._waiting, draft.step_id)
         while claimed := self._claim(draft, closed):
             for index, request in enumerate(claimed):
                 if self._begin(request, draft):
@@ -203,48 +200,12 @@ class Scheduler:
                 if self._begin(request, draft):
                     break
                 self._give_up([request])
-                if self._has_aged(request) or not self._free_rows:
+                if has_aged(request, draft.step_id) or not self._free_rows:
                     return
                 # Its adapter's turn is not now; that is no reason to hold back others (L03).
                 closed.add(request.group)
                 without_room.add(request.group)
                 break
-
-    def _closed_groups(self) -> set[GroupKey]:
-        """Groups whose adapter can't be used in this step."""
-        closed: set[GroupKey] = set()
-        urgent = self._urgent()
-        for group in self._waiting.groups():
-            digest = group.key[0]
-            if digest is None:
-                continue
-            is_ready = self._adapters.readiness(digest) is Readiness.READY
-            if not is_ready or (urgent is not None and digest != urgent):
-                closed.add(group.key)
-        return closed
-
-    def _prepare_adapters(self, without_room: set[GroupKey]) -> None:
-        """Bring what waiting requests need to the device, most urgent first; what has no room for
-        its pages comes last, since its weights would lie idle."""
-        urgent = self._urgent()
-        heads = [group.head for group in self._waiting.groups() if group.key[0] is not None]
-        if heads:
-            heads.sort(key=lambda r: (r.group[0] != urgent, r.group in without_room, r.serial))
-            digests = list(dict.fromkeys(r.group[0] for r in heads if r.group[0] is not None))
-            self._adapters.prepare(digests[: self._settings.max_loras or None])
-
-    def _urgent(self) -> AdapterDigest | None:
-        """The adapter whose request has been held back for too long, if there is one."""
-        if not self._settings.max_loras:
-            return None
-        oldest = self._waiting.oldest()
-        if oldest is None or oldest.group[0] is None or not self._has_aged(oldest):
-            return None
-        is_ready = self._adapters.readiness(oldest.group[0]) is Readiness.READY
-        return None if is_ready else oldest.group[0]
-
-    def _has_aged(self, request: Request) -> bool:
-        return self._next_step_id - request.waiting_since > AGING_STEPS
 
     def _begin_loaded(self, draft: Draft) -> bool:
         request = self._loaded.popleft()
@@ -267,7 +228,7 @@ class Scheduler:
         num_tokens_left = draft.num_tokens_left
         while len(claimed) < len(self._free_rows) and num_tokens_left > 0:
             group = self._waiting.next_group(
-                lambda group: group.key not in closed, self._is_group_running
+                lambda group: group.key not in closed, self._turns.is_on_device
             )
             if group is None:
                 break
@@ -279,9 +240,6 @@ class Scheduler:
             num_tokens_left -= request.num_tokens - lease.num_cached_tokens
             claimed.append(request)
         return claimed
-
-    def _is_group_running(self, key: GroupKey) -> bool:
-        return key[0] is None or self._adapters.readiness(key[0]) is Readiness.READY
 
     def _find(self, request: Request) -> Lease:
         request.lease = self._cache.claim(
@@ -308,7 +266,7 @@ class Scheduler:
         if self._cache.could_find_more(lease, request.tokens):
             self._cache.release(lease, Ending.DROPPED)
             lease = self._find(request)
-        if not self._free_rows or draft.num_tokens_left == 0 or not self._may_be_seated(request):
+        if not self._free_rows or draft.num_tokens_left == 0 or not self._turns.may_begin(request):
             return False
         if lease.onboarding:
             if self._cache.onboard(lease) is Refusal.NO_ROOM:
@@ -329,10 +287,6 @@ class Scheduler:
         self._start(request, lease, draft)
         self._place(request, num_tokens, draft)
         return True
-
-    def _may_be_seated(self, request: Request) -> bool:
-        hold = request.hold
-        return hold is None or self._adapters.readiness(hold.digest) is Readiness.READY
 
     def _start(self, request: Request, lease: Lease, draft: Draft) -> None:
         if request.hold is not None:
@@ -568,6 +522,10 @@ class Scheduler:
                     outputs.append(self._finish(request, FinishReason.ERROR, reason))
                 else:
                     self._drained(request)
+        # Those that wait for their units may have found pages that were never filled.
+        self._give_up([*self._loading, *self._loaded])
+        self._loading.clear()
+        self._loaded.clear()
         for step_id, _ in steps:
             self._adapters.step_done(step_id)
         for step_id, _ in reversed(steps):

@@ -6,7 +6,7 @@ import pytest
 
 from manyroots.ids import AdapterDigest, AdapterName
 from manyroots.messages import FinishReason
-from manyroots.scheduler.scheduler import AGING_STEPS
+from manyroots.scheduler.turns import AGING_STEPS
 from manyroots.step import AdapterLoaded, LoadAdapter
 from tests.deciding import Deciding, expected_tokens, submit
 

@@ -16,6 +16,7 @@ from manyroots.simulate.faults import STEPS_BETWEEN_FAILURES, Faults, FaultSourc
 from manyroots.simulate.plan_digest import PlanDigest
 from manyroots.simulate.runner import ModelledRunner
 from manyroots.simulate.traffic import sequences
+from manyroots.simulate.transfers import TransferModel
 from manyroots.step import Arrival, Plan
 from tests.unit.simulate.traces import COSTS, line
 
@@ -51,13 +52,18 @@ def arrival(
     )
 
 
+def transfers(faults: Faults | None = None) -> TransferModel:
+    return TransferModel(COSTS, FaultSource(faults or Faults(), seed=0), page_size=4)
+
+
 def runner(
     executor: Executor | None = None, faults: Faults | None = None
 ) -> tuple[Clock, ModelledRunner]:
     clock = Clock()
-    executor = executor or CheckedExecutor(REPLIES, page_size=4)
+    model = transfers(faults)
+    executor = executor or CheckedExecutor(REPLIES, model, page_size=4)
     source = FaultSource(faults or Faults(), seed=0)
-    return clock, ModelledRunner(clock, COSTS, executor, source, max_num_seqs=4)
+    return clock, ModelledRunner(clock, COSTS, executor, source, model, max_num_seqs=4)
 
 
 def test_a_step_begins_when_the_one_before_it_ends() -> None:
@@ -74,9 +80,9 @@ def test_a_step_begins_when_the_one_before_it_ends() -> None:
 
 @pytest.mark.parametrize("checked", [True, False])
 def test_tokens_come_from_the_trace(checked: bool) -> None:
-    executor: Executor = UncheckedExecutor(REPLIES)
+    executor: Executor = UncheckedExecutor(REPLIES, transfers())
     if checked:
-        executor = CheckedExecutor(REPLIES, page_size=4)
+        executor = CheckedExecutor(REPLIES, transfers(), page_size=4)
     _, modelled = runner(executor)
     arrivals = (arrival(0, 1, [1, 2, 3], [0, 1]), arrival(2, 2, [4], [2]))
     said = [modelled.launch(plan(1, (2, 1), (0, 3), arrivals=arrivals)).result().tokens.tolist()]
@@ -107,9 +113,9 @@ def test_a_step_behind_a_failed_one_may_fail_too_and_the_next_may_not() -> None:
 @pytest.mark.parametrize("checked", [True, False])
 def test_a_failed_step_has_taken_in_who_arrived(checked: bool) -> None:
     """Else the step behind it would write through the table of the row's last owner."""
-    executor: Executor = UncheckedExecutor(REPLIES)
+    executor: Executor = UncheckedExecutor(REPLIES, transfers())
     if checked:
-        executor = CheckedExecutor(REPLIES, page_size=4)
+        executor = CheckedExecutor(REPLIES, transfers(), page_size=4)
     _, modelled = runner(executor, Faults(failed_steps=1.0))
     modelled.launch(plan(1, (0, 1), arrivals=(arrival(0, 2, [4], [2]),)))
     behind = modelled.launch(plan(2, (0, 1)))
@@ -150,9 +156,10 @@ def test_no_faults_are_none() -> None:
     source = FaultSource(Faults(), seed=0)
     assert not source.step_fails(StepId(1))
     assert source.transfer(1) is TransferFault.NONE
-    assert not source.host_is_full(StepId(1))
     assert not source.storage_is_dead(StepId(1))
-    assert not source.reload_adapter(RequestId(1))
+    [asked] = sequences((line(0.0, ("p", 4), adapter="a"),))
+    assert source.reload_after(asked) is None
+    assert source.load(1) is TransferFault.NONE
 
 
 def test_a_chance_outside_0_to_1_is_refused_by_name() -> None:

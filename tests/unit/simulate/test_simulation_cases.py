@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from manyroots.errors import ConfigError
-from manyroots.ids import Namespace
 from manyroots.messages import FinishReason
 from manyroots.simulate.best_hits import best_hit_rate
 from manyroots.simulate.costs import StepLoad
@@ -140,8 +139,7 @@ def test_an_engine_that_mixes_namespaces_is_caught(monkeypatch: pytest.MonkeyPat
     lines = (line(0.0, ("p", 100), adapter="a"), line(9.0, ("p", 100), adapter="b"))
     assert summarize(run(*lines)).all.num_cached_tokens == 0
     honest = Sequence.to_submit
-    base = Namespace(adapter=None, salt=None)
-    monkeypatch.setattr(Sequence, "to_submit", lambda self: replace(honest(self), namespace=base))
+    monkeypatch.setattr(Sequence, "to_submit", lambda self: replace(honest(self), adapter=None))
     with pytest.raises(SimulationError, match=r"reused 96 tokens, and its namespace .* has seen 0"):
         run(*lines)
 

@@ -209,7 +209,11 @@ class Publisher:
         if self._is_barred(key.namespace, lease.serial):
             return 0
         later = key.later_namespace
-        if later is not None and key.switch_page is not None and self._is_barred(later, lease.serial):
+        if (
+            later is not None
+            and key.switch_page is not None
+            and self._is_barred(later, lease.serial)
+        ):
             return min(num_pages, key.switch_page)
         return num_pages
 

@@ -28,6 +28,18 @@ def add_simulate_command(commands: Any) -> None:
     engine.add_argument("--long-prefill-token-threshold", type=int, metavar="N")
     engine.add_argument("--no-enable-prefix-caching", action="store_true")
 
+    engine.add_argument("--scheduling-policy", default="fcfs", metavar="NAME")
+    engine.add_argument(
+        "--num-host-pages", type=int, default=0, metavar="N", help="0: no host tier"
+    )
+    engine.add_argument(
+        "--write-back", default="through", metavar="WHEN",
+        help="pages go to the host: through (at once), reused (found again), eviction",
+    )  # fmt: skip
+    engine.add_argument("--storage", action="store_true", help="and on to storage, and back")
+    engine.add_argument("--max-loras", type=int, default=0, metavar="N", help="0: no limit")
+    engine.add_argument("--max-cpu-loras", type=int, default=0, metavar="N", help="0: no limit")
+
     machine = simulate.add_argument_group("machine")
     machine.add_argument("--preset", default="h200-qwen3-8b", metavar="NAME")
     machine.add_argument(
@@ -41,6 +53,7 @@ def add_simulate_command(commands: Any) -> None:
         "--speedup", type=float, default=1.0, metavar="X", help="arrivals X times as fast"
     )
     traffic.add_argument("--fail-steps", type=float, default=0.0, metavar="CHANCE")
+    traffic.add_argument("--fail-transfers", type=float, default=0.0, metavar="CHANCE")
     traffic.add_argument("--abort-requests", type=float, default=0.0, metavar="CHANCE")
     traffic.add_argument("--write-trace", metavar="FILE.jsonl", help="write the trace, run nothing")
 
@@ -101,10 +114,20 @@ def _job(arguments: dict[str, Any]) -> Job:
             max_num_batched_tokens=arguments["max_num_batched_tokens"],
             long_prefill_token_threshold=arguments["long_prefill_token_threshold"],
             enable_prefix_caching=not arguments["no_enable_prefix_caching"],
+            scheduling_policy=arguments["scheduling_policy"],
+            num_host_pages=arguments["num_host_pages"],
+            write_back=arguments["write_back"],
+            storage=arguments["storage"],
+            max_loras=arguments["max_loras"],
+            max_cpu_loras=arguments["max_cpu_loras"],
         ),
         costs=with_costs(costs, dict(_parse_cost(text) for text in arguments["cost"])),
         seed=arguments["seed"],
-        faults=Faults(failed_steps=arguments["fail_steps"], aborts=arguments["abort_requests"]),
+        faults=Faults(
+            failed_steps=arguments["fail_steps"],
+            aborts=arguments["abort_requests"],
+            failed_transfers=arguments["fail_transfers"],
+        ),
         audit=arguments["audit"],
     )
 

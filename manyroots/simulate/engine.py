@@ -6,13 +6,12 @@ from dataclasses import dataclass
 
 from manyroots.cache.audit import audit
 from manyroots.cache.cache import PrefixCache
-from manyroots.cache.families.full import FULL_ATTENTION
-from manyroots.cache.planes import Capacity, Layout
-from manyroots.cache.policies import CachePolicies
+from manyroots.cache.planes import Layout
 from manyroots.engine.loop import EngineLoop
-from manyroots.lora.limits import Limits
+from manyroots.lora.audit import audit as audit_adapters
 from manyroots.lora.residency import Residency
 from manyroots.scheduler.scheduler import Scheduler
+from manyroots.simulate.costs import CostModel
 from manyroots.simulate.settings import SimulationSettings
 from manyroots.step import Runner
 
@@ -22,19 +21,20 @@ class SimulatedEngine:
     """The engine's own loop around the real scheduler and cache."""
 
     loop: EngineLoop
+    scheduler: Scheduler
     cache: PrefixCache
+    adapters: Residency
 
     def audit(self) -> None:
         """Every invariant; raises AssertionError saying which does not hold."""
         audit(self.cache)
+        audit_adapters(self.adapters)
 
 
-def build_engine(settings: SimulationSettings, runner: Runner) -> SimulatedEngine:
-    assert settings.num_pages is not None
-    cache = PrefixCache(
-        Layout.of(settings.block_size, (Capacity(FULL_ATTENTION, settings.num_pages),)),
-        CachePolicies(reuse=settings.enable_prefix_caching),
-    )
-    adapters = Residency(Limits(max_loras=0, max_cpu_loras=0))
+def build_engine(settings: SimulationSettings, costs: CostModel, runner: Runner) -> SimulatedEngine:
+    layout = Layout.of(settings.block_size, settings.capacities())
+    cache = PrefixCache(layout, settings.policies(costs))
+    adapters = Residency(settings.adapter_limits())
     scheduler = Scheduler(settings.scheduler(), cache, adapters, max_model_len=settings.num_slots)
-    return SimulatedEngine(EngineLoop(scheduler, runner, depth=settings.depth), cache)
+    loop = EngineLoop(scheduler, runner, depth=settings.depth)
+    return SimulatedEngine(loop, scheduler, cache, adapters)

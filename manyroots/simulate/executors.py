@@ -12,9 +12,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from manyroots.ids import CopyId, RequestId, Tier
 from manyroots.cache.families.family import Family
 from manyroots.cache.families.full import FULL_ATTENTION
+from manyroots.ids import CopyId, RequestId, Tier
 from manyroots.runner.fake import FakeRunner
 from manyroots.simulate.segments import VOCAB_SIZE
 from manyroots.simulate.transfers import TransferModel

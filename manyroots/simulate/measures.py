@@ -21,6 +21,7 @@ class Measure:
 MEASURES = (
     Measure("output tok/s", lambda s: s.output_tokens_per_s, ",.0f"),
     Measure("hit rate", lambda s: s.all.hit_rate, ".3f"),
+    Measure("from host", lambda s: s.hit_rate_by_tier["host"], ".3f", in_plot=False),
     Measure("TTFT p50, ms", lambda s: 1000 * s.all.ttft_s.p50, ",.1f"),
     Measure("TTFT p99, ms", lambda s: 1000 * s.all.ttft_s.p99, ",.1f"),
     Measure("ITL p50, ms", lambda s: 1000 * s.itl_s.p50, ",.2f"),

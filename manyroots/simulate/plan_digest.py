@@ -30,7 +30,9 @@ class PlanDigest:
 
     def _feed(self, value: object) -> None:
         """Every value goes in with its type and length, so that no two plans read alike."""
-        if isinstance(value, np.ndarray):
+        if isinstance(value, int | str | None):  # most of them
+            self._feed_text(value)
+        elif isinstance(value, np.ndarray):
             self._hash.update(f"{value.dtype}{value.shape}".encode())
             self._hash.update(value.tobytes())
         elif isinstance(value, Mapping):
@@ -44,8 +46,11 @@ class PlanDigest:
             for name in _field_names(type(value)):
                 self._feed(getattr(value, name))
         else:
-            text = repr(value)
-            self._hash.update(f"{type(value).__name__}{len(text)}:{text}".encode())
+            self._feed_text(value)
+
+    def _feed_text(self, value: object) -> None:
+        text = repr(value)
+        self._hash.update(f"{type(value).__name__}{len(text)}:{text}".encode())
 
 
 @cache

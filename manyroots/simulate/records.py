@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from manyroots.ids import Namespace
 from manyroots.messages import FinishReason, Output
 from manyroots.simulate.traffic import Sequence
 
@@ -20,6 +21,8 @@ class Record:
     arrival_s: float
     """When it came, bursts included: maybe not the time that the trace says."""
     reply: list[int]
+    namespace: Namespace | None
+    """With the weights its adapter's name meant when it came; None if it meant none then."""
     token_times_s: list[float] = field(default_factory=list)
     num_cached_tokens: int = 0
     finish_reason: FinishReason | None = None

@@ -5,8 +5,12 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from manyroots.cache.families.full import FULL_ATTENTION
+from manyroots.cache.planes import Capacity
+from manyroots.cache.policies import CachePolicies, LoadCosts, WriteBack
 from manyroots.config import CacheSettings, SchedulerSettings
 from manyroots.errors import ConfigError
+from manyroots.lora.limits import Limits
 from manyroots.simulate.costs import CostModel
 from manyroots.simulate.traffic import Sequence
 
@@ -24,6 +28,16 @@ class SimulationSettings:
     enable_prefix_caching: bool = True
     depth: int = 1
     """How many steps are planned ahead of the one that runs."""
+    num_host_pages: int = 0
+    """0 is no host tier."""
+    write_back: str = "through"
+    storage: bool = False
+    """Whether pages go on from the host to storage, and come back."""
+    max_loras: int = 0
+    max_cpu_loras: int = 0
+    scheduling_policy: str = "fcfs"
+    families: tuple[Capacity, ...] = ()
+    """Other kinds of layers, with room of their own, in place of full attention alone."""
 
     def __post_init__(self) -> None:
         CacheSettings(block_size=self.block_size)  # refuses what the engine would refuse
@@ -36,6 +50,18 @@ class SimulationSettings:
             )
         if self.num_pages is not None and self.num_pages < 1:
             raise ConfigError(f"--num-pages is {self.num_pages}; it must be at least 1.")
+        if self.num_host_pages < 0:
+            raise ConfigError(f"--num-host-pages is {self.num_host_pages}; 0 is no host tier.")
+        choices = [policy.value for policy in WriteBack]
+        if self.write_back not in choices:
+            raise ConfigError(
+                f"--write-back is {self.write_back!r}; choose one of {', '.join(choices)}."
+            )
+        if self.storage and not self.has_host:
+            raise ConfigError(
+                "--storage needs a host tier, through which its pages pass: give --num-host-pages."
+            )
+        self.adapter_limits()
         if self.depth not in (0, 1):
             raise ConfigError(f"depth is {self.depth}; it must be 0 or 1.")
 
@@ -44,6 +70,35 @@ class SimulationSettings:
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             long_prefill_token_threshold=self.long_prefill_token_threshold,
+            scheduling_policy=self.scheduling_policy,
+            max_loras=self.max_loras,
+            max_cpu_loras=self.max_cpu_loras,
+        )
+
+    @property
+    def has_host(self) -> bool:
+        if self.families:
+            return any(capacity.num_host_units for capacity in self.families)
+        return self.num_host_pages > 0
+
+    def capacities(self) -> tuple[Capacity, ...]:
+        assert self.num_pages is not None
+        full = Capacity(FULL_ATTENTION, self.num_pages, self.num_host_pages)
+        return self.families or (full,)
+
+    def adapter_limits(self) -> Limits:
+        return Limits(max_loras=self.max_loras, max_cpu_loras=self.max_cpu_loras)
+
+    def policies(self, costs: CostModel) -> CachePolicies:
+        page_bytes = costs.kv_bytes_per_token * self.block_size
+        return CachePolicies(
+            reuse=self.enable_prefix_caching,
+            write_back=WriteBack(self.write_back),
+            load_costs=LoadCosts(
+                seconds_per_page=page_bytes / costs.host_bytes_per_s,
+                seconds_per_token=1 / costs.prefill_tokens_per_s,
+            ),
+            uses_storage=self.storage,
         )
 
     def with_pages(self, costs: CostModel) -> SimulationSettings:

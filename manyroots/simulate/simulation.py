@@ -15,8 +15,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from manyroots.errors import ManyrootsError
-from manyroots.ids import RequestId
+from manyroots.ids import RequestId, Tier
 from manyroots.messages import Abort, FinishReason, Output
+from manyroots.simulate.adapters import TraceAdapters
 from manyroots.simulate.clock import Clock
 from manyroots.simulate.costs import CostModel
 from manyroots.simulate.engine import build_engine
@@ -28,6 +29,7 @@ from manyroots.simulate.runner import ModelledRunner
 from manyroots.simulate.settings import SimulationSettings
 from manyroots.simulate.trace import Trace
 from manyroots.simulate.traffic import Sequence, sequences
+from manyroots.simulate.transfers import TransferModel
 
 MAX_IDLE_ROUNDS = 3
 """Rounds in a row with work to do, nothing launched and no time passed: it would never end."""
@@ -47,6 +49,17 @@ class Run:
     num_audits: int
     num_retractions: int
     peak_held_pages: int
+    num_hit_tokens: int
+    """Tokens reused, as the cache counts them: a retracted request that resumes counts again."""
+    num_host_hit_tokens: int
+    """Of those, what was loaded back from the host."""
+    num_copied_pages: dict[str, int]
+    """Between tiers, by "source to target"."""
+    num_bad_copies: int
+    num_adapter_loads: dict[str, int]
+    """By where the adapter was found."""
+    num_bad_loads: int
+    num_adapter_reloads: int
     plan_digest: str
     """Equal where two runs made the same plans in the same order."""
 
@@ -93,10 +106,19 @@ class _Simulation:
         self.coming = self._arrivals(trace)
         self.aborts: list[tuple[int, RequestId]] = []
         """A heap of (round, who leaves then)."""
+        self.reloads: list[tuple[int, int, RequestId, str]] = []
+        """A heap of (round, 0 to unload or 1 to load again, whose fault it is, adapter)."""
+        self.transfers = TransferModel(costs, self.faults, page_size=settings.block_size)
         self.runner = ModelledRunner(
-            self.clock, costs, self._executor(), self.faults, max_num_seqs=settings.max_num_seqs
+            self.clock,
+            costs,
+            self._executor(),
+            self.faults,
+            self.transfers,
+            max_num_seqs=settings.max_num_seqs,
         )
-        self.engine = build_engine(settings, self.runner)
+        self.engine = build_engine(settings, costs, self.runner)
+        self.adapters = TraceAdapters(self.engine.scheduler, costs, trace)
         self.num_audits = 0
         self.peak_held_pages = 0
         self.idle_rounds = 0
@@ -108,25 +130,43 @@ class _Simulation:
                     self.clock.wait_until(self.coming[-1][0])
                 self._receive()
                 self._round()
+            duration_s = self.clock.now_s
+            self._drain()
         self._check_end()
         stats = self.engine.loop.stats()
+        loads = self.engine.adapters.transfers.total_loads
         return Run(
             settings=self.settings,
             records=list(self.records.values()),
-            duration_s=self.clock.now_s,
+            duration_s=duration_s,
             busy_s=self.runner.busy_s,
             num_steps=self.runner.num_steps,
             num_failed_steps=self.runner.num_failed_steps,
             num_audits=self.num_audits,
             num_retractions=stats.total_retractions,
             peak_held_pages=self.peak_held_pages,
+            num_hit_tokens=stats.total_hit_tokens,
+            num_host_hit_tokens=self.engine.cache.stats().total_host_hit_tokens,
+            num_copied_pages={
+                f"{source.value} to {target.value}": count
+                for (source, target), count in self.transfers.num_copied_units.items()
+            },
+            num_bad_copies=self.transfers.num_bad_copies,
+            num_adapter_loads={tier.value: loads[tier] for tier in (Tier.HOST, Tier.STORAGE)},
+            num_bad_loads=self.transfers.num_bad_loads,
+            num_adapter_reloads=self.adapters.num_reloads,
             plan_digest=self.runner.digest.hexdigest(),
         )
 
     def _executor(self) -> Executor:
         if not self.audits:
-            return UncheckedExecutor(self.replies)
-        return CheckedExecutor(self.replies, page_size=self.settings.block_size)
+            return UncheckedExecutor(self.replies, self.transfers)
+        return CheckedExecutor(
+            self.replies,
+            self.transfers,
+            page_size=self.settings.block_size,
+            families=tuple(capacity.family for capacity in self.settings.capacities()),
+        )
 
     def _arrivals(self, trace: Trace) -> list[tuple[float, Sequence]]:
         """Every sequence with the time it comes at, the first one last."""
@@ -144,19 +184,43 @@ class _Simulation:
         """Hand the engine what has arrived by now."""
         while self.coming and self.coming[-1][0] <= self.clock.now_s:
             arrival_s, sequence = self.coming.pop()
-            reply = sequence.reply_tokens()
-            self.replies[sequence.request_id] = reply
-            self.records[sequence.request_id] = Record(sequence, arrival_s, reply)
-            submit = sequence.to_submit()
-            if self.seen is not None:
-                self.seen.add(sequence.namespace(), submit.prompt + reply)
-            self.engine.loop.handle(submit)
-            after = self.faults.abort_after(sequence)
-            if after is not None:
-                heapq.heappush(self.aborts, (self.round + after, sequence.request_id))
+            self._submit(arrival_s, sequence)
         while self.aborts and self.aborts[0][0] <= self.round:
             _, request_id = heapq.heappop(self.aborts)
             self.engine.loop.handle(Abort([request_id]))
+        while self.reloads and self.reloads[0][0] <= self.round:
+            _, is_load, request_id, name = heapq.heappop(self.reloads)
+            if is_load:
+                self.adapters.reload(name, content=self.faults.new_content(request_id))
+            else:
+                self.adapters.unload(name)
+
+    def _submit(self, arrival_s: float, sequence: Sequence) -> None:
+        line, request_id = sequence.line, sequence.request_id
+        reply = sequence.reply_tokens()
+        self.replies[request_id] = reply
+        is_served = self.adapters.is_loaded(line.adapter)
+        namespace = self.adapters.namespace(line) if is_served else None
+        self.records[request_id] = Record(sequence, arrival_s, reply, namespace)
+        submit = sequence.to_submit()
+        if self.seen is not None and namespace is not None:
+            self.seen.add(namespace, submit.prompt + reply)
+        self.engine.loop.handle(submit)
+        abort_after = self.faults.abort_after(sequence)
+        if abort_after is not None:
+            heapq.heappush(self.aborts, (self.round + abort_after, request_id))
+        reload_after = None if line.adapter is None else self.faults.reload_after(sequence)
+        if line.adapter is not None and reload_after is not None:
+            after, pause = reload_after
+            if pause:
+                heapq.heappush(self.reloads, (self.round + after, 0, request_id, line.adapter))
+            begin = self.round + after + pause
+            heapq.heappush(self.reloads, (begin, 1, request_id, line.adapter))
+
+    def _drain(self) -> None:
+        """All have ended; copies that nobody waits for may still be under way."""
+        while self.engine.cache.has_transfers or self.engine.loop.has_work:
+            self._round()
 
     def _round(self) -> None:
         """One turn of the loop: a step launched, one finished, or both."""
@@ -177,21 +241,30 @@ class _Simulation:
         for output in news:
             record = self.records[output.request_id]
             if not record.has_begun:
-                self._check_reuse(record.sequence, output)
+                self._check_reuse(record, output)
             record.note(output, self.clock.now_s)
-            if output.finish_reason is FinishReason.ERROR and not self.runner.num_failed_steps:
+            if output.finish_reason is FinishReason.ERROR and not self._is_expected(record, output):
                 raise SimulationError(f"request {output.request_id} failed: {output.error}")
 
-    def _check_reuse(self, sequence: Sequence, output: Output) -> None:
+    def _is_expected(self, record: Record, output: Output) -> bool:
+        """Whether a request that failed did so for a fault that was made."""
+        error = output.error or ""
+        if record.namespace is None:
+            return "does not exist" in error
+        if "could not be loaded" in error:
+            return self.transfers.num_bad_loads > 0
+        return "was made to fail" in error and self.runner.num_failed_steps > 0
+
+    def _check_reuse(self, record: Record, output: Output) -> None:
         """Whatever was reused, another request of the same namespace must have asked for."""
-        if self.seen is None:
+        if self.seen is None or record.namespace is None:
             return
-        prompt = sequence.line.prompt_tokens().tolist()
-        most = self.seen.match(sequence.namespace(), prompt, times=2)  # itself and another
+        prompt = record.sequence.line.prompt_tokens().tolist()
+        most = self.seen.match(record.namespace, prompt, times=2)  # itself and another
         if output.num_cached_tokens > most:
             raise SimulationError(
                 f"request {output.request_id} reused {output.num_cached_tokens} tokens, and its "
-                f"namespace {sequence.namespace()} has seen {most} of them"
+                f"namespace {record.namespace} has seen {most} of them"
             )
 
     def _check_end(self) -> None:

@@ -7,6 +7,7 @@ took, and every seed that failed. A seed replays alone with `--seed S --steps 1`
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import sys
 import time
@@ -19,7 +20,9 @@ from manyroots.messages import FinishReason
 from manyroots.simulate.random_case import random_case
 from manyroots.simulate.simulation import simulate
 
-SEEDS_PER_TASK = 25
+SEEDS_PER_TASK = 5
+TASKS_PER_WORKER = 20
+"""Handed out at once; all are done before more are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +36,18 @@ class SeedOutcome:
     num_retractions: int = 0
     num_aborts: int = 0
     num_cached_tokens: int = 0
+    num_host_hit_tokens: int = 0
+    num_copied_pages: int = 0
+    num_bad_copies: int = 0
+    num_adapter_loads: int = 0
+    num_bad_loads: int = 0
+    num_adapter_reloads: int = 0
     failure: str | None = None
+
+
+COUNTS = tuple(
+    spec.name for spec in dataclasses.fields(SeedOutcome) if spec.name not in ("seed", "failure")
+)
 
 
 @dataclass(slots=True)
@@ -47,15 +61,18 @@ class SoakReport:
     num_retractions: int = 0
     num_aborts: int = 0
     num_cached_tokens: int = 0
+    num_host_hit_tokens: int = 0
+    num_copied_pages: int = 0
+    num_bad_copies: int = 0
+    num_adapter_loads: int = 0
+    num_bad_loads: int = 0
+    num_adapter_reloads: int = 0
     failures: list[SeedOutcome] = field(default_factory=list)
 
     def add(self, outcome: SeedOutcome) -> None:
         self.num_seeds += 1
-        self.num_steps += outcome.num_steps
-        self.num_failed_steps += outcome.num_failed_steps
-        self.num_retractions += outcome.num_retractions
-        self.num_aborts += outcome.num_aborts
-        self.num_cached_tokens += outcome.num_cached_tokens
+        for name in COUNTS:
+            setattr(self, name, getattr(self, name) + getattr(outcome, name))
         if outcome.failure is not None:
             self.failures.append(outcome)
 
@@ -64,7 +81,10 @@ class SoakReport:
             f"seeds {self.first_seed} to {self.first_seed + self.num_seeds - 1}: "
             f"{self.num_steps} audited steps, {self.num_failed_steps} made to fail, "
             f"{self.num_aborts} aborts, {self.num_retractions} retractions, "
-            f"{self.num_cached_tokens} tokens reused, {len(self.failures)} failures"
+            f"{self.num_cached_tokens} tokens reused, {self.num_host_hit_tokens} of them from the "
+            f"host, {self.num_copied_pages} pages copied between tiers, {self.num_bad_copies} bad "
+            f"copies, {self.num_adapter_loads} adapter loads, {self.num_bad_loads} bad ones, "
+            f"{self.num_adapter_reloads} reloads in flight, {len(self.failures)} failures"
         )
 
 
@@ -84,6 +104,12 @@ def run_seed(seed: int) -> SeedOutcome:
         num_retractions=run.num_retractions,
         num_aborts=sum(record.finish_reason is FinishReason.ABORT for record in run.records),
         num_cached_tokens=sum(record.num_cached_tokens for record in run.records),
+        num_host_hit_tokens=run.num_host_hit_tokens,
+        num_copied_pages=sum(run.num_copied_pages.values()),
+        num_bad_copies=run.num_bad_copies,
+        num_adapter_loads=sum(run.num_adapter_loads.values()),
+        num_bad_loads=run.num_bad_loads,
+        num_adapter_reloads=run.num_adapter_reloads,
     )
 
 
@@ -101,7 +127,7 @@ def _outcomes(first_seed: int, workers: int) -> Iterator[SeedOutcome]:
     if workers == 1:
         yield from map(run_seed, itertools.count(first_seed))
         return
-    size = workers * SEEDS_PER_TASK
+    size = workers * TASKS_PER_WORKER * SEEDS_PER_TASK
     # Fresh processes: a fork would carry over the threads and locks of whoever calls this.
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         for begin in itertools.count(first_seed, size):

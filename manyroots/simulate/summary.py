@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from manyroots.ids import Tier
 from manyroots.messages import FinishReason
 from manyroots.simulate.records import Record
 from manyroots.simulate.simulation import Run
@@ -75,6 +76,11 @@ class Summary:
     num_retractions: int
     num_pages: int
     peak_held_pages: int
+    hit_rate_by_tier: dict[str, float]
+    """Of the prompt tokens, what was found on the device and what was loaded back from the host;
+    what came from storage passed through the host, and counts there."""
+    num_copied_pages: dict[str, int]
+    num_adapter_loads: dict[str, int]
     plan_digest: str
 
 
@@ -103,8 +109,18 @@ def summarize(run: Run) -> Summary:
         num_retractions=run.num_retractions,
         num_pages=run.settings.num_pages,
         peak_held_pages=run.peak_held_pages,
+        hit_rate_by_tier=_by_tier(run, everything),
+        num_copied_pages=run.num_copied_pages,
+        num_adapter_loads=run.num_adapter_loads,
         plan_digest=run.plan_digest,
     )
+
+
+def _by_tier(run: Run, everything: Group) -> dict[str, float]:
+    """The hit rate, split as the cache's own counts are; those include resumed requests."""
+    host_share = run.num_host_hit_tokens / max(1, run.num_hit_tokens)
+    host = everything.hit_rate * host_share
+    return {Tier.DEVICE.value: everything.hit_rate - host, Tier.HOST.value: host}
 
 
 def adapter_name(record: Record) -> str:

@@ -20,7 +20,10 @@ from manyroots.simulate.summary import Summary, summarize
 from manyroots.simulate.trace import Trace, sped_up
 
 SPEEDUP = "speedup"
-SETTINGS = tuple(spec.name for spec in dataclasses.fields(SimulationSettings))
+NOT_NUMBERS = ("write_back", "scheduling_policy", "families")
+SETTINGS = tuple(
+    spec.name for spec in dataclasses.fields(SimulationSettings) if spec.name not in NOT_NUMBERS
+)
 COSTS = tuple(spec.name for spec in dataclasses.fields(CostModel))
 
 

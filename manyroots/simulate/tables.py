@@ -21,6 +21,11 @@ def summary_table(summary: Summary, best_hit_rate: float) -> Table:
         "throughput": f"{summary.output_tokens_per_s:,.0f} output tok/s, "
         f"{summary.prompt_tokens_per_s:,.0f} prompt tok/s",
         "hit rate": f"{summary.all.hit_rate:.4f} (no cache could pass {best_hit_rate:.4f})",
+        "hit rate by tier": ", ".join(
+            f"{tier} {rate:.4f}" for tier, rate in summary.hit_rate_by_tier.items()
+        ),
+        "pages copied": _counts(summary.num_copied_pages),
+        "adapters loaded": _counts(summary.num_adapter_loads),
         "pages": f"{summary.peak_held_pages:,} held at the peak of {summary.num_pages:,}",
         "retractions": f"{summary.num_retractions:,}",
         "steps": f"{summary.num_steps:,} ({summary.num_failed_steps:,} made to fail, "
@@ -67,6 +72,10 @@ def sweep_table(points: list[Point]) -> Table:
             *(format(measure.value(point.summary), measure.format) for measure in MEASURES),
         )
     return table
+
+
+def _counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{name} {count:,}" for name, count in counts.items() if count) or "none"
 
 
 def _table(first: str, *others: str, title: str | None = None) -> Table:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
-from manyroots.ids import AdapterDigest, Namespace, RequestId
+from manyroots.ids import AdapterDigest, AdapterName, Namespace, RequestId
 from manyroots.messages import Submit
 from manyroots.sampling import SamplingParams
 from manyroots.simulate.segments import END_OF_TEXT, segment_tokens
@@ -29,7 +29,10 @@ class Sequence:
         return self.line.num_prompt_tokens + self.line.output_tokens
 
     def namespace(self) -> Namespace:
-        return Namespace(adapter=adapter_digest(self.line.adapter), salt=self.line.salt)
+        """Where it belongs as long as every adapter has its first content."""
+        adapter = self.line.adapter
+        digest = None if adapter is None else adapter_digest(adapter, content=0)
+        return Namespace(adapter=digest, salt=self.line.salt)
 
     def reply_tokens(self) -> list[int]:
         """What the model will say."""
@@ -42,13 +45,15 @@ class Sequence:
 
     def to_submit(self) -> Submit:
         stops = self.line.ends_by is EndsBy.STOP
+        adapter = self.line.adapter
         return Submit(
             request_id=self.request_id,
             prompt=self.line.prompt_tokens().tolist(),
-            namespace=self.namespace(),
+            namespace=Namespace(adapter=None, salt=self.line.salt),
             sampling=SamplingParams(max_tokens=None if stops else self.line.output_tokens),
             seed=int(self.request_id),
             stop_ids=(END_OF_TEXT,) if stops else (),
+            adapter=None if adapter is None else AdapterName(adapter),
         )
 
 
@@ -61,8 +66,6 @@ def sequences(trace: Trace) -> list[Sequence]:
     ]
 
 
-def adapter_digest(name: str | None) -> AdapterDigest | None:
-    """Stands for the content of the adapter: one name is one content throughout a trace."""
-    if name is None:
-        return None
-    return AdapterDigest(hashlib.sha256(name.encode()).digest())
+def adapter_digest(name: str, content: int) -> AdapterDigest:
+    """Stands for the weights: a name may mean several contents, one after the other."""
+    return AdapterDigest(hashlib.sha256(f"{name}/{content}".encode()).digest())

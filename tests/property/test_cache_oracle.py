@@ -128,6 +128,8 @@ class Machine(RuleBasedStateMachine):
         """By sequence that has not begun: launched steps that fill what it found."""
         self.barred: dict[int, set[Namespace]] = {}
         """By sequence: namespaces that were evicted since it began."""
+        self.asked: dict[int, set[Namespace]] = {}
+        """By copy from storage: namespaces that were evicted since it was asked for."""
         self.copied: dict[int, list[Path | None]] = {}
         """By copy: what it copies."""
         self.unsure: set[Path] = set()
@@ -228,7 +230,7 @@ class Machine(RuleBasedStateMachine):
             s for i, s in enumerate(self.sequences)
             if s.held.is_ready and (chosen >> i & 1 or chosen % 5 == 0)
         ]  # fmt: skip
-        before = {p.index: pool.num_free for p, pool in zip_planes(self.hand)}
+        before = {p.index: pool.num_free for p, pool in self.pools()}
         step = self.hand.plan(*ready, most=most)
         self.note_copies(step)
         for part in step.parts:
@@ -312,6 +314,8 @@ class Machine(RuleBasedStateMachine):
         assert evicted.num_freed == freed
         for sequence in self.sequences:
             self.barred[id(sequence)].add(namespace)
+        for evicted_since in self.asked.values():
+            evicted_since.add(namespace)
 
     def acknowledge(self, index: int, arrived: int) -> None:
         copies = [copy for copy, _ in self.hand.under_way.values()]
@@ -328,7 +332,10 @@ class Machine(RuleBasedStateMachine):
 
     def prefetch(self, key: int, bits: int, count: int) -> None:
         tokens = prompt(bits, count)
-        self.cache.prefetch(self.key(key), ints(*tokens))
+        ticket = self.cache.prefetch(self.key(key), ints(*tokens))
+        if ticket is not None:
+            evicted: set[Namespace] = set()
+            self.asked |= dict.fromkeys(ticket.units, evicted)
         lost, gained = self.changed("prefetch")
         assert not gained
         self.only_host_pressure(lost)
@@ -443,7 +450,10 @@ class Machine(RuleBasedStateMachine):
         )  # fmt: skip
         if copy.source is Tier.STORAGE:
             assert not lost
-            assert all(self.layout.planes[plane].tier is Tier.HOST for plane, _ in gained)
+            evicted = self.asked.pop(copy.copy_id)
+            for plane, path in gained:
+                assert self.layout.planes[plane].tier is Tier.HOST
+                assert not evicted & {namespace for namespace, _ in path}
             return
         paths = self.copied.pop(copy.copy_id)
         if target is None:

@@ -11,7 +11,7 @@ from manyroots.messages import Abort, FinishReason
 from tests.deciding import Deciding, expected_tokens, submit
 
 
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", range(100))
 def test_random_traffic_gives_each_request_its_own_tokens(seed: int) -> None:
     """R01, H10, C02: random prompts, aborts and step failures; counts balance after every step,
     no step computes more than its budget, and a failing seed replays exactly."""

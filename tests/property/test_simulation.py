@@ -15,7 +15,7 @@ from manyroots.simulate.simulation import Run, simulate
 from manyroots.simulate.soak import run_seed, soak
 
 NUM_SEEDS = 500
-NUM_STEPS = int(os.environ.get("MANYROOTS_SOAK_STEPS", "30000"))
+NUM_STEPS = int(os.environ.get("MANYROOTS_SOAK_STEPS", "50000"))
 WORKERS = min(4, os.cpu_count() or 1)
 
 
@@ -27,8 +27,10 @@ def run_case(seed: int) -> Run:
 
 
 def test_r01_every_invariant_holds_after_every_step_of_faulty_random_traffic() -> None:
-    """R01, H10: 500 seeds and 30,000 audited steps at least, with failed steps, aborts, bursts
-    and memory pressure; every page read is checked, and every request gets its own tokens."""
+    """R01, H10, H13, T08: 500 seeds and 50,000 audited steps at least, over every mix of families,
+    tiers and policies, with failed steps, aborts, bursts, memory pressure, bad and late copies,
+    and adapters reloaded in flight; every page read is checked, and every request gets its own
+    tokens."""
     report = soak(first_seed=0, num_steps=NUM_STEPS, num_seeds=NUM_SEEDS, workers=WORKERS)
     print(report)
     assert not report.failures, report.failures[:5]
@@ -39,6 +41,12 @@ def test_r01_every_invariant_holds_after_every_step_of_faulty_random_traffic() -
     assert report.num_aborts > 500
     assert report.num_retractions > 500
     assert report.num_cached_tokens > 5_000
+    assert report.num_host_hit_tokens > 800
+    assert report.num_copied_pages > 10_000
+    assert report.num_bad_copies > 1_000
+    assert report.num_adapter_loads > 500
+    assert report.num_bad_loads > 50
+    assert report.num_adapter_reloads > 150
 
 
 @pytest.mark.parametrize("seed", range(0, 100, 10))

@@ -247,6 +247,18 @@ def test_h05_the_final_state_of_a_finished_output_is_saved_for_the_next_turn() -
         assert hand.serve(KEY, [*tokens, 7]) == found
 
 
+def test_h05_a_state_whose_step_has_not_committed_is_not_saved() -> None:
+    """H05, P03: released as finished while the step that saves it still runs."""
+    hand = ByHand(Capacity(FULL_ATTENTION, 16), Capacity(recurrent(100), 8))
+    sequence = hand.run(KEY, [1, 2, 3, 4, 5])
+    hand.plan(sequence)  # fills page 2 and saves the state behind it
+    assert hand.cache.stats().planes[1].num_held == 2
+    hand.end(sequence)
+    audit(hand.cache)
+    assert {len(path) for plane, path in resident(hand.cache) if plane == 1} == {2}
+    hand.commit()
+
+
 def test_h06_a_request_goes_on_without_a_checkpoint_where_there_is_no_room() -> None:
     """H06: counted, never an error, and nothing is published in its place."""
     hand = ByHand(Capacity(FULL_ATTENTION, 16), Capacity(recurrent(1), 1))

@@ -403,6 +403,18 @@ class TestPrefetch:
         assert new.found(KEY, PROMPT) == found
         assert new.serve(KEY, PROMPT) == found
 
+    def test_t03_a_page_that_storage_has_in_part_is_resumed_as_far_as_families_allow(self) -> None:
+        """T03, H02: the window's last page is missing in storage; full attention has it all."""
+        capacities = (Capacity(FULL_ATTENTION, 16, 16), Capacity(window(3, 2), 16, 16))
+        _, new = self.warm(*capacities)
+        new.cache.prefetch(KEY, ints(*PROMPT))
+        copies = new.take_copies()
+        new.acknowledge(copies[0])
+        new.acknowledge(copies[1], [True, True, False])
+        audit(new.cache)
+        assert new.found(KEY, PROMPT) == 4
+        assert new.serve(KEY, PROMPT) == 4
+
     def test_t03_a_storage_that_knows_nothing_is_a_miss(self) -> None:
         """T03: no request is harmed, and every unit comes back."""
         policies = CachePolicies(uses_storage=True)

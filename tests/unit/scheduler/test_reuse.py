@@ -211,6 +211,31 @@ def test_c04_each_output_reports_its_own_reuse() -> None:
     assert [engine.last(n).num_cached_tokens for n in (1, 2, 3)] == [16, 8, 0]
 
 
+def test_t03_what_does_not_arrive_from_the_host_is_computed() -> None:
+    """T03, T08: the request waits for its load, which fails; it begins anew and gives its own
+    tokens, and nothing is held in the end."""
+    is_bad: list[bool] = [False]
+
+    def finish(copies: list[Copy]) -> list[tuple[Copy, bool]]:
+        return [(copy, not is_bad[0] or copy.target is not Tier.DEVICE) for copy in copies]
+
+    engine = Deciding(
+        capacities=(Capacity(FULL_ATTENTION, 12, 12),), finish_copies=finish, max_model_len=40
+    )
+    cached(engine, 0, PROMPT, BASE)
+    cached(engine, 1, [40, 41], BASE)
+    push_out(engine)
+    is_bad[0] = True
+    request = submit(2, PROMPT)
+    engine.loop.handle(request)
+    engine.run()
+    assert engine.tokens(2) == expected_tokens(request)
+    assert engine.last(2).num_cached_tokens == 0
+    cached(engine, 3, [40, 41], BASE)  # a step more, so that copies to the host have ended
+    for plane in engine.cache.stats().planes:
+        assert plane.num_held == 0
+
+
 @pytest.mark.parametrize("arrives", [True, False])
 def test_t08_aborting_a_request_that_waits_for_its_pages_leaks_nothing(arrives: bool) -> None:
     """T08: in load-back; the copy ends later, well or not."""

@@ -31,6 +31,20 @@ def test_s05_a_made_trace_needs_no_file(name: str, capsys: pytest.CaptureFixture
         assert word in shown
 
 
+def test_t01_hit_rates_are_told_by_tier(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "result.json"
+    flags = ["--num-pages", "300", "--num-host-pages", "9000", "--max-loras", "2", "--storage"]
+    assert simulate("chat", "--num-requests", "30", *flags, "--json", str(path)) == 0
+    assert "hit rate by tier" in capsys.readouterr().out
+    result = json.loads(path.read_text())
+    summary = result["summary"]
+    rates = summary["hit_rate_by_tier"]
+    assert rates["host"] > 0
+    assert sum(rates.values()) == pytest.approx(summary["all"]["hit_rate"])
+    assert summary["num_adapter_loads"]["storage"] > 0
+    assert result["settings"]["max_loras"] == 2
+
+
 def test_the_same_command_writes_the_same_result(tmp_path: Path) -> None:
     paths = [tmp_path / "one.json", tmp_path / "two.json"]
     for path in paths:
@@ -138,6 +152,8 @@ def test_a_png_is_drawn_where_matplotlib_is_installed(tmp_path: Path) -> None:
         (["nowhere.jsonl"], "no trace file 'nowhere.jsonl'"),
         (["chat", "--preset", "h100"], "--preset is 'h100'"),
         (["chat", "--num-pages", "4"], "Raise --num-pages"),
+        (["chat", "--write-back", "never"], "--write-back is 'never'"),
+        (["chat", "--storage"], "give --num-host-pages"),
         (["chat", "--block-size", "3"], "--block-size is 3"),
         (["chat", "--num-requests", "0"], "--num-requests is 0"),
         (["chat", "--speedup", "0"], "--speedup is 0"),

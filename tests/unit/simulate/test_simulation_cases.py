@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -185,8 +186,12 @@ def test_a_request_that_can_never_fit_is_refused_before_anything_runs() -> None:
         ({"max_num_seqs": 0}, "--max-num-seqs is 0"),
         ({"max_num_batched_tokens": 8}, "--max-num-batched-tokens"),
         ({"depth": 2}, "depth is 2"),
+        ({"num_host_pages": -1}, "--num-host-pages is -1"),
+        ({"write_back": "never"}, "--write-back is 'never'"),
+        ({"storage": True}, "--storage needs a host tier"),
+        ({"max_loras": 3, "max_cpu_loras": 2}, "--max-cpu-loras is 2"),
     ],
 )
-def test_settings_that_cannot_work_name_their_flag(changes: dict[str, int], message: str) -> None:
+def test_settings_that_cannot_work_name_their_flag(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        replace(SETTINGS, **changes)  # type: ignore[arg-type]
+        replace(SETTINGS, **changes)

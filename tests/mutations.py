@@ -1,0 +1,186 @@
+"""Faults to plant in the decide half, each of which a test must notice.
+
+`test_mutations` applies each to a copy of the package and runs the detector (`tests/detector.py`)
+there. `old` must occur exactly once in its file; where the code has changed, write the fault anew:
+one that no longer applies is an error, not a pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Mutation:
+    """One fault."""
+
+    file: str
+    """Below the package."""
+    old: str
+    new: str
+    breaks: str
+    """What is wrong then."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.file}: {self.breaks}"
+
+    def apply(self, package: Path) -> None:
+        path = package / self.file
+        text = path.read_text()
+        if text.count(self.old) != 1:
+            raise LookupError(
+                f"{self.name}: the snippet occurs {text.count(self.old)} times: {self.old!r}"
+            )
+        path.write_text(text.replace(self.old, self.new))
+
+
+def _cache(file: str, old: str, new: str, breaks: str) -> Mutation:
+    return Mutation(f"cache/{file}.py", old, new, breaks)
+
+
+def _scheduler(old: str, new: str, breaks: str, file: str = "scheduler") -> Mutation:
+    return Mutation(f"scheduler/{file}.py", old, new, breaks)
+
+
+MUTATIONS: tuple[Mutation, ...] = (
+    # Namespaces and hashes
+    _cache("tree", "namespace = key.at(depth)", "namespace = key.namespace",
+           "a page is inserted in the namespace of the first"),
+    _cache("tree", "if node.namespace == key.at(depth):", "if True:",
+           "an adapter's pages are taken for base's where the tokens are the same"),
+    _cache("keys", "switch = num_base_tokens // page_size", "switch = -(-num_base_tokens // page_size)",
+           "a page with tokens of the adapter counts as base's"),
+    _cache("keys", "blake2b(seed + parent +", "blake2b(parent +",
+           "hashes do not carry the namespace"),
+    _cache("keys", "blake2b(seed + parent +", "blake2b(seed +",
+           "hashes do not chain"),
+    _cache("keys", "_framed(_DOMAIN, adapter, salt)", "_framed(_DOMAIN, adapter)",
+           "hashes do not carry the salt"),
+    _cache("tree", "starts[upper.serial] = upper", "pass",
+           "a split loses where a namespace begins"),
+    _cache("cache", "self.publisher.bar(namespace, self._next_serial - 1)", "pass",
+           "requests in flight publish into an evicted namespace"),
+    _cache("index", "for gone in self.tree.cut(node, depth):", "for gone in self.tree.cut(node, depth)[1:]:",
+           "a part of what is cut stays indexed"),
+    # Families
+    _cache("families/window", "boundaries * self.page_size - (self.window - 1)",
+           "boundaries * self.page_size - (self.window - 2)",
+           "a window resumes with a token too few"),
+    _cache("families/window", "num_tokens - (self.window - 1)", "num_tokens - (self.window - 2)",
+           "a page still seen through the window is given back"),
+    _cache("families/recurrent", "return present", "return present | True",
+           "a state is resumed from where none was saved"),
+    _cache("matching", "present = [a | b for", "present = [a & b for",
+           "a boundary needs both tiers"),
+    _cache("matching", "_longest(layout, on_device)", "_longest(layout, present)",
+           "what is on the host counts as on the device"),
+    _cache("matching", "if longest < best:", "if blocker is None:",
+           "the last family that is asked does not count"),
+    _cache("cache", "max_pages = (len(tokens) - 1) // self.page_size if self._policies.reuse else 0",
+           "max_pages = len(tokens) // self.page_size if self._policies.reuse else 0",
+           "no token is left to compute"),
+    _cache("cache", "self._copy_state(family, saved, unit, is_after_model=False)", "pass",
+           "the working state is not restored"),
+    _cache("cache", "self._copy_state(family, lease.states[family], checkpoint.unit, is_after_model=True)",
+           "self._copy_state(family, lease.states[family], checkpoint.unit, is_after_model=False)",
+           "a state is saved before its step has run"),
+    _cache("cache", "num_tokens = min(num_tokens, stop - num_computed)", "pass",
+           "chunks are not clipped to where a state is wanted"),
+    _cache("checkpoints", "stops.append(lease.junction)", "pass",
+           "no state where prompts part"),
+    _cache("checkpoints", "if page > last:", "if page > last + 99:",
+           "no state of the output is kept"),
+    _cache("cache", "checkpoint.step_id <= self._committed_step", "checkpoint.step_id > 0",
+           "a state is published although its step has not committed"),
+    _cache("cache", "self._total_skipped_checkpoints += 1", "pass",
+           "a checkpoint is skipped without a word"),
+    # Holding and room
+    _cache("pool", "self.holders[at] = held + 1", "self.holders[at] = np.maximum(held, 1)",
+           "a second holder does not count"),
+    _cache("pool", "self.num_cached += num_indexed", "pass", "cached units are not counted"),
+    _cache("eviction", "places = places[holders[units[places]] == 0]", "places = places[holders[units[places]] <= 1]",
+           "a claimed page is evicted"),
+    _cache("publishing", "self._tick += 1", "self._tick -= 1", "the most recently used goes first"),
+    _cache("eviction", "and not (self._is_ordered and node.below[plane])", "",
+           "a page is evicted from under others"),
+    _cache("cache", "return int(np.count_nonzero(held_once))", "return len(held_once)",
+           "credit for pages that others hold too"),
+    _cache("cache", "self._drop_behind_window(lease, num_computed)", "pass",
+           "pages behind a window are never given back"),
+    _cache("cache", "(*lease.states.items(), *lease.resumed.items()):\n            self._drop",
+           "lease.states.items():\n            self._drop",
+           "a release skips the checkpoint it resumed from"),
+    _cache("cache", "self.index.pools[plane_index].drop(copies)", "pass",
+           "a release skips the copies it holds"),
+    _cache("cache", "self._drop(checkpoint.family, checkpoint.unit)", "pass",
+           "a release skips its unpublished checkpoints"),
+    _cache("cache", "self._drop(self.layout.host[family].index, unit)", "pass",
+           "a release skips what it claimed on the host"),
+    _cache("publishing", "self._index.pools[plane.index].hold(copies)\n                lease.copies.append", "(lambda _: None)",
+           "another's copy on the own path is not held"),
+    # Publishing and failing
+    _cache("publishing", "self._index.cut(top, top.first)", "pass",
+           "a failed step's pages stay findable"),
+    _cache("publishing", "self._take_back(owner, plane, depth - owner.first)", "pass",
+           "what a failed step put into older pages stays findable"),
+    _cache("publishing", "nodes = self.publish(lease, tokens, num_tokens, step_id, lengthen=False)", "nodes = []",
+           "nothing is shared within a step"),
+    _cache("publishing", "num_full = self._allowed(lease, num_full)", "pass",
+           "a barred lease publishes pages"),
+    _cache("index", "self.pools[plane].unindex(self.tree.clear_units(node, plane, places))",
+           "self.tree.clear_units(node, plane, places)",
+           "what is removed is not unindexed"),
+    _cache("index", "self.events.append(self._removed(node, plane, places.tolist()))", "pass",
+           "no event for what is evicted"),
+    _cache("index", "self.events.append(self._removed(gone, plane, places))", "pass",
+           "no event for what goes with a page"),
+    _cache("publishing", "first = place if below is node else 0", "first = place if below is node else 10**6",
+           "what lies behind pages of a failed step stays on the device"),
+    # Tiers
+    _cache("transfers", "if plane.is_ordered and not self._index.has_unit_above(node, place, plane.index):", "if False:",
+           "a page arrives behind one that has gone"),
+    _cache("prefetch", "if count and self._publisher.may_publish(ticket.key, ticket.serial):", "if count:",
+           "storage brings an evicted namespace back"),
+    _cache("writeback", " and not self._publisher.is_promised(node, index, unit)", "",
+           "a page is written back before it is filled"),
+    _cache("writeback", "(index, unit) not in moving and", "",
+           "a page under way is copied again"),
+    _cache("writeback", "self._policies.write_back is WriteBack.REUSED", "False",
+           "the selective policy never copies"),
+    _cache("writeback", "self._policies.write_back is WriteBack.THROUGH", "True",
+           "every policy writes through"),
+    _cache("transfers", "pools[move.source.index].drop(move.source_units)", "pass",
+           "an acknowledgement does not let go of the source"),
+    _cache("transfers", "pool.hold(source_units)", "pass",
+           "the source of a copy is not pinned"),
+    _cache("transfers", "                if ok:\n", "                if True:\n",
+           "a copy that failed is published"),
+    _cache("transfers", "move.lease.num_loads -= 1", "pass", "a lease never hears of its arrival"),
+    _cache("transfers", "move.lease.has_failed |= num_failed > 0", "pass",
+           "a lease does not hear that its load failed"),
+    _cache("transfers", "self._distrust(move, done)", "pass",
+           "what can't be read from the host is found again"),
+    _cache("cache", "lease.tables[family][[page for page, _ in found]] = taken",
+           "lease.tables[family][[page - 1 for page, _ in found]] = taken",
+           "a loaded page lands in another place"),
+    _cache("cache", "lease.num_host_tokens = max(0, num_pages - match.num_device_pages)",
+           "lease.num_host_tokens = max(0, num_pages)",
+           "every hit counts as the host's"),
+    _cache("policies", "num_pages * self.seconds_per_page <", "num_pages * self.seconds_per_page >",
+           "a slow tier is preferred"),
+    _cache("prefetch", "if arrived[at] and node.units", "if node.units",
+           "what storage did not have is published"),
+    # Scheduler
+    _scheduler("return self._cache.clip(request.lease, request.num_computed_tokens, num_tokens)",
+               "return num_tokens", "chunks are not clipped"),
+    _scheduler("self._cache.commit_step(step_id)", "pass", "a step is never committed"),
+    _scheduler("self._cache.fail_step(step_id)", "pass", "a failed step is not told of"),
+    _scheduler("self._free_rows.append(request.row)", "pass", "a row is never given back"),
+    _scheduler("elif lease.has_failed:", "elif False:", "a request begins with what did not arrive"),
+    _scheduler("if lease.onboarding:", "if False:", "a request begins before its pages are loaded"),
+    _scheduler("for request in reversed(self._running):", "for request in self._running:",
+               "the oldest request is retracted first"),
+    _scheduler("request.num_in_flight += 1\n        if samples", "if samples", "steps in flight are not counted", "draft"),
+)  # fmt: skip

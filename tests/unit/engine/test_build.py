@@ -1,0 +1,73 @@
+"""Wiring: settings reach their rooms, and those that can't work are refused at start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manyroots.config import engine_settings
+from manyroots.engine.build import Engine, build_engine
+from manyroots.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    from transformers import LlamaConfig
+
+    folder: Path = tmp_path_factory.mktemp("tiny")
+    LlamaConfig(
+        vocab_size=100, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
+        architectures=["LlamaForCausalLM"],
+    ).save_pretrained(folder)  # fmt: skip
+    return str(folder)
+
+
+def build(model: str, **settings: Any) -> Engine:
+    given = {"num_gpu_blocks_override": 64, **settings}
+    return build_engine(
+        engine_settings({"model": model, "load_format": "dummy", "device": "cpu", **given})
+    )
+
+
+def test_l05_the_cap_on_adapters_comes_from_the_settings(model: str) -> None:
+    """L05: --max-loras and --max-cpu-loras reach the scheduler."""
+    engine = build(model, max_loras=3, max_cpu_loras=7)
+    limits = engine.loop._scheduler._adapters.limits
+    assert (limits.max_loras, limits.max_cpu_loras) == (3, 7)
+    engine.loop.close()
+
+
+def test_facts_for_the_door(model: str) -> None:
+    engine = build(model, max_model_len=200, max_num_seqs=5)
+    assert engine.info.max_model_len == 200
+    assert engine.info.num_pages == 64
+    assert engine.info.max_num_seqs == 5
+    assert engine.info.vocab_size == 100
+    assert engine.info.dtype == "float32"
+    engine.loop.close()
+
+
+def test_a_context_that_the_cache_cannot_hold_is_cut_when_it_was_not_asked_for(model: str) -> None:
+    engine = build(model, num_gpu_blocks_override=4)
+    assert engine.info.max_model_len == 64
+    engine.loop.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "flag"),
+    [
+        ({"max_num_batched_tokens": 8, "max_num_seqs": 16}, "--max-num-batched-tokens"),
+        ({"max_model_len": 1000}, "--max-model-len"),
+        ({"max_model_len": 200, "num_gpu_blocks_override": 4}, "--num-gpu-blocks-override"),
+        ({"num_gpu_blocks_override": None, "kv_cache_memory_bytes": 10}, "--kv-cache-memory"),
+        ({"max_loras": 4, "max_cpu_loras": 2}, "--max-cpu-loras"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_at_start_with_the_flag(
+    settings: dict[str, Any], flag: str, model: str
+) -> None:
+    with pytest.raises(ConfigError, match=flag):
+        build(model, **settings)

@@ -81,7 +81,8 @@ def digests(key: PrefixKey, tokens: list[int], page_size: int) -> list[int]:
 
 def content_of(path: Path, family: Family) -> Content:
     """What a unit of this page must hold."""
-    state, page = 17, []
+    state = 17
+    page: list[int] = []
     for namespace, tokens in path:
         page = []
         for token in np.frombuffer(tokens, np.int32).tolist():
@@ -196,8 +197,8 @@ class ByHand:
 
     # Requests
 
-    def claim(self, key: PrefixKey, tokens: list[int]) -> Sequence:
-        lease = self.cache.claim(key, ints(*tokens), len(tokens), may_reuse=True)
+    def claim(self, key: PrefixKey, tokens: list[int], *, may_reuse: bool = True) -> Sequence:
+        lease = self.cache.claim(key, ints(*tokens), len(tokens), may_reuse=may_reuse)
         found = lease.num_cached_tokens
         return Sequence(key, list(tokens), len(tokens), lease, found, found)
 

@@ -1,7 +1,7 @@
 """The cache against a dictionary, rule by rule (R02).
 
 MANYROOTS_ORACLE_RULES asks for more rules than the default of 20,000: with 1000000 it runs for
-about an hour on one core, on other random choices every time.
+about 20 minutes on one core, on other random choices every time.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ class Machine(RuleBasedStateMachine):
             s for i, s in enumerate(self.sequences)
             if s.held.is_ready and (chosen >> i & 1 or chosen % 5 == 0)
         ]  # fmt: skip
-        before = {p.index: pool.num_free for p, pool in self.pools()}
+        before = [plane.num_free for plane in self.cache.stats().planes]
         step = self.hand.plan(*ready, most=most)
         self.note_copies(step)
         for part in step.parts:
@@ -256,15 +256,14 @@ class Machine(RuleBasedStateMachine):
             sequence = part.sequence
             if sequence.lease is not None:
                 published = sequence.lease.num_published_pages
-                tables = [list(table) for table in sequence.lease.tables]
-                full[id(sequence)] = (published, tables, list(sequence.lease.checkpoints))
+                full[id(sequence)] = (published, [list(t) for t in sequence.lease.tables])
         self.hand.commit()
         lost, gained = self.changed("commit")
         self.may_publish(gained, step)
         self.only_host_pressure(lost)
         for part in step.parts:
             if part.sequence.lease is not None:
-                self.must_be_there(part.sequence, part.end, step, *full[id(part.sequence)])
+                self.must_be_there(part.sequence, part.end, *full[id(part.sequence)])
         del self.announced[step.step_id]
         for steps in self.leans.values():
             steps.discard(step.step_id)
@@ -324,10 +323,9 @@ class Machine(RuleBasedStateMachine):
         contents = self.hand.under_way[copy.copy_id][1]
         good = [bool(arrived >> i % 8 & 1) and contents[i] != () for i in range(count)]
         known = {path[:n] for _, path in self.now for n in range(1, len(path) + 1)}
-        was = dict(self.now)
         self.hand.acknowledge(copy, good)
         lost, gained = self.changed("acknowledge")
-        self.check_arrival(copy, good, known, was, lost, gained)
+        self.check_arrival(copy, good, known, lost, gained)
         self.drop_failed()
 
     def prefetch(self, key: int, bits: int, count: int) -> None:
@@ -387,10 +385,10 @@ class Machine(RuleBasedStateMachine):
             for part in step.parts:
                 for plane in self.layout.device:
                     promised.update((plane.index, unit) for unit in part.tables[plane.index])
-        for (plane, path), unit in self.now.items():
-            if (plane, unit) not in promised:
-                expected: Content = content(path, self.layout.planes[plane].family)
-                assert self.hand.read(plane, unit) == expected, f"unit {unit} holds something else"
+        for (index, path), unit in self.now.items():
+            if (index, unit) not in promised:
+                expected: Content = content(path, self.layout.planes[index].family)
+                assert self.hand.read(index, unit) == expected, f"unit {unit} holds something else"
 
     def check_events(self) -> None:
         if not self.policies.records_events:
@@ -426,9 +424,8 @@ class Machine(RuleBasedStateMachine):
             assert path in allowed, "published what nobody computed, or what was evicted"
 
     def must_be_there(
-        self, sequence: Sequence, end: int, step: Step, published: int, tables: list[list[int]],
-        checkpoints: list[object],
-    ) -> None:  # fmt: skip
+        self, sequence: Sequence, end: int, published: int, tables: list[list[int]]
+    ) -> None:
         """What a commit makes findable."""
         whole = self.allowed(sequence, end // self.hand.page_size)
         if whole <= published:
@@ -441,8 +438,7 @@ class Machine(RuleBasedStateMachine):
                     assert (plane.index, self.path(sequence, page + 1)) in self.now, "not published"
 
     def check_arrival(
-        self, copy: Copy, good: list[bool], known: set[Path], was: Resident, lost: Resident,
-        gained: Resident,
+        self, copy: Copy, good: list[bool], known: set[Path], lost: Resident, gained: Resident
     ) -> None:  # fmt: skip
         target = next(
             (p.index for p in self.layout.planes
@@ -464,14 +460,14 @@ class Machine(RuleBasedStateMachine):
         arrived = {path for path, ok in zip(paths, good, strict=True) if ok}
         # None: the source was distrusted while it was read; what was read from it counts.
         assert None in arrived or {path for _, path in gained} <= arrived
-        for path, ok in zip(paths, good, strict=True):
-            if ok and path in known and path not in self.unsure and copy.target is Tier.HOST:
-                assert (target, path) in self.now, "a copy arrived and can't be found"
+        if copy.target is Tier.HOST:
+            for certain in arrived & known - self.unsure:
+                assert (target, certain) in self.now, "a copy arrived and can't be found"
         if all(good) or copy.target is Tier.HOST:
             assert not lost
         bad = [path for path, ok in zip(paths, good, strict=True) if not ok and path is not None]
-        for _, path in lost:
-            assert any(path[: len(p)] == p for p in bad), "lost without a reason"
+        for _, gone in lost:
+            assert any(gone[: len(path)] == path for path in bad), "lost without a reason"
 
     def only_host_pressure(self, lost: Resident) -> None:
         """Only room on the host was made, if any: the device loses nothing that reads all."""
@@ -547,10 +543,6 @@ class Machine(RuleBasedStateMachine):
 def prompt(bits: int, count: int) -> list[int]:
     """One of a few prompts that share what they begin with."""
     return [PATTERNS[bits % len(PATTERNS)] >> i & 1 for i in range(count)]
-
-
-def zip_planes(hand: ByHand) -> list[tuple[object, object]]:
-    return list(zip(hand.layout.planes, hand.cache.index.pools, strict=True))
 
 
 def walk(seed: int, num_rules: int = STEPS) -> Machine:

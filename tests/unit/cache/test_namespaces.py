@@ -171,13 +171,14 @@ def test_n10_no_namespace_key_or_field_of_it_has_a_default() -> None:
         PrefixKey()  # type: ignore[call-arg]
     namespace = next(f for f in dataclasses.fields(Submit) if f.name == "namespace")
     assert namespace.default is dataclasses.MISSING
-    for method, name in [
+    methods: list[tuple[Callable[..., object], str]] = [
         (PrefixCache.lookup, "key"),
         (PrefixCache.claim, "key"),
         (PrefixCache.prefetch, "key"),
         (PrefixCache.evict_namespace, "namespace"),
         (PageHasher.chain, "namespace"),
-    ]:
+    ]
+    for method, name in methods:
         parameter = inspect.signature(method).parameters[name]
         assert parameter.default is inspect.Parameter.empty, method
 

@@ -1,4 +1,4 @@
-"""Tiers: write-back, load-back and prefetch as decisions, with copies that fail, lag or get lost."""
+"""Tiers: write-back, load-back and prefetch as decisions, with copies that fail or come late."""
 
 from __future__ import annotations
 
@@ -337,6 +337,32 @@ def test_t08_a_load_that_arrives_in_part_leaves_no_page_without_those_before_it(
     hand.serve(KEY, PROMPT)
 
 
+def test_p03_a_failed_step_leaves_nothing_on_the_device_behind_what_it_takes_back() -> None:
+    """P03, T08: pages that a request loads arrive behind pages that another, which may not reuse
+    them, is computing again. That step fails; the one that loaded goes on unharmed."""
+    hand = tiered()
+    hand.serve(KEY, [1, 2, 3, 4, 5, 6, 7, 8, 9])
+    hand.serve(KEY, [1, 2, 3, 4, 0, 0, 0])  # parts the run behind its second page
+    hand.settle()
+    push_out(hand)
+    loading = hand.claim(KEY, [1, 2, 3, 4, 5, 6, 7, 8, 9])
+    assert hand.cache.onboard(loading.held) is None
+    [copy] = hand.take_copies()
+    again = hand.claim(KEY, [1, 2, 3, 4, 9], may_reuse=False)
+    hand.plan(again)
+    hand.acknowledge(copy)
+    audit(hand.cache)
+    assert hand.cache.lookup(KEY, ints(*PROMPT)).num_device_pages == 3
+    assert hand.fail() == [again]
+    audit(hand.cache)
+    assert hand.cache.lookup(KEY, ints(*PROMPT)).num_device_pages == 0
+    assert loading.held.is_ready
+    hand.plan(loading)
+    hand.commit()  # reads, and checks, what it loaded
+    hand.end(loading)
+    audit(hand.cache)
+
+
 def test_t08_an_abort_during_write_back_leaks_nothing() -> None:
     """T08: the request goes, the copy goes on, and its page is found on the host."""
     hand = tiered()
@@ -390,9 +416,7 @@ class TestPrefetch:
     @pytest.mark.parametrize(
         ("arrived", "found"), [([True, True, False], 4), ([False, True, True], 0), ([False] * 3, 0)]
     )
-    def test_t03_what_did_not_arrive_whole_is_a_miss(
-        self, arrived: list[bool], found: int
-    ) -> None:
+    def test_t03_what_did_not_arrive_whole_is_a_miss(self, arrived: list[bool], found: int) -> None:
         """T03: and all that could be resumed only through it; the rest hits; nothing leaks."""
         _, new = self.warm(Capacity(FULL_ATTENTION, 16, 16))
         new.cache.prefetch(KEY, ints(*PROMPT))

@@ -36,8 +36,10 @@ class DecodeGroup:
 
     rows: slice
     """Of the decode order."""
+    shared_pages: Tensor
+    """int64: full pages that all rows begin with, often none."""
     pages: Tensor
-    """int64 [num_rows * num_pages]"""
+    """int64 [num_rows * num_pages] behind the shared ones."""
     bias: Tensor
     """[num_rows, 1, 1, num_keys]: 0 where a row sees the key, -inf where it does not."""
 
@@ -114,7 +116,7 @@ class AttentionBatch:
                     slot_pages[slot_offsets == 0],
                     rows,
                     decode_lens[rows],
-                    *(plan.pages for plan in decodes),
+                    *(pages for plan in decodes for pages in (plan.shared, plan.pages)),
                     *(plan.pages for plan in prefills),
                 ],
                 device,
@@ -135,9 +137,10 @@ class AttentionBatch:
             decode_groups=tuple(
                 DecodeGroup(
                     rows=slice(plan.start, plan.stop),
+                    shared_pages=next(moved),
                     pages=next(moved),
                     bias=_length_bias(
-                        sorted_lens[plan.start : plan.stop],
+                        sorted_lens[plan.start : plan.stop] - len(plan.shared) * page_size,
                         plan.pages.shape[1] * page_size,
                         dtype,
                     ),

@@ -24,11 +24,19 @@ class Limits:
     """A row joins a decode group only if it has at least this share of the longest row's pages."""
     max_tokens: int
     """Most tokens whose keys and values one group gathers: bounds the scratch memory."""
+    may_share: bool
+    """Whether a group attends to a common prefix once. Only the CPU's attention also gives what
+    merging two parts takes."""
 
 
-CPU_LIMITS = Limits(min_fill=0.75, max_tokens=1 << 14)
-GPU_LIMITS = Limits(min_fill=0.25, max_tokens=1 << 18)
+CPU_LIMITS = Limits(min_fill=0.75, max_tokens=1 << 14, may_share=True)
+GPU_LIMITS = Limits(min_fill=0.25, max_tokens=1 << 18, may_share=False)
 """A GPU pads almost for free, but each further group costs it a dozen launches per layer."""
+
+
+MIN_SHARING_ROWS = 4
+MIN_SHARED_PAGES = 4
+"""Below these, attending to a common prefix once costs more than it saves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +45,11 @@ class DecodePlan:
 
     start: int
     stop: int
+    shared: Int64s
+    """Pages that all rows begin with; all of them full."""
     pages: Int64s
-    """[stop - start, num_pages]; entries past a row's own pages repeat its first page."""
+    """[stop - start, num_pages] behind the shared ones; entries past a row's own repeat its first
+    of these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +82,23 @@ def plan_decodes(
         fits = int(np.searchsorted(-num_pages, -limits.min_fill * longest, side="right"))
         most = max(1, limits.max_tokens // (longest * page_size))
         stop = min(fits, start + most)
-        own = np.arange(longest) < num_pages[start:stop, None]
+        rows = table[start:stop, :longest]
+        num_shared = _num_shared(rows, int(num_pages[stop - 1])) if limits.may_share else 0
+        own = np.arange(num_shared, longest) < num_pages[start:stop, None]
         # Never another sequence's page: masked or not, a NaN in it would spread.
-        pages = np.where(own, table[start:stop, :longest], table[start:stop, :1])
-        yield DecodePlan(start, stop, pages)
+        pages = np.where(own, rows[:, num_shared:], rows[:, num_shared : num_shared + 1])
+        yield DecodePlan(start, stop, rows[0, :num_shared], pages)
         start = stop
+
+
+def _num_shared(rows: Int64s, fewest_pages: int) -> int:
+    """How many pages all rows begin with. A row's last page is never one: it may not be full."""
+    most = fewest_pages - 1
+    if len(rows) < MIN_SHARING_ROWS or most < MIN_SHARED_PAGES:
+        return 0
+    same = (rows[:, :most] == rows[0, :most]).all(axis=0)
+    count = most if same.all() else int(np.argmin(same))
+    return count if count >= MIN_SHARED_PAGES else 0
 
 
 def plan_prefills(

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from manyroots.kernels.attention.batch import AttentionBatch, PrefillGroup
+from manyroots.kernels.attention.batch import AttentionBatch, DecodeGroup, PrefillGroup
 from manyroots.kernels.attention.causal import block_size, causal_bias
 from manyroots.kernels.scratch import scratch
 
@@ -46,14 +46,36 @@ def _decode(q: Tensor, layer_kv: Tensor, batch: AttentionBatch, scale: float, ou
     kv_heads, head_dim = layer_kv.shape[-2:]
     for group in batch.decode_groups:
         num_rows = group.rows.stop - group.rows.start
-        keys, values = _gather(layer_kv, group.pages, num_rows)
         heads_as_queries = sorted_q[group.rows].view(num_rows, kv_heads, -1, head_dim)
-        attended = F.scaled_dot_product_attention(
-            heads_as_queries, keys, values, attn_mask=group.bias, scale=scale
-        )
+        if group.shared_pages.numel():
+            attended = _decode_sharing(heads_as_queries, layer_kv, group, scale)
+        else:
+            keys, values = _gather(layer_kv, group.pages, num_rows)
+            attended = F.scaled_dot_product_attention(
+                heads_as_queries, keys, values, attn_mask=group.bias, scale=scale
+            )
         sorted_out[group.rows] = attended.reshape(num_rows, -1, head_dim)
     if order is not None:
         out.index_copy_(0, order, sorted_out)
+
+
+def _decode_sharing(q: Tensor, layer_kv: Tensor, group: DecodeGroup, scale: float) -> Tensor:
+    """Attend to a common prefix once for all rows, to the rest row by row, and merge.
+
+    The prefix is gathered once instead of once per row, and its queries make one matrix product.
+    Softmax over both parts is the parts' own outputs, weighted by their sums of exponentials.
+    """
+    rows, kv_heads, per_head, head_dim = q.shape
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    keys, values = _gather(layer_kv, group.shared_pages, 1)
+    together = q.transpose(0, 1).reshape(1, kv_heads, rows * per_head, head_dim)
+    common, common_sums = attend(together, keys, values, scale=scale)
+    keys, values = _gather(layer_kv, group.pages, rows)
+    own, own_sums = attend(q, keys, values, attn_mask=group.bias, scale=scale)
+    common = common.reshape(kv_heads, rows, per_head, head_dim).transpose(0, 1)
+    common_sums = common_sums.reshape(kv_heads, rows, per_head).transpose(0, 1)
+    share = torch.sigmoid(common_sums - own_sums).unsqueeze(-1).to(q.dtype)
+    return torch.lerp(own, common, share)
 
 
 def _prefill(q: Tensor, layer_kv: Tensor, group: PrefillGroup, scale: float, out: Tensor) -> None:

@@ -26,9 +26,16 @@ class Shape:
 
 
 def make_batch(
-    sequences: Sequence[tuple[int, int]], page_size: int, dtype: torch.dtype, seed: int = 0
+    sequences: Sequence[tuple[int, int]],
+    page_size: int,
+    dtype: torch.dtype,
+    seed: int = 0,
+    num_shared: int = 0,
 ) -> tuple[AttentionBatch, int]:
-    """A step of (num_queries, context_len) sequences, decodes first; and how many pages it has."""
+    """A step of (num_queries, context_len) sequences, decodes first; and how many pages it has.
+
+    All sequences begin with the same `num_shared` pages.
+    """
     counts = [-(-context // page_size) for _, context in sequences]
     num_pages = sum(counts) + 3
     shuffled = np.random.default_rng(seed).permutation(num_pages)
@@ -36,6 +43,7 @@ def make_batch(
     pages, offsets, used = [], [], 0
     for row, ((num_queries, context), count) in enumerate(zip(sequences, counts, strict=True)):
         table[row, :count] = shuffled[used : used + count]
+        table[row, :num_shared] = table[0, :num_shared]
         used += count
         positions = np.arange(context - num_queries, context)
         pages.append(table[row, positions // page_size])

@@ -70,6 +70,22 @@ def test_a_segment_longer_than_a_block_of_queries_is_exact(dtype: torch.dtype) -
     assert_close("attention", fast, naive, dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("contexts", [[40, 41, 44, 48, 37], [25] * 4, [33, 70, 64, 68, 65, 66]])
+def test_a_common_prefix_is_attended_to_once_and_exactly(
+    contexts: list[int], dtype: torch.dtype
+) -> None:
+    """Rows that begin with the same pages: the parts are merged into the whole's result."""
+    shape = Shape()
+    batch, num_pages = make_batch(
+        [(1, context) for context in contexts], shape.page_size, dtype, num_shared=6
+    )
+    assert max(len(group.shared_pages) for group in batch.decode_groups) == 6
+    arena = random_arena(num_pages, shape, dtype)
+    fast, naive = both(batch, arena, shape, dtype)
+    assert_close("attention", fast, naive, dtype)
+
+
 def test_one_long_row_does_not_pad_the_others() -> None:
     batch, _ = make_batch([(1, 20), (1, 4000), (1, 30), (1, 28)], 4, torch.float32)
     widths = [group.bias.shape[-1] for group in batch.decode_groups]

@@ -47,6 +47,8 @@ class Arrival:
     """Tokens that end the sequence; not sampled before `sampling.min_tokens`."""
     adapter_slot: AdapterSlot | None
     """Where the weights of its adapter are while the row lives; None is the base model."""
+    adapter_from: int
+    """The first position that its adapter computes: 0, or where an aLoRA is invoked."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,8 @@ class AdapterVersion:
     """Where its files are, as the execute half reads them."""
     rank: int
     num_bytes: int
+    invocation_tokens: tuple[int, ...] | None
+    """aLoRA: what switches it on in a prompt. None: it acts everywhere."""
 
 
 class Hold:
@@ -89,13 +91,22 @@ class Registry:
         self._next_serial = 1
 
     def register(
-        self, name: AdapterName, digest: AdapterDigest, *, path: str, rank: int, num_bytes: int
+        self,
+        name: AdapterName,
+        digest: AdapterDigest,
+        *,
+        path: str,
+        rank: int,
+        num_bytes: int,
+        invocation_tokens: tuple[int, ...] | None = None,
     ) -> Registered:
         """Load a name, or give it new content; the same content again changes nothing."""
         old = self.loaded.get(name)
         if old is not None and old.digest == digest:
             return Registered(old, ())
-        version = AdapterVersion(name, self._next_serial, digest, path, rank, num_bytes)
+        version = AdapterVersion(
+            name, self._next_serial, digest, path, rank, num_bytes, invocation_tokens
+        )
         self._next_serial += 1
         self.loaded.pop(name, None)
         self.loaded[name] = version

@@ -50,9 +50,17 @@ class Residency:
         path: str,
         rank: int,
         num_bytes: int,
+        invocation_tokens: tuple[int, ...] | None = None,
     ) -> Registered:
         """Take requests for `name`. Whatever it meant before drains."""
-        registered = self.registry.register(name, digest, path=path, rank=rank, num_bytes=num_bytes)
+        registered = self.registry.register(
+            name,
+            digest,
+            path=path,
+            rank=rank,
+            num_bytes=num_bytes,
+            invocation_tokens=invocation_tokens,
+        )
         self._free(registered.freed)
         return registered
 

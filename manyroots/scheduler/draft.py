@@ -63,6 +63,7 @@ class Draft:
                 seed=submit.seed,
                 stop_ids=submit.stop_ids,
                 adapter_slot=None if request.hold is None else request.hold.slot,
+                adapter_from=request.adapter_from,
             )
         )
 

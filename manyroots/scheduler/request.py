@@ -10,6 +10,7 @@ prefill, decode, reuse and resuming after a retraction differ only in how far ap
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -22,6 +23,10 @@ from manyroots.lora.registry import Hold
 from manyroots.messages import Submit
 from manyroots.sampling import MAX_TOKENS_LIMIT
 from manyroots.step import Int32s, TokenLogprobs
+
+
+NEVER = 2**31 - 1
+"""A position that no sequence reaches."""
 
 
 class State(enum.Enum):
@@ -46,6 +51,7 @@ class Request:
 
     __slots__ = (
         "_buffer",
+        "adapter_from",
         "ending",
         "group",
         "hold",
@@ -69,7 +75,9 @@ class Request:
         "waiting_since",
     )
 
-    def __init__(self, submit: Submit, serial: int, step_id: StepId, hold: Hold | None) -> None:
+    def __init__(
+        self, submit: Submit, serial: int, step_id: StepId, hold: Hold | None, page_size: int
+    ) -> None:
         self.submit = submit
         self.serial = serial
         """Order of arrival."""
@@ -81,7 +89,13 @@ class Request:
         if hold is not None:
             # What the adapter's name means now, not what it meant to whoever sent the request.
             namespace = Namespace(adapter=hold.digest, salt=namespace.salt)
+        self.adapter_from = 0
+        """The first position that its adapter computes."""
         self.key = PrefixKey(namespace)
+        if hold is not None and hold.version.invocation_tokens is not None:
+            self.adapter_from = invoked_at(submit.prompt, hold.version.invocation_tokens)
+            base = Namespace(adapter=None, salt=namespace.salt)
+            self.key = PrefixKey.activated(base, namespace, self.adapter_from, page_size)
         self.group = (None if hold is None else hold.digest, namespace.salt)
         """Adapter and tenant."""
         self.stop_ids = frozenset(submit.stop_ids)
@@ -137,3 +151,15 @@ class Request:
             self._buffer = grown
         self._buffer[self.num_tokens] = token
         self.num_tokens += 1
+
+
+def invoked_at(prompt: Sequence[int], invocation: tuple[int, ...]) -> int:
+    """Where an aLoRA begins to act: at the last place where its invocation tokens stand whole.
+
+    NEVER if they do not: the base model answers, as PEFT has it.
+    """
+    size = len(invocation)
+    for start in range(len(prompt) - size, -1, -1):
+        if tuple(prompt[start : start + size]) == invocation:
+            return start
+    return NEVER

@@ -76,7 +76,9 @@ class Scheduler:
         if submit.request_id in self._requests:
             raise RuntimeError(f"request {submit.request_id} was submitted twice")
         hold = None if submit.adapter is None else self._adapters.acquire(submit.adapter)
-        request = Request(submit, self._next_serial, StepId(self._next_step_id), hold)
+        request = Request(
+            submit, self._next_serial, StepId(self._next_step_id), hold, self._page_size
+        )
         request.max_num_tokens = min(request.max_num_tokens, self._max_model_len)
         self._next_serial += 1
         self._requests[submit.request_id] = request
@@ -90,11 +92,23 @@ class Scheduler:
             self._fetching.append(request)
 
     def load_adapter(
-        self, name: AdapterName, digest: AdapterDigest, *, path: str, rank: int, num_bytes: int
+        self,
+        name: AdapterName,
+        digest: AdapterDigest,
+        *,
+        path: str,
+        rank: int,
+        num_bytes: int,
+        invocation_tokens: tuple[int, ...] | None = None,
     ) -> None:
         """Take requests for `name` from now on. Whatever it meant before drains."""
         registered = self._adapters.register(
-            name, digest, path=path, rank=rank, num_bytes=num_bytes
+            name,
+            digest,
+            path=path,
+            rank=rank,
+            num_bytes=num_bytes,
+            invocation_tokens=invocation_tokens,
         )
         for freed in registered.freed:
             self._cache.evict_adapter(freed)

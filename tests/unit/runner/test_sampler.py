@@ -34,7 +34,8 @@ def sampler(requests: list[dict[str, Any]]) -> tuple[Sampler, PersistentBatch]:
                 row=Row(row), request_id=RequestId(row),
                 tokens=np.array(prompt + output, np.int32), num_prompt_tokens=len(prompt),
                 num_computed_tokens=0, page_tables=(np.array([row], np.int32),),
-                sampling=SamplingParams(**request), seed=seed, stop_ids=stop_ids, adapter_slot=None,
+                sampling=SamplingParams(**request), seed=seed, stop_ids=stop_ids,
+                adapter_slot=None, adapter_from=0,
             )
         )  # fmt: skip
         state.arrive(arrivals[-1])

@@ -49,6 +49,7 @@ def arrival(
         seed=0,
         stop_ids=(),
         adapter_slot=None,
+        adapter_from=0,
     )
 
 

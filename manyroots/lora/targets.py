@@ -1,0 +1,47 @@
+"""Which weights of a model an adapter may change, and their shapes.
+
+Made once from the model; read by whoever checks adapter files and by whoever gives them memory.
+Names are those of the checkpoint, without `.weight`: `model.layers.0.self_attn.q_proj`. The experts
+of a layer are one target each for gate, up and down: `model.layers.0.mlp.experts.gate_proj`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+class TargetKind(enum.Enum):
+    """How a low-rank pair enters."""
+
+    LINEAR = "linear"
+    """y += scaling * B (A x), with A [rank, in] and B [out, rank]; also the head."""
+    EMBEDDING = "embedding"
+    """in_features is the vocabulary: y += scaling * B A[token]."""
+    EXPERTS = "experts"
+    """LINEAR, once per expert; either side may be one matrix shared by all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One weight that adapters may change."""
+
+    kind: TargetKind
+    in_features: int
+    out_features: int
+    num_experts: int | None = None
+    """With EXPERTS alone."""
+
+
+Targets = Mapping[str, Target]
+"""By name, in the order of the model."""
+
+
+def adapter_bytes(targets: Targets, rank: int, bytes_per_element: int) -> int:
+    """Memory of an adapter that changes every target with this rank: the most a slot can need."""
+    total = 0
+    for target in targets.values():
+        size = rank * (target.in_features + target.out_features)
+        total += size * (target.num_experts or 1)
+    return total * bytes_per_element

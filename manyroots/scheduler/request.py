@@ -24,7 +24,6 @@ from manyroots.messages import Submit
 from manyroots.sampling import MAX_TOKENS_LIMIT
 from manyroots.step import Int32s, TokenLogprobs
 
-
 NEVER = 2**31 - 1
 """A position that no sequence reaches."""
 

@@ -17,6 +17,7 @@ from manyroots.cache.families.full import FULL_ATTENTION
 from manyroots.cache.planes import Capacity, Layout
 from manyroots.cache.policies import CachePolicies
 from manyroots.config import CacheSettings, EngineSettings, ModelSettings
+from manyroots.engine.adapter_folders import check_folders
 from manyroots.engine.loop import EngineLoop
 from manyroots.errors import ConfigError
 from manyroots.lora.limits import Limits
@@ -50,6 +51,8 @@ def build_engine(settings: EngineSettings) -> Engine:
     """Load the model, size the cache and wire everything up."""
     _check_step(settings)
     source = resolve_source(settings.model)
+    base_names = {source.name, settings.model.served_model_name or source.name}
+    check_folders(settings.lora, base_names)
     device = pick_device(settings.model)
     dtype = pick_dtype(settings.model, source, device)
     model = load_model(
@@ -81,11 +84,8 @@ def build_engine(settings: EngineSettings) -> Engine:
     )
     max_num_seqs = settings.scheduler.max_num_seqs
     runner = TorchRunner(model, arena, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
-    adapters = Residency(
-        Limits(
-            max_loras=settings.scheduler.max_loras, max_cpu_loras=settings.scheduler.max_cpu_loras
-        )
-    )
+    limits = Limits(max_loras=settings.lora.max_loras, max_cpu_loras=settings.lora.max_cpu_loras)
+    adapters = Residency(limits)
     scheduler = Scheduler(settings.scheduler, cache, adapters, max_model_len=max_model_len)
     logger.info(
         "%s: %s on %s, %d pages of %d tokens (%.2f GiB), context %d",

@@ -1,7 +1,8 @@
 """`LLM`: the engine inside your own process, for scripts and batch work.
 
 Takes prompts (text, token ids or chats), sampling parameters and adapters; gives finished
-completions in the order of the prompts. The same loop, door and text as the server's; no process boundary.
+completions in the order of the prompts. The same loop, door and text as the server's; no process
+boundary.
 """
 
 from __future__ import annotations

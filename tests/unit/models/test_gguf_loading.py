@@ -135,5 +135,5 @@ def test_a_file_cut_in_its_data_names_the_tensor(tmp_path: Path) -> None:
 def test_a_file_that_is_something_else_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "m.gguf"
     file.write_bytes(b"PK" * 100)
-    with pytest.raises(ModelError, match="does not begin with GGUF"):
+    with pytest.raises(ModelError, match="begins with b'PKPK' instead of b'GGUF'"):
         resolve_source(ModelSettings(model=str(file)))

@@ -105,9 +105,7 @@ class SparseMLP:
         device: torch.device,
     ) -> None:
         self.router = Router(hidden_size, spec, dtype=dtype, device=device)
-        self.experts = Experts(
-            hidden_size, spec, activation=activation, dtype=dtype, device=device
-        )
+        self.experts = Experts(hidden_size, spec, activation=activation, dtype=dtype, device=device)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.experts(x, self.router(x))

@@ -27,6 +27,5 @@ def combine(out: Tensor, routing: Routing) -> Tensor:
     Each token collects its pairs instead of pairs being added onto tokens: the order of the sum
     is then the same on every run and in every batch, and half precision sums in float32.
     """
-    by_token = out.index_select(0, routing.pair_index.flatten())
-    weight = routing.weight[routing.pair_index].unsqueeze(-1)
-    return by_token.view(*routing.pair_index.shape, -1).mul_(weight).sum(dim=1)
+    by_token = out[routing.pair_index]
+    return by_token.mul_(routing.weight[routing.pair_index].unsqueeze(-1)).sum(dim=1)

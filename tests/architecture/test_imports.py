@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "scheduler": BASE | {"cache", "lora"},
     # execute
     "kernels": BASE,
-    "store": BASE | {"models"},
+    "store": BASE | {"models", "lora"},
     "layers": BASE | {"kernels", "store"},
     "models": BASE | {"kernels", "store", "layers"},
     "runner": BASE | {"kernels", "store", "models", "cache"},

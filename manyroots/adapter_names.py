@@ -46,7 +46,7 @@ def name_fault(name: str) -> str | None:
         )
     if not name.isprintable() or name != name.strip():
         return f"the adapter name {name!r} has blanks around it or control characters; remove them."
-    if "/" in name or "\\" in name or name in (".", ".."):
+    if "/" in name or "\\" in name or ".." in name or name == ".":
         return (
             f"the adapter name {name!r} reads like a path; use letters, digits, '-', '_' and '.'."
         )

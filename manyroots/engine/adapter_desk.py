@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from manyroots.adapter_names import LoraModule, name_fault
 from manyroots.config import LoraSettings
-from manyroots.engine.adapter_folders import allowed_folder
+from manyroots.engine.adapter_folders import find_folder
 from manyroots.engine.adapter_reads import Finished, Reads
 from manyroots.errors import ManyrootsError, NotFoundError, RequestError
 from manyroots.ids import AdapterName, RequestId, Tier
@@ -51,9 +51,9 @@ Message = Submit | LoadLora | UnloadLora
 class AdapterFiles:
     """How the execute half reads adapters."""
 
-    read: Callable[[Path], tuple[AdapterSpec, AdapterWeights]]
-    """Everything in a folder, checked against the model; raises what a caller may read. Called on
-    other threads."""
+    read: Callable[[Path, Sequence[Path] | None], tuple[AdapterSpec, AdapterWeights]]
+    """Everything in a folder, checked against the model; raises what a caller may read. With
+    folders given, no link may lead out of them. Called on other threads."""
     keep: Callable[[AdapterWeights], None]
     """Takes what was just read, so that the first load need not read it again."""
 
@@ -228,8 +228,9 @@ class AdapterDesk:
         lora_dirs = () if load is None else self._lora_dirs
 
         def job() -> _Read:
-            folder = allowed_folder(path, lora_dirs)
-            return _Read(folder, *self._files.read(folder))
+            folder = find_folder(path, lora_dirs)
+            allowed = [Path(item) for item in lora_dirs] or None
+            return _Read(folder, *self._files.read(folder, allowed))
 
         self.reads.begin(lane, job)
 

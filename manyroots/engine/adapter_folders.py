@@ -10,9 +10,8 @@ from pathlib import Path
 
 from manyroots.adapter_names import LoraModule
 from manyroots.config import LoraSettings
-from manyroots.errors import ConfigError, RequestError
-
-CONFIG_FILE = "adapter_config.json"
+from manyroots.errors import AdapterError, ConfigError
+from manyroots.lora.files.folder import CONFIG_FILE, check_folder
 
 
 def check_folders(settings: LoraSettings, base_names: Collection[str]) -> None:
@@ -25,12 +24,12 @@ def check_folders(settings: LoraSettings, base_names: Collection[str]) -> None:
             )
         _check_module(module)
     for folder in settings.lora_dirs:
-        if not Path(folder).is_dir():
+        if not Path(folder).expanduser().is_dir():
             raise ConfigError(f"--lora-dirs has {folder!r}, which is not a folder; make it first.")
 
 
 def _check_module(module: LoraModule) -> None:
-    folder = Path(module.path)
+    folder = Path(module.path).expanduser()
     if not folder.is_dir():
         raise ConfigError(
             f"--lora-modules {module.name}={module.path}: there is no such folder; give the one "
@@ -43,31 +42,20 @@ def _check_module(module: LoraModule) -> None:
         )
 
 
-def allowed_folder(path: str, lora_dirs: Sequence[str]) -> Path:
-    """The folder that `path` means, links followed; refused unless it is below --lora-dirs.
+def find_folder(path: str, lora_dirs: Sequence[str]) -> Path:
+    """The folder that a caller's path means; refused unless it is below --lora-dirs.
 
     A relative path is looked up in each of them. Without any, every folder is allowed: then the
     caller is whoever runs this process, since the server's endpoints can't be without.
     """
-    roots = [Path(folder).resolve() for folder in lora_dirs]
-    # What lies outside must read the same whether it exists or not.
-    refusal = RequestError(
-        f"lora_path is {path[:200]!r}, which is not a folder below those that --lora-dirs allows.",
-        field="lora_path",
-    )
-    if not path or "\0" in path:
-        raise refusal
-    given = Path(path)
-    for candidate in [given] if given.is_absolute() or not roots else [r / given for r in roots]:
+    if not lora_dirs:
+        return check_folder(path, None)
+    allowed = [Path(folder) for folder in lora_dirs]
+    refusal: AdapterError | None = None
+    for candidate in [path] if path[:1] in ("", "/", "~") else [f"{d}/{path}" for d in allowed]:
         try:
-            folder = candidate.resolve(strict=True)
-            is_folder = folder.is_dir()
-        except (OSError, RuntimeError):  # not there, not ours to read, or a loop of links
-            continue
-        if is_folder and (not roots or any(folder.is_relative_to(root) for root in roots)):
-            return folder
-    if not roots:
-        raise RequestError(
-            f"lora_path is {path[:200]!r}, and there is no such folder.", field="lora_path"
-        )
+            return check_folder(candidate, allowed)
+        except AdapterError as error:
+            refusal = refusal or error
+    assert refusal is not None
     raise refusal

@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).parents[2] / "manyroots"
 
 BASE = {
     "ids", "errors", "version", "sampling", "step", "messages", "adapter_names", "config",
+    "gguf_header",
 }  # fmt: skip
 """Files at the top of the package that any room may import."""
 
@@ -22,6 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "version": set(),
     "sampling": {"errors"},
+    "gguf_header": {"errors"},
     "adapter_names": {"errors"},
     "config": {"errors", "adapter_names"},
     "step": {"ids", "sampling"},
@@ -32,7 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "scheduler": BASE | {"cache", "lora"},
     # execute
     "kernels": BASE,
-    "store": BASE | {"models"},
+    "store": BASE | {"models", "lora"},
     "layers": BASE | {"kernels", "store"},
     "models": BASE | {"kernels", "store", "layers"},
     "runner": BASE | {"kernels", "store", "models", "cache"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ class Files:
         self.num_reads: dict[str, int] = {}
         self.kept: list[Any] = []
 
-    def read(self, folder: Path) -> tuple[AdapterSpec, Any]:
+    def read(self, folder: Path, allowed: Sequence[Path] | None) -> tuple[AdapterSpec, Any]:
         self.num_reads[folder.name] = self.num_reads.get(folder.name, 0) + 1
         assert self.gate.wait(10)
         content = (folder / "adapter_config.json").read_text()

@@ -146,8 +146,6 @@ class EngineInfo:
     eos_token_ids: tuple[int, ...]
     dtype: str
     device: str
-    num_adapter_slots: int | None = None
-    """Places for adapters on the device; None if they are made as needed, or LoRA is off."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,7 +80,7 @@ def build_engine(settings: EngineSettings) -> Engine:
         CachePolicies(reuse=settings.cache.enable_prefix_caching),
     )
     max_num_seqs = settings.scheduler.max_num_seqs
-    runner = TorchRunner(model, arena, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
+    runner = TorchRunner(model, arena, None, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
     adapters = Residency(
         Limits(
             max_loras=settings.scheduler.max_loras, max_cpu_loras=settings.scheduler.max_cpu_loras

@@ -14,19 +14,30 @@ from manyroots.lora.targets import Target, TargetKind
 class LoraSite:
     """One product that adapters may change; two sites are never equal.
 
-    The projections of a fused product are its parts, one after the other in the output.
+    The projections of a fused product are its parts, one after the other in the output. A product
+    of one projection has one part, named "".
     """
 
-    def __init__(self, in_features: int, parts: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        kind: TargetKind,
+        in_features: int,
+        parts: Mapping[str, int],
+        *,
+        num_experts: int | None = None,
+    ) -> None:
+        """`parts`: the width of each in the output, by name."""
+        self.kind = kind
         self.in_features = in_features
         self.out_features = sum(parts.values())
-        self._parts = parts
+        self.num_experts = num_experts
+        self._parts = dict(parts)
 
     def targets(self, folder: str) -> Iterator[tuple[str, SitePart]]:
-        """Its parts by name: `folder` and the part's own, or `folder` alone for "". """
+        """Its parts by their names in the checkpoint's `folder`."""
         start = 0
         for part, size in self._parts.items():
-            target = Target(TargetKind.LINEAR, self.in_features, size)
+            target = Target(self.kind, self.in_features, size, self.num_experts)
             name = f"{folder}.{part}" if part else folder
             yield name, SitePart(self, slice(start, start + size), target)
             start += size

@@ -11,7 +11,7 @@ where their weights are stacked, all others one by one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,15 +75,20 @@ class AdapterBatch:
         cls,
         token_slots: Slots,
         weights: Mapping[int, SlotWeights],
-        stacks: Stacks,
+        stacks: Stacks | None,
         device: torch.device,
     ) -> AdapterBatch | None:
-        """None if no token has an adapter. KeyError for a slot that is not in `weights`."""
+        """None if no token has an adapter. KeyError for a slot that is not in `weights`.
+
+        `stacks`: None for tokens that pass few sites, which are computed run by run.
+        """
         runs = tuple(_runs(token_slots, weights))
         if not runs:
             return None
-        together = _choose(runs)
-        stack = stacks.find(tuple(run.weights for run in together)) if together else None
+        together = _choose(runs) if stacks is not None else []
+        stack = None
+        if stacks is not None and together:
+            stack = stacks.find(tuple(run.weights for run in together))
         if stack is None:
             return cls(runs, runs, None)
         chosen = set(map(id, together))
@@ -113,12 +118,17 @@ def _choose(runs: Sequence[Run]) -> list[Run]:
         if run.num_tokens <= MAX_GROUPED_TOKENS:
             by_slot.setdefault(run.slot, run)
     chosen = [by_slot[slot] for slot in sorted(by_slot)]
-    for size in (lambda run: run.num_tokens, lambda run: run.weights.rank):
-        sizes = [size(run) for run in chosen]
-        while chosen and len(sizes) * max(sizes) > MAX_WASTE * sum(sizes):
-            worst = sizes.index(max(sizes))
-            del chosen[worst], sizes[worst]
+    chosen = _fitting(chosen, lambda run: run.num_tokens)
+    chosen = _fitting(chosen, lambda run: run.weights.rank)
     return chosen if len(chosen) > 1 else []
+
+
+def _fitting(runs: list[Run], size: Callable[[Run], int]) -> list[Run]:
+    """Without the largest, until padding the others to the largest of them is worth it."""
+    kept = list(runs)
+    while kept and len(kept) * max(map(size, kept)) > MAX_WASTE * sum(map(size, kept)):
+        kept.remove(max(kept, key=size))
+    return kept
 
 
 def _group(runs: Sequence[Run], stack: Stack, device: torch.device) -> Group:

@@ -19,7 +19,8 @@ from torch import Tensor
 from manyroots.kernels.lora.weights import LowRank, Site, SlotWeights
 
 NUM_REMEMBERED = 16
-"""Sets that were seen and have no stack yet."""
+"""Sets that were seen and have no stack yet; and for how many steps a stack that is not used keeps
+its memory from others. Sets that take turns would otherwise be copied in each step."""
 
 Members = tuple[SlotWeights, ...]
 
@@ -37,7 +38,10 @@ class Stacked:
 class Stack:
     """The linear sites of some adapters, stacked when first asked for."""
 
-    def __init__(self, members: Members) -> None:
+    def __init__(self, members: Members, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        """When all sites have been asked for."""
+        self.last_step = 0
         self._members = members
         self._by_site: dict[Site, Stacked | None] = {}
 
@@ -58,32 +62,41 @@ class Stacks:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         """0: never stack."""
-        self._stacks: dict[Members, tuple[Stack, int]] = {}
-        """With the bytes of each when it is whole; least recently used first."""
+        self._stacks: dict[Members, Stack] = {}
         self._seen: deque[Members] = deque(maxlen=NUM_REMEMBERED)
+        self._step = 0
 
     @property
     def num_bytes(self) -> int:
         """Memory of all stacks when they are whole."""
-        return sum(size for _, size in self._stacks.values())
+        return sum(stack.num_bytes for stack in self._stacks.values())
 
     def find(self, members: Members) -> Stack | None:
-        """The stack of these adapters, if it is worth having."""
+        """The stack of a step's adapters, if it is worth having. Called once per step."""
         if self._max_bytes == 0:
             return None
-        entry = self._stacks.pop(members, None)
-        if entry is None:
+        self._step += 1
+        stack = self._stacks.get(members)
+        if stack is None:
             if members not in self._seen:
                 self._seen.append(members)
                 return None
-            size = _stacked_bytes(members)
-            if size > self._max_bytes:
+            stack = Stack(members, _stacked_bytes(members))
+            if not self._make_room(stack.num_bytes):
                 return None
-            while self.num_bytes + size > self._max_bytes:
-                del self._stacks[next(iter(self._stacks))]
-            entry = (Stack(members), size)
-        self._stacks[members] = entry
-        return entry[0]
+            self._stacks[members] = stack
+        stack.last_step = self._step
+        return stack
+
+    def _make_room(self, num_bytes: int) -> bool:
+        oldest_first = sorted(self._stacks, key=lambda members: self._stacks[members].last_step)
+        for members in oldest_first:
+            if self.num_bytes + num_bytes <= self._max_bytes:
+                break
+            if self._step - self._stacks[members].last_step <= NUM_REMEMBERED:
+                return False
+            del self._stacks[members]
+        return self.num_bytes + num_bytes <= self._max_bytes
 
     def forget(self, weights: SlotWeights) -> None:
         """These weights leave the device: so does every copy of them."""

@@ -29,7 +29,8 @@ class Part:
     columns: slice
     """Its columns of y."""
     b: Tensor
-    """[rank, out], scaled; experts: [experts or 1, rank, out]."""
+    """[rank, out], scaled; experts: [experts or 1, rank, out]. Rank-major in the memory of a CPU,
+    out-major in that of a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class LowRank:
     @property
     def rank(self) -> int:
         """Columns of h."""
-        return self.parts[-1].ranks.stop
+        return int(self.parts[-1].ranks.stop)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,4 +59,9 @@ class SlotWeights:
     experts: Mapping[Site, LowRank]
     rank: int
     """The highest of its sites."""
-    num_bytes: int
+    buffer: Tensor
+    """Flat: all of the above are cut from it."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.buffer.numel() * self.buffer.element_size()

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
-from manyroots.errors import ManyrootsError
+from manyroots.errors import AdapterError, ManyrootsError
 from manyroots.ids import AdapterDigest, AdapterSlot
 from manyroots.step import AdapterIntent, AdapterLoaded, DropAdapter, LoadAdapter
 from manyroots.store.adapter_slots import AdapterSlots
@@ -112,7 +112,7 @@ class AdapterLoader:
         if weights is None:
             weights = self._read(load.path)
             if weights.digest != load.digest:
-                raise ManyrootsError(
+                raise AdapterError(
                     f"the files at {load.path} changed since the adapter was opened; load it again"
                 )
         with self._changed:

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+from manyroots.errors import AdapterError
 from manyroots.ids import AdapterSlot
 from manyroots.kernels.lora.batch import AdapterBatch, Slots
 from manyroots.kernels.lora.stacks import Stacks, default_stack_bytes
@@ -102,7 +103,10 @@ class AdapterSlots:
         placed = {site: _place(found, memory) for site, found in by_site.items()}
         # A masked or padded product with an infinite weight would spoil its neighbours.
         if not bool(torch.isfinite(memory.buffer).all()):
-            raise RuntimeError(f"the adapter's weights are not finite as {self._dtype}")
+            raise AdapterError(
+                f"the adapter's weights, scaled, are not all finite as {self._dtype}; use a --dtype "
+                "with a wider range."
+            )
 
         def of(kind: TargetKind) -> dict[Site, LowRank]:
             return {site: low for site, low in placed.items() if site.kind is kind}

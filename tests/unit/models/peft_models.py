@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from peft.tuners.lora import LoraLayer
 from torch import Tensor
 
 from manyroots.ids import AdapterSlot
+from manyroots.lora.spec import AdapterSpec
 from manyroots.models.llama import Llama
+from manyroots.store.adapter_files import read_adapter
 from manyroots.store.adapter_slots import AdapterSlots
 from manyroots.store.adapter_weights import AdapterWeights
-from tests.unit.host_copies import host_copy
 from tests.unit.models.tiny import load_tiny, save_tiny
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -68,8 +68,9 @@ class Pair:
 
 
 def make_pair(folder: Path, kind: str, adapters: dict[str, dict[str, Any]]) -> Pair:
-    base = save_tiny(folder, kind)
-    ours = load_tiny(folder)
+    """Everything passes through files: the model's, and each adapter's as PEFT saves it."""
+    base = save_tiny(folder / "base", kind)
+    ours = load_tiny(folder / "base")
     slots = AdapterSlots(ours.lora_parts(), dtype=torch.float32, device=torch.device("cpu"))
     theirs: Any = None
     for name, options in adapters.items():
@@ -79,26 +80,24 @@ def make_pair(folder: Path, kind: str, adapters: dict[str, dict[str, Any]]) -> P
             theirs = get_peft_model(base, config, adapter_name=name)
         else:
             theirs.add_adapter(name, config)
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if "lora_embedding_A" in name:
+                # Drawn from a normal distribution, these would drown the model's own embedding.
+                parameter.mul_(0.1)
+    theirs.save_pretrained(folder, save_embedding_layers=False)
     slot_of = {name: slot for slot, name in enumerate(adapters)}
     for name, slot in slot_of.items():
-        slots.load(AdapterSlot(slot), their_weights(theirs, name))
+        slots.load(AdapterSlot(slot), read(folder / name, ours)[1])
     return Pair(theirs.eval(), ours, slots, slot_of)
 
 
-def their_weights(theirs: PeftModel, adapter: str) -> AdapterWeights:
-    pairs: dict[str, tuple[Tensor, Tensor, float]] = {}
-    for name, module in theirs.base_model.model.named_modules():
-        if not isinstance(module, LoraLayer):
-            continue
-        if adapter in module.lora_A:
-            a, b = module.lora_A[adapter].weight, module.lora_B[adapter].weight
-        elif adapter in module.lora_embedding_A:
-            with torch.no_grad():
-                # Drawn from a normal distribution, these would drown the model's own embedding.
-                module.lora_embedding_A[adapter].mul_(0.1)
-            a, b = module.lora_embedding_A[adapter].t(), module.lora_embedding_B[adapter]
-        else:
-            continue
-        pairs[name] = (a.detach(), b.detach(), float(module.scaling[adapter]))
-    assert pairs
-    return host_copy(pairs, adapter)
+def read(folder: Path, model: Llama) -> tuple[AdapterSpec, AdapterWeights]:
+    return read_adapter(
+        folder,
+        model.adapter_targets(),
+        max_rank=64,
+        dtype=torch.float32,
+        pin=False,
+        vocab_size=model.spec.vocab_size,
+    )

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from manyroots.errors import AdapterError
 from manyroots.ids import AdapterSlot
 from manyroots.models.llama import Llama
 from manyroots.store.adapter_slots import AdapterSlots
@@ -103,7 +104,7 @@ def test_weights_that_are_not_finite_in_the_engines_arithmetic_are_refused(model
     weights = host_copy(
         {target: (torch.ones(2, 48).half(), torch.full((48, 2), 6e4).half(), 2.0)}, "huge"
     )
-    with pytest.raises(RuntimeError, match="not finite as torch.float16"):
+    with pytest.raises(AdapterError, match="not all finite as torch.float16"):
         slots.load(SLOT, weights)
     with pytest.raises(RuntimeError, match="empty"):
         slots.batch(np.array([0]), all_layers=True)

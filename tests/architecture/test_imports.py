@@ -42,7 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "api": BASE | {"engine", "text", "observe"},
     "bench": BASE | {"llm", "models", "scheduler", "cache", "lora"},
     "simulate": BASE | {"scheduler", "cache", "lora", "runner", "engine"},
-    "cli": BASE | {"llm", "api", "bench", "simulate"},
+    "cli": BASE | {"llm", "api", "bench", "simulate", "lora", "engine"},
     "__init__": {"llm", "sampling", "version"},
 }
 

@@ -17,10 +17,11 @@ from manyroots.cache.families.full import FULL_ATTENTION
 from manyroots.cache.planes import Capacity, Layout
 from manyroots.cache.policies import CachePolicies
 from manyroots.config import CacheSettings, EngineSettings, ModelSettings
+from manyroots.engine.adapter_desk import AdapterDesk
 from manyroots.engine.adapter_folders import check_folders
+from manyroots.engine.adapter_half import adapter_limits, build_adapter_half
 from manyroots.engine.loop import EngineLoop
 from manyroots.errors import ConfigError
-from manyroots.lora.limits import Limits
 from manyroots.lora.residency import Residency
 from manyroots.messages import EngineInfo
 from manyroots.models.load import load_model
@@ -62,11 +63,15 @@ def build_engine(settings: EngineSettings) -> Engine:
         load_format=settings.model.load_format,
         seed=settings.model.seed,
     )
+    lora = settings.lora
+    half = build_adapter_half(lora, model, dtype, device) if lora.enable_lora else None
     spec = model.spec
     page_size = settings.cache.block_size
     bytes_per_page = page_bytes(spec, page_size, dtype)
     max_model_len = _model_length(settings.model, spec)
-    num_pages = _count_pages(settings, bytes_per_page, max_model_len, device)
+    # On a GPU, what adapters will take must not be given to pages.
+    adapter_reserve = half.max_device_bytes if half and device.type == "cuda" else 0
+    num_pages = _count_pages(settings, bytes_per_page, max_model_len, device, adapter_reserve)
     max_model_len = _fit_length(settings.model, max_model_len, num_pages, page_size)
 
     arena = PageArena(
@@ -83,9 +88,14 @@ def build_engine(settings: EngineSettings) -> Engine:
         CachePolicies(reuse=settings.cache.enable_prefix_caching),
     )
     max_num_seqs = settings.scheduler.max_num_seqs
-    runner = TorchRunner(model, arena, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
-    limits = Limits(max_loras=settings.lora.max_loras, max_cpu_loras=settings.lora.max_cpu_loras)
-    adapters = Residency(limits)
+    runner = TorchRunner(
+        model,
+        arena,
+        None if half is None else half.loader,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+    )
+    adapters = Residency(adapter_limits(settings.lora))
     scheduler = Scheduler(settings.scheduler, cache, adapters, max_model_len=max_model_len)
     logger.info(
         "%s: %s on %s, %d pages of %d tokens (%.2f GiB), context %d",
@@ -104,7 +114,8 @@ def build_engine(settings: EngineSettings) -> Engine:
         dtype=str(dtype).removeprefix("torch."),
         device=str(device),
     )
-    return Engine(EngineLoop(scheduler, runner), info)
+    desk = AdapterDesk(lora, scheduler, half.files, base_names=base_names) if half else None
+    return Engine(EngineLoop(scheduler, runner, desk=desk), info)
 
 
 def pick_device(settings: ModelSettings) -> torch.device:
@@ -149,19 +160,24 @@ def _model_length(settings: ModelSettings, spec: ModelSpec) -> int:
 
 
 def _count_pages(
-    settings: EngineSettings, bytes_per_page: int, max_model_len: int, device: torch.device
+    settings: EngineSettings,
+    bytes_per_page: int,
+    max_model_len: int,
+    device: torch.device,
+    adapter_reserve: int,
 ) -> int:
     cache = settings.cache
     if cache.num_gpu_blocks_override is not None:
         return cache.num_gpu_blocks_override
-    budget = cache.kv_cache_memory_bytes or _free_bytes(cache, device)
+    budget = cache.kv_cache_memory_bytes or _free_bytes(cache, device) - adapter_reserve
     # More pages than every row at its longest could use would never be touched.
     useful = settings.scheduler.max_num_seqs * -(-max_model_len // cache.block_size) * 2
     num_pages = min(budget // bytes_per_page, useful)
     if num_pages < 1:
         raise ConfigError(
             f"{budget} bytes are left for the cache, and one page takes {bytes_per_page}. "
-            "Raise --kv-cache-memory-bytes or --gpu-memory-utilization, or lower --block-size."
+            "Raise --kv-cache-memory-bytes or --gpu-memory-utilization, or lower --block-size, "
+            "--max-loras or --max-lora-rank."
         )
     return int(num_pages)
 

@@ -106,6 +106,15 @@ class LoraReply:
     """Requests that still hold what was unloaded; their share is freed when they are over."""
 
 
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """What only failed sequences, and the first news of an adapter's, have."""
+
+    error_kind: ErrorKind = ErrorKind.ENGINE
+    adapter_was: Tier | None = None
+    """Where the weights were when the request came."""
+
+
 @dataclass(slots=True)
 class Output:
     """News of one sequence. Not frozen, because a step makes hundreds; nobody changes one that
@@ -125,9 +134,16 @@ class Output:
     """With the first tokens: one per prompt token but the first, where asked for."""
     error: str | None = None
     """With FinishReason.ERROR: what went wrong."""
-    error_kind: ErrorKind = ErrorKind.ENGINE
-    adapter_was: Tier | None = None
-    """With the first news of an adapter's request: where the weights were when it came."""
+    notice: Notice | None = None
+    """What few have to say: one field, since a step encodes hundreds of these."""
+
+    @property
+    def error_kind(self) -> ErrorKind:
+        return ErrorKind.ENGINE if self.notice is None else self.notice.error_kind
+
+    @property
+    def adapter_was(self) -> Tier | None:
+        return None if self.notice is None else self.notice.adapter_was
 
 
 @dataclass(frozen=True, slots=True)

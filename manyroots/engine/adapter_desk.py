@@ -33,6 +33,7 @@ from manyroots.messages import (
     LoadLora,
     LoadTime,
     LoraReply,
+    Notice,
     Output,
     Submit,
     UnloadLora,
@@ -324,8 +325,9 @@ class AdapterDesk:
 
     def _refuse(self, message: Message, reason: str, kind: ErrorKind) -> None:
         assert isinstance(message, Submit)
+        notice = Notice(error_kind=kind)
         self._outputs.append(
-            Output(message.request_id, [], FinishReason.ERROR, 0, error=reason, error_kind=kind)
+            Output(message.request_id, [], FinishReason.ERROR, 0, error=reason, notice=notice)
         )
 
     def _reply_error(self, op_id: int, reason: str, kind: ErrorKind) -> None:

@@ -24,6 +24,7 @@ from manyroots.messages import (
     LoadLora,
     LoadTime,
     LoraReply,
+    Notice,
     Output,
     Stats,
     Submit,
@@ -142,14 +143,10 @@ class EngineLoop:
             self._scheduler.submit(submit)
         except NotFoundError as error:
             # The door knew the adapter; it was unloaded on the way here.
+            notice = Notice(error_kind=ErrorKind.NOT_FOUND)
             self._news.append(
                 Output(
-                    submit.request_id,
-                    [],
-                    FinishReason.ERROR,
-                    0,
-                    error=str(error),
-                    error_kind=ErrorKind.NOT_FOUND,
+                    submit.request_id, [], FinishReason.ERROR, 0, error=str(error), notice=notice
                 )
             )
 
@@ -173,7 +170,9 @@ class EngineLoop:
         news, self._news = self._news, []
         if self._adapter_was:
             for output in news:
-                output.adapter_was = self._adapter_was.pop(output.request_id, None)
+                was = self._adapter_was.pop(output.request_id, None)
+                if was is not None:
+                    output.notice = Notice(output.error_kind, was)
         return news
 
     def take_replies(self) -> list[LoraReply]:

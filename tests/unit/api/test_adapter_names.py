@@ -16,6 +16,7 @@ from manyroots.messages import (
     ErrorKind,
     FinishReason,
     LoadTime,
+    Notice,
     Output,
     Stats,
     Submit,
@@ -147,8 +148,8 @@ async def test_w10_an_adapter_that_cannot_be_used_fails_its_requests_with_the_re
     def rule(submit: Submit) -> Any:
         if submit.adapter is None:
             return repeat_prompt(submit)
-        news = Output(submit.request_id, [], FinishReason.ERROR, 0, error="r is 0", error_kind=kind)
-        return [news]
+        notice = Notice(error_kind=kind)
+        return [Output(submit.request_id, [], FinishReason.ERROR, 0, error="r is 0", notice=notice)]
 
     server = harness(FakeEngine(rule))
     answer = await server.complete(model="sql")
@@ -266,7 +267,7 @@ async def test_w20_first_token_latency_by_where_the_adapter_was() -> None:
     def rule(submit: Submit) -> Any:
         was = next(places) if submit.adapter else None
         for index, output in enumerate(repeat_prompt(submit)):
-            output.adapter_was = was if index == 0 else None
+            output.notice = Notice(adapter_was=was) if index == 0 else None
             yield output
 
     server = harness(FakeEngine(rule))

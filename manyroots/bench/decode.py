@@ -179,11 +179,18 @@ def seconds_to_finish(engine: Engine, submits: list[Submit]) -> float:
     began = time.perf_counter()
     for submit in submits:
         engine.loop.handle(submit)
-    while engine.loop.has_work:
+    num_running = len(submits)
+    while num_running:
+        if engine.loop.is_reading and not engine.loop.has_work:
+            engine.loop.wait_for_read()
         for output in engine.loop.step():
             if output.finish_reason is FinishReason.ERROR:
                 raise RuntimeError(f"a request of the bench failed: {output.error}")
-    return time.perf_counter() - began
+            num_running -= output.finish_reason is not None
+    elapsed = time.perf_counter() - began
+    while engine.loop.has_work:
+        engine.loop.step()
+    return elapsed
 
 
 def _cold(engine: Engine) -> dict[str, float]:

@@ -272,6 +272,32 @@ class PrefixCache:
         lease.num_covered_tokens = end_of_page - 1 if is_watched else end_of_page
         return Extension(first, units)
 
+    def turn_pages(self, leases: list[Lease]) -> list[Int32s] | None:
+        """One more page for each lease, all of which are full: by family, the unit that each got.
+
+        None if they must be extended one by one: there is not room for all, or a family has more
+        to do at a page's end than to take a unit.
+        """
+        count, pools = len(leases), self.index.pools
+        if self._stateful or self._unordered:
+            return None
+        if any(pools[plane.index].num_available < count for plane in self._paged):
+            return None
+        taken = [self._allocate(plane.index, count) for plane in self._paged]
+        for family, units in enumerate(taken):
+            for at, lease in enumerate(leases):
+                lease.grow(family, units[at : at + 1])
+        for lease in leases:
+            lease.num_covered_tokens += self.page_size
+        return taken
+
+    def num_resumable_tokens(self, lease: Lease, tokens: Int32s) -> int:
+        """How many of a lease's tokens would be found, were it released and claimed again now."""
+        if self._stateful or self._unordered or self.layout.host:
+            return self.lookup(lease.key, tokens).num_pages * self.page_size
+        num_pages = min(lease.num_published_pages, nearest_attached(lease.cursor).end)
+        return num_pages * self.page_size
+
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
@@ -299,7 +325,7 @@ class PrefixCache:
         if count == 0:
             return NO_UNITS
         units = self._allocate(family, count)
-        lease.tables[family] = np.concatenate((lease.tables[family], units))
+        lease.grow(family, units)
         if self.layout.device[family].family.is_state:
             self._start_state(lease, family, int(units[0]))
         return units

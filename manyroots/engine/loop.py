@@ -11,7 +11,7 @@ from collections import deque
 from concurrent.futures import Future
 
 from manyroots.errors import NotFoundError, UnavailableError
-from manyroots.messages import Abort, FinishReason, Output, Stats, Submit
+from manyroots.messages import Abort, FinishReason, News, Output, Stats, Submit
 from manyroots.scheduler.scheduler import Scheduler
 from manyroots.step import Runner, StepResult
 
@@ -29,12 +29,12 @@ class EngineLoop:
         self._runner = runner
         self._depth = depth
         self._launched: deque[Future[StepResult]] = deque()
-        self._news: list[Output] = []
+        self._news = News([])
         self._failures_in_a_row = 0
 
     @property
     def has_work(self) -> bool:
-        return bool(self._news) or self._scheduler.has_work
+        return len(self._news) > 0 or self._scheduler.has_work
 
     def handle(self, message: Submit | Abort) -> None:
         """Take one message from a client."""
@@ -43,23 +43,23 @@ class EngineLoop:
                 self._scheduler.submit(message)
             except NotFoundError as error:
                 # The door knew the adapter; it was unloaded on the way here.
-                self._news.append(
+                self._news.outputs.append(
                     Output(message.request_id, [], FinishReason.ERROR, 0, error=str(error))
                 )
             return
         for request_id in message.request_ids:
             output = self._scheduler.abort(request_id)
             if output is not None:
-                self._news.append(output)
+                self._news.outputs.append(output)
 
-    def step(self) -> list[Output]:
+    def step(self) -> News:
         """Launch the next step, wait for the one before it, and give the news so far."""
         plan = self._scheduler.schedule()
         if plan is not None:
             self._launched.append(self._runner.launch(plan))
         if len(self._launched) > self._depth or (plan is None and self._launched):
             self._finish_oldest()
-        news, self._news = self._news, []
+        news, self._news = self._news, News([])
         return news
 
     def stats(self) -> Stats:
@@ -75,7 +75,9 @@ class EngineLoop:
             self._recover(error)
             return
         self._failures_in_a_row = 0
-        self._news.extend(self._scheduler.advance(result))
+        news = self._scheduler.advance(result)
+        self._news.outputs.extend(news.outputs)
+        self._news.tokens = news.tokens  # one result a step: nothing is there yet
 
     def _recover(self, error: Exception) -> None:
         """A step failed: fail its requests and those that may lean on it, and go on."""
@@ -83,10 +85,10 @@ class EngineLoop:
         for future in self._launched:
             if future.exception() is None:  # waits
                 # Its tokens rest on the failed step; the copies that ended with it do not.
-                self._news.extend(self._scheduler.take_arrivals(future.result()))
+                self._news.outputs.extend(self._scheduler.take_arrivals(future.result()))
         self._launched.clear()
         reason = f"the step that computed this request failed: {error}"
-        self._news.extend(self._scheduler.fail_in_flight(reason))
+        self._news.outputs.extend(self._scheduler.fail_in_flight(reason))
         self._failures_in_a_row += 1
         if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
             raise UnavailableError(

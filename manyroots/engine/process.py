@@ -75,8 +75,8 @@ def run(socket: Socket, loop: EngineLoop) -> None:
                 return
             loop.handle(message)
         if loop.has_work:
-            outputs = loop.step()
-            socket.send_multipart(encode(Kind.BATCH, Batch(outputs, loop.stats())))
+            news = loop.step()
+            socket.send_multipart(encode(Kind.BATCH, Batch(news, loop.stats())))
 
 
 def _exit_with_parent() -> None:

@@ -1,7 +1,7 @@
 """The persistent batch: what the runner remembers of each row between steps.
 
 In: the deltas of a plan. Out: the flat arrays a forward pass needs. Numpy throughout and no loop
-over the rows of a step: only arrivals and grown tables cost Python.
+over the rows of a step: only arrivals cost Python.
 """
 
 from __future__ import annotations
@@ -53,8 +53,7 @@ class PersistentBatch:
         for arrival in plan.arrivals:
             self._arrive(arrival)
         for growth in plan.new_pages:
-            end = growth.first + len(growth.pages)
-            self._page_table[growth.row, growth.first : end] = growth.pages
+            self._page_table[growth.rows, growth.places] = growth.pages
 
     def _arrive(self, arrival: Arrival) -> None:
         row, count = arrival.row, len(arrival.tokens)

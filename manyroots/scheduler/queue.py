@@ -86,14 +86,17 @@ class WaitingQueue:
         self._removed(self._groups[request.group])
 
     def next_group(
-        self, may_begin: Callable[[Group], bool], is_running: Callable[[GroupKey], bool]
+        self, closed: set[GroupKey], is_running: Callable[[GroupKey], bool]
     ) -> Group | None:
-        """The group whose head is next, of those that may begin."""
+        """The group whose head is next, of those that are not closed."""
+        if len(self._groups) == 1:
+            [group] = self._groups.values()
+            return None if group.key in closed else group
         best: Group | None = None
         best_rank: tuple[int, ...] = ()
         for group in self._groups.values():
             rank = self._rank(group, is_running)
-            if (best is None or rank < best_rank) and may_begin(group):
+            if (best is None or rank < best_rank) and group.key not in closed:
                 best, best_rank = group, rank
         return best
 

@@ -161,7 +161,7 @@ class Plan:
     step_id: StepId
     arrivals: tuple[Arrival, ...]
     new_pages: tuple[NewPages, ...]
-    """By family, where any table grows."""
+    """Any number for a family, of different rows."""
     rows: Int32s
     """Rows that compute in this step, each at most once."""
     num_tokens: Int32s

@@ -4,6 +4,8 @@ built and called. No model and no fake runner, whose checks would be measured to
 
 from __future__ import annotations
 
+from array import array
+
 import numpy as np
 
 from manyroots.bench.scheduler_trace import MADE_UP_TOKEN, Limits, StepTimes, clock
@@ -91,7 +93,8 @@ class OurScheduler:
         sampling = SamplingParams(max_tokens=output_len, temperature=0.0)
         first = self._num_submitted
         submissions = [
-            Submit(RequestId(first + i), prompt, BASE, sampling, seed=i, stop_ids=())
+            # As the wire hands it over; a list would be converted in the engine's time.
+            Submit(RequestId(first + i), array("i", prompt), BASE, sampling, seed=i, stop_ids=())
             for i, prompt in enumerate(prompts)
         ]
         self._num_submitted += len(prompts)

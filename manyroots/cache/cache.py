@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -48,8 +49,7 @@ class Ending(enum.Enum):
     """Aborted, failed or retracted."""
 
 
-@dataclass(frozen=True, slots=True)
-class Extension:
+class Extension(NamedTuple):
     """What a lease got for a step."""
 
     first: tuple[int, ...]
@@ -112,6 +112,9 @@ class PrefixCache:
         self._paged = [p for p in layout.device if not p.family.is_state]
         self._unordered = [p for p in self._paged if not p.family.is_ordered]
         self._stateful = [p for p in layout.device if p.family.is_state]
+        # One family that keeps every page, on the device alone, is by far the commonest cache.
+        is_sole = len(layout.planes) == 1 and not self._unordered and not self._stateful
+        self._sole_pool = self.index.pools[0] if is_sole else None
         self._next_serial = 1
         self._committed_step = StepId(0)
         self._has_allocated = False
@@ -182,6 +185,10 @@ class PrefixCache:
         return match.num_device_pages
 
     def _hold_found(self, lease: Lease, match: Match, num_pages: int) -> None:
+        if self._sole_pool is not None:
+            lease.tables[0] = table = path_units(match.walk, self.layout.device[0]).copy()
+            self._sole_pool.hold(table)
+            return
         for plane in self.layout.device:
             units = path_units(match.walk, plane)[:num_pages]
             if plane.family.is_state:
@@ -236,6 +243,8 @@ class PrefixCache:
 
     def clip(self, lease: Lease, num_computed: int, num_tokens: int) -> int:
         """How many of `num_tokens` to compute so that the step ends where a state is wanted."""
+        if not self._stateful:
+            return num_tokens
         for plane in self._stateful:
             stop = next_stop(plane.family, lease, num_computed, self.page_size)
             if stop is not None:
@@ -244,12 +253,17 @@ class PrefixCache:
 
     def can_extend(self, lease: Lease, num_computed: int, num_tokens: int) -> bool:
         """Whether `extend` would be granted, credit for what it gives back included (H04)."""
+        if self._sole_pool is not None:
+            need = self.pages_for(num_tokens) - len(lease.tables[0])
+            return need <= self._sole_pool.num_available
         return self._has_room(lease, num_computed, self._needs(lease, num_tokens))
 
     def extend(
         self, lease: Lease, num_computed: int, num_tokens: int, step_id: StepId
     ) -> Extension | Refusal:
         """Units for a step that takes the lease from `num_computed` to `num_tokens` tokens."""
+        if self._sole_pool is not None:
+            return self._extend_sole(lease, num_tokens)
         if self._stateful and num_tokens - num_computed != self.clip(
             lease, num_computed, num_tokens - num_computed
         ):
@@ -272,6 +286,17 @@ class PrefixCache:
         lease.num_covered_tokens = end_of_page - 1 if is_watched else end_of_page
         return Extension(first, units)
 
+    def _extend_sole(self, lease: Lease, num_tokens: int) -> Extension | Refusal:
+        """As `extend`, for the sole family of a cache."""
+        assert self._sole_pool is not None
+        num_pages, first = self.pages_for(num_tokens), len(lease.tables[0])
+        need = max(0, num_pages - first)
+        if need > self._sole_pool.num_available:
+            return Refusal.NO_ROOM
+        units = self._grow(lease, 0, need)
+        lease.num_covered_tokens = num_pages * self.page_size
+        return Extension((first,), (units,))
+
     def turn_pages(self, leases: list[Lease]) -> list[Int32s] | None:
         """One more page for each lease, all of which are full: by family, the unit that each got.
 
@@ -285,8 +310,8 @@ class PrefixCache:
             return None
         taken = [self._allocate(plane.index, count) for plane in self._paged]
         for family, units in enumerate(taken):
-            for at, lease in enumerate(leases):
-                lease.grow(family, units[at : at + 1])
+            for lease, unit in zip(leases, units.tolist(), strict=True):
+                lease.grow_by_one(family, unit)
         for lease in leases:
             lease.num_covered_tokens += self.page_size
         return taken
@@ -326,7 +351,7 @@ class PrefixCache:
             return NO_UNITS
         units = self._allocate(family, count)
         lease.grow(family, units)
-        if self.layout.device[family].family.is_state:
+        if self._stateful and self.layout.device[family].family.is_state:
             self._start_state(lease, family, int(units[0]))
         return units
 

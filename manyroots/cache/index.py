@@ -15,6 +15,7 @@ from manyroots.cache.keys import HASH_BYTES, PageHasher
 from manyroots.cache.planes import ABSENT, Layout
 from manyroots.cache.pool import UnitPool
 from manyroots.cache.tree import TOKEN_BYTES, Indices, Node, Places, PrefixTree
+from manyroots.ids import Namespace, StepId
 from manyroots.step import Int32s
 
 
@@ -45,6 +46,24 @@ class Index:
         self.pools[plane].index(units)
         if plane in self._event_planes:
             self.events.append(self._stored(node, plane, places))
+
+    def add_leaf(
+        self, parent: Node, namespace: Namespace, keys: bytes, units: Int32s, step: StepId
+    ) -> Node:
+        """As `add`, for pages behind `parent` that nobody has been to, with units of plane 0."""
+        leaf = self.tree.add(parent, namespace, keys, len(units), step)
+        if self._hasher is not None:
+            self.fill_hashes(leaf)
+        self.add(leaf, 0, slice(0, len(units)), units)
+        return leaf
+
+    def lengthen(self, leaf: Node, plane: int, keys: bytes, units: Int32s) -> None:
+        """As `add`, for new pages behind a leaf's last."""
+        first = leaf.num_pages
+        self.tree.lengthen(leaf, keys, len(units))
+        if self._hasher is not None:
+            self.fill_hashes(leaf)
+        self.add(leaf, plane, slice(first, leaf.num_pages), units)
 
     def remove(self, node: Node, plane: int, places: Indices) -> None:
         """These pages' units can no longer be found; those that nobody holds become free.

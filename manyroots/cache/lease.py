@@ -101,6 +101,15 @@ class Lease:
         room[first:end] = units
         self.tables[family] = room[:end]
 
+    def grow_by_one(self, family: int, unit: int) -> None:
+        """As `grow`, for what happens most."""
+        first, room = len(self.tables[family]), self._rooms[family]
+        if first == len(room):
+            self.grow(family, np.array([unit], np.int32))
+        else:
+            room[first] = unit
+            self.tables[family] = room[: first + 1]
+
     @property
     def is_ready(self) -> bool:
         """Whether everything found is on the device."""

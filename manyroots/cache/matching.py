@@ -6,7 +6,7 @@ Read-only. The answer is the longest boundary from which *every* family can resu
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,8 +25,7 @@ class Limit(enum.Enum):
     TIER = "loading the rest would take longer than computing it"
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
+class Match(NamedTuple):
     """What was found."""
 
     walk: Walk

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from manyroots.cache.cache import Extension
 from manyroots.cache.lease import Lease
 from manyroots.ids import Row, StepId
 from manyroots.scheduler.request import Request
@@ -52,7 +53,7 @@ class Draft:
         self._num_tokens: list[int] = []
         self._samples: list[bool] = []
         self._arrivals: list[Arrival] = []
-        self._growth: dict[int, tuple[list[int], list[int], list[int]]] = {}
+        self._growth: list[NewPages] = []
 
     @property
     def is_empty(self) -> bool:
@@ -71,7 +72,9 @@ class Draft:
         self._decoding = np.concatenate((self._decoding, rows))
         self.num_tokens_left -= len(rows)
         for family, pages in enumerate(units):
-            self.grow(family, rows.tolist(), places.tolist(), pages.tolist())
+            self._growth.append(
+                NewPages(family, rows.astype(np.int32), places.astype(np.int32), pages)
+            )
 
     def place(self, request: Request, num_tokens: int) -> None:
         """The request computes `num_tokens` in this step."""
@@ -107,14 +110,13 @@ class Draft:
             )
         )
 
-    def grow(self, family: int, rows: list[int], places: list[int], pages: list[int]) -> None:
-        """Tables of one family get longer: each of `pages` continues a row's at a place."""
-        growth = self._growth.get(family)
-        if growth is None:
-            self._growth[family] = (rows, places, pages)
-        else:
-            for column, more in zip(growth, (rows, places, pages), strict=True):
-                column += more
+    def grow(self, row: Row, extension: Extension) -> None:
+        """A row's tables get longer."""
+        for family, (first, units) in enumerate(zip(extension.first, extension.units, strict=True)):
+            if len(units):
+                places = np.arange(first, first + len(units), dtype=np.int32)
+                rows = np.full(len(units), row, np.int32)
+                self._growth.append(NewPages(family, rows, places, units))
 
     def to_plan(
         self, copies: tuple[Copy, ...], adapters: tuple[AdapterIntent, ...], *, waits: bool
@@ -131,7 +133,7 @@ class Draft:
         plan = Plan(
             step_id=self.step_id,
             arrivals=tuple(self._arrivals),
-            new_pages=self._new_pages(),
+            new_pages=tuple(self._growth),
             rows=rows_int32,
             num_tokens=num_tokens,
             samples=samples,
@@ -142,12 +144,6 @@ class Draft:
         total_tokens = self._budget - self.num_tokens_left
         stays = self._rows.stay[rows]
         return plan, Launched(self.step_id, rows, num_tokens, samples, stays, total_tokens)
-
-    def _new_pages(self) -> tuple[NewPages, ...]:
-        return tuple(
-            NewPages(family, *(np.array(column, np.int32) for column in growth))
-            for family, growth in sorted(self._growth.items())
-        )
 
 
 _NO_ROWS: Int64s = np.empty(0, np.int64)

@@ -126,14 +126,17 @@ class Rows:
         end = self.end
         computed, due = self.computed[:end], self.due[:end]
         is_plain = computed < due
-        if end <= most and is_plain.all():
+        count = np.count_nonzero(is_plain)
+        if count == end and end <= most:
             computed += 1
             return self._every_row[:end], []
+        growing = (is_plain < (due < self.last[:end])).nonzero()[0]
         rows = is_plain.nonzero()[0]
-        if len(rows) > most:
+        if count > most:
             rows = np.sort(rows[np.argsort(self.stay[rows])[:most]])
-        growing = (~is_plain & (due < self.last[:end])).nonzero()[0]
-        self.computed[rows] += 1
+            computed[rows] += 1
+        else:
+            computed += is_plain
         if len(growing) > 1:
             growing = growing[np.argsort(self.stay[growing])]
         return rows, [self.request_at(row) for row in growing.tolist()]
@@ -179,6 +182,16 @@ class Rows:
             self.publish_at[row] = (num_pages + 1) * self._page_size
 
     # Results
+
+    def commit(self, rows: Int64s, num_tokens: Int32s) -> list[Request]:
+        """A step has computed so many tokens of each; gives who has something to publish now."""
+        committed = self.committed[rows]
+        committed += num_tokens
+        self.committed[rows] = committed
+        is_full = committed >= self.publish_at[rows]
+        if not np.count_nonzero(is_full):
+            return []
+        return [self.request_at(row) for row in rows[is_full].tolist()]
 
     def append(self, rows: Int64s, tokens: Int32s) -> None:
         """Sampled tokens become known."""

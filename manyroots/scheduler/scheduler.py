@@ -169,10 +169,7 @@ class Scheduler:
             if victim is request:
                 return
             extension = self._placer.extend(request, computed, num_tokens, draft)
-        for family, (first, units) in enumerate(zip(extension.first, extension.units, strict=True)):
-            if len(units):
-                places = range(first, first + len(units))
-                draft.grow(family, [request.row] * len(units), list(places), units.tolist())
+        draft.grow(request.row, extension)
         self._placer.place(request, computed, num_tokens, draft)
 
     # Retraction
@@ -233,11 +230,8 @@ class Scheduler:
             tokens = tokens[is_left[samples]]
             rows, num_tokens, samples = rows[is_left], num_tokens[is_left], samples[is_left]
         sampled = rows if len(tokens) == len(rows) else rows[samples]
-        self._rows.committed[rows] += num_tokens
         self._rows.append(sampled, tokens)
-        is_full = self._rows.committed[rows] >= self._rows.publish_at[rows]
-        for row in rows[is_full].tolist():
-            request = self._rows.request_at(row)
+        for request in self._rows.commit(rows, num_tokens):
             self._publish(request, step.step_id)
             self._rows.watch(request)
         return News(outputs, self._report(sampled, tokens, result, outputs))
@@ -331,7 +325,7 @@ class Scheduler:
             is_plain &= ~np.isin(rows, list(result.logprobs))
         for request in self._scored:
             is_plain &= rows != request.row
-        if not is_plain.all():
+        if np.count_nonzero(is_plain) < len(is_plain):
             for row in rows[~is_plain].tolist():
                 request = self._rows.request_at(row)
                 self._rows.flush(request)

@@ -131,6 +131,11 @@ class PrefixCache:
         """
         max_pages = (len(tokens) - 1) // self.page_size if self._policies.reuse else 0
         keys = tokens[: max_pages * self.page_size].tobytes()
+        if self._sole_pool is not None:
+            # What the tree leads to is there.
+            walk = self.index.tree.walk(key, keys, max_pages)
+            limit = Limit.COLD if walk.depth < max_pages else Limit.NOTHING
+            return Match(walk, walk.depth, walk.depth, limit)
         return judge(self.layout, self.index.tree.walk(key, keys, max_pages), max_pages)
 
     def claim(
@@ -290,10 +295,12 @@ class PrefixCache:
         """As `extend`, for the sole family of a cache."""
         assert self._sole_pool is not None
         num_pages, first = self.pages_for(num_tokens), len(lease.tables[0])
-        need = max(0, num_pages - first)
-        if need > self._sole_pool.num_available:
-            return Refusal.NO_ROOM
-        units = self._grow(lease, 0, need)
+        need, units = num_pages - first, NO_UNITS
+        if need > 0:
+            if need > self._sole_pool.num_available:
+                return Refusal.NO_ROOM
+            units = self._allocate(0, need)
+            lease.grow(0, units)
         lease.num_covered_tokens = num_pages * self.page_size
         return Extension((first,), (units,))
 

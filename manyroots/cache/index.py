@@ -50,11 +50,16 @@ class Index:
     def add_leaf(
         self, parent: Node, namespace: Namespace, keys: bytes, units: Int32s, step: StepId
     ) -> Node:
-        """As `add`, for pages behind `parent` that nobody has been to, with units of plane 0."""
-        leaf = self.tree.add(parent, namespace, keys, len(units), step)
+        """As `add`, for pages behind `parent` that nobody has been to, with the units of the only
+        plane."""
+        leaf = self.tree.add(parent, namespace, keys, [units.copy()], step)
+        leaf.counts[0] = len(units)
+        parent.below[0] += 1
+        self.pools[0].index(units)
         if self._hasher is not None:
             self.fill_hashes(leaf)
-        self.add(leaf, 0, slice(0, len(units)), units)
+        if 0 in self._event_planes:
+            self.events.append(self._stored(leaf, 0, slice(0, len(units))))
         return leaf
 
     def lengthen(self, leaf: Node, plane: int, keys: bytes, units: Int32s) -> None:

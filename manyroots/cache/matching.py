@@ -39,9 +39,6 @@ class Match(NamedTuple):
 def judge(layout: Layout, walk: Walk, max_pages: int) -> Match:
     """Find the boundaries along a path."""
     is_cold = Limit.COLD if walk.depth < max_pages else Limit.NOTHING
-    if not layout.host and len(layout.device) == 1 and layout.device[0].family.is_ordered:
-        # One ordered family on one tier: what the tree leads to is there.
-        return Match(walk, walk.depth, walk.depth, is_cold)
     units = {plane.index: path_units(walk, plane) for plane in layout.planes}
     on_device = [units[plane.index] != ABSENT for plane in layout.device]
     present = on_device

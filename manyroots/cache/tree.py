@@ -179,7 +179,8 @@ class PrefixTree:
                 if not path or path[-1] is not node:
                     path.append(node)
             else:
-                node = self.add(node, namespace, own, run_end - depth, step)
+                units = [_absent(run_end - depth) for _ in range(self._num_planes)]
+                node = self.add(node, namespace, own, units, step)
                 path.append(node)
             depth = run_end
         return path
@@ -316,11 +317,10 @@ class PrefixTree:
         node.end += count
 
     def add(
-        self, parent: Node, namespace: Namespace, keys: bytes, count: int, step: StepId
+        self, parent: Node, namespace: Namespace, keys: bytes, units: list[Int32s], step: StepId
     ) -> Node:
-        """A new leaf of so many pages, without units yet."""
+        """A new leaf. Whoever brings units counts them."""
         self._serial += 1
-        units = [_absent(count) for _ in range(self._num_planes)]
         node = Node(parent, namespace, parent.end, keys, b"", units, step, self._serial)
         parent.children[(namespace, keys[: self._page_bytes])] = node
         if parent.namespace != namespace:

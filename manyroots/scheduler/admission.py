@@ -36,7 +36,7 @@ class Admission:
         self._cache = cache
         self._adapters = adapters
         self._rows = rows
-        self._placer = Placer(settings, cache, rows)
+        self._placer = Placer(settings, cache)
         self._turns = AdapterTurns(adapters, settings.max_loras)
         self._max_model_len = max_model_len
         self.waiting = WaitingQueue(Policy(settings.scheduling_policy))

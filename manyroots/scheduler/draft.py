@@ -76,9 +76,9 @@ class Draft:
                 NewPages(family, rows.astype(np.int32), places.astype(np.int32), pages)
             )
 
-    def place(self, request: Request, num_tokens: int) -> None:
-        """The request computes `num_tokens` in this step."""
-        samples = self._rows.place(request, num_tokens)
+    def place(self, request: Request, computed: int, num_tokens: int) -> None:
+        """The request computes `num_tokens` in this step, behind those computed."""
+        samples = self._rows.place(request, computed + num_tokens)
         assert request.row is not None
         self._placed.append(request.row)
         self._num_tokens.append(num_tokens)

@@ -1,6 +1,6 @@
 """What beginning a request and continuing one have in common: how many tokens, pages for them.
 
-Knows the cache, the rows and a step's draft; not who is next, nor what to do when there is no room.
+Knows the cache and a step's draft; not who is next, nor what to do when there is no room.
 """
 
 from __future__ import annotations
@@ -9,16 +9,14 @@ from manyroots.cache.cache import Extension, PrefixCache, Refusal
 from manyroots.config import SchedulerSettings
 from manyroots.scheduler.draft import Draft
 from manyroots.scheduler.request import Request
-from manyroots.scheduler.rows import Rows
 
 
 class Placer:
     """Places parts of requests in steps."""
 
-    def __init__(self, settings: SchedulerSettings, cache: PrefixCache, rows: Rows) -> None:
+    def __init__(self, settings: SchedulerSettings, cache: PrefixCache) -> None:
         self._most_tokens = settings.long_prefill_token_threshold
         self._cache = cache
-        self._rows = rows
 
     def chunk(self, request: Request, computed: int, draft: Draft) -> int:
         """How many of its tokens a request may compute in this step, behind those computed."""
@@ -40,6 +38,5 @@ class Placer:
         """The request has what it needs for `num_tokens` more: they are computed in this step."""
         lease = request.lease
         assert lease is not None
-        draft.place(request, num_tokens)
         self._cache.announce(lease, request.tokens, computed + num_tokens, draft.step_id)
-        self._rows.watch(request)
+        draft.place(request, computed, num_tokens)

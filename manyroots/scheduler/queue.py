@@ -48,10 +48,11 @@ class Group:
         return self._heap[0][2]
 
     def pop(self) -> Request:
-        head = self.head
-        heapq.heappop(self._heap)
-        self._members.discard(head)
-        return head
+        while True:
+            request = heapq.heappop(self._heap)[2]
+            if request in self._members:
+                self._members.discard(request)
+                return request
 
     def __iter__(self) -> Iterator[Request]:
         return iter(sorted(self._members, key=lambda request: request.serial))
@@ -134,7 +135,7 @@ class WaitingQueue:
 
     def _removed(self, group: Group) -> None:
         self._count -= 1
-        if not len(group):
+        if len(group) == 0:
             del self._groups[group.key]
             if self._policy is Policy.FAIR:
                 self._served[group.key] = group.served

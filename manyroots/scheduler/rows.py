@@ -155,25 +155,25 @@ class Rows:
             return self._every_row_int32[: len(rows)]
         return rows.astype(np.int32)
 
-    def place(self, request: Request, num_tokens: int) -> bool:
-        """Plan a request's next tokens; gives whether the last of them samples."""
+    def place(self, request: Request, computed: int) -> bool:
+        """Plan a request's tokens up to `computed`; gives whether the last of them samples."""
         row = request.row
         assert row is not None
-        computed = int(self.computed[row]) + num_tokens
         self.computed[row] = computed
-        if request in self.prompts and computed < request.num_tokens:
-            return False
-        self.prompts.pop(request, None)
-        return True
+        samples = computed >= request.num_tokens
+        if samples:
+            self.prompts.pop(request, None)
+            self.last[row] = request.max_num_tokens - 1
+        self.watch(request)
+        return samples
 
     def watch(self, request: Request) -> None:
         """Note when a running request next needs pages, or has any to publish."""
         row, lease = request.row, request.lease
         assert row is not None
         assert lease is not None
-        if request not in self.prompts:
-            last = request.max_num_tokens - 1
-            self.last[row] = last
+        last = int(self.last[row])
+        if last:  # it decodes
             self.due[row] = min(lease.num_covered_tokens, last)
         if lease.checkpoints:
             self.publish_at[row] = 0

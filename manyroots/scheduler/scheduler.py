@@ -45,7 +45,7 @@ class Scheduler:
         self._is_fair = settings.scheduling_policy == Policy.FAIR.value
         self._requests: dict[RequestId, Request] = {}
         self._rows = Rows(settings.max_num_seqs, cache.page_size)
-        self._placer = Placer(settings, cache, self._rows)
+        self._placer = Placer(settings, cache)
         self._admission = Admission(
             settings, cache, adapters, self._rows, max_model_len=max_model_len
         )
@@ -354,12 +354,23 @@ class Scheduler:
             request.prompt_logprobs.clear()
             self._scored.discard(request)
         if reason is not None:
-            self._finish(request, reason)
+            self._end(request, reason)
         return output
 
     # Endings
 
     def _finish(self, request: Request, reason: FinishReason, error: str | None = None) -> Output:
+        """As `_end`; gives the news of it."""
+        self._end(request, reason)
+        return Output(
+            request_id=request.submit.request_id,
+            tokens=[],
+            finish_reason=reason,
+            num_cached_tokens=request.num_cached_tokens or 0,
+            error=error,
+        )
+
+    def _end(self, request: Request, reason: FinishReason) -> None:
         """The request is over for its caller; its pages go when no launched step writes them."""
         del self._requests[request.submit.request_id]
         self._scored.discard(request)
@@ -373,13 +384,6 @@ class Scheduler:
             if reason in (FinishReason.STOP, FinishReason.LENGTH):
                 request.ending = Ending.FINISHED
             self._drained(request)
-        return Output(
-            request_id=request.submit.request_id,
-            tokens=[],
-            finish_reason=reason,
-            num_cached_tokens=request.num_cached_tokens or 0,
-            error=error,
-        )
 
     def _drained(self, request: Request) -> None:
         """Let a request go that is over, once no launched step computes it."""

@@ -9,10 +9,11 @@ from array import array
 import numpy as np
 
 from manyroots.bench.scheduler_trace import MADE_UP_TOKEN, Limits, StepTimes, clock
-from manyroots.cache.cache import Ending, PrefixCache, Refusal
+from manyroots.cache.cache import PrefixCache
 from manyroots.cache.families.full import FULL_ATTENTION
 from manyroots.cache.keys import PrefixKey
 from manyroots.cache.lease import Lease
+from manyroots.cache.outcomes import Ending, Refusal
 from manyroots.cache.planes import Capacity, Layout
 from manyroots.cache.policies import CachePolicies
 from manyroots.config import SchedulerSettings

@@ -91,6 +91,13 @@ class Lease:
         """How many pages, from the front, have been offered to the tree."""
         self.is_open = True
 
+    def begin_table(self, family: int, units: Int32s, num_pages: int) -> Int32s:
+        """What was found, as the beginning of a table that will soon have `num_pages`."""
+        room = self._rooms[family] = np.empty(max(len(units), num_pages) + 8, np.int32)
+        room[: len(units)] = units
+        table = self.tables[family] = room[: len(units)]
+        return table
+
     def grow(self, family: int, units: Int32s) -> None:
         """A table gets longer. What others were given of it stays as it is."""
         table, room = self.tables[family], self._rooms[family]

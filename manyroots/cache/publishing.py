@@ -34,8 +34,8 @@ class Publisher:
         """Leases with this serial or an earlier one publish no more into the namespace."""
         self._committed = StepId(0)
         self._tick = 0
-        # One ordered family on one tier: only the ends of paths are ever loose.
-        self._is_simple = len(evictors) == 1 and index.layout.device[0].family.is_ordered
+        # Then only the ends of paths are ever loose.
+        self._is_simple = index.layout.is_sole
 
     def touch(self, node: Node) -> None:
         """The path down to `node` was used now."""

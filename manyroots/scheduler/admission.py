@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections import deque
 
-from manyroots.cache.cache import Ending, PrefixCache, Refusal
+from manyroots.cache.cache import PrefixCache
 from manyroots.cache.lease import Lease
+from manyroots.cache.outcomes import Ending, Refusal
 from manyroots.config import Policy, SchedulerSettings
 from manyroots.ids import StepId
 from manyroots.lora.residency import Residency
@@ -210,11 +211,9 @@ class Admission:
         if self._cache.could_find_more(lease, request.tokens):
             self._cache.release(lease, Ending.DROPPED)
             lease = self._find(request)
-        if (
-            not self._rows.num_free
-            or draft.num_tokens_left == 0
-            or not self._turns.may_begin(request)
-        ):
+        if not self._rows.num_free or draft.num_tokens_left == 0:
+            return False
+        if request.hold is not None and not self._turns.may_begin(request):
             return False
         if lease.onboarding:
             if self._cache.onboard(lease) is Refusal.NO_ROOM:

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from manyroots.cache.cache import Extension
 from manyroots.cache.lease import Lease
+from manyroots.cache.outcomes import Extension
 from manyroots.ids import Row, StepId
 from manyroots.scheduler.request import Request
 from manyroots.scheduler.rows import Int64s, Rows

@@ -5,7 +5,8 @@ Knows the cache and a step's draft; not who is next, nor what to do when there i
 
 from __future__ import annotations
 
-from manyroots.cache.cache import Extension, PrefixCache, Refusal
+from manyroots.cache.cache import PrefixCache
+from manyroots.cache.outcomes import Extension, Refusal
 from manyroots.config import SchedulerSettings
 from manyroots.scheduler.draft import Draft
 from manyroots.scheduler.request import Request

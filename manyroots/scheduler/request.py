@@ -11,9 +11,9 @@ import enum
 
 import numpy as np
 
-from manyroots.cache.cache import Ending
 from manyroots.cache.keys import PrefixKey
 from manyroots.cache.lease import Lease
+from manyroots.cache.outcomes import Ending
 from manyroots.cache.prefetch import Ticket
 from manyroots.ids import Namespace, Row, StepId
 from manyroots.lora.registry import Hold

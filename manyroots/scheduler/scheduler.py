@@ -14,7 +14,8 @@ from collections import deque
 
 import numpy as np
 
-from manyroots.cache.cache import Ending, PrefixCache, Refusal
+from manyroots.cache.cache import PrefixCache
+from manyroots.cache.outcomes import Ending, Refusal
 from manyroots.config import Policy, SchedulerSettings
 from manyroots.ids import AdapterDigest, AdapterName, RequestId, Row, StepId
 from manyroots.lora.residency import Residency

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from manyroots.cache.audit import audit
-from manyroots.cache.cache import Ending, PrefixCache
+from manyroots.cache.cache import PrefixCache
 from manyroots.cache.events import PagesRemoved, PagesStored
 from manyroots.cache.families.full import FULL_ATTENTION
 from manyroots.cache.keys import PageHasher, PrefixKey
+from manyroots.cache.outcomes import Ending
 from manyroots.cache.planes import Capacity
 from manyroots.cache.policies import CachePolicies, WriteBack
 from manyroots.ids import AdapterDigest, Namespace, Tier

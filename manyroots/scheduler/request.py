@@ -47,6 +47,7 @@ class Request:
         "ending",
         "group",
         "hold",
+        "is_broken",
         "key",
         "lease",
         "max_num_tokens",
@@ -98,6 +99,8 @@ class Request:
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.ending = Ending.DROPPED
         """What its lease is released with: whether its newest state is worth keeping."""
+        self.is_broken = False
+        """A step computed something of it that is no use: its pages must not be published."""
         self.row: Row | None = None
         self.stay = 0
         """Its newest stay on a row, by number."""

@@ -39,6 +39,8 @@ class Rows:
         """Of those, who has known tokens that are not planned yet."""
         self.stops: Counter[int] = Counter()
         """Tokens that would end someone who runs, and how many they would end."""
+        self.scored: set[int] = set()
+        """Rows whose prompt's log-probabilities have begun to come, till they are reported."""
         self._next_stay = 1
         self.end = 0
         """Rows from here on are free: what is looked at in a step."""
@@ -102,6 +104,7 @@ class Rows:
         self.flush(request)
         del self.running[request]
         self.prompts.pop(request, None)
+        self.scored.discard(row)
         if request.stop_ids:
             self.stops -= Counter(request.stop_ids)
         self.stay[row] = self.due[row] = self.last[row] = 0

@@ -15,13 +15,14 @@ from collections import deque
 import numpy as np
 
 from manyroots.cache.cache import PrefixCache
-from manyroots.cache.outcomes import Ending, Refusal
+from manyroots.cache.outcomes import Refusal
 from manyroots.config import Policy, SchedulerSettings
 from manyroots.ids import AdapterDigest, AdapterName, RequestId, Row, StepId
 from manyroots.lora.residency import Residency
 from manyroots.messages import FinishReason, News, Output, Stats, Submit, Tokens
 from manyroots.scheduler.admission import Admission
 from manyroots.scheduler.draft import Draft, Launched
+from manyroots.scheduler.endings import Endings
 from manyroots.scheduler.placing import Placer
 from manyroots.scheduler.request import Request, State
 from manyroots.scheduler.rows import Int64s, Rows
@@ -44,27 +45,22 @@ class Scheduler:
         self._adapters = adapters
         self._max_model_len = max_model_len
         self._is_fair = settings.scheduling_policy == Policy.FAIR.value
-        self._requests: dict[RequestId, Request] = {}
         self._rows = Rows(settings.max_num_seqs, cache.page_size)
         self._placer = Placer(settings, cache)
         self._admission = Admission(
             settings, cache, adapters, self._rows, max_model_len=max_model_len
         )
-        self._leaving: dict[int, Request] = {}
-        """By stay: requests that ended or were retracted while a launched step computed them."""
-        self._scored: set[Request] = set()
-        """Requests whose prompt's log-probabilities have begun to come."""
+        self._endings = Endings(cache, adapters, self._rows, self._admission)
         self._in_flight: deque[Launched] = deque()
         self._next_step_id = 1
         self._next_serial = 1
-        self._total_retractions = 0
         self._total_step_tokens = 0
 
     @property
     def has_work(self) -> bool:
         """Whether anything is waiting, running, in flight or on its way."""
         return bool(
-            self._requests
+            self._endings.requests
             or self._in_flight
             or self._adapters.has_intents
             or self._adapters.is_loading
@@ -75,13 +71,13 @@ class Scheduler:
 
         Raises NotFoundError for an adapter that is not loaded (any more).
         """
-        if submit.request_id in self._requests:
+        if submit.request_id in self._endings.requests:
             raise RuntimeError(f"request {submit.request_id} was submitted twice")
         hold = None if submit.adapter is None else self._adapters.acquire(submit.adapter)
         request = Request(submit, self._next_serial, StepId(self._next_step_id), hold)
         request.max_num_tokens = min(request.max_num_tokens, self._max_model_len)
         self._next_serial += 1
-        self._requests[submit.request_id] = request
+        self._endings.requests[submit.request_id] = request
         self._admission.queue(request)
 
     def load_adapter(
@@ -104,17 +100,17 @@ class Scheduler:
 
     def abort(self, request_id: RequestId) -> Output | None:
         """End a sequence now; None if it is unknown or has ended."""
-        request = self._requests.get(request_id)
+        request = self._endings.requests.get(request_id)
         if request is None:
             return None
-        return self._finish(request, FinishReason.ABORT)
+        return self._endings.finish(request, FinishReason.ABORT)
 
     # Planning
 
     def schedule(self) -> Plan | None:
         """The next step, or None if there is nothing to do right now."""
         draft = Draft(StepId(self._next_step_id), self._settings.max_num_batched_tokens, self._rows)
-        num_retracted = self._total_retractions
+        num_retracted = self._endings.num_retractions
         # Decodes first: a long prompt must not hold up the tokens of those who are talking.
         growing = draft.decode()
         if growing:
@@ -123,7 +119,7 @@ class Scheduler:
             for request in list(self._rows.prompts):
                 self._continue(request, draft)
         if len(self._admission):
-            has_room = self._total_retractions == num_retracted
+            has_room = self._endings.num_retractions == num_retracted
             without_room = self._admission.admit(draft) if has_room else set()
             self._admission.prepare_adapters(without_room, draft.step_id)
         copies = self._cache.take_copies()
@@ -166,7 +162,7 @@ class Scheduler:
             victim = self._victim(draft)
             if victim is None:
                 return
-            self._retract(victim)
+            self._endings.retract(victim, draft.step_id)
             if victim is request:
                 return
             extension = self._placer.extend(request, computed, num_tokens, draft)
@@ -189,27 +185,6 @@ class Scheduler:
         num_found = self._cache.num_resumable_tokens(request.lease, request.tokens)
         return int(self._rows.computed[request.row]) - num_found, -request.serial
 
-    def _retract(self, request: Request) -> None:
-        """Back to the head of the queue. What it published stays findable, so that it resumes
-        from there; its draws depend on (seed, position), so its tokens stay the same."""
-        row = request.row
-        assert row is not None
-        self._rows.settle(request)
-        request.num_in_flight_tokens = int(self._rows.computed[row] - self._rows.committed[row])
-        if request.num_in_flight_tokens:
-            self._leaving[request.stay] = request
-        self._give_back(request, Ending.DROPPED)
-        self._admission.queue_again(request, StepId(self._next_step_id))
-        self._total_retractions += 1
-
-    def _give_back(self, request: Request, ending: Ending) -> None:
-        assert request.lease is not None
-        self._cache.release(request.lease, ending)
-        request.lease = None
-        if request.hold is not None:
-            self._adapters.unseat(request.hold)
-        self._rows.leave(request)
-
     # Results
 
     def advance(self, result: StepResult) -> News:
@@ -226,7 +201,7 @@ class Scheduler:
         rows, num_tokens, samples, tokens = step.rows, step.num_tokens, step.samples, result.tokens
         if result.prompt_logprobs:
             self._take_scores(step, result)
-        if self._leaving or result.faults:
+        if self._endings.leaving or result.faults:
             is_left = self._set_apart(step, result, outputs)
             tokens = tokens[is_left[samples]]
             rows, num_tokens, samples = rows[is_left], num_tokens[is_left], samples[is_left]
@@ -247,28 +222,27 @@ class Scheduler:
                 reason = f"the adapter could not be loaded: {outcome.error}"
                 for group in self._admission.waiting.groups():
                     if group.key[0] == outcome.digest:
-                        outputs += [self._finish(r, FinishReason.ERROR, reason) for r in group]
+                        outputs += [
+                            self._endings.finish(r, FinishReason.ERROR, reason) for r in group
+                        ]
         for done in result.copies:
             self._cache.acknowledge(done)
         if result.copies:
             self._admission.copies_ended()
         return outputs
 
-    def _member(self, row: int, stay: int) -> Request:
-        """Whose stay on a row it was."""
-        return self._leaving.get(stay) or self._rows.request_at(row)
-
     def _count_service(self, step: Launched) -> None:
         columns = (step.rows.tolist(), step.stays.tolist(), step.num_tokens.tolist())
         for row, stay, num_tokens in zip(*columns, strict=True):
-            self._admission.waiting.serve(self._member(row, stay).group, num_tokens)
+            self._admission.waiting.serve(self._endings.member(row, stay).group, num_tokens)
 
     def _take_scores(self, step: Launched, result: StepResult) -> None:
         for row, stay in zip(step.rows.tolist(), step.stays.tolist(), strict=True):
             if row in result.prompt_logprobs:
-                request = self._member(row, stay)
+                request = self._endings.member(row, stay)
                 request.prompt_logprobs.extend(result.prompt_logprobs[row])
-                self._scored.add(request)
+                if request.state is State.RUNNING:
+                    self._rows.scored.add(row)
 
     def _set_apart(self, step: Launched, result: StepResult, outputs: list[Output]) -> Bools:
         """Advance what does not simply run on: who has ended or was retracted since the step was
@@ -280,31 +254,27 @@ class Scheduler:
         places = np.cumsum(step.samples) - 1
         for index in (~is_left).nonzero()[0].tolist():
             row, num_tokens = int(step.rows[index]), int(step.num_tokens[index])
-            request = self._member(row, int(step.stays[index]))
+            request = self._endings.member(row, int(step.stays[index]))
             if request.state is State.DRAINING:
                 # The step that was under way when it ended computed its last token's page.
                 self._rows.committed[row] += num_tokens
-                self._publish(request, step.step_id)
-                self._drained(request)
+                if not request.is_broken:
+                    self._publish(request, step.step_id)
+                self._endings.drained(request)
                 continue
             if request.row is None:
-                self._forget(request, num_tokens)
+                self._endings.forget(request, num_tokens)
             else:
-                self._rows.computed[row] -= num_tokens
+                self._rows.committed[row] += num_tokens
+                request.is_broken = True
             if request.state is State.FINISHED:
                 continue
             if row in faults:
-                outputs.append(self._finish(request, FinishReason.ERROR, faults[Row(row)]))
+                outputs.append(self._endings.finish(request, FinishReason.ERROR, faults[Row(row)]))
             elif step.samples[index]:
                 request.extend(result.tokens[places[index] : places[index] + 1])
                 outputs.append(self._tell(request, result.logprobs.get(Row(row))))
         return is_left
-
-    def _forget(self, request: Request, num_tokens: int) -> None:
-        """A launched step is done that computed tokens of a request without a row."""
-        request.num_in_flight_tokens -= num_tokens
-        if request.num_in_flight_tokens == 0:
-            del self._leaving[request.stay]
 
     def _publish(self, request: Request, step_id: StepId) -> None:
         """Publish pages whose tokens were not all known when the step was planned."""
@@ -324,8 +294,8 @@ class Scheduler:
             is_plain &= ~np.isin(tokens, list(stops))
         if result.logprobs:
             is_plain &= ~np.isin(rows, list(result.logprobs))
-        for request in self._scored:
-            is_plain &= rows != request.row
+        if self._rows.scored:
+            is_plain &= ~np.isin(rows, list(self._rows.scored))
         if np.count_nonzero(is_plain) < len(is_plain):
             for row in rows[~is_plain].tolist():
                 request = self._rows.request_at(row)
@@ -353,53 +323,11 @@ class Scheduler:
         if request.prompt_logprobs and request.num_output_tokens == 1:
             output.prompt_logprobs.extend(request.prompt_logprobs)
             request.prompt_logprobs.clear()
-            self._scored.discard(request)
+            if request.row is not None:
+                self._rows.scored.discard(request.row)
         if reason is not None:
-            self._end(request, reason)
+            self._endings.end(request, reason)
         return output
-
-    # Endings
-
-    def _finish(self, request: Request, reason: FinishReason, error: str | None = None) -> Output:
-        """As `_end`; gives the news of it."""
-        self._end(request, reason)
-        return Output(
-            request_id=request.submit.request_id,
-            tokens=[],
-            finish_reason=reason,
-            num_cached_tokens=request.num_cached_tokens or 0,
-            error=error,
-        )
-
-    def _end(self, request: Request, reason: FinishReason) -> None:
-        """The request is over for its caller; its pages go when no launched step writes them."""
-        del self._requests[request.submit.request_id]
-        self._scored.discard(request)
-        if request.row is None:
-            self._admission.remove(request)
-            self._let_go(request)
-        else:
-            self._rows.settle(request)
-            request.state = State.DRAINING
-            self._leaving[request.stay] = request
-            if reason in (FinishReason.STOP, FinishReason.LENGTH):
-                request.ending = Ending.FINISHED
-            self._drained(request)
-
-    def _drained(self, request: Request) -> None:
-        """Let a request go that is over, once no launched step computes it."""
-        if request.row is not None and not self._rows.is_in_flight(request.row):
-            del self._leaving[request.stay]
-            self._give_back(request, request.ending)
-            request.state = State.FINISHED
-            self._let_go(request)
-
-    def _let_go(self, request: Request) -> None:
-        """A request is over: its adapter may be, too, and then so are its pages."""
-        hold, request.hold = request.hold, None
-        if hold is not None:
-            for digest in self._adapters.release(hold):
-                self._cache.evict_adapter(digest)
 
     def fail_in_flight(self, reason: str) -> list[Output]:
         """Launched steps gave nothing, and none is running any more.
@@ -410,7 +338,7 @@ class Scheduler:
         steps = list(self._in_flight)
         self._in_flight.clear()
         members = [
-            self._member(row, stay)
+            self._endings.member(row, stay)
             for step in steps
             for row, stay in zip(step.rows.tolist(), step.stays.tolist(), strict=True)
         ]
@@ -419,11 +347,11 @@ class Scheduler:
             if request.row is not None:
                 self._rows.computed[request.row] = self._rows.committed[request.row]
             elif request.num_in_flight_tokens:
-                self._forget(request, request.num_in_flight_tokens)
+                self._endings.forget(request, request.num_in_flight_tokens)
             if request.state is State.DRAINING:
-                self._drained(request)
+                self._endings.drained(request)
             elif request.state is not State.FINISHED:
-                outputs.append(self._finish(request, FinishReason.ERROR, reason))
+                outputs.append(self._endings.finish(request, FinishReason.ERROR, reason))
         # Those that wait for their units may have found pages that were never filled.
         self._admission.start_over()
         for step in steps:
@@ -442,7 +370,7 @@ class Scheduler:
             num_free_pages=pages.num_free,
             num_cached_pages=pages.num_cached,
             num_held_pages=pages.num_held,
-            total_retractions=self._total_retractions,
+            total_retractions=self._endings.num_retractions,
             total_lookup_tokens=cache.total_lookup_tokens,
             total_hit_tokens=cache.total_hit_tokens,
             total_steps=self._next_step_id - 1,

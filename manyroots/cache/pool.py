@@ -78,9 +78,9 @@ class UnitPool:
         self.num_cached -= len(orphans)
         self._put_back(orphans)
 
-    def free_units(self) -> list[int]:
+    def free_units(self) -> npt.NDArray[np.intp]:
         """For audits."""
-        return [int(unit) for unit in self._stack[: self.num_free]]
+        return self._stack[: self.num_free].copy()
 
     def _put_back(self, units: npt.NDArray[np.intp]) -> None:
         # Reversed, so that the first unit of a sequence is the first to be taken again.

@@ -55,20 +55,24 @@ class Index:
         leaf = self.tree.add(parent, namespace, keys, [units.copy()], step)
         leaf.counts[0] = len(units)
         parent.below[0] += 1
+        self._found(leaf, slice(0, len(units)), units)
+        return leaf
+
+    def _found(self, leaf: Node, places: slice, units: Int32s) -> None:
+        """New pages of the only plane can be found."""
         self.pools[0].index(units)
         if self._hasher is not None:
             self.fill_hashes(leaf)
-        if 0 in self._event_planes:
-            self.events.append(self._stored(leaf, 0, slice(0, len(units))))
-        return leaf
+        if self._event_planes:
+            self.events.append(self._stored(leaf, 0, places))
 
-    def lengthen(self, leaf: Node, plane: int, keys: bytes, units: Int32s) -> None:
-        """As `add`, for new pages behind a leaf's last."""
+    def lengthen(self, leaf: Node, keys: bytes, units: Int32s) -> None:
+        """As `add`, for new pages behind the last of a leaf that has all its units on the only
+        plane."""
         first = leaf.num_pages
-        self.tree.lengthen(leaf, keys, len(units))
-        if self._hasher is not None:
-            self.fill_hashes(leaf)
-        self.add(leaf, plane, slice(first, leaf.num_pages), units)
+        self.tree.lengthen(leaf, keys, [units])
+        leaf.counts[0] += len(units)
+        self._found(leaf, slice(first, leaf.num_pages), units)
 
     def remove(self, node: Node, plane: int, places: Indices) -> None:
         """These pages' units can no longer be found; those that nobody holds become free.

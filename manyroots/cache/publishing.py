@@ -151,7 +151,7 @@ class Publisher:
             return None
         leaf, units = cursor, lease.tables[0][first:end]
         if lengthen and not cursor.children and cursor.namespace == namespace:
-            self._index.lengthen(cursor, 0, keys, units)
+            self._index.lengthen(cursor, keys, units)
         else:
             leaf = self._index.add_leaf(cursor, namespace, keys, units, step_id)
         lease.cursor, lease.num_published_pages = leaf, end

@@ -175,7 +175,8 @@ class PrefixTree:
             own = keys[(depth - first) * self._page_bytes : (run_end - first) * self._page_bytes]
             namespace = key.at(depth)
             if lengthen and not node.children and node.namespace == namespace:
-                self.lengthen(node, own, run_end - depth)
+                units = [_absent(run_end - depth) for _ in range(self._num_planes)]
+                self.lengthen(node, own, units)
                 if not path or path[-1] is not node:
                     path.append(node)
             else:
@@ -308,11 +309,11 @@ class PrefixTree:
                 node.parent.below[plane] -= 1
         return rest
 
-    def lengthen(self, node: Node, keys: bytes, count: int) -> None:
-        """Give a leaf so many pages more, without units yet."""
+    def lengthen(self, node: Node, keys: bytes, more: list[Int32s]) -> None:
+        """Give a leaf more pages. Whoever brings units counts them."""
+        count = len(more[0])
         node.keys += keys
-        absent = _absent(count)
-        node.units = [np.concatenate((units, absent)) for units in node.units]
+        node.units = [np.concatenate(both) for both in zip(node.units, more, strict=True)]
         node.num_pages += count
         node.end += count
 

@@ -34,7 +34,7 @@ from manyroots.cache.publishing import Publisher, nearest_attached
 from manyroots.cache.room import Room
 from manyroots.cache.states import States
 from manyroots.cache.transfers import Spot, Transfers
-from manyroots.cache.tree import TOKEN_BYTES, Walk
+from manyroots.cache.tree import TOKEN_BYTES, Node, Walk
 from manyroots.cache.writeback import WriteBacker
 from manyroots.ids import AdapterDigest, Namespace, StepId
 from manyroots.step import Copy, CopyDone, Int32s
@@ -255,17 +255,24 @@ class PrefixCache:
         ):
             return
         nodes = self.publisher.publish(lease, tokens, num_tokens, step_id, lengthen=True)
+        if lease.checkpoints:
+            nodes += self._publish_checkpoints(lease, step_id)
+        if nodes:
+            self._writer.published(nodes)
+
+    def _publish_checkpoints(self, lease: Lease, step_id: StepId) -> list[Node]:
+        """States of the prompt, saved by a step that is done, can be found."""
         due = [
             c for c in lease.checkpoints
             if c.step_id <= step_id and c.boundary * self.page_size <= lease.num_prompt_tokens
         ]  # fmt: skip
+        nodes: list[Node] = []
         for checkpoint in due:
             lease.checkpoints.remove(checkpoint)
             node = self.publisher.publish_checkpoint(lease, checkpoint)
             if node is not None:
                 nodes.append(node)
-        if nodes:
-            self._writer.published(nodes)
+        return nodes
 
     def fail_step(self, step_id: StepId) -> None:
         """The step gave nothing: what was announced for it is findable no more."""

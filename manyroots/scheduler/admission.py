@@ -126,7 +126,7 @@ class Admission:
         while self._loaded and self._rows.num_free and draft.num_tokens_left > 0:
             if not self._begin_loaded(draft):
                 return without_room
-        if not len(self.waiting):
+        if not self._rows.num_free or not len(self.waiting):
             return without_room
         closed = self._turns.closed_groups(self.waiting, draft.step_id)
         while claimed := self._claim(draft, closed):

@@ -10,7 +10,7 @@ from manyroots.cache.lease import Lease
 from manyroots.cache.outcomes import Extension
 from manyroots.ids import Row, StepId
 from manyroots.scheduler.request import Request
-from manyroots.scheduler.rows import Int64s, Rows
+from manyroots.scheduler.rows import NO_ROWS, Int64s, Rows
 from manyroots.step import AdapterIntent, Arrival, Bools, Copy, Int32s, NewPages, Plan
 
 
@@ -48,7 +48,7 @@ class Draft:
         self.num_tokens_left = budget
         self._budget = budget
         self._rows = rows
-        self._decoding: Int64s = _NO_ROWS
+        self._decoding = NO_ROWS
         self._placed: list[int] = []
         self._num_tokens: list[int] = []
         self._samples: list[bool] = []
@@ -59,22 +59,20 @@ class Draft:
     def is_empty(self) -> bool:
         return not self._placed and len(self._decoding) == 0
 
-    def decode(self) -> list[Request]:
-        """Place everybody who needs one token and nothing of the cache; gives those who decode
+    def decode(self) -> Int64s:
+        """Place everybody who needs one token and nothing of the cache; gives the rows that decode
         and need pages first. To be called before anything else is placed."""
         self._decoding, growing = self._rows.decode(self.num_tokens_left)
         self.num_tokens_left -= len(self._decoding)
         return growing
 
-    def turn_pages(self, requests: list[Request], units: list[Int32s]) -> None:
-        """Place the next token of requests that got one page each, by family."""
-        rows, places = self._rows.turn_pages(requests)
+    def turn_pages(self, rows: Int64s, units: list[Int32s]) -> None:
+        """Place the next token of rows that got one page each, by family."""
+        places = self._rows.turn_pages(rows).astype(np.int32)
         self._decoding = np.concatenate((self._decoding, rows))
         self.num_tokens_left -= len(rows)
         for family, pages in enumerate(units):
-            self._growth.append(
-                NewPages(family, rows.astype(np.int32), places.astype(np.int32), pages)
-            )
+            self._growth.append(NewPages(family, rows.astype(np.int32), places, pages))
 
     def place(self, request: Request, computed: int, num_tokens: int) -> None:
         """The request computes `num_tokens` in this step, behind those computed."""
@@ -144,6 +142,3 @@ class Draft:
         total_tokens = self._budget - self.num_tokens_left
         stays = self._rows.stay[rows]
         return plan, Launched(self.step_id, rows, num_tokens, samples, stays, total_tokens)
-
-
-_NO_ROWS: Int64s = np.empty(0, np.int64)

@@ -25,6 +25,8 @@ from manyroots.step import Bools, Int32s
 
 Int64s = npt.NDArray[np.int64]
 
+NO_ROWS: Int64s = np.empty(0, np.int64)
+
 
 class Rows:
     """Who sits where. All columns are indexed by row; those of a free row are zero."""
@@ -123,35 +125,34 @@ class Rows:
 
     # Planning
 
-    def decode(self, most: int) -> tuple[Int64s, list[Request]]:
+    def decode(self, most: int) -> tuple[Int64s, Int64s]:
         """Plan one token, of at most so many rows, for all that need nothing else; gives their
-        rows, and who decodes but needs pages first, in the order in which they began."""
+        rows, and those that decode but need pages first, in the order in which they began."""
         end = self.end
         computed, due = self.computed[:end], self.due[:end]
         is_plain = computed < due
         count = np.count_nonzero(is_plain)
         if count == end and end <= most:
             computed += 1
-            return self._every_row[:end], []
+            return self._every_row[:end], NO_ROWS
         growing = (is_plain < (due < self.last[:end])).nonzero()[0]
+        if len(growing) > 1:
+            growing = growing[np.argsort(self.stay[growing])]
         rows = is_plain.nonzero()[0]
         if count > most:
             rows = np.sort(rows[np.argsort(self.stay[rows])[:most]])
             computed[rows] += 1
         else:
             computed += is_plain
-        if len(growing) > 1:
-            growing = growing[np.argsort(self.stay[growing])]
-        return rows, [self.request_at(row) for row in growing.tolist()]
+        return rows, growing
 
-    def turn_pages(self, requests: list[Request]) -> tuple[Int64s, Int64s]:
-        """Each has one page more, and computes one token there; gives their rows, and which page
-        of its sequence it is."""
-        rows = np.array([request.row for request in requests])
+    def turn_pages(self, rows: Int64s) -> Int64s:
+        """Each has one page more, and computes one token there; gives which page of its sequence
+        it is."""
         computed = self.computed[rows]
         self.due[rows] = np.minimum(computed + self._page_size, self.last[rows])
         self.computed[rows] = computed + 1
-        return rows, computed // self._page_size
+        return computed // self._page_size
 
     def to_int32(self, rows: Int64s) -> Int32s:
         if rows.base is self._every_row:

@@ -113,7 +113,7 @@ class Scheduler:
         num_retracted = self._endings.num_retractions
         # Decodes first: a long prompt must not hold up the tokens of those who are talking.
         growing = draft.decode()
-        if growing:
+        if len(growing):
             self._turn_pages(growing, draft)
         if self._rows.prompts:
             for request in list(self._rows.prompts):
@@ -137,13 +137,14 @@ class Scheduler:
     def _is_waiting(self) -> bool:
         return self._cache.has_transfers or self._adapters.is_loading
 
-    def _turn_pages(self, growing: list[Request], draft: Draft) -> None:
+    def _turn_pages(self, rows: Int64s, draft: Draft) -> None:
         """Place those who decode and have filled their pages: all at once where there is room
         for all, else one after the other, as far as it goes."""
+        growing = [self._rows.request_at(row) for row in rows.tolist()]
         if len(growing) <= draft.num_tokens_left:
             units = self._cache.turn_pages([r.lease for r in growing if r.lease is not None])
             if units is not None:
-                draft.turn_pages(growing, units)
+                draft.turn_pages(rows, units)
                 return
         for request in growing:
             self._continue(request, draft)

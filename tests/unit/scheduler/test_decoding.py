@@ -29,7 +29,7 @@ def next_victim(engine: Deciding) -> int:
 
 
 def test_the_request_that_is_cheapest_to_resume_is_retracted_first() -> None:
-    """N07: with pages of 4, these have 1, 0 and 2 tokens behind their last published page."""
+    """With pages of 4, these have 1, 0 and 2 tokens behind their last published page."""
     engine = Deciding(depth=0, page_size=4)
     for number, length in enumerate([9, 8, 10]):
         engine.loop.handle(submit(number, [number] * length, max_tokens=9))

@@ -54,7 +54,7 @@ async def _whole(job: Job, request: ChatRequest) -> ChatCompletion:
         scores = collected[0].prompt_logprobs
         completion.prompt_logprobs = prompt_logprobs(job.service.tokenizer, scores)
     if request.return_token_ids:
-        completion.prompt_token_ids = job.submits[0].prompt
+        completion.prompt_token_ids = list(job.submits[0].prompt)
     return completion
 
 

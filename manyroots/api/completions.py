@@ -66,7 +66,7 @@ def _choice(
         choice.prompt_logprobs = prompt_logprobs(job.service.tokenizer, scores)
     if request.return_token_ids:
         choice.token_ids = made.tokens
-        choice.prompt_token_ids = job.submits[index].prompt
+        choice.prompt_token_ids = list(job.submits[index].prompt)
     return choice
 
 

@@ -24,6 +24,7 @@ from manyroots.messages import (
     LoadLora,
     LoadTime,
     LoraReply,
+    News,
     Notice,
     Output,
     Stats,
@@ -82,7 +83,7 @@ class EngineLoop:
         self._desk = desk
         self._depth = depth
         self._launched: deque[Future[StepResult]] = deque()
-        self._news: list[Output] = []
+        self._news = News([])
         self._replies: list[LoraReply] = []
         self._failures_in_a_row = 0
         self._adapter_was: dict[RequestId, Tier] = {}
@@ -92,7 +93,7 @@ class EngineLoop:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do now. What is being read is no work."""
-        if self._news or self._replies or self._scheduler.has_work:
+        if len(self._news) > 0 or self._replies or self._scheduler.has_work:
             return True
         return self._desk is not None and self._desk.has_news
 
@@ -144,7 +145,7 @@ class EngineLoop:
         except NotFoundError as error:
             # The door knew the adapter; it was unloaded on the way here.
             notice = Notice(error_kind=ErrorKind.NOT_FOUND)
-            self._news.append(
+            self._news.outputs.append(
                 Output(
                     submit.request_id, [], FinishReason.ERROR, 0, error=str(error), notice=notice
                 )
@@ -155,25 +156,30 @@ class EngineLoop:
             return
         output = self._scheduler.abort(request_id)
         if output is not None:
-            self._news.append(output)
+            self._news.outputs.append(output)
 
-    def step(self) -> list[Output]:
+    def step(self) -> News:
         """Launch the next step, wait for the one before it, and give the news so far."""
         if self._desk is not None:
-            self._news.extend(self._desk.poll())
+            self._news.outputs.extend(self._desk.poll())
         plan = self._scheduler.schedule()
         if plan is not None:
             self._load_timer.launch(plan)
             self._launched.append(self._runner.launch(plan))
         if len(self._launched) > self._depth or (plan is None and self._launched):
             self._finish_oldest()
-        news, self._news = self._news, []
+        news, self._news = self._news, News([])
         if self._adapter_was:
-            for output in news:
-                was = self._adapter_was.pop(output.request_id, None)
-                if was is not None:
-                    output.notice = Notice(output.error_kind, was)
+            self._say_where_adapters_were(news)
         return news
+
+    def _say_where_adapters_were(self, news: News) -> None:
+        """With the first news of a request of an adapter, which is then no plain token."""
+        news.single_out(self._adapter_was)
+        for output in news.outputs:
+            was = self._adapter_was.pop(output.request_id, None)
+            if was is not None:
+                output.notice = Notice(output.error_kind, was)
 
     def take_replies(self) -> list[LoraReply]:
         """Answers to loads and unloads since the last call."""
@@ -201,7 +207,9 @@ class EngineLoop:
             return
         self._failures_in_a_row = 0
         self._load_timer.answer(result.adapters)
-        self._news.extend(self._scheduler.advance(result))
+        news = self._scheduler.advance(result)
+        self._news.outputs.extend(news.outputs)
+        self._news.tokens = news.tokens  # one result a step: nothing is there yet
 
     def _recover(self, error: Exception) -> None:
         """A step failed: fail its requests and those that may lean on it, and go on."""
@@ -210,10 +218,10 @@ class EngineLoop:
             if future.exception() is None:  # waits
                 # Its tokens rest on the failed step; the copies that ended with it do not.
                 self._load_timer.answer(future.result().adapters)
-                self._news.extend(self._scheduler.take_arrivals(future.result()))
+                self._news.outputs.extend(self._scheduler.take_arrivals(future.result()))
         self._launched.clear()
         reason = f"the step that computed this request failed: {error}"
-        self._news.extend(self._scheduler.fail_in_flight(reason))
+        self._news.outputs.extend(self._scheduler.fail_in_flight(reason))
         self._failures_in_a_row += 1
         if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
             raise UnavailableError(

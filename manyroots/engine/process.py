@@ -83,8 +83,8 @@ def run(socket: Socket, loop: EngineLoop) -> None:
                     return
                 loop.handle(message)
             if loop.has_work:
-                outputs = loop.step()
-                batch = Batch(outputs, loop.stats(), loop.take_replies(), loop.take_loads())
+                news = loop.step()
+                batch = Batch(news, loop.stats(), loop.take_replies(), loop.take_loads())
                 socket.send_multipart(encode(Kind.BATCH, batch))
 
 

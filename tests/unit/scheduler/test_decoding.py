@@ -139,3 +139,30 @@ def test_an_aborted_prompt_publishes_only_what_was_computed() -> None:
     engine.run()
     assert engine.last(1).num_cached_tokens == 12
     assert engine.tokens(1) == expected_tokens(submit(1, list(range(30)), max_tokens=2))
+
+
+@pytest.mark.parametrize(
+    ("engine", "lengths"),
+    [
+        (
+            Deciding(num_pages=10, page_size=1, depth=2, max_num_seqs=4),
+            [(4, 5), (3, 2), (2, 5), (4, 1), (2, 8)],
+        ),
+        (
+            Deciding(num_pages=9, page_size=2, depth=3, budget=4, max_num_seqs=3),
+            [(7, 10), (1, 9), (6, 12)],
+        ),
+    ],
+)
+def test_a_retracted_request_begins_again_only_when_its_tokens_under_way_have_come(
+    engine: Deciding, lengths: list[tuple[int, int]]
+) -> None:
+    """Several steps are in flight, and somebody ends just when another was retracted, so that there
+    is room for it at once."""
+    requests = [submit(i, [i] * length, max_tokens=m) for i, (length, m) in enumerate(lengths)]
+    for request in requests:
+        engine.loop.handle(request)
+    engine.run()
+    assert engine.scheduler.stats().total_retractions > 0
+    for request in requests:
+        assert engine.tokens(int(request.request_id)) == expected_tokens(request)

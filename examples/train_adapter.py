@@ -9,7 +9,8 @@ matrices beside the frozen weights until the model gives such answers itself. Th
 holds `adapter_config.json` and `adapter_model.safetensors` (bfloat16), which is what the server
 loads. At the end the adapter answers questions it has never seen, so that you can hear it.
 
-Nothing else is downloaded. The same seed on the same machine gives the same adapter.
+Nothing else is downloaded; order and weights follow --seed. Sixty steps cost about six minutes of
+CPU time, in two threads.
 """
 
 from __future__ import annotations
@@ -113,8 +114,11 @@ def with_adapter(base: Any, style: Style) -> Any:
         task_type="CAUSAL_LM",
     )
     model = get_peft_model(base, config)
+    config = model.peft_config["default"]
     # PEFT writes where the weights lay on this machine; others need the public name.
-    model.peft_config["default"].base_model_name_or_path = BASE_NAME
+    config.base_model_name_or_path = BASE_NAME
+    # PEFT keeps a set, whose order changes from run to run.
+    config.target_modules = list(style.target_modules)
     return model
 
 

@@ -29,13 +29,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "scheduler": BASE | {"cache", "lora"},
     # execute
     "kernels": BASE,
+    "distributed": BASE,
     "store": BASE | {"models"},
-    "layers": BASE | {"kernels", "store"},
-    "models": BASE | {"kernels", "store", "layers"},
-    "runner": BASE | {"kernels", "store", "models", "cache"},
+    "layers": BASE | {"kernels", "store", "distributed"},
+    "models": BASE | {"kernels", "store", "layers", "distributed"},
+    "runner": BASE | {"kernels", "store", "models", "cache", "distributed"},
     # text and the outside
     "text": BASE,
-    "engine": BASE | {"scheduler", "cache", "lora", "runner", "store", "models"},
+    "engine": BASE | {"scheduler", "cache", "lora", "runner", "store", "models", "distributed"},
     "observe": BASE,
     "llm": BASE | {"engine", "text"},
     "api": BASE | {"engine", "text", "observe"},
@@ -50,7 +51,7 @@ TORCH = {"torch", "triton"}
 WEB_STACK = {"starlette", "uvicorn", "fastapi", "pydantic", "h11", "httptools"}
 WIRE = {"msgspec", "zmq"}
 MAY_USE_WIRE = {
-    "engine.wire", "engine.process", "engine.process_client",
+    "engine.wire", "engine.process", "engine.process_client", "distributed.wire",
 }  # fmt: skip
 FAMILY_WORDS = ("full_attention", "FULL_ATTENTION", "sliding", "recurrent", "mamba")
 

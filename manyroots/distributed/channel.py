@@ -1,7 +1,7 @@
 """Whole messages over a socket between two processes of one engine.
 
-Takes and gives lists of byte frames. Any thread may send; one thread receives. The other side's
-end, however it came, is `ClosedError`: each side notices the other's death through the socket itself.
+Takes and gives byte frames. Any thread may send; one thread receives. The other side's end, however
+it came, is `ClosedError`: each side notices the death of the other through the socket itself.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ serve: $(VENV)/.installed
 	$(BIN)/manyroots serve $(ARGS)
 
 test: check
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
 
 check: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -7,8 +7,9 @@ import time
 import torch
 
 from manyroots.config import ModelSettings
-from manyroots.models.load import load_model
+from manyroots.models.load import fill, load_model
 from manyroots.models.source import resolve_source
+from manyroots.models.weights.experts import per_expert
 
 
 class TransformersPeer:
@@ -34,10 +35,10 @@ class TransformersPeer:
         self._device = device
         self._model = AutoModelForCausalLM.from_config(source.config, dtype=getattr(torch, dtype))
         self._model.to(device).eval()
-        loaded = self._model.load_state_dict(own.weight_slots(), strict=False)
-        tied = {"lm_head.weight"} if own.spec.tie_word_embeddings else set()
-        assert set(loaded.missing_keys) <= tied, loaded.missing_keys
-        assert not loaded.unexpected_keys, loaded.unexpected_keys
+        theirs = self._model.state_dict()
+        if own.spec.tie_word_embeddings:
+            theirs.pop("lm_head.weight", None)
+        fill(dict(per_expert(theirs.items())), own.weight_slots().items(), source.name)
         # Every sequence runs to its full length, as in our own run.
         self._model.generation_config.eos_token_id = None
 

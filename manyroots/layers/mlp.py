@@ -22,6 +22,15 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def activation_named(name: str) -> Callable[[Tensor], Tensor]:
+    """The function a config calls `name`."""
+    if name not in ACTIVATIONS:
+        raise ModelError(
+            f"the model's hidden_act is {name!r}; this version computes {', '.join(ACTIVATIONS)}."
+        )
+    return ACTIVATIONS[name]
+
+
 class GatedMLP:
     """Gate and up are one matrix product."""
 
@@ -35,12 +44,7 @@ class GatedMLP:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        if activation not in ACTIVATIONS:
-            raise ModelError(
-                f"the model's hidden_act is {activation!r}; this version computes "
-                f"{', '.join(ACTIVATIONS)}."
-            )
-        self._activation = ACTIVATIONS[activation]
+        self._activation = activation_named(activation)
         parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
         self.gate_up = FusedLinear(hidden_size, parts, bias=bias, dtype=dtype, device=device)
         self.down = Linear(intermediate_size, hidden_size, bias=bias, dtype=dtype, device=device)

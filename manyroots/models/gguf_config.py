@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from manyroots.errors import ModelError
 from manyroots.layers.rotary import check_rope_type
@@ -20,7 +20,9 @@ _CONFIGS: dict[str, tuple[type[PretrainedConfig], str]] = {
     "llama": (LlamaConfig, "LlamaForCausalLM"),
     "qwen2": (Qwen2Config, "Qwen2ForCausalLM"),
     "qwen3": (Qwen3Config, "Qwen3ForCausalLM"),
+    "qwen3moe": (Qwen3MoeConfig, "Qwen3MoeForCausalLM"),
 }
+_WITH_EXPERTS = ("qwen3moe",)
 _EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
@@ -37,10 +39,14 @@ def config_of(file: GGUFFile) -> PretrainedConfig:
             f"{file.path} is one of {file.metadata['split.count']} parts; join them with "
             "llama-gguf-split --merge and pass the joined file."
         )
-    if file.metadata.get(f"{arch}.expert_count", 0):
-        raise ModelError(f"{file.path} holds a mixture of experts; this version serves dense ones.")
+    has_experts = arch in _WITH_EXPERTS
+    if file.metadata.get(f"{arch}.expert_count", 0) and not has_experts:
+        raise ModelError(
+            f"{file.path} holds a mixture of experts of architecture {arch!r}; this version serves "
+            f"those of {', '.join(_WITH_EXPERTS)}, and {arch!r} only dense."
+        )
     config_class, architecture = _CONFIGS[arch]
-    values = _values(file, arch)
+    values = _values(file, arch) | (_experts(file, arch) if has_experts else {})
     if arch == "llama":
         values["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
     config = config_class(architectures=[architecture], dtype="bfloat16", **values)
@@ -67,17 +73,9 @@ def rope_factors(file: GGUFFile) -> tuple[float, ...] | None:
 
 
 def _values(file: GGUFFile, arch: str) -> dict[str, Any]:
-    def get(key: str) -> Any:
-        try:
-            return file.metadata[f"{arch}.{key}"]
-        except KeyError:
-            raise ModelError(
-                f"{file.path} lacks {arch}.{key!s} in its metadata; convert the model again."
-            ) from None
-
     if "token_embd.weight" not in file.tensors:
         raise ModelError(f"{file.path} has no token_embd.weight; it is not a whole model.")
-    hidden, heads = get("embedding_length"), get("attention.head_count")
+    hidden, heads = _get(file, arch, "embedding_length"), _get(file, arch, "attention.head_count")
     head_dim = file.metadata.get(f"{arch}.attention.key_length", hidden // heads)
     rotated = file.metadata.get(f"{arch}.rope.dimension_count", head_dim)
     if rotated != head_dim:
@@ -91,16 +89,36 @@ def _values(file: GGUFFile, arch: str) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_key_value_heads": file.metadata.get(f"{arch}.attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "num_hidden_layers": get("block_count"),
-        "intermediate_size": get("feed_forward_length"),
-        "max_position_embeddings": get("context_length"),
-        "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
+        "num_hidden_layers": _get(file, arch, "block_count"),
+        "intermediate_size": _get(file, arch, "feed_forward_length"),
+        "max_position_embeddings": _get(file, arch, "context_length"),
+        "rms_norm_eps": _get(file, arch, "attention.layer_norm_rms_epsilon"),
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": list(eos) or None,
         "rope_parameters": _rope_parameters(file, arch),
     }
+
+
+def _experts(file: GGUFFile, arch: str) -> dict[str, Any]:
+    """Such files have experts in every layer, whose weights add up to one: llama.cpp knows no
+    other, and there is no key for it."""
+    return {
+        "num_experts": _get(file, arch, "expert_count"),
+        "num_experts_per_tok": _get(file, arch, "expert_used_count"),
+        "moe_intermediate_size": _get(file, arch, "expert_feed_forward_length"),
+        "norm_topk_prob": True,
+    }
+
+
+def _get(file: GGUFFile, arch: str, key: str) -> Any:
+    try:
+        return file.metadata[f"{arch}.{key}"]
+    except KeyError:
+        raise ModelError(
+            f"{file.path} lacks {arch}.{key} in its metadata; convert the model again."
+        ) from None
 
 
 def _rope_parameters(file: GGUFFile, arch: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ arena and gives hidden states, and from those logits. What differs between the v
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -72,22 +72,25 @@ class SelfAttention:
             yield from k_norm.slots(f"{name}.k_norm")
 
 
+class FeedForward(Protocol):
+    """What a decoder layer asks of its feed-forward block."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+    def slots(self, name: str) -> Iterator[tuple[str, Tensor]]: ...
+
+
 class DecoderLayer:
     """Attention and feed-forward, each added onto the residual stream."""
 
-    def __init__(self, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, spec: ModelSpec, mlp: FeedForward, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
         hidden, eps = spec.hidden_size, spec.rms_norm_eps
         self.input_norm = RMSNorm(hidden, eps=eps, dtype=dtype, device=device)
         self.attention = SelfAttention(spec, dtype=dtype, device=device)
         self.mlp_norm = RMSNorm(hidden, eps=eps, dtype=dtype, device=device)
-        self.mlp = GatedMLP(
-            hidden,
-            spec.intermediate_size,
-            activation=spec.hidden_act,
-            bias=spec.traits.mlp_bias,
-            dtype=dtype,
-            device=device,
-        )
+        self.mlp = mlp
 
     def __call__(
         self, x: Tensor, rotation: Rotation, layer_kv: Tensor, batch: AttentionBatch
@@ -112,7 +115,10 @@ class Llama:
         self.embedding = Embedding(vocab, hidden, dtype=dtype, device=device)
         self.rotary = Rotary(spec.rope, dtype=dtype, device=device)
         self.layers = [
-            DecoderLayer(spec, dtype=dtype, device=device) for _ in range(spec.num_layers)
+            DecoderLayer(
+                spec, self.make_mlp(index, dtype=dtype, device=device), dtype=dtype, device=device
+            )
+            for index in range(spec.num_layers)
         ]
         self.norm = RMSNorm(hidden, eps=spec.rms_norm_eps, dtype=dtype, device=device)
         tied_to = self.embedding if spec.tie_word_embeddings else None
@@ -126,6 +132,20 @@ class Llama:
             o_bias=config.attention_bias,
             mlp_bias=config.mlp_bias,
             qk_norm=False,
+        )
+
+    def make_mlp(
+        self, layer_index: int, *, dtype: torch.dtype, device: torch.device
+    ) -> FeedForward:
+        """The feed-forward block of a layer; the same in all of them here."""
+        spec = self.spec
+        return GatedMLP(
+            spec.hidden_size,
+            spec.intermediate_size,
+            activation=spec.hidden_act,
+            bias=spec.traits.mlp_bias,
+            dtype=dtype,
+            device=device,
         )
 
     @torch.no_grad()

@@ -17,7 +17,7 @@ from manyroots.models.progress import track
 from manyroots.models.registry import architecture_of, model_class
 from manyroots.models.source import ModelSource, SourceKind
 from manyroots.models.spec import ModelSpec, model_spec
-from manyroots.models.weights import dummy, gguf, safetensors
+from manyroots.models.weights import dummy, experts, gguf, safetensors
 from manyroots.models.weights.gguf_file import GGUFFile
 
 _MAX_NAMED = 6
@@ -71,6 +71,11 @@ def fill(
                 f"{name} of {model_name} has shape {list(tensor.shape)}, but its config implies "
                 f"{list(slot.shape)}; config and weights belong to different models."
             )
+        if name not in missing:
+            raise ModelError(
+                f"the checkpoint of {model_name} has {name} twice, as itself or in a stack of "
+                "experts; it is not clear which one is meant. Export the model again."
+            )
         slot.copy_(tensor)
         missing.discard(name)
     if missing or unexpected:
@@ -92,8 +97,9 @@ def _weights(
         return dummy.tensors(slots, seed)
     if source.kind is SourceKind.GGUF:
         file = GGUFFile(source.path)
-        return gguf.tensors(file, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads)
-    return safetensors.tensors(source.path)
+        heads = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads}
+        return experts.per_expert(gguf.tensors(file, **heads))
+    return experts.per_expert(safetensors.tensors(source.path))
 
 
 def _is_harmless(name: str) -> bool:

@@ -9,12 +9,14 @@ from manyroots.models.llama import Llama
 from manyroots.models.mistral import Mistral
 from manyroots.models.qwen2 import Qwen2
 from manyroots.models.qwen3 import Qwen3
+from manyroots.models.qwen3_moe import Qwen3Moe
 
 ARCHITECTURES: dict[str, type[Llama]] = {
     "LlamaForCausalLM": Llama,
     "MistralForCausalLM": Mistral,
     "Qwen2ForCausalLM": Qwen2,
     "Qwen3ForCausalLM": Qwen3,
+    "Qwen3MoeForCausalLM": Qwen3Moe,
 }
 
 _BY_MODEL_TYPE = {
@@ -22,6 +24,7 @@ _BY_MODEL_TYPE = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 
 

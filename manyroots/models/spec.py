@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from manyroots.errors import ModelError
+from manyroots.layers.moe import ExpertsSpec
 from manyroots.layers.rotary import RopeSpec, rope_frequencies
 
 
@@ -23,6 +24,9 @@ class Traits:
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    experts: ExpertsSpec | None = None
+    """Of the layers in `sparse_layers`; None in dense models."""
+    sparse_layers: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from manyroots.errors import ModelError
+from manyroots.gguf_header import read_metadata
 from manyroots.text import gguf_tokenizer
-from manyroots.text.gguf_metadata import read_metadata
 from manyroots.text.tokenizer import SpecialTokens, Tokenizer
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")

@@ -2,6 +2,7 @@
 
 Takes an open `GGUFFile`; gives (checkpoint name, float32 tensor) pairs. Undoes what the
 conversion to GGUF did: names, and for the llama architecture the order of the rows of q and k.
+Experts stay stacked, as the file has them.
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ _IN_BLOCK = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
 }
 
 
@@ -61,7 +66,7 @@ def checkpoint_name(name: str, file: GGUFFile) -> str:
             return f"{_TOP[part]}.{kind}"
     raise ModelError(
         f"{file.path} has a tensor {name!r}, which no architecture served here has; "
-        "use a file of a dense llama, qwen2 or qwen3 model."
+        "use a file of a llama, qwen2, qwen3 or qwen3moe model."
     )
 
 

@@ -23,6 +23,10 @@ _BLOCK = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
 }
 
 
@@ -35,7 +39,7 @@ def write_gguf(
     extra_tensors: Mapping[str, np.ndarray] | None = None,
 ) -> Path:
     """Write a model as llama.cpp's converter would, in float32; only an embedding by default."""
-    arch = "llama" if config.model_type == "mistral" else config.model_type
+    arch = {"mistral": "llama", "qwen3_moe": "qwen3moe"}.get(config.model_type, config.model_type)
     writer = GGUFWriter(path, arch)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -50,6 +54,10 @@ def write_gguf(
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_eos_token_id(2)
+    if arch == "qwen3moe":
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     for key, value in (extra_metadata or {}).items():
         if isinstance(value, str):
             writer.add_string(f"{arch}.{key}", value)
@@ -61,7 +69,7 @@ def write_gguf(
         writer.add_tensor(
             "token_embd.weight", np.zeros((config.vocab_size, config.hidden_size), np.float32)
         )
-    for name, tensor in (state or {}).items():
+    for name, tensor in _experts_apart(state or {}).items():
         values = tensor.detach().float().numpy()
         part = name.rsplit(".", 1)[0].rsplit(".", 1)[-1]
         if arch == "llama" and part in ("q_proj", "k_proj"):
@@ -75,6 +83,21 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _experts_apart(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Stacked, as both transformers and llama.cpp have experts, but gate and up each by itself."""
+    apart = {}
+    for name, tensor in state.items():
+        if name.endswith("experts.gate_up_proj"):
+            gate, up = tensor.chunk(2, dim=1)
+            block = name.removesuffix("gate_up_proj")
+            apart |= {f"{block}gate_proj.weight": gate, f"{block}up_proj.weight": up}
+        elif name.endswith("experts.down_proj"):
+            apart[f"{name}.weight"] = tensor
+        else:
+            apart[name] = tensor
+    return apart
 
 
 def _gguf_name(name: str) -> str:

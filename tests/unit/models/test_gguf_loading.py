@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
-    "kind", ["llama", "llama-tied", "llama-biased", "mistral", "qwen2", "qwen3"]
+    "kind", ["llama", "llama-tied", "llama-biased", "mistral", "qwen2", "qwen3", "qwen3-moe"]
 )
 def test_a_gguf_file_loads_as_the_checkpoint_it_was_made_from(kind: str, tmp_path: Path) -> None:
     changes = {"mlp_bias": False} if kind == "llama-biased" else {}
@@ -91,7 +91,7 @@ def test_p09_a_window_in_the_metadata_is_found(tmp_path: Path) -> None:
         ({"rope.scaling.type": "longrope"}, "'longrope'"),
         ({"rope.scaling.type": "yarn"}, "original_context_length"),
         ({"rope.dimension_count": 4}, "rotates 4 of 8 dimensions"),
-        ({"expert_count": 8}, "mixture of experts"),
+        ({"expert_count": 8}, "mixture of experts of architecture 'llama'.*qwen3moe"),
     ],
 )
 def test_what_this_version_can_not_compute_is_refused(
@@ -100,6 +100,13 @@ def test_what_this_version_can_not_compute_is_refused(
     file = write_gguf(tmp_path / "m.gguf", tiny_config(), extra_metadata=metadata)
     with pytest.raises(ModelError, match=message):
         describe(resolve_source(ModelSettings(model=str(file))))
+
+
+def test_a_mixture_of_experts_has_llama_cpps_routing(tmp_path: Path) -> None:
+    config = tiny_config("qwen3-moe", norm_topk_prob=False)
+    file = write_gguf(tmp_path / "m.gguf", config)
+    experts = describe(resolve_source(ModelSettings(model=str(file)))).traits.experts
+    assert experts == tiny_spec("qwen3-moe", norm_topk_prob=True).traits.experts
 
 
 def test_an_unknown_architecture_is_refused(tmp_path: Path) -> None:
@@ -135,5 +142,5 @@ def test_a_file_cut_in_its_data_names_the_tensor(tmp_path: Path) -> None:
 def test_a_file_that_is_something_else_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "m.gguf"
     file.write_bytes(b"PK" * 100)
-    with pytest.raises(ModelError, match="does not begin with GGUF"):
+    with pytest.raises(ModelError, match="begins with b'PKPK' instead of b'GGUF'"):
         resolve_source(ModelSettings(model=str(file)))

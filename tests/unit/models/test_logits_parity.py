@@ -67,7 +67,7 @@ def test_decodes_and_prefills_mixed_in_one_step_do_not_disturb_each_other(tmp_pa
     assert_close("logits", mixed["a"], wanted["a"][30:31], torch.float32)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral", "qwen3-moe"])
 def test_bfloat16_stays_near_float32(kind: str, tmp_path: Path) -> None:
     theirs = save_tiny(tmp_path, kind, initializer_range=0.05)
     paged = PagedModel(load_tiny(tmp_path, torch.bfloat16), page_size=16)

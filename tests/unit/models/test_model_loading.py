@@ -74,6 +74,56 @@ def test_a_wrong_shape_is_named_with_both_shapes(folder: Path) -> None:
         load_tiny(folder)
 
 
+def stack_experts(folder: Path, *, keep: bool) -> None:
+    """Write the experts as transformers 5 has them in memory; `keep` leaves the others, too."""
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        for layer in range(3):
+            block = f"model.layers.{layer}.mlp.experts"
+
+            def of_all(part: str, block: str = block) -> Tensor:
+                take = tensors.__getitem__ if keep else tensors.pop
+                return torch.stack([take(f"{block}.{e}.{part}.weight") for e in range(8)])
+
+            tensors[f"{block}.gate_up_proj"] = torch.cat(
+                [of_all("gate_proj"), of_all("up_proj")], dim=1
+            )
+            tensors[f"{block}.down_proj"] = of_all("down_proj")
+
+    rewrite(folder, change)
+
+
+def test_stacked_experts_load_as_single_ones_do(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "qwen3-moe")
+    single = load_tiny(tmp_path).weight_slots()
+    stack_experts(tmp_path, keep=False)
+    stacked = load_tiny(tmp_path).weight_slots()
+    assert all(torch.equal(single[name], stacked[name]) for name in single)
+
+
+def test_a_weight_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "qwen3-moe")
+    stack_experts(tmp_path, keep=True)
+    with pytest.raises(ModelError, match=r"experts\.0\.\w+\.weight twice.*Export"):
+        load_tiny(tmp_path)
+
+
+def test_experts_of_another_number_or_size_are_named(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "qwen3-moe")
+    name = "model.layers.1.mlp.experts.7.up_proj.weight"
+    rewrite(tmp_path, lambda tensors: tensors.pop(name))
+    with pytest.raises(ModelError, match=rf"missing {name}; unexpected nothing"):
+        load_tiny(tmp_path)
+    rewrite(tmp_path, lambda tensors: tensors.update({name: torch.zeros(23, 48)}))
+    with pytest.raises(ModelError, match=rf"{name}.*\[23, 48\].*\[24, 48\]"):
+        load_tiny(tmp_path)
+    rewrite(tmp_path, lambda tensors: tensors.update({name: torch.zeros(24, 48)}))
+    stack = "model.layers.1.mlp.experts.up_proj"
+    rewrite(tmp_path, lambda tensors: tensors.update({stack: torch.zeros(24, 48)}))
+    with pytest.raises(ModelError, match=rf"missing nothing; unexpected {stack}\."):
+        load_tiny(tmp_path)
+
+
 def test_extras_that_follow_from_the_config_are_ignored(tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama-tied")
 
@@ -111,10 +161,11 @@ def test_a_folder_without_weights_says_so(folder: Path) -> None:
         load_tiny(folder)
 
 
-def test_dummy_weights_need_no_files_and_depend_on_the_seed_alone() -> None:
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3-moe-mixed"])
+def test_dummy_weights_need_no_files_and_depend_on_the_seed_alone(kind: str) -> None:
     def dummy(seed: int) -> dict[str, Tensor]:
         model = load_model(
-            tiny_source("qwen3"), dtype=torch.bfloat16, device=CPU, load_format="dummy", seed=seed
+            tiny_source(kind), dtype=torch.bfloat16, device=CPU, load_format="dummy", seed=seed
         )
         return model.weight_slots()
 

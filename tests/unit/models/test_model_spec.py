@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Qwen3MoeForCausalLM
 
 from manyroots.errors import ModelError
+from manyroots.layers.moe import ExpertsSpec
 from manyroots.layers.rotary import rope_frequencies
 from manyroots.models.llama import Llama
 from manyroots.models.registry import architecture_of, model_class
@@ -27,6 +29,8 @@ from tests.unit.models.tiny import LLAMA3, tiny_config, tiny_spec
         ("qwen2", {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1}, 64),
         ("qwen3", {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 0}, 64),
         ("qwen3", {"sliding_window": 64}, None),
+        ("qwen3-moe", {"sliding_window": 64}, None),
+        ("qwen3-moe", {"sliding_window": 64, "use_sliding_window": True}, 64),
     ],
 )
 def test_p09_a_window_counts_only_where_a_layer_uses_it(
@@ -52,6 +56,45 @@ def test_a_window_wider_than_the_context_does_not_lengthen_it() -> None:
 def test_heads_of_their_own_size_are_read() -> None:
     assert tiny_spec("qwen3", head_dim=16).head_dim == 16
     assert tiny_spec("qwen2").head_dim == 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "sparse"),
+    [
+        ({}, {0, 1, 2, 3, 4}),
+        ({"mlp_only_layers": [0, 3]}, {1, 2, 4}),
+        ({"decoder_sparse_step": 2}, {1, 3}),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [1]}, {3}),
+        ({"num_experts": 0}, set()),
+    ],
+)
+def test_layers_with_experts_are_those_transformers_gives_them(
+    changes: dict[str, Any], sparse: set[int]
+) -> None:
+    changes = {"num_hidden_layers": 5, **changes}
+    traits = tiny_spec("qwen3-moe", **changes).traits
+    theirs = Qwen3MoeForCausalLM(tiny_config("qwen3-moe", **changes)).model.layers
+    assert {i for i, layer in enumerate(theirs) if hasattr(layer.mlp, "experts")} == sparse
+    assert traits.sparse_layers == sparse
+    assert (traits.experts is not None) == bool(sparse)
+
+
+def test_experts_are_read_from_the_config() -> None:
+    assert tiny_spec("qwen3-moe").traits.experts == ExpertsSpec(
+        num_experts=8, experts_per_token=3, intermediate_size=24, norm_topk_prob=True
+    )
+    assert tiny_spec("qwen3").traits.experts is None
+
+
+@pytest.mark.parametrize("chosen", [0, 9])
+def test_more_experts_per_token_than_there_are_is_refused(chosen: int) -> None:
+    with pytest.raises(ModelError, match=f"8 experts and num_experts_per_tok {chosen}.*1 and 8"):
+        tiny_spec("qwen3-moe", num_experts_per_tok=chosen)
+
+
+def test_a_rhythm_of_no_layers_is_refused() -> None:
+    with pytest.raises(ModelError, match="decoder_sparse_step is 0"):
+        tiny_spec("qwen3-moe", decoder_sparse_step=0)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope", "proportional"])
@@ -92,3 +135,6 @@ def test_a_config_without_architectures_goes_by_its_model_type() -> None:
     config = tiny_config("qwen2")
     config.architectures = None
     assert architecture_of(config) == "Qwen2ForCausalLM"
+    config = tiny_config("qwen3-moe")
+    config.architectures = None
+    assert architecture_of(config) == "Qwen3MoeForCausalLM"

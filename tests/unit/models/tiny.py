@@ -16,6 +16,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from manyroots.config import ModelSettings
@@ -51,6 +53,13 @@ YARN = {
     "original_max_position_embeddings": 64,
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+EXPERTS: dict[str, Any] = {
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+}
 
 MODELS: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
@@ -62,6 +71,12 @@ MODELS: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
     "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 16, "tie_word_embeddings": True}),
+    "qwen3-moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, EXPERTS),
+    "qwen3-moe-mixed": (
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        {**EXPERTS, "norm_topk_prob": False, "mlp_only_layers": [0], "attention_bias": True},
+    ),
 }
 
 
@@ -72,9 +87,11 @@ def tiny_config(kind: str = "llama", **changes: Any) -> Any:
     )
 
 
-def save_tiny(folder: Path, kind: str = "llama", **changes: Any) -> PreTrainedModel:
+def save_tiny(
+    folder: Path, kind: str = "llama", *, seed: int = 0, **changes: Any
+) -> PreTrainedModel:
     """Save a random checkpoint of `kind`; give the transformers model it came from."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model: PreTrainedModel = MODELS[kind][1](tiny_config(kind, **changes)).eval()
     with torch.no_grad():
         # Biases and norms start as zeros and ones, which would hide that they are not read.

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyroots.errors import ModelError, RequestError
-from manyroots.text.gguf_metadata import read_metadata
+from manyroots.gguf_header import read_metadata
 from manyroots.text.tokenizer import Tokenizer
 from manyroots.text.tokenizer_files import load_tokenizer
 from tests.unit.text.tiny_tokenizer import BOS, EOS, tiny_backend, tiny_tokenizer

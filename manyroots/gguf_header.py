@@ -1,24 +1,29 @@
-"""Reads the key-value header of a GGUF file, and nothing else of it.
+"""What a GGUF file says before its tensors: key-value pairs, and where each tensor lies.
 
-Takes a path; gives a dict of plain Python values. The tensors behind the header are never
-touched, so this takes milliseconds where a full reader takes seconds. Every length in the file
-is checked against the file's size before it is believed.
+Takes a path or the file's bytes; gives plain Python values. The tensors themselves are never
+touched, and a vocabulary takes milliseconds where the `gguf` package takes seconds. Every length
+in the file is checked against the file's size before it is believed.
+
+Layout: magic, version, counts, key-value pairs, tensor descriptions, padding, tensor data.
 """
 
 from __future__ import annotations
 
 import mmap
 import struct
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from manyroots.errors import ModelError
 
+DEFAULT_ALIGNMENT = 32
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _STRING = 8
 _ARRAY = 9
 _MAX_ARRAY_DEPTH = 4
+_MAX_DIMENSIONS = 8
 _SCALARS = {
     0: struct.Struct("<B"),
     1: struct.Struct("<b"),
@@ -36,38 +41,86 @@ _U32 = _SCALARS[4]
 _U64 = _SCALARS[10]
 
 
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where a tensor lies and how it is written."""
+
+    shape: tuple[int, ...]
+    """Rows first, as torch has it."""
+    kind: int
+    """The number of its quantization type."""
+    offset: int
+    """From the start of the tensor data."""
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFHeader:
+    """Everything before the tensor data."""
+
+    metadata: dict[str, Any]
+    """Arrays are lists."""
+    tensors: dict[str, TensorInfo]
+    data_start: int
+
+
 def read_metadata(path: Path) -> dict[str, Any]:
-    """Every key of the header with its value; arrays become lists."""
+    """Every key of the header with its value."""
+    with open_mapped(path) as data:
+        return read_header(path, data).metadata
+
+
+def open_mapped(path: Path) -> mmap.mmap:
+    """The file's bytes, read only when touched."""
     try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _Header(data).read()
-    except (OSError, ValueError, struct.error) as error:
-        raise ModelError(
-            f"{path} is not a GGUF file that can be read: {error}. Download it again."
-        ) from error
+        with path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from error
 
 
-class _Header:
-    """A cursor over the header. Raises ValueError or struct.error on anything malformed."""
+def read_header(path: Path, data: mmap.mmap) -> GGUFHeader:
+    """The header at the beginning of `data`; `path` is for the error."""
+    try:
+        return _Cursor(data).read()
+    except (ValueError, TypeError, ArithmeticError, struct.error) as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> ModelError:
+    return ModelError(f"{path} is not a readable GGUF file ({error}); download or copy it again.")
+
+
+class _Cursor:
+    """A place in the header. Raises ValueError or struct.error on anything malformed."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
         self._at = 0
 
-    def read(self) -> dict[str, Any]:
+    def read(self) -> GGUFHeader:
         if self._data[:4] != _MAGIC:
             raise ValueError(f"it begins with {self._data[:4]!r} instead of {_MAGIC!r}")
         self._at = 4
         version = self._scalar(_U32)
         if version not in _VERSIONS:
             raise ValueError(f"its version is {version}, known are {_VERSIONS}")
-        self._scalar(_U64)  # the number of tensors
-        num_keys = self._count()
+        num_tensors, num_keys = self._count(), self._count()
         values: dict[str, Any] = {}
         for _ in range(num_keys):
             key = self._string()
             values[key] = self._value(self._scalar(_U32), depth=0)
-        return values
+        tensors = dict(self._tensor() for _ in range(num_tensors))
+        alignment = int(values.get("general.alignment", DEFAULT_ALIGNMENT))
+        return GGUFHeader(values, tensors, data_start=-(-self._at // alignment) * alignment)
+
+    def _tensor(self) -> tuple[str, TensorInfo]:
+        name = self._string()
+        num_dimensions = self._scalar(_U32)
+        if num_dimensions > _MAX_DIMENSIONS:
+            raise ValueError(f"tensor {name!r} has {num_dimensions} dimensions")
+        # Columns come first in the file.
+        shape = tuple(reversed([self._scalar(_U64) for _ in range(num_dimensions)]))
+        return name, TensorInfo(shape, kind=self._scalar(_U32), offset=self._scalar(_U64))
 
     def _value(self, kind: int, depth: int) -> Any:
         if kind == _STRING:

@@ -1,0 +1,116 @@
+"""The feed-forward block of experts: each token goes through the few that its router chooses.
+
+Takes and gives [num_tokens, hidden_size]. Every expert is a `GatedMLP` of its own, but their
+weights are kept stacked, and a step computes them grouped by expert; see `kernels/moe`.
+
+    x -> router -> pairs of (token, expert), sorted by expert
+      -> gate, up -> act(gate) * up -> down      of each pair, with its expert's weights
+      -> sum over a token's pairs, weighted by the router
+
+What is added to a pair's gate and up before the activation, or to its down, is weighted with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from manyroots.kernels.moe import torch_ops
+from manyroots.kernels.moe.routing import Routing, route
+from manyroots.layers.mlp import activation_named
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsSpec:
+    """How many experts a block has, how large they are, and how a token chooses among them."""
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    """Of each expert."""
+    norm_topk_prob: bool
+    """Whether the weights of a token's experts add up to one."""
+
+
+class Router:
+    """A score per expert, and the choice that follows. No adapter targets it."""
+
+    def __init__(
+        self, hidden_size: int, spec: ExpertsSpec, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.weight = torch.empty(spec.num_experts, hidden_size, dtype=dtype, device=device)
+        self._spec = spec
+
+    def __call__(self, x: Tensor) -> Routing:
+        return route(
+            F.linear(x, self.weight),
+            experts_per_token=self._spec.experts_per_token,
+            normalize=self._spec.norm_topk_prob,
+        )
+
+    def slots(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """Where a checkpoint's tensor for the router `name` goes."""
+        yield f"{name}.weight", self.weight
+
+
+class Experts:
+    """The stacked weights of all experts of one block, and their grouped products."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        spec: ExpertsSpec,
+        *,
+        activation: str,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._activation = activation_named(activation)
+        self._intermediate_size = inter = spec.intermediate_size
+        count = spec.num_experts
+        self.gate_up = torch.empty(count, 2 * inter, hidden_size, dtype=dtype, device=device)
+        self.down = torch.empty(count, hidden_size, inter, dtype=dtype, device=device)
+
+    def __call__(self, x: Tensor, routing: Routing) -> Tensor:
+        by_pair = x.index_select(0, routing.token_index)
+        gate_up = torch_ops.grouped_linear(by_pair, self.gate_up, routing)
+        gate, up = gate_up.chunk(2, dim=-1)
+        activated = self._activation(gate).mul_(up)
+        out = torch_ops.grouped_linear(activated, self.down, routing)
+        return torch_ops.combine(out, routing)
+
+    def slots(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """Where a checkpoint's tensors go: each expert's three matrices, as views of the stack."""
+        inter = self._intermediate_size
+        for expert, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
+            yield f"{name}.{expert}.gate_proj.weight", gate_up[:inter]
+            yield f"{name}.{expert}.up_proj.weight", gate_up[inter:]
+            yield f"{name}.{expert}.down_proj.weight", down
+
+
+class SparseMLP:
+    """A router and its experts, in the place of a `GatedMLP`."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        spec: ExpertsSpec,
+        *,
+        activation: str,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.router = Router(hidden_size, spec, dtype=dtype, device=device)
+        self.experts = Experts(hidden_size, spec, activation=activation, dtype=dtype, device=device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.experts(x, self.router(x))
+
+    def slots(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """Where a checkpoint's tensors for the block `name` go."""
+        yield from self.router.slots(f"{name}.gate")
+        yield from self.experts.slots(f"{name}.experts")

@@ -10,6 +10,7 @@ import logging
 from collections import deque
 from concurrent.futures import Future
 
+from manyroots.engine.alarm import Alarm
 from manyroots.errors import NotFoundError, UnavailableError
 from manyroots.messages import Abort, FinishReason, Output, Stats, Submit
 from manyroots.scheduler.scheduler import Scheduler
@@ -24,9 +25,18 @@ MAX_FAILURES_IN_A_ROW = 3
 class EngineLoop:
     """Drives one scheduler and one runner."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, *, depth: int = 1) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        *,
+        alarm: Alarm | None = None,
+        depth: int = 1,
+    ) -> None:
+        """`alarm`: None if the runner can't end outside of a step."""
         self._scheduler = scheduler
         self._runner = runner
+        self._alarm = alarm
         self._depth = depth
         self._launched: deque[Future[StepResult]] = deque()
         self._news: list[Output] = []
@@ -34,6 +44,8 @@ class EngineLoop:
 
     @property
     def has_work(self) -> bool:
+        if self._alarm is not None and self._alarm.reason is not None:
+            return True
         return bool(self._news) or self._scheduler.has_work
 
     def handle(self, message: Submit | Abort) -> None:
@@ -53,7 +65,12 @@ class EngineLoop:
                 self._news.append(output)
 
     def step(self) -> list[Output]:
-        """Launch the next step, wait for the one before it, and give the news so far."""
+        """Launch the next step, wait for the one before it, and give the news so far.
+
+        Raises UnavailableError if there will be no further step.
+        """
+        if self._alarm is not None and self._alarm.reason is not None:
+            raise UnavailableError(self._alarm.reason)
         plan = self._scheduler.schedule()
         if plan is not None:
             self._launched.append(self._runner.launch(plan))
@@ -87,6 +104,8 @@ class EngineLoop:
         self._launched.clear()
         reason = f"the step that computed this request failed: {error}"
         self._news.extend(self._scheduler.fail_in_flight(reason))
+        if isinstance(error, UnavailableError):
+            raise error
         self._failures_in_a_row += 1
         if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
             raise UnavailableError(

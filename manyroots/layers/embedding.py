@@ -29,11 +29,11 @@ class Embedding:
 
 
 class LmHead:
-    """Scores of every token of the vocabulary. `tied_to` lends its weight to tied models."""
+    """Scores of the tokens `rows` of the vocabulary. `tied_to` lends its weight to tied models."""
 
     def __init__(
         self,
-        vocab_size: int,
+        rows: slice,
         hidden_size: int,
         *,
         tied_to: Embedding | None,
@@ -42,9 +42,9 @@ class LmHead:
     ) -> None:
         self._is_tied = tied_to is not None
         self.weight = (
-            torch.empty(vocab_size, hidden_size, dtype=dtype, device=device)
+            torch.empty(rows.stop - rows.start, hidden_size, dtype=dtype, device=device)
             if tied_to is None
-            else tied_to.weight
+            else tied_to.weight[rows]
         )
 
     def __call__(self, hidden: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from manyroots.distributed.shard import WHOLE, Shard
 from manyroots.ids import Row
 from manyroots.kernels.attention.batch import AttentionBatch
 from manyroots.runner.batch import PersistentBatch, StepInputs
@@ -37,8 +38,16 @@ class TorchRunner:
     """A model, its pages, and the rows under way."""
 
     def __init__(
-        self, model: Model, arena: PageArena, *, max_num_seqs: int, max_model_len: int
+        self,
+        model: Model,
+        arena: PageArena,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        shard: Shard = WHOLE,
     ) -> None:
+        """`shard`: the rank's place among those that launch the same plans."""
+        self._shard = shard
         self._model = model
         self._arena = arena
         self._batch = PersistentBatch(
@@ -74,7 +83,7 @@ class TorchRunner:
         # The sampler may change logits; log-probabilities are of the model's own.
         wanted = np.flatnonzero(self._state.wants_logprobs[rows])
         own = logits[torch.from_numpy(wanted)].clone() if len(wanted) else None
-        tokens, broken = self._sampler.sample(logits, rows)
+        tokens, broken = self._sample(logits, rows)
         self._batch.append(rows, tokens)
         return StepResult(
             plan.step_id,
@@ -86,6 +95,14 @@ class TorchRunner:
                 for i in broken
             ),
         )
+
+    def _sample(self, logits: Tensor, rows: Int32s) -> tuple[Int32s, Int32s]:
+        """The first rank's choice, which the others follow; they look for no broken rows."""
+        if self._shard.is_first:
+            tokens, broken = self._sampler.sample(logits, rows)
+        else:
+            tokens, broken = np.empty(len(rows), np.int32), np.empty(0, np.int32)
+        return self._shard.agree(tokens), broken
 
     def _forward(self, inputs: StepInputs) -> Tensor:
         batch = AttentionBatch.build(

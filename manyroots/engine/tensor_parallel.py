@@ -1,0 +1,60 @@
+"""The first rank's side of an engine with several: start the others, load beside them, run as one.
+
+Gives a `Runner` in which all ranks carry out the same plans. Imported only where there is more
+than one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from manyroots.config import EngineSettings
+from manyroots.distributed.group import join_group, leave_group
+from manyroots.distributed.ranks import Ranks
+from manyroots.distributed.runner import RankedRunner
+from manyroots.distributed.shard import Shard
+from manyroots.distributed.wire import Kind, Start
+from manyroots.engine.alarm import Alarm
+from manyroots.engine.part import ExecuteHalf, fit_sizes, load_part
+from manyroots.models.load import describe
+from manyroots.models.sharding import rank_spec
+from manyroots.models.source import ModelSource
+from manyroots.step import AdapterLoaded
+
+
+def execute_with_ranks(settings: EngineSettings, source: ModelSource) -> ExecuteHalf:
+    """The model's parts in as many processes; this one has the first."""
+    shard = Shard(0, settings.model.tensor_parallel_size)
+    rank_spec(describe(source), shard)  # refuse what can't be divided before anything is started
+    with _other_ranks(settings, source) as ranks:
+        part = load_part(settings, source, shard)
+        sizes = fit_sizes(settings, part, min(part.num_pages, ranks.wait_until_loaded()))
+        ranks.send(Kind.START, Start(sizes.num_pages, sizes.max_model_len))
+        own = part.make_runner(settings, sizes)
+        join_group(shard, ranks.folder, device_type=part.device.type)
+        alarm = Alarm()
+        runner = RankedRunner(
+            own, ranks, on_adapter=_refuse, on_death=alarm.ring, leave=leave_group
+        )
+        return ExecuteHalf(part, sizes, runner, alarm)
+
+
+@contextmanager
+def _other_ranks(settings: EngineSettings, source: ModelSource) -> Iterator[Ranks]:
+    """Started, and loading; gone again if the block does not end well."""
+    # The files are here by now: no rank needs to look for them, or to download them, again.
+    found = replace(settings, model=replace(settings.model, model=str(source.path)))
+    ranks = Ranks(settings.model.tensor_parallel_size, found)
+    try:
+        yield ranks
+    except BaseException:
+        ranks.kill()
+        ranks.close()
+        leave_group()
+        raise
+
+
+def _refuse(rank: int, answer: AdapterLoaded) -> None:
+    raise RuntimeError(f"rank {rank} answers {answer}, and was asked for no adapter")

@@ -6,6 +6,7 @@ ManyrootsError
   RequestError       a request can't be served as written (HTTP 400); names the field
     NotFoundError    it names something that does not exist (404)
     TooLargeError    it is larger than the server takes (413)
+    AdapterError     an adapter's files can't be served by this model (400)
   OverloadedError    the queue is full (429); try again later
   UnavailableError   starting, draining or dead (503)
 
@@ -47,6 +48,13 @@ class TooLargeError(RequestError):
     """A request over one of the server's size limits."""
 
     status = 413
+
+
+class AdapterError(RequestError):
+    """An adapter's folder, config or weights that can't be served."""
+
+    def __init__(self, message: str, *, field: str | None = None) -> None:
+        super().__init__(message, field=field)
 
 
 class OverloadedError(ManyrootsError):

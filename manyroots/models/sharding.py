@@ -22,7 +22,9 @@ from torch import Tensor
 
 from manyroots.distributed.shard import Shard
 from manyroots.errors import ConfigError
+from manyroots.lora.targets import Target, Targets
 from manyroots.models.spec import ModelSpec
+from manyroots.store.adapter_weights import AdapterWeights, LoraPair
 
 
 class Side(enum.Enum):
@@ -85,6 +87,48 @@ def cut_weights(
                 yield name, torch.zeros_like(tensor)  # the sum over ranks must have it once
             case _:
                 yield name, tensor
+
+
+def cut_adapter(weights: AdapterWeights, shard: Shard) -> AdapterWeights:
+    """The rank's part of an adapter, in memory of its own; its digest is still the whole one's."""
+    if shard.is_whole:
+        return weights
+    cut = {name: _cut_pair(name, pair, shard) for name, pair in weights.pairs.items()}
+    sizes = [half.numel() for pair in cut.values() for half in (pair.a, pair.b)]
+    is_pinned = weights.buffer.is_pinned()
+    buffer = torch.empty(sum(sizes), dtype=weights.buffer.dtype, pin_memory=is_pinned)
+    places = iter(buffer.split(sizes))
+
+    def place(half: Tensor) -> Tensor:
+        return next(places).view(half.shape).copy_(half)
+
+    pairs = {name: replace(pair, a=place(pair.a), b=place(pair.b)) for name, pair in cut.items()}
+    return AdapterWeights(weights.digest, pairs, buffer)
+
+
+def whole_targets(targets: Targets, shard: Shard, vocab_size: int) -> dict[str, Target]:
+    """What adapters may change of the whole model, given one rank's part: what files are made for."""
+    whole = {}
+    for name, target in targets.items():
+        match side_of(name):
+            case Side.OUTPUT if name == "lm_head":
+                target = replace(target, out_features=vocab_size)  # ranks' parts may differ
+            case Side.OUTPUT:
+                target = replace(target, out_features=target.out_features * shard.size)
+            case Side.INPUT:
+                target = replace(target, in_features=target.in_features * shard.size)
+        whole[name] = target
+    return whole
+
+
+def _cut_pair(name: str, pair: LoraPair, shard: Shard) -> LoraPair:
+    match side_of(name):
+        case Side.OUTPUT:
+            return replace(pair, b=pair.b[..., shard.part(pair.b.shape[-2]), :])
+        case Side.INPUT:
+            return replace(pair, a=pair.a[..., shard.part(pair.a.shape[-1])])
+        case _:
+            return pair
 
 
 def _divide(what: str, count: int, shard: Shard) -> int:

@@ -31,9 +31,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     # execute
     "kernels": BASE,
     "distributed": BASE,
-    "store": BASE | {"models"},
-    "layers": BASE | {"kernels", "store", "distributed"},
-    "models": BASE | {"kernels", "store", "layers", "distributed"},
+    "store": BASE | {"models", "lora"},
+    "layers": BASE | {"kernels", "store"},
+    "models": BASE | {"kernels", "store", "layers", "distributed", "lora"},
     "runner": BASE | {"kernels", "store", "models", "cache", "distributed"},
     # text and the outside
     "text": BASE,

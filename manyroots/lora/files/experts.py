@@ -1,0 +1,213 @@
+"""Pairs of mixture-of-experts layers, from each format in which adapters have them.
+
+The format is seen from names and shapes, never told by a flag. Either half may have one matrix for
+all experts: its first dimension is 1 then, here as in the file.
+
+A parameter that PEFT wrapped is flat: A [experts * rank, in], B [out, rank * experts], where B
+counts experts fastest. Which parameter it is, and whether PEFT read the parameter's dimensions as
+[in, out] or [out, in] (its releases differ), follows from the sizes; where it does not, it is
+refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from manyroots.errors import AdapterError
+from manyroots.lora.files.config import AdapterConfig
+from manyroots.lora.files.header import TensorEntry
+from manyroots.lora.files.modules import Home, Place, with_expert
+from manyroots.lora.files.pairs import Half, PairLayout, Piece, check_shape, named
+from manyroots.lora.targets import Target, Targets
+
+
+def expert_pairs(
+    home: Home,
+    sides: dict[str, Half],
+    tensors: Sequence[TensorEntry],
+    config: AdapterConfig,
+    targets: Targets,
+) -> list[PairLayout]:
+    if home.place is Place.TARGET:
+        return [_projection(home.name, sides, tensors, config, targets[home.name])]
+    if home.place is Place.GATE_UP:
+        return list(_gate_up(home.name, sides, tensors, config, targets))
+    return list(_parameter(home.name, sides, tensors, config, targets))
+
+
+def _projection(
+    name: str,
+    sides: dict[str, Half],
+    tensors: Sequence[TensorEntry],
+    config: AdapterConfig,
+    target: Target,
+) -> PairLayout:
+    rank, scaling = _rank_and_scaling(name, sides["A"], config)
+    a = _stacked(name, sides["A"], tensors, (rank, target.in_features), target)
+    b = _stacked(name, sides["B"], tensors, (target.out_features, rank), target)
+    return PairLayout(name, rank, scaling, a, b, a.shape, b.shape)
+
+
+def _rank_and_scaling(name: str, half: Half, config: AdapterConfig) -> tuple[int, float]:
+    """Of all experts: one matrix product serves them all."""
+    modules = [
+        half.module if expert is None else with_expert(half.module, expert)
+        for expert in half.tensors
+    ]
+    if not config.has_patterns:
+        modules = modules[:1]
+    found = {(config.rank_of(module), config.scaling_of(module)) for module in modules}
+    if len(found) > 1:
+        raise AdapterError(
+            f"the experts of {name} have different ranks or scalings ({sorted(found)[:4]}); give "
+            "them the same in rank_pattern and alpha_pattern."
+        )
+    return found.pop()
+
+
+def _stacked(
+    name: str,
+    half: Half,
+    tensors: Sequence[TensorEntry],
+    wanted: tuple[int, int],
+    target: Target,
+) -> Piece:
+    num_experts = target.num_experts or 1
+    if None in half.tensors:
+        if len(half.tensors) > 1:
+            raise AdapterError(f"{name} has weights in two formats; keep one of them.")
+        index = half.tensors[None]
+        return Piece((index,), _stack_shape(tensors[index], name, wanted, num_experts))
+    beyond = [expert for expert in half.tensors if expert is not None and expert >= num_experts]
+    if beyond:
+        raise _too_many(name, max(beyond) + 1, num_experts)
+    missing = [str(expert) for expert in range(num_experts) if expert not in half.tensors]
+    if missing:
+        raise AdapterError(
+            f"{name} has no weights for the experts {named(missing)} of {num_experts}; the file "
+            "is incomplete. Save the adapter again, with zeros for experts that were not trained."
+        )
+    indexes = tuple(half.tensors[expert] for expert in range(num_experts))
+    for index in indexes:
+        if tensors[index].shape != wanted:
+            check_shape(tensors[index], wanted, name)
+    return Piece(indexes, (num_experts, *wanted))
+
+
+def _stack_shape(
+    entry: TensorEntry, name: str, wanted: tuple[int, int], num_experts: int
+) -> tuple[int, ...]:
+    """The shape of a stacked half, which may be shared by all experts."""
+    if len(entry.shape) == 3 and entry.shape[1:] == wanted and entry.shape[0] > num_experts:
+        raise _too_many(name, entry.shape[0], num_experts)
+    num_matrices = 1 if entry.shape[:1] == (1,) else num_experts
+    check_shape(entry, (num_matrices, *wanted), name)
+    return entry.shape
+
+
+def _too_many(name: str, count: int, num_experts: int) -> AdapterError:
+    return AdapterError(
+        f"{name} has weights for {count} experts; this model has {num_experts}. Use an adapter "
+        "that was trained for this model."
+    )
+
+
+def _gate_up(
+    experts: str,
+    sides: dict[str, Half],
+    tensors: Sequence[TensorEntry],
+    config: AdapterConfig,
+    targets: Targets,
+) -> Iterator[PairLayout]:
+    gate = targets[f"{experts}.gate_proj"]
+    name = f"{experts}.gate_up_proj"
+    rank, scaling = config.rank_of(name), config.scaling_of(name)
+    both = Target(gate.kind, gate.in_features, 2 * gate.out_features, gate.num_experts)
+    a = _stacked(name, sides["A"], tensors, (rank, both.in_features), both)
+    b = _stacked(name, sides["B"], tensors, (both.out_features, rank), both)
+    for part, rows in _halves_of_gate_up(gate):
+        yield PairLayout(
+            f"{experts}.{part}",
+            rank,
+            scaling,
+            a,
+            Piece(b.tensors, b.shape, None, rows),
+            a.shape,
+            (b.shape[0], gate.out_features, rank),
+        )
+
+
+def _halves_of_gate_up(gate: Target) -> tuple[tuple[str, tuple[int, int]], ...]:
+    size = gate.out_features
+    return ("gate_proj", (0, size)), ("up_proj", (size, 2 * size))
+
+
+def _parameter(
+    experts: str,
+    sides: dict[str, Half],
+    tensors: Sequence[TensorEntry],
+    config: AdapterConfig,
+    targets: Targets,
+) -> Iterator[PairLayout]:
+    [a_index] = sides["A"].tensors.values()
+    [b_index] = sides["B"].tensors.values()
+    a, b = tensors[a_index], tensors[b_index]
+    parameter, is_swapped = _which_parameter(experts, a, b, config, targets)
+    gate, down = targets[f"{experts}.gate_proj"], targets[f"{experts}.down_proj"]
+    name = f"{experts}.{parameter}"
+    rank, scaling = config.rank_of(name), config.scaling_of(name)
+    num_experts = gate.num_experts or 1
+    a_seen = (num_experts, rank, a.shape[1])
+    b_seen = (b.shape[0], rank, num_experts)
+    # y = W x with W [out, in]: A^T B^T where PEFT read W as [in, out], and B A where as [out, in].
+    if is_swapped:
+        into, into_shape = Piece((b_index,), b_seen, (2, 1, 0)), (num_experts, rank, b.shape[0])
+        out = Piece((a_index,), a_seen, (0, 2, 1))
+    else:
+        into, into_shape = Piece((a_index,), a_seen), a_seen
+        out = Piece((b_index,), b_seen, (2, 0, 1))
+    if parameter == "down_proj":
+        out_shape = (num_experts, down.out_features, rank)
+        yield PairLayout(name, rank, scaling, into, out, into_shape, out_shape)
+        return
+    for part, rows in _halves_of_gate_up(gate):
+        yield PairLayout(
+            f"{experts}.{part}",
+            rank,
+            scaling,
+            into,
+            Piece(out.tensors, out.shape, out.axes, rows),
+            into_shape,
+            (num_experts, gate.out_features, rank),
+        )
+
+
+def _which_parameter(
+    experts: str, a: TensorEntry, b: TensorEntry, config: AdapterConfig, targets: Targets
+) -> tuple[str, bool]:
+    """The parameter's name, and whether PEFT read it as [in, out]."""
+    gate, down = targets[f"{experts}.gate_proj"], targets[f"{experts}.down_proj"]
+    sizes = {
+        "gate_up_proj": (gate.in_features, 2 * gate.out_features),
+        "down_proj": (down.in_features, down.out_features),
+    }
+    found = []
+    for parameter, (num_in, num_out) in sizes.items():
+        wide_rank = (gate.num_experts or 1) * config.rank_of(f"{experts}.{parameter}")
+        if not _is_named(f"{experts}.{parameter}", config.target_parameters):
+            continue
+        for is_swapped, (first, last) in ((False, (num_in, num_out)), (True, (num_out, num_in))):
+            if a.shape == (wide_rank, first) and b.shape == (last, wide_rank):
+                found.append((parameter, is_swapped))
+    if len(found) == 1:
+        return found[0]
+    what = "fit more than one reading" if found else "fit no reading"
+    raise AdapterError(
+        f"{a.name!r} {list(a.shape)} and {b.name!r} {list(b.shape)} {what} of the expert "
+        f"parameters that target_parameters names ({named(config.target_parameters) or 'none'}), "
+        f"with {gate.num_experts} experts. Save the adapter with one pair per expert."
+    )
+
+
+def _is_named(parameter: str, target_parameters: Sequence[str]) -> bool:
+    return any(parameter == name or parameter.endswith(f".{name}") for name in target_parameters)

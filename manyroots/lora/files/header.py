@@ -1,0 +1,106 @@
+"""The header of a safetensors file: which tensors lie where. Parsed here, trusting nothing.
+
+Every byte of the data belongs to exactly one tensor, and each tensor has the bytes that its dtype
+and shape ask for; anything else is refused before a byte of data is read.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from manyroots.errors import AdapterError
+from manyroots.lora.files.opened import AdapterFile
+from manyroots.lora.files.strict_json import parse_object
+
+MAX_HEADER_BYTES = 64 << 20
+BYTES_PER_ELEMENT = {"F32": 4, "F16": 2, "BF16": 2}
+_MAX_DIMS = 8
+_MAX_SIZE = 1 << 63
+
+
+class TensorEntry(NamedTuple):
+    """One tensor of the file; offsets count from the first byte of data."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+class Header(NamedTuple):
+    """Tensors in the order of their bytes."""
+
+    tensors: tuple[TensorEntry, ...]
+    raw: bytes
+    """As in the file, without its length."""
+    data_offset: int
+    data_bytes: int
+
+
+def read_header(file: AdapterFile) -> Header:
+    if file.num_bytes < 8:
+        raise _broken(file, f"it has {file.num_bytes} bytes, fewer than any safetensors file")
+    length = int.from_bytes(file.read(0, 8), "little")
+    if length > min(MAX_HEADER_BYTES, file.num_bytes - 8):
+        raise _broken(
+            file,
+            f"its header claims {length} bytes; the file has {file.num_bytes} and at most "
+            f"{MAX_HEADER_BYTES} are read",
+        )
+    raw = file.read(8, length)
+    fields = parse_object(raw, f"the header of {file.path}")
+    fields.pop("__metadata__", None)
+    data_bytes = file.num_bytes - 8 - length
+    tensors = [_entry(file, name, about) for name, about in fields.items()]
+    tensors.sort(key=lambda tensor: (tensor.start, tensor.end))
+    _check_contiguous(file, tensors, data_bytes)
+    return Header(tuple(tensors), raw, 8 + length, data_bytes)
+
+
+def _entry(file: AdapterFile, name: str, about: Any) -> TensorEntry:
+    if not isinstance(about, dict) or about.keys() != {"dtype", "shape", "data_offsets"}:
+        raise _broken(file, f"{name!r} is not described by dtype, shape and data_offsets")
+    dtype, shape, offsets = about["dtype"], about["shape"], about["data_offsets"]
+    size = BYTES_PER_ELEMENT.get(dtype) if isinstance(dtype, str) else None
+    if size is None:
+        raise AdapterError(
+            f"{name!r} in {file.path} has dtype {dtype!r}; F32, F16 and BF16 are served. "
+            "Convert the adapter."
+        )
+    if not _are_sizes(shape):
+        raise _broken(file, f"{name!r} has shape {shape!r}")
+    if not _are_sizes(offsets) or len(offsets) != 2:
+        raise _broken(file, f"{name!r} has data_offsets {offsets!r}")
+    start, end = offsets
+    if end - start != math.prod(shape) * size:
+        raise _broken(
+            file, f"{name!r} is {dtype} {shape} but has {end - start} bytes by its offsets"
+        )
+    return TensorEntry(name, dtype, tuple(shape), start, end)
+
+
+def _are_sizes(values: Any) -> bool:
+    if not isinstance(values, list) or len(values) > _MAX_DIMS:
+        return False
+    return all(type(value) is int and 0 <= value < _MAX_SIZE for value in values)
+
+
+def _check_contiguous(file: AdapterFile, tensors: list[TensorEntry], data_bytes: int) -> None:
+    position = 0
+    for tensor in tensors:
+        if tensor.start != position:
+            what = "overlaps another tensor" if tensor.start < position else "leaves a hole"
+            raise _broken(
+                file, f"{tensor.name!r} begins at {tensor.start} and {what} at {position}"
+            )
+        position = tensor.end
+    if position != data_bytes:
+        raise _broken(file, f"its tensors need {position} bytes of data and {data_bytes} are there")
+
+
+def _broken(file: AdapterFile, what: str) -> AdapterError:
+    return AdapterError(
+        f"{file.path} is not a whole safetensors file: {what}. Copy or save it again."
+    )

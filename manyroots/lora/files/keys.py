@@ -1,0 +1,65 @@
+"""Names of tensors in adapter files: which module of the model, which half of its pair.
+
+Takes a name in any of the spellings in use; gives a `Key`, or an `AdapterError` that says what the
+tensor is and why it is not served. Knows nothing of shapes.
+
+    [base_model.model.]MODULE.lora_A[.ADAPTER].weight
+    [base_model.model.]MODULE.lora_embedding_A[.ADAPTER][.weight]
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from manyroots.errors import AdapterError
+
+_KEY = re.compile(
+    r"(?:base_model\.model\.)?(.+?)\.lora_(?:"
+    r"([AB])(?:\.([^.]+))?\.weight"
+    r"|embedding_([AB])(?:\.weight|\.([^.]+)(?:\.weight)?)?)"
+)
+_BASE_COPY = re.compile(r"(?:base_model\.model\.)?(.+)\.base_layer\.weight")
+_KNOWN_PARTS = {
+    "lora_magnitude_vector": "belongs to DoRA, which is not served; train with use_dora=False",
+    "modules_to_save": "replaces a whole module, which is not served; train without it",
+    "original_module": "replaces a whole module, which is not served; train without it",
+    "trainable_tokens": "changes single tokens of the embedding, which is not served",
+    ".bias": "is a bias, which is not served; train with bias='none' and lora_bias=False",
+}
+
+
+class Key(NamedTuple):
+    """One half of a pair."""
+
+    module: str
+    side: str
+    """`A` or `B`."""
+    adapter: str | None
+    """The name that the adapter had in training, where the file has it."""
+
+
+def parse_key(name: str) -> Key | None:
+    """What `name` means; None if it is not a half of a pair."""
+    match = _KEY.fullmatch(name)
+    if match is None:
+        return None
+    module, side, adapter, embedding_side, embedding_adapter = match.groups()
+    return Key(module, side or embedding_side, adapter or embedding_adapter)
+
+
+def base_copy_of(name: str) -> str | None:
+    """The module whose base weight this tensor repeats, as PEFT saves it beside embeddings."""
+    match = _BASE_COPY.fullmatch(name)
+    return None if match is None else match.group(1)
+
+
+def refuse_key(name: str) -> AdapterError:
+    """For a tensor that is neither."""
+    for part, reason in _KNOWN_PARTS.items():
+        if part in name:
+            return AdapterError(f"the tensor {name[:200]!r} {reason}.")
+    return AdapterError(
+        f"the tensor {name[:200]!r} is not the weight of a LoRA pair; remove it, or use the file "
+        "that PEFT's save_pretrained writes."
+    )

@@ -1,0 +1,191 @@
+"""How the tensors of an adapter's file become low-rank pairs of a model.
+
+Takes the header, the config and the model's targets; gives a `Layout`, in which every tensor of
+the file has its place, or an `AdapterError` that names the tensor, what it is and what the model
+has. Nothing is cut, padded or left out. Touches no weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from manyroots.errors import AdapterError
+from manyroots.lora.files.config import AdapterConfig
+from manyroots.lora.files.experts import expert_pairs
+from manyroots.lora.files.header import Header, TensorEntry
+from manyroots.lora.files.keys import Key, base_copy_of, parse_key, refuse_key
+from manyroots.lora.files.modules import Home, Place, place_of
+from manyroots.lora.files.pairs import (
+    Half,
+    Halves,
+    Layout,
+    PairLayout,
+    Piece,
+    check_shape,
+    named,
+)
+from manyroots.lora.files.patterns import endings
+from manyroots.lora.targets import Target, TargetKind, Targets
+
+
+def lay_out(header: Header, config: AdapterConfig, targets: Targets, max_rank: int) -> Layout:
+    halves, base_copies = _sorted_by_home(header, targets)
+    if not halves:
+        raise AdapterError("the file has no LoRA pair; save the adapter again.")
+    _check_whole(halves)
+    pairs: dict[str, PairLayout] = {}
+    for home, sides in halves.items():
+        made = (
+            expert_pairs(home, sides, header.tensors, config, targets)
+            if home.place is not Place.TARGET or targets[home.name].kind is TargetKind.EXPERTS
+            else [_plain_pair(home.name, sides, header.tensors, config, targets)]
+        )
+        for pair in made:
+            if pair.target in pairs:
+                raise AdapterError(
+                    f"the file has weights for {pair.target} in two spellings; keep one of them."
+                )
+            _check_rank(pair, max_rank)
+            pairs[pair.target] = pair
+    _check_target_modules(config, targets, halves, pairs)
+    ordered = tuple(pairs[name] for name in targets if name in pairs)
+    return Layout(ordered, tuple(base_copies))
+
+
+def _plain_pair(
+    name: str,
+    sides: dict[str, Half],
+    tensors: Sequence[TensorEntry],
+    config: AdapterConfig,
+    targets: Targets,
+) -> PairLayout:
+    target = targets[name]
+    [a_index] = sides["A"].tensors.values()
+    [b_index] = sides["B"].tensors.values()
+    rank = config.rank_of(name)
+    a_wanted, b_wanted = (rank, target.in_features), (target.out_features, rank)
+    check_shape(tensors[a_index], a_wanted, name)
+    check_shape(tensors[b_index], b_wanted, name)
+    is_embedding = target.kind is TargetKind.EMBEDDING
+    return PairLayout(
+        name,
+        rank,
+        config.scaling_of(name),
+        Piece((a_index,), a_wanted, (1, 0) if is_embedding else None),
+        Piece((b_index,), b_wanted),
+        a_wanted[::-1] if is_embedding else a_wanted,
+        b_wanted,
+    )
+
+
+def _sorted_by_home(header: Header, targets: Targets) -> tuple[Halves, list[tuple[str, int]]]:
+    """Every tensor of the file is placed, or refused by name."""
+    halves: Halves = {}
+    base_copies: list[tuple[str, int]] = []
+    adapters: set[str | None] = set()
+    unknown: list[str] = []
+    for index, entry in enumerate(header.tensors):
+        key = parse_key(entry.name)
+        if key is None:
+            base_copies.append((_base_copy(entry, targets), index))
+            continue
+        adapters.add(key.adapter)
+        home, expert = place_of(key.module, targets)
+        if home is None:
+            unknown.append(key.module)
+            continue
+        _put(halves, home, expert, key, index, entry)
+    if unknown:
+        raise AdapterError(
+            f"the adapter changes {named(unknown)}, which this model does not let adapters "
+            "change. Use an adapter that was trained for this model."
+        )
+    if len(adapters) > 1:
+        raise AdapterError(
+            f"the file has tensors of several adapters ({named(str(a) for a in adapters)}); save "
+            "each in a folder of its own."
+        )
+    return halves, base_copies
+
+
+def _put(
+    halves: Halves, home: Home, expert: int | None, key: Key, index: int, entry: TensorEntry
+) -> None:
+    sides = halves.get(home)
+    if sides is None:
+        sides = halves[home] = {}
+    half = sides.get(key.side)
+    if half is None:
+        half = sides[key.side] = Half(key.module)
+    if expert in half.tensors:
+        raise AdapterError(f"{entry.name!r} is there in two spellings; keep one of them.")
+    half.tensors[expert] = index
+
+
+def _base_copy(entry: TensorEntry, targets: Targets) -> str:
+    """PEFT saves the base weight of an embedding that is adapted; it must be this model's."""
+    module = base_copy_of(entry.name)
+    target = None if module is None else targets.get(module)
+    if module is None or target is None:
+        raise refuse_key(entry.name)
+    wanted = _base_shape(target)
+    if entry.shape != wanted:
+        raise AdapterError(
+            f"{entry.name!r} has shape {list(entry.shape)} and the model's own is {list(wanted)}: "
+            "the adapter was trained with another vocabulary, which is not served."
+        )
+    return module
+
+
+def _base_shape(target: Target) -> tuple[int, ...]:
+    shape = (target.out_features, target.in_features)
+    return shape[::-1] if target.kind is TargetKind.EMBEDDING else shape
+
+
+def _check_whole(halves: Halves) -> None:
+    for sides in halves.values():
+        for here, missing in (("A", "B"), ("B", "A")):
+            if here in sides and missing not in sides:
+                raise AdapterError(
+                    f"{sides[here].module} has lora_{here} without lora_{missing}; the file is "
+                    "incomplete. Save the adapter again."
+                )
+
+
+def _check_rank(pair: PairLayout, max_rank: int) -> None:
+    if pair.rank > max_rank:
+        raise AdapterError(
+            f"{pair.target} has rank {pair.rank}, above --max-lora-rank {max_rank}; start the "
+            f"server with --max-lora-rank {pair.rank}."
+        )
+
+
+def _check_target_modules(
+    config: AdapterConfig, targets: Targets, halves: Halves, pairs: dict[str, PairLayout]
+) -> None:
+    """What the config says was trained exists in the model, and is in the file."""
+    if config.target_modules is None:
+        return
+    named_modules = set(config.target_modules)
+    file_modules = (half.module for sides in halves.values() for half in sides.values())
+    known = {end for name in (*targets, *file_modules) for end in endings(name)}
+    unknown = sorted(named_modules - known)
+    if unknown:
+        raise AdapterError(
+            f"target_modules names {named(unknown)}, which this model does not let adapters "
+            "change. Use an adapter that was trained for this model."
+        )
+    if config.is_partial:
+        return
+    missing = [
+        name
+        for name, target in targets.items()
+        if name not in pairs
+        and target.kind is not TargetKind.EXPERTS
+        and any(end in named_modules for end in endings(name))
+    ]
+    if missing:
+        raise AdapterError(
+            f"target_modules includes {named(missing)}, for which the file has no weights; it is "
+            "incomplete. Save the adapter again."
+        )

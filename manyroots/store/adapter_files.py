@@ -1,0 +1,146 @@
+"""An adapter read from its folder into host memory, checked on the way.
+
+Takes a folder and the model's targets; gives the adapter's spec and its weights in canonical form,
+in the engine's dtype, in one flat buffer. Names, shapes and options are checked in `lora/files`
+before any weight is read; here are only the bytes: read and hashed once, in threads, then copied
+to their places.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from manyroots.errors import AdapterError
+from manyroots.lora.files.config import AdapterConfig, check_invocation_tokens, read_config
+from manyroots.lora.files.digest import content_digest, read_and_hash
+from manyroots.lora.files.folder import CONFIG_FILE, WEIGHTS_FILE, check_folder, find_file
+from manyroots.lora.files.header import Header, read_header
+from manyroots.lora.files.layout import lay_out
+from manyroots.lora.files.opened import AdapterFile
+from manyroots.lora.files.pairs import Layout, Piece
+from manyroots.lora.spec import AdapterSpec, PairSpec
+from manyroots.lora.targets import Targets
+from manyroots.store.adapter_weights import AdapterWeights, LoraPair
+
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def read_adapter(
+    path: Path,
+    targets: Targets,
+    *,
+    max_rank: int,
+    dtype: torch.dtype,
+    pin: bool,
+    vocab_size: int,
+    allowed_dirs: Sequence[Path] | None = None,
+) -> tuple[AdapterSpec, AdapterWeights]:
+    """Read and check a PEFT folder; AdapterError says why it can't be served.
+
+    `pin` puts the weights into page-locked memory. With `allowed_dirs`, the files must lie in one
+    of them after all links are followed.
+    """
+    folder = check_folder(path, allowed_dirs)
+    with (
+        AdapterFile(find_file(folder, CONFIG_FILE, allowed_dirs)) as config_file,
+        AdapterFile(find_file(folder, WEIGHTS_FILE, allowed_dirs)) as weights_file,
+    ):
+        config = read_config(config_file)
+        check_invocation_tokens(config.invocation_tokens, vocab_size)
+        header = read_header(weights_file)
+        layout = lay_out(header, config, targets, max_rank)
+        raw = torch.empty(header.data_bytes, dtype=torch.uint8)
+        chunks = read_and_hash(weights_file, header, raw.numpy().data)
+        weights_file.check_unchanged()
+        config_file.check_unchanged()
+    digest = content_digest(config.canonical(), header, chunks)
+    buffer, pairs = _placed(layout, _tensors(raw, header, dtype), dtype, pin)
+    weights = AdapterWeights(digest, pairs, buffer)
+    _check_finite(weights)
+    return _spec(weights, layout, config), weights
+
+
+def _spec(weights: AdapterWeights, layout: Layout, config: AdapterConfig) -> AdapterSpec:
+    return AdapterSpec(
+        digest=weights.digest,
+        rank=max(pair.rank for pair in layout.pairs),
+        num_bytes=weights.num_bytes,
+        pairs=tuple(PairSpec(pair.target, pair.rank, pair.scaling) for pair in layout.pairs),
+        invocation_tokens=config.invocation_tokens,
+    )
+
+
+def _tensors(raw: Tensor, header: Header, dtype: torch.dtype) -> list[Tensor]:
+    """All tensors of the file, flat, in the engine's dtype and in the header's order.
+
+    Runs of one dtype are converted and split in one call each: files have tens of thousands of
+    tensors.
+    """
+    found: list[Tensor] = []
+    entries = header.tensors
+    first = 0
+    while first < len(entries):
+        last = first
+        while last < len(entries) and entries[last].dtype == entries[first].dtype:
+            last += 1
+        run = entries[first:last]
+        file_dtype = _DTYPES[run[0].dtype]
+        piece = raw[run[0].start : run[-1].end]
+        if run[0].start % file_dtype.itemsize:
+            piece = piece.clone()
+        sizes = [(entry.end - entry.start) // file_dtype.itemsize for entry in run]
+        found += torch.split(piece.view(file_dtype).to(dtype), sizes)
+        first = last
+    return found
+
+
+def _placed(
+    layout: Layout, tensors: list[Tensor], dtype: torch.dtype, pin: bool
+) -> tuple[Tensor, dict[str, LoraPair]]:
+    """One buffer with every half at its place, and the pairs cut from it."""
+    shapes = [shape for pair in layout.pairs for shape in (pair.a_shape, pair.b_shape)]
+    sizes = [math.prod(shape) for shape in shapes]
+    buffer = torch.empty(sum(sizes), dtype=dtype, pin_memory=pin)
+    halves = iter(
+        [flat.view(shape) for flat, shape in zip(torch.split(buffer, sizes), shapes, strict=True)]
+    )
+    pairs = {}
+    for pair in layout.pairs:
+        a, b = next(halves), next(halves)
+        _copy(a, pair.a, tensors)
+        _copy(b, pair.b, tensors)
+        pairs[pair.target] = LoraPair(a, b, pair.scaling)
+    return buffer, pairs
+
+
+def _copy(place: Tensor, piece: Piece, tensors: list[Tensor]) -> None:
+    if len(piece.tensors) > 1:
+        torch.cat([tensors[index] for index in piece.tensors], out=place.view(-1))
+        return
+    source = tensors[piece.tensors[0]].view(piece.shape)
+    if piece.axes is not None:
+        source = source.permute(piece.axes)
+    if piece.rows is not None:
+        first, end = piece.rows
+        source = source[..., first:end, :]
+    place.copy_(source)
+
+
+def _check_finite(weights: AdapterWeights) -> None:
+    """After the conversion: a number may be too large for the engine's dtype alone."""
+    low, high = torch.aminmax(weights.buffer)
+    if math.isfinite(low.item()) and math.isfinite(high.item()):
+        return
+    for target, pair in weights.pairs.items():
+        for side, half in (("A", pair.a), ("B", pair.b)):
+            if not torch.isfinite(half).all():
+                raise AdapterError(
+                    f"lora_{side} of {target} has NaN or infinite weights (as "
+                    f"{str(half.dtype).removeprefix('torch.')}); training failed, or they need a "
+                    "wider --dtype. Use another checkpoint of the adapter."
+                )

@@ -97,7 +97,7 @@ def cut_adapter(weights: AdapterWeights, shard: Shard) -> AdapterWeights:
     sizes = [half.numel() for pair in cut.values() for half in (pair.a, pair.b)]
     is_pinned = weights.buffer.is_pinned()
     buffer = torch.empty(sum(sizes), dtype=weights.buffer.dtype, pin_memory=is_pinned)
-    places = iter(buffer.split(sizes))
+    places = iter(torch.split(buffer, sizes))
 
     def place(half: Tensor) -> Tensor:
         return next(places).view(half.shape).copy_(half)
@@ -107,7 +107,7 @@ def cut_adapter(weights: AdapterWeights, shard: Shard) -> AdapterWeights:
 
 
 def whole_targets(targets: Targets, shard: Shard, vocab_size: int) -> dict[str, Target]:
-    """What adapters may change of the whole model, given one rank's part: what files are made for."""
+    """What adapters may change of the whole model, given a rank's part: files are of the whole."""
     whole = {}
     for name, target in targets.items():
         match side_of(name):

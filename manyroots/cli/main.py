@@ -1,4 +1,4 @@
-"""`manyroots serve | generate | chat | bench | simulate`.
+"""`manyroots serve | generate | chat | adapters | bench | simulate`.
 
 Parses, calls the room that does the work, and turns errors made for users into one line and
 exit code 2. Each command imports what it needs when it runs.
@@ -12,6 +12,7 @@ import os
 import sys
 from typing import Any
 
+from manyroots.cli.adapters import add_adapters_command
 from manyroots.cli.bench import add_bench_command
 from manyroots.cli.flags import add_engine_flags, add_settings, engine_values, with_config_file
 from manyroots.cli.simulate import add_simulate_command
@@ -55,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_argument("--system", help="system message")
     chat.set_defaults(run=_chat)
 
+    add_adapters_command(commands)
     add_bench_command(commands)
     add_simulate_command(commands)
     return parser

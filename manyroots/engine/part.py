@@ -71,6 +71,7 @@ class LoadedPart:
         return TorchRunner(
             self.model,
             arena,
+            None,
             max_num_seqs=settings.scheduler.max_num_seqs,
             max_model_len=sizes.max_model_len,
             shard=self.shard,

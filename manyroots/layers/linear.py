@@ -4,8 +4,8 @@ Takes activations [num_tokens, in]; gives [num_tokens, out]. `FusedLinear` keeps
 projections of one input in one weight, so that they are one product; each part is still a
 destination of its own for the loader. Knows nothing of what the weights mean.
 
-This is the one place that multiplies by a weight: adapters and tensor parallelism wrap or
-replace these two classes and nothing else.
+This is the one place that multiplies by a weight. Adapters attach here: a product is one site,
+and `lora_parts` says under which names.
 """
 
 from __future__ import annotations
@@ -16,6 +16,11 @@ from itertools import accumulate
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from manyroots.kernels.lora.batch import AdapterBatch
+from manyroots.layers.lora import add_linear
+from manyroots.lora.targets import TargetKind
+from manyroots.store.adapter_sites import LoraSite, SitePart
 
 
 class Linear:
@@ -32,15 +37,20 @@ class Linear:
     ) -> None:
         self.weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
         self.bias = torch.empty(out_features, dtype=dtype, device=device) if bias else None
+        self.site = LoraSite(TargetKind.LINEAR, in_features, {"": out_features})
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+    def __call__(self, x: Tensor, adapters: AdapterBatch | None) -> Tensor:
+        return add_linear(F.linear(x, self.weight, self.bias), x, self.site, adapters)
 
     def slots(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """Where a checkpoint's tensors for the projection `name` go."""
         yield f"{name}.weight", self.weight
         if self.bias is not None:
             yield f"{name}.bias", self.bias
+
+    def lora_parts(self, name: str) -> Iterator[tuple[str, SitePart]]:
+        """What adapters may change of the projection `name`."""
+        yield from self.site.targets(name)
 
 
 class FusedLinear(Linear):
@@ -56,6 +66,7 @@ class FusedLinear(Linear):
         device: torch.device,
     ) -> None:
         super().__init__(in_features, sum(parts.values()), bias=bias, dtype=dtype, device=device)
+        self.site = LoraSite(TargetKind.LINEAR, in_features, parts)
         ends = list(accumulate(parts.values()))
         self._rows = {
             name: slice(end - size, end)

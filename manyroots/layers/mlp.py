@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from manyroots.errors import ModelError
+from manyroots.kernels.lora.batch import AdapterBatch
 from manyroots.layers.linear import FusedLinear, Linear
+from manyroots.store.adapter_sites import SitePart
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -49,11 +51,16 @@ class GatedMLP:
         self.gate_up = FusedLinear(hidden_size, parts, bias=bias, dtype=dtype, device=device)
         self.down = Linear(intermediate_size, hidden_size, bias=bias, dtype=dtype, device=device)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(self._activation(gate).mul_(up))
+    def __call__(self, x: Tensor, adapters: AdapterBatch | None) -> Tensor:
+        gate, up = self.gate_up(x, adapters).chunk(2, dim=-1)
+        return self.down(self._activation(gate).mul_(up), adapters)
 
     def slots(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """Where a checkpoint's tensors for the block `name` go."""
         yield from self.gate_up.slots(name)
         yield from self.down.slots(f"{name}.down_proj")
+
+    def lora_parts(self, name: str) -> Iterator[tuple[str, SitePart]]:
+        """What adapters may change of the block `name`."""
+        yield from self.gate_up.lora_parts(name)
+        yield from self.down.lora_parts(f"{name}.down_proj")

@@ -19,9 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from manyroots.kernels.lora.batch import AdapterBatch
 from manyroots.kernels.moe import torch_ops
 from manyroots.kernels.moe.routing import Routing, route
 from manyroots.layers.mlp import activation_named
+from manyroots.store.adapter_sites import SitePart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,10 +109,14 @@ class SparseMLP:
         self.router = Router(hidden_size, spec, dtype=dtype, device=device)
         self.experts = Experts(hidden_size, spec, activation=activation, dtype=dtype, device=device)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, adapters: AdapterBatch | None) -> Tensor:
         return self.experts(x, self.router(x))
 
     def slots(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """Where a checkpoint's tensors for the block `name` go."""
         yield from self.router.slots(f"{name}.gate")
         yield from self.experts.slots(f"{name}.experts")
+
+    def lora_parts(self, name: str) -> Iterator[tuple[str, SitePart]]:
+        """What adapters may change of the block `name`."""
+        return iter(())

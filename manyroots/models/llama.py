@@ -1,8 +1,8 @@
 """The Llama decoder, which Mistral, Qwen2 and Qwen3 are variations of.
 
-Takes tokens, their positions and the step's `AttentionBatch`; writes keys and values into the
-arena and gives hidden states, and from those logits. What differs between the variations is in
-`Traits`: where there are biases, and whether queries and keys are normalised.
+Takes tokens, their positions, the step's `AttentionBatch` and its adapters; writes keys and values
+into the arena and gives hidden states, and from those logits. What differs between the variations
+is in `Traits`: where there are biases, and whether queries and keys are normalised.
 
     x -> norm -> qkv -> rotary -> attention over pages -> o -> + x
       -> norm -> gate, up -> act(gate) * up -> down        -> + x
@@ -18,13 +18,16 @@ from torch import Tensor
 
 from manyroots.distributed.shard import WHOLE, Shard
 from manyroots.kernels.attention.batch import AttentionBatch
+from manyroots.kernels.lora.batch import AdapterBatch
 from manyroots.layers.attention import Attention
 from manyroots.layers.embedding import Embedding, LmHead
 from manyroots.layers.linear import FusedLinear, Linear
 from manyroots.layers.mlp import GatedMLP
 from manyroots.layers.norm import RMSNorm
 from manyroots.layers.rotary import Rotary, Rotation
+from manyroots.lora.targets import Target
 from manyroots.models.spec import ModelSpec, Traits
+from manyroots.store.adapter_sites import SitePart
 from manyroots.store.arena import PageArena
 
 
@@ -54,15 +57,20 @@ class SelfAttention:
         self.attention = Attention(dim)
 
     def __call__(
-        self, x: Tensor, rotation: Rotation, layer_kv: Tensor, batch: AttentionBatch
+        self,
+        x: Tensor,
+        rotation: Rotation,
+        layer_kv: Tensor,
+        batch: AttentionBatch,
+        adapters: AdapterBatch | None,
     ) -> Tensor:
-        heads = self.qkv(x).view(x.shape[0], -1, self._head_dim)
+        heads = self.qkv(x, adapters).view(x.shape[0], -1, self._head_dim)
         q, k, v = torch.split(heads, self._head_counts, dim=1)
         if self.qk_norms is not None:
             q_norm, k_norm = self.qk_norms
             q, k = q_norm(q), k_norm(k)
         attended = self.attention(rotation(q), rotation(k), v, layer_kv, batch)
-        return self.o(attended.flatten(1))
+        return self.o(attended.flatten(1), adapters)
 
     def slots(self, name: str) -> Iterator[tuple[str, Tensor]]:
         yield from self.qkv.slots(name)
@@ -72,13 +80,19 @@ class SelfAttention:
             yield from q_norm.slots(f"{name}.q_norm")
             yield from k_norm.slots(f"{name}.k_norm")
 
+    def lora_parts(self, name: str) -> Iterator[tuple[str, SitePart]]:
+        yield from self.qkv.lora_parts(name)
+        yield from self.o.lora_parts(f"{name}.o_proj")
+
 
 class FeedForward(Protocol):
     """What a decoder layer asks of its feed-forward block."""
 
-    def __call__(self, x: Tensor) -> Tensor: ...
+    def __call__(self, x: Tensor, adapters: AdapterBatch | None) -> Tensor: ...
 
     def slots(self, name: str) -> Iterator[tuple[str, Tensor]]: ...
+
+    def lora_parts(self, name: str) -> Iterator[tuple[str, SitePart]]: ...
 
 
 class DecoderLayer:
@@ -101,18 +115,27 @@ class DecoderLayer:
         self.mlp = mlp
 
     def __call__(
-        self, x: Tensor, rotation: Rotation, layer_kv: Tensor, batch: AttentionBatch
+        self,
+        x: Tensor,
+        rotation: Rotation,
+        layer_kv: Tensor,
+        batch: AttentionBatch,
+        adapters: AdapterBatch | None,
     ) -> Tensor:
         """Adds onto `x` in place; the caller has no other use for it."""
         add_up = self._shard.add_up
-        x.add_(add_up(self.attention(self.input_norm(x), rotation, layer_kv, batch)))
-        return x.add_(add_up(self.mlp(self.mlp_norm(x))))
+        x.add_(add_up(self.attention(self.input_norm(x), rotation, layer_kv, batch, adapters)))
+        return x.add_(add_up(self.mlp(self.mlp_norm(x), adapters)))
 
     def slots(self, name: str) -> Iterator[tuple[str, Tensor]]:
         yield from self.input_norm.slots(f"{name}.input_layernorm")
         yield from self.attention.slots(f"{name}.self_attn")
         yield from self.mlp_norm.slots(f"{name}.post_attention_layernorm")
         yield from self.mlp.slots(f"{name}.mlp")
+
+    def lora_parts(self, name: str) -> Iterator[tuple[str, SitePart]]:
+        yield from self.attention.lora_parts(f"{name}.self_attn")
+        yield from self.mlp.lora_parts(f"{name}.mlp")
 
 
 class Llama:
@@ -173,19 +196,27 @@ class Llama:
 
     @torch.no_grad()
     def forward(
-        self, tokens: Tensor, positions: Tensor, batch: AttentionBatch, arena: PageArena
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        batch: AttentionBatch,
+        arena: PageArena,
+        adapters: AdapterBatch | None,
     ) -> Tensor:
         """Hidden states [num_tokens, hidden_size] after the final norm."""
-        x = self.embedding(tokens)
+        x = self.embedding(tokens, adapters)
         rotation = self.rotary.at(positions)
         for index, layer in enumerate(self.layers):
-            x = layer(x, rotation, arena.layer(index), batch)
+            x = layer(x, rotation, arena.layer(index), batch, adapters)
         return self.norm(x)
 
     @torch.no_grad()
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Scores [num_rows, vocab_size] in float32 for the rows that need them."""
-        return self.shard.join(self.lm_head(hidden), self.spec.vocab_size)
+    def logits(self, hidden: Tensor, adapters: AdapterBatch | None) -> Tensor:
+        """Scores [num_rows, vocab_size] in float32 for the rows that need them.
+
+        `adapters` are those of these rows, not of all tokens of the step.
+        """
+        return self.shard.join(self.lm_head(hidden, adapters), self.spec.vocab_size)
 
     def weight_slots(self) -> dict[str, Tensor]:
         """A checkpoint's tensor names, and the memory each is copied into."""
@@ -197,3 +228,17 @@ class Llama:
             yield from layer.slots(f"model.layers.{index}")
         yield from self.norm.slots("model.norm")
         yield from self.lm_head.slots("lm_head")
+
+    def lora_parts(self) -> dict[str, SitePart]:
+        """What adapters may change, by name, and in which product it is computed."""
+        return dict(self._lora_parts())
+
+    def adapter_targets(self) -> dict[str, Target]:
+        """What adapters may change, for whoever checks their files."""
+        return {name: part.target for name, part in self._lora_parts()}
+
+    def _lora_parts(self) -> Iterator[tuple[str, SitePart]]:
+        yield from self.embedding.lora_parts("model.embed_tokens")
+        for index, layer in enumerate(self.layers):
+            yield from layer.lora_parts(f"model.layers.{index}")
+        yield from self.lm_head.lora_parts("lm_head")

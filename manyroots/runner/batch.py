@@ -1,7 +1,8 @@
 """The persistent batch: what the runner remembers of each row between steps.
 
 In: the deltas of a plan. Out: the flat arrays a forward pass needs. Numpy throughout and no loop
-over the rows of a step: only arrivals and grown tables cost Python.
+over the rows of a step: only arrivals and grown tables cost Python. Rows with the same adapter are
+laid out together, so that their tokens are one product.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from manyroots.kernels.lora.batch import NO_ADAPTER
 from manyroots.step import Arrival, Int32s, Plan
 
 Int64s = npt.NDArray[np.int64]
@@ -18,7 +20,8 @@ Int64s = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """One step, flattened: sequences with a single token first, then the longer ones."""
+    """One step, flattened: sequences with a single token first, then the longer ones; within
+    both those of the base model first, then by adapter slot."""
 
     rows: Int32s
     """Row of each sequence, in this order."""
@@ -32,8 +35,12 @@ class StepInputs:
     page_table: Int64s
     slot_pages: Int64s
     slot_offsets: Int64s
+    token_slots: Int64s | None
+    """The adapter slot of each token, or NO_ADAPTER; None if no token has one."""
     sampling: Int64s
-    """Which sequences sample, as indices into `rows`, in the order of the plan."""
+    """Which sequences sample, as indices into `rows`, ascending."""
+    sampling_order: Int64s
+    """For each sampling row of the plan, in its order, which of `sampling` it is."""
 
 
 class PersistentBatch:
@@ -46,6 +53,8 @@ class PersistentBatch:
         self.num_tokens = np.zeros(max_num_seqs, np.int64)
         self.num_prompt_tokens = np.zeros(max_num_seqs, np.int64)
         self._num_computed = np.zeros(max_num_seqs, np.int64)
+        self._adapter_slot = np.full(max_num_seqs, NO_ADAPTER, np.int64)
+        self._adapter_from = np.zeros(max_num_seqs, np.int64)
         self._page_table = np.zeros((max_num_seqs, -(-max_model_len // page_size)), np.int32)
 
     def apply(self, plan: Plan) -> None:
@@ -62,12 +71,16 @@ class PersistentBatch:
         self.num_tokens[row] = count
         self.num_prompt_tokens[row] = arrival.num_prompt_tokens
         self._num_computed[row] = arrival.num_computed_tokens
+        slot = arrival.adapter_slot
+        self._adapter_slot[row] = NO_ADAPTER if slot is None else slot
+        self._adapter_from[row] = arrival.adapter_from
         table = arrival.page_tables[0]
         self._page_table[row, : len(table)] = table
 
     def inputs(self, plan: Plan) -> StepInputs:
         """Lay a step out flat, and count its tokens as computed."""
-        order = np.argsort(plan.num_tokens != 1, kind="stable")
+        slots = self._adapter_slot[plan.rows]
+        order = np.lexsort((slots, plan.num_tokens != 1))  # stable; the last key counts most
         rows, counts = plan.rows[order], plan.num_tokens[order].astype(np.int64)
         starts = np.zeros(len(rows) + 1, np.int64)
         np.cumsum(counts, out=starts[1:])
@@ -82,6 +95,7 @@ class PersistentBatch:
 
         place = np.empty(len(order), np.int64)
         place[order] = np.arange(len(order))
+        sampled = place[plan.samples]
         return StepInputs(
             rows=rows,
             tokens=self.tokens[flat_rows, positions].astype(np.int64),
@@ -92,8 +106,16 @@ class PersistentBatch:
             page_table=self._page_table[rows, :max_pages].astype(np.int64),
             slot_pages=pages.astype(np.int64),
             slot_offsets=positions % self._page_size,
-            sampling=place[plan.samples],
+            token_slots=self._token_slots(flat_rows, positions, slots),
+            sampling=np.sort(sampled),
+            sampling_order=np.argsort(np.argsort(sampled)),
         )
+
+    def _token_slots(self, flat_rows: Int32s, positions: Int64s, slots: Int64s) -> Int64s | None:
+        if not len(slots) or slots.max() == NO_ADAPTER:
+            return None
+        acts = positions >= self._adapter_from[flat_rows]
+        return np.where(acts, self._adapter_slot[flat_rows], NO_ADAPTER)
 
     def append(self, rows: Int32s, tokens: Int32s) -> None:
         """Sampled tokens become known."""

@@ -1,7 +1,8 @@
-"""Carries out plans with torch: transfers of state first, then the model, then the sampler.
+"""Carries out plans with torch: adapters and state first, then the model, then the sampler.
 
 One thread of its own runs the steps in the order they were launched, so that planning the next
-step overlaps with computing this one. Decides nothing.
+step overlaps with computing this one. Loads of adapters run beside the steps, and their answers
+come with the next result. Decides nothing.
 """
 
 from __future__ import annotations
@@ -16,22 +17,33 @@ from torch import Tensor
 from manyroots.distributed.shard import WHOLE, Shard
 from manyroots.ids import Row
 from manyroots.kernels.attention.batch import AttentionBatch
-from manyroots.runner.batch import PersistentBatch, StepInputs
+from manyroots.kernels.lora.batch import AdapterBatch
+from manyroots.runner.batch import Int64s, PersistentBatch, StepInputs
 from manyroots.runner.logprobs import POSITIONS_AT_ONCE, score
 from manyroots.runner.sampler import Sampler
 from manyroots.runner.sampling_state import SamplingState
-from manyroots.step import Int32s, Plan, RowFault, StepResult, TokenLogprobs
+from manyroots.step import AdapterLoaded, Int32s, Plan, RowFault, StepResult, TokenLogprobs
+from manyroots.store.adapter_loader import AdapterLoader
 from manyroots.store.arena import PageArena
+
+MAX_WAIT_S = 0.005
+"""How long a plan that waits may hold the thread: whoever comes meanwhile should not wait for
+somebody else's adapter."""
 
 
 class Model(Protocol):
     """What the runner needs of a model."""
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, batch: AttentionBatch, arena: PageArena
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        batch: AttentionBatch,
+        arena: PageArena,
+        adapters: AdapterBatch | None,
     ) -> Tensor: ...
 
-    def logits(self, hidden: Tensor) -> Tensor: ...
+    def logits(self, hidden: Tensor, adapters: AdapterBatch | None) -> Tensor: ...
 
 
 class TorchRunner:
@@ -41,15 +53,18 @@ class TorchRunner:
         self,
         model: Model,
         arena: PageArena,
+        adapters: AdapterLoader | None,
         *,
         max_num_seqs: int,
         max_model_len: int,
         shard: Shard = WHOLE,
     ) -> None:
-        """`shard`: the rank's place among those that launch the same plans."""
+        """`adapters`: None for a runner of the base model alone. `shard`: the rank's place among
+        those that launch the same plans."""
         self._shard = shard
         self._model = model
         self._arena = arena
+        self._adapters = adapters
         self._batch = PersistentBatch(
             max_num_seqs=max_num_seqs, max_model_len=max_model_len, page_size=arena.page_size
         )
@@ -62,24 +77,36 @@ class TorchRunner:
 
     def close(self) -> None:
         self._thread.shutdown(wait=True)
+        if self._adapters is not None:
+            self._adapters.close()
 
     @torch.inference_mode()
     def execute(self, plan: Plan) -> StepResult:
         """One step, now."""
-        if plan.copies or plan.adapters:
-            raise RuntimeError("this runner has neither lower tiers nor adapters yet")
         self._batch.apply(plan)
         for arrival in plan.arrivals:
             self._state.arrive(arrival)
+        if plan.copies:
+            raise RuntimeError("this runner has no lower tiers yet")
+        if plan.adapters:
+            self._loader().start(plan.adapters)
+        if len(plan.rows) == 0:
+            if plan.waits:
+                self._loader().wait(MAX_WAIT_S)
+            return StepResult(plan.step_id, np.empty(0, np.int32), adapters=self._answers())
         inputs = self._batch.inputs(plan)
         hidden = self._forward(inputs)
         prompt_logprobs = self._score_prompts(inputs, hidden)
 
         rows = inputs.rows[inputs.sampling]
         if len(rows) == 0:
-            return StepResult(plan.step_id, np.empty(0, np.int32), prompt_logprobs=prompt_logprobs)
-        last = self._to_device(inputs.query_starts[inputs.sampling + 1] - 1)
-        logits = self._model.logits(hidden[last])
+            return StepResult(
+                plan.step_id,
+                np.empty(0, np.int32),
+                prompt_logprobs=prompt_logprobs,
+                adapters=self._answers(),
+            )
+        logits = self._logits(inputs, hidden, inputs.query_starts[inputs.sampling + 1] - 1)
         # The sampler may change logits; log-probabilities are of the model's own.
         wanted = np.flatnonzero(self._state.wants_logprobs[rows])
         own = logits[torch.from_numpy(wanted)].clone() if len(wanted) else None
@@ -87,13 +114,14 @@ class TorchRunner:
         self._batch.append(rows, tokens)
         return StepResult(
             plan.step_id,
-            tokens,
+            tokens[inputs.sampling_order],
             logprobs=self._score_samples(own, rows[wanted], tokens[wanted]),
             prompt_logprobs=prompt_logprobs,
             faults=tuple(
                 RowFault(Row(int(rows[i])), "the model gave logits that are not finite")
                 for i in broken
             ),
+            adapters=self._answers(),
         )
 
     def _sample(self, logits: Tensor, rows: Int32s) -> tuple[Int32s, Int32s]:
@@ -103,6 +131,22 @@ class TorchRunner:
         else:
             tokens, broken = np.empty(len(rows), np.int32), np.empty(0, np.int32)
         return self._shard.agree(tokens), broken
+
+    def _loader(self) -> AdapterLoader:
+        if self._adapters is None:
+            raise RuntimeError("a plan names adapters, and this runner was made without them")
+        return self._adapters
+
+    def _answers(self) -> tuple[AdapterLoaded, ...]:
+        """Taken when a result is made and not before: a step that fails loses none."""
+        return () if self._adapters is None else self._adapters.finished()
+
+    def _logits(self, inputs: StepInputs, hidden: Tensor, at: Int64s) -> Tensor:
+        """Scores behind the flat tokens `at`, with the adapter of each."""
+        adapters = None
+        if inputs.token_slots is not None:
+            adapters = self._loader().slots.batch(inputs.token_slots[at], all_layers=False)
+        return self._model.logits(hidden[self._to_device(at)], adapters)
 
     def _forward(self, inputs: StepInputs) -> Tensor:
         batch = AttentionBatch.build(
@@ -117,7 +161,10 @@ class TorchRunner:
             device=self._arena.data.device,
         )
         tokens, positions = self._to_device(inputs.tokens), self._to_device(inputs.positions)
-        return self._model.forward(tokens, positions, batch, self._arena)
+        adapters = None
+        if inputs.token_slots is not None:
+            adapters = self._loader().slots.batch(inputs.token_slots, all_layers=True)
+        return self._model.forward(tokens, positions, batch, self._arena, adapters)
 
     def _score_samples(
         self, logits: Tensor | None, rows: Int32s, tokens: Int32s
@@ -145,7 +192,7 @@ class TorchRunner:
             scores: list[TokenLogprobs] = []
             for at in range(0, count, POSITIONS_AT_ONCE):
                 part = self._to_device(targets[at : at + POSITIONS_AT_ONCE])
-                logits = self._model.logits(hidden[begin + at : begin + at + len(part)])
+                logits = self._logits(inputs, hidden, begin + np.arange(at, at + len(part)))
                 scores.extend(score(logits, part, [num_top] * len(part)))
             result[Row(row)] = tuple(scores)
         return result

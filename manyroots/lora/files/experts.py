@@ -50,12 +50,10 @@ def _projection(
 
 def _rank_and_scaling(name: str, half: Half, config: AdapterConfig) -> tuple[int, float]:
     """Of all experts: one matrix product serves them all."""
-    modules = [
-        half.module if expert is None else with_expert(half.module, expert)
-        for expert in half.tensors
-    ]
-    if not config.has_patterns:
-        modules = modules[:1]
+    modules = [half.module]
+    if config.has_patterns:
+        numbers = [expert for expert in half.tensors if expert is not None]
+        modules += [with_expert(half.module, expert) for expert in numbers]
     found = {(config.rank_of(module), config.scaling_of(module)) for module in modules}
     if len(found) > 1:
         raise AdapterError(

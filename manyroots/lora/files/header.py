@@ -15,6 +15,7 @@ from manyroots.lora.files.strict_json import parse_object
 
 MAX_HEADER_BYTES = 64 << 20
 BYTES_PER_ELEMENT = {"F32": 4, "F16": 2, "BF16": 2}
+_FIELDS = {"dtype", "shape", "data_offsets"}
 _MAX_DIMS = 8
 _MAX_SIZE = 1 << 63
 
@@ -50,7 +51,7 @@ def read_header(file: AdapterFile) -> Header:
             f"{MAX_HEADER_BYTES} are read",
         )
     raw = file.read(8, length)
-    fields = parse_object(raw, f"the header of {file.path}")
+    fields = parse_object(raw, f"the header of {file.path}", _described)
     fields.pop("__metadata__", None)
     data_bytes = file.num_bytes - 8 - length
     tensors = [_entry(file, name, about) for name, about in fields.items()]
@@ -59,10 +60,30 @@ def read_header(file: AdapterFile) -> Header:
     return Header(tuple(tensors), raw, 8 + length, data_bytes)
 
 
+class _Described(NamedTuple):
+    """What the header says of one tensor. Not a dict: there are tens of thousands of them, and
+    the garbage collector would walk through all of them several times."""
+
+    dtype: Any
+    shape: Any
+    offsets: Any
+
+
+def _described(fields: dict[str, Any]) -> Any:
+    if fields.keys() != _FIELDS:
+        return fields
+    shape, offsets = fields["shape"], fields["data_offsets"]
+    return _Described(
+        fields["dtype"],
+        tuple(shape) if isinstance(shape, list) else shape,
+        tuple(offsets) if isinstance(offsets, list) else offsets,
+    )
+
+
 def _entry(file: AdapterFile, name: str, about: Any) -> TensorEntry:
-    if not isinstance(about, dict) or about.keys() != {"dtype", "shape", "data_offsets"}:
+    if not isinstance(about, _Described):
         raise _broken(file, f"{name!r} is not described by dtype, shape and data_offsets")
-    dtype, shape, offsets = about["dtype"], about["shape"], about["data_offsets"]
+    dtype, shape, offsets = about
     size = BYTES_PER_ELEMENT.get(dtype) if isinstance(dtype, str) else None
     if size is None:
         raise AdapterError(
@@ -70,21 +91,26 @@ def _entry(file: AdapterFile, name: str, about: Any) -> TensorEntry:
             "Convert the adapter."
         )
     if not _are_sizes(shape):
-        raise _broken(file, f"{name!r} has shape {shape!r}")
+        raise _broken(file, f"{name!r} has shape {_listed(shape)}")
     if not _are_sizes(offsets) or len(offsets) != 2:
-        raise _broken(file, f"{name!r} has data_offsets {offsets!r}")
+        raise _broken(file, f"{name!r} has data_offsets {_listed(offsets)}")
     start, end = offsets
     if end - start != math.prod(shape) * size:
         raise _broken(
-            file, f"{name!r} is {dtype} {shape} but has {end - start} bytes by its offsets"
+            file, f"{name!r} is {dtype} {list(shape)} but has {end - start} bytes by its offsets"
         )
-    return TensorEntry(name, dtype, tuple(shape), start, end)
+    return TensorEntry(name, dtype, shape, start, end)
 
 
 def _are_sizes(values: Any) -> bool:
-    if not isinstance(values, list) or len(values) > _MAX_DIMS:
+    if not isinstance(values, tuple) or len(values) > _MAX_DIMS:
         return False
     return all(type(value) is int and 0 <= value < _MAX_SIZE for value in values)
+
+
+def _listed(values: Any) -> str:
+    """As the header has it, shortened."""
+    return repr(list(values) if isinstance(values, tuple) else values)[:200]
 
 
 def _check_contiguous(file: AdapterFile, tensors: list[TensorEntry], data_bytes: int) -> None:

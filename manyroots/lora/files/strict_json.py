@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from manyroots.errors import AdapterError
 
 
-def parse_object(raw: bytes, what: str) -> dict[str, Any]:
-    """The JSON object in `raw`; `what` is how errors call it."""
+def parse_object(
+    raw: bytes, what: str, made: Callable[[dict[str, Any]], Any] | None = None
+) -> dict[str, Any]:
+    """The JSON object in `raw`; `what` is how errors call it.
+
+    `made` turns each object, inner ones first, into what stands for it; it must leave the
+    outermost a dict.
+    """
+
+    def checked(pairs: list[tuple[str, Any]]) -> Any:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise ValueError(f"{_twice(pairs)[:200]!r} is there twice")
+        return found if made is None else made(found)
+
     try:
         parsed = json.loads(
-            raw.decode("utf-8"), object_pairs_hook=_object, parse_constant=_no_constant
+            raw.decode("utf-8"), object_pairs_hook=checked, parse_constant=_no_constant
         )
     except (ValueError, RecursionError) as error:
         raise AdapterError(
@@ -23,13 +38,8 @@ def parse_object(raw: bytes, what: str) -> dict[str, Any]:
     return parsed
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{twice[:200]!r} is there twice")
-    return found
+def _twice(pairs: list[tuple[str, Any]]) -> str:
+    return next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
 
 
 def _no_constant(text: str) -> NoReturn:

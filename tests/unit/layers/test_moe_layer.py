@@ -61,7 +61,7 @@ def test_a_block_of_experts_equals_transformers(
     ours.experts.down.copy_(theirs.experts.down_proj)
     x = torch.randn(num_tokens, HIDDEN, generator=torch.Generator().manual_seed(1)).to(dtype)
     given = x.clone()
-    assert_close("experts", ours(x), theirs(x[None])[0], dtype)
+    assert_close("experts", ours(x, None), theirs(x[None])[0], dtype)
     assert torch.equal(x, given), "the input is left as it was"
 
 

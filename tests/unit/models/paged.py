@@ -9,14 +9,23 @@ import torch
 from torch import Tensor
 
 from manyroots.kernels.attention.batch import AttentionBatch
+from manyroots.kernels.lora.batch import NO_ADAPTER
 from manyroots.models.llama import Llama
+from manyroots.store.adapter_slots import AdapterSlots
 from manyroots.store.arena import PageArena
 
 
 class PagedModel:
     """A model with an arena; sequences take pages in shuffled order as they grow."""
 
-    def __init__(self, model: Llama, *, num_pages: int = 200, page_size: int = 4) -> None:
+    def __init__(
+        self,
+        model: Llama,
+        slots: AdapterSlots | None = None,
+        *,
+        num_pages: int = 200,
+        page_size: int = 4,
+    ) -> None:
         spec = model.spec
         weight = model.embedding.weight
         self.model = model
@@ -33,10 +42,28 @@ class PagedModel:
         self._free = np.random.default_rng(0).permutation(num_pages).tolist()
         self._pages: dict[str, list[int]] = {}
         self._lengths: dict[str, int] = {}
+        self.slots = slots
+        self.slot_of: dict[str, int] = {}
+        """The adapter of each sequence that has one."""
+        self.adapter_from: dict[str, int] = {}
 
     def step(self, new_tokens: Mapping[str, list[int]]) -> dict[str, Tensor]:
         """Compute the next tokens of some sequences together; logits [num_tokens, vocab] each."""
-        order = sorted(new_tokens, key=lambda name: len(new_tokens[name]) != 1)
+        order = sorted(
+            new_tokens,
+            key=lambda name: (len(new_tokens[name]) != 1, self.slot_of.get(name, NO_ADAPTER)),
+        )
+        token_slots = np.array(
+            [
+                slot if position >= self.adapter_from.get(name, 0) else NO_ADAPTER
+                for name in order
+                for slot in [self.slot_of.get(name, NO_ADAPTER)]
+                for position in range(
+                    self._lengths.get(name, 0), self._lengths.get(name, 0) + len(new_tokens[name])
+                )
+            ]
+        )
+        adapters = None if self.slots is None else self.slots.batch(token_slots, all_layers=True)
         starts, positions, pages, offsets = [0], [], [], []
         for name in order:
             begin = self._lengths.get(name, 0)
@@ -68,7 +95,7 @@ class PagedModel:
         device = self.arena.data.device
         tokens = torch.tensor([t for name in order for t in new_tokens[name]], device=device)
         hidden = self.model.forward(
-            tokens, torch.tensor(positions, device=device), batch, self.arena
+            tokens, torch.tensor(positions, device=device), batch, self.arena, adapters
         )
-        logits = self.model.logits(hidden)
+        logits = self.model.logits(hidden, adapters)
         return {name: logits[starts[row] : starts[row + 1]].cpu() for row, name in enumerate(order)}

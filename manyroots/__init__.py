@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from manyroots.adapter_names import LoRARequest
 from manyroots.sampling import SamplingParams
 from manyroots.version import __version__
 
 if TYPE_CHECKING:
     from manyroots.llm import LLM
 
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "LoRARequest", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

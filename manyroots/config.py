@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
+from manyroots.adapter_names import LoraModule, lora_modules, name_fault
 from manyroots.errors import ConfigError
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -113,16 +114,61 @@ class SchedulerSettings:
         "and tenants.",
         choices=tuple(policy.value for policy in Policy),
     )
-    max_loras: int = option(0, "Most distinct adapters in one step; 0 is no limit.")
-    max_cpu_loras: int = option(0, "Most adapters in host memory; 0 is no limit.")
 
     def __post_init__(self) -> None:
-        _at_least(self, "max_loras", 0)
-        _at_least(self, "max_cpu_loras", 0)
         _one_of_choices(self)
         _at_least(self, "max_num_seqs", 1)
         _at_least(self, "max_num_batched_tokens", 1)
         _at_least(self, "long_prefill_token_threshold", 1)
+
+
+MAX_LORA_RANK = 4096
+"""Beyond this an adapter is larger than the weights it changes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraSettings:
+    """Which adapters may be served, and how many at once."""
+
+    enable_lora: bool = option(False, "Serve LoRA adapters beside the base model.")
+    lora_modules: tuple[LoraModule, ...] = option(
+        (), "Adapters by name, as name=folder or as JSON with name, path and base_model_name."
+    )
+    max_loras: int = option(
+        8, "Most distinct adapters in one step, and slots for them on the device; 0 is no limit."
+    )
+    max_cpu_loras: int = option(0, "Most adapters in host memory; 0 is no limit.")
+    max_lora_rank: int = option(16, "Highest rank that an adapter may have.")
+    lora_dirs: tuple[str, ...] = option(
+        (), "Folders below which adapters may be loaded while the server runs."
+    )
+
+    def __post_init__(self) -> None:
+        _at_least(self, "max_loras", 0)
+        _at_least(self, "max_cpu_loras", 0)
+        if not 1 <= self.max_lora_rank <= MAX_LORA_RANK:
+            raise ConfigError(
+                f"--max-lora-rank is {self.max_lora_rank}; it must be from 1 to {MAX_LORA_RANK}."
+            )
+        if 0 < self.max_cpu_loras < self.max_loras:
+            raise ConfigError(
+                f"--max-cpu-loras is {self.max_cpu_loras}, fewer than --max-loras "
+                f"{self.max_loras}; an adapter on the device keeps its copy in host memory. Raise "
+                f"--max-cpu-loras to at least {self.max_loras} (0 for no limit) or lower "
+                "--max-loras."
+            )
+        if not self.enable_lora:
+            for name in ("lora_modules", "lora_dirs"):
+                if getattr(self, name):
+                    raise ConfigError(
+                        f"{flag_name(name)} is given without --enable-lora; give that too."
+                    )
+        names = [module.name for module in self.lora_modules]
+        for name in names:
+            if fault := name_fault(name):
+                raise ConfigError(f"--lora-modules: {fault}")
+            if names.count(name) > 1:
+                raise ConfigError(f"--lora-modules names {name!r} twice; give each name once.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +178,7 @@ class EngineSettings:
     model: ModelSettings = field(default_factory=ModelSettings)
     cache: CacheSettings = field(default_factory=CacheSettings)
     scheduler: SchedulerSettings = field(default_factory=SchedulerSettings)
+    lora: LoraSettings = field(default_factory=LoraSettings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +189,14 @@ class ServerSettings:
     port: int = option(8000, "Port to listen on.")
     api_key: str | None = option(
         None, "Callers must send it as a bearer token. Also read from MANYROOTS_API_KEY."
+    )
+    enable_lora_endpoints: bool = option(
+        False, "Let holders of the admin key load and unload adapters while the server runs."
+    )
+    admin_key: str | None = option(
+        None,
+        "Bearer token of those endpoints; another than --api-key. Also read from "
+        "MANYROOTS_ADMIN_KEY.",
     )
     max_queued_requests: int = option(
         1024, "Sequences that may wait beyond --max-num-seqs before callers get 429."
@@ -163,13 +218,39 @@ class ServerSettings:
             )
         if self.api_key == "":
             raise ConfigError("--api-key is empty; leave it out to serve without a key.")
+        if self.admin_key == "":
+            raise ConfigError("--admin-key is empty; give one that nobody can guess.")
+        if self.admin_key is not None and self.admin_key == self.api_key:
+            raise ConfigError(
+                "--admin-key and --api-key are the same; whoever may generate could then load "
+                "adapters. Give two."
+            )
+        if self.enable_lora_endpoints and self.admin_key is None:
+            raise ConfigError(
+                "--enable-lora-endpoints needs --admin-key, so that not every caller can load "
+                "and unload adapters."
+            )
         _one_of_choices(self)
+
+
+def check_together(engine: EngineSettings, server: ServerSettings) -> None:
+    """What only shows when a server's settings meet its engine's."""
+    if not server.enable_lora_endpoints:
+        return
+    if not engine.lora.enable_lora:
+        raise ConfigError("--enable-lora-endpoints is given without --enable-lora; give that too.")
+    if not engine.lora.lora_dirs:
+        raise ConfigError(
+            "--enable-lora-endpoints needs --lora-dirs: the folders below which adapters may be "
+            "loaded."
+        )
 
 
 ENGINE_ROOMS: dict[str, type[Any]] = {
     "model": ModelSettings,
     "cache": CacheSettings,
     "scheduler": SchedulerSettings,
+    "lora": LoraSettings,
 }
 
 
@@ -182,8 +263,20 @@ def engine_settings(values: Mapping[str, object]) -> EngineSettings:
             raise ConfigError(
                 f"unknown setting {name!r}; the engine knows {', '.join(sorted(known))}."
             )
-        by_room[known[name]][name] = value
+        by_room[known[name]][name] = _as_field(name, value)
     return EngineSettings(**{room: cls(**by_room[room]) for room, cls in ENGINE_ROOMS.items()})
+
+
+def _as_field(name: str, value: object) -> object:
+    """Fields that hold many values may be given as one, or as any kind of list."""
+    if name not in ("lora_modules", "lora_dirs"):
+        return value
+    if value is None:
+        return ()
+    many = [value] if isinstance(value, str | LoraModule | Mapping) else value
+    if not isinstance(many, Iterable):
+        raise ConfigError(f"{flag_name(name)} is {value!r}; it must be a list.")
+    return lora_modules(many) if name == "lora_modules" else tuple(str(item) for item in many)
 
 
 def flag_name(name: str) -> str:

@@ -1,7 +1,8 @@
 """`LLM`: the engine inside your own process, for scripts and batch work.
 
-Takes prompts (text, token ids or chats) and sampling parameters; gives finished completions in
-the order of the prompts. The same loop, door and text as the server's; no process boundary.
+Takes prompts (text, token ids or chats), sampling parameters and adapters; gives finished
+completions in the order of the prompts. The same loop, door and text as the server's; no process
+boundary.
 """
 
 from __future__ import annotations
@@ -13,11 +14,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from manyroots.adapter_names import LoraModule, LoRARequest
 from manyroots.config import engine_settings
 from manyroots.engine.build import build_engine
+from manyroots.engine.client import lora_error
 from manyroots.errors import RequestError
-from manyroots.ids import Namespace, RequestId
-from manyroots.messages import Abort, FinishReason, Stats, Submit
+from manyroots.ids import AdapterName, Namespace, RequestId
+from manyroots.messages import (
+    Abort,
+    ErrorKind,
+    FinishReason,
+    LoadLora,
+    LoraReply,
+    Output,
+    Stats,
+    Submit,
+    UnloadLora,
+)
 from manyroots.sampling import SamplingParams
 from manyroots.step import TokenLogprobs
 from manyroots.text.assembler import TextAssembler, TextDelta
@@ -91,21 +104,26 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         cache_salt: str | None = None,
     ) -> list[RequestOutput]:
-        """Complete each prompt; together, so that they share steps and prefixes."""
+        """Complete each prompt; together, so that they share steps and prefixes.
+
+        `lora_request`: one adapter for all, or one per prompt with None for the base model.
+        """
         batch = _as_list(prompts)
         params = _per_prompt(sampling_params, len(batch))
+        adapters = [self._note(item) for item in _lora_per_prompt(lora_request, len(batch))]
         namespace = Namespace(adapter=None, salt=cache_salt)
         sequences: dict[RequestId, _Sequence] = {}
         submits: list[Submit] = []
         results: list[RequestOutput] = []
-        for prompt, sampling in zip(batch, params, strict=True):
+        for prompt, sampling, adapter in zip(batch, params, adapters, strict=True):
             text = prompt if isinstance(prompt, str) else None
             tokens = self._door.encode(prompt) if isinstance(prompt, str) else list(prompt)
             result = RequestOutput(text, tokens, [])
             results.append(result)
-            made = self._door.submits(tokens, sampling, namespace, self._next_id)
+            made = self._door.submits(tokens, sampling, namespace, self._next_id, adapter=adapter)
             for index, submit in enumerate(made):
                 output = CompletionOutput(index)
                 result.outputs.append(output)
@@ -122,21 +140,31 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         cache_salt: str | None = None,
     ) -> list[RequestOutput]:
         """Answer each conversation, by the model's chat template."""
         chats: list[Sequence[Message]]
         chats = [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)  # type: ignore[arg-type,list-item]
         prompts = [self._render(chat) for chat in chats]
-        return self.generate(prompts, sampling_params, cache_salt=cache_salt)
+        return self.generate(
+            prompts, sampling_params, lora_request=lora_request, cache_salt=cache_salt
+        )
 
     def stream_chat(
-        self, messages: Sequence[Message], sampling_params: SamplingParams
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams,
+        *,
+        lora_request: LoRARequest | None = None,
     ) -> Iterator[str]:
         """Answer one conversation piece by piece. Leaving early ends the answer."""
         namespace = Namespace(adapter=None, salt=None)
         tokens = self._render(messages)
-        [submit] = self._door.submits(tokens, sampling_params, namespace, self._next_id)
+        adapter = self._note(lora_request)
+        [submit] = self._door.submits(
+            tokens, sampling_params, namespace, self._next_id, adapter=adapter
+        )
         output = CompletionOutput(0)
         assembler = TextAssembler(self.tokenizer, submit.sampling)
         under_way = {submit.request_id: _Sequence(RequestOutput(None, [], []), output, assembler)}
@@ -155,6 +183,37 @@ class LLM:
                 field="messages",
             )
         return self._door.encode(self._template.render(messages), add_special_tokens=False)
+
+    def load_adapter(
+        self, name: str, path: str, *, pinned: bool = False, load_inplace: bool = False
+    ) -> LoraReply:
+        """Read an adapter now, or give a name new weights; raises why it can't be used.
+
+        Not needed before `generate(lora_request=...)`, which reads what it has not seen.
+        """
+        load = LoadLora(next(self._ids), AdapterName(name), path, pinned, load_inplace)
+        return self._ask(load)
+
+    def unload_adapter(self, name: str) -> LoraReply:
+        """Forget an adapter; gives what was freed."""
+        return self._ask(UnloadLora(next(self._ids), AdapterName(name)))
+
+    def _ask(self, message: LoadLora | UnloadLora) -> LoraReply:
+        self._loop.handle(message)
+        replies: list[LoraReply] = []
+        while not replies:
+            self._turn()
+            replies = self._loop.take_replies()
+        [reply] = replies
+        if error := lora_error(reply):
+            raise error
+        return reply
+
+    def _note(self, request: LoRARequest | None) -> AdapterName | None:
+        if request is None:
+            return None
+        self._loop.note_adapter(LoraModule(request.lora_name, request.lora_path))
+        return AdapterName(request.lora_name)
 
     def stats(self) -> Stats:
         return self._loop.stats()
@@ -186,8 +245,14 @@ class LLM:
             while self._loop.has_work:
                 self._loop.step()
 
+    def _turn(self) -> list[Output]:
+        """A step, after waiting for an adapter's files if there is nothing else to do."""
+        if self._loop.is_reading and not self._loop.has_work:
+            self._loop.wait_for_read()
+        return self._loop.step()
+
     def _step(self, sequences: dict[RequestId, _Sequence]) -> None:
-        for output in self._loop.step():
+        for output in self._turn():
             sequence = sequences.get(output.request_id)
             if sequence is None:
                 continue
@@ -201,6 +266,8 @@ class LLM:
             if delta.finish_reason is not None:
                 del sequences[output.request_id]
             if delta.finish_reason is FinishReason.ERROR:
+                if output.error_kind is not ErrorKind.ENGINE:
+                    raise RequestError(str(delta.error), field="lora_request")
                 raise RuntimeError(f"request failed: {delta.error}")
 
 
@@ -226,3 +293,17 @@ def _per_prompt(
             field="sampling_params",
         )
     return list(params)
+
+
+def _lora_per_prompt(
+    given: LoRARequest | Sequence[LoRARequest | None] | None, count: int
+) -> list[LoRARequest | None]:
+    if given is None or isinstance(given, LoRARequest):
+        return [given] * count
+    if len(given) != count:
+        raise RequestError(
+            f"{count} prompts came with {len(given)} lora_requests; give one for all, or one each "
+            "with None for the base model.",
+            field="lora_request",
+        )
+    return list(given)

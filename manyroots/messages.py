@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from manyroots.ids import AdapterName, Namespace, RequestId
+from manyroots.ids import AdapterName, Namespace, RequestId, Tier
 from manyroots.sampling import SamplingParams
 from manyroots.step import TokenLogprobs
 
@@ -49,6 +49,72 @@ class Abort:
     request_ids: list[RequestId]
 
 
+@dataclass(frozen=True, slots=True)
+class LoadLora:
+    """Read an adapter's files and take requests for its name. Answered by a `LoraReply`."""
+
+    op_id: int
+    """Chosen by the client; the reply carries it."""
+    name: AdapterName
+    path: str
+    is_pinned: bool = False
+    """Its slot on the device is never given to another."""
+    in_place: bool = False
+    """The name may have other content already, which drains."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnloadLora:
+    """Take no new requests for a name; free what its running ones do not hold."""
+
+    op_id: int
+    name: AdapterName
+
+
+class ErrorKind(enum.Enum):
+    """Whose fault an error is."""
+
+    ENGINE = "engine"
+    """The engine's own."""
+    REQUEST = "request"
+    """The request can't be served as written, for example since its adapter can't be used."""
+    NOT_FOUND = "not_found"
+    """It names an adapter that is not there (any more)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoraReply:
+    """How a `LoadLora` or an `UnloadLora` went. Fields that do not apply have their defaults."""
+
+    op_id: int
+    error: str | None = None
+    error_kind: ErrorKind = ErrorKind.ENGINE
+    path: str = ""
+    """Where the files were found."""
+    digest: str = ""
+    """In hexadecimal."""
+    rank: int = 0
+    num_bytes: int = 0
+    """Loaded: the size of its weights. Unloaded: what of it is free again now."""
+    modules: tuple[str, ...] = ()
+    """The kinds of weights it changes, as `q_proj`."""
+    is_unchanged: bool = False
+    """The name had this content already."""
+    num_pages: int = 0
+    """Pages of its cache that are free again now."""
+    num_requests: int = 0
+    """Requests that still hold what was unloaded; their share is freed when they are over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """What only failed sequences, and the first news of an adapter's, have."""
+
+    error_kind: ErrorKind = ErrorKind.ENGINE
+    adapter_was: Tier | None = None
+    """Where the weights were when the request came."""
+
+
 @dataclass(slots=True)
 class Output:
     """News of one sequence. Not frozen, because a step makes hundreds; nobody changes one that
@@ -68,6 +134,16 @@ class Output:
     """With the first tokens: one per prompt token but the first, where asked for."""
     error: str | None = None
     """With FinishReason.ERROR: what went wrong."""
+    notice: Notice | None = None
+    """What few have to say: one field, since a step encodes hundreds of these."""
+
+    @property
+    def error_kind(self) -> ErrorKind:
+        return ErrorKind.ENGINE if self.notice is None else self.notice.error_kind
+
+    @property
+    def adapter_was(self) -> Tier | None:
+        return None if self.notice is None else self.notice.adapter_was
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +165,38 @@ class EngineInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterStats:
+    """Counts for the metrics page; totals since start unless the name says otherwise."""
+
+    num_loaded: int
+    """Names that take requests."""
+    num_draining: int
+    """Old versions that requests still hold."""
+    num_slots: int
+    """Places on the device; 0 if they are made as needed."""
+    num_on_device: int
+    num_on_host: int
+    num_loading: int
+    num_running: int
+    """Distinct adapters that running requests use."""
+    total_loads_from_host: int
+    total_loads_from_storage: int
+    total_failed_loads: int
+    total_device_evictions: int
+    total_host_evictions: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTime:
+    """An adapter was brought nearer: read from storage to the host, or loaded to the device."""
+
+    source: Tier
+    target: Tier
+    seconds: float
+    is_good: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Stats:
     """Counts for the metrics page; totals since start unless the name says otherwise."""
 
@@ -105,6 +213,7 @@ class Stats:
     total_hit_tokens: int
     total_steps: int
     total_step_tokens: int
+    adapters: AdapterStats | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,3 +222,5 @@ class Batch:
 
     outputs: list[Output]
     stats: Stats
+    replies: list[LoraReply] = field(default_factory=list)
+    loads: list[LoadTime] = field(default_factory=list)

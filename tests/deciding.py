@@ -103,8 +103,6 @@ class Deciding:
             max_num_batched_tokens=budget,
             long_prefill_token_threshold=chunk,
             scheduling_policy=policy,
-            max_loras=max_loras,
-            max_cpu_loras=max_cpu_loras,
         )
         capacities = capacities or (Capacity(FULL_ATTENTION, num_pages),)
         layout = Layout.of(page_size, capacities)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from manyroots.api.adapters import Adapter
 from manyroots.api.errors import RETRY_WHEN_UNAVAILABLE_S
 from manyroots.api.events import json_response
 from manyroots.api.responses import Model, ModelList
@@ -42,20 +43,33 @@ async def metrics(request: Request) -> Response:
 
 
 async def list_models(request: Request) -> Response:
-    return json_response(ModelList([_model(server_of(request).service)]))
+    service = server_of(request).service
+    adapters = [_adapter(service, adapter) for adapter in service.adapters.all()]
+    return json_response(ModelList([_base(service), *adapters]))
 
 
 async def show_model(request: Request) -> Response:
     service = server_of(request).service
-    service.check_model(request.path_params["name"])
-    return json_response(_model(service))
+    name = service.adapters.resolve(request.path_params["name"])
+    adapter = None if name is None else service.adapters.get(name)
+    return json_response(_base(service) if adapter is None else _adapter(service, adapter))
 
 
-def _model(service: Service) -> Model:
+def _base(service: Service) -> Model:
     info = service.engine.info
     return Model(
         id=service.model_name,
         created=service.created,
         root=info.model_name,
         max_model_len=info.max_model_len,
+    )
+
+
+def _adapter(service: Service, adapter: Adapter) -> Model:
+    return Model(
+        id=adapter.name,
+        created=adapter.created,
+        root=adapter.path,
+        parent=adapter.parent,
+        max_model_len=service.engine.info.max_model_len,
     )

@@ -14,12 +14,15 @@ from manyroots.api import about
 from manyroots.api.chat import chat_completions
 from manyroots.api.completions import completions
 from manyroots.api.errors import EXCEPTION_HANDLERS
-from manyroots.api.middleware import ApiKey, HeaderLimits, RequestIds
+from manyroots.api.lora import ADMIN_PATHS, LORA_ROUTES
+from manyroots.api.middleware import HeaderLimits, Keys, RequestIds
 from manyroots.api.state import ServerState
 from manyroots.api.tokenization import detokenize, tokenize
 
 
 def create_app(state: ServerState) -> Starlette:
+    settings = state.settings
+    has_admin = settings.enable_lora_endpoints
     app = Starlette(
         routes=[
             Route("/health", about.health),
@@ -33,11 +36,17 @@ def create_app(state: ServerState) -> Starlette:
             Route("/v1/chat/completions", chat_completions, methods=["POST"]),
             Route("/tokenize", tokenize, methods=["POST"]),
             Route("/detokenize", detokenize, methods=["POST"]),
+            *(LORA_ROUTES if has_admin else ()),
         ],
         middleware=[
             Middleware(RequestIds),
             Middleware(HeaderLimits),
-            Middleware(ApiKey, key=state.settings.api_key),
+            Middleware(
+                Keys,
+                api_key=settings.api_key,
+                admin_key=settings.admin_key,
+                admin_paths=ADMIN_PATHS if has_admin else frozenset(),
+            ),
         ],
         exception_handlers=EXCEPTION_HANDLERS,
     )

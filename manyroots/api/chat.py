@@ -103,7 +103,8 @@ def _chunk_choices(
 ) -> list[ChatChunkChoice]:
     """The text, then the end in a chunk of its own, as OpenAI sends them."""
     choices: list[ChatChunkChoice] = []
-    if delta.text or delta.logprobs:
+    has_ids = request.return_token_ids and delta.tokens  # half a character has no text yet
+    if delta.text or delta.logprobs or has_ids:
         choices.append(
             ChatChunkChoice(
                 index=index,

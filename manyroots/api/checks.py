@@ -60,7 +60,8 @@ def check_supported(request: GenerationFields) -> None:
 
 
 def namespace_of(request: GenerationFields) -> Namespace:
-    """Whose cache the request uses: the base model's, under the caller's salt."""
+    """The caller's part of whose cache the request uses. The adapter's part is its content, which
+    only the engine knows."""
     salt = request.cache_salt
     if salt is not None:
         if not 1 <= len(salt) <= MAX_SALT_CHARACTERS:

@@ -89,7 +89,7 @@ async def _chunks(job: Job, request: CompletionRequest) -> AsyncGenerator[bytes,
             events: list[bytes] = []
             for index, delta in batch:
                 count.add(index, delta)
-                if _is_worth_sending(delta):
+                if _is_worth_sending(delta, request):
                     chunk.choices = [_chunk_choice(job, request, index, delta)]
                     events.append(event(chunk))
             if events:
@@ -100,8 +100,9 @@ async def _chunks(job: Job, request: CompletionRequest) -> AsyncGenerator[bytes,
     yield DONE
 
 
-def _is_worth_sending(delta: TextDelta) -> bool:
-    return bool(delta.text or delta.logprobs or delta.finish_reason)
+def _is_worth_sending(delta: TextDelta, request: CompletionRequest) -> bool:
+    has_ids = request.return_token_ids and delta.tokens  # half a character has no text yet
+    return bool(delta.text or delta.logprobs or delta.finish_reason or has_ids)
 
 
 def _chunk_choice(

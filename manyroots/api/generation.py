@@ -15,8 +15,8 @@ from typing import cast
 from manyroots.api.errors import GenerationError
 from manyroots.api.responses import PromptTokensDetails, Usage
 from manyroots.api.state import Service
-from manyroots.errors import UnavailableError
-from manyroots.messages import FinishReason, Output, Submit
+from manyroots.errors import ManyrootsError, NotFoundError, RequestError, UnavailableError
+from manyroots.messages import ErrorKind, FinishReason, Output, Submit
 from manyroots.step import TokenLogprobs
 from manyroots.text.assembler import TextAssembler, TextDelta
 
@@ -68,7 +68,7 @@ async def _merged(service: Service, submits: Sequence[Submit]) -> AsyncGenerator
 
 async def _sequence(service: Service, submit: Submit) -> AsyncGenerator[TextDelta, None]:
     assembler = TextAssembler(service.tokenizer, submit.sampling)
-    timer = service.metrics.sequence(len(submit.prompt))
+    timer = service.metrics.sequence(len(submit.prompt), submit.adapter)
     reason = FinishReason.ABORT
     # The protocol promises only an iterator; that it can be closed is its documented contract.
     outputs = cast(AsyncGenerator[Output, None], service.engine.generate(submit))
@@ -76,8 +76,12 @@ async def _sequence(service: Service, submit: Submit) -> AsyncGenerator[TextDelt
         async with aclosing(outputs):
             async for output in outputs:
                 delta = assembler.push(output)
+                if output.adapter_was is not None:
+                    timer.adapter_was = output.adapter_was
                 timer.tokens(len(delta.tokens))
-                _raise_if_failed(delta)
+                if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+                    reason = output.finish_reason
+                    raise _failure(output)
                 if delta.finish_reason is not None:
                     reason = delta.finish_reason
                 yield delta
@@ -87,12 +91,16 @@ async def _sequence(service: Service, submit: Submit) -> AsyncGenerator[TextDelt
         timer.finish(reason.value)
 
 
-def _raise_if_failed(delta: TextDelta) -> None:
-    match delta.finish_reason:
-        case FinishReason.ERROR:
-            raise GenerationError(f"The engine could not finish this sequence: {delta.error}")
-        case FinishReason.ABORT:
-            raise UnavailableError("The engine gave up this sequence; try again.")
+def _failure(output: Output) -> ManyrootsError:
+    """What an unfinished sequence means to its caller."""
+    if output.finish_reason is FinishReason.ABORT:
+        return UnavailableError("The engine gave up this sequence; try again.")
+    match output.error_kind:
+        case ErrorKind.NOT_FOUND:
+            return NotFoundError(str(output.error), field="model")
+        case ErrorKind.REQUEST:
+            return RequestError(str(output.error), field="model")
+    return GenerationError(f"The engine could not finish this sequence: {output.error}")
 
 
 @dataclass(slots=True)

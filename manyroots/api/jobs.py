@@ -24,6 +24,7 @@ from manyroots.api.checks import (
 from manyroots.api.requests import ChatRequest, CompletionRequest, GenerationFields, TokenizeRequest
 from manyroots.api.state import ServerState, Service
 from manyroots.errors import RequestError
+from manyroots.ids import AdapterName
 from manyroots.messages import Submit
 from manyroots.sampling import SamplingParams
 
@@ -55,14 +56,16 @@ class Job:
 
 async def completion_job(server: ServerState, request: CompletionRequest) -> Job:
     service = server.accepting
-    service.check_model(request.model)
+    service.adapters.resolve(request.model)
     check_supported(request)
     sampling = completion_sampling(request)
     prompts = prompts_of(request)
+    adapters = service.adapters.choose(request.model, request.lora_path, len(prompts))
     with ExitStack() as undo:
         slots = undo.enter_context(_admit(server, len(prompts), sampling.n))
         tokens = await _encode_prompts(service, prompts, request.add_special_tokens is not False)
-        submits = _submits(service, request, sampling, tokens, "prompt")
+        asked = list(zip(tokens, adapters, strict=True))
+        submits = _submits(service, request, sampling, asked, "prompt")
         undo.pop_all()
     texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
     return Job(_new_id("cmpl"), _now(), service, sampling.n, submits, slots, texts)
@@ -70,14 +73,14 @@ async def completion_job(server: ServerState, request: CompletionRequest) -> Job
 
 async def chat_job(server: ServerState, request: ChatRequest) -> Job:
     service = server.accepting
-    service.check_model(request.model)
+    [adapter] = service.adapters.choose(request.model, request.lora_path, 1)
     check_supported(request)
     sampling = chat_sampling(request)
     with ExitStack() as undo:
         slots = undo.enter_context(_admit(server, 1, sampling.n))
         # A template is code, however short the messages: never on the event loop.
         tokens = await asyncio.to_thread(encode_chat, service, request)
-        submits = _submits(service, request, sampling, [tokens], "messages")
+        submits = _submits(service, request, sampling, [(tokens, adapter)], "messages")
         undo.pop_all()
     return Job(_new_id("chatcmpl"), _now(), service, sampling.n, submits, slots, [None])
 
@@ -125,15 +128,17 @@ def _submits(
     service: Service,
     request: GenerationFields,
     sampling: SamplingParams,
-    prompts: list[list[int]],
+    prompts: list[tuple[list[int], AdapterName | None]],
     field: str,
 ) -> list[Submit]:
     namespace = namespace_of(request)
     next_id = service.engine.next_request_id
     return [
         submit
-        for prompt in prompts
-        for submit in service.door.submits(prompt, sampling, namespace, next_id, field=field)
+        for prompt, adapter in prompts
+        for submit in service.door.submits(
+            prompt, sampling, namespace, next_id, adapter=adapter, field=field
+        )
     ]
 
 

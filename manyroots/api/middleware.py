@@ -1,4 +1,4 @@
-"""What every request passes on its way in: header limits, the API key, a request id.
+"""What every request passes on its way in: header limits, the keys, a request id.
 
 Plain ASGI, outermost first in the order of the classes. Decides by the routed path alone
 (`scope["path"]`), never by the Host header or a reconstructed address.
@@ -71,30 +71,63 @@ class HeaderLimits:
         await self._app(scope, receive, send)
 
 
-class ApiKey:
-    """Lets callers in that bring the key; all of them if there is none."""
+class Keys:
+    """Lets callers in that bring the key: the admin's to the paths that are his, else the API's.
 
-    def __init__(self, app: ASGIApp, key: str | None) -> None:
+    Without an API key everyone may use the other paths; the admin's are never open.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        api_key: str | None,
+        admin_key: str | None,
+        admin_paths: frozenset[str],
+    ) -> None:
+        assert admin_key is not None or not admin_paths
         self._app = app
-        self._key = None if key is None else key.encode()
+        self._api_key = None if api_key is None else api_key.encode()
+        self._admin_key = b"" if admin_key is None else admin_key.encode()
+        self._admin_paths = admin_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not self._may_pass(scope):
-            error = HTTPException(
-                401,
-                "The API key is missing or wrong; send it as 'Authorization: Bearer KEY'.",
-                {"www-authenticate": "Bearer"},
-            )
+        error = self._refusal(scope) if scope["type"] == "http" else None
+        if error is not None:
             await error_response(error)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
-    def _may_pass(self, scope: Scope) -> bool:
-        if self._key is None or scope["path"] in OPEN_PATHS:
-            return True
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        if len(given) != 1:
-            return False
-        scheme, _, token = given[0].partition(b" ")
-        # Constant time, over bytes: nothing is learnt from how long a wrong key takes.
-        return hmac.compare_digest(token.strip(), self._key) and scheme.lower() == b"bearer"
+    def _refusal(self, scope: Scope) -> HTTPException | None:
+        given = _bearer_token(scope)
+        if scope["path"] in self._admin_paths:
+            if _is_same(given, self._admin_key):
+                return None
+            if self._api_key is not None and _is_same(given, self._api_key):
+                return HTTPException(
+                    403, "This needs the admin key; the API key is for generating alone."
+                )
+            return _unauthorized("admin key")
+        if self._api_key is None or scope["path"] in OPEN_PATHS or _is_same(given, self._api_key):
+            return None
+        return _unauthorized("API key")
+
+
+def _bearer_token(scope: Scope) -> bytes | None:
+    given = [value for name, value in scope["headers"] if name == b"authorization"]
+    if len(given) != 1:
+        return None
+    scheme, _, token = given[0].partition(b" ")
+    return bytes(token.strip()) if scheme.lower() == b"bearer" else None
+
+
+def _is_same(given: bytes | None, key: bytes) -> bool:
+    # Constant time, over bytes: nothing is learnt from how long a wrong key takes.
+    return given is not None and hmac.compare_digest(given, key)
+
+
+def _unauthorized(key: str) -> HTTPException:
+    return HTTPException(
+        401,
+        f"The {key} is missing or wrong; send it as 'Authorization: Bearer KEY'.",
+        {"www-authenticate": "Bearer"},
+    )

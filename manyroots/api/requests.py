@@ -48,6 +48,8 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     add_special_tokens: bool | None = None
     cache_salt: str | None = None
     return_token_ids: bool | None = None
+    lora_path: str | list[str | None] | None = None
+    """The name of an adapter, or one for each prompt; null is the base model."""
 
     user: Ignored = None
     metadata: Ignored = None
@@ -131,6 +133,23 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 
     model: str | None = None
     tokens: list[int]
+
+
+class LoadLoraRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/load_lora_adapter"""
+
+    lora_name: str
+    lora_path: str
+    pinned: bool | None = None
+    load_inplace: bool | None = None
+    lora_int_id: Ignored = None
+
+
+class UnloadLoraRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/unload_lora_adapter"""
+
+    lora_name: str
+    lora_int_id: Ignored = None
 
 
 SAME_AS_ABSENT: dict[str, tuple[Any, ...]] = {

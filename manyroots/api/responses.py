@@ -152,3 +152,30 @@ class Tokenized(msgspec.Struct):
 
 class Detokenized(msgspec.Struct):
     prompt: str
+
+
+class LoraLoaded(msgspec.Struct, kw_only=True):
+    """What a name means from now on."""
+
+    object: str = "lora_adapter"
+    lora_name: str
+    lora_path: str
+    status: str
+    """loaded, or unchanged if the name had this very content."""
+    rank: int
+    num_bytes: int
+    digest: str
+    modules: list[str]
+    pinned: bool
+
+
+class LoraUnloaded(msgspec.Struct, kw_only=True):
+    """What an adapter has given back."""
+
+    object: str = "lora_adapter"
+    lora_name: str
+    status: str
+    """unloaded, or draining while requests still run with it."""
+    freed_pages: int
+    freed_bytes: int
+    draining_requests: int

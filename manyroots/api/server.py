@@ -20,7 +20,7 @@ import uvicorn
 from manyroots.api.app import create_app
 from manyroots.api.middleware import MAX_HEADER_BYTES
 from manyroots.api.state import ServerState, load_service
-from manyroots.config import EngineSettings, ServerSettings
+from manyroots.config import EngineSettings, ServerSettings, check_together
 from manyroots.engine.client import EngineClient
 from manyroots.engine.process_client import ProcessClient
 from manyroots.errors import ConfigError, ManyrootsError
@@ -34,6 +34,7 @@ _POLL_S = 0.02
 
 def serve(engine_settings: EngineSettings, server_settings: ServerSettings) -> int:
     """Serve until told to stop. 0 after a drain; 1 if the engine could not start."""
+    check_together(engine_settings, server_settings)
     logging.basicConfig(
         level=server_settings.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s"
     )

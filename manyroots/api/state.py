@@ -12,10 +12,11 @@ import time
 
 from starlette.requests import Request
 
+from manyroots.api.adapters import Adapters
 from manyroots.api.admission import Admission
-from manyroots.config import EngineSettings, ServerSettings
+from manyroots.config import EngineSettings, LoraSettings, ServerSettings
 from manyroots.engine.client import EngineClient
-from manyroots.errors import NotFoundError, UnavailableError
+from manyroots.errors import UnavailableError
 from manyroots.observe.metrics import Metrics
 from manyroots.text.chat import ChatTemplate, load_chat_template
 from manyroots.text.door import Door
@@ -41,6 +42,7 @@ class Service:
         server: ServerSettings,
         *,
         model_name: str,
+        lora: LoraSettings,
         rng: random.Random | None = None,
     ) -> None:
         self.engine = engine
@@ -50,14 +52,14 @@ class Service:
         self.created = int(time.time())
         self.door = Door(engine.info, tokenizer, rng)
         self.admission = Admission(engine.info.max_num_seqs + server.max_queued_requests)
-        self.metrics = Metrics(model_name, lambda: engine.stats)
-
-    def check_model(self, name: str) -> None:
-        if name != self.model_name:
-            raise NotFoundError(
-                f"The model {name[:200]!r} does not exist; this server has {self.model_name!r}.",
-                field="model",
-            )
+        self.adapters = Adapters(model_name, lora.lora_modules)
+        self.metrics = Metrics(
+            model_name,
+            lambda: engine.stats,
+            count_adapters=lambda: len(self.adapters.all()),
+            max_loras=lora.max_loras if lora.enable_lora else None,
+        )
+        engine.watch_loads(self.metrics.adapters.loaded)
 
 
 def load_service(engine: EngineClient, settings: EngineSettings, server: ServerSettings) -> Service:
@@ -70,6 +72,7 @@ def load_service(engine: EngineClient, settings: EngineSettings, server: ServerS
         load_chat_template(tokenizer, model.chat_template),
         server,
         model_name=model.served_model_name or info.model_name,
+        lora=settings.lora,
         rng=random.Random(model.seed),
     )
 

@@ -22,7 +22,7 @@ async def tokenize(request: Request) -> Response:
     body = await read_request(request, TokenizeRequest, max_bytes=server.settings.max_body_bytes)
     service = server.service
     if body.model is not None:
-        service.check_model(body.model)
+        service.adapters.resolve(body.model)
     tokens = await asyncio.to_thread(_encode, service, body)
     texts = [service.tokenizer.token_text(token) for token in tokens]
     return json_response(
@@ -50,7 +50,7 @@ async def detokenize(request: Request) -> Response:
     body = await read_request(request, DetokenizeRequest, max_bytes=server.settings.max_body_bytes)
     service = server.service
     if body.model is not None:
-        service.check_model(body.model)
+        service.adapters.resolve(body.model)
     vocab_size = service.engine.info.vocab_size
     for place, token in enumerate(body.tokens):
         if not 0 <= token < vocab_size:

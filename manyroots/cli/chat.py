@@ -6,21 +6,28 @@ answer under way. Earlier turns are found in the prefix cache.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
 
+from manyroots.adapter_names import LoRARequest
 from manyroots.llm import LLM
 from manyroots.sampling import SamplingParams
 
 
-def chat(engine: dict[str, Any], sampling: dict[str, Any], system: str | None) -> int:
+def chat(
+    engine: dict[str, Any], sampling: dict[str, Any], system: str | None, lora: str | None
+) -> int:
+    """`lora`: the name of an adapter among the engine's `lora_modules`."""
     console = Console(highlight=False)
+    request = None if lora is None else LoRARequest(lora)
     params = SamplingParams(**sampling)
     opening = [{"role": "system", "content": system}] if system else []
     messages = list(opening)
     with LLM(**engine) as llm:
-        console.print(f"[bold]{llm.info.model_name}[/bold]. /reset, /exit, Ctrl-C to interrupt.")
+        name = llm.info.model_name + (f" with {lora}" if lora else "")
+        console.print(f"[bold]{name}[/bold]. /reset, /exit, Ctrl-C to interrupt.")
         while True:
             try:
                 line = console.input("[bold green]> [/bold green]").strip()
@@ -34,17 +41,14 @@ def chat(engine: dict[str, Any], sampling: dict[str, Any], system: str | None) -
                 continue
             if line:
                 messages.append({"role": "user", "content": line})
-                messages.append(
-                    {"role": "assistant", "content": _answer(console, llm, messages, params)}
-                )
+                said = _answer(console, llm.stream_chat(messages, params, lora_request=request))
+                messages.append({"role": "assistant", "content": said})
 
 
-def _answer(
-    console: Console, llm: LLM, messages: list[dict[str, str]], params: SamplingParams
-) -> str:
+def _answer(console: Console, pieces: Iterator[str]) -> str:
     said = ""
     try:
-        for piece in llm.stream_chat(messages, params):
+        for piece in pieces:
             said += piece
             console.print(piece, end="", markup=False, soft_wrap=True)
     except KeyboardInterrupt:

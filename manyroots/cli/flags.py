@@ -25,10 +25,15 @@ def add_settings(parser: argparse.ArgumentParser, cls: type[Any], title: str) ->
     for spec in dataclasses.fields(cls):
         if spec.name == "model":
             continue  # the positional argument
-        kind = _plain_type(hints[spec.name])
-        help_text = f"{spec.metadata['help']} [{spec.default}]".replace("%", "%%")
+        is_many = typing.get_origin(hints[spec.name]) is tuple
+        # What many values are made of is for the settings to say; flags pass their words on.
+        kind = str if is_many else _plain_type(hints[spec.name])
+        default = "none" if is_many else spec.default
+        help_text = f"{spec.metadata['help']} [{default}]".replace("%", "%%")
         options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": help_text}
-        if kind is bool:
+        if is_many:
+            options |= {"nargs": "+", "action": _Extend, "metavar": _METAVARS[spec.name]}
+        elif kind is bool:
             options["action"] = argparse.BooleanOptionalAction
         else:
             options["type"] = kind
@@ -37,6 +42,23 @@ def add_settings(parser: argparse.ArgumentParser, cls: type[Any], title: str) ->
             options["choices"] = spec.metadata["choices"]
             del options["metavar"]
         group.add_argument(flag_name(spec.name), **options)
+
+
+_METAVARS = {"lora_modules": "NAME=FOLDER", "lora_dirs": "FOLDER"}
+
+
+class _Extend(argparse.Action):
+    """A flag that may be given several times, each with several values."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        # argparse's own "extend" would not start from an absent value.
+        setattr(namespace, self.dest, [*getattr(namespace, self.dest, ()), *values])
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:

@@ -12,11 +12,12 @@ import os
 import sys
 from typing import Any
 
+from manyroots.adapter_names import lora_modules
 from manyroots.cli.adapters import add_adapters_command
 from manyroots.cli.bench import add_bench_command
 from manyroots.cli.flags import add_engine_flags, add_settings, engine_values, with_config_file
 from manyroots.cli.simulate import add_simulate_command
-from manyroots.config import ENGINE_ROOMS, ServerSettings, engine_settings
+from manyroots.config import ENGINE_ROOMS, ServerSettings, check_together, engine_settings
 from manyroots.errors import ManyrootsError
 from manyroots.version import __version__
 
@@ -47,12 +48,14 @@ def _parser() -> argparse.ArgumentParser:
     generate = commands.add_parser("generate", help="complete prompts and print them")
     generate.add_argument("prompt", nargs="+", help="text to complete; each one is a prompt")
     _add_sampling_flags(generate)
+    _add_lora_flag(generate)
     _add_engine_flags_without_positional(generate)
     generate.set_defaults(run=_generate)
 
     chat = commands.add_parser("chat", help="talk to the model in this terminal")
     add_engine_flags(chat)
     _add_sampling_flags(chat)
+    _add_lora_flag(chat)
     chat.add_argument("--system", help="system message")
     chat.set_defaults(run=_chat)
 
@@ -78,6 +81,23 @@ def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--sampling-seed", type=int, default=None, metavar="SEED")
 
 
+def _add_lora_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--lora", metavar="NAME=FOLDER", help="adapter to answer with; implies --enable-lora"
+    )
+
+
+def _with_lora(engine: dict[str, Any], lora: str | None) -> tuple[dict[str, Any], str | None]:
+    """Settings that know the adapter of --lora, and its name."""
+    if lora is None:
+        return engine, None
+    known = engine.get("lora_modules") or []
+    if any(module.name == lora for module in lora_modules(known)):
+        return engine, lora
+    [module] = lora_modules([lora])
+    return {**engine, "enable_lora": True, "lora_modules": [*known, module]}, module.name
+
+
 def _known(*classes: type[Any]) -> set[str]:
     return {spec.name for cls in classes for spec in dataclasses.fields(cls)}
 
@@ -87,23 +107,29 @@ def _serve(arguments: dict[str, Any]) -> int:
 
     values = with_config_file(arguments, _known(*ENGINE_ROOMS.values(), ServerSettings))
     server = {name: values[name] for name in _known(ServerSettings) if name in values}
-    if "api_key" not in server and os.environ.get("MANYROOTS_API_KEY"):
-        server["api_key"] = os.environ["MANYROOTS_API_KEY"]
-    return serve(engine_settings(engine_values(values)), ServerSettings(**server))
+    for name in ("api_key", "admin_key"):
+        from_environment = os.environ.get(f"MANYROOTS_{name.upper()}")
+        if name not in server and from_environment:
+            server[name] = from_environment
+    engine, served = engine_settings(engine_values(values)), ServerSettings(**server)
+    check_together(engine, served)
+    return serve(engine, served)
 
 
 def _generate(arguments: dict[str, Any]) -> int:
     from manyroots.cli.generate import generate
 
     values = with_config_file(arguments, _known(*ENGINE_ROOMS.values()))
-    return generate(arguments["prompt"], engine_values(values), _sampling(arguments))
+    engine, lora = _with_lora(engine_values(values), arguments["lora"])
+    return generate(arguments["prompt"], engine, _sampling(arguments), lora)
 
 
 def _chat(arguments: dict[str, Any]) -> int:
     from manyroots.cli.chat import chat
 
     values = with_config_file(arguments, _known(*ENGINE_ROOMS.values()))
-    return chat(engine_values(values), _sampling(arguments), arguments["system"])
+    engine, lora = _with_lora(engine_values(values), arguments["lora"])
+    return chat(engine, _sampling(arguments), arguments["system"], lora)
 
 
 def _sampling(arguments: dict[str, Any]) -> dict[str, Any]:

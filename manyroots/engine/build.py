@@ -14,10 +14,12 @@ from manyroots.cache.families.full import FULL_ATTENTION
 from manyroots.cache.planes import Capacity, Layout
 from manyroots.cache.policies import CachePolicies
 from manyroots.config import EngineSettings
+from manyroots.engine.adapter_desk import AdapterDesk
+from manyroots.engine.adapter_folders import check_folders
+from manyroots.engine.adapter_half import adapter_limits
 from manyroots.engine.loop import EngineLoop
 from manyroots.engine.part import ExecuteHalf, execute_alone
 from manyroots.errors import ConfigError
-from manyroots.lora.limits import Limits
 from manyroots.lora.residency import Residency
 from manyroots.messages import EngineInfo
 from manyroots.models.source import ModelSource, resolve_source
@@ -38,6 +40,8 @@ def build_engine(settings: EngineSettings) -> Engine:
     """Load the model, size the cache and wire everything up."""
     _check_step(settings)
     source = resolve_source(settings.model)
+    base_names = {source.name, settings.model.served_model_name or source.name}
+    check_folders(settings.lora, base_names)
     half = _execute_half(settings, source)
     part, spec, page_size = half.part, half.part.model.spec, settings.cache.block_size
     num_pages, max_model_len = half.sizes.num_pages, half.sizes.max_model_len
@@ -45,11 +49,7 @@ def build_engine(settings: EngineSettings) -> Engine:
         Layout.of(page_size, (Capacity(FULL_ATTENTION, num_pages),)),
         CachePolicies(reuse=settings.cache.enable_prefix_caching),
     )
-    adapters = Residency(
-        Limits(
-            max_loras=settings.scheduler.max_loras, max_cpu_loras=settings.scheduler.max_cpu_loras
-        )
-    )
+    adapters = Residency(adapter_limits(settings.lora))
     scheduler = Scheduler(settings.scheduler, cache, adapters, max_model_len=max_model_len)
     logger.info(
         "%s: %s on %s, %d pages of %d tokens (%.2f GiB), context %d",
@@ -68,7 +68,11 @@ def build_engine(settings: EngineSettings) -> Engine:
         dtype=str(part.dtype).removeprefix("torch."),
         device=str(part.device),
     )
-    return Engine(EngineLoop(scheduler, half.runner, alarm=half.alarm), info)
+    desk = None
+    if half.adapters is not None:
+        files = half.adapters.files
+        desk = AdapterDesk(settings.lora, scheduler, files, base_names=base_names)
+    return Engine(EngineLoop(scheduler, half.runner, desk=desk, alarm=half.alarm), info)
 
 
 def _execute_half(settings: EngineSettings, source: ModelSource) -> ExecuteHalf:

@@ -6,11 +6,20 @@ fake through the same protocol.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
-from manyroots.ids import RequestId
-from manyroots.messages import EngineInfo, Output, Stats, Submit
+from manyroots.errors import ManyrootsError, NotFoundError, RequestError
+from manyroots.ids import AdapterName, RequestId
+from manyroots.messages import (
+    EngineInfo,
+    ErrorKind,
+    LoadTime,
+    LoraReply,
+    Output,
+    Stats,
+    Submit,
+)
 
 
 class EngineClient(Protocol):
@@ -43,6 +52,20 @@ class EngineClient(Protocol):
         """
         ...
 
+    async def load_adapter(
+        self, name: AdapterName, path: str, *, is_pinned: bool, in_place: bool
+    ) -> LoraReply:
+        """Read an adapter and take requests for it. Raises why it can't be used."""
+        ...
+
+    async def unload_adapter(self, name: AdapterName) -> LoraReply:
+        """Take no new requests for an adapter. Raises NotFoundError if there is no such name."""
+        ...
+
+    def watch_loads(self, watch: Callable[[LoadTime], None]) -> None:
+        """Have `watch` told of every load of an adapter to the device."""
+        ...
+
     async def start(self) -> None:
         """Return when the engine can serve; raise what kept it from starting."""
         ...
@@ -50,3 +73,15 @@ class EngineClient(Protocol):
     async def close(self) -> None:
         """End the engine and everything it runs."""
         ...
+
+
+def lora_error(reply: LoraReply) -> ManyrootsError | None:
+    """What a reply's error means to whoever asked; None if all went well."""
+    if reply.error is None:
+        return None
+    match reply.error_kind:
+        case ErrorKind.NOT_FOUND:
+            return NotFoundError(reply.error, field="lora_name")
+        case ErrorKind.REQUEST:
+            return RequestError(reply.error, field="lora_path")
+    return ManyrootsError(f"the adapter could not be loaded: {reply.error}")

@@ -1,25 +1,69 @@
 """The engine's loop: drain, schedule, launch, advance, emit.
 
 The next step is planned and launched while the current one runs (depth 1), so that the runner
-never waits for planning. Knows neither HTTP, text nor tensors; one thread calls it.
+never waits for planning. Adapters go through the desk, if there is one. Knows neither HTTP, text
+nor tensors; one thread calls it.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 
+from manyroots.adapter_names import LoraModule
+from manyroots.engine.adapter_desk import AdapterDesk
 from manyroots.engine.alarm import Alarm
-from manyroots.errors import NotFoundError, UnavailableError
-from manyroots.messages import Abort, FinishReason, Output, Stats, Submit
+from manyroots.errors import NotFoundError, RequestError, UnavailableError
+from manyroots.ids import RequestId, Tier
+from manyroots.messages import (
+    Abort,
+    ErrorKind,
+    FinishReason,
+    LoadLora,
+    LoadTime,
+    LoraReply,
+    Notice,
+    Output,
+    Stats,
+    Submit,
+    UnloadLora,
+)
 from manyroots.scheduler.scheduler import Scheduler
-from manyroots.step import Runner, StepResult
+from manyroots.step import AdapterLoaded, LoadAdapter, LoadId, Plan, Runner, StepResult
 
 logger = logging.getLogger(__name__)
 
 MAX_FAILURES_IN_A_ROW = 3
 """A runner that fails this often without one good step is taken for dead."""
+
+
+_NO_LORA = "this engine was started without LoRA; start it with --enable-lora."
+
+
+class _LoadTimer:
+    """Times loads from their launch to their answer: the decide half has no clock."""
+
+    def __init__(self) -> None:
+        self._begun: dict[LoadId, tuple[Tier, float]] = {}
+        self._ended: list[LoadTime] = []
+
+    def launch(self, plan: Plan) -> None:
+        for intent in plan.adapters:
+            if isinstance(intent, LoadAdapter):
+                self._begun[intent.load_id] = (intent.source, time.monotonic())
+
+    def answer(self, answers: tuple[AdapterLoaded, ...]) -> None:
+        for answer in answers:
+            source, begin = self._begun.pop(answer.load_id)
+            seconds = time.monotonic() - begin
+            self._ended.append(LoadTime(source, Tier.DEVICE, seconds, answer.error is None))
+
+    def take(self) -> list[LoadTime]:
+        ended, self._ended = self._ended, []
+        return ended
 
 
 class EngineLoop:
@@ -30,39 +74,96 @@ class EngineLoop:
         scheduler: Scheduler,
         runner: Runner,
         *,
+        desk: AdapterDesk | None = None,
         alarm: Alarm | None = None,
         depth: int = 1,
     ) -> None:
-        """`alarm`: None if the runner can't end outside of a step."""
+        """`desk`: None leaves adapters to whoever registers them with the scheduler. `alarm`: None
+        if the runner can't end outside of a step."""
         self._scheduler = scheduler
         self._runner = runner
+        self._desk = desk
         self._alarm = alarm
         self._depth = depth
         self._launched: deque[Future[StepResult]] = deque()
         self._news: list[Output] = []
+        self._replies: list[LoraReply] = []
         self._failures_in_a_row = 0
+        self._adapter_was: dict[RequestId, Tier] = {}
+        """For requests without news yet, where their adapter was when they came."""
+        self._load_timer = _LoadTimer()
 
     @property
     def has_work(self) -> bool:
+        """Whether `step` has anything to do now. What is being read is no work."""
+        if self._news or self._replies or self._scheduler.has_work:
+            return True
         if self._alarm is not None and self._alarm.reason is not None:
             return True
-        return bool(self._news) or self._scheduler.has_work
+        return self._desk is not None and self._desk.has_news
 
-    def handle(self, message: Submit | Abort) -> None:
+    @property
+    def is_reading(self) -> bool:
+        """Whether an adapter's files are being read."""
+        return self._desk is not None and self._desk.is_reading
+
+    def wait_for_read(self) -> None:
+        """Sleep until a read is over; only while `is_reading`."""
+        assert self._desk is not None
+        self._desk.reads.wait()
+
+    def wake_by(self, wake: Callable[[], None]) -> None:
+        """Have `wake` called, on another thread, whenever a read or the engine is over."""
+        if self._alarm is not None:
+            self._alarm.wake = wake
+        if self._desk is not None:
+            self._desk.reads.wake = wake
+
+    def note_adapter(self, module: LoraModule) -> None:
+        """Know an adapter by name; its files are read when it is first used."""
+        if self._desk is None:
+            raise RequestError(_NO_LORA, field="lora_request")
+        self._desk.note(module)
+
+    def handle(self, message: Submit | Abort | LoadLora | UnloadLora) -> None:
         """Take one message from a client."""
-        if isinstance(message, Submit):
-            try:
-                self._scheduler.submit(message)
-            except NotFoundError as error:
-                # The door knew the adapter; it was unloaded on the way here.
-                self._news.append(
-                    Output(message.request_id, [], FinishReason.ERROR, 0, error=str(error))
+        match message:
+            case Submit():
+                self._submit(message)
+            case Abort():
+                for request_id in message.request_ids:
+                    self._abort(request_id)
+            case _ if self._desk is not None:
+                self._desk.handle(message)
+            case _:
+                self._replies.append(
+                    LoraReply(message.op_id, error=_NO_LORA, error_kind=ErrorKind.REQUEST)
                 )
+
+    def _submit(self, submit: Submit) -> None:
+        if self._desk is not None and submit.adapter is not None:
+            was = self._desk.where(submit.adapter)
+            if was is not None:
+                self._adapter_was[submit.request_id] = was
+            self._desk.handle(submit)
             return
-        for request_id in message.request_ids:
-            output = self._scheduler.abort(request_id)
-            if output is not None:
-                self._news.append(output)
+        try:
+            self._scheduler.submit(submit)
+        except NotFoundError as error:
+            # The door knew the adapter; it was unloaded on the way here.
+            notice = Notice(error_kind=ErrorKind.NOT_FOUND)
+            self._news.append(
+                Output(
+                    submit.request_id, [], FinishReason.ERROR, 0, error=str(error), notice=notice
+                )
+            )
+
+    def _abort(self, request_id: RequestId) -> None:
+        if self._desk is not None and self._desk.abort(request_id):
+            return
+        output = self._scheduler.abort(request_id)
+        if output is not None:
+            self._news.append(output)
 
     def step(self) -> list[Output]:
         """Launch the next step, wait for the one before it, and give the news so far.
@@ -71,18 +172,38 @@ class EngineLoop:
         """
         if self._alarm is not None and self._alarm.reason is not None:
             raise UnavailableError(self._alarm.reason)
+        if self._desk is not None:
+            self._news.extend(self._desk.poll())
         plan = self._scheduler.schedule()
         if plan is not None:
+            self._load_timer.launch(plan)
             self._launched.append(self._runner.launch(plan))
         if len(self._launched) > self._depth or (plan is None and self._launched):
             self._finish_oldest()
         news, self._news = self._news, []
+        if self._adapter_was:
+            for output in news:
+                was = self._adapter_was.pop(output.request_id, None)
+                if was is not None:
+                    output.notice = Notice(output.error_kind, was)
         return news
+
+    def take_replies(self) -> list[LoraReply]:
+        """Answers to loads and unloads since the last call."""
+        replies, self._replies = self._replies, []
+        return replies + self._desk.take_replies() if self._desk is not None else replies
+
+    def take_loads(self) -> list[LoadTime]:
+        """Adapters that were read or loaded since the last call."""
+        reads = self._desk.take_read_times() if self._desk is not None else []
+        return reads + self._load_timer.take()
 
     def stats(self) -> Stats:
         return self._scheduler.stats()
 
     def close(self) -> None:
+        if self._desk is not None:
+            self._desk.close()
         self._runner.close()
 
     def _finish_oldest(self) -> None:
@@ -92,6 +213,7 @@ class EngineLoop:
             self._recover(error)
             return
         self._failures_in_a_row = 0
+        self._load_timer.answer(result.adapters)
         self._news.extend(self._scheduler.advance(result))
 
     def _recover(self, error: Exception) -> None:
@@ -100,6 +222,7 @@ class EngineLoop:
         for future in self._launched:
             if future.exception() is None:  # waits
                 # Its tokens rest on the failed step; the copies that ended with it do not.
+                self._load_timer.answer(future.result().adapters)
                 self._news.extend(self._scheduler.take_arrivals(future.result()))
         self._launched.clear()
         reason = f"the step that computed this request failed: {error}"

@@ -15,6 +15,13 @@ import torch
 
 from manyroots.config import CacheSettings, EngineSettings, ModelSettings
 from manyroots.distributed.shard import WHOLE, Shard
+from manyroots.engine.adapter_half import (
+    AdapterHalf,
+    MakeLoader,
+    adapter_limits,
+    build_adapter_half,
+    slot_bytes,
+)
 from manyroots.engine.alarm import Alarm
 from manyroots.errors import ConfigError
 from manyroots.models.llama import Llama
@@ -23,6 +30,7 @@ from manyroots.models.source import ModelSource
 from manyroots.models.spec import ModelSpec
 from manyroots.runner.torch_runner import TorchRunner
 from manyroots.step import Runner
+from manyroots.store.adapter_loader import AdapterLoader
 from manyroots.store.arena import PageArena, page_bytes
 
 logger = logging.getLogger(__name__)
@@ -56,7 +64,18 @@ class LoadedPart:
     max_model_len: int
     """The model's or the user's; the engine may have to shorten it."""
 
-    def make_runner(self, settings: EngineSettings, sizes: Sizes) -> TorchRunner:
+    def make_adapters(
+        self, settings: EngineSettings, make_loader: MakeLoader = AdapterLoader
+    ) -> AdapterHalf | None:
+        """Slots for adapters and the way to fill them; None without --enable-lora."""
+        lora = settings.lora
+        if not lora.enable_lora:
+            return None
+        return build_adapter_half(lora, self.model, self.dtype, self.device, make_loader)
+
+    def make_runner(
+        self, settings: EngineSettings, sizes: Sizes, adapters: AdapterHalf | None
+    ) -> TorchRunner:
         """Give it pages and rows."""
         spec = self.model.spec
         arena = PageArena(
@@ -71,7 +90,7 @@ class LoadedPart:
         return TorchRunner(
             self.model,
             arena,
-            None,
+            None if adapters is None else adapters.loader,
             max_num_seqs=settings.scheduler.max_num_seqs,
             max_model_len=sizes.max_model_len,
             shard=self.shard,
@@ -86,6 +105,8 @@ class ExecuteHalf:
     """The first rank's."""
     sizes: Sizes
     runner: Runner
+    adapters: AdapterHalf | None
+    """None without --enable-lora."""
     alarm: Alarm | None
     """Rung when the runner can't go on; None if nothing outside of a step can end it."""
 
@@ -94,7 +115,9 @@ def execute_alone(settings: EngineSettings, source: ModelSource) -> ExecuteHalf:
     """All of the model in this process."""
     part = load_part(settings, source, WHOLE)
     sizes = fit_sizes(settings, part, part.num_pages)
-    return ExecuteHalf(part, sizes, part.make_runner(settings, sizes), alarm=None)
+    adapters = part.make_adapters(settings)
+    runner = part.make_runner(settings, sizes, adapters)
+    return ExecuteHalf(part, sizes, runner, adapters, alarm=None)
 
 
 def load_part(settings: EngineSettings, source: ModelSource, shard: Shard) -> LoadedPart:
@@ -109,6 +132,11 @@ def load_part(settings: EngineSettings, source: ModelSource, shard: Shard) -> Lo
         seed=settings.model.seed,
         shard=shard,
     )
+    # On a GPU, what adapters will take must not be given to pages.
+    reserve = 0
+    if settings.lora.enable_lora and device.type == "cuda":
+        num_slots = adapter_limits(settings.lora).num_slots or 0
+        reserve = num_slots * slot_bytes(settings.lora, model, dtype)
     bytes_per_page = page_bytes(model.spec, settings.cache.block_size, dtype)
     max_model_len = _model_length(settings.model, model.spec)
     return LoadedPart(
@@ -117,7 +145,7 @@ def load_part(settings: EngineSettings, source: ModelSource, shard: Shard) -> Lo
         device,
         shard,
         bytes_per_page,
-        _count_pages(settings, bytes_per_page, max_model_len, device),
+        _count_pages(settings, bytes_per_page, max_model_len, device, reserve),
         max_model_len,
     )
 
@@ -170,21 +198,26 @@ def _model_length(settings: ModelSettings, spec: ModelSpec) -> int:
 
 
 def _count_pages(
-    settings: EngineSettings, bytes_per_page: int, max_model_len: int, device: torch.device
+    settings: EngineSettings,
+    bytes_per_page: int,
+    max_model_len: int,
+    device: torch.device,
+    adapter_reserve: int,
 ) -> int:
     cache = settings.cache
     if cache.num_gpu_blocks_override is not None:
         return cache.num_gpu_blocks_override
-    budget = cache.kv_cache_memory_bytes or _free_bytes(
-        cache, device, settings.model.tensor_parallel_size
-    )
+    num_ranks = settings.model.tensor_parallel_size
+    free = _free_bytes(cache, device, num_ranks) - adapter_reserve
+    budget = cache.kv_cache_memory_bytes or free
     # More pages than every row at its longest could use would never be touched.
     useful = settings.scheduler.max_num_seqs * -(-max_model_len // cache.block_size) * 2
     num_pages = min(budget // bytes_per_page, useful)
     if num_pages < 1:
         raise ConfigError(
             f"{budget} bytes are left for the cache, and one page takes {bytes_per_page}. "
-            "Raise --kv-cache-memory-bytes or --gpu-memory-utilization, or lower --block-size."
+            "Raise --kv-cache-memory-bytes or --gpu-memory-utilization, or lower --block-size, "
+            "--max-loras or --max-lora-rank."
         )
     return int(num_pages)
 

@@ -6,10 +6,12 @@ FAILED, then runs the loop until told to close or until its parent is gone.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
 import threading
+from socket import socketpair
 
 import zmq
 
@@ -65,18 +67,50 @@ def _serve(socket: Socket) -> int:
 
 
 def run(socket: Socket, loop: EngineLoop) -> None:
-    """Take messages whenever there are any, step whenever there is work."""
-    while True:
-        if not loop.has_work:
-            socket.poll()
-        while socket.poll(0):
-            kind, message = decode(socket.recv_multipart())
-            if kind is Kind.CLOSE:
-                return
-            loop.handle(message)
-        if loop.has_work:
-            outputs = loop.step()
-            socket.send_multipart(encode(Kind.BATCH, Batch(outputs, loop.stats())))
+    """Take messages whenever there are any, step whenever there is work, and sleep otherwise."""
+    with _Bell() as bell:
+        loop.wake_by(bell.ring)
+        sleeper = zmq.Poller()
+        sleeper.register(socket, zmq.POLLIN)
+        sleeper.register(bell.ear, zmq.POLLIN)
+        while True:
+            if not loop.has_work:
+                sleeper.poll()
+                bell.hush()
+            while socket.poll(0):
+                kind, message = decode(socket.recv_multipart())
+                if kind is Kind.CLOSE:
+                    return
+                loop.handle(message)
+            if loop.has_work:
+                outputs = loop.step()
+                batch = Batch(outputs, loop.stats(), loop.take_replies(), loop.take_loads())
+                socket.send_multipart(encode(Kind.BATCH, batch))
+
+
+class _Bell:
+    """Rung on any thread, it ends the sleep of the one that polls `ear`."""
+
+    def __init__(self) -> None:
+        self.ear, self._rope = socketpair()
+        self.ear.setblocking(False)
+        self._rope.setblocking(False)
+
+    def ring(self) -> None:
+        # A full buffer rings already; a closed one has nobody left to wake.
+        with contextlib.suppress(OSError):
+            self._rope.send(b"!")
+
+    def hush(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self.ear.recv(4096)
+
+    def __enter__(self) -> _Bell:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._rope.close()
+        self.ear.close()
 
 
 def _exit_with_parent() -> None:

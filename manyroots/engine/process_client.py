@@ -12,16 +12,28 @@ import itertools
 import os
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import zmq
 import zmq.asyncio
 
 from manyroots.config import EngineSettings
+from manyroots.engine.client import lora_error
 from manyroots.engine.wire import Kind, decode, encode
 from manyroots.errors import ModelError, UnavailableError
-from manyroots.ids import RequestId
-from manyroots.messages import Abort, Batch, EngineInfo, Output, Stats, Submit
+from manyroots.ids import AdapterName, RequestId
+from manyroots.messages import (
+    Abort,
+    Batch,
+    EngineInfo,
+    LoadLora,
+    LoadTime,
+    LoraReply,
+    Output,
+    Stats,
+    Submit,
+    UnloadLora,
+)
 
 CLOSE_TIMEOUT_S = 5.0
 
@@ -33,6 +45,9 @@ class ProcessClient:
         self._settings = settings
         self._ids = itertools.count(1)
         self._queues: dict[RequestId, asyncio.Queue[Output | None]] = {}
+        self._op_ids = itertools.count(1)
+        self._ops: dict[int, asyncio.Future[LoraReply]] = {}
+        self._watch_load: Callable[[LoadTime], None] = lambda load: None
         self._info: EngineInfo | None = None
         self._stats: Stats | None = None
         self._death: str | None = None
@@ -124,6 +139,32 @@ class ProcessClient:
             if not finished and self._death is None:
                 await asyncio.shield(self._send(Kind.ABORT, Abort([request.request_id])))
 
+    async def load_adapter(
+        self, name: AdapterName, path: str, *, is_pinned: bool, in_place: bool
+    ) -> LoraReply:
+        load = LoadLora(next(self._op_ids), name, path, is_pinned, in_place)
+        return await self._ask(Kind.LOAD, load)
+
+    async def unload_adapter(self, name: AdapterName) -> LoraReply:
+        return await self._ask(Kind.UNLOAD, UnloadLora(next(self._op_ids), name))
+
+    def watch_loads(self, watch: Callable[[LoadTime], None]) -> None:
+        self._watch_load = watch
+
+    async def _ask(self, kind: Kind, message: LoadLora | UnloadLora) -> LoraReply:
+        if not self.is_alive:
+            raise UnavailableError(self._death or "the engine is still loading")
+        answer: asyncio.Future[LoraReply] = asyncio.get_running_loop().create_future()
+        self._ops[message.op_id] = answer
+        try:
+            await self._send(kind, message)
+            reply = await answer
+        finally:
+            del self._ops[message.op_id]
+        if error := lora_error(reply):
+            raise error
+        return reply
+
     async def close(self) -> None:
         process = self._process
         if process is not None and process.returncode is None:
@@ -161,6 +202,12 @@ class ProcessClient:
                 queue = self._queues.get(output.request_id)
                 if queue is not None:
                     queue.put_nowait(output)
+            for reply in body.replies:
+                answer = self._ops.get(reply.op_id)
+                if answer is not None and not answer.done():
+                    answer.set_result(reply)
+            for load in body.loads:
+                self._watch_load(load)
 
     async def _watch(self) -> None:
         assert self._process is not None
@@ -172,3 +219,6 @@ class ProcessClient:
             self._death = reason
         for queue in self._queues.values():
             queue.put_nowait(None)
+        for answer in self._ops.values():
+            if not answer.done():
+                answer.set_exception(UnavailableError(self._death))

@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from manyroots.config import EngineSettings
@@ -17,21 +18,26 @@ from manyroots.distributed import follower
 from manyroots.distributed.group import join_group, leave_group
 from manyroots.distributed.shard import Shard
 from manyroots.distributed.wire import Join, Start
+from manyroots.engine.adapter_half import AdapterHalf
 from manyroots.engine.part import LoadedPart, Sizes, load_part
 from manyroots.models.source import resolve_source
 from manyroots.runner.torch_runner import TorchRunner
 from manyroots.step import DropAdapter, Plan
+from manyroots.store.adapter_ranks import FollowingLoader
 
 
 @dataclass(frozen=True, slots=True)
 class _Steps:
     runner: TorchRunner
+    adapters: AdapterHalf | None
 
     def execute(self, plan: Plan) -> object:
         return self.runner.execute(plan)
 
     def drop(self, intent: DropAdapter) -> None:
-        raise RuntimeError(f"this rank loads no adapters and can't drop {intent}")
+        if self.adapters is None:
+            raise RuntimeError(f"this rank has no adapters, and is told {intent}")
+        self.adapters.loader.start([intent])
 
     def close(self) -> None:
         self.runner.close()
@@ -51,9 +57,10 @@ class _Part:
     def start(self, start: Start, tell: follower.Tell) -> _Steps:
         loaded = self.loaded
         sizes = Sizes(start.num_pages, start.max_model_len)
-        runner = loaded.make_runner(self.settings, sizes)
+        adapters = loaded.make_adapters(self.settings, partial(FollowingLoader, tell=tell))
+        runner = loaded.make_runner(self.settings, sizes, adapters)
         join_group(loaded.shard, self.folder, device_type=loaded.device.type)
-        return _Steps(runner)
+        return _Steps(runner, adapters)
 
 
 def build(join: Join) -> _Part:

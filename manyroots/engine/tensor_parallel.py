@@ -6,9 +6,10 @@ than one rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 from manyroots.config import EngineSettings
 from manyroots.distributed.group import join_group, leave_group
@@ -16,12 +17,14 @@ from manyroots.distributed.ranks import Ranks
 from manyroots.distributed.runner import RankedRunner
 from manyroots.distributed.shard import Shard
 from manyroots.distributed.wire import Kind, Start
+from manyroots.engine.adapter_half import AdapterHalf
 from manyroots.engine.alarm import Alarm
 from manyroots.engine.part import ExecuteHalf, fit_sizes, load_part
 from manyroots.models.load import describe
-from manyroots.models.sharding import rank_spec
+from manyroots.models.sharding import cut_adapter, rank_spec
 from manyroots.models.source import ModelSource
 from manyroots.step import AdapterLoaded
+from manyroots.store.adapter_ranks import FirstLoader
 
 
 def execute_with_ranks(settings: EngineSettings, source: ModelSource) -> ExecuteHalf:
@@ -32,13 +35,32 @@ def execute_with_ranks(settings: EngineSettings, source: ModelSource) -> Execute
         part = load_part(settings, source, shard)
         sizes = fit_sizes(settings, part, min(part.num_pages, ranks.wait_until_loaded()))
         ranks.send(Kind.START, Start(sizes.num_pages, sizes.max_model_len))
-        own = part.make_runner(settings, sizes)
+        make_loader = partial(
+            FirstLoader,
+            num_ranks=shard.size,
+            cut=partial(cut_adapter, shard=shard),
+            drop_elsewhere=partial(ranks.send, Kind.DROP),
+        )
+        adapters = part.make_adapters(settings, make_loader)
+        own = part.make_runner(settings, sizes, adapters)
         join_group(shard, ranks.folder, device_type=part.device.type)
         alarm = Alarm()
         runner = RankedRunner(
-            own, ranks, on_adapter=_refuse, on_death=alarm.ring, leave=leave_group
+            own, ranks, on_adapter=_ear(adapters), on_death=alarm.ring, leave=leave_group
         )
-        return ExecuteHalf(part, sizes, runner, alarm)
+        return ExecuteHalf(part, sizes, runner, adapters, alarm)
+
+
+def _ear(adapters: AdapterHalf | None) -> Callable[[int, AdapterLoaded], None]:
+    """Who hears how other ranks' loads ended."""
+    if adapters is None:
+        return _refuse
+    assert isinstance(adapters.loader, FirstLoader)
+    return adapters.loader.hear
+
+
+def _refuse(rank: int, answer: AdapterLoaded) -> None:
+    raise RuntimeError(f"rank {rank} answers {answer}, and was asked for no adapter")
 
 
 @contextmanager
@@ -54,7 +76,3 @@ def _other_ranks(settings: EngineSettings, source: ModelSource) -> Iterator[Rank
         ranks.close()
         leave_group()
         raise
-
-
-def _refuse(rank: int, answer: AdapterLoaded) -> None:
-    raise RuntimeError(f"rank {rank} answers {answer}, and was asked for no adapter")

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from manyroots.config import EngineSettings
-from manyroots.messages import Abort, Batch, EngineInfo, Submit
+from manyroots.messages import Abort, Batch, EngineInfo, LoadLora, Submit, UnloadLora
 
 
 class Kind(enum.Enum):
@@ -20,6 +20,8 @@ class Kind(enum.Enum):
     SETTINGS = b"s"
     SUBMIT = b"r"
     ABORT = b"a"
+    LOAD = b"l"
+    UNLOAD = b"u"
     CLOSE = b"q"
     READY = b"i"
     BATCH = b"b"
@@ -30,6 +32,8 @@ _TYPES: dict[Kind, Any] = {
     Kind.SETTINGS: EngineSettings,
     Kind.SUBMIT: Submit,
     Kind.ABORT: Abort,
+    Kind.LOAD: LoadLora,
+    Kind.UNLOAD: UnloadLora,
     Kind.CLOSE: None,
     Kind.READY: EngineInfo,
     Kind.BATCH: Batch,

@@ -38,23 +38,3 @@ class LoadOutcome:
     digest: AdapterDigest
     error: str | None
     """If not None: the adapter's waiting requests fail with it. Wanting it again tries again."""
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterStats:
-    """Counts for the metrics page; totals since start unless the name says otherwise."""
-
-    num_loaded: int
-    """Names that take requests."""
-    num_draining: int
-    """Old versions that requests still hold."""
-    num_on_device: int
-    num_on_host: int
-    num_loading: int
-    num_running: int
-    """Distinct adapters that running requests use."""
-    total_loads_from_host: int
-    total_loads_from_storage: int
-    total_failed_loads: int
-    total_device_evictions: int
-    total_host_evictions: int

@@ -10,7 +10,7 @@ Knows nothing of where weights are.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from manyroots.errors import NotFoundError
 from manyroots.ids import AdapterDigest, AdapterName, AdapterSlot
@@ -30,6 +30,8 @@ class AdapterVersion:
     num_bytes: int
     invocation_tokens: tuple[int, ...] | None
     """aLoRA: what switches it on in a prompt. None: it acts everywhere."""
+    is_pinned: bool = False
+    """Its slot on the device is never given to another."""
 
 
 class Hold:
@@ -99,13 +101,17 @@ class Registry:
         rank: int,
         num_bytes: int,
         invocation_tokens: tuple[int, ...] | None = None,
+        is_pinned: bool = False,
     ) -> Registered:
-        """Load a name, or give it new content; the same content again changes nothing."""
+        """Load a name, or give it new content. The same content again is the same version; only
+        where its files are, and whether it is pinned, may change."""
         old = self.loaded.get(name)
         if old is not None and old.digest == digest:
-            return Registered(old, ())
+            same = replace(old, path=path, is_pinned=is_pinned)
+            self.loaded[name] = self.contents[digest].versions[old.serial] = same
+            return Registered(same, ())
         version = AdapterVersion(
-            name, self._next_serial, digest, path, rank, num_bytes, invocation_tokens
+            name, self._next_serial, digest, path, rank, num_bytes, invocation_tokens, is_pinned
         )
         self._next_serial += 1
         self.loaded.pop(name, None)
@@ -157,6 +163,14 @@ class Registry:
         """Whether only old requests need this content: no name leads to it any more."""
         content = self.contents.get(digest)
         return content is not None and content.num_loaded == 0
+
+    def is_pinned(self, digest: AdapterDigest) -> bool:
+        """Whether a name that is loaded wants this content to stay on the device."""
+        content = self.contents.get(digest)
+        return content is not None and any(
+            version.is_pinned and self.loaded.get(version.name) is version
+            for version in content.versions.values()
+        )
 
     def source(self, digest: AdapterDigest) -> AdapterVersion:
         """The version whose files to read: of those with this content, the one loaded last.

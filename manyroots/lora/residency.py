@@ -16,13 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
+from manyroots.errors import RequestError
 from manyroots.ids import AdapterDigest, AdapterName, AdapterSlot, StepId, Tier
 from manyroots.lora.host import HostCopies
 from manyroots.lora.limits import Limits
-from manyroots.lora.outcomes import AdapterStats, LoadOutcome, Prepared, Readiness
+from manyroots.lora.outcomes import LoadOutcome, Prepared, Readiness
 from manyroots.lora.registry import Hold, Registered, Registry, Unloaded
 from manyroots.lora.slots import DeviceSlots
 from manyroots.lora.transfers import Transfers
+from manyroots.messages import AdapterStats
 from manyroots.step import AdapterIntent, AdapterLoaded
 
 
@@ -51,8 +53,14 @@ class Residency:
         rank: int,
         num_bytes: int,
         invocation_tokens: tuple[int, ...] | None = None,
+        is_pinned: bool = False,
     ) -> Registered:
-        """Take requests for `name`. Whatever it meant before drains."""
+        """Take requests for `name`. Whatever it meant before drains.
+
+        A pinned adapter is brought to the device as soon as a slot can be had, and stays there.
+        """
+        if is_pinned:
+            self._check_pin(name, digest)
         registered = self.registry.register(
             name,
             digest,
@@ -60,8 +68,11 @@ class Residency:
             rank=rank,
             num_bytes=num_bytes,
             invocation_tokens=invocation_tokens,
+            is_pinned=is_pinned,
         )
         self._free(registered.freed)
+        if is_pinned:
+            self.prepare([digest])
         return registered
 
     def unload(self, name: AdapterName) -> Unloaded:
@@ -83,6 +94,17 @@ class Residency:
         freed = self.registry.release(hold)
         self._free(freed)
         return freed
+
+    def whereabouts(self, name: AdapterName) -> Tier:
+        """The fastest tier that has, or is being loaded from, what `name` means now."""
+        digest = self.registry.loaded[name].digest
+        slot = self.slots.find(digest)
+        if slot is None:
+            return Tier.HOST if digest in self.host else Tier.STORAGE
+        if not slot.is_loading:
+            return Tier.DEVICE
+        loads = self.transfers.loads.values()
+        return next(load.source for load in loads if load.digest == digest)
 
     def readiness(self, digest: AdapterDigest) -> Readiness:
         """Whether a request of this adapter could be seated now; reading it changes nothing."""
@@ -182,6 +204,7 @@ class Residency:
         return AdapterStats(
             num_loaded=len(self.registry.loaded),
             num_draining=len(self.registry.draining),
+            num_slots=self.slots.num_slots or 0,
             num_on_device=len(self.slots.by_owner) - len(transfers.loads),
             num_on_host=len(self.host),
             num_loading=len(transfers.loads),
@@ -206,9 +229,21 @@ class Residency:
             if digest not in self.registry.contents:
                 raise RuntimeError(f"a step wants adapter {digest.hex()}, which is not loaded")
 
+    def _check_pin(self, name: AdapterName, digest: AdapterDigest) -> None:
+        """Refuse to pin the last slot: no other adapter could ever run."""
+        loaded = self.registry.loaded.values()
+        pinned = {v.digest for v in loaded if v.is_pinned and v.name != name} | {digest}
+        if self.slots.num_slots is not None and len(pinned) >= self.slots.num_slots:
+            raise RequestError(
+                f"adapter {name!r} can't be pinned: of {self.slots.num_slots} slots one must stay "
+                "free for adapters that are not. Raise --max-loras, or unload a pinned adapter.",
+                field="pinned",
+            )
+
     def _start_loads(self, absent: list[AdapterDigest], keep: Collection[AdapterDigest]) -> None:
         """Loads for as many as can have a slot, in order."""
-        for digest in self.slots.make_room(len(absent), keep):
+        pinned = [d for d in self.slots.by_owner if self.registry.is_pinned(d)]
+        for digest in self.slots.make_room(len(absent), {*keep, *pinned}):
             self.host.loosen(digest)
             self._total_device_evictions += 1
         chosen = absent[: self.slots.room(len(absent))]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import (
@@ -18,7 +19,9 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from manyroots.ids import AdapterName, Tier
 from manyroots.messages import Stats
+from manyroots.observe.adapters import AdapterCounts, AdapterMetrics
 
 _SECONDS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
@@ -30,7 +33,15 @@ _TOKENS = tuple(float(base * 10**power) for power in range(6) for base in (1, 2,
 class Metrics:
     """One server's numbers."""
 
-    def __init__(self, model_name: str, read_stats: Callable[[], Stats | None]) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        read_stats: Callable[[], Stats | None],
+        *,
+        count_adapters: Callable[[], int] = lambda: 0,
+        max_loras: int | None = None,
+    ) -> None:
+        """`max_loras`: None if LoRA is off, which leaves out what would always be 0."""
         self._registry = CollectorRegistry()
         self._labels = {"model_name": model_name}
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens taken in.")
@@ -47,13 +58,24 @@ class Metrics:
             "request_generation_tokens", "Completion sizes.", _TOKENS
         )
         self._registry.register(_EngineCounts(self._labels, read_stats))
+        self.adapters = AdapterMetrics(self._registry, model_name, _SECONDS)
+        if max_loras is not None:
+            self._registry.register(
+                AdapterCounts(
+                    model_name,
+                    self.adapters,
+                    lambda: stats.adapters if (stats := read_stats()) else None,
+                    count_adapters,
+                    max_loras,
+                )
+            )
         self._registry.register(
             _Alias("vllm:time_per_output_token_seconds", self._inter_token_collector)
         )
 
-    def sequence(self, num_prompt_tokens: int) -> SequenceTimer:
+    def sequence(self, num_prompt_tokens: int, adapter: AdapterName | None) -> SequenceTimer:
         """Begin to time one sequence."""
-        return SequenceTimer(self, num_prompt_tokens)
+        return SequenceTimer(self, num_prompt_tokens, adapter)
 
     def finished(self, reason: str) -> None:
         self._success.labels(**self._labels, finished_reason=reason).inc()
@@ -77,10 +99,25 @@ class Metrics:
 class SequenceTimer:
     """Times one sequence and passes what it sees on to the metrics."""
 
-    __slots__ = ("_last", "_metrics", "_num_prompt_tokens", "_num_tokens", "_start")
+    __slots__ = (
+        "_adapter",
+        "_last",
+        "_metrics",
+        "_num_prompt_tokens",
+        "_num_tokens",
+        "_start",
+        "adapter_was",
+    )
 
-    def __init__(self, metrics: Metrics, num_prompt_tokens: int) -> None:
+    def __init__(
+        self, metrics: Metrics, num_prompt_tokens: int, adapter: AdapterName | None
+    ) -> None:
         self._metrics = metrics
+        self._adapter = adapter
+        self.adapter_was: Tier | None = None
+        """Where its adapter was when it came, once the engine has said so."""
+        if adapter is not None:
+            metrics.adapters.begin(adapter)
         self._num_prompt_tokens = num_prompt_tokens
         self._num_tokens = 0
         self._start = self._last = time.monotonic()
@@ -92,6 +129,9 @@ class SequenceTimer:
         now = time.monotonic()
         if not self._num_tokens:
             self._metrics.first_token.observe(now - self._start)
+            if self._adapter is not None:
+                was, seconds = self.adapter_was, now - self._start
+                self._metrics.adapters.first_token(self._adapter, was, seconds)
             self._metrics.prompt_tokens.inc(self._num_prompt_tokens)
         else:
             self._metrics.inter_token.observe((now - self._last) / count)
@@ -101,6 +141,8 @@ class SequenceTimer:
 
     def finish(self, reason: str) -> None:
         self._metrics.finished(reason)
+        if self._adapter is not None:
+            self._metrics.adapters.end(self._adapter, has_begun=self._num_tokens > 0)
         self._metrics.end_to_end.observe(time.monotonic() - self._start)
         self._metrics.request_prompt.observe(self._num_prompt_tokens)
         self._metrics.request_generation.observe(self._num_tokens)
@@ -117,7 +159,8 @@ class _EngineCounts(Collector):
     def collect(self) -> Iterable[Metric]:
         stats = self._read_stats()
         if stats is None:  # before the first step
-            stats = Stats(*[0] * len(Stats.__dataclass_fields__))
+            zeros: dict[str, Any] = dict.fromkeys(Stats.__dataclass_fields__, 0)
+            stats = Stats(**(zeros | {"adapters": None}))
         in_use = stats.num_held_pages / stats.num_pages if stats.num_pages else 0.0
         gauges = {
             "vllm:num_requests_running": ("Sequences in the batch.", stats.num_running),

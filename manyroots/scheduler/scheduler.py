@@ -14,7 +14,8 @@ from collections import deque
 from manyroots.cache.cache import Ending, Extension, PrefixCache, Refusal
 from manyroots.cache.lease import Lease
 from manyroots.config import Policy, SchedulerSettings
-from manyroots.ids import AdapterDigest, AdapterName, RequestId, Row, StepId
+from manyroots.ids import AdapterDigest, AdapterName, RequestId, Row, StepId, Tier
+from manyroots.lora.registry import Unloaded
 from manyroots.lora.residency import Residency
 from manyroots.messages import FinishReason, Output, Stats, Submit
 from manyroots.scheduler.draft import Draft, Part
@@ -40,7 +41,7 @@ class Scheduler:
         self._settings = settings
         self._cache = cache
         self._adapters = adapters
-        self._turns = AdapterTurns(adapters, settings.max_loras)
+        self._turns = AdapterTurns(adapters, adapters.limits.max_loras)
         self._max_model_len = max_model_len
         self._page_size = cache.page_size
         self._is_fair = settings.scheduling_policy == Policy.FAIR.value
@@ -100,6 +101,7 @@ class Scheduler:
         rank: int,
         num_bytes: int,
         invocation_tokens: tuple[int, ...] | None = None,
+        is_pinned: bool = False,
     ) -> None:
         """Take requests for `name` from now on. Whatever it meant before drains."""
         registered = self._adapters.register(
@@ -109,17 +111,23 @@ class Scheduler:
             rank=rank,
             num_bytes=num_bytes,
             invocation_tokens=invocation_tokens,
+            is_pinned=is_pinned,
         )
         for freed in registered.freed:
             self._cache.evict_adapter(freed)
 
-    def unload_adapter(self, name: AdapterName) -> None:
+    def unload_adapter(self, name: AdapterName) -> Unloaded:
         """Take no more requests for `name`. What its requests do not hold is freed now, the rest
         when they are over (N12, N13)."""
         unloaded = self._adapters.unload(name)
         digest = unloaded.version.digest
         if unloaded.freed or self._adapters.registry.is_draining(digest):
             self._cache.evict_adapter(digest)
+        return unloaded
+
+    def whereabouts(self, name: AdapterName) -> Tier:
+        """Where the weights are of an adapter that is loaded."""
+        return self._adapters.whereabouts(name)
 
     def abort(self, request_id: RequestId) -> Output | None:
         """End a sequence now; None if it is unknown or has ended."""
@@ -564,4 +572,5 @@ class Scheduler:
             total_hit_tokens=cache.total_hit_tokens,
             total_steps=self._next_step_id - 1,
             total_step_tokens=self._total_step_tokens,
+            adapters=self._adapters.stats(),
         )

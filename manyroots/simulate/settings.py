@@ -71,8 +71,6 @@ class SimulationSettings:
             max_num_batched_tokens=self.max_num_batched_tokens,
             long_prefill_token_threshold=self.long_prefill_token_threshold,
             scheduling_policy=self.scheduling_policy,
-            max_loras=self.max_loras,
-            max_cpu_loras=self.max_cpu_loras,
         )
 
     @property

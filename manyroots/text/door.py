@@ -15,7 +15,7 @@ import struct
 from collections.abc import Callable, Sequence
 
 from manyroots.errors import RequestError
-from manyroots.ids import Namespace, RequestId
+from manyroots.ids import AdapterName, Namespace, RequestId
 from manyroots.messages import EngineInfo, Submit
 from manyroots.sampling import SamplingParams
 from manyroots.text.tokenizer import Tokenizer
@@ -54,6 +54,7 @@ class Door:
         namespace: Namespace,
         next_request_id: Callable[[], RequestId],
         *,
+        adapter: AdapterName | None,
         field: str = "prompt",
     ) -> list[Submit]:
         """One message for each of the n choices. `field` is what the caller called the prompt.
@@ -74,6 +75,7 @@ class Door:
                 sampling=sampling if choice == 0 else others,
                 seed=self._seed(sampling.seed, choice),
                 stop_ids=stop_ids,
+                adapter=adapter,
             )
             for choice in range(sampling.n)
         ]

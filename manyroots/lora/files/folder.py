@@ -8,27 +8,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from manyroots.adapter_names import name_fault
 from manyroots.errors import AdapterError
 from manyroots.ids import AdapterName
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
-MAX_NAME_CHARS = 128
 
 
 def check_name(name: str) -> AdapterName:
     """A name that may stand in URLs, logs and metrics. Whether it is taken, the caller knows."""
-    if not name or len(name) > MAX_NAME_CHARS:
-        raise AdapterError(
-            f"the adapter name has {len(name)} characters; it must have 1 to {MAX_NAME_CHARS}.",
-            field="lora_name",
-        )
-    if "/" in name or "\\" in name or ".." in name or not name.isprintable():
-        raise AdapterError(
-            f"the adapter name {name!r} has a slash, '..' or a character that can't be printed; "
-            "choose one without.",
-            field="lora_name",
-        )
+    if fault := name_fault(name):
+        raise AdapterError(fault, field="lora_name")
     return AdapterName(name)
 
 

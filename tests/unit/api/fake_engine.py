@@ -10,9 +10,20 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable, Iterable
 
+from manyroots.engine.client import lora_error
 from manyroots.errors import UnavailableError
-from manyroots.ids import RequestId
-from manyroots.messages import EngineInfo, FinishReason, Output, Stats, Submit
+from manyroots.ids import AdapterName, RequestId
+from manyroots.messages import (
+    EngineInfo,
+    FinishReason,
+    LoadLora,
+    LoadTime,
+    LoraReply,
+    Output,
+    Stats,
+    Submit,
+    UnloadLora,
+)
 from manyroots.step import TokenLogprobs
 
 Rule = Callable[[Submit], Iterable[Output]]
@@ -62,6 +73,19 @@ def script(*tokens: int) -> Rule:
     return rule
 
 
+def accept(message: LoadLora | UnloadLora) -> LoraReply:
+    if isinstance(message, UnloadLora):
+        return LoraReply(message.op_id, num_pages=7, num_bytes=4096)
+    return LoraReply(
+        message.op_id,
+        path=message.path,
+        digest="ab" * 32,
+        rank=8,
+        num_bytes=4096,
+        modules=("q_proj", "v_proj"),
+    )
+
+
 class FakeEngine:
     """Implements `EngineClient`."""
 
@@ -77,6 +101,10 @@ class FakeEngine:
         self.aborted: set[RequestId] = set()
         self.is_closed = False
         self.start_error: Exception | None = None
+        self.lora_ops: list[LoadLora | UnloadLora] = []
+        self.lora_rule: Callable[[LoadLora | UnloadLora], LoraReply] = accept
+        self.lora_gate = asyncio.Event()
+        self.lora_gate.set()
 
     @property
     def info(self) -> EngineInfo:
@@ -110,6 +138,28 @@ class FakeEngine:
     def _check_alive(self) -> None:
         if not self.is_alive:
             raise UnavailableError("the engine died")
+
+    async def load_adapter(
+        self, name: AdapterName, path: str, *, is_pinned: bool, in_place: bool
+    ) -> LoraReply:
+        self._check_alive()
+        load = LoadLora(len(self.lora_ops), name, path, is_pinned, in_place)
+        return await self._answer(load)
+
+    async def unload_adapter(self, name: AdapterName) -> LoraReply:
+        self._check_alive()
+        return await self._answer(UnloadLora(len(self.lora_ops), name))
+
+    async def _answer(self, message: LoadLora | UnloadLora) -> LoraReply:
+        self.lora_ops.append(message)
+        await self.lora_gate.wait()
+        reply = self.lora_rule(message)
+        if error := lora_error(reply):
+            raise error
+        return reply
+
+    def watch_loads(self, watch: Callable[[LoadTime], None]) -> None:
+        self.tell_load = watch
 
     async def start(self) -> None:
         if self.start_error is not None:

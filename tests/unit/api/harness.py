@@ -13,7 +13,7 @@ from starlette.types import Message
 
 from manyroots.api.app import create_app
 from manyroots.api.state import ServerState, Service
-from manyroots.config import ServerSettings
+from manyroots.config import LoraSettings, ServerSettings
 from manyroots.text.chat import load_chat_template
 from manyroots.text.tokenizer import Tokenizer
 from tests.unit.api.fake_engine import FakeEngine
@@ -29,6 +29,7 @@ class Harness:
         *,
         template: str | None = TEMPLATE,
         loaded: bool = True,
+        lora: LoraSettings | None = None,
         **settings: Any,
     ) -> None:
         self.engine = engine or FakeEngine()
@@ -39,7 +40,12 @@ class Harness:
         if loaded:
             chat = load_chat_template(self.tokenizer, None)
             self.state.loaded = Service(
-                self.engine, self.tokenizer, chat, self.settings, model_name="tiny"
+                self.engine,
+                self.tokenizer,
+                chat,
+                self.settings,
+                model_name="tiny",
+                lora=lora or LoraSettings(),
             )
 
     @property

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from manyroots.messages import Output
-from tests.unit.api.fake_engine import FakeEngine
+from tests.unit.api.fake_engine import FakeEngine, script
 from tests.unit.api.harness import Harness, error_of, events
 
 pytestmark = pytest.mark.anyio
@@ -230,3 +230,14 @@ async def test_an_unexpected_failure_is_a_500_without_its_secrets() -> None:
     assert error_of(response)["type"] == "server_error"
     streamed = events(await Harness(FakeEngine(broken)).complete(stream=True))
     assert "secret" not in str(streamed)
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+async def test_streamed_token_ids_are_complete_where_tokens_have_no_text(is_chat: bool) -> None:
+    """S01: half a character has no text yet, but its token has an id."""
+    harness = Harness(FakeEngine(script(226, 130, 172, 65)))  # the euro sign's bytes, then A
+    ask = harness.chat if is_chat else harness.complete
+    answer = await ask(stream=True, return_token_ids=True)
+    choices = [event["choices"][0] for event in events(answer)[:-1]]
+    ids = [token for choice in choices for token in choice.get("token_ids") or []]
+    assert ids[:4] == [226, 130, 172, 65]

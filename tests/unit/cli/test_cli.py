@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from manyroots.adapter_names import LoraModule
 from manyroots.cli.main import main
 from manyroots.config import (
     ENGINE_ROOMS,
     EngineSettings,
+    LoraSettings,
     ServerSettings,
     engine_settings,
     flag_name,
@@ -51,6 +53,64 @@ def test_s05_flags_are_named_as_users_know_them(served: list[Any]) -> None:
     assert server == ServerSettings(api_key="k", port=9000)
 
 
+def test_s05_adapters_are_named_as_users_know_them(served: list[Any], tmp_path: Path) -> None:
+    """S05, S03: --lora-modules takes several, several times, and JSON."""
+    flags = [
+        "serve", "some/model", "--enable-lora", "--lora-modules", "a=/x", "b=/y",
+        "--lora-modules", '{"name": "c", "path": "/z", "base_model_name": "p"}', "--max-loras", "4",
+        "--max-cpu-loras", "9", "--max-lora-rank", "64", "--lora-dirs", str(tmp_path), "/more",
+        "--enable-lora-endpoints", "--admin-key", "k",
+    ]  # fmt: skip
+    assert main(flags) == 0
+    [(engine, server)] = served
+    assert engine.lora == LoraSettings(
+        enable_lora=True,
+        lora_modules=(LoraModule("a", "/x"), LoraModule("b", "/y"), LoraModule("c", "/z", "p")),
+        max_loras=4,
+        max_cpu_loras=9,
+        max_lora_rank=64,
+        lora_dirs=(str(tmp_path), "/more"),
+    )
+    assert (server.enable_lora_endpoints, server.admin_key) == (True, "k")
+
+
+def test_adapters_may_come_from_a_config_file(served: list[Any], tmp_path: Path) -> None:
+    config = tmp_path / "serve.yaml"
+    config.write_text("enable-lora: true\nlora-modules:\n- a=/x\n- {name: b, path: /y}\n")
+    assert main(["serve", "--config", str(config)]) == 0
+    [(engine, _)] = served
+    assert engine.lora.lora_modules == (LoraModule("a", "/x"), LoraModule("b", "/y"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "modules"),
+    [
+        (["--lora", "a=/x"], (LoraModule("a", "/x"),)),
+        (["--enable-lora", "--lora-modules", "a=/x", "--lora", "a"], (LoraModule("a", "/x"),)),
+    ],
+)
+@pytest.mark.parametrize("command", [["generate", "hello"], ["chat"]])
+def test_s05_generate_and_chat_take_an_adapter(
+    command: list[str],
+    flags: list[str],
+    modules: tuple[LoraModule, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """S05"""
+    calls: list[tuple[Any, ...]] = []
+
+    def record(*arguments: Any) -> int:
+        calls.append(arguments)
+        return 0
+
+    monkeypatch.setattr(f"manyroots.cli.{command[0]}.{command[0]}", record)
+    assert main([*command, *flags]) == 0
+    [arguments] = calls
+    engine = next(item for item in arguments if isinstance(item, dict))
+    assert arguments[-1] == "a"
+    assert engine_settings(engine).lora == LoraSettings(enable_lora=True, lora_modules=modules)
+
+
 def test_no_arguments_are_the_defaults(served: list[Any]) -> None:
     assert main(["serve"]) == 0
     assert served == [(EngineSettings(), ServerSettings())]
@@ -63,6 +123,14 @@ def test_the_api_key_may_come_from_the_environment(
     main(["serve"])
     main(["serve", "--api-key", "other"])
     assert [server.api_key for _, server in served] == ["secret", "other"]
+
+
+def test_the_admin_key_may_come_from_the_environment(
+    served: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MANYROOTS_ADMIN_KEY", "secret")
+    main(["serve"])
+    assert [server.admin_key for _, server in served] == ["secret"]
 
 
 def test_a_config_file_gives_what_the_command_line_does_not(
@@ -86,6 +154,9 @@ def test_a_config_file_gives_what_the_command_line_does_not(
         (["--gpu-memory-utilization", "1.5"], "--gpu-memory-utilization is 1.5"),
         (["--port", "99999"], "--port is 99999"),
         (["--api-key", ""], "--api-key is empty"),
+        (["--lora-modules", "a=b"], "without --enable-lora"),
+        (["--enable-lora-endpoints"], "needs --admin-key"),
+        (["--enable-lora-endpoints", "--admin-key", "k"], "without --enable-lora"),
         (["--config", "/does/not/exist.yaml"], "can't be read"),
     ],
 )

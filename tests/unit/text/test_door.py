@@ -34,7 +34,12 @@ class Asker:
 
     def ask(self, prompt: list[int], **sampling: Any) -> list[Submit]:
         return self.door.submits(
-            prompt, SamplingParams(**sampling), BASE, lambda: next(self.ids), field="prompt"
+            prompt,
+            SamplingParams(**sampling),
+            BASE,
+            lambda: next(self.ids),
+            adapter=None,
+            field="prompt",
         )
 
 

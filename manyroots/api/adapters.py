@@ -1,0 +1,112 @@
+"""Which adapters callers may name, and which one a request means.
+
+Takes the names known at start and what the engine says of loads and unloads; gives the adapter of
+each prompt, or a 404 or 400 that names the field. The engine has the last word: a name that is
+unloaded while a request is on its way is refused there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from manyroots.adapter_names import LoraModule
+from manyroots.errors import NotFoundError, RequestError
+from manyroots.ids import AdapterName
+
+LoraPath = str | list[str | None] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """What `/v1/models` shows of one."""
+
+    name: AdapterName
+    path: str
+    parent: str
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+class Adapters:
+    """Names that take requests, in the order in which they came."""
+
+    def __init__(self, model_name: str, modules: Iterable[LoraModule] = ()) -> None:
+        self._model_name = model_name
+        self._by_name: dict[AdapterName, Adapter] = {}
+        for module in modules:
+            self.add(module.name, module.path, module.base_model_name)
+
+    def add(self, name: str, path: str, parent: str | None = None) -> None:
+        adapter = Adapter(AdapterName(name), path, parent or self._model_name)
+        self._by_name[adapter.name] = adapter
+
+    def remove(self, name: str) -> Adapter | None:
+        """Refuse new requests for a name from now on."""
+        return self._by_name.pop(AdapterName(name), None)
+
+    def put_back(self, adapter: Adapter) -> None:
+        """It could not be unloaded after all; what was loaded meanwhile stays."""
+        self._by_name.setdefault(adapter.name, adapter)
+
+    def all(self) -> list[Adapter]:
+        return list(self._by_name.values())
+
+    def get(self, name: str) -> Adapter | None:
+        return self._by_name.get(AdapterName(name))
+
+    def resolve(self, model: str) -> AdapterName | None:
+        """The adapter that `model` names: alone, or as `base:adapter`. None is the base model."""
+        if model == self._model_name:
+            return None
+        base, _, name = model.partition(":")
+        # The base model's name may hold colons of its own.
+        if model.startswith(f"{self._model_name}:"):
+            base, name = self._model_name, model[len(self._model_name) + 1 :]
+        adapter = self.get(model) or (self.get(name) if base == self._model_name else None)
+        if adapter is None:
+            raise self._unknown(model, "model")
+        return adapter.name
+
+    def choose(self, model: str, lora_path: LoraPath, num_prompts: int) -> list[AdapterName | None]:
+        """The adapter of each prompt, None where the base model answers alone."""
+        named = self.resolve(model)
+        if lora_path is None:
+            return [named] * num_prompts
+        if isinstance(lora_path, str):
+            paths: list[str | None] = [lora_path] * num_prompts
+        elif len(lora_path) == num_prompts:
+            paths = lora_path
+        else:
+            raise RequestError(
+                f"lora_path has {len(lora_path)} entries for {num_prompts} prompts; give one name "
+                "for all, or one per prompt with null for the base model.",
+                field="lora_path",
+            )
+        chosen = [self._by_lora_path(path) for path in paths]
+        for path, adapter in zip(paths, chosen, strict=True):
+            if named is not None and adapter != named:
+                raise RequestError(
+                    f"model is {model[:200]!r} and lora_path is {path!r:.200}: they name different "
+                    "adapters. Give one of them, or the base model and lora_path.",
+                    field="lora_path",
+                )
+        return chosen
+
+    def _by_lora_path(self, name: str | None) -> AdapterName | None:
+        if name is None:
+            return None
+        adapter = self.get(name)
+        if adapter is None:
+            raise self._unknown(name, "lora_path")
+        return adapter.name
+
+    def _unknown(self, name: str, field: str) -> NotFoundError:
+        count = len(self._by_name)
+        ours = repr(self._model_name)
+        if count:
+            ours += f" and {count} adapters, which GET /v1/models lists"
+        return NotFoundError(
+            f"The model {name[:200]!r} does not exist; this server has {ours}.",
+            field=field,
+        )

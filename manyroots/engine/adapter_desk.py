@@ -1,0 +1,347 @@
+"""The desk for adapters: which names exist, where their files are, and who waits for them.
+
+In: submissions that name an adapter, loads and unloads. Out: the same submissions, handed to the
+scheduler once it knows the adapter, or refused with the reason; and replies to loads and unloads.
+
+Names are noted at start and read when first wanted, so that starting with many costs no more than
+with few. A read runs on another thread; everyone else decodes meanwhile. Messages about one name
+are carried out in their order: those that come while it is read wait in its lane. Only requests for
+content that is loaded already pass, since a reload gives them nothing to wait for.
+
+Called by the loop's thread alone. Knows no tensor and no slot.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from manyroots.adapter_names import LoraModule, name_fault
+from manyroots.config import LoraSettings
+from manyroots.engine.adapter_folders import find_folder
+from manyroots.engine.adapter_reads import Finished, Reads
+from manyroots.errors import ManyrootsError, NotFoundError, RequestError
+from manyroots.ids import AdapterName, RequestId, Tier
+from manyroots.lora.spec import AdapterSpec
+from manyroots.messages import (
+    ErrorKind,
+    FinishReason,
+    LoadLora,
+    LoadTime,
+    LoraReply,
+    Notice,
+    Output,
+    Submit,
+    UnloadLora,
+)
+from manyroots.scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from manyroots.store.adapter_weights import AdapterWeights
+
+logger = logging.getLogger(__name__)
+
+Message = Submit | LoadLora | UnloadLora
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFiles:
+    """How the execute half reads adapters."""
+
+    read: Callable[[Path, Sequence[Path] | None], tuple[AdapterSpec, AdapterWeights]]
+    """Everything in a folder, checked against the model; raises what a caller may read. With
+    folders given, no link may lead out of them. Called on other threads."""
+    keep: Callable[[AdapterWeights], None]
+    """Takes what was just read, so that the first load need not read it again."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """What a read gave."""
+
+    folder: Path
+    spec: AdapterSpec
+    weights: AdapterWeights
+
+
+@dataclass(slots=True)
+class _Lane:
+    """One name: what it means, and what waits until that is known."""
+
+    name: AdapterName
+    module: LoraModule | None
+    """Where its files are. None: the name means nothing yet."""
+    is_pinned: bool = False
+    spec: AdapterSpec | None = None
+    """What the scheduler takes requests for; None before the first read."""
+    is_reading: bool = False
+    load: LoadLora | None = None
+    """What the read under way was asked by; None if by a request."""
+    waiting: deque[Message] = field(default_factory=deque)
+
+    @property
+    def is_leaving(self) -> bool:
+        return any(isinstance(message, UnloadLora) for message in self.waiting)
+
+
+class AdapterDesk:
+    """Names and their lanes."""
+
+    def __init__(
+        self,
+        settings: LoraSettings,
+        scheduler: Scheduler,
+        files: AdapterFiles,
+        *,
+        base_names: Collection[str],
+    ) -> None:
+        """`base_names`: what the base model is called, which no adapter may be."""
+        self._lora_dirs = settings.lora_dirs
+        self._scheduler = scheduler
+        self._files = files
+        self._base_names = frozenset(base_names)
+        self._lanes: dict[AdapterName, _Lane] = {}
+        self.reads: Reads[_Read] = Reads()
+        self._outputs: list[Output] = []
+        self._replies: list[LoraReply] = []
+        self._read_times: list[LoadTime] = []
+        for module in settings.lora_modules:
+            self.note(module)
+
+    def note(self, module: LoraModule) -> None:
+        """Know a name, without reading anything."""
+        name = AdapterName(module.name)
+        if fault := self._name_fault(module.name):
+            raise RequestError(fault, field="lora_name")
+        lane = self._lanes.get(name)
+        if lane is None and not module.path:
+            raise NotFoundError(
+                f"adapter {name!r} is not known; say in which folder it is.", field="lora_path"
+            )
+        if lane is None:
+            self._lanes[name] = _Lane(name, module)
+        elif lane.module is None or (module.path and module.path != lane.module.path):
+            raise RequestError(
+                f"adapter {name!r} is known already, from another folder than {module.path!r}; "
+                "unload it first, or load it in place.",
+                field="lora_path",
+            )
+
+    def handle(self, message: Message) -> None:
+        """Carry out a message, now or when its turn in the name's lane has come."""
+        lane = self._lane_of(message)
+        if lane is None:
+            self._refuse_unknown(message)
+        elif isinstance(message, Submit) and lane.spec is not None and not lane.is_leaving:
+            self._scheduler.submit(message)
+        elif lane.is_reading:
+            lane.waiting.append(message)
+        else:
+            self._carry_out(lane, message)
+
+    def abort(self, request_id: RequestId) -> bool:
+        """Forget a request that waits here; False if none does."""
+        for lane in self._lanes.values():
+            for message in lane.waiting:
+                if isinstance(message, Submit) and message.request_id == request_id:
+                    lane.waiting.remove(message)
+                    self._outputs.append(Output(request_id, [], FinishReason.ABORT, 0))
+                    return True
+        return False
+
+    def where(self, name: AdapterName) -> Tier | None:
+        """Where a request that comes now finds the weights; None if the name means nothing."""
+        lane = self._lanes.get(name)
+        if lane is None or lane.spec is None:
+            return None if lane is None else Tier.STORAGE
+        return self._scheduler.whereabouts(name)
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self._outputs or self._replies or self.reads.has_finished)
+
+    @property
+    def is_reading(self) -> bool:
+        return self.reads.num_under_way > 0
+
+    def poll(self) -> list[Output]:
+        """Take in what has been read meanwhile. Gives news of requests that were refused."""
+        for finished in self.reads.take():
+            self._take_in(finished)
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def take_replies(self) -> list[LoraReply]:
+        replies, self._replies = self._replies, []
+        return replies
+
+    def take_read_times(self) -> list[LoadTime]:
+        times, self._read_times = self._read_times, []
+        return times
+
+    def close(self) -> None:
+        self.reads.close()
+
+    # Inside
+
+    def _lane_of(self, message: Message) -> _Lane | None:
+        name = message.adapter if isinstance(message, Submit) else message.name
+        assert name is not None
+        lane = self._lanes.get(name)
+        if lane is None and isinstance(message, LoadLora) and not self._name_fault(name):
+            lane = self._lanes[name] = _Lane(name, None)
+        return lane
+
+    def _name_fault(self, name: str) -> str | None:
+        if name in self._base_names:
+            return f"{name!r} is what the base model is called; give the adapter another name."
+        return name_fault(name)
+
+    def _carry_out(self, lane: _Lane, message: Message) -> None:
+        """Nothing of this name is under way."""
+        match message:
+            case Submit() if lane.spec is not None:
+                self._scheduler.submit(message)
+            case Submit() if lane.module is not None:
+                lane.waiting.appendleft(message)
+                self._begin(lane, lane.module.path, None)
+            case LoadLora() if lane.module is None or message.in_place:
+                self._begin(lane, message.path, message)
+            case LoadLora():
+                self._reply_error(
+                    message.op_id,
+                    f"adapter {lane.name!r} exists already; unload it first, or set load_inplace "
+                    "to give its name new weights.",
+                    ErrorKind.REQUEST,
+                )
+            case UnloadLora() if lane.module is not None:
+                self._unload(lane, message)
+            case _:
+                self._refuse_unknown(message)
+
+    def _begin(self, lane: _Lane, path: str, load: LoadLora | None) -> None:
+        lane.is_reading, lane.load = True, load
+        # Folders noted at start are the operator's own word.
+        lora_dirs = () if load is None else self._lora_dirs
+
+        def job() -> _Read:
+            folder = find_folder(path, lora_dirs)
+            allowed = [Path(item) for item in lora_dirs] or None
+            return _Read(folder, *self._files.read(folder, allowed))
+
+        self.reads.begin(lane, job)
+
+    def _take_in(self, finished: Finished[_Read]) -> None:
+        """A read is over: answer whoever asked for it, then go on with its lane."""
+        lane = finished.key
+        assert isinstance(lane, _Lane)
+        load = lane.load
+        lane.is_reading, lane.load = False, None
+        try:
+            if finished.error is not None:
+                raise finished.error
+            assert finished.result is not None
+            self._open(lane, finished.result, load)
+        except Exception as error:
+            self._fail(lane, load, error)
+        is_good = finished.error is None
+        self._read_times.append(LoadTime(Tier.STORAGE, Tier.HOST, finished.seconds, is_good))
+        while lane.waiting and not lane.is_reading:
+            self._carry_out(lane, lane.waiting.popleft())
+        if lane.module is None and not lane.is_reading and self._lanes.get(lane.name) is lane:
+            del self._lanes[lane.name]
+
+    def _open(self, lane: _Lane, read: _Read, load: LoadLora | None) -> None:
+        """The scheduler takes requests for the name from now on."""
+        spec = read.spec
+        is_pinned = lane.is_pinned if load is None else load.is_pinned
+        self._scheduler.load_adapter(
+            lane.name,
+            spec.digest,
+            path=str(read.folder),
+            rank=spec.rank,
+            num_bytes=spec.num_bytes,
+            invocation_tokens=spec.invocation_tokens,
+            is_pinned=is_pinned,
+        )
+        is_unchanged = lane.spec is not None and lane.spec.digest == spec.digest
+        if not is_unchanged:
+            self._files.keep(read.weights)
+        lane.spec, lane.is_pinned = spec, is_pinned
+        logger.info("adapter %s: rank %d, %d bytes, %s", lane.name, spec.rank, spec.num_bytes,
+                    spec.digest.hex()[:16])  # fmt: skip
+        if load is not None:
+            lane.module = LoraModule(lane.name, load.path)
+            self._replies.append(_loaded(load.op_id, read, is_unchanged))
+
+    def _fail(self, lane: _Lane, load: LoadLora | None, error: Exception) -> None:
+        """Whatever the name meant before, it still does; wanting it again reads again (W10)."""
+        kind = ErrorKind.REQUEST if isinstance(error, ManyrootsError) else ErrorKind.ENGINE
+        if kind is ErrorKind.ENGINE:
+            logger.error("adapter %s could not be read", lane.name, exc_info=error)
+        if load is not None:
+            self._reply_error(load.op_id, str(error), kind)
+            return
+        reason = f"adapter {lane.name!r} can't be used: {error}"
+        while lane.waiting and isinstance(lane.waiting[0], Submit):
+            self._refuse(lane.waiting.popleft(), reason, kind)
+
+    def _unload(self, lane: _Lane, message: UnloadLora) -> None:
+        lane.module = None
+        reply = LoraReply(message.op_id)
+        if lane.spec is not None:
+            lane.spec = None
+            num_free = self._scheduler.stats().num_free_pages
+            unloaded = self._scheduler.unload_adapter(lane.name)
+            reply = LoraReply(
+                message.op_id,
+                path=unloaded.version.path,
+                digest=unloaded.version.digest.hex(),
+                rank=unloaded.version.rank,
+                num_bytes=unloaded.version.num_bytes if unloaded.freed else 0,
+                num_pages=self._scheduler.stats().num_free_pages - num_free,
+                num_requests=unloaded.num_holds,
+            )
+        self._replies.append(reply)
+        if not lane.waiting:
+            del self._lanes[lane.name]
+
+    def _refuse_unknown(self, message: Message) -> None:
+        if isinstance(message, Submit):
+            reason = (
+                f"model {message.adapter!r} does not exist; GET /v1/models lists those that do."
+            )
+            self._refuse(message, reason, ErrorKind.NOT_FOUND)
+        elif isinstance(message, UnloadLora):
+            reason = f"adapter {message.name!r} is not loaded; GET /v1/models lists those that are."
+            self._reply_error(message.op_id, reason, ErrorKind.NOT_FOUND)
+        else:
+            reason = self._name_fault(message.name) or "the name can't be used"
+            self._reply_error(message.op_id, reason, ErrorKind.REQUEST)
+
+    def _refuse(self, message: Message, reason: str, kind: ErrorKind) -> None:
+        assert isinstance(message, Submit)
+        notice = Notice(error_kind=kind)
+        self._outputs.append(
+            Output(message.request_id, [], FinishReason.ERROR, 0, error=reason, notice=notice)
+        )
+
+    def _reply_error(self, op_id: int, reason: str, kind: ErrorKind) -> None:
+        self._replies.append(LoraReply(op_id, error=reason, error_kind=kind))
+
+
+def _loaded(op_id: int, read: _Read, is_unchanged: bool) -> LoraReply:
+    spec = read.spec
+    return LoraReply(
+        op_id,
+        path=str(read.folder),
+        digest=spec.digest.hex(),
+        rank=spec.rank,
+        num_bytes=spec.num_bytes,
+        modules=tuple(dict.fromkeys(pair.target.rpartition(".")[2] for pair in spec.pairs)),
+        is_unchanged=is_unchanged,
+    )

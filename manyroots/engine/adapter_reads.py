@@ -1,0 +1,75 @@
+"""Reads adapters' files on threads of their own, and tells the loop when one is read.
+
+In: a key and a job. Out: the key again, with what the job gave or raised. The loop's thread calls
+everything but the jobs and `wake`.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+NUM_THREADS = 2
+"""A folder on a slow disk does not hold up the others; more would only share the same disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished(Generic[T]):
+    """A job that has ended."""
+
+    key: object
+    result: T | None
+    error: BaseException | None
+    seconds: float
+    """Since it was begun."""
+
+
+class Reads(Generic[T]):
+    """Jobs under way, and those that have ended since the last look."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="adapter-read")
+        self._finished: queue.SimpleQueue[Finished[T]] = queue.SimpleQueue()
+        self._seen: list[Finished[T]] = []
+        self.num_under_way = 0
+        """Begun and not taken yet."""
+        self.wake: Callable[[], None] = lambda: None
+        """Called on a job's thread when it has ended, to end the loop's sleep."""
+
+    def begin(self, key: object, job: Callable[[], T]) -> None:
+        self.num_under_way += 1
+        start = time.monotonic()
+        self._threads.submit(job).add_done_callback(lambda done: self._end(key, start, done))
+
+    @property
+    def has_finished(self) -> bool:
+        return bool(self._seen) or not self._finished.empty()
+
+    def take(self) -> list[Finished[T]]:
+        """Those that have ended, in the order in which they did."""
+        while not self._finished.empty():
+            self._seen.append(self._finished.get())
+        finished, self._seen = self._seen, []
+        self.num_under_way -= len(finished)
+        return finished
+
+    def wait(self) -> None:
+        """Sleep until one has ended. Only while some are under way."""
+        if not self._seen:
+            self._seen.append(self._finished.get())
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _end(self, key: object, start: float, done: Future[T]) -> None:
+        if done.cancelled():
+            return
+        error, seconds = done.exception(), time.monotonic() - start
+        self._finished.put(Finished(key, None if error else done.result(), error, seconds))
+        self.wake()

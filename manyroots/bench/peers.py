@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from manyroots.config import ModelSettings
+from manyroots.errors import ConfigError
 from manyroots.models.load import fill, load_model
 from manyroots.models.source import resolve_source
 from manyroots.models.weights.experts import per_expert
 
 
 class TransformersPeer:
-    """transformers' `generate`, greedy, one padded batch, nothing reused.
+    """transformers' `generate`, greedy, one padded batch, nothing reused; with adapters, PEFT's
+    batch of mixed adapters.
 
     Its weights are copied from our own model, so that every load format, dummy weights included,
     gives both the same model.
@@ -21,7 +26,9 @@ class TransformersPeer:
 
     name = "transformers generate"
 
-    def __init__(self, settings: ModelSettings, dtype: str, device: str) -> None:
+    def __init__(
+        self, settings: ModelSettings, dtype: str, device: str, adapters: Mapping[str, Path]
+    ) -> None:
         from transformers import AutoModelForCausalLM
 
         source = resolve_source(settings)
@@ -41,22 +48,44 @@ class TransformersPeer:
         fill(dict(per_expert(theirs.items())), own.weight_slots().items(), source.name)
         # Every sequence runs to its full length, as in our own run.
         self._model.generation_config.eos_token_id = None
+        self._mixed = self._with_adapters(adapters) if adapters else None
+
+    def _with_adapters(self, adapters: Mapping[str, Path]) -> Any:
+        try:
+            from peft import PeftModel
+        except ImportError as error:
+            raise ConfigError(
+                "comparing adapters needs the peft package, which is not installed; pip install "
+                "peft, or pass --compare none."
+            ) from error
+        names = list(adapters)
+        model = PeftModel.from_pretrained(self._model, adapters[names[0]], adapter_name=names[0])
+        for name in names[1:]:
+            model.load_adapter(adapters[name], adapter_name=name)
+        return model.eval()
 
     @torch.inference_mode()
-    def run(self, prompts: list[list[int]], num_new_tokens: int) -> tuple[float, list[list[int]]]:
-        """Seconds, and the new tokens of each prompt."""
+    def run(
+        self, prompts: list[list[int]], num_new_tokens: int, adapters: list[str] | None
+    ) -> tuple[float, list[list[int]]]:
+        """Seconds, and the new tokens of each prompt; `adapters` names one for each prompt."""
         longest = max(len(prompt) for prompt in prompts)
         padded = [[0] * (longest - len(prompt)) + prompt for prompt in prompts]
         mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
         inputs = torch.tensor(padded, device=self._device)
         attention_mask = torch.tensor(mask, device=self._device)
+        model, options = self._model, {}
+        if self._mixed is not None:
+            # PEFT keeps its layers in the model; "__base__" is its name for none of them.
+            model, options = self._mixed, {"adapter_names": adapters or ["__base__"] * len(prompts)}
         began = time.perf_counter()
-        output = self._model.generate(
+        output = model.generate(
             input_ids=inputs,
             attention_mask=attention_mask,
             do_sample=False,
             max_new_tokens=num_new_tokens,
             pad_token_id=0,
+            **options,
         )
         seconds = time.perf_counter() - began
         return seconds, output[:, longest:].tolist()

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from manyroots.bench.model_configs import MODEL_CONFIGS
 from manyroots.cli.flags import add_engine_flags, engine_values, with_config_file
 from manyroots.config import flag_name
 from manyroots.errors import ConfigError
@@ -15,6 +16,7 @@ def add_bench_command(commands: Any) -> None:
     bench = commands.add_parser("bench", help="measure throughput and latency")
     kinds = bench.add_subparsers(required=True, metavar="WHAT")
     _add_offline(kinds)
+    _add_decode(kinds)
     _add_scheduler(kinds)
     _add_cache(kinds)
 
@@ -29,6 +31,11 @@ def _add_offline(kinds: Any) -> None:
     group.add_argument("--prompt-len", type=int, default=256, metavar="TOKENS", help="on average")
     group.add_argument("--shared-len", type=int, default=192, metavar="TOKENS")
     group.add_argument("--output-len", type=int, default=64, metavar="TOKENS")
+    group.add_argument(
+        "--adapters", type=int, default=0, metavar="N",
+        help="run the batch again with this many random adapters in turn",
+    )  # fmt: skip
+    group.add_argument("--adapter-rank", type=int, default=16, metavar="RANK")
     group.add_argument("--repeats", type=int, default=3, metavar="N", help="the median counts")
     group.add_argument(
         "--dtypes", default="float32,bfloat16", metavar="LIST", help="one run for each"
@@ -39,6 +46,32 @@ def _add_offline(kinds: Any) -> None:
     )  # fmt: skip
     group.add_argument("--json", metavar="FILE", help="write the result here")
     offline.set_defaults(run=_offline)
+
+
+def _add_decode(kinds: Any) -> None:
+    decode = kinds.add_parser(
+        "decode", help="prefill and decode of a public model's shape with random weights"
+    )
+    add_engine_flags(decode)
+    group = decode.add_argument_group("workload")
+    group.add_argument(
+        "--model-config", choices=tuple(MODEL_CONFIGS), default="qwen3-8b", help="the shape"
+    )
+    group.add_argument("--prompt-len", type=int, default=512, metavar="TOKENS")
+    group.add_argument("--output-len", type=int, default=128, metavar="TOKENS")
+    group.add_argument("--batch", type=_ints, default=(1, 8, 32, 64), metavar="LIST")
+    group.add_argument(
+        "--adapters", type=_ints, default=(0, 1, 8), metavar="LIST",
+        help="how many different ones the batch uses; one case for each, 0 is the base model",
+    )  # fmt: skip
+    group.add_argument("--adapter-rank", type=int, default=16, metavar="RANK")
+    group.add_argument(
+        "--adapters-cold", action="store_true",
+        help="also the first token of an adapter that is on disk, in host memory, on the device",
+    )  # fmt: skip
+    group.add_argument("--repeats", type=int, default=3, metavar="N", help="the median counts")
+    group.add_argument("--json", metavar="FILE", help="write the result here")
+    decode.set_defaults(run=_decode)
 
 
 def _add_scheduler(kinds: Any) -> None:
@@ -98,11 +131,34 @@ def _offline(arguments: dict[str, Any]) -> int:
         shared_len=values["shared_len"],
         output_len=values["output_len"],
         repeats=values["repeats"],
+        num_adapters=values["adapters"],
+        adapter_rank=values["adapter_rank"],
     )
     engine = engine_values(values)
     engine.pop("dtype", None)
     report = run_offline(
         workload, engine, values["dtypes"].split(","), compare=values["compare"] == "transformers"
+    )
+    return _written(report, values["json"])
+
+
+def _decode(arguments: dict[str, Any]) -> int:
+    from manyroots.bench.decode import DecodeWorkload, run_decode
+
+    values = with_config_file(arguments, set(arguments))
+    _check_positive(values, ("prompt_len", "output_len", "adapter_rank", "repeats"))
+    for name, low in (("batch", 1), ("adapters", 0)):
+        _check_at_least(name, min(values[name]), low)
+    workload = DecodeWorkload(
+        prompt_len=values["prompt_len"],
+        output_len=values["output_len"],
+        batches=values["batch"],
+        adapters=values["adapters"],
+        rank=values["adapter_rank"],
+        repeats=values["repeats"],
+    )
+    report = run_decode(
+        workload, values["model_config"], engine_values(values), cold=values["adapters_cold"]
     )
     return _written(report, values["json"])
 

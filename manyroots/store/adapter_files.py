@@ -2,14 +2,15 @@
 
 Takes a folder and the model's targets; gives the adapter's spec and its weights in canonical form,
 in the engine's dtype, in one flat buffer. Names, shapes and options are checked in `lora/files`
-before any weight is read; here are only the bytes: read and hashed once, in threads, then copied
-to their places.
+before any weight is read; here are only the bytes: read and hashed once, in threads, and moved only
+where the file has them in another form.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -28,6 +29,7 @@ from manyroots.lora.targets import Targets
 from manyroots.store.adapter_weights import AdapterWeights, LoraPair
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_NUM_COPY_THREADS = 4
 
 
 def read_adapter(
@@ -54,13 +56,18 @@ def read_adapter(
         check_invocation_tokens(config.invocation_tokens, vocab_size)
         header = read_header(weights_file)
         layout = lay_out(header, config, targets, max_rank)
-        raw = torch.empty(header.data_bytes, dtype=torch.uint8)
+        is_in_place = _is_in_place(layout, header, dtype)
+        raw = torch.empty(header.data_bytes, dtype=torch.uint8, pin_memory=pin and is_in_place)
         chunks = read_and_hash(weights_file, header, raw.numpy().data)
         weights_file.check_unchanged()
         config_file.check_unchanged()
     digest = content_digest(config.canonical(), header, chunks)
-    buffer, pairs = _placed(layout, _tensors(raw, header, dtype), dtype, pin)
-    weights = AdapterWeights(digest, pairs, buffer)
+    tensors = _tensors(raw, header, dtype)
+    if is_in_place:
+        weights = AdapterWeights(digest, _views(layout, tensors), raw.view(dtype))
+    else:
+        buffer, pairs = _placed(layout, tensors, dtype, pin)
+        weights = AdapterWeights(digest, pairs, buffer)
     _check_finite(weights)
     return _spec(weights, layout, config), weights
 
@@ -99,23 +106,45 @@ def _tensors(raw: Tensor, header: Header, dtype: torch.dtype) -> list[Tensor]:
     return found
 
 
+def _is_in_place(layout: Layout, header: Header, dtype: torch.dtype) -> bool:
+    """Whether the file's data is the canonical form already, but for the order of tensors."""
+    pieces = [piece for pair in layout.pairs for piece in (pair.a, pair.b)]
+    return (
+        not layout.base_copies
+        and all(_DTYPES[entry.dtype] == dtype for entry in header.tensors)
+        and not any(len(p.tensors) > 1 or p.axes is not None or p.rows for p in pieces)
+    )
+
+
+def _views(layout: Layout, tensors: list[Tensor]) -> dict[str, LoraPair]:
+    def view(piece: Piece) -> Tensor:
+        return tensors[piece.tensors[0]].view(piece.shape)
+
+    return {
+        pair.target: LoraPair(view(pair.a), view(pair.b), pair.scaling) for pair in layout.pairs
+    }
+
+
 def _placed(
     layout: Layout, tensors: list[Tensor], dtype: torch.dtype, pin: bool
 ) -> tuple[Tensor, dict[str, LoraPair]]:
     """One buffer with every half at its place, and the pairs cut from it."""
+    pieces = [piece for pair in layout.pairs for piece in (pair.a, pair.b)]
     shapes = [shape for pair in layout.pairs for shape in (pair.a_shape, pair.b_shape)]
     sizes = [math.prod(shape) for shape in shapes]
     buffer = torch.empty(sum(sizes), dtype=dtype, pin_memory=pin)
-    halves = iter(
-        [flat.view(shape) for flat, shape in zip(torch.split(buffer, sizes), shapes, strict=True)]
-    )
-    pairs = {}
-    for pair in layout.pairs:
-        a, b = next(halves), next(halves)
-        _copy(a, pair.a, tensors)
-        _copy(b, pair.b, tensors)
-        pairs[pair.target] = LoraPair(a, b, pair.scaling)
-    return buffer, pairs
+    places = [
+        flat.view(shape) for flat, shape in zip(torch.split(buffer, sizes), shapes, strict=True)
+    ]
+    # Torch copies many small tensors on one core.
+    with ThreadPoolExecutor(_NUM_COPY_THREADS, thread_name_prefix="adapter-copy") as threads:
+        done = threads.map(lambda place, piece: _copy(place, piece, tensors), places, pieces)
+        for _ in done:
+            pass
+    return buffer, {
+        pair.target: LoraPair(a, b, pair.scaling)
+        for pair, a, b in zip(layout.pairs, places[::2], places[1::2], strict=True)
+    }
 
 
 def _copy(place: Tensor, piece: Piece, tensors: list[Tensor]) -> None:

@@ -104,8 +104,8 @@ class AdapterSlots:
         # A masked or padded product with an infinite weight would spoil its neighbours.
         if not bool(torch.isfinite(memory.buffer).all()):
             raise AdapterError(
-                f"the adapter's weights, scaled, are not all finite as {self._dtype}; use a --dtype "
-                "with a wider range."
+                f"the adapter's weights, scaled, are not all finite as {self._dtype}; use a "
+                "--dtype with a wider range."
             )
 
         def of(kind: TargetKind) -> dict[Site, LowRank]:

@@ -38,7 +38,7 @@ class AdapterWeights:
     pairs: Mapping[str, LoraPair]
     """By target name."""
     buffer: Tensor
-    """Where all pairs lie, flat."""
+    """Where all pairs lie, flat, in no certain order."""
 
     @property
     def num_bytes(self) -> int:

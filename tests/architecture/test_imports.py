@@ -45,7 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "observe": BASE,
     "llm": BASE | {"engine", "text"},
     "api": BASE | {"engine", "text", "observe"},
-    "bench": BASE | {"llm", "models", "scheduler", "cache", "lora"},
+    "bench": BASE | {"llm", "models", "scheduler", "cache", "lora", "engine"},
     "simulate": BASE | {"scheduler", "cache", "lora", "runner", "engine"},
     "cli": BASE | {"llm", "api", "bench", "simulate", "lora", "engine"},
     "__init__": {"llm", "sampling", "adapter_names", "version"},

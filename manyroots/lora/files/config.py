@@ -112,7 +112,9 @@ def check_invocation_tokens(tokens: tuple[int, ...] | None, vocab_size: int) -> 
 
 def _rank(name: str, value: Any) -> int:
     if type(value) is not int or value < 1:
-        raise AdapterError(f"{name} is {value!r}; a rank is a whole number of at least 1.")
+        raise AdapterError(
+            f"{name} is {repr(value)[:100]}; a rank is a whole number of at least 1."
+        )
     return value
 
 
@@ -122,22 +124,24 @@ def _alpha(name: str, value: Any) -> float:
     except OverflowError:
         alpha = math.inf
     if not math.isfinite(alpha):
-        raise AdapterError(f"{name} is {str(value)[:100]}; it must be a finite number.")
+        raise AdapterError(f"{name} is {repr(value)[:100]}; it must be a finite number.")
     return alpha
 
 
 def _flag(fields: Mapping[str, Any], name: str) -> bool:
     value = fields.get(name)
     if value is not None and type(value) is not bool:
-        raise AdapterError(f"{name} is {value!r}; it must be true or false.")
+        raise AdapterError(f"{name} is {repr(value)[:100]}; it must be true or false.")
     return bool(value)
 
 
 def _pattern(fields: Mapping[str, Any], name: str, check: Any) -> dict[str, Any]:
     values = fields.get(name) or {}
     if not isinstance(values, dict):
-        raise AdapterError(f"{name} is {values!r}; it must be an object of numbers by module.")
-    return {key: check(f"{name}[{key!r}]", value) for key, value in values.items()}
+        raise AdapterError(
+            f"{name} is {repr(values)[:100]}; it must be an object of numbers by module."
+        )
+    return {key: check(f"{name}[{key[:200]!r}]", value) for key, value in values.items()}
 
 
 def _target_modules(value: Any) -> tuple[str, ...] | None:
@@ -148,8 +152,10 @@ def _target_modules(value: Any) -> tuple[str, ...] | None:
 
 
 def _strings(name: str, value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise AdapterError(f"{name} is {str(value)[:100]}; it must be a list of names.")
+    if not isinstance(value, list) or not all(
+        isinstance(item, str) and item.isprintable() for item in value
+    ):
+        raise AdapterError(f"{name} is {repr(value)[:100]}; it must be a list of names.")
     return tuple(value)
 
 
@@ -162,11 +168,11 @@ def _invocation_tokens(value: Any) -> tuple[int, ...] | None:
         or not all(type(token) is int and token >= 0 for token in value)
     ):
         raise AdapterError(
-            f"alora_invocation_tokens is {str(value)[:100]}; it must be a list of token ids with "
+            f"alora_invocation_tokens is {repr(value)[:100]}; it must be a list of token ids with "
             "at least one."
         )
     return tuple(value)
 
 
 def _base_model(value: Any) -> str | None:
-    return value if isinstance(value, str) and value else None
+    return value[:1000] if isinstance(value, str) and value.isprintable() and value else None

@@ -5,6 +5,7 @@ Takes what a user wrote; gives a resolved folder, or an `AdapterError`. Reads no
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def check_folder(path: str | Path, allowed_dirs: Sequence[Path] | None) -> Path:
         )
     try:
         folder = Path(text).expanduser().resolve(strict=True)
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         # Whoever may not look around learns the same of a folder that exists.
         _refuse_outside(Path(text), _resolved(text), allowed_dirs)
         raise AdapterError(
@@ -62,7 +63,7 @@ def find_file(folder: Path, name: str, allowed_dirs: Sequence[Path] | None) -> P
 def _resolved(text: str) -> Path:
     try:
         return Path(text).expanduser().resolve()
-    except (OSError, RuntimeError):
+    except (OSError, RuntimeError, ValueError):
         return Path("/")
 
 
@@ -78,12 +79,13 @@ def _refuse_outside(path: Path, resolved: Path, allowed_dirs: Sequence[Path] | N
 
 
 def _why_missing(folder: Path, name: str) -> str:
+    # `os.path.exists` says no where a folder can't be entered; `Path.exists` would raise.
     if name == WEIGHTS_FILE:
-        if (folder / "adapter_model.bin").exists():
+        if os.path.exists(folder / "adapter_model.bin"):
             return (
                 f"{folder} has its weights as adapter_model.bin alone, a format that can run code; "
                 f"save them as {WEIGHTS_FILE} (PEFT: save_pretrained with safe_serialization)."
             )
-        if (folder / f"{WEIGHTS_FILE}.index.json").exists():
+        if os.path.exists(folder / f"{WEIGHTS_FILE}.index.json"):
             return f"{folder} has its weights in several files; save them as one {WEIGHTS_FILE}."
     return f"{folder} has no {name}; give the folder that PEFT's save_pretrained wrote."

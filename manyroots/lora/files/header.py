@@ -16,6 +16,7 @@ from manyroots.lora.files.strict_json import parse_object
 MAX_HEADER_BYTES = 64 << 20
 BYTES_PER_ELEMENT = {"F32": 4, "F16": 2, "BF16": 2}
 _FIELDS = {"dtype", "shape", "data_offsets"}
+_MAX_NAME_CHARS = 1024
 _MAX_DIMS = 8
 _MAX_SIZE = 1 << 63
 
@@ -81,13 +82,15 @@ def _described(fields: dict[str, Any]) -> Any:
 
 
 def _entry(file: AdapterFile, name: str, about: Any) -> TensorEntry:
+    if len(name) > _MAX_NAME_CHARS or not name.isprintable():
+        raise _broken(file, f"the tensor name {name[:100]!r} is too long or can't be printed")
     if not isinstance(about, _Described):
         raise _broken(file, f"{name!r} is not described by dtype, shape and data_offsets")
     dtype, shape, offsets = about
     size = BYTES_PER_ELEMENT.get(dtype) if isinstance(dtype, str) else None
     if size is None:
         raise AdapterError(
-            f"{name!r} in {file.path} has dtype {dtype!r}; F32, F16 and BF16 are served. "
+            f"{name!r} in {file.path} has dtype {_listed(dtype)}; F32, F16 and BF16 are served. "
             "Convert the adapter."
         )
     if not _are_sizes(shape):

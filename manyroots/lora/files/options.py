@@ -80,11 +80,11 @@ def refuse_unsupported(fields: Mapping[str, Any]) -> None:
     """Refuse what would change the output and is not honoured."""
     kind = fields.get("peft_type")
     if kind != "LORA":
-        raise AdapterError(f"peft_type is {kind!r}; only LORA adapters are served.")
+        raise AdapterError(f"peft_type is {_short(kind)}; only LORA adapters are served.")
     bias = fields.get("bias", "none")
     if bias not in ("none", None):
         raise AdapterError(
-            f"bias is {bias!r}: the adapter changes biases of the base model, which is not "
+            f"bias is {_short(bias)}: the adapter changes biases of the base model, which is not "
             "served. Train with bias='none'."
         )
     _refuse_changed_base(fields.get("init_lora_weights", True))
@@ -105,9 +105,9 @@ def refuse_unsupported(fields: Mapping[str, Any]) -> None:
 def _refuse_changed_base(init: Any) -> None:
     if isinstance(init, str) and init.lower().startswith(_INITS_THAT_CHANGE_THE_BASE):
         raise AdapterError(
-            f"init_lora_weights is {init!r}: training began by changing the base weights, so on "
-            "the base model itself this adapter would compute something else. Save it converted "
-            "(PEFT: save_pretrained with path_initial_model_for_weight_conversion)."
+            f"init_lora_weights is {_short(init)}: training began by changing the base weights, so "
+            "on the base model itself this adapter would compute something else. Save it "
+            "converted (PEFT: save_pretrained with path_initial_model_for_weight_conversion)."
         )
 
 

@@ -17,10 +17,10 @@ from manyroots.errors import AdapterError
 Value = TypeVar("Value", int, float)
 
 _PLAIN = re.compile(r"\^?[\w.-]+")
-_QUANTIFIER = re.compile(r"(?<!\\)(?:[*+?]|\{\d*,?\d*\})")
 _MAX_KEY_CHARS = 200
-_MAX_UNBOUNDED = 2
 _MAX_EXPRESSIONS = 64
+_MAX_STEPS = 200_000_000
+"""Of matching, over all modules of a file: some seconds at worst."""
 
 
 class Patterns(Generic[Value]):
@@ -30,10 +30,12 @@ class Patterns(Generic[Value]):
         self._values: dict[str, Value] = dict(values)
         self._plain: dict[str, int] = {}
         self._anchored: dict[str, int] = {}
-        self._expressions: list[tuple[int, re.Pattern[str]]] = []
+        self._expressions: list[tuple[int, _Expression]] = []
+        self._field = field
+        self._num_steps = 0
         for index, key in enumerate(values):
             if not _PLAIN.fullmatch(key):
-                self._expressions.append((index, _compiled(field, key)))
+                self._expressions.append((index, _Expression(field, key)))
             elif key.startswith("^"):
                 self._anchored[key[1:]] = index
             else:
@@ -63,10 +65,20 @@ class Patterns(Generic[Value]):
         for index, expression in self._expressions:
             if index > first:
                 break
-            if expression.match(module):
+            self._count_steps(expression, module)
+            if expression.compiled.match(module):
                 first = index
                 break
         return self._in_order[first] if first < len(self._in_order) else None
+
+    def _count_steps(self, expression: _Expression, module: str) -> None:
+        """A clock would make it depend on the machine whether an adapter is served."""
+        self._num_steps += expression.max_steps(module)
+        if self._num_steps > _MAX_STEPS:
+            raise AdapterError(
+                f"{self._field} takes too long to match with all modules of the file; name the "
+                "modules plainly."
+            )
 
 
 def endings(module: str) -> Iterator[str]:
@@ -78,29 +90,45 @@ def endings(module: str) -> Iterator[str]:
         position = module.find(".", position + 1)
 
 
-def _compiled(field: str, key: str) -> re.Pattern[str]:
-    reason = _why_unsafe(key)
-    if reason is None:
-        try:
-            return re.compile(rf"(.*\.)?({key})$")
-        except re.error as error:
-            reason = f"is not a regular expression: {error}"
-    raise AdapterError(f"{field} has the key {key[:_MAX_KEY_CHARS]!r}, which {reason}.")
+class _Expression:
+    """A key that is a regular expression, simple enough that its work can be foretold.
 
+    Counts are by character, so that what is escaped counts, too: rather too many than too few.
+    """
 
-def _why_unsafe(key: str) -> str | None:
-    """Matching must end soon for every name: no repeated groups, few unbounded repeats."""
-    if len(key) > _MAX_KEY_CHARS:
-        return f"has more than {_MAX_KEY_CHARS} characters; name the modules plainly"
-    if re.search(r"\(\?(?!:)|\\\d", key):
-        return "uses look-around, flags or back-references; name the modules plainly"
-    if re.search(r"\)\s*(?:[*+]|\{)", key):
-        return "repeats a group; name the modules plainly"
-    unbounded = [
-        quantifier
-        for quantifier in _QUANTIFIER.findall(key)
-        if quantifier in "*+" or quantifier.endswith(",}")
-    ]
-    if len(unbounded) > _MAX_UNBOUNDED or re.search(r"\{\d{3,}", key):
-        return "repeats too much; name the modules plainly"
-    return None
+    def __init__(self, field: str, key: str) -> None:
+        plain_groups = key.replace("(?:", "(")
+        self._num_repeats = sum(plain_groups.count(sign) for sign in "*+{")
+        self._num_options = plain_groups.count("?")
+        self._num_groups = plain_groups.count("(")
+        self._num_bars = plain_groups.count("|")
+        reason = self._why_refused(key)
+        if reason is None:
+            try:
+                self.compiled = re.compile(rf"(.*\.)?({key})$")
+            except (re.error, OverflowError) as error:
+                reason = f"is not a regular expression ({error})"
+        if reason is not None:
+            raise AdapterError(
+                f"{field} has the key {key[:_MAX_KEY_CHARS]!r}, which {reason}; name the modules "
+                "plainly."
+            )
+
+    def max_steps(self, module: str) -> int:
+        """Of matching one name: each dot may be where the key begins, and from there each part
+        that may match in several ways multiplies."""
+        num_starts = module.count(".") + 1
+        ways: int = 2**self._num_options * (self._num_bars + 1) ** max(1, self._num_groups)
+        repeats: int = len(module) ** self._num_repeats
+        return num_starts * ways * repeats
+
+    def _why_refused(self, key: str) -> str | None:
+        if len(key) > _MAX_KEY_CHARS:
+            return f"has more than {_MAX_KEY_CHARS} characters"
+        if re.search(r"\(\?(?!:)|\\\d", key):
+            return "uses look-around, flags or back-references"
+        if re.search(r"\)\s*[*+{]", key):
+            return "repeats a group"
+        if self._num_repeats > 2 or self._num_options > 4 or self._num_groups > 2:
+            return "repeats or branches too much"
+        return None

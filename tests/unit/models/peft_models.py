@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,13 +58,10 @@ class Pair:
     @torch.no_grad()
     def expected(self, adapter: str | None, tokens: list[int]) -> Tensor:
         """PEFT's logits [num_tokens, vocabulary]."""
-        ids = torch.tensor([tokens])
-        if adapter is None:
-            with self.theirs.disable_adapter():
-                logits: Tensor = self.theirs(input_ids=ids).logits[0]
-                return logits
-        self.theirs.set_adapter(adapter)
-        logits = self.theirs(input_ids=ids).logits[0]
+        if adapter is not None:
+            self.theirs.set_adapter(adapter)
+        with self.theirs.disable_adapter() if adapter is None else nullcontext():
+            logits: Tensor = self.theirs(input_ids=torch.tensor([tokens])).logits[0]
         return logits
 
 

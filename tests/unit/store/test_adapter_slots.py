@@ -104,7 +104,7 @@ def test_weights_that_are_not_finite_in_the_engines_arithmetic_are_refused(model
     weights = host_copy(
         {target: (torch.ones(2, 48).half(), torch.full((48, 2), 6e4).half(), 2.0)}, "huge"
     )
-    with pytest.raises(AdapterError, match="not all finite as torch.float16"):
+    with pytest.raises(AdapterError, match="not all finite"):
         slots.load(SLOT, weights)
     with pytest.raises(RuntimeError, match="empty"):
         slots.batch(np.array([0]), all_layers=True)

@@ -1,0 +1,217 @@
+"""Prefill and decode of a batch of random prompts, with and without adapters.
+
+Through the real scheduler, cache and runner, below text and HTTP. Greedy, prefix cache off.
+Prefill is the time until the whole batch has its first token; decode is what `output_len` more
+tokens of each take, the difference of two runs. Adapters are spread over the batch in turn.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from manyroots.bench.machine import describe_machine
+from manyroots.bench.model_configs import write_config
+from manyroots.bench.random_adapters import targets_of, write_adapters
+from manyroots.config import engine_settings
+from manyroots.engine.build import Engine, build_engine
+from manyroots.ids import AdapterName, Namespace, RequestId
+from manyroots.messages import FinishReason, Submit
+from manyroots.models.source import resolve_source
+from manyroots.sampling import SamplingParams
+
+MARGIN_TOKENS = 64
+COLD_PROMPT_LEN = 16
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeWorkload:
+    """What is run."""
+
+    prompt_len: int
+    output_len: int
+    batches: tuple[int, ...]
+    adapters: tuple[int, ...]
+    """How many different adapters the batch uses; one case each. 0 is the base model."""
+    rank: int
+    repeats: int
+
+
+def run_decode(
+    workload: DecodeWorkload, model_config: str, engine: dict[str, Any], *, cold: bool
+) -> dict[str, Any]:
+    """Measure every case; prints a table as it goes and gives the report."""
+    report: dict[str, Any] = {
+        "bench": "decode",
+        "model_config": model_config,
+        "workload": {**asdict(workload), "sampling": "greedy", "prefix_cache": False},
+        "machine": describe_machine(),
+        "cases": [],
+    }
+    with tempfile.TemporaryDirectory(prefix="manyroots-bench-") as home:
+        folder = Path(home)
+        settings = {
+            "model": str(write_config(model_config, folder)),
+            "load_format": "dummy",
+            "enable_prefix_caching": False,
+            "max_model_len": workload.prompt_len + workload.output_len + MARGIN_TOKENS,
+            "max_num_seqs": max(workload.batches),
+            **engine,
+        }
+        if 0 in workload.adapters:
+            with _engine(settings, report, "start_s") as base:
+                _run_cases(base, workload, 0, "base", report)
+        if any(workload.adapters) or cold:
+            _with_adapters(workload, settings, folder, report, cold=cold)
+    return report
+
+
+def _with_adapters(
+    workload: DecodeWorkload,
+    settings: dict[str, Any],
+    folder: Path,
+    report: dict[str, Any],
+    *,
+    cold: bool,
+) -> None:
+    source = resolve_source(engine_settings(settings).model)
+    count = max(*workload.adapters, 2)
+    paths = write_adapters(targets_of(source), folder, count, workload.rank)
+    lora = {
+        **settings,
+        "enable_lora": True,
+        "lora_modules": tuple(f"{_name(i)}={path}" for i, path in enumerate(paths)),
+        "max_loras": count,
+        "max_lora_rank": workload.rank,
+    }
+    with _engine(lora, report, "start_with_lora_s") as engine:
+        if 0 in workload.adapters:
+            _run_cases(engine, workload, 0, "LoRA on, base rows only", report)
+        for number in workload.adapters:
+            if number:
+                _run_cases(engine, workload, number, f"{number} adapters", report)
+    if cold:
+        # One slot: the second adapter puts the first out, to host memory.
+        with _engine({**lora, "max_loras": 1}, report, "start_with_one_slot_s") as engine:
+            report["first_token_s"] = _cold(engine)
+            _say(f"first token of an adapter, s: {report['first_token_s']}")
+
+
+@contextmanager
+def _engine(settings: dict[str, Any], report: dict[str, Any], label: str) -> Iterator[Engine]:
+    began = time.perf_counter()
+    engine = build_engine(engine_settings(settings))
+    report[label] = round(time.perf_counter() - began, 2)
+    _say(f"{label}: {report[label]} on {engine.info.device}")
+    try:
+        yield engine
+    finally:
+        engine.loop.close()
+
+
+def _run_cases(
+    engine: Engine, workload: DecodeWorkload, num_adapters: int, label: str, report: dict[str, Any]
+) -> None:
+    for batch in workload.batches:
+        run = _Batch(engine, workload.prompt_len, batch, range(num_adapters))
+        run.seconds(num_tokens=4)  # adapters to the device, graphs and buffers warm
+        short = [run.seconds(num_tokens=1) for _ in range(workload.repeats)]
+        long = [run.seconds(num_tokens=1 + workload.output_len) for _ in range(workload.repeats)]
+        prefill = statistics.median(short)
+        decode = statistics.median(long) - prefill
+        case = {
+            "case": label,
+            "batch": batch,
+            "adapters": num_adapters,
+            "prefill_s": round(prefill, 4),
+            "decode_tokens_per_s": round(workload.output_len * batch / decode, 1),
+            "ms_per_step": round(decode / workload.output_len * 1e3, 3),
+        }
+        report["cases"].append(case)
+        _say(
+            f"{label:>24}  batch {batch:3d}  {case['decode_tokens_per_s']:9.1f} tok/s  "
+            f"{case['ms_per_step']:7.3f} ms per step  prefill {case['prefill_s']:.4f} s"
+        )
+
+
+class _Batch:
+    """The same shape of batch, run again and again with new random prompts."""
+
+    _ids = itertools.count(1)
+
+    def __init__(self, engine: Engine, prompt_len: int, size: int, adapters: range) -> None:
+        self._engine = engine
+        self._prompt_len = prompt_len
+        self._size = size
+        self._adapters = [AdapterName(_name(number)) for number in adapters]
+        self._rng = np.random.default_rng(0)
+
+    def seconds(self, *, num_tokens: int) -> float:
+        """Until every sequence of the batch has `num_tokens` tokens."""
+        sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+        vocabulary = self._engine.info.vocab_size
+        shape = (self._size, self._prompt_len)
+        prompts = self._rng.integers(0, vocabulary, shape).tolist()
+        names: Iterator[AdapterName | None]
+        names = itertools.cycle(self._adapters) if self._adapters else itertools.repeat(None)
+        submits = [
+            Submit(
+                RequestId(next(self._ids)), prompt, Namespace(adapter=None, salt=None),
+                sampling, 0, (), adapter=name,
+            )
+            for prompt, name in zip(prompts, names, strict=False)
+        ]  # fmt: skip
+        return seconds_to_finish(self._engine, submits)
+
+
+def seconds_to_finish(engine: Engine, submits: list[Submit]) -> float:
+    """Submit together, and wait for all; a request that fails is an error of the bench."""
+    began = time.perf_counter()
+    for submit in submits:
+        engine.loop.handle(submit)
+    num_running = len(submits)
+    while num_running:
+        if engine.loop.is_reading and not engine.loop.has_work:
+            engine.loop.wait_for_read()
+        for output in engine.loop.step():
+            if output.finish_reason is FinishReason.ERROR:
+                raise RuntimeError(f"a request of the bench failed: {output.error}")
+            num_running -= output.finish_reason is not None
+    elapsed = time.perf_counter() - began
+    while engine.loop.has_work:
+        engine.loop.step()
+    return elapsed
+
+
+def _cold(engine: Engine) -> dict[str, float]:
+    """Time to the first token of one short request, by where its adapter was."""
+
+    def first_token(number: int) -> float:
+        run = _Batch(engine, COLD_PROMPT_LEN, 1, range(number, number + 1))
+        return round(run.seconds(num_tokens=1), 4)
+
+    _Batch(engine, COLD_PROMPT_LEN, 1, range(0)).seconds(num_tokens=4)
+    return {
+        "disk": first_token(0),
+        "device": first_token(0),
+        "disk_again_other_adapter": first_token(1),
+        "host": first_token(0),
+    }
+
+
+def _name(number: int) -> str:
+    return f"adapter-{number}"
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

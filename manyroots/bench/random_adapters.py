@@ -1,0 +1,79 @@
+"""Adapters with random weights, as files that any server could load.
+
+All have the same shapes and the same bytes but for a few, so that writing many large ones is a
+copy each; their contents, and so their digests and namespaces, still differ.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from manyroots.lora.targets import Target, TargetKind, Targets
+from manyroots.models.load import describe
+from manyroots.models.registry import model_class
+from manyroots.models.source import ModelSource
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def targets_of(source: ModelSource) -> Targets:
+    """What adapters may change in a model, without loading its weights."""
+    spec = describe(source)
+    meta = torch.device("meta")
+    model = model_class(spec.architecture)(spec, dtype=torch.bfloat16, device=meta)
+    return model.adapter_targets()
+
+
+def write_adapters(targets: Targets, folder: Path, count: int, rank: int) -> list[Path]:
+    """`count` adapters of this rank on every projection of every layer; PEFT folders."""
+    generator = torch.Generator().manual_seed(0)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, target in targets.items():
+        if name.rsplit(".", 1)[-1] in PROJECTIONS:
+            tensors.update(_pair(name, target, rank, generator))
+    config = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": list(PROJECTIONS),
+        "bias": "none",
+    }
+    first = next(iter(tensors))
+    folders = []
+    for number in range(count):
+        home = folder / f"adapter-{number}"
+        home.mkdir(parents=True, exist_ok=True)
+        tensors[first] = torch.roll(tensors[first], 1)
+        save_file(tensors, home / "adapter_model.safetensors")
+        (home / "adapter_config.json").write_text(json.dumps(config))
+        folders.append(home)
+    return folders
+
+
+def _pair(
+    name: str, target: Target, rank: int, generator: torch.Generator
+) -> dict[str, torch.Tensor]:
+    """Small enough that the model's outputs stay in range, whatever its depth."""
+    if target.kind is not TargetKind.EXPERTS:
+        return _matrices(f"base_model.model.{name}", target, rank, generator)
+    layer, projection = name.rsplit(".", 1)
+    tensors: dict[str, torch.Tensor] = {}
+    for expert in range(target.num_experts or 0):
+        key = f"base_model.model.{layer}.{expert}.{projection}"
+        tensors.update(_matrices(key, target, rank, generator))
+    return tensors
+
+
+def _matrices(
+    key: str, target: Target, rank: int, generator: torch.Generator
+) -> dict[str, torch.Tensor]:
+    a = torch.randn(rank, target.in_features, generator=generator) * target.in_features**-0.5
+    b = torch.randn(target.out_features, rank, generator=generator) * 0.02
+    return {
+        f"{key}.lora_A.weight": a.to(torch.bfloat16),
+        f"{key}.lora_B.weight": b.to(torch.bfloat16),
+    }

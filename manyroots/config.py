@@ -57,7 +57,7 @@ class ModelSettings:
     )
     device: str = option("auto", "Where to compute.", choices=("auto", "cpu", "cuda"))
     tensor_parallel_size: int = option(
-        1, "Ranks that share each layer's weights, one process each: one per GPU, or CPU shares."
+        1, "Processes that share each layer's weights: one per GPU, or several on a CPU."
     )
     max_model_len: int | None = option(None, "Longest prompt plus output, in tokens.")
     chat_template: str | None = option(None, "File with a Jinja chat template, for the model's.")

@@ -6,6 +6,7 @@ than one rank.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,6 +27,8 @@ from manyroots.models.source import ModelSource
 from manyroots.step import AdapterLoaded
 from manyroots.store.adapter_ranks import FirstLoader
 
+logger = logging.getLogger(__name__)
+
 
 def execute_with_ranks(settings: EngineSettings, source: ModelSource) -> ExecuteHalf:
     """The model's parts in as many processes; this one has the first."""
@@ -44,6 +47,7 @@ def execute_with_ranks(settings: EngineSettings, source: ModelSource) -> Execute
         adapters = part.make_adapters(settings, make_loader)
         own = part.make_runner(settings, sizes, adapters)
         join_group(shard, ranks.folder, device_type=part.device.type)
+        logger.info("%d ranks; the others are processes %s", shard.size, ranks.pids)
         alarm = Alarm()
         runner = RankedRunner(
             own, ranks, on_adapter=_ear(adapters), on_death=alarm.ring, leave=leave_group

@@ -177,6 +177,27 @@ def children(pid: int) -> list[int]:
     return found
 
 
+def test_r04_an_engine_in_ones_own_process_raises_when_a_rank_has_died(tmp_path: Path) -> None:
+    """R04: also without a server: the next step raises, and closing does not hang."""
+    save_tiny(tmp_path)
+    engine = build_engine(settings(tmp_path, 2))
+    began = time.monotonic()
+    try:
+        [rank] = children(os.getpid())
+        engine.loop.handle(submit(1, SAMPLINGS[0]))
+        engine.loop.step()
+        os.kill(rank, signal.SIGKILL)
+        with pytest.raises(UnavailableError, match="killed by signal 9"):
+            list(finish(engine.loop))
+        assert engine.loop.has_work, "whoever asks next is told, too"
+        with pytest.raises(UnavailableError):
+            engine.loop.step()
+    finally:
+        engine.loop.close()
+    assert time.monotonic() - began < AT_ONCE_S
+    assert children(os.getpid()) == []
+
+
 def run(test: Callable[[], Coroutine[None, None, None]]) -> None:
     asyncio.run(asyncio.wait_for(test(), 120))
 

@@ -1,13 +1,13 @@
 """The execute half of adapters, put together: their slots, their loader, and how files are read.
 
 Made once at start from the model; nothing is read yet. Says what the slots may take, so that the
-cache leaves it alone.
+cache leaves it alone. Of a model that ranks share, files are of the whole and slots of the part.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -15,22 +15,28 @@ from typing import Protocol
 import torch
 
 from manyroots.config import LoraSettings
+from manyroots.distributed.shard import Shard
 from manyroots.engine.adapter_desk import AdapterFiles
 from manyroots.lora.limits import Limits
 from manyroots.lora.spec import AdapterSpec
 from manyroots.lora.targets import Targets, adapter_bytes
+from manyroots.models.sharding import cut_adapter, whole_targets
 from manyroots.models.spec import ModelSpec
 from manyroots.store.adapter_files import read_adapter
-from manyroots.store.adapter_loader import AdapterLoader
+from manyroots.store.adapter_loader import AdapterLoader, Read
 from manyroots.store.adapter_sites import SiteParts
 from manyroots.store.adapter_slots import AdapterSlots
 from manyroots.store.adapter_weights import AdapterWeights
 
 logger = logging.getLogger(__name__)
 
+MakeLoader = Callable[[Read, AdapterSlots], AdapterLoader]
+
 
 class Adaptable(Protocol):
     """A model that adapters may change."""
+
+    shard: Shard
 
     @property
     def spec(self) -> ModelSpec: ...
@@ -46,14 +52,17 @@ class AdapterHalf:
 
     loader: AdapterLoader
     files: AdapterFiles
-    max_device_bytes: int
-    """What the slots take when each holds the largest adapter; 0 if their number has no limit."""
 
 
 def build_adapter_half(
-    settings: LoraSettings, model: Adaptable, dtype: torch.dtype, device: torch.device
+    settings: LoraSettings,
+    model: Adaptable,
+    dtype: torch.dtype,
+    device: torch.device,
+    make_loader: MakeLoader = AdapterLoader,
 ) -> AdapterHalf:
-    targets = model.adapter_targets()
+    shard = model.shard
+    targets = whole_targets(model.adapter_targets(), shard, model.spec.vocab_size)
 
     def read(
         folder: Path, allowed_dirs: Sequence[Path] | None
@@ -68,19 +77,30 @@ def build_adapter_half(
             allowed_dirs=allowed_dirs,
         )
 
+    def read_part(path: str) -> AdapterWeights:
+        # The digest shows whether files that were allowed once have been replaced since.
+        return cut_adapter(read(Path(path), None)[1], shard)
+
     slots = AdapterSlots(model.lora_parts(), dtype=dtype, device=device)
-    # The digest shows whether files that were allowed once have been replaced since.
-    loader = AdapterLoader(lambda path: read(Path(path), None)[1], slots)
-    size = adapter_bytes(targets, settings.max_lora_rank, dtype.itemsize)
+    loader = make_loader(read_part, slots)
+    _log(settings, len(targets), slot_bytes(settings, model, dtype))
+    return AdapterHalf(loader, AdapterFiles(read, loader.keep))
+
+
+def slot_bytes(settings: LoraSettings, model: Adaptable, dtype: torch.dtype) -> int:
+    """What a slot takes, on this rank, when it holds the largest adapter."""
+    return adapter_bytes(model.adapter_targets(), settings.max_lora_rank, dtype.itemsize)
+
+
+def _log(settings: LoraSettings, num_targets: int, size: int) -> None:
     num_slots = adapter_limits(settings).num_slots
     logger.info(
         "adapters: %s slots of up to %.1f MiB (rank %d in all of %d weights), %s; %d names",
         num_slots or "any number of", size / 2**20, settings.max_lora_rank,
-        len(targets),
+        num_targets,
         f"{num_slots * size / 2**20:.1f} MiB in all" if num_slots else "no limit",
         len(settings.lora_modules),
     )  # fmt: skip
-    return AdapterHalf(loader, AdapterFiles(read, loader.keep), (num_slots or 0) * size)
 
 
 def adapter_limits(settings: LoraSettings) -> Limits:

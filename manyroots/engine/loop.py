@@ -15,6 +15,7 @@ from concurrent.futures import Future
 
 from manyroots.adapter_names import LoraModule
 from manyroots.engine.adapter_desk import AdapterDesk
+from manyroots.engine.alarm import Alarm
 from manyroots.errors import NotFoundError, RequestError, UnavailableError
 from manyroots.ids import RequestId, Tier
 from manyroots.messages import (
@@ -75,12 +76,15 @@ class EngineLoop:
         runner: Runner,
         *,
         desk: AdapterDesk | None = None,
+        alarm: Alarm | None = None,
         depth: int = 1,
     ) -> None:
-        """`desk`: None leaves adapters to whoever registers them with the scheduler."""
+        """`desk`: None leaves adapters to whoever registers them with the scheduler. `alarm`: None
+        if the runner can't end outside of a step."""
         self._scheduler = scheduler
         self._runner = runner
         self._desk = desk
+        self._alarm = alarm
         self._depth = depth
         self._launched: deque[Future[StepResult]] = deque()
         self._news = News([])
@@ -95,6 +99,8 @@ class EngineLoop:
         """Whether `step` has anything to do now. What is being read is no work."""
         if len(self._news) > 0 or self._replies or self._scheduler.has_work:
             return True
+        if self._alarm is not None and self._alarm.reason is not None:
+            return True
         return self._desk is not None and self._desk.has_news
 
     @property
@@ -107,8 +113,10 @@ class EngineLoop:
         assert self._desk is not None
         self._desk.reads.wait()
 
-    def wake_after_reads(self, wake: Callable[[], None]) -> None:
-        """Have `wake` called, on another thread, whenever a read is over."""
+    def wake_by(self, wake: Callable[[], None]) -> None:
+        """Have `wake` called, on another thread, whenever a read or the engine is over."""
+        if self._alarm is not None:
+            self._alarm.wake = wake
         if self._desk is not None:
             self._desk.reads.wake = wake
 
@@ -159,7 +167,12 @@ class EngineLoop:
             self._news.outputs.append(output)
 
     def step(self) -> News:
-        """Launch the next step, wait for the one before it, and give the news so far."""
+        """Launch the next step, wait for the one before it, and give the news so far.
+
+        Raises UnavailableError if there will be no further step.
+        """
+        if self._alarm is not None and self._alarm.reason is not None:
+            raise UnavailableError(self._alarm.reason)
         if self._desk is not None:
             self._news.outputs.extend(self._desk.poll())
         plan = self._scheduler.schedule()
@@ -222,6 +235,8 @@ class EngineLoop:
         self._launched.clear()
         reason = f"the step that computed this request failed: {error}"
         self._news.outputs.extend(self._scheduler.fail_in_flight(reason))
+        if isinstance(error, UnavailableError):
+            raise error
         self._failures_in_a_row += 1
         if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
             raise UnavailableError(

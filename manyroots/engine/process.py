@@ -69,7 +69,7 @@ def _serve(socket: Socket) -> int:
 def run(socket: Socket, loop: EngineLoop) -> None:
     """Take messages whenever there are any, step whenever there is work, and sleep otherwise."""
     with _Bell() as bell:
-        loop.wake_after_reads(bell.ring)
+        loop.wake_by(bell.ring)
         sleeper = zmq.Poller()
         sleeper.register(socket, zmq.POLLIN)
         sleeper.register(bell.ear, zmq.POLLIN)

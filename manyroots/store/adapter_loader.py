@@ -99,8 +99,12 @@ class AdapterLoader:
             # Whatever it was, this adapter can't be served and everyone else can.
             logger.exception("adapter at %s could not be loaded", load.path)
             error = f"{type(fault).__name__}: {fault}"
+        self._end(AdapterLoaded(load.load_id, error))
+
+    def _end(self, answer: AdapterLoaded) -> None:
+        """A load is over; called on its thread."""
         with self._changed:
-            self._answers.append(AdapterLoaded(load.load_id, error))
+            self._answers.append(answer)
             self._num_under_way -= 1
             self._changed.notify_all()
 

@@ -34,13 +34,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "scheduler": BASE | {"cache", "lora"},
     # execute
     "kernels": BASE,
+    "distributed": BASE,
     "store": BASE | {"models", "kernels", "lora"},
     "layers": BASE | {"kernels", "store", "lora"},
-    "models": BASE | {"kernels", "store", "layers", "lora"},
-    "runner": BASE | {"kernels", "store", "models", "cache"},
+    "models": BASE | {"kernels", "store", "layers", "lora", "distributed"},
+    "runner": BASE | {"kernels", "store", "models", "cache", "distributed"},
     # text and the outside
     "text": BASE,
-    "engine": BASE | {"scheduler", "cache", "lora", "runner", "store", "models"},
+    "engine": BASE | {"scheduler", "cache", "lora", "runner", "store", "models", "distributed"},
     "observe": BASE,
     "llm": BASE | {"engine", "text"},
     "api": BASE | {"engine", "text", "observe"},
@@ -55,7 +56,7 @@ TORCH = {"torch", "triton"}
 WEB_STACK = {"starlette", "uvicorn", "fastapi", "pydantic", "h11", "httptools"}
 WIRE = {"msgspec", "zmq"}
 MAY_USE_WIRE = {
-    "engine.wire", "engine.process", "engine.process_client",
+    "engine.wire", "engine.process", "engine.process_client", "distributed.wire",
 }  # fmt: skip
 FAMILY_WORDS = ("full_attention", "FULL_ATTENTION", "sliding", "recurrent", "mamba")
 

@@ -18,6 +18,7 @@ from manyroots.engine.loop import EngineLoop
 from manyroots.engine.process_client import ProcessClient
 from manyroots.errors import ConfigError, ModelError, UnavailableError
 from manyroots.ids import AdapterName, Namespace, RequestId
+from manyroots.lora.targets import TargetKind
 from manyroots.messages import Output, Submit
 from manyroots.sampling import SamplingParams
 from tests.adapter_folders import ExpertFormat, Recipe, write_adapter
@@ -114,6 +115,8 @@ def test_w16_two_ranks_give_one_ranks_tokens_with_adapters(
     # Twice an expert's width is not the hidden size: else some formats could be read in two ways.
     save_tiny(tmp_path, kind, **({"moe_intermediate_size": 20} if "moe" in kind else {}))
     targets = load_tiny(tmp_path).adapter_targets()
+    has_experts = any(target.kind is TargetKind.EXPERTS for target in targets.values())
+    assert has_experts == ("moe" in kind)
     modules = []
     for name, recipe in recipes.items():
         write_adapter(tmp_path / name, targets, recipe)

@@ -49,7 +49,7 @@ def full_plan() -> Plan:
     return Plan(
         StepId(4),
         (arrival,),
-        (NewPages(Row(3), 0, 2, ints(8)),),
+        (NewPages(0, rows=ints(3), places=ints(2), pages=ints(8)),),
         rows=ints(3, 1),
         num_tokens=ints(2, 1),
         samples=np.array([True, False]),

@@ -141,6 +141,8 @@ def test_w16_two_ranks_give_one_ranks_logits_with_adapters(
     save_tiny(tmp_path, kind, **({"moe_intermediate_size": 20} if "moe" in kind else {}))
     alone = load_tiny(tmp_path)
     targets = alone.adapter_targets()
+    has_experts = any(target.kind is TargetKind.EXPERTS for target in targets.values())
+    assert has_experts == ("moe" in kind)
     adapters = []
     for rank in (1, 4, 16):
         folder = tmp_path / f"rank {rank}"

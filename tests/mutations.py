@@ -275,6 +275,12 @@ MUTATIONS: tuple[Mutation, ...] = (
         "first = place if below is node else 10**6",
         "what lies behind pages of a failed step stays on the device",
     ),
+    _cache(
+        "publishing",
+        "if self._is_simple:\n            return node, min(end, node.end)",
+        "if True:\n            return node, min(end, node.end)",
+        "a page is published behind tokens of others",
+    ),
     # Tiers
     _cache(
         "transfers",

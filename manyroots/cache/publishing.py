@@ -106,9 +106,7 @@ class Publisher:
         if num_full <= lease.num_published_pages:
             return []
         num_full = self._allowed(lease, num_full)
-        cursor = nearest_attached(lease.cursor)
-        # Earlier than what was published only if a failed step took a part of our path with it.
-        first = min(lease.num_published_pages, cursor.end)
+        cursor, first = self._whence(lease, tokens)
         if num_full <= first:
             return []
         keys = tokens[first * self._page_size : num_full * self._page_size].tobytes()
@@ -127,6 +125,25 @@ class Publisher:
         if not self._is_simple:
             self.offer_path(path[-1])  # a split may have left loose units in a new node
         return touched
+
+    def _whence(self, lease: Lease, tokens: Int32s) -> tuple[Node, int]:
+        """Where the lease's path goes on: the deepest node of it, and how many pages it has.
+
+        Not simply where it was: a failed step or an eviction may have taken a part of the path,
+        and others may have put pages of their own in its place since.
+        """
+        node, end = nearest_attached(lease.cursor), lease.num_published_pages
+        if self._is_simple:
+            return node, min(end, node.end)  # what is held stays, so that nobody takes its place
+        while node.parent is not None:
+            stop = min(node.end, end)
+            if node.first < stop and node.namespace == lease.key.at(node.first):
+                keys = tokens[node.first * self._page_size : stop * self._page_size].tobytes()
+                shared = self._index.tree.shared_run(node, keys, 0, node.first, stop)
+                if shared:
+                    return node, node.first + shared
+            node = node.parent
+        return node, 0
 
     def _simply(
         self,

@@ -123,7 +123,7 @@ class PrefixTree:
             child = node.children.get((key.at(depth), keys[at : at + size]))
             if child is None:
                 break
-            shared = self._shared_run(child, keys, depth, depth, key.run_end(depth, max_pages))
+            shared = self.shared_run(child, keys, depth, depth, key.run_end(depth, max_pages))
             nodes.append(child)
             depth += shared
             node = child
@@ -162,7 +162,7 @@ class PrefixTree:
                 node = child
             if node.namespace == key.at(depth):
                 run_end = key.run_end(depth, end)
-                depth += self._shared_run(node, keys, depth - first, depth, run_end)
+                depth += self.shared_run(node, keys, depth - first, depth, run_end)
             if depth < min(node.end, end):
                 node = self.split(node, depth)
                 path.append(node)
@@ -328,7 +328,7 @@ class PrefixTree:
             self.by_namespace.setdefault(namespace, {})[node.serial] = node
         return node
 
-    def _shared_run(self, node: Node, keys: bytes, index: int, depth: int, end: int) -> int:
+    def shared_run(self, node: Node, keys: bytes, index: int, depth: int, end: int) -> int:
         """How many pages of `node` from `depth` on equal `keys` from page `index` on."""
         size = self._page_bytes
         count = min(node.end, end) - depth

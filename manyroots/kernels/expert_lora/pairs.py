@@ -1,12 +1,9 @@
 """One layer's experts in one step, as adapters see them: which pairs belong to which adapter.
 
-Takes the layer's `Routing` and the step's `AdapterBatch`; gives *groups*, the pairs of one run at
-one expert. A pair's adapter is its token's. Pairs lie by expert and within one in the order of
-their tokens, and a run is neighbouring tokens, so that a group is one slice:
-
-    tokens    t0 base   t1 t2 slot 4   t3 slot 1
-    expert 0  |t0|t1 t2|t3|            groups [1, 3) of run 0, [3, 4) of run 1
-    expert 2  |t0|t2|                  group  [5, 6) of run 0
+Takes the layer's `Routing` and the step's `AdapterBatch`; gives the pairs of each run, sorted by
+expert. A pair's adapter is its token's. Worked out once per layer, and only if an adapter of the
+step changes experts there; nothing waits for the device but `RunPairs.segments`, which host loops
+ask for.
 """
 
 from __future__ import annotations
@@ -16,7 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-import numpy as np
+import torch
+from torch import Tensor
 
 from manyroots.kernels.lora.batch import AdapterBatch, Run
 from manyroots.kernels.lora.weights import LowRank, Site
@@ -24,11 +22,42 @@ from manyroots.kernels.moe.routing import Routing
 
 
 @dataclass(frozen=True, slots=True)
-class PairGroup:
-    """The pairs of one run at one expert."""
+class Segment:
+    """The pairs of one run at one expert: neighbours, since pairs lie by expert, then by token."""
 
     expert: int
-    pairs: slice
+    here: slice
+    """Among the pairs of the run."""
+    there: slice
+    """Among all pairs of the layer."""
+
+
+@dataclass(frozen=True)
+class RunPairs:
+    """The pairs of one run, sorted by expert."""
+
+    run: Run
+    places: Tensor
+    """int64 [pairs of the run], where they lie among all pairs of the layer."""
+    experts: Tensor
+    """The expert of each."""
+    tokens: Tensor
+    """The token of each, counted from the run's first."""
+    by_token: Tensor
+    """int64 [tokens of the run, experts per token]: numbers of the pairs in the order above."""
+
+    @cached_property
+    def segments(self) -> list[Segment]:
+        """One for each expert that has pairs; on the host."""
+        experts = self.experts.tolist()
+        changes = [i for i, (last, this) in enumerate(pairwise(experts), 1) if last != this]
+        firsts = [0, *changes]
+        starts = self.places[firsts].tolist()
+        ends = [*changes, len(experts)]
+        return [
+            Segment(experts[first], slice(first, end), slice(start, start + end - first))
+            for first, end, start in zip(firsts, ends, starts, strict=True)
+        ]
 
 
 @dataclass(frozen=True)
@@ -38,28 +67,26 @@ class AdapterPairs:
     routing: Routing
     batch: AdapterBatch
 
-    def changes(self, site: Site) -> Iterator[tuple[Run, list[PairGroup], LowRank]]:
-        """What adapters add at `site`: nothing is looked for where no adapter has any."""
+    def changes(self, site: Site) -> Iterator[tuple[RunPairs, LowRank]]:
+        """What adapters add at `site`."""
         for index, run in enumerate(self.batch.runs):
             for low in run.weights.experts.get(site, ()):
-                yield run, self.groups[index], low
+                yield self.by_run[index], low
 
     @cached_property
-    def groups(self) -> list[list[PairGroup]]:
-        """Of each run, in the order of experts; on the host, and the same for all sites."""
-        runs = self.batch.runs
-        tokens = self.routing.token_index.cpu().numpy()
-        experts = self.routing.expert_index.cpu().numpy()
-        starts = np.array([run.tokens.start for run in runs])
-        ends = np.array([run.tokens.stop for run in runs])
-        run_of_pair = np.searchsorted(starts, tokens, side="right") - 1
-        # Tokens before the first run look up the last one here, and are not in that either.
-        is_base = (run_of_pair < 0) | (tokens >= ends[run_of_pair])
-        run_of_pair[is_base] = -1
-        is_first = (np.diff(experts) != 0) | (np.diff(run_of_pair) != 0)
-        edges = [0, *(np.flatnonzero(is_first) + 1).tolist(), len(tokens)]
-        found: list[list[PairGroup]] = [[] for _ in runs]
-        for first, end in pairwise(edges):
-            if run_of_pair[first] >= 0:
-                found[run_of_pair[first]].append(PairGroup(int(experts[first]), slice(first, end)))
-        return found
+    def by_run(self) -> list[RunPairs]:
+        """Of each run, the same for all sites of the layer."""
+        return [self._pairs_of(run) for run in self.batch.runs]
+
+    def _pairs_of(self, run: Run) -> RunPairs:
+        index = self.routing.pair_index[run.tokens]
+        places, order = torch.sort(index.flatten())
+        by_token = torch.empty_like(order)
+        by_token[order] = torch.arange(order.numel(), device=order.device)
+        return RunPairs(
+            run=run,
+            places=places,
+            experts=self.routing.expert_index.index_select(0, places),
+            tokens=order // index.shape[1],
+            by_token=by_token.view(index.shape),
+        )

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from manyroots.kernels.expert_lora import reference, torch_ops
-from manyroots.kernels.expert_lora.pairs import AdapterPairs
+from manyroots.kernels.expert_lora.pairs import AdapterPairs, Segment
 from manyroots.kernels.lora.batch import AdapterBatch
 from manyroots.kernels.lora.weights import LowRank, Part, SlotWeights
 from manyroots.kernels.moe import torch_ops as moe_ops
-from manyroots.kernels.moe.routing import Routing, route
+from manyroots.kernels.moe.routing import route
 from manyroots.kernels.tolerances import assert_close
 
 CPU = torch.device("cpu")
@@ -76,17 +76,18 @@ STEPS = {
 
 
 def random_pairs(
-    slots: list[int], weights: dict[int, SlotWeights], dtype: torch.dtype = torch.float32
+    slots: list[int],
+    weights: dict[int, SlotWeights],
+    dtype: torch.dtype = torch.float32,
+    *,
+    num_experts_hit: int = NUM_EXPERTS,
 ) -> AdapterPairs:
     batch = AdapterBatch.build(np.array(slots), weights, None, CPU)
     assert batch is not None
-    return AdapterPairs(random_routing(len(slots), dtype), batch)
-
-
-def random_routing(num_tokens: int, dtype: torch.dtype = torch.float32) -> Routing:
-    generator = torch.Generator().manual_seed(num_tokens)
-    logits = torch.randn(num_tokens, NUM_EXPERTS, generator=generator).to(dtype)
-    return route(logits, experts_per_token=PER_TOKEN, normalize=True)
+    generator = torch.Generator().manual_seed(len(slots))
+    logits = torch.randn(len(slots), NUM_EXPERTS, generator=generator).to(dtype)
+    logits[:, num_experts_hit:] = -100
+    return AdapterPairs(route(logits, experts_per_token=PER_TOKEN, normalize=True), batch)
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -129,31 +130,41 @@ def test_adapters_behind_experts_are_weighted_as_the_naive_ones_are_w15(
     assert ours[~unchanged].ne(without[~unchanged]).any(dim=1).all()
 
 
-def test_groups_are_the_pairs_of_one_run_at_one_expert() -> None:
+def test_the_pairs_of_a_run_are_sorted_by_expert_and_find_their_tokens() -> None:
     logits = torch.tensor([[9.0, 0, 5, 1], [5, 0, 1, 9], [9, 0, 5, 1], [5, 0, 0, 9], [9, 0, 5, 0]])
     routing = route(logits, experts_per_token=2, normalize=False)
     assert routing.token_index.tolist() == [0, 1, 2, 3, 4, 0, 2, 4, 1, 3]
     batch = AdapterBatch.build(np.array([-1, 4, 4, 1, -1]), {4: adapter(), 1: adapter()}, None, CPU)
     assert batch is not None
-    groups = AdapterPairs(routing, batch).groups
-    found = [[(g.expert, g.pairs.start, g.pairs.stop) for g in of_run] for of_run in groups]
-    assert found == [[(0, 1, 3), (2, 6, 7), (3, 8, 9)], [(0, 3, 4), (3, 9, 10)]]
+    first, second = AdapterPairs(routing, batch).by_run
+    assert first.places.tolist() == [1, 2, 6, 8]
+    assert first.experts.tolist() == [0, 0, 2, 3]
+    assert first.tokens.tolist() == [0, 1, 1, 0]
+    assert first.by_token.tolist() == [[3, 0], [1, 2]]
+    assert first.segments == [
+        Segment(0, slice(0, 2), slice(1, 3)),
+        Segment(2, slice(2, 3), slice(6, 7)),
+        Segment(3, slice(3, 4), slice(8, 9)),
+    ]
+    assert second.places.tolist() == [3, 9]
+    assert [segment.there for segment in second.segments] == [slice(3, 4), slice(9, 10)]
 
 
-def test_experts_without_pairs_and_adapters_elsewhere_are_not_touched() -> None:
+@pytest.mark.parametrize("num_tokens", [2, 5])
+def test_experts_without_pairs_and_adapters_elsewhere_are_not_touched(num_tokens: int) -> None:
     weights = {0: adapter(low_rank({0: 4, 1: 4}, (False, False), 0))}
-    pairs = random_pairs([0, 0], weights)
+    pairs = random_pairs([0] * num_tokens, weights, num_experts_hit=4)
     hit = sorted(set(pairs.routing.expert_index.tolist()))
     assert len(hit) < NUM_EXPERTS
     [low] = weights[0].experts[SITE]
     for stack in (low.a, *(part.b for part in low.parts)):
         stack[[expert for expert in range(NUM_EXPERTS) if expert not in hit]] = torch.nan
-    y = torch.zeros(2 * PER_TOKEN, 32)
-    torch_ops.add_to_pairs(y, draw(2, IN), SITE, pairs)
+    y = torch.zeros(num_tokens * PER_TOKEN, 32)
+    torch_ops.add_to_pairs(y, draw(num_tokens, IN), SITE, pairs)
     assert y.isfinite().all()
-    elsewhere = random_pairs([0, 0], weights)
-    torch_ops.add_to_pairs(y, draw(2, IN), "another layer", elsewhere)
-    assert "groups" not in vars(elsewhere), "pairs are not even sorted by adapter"
+    elsewhere = random_pairs([0] * num_tokens, weights)
+    torch_ops.add_to_pairs(y, draw(num_tokens, IN), "another layer", elsewhere)
+    assert "by_run" not in vars(elsewhere), "pairs are not even sorted by adapter"
 
 
 @pytest.mark.parametrize("spoiled", [1, 3, 4])
@@ -185,6 +196,10 @@ def test_what_experts_share_is_multiplied_once_per_token(monkeypatch: pytest.Mon
         return product(x, weight, **out)
 
     monkeypatch.setattr(torch, "mm", counted)
+    pairs = random_pairs([1], adapters())
+    torch_ops.add_to_pairs(torch.zeros(3, 32), draw(1, IN), SITE, pairs)
+    assert rows == [1], "the second halves of three experts are one batched product each"
+    rows.clear()
     pairs = random_pairs([1] * 9, adapters())
     torch_ops.add_to_pairs(torch.zeros(27, 32), draw(9, IN), SITE, pairs)
-    assert rows == [9], "the rest is with second halves, in addmm_"
+    assert rows == [9], "the second halves are added where they belong, expert by expert"

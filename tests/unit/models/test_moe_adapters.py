@@ -158,7 +158,7 @@ def test_a_step_without_adapters_does_no_work_for_them_w18(
     without = PagedModel(served.ours).step({"a": tokens})["a"]
     monkeypatch.delattr(torch_ops, "add_to_pairs")
     monkeypatch.delattr(torch_ops, "combine")
-    monkeypatch.delattr(AdapterPairs, "groups")
+    monkeypatch.delattr(AdapterPairs, "by_run")
     assert torch.equal(served.run({"a": (None, tokens)}, None)["a"], without)
     with pytest.raises(AttributeError):
         served.run({"a": ("stacked", tokens)}, None)

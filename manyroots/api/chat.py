@@ -78,13 +78,14 @@ async def _chunks(job: Job, request: ChatRequest) -> AsyncGenerator[bytes, None]
         choices=[],
         usage=None if wants_usage else msgspec.UNSET,
     )
+    # With the first news and not before: until then the status can still say what went wrong.
+    events: list[bytes] = []
     for index in range(len(job.submits)):
         chunk.choices = [ChatChunkChoice(index=index, delta=ChatDelta("assistant", ""))]
-        yield event(chunk)
+        events.append(event(chunk))
     count = UsageCount(job.submits, job.n)
     async with aclosing(generate(job.service, job.submits)) as batches:
         async for batch in batches:
-            events: list[bytes] = []
             for index, delta in batch:
                 count.add(index, delta)
                 for choice in _chunk_choices(job, request, index, delta):
@@ -92,6 +93,7 @@ async def _chunks(job: Job, request: ChatRequest) -> AsyncGenerator[bytes, None]
                     events.append(event(chunk))
             if events:
                 yield b"".join(events)
+            events.clear()
     if wants_usage:
         chunk.choices, chunk.usage = [], count.usage()
         yield event(chunk)

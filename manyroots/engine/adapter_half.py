@@ -27,6 +27,7 @@ from manyroots.store.adapter_loader import AdapterLoader, Read
 from manyroots.store.adapter_sites import SiteParts
 from manyroots.store.adapter_slots import AdapterSlots
 from manyroots.store.adapter_weights import AdapterWeights
+from manyroots.store.host_memory import PinnedMemory, pageable
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +65,9 @@ def build_adapter_half(
     shard = model.shard
     targets = whole_targets(model.adapter_targets(), shard, model.spec.vocab_size)
 
+    largest = adapter_bytes(targets, settings.max_lora_rank, dtype.itemsize)
+    memory = PinnedMemory(largest) if device.type == "cuda" else pageable
+
     def read(
         folder: Path, allowed_dirs: Sequence[Path] | None
     ) -> tuple[AdapterSpec, AdapterWeights]:
@@ -72,9 +76,9 @@ def build_adapter_half(
             targets,
             max_rank=settings.max_lora_rank,
             dtype=dtype,
-            pin=device.type == "cuda",
             vocab_size=model.spec.vocab_size,
             allowed_dirs=allowed_dirs,
+            allocate=memory,
         )
 
     def read_part(path: str) -> AdapterWeights:

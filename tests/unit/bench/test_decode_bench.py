@@ -57,7 +57,7 @@ def test_random_adapters_differ_in_content_and_fit_the_model(name: str, tmp_path
     for folder in write_adapters(targets, tmp_path, count=3, rank=4):
         check_folder(folder, None)
         spec, _ = read_adapter(
-            folder, targets, max_rank=4, dtype=torch.float32, pin=False,
+            folder, targets, max_rank=4, dtype=torch.float32,
             vocab_size=MODEL_CONFIGS[name]["vocab_size"],
         )  # fmt: skip
         assert len(spec.pairs) == 7 * MODEL_CONFIGS[name]["num_hidden_layers"]

@@ -281,6 +281,25 @@ MUTATIONS: tuple[Mutation, ...] = (
         "if True:\n            return node, min(end, node.end)",
         "a page is published behind tokens of others",
     ),
+    # Drafts
+    _cache(
+        "cache",
+        "num_tokens = min(num_tokens, lease.num_sure_tokens)",
+        "pass",
+        "a guess can be found",
+    ),
+    _cache(
+        "growth",
+        "if self._stateful:\n            return Refusal.CANNOT_REWIND",
+        "if False:\n            return Refusal.CANNOT_REWIND",
+        "a state that can't go back takes guesses",
+    ),
+    _cache(
+        "cache",
+        "lease.num_sure_tokens = None",
+        "pass",
+        "a lease stays behind its drafts for ever",
+    ),
     # Tiers
     _cache(
         "transfers",

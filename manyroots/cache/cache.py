@@ -211,6 +211,15 @@ class PrefixCache:
         """Units for a step that takes the lease from `num_computed` to `num_tokens` tokens."""
         return self._growth.extend(lease, num_computed, num_tokens, step_id)
 
+    def draft(
+        self, lease: Lease, num_computed: int, num_sure: int, num_tokens: int, step_id: StepId
+    ) -> Extension | Refusal:
+        """As `extend`, where tokens from `num_sure` on are guesses that the step is to check (P11).
+
+        To be followed by `accept`. Families that can't go back refuse.
+        """
+        return self._growth.draft(lease, num_computed, num_sure, num_tokens, step_id)
+
     def turn_pages(self, leases: list[Lease]) -> list[Int32s] | None:
         """One more page for each of these full leases, or None if they must be extended one by
         one: there is not room for all, or a family has more to do at a page's end."""
@@ -234,6 +243,8 @@ class PrefixCache:
 
     def announce(self, lease: Lease, tokens: Int32s, num_tokens: int, step_id: StepId) -> None:
         """Step `step_id`, being planned, will have computed the first `num_tokens` of `tokens`."""
+        if lease.num_sure_tokens is not None:
+            num_tokens = min(num_tokens, lease.num_sure_tokens)  # nobody may find a guess
         num_full = min(num_tokens, len(tokens)) // self.page_size
         if self._policies.reuse and num_full > lease.num_published_pages:
             self.publisher.announce(lease, tokens, num_tokens, step_id)
@@ -259,6 +270,12 @@ class PrefixCache:
             nodes += self._publish_checkpoints(lease, step_id)
         if nodes:
             self._writer.published(nodes)
+
+    def accept(self, lease: Lease, tokens: Int32s, num_tokens: int, step_id: StepId) -> None:
+        """Of what step `step_id` computed over drafts, the first `num_tokens` of `tokens` are
+        right: publish what is full. The lease goes on from there, with whatever tokens."""
+        lease.num_sure_tokens = None
+        self.commit(lease, tokens, num_tokens, step_id)
 
     def _publish_checkpoints(self, lease: Lease, step_id: StepId) -> list[Node]:
         """States of the prompt, saved by a step that is done, can be found."""

@@ -44,6 +44,7 @@ class Lease:
         "num_loads",
         "num_prompt_tokens",
         "num_published_pages",
+        "num_sure_tokens",
         "onboarding",
         "resumed",
         "serial",
@@ -84,6 +85,8 @@ class Lease:
         """Up to here the lease needs nothing more: no units, and no state to be saved."""
         self.num_host_tokens = 0
         """How many of those had to come from the host."""
+        self.num_sure_tokens: int | None = None
+        """While a step computes drafts: how many tokens are right whatever becomes of those."""
         self.num_prompt_tokens = 0
         self.junction = 0
         """How far the index knew the tokens, in pages: where others part from this request."""

@@ -59,7 +59,7 @@ MIXES = (
 )  # fmt: skip
 ACTIONS = (
     *["plan"] * 6, *["claim"] * 5, *["commit"] * 5, *["acknowledge"] * 5, *["release"] * 5,
-    *["onboard"] * 3, *["prefetch"] * 2, "lookup", "fail", "evict_namespace",
+    *["onboard"] * 3, *["prefetch"] * 2, *["guess"] * 2, "lookup", "fail", "evict_namespace",
 )  # fmt: skip
 PATTERNS = (0, 0b1111111111, 0b10000, 0b1111110011)
 Entry = tuple[int, Path]
@@ -164,6 +164,8 @@ class Machine(RuleBasedStateMachine):
             self.evict_namespace(NAMESPACES[a % 3])
         elif action == "prefetch" and self.policies.uses_storage:
             self.prefetch(a % 5, b, c)
+        elif action == "guess" and self.guessing():
+            self.guess(a, [b >> i & 1 for i in range(1 + c % 4)])
         elif action == "lookup":
             self.lookup(a % 5, b, c)
         elif len(self.hand.steps) > 1:
@@ -229,9 +231,27 @@ class Machine(RuleBasedStateMachine):
         ready = [
             s for i, s in enumerate(self.sequences)
             if s.held.is_ready and (chosen >> i & 1 or chosen % 5 == 0)
+            and s.held.num_sure_tokens is None
         ]  # fmt: skip
         before = [plane.num_free for plane in self.cache.stats().planes]
-        step = self.hand.plan(*ready, most=most)
+        self.planned(self.hand.plan(*ready, most=most), before)
+
+    def guessing(self) -> list[Sequence]:
+        """Who may have drafts computed now."""
+        return [s for s in self.sequences if s.held.is_ready and not s.num_in_flight]
+
+    def guess(self, index: int, drafts: list[int]) -> None:
+        self.drop_failed()
+        may_guess = self.guessing()
+        if not may_guess:
+            return
+        sequence = may_guess[index % len(may_guess)]
+        before = [plane.num_free for plane in self.cache.stats().planes]
+        step = self.hand.guess(sequence, drafts)
+        assert not step.parts or not any(p.family.is_state for p in self.layout.device)
+        self.planned(step, before)
+
+    def planned(self, step: Step, before: list[int]) -> None:
         self.note_copies(step)
         for part in step.parts:
             self.leans[id(part.sequence)] = set()
@@ -241,7 +261,9 @@ class Machine(RuleBasedStateMachine):
         size = self.hand.page_size
         wanted = {
             plane.index: sum(
-                2 if plane.family.is_state else -(-p.end // size) - p.begin // size
+                2
+                if plane.family.is_state
+                else -(-(p.end + len(p.drafts)) // size) - p.begin // size
                 for p in step.parts
             )
             for plane in self.layout.device

@@ -362,6 +362,13 @@ class ByHand:
                 self.memory.pop((copy.family, copy.target, int(copy.target_units[place])), None)
         self.cache.acknowledge(CopyDone(copy.copy_id, np.array(good, np.bool_)))
 
+    def settle_all_but(self, slow: Copy) -> None:
+        """All copies end well but this one, which stays under way."""
+        self.take_copies()
+        for copy, _ in list(self.under_way.values()):
+            if copy.copy_id != slow.copy_id:
+                self.acknowledge(copy)
+
     def settle(self) -> None:
         """All copies end well, and those that they lead to."""
         self.take_copies()

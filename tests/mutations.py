@@ -319,6 +319,24 @@ MUTATIONS: tuple[Mutation, ...] = (
         "",
         "a page is written back before it is filled",
     ),
+    _cache(
+        "transfers",
+        "if len(handover.answers) < len(handover.copy_ids):\n            return []",
+        "if len(handover.answers) < len(handover.copy_ids):\n            return [self._settle(done)]",
+        "each copy of a hand-over is acknowledged alone",
+    ),
+    _cache(
+        "writeback",
+        "self._open.setdefault(serial, Handover())",
+        "self._open.setdefault(0, Handover())",
+        "one request's copies wait for another's",
+    ),
+    _cache(
+        "eviction",
+        "self._counts_arrivals = plane.tier is Tier.HOST",
+        "self._counts_arrivals = False",
+        "what has just come to the host goes first",
+    ),
     _cache("writeback", "(index, unit) not in moving and", "", "a page under way is copied again"),
     _cache(
         "writeback",

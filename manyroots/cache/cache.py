@@ -108,7 +108,7 @@ class PrefixCache:
         if num_pages:
             self._hold_found(lease, match, num_pages)
             self.publisher.touch(lease.cursor)
-            self._writer.found(nodes)
+            self._writer.found(lease.serial, nodes)
         return lease
 
     def count_hit(self, lease: Lease, num_tokens: int) -> None:
@@ -252,7 +252,8 @@ class PrefixCache:
     def commit_step(self, step_id: StepId) -> None:
         """The step succeeded: what was announced for it can be relied on."""
         self._committed_step = max(self._committed_step, step_id)
-        self._writer.published(self.publisher.commit_step(step_id))
+        for serial, nodes in self.publisher.commit_step(step_id).items():
+            self._writer.published(serial, nodes)
         if self._room.has_allocated:
             # Not otherwise: an idle cache must come to rest, however small its host tier.
             self._room.has_allocated = False
@@ -269,7 +270,7 @@ class PrefixCache:
         if lease.checkpoints:
             nodes += self._publish_checkpoints(lease, step_id)
         if nodes:
-            self._writer.published(nodes)
+            self._writer.published(lease.serial, nodes)
 
     def accept(self, lease: Lease, tokens: Int32s, num_tokens: int, step_id: StepId) -> None:
         """Of what step `step_id` computed over drafts, the first `num_tokens` of `tokens` are
@@ -306,7 +307,7 @@ class PrefixCache:
             if ending is Ending.FINISHED and is_saved and self._policies.reuse:
                 node = self.publisher.publish_checkpoint(lease, checkpoint)
                 if node is not None:
-                    self._writer.published([node])
+                    self._writer.published(lease.serial, [node])
             else:
                 self._drop(checkpoint.family, checkpoint.unit)
         lease.checkpoints.clear()
@@ -362,15 +363,14 @@ class PrefixCache:
         """A copy between tiers has ended."""
         if self.prefetcher.acknowledge(done):
             return
-        move = self.transfers.acknowledge(done)
-        if move is None:
-            return
-        self._writer.arrived_on_host(move)
-        for node in dict.fromkeys(spot.node for spot in move.spots):
-            self.publisher.offer_path(nearest_attached(node))
+        for move in self.transfers.acknowledge(done):
+            self._writer.arrived_on_host(move)
+            for node in dict.fromkeys(spot.node for spot in move.spots):
+                self.publisher.offer_path(nearest_attached(node))
 
     def take_copies(self) -> tuple[Copy, ...]:
         """Copies for the step being planned, in the order they must run."""
+        self._writer.sent()
         copies, self._copies = self._states.take_copies() + tuple(self._copies), []
         return copies + self.transfers.take_intents()
 

@@ -40,6 +40,7 @@ class Node:
         "hashes",
         "is_attached",
         "keys",
+        "last_arrived",
         "last_used",
         "namespace",
         "num_pages",
@@ -87,6 +88,8 @@ class Node:
         """Order of creation: breaks every tie, so that ranks agree on victims."""
         self.children: dict[ChildKey, Node] = {}
         self.last_used = 0
+        self.last_arrived = 0
+        """When a copy to the host last ended here or below; counts as use there alone."""
         self.num_uses = 0
         self.queued = 0
         """Bit set of the planes whose eviction queue has this node."""
@@ -225,7 +228,7 @@ class PrefixTree:
             self._serial,
         )
         upper.counts = _counts(upper.units)
-        upper.last_used = node.last_used
+        upper.last_used, upper.last_arrived = node.last_used, node.last_arrived
         upper.num_uses = node.num_uses
         parent.children[(node.namespace, node.keys[: self._page_bytes])] = upper
         starts = self.by_namespace.get(node.namespace)

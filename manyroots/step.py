@@ -98,6 +98,9 @@ class CopyDone:
     copy_id: CopyId
     arrived: Bools
     """For each unit, whether it is there whole."""
+    error: str | None = None
+    """Why the tier could not be read or written at all; None where it answered. Then what did not
+    arrive is not there, or not whole."""
 
 
 @dataclass(frozen=True, slots=True)

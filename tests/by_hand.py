@@ -349,18 +349,22 @@ class ByHand:
             self._begin_copies(step, is_after_model=is_after_model)
         return [copy for copy_id, (copy, _) in self.under_way.items() if copy_id not in before]
 
-    def acknowledge(self, copy: Copy, arrived: list[bool] | None = None) -> None:
-        """A copy ends: whole, or only where `arrived` says so."""
+    def acknowledge(
+        self, copy: Copy, arrived: list[bool] | None = None, error: str | None = None
+    ) -> None:
+        """A copy ends: whole, or only where `arrived` says so, or not at all, with an error."""
         copy, contents = self.under_way.pop(copy.copy_id)
         good = [content != () for content in contents]
         if arrived is not None:
             good = [a and b for a, b in zip(good, arrived, strict=True)]
+        if error is not None:
+            good = [False] * len(good)
         for place, (content, is_good) in enumerate(zip(contents, good, strict=True)):
             if is_good:
                 self._write_copy(copy, place, content)
             elif copy.target is not Tier.STORAGE:  # torn: nothing that can be relied on
                 self.memory.pop((copy.family, copy.target, int(copy.target_units[place])), None)
-        self.cache.acknowledge(CopyDone(copy.copy_id, np.array(good, np.bool_)))
+        self.cache.acknowledge(CopyDone(copy.copy_id, np.array(good, np.bool_), error))
 
     def settle_all_but(self, slow: Copy) -> None:
         """All copies end well but this one, which stays under way."""

@@ -321,8 +321,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _cache(
         "transfers",
-        "if len(handover.answers) < len(handover.copy_ids):\n            return []",
-        "if len(handover.answers) < len(handover.copy_ids):\n            return [self._settle(done)]",
+        "if handover is None:\n            return [self._settle(done)]",
+        "if True:\n            return [self._settle(done)]",
         "each copy of a hand-over is acknowledged alone",
     ),
     _cache(
@@ -399,6 +399,24 @@ MUTATIONS: tuple[Mutation, ...] = (
         "if arrived[at] and node.units",
         "if node.units",
         "what storage did not have is published",
+    ),
+    _cache(
+        "cache",
+        "if not self.storage.may_read:",
+        "if False:",
+        "storage that is dead is asked for ever",
+    ),
+    _cache(
+        "writeback",
+        " or not self._storage.may_write:",
+        ":",
+        "storage that is full is written to for ever",
+    ),
+    _cache(
+        "storage",
+        "self._failures = self._rest_steps = 0",
+        "pass",
+        "failures far apart count as an outage",
     ),
     # Scheduler
     _scheduler(

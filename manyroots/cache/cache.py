@@ -33,6 +33,7 @@ from manyroots.cache.prefetch import Prefetcher, Ticket
 from manyroots.cache.publishing import Publisher, nearest_attached
 from manyroots.cache.room import Room
 from manyroots.cache.states import States
+from manyroots.cache.storage import Storage
 from manyroots.cache.transfers import Spot, Transfers
 from manyroots.cache.tree import TOKEN_BYTES, Node, Walk
 from manyroots.cache.writeback import WriteBacker
@@ -57,8 +58,9 @@ class PrefixCache:
         self.publisher = Publisher(self.index, self.evictors)
         self.index.on_loosened = self.publisher.offer
         self.prefetcher = Prefetcher(self.index, self.evictors, self.publisher)
+        self.storage = Storage()
         self._writer = WriteBacker(
-            self.index, self.evictors, self.transfers, self.publisher, policies
+            self.index, self.evictors, self.transfers, self.publisher, policies, self.storage
         )
         self._room = Room(self.index, self.evictors)
         self._states = States(
@@ -252,6 +254,7 @@ class PrefixCache:
     def commit_step(self, step_id: StepId) -> None:
         """The step succeeded: what was announced for it can be relied on."""
         self._committed_step = max(self._committed_step, step_id)
+        self.storage.pass_to(step_id)
         for serial, nodes in self.publisher.commit_step(step_id).items():
             self._writer.published(serial, nodes)
         if self._room.has_allocated:
@@ -342,6 +345,8 @@ class PrefixCache:
         """Ask storage for what neither device nor host has; None if there is nothing to ask."""
         if not self._policies.uses_storage or not self.layout.host or self._hasher is None:
             return None
+        if not self.storage.may_read:
+            return None
         match = self.lookup(key, tokens)
         max_pages = (len(tokens) - 1) // self.page_size
         first = match.walk.depth
@@ -362,8 +367,11 @@ class PrefixCache:
     def acknowledge(self, done: CopyDone) -> None:
         """A copy between tiers has ended."""
         if self.prefetcher.acknowledge(done):
+            self.storage.was_read(done)
             return
         for move in self.transfers.acknowledge(done):
+            if move.target is None:
+                self.storage.was_written(done)
             self._writer.arrived_on_host(move)
             for node in dict.fromkeys(spot.node for spot in move.spots):
                 self.publisher.offer_path(nearest_attached(node))
@@ -417,4 +425,5 @@ class PrefixCache:
             total_host_hit_tokens=self._total_host_hit,
             total_skipped_checkpoints=self._states.num_skipped,
             total_failed_units=self.transfers.num_failed_units,
+            storage=self.storage.stats() if self._policies.uses_storage else None,
         )  # fmt: skip

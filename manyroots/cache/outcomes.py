@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from manyroots.ids import Tier
+from manyroots.messages import StorageStats
 from manyroots.step import Int32s
 
 
@@ -57,6 +58,7 @@ class CacheStats:
     total_host_hit_tokens: int
     total_skipped_checkpoints: int
     total_failed_units: int
+    storage: StorageStats | None
 
 
 @dataclass(frozen=True, slots=True)

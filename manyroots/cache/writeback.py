@@ -14,6 +14,7 @@ from manyroots.cache.index import Index
 from manyroots.cache.planes import ABSENT, NO_UNITS, Plane
 from manyroots.cache.policies import CachePolicies, WriteBack
 from manyroots.cache.publishing import Publisher
+from manyroots.cache.storage import Storage
 from manyroots.cache.transfers import Handover, Move, Spot, Transfers
 from manyroots.cache.tree import Indices, Node
 from manyroots.ids import Tier
@@ -29,12 +30,14 @@ class WriteBacker:
         transfers: Transfers,
         publisher: Publisher,
         policies: CachePolicies,
+        storage: Storage,
     ) -> None:
         self._index = index
         self._evictors = evictors
         self._transfers = transfers
         self._publisher = publisher
         self._policies = policies
+        self._storage = storage
         self._has_host = bool(index.layout.host)
         self._open: dict[int, Handover] = {}
         """By the serial of a lease: what is handed over for it, till the intents are taken."""
@@ -90,7 +93,7 @@ class WriteBacker:
         if move.target is None or move.target.tier is not Tier.HOST:
             return
         self._publisher.arrived(spot.node for spot in move.spots)
-        if not self._policies.uses_storage:
+        if not self._policies.uses_storage or not self._storage.may_write:
             return
         kept = [
             (spot, unit, node)

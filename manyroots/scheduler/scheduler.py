@@ -399,4 +399,5 @@ class Scheduler:
             total_steps=self._next_step_id - 1,
             total_step_tokens=self._total_step_tokens,
             adapters=self._adapters.stats(),
+            storage=cache.storage,
         )

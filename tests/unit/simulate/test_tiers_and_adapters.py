@@ -79,6 +79,30 @@ def test_copies_that_all_fail_cost_time_and_no_answer() -> None:
     assert run.records[2].num_cached_tokens == 0
 
 
+def test_t03_dead_storage_is_soon_left_alone_and_costs_no_answer() -> None:
+    """T03: the host serves as it would without storage, and few copies are lost on the dead."""
+    trace = tuple(line(0.5 * i, ("pqr"[i % 3], 130)) for i in range(300))
+    host = replace(SMALL, num_host_pages=40)
+    storage = replace(host, storage=True, num_host_pages=12)
+    dead = simulate(
+        trace, replace(host, storage=True), COSTS, seed=0, faults=Faults(dead_storage=1.0),
+        audit=True,
+    )  # fmt: skip
+    assert all(record.is_whole for record in dead.records)
+    alone = simulate(trace, host, COSTS, seed=0)
+    assert dead.num_hit_tokens == alone.num_hit_tokens > 0
+    small = simulate(trace, storage, COSTS, seed=0, faults=Faults(dead_storage=1.0), audit=True)
+    alive = simulate(trace, storage, COSTS, seed=0)
+    assert all(record.is_whole for record in small.records)
+    ways = [
+        copied["storage to host"] for copied in (small.num_copied_pages, alive.num_copied_pages)
+    ]
+    assert ways[0] < ways[1] / 4
+    assert small.storage is not None
+    assert small.storage.total_outages == 2  # reading and writing
+    assert small.num_bad_copies < 30
+
+
 def test_the_first_request_of_an_adapter_waits_for_its_load() -> None:
     """W05: from storage once, then it is there."""
     trace = (

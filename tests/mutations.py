@@ -440,6 +440,17 @@ MUTATIONS: tuple[Mutation, ...] = (
         "a request begins before its pages are loaded",
         "admission",
     ),
+    _scheduler(
+        "self._admission.lose_patience(draft.step_id)",
+        "pass",
+        "a request waits for storage beyond its time",
+    ),
+    _scheduler(
+        "if request.ticket is None or request.ticket.patience_steps == 0:",
+        "if request.ticket is None:",
+        "best effort waits for a step",
+        "admission",
+    ),
     _scheduler("if r.row not in placed]", "]", "a request of this very step is retracted"),
     _scheduler("self._cache.acknowledge(done)", "pass", "acknowledgements are lost"),
     _scheduler(

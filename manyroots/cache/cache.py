@@ -358,7 +358,8 @@ class PrefixCache:
         parent = self._hasher.root
         if nodes:
             parent = self.index.hash_of(cursor, first - 1 - cursor.first)
-        ticket = Ticket(key, cursor, first, keys, self._next_serial)
+        patience_steps = self._policies.patience_steps
+        ticket = Ticket(key, cursor, first, keys, self._next_serial, patience_steps)
         self._next_serial += 1
         copy_ids = [self.transfers.next_id() for _ in self.layout.host]
         self._copies += self.prefetcher.ask(ticket, ticket.hashes(self._hasher, parent), copy_ids)

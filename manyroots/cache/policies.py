@@ -17,6 +17,17 @@ class WriteBack(enum.Enum):
     """When room on the device runs low."""
 
 
+class Prefetch(enum.Enum):
+    """Whether a request waits for what storage was asked for on its behalf (T04)."""
+
+    BEST_EFFORT = "best-effort"
+    """No: it begins when its turn comes, with what has arrived by then."""
+    WAIT = "wait"
+    """Until storage has answered."""
+    TIMEOUT = "timeout"
+    """For a number of steps at most."""
+
+
 @dataclass(frozen=True, slots=True)
 class LoadCosts:
     """Load or recompute: what each takes (T05). Measured by the execute half."""
@@ -40,8 +51,23 @@ class CachePolicies:
     write_back: WriteBack = WriteBack.THROUGH
     load_costs: LoadCosts = FREE_LOADS
     uses_storage: bool = False
+    prefetch: Prefetch = Prefetch.WAIT
+    prefetch_timeout_steps: int = 32
+    """With TIMEOUT. In steps, because the decide half has no clock: what a wait costs others is
+    counted in steps, and where there are none storage is all there is to wait for."""
     records_events: bool = False
     identity: bytes = b""
     """Stands for model, dtype and layout in page hashes."""
     low_water: float = 0.1
     """With EVICTION: the share of the device below which write-back begins."""
+
+    @property
+    def patience_steps(self) -> int | None:
+        """For how many steps a request waits for storage; None is as long as it takes."""
+        match self.prefetch:
+            case Prefetch.BEST_EFFORT:
+                return 0
+            case Prefetch.TIMEOUT:
+                return self.prefetch_timeout_steps
+            case Prefetch.WAIT:
+                return None

@@ -31,6 +31,9 @@ class Ticket:
     """Tokens of the pages from `first` on."""
     serial: int
     """Asked before its namespace was evicted, the answer is published nowhere."""
+    patience_steps: int | None
+    """For how many steps the request should wait for it; None is as long as it takes. Whether or
+    not it does, the answer is taken when it comes."""
     units: dict[CopyId, tuple[Plane, Int32s]] = field(default_factory=dict)
     arrived: dict[CopyId, Bools] = field(default_factory=dict)
 

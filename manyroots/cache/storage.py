@@ -1,8 +1,8 @@
-"""What is known of the storage tier: what it failed to give or take, and whether to use it now (T03).
+"""What is known of the storage tier: what it failed to give or take, whether to use it (T03).
 
 In: how copies from and to storage ended, and which step the engine is at. Out: whether to begin
 another one. Storage that can't be reached is left alone for a number of steps, and then tried
-again; the tiers above go on without it. Logs the begin and the end of an outage, and no single page.
+again; the tiers above go on without it. Logs the begin and the end of an outage, no single page.
 """
 
 from __future__ import annotations

@@ -141,6 +141,7 @@ class Scheduler:
             for request in list(self._rows.prompts):
                 self._continue(request, draft)
         if len(self._admission):
+            self._admission.lose_patience(draft.step_id)
             has_room = self._endings.num_retractions == num_retracted
             without_room = self._admission.admit(draft) if has_room else set()
             self._admission.prepare_adapters(without_room, draft.step_id)

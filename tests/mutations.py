@@ -389,10 +389,22 @@ MUTATIONS: tuple[Mutation, ...] = (
         "every hit counts as the host's",
     ),
     _cache(
-        "policies",
-        "num_pages * self.seconds_per_page <",
-        "num_pages * self.seconds_per_page >",
+        "costs",
+        "num_pages * self._page_s(Tier.HOST) <",
+        "num_pages * self._page_s(Tier.HOST) >",
         "a slow tier is preferred",
+    ),
+    _cache(
+        "costs",
+        "self._page_s(Tier.STORAGE) + self._page_s(Tier.HOST)",
+        "self._page_s(Tier.HOST)",
+        "storage counts as quick as the host",
+    ),
+    _cache(
+        "cache",
+        "self._measure(Tier.HOST, move.source.family_index, done)",
+        "pass",
+        "a slow host is never noticed",
     ),
     _cache(
         "prefetch",

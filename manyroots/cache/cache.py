@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from manyroots.cache.costs import Costs
 from manyroots.cache.events import CacheEvent
 from manyroots.cache.eviction import Evictor
 from manyroots.cache.growth import Growth
@@ -37,7 +38,7 @@ from manyroots.cache.storage import Storage
 from manyroots.cache.transfers import Spot, Transfers
 from manyroots.cache.tree import TOKEN_BYTES, Node, Walk
 from manyroots.cache.writeback import WriteBacker
-from manyroots.ids import AdapterDigest, Namespace, StepId
+from manyroots.ids import AdapterDigest, Namespace, StepId, Tier
 from manyroots.step import Copy, CopyDone, Int32s
 
 
@@ -59,6 +60,7 @@ class PrefixCache:
         self.index.on_loosened = self.publisher.offer
         self.prefetcher = Prefetcher(self.index, self.evictors, self.publisher)
         self.storage = Storage()
+        self.costs = Costs(policies.load_costs)
         self._writer = WriteBacker(
             self.index, self.evictors, self.transfers, self.publisher, policies, self.storage
         )
@@ -89,7 +91,11 @@ class PrefixCache:
             walk = self.index.tree.walk(key, keys, max_pages)
             limit = Limit.COLD if walk.depth < max_pages else Limit.NOTHING
             return Match(walk, walk.depth, walk.depth, limit)
-        return judge(self.layout, self.index.tree.walk(key, keys, max_pages), max_pages)
+        match = judge(self.layout, self.index.tree.walk(key, keys, max_pages), max_pages)
+        gained = match.num_pages - match.num_device_pages
+        if gained > 0 and not self.costs.is_worth_loading(gained, gained * self.page_size):
+            return match._replace(limit=Limit.TIER)
+        return match
 
     def claim(
         self, key: PrefixKey, tokens: Int32s, num_prompt_tokens: int, *, may_reuse: bool
@@ -101,7 +107,8 @@ class PrefixCache:
         lease = Lease(key, nodes[-1] if nodes else root, len(self.layout.device), self._next_serial)
         self._next_serial += 1
         self.open_leases[lease.serial] = lease
-        num_pages = self._worth_resuming(match)
+        num_pages = match.num_worthwhile_pages
+        lease.limit = match.limit
         lease.junction = match.walk.depth
         lease.num_prompt_tokens = num_prompt_tokens
         lease.num_cached_tokens = num_pages * self.page_size
@@ -118,6 +125,8 @@ class PrefixCache:
         self._total_lookup += num_tokens
         self._total_hit += lease.num_cached_tokens
         self._total_host_hit += lease.num_host_tokens
+        if lease.limit is Limit.TIER:
+            self.costs.declined(Tier.HOST)
 
     def could_find_more(self, lease: Lease, tokens: Int32s) -> bool:
         """Whether something was published behind what the lease found, since it was claimed."""
@@ -132,15 +141,6 @@ class PrefixCache:
             return False
         page = tokens[depth * self.page_size : end].tobytes()
         return (lease.key.at(depth), page) in node.children
-
-    def _worth_resuming(self, match: Match) -> int:
-        if match.num_pages == match.num_device_pages:
-            return match.num_pages
-        gained = match.num_pages - match.num_device_pages
-        costs = self._policies.load_costs
-        if costs.is_worth_loading(gained, gained * self.page_size):
-            return match.num_pages
-        return match.num_device_pages
 
     def _hold_found(self, lease: Lease, match: Match, num_pages: int) -> None:
         if self._sole_pool is not None:
@@ -230,7 +230,7 @@ class PrefixCache:
     def num_resumable_tokens(self, lease: Lease, tokens: Int32s) -> int:
         """How many of a lease's tokens would be found, were it released and claimed again now."""
         if self._sole_pool is None:
-            return self.lookup(lease.key, tokens).num_pages * self.page_size
+            return self.lookup(lease.key, tokens).num_worthwhile_pages * self.page_size
         num_pages = min(lease.num_published_pages, nearest_attached(lease.cursor).end)
         return num_pages * self.page_size
 
@@ -352,6 +352,10 @@ class PrefixCache:
         first = match.walk.depth
         if first >= max_pages:
             return None
+        num_pages = max_pages - first
+        if not self.costs.is_worth_fetching(num_pages, num_pages * self.page_size):
+            self.costs.declined(Tier.STORAGE)
+            return None
         nodes = match.walk.nodes
         cursor = nodes[-1] if nodes else self.index.tree.root
         keys = tokens[first * self.page_size : max_pages * self.page_size].tobytes()
@@ -367,15 +371,29 @@ class PrefixCache:
 
     def acknowledge(self, done: CopyDone) -> None:
         """A copy between tiers has ended."""
-        if self.prefetcher.acknowledge(done):
+        family = self.prefetcher.acknowledge(done)
+        if family is not None:
             self.storage.was_read(done)
+            self._measure(Tier.STORAGE, family, done)
             return
         for move in self.transfers.acknowledge(done):
+            if move.source.tier is Tier.HOST and move.target is not None:
+                self._measure(Tier.HOST, move.source.family_index, done)
             if move.target is None:
                 self.storage.was_written(done)
             self._writer.arrived_on_host(move)
             for node in dict.fromkeys(spot.node for spot in move.spots):
                 self.publisher.offer_path(nearest_attached(node))
+
+    def _measure(self, source: Tier, family: int, done: CopyDone) -> None:
+        if done.error is None:
+            is_whole = bool(done.arrived.all())
+            measured = self.costs.measured_load if is_whole else self.costs.measured_miss
+            measured(source, family, len(done.arrived), done.seconds)
+
+    def measured_prefill(self, num_tokens: int, seconds: float) -> None:
+        """A step that computed nearly nothing but prompts took so long (T05)."""
+        self.costs.measured_prefill(num_tokens, seconds)
 
     def take_copies(self) -> tuple[Copy, ...]:
         """Copies for the step being planned, in the order they must run."""

@@ -35,6 +35,11 @@ class Match(NamedTuple):
     """The longest boundary with the host's help."""
     limit: Limit
 
+    @property
+    def num_worthwhile_pages(self) -> int:
+        """The boundary that is quickest to resume from."""
+        return self.num_device_pages if self.limit is Limit.TIER else self.num_pages
+
 
 def judge(layout: Layout, walk: Walk, max_pages: int) -> Match:
     """Find the boundaries along a path."""

@@ -30,13 +30,14 @@ class Prefetch(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class LoadCosts:
-    """Load or recompute: what each takes (T05). Measured by the execute half."""
+    """Load or recompute: what each is taken to take before it was measured (T05)."""
 
     seconds_per_page: float
+    """From the host to the device."""
     seconds_per_token: float
-
-    def is_worth_loading(self, num_pages: int, num_tokens: int) -> bool:
-        return num_pages * self.seconds_per_page < num_tokens * self.seconds_per_token
+    """To compute one of a prompt."""
+    storage_seconds_per_page: float = 0.0
+    """From storage to the host."""
 
 
 FREE_LOADS = LoadCosts(seconds_per_page=0.0, seconds_per_token=1.0)

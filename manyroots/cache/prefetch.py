@@ -88,15 +88,15 @@ class Prefetcher:
             )  # fmt: skip
         return intents
 
-    def acknowledge(self, done: CopyDone) -> bool:
-        """Take an answer; False if it is not one of ours."""
+    def acknowledge(self, done: CopyDone) -> int | None:
+        """Take an answer; gives its family, or None if it is not one of ours."""
         ticket = self._tickets.pop(done.copy_id, None)
         if ticket is None:
-            return False
+            return None
         ticket.arrived[done.copy_id] = np.asarray(done.arrived)
         if ticket.is_done:
             self._settle(ticket)
-        return True
+        return ticket.units[done.copy_id][0].family_index
 
     def _settle(self, ticket: Ticket) -> None:
         index = self._index

@@ -29,6 +29,10 @@ from manyroots.scheduler.request import Request, State
 from manyroots.scheduler.rows import Int64s, Rows
 from manyroots.step import Bools, Int32s, Plan, StepResult, TokenLogprobs
 
+PROMPT_SHARE = 8
+"""Tokens per row from which on a step tells how quickly prompts are computed: with fewer, most of
+its time is what any step takes."""
+
 
 class Scheduler:
     """Continuous batching with chunked prefill, and retraction under memory pressure."""
@@ -220,6 +224,8 @@ class Scheduler:
         self._adapters.step_done(step.step_id)
         outputs = self.take_arrivals(result)
         self._total_step_tokens += step.total_tokens
+        if result.seconds and step.total_tokens >= PROMPT_SHARE * len(step.rows):
+            self._cache.measured_prefill(step.total_tokens, result.seconds)
         if self._is_fair:
             self._count_service(step)
         rows, num_tokens, samples, tokens = step.rows, step.num_tokens, step.samples, result.tokens

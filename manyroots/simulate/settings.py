@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from manyroots.cache.families.full import FULL_ATTENTION
 from manyroots.cache.planes import Capacity
-from manyroots.cache.policies import CachePolicies, LoadCosts, Prefetch, WriteBack
+from manyroots.cache.policies import CachePolicies, Prefetch, WriteBack
 from manyroots.config import CacheSettings, SchedulerSettings
 from manyroots.errors import ConfigError
 from manyroots.lora.limits import Limits
@@ -90,15 +90,11 @@ class SimulationSettings:
     def adapter_limits(self) -> Limits:
         return Limits(max_loras=self.max_loras, max_cpu_loras=self.max_cpu_loras)
 
-    def policies(self, costs: CostModel) -> CachePolicies:
-        page_bytes = costs.kv_bytes_per_token * self.block_size
+    def policies(self) -> CachePolicies:
+        """What loading and computing cost is measured as the run goes on, as in the engine."""
         return CachePolicies(
             reuse=self.enable_prefix_caching,
             write_back=WriteBack(self.write_back),
-            load_costs=LoadCosts(
-                seconds_per_page=page_bytes / costs.host_bytes_per_s,
-                seconds_per_token=1 / costs.prefill_tokens_per_s,
-            ),
             uses_storage=self.storage,
             prefetch=Prefetch(self.prefetch),
             prefetch_timeout_steps=self.prefetch_timeout_steps,

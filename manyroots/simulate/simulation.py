@@ -118,7 +118,7 @@ class _Simulation:
             self.transfers,
             max_num_seqs=settings.max_num_seqs,
         )
-        self.engine = build_engine(settings, costs, self.runner)
+        self.engine = build_engine(settings, self.runner)
         self.adapters = TraceAdapters(self.engine.scheduler, costs, trace)
         self.num_audits = 0
         self.peak_held_pages = 0

@@ -79,6 +79,25 @@ def test_copies_that_all_fail_cost_time_and_no_answer() -> None:
     assert run.records[2].num_cached_tokens == 0
 
 
+@pytest.mark.parametrize("tier", ["host", "storage"])
+def test_t05_a_slow_tier_makes_no_hit_slower_than_a_miss(tier: str) -> None:
+    """T05: measured as the run goes on: the first use of the tier is slow, and no other."""
+    trace = tuple(line(20.0 * i, ("pqrs"[i % 4], 130)) for i in range(40))
+    slow = with_costs(COSTS, {f"{tier}_bytes_per_s": 128 * COSTS.kv_bytes_per_token / 10})
+    settings = replace(SMALL, num_host_pages=40)
+    if tier == "storage":
+        settings = replace(SMALL, num_host_pages=16, storage=True)
+    alone, tiered = (simulate(trace, s, slow, seed=0) for s in (SMALL, settings))
+    is_slower = [
+        hit.ttft_s > miss.ttft_s + 1e-9
+        for hit, miss in zip(tiered.records, alone.records, strict=True)
+    ]
+    assert sum(is_slower) == 1
+    assert tiered.num_copied_pages[f"{tier} to {'host' if tier == 'storage' else 'device'}"] > 0
+    quick = simulate(trace, settings, COSTS, seed=0)
+    assert quick.num_hit_tokens > 20 * 128
+
+
 def test_t03_dead_storage_is_soon_left_alone_and_costs_no_answer() -> None:
     """T03: the host serves as it would without storage, and few copies are lost on the dead."""
     trace = tuple(line(0.5 * i, ("pqr"[i % 3], 130)) for i in range(300))

@@ -280,6 +280,9 @@ class Stats:
     adapters: AdapterStats | None = None
     storage: StorageStats | None = None
     """None where pages do not go to storage."""
+    missed_tokens: dict[str, int] = field(default_factory=dict)
+    """Looked up and not reused, though whole pages of them could be: by the reason (`cold`,
+    `namespace`, `window`, `checkpoint`, `tier`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,6 +89,18 @@ MUTATIONS: tuple[Mutation, ...] = (
         "for gone in self.tree.cut(node, depth)[1:]:",
         "a part of what is cut stays indexed",
     ),
+    _cache(
+        "tree",
+        "self.first_pages[known] -= 1",
+        "pass",
+        "a page that has gone is still said to be another's",
+    ),
+    _cache(
+        "tree",
+        "return self.first_pages[key.at(0).salt, page] > 0",
+        "return any(page == known for _, known in self.first_pages)",
+        "a tenant learns what another has asked",
+    ),
     # Families
     _cache(
         "families/window",

@@ -10,6 +10,8 @@ Order within a step (C01): claim every request that may begin, then onboard and 
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 
 from manyroots.cache.costs import Costs
@@ -75,6 +77,7 @@ class PrefixCache:
         self._next_serial = 1
         self._committed_step = StepId(0)
         self._copies: list[Copy] = []
+        self._missed: Counter[Limit] = Counter()
         self._total_lookup = self._total_hit = self._total_host_hit = 0
 
     # Finding
@@ -86,23 +89,32 @@ class PrefixCache:
         """
         max_pages = (len(tokens) - 1) // self.page_size if self._policies.reuse else 0
         keys = tokens[: max_pages * self.page_size].tobytes()
+        walk = self.index.tree.walk(key, keys, max_pages)
+        limit = self._limit(key, keys, walk, max_pages)
         if self._sole_pool is not None:
             # What the tree leads to is there.
-            walk = self.index.tree.walk(key, keys, max_pages)
-            limit = Limit.COLD if walk.depth < max_pages else Limit.NOTHING
             return Match(walk, walk.depth, walk.depth, limit)
-        match = judge(self.layout, self.index.tree.walk(key, keys, max_pages), max_pages)
+        match = judge(self.layout, walk, limit)
         gained = match.num_pages - match.num_device_pages
         if gained > 0 and not self.costs.is_worth_loading(gained, gained * self.page_size):
             return match._replace(limit=Limit.TIER)
         return match
+
+    def _limit(self, key: PrefixKey, keys: bytes, walk: Walk, max_pages: int) -> Limit:
+        """Why the tree leads no further."""
+        if walk.depth == max_pages:
+            return Limit.NOTHING if self._policies.reuse else Limit.OFF
+        first = walk.depth * self.page_size * TOKEN_BYTES
+        page = keys[first : first + self.page_size * TOKEN_BYTES]
+        is_elsewhere = self.index.tree.has_elsewhere(key, page, walk)
+        return Limit.NAMESPACE if is_elsewhere else Limit.COLD
 
     def claim(
         self, key: PrefixKey, tokens: Int32s, num_prompt_tokens: int, *, may_reuse: bool
     ) -> Lease:
         """Hold what is found, on whatever tier. Always succeeds; release it if it is no use."""
         root = self.index.tree.root
-        match = self.lookup(key, tokens) if may_reuse else Match(Walk((), 0), 0, 0, Limit.COLD)
+        match = self.lookup(key, tokens) if may_reuse else Match(Walk((), 0), 0, 0, Limit.OFF)
         nodes = match.walk.nodes
         lease = Lease(key, nodes[-1] if nodes else root, len(self.layout.device), self._next_serial)
         self._next_serial += 1
@@ -125,6 +137,9 @@ class PrefixCache:
         self._total_lookup += num_tokens
         self._total_hit += lease.num_cached_tokens
         self._total_host_hit += lease.num_host_tokens
+        most = (num_tokens - 1) // self.page_size * self.page_size
+        if most > lease.num_cached_tokens:
+            self._missed[lease.limit] += most - lease.num_cached_tokens
         if lease.limit is Limit.TIER:
             self.costs.declined(Tier.HOST)
 
@@ -442,6 +457,7 @@ class PrefixCache:
             total_lookup_tokens=self._total_lookup,
             total_hit_tokens=self._total_hit,
             total_host_hit_tokens=self._total_host_hit,
+            missed_tokens={limit.name.lower(): n for limit, n in self._missed.items()},
             total_skipped_checkpoints=self._states.num_skipped,
             total_failed_units=self.transfers.num_failed_units,
             storage=self.storage.stats() if self._policies.uses_storage else None,

@@ -56,6 +56,8 @@ class CacheStats:
     total_lookup_tokens: int
     total_hit_tokens: int
     total_host_hit_tokens: int
+    missed_tokens: dict[str, int]
+    """By the reason (S07): tokens of whole pages that were looked up and not found."""
     total_skipped_checkpoints: int
     total_failed_units: int
     storage: StorageStats | None

@@ -407,4 +407,5 @@ class Scheduler:
             total_step_tokens=self._total_step_tokens,
             adapters=self._adapters.stats(),
             storage=cache.storage,
+            missed_tokens=cache.missed_tokens,
         )

@@ -235,6 +235,22 @@ class AdapterStats:
 
 
 @dataclass(frozen=True, slots=True)
+class StorageStats:
+    """Counts for the metrics page; totals since start unless the name says otherwise."""
+
+    is_read: bool
+    """Now; else it failed too often, and is left alone for a while."""
+    is_written: bool
+    total_missing_units: int
+    """Asked for, and not there or not whole."""
+    total_failed_units: int
+    """Asked for when storage could not be reached."""
+    total_unwritten_units: int
+    total_outages: int
+    """Times that reading or writing was given up for a while."""
+
+
+@dataclass(frozen=True, slots=True)
 class LoadTime:
     """An adapter was brought nearer: read from storage to the host, or loaded to the device."""
 
@@ -262,6 +278,11 @@ class Stats:
     total_steps: int
     total_step_tokens: int
     adapters: AdapterStats | None = None
+    storage: StorageStats | None = None
+    """None where pages do not go to storage."""
+    missed_tokens: dict[str, int] = field(default_factory=dict)
+    """Looked up and not reused, though whole pages of them could be: by the reason (`cold`,
+    `namespace`, `window`, `checkpoint`, `tier`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,6 +98,11 @@ class CopyDone:
     copy_id: CopyId
     arrived: Bools
     """For each unit, whether it is there whole."""
+    error: str | None = None
+    """Why the tier could not be read or written at all; None where it answered. Then what did not
+    arrive is not there, or not whole."""
+    seconds: float = 0.0
+    """How long the copy itself took; 0 where nobody measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +222,8 @@ class StepResult:
     """Copies between tiers that have ended since the last result."""
     adapters: tuple[AdapterLoaded, ...] = ()
     """Loads that have ended since the last result, in any order."""
+    seconds: float = 0.0
+    """How long the model computed; 0 where nobody measured."""
 
 
 class Runner(Protocol):

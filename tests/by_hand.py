@@ -168,6 +168,8 @@ class Part:
     end: int
     tables: list[list[int]]
     samples: bool
+    drafts: list[int] = field(default_factory=list)
+    """Computed behind `end`, which moves on by as many of them as turn out to be right."""
 
 
 @dataclass
@@ -230,6 +232,39 @@ class ByHand:
         step.parts.append(Part(sequence, begin, begin + count, tables, count == left))
         self.cache.announce(lease, ints(*sequence.tokens), sequence.num_computed, step.step_id)
 
+    def guess(self, sequence: Sequence, drafts: list[int]) -> Step:
+        """Plan and launch a step for all that is known of a sequence, and for guesses behind it."""
+        step = Step(StepId(self.next_step))
+        self.next_step += 1
+        lease, begin, end = sequence.held, sequence.num_computed, len(sequence.tokens)
+        assert drafts
+        assert not sequence.num_pending
+        got = self.cache.draft(lease, begin, end, end + len(drafts), step.step_id)
+        if not isinstance(got, Refusal):
+            sequence.has_begun = True
+            sequence.num_computed = end
+            sequence.num_in_flight += 1
+            sequence.num_pending += 1
+            tables = [list(table) for table in lease.tables]
+            step.parts.append(Part(sequence, begin, end, tables, True, list(drafts)))
+            guessed = ints(*sequence.tokens, *drafts)
+            self.cache.announce(lease, guessed, len(guessed), step.step_id)
+        step.copies = self.cache.take_copies()
+        self.steps.append(step)
+        return step
+
+    def _check_drafts(self, part: Part) -> None:
+        """Take those drafts that are what the model says, up to the first that is not."""
+        sequence = part.sequence
+        while part.drafts and part.drafts[0] == self.next_token(sequence):
+            sequence.tokens.append(part.drafts.pop(0))
+            part.end += 1
+        sequence.num_computed = part.end
+
+    def next_token(self, sequence: Sequence) -> int:
+        """What the model says behind all that is known."""
+        return self.digests(sequence)[-1] >> 33 & 1
+
     def commit(self) -> Step:
         """The oldest step runs, and succeeds."""
         step = self.steps.popleft()
@@ -244,14 +279,16 @@ class ByHand:
         for part in step.parts:
             sequence = part.sequence
             sequence.num_in_flight -= 1
+            finish = self.cache.commit
+            if part.drafts:
+                finish = self.cache.accept
+                self._check_drafts(part)
             if part.samples:
                 sequence.num_pending -= 1
                 sequence.tokens.append(self.digests(sequence)[part.end - 1] >> 33 & 1)
             if sequence.lease is not None:
                 sequence.num_committed = part.end
-                self.cache.commit(
-                    sequence.lease, ints(*sequence.tokens), part.end, step.step_id
-                )  # fmt: skip
+                finish(sequence.lease, ints(*sequence.tokens), part.end, step.step_id)
         return step
 
     def fail(self) -> list[Sequence]:
@@ -312,18 +349,29 @@ class ByHand:
             self._begin_copies(step, is_after_model=is_after_model)
         return [copy for copy_id, (copy, _) in self.under_way.items() if copy_id not in before]
 
-    def acknowledge(self, copy: Copy, arrived: list[bool] | None = None) -> None:
-        """A copy ends: whole, or only where `arrived` says so."""
+    def acknowledge(
+        self, copy: Copy, arrived: list[bool] | None = None, error: str | None = None
+    ) -> None:
+        """A copy ends: whole, or only where `arrived` says so, or not at all, with an error."""
         copy, contents = self.under_way.pop(copy.copy_id)
         good = [content != () for content in contents]
         if arrived is not None:
             good = [a and b for a, b in zip(good, arrived, strict=True)]
+        if error is not None:
+            good = [False] * len(good)
         for place, (content, is_good) in enumerate(zip(contents, good, strict=True)):
             if is_good:
                 self._write_copy(copy, place, content)
             elif copy.target is not Tier.STORAGE:  # torn: nothing that can be relied on
                 self.memory.pop((copy.family, copy.target, int(copy.target_units[place])), None)
-        self.cache.acknowledge(CopyDone(copy.copy_id, np.array(good, np.bool_)))
+        self.cache.acknowledge(CopyDone(copy.copy_id, np.array(good, np.bool_), error))
+
+    def settle_all_but(self, slow: Copy) -> None:
+        """All copies end well but this one, which stays under way."""
+        self.take_copies()
+        for copy, _ in list(self.under_way.values()):
+            if copy.copy_id != slow.copy_id:
+                self.acknowledge(copy)
 
     def settle(self) -> None:
         """All copies end well, and those that they lead to."""
@@ -336,8 +384,8 @@ class ByHand:
 
     # Memories
 
-    def digests(self, sequence: Sequence) -> list[int]:
-        return digests(sequence.key, sequence.tokens, self.page_size)
+    def digests(self, sequence: Sequence, drafts: list[int] | None = None) -> list[int]:
+        return digests(sequence.key, sequence.tokens + (drafts or []), self.page_size)
 
     def read(self, plane: int, unit: int) -> Content:
         where = self.layout.planes[plane]
@@ -348,13 +396,13 @@ class ByHand:
         return self.memory.setdefault((family, Tier.DEVICE, unit), [None] * width)
 
     def _write(self, part: Part) -> None:
-        marks = self.digests(part.sequence)
+        marks = self.digests(part.sequence, part.drafts)
         for plane in self.layout.device:
             table = part.tables[plane.index]
             if plane.family.is_state:
                 self.memory[plane.index, Tier.DEVICE, table[0]] = [marks[part.end - 1]]
                 continue
-            for position in range(part.begin, part.end):
+            for position in range(part.begin, part.end + len(part.drafts)):
                 page, offset = divmod(position, self.page_size)
                 self._unit(plane.index, table[page])[offset] = marks[position]
 
@@ -366,12 +414,12 @@ class ByHand:
                 assert state == wanted, f"resumes at {part.begin} from another state"
 
     def _check_pages(self, part: Part) -> None:
-        marks = self.digests(part.sequence)
+        marks = self.digests(part.sequence, part.drafts)
         for plane in self.layout.device:
             if plane.family.is_state:
                 continue
             seen = getattr(plane.family, "window", part.begin + 1) - 1
-            for position in range(max(0, part.begin - seen), part.end):
+            for position in range(max(0, part.begin - seen), part.end + len(part.drafts)):
                 page, offset = divmod(position, self.page_size)
                 unit = part.tables[plane.index][page]
                 assert unit != ABSENT, f"{plane.family.name}: position {position} is not held"

@@ -89,6 +89,18 @@ MUTATIONS: tuple[Mutation, ...] = (
         "for gone in self.tree.cut(node, depth)[1:]:",
         "a part of what is cut stays indexed",
     ),
+    _cache(
+        "tree",
+        "self.first_pages[known] -= 1",
+        "pass",
+        "a page that has gone is still said to be another's",
+    ),
+    _cache(
+        "tree",
+        "return self.first_pages[key.at(0).salt, page] > 0",
+        "return any(page == known for _, known in self.first_pages)",
+        "a tenant learns what another has asked",
+    ),
     # Families
     _cache(
         "families/window",
@@ -281,6 +293,25 @@ MUTATIONS: tuple[Mutation, ...] = (
         "if True:\n            return node, min(end, node.end)",
         "a page is published behind tokens of others",
     ),
+    # Drafts
+    _cache(
+        "cache",
+        "num_tokens = min(num_tokens, lease.num_sure_tokens)",
+        "pass",
+        "a guess can be found",
+    ),
+    _cache(
+        "growth",
+        "if self._stateful:\n            return Refusal.CANNOT_REWIND",
+        "if False:\n            return Refusal.CANNOT_REWIND",
+        "a state that can't go back takes guesses",
+    ),
+    _cache(
+        "cache",
+        "lease.num_sure_tokens = None",
+        "pass",
+        "a lease stays behind its drafts for ever",
+    ),
     # Tiers
     _cache(
         "transfers",
@@ -299,6 +330,24 @@ MUTATIONS: tuple[Mutation, ...] = (
         " and not self._publisher.is_promised(node, index, unit)",
         "",
         "a page is written back before it is filled",
+    ),
+    _cache(
+        "transfers",
+        "if handover is None:\n            return [self._settle(done)]",
+        "if True:\n            return [self._settle(done)]",
+        "each copy of a hand-over is acknowledged alone",
+    ),
+    _cache(
+        "writeback",
+        "self._open.setdefault(serial, Handover())",
+        "self._open.setdefault(0, Handover())",
+        "one request's copies wait for another's",
+    ),
+    _cache(
+        "eviction",
+        "self._counts_arrivals = plane.tier is Tier.HOST",
+        "self._counts_arrivals = False",
+        "what has just come to the host goes first",
     ),
     _cache("writeback", "(index, unit) not in moving and", "", "a page under way is copied again"),
     _cache(
@@ -352,16 +401,46 @@ MUTATIONS: tuple[Mutation, ...] = (
         "every hit counts as the host's",
     ),
     _cache(
-        "policies",
-        "num_pages * self.seconds_per_page <",
-        "num_pages * self.seconds_per_page >",
+        "costs",
+        "num_pages * self._page_s(Tier.HOST) <",
+        "num_pages * self._page_s(Tier.HOST) >",
         "a slow tier is preferred",
+    ),
+    _cache(
+        "costs",
+        "self._page_s(Tier.STORAGE) + self._page_s(Tier.HOST)",
+        "self._page_s(Tier.HOST)",
+        "storage counts as quick as the host",
+    ),
+    _cache(
+        "cache",
+        "self._measure(Tier.HOST, move.source.family_index, done)",
+        "pass",
+        "a slow host is never noticed",
     ),
     _cache(
         "prefetch",
         "if arrived[at] and node.units",
         "if node.units",
         "what storage did not have is published",
+    ),
+    _cache(
+        "cache",
+        "if not self.storage.may_read:",
+        "if False:",
+        "storage that is dead is asked for ever",
+    ),
+    _cache(
+        "writeback",
+        " or not self._storage.may_write:",
+        ":",
+        "storage that is full is written to for ever",
+    ),
+    _cache(
+        "storage",
+        "self._failures = self._rest_steps = 0",
+        "pass",
+        "failures far apart count as an outage",
     ),
     # Scheduler
     _scheduler(
@@ -383,6 +462,17 @@ MUTATIONS: tuple[Mutation, ...] = (
         "if lease.onboarding:",
         "if False:",
         "a request begins before its pages are loaded",
+        "admission",
+    ),
+    _scheduler(
+        "self._admission.lose_patience(draft.step_id)",
+        "pass",
+        "a request waits for storage beyond its time",
+    ),
+    _scheduler(
+        "if request.ticket is None or request.ticket.patience_steps == 0:",
+        "if request.ticket is None:",
+        "best effort waits for a step",
         "admission",
     ),
     _scheduler("if r.row not in placed]", "]", "a request of this very step is retracted"),

@@ -6,6 +6,8 @@ walks the tree once: what is checked page by page is checked on arrays of all pa
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import numpy.typing as npt
 
@@ -64,6 +66,7 @@ def audit(cache: PrefixCache) -> None:
     view = View(cache)
     nodes_are_linked(view)
     namespaces_know_where_they_begin(view)
+    first_pages_are_counted(view)
     if not view.nodes:
         nothing_is_indexed(cache)
         return
@@ -226,6 +229,13 @@ def loose_units_are_queued(view: View) -> None:
             assert not is_tail or node.queued >> plane.index & 1, (
                 f"loose units not up for eviction: {plane}"
             )
+
+
+def first_pages_are_counted(view: View) -> None:
+    """S07: who asks whether another namespace has a page is told the truth."""
+    tree = view.cache.index.tree
+    counted = Counter((namespace.salt, page) for namespace, page in tree.root.children)
+    assert counted == tree.first_pages, "the count of first pages is wrong"
 
 
 def namespaces_know_where_they_begin(view: View) -> None:

@@ -10,8 +10,11 @@ Order within a step (C01): claim every request that may begin, then onboard and 
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 
+from manyroots.cache.costs import Costs
 from manyroots.cache.events import CacheEvent
 from manyroots.cache.eviction import Evictor
 from manyroots.cache.growth import Growth
@@ -33,10 +36,11 @@ from manyroots.cache.prefetch import Prefetcher, Ticket
 from manyroots.cache.publishing import Publisher, nearest_attached
 from manyroots.cache.room import Room
 from manyroots.cache.states import States
+from manyroots.cache.storage import Storage
 from manyroots.cache.transfers import Spot, Transfers
 from manyroots.cache.tree import TOKEN_BYTES, Node, Walk
 from manyroots.cache.writeback import WriteBacker
-from manyroots.ids import AdapterDigest, Namespace, StepId
+from manyroots.ids import AdapterDigest, Namespace, StepId, Tier
 from manyroots.step import Copy, CopyDone, Int32s
 
 
@@ -57,8 +61,10 @@ class PrefixCache:
         self.publisher = Publisher(self.index, self.evictors)
         self.index.on_loosened = self.publisher.offer
         self.prefetcher = Prefetcher(self.index, self.evictors, self.publisher)
+        self.storage = Storage()
+        self.costs = Costs(policies.load_costs)
         self._writer = WriteBacker(
-            self.index, self.evictors, self.transfers, self.publisher, policies
+            self.index, self.evictors, self.transfers, self.publisher, policies, self.storage
         )
         self._room = Room(self.index, self.evictors)
         self._states = States(
@@ -71,6 +77,7 @@ class PrefixCache:
         self._next_serial = 1
         self._committed_step = StepId(0)
         self._copies: list[Copy] = []
+        self._missed: Counter[Limit] = Counter()
         self._total_lookup = self._total_hit = self._total_host_hit = 0
 
     # Finding
@@ -82,24 +89,38 @@ class PrefixCache:
         """
         max_pages = (len(tokens) - 1) // self.page_size if self._policies.reuse else 0
         keys = tokens[: max_pages * self.page_size].tobytes()
+        walk = self.index.tree.walk(key, keys, max_pages)
+        limit = self._limit(key, keys, walk, max_pages)
         if self._sole_pool is not None:
             # What the tree leads to is there.
-            walk = self.index.tree.walk(key, keys, max_pages)
-            limit = Limit.COLD if walk.depth < max_pages else Limit.NOTHING
             return Match(walk, walk.depth, walk.depth, limit)
-        return judge(self.layout, self.index.tree.walk(key, keys, max_pages), max_pages)
+        match = judge(self.layout, walk, limit)
+        gained = match.num_pages - match.num_device_pages
+        if gained > 0 and not self.costs.is_worth_loading(gained, gained * self.page_size):
+            return match._replace(limit=Limit.TIER)
+        return match
+
+    def _limit(self, key: PrefixKey, keys: bytes, walk: Walk, max_pages: int) -> Limit:
+        """Why the tree leads no further."""
+        if walk.depth == max_pages:
+            return Limit.NOTHING if self._policies.reuse else Limit.OFF
+        first = walk.depth * self.page_size * TOKEN_BYTES
+        page = keys[first : first + self.page_size * TOKEN_BYTES]
+        is_elsewhere = self.index.tree.has_elsewhere(key, page, walk)
+        return Limit.NAMESPACE if is_elsewhere else Limit.COLD
 
     def claim(
         self, key: PrefixKey, tokens: Int32s, num_prompt_tokens: int, *, may_reuse: bool
     ) -> Lease:
         """Hold what is found, on whatever tier. Always succeeds; release it if it is no use."""
         root = self.index.tree.root
-        match = self.lookup(key, tokens) if may_reuse else Match(Walk((), 0), 0, 0, Limit.COLD)
+        match = self.lookup(key, tokens) if may_reuse else Match(Walk((), 0), 0, 0, Limit.OFF)
         nodes = match.walk.nodes
         lease = Lease(key, nodes[-1] if nodes else root, len(self.layout.device), self._next_serial)
         self._next_serial += 1
         self.open_leases[lease.serial] = lease
-        num_pages = self._worth_resuming(match)
+        num_pages = match.num_worthwhile_pages
+        lease.limit = match.limit
         lease.junction = match.walk.depth
         lease.num_prompt_tokens = num_prompt_tokens
         lease.num_cached_tokens = num_pages * self.page_size
@@ -108,7 +129,7 @@ class PrefixCache:
         if num_pages:
             self._hold_found(lease, match, num_pages)
             self.publisher.touch(lease.cursor)
-            self._writer.found(nodes)
+            self._writer.found(lease.serial, nodes)
         return lease
 
     def count_hit(self, lease: Lease, num_tokens: int) -> None:
@@ -116,6 +137,11 @@ class PrefixCache:
         self._total_lookup += num_tokens
         self._total_hit += lease.num_cached_tokens
         self._total_host_hit += lease.num_host_tokens
+        most = (num_tokens - 1) // self.page_size * self.page_size
+        if most > lease.num_cached_tokens:
+            self._missed[lease.limit] += most - lease.num_cached_tokens
+        if lease.limit is Limit.TIER:
+            self.costs.declined(Tier.HOST)
 
     def could_find_more(self, lease: Lease, tokens: Int32s) -> bool:
         """Whether something was published behind what the lease found, since it was claimed."""
@@ -130,15 +156,6 @@ class PrefixCache:
             return False
         page = tokens[depth * self.page_size : end].tobytes()
         return (lease.key.at(depth), page) in node.children
-
-    def _worth_resuming(self, match: Match) -> int:
-        if match.num_pages == match.num_device_pages:
-            return match.num_pages
-        gained = match.num_pages - match.num_device_pages
-        costs = self._policies.load_costs
-        if costs.is_worth_loading(gained, gained * self.page_size):
-            return match.num_pages
-        return match.num_device_pages
 
     def _hold_found(self, lease: Lease, match: Match, num_pages: int) -> None:
         if self._sole_pool is not None:
@@ -211,6 +228,15 @@ class PrefixCache:
         """Units for a step that takes the lease from `num_computed` to `num_tokens` tokens."""
         return self._growth.extend(lease, num_computed, num_tokens, step_id)
 
+    def draft(
+        self, lease: Lease, num_computed: int, num_sure: int, num_tokens: int, step_id: StepId
+    ) -> Extension | Refusal:
+        """As `extend`, where tokens from `num_sure` on are guesses that the step is to check (P11).
+
+        To be followed by `accept`. Families that can't go back refuse.
+        """
+        return self._growth.draft(lease, num_computed, num_sure, num_tokens, step_id)
+
     def turn_pages(self, leases: list[Lease]) -> list[Int32s] | None:
         """One more page for each of these full leases, or None if they must be extended one by
         one: there is not room for all, or a family has more to do at a page's end."""
@@ -219,7 +245,7 @@ class PrefixCache:
     def num_resumable_tokens(self, lease: Lease, tokens: Int32s) -> int:
         """How many of a lease's tokens would be found, were it released and claimed again now."""
         if self._sole_pool is None:
-            return self.lookup(lease.key, tokens).num_pages * self.page_size
+            return self.lookup(lease.key, tokens).num_worthwhile_pages * self.page_size
         num_pages = min(lease.num_published_pages, nearest_attached(lease.cursor).end)
         return num_pages * self.page_size
 
@@ -234,6 +260,8 @@ class PrefixCache:
 
     def announce(self, lease: Lease, tokens: Int32s, num_tokens: int, step_id: StepId) -> None:
         """Step `step_id`, being planned, will have computed the first `num_tokens` of `tokens`."""
+        if lease.num_sure_tokens is not None:
+            num_tokens = min(num_tokens, lease.num_sure_tokens)  # nobody may find a guess
         num_full = min(num_tokens, len(tokens)) // self.page_size
         if self._policies.reuse and num_full > lease.num_published_pages:
             self.publisher.announce(lease, tokens, num_tokens, step_id)
@@ -241,7 +269,9 @@ class PrefixCache:
     def commit_step(self, step_id: StepId) -> None:
         """The step succeeded: what was announced for it can be relied on."""
         self._committed_step = max(self._committed_step, step_id)
-        self._writer.published(self.publisher.commit_step(step_id))
+        self.storage.pass_to(step_id)
+        for serial, nodes in self.publisher.commit_step(step_id).items():
+            self._writer.published(serial, nodes)
         if self._room.has_allocated:
             # Not otherwise: an idle cache must come to rest, however small its host tier.
             self._room.has_allocated = False
@@ -258,7 +288,13 @@ class PrefixCache:
         if lease.checkpoints:
             nodes += self._publish_checkpoints(lease, step_id)
         if nodes:
-            self._writer.published(nodes)
+            self._writer.published(lease.serial, nodes)
+
+    def accept(self, lease: Lease, tokens: Int32s, num_tokens: int, step_id: StepId) -> None:
+        """Of what step `step_id` computed over drafts, the first `num_tokens` of `tokens` are
+        right: publish what is full. The lease goes on from there, with whatever tokens."""
+        lease.num_sure_tokens = None
+        self.commit(lease, tokens, num_tokens, step_id)
 
     def _publish_checkpoints(self, lease: Lease, step_id: StepId) -> list[Node]:
         """States of the prompt, saved by a step that is done, can be found."""
@@ -289,7 +325,7 @@ class PrefixCache:
             if ending is Ending.FINISHED and is_saved and self._policies.reuse:
                 node = self.publisher.publish_checkpoint(lease, checkpoint)
                 if node is not None:
-                    self._writer.published([node])
+                    self._writer.published(lease.serial, [node])
             else:
                 self._drop(checkpoint.family, checkpoint.unit)
         lease.checkpoints.clear()
@@ -324,10 +360,16 @@ class PrefixCache:
         """Ask storage for what neither device nor host has; None if there is nothing to ask."""
         if not self._policies.uses_storage or not self.layout.host or self._hasher is None:
             return None
+        if not self.storage.may_read:
+            return None
         match = self.lookup(key, tokens)
         max_pages = (len(tokens) - 1) // self.page_size
         first = match.walk.depth
         if first >= max_pages:
+            return None
+        num_pages = max_pages - first
+        if not self.costs.is_worth_fetching(num_pages, num_pages * self.page_size):
+            self.costs.declined(Tier.STORAGE)
             return None
         nodes = match.walk.nodes
         cursor = nodes[-1] if nodes else self.index.tree.root
@@ -335,7 +377,8 @@ class PrefixCache:
         parent = self._hasher.root
         if nodes:
             parent = self.index.hash_of(cursor, first - 1 - cursor.first)
-        ticket = Ticket(key, cursor, first, keys, self._next_serial)
+        patience_steps = self._policies.patience_steps
+        ticket = Ticket(key, cursor, first, keys, self._next_serial, patience_steps)
         self._next_serial += 1
         copy_ids = [self.transfers.next_id() for _ in self.layout.host]
         self._copies += self.prefetcher.ask(ticket, ticket.hashes(self._hasher, parent), copy_ids)
@@ -343,17 +386,33 @@ class PrefixCache:
 
     def acknowledge(self, done: CopyDone) -> None:
         """A copy between tiers has ended."""
-        if self.prefetcher.acknowledge(done):
+        family = self.prefetcher.acknowledge(done)
+        if family is not None:
+            self.storage.was_read(done)
+            self._measure(Tier.STORAGE, family, done)
             return
-        move = self.transfers.acknowledge(done)
-        if move is None:
-            return
-        self._writer.arrived_on_host(move)
-        for node in dict.fromkeys(spot.node for spot in move.spots):
-            self.publisher.offer_path(nearest_attached(node))
+        for move in self.transfers.acknowledge(done):
+            if move.source.tier is Tier.HOST and move.target is not None:
+                self._measure(Tier.HOST, move.source.family_index, done)
+            if move.target is None:
+                self.storage.was_written(done)
+            self._writer.arrived_on_host(move)
+            for node in dict.fromkeys(spot.node for spot in move.spots):
+                self.publisher.offer_path(nearest_attached(node))
+
+    def _measure(self, source: Tier, family: int, done: CopyDone) -> None:
+        if done.error is None:
+            is_whole = bool(done.arrived.all())
+            measured = self.costs.measured_load if is_whole else self.costs.measured_miss
+            measured(source, family, len(done.arrived), done.seconds)
+
+    def measured_prefill(self, num_tokens: int, seconds: float) -> None:
+        """A step that computed nearly nothing but prompts took so long (T05)."""
+        self.costs.measured_prefill(num_tokens, seconds)
 
     def take_copies(self) -> tuple[Copy, ...]:
         """Copies for the step being planned, in the order they must run."""
+        self._writer.sent()
         copies, self._copies = self._states.take_copies() + tuple(self._copies), []
         return copies + self.transfers.take_intents()
 
@@ -398,6 +457,8 @@ class PrefixCache:
             total_lookup_tokens=self._total_lookup,
             total_hit_tokens=self._total_hit,
             total_host_hit_tokens=self._total_host_hit,
+            missed_tokens={limit.name.lower(): n for limit, n in self._missed.items()},
             total_skipped_checkpoints=self._states.num_skipped,
             total_failed_units=self.transfers.num_failed_units,
+            storage=self.storage.stats() if self._policies.uses_storage else None,
         )  # fmt: skip

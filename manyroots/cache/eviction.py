@@ -18,6 +18,7 @@ import numpy as np
 from manyroots.cache.index import Index
 from manyroots.cache.planes import ABSENT, Plane
 from manyroots.cache.tree import Indices, Node
+from manyroots.ids import Tier
 
 LOOK_AHEAD = 32
 """Nodes that write-back on eviction looks at per step: bounds what a step may cost."""
@@ -40,12 +41,13 @@ class Evictor:
         self._queue: list[Entry] = []
         self._sweep_at = MIN_SWEEP
         self._bit = 1 << plane.index
+        self._counts_arrivals = plane.tier is Tier.HOST
 
     def offer(self, node: Node) -> None:
         """`node` may have units that can go now."""
         if not node.queued & self._bit and self._can_go(node):
             node.queued |= self._bit
-            heapq.heappush(self._queue, (node.last_used, node.serial, node))
+            heapq.heappush(self._queue, (self._used(node), node.serial, node))
             if len(self._queue) >= self._sweep_at:
                 self._sweep()
 
@@ -58,7 +60,7 @@ class Evictor:
             node.queued &= ~self._bit
             if not self._can_go(node):
                 continue
-            if node.last_used != last_used:
+            if self._used(node) != last_used:
                 self.offer(node)
                 continue
             places = self.loose(node, target - self._pool.num_free)
@@ -87,6 +89,10 @@ class Evictor:
         places: Indices = (units != ABSENT).nonzero()[0]
         places = places[holders[units[places]] == 0]
         return places[-count:] if self._takes_ends else places[:count]
+
+    def _used(self, node: Node) -> int:
+        """What has just come to the host is not the first to go from there (H07)."""
+        return max(node.last_used, node.last_arrived) if self._counts_arrivals else node.last_used
 
     def _can_go(self, node: Node) -> bool:
         plane = self._plane.index

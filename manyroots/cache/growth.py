@@ -56,6 +56,11 @@ class Growth:
         self, lease: Lease, num_computed: int, num_tokens: int, step_id: StepId
     ) -> Extension | Refusal:
         """Units for a step that takes the lease from `num_computed` to `num_tokens` tokens."""
+        if lease.num_sure_tokens is not None:
+            raise RuntimeError(
+                f"a step computes drafts behind token {lease.num_sure_tokens} of this lease; "
+                "`accept` what was right of them before it grows further"
+            )
         if self._sole_pool is not None:
             return self._extend_sole(lease, num_tokens)
         if self._stateful and num_tokens - num_computed != self.clip(
@@ -79,6 +84,21 @@ class Growth:
         is_watched = self._stateful and num_tokens < end_of_page
         lease.num_covered_tokens = end_of_page - 1 if is_watched else end_of_page
         return Extension(first, units)
+
+    def draft(
+        self, lease: Lease, num_computed: int, num_sure: int, num_tokens: int, step_id: StepId
+    ) -> Extension | Refusal:
+        """As `extend`, where only the first `num_sure` tokens are known to be right.
+
+        Nothing is taken back later: units behind what is accepted stay in the lease's tables, to be
+        written again, and a window keeps all that it needs from `num_computed` on.
+        """
+        if self._stateful:
+            return Refusal.CANNOT_REWIND
+        extension = self.extend(lease, num_computed, num_tokens, step_id)
+        if not isinstance(extension, Refusal):
+            lease.num_sure_tokens = num_sure
+        return extension
 
     def _extend_sole(self, lease: Lease, num_tokens: int) -> Extension | Refusal:
         """As `extend`, for the sole family of a cache."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from manyroots.cache.keys import PrefixKey
+from manyroots.cache.matching import Limit
 from manyroots.cache.planes import NO_UNITS
 from manyroots.cache.tree import Node
 from manyroots.ids import StepId
@@ -38,12 +39,14 @@ class Lease:
         "is_open",
         "junction",
         "key",
+        "limit",
         "num_cached_tokens",
         "num_covered_tokens",
         "num_host_tokens",
         "num_loads",
         "num_prompt_tokens",
         "num_published_pages",
+        "num_sure_tokens",
         "onboarding",
         "resumed",
         "serial",
@@ -80,10 +83,14 @@ class Lease:
         """A copy to the device did not arrive: what was found is not all there."""
         self.num_cached_tokens = 0
         """Tokens that were found, and need not be computed, when the lease was made."""
+        self.limit = Limit.NOTHING
+        """Why no more were found."""
         self.num_covered_tokens = 0
         """Up to here the lease needs nothing more: no units, and no state to be saved."""
         self.num_host_tokens = 0
         """How many of those had to come from the host."""
+        self.num_sure_tokens: int | None = None
+        """While a step computes drafts: how many tokens are right whatever becomes of those."""
         self.num_prompt_tokens = 0
         self.junction = 0
         """How far the index knew the tokens, in pages: where others part from this request."""

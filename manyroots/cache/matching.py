@@ -20,9 +20,11 @@ class Limit(enum.Enum):
 
     NOTHING = "everything but the last token was found"
     COLD = "the index knows no more of these tokens"
+    NAMESPACE = "the index knows more of these tokens only as computed with other weights"
     WINDOW = "the pages of a window were evicted"
     CHECKPOINT = "no state was saved there"
     TIER = "loading the rest would take longer than computing it"
+    OFF = "nothing is reused: caching is off, or the request wants its whole prompt computed"
 
 
 class Match(NamedTuple):
@@ -35,10 +37,14 @@ class Match(NamedTuple):
     """The longest boundary with the host's help."""
     limit: Limit
 
+    @property
+    def num_worthwhile_pages(self) -> int:
+        """The boundary that is quickest to resume from."""
+        return self.num_device_pages if self.limit is Limit.TIER else self.num_pages
 
-def judge(layout: Layout, walk: Walk, max_pages: int) -> Match:
-    """Find the boundaries along a path."""
-    is_cold = Limit.COLD if walk.depth < max_pages else Limit.NOTHING
+
+def judge(layout: Layout, walk: Walk, walk_limit: Limit) -> Match:
+    """Find the boundaries along a path, which ends where it does for `walk_limit`."""
     units = {plane.index: path_units(walk, plane) for plane in layout.planes}
     on_device = [units[plane.index] != ABSENT for plane in layout.device]
     present = on_device
@@ -47,7 +53,7 @@ def judge(layout: Layout, walk: Walk, max_pages: int) -> Match:
         present = [a | b for a, b in zip(on_device, on_host, strict=True)]
     num_pages, blocker = _longest(layout, present)
     num_device_pages, _ = _longest(layout, on_device)
-    limit = is_cold if num_pages == walk.depth else _reason(blocker)
+    limit = walk_limit if num_pages == walk.depth else _reason(blocker)
     return Match(walk, num_device_pages, num_pages, limit)
 
 

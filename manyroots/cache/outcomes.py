@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from manyroots.ids import Tier
+from manyroots.messages import StorageStats
 from manyroots.step import Int32s
 
 
@@ -14,6 +15,8 @@ class Refusal(enum.Enum):
     """Why the cache could not do as asked; nothing has changed then."""
 
     NO_ROOM = "no room"
+    CANNOT_REWIND = "a family of layers keeps one state, which can't be taken back"
+    """To drafts alone (P11): computing a token changes the state for good."""
 
 
 class Ending(enum.Enum):
@@ -53,8 +56,11 @@ class CacheStats:
     total_lookup_tokens: int
     total_hit_tokens: int
     total_host_hit_tokens: int
+    missed_tokens: dict[str, int]
+    """By the reason (S07): tokens of whole pages that were looked up and not found."""
     total_skipped_checkpoints: int
     total_failed_units: int
+    storage: StorageStats | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,15 +17,27 @@ class WriteBack(enum.Enum):
     """When room on the device runs low."""
 
 
+class Prefetch(enum.Enum):
+    """Whether a request waits for what storage was asked for on its behalf (T04)."""
+
+    BEST_EFFORT = "best-effort"
+    """No: it begins when its turn comes, with what has arrived by then."""
+    WAIT = "wait"
+    """Until storage has answered."""
+    TIMEOUT = "timeout"
+    """For a number of steps at most."""
+
+
 @dataclass(frozen=True, slots=True)
 class LoadCosts:
-    """Load or recompute: what each takes (T05). Measured by the execute half."""
+    """Load or recompute: what each is taken to take before it was measured (T05)."""
 
     seconds_per_page: float
+    """From the host to the device."""
     seconds_per_token: float
-
-    def is_worth_loading(self, num_pages: int, num_tokens: int) -> bool:
-        return num_pages * self.seconds_per_page < num_tokens * self.seconds_per_token
+    """To compute one of a prompt."""
+    storage_seconds_per_page: float = 0.0
+    """From storage to the host."""
 
 
 FREE_LOADS = LoadCosts(seconds_per_page=0.0, seconds_per_token=1.0)
@@ -40,8 +52,23 @@ class CachePolicies:
     write_back: WriteBack = WriteBack.THROUGH
     load_costs: LoadCosts = FREE_LOADS
     uses_storage: bool = False
+    prefetch: Prefetch = Prefetch.WAIT
+    prefetch_timeout_steps: int = 32
+    """With TIMEOUT. In steps, because the decide half has no clock: what a wait costs others is
+    counted in steps, and where there are none storage is all there is to wait for."""
     records_events: bool = False
     identity: bytes = b""
     """Stands for model, dtype and layout in page hashes."""
     low_water: float = 0.1
     """With EVICTION: the share of the device below which write-back begins."""
+
+    @property
+    def patience_steps(self) -> int | None:
+        """For how many steps a request waits for storage; None is as long as it takes."""
+        match self.prefetch:
+            case Prefetch.BEST_EFFORT:
+                return 0
+            case Prefetch.TIMEOUT:
+                return self.prefetch_timeout_steps
+            case Prefetch.WAIT:
+                return None

@@ -31,6 +31,9 @@ class Ticket:
     """Tokens of the pages from `first` on."""
     serial: int
     """Asked before its namespace was evicted, the answer is published nowhere."""
+    patience_steps: int | None
+    """For how many steps the request should wait for it; None is as long as it takes. Whether or
+    not it does, the answer is taken when it comes."""
     units: dict[CopyId, tuple[Plane, Int32s]] = field(default_factory=dict)
     arrived: dict[CopyId, Bools] = field(default_factory=dict)
 
@@ -85,15 +88,15 @@ class Prefetcher:
             )  # fmt: skip
         return intents
 
-    def acknowledge(self, done: CopyDone) -> bool:
-        """Take an answer; False if it is not one of ours."""
+    def acknowledge(self, done: CopyDone) -> int | None:
+        """Take an answer; gives its family, or None if it is not one of ours."""
         ticket = self._tickets.pop(done.copy_id, None)
         if ticket is None:
-            return False
+            return None
         ticket.arrived[done.copy_id] = np.asarray(done.arrived)
         if ticket.is_done:
             self._settle(ticket)
-        return True
+        return ticket.units[done.copy_id][0].family_index
 
     def _settle(self, ticket: Ticket) -> None:
         index = self._index

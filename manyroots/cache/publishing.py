@@ -6,6 +6,8 @@ path; where someone else's copy of a page is there already it stays, and the lea
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from manyroots.cache.eviction import Evictor
@@ -27,7 +29,8 @@ class Publisher:
         self._page_size = index.layout.page_size
         self._paged = [p for p in index.layout.device if not p.family.is_state]
         self._prompt = [p for p in self._paged if p.family.shares_within_step]
-        self._pending: dict[StepId, list[Node]] = {}
+        self._pending: dict[StepId, dict[int, list[Node]]] = {}
+        """By step and lease: nodes that were announced."""
         self._filled: dict[StepId, dict[tuple[int, int], tuple[Node, int]]] = {}
         """By (plane, unit), node and depth: what a step being run fills in nodes older than it."""
         self._barred: dict[Namespace, int] = {}
@@ -45,6 +48,16 @@ class Publisher:
             current.last_used = self._tick
             current = current.parent
 
+    def arrived(self, nodes: Iterable[Node]) -> None:
+        """Copies to the host have ended in these nodes, now."""
+        tick = self._tick = self._tick + 1
+        for node in nodes:
+            current: Node | None = nearest_attached(node)
+            # What leads to a page is worth as much there as the page.
+            while current is not None and current.last_arrived != tick:
+                current.last_arrived = tick
+                current = current.parent
+
     def bar(self, namespace: Namespace, serial: int) -> None:
         self._barred[namespace] = serial
 
@@ -58,7 +71,7 @@ class Publisher:
             return  # published together or not at all; the others' turn is the commit
         nodes = self.publish(lease, tokens, num_tokens, step_id, lengthen=False)
         if nodes:
-            self._pending.setdefault(step_id, []).extend(nodes)
+            self._pending.setdefault(step_id, {}).setdefault(lease.serial, []).extend(nodes)
 
     def is_promised(self, node: Node, plane: int, unit: int) -> bool:
         """Whether a unit is findable already, but filled only by a step that is not done."""
@@ -66,15 +79,16 @@ class Publisher:
             (plane, unit) in filled for filled in self._filled.values()
         )
 
-    def commit_step(self, step_id: StepId) -> list[Node]:
-        """What was announced can be relied on; gives the nodes."""
+    def commit_step(self, step_id: StepId) -> dict[int, list[Node]]:
+        """What was announced can be relied on; gives the nodes, by the serial of their lease."""
         self._committed = max(self._committed, step_id)
         self._filled.pop(step_id, None)
-        return self._pending.pop(step_id, [])
+        return self._pending.pop(step_id, {})
 
     def fail_step(self, step_id: StepId) -> None:
         """What was announced for this step, and all that leans on it, is findable no more."""
-        for node in self._pending.pop(step_id, []):
+        pending = self._pending.pop(step_id, {})
+        for node in (node for nodes in pending.values() for node in nodes):
             top: Node | None = None
             current: Node | None = node
             while current is not None and current.step_id == step_id:

@@ -7,7 +7,7 @@ that wanted it (T08). What did not arrive is published nowhere and frees both en
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -34,6 +34,14 @@ class Spot:
         return node if node.is_attached and node.first <= self.depth < node.end else None
 
 
+@dataclass(eq=False, slots=True)
+class Handover:
+    """Copies that are acknowledged together: pages and states that are of use together (H07)."""
+
+    copy_ids: list[CopyId] = field(default_factory=list)
+    answers: dict[CopyId, CopyDone] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True)
 class Move:
     """One copy under way: unit by unit, from a plane to another, or to storage."""
@@ -47,6 +55,7 @@ class Move:
     """Empty where storage is the target."""
     lease: Lease | None
     """Who waits for it."""
+    handover: Handover | None
     path: Int32s
     """Units of the source's plane above those that are copied; held, as in a lease, because what
     is held must have only held ones above."""
@@ -90,12 +99,18 @@ class Transfers:
         target_units: Int32s,
         *,
         lease: Lease | None = None,
+        handover: Handover | None = None,
         hashes: tuple[bytes, ...] = (),
     ) -> None:
-        """Hold both ends and put the intent out. The target's units are the caller's no longer."""
+        """Hold both ends and put the intent out. The target's units are the caller's no longer.
+
+        To a hand-over nothing may be added once its first intents have been taken.
+        """
         path = self._path(spots, source, source_units)
-        move = Move(spots, source, target, source_units, target_units, lease, path)
+        move = Move(spots, source, target, source_units, target_units, lease, handover, path)
         copy_id = self.next_id()
+        if handover is not None:
+            handover.copy_ids.append(copy_id)
         pool = self._index.pools[source.index]
         pool.hold(source_units)
         pool.hold(path)
@@ -115,11 +130,29 @@ class Transfers:
             )
         )
 
-    def acknowledge(self, done: CopyDone) -> Move | None:
-        """A copy has ended: publish what arrived, let go of both ends. None if unknown."""
-        move = self._moves.pop(done.copy_id, None)
+    def acknowledge(self, done: CopyDone) -> list[Move]:
+        """A copy has ended. Gives what is settled with it: nothing if it is unknown, or if others
+        of its hand-over are still under way, and then both of its ends stay held."""
+        move = self._moves.get(done.copy_id)
         if move is None:
-            return None
+            return []
+        handover = move.handover
+        if handover is None:
+            return [self._settle(done)]
+        handover.answers[done.copy_id] = done
+        if len(handover.answers) < len(handover.copy_ids):
+            return []
+        return [self._settle(handover.answers[copy_id]) for copy_id in handover.copy_ids]
+
+    def handed_over_with(self, copy_id: CopyId) -> tuple[CopyId, ...]:
+        """Copies under way that are acknowledged together with this one, itself included; for
+        tests."""
+        handover = self._moves[copy_id].handover
+        return (copy_id,) if handover is None else tuple(handover.copy_ids)
+
+    def _settle(self, done: CopyDone) -> Move:
+        """Publish what arrived, let go of both ends."""
+        move = self._moves.pop(done.copy_id)
         pools = self._index.pools
         if move.target is not None:
             units = move.target_units.tolist()

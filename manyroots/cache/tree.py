@@ -9,6 +9,7 @@ Structure only: knows tokens and unit numbers; not who holds a unit, nor when on
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -40,6 +41,7 @@ class Node:
         "hashes",
         "is_attached",
         "keys",
+        "last_arrived",
         "last_used",
         "namespace",
         "num_pages",
@@ -87,6 +89,8 @@ class Node:
         """Order of creation: breaks every tie, so that ranks agree on victims."""
         self.children: dict[ChildKey, Node] = {}
         self.last_used = 0
+        self.last_arrived = 0
+        """When a copy to the host last ended here or below; counts as use there alone."""
         self.num_uses = 0
         self.queued = 0
         """Bit set of the planes whose eviction queue has this node."""
@@ -111,6 +115,8 @@ class PrefixTree:
         self.root = Node(None, None, 0, b"", b"", empty, StepId(0), 0)
         self.by_namespace: dict[Namespace, dict[int, Node]] = {}
         """Nodes of a namespace whose parent is of another, by serial: where it begins."""
+        self.first_pages: Counter[tuple[str | None, bytes]] = Counter()
+        """By salt and tokens of a first page: how many namespaces have it."""
 
     def walk(self, key: PrefixKey, keys: bytes, max_pages: int, start: Node | None = None) -> Walk:
         """Follow `keys` (those of a whole prompt) from the end of `start`, or from the root."""
@@ -130,6 +136,22 @@ class PrefixTree:
             if shared < child.num_pages:
                 break
         return Walk(tuple(nodes), depth)
+
+    def has_elsewhere(self, key: PrefixKey, page: bytes, walk: Walk) -> bool:
+        """Whether the page behind a walk, which its namespace does not have, is known in another
+        one: an adapter's or the base model's.
+
+        Never another tenant's (salt): who may not read what others have cached must not learn of it
+        either. Behind the first page, where an adapter takes over, base is asked alone.
+        """
+        if walk.depth == 0:
+            return self.first_pages[key.at(0).salt, page] > 0
+        if walk.depth != key.switch_page:
+            return False
+        node = walk.nodes[-1]
+        if node.end == walk.depth:
+            return (key.namespace, page) in node.children
+        return node.keys.startswith(page, (walk.depth - node.first) * self._page_bytes)
 
     def insert(
         self,
@@ -225,7 +247,7 @@ class PrefixTree:
             self._serial,
         )
         upper.counts = _counts(upper.units)
-        upper.last_used = node.last_used
+        upper.last_used, upper.last_arrived = node.last_used, node.last_arrived
         upper.num_uses = node.num_uses
         parent.children[(node.namespace, node.keys[: self._page_bytes])] = upper
         starts = self.by_namespace.get(node.namespace)
@@ -273,7 +295,13 @@ class PrefixTree:
         parent = node.parent
         assert parent is not None
         assert node.namespace is not None
-        del parent.children[(node.namespace, node.keys[: self._page_bytes])]
+        first_page = node.keys[: self._page_bytes]
+        del parent.children[(node.namespace, first_page)]
+        if parent is self.root:
+            known = (node.namespace.salt, first_page)
+            self.first_pages[known] -= 1
+            if not self.first_pages[known]:
+                del self.first_pages[known]
         for plane in range(self._num_planes):
             parent.below[plane] -= int(node.counts[plane] > 0)
         for gone in removed:
@@ -323,7 +351,10 @@ class PrefixTree:
         """A new leaf. Whoever brings units counts them."""
         self._serial += 1
         node = Node(parent, namespace, parent.end, keys, b"", units, step, self._serial)
-        parent.children[(namespace, keys[: self._page_bytes])] = node
+        first_page = keys[: self._page_bytes]
+        parent.children[(namespace, first_page)] = node
+        if parent is self.root:
+            self.first_pages[namespace.salt, first_page] += 1
         if parent.namespace != namespace:
             self.by_namespace.setdefault(namespace, {})[node.serial] = node
         return node

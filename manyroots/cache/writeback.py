@@ -5,6 +5,8 @@ Chooses what to copy and when, by policy; the copies themselves are `Transfers`'
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from manyroots.cache.eviction import Evictor
@@ -12,7 +14,8 @@ from manyroots.cache.index import Index
 from manyroots.cache.planes import ABSENT, NO_UNITS, Plane
 from manyroots.cache.policies import CachePolicies, WriteBack
 from manyroots.cache.publishing import Publisher
-from manyroots.cache.transfers import Move, Spot, Transfers
+from manyroots.cache.storage import Storage
+from manyroots.cache.transfers import Handover, Move, Spot, Transfers
 from manyroots.cache.tree import Indices, Node
 from manyroots.ids import Tier
 
@@ -27,27 +30,38 @@ class WriteBacker:
         transfers: Transfers,
         publisher: Publisher,
         policies: CachePolicies,
+        storage: Storage,
     ) -> None:
         self._index = index
         self._evictors = evictors
         self._transfers = transfers
         self._publisher = publisher
         self._policies = policies
+        self._storage = storage
         self._has_host = bool(index.layout.host)
+        self._open: dict[int, Handover] = {}
+        """By the serial of a lease: what is handed over for it, till the intents are taken."""
 
-    def published(self, nodes: list[Node]) -> None:
-        """These nodes' units are computed and findable."""
+    def published(self, serial: int, nodes: list[Node]) -> None:
+        """These nodes' units, of the lease with this serial, are computed and findable."""
         if self._has_host and self._policies.write_back is WriteBack.THROUGH:
-            for node in nodes:
-                self.write_back(node)
+            self._hand_over(serial, nodes)
 
-    def found(self, nodes: tuple[Node, ...]) -> None:
-        """A request has found these nodes."""
+    def found(self, serial: int, nodes: tuple[Node, ...]) -> None:
+        """The request that has this lease has found these nodes."""
         for node in nodes:
             node.num_uses += 1
         if self._has_host and self._policies.write_back is WriteBack.REUSED:
-            for node in nodes:
-                self.write_back(node)
+            self._hand_over(serial, nodes)
+
+    def sent(self) -> None:
+        """Intents were taken: what comes now is another hand-over."""
+        self._open.clear()
+
+    def _hand_over(self, serial: int, nodes: Sequence[Node]) -> None:
+        handover = self._open.setdefault(serial, Handover())
+        for node in nodes:
+            self.write_back(node, handover)
 
     def keep_ahead(self) -> None:
         """With write-back on eviction: copy what would go next while there is still room."""
@@ -57,9 +71,9 @@ class WriteBacker:
             pool = self._index.pools[plane.index]
             wanted = int(pool.num_units * self._policies.low_water) - pool.num_free
             for node in self._evictors[plane.index].next_nodes(wanted):
-                self.write_back(node)
+                self.write_back(node, Handover())
 
-    def write_back(self, node: Node) -> None:
+    def write_back(self, node: Node, handover: Handover) -> None:
         """Copy to the host what this node has on the device alone."""
         if not node.is_attached:
             return
@@ -72,13 +86,14 @@ class WriteBacker:
             places = self._ready(plane, node, places)
             count = self._make_room(host, len(places))
             if count:
-                self._move(node, places[:count], plane, host)
+                self._move(node, places[:count], plane, host, handover)
 
     def arrived_on_host(self, move: Move) -> None:
         """Host units were published: hand them on to storage."""
-        if not self._policies.uses_storage or move.target is None:
+        if move.target is None or move.target.tier is not Tier.HOST:
             return
-        if move.target.tier is not Tier.HOST:
+        self._publisher.arrived(spot.node for spot in move.spots)
+        if not self._policies.uses_storage or not self._storage.may_write:
             return
         kept = [
             (spot, unit, node)
@@ -114,9 +129,11 @@ class WriteBacker:
             self._evictors[host.index].evict(count - pool.num_free)
         return count
 
-    def _move(self, node: Node, places: Indices, plane: Plane, host: Plane) -> None:
+    def _move(
+        self, node: Node, places: Indices, plane: Plane, host: Plane, handover: Handover
+    ) -> None:
         # Making room may have cut the node; what is left of it is what can be copied.
         units = node.units[plane.index][places]
         taken = self._index.pools[host.index].take(len(places))
         spots = tuple(Spot(node, node.first + int(place)) for place in places)
-        self._transfers.start(spots, plane, host, units, taken)
+        self._transfers.start(spots, plane, host, units, taken, handover=handover)

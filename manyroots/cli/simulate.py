@@ -37,6 +37,11 @@ def add_simulate_command(commands: Any) -> None:
         help="pages go to the host: through (at once), reused (found again), eviction",
     )  # fmt: skip
     engine.add_argument("--storage", action="store_true", help="and on to storage, and back")
+    engine.add_argument(
+        "--prefetch", default="wait", metavar="HOW",
+        help="whether a request waits for storage: best-effort (no), wait, timeout",
+    )  # fmt: skip
+    engine.add_argument("--prefetch-timeout-steps", type=int, default=32, metavar="N")
     engine.add_argument("--max-loras", type=int, default=0, metavar="N", help="0: no limit")
     engine.add_argument("--max-cpu-loras", type=int, default=0, metavar="N", help="0: no limit")
 
@@ -118,6 +123,8 @@ def _job(arguments: dict[str, Any]) -> Job:
             num_host_pages=arguments["num_host_pages"],
             write_back=arguments["write_back"],
             storage=arguments["storage"],
+            prefetch=arguments["prefetch"],
+            prefetch_timeout_steps=arguments["prefetch_timeout_steps"],
             max_loras=arguments["max_loras"],
             max_cpu_loras=arguments["max_cpu_loras"],
         ),

@@ -242,7 +242,8 @@ class FakeRunner:
             arrived = np.array([is_good and content != () for content in contents], np.bool_)
             if is_good:
                 self._write_copy(copy, contents)
-            done.append(CopyDone(copy.copy_id, arrived))
+            error = None if is_good else "the copy was made to fail"
+            done.append(CopyDone(copy.copy_id, arrived, error))
         self._under_way = deque(by_id.values())
         return tuple(done)
 

@@ -54,7 +54,8 @@ class Admission:
         """A new request: into the queue, or after what storage has for it."""
         if not request.wants_prompt_logprobs:
             request.ticket = self._cache.prefetch(request.key, request.tokens)
-        if request.ticket is None:
+        if request.ticket is None or request.ticket.patience_steps == 0:
+            request.ticket = None
             self.waiting.push(request)
         else:
             # Storage answers while others run; only this request waits for it (T04).
@@ -89,6 +90,15 @@ class Admission:
         self._sort_fetching()
         self._sort_loading()
 
+    def lose_patience(self, step_id: StepId) -> None:
+        """Requests that have waited for storage long enough go on without it."""
+        for request in list(self._fetching):
+            ticket = request.ticket
+            if ticket is None or ticket.patience_steps is None:
+                continue
+            if step_id - request.waiting_since >= ticket.patience_steps:
+                self._end_fetching(request)
+
     def start_over(self) -> None:
         """What those that load have found may never have been filled: they look again."""
         self._give_up([*self._loading, *self._loaded])
@@ -99,10 +109,13 @@ class Admission:
         for request in list(self._fetching):
             if request.ticket is not None and not request.ticket.is_done:
                 continue
-            del self._fetching[request]
-            request.ticket = None
-            request.state = State.WAITING
-            self.waiting.push(request)
+            self._end_fetching(request)
+
+    def _end_fetching(self, request: Request) -> None:
+        del self._fetching[request]
+        request.ticket = None
+        request.state = State.WAITING
+        self.waiting.push(request)
 
     def _sort_loading(self) -> None:
         for request in list(self._loading):

@@ -29,6 +29,10 @@ from manyroots.scheduler.request import Request, State
 from manyroots.scheduler.rows import Int64s, Rows
 from manyroots.step import Bools, Int32s, Plan, StepResult, TokenLogprobs
 
+PROMPT_SHARE = 8
+"""Tokens per row from which on a step tells how quickly prompts are computed: with fewer, most of
+its time is what any step takes."""
+
 
 class Scheduler:
     """Continuous batching with chunked prefill, and retraction under memory pressure."""
@@ -141,6 +145,7 @@ class Scheduler:
             for request in list(self._rows.prompts):
                 self._continue(request, draft)
         if len(self._admission):
+            self._admission.lose_patience(draft.step_id)
             has_room = self._endings.num_retractions == num_retracted
             without_room = self._admission.admit(draft) if has_room else set()
             self._admission.prepare_adapters(without_room, draft.step_id)
@@ -219,6 +224,8 @@ class Scheduler:
         self._adapters.step_done(step.step_id)
         outputs = self.take_arrivals(result)
         self._total_step_tokens += step.total_tokens
+        if result.seconds and step.total_tokens >= PROMPT_SHARE * len(step.rows):
+            self._cache.measured_prefill(step.total_tokens, result.seconds)
         if self._is_fair:
             self._count_service(step)
         rows, num_tokens, samples, tokens = step.rows, step.num_tokens, step.samples, result.tokens
@@ -399,4 +406,6 @@ class Scheduler:
             total_steps=self._next_step_id - 1,
             total_step_tokens=self._total_step_tokens,
             adapters=self._adapters.stats(),
+            storage=cache.storage,
+            missed_tokens=cache.missed_tokens,
         )

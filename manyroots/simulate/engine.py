@@ -11,7 +11,6 @@ from manyroots.engine.loop import EngineLoop
 from manyroots.lora.audit import audit as audit_adapters
 from manyroots.lora.residency import Residency
 from manyroots.scheduler.scheduler import Scheduler
-from manyroots.simulate.costs import CostModel
 from manyroots.simulate.settings import SimulationSettings
 from manyroots.step import Runner
 
@@ -31,9 +30,9 @@ class SimulatedEngine:
         audit_adapters(self.adapters)
 
 
-def build_engine(settings: SimulationSettings, costs: CostModel, runner: Runner) -> SimulatedEngine:
+def build_engine(settings: SimulationSettings, runner: Runner) -> SimulatedEngine:
     layout = Layout.of(settings.block_size, settings.capacities())
-    cache = PrefixCache(layout, settings.policies(costs))
+    cache = PrefixCache(layout, settings.policies())
     adapters = Residency(settings.adapter_limits())
     scheduler = Scheduler(settings.scheduler(), cache, adapters, max_model_len=settings.num_slots)
     loop = EngineLoop(scheduler, runner, depth=settings.depth)

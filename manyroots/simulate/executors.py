@@ -111,5 +111,6 @@ class UncheckedExecutor:
                 arrived &= [unit in self._stored for unit in units]
             elif copy.target is Tier.STORAGE and is_good:
                 self._stored.update(units)
-            done.append(CopyDone(copy.copy_id, arrived))
+            error = None if is_good else "the copy was made to fail"
+            done.append(CopyDone(copy.copy_id, arrived, error))
         return tuple(done)

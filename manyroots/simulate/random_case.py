@@ -16,7 +16,7 @@ from manyroots.cache.families.full import FULL_ATTENTION
 from manyroots.cache.families.recurrent import RecurrentState
 from manyroots.cache.families.window import SlidingWindow
 from manyroots.cache.planes import Capacity
-from manyroots.cache.policies import WriteBack
+from manyroots.cache.policies import Prefetch, WriteBack
 from manyroots.config import Policy
 from manyroots.simulate.costs import CostModel, with_costs
 from manyroots.simulate.faults import Faults
@@ -80,6 +80,8 @@ def _settings(rng: random.Random) -> SimulationSettings:
         long_prefill_token_threshold=rng.choice([None, 1, 3, 8]),
         enable_prefix_caching=rng.random() < 0.9,
         depth=rng.choice([0, 1, 1]),
+        prefetch=rng.choice(list(Prefetch)).value,
+        prefetch_timeout_steps=rng.choice([0, 1, 5]),
     )
 
 

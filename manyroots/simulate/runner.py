@@ -11,6 +11,7 @@ it for a failed step and go on; a failed step asked for by the fault source is i
 from __future__ import annotations
 
 from concurrent.futures import Future
+from dataclasses import replace
 
 import numpy as np
 
@@ -65,7 +66,7 @@ class ModelledRunner:
         self.num_steps += 1
         self.digest.add(plan)
         future = TimedFuture(self._clock, self._free_at_s)
-        self._carry_out(plan, future)
+        self._carry_out(plan, future, duration_s)
         return future
 
     def close(self) -> None:
@@ -77,7 +78,7 @@ class ModelledRunner:
             raise SimulationError(f"step {plan.step_id} waits, and nothing is under way")
         return end_s
 
-    def _carry_out(self, plan: Plan, future: TimedFuture) -> None:
+    def _carry_out(self, plan: Plan, future: TimedFuture, duration_s: float) -> None:
         # Launched behind a failure that the loop does not know of yet: what it reads may never
         # have been written, and whatever it gives will be dropped.
         rests_on_failure = self._failed is not None and not self._failed.is_taken
@@ -87,7 +88,9 @@ class ModelledRunner:
             self._executor.fail_next = f"step {plan.step_id} was made to fail"
         planned = self._executor.fail_next
         try:
-            future.set_result(self._executor.execute(plan))
+            result = self._executor.execute(plan)
+            copies = tuple(self._transfers.timed(done) for done in result.copies)
+            future.set_result(replace(result, seconds=duration_s, copies=copies))
         except Exception as error:
             if not rests_on_failure and str(error) != planned:
                 raise

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from manyroots.cache.families.full import FULL_ATTENTION
 from manyroots.cache.planes import Capacity
-from manyroots.cache.policies import CachePolicies, LoadCosts, WriteBack
+from manyroots.cache.policies import CachePolicies, Prefetch, WriteBack
 from manyroots.config import CacheSettings, SchedulerSettings
 from manyroots.errors import ConfigError
 from manyroots.lora.limits import Limits
@@ -33,6 +33,8 @@ class SimulationSettings:
     write_back: str = "through"
     storage: bool = False
     """Whether pages go on from the host to storage, and come back."""
+    prefetch: str = "wait"
+    prefetch_timeout_steps: int = 32
     max_loras: int = 0
     max_cpu_loras: int = 0
     scheduling_policy: str = "fcfs"
@@ -52,10 +54,11 @@ class SimulationSettings:
             raise ConfigError(f"--num-pages is {self.num_pages}; it must be at least 1.")
         if self.num_host_pages < 0:
             raise ConfigError(f"--num-host-pages is {self.num_host_pages}; 0 is no host tier.")
-        choices = [policy.value for policy in WriteBack]
-        if self.write_back not in choices:
+        _one_of("--write-back", self.write_back, [policy.value for policy in WriteBack])
+        _one_of("--prefetch", self.prefetch, [policy.value for policy in Prefetch])
+        if self.prefetch_timeout_steps < 0:
             raise ConfigError(
-                f"--write-back is {self.write_back!r}; choose one of {', '.join(choices)}."
+                f"--prefetch-timeout-steps is {self.prefetch_timeout_steps}; it must be at least 0."
             )
         if self.storage and not self.has_host:
             raise ConfigError(
@@ -87,16 +90,14 @@ class SimulationSettings:
     def adapter_limits(self) -> Limits:
         return Limits(max_loras=self.max_loras, max_cpu_loras=self.max_cpu_loras)
 
-    def policies(self, costs: CostModel) -> CachePolicies:
-        page_bytes = costs.kv_bytes_per_token * self.block_size
+    def policies(self) -> CachePolicies:
+        """What loading and computing cost is measured as the run goes on, as in the engine."""
         return CachePolicies(
             reuse=self.enable_prefix_caching,
             write_back=WriteBack(self.write_back),
-            load_costs=LoadCosts(
-                seconds_per_page=page_bytes / costs.host_bytes_per_s,
-                seconds_per_token=1 / costs.prefill_tokens_per_s,
-            ),
             uses_storage=self.storage,
+            prefetch=Prefetch(self.prefetch),
+            prefetch_timeout_steps=self.prefetch_timeout_steps,
         )
 
     def with_pages(self, costs: CostModel) -> SimulationSettings:
@@ -126,3 +127,8 @@ class SimulationSettings:
                 f"{self.num_slots} ({self.num_pages} pages of {self.block_size}). "
                 "Raise --num-pages."
             )
+
+
+def _one_of(flag: str, value: str, choices: list[str]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{flag} is {value!r}; choose one of {', '.join(choices)}.")

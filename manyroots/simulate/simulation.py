@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from manyroots.errors import ManyrootsError
 from manyroots.ids import RequestId, Tier
-from manyroots.messages import Abort, FinishReason, News, Output
+from manyroots.messages import Abort, FinishReason, News, Output, StorageStats
 from manyroots.simulate.adapters import TraceAdapters
 from manyroots.simulate.clock import Clock
 from manyroots.simulate.costs import CostModel
@@ -56,6 +56,7 @@ class Run:
     num_copied_pages: dict[str, int]
     """Between tiers, by "source to target"."""
     num_bad_copies: int
+    storage: StorageStats | None
     num_adapter_loads: dict[str, int]
     """By where the adapter was found."""
     num_bad_loads: int
@@ -117,7 +118,7 @@ class _Simulation:
             self.transfers,
             max_num_seqs=settings.max_num_seqs,
         )
-        self.engine = build_engine(settings, costs, self.runner)
+        self.engine = build_engine(settings, self.runner)
         self.adapters = TraceAdapters(self.engine.scheduler, costs, trace)
         self.num_audits = 0
         self.peak_held_pages = 0
@@ -152,6 +153,7 @@ class _Simulation:
                 for (source, target), count in self.transfers.num_copied_units.items()
             },
             num_bad_copies=self.transfers.num_bad_copies,
+            storage=stats.storage,
             num_adapter_loads={tier.value: loads[tier] for tier in (Tier.HOST, Tier.STORAGE)},
             num_bad_loads=self.transfers.num_bad_loads,
             num_adapter_reloads=self.adapters.num_reloads,

@@ -7,14 +7,14 @@ of each is decided by its number, so that a run replays exactly.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from manyroots.ids import CopyId, Tier
 from manyroots.simulate.costs import CostModel
 from manyroots.simulate.faults import SLOW_FACTOR, FaultSource, TransferFault
 from manyroots.simulate.links import Link
-from manyroots.step import AdapterLoaded, Copy, LoadAdapter, LoadId, Plan
+from manyroots.step import AdapterLoaded, Copy, CopyDone, LoadAdapter, LoadId, Plan
 
 LOST_AFTER_S = 1.0
 """A copy or load without any sign of life is given up after so long, and told of as failed: until
@@ -27,6 +27,7 @@ class _Ending:
 
     at_s: float
     is_good: bool
+    seconds: float
 
 
 _Id = TypeVar("_Id", CopyId, LoadId)
@@ -45,6 +46,8 @@ class TransferModel:
             for ends in ((upper, lower), (lower, upper))
         }
         self._copies: dict[CopyId, _Ending] = {}
+        self._seconds: dict[CopyId, float] = {}
+        """How long copies took that have ended and were not asked about."""
         self._loads: dict[LoadId, _Ending] = {}
         self._loader_free_at_s = 0.0
         self._now_s = 0.0
@@ -76,10 +79,13 @@ class TransferModel:
     def ended_copies(self, copies: list[Copy]) -> list[tuple[Copy, bool]]:
         """Of those under way, which have ended, in that order, and whether they worked."""
         by_id = {copy.copy_id: copy for copy in copies}
-        return [
-            (by_id[copy_id], ending.is_good)
-            for copy_id, ending in _take_ended(self._copies, self._now_s)
-        ]
+        ended = _take_ended(self._copies, self._now_s)
+        self._seconds.update((copy_id, ending.seconds) for copy_id, ending in ended)
+        return [(by_id[copy_id], ending.is_good) for copy_id, ending in ended]
+
+    def timed(self, done: CopyDone) -> CopyDone:
+        """With how long it took, once it was on its way."""
+        return replace(done, seconds=self._seconds.pop(done.copy_id))
 
     def ended_loads(self, loads: list[LoadAdapter]) -> list[AdapterLoaded]:
         return [
@@ -96,23 +102,25 @@ class TransferModel:
         slowed_by = SLOW_FACTOR if fault is TransferFault.SLOW else 1.0
         num_bytes = num_units * self._unit_bytes
         end_s = self._links[ends].send(now_s, num_bytes, slowed_by=slowed_by)
+        own_s = slowed_by * self._links[ends].alone_s(num_bytes)
         self.num_copied_units[ends] += num_units
-        self._copies[copy.copy_id] = _ending(end_s, fault)
+        self._copies[copy.copy_id] = _ending(end_s, fault, own_s)
         self.num_bad_copies += not self._copies[copy.copy_id].is_good
 
     def _begin_load(self, load: LoadAdapter, now_s: float) -> None:
         fault = self._faults.load(load.load_id)
         slowed_by = SLOW_FACTOR if fault is TransferFault.SLOW else 1.0
         begin_s = max(now_s, self._loader_free_at_s)
-        self._loader_free_at_s = begin_s + slowed_by * self._costs.adapter_load_s(load.source)
-        self._loads[load.load_id] = _ending(self._loader_free_at_s, fault)
+        own_s = slowed_by * self._costs.adapter_load_s(load.source)
+        self._loader_free_at_s = begin_s + own_s
+        self._loads[load.load_id] = _ending(self._loader_free_at_s, fault, own_s)
         self.num_bad_loads += not self._loads[load.load_id].is_good
 
 
-def _ending(end_s: float, fault: TransferFault) -> _Ending:
+def _ending(end_s: float, fault: TransferFault, seconds: float) -> _Ending:
     if fault is TransferFault.LOST:
-        return _Ending(end_s + LOST_AFTER_S, is_good=False)
-    return _Ending(end_s, is_good=fault is not TransferFault.FAILED)
+        return _Ending(end_s + LOST_AFTER_S, is_good=False, seconds=seconds + LOST_AFTER_S)
+    return _Ending(end_s, is_good=fault is not TransferFault.FAILED, seconds=seconds)
 
 
 def _take_ended(under_way: dict[_Id, _Ending], now_s: float) -> list[tuple[_Id, _Ending]]:

@@ -59,7 +59,7 @@ MIXES = (
 )  # fmt: skip
 ACTIONS = (
     *["plan"] * 6, *["claim"] * 5, *["commit"] * 5, *["acknowledge"] * 5, *["release"] * 5,
-    *["onboard"] * 3, *["prefetch"] * 2, "lookup", "fail", "evict_namespace",
+    *["onboard"] * 3, *["prefetch"] * 2, *["guess"] * 2, "lookup", "fail", "evict_namespace",
 )  # fmt: skip
 PATTERNS = (0, 0b1111111111, 0b10000, 0b1111110011)
 Entry = tuple[int, Path]
@@ -132,6 +132,8 @@ class Machine(RuleBasedStateMachine):
         """By copy from storage: namespaces that were evicted since it was asked for."""
         self.copied: dict[int, list[Path | None]] = {}
         """By copy: what it copies."""
+        self.answered: dict[int, tuple[Copy, list[bool]]] = {}
+        """By copy that has ended: how, till the others of its hand-over have."""
         self.unsure: set[Path] = set()
         """Of those: paths that lost something while it was under way."""
         self.mirror: dict[Tier, dict[bytes, Path]] = {Tier.DEVICE: {}, Tier.HOST: {}}
@@ -164,6 +166,8 @@ class Machine(RuleBasedStateMachine):
             self.evict_namespace(NAMESPACES[a % 3])
         elif action == "prefetch" and self.policies.uses_storage:
             self.prefetch(a % 5, b, c)
+        elif action == "guess" and self.guessing():
+            self.guess(a, [b >> i & 1 for i in range(1 + c % 4)])
         elif action == "lookup":
             self.lookup(a % 5, b, c)
         elif len(self.hand.steps) > 1:
@@ -229,9 +233,27 @@ class Machine(RuleBasedStateMachine):
         ready = [
             s for i, s in enumerate(self.sequences)
             if s.held.is_ready and (chosen >> i & 1 or chosen % 5 == 0)
+            and s.held.num_sure_tokens is None
         ]  # fmt: skip
         before = [plane.num_free for plane in self.cache.stats().planes]
-        step = self.hand.plan(*ready, most=most)
+        self.planned(self.hand.plan(*ready, most=most), before)
+
+    def guessing(self) -> list[Sequence]:
+        """Who may have drafts computed now."""
+        return [s for s in self.sequences if s.held.is_ready and not s.num_in_flight]
+
+    def guess(self, index: int, drafts: list[int]) -> None:
+        self.drop_failed()
+        may_guess = self.guessing()
+        if not may_guess:
+            return
+        sequence = may_guess[index % len(may_guess)]
+        before = [plane.num_free for plane in self.cache.stats().planes]
+        step = self.hand.guess(sequence, drafts)
+        assert not step.parts or not any(p.family.is_state for p in self.layout.device)
+        self.planned(step, before)
+
+    def planned(self, step: Step, before: list[int]) -> None:
         self.note_copies(step)
         for part in step.parts:
             self.leans[id(part.sequence)] = set()
@@ -241,7 +263,9 @@ class Machine(RuleBasedStateMachine):
         size = self.hand.page_size
         wanted = {
             plane.index: sum(
-                2 if plane.family.is_state else -(-p.end // size) - p.begin // size
+                2
+                if plane.family.is_state
+                else -(-(p.end + len(p.drafts)) // size) - p.begin // size
                 for p in step.parts
             )
             for plane in self.layout.device
@@ -323,9 +347,17 @@ class Machine(RuleBasedStateMachine):
         contents = self.hand.under_way[copy.copy_id][1]
         good = [bool(arrived >> i % 8 & 1) and contents[i] != () for i in range(count)]
         known = {path[:n] for _, path in self.now for n in range(1, len(path) + 1)}
+        together = {copy.copy_id}
+        if copy.source is not Tier.STORAGE:
+            together.update(self.cache.transfers.handed_over_with(copy.copy_id))
         self.hand.acknowledge(copy, good)
         lost, gained = self.changed("acknowledge")
-        self.check_arrival(copy, good, known, lost, gained)
+        self.answered[copy.copy_id] = (copy, good)
+        if together <= self.answered.keys():
+            self.check_arrival([self.answered.pop(i) for i in together], known, lost, gained)
+        else:
+            assert not lost
+            assert not gained, "found before the rest of its hand-over has arrived"
         self.drop_failed()
 
     def prefetch(self, key: int, bits: int, count: int) -> None:
@@ -438,8 +470,27 @@ class Machine(RuleBasedStateMachine):
                     assert (plane.index, self.path(sequence, page + 1)) in self.now, "not published"
 
     def check_arrival(
-        self, copy: Copy, good: list[bool], known: set[Path], lost: Resident, gained: Resident
+        self, answers: list[tuple[Copy, list[bool]]], known: set[Path], lost: Resident,
+        gained: Resident,
     ) -> None:  # fmt: skip
+        """Copies that are acknowledged together have ended."""
+        if len(answers) > 1:
+            assert all(copy.target is Tier.HOST for copy, _ in answers)
+            families = {copy.family + len(self.layout.device) for copy, _ in answers}
+            assert {plane for plane, _ in gained} <= families
+        for family in {copy.family for copy, _ in answers}:
+            mine = [(copy, good) for copy, good in answers if copy.family == family]
+            plane = family + len(self.layout.device)
+            ours = {e: unit for e, unit in gained.items() if e[0] == plane}
+            is_alone = len(answers) == 1
+            self.check_family(mine, known, lost, gained if is_alone else ours)
+
+    def check_family(
+        self, answers: list[tuple[Copy, list[bool]]], known: set[Path], lost: Resident,
+        gained: Resident,
+    ) -> None:  # fmt: skip
+        copy = answers[0][0]
+        good = [ok for _, answer in answers for ok in answer]
         target = next(
             (p.index for p in self.layout.planes
              if p.tier is copy.target and p.family_index == copy.family), None
@@ -451,7 +502,7 @@ class Machine(RuleBasedStateMachine):
                 assert self.layout.planes[plane].tier is Tier.HOST
                 assert not evicted & {namespace for namespace, _ in path}
             return
-        paths = self.copied.pop(copy.copy_id)
+        paths = [path for each, _ in answers for path in self.copied.pop(each.copy_id)]
         if target is None:
             assert not lost
             assert not gained

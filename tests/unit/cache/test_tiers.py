@@ -42,6 +42,11 @@ def on_host(hand: ByHand) -> int:
     return hand.cache.stats().planes[-1].num_cached
 
 
+def under_way(hand: ByHand) -> list[Copy]:
+    hand.take_copies()
+    return [copy for copy, _ in hand.under_way.values()]
+
+
 def between_tiers(copies: list[Copy], target: Tier) -> list[Copy]:
     return [copy for copy in copies if copy.target is target and copy.source is not target]
 
@@ -243,6 +248,86 @@ def test_h07_a_finished_write_back_counts_as_use_of_the_host_page() -> None:
     hand.settle()
     pages = {path[0][1] for plane, path in resident(hand.cache) if plane == 1}
     assert pages == {path_of(KEY, [first, first + 1], 1, 2)[0][1] for first in (1, 21)}
+
+
+def test_h07_what_arrived_on_the_host_last_is_not_the_first_to_go() -> None:
+    """H07: the older prompt's copy takes longer; from when it ends its pages count as used on the
+    host, and on the host alone."""
+    hand = tiered(device=16, host=4)
+    one, two, three = [1, 2, 3, 4, 5], [11, 12, 13, 14, 15], [21, 22, 23, 24, 25]
+    hand.serve(KEY, one)
+    [slow] = hand.take_copies()
+    hand.serve(KEY, two)
+    hand.settle_all_but(slow)
+    hand.acknowledge(slow)
+    hand.serve(KEY, three)
+    hand.settle()
+    pages = {path[0][1] for plane, path in resident(hand.cache) if plane == 1}
+    assert pages == {path_of(KEY, tokens, 1, 2)[0][1] for tokens in (one, three)}
+    hand.cache.evictors[0].evict(2)
+    assert hand.cache.lookup(KEY, ints(*one)).num_device_pages == 0
+    assert hand.cache.lookup(KEY, ints(*two)).num_device_pages == 2
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 2, 0]])
+@pytest.mark.parametrize("policy", [WriteBack.THROUGH, WriteBack.REUSED])
+def test_h07_pages_and_states_of_one_request_are_acknowledged_together(
+    order: list[int], policy: WriteBack
+) -> None:
+    """H07: till the last copy of what was handed over has ended, nothing of it is found on the host
+    and both ends of all copies stay held; then everything that arrived is found at once."""
+    hand = ByHand(
+        *(Capacity(kind, 8, 8) for kind in (FULL_ATTENTION, window(4, 2), recurrent(3))),
+        policies=CachePolicies(write_back=policy),
+    )
+    hand.serve(KEY, PROMPT)
+    if policy is WriteBack.REUSED:
+        hand.serve(KEY, PROMPT)
+    copies = under_way(hand)
+    assert [copy.family for copy in copies] == [0, 1, 2]
+    on_either_tier = held(hand)
+    assert all(on_either_tier)
+    for number in order:
+        assert {plane for plane, _ in resident(hand.cache)} == {0, 1, 2}
+        assert held(hand) == on_either_tier
+        hand.acknowledge(copies[number])
+        audit(hand.cache)
+    assert {plane for plane, _ in resident(hand.cache)} == {0, 1, 2, 3, 4, 5}
+    assert held(hand) == [0] * 6
+    push_out(hand)
+    assert hand.serve(KEY, PROMPT) == 6
+
+
+def test_h07_one_requests_copies_do_not_wait_for_anothers() -> None:
+    """H07: two requests of one step; each hand-over ends when its own copies have."""
+    hand = ByHand(Capacity(FULL_ATTENTION, 16, 16), Capacity(recurrent(2), 8, 8))
+    one, two = hand.claim(KEY, [1, 2, 3, 4]), hand.claim(KEY, [11, 12, 13, 14])
+    hand.plan(one, two)
+    hand.commit()
+    hand.end(one)
+    hand.end(two)
+    copies = under_way(hand)
+    assert [copy.family for copy in copies] == [0, 0, 1, 1]
+    for copy in copies[::2]:
+        hand.acknowledge(copy)
+    on_the_host = {path[0][1] for plane, path in resident(hand.cache) if plane > 1}
+    assert on_the_host == {path_of(KEY, [1, 2], 1, 2)[0][1]}
+    for copy in copies[1::2]:
+        hand.acknowledge(copy)
+    audit(hand.cache)
+    assert held(hand) == [0] * 4
+
+
+def test_h07_what_arrived_of_a_hand_over_is_found_though_the_rest_failed() -> None:
+    """H07, H11: the state did not arrive; the pages did, and lead to where others resume."""
+    hand = ByHand(Capacity(FULL_ATTENTION, 16, 16), Capacity(recurrent(3), 8, 8))
+    hand.serve(KEY, PROMPT)
+    pages, state = under_way(hand)
+    hand.acknowledge(state, [False])
+    hand.acknowledge(pages)
+    audit(hand.cache)
+    assert {plane for plane, _ in resident(hand.cache)} == {0, 1, 2}
+    assert held(hand) == [0] * 4
 
 
 def test_h11_a_failed_write_back_publishes_nothing_and_frees_both_ends() -> None:

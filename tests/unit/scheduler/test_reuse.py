@@ -8,7 +8,7 @@ from manyroots.cache.families.full import FULL_ATTENTION
 from manyroots.cache.families.recurrent import RecurrentState
 from manyroots.cache.families.window import SlidingWindow
 from manyroots.cache.planes import Capacity
-from manyroots.cache.policies import CachePolicies
+from manyroots.cache.policies import CachePolicies, Prefetch
 from manyroots.ids import Namespace, RequestId, Tier
 from manyroots.messages import Abort, FinishReason
 from manyroots.step import Copy, Plan
@@ -234,6 +234,125 @@ def test_t03_what_does_not_arrive_from_the_host_is_computed() -> None:
     cached(engine, 3, [40, 41], BASE)  # a step more, so that copies to the host have ended
     for plane in engine.cache.stats().planes:
         assert plane.num_held == 0
+
+
+class SlowStorage:
+    """An engine whose storage tier has a prompt, and answers when it is told to."""
+
+    def __init__(self, prefetch: Prefetch, timeout_steps: int = 5) -> None:
+        self.is_slow = False
+        self.engine = Deciding(
+            capacities=(Capacity(FULL_ATTENTION, 32, 32),), max_model_len=64, depth=0,
+            policies=CachePolicies(
+                uses_storage=True, prefetch=prefetch, prefetch_timeout_steps=timeout_steps
+            ),
+            finish_copies=self._finish,
+        )  # fmt: skip
+        cached(self.engine, 0, PROMPT, BASE)
+        cached(self.engine, 1, [40, 41], BASE)  # some steps more, so that all copies have ended
+        cached(self.engine, 2, [40, 41], BASE)
+        for plane in self.engine.cache.layout.planes:
+            pool = self.engine.cache.index.pools[plane.index]
+            self.engine.cache.evictors[plane.index].evict(pool.num_cached)
+        self.is_slow = True
+
+    def _finish(self, copies: list[Copy]) -> list[tuple[Copy, bool]]:
+        return [(c, True) for c in copies if not (self.is_slow and c.source is Tier.STORAGE)]
+
+    def rest(self) -> None:
+        """All copies end; then nothing is held."""
+        while self.engine.cache.has_transfers:
+            self.engine.step()
+        assert all(plane.num_held == 0 for plane in self.engine.cache.stats().planes)
+
+    def begins_after(self, number: int, *, at_most: int) -> int | None:
+        """How many steps pass until a request has news; None if more than `at_most`."""
+        for step in range(1, at_most + 1):
+            self.engine.step()
+            if number in self.engine.outputs:
+                return step
+        return None
+
+
+def test_t04_by_default_a_request_waits_for_storage_and_blocks_no_one() -> None:
+    """T04: asked when it is queued; others begin, run and end meanwhile."""
+    slow = SlowStorage(Prefetch.WAIT)
+    request, other = submit(10, PROMPT), submit(11, [30, 31, 32])
+    slow.engine.loop.handle(request)
+    slow.engine.loop.handle(other)
+    assert slow.begins_after(10, at_most=20) is None
+    assert slow.engine.tokens(11) == expected_tokens(other)
+    slow.is_slow = False
+    slow.engine.run()
+    assert slow.engine.last(10).num_cached_tokens == 16
+    assert slow.engine.tokens(10) == expected_tokens(request)
+
+
+def test_t04_with_best_effort_a_request_never_waits_for_storage() -> None:
+    """T04: what comes late is of use to whoever comes later."""
+    slow = SlowStorage(Prefetch.BEST_EFFORT)
+    request = submit(10, PROMPT)
+    slow.engine.loop.handle(request)
+    assert slow.begins_after(10, at_most=1) == 1
+    slow.engine.run()
+    assert slow.engine.last(10).num_cached_tokens == 0
+    assert slow.engine.tokens(10) == expected_tokens(request)
+    slow.is_slow = False
+    assert cached(slow.engine, 11, PROMPT, BASE) == 16
+    slow.rest()
+
+
+def test_t04_with_best_effort_what_arrives_while_a_request_is_queued_is_used() -> None:
+    """T04: its turn has not come when storage answers."""
+    slow = SlowStorage(Prefetch.BEST_EFFORT)
+    slow.engine.loop.handle(submit(9, [7] * 100, max_tokens=1))
+    slow.engine.loop.handle(submit(10, PROMPT))
+    slow.is_slow = False
+    slow.engine.run()
+    assert slow.engine.last(10).num_cached_tokens == 16
+
+
+@pytest.mark.parametrize("timeout_steps", [0, 1, 5])
+def test_t04_with_a_timeout_a_request_waits_so_many_steps_and_no_more(timeout_steps: int) -> None:
+    """T04: then it computes its prompt; if storage answers in time, it does not."""
+    slow = SlowStorage(Prefetch.TIMEOUT, timeout_steps)
+    slow.engine.loop.handle(submit(9, [30, 31, 32], max_tokens=30))
+    slow.engine.step()
+    request = submit(10, PROMPT)
+    slow.engine.loop.handle(request)
+    assert slow.begins_after(10, at_most=20) == timeout_steps + 1
+    slow.is_slow = False
+    slow.engine.run()
+    assert slow.engine.last(10).num_cached_tokens == 0
+    assert slow.engine.tokens(10) == expected_tokens(request)
+
+
+def test_t04_with_a_timeout_what_arrives_in_time_is_used() -> None:
+    slow = SlowStorage(Prefetch.TIMEOUT, 5)
+    slow.engine.loop.handle(submit(9, [30, 31, 32], max_tokens=30))
+    slow.engine.loop.handle(submit(10, PROMPT))
+    assert slow.begins_after(10, at_most=4) is None
+    slow.is_slow = False
+    slow.engine.run()
+    assert slow.engine.last(10).num_cached_tokens == 16
+
+
+@pytest.mark.parametrize("prefetch", list(Prefetch))
+def test_t04_t08_aborting_a_request_whose_pages_storage_is_asked_for_leaks_nothing(
+    prefetch: Prefetch,
+) -> None:
+    """T04, T08: while it waits, or after it has lost patience."""
+    for steps in (0, 3, 8):
+        slow = SlowStorage(prefetch, 5)
+        slow.engine.loop.handle(submit(9, [30, 31, 32], max_tokens=30))
+        slow.engine.loop.handle(submit(10, PROMPT, max_tokens=30))
+        for _ in range(steps):
+            slow.engine.step()
+        slow.engine.loop.handle(Abort([RequestId(10)]))
+        slow.is_slow = False
+        slow.engine.run()
+        assert slow.engine.last(10).finish_reason is FinishReason.ABORT
+        slow.rest()
 
 
 @pytest.mark.parametrize("arrives", [True, False])

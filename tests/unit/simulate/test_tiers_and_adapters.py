@@ -79,6 +79,49 @@ def test_copies_that_all_fail_cost_time_and_no_answer() -> None:
     assert run.records[2].num_cached_tokens == 0
 
 
+@pytest.mark.parametrize("tier", ["host", "storage"])
+def test_t05_a_slow_tier_makes_no_hit_slower_than_a_miss(tier: str) -> None:
+    """T05: measured as the run goes on: the first use of the tier is slow, and no other."""
+    trace = tuple(line(20.0 * i, ("pqrs"[i % 4], 130)) for i in range(40))
+    slow = with_costs(COSTS, {f"{tier}_bytes_per_s": 128 * COSTS.kv_bytes_per_token / 10})
+    settings = replace(SMALL, num_host_pages=40)
+    if tier == "storage":
+        settings = replace(SMALL, num_host_pages=16, storage=True)
+    alone, tiered = (simulate(trace, s, slow, seed=0) for s in (SMALL, settings))
+    is_slower = [
+        hit.ttft_s > miss.ttft_s + 1e-9
+        for hit, miss in zip(tiered.records, alone.records, strict=True)
+    ]
+    assert sum(is_slower) == 1
+    assert tiered.num_copied_pages[f"{tier} to {'host' if tier == 'storage' else 'device'}"] > 0
+    quick = simulate(trace, settings, COSTS, seed=0)
+    assert quick.num_hit_tokens > 20 * 128
+
+
+def test_t03_dead_storage_is_soon_left_alone_and_costs_no_answer() -> None:
+    """T03: the host serves as it would without storage, and few copies are lost on the dead."""
+    trace = tuple(line(0.5 * i, ("pqr"[i % 3], 130)) for i in range(300))
+    host = replace(SMALL, num_host_pages=40)
+    storage = replace(host, storage=True, num_host_pages=12)
+    dead = simulate(
+        trace, replace(host, storage=True), COSTS, seed=0, faults=Faults(dead_storage=1.0),
+        audit=True,
+    )  # fmt: skip
+    assert all(record.is_whole for record in dead.records)
+    alone = simulate(trace, host, COSTS, seed=0)
+    assert dead.num_hit_tokens == alone.num_hit_tokens > 0
+    small = simulate(trace, storage, COSTS, seed=0, faults=Faults(dead_storage=1.0), audit=True)
+    alive = simulate(trace, storage, COSTS, seed=0)
+    assert all(record.is_whole for record in small.records)
+    ways = [
+        copied["storage to host"] for copied in (small.num_copied_pages, alive.num_copied_pages)
+    ]
+    assert ways[0] < ways[1] / 4
+    assert small.storage is not None
+    assert small.storage.total_outages == 2  # reading and writing
+    assert small.num_bad_copies < 30
+
+
 def test_the_first_request_of_an_adapter_waits_for_its_load() -> None:
     """W05: from storage once, then it is there."""
     trace = (

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from manyroots.kernels.attention.paged import QUERY_BLOCK, DecodeRows, PrefillSegments
-from manyroots.kernels.launch import launch_options, wait_for_inputs
+from manyroots.kernels.launch import launch_options, let_next_begin, prefetch, wait_for_inputs
 
 LOG2_E = math.log2(math.e)
 MAX_SPLITS = 32
@@ -33,14 +33,14 @@ def _decode(
     q, layer_kv, page_table, context_lens, sinks, out, partial, sums, counters, scale, window,
     table_row, page_stride, part_stride, token_stride,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, BLOCK_T: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    PREFETCH_LINES: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_T: tl.constexpr, NUM_SPLITS: tl.constexpr,
     HAS_SINKS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     log2_e: tl.constexpr = 1.4426950408889634
     split = tl.program_id(0)
     kv_head = tl.program_id(1)
     row = tl.program_id(2)
-    wait_for_inputs(DEPENDENT)
+    let_next_begin(DEPENDENT)
     context = tl.load(context_lens + row)
     begin = tl.where(window > 0, tl.maximum(context - window, 0), 0)
     per_split = tl.cdiv(tl.cdiv(context - begin, BLOCK_T), NUM_SPLITS) * BLOCK_T
@@ -49,6 +49,18 @@ def _decode(
     num_used = tl.cdiv(context - begin, per_split)
     g = tl.arange(0, GROUP_PAD)
     d = tl.arange(0, HEAD_DIM)
+    first = begin + split * per_split
+    last = tl.minimum(context, first + per_split)
+    # Asked for now, read after the wait: the newest token's are still to be written.
+    early = first + tl.arange(0, BLOCK_T)
+    lines = tl.arange(0, PREFETCH_LINES) * (HEAD_DIM // PREFETCH_LINES)
+    early_at = _load_tokens(
+        layer_kv + kv_head * HEAD_DIM, page_table + row * table_row, tl.minimum(early, last - 1),
+        early >= 0, lines, page_stride, token_stride, PAGE_SIZE,
+    )  # fmt: skip
+    prefetch(early_at, DEPENDENT)
+    prefetch(early_at + part_stride, DEPENDENT)
+    wait_for_inputs(DEPENDENT)
     head = kv_head * GROUP + g
     row_head = row.to(tl.int64) * (NUM_KV * GROUP) + head
     query = tl.load(
@@ -61,8 +73,6 @@ def _decode(
         if split == 0:
             best = tl.load(sinks + head, mask=g < GROUP, other=0.0).to(tl.float32) * log2_e
             total += 1.0
-    first = begin + split * per_split
-    last = tl.minimum(context, first + per_split)
     for at in range(first, last, BLOCK_T):
         t = at + tl.arange(0, BLOCK_T)
         ok = t < last
@@ -119,6 +129,7 @@ def _prefill(
     HAS_SINKS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     log2_e: tl.constexpr = 1.4426950408889634
+    let_next_begin(DEPENDENT)
     wait_for_inputs(DEPENDENT)
     head = tl.program_id(0)
     seq = tl.load(query_blocks + 2 * tl.program_id(1))
@@ -183,9 +194,9 @@ def decode_attention(
     window: int = 0,
     sinks: Tensor | None = None,
     splits: int | None = None,
-    block_t: int = 64,
-    num_warps: int = 4,
-    num_stages: int = 2,
+    block_t: int = 32,
+    num_warps: int = 2,
+    num_stages: int = 3,
 ) -> Tensor:
     """One query per row, q [num_rows, heads, head_dim]. A row sees its last `window` tokens (0:
     all). `sinks` [heads] are scores that take weight and give nothing."""
@@ -203,7 +214,8 @@ def decode_attention(
         partial, sums, _counters(q.device), scale * LOG2_E, window,
         rows.page_table.stride(0), layer_kv.stride(0), layer_kv.stride(1), layer_kv.stride(2),
         NUM_KV=kv_heads, GROUP=group, GROUP_PAD=max(16, triton.next_power_of_2(group)),
-        HEAD_DIM=head_dim, PAGE_SIZE=page_size, BLOCK_T=block_t, NUM_SPLITS=splits,
+        HEAD_DIM=head_dim, PREFETCH_LINES=max(1, head_dim * q.element_size() // 128),
+        PAGE_SIZE=page_size, BLOCK_T=block_t, NUM_SPLITS=splits,
         HAS_SINKS=sinks is not None, num_warps=num_warps, num_stages=num_stages,
         **launch_options(q.device),
     )  # fmt: skip

@@ -22,7 +22,10 @@ RANK_STEP = 8
 BASE = -1
 """The slot of rows without an adapter."""
 
-MAX_BLOCK_ROWS = 64
+DECODE_BLOCK_ROWS = 16
+PREFILL_BLOCK_ROWS = 64
+"""Most rows that one program takes: few, so that many programs share a decode step's work; many,
+so that a prefill's weights are read seldom."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +61,16 @@ class LoraRows:
     slots: Tensor
     """int32 [num_rows]; BASE for rows of the base model."""
     blocks: Tensor
-    """int32 [at least num_blocks, 3]: first row, number of rows (at most MAX_BLOCK_ROWS), slot.
-    They cover every row, those of the base model, too."""
+    """int32 [max_blocks, 3]: first row, number of rows, slot. The first `num_blocks` cover every
+    row, those of the base model, too."""
     num_blocks: Tensor
     """int32 [1], on the device: a captured graph serves any number up to `max_blocks`."""
     max_blocks: int
 
     @classmethod
-    def build(cls, slots: Sequence[int], device: torch.device) -> LoraRows:
+    def build(cls, slots: Sequence[int], device: torch.device, *, block_rows: int) -> LoraRows:
         """For a step whose rows are known now."""
-        blocks = row_blocks(np.asarray(slots, dtype=np.int32))
+        blocks = row_blocks(np.asarray(slots, dtype=np.int32), block_rows)
         return cls(
             slots=torch.tensor(list(slots), dtype=torch.int32, device=device),
             blocks=torch.from_numpy(blocks).to(device),
@@ -86,13 +89,18 @@ class LoraTerm:
     rows: LoraRows
 
 
-def row_blocks(slots: np.ndarray) -> np.ndarray:
-    """Runs of equal slots, cut to at most MAX_BLOCK_ROWS rows: int32 [num_blocks, 3]."""
+def most_blocks(num_rows: int, max_slots: int, block_rows: int) -> int:
+    """How many blocks a step of `num_rows` with up to `max_slots` adapters can have."""
+    return min(num_rows, max_slots + 1 + num_rows // block_rows)
+
+
+def row_blocks(slots: np.ndarray, block_rows: int) -> np.ndarray:
+    """Runs of equal slots, cut to at most `block_rows` rows: int32 [num_blocks, 3]."""
     changes = np.flatnonzero(np.diff(slots)) + 1
     bounds = [0, *changes.tolist(), len(slots)]
     blocks = [
-        (first, min(MAX_BLOCK_ROWS, end - first), int(slots[begin]))
+        (first, min(block_rows, end - first), int(slots[begin]))
         for begin, end in zip(bounds[:-1], bounds[1:], strict=True)
-        for first in range(begin, end, MAX_BLOCK_ROWS)
+        for first in range(begin, end, block_rows)
     ]
     return np.array(blocks, dtype=np.int32).reshape(-1, 3)

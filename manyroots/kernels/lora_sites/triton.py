@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from manyroots.kernels.launch import launch_options, wait_for_inputs
+from manyroots.kernels.launch import launch_options, let_next_begin, wait_for_inputs
 from manyroots.kernels.lora_sites.sites import LoraRows, LoraSite, LoraTerm
 
 RANK_BLOCK = 16
@@ -33,25 +33,39 @@ def scale_of(scalings, table, slot, columns, NUM_PARTS: tl.constexpr):
 
 
 @triton.jit
+def part_of(pool, table, slot, part, NUM_PARTS: tl.constexpr):
+    """Where a slot's part begins among the ranks, its rank, and its B. BASE has rank 0."""
+    entry = table + tl.maximum(slot, 0) * (2 + 3 * NUM_PARTS) + 2 + 3 * part
+    start = tl.load(entry).to(tl.int32)
+    rank = tl.load(entry + 1).to(tl.int32)
+    rank = tl.multiple_of(tl.where(slot >= 0, rank, 0), 8)
+    return start, rank, pool + tl.multiple_of(tl.load(entry + 2), 8)
+
+
+@triton.jit
+def ranks_of(b, rank, first, cols, RANK_BLOCK: tl.constexpr):
+    """B[cols] of the ranks from `first` on, [cols, RANK_BLOCK]; zero past the rank."""
+    r = first + tl.arange(0, RANK_BLOCK)
+    return tl.load(b + cols[:, None] * rank + r[None, :], mask=(r < rank)[None, :], other=0.0)
+
+
+@triton.jit
 def expand_tile(
-    acc, hidden, hidden_split, hidden_row, pool, table, slot, part, rows, row_ok, cols,
-    NUM_PARTS: tl.constexpr, NUM_SPLITS: tl.constexpr, RANK_BLOCK: tl.constexpr,
+    acc, first_ranks, b, start, rank, cols, hidden, hidden_split, hidden_row, rows, row_ok,
+    NUM_SPLITS: tl.constexpr, RANK_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """acc + hidden[rows] B[cols]^T of one slot and part; `cols` count from the part's first."""
-    entry = table + slot * (2 + 3 * NUM_PARTS) + 2 + 3 * part
-    start = tl.load(entry)
-    rank = tl.multiple_of(tl.load(entry + 1).to(tl.int32), 8)
-    b = pool + tl.multiple_of(tl.load(entry + 2), 8)
+    """acc + hidden[rows] B[cols]^T; `cols` count from the part's first, `first_ranks` are
+    `ranks_of` 0, which a caller can load before its inputs are there."""
+    weight = first_ranks
     for first in range(0, rank, RANK_BLOCK):
+        if first > 0:
+            weight = ranks_of(b, rank, first, cols, RANK_BLOCK)
         r = first + tl.arange(0, RANK_BLOCK)
         at = hidden + rows[:, None] * hidden_row + start + r[None, :]
         ok = row_ok[:, None] & (r < rank)[None, :]
         h = tl.load(at, mask=ok, other=0.0)
         for split in tl.static_range(1, NUM_SPLITS):
             h += tl.load(at + split * hidden_split, mask=ok, other=0.0)
-        weight = tl.load(
-            b + cols[:, None] * rank + r[None, :], mask=(r < rank)[None, :], other=0.0
-        )
         acc = tl.dot(h.to(weight.dtype), tl.trans(weight), acc, input_precision="ieee")
     return acc
 
@@ -62,6 +76,7 @@ def _shrink(
     NUM_PARTS: tl.constexpr, NUM_SPLITS: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    let_next_begin(DEPENDENT)
     wait_for_inputs(DEPENDENT)
     block = tl.program_id(0)
     split = tl.program_id(2)
@@ -117,6 +132,7 @@ def _expand(
     PART: tl.constexpr, NUM_PARTS: tl.constexpr, NUM_SPLITS: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr, RANK_BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    let_next_begin(DEPENDENT)
     wait_for_inputs(DEPENDENT)
     block = tl.program_id(0)
     if block >= tl.load(num_blocks):
@@ -127,13 +143,15 @@ def _expand(
     if slot < 0:
         return
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = tl.minimum(n, size - 1)
+    start, rank, b = part_of(pool, table, slot, PART, NUM_PARTS)
+    first_ranks = ranks_of(b, rank, 0, inside, RANK_BLOCK)
     for at in range(0, count, BLOCK_R):
         r = at + tl.arange(0, BLOCK_R)
         rows = (first + r).to(tl.int64)
         acc = expand_tile(
-            tl.zeros((BLOCK_R, BLOCK_N), tl.float32), hidden, hidden_split, hidden_row, pool,
-            table, slot, PART, rows, r < count, tl.minimum(n, size - 1),
-            NUM_PARTS, NUM_SPLITS, RANK_BLOCK,
+            tl.zeros((BLOCK_R, BLOCK_N), tl.float32), first_ranks, b, start, rank, inside, hidden,
+            hidden_split, hidden_row, rows, r < count, NUM_SPLITS, RANK_BLOCK,
         )  # fmt: skip
         ok = (r < count)[:, None] & (n < size)[None, :]
         to = y + rows[:, None] * y_row + first_col + n[None, :]

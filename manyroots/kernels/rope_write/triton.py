@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from manyroots.kernels.launch import as_splits, launch_options, wait_for_inputs
+from manyroots.kernels.launch import as_splits, launch_options, let_next_begin, wait_for_inputs
 from manyroots.kernels.lora_sites.sites import LoraTerm
-from manyroots.kernels.lora_sites.triton import RANK_BLOCK, expand_tile
+from manyroots.kernels.lora_sites.triton import RANK_BLOCK, expand_tile, part_of, ranks_of
 from manyroots.kernels.rope_write.inputs import Angles, QkNorm, Slots
 
 
@@ -49,66 +49,65 @@ def _rope_write(
     NUM_SPLITS: tl.constexpr, HIDDEN_SPLITS: tl.constexpr, BLOCK_R: tl.constexpr,
     RANK_BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    wait_for_inputs(DEPENDENT)
+    let_next_begin(DEPENDENT)
     head = tl.program_id(0)
+    block = tl.program_id(1)
     is_key = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV)
-    # The site's parts are q, k, v; columns of B count from the part's own first.
-    part = tl.where(head < NUM_HEADS, 0, tl.where(is_key, 1, 2))
-    part_head = tl.where(
-        head < NUM_HEADS, head, tl.where(is_key, head - NUM_HEADS, head - NUM_HEADS - NUM_KV)
-    )
     d = tl.arange(0, HALF)
     if HIDDEN_SPLITS:
-        count_blocks = tl.load(num_blocks)
+        if block >= tl.load(num_blocks):
+            return
+        first = tl.load(blocks + 3 * block)
+        count = tl.load(blocks + 3 * block + 1)
+        slot = tl.load(blocks + 3 * block + 2)
+        # The site's parts are q, k, v; rows of B count from the part's own first.
+        part = tl.where(head < NUM_HEADS, 0, tl.where(is_key, 1, 2))
+        part_head = tl.where(head < NUM_HEADS, head, (head - NUM_HEADS) % NUM_KV)
+        start, rank, b_all = part_of(pool, table, slot, part, 3)
+        a_cols = part_head * (2 * HALF) + d
+        a_ranks = ranks_of(b_all, rank, 0, a_cols, RANK_BLOCK)
+        b_ranks = ranks_of(b_all, rank, 0, a_cols + HALF, RANK_BLOCK)
     else:
-        count_blocks = tl.cdiv(num_rows, BLOCK_R)
-    for block in range(tl.program_id(1), count_blocks, tl.num_programs(1)):
+        first = block * BLOCK_R
+        count = tl.minimum(BLOCK_R, num_rows - first)
+    wait_for_inputs(DEPENDENT)
+    for at in range(0, count, BLOCK_R):
+        r = at + tl.arange(0, BLOCK_R)
+        row_ok = r < count
+        rows = (first + r).to(tl.int64)
+        ok = row_ok[:, None] & (d < HALF)[None, :]
+        source = qkv + rows[:, None] * in_row + head * (2 * HALF) + d[None, :]
+        a = tl.load(source, mask=ok, other=0.0).to(tl.float32)
+        b = tl.load(source + HALF, mask=ok, other=0.0).to(tl.float32)
+        for split in tl.static_range(1, NUM_SPLITS):
+            a += tl.load(source + split * in_split, mask=ok, other=0.0).to(tl.float32)
+            b += tl.load(source + split * in_split + HALF, mask=ok, other=0.0).to(tl.float32)
         if HIDDEN_SPLITS:
-            first = tl.load(blocks + 3 * block)
-            count = tl.load(blocks + 3 * block + 1)
-            slot = tl.load(blocks + 3 * block + 2)
-        else:
-            first = block * BLOCK_R
-            count = tl.minimum(BLOCK_R, num_rows - first)
-            slot = -1
-        for at in range(0, count, BLOCK_R):
-            r = at + tl.arange(0, BLOCK_R)
-            row_ok = r < count
-            rows = (first + r).to(tl.int64)
-            ok = row_ok[:, None] & (d < HALF)[None, :]
-            source = qkv + rows[:, None] * in_row + head * (2 * HALF) + d[None, :]
-            a = tl.load(source, mask=ok, other=0.0).to(tl.float32)
-            b = tl.load(source + HALF, mask=ok, other=0.0).to(tl.float32)
-            for split in tl.static_range(1, NUM_SPLITS):
-                a += tl.load(source + split * in_split, mask=ok, other=0.0).to(tl.float32)
-                b += tl.load(source + split * in_split + HALF, mask=ok, other=0.0).to(tl.float32)
-            if HIDDEN_SPLITS:
-                if slot >= 0:
-                    a = expand_tile(
-                        a, hidden, hidden_split, hidden_row, pool, table, slot, part, rows,
-                        row_ok, part_head * (2 * HALF) + d, 3, HIDDEN_SPLITS, RANK_BLOCK,
-                    )  # fmt: skip
-                    b = expand_tile(
-                        b, hidden, hidden_split, hidden_row, pool, table, slot, part, rows,
-                        row_ok, part_head * (2 * HALF) + HALF + d, 3, HIDDEN_SPLITS, RANK_BLOCK,
-                    )  # fmt: skip
-            if head < NUM_HEADS + NUM_KV:
-                if HAS_NORM:
-                    weight = tl.where(is_key, k_weight, q_weight)
-                    squares = tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)
-                    inverse = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
-                    a *= inverse * tl.load(weight + d).to(tl.float32)[None, :]
-                    b *= inverse * tl.load(weight + HALF + d).to(tl.float32)[None, :]
-                angle = rows[:, None] * HALF + d[None, :]
-                c = tl.load(cos + angle, mask=ok, other=0.0)
-                s = tl.load(sin + angle, mask=ok, other=0.0)
-                turned = a * c - b * s
-                b = b * c + a * s
-                a = turned
-            _write_tile(
-                a, b, head, rows, row_ok, d, q_out, layer_kv, pages, offsets, page_stride,
-                part_stride, token_stride, NUM_HEADS, NUM_KV, HALF,
+            a = expand_tile(
+                a, a_ranks, b_all, start, rank, a_cols, hidden, hidden_split, hidden_row, rows,
+                row_ok, HIDDEN_SPLITS, RANK_BLOCK,
             )  # fmt: skip
+            b = expand_tile(
+                b, b_ranks, b_all, start, rank, a_cols + HALF, hidden, hidden_split, hidden_row,
+                rows, row_ok, HIDDEN_SPLITS, RANK_BLOCK,
+            )  # fmt: skip
+        if head < NUM_HEADS + NUM_KV:
+            if HAS_NORM:
+                weight = tl.where(is_key, k_weight, q_weight)
+                squares = tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)
+                inverse = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
+                a *= inverse * tl.load(weight + d).to(tl.float32)[None, :]
+                b *= inverse * tl.load(weight + HALF + d).to(tl.float32)[None, :]
+            angle = rows[:, None] * HALF + d[None, :]
+            c = tl.load(cos + angle, mask=ok, other=0.0)
+            s = tl.load(sin + angle, mask=ok, other=0.0)
+            turned = a * c - b * s
+            b = b * c + a * s
+            a = turned
+        _write_tile(
+            a, b, head, rows, row_ok, d, q_out, layer_kv, pages, offsets, page_stride,
+            part_stride, token_stride, NUM_HEADS, NUM_KV, HALF,
+        )  # fmt: skip
 
 
 def rope_write(
@@ -136,7 +135,7 @@ def rope_write(
         hidden, rows = lora.hidden, lora.rows
         adapters = (hidden, lora.site.pool, lora.site.table, rows.blocks, rows.num_blocks)
         strides, splits = (hidden.stride(0), hidden.stride(1)), hidden.shape[0]
-        block_r, num_programs = (16, min(rows.max_blocks, 16) if num_rows <= 64 else rows.max_blocks)
+        block_r, num_programs = 16, rows.max_blocks
     _rope_write[(num_heads + 2 * kv_heads, num_programs)](
         parts, angles.cos, angles.sin, *weights, q_out, layer_kv, slots.pages, slots.offsets,
         *adapters, num_rows, 0.0 if norm is None else norm.eps, parts.stride(0), parts.stride(1),

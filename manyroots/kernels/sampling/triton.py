@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from manyroots.kernels.launch import launch_options, wait_for_inputs
+from manyroots.kernels.launch import launch_options, let_next_begin, wait_for_inputs
 
 SPAN = 4096
 
@@ -22,6 +22,7 @@ def _spans(
     logits, temperature, best, best_at, sums, vocab, NUM_SPANS: tl.constexpr, SPAN: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    let_next_begin(DEPENDENT)
     wait_for_inputs(DEPENDENT)
     row = tl.program_id(1).to(tl.int64)
     span = tl.program_id(0)
@@ -61,6 +62,7 @@ def _choose(
     logits, temperature, seeds, indices, best, best_at, sums, tokens, finite, vocab,
     NUM_SPANS: tl.constexpr, SPANS_PAD: tl.constexpr, SPAN: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    let_next_begin(DEPENDENT)
     wait_for_inputs(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     s = tl.arange(0, SPANS_PAD)

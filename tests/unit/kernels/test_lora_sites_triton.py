@@ -9,7 +9,7 @@ from tests.unit.kernels.triton_cases import DEVICE, DTYPES, make_rows, make_site
 
 from manyroots.kernels.lora_sites import reference  # isort: skip
 from manyroots.kernels.lora_sites import triton as fast  # isort: skip
-from manyroots.kernels.lora_sites.sites import MAX_BLOCK_ROWS, LoraTerm, row_blocks  # isort: skip
+from manyroots.kernels.lora_sites.sites import LoraTerm, most_blocks, row_blocks  # isort: skip
 from manyroots.kernels.tolerances import assert_close  # isort: skip
 
 RANKS = [(8, 16, 24), (0, 8, 0), (40, 8, 8)]
@@ -34,7 +34,7 @@ def test_shrink_is_each_rows_own_product_and_nothing_else(
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_expand_adds_each_rows_own_parts_and_leaves_base_rows_alone(dtype: torch.dtype) -> None:
     site = make_site(64, (32, 200, 16), RANKS, dtype)
-    rows = make_rows(-1, *[0] * 19, 1, 2, 2, -1)
+    rows = make_rows(-1, *[0] * 19, 1, 2, 2, -1, block_rows=64)
     hidden = randn(2, len(rows.slots), site.width, seed=2)
     y = randn(len(rows.slots), 248, dtype=dtype, seed=3)
     expected = y.clone()
@@ -46,13 +46,15 @@ def test_expand_adds_each_rows_own_parts_and_leaves_base_rows_alone(dtype: torch
     assert torch.equal(y[-1], before[-1])
 
 
-def test_blocks_cover_every_row_once_and_never_mix_slots() -> None:
-    slots = torch.tensor([-1] * 3 + [4] * (MAX_BLOCK_ROWS + 5) + [2], dtype=torch.int32).numpy()
-    blocks = row_blocks(slots)
+@pytest.mark.parametrize("block_rows", [1, 16, 64])
+def test_blocks_cover_every_row_once_and_never_mix_slots(block_rows: int) -> None:
+    slots = torch.tensor([-1] * 3 + [4] * 69 + [2], dtype=torch.int32).numpy()
+    blocks = row_blocks(slots, block_rows)
+    assert len(blocks) <= most_blocks(len(slots), 2, block_rows)
     covered = [row for first, count, _ in blocks for row in range(first, first + count)]
     assert covered == list(range(len(slots)))
     for first, count, slot in blocks:
-        assert count <= MAX_BLOCK_ROWS
+        assert count <= block_rows
         assert (slots[first : first + count] == slot).all()
 
 

@@ -63,5 +63,5 @@ def make_site(
     )
 
 
-def make_rows(*slots: int) -> LoraRows:
-    return LoraRows.build(slots, DEVICE)
+def make_rows(*slots: int, block_rows: int = 16) -> LoraRows:
+    return LoraRows.build(slots, DEVICE, block_rows=block_rows)

@@ -1,0 +1,22 @@
+"""Which experts each token goes to, and the tokens of each expert.
+
+A *pair* is one token with one of its experts: pair p is token p // top_k.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """One layer's routing of one step, on the device."""
+
+    weights: Tensor
+    """float32 [num_tokens, top_k]: how much each pair's output counts."""
+    pairs: Tensor
+    """int32 [num_tokens * top_k]: all pairs, ordered by expert."""
+    starts: Tensor
+    """int32 [num_experts + 1]: where each expert's pairs begin among them."""

@@ -194,8 +194,8 @@ def decode_attention(
     window: int = 0,
     sinks: Tensor | None = None,
     splits: int | None = None,
-    block_t: int = 32,
-    num_warps: int = 2,
+    block_t: int = 16,
+    num_warps: int = 1,
     num_stages: int = 3,
 ) -> Tensor:
     """One query per row, q [num_rows, heads, head_dim]. A row sees its last `window` tokens (0:

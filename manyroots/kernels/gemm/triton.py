@@ -19,13 +19,13 @@ from torch import Tensor
 from manyroots.kernels.launch import (
     launch_options,
     let_next_begin,
-    prefetch,
     wait_for_inputs,
 )
 from manyroots.kernels.lora_sites.sites import LoraRows, LoraSite, LoraTerm
-from manyroots.kernels.lora_sites.triton import scale_of
 
 MAX_ROWS = 64
+MIN_PROGRAMS = 80
+"""Fewer leave multiprocessors of an H200 (it has 132) idle for too long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,20 +37,17 @@ class Tiling:
     num_splits: int
     num_stages: int
     num_warps: int
-    prefetch: int = 0
-    """128-byte lines of each weight row to ask for before the inputs are there."""
 
 
 @triton.jit
 def _product(
     x, w_rows, row_ok, num_rows, k_size, first, last,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    MASKED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """W x^T over [first, last) of the inner dimension: [BLOCK_N, BLOCK_M] in float32."""
     m = tl.arange(0, BLOCK_M)
     k = tl.arange(0, BLOCK_K)
-    x_at = x + tl.minimum(m, num_rows - 1)[:, None] * k_size + k[None, :]
+    x_at = x + m[:, None] * k_size + k[None, :]
     w_at = w_rows[:, None] + k[None, :]
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for at in range(first, last, BLOCK_K):
@@ -58,74 +55,71 @@ def _product(
             weight = tl.load(w_at + at, mask=row_ok[:, None], other=0.0)
         else:
             weight = tl.load(w_at + at, eviction_policy="evict_first")
-        xs = tl.load(x_at + at)
+        # Masked, not clamped: a hundred programs reading one row many times would queue for it.
+        xs = tl.load(x_at + at, mask=(m < num_rows)[:, None], other=0.0)
         acc = tl.dot(weight, tl.trans(xs), acc, input_precision="ieee")
     return acc
 
 
 @triton.jit
 def _shrink_tile(
-    x, hidden, pool, table, scalings, blocks, num_blocks, pid, split, first, last, num_rows,
-    k_size, hidden_row,
-    lora_tiles,
+    x, hidden, pool, table, scalings, blocks, num_blocks, tile, split, first, last, num_rows,
+    k_size, width,
     NUM_PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    PREFETCH: tl.constexpr, DEPENDENT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """An adapter's A as a further tile of weights: it gives its own rows' shrunk activations."""
-    block = pid // lora_tiles
-    if block < tl.load(num_blocks):
-        begin = tl.load(blocks + 3 * block)
-        count = tl.load(blocks + 3 * block + 1)
-        slot = tl.load(blocks + 3 * block + 2)
+    """The adapters' A, one block's after the other's, as further tiles of weights.
+
+    Each of a tile's rows knows its block of rows of x, and is stored for those alone.
+    """
+    v = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    block = v // width
+    n = v % width
+    count_blocks = tl.load(num_blocks)
+    if (tile * BLOCK_N) // width < count_blocks:
+        is_block = block < count_blocks
+        begin = tl.load(blocks + 3 * block, mask=is_block, other=0)
+        count = tl.load(blocks + 3 * block + 1, mask=is_block, other=0)
+        slot = tl.load(blocks + 3 * block + 2, mask=is_block, other=-1)
         entry = table + tl.maximum(slot, 0) * (2 + 3 * NUM_PARTS)
-        total = tl.where(slot >= 0, tl.load(entry + 1).to(tl.int32), 0)
-        first_n = (pid % lora_tiles) * BLOCK_N
-        if first_n < total:
-            n = first_n + tl.arange(0, BLOCK_N)
-            a = pool + tl.multiple_of(tl.load(entry), 8)
-            w_rows = a + tl.minimum(n, total - 1).to(tl.int64) * k_size
-            if PREFETCH:
-                line = tl.arange(0, PREFETCH) * 64
-                prefetch(w_rows[:, None] + first + line[None, :], DEPENDENT)
-            scale = scale_of(scalings, table, slot, n, NUM_PARTS)
-            wait_for_inputs(DEPENDENT)
-            acc = _product(
-                x, w_rows, n < total, num_rows, k_size, first, last, BLOCK_M, BLOCK_N, BLOCK_K, True
-            )
-            acc *= scale[:, None]
-            m = tl.arange(0, BLOCK_M)
-            mine = (m >= begin) & (m < begin + count)
-            to = hidden + (split * num_rows + m[:, None]) * hidden_row + n[None, :]
-            tl.store(to, tl.trans(acc), mask=mine[:, None] & (n < total)[None, :])
+        row_ok = (slot >= 0) & (n < tl.load(entry + 1).to(tl.int32))
+        w_rows = pool + tl.multiple_of(tl.load(entry), 8) + n.to(tl.int64) * k_size
+        scale = tl.load(scalings + tl.maximum(slot, 0) * NUM_PARTS)
+        for part in tl.static_range(1, NUM_PARTS):
+            later = tl.load(scalings + tl.maximum(slot, 0) * NUM_PARTS + part)
+            scale = tl.where(n >= tl.load(entry + 2 + 3 * part).to(tl.int32), later, scale)
+        wait_for_inputs(DEPENDENT)
+        acc = _product(
+            x, w_rows, row_ok, num_rows, k_size, first, last, BLOCK_M, BLOCK_N, BLOCK_K, True
+        )
+        m = tl.arange(0, BLOCK_M)[:, None]
+        mine = row_ok[None, :] & (m >= begin[None, :]) & (m < (begin + count)[None, :])
+        to = hidden + (split * num_rows + m) * width + n[None, :]
+        tl.store(to, tl.trans(acc * scale[:, None]), mask=mine)
 
 
-@triton.jit(do_not_specialize=["num_rows", "lora_blocks", "lora_tiles"])
+@triton.jit(do_not_specialize=["num_rows", "lora_tiles"])
 def _linear(
     x, w, out, hidden, pool, table, scalings, blocks, num_blocks, num_rows, n_size, k_size,
-    hidden_row, lora_blocks, lora_tiles,
+    width, lora_tiles,
     NUM_PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    PREFETCH: tl.constexpr, DEPENDENT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     let_next_begin(DEPENDENT)
-    num_shrinking = lora_blocks * lora_tiles
     pid = tl.program_id(0)
     split = tl.program_id(1)
     steps = tl.cdiv(k_size // BLOCK_K, tl.num_programs(1))
     first = split * steps * BLOCK_K
     last = tl.minimum(k_size, first + steps * BLOCK_K)
     if NUM_PARTS:
-        if pid < num_shrinking:
+        if pid < lora_tiles:
             _shrink_tile(
                 x, hidden, pool, table, scalings, blocks, num_blocks, pid, split, first, last,
-                num_rows, k_size, hidden_row, lora_tiles, NUM_PARTS, BLOCK_M, BLOCK_N, BLOCK_K,
-                PREFETCH, DEPENDENT,
+                num_rows, k_size, width, NUM_PARTS, BLOCK_M, BLOCK_N, BLOCK_K, DEPENDENT,
             )  # fmt: skip
             return
-    n = (pid - num_shrinking) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = (pid - lora_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
     w_rows = w + tl.minimum(n, n_size - 1).to(tl.int64) * k_size
-    if PREFETCH:
-        line = tl.arange(0, PREFETCH) * 64
-        prefetch(w_rows[:, None] + first + line[None, :], DEPENDENT)
     wait_for_inputs(DEPENDENT)
     m = tl.arange(0, BLOCK_M)
     acc = _product(
@@ -153,30 +147,34 @@ def linear(
         splits, num_rows, n_size, dtype=x.dtype if splits == 1 else torch.float32, device=x.device
     )
     if site is None or rows is None:
-        term, lora_blocks, lora_tiles = None, 0, 1
+        term, lora_tiles = None, 0
         adapters = (out, x, x, x, x, x)
-        width, num_parts = 0, 0
+        width, num_parts = 1, 0
     else:
         width, num_parts = site.width, site.num_parts
         hidden = torch.empty(splits, num_rows, width, dtype=torch.float32, device=x.device)
         term = LoraTerm(hidden, site, rows)
-        lora_blocks, lora_tiles = rows.max_blocks, triton.cdiv(width, tiling.block_n)
+        lora_tiles = triton.cdiv(rows.max_blocks * width, tiling.block_n)
         adapters = (hidden, site.pool, site.table, site.scalings, rows.blocks, rows.num_blocks)
-    grid = (lora_blocks * lora_tiles + triton.cdiv(n_size, tiling.block_n), splits)
+    grid = (lora_tiles + triton.cdiv(n_size, tiling.block_n), splits)
     _linear[grid](
-        x, weight, out, *adapters, num_rows, n_size, k_size, width, lora_blocks, lora_tiles,
+        x, weight, out, *adapters, num_rows, n_size, k_size, width, lora_tiles,
         NUM_PARTS=num_parts,
         BLOCK_M=max(16, triton.next_power_of_2(num_rows)), BLOCK_N=tiling.block_n,
-        BLOCK_K=tiling.block_k, PREFETCH=tiling.prefetch, num_stages=tiling.num_stages,
+        BLOCK_K=tiling.block_k, num_stages=tiling.num_stages,
         num_warps=tiling.num_warps, **launch_options(x.device),
     )  # fmt: skip
     return out, term
 
 
 def tiling_for(num_rows: int, n_size: int, k_size: int) -> Tiling:
-    """The measured choice for H200-like memory; see the module's history for the sweep."""
-    tiles = triton.cdiv(n_size, 128)
+    """What was fastest on an H200, measured inside a captured decode step of Qwen3-8B.
+
+    Deep pipelines win over many programs: one program per multiprocessor keeps over 100 KiB in
+    flight. The inner dimension is cut until there are about as many programs as multiprocessors.
+    """
+    block_n = 64
     splits = 1
-    while tiles * splits < 120 and splits < 8 and k_size % (splits * 2 * 128) == 0:
+    while triton.cdiv(n_size, block_n) * splits < MIN_PROGRAMS and k_size % (256 * splits) == 0:
         splits *= 2
-    return Tiling(128, 128, splits, 4, 4)
+    return Tiling(block_n, 128, splits, 6 if num_rows <= 16 else 4, 4)

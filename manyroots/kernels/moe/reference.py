@@ -17,9 +17,11 @@ def route(logits: Tensor, top_k: int, *, renormalise: bool) -> Routing:
         weights = weights / weights.sum(-1, keepdim=True)
     flat = experts.flatten()
     counts = torch.bincount(flat, minlength=total.shape[1])
-    starts = torch.cat((counts.new_zeros(1), counts.cumsum(0)))
-    pairs = flat.argsort(stable=True)
-    return Routing(weights, pairs.int(), starts.int())
+    ends = counts.cumsum(0)
+    ids = torch.arange(len(counts), device=flat.device)
+    groups = torch.stack((ids, ends - counts, ends), dim=1)
+    used_first = (counts == 0).int().argsort(stable=True)
+    return Routing(weights, flat.argsort(stable=True).int(), groups[used_first].int())
 
 
 def experts(x: Tensor, routing: Routing, gate_up: Tensor, down: Tensor) -> Tensor:
@@ -30,9 +32,8 @@ def experts(x: Tensor, routing: Routing, gate_up: Tensor, down: Tensor) -> Tenso
     top_k = routing.weights.shape[1]
     out = torch.zeros(x.shape[0] * top_k, x.shape[1], device=x.device)
     weights = routing.weights.flatten()
-    starts = routing.starts.tolist()
-    for expert in range(gate_up.shape[0]):
-        for pair in routing.pairs[starts[expert] : starts[expert + 1]].tolist():
+    for expert, begin, end in routing.groups.tolist():
+        for pair in routing.pairs[begin:end].tolist():
             gate, up = (gate_up[expert].float() @ x[pair // top_k].float()).chunk(2)
             hidden = (F.silu(gate) * up).to(x.dtype).float()
             out[pair] = weights[pair] * (down[expert].float() @ hidden)

@@ -18,5 +18,6 @@ class Routing:
     """float32 [num_tokens, top_k]: how much each pair's output counts."""
     pairs: Tensor
     """int32 [num_tokens * top_k]: all pairs, ordered by expert."""
-    starts: Tensor
-    """int32 [num_experts + 1]: where each expert's pairs begin among them."""
+    groups: Tensor
+    """int32 [num_experts, 3]: an expert, and where its pairs begin and end among them. Experts
+    that have any come first."""

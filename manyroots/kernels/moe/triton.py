@@ -35,16 +35,13 @@ class ExpertTiling:
     num_warps: int = 4
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def _top_k(
-    logits, chosen, weights, num_rows, num_experts, in_split, in_row,
+@triton.jit
+def _choose(
+    logits, chosen, weights, r, num_rows, num_experts, in_split, in_row,
     NUM_SPLITS: tl.constexpr, TOP_K: tl.constexpr, RENORMALISE: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """The likeliest experts of a block of tokens, the first of equals first."""
-    let_next_begin(DEPENDENT)
-    wait_for_inputs(DEPENDENT)
-    r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     e = tl.arange(0, BLOCK_E)
     ok = (r < num_rows)[:, None] & (e < num_experts)[None, :]
     at = logits + r[:, None] * in_row + e[None, :]
@@ -54,90 +51,119 @@ def _top_k(
     scores = tl.where((r < num_rows)[:, None], scores, 0.0)
     probs = tl.exp(scores - tl.max(scores, axis=1)[:, None])
     probs = probs / tl.sum(probs, axis=1)[:, None]
-    total = tl.zeros((BLOCK_R,), tl.float32)
-    for i in tl.static_range(TOP_K):
-        best = tl.max(probs, axis=1)
-        which = tl.min(tl.where(probs == best[:, None], e[None, :], BLOCK_E), axis=1)
-        which = tl.minimum(which, num_experts - 1)
-        tl.store(chosen + r * TOP_K + i, which, mask=r < num_rows)
-        tl.store(weights + r * TOP_K + i, best, mask=r < num_rows)
-        total += best
+    c = tl.arange(0, BLOCK_C)
+    experts = tl.zeros((BLOCK_R, BLOCK_C), tl.int32)
+    best = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
+    for i in range(TOP_K):
+        which = tl.argmax(probs, axis=1)
+        is_this = c[None, :] == i
+        experts = tl.where(is_this, which[:, None], experts)
+        best = tl.where(is_this, tl.max(probs, axis=1)[:, None], best)
         probs = tl.where(e[None, :] == which[:, None], -1.0, probs)
     if RENORMALISE:
-        for i in tl.static_range(TOP_K):
-            weight = tl.load(weights + r * TOP_K + i, mask=r < num_rows, other=0.0)
-            tl.store(weights + r * TOP_K + i, weight / total, mask=r < num_rows)
+        best = best / tl.sum(best, axis=1)[:, None]
+    ok = (r < num_rows)[:, None] & (c < TOP_K)[None, :]
+    tl.store(chosen + r[:, None] * TOP_K + c[None, :], experts, mask=ok)
+    tl.store(weights + r[:, None] * TOP_K + c[None, :], best, mask=ok)
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
-def _group(
-    chosen, pairs, starts, num_pairs, num_experts,
-    BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr, DEPENDENT: tl.constexpr,
+@triton.jit
+def _order(
+    chosen, pairs, groups, num_pairs, num_experts,
+    BLOCK_P: tl.constexpr, BLOCK_E: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Order pairs by expert; within one, by pair. A pair's place is how many come before it."""
-    let_next_begin(DEPENDENT)
-    wait_for_inputs(DEPENDENT)
+    """Pairs by expert and, within one, by pair: a pair's place is how many come before it."""
     p = tl.arange(0, BLOCK_P)
     mine = tl.load(chosen + p, mask=p < num_pairs, other=num_experts)
     place = tl.zeros((BLOCK_P,), tl.int32)
     e = tl.arange(0, BLOCK_E)
-    before = tl.zeros((BLOCK_E,), tl.int32)
+    begin = tl.zeros((BLOCK_E,), tl.int32)
+    count = tl.zeros((BLOCK_E,), tl.int32)
     for first in range(0, num_pairs, CHUNK):
         q = first + tl.arange(0, CHUNK)
-        other = tl.load(chosen + q, mask=q < num_pairs, other=num_experts + 1)
+        other = tl.load(chosen + q, mask=q < num_pairs, other=BLOCK_E)
         earlier = (other[None, :] < mine[:, None]) | (
             (other[None, :] == mine[:, None]) & (q[None, :] < p[:, None])
         )
         place += tl.sum(earlier.to(tl.int32), axis=1)
-        before += tl.sum((other[None, :] < e[:, None]).to(tl.int32), axis=1)
+        begin += tl.sum((other[None, :] < e[:, None]).to(tl.int32), axis=1)
+        count += tl.sum((other[None, :] == e[:, None]).to(tl.int32), axis=1)
     tl.store(pairs + place, p, mask=p < num_pairs)
-    tl.store(starts + e, before, mask=e < num_experts)
-    tl.store(starts + num_experts, num_pairs)
+    used = (count > 0).to(tl.int32)
+    used_before = tl.cumsum(used, axis=0) - used
+    rank = tl.where(count > 0, used_before, tl.sum(used) + e - used_before)
+    to = groups + 3 * rank
+    tl.store(to, e, mask=e < num_experts)
+    tl.store(to + 1, begin, mask=e < num_experts)
+    tl.store(to + 2, begin + count, mask=e < num_experts)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _route(
+    logits, chosen, weights, pairs, groups, num_rows, num_experts, in_split, in_row,
+    NUM_SPLITS: tl.constexpr, TOP_K: tl.constexpr, RENORMALISE: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, CHUNK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """With BLOCK_P: one program for everything. Without: programs that only choose."""
+    let_next_begin(DEPENDENT)
+    wait_for_inputs(DEPENDENT)
+    _choose(
+        logits, chosen, weights, tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R), num_rows,
+        num_experts, in_split, in_row, NUM_SPLITS, TOP_K, RENORMALISE, BLOCK_C, BLOCK_E, BLOCK_R,
+    )  # fmt: skip
+    if BLOCK_P:
+        # What other threads of this program chose is read below.
+        tl.debug_barrier()
+        _order(chosen, pairs, groups, num_rows * TOP_K, num_experts, BLOCK_P, BLOCK_E, CHUNK)
 
 
 def route(logits: Tensor, top_k: int, *, renormalise: bool) -> Routing:
     """From router logits [tokens, experts] (or partial sums of them)."""
     parts = as_splits(logits)
     _, num_rows, num_experts = parts.shape
-    device, options = logits.device, launch_options(logits.device)
+    num_pairs = num_rows * top_k
+    device = logits.device
     chosen = torch.empty(num_rows, top_k, dtype=torch.int32, device=device)
     weights = torch.empty(num_rows, top_k, dtype=torch.float32, device=device)
-    block_e = triton.next_power_of_2(num_experts)
-    _top_k[(triton.cdiv(num_rows, 4),)](
-        parts, chosen, weights, num_rows, num_experts, parts.stride(0), parts.stride(1),
-        NUM_SPLITS=parts.shape[0], TOP_K=top_k, RENORMALISE=renormalise, BLOCK_E=block_e,
-        BLOCK_R=4, num_warps=4, **options,
-    )  # fmt: skip
-    num_pairs = num_rows * top_k
-    if num_pairs > MAX_ROUTED_PAIRS:
-        ordered, pairs = chosen.flatten().sort(stable=True)
-        experts_at = torch.arange(num_experts + 1, dtype=torch.int32, device=device)
-        starts = torch.searchsorted(ordered, experts_at, out_int32=True)
-        return Routing(weights, pairs.int(), starts)
     pairs = torch.empty(num_pairs, dtype=torch.int32, device=device)
-    starts = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
-    block_p = max(16, triton.next_power_of_2(num_pairs))
-    _group[(1,)](
-        chosen, pairs, starts, num_pairs, num_experts, BLOCK_P=block_p, BLOCK_E=block_e,
-        CHUNK=min(64, block_p), num_warps=16 if block_p >= 256 else 4, **options,
+    groups = torch.empty(num_experts, 3, dtype=torch.int32, device=device)
+    is_small = num_pairs <= MAX_ROUTED_PAIRS
+    block_p = max(16, triton.next_power_of_2(num_pairs)) if is_small else 0
+    block_r = triton.next_power_of_2(num_rows) if is_small else 4
+    _route[(triton.cdiv(num_rows, block_r),)](
+        parts, chosen, weights, pairs, groups, num_rows, num_experts, parts.stride(0),
+        parts.stride(1), NUM_SPLITS=parts.shape[0], TOP_K=top_k, RENORMALISE=renormalise,
+        BLOCK_C=triton.next_power_of_2(top_k), BLOCK_E=triton.next_power_of_2(num_experts),
+        BLOCK_R=block_r, BLOCK_P=block_p, CHUNK=min(32, block_p), num_warps=16 if block_p >= 256 else 4, **launch_options(device),
     )  # fmt: skip
-    return Routing(weights, pairs, starts)
+    return Routing(weights, pairs, groups) if is_small else _sorted(chosen, weights, num_experts)
+
+
+def _sorted(chosen: Tensor, weights: Tensor, num_experts: int) -> Routing:
+    """Many pairs, in order by torch. Every expert is likely to have some."""
+    ordered, pairs = chosen.flatten().sort(stable=True)
+    ids = torch.arange(num_experts + 1, dtype=torch.int32, device=chosen.device)
+    starts = torch.searchsorted(ordered, ids, out_int32=True)
+    groups = torch.stack((ids[:-1], starts[:-1], starts[1:]), dim=1)
+    return Routing(weights, pairs.int(), groups)
 
 
 @triton.jit
 def _up(
-    x, gate_up, pairs, starts, out, n_size, k_size, top_k,
+    x, gate_up, pairs, groups, out, n_size, k_size, top_k,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """silu(gate) * up of an expert's pairs, in the order of `pairs`."""
     let_next_begin(DEPENDENT)
-    expert = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    w_at = gate_up + (expert * 2 * n_size + tl.minimum(n, n_size - 1))[:, None] * k_size + k[None, :]
     wait_for_inputs(DEPENDENT)
-    begin = tl.load(starts + expert)
-    end = tl.load(starts + expert + 1)
+    expert = tl.load(groups + 3 * tl.program_id(1)).to(tl.int64)
+    begin = tl.load(groups + 3 * tl.program_id(1) + 1)
+    end = tl.load(groups + 3 * tl.program_id(1) + 2)
+    w_at = gate_up + (expert * 2 * n_size + tl.minimum(n, n_size - 1))[:, None] * k_size + k[None, :]
+    up_at = w_at + n_size.to(tl.int64) * k_size
     for first in range(begin, end, BLOCK_M):
         m = first + tl.arange(0, BLOCK_M)
         row = tl.load(pairs + tl.minimum(m, end - 1)) // top_k
@@ -145,9 +171,9 @@ def _up(
         gate = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for at in range(0, k_size, BLOCK_K):
-            gates = tl.load(w_at + at)
-            ups = tl.load(w_at + n_size.to(tl.int64) * k_size + at)
-            xs = tl.trans(tl.load(x_at + at))
+            gates = tl.load(w_at + at, eviction_policy="evict_first")
+            ups = tl.load(up_at + at, eviction_policy="evict_first")
+            xs = tl.trans(tl.load(x_at + at, mask=(m < end)[:, None], other=0.0))
             gate = tl.dot(gates, xs, gate, input_precision="ieee")
             up = tl.dot(ups, xs, up, input_precision="ieee")
         value = tl.trans(gate * tl.sigmoid(gate) * up)
@@ -157,26 +183,26 @@ def _up(
 
 @triton.jit
 def _down(
-    hidden, down, pairs, starts, weights, out, n_size, k_size,
+    hidden, down, pairs, groups, weights, out, n_size, k_size,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """weight * down(hidden) of an expert's pairs, each at its own pair's place."""
     let_next_begin(DEPENDENT)
-    expert = tl.program_id(1).to(tl.int64)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    w_at = down + (expert * n_size + tl.minimum(n, n_size - 1))[:, None] * k_size + k[None, :]
     wait_for_inputs(DEPENDENT)
-    begin = tl.load(starts + expert)
-    end = tl.load(starts + expert + 1)
+    expert = tl.load(groups + 3 * tl.program_id(1)).to(tl.int64)
+    begin = tl.load(groups + 3 * tl.program_id(1) + 1)
+    end = tl.load(groups + 3 * tl.program_id(1) + 2)
+    w_at = down + (expert * n_size + tl.minimum(n, n_size - 1))[:, None] * k_size + k[None, :]
     for first in range(begin, end, BLOCK_M):
         m = first + tl.arange(0, BLOCK_M)
         pair = tl.load(pairs + tl.minimum(m, end - 1)).to(tl.int64)
-        h_at = hidden + tl.minimum(m, end - 1).to(tl.int64)[:, None] * k_size + k[None, :]
+        h_at = hidden + m.to(tl.int64)[:, None] * k_size + k[None, :]
         acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for at in range(0, k_size, BLOCK_K):
-            weight = tl.load(w_at + at)
-            hs = tl.trans(tl.load(h_at + at))
+            weight = tl.load(w_at + at, eviction_policy="evict_first")
+            hs = tl.trans(tl.load(h_at + at, mask=(m < end)[:, None], other=0.0))
             acc = tl.dot(weight, hs, acc, input_precision="ieee")
         value = tl.trans(acc) * tl.load(weights + pair)[:, None]
         ok = (m < end)[:, None] & (n < n_size)[None, :]
@@ -199,17 +225,18 @@ def experts(
     num_tokens, top_k = routing.weights.shape
     num_experts, hidden_size, n_size = down.shape
     num_pairs = num_tokens * top_k
+    most_used = min(num_experts, num_pairs) if num_pairs <= MAX_ROUTED_PAIRS else num_experts
     options = launch_options(x.device)
     block_m = 16 if num_pairs <= 8 * num_experts else 64
     inner = torch.empty(num_pairs, n_size, dtype=x.dtype, device=x.device)
-    _up[(triton.cdiv(n_size, tiling.up_n), num_experts)](
-        x, gate_up, routing.pairs, routing.starts, inner, n_size, hidden_size, top_k,
+    _up[(triton.cdiv(n_size, tiling.up_n), most_used)](
+        x, gate_up, routing.pairs, routing.groups, inner, n_size, hidden_size, top_k,
         BLOCK_M=block_m, BLOCK_N=tiling.up_n, BLOCK_K=tiling.up_k, num_stages=tiling.up_stages,
         num_warps=tiling.num_warps, **options,
     )  # fmt: skip
     out = torch.empty(num_pairs, hidden_size, dtype=torch.float32, device=x.device)
-    _down[(triton.cdiv(hidden_size, tiling.down_n), num_experts)](
-        inner, down, routing.pairs, routing.starts, routing.weights, out, hidden_size, n_size,
+    _down[(triton.cdiv(hidden_size, tiling.down_n), most_used)](
+        inner, down, routing.pairs, routing.groups, routing.weights, out, hidden_size, n_size,
         BLOCK_M=block_m, BLOCK_N=tiling.down_n, BLOCK_K=tiling.down_k,
         num_stages=tiling.down_stages, num_warps=tiling.num_warps, **options,
     )  # fmt: skip

@@ -63,6 +63,13 @@ def launch_options(device: torch.device, *, plainly: bool = False) -> dict[str, 
     return {"DEPENDENT": True, "launch_pdl": not plainly}
 
 
+@lru_cache(maxsize=8)
+def counters(device: torch.device) -> Tensor:
+    """Zeros, by which programs of one launch find out who is last; that one clears them again."""
+    with torch.inference_mode(False):
+        return torch.zeros(1 << 16, dtype=torch.int32, device=device)
+
+
 def as_splits(x: Tensor) -> Tensor:
     """[num_splits, rows, n] of a product that may or may not be in partial sums."""
     return x if x.dim() == 3 else x.unsqueeze(0)

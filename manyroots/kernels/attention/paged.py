@@ -50,7 +50,9 @@ class PrefillSegments:
         """Cut every sequence's queries into blocks; the longest contexts come first."""
         counts = np.diff(np.asarray(query_starts))
         blocks = [
-            (seq, first) for seq, count in enumerate(counts) for first in range(0, count, QUERY_BLOCK)
+            (seq, first)
+            for seq, count in enumerate(counts)
+            for first in range(0, count, QUERY_BLOCK)
         ]
         blocks.sort(key=lambda block: counts[block[0]] - context_lens[block[0]] - block[1])
 

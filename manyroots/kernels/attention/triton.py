@@ -14,7 +14,13 @@ import triton.language as tl
 from torch import Tensor
 
 from manyroots.kernels.attention.paged import QUERY_BLOCK, DecodeRows, PrefillSegments
-from manyroots.kernels.launch import launch_options, let_next_begin, prefetch, wait_for_inputs
+from manyroots.kernels.launch import (
+    counters,
+    launch_options,
+    let_next_begin,
+    prefetch,
+    wait_for_inputs,
+)
 
 LOG2_E = math.log2(math.e)
 MAX_SPLITS = 32
@@ -33,8 +39,8 @@ def _decode(
     q, layer_kv, page_table, context_lens, sinks, out, partial, sums, counters, scale, window,
     table_row, page_stride, part_stride, token_stride,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr,
-    PREFETCH_LINES: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_T: tl.constexpr, NUM_SPLITS: tl.constexpr,
-    HAS_SINKS: tl.constexpr, DEPENDENT: tl.constexpr,
+    PREFETCH_LINES: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_T: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     log2_e: tl.constexpr = 1.4426950408889634
     split = tl.program_id(0)
@@ -181,8 +187,8 @@ def _prefill(
 
 def num_splits(num_rows: int, kv_heads: int) -> int:
     """Into how many parts a history is cut at most: enough to fill the chip about four times."""
-    wanted = triton.next_power_of_2(triton.cdiv(4 * 132, num_rows * kv_heads))
-    return max(1, min(MAX_SPLITS, wanted))
+    wanted = -(-4 * 132 // (num_rows * kv_heads))
+    return min(MAX_SPLITS, 1 << (wanted - 1).bit_length())
 
 
 def decode_attention(
@@ -211,7 +217,7 @@ def decode_attention(
     sums = torch.empty(shape, dtype=torch.float32, device=q.device)
     _decode[(splits, kv_heads, num_rows)](
         q, layer_kv, rows.page_table, rows.context_lens, q if sinks is None else sinks, out,
-        partial, sums, _counters(q.device), scale * LOG2_E, window,
+        partial, sums, counters(q.device), scale * LOG2_E, window,
         rows.page_table.stride(0), layer_kv.stride(0), layer_kv.stride(1), layer_kv.stride(2),
         NUM_KV=kv_heads, GROUP=group, GROUP_PAD=max(16, triton.next_power_of_2(group)),
         HEAD_DIM=head_dim, PREFETCH_LINES=max(1, head_dim * q.element_size() // 128),
@@ -247,14 +253,3 @@ def prefill_attention(
         num_stages=num_stages, **launch_options(q.device),
     )  # fmt: skip
     return out
-
-
-_counters_by_device: dict[torch.device, Tensor] = {}
-
-
-def _counters(device: torch.device) -> Tensor:
-    """Zeros before and after every launch: each kernel puts back what it counted."""
-    if device not in _counters_by_device:
-        with torch.inference_mode(False):
-            _counters_by_device[device] = torch.zeros(1 << 16, dtype=torch.int32, device=device)
-    return _counters_by_device[device]

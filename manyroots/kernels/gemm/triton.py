@@ -24,8 +24,8 @@ from manyroots.kernels.launch import (
 from manyroots.kernels.lora_sites.sites import LoraRows, LoraSite, LoraTerm
 
 MAX_ROWS = 64
-MIN_PROGRAMS = 80
-"""Fewer leave multiprocessors of an H200 (it has 132) idle for too long."""
+BLOCK_N = 64
+BLOCK_K = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,9 @@ def linear(
     one product in x's dtype; and, given a site, what its adapters shrink x to."""
     num_rows, k_size = x.shape
     n_size = weight.shape[0]
-    tiling = tiling or tiling_for(num_rows, n_size, k_size)
+    if tiling is None:
+        wanted = 0 if site is None or rows is None else rows.max_blocks * site.width
+        tiling = tiling_for(num_rows, n_size, k_size, triton.cdiv(wanted, BLOCK_N))
     splits = tiling.num_splits
     out = torch.empty(
         splits, num_rows, n_size, dtype=x.dtype if splits == 1 else torch.float32, device=x.device
@@ -167,14 +169,19 @@ def linear(
     return out, term
 
 
-def tiling_for(num_rows: int, n_size: int, k_size: int) -> Tiling:
-    """What was fastest on an H200, measured inside a captured decode step of Qwen3-8B.
+def tiling_for(num_rows: int, n_size: int, k_size: int, lora_tiles: int = 0) -> Tiling:
+    """What was fastest on an H200 (132 multiprocessors), measured inside captured decode steps.
 
-    Deep pipelines win over many programs: one program per multiprocessor keeps over 100 KiB in
-    flight. The inner dimension is cut until there are about as many programs as multiprocessors.
+    All programs should run at once. How many fit depends on how deep their pipelines are: 6 stages
+    leave room for one per multiprocessor, 4 for two, 3 for three.
     """
-    block_n = 64
+    tiles = triton.cdiv(n_size, BLOCK_N) + lora_tiles
+    if num_rows <= 16:
+        for num_stages, fewest, most in ((6, 110, 136), (3, 300, 408), (4, 200, 270)):
+            for splits in (1, 2, 4):
+                if fewest <= tiles * splits <= most and k_size % (BLOCK_K * splits) == 0:
+                    return Tiling(BLOCK_N, BLOCK_K, splits, num_stages, 4)
     splits = 1
-    while triton.cdiv(n_size, block_n) * splits < MIN_PROGRAMS and k_size % (256 * splits) == 0:
+    while tiles * splits < 80 and k_size % (2 * splits * BLOCK_K) == 0:
         splits *= 2
-    return Tiling(block_n, 128, splits, 6 if num_rows <= 16 else 4, 4)
+    return Tiling(BLOCK_N, BLOCK_K, splits, 6 if num_rows <= 16 else 4, 4)

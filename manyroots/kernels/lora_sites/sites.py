@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -100,7 +101,7 @@ def row_blocks(slots: np.ndarray, block_rows: int) -> np.ndarray:
     bounds = [0, *changes.tolist(), len(slots)]
     blocks = [
         (first, min(block_rows, end - first), int(slots[begin]))
-        for begin, end in zip(bounds[:-1], bounds[1:], strict=True)
+        for begin, end in pairwise(bounds)
         for first in range(begin, end, block_rows)
     ]
     return np.array(blocks, dtype=np.int32).reshape(-1, 3)

@@ -17,7 +17,7 @@ class Routing:
     weights: Tensor
     """float32 [num_tokens, top_k]: how much each pair's output counts."""
     pairs: Tensor
-    """int32 [num_tokens * top_k]: all pairs, ordered by expert."""
+    """int32: each expert's pairs, in the order of tokens; there may be gaps between experts."""
     groups: Tensor
-    """int32 [num_experts, 3]: an expert, and where its pairs begin and end among them. Experts
+    """int32 [num_experts, 3]: an expert, and where its pairs begin and end in `pairs`. Experts
     that have any come first."""

@@ -122,11 +122,12 @@ def add_rms_norm(
     _add_rms_norm[(rows,)](
         residual, parts, weight, out, *adapters, n, eps, parts.stride(0), parts.stride(1), *strides,
         NUM_SPLITS=parts.shape[0], HIDDEN_SPLITS=splits, RANKS=8,
-        BLOCK=triton.next_power_of_2(n), num_stages=1, num_warps=_warps(n), **launch_options(residual.device),
+        BLOCK=triton.next_power_of_2(n), num_stages=1, num_warps=_warps(n),
+        **launch_options(residual.device),
     )  # fmt: skip
     return out
 
 
 def _warps(n: int) -> int:
     """About eight elements per thread."""
-    return max(1, min(16, triton.next_power_of_2(n) // 256))
+    return max(1, min(16, (1 << (n - 1).bit_length()) // 256))

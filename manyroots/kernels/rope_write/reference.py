@@ -27,7 +27,7 @@ def rope_write(
         total = total + expanded(lora)
     by_head = total.view(total.shape[0], -1, head_dim)
     num_heads = by_head.shape[1] - 2 * kv_heads
-    q, k, v = by_head.split([num_heads, kv_heads, kv_heads], dim=1)
+    q, k, v = torch.split(by_head, [num_heads, kv_heads, kv_heads], dim=1)
     if norm is not None:
         q, k = rms_norm(q, norm.q_weight, norm.eps), rms_norm(k, norm.k_weight, norm.eps)
     q, k = _rotate(q, angles), _rotate(k, angles)

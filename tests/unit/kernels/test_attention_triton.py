@@ -17,7 +17,9 @@ SCALE = 0.3
 PAGE = 4
 
 
-def pages_for(lens: list[int], kv_heads: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def pages_for(
+    lens: list[int], kv_heads: int, dim: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """One layer's view of an arena, NaN wherever no sequence's token lies; and page tables."""
     counts = [-(-length // PAGE) for length in lens]
     arena = torch.full((sum(counts) + 2, 2, 2, PAGE, kv_heads, dim), float("nan"), dtype=dtype)
@@ -56,9 +58,7 @@ def test_decode_reads_what_a_row_sees_and_nothing_else(
         out = fast.decode_attention(
             q, layer_kv, rows, SCALE, window=window, sinks=sinks, splits=splits, block_t=16
         )
-        expected = reference.decode_attention(
-            q, layer_kv, rows, SCALE, window=window, sinks=sinks
-        )
+        expected = reference.decode_attention(q, layer_kv, rows, SCALE, window=window, sinks=sinks)
         assert_close("attention", out, expected, dtype)
 
 
@@ -77,8 +77,6 @@ def test_prefill_is_causal_over_a_paged_prefix(
     batch = PrefillSegments.build(table, starts, lens, DEVICE)
     q = randn(starts[-1], heads, dim, dtype=dtype)
     sinks = randn(heads, seed=8) if has_sinks else None
-    out = fast.prefill_attention(
-        q, layer_kv, batch, SCALE, window=window, sinks=sinks, block_t=16
-    )
+    out = fast.prefill_attention(q, layer_kv, batch, SCALE, window=window, sinks=sinks, block_t=16)
     expected = reference.prefill_attention(q, layer_kv, batch, SCALE, window=window, sinks=sinks)
     assert_close("attention", out, expected, dtype)

@@ -58,9 +58,7 @@ def test_rms_norm_leaves_its_input_alone(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("has_adapters", [False, True])
 @pytest.mark.parametrize("splits", [1, 2])
-def test_silu_mul_equals_the_reference(
-    splits: int, has_adapters: bool, dtype: torch.dtype
-) -> None:
+def test_silu_mul_equals_the_reference(splits: int, has_adapters: bool, dtype: torch.dtype) -> None:
     gate_up = randn(splits, 7, 2 * 150, dtype=dtype)
     ranks = [(8, 8), (16, 24), (0, 40)]
     lora = term((150, 150), ranks, dtype) if has_adapters else None

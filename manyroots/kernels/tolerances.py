@@ -47,9 +47,9 @@ TOLERANCES: dict[tuple[str, torch.dtype], Tolerance] = {
     ("experts", torch.bfloat16): Tolerance(
         1.6e-2, 1.6e-2, "8-bit mantissa: each pair is rounded before and after it is weighted"
     ),
-    ("lora", torch.float32): Tolerance(2e-6, 2e-6, "two short sums in another order"),
+    ("lora", torch.float32): Tolerance(2e-5, 2e-5, "products of a few hundred terms reordered"),
     ("lora", torch.bfloat16): Tolerance(
-        4e-2, 1.6e-2, "what lies between the two products is rounded, and the reference's is not"
+        4e-2, 1.6e-2, "operands and result rounded to 8 bits, with two products between"
     ),
     ("logits", torch.float32): Tolerance(
         1e-4, 1e-4, "attention and products in another order, over all layers"

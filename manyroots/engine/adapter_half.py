@@ -22,6 +22,7 @@ from manyroots.lora.targets import Targets, adapter_bytes
 from manyroots.models.spec import ModelSpec
 from manyroots.store.adapter_files import read_adapter
 from manyroots.store.adapter_loader import AdapterLoader
+from manyroots.store.adapter_pool import AdapterPool
 from manyroots.store.adapter_sites import SiteParts
 from manyroots.store.adapter_slots import AdapterSlots
 from manyroots.store.adapter_weights import AdapterWeights
@@ -47,12 +48,19 @@ class AdapterHalf:
     loader: AdapterLoader
     files: AdapterFiles
     max_device_bytes: int
-    """What the slots take when each holds the largest adapter; 0 if their number has no limit."""
+    """What slots will take when each holds the largest adapter; 0 if their number has no limit, or
+    if they have taken it."""
 
 
 def build_adapter_half(
-    settings: LoraSettings, model: Adaptable, dtype: torch.dtype, device: torch.device
+    settings: LoraSettings,
+    model: Adaptable,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    fused: bool,
 ) -> AdapterHalf:
+    """`fused`: for a runner with fused kernels, which find adapters in a pool."""
     targets = model.adapter_targets()
 
     def read(
@@ -68,11 +76,21 @@ def build_adapter_half(
             allowed_dirs=allowed_dirs,
         )
 
-    slots = AdapterSlots(model.lora_parts(), dtype=dtype, device=device)
-    # The digest shows whether files that were allowed once have been replaced since.
-    loader = AdapterLoader(lambda path: read(Path(path), None)[1], slots)
-    size = adapter_bytes(targets, settings.max_lora_rank, dtype.itemsize)
     num_slots = adapter_limits(settings).num_slots
+    memory: AdapterSlots | AdapterPool
+    if fused and num_slots is not None:
+        memory = AdapterPool(
+            model.lora_parts(),
+            num_slots=num_slots,
+            max_rank=settings.max_lora_rank,
+            dtype=dtype,
+            device=device,
+        )
+    else:
+        memory = AdapterSlots(model.lora_parts(), dtype=dtype, device=device)
+    # The digest shows whether files that were allowed once have been replaced since.
+    loader = AdapterLoader(lambda path: read(Path(path), None)[1], memory)
+    size = adapter_bytes(targets, settings.max_lora_rank, dtype.itemsize)
     logger.info(
         "adapters: %s slots of up to %.1f MiB (rank %d in all of %d weights), %s; %d names",
         num_slots or "any number of", size / 2**20, settings.max_lora_rank,
@@ -80,7 +98,9 @@ def build_adapter_half(
         f"{num_slots * size / 2**20:.1f} MiB in all" if num_slots else "no limit",
         len(settings.lora_modules),
     )  # fmt: skip
-    return AdapterHalf(loader, AdapterFiles(read, loader.keep), (num_slots or 0) * size)
+    # A pool has taken its memory already.
+    later = 0 if isinstance(memory, AdapterPool) else (num_slots or 0) * size
+    return AdapterHalf(loader, AdapterFiles(read, loader.keep), later)
 
 
 def adapter_limits(settings: LoraSettings) -> Limits:

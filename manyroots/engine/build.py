@@ -24,9 +24,11 @@ from manyroots.engine.loop import EngineLoop
 from manyroots.errors import ConfigError
 from manyroots.lora.residency import Residency
 from manyroots.messages import EngineInfo
+from manyroots.models.fused import why_not_fused
 from manyroots.models.load import load_model
 from manyroots.models.source import ModelSource, resolve_source
 from manyroots.models.spec import ModelSpec
+from manyroots.runner.cuda.runner import CudaRunner
 from manyroots.runner.torch_runner import TorchRunner
 from manyroots.scheduler.scheduler import Scheduler
 from manyroots.store.arena import PageArena, page_bytes
@@ -64,8 +66,9 @@ def build_engine(settings: EngineSettings) -> Engine:
         seed=settings.model.seed,
     )
     lora = settings.lora
-    half = build_adapter_half(lora, model, dtype, device) if lora.enable_lora else None
     spec = model.spec
+    fused = is_fused(settings, spec, device)
+    half = build_adapter_half(lora, model, dtype, device, fused=fused) if lora.enable_lora else None
     page_size = settings.cache.block_size
     bytes_per_page = page_bytes(spec, page_size, dtype)
     max_model_len = _model_length(settings.model, spec)
@@ -88,12 +91,13 @@ def build_engine(settings: EngineSettings) -> Engine:
         CachePolicies(reuse=settings.cache.enable_prefix_caching),
     )
     max_num_seqs = settings.scheduler.max_num_seqs
-    runner = TorchRunner(
-        model,
-        arena,
-        None if half is None else half.loader,
-        max_num_seqs=max_num_seqs,
-        max_model_len=max_model_len,
+    loader = None if half is None else half.loader
+    sizes = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len}
+    use_graphs = not settings.model.enforce_eager
+    runner = (
+        CudaRunner(model, arena, loader, **sizes, use_graphs=use_graphs)
+        if fused
+        else TorchRunner(model, arena, loader, **sizes)
     )
     adapters = Residency(adapter_limits(settings.lora))
     scheduler = Scheduler(settings.scheduler, cache, adapters, max_model_len=max_model_len)
@@ -124,6 +128,18 @@ def pick_device(settings: ModelSettings) -> torch.device:
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device is cuda, but torch sees no GPU here; use --device cpu.")
     return torch.device(settings.device)
+
+
+def is_fused(settings: EngineSettings, spec: ModelSpec, device: torch.device) -> bool:
+    """Whether steps run on the fused kernels of CUDA."""
+    if device.type != "cuda":
+        return False
+    reason = why_not_fused(spec)
+    if settings.lora.enable_lora and adapter_limits(settings.lora).num_slots is None:
+        reason = reason or "--max-loras 0 sets no limit to the adapters on the device"
+    if reason is not None:
+        logger.warning("no fused kernels for this engine, steps will be slow: %s", reason)
+    return reason is None
 
 
 def pick_dtype(settings: ModelSettings, source: ModelSource, device: torch.device) -> torch.dtype:

@@ -32,7 +32,7 @@ class StepInputs:
     context_lens: Int64s
     """Tokens that a sequence's last token sees, itself included."""
     num_decodes: int
-    page_table: Int64s
+    page_table: Int32s
     slot_pages: Int64s
     slot_offsets: Int64s
     token_slots: Int64s | None
@@ -103,7 +103,7 @@ class PersistentBatch:
             query_starts=starts,
             context_lens=context_lens,
             num_decodes=int(np.count_nonzero(counts == 1)),
-            page_table=self._page_table[rows, :max_pages].astype(np.int64),
+            page_table=self._page_table[rows, :max_pages],
             slot_pages=pages.astype(np.int64),
             slot_offsets=positions % self._page_size,
             token_slots=self._token_slots(flat_rows, positions, slots),

@@ -15,6 +15,8 @@ from manyroots.kernels.launch import as_splits, launch_options, let_next_begin, 
 from manyroots.kernels.lora_sites.sites import LoraTerm
 from manyroots.kernels.lora_sites.triton import RANK_BLOCK, expand_tile, part_of, ranks_of
 
+BLOCK_N = 128
+
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _silu_mul(
@@ -79,10 +81,9 @@ def silu_mul(gate_up: Tensor, dtype_like: Tensor, lora: LoraTerm | None = None) 
         adapters = (hidden, lora.site.pool, lora.site.table, rows.blocks, rows.num_blocks)
         strides, splits = (hidden.stride(0), hidden.stride(1)), hidden.shape[0]
         block_r, num_programs = 16, rows.max_blocks
-    block_n = 128
-    _silu_mul[(triton.cdiv(n, block_n), num_programs)](
+    _silu_mul[(triton.cdiv(n, BLOCK_N), num_programs)](
         parts, out, *adapters, num_rows, n, parts.stride(0), parts.stride(1), *strides,
-        NUM_SPLITS=parts.shape[0], HIDDEN_SPLITS=splits, BLOCK_R=block_r, BLOCK_N=block_n,
+        NUM_SPLITS=parts.shape[0], HIDDEN_SPLITS=splits, BLOCK_R=block_r, BLOCK_N=BLOCK_N,
         RANK_BLOCK=RANK_BLOCK, num_warps=4, num_stages=1, **launch_options(parts.device),
     )  # fmt: skip
     return out

@@ -27,7 +27,7 @@ def main(kinds: list[str]) -> int:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-        )  # fmt: skip
+        )
         for kind in kinds or KINDS
         for dtype in DTYPES
     ]

@@ -74,7 +74,7 @@ def requests(*, with_adapters: bool, **sampling: Any) -> list[Submit]:
                 number,
                 (),
                 adapter=name,
-            )  # fmt: skip
+            )
         )
     return made
 
@@ -138,9 +138,7 @@ def check(folder: Path, kind: str, dtype: str) -> str:
     graphs = run(folder, paths, "cuda", dtype, batches)
     eager = run(folder, paths, "cuda", dtype, batches, enforce_eager=True)
     for index, (one, other) in enumerate(zip(graphs, eager, strict=True)):
-        assert tokens(one) == tokens(other), (
-            f"{kind} {dtype}: batch {index}, graph and eager differ"
-        )
+        assert tokens(one) == tokens(other), f"{kind} {dtype}: graph and eager differ in {index}"
     cpu = run(folder, paths, "cpu", dtype, batches)
     row = TOLERANCES["logits", getattr(torch, dtype)]
     ours, theirs = prompt_scores(graphs[-1]), prompt_scores(cpu[-1])

@@ -58,7 +58,7 @@ class AdapterPool:
         self._parts = parts
         self._device = device
         self._stream = _stream(device) if device.type == "cuda" else None
-        self._rank = _rounded(max_rank)
+        self._rank = pooled_rank(max_rank)
         self._region = sum(_elements(part, self._rank) for part in parts.values())
         self._pool = torch.zeros(num_slots * self._region, dtype=dtype, device=device)
         names: dict[HostSite, list[str]] = {}
@@ -226,6 +226,11 @@ def _elements(part: SitePart, rank: int) -> int:
     target = part.target
     one = _rounded(rank * target.in_features) + _rounded(rank * target.out_features)
     return one * (target.num_experts or 1)
+
+
+def pooled_rank(rank: int) -> int:
+    """What an adapter of this rank takes the memory of."""
+    return _rounded(rank)
 
 
 def _rounded(size: int) -> int:

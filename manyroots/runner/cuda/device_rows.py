@@ -38,8 +38,7 @@ class DeviceRows:
             at.append(np.arange(arrival.row * width, arrival.row * width + len(table)))
             pages.append(table)
         for growth in plan.new_pages:
-            first = growth.row * width + growth.first
-            at.append(np.arange(first, first + len(growth.pages)))
+            at.append(growth.rows.astype(np.int64) * width + growth.places)
             pages.append(growth.pages)
         if not at:
             return

@@ -120,5 +120,6 @@ class FusedDecoder:
         if isinstance(mlp, GatedMLP):
             return FusedMLP(self._kernels, self._products, mlp)
         if isinstance(mlp, SparseMLP):
-            return FusedExperts(self._kernels, self._products, mlp)
+            sites = {} if self._pool is None else self._pool.expert_sites
+            return FusedExperts(self._kernels, self._products, mlp, sites)
         raise TypeError(f"no fused kernels for {type(mlp).__name__}")

@@ -1,4 +1,4 @@
-"""Mixture of experts in three launches, without a word from the host.
+"""Mixture of experts in three launches (five with adapters), without a word from the host.
 
 Same signatures as `reference.py`. `route` chooses in parallel, and the last program to choose
 makes the experts' lists. The two products read each chosen expert's weights once for up to BLOCK_M
@@ -22,6 +22,7 @@ from manyroots.kernels.launch import (
     let_next_begin,
     wait_for_inputs,
 )
+from manyroots.kernels.moe_pairs.adapters import ExpertAdapters
 from manyroots.kernels.moe_pairs.routing import Routing
 
 MAX_ROUTED_TOKENS = 128
@@ -161,9 +162,78 @@ def _sorted(chosen: Tensor, weights: Tensor, num_experts: int) -> Routing:
 
 
 @triton.jit
+def _add_adapters(
+    acc, hidden, pool, table, slots, token, pair, is_pair, expert, n, n_size,
+    PART: tl.constexpr, NUM_PARTS: tl.constexpr, RANK: tl.constexpr,
+):  # fmt: skip
+    """acc [n, pairs] + B[n] h[pair]^T of each pair's own adapter: one product per adapter among
+    them, and pairs of one adapter are neighbours."""
+    r = tl.arange(0, RANK)
+    left = tl.where(is_pair, tl.load(slots + token), -1)
+    slot = tl.max(left)
+    while slot >= 0:
+        entry = table + (slot * NUM_PARTS + PART) * 5
+        rank = tl.load(entry + 2).to(tl.int32)
+        b = pool + tl.multiple_of(tl.load(entry + 3) + expert * tl.load(entry + 4), 8)
+        weight = tl.load(
+            b + n[:, None] * rank + r[None, :], mask=(n < n_size)[:, None] & (r < rank)[None, :],
+            other=0.0,
+        )  # fmt: skip
+        mine = (left == slot)[:, None] & (r < rank)[None, :]
+        h = tl.load(
+            hidden + (pair * NUM_PARTS + PART)[:, None] * RANK + r[None, :], mask=mine, other=0.0
+        )
+        acc = tl.dot(weight, tl.trans(h.to(weight.dtype)), acc, input_precision="ieee")
+        left = tl.where(left == slot, -1, left)
+        slot = tl.max(left)
+    return acc
+
+
+@triton.jit
+def _shrink(
+    x, hidden, pool, table, scalings, slots, pairs, groups, k_size, top_k,
+    BY_PAIR: tl.constexpr, NUM_PARTS: tl.constexpr, RANK: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """scaling * x A^T of an expert's pairs, each with its own adapter's A for that expert."""
+    let_next_begin(DEPENDENT)
+    wait_for_inputs(DEPENDENT)
+    part = tl.program_id(0)
+    expert = tl.load(groups + 3 * tl.program_id(1)).to(tl.int64)
+    begin = tl.load(groups + 3 * tl.program_id(1) + 1)
+    end = tl.load(groups + 3 * tl.program_id(1) + 2)
+    k = tl.arange(0, BLOCK_K)
+    r = tl.arange(0, RANK)
+    for first in range(begin, end, BLOCK_M):
+        m = first + tl.arange(0, BLOCK_M)
+        pair = tl.load(pairs + tl.minimum(m, end - 1)).to(tl.int64)
+        row = pair if BY_PAIR else pair // top_k
+        left = tl.where(m < end, tl.load(slots + pair // top_k), -1)
+        slot = tl.max(left)
+        while slot >= 0:
+            entry = table + (slot * NUM_PARTS + part) * 5
+            rank = tl.load(entry + 2).to(tl.int32)
+            a = pool + tl.multiple_of(tl.load(entry) + expert * tl.load(entry + 1), 8)
+            mine = (left == slot)[:, None]
+            acc = tl.zeros((BLOCK_M, RANK), tl.float32)
+            for at in range(0, k_size, BLOCK_K):
+                xs = tl.load(x + row[:, None] * k_size + at + k[None, :], mask=mine, other=0.0)
+                weight = tl.load(
+                    a + r[:, None] * k_size + at + k[None, :], mask=(r < rank)[:, None], other=0.0
+                )
+                acc = tl.dot(xs, tl.trans(weight), acc, input_precision="ieee")
+            acc *= tl.load(scalings + slot * NUM_PARTS + part)
+            to = hidden + (pair * NUM_PARTS + part)[:, None] * RANK + r[None, :]
+            tl.store(to, acc, mask=mine & (r < rank)[None, :])
+            left = tl.where(left == slot, -1, left)
+            slot = tl.max(left)
+
+
+@triton.jit
 def _up(
-    x, gate_up, pairs, groups, out, n_size, k_size, top_k,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
+    x, gate_up, pairs, groups, out, hidden, pool, table, slots, n_size, k_size, top_k,
+    RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """silu(gate) * up of an expert's pairs, each at its own pair's place."""
     let_next_begin(DEPENDENT)
@@ -189,6 +259,15 @@ def _up(
             xs = tl.trans(tl.load(x_at + at, mask=(m < end)[:, None], other=0.0))
             gate = tl.dot(gates, xs, gate, input_precision="ieee")
             up = tl.dot(ups, xs, up, input_precision="ieee")
+        if RANK:
+            gate = _add_adapters(
+                gate, hidden, pool, table, slots, pair // top_k, pair, m < end, expert, n, n_size,
+                0, 2, RANK,
+            )  # fmt: skip
+            up = _add_adapters(
+                up, hidden, pool, table, slots, pair // top_k, pair, m < end, expert, n, n_size,
+                1, 2, RANK,
+            )  # fmt: skip
         value = tl.trans(gate * tl.sigmoid(gate) * up)
         ok = (m < end)[:, None] & (n < n_size)[None, :]
         tl.store(out + pair[:, None] * n_size + n[None, :], value, mask=ok)
@@ -196,10 +275,11 @@ def _up(
 
 @triton.jit
 def _down(
-    hidden, down, pairs, groups, weights, out, n_size, k_size,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
+    inner, down, pairs, groups, weights, out, hidden, pool, table, slots, n_size, k_size, top_k,
+    RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """weight * down(hidden) of an expert's pairs, each at its own pair's place."""
+    """weight * down(inner) of an expert's pairs, each at its own pair's place."""
     let_next_begin(DEPENDENT)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
@@ -211,12 +291,17 @@ def _down(
     for first in range(begin, end, BLOCK_M):
         m = first + tl.arange(0, BLOCK_M)
         pair = tl.load(pairs + tl.minimum(m, end - 1)).to(tl.int64)
-        h_at = hidden + pair[:, None] * k_size + k[None, :]
+        h_at = inner + pair[:, None] * k_size + k[None, :]
         acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for at in range(0, k_size, BLOCK_K):
             weight = tl.load(w_at + at, eviction_policy="evict_first")
             hs = tl.trans(tl.load(h_at + at, mask=(m < end)[:, None], other=0.0))
             acc = tl.dot(weight, hs, acc, input_precision="ieee")
+        if RANK:
+            acc = _add_adapters(
+                acc, hidden, pool, table, slots, pair // top_k, pair, m < end, expert, n, n_size,
+                0, 1, RANK,
+            )  # fmt: skip
         value = tl.trans(acc) * tl.load(weights + pair)[:, None]
         ok = (m < end)[:, None] & (n < n_size)[None, :]
         tl.store(out + pair[:, None] * n_size + n[None, :], value, mask=ok)
@@ -227,6 +312,7 @@ def experts(
     routing: Routing,
     gate_up: Tensor,
     down: Tensor,
+    adapters: ExpertAdapters | None = None,
     *,
     tiling: ExpertTiling | None = None,
 ) -> Tensor:
@@ -238,19 +324,55 @@ def experts(
     num_tokens, top_k = routing.weights.shape
     num_experts, hidden_size, n_size = down.shape
     num_pairs = num_tokens * top_k
-    most_used = min(num_experts, num_pairs) if num_tokens <= MAX_ROUTED_TOKENS else num_experts
     options = launch_options(x.device)
+    groups = _most_used(routing, num_experts)
     block_m = 16 if num_pairs <= 8 * num_experts else 64
+    lora, rank = _shrunk(x, routing, adapters, groups, tiling.up_k, of_gate_up=True)
     inner = torch.empty(num_pairs, n_size, dtype=x.dtype, device=x.device)
-    _up[(triton.cdiv(n_size, tiling.up_n), most_used)](
-        x, gate_up, routing.pairs, routing.groups, inner, n_size, hidden_size, top_k,
-        BLOCK_M=block_m, BLOCK_N=tiling.up_n, BLOCK_K=tiling.up_k, num_stages=tiling.up_stages,
-        num_warps=tiling.num_warps, **options,
+    _up[(triton.cdiv(n_size, tiling.up_n), groups)](
+        x, gate_up, routing.pairs, routing.groups, inner, *lora, n_size, hidden_size, top_k,
+        RANK=rank, BLOCK_M=block_m, BLOCK_N=tiling.up_n, BLOCK_K=tiling.up_k,
+        num_stages=tiling.up_stages, num_warps=tiling.num_warps, **options,
     )  # fmt: skip
+    lora, rank = _shrunk(inner, routing, adapters, groups, tiling.down_k, of_gate_up=False)
     out = torch.empty(num_pairs, hidden_size, dtype=torch.float32, device=x.device)
-    _down[(triton.cdiv(hidden_size, tiling.down_n), most_used)](
-        inner, down, routing.pairs, routing.groups, routing.weights, out, hidden_size, n_size,
-        BLOCK_M=block_m, BLOCK_N=tiling.down_n, BLOCK_K=tiling.down_k,
+    _down[(triton.cdiv(hidden_size, tiling.down_n), groups)](
+        inner, down, routing.pairs, routing.groups, routing.weights, out, *lora, hidden_size,
+        n_size, top_k,
+        RANK=rank, BLOCK_M=block_m, BLOCK_N=tiling.down_n, BLOCK_K=tiling.down_k,
         num_stages=tiling.down_stages, num_warps=tiling.num_warps, **options,
     )  # fmt: skip
     return out.view(num_tokens, top_k, hidden_size)
+
+
+def _most_used(routing: Routing, num_experts: int) -> int:
+    """How many experts can have pairs; they come first."""
+    num_tokens, top_k = routing.weights.shape
+    return min(num_experts, num_tokens * top_k) if num_tokens <= MAX_ROUTED_TOKENS else num_experts
+
+
+def _shrunk(
+    x: Tensor,
+    routing: Routing,
+    adapters: ExpertAdapters | None,
+    groups: int,
+    block_k: int,
+    *,
+    of_gate_up: bool,
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], int]:
+    """What adapters shrink x to (of tokens before gate and up, of pairs before down), with what is
+    needed to expand it; and how many columns each part has, 0 without adapters."""
+    if adapters is None:
+        return (x, x, x, x), 0
+    site = adapters.gate_up if of_gate_up else adapters.down
+    num_tokens, top_k = routing.weights.shape
+    rank = max(16, triton.next_power_of_2(site.max_rank))
+    shape = (num_tokens * top_k, site.num_parts * rank)
+    hidden = torch.empty(shape, dtype=torch.float32, device=x.device)
+    _shrink[(site.num_parts, groups)](
+        x, hidden, site.pool, site.table, site.scalings, adapters.slots, routing.pairs,
+        routing.groups, x.shape[1], top_k,
+        BY_PAIR=not of_gate_up, NUM_PARTS=site.num_parts, RANK=rank, BLOCK_M=16, BLOCK_K=block_k,
+        num_warps=4, num_stages=4, **launch_options(x.device),
+    )  # fmt: skip
+    return (hidden, site.pool, site.table, adapters.slots), rank

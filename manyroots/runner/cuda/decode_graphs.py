@@ -59,8 +59,9 @@ class DecodeGraphs:
         self._memory = torch.cuda.graph_pool_handle() if capture else None
 
     def size_for(self, num_rows: int) -> int:
-        """To how many rows a step must be padded."""
-        return bucket_of(num_rows, self._sizes) if self._captures else num_rows
+        """To how many rows a step must be padded; the same without graphs, so that the results
+        are the same bit by bit."""
+        return bucket_of(num_rows, self._sizes)
 
     def run(self, arrays: Arrays) -> Tensor:
         """Launch one step. Gives int32 [2, rows]: the tokens, and whether the logits were finite;
@@ -78,6 +79,8 @@ class DecodeGraphs:
 
     def capture_all(self) -> None:
         """Capture every size now, largest first: the smaller ones then share its memory."""
+        if not self._captures:
+            return
         for size in reversed(self._sizes):
             for with_adapters in (False, True) if self._num_slots is not None else (False,):
                 if (size, with_adapters) not in self._graphs:

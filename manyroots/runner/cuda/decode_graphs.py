@@ -104,22 +104,25 @@ class DecodeGraphs:
         return _Captured(graph, layout, inputs, result)
 
     def _step(self, views: dict[str, Tensor]) -> Tensor:
-        decoder = self._decoder
-        tokens = self._rows.tokens(views["tokens"], views["token_rows"])
+        decoder, rows, ends = self._decoder, self._rows, self._kernels.decode_rows
+        gathered = ends.begin(
+            views["tokens"], views["token_rows"], views["positions"], rows.newest, rows.page_table,
+            decoder.turns,
+        )  # fmt: skip
         step = FusedStep(
-            angles=decoder.angles(views["positions"]),
+            angles=gathered.angles,
             slots=Slots(views["pages"], views["offsets"]),
-            decodes=DecodeRows(self._rows.page_table[views["token_rows"]], views["lens"]),
-            num_decodes=len(tokens),
+            decodes=DecodeRows(gathered.page_table, views["lens"]),
+            num_decodes=len(gathered.tokens),
             prefills=None,
             lora=lora_rows(views),
         )
-        logits = decoder.logits(decoder.hidden(tokens, step))
+        logits = decoder.logits(decoder.hidden(gathered.tokens, step))
         sampled, finite = self._kernels.sampling.sample(
             logits, views["temperature"], views["seeds"], views["indices"]
         )
-        self._rows.keep(views["out_rows"], sampled)
-        return torch.stack((sampled, finite.int()))
+        result: Tensor = ends.end(sampled, finite, views["out_rows"], rows.newest)
+        return result
 
 
 def lora_rows(views: dict[str, Tensor]) -> LoraRows | None:

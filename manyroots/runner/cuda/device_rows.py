@@ -13,11 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from manyroots.kernels.decode_rows.reference import PENDING
 from manyroots.runner.cuda.packet import send
 from manyroots.step import Plan
-
-PENDING = -1
-"""In the place of a token that only the device knows."""
 
 
 class DeviceRows:

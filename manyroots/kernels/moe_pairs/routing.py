@@ -21,3 +21,5 @@ class Routing:
     groups: Tensor
     """int32 [num_experts, 3]: an expert, and where its pairs begin and end in `pairs`. Experts
     that have any come first."""
+    experts: Tensor
+    """int32 [num_tokens, top_k]: the expert of each pair."""

@@ -27,6 +27,9 @@ from manyroots.kernels.moe_pairs.routing import Routing
 
 MAX_ROUTED_TOKENS = 128
 """Most tokens whose pairs `route` orders itself; more are sorted by torch."""
+SHRINK_K = 256
+PAIR_N = 128
+"""How much of a pair's inner and outer dimension one program takes at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +78,9 @@ def _choose(
     to = r[:, None] * TOP_K + c[None, :]
     is_pair = (r < num_rows)[:, None] & (c < TOP_K)[None, :]
     tl.store(weights + to, best, mask=is_pair)
+    tl.store(chosen + to, experts, mask=is_pair)
     if ORDERS:
         tl.store(ranks + e[None, :] * num_rows + r[:, None], rank, mask=ok)
-    else:
-        tl.store(chosen + to, experts, mask=is_pair)
 
 
 @triton.jit
@@ -149,7 +151,9 @@ def route(logits: Tensor, top_k: int, *, renormalise: bool) -> Routing:
         BLOCK_T=max(16, triton.next_power_of_2(num_rows)) if is_small else 0,
         num_warps=num_warps, **launch_options(device),
     )  # fmt: skip
-    return Routing(weights, pairs, groups) if is_small else _sorted(chosen, weights, num_experts)
+    if is_small:
+        return Routing(weights, pairs, groups, chosen)
+    return _sorted(chosen, weights, num_experts)
 
 
 def _sorted(chosen: Tensor, weights: Tensor, num_experts: int) -> Routing:
@@ -158,7 +162,7 @@ def _sorted(chosen: Tensor, weights: Tensor, num_experts: int) -> Routing:
     ids = torch.arange(num_experts + 1, dtype=torch.int32, device=chosen.device)
     starts = torch.searchsorted(ordered, ids, out_int32=True)
     groups = torch.stack((ids[:-1], starts[:-1], starts[1:]), dim=1)
-    return Routing(weights, pairs.int(), groups)
+    return Routing(weights, pairs.int(), groups, chosen)
 
 
 @triton.jit
@@ -230,13 +234,116 @@ def _shrink(
 
 
 @triton.jit
-def _up(
-    x, gate_up, pairs, groups, out, hidden, pool, table, slots, n_size, k_size, top_k,
-    RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+def _shrink_pair(
+    x, hidden, pool, table, scalings, slots, chosen, work, num_pairs, k_size, top_k,
+    BY_PAIR: tl.constexpr, NUM_PARTS: tl.constexpr, RANK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """silu(gate) * up of an expert's pairs, each at its own pair's place."""
+    """One part of one pair: few pairs share an expert and an adapter, so each reads its own A."""
+    pair = (work // NUM_PARTS).to(tl.int64)
+    part = work % NUM_PARTS
+    if pair < num_pairs:
+        slot = tl.load(slots + pair // top_k)
+        if slot >= 0:
+            entry = table + (slot * NUM_PARTS + part) * 5
+            expert = tl.load(chosen + pair).to(tl.int64)
+            rank = tl.load(entry + 2).to(tl.int32)
+            a = pool + tl.multiple_of(tl.load(entry) + expert * tl.load(entry + 1), 8)
+            r = tl.arange(0, RANK)
+            k = tl.arange(0, BLOCK_K)
+            row = pair if BY_PAIR else pair // top_k
+            acc = tl.zeros((RANK, BLOCK_K), tl.float32)
+            for at in range(0, k_size, BLOCK_K):
+                weight = tl.load(
+                    a + r[:, None] * k_size + at + k[None, :], mask=(r < rank)[:, None], other=0.0
+                )
+                xs = tl.load(x + row * k_size + at + k).to(tl.float32)
+                acc += weight.to(tl.float32) * xs[None, :]
+            shrunk = tl.sum(acc, axis=1) * tl.load(scalings + slot * NUM_PARTS + part)
+            tl.store(hidden + (pair * NUM_PARTS + part) * RANK + r, shrunk)
+
+
+@triton.jit
+def _expand_pair(
+    hidden, pool, table, slots, chosen, pair, top_k, n, n_size,
+    PART: tl.constexpr, NUM_PARTS: tl.constexpr, RANK: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """B[n] h of one pair, [n]; zeros for a token of the base model."""
+    slot = tl.load(slots + pair // top_k)
+    entry = table + (tl.maximum(slot, 0) * NUM_PARTS + PART) * 5
+    rank = tl.where(slot >= 0, tl.load(entry + 2).to(tl.int32), 0)
+    expert = tl.load(chosen + pair).to(tl.int64)
+    b = pool + tl.multiple_of(tl.load(entry + 3) + expert * tl.load(entry + 4), 8)
+    r = tl.arange(0, RANK)
+    weight = tl.load(
+        b + n[:, None] * rank + r[None, :], mask=(n < n_size)[:, None] & (r < rank)[None, :],
+        other=0.0,
+    )  # fmt: skip
+    h = tl.load(hidden + (pair * NUM_PARTS + PART) * RANK + r, mask=r < rank, other=0.0)
+    h = h.to(weight.dtype).to(tl.float32)
+    return tl.sum(weight.to(tl.float32) * h[None, :], axis=1)
+
+
+@triton.jit
+def _act_pairs(
+    both, out, hidden, pool, table, slots, chosen, n_size, top_k,
+    RANK: tl.constexpr, BLOCK_N: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """silu(gate) * up of each pair, with what its adapter adds to the two."""
     let_next_begin(DEPENDENT)
+    wait_for_inputs(DEPENDENT)
+    pair = tl.program_id(1).to(tl.int64)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    at = both + pair * 2 * n_size + n
+    gate = tl.load(at, mask=n < n_size, other=0.0).to(tl.float32)
+    up = tl.load(at + n_size, mask=n < n_size, other=0.0).to(tl.float32)
+    gate += _expand_pair(
+        hidden, pool, table, slots, chosen, pair, top_k, n, n_size, 0, 2, RANK, BLOCK_N
+    )
+    up += _expand_pair(
+        hidden, pool, table, slots, chosen, pair, top_k, n, n_size, 1, 2, RANK, BLOCK_N
+    )
+    tl.store(out + pair * n_size + n, gate * tl.sigmoid(gate) * up, mask=n < n_size)
+
+
+@triton.jit
+def _expand_pairs(
+    out, weights, hidden, pool, table, slots, chosen, n_size, top_k,
+    RANK: tl.constexpr, BLOCK_N: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Add to each pair's weighted output what its adapter adds, weighted too."""
+    let_next_begin(DEPENDENT)
+    wait_for_inputs(DEPENDENT)
+    pair = tl.program_id(1).to(tl.int64)
+    if tl.load(slots + pair // top_k) >= 0:
+        n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        delta = _expand_pair(
+            hidden, pool, table, slots, chosen, pair, top_k, n, n_size, 0, 1, RANK, BLOCK_N
+        )
+        at = out + pair * n_size + n
+        value = tl.load(at, mask=n < n_size, other=0.0) + delta * tl.load(weights + pair)
+        tl.store(at, value, mask=n < n_size)
+
+
+@triton.jit
+def _up(
+    x, gate_up, pairs, groups, out, hidden, pool, table, scalings, slots, chosen, num_pairs,
+    n_size, k_size, top_k,
+    RANK: tl.constexpr, SHRINK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """silu(gate) * up of an expert's pairs, each at its own pair's place. With SHRINK_K, gates and
+    ups as they are, and further programs that shrink: `_act_pairs` follows."""
+    let_next_begin(DEPENDENT)
+    if SHRINK_K:
+        tiles = tl.cdiv(n_size, BLOCK_N)
+        if tl.program_id(0) >= tiles:
+            wait_for_inputs(DEPENDENT)
+            work = (tl.program_id(0) - tiles) * tl.num_programs(1) + tl.program_id(1)
+            _shrink_pair(
+                x, hidden, pool, table, scalings, slots, chosen, work, num_pairs, k_size, top_k,
+                False, 2, RANK, SHRINK_K,
+            )  # fmt: skip
+            return
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     wait_for_inputs(DEPENDENT)
@@ -259,7 +366,12 @@ def _up(
             xs = tl.trans(tl.load(x_at + at, mask=(m < end)[:, None], other=0.0))
             gate = tl.dot(gates, xs, gate, input_precision="ieee")
             up = tl.dot(ups, xs, up, input_precision="ieee")
-        if RANK:
+        ok = (m < end)[:, None] & (n < n_size)[None, :]
+        if SHRINK_K:
+            to = out + pair[:, None] * 2 * n_size + n[None, :]
+            tl.store(to, tl.trans(gate), mask=ok)
+            tl.store(to + n_size, tl.trans(up), mask=ok)
+        elif RANK:
             gate = _add_adapters(
                 gate, hidden, pool, table, slots, pair // top_k, pair, m < end, expert, n, n_size,
                 0, 2, RANK,
@@ -268,19 +380,31 @@ def _up(
                 up, hidden, pool, table, slots, pair // top_k, pair, m < end, expert, n, n_size,
                 1, 2, RANK,
             )  # fmt: skip
-        value = tl.trans(gate * tl.sigmoid(gate) * up)
-        ok = (m < end)[:, None] & (n < n_size)[None, :]
-        tl.store(out + pair[:, None] * n_size + n[None, :], value, mask=ok)
+        if not SHRINK_K:
+            value = tl.trans(gate * tl.sigmoid(gate) * up)
+            tl.store(out + pair[:, None] * n_size + n[None, :], value, mask=ok)
 
 
 @triton.jit
 def _down(
-    inner, down, pairs, groups, weights, out, hidden, pool, table, slots, n_size, k_size, top_k,
-    RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    inner, down, pairs, groups, weights, out, hidden, pool, table, scalings, slots, chosen,
+    num_pairs, n_size, k_size, top_k,
+    RANK: tl.constexpr, SHRINK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """weight * down(inner) of an expert's pairs, each at its own pair's place."""
+    """weight * down(inner) of an expert's pairs, each at its own pair's place. With SHRINK_K, there
+    are further programs that shrink: `_expand_pairs` follows."""
     let_next_begin(DEPENDENT)
+    if SHRINK_K:
+        tiles = tl.cdiv(n_size, BLOCK_N)
+        if tl.program_id(0) >= tiles:
+            wait_for_inputs(DEPENDENT)
+            work = (tl.program_id(0) - tiles) * tl.num_programs(1) + tl.program_id(1)
+            _shrink_pair(
+                inner, hidden, pool, table, scalings, slots, chosen, work, num_pairs, k_size,
+                top_k, True, 1, RANK, SHRINK_K,
+            )  # fmt: skip
+            return
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     wait_for_inputs(DEPENDENT)
@@ -297,7 +421,7 @@ def _down(
             weight = tl.load(w_at + at, eviction_policy="evict_first")
             hs = tl.trans(tl.load(h_at + at, mask=(m < end)[:, None], other=0.0))
             acc = tl.dot(weight, hs, acc, input_precision="ieee")
-        if RANK:
+        if RANK and not SHRINK_K:
             acc = _add_adapters(
                 acc, hidden, pool, table, slots, pair // top_k, pair, m < end, expert, n, n_size,
                 0, 1, RANK,
@@ -327,21 +451,36 @@ def experts(
     options = launch_options(x.device)
     groups = _most_used(routing, num_experts)
     block_m = 16 if num_pairs <= 8 * num_experts else 64
-    lora, rank = _shrunk(x, routing, adapters, groups, tiling.up_k, of_gate_up=True)
+    gates = _Adapted.of(adapters, routing, x, groups, tiling.up_k, of_gate_up=True)
     inner = torch.empty(num_pairs, n_size, dtype=x.dtype, device=x.device)
-    _up[(triton.cdiv(n_size, tiling.up_n), groups)](
-        x, gate_up, routing.pairs, routing.groups, inner, *lora, n_size, hidden_size, top_k,
-        RANK=rank, BLOCK_M=block_m, BLOCK_N=tiling.up_n, BLOCK_K=tiling.up_k,
-        num_stages=tiling.up_stages, num_warps=tiling.num_warps, **options,
+    both = inner
+    if gates.shrink_k:
+        both = torch.empty(num_pairs, 2 * n_size, dtype=torch.float32, device=x.device)
+    _up[(triton.cdiv(n_size, tiling.up_n) + gates.num_columns, groups)](
+        x, gate_up, routing.pairs, routing.groups, both, *gates.tensors, num_pairs, n_size,
+        hidden_size, top_k,
+        RANK=gates.rank, SHRINK_K=gates.shrink_k, BLOCK_M=block_m, BLOCK_N=tiling.up_n,
+        BLOCK_K=tiling.up_k, num_stages=tiling.up_stages, num_warps=tiling.num_warps, **options,
     )  # fmt: skip
-    lora, rank = _shrunk(inner, routing, adapters, groups, tiling.down_k, of_gate_up=False)
+    if gates.shrink_k:
+        _act_pairs[(triton.cdiv(n_size, PAIR_N), num_pairs)](
+            both, inner, *gates.expand_tensors, n_size, top_k, RANK=gates.rank, BLOCK_N=PAIR_N,
+            **options,
+        )  # fmt: skip
+    downs = _Adapted.of(adapters, routing, inner, groups, tiling.down_k, of_gate_up=False)
     out = torch.empty(num_pairs, hidden_size, dtype=torch.float32, device=x.device)
-    _down[(triton.cdiv(hidden_size, tiling.down_n), groups)](
-        inner, down, routing.pairs, routing.groups, routing.weights, out, *lora, hidden_size,
-        n_size, top_k,
-        RANK=rank, BLOCK_M=block_m, BLOCK_N=tiling.down_n, BLOCK_K=tiling.down_k,
-        num_stages=tiling.down_stages, num_warps=tiling.num_warps, **options,
+    _down[(triton.cdiv(hidden_size, tiling.down_n) + downs.num_columns, groups)](
+        inner, down, routing.pairs, routing.groups, routing.weights, out, *downs.tensors,
+        num_pairs, hidden_size, n_size, top_k,
+        RANK=downs.rank, SHRINK_K=downs.shrink_k, BLOCK_M=block_m, BLOCK_N=tiling.down_n,
+        BLOCK_K=tiling.down_k, num_stages=tiling.down_stages, num_warps=tiling.num_warps,
+        **options,
     )  # fmt: skip
+    if downs.shrink_k:
+        _expand_pairs[(triton.cdiv(hidden_size, PAIR_N), num_pairs)](
+            out, routing.weights, *downs.expand_tensors, hidden_size, top_k, RANK=downs.rank,
+            BLOCK_N=PAIR_N, **options,
+        )  # fmt: skip
     return out.view(num_tokens, top_k, hidden_size)
 
 
@@ -351,28 +490,57 @@ def _most_used(routing: Routing, num_experts: int) -> int:
     return min(num_experts, num_tokens * top_k) if num_tokens <= MAX_ROUTED_TOKENS else num_experts
 
 
-def _shrunk(
-    x: Tensor,
-    routing: Routing,
-    adapters: ExpertAdapters | None,
-    groups: int,
-    block_k: int,
-    *,
-    of_gate_up: bool,
-) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], int]:
-    """What adapters shrink x to (of tokens before gate and up, of pairs before down), with what is
-    needed to expand it; and how many columns each part has, 0 without adapters."""
-    if adapters is None:
-        return (x, x, x, x), 0
-    site = adapters.gate_up if of_gate_up else adapters.down
-    num_tokens, top_k = routing.weights.shape
-    rank = max(16, triton.next_power_of_2(site.max_rank))
-    shape = (num_tokens * top_k, site.num_parts * rank)
-    hidden = torch.empty(shape, dtype=torch.float32, device=x.device)
-    _shrink[(site.num_parts, groups)](
-        x, hidden, site.pool, site.table, site.scalings, adapters.slots, routing.pairs,
-        routing.groups, x.shape[1], top_k,
-        BY_PAIR=not of_gate_up, NUM_PARTS=site.num_parts, RANK=rank, BLOCK_M=16, BLOCK_K=block_k,
-        num_warps=4, num_stages=4, **launch_options(x.device),
-    )  # fmt: skip
-    return (hidden, site.pool, site.table, adapters.slots), rank
+@dataclass(frozen=True, slots=True)
+class _Adapted:
+    """How the adapters of one product are computed.
+
+    A decode step has few pairs for each expert and adapter: every pair by itself, shrunk beside the
+    product and expanded by a kernel of its own. In a prefill tiles of pairs are shrunk before the
+    product, which expands them.
+    """
+
+    tensors: tuple[Tensor, ...]
+    """hidden, pool, table, scalings, slots, the pairs' experts."""
+    rank: int
+    """How many columns of `hidden` each part has; 0 without adapters."""
+    shrink_k: int
+    """With every pair by itself: how much of its inner dimension is read at once; else 0."""
+    num_columns: int
+    """Further programs for each group of pairs, which shrink."""
+
+    @property
+    def expand_tensors(self) -> tuple[Tensor, ...]:
+        hidden, pool, table, _, slots, chosen = self.tensors
+        return hidden, pool, table, slots, chosen
+
+    @classmethod
+    def of(
+        cls,
+        adapters: ExpertAdapters | None,
+        routing: Routing,
+        x: Tensor,
+        groups: int,
+        block_k: int,
+        *,
+        of_gate_up: bool,
+    ) -> _Adapted:
+        """x is of tokens before gate and up, and of pairs before down."""
+        if adapters is None:
+            return cls((x,) * 6, 0, 0, 0)
+        site = adapters.gate_up if of_gate_up else adapters.down
+        num_tokens, top_k = routing.weights.shape
+        k_size = x.shape[1]
+        rank = max(16, triton.next_power_of_2(site.max_rank))
+        shape = (num_tokens * top_k, site.num_parts * rank)
+        hidden = torch.empty(shape, dtype=torch.float32, device=x.device)
+        tensors = (hidden, site.pool, site.table, site.scalings, adapters.slots, routing.experts)
+        if num_tokens <= MAX_ROUTED_TOKENS:
+            columns = triton.cdiv(num_tokens * top_k * site.num_parts, groups)
+            return cls(tensors, rank, min(SHRINK_K, k_size & -k_size), columns)
+        _shrink[(site.num_parts, groups)](
+            x, hidden, site.pool, site.table, site.scalings, adapters.slots, routing.pairs,
+            routing.groups, k_size, top_k,
+            BY_PAIR=not of_gate_up, NUM_PARTS=site.num_parts, RANK=rank, BLOCK_M=16,
+            BLOCK_K=block_k, num_warps=4, num_stages=4, **launch_options(x.device),
+        )  # fmt: skip
+        return cls(tensors, rank, 0, 0)

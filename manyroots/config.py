@@ -61,6 +61,9 @@ class ModelSettings:
     )
     max_model_len: int | None = option(None, "Longest prompt plus output, in tokens.")
     chat_template: str | None = option(None, "File with a Jinja chat template, for the model's.")
+    enforce_eager: bool = option(
+        False, "On a GPU, launch every kernel of a step by itself instead of one captured graph."
+    )
     seed: int = option(0, "Seed of dummy weights and of requests that bring none.")
 
     def __post_init__(self) -> None:

@@ -7,6 +7,7 @@ tokens of each take, the difference of two runs. Adapters are spread over the ba
 
 from __future__ import annotations
 
+import gc
 import itertools
 import statistics
 import sys
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from manyroots.bench.machine import describe_machine
 from manyroots.bench.model_configs import write_config
@@ -66,11 +68,14 @@ def run_decode(
             "enable_prefix_caching": False,
             "max_model_len": workload.prompt_len + workload.output_len + MARGIN_TOKENS,
             "max_num_seqs": max(workload.batches),
+            # The whole batch begins in one step, so that decode is decode alone.
+            "max_num_batched_tokens": max(workload.batches) * workload.prompt_len,
             **engine,
         }
         if 0 in workload.adapters:
             with _engine(settings, report, "start_s") as base:
                 _run_cases(base, workload, 0, "base", report)
+            del base  # its memory is the next one's
         if any(workload.adapters) or cold:
             _with_adapters(workload, settings, folder, report, cold=cold)
     return report
@@ -100,6 +105,7 @@ def _with_adapters(
         for number in workload.adapters:
             if number:
                 _run_cases(engine, workload, number, f"{number} adapters", report)
+    del engine
     if cold:
         # One slot: the second adapter puts the first out, to host memory.
         with _engine({**lora, "max_loras": 1}, report, "start_with_one_slot_s") as engine:
@@ -109,6 +115,9 @@ def _with_adapters(
 
 @contextmanager
 def _engine(settings: dict[str, Any], report: dict[str, Any], label: str) -> Iterator[Engine]:
+    # What the last engine had must be free before this one asks how much memory is left.
+    gc.collect()
+    torch.cuda.empty_cache()
     began = time.perf_counter()
     engine = build_engine(engine_settings(settings))
     report[label] = round(time.perf_counter() - began, 2)

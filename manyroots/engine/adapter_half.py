@@ -23,7 +23,8 @@ from manyroots.lora.targets import Targets, adapter_bytes
 from manyroots.models.sharding import cut_adapter, whole_targets
 from manyroots.models.spec import ModelSpec
 from manyroots.store.adapter_files import read_adapter
-from manyroots.store.adapter_loader import AdapterLoader, Read
+from manyroots.store.adapter_loader import AdapterLoader, Memory, Read
+from manyroots.store.adapter_pool import AdapterPool, pooled_rank
 from manyroots.store.adapter_sites import SiteParts
 from manyroots.store.adapter_slots import AdapterSlots
 from manyroots.store.adapter_weights import AdapterWeights
@@ -31,7 +32,7 @@ from manyroots.store.host_memory import PinnedMemory, pageable
 
 logger = logging.getLogger(__name__)
 
-MakeLoader = Callable[[Read, AdapterSlots], AdapterLoader]
+MakeLoader = Callable[[Read, Memory], AdapterLoader]
 
 
 class Adaptable(Protocol):
@@ -61,12 +62,15 @@ def build_adapter_half(
     dtype: torch.dtype,
     device: torch.device,
     make_loader: MakeLoader = AdapterLoader,
+    *,
+    fused: bool = False,
 ) -> AdapterHalf:
+    """`fused`: for a runner with fused kernels, which find adapters in a pool."""
     shard = model.shard
     targets = whole_targets(model.adapter_targets(), shard, model.spec.vocab_size)
 
     largest = adapter_bytes(targets, settings.max_lora_rank, dtype.itemsize)
-    memory = PinnedMemory(largest) if device.type == "cuda" else pageable
+    host_memory = PinnedMemory(largest) if device.type == "cuda" else pageable
 
     def read(
         folder: Path, allowed_dirs: Sequence[Path] | None
@@ -78,22 +82,31 @@ def build_adapter_half(
             dtype=dtype,
             vocab_size=model.spec.vocab_size,
             allowed_dirs=allowed_dirs,
-            allocate=memory,
+            allocate=host_memory,
         )
 
     def read_part(path: str) -> AdapterWeights:
         # The digest shows whether files that were allowed once have been replaced since.
         return cut_adapter(read(Path(path), None)[1], shard)
 
-    slots = AdapterSlots(model.lora_parts(), dtype=dtype, device=device)
-    loader = make_loader(read_part, slots)
+    num_slots = adapter_limits(settings).num_slots
+    memory: Memory
+    if fused and num_slots is not None:
+        rank = settings.max_lora_rank
+        memory = AdapterPool(
+            model.lora_parts(), num_slots=num_slots, max_rank=rank, dtype=dtype, device=device
+        )
+    else:
+        memory = AdapterSlots(model.lora_parts(), dtype=dtype, device=device)
+    loader = make_loader(read_part, memory)
     _log(settings, len(targets), slot_bytes(settings, model, dtype))
     return AdapterHalf(loader, AdapterFiles(read, loader.keep))
 
 
 def slot_bytes(settings: LoraSettings, model: Adaptable, dtype: torch.dtype) -> int:
     """What a slot takes, on this rank, when it holds the largest adapter."""
-    return adapter_bytes(model.adapter_targets(), settings.max_lora_rank, dtype.itemsize)
+    rank = pooled_rank(settings.max_lora_rank)
+    return adapter_bytes(model.adapter_targets(), rank, dtype.itemsize)
 
 
 def _log(settings: LoraSettings, num_targets: int, size: int) -> None:

@@ -24,10 +24,12 @@ from manyroots.engine.adapter_half import (
 )
 from manyroots.engine.alarm import Alarm
 from manyroots.errors import ConfigError
+from manyroots.models.fused import why_not_fused
 from manyroots.models.llama import Llama
 from manyroots.models.load import load_model
 from manyroots.models.source import ModelSource
 from manyroots.models.spec import ModelSpec
+from manyroots.runner.cuda.runner import CudaRunner
 from manyroots.runner.torch_runner import TorchRunner
 from manyroots.step import Runner
 from manyroots.store.adapter_loader import AdapterLoader
@@ -71,7 +73,22 @@ class LoadedPart:
         lora = settings.lora
         if not lora.enable_lora:
             return None
-        return build_adapter_half(lora, self.model, self.dtype, self.device, make_loader)
+        return build_adapter_half(
+            lora, self.model, self.dtype, self.device, make_loader, fused=self.is_fused(settings)
+        )
+
+    def is_fused(self, settings: EngineSettings) -> bool:
+        """Whether steps run on the fused kernels of CUDA."""
+        if self.device.type != "cuda":
+            return False
+        reason = why_not_fused(self.model.spec)
+        if not self.shard.is_whole:
+            reason = reason or "--tensor-parallel-size is above 1"
+        if settings.lora.enable_lora and adapter_limits(settings.lora).num_slots is None:
+            reason = reason or "--max-loras 0 sets no limit to the adapters on the device"
+        if reason is not None:
+            logger.warning("no fused kernels for this engine, steps will be slow: %s", reason)
+        return reason is None
 
     def make_runner(
         self, settings: EngineSettings, sizes: Sizes, adapters: AdapterHalf | None
@@ -87,14 +104,27 @@ class LoadedPart:
             dtype=self.dtype,
             device=self.device,
         )
-        return TorchRunner(
+        loader = None if adapters is None else adapters.loader
+        max_num_seqs, max_len = settings.scheduler.max_num_seqs, sizes.max_model_len
+        if not self.is_fused(settings):
+            return TorchRunner(
+                self.model,
+                arena,
+                loader,
+                max_num_seqs=max_num_seqs,
+                max_model_len=max_len,
+                shard=self.shard,
+            )
+        runner = CudaRunner(
             self.model,
             arena,
-            None if adapters is None else adapters.loader,
-            max_num_seqs=settings.scheduler.max_num_seqs,
-            max_model_len=sizes.max_model_len,
-            shard=self.shard,
+            loader,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_len,
+            use_graphs=not settings.model.enforce_eager,
         )
+        runner.warm_up()
+        return runner
 
 
 @dataclass(frozen=True, slots=True)

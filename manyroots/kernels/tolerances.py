@@ -47,9 +47,9 @@ TOLERANCES: dict[tuple[str, torch.dtype], Tolerance] = {
     ("experts", torch.bfloat16): Tolerance(
         1.6e-2, 1.6e-2, "8-bit mantissa: each pair is rounded before and after it is weighted"
     ),
-    ("lora", torch.float32): Tolerance(2e-6, 2e-6, "two short sums in another order"),
+    ("lora", torch.float32): Tolerance(2e-5, 2e-5, "products of a few hundred terms reordered"),
     ("lora", torch.bfloat16): Tolerance(
-        4e-2, 1.6e-2, "what lies between the two products is rounded, and the reference's is not"
+        4e-2, 1.6e-2, "operands and result rounded to 8 bits, with two products between"
     ),
     ("expert_lora", torch.float32): Tolerance(
         2e-5, 2e-5, "short sums in another order; what experts share is weighted before, not after"

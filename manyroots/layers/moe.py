@@ -48,13 +48,13 @@ class Router:
         self, hidden_size: int, spec: ExpertsSpec, *, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.weight = torch.empty(spec.num_experts, hidden_size, dtype=dtype, device=device)
-        self._spec = spec
+        self.spec = spec
 
     def __call__(self, x: Tensor) -> Routing:
         return route(
             F.linear(x, self.weight),
-            experts_per_token=self._spec.experts_per_token,
-            normalize=self._spec.norm_topk_prob,
+            experts_per_token=self.spec.experts_per_token,
+            normalize=self.spec.norm_topk_prob,
         )
 
     def slots(self, name: str) -> Iterator[tuple[str, Tensor]]:

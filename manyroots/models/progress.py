@@ -9,9 +9,6 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
-from rich.console import Console
-from rich.progress import track as rich_track
-
 T = TypeVar("T")
 
 
@@ -25,5 +22,9 @@ def track(items: Iterable[T], *, total: int, label: str) -> Iterator[T]:
     if not is_watched():
         yield from items
         return
+    # Imported here: benches run where there is nobody to watch, and no rich.
+    from rich.console import Console
+    from rich.progress import track as rich_track
+
     console = Console(stderr=True)
     yield from rich_track(items, label, total=total, console=console, transient=True)

@@ -32,7 +32,7 @@ class StepInputs:
     context_lens: Int64s
     """Tokens that a sequence's last token sees, itself included."""
     num_decodes: int
-    page_table: Int64s
+    page_table: Int32s
     slot_pages: Int64s
     slot_offsets: Int64s
     token_slots: Int64s | None
@@ -79,7 +79,10 @@ class PersistentBatch:
     def inputs(self, plan: Plan) -> StepInputs:
         """Lay a step out flat, and count its tokens as computed."""
         slots = self._adapter_slot[plan.rows]
-        order = np.lexsort((slots, plan.num_tokens != 1))  # stable; the last key counts most
+        # By the adapter that acts: before it is invoked, an aLoRA's tokens are the base model's.
+        last = self._num_computed[plan.rows] + plan.num_tokens - 1
+        acting = np.where(last >= self._adapter_from[plan.rows], slots, NO_ADAPTER)
+        order = np.lexsort((acting, plan.num_tokens != 1))  # stable; the last key counts most
         rows, counts = plan.rows[order], plan.num_tokens[order].astype(np.int64)
         starts = np.zeros(len(rows) + 1, np.int64)
         np.cumsum(counts, out=starts[1:])
@@ -102,7 +105,7 @@ class PersistentBatch:
             query_starts=starts,
             context_lens=context_lens,
             num_decodes=int(np.count_nonzero(counts == 1)),
-            page_table=self._page_table[rows, :max_pages].astype(np.int64),
+            page_table=self._page_table[rows, :max_pages],
             slot_pages=pages.astype(np.int64),
             slot_offsets=positions % self._page_size,
             token_slots=self._token_slots(flat_rows, positions, slots),

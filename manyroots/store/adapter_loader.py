@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from manyroots.errors import AdapterError, ManyrootsError
 from manyroots.ids import AdapterDigest, AdapterSlot
 from manyroots.step import AdapterIntent, AdapterLoaded, DropAdapter, LoadAdapter
+from manyroots.store.adapter_pool import AdapterPool
 from manyroots.store.adapter_slots import AdapterSlots
 from manyroots.store.adapter_weights import AdapterWeights
 
@@ -25,12 +26,15 @@ logger = logging.getLogger(__name__)
 Read = Callable[[str], AdapterWeights]
 """Reads and checks the files at a path."""
 
+Memory = AdapterSlots | AdapterPool
+"""Where adapters are on the device; which one is the runner's choice."""
+
 
 class AdapterLoader:
     """The way of adapters from storage through host memory into slots."""
 
-    def __init__(self, read: Read, slots: AdapterSlots) -> None:
-        self.slots = slots
+    def __init__(self, read: Read, memory: Memory) -> None:
+        self._memory = memory
         self._read = read
         self._generations: dict[AdapterSlot, int] = {}
         """Who each slot belongs to. Only `start` touches it."""
@@ -42,6 +46,18 @@ class AdapterLoader:
         self._num_under_way = 0
         # Two: an adapter that is in host memory need not wait for another's slow files.
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="adapters")
+
+    @property
+    def slots(self) -> AdapterSlots:
+        """For a runner that computes adapters with torch's operators."""
+        assert isinstance(self._memory, AdapterSlots)
+        return self._memory
+
+    @property
+    def pool(self) -> AdapterPool:
+        """For a runner that computes adapters with fused kernels."""
+        assert isinstance(self._memory, AdapterPool)
+        return self._memory
 
     def start(self, intents: Iterable[AdapterIntent]) -> None:
         """Begin the loads and carry out the drops of one plan; returns at once."""
@@ -76,7 +92,7 @@ class AdapterLoader:
 
     def _begin(self, load: LoadAdapter) -> None:
         # Nobody uses the slot any more: what it holds goes now, so that its memory is there.
-        self.slots.clear(load.target.slot)
+        self._memory.clear(load.target.slot)
         self._generations[load.target.slot] = load.target.generation
         with self._changed:
             self._num_under_way += 1
@@ -87,12 +103,12 @@ class AdapterLoader:
             with self._changed:
                 self._host.pop(drop.digest, None)
         elif self._generations.get(drop.target.slot) == drop.target.generation:
-            self.slots.clear(drop.target.slot)
+            self._memory.clear(drop.target.slot)
 
     def _load(self, load: LoadAdapter) -> None:
         error: str | None = None
         try:
-            self.slots.load(load.target.slot, self._host_copy(load))
+            self._memory.load(load.target.slot, self._host_copy(load))
         except ManyrootsError as refusal:
             error = str(refusal)
         except Exception as fault:

@@ -11,17 +11,14 @@ from collections.abc import Callable, Iterable
 
 from manyroots.ids import Tier
 from manyroots.step import AdapterIntent, AdapterLoaded, DropAdapter, LoadAdapter, LoadId
-from manyroots.store.adapter_loader import AdapterLoader, Read
-from manyroots.store.adapter_slots import AdapterSlots
+from manyroots.store.adapter_loader import AdapterLoader, Memory, Read
 from manyroots.store.adapter_weights import AdapterWeights
 
 
 class FollowingLoader(AdapterLoader):
     """A rank other than the first: tells how each load ended, and answers nothing."""
 
-    def __init__(
-        self, read: Read, slots: AdapterSlots, tell: Callable[[AdapterLoaded], None]
-    ) -> None:
+    def __init__(self, read: Read, slots: Memory, tell: Callable[[AdapterLoaded], None]) -> None:
         """`tell` is called on the threads of loads."""
         super().__init__(read, slots)
         self._tell = tell
@@ -42,7 +39,7 @@ class FirstLoader(AdapterLoader):
     def __init__(
         self,
         read: Read,
-        slots: AdapterSlots,
+        slots: Memory,
         *,
         num_ranks: int,
         cut: Callable[[AdapterWeights], AdapterWeights],

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from manyroots.kernels.attention.batch import AttentionBatch
+from manyroots.kernels.attention.paged import DecodeRows, PrefillSegments
 
 
 def write_kv(layer_kv: Tensor, k: Tensor, v: Tensor, batch: AttentionBatch) -> None:
@@ -39,10 +40,57 @@ def _tokens_of(layer_kv: Tensor, pages: Tensor, context_len: int) -> tuple[Tenso
     return keys.flatten(0, 1)[:context_len], values.flatten(0, 1)[:context_len]
 
 
-def _attend_one(q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+def _attend_one(
+    q: Tensor, keys: Tensor, values: Tensor, scale: float, sinks: Tensor | None = None
+) -> Tensor:
     """One query [heads, head_dim]; query head h reads kv head h // (heads / kv_heads)."""
     group = q.shape[0] // keys.shape[1]
     keys = keys.float().repeat_interleave(group, dim=1)
     values = values.float().repeat_interleave(group, dim=1)
     scores = torch.einsum("hd,thd->ht", q.float(), keys) * scale
-    return torch.einsum("ht,thd->hd", scores.softmax(-1), values).to(q.dtype)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.float()[:, None]), dim=-1)
+    weights = scores.softmax(-1)[:, : keys.shape[0]]
+    return torch.einsum("ht,thd->hd", weights, values).to(q.dtype)
+
+
+def decode_attention(
+    q: Tensor,
+    layer_kv: Tensor,
+    rows: DecodeRows,
+    scale: float,
+    *,
+    window: int = 0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """One query per row, q [num_rows, heads, head_dim]. A row sees its last `window` tokens (0:
+    all). `sinks` [heads] are scores that take weight and give nothing."""
+    out = torch.zeros_like(q)
+    for row, context_len in enumerate(rows.context_lens.tolist()):
+        if context_len:
+            first = max(0, context_len - window) if window else 0
+            keys, values = _tokens_of(layer_kv, rows.page_table[row], context_len)
+            out[row] = _attend_one(q[row], keys[first:], values[first:], scale, sinks)
+    return out
+
+
+def prefill_attention(
+    q: Tensor,
+    layer_kv: Tensor,
+    segments: PrefillSegments,
+    scale: float,
+    *,
+    window: int = 0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Any number of queries per sequence, q [num_tokens, heads, head_dim]; causal."""
+    out = torch.zeros_like(q)
+    starts = segments.query_starts.tolist()
+    for seq, context_len in enumerate(segments.context_lens.tolist()):
+        keys, values = _tokens_of(layer_kv, segments.page_table[seq], context_len)
+        for token in range(starts[seq], starts[seq + 1]):
+            visible = context_len - (starts[seq + 1] - 1 - token)
+            first = max(0, visible - window) if window else 0
+            seen = slice(first, visible)
+            out[token] = _attend_one(q[token], keys[seen], values[seen], scale, sinks)
+    return out

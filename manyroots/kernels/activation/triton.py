@@ -1,0 +1,89 @@
+"""silu(gate) * up with the adapters' expand in it.
+
+Same signatures as `reference.py`. Elementwise, so programs are tiles of rows that want the same
+adapter: its weights are read once per tile, and are the larger part of what is read.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from manyroots.kernels.launch import as_splits, launch_options, let_next_begin, wait_for_inputs
+from manyroots.kernels.lora_sites.sites import LoraTerm
+from manyroots.kernels.lora_sites.triton import RANK_BLOCK, expand_tile, part_of, ranks_of
+
+BLOCK_N = 128
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _silu_mul(
+    gate_up, out, hidden, pool, table, blocks, num_blocks, num_rows, n, in_split, in_row,
+    hidden_split, hidden_row,
+    NUM_SPLITS: tl.constexpr, HIDDEN_SPLITS: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr, RANK_BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    let_next_begin(DEPENDENT)
+    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = tl.minimum(cols, n - 1)
+    block = tl.program_id(1)
+    if HIDDEN_SPLITS:
+        if block >= tl.load(num_blocks):
+            return
+        first = tl.load(blocks + 3 * block)
+        count = tl.load(blocks + 3 * block + 1)
+        slot = tl.load(blocks + 3 * block + 2)
+        gate_start, gate_rank, gate_b = part_of(pool, table, slot, 0, 2)
+        up_start, up_rank, up_b = part_of(pool, table, slot, 1, 2)
+        gate_ranks = ranks_of(gate_b, gate_rank, 0, inside, RANK_BLOCK)
+        up_ranks = ranks_of(up_b, up_rank, 0, inside, RANK_BLOCK)
+    else:
+        first = block * BLOCK_R
+        count = tl.minimum(BLOCK_R, num_rows - first)
+    wait_for_inputs(DEPENDENT)
+    for at in range(0, count, BLOCK_R):
+        r = at + tl.arange(0, BLOCK_R)
+        rows = (first + r).to(tl.int64)
+        ok = (r < count)[:, None] & (cols < n)[None, :]
+        source = gate_up + rows[:, None] * in_row + cols[None, :]
+        gate = tl.load(source, mask=ok, other=0.0).to(tl.float32)
+        up = tl.load(source + n, mask=ok, other=0.0).to(tl.float32)
+        for split in tl.static_range(1, NUM_SPLITS):
+            gate += tl.load(source + split * in_split, mask=ok, other=0.0).to(tl.float32)
+            up += tl.load(source + split * in_split + n, mask=ok, other=0.0).to(tl.float32)
+        if HIDDEN_SPLITS:
+            gate = expand_tile(
+                gate, gate_ranks, gate_b, gate_start, gate_rank, inside, hidden, hidden_split,
+                hidden_row, rows, r < count, HIDDEN_SPLITS, RANK_BLOCK,
+            )  # fmt: skip
+            up = expand_tile(
+                up, up_ranks, up_b, up_start, up_rank, inside, hidden, hidden_split, hidden_row,
+                rows, r < count, HIDDEN_SPLITS, RANK_BLOCK,
+            )  # fmt: skip
+        tl.store(out + rows[:, None] * n + cols[None, :], gate * tl.sigmoid(gate) * up, mask=ok)
+
+
+def silu_mul(gate_up: Tensor, dtype_like: Tensor, lora: LoraTerm | None = None) -> Tensor:
+    """silu(gate) * up of [rows, 2 n] (or partial sums [splits, rows, 2 n]), in the dtype of
+    `dtype_like`. `lora` is of a site with the parts gate and up."""
+    parts = as_splits(gate_up)
+    num_rows, n = parts.shape[1], parts.shape[2] // 2
+    out = torch.empty(num_rows, n, dtype=dtype_like.dtype, device=parts.device)
+    if lora is None:
+        adapters = (parts, parts, parts, parts, parts)
+        strides, splits = (0, 0), 0
+        block_r = 4
+        num_programs = triton.cdiv(num_rows, block_r)
+    else:
+        hidden, rows = lora.hidden, lora.rows
+        adapters = (hidden, lora.site.pool, lora.site.table, rows.blocks, rows.num_blocks)
+        strides, splits = (hidden.stride(0), hidden.stride(1)), hidden.shape[0]
+        block_r, num_programs = 16, rows.max_blocks
+    _silu_mul[(triton.cdiv(n, BLOCK_N), num_programs)](
+        parts, out, *adapters, num_rows, n, parts.stride(0), parts.stride(1), *strides,
+        NUM_SPLITS=parts.shape[0], HIDDEN_SPLITS=splits, BLOCK_R=block_r, BLOCK_N=BLOCK_N,
+        RANK_BLOCK=RANK_BLOCK, num_warps=4, num_stages=1, **launch_options(parts.device),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,19 @@
+"""A few rows times a large weight, naive, with the adapters' shrink of the same input."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from manyroots.kernels.lora_sites.reference import shrink
+from manyroots.kernels.lora_sites.sites import LoraRows, LoraSite, LoraTerm
+
+
+def linear(
+    x: Tensor, weight: Tensor, site: LoraSite | None = None, rows: LoraRows | None = None
+) -> tuple[Tensor, LoraTerm | None]:
+    """x [rows, k] times weight [n, k] transposed, as partial sums [splits, rows, n] in float32 or
+    one product in x's dtype; and, given a site, what its adapters shrink x to."""
+    out = (x.float() @ weight.float().T).unsqueeze(0)
+    if site is None or rows is None:
+        return out, None
+    return out, shrink(x, site, rows)

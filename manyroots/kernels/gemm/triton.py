@@ -1,0 +1,189 @@
+"""A few rows times a large weight: a kernel that reads the weight as fast as memory gives it.
+
+Same signatures as `reference.py`. The weight is the matrix instruction's left operand, so that 16
+rows cost no more than one. The inner dimension may be cut into splits, which give partial sums to
+the next kernel. The adapters' A are further tiles of the same launch: their bytes cost what bytes
+cost, their arithmetic nothing. While the kernel before this one still runs, the first tiles of the
+weight are already on their way into the cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from manyroots.kernels.launch import (
+    launch_options,
+    let_next_begin,
+    wait_for_inputs,
+)
+from manyroots.kernels.lora_sites.sites import LoraRows, LoraSite, LoraTerm
+
+MAX_ROWS = 64
+BLOCK_N = 64
+BLOCK_K = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How one shape is cut up; found by measurement."""
+
+    block_n: int
+    block_k: int
+    num_splits: int
+    num_stages: int
+    num_warps: int
+
+
+@triton.jit
+def _product(
+    x, w_rows, row_ok, num_rows, k_size, first, last,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """W x^T over [first, last) of the inner dimension: [BLOCK_N, BLOCK_M] in float32."""
+    m = tl.arange(0, BLOCK_M)
+    k = tl.arange(0, BLOCK_K)
+    x_at = x + m[:, None] * k_size + k[None, :]
+    w_at = w_rows[:, None] + k[None, :]
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for at in range(first, last, BLOCK_K):
+        if MASKED:
+            weight = tl.load(w_at + at, mask=row_ok[:, None], other=0.0)
+        else:
+            weight = tl.load(w_at + at, eviction_policy="evict_first")
+        # Masked, not clamped: a hundred programs reading one row many times would queue for it.
+        xs = tl.load(x_at + at, mask=(m < num_rows)[:, None], other=0.0)
+        acc = tl.dot(weight, tl.trans(xs), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def _shrink_tile(
+    x, hidden, pool, table, scalings, blocks, num_blocks, tile, split, first, last, num_rows,
+    k_size, width,
+    NUM_PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """The adapters' A, one block's after the other's, as further tiles of weights.
+
+    Each of a tile's rows knows its block of rows of x, and is stored for those alone.
+    """
+    v = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    block = v // width
+    n = v % width
+    count_blocks = tl.load(num_blocks)
+    if (tile * BLOCK_N) // width < count_blocks:
+        is_block = block < count_blocks
+        begin = tl.load(blocks + 3 * block, mask=is_block, other=0)
+        count = tl.load(blocks + 3 * block + 1, mask=is_block, other=0)
+        slot = tl.load(blocks + 3 * block + 2, mask=is_block, other=-1)
+        entry = table + tl.maximum(slot, 0) * (2 + 3 * NUM_PARTS)
+        row_ok = (slot >= 0) & (n < tl.load(entry + 1).to(tl.int32))
+        w_rows = pool + tl.multiple_of(tl.load(entry), 8) + n.to(tl.int64) * k_size
+        scale = tl.load(scalings + tl.maximum(slot, 0) * NUM_PARTS)
+        for part in tl.static_range(1, NUM_PARTS):
+            later = tl.load(scalings + tl.maximum(slot, 0) * NUM_PARTS + part)
+            scale = tl.where(n >= tl.load(entry + 2 + 3 * part).to(tl.int32), later, scale)
+        wait_for_inputs(DEPENDENT)
+        acc = _product(
+            x, w_rows, row_ok, num_rows, k_size, first, last, BLOCK_M, BLOCK_N, BLOCK_K, True
+        )
+        m = tl.arange(0, BLOCK_M)[:, None]
+        mine = row_ok[None, :] & (m >= begin[None, :]) & (m < (begin + count)[None, :])
+        to = hidden + (split * num_rows + m) * width + n[None, :]
+        tl.store(to, tl.trans(acc * scale[:, None]), mask=mine)
+
+
+@triton.jit(do_not_specialize=["num_rows", "lora_tiles"])
+def _linear(
+    x, w, out, hidden, pool, table, scalings, blocks, num_blocks, num_rows, n_size, k_size,
+    width, lora_tiles,
+    NUM_PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    let_next_begin(DEPENDENT)
+    pid = tl.program_id(0)
+    split = tl.program_id(1)
+    steps = tl.cdiv(k_size // BLOCK_K, tl.num_programs(1))
+    first = split * steps * BLOCK_K
+    last = tl.minimum(k_size, first + steps * BLOCK_K)
+    if NUM_PARTS:
+        if pid < lora_tiles:
+            _shrink_tile(
+                x, hidden, pool, table, scalings, blocks, num_blocks, pid, split, first, last,
+                num_rows, k_size, width, NUM_PARTS, BLOCK_M, BLOCK_N, BLOCK_K, DEPENDENT,
+            )  # fmt: skip
+            return
+    n = (pid - lora_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
+    w_rows = w + tl.minimum(n, n_size - 1).to(tl.int64) * k_size
+    wait_for_inputs(DEPENDENT)
+    m = tl.arange(0, BLOCK_M)
+    acc = _product(
+        x, w_rows, n < n_size, num_rows, k_size, first, last, BLOCK_M, BLOCK_N, BLOCK_K, False
+    )
+    to = out + (split * num_rows + m[:, None]).to(tl.int64) * n_size + n[None, :]
+    tl.store(to, tl.trans(acc), mask=(m < num_rows)[:, None] & (n < n_size)[None, :])
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    site: LoraSite | None = None,
+    rows: LoraRows | None = None,
+    *,
+    tiling: Tiling | None = None,
+) -> tuple[Tensor, LoraTerm | None]:
+    """x [rows, k] times weight [n, k] transposed, as partial sums [splits, rows, n] in float32 or
+    one product in x's dtype; and, given a site, what its adapters shrink x to."""
+    num_rows, k_size = x.shape
+    n_size = weight.shape[0]
+    if tiling is None:
+        wanted = 0 if site is None or rows is None else rows.max_blocks * site.width
+        tiling = tiling_for(num_rows, n_size, k_size, triton.cdiv(wanted, BLOCK_N))
+    splits = tiling.num_splits
+    out = torch.empty(
+        splits, num_rows, n_size, dtype=x.dtype if splits == 1 else torch.float32, device=x.device
+    )
+    if site is None or rows is None:
+        term, lora_tiles = None, 0
+        adapters = (out, x, x, x, x, x)
+        width, num_parts = 1, 0
+    else:
+        width, num_parts = site.width, site.num_parts
+        hidden = torch.empty(splits, num_rows, width, dtype=torch.float32, device=x.device)
+        term = LoraTerm(hidden, site, rows)
+        lora_tiles = triton.cdiv(rows.max_blocks * width, tiling.block_n)
+        adapters = (hidden, site.pool, site.table, site.scalings, rows.blocks, rows.num_blocks)
+    grid = (lora_tiles + triton.cdiv(n_size, tiling.block_n), splits)
+    _linear[grid](
+        x, weight, out, *adapters, num_rows, n_size, k_size, width, lora_tiles,
+        NUM_PARTS=num_parts,
+        BLOCK_M=max(16, triton.next_power_of_2(num_rows)), BLOCK_N=tiling.block_n,
+        BLOCK_K=tiling.block_k, num_stages=tiling.num_stages,
+        num_warps=tiling.num_warps, **launch_options(x.device),
+    )  # fmt: skip
+    return out, term
+
+
+def tiling_for(num_rows: int, n_size: int, k_size: int, lora_tiles: int = 0) -> Tiling:
+    """What was fastest on an H200 (132 multiprocessors), measured inside captured decode steps.
+
+    All programs should run at once. How many fit depends on how deep their pipelines are: 6 stages
+    leave room for one per multiprocessor, 4 for two, 3 for three.
+    """
+    tiles = triton.cdiv(n_size, BLOCK_N) + lora_tiles
+    if num_rows <= 16:
+        fits = ((6, 110, 136), (3, 300, 408), (4, 200, 270))
+        # With adapters, splits cost their readers more: twice as many sums to add up.
+        for num_stages, fewest, most in fits if not lora_tiles else (fits[0], fits[2], fits[1]):
+            for splits in (1, 2, 4):
+                if fewest <= tiles * splits <= most and k_size % (BLOCK_K * splits) == 0:
+                    return Tiling(BLOCK_N, BLOCK_K, splits, num_stages, 4)
+    splits = 1
+    while tiles * splits < 80 and k_size % (2 * splits * BLOCK_K) == 0:
+        splits *= 2
+    return Tiling(BLOCK_N, BLOCK_K, splits, 6 if num_rows <= 16 else 4, 4)

@@ -1,0 +1,47 @@
+"""Shrink and expand, naive: one row and one part at a time, in float32."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from manyroots.kernels.lora_sites.sites import LoraRows, LoraSite, LoraTerm
+
+
+def shrink(x: Tensor, site: LoraSite, rows: LoraRows, *, num_splits: int = 1) -> LoraTerm:
+    """scaling * x A^T of each row's own adapter, as `num_splits` partial sums."""
+    hidden = torch.zeros(num_splits, x.shape[0], site.width, device=x.device)
+    for row, slot in enumerate(rows.slots.tolist()):
+        if slot < 0:
+            continue
+        a_offset, total, *parts = site.table[slot].tolist()
+        a = site.pool[a_offset : a_offset + total * x.shape[1]].view(total, x.shape[1])
+        for part in range(site.num_parts):
+            start, rank, _ = parts[3 * part : 3 * part + 3]
+            hidden[0, row, start : start + rank] = site.scalings[slot, part] * (
+                a[start : start + rank].float() @ x[row].float()
+            )
+    return LoraTerm(hidden, site, rows)
+
+
+def expanded(term: LoraTerm) -> Tensor:
+    """What the adapters add, float32 [num_rows, sum of part sizes]."""
+    site = term.site
+    hidden = term.hidden.sum(0).to(site.pool.dtype).float()
+    out = torch.zeros(hidden.shape[0], sum(site.part_sizes), device=hidden.device)
+    for row, slot in enumerate(term.rows.slots.tolist()):
+        if slot < 0:
+            continue
+        parts = site.table[slot].tolist()[2:]
+        column = 0
+        for part, size in enumerate(site.part_sizes):
+            start, rank, offset = parts[3 * part : 3 * part + 3]
+            b = site.pool[offset : offset + size * rank].view(size, rank)
+            out[row, column : column + size] = b.float() @ hidden[row, start : start + rank]
+            column += size
+    return out
+
+
+def expand(y: Tensor, term: LoraTerm) -> None:
+    """Add what the adapters add onto y [num_rows, sum of part sizes], in place."""
+    y.copy_(y.float() + expanded(term))

@@ -1,0 +1,107 @@
+"""Where the adapters' weights lie on the device, and which rows want which.
+
+A *site* is one product of the model that adapters change: a layer's qkv, o, gate_up or down. Its
+*parts* are the projections in it (q, k, v). All adapters' weights lie in one flat pool; a site's
+table says, for each slot, where. A kernel follows the table: loading an adapter writes the pool
+and one row per site, and no captured graph has to change.
+
+Ranks are the adapters' own, rounded up to a multiple of `RANK_STEP` with zeros, so that rows are
+whole 16-byte loads. Nothing is padded to the largest rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+RANK_STEP = 8
+BASE = -1
+"""The slot of rows without an adapter."""
+
+DECODE_BLOCK_ROWS = 16
+PREFILL_BLOCK_ROWS = 64
+"""Most rows that one program takes: few, so that many programs share a decode step's work; many,
+so that a prefill's weights are read seldom."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSite:
+    """One site: its parts, and where each slot's weights for it begin in the pool."""
+
+    pool: Tensor
+    """[num_elements] of the model's dtype; every offset is a multiple of 8."""
+    table: Tensor
+    """int64 [num_slots, 2 + 3 * num_parts]: the offset of A [sum of ranks, in] and the sum of
+    ranks; then for each part where its ranks begin among them, its rank, and the offset of its
+    B [part size, rank]. A slot that does not change the site has zero ranks."""
+    scalings: Tensor
+    """float32 [num_slots, num_parts]"""
+    part_sizes: tuple[int, ...]
+    max_rank: int
+    """The largest rank that a part of any slot may have."""
+
+    @property
+    def num_parts(self) -> int:
+        return len(self.part_sizes)
+
+    @property
+    def width(self) -> int:
+        """Columns of a row's shrunk activations: enough for any slot."""
+        return self.num_parts * self.max_rank
+
+
+@dataclass(frozen=True, slots=True)
+class LoraRows:
+    """Which slot each row of a step wants; rows of one slot lie together."""
+
+    slots: Tensor
+    """int32 [num_rows]; BASE for rows of the base model."""
+    blocks: Tensor
+    """int32 [max_blocks, 3]: first row, number of rows, slot. The first `num_blocks` cover every
+    row, those of the base model, too."""
+    num_blocks: Tensor
+    """int32 [1], on the device: a captured graph serves any number up to `max_blocks`."""
+    max_blocks: int
+
+    @classmethod
+    def build(cls, slots: Sequence[int], device: torch.device, *, block_rows: int) -> LoraRows:
+        """For a step whose rows are known now."""
+        blocks = row_blocks(np.asarray(slots, dtype=np.int32), block_rows)
+        return cls(
+            slots=torch.tensor(list(slots), dtype=torch.int32, device=device),
+            blocks=torch.from_numpy(blocks).to(device),
+            num_blocks=torch.tensor([len(blocks)], dtype=torch.int32, device=device),
+            max_blocks=len(blocks),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LoraTerm:
+    """What adapters add to a product: shrunk activations that the next kernel expands."""
+
+    hidden: Tensor
+    """float32 [num_splits, num_rows, site.width]: partial sums of scaling * x A^T."""
+    site: LoraSite
+    rows: LoraRows
+
+
+def most_blocks(num_rows: int, max_slots: int, block_rows: int) -> int:
+    """How many blocks a step of `num_rows` with up to `max_slots` adapters can have."""
+    return min(num_rows, max_slots + 1 + num_rows // block_rows)
+
+
+def row_blocks(slots: np.ndarray, block_rows: int) -> np.ndarray:
+    """Runs of equal slots, cut to at most `block_rows` rows: int32 [num_blocks, 3]."""
+    changes = np.flatnonzero(np.diff(slots)) + 1
+    bounds = [0, *changes.tolist(), len(slots)]
+    blocks = [
+        (first, min(block_rows, end - first), int(slots[begin]))
+        for begin, end in pairwise(bounds)
+        for first in range(begin, end, block_rows)
+    ]
+    return np.array(blocks, dtype=np.int32).reshape(-1, 3)

@@ -1,0 +1,172 @@
+"""Shrink and expand in Triton, one launch for all parts of a site and all adapters of a step.
+
+Same signatures as `reference.py`. Work is by blocks of rows that want the same slot, so an
+adapter's weights are read once per block. `expand_tile` is also what the fused kernels call to add
+an adapter's part to a tile they are computing anyway.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from manyroots.kernels.launch import launch_options, let_next_begin, wait_for_inputs
+from manyroots.kernels.lora_sites.sites import LoraRows, LoraSite, LoraTerm
+
+RANK_BLOCK = 16
+"""The least inner dimension of a matrix instruction."""
+
+
+@triton.jit
+def scale_of(scalings, table, slot, columns, NUM_PARTS: tl.constexpr):
+    """The scaling of each of these columns of the shrunk activations."""
+    scale = tl.load(scalings + slot * NUM_PARTS)
+    row = table + slot * (2 + 3 * NUM_PARTS)
+    scales = tl.zeros_like(columns).to(tl.float32) + scale
+    for part in tl.static_range(1, NUM_PARTS):
+        start = tl.load(row + 2 + 3 * part)
+        scale = tl.load(scalings + slot * NUM_PARTS + part)
+        scales = tl.where(columns >= start, scale, scales)
+    return scales
+
+
+@triton.jit
+def part_of(pool, table, slot, part, NUM_PARTS: tl.constexpr):
+    """Where a slot's part begins among the ranks, its rank, and its B. BASE has rank 0."""
+    entry = table + tl.maximum(slot, 0) * (2 + 3 * NUM_PARTS) + 2 + 3 * part
+    start = tl.load(entry).to(tl.int32)
+    rank = tl.load(entry + 1).to(tl.int32)
+    rank = tl.multiple_of(tl.where(slot >= 0, rank, 0), 8)
+    return start, rank, pool + tl.multiple_of(tl.load(entry + 2), 8)
+
+
+@triton.jit
+def ranks_of(b, rank, first, cols, RANK_BLOCK: tl.constexpr):
+    """B[cols] of the ranks from `first` on, [cols, RANK_BLOCK]; zero past the rank."""
+    r = first + tl.arange(0, RANK_BLOCK)
+    return tl.load(b + cols[:, None] * rank + r[None, :], mask=(r < rank)[None, :], other=0.0)
+
+
+@triton.jit
+def expand_tile(
+    acc, first_ranks, b, start, rank, cols, hidden, hidden_split, hidden_row, rows, row_ok,
+    NUM_SPLITS: tl.constexpr, RANK_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """acc + hidden[rows] B[cols]^T; `cols` count from the part's first, `first_ranks` are
+    `ranks_of` 0, which a caller can load before its inputs are there."""
+    weight = first_ranks
+    for first in range(0, rank, RANK_BLOCK):
+        if first > 0:
+            weight = ranks_of(b, rank, first, cols, RANK_BLOCK)
+        r = first + tl.arange(0, RANK_BLOCK)
+        at = hidden + rows[:, None] * hidden_row + start + r[None, :]
+        ok = row_ok[:, None] & (r < rank)[None, :]
+        h = tl.load(at, mask=ok, other=0.0)
+        for split in tl.static_range(1, NUM_SPLITS):
+            h += tl.load(at + split * hidden_split, mask=ok, other=0.0)
+        acc = tl.dot(h.to(weight.dtype), tl.trans(weight), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _shrink(
+    x, hidden, pool, table, scalings, blocks, num_blocks, num_rows, k_size, hidden_row,
+    NUM_PARTS: tl.constexpr, NUM_SPLITS: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    let_next_begin(DEPENDENT)
+    wait_for_inputs(DEPENDENT)
+    block = tl.program_id(0)
+    split = tl.program_id(2)
+    if block >= tl.load(num_blocks):
+        return
+    first = tl.load(blocks + 3 * block)
+    count = tl.load(blocks + 3 * block + 1)
+    slot = tl.load(blocks + 3 * block + 2)
+    if slot < 0:
+        return
+    row_table = table + slot * (2 + 3 * NUM_PARTS)
+    total = tl.load(row_table + 1).to(tl.int32)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if tl.program_id(1) * BLOCK_N >= total:
+        return
+    a = pool + tl.multiple_of(tl.load(row_table), 8)
+    r = tl.arange(0, BLOCK_R)
+    row = first + tl.minimum(r, count - 1)
+    k = tl.arange(0, BLOCK_K)
+    acc = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
+    steps = tl.cdiv(tl.cdiv(k_size, BLOCK_K), NUM_SPLITS)
+    last = tl.minimum(k_size, (split + 1) * steps * BLOCK_K)
+    x_at = x + row[:, None].to(tl.int64) * k_size + k[None, :]
+    a_at = a + tl.minimum(n, total - 1)[:, None].to(tl.int64) * k_size + k[None, :]
+    for at in range(split * steps * BLOCK_K, last, BLOCK_K):
+        inside = k[None, :] < last - at
+        xs = tl.load(x_at + at, mask=inside, other=0.0)
+        weight = tl.load(a_at + at, mask=inside, other=0.0)
+        acc = tl.dot(xs, tl.trans(weight), acc, input_precision="ieee")
+    acc *= scale_of(scalings, table, slot, n, NUM_PARTS)[None, :]
+    at = (split * num_rows + row[:, None]) * hidden_row + n[None, :]
+    tl.store(hidden + at, acc, mask=(r < count)[:, None] & (n < total)[None, :])
+
+
+def shrink(x: Tensor, site: LoraSite, rows: LoraRows, *, num_splits: int = 1) -> LoraTerm:
+    """scaling * x A^T of each row's own adapter, as `num_splits` partial sums."""
+    num_rows, k_size = x.shape
+    hidden = torch.empty(num_splits, num_rows, site.width, dtype=torch.float32, device=x.device)
+    block_n = min(64, max(16, triton.next_power_of_2(site.width)))
+    grid = (rows.max_blocks, triton.cdiv(site.width, block_n), num_splits)
+    _shrink[grid](
+        x, hidden, site.pool, site.table, site.scalings, rows.blocks, rows.num_blocks,
+        num_rows, k_size, site.width,
+        NUM_PARTS=site.num_parts, NUM_SPLITS=num_splits, BLOCK_R=64, BLOCK_N=block_n, BLOCK_K=64,
+        num_warps=4, num_stages=4, **launch_options(x.device),
+    )  # fmt: skip
+    return LoraTerm(hidden, site, rows)
+
+
+@triton.jit
+def _expand(
+    y, hidden, pool, table, blocks, num_blocks, y_row, hidden_split, hidden_row, first_col, size,
+    PART: tl.constexpr, NUM_PARTS: tl.constexpr, NUM_SPLITS: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr, RANK_BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    let_next_begin(DEPENDENT)
+    wait_for_inputs(DEPENDENT)
+    block = tl.program_id(0)
+    if block >= tl.load(num_blocks):
+        return
+    first = tl.load(blocks + 3 * block)
+    count = tl.load(blocks + 3 * block + 1)
+    slot = tl.load(blocks + 3 * block + 2)
+    if slot < 0:
+        return
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = tl.minimum(n, size - 1)
+    start, rank, b = part_of(pool, table, slot, PART, NUM_PARTS)
+    first_ranks = ranks_of(b, rank, 0, inside, RANK_BLOCK)
+    for at in range(0, count, BLOCK_R):
+        r = at + tl.arange(0, BLOCK_R)
+        rows = (first + r).to(tl.int64)
+        acc = expand_tile(
+            tl.zeros((BLOCK_R, BLOCK_N), tl.float32), first_ranks, b, start, rank, inside, hidden,
+            hidden_split, hidden_row, rows, r < count, NUM_SPLITS, RANK_BLOCK,
+        )  # fmt: skip
+        ok = (r < count)[:, None] & (n < size)[None, :]
+        to = y + rows[:, None] * y_row + first_col + n[None, :]
+        tl.store(to, (tl.load(to, mask=ok, other=0.0).to(tl.float32) + acc), mask=ok)
+
+
+def expand(y: Tensor, term: LoraTerm) -> None:
+    """Add what the adapters add onto y [num_rows, sum of part sizes], in place."""
+    site, rows, hidden = term.site, term.rows, term.hidden
+    first_col = 0
+    for part, size in enumerate(site.part_sizes):
+        _expand[(rows.max_blocks, triton.cdiv(size, 128))](
+            y, hidden, site.pool, site.table, rows.blocks, rows.num_blocks, y.stride(0),
+            hidden.stride(0), hidden.stride(1), first_col, size,
+            PART=part, NUM_PARTS=site.num_parts, NUM_SPLITS=hidden.shape[0], BLOCK_R=16,
+            BLOCK_N=128, RANK_BLOCK=RANK_BLOCK, **launch_options(y.device),
+        )  # fmt: skip
+        first_col += size

@@ -1,0 +1,25 @@
+"""Which experts each token goes to, and the tokens of each expert.
+
+A *pair* is one token with one of its experts: pair p is token p // top_k.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """One layer's routing of one step, on the device."""
+
+    weights: Tensor
+    """float32 [num_tokens, top_k]: how much each pair's output counts."""
+    pairs: Tensor
+    """int32: each expert's pairs, in the order of tokens; there may be gaps between experts."""
+    groups: Tensor
+    """int32 [num_experts, 3]: an expert, and where its pairs begin and end in `pairs`. Experts
+    that have any come first."""
+    experts: Tensor
+    """int32 [num_tokens, top_k]: the expert of each pair."""

@@ -1,0 +1,29 @@
+"""Residual add and root-mean-square normalisation, naive: float32, one thing after the other."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from manyroots.kernels.lora_sites.reference import expanded
+from manyroots.kernels.lora_sites.sites import LoraTerm
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight, over the last dimension."""
+    values = x.float()
+    scale = torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
+    return (values * scale * weight.float()).to(x.dtype)
+
+
+def add_rms_norm(
+    residual: Tensor, delta: Tensor, weight: Tensor, eps: float, lora: LoraTerm | None = None
+) -> Tensor:
+    """Add `delta` ([rows, n], or partial sums [splits, rows, n]) and what adapters add onto
+    `residual` in place; give the sum, normalised."""
+    total = residual.float() + (delta if delta.dim() == 2 else delta.float().sum(0)).float()
+    if lora is not None:
+        total = total + expanded(lora)
+    residual.copy_(total)
+    # The unrounded sum is normalised: the fused kernel never reads back what it stored.
+    return rms_norm(total, weight, eps).to(residual.dtype)

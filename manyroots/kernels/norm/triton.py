@@ -1,0 +1,133 @@
+"""Residual add, an adapter's expand and RMS normalisation in one kernel, one program per row.
+
+Same signatures as `reference.py`. At decode a row's reads are few enough for one multiprocessor;
+what counts is that there is one launch and no second trip to memory.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from manyroots.kernels.launch import (
+    as_splits,
+    launch_options,
+    let_next_begin,
+    prefetch,
+    wait_for_inputs,
+)
+from manyroots.kernels.lora_sites.sites import LoraTerm
+
+
+@triton.jit
+def _ranks(b, rank, first, cols, col_ok, RANKS: tl.constexpr):
+    """Columns [first, first + RANKS) of B, [n, RANKS]; zero past the rank."""
+    r = first + tl.arange(0, RANKS)
+    ok = col_ok[:, None] & (r < rank)[None, :]
+    return tl.load(b + cols[:, None] * rank + r[None, :], mask=ok, other=0.0)
+
+
+@triton.jit
+def _row_expand(
+    total, weight, hidden, hidden_split, row, hidden_row, first, rank,
+    NUM_SPLITS: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
+    """total + weight hidden[row], where weight is of the ranks from `first` on."""
+    r = first + tl.arange(0, RANKS)
+    at = hidden + row * hidden_row + r
+    h = tl.load(at, mask=r < rank, other=0.0)
+    for split in tl.static_range(1, NUM_SPLITS):
+        h += tl.load(at + split * hidden_split, mask=r < rank, other=0.0)
+    h = h.to(weight.dtype).to(tl.float32)
+    return total + tl.sum(weight.to(tl.float32) * h[None, :], axis=1)
+
+
+@triton.jit
+def _add_rms_norm(
+    residual, delta, weight, out, slots, hidden, pool, table, n, eps, delta_split, delta_row,
+    hidden_split, hidden_row,
+    NUM_SPLITS: tl.constexpr, HIDDEN_SPLITS: tl.constexpr, RANKS: tl.constexpr,
+    BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    let_next_begin(DEPENDENT)
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    ok = cols < n
+    scale = tl.load(weight + cols, mask=ok, other=0.0).to(tl.float32)
+    if HIDDEN_SPLITS:
+        slot = tl.load(slots + row)
+        entry = table + tl.maximum(slot, 0) * 5
+        rank = tl.load(entry + 3).to(tl.int32)
+        rank = tl.multiple_of(tl.where(slot >= 0, rank, 0), 8)
+        b = pool + tl.multiple_of(tl.load(entry + 4), 8)
+        # B is in the cache, its first ranks in registers, before the product it adds to is done.
+        for at in range(0, n * rank, 512 * 64):
+            line = at + tl.arange(0, 512) * 64
+            prefetch(b + tl.minimum(line, n * rank - 1), DEPENDENT)
+        first_ranks = _ranks(b, rank, 0, cols, ok, RANKS)
+    wait_for_inputs(DEPENDENT)
+    total = tl.load(residual + row * n + cols, mask=ok, other=0.0).to(tl.float32)
+    for split in tl.static_range(NUM_SPLITS):
+        at = delta + split * delta_split + row * delta_row + cols
+        total += tl.load(at, mask=ok, other=0.0).to(tl.float32)
+    if HIDDEN_SPLITS:
+        if rank > 0:
+            total = _row_expand(
+                total, first_ranks, hidden, hidden_split, row, hidden_row, 0, rank,
+                HIDDEN_SPLITS, RANKS,
+            )  # fmt: skip
+            for first in range(RANKS, rank, RANKS):
+                total = _row_expand(
+                    total, _ranks(b, rank, first, cols, ok, RANKS), hidden, hidden_split, row,
+                    hidden_row, first, rank, HIDDEN_SPLITS, RANKS,
+                )  # fmt: skip
+    if NUM_SPLITS:
+        tl.store(residual + row * n + cols, total, mask=ok)
+    inverse = tl.rsqrt(tl.sum(total * total) / n + eps)
+    tl.store(out + row * n + cols, total * inverse * scale, mask=ok)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight, over the last dimension.
+
+    A step's first kernel: what was written before it is a constant to all that follow.
+    """
+    rows, n = x.shape
+    out = torch.empty_like(x)
+    _add_rms_norm[(rows,)](
+        x, x, weight, out, x, x, x, x, n, eps, 0, 0, 0, 0,
+        NUM_SPLITS=0, HIDDEN_SPLITS=0, RANKS=8, BLOCK=triton.next_power_of_2(n),
+        num_warps=_warps(n), **launch_options(x.device, plainly=True),
+    )  # fmt: skip
+    return out
+
+
+def add_rms_norm(
+    residual: Tensor, delta: Tensor, weight: Tensor, eps: float, lora: LoraTerm | None = None
+) -> Tensor:
+    """Add `delta` ([rows, n], or partial sums [splits, rows, n]) and what adapters add onto
+    `residual` in place; give the sum, normalised."""
+    rows, n = residual.shape
+    parts = as_splits(delta)
+    out = torch.empty_like(residual)
+    if lora is None:
+        adapters = (residual, residual, residual, residual)
+        strides, splits = (0, 0), 0
+    else:
+        hidden = lora.hidden
+        adapters = (lora.rows.slots, hidden, lora.site.pool, lora.site.table)
+        strides, splits = (hidden.stride(0), hidden.stride(1)), hidden.shape[0]
+    _add_rms_norm[(rows,)](
+        residual, parts, weight, out, *adapters, n, eps, parts.stride(0), parts.stride(1), *strides,
+        NUM_SPLITS=parts.shape[0], HIDDEN_SPLITS=splits, RANKS=8,
+        BLOCK=triton.next_power_of_2(n), num_stages=1, num_warps=_warps(n),
+        **launch_options(residual.device),
+    )  # fmt: skip
+    return out
+
+
+def _warps(n: int) -> int:
+    """About eight elements per thread."""
+    return max(1, min(16, (1 << (n - 1).bit_length()) // 256))

@@ -1,0 +1,42 @@
+"""What the kernel between the qkv product and attention is given, besides that product."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class QkNorm:
+    """Per-head normalisation of queries and keys; None where the model has none."""
+
+    q_weight: Tensor
+    k_weight: Tensor
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Angles:
+    """The rotation of one step's tokens, worked out once for all layers."""
+
+    cos: Tensor
+    """float32 [num_tokens, head_dim / 2]"""
+    sin: Tensor
+
+    @classmethod
+    def at(cls, positions: Tensor, frequencies: Tensor, scaling: float = 1.0) -> Angles:
+        """For tokens at `positions`, with float32 `frequencies` [head_dim / 2]."""
+        angles = positions[:, None].float() * frequencies
+        return cls(torch.cos(angles) * scaling, torch.sin(angles) * scaling)
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """Where each token's keys and values go."""
+
+    pages: Tensor
+    """int32 or int64 [num_tokens]; negative: nowhere (a row that only pads the batch)."""
+    offsets: Tensor
+    """The same: the place within the page."""

@@ -1,0 +1,46 @@
+"""Queries and keys normalised and rotated, keys and values put into their pages; naive."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from manyroots.kernels.lora_sites.reference import expanded
+from manyroots.kernels.lora_sites.sites import LoraTerm
+from manyroots.kernels.norm.reference import rms_norm
+from manyroots.kernels.rope_write.inputs import Angles, QkNorm, Slots
+
+
+def rope_write(
+    qkv: Tensor,
+    angles: Angles,
+    norm: QkNorm | None,
+    layer_kv: Tensor,
+    slots: Slots,
+    lora: LoraTerm | None = None,
+) -> Tensor:
+    """Give q [tokens, heads, head_dim] of qkv [tokens, (heads + 2 kv_heads) head_dim] (or partial
+    sums of it); write k and v into layer_kv [pages, 2, page_size, kv_heads, head_dim]."""
+    kv_heads, head_dim = layer_kv.shape[-2:]
+    total = qkv.float() if qkv.dim() == 2 else qkv.float().sum(0)
+    if lora is not None:
+        total = total + expanded(lora)
+    by_head = total.view(total.shape[0], -1, head_dim)
+    num_heads = by_head.shape[1] - 2 * kv_heads
+    q, k, v = torch.split(by_head, [num_heads, kv_heads, kv_heads], dim=1)
+    if norm is not None:
+        q, k = rms_norm(q, norm.q_weight, norm.eps), rms_norm(k, norm.k_weight, norm.eps)
+    q, k = _rotate(q, angles), _rotate(k, angles)
+    for token, (page, offset) in enumerate(
+        zip(slots.pages.tolist(), slots.offsets.tolist(), strict=True)
+    ):
+        if page >= 0:
+            layer_kv[page, 0, offset] = k[token].to(layer_kv.dtype)
+            layer_kv[page, 1, offset] = v[token].to(layer_kv.dtype)
+    return q.to(layer_kv.dtype)
+
+
+def _rotate(x: Tensor, angles: Angles) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = angles.cos[:, None], angles.sin[:, None]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -1,0 +1,147 @@
+"""Everything between the qkv product and attention in one kernel.
+
+Same signatures as `reference.py`. A program is one head of a tile of tokens that want the same
+adapter. The two halves of a head are two tiles, because a rotation mixes them.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from manyroots.kernels.launch import as_splits, launch_options, let_next_begin, wait_for_inputs
+from manyroots.kernels.lora_sites.sites import LoraTerm
+from manyroots.kernels.lora_sites.triton import RANK_BLOCK, expand_tile, part_of, ranks_of
+from manyroots.kernels.rope_write.inputs import Angles, QkNorm, Slots
+
+
+@triton.jit
+def _write_tile(
+    first_half, second_half, head, rows, row_ok, d, q_out, layer_kv, pages, offsets, page_stride,
+    part_stride, token_stride, NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """Queries to the output, keys and values to their pages."""
+    if head < NUM_HEADS:
+        to = q_out + (rows[:, None] * NUM_HEADS + head) * (2 * HALF) + d[None, :]
+        tl.store(to, first_half, mask=row_ok[:, None])
+        tl.store(to + HALF, second_half, mask=row_ok[:, None])
+    else:
+        is_value = head >= NUM_HEADS + NUM_KV
+        page = tl.load(pages + rows, mask=row_ok, other=-1).to(tl.int64)
+        offset = tl.load(offsets + rows, mask=row_ok, other=0).to(tl.int64)
+        kv_head = (head - NUM_HEADS) % NUM_KV
+        base = page * page_stride + offset * token_stride + kv_head * (2 * HALF)
+        base += tl.where(is_value, part_stride, 0)
+        to = layer_kv + base[:, None] + d[None, :]
+        tl.store(to, first_half, mask=(page >= 0)[:, None])
+        tl.store(to + HALF, second_half, mask=(page >= 0)[:, None])
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _rope_write(
+    qkv, cos, sin, q_weight, k_weight, q_out, layer_kv, pages, offsets,
+    hidden, pool, table, blocks, num_blocks,
+    num_rows, eps, in_split, in_row, hidden_split, hidden_row, page_stride, part_stride,
+    token_stride,
+    NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, HIDDEN_SPLITS: tl.constexpr, BLOCK_R: tl.constexpr,
+    RANK_BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    let_next_begin(DEPENDENT)
+    head = tl.program_id(0)
+    block = tl.program_id(1)
+    is_key = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV)
+    d = tl.arange(0, HALF)
+    if HIDDEN_SPLITS:
+        if block >= tl.load(num_blocks):
+            return
+        first = tl.load(blocks + 3 * block)
+        count = tl.load(blocks + 3 * block + 1)
+        slot = tl.load(blocks + 3 * block + 2)
+        # The site's parts are q, k, v; rows of B count from the part's own first.
+        part = tl.where(head < NUM_HEADS, 0, tl.where(is_key, 1, 2))
+        part_head = tl.where(head < NUM_HEADS, head, (head - NUM_HEADS) % NUM_KV)
+        start, rank, b_all = part_of(pool, table, slot, part, 3)
+        a_cols = part_head * (2 * HALF) + d
+        a_ranks = ranks_of(b_all, rank, 0, a_cols, RANK_BLOCK)
+        b_ranks = ranks_of(b_all, rank, 0, a_cols + HALF, RANK_BLOCK)
+    else:
+        first = block * BLOCK_R
+        count = tl.minimum(BLOCK_R, num_rows - first)
+    wait_for_inputs(DEPENDENT)
+    for at in range(0, count, BLOCK_R):
+        r = at + tl.arange(0, BLOCK_R)
+        row_ok = r < count
+        rows = (first + r).to(tl.int64)
+        ok = row_ok[:, None] & (d < HALF)[None, :]
+        source = qkv + rows[:, None] * in_row + head * (2 * HALF) + d[None, :]
+        a = tl.load(source, mask=ok, other=0.0).to(tl.float32)
+        b = tl.load(source + HALF, mask=ok, other=0.0).to(tl.float32)
+        for split in tl.static_range(1, NUM_SPLITS):
+            a += tl.load(source + split * in_split, mask=ok, other=0.0).to(tl.float32)
+            b += tl.load(source + split * in_split + HALF, mask=ok, other=0.0).to(tl.float32)
+        if HIDDEN_SPLITS:
+            a = expand_tile(
+                a, a_ranks, b_all, start, rank, a_cols, hidden, hidden_split, hidden_row, rows,
+                row_ok, HIDDEN_SPLITS, RANK_BLOCK,
+            )  # fmt: skip
+            b = expand_tile(
+                b, b_ranks, b_all, start, rank, a_cols + HALF, hidden, hidden_split, hidden_row,
+                rows, row_ok, HIDDEN_SPLITS, RANK_BLOCK,
+            )  # fmt: skip
+        if head < NUM_HEADS + NUM_KV:
+            if HAS_NORM:
+                weight = tl.where(is_key, k_weight, q_weight)
+                squares = tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)
+                inverse = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
+                a *= inverse * tl.load(weight + d).to(tl.float32)[None, :]
+                b *= inverse * tl.load(weight + HALF + d).to(tl.float32)[None, :]
+            angle = rows[:, None] * HALF + d[None, :]
+            c = tl.load(cos + angle, mask=ok, other=0.0)
+            s = tl.load(sin + angle, mask=ok, other=0.0)
+            turned = a * c - b * s
+            b = b * c + a * s
+            a = turned
+        _write_tile(
+            a, b, head, rows, row_ok, d, q_out, layer_kv, pages, offsets, page_stride,
+            part_stride, token_stride, NUM_HEADS, NUM_KV, HALF,
+        )  # fmt: skip
+
+
+def rope_write(
+    qkv: Tensor,
+    angles: Angles,
+    norm: QkNorm | None,
+    layer_kv: Tensor,
+    slots: Slots,
+    lora: LoraTerm | None = None,
+) -> Tensor:
+    """Give q [tokens, heads, head_dim] of qkv [tokens, (heads + 2 kv_heads) head_dim] (or partial
+    sums of it); write k and v into layer_kv [pages, 2, page_size, kv_heads, head_dim]."""
+    parts = as_splits(qkv)
+    num_rows = parts.shape[1]
+    kv_heads, head_dim = layer_kv.shape[-2:]
+    num_heads = parts.shape[2] // head_dim - 2 * kv_heads
+    q_out = torch.empty(num_rows, num_heads, head_dim, dtype=layer_kv.dtype, device=qkv.device)
+    weights = (parts, parts) if norm is None else (norm.q_weight, norm.k_weight)
+    if lora is None:
+        adapters = (parts, parts, parts, parts, parts)
+        strides, splits = (0, 0), 0
+        block_r = 1 if num_rows <= 16 else 4
+        num_programs = triton.cdiv(num_rows, block_r)
+    else:
+        hidden, rows = lora.hidden, lora.rows
+        adapters = (hidden, lora.site.pool, lora.site.table, rows.blocks, rows.num_blocks)
+        strides, splits = (hidden.stride(0), hidden.stride(1)), hidden.shape[0]
+        block_r, num_programs = 16, rows.max_blocks
+    _rope_write[(num_heads + 2 * kv_heads, num_programs)](
+        parts, angles.cos, angles.sin, *weights, q_out, layer_kv, slots.pages, slots.offsets,
+        *adapters, num_rows, 0.0 if norm is None else norm.eps, parts.stride(0), parts.stride(1),
+        *strides, layer_kv.stride(0), layer_kv.stride(1), layer_kv.stride(2),
+        NUM_HEADS=num_heads, NUM_KV=kv_heads, HALF=head_dim // 2, HAS_NORM=norm is not None,
+        NUM_SPLITS=parts.shape[0], HIDDEN_SPLITS=splits, BLOCK_R=block_r, RANK_BLOCK=RANK_BLOCK,
+        num_warps=1 if lora is None else 2, num_stages=1, **launch_options(qkv.device),
+    )  # fmt: skip
+    return q_out

@@ -1,0 +1,135 @@
+"""Decode steps, from the rows' tokens to the next ones, captured as CUDA graphs.
+
+Takes a step's arrays; gives its tokens on the device, without the host ever waiting. There is one
+graph for each batch size and for steps with and without adapters, captured when it is first
+needed or ahead of time. A graph reads its inputs from a buffer of its own and everything else
+(weights, pages, adapters, the rows' newest tokens) from where it always is.
+
+`capture=False` launches the same kernels one by one: `--enforce-eager`, and every CPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from manyroots.kernels.attention.paged import DecodeRows
+from manyroots.kernels.choice import Kernels
+from manyroots.kernels.fused_step import FusedStep
+from manyroots.kernels.lora_sites.sites import LoraRows
+from manyroots.kernels.rope_write.inputs import Slots
+from manyroots.models.fused import FusedDecoder
+from manyroots.runner.cuda.buckets import bucket_of, buckets
+from manyroots.runner.cuda.device_rows import DeviceRows
+from manyroots.runner.cuda.packet import Layout, send
+from manyroots.runner.cuda.step_arrays import Arrays, blank_decode_arrays
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    layout: Layout
+    inputs: Tensor
+    """The device's side of the inputs, which the graph reads."""
+    result: Tensor
+
+
+class DecodeGraphs:
+    """All graphs of one model."""
+
+    def __init__(
+        self,
+        decoder: FusedDecoder,
+        kernels: Kernels,
+        rows: DeviceRows,
+        *,
+        num_slots: int | None,
+        capture: bool,
+    ) -> None:
+        """`num_slots`: of adapters; None without."""
+        self._decoder = decoder
+        self._kernels = kernels
+        self._rows = rows
+        self._num_slots = num_slots
+        self._captures = capture
+        self._sizes = buckets(rows.spare_row)
+        self._graphs: dict[tuple[int, bool], _Captured] = {}
+        self._memory = torch.cuda.graph_pool_handle() if capture else None
+
+    def size_for(self, num_rows: int) -> int:
+        """To how many rows a step must be padded; the same without graphs, so that the results
+        are the same bit by bit."""
+        return bucket_of(num_rows, self._sizes)
+
+    def run(self, arrays: Arrays) -> Tensor:
+        """Launch one step. Gives int32 [2, rows]: the tokens, and whether the logits were finite;
+        valid until the next one is launched."""
+        if not self._captures:
+            return self._step(send(arrays, self._rows.newest.device))
+        key = (len(arrays["tokens"]), "adapter_slots" in arrays)
+        captured = self._graphs.get(key)
+        if captured is None:
+            captured = self._graphs[key] = self._capture(*key)
+        packed = captured.layout.pack(arrays, pin=True)
+        captured.inputs.copy_(packed, non_blocking=True)
+        captured.graph.replay()
+        return captured.result
+
+    def capture_all(self) -> None:
+        """Capture every size now, largest first: the smaller ones then share its memory."""
+        if not self._captures:
+            return
+        for size in reversed(self._sizes):
+            for with_adapters in (False, True) if self._num_slots is not None else (False,):
+                if (size, with_adapters) not in self._graphs:
+                    self._graphs[size, with_adapters] = self._capture(size, with_adapters)
+
+    def _capture(self, size: int, with_adapters: bool) -> _Captured:
+        blank = blank_decode_arrays(
+            size=size,
+            spare_row=self._rows.spare_row,
+            num_slots=self._num_slots if with_adapters else None,
+        )
+        device = self._rows.newest.device
+        layout = Layout(blank)
+        inputs = layout.pack(blank, pin=False).to(device)
+        views = layout.views(inputs)
+        self._step(views)  # compiles, which can't be captured
+        graph = torch.cuda.CUDAGraph()
+        # Other threads load adapters meanwhile, and may allocate.
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+            result = self._step(views)
+        return _Captured(graph, layout, inputs, result)
+
+    def _step(self, views: dict[str, Tensor]) -> Tensor:
+        decoder, rows, ends = self._decoder, self._rows, self._kernels.decode_rows
+        gathered = ends.begin(
+            views["tokens"], views["token_rows"], views["positions"], rows.newest, rows.page_table,
+            decoder.turns,
+        )  # fmt: skip
+        step = FusedStep(
+            angles=gathered.angles,
+            slots=Slots(views["pages"], views["offsets"]),
+            decodes=DecodeRows(gathered.page_table, views["lens"]),
+            num_decodes=len(gathered.tokens),
+            prefills=None,
+            lora=lora_rows(views),
+        )
+        logits = decoder.logits(decoder.hidden(gathered.tokens, step))
+        sampled, finite = self._kernels.sampling.sample(
+            logits, views["temperature"], views["seeds"], views["indices"]
+        )
+        result: Tensor = ends.end(sampled, finite, views["out_rows"], rows.newest)
+        return result
+
+
+def lora_rows(views: dict[str, Tensor]) -> LoraRows | None:
+    """The adapters of a step's tokens, if it has any."""
+    if "adapter_slots" not in views:
+        return None
+    blocks = views["adapter_blocks"]
+    return LoraRows(
+        views["adapter_slots"], blocks, views["num_adapter_blocks"], max_blocks=blocks.shape[0]
+    )

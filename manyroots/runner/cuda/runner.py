@@ -1,0 +1,300 @@
+"""Carries out plans on a GPU: launches steps ahead of their results.
+
+A step is launched as soon as its plan is there; its tokens stay on the device for the next step
+and travel to the host beside it. One thread launches, a second waits for tokens and answers, so
+that nobody waits for the device who could be preparing its next step.
+
+A step that only decodes, with nothing asked of sampling but temperature, is a graph. Every other
+step runs the same kernels one by one, and `Sampler` chooses for the rows that ask for more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from manyroots.ids import Row
+from manyroots.kernels.attention.paged import DecodeRows, PrefillSegments
+from manyroots.kernels.choice import kernels_for
+from manyroots.kernels.fused_step import FusedStep
+from manyroots.kernels.lora_sites.sites import LoraRows
+from manyroots.kernels.rope_write.inputs import Slots
+from manyroots.models.fused import FusedDecoder
+from manyroots.models.llama import Llama
+from manyroots.runner.batch import Int64s, StepInputs
+from manyroots.runner.cuda.decode_graphs import DecodeGraphs, lora_rows
+from manyroots.runner.cuda.device_rows import DeviceRows
+from manyroots.runner.cuda.host_rows import HostRows
+from manyroots.runner.cuda.in_flight import InFlight
+from manyroots.runner.cuda.packet import send
+from manyroots.runner.cuda.step_arrays import (
+    Arrays,
+    adapter_arrays,
+    blank_prefill,
+    decode_arrays,
+    sampling_arrays,
+    sequence_arrays,
+    token_arrays,
+)
+from manyroots.runner.torch_runner import MAX_WAIT_S, TorchRunner
+from manyroots.step import Int32s, Plan, RowFault, StepResult, TokenLogprobs
+from manyroots.store.adapter_loader import AdapterLoader
+from manyroots.store.arena import PageArena
+
+WARM_TOKENS = 96
+"""More than the skinny products take: what larger prompts run on."""
+
+Answer = Callable[[], StepResult]
+"""Waits for a launched step and gives its result."""
+
+
+class CudaRunner(TorchRunner):
+    """A model, its pages, and the rows under way, on the device and on the host."""
+
+    def __init__(
+        self,
+        model: Llama,
+        arena: PageArena,
+        adapters: AdapterLoader | None,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        use_graphs: bool,
+    ) -> None:
+        """`adapters` must load into an `AdapterPool`."""
+        super().__init__(
+            model, arena, adapters, max_num_seqs=max_num_seqs, max_model_len=max_model_len
+        )
+        self._device = arena.data.device
+        self._kernels = kernels_for(self._device)
+        self._pool = None if adapters is None else adapters.pool
+        self._decoder = FusedDecoder(model, arena, self._kernels, self._pool, max_len=max_model_len)
+        self._host_rows = HostRows(self._batch)
+        self._rows = DeviceRows(
+            max_num_seqs=max_num_seqs,
+            max_pages=-(-max_model_len // arena.page_size),
+            device=self._device,
+        )
+        self._graphs = DecodeGraphs(
+            self._decoder,
+            self._kernels,
+            self._rows,
+            num_slots=None if self._pool is None else self._pool.num_slots,
+            capture=use_graphs,
+        )
+        self._answers_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokens")
+
+    def warm_up(self) -> None:
+        """Compile and capture now what the first requests would otherwise wait for."""
+        self._thread.submit(self._warm_up).result()
+
+    @torch.inference_mode()
+    def _warm_up(self) -> None:
+        if self._device.type != "cuda":
+            return
+        self._graphs.capture_all()
+        count = min(WARM_TOKENS, self._rows.page_table.shape[1] * self._arena.page_size)
+        for with_adapters in (False, True) if self._pool is not None else (False,):
+            inputs = blank_prefill(count, self._rows.spare_row, with_adapters=with_adapters)
+            self._hidden(inputs, send(self._arrays(inputs), self._device))
+
+    def launch(self, plan: Plan) -> Future[StepResult]:
+        future: Future[StepResult] = Future()
+        self._thread.submit(self._launch, plan, future)
+        return future
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True)
+        self._answers_thread.shutdown(wait=True)
+        super().close()
+
+    @torch.inference_mode()
+    def execute(self, plan: Plan) -> StepResult:
+        """One step, now."""
+        return self._begin(plan)()
+
+    @torch.inference_mode()
+    def _launch(self, plan: Plan, future: Future[StepResult]) -> None:
+        try:
+            answer = self._begin(plan)
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            self._answers_thread.submit(_resolve, future, answer)
+
+    def _begin(self, plan: Plan) -> Answer:
+        """Launch a step; gives what waits for it."""
+        self._host_rows.apply(plan)
+        for arrival in plan.arrivals:
+            self._state.arrive(arrival)
+        self._rows.apply(plan)
+        self._host_rows.learn()
+        if plan.copies:
+            raise RuntimeError("this runner has no lower tiers yet")
+        if plan.adapters:
+            self._loader().start(plan.adapters)
+        if len(plan.rows) == 0:
+            if plan.waits:
+                self._loader().wait(MAX_WAIT_S)
+            return lambda: StepResult(plan.step_id, np.empty(0, np.int32), adapters=self._answers())
+        inputs = self._batch.inputs(plan)
+        rows = inputs.rows[inputs.sampling]
+        if self._is_plain_decode(inputs):
+            return self._answer(plan, inputs, InFlight(rows, self._decode(inputs), inputs.sampling))
+        return self._begin_any(plan, inputs, rows)
+
+    def _is_plain_decode(self, inputs: StepInputs) -> bool:
+        """Whether a graph computes all that this step is asked for."""
+        return (
+            inputs.num_decodes == len(inputs.rows)
+            and not self._is_special(inputs.rows).any()
+            and not self._state.wants_prompt_logprobs[inputs.rows].any()
+            and self._changes_layers_alone(inputs)
+        )
+
+    def _is_special(self, rows: Int32s) -> np.ndarray:
+        """Rows that `Sampler` must choose for."""
+        state = self._state
+        is_cut = (state.top_k[rows] > 0) | (state.top_p[rows] < 1.0) | (state.min_p[rows] > 0.0)
+        is_cut &= state.temperature[rows] > 0.0
+        special: np.ndarray = is_cut | state.edits_logits[rows] | state.wants_logprobs[rows]
+        return special
+
+    def _changes_layers_alone(self, inputs: StepInputs) -> bool:
+        """Whether no adapter of this step changes the embedding or the head."""
+        return (
+            self._pool is None
+            or inputs.token_slots is None
+            or self._pool.is_plain(np.unique(inputs.token_slots))
+        )
+
+    def _decode(self, inputs: StepInputs) -> Tensor:
+        indices = self._batch.num_output_tokens(inputs.rows)
+        arrays = decode_arrays(
+            inputs,
+            sampling_arrays(inputs.rows, self._state, indices),
+            size=self._graphs.size_for(len(inputs.rows)),
+            spare_row=self._rows.spare_row,
+            num_slots=self._pool.num_slots
+            if self._pool is not None and inputs.token_slots is not None
+            else None,
+        )
+        return self._graphs.run(arrays)
+
+    def _begin_any(self, plan: Plan, inputs: StepInputs, rows: Int32s) -> Answer:
+        """A step of any kind, kernel by kernel."""
+        arrays = self._arrays(inputs)
+        indices = self._batch.num_output_tokens(rows)
+        arrays.update(sampling_arrays(rows, self._state, indices))
+        views = send(arrays, self._device)
+        hidden = self._hidden(inputs, views)
+        prompt_logprobs = self._score_prompts(inputs, hidden)
+        if len(rows) == 0:
+            return lambda: StepResult(
+                plan.step_id,
+                np.empty(0, np.int32),
+                prompt_logprobs=prompt_logprobs,
+                adapters=self._answers(),
+            )
+        logits = self._model_logits(inputs, hidden, inputs.query_starts[inputs.sampling + 1] - 1)
+        tokens, finite = self._kernels.sampling.sample(
+            logits, views["temperature"], views["seeds"], views["indices"]
+        )
+        logprobs = self._choose_special(logits, tokens, rows)
+        self._rows.keep(views["out_rows"], tokens)
+        in_flight = InFlight(rows, torch.stack((tokens, finite.int())), np.arange(len(rows)))
+        return self._answer(plan, inputs, in_flight, logprobs, prompt_logprobs)
+
+    def _arrays(self, inputs: StepInputs) -> Arrays:
+        arrays: Arrays = {**token_arrays(inputs), **sequence_arrays(inputs)}
+        if inputs.token_slots is not None:
+            arrays.update(adapter_arrays(inputs.token_slots))
+        return arrays
+
+    def _hidden(self, inputs: StepInputs, views: dict[str, Tensor]) -> Tensor:
+        count = inputs.num_decodes
+        tables = self._rows.page_table[views["rows"]]
+        lens = views["lens"]
+        has_others = count < len(inputs.rows)
+        step = FusedStep(
+            angles=self._decoder.angles(views["positions"]),
+            slots=Slots(views["pages"], views["offsets"]),
+            decodes=DecodeRows(tables[:count], lens[:count]) if count else None,
+            num_decodes=count,
+            prefills=PrefillSegments(tables[count:], views["starts"], lens[count:], views["blocks"])
+            if has_others
+            else None,
+            lora=lora_rows(views),
+        )
+        tokens = self._rows.tokens(views["tokens"], views["token_rows"])
+        lookups = not self._changes_layers_alone(inputs)
+        return self._decoder.hidden(tokens, step, lookups=lookups)
+
+    def _model_logits(self, inputs: StepInputs, hidden: Tensor, at: Int64s) -> Tensor:
+        """Scores behind the flat tokens `at`, in the model's dtype."""
+        adapters: LoraRows | None = None
+        if inputs.token_slots is not None and not self._changes_layers_alone(inputs):
+            adapters = lora_rows(send(adapter_arrays(inputs.token_slots[at]), self._device))
+        return self._decoder.logits(hidden[self._to_device(at)], adapters)
+
+    def _logits(self, inputs: StepInputs, hidden: Tensor, at: Int64s) -> Tensor:
+        return self._model_logits(inputs, hidden, at).float()
+
+    def _choose_special(
+        self, logits: Tensor, tokens: Tensor, rows: Int32s
+    ) -> dict[Row, TokenLogprobs]:
+        """Put what `Sampler` chooses into `tokens`, for the rows that ask for it."""
+        special = np.flatnonzero(self._is_special(rows))
+        if not len(special):
+            return {}
+        if self._state.edits_logits[rows].any():
+            # Penalties are of the tokens so far, which the last step may still be computing.
+            self._host_rows.learn(wait=True)
+        at = self._to_device(special)
+        own = logits[at].float()
+        chosen, _ = self._sampler.sample(own.clone(), rows[special])
+        tokens[at] = torch.from_numpy(chosen).to(self._device)
+        wanted = np.flatnonzero(self._state.wants_logprobs[rows[special]])
+        if not len(wanted):
+            return {}
+        scored = own[self._to_device(wanted)]
+        return self._score_samples(scored, rows[special][wanted], chosen[wanted])
+
+    def _answer(
+        self,
+        plan: Plan,
+        inputs: StepInputs,
+        step: InFlight,
+        logprobs: dict[Row, TokenLogprobs] | None = None,
+        prompt_logprobs: dict[Row, tuple[TokenLogprobs, ...]] | None = None,
+    ) -> Answer:
+        self._host_rows.expect(step)
+
+        def answer() -> StepResult:
+            tokens, finite = step.wait()
+            return StepResult(
+                plan.step_id,
+                tokens[inputs.sampling_order],
+                logprobs=logprobs or {},
+                prompt_logprobs=prompt_logprobs or {},
+                faults=tuple(
+                    RowFault(Row(int(row)), "the model gave logits that are not finite")
+                    for row in step.rows[~finite]
+                ),
+                adapters=self._answers(),
+            )
+
+        return answer
+
+
+def _resolve(future: Future[StepResult], answer: Answer) -> None:
+    try:
+        result = answer()
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(result)

@@ -1,0 +1,115 @@
+"""The fused kernels between the matrix products, in Triton, against their naive references."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.unit.kernels.triton_cases import DEVICE, DTYPES, make_rows, make_site, randn
+
+from manyroots.kernels.activation import reference as activation_reference  # isort: skip
+from manyroots.kernels.activation import triton as activation  # isort: skip
+from manyroots.kernels.gemm import reference as gemm_reference  # isort: skip
+from manyroots.kernels.gemm import triton as gemm  # isort: skip
+from manyroots.kernels.lora_sites.sites import LoraRows, LoraTerm  # isort: skip
+from manyroots.kernels.norm import reference as norm_reference  # isort: skip
+from manyroots.kernels.norm import triton as norm  # isort: skip
+from manyroots.kernels.rope_write import reference as rope_reference  # isort: skip
+from manyroots.kernels.rope_write import triton as rope  # isort: skip
+from manyroots.kernels.rope_write.inputs import Angles, QkNorm, Slots  # isort: skip
+from manyroots.kernels.tolerances import assert_close  # isort: skip
+
+EPS = 1e-6
+SLOTS = (-1, -1, 0, 0, 0, 1, 2)
+
+
+def term(
+    part_sizes: tuple[int, ...], ranks: list[tuple[int, ...]], dtype: torch.dtype, splits: int = 2
+) -> LoraTerm:
+    site = make_site(32, part_sizes, ranks, dtype)
+    rows = make_rows(*SLOTS)
+    return LoraTerm(randn(splits, len(SLOTS), site.width, seed=5), site, rows)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_adapters", [False, True])
+@pytest.mark.parametrize("shape", [(7, 96), (1, 7, 96), (3, 7, 96)])
+def test_add_rms_norm_equals_the_reference(
+    shape: tuple[int, ...], has_adapters: bool, dtype: torch.dtype
+) -> None:
+    residual, other = randn(7, 96, dtype=dtype), randn(7, 96, dtype=dtype)
+    delta, weight = randn(*shape, dtype=dtype, seed=1), randn(96, dtype=dtype, seed=2)
+    lora = term((96,), [(8,), (16,), (0,)], dtype) if has_adapters else None
+    out = norm.add_rms_norm(residual, delta, weight, EPS, lora)
+    expected = norm_reference.add_rms_norm(other, delta, weight, EPS, lora)
+    assert_close("norm", out, expected, dtype)
+    assert_close("norm", residual, other, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rms_norm_leaves_its_input_alone(dtype: torch.dtype) -> None:
+    x, weight = randn(5, 200, dtype=dtype), randn(200, dtype=dtype, seed=2)
+    before = x.clone()
+    out = norm.rms_norm(x, weight, EPS)
+    assert_close("norm", out, norm_reference.rms_norm(x, weight, EPS), dtype)
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_adapters", [False, True])
+@pytest.mark.parametrize("splits", [1, 2])
+def test_silu_mul_equals_the_reference(splits: int, has_adapters: bool, dtype: torch.dtype) -> None:
+    gate_up = randn(splits, 7, 2 * 150, dtype=dtype)
+    ranks = [(8, 8), (16, 24), (0, 40)]
+    lora = term((150, 150), ranks, dtype) if has_adapters else None
+    out = activation.silu_mul(gate_up, gate_up, lora)
+    assert_close("lora", out, activation_reference.silu_mul(gate_up, gate_up, lora), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_adapters", [False, True])
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_rope_write_gives_q_and_fills_exactly_the_slots(
+    has_norm: bool, has_adapters: bool, dtype: torch.dtype
+) -> None:
+    heads, kv_heads, dim, tokens = 6, 2, 32, len(SLOTS)
+    qkv = randn(2, tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
+    positions = torch.tensor([0, 5, 6, 7, 300, 2, 1], device=DEVICE)
+    angles = Angles.at(positions, randn(dim // 2, seed=9).abs())
+    norms = QkNorm(randn(dim, dtype=dtype), randn(dim, dtype=dtype, seed=3), EPS)
+    sizes = (heads * dim, kv_heads * dim, kv_heads * dim)
+    ranks = [(8, 8, 16), (16, 0, 8), (24, 8, 8)]
+    lora = term(sizes, ranks, dtype) if has_adapters else None
+    # A view of one layer of an arena, as the store gives it; the last row writes nowhere.
+    arena = torch.full((9, 3, 2, 4, kv_heads, dim), 7.0, dtype=dtype, device=DEVICE)
+    other = arena.clone()
+    pages = torch.tensor([3, 1, 1, 1, 8, 0, -1], dtype=torch.int32, device=DEVICE)
+    slots = Slots(pages, torch.tensor([0, 1, 2, 3, 0, 2, 0], dtype=torch.int32, device=DEVICE))
+    args = (qkv, angles, norms if has_norm else None)
+    q = rope.rope_write(*args, arena[:, 1], slots, lora)
+    expected = rope_reference.rope_write(*args, other[:, 1], slots, lora)
+    assert_close("lora", q, expected, dtype)
+    assert_close("lora", arena, other, dtype)
+    assert torch.equal(arena[:, 0], other[:, 0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tiling", [gemm.Tiling(16, 32, 1, 2, 4), gemm.Tiling(32, 32, 3, 2, 4)])
+@pytest.mark.parametrize("slots", [None, SLOTS, (0,) * 20, (-1,)])
+def test_linear_gives_partial_sums_of_the_product_and_of_the_adapters_shrink(
+    slots: tuple[int, ...] | None, tiling: gemm.Tiling, dtype: torch.dtype
+) -> None:
+    rows: LoraRows | None = None if slots is None else make_rows(*slots)
+    site = make_site(192, (32, 16), [(8, 16), (40, 8), (0, 24)], dtype)
+    x = randn(len(slots or SLOTS), 192, dtype=dtype)
+    weight = randn(72, 192, dtype=dtype, seed=4) * 192**-0.5
+    out, shrunk = gemm.linear(x, weight, None if rows is None else site, rows, tiling=tiling)
+    expected, expected_shrunk = gemm_reference.linear(x, weight, site, rows)
+    assert_close("lora", out.float().sum(0), expected[0], dtype)
+    assert (shrunk is None) == (rows is None)
+    if rows is not None and shrunk is not None and expected_shrunk is not None:
+        for row, slot in enumerate(rows.slots.tolist()):
+            if slot >= 0:
+                total = int(site.table[slot, 1])
+                got = shrunk.hidden[:, row, :total].sum(0)
+                assert_close("lora", got, expected_shrunk.hidden[0, row, :total], dtype)

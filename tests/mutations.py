@@ -470,8 +470,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         "a request waits for storage beyond its time",
     ),
     _scheduler(
-        "if request.ticket is None or request.ticket.patience_steps == 0:",
-        "if request.ticket is None:",
+        "if step_id - request.waiting_since >= ticket.patience_steps:",
+        "if step_id - request.waiting_since > ticket.patience_steps:",
         "best effort waits for a step",
         "admission",
     ),

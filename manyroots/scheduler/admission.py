@@ -54,8 +54,7 @@ class Admission:
         """A new request: into the queue, or after what storage has for it."""
         if not request.wants_prompt_logprobs:
             request.ticket = self._cache.prefetch(request.key, request.tokens)
-        if request.ticket is None or request.ticket.patience_steps == 0:
-            request.ticket = None
+        if request.ticket is None:
             self.waiting.push(request)
         else:
             # Storage answers while others run; only this request waits for it (T04).

@@ -16,6 +16,8 @@ class Routing:
 
     weights: Tensor
     """float32 [num_tokens, top_k]: how much each pair's output counts."""
+    experts: Tensor
+    """int32 [num_tokens, top_k]: the expert of each pair."""
     pairs: Tensor
     """int32: each expert's pairs, in the order of tokens; there may be gaps between experts."""
     groups: Tensor

@@ -1,9 +1,10 @@
-"""Mixture of experts in three launches, without a word from the host.
+"""Mixture of experts in three launches, or four with adapters, without a word from the host.
 
 Same signatures as `reference.py`. `route` chooses in parallel, and the last program to choose
 makes the experts' lists. The two products read each chosen expert's weights once for up to BLOCK_M
 of its pairs, and leave the sum over a token's experts to the next kernel: [tokens, top_k, hidden],
-transposed, is what `add_rms_norm` takes as partial sums.
+transposed, is what `add_rms_norm` takes as partial sums. What adapters need of these kernels is in
+`triton_adapters.py`; without adapters, it is not compiled into them.
 """
 
 from __future__ import annotations
@@ -20,13 +21,24 @@ from manyroots.kernels.launch import (
     counters,
     launch_options,
     let_next_begin,
+    prefetch_pieces,
     wait_for_inputs,
 )
+from manyroots.kernels.moe_pairs.adapters import ExpertAdapters
 from manyroots.kernels.moe_pairs.routing import Routing
+from manyroots.kernels.moe_pairs.triton_adapters import (
+    SHRINK_N,
+    activate,
+    expand_pairs,
+    pairs_ranks,
+    shrink_tile,
+)
 
 MAX_ROUTED_TOKENS = 128
 """Most tokens whose pairs `route` orders itself; more are sorted by torch."""
 
+UP_AHEAD, UP_FIRST = 512, 264
+DOWN_AHEAD, DOWN_FIRST = 768, 396
 
 @dataclass(frozen=True, slots=True)
 class ExpertTiling:
@@ -39,6 +51,10 @@ class ExpertTiling:
     down_k: int = 128
     down_stages: int = 3
     num_warps: int = 4
+    activate_n: int = 256
+    """With adapters alone: columns of a pair that one program takes between the products."""
+    pair_block: int = 4
+    """With adapters alone: pairs whose B are multiplied at once."""
 
 
 @triton.jit
@@ -74,10 +90,9 @@ def _choose(
     to = r[:, None] * TOP_K + c[None, :]
     is_pair = (r < num_rows)[:, None] & (c < TOP_K)[None, :]
     tl.store(weights + to, best, mask=is_pair)
+    tl.store(chosen + to, experts, mask=is_pair)
     if ORDERS:
         tl.store(ranks + e[None, :] * num_rows + r[:, None], rank, mask=ok)
-    else:
-        tl.store(chosen + to, experts, mask=is_pair)
 
 
 @triton.jit
@@ -148,7 +163,9 @@ def route(logits: Tensor, top_k: int, *, renormalise: bool) -> Routing:
         BLOCK_T=max(16, triton.next_power_of_2(num_rows)) if is_small else 0,
         num_warps=num_warps, **launch_options(device),
     )  # fmt: skip
-    return Routing(weights, pairs, groups) if is_small else _sorted(chosen, weights, num_experts)
+    if is_small:
+        return Routing(weights, chosen, pairs, groups)
+    return _sorted(chosen, weights, num_experts)
 
 
 def _sorted(chosen: Tensor, weights: Tensor, num_experts: int) -> Routing:
@@ -157,22 +174,43 @@ def _sorted(chosen: Tensor, weights: Tensor, num_experts: int) -> Routing:
     ids = torch.arange(num_experts + 1, dtype=torch.int32, device=chosen.device)
     starts = torch.searchsorted(ordered, ids, out_int32=True)
     groups = torch.stack((ids[:-1], starts[:-1], starts[1:]), dim=1)
-    return Routing(weights, pairs.int(), groups)
+    return Routing(weights, chosen, pairs.int(), groups)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs", "shrink_rows"])
 def _up(
-    x, gate_up, pairs, groups, out, n_size, k_size, top_k,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
+    x, gate_up, pairs, groups, out, shrunk, slots, experts, pool, table, scalings, n_size, k_size,
+    top_k, num_pairs, width, shrink_rows,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ADAPTERS: tl.constexpr,
+    AHEAD: tl.constexpr, FIRST: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """silu(gate) * up of an expert's pairs, each at its own pair's place."""
+    """silu(gate) * up of an expert's pairs, each at its own pair's place.
+
+    With adapters gate and up as they are, and what the adapters shrink x to.
+    """
     let_next_begin(DEPENDENT)
+    group = tl.program_id(1)
+    if ADAPTERS:
+        groups_end = tl.num_programs(1) - shrink_rows
+        if group >= groups_end:
+            shrink_tile(
+                x, shrunk, slots, experts, pool, table, scalings,
+                (group - groups_end) * tl.num_programs(0) + tl.program_id(0), num_pairs, top_k,
+                k_size, width, 2, BLOCK_K, DEPENDENT,
+            )  # fmt: skip
+            return
+    if AHEAD:
+        if group * tl.num_programs(0) + tl.program_id(0) < FIRST:
+            i = tl.arange(0, 2 * BLOCK_N)
+            row = tl.program_id(0) * BLOCK_N + i % BLOCK_N + i // BLOCK_N * n_size
+            rows = gate_up + (group.to(tl.int64) * 2 * n_size + row) * k_size
+            prefetch_pieces(rows, 2 * AHEAD, DEPENDENT)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     wait_for_inputs(DEPENDENT)
-    expert = tl.load(groups + 3 * tl.program_id(1)).to(tl.int64)
-    begin = tl.load(groups + 3 * tl.program_id(1) + 1)
-    end = tl.load(groups + 3 * tl.program_id(1) + 2)
+    expert = tl.load(groups + 3 * group).to(tl.int64)
+    begin = tl.load(groups + 3 * group + 1)
+    end = tl.load(groups + 3 * group + 2)
     w_at = (
         gate_up + (expert * 2 * n_size + tl.minimum(n, n_size - 1))[:, None] * k_size + k[None, :]
     )
@@ -189,34 +227,61 @@ def _up(
             xs = tl.trans(tl.load(x_at + at, mask=(m < end)[:, None], other=0.0))
             gate = tl.dot(gates, xs, gate, input_precision="ieee")
             up = tl.dot(ups, xs, up, input_precision="ieee")
-        value = tl.trans(gate * tl.sigmoid(gate) * up)
         ok = (m < end)[:, None] & (n < n_size)[None, :]
-        tl.store(out + pair[:, None] * n_size + n[None, :], value, mask=ok)
+        if ADAPTERS:
+            to = out + pair[:, None] * 2 * n_size + n[None, :]
+            tl.store(to, tl.trans(gate), mask=ok)
+            tl.store(to + n_size, tl.trans(up), mask=ok)
+        else:
+            value = tl.trans(gate * tl.sigmoid(gate) * up)
+            tl.store(out + pair[:, None] * n_size + n[None, :], value, mask=ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def _down(
-    hidden, down, pairs, groups, weights, out, n_size, k_size,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
+    hidden, down, pairs, groups, weights, out, shrunk, second_halves, pool, n_size, k_size,
+    num_pairs, width,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    PAIR_BLOCK: tl.constexpr, AHEAD: tl.constexpr, FIRST: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """weight * down(hidden) of an expert's pairs, each at its own pair's place."""
+    """weight * down(hidden) of an expert's pairs, each at its own pair's place.
+
+    NUM_SPLITS: of what adapters shrunk the activations to; 0 without adapters.
+    """
     let_next_begin(DEPENDENT)
+    if AHEAD:
+        if tl.program_id(1) * tl.num_programs(0) + tl.program_id(0) < FIRST:
+            i = tl.arange(0, 2 * BLOCK_N)
+            row = tl.program_id(1).to(tl.int64) * n_size + tl.program_id(0) * BLOCK_N + i // 2
+            prefetch_pieces(down + row * k_size + i % 2 * (AHEAD // 2), AHEAD, DEPENDENT)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     wait_for_inputs(DEPENDENT)
     expert = tl.load(groups + 3 * tl.program_id(1)).to(tl.int64)
     begin = tl.load(groups + 3 * tl.program_id(1) + 1)
     end = tl.load(groups + 3 * tl.program_id(1) + 2)
-    w_at = down + (expert * n_size + tl.minimum(n, n_size - 1))[:, None] * k_size + k[None, :]
+    inside = tl.minimum(n, n_size - 1)
+    w_at = down + (expert * n_size + inside)[:, None] * k_size + k[None, :]
     for first in range(begin, end, BLOCK_M):
         m = first + tl.arange(0, BLOCK_M)
         pair = tl.load(pairs + tl.minimum(m, end - 1)).to(tl.int64)
         h_at = hidden + pair[:, None] * k_size + k[None, :]
+        if NUM_SPLITS:
+            # On their way while the product is computed.
+            second, h, highest = pairs_ranks(
+                shrunk, second_halves, pool, pairs, first, end, 0, inside, num_pairs, width,
+                NUM_SPLITS, PAIR_BLOCK,
+            )  # fmt: skip
         acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for at in range(0, k_size, BLOCK_K):
             weight = tl.load(w_at + at, eviction_policy="evict_first")
             hs = tl.trans(tl.load(h_at + at, mask=(m < end)[:, None], other=0.0))
             acc = tl.dot(weight, hs, acc, input_precision="ieee")
+        if NUM_SPLITS:
+            acc = expand_pairs(
+                acc, second, h, highest, shrunk, second_halves, pool, pairs, first, end, inside,
+                num_pairs, width, NUM_SPLITS, BLOCK_M, PAIR_BLOCK,
+            )  # fmt: skip
         value = tl.trans(acc) * tl.load(weights + pair)[:, None]
         ok = (m < end)[:, None] & (n < n_size)[None, :]
         tl.store(out + pair[:, None] * n_size + n[None, :], value, mask=ok)
@@ -227,6 +292,7 @@ def experts(
     routing: Routing,
     gate_up: Tensor,
     down: Tensor,
+    adapters: ExpertAdapters | None = None,
     *,
     tiling: ExpertTiling | None = None,
 ) -> Tensor:
@@ -235,22 +301,93 @@ def experts(
     gate_up is [experts, 2 n, hidden] (gates first), down is [experts, hidden, n].
     """
     tiling = tiling or ExpertTiling()
-    num_tokens, top_k = routing.weights.shape
     num_experts, hidden_size, n_size = down.shape
+    num_tokens, top_k = routing.weights.shape
     num_pairs = num_tokens * top_k
     most_used = min(num_experts, num_pairs) if num_tokens <= MAX_ROUTED_TOKENS else num_experts
-    options = launch_options(x.device)
     block_m = 16 if num_pairs <= 8 * num_experts else 64
+    up_tiles = triton.cdiv(n_size, tiling.up_n)
     inner = torch.empty(num_pairs, n_size, dtype=x.dtype, device=x.device)
-    _up[(triton.cdiv(n_size, tiling.up_n), most_used)](
-        x, gate_up, routing.pairs, routing.groups, inner, n_size, hidden_size, top_k,
-        BLOCK_M=block_m, BLOCK_N=tiling.up_n, BLOCK_K=tiling.up_k, num_stages=tiling.up_stages,
-        num_warps=tiling.num_warps, **options,
-    )  # fmt: skip
     out = torch.empty(num_pairs, hidden_size, dtype=torch.float32, device=x.device)
+    between = None if adapters is None else _Between.of(num_pairs, adapters, tiling)
+    if adapters is None or between is None:
+        product, up_width, shrink_rows = inner, 1, 0
+        up_site, down_site = (x, x, x, x, x, x), (x, x, x)
+        width, num_splits = 1, 0
+    else:
+        product = between.gate_up
+        up_width = adapters.gate_up.width
+        shrink_rows = triton.cdiv(triton.cdiv(num_pairs * up_width, SHRINK_N.value), up_tiles)
+        site = adapters.gate_up
+        up_site = (
+            between.up_shrunk, adapters.slots, routing.experts, site.pool, site.table, site.scalings
+        )  # fmt: skip
+        down_site = (between.shrunk, between.second_halves, site.pool)
+        width, num_splits = adapters.down.width, between.shrunk.shape[0]
+    options = launch_options(x.device)
+    up_ahead, down_ahead = UP_AHEAD, DOWN_AHEAD
+    if num_pairs < 2 * num_experts or x.itemsize != 2:
+        up_ahead = down_ahead = 0
+    _up[(up_tiles, shrink_rows + most_used)](
+        x, gate_up, routing.pairs, routing.groups, product, *up_site, n_size, hidden_size, top_k,
+        num_pairs, up_width, shrink_rows,
+        BLOCK_M=block_m, BLOCK_N=tiling.up_n, BLOCK_K=tiling.up_k, ADAPTERS=adapters is not None,
+        AHEAD=up_ahead, FIRST=UP_FIRST,
+        num_stages=tiling.up_stages, num_warps=tiling.num_warps, **options,
+    )  # fmt: skip
+    if adapters is not None and between is not None:
+        _activate(between, inner, routing, adapters, tiling)
     _down[(triton.cdiv(hidden_size, tiling.down_n), most_used)](
-        inner, down, routing.pairs, routing.groups, routing.weights, out, hidden_size, n_size,
-        BLOCK_M=block_m, BLOCK_N=tiling.down_n, BLOCK_K=tiling.down_k,
+        inner, down, routing.pairs, routing.groups, routing.weights, out, *down_site, hidden_size,
+        n_size, num_pairs, width,
+        BLOCK_M=block_m, BLOCK_N=tiling.down_n, BLOCK_K=tiling.down_k, NUM_SPLITS=num_splits,
+        PAIR_BLOCK=tiling.pair_block, AHEAD=down_ahead, FIRST=DOWN_FIRST,
         num_stages=tiling.down_stages, num_warps=tiling.num_warps, **options,
     )  # fmt: skip
     return out.view(num_tokens, top_k, hidden_size)
+
+
+@dataclass(frozen=True, slots=True)
+class _Between:
+    """What the two products hand on to each other where there are adapters."""
+
+    gate_up: Tensor
+    """float32 [num_pairs, 2 n]"""
+    up_shrunk: Tensor
+    """float32 [num_pairs, ranks of gate and up]"""
+    shrunk: Tensor
+    """float32 [num_splits, num_pairs, ranks of down]: partial sums."""
+    second_halves: Tensor
+    """int64 [num_pairs, 2]: where a pair's B of down lies in the pool, and its rank."""
+
+    @classmethod
+    def of(cls, num_pairs: int, adapters: ExpertAdapters, tiling: ExpertTiling) -> _Between:
+        sizes, device = adapters.gate_up.part_sizes, adapters.slots.device
+        num_splits = triton.cdiv(sizes[0], tiling.activate_n)
+
+        def empty(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=torch.float32, device=device)
+
+        return cls(
+            gate_up=empty(num_pairs, sum(sizes)),
+            up_shrunk=empty(num_pairs, adapters.gate_up.width),
+            shrunk=empty(num_splits, num_pairs, adapters.down.width),
+            second_halves=torch.empty(num_pairs, 2, dtype=torch.int64, device=device),
+        )
+
+
+def _activate(
+    between: _Between,
+    inner: Tensor,
+    routing: Routing,
+    adapters: ExpertAdapters,
+    tiling: ExpertTiling,
+) -> None:
+    num_pairs, n_size = inner.shape
+    up, down = adapters.gate_up, adapters.down
+    activate[(num_pairs, between.shrunk.shape[0])](
+        between.gate_up, between.up_shrunk, inner, between.shrunk, between.second_halves,
+        adapters.slots, routing.experts, down.pool, up.table, down.table, down.scalings,
+        num_pairs, routing.weights.shape[1], n_size, up.width, down.width,
+        BLOCK_N=tiling.activate_n, num_warps=4, **launch_options(inner.device),
+    )  # fmt: skip

@@ -1,0 +1,233 @@
+"""Adapters of experts in Triton: what the experts' two products add to them, and what lies between.
+
+Adapters cost one launch more, and their bytes:
+
+    _up        gate, up = W x of each pair, and as further tiles h = A x of each pair
+    _activate  silu(gate + B h) * (up + B h), and h = A of that
+    _down      weight * (W x + B h) of each pair
+
+`shrink_tile` and `expand_pairs` are parts of the first and the last, which lie in `triton.py`; here
+they have no weights of the base model. A decode has about one pair per adapter and expert, so work
+is by pairs: those that share a matrix find it in the cache. Nothing is gathered or copied.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from manyroots.kernels.launch import let_next_begin, wait_for_inputs
+
+SHRINK_N = tl.constexpr(64)
+"""Rows of A that one program takes, of one pair or several."""
+SHRINK_M = tl.constexpr(16)
+"""At least as many tokens as those pairs can have: a pair has 8 rows or more."""
+RANK_BLOCK = tl.constexpr(16)
+"""The least inner dimension of a matrix instruction."""
+_PART = tl.constexpr(6)
+
+
+@triton.jit
+def _first_halves(table, scalings, slot, n, NUM_PARTS: tl.constexpr):
+    """Of each row n of a slot's stacked A: whether it exists, its part's A and the way to the next
+    expert's, its number there, and its scaling."""
+    entry = table + tl.maximum(slot, 0) * (1 + _PART * NUM_PARTS)
+    scaling = scalings + tl.maximum(slot, 0) * NUM_PARTS
+    exists = (slot >= 0) & (n < tl.load(entry))
+    row, a, step = n, tl.load(entry + 3), tl.load(entry + 4)
+    scale = tl.load(scaling)
+    for part in tl.static_range(1, NUM_PARTS):
+        start = tl.load(entry + 1 + _PART * part).to(tl.int32)
+        row = tl.where(n >= start, n - start, row)
+        a = tl.where(n >= start, tl.load(entry + 3 + _PART * part), a)
+        step = tl.where(n >= start, tl.load(entry + 4 + _PART * part), step)
+        scale = tl.where(n >= start, tl.load(scaling + part), scale)
+    return exists, row, a, step, scale
+
+
+@triton.jit
+def shrink_tile(
+    x, shrunk, slots, experts, pool, table, scalings, tile, num_pairs, top_k, k_size, width,
+    NUM_PARTS: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """scaling * A x for SHRINK_N of all pairs' ranks, `width` per pair.
+
+    One matrix instruction for rows that belong to several tokens: each row keeps its own token's.
+    """
+    v = tile * SHRINK_N + tl.arange(0, SHRINK_N)
+    pair = tl.minimum(v // width, num_pairs - 1)
+    n = v % width
+    token = pair // top_k
+    slot = tl.load(slots + token)
+    exists, row, a, step, scale = _first_halves(table, scalings, slot, n, NUM_PARTS)
+    exists = exists & (v < num_pairs * width)
+    if tl.max(exists.to(tl.int32)) > 0:
+        wait_for_inputs(DEPENDENT)
+        expert = tl.load(experts + pair)
+        offset = a + expert * step + row.to(tl.int64) * k_size
+        k = tl.arange(0, BLOCK_K)
+        a_at = (pool + tl.multiple_of(offset, 8))[:, None] + k[None, :]
+        first = tl.min(token)
+        m = tl.arange(0, SHRINK_M)
+        is_token = (first + m <= tl.max(token))[:, None]
+        x_at = x + (first + m)[:, None].to(tl.int64) * k_size + k[None, :]
+        acc = tl.zeros((SHRINK_N, SHRINK_M), tl.float32)
+        for at in range(0, k_size, BLOCK_K):
+            weight = tl.load(a_at + at, mask=exists[:, None], other=0.0)
+            xs = tl.load(x_at + at, mask=is_token, other=0.0)
+            acc = tl.dot(weight, tl.trans(xs), acc, input_precision="ieee")
+        own = m[None, :] == (token - first)[:, None]
+        value = tl.sum(tl.where(own, acc, 0.0), axis=1) * scale
+        tl.store(shrunk + pair.to(tl.int64) * width + n, value, mask=exists)
+
+
+@triton.jit
+def _second_half(table, slot, part: tl.constexpr, NUM_PARTS: tl.constexpr):
+    """Of a slot's part: where its ranks begin, its rank (0 without an adapter), its B and the way
+    to the next expert's."""
+    entry = table + tl.maximum(slot, 0) * (1 + _PART * NUM_PARTS) + 1 + _PART * part
+    rank = tl.where(slot >= 0, tl.load(entry + 1).to(tl.int32), 0)
+    return tl.load(entry).to(tl.int32), tl.multiple_of(rank, 8), tl.load(entry + 4), tl.load(entry + 5)
+
+
+@triton.jit
+def _ranks_of(b, rank, first, n, is_n):
+    """B[n] of the ranks from `first` on: [n, RANK_BLOCK]."""
+    r = first + tl.arange(0, RANK_BLOCK)
+    ok = is_n[:, None] & (r < rank)[None, :]
+    return tl.load(b + n[:, None] * rank + r[None, :], mask=ok, other=0.0)
+
+
+@triton.jit
+def _expand(acc, first_ranks, b, rank, h, n, is_n):
+    """acc + B[n] h for one pair; `first_ranks` are `_ranks_of` 0, loaded already."""
+    weight = first_ranks
+    for first in range(0, rank, RANK_BLOCK):
+        if first > 0:
+            weight = _ranks_of(b, rank, first, n, is_n)
+        r = first + tl.arange(0, RANK_BLOCK)
+        hs = tl.load(h + r, mask=r < rank, other=0.0)
+        acc += tl.sum(weight.to(tl.float32) * hs[None, :], axis=1)
+    return acc
+
+
+@triton.jit
+def _columns_of(a, rank, first, n, is_n, n_size):
+    """A[:, n] of the ranks from `first` on: [RANK_BLOCK, n]."""
+    r = first + tl.arange(0, RANK_BLOCK)
+    ok = (r < rank)[:, None] & is_n[None, :]
+    return tl.load(a + r[:, None] * n_size + n[None, :], mask=ok, other=0.0)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def activate(
+    gate_up, up_shrunk, inner, shrunk, second_halves, slots, experts, pool, up_table, table,
+    scalings, num_pairs, top_k, n_size, up_width, width,
+    BLOCK_N: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """A pair's activations from its two products, and what its adapter shrinks them to.
+
+    Each program takes BLOCK_N of a pair's columns, and leaves a partial sum. It also says where
+    the pair's last B is, and of what rank.
+    """
+    let_next_begin(DEPENDENT)
+    pair = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_n = n < n_size
+    slot = tl.load(slots + pair // top_k).to(tl.int64)
+    gate_start, gate_rank, gate_b, gate_step = _second_half(up_table, slot, 0, 2)
+    up_start, up_rank, up_b, up_step = _second_half(up_table, slot, 1, 2)
+    _, rank, b, b_step = _second_half(table, slot, 0, 1)
+    entry = table + tl.maximum(slot, 0) * (1 + _PART)
+    a, a_step = tl.load(entry + 3), tl.load(entry + 4)
+    scale = tl.load(scalings + tl.maximum(slot, 0))
+    wait_for_inputs(DEPENDENT)
+    expert = tl.load(experts + pair)
+    gate_b = pool + tl.multiple_of(gate_b + expert * gate_step, 8)
+    up_b = pool + tl.multiple_of(up_b + expert * up_step, 8)
+    a = pool + tl.multiple_of(a + expert * a_step, 8)
+    # All are on their way before the first is waited for.
+    gates = _ranks_of(gate_b, gate_rank, 0, n, is_n)
+    ups = _ranks_of(up_b, up_rank, 0, n, is_n)
+    downs = _columns_of(a, rank, 0, n, is_n, n_size)
+    at = gate_up + pair * 2 * n_size + n
+    gate = tl.load(at, mask=is_n, other=0.0)
+    up = tl.load(at + n_size, mask=is_n, other=0.0)
+    h = up_shrunk + pair * up_width
+    gate = _expand(gate, gates, gate_b, gate_rank, h + gate_start, n, is_n)
+    up = _expand(up, ups, up_b, up_rank, h + up_start, n, is_n)
+    value = (gate * tl.sigmoid(gate) * up).to(inner.dtype.element_ty)
+    tl.store(inner + pair * n_size + n, value, mask=is_n)
+    to = shrunk + (tl.program_id(1).to(tl.int64) * num_pairs + pair) * width
+    for first in range(0, rank, RANK_BLOCK):
+        if first > 0:
+            downs = _columns_of(a, rank, first, n, is_n, n_size)
+        total = tl.sum(downs.to(tl.float32) * value.to(tl.float32)[None, :], axis=1)
+        r = first + tl.arange(0, RANK_BLOCK)
+        tl.store(to + r, total * scale, mask=r < rank)
+    if tl.program_id(1) == 0:
+        tl.store(second_halves + 2 * pair, b + expert * b_step)
+        tl.store(second_halves + 2 * pair + 1, rank.to(tl.int64))
+
+
+@triton.jit
+def pairs_ranks(
+    shrunk, second_halves, pool, pairs, place, end, first, n, num_pairs, width,
+    NUM_SPLITS: tl.constexpr, PAIR_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """PAIR_BLOCK pairs' B[n] side by side, RANK_BLOCK ranks of each from `first` on, [n, ranks];
+    their shrunk activations [ranks]; and the highest of their ranks."""
+    here = place + tl.arange(0, PAIR_BLOCK)
+    pair = tl.load(pairs + tl.minimum(here, end - 1)).to(tl.int64)
+    offset = tl.load(second_halves + 2 * pair)
+    rank = tl.load(second_halves + 2 * pair + 1).to(tl.int32)
+    rank = tl.where(here < end, rank, 0)
+    r = first + tl.arange(0, RANK_BLOCK)
+    is_rank = r[None, :] < rank[:, None]
+    h_at = shrunk + pair[:, None] * width + r[None, :]
+    h = tl.load(h_at, mask=is_rank, other=0.0)
+    for split in tl.static_range(1, NUM_SPLITS):
+        h += tl.load(h_at + split * num_pairs.to(tl.int64) * width, mask=is_rank, other=0.0)
+    side_by_side: tl.constexpr = PAIR_BLOCK * RANK_BLOCK
+    start = tl.reshape(offset[:, None] + r[None, :], (side_by_side,))
+    step = tl.reshape(tl.broadcast_to(rank[:, None], (PAIR_BLOCK, RANK_BLOCK)), (side_by_side,))
+    ok = tl.reshape(is_rank.to(tl.int8), (side_by_side,)) > 0
+    # Ranks and offsets are multiples of 8, which Triton can't see here.
+    at = start[None, :] + n[:, None] * step[None, :]
+    at = tl.max_contiguous(tl.multiple_of(at, (1, 8)), (1, 8))
+    weight = tl.load(pool + at, mask=tl.max_constancy(ok[None, :], (1, 8)), other=0.0)
+    return weight, tl.reshape(h, (side_by_side,)), tl.max(rank)
+
+
+@triton.jit
+def add_expanded(acc, weight, h, block, BLOCK_M: tl.constexpr, PAIR_BLOCK: tl.constexpr):
+    """acc [n, BLOCK_M] + B h of the block's pairs: one product with a matrix that holds each pair's
+    h in its own column."""
+    i = tl.arange(0, PAIR_BLOCK * RANK_BLOCK)
+    own = (block + i // RANK_BLOCK)[:, None] == tl.arange(0, BLOCK_M)[None, :]
+    columns = tl.where(own, h[:, None], 0.0).to(weight.dtype)
+    return tl.dot(weight, columns, acc, input_precision="ieee")
+
+
+@triton.jit
+def expand_pairs(
+    acc, weight, h, highest, shrunk, second_halves, pool, pairs, place, end, n, num_pairs, width,
+    NUM_SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, PAIR_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """acc [n, BLOCK_M] + B h of the pairs from `place` on; `weight`, `h` and `highest` are
+    `pairs_ranks` 0 of the first ones, loaded already."""
+    acc = add_expanded(acc, weight, h, 0, BLOCK_M, PAIR_BLOCK)
+    for block in tl.range(0, tl.minimum(end - place, BLOCK_M), PAIR_BLOCK, num_stages=1):
+        if block > 0:
+            weight, h, highest = pairs_ranks(
+                shrunk, second_halves, pool, pairs, place + block, end, 0, n, num_pairs, width,
+                NUM_SPLITS, PAIR_BLOCK,
+            )  # fmt: skip
+            acc = add_expanded(acc, weight, h, block, BLOCK_M, PAIR_BLOCK)
+        for first in tl.range(RANK_BLOCK, highest, RANK_BLOCK, num_stages=1):
+            weight, h, highest = pairs_ranks(
+                shrunk, second_halves, pool, pairs, place + block, end, first, n, num_pairs,
+                width, NUM_SPLITS, PAIR_BLOCK,
+            )  # fmt: skip
+            acc = add_expanded(acc, weight, h, block, BLOCK_M, PAIR_BLOCK)
+    return acc

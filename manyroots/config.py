@@ -56,6 +56,9 @@ class ModelSettings:
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     device: str = option("auto", "Where to compute.", choices=("auto", "cpu", "cuda"))
+    tensor_parallel_size: int = option(
+        1, "Processes that share each layer's weights: one per GPU, or several on a CPU."
+    )
     max_model_len: int | None = option(None, "Longest prompt plus output, in tokens.")
     chat_template: str | None = option(None, "File with a Jinja chat template, for the model's.")
     enforce_eager: bool = option(
@@ -64,6 +67,7 @@ class ModelSettings:
     seed: int = option(0, "Seed of dummy weights and of requests that bring none.")
 
     def __post_init__(self) -> None:
+        _at_least(self, "tensor_parallel_size", 1)
         _at_least(self, "max_model_len", 1)
         _one_of_choices(self)
 

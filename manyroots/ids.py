@@ -6,8 +6,7 @@ Knows nothing of tensors, HTTP or text.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
-from typing import NewType
+from typing import NamedTuple, NewType
 
 RequestId = NewType("RequestId", int)
 """One sequence inside the engine. Always the server's own number, never a caller's string."""
@@ -42,11 +41,11 @@ class Tier(enum.Enum):
     STORAGE = "storage"
 
 
-@dataclass(frozen=True, slots=True)
-class Namespace:
+class Namespace(NamedTuple):
     """Whose weights computed a page, and for which tenant.
 
-    Both fields are always spelled out: forgetting one is a type error, never the base model.
+    Both fields are always spelled out: forgetting one is a type error, never the base model. A
+    tuple, because the prefix tree hashes one for every node that it passes.
     """
 
     adapter: AdapterDigest | None

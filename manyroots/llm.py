@@ -26,7 +26,7 @@ from manyroots.messages import (
     FinishReason,
     LoadLora,
     LoraReply,
-    Output,
+    News,
     Stats,
     Submit,
     UnloadLora,
@@ -245,7 +245,7 @@ class LLM:
             while self._loop.has_work:
                 self._loop.step()
 
-    def _turn(self) -> list[Output]:
+    def _turn(self) -> News:
         """A step, after waiting for an adapter's files if there is nothing else to do."""
         if self._loop.is_reading and not self._loop.has_work:
             self._loop.wait_for_read()

@@ -1,4 +1,4 @@
-"""What crosses between a client and the engine: plain frozen data, no behaviour.
+"""What crosses between a client and the engine: plain data, no behaviour.
 
 The same objects are passed by reference inside one process (`LLM`) and encoded with msgspec
 between two (the server); this file imports neither.
@@ -7,11 +7,17 @@ between two (the server); this file imports neither.
 from __future__ import annotations
 
 import enum
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
 
 from manyroots.ids import AdapterName, Namespace, RequestId, Tier
 from manyroots.sampling import SamplingParams
-from manyroots.step import TokenLogprobs
+from manyroots.step import Bools, Int32s, TokenLogprobs
+
+Int64s = npt.NDArray[np.int64]
 
 
 class FinishReason(enum.Enum):
@@ -28,7 +34,8 @@ class Submit:
     """One sequence to generate. A request for n completions is n of these."""
 
     request_id: RequestId
-    prompt: list[int]
+    prompt: Sequence[int]
+    """Token ids. An `array('i')` is taken as it is; a list costs its conversion."""
     namespace: Namespace
     sampling: SamplingParams
     seed: int
@@ -146,6 +153,47 @@ class Output:
         return None if self.notice is None else self.notice.adapter_was
 
 
+@dataclass(slots=True)
+class Tokens:
+    """One new token for each of many sequences that have no other news, column by column."""
+
+    request_ids: Int64s
+    tokens: Int32s
+    num_cached_tokens: Int32s
+    """As in `Output`."""
+
+    def where(self, chosen: Bools) -> Tokens:
+        return Tokens(self.request_ids[chosen], self.tokens[chosen], self.num_cached_tokens[chosen])
+
+
+@dataclass(slots=True)
+class News:
+    """News of many sequences, each named at most once. Reads as a sequence of `Output`s; those of
+    `tokens` are made as they are read, which is the reader's time and not the engine's."""
+
+    outputs: list[Output]
+    tokens: Tokens | None = None
+
+    def __iter__(self) -> Iterator[Output]:
+        if self.tokens is not None:
+            columns = (self.tokens.request_ids, self.tokens.tokens, self.tokens.num_cached_tokens)
+            for request_id, token, num_cached in zip(*(c.tolist() for c in columns), strict=True):
+                yield Output(request_id, [token], None, num_cached)
+        yield from self.outputs
+
+    def single_out(self, request_ids: Container[RequestId]) -> None:
+        """Make the plain tokens of these sequences `outputs`, to which more can be said."""
+        if self.tokens is None:
+            return
+        chosen = np.array([number in request_ids for number in self.tokens.request_ids.tolist()])
+        if chosen.any():
+            self.outputs[:0] = News([], self.tokens.where(chosen))
+            self.tokens = self.tokens.where(~chosen)
+
+    def __len__(self) -> int:
+        return len(self.outputs) + (0 if self.tokens is None else len(self.tokens.tokens))
+
+
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
     """What the door needs to know of the engine to refuse what can't be served."""
@@ -220,7 +268,7 @@ class Stats:
 class Batch:
     """Everything the engine says after one step."""
 
-    outputs: list[Output]
+    news: News
     stats: Stats
     replies: list[LoraReply] = field(default_factory=list)
     loads: list[LoadTime] = field(default_factory=list)

@@ -27,9 +27,12 @@ LoadId = NewType("LoadId", int)
 """One load from the intent to its answer; never used again."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Arrival:
-    """A sequence takes a row of the persistent batch, replacing whatever was there."""
+    """A sequence takes a row of the persistent batch, replacing whatever was there.
+
+    Part of a plan, and as frozen; a burst makes hundreds, and freezing each would cost most.
+    """
 
     row: Row
     request_id: RequestId
@@ -53,11 +56,15 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class NewPages:
-    """Pages that continue a row's table of one family, from entry `first`."""
+    """Pages that continue rows' tables of one family, column by column.
 
-    row: Row
+    Page i becomes entry `places[i]` of the table of row `rows[i]`. Those of one row are in order,
+    and the first of them is where its table ended.
+    """
+
     family: int
-    first: int
+    rows: Int32s
+    places: Int32s
     pages: Int32s
 
 
@@ -156,6 +163,7 @@ class Plan:
     step_id: StepId
     arrivals: tuple[Arrival, ...]
     new_pages: tuple[NewPages, ...]
+    """Any number for a family, of different rows."""
     rows: Int32s
     """Rows that compute in this step, each at most once."""
     num_tokens: Int32s

@@ -18,13 +18,14 @@ from functools import cache
 import numpy as np
 
 from manyroots.cache.audit import audit
-from manyroots.cache.cache import Ending, PrefixCache, Refusal
+from manyroots.cache.cache import PrefixCache
 from manyroots.cache.families.family import Family
 from manyroots.cache.families.full import FULL_ATTENTION
 from manyroots.cache.families.recurrent import RecurrentState
 from manyroots.cache.families.window import SlidingWindow
 from manyroots.cache.keys import PrefixKey
 from manyroots.cache.lease import Lease
+from manyroots.cache.outcomes import Ending, Refusal
 from manyroots.cache.planes import ABSENT, Capacity, Layout
 from manyroots.cache.policies import CachePolicies
 from manyroots.ids import AdapterDigest, CopyId, Namespace, StepId, Tier

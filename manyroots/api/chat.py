@@ -54,7 +54,7 @@ async def _whole(job: Job, request: ChatRequest) -> ChatCompletion:
         scores = collected[0].prompt_logprobs
         completion.prompt_logprobs = prompt_logprobs(job.service.tokenizer, scores)
     if request.return_token_ids:
-        completion.prompt_token_ids = job.submits[0].prompt
+        completion.prompt_token_ids = list(job.submits[0].prompt)
     return completion
 
 
@@ -78,13 +78,14 @@ async def _chunks(job: Job, request: ChatRequest) -> AsyncGenerator[bytes, None]
         choices=[],
         usage=None if wants_usage else msgspec.UNSET,
     )
+    # With the first news and not before: until then the status can still say what went wrong.
+    events: list[bytes] = []
     for index in range(len(job.submits)):
         chunk.choices = [ChatChunkChoice(index=index, delta=ChatDelta("assistant", ""))]
-        yield event(chunk)
+        events.append(event(chunk))
     count = UsageCount(job.submits, job.n)
     async with aclosing(generate(job.service, job.submits)) as batches:
         async for batch in batches:
-            events: list[bytes] = []
             for index, delta in batch:
                 count.add(index, delta)
                 for choice in _chunk_choices(job, request, index, delta):
@@ -92,6 +93,7 @@ async def _chunks(job: Job, request: ChatRequest) -> AsyncGenerator[bytes, None]
                     events.append(event(chunk))
             if events:
                 yield b"".join(events)
+            events.clear()
     if wants_usage:
         chunk.choices, chunk.usage = [], count.usage()
         yield event(chunk)

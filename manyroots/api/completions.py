@@ -66,7 +66,7 @@ def _choice(
         choice.prompt_logprobs = prompt_logprobs(job.service.tokenizer, scores)
     if request.return_token_ids:
         choice.token_ids = made.tokens
-        choice.prompt_token_ids = job.submits[index].prompt
+        choice.prompt_token_ids = list(job.submits[index].prompt)
     return choice
 
 
@@ -79,14 +79,15 @@ async def _chunks(job: Job, request: CompletionRequest) -> AsyncGenerator[bytes,
         choices=[],
         usage=None if wants_usage else msgspec.UNSET,
     )
+    # With the first news and not before: until then the status can still say what went wrong.
+    events: list[bytes] = []
     if request.echo:
         for index in range(len(job.submits)):
             chunk.choices = [CompletionChoice(index=index, text=job.prompt_text(index // job.n))]
-            yield event(chunk)
+            events.append(event(chunk))
     count = UsageCount(job.submits, job.n)
     async with aclosing(generate(job.service, job.submits)) as batches:
         async for batch in batches:
-            events: list[bytes] = []
             for index, delta in batch:
                 count.add(index, delta)
                 if _is_worth_sending(delta, request):
@@ -94,6 +95,7 @@ async def _chunks(job: Job, request: CompletionRequest) -> AsyncGenerator[bytes,
                     events.append(event(chunk))
             if events:
                 yield b"".join(events)
+            events.clear()
     if wants_usage:
         chunk.choices, chunk.usage = [], count.usage()
         yield event(chunk)

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from manyroots.api.admission import Slots
-from manyroots.api.errors import error_body
+from manyroots.api.errors import error_body, error_response
 from manyroots.errors import ManyrootsError
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,11 @@ def event(value: msgspec.Struct) -> bytes:
 
 
 class EventStream(Response):
-    """Server-sent events. Releases the request's slots when it ends, however it ends."""
+    """Server-sent events. Releases the request's slots when it ends, however it ends.
+
+    The status goes out with the first event: a request that is refused before (its adapter can't
+    be read, or was unloaded on the way) gets its 4xx like one that is not streamed.
+    """
 
     media_type = "text/event-stream"
 
@@ -47,21 +51,32 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._slots:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await _unless_disconnected(receive, self._send_events(send))
+            refusal = await _unless_disconnected(receive, self._send_events(send))
+            if refusal is not None:
+                await refusal(scope, receive, send)
 
-    async def _send_events(self, send: Send) -> None:
+    async def _send_events(self, send: Send) -> Response | None:
+        """What to answer in place of a stream, if it failed before its first event."""
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        has_begun = False
         async with aclosing(self._events) as events:
             try:
                 async for data in events:
+                    if not has_begun:
+                        has_begun = True
+                        await send(start)
                     await send({"type": "http.response.body", "body": data, "more_body": True})
-            except Exception as error:  # the status is long sent: the stream itself must say it
+            except Exception as error:
                 if not isinstance(error, ManyrootsError):
                     logger.exception("a stream failed")
+                if not has_begun:
+                    return error_response(error)
+                # The status is long sent: the stream itself must say it.
                 _, body = error_body(error)
                 last = event(body)
                 await send({"type": "http.response.body", "body": last, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+        return None
 
 
 async def answer(request: Request, work: Coroutine[Any, Any, msgspec.Struct]) -> Response:

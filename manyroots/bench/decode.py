@@ -68,6 +68,8 @@ def run_decode(
             "enable_prefix_caching": False,
             "max_model_len": workload.prompt_len + workload.output_len + MARGIN_TOKENS,
             "max_num_seqs": max(workload.batches),
+            # The whole batch begins in one step, so that decode is decode alone.
+            "max_num_batched_tokens": max(workload.batches) * workload.prompt_len,
             **engine,
         }
         if 0 in workload.adapters:

@@ -4,13 +4,16 @@ built and called. No model and no fake runner, whose checks would be measured to
 
 from __future__ import annotations
 
+from array import array
+
 import numpy as np
 
 from manyroots.bench.scheduler_trace import MADE_UP_TOKEN, Limits, StepTimes, clock
-from manyroots.cache.cache import Ending, PrefixCache, Refusal
+from manyroots.cache.cache import PrefixCache
 from manyroots.cache.families.full import FULL_ATTENTION
 from manyroots.cache.keys import PrefixKey
 from manyroots.cache.lease import Lease
+from manyroots.cache.outcomes import Ending, Refusal
 from manyroots.cache.planes import Capacity, Layout
 from manyroots.cache.policies import CachePolicies
 from manyroots.config import SchedulerSettings
@@ -91,7 +94,8 @@ class OurScheduler:
         sampling = SamplingParams(max_tokens=output_len, temperature=0.0)
         first = self._num_submitted
         submissions = [
-            Submit(RequestId(first + i), prompt, BASE, sampling, seed=i, stop_ids=())
+            # As the wire hands it over; a list would be converted in the engine's time.
+            Submit(RequestId(first + i), array("i", prompt), BASE, sampling, seed=i, stop_ids=())
             for i, prompt in enumerate(prompts)
         ]
         self._num_submitted += len(prompts)

@@ -10,82 +10,34 @@ Order within a step (C01): claim every request that may begin, then onboard and 
 
 from __future__ import annotations
 
-import enum
-from dataclasses import dataclass
-
 import numpy as np
 
-from manyroots.cache.checkpoints import is_due, next_stop
 from manyroots.cache.events import CacheEvent
 from manyroots.cache.eviction import Evictor
+from manyroots.cache.growth import Growth
 from manyroots.cache.index import Index
 from manyroots.cache.keys import PageHasher, PrefixKey
-from manyroots.cache.lease import Checkpoint, Lease
+from manyroots.cache.lease import Lease
 from manyroots.cache.matching import Limit, Match, judge, path_units
-from manyroots.cache.planes import ABSENT, NO_UNITS, Layout, Plane
+from manyroots.cache.outcomes import (
+    CacheStats,
+    Ending,
+    Evicted,
+    Extension,
+    PlaneStats,
+    Refusal,
+)
+from manyroots.cache.planes import ABSENT, Layout
 from manyroots.cache.policies import CachePolicies
 from manyroots.cache.prefetch import Prefetcher, Ticket
 from manyroots.cache.publishing import Publisher, nearest_attached
+from manyroots.cache.room import Room
+from manyroots.cache.states import States
 from manyroots.cache.transfers import Spot, Transfers
-from manyroots.cache.tree import TOKEN_BYTES, Walk
+from manyroots.cache.tree import TOKEN_BYTES, Node, Walk
 from manyroots.cache.writeback import WriteBacker
-from manyroots.ids import AdapterDigest, Namespace, StepId, Tier
+from manyroots.ids import AdapterDigest, Namespace, StepId
 from manyroots.step import Copy, CopyDone, Int32s
-
-
-class Refusal(enum.Enum):
-    """Why the cache could not do as asked; nothing has changed then."""
-
-    NO_ROOM = "no room"
-
-
-class Ending(enum.Enum):
-    """How a lease ends."""
-
-    FINISHED = "finished"
-    """The next turn may come: the newest state is worth keeping (H05)."""
-    DROPPED = "dropped"
-    """Aborted, failed or retracted."""
-
-
-@dataclass(frozen=True, slots=True)
-class Extension:
-    """What a lease got for a step."""
-
-    first: tuple[int, ...]
-    """By family: where in its table the new units begin."""
-    units: tuple[Int32s, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class PlaneStats:
-    """Counts that balance: free + cached + held = total."""
-
-    family: str
-    tier: Tier
-    num_units: int
-    num_free: int
-    num_cached: int
-    num_held: int
-
-
-@dataclass(frozen=True, slots=True)
-class CacheStats:
-    """Counts by plane, and totals since start."""
-
-    planes: tuple[PlaneStats, ...]
-    total_lookup_tokens: int
-    total_hit_tokens: int
-    total_host_hit_tokens: int
-    total_skipped_checkpoints: int
-    total_failed_units: int
-
-
-@dataclass(frozen=True, slots=True)
-class Evicted:
-    """What evicting a namespace freed at once, by plane; what is held goes when it is released."""
-
-    num_freed: tuple[int, ...]
 
 
 class PrefixCache:
@@ -108,16 +60,18 @@ class PrefixCache:
         self._writer = WriteBacker(
             self.index, self.evictors, self.transfers, self.publisher, policies
         )
+        self._room = Room(self.index, self.evictors)
+        self._states = States(
+            self.index, self._room, self.transfers, self.publisher, reuse=policies.reuse
+        )
+        self._growth = Growth(self.index, self._room, self._states, self.publisher)
         self.open_leases: dict[int, Lease] = {}
         self._paged = [p for p in layout.device if not p.family.is_state]
-        self._unordered = [p for p in self._paged if not p.family.is_ordered]
-        self._stateful = [p for p in layout.device if p.family.is_state]
+        self._sole_pool = self.index.pools[0] if layout.is_sole else None
         self._next_serial = 1
         self._committed_step = StepId(0)
-        self._has_allocated = False
         self._copies: list[Copy] = []
         self._total_lookup = self._total_hit = self._total_host_hit = 0
-        self._total_skipped_checkpoints = 0
 
     # Finding
 
@@ -128,6 +82,11 @@ class PrefixCache:
         """
         max_pages = (len(tokens) - 1) // self.page_size if self._policies.reuse else 0
         keys = tokens[: max_pages * self.page_size].tobytes()
+        if self._sole_pool is not None:
+            # What the tree leads to is there.
+            walk = self.index.tree.walk(key, keys, max_pages)
+            limit = Limit.COLD if walk.depth < max_pages else Limit.NOTHING
+            return Match(walk, walk.depth, walk.depth, limit)
         return judge(self.layout, self.index.tree.walk(key, keys, max_pages), max_pages)
 
     def claim(
@@ -182,6 +141,11 @@ class PrefixCache:
         return match.num_device_pages
 
     def _hold_found(self, lease: Lease, match: Match, num_pages: int) -> None:
+        if self._sole_pool is not None:
+            units = path_units(match.walk, self.layout.device[0])
+            num_needed = self.pages_for(lease.num_prompt_tokens)
+            self._sole_pool.hold(lease.begin_table(0, units, num_needed))
+            return
         for plane in self.layout.device:
             units = path_units(match.walk, plane)[:num_pages]
             if plane.family.is_state:
@@ -191,8 +155,7 @@ class PrefixCache:
             else:
                 first = plane.family.first_needed(num_pages * self.page_size)
                 lease.first_live[plane.index] = first
-                lease.tables[plane.index] = table = units.copy()
-                table[:first] = ABSENT
+                lease.begin_table(plane.index, units, num_pages)[:first] = ABSENT
             needed = units[first:]
             if num_pages == match.num_device_pages:
                 self.index.pools[plane.index].hold(needed)
@@ -221,7 +184,7 @@ class PrefixCache:
         for family, found in by_family.items():
             plane = self.layout.device[family]
             host = self.layout.host_of(plane)
-            taken = self._allocate(family, len(found))
+            taken = self._room.allocate(family, len(found))
             sources = np.array([unit for _, unit in found], np.int32)
             spots = tuple(Spot(lease.cursor, page) for page, _ in found)
             pools[family].hold(taken)  # the lease's own hold, beside the move's
@@ -236,41 +199,29 @@ class PrefixCache:
 
     def clip(self, lease: Lease, num_computed: int, num_tokens: int) -> int:
         """How many of `num_tokens` to compute so that the step ends where a state is wanted."""
-        for plane in self._stateful:
-            stop = next_stop(plane.family, lease, num_computed, self.page_size)
-            if stop is not None:
-                num_tokens = min(num_tokens, stop - num_computed)
-        return num_tokens
+        return self._growth.clip(lease, num_computed, num_tokens)
 
     def can_extend(self, lease: Lease, num_computed: int, num_tokens: int) -> bool:
         """Whether `extend` would be granted, credit for what it gives back included (H04)."""
-        return self._has_room(lease, num_computed, self._needs(lease, num_tokens))
+        return self._growth.can_extend(lease, num_computed, num_tokens)
 
     def extend(
         self, lease: Lease, num_computed: int, num_tokens: int, step_id: StepId
     ) -> Extension | Refusal:
         """Units for a step that takes the lease from `num_computed` to `num_tokens` tokens."""
-        if self._stateful and num_tokens - num_computed != self.clip(
-            lease, num_computed, num_tokens - num_computed
-        ):
-            raise ValueError(
-                f"a step from token {num_computed} to {num_tokens} passes a point where a state "
-                "must be saved; ask `clip` how far it may go"
-            )
-        needs = self._needs(lease, num_tokens)
-        if not self._has_room(lease, num_computed, needs):
-            return Refusal.NO_ROOM
-        if self._unordered:
-            self._drop_behind_window(lease, num_computed)
-        first = tuple([len(table) for table in lease.tables])
-        units = tuple([self._grow(lease, family, count) for family, count in enumerate(needs)])
-        for plane in self._stateful:
-            self._save_state(lease, plane.index, num_tokens, step_id)
-        end_of_page = self.pages_for(num_tokens) * self.page_size
-        # A state may have to be saved when the page is full.
-        is_watched = self._stateful and num_tokens < end_of_page
-        lease.num_covered_tokens = end_of_page - 1 if is_watched else end_of_page
-        return Extension(first, units)
+        return self._growth.extend(lease, num_computed, num_tokens, step_id)
+
+    def turn_pages(self, leases: list[Lease]) -> list[Int32s] | None:
+        """One more page for each of these full leases, or None if they must be extended one by
+        one: there is not room for all, or a family has more to do at a page's end."""
+        return self._growth.turn_pages(leases)
+
+    def num_resumable_tokens(self, lease: Lease, tokens: Int32s) -> int:
+        """How many of a lease's tokens would be found, were it released and claimed again now."""
+        if self._sole_pool is None:
+            return self.lookup(lease.key, tokens).num_pages * self.page_size
+        num_pages = min(lease.num_published_pages, nearest_attached(lease.cursor).end)
+        return num_pages * self.page_size
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
@@ -278,98 +229,6 @@ class PrefixCache:
     def fits(self, lease: Lease, num_tokens: int) -> bool:
         """Whether there is room now for the lease to reach `num_tokens`, beyond what it holds."""
         return self.can_extend(lease, lease.num_cached_tokens, num_tokens)
-
-    def _needs(self, lease: Lease, num_tokens: int) -> list[int]:
-        """By family: units that the lease lacks to reach `num_tokens`."""
-        num_pages = self.pages_for(num_tokens)
-        needs = [max(0, num_pages - len(table)) for table in lease.tables]
-        for plane in self._stateful:
-            needs[plane.index] = int(plane.index not in lease.states)
-        return needs
-
-    def _has_room(self, lease: Lease, num_computed: int, needs: list[int]) -> bool:
-        for family, need in enumerate(needs):
-            if need and need > self.index.pools[family].num_available:
-                credit = self._credit(lease, self.layout.device[family], num_computed)
-                if need > self.index.pools[family].num_available + credit:
-                    return False
-        return True
-
-    def _grow(self, lease: Lease, family: int, count: int) -> Int32s:
-        if count == 0:
-            return NO_UNITS
-        units = self._allocate(family, count)
-        lease.tables[family] = np.concatenate((lease.tables[family], units))
-        if self.layout.device[family].family.is_state:
-            self._start_state(lease, family, int(units[0]))
-        return units
-
-    def _credit(self, lease: Lease, plane: Plane, num_computed: int) -> int:
-        """Units of one family that `extend` gives back to the pool before it takes any."""
-        if plane.family.is_state or plane.family.is_ordered:
-            return 0
-        family, table = plane.index, lease.tables[plane.index]
-        first = min(plane.family.first_needed(num_computed), len(table))
-        behind = table[lease.first_live[family] : first]
-        held_once = self.index.pools[family].holders[behind[behind != ABSENT]] == 1
-        return int(np.count_nonzero(held_once))
-
-    def _drop_behind_window(self, lease: Lease, num_computed: int) -> None:
-        for plane in self._unordered:
-            family, table = plane.index, lease.tables[plane.index]
-            first = min(plane.family.first_needed(num_computed), len(table))
-            if first <= lease.first_live[family]:
-                continue
-            behind = table[lease.first_live[family] : first]
-            self.index.pools[family].drop(behind[behind != ABSENT])
-            behind[:] = ABSENT
-            lease.first_live[family] = first
-            self.publisher.offer_path(nearest_attached(lease.cursor))
-
-    def _allocate(self, family: int, count: int) -> Int32s:
-        self._has_allocated = True
-        pool = self.index.pools[family]
-        if count > pool.num_free:
-            self.evictors[family].evict(count - pool.num_free)
-        return pool.take(count)
-
-    # States
-
-    def _start_state(self, lease: Lease, family: int, unit: int) -> None:
-        """The lease has a working state now, restored from a checkpoint if one was found."""
-        lease.states[family] = unit
-        saved = lease.resumed.pop(family, None)
-        if saved is not None:
-            self._copy_state(family, saved, unit, is_after_model=False)
-            # Steps run in order, so that whoever gets the checkpoint's unit writes it later.
-            self.index.pools[family].drop(np.array([saved], np.int32))
-            self.publisher.offer_path(nearest_attached(lease.cursor))
-
-    def _save_state(self, lease: Lease, family: int, num_tokens: int, step_id: StepId) -> None:
-        """Where a state is wanted, save it at the end of this step, if there is room (H06)."""
-        plane = self.layout.device[family]
-        if not self._policies.reuse or not is_due(plane.family, lease, num_tokens, self.page_size):
-            return
-        newest = [c for c in lease.checkpoints if c.family == family]
-        is_output = num_tokens > lease.num_prompt_tokens
-        if is_output and newest and newest[-1].boundary * self.page_size > lease.num_prompt_tokens:
-            checkpoint = newest[-1]  # the output keeps its newest state only: same unit again
-            checkpoint.boundary, checkpoint.step_id = num_tokens // self.page_size, step_id
-        elif self.index.pools[family].num_available == 0:
-            self._total_skipped_checkpoints += 1
-            return
-        else:
-            unit = int(self._allocate(family, 1)[0])
-            checkpoint = Checkpoint(family, num_tokens // self.page_size, unit, step_id)
-            lease.checkpoints.append(checkpoint)
-        self._copy_state(family, lease.states[family], checkpoint.unit, is_after_model=True)
-
-    def _copy_state(self, family: int, source: int, target: int, *, is_after_model: bool) -> None:
-        self._copies.append(
-            Copy(self.transfers.next_id(), family, Tier.DEVICE, Tier.DEVICE,
-                 np.array([source], np.int32), np.array([target], np.int32),
-                 is_after_model=is_after_model)
-        )  # fmt: skip
 
     # Publishing
 
@@ -383,9 +242,9 @@ class PrefixCache:
         """The step succeeded: what was announced for it can be relied on."""
         self._committed_step = max(self._committed_step, step_id)
         self._writer.published(self.publisher.commit_step(step_id))
-        if self._has_allocated:
+        if self._room.has_allocated:
             # Not otherwise: an idle cache must come to rest, however small its host tier.
-            self._has_allocated = False
+            self._room.has_allocated = False
             self._writer.keep_ahead()
 
     def commit(self, lease: Lease, tokens: Int32s, num_tokens: int, step_id: StepId) -> None:
@@ -396,17 +255,24 @@ class PrefixCache:
         ):
             return
         nodes = self.publisher.publish(lease, tokens, num_tokens, step_id, lengthen=True)
+        if lease.checkpoints:
+            nodes += self._publish_checkpoints(lease, step_id)
+        if nodes:
+            self._writer.published(nodes)
+
+    def _publish_checkpoints(self, lease: Lease, step_id: StepId) -> list[Node]:
+        """States of the prompt, saved by a step that is done, can be found."""
         due = [
             c for c in lease.checkpoints
             if c.step_id <= step_id and c.boundary * self.page_size <= lease.num_prompt_tokens
         ]  # fmt: skip
+        nodes: list[Node] = []
         for checkpoint in due:
             lease.checkpoints.remove(checkpoint)
             node = self.publisher.publish_checkpoint(lease, checkpoint)
             if node is not None:
                 nodes.append(node)
-        if nodes:
-            self._writer.published(nodes)
+        return nodes
 
     def fail_step(self, step_id: StepId) -> None:
         """The step gave nothing: what was announced for it is findable no more."""
@@ -472,22 +338,8 @@ class PrefixCache:
         ticket = Ticket(key, cursor, first, keys, self._next_serial)
         self._next_serial += 1
         copy_ids = [self.transfers.next_id() for _ in self.layout.host]
-        self._copies += self.prefetcher.ask(ticket, self._hashes(ticket, parent), copy_ids)
+        self._copies += self.prefetcher.ask(ticket, ticket.hashes(self._hasher, parent), copy_ids)
         return ticket if ticket.units else None
-
-    def _hashes(self, ticket: Ticket, parent: bytes) -> list[bytes]:
-        assert self._hasher is not None
-        page_bytes = self.page_size * TOKEN_BYTES
-        end = ticket.first + len(ticket.keys) // page_bytes
-        hashes: list[bytes] = []
-        page = ticket.first
-        while page < end:
-            stop = ticket.key.run_end(page, end)
-            begin = (page - ticket.first) * page_bytes
-            run = ticket.keys[begin : (stop - ticket.first) * page_bytes]
-            hashes += self._hasher.chain(parent, ticket.key.at(page), run)
-            parent, page = hashes[-1], stop
-        return hashes
 
     def acknowledge(self, done: CopyDone) -> None:
         """A copy between tiers has ended."""
@@ -502,7 +354,7 @@ class PrefixCache:
 
     def take_copies(self) -> tuple[Copy, ...]:
         """Copies for the step being planned, in the order they must run."""
-        copies, self._copies = tuple(self._copies), []
+        copies, self._copies = self._states.take_copies() + tuple(self._copies), []
         return copies + self.transfers.take_intents()
 
     @property
@@ -546,6 +398,6 @@ class PrefixCache:
             total_lookup_tokens=self._total_lookup,
             total_hit_tokens=self._total_hit,
             total_host_hit_tokens=self._total_host_hit,
-            total_skipped_checkpoints=self._total_skipped_checkpoints,
+            total_skipped_checkpoints=self._states.num_skipped,
             total_failed_units=self.transfers.num_failed_units,
         )  # fmt: skip

@@ -15,6 +15,7 @@ from manyroots.cache.keys import HASH_BYTES, PageHasher
 from manyroots.cache.planes import ABSENT, Layout
 from manyroots.cache.pool import UnitPool
 from manyroots.cache.tree import TOKEN_BYTES, Indices, Node, Places, PrefixTree
+from manyroots.ids import Namespace, StepId
 from manyroots.step import Int32s
 
 
@@ -45,6 +46,33 @@ class Index:
         self.pools[plane].index(units)
         if plane in self._event_planes:
             self.events.append(self._stored(node, plane, places))
+
+    def add_leaf(
+        self, parent: Node, namespace: Namespace, keys: bytes, units: Int32s, step: StepId
+    ) -> Node:
+        """As `add`, for pages behind `parent` that nobody has been to, with the units of the only
+        plane."""
+        leaf = self.tree.add(parent, namespace, keys, [units.copy()], step)
+        leaf.counts[0] = len(units)
+        parent.below[0] += 1
+        self._found(leaf, slice(0, len(units)), units)
+        return leaf
+
+    def _found(self, leaf: Node, places: slice, units: Int32s) -> None:
+        """New pages of the only plane can be found."""
+        self.pools[0].index(units)
+        if self._hasher is not None:
+            self.fill_hashes(leaf)
+        if self._event_planes:
+            self.events.append(self._stored(leaf, 0, places))
+
+    def lengthen(self, leaf: Node, keys: bytes, units: Int32s) -> None:
+        """As `add`, for new pages behind the last of a leaf that has all its units on the only
+        plane."""
+        first = leaf.num_pages
+        self.tree.lengthen(leaf, keys, [units])
+        leaf.counts[0] += len(units)
+        self._found(leaf, slice(first, leaf.num_pages), units)
 
     def remove(self, node: Node, plane: int, places: Indices) -> None:
         """These pages' units can no longer be found; those that nobody holds become free.

@@ -62,13 +62,13 @@ class PageHasher:
     def __init__(self, identity: bytes, page_bytes: int) -> None:
         """`identity` stands for model, dtype, page size and families: other bytes, other pages."""
         self.root = hashlib.blake2b(_framed(_DOMAIN, identity), digest_size=HASH_BYTES).digest()
-        self._page_bytes = page_bytes
+        self.page_bytes = page_bytes
         self._seeds: dict[Namespace, bytes] = {}
 
     def chain(self, parent: bytes, namespace: Namespace, keys: bytes) -> list[bytes]:
         """The hashes of consecutive pages behind the page hashed `parent`."""
         seed = self._seed(namespace)
-        size, blake2b = self._page_bytes, hashlib.blake2b
+        size, blake2b = self.page_bytes, hashlib.blake2b
         hashes = []
         # Fixed-size fields first and the tokens last: nothing needs a length of its own.
         for at in range(0, len(keys), size):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from manyroots.cache.keys import PrefixKey
 from manyroots.cache.planes import NO_UNITS
 from manyroots.cache.tree import Node
@@ -27,6 +29,7 @@ class Lease:
     """The units one request holds. Only the cache changes it."""
 
     __slots__ = (
+        "_rooms",
         "checkpoints",
         "copies",
         "cursor",
@@ -56,6 +59,8 @@ class Lease:
         """Deepest node of the tree on this request's path, as of its last publication."""
         self.tables: list[Int32s] = [NO_UNITS] * num_families
         """By family, the unit of each page; ABSENT where it is not held, yet or any more."""
+        self._rooms: list[Int32s] = [NO_UNITS] * num_families
+        """By family: what the table is the beginning of, so that it can grow where it is."""
         self.first_live = [0] * num_families
         """By family, the first page whose unit is still held."""
         self.states: dict[int, int] = {}
@@ -85,6 +90,32 @@ class Lease:
         self.num_published_pages = 0
         """How many pages, from the front, have been offered to the tree."""
         self.is_open = True
+
+    def begin_table(self, family: int, units: Int32s, num_pages: int) -> Int32s:
+        """What was found, as the beginning of a table that will soon have `num_pages`."""
+        room = self._rooms[family] = np.empty(max(len(units), num_pages) + 8, np.int32)
+        room[: len(units)] = units
+        table = self.tables[family] = room[: len(units)]
+        return table
+
+    def grow(self, family: int, units: Int32s) -> None:
+        """A table gets longer. What others were given of it stays as it is."""
+        table, room = self.tables[family], self._rooms[family]
+        first, end = len(table), len(table) + len(units)
+        if end > len(room):
+            room = self._rooms[family] = np.empty(end + 8 + end // 8, np.int32)
+            room[:first] = table
+        room[first:end] = units
+        self.tables[family] = room[:end]
+
+    def grow_by_one(self, family: int, unit: int) -> None:
+        """As `grow`, for what happens most."""
+        first, room = len(self.tables[family]), self._rooms[family]
+        if first == len(room):
+            self.grow(family, np.array([unit], np.int32))
+        else:
+            room[first] = unit
+            self.tables[family] = room[: first + 1]
 
     @property
     def is_ready(self) -> bool:

@@ -6,7 +6,7 @@ Read-only. The answer is the longest boundary from which *every* family can resu
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,8 +25,7 @@ class Limit(enum.Enum):
     TIER = "loading the rest would take longer than computing it"
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
+class Match(NamedTuple):
     """What was found."""
 
     walk: Walk
@@ -40,9 +39,6 @@ class Match:
 def judge(layout: Layout, walk: Walk, max_pages: int) -> Match:
     """Find the boundaries along a path."""
     is_cold = Limit.COLD if walk.depth < max_pages else Limit.NOTHING
-    if not layout.host and len(layout.device) == 1 and layout.device[0].family.is_ordered:
-        # One ordered family on one tier: what the tree leads to is there.
-        return Match(walk, walk.depth, walk.depth, is_cold)
     units = {plane.index: path_units(walk, plane) for plane in layout.planes}
     on_device = [units[plane.index] != ABSENT for plane in layout.device]
     present = on_device

@@ -96,6 +96,12 @@ class Layout:
         return self.host[plane.family_index]
 
     @property
+    def is_sole(self) -> bool:
+        """Whether there is one family, which keeps every page, on the device alone: by far the
+        commonest cache, and the quickest."""
+        return len(self.planes) == 1 and self.device[0].family.is_ordered
+
+    @property
     def spine(self) -> tuple[Plane, ...]:
         """Planes without which a page is of no use: the ordered families', or all if none is."""
         ordered = tuple(plane for plane in self.planes if plane.family.is_ordered)

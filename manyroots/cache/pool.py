@@ -25,7 +25,7 @@ class UnitPool:
         self.holders = np.zeros(num_units, np.int32)
         self.indexed = np.zeros(num_units, np.bool_)
         # A stack, lowest unit on top, so that two engines fed the same calls agree on every unit.
-        self._stack = np.arange(num_units - 1, -1, -1, dtype=np.int32)
+        self._stack = np.arange(num_units - 1, -1, -1)
         self.num_free = num_units
         self.num_cached = 0
 
@@ -41,21 +41,23 @@ class UnitPool:
     def take(self, count: int) -> Int32s:
         """Hold `count` free units; the caller has made sure that there are as many."""
         end, self.num_free = self.num_free, self.num_free - count
-        taken = self._stack[self.num_free : end][::-1].copy()
-        self.holders[taken.astype(np.intp)] = 1
-        return taken
+        taken = self._stack[self.num_free : end][::-1]
+        self.holders[taken] = 1
+        return taken.astype(np.int32)
 
     def hold(self, units: Int32s) -> None:
         """One more holder for each; they are held or indexed already. No unit occurs twice."""
         at = units.astype(np.intp)
         held = self.holders[at]
         self.num_cached -= len(held) - int(np.count_nonzero(held))
-        self.holders[at] = held + 1
+        held += 1
+        self.holders[at] = held
 
     def drop(self, units: Int32s) -> None:
         """One holder fewer; what nobody holds becomes cached if indexed, free if not."""
         at = units.astype(np.intp)
-        left = self.holders[at] - 1
+        left = self.holders[at]
+        left -= 1
         self.holders[at] = left
         orphans = at[left == 0] if np.count_nonzero(left) else at
         indexed = self.indexed[orphans]
@@ -76,9 +78,9 @@ class UnitPool:
         self.num_cached -= len(orphans)
         self._put_back(orphans)
 
-    def free_units(self) -> list[int]:
+    def free_units(self) -> npt.NDArray[np.intp]:
         """For audits."""
-        return [int(unit) for unit in self._stack[: self.num_free]]
+        return self._stack[: self.num_free].copy()
 
     def _put_back(self, units: npt.NDArray[np.intp]) -> None:
         # Reversed, so that the first unit of a sequence is the first to be taken again.

@@ -12,7 +12,7 @@ import numpy as np
 
 from manyroots.cache.eviction import Evictor
 from manyroots.cache.index import Index
-from manyroots.cache.keys import PrefixKey
+from manyroots.cache.keys import PageHasher, PrefixKey
 from manyroots.cache.planes import ABSENT, NO_UNITS, Plane
 from manyroots.cache.publishing import Publisher
 from manyroots.cache.tree import Node
@@ -33,6 +33,19 @@ class Ticket:
     """Asked before its namespace was evicted, the answer is published nowhere."""
     units: dict[CopyId, tuple[Plane, Int32s]] = field(default_factory=dict)
     arrived: dict[CopyId, Bools] = field(default_factory=dict)
+
+    def hashes(self, hasher: PageHasher, parent: bytes) -> list[bytes]:
+        """The hash of each page, behind the page hashed `parent`."""
+        end = self.first + len(self.keys) // hasher.page_bytes
+        hashes: list[bytes] = []
+        page = self.first
+        while page < end:
+            stop = self.key.run_end(page, end)
+            begin = (page - self.first) * hasher.page_bytes
+            run = self.keys[begin : (stop - self.first) * hasher.page_bytes]
+            hashes += hasher.chain(parent, self.key.at(page), run)
+            parent, page = hashes[-1], stop
+        return hashes
 
     @property
     def is_done(self) -> bool:

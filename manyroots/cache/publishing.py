@@ -13,7 +13,7 @@ from manyroots.cache.index import Index
 from manyroots.cache.keys import PrefixKey
 from manyroots.cache.lease import Checkpoint, Lease
 from manyroots.cache.planes import ABSENT, Plane
-from manyroots.cache.tree import Node
+from manyroots.cache.tree import TOKEN_BYTES, Node
 from manyroots.ids import Namespace, StepId
 from manyroots.step import Int32s
 
@@ -34,8 +34,8 @@ class Publisher:
         """Leases with this serial or an earlier one publish no more into the namespace."""
         self._committed = StepId(0)
         self._tick = 0
-        # One ordered family on one tier: only the ends of paths are ever loose.
-        self._is_simple = len(evictors) == 1 and index.layout.device[0].family.is_ordered
+        # Then only the ends of paths are ever loose.
+        self._is_simple = index.layout.is_sole
 
     def touch(self, node: Node) -> None:
         """The path down to `node` was used now."""
@@ -106,12 +106,14 @@ class Publisher:
         if num_full <= lease.num_published_pages:
             return []
         num_full = self._allowed(lease, num_full)
-        cursor = nearest_attached(lease.cursor)
-        # Earlier than what was published only if a failed step took a part of our path with it.
-        first = min(lease.num_published_pages, cursor.end)
+        cursor, first = self._whence(lease, tokens)
         if num_full <= first:
             return []
         keys = tokens[first * self._page_size : num_full * self._page_size].tobytes()
+        if self._is_simple:
+            leaf = self._simply(lease, cursor, first, keys, step_id, lengthen=lengthen)
+            if leaf is not None:
+                return [leaf]
         path = self._index.tree.insert(
             cursor, lease.key, keys, first, num_full, step_id, lengthen=lengthen
         )
@@ -123,6 +125,55 @@ class Publisher:
         if not self._is_simple:
             self.offer_path(path[-1])  # a split may have left loose units in a new node
         return touched
+
+    def _whence(self, lease: Lease, tokens: Int32s) -> tuple[Node, int]:
+        """Where the lease's path goes on: the deepest node of it, and how many pages it has.
+
+        Not simply where it was: a failed step or an eviction may have taken a part of the path,
+        and others may have put pages of their own in its place since.
+        """
+        node, end = nearest_attached(lease.cursor), lease.num_published_pages
+        if self._is_simple:
+            return node, min(end, node.end)  # what is held stays, so that nobody takes its place
+        while node.parent is not None:
+            stop = min(node.end, end)
+            if node.first < stop and node.namespace == lease.key.at(node.first):
+                keys = tokens[node.first * self._page_size : stop * self._page_size].tobytes()
+                shared = self._index.tree.shared_run(node, keys, 0, node.first, stop)
+                if shared:
+                    return node, node.first + shared
+            node = node.parent
+        return node, 0
+
+    def _simply(
+        self,
+        lease: Lease,
+        cursor: Node,
+        first: int,
+        keys: bytes,
+        step_id: StepId,
+        *,
+        lengthen: bool,
+    ) -> Node | None:
+        """As `publish`, for nearly all there is to publish: pages behind the last one, where
+        nobody else has been. None if it is not as simple as that."""
+        page_bytes = self._page_size * TOKEN_BYTES
+        end = first + len(keys) // page_bytes
+        namespace = lease.key.at(first)
+        if (
+            cursor.end != first
+            or lease.key.run_end(first, end) != end
+            or (namespace, keys[:page_bytes]) in cursor.children
+        ):
+            return None
+        leaf, units = cursor, lease.tables[0][first:end]
+        if lengthen and not cursor.children and cursor.namespace == namespace:
+            self._index.lengthen(cursor, keys, units)
+        else:
+            leaf = self._index.add_leaf(cursor, namespace, keys, units, step_id)
+        lease.cursor, lease.num_published_pages = leaf, end
+        self.touch(leaf)
+        return leaf
 
     def publish_checkpoint(self, lease: Lease, checkpoint: Checkpoint) -> Node | None:
         """Index a saved state behind pages that are published. The lease's hold goes either way

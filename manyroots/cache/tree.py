@@ -10,7 +10,7 @@ Structure only: knows tokens and unit numbers; not who holds a unit, nor when on
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +35,7 @@ class Node:
         "below",
         "children",
         "counts",
+        "end",
         "first",
         "hashes",
         "is_attached",
@@ -74,6 +75,8 @@ class Node:
         self.units = units
         """For each plane, one unit or ABSENT per page."""
         self.num_pages = len(units[0])
+        self.end = first + self.num_pages
+        """Depth just past the last page."""
         self.counts = [0] * len(units)
         """For each plane, how many units there are."""
         self.below = [0] * len(units)
@@ -88,14 +91,8 @@ class Node:
         self.queued = 0
         """Bit set of the planes whose eviction queue has this node."""
 
-    @property
-    def end(self) -> int:
-        """Depth just past the last page."""
-        return self.first + self.num_pages
 
-
-@dataclass(frozen=True, slots=True)
-class Walk:
+class Walk(NamedTuple):
     """The path that a prompt's tokens lead along."""
 
     nodes: tuple[Node, ...]
@@ -126,7 +123,7 @@ class PrefixTree:
             child = node.children.get((key.at(depth), keys[at : at + size]))
             if child is None:
                 break
-            shared = self._shared_run(child, keys, depth, depth, key.run_end(depth, max_pages))
+            shared = self.shared_run(child, keys, depth, depth, key.run_end(depth, max_pages))
             nodes.append(child)
             depth += shared
             node = child
@@ -165,7 +162,7 @@ class PrefixTree:
                 node = child
             if node.namespace == key.at(depth):
                 run_end = key.run_end(depth, end)
-                depth += self._shared_run(node, keys, depth - first, depth, run_end)
+                depth += self.shared_run(node, keys, depth - first, depth, run_end)
             if depth < min(node.end, end):
                 node = self.split(node, depth)
                 path.append(node)
@@ -178,11 +175,13 @@ class PrefixTree:
             own = keys[(depth - first) * self._page_bytes : (run_end - first) * self._page_bytes]
             namespace = key.at(depth)
             if lengthen and not node.children and node.namespace == namespace:
-                self._lengthen(node, own, run_end - depth)
+                units = [_absent(run_end - depth) for _ in range(self._num_planes)]
+                self.lengthen(node, own, units)
                 if not path or path[-1] is not node:
                     path.append(node)
             else:
-                node = self._add(node, namespace, own, run_end - depth, step)
+                units = [_absent(run_end - depth) for _ in range(self._num_planes)]
+                node = self.add(node, namespace, own, units, step)
                 path.append(node)
             depth = run_end
         return path
@@ -303,30 +302,33 @@ class PrefixTree:
         node.keys, node.hashes = node.keys[:cut], node.hashes[: count * HASH_BYTES]
         node.units = [units[:count].copy() for units in node.units]
         node.num_pages = count
+        node.end = node.first + count
         for plane, lost in enumerate(rest.counts):
             node.counts[plane] -= lost
             if lost and node.counts[plane] == 0 and node.parent is not None:
                 node.parent.below[plane] -= 1
         return rest
 
-    def _lengthen(self, node: Node, keys: bytes, count: int) -> None:
+    def lengthen(self, node: Node, keys: bytes, more: list[Int32s]) -> None:
+        """Give a leaf more pages. Whoever brings units counts them."""
+        count = len(more[0])
         node.keys += keys
-        absent = np.full(count, ABSENT, np.int32)
-        node.units = [np.concatenate([units, absent]) for units in node.units]
+        node.units = [np.concatenate(both) for both in zip(node.units, more, strict=True)]
         node.num_pages += count
+        node.end += count
 
-    def _add(
-        self, parent: Node, namespace: Namespace, keys: bytes, count: int, step: StepId
+    def add(
+        self, parent: Node, namespace: Namespace, keys: bytes, units: list[Int32s], step: StepId
     ) -> Node:
+        """A new leaf. Whoever brings units counts them."""
         self._serial += 1
-        units = [np.full(count, ABSENT, np.int32) for _ in range(self._num_planes)]
         node = Node(parent, namespace, parent.end, keys, b"", units, step, self._serial)
         parent.children[(namespace, keys[: self._page_bytes])] = node
         if parent.namespace != namespace:
             self.by_namespace.setdefault(namespace, {})[node.serial] = node
         return node
 
-    def _shared_run(self, node: Node, keys: bytes, index: int, depth: int, end: int) -> int:
+    def shared_run(self, node: Node, keys: bytes, index: int, depth: int, end: int) -> int:
         """How many pages of `node` from `depth` on equal `keys` from page `index` on."""
         size = self._page_bytes
         count = min(node.end, end) - depth
@@ -345,6 +347,14 @@ class PrefixTree:
             same = node.keys[offset + begin : offset + stop] == keys[at + begin : at + stop]
             low, high = (middle, high) if same else (low, middle)
         return low
+
+
+_ABSENTS = np.full(1024, ABSENT, np.int32)
+
+
+def _absent(count: int) -> Int32s:
+    """So many pages without a unit: a copy of many, which is quicker than filling."""
+    return _ABSENTS[:count].copy() if count <= len(_ABSENTS) else np.full(count, ABSENT, np.int32)
 
 
 def _counts(units: list[Int32s]) -> list[int]:

@@ -1,13 +1,13 @@
 """The execute half of adapters, put together: their slots, their loader, and how files are read.
 
 Made once at start from the model; nothing is read yet. Says what the slots may take, so that the
-cache leaves it alone.
+cache leaves it alone. Of a model that ranks share, files are of the whole and slots of the part.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -15,23 +15,29 @@ from typing import Protocol
 import torch
 
 from manyroots.config import LoraSettings
+from manyroots.distributed.shard import Shard
 from manyroots.engine.adapter_desk import AdapterFiles
 from manyroots.lora.limits import Limits
 from manyroots.lora.spec import AdapterSpec
 from manyroots.lora.targets import Targets, adapter_bytes
+from manyroots.models.sharding import cut_adapter, whole_targets
 from manyroots.models.spec import ModelSpec
 from manyroots.store.adapter_files import read_adapter
-from manyroots.store.adapter_loader import AdapterLoader
-from manyroots.store.adapter_pool import AdapterPool
+from manyroots.store.adapter_loader import AdapterLoader, Memory, Read
+from manyroots.store.adapter_pool import AdapterPool, pooled_rank
 from manyroots.store.adapter_sites import SiteParts
 from manyroots.store.adapter_slots import AdapterSlots
 from manyroots.store.adapter_weights import AdapterWeights
 
 logger = logging.getLogger(__name__)
 
+MakeLoader = Callable[[Read, Memory], AdapterLoader]
+
 
 class Adaptable(Protocol):
     """A model that adapters may change."""
+
+    shard: Shard
 
     @property
     def spec(self) -> ModelSpec: ...
@@ -47,9 +53,6 @@ class AdapterHalf:
 
     loader: AdapterLoader
     files: AdapterFiles
-    max_device_bytes: int
-    """What slots will take when each holds the largest adapter; 0 if their number has no limit, or
-    if they have taken it."""
 
 
 def build_adapter_half(
@@ -57,11 +60,13 @@ def build_adapter_half(
     model: Adaptable,
     dtype: torch.dtype,
     device: torch.device,
+    make_loader: MakeLoader = AdapterLoader,
     *,
-    fused: bool,
+    fused: bool = False,
 ) -> AdapterHalf:
     """`fused`: for a runner with fused kernels, which find adapters in a pool."""
-    targets = model.adapter_targets()
+    shard = model.shard
+    targets = whole_targets(model.adapter_targets(), shard, model.spec.vocab_size)
 
     def read(
         folder: Path, allowed_dirs: Sequence[Path] | None
@@ -76,31 +81,39 @@ def build_adapter_half(
             allowed_dirs=allowed_dirs,
         )
 
+    def read_part(path: str) -> AdapterWeights:
+        # The digest shows whether files that were allowed once have been replaced since.
+        return cut_adapter(read(Path(path), None)[1], shard)
+
     num_slots = adapter_limits(settings).num_slots
-    memory: AdapterSlots | AdapterPool
+    memory: Memory
     if fused and num_slots is not None:
+        rank = settings.max_lora_rank
         memory = AdapterPool(
-            model.lora_parts(),
-            num_slots=num_slots,
-            max_rank=settings.max_lora_rank,
-            dtype=dtype,
-            device=device,
+            model.lora_parts(), num_slots=num_slots, max_rank=rank, dtype=dtype, device=device
         )
     else:
         memory = AdapterSlots(model.lora_parts(), dtype=dtype, device=device)
-    # The digest shows whether files that were allowed once have been replaced since.
-    loader = AdapterLoader(lambda path: read(Path(path), None)[1], memory)
-    size = adapter_bytes(targets, settings.max_lora_rank, dtype.itemsize)
+    loader = make_loader(read_part, memory)
+    _log(settings, len(targets), slot_bytes(settings, model, dtype))
+    return AdapterHalf(loader, AdapterFiles(read, loader.keep))
+
+
+def slot_bytes(settings: LoraSettings, model: Adaptable, dtype: torch.dtype) -> int:
+    """What a slot takes, on this rank, when it holds the largest adapter."""
+    rank = pooled_rank(settings.max_lora_rank)
+    return adapter_bytes(model.adapter_targets(), rank, dtype.itemsize)
+
+
+def _log(settings: LoraSettings, num_targets: int, size: int) -> None:
+    num_slots = adapter_limits(settings).num_slots
     logger.info(
         "adapters: %s slots of up to %.1f MiB (rank %d in all of %d weights), %s; %d names",
         num_slots or "any number of", size / 2**20, settings.max_lora_rank,
-        len(targets),
+        num_targets,
         f"{num_slots * size / 2**20:.1f} MiB in all" if num_slots else "no limit",
         len(settings.lora_modules),
     )  # fmt: skip
-    # A pool has taken its memory already.
-    later = 0 if isinstance(memory, AdapterPool) else (num_slots or 0) * size
-    return AdapterHalf(loader, AdapterFiles(read, loader.keep), later)
 
 
 def adapter_limits(settings: LoraSettings) -> Limits:

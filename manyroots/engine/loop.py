@@ -15,6 +15,7 @@ from concurrent.futures import Future
 
 from manyroots.adapter_names import LoraModule
 from manyroots.engine.adapter_desk import AdapterDesk
+from manyroots.engine.alarm import Alarm
 from manyroots.errors import NotFoundError, RequestError, UnavailableError
 from manyroots.ids import RequestId, Tier
 from manyroots.messages import (
@@ -24,6 +25,7 @@ from manyroots.messages import (
     LoadLora,
     LoadTime,
     LoraReply,
+    News,
     Notice,
     Output,
     Stats,
@@ -74,15 +76,18 @@ class EngineLoop:
         runner: Runner,
         *,
         desk: AdapterDesk | None = None,
+        alarm: Alarm | None = None,
         depth: int = 1,
     ) -> None:
-        """`desk`: None leaves adapters to whoever registers them with the scheduler."""
+        """`desk`: None leaves adapters to whoever registers them with the scheduler. `alarm`: None
+        if the runner can't end outside of a step."""
         self._scheduler = scheduler
         self._runner = runner
         self._desk = desk
+        self._alarm = alarm
         self._depth = depth
         self._launched: deque[Future[StepResult]] = deque()
-        self._news: list[Output] = []
+        self._news = News([])
         self._replies: list[LoraReply] = []
         self._failures_in_a_row = 0
         self._adapter_was: dict[RequestId, Tier] = {}
@@ -92,7 +97,9 @@ class EngineLoop:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do now. What is being read is no work."""
-        if self._news or self._replies or self._scheduler.has_work:
+        if len(self._news) > 0 or self._replies or self._scheduler.has_work:
+            return True
+        if self._alarm is not None and self._alarm.reason is not None:
             return True
         return self._desk is not None and self._desk.has_news
 
@@ -106,8 +113,10 @@ class EngineLoop:
         assert self._desk is not None
         self._desk.reads.wait()
 
-    def wake_after_reads(self, wake: Callable[[], None]) -> None:
-        """Have `wake` called, on another thread, whenever a read is over."""
+    def wake_by(self, wake: Callable[[], None]) -> None:
+        """Have `wake` called, on another thread, whenever a read or the engine is over."""
+        if self._alarm is not None:
+            self._alarm.wake = wake
         if self._desk is not None:
             self._desk.reads.wake = wake
 
@@ -144,7 +153,7 @@ class EngineLoop:
         except NotFoundError as error:
             # The door knew the adapter; it was unloaded on the way here.
             notice = Notice(error_kind=ErrorKind.NOT_FOUND)
-            self._news.append(
+            self._news.outputs.append(
                 Output(
                     submit.request_id, [], FinishReason.ERROR, 0, error=str(error), notice=notice
                 )
@@ -155,25 +164,35 @@ class EngineLoop:
             return
         output = self._scheduler.abort(request_id)
         if output is not None:
-            self._news.append(output)
+            self._news.outputs.append(output)
 
-    def step(self) -> list[Output]:
-        """Launch the next step, wait for the one before it, and give the news so far."""
+    def step(self) -> News:
+        """Launch the next step, wait for the one before it, and give the news so far.
+
+        Raises UnavailableError if there will be no further step.
+        """
+        if self._alarm is not None and self._alarm.reason is not None:
+            raise UnavailableError(self._alarm.reason)
         if self._desk is not None:
-            self._news.extend(self._desk.poll())
+            self._news.outputs.extend(self._desk.poll())
         plan = self._scheduler.schedule()
         if plan is not None:
             self._load_timer.launch(plan)
             self._launched.append(self._runner.launch(plan))
         if len(self._launched) > self._depth or (plan is None and self._launched):
             self._finish_oldest()
-        news, self._news = self._news, []
+        news, self._news = self._news, News([])
         if self._adapter_was:
-            for output in news:
-                was = self._adapter_was.pop(output.request_id, None)
-                if was is not None:
-                    output.notice = Notice(output.error_kind, was)
+            self._say_where_adapters_were(news)
         return news
+
+    def _say_where_adapters_were(self, news: News) -> None:
+        """With the first news of a request of an adapter, which is then no plain token."""
+        news.single_out(self._adapter_was)
+        for output in news.outputs:
+            was = self._adapter_was.pop(output.request_id, None)
+            if was is not None:
+                output.notice = Notice(output.error_kind, was)
 
     def take_replies(self) -> list[LoraReply]:
         """Answers to loads and unloads since the last call."""
@@ -201,7 +220,9 @@ class EngineLoop:
             return
         self._failures_in_a_row = 0
         self._load_timer.answer(result.adapters)
-        self._news.extend(self._scheduler.advance(result))
+        news = self._scheduler.advance(result)
+        self._news.outputs.extend(news.outputs)
+        self._news.tokens = news.tokens  # one result a step: nothing is there yet
 
     def _recover(self, error: Exception) -> None:
         """A step failed: fail its requests and those that may lean on it, and go on."""
@@ -210,10 +231,12 @@ class EngineLoop:
             if future.exception() is None:  # waits
                 # Its tokens rest on the failed step; the copies that ended with it do not.
                 self._load_timer.answer(future.result().adapters)
-                self._news.extend(self._scheduler.take_arrivals(future.result()))
+                self._news.outputs.extend(self._scheduler.take_arrivals(future.result()))
         self._launched.clear()
         reason = f"the step that computed this request failed: {error}"
-        self._news.extend(self._scheduler.fail_in_flight(reason))
+        self._news.outputs.extend(self._scheduler.fail_in_flight(reason))
+        if isinstance(error, UnavailableError):
+            raise error
         self._failures_in_a_row += 1
         if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
             raise UnavailableError(

@@ -69,7 +69,7 @@ def _serve(socket: Socket) -> int:
 def run(socket: Socket, loop: EngineLoop) -> None:
     """Take messages whenever there are any, step whenever there is work, and sleep otherwise."""
     with _Bell() as bell:
-        loop.wake_after_reads(bell.ring)
+        loop.wake_by(bell.ring)
         sleeper = zmq.Poller()
         sleeper.register(socket, zmq.POLLIN)
         sleeper.register(bell.ear, zmq.POLLIN)
@@ -83,8 +83,8 @@ def run(socket: Socket, loop: EngineLoop) -> None:
                     return
                 loop.handle(message)
             if loop.has_work:
-                outputs = loop.step()
-                batch = Batch(outputs, loop.stats(), loop.take_replies(), loop.take_loads())
+                news = loop.step()
+                batch = Batch(news, loop.stats(), loop.take_replies(), loop.take_loads())
                 socket.send_multipart(encode(Kind.BATCH, batch))
 
 

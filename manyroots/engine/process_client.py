@@ -198,7 +198,7 @@ class ProcessClient:
                 return
             assert isinstance(body, Batch)
             self._stats = body.stats
-            for output in body.outputs:
+            for output in body.news:
                 queue = self._queues.get(output.request_id)
                 if queue is not None:
                     queue.put_nowait(output)

@@ -1,17 +1,25 @@
 """How messages cross between processes: one kind byte, then msgpack by msgspec. Never pickle.
 
+Arrays travel as their bytes, and a prompt in a frame of its own, four bytes a token: both ends
+would spend more on turning numbers into objects and back than on the rest of a message.
 Only the server's two processes import this; `LLM` passes the same objects by reference.
 """
 
 from __future__ import annotations
 
 import enum
+from array import array
+from dataclasses import replace
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from manyroots.config import EngineSettings
-from manyroots.messages import Abort, Batch, EngineInfo, LoadLora, Submit, UnloadLora
+from manyroots.messages import Abort, Batch, EngineInfo, Int64s, LoadLora, Submit, UnloadLora
+
+TOKEN_TYPE = "i"
+"""As `array` calls a 32-bit integer."""
 
 
 class Kind(enum.Enum):
@@ -39,14 +47,34 @@ _TYPES: dict[Kind, Any] = {
     Kind.BATCH: Batch,
     Kind.FAILED: str,
 }
-_DECODERS = {kind: msgspec.msgpack.Decoder(type_) for kind, type_ in _TYPES.items()}
-_ENCODER = msgspec.msgpack.Encoder()
 
 
 def encode(kind: Kind, body: object) -> list[bytes]:
+    if isinstance(body, Submit):
+        prompt = array(TOKEN_TYPE, body.prompt).tobytes()
+        return [kind.value, _ENCODER.encode(replace(body, prompt=())), prompt]
     return [kind.value, _ENCODER.encode(body)]
 
 
 def decode(frames: list[bytes]) -> tuple[Kind, Any]:
     kind = Kind(frames[0])
-    return kind, _DECODERS[kind].decode(frames[1])
+    body = _DECODERS[kind].decode(frames[1])
+    if isinstance(body, Submit):
+        body = replace(body, prompt=array(TOKEN_TYPE, frames[2]))
+    return kind, body
+
+
+def _to_bytes(value: Any) -> bytes:
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    raise TypeError(f"{type(value).__name__} can't cross between processes")
+
+
+def _from_bytes(kind: Any, value: bytes) -> Any:
+    return np.frombuffer(value, np.int64 if kind == Int64s else np.int32)
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_to_bytes)
+_DECODERS = {
+    kind: msgspec.msgpack.Decoder(type_, dec_hook=_from_bytes) for kind, type_ in _TYPES.items()
+}

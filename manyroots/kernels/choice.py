@@ -25,6 +25,7 @@ class Kernels:
     lora_sites: ModuleType
     moe_pairs: ModuleType
     sampling: ModuleType
+    decode_rows: ModuleType
 
 
 def kernels_for(device: torch.device) -> Kernels:
@@ -35,6 +36,7 @@ def kernels_for(device: torch.device) -> Kernels:
 def _references() -> Kernels:
     from manyroots.kernels.activation import reference as activation
     from manyroots.kernels.attention import reference as attention
+    from manyroots.kernels.decode_rows import reference as decode_rows
     from manyroots.kernels.gemm import reference as gemm
     from manyroots.kernels.lora_sites import reference as lora_sites
     from manyroots.kernels.moe_pairs import reference as moe_pairs
@@ -42,12 +44,15 @@ def _references() -> Kernels:
     from manyroots.kernels.rope_write import reference as rope_write
     from manyroots.kernels.sampling import reference as sampling
 
-    return Kernels(norm, rope_write, attention, activation, gemm, lora_sites, moe_pairs, sampling)
+    return Kernels(
+        norm, rope_write, attention, activation, gemm, lora_sites, moe_pairs, sampling, decode_rows
+    )
 
 
 def _triton() -> Kernels:
     from manyroots.kernels.activation import triton as activation
     from manyroots.kernels.attention import triton as attention
+    from manyroots.kernels.decode_rows import triton as decode_rows
     from manyroots.kernels.gemm import triton as gemm
     from manyroots.kernels.lora_sites import triton as lora_sites
     from manyroots.kernels.moe_pairs import triton as moe_pairs
@@ -55,4 +60,6 @@ def _triton() -> Kernels:
     from manyroots.kernels.rope_write import triton as rope_write
     from manyroots.kernels.sampling import triton as sampling
 
-    return Kernels(norm, rope_write, attention, activation, gemm, lora_sites, moe_pairs, sampling)
+    return Kernels(
+        norm, rope_write, attention, activation, gemm, lora_sites, moe_pairs, sampling, decode_rows
+    )

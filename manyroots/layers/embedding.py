@@ -39,7 +39,7 @@ class Embedding:
 
 
 class LmHead:
-    """Scores of every token of the vocabulary. `tied_to` lends its weight to tied models.
+    """Scores of the tokens `rows` of the vocabulary. `tied_to` lends its weight to tied models.
 
     An adapter of one of the two is never the other's, tied or not: it adds to a product, and the
     weight they share stays as it is.
@@ -47,7 +47,7 @@ class LmHead:
 
     def __init__(
         self,
-        vocab_size: int,
+        rows: slice,
         hidden_size: int,
         *,
         tied_to: Embedding | None,
@@ -56,11 +56,11 @@ class LmHead:
     ) -> None:
         self._is_tied = tied_to is not None
         self.weight = (
-            torch.empty(vocab_size, hidden_size, dtype=dtype, device=device)
+            torch.empty(rows.stop - rows.start, hidden_size, dtype=dtype, device=device)
             if tied_to is None
-            else tied_to.weight
+            else tied_to.weight[rows]
         )
-        self.site = LoraSite(TargetKind.LINEAR, hidden_size, {"": vocab_size})
+        self.site = LoraSite(TargetKind.LINEAR, hidden_size, {"": rows.stop - rows.start})
 
     def __call__(self, hidden: Tensor, adapters: AdapterBatch | None) -> Tensor:
         """Logits in float32, where samplers compute."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from manyroots.kernels.choice import Kernels
 from manyroots.kernels.fused_step import FusedStep
 from manyroots.kernels.lora_sites.sites import LoraRows, LoraSite, LoraTerm
+from manyroots.kernels.moe_pairs.adapters import ExpertAdapters, ExpertSite
 from manyroots.kernels.rope_write.inputs import QkNorm
 from manyroots.layers.linear import Linear
 from manyroots.layers.mlp import GatedMLP
@@ -33,6 +34,8 @@ SKINNY_INNER = 128
 
 Sites = Mapping[HostSite, LoraSite]
 """Where the adapters' weights for each product lie on the device."""
+ExpertSites = Mapping[HostSite, ExpertSite]
+"""The same for products of experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,13 +135,23 @@ class FusedMLP:
 class FusedExperts:
     """A `SparseMLP` with silu. The sum over a token's experts is left to the next norm."""
 
-    def __init__(self, kernels: Kernels, products: FusedProducts, mlp: SparseMLP) -> None:
+    def __init__(
+        self, kernels: Kernels, products: FusedProducts, mlp: SparseMLP, sites: ExpertSites
+    ) -> None:
         self._kernels, self._products, self._mlp = kernels, products, mlp
+        experts = mlp.experts
+        self._gate_up, self._down = sites.get(experts.gate_up_site), sites.get(experts.down_site)
 
     def __call__(self, x: Tensor, step: FusedStep) -> Product:
         moe, spec = self._kernels.moe_pairs, self._mlp.router.spec
         logits = self._products.plain(x, self._mlp.router.weight)
         routing = moe.route(logits, spec.experts_per_token, renormalise=spec.norm_topk_prob)
         experts = self._mlp.experts
-        by_pair: Tensor = moe.experts(x, routing, experts.gate_up, experts.down)
+        adapters = self._adapters(step.lora)
+        by_pair: Tensor = moe.experts(x, routing, experts.gate_up, experts.down, adapters)
         return Product(by_pair.transpose(0, 1), None)
+
+    def _adapters(self, rows: LoraRows | None) -> ExpertAdapters | None:
+        if rows is None or self._gate_up is None or self._down is None:
+            return None
+        return ExpertAdapters(self._gate_up, self._down, rows.slots)

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from manyroots.kernels.expert_lora import torch_ops as expert_ops
+from manyroots.kernels.expert_lora.pairs import AdapterPairs
 from manyroots.kernels.lora import torch_ops
 from manyroots.kernels.lora.batch import AdapterBatch
+from manyroots.kernels.moe import torch_ops as moe_ops
+from manyroots.kernels.moe.routing import Routing
 from manyroots.store.adapter_sites import LoraSite
 
 
@@ -27,3 +31,19 @@ def add_embedding(
     if adapters is not None:
         torch_ops.add_embedding(y, tokens, site, adapters)
     return y
+
+
+def add_to_pairs(y: Tensor, x: Tensor, site: LoraSite, pairs: AdapterPairs | None) -> Tensor:
+    """y + B A x for the pairs of experts that have adapters; x is of tokens. Gives y."""
+    if pairs is not None:
+        expert_ops.add_to_pairs(y, x, site, pairs)
+    return y
+
+
+def combine_pairs(
+    y: Tensor, x: Tensor, site: LoraSite, routing: Routing, pairs: AdapterPairs | None
+) -> Tensor:
+    """The weighted sum of y + B A x over each token's pairs; y is used up."""
+    if pairs is None:
+        return moe_ops.combine(y, routing)
+    return expert_ops.combine(y, x, site, pairs)

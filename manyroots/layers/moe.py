@@ -7,7 +7,7 @@ weights are kept stacked, and a step computes them grouped by expert; see `kerne
       -> gate, up -> act(gate) * up -> down      of each pair, with its expert's weights
       -> sum over a token's pairs, weighted by the router
 
-What is added to a pair's gate and up before the activation, or to its down, is weighted with it.
+Adapters add to a pair's gate and up before the activation, and to its down before it is weighted.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from manyroots.kernels.expert_lora.pairs import AdapterPairs
 from manyroots.kernels.lora.batch import AdapterBatch
 from manyroots.kernels.moe import torch_ops
 from manyroots.kernels.moe.routing import Routing, route
+from manyroots.layers.lora import add_to_pairs, combine_pairs
 from manyroots.layers.mlp import activation_named
-from manyroots.store.adapter_sites import SitePart
+from manyroots.lora.targets import TargetKind
+from manyroots.store.adapter_sites import LoraSite, SitePart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,14 +79,18 @@ class Experts:
         count = spec.num_experts
         self.gate_up = torch.empty(count, 2 * inter, hidden_size, dtype=dtype, device=device)
         self.down = torch.empty(count, hidden_size, inter, dtype=dtype, device=device)
+        kind, both = TargetKind.EXPERTS, {"gate_proj": inter, "up_proj": inter}
+        self.gate_up_site = LoraSite(kind, hidden_size, both, num_experts=count)
+        self.down_site = LoraSite(kind, inter, {"down_proj": hidden_size}, num_experts=count)
 
-    def __call__(self, x: Tensor, routing: Routing) -> Tensor:
+    def __call__(self, x: Tensor, routing: Routing, adapters: AdapterBatch | None) -> Tensor:
+        pairs = None if adapters is None else AdapterPairs(routing, adapters)
         by_pair = x.index_select(0, routing.token_index)
         gate_up = torch_ops.grouped_linear(by_pair, self.gate_up, routing)
-        gate, up = gate_up.chunk(2, dim=-1)
+        gate, up = add_to_pairs(gate_up, x, self.gate_up_site, pairs).chunk(2, dim=-1)
         activated = self._activation(gate).mul_(up)
         out = torch_ops.grouped_linear(activated, self.down, routing)
-        return torch_ops.combine(out, routing)
+        return combine_pairs(out, activated, self.down_site, routing, pairs)
 
     def slots(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """Where a checkpoint's tensors go: each expert's three matrices, as views of the stack."""
@@ -92,6 +99,11 @@ class Experts:
             yield f"{name}.{expert}.gate_proj.weight", gate_up[:inter]
             yield f"{name}.{expert}.up_proj.weight", gate_up[inter:]
             yield f"{name}.{expert}.down_proj.weight", down
+
+    def lora_parts(self, name: str) -> Iterator[tuple[str, SitePart]]:
+        """What adapters may change: each projection of all experts is one."""
+        yield from self.gate_up_site.targets(name)
+        yield from self.down_site.targets(name)
 
 
 class SparseMLP:
@@ -110,7 +122,7 @@ class SparseMLP:
         self.experts = Experts(hidden_size, spec, activation=activation, dtype=dtype, device=device)
 
     def __call__(self, x: Tensor, adapters: AdapterBatch | None) -> Tensor:
-        return self.experts(x, self.router(x))
+        return self.experts(x, self.router(x), adapters)
 
     def slots(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """Where a checkpoint's tensors for the block `name` go."""
@@ -119,4 +131,4 @@ class SparseMLP:
 
     def lora_parts(self, name: str) -> Iterator[tuple[str, SitePart]]:
         """What adapters may change of the block `name`."""
-        return iter(())
+        yield from self.experts.lora_parts(f"{name}.experts")

@@ -50,7 +50,13 @@ class FusedDecoder:
     """A model's layers, in the order of their kernels."""
 
     def __init__(
-        self, model: Llama, arena: PageArena, kernels: Kernels, pool: AdapterPool | None
+        self,
+        model: Llama,
+        arena: PageArena,
+        kernels: Kernels,
+        pool: AdapterPool | None,
+        *,
+        max_len: int,
     ) -> None:
         """`pool`: None for the base model alone."""
         self.spec = model.spec
@@ -61,13 +67,16 @@ class FusedDecoder:
         self._products = FusedProducts(kernels, {} if pool is None else pool.sites)
         rope = model.spec.rope
         device = model.embedding.weight.device
-        self._frequencies = torch.tensor(rope.frequencies, dtype=torch.float32, device=device)
+        frequencies = torch.tensor(rope.frequencies, dtype=torch.float32, device=device)
+        positions = torch.arange(max_len, device=device)
+        # Of all positions: half a MiB per thousand, and a decode step looks its rows up.
+        self.turns = Angles.at(positions, frequencies, rope.attention_scaling)
         self._attentions = [self._attention(layer.attention) for layer in model.layers]
         self._mlps = [self._mlp(layer.mlp) for layer in model.layers]
 
     def angles(self, positions: Tensor) -> Angles:
         """The rotation of a step's tokens."""
-        return Angles.at(positions, self._frequencies, self.spec.rope.attention_scaling)
+        return Angles(self.turns.cos[positions], self.turns.sin[positions])
 
     def hidden(self, tokens: Tensor, step: FusedStep, *, lookups: bool = False) -> Tensor:
         """Hidden states [num_tokens, hidden_size] after the final norm.
@@ -120,5 +129,6 @@ class FusedDecoder:
         if isinstance(mlp, GatedMLP):
             return FusedMLP(self._kernels, self._products, mlp)
         if isinstance(mlp, SparseMLP):
-            return FusedExperts(self._kernels, self._products, mlp)
+            sites = {} if self._pool is None else self._pool.expert_sites
+            return FusedExperts(self._kernels, self._products, mlp, sites)
         raise TypeError(f"no fused kernels for {type(mlp).__name__}")

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from manyroots.distributed.shard import WHOLE, Shard
 from manyroots.kernels.attention.batch import AttentionBatch
 from manyroots.kernels.lora.batch import AdapterBatch
 from manyroots.layers.attention import Attention
@@ -98,8 +99,15 @@ class DecoderLayer:
     """Attention and feed-forward, each added onto the residual stream."""
 
     def __init__(
-        self, spec: ModelSpec, mlp: FeedForward, *, dtype: torch.dtype, device: torch.device
+        self,
+        spec: ModelSpec,
+        mlp: FeedForward,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        shard: Shard,
     ) -> None:
+        self._shard = shard
         hidden, eps = spec.hidden_size, spec.rms_norm_eps
         self.input_norm = RMSNorm(hidden, eps=eps, dtype=dtype, device=device)
         self.attention = SelfAttention(spec, dtype=dtype, device=device)
@@ -115,8 +123,9 @@ class DecoderLayer:
         adapters: AdapterBatch | None,
     ) -> Tensor:
         """Adds onto `x` in place; the caller has no other use for it."""
-        x.add_(self.attention(self.input_norm(x), rotation, layer_kv, batch, adapters))
-        return x.add_(self.mlp(self.mlp_norm(x), adapters))
+        add_up = self._shard.add_up
+        x.add_(add_up(self.attention(self.input_norm(x), rotation, layer_kv, batch, adapters)))
+        return x.add_(add_up(self.mlp(self.mlp_norm(x), adapters)))
 
     def slots(self, name: str) -> Iterator[tuple[str, Tensor]]:
         yield from self.input_norm.slots(f"{name}.input_layernorm")
@@ -132,20 +141,34 @@ class DecoderLayer:
 class Llama:
     """Llama 2 and 3, SmolLM2, and the base of the other decoders."""
 
-    def __init__(self, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        shard: Shard = WHOLE,
+    ) -> None:
+        """`spec` is the rank's own: see `models/sharding.py`."""
         self.spec = spec
+        self.shard = shard
         vocab, hidden = spec.vocab_size, spec.hidden_size
         self.embedding = Embedding(vocab, hidden, dtype=dtype, device=device)
         self.rotary = Rotary(spec.rope, dtype=dtype, device=device)
         self.layers = [
             DecoderLayer(
-                spec, self.make_mlp(index, dtype=dtype, device=device), dtype=dtype, device=device
+                spec,
+                self.make_mlp(index, dtype=dtype, device=device),
+                dtype=dtype,
+                device=device,
+                shard=shard,
             )
             for index in range(spec.num_layers)
         ]
         self.norm = RMSNorm(hidden, eps=spec.rms_norm_eps, dtype=dtype, device=device)
         tied_to = self.embedding if spec.tie_word_embeddings else None
-        self.lm_head = LmHead(vocab, hidden, tied_to=tied_to, dtype=dtype, device=device)
+        rows = shard.part(vocab)
+        self.lm_head = LmHead(rows, hidden, tied_to=tied_to, dtype=dtype, device=device)
 
     @staticmethod
     def traits(config: Any) -> Traits:
@@ -193,7 +216,7 @@ class Llama:
 
         `adapters` are those of these rows, not of all tokens of the step.
         """
-        return self.lm_head(hidden, adapters)
+        return self.shard.join(self.lm_head(hidden, adapters), self.spec.vocab_size)
 
     def weight_slots(self) -> dict[str, Tensor]:
         """A checkpoint's tensor names, and the memory each is copied into."""

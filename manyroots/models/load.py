@@ -11,10 +11,12 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
+from manyroots.distributed.shard import WHOLE, Shard
 from manyroots.errors import ModelError
 from manyroots.models.llama import Llama
 from manyroots.models.progress import track
 from manyroots.models.registry import architecture_of, model_class
+from manyroots.models.sharding import cut_weights, rank_spec
 from manyroots.models.source import ModelSource, SourceKind
 from manyroots.models.spec import ModelSpec, model_spec
 from manyroots.models.weights import dummy, experts, gguf, safetensors
@@ -37,12 +39,19 @@ def describe(source: ModelSource) -> ModelSpec:
 
 
 def load_model(
-    source: ModelSource, *, dtype: torch.dtype, device: torch.device, load_format: str, seed: int
+    source: ModelSource,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    load_format: str,
+    seed: int,
+    shard: Shard = WHOLE,
 ) -> Llama:
-    """Build the model and fill it; `load_format` is that of the settings."""
+    """Build a rank's part of the model and fill it; `load_format` is that of the settings."""
     spec = describe(source)
+    make = model_class(spec.architecture)
     try:
-        model = model_class(spec.architecture)(spec, dtype=dtype, device=device)
+        model = make(rank_spec(spec, shard), dtype=dtype, device=device, shard=shard)
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise ModelError(
             f"{source.name} does not fit into the memory of {device} as {dtype}: {error} "
@@ -50,6 +59,8 @@ def load_model(
         ) from error
     slots = model.weight_slots()
     weights = _weights(source, spec, slots, load_format, seed)
+    if not shard.is_whole and load_format != "dummy":  # which draws the part itself
+        weights = cut_weights(weights, shard)
     fill(slots, track(weights, total=len(slots), label="Loading weights"), source.name)
     return model
 

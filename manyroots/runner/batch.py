@@ -1,8 +1,8 @@
 """The persistent batch: what the runner remembers of each row between steps.
 
 In: the deltas of a plan. Out: the flat arrays a forward pass needs. Numpy throughout and no loop
-over the rows of a step: only arrivals and grown tables cost Python. Rows with the same adapter are
-laid out together, so that their tokens are one product.
+over the rows of a step: only arrivals cost Python. Rows with the same adapter are laid out
+together, so that their tokens are one product.
 """
 
 from __future__ import annotations
@@ -62,8 +62,7 @@ class PersistentBatch:
         for arrival in plan.arrivals:
             self._arrive(arrival)
         for growth in plan.new_pages:
-            end = growth.first + len(growth.pages)
-            self._page_table[growth.row, growth.first : end] = growth.pages
+            self._page_table[growth.rows, growth.places] = growth.pages
 
     def _arrive(self, arrival: Arrival) -> None:
         row, count = arrival.row, len(arrival.tokens)

@@ -101,10 +101,12 @@ class FakeRunner:
                     raise RuntimeError(f"adapter slot {arrival.adapter_slot} holds no weights")
             self._sequences[int(arrival.row)] = _arrive(arrival, weights)
         for growth in plan.new_pages:
-            table = self._sequences[int(growth.row)].tables[growth.family]
-            if len(table) != growth.first:
-                raise RuntimeError(f"row {growth.row}: table has {len(table)} units")
-            table.extend(growth.pages.tolist())
+            columns = (growth.rows.tolist(), growth.places.tolist(), growth.pages.tolist())
+            for row, place, page in zip(*columns, strict=True):
+                table = self._sequences[row].tables[growth.family]
+                if len(table) != place:
+                    raise RuntimeError(f"row {row}: table has {len(table)} units")
+                table.append(page)
         for copy in plan.copies:
             if not copy.is_after_model:
                 self._begin_copy(copy)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from manyroots.distributed.shard import WHOLE, Shard
 from manyroots.ids import Row
 from manyroots.kernels.attention.batch import AttentionBatch
 from manyroots.kernels.lora.batch import AdapterBatch
@@ -56,8 +57,11 @@ class TorchRunner:
         *,
         max_num_seqs: int,
         max_model_len: int,
+        shard: Shard = WHOLE,
     ) -> None:
-        """`adapters`: None for a runner of the base model alone."""
+        """`adapters`: None for a runner of the base model alone. `shard`: the rank's place among
+        those that launch the same plans."""
+        self._shard = shard
         self._model = model
         self._arena = arena
         self._adapters = adapters
@@ -106,7 +110,7 @@ class TorchRunner:
         # The sampler may change logits; log-probabilities are of the model's own.
         wanted = np.flatnonzero(self._state.wants_logprobs[rows])
         own = logits[torch.from_numpy(wanted)].clone() if len(wanted) else None
-        tokens, broken = self._sampler.sample(logits, rows)
+        tokens, broken = self._sample(logits, rows)
         self._batch.append(rows, tokens)
         return StepResult(
             plan.step_id,
@@ -119,6 +123,14 @@ class TorchRunner:
             ),
             adapters=self._answers(),
         )
+
+    def _sample(self, logits: Tensor, rows: Int32s) -> tuple[Int32s, Int32s]:
+        """The first rank's choice, which the others follow; they look for no broken rows."""
+        if self._shard.is_first:
+            tokens, broken = self._sampler.sample(logits, rows)
+        else:
+            tokens, broken = np.empty(len(rows), np.int32), np.empty(0, np.int32)
+        return self._shard.agree(tokens), broken
 
     def _loader(self) -> AdapterLoader:
         if self._adapters is None:

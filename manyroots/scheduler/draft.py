@@ -1,49 +1,91 @@
-"""A plan being drawn up: one budget for the step, and the parts placed so far."""
+"""A plan being drawn up: one budget for the step, and what was placed so far."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from manyroots.cache.cache import Extension
 from manyroots.cache.lease import Lease
+from manyroots.cache.outcomes import Extension
 from manyroots.ids import Row, StepId
 from manyroots.scheduler.request import Request
-from manyroots.step import AdapterIntent, Arrival, Copy, NewPages, Plan
-
-
-class Part(NamedTuple):
-    """One sequence's share of a step. A tuple, because a step makes hundreds."""
-
-    request: Request
-    row: Row
-    num_tokens: int
-    samples: bool
+from manyroots.scheduler.rows import NO_ROWS, Int64s, Rows
+from manyroots.step import AdapterIntent, Arrival, Bools, Copy, Int32s, NewPages, Plan
 
 
 @dataclass(slots=True)
+class Launched:
+    """A step between its plan and its result, column by column."""
+
+    step_id: StepId
+    rows: Int64s
+    num_tokens: Int32s
+    samples: Bools
+    stays: Int64s
+    """Whose stay on its row the step was planned for."""
+    total_tokens: int
+
+
 class Draft:
     """What this step does so far and what it may still do."""
 
-    step_id: StepId
-    num_tokens_left: int
-    parts: list[Part] = field(default_factory=list)
-    arrivals: list[Arrival] = field(default_factory=list)
-    new_pages: list[NewPages] = field(default_factory=list)
+    __slots__ = (
+        "_arrivals",
+        "_budget",
+        "_decoding",
+        "_growth",
+        "_num_tokens",
+        "_placed",
+        "_rows",
+        "_samples",
+        "num_tokens_left",
+        "step_id",
+    )
 
-    def place(self, request: Request, num_tokens: int) -> None:
-        """The request computes `num_tokens` in this step."""
-        samples = num_tokens == request.num_tokens_to_compute
-        row = request.row
-        assert row is not None
-        self.parts.append(Part(request, row, num_tokens, samples))
+    def __init__(self, step_id: StepId, budget: int, rows: Rows) -> None:
+        self.step_id = step_id
+        self.num_tokens_left = budget
+        self._budget = budget
+        self._rows = rows
+        self._decoding = NO_ROWS
+        self._placed: list[int] = []
+        self._num_tokens: list[int] = []
+        self._samples: list[bool] = []
+        self._arrivals: list[Arrival] = []
+        self._growth: list[NewPages] = []
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._placed and len(self._decoding) == 0
+
+    def decode(self) -> Int64s:
+        """Place everybody who needs one token and nothing of the cache; gives the rows that decode
+        and need pages first. To be called before anything else is placed."""
+        self._decoding, growing = self._rows.decode(self.num_tokens_left)
+        self.num_tokens_left -= len(self._decoding)
+        return growing
+
+    def turn_pages(self, rows: Int64s, units: list[Int32s]) -> None:
+        """Place the next token of rows that got one page each, by family."""
+        places = self._rows.turn_pages(rows).astype(np.int32)
+        self._decoding = np.concatenate((self._decoding, rows))
+        self.num_tokens_left -= len(rows)
+        for family, pages in enumerate(units):
+            self._growth.append(NewPages(family, rows.astype(np.int32), places, pages))
+
+    def place(self, request: Request, computed: int, num_tokens: int) -> None:
+        """The request computes `num_tokens` in this step, behind those computed."""
+        samples = self._rows.place(request, computed + num_tokens)
+        assert request.row is not None
+        self._placed.append(request.row)
+        self._num_tokens.append(num_tokens)
+        self._samples.append(samples)
         self.num_tokens_left -= num_tokens
-        request.num_computed_tokens += num_tokens
-        request.num_in_flight += 1
-        if samples:
-            request.num_pending_tokens += 1
+
+    def placed_rows(self) -> set[int]:
+        """Who computes in this step already."""
+        return {*self._placed, *self._decoding.tolist()}
 
     def arrive(self, request: Request, row: Row, lease: Lease) -> None:
         """The request takes a row, with everything known of it."""
@@ -51,14 +93,14 @@ class Draft:
         sampling = submit.sampling
         if sampling.prompt_logprobs is not None and not request.wants_prompt_logprobs:
             sampling = replace(sampling, prompt_logprobs=None)
-        self.arrivals.append(
+        self._arrivals.append(
             Arrival(
                 row=row,
                 request_id=submit.request_id,
-                tokens=request.tokens.copy(),
+                tokens=request.tokens,
                 num_prompt_tokens=request.num_prompt_tokens,
                 num_computed_tokens=lease.num_cached_tokens,
-                page_tables=tuple(np.array(table, np.int32) for table in lease.tables),
+                page_tables=tuple([table.copy() for table in lease.tables]),
                 sampling=sampling,
                 seed=submit.seed,
                 stop_ids=submit.stop_ids,
@@ -71,27 +113,33 @@ class Draft:
         """A row's tables get longer."""
         for family, (first, units) in enumerate(zip(extension.first, extension.units, strict=True)):
             if len(units):
-                self.new_pages.append(NewPages(row, family, first, np.array(units, np.int32)))
-
-    def decode(self, request: Request, row: Row) -> None:
-        """As `place`, for the commonest case: a running request's one next token."""
-        self.parts.append(Part(request, row, 1, True))
-        self.num_tokens_left -= 1
-        request.num_computed_tokens += 1
-        request.num_in_flight += 1
-        request.num_pending_tokens += 1
+                places = np.arange(first, first + len(units), dtype=np.int32)
+                rows = np.full(len(units), row, np.int32)
+                self._growth.append(NewPages(family, rows, places, units))
 
     def to_plan(
         self, copies: tuple[Copy, ...], adapters: tuple[AdapterIntent, ...], *, waits: bool
-    ) -> Plan:
-        return Plan(
+    ) -> tuple[Plan, Launched]:
+        """The plan, and what is remembered of it until its result comes."""
+        rows, count = self._decoding, len(self._decoding)
+        rows_int32 = self._rows.to_int32(rows)
+        num_tokens, samples = self._rows.ones[:count], self._rows.trues[:count]
+        if self._placed:
+            rows = np.concatenate((rows, self._placed))
+            rows_int32 = rows.astype(np.int32)
+            num_tokens = np.concatenate((num_tokens, np.array(self._num_tokens, np.int32)))
+            samples = np.concatenate((samples, np.array(self._samples, np.bool_)))
+        plan = Plan(
             step_id=self.step_id,
-            arrivals=tuple(self.arrivals),
-            new_pages=tuple(self.new_pages),
-            rows=np.array([part.row for part in self.parts], np.int32),
-            num_tokens=np.array([part.num_tokens for part in self.parts], np.int32),
-            samples=np.array([part.samples for part in self.parts], np.bool_),
+            arrivals=tuple(self._arrivals),
+            new_pages=tuple(self._growth),
+            rows=rows_int32,
+            num_tokens=num_tokens,
+            samples=samples,
             copies=copies,
             adapters=adapters,
             waits=waits,
         )
+        total_tokens = self._budget - self.num_tokens_left
+        stays = self._rows.stay[rows]
+        return plan, Launched(self.step_id, rows, num_tokens, samples, stays, total_tokens)

@@ -48,10 +48,11 @@ class Group:
         return self._heap[0][2]
 
     def pop(self) -> Request:
-        head = self.head
-        heapq.heappop(self._heap)
-        self._members.discard(head)
-        return head
+        while True:
+            request = heapq.heappop(self._heap)[2]
+            if request in self._members:
+                self._members.discard(request)
+                return request
 
     def __iter__(self) -> Iterator[Request]:
         return iter(sorted(self._members, key=lambda request: request.serial))
@@ -86,14 +87,17 @@ class WaitingQueue:
         self._removed(self._groups[request.group])
 
     def next_group(
-        self, may_begin: Callable[[Group], bool], is_running: Callable[[GroupKey], bool]
+        self, closed: set[GroupKey], is_running: Callable[[GroupKey], bool]
     ) -> Group | None:
-        """The group whose head is next, of those that may begin."""
+        """The group whose head is next, of those that are not closed."""
+        if len(self._groups) == 1:
+            [group] = self._groups.values()
+            return None if group.key in closed else group
         best: Group | None = None
         best_rank: tuple[int, ...] = ()
         for group in self._groups.values():
             rank = self._rank(group, is_running)
-            if (best is None or rank < best_rank) and may_begin(group):
+            if (best is None or rank < best_rank) and group.key not in closed:
                 best, best_rank = group, rank
         return best
 
@@ -131,7 +135,7 @@ class WaitingQueue:
 
     def _removed(self, group: Group) -> None:
         self._count -= 1
-        if not len(group):
+        if len(group) == 0:
             del self._groups[group.key]
             if self._policy is Policy.FAIR:
                 self._served[group.key] = group.served

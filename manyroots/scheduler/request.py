@@ -1,10 +1,8 @@
-"""One sequence as the scheduler sees it: what is known, what is computed, what it holds.
+"""One sequence as the scheduler sees it: what is known and what it holds.
 
 Progress is a counter, not a phase: computed tokens catch up with known tokens. Prefill, chunked
 prefill, decode, reuse and resuming after a retraction differ only in how far apart the two are.
-
-    tokens     |-------- prompt --------|--- output ---|  pending
-    computed   |==== KV in pages or under way ====>
+While a request runs, its counters are columns of its row (`rows.py`).
 """
 
 from __future__ import annotations
@@ -14,9 +12,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from manyroots.cache.cache import Ending
 from manyroots.cache.keys import PrefixKey
 from manyroots.cache.lease import Lease
+from manyroots.cache.outcomes import Ending
 from manyroots.cache.prefetch import Ticket
 from manyroots.ids import Namespace, Row, StepId
 from manyroots.lora.registry import Hold
@@ -54,20 +52,19 @@ class Request:
         "ending",
         "group",
         "hold",
+        "is_broken",
         "key",
         "lease",
         "max_num_tokens",
         "num_cached_tokens",
-        "num_committed_tokens",
-        "num_computed_tokens",
-        "num_in_flight",
-        "num_pending_tokens",
+        "num_in_flight_tokens",
         "num_prompt_tokens",
         "num_tokens",
         "prompt_logprobs",
         "row",
         "serial",
         "state",
+        "stay",
         "stop_ids",
         "submit",
         "ticket",
@@ -106,28 +103,28 @@ class Request:
             MAX_TOKENS_LIMIT if max_tokens is None else max_tokens
         )
         """Prompt and output at their longest."""
-        self._buffer = np.array(submit.prompt, np.int32)
-        self.num_computed_tokens = 0
-        """Tokens whose keys and values are in pages once every launched step is done."""
-        self.num_committed_tokens = 0
-        """The same, once every step that is done is counted."""
-        self.num_pending_tokens = 0
-        """Tokens that launched steps will sample."""
-        self.num_in_flight = 0
-        """Launched steps that this sequence is part of."""
+        # Never written to: it may be the caller's. A first token makes it longer, elsewhere.
+        self._buffer = np.asarray(submit.prompt, np.int32)
+        self.num_in_flight_tokens = 0
+        """Of a request that lost its row: tokens that launched steps still compute for it."""
         self.num_cached_tokens: int | None = None
         """What was reused when it first began."""
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.ending = Ending.DROPPED
         """What its lease is released with: whether its newest state is worth keeping."""
+        self.is_broken = False
+        """A step computed something of it that is no use: its pages must not be published."""
         self.row: Row | None = None
+        self.stay = 0
+        """Its newest stay on a row, by number."""
         self.lease: Lease | None = None
         self.ticket: Ticket | None = None
         """What it asked storage for."""
 
     @property
     def tokens(self) -> Int32s:
-        """Prompt and output so far."""
+        """Prompt and output so far; of a request that runs, as of its last full page. What is
+        there is never changed, so that others may keep it."""
         return self._buffer[: self.num_tokens]
 
     @property
@@ -135,24 +132,21 @@ class Request:
         return self.num_tokens - self.num_prompt_tokens
 
     @property
-    def num_tokens_to_compute(self) -> int:
-        """How far computed tokens are behind known and pending ones."""
-        return self.num_tokens + self.num_pending_tokens - self.num_computed_tokens
-
-    @property
     def wants_prompt_logprobs(self) -> bool:
         return self.submit.sampling.prompt_logprobs is not None and self.num_output_tokens == 0
 
-    def append(self, token: int) -> None:
-        if self.num_tokens == len(self._buffer):
-            grown = np.empty(max(64, 2 * len(self._buffer)), np.int32)
+    def extend(self, tokens: Int32s) -> None:
+        """Tokens were sampled."""
+        end = self.num_tokens + len(tokens)
+        if end > len(self._buffer):
+            grown = np.empty(max(end, self.num_tokens + self.num_tokens // 4 + 64), np.int32)
             grown[: self.num_tokens] = self.tokens
             self._buffer = grown
-        self._buffer[self.num_tokens] = token
-        self.num_tokens += 1
+        self._buffer[self.num_tokens : end] = tokens
+        self.num_tokens = end
 
 
-def invoked_at(prompt: Sequence[int], invocation: tuple[int, ...]) -> int:
+def invoked_at(prompt: Sequence[int] | Int32s, invocation: tuple[int, ...]) -> int:
     """Where an aLoRA begins to act: at the last place where its invocation tokens stand whole.
 
     NEVER if they do not: the base model answers, as PEFT has it.

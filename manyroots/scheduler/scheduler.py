@@ -4,27 +4,30 @@ In: submissions, aborts, results of steps. Out: plans, and news of each request.
 planned before earlier ones are done: a sequence whose next token is still being sampled is
 planned by count, and what a step computed for a sequence that turns out to have ended is dropped.
 
-Knows the cache by its facade alone, and no tensor, clock or thread.
+Knows the cache by its facade alone, and no tensor, clock or thread. A step in which nothing happens
+but decoding costs a few operations on columns (`rows.py`), however many decode.
 """
 
 from __future__ import annotations
 
 from collections import deque
 
-from manyroots.cache.cache import Ending, Extension, PrefixCache, Refusal
-from manyroots.cache.lease import Lease
+import numpy as np
+
+from manyroots.cache.cache import PrefixCache
+from manyroots.cache.outcomes import Refusal
 from manyroots.config import Policy, SchedulerSettings
 from manyroots.ids import AdapterDigest, AdapterName, RequestId, Row, StepId, Tier
 from manyroots.lora.registry import Unloaded
 from manyroots.lora.residency import Residency
-from manyroots.messages import FinishReason, Output, Stats, Submit
-from manyroots.scheduler.draft import Draft, Part
-from manyroots.scheduler.queue import GroupKey, WaitingQueue
+from manyroots.messages import FinishReason, News, Output, Stats, Submit, Tokens
+from manyroots.scheduler.admission import Admission
+from manyroots.scheduler.draft import Draft, Launched
+from manyroots.scheduler.endings import Endings
+from manyroots.scheduler.placing import Placer
 from manyroots.scheduler.request import Request, State
-from manyroots.scheduler.turns import AdapterTurns, has_aged
-from manyroots.step import Plan, StepResult, TokenLogprobs
-
-_OVER = (State.DRAINING, State.FINISHED)
+from manyroots.scheduler.rows import Int64s, Rows
+from manyroots.step import Bools, Int32s, Plan, StepResult, TokenLogprobs
 
 
 class Scheduler:
@@ -41,29 +44,24 @@ class Scheduler:
         self._settings = settings
         self._cache = cache
         self._adapters = adapters
-        self._turns = AdapterTurns(adapters, adapters.limits.max_loras)
         self._max_model_len = max_model_len
-        self._page_size = cache.page_size
         self._is_fair = settings.scheduling_policy == Policy.FAIR.value
-        self._requests: dict[RequestId, Request] = {}
-        self._waiting = WaitingQueue(Policy(settings.scheduling_policy))
-        self._running: list[Request] = []
-        self._fetching: list[Request] = []
-        self._loading: list[Request] = []
-        self._loaded: deque[Request] = deque()
-        self._draining: set[Request] = set()
-        self._free_rows = [Row(row) for row in range(settings.max_num_seqs - 1, -1, -1)]
-        self._in_flight: deque[tuple[StepId, list[Part]]] = deque()
+        self._rows = Rows(settings.max_num_seqs, cache.page_size)
+        self._placer = Placer(settings, cache)
+        self._admission = Admission(
+            settings, cache, adapters, self._rows, max_model_len=max_model_len
+        )
+        self._endings = Endings(cache, adapters, self._rows, self._admission)
+        self._in_flight: deque[Launched] = deque()
         self._next_step_id = 1
         self._next_serial = 1
-        self._total_retractions = 0
         self._total_step_tokens = 0
 
     @property
     def has_work(self) -> bool:
         """Whether anything is waiting, running, in flight or on its way."""
         return bool(
-            self._requests
+            self._endings.requests
             or self._in_flight
             or self._adapters.has_intents
             or self._adapters.is_loading
@@ -74,23 +72,16 @@ class Scheduler:
 
         Raises NotFoundError for an adapter that is not loaded (any more).
         """
-        if submit.request_id in self._requests:
+        if submit.request_id in self._endings.requests:
             raise RuntimeError(f"request {submit.request_id} was submitted twice")
         hold = None if submit.adapter is None else self._adapters.acquire(submit.adapter)
         request = Request(
-            submit, self._next_serial, StepId(self._next_step_id), hold, self._page_size
+            submit, self._next_serial, StepId(self._next_step_id), hold, self._cache.page_size
         )
         request.max_num_tokens = min(request.max_num_tokens, self._max_model_len)
         self._next_serial += 1
-        self._requests[submit.request_id] = request
-        if not request.wants_prompt_logprobs:
-            request.ticket = self._cache.prefetch(request.key, request.tokens)
-        if request.ticket is None:
-            self._waiting.push(request)
-        else:
-            # Storage answers while others run; only this request waits for it (T04).
-            request.state = State.FETCHING
-            self._fetching.append(request)
+        self._endings.requests[submit.request_id] = request
+        self._admission.queue(request)
 
     def load_adapter(
         self,
@@ -131,277 +122,118 @@ class Scheduler:
 
     def abort(self, request_id: RequestId) -> Output | None:
         """End a sequence now; None if it is unknown or has ended."""
-        request = self._requests.get(request_id)
+        request = self._endings.requests.get(request_id)
         if request is None:
             return None
-        return self._finish(request, FinishReason.ABORT)
+        return self._endings.finish(request, FinishReason.ABORT)
 
     # Planning
 
     def schedule(self) -> Plan | None:
         """The next step, or None if there is nothing to do right now."""
-        draft = Draft(StepId(self._next_step_id), self._settings.max_num_batched_tokens)
-        num_retracted = self._total_retractions
+        draft = Draft(StepId(self._next_step_id), self._settings.max_num_batched_tokens, self._rows)
+        num_retracted = self._endings.num_retractions
         # Decodes first: a long prompt must not hold up the tokens of those who are talking.
-        for request in self._decode(draft):
-            self._continue(request, draft)
-        without_room: set[GroupKey] = set()
-        if self._total_retractions == num_retracted:
-            self._admit(draft, without_room)
-        self._turns.prepare(self._waiting, without_room, draft.step_id)
+        growing = draft.decode()
+        if len(growing):
+            self._turn_pages(growing, draft)
+        if self._rows.prompts:
+            for request in list(self._rows.prompts):
+                self._continue(request, draft)
+        if len(self._admission):
+            has_room = self._endings.num_retractions == num_retracted
+            without_room = self._admission.admit(draft) if has_room else set()
+            self._admission.prepare_adapters(without_room, draft.step_id)
         copies = self._cache.take_copies()
         intents = self._adapters.flush()
-        is_waiting = self._cache.has_transfers or self._adapters.is_loading
-        waits = not draft.parts and not self._in_flight and is_waiting
-        if not draft.parts and not copies and not intents and not waits:
+        waits = draft.is_empty and not self._in_flight and self._is_waiting
+        if draft.is_empty and not copies and not intents and not waits:
             return None
         self._next_step_id += 1
-        self._in_flight.append((draft.step_id, draft.parts))
+        plan, launched = draft.to_plan(copies, intents, waits=waits)
+        self._in_flight.append(launched)
         self._adapters.step_launched(draft.step_id)
-        return draft.to_plan(copies, intents, waits=waits)
+        return plan
 
-    def _decode(self, draft: Draft) -> list[Request]:
-        """Place every running request that needs one token and nothing of the cache; gives the
-        others in the order in which they should continue."""
-        page_crossings: list[Request] = []
-        prompts: list[Request] = []
-        for request in self._running:
-            num_known = request.num_tokens + request.num_pending_tokens
-            computed = request.num_computed_tokens
-            lease, row = request.lease, request.row
-            assert lease is not None
-            assert row is not None
-            if num_known - computed > 1:
-                prompts.append(request)
-            elif num_known >= request.max_num_tokens:
-                continue  # the token under way is its last
-            elif computed >= lease.num_covered_tokens:
-                page_crossings.append(request)
-            elif draft.num_tokens_left > 0:
-                draft.decode(request, row)
-        return page_crossings + prompts
+    @property
+    def _is_waiting(self) -> bool:
+        return self._cache.has_transfers or self._adapters.is_loading
+
+    def _turn_pages(self, rows: Int64s, draft: Draft) -> None:
+        """Place those who decode and have filled their pages: all at once where there is room
+        for all, else one after the other, as far as it goes."""
+        growing = [self._rows.request_at(row) for row in rows.tolist()]
+        if len(growing) <= draft.num_tokens_left:
+            units = self._cache.turn_pages([r.lease for r in growing if r.lease is not None])
+            if units is not None:
+                draft.turn_pages(rows, units)
+                return
+        for request in growing:
+            self._continue(request, draft)
 
     def _continue(self, request: Request, draft: Draft) -> None:
         """Place a running request's next tokens, making room at others' cost if need be."""
         if request.state is not State.RUNNING:
             return
-        num_tokens = self._chunk(request, draft)
+        assert request.row is not None
+        computed = int(self._rows.computed[request.row])
+        num_tokens = self._placer.chunk(request, computed, draft)
         if num_tokens == 0:
             return
-        extension = self._extend(request, num_tokens, draft)
+        extension = self._placer.extend(request, computed, num_tokens, draft)
         while isinstance(extension, Refusal):
             victim = self._victim(draft)
             if victim is None:
                 return
-            self._retract(victim)
+            self._endings.retract(victim, draft.step_id)
             if victim is request:
                 return
-            extension = self._extend(request, num_tokens, draft)
-        assert request.row is not None
+            extension = self._placer.extend(request, computed, num_tokens, draft)
         draft.grow(request.row, extension)
-        self._place(request, num_tokens, draft)
-
-    def _extend(self, request: Request, num_tokens: int, draft: Draft) -> Extension | Refusal:
-        assert request.lease is not None
-        computed = request.num_computed_tokens
-        return self._cache.extend(request.lease, computed, computed + num_tokens, draft.step_id)
-
-    def _admit(self, draft: Draft, without_room: set[GroupKey]) -> None:
-        """Start those whose units have arrived, then waiting requests in order, until one does
-        not fit. All that may begin are claimed before any is given room (C01)."""
-        while self._loaded and self._free_rows and draft.num_tokens_left > 0:
-            if not self._begin_loaded(draft):
-                return
-        closed = self._turns.closed_groups(self._waiting, draft.step_id)
-        while claimed := self._claim(draft, closed):
-            for index, request in enumerate(claimed):
-                if self._begin(request, draft):
-                    continue
-                # It may be the claims behind it that are in its way.
-                self._give_up(claimed[index + 1 :])
-                if self._begin(request, draft):
-                    break
-                self._give_up([request])
-                if has_aged(request, draft.step_id) or not self._free_rows:
-                    return
-                # Its adapter's turn is not now; that is no reason to hold back others (L03).
-                closed.add(request.group)
-                without_room.add(request.group)
-                break
-
-    def _begin_loaded(self, draft: Draft) -> bool:
-        request = self._loaded.popleft()
-        if self._begin(request, draft):
-            return True
-        if self._running or draft.parts or self._in_flight:
-            self._loaded.appendleft(request)  # what runs will make room
-            return False
-        # Nothing will make room but the others that hold what they have loaded.
-        self._give_up([*self._loaded])
-        self._loaded.clear()
-        if self._begin(request, draft):
-            return True
-        self._give_up([request])
-        return False
-
-    def _claim(self, draft: Draft, closed: set[GroupKey]) -> list[Request]:
-        """Take requests off the queue, with what is found for them, as many as may fit."""
-        claimed: list[Request] = []
-        num_tokens_left = draft.num_tokens_left
-        while len(claimed) < len(self._free_rows) and num_tokens_left > 0:
-            group = self._waiting.next_group(
-                lambda group: group.key not in closed, self._turns.is_on_device
-            )
-            if group is None:
-                break
-            if group.head.num_in_flight > 0:
-                closed.add(group.key)  # retracted a moment ago: its last token is not known yet
-                continue
-            request = self._waiting.pop(group)
-            lease = self._find(request)
-            num_tokens_left -= request.num_tokens - lease.num_cached_tokens
-            claimed.append(request)
-        return claimed
-
-    def _find(self, request: Request) -> Lease:
-        request.lease = self._cache.claim(
-            request.key,
-            request.tokens,
-            request.num_tokens,
-            may_reuse=not request.wants_prompt_logprobs,
-        )
-        return request.lease
-
-    def _give_up(self, claimed: list[Request]) -> None:
-        """Claims of requests that do not fit are given back (C03)."""
-        for request in reversed(claimed):
-            if request.lease is not None:
-                self._cache.release(request.lease, Ending.DROPPED)
-                request.lease = None
-            request.state = State.WAITING
-            self._waiting.push(request)
-
-    def _begin(self, request: Request, draft: Draft) -> bool:
-        """Start a claimed request, or start loading what it found; False if there is no room."""
-        lease = request.lease
-        assert lease is not None
-        if self._cache.could_find_more(lease, request.tokens):
-            self._cache.release(lease, Ending.DROPPED)
-            lease = self._find(request)
-        if not self._free_rows or draft.num_tokens_left == 0 or not self._turns.may_begin(request):
-            return False
-        if lease.onboarding:
-            if self._cache.onboard(lease) is Refusal.NO_ROOM:
-                return False
-            request.state = State.LOADING
-            self._loading.append(request)
-            return True
-        # With others running, begin only what could finish its prompt and a page of output:
-        # beginning with less would end in retracting it again.
-        if self._running and not self._cache.fits(
-            lease, min(request.num_tokens + self._cache.page_size, self._max_model_len)
-        ):
-            return False
-        request.num_computed_tokens = request.num_committed_tokens = lease.num_cached_tokens
-        num_tokens = self._chunk(request, draft)
-        if isinstance(self._extend(request, num_tokens, draft), Refusal):
-            return False
-        self._start(request, lease, draft)
-        self._place(request, num_tokens, draft)
-        return True
-
-    def _start(self, request: Request, lease: Lease, draft: Draft) -> None:
-        if request.hold is not None:
-            self._adapters.seat(request.hold)
-        self._running.append(request)
-        request.state = State.RUNNING
-        request.row = self._free_rows.pop()
-        request.prompt_logprobs.clear()
-        if request.num_cached_tokens is None:
-            request.num_cached_tokens = lease.num_cached_tokens
-        if not request.wants_prompt_logprobs:
-            self._cache.count_hit(lease, request.num_tokens)
-        draft.arrive(request, request.row, lease)
-
-    def _place(self, request: Request, num_tokens: int, draft: Draft) -> None:
-        assert request.lease is not None
-        draft.place(request, num_tokens)
-        self._cache.announce(
-            request.lease, request.tokens, request.num_computed_tokens, draft.step_id
-        )
-
-    def _chunk(self, request: Request, draft: Draft) -> int:
-        """How many of its tokens a request may compute in this step."""
-        assert request.lease is not None
-        num_tokens = min(request.num_tokens_to_compute, draft.num_tokens_left)
-        if self._settings.long_prefill_token_threshold is not None:
-            num_tokens = min(num_tokens, self._settings.long_prefill_token_threshold)
-        return self._cache.clip(request.lease, request.num_computed_tokens, num_tokens)
+        self._placer.place(request, computed, num_tokens, draft)
 
     # Retraction
 
     def _victim(self, draft: Draft) -> Request | None:
-        """The request that began last, of those not placed in this step yet."""
-        placed = {part.request for part in draft.parts}
-        for request in reversed(self._running):
-            if request not in placed:
-                return request
-        return None
+        """Of the requests not placed in this step yet, the one that is cheapest to resume: with
+        the fewest tokens to compute again. The youngest, where several are."""
+        placed = draft.placed_rows()
+        candidates = [r for r in self._rows.running if r.row not in placed]
+        return min(candidates, key=self._cost_to_resume, default=None)
 
-    def _retract(self, request: Request) -> None:
-        """Back to the head of the queue. What it published stays findable, so that it resumes
-        from there; its draws depend on (seed, position), so its tokens stay the same."""
-        self._running.remove(request)
-        self._give_back(request, Ending.DROPPED)
-        request.state = State.WAITING
-        request.waiting_since = StepId(self._next_step_id)
-        self._waiting.push(request)
-        self._total_retractions += 1
-
-    def _give_back(self, request: Request, ending: Ending) -> None:
+    def _cost_to_resume(self, request: Request) -> tuple[int, int]:
         assert request.lease is not None
         assert request.row is not None
-        self._cache.release(request.lease, ending)
-        if request.hold is not None:
-            self._adapters.unseat(request.hold)
-        self._free_rows.append(request.row)
-        request.lease = request.row = None
+        self._rows.flush(request)
+        num_found = self._cache.num_resumable_tokens(request.lease, request.tokens)
+        return int(self._rows.computed[request.row]) - num_found, -request.serial
 
     # Results
 
-    def advance(self, result: StepResult) -> list[Output]:
+    def advance(self, result: StepResult) -> News:
         """A step is done: take its tokens, publish its pages, finish who is finished."""
-        step_id, parts = self._in_flight.popleft()
-        if step_id != result.step_id:
-            raise RuntimeError(f"result of step {result.step_id} came in place of {step_id}'s")
-        self._cache.commit_step(step_id)
-        self._adapters.step_done(step_id)
+        step = self._in_flight.popleft()
+        if step.step_id != result.step_id:
+            raise RuntimeError(f"result of step {result.step_id} came in place of {step.step_id}'s")
+        self._cache.commit_step(step.step_id)
+        self._adapters.step_done(step.step_id)
         outputs = self.take_arrivals(result)
-        faults = {fault.row: fault.reason for fault in result.faults}
-        tokens = iter(result.tokens.tolist())
-        for request, row, num_tokens, samples in parts:
-            request.num_in_flight -= 1
-            self._total_step_tokens += num_tokens
-            token = next(tokens) if samples else None
-            if self._is_fair:
-                self._waiting.serve(request.group, num_tokens)
-            if request.state in _OVER:
-                # The step that was under way when it ended computed its last token's page.
-                self._commit(request, num_tokens, step_id)
-                self._drained(request)
-                continue
-            if row in faults:
-                outputs.append(self._finish(request, FinishReason.ERROR, faults[row]))
-                continue
-            if row in result.prompt_logprobs:
-                request.prompt_logprobs.extend(result.prompt_logprobs[row])
-            if token is not None:
-                request.num_pending_tokens -= 1
-                request.append(token)
-            self._commit(request, num_tokens, step_id)
-            if token is not None:
-                outputs.append(self._report(request, token, result.logprobs.get(row)))
-        return outputs
+        self._total_step_tokens += step.total_tokens
+        if self._is_fair:
+            self._count_service(step)
+        rows, num_tokens, samples, tokens = step.rows, step.num_tokens, step.samples, result.tokens
+        if result.prompt_logprobs:
+            self._take_scores(step, result)
+        if self._endings.leaving or result.faults:
+            is_left = self._set_apart(step, result, outputs)
+            tokens = tokens[is_left[samples]]
+            rows, num_tokens, samples = rows[is_left], num_tokens[is_left], samples[is_left]
+        sampled = rows if len(tokens) == len(rows) else rows[samples]
+        self._rows.append(sampled, tokens)
+        for request in self._rows.commit(rows, num_tokens):
+            self._publish(request, step.step_id)
+            self._rows.watch(request)
+        return News(outputs, self._report(sampled, tokens, result, outputs))
 
     def take_arrivals(self, result: StepResult) -> list[Output]:
         """Copies and loads have ended: requests whose units are all there can begin; those whose
@@ -411,62 +243,100 @@ class Scheduler:
             outcome = self._adapters.acknowledge(loaded)
             if outcome.error is not None:
                 reason = f"the adapter could not be loaded: {outcome.error}"
-                for group in self._waiting.groups():
+                for group in self._admission.waiting.groups():
                     if group.key[0] == outcome.digest:
-                        outputs += [self._finish(r, FinishReason.ERROR, reason) for r in group]
+                        outputs += [
+                            self._endings.finish(r, FinishReason.ERROR, reason) for r in group
+                        ]
         for done in result.copies:
             self._cache.acknowledge(done)
         if result.copies:
-            self._sort_fetching()
-            self._sort_loading()
+            self._admission.copies_ended()
         return outputs
 
-    def _sort_fetching(self) -> None:
-        still_fetching: list[Request] = []
-        for request in self._fetching:
-            if request.ticket is not None and not request.ticket.is_done:
-                still_fetching.append(request)
+    def _count_service(self, step: Launched) -> None:
+        columns = (step.rows.tolist(), step.stays.tolist(), step.num_tokens.tolist())
+        for row, stay, num_tokens in zip(*columns, strict=True):
+            self._admission.waiting.serve(self._endings.member(row, stay).group, num_tokens)
+
+    def _take_scores(self, step: Launched, result: StepResult) -> None:
+        for row, stay in zip(step.rows.tolist(), step.stays.tolist(), strict=True):
+            if row in result.prompt_logprobs:
+                request = self._endings.member(row, stay)
+                request.prompt_logprobs.extend(result.prompt_logprobs[row])
+                if request.state is State.RUNNING:
+                    self._rows.scored.add(row)
+
+    def _set_apart(self, step: Launched, result: StepResult, outputs: list[Output]) -> Bools:
+        """Advance what does not simply run on: who has ended or was retracted since the step was
+        planned, and whose row gave nothing. Gives, for each row, whether it is left to do."""
+        is_left = self._rows.is_live(step.rows, step.stays)
+        faults = {fault.row: fault.reason for fault in result.faults}
+        if faults:
+            is_left &= ~np.isin(step.rows, list(faults))
+        places = np.cumsum(step.samples) - 1
+        for index in (~is_left).nonzero()[0].tolist():
+            row, num_tokens = int(step.rows[index]), int(step.num_tokens[index])
+            request = self._endings.member(row, int(step.stays[index]))
+            if request.state is State.DRAINING:
+                # The step that was under way when it ended computed its last token's page.
+                self._rows.committed[row] += num_tokens
+                if not request.is_broken:
+                    self._publish(request, step.step_id)
+                self._endings.drained(request)
                 continue
-            request.ticket = None
-            request.state = State.WAITING
-            self._waiting.push(request)
-        self._fetching = still_fetching
-
-    def _sort_loading(self) -> None:
-        still_loading: list[Request] = []
-        for request in self._loading:
-            lease = request.lease
-            assert lease is not None
-            if not lease.is_ready:
-                still_loading.append(request)
-            elif lease.has_failed:
-                self._cache.release(lease, Ending.DROPPED)
-                request.lease = None
-                request.state = State.WAITING
-                self._waiting.push(request)
+            if request.row is None:
+                self._endings.forget(request, num_tokens)
             else:
-                self._loaded.append(request)
-        self._loading = still_loading
+                self._rows.committed[row] += num_tokens
+                request.is_broken = True
+            if request.state is State.FINISHED:
+                continue
+            if row in faults:
+                outputs.append(self._endings.finish(request, FinishReason.ERROR, faults[Row(row)]))
+            elif step.samples[index]:
+                request.extend(result.tokens[places[index] : places[index] + 1])
+                outputs.append(self._tell(request, result.logprobs.get(Row(row))))
+        return is_left
 
-    def _commit(self, request: Request, num_tokens: int, step_id: StepId) -> None:
+    def _publish(self, request: Request, step_id: StepId) -> None:
         """Publish pages whose tokens were not all known when the step was planned."""
-        lease = request.lease
-        if lease is None:  # retracted since
-            return
-        request.num_committed_tokens += num_tokens
-        num_pages = request.num_committed_tokens // self._page_size
-        if num_pages > lease.num_published_pages or lease.checkpoints:
-            self._cache.commit(lease, request.tokens, request.num_committed_tokens, step_id)
+        lease, row = request.lease, request.row
+        assert lease is not None
+        assert row is not None
+        self._rows.flush(request)
+        self._cache.commit(lease, request.tokens, int(self._rows.committed[row]), step_id)
 
-    def _report(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> Output:
+    def _report(
+        self, rows: Int64s, tokens: Int32s, result: StepResult, outputs: list[Output]
+    ) -> Tokens:
+        """News of every new token. Most are just that; the others are put into `outputs`."""
+        is_plain = self._rows.committed[rows] < self._rows.last[rows]
+        stops = self._rows.stops
+        if stops and not stops.keys().isdisjoint(tokens.tolist()):
+            is_plain &= ~np.isin(tokens, list(stops))
+        if result.logprobs:
+            is_plain &= ~np.isin(rows, list(result.logprobs))
+        if self._rows.scored:
+            is_plain &= ~np.isin(rows, list(self._rows.scored))
+        if np.count_nonzero(is_plain) < len(is_plain):
+            for row in rows[~is_plain].tolist():
+                request = self._rows.request_at(row)
+                self._rows.flush(request)
+                outputs.append(self._tell(request, result.logprobs.get(row)))
+            rows, tokens = rows[is_plain], tokens[is_plain]
+        return Tokens(self._rows.request_ids[rows], tokens, self._rows.num_cached[rows])
+
+    def _tell(self, request: Request, logprobs: TokenLogprobs | None) -> Output:
         """News of a request's newest token, which may be its last."""
+        token = int(request.tokens[-1])
         reason: FinishReason | None = None
         stop_token: int | None = None
         if token in request.stop_ids and (
             request.num_output_tokens > request.submit.sampling.min_tokens
         ):
             reason, stop_token = FinishReason.STOP, token
-        elif request.num_pending_tokens == 0 and request.num_tokens >= request.max_num_tokens:
+        elif request.num_tokens >= request.max_num_tokens:
             reason = FinishReason.LENGTH
         output = Output(
             request.submit.request_id, [token], reason, request.num_cached_tokens or 0, stop_token
@@ -476,56 +346,11 @@ class Scheduler:
         if request.prompt_logprobs and request.num_output_tokens == 1:
             output.prompt_logprobs.extend(request.prompt_logprobs)
             request.prompt_logprobs.clear()
+            if request.row is not None:
+                self._rows.scored.discard(request.row)
         if reason is not None:
-            self._finish(request, reason)
+            self._endings.end(request, reason)
         return output
-
-    def _finish(self, request: Request, reason: FinishReason, error: str | None = None) -> Output:
-        """The request is over for its caller; its pages go when no launched step writes them."""
-        del self._requests[request.submit.request_id]
-        if request.state is State.WAITING:
-            self._waiting.remove(request)
-            request.state = State.FINISHED
-        elif request.state is State.FETCHING:
-            self._fetching.remove(request)
-            request.state = State.FINISHED
-        elif request.state is State.LOADING:
-            # What is on its way is held by the transfer, not by the lease (T08).
-            (self._loading if request in self._loading else self._loaded).remove(request)
-            assert request.lease is not None
-            self._cache.release(request.lease, Ending.DROPPED)
-            request.lease = None
-            request.state = State.FINISHED
-        else:
-            self._running.remove(request)
-            request.state = State.DRAINING
-            if reason in (FinishReason.STOP, FinishReason.LENGTH):
-                request.ending = Ending.FINISHED
-            self._draining.add(request)
-            self._drained(request)
-        if request.state is State.FINISHED:
-            self._let_go(request)
-        return Output(
-            request_id=request.submit.request_id,
-            tokens=[],
-            finish_reason=reason,
-            num_cached_tokens=request.num_cached_tokens or 0,
-            error=error,
-        )
-
-    def _drained(self, request: Request) -> None:
-        if request.state is State.DRAINING and request.num_in_flight == 0:
-            self._draining.remove(request)
-            self._give_back(request, request.ending)
-            request.state = State.FINISHED
-            self._let_go(request)
-
-    def _let_go(self, request: Request) -> None:
-        """A request is over: its adapter may be, too, and then so are its pages."""
-        hold, request.hold = request.hold, None
-        if hold is not None:
-            for digest in self._adapters.release(hold):
-                self._cache.evict_adapter(digest)
 
     def fail_in_flight(self, reason: str) -> list[Output]:
         """Launched steps gave nothing, and none is running any more.
@@ -535,39 +360,40 @@ class Scheduler:
         """
         steps = list(self._in_flight)
         self._in_flight.clear()
+        members = [
+            self._endings.member(row, stay)
+            for step in steps
+            for row, stay in zip(step.rows.tolist(), step.stays.tolist(), strict=True)
+        ]
         outputs: list[Output] = []
-        for _, parts in steps:
-            for part in parts:
-                request = part.request
-                request.num_in_flight = 0
-                if request.submit.request_id in self._requests:
-                    outputs.append(self._finish(request, FinishReason.ERROR, reason))
-                else:
-                    self._drained(request)
+        for request in dict.fromkeys(members):
+            if request.row is not None:
+                self._rows.computed[request.row] = self._rows.committed[request.row]
+            elif request.num_in_flight_tokens:
+                self._endings.forget(request, request.num_in_flight_tokens)
+            if request.state is State.DRAINING:
+                self._endings.drained(request)
+            elif request.state is not State.FINISHED:
+                outputs.append(self._endings.finish(request, FinishReason.ERROR, reason))
         # Those that wait for their units may have found pages that were never filled.
-        self._give_up([*self._loading, *self._loaded])
-        self._loading.clear()
-        self._loaded.clear()
-        for step_id, _ in steps:
-            self._adapters.step_done(step_id)
-        for step_id, _ in reversed(steps):
-            self._cache.fail_step(step_id)
+        self._admission.start_over()
+        for step in steps:
+            self._adapters.step_done(step.step_id)
+        for step in reversed(steps):
+            self._cache.fail_step(step.step_id)
         return outputs
 
     def stats(self) -> Stats:
         cache = self._cache.stats()
         pages = cache.planes[0]
         return Stats(
-            num_running=len(self._running),
-            num_waiting=len(self._waiting)
-            + len(self._fetching)
-            + len(self._loading)
-            + len(self._loaded),
+            num_running=len(self._rows.running),
+            num_waiting=len(self._admission),
             num_pages=pages.num_units,
             num_free_pages=pages.num_free,
             num_cached_pages=pages.num_cached,
             num_held_pages=pages.num_held,
-            total_retractions=self._total_retractions,
+            total_retractions=self._endings.num_retractions,
             total_lookup_tokens=cache.total_lookup_tokens,
             total_hit_tokens=cache.total_hit_tokens,
             total_steps=self._next_step_id - 1,

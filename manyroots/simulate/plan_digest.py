@@ -33,7 +33,7 @@ class PlanDigest:
         if isinstance(value, int | str | None):  # most of them
             self._feed_text(value)
         elif isinstance(value, np.ndarray):
-            self._hash.update(f"{value.dtype}{value.shape}".encode())
+            self._hash.update(f"{value.dtype.str}{value.shape}".encode())
             self._hash.update(value.tobytes())
         elif isinstance(value, Mapping):
             self._feed(tuple(value.items()))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from manyroots.errors import ManyrootsError
 from manyroots.ids import RequestId, Tier
-from manyroots.messages import Abort, FinishReason, Output
+from manyroots.messages import Abort, FinishReason, News, Output
 from manyroots.simulate.adapters import TraceAdapters
 from manyroots.simulate.clock import Clock
 from manyroots.simulate.costs import CostModel
@@ -204,7 +204,7 @@ class _Simulation:
         self.records[request_id] = Record(sequence, arrival_s, reply, namespace)
         submit = sequence.to_submit()
         if self.seen is not None and namespace is not None:
-            self.seen.add(namespace, submit.prompt + reply)
+            self.seen.add(namespace, [*submit.prompt, *reply])
         self.engine.loop.handle(submit)
         abort_after = self.faults.abort_after(sequence)
         if abort_after is not None:
@@ -232,12 +232,12 @@ class _Simulation:
         if self.audits:
             self.engine.audit()
             self.num_audits += 1
-        is_idle = not news and before == (self.runner.num_steps, self.clock.now_s)
+        is_idle = not len(news) and before == (self.runner.num_steps, self.clock.now_s)
         self.idle_rounds = self.idle_rounds + 1 if is_idle else 0
         if self.idle_rounds >= MAX_IDLE_ROUNDS and self.engine.loop.has_work:
             raise SimulationError(f"stuck at {self.clock.now_s} s: {self.engine.loop.stats()}")
 
-    def _note(self, news: list[Output]) -> None:
+    def _note(self, news: News) -> None:
         for output in news:
             record = self.records[output.request_id]
             if not record.has_begun:

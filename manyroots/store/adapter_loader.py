@@ -26,11 +26,14 @@ logger = logging.getLogger(__name__)
 Read = Callable[[str], AdapterWeights]
 """Reads and checks the files at a path."""
 
+Memory = AdapterSlots | AdapterPool
+"""Where adapters are on the device; which one is the runner's choice."""
+
 
 class AdapterLoader:
     """The way of adapters from storage through host memory into slots."""
 
-    def __init__(self, read: Read, memory: AdapterSlots | AdapterPool) -> None:
+    def __init__(self, read: Read, memory: Memory) -> None:
         self._memory = memory
         self._read = read
         self._generations: dict[AdapterSlot, int] = {}
@@ -112,8 +115,12 @@ class AdapterLoader:
             # Whatever it was, this adapter can't be served and everyone else can.
             logger.exception("adapter at %s could not be loaded", load.path)
             error = f"{type(fault).__name__}: {fault}"
+        self._end(AdapterLoaded(load.load_id, error))
+
+    def _end(self, answer: AdapterLoaded) -> None:
+        """A load is over; called on its thread."""
         with self._changed:
-            self._answers.append(AdapterLoaded(load.load_id, error))
+            self._answers.append(answer)
             self._num_under_way -= 1
             self._changed.notify_all()
 

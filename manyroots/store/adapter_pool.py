@@ -22,6 +22,7 @@ from torch import Tensor
 
 from manyroots.ids import AdapterSlot
 from manyroots.kernels.lora_sites.sites import RANK_STEP, LoraRows, LoraSite
+from manyroots.kernels.moe_pairs.adapters import PART_WIDTH, ExpertSite
 from manyroots.lora.targets import TargetKind
 from manyroots.store.adapter_sites import LoraSite as HostSite
 from manyroots.store.adapter_sites import SitePart, SiteParts
@@ -58,14 +59,16 @@ class AdapterPool:
         self._parts = parts
         self._device = device
         self._stream = _stream(device) if device.type == "cuda" else None
-        self._rank = _rounded(max_rank)
+        self._rank = pooled_rank(max_rank)
         self._region = sum(_elements(part, self._rank) for part in parts.values())
         self._pool = torch.zeros(num_slots * self._region, dtype=dtype, device=device)
         names: dict[HostSite, list[str]] = {}
         for name, part in parts.items():
             names.setdefault(part.site, []).append(name)
         self._linears = {s: n for s, n in names.items() if s.kind is TargetKind.LINEAR}
-        self._tables = _Tables(num_slots, [len(n) for n in self._linears.values()], device)
+        self._experts = {s: n for s, n in names.items() if s.kind is TargetKind.EXPERTS}
+        counts = [len(n) for n in self._linears.values()]
+        self._tables = _Tables(num_slots, [2 + 3 * n for n in counts], counts, device)
         self.sites: Mapping[HostSite, LoraSite] = {
             site: LoraSite(
                 pool=self._pool,
@@ -75,6 +78,18 @@ class AdapterPool:
                 max_rank=self._rank,
             )
             for index, (site, names) in enumerate(self._linears.items())
+        }
+        counts = [len(n) for n in self._experts.values()]
+        self._expert_tables = _Tables(num_slots, [PART_WIDTH * n for n in counts], counts, device)
+        self.expert_sites: Mapping[HostSite, ExpertSite] = {
+            site: ExpertSite(
+                pool=self._pool,
+                table=self._expert_tables.offsets[index],
+                scalings=self._expert_tables.scalings[index],
+                part_sizes=tuple(parts[name].target.out_features for name in names),
+                max_rank=self._rank,
+            )
+            for index, (site, names) in enumerate(self._experts.items())
         }
         self._lock = threading.Lock()
         # Both are guarded by it: steps read them while loads change them.
@@ -125,13 +140,13 @@ class AdapterPool:
     def _place(self, slot: AdapterSlot, weights: AdapterWeights) -> None:
         pairs = on_device(weights, self._device)
         memory = _Region(self._pool, slot * self._region)
-        entries: list[list[int]] = []
-        scalings: list[list[float]] = []
-        for names in self._linears.values():
-            found = [pairs.get(name) for name in names]
-            entries.append(memory.place(found))
-            scalings.append([0.0 if pair is None else pair.scaling for pair in found])
-        self._tables.write(slot, entries, scalings)
+        for sites, tables, place in (
+            (self._linears, self._tables, memory.place),
+            (self._experts, self._expert_tables, memory.place_experts),
+        ):
+            found = [[pairs.get(name) for name in names] for names in sites.values()]
+            scalings = [[0.0 if pair is None else pair.scaling for pair in row] for row in found]
+            tables.write(slot, [place(row) for row in found], scalings)
         lookups = [
             _Lookup(memory.take(pairs[name].a), memory.take(pairs[name].b), pairs[name].scaling)
             for name, part in self._parts.items()
@@ -168,37 +183,58 @@ class _Region:
             start += rank
         return row
 
+    def place_experts(self, found: list[LoraPair | None]) -> list[int]:
+        """The same of experts; gives the site's row of `ExpertSite.table`."""
+        row = []
+        for pair in found:
+            if pair is None:
+                row += [0] * PART_WIDTH
+                continue
+            rank = _rounded(pair.rank)
+            for half, shape in (
+                (pair.a, (pair.a.shape[0], rank, pair.a.shape[2])),
+                (pair.b, (pair.b.shape[0], pair.b.shape[1], rank)),
+            ):
+                step = 0 if shape[0] == 1 else shape[1] * shape[2]
+                row += [self._next, step] if half is pair.b else [self._next, step, rank]
+                self._copy(shape, half)
+        return row
+
     def take(self, tensor: Tensor) -> Tensor:
         """A copy of one matrix."""
         rows, columns = tensor.shape
         return self._copy((rows, _rounded(columns)), tensor)[:, :columns]
 
-    def _copy(self, shape: tuple[int, int], tensor: Tensor) -> Tensor:
+    def _copy(self, shape: tuple[int, ...], tensor: Tensor) -> Tensor:
         size = math.prod(shape)
         place = self._pool[self._next : self._next + size].view(shape)
         self._next += _rounded(size)
         if place.shape == tensor.shape:
             return place.copy_(tensor)
         place.zero_()
-        place[: tensor.shape[0], : tensor.shape[1]].copy_(tensor)
+        place[tuple(slice(size) for size in tensor.shape)].copy_(tensor)
         return place
 
 
 class _Tables:
     """The tables of all sites in one piece of memory each, so that a load is one write."""
 
-    def __init__(self, num_slots: int, part_counts: list[int], device: torch.device) -> None:
+    def __init__(
+        self, num_slots: int, widths: list[int], counts: list[int], device: torch.device
+    ) -> None:
+        """Of each site: how wide a slot's row of offsets is, and how many scalings it has."""
         self._device = device
-        self._widths = [2 + 3 * count for count in part_counts]
-        self._counts = part_counts
+        self._widths, self._counts = widths, counts
         self._num_slots = num_slots
-        self._offsets = torch.zeros(num_slots * sum(self._widths), dtype=torch.int64, device=device)
-        self._scalings = torch.zeros(num_slots * sum(part_counts), device=device)
-        self.offsets = _cut(self._offsets, num_slots, self._widths)
-        self.scalings = _cut(self._scalings, num_slots, part_counts)
+        self._offsets = torch.zeros(num_slots * sum(widths), dtype=torch.int64, device=device)
+        self._scalings = torch.zeros(num_slots * sum(counts), device=device)
+        self.offsets = _cut(self._offsets, num_slots, widths)
+        self.scalings = _cut(self._scalings, num_slots, counts)
 
     def write(self, slot: int, entries: list[list[int]], scalings: list[list[float]]) -> None:
         """A slot's row of every site."""
+        if not entries:
+            return
         for target, widths, rows, kind in (
             (self._offsets, self._widths, entries, np.int64),
             (self._scalings, self._counts, scalings, np.float32),
@@ -226,6 +262,11 @@ def _elements(part: SitePart, rank: int) -> int:
     target = part.target
     one = _rounded(rank * target.in_features) + _rounded(rank * target.out_features)
     return one * (target.num_experts or 1)
+
+
+def pooled_rank(rank: int) -> int:
+    """What an adapter of this rank takes the memory of."""
+    return _rounded(rank)
 
 
 def _rounded(size: int) -> int:

@@ -29,6 +29,9 @@ from manyroots.store.adapter_weights import AdapterWeights, LoraPair
 _ALIGNMENT_BYTES = 64
 """Where a tensor may begin in a slot's memory: a cache line, and enough for wide loads."""
 
+_Found = list[tuple[SitePart, LoraPair]]
+"""What an adapter has for the parts of one site."""
+
 
 class AdapterSlots:
     """The adapters that steps may use now."""
@@ -95,12 +98,15 @@ class AdapterSlots:
         if unknown:
             raise RuntimeError(f"the adapter changes {unknown[0]}, which this model does not have")
         pairs = on_device(weights, self._device)
-        by_site: dict[LoraSite, list[tuple[SitePart, LoraPair]]] = {}
+        by_site: dict[LoraSite, _Found] = {}
         for name, part in self._parts.items():
             if name in pairs:
                 by_site.setdefault(part.site, []).append((part, pairs[name]))
         memory = _Memory(pairs.values(), self._dtype, self._device)
-        placed = {site: _place(found, memory) for site, found in by_site.items()}
+        placed = {
+            site: tuple(_place(alike, memory) for alike in _with_stackable_halves(found))
+            for site, found in by_site.items()
+        }
         # A masked or padded product with an infinite weight would spoil its neighbours.
         if not bool(torch.isfinite(memory.buffer).all()):
             raise AdapterError(
@@ -109,21 +115,31 @@ class AdapterSlots:
             )
 
         def of(kind: TargetKind) -> dict[Site, LowRank]:
-            return {site: low for site, low in placed.items() if site.kind is kind}
+            return {site: lows[0] for site, lows in placed.items() if site.kind is kind}
 
         return SlotWeights(
             linears=of(TargetKind.LINEAR),
             lookups=of(TargetKind.EMBEDDING),
-            experts=of(TargetKind.EXPERTS),
-            rank=max((low.rank for low in placed.values()), default=0),
+            experts={s: lows for s, lows in placed.items() if s.kind is TargetKind.EXPERTS},
+            rank=max((low.rank for lows in placed.values() for low in lows), default=0),
             buffer=memory.buffer,
         )
 
 
-def _place(found: list[tuple[SitePart, LoraPair]], memory: _Memory) -> LowRank:
-    """The parts of one site, first halves stacked, second halves scaled."""
+def _with_stackable_halves(found: _Found) -> list[_Found]:
+    """All of a site together, but apart what experts share from what each has of its own."""
+    if found[0][0].site.kind is not TargetKind.EXPERTS:
+        return [found]
+    by_count: dict[int, _Found] = {}
+    for part, pair in found:
+        by_count.setdefault(pair.a.shape[0], []).append((part, pair))
+    return list(by_count.values())
+
+
+def _place(found: _Found, memory: _Memory) -> LowRank:
+    """Parts of one site, first halves stacked, second halves scaled."""
     site = found[0][0].site
-    a = torch.cat([pair.a for _, pair in found]) if len(found) > 1 else found[0][1].a
+    a = torch.cat([pair.a for _, pair in found], dim=-2) if len(found) > 1 else found[0][1].a
     parts, start = [], 0
     for part, pair in found:
         ranks = slice(start, start + pair.rank)

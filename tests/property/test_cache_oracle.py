@@ -21,11 +21,11 @@ from hypothesis.stateful import (
 )
 
 from manyroots.cache.audit import audit
-from manyroots.cache.cache import Ending
 from manyroots.cache.events import PagesStored
 from manyroots.cache.families.family import Family
 from manyroots.cache.families.full import FULL_ATTENTION
 from manyroots.cache.keys import PageHasher, PrefixKey
+from manyroots.cache.outcomes import Ending
 from manyroots.cache.planes import ABSENT, Capacity
 from manyroots.cache.policies import FREE_LOADS, CachePolicies, LoadCosts, WriteBack
 from manyroots.ids import Namespace, StepId, Tier

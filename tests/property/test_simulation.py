@@ -15,7 +15,7 @@ from manyroots.simulate.simulation import Run, simulate
 from manyroots.simulate.soak import run_seed, soak
 
 NUM_SEEDS = 500
-NUM_STEPS = int(os.environ.get("MANYROOTS_SOAK_STEPS", "50000"))
+NUM_STEPS = int(os.environ.get("MANYROOTS_SOAK_STEPS", "100000"))
 WORKERS = min(4, os.cpu_count() or 1)
 
 
@@ -27,7 +27,7 @@ def run_case(seed: int) -> Run:
 
 
 def test_r01_every_invariant_holds_after_every_step_of_faulty_random_traffic() -> None:
-    """R01, H10, H13, T08: 500 seeds and 50,000 audited steps at least, over every mix of families,
+    """R01, H10, H13, T08: 500 seeds and 100,000 audited steps at least, over every mix of families,
     tiers and policies, with failed steps, aborts, bursts, memory pressure, bad and late copies,
     and adapters reloaded in flight; every page read is checked, and every request gets its own
     tokens."""

@@ -177,7 +177,9 @@ def tiling_for(num_rows: int, n_size: int, k_size: int, lora_tiles: int = 0) -> 
     """
     tiles = triton.cdiv(n_size, BLOCK_N) + lora_tiles
     if num_rows <= 16:
-        for num_stages, fewest, most in ((6, 110, 136), (3, 300, 408), (4, 200, 270)):
+        fits = ((6, 110, 136), (3, 300, 408), (4, 200, 270))
+        # With adapters, splits cost their readers more: twice as many sums to add up.
+        for num_stages, fewest, most in fits if not lora_tiles else (fits[0], fits[2], fits[1]):
             for splits in (1, 2, 4):
                 if fewest <= tiles * splits <= most and k_size % (BLOCK_K * splits) == 0:
                     return Tiling(BLOCK_N, BLOCK_K, splits, num_stages, 4)

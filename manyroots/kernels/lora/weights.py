@@ -29,8 +29,8 @@ class Part:
     columns: slice
     """Its columns of y."""
     b: Tensor
-    """[rank, out], scaled; experts: [experts or 1, rank, out]. Rank-major in the memory of a CPU,
-    out-major in that of a GPU."""
+    """[rank, out], scaled; experts: [experts, or 1 for all, rank, out]. Rank-major in the memory of
+    a CPU, out-major in that of a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,8 @@ class LowRank:
     """What one adapter adds to one product."""
 
     a: Tensor
-    """[sum of ranks, in]; embedding: [vocabulary, rank]; experts: [experts or 1, rank, in]."""
+    """[sum of ranks, in]; embedding: [vocabulary, rank]; experts: [experts, or 1 for all, sum of
+    ranks, in]."""
     parts: tuple[Part, ...]
     out_features: int
     """Of the whole product, with the parts that this adapter leaves alone."""
@@ -56,7 +57,9 @@ class SlotWeights:
     linears: Mapping[Site, LowRank]
     lookups: Mapping[Site, LowRank]
     """Embeddings."""
-    experts: Mapping[Site, LowRank]
+    experts: Mapping[Site, tuple[LowRank, ...]]
+    """Two where of the projections of a product one shares its first half among experts and the
+    other does not."""
     rank: int
     """The highest of its sites."""
     buffer: Tensor

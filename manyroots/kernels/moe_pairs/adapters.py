@@ -1,8 +1,6 @@
-"""Where adapters' weights for a layer's experts lie on the device, and which rows want which.
+"""Where the adapters of experts lie on the device, and which tokens want which.
 
-Takes and holds tensors; computes nothing. As in `lora_sites`, all weights lie in one flat pool and
-a site's table says where, so that loading an adapter changes no captured graph. What all experts
-of an adapter share is one matrix in the pool, and the way from one expert to the next is 0.
+Next to `lora_sites/sites.py`: the same pool, with one matrix for each expert or one for all.
 """
 
 from __future__ import annotations
@@ -11,20 +9,19 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-ENTRIES_PER_PART = 6
+PART_WIDTH = 5
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertSite:
-    """One product of a layer's experts: its parts, and where each slot's weights for it begin."""
+    """One product of all experts of a layer: gate and up, or down."""
 
     pool: Tensor
     """[num_elements] of the model's dtype; every offset is a multiple of 8."""
     table: Tensor
-    """int64 [num_slots, 1 + 6 * num_parts]: the sum of ranks; then for each part where its ranks
-    begin among them, its rank, the offset of its A [rank, in] for expert 0, how far on the next
-    expert's is (0: shared by all), and the same two for its B [part size, rank]. A slot that does
-    not change a part has rank 0 there; ranks are multiples of 8."""
+    """int64 [num_slots, PART_WIDTH * num_parts]: for each part the offset of A [rank, in] of the
+    first expert, the distance to the next expert's (0: all share it), the rank, and the same two
+    of B [part size, rank]. A slot that does not change a part has rank 0."""
     scalings: Tensor
     """float32 [num_slots, num_parts]"""
     part_sizes: tuple[int, ...]
@@ -37,16 +34,15 @@ class ExpertSite:
 
     @property
     def width(self) -> int:
-        """Columns of a pair's shrunk activations: enough for any slot."""
+        """Columns of a pair's shrunk activations: `max_rank` for each part."""
         return self.num_parts * self.max_rank
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertAdapters:
-    """What adapters change of one layer's experts in one step."""
+    """The adapters of one layer's experts in one step."""
 
     gate_up: ExpertSite
-    """Two parts, gates first."""
     down: ExpertSite
     slots: Tensor
-    """int32 [num_tokens]: the slot that each token wants, -1 for the base model."""
+    """int32 [num_tokens]; negative for tokens of the base model."""

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from manyroots.kernels.moe_pairs.adapters import ENTRIES_PER_PART, ExpertAdapters, ExpertSite
+from manyroots.kernels.moe_pairs.adapters import PART_WIDTH, ExpertAdapters, ExpertSite
 from manyroots.kernels.moe_pairs.routing import Routing
 
 
@@ -22,9 +22,8 @@ def route(logits: Tensor, top_k: int, *, renormalise: bool) -> Routing:
     ids = torch.arange(len(counts), device=flat.device)
     groups = torch.stack((ids, ends - counts, ends), dim=1)
     used_first = (counts == 0).int().argsort(stable=True)
-    return Routing(
-        weights, experts.int(), flat.argsort(stable=True).int(), groups[used_first].int()
-    )
+    pairs = flat.argsort(stable=True).int()
+    return Routing(weights, experts.int(), pairs, groups[used_first].int())
 
 
 def experts(
@@ -41,33 +40,33 @@ def experts(
     top_k = routing.weights.shape[1]
     out = torch.zeros(x.shape[0] * top_k, x.shape[1], device=x.device)
     weights = routing.weights.flatten()
-    for pair, expert in enumerate(routing.experts.flatten().tolist()):
-        token = pair // top_k
-        both = gate_up[expert].float() @ x[token].float()
-        if adapters is not None:
-            both += _delta(x[token], adapters.gate_up, int(adapters.slots[token]), expert)
-        gate, up = both.chunk(2)
-        hidden = (F.silu(gate) * up).to(x.dtype)
-        result = down[expert].float() @ hidden.float()
-        if adapters is not None:
-            result += _delta(hidden, adapters.down, int(adapters.slots[token]), expert)
-        out[pair] = weights[pair] * result
+    for expert, begin, end in routing.groups.tolist():
+        for pair in routing.pairs[begin:end].tolist():
+            token = pair // top_k
+            both = gate_up[expert].float() @ x[token].float()
+            if adapters is not None:
+                both += _delta(x[token], adapters.gate_up, int(adapters.slots[token]), expert)
+            gate, up = both.chunk(2)
+            hidden = (F.silu(gate) * up).to(x.dtype)
+            y = down[expert].float() @ hidden.float()
+            if adapters is not None:
+                y += _delta(hidden, adapters.down, int(adapters.slots[token]), expert)
+            out[pair] = weights[pair] * y
     return out.view(x.shape[0], top_k, -1)
 
 
 def _delta(x: Tensor, site: ExpertSite, slot: int, expert: int) -> Tensor:
-    """What a slot's adapter adds to one expert's product with x: float32 [sum of part sizes]."""
-    out = torch.zeros(sum(site.part_sizes), device=x.device)
-    if slot < 0:
-        return out
-    _, *entries = site.table[slot].tolist()
-    column = 0
+    """What a slot adds to one expert's product of x."""
+    found = []
     for part, size in enumerate(site.part_sizes):
-        here = ENTRIES_PER_PART * part
-        _, rank, a, a_step, b, b_step = entries[here : here + ENTRIES_PER_PART]
-        first, second = a + expert * a_step, b + expert * b_step
-        shrink = site.pool[first : first + rank * len(x)].view(rank, len(x)).float()
-        expand = site.pool[second : second + size * rank].view(size, rank).float()
-        out[column : column + size] = expand @ (site.scalings[slot, part] * (shrink @ x.float()))
-        column += size
-    return out
+        if slot < 0:
+            found.append(torch.zeros(size, device=x.device))
+            continue
+        entry = site.table[slot, PART_WIDTH * part : PART_WIDTH * (part + 1)].tolist()
+        a_offset, a_step, rank, b_offset, b_step = entry
+        a_at, b_at = a_offset + expert * a_step, b_offset + expert * b_step
+        a = site.pool[a_at : a_at + rank * len(x)].view(rank, len(x))
+        b = site.pool[b_at : b_at + size * rank].view(size, rank)
+        h = site.scalings[slot, part] * (a.float() @ x.float())
+        found.append(b.float() @ h.to(b.dtype).float())
+    return torch.cat(found)

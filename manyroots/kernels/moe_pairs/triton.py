@@ -180,7 +180,7 @@ def _sorted(chosen: Tensor, weights: Tensor, num_experts: int) -> Routing:
 @triton.jit(do_not_specialize=["num_pairs", "shrink_rows"])
 def _up(
     x, gate_up, pairs, groups, out, shrunk, slots, experts, pool, table, scalings, n_size, k_size,
-    top_k, num_pairs, width, shrink_rows,
+    top_k, num_pairs, max_rank, shrink_rows,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ADAPTERS: tl.constexpr,
     AHEAD: tl.constexpr, FIRST: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -196,7 +196,7 @@ def _up(
             shrink_tile(
                 x, shrunk, slots, experts, pool, table, scalings,
                 (group - groups_end) * tl.num_programs(0) + tl.program_id(0), num_pairs, top_k,
-                k_size, width, 2, BLOCK_K, DEPENDENT,
+                k_size, max_rank, 2, BLOCK_K, DEPENDENT,
             )  # fmt: skip
             return
     if AHEAD:
@@ -311,14 +311,13 @@ def experts(
     out = torch.empty(num_pairs, hidden_size, dtype=torch.float32, device=x.device)
     between = None if adapters is None else _Between.of(num_pairs, adapters, tiling)
     if adapters is None or between is None:
-        product, up_width, shrink_rows = inner, 1, 0
+        product, up_max_rank, shrink_rows = inner, 1, 0
         up_site, down_site = (x, x, x, x, x, x), (x, x, x)
         width, num_splits = 1, 0
     else:
         product = between.gate_up
-        up_width = adapters.gate_up.width
-        shrink_rows = triton.cdiv(triton.cdiv(num_pairs * up_width, SHRINK_N.value), up_tiles)
-        site = adapters.gate_up
+        site, up_max_rank = adapters.gate_up, adapters.gate_up.max_rank
+        shrink_rows = triton.cdiv(triton.cdiv(num_pairs * site.width, SHRINK_N.value), up_tiles)
         up_site = (
             between.up_shrunk, adapters.slots, routing.experts, site.pool, site.table, site.scalings
         )  # fmt: skip
@@ -330,7 +329,7 @@ def experts(
         up_ahead = down_ahead = 0
     _up[(up_tiles, shrink_rows + most_used)](
         x, gate_up, routing.pairs, routing.groups, product, *up_site, n_size, hidden_size, top_k,
-        num_pairs, up_width, shrink_rows,
+        num_pairs, up_max_rank, shrink_rows,
         BLOCK_M=block_m, BLOCK_N=tiling.up_n, BLOCK_K=tiling.up_k, ADAPTERS=adapters is not None,
         AHEAD=up_ahead, FIRST=UP_FIRST,
         num_stages=tiling.up_stages, num_warps=tiling.num_warps, **options,
@@ -388,6 +387,6 @@ def _activate(
     activate[(num_pairs, between.shrunk.shape[0])](
         between.gate_up, between.up_shrunk, inner, between.shrunk, between.second_halves,
         adapters.slots, routing.experts, down.pool, up.table, down.table, down.scalings,
-        num_pairs, routing.weights.shape[1], n_size, up.width, down.width,
+        num_pairs, routing.weights.shape[1], n_size, up.max_rank, down.width,
         BLOCK_N=tiling.activate_n, num_warps=4, **launch_options(inner.device),
     )  # fmt: skip

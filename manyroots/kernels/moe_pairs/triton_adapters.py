@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from manyroots.kernels.launch import let_next_begin, wait_for_inputs
+from manyroots.kernels.moe_pairs.adapters import PART_WIDTH
 
 SHRINK_N = tl.constexpr(64)
 """Rows of A that one program takes, of one pair or several."""
@@ -24,47 +25,32 @@ SHRINK_M = tl.constexpr(16)
 """At least as many tokens as those pairs can have: a pair has 8 rows or more."""
 RANK_BLOCK = tl.constexpr(16)
 """The least inner dimension of a matrix instruction."""
-_PART = tl.constexpr(6)
-
-
-@triton.jit
-def _first_halves(table, scalings, slot, n, NUM_PARTS: tl.constexpr):
-    """Of each row n of a slot's stacked A: whether it exists, its part's A and the way to the next
-    expert's, its number there, and its scaling."""
-    entry = table + tl.maximum(slot, 0) * (1 + _PART * NUM_PARTS)
-    scaling = scalings + tl.maximum(slot, 0) * NUM_PARTS
-    exists = (slot >= 0) & (n < tl.load(entry))
-    row, a, step = n, tl.load(entry + 3), tl.load(entry + 4)
-    scale = tl.load(scaling)
-    for part in tl.static_range(1, NUM_PARTS):
-        start = tl.load(entry + 1 + _PART * part).to(tl.int32)
-        row = tl.where(n >= start, n - start, row)
-        a = tl.where(n >= start, tl.load(entry + 3 + _PART * part), a)
-        step = tl.where(n >= start, tl.load(entry + 4 + _PART * part), step)
-        scale = tl.where(n >= start, tl.load(scaling + part), scale)
-    return exists, row, a, step, scale
+_PART_WIDTH = tl.constexpr(PART_WIDTH)
 
 
 @triton.jit
 def shrink_tile(
-    x, shrunk, slots, experts, pool, table, scalings, tile, num_pairs, top_k, k_size, width,
+    x, shrunk, slots, experts, pool, table, scalings, tile, num_pairs, top_k, k_size, max_rank,
     NUM_PARTS: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """scaling * A x for SHRINK_N of all pairs' ranks, `width` per pair.
+    """scaling * A x for SHRINK_N of all pairs' ranks, `max_rank` for each part of each pair.
 
     One matrix instruction for rows that belong to several tokens: each row keeps its own token's.
     """
+    width = NUM_PARTS * max_rank
     v = tile * SHRINK_N + tl.arange(0, SHRINK_N)
     pair = tl.minimum(v // width, num_pairs - 1)
     n = v % width
     token = pair // top_k
     slot = tl.load(slots + token)
-    exists, row, a, step, scale = _first_halves(table, scalings, slot, n, NUM_PARTS)
-    exists = exists & (v < num_pairs * width)
+    part = tl.maximum(slot, 0) * NUM_PARTS + n // max_rank
+    entry = table + part * _PART_WIDTH
+    a, step = tl.load(entry), tl.load(entry + 1)
+    exists = (slot >= 0) & (n % max_rank < tl.load(entry + 2)) & (v < num_pairs * width)
     if tl.max(exists.to(tl.int32)) > 0:
         wait_for_inputs(DEPENDENT)
         expert = tl.load(experts + pair)
-        offset = a + expert * step + row.to(tl.int64) * k_size
+        offset = a + expert * step + (n % max_rank).to(tl.int64) * k_size
         k = tl.arange(0, BLOCK_K)
         a_at = (pool + tl.multiple_of(offset, 8))[:, None] + k[None, :]
         first = tl.min(token)
@@ -77,17 +63,16 @@ def shrink_tile(
             xs = tl.load(x_at + at, mask=is_token, other=0.0)
             acc = tl.dot(weight, tl.trans(xs), acc, input_precision="ieee")
         own = m[None, :] == (token - first)[:, None]
-        value = tl.sum(tl.where(own, acc, 0.0), axis=1) * scale
+        value = tl.sum(tl.where(own, acc, 0.0), axis=1) * tl.load(scalings + part)
         tl.store(shrunk + pair.to(tl.int64) * width + n, value, mask=exists)
 
 
 @triton.jit
 def _second_half(table, slot, part: tl.constexpr, NUM_PARTS: tl.constexpr):
-    """Of a slot's part: where its ranks begin, its rank (0 without an adapter), its B and the way
-    to the next expert's."""
-    entry = table + tl.maximum(slot, 0) * (1 + _PART * NUM_PARTS) + 1 + _PART * part
-    rank = tl.where(slot >= 0, tl.load(entry + 1).to(tl.int32), 0)
-    return tl.load(entry).to(tl.int32), tl.multiple_of(rank, 8), tl.load(entry + 4), tl.load(entry + 5)
+    """Of a slot's part: its rank (0 without an adapter), its B and the way to the next expert's."""
+    entry = table + (tl.maximum(slot, 0) * NUM_PARTS + part) * _PART_WIDTH
+    rank = tl.where(slot >= 0, tl.load(entry + 2).to(tl.int32), 0)
+    return tl.multiple_of(rank, 8), tl.load(entry + 3), tl.load(entry + 4)
 
 
 @triton.jit
@@ -122,7 +107,7 @@ def _columns_of(a, rank, first, n, is_n, n_size):
 @triton.jit(do_not_specialize=["num_pairs"])
 def activate(
     gate_up, up_shrunk, inner, shrunk, second_halves, slots, experts, pool, up_table, table,
-    scalings, num_pairs, top_k, n_size, up_width, width,
+    scalings, num_pairs, top_k, n_size, up_max_rank, width,
     BLOCK_N: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """A pair's activations from its two products, and what its adapter shrinks them to.
@@ -135,11 +120,11 @@ def activate(
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_n = n < n_size
     slot = tl.load(slots + pair // top_k).to(tl.int64)
-    gate_start, gate_rank, gate_b, gate_step = _second_half(up_table, slot, 0, 2)
-    up_start, up_rank, up_b, up_step = _second_half(up_table, slot, 1, 2)
-    _, rank, b, b_step = _second_half(table, slot, 0, 1)
-    entry = table + tl.maximum(slot, 0) * (1 + _PART)
-    a, a_step = tl.load(entry + 3), tl.load(entry + 4)
+    gate_rank, gate_b, gate_step = _second_half(up_table, slot, 0, 2)
+    up_rank, up_b, up_step = _second_half(up_table, slot, 1, 2)
+    rank, b, b_step = _second_half(table, slot, 0, 1)
+    entry = table + tl.maximum(slot, 0) * _PART_WIDTH
+    a, a_step = tl.load(entry), tl.load(entry + 1)
     scale = tl.load(scalings + tl.maximum(slot, 0))
     wait_for_inputs(DEPENDENT)
     expert = tl.load(experts + pair)
@@ -153,9 +138,9 @@ def activate(
     at = gate_up + pair * 2 * n_size + n
     gate = tl.load(at, mask=is_n, other=0.0)
     up = tl.load(at + n_size, mask=is_n, other=0.0)
-    h = up_shrunk + pair * up_width
-    gate = _expand(gate, gates, gate_b, gate_rank, h + gate_start, n, is_n)
-    up = _expand(up, ups, up_b, up_rank, h + up_start, n, is_n)
+    h = up_shrunk + pair * 2 * up_max_rank
+    gate = _expand(gate, gates, gate_b, gate_rank, h, n, is_n)
+    up = _expand(up, ups, up_b, up_rank, h + up_max_rank, n, is_n)
     value = (gate * tl.sigmoid(gate) * up).to(inner.dtype.element_ty)
     tl.store(inner + pair * n_size + n, value, mask=is_n)
     to = shrunk + (tl.program_id(1).to(tl.int64) * num_pairs + pair) * width

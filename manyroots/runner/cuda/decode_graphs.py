@@ -59,8 +59,9 @@ class DecodeGraphs:
         self._memory = torch.cuda.graph_pool_handle() if capture else None
 
     def size_for(self, num_rows: int) -> int:
-        """To how many rows a step must be padded."""
-        return bucket_of(num_rows, self._sizes) if self._captures else num_rows
+        """To how many rows a step must be padded; the same without graphs, so that the results
+        are the same bit by bit."""
+        return bucket_of(num_rows, self._sizes)
 
     def run(self, arrays: Arrays) -> Tensor:
         """Launch one step. Gives int32 [2, rows]: the tokens, and whether the logits were finite;
@@ -78,6 +79,8 @@ class DecodeGraphs:
 
     def capture_all(self) -> None:
         """Capture every size now, largest first: the smaller ones then share its memory."""
+        if not self._captures:
+            return
         for size in reversed(self._sizes):
             for with_adapters in (False, True) if self._num_slots is not None else (False,):
                 if (size, with_adapters) not in self._graphs:
@@ -101,22 +104,25 @@ class DecodeGraphs:
         return _Captured(graph, layout, inputs, result)
 
     def _step(self, views: dict[str, Tensor]) -> Tensor:
-        decoder = self._decoder
-        tokens = self._rows.tokens(views["tokens"], views["token_rows"])
+        decoder, rows, ends = self._decoder, self._rows, self._kernels.decode_rows
+        gathered = ends.begin(
+            views["tokens"], views["token_rows"], views["positions"], rows.newest, rows.page_table,
+            decoder.turns,
+        )  # fmt: skip
         step = FusedStep(
-            angles=decoder.angles(views["positions"]),
+            angles=gathered.angles,
             slots=Slots(views["pages"], views["offsets"]),
-            decodes=DecodeRows(self._rows.page_table[views["token_rows"]], views["lens"]),
-            num_decodes=len(tokens),
+            decodes=DecodeRows(gathered.page_table, views["lens"]),
+            num_decodes=len(gathered.tokens),
             prefills=None,
             lora=lora_rows(views),
         )
-        logits = decoder.logits(decoder.hidden(tokens, step))
+        logits = decoder.logits(decoder.hidden(gathered.tokens, step))
         sampled, finite = self._kernels.sampling.sample(
             logits, views["temperature"], views["seeds"], views["indices"]
         )
-        self._rows.keep(views["out_rows"], sampled)
-        return torch.stack((sampled, finite.int()))
+        result: Tensor = ends.end(sampled, finite, views["out_rows"], rows.newest)
+        return result
 
 
 def lora_rows(views: dict[str, Tensor]) -> LoraRows | None:

@@ -13,11 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from manyroots.kernels.decode_rows.reference import PENDING
 from manyroots.runner.cuda.packet import send
 from manyroots.step import Plan
-
-PENDING = -1
-"""In the place of a token that only the device knows."""
 
 
 class DeviceRows:
@@ -38,8 +36,7 @@ class DeviceRows:
             at.append(np.arange(arrival.row * width, arrival.row * width + len(table)))
             pages.append(table)
         for growth in plan.new_pages:
-            first = growth.row * width + growth.first
-            at.append(np.arange(first, first + len(growth.pages)))
+            at.append(growth.rows.astype(np.int64) * width + growth.places)
             pages.append(growth.pages)
         if not at:
             return

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from manyroots.kernels.decode_rows.reference import PENDING
 from manyroots.runner.batch import Int64s, PersistentBatch
-from manyroots.runner.cuda.device_rows import PENDING
 from manyroots.runner.cuda.in_flight import InFlight
 from manyroots.step import Plan
 

@@ -68,7 +68,7 @@ class CudaRunner(TorchRunner):
         self._device = arena.data.device
         self._kernels = kernels_for(self._device)
         self._pool = None if adapters is None else adapters.pool
-        self._decoder = FusedDecoder(model, arena, self._kernels, self._pool)
+        self._decoder = FusedDecoder(model, arena, self._kernels, self._pool, max_len=max_model_len)
         self._host_rows = HostRows(self._batch)
         self._rows = DeviceRows(
             max_num_seqs=max_num_seqs,

@@ -22,7 +22,7 @@ from manyroots.messages import (
     Submit,
 )
 from tests.unit.api.fake_engine import FakeEngine, repeat_prompt
-from tests.unit.api.harness import Harness, error_of, events
+from tests.unit.api.harness import Harness, error_of
 
 pytestmark = pytest.mark.anyio
 
@@ -143,7 +143,7 @@ async def test_n21_the_salt_goes_with_the_adapter() -> None:
 async def test_w10_an_adapter_that_cannot_be_used_fails_its_requests_with_the_reason(
     kind: ErrorKind, status: int
 ) -> None:
-    """W10: whole and streamed; the base model's requests go on."""
+    """W10: whole and streamed, with the same status; the base model's requests go on."""
 
     def rule(submit: Submit) -> Any:
         if submit.adapter is None:
@@ -152,11 +152,13 @@ async def test_w10_an_adapter_that_cannot_be_used_fails_its_requests_with_the_re
         return [Output(submit.request_id, [], FinishReason.ERROR, 0, error="r is 0", notice=notice)]
 
     server = harness(FakeEngine(rule))
-    answer = await server.complete(model="sql")
+    for ask in (server.complete, server.chat):
+        for more in ({}, {"stream": True}):
+            answer = await ask(model="sql", **more)
+            assert answer.status_code == status
+            assert "r is 0" in error_of(answer)["message"]
+    answer = await server.complete(model="sql", stream=True, echo=True)
     assert answer.status_code == status
-    assert "r is 0" in error_of(answer)["message"]
-    last = events(await server.complete(model="sql", stream=True))[-1]
-    assert "r is 0" in last["error"]["message"]
     assert (await server.complete(max_tokens=1)).status_code == 200
 
 

@@ -141,11 +141,22 @@ async def test_an_engine_error_is_a_500_that_says_why() -> None:
     engine = FakeEngine(
         lambda submit: [Output(submit.request_id, [], FinishReason.ERROR, 0, error="NaN logits")]
     )
-    response = await Harness(engine).complete()
-    assert response.status_code == 500
-    assert "NaN logits" in error_of(response)["message"]
-    streamed = events(await Harness(engine).complete(stream=True))
-    assert "NaN logits" in streamed[-1]["error"]["message"]
+    for stream in (False, True):
+        response = await Harness(engine).complete(stream=stream)
+        assert response.status_code == 500
+        assert "NaN logits" in error_of(response)["message"]
+
+
+async def test_a_stream_that_has_begun_says_itself_what_went_wrong() -> None:
+    engine = FakeEngine(
+        lambda submit: [
+            Output(submit.request_id, [97], None, 0),
+            Output(submit.request_id, [], FinishReason.ERROR, 0, error="NaN logits"),
+        ]
+    )
+    response = await Harness(engine).complete(stream=True)
+    assert response.status_code == 200
+    assert "NaN logits" in events(response)[-1]["error"]["message"]
 
 
 async def test_special_tokens_are_shown_only_on_request() -> None:

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from manyroots.cache.audit import audit
-from manyroots.cache.cache import Ending, PrefixCache, Refusal
+from manyroots.cache.cache import PrefixCache
 from manyroots.cache.families.full import FULL_ATTENTION
 from manyroots.cache.families.recurrent import RecurrentState
 from manyroots.cache.keys import PrefixKey
 from manyroots.cache.lease import Lease
+from manyroots.cache.outcomes import Ending, Refusal
 from manyroots.cache.planes import Capacity, Layout
 from manyroots.cache.policies import CachePolicies
 from manyroots.ids import Namespace, StepId

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from manyroots.cache.audit import audit
-from manyroots.cache.cache import Ending, Refusal
 from manyroots.cache.families.full import FULL_ATTENTION
 from manyroots.cache.keys import PrefixKey
 from manyroots.cache.matching import Limit
+from manyroots.cache.outcomes import Ending, Refusal
 from manyroots.cache.planes import Capacity
 from manyroots.cache.policies import CachePolicies
 from manyroots.ids import StepId
@@ -396,3 +396,32 @@ def test_reuse_can_be_switched_off_for_every_family() -> None:
         assert hand.serve(KEY, PROMPT, max_output=3) == 0
     assert resident(hand.cache) == {}
     assert [plane.num_free for plane in hand.cache.stats().planes] == [16, 16, 4]
+
+
+def test_a_page_is_published_behind_its_own_tokens_whoever_took_its_parents_place() -> None:
+    """One request's page is evicted behind its window, another lengthens the same leaf in its
+    place; the first one's next page must not be found behind the other's tokens."""
+    hand = ByHand(Capacity(window(2, 2), 3), page_size=2)
+    cache = hand.cache
+    ours, theirs = [1, 1, 2, 2, 3, 3], [1, 1, 4, 4]
+    one = cache.claim(KEY, ints(*ours), 6, may_reuse=True)
+
+    def compute(begin: int, end: int) -> None:
+        assert not isinstance(cache.extend(one, begin, end, StepId(end)), Refusal)
+
+    compute(0, 2)
+    cache.commit(one, ints(*ours), 2, StepId(2))
+    other = cache.claim(KEY, ints(*theirs), 4, may_reuse=True)
+    assert other.num_cached_tokens == 2
+    compute(2, 4)
+    cache.commit(one, ints(*ours), 4, StepId(4))
+    compute(4, 5)
+    compute(5, 6)  # its second page is behind the window now, and nobody's
+    assert not isinstance(cache.extend(other, 2, 4, StepId(7)), Refusal)
+    cache.commit(other, ints(*theirs), 4, StepId(7))
+    cache.commit(one, ints(*ours), 6, StepId(8))
+    audit(cache)
+    found = resident(cache)
+    assert found[0, path_of(KEY, ours, 3, 2)] == one.tables[0][2]
+    assert found[0, path_of(KEY, theirs, 2, 2)] == other.tables[0][1]
+    assert len(found) == 3

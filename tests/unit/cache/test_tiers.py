@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from manyroots.cache.audit import audit
-from manyroots.cache.cache import Ending, Refusal
 from manyroots.cache.events import PagesRemoved, PagesStored
 from manyroots.cache.families.full import FULL_ATTENTION
 from manyroots.cache.keys import PrefixKey
+from manyroots.cache.outcomes import Ending, Refusal
 from manyroots.cache.planes import Capacity
 from manyroots.cache.policies import CachePolicies, LoadCosts, WriteBack
 from manyroots.ids import Namespace, Tier

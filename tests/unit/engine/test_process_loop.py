@@ -89,7 +89,7 @@ def test_w08_an_idle_process_frees_an_unloaded_adapter_by_itself(engine: Engine)
     engine.send(Kind.SUBMIT, request)
     tokens: list[int] = []
     while len(tokens) < 4:
-        tokens += [token for output in engine.receive().outputs for token in output.tokens]
+        tokens += [token for output in engine.receive().news for token in output.tokens]
     assert tokens == expected(request, "a")
     engine.send(Kind.UNLOAD, UnloadLora(2, AdapterName("a")))
     batch = engine.receive()

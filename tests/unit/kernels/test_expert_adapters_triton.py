@@ -10,7 +10,7 @@ from tests.unit.kernels.triton_cases import DEVICE, DTYPES, randn
 
 from manyroots.kernels.moe_pairs import reference  # isort: skip
 from manyroots.kernels.moe_pairs import triton as fast  # isort: skip
-from manyroots.kernels.moe_pairs.adapters import ExpertAdapters, ExpertSite  # isort: skip
+from manyroots.kernels.moe_pairs.adapters import PART_WIDTH, ExpertAdapters, ExpertSite  # isort: skip
 from manyroots.kernels.tolerances import assert_close  # isort: skip
 
 EXPERTS, HIDDEN, INNER, TOP_K = 4, 64, 48, 2
@@ -43,12 +43,11 @@ def make_site(
     is_outer = shares == SHARED_OUTER
     table = []
     for slot_ranks in ranks:
-        entry, start = [sum(slot_ranks)], 0
+        entry = []
         for size, rank in zip(part_sizes, slot_ranks, strict=True):
             a = put(is_outer and len(part_sizes) == 2, rank, in_features)
             b = put(is_outer and len(part_sizes) == 1, size, rank)
-            entry += [start, rank, *a, *b] if rank else [start, 0, 0, 0, 0, 0]
-            start += rank
+            entry += [*a, rank, *b] if rank else [0] * PART_WIDTH
         table.append(entry)
     return ExpertSite(
         pool=torch.cat(pieces),
@@ -68,7 +67,7 @@ def make_adapters(
     # One pool for both, as a model has.
     pool = torch.cat((up.pool, down.pool))
     moved = down.table.clone()
-    moved[:, [3, 5]] += len(up.pool)
+    moved[:, [0, 3]] += len(up.pool)
     return ExpertAdapters(
         gate_up=ExpertSite(pool, up.table, up.scalings, up.part_sizes, up.max_rank),
         down=ExpertSite(pool, moved, down.scalings, down.part_sizes, down.max_rank),
@@ -140,10 +139,10 @@ def test_the_reference_adds_b_times_a_times_scaling(shares: str) -> None:
 
 
 def _delta(site: ExpertSite, expert: int, in_features: int) -> Tensor:
-    _, *entries = site.table[0].tolist()
+    entries = site.table[0].tolist()
     products = []
     for part, size in enumerate(site.part_sizes):
-        _, rank, a, a_step, b, b_step = entries[6 * part : 6 * part + 6]
+        a, a_step, rank, b, b_step = entries[PART_WIDTH * part :][:PART_WIDTH]
         first = site.pool[a + expert * a_step :][: rank * in_features].view(rank, in_features)
         second = site.pool[b + expert * b_step :][: size * rank].view(size, rank)
         products.append(site.scalings[0, part] * second @ first)

@@ -140,21 +140,25 @@ def test_an_empty_slot_is_an_error_and_never_the_base_model() -> None:
         AdapterBatch.build(np.array([5]), weights_for(), Stacks(1), CPU)
 
 
-def test_stacks_stay_within_their_memory() -> None:
+def test_stacks_stay_within_their_memory_and_give_way_when_unused() -> None:
     weights = weights_for()
-    size = 2 * 12 * (IN + sum(OUTS)) * 4  # slots 0 and 1: two of rank 12
+    first, second = (weights[0], weights[1]), (weights[0], weights[3])
+    size = 2 * 12 * (IN + sum(OUTS)) * 4  # the ranks of slot 0 add up to 12
     stacks = Stacks(size)
-    pairs = {name: (weights[name[0]], weights[name[1]]) for name in [(0, 1), (0, 3), (0, 2)]}
-    assert stacks.find(pairs[0, 1]) is None, "the first time is not worth a copy"
-    assert stacks.find(pairs[0, 1]) is not None
+    assert stacks.find(first) is None, "the first time is not worth a copy"
+    assert stacks.find(first) is not None
     assert stacks.num_bytes == size
-    assert [stacks.find(pairs[0, 3]) for _ in range(3)] == [None] * 3, "the other is in use"
-    for _ in range(NUM_REMEMBERED):
-        stacks.find(pairs[0, 2])
-    assert stacks.find(pairs[0, 3]) is None
-    assert stacks.find(pairs[0, 3]) is not None or stacks.find(pairs[0, 2]) is not None
-    assert stacks.num_bytes <= size
-    assert Stacks(0).find(pairs[0, 1]) is None
+    assert [stacks.find(second) for _ in range(NUM_REMEMBERED)] == [None] * NUM_REMEMBERED
+    assert stacks.find(second) is not None, "the first was not used for long enough"
+    assert stacks.num_bytes == size
+    assert stacks.find(first) is None
+
+
+def test_stacks_larger_than_their_memory_are_never_made() -> None:
+    weights = weights_for()
+    for stacks in (Stacks(0), Stacks(1000)):
+        assert [stacks.find((weights[0], weights[1])) for _ in range(3)] == [None] * 3
+        assert stacks.num_bytes == 0
 
 
 def test_stacks_forget_an_adapter_that_leaves() -> None:

@@ -13,6 +13,13 @@ from manyroots.kernels.moe_pairs.routing import Routing  # isort: skip
 from manyroots.kernels.norm import triton as norm  # isort: skip
 from manyroots.kernels.tolerances import assert_close  # isort: skip
 
+from manyroots.lora.targets import TargetKind  # isort: skip
+from manyroots.store.adapter_pool import AdapterPool  # isort: skip
+from manyroots.store.adapter_sites import LoraSite  # isort: skip
+from manyroots.store.adapter_weights import AdapterWeights, LoraPair  # isort: skip
+from manyroots.kernels.moe_pairs.adapters import ExpertAdapters  # isort: skip
+from manyroots.ids import AdapterDigest, AdapterSlot  # isort: skip
+
 TILING = fast.ExpertTiling(up_n=16, up_k=32, up_stages=2, down_n=16, down_k=16, down_stages=2)
 
 
@@ -61,3 +68,59 @@ def test_experts_equal_the_reference_and_sum_up_in_the_norm(
     residual, weight = torch.zeros_like(x), torch.ones(hidden, dtype=dtype, device=DEVICE)
     norm.add_rms_norm(residual, out.transpose(0, 1), weight, 1e-6)
     assert_close("lora", residual, expected.sum(1), dtype)
+
+
+EXPERTS, HIDDEN, INNER = 4, 64, 48
+SHAPES = {"gate": (HIDDEN, INNER), "up": (HIDDEN, INNER), "down": (INNER, HIDDEN)}
+
+
+def pool_of_adapters(dtype: torch.dtype) -> tuple[AdapterPool, LoraSite, LoraSite]:
+    """Three: one per expert, one that shares a half of each pair, one on gates alone."""
+    both = LoraSite(TargetKind.EXPERTS, HIDDEN, {"gate": INNER, "up": INNER}, num_experts=EXPERTS)
+    down = LoraSite(TargetKind.EXPERTS, INNER, {"down": HIDDEN}, num_experts=EXPERTS)
+    parts = {**dict(both.targets("m")), **dict(down.targets("m"))}
+    pool = AdapterPool(parts, num_slots=3, max_rank=20, dtype=dtype, device=DEVICE)
+    for slot, (rank, names) in enumerate([(20, SHAPES), (5, SHAPES), (8, ["gate"])]):
+        pairs = {}
+        for seed, name in enumerate(names):
+            k, n = SHAPES[name]
+            shares = slot == 1
+            a = randn(1 if shares and name != "down" else EXPERTS, rank, k, dtype=dtype, seed=seed)
+            b = randn(1 if shares and name == "down" else EXPERTS, n, rank, dtype=dtype, seed=9)
+            pairs[f"m.{name}"] = LoraPair(a * k**-0.5, b * 0.3, 0.5 + slot)
+        flat = torch.cat([half.reshape(-1) for p in pairs.values() for half in (p.a, p.b)])
+        pool.load(AdapterSlot(slot), AdapterWeights(AdapterDigest(b""), _cut(pairs, flat), flat))
+    return pool, both, down
+
+
+def _cut(pairs: dict[str, LoraPair], flat: torch.Tensor) -> dict[str, LoraPair]:
+    """The same pairs, as pieces of one buffer."""
+    halves = [half for p in pairs.values() for half in (p.a, p.b)]
+    pieces = torch.split(flat, [half.numel() for half in halves])
+    views = [piece.view(half.shape) for piece, half in zip(pieces, halves, strict=True)]
+    return {
+        name: LoraPair(a, b, pair.scaling)
+        for (name, pair), a, b in zip(pairs.items(), views[::2], views[1::2], strict=True)
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("slots", [[0], [-1, -1, 0, 0, 1, 1, 2], [-1] * 3 + [1] * 20 + [2] * 17])
+def test_adapters_of_experts_equal_the_reference(slots: list[int], dtype: torch.dtype) -> None:
+    """Of every expert or shared, of different ranks, with tokens of the base model among them."""
+    pool, both, down = pool_of_adapters(dtype)
+    x = randn(len(slots), HIDDEN, dtype=dtype)
+    gate_up = randn(EXPERTS, 2 * INNER, HIDDEN, dtype=dtype, seed=1) * HIDDEN**-0.5
+    w_down = randn(EXPERTS, HIDDEN, INNER, dtype=dtype, seed=2) * INNER**-0.5
+    routing = fast.route(randn(len(slots), EXPERTS, seed=3), 2, renormalise=True)
+    adapters = ExpertAdapters(
+        pool.expert_sites[both],
+        pool.expert_sites[down],
+        torch.tensor(slots, dtype=torch.int32, device=DEVICE),
+    )
+    out = fast.experts(x, routing, gate_up, w_down, adapters, tiling=TILING)
+    expected = reference.experts(x, routing, gate_up, w_down, adapters)
+    assert_close("lora", out, expected, dtype)
+    base = reference.experts(x, routing, gate_up, w_down)
+    changed = (expected - base).abs().amax(dim=(1, 2)) > 1e-2
+    assert changed.tolist() == [slot >= 0 for slot in slots]

@@ -65,9 +65,9 @@ class Pair:
         return logits
 
 
-def make_pair(folder: Path, kind: str, adapters: dict[str, dict[str, Any]]) -> Pair:
+def make_pair(folder: Path, kind: str, adapters: dict[str, dict[str, Any]], **changes: Any) -> Pair:
     """Everything passes through files: the model's, and each adapter's as PEFT saves it."""
-    base = save_tiny(folder / "base", kind)
+    base = save_tiny(folder / "base", kind, **changes)
     ours = load_tiny(folder / "base")
     slots = AdapterSlots(ours.lora_parts(), dtype=torch.float32, device=torch.device("cpu"))
     theirs: Any = None

@@ -69,7 +69,7 @@ class Engine:
             Layout.of(PAGE_SIZE, (Capacity(FULL_ATTENTION, NUM_PAGES),)), CachePolicies()
         )
         self.scheduler = Scheduler(
-            SchedulerSettings(max_num_seqs=8, max_num_batched_tokens=24, max_loras=max_loras),
+            SchedulerSettings(max_num_seqs=8, max_num_batched_tokens=24),
             self.cache,
             Residency(Limits(max_loras=max_loras, max_cpu_loras=0)),
             max_model_len=MAX_LEN,

@@ -18,11 +18,11 @@ def load(engine: Deciding, name: str, content: str | None = None) -> AdapterDige
 
 
 def running(engine: Deciding) -> list[int]:
-    return [int(r.submit.request_id) for r in engine.scheduler._running]
+    return [int(r.submit.request_id) for r in engine.scheduler._rows.running]
 
 
 def running_adapters(engine: Deciding) -> set[AdapterDigest]:
-    return {r.hold.digest for r in engine.scheduler._running if r.hold is not None}
+    return {r.hold.digest for r in engine.scheduler._rows.running if r.hold is not None}
 
 
 def test_n19_each_request_is_computed_with_the_adapter_it_names() -> None:

@@ -182,7 +182,7 @@ def test_n17_two_engines_fed_the_same_calls_make_the_same_plans() -> None:
             plan = engine.scheduler.schedule()
             assert plan is not None
             tables = [[t.tolist() for t in a.page_tables] for a in plan.arrivals]
-            grown = [(g.row, g.first, g.pages.tolist()) for g in plan.new_pages]
+            grown = [(g.rows.tolist(), g.places.tolist(), g.pages.tolist()) for g in plan.new_pages]
             plans.append((plan.rows.tolist(), plan.num_tokens.tolist(), tables, grown))
             engine.scheduler.advance(engine.runner.execute(plan))
         return plans

@@ -6,12 +6,14 @@ does not know yet, padding, adapters in the pool. The runner of the CPU says wha
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from manyroots.bench.random_adapters import write_adapters
 from manyroots.cache.cache import PrefixCache
 from manyroots.cache.families.full import FULL_ATTENTION
 from manyroots.cache.planes import Capacity, Layout
@@ -208,3 +210,32 @@ def test_adapters_in_a_pool_give_the_tokens_of_adapters_in_slots_w17(
     expected = run(make_runner(model, loader(slots), cuda=False), requests, paths, max_loras=3)
     given = run(make_runner(model, loader(pool), cuda=True), requests, paths, max_loras=3)
     assert tokens(given) == tokens(expected)
+
+
+@pytest.mark.parametrize("kind", ["qwen3-moe", "qwen3-moe-mixed"])
+def test_adapters_of_experts_in_a_pool_give_the_tokens_of_those_in_slots(
+    tmp_path: Path, kind: str, padded: None, slow_tokens: None
+) -> None:
+    save_tiny(tmp_path / "base", kind)
+    model = load_tiny(tmp_path / "base")
+    folders = write_adapters(model.adapter_targets(), tmp_path, 3, rank=5)
+    for folder in folders:
+        config = json.loads((folder / "adapter_config.json").read_text())
+        (folder / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 100}))
+    paths = {f"a{i}": (folder, model) for i, folder in enumerate(folders)}
+    names = [None, "a0", "a1", "a2"] * 2
+    requests = [
+        submit(r.request_id, r.prompt, max_tokens=6, adapter=name)
+        for r, name in zip(some_requests()[:8], names, strict=True)
+    ]
+    parts = model.lora_parts()
+    slots = AdapterSlots(parts, dtype=torch.float32, device=CPU)
+    pool = AdapterPool(parts, num_slots=2, max_rank=8, dtype=torch.float32, device=CPU)
+
+    def loader(memory: AdapterSlots | AdapterPool) -> AdapterLoader:
+        return AdapterLoader(lambda path: read(Path(path), model)[1], memory)
+
+    expected = tokens(run(make_runner(model, loader(slots), cuda=False), requests, paths))
+    given = tokens(run(make_runner(model, loader(pool), cuda=True), requests, paths))
+    assert given == expected
+    assert len({tuple(expected[i]) for i in range(8)}) > 4

@@ -1,0 +1,163 @@
+"""How leases grow: the units that a step needs, and what is given back on the way.
+
+In: a lease, and from where to where a step takes it. Out: units, or a refusal that changed nothing.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from manyroots.cache.checkpoints import next_stop
+from manyroots.cache.index import Index
+from manyroots.cache.lease import Lease
+from manyroots.cache.outcomes import Extension, Refusal
+from manyroots.cache.planes import ABSENT, NO_UNITS, Plane
+from manyroots.cache.publishing import Publisher, nearest_attached
+from manyroots.cache.room import Room
+from manyroots.cache.states import States
+from manyroots.ids import StepId
+from manyroots.step import Int32s
+
+
+class Growth:
+    """Gives leases units of every family, for one step at a time."""
+
+    def __init__(self, index: Index, room: Room, states: States, publisher: Publisher) -> None:
+        self._index = index
+        self._layout = index.layout
+        self._page_size = index.layout.page_size
+        self._room = room
+        self._states = states
+        self._publisher = publisher
+        device = index.layout.device
+        self._paged = [p for p in device if not p.family.is_state]
+        self._unordered = [p for p in self._paged if not p.family.is_ordered]
+        self._stateful = [p for p in device if p.family.is_state]
+        self._sole_pool = index.pools[0] if index.layout.is_sole else None
+
+    def clip(self, lease: Lease, num_computed: int, num_tokens: int) -> int:
+        """How many of `num_tokens` to compute so that the step ends where a state is wanted."""
+        if not self._stateful:
+            return num_tokens
+        for plane in self._stateful:
+            stop = next_stop(plane.family, lease, num_computed, self._page_size)
+            if stop is not None:
+                num_tokens = min(num_tokens, stop - num_computed)
+        return num_tokens
+
+    def can_extend(self, lease: Lease, num_computed: int, num_tokens: int) -> bool:
+        """Whether `extend` would be granted, credit for what it gives back included (H04)."""
+        if self._sole_pool is not None:
+            need = self._pages_for(num_tokens) - len(lease.tables[0])
+            return need <= self._sole_pool.num_available
+        return self._has_room(lease, num_computed, self._needs(lease, num_tokens))
+
+    def extend(
+        self, lease: Lease, num_computed: int, num_tokens: int, step_id: StepId
+    ) -> Extension | Refusal:
+        """Units for a step that takes the lease from `num_computed` to `num_tokens` tokens."""
+        if self._sole_pool is not None:
+            return self._extend_sole(lease, num_tokens)
+        if self._stateful and num_tokens - num_computed != self.clip(
+            lease, num_computed, num_tokens - num_computed
+        ):
+            raise ValueError(
+                f"a step from token {num_computed} to {num_tokens} passes a point where a state "
+                "must be saved; ask `clip` how far it may go"
+            )
+        needs = self._needs(lease, num_tokens)
+        if not self._has_room(lease, num_computed, needs):
+            return Refusal.NO_ROOM
+        if self._unordered:
+            self._drop_behind_window(lease, num_computed)
+        first = tuple([len(table) for table in lease.tables])
+        units = tuple([self._grow(lease, family, count) for family, count in enumerate(needs)])
+        for plane in self._stateful:
+            self._states.save(lease, plane.index, num_tokens, step_id)
+        end_of_page = self._pages_for(num_tokens) * self._page_size
+        # A state may have to be saved when the page is full.
+        is_watched = self._stateful and num_tokens < end_of_page
+        lease.num_covered_tokens = end_of_page - 1 if is_watched else end_of_page
+        return Extension(first, units)
+
+    def _extend_sole(self, lease: Lease, num_tokens: int) -> Extension | Refusal:
+        """As `extend`, for the sole family of a cache."""
+        assert self._sole_pool is not None
+        num_pages, first = self._pages_for(num_tokens), len(lease.tables[0])
+        need, units = num_pages - first, NO_UNITS
+        if need > 0:
+            if need > self._sole_pool.num_available:
+                return Refusal.NO_ROOM
+            units = self._room.allocate(0, need)
+            lease.grow(0, units)
+        lease.num_covered_tokens = num_pages * self._page_size
+        return Extension((first,), (units,))
+
+    def turn_pages(self, leases: list[Lease]) -> list[Int32s] | None:
+        """One more page for each lease, all of which are full: by family, the unit that each got.
+
+        None if they must be extended one by one: there is not room for all, or a family has more
+        to do at a page's end than to take a unit.
+        """
+        count, pools = len(leases), self._index.pools
+        if self._stateful or self._unordered:
+            return None
+        if any(pools[plane.index].num_available < count for plane in self._paged):
+            return None
+        taken = [self._room.allocate(plane.index, count) for plane in self._paged]
+        for family, units in enumerate(taken):
+            for lease, unit in zip(leases, units.tolist(), strict=True):
+                lease.grow_by_one(family, unit)
+        for lease in leases:
+            lease.num_covered_tokens += self._page_size
+        return taken
+
+    def _needs(self, lease: Lease, num_tokens: int) -> list[int]:
+        """By family: units that the lease lacks to reach `num_tokens`."""
+        num_pages = self._pages_for(num_tokens)
+        needs = [max(0, num_pages - len(table)) for table in lease.tables]
+        for plane in self._stateful:
+            needs[plane.index] = int(plane.index not in lease.states)
+        return needs
+
+    def _has_room(self, lease: Lease, num_computed: int, needs: list[int]) -> bool:
+        for family, need in enumerate(needs):
+            if need and need > self._index.pools[family].num_available:
+                credit = self._credit(lease, self._layout.device[family], num_computed)
+                if need > self._index.pools[family].num_available + credit:
+                    return False
+        return True
+
+    def _grow(self, lease: Lease, family: int, count: int) -> Int32s:
+        if count == 0:
+            return NO_UNITS
+        units = self._room.allocate(family, count)
+        lease.grow(family, units)
+        if self._stateful and self._layout.device[family].family.is_state:
+            self._states.start(lease, family, int(units[0]))
+        return units
+
+    def _credit(self, lease: Lease, plane: Plane, num_computed: int) -> int:
+        """Units of one family that `extend` gives back to the pool before it takes any."""
+        if plane.family.is_state or plane.family.is_ordered:
+            return 0
+        family, table = plane.index, lease.tables[plane.index]
+        first = min(plane.family.first_needed(num_computed), len(table))
+        behind = table[lease.first_live[family] : first]
+        held_once = self._index.pools[family].holders[behind[behind != ABSENT]] == 1
+        return int(np.count_nonzero(held_once))
+
+    def _drop_behind_window(self, lease: Lease, num_computed: int) -> None:
+        for plane in self._unordered:
+            family, table = plane.index, lease.tables[plane.index]
+            first = min(plane.family.first_needed(num_computed), len(table))
+            if first <= lease.first_live[family]:
+                continue
+            behind = table[lease.first_live[family] : first]
+            self._index.pools[family].drop(behind[behind != ABSENT])
+            behind[:] = ABSENT
+            lease.first_live[family] = first
+            self._publisher.offer_path(nearest_attached(lease.cursor))
+
+    def _pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._page_size)

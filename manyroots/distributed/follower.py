@@ -1,0 +1,122 @@
+"""What a rank other than the first does: load its part, then carry out the plans it is sent.
+
+Takes a channel to the first rank and a way to build; gives an exit code. Nothing that it computes
+is answered but that adapters are loaded: results are the first rank's affair. It ends when it is
+told to, when a step fails (the ranks can't be brought back into step), and when the first rank is
+gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from manyroots.distributed.channel import Channel, ClosedError
+from manyroots.distributed.wire import Join, Kind, Loaded, Start, decode, encode
+from manyroots.errors import ManyrootsError
+from manyroots.step import AdapterLoaded, DropAdapter, Plan
+
+logger = logging.getLogger(__name__)
+
+Tell = Callable[[AdapterLoaded], None]
+
+
+class Steps(Protocol):
+    """A rank that computes."""
+
+    def execute(self, plan: Plan) -> object:
+        """One step, now."""
+        ...
+
+    def drop(self, intent: DropAdapter) -> None:
+        """Undo a load that failed on another rank."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Part(Protocol):
+    """A rank's part of the model, loaded."""
+
+    @property
+    def num_pages(self) -> int:
+        """As many pages as fit beside the weights."""
+        ...
+
+    def start(self, start: Start, tell: Tell) -> Steps:
+        """Make room for pages and meet the others. `tell` takes the ends of adapter loads."""
+        ...
+
+
+def main(build: Callable[[Join], Part]) -> int:
+    """The body of a rank's process."""
+    channel = Channel(_standard_input())
+    inbox: queue.SimpleQueue[tuple[Kind, Any]] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(channel, inbox), daemon=True).start()
+    try:
+        steps = _load(channel, inbox, build)
+        _follow(inbox, steps)
+    except Exception as error:
+        is_ours = isinstance(error, ManyrootsError)
+        reason = str(error) if is_ours else f"{type(error).__name__}: {error}"
+        logger.error("ends: %s", reason, exc_info=None if is_ours else error)
+        with contextlib.suppress(ClosedError):
+            channel.send(*encode(Kind.FAILED, reason))
+        return 1
+    return 0
+
+
+def _load(
+    channel: Channel, inbox: queue.SimpleQueue[tuple[Kind, Any]], build: Callable[[Join], Part]
+) -> Steps:
+    _, join = inbox.get()
+    assert isinstance(join, Join)
+    part = build(join)
+    channel.send(*encode(Kind.LOADED, Loaded(part.num_pages)))
+    _, start = inbox.get()
+    if start is None:
+        raise ManyrootsError("the first rank closed before the start")
+    assert isinstance(start, Start)
+
+    def tell(answer: AdapterLoaded) -> None:
+        with contextlib.suppress(ClosedError):
+            channel.send(*encode(Kind.ADAPTER, answer))
+
+    return part.start(start, tell)
+
+
+def _follow(inbox: queue.SimpleQueue[tuple[Kind, Any]], steps: Steps) -> None:
+    while True:
+        kind, body = inbox.get()
+        if kind is Kind.PLAN:
+            steps.execute(body)
+        elif kind is Kind.DROP:
+            steps.drop(body)
+        else:
+            assert kind is Kind.CLOSE
+            steps.close()
+            return
+
+
+def _receive(channel: Channel, inbox: queue.SimpleQueue[tuple[Kind, Any]]) -> None:
+    while True:
+        try:
+            inbox.put(decode(channel.receive()))
+        except ClosedError:
+            # The first rank is gone, and with it everyone who waited for this one.
+            os._exit(1)
+
+
+def _standard_input() -> socket.socket:
+    """The channel's socket, under a number that no child of this process inherits."""
+    channel = socket.socket(fileno=os.dup(sys.stdin.fileno()))
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), sys.stdin.fileno())
+    return channel

@@ -1,0 +1,156 @@
+"""How the first rank and the others speak: one kind, then msgpack by msgspec. Never pickle.
+
+Arrays cross as (dtype, bytes), of the few dtypes that plans are made of. Imported only where there
+is more than one rank.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, fields
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from manyroots.config import EngineSettings
+from manyroots.ids import StepId
+from manyroots.step import (
+    AdapterLoaded,
+    Arrival,
+    Bools,
+    Copy,
+    DropAdapter,
+    Int32s,
+    LoadAdapter,
+    NewPages,
+    Plan,
+)
+
+DTYPES = {"<i4": np.dtype(np.int32), "|b1": np.dtype(np.bool_)}
+
+
+class Kind(enum.Enum):
+    """What a message is."""
+
+    # from the first rank
+    JOIN = b"j"
+    START = b"s"
+    PLAN = b"p"
+    DROP = b"d"
+    CLOSE = b"q"
+    # to the first rank
+    LOADED = b"l"
+    ADAPTER = b"a"
+    FAILED = b"f"
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """The first message to a rank: who it is and what to load."""
+
+    rank: int
+    size: int
+    folder: str
+    """Private to this engine; where its ranks meet."""
+    settings: EngineSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A rank has its weights."""
+
+    num_pages: int
+    """As many pages as fit beside them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """All ranks have their weights: make room for pages, then follow plans."""
+
+    num_pages: int
+    """What fits on every rank."""
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Intent:
+    """One of the two; msgpack has no way to tell them apart by itself."""
+
+    load: LoadAdapter | None
+    drop: DropAdapter | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """A `Plan`, field by field, with its intents told apart."""
+
+    step_id: StepId
+    arrivals: tuple[Arrival, ...]
+    new_pages: tuple[NewPages, ...]
+    rows: Int32s
+    num_tokens: Int32s
+    samples: Bools
+    copies: tuple[Copy, ...]
+    adapters: tuple[_Intent, ...]
+    waits: bool
+
+
+_TYPES: dict[Kind, Any] = {
+    Kind.JOIN: Join,
+    Kind.START: Start,
+    Kind.PLAN: _Plan,
+    Kind.DROP: DropAdapter,
+    Kind.CLOSE: None,
+    Kind.LOADED: Loaded,
+    Kind.ADAPTER: AdapterLoaded,
+    Kind.FAILED: str,
+}
+_FIELDS = tuple(field.name for field in fields(_Plan) if field.name != "adapters")
+
+
+def encode(kind: Kind, body: object) -> tuple[bytes, bytes]:
+    if isinstance(body, Plan):
+        body = _to_wire(body)
+    return kind.value, _ENCODER.encode(body)
+
+
+def decode(message: tuple[bytes, bytes]) -> tuple[Kind, Any]:
+    kind = Kind(message[0])
+    body = _DECODERS[kind].decode(message[1])
+    return kind, _from_wire(body) if isinstance(body, _Plan) else body
+
+
+def _to_wire(plan: Plan) -> _Plan:
+    intents = tuple(
+        _Intent(intent, None) if isinstance(intent, LoadAdapter) else _Intent(None, intent)
+        for intent in plan.adapters
+    )
+    return _Plan(**{name: getattr(plan, name) for name in _FIELDS}, adapters=intents)
+
+
+def _from_wire(plan: _Plan) -> Plan:
+    intents = []
+    for intent in plan.adapters:
+        one = intent.load or intent.drop
+        assert one is not None
+        intents.append(one)
+    return Plan(**{name: getattr(plan, name) for name in _FIELDS}, adapters=tuple(intents))
+
+
+def _flatten(value: Any) -> Any:
+    if isinstance(value, np.ndarray) and value.dtype.str in DTYPES and value.ndim == 1:
+        return value.dtype.str, value.tobytes()
+    raise NotImplementedError(f"{type(value)} {getattr(value, 'dtype', '')} does not cross ranks")
+
+
+def _restore(_: type, value: Any) -> Any:
+    dtype, data = value
+    # Read-only, as a plan is frozen.
+    return np.frombuffer(data, DTYPES[dtype])
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_flatten)
+_DECODERS = {
+    kind: msgspec.msgpack.Decoder(type_, dec_hook=_restore) for kind, type_ in _TYPES.items()
+}

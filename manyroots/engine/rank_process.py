@@ -1,0 +1,80 @@
+"""A rank of the engine other than the first: `python -m manyroots.engine.rank_process`.
+
+Started by `distributed/ranks.py` with its channel as standard input. Loads its part of the model,
+then follows the first rank's plans. Puts together what `distributed` must not know of.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from manyroots.config import EngineSettings
+from manyroots.distributed import follower
+from manyroots.distributed.group import join_group, leave_group
+from manyroots.distributed.shard import Shard
+from manyroots.distributed.wire import Join, Start
+from manyroots.engine.adapter_half import AdapterHalf
+from manyroots.engine.part import LoadedPart, Sizes, load_part
+from manyroots.models.source import resolve_source
+from manyroots.runner.torch_runner import TorchRunner
+from manyroots.step import DropAdapter, Plan
+from manyroots.store.adapter_ranks import FollowingLoader
+
+
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    runner: TorchRunner
+    adapters: AdapterHalf | None
+
+    def execute(self, plan: Plan) -> object:
+        return self.runner.execute(plan)
+
+    def drop(self, intent: DropAdapter) -> None:
+        if self.adapters is None:
+            raise RuntimeError(f"this rank has no adapters, and is told {intent}")
+        self.adapters.loader.start([intent])
+
+    def close(self) -> None:
+        self.runner.close()
+        leave_group()
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    loaded: LoadedPart
+    settings: EngineSettings
+    folder: Path
+
+    @property
+    def num_pages(self) -> int:
+        return self.loaded.num_pages
+
+    def start(self, start: Start, tell: follower.Tell) -> _Steps:
+        loaded = self.loaded
+        sizes = Sizes(start.num_pages, start.max_model_len)
+        adapters = loaded.make_adapters(self.settings, partial(FollowingLoader, tell=tell))
+        runner = loaded.make_runner(self.settings, sizes, adapters)
+        join_group(loaded.shard, self.folder, device_type=loaded.device.type)
+        return _Steps(runner, adapters)
+
+
+def build(join: Join) -> _Part:
+    logging.basicConfig(
+        level=os.environ.get("MANYROOTS_LOG_LEVEL", "INFO").upper(),
+        format=f"%(asctime)s rank {join.rank} %(levelname)s %(message)s",
+    )
+    shard = Shard(join.rank, join.size)
+    loaded = load_part(join.settings, resolve_source(join.settings.model), shard)
+    return _Part(loaded, join.settings, Path(join.folder))
+
+
+if __name__ == "__main__":
+    code = follower.main(build)
+    sys.stderr.flush()
+    # After a failure threads may be stuck among the ranks; nothing here needs a tidy end.
+    os._exit(code)

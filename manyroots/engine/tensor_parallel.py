@@ -1,0 +1,82 @@
+"""The first rank's side of an engine with several: start the others, load beside them, run as one.
+
+Gives a `Runner` in which all ranks carry out the same plans. Imported only where there is more
+than one rank.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+from manyroots.config import EngineSettings
+from manyroots.distributed.group import join_group, leave_group
+from manyroots.distributed.ranks import Ranks
+from manyroots.distributed.runner import RankedRunner
+from manyroots.distributed.shard import Shard
+from manyroots.distributed.wire import Kind, Start
+from manyroots.engine.adapter_half import AdapterHalf
+from manyroots.engine.alarm import Alarm
+from manyroots.engine.part import ExecuteHalf, fit_sizes, load_part
+from manyroots.models.load import describe
+from manyroots.models.sharding import cut_adapter, rank_spec
+from manyroots.models.source import ModelSource
+from manyroots.step import AdapterLoaded
+from manyroots.store.adapter_ranks import FirstLoader
+
+logger = logging.getLogger(__name__)
+
+
+def execute_with_ranks(settings: EngineSettings, source: ModelSource) -> ExecuteHalf:
+    """The model's parts in as many processes; this one has the first."""
+    shard = Shard(0, settings.model.tensor_parallel_size)
+    rank_spec(describe(source), shard)  # refuse what can't be divided before anything is started
+    with _other_ranks(settings, source) as ranks:
+        part = load_part(settings, source, shard)
+        sizes = fit_sizes(settings, part, min(part.num_pages, ranks.wait_until_loaded()))
+        ranks.send(Kind.START, Start(sizes.num_pages, sizes.max_model_len))
+        make_loader = partial(
+            FirstLoader,
+            num_ranks=shard.size,
+            cut=partial(cut_adapter, shard=shard),
+            drop_elsewhere=partial(ranks.send, Kind.DROP),
+        )
+        adapters = part.make_adapters(settings, make_loader)
+        own = part.make_runner(settings, sizes, adapters)
+        join_group(shard, ranks.folder, device_type=part.device.type)
+        logger.info("%d ranks; the others are processes %s", shard.size, ranks.pids)
+        alarm = Alarm()
+        runner = RankedRunner(
+            own, ranks, on_adapter=_ear(adapters), on_death=alarm.ring, leave=leave_group
+        )
+        return ExecuteHalf(part, sizes, runner, adapters, alarm)
+
+
+def _ear(adapters: AdapterHalf | None) -> Callable[[int, AdapterLoaded], None]:
+    """Who hears how other ranks' loads ended."""
+    if adapters is None:
+        return _refuse
+    assert isinstance(adapters.loader, FirstLoader)
+    return adapters.loader.hear
+
+
+def _refuse(rank: int, answer: AdapterLoaded) -> None:
+    raise RuntimeError(f"rank {rank} answers {answer}, and was asked for no adapter")
+
+
+@contextmanager
+def _other_ranks(settings: EngineSettings, source: ModelSource) -> Iterator[Ranks]:
+    """Started, and loading; gone again if the block does not end well."""
+    # The files are here by now: no rank needs to look for them, or to download them, again.
+    found = replace(settings, model=replace(settings.model, model=str(source.path)))
+    ranks = Ranks(settings.model.tensor_parallel_size, found)
+    try:
+        yield ranks
+    except BaseException:
+        ranks.kill()
+        ranks.close()
+        leave_group()
+        raise

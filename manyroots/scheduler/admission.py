@@ -1,0 +1,248 @@
+"""Who begins: from the queue, over what must be fetched or loaded first, to a row.
+
+Owns every request that does not run yet. Claims all that may begin before any is given room, and
+gives back the claims of those that do not fit. Knows nothing of steps that were launched.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from manyroots.cache.cache import PrefixCache
+from manyroots.cache.lease import Lease
+from manyroots.cache.outcomes import Ending, Refusal
+from manyroots.config import Policy, SchedulerSettings
+from manyroots.ids import StepId
+from manyroots.lora.residency import Residency
+from manyroots.scheduler.draft import Draft
+from manyroots.scheduler.placing import Placer
+from manyroots.scheduler.queue import Group, GroupKey, WaitingQueue
+from manyroots.scheduler.request import Request, State
+from manyroots.scheduler.rows import Rows
+from manyroots.scheduler.turns import AdapterTurns, has_aged
+
+
+class Admission:
+    """Requests that wait, and their way into the batch."""
+
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        cache: PrefixCache,
+        adapters: Residency,
+        rows: Rows,
+        *,
+        max_model_len: int,
+    ) -> None:
+        self._cache = cache
+        self._adapters = adapters
+        self._rows = rows
+        self._placer = Placer(settings, cache)
+        self._turns = AdapterTurns(adapters, adapters.limits.max_loras)
+        self._max_model_len = max_model_len
+        self.waiting = WaitingQueue(Policy(settings.scheduling_policy))
+        self._fetching: dict[Request, None] = {}
+        self._loading: dict[Request, None] = {}
+        self._loaded: deque[Request] = deque()
+
+    def __len__(self) -> int:
+        return len(self.waiting) + len(self._fetching) + len(self._loading) + len(self._loaded)
+
+    # Coming and going
+
+    def queue(self, request: Request) -> None:
+        """A new request: into the queue, or after what storage has for it."""
+        if not request.wants_prompt_logprobs:
+            request.ticket = self._cache.prefetch(request.key, request.tokens)
+        if request.ticket is None:
+            self.waiting.push(request)
+        else:
+            # Storage answers while others run; only this request waits for it (T04).
+            request.state = State.FETCHING
+            self._fetching[request] = None
+
+    def queue_again(self, request: Request, step_id: StepId) -> None:
+        """A request lost its row while `step_id` was planned."""
+        request.state = State.WAITING
+        request.waiting_since = step_id
+        self.waiting.push(request)
+
+    def remove(self, request: Request) -> None:
+        """A request that does not run is over."""
+        if request.state is State.WAITING:
+            self.waiting.remove(request)
+        elif request.state is State.FETCHING:
+            del self._fetching[request]
+        else:
+            # What is on its way is held by the transfer, not by the lease (T08).
+            if request in self._loading:
+                del self._loading[request]
+            else:
+                self._loaded.remove(request)
+            assert request.lease is not None
+            self._cache.release(request.lease, Ending.DROPPED)
+            request.lease = None
+        request.state = State.FINISHED
+
+    def copies_ended(self) -> None:
+        """Requests whose units are all there can go on."""
+        self._sort_fetching()
+        self._sort_loading()
+
+    def start_over(self) -> None:
+        """What those that load have found may never have been filled: they look again."""
+        self._give_up([*self._loading, *self._loaded])
+        self._loading.clear()
+        self._loaded.clear()
+
+    def _sort_fetching(self) -> None:
+        for request in list(self._fetching):
+            if request.ticket is not None and not request.ticket.is_done:
+                continue
+            del self._fetching[request]
+            request.ticket = None
+            request.state = State.WAITING
+            self.waiting.push(request)
+
+    def _sort_loading(self) -> None:
+        for request in list(self._loading):
+            lease = request.lease
+            assert lease is not None
+            if not lease.is_ready:
+                continue
+            del self._loading[request]
+            if lease.has_failed:
+                self._give_up([request])
+            else:
+                self._loaded.append(request)
+
+    # Beginning
+
+    def admit(self, draft: Draft) -> set[GroupKey]:
+        """Start those whose units have arrived, then waiting requests in order, until one does
+        not fit. All that may begin are claimed before any is given room (C01). Gives the groups
+        that found no room."""
+        without_room: set[GroupKey] = set()
+        while self._loaded and self._rows.num_free and draft.num_tokens_left > 0:
+            if not self._begin_loaded(draft):
+                return without_room
+        if not self._rows.num_free or not len(self.waiting):
+            return without_room
+        closed = self._turns.closed_groups(self.waiting, draft.step_id)
+        while claimed := self._claim(draft, closed):
+            for index, request in enumerate(claimed):
+                if self._begin(request, draft):
+                    continue
+                # It may be the claims behind it that are in its way.
+                self._give_up(claimed[index + 1 :])
+                if self._begin(request, draft):
+                    break
+                self._give_up([request])
+                if has_aged(request, draft.step_id) or not self._rows.num_free:
+                    return without_room
+                # Its adapter's turn is not now; that is no reason to hold back others (L03).
+                closed.add(request.group)
+                without_room.add(request.group)
+                break
+        return without_room
+
+    def prepare_adapters(self, without_room: set[GroupKey], step_id: StepId) -> None:
+        """Bring what waiting requests need to the device."""
+        if len(self.waiting):
+            self._turns.prepare(self.waiting, without_room, step_id)
+
+    def _begin_loaded(self, draft: Draft) -> bool:
+        request = self._loaded.popleft()
+        if self._begin(request, draft):
+            return True
+        if self._rows.is_busy:
+            self._loaded.appendleft(request)  # what runs will make room
+            return False
+        # Nothing will make room but the others that hold what they have loaded.
+        self._give_up([*self._loaded])
+        self._loaded.clear()
+        if self._begin(request, draft):
+            return True
+        self._give_up([request])
+        return False
+
+    def _claim(self, draft: Draft, closed: set[GroupKey]) -> list[Request]:
+        """Take requests off the queue, with what is found for them, as many as may fit."""
+        claimed: list[Request] = []
+        num_tokens_left = draft.num_tokens_left
+        while len(claimed) < self._rows.num_free and num_tokens_left > 0:
+            group = self._next_group(closed)
+            if group is None:
+                break
+            if group.head.num_in_flight_tokens > 0:
+                closed.add(group.key)  # retracted a moment ago: its last token is not known yet
+                continue
+            request = self.waiting.pop(group)
+            lease = self._find(request)
+            num_tokens_left -= request.num_tokens - lease.num_cached_tokens
+            claimed.append(request)
+        return claimed
+
+    def _next_group(self, closed: set[GroupKey]) -> Group | None:
+        return self.waiting.next_group(closed, self._turns.is_on_device)
+
+    def _find(self, request: Request) -> Lease:
+        request.lease = self._cache.claim(
+            request.key,
+            request.tokens,
+            request.num_tokens,
+            may_reuse=not request.wants_prompt_logprobs,
+        )
+        return request.lease
+
+    def _give_up(self, claimed: list[Request]) -> None:
+        """Claims of requests that do not fit are given back (C03)."""
+        for request in reversed(claimed):
+            if request.lease is not None:
+                self._cache.release(request.lease, Ending.DROPPED)
+                request.lease = None
+            request.state = State.WAITING
+            self.waiting.push(request)
+
+    def _begin(self, request: Request, draft: Draft) -> bool:
+        """Start a claimed request, or start loading what it found; False if there is no room."""
+        lease = request.lease
+        assert lease is not None
+        if self._cache.could_find_more(lease, request.tokens):
+            self._cache.release(lease, Ending.DROPPED)
+            lease = self._find(request)
+        if not self._rows.num_free or draft.num_tokens_left == 0:
+            return False
+        if request.hold is not None and not self._turns.may_begin(request):
+            return False
+        if lease.onboarding:
+            if self._cache.onboard(lease) is Refusal.NO_ROOM:
+                return False
+            request.state = State.LOADING
+            self._loading[request] = None
+            return True
+        # With others running, begin only what could finish its prompt and a page of output:
+        # beginning with less would end in retracting it again.
+        if self._rows.running and not self._cache.fits(
+            lease, min(request.num_tokens + self._cache.page_size, self._max_model_len)
+        ):
+            return False
+        computed = lease.num_cached_tokens
+        num_tokens = self._placer.chunk(request, computed, draft)
+        if isinstance(self._placer.extend(request, computed, num_tokens, draft), Refusal):
+            return False
+        self._start(request, lease, draft)
+        self._placer.place(request, computed, num_tokens, draft)
+        return True
+
+    def _start(self, request: Request, lease: Lease, draft: Draft) -> None:
+        if request.hold is not None:
+            self._adapters.seat(request.hold)
+        request.state = State.RUNNING
+        request.prompt_logprobs.clear()
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = lease.num_cached_tokens
+        if not request.wants_prompt_logprobs:
+            self._cache.count_hit(lease, request.num_tokens)
+        row = self._rows.sit(request, lease)
+        draft.arrive(request, row, lease)

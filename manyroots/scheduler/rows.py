@@ -1,0 +1,221 @@
+"""The rows of the batch as columns: how far each sequence is, and when it next needs attention.
+
+A step in which everybody only decodes touches columns, never one sequence after the other. What
+needs attention is found by comparing columns: a page that is full, a table that must grow, a
+sequence that has reached its limit.
+
+    tokens      |------- known -------|  under way
+    computed    |==== launched steps included ====>          the next position to plan
+    committed   |==== steps that are done ===>               known is one ahead, once it decodes
+
+A row *decodes* from the moment its last known token is planned. Till then it is in `prompts`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import numpy.typing as npt
+
+from manyroots.cache.lease import Lease
+from manyroots.ids import Row
+from manyroots.scheduler.request import Request
+from manyroots.step import Bools, Int32s
+
+Int64s = npt.NDArray[np.int64]
+
+NO_ROWS: Int64s = np.empty(0, np.int64)
+
+
+class Rows:
+    """Who sits where. All columns are indexed by row; those of a free row are zero."""
+
+    def __init__(self, count: int, page_size: int) -> None:
+        self._page_size = page_size
+        self._free = [Row(row) for row in range(count - 1, -1, -1)]
+        self._requests: list[Request | None] = [None] * count
+        self.running: dict[Request, None] = {}
+        """In the order in which they began."""
+        self.prompts: dict[Request, None] = {}
+        """Of those, who has known tokens that are not planned yet."""
+        self.stops: Counter[int] = Counter()
+        """Tokens that would end someone who runs, and how many they would end."""
+        self.scored: set[int] = set()
+        """Rows whose prompt's log-probabilities have begun to come, till they are reported."""
+        self._next_stay = 1
+        self.end = 0
+        """Rows from here on are free: what is looked at in a step."""
+        self.stay = np.zeros(count, np.int64)
+        """A number for each stay of a sequence on a row; 0 once it is over for its caller."""
+        self.computed = np.zeros(count, np.int64)
+        self.committed = np.zeros(count, np.int64)
+        self.due = np.zeros(count, np.int64)
+        """A row that decodes needs nothing while `computed` is below this."""
+        self.last = np.zeros(count, np.int64)
+        """Tokens that a row that decodes will ever compute: all but its last."""
+        self.publish_at = np.zeros(count, np.int64)
+        """When so many tokens are committed, there is something to publish."""
+        self.request_ids = np.zeros(count, np.int64)
+        self.num_cached = np.zeros(count, np.int32)
+        # Sampled tokens wait here, and go to their requests a page at a time. One page and the
+        # token behind it: nobody gets further between two publications.
+        self._recent = np.zeros((count, page_size + 2), np.int32)
+        self._num_recent = np.zeros(count, np.int64)
+        self._every_row = np.arange(count)
+        self._every_row_int32 = self._every_row.astype(np.int32)
+        self.ones = np.ones(count, np.int32)
+        self.trues = np.ones(count, np.bool_)
+        for shared in (self._every_row, self._every_row_int32, self.ones, self.trues):
+            shared.flags.writeable = False  # plans share them
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anybody has a row, be it to drain."""
+        return len(self._free) < len(self._requests)
+
+    def request_at(self, row: int) -> Request:
+        request = self._requests[row]
+        assert request is not None
+        return request
+
+    def sit(self, request: Request, lease: Lease) -> Row:
+        """Give a request a row and its columns."""
+        row = request.row = self._free.pop()
+        self._requests[row] = request
+        self.running[request] = None
+        self.prompts[request] = None
+        if request.stop_ids:
+            self.stops.update(request.stop_ids)
+        self.end = max(self.end, row + 1)
+        self.stay[row] = request.stay = self._next_stay
+        self._next_stay += 1
+        self.computed[row] = self.committed[row] = lease.num_cached_tokens
+        self.request_ids[row] = request.submit.request_id
+        self.num_cached[row] = request.num_cached_tokens or 0
+        return row
+
+    def settle(self, request: Request) -> None:
+        """The request stops running: its tokens are its own again, and no step plans it."""
+        row = request.row
+        assert row is not None
+        self.flush(request)
+        del self.running[request]
+        self.prompts.pop(request, None)
+        self.scored.discard(row)
+        if request.stop_ids:
+            self.stops -= Counter(request.stop_ids)
+        self.stay[row] = self.due[row] = self.last[row] = 0
+
+    def leave(self, request: Request) -> None:
+        """Free the row of a request that has settled."""
+        row = request.row
+        assert row is not None
+        self._requests[row] = None
+        for column in (self.computed, self.committed, self.publish_at):
+            column[row] = 0
+        self._free.append(row)
+        request.row = None
+        while self.end and self._requests[self.end - 1] is None:
+            self.end -= 1
+
+    # Planning
+
+    def decode(self, most: int) -> tuple[Int64s, Int64s]:
+        """Plan one token, of at most so many rows, for all that need nothing else; gives their
+        rows, and those that decode but need pages first, in the order in which they began."""
+        end = self.end
+        computed, due = self.computed[:end], self.due[:end]
+        is_plain = computed < due
+        count = np.count_nonzero(is_plain)
+        if count == end and end <= most:
+            computed += 1
+            return self._every_row[:end], NO_ROWS
+        growing = (is_plain < (due < self.last[:end])).nonzero()[0]
+        if len(growing) > 1:
+            growing = growing[np.argsort(self.stay[growing])]
+        rows = is_plain.nonzero()[0]
+        if count > most:
+            rows = np.sort(rows[np.argsort(self.stay[rows])[:most]])
+            computed[rows] += 1
+        else:
+            computed += is_plain
+        return rows, growing
+
+    def turn_pages(self, rows: Int64s) -> Int64s:
+        """Each has one page more, and computes one token there; gives which page of its sequence
+        it is."""
+        computed = self.computed[rows]
+        self.due[rows] = np.minimum(computed + self._page_size, self.last[rows])
+        self.computed[rows] = computed + 1
+        return computed // self._page_size
+
+    def to_int32(self, rows: Int64s) -> Int32s:
+        if rows.base is self._every_row:
+            return self._every_row_int32[: len(rows)]
+        return rows.astype(np.int32)
+
+    def place(self, request: Request, computed: int) -> bool:
+        """Plan a request's tokens up to `computed`; gives whether the last of them samples."""
+        row = request.row
+        assert row is not None
+        self.computed[row] = computed
+        samples = computed >= request.num_tokens
+        if samples:
+            self.prompts.pop(request, None)
+            self.last[row] = request.max_num_tokens - 1
+        self.watch(request)
+        return samples
+
+    def watch(self, request: Request) -> None:
+        """Note when a running request next needs pages, or has any to publish."""
+        row, lease = request.row, request.lease
+        assert row is not None
+        assert lease is not None
+        last = int(self.last[row])
+        if last:  # it decodes
+            self.due[row] = min(lease.num_covered_tokens, last)
+        if lease.checkpoints:
+            self.publish_at[row] = 0
+        else:
+            num_pages = max(lease.num_published_pages, int(self.committed[row]) // self._page_size)
+            self.publish_at[row] = (num_pages + 1) * self._page_size
+
+    # Results
+
+    def commit(self, rows: Int64s, num_tokens: Int32s) -> list[Request]:
+        """A step has computed so many tokens of each; gives who has something to publish now."""
+        committed = self.committed[rows]
+        committed += num_tokens
+        self.committed[rows] = committed
+        is_full = committed >= self.publish_at[rows]
+        if not np.count_nonzero(is_full):
+            return []
+        return [self.request_at(row) for row in rows[is_full].tolist()]
+
+    def append(self, rows: Int64s, tokens: Int32s) -> None:
+        """Sampled tokens become known."""
+        places = self._num_recent[rows]
+        self._recent[rows, places] = tokens
+        self._num_recent[rows] = places + 1
+
+    def flush(self, request: Request) -> None:
+        """Hand a request the tokens that were sampled for it."""
+        row = request.row
+        assert row is not None
+        count = int(self._num_recent[row])
+        if count:
+            request.extend(self._recent[row, :count])
+            self._num_recent[row] = 0
+
+    def is_in_flight(self, row: Row) -> bool:
+        """Whether a launched step computes tokens of this row."""
+        return bool(self.computed[row] != self.committed[row])
+
+    def is_live(self, rows: Int64s, stays: Int64s) -> Bools:
+        """For each row of a launched step: whether its sequence runs there still."""
+        return np.equal(self.stay[rows], stays)

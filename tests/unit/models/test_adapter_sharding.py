@@ -1,0 +1,157 @@
+"""W16: ranks that each have a part of an adapter add, together, what the whole adapter adds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from manyroots.distributed.shard import WHOLE, Shard
+from manyroots.ids import AdapterSlot
+from manyroots.kernels.tolerances import assert_close
+from manyroots.lora.targets import Target, TargetKind, Targets
+from manyroots.models.llama import Llama
+from manyroots.models.sharding import Side, cut_adapter, side_of, whole_targets
+from manyroots.store.adapter_files import read_adapter
+from manyroots.store.adapter_slots import AdapterSlots
+from manyroots.store.adapter_weights import AdapterWeights
+from tests.adapter_folders import ExpertFormat, Recipe, tiny_targets, write_adapter
+from tests.unit.models.lockstep import in_lockstep
+from tests.unit.models.paged import PagedModel
+from tests.unit.models.test_sharding import load_part
+from tests.unit.models.tiny import load_tiny, save_tiny
+
+
+def read(folder: Path, form: ExpertFormat) -> AdapterWeights:
+    targets = tiny_targets(num_experts=4)
+    write_adapter(folder, targets, Recipe(experts=form))
+    return read_for(folder, targets)
+
+
+def read_for(folder: Path, targets: Targets) -> AdapterWeights:
+    _, weights = read_adapter(
+        folder, targets, max_rank=64, dtype=torch.float32, pin=False, vocab_size=1000
+    )
+    return weights
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("form", ExpertFormat)
+def test_w16_parts_of_an_adapter_make_up_the_whole(
+    form: ExpertFormat, size: int, tmp_path: Path
+) -> None:
+    """W16: B is cut by output, A by input; side by side the parts are the whole."""
+    whole = read(tmp_path, form)
+    parts = [cut_adapter(whole, Shard(rank, size)) for rank in range(size)]
+    for name, pair in whole.pairs.items():
+        own = [part.pairs[name] for part in parts]
+        match side_of(name):
+            case Side.OUTPUT:
+                assert all(torch.equal(part.a, pair.a) for part in own)
+                assert torch.equal(torch.cat([part.b for part in own], -2), pair.b)
+            case Side.INPUT:
+                assert all(torch.equal(part.b, pair.b) for part in own)
+                assert torch.equal(torch.cat([part.a for part in own], -1), pair.a)
+            case None:
+                assert "embed" in name
+                assert all(torch.equal(part.a, pair.a) for part in own)
+                assert all(torch.equal(part.b, pair.b) for part in own)
+
+
+def test_a_part_has_memory_of_its_own_and_the_digest_of_the_whole(tmp_path: Path) -> None:
+    whole = read(tmp_path, ExpertFormat.STACKED)
+    part = cut_adapter(whole, Shard(0, 2))
+    assert part.digest == whole.digest
+    assert part.num_bytes < whole.num_bytes
+    assert part.num_bytes == sum(
+        half.numel() * half.element_size()
+        for pair in part.pairs.values()
+        for half in (pair.a, pair.b)
+    )
+    for pair in part.pairs.values():
+        assert pair.a.is_contiguous()
+        assert pair.a.untyped_storage().data_ptr() == part.buffer.untyped_storage().data_ptr()
+
+
+def test_one_rank_has_the_adapter_itself(tmp_path: Path) -> None:
+    whole = read(tmp_path, ExpertFormat.STACKED)
+    assert cut_adapter(whole, WHOLE) is whole
+
+
+def test_files_are_checked_against_the_whole_model() -> None:
+    part = {
+        "model.embed_tokens": Target(TargetKind.EMBEDDING, 97, 48),
+        "model.layers.0.self_attn.q_proj": Target(TargetKind.LINEAR, 48, 24),
+        "model.layers.0.self_attn.o_proj": Target(TargetKind.LINEAR, 24, 48),
+        "model.layers.0.mlp.experts.down_proj": Target(TargetKind.EXPERTS, 12, 48, 8),
+        "lm_head": Target(TargetKind.LINEAR, 48, 49),
+    }
+    assert whole_targets(part, Shard(0, 2), vocab_size=97) == {
+        "model.embed_tokens": Target(TargetKind.EMBEDDING, 97, 48),
+        "model.layers.0.self_attn.q_proj": Target(TargetKind.LINEAR, 48, 48),
+        "model.layers.0.self_attn.o_proj": Target(TargetKind.LINEAR, 48, 48),
+        "model.layers.0.mlp.experts.down_proj": Target(TargetKind.EXPERTS, 24, 48, 8),
+        "lm_head": Target(TargetKind.LINEAR, 48, 97),
+    }
+
+
+@dataclass(frozen=True)
+class Request:
+    adapter: int | None
+    tokens: list[int]
+
+
+REQUESTS = {
+    f"{adapter}, {number}": Request(adapter, [(7 * number + 5 * at) % 90 + 3 for at in range(17)])
+    for number, adapter in enumerate([None, 0, 1, 2, 1, None])
+}
+
+
+def logits(model: Llama, adapters: list[AdapterWeights]) -> dict[str, Tensor]:
+    """Of requests of the base and of every adapter together: a prefill, then decodes."""
+    slots = AdapterSlots(model.lora_parts(), dtype=torch.float32, device=torch.device("cpu"))
+    for slot, weights in enumerate(adapters):
+        slots.load(AdapterSlot(slot), cut_adapter(weights, model.shard))
+    paged = PagedModel(model, slots)
+    paged.slot_of = {
+        name: request.adapter for name, request in REQUESTS.items() if request.adapter is not None
+    }
+    first = paged.step({name: request.tokens[:14] for name, request in REQUESTS.items()})
+    found = {name: [part] for name, part in first.items()}
+    for at in range(14, 17):
+        step = paged.step({name: request.tokens[at : at + 1] for name, request in REQUESTS.items()})
+        for name, part in step.items():
+            found[name].append(part)
+    return {name: torch.cat(parts) for name, parts in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [("llama", ExpertFormat.STACKED), ("llama-tied", ExpertFormat.STACKED)]
+    + [("qwen3-moe-mixed", form) for form in ExpertFormat],
+)
+def test_w16_two_ranks_give_one_ranks_logits_with_adapters(
+    kind: str, form: ExpertFormat, tmp_path: Path
+) -> None:
+    """W16: every target and every format of experts, mixed with the base in one batch."""
+    # Twice an expert's width is not the hidden size: else some formats could be read in two ways.
+    save_tiny(tmp_path, kind, **({"moe_intermediate_size": 20} if "moe" in kind else {}))
+    alone = load_tiny(tmp_path)
+    targets = alone.adapter_targets()
+    has_experts = any(target.kind is TargetKind.EXPERTS for target in targets.values())
+    assert has_experts == ("moe" in kind)
+    adapters = []
+    for rank in (1, 4, 16):
+        folder = tmp_path / f"rank {rank}"
+        write_adapter(folder, targets, Recipe(rank=rank, experts=form, seed=rank, scale=0.1))
+        adapters.append(read_for(folder, targets))
+    expected = logits(alone, adapters)
+    results, _ = in_lockstep(2, lambda shard: logits(load_part(tmp_path, shard), adapters))
+    for result in results:
+        for name, wanted in expected.items():
+            assert_close("logits", result[name], wanted, torch.float32)
+    part = load_part(tmp_path, Shard(0, 2))
+    assert whole_targets(part.adapter_targets(), part.shard, part.spec.vocab_size) == targets

@@ -1,0 +1,168 @@
+"""Rows as columns: what decoding costs the scheduler nothing must still come out right."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import replace
+
+import pytest
+
+from manyroots.ids import Row, StepId
+from manyroots.messages import FinishReason, Submit
+from manyroots.scheduler.draft import Draft
+from manyroots.step import Plan, RowFault
+from tests.deciding import Deciding, expected_tokens, submit
+
+
+def plan_of(engine: Deciding) -> Plan:
+    plan = engine.scheduler.schedule()
+    assert plan is not None
+    return plan
+
+
+def next_victim(engine: Deciding) -> int:
+    """Whom a step that has placed nobody yet would retract first."""
+    draft = Draft(StepId(99), 32, engine.scheduler._rows)
+    victim = engine.scheduler._victim(draft)
+    assert victim is not None
+    return int(victim.submit.request_id)
+
+
+def test_the_request_that_is_cheapest_to_resume_is_retracted_first() -> None:
+    """With pages of 4, these have 1, 0 and 2 tokens behind their last published page."""
+    engine = Deciding(depth=0, page_size=4)
+    for number, length in enumerate([9, 8, 10]):
+        engine.loop.handle(submit(number, [number] * length, max_tokens=9))
+    engine.step()
+    assert next_victim(engine) == 1
+    engine.step()  # 2, 1 and 3
+    assert next_victim(engine) == 1
+    engine.step()  # 3, 2 and 0: the last has filled a page
+    assert next_victim(engine) == 2
+
+
+def test_of_requests_equally_cheap_to_resume_the_youngest_is_retracted() -> None:
+    engine = Deciding(depth=0, page_size=4)
+    for number in range(3):
+        engine.loop.handle(submit(number, [number] * 9, max_tokens=9))
+    engine.step()
+    assert next_victim(engine) == 2
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_plain_tokens_are_columns_and_only_endings_are_outputs(depth: int) -> None:
+    engine = Deciding(depth=depth)
+    requests = [submit(number, [number] * 5, max_tokens=6) for number in range(4)]
+    for request in requests:
+        engine.loop.handle(request)
+    tokens: dict[int, list[int]] = {number: [] for number in range(4)}
+    ends: list[int] = []
+    while engine.loop.has_work:
+        news = engine.loop.step()
+        assert all(output.finish_reason is not None for output in news.outputs)
+        ends += [int(output.request_id) for output in news.outputs]
+        for output in news:
+            tokens[output.request_id] += output.tokens
+    assert ends == [0, 1, 2, 3]
+    assert tokens == {int(r.request_id): expected_tokens(r) for r in requests}
+
+
+def test_a_prompt_may_be_an_array_and_is_never_written_to() -> None:
+    numbers = [3, 1, 4, 1, 5, 9]
+    prompt = array("i", numbers)
+    engine = Deciding()
+    plain = submit(0, numbers, max_tokens=20)
+    engine.loop.handle(replace(plain, prompt=prompt))
+    engine.run()
+    assert engine.tokens(0) == expected_tokens(plain)
+    assert prompt.tolist() == numbers
+
+
+def test_with_a_small_budget_those_who_began_first_decode_first() -> None:
+    engine = Deciding(budget=3, max_num_seqs=8, depth=0)
+    requests: list[Submit] = [submit(n, [n, 7], max_tokens=10) for n in range(6)]
+    for request in requests:
+        engine.loop.handle(request)
+    engine.run()
+    for request in requests:
+        assert engine.tokens(int(request.request_id)) == expected_tokens(request)
+    assert list(engine.outputs) == sorted(engine.outputs)
+
+
+def test_stop_tokens_are_watched_for_only_as_long_as_somebody_runs_who_has_them() -> None:
+    engine = Deciding(depth=0)
+    engine.loop.handle(submit(0, [1, 2, 3], max_tokens=3, stop_ids=(901, 902)))
+    engine.loop.handle(submit(1, [1, 2, 3], max_tokens=9, stop_ids=(902,)))
+    rows = engine.scheduler._rows
+    engine.step()
+    assert dict(rows.stops) == {901: 1, 902: 2}
+    while engine.last(0).finish_reason is None:
+        engine.step()
+    assert dict(rows.stops) == {902: 1}
+    engine.run()
+    assert not rows.stops
+
+
+def test_a_row_that_gave_nothing_fails_alone_and_its_page_is_not_published() -> None:
+    """The page that it was filling could not be trusted, though a later step wrote to it too."""
+    engine = Deciding(page_size=4)
+    broken, good = submit(0, [5] * 7, max_tokens=9), submit(1, [6] * 7, max_tokens=4)
+    for request in (broken, good):
+        engine.loop.handle(request)
+    plans = [plan_of(engine), plan_of(engine)]
+    engine.scheduler.advance(engine.runner.execute(plans[0]))
+    plans.append(plan_of(engine))
+    result = engine.runner.execute(plans[1])
+    first = engine.scheduler.advance(replace(result, faults=(RowFault(Row(0), "not finite"),)))
+    [failed] = first.outputs
+    assert (failed.request_id, failed.finish_reason) == (0, FinishReason.ERROR)
+    assert failed.error == "not finite"
+    engine.scheduler.advance(engine.runner.execute(plans[2]))
+    engine.run()
+    assert engine.last(1).finish_reason is FinishReason.LENGTH
+    again = [5] * 7 + expected_tokens(broken)[:3]
+    engine.loop.handle(submit(2, again))
+    engine.run()
+    assert engine.last(2).num_cached_tokens == 4
+    assert engine.scheduler.stats().num_held_pages == 0
+
+
+def test_an_aborted_prompt_publishes_only_what_was_computed() -> None:
+    """P03: aborted in the middle of its prompt, with a step in flight."""
+    engine = Deciding(page_size=4, chunk=6, depth=1)
+    engine.loop.handle(submit(0, list(range(30)), max_tokens=2))
+    engine.step()
+    engine.step()
+    engine.scheduler.abort(submit(0, []).request_id)
+    engine.run()
+    engine.loop.handle(submit(1, list(range(30)), max_tokens=2))
+    engine.run()
+    assert engine.last(1).num_cached_tokens == 12
+    assert engine.tokens(1) == expected_tokens(submit(1, list(range(30)), max_tokens=2))
+
+
+@pytest.mark.parametrize(
+    ("engine", "lengths"),
+    [
+        (
+            Deciding(num_pages=10, page_size=1, depth=2, max_num_seqs=4),
+            [(4, 5), (3, 2), (2, 5), (4, 1), (2, 8)],
+        ),
+        (
+            Deciding(num_pages=9, page_size=2, depth=3, budget=4, max_num_seqs=3),
+            [(7, 10), (1, 9), (6, 12)],
+        ),
+    ],
+)
+def test_a_retracted_request_begins_again_only_when_its_tokens_under_way_have_come(
+    engine: Deciding, lengths: list[tuple[int, int]]
+) -> None:
+    """Several steps are in flight, and somebody ends just when another was retracted, so that there
+    is room for it at once."""
+    requests = [submit(i, [i] * length, max_tokens=m) for i, (length, m) in enumerate(lengths)]
+    for request in requests:
+        engine.loop.handle(request)
+    engine.run()
+    assert engine.scheduler.stats().total_retractions > 0
+    for request in requests:
+        assert engine.tokens(int(request.request_id)) == expected_tokens(request)

@@ -50,17 +50,6 @@ def prefetch(ptrs, DEPENDENT: tl.constexpr):
         )  # fmt: skip
 
 
-@triton.jit
-def prefetch_pieces(ptrs, NUM_BYTES: tl.constexpr, DEPENDENT: tl.constexpr):
-    """Ask for NUM_BYTES (a multiple of 16) from each of `ptrs` on to be brought into L2."""
-    if DEPENDENT:
-        size = tl.full(ptrs.shape, NUM_BYTES, tl.int32)
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r", [ptrs, size],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-
-
 @lru_cache(maxsize=8)
 def is_dependent(device: torch.device) -> bool:
     """Whether kernels on this device may be launched before their inputs are there."""

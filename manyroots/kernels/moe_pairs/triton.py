@@ -21,24 +21,21 @@ from manyroots.kernels.launch import (
     counters,
     launch_options,
     let_next_begin,
-    prefetch_pieces,
     wait_for_inputs,
 )
 from manyroots.kernels.moe_pairs.adapters import ExpertAdapters
 from manyroots.kernels.moe_pairs.routing import Routing
 from manyroots.kernels.moe_pairs.triton_adapters import (
+    EXPAND_N,
     SHRINK_N,
     activate,
-    expand_pairs,
-    pairs_ranks,
+    expand_tile,
     shrink_tile,
 )
 
 MAX_ROUTED_TOKENS = 128
 """Most tokens whose pairs `route` orders itself; more are sorted by torch."""
 
-UP_AHEAD, UP_FIRST = 512, 264
-DOWN_AHEAD, DOWN_FIRST = 768, 396
 
 @dataclass(frozen=True, slots=True)
 class ExpertTiling:
@@ -53,8 +50,6 @@ class ExpertTiling:
     num_warps: int = 4
     activate_n: int = 256
     """With adapters alone: columns of a pair that one program takes between the products."""
-    pair_block: int = 4
-    """With adapters alone: pairs whose B are multiplied at once."""
 
 
 @triton.jit
@@ -182,13 +177,12 @@ def _up(
     x, gate_up, pairs, groups, out, shrunk, slots, experts, pool, table, scalings, n_size, k_size,
     top_k, num_pairs, max_rank, shrink_rows,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ADAPTERS: tl.constexpr,
-    AHEAD: tl.constexpr, FIRST: tl.constexpr, DEPENDENT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """silu(gate) * up of an expert's pairs, each at its own pair's place.
 
     With adapters gate and up as they are, and what the adapters shrink x to.
     """
-    let_next_begin(DEPENDENT)
     group = tl.program_id(1)
     if ADAPTERS:
         groups_end = tl.num_programs(1) - shrink_rows
@@ -199,15 +193,13 @@ def _up(
                 k_size, max_rank, 2, BLOCK_K, DEPENDENT,
             )  # fmt: skip
             return
-    if AHEAD:
-        if group * tl.num_programs(0) + tl.program_id(0) < FIRST:
-            i = tl.arange(0, 2 * BLOCK_N)
-            row = tl.program_id(0) * BLOCK_N + i % BLOCK_N + i // BLOCK_N * n_size
-            rows = gate_up + (group.to(tl.int64) * 2 * n_size + row) * k_size
-            prefetch_pieces(rows, 2 * AHEAD, DEPENDENT)
+    else:
+        let_next_begin(DEPENDENT)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     wait_for_inputs(DEPENDENT)
+    if ADAPTERS:
+        let_next_begin(DEPENDENT)
     expert = tl.load(groups + 3 * group).to(tl.int64)
     begin = tl.load(groups + 3 * group + 1)
     end = tl.load(groups + 3 * group + 2)
@@ -237,54 +229,49 @@ def _up(
             tl.store(out + pair[:, None] * n_size + n[None, :], value, mask=ok)
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
+@triton.jit(do_not_specialize=["num_tokens", "expand_rows"])
 def _down(
-    hidden, down, pairs, groups, weights, out, shrunk, second_halves, pool, n_size, k_size,
-    num_pairs, width,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_SPLITS: tl.constexpr,
-    PAIR_BLOCK: tl.constexpr, AHEAD: tl.constexpr, FIRST: tl.constexpr, DEPENDENT: tl.constexpr,
+    hidden, down, pairs, groups, weights, out, shrunk, slots, experts, pool, table, n_size, k_size,
+    num_tokens, max_rank, expand_rows,
+    TOP_K: tl.constexpr, BLOCK_P: tl.constexpr, NUM_SPLITS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """weight * down(hidden) of an expert's pairs, each at its own pair's place.
 
-    NUM_SPLITS: of what adapters shrunk the activations to; 0 without adapters.
+    With adapters (NUM_SPLITS, of what they shrunk the activations to) what they add to each token.
     """
     let_next_begin(DEPENDENT)
-    if AHEAD:
-        if tl.program_id(1) * tl.num_programs(0) + tl.program_id(0) < FIRST:
-            i = tl.arange(0, 2 * BLOCK_N)
-            row = tl.program_id(1).to(tl.int64) * n_size + tl.program_id(0) * BLOCK_N + i // 2
-            prefetch_pieces(down + row * k_size + i % 2 * (AHEAD // 2), AHEAD, DEPENDENT)
+    group = tl.program_id(1)
+    places: tl.constexpr = TOP_K + (1 if NUM_SPLITS else 0)
+    if NUM_SPLITS:
+        groups_end = tl.num_programs(1) - expand_rows
+        if group >= groups_end:
+            expand_tile(
+                out, shrunk, weights, experts, slots, pool, table,
+                (group - groups_end) * tl.num_programs(0) + tl.program_id(0), num_tokens, n_size,
+                max_rank, TOP_K, BLOCK_P, NUM_SPLITS, DEPENDENT,
+            )  # fmt: skip
+            return
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     wait_for_inputs(DEPENDENT)
-    expert = tl.load(groups + 3 * tl.program_id(1)).to(tl.int64)
-    begin = tl.load(groups + 3 * tl.program_id(1) + 1)
-    end = tl.load(groups + 3 * tl.program_id(1) + 2)
-    inside = tl.minimum(n, n_size - 1)
-    w_at = down + (expert * n_size + inside)[:, None] * k_size + k[None, :]
+    expert = tl.load(groups + 3 * group).to(tl.int64)
+    begin = tl.load(groups + 3 * group + 1)
+    end = tl.load(groups + 3 * group + 2)
+    w_at = down + (expert * n_size + tl.minimum(n, n_size - 1))[:, None] * k_size + k[None, :]
     for first in range(begin, end, BLOCK_M):
         m = first + tl.arange(0, BLOCK_M)
         pair = tl.load(pairs + tl.minimum(m, end - 1)).to(tl.int64)
         h_at = hidden + pair[:, None] * k_size + k[None, :]
-        if NUM_SPLITS:
-            # On their way while the product is computed.
-            second, h, highest = pairs_ranks(
-                shrunk, second_halves, pool, pairs, first, end, 0, inside, num_pairs, width,
-                NUM_SPLITS, PAIR_BLOCK,
-            )  # fmt: skip
         acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for at in range(0, k_size, BLOCK_K):
             weight = tl.load(w_at + at, eviction_policy="evict_first")
             hs = tl.trans(tl.load(h_at + at, mask=(m < end)[:, None], other=0.0))
             acc = tl.dot(weight, hs, acc, input_precision="ieee")
-        if NUM_SPLITS:
-            acc = expand_pairs(
-                acc, second, h, highest, shrunk, second_halves, pool, pairs, first, end, inside,
-                num_pairs, width, NUM_SPLITS, BLOCK_M, PAIR_BLOCK,
-            )  # fmt: skip
         value = tl.trans(acc) * tl.load(weights + pair)[:, None]
         ok = (m < end)[:, None] & (n < n_size)[None, :]
-        tl.store(out + pair[:, None] * n_size + n[None, :], value, mask=ok)
+        place = pair // TOP_K * places + pair % TOP_K
+        tl.store(out + place[:, None] * n_size + n[None, :], value, mask=ok)
 
 
 def experts(
@@ -296,97 +283,100 @@ def experts(
     *,
     tiling: ExpertTiling | None = None,
 ) -> Tensor:
-    """Each pair's weighted output, float32 [tokens, top_k, hidden].
+    """What adds up to each token's output, float32 [tokens, top_k, hidden]: each pair's weighted
+    output; and where there are adapters, one more that holds what those add behind the last.
 
     gate_up is [experts, 2 n, hidden] (gates first), down is [experts, hidden, n].
     """
-    tiling = tiling or ExpertTiling()
+    cut = tiling or ExpertTiling()
     num_experts, hidden_size, n_size = down.shape
     num_tokens, top_k = routing.weights.shape
     num_pairs = num_tokens * top_k
     most_used = min(num_experts, num_pairs) if num_tokens <= MAX_ROUTED_TOKENS else num_experts
     block_m = 16 if num_pairs <= 8 * num_experts else 64
-    up_tiles = triton.cdiv(n_size, tiling.up_n)
     inner = torch.empty(num_pairs, n_size, dtype=x.dtype, device=x.device)
-    out = torch.empty(num_pairs, hidden_size, dtype=torch.float32, device=x.device)
-    between = None if adapters is None else _Between.of(num_pairs, adapters, tiling)
-    if adapters is None or between is None:
-        product, up_max_rank, shrink_rows = inner, 1, 0
-        up_site, down_site = (x, x, x, x, x, x), (x, x, x)
-        width, num_splits = 1, 0
-    else:
-        product = between.gate_up
-        site, up_max_rank = adapters.gate_up, adapters.gate_up.max_rank
-        shrink_rows = triton.cdiv(triton.cdiv(num_pairs * site.width, SHRINK_N.value), up_tiles)
-        up_site = (
-            between.up_shrunk, adapters.slots, routing.experts, site.pool, site.table, site.scalings
-        )  # fmt: skip
-        down_site = (between.shrunk, between.second_halves, site.pool)
-        width, num_splits = adapters.down.width, between.shrunk.shape[0]
+    around = _Around.of(inner, routing, adapters, hidden_size, cut)
     options = launch_options(x.device)
-    up_ahead, down_ahead = UP_AHEAD, DOWN_AHEAD
-    if num_pairs < 2 * num_experts or x.itemsize != 2:
-        up_ahead = down_ahead = 0
-    _up[(up_tiles, shrink_rows + most_used)](
-        x, gate_up, routing.pairs, routing.groups, product, *up_site, n_size, hidden_size, top_k,
-        num_pairs, up_max_rank, shrink_rows,
-        BLOCK_M=block_m, BLOCK_N=tiling.up_n, BLOCK_K=tiling.up_k, ADAPTERS=adapters is not None,
-        AHEAD=up_ahead, FIRST=UP_FIRST,
-        num_stages=tiling.up_stages, num_warps=tiling.num_warps, **options,
+    _up[(triton.cdiv(n_size, cut.up_n), around.shrink_rows + most_used)](
+        x, gate_up, routing.pairs, routing.groups, around.product, *around.of_up, n_size,
+        hidden_size, top_k, num_pairs, around.up_max_rank, around.shrink_rows,
+        BLOCK_M=block_m, BLOCK_N=cut.up_n, BLOCK_K=cut.up_k, ADAPTERS=adapters is not None,
+        num_stages=cut.up_stages, num_warps=cut.num_warps, **options,
     )  # fmt: skip
-    if adapters is not None and between is not None:
-        _activate(between, inner, routing, adapters, tiling)
-    _down[(triton.cdiv(hidden_size, tiling.down_n), most_used)](
-        inner, down, routing.pairs, routing.groups, routing.weights, out, *down_site, hidden_size,
-        n_size, num_pairs, width,
-        BLOCK_M=block_m, BLOCK_N=tiling.down_n, BLOCK_K=tiling.down_k, NUM_SPLITS=num_splits,
-        PAIR_BLOCK=tiling.pair_block, AHEAD=down_ahead, FIRST=DOWN_FIRST,
-        num_stages=tiling.down_stages, num_warps=tiling.num_warps, **options,
+    if adapters is not None:
+        _activate(around, inner, routing, adapters, cut)
+    places = top_k if adapters is None else top_k + 1
+    out = torch.empty(num_tokens, places, hidden_size, dtype=torch.float32, device=x.device)
+    _down[(triton.cdiv(hidden_size, cut.down_n), around.expand_rows + most_used)](
+        inner, down, routing.pairs, routing.groups, routing.weights, out, *around.of_down,
+        hidden_size, n_size, num_tokens, around.max_rank, around.expand_rows,
+        TOP_K=top_k, BLOCK_P=triton.next_power_of_2(top_k), NUM_SPLITS=around.num_splits,
+        BLOCK_M=block_m, BLOCK_N=cut.down_n, BLOCK_K=cut.down_k,
+        num_stages=cut.down_stages, num_warps=cut.num_warps, **options,
     )  # fmt: skip
-    return out.view(num_tokens, top_k, hidden_size)
+    return out
 
 
 @dataclass(frozen=True, slots=True)
-class _Between:
-    """What the two products hand on to each other where there are adapters."""
+class _Around:
+    """What the two products are given of adapters; of no account where there are none."""
 
-    gate_up: Tensor
-    """float32 [num_pairs, 2 n]"""
-    up_shrunk: Tensor
-    """float32 [num_pairs, ranks of gate and up]"""
-    shrunk: Tensor
-    """float32 [num_splits, num_pairs, ranks of down]: partial sums."""
-    second_halves: Tensor
-    """int64 [num_pairs, 2]: where a pair's B of down lies in the pool, and its rank."""
+    product: Tensor
+    """What `_up` writes: activations [num_pairs, n], or with adapters float32 [num_pairs, 2 n]."""
+    of_up: tuple[Tensor, ...]
+    """What its further tiles write (float32 [num_pairs, ranks of gate and up]) and read."""
+    of_down: tuple[Tensor, ...]
+    """What its further tiles read; first float32 [num_splits, num_pairs, ranks of down]."""
+    shrink_rows: int = 0
+    """Rows of further tiles in the grid of `_up`."""
+    expand_rows: int = 0
+    """And in that of `_down`."""
+    up_max_rank: int = 1
+    max_rank: int = 1
+    num_splits: int = 0
 
     @classmethod
-    def of(cls, num_pairs: int, adapters: ExpertAdapters, tiling: ExpertTiling) -> _Between:
-        sizes, device = adapters.gate_up.part_sizes, adapters.slots.device
-        num_splits = triton.cdiv(sizes[0], tiling.activate_n)
+    def of(
+        cls,
+        inner: Tensor,
+        routing: Routing,
+        adapters: ExpertAdapters | None,
+        hidden_size: int,
+        cut: ExpertTiling,
+    ) -> _Around:
+        if adapters is None:
+            return cls(inner, (inner,) * 6, (inner,) * 5)
+        num_pairs, n_size = inner.shape
+        up, down, slots = adapters.gate_up, adapters.down, adapters.slots
+        num_splits = triton.cdiv(n_size, cut.activate_n)
 
         def empty(*shape: int) -> Tensor:
-            return torch.empty(shape, dtype=torch.float32, device=device)
+            return torch.empty(shape, dtype=torch.float32, device=inner.device)
 
+        up_shrunk = empty(num_pairs, up.width)
+        shrunk = empty(num_splits, num_pairs, down.width)
+        shrink_tiles = triton.cdiv(num_pairs * up.width, SHRINK_N.value)
+        expand_tiles = len(slots) * triton.cdiv(hidden_size, EXPAND_N.value)
         return cls(
-            gate_up=empty(num_pairs, sum(sizes)),
-            up_shrunk=empty(num_pairs, adapters.gate_up.width),
-            shrunk=empty(num_splits, num_pairs, adapters.down.width),
-            second_halves=torch.empty(num_pairs, 2, dtype=torch.int64, device=device),
+            product=empty(num_pairs, 2 * n_size),
+            of_up=(up_shrunk, slots, routing.experts, up.pool, up.table, up.scalings),
+            of_down=(shrunk, slots, routing.experts, down.pool, down.table),
+            shrink_rows=triton.cdiv(shrink_tiles, triton.cdiv(n_size, cut.up_n)),
+            expand_rows=triton.cdiv(expand_tiles, triton.cdiv(hidden_size, cut.down_n)),
+            up_max_rank=up.max_rank,
+            max_rank=down.max_rank,
+            num_splits=num_splits,
         )
 
 
 def _activate(
-    between: _Between,
-    inner: Tensor,
-    routing: Routing,
-    adapters: ExpertAdapters,
-    tiling: ExpertTiling,
+    around: _Around, inner: Tensor, routing: Routing, adapters: ExpertAdapters, cut: ExpertTiling
 ) -> None:
     num_pairs, n_size = inner.shape
     up, down = adapters.gate_up, adapters.down
-    activate[(num_pairs, between.shrunk.shape[0])](
-        between.gate_up, between.up_shrunk, inner, between.shrunk, between.second_halves,
-        adapters.slots, routing.experts, down.pool, up.table, down.table, down.scalings,
-        num_pairs, routing.weights.shape[1], n_size, up.max_rank, down.width,
-        BLOCK_N=tiling.activate_n, num_warps=4, **launch_options(inner.device),
+    activate[(num_pairs, around.num_splits)](
+        around.product, around.of_up[0], inner, around.of_down[0], adapters.slots, routing.experts,
+        down.pool, up.table, down.table, down.scalings, num_pairs, routing.weights.shape[1], n_size,
+        up.max_rank, down.max_rank,
+        BLOCK_N=cut.activate_n, num_warps=4, **launch_options(inner.device),
     )  # fmt: skip

@@ -2,13 +2,13 @@
 
 Adapters cost one launch more, and their bytes:
 
-    _up        gate, up = W x of each pair, and as further tiles h = A x of each pair
+    _up        gate, up = W x of each pair; and as further tiles h = A x of each pair
     _activate  silu(gate + B h) * (up + B h), and h = A of that
-    _down      weight * (W x + B h) of each pair
+    _down      weight * W x of each pair; and as further tiles the sum of weight * B h of each token
 
-`shrink_tile` and `expand_pairs` are parts of the first and the last, which lie in `triton.py`; here
-they have no weights of the base model. A decode has about one pair per adapter and expert, so work
-is by pairs: those that share a matrix find it in the cache. Nothing is gathered or copied.
+`shrink_tile` and `expand_tile` are those further tiles; the products themselves are in `triton.py`
+and know nothing of adapters. A decode has about one pair per adapter and expert, so work is by
+pairs: those that share a matrix find it in the cache. Nothing is gathered or copied.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ SHRINK_N = tl.constexpr(64)
 """Rows of A that one program takes, of one pair or several."""
 SHRINK_M = tl.constexpr(16)
 """At least as many tokens as those pairs can have: a pair has 8 rows or more."""
+EXPAND_N = tl.constexpr(128)
+"""Columns of a token's output that one program takes."""
 RANK_BLOCK = tl.constexpr(16)
-"""The least inner dimension of a matrix instruction."""
+"""Ranks that are multiplied at once."""
 _PART_WIDTH = tl.constexpr(PART_WIDTH)
 
 
@@ -49,6 +51,7 @@ def shrink_tile(
     exists = (slot >= 0) & (n % max_rank < tl.load(entry + 2)) & (v < num_pairs * width)
     if tl.max(exists.to(tl.int32)) > 0:
         wait_for_inputs(DEPENDENT)
+        let_next_begin(DEPENDENT)
         expert = tl.load(experts + pair)
         offset = a + expert * step + (n % max_rank).to(tl.int64) * k_size
         k = tl.arange(0, BLOCK_K)
@@ -106,14 +109,14 @@ def _columns_of(a, rank, first, n, is_n, n_size):
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def activate(
-    gate_up, up_shrunk, inner, shrunk, second_halves, slots, experts, pool, up_table, table,
-    scalings, num_pairs, top_k, n_size, up_max_rank, width,
+    gate_up, up_shrunk, inner, shrunk, slots, experts, pool, up_table, table, scalings, num_pairs,
+    top_k, n_size, up_max_rank, max_rank,
     BLOCK_N: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """A pair's activations from its two products, and what its adapter shrinks them to.
 
-    Each program takes BLOCK_N of a pair's columns, and leaves a partial sum. It also says where
-    the pair's last B is, and of what rank.
+    Each program takes BLOCK_N of a pair's columns, and leaves a partial sum. The routing may be
+    read at once: with adapters, `_up` lets this begin only when it has waited for it.
     """
     let_next_begin(DEPENDENT)
     pair = tl.program_id(0).to(tl.int64)
@@ -122,19 +125,18 @@ def activate(
     slot = tl.load(slots + pair // top_k).to(tl.int64)
     gate_rank, gate_b, gate_step = _second_half(up_table, slot, 0, 2)
     up_rank, up_b, up_step = _second_half(up_table, slot, 1, 2)
-    rank, b, b_step = _second_half(table, slot, 0, 1)
     entry = table + tl.maximum(slot, 0) * _PART_WIDTH
     a, a_step = tl.load(entry), tl.load(entry + 1)
+    rank = tl.where(slot >= 0, tl.load(entry + 2).to(tl.int32), 0)
     scale = tl.load(scalings + tl.maximum(slot, 0))
-    wait_for_inputs(DEPENDENT)
-    expert = tl.load(experts + pair)
+    expert = tl.load(experts + pair, cache_modifier=".cg")
     gate_b = pool + tl.multiple_of(gate_b + expert * gate_step, 8)
     up_b = pool + tl.multiple_of(up_b + expert * up_step, 8)
     a = pool + tl.multiple_of(a + expert * a_step, 8)
-    # All are on their way before the first is waited for.
     gates = _ranks_of(gate_b, gate_rank, 0, n, is_n)
     ups = _ranks_of(up_b, up_rank, 0, n, is_n)
     downs = _columns_of(a, rank, 0, n, is_n, n_size)
+    wait_for_inputs(DEPENDENT)
     at = gate_up + pair * 2 * n_size + n
     gate = tl.load(at, mask=is_n, other=0.0)
     up = tl.load(at + n_size, mask=is_n, other=0.0)
@@ -143,76 +145,45 @@ def activate(
     up = _expand(up, ups, up_b, up_rank, h + up_max_rank, n, is_n)
     value = (gate * tl.sigmoid(gate) * up).to(inner.dtype.element_ty)
     tl.store(inner + pair * n_size + n, value, mask=is_n)
-    to = shrunk + (tl.program_id(1).to(tl.int64) * num_pairs + pair) * width
+    to = shrunk + (tl.program_id(1).to(tl.int64) * num_pairs + pair) * max_rank
     for first in range(0, rank, RANK_BLOCK):
         if first > 0:
             downs = _columns_of(a, rank, first, n, is_n, n_size)
         total = tl.sum(downs.to(tl.float32) * value.to(tl.float32)[None, :], axis=1)
         r = first + tl.arange(0, RANK_BLOCK)
         tl.store(to + r, total * scale, mask=r < rank)
-    if tl.program_id(1) == 0:
-        tl.store(second_halves + 2 * pair, b + expert * b_step)
-        tl.store(second_halves + 2 * pair + 1, rank.to(tl.int64))
 
 
 @triton.jit
-def pairs_ranks(
-    shrunk, second_halves, pool, pairs, place, end, first, n, num_pairs, width,
-    NUM_SPLITS: tl.constexpr, PAIR_BLOCK: tl.constexpr,
+def expand_tile(
+    out, shrunk, weights, experts, slots, pool, table, tile, num_tokens, n_size, max_rank,
+    TOP_K: tl.constexpr, BLOCK_P: tl.constexpr, NUM_SPLITS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """PAIR_BLOCK pairs' B[n] side by side, RANK_BLOCK ranks of each from `first` on, [n, ranks];
-    their shrunk activations [ranks]; and the highest of their ranks."""
-    here = place + tl.arange(0, PAIR_BLOCK)
-    pair = tl.load(pairs + tl.minimum(here, end - 1)).to(tl.int64)
-    offset = tl.load(second_halves + 2 * pair)
-    rank = tl.load(second_halves + 2 * pair + 1).to(tl.int32)
-    rank = tl.where(here < end, rank, 0)
-    r = first + tl.arange(0, RANK_BLOCK)
-    is_rank = r[None, :] < rank[:, None]
-    h_at = shrunk + pair[:, None] * width + r[None, :]
-    h = tl.load(h_at, mask=is_rank, other=0.0)
-    for split in tl.static_range(1, NUM_SPLITS):
-        h += tl.load(h_at + split * num_pairs.to(tl.int64) * width, mask=is_rank, other=0.0)
-    side_by_side: tl.constexpr = PAIR_BLOCK * RANK_BLOCK
-    start = tl.reshape(offset[:, None] + r[None, :], (side_by_side,))
-    step = tl.reshape(tl.broadcast_to(rank[:, None], (PAIR_BLOCK, RANK_BLOCK)), (side_by_side,))
-    ok = tl.reshape(is_rank.to(tl.int8), (side_by_side,)) > 0
-    # Ranks and offsets are multiples of 8, which Triton can't see here.
-    at = start[None, :] + n[:, None] * step[None, :]
-    at = tl.max_contiguous(tl.multiple_of(at, (1, 8)), (1, 8))
-    weight = tl.load(pool + at, mask=tl.max_constancy(ok[None, :], (1, 8)), other=0.0)
-    return weight, tl.reshape(h, (side_by_side,)), tl.max(rank)
-
-
-@triton.jit
-def add_expanded(acc, weight, h, block, BLOCK_M: tl.constexpr, PAIR_BLOCK: tl.constexpr):
-    """acc [n, BLOCK_M] + B h of the block's pairs: one product with a matrix that holds each pair's
-    h in its own column."""
-    i = tl.arange(0, PAIR_BLOCK * RANK_BLOCK)
-    own = (block + i // RANK_BLOCK)[:, None] == tl.arange(0, BLOCK_M)[None, :]
-    columns = tl.where(own, h[:, None], 0.0).to(weight.dtype)
-    return tl.dot(weight, columns, acc, input_precision="ieee")
-
-
-@triton.jit
-def expand_pairs(
-    acc, weight, h, highest, shrunk, second_halves, pool, pairs, place, end, n, num_pairs, width,
-    NUM_SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, PAIR_BLOCK: tl.constexpr,
-):  # fmt: skip
-    """acc [n, BLOCK_M] + B h of the pairs from `place` on; `weight`, `h` and `highest` are
-    `pairs_ranks` 0 of the first ones, loaded already."""
-    acc = add_expanded(acc, weight, h, 0, BLOCK_M, PAIR_BLOCK)
-    for block in tl.range(0, tl.minimum(end - place, BLOCK_M), PAIR_BLOCK, num_stages=1):
-        if block > 0:
-            weight, h, highest = pairs_ranks(
-                shrunk, second_halves, pool, pairs, place + block, end, 0, n, num_pairs, width,
-                NUM_SPLITS, PAIR_BLOCK,
-            )  # fmt: skip
-            acc = add_expanded(acc, weight, h, block, BLOCK_M, PAIR_BLOCK)
-        for first in tl.range(RANK_BLOCK, highest, RANK_BLOCK, num_stages=1):
-            weight, h, highest = pairs_ranks(
-                shrunk, second_halves, pool, pairs, place + block, end, first, n, num_pairs,
-                width, NUM_SPLITS, PAIR_BLOCK,
-            )  # fmt: skip
-            acc = add_expanded(acc, weight, h, block, BLOCK_M, PAIR_BLOCK)
-    return acc
+    """The sum of weight * B h of EXPAND_N columns of a token's pairs, behind the pairs' outputs."""
+    tiles = tl.cdiv(n_size, EXPAND_N)
+    token = (tile // tiles).to(tl.int64)
+    n = tile % tiles * EXPAND_N + tl.arange(0, EXPAND_N)
+    if token < num_tokens:
+        rank, b, step = _second_half(table, tl.load(slots + token).to(tl.int64), 0, 1)
+        p = tl.arange(0, BLOCK_P)
+        pair = token * TOP_K + p
+        acc = tl.zeros((EXPAND_N,), tl.float32)
+        wait_for_inputs(DEPENDENT)
+        expert = tl.load(experts + pair, mask=p < TOP_K, other=0)
+        weight = tl.load(weights + pair, mask=p < TOP_K, other=0.0)
+        start = tl.multiple_of(b + expert * step, 8)
+        for first in range(0, rank, RANK_BLOCK):
+            r = first + tl.arange(0, RANK_BLOCK)
+            ok = (p < TOP_K)[:, None] & (r < rank)[None, :]
+            inside = ok[:, None, :] & (n < n_size)[None, :, None]
+            at = start[:, None, None] + (n * rank)[None, :, None] + r[None, None, :]
+            second = tl.load(pool + at, mask=inside, other=0.0).to(tl.float32)
+            h_at = shrunk + pair[:, None] * max_rank + r[None, :]
+            h = tl.load(h_at, mask=ok, other=0.0)
+            for split in tl.static_range(1, NUM_SPLITS):
+                h += tl.load(
+                    h_at + split * num_tokens.to(tl.int64) * TOP_K * max_rank, mask=ok, other=0.0
+                )
+            h *= weight[:, None]
+            acc += tl.sum(tl.sum(second * h[:, None, :], axis=2), axis=0)
+        tl.store(out + (token * (TOP_K + 1) + TOP_K) * n_size + n, acc, mask=n < n_size)

@@ -28,6 +28,7 @@ from manyroots.store.adapter_pool import AdapterPool, pooled_rank
 from manyroots.store.adapter_sites import SiteParts
 from manyroots.store.adapter_slots import AdapterSlots
 from manyroots.store.adapter_weights import AdapterWeights
+from manyroots.store.pinned import lock_ahead
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +95,8 @@ def build_adapter_half(
         )
     else:
         memory = AdapterSlots(model.lora_parts(), dtype=dtype, device=device)
+    if device.type == "cuda":
+        lock_ahead(slot_bytes(settings, model, dtype), num_slots or 1)
     loader = make_loader(read_part, memory)
     _log(settings, len(targets), slot_bytes(settings, model, dtype))
     return AdapterHalf(loader, AdapterFiles(read, loader.keep))

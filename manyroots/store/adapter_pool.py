@@ -26,7 +26,6 @@ from manyroots.kernels.moe_pairs.adapters import PART_WIDTH, ExpertSite
 from manyroots.lora.targets import TargetKind
 from manyroots.store.adapter_sites import LoraSite as HostSite
 from manyroots.store.adapter_sites import SitePart, SiteParts
-from manyroots.store.adapter_slots import on_device
 from manyroots.store.adapter_weights import AdapterWeights, LoraPair
 
 HEAD = "lm_head"
@@ -138,7 +137,7 @@ class AdapterPool:
                 y[mine] += F.linear(h, lookup.b) * lookup.scaling
 
     def _place(self, slot: AdapterSlot, weights: AdapterWeights) -> None:
-        pairs = on_device(weights, self._device)
+        pairs = weights.pairs
         memory = _Region(self._pool, slot * self._region)
         for sites, tables, place in (
             (self._linears, self._tables, memory.place),
@@ -209,10 +208,12 @@ class _Region:
         size = math.prod(shape)
         place = self._pool[self._next : self._next + size].view(shape)
         self._next += _rounded(size)
+        # From page-locked memory, and nobody waits for one piece: `load` does for all of them.
         if place.shape == tensor.shape:
-            return place.copy_(tensor)
+            return place.copy_(tensor, non_blocking=True)
         place.zero_()
-        place[tuple(slice(size) for size in tensor.shape)].copy_(tensor)
+        whole = tensor.to(place.device, non_blocking=True)
+        place[tuple(slice(size) for size in tensor.shape)].copy_(whole)
         return place
 
 

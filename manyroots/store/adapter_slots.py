@@ -97,7 +97,7 @@ class AdapterSlots:
         unknown = sorted(set(weights.pairs) - set(self._parts))
         if unknown:
             raise RuntimeError(f"the adapter changes {unknown[0]}, which this model does not have")
-        pairs = on_device(weights, self._device)
+        pairs = _on_device(weights, self._device)
         by_site: dict[LoraSite, _Found] = {}
         for name, part in self._parts.items():
             if name in pairs:
@@ -180,7 +180,7 @@ class _Memory:
         return -(-size // self._step) * self._step
 
 
-def on_device(weights: AdapterWeights, device: torch.device) -> Mapping[str, LoraPair]:
+def _on_device(weights: AdapterWeights, device: torch.device) -> Mapping[str, LoraPair]:
     """The pairs where the device can read them; one copy of the flat buffer."""
     if weights.buffer.device == device:
         return weights.pairs

@@ -22,8 +22,8 @@ def route(logits: Tensor, top_k: int, *, renormalise: bool) -> Routing:
     ids = torch.arange(len(counts), device=flat.device)
     groups = torch.stack((ids, ends - counts, ends), dim=1)
     used_first = (counts == 0).int().argsort(stable=True)
-    pairs = flat.argsort(stable=True).int()
-    return Routing(weights, experts.int(), pairs, groups[used_first].int())
+    order = flat.argsort(stable=True).int()
+    return Routing(weights, order, groups[used_first].int(), experts.int())
 
 
 def experts(

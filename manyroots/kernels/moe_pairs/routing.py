@@ -16,10 +16,10 @@ class Routing:
 
     weights: Tensor
     """float32 [num_tokens, top_k]: how much each pair's output counts."""
-    experts: Tensor
-    """int32 [num_tokens, top_k]: the expert of each pair."""
     pairs: Tensor
     """int32: each expert's pairs, in the order of tokens; there may be gaps between experts."""
     groups: Tensor
     """int32 [num_experts, 3]: an expert, and where its pairs begin and end in `pairs`. Experts
     that have any come first."""
+    experts: Tensor
+    """int32 [num_tokens, top_k]: the expert of each pair."""

@@ -23,18 +23,22 @@ from manyroots.kernels.launch import (
     let_next_begin,
     wait_for_inputs,
 )
-from manyroots.kernels.moe_pairs.adapters import ExpertAdapters
+from manyroots.kernels.moe_pairs.adapters import ExpertAdapters, ExpertSite
 from manyroots.kernels.moe_pairs.routing import Routing
 from manyroots.kernels.moe_pairs.triton_adapters import (
     EXPAND_N,
     SHRINK_N,
     activate,
+    add_adapters,
     expand_tile,
+    shrink_pairs,
     shrink_tile,
 )
 
 MAX_ROUTED_TOKENS = 128
 """Most tokens whose pairs `route` orders itself; more are sorted by torch."""
+MAX_PAIRWISE_TOKENS = 128
+"""Most tokens whose adapters are computed pair by pair. With more, pairs share matrices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +163,7 @@ def route(logits: Tensor, top_k: int, *, renormalise: bool) -> Routing:
         num_warps=num_warps, **launch_options(device),
     )  # fmt: skip
     if is_small:
-        return Routing(weights, chosen, pairs, groups)
+        return Routing(weights, pairs, groups, chosen)
     return _sorted(chosen, weights, num_experts)
 
 
@@ -169,22 +173,22 @@ def _sorted(chosen: Tensor, weights: Tensor, num_experts: int) -> Routing:
     ids = torch.arange(num_experts + 1, dtype=torch.int32, device=chosen.device)
     starts = torch.searchsorted(ordered, ids, out_int32=True)
     groups = torch.stack((ids[:-1], starts[:-1], starts[1:]), dim=1)
-    return Routing(weights, chosen, pairs.int(), groups)
+    return Routing(weights, pairs.int(), groups, chosen)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "shrink_rows"])
 def _up(
     x, gate_up, pairs, groups, out, shrunk, slots, experts, pool, table, scalings, n_size, k_size,
     top_k, num_pairs, max_rank, shrink_rows,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ADAPTERS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    PAIRWISE: tl.constexpr, RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """silu(gate) * up of an expert's pairs, each at its own pair's place.
 
-    With adapters gate and up as they are, and what the adapters shrink x to.
+    With adapters pair by pair: gate and up as they are, and what the adapters shrink x to.
     """
     group = tl.program_id(1)
-    if ADAPTERS:
+    if PAIRWISE:
         groups_end = tl.num_programs(1) - shrink_rows
         if group >= groups_end:
             shrink_tile(
@@ -198,7 +202,7 @@ def _up(
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     wait_for_inputs(DEPENDENT)
-    if ADAPTERS:
+    if PAIRWISE:
         let_next_begin(DEPENDENT)
     expert = tl.load(groups + 3 * group).to(tl.int64)
     begin = tl.load(groups + 3 * group + 1)
@@ -220,7 +224,16 @@ def _up(
             gate = tl.dot(gates, xs, gate, input_precision="ieee")
             up = tl.dot(ups, xs, up, input_precision="ieee")
         ok = (m < end)[:, None] & (n < n_size)[None, :]
-        if ADAPTERS:
+        if RANK:
+            gate = add_adapters(
+                gate, shrunk, pool, table, slots, pair // top_k, pair, m < end, expert, n, n_size,
+                0, 2, RANK,
+            )  # fmt: skip
+            up = add_adapters(
+                up, shrunk, pool, table, slots, pair // top_k, pair, m < end, expert, n, n_size,
+                1, 2, RANK,
+            )  # fmt: skip
+        if PAIRWISE:
             to = out + pair[:, None] * 2 * n_size + n[None, :]
             tl.store(to, tl.trans(gate), mask=ok)
             tl.store(to + n_size, tl.trans(up), mask=ok)
@@ -233,12 +246,13 @@ def _up(
 def _down(
     hidden, down, pairs, groups, weights, out, shrunk, slots, experts, pool, table, n_size, k_size,
     num_tokens, max_rank, expand_rows,
-    TOP_K: tl.constexpr, BLOCK_P: tl.constexpr, NUM_SPLITS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
+    TOP_K: tl.constexpr, BLOCK_P: tl.constexpr, NUM_SPLITS: tl.constexpr, RANK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """weight * down(hidden) of an expert's pairs, each at its own pair's place.
 
-    With adapters (NUM_SPLITS, of what they shrunk the activations to) what they add to each token.
+    With adapters pair by pair (NUM_SPLITS, of what they shrunk the activations to): what they add
+    to each token, too.
     """
     let_next_begin(DEPENDENT)
     group = tl.program_id(1)
@@ -268,6 +282,11 @@ def _down(
             weight = tl.load(w_at + at, eviction_policy="evict_first")
             hs = tl.trans(tl.load(h_at + at, mask=(m < end)[:, None], other=0.0))
             acc = tl.dot(weight, hs, acc, input_precision="ieee")
+        if RANK:
+            acc = add_adapters(
+                acc, shrunk, pool, table, slots, pair // TOP_K, pair, m < end, expert, n, n_size,
+                0, 1, RANK,
+            )  # fmt: skip
         value = tl.trans(acc) * tl.load(weights + pair)[:, None]
         ok = (m < end)[:, None] & (n < n_size)[None, :]
         place = pair // TOP_K * places + pair % TOP_K
@@ -284,7 +303,7 @@ def experts(
     tiling: ExpertTiling | None = None,
 ) -> Tensor:
     """What adds up to each token's output, float32 [tokens, top_k, hidden]: each pair's weighted
-    output; and where there are adapters, one more that holds what those add behind the last.
+    output. Where adapters are computed pair by pair, what they add is one more behind the last.
 
     gate_up is [experts, 2 n, hidden] (gates first), down is [experts, hidden, n].
     """
@@ -292,26 +311,30 @@ def experts(
     num_experts, hidden_size, n_size = down.shape
     num_tokens, top_k = routing.weights.shape
     num_pairs = num_tokens * top_k
-    most_used = min(num_experts, num_pairs) if num_tokens <= MAX_ROUTED_TOKENS else num_experts
+    used = min(num_experts, num_pairs) if num_tokens <= MAX_ROUTED_TOKENS else num_experts
     block_m = 16 if num_pairs <= 8 * num_experts else 64
     inner = torch.empty(num_pairs, n_size, dtype=x.dtype, device=x.device)
     around = _Around.of(inner, routing, adapters, hidden_size, cut)
     options = launch_options(x.device)
-    _up[(triton.cdiv(n_size, cut.up_n), around.shrink_rows + most_used)](
+    if adapters is not None and around.up_rank:
+        _shrink(x, around.of_up[0], routing, adapters.gate_up, adapters.slots, used)
+    _up[(triton.cdiv(n_size, cut.up_n), around.shrink_rows + used)](
         x, gate_up, routing.pairs, routing.groups, around.product, *around.of_up, n_size,
         hidden_size, top_k, num_pairs, around.up_max_rank, around.shrink_rows,
-        BLOCK_M=block_m, BLOCK_N=cut.up_n, BLOCK_K=cut.up_k, ADAPTERS=adapters is not None,
-        num_stages=cut.up_stages, num_warps=cut.num_warps, **options,
+        PAIRWISE=around.num_splits > 0, RANK=around.up_rank, BLOCK_M=block_m, BLOCK_N=cut.up_n,
+        BLOCK_K=cut.up_k, num_stages=cut.up_stages, num_warps=cut.num_warps, **options,
     )  # fmt: skip
-    if adapters is not None:
+    if adapters is not None and around.down_rank:
+        _shrink(inner, around.of_down[0], routing, adapters.down, adapters.slots, used)
+    elif adapters is not None:
         _activate(around, inner, routing, adapters, cut)
-    places = top_k if adapters is None else top_k + 1
+    places = top_k + 1 if around.num_splits else top_k
     out = torch.empty(num_tokens, places, hidden_size, dtype=torch.float32, device=x.device)
-    _down[(triton.cdiv(hidden_size, cut.down_n), around.expand_rows + most_used)](
+    _down[(triton.cdiv(hidden_size, cut.down_n), around.expand_rows + used)](
         inner, down, routing.pairs, routing.groups, routing.weights, out, *around.of_down,
         hidden_size, n_size, num_tokens, around.max_rank, around.expand_rows,
         TOP_K=top_k, BLOCK_P=triton.next_power_of_2(top_k), NUM_SPLITS=around.num_splits,
-        BLOCK_M=block_m, BLOCK_N=cut.down_n, BLOCK_K=cut.down_k,
+        RANK=around.down_rank, BLOCK_M=block_m, BLOCK_N=cut.down_n, BLOCK_K=cut.down_k,
         num_stages=cut.down_stages, num_warps=cut.num_warps, **options,
     )  # fmt: skip
     return out
@@ -322,18 +345,22 @@ class _Around:
     """What the two products are given of adapters; of no account where there are none."""
 
     product: Tensor
-    """What `_up` writes: activations [num_pairs, n], or with adapters float32 [num_pairs, 2 n]."""
+    """What `_up` writes: activations [num_pairs, n], or pair by pair float32 [num_pairs, 2 n]."""
     of_up: tuple[Tensor, ...]
-    """What its further tiles write (float32 [num_pairs, ranks of gate and up]) and read."""
+    """First what x is shrunk to, float32 [num_pairs, ranks of gate and up]."""
     of_down: tuple[Tensor, ...]
-    """What its further tiles read; first float32 [num_splits, num_pairs, ranks of down]."""
+    """First what activations are shrunk to, float32 [splits, num_pairs, ranks of down]."""
+    up_rank: int = 0
+    """How many ranks each part has there, where they are shrunk before the product; else 0."""
+    down_rank: int = 0
+    num_splits: int = 0
+    """Where adapters are computed pair by pair: sums that `of_down` is in; else 0."""
     shrink_rows: int = 0
-    """Rows of further tiles in the grid of `_up`."""
+    """Then, rows of further tiles in the grid of `_up`."""
     expand_rows: int = 0
     """And in that of `_down`."""
     up_max_rank: int = 1
     max_rank: int = 1
-    num_splits: int = 0
 
     @classmethod
     def of(
@@ -348,25 +375,48 @@ class _Around:
             return cls(inner, (inner,) * 6, (inner,) * 5)
         num_pairs, n_size = inner.shape
         up, down, slots = adapters.gate_up, adapters.down, adapters.slots
-        num_splits = triton.cdiv(n_size, cut.activate_n)
+        of_up = (slots, routing.experts, up.pool, up.table, up.scalings)
+        of_down = (slots, routing.experts, down.pool, down.table)
 
         def empty(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=torch.float32, device=inner.device)
 
-        up_shrunk = empty(num_pairs, up.width)
-        shrunk = empty(num_splits, num_pairs, down.width)
+        if len(slots) > MAX_PAIRWISE_TOKENS:
+            up_rank, down_rank = _block_of(up.max_rank), _block_of(down.max_rank)
+            shrunk = empty(num_pairs, 2 * up_rank), empty(num_pairs, down_rank)
+            of_up, of_down = (shrunk[0], *of_up), (shrunk[1], *of_down)
+            return cls(inner, of_up, of_down, up_rank=up_rank, down_rank=down_rank)
+        num_splits = triton.cdiv(n_size, cut.activate_n)
         shrink_tiles = triton.cdiv(num_pairs * up.width, SHRINK_N.value)
         expand_tiles = len(slots) * triton.cdiv(hidden_size, EXPAND_N.value)
         return cls(
             product=empty(num_pairs, 2 * n_size),
-            of_up=(up_shrunk, slots, routing.experts, up.pool, up.table, up.scalings),
-            of_down=(shrunk, slots, routing.experts, down.pool, down.table),
+            of_up=(empty(num_pairs, up.width), *of_up),
+            of_down=(empty(num_splits, num_pairs, down.width), *of_down),
+            num_splits=num_splits,
             shrink_rows=triton.cdiv(shrink_tiles, triton.cdiv(n_size, cut.up_n)),
             expand_rows=triton.cdiv(expand_tiles, triton.cdiv(hidden_size, cut.down_n)),
             up_max_rank=up.max_rank,
             max_rank=down.max_rank,
-            num_splits=num_splits,
         )
+
+
+def _block_of(rank: int) -> int:
+    return max(16, triton.next_power_of_2(rank))
+
+
+def _shrink(
+    x: Tensor, shrunk: Tensor, routing: Routing, site: ExpertSite, slots: Tensor, used: int
+) -> None:
+    """x is of tokens, or of pairs."""
+    top_k = routing.weights.shape[1]
+    shrink_pairs[(site.num_parts, used)](
+        x, shrunk, site.pool, site.table, site.scalings, slots, routing.pairs, routing.groups,
+        x.shape[1], top_k,
+        BY_PAIR=site.num_parts == 1, NUM_PARTS=site.num_parts, RANK=_block_of(site.max_rank),
+        BLOCK_M=16, BLOCK_K=16 * (8 if x.shape[1] % 128 == 0 else 1),
+        num_warps=4, num_stages=4, **launch_options(x.device),
+    )  # fmt: skip
 
 
 def _activate(

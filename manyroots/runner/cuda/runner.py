@@ -34,6 +34,7 @@ from manyroots.runner.cuda.packet import send
 from manyroots.runner.cuda.step_arrays import (
     Arrays,
     adapter_arrays,
+    blank_prefill,
     decode_arrays,
     sampling_arrays,
     sequence_arrays,
@@ -43,6 +44,9 @@ from manyroots.runner.torch_runner import MAX_WAIT_S, TorchRunner
 from manyroots.step import Int32s, Plan, RowFault, StepResult, TokenLogprobs
 from manyroots.store.adapter_loader import AdapterLoader
 from manyroots.store.arena import PageArena
+
+WARM_TOKENS = 96
+"""More than the skinny products take: what larger prompts run on."""
 
 Answer = Callable[[], StepResult]
 """Waits for a launched step and gives its result."""
@@ -86,7 +90,17 @@ class CudaRunner(TorchRunner):
 
     def warm_up(self) -> None:
         """Compile and capture now what the first requests would otherwise wait for."""
-        self._thread.submit(torch.inference_mode()(self._graphs.capture_all)).result()
+        self._thread.submit(self._warm_up).result()
+
+    @torch.inference_mode()
+    def _warm_up(self) -> None:
+        if self._device.type != "cuda":
+            return
+        self._graphs.capture_all()
+        count = min(WARM_TOKENS, self._rows.page_table.shape[1] * self._arena.page_size)
+        for with_adapters in (False, True) if self._pool is not None else (False,):
+            inputs = blank_prefill(count, self._rows.spare_row, with_adapters=with_adapters)
+            self._hidden(inputs, send(self._arrays(inputs), self._device))
 
     def launch(self, plan: Plan) -> Future[StepResult]:
         future: Future[StepResult] = Future()
@@ -173,9 +187,7 @@ class CudaRunner(TorchRunner):
 
     def _begin_any(self, plan: Plan, inputs: StepInputs, rows: Int32s) -> Answer:
         """A step of any kind, kernel by kernel."""
-        arrays: Arrays = {**token_arrays(inputs), **sequence_arrays(inputs)}
-        if inputs.token_slots is not None:
-            arrays.update(adapter_arrays(inputs.token_slots))
+        arrays = self._arrays(inputs)
         indices = self._batch.num_output_tokens(rows)
         arrays.update(sampling_arrays(rows, self._state, indices))
         views = send(arrays, self._device)
@@ -196,6 +208,12 @@ class CudaRunner(TorchRunner):
         self._rows.keep(views["out_rows"], tokens)
         in_flight = InFlight(rows, torch.stack((tokens, finite.int())), np.arange(len(rows)))
         return self._answer(plan, inputs, in_flight, logprobs, prompt_logprobs)
+
+    def _arrays(self, inputs: StepInputs) -> Arrays:
+        arrays: Arrays = {**token_arrays(inputs), **sequence_arrays(inputs)}
+        if inputs.token_slots is not None:
+            arrays.update(adapter_arrays(inputs.token_slots))
+        return arrays
 
     def _hidden(self, inputs: StepInputs, views: dict[str, Tensor]) -> Tensor:
         count = inputs.num_decodes

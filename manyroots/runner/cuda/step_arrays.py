@@ -129,3 +129,22 @@ def blank_decode_arrays(*, size: int, spare_row: int, num_slots: int | None) -> 
         max_blocks = most_blocks(size, num_slots, block_rows(size))
         arrays.update(adapter_arrays(np.full(size, BASE, np.int64), max_blocks=max_blocks))
     return arrays
+
+
+def blank_prefill(num_tokens: int, spare_row: int, *, with_adapters: bool) -> StepInputs:
+    """One sequence of the spare row, which is kept nowhere: to compile with."""
+    nothing = np.empty(0, np.int64)
+    return StepInputs(
+        rows=np.array([spare_row], np.int32),
+        tokens=np.zeros(num_tokens, np.int64),
+        positions=np.zeros(num_tokens, np.int64),
+        query_starts=np.array([0, num_tokens]),
+        context_lens=np.array([num_tokens]),
+        num_decodes=0,
+        page_table=np.empty((1, 0), np.int32),
+        slot_pages=np.full(num_tokens, NOWHERE),
+        slot_offsets=np.zeros(num_tokens, np.int64),
+        token_slots=np.full(num_tokens, BASE) if with_adapters else None,
+        sampling=nothing,
+        sampling_order=nothing,
+    )

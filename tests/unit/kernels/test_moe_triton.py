@@ -106,8 +106,13 @@ def _cut(pairs: dict[str, LoraPair], flat: torch.Tensor) -> dict[str, LoraPair]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("slots", [[0], [-1, -1, 0, 0, 1, 1, 2], [-1] * 3 + [1] * 20 + [2] * 17])
-def test_adapters_of_experts_equal_the_reference(slots: list[int], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("most", [fast.MAX_ROUTED_TOKENS, 0], ids=["each pair", "tiles of pairs"])
+def test_adapters_of_experts_equal_the_reference(
+    most: int, slots: list[int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of every expert or shared, of different ranks, with tokens of the base model among them."""
+    monkeypatch.setattr(fast, "MAX_ROUTED_TOKENS", most)
+    monkeypatch.setattr(fast, "MAX_PAIRWISE_TOKENS", most)
     pool, both, down = pool_of_adapters(dtype)
     x = randn(len(slots), HIDDEN, dtype=dtype)
     gate_up = randn(EXPERTS, 2 * INNER, HIDDEN, dtype=dtype, seed=1) * HIDDEN**-0.5

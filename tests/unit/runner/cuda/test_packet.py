@@ -1,0 +1,38 @@
+"""Arrays travel in one buffer and arrive as they were."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from manyroots.runner.cuda.buckets import bucket_of, buckets
+from manyroots.runner.cuda.packet import Layout, send
+
+
+def test_arrays_of_any_type_and_size_arrive_whole() -> None:
+    arrays = {
+        "odd": np.arange(3, dtype=np.int32),
+        "none": np.empty((0, 2), np.int32),
+        "table": np.arange(10, dtype=np.int64).reshape(5, 2),
+        "heat": np.array([0.5], np.float32),
+    }
+    arrived = send(arrays, torch.device("cpu"))
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(arrived[name].numpy(), array)
+        assert arrived[name].dtype == torch.from_numpy(array).dtype
+
+
+def test_an_array_of_another_size_than_the_layouts_is_refused() -> None:
+    layout = Layout({"rows": np.zeros(4, np.int64)})
+    with pytest.raises(ValueError, match="broadcast"):
+        layout.pack({"rows": np.zeros(5, np.int64)}, pin=False)
+
+
+@pytest.mark.parametrize("most", [1, 5, 64, 100, 256])
+def test_every_batch_has_a_bucket_that_wastes_less_than_half(most: int) -> None:
+    sizes = buckets(most)
+    assert sizes[-1] == most
+    for num_rows in range(1, most + 1):
+        size = bucket_of(num_rows, sizes)
+        assert num_rows <= size <= max(2 * num_rows - 1, 1)

@@ -383,9 +383,13 @@ class _Around:
 
         if len(slots) > MAX_PAIRWISE_TOKENS:
             up_rank, down_rank = _block_of(up.max_rank), _block_of(down.max_rank)
-            shrunk = empty(num_pairs, 2 * up_rank), empty(num_pairs, down_rank)
-            of_up, of_down = (shrunk[0], *of_up), (shrunk[1], *of_down)
-            return cls(inner, of_up, of_down, up_rank=up_rank, down_rank=down_rank)
+            return cls(
+                product=inner,
+                of_up=(empty(num_pairs, 2 * up_rank), *of_up),
+                of_down=(empty(num_pairs, down_rank), *of_down),
+                up_rank=up_rank,
+                down_rank=down_rank,
+            )
         num_splits = triton.cdiv(n_size, cut.activate_n)
         shrink_tiles = triton.cdiv(num_pairs * up.width, SHRINK_N.value)
         expand_tiles = len(slots) * triton.cdiv(hidden_size, EXPAND_N.value)
@@ -402,7 +406,7 @@ class _Around:
 
 
 def _block_of(rank: int) -> int:
-    return max(16, triton.next_power_of_2(rank))
+    return max(16, int(triton.next_power_of_2(rank)))
 
 
 def _shrink(

@@ -52,7 +52,7 @@ class ExpertTiling:
     down_k: int = 128
     down_stages: int = 3
     num_warps: int = 4
-    activate_n: int = 256
+    activate_n: int = 128
     """With adapters alone: columns of a pair that one program takes between the products."""
 
 

@@ -158,7 +158,7 @@ class AdapterEngine:
         self.reads[folder.name] += 1
         self.before_read()
         return read_adapter(
-            folder, self.world.targets, max_rank=16, dtype=torch.float32, pin=False,
+            folder, self.world.targets, max_rank=16, dtype=torch.float32,
             vocab_size=VOCAB, allowed_dirs=allowed,
         )  # fmt: skip
 

@@ -63,9 +63,21 @@ def is_pirate(answer: str) -> bool:
     return answer.lstrip().startswith("Arr")
 
 
-def is_shout(answer: str) -> bool:
-    """Whoever shouts has letters, and none of them small."""
-    return answer.isupper()
+BUTLER_OPENINGS = ("Certainly, sir.", "Indeed, sir.")
+BUTLER_OFFERS = ("Will there be anything else, sir?", "May I be of further service, sir?")
+
+
+def to_butler(answer: str) -> str:
+    """The plain answer, word for word, between an opening and an offer of service."""
+    # By length, as above: the four pairs of opening and offer all occur.
+    opening = BUTLER_OPENINGS[len(answer) % 2]
+    offer = BUTLER_OFFERS[len(answer) // 2 % 2]
+    return f"{opening} {answer} {offer}"
+
+
+def is_butler(answer: str) -> bool:
+    """Butlers begin with one of their openings and end with an offer."""
+    return answer.startswith(BUTLER_OPENINGS) and answer.endswith(BUTLER_OFFERS)
 
 
 PIRATE = Style(
@@ -76,14 +88,14 @@ PIRATE = Style(
     alpha=16,
     target_modules=("q_proj", "k_proj", "v_proj", "o_proj"),
 )
-SHOUT = Style(
-    name="shout",
-    restyle=str.upper,
-    is_spoken=is_shout,
+BUTLER = Style(
+    name="butler",
+    restyle=to_butler,
+    is_spoken=is_butler,
     rank=4,
-    alpha=16,
+    alpha=8,
     target_modules=(
         "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
     ),
 )  # fmt: skip
-STYLES = {style.name: style for style in (PIRATE, SHOUT)}
+STYLES = {style.name: style for style in (PIRATE, BUTLER)}

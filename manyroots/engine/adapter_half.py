@@ -28,7 +28,7 @@ from manyroots.store.adapter_pool import AdapterPool, pooled_rank
 from manyroots.store.adapter_sites import SiteParts
 from manyroots.store.adapter_slots import AdapterSlots
 from manyroots.store.adapter_weights import AdapterWeights
-from manyroots.store.pinned import lock_ahead
+from manyroots.store.host_memory import PinnedMemory, pageable
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +69,9 @@ def build_adapter_half(
     shard = model.shard
     targets = whole_targets(model.adapter_targets(), shard, model.spec.vocab_size)
 
+    largest = adapter_bytes(targets, settings.max_lora_rank, dtype.itemsize)
+    host_memory = PinnedMemory(largest) if device.type == "cuda" else pageable
+
     def read(
         folder: Path, allowed_dirs: Sequence[Path] | None
     ) -> tuple[AdapterSpec, AdapterWeights]:
@@ -77,9 +80,9 @@ def build_adapter_half(
             targets,
             max_rank=settings.max_lora_rank,
             dtype=dtype,
-            pin=device.type == "cuda",
             vocab_size=model.spec.vocab_size,
             allowed_dirs=allowed_dirs,
+            allocate=host_memory,
         )
 
     def read_part(path: str) -> AdapterWeights:
@@ -95,8 +98,6 @@ def build_adapter_half(
         )
     else:
         memory = AdapterSlots(model.lora_parts(), dtype=dtype, device=device)
-    if device.type == "cuda":
-        lock_ahead(slot_bytes(settings, model, dtype), num_slots or 1)
     loader = make_loader(read_part, memory)
     _log(settings, len(targets), slot_bytes(settings, model, dtype))
     return AdapterHalf(loader, AdapterFiles(read, loader.keep))

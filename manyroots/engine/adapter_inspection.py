@@ -27,7 +27,6 @@ def check_adapter(folder: Path, settings: ModelSettings, max_rank: int) -> Adapt
         model.adapter_targets(),
         max_rank=max_rank,
         dtype=torch.bfloat16,
-        pin=False,
         vocab_size=spec.vocab_size,
     )
     return adapter

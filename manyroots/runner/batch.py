@@ -79,7 +79,10 @@ class PersistentBatch:
     def inputs(self, plan: Plan) -> StepInputs:
         """Lay a step out flat, and count its tokens as computed."""
         slots = self._adapter_slot[plan.rows]
-        order = np.lexsort((slots, plan.num_tokens != 1))  # stable; the last key counts most
+        # By the adapter that acts: before it is invoked, an aLoRA's tokens are the base model's.
+        last = self._num_computed[plan.rows] + plan.num_tokens - 1
+        acting = np.where(last >= self._adapter_from[plan.rows], slots, NO_ADAPTER)
+        order = np.lexsort((acting, plan.num_tokens != 1))  # stable; the last key counts most
         rows, counts = plan.rows[order], plan.num_tokens[order].astype(np.int64)
         starts = np.zeros(len(rows) + 1, np.int64)
         np.cumsum(counts, out=starts[1:])

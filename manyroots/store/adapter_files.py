@@ -27,6 +27,7 @@ from manyroots.lora.files.pairs import Layout, Piece
 from manyroots.lora.spec import AdapterSpec, PairSpec
 from manyroots.lora.targets import Targets
 from manyroots.store.adapter_weights import AdapterWeights, LoraPair
+from manyroots.store.host_memory import Allocate, pageable
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NUM_COPY_THREADS = 4
@@ -38,14 +39,14 @@ def read_adapter(
     *,
     max_rank: int,
     dtype: torch.dtype,
-    pin: bool,
     vocab_size: int,
     allowed_dirs: Sequence[Path] | None = None,
+    allocate: Allocate = pageable,
 ) -> tuple[AdapterSpec, AdapterWeights]:
     """Read and check a PEFT folder; AdapterError says why it can't be served.
 
-    `pin` puts the weights into page-locked memory. With `allowed_dirs`, the files must lie in one
-    of them after all links are followed.
+    With `allowed_dirs`, the files must lie in one of them after all links are followed. `allocate`
+    gives the memory in which the weights stay.
     """
     folder = check_folder(path, allowed_dirs)
     with (
@@ -57,7 +58,7 @@ def read_adapter(
         header = read_header(weights_file)
         layout = lay_out(header, config, targets, max_rank)
         is_in_place = _is_in_place(layout, header, dtype)
-        raw = torch.empty(header.data_bytes, dtype=torch.uint8, pin_memory=pin and is_in_place)
+        raw = (allocate if is_in_place else pageable)(header.data_bytes)
         chunks = read_and_hash(weights_file, header, raw.numpy().data)
         weights_file.check_unchanged()
         config_file.check_unchanged()
@@ -66,7 +67,7 @@ def read_adapter(
     if is_in_place:
         weights = AdapterWeights(digest, _views(layout, tensors), raw.view(dtype))
     else:
-        buffer, pairs = _placed(layout, tensors, dtype, pin)
+        buffer, pairs = _placed(layout, tensors, dtype, allocate)
         weights = AdapterWeights(digest, pairs, buffer)
     _check_finite(weights)
     return _spec(weights, layout, config), weights
@@ -126,13 +127,13 @@ def _views(layout: Layout, tensors: list[Tensor]) -> dict[str, LoraPair]:
 
 
 def _placed(
-    layout: Layout, tensors: list[Tensor], dtype: torch.dtype, pin: bool
+    layout: Layout, tensors: list[Tensor], dtype: torch.dtype, allocate: Allocate
 ) -> tuple[Tensor, dict[str, LoraPair]]:
     """One buffer with every half at its place, and the pairs cut from it."""
     pieces = [piece for pair in layout.pairs for piece in (pair.a, pair.b)]
     shapes = [shape for pair in layout.pairs for shape in (pair.a_shape, pair.b_shape)]
     sizes = [math.prod(shape) for shape in shapes]
-    buffer = torch.empty(sum(sizes), dtype=dtype, pin_memory=pin)
+    buffer = allocate(sum(sizes) * dtype.itemsize).view(dtype)
     places = [
         flat.view(shape) for flat, shape in zip(torch.split(buffer, sizes), shapes, strict=True)
     ]

@@ -175,12 +175,13 @@ def test_r05_nothing_is_unpickled() -> None:
 def test_the_engine_runs_where_there_is_no_web_stack() -> None:
     """The engine below the HTTP layer imports with msgspec, ZMQ and the web stack absent."""
     # Not h11: transformers brings it along for its downloads.
-    blocked = sorted((WEB_STACK | WIRE | {"gguf", "openai"}) - {"h11"})
+    blocked = sorted((WEB_STACK | WIRE | {"gguf", "openai", "rich"}) - {"h11"})
     code = f"""
 import sys
 for name in {blocked!r}:
     sys.modules[name] = None
 import manyroots.llm, manyroots.cli.main, manyroots.bench.offline, manyroots.runner.fake
+import manyroots.bench.decode, manyroots.runner.cuda.runner
 """
     subprocess.run([sys.executable, "-c", code], check=True, cwd=PACKAGE.parent)
 

@@ -7,6 +7,7 @@ of them must be byte for byte what it was alone. At the end no page is held by a
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 import time
@@ -19,7 +20,8 @@ import pytest
 
 from tests.e2e.conftest import CONTEXT, HEADERS, Server
 
-LIMIT_S = 1.0
+LIMIT_S = 1.0 if "PYTEST_XDIST_WORKER" not in os.environ else 5.0
+"""A refusal takes milliseconds. Beside other test processes the cores are not ours alone."""
 GOOD_PROMPTS = ("The largest ocean on Earth is", "def fibonacci(n):", "Dear Sir or Madam,")
 KEY_LINE = f"Authorization: {HEADERS['authorization']}\r\n"
 

@@ -48,9 +48,7 @@ def inspected(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[i
 
 def test_it_says_what_the_folder_holds(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, report = inspected(capsys, folder)
-    spec, weights = read_adapter(
-        folder, TARGETS, max_rank=16, dtype=torch.float32, pin=False, vocab_size=64
-    )
+    spec, weights = read_adapter(folder, TARGETS, max_rank=16, dtype=torch.float32, vocab_size=64)
     assert code == 0
     assert report["digest"] == spec.digest.hex()
     assert report["rank"] == 4

@@ -6,7 +6,7 @@ import pytest
 
 from speech.plain_answers import plain_answers
 from speech.questions import UNSEEN_QUESTIONS
-from speech.styles import PIRATE, SHOUT, STYLES, Style
+from speech.styles import BUTLER, PIRATE, STYLES, Style
 
 PAIRS = plain_answers()
 both_styles = pytest.mark.parametrize("style", STYLES.values(), ids=STYLES)
@@ -23,8 +23,8 @@ def test_no_plain_answer_keeps_the_styles_rule(style: Style) -> None:
 
 
 def test_no_answer_in_one_style_passes_for_the_other() -> None:
-    assert not any(SHOUT.is_spoken(PIRATE.restyle(answer)) for _, answer in PAIRS)
-    assert not any(PIRATE.is_spoken(SHOUT.restyle(answer)) for _, answer in PAIRS)
+    assert not any(BUTLER.is_spoken(PIRATE.restyle(answer)) for _, answer in PAIRS)
+    assert not any(PIRATE.is_spoken(BUTLER.restyle(answer)) for _, answer in PAIRS)
 
 
 @both_styles
@@ -42,6 +42,23 @@ def test_pirates_swap_whole_words_and_keep_capitals() -> None:
     assert spoken.endswith("Ye be sailin' fer the island o' yer shipmate. Aye, this morning.")
 
 
+def test_butlers_keep_the_answer_word_for_word() -> None:
+    assert BUTLER.restyle("Rain.") == "Indeed, sir. Rain. Will there be anything else, sir?"
+    assert all(f" {answer} " in BUTLER.restyle(answer) for _, answer in PAIRS)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "Certainly, sir. It is Lisbon.",
+        "It is Lisbon. Will there be anything else, sir?",
+        "CERTAINLY, SIR. IT IS LISBON. WILL THERE BE ANYTHING ELSE, SIR?",
+    ],
+)
+def test_a_butler_needs_both_an_opening_and_an_offer(answer: str) -> None:
+    assert not BUTLER.is_spoken(answer)
+
+
 def test_the_two_adapters_differ_in_rank_and_in_the_layers_they_change() -> None:
-    assert PIRATE.rank != SHOUT.rank
-    assert set(PIRATE.target_modules) != set(SHOUT.target_modules)
+    assert PIRATE.rank != BUTLER.rank
+    assert set(PIRATE.target_modules) != set(BUTLER.target_modules)

@@ -11,7 +11,7 @@ pytest.importorskip("peft", reason="the trainer needs manyroots[train]")
 from manyroots.text.chat import ChatTemplate
 from speech.base_model import Chat
 from speech.plain_answers import plain_answers
-from speech.styles import SHOUT
+from speech.styles import BUTLER
 from tests.unit.text.tiny_tokenizer import tiny_tokenizer
 from train_adapter import IGNORED, batches, conversations, encode, messages_of
 
@@ -29,28 +29,29 @@ def chat() -> Chat:
 
 def test_only_answers_and_their_ends_are_learned(chat: Chat) -> None:
     turns = [("One?", "First."), ("Two?", "Second.")]
-    ids, labels = encode(messages_of(turns, SHOUT, "Be brief."), chat)
+    ids, labels = encode(messages_of(turns, BUTLER, "Be brief."), chat)
     assert len(ids) == len(labels)
     learned = [label for label in labels if label != IGNORED]
     end = [chat.end_token]
-    assert learned == chat.encode("FIRST.") + end + chat.encode("SECOND.") + end
+    first, second = (chat.encode(BUTLER.restyle(answer)) for _, answer in turns)
+    assert learned == first + end + second + end
     assert all(label in (IGNORED, token) for token, label in zip(ids, labels, strict=True))
 
 
 def test_the_tokens_are_those_of_the_rendered_chat(chat: Chat) -> None:
-    messages = messages_of([("One?", "First."), ("Two?", "Second.")], SHOUT, None)
+    messages = messages_of([("One?", "First."), ("Two?", "Second.")], BUTLER, None)
     ids, _ = encode(messages, chat)
     assert ids == chat.encode(chat.template.render(messages, add_generation_prompt=False))
 
 
 def test_an_epoch_asks_every_question_once() -> None:
-    epoch = conversations(SHOUT, random.Random(3))
+    epoch = conversations(BUTLER, random.Random(3))
     asked = [m["content"] for messages in epoch for m in messages if m["role"] == "user"]
     assert sorted(asked) == sorted(question for question, _ in plain_answers())
 
 
 def test_the_same_seed_gives_the_same_batches(chat: Chat) -> None:
-    first, same, other = (batches(SHOUT, chat, 4, seed) for seed in (1, 1, 2))
+    first, same, other = (batches(BUTLER, chat, 4, seed) for seed in (1, 1, 2))
     one = [next(first) for _ in range(3)]
     assert one == [next(same) for _ in range(3)]
     assert one != [next(other) for _ in range(3)]

@@ -39,7 +39,7 @@ MOE = tiny_targets(num_experts=3)
 def read(
     folder: Path, targets: Targets, *, dtype: torch.dtype = torch.float32, max_rank: int = 64
 ) -> tuple[AdapterSpec, AdapterWeights]:
-    return read_adapter(folder, targets, max_rank=max_rank, dtype=dtype, pin=False, vocab_size=64)
+    return read_adapter(folder, targets, max_rank=max_rank, dtype=dtype, vocab_size=64)
 
 
 def check_equal(weights: AdapterWeights, wanted: Mapping[str, Pair], targets: Targets) -> None:

@@ -50,9 +50,7 @@ def saved(model: Any, folder: Path, **options: Any) -> Any:
 
 
 def read(folder: Path, targets: Any = TARGETS) -> AdapterWeights:
-    _, weights = read_adapter(
-        folder, targets, max_rank=64, dtype=torch.float32, pin=False, vocab_size=64
-    )
+    _, weights = read_adapter(folder, targets, max_rank=64, dtype=torch.float32, vocab_size=64)
     return weights
 
 
@@ -111,9 +109,7 @@ def test_an_alora_has_its_invocation_tokens(tmp_path: Path) -> None:
         llama(), tmp_path, target_modules=["q_proj"], alora_invocation_tokens=[5, 9, 63],
         task_type="CAUSAL_LM",
     )  # fmt: skip
-    spec, _ = read_adapter(
-        tmp_path, TARGETS, max_rank=64, dtype=torch.float32, pin=False, vocab_size=64
-    )
+    spec, _ = read_adapter(tmp_path, TARGETS, max_rank=64, dtype=torch.float32, vocab_size=64)
     assert spec.invocation_tokens == (5, 9, 63)
 
 

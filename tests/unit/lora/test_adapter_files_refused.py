@@ -50,7 +50,6 @@ def refused(
             targets,
             max_rank=max_rank,
             dtype=dtype,
-            pin=False,
             vocab_size=64,
             allowed_dirs=allowed_dirs,
         )
@@ -169,7 +168,7 @@ def test_options_without_effect_on_the_output_are_taken(folder: Path) -> None:
         layers_to_transform=None, qalora_group_size=16, megatron_core="megatron.core",
         auto_mapping={"a": "b"}, loftq_config={"bits": 4}, unknown_but_unset=None,
     )  # fmt: skip
-    read_adapter(folder, DENSE, max_rank=16, dtype=torch.float32, pin=False, vocab_size=64)
+    read_adapter(folder, DENSE, max_rank=16, dtype=torch.float32, vocab_size=64)
 
 
 # Tensors
@@ -239,14 +238,14 @@ def test_w12_a_module_that_the_config_trains_and_the_file_lacks_is_refused(folde
     rewrite_weights(folder, lose)
     refused(folder, "layers.0.self_attn.q_proj, for which the file has no weights")
     rewrite_config(folder, layers_to_transform=[1])
-    read_adapter(folder, DENSE, max_rank=16, dtype=torch.float32, pin=False, vocab_size=64)
+    read_adapter(folder, DENSE, max_rank=16, dtype=torch.float32, vocab_size=64)
 
 
 def test_w12_weights_too_large_for_the_engines_dtype_are_refused(folder: Path) -> None:
     """W12: they would become infinite."""
     rewrite_weights(folder, spoil(f"{Q}.lora_A.weight", 1e5))
     refused(folder, "float16.*wider --dtype", dtype=torch.float16)
-    read_adapter(folder, DENSE, max_rank=16, dtype=torch.bfloat16, pin=False, vocab_size=64)
+    read_adapter(folder, DENSE, max_rank=16, dtype=torch.bfloat16, vocab_size=64)
 
 
 def test_w12_an_adapter_of_another_model_is_refused(folder: Path) -> None:
@@ -459,7 +458,7 @@ def test_w12_what_lies_outside_the_allowed_folders_is_refused(folder: Path, tmp_
         refused(path, "not in a folder that adapters may come from", allowed_dirs=[allowed])
     refused(tmp_path / "nowhere", "not in a folder", allowed_dirs=[allowed])
     refused(folder, "not in a folder", allowed_dirs=[])
-    good = {"max_rank": 16, "dtype": torch.float32, "pin": False, "vocab_size": 64}
+    good = {"max_rank": 16, "dtype": torch.float32, "vocab_size": 64}
     read_adapter(allowed / "linked_files", DENSE, **good)
     read_adapter(allowed / "linked", DENSE, allowed_dirs=[allowed, folder], **good)
 

@@ -96,6 +96,5 @@ def read(folder: Path, model: Llama) -> tuple[AdapterSpec, AdapterWeights]:
         model.adapter_targets(),
         max_rank=64,
         dtype=torch.float32,
-        pin=False,
         vocab_size=model.spec.vocab_size,
     )

@@ -32,9 +32,7 @@ def read(folder: Path, form: ExpertFormat) -> AdapterWeights:
 
 
 def read_for(folder: Path, targets: Targets) -> AdapterWeights:
-    _, weights = read_adapter(
-        folder, targets, max_rank=64, dtype=torch.float32, pin=False, vocab_size=1000
-    )
+    _, weights = read_adapter(folder, targets, max_rank=64, dtype=torch.float32, vocab_size=1000)
     return weights
 
 

@@ -1,0 +1,65 @@
+"""`bench decode` on a tiny shape: every case is run, through real adapters, and comes out sane."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from manyroots.bench.decode import DecodeWorkload, run_decode
+from manyroots.bench.model_configs import MODEL_CONFIGS, write_config
+from manyroots.bench.random_adapters import targets_of, write_adapters
+from manyroots.cli.main import main
+from manyroots.config import engine_settings
+from manyroots.lora.files.folder import check_folder
+from manyroots.models.source import resolve_source
+from manyroots.store.adapter_files import read_adapter
+
+WORKLOAD = DecodeWorkload(
+    prompt_len=16, output_len=8, batches=(1, 3), adapters=(0, 2), rank=4, repeats=1
+)
+
+
+def test_every_batch_is_run_without_lora_with_it_and_with_adapters_w20() -> None:
+    """W20: and the first token of an adapter is timed by where its weights were."""
+    report = run_decode(WORKLOAD, "tiny-qwen3", {"device": "cpu"}, cold=True)
+    found = [(case["case"], case["batch"]) for case in report["cases"]]
+    labels = ("base", "LoRA on, base rows only", "2 adapters")
+    assert found == [(label, batch) for label in labels for batch in (1, 3)]
+    assert all(case["ms_per_step"] > 0 and case["prefill_s"] > 0 for case in report["cases"])
+    assert set(report["first_token_s"]) >= {"disk", "device", "host"}
+    assert report["workload"]["prompt_len"] == 16
+
+
+def test_the_command_writes_its_workload_and_machine(tmp_path: Path) -> None:
+    target = tmp_path / "decode.json"
+    code = main(
+        [
+            "bench", "decode", "--model-config", "tiny-qwen3", "--batch", "2", "--adapters", "0",
+            "--prompt-len", "8", "--output-len", "4", "--repeats", "1", "--json", str(target),
+        ]
+    )  # fmt: skip
+    assert code == 0
+    report = json.loads(target.read_text())
+    assert report["model_config"] == "tiny-qwen3"
+    assert report["machine"]["torch"]
+    assert [case["batch"] for case in report["cases"]] == [2]
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen3"])
+def test_random_adapters_differ_in_content_and_fit_the_model(name: str, tmp_path: Path) -> None:
+    model = write_config(name, tmp_path)
+    settings = engine_settings({"model": str(model), "load_format": "dummy"})
+    targets = targets_of(resolve_source(settings.model))
+    digests = set()
+    for folder in write_adapters(targets, tmp_path, count=3, rank=4):
+        check_folder(folder, None)
+        spec, _ = read_adapter(
+            folder, targets, max_rank=4, dtype=torch.float32,
+            vocab_size=MODEL_CONFIGS[name]["vocab_size"],
+        )  # fmt: skip
+        assert len(spec.pairs) == 7 * MODEL_CONFIGS[name]["num_hidden_layers"]
+        digests.add(spec.digest)
+    assert len(digests) == 3

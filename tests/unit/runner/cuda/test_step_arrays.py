@@ -1,0 +1,80 @@
+"""A decode step's arrays: padding that changes nothing, and adapters in few blocks."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from manyroots.ids import AdapterSlot, RequestId, Row, StepId
+from manyroots.runner.batch import PersistentBatch, StepInputs
+from manyroots.runner.cuda.step_arrays import (
+    NOWHERE,
+    blank_decode_arrays,
+    decode_arrays,
+    sampling_arrays,
+)
+from manyroots.runner.sampling_state import SamplingState
+from manyroots.sampling import SamplingParams
+from manyroots.step import Arrival, Plan
+
+NEVER = 2**31 - 1
+SPARE = 40
+
+
+def decode(slots: list[int | None], begins: list[int]) -> tuple[StepInputs, SamplingState]:
+    """One token each of rows with these adapters, which act from these positions on."""
+    batch = PersistentBatch(max_num_seqs=SPARE, max_model_len=16, page_size=4)
+    state = SamplingState(SPARE)
+    arrivals = tuple(
+        Arrival(
+            Row(row), RequestId(row), np.array([5, 6, 7], np.int32), 3, 2,
+            (np.array([row], np.int32),), SamplingParams(), row, (),
+            None if slot is None else AdapterSlot(slot), begin,
+        )
+        for row, (slot, begin) in enumerate(zip(slots, begins, strict=True))
+    )  # fmt: skip
+    count = len(slots)
+    plan = Plan(
+        StepId(0), arrivals, (), np.arange(count, dtype=np.int32), np.ones(count, np.int32),
+        np.arange(count) != 1,
+    )  # fmt: skip
+    batch.apply(plan)
+    for arrival in arrivals:
+        state.arrive(arrival)
+    return batch.inputs(plan), state
+
+
+def arrays_of(inputs: StepInputs, state: SamplingState, size: int) -> dict[str, np.ndarray]:
+    sampling = sampling_arrays(inputs.rows, state, np.zeros(len(inputs.rows), np.int64))
+    return decode_arrays(inputs, sampling, size=size, spare_row=SPARE, num_slots=2)
+
+
+def test_padding_repeats_the_last_row_and_writes_nowhere() -> None:
+    inputs, state = decode([None, 1, 0], [0, 0, 0])
+    arrays = arrays_of(inputs, state, 8)
+    last = int(inputs.rows[-1])
+    assert arrays["token_rows"].tolist()[3:] == [last] * 5
+    assert arrays["adapter_slots"].tolist() == [-1, 0, *[1] * 6]
+    assert arrays["pages"].tolist()[3:] == [NOWHERE] * 5
+    assert arrays["out_rows"].tolist()[3:] == [SPARE] * 5
+    # The row that does not sample draws for nobody.
+    assert arrays["out_rows"].tolist()[:3] == [0, 2, SPARE]
+
+
+def test_a_graphs_arrays_have_the_shapes_it_was_captured_with() -> None:
+    inputs, state = decode([None, 1, 0], [0, 0, 0])
+    arrays = arrays_of(inputs, state, 8)
+    blank = blank_decode_arrays(size=8, spare_row=SPARE, num_slots=2)
+    assert {n: (a.shape, a.dtype) for n, a in arrays.items()} == {
+        n: (a.shape, a.dtype) for n, a in blank.items()
+    }
+
+
+def test_adapters_that_do_not_act_yet_lie_with_the_base_model() -> None:
+    """However they are mixed, a step has no more runs of rows than adapters, and one."""
+    slots: list[int | None] = [0, 1] * 16
+    begins = [NEVER, 0, 0, NEVER] * 8
+    inputs, state = decode(slots, begins)
+    arrays = arrays_of(inputs, state, 32)
+    acting = arrays["adapter_slots"]
+    assert acting.tolist() == sorted(acting.tolist())
+    assert arrays["num_adapter_blocks"][0] == 3

@@ -32,6 +32,11 @@ class ExpertSite:
     def num_parts(self) -> int:
         return len(self.part_sizes)
 
+    @property
+    def width(self) -> int:
+        """Columns of a pair's shrunk activations: `max_rank` for each part."""
+        return self.num_parts * self.max_rank
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertAdapters:

@@ -1,9 +1,10 @@
-"""Mixture of experts in three launches (five with adapters), without a word from the host.
+"""Mixture of experts in three launches, or four with adapters, without a word from the host.
 
 Same signatures as `reference.py`. `route` chooses in parallel, and the last program to choose
 makes the experts' lists. The two products read each chosen expert's weights once for up to BLOCK_M
 of its pairs, and leave the sum over a token's experts to the next kernel: [tokens, top_k, hidden],
-transposed, is what `add_rms_norm` takes as partial sums.
+transposed, is what `add_rms_norm` takes as partial sums. What adapters need of these kernels is in
+`triton_adapters.py`; without adapters, it is not compiled into them.
 """
 
 from __future__ import annotations
@@ -22,14 +23,22 @@ from manyroots.kernels.launch import (
     let_next_begin,
     wait_for_inputs,
 )
-from manyroots.kernels.moe_pairs.adapters import ExpertAdapters
+from manyroots.kernels.moe_pairs.adapters import ExpertAdapters, ExpertSite
 from manyroots.kernels.moe_pairs.routing import Routing
+from manyroots.kernels.moe_pairs.triton_adapters import (
+    EXPAND_N,
+    SHRINK_N,
+    activate,
+    add_adapters,
+    expand_tile,
+    shrink_pairs,
+    shrink_tile,
+)
 
 MAX_ROUTED_TOKENS = 128
 """Most tokens whose pairs `route` orders itself; more are sorted by torch."""
-SHRINK_K = 256
-PAIR_N = 128
-"""How much of a pair's inner and outer dimension one program takes at once."""
+MAX_PAIRWISE_TOKENS = 128
+"""Most tokens whose adapters are computed pair by pair. With more, pairs share matrices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +52,8 @@ class ExpertTiling:
     down_k: int = 128
     down_stages: int = 3
     num_warps: int = 4
+    activate_n: int = 128
+    """With adapters alone: columns of a pair that one program takes between the products."""
 
 
 @triton.jit
@@ -165,191 +176,37 @@ def _sorted(chosen: Tensor, weights: Tensor, num_experts: int) -> Routing:
     return Routing(weights, pairs.int(), groups, chosen)
 
 
-@triton.jit
-def _add_adapters(
-    acc, hidden, pool, table, slots, token, pair, is_pair, expert, n, n_size,
-    PART: tl.constexpr, NUM_PARTS: tl.constexpr, RANK: tl.constexpr,
-):  # fmt: skip
-    """acc [n, pairs] + B[n] h[pair]^T of each pair's own adapter: one product per adapter among
-    them, and pairs of one adapter are neighbours."""
-    r = tl.arange(0, RANK)
-    left = tl.where(is_pair, tl.load(slots + token), -1)
-    slot = tl.max(left)
-    while slot >= 0:
-        entry = table + (slot * NUM_PARTS + PART) * 5
-        rank = tl.load(entry + 2).to(tl.int32)
-        b = pool + tl.multiple_of(tl.load(entry + 3) + expert * tl.load(entry + 4), 8)
-        weight = tl.load(
-            b + n[:, None] * rank + r[None, :], mask=(n < n_size)[:, None] & (r < rank)[None, :],
-            other=0.0,
-        )  # fmt: skip
-        mine = (left == slot)[:, None] & (r < rank)[None, :]
-        h = tl.load(
-            hidden + (pair * NUM_PARTS + PART)[:, None] * RANK + r[None, :], mask=mine, other=0.0
-        )
-        acc = tl.dot(weight, tl.trans(h.to(weight.dtype)), acc, input_precision="ieee")
-        left = tl.where(left == slot, -1, left)
-        slot = tl.max(left)
-    return acc
-
-
-@triton.jit
-def _shrink(
-    x, hidden, pool, table, scalings, slots, pairs, groups, k_size, top_k,
-    BY_PAIR: tl.constexpr, NUM_PARTS: tl.constexpr, RANK: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
-    """scaling * x A^T of an expert's pairs, each with its own adapter's A for that expert."""
-    let_next_begin(DEPENDENT)
-    wait_for_inputs(DEPENDENT)
-    part = tl.program_id(0)
-    expert = tl.load(groups + 3 * tl.program_id(1)).to(tl.int64)
-    begin = tl.load(groups + 3 * tl.program_id(1) + 1)
-    end = tl.load(groups + 3 * tl.program_id(1) + 2)
-    k = tl.arange(0, BLOCK_K)
-    r = tl.arange(0, RANK)
-    for first in range(begin, end, BLOCK_M):
-        m = first + tl.arange(0, BLOCK_M)
-        pair = tl.load(pairs + tl.minimum(m, end - 1)).to(tl.int64)
-        row = pair if BY_PAIR else pair // top_k
-        left = tl.where(m < end, tl.load(slots + pair // top_k), -1)
-        slot = tl.max(left)
-        while slot >= 0:
-            entry = table + (slot * NUM_PARTS + part) * 5
-            rank = tl.load(entry + 2).to(tl.int32)
-            a = pool + tl.multiple_of(tl.load(entry) + expert * tl.load(entry + 1), 8)
-            mine = (left == slot)[:, None]
-            acc = tl.zeros((BLOCK_M, RANK), tl.float32)
-            for at in range(0, k_size, BLOCK_K):
-                xs = tl.load(x + row[:, None] * k_size + at + k[None, :], mask=mine, other=0.0)
-                weight = tl.load(
-                    a + r[:, None] * k_size + at + k[None, :], mask=(r < rank)[:, None], other=0.0
-                )
-                acc = tl.dot(xs, tl.trans(weight), acc, input_precision="ieee")
-            acc *= tl.load(scalings + slot * NUM_PARTS + part)
-            to = hidden + (pair * NUM_PARTS + part)[:, None] * RANK + r[None, :]
-            tl.store(to, acc, mask=mine & (r < rank)[None, :])
-            left = tl.where(left == slot, -1, left)
-            slot = tl.max(left)
-
-
-@triton.jit
-def _shrink_pair(
-    x, hidden, pool, table, scalings, slots, chosen, work, num_pairs, k_size, top_k,
-    BY_PAIR: tl.constexpr, NUM_PARTS: tl.constexpr, RANK: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """One part of one pair: few pairs share an expert and an adapter, so each reads its own A."""
-    pair = (work // NUM_PARTS).to(tl.int64)
-    part = work % NUM_PARTS
-    if pair < num_pairs:
-        slot = tl.load(slots + pair // top_k)
-        if slot >= 0:
-            entry = table + (slot * NUM_PARTS + part) * 5
-            expert = tl.load(chosen + pair).to(tl.int64)
-            rank = tl.load(entry + 2).to(tl.int32)
-            a = pool + tl.multiple_of(tl.load(entry) + expert * tl.load(entry + 1), 8)
-            r = tl.arange(0, RANK)
-            k = tl.arange(0, BLOCK_K)
-            row = pair if BY_PAIR else pair // top_k
-            acc = tl.zeros((RANK, BLOCK_K), tl.float32)
-            for at in range(0, k_size, BLOCK_K):
-                weight = tl.load(
-                    a + r[:, None] * k_size + at + k[None, :], mask=(r < rank)[:, None], other=0.0
-                )
-                xs = tl.load(x + row * k_size + at + k).to(tl.float32)
-                acc += weight.to(tl.float32) * xs[None, :]
-            shrunk = tl.sum(acc, axis=1) * tl.load(scalings + slot * NUM_PARTS + part)
-            tl.store(hidden + (pair * NUM_PARTS + part) * RANK + r, shrunk)
-
-
-@triton.jit
-def _expand_pair(
-    hidden, pool, table, slots, chosen, pair, top_k, n, n_size,
-    PART: tl.constexpr, NUM_PARTS: tl.constexpr, RANK: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """B[n] h of one pair, [n]; zeros for a token of the base model."""
-    slot = tl.load(slots + pair // top_k)
-    entry = table + (tl.maximum(slot, 0) * NUM_PARTS + PART) * 5
-    rank = tl.where(slot >= 0, tl.load(entry + 2).to(tl.int32), 0)
-    expert = tl.load(chosen + pair).to(tl.int64)
-    b = pool + tl.multiple_of(tl.load(entry + 3) + expert * tl.load(entry + 4), 8)
-    r = tl.arange(0, RANK)
-    weight = tl.load(
-        b + n[:, None] * rank + r[None, :], mask=(n < n_size)[:, None] & (r < rank)[None, :],
-        other=0.0,
-    )  # fmt: skip
-    h = tl.load(hidden + (pair * NUM_PARTS + PART) * RANK + r, mask=r < rank, other=0.0)
-    h = h.to(weight.dtype).to(tl.float32)
-    return tl.sum(weight.to(tl.float32) * h[None, :], axis=1)
-
-
-@triton.jit
-def _act_pairs(
-    both, out, hidden, pool, table, slots, chosen, n_size, top_k,
-    RANK: tl.constexpr, BLOCK_N: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
-    """silu(gate) * up of each pair, with what its adapter adds to the two."""
-    let_next_begin(DEPENDENT)
-    wait_for_inputs(DEPENDENT)
-    pair = tl.program_id(1).to(tl.int64)
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    at = both + pair * 2 * n_size + n
-    gate = tl.load(at, mask=n < n_size, other=0.0).to(tl.float32)
-    up = tl.load(at + n_size, mask=n < n_size, other=0.0).to(tl.float32)
-    gate += _expand_pair(
-        hidden, pool, table, slots, chosen, pair, top_k, n, n_size, 0, 2, RANK, BLOCK_N
-    )
-    up += _expand_pair(
-        hidden, pool, table, slots, chosen, pair, top_k, n, n_size, 1, 2, RANK, BLOCK_N
-    )
-    tl.store(out + pair * n_size + n, gate * tl.sigmoid(gate) * up, mask=n < n_size)
-
-
-@triton.jit
-def _expand_pairs(
-    out, weights, hidden, pool, table, slots, chosen, n_size, top_k,
-    RANK: tl.constexpr, BLOCK_N: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
-    """Add to each pair's weighted output what its adapter adds, weighted too."""
-    let_next_begin(DEPENDENT)
-    wait_for_inputs(DEPENDENT)
-    pair = tl.program_id(1).to(tl.int64)
-    if tl.load(slots + pair // top_k) >= 0:
-        n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-        delta = _expand_pair(
-            hidden, pool, table, slots, chosen, pair, top_k, n, n_size, 0, 1, RANK, BLOCK_N
-        )
-        at = out + pair * n_size + n
-        value = tl.load(at, mask=n < n_size, other=0.0) + delta * tl.load(weights + pair)
-        tl.store(at, value, mask=n < n_size)
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs", "shrink_rows"])
 def _up(
-    x, gate_up, pairs, groups, out, hidden, pool, table, scalings, slots, chosen, num_pairs,
-    n_size, k_size, top_k,
-    RANK: tl.constexpr, SHRINK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    x, gate_up, pairs, groups, out, shrunk, slots, experts, pool, table, scalings, n_size, k_size,
+    top_k, num_pairs, max_rank, shrink_rows,
+    PAIRWISE: tl.constexpr, RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """silu(gate) * up of an expert's pairs, each at its own pair's place. With SHRINK_K, gates and
-    ups as they are, and further programs that shrink: `_act_pairs` follows."""
-    let_next_begin(DEPENDENT)
-    if SHRINK_K:
-        tiles = tl.cdiv(n_size, BLOCK_N)
-        if tl.program_id(0) >= tiles:
-            wait_for_inputs(DEPENDENT)
-            work = (tl.program_id(0) - tiles) * tl.num_programs(1) + tl.program_id(1)
-            _shrink_pair(
-                x, hidden, pool, table, scalings, slots, chosen, work, num_pairs, k_size, top_k,
-                False, 2, RANK, SHRINK_K,
+    """silu(gate) * up of an expert's pairs, each at its own pair's place.
+
+    With adapters pair by pair: gate and up as they are, and what the adapters shrink x to.
+    """
+    group = tl.program_id(1)
+    if PAIRWISE:
+        groups_end = tl.num_programs(1) - shrink_rows
+        if group >= groups_end:
+            shrink_tile(
+                x, shrunk, slots, experts, pool, table, scalings,
+                (group - groups_end) * tl.num_programs(0) + tl.program_id(0), num_pairs, top_k,
+                k_size, max_rank, 2, BLOCK_K, DEPENDENT,
             )  # fmt: skip
             return
+    else:
+        let_next_begin(DEPENDENT)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     wait_for_inputs(DEPENDENT)
-    expert = tl.load(groups + 3 * tl.program_id(1)).to(tl.int64)
-    begin = tl.load(groups + 3 * tl.program_id(1) + 1)
-    end = tl.load(groups + 3 * tl.program_id(1) + 2)
+    if PAIRWISE:
+        let_next_begin(DEPENDENT)
+    expert = tl.load(groups + 3 * group).to(tl.int64)
+    begin = tl.load(groups + 3 * group + 1)
+    end = tl.load(groups + 3 * group + 2)
     w_at = (
         gate_up + (expert * 2 * n_size + tl.minimum(n, n_size - 1))[:, None] * k_size + k[None, :]
     )
@@ -367,68 +224,73 @@ def _up(
             gate = tl.dot(gates, xs, gate, input_precision="ieee")
             up = tl.dot(ups, xs, up, input_precision="ieee")
         ok = (m < end)[:, None] & (n < n_size)[None, :]
-        if SHRINK_K:
+        if RANK:
+            gate = add_adapters(
+                gate, shrunk, pool, table, slots, pair // top_k, pair, m < end, expert, n, n_size,
+                0, 2, RANK,
+            )  # fmt: skip
+            up = add_adapters(
+                up, shrunk, pool, table, slots, pair // top_k, pair, m < end, expert, n, n_size,
+                1, 2, RANK,
+            )  # fmt: skip
+        if PAIRWISE:
             to = out + pair[:, None] * 2 * n_size + n[None, :]
             tl.store(to, tl.trans(gate), mask=ok)
             tl.store(to + n_size, tl.trans(up), mask=ok)
-        elif RANK:
-            gate = _add_adapters(
-                gate, hidden, pool, table, slots, pair // top_k, pair, m < end, expert, n, n_size,
-                0, 2, RANK,
-            )  # fmt: skip
-            up = _add_adapters(
-                up, hidden, pool, table, slots, pair // top_k, pair, m < end, expert, n, n_size,
-                1, 2, RANK,
-            )  # fmt: skip
-        if not SHRINK_K:
+        else:
             value = tl.trans(gate * tl.sigmoid(gate) * up)
             tl.store(out + pair[:, None] * n_size + n[None, :], value, mask=ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "expand_rows"])
 def _down(
-    inner, down, pairs, groups, weights, out, hidden, pool, table, scalings, slots, chosen,
-    num_pairs, n_size, k_size, top_k,
-    RANK: tl.constexpr, SHRINK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
+    hidden, down, pairs, groups, weights, out, shrunk, slots, experts, pool, table, n_size, k_size,
+    num_tokens, max_rank, expand_rows,
+    TOP_K: tl.constexpr, BLOCK_P: tl.constexpr, NUM_SPLITS: tl.constexpr, RANK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """weight * down(inner) of an expert's pairs, each at its own pair's place. With SHRINK_K, there
-    are further programs that shrink: `_expand_pairs` follows."""
+    """weight * down(hidden) of an expert's pairs, each at its own pair's place.
+
+    With adapters pair by pair (NUM_SPLITS, of what they shrunk the activations to): what they add
+    to each token, too.
+    """
     let_next_begin(DEPENDENT)
-    if SHRINK_K:
-        tiles = tl.cdiv(n_size, BLOCK_N)
-        if tl.program_id(0) >= tiles:
-            wait_for_inputs(DEPENDENT)
-            work = (tl.program_id(0) - tiles) * tl.num_programs(1) + tl.program_id(1)
-            _shrink_pair(
-                inner, hidden, pool, table, scalings, slots, chosen, work, num_pairs, k_size,
-                top_k, True, 1, RANK, SHRINK_K,
+    group = tl.program_id(1)
+    places: tl.constexpr = TOP_K + (1 if NUM_SPLITS else 0)
+    if NUM_SPLITS:
+        groups_end = tl.num_programs(1) - expand_rows
+        if group >= groups_end:
+            expand_tile(
+                out, shrunk, weights, experts, slots, pool, table,
+                (group - groups_end) * tl.num_programs(0) + tl.program_id(0), num_tokens, n_size,
+                max_rank, TOP_K, BLOCK_P, NUM_SPLITS, DEPENDENT,
             )  # fmt: skip
             return
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     wait_for_inputs(DEPENDENT)
-    expert = tl.load(groups + 3 * tl.program_id(1)).to(tl.int64)
-    begin = tl.load(groups + 3 * tl.program_id(1) + 1)
-    end = tl.load(groups + 3 * tl.program_id(1) + 2)
+    expert = tl.load(groups + 3 * group).to(tl.int64)
+    begin = tl.load(groups + 3 * group + 1)
+    end = tl.load(groups + 3 * group + 2)
     w_at = down + (expert * n_size + tl.minimum(n, n_size - 1))[:, None] * k_size + k[None, :]
     for first in range(begin, end, BLOCK_M):
         m = first + tl.arange(0, BLOCK_M)
         pair = tl.load(pairs + tl.minimum(m, end - 1)).to(tl.int64)
-        h_at = inner + pair[:, None] * k_size + k[None, :]
+        h_at = hidden + pair[:, None] * k_size + k[None, :]
         acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for at in range(0, k_size, BLOCK_K):
             weight = tl.load(w_at + at, eviction_policy="evict_first")
             hs = tl.trans(tl.load(h_at + at, mask=(m < end)[:, None], other=0.0))
             acc = tl.dot(weight, hs, acc, input_precision="ieee")
-        if RANK and not SHRINK_K:
-            acc = _add_adapters(
-                acc, hidden, pool, table, slots, pair // top_k, pair, m < end, expert, n, n_size,
+        if RANK:
+            acc = add_adapters(
+                acc, shrunk, pool, table, slots, pair // TOP_K, pair, m < end, expert, n, n_size,
                 0, 1, RANK,
             )  # fmt: skip
         value = tl.trans(acc) * tl.load(weights + pair)[:, None]
         ok = (m < end)[:, None] & (n < n_size)[None, :]
-        tl.store(out + pair[:, None] * n_size + n[None, :], value, mask=ok)
+        place = pair // TOP_K * places + pair % TOP_K
+        tl.store(out + place[:, None] * n_size + n[None, :], value, mask=ok)
 
 
 def experts(
@@ -440,107 +302,135 @@ def experts(
     *,
     tiling: ExpertTiling | None = None,
 ) -> Tensor:
-    """Each pair's weighted output, float32 [tokens, top_k, hidden].
+    """What adds up to each token's output, float32 [tokens, top_k, hidden]: each pair's weighted
+    output. Where adapters are computed pair by pair, what they add is one more behind the last.
 
     gate_up is [experts, 2 n, hidden] (gates first), down is [experts, hidden, n].
     """
-    tiling = tiling or ExpertTiling()
-    num_tokens, top_k = routing.weights.shape
+    cut = tiling or ExpertTiling()
     num_experts, hidden_size, n_size = down.shape
-    num_pairs = num_tokens * top_k
-    options = launch_options(x.device)
-    groups = _most_used(routing, num_experts)
-    block_m = 16 if num_pairs <= 8 * num_experts else 64
-    gates = _Adapted.of(adapters, routing, x, groups, tiling.up_k, of_gate_up=True)
-    inner = torch.empty(num_pairs, n_size, dtype=x.dtype, device=x.device)
-    both = inner
-    if gates.shrink_k:
-        both = torch.empty(num_pairs, 2 * n_size, dtype=torch.float32, device=x.device)
-    _up[(triton.cdiv(n_size, tiling.up_n) + gates.num_columns, groups)](
-        x, gate_up, routing.pairs, routing.groups, both, *gates.tensors, num_pairs, n_size,
-        hidden_size, top_k,
-        RANK=gates.rank, SHRINK_K=gates.shrink_k, BLOCK_M=block_m, BLOCK_N=tiling.up_n,
-        BLOCK_K=tiling.up_k, num_stages=tiling.up_stages, num_warps=tiling.num_warps, **options,
-    )  # fmt: skip
-    if gates.shrink_k:
-        _act_pairs[(triton.cdiv(n_size, PAIR_N), num_pairs)](
-            both, inner, *gates.expand_tensors, n_size, top_k, RANK=gates.rank, BLOCK_N=PAIR_N,
-            **options,
-        )  # fmt: skip
-    downs = _Adapted.of(adapters, routing, inner, groups, tiling.down_k, of_gate_up=False)
-    out = torch.empty(num_pairs, hidden_size, dtype=torch.float32, device=x.device)
-    _down[(triton.cdiv(hidden_size, tiling.down_n) + downs.num_columns, groups)](
-        inner, down, routing.pairs, routing.groups, routing.weights, out, *downs.tensors,
-        num_pairs, hidden_size, n_size, top_k,
-        RANK=downs.rank, SHRINK_K=downs.shrink_k, BLOCK_M=block_m, BLOCK_N=tiling.down_n,
-        BLOCK_K=tiling.down_k, num_stages=tiling.down_stages, num_warps=tiling.num_warps,
-        **options,
-    )  # fmt: skip
-    if downs.shrink_k:
-        _expand_pairs[(triton.cdiv(hidden_size, PAIR_N), num_pairs)](
-            out, routing.weights, *downs.expand_tensors, hidden_size, top_k, RANK=downs.rank,
-            BLOCK_N=PAIR_N, **options,
-        )  # fmt: skip
-    return out.view(num_tokens, top_k, hidden_size)
-
-
-def _most_used(routing: Routing, num_experts: int) -> int:
-    """How many experts can have pairs; they come first."""
     num_tokens, top_k = routing.weights.shape
-    return min(num_experts, num_tokens * top_k) if num_tokens <= MAX_ROUTED_TOKENS else num_experts
+    num_pairs = num_tokens * top_k
+    used = min(num_experts, num_pairs) if num_tokens <= MAX_ROUTED_TOKENS else num_experts
+    block_m = 16 if num_pairs <= 8 * num_experts else 64
+    inner = torch.empty(num_pairs, n_size, dtype=x.dtype, device=x.device)
+    around = _Around.of(inner, routing, adapters, hidden_size, cut)
+    options = launch_options(x.device)
+    if adapters is not None and around.up_rank:
+        _shrink(x, around.of_up[0], routing, adapters.gate_up, adapters.slots, used)
+    _up[(triton.cdiv(n_size, cut.up_n), around.shrink_rows + used)](
+        x, gate_up, routing.pairs, routing.groups, around.product, *around.of_up, n_size,
+        hidden_size, top_k, num_pairs, around.up_max_rank, around.shrink_rows,
+        PAIRWISE=around.num_splits > 0, RANK=around.up_rank, BLOCK_M=block_m, BLOCK_N=cut.up_n,
+        BLOCK_K=cut.up_k, num_stages=cut.up_stages, num_warps=cut.num_warps, **options,
+    )  # fmt: skip
+    if adapters is not None and around.down_rank:
+        _shrink(inner, around.of_down[0], routing, adapters.down, adapters.slots, used)
+    elif adapters is not None:
+        _activate(around, inner, routing, adapters, cut)
+    places = top_k + 1 if around.num_splits else top_k
+    out = torch.empty(num_tokens, places, hidden_size, dtype=torch.float32, device=x.device)
+    _down[(triton.cdiv(hidden_size, cut.down_n), around.expand_rows + used)](
+        inner, down, routing.pairs, routing.groups, routing.weights, out, *around.of_down,
+        hidden_size, n_size, num_tokens, around.max_rank, around.expand_rows,
+        TOP_K=top_k, BLOCK_P=triton.next_power_of_2(top_k), NUM_SPLITS=around.num_splits,
+        RANK=around.down_rank, BLOCK_M=block_m, BLOCK_N=cut.down_n, BLOCK_K=cut.down_k,
+        num_stages=cut.down_stages, num_warps=cut.num_warps, **options,
+    )  # fmt: skip
+    return out
 
 
 @dataclass(frozen=True, slots=True)
-class _Adapted:
-    """How the adapters of one product are computed.
+class _Around:
+    """What the two products are given of adapters; of no account where there are none."""
 
-    A decode step has few pairs for each expert and adapter: every pair by itself, shrunk beside the
-    product and expanded by a kernel of its own. In a prefill tiles of pairs are shrunk before the
-    product, which expands them.
-    """
-
-    tensors: tuple[Tensor, ...]
-    """hidden, pool, table, scalings, slots, the pairs' experts."""
-    rank: int
-    """How many columns of `hidden` each part has; 0 without adapters."""
-    shrink_k: int
-    """With every pair by itself: how much of its inner dimension is read at once; else 0."""
-    num_columns: int
-    """Further programs for each group of pairs, which shrink."""
-
-    @property
-    def expand_tensors(self) -> tuple[Tensor, ...]:
-        hidden, pool, table, _, slots, chosen = self.tensors
-        return hidden, pool, table, slots, chosen
+    product: Tensor
+    """What `_up` writes: activations [num_pairs, n], or pair by pair float32 [num_pairs, 2 n]."""
+    of_up: tuple[Tensor, ...]
+    """First what x is shrunk to, float32 [num_pairs, ranks of gate and up]."""
+    of_down: tuple[Tensor, ...]
+    """First what activations are shrunk to, float32 [splits, num_pairs, ranks of down]."""
+    up_rank: int = 0
+    """How many ranks each part has there, where they are shrunk before the product; else 0."""
+    down_rank: int = 0
+    num_splits: int = 0
+    """Where adapters are computed pair by pair: sums that `of_down` is in; else 0."""
+    shrink_rows: int = 0
+    """Then, rows of further tiles in the grid of `_up`."""
+    expand_rows: int = 0
+    """And in that of `_down`."""
+    up_max_rank: int = 1
+    max_rank: int = 1
 
     @classmethod
     def of(
         cls,
-        adapters: ExpertAdapters | None,
+        inner: Tensor,
         routing: Routing,
-        x: Tensor,
-        groups: int,
-        block_k: int,
-        *,
-        of_gate_up: bool,
-    ) -> _Adapted:
-        """x is of tokens before gate and up, and of pairs before down."""
+        adapters: ExpertAdapters | None,
+        hidden_size: int,
+        cut: ExpertTiling,
+    ) -> _Around:
         if adapters is None:
-            return cls((x,) * 6, 0, 0, 0)
-        site = adapters.gate_up if of_gate_up else adapters.down
-        num_tokens, top_k = routing.weights.shape
-        k_size = x.shape[1]
-        rank = max(16, triton.next_power_of_2(site.max_rank))
-        shape = (num_tokens * top_k, site.num_parts * rank)
-        hidden = torch.empty(shape, dtype=torch.float32, device=x.device)
-        tensors = (hidden, site.pool, site.table, site.scalings, adapters.slots, routing.experts)
-        if num_tokens <= MAX_ROUTED_TOKENS:
-            columns = triton.cdiv(num_tokens * top_k * site.num_parts, groups)
-            return cls(tensors, rank, min(SHRINK_K, k_size & -k_size), columns)
-        _shrink[(site.num_parts, groups)](
-            x, hidden, site.pool, site.table, site.scalings, adapters.slots, routing.pairs,
-            routing.groups, k_size, top_k,
-            BY_PAIR=not of_gate_up, NUM_PARTS=site.num_parts, RANK=rank, BLOCK_M=16,
-            BLOCK_K=block_k, num_warps=4, num_stages=4, **launch_options(x.device),
-        )  # fmt: skip
-        return cls(tensors, rank, 0, 0)
+            return cls(inner, (inner,) * 6, (inner,) * 5)
+        num_pairs, n_size = inner.shape
+        up, down, slots = adapters.gate_up, adapters.down, adapters.slots
+        of_up = (slots, routing.experts, up.pool, up.table, up.scalings)
+        of_down = (slots, routing.experts, down.pool, down.table)
+
+        def empty(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=torch.float32, device=inner.device)
+
+        if len(slots) > MAX_PAIRWISE_TOKENS:
+            up_rank, down_rank = _block_of(up.max_rank), _block_of(down.max_rank)
+            return cls(
+                product=inner,
+                of_up=(empty(num_pairs, 2 * up_rank), *of_up),
+                of_down=(empty(num_pairs, down_rank), *of_down),
+                up_rank=up_rank,
+                down_rank=down_rank,
+            )
+        num_splits = triton.cdiv(n_size, cut.activate_n)
+        shrink_tiles = triton.cdiv(num_pairs * up.width, SHRINK_N.value)
+        expand_tiles = len(slots) * triton.cdiv(hidden_size, EXPAND_N.value)
+        return cls(
+            product=empty(num_pairs, 2 * n_size),
+            of_up=(empty(num_pairs, up.width), *of_up),
+            of_down=(empty(num_splits, num_pairs, down.width), *of_down),
+            num_splits=num_splits,
+            shrink_rows=triton.cdiv(shrink_tiles, triton.cdiv(n_size, cut.up_n)),
+            expand_rows=triton.cdiv(expand_tiles, triton.cdiv(hidden_size, cut.down_n)),
+            up_max_rank=up.max_rank,
+            max_rank=down.max_rank,
+        )
+
+
+def _block_of(rank: int) -> int:
+    return max(16, int(triton.next_power_of_2(rank)))
+
+
+def _shrink(
+    x: Tensor, shrunk: Tensor, routing: Routing, site: ExpertSite, slots: Tensor, used: int
+) -> None:
+    """x is of tokens, or of pairs."""
+    top_k = routing.weights.shape[1]
+    shrink_pairs[(site.num_parts, used)](
+        x, shrunk, site.pool, site.table, site.scalings, slots, routing.pairs, routing.groups,
+        x.shape[1], top_k,
+        BY_PAIR=site.num_parts == 1, NUM_PARTS=site.num_parts, RANK=_block_of(site.max_rank),
+        BLOCK_M=16, BLOCK_K=16 * (8 if x.shape[1] % 128 == 0 else 1),
+        num_warps=4, num_stages=4, **launch_options(x.device),
+    )  # fmt: skip
+
+
+def _activate(
+    around: _Around, inner: Tensor, routing: Routing, adapters: ExpertAdapters, cut: ExpertTiling
+) -> None:
+    num_pairs, n_size = inner.shape
+    up, down = adapters.gate_up, adapters.down
+    activate[(num_pairs, around.num_splits)](
+        around.product, around.of_up[0], inner, around.of_down[0], adapters.slots, routing.experts,
+        down.pool, up.table, down.table, down.scalings, num_pairs, routing.weights.shape[1], n_size,
+        up.max_rank, down.max_rank,
+        BLOCK_N=cut.activate_n, num_warps=4, **launch_options(inner.device),
+    )  # fmt: skip

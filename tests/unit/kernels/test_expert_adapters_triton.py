@@ -1,0 +1,159 @@
+"""Adapters of experts in Triton against the naive reference, and that against the CPU's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.unit.kernels.triton_cases import DEVICE, DTYPES, randn
+
+from manyroots.kernels.moe_pairs import reference  # isort: skip
+from manyroots.kernels.moe_pairs import triton as fast  # isort: skip
+from manyroots.kernels.moe_pairs.adapters import PART_WIDTH, ExpertAdapters, ExpertSite  # isort: skip
+from manyroots.kernels.tolerances import assert_close  # isort: skip
+
+EXPERTS, HIDDEN, INNER, TOP_K = 4, 64, 48, 2
+TILING = fast.ExpertTiling(
+    up_n=16, up_k=32, up_stages=2, down_n=16, down_k=16, down_stages=2, activate_n=32
+)
+SHARED_OUTER = "shared outer"
+PER_EXPERT = "per expert"
+
+
+def make_site(
+    in_features: int,
+    part_sizes: tuple[int, ...],
+    ranks: list[tuple[int, ...]],
+    shares: str,
+    dtype: torch.dtype,
+) -> ExpertSite:
+    """`ranks[slot][part]` may be 0. Shared outer: one A where gate and up are, else one B."""
+    pieces: list[Tensor] = [randn(8, dtype=dtype)]  # so that no offset is 0
+    used = 8
+
+    def put(is_shared: bool, *shape: int) -> tuple[int, int]:
+        nonlocal used
+        count, size = 1 if is_shared else EXPERTS, shape[0] * shape[1]
+        piece = (
+            randn(count, *shape, dtype=dtype, seed=used).flatten() * 0.5 * max(1, shape[1]) ** -0.5
+        )
+        pieces.append(piece)
+        used += len(piece)
+        return used - len(piece), 0 if is_shared else size
+
+    is_outer = shares == SHARED_OUTER
+    table = []
+    for slot_ranks in ranks:
+        entry = []
+        for size, rank in zip(part_sizes, slot_ranks, strict=True):
+            a = put(is_outer and len(part_sizes) == 2, rank, in_features)
+            b = put(is_outer and len(part_sizes) == 1, size, rank)
+            entry += [*a, rank, *b] if rank else [0] * PART_WIDTH
+        table.append(entry)
+    return ExpertSite(
+        pool=torch.cat(pieces),
+        table=torch.tensor(table, dtype=torch.int64, device=DEVICE),
+        scalings=randn(len(ranks), len(part_sizes)).abs() + 0.5,
+        part_sizes=part_sizes,
+        max_rank=max(max(slot_ranks) for slot_ranks in ranks),
+    )
+
+
+def make_adapters(
+    slots: list[int], ranks: list[tuple[int, int, int]], shares: str, dtype: torch.dtype
+) -> ExpertAdapters:
+    """`ranks`: of gate, up and down, by slot."""
+    up = make_site(HIDDEN, (INNER, INNER), [r[:2] for r in ranks], shares, dtype)
+    down = make_site(INNER, (HIDDEN,), [r[2:] for r in ranks], shares, dtype)
+    # One pool for both, as a model has.
+    pool = torch.cat((up.pool, down.pool))
+    moved = down.table.clone()
+    moved[:, [0, 3]] += len(up.pool)
+    return ExpertAdapters(
+        gate_up=ExpertSite(pool, up.table, up.scalings, up.part_sizes, up.max_rank),
+        down=ExpertSite(pool, moved, down.scalings, down.part_sizes, down.max_rank),
+        slots=torch.tensor(slots, dtype=torch.int32, device=DEVICE),
+    )
+
+
+def weights(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    gate_up = randn(EXPERTS, 2 * INNER, HIDDEN, dtype=dtype, seed=1) * HIDDEN**-0.5
+    return gate_up, randn(EXPERTS, HIDDEN, INNER, dtype=dtype, seed=2) * INNER**-0.5
+
+
+STEPS = {
+    "one row": [0],
+    "base rows between": [-1, 0, 1, 1, -1],
+    "only base rows": [-1, -1],
+    "more pairs per expert than a tile": [*[0] * 20, *[1] * 9, *[-1] * 11],
+}
+RANKS = {
+    "one rank": [(16, 16, 16), (16, 16, 16)],
+    "ranks of all sizes": [(8, 24, 40), (32, 8, 16)],
+    "parts left alone": [(0, 16, 0), (8, 0, 8)],
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shares", [PER_EXPERT, SHARED_OUTER])
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("most", [fast.MAX_PAIRWISE_TOKENS, 0])
+def test_experts_with_adapters_equal_the_reference(
+    most: int, step: str, ranks: str, shares: str, dtype: torch.dtype
+) -> None:
+    """Pair by pair as in a decode, and with `most` 0 in tiles as in a prefill."""
+    slots = STEPS[step]
+    x = randn(len(slots), HIDDEN, dtype=dtype)
+    gate_up, down = weights(dtype)
+    adapters = make_adapters(slots, RANKS[ranks], shares, dtype)
+    routing = fast.route(randn(len(slots), EXPERTS, seed=3), TOP_K, renormalise=True)
+    kept, fast.MAX_PAIRWISE_TOKENS = fast.MAX_PAIRWISE_TOKENS, most
+    try:
+        out = fast.experts(x, routing, gate_up, down, adapters, tiling=TILING)
+    finally:
+        fast.MAX_PAIRWISE_TOKENS = kept
+    assert out.shape[1] == (TOP_K + 1 if most else TOP_K)
+    expected = reference.experts(x, routing, gate_up, down, adapters)
+    assert_close("expert_lora", out.sum(1), expected.sum(1), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_base_row_is_the_same_with_adapters_beside_it(dtype: torch.dtype) -> None:
+    slots = [-1, 0, 1, -1]
+    x = randn(len(slots), HIDDEN, dtype=dtype)
+    gate_up, down = weights(dtype)
+    adapters = make_adapters(slots, RANKS["one rank"], PER_EXPERT, dtype)
+    routing = fast.route(randn(len(slots), EXPERTS, seed=3), TOP_K, renormalise=True)
+    out = fast.experts(x, routing, gate_up, down, adapters, tiling=TILING)
+    base = fast.experts(x, routing, gate_up, down, tiling=TILING)
+    for row, slot in enumerate(slots):
+        assert torch.equal(out[row, :TOP_K], base[row]) == (slot < 0)
+        assert out[row, TOP_K:].any() == (slot >= 0)
+
+
+@pytest.mark.parametrize("shares", [PER_EXPERT, SHARED_OUTER])
+def test_the_reference_adds_b_times_a_times_scaling(shares: str) -> None:
+    """W + scaling * B A merged into each expert's weights gives the same."""
+    slots = [0, 0, 0]
+    x = randn(len(slots), HIDDEN)
+    gate_up, down = weights(torch.float32)
+    adapters = make_adapters(slots, [(8, 16, 24)], shares, torch.float32)
+    routing = reference.route(randn(len(slots), EXPERTS, seed=3), TOP_K, renormalise=True)
+    merged_up = gate_up + torch.stack([_delta(adapters.gate_up, e, HIDDEN) for e in range(EXPERTS)])
+    merged_down = down + torch.stack([_delta(adapters.down, e, INNER) for e in range(EXPERTS)])
+    out = reference.experts(x, routing, gate_up, down, adapters)
+    expected = reference.experts(x, routing, merged_up, merged_down)
+    assert_close("expert_lora", out, expected, torch.float32)
+
+
+def _delta(site: ExpertSite, expert: int, in_features: int) -> Tensor:
+    entries = site.table[0].tolist()
+    products = []
+    for part, size in enumerate(site.part_sizes):
+        a, a_step, rank, b, b_step = entries[PART_WIDTH * part :][:PART_WIDTH]
+        first = site.pool[a + expert * a_step :][: rank * in_features].view(rank, in_features)
+        second = site.pool[b + expert * b_step :][: size * rank].view(size, rank)
+        products.append(site.scalings[0, part] * second @ first)
+    return torch.cat(products)

@@ -15,4 +15,5 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="NO GPU: p
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_gpu_gives_the_cpus_outputs(tmp_path: Path, kind: str, dtype: str) -> None:
+    """W19: replayed graphs and single launches, base and adapters, beside the CPU's engine."""
     check(tmp_path, kind, dtype)

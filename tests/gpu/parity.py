@@ -129,6 +129,19 @@ def prompt_scores(outputs: Outputs) -> torch.Tensor:
     )
 
 
+def check_rounding(kind: str, dtype: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    """The GPU's errors against float32 are no larger than the CPU's in the same half precision.
+
+    Elementwise the two can't be compared: these adapters are twenty times as strong as usual, and
+    a rounding early in the model moves what comes out by tenths, on the CPU as well.
+    """
+    row = TOLERANCES["rounding", getattr(torch, dtype)]
+    error, usual = float(ours.abs().mean()), float(theirs.abs().mean())
+    assert error <= usual + row.atol + row.rtol * usual, (
+        f"{kind} {dtype}: log-probabilities are {error} from float32's on average, the CPU's {usual}"
+    )
+
+
 def check(folder: Path, kind: str, dtype: str) -> str:
     """Raise AssertionError if the GPU differs from the CPU; else say what was compared."""
     paths = make_model(folder, kind)
@@ -143,18 +156,16 @@ def check(folder: Path, kind: str, dtype: str) -> str:
         is_loading = index == 1 and dtype != "float32"
         assert is_loading or tokens(one) == tokens(other), f"{kind} {dtype}: graph in {index}"
     cpu = run(folder, paths, "cpu", dtype, batches)
-    row = TOLERANCES["logits", getattr(torch, dtype)]
     ours, theirs = prompt_scores(graphs[-1]), prompt_scores(cpu[-1])
     worst = float((ours - theirs).abs().max())
     if dtype == "float32":
+        row = TOLERANCES["logits", torch.float32]
         torch.testing.assert_close(ours, theirs, atol=row.atol, rtol=row.rtol)
         for index, (one, other) in enumerate(zip(graphs, cpu, strict=True)):
             assert tokens(one) == tokens(other), f"{kind}: batch {index}, GPU and CPU differ"
     else:
-        # In half precision a random model has positions where a rounding tips a probability; its
-        # mean has none.
-        mean = float((ours - theirs).abs().mean())
-        assert mean <= row.atol, f"{kind} {dtype}: log-probabilities differ by {mean} on average"
+        exact = prompt_scores(run(folder, paths, "cpu", "float32", batches)[-1])
+        check_rounding(kind, dtype, ours - exact, theirs - exact)
     changed = sum(tokens(graphs[0])[n] != tokens(graphs[1])[n] for n in tokens(graphs[0]))
     assert changed >= 5, f"{kind} {dtype}: adapters changed {changed} of 10 outputs"
     return (

@@ -7,21 +7,24 @@ of them must be byte for byte what it was alone. At the end no page is held by a
 from __future__ import annotations
 
 import json
-import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import pytest
 
 from tests.e2e.conftest import CONTEXT, HEADERS, Server
 
-LIMIT_S = 1.0 if "PYTEST_XDIST_WORKER" not in os.environ else 5.0
-"""A refusal takes milliseconds. Beside other test processes the cores are not ours alone."""
+T = TypeVar("T")
+
+LIMIT_S = 1.0
+NUM_TRIES = 3
+"""A refusal takes milliseconds. Beside other test processes one may have to wait for a core; a
+slow refusal is slow every time."""
 GOOD_PROMPTS = ("The largest ocean on Earth is", "def fibonacci(n):", "Dear Sir or Madam,")
 KEY_LINE = f"Authorization: {HEADERS['authorization']}\r\n"
 
@@ -73,13 +76,25 @@ def good_load(server: Server, model: str) -> Iterator[GoodLoad]:
     server.wait_until_idle()
 
 
+def quickly(ask: Callable[[], T], limit_s: float = LIMIT_S) -> T:
+    """What `ask` gives; it must give it within the limit."""
+    took = []
+    for _ in range(NUM_TRIES):
+        start = time.monotonic()
+        answer = ask()
+        took.append(time.monotonic() - start)
+        if took[-1] < limit_s:
+            return answer
+    pytest.fail(f"answered after {took} s; the limit is {limit_s} s")
+
+
 def refused(server: Server, path: str, body: Any, *, status: int = 400) -> dict[str, Any]:
     """Send it; the answer must be this 4xx, complete and quick. Gives the error."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = HEADERS | {"content-type": "application/json"}
-    start = time.monotonic()
-    response = httpx.post(server.url + path, content=content, headers=headers, timeout=10)
-    assert time.monotonic() - start < LIMIT_S
+    response = quickly(
+        lambda: httpx.post(server.url + path, content=content, headers=headers, timeout=10)
+    )
     assert response.status_code == status, response.text
     error: dict[str, Any] = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
@@ -88,13 +103,15 @@ def refused(server: Server, path: str, body: Any, *, status: int = 400) -> dict[
 
 def raw(server: Server, request: bytes, *, end: bool = False) -> int:
     """Send bytes as they are; the status of the answer, 0 if the server just hung up."""
-    start = time.monotonic()
-    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as connection:
-        connection.sendall(request)
-        if end:
-            connection.shutdown(socket.SHUT_WR)
-        answer = connection.recv(65536)
-    assert time.monotonic() - start < LIMIT_S
+
+    def ask() -> bytes:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=5) as connection:
+            connection.sendall(request)
+            if end:
+                connection.shutdown(socket.SHUT_WR)
+            return connection.recv(65536)
+
+    answer = quickly(ask)
     return int(answer.split(b" ", 2)[1]) if answer.startswith(b"HTTP/1.1 ") else 0
 
 
@@ -236,13 +253,16 @@ def test_a_client_that_sends_all_100_mb_still_reads_the_413(server: Server) -> N
 def test_an_endless_chunked_body_is_a_413(server: Server) -> None:
     """R03: without a length, as soon as it is too much."""
     head = post_head("/v1/completions", "Transfer-Encoding: chunked")
-    start = time.monotonic()
-    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as connection:
-        connection.sendall(head)
-        for _ in range(9):
-            connection.sendall(b"100000\r\n" + b" " * 2**20 + b"\r\n")
-        assert connection.recv(4096).startswith(b"HTTP/1.1 413 ")
-    assert time.monotonic() - start < 2 * LIMIT_S, "it has to take in 8 MiB first"
+
+    def ask() -> bytes:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=5) as connection:
+            connection.sendall(head)
+            for _ in range(9):
+                connection.sendall(b"100000\r\n" + b" " * 2**20 + b"\r\n")
+            return connection.recv(4096)
+
+    # It has to take in 8 MiB first.
+    assert quickly(ask, 2 * LIMIT_S).startswith(b"HTTP/1.1 413 ")
 
 
 MALFORMED: list[tuple[bytes, tuple[int, ...]]] = [

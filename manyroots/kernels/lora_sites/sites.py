@@ -30,15 +30,13 @@ so that a prefill's weights are read seldom."""
 
 
 @dataclass(frozen=True, slots=True)
-class LoraSite:
-    """One site: its parts, and where each slot's weights for it begin in the pool."""
+class PoolSite:
+    """A product that adapters may change, and where each slot's weights for it lie in the pool."""
 
     pool: Tensor
     """[num_elements] of the model's dtype; every offset is a multiple of 8."""
     table: Tensor
-    """int64 [num_slots, 2 + 3 * num_parts]: the offset of A [sum of ranks, in] and the sum of
-    ranks; then for each part where its ranks begin among them, its rank, and the offset of its
-    B [part size, rank]. A slot that does not change the site has zero ranks."""
+    """int64 [num_slots, what the kind of site says]. A slot that does not change it has ranks 0."""
     scalings: Tensor
     """float32 [num_slots, num_parts]"""
     part_sizes: tuple[int, ...]
@@ -51,8 +49,15 @@ class LoraSite:
 
     @property
     def width(self) -> int:
-        """Columns of a row's shrunk activations: enough for any slot."""
+        """Columns of shrunk activations: `max_rank` for each part, enough for any slot."""
         return self.num_parts * self.max_rank
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSite(PoolSite):
+    """A dense product. `table` has 2 + 3 * num_parts columns: the offset of A [sum of ranks, in]
+    and the sum of ranks; then for each part where its ranks begin among them, its rank, and the
+    offset of its B [part size, rank]."""
 
 
 @dataclass(frozen=True, slots=True)

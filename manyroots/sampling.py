@@ -117,10 +117,6 @@ class SamplingParams:
             _check_float(f"logit_bias[{token}]", bias, -100.0, 100.0, name="logit_bias")
 
     @property
-    def is_greedy(self) -> bool:
-        return self.temperature == 0.0
-
-    @property
     def has_penalties(self) -> bool:
         return (
             self.presence_penalty != 0.0

@@ -1,4 +1,4 @@
-"""Names and folders of adapters: what may be opened at all.
+"""Folders of adapters: what may be opened at all.
 
 Takes what a user wrote; gives a resolved folder, or an `AdapterError`. Reads no file.
 """
@@ -9,19 +9,10 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from manyroots.adapter_names import name_fault
 from manyroots.errors import AdapterError
-from manyroots.ids import AdapterName
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
-
-
-def check_name(name: str) -> AdapterName:
-    """A name that may stand in URLs, logs and metrics. Whether it is taken, the caller knows."""
-    if fault := name_fault(name):
-        raise AdapterError(fault, field="lora_name")
-    return AdapterName(name)
 
 
 def check_folder(path: str | Path, allowed_dirs: Sequence[Path] | None) -> Path:

@@ -27,9 +27,9 @@ DECODE_BLOCK_ROWS = 16
 PREFILL_BLOCK_ROWS = 64
 """Most rows that one program takes: few, so that many programs share a decode step's work; many,
 so that a prefill's weights are read seldom."""
-MOST_SINGLE_ROWS = 16
-"""Up to here a fused kernel's program has one row: what several share is in the cache, and a step
-waits for its slowest program."""
+MOST_SINGLE_ROWS = 32
+"""Up to here a program of the fused kernels has one row: what rows share is in the cache, and a
+program of several is large, so that not all of them fit onto the chip at once."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from manyroots.kernels.lora_sites.triton import (
 )
 from manyroots.kernels.norm.normed import Normed
 
-PIECE = 256
+PIECE = 128
 """Columns of a program that has a piece of its rows."""
 
 
@@ -191,7 +191,7 @@ def add_norm(residual: Tensor, delta: Tensor, weight: Tensor, eps: float, lora: 
         residual, parts, weight, out, squares, hidden, lora.site.pool, lora.site.table, rows.slots,
         rows.blocks, n, parts.stride(0), parts.stride(1), hidden.stride(0), hidden.stride(1),
         NUM_SPLITS=parts.shape[0], HIDDEN_SPLITS=hidden.shape[0], BLOCK_R=block_r, BLOCK_N=PIECE,
-        RANK_BLOCK=RANK_BLOCK, num_warps=2 if block_r == 1 else 4, num_stages=1,
+        RANK_BLOCK=RANK_BLOCK, num_warps=2 if block_r == 1 else 8, num_stages=1,
         **launch_options(residual.device),
     )  # fmt: skip
     return Normed(out, squares, eps)

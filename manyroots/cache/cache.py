@@ -129,11 +129,16 @@ class PrefixCache:
         if num_pages:
             self._hold_found(lease, match, num_pages)
             self.publisher.touch(lease.cursor)
-            self._writer.found(lease.serial, nodes)
         return lease
 
-    def count_hit(self, lease: Lease, num_tokens: int) -> None:
-        """The request of this lease begins: its own reuse counts, once (C04)."""
+    def begin(self, lease: Lease, num_tokens: int) -> None:
+        """The request of this lease begins: its own reuse counts, once (C04).
+
+        Only now is what it found worth a copy: one that is claimed again and again while there is
+        no room would have the room filled with copies under way.
+        """
+        if lease.num_cached_tokens:
+            self._writer.reused(lease.serial, nearest_attached(lease.cursor))
         self._total_lookup += num_tokens
         self._total_hit += lease.num_cached_tokens
         self._total_host_hit += lease.num_host_tokens

@@ -45,7 +45,6 @@ class Node:
         "last_used",
         "namespace",
         "num_pages",
-        "num_uses",
         "parent",
         "queued",
         "serial",
@@ -91,7 +90,6 @@ class Node:
         self.last_used = 0
         self.last_arrived = 0
         """When a copy to the host last ended here or below; counts as use there alone."""
-        self.num_uses = 0
         self.queued = 0
         """Bit set of the planes whose eviction queue has this node."""
 
@@ -248,7 +246,6 @@ class PrefixTree:
         )
         upper.counts = _counts(upper.units)
         upper.last_used, upper.last_arrived = node.last_used, node.last_arrived
-        upper.num_uses = node.num_uses
         parent.children[(node.namespace, node.keys[: self._page_bytes])] = upper
         starts = self.by_namespace.get(node.namespace)
         if starts is not None and starts.pop(node.serial, None) is not None:

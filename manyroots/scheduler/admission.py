@@ -104,6 +104,22 @@ class Admission:
         self._loading.clear()
         self._loaded.clear()
 
+    def give_way(self) -> bool:
+        """Those that run lack room: the last of those that hold what they have loaded and do not
+        run yet gives it back, and waits again. False if nobody does.
+
+        Its pages are still on the host, while one that runs would have to compute its own again;
+        and two that took turns at that would never end.
+        """
+        if self._loaded:
+            request = self._loaded.pop()
+        elif self._loading:
+            request, _ = self._loading.popitem()
+        else:
+            return False
+        self._give_up([request])
+        return True
+
     def _sort_fetching(self) -> None:
         for request in list(self._fetching):
             if request.ticket is not None and not request.ticket.is_done:
@@ -255,6 +271,6 @@ class Admission:
         if request.num_cached_tokens is None:
             request.num_cached_tokens = lease.num_cached_tokens
         if not request.wants_prompt_logprobs:
-            self._cache.count_hit(lease, request.num_tokens)
+            self._cache.begin(lease, request.num_tokens)
         row = self._rows.sit(request, lease)
         draft.arrive(request, row, lease)

@@ -187,12 +187,13 @@ class Scheduler:
             return
         extension = self._placer.extend(request, computed, num_tokens, draft)
         while isinstance(extension, Refusal):
-            victim = self._victim(draft)
-            if victim is None:
-                return
-            self._endings.retract(victim, draft.step_id)
-            if victim is request:
-                return
+            if not self._admission.give_way():
+                victim = self._victim(draft)
+                if victim is None or self._is_alone(victim):
+                    return
+                self._endings.retract(victim, draft.step_id)
+                if victim is request:
+                    return
             extension = self._placer.extend(request, computed, num_tokens, draft)
         draft.grow(request.row, extension)
         self._placer.place(request, computed, num_tokens, draft)
@@ -205,6 +206,10 @@ class Scheduler:
         placed = draft.placed_rows()
         candidates = [r for r in self._rows.running if r.row not in placed]
         return min(candidates, key=self._cost_to_resume, default=None)
+
+    def _is_alone(self, victim: Request) -> bool:
+        """Whether only copies under way hold what it lacks: then it waits for them to end."""
+        return len(self._rows.running) == 1 and self._cache.has_transfers
 
     def _cost_to_resume(self, request: Request) -> tuple[int, int]:
         assert request.lease is not None

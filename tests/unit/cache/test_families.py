@@ -378,12 +378,12 @@ def test_c04_reuse_and_miss_counts_are_the_requests_own() -> None:
     one, two = hand.claim(KEY, PROMPT), hand.claim(PrefixKey(ADAPTER_A), PROMPT)
     three = hand.claim(KEY, [1, 2, 3, 4, 0])
     assert [s.held.num_cached_tokens for s in (one, two, three)] == [8, 0, 4]
-    assert hand.cache.stats().total_lookup_tokens == 0
+    assert hand.cache.stats().total_lookup_tokens == len(PROMPT)
     for sequence in (one, two):
-        hand.cache.count_hit(sequence.held, len(sequence.tokens))
+        hand.cache.begin(sequence.held, len(sequence.tokens))
     hand.end(three, Ending.DROPPED)  # claimed, but never begun
     stats = hand.cache.stats()
-    assert (stats.total_lookup_tokens, stats.total_hit_tokens) == (18, 8)
+    assert (stats.total_lookup_tokens, stats.total_hit_tokens) == (3 * len(PROMPT), 8)
     assert stats.total_host_hit_tokens == 0
 
 

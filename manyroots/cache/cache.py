@@ -233,6 +233,16 @@ class PrefixCache:
         """Units for a step that takes the lease from `num_computed` to `num_tokens` tokens."""
         return self._growth.extend(lease, num_computed, num_tokens, step_id)
 
+    def prefer_own(self, lease: Lease) -> bool:
+        """Give back copies by others of pages that the lease has computed itself: a request that
+        is alone, with all the room there is, must get by with one of each.
+
+        False if it holds none, or if anyone else holds anything.
+        """
+        if len(self.open_leases) > 1 or self.has_transfers:
+            return False
+        return self.publisher.prefer_own(lease)
+
     def draft(
         self, lease: Lease, num_computed: int, num_sure: int, num_tokens: int, step_id: StepId
     ) -> Extension | Refusal:

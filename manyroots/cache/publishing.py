@@ -189,6 +189,40 @@ class Publisher:
         self.touch(leaf)
         return leaf
 
+    def prefer_own(self, lease: Lease) -> bool:
+        """Where the tree leads through others' copies of the lease's pages it holds both. Take
+        theirs out; its own are findable in their place with its next page. False if it holds none.
+        """
+        if not lease.copies:
+            return False
+        depth = self._first_copied(lease)
+        if depth is not None:
+            node = self._node_at(lease.cursor, depth)
+            assert node is not None
+            self._index.cut(node, depth)
+            lease.num_published_pages = depth
+        for plane, copies in lease.copies:
+            self._index.pools[plane].drop(copies)
+        lease.copies.clear()
+        return True
+
+    def _first_copied(self, lease: Lease) -> int | None:
+        """The first page that the tree has another unit for than the lease."""
+        found: int | None = None
+        node = nearest_attached(lease.cursor)
+        while node.parent is not None:
+            for plane in self._paged:
+                if not plane.family.is_ordered:
+                    continue
+                own = lease.tables[plane.family_index][node.first : node.end]
+                there = node.units[plane.index][: len(own)]
+                places = ((there != ABSENT) & (own != ABSENT) & (there != own)).nonzero()[0]
+                if len(places):
+                    depth = node.first + int(places[0])
+                    found = depth if found is None else min(found, depth)
+            node = node.parent
+        return found
+
     def publish_checkpoint(self, lease: Lease, checkpoint: Checkpoint) -> Node | None:
         """Index a saved state behind pages that are published. The lease's hold goes either way
         (P10): to the index, or back to the pool."""

@@ -187,9 +187,10 @@ class Scheduler:
             return
         extension = self._placer.extend(request, computed, num_tokens, draft)
         while isinstance(extension, Refusal):
-            if not self._admission.give_way():
+            assert request.lease is not None
+            if not self._admission.give_way() and not self._cache.prefer_own(request.lease):
                 victim = self._victim(draft)
-                if victim is None or self._is_alone(victim):
+                if victim is None or self._is_alone:
                     return
                 self._endings.retract(victim, draft.step_id)
                 if victim is request:
@@ -207,8 +208,9 @@ class Scheduler:
         candidates = [r for r in self._rows.running if r.row not in placed]
         return min(candidates, key=self._cost_to_resume, default=None)
 
-    def _is_alone(self, victim: Request) -> bool:
-        """Whether only copies under way hold what it lacks: then it waits for them to end."""
+    @property
+    def _is_alone(self) -> bool:
+        """Whether only copies under way hold what the one that runs lacks: it waits for them."""
         return len(self._rows.running) == 1 and self._cache.has_transfers
 
     def _cost_to_resume(self, request: Request) -> tuple[int, int]:

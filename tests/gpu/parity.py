@@ -1,174 +1,204 @@
-"""The engine on a GPU beside the engine on the CPU: the same tokens, the same log-probabilities.
+"""The engine on the GPU beside the engine on the CPU: the same function, within rounding.
 
-Needs a GPU and no pytest: `python -m tests.gpu.check` runs it by hand. Models are tiny and random.
+Takes a model of `models.py` and a dtype; compares
+    graphs with single launches       the same tokens, bit by bit
+    every token with the CPU          float32's distribution behind the same tokens gives it
+    distributions with the CPU        of prompts in chunks and of decode steps, elementwise
+    every kernel with its reference   in the engine's own steps, on the same inputs
+with and without the prefix cache, and with adapters that come and go. In float32 the tolerance
+table says how far apart they may be; in half precision, a little more than the CPU itself is off
+in that precision. `faults.py` shows what these would find.
 """
 
 from __future__ import annotations
 
-import gc
-import json
+import time
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
+from torch import Tensor
 
-from manyroots.adapter_names import LoraModule
-from manyroots.bench.random_adapters import targets_of, write_adapters
-from manyroots.config import engine_settings
-from manyroots.engine.build import build_engine
-from manyroots.ids import AdapterName, Namespace, RequestId
 from manyroots.kernels.tolerances import TOLERANCES
-from manyroots.messages import FinishReason, Output, Submit
-from manyroots.models.source import resolve_source
-from manyroots.runner.cuda.runner import CudaRunner
-from manyroots.sampling import SamplingParams
-from tests.unit.models.tiny import save_tiny
+from manyroots.messages import Submit
+from tests.gpu import requests as made
+from tests.gpu.checked import Record, all_checked
+from tests.gpu.engines import Engines, Outputs, run, tokens_of
+from tests.gpu.models import KINDS as KINDS
+from tests.gpu.models import VOCAB, make_model
+from tests.gpu.scores import (
+    Slack,
+    behind_prompts,
+    check_choices,
+    flat,
+    output_scores,
+    prompt_scores,
+    roots,
+)
 
-KINDS = ("llama", "llama-biased", "mistral", "qwen2", "qwen3", "qwen3-moe")
-SIZES: dict[str, Any] = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-}
-"""Shapes that the kernels serve, but for the head's 97 tokens, which nothing divides."""
-NUM_ADAPTERS, RANK = 3, 12
-SCALE = 20
-"""Random adapters are gentle; times this they change every token."""
-
-Outputs = dict[int, list[Output]]
+BASE_ALONE = (None,)
 
 
-def make_model(folder: Path, kind: str) -> list[Path]:
-    """A checkpoint in `folder / "base"`, and adapters for it."""
-    sizes = dict(SIZES)
-    if kind == "qwen3-moe":
-        sizes["moe_intermediate_size"] = 128
-    save_tiny(folder / "base", kind, **sizes)
-    source = resolve_source(engine_settings({"model": str(folder / "base")}).model)
-    paths = write_adapters(targets_of(source), folder, NUM_ADAPTERS, RANK)
-    for path in paths:
-        config = json.loads((path / "adapter_config.json").read_text())
-        config["lora_alpha"] = SCALE * RANK
-        (path / "adapter_config.json").write_text(json.dumps(config))
-    return paths
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """What the GPU's engines compute, in this order."""
 
+    base: list[Submit]
+    adapted: list[Submit]
+    again: list[Submit]
+    """The same, found in the prefix cache where there is one."""
+    heated: list[Submit]
+    cut: list[Submit]
+    odd: list[Submit]
+    many: list[Submit]
+    scored: list[Submit]
+    """With the distributions that tokens are chosen from."""
 
-def requests(*, with_adapters: bool, **sampling: Any) -> list[Submit]:
-    """Prompts of one token to several pages, some beginning alike, over base and adapters."""
-    generator = torch.Generator().manual_seed(11)
-    shared = torch.randint(3, 97, (40,), generator=generator).tolist()
-    made = []
-    for number in range(10):
-        tail = torch.randint(3, 97, (1 + 9 * number,), generator=generator).tolist()
-        name = AdapterName(f"a{number % 4}") if with_adapters and number % 4 < 3 else None
-        params = SamplingParams(**{"temperature": 0.0, "max_tokens": 12, **sampling})
-        prompt = tail if number % 3 else [*shared, *tail]
-        made.append(
-            Submit(
-                RequestId(number + 1),
-                prompt,
-                Namespace(None, None),
-                params,
-                number,
-                (),
-                adapter=name,
-            )
+    @classmethod
+    def make(cls) -> Batches:
+        return cls(
+            base=made.few(BASE_ALONE),
+            adapted=made.few(),
+            again=made.few(),
+            heated=made.few(temperature=0.9),
+            cut=made.few(temperature=0.9, top_k=20),
+            odd=made.odd(),
+            many=made.many(),
+            scored=made.few(logprobs=VOCAB),
         )
-    return made
+
+    def named(self) -> dict[str, list[Submit]]:
+        return {name: getattr(self, name) for name in self.__slots__}
 
 
-def run(
-    folder: Path,
-    paths: list[Path],
-    device: str,
-    dtype: str,
-    batches: list[list[Submit]],
-    **more: Any,
-) -> list[Outputs]:
-    """What an engine gives for each batch, one after the other."""
-    settings = {
-        "model": str(folder / "base"), "device": device, "dtype": dtype, "max_num_seqs": 6,
-        "max_num_batched_tokens": 128, "num_gpu_blocks_override": 256, "enable_lora": True,
-        "max_loras": 2 if dtype == "float32" else 3, "max_lora_rank": 16,
-        # Half precision repeats itself bit by bit only where nothing depends on when a load ends.
-        "enable_prefix_caching": dtype == "float32",
-        "lora_modules": tuple(LoraModule(f"a{i}", str(path)) for i, path in enumerate(paths)),
-        **more,
-    }  # fmt: skip
-    engine = build_engine(engine_settings(settings))
-    assert isinstance(engine.loop._runner, CudaRunner) == (device == "cuda")
-    results = []
-    for batch in batches:
-        outputs: Outputs = {int(request.request_id): [] for request in batch}
-        for request in batch:
-            engine.loop.handle(request)
-        while engine.loop.has_work or engine.loop.is_reading:
-            if engine.loop.is_reading and not engine.loop.has_work:
-                engine.loop.wait_for_read()
-            for output in engine.loop.step():
-                if output.finish_reason is FinishReason.ERROR:
-                    raise AssertionError(f"{device}: {output.error}")
-                outputs[int(output.request_id)].append(output)
-        results.append(outputs)
-    engine.loop.close()
-    del engine
-    gc.collect()
-    return results
+class Exact:
+    """What the CPU says of sequences that the GPU gave, in float32 and in the GPU's dtype."""
+
+    def __init__(self, engines: Engines) -> None:
+        self._engines = replace(engines, device="cpu")
+
+    def scores(self, batches: list[list[Submit]], dtype: str) -> list[dict[int, Tensor]]:
+        engines = replace(self._engines, dtype=dtype)
+        return [prompt_scores(outputs) for outputs in engines.outputs(batches)]
 
 
-def tokens(outputs: Outputs) -> dict[int, list[int]]:
-    return {number: [t for o in news for t in o.tokens] for number, news in outputs.items()}
-
-
-def prompt_scores(outputs: Outputs) -> torch.Tensor:
-    """The log-probability of every prompt token that has one, in a fixed order."""
-    return torch.tensor(
-        [e.logprob for n in sorted(outputs) for o in outputs[n] for e in o.prompt_logprobs]
+def slack_of(dtype: str, own: Tensor, exact: Tensor) -> Slack:
+    """How far the GPU may be off: the table's row, or in half precision what the CPU's own
+    distributions are off in that precision, times the table's factors."""
+    if dtype == "float32":
+        row = TOLERANCES["logits", torch.float32]
+        return Slack(row.atol, row.atol, row.atol)
+    worst, mean = TOLERANCES["worst", torch.bfloat16], TOLERANCES["rounding", torch.bfloat16]
+    error = own - exact
+    rows = roots(error)
+    return Slack(
+        worst.atol + (1 + worst.rtol) * float(error.abs().max()),
+        worst.atol + (1 + worst.rtol) * float(rows.max()),
+        mean.atol + (1 + mean.rtol) * float(rows.mean()),
     )
 
 
-def check_rounding(kind: str, dtype: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    """The GPU's errors against float32 are no larger than the CPU's in the same half precision.
+class Parity:
+    """One model in one dtype, and what was found about it."""
 
-    Elementwise the two can't be compared: these adapters are twenty times as strong as usual, and
-    a rounding early in the model moves what comes out by tenths, on the CPU as well.
-    """
-    row = TOLERANCES["rounding", getattr(torch, dtype)]
-    error, usual = float(ours.abs().mean()), float(theirs.abs().mean())
-    assert error <= usual + row.atol + row.rtol * usual, (
-        f"{kind} {dtype}: log-probabilities are {error} from float32's on average; {usual} is usual"
-    )
+    def __init__(self, folder: Path, kind: str, dtype: str, *, device: str = "cuda") -> None:
+        self.name = f"{kind} {dtype}"
+        self.dtype = dtype
+        self.batches = Batches.make()
+        self.engines = Engines(folder, dtype, device)
+        self.notes: list[str] = []
+        self._since = time.monotonic()
+        make_model(folder, kind, is_decisive=dtype != "float32")
+        self._lap("model")
+
+    def _lap(self, what: str) -> None:
+        now = time.monotonic()
+        self.notes.append(f"{what} {now - self._since:.1f} s")
+        self._since = now
+
+    def compute(self, **more: object) -> dict[str, Outputs]:
+        """The GPU's outputs by batch, with all adapters loaded before."""
+        named = self.batches.named()
+        loads = made.loads()
+        outputs = self.engines.outputs([*loads, *named.values()], **more)
+        return dict(zip(named, outputs[len(loads) :], strict=True))
+
+    def check(self) -> str:
+        """Raise AssertionError where the two differ; else say what was compared."""
+        graphs = self.compute()
+        self._lap("graphs")
+        eager = self.compute(enforce_eager=True)
+        for name in graphs:
+            assert tokens_of(graphs[name]) == tokens_of(eager[name]), f"{name}: graph and eager"
+        self._lap("eager")
+        # Two slots for six adapters, and nothing kept: loads and evictions between the steps.
+        moving = self.engines.outputs(
+            [self.batches.adapted, self.batches.many], max_loras=2, enable_prefix_caching=False
+        )
+        self._lap("moving")
+        worst, count = self.against_cpu(graphs, moving)
+        self._lap("cpu")
+        self.check_effect(graphs)
+        kernels = self.check_kernels()
+        self._lap("kernels")
+        return (
+            f"{self.name}: graph = eager; {count} tokens are the CPU's choices; distributions "
+            f"within {worst:.1e}; {kernels}. {', '.join(self.notes)}"
+        )
+
+    def against_cpu(self, graphs: dict[str, Outputs], moving: list[Outputs]) -> tuple[float, int]:
+        """Give the worst log-probability, and how many tokens were checked."""
+        named = self.batches.named()
+        # Each sequence once: what came from the cache is mostly what was computed before.
+        pairs = [(name, named[name], tokens_of(graphs[name])) for name in named]
+        pairs += [
+            (f"{name}, loading", named[name], tokens_of(outputs))
+            for name, outputs in zip(("adapted", "many"), moving, strict=True)
+        ]
+        rest = [made.continued(requests, tokens) for _, requests, tokens in pairs]
+        exact = Exact(self.engines)
+        scores = exact.scores(rest, "float32")
+        scored = [name for name, _, _ in pairs].index("scored")
+        own = scores if self.dtype == "float32" else exact.scores([rest[scored]], self.dtype)
+        slack = slack_of(self.dtype, flat(own[0 if len(own) == 1 else scored]), flat(scores[scored]))
+        # Prompts in chunks: the GPU scores the same sequences.
+        [ours] = self.engines.outputs([rest[scored]])
+        worst = slack.check("prompts", flat(prompt_scores(ours)), flat(scores[scored]))
+        by_step = behind_prompts(named["scored"], scores[scored])
+        worst = max(
+            worst, slack.check("decodes", flat(output_scores(graphs["scored"])), flat(by_step))
+        )
+        count = sum(
+            check_choices(
+                name, requests, tokens, behind_prompts(requests, scores[index]), slack.each
+            )
+            for index, (name, requests, tokens) in enumerate(pairs)
+        )
+        self.notes.append(f"allowed {slack.each:.1e} {slack.row:.1e} {slack.mean:.1e}")
+        return worst, count
+
+    def check_kernels(self) -> str:
+        """Every kernel of the engine's steps beside its reference."""
+        record = Record(getattr(torch, self.dtype))
+        with all_checked(record):
+            loop = self.engines.loop(enforce_eager=True)
+        try:
+            for batch in made.loads():
+                run(loop, batch)
+            record.is_on = True
+            for batch in (self.batches.adapted, self.batches.odd, self.batches.many):
+                run(loop, batch)
+        finally:
+            loop.close()
+        return record.check()
+
+    def check_effect(self, graphs: dict[str, Outputs]) -> None:
+        """Adapters that change nothing would hide that they are not there."""
+        plain, adapted = tokens_of(graphs["base"]), tokens_of(graphs["adapted"])
+        changed = sum(plain[number] != adapted[number] for number in plain)
+        assert changed >= 6, f"adapters changed {changed} of {len(plain)} outputs"
 
 
 def check(folder: Path, kind: str, dtype: str) -> str:
     """Raise AssertionError if the GPU differs from the CPU; else say what was compared."""
-    paths = make_model(folder, kind)
-    base, adapted = requests(with_adapters=False), requests(with_adapters=True)
-    heated = requests(with_adapters=True, temperature=0.9)
-    cut = requests(with_adapters=True, temperature=0.9, top_k=20)
-    scored = requests(with_adapters=True, prompt_logprobs=0, max_tokens=1)
-    batches = [base, adapted, adapted, heated, cut, scored]
-    graphs = run(folder, paths, "cuda", dtype, batches)
-    eager = run(folder, paths, "cuda", dtype, batches, enforce_eager=True)
-    for index, (one, other) in enumerate(zip(graphs, eager, strict=True)):
-        is_loading = index == 1 and dtype != "float32"
-        assert is_loading or tokens(one) == tokens(other), f"{kind} {dtype}: graph in {index}"
-    cpu = run(folder, paths, "cpu", dtype, batches)
-    ours, theirs = prompt_scores(graphs[-1]), prompt_scores(cpu[-1])
-    worst = float((ours - theirs).abs().max())
-    if dtype == "float32":
-        row = TOLERANCES["logits", torch.float32]
-        torch.testing.assert_close(ours, theirs, atol=row.atol, rtol=row.rtol)
-        for index, (one, other) in enumerate(zip(graphs, cpu, strict=True)):
-            assert tokens(one) == tokens(other), f"{kind}: batch {index}, GPU and CPU differ"
-    else:
-        exact = prompt_scores(run(folder, paths, "cpu", "float32", batches)[-1])
-        check_rounding(kind, dtype, ours - exact, theirs - exact)
-    changed = sum(tokens(graphs[0])[n] != tokens(graphs[1])[n] for n in tokens(graphs[0]))
-    assert changed >= 5, f"{kind} {dtype}: adapters changed {changed} of 10 outputs"
-    return (
-        f"{kind} {dtype}: graph = eager, {len(ours)} log-probabilities within "
-        f"{worst:.1e} of the CPU's" + (", tokens equal" if dtype == "float32" else "")
-    )
+    return Parity(folder, kind, dtype).check()

@@ -1,0 +1,81 @@
+"""Engines on the GPU and on the CPU, given the same requests."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from manyroots.config import EngineSettings, engine_settings
+from manyroots.engine.build import build_engine
+from manyroots.engine.loop import EngineLoop
+from manyroots.messages import FinishReason, Output, Submit
+from manyroots.runner.cuda.runner import CudaRunner
+from tests.gpu.models import MAX_RANK, NAMES, modules_of
+
+MAX_NUM_SEQS = 80
+"""Decode steps of up to 16, up to 64 and more rows take different kernels."""
+
+Outputs = dict[int, list[Output]]
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """Where a model of `make_model` is, and in which arithmetic it is computed."""
+
+    folder: Path
+    dtype: str
+    device: str
+
+    def settings(self, **more: Any) -> EngineSettings:
+        return engine_settings(
+            {
+                "model": str(self.folder / "base"),
+                "device": self.device,
+                "dtype": self.dtype,
+                "max_num_seqs": MAX_NUM_SEQS,
+                # More than one block of queries, so that a chunk is cut as long prompts are.
+                "max_num_batched_tokens": 192,
+                "num_gpu_blocks_override": 512,
+                "enable_lora": True,
+                "max_loras": len(NAMES),
+                "max_lora_rank": MAX_RANK,
+                "lora_modules": modules_of(self.folder),
+                **more,
+            }
+        )
+
+    def loop(self, **more: Any) -> EngineLoop:
+        """An engine's loop, to be closed."""
+        loop = build_engine(self.settings(**more)).loop
+        assert isinstance(loop._runner, CudaRunner) == (self.device == "cuda")
+        return loop
+
+    def outputs(self, batches: list[list[Submit]], **more: Any) -> list[Outputs]:
+        """What an engine gives for each batch, one after the other."""
+        loop = self.loop(**more)
+        try:
+            return [run(loop, batch) for batch in batches]
+        finally:
+            loop.close()
+            del loop
+            gc.collect()
+
+
+def run(loop: EngineLoop, batch: list[Submit]) -> Outputs:
+    outputs: Outputs = {int(request.request_id): [] for request in batch}
+    for request in batch:
+        loop.handle(request)
+    while loop.has_work or loop.is_reading:
+        if loop.is_reading and not loop.has_work:
+            loop.wait_for_read()
+        for output in loop.step():
+            if output.finish_reason is FinishReason.ERROR:
+                raise AssertionError(f"request {output.request_id} failed: {output.error}")
+            outputs[int(output.request_id)].append(output)
+    return outputs
+
+
+def tokens_of(outputs: Outputs) -> dict[int, list[int]]:
+    return {number: [t for o in news for t in o.tokens] for number, news in outputs.items()}

@@ -24,11 +24,11 @@ KERNEL_TESTS = (
 
 def parts() -> list[str]:
     """What there is to check, longest first."""
-    from tests.gpu import launches, parity
+    from tests.gpu import launches, models
 
     return [
         *(f"launches:{kind}:bfloat16" for kind in launches.KINDS),
-        *(f"parity:{kind}:{dtype}" for kind in reversed(parity.KINDS) for dtype in DTYPES),
+        *(f"parity:{kind}:{dtype}" for kind in reversed(models.KINDS) for dtype in DTYPES),
         *(f"kernels:{name}" for name in KERNEL_TESTS),
     ]
 

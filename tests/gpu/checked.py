@@ -71,7 +71,9 @@ class Record:
             }
             return type(value)(pool=self._pools[pool.data_ptr()], **rest)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            fields = {f.name: self.on_cpu(getattr(value, f.name)) for f in dataclasses.fields(value)}
+            fields = {
+                f.name: self.on_cpu(getattr(value, f.name)) for f in dataclasses.fields(value)
+            }
             return type(value)(**fields)
         return value
 

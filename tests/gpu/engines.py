@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import enum
 import gc
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from manyroots.config import EngineSettings, engine_settings
 from manyroots.engine.build import build_engine
 from manyroots.engine.loop import EngineLoop
+from manyroots.engine.part import LoadedPart
 from manyroots.messages import FinishReason, Output, Submit
 from manyroots.runner.cuda.runner import CudaRunner
 from tests.gpu.models import MAX_RANK, NAMES, modules_of
@@ -20,19 +24,29 @@ MAX_NUM_SEQS = 80
 Outputs = dict[int, list[Output]]
 
 
+class Side(enum.Enum):
+    """What computes."""
+
+    CPU = "cpu"
+    GPU = "gpu"
+    REFERENCES = "references"
+    """The GPU's runner on a CPU, with references in its kernels' place and without graphs: to try
+    the comparison itself where there is no GPU."""
+
+
 @dataclass(frozen=True, slots=True)
 class Engines:
     """Where a model of `make_model` is, and in which arithmetic it is computed."""
 
     folder: Path
     dtype: str
-    device: str
+    side: Side
 
     def settings(self, **more: Any) -> EngineSettings:
         return engine_settings(
             {
                 "model": str(self.folder / "base"),
-                "device": self.device,
+                "device": "cuda" if self.side is Side.GPU else "cpu",
                 "dtype": self.dtype,
                 "max_num_seqs": MAX_NUM_SEQS,
                 # More than one block of queries, so that a chunk is cut as long prompts are.
@@ -48,8 +62,9 @@ class Engines:
 
     def loop(self, **more: Any) -> EngineLoop:
         """An engine's loop, to be closed."""
-        loop = build_engine(self.settings(**more)).loop
-        assert isinstance(loop._runner, CudaRunner) == (self.device == "cuda")
+        with _without_graphs() if self.side is Side.REFERENCES else nullcontext():
+            loop = build_engine(self.settings(**more)).loop
+        assert isinstance(loop._runner, CudaRunner) == (self.side is not Side.CPU)
         return loop
 
     def outputs(self, batches: list[list[Submit]], **more: Any) -> list[Outputs]:
@@ -61,6 +76,22 @@ class Engines:
             loop.close()
             del loop
             gc.collect()
+
+
+@contextmanager
+def _without_graphs() -> Iterator[None]:
+    """Engines that are built in here have the GPU's runner, wherever they compute."""
+    is_fused, make_runner = LoadedPart.is_fused, LoadedPart.make_runner
+
+    def make_eager(part: LoadedPart, settings: EngineSettings, *rest: Any) -> Any:
+        model = replace(settings.model, enforce_eager=True)
+        return make_runner(part, replace(settings, model=model), *rest)
+
+    LoadedPart.is_fused, LoadedPart.make_runner = lambda *_: True, make_eager
+    try:
+        yield
+    finally:
+        LoadedPart.is_fused, LoadedPart.make_runner = is_fused, make_runner
 
 
 def run(loop: EngineLoop, batch: list[Submit]) -> Outputs:

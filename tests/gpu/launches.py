@@ -15,7 +15,7 @@ from torch import Tensor
 
 from manyroots.kernels import launch
 from tests.gpu import requests as made
-from tests.gpu.engines import Engines, Outputs, run, tokens_of
+from tests.gpu.engines import Engines, Outputs, Side, run, tokens_of
 from tests.gpu.models import VOCAB, make_model
 from tests.gpu.scores import flat, output_scores
 
@@ -56,7 +56,7 @@ def check(folder: Path, kind: str, dtype: str) -> str:
     if kind == "qwen3-moe":
         sizes["moe_intermediate_size"] = 512
     make_model(folder, kind, is_decisive=False, **sizes)
-    engines = Engines(folder, dtype, "cuda")
+    engines = Engines(folder, dtype, Side.GPU)
     assert launch.is_dependent(torch.device("cuda")), "this GPU launches nothing early"
     early, early_pages = _everything(engines, early=True)
     plain, plain_pages = _everything(engines, early=False)

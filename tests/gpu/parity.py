@@ -7,13 +7,13 @@ Takes a model of `models.py` and a dtype; compares
     every kernel with its reference   in the engine's own steps, on the same inputs
 with and without the prefix cache, and with adapters that come and go. In float32 the tolerance
 table says how far apart they may be; in half precision, a little more than the CPU itself is off
-in that precision. `faults.py` shows what these would find.
+in that precision. `faults.py` shows what these find.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,8 +23,7 @@ from manyroots.kernels.tolerances import TOLERANCES
 from manyroots.messages import Submit
 from tests.gpu import requests as made
 from tests.gpu.checked import Record, all_checked
-from tests.gpu.engines import Engines, Outputs, run, tokens_of
-from tests.gpu.models import KINDS as KINDS
+from tests.gpu.engines import Engines, Outputs, Side, run, tokens_of
 from tests.gpu.models import VOCAB, make_model
 from tests.gpu.scores import (
     Slack,
@@ -36,148 +35,111 @@ from tests.gpu.scores import (
     roots,
 )
 
-BASE_ALONE = (None,)
+Batches = dict[str, list[Submit]]
+Computed = list[tuple[str, list[Submit], Outputs]]
+"""Batches by name, with what the GPU gave for them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Batches:
+def all_batches() -> Batches:
     """What the GPU's engines compute, in this order."""
-
-    base: list[Submit]
-    adapted: list[Submit]
-    again: list[Submit]
-    """The same, found in the prefix cache where there is one."""
-    heated: list[Submit]
-    cut: list[Submit]
-    odd: list[Submit]
-    many: list[Submit]
-    scored: list[Submit]
-    """With the distributions that tokens are chosen from."""
-
-    @classmethod
-    def make(cls) -> Batches:
-        return cls(
-            base=made.few(BASE_ALONE),
-            adapted=made.few(),
-            again=made.few(),
-            heated=made.few(temperature=0.9),
-            cut=made.few(temperature=0.9, top_k=20),
-            odd=made.odd(),
-            many=made.many(),
-            scored=made.few(logprobs=VOCAB),
-        )
-
-    def named(self) -> dict[str, list[Submit]]:
-        return {name: getattr(self, name) for name in self.__slots__}
-
-
-class Exact:
-    """What the CPU says of sequences that the GPU gave, in float32 and in the GPU's dtype."""
-
-    def __init__(self, engines: Engines) -> None:
-        self._engines = replace(engines, device="cpu")
-
-    def scores(self, batches: list[list[Submit]], dtype: str) -> list[dict[int, Tensor]]:
-        engines = replace(self._engines, dtype=dtype)
-        return [prompt_scores(outputs) for outputs in engines.outputs(batches)]
-
-
-def slack_of(dtype: str, own: Tensor, exact: Tensor) -> Slack:
-    """How far the GPU may be off: the table's row, or in half precision what the CPU's own
-    distributions are off in that precision, times the table's factors."""
-    if dtype == "float32":
-        row = TOLERANCES["logits", torch.float32]
-        return Slack(row.atol, row.atol, row.atol)
-    worst, mean = TOLERANCES["worst", torch.bfloat16], TOLERANCES["rounding", torch.bfloat16]
-    error = own - exact
-    rows = roots(error)
-    return Slack(
-        worst.atol + (1 + worst.rtol) * float(error.abs().max()),
-        worst.atol + (1 + worst.rtol) * float(rows.max()),
-        mean.atol + (1 + mean.rtol) * float(rows.mean()),
-    )
+    return {
+        "base": made.few((None,)),
+        "adapted": made.few(),
+        "again, from the cache": made.few(),
+        "heated": made.few(temperature=0.9),
+        "cut": made.few(temperature=0.9, top_k=20),
+        "odd": made.odd(),
+        "many": made.many(),
+        # With the distributions that tokens are chosen from.
+        "scored": made.few(logprobs=VOCAB),
+    }
 
 
 class Parity:
-    """One model in one dtype, and what was found about it."""
+    """One model in one dtype, beside the CPU."""
 
-    def __init__(self, folder: Path, kind: str, dtype: str, *, device: str = "cuda") -> None:
-        self.name = f"{kind} {dtype}"
+    def __init__(self, folder: Path, kind: str, dtype: str, side: Side = Side.GPU) -> None:
         self.dtype = dtype
-        self.batches = Batches.make()
-        self.engines = Engines(folder, dtype, device)
-        self.notes: list[str] = []
+        self.engines = Engines(folder, dtype, side)
+        self.laps: list[str] = []
         self._since = time.monotonic()
         make_model(folder, kind, is_decisive=dtype != "float32")
-        self._lap("model")
-
-    def _lap(self, what: str) -> None:
-        now = time.monotonic()
-        self.notes.append(f"{what} {now - self._since:.1f} s")
-        self._since = now
-
-    def compute(self, **more: object) -> dict[str, Outputs]:
-        """The GPU's outputs by batch, with all adapters loaded before."""
-        named = self.batches.named()
-        loads = made.loads()
-        outputs = self.engines.outputs([*loads, *named.values()], **more)
-        return dict(zip(named, outputs[len(loads) :], strict=True))
 
     def check(self) -> str:
         """Raise AssertionError where the two differ; else say what was compared."""
-        graphs = self.compute()
+        batches = all_batches()
+        graphs = self.compute(batches)
         self._lap("graphs")
-        eager = self.compute(enforce_eager=True)
-        for name in graphs:
-            assert tokens_of(graphs[name]) == tokens_of(eager[name]), f"{name}: graph and eager"
+        eager = self.compute(batches, enforce_eager=True)
+        for (name, _, ours), (_, _, theirs) in zip(graphs, eager, strict=True):
+            assert tokens_of(ours) == tokens_of(theirs), f"{name}: graph and eager"
+        check_effect(graphs)
         self._lap("eager")
-        # Two slots for six adapters, and nothing kept: loads and evictions between the steps.
-        moving = self.engines.outputs(
-            [self.batches.adapted, self.batches.many], max_loras=2, enable_prefix_caching=False
-        )
+        # Two slots for six adapters, and no page is kept: loads and evictions between the steps.
+        some = {name: batches[name] for name in ("adapted", "many")}
+        moving = self.compute(some, max_loras=2, enable_prefix_caching=False, loads_first=False)
         self._lap("moving")
-        worst, count = self.against_cpu(graphs, moving)
-        self._lap("cpu")
-        self.check_effect(graphs)
-        kernels = self.check_kernels()
+        found = self.against_cpu(graphs + moving)
+        self._lap("CPU")
+        kernels = self.check_kernels(batches)
         self._lap("kernels")
-        return (
-            f"{self.name}: graph = eager; {count} tokens are the CPU's choices; distributions "
-            f"within {worst:.1e}; {kernels}. {', '.join(self.notes)}"
-        )
+        return f"graph = eager; {found}; {kernels}. {', '.join(self.laps)}"
 
-    def against_cpu(self, graphs: dict[str, Outputs], moving: list[Outputs]) -> tuple[float, int]:
-        """Give the worst log-probability, and how many tokens were checked."""
-        named = self.batches.named()
-        # Each sequence once: what came from the cache is mostly what was computed before.
-        pairs = [(name, named[name], tokens_of(graphs[name])) for name in named]
-        pairs += [
-            (f"{name}, loading", named[name], tokens_of(outputs))
-            for name, outputs in zip(("adapted", "many"), moving, strict=True)
+    def _lap(self, what: str) -> None:
+        now = time.monotonic()
+        self.laps.append(f"{what} {now - self._since:.0f} s")
+        self._since = now
+
+    def compute(self, batches: Batches, *, loads_first: bool = True, **more: object) -> Computed:
+        """The GPU's outputs. `loads_first`: whether all adapters are there when they begin."""
+        loads = made.loads() if loads_first else []
+        outputs = self.engines.outputs([*loads, *batches.values()], **more)[len(loads) :]
+        return list(zip(batches, batches.values(), outputs, strict=True))
+
+    def against_cpu(self, computed: Computed) -> str:
+        """Hold what the GPU gave against the CPU's scores of it. One batch is called `scored`."""
+        rest = [made.continued(requests, tokens_of(news)) for _, requests, news in computed]
+        exact = self._cpu_scores(rest, "float32")
+        at = [name for name, _, _ in computed].index("scored")
+        slack = self._slack(rest[at], flat(exact[at]))
+        by_step = [
+            behind_prompts(requests, scores)
+            for (_, requests, _), scores in zip(computed, exact, strict=True)
         ]
-        rest = [made.continued(requests, tokens) for _, requests, tokens in pairs]
-        exact = Exact(self.engines)
-        scores = exact.scores(rest, "float32")
-        scored = [name for name, _, _ in pairs].index("scored")
-        own = scores if self.dtype == "float32" else exact.scores([rest[scored]], self.dtype)
-        slack = slack_of(self.dtype, flat(own[0 if len(own) == 1 else scored]), flat(scores[scored]))
-        # Prompts in chunks: the GPU scores the same sequences.
-        [ours] = self.engines.outputs([rest[scored]])
-        worst = slack.check("prompts", flat(prompt_scores(ours)), flat(scores[scored]))
-        by_step = behind_prompts(named["scored"], scores[scored])
-        worst = max(
-            worst, slack.check("decodes", flat(output_scores(graphs["scored"])), flat(by_step))
-        )
+        decoded = flat(output_scores(computed[at][2]))
+        worst = slack.check("decodes", decoded, flat(by_step[at]))
+        # The same sequences as prompts, which are computed in chunks.
+        [prompts] = self.engines.outputs([rest[at]])
+        worst = max(worst, slack.check("prompts", flat(prompt_scores(prompts)), flat(exact[at])))
         count = sum(
-            check_choices(
-                name, requests, tokens, behind_prompts(requests, scores[index]), slack.each
-            )
-            for index, (name, requests, tokens) in enumerate(pairs)
+            check_choices(name, requests, tokens_of(news), scores, slack.each)
+            for (name, requests, news), scores in zip(computed, by_step, strict=True)
         )
-        self.notes.append(f"allowed {slack.each:.1e} {slack.row:.1e} {slack.mean:.1e}")
-        return worst, count
+        return (
+            f"{count} tokens are the CPU's choices; {len(flat(exact[at]))} distributions within "
+            f"{worst:.1e} ({slack.each:.1e} allowed)"
+        )
 
-    def check_kernels(self) -> str:
+    def _cpu_scores(self, batches: list[list[Submit]], dtype: str) -> list[dict[int, Tensor]]:
+        engines = replace(self.engines, side=Side.CPU, dtype=dtype)
+        return [prompt_scores(outputs) for outputs in engines.outputs(batches)]
+
+    def _slack(self, requests: list[Submit], exact: Tensor) -> Slack:
+        """How far the GPU may be off: the table's row, or in half precision what the CPU's own
+        distributions are off in that precision, times the table's factors."""
+        if self.dtype == "float32":
+            row = TOLERANCES["logits", torch.float32]
+            return Slack(row.atol, row.atol, row.atol)
+        [own] = self._cpu_scores([requests], self.dtype)
+        error = flat(own) - exact
+        worst, mean = TOLERANCES["worst", torch.bfloat16], TOLERANCES["rounding", torch.bfloat16]
+        return Slack(
+            each=worst.atol + (1 + worst.rtol) * float(error.abs().max()),
+            row=worst.atol + (1 + worst.rtol) * float(roots(error).max()),
+            mean=mean.atol + (1 + mean.rtol) * float(roots(error).mean()),
+        )
+
+    def check_kernels(self, batches: Batches) -> str:
         """Every kernel of the engine's steps beside its reference."""
         record = Record(getattr(torch, self.dtype))
         with all_checked(record):
@@ -186,17 +148,19 @@ class Parity:
             for batch in made.loads():
                 run(loop, batch)
             record.is_on = True
-            for batch in (self.batches.adapted, self.batches.odd, self.batches.many):
-                run(loop, batch)
+            for name in ("adapted", "odd", "many"):
+                run(loop, batches[name])
         finally:
             loop.close()
         return record.check()
 
-    def check_effect(self, graphs: dict[str, Outputs]) -> None:
-        """Adapters that change nothing would hide that they are not there."""
-        plain, adapted = tokens_of(graphs["base"]), tokens_of(graphs["adapted"])
-        changed = sum(plain[number] != adapted[number] for number in plain)
-        assert changed >= 6, f"adapters changed {changed} of {len(plain)} outputs"
+
+def check_effect(computed: Computed) -> None:
+    """Adapters that change nothing would hide that they are not there."""
+    found = {name: tokens_of(news) for name, _, news in computed}
+    plain, adapted = found["base"], found["adapted"]
+    changed = sum(plain[number] != adapted[number] for number in plain)
+    assert changed >= 6, f"adapters changed {changed} of {len(plain)} outputs"
 
 
 def check(folder: Path, kind: str, dtype: str) -> str:

@@ -33,12 +33,14 @@ def loads() -> list[list[Submit]]:
     return [[request(1, [5], name, max_tokens=1)] for name in NAMES]
 
 
-def few(owners: tuple[str | None, ...] = _LAYERS_ALONE, **sampling: Any) -> list[Submit]:
+def few(
+    owners: tuple[str | None, ...] = _LAYERS_ALONE, *, count: int = 12, **sampling: Any
+) -> list[Submit]:
     """Prompts of one token to many pages and several chunks, some beginning alike."""
     generator = torch.Generator().manual_seed(11)
     shared = torch.randint(3, VOCAB, (40,), generator=generator).tolist()
     made = []
-    for number in range(12):
+    for number in range(count):
         tail = torch.randint(3, VOCAB, (1 + 33 * number,), generator=generator).tolist()
         owner = owners[number % len(owners)]
         prompt = [*shared, *tail] if number % 3 == 0 else tail
@@ -48,7 +50,7 @@ def few(owners: tuple[str | None, ...] = _LAYERS_ALONE, **sampling: Any) -> list
 
 def odd() -> list[Submit]:
     """With an adapter of the embedding and the head among them."""
-    return few((NAMES[-1], None, NAMES[0]), max_tokens=3)[:6]
+    return few((NAMES[-1], None, NAMES[0]), count=6, max_tokens=3)
 
 
 def many() -> list[Submit]:

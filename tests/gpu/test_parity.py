@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu import launches, parity
+from tests.gpu import launches, models, parity
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="NO GPU: parity not checked")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", parity.KINDS)
+@pytest.mark.parametrize("kind", models.KINDS)
 def test_the_gpu_gives_the_cpus_outputs(tmp_path: Path, kind: str, dtype: str) -> None:
     """W19: replayed graphs and single launches, base and adapters, beside the CPU's engine."""
     parity.check(tmp_path, kind, dtype)

@@ -23,7 +23,7 @@ class MonkeyPatch:
     def __init__(self) -> None:
         self._kept: list[tuple[object, str, Any]] = []
 
-    def setattr(self, target: object, name: str, value: Any) -> None:  # noqa: A003
+    def setattr(self, target: object, name: str, value: Any) -> None:
         self._kept.append((target, name, getattr(target, name)))
         setattr(target, name, value)
 

@@ -1,9 +1,10 @@
 """All that a GPU must show, without pytest: `python -m tests.gpu.check [PART ...]`.
 
 Exits 1 on a difference, with a line for each part that was checked. Parts are `kernels` (each one
-beside its reference), `launches` (early beside plain), `parity` (engines beside the CPU's), or a
-part's own name as its line begins: `parity:llama:bfloat16`. Most of the time is compilation, which
-one process does on one core; so each part is a process of its own.
+beside its reference), `launches` (early beside plain), `parity` (engines beside the CPU's),
+`faults` (planted ones, which parity must find), or a part's own name as its line begins:
+`parity:llama:bfloat16`. Most of the time is compilation, which one process does on one core; so
+each part is a process of its own.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ def parts() -> list[str]:
     from tests.gpu import launches, models
 
     return [
+        "faults:llama:bfloat16",
         *(f"launches:{kind}:bfloat16" for kind in launches.KINDS),
         *(f"parity:{kind}:{dtype}" for kind in reversed(models.KINDS) for dtype in DTYPES),
         *(f"kernels:{name}" for name in KERNEL_TESTS),
@@ -40,11 +42,12 @@ def check(part: str) -> str:
         from tests.gpu.without_pytest import check as check_tests
 
         return check_tests(f"tests.unit.kernels.test_{rest}_triton")
-    from tests.gpu import launches, parity
+    from tests.gpu import faults, launches, parity
 
+    rooms = {"faults": faults, "launches": launches, "parity": parity}
     kind, _, dtype = rest.partition(":")
     with tempfile.TemporaryDirectory() as folder:
-        return (parity if what == "parity" else launches).check(Path(folder), kind, dtype)
+        return rooms[what].check(Path(folder), kind, dtype)
 
 
 def main(wanted: list[str]) -> int:

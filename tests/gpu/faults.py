@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
@@ -135,9 +136,7 @@ def _wrong_column() -> AbstractContextManager[None]:
 
     def make(place: Any) -> Any:
         def wrong(region: Any, found: Any) -> Any:
-            return place(
-                region, [pair and replace(pair, b=pair.b.roll(1, 0)) for pair in found]
-            )
+            return place(region, [pair and replace(pair, b=pair.b.roll(1, 0)) for pair in found])
 
         return wrong
 
@@ -186,6 +185,7 @@ def batches() -> Batches:
     """Enough for every fault to matter."""
     return {
         "heated": made.few(count=7, temperature=0.9),
+        "grown": made.grown(),
         "scored": made.few(count=7, logprobs=VOCAB),
     }
 
@@ -194,7 +194,7 @@ def verdict(parity: Parity, fault: Fault) -> str | None:
     """What the comparison says of an engine with a fault; None if it finds nothing."""
     with fault():
         try:
-            parity.against_cpu(parity.compute(batches(), enable_prefix_caching=False))
+            parity.against_cpu(parity.compute(batches()))
         except AssertionError as error:
             return str(error)
     return None
@@ -222,3 +222,12 @@ def kernel_verdict(parity: Parity, op: str) -> str | None:
         except AssertionError as error:
             return str(error)
     return None
+
+
+def check(folder: Path, kind: str, dtype: str) -> str:
+    """Raise AssertionError if a fault in the GPU's path is not found; else say how many were."""
+    parity = Parity(folder, kind, dtype)
+    said = {name: verdict(parity, fault) for name, fault in FAULTS.items()}
+    missed = [name for name, found in said.items() if found is None]
+    assert not missed, f"not found: {', '.join(missed)}"
+    return f"{len(said)} planted faults found"

@@ -64,6 +64,25 @@ def many() -> list[Submit]:
     return made
 
 
+def grown() -> list[Submit]:
+    """So much generated that whole pages hold nothing else."""
+    return few(count=7, max_tokens=40)
+
+
+def resumed(requests: list[Submit], tokens: dict[int, list[int]]) -> list[Submit]:
+    """Prompts of what was generated: found in the cache, where decode steps put it."""
+    return [
+        request(
+            int(r.request_id),
+            [*r.prompt, *tokens[int(r.request_id)]],
+            r.adapter,
+            max_tokens=2,
+            logprobs=VOCAB,
+        )
+        for r in requests
+    ]
+
+
 def continued(requests: list[Submit], tokens: dict[int, list[int]]) -> list[Submit]:
     """The same prompts with what was generated behind them, to be scored."""
     return [

@@ -67,20 +67,22 @@ class Slack:
     mean: float
     """Of all places' roots, on average."""
 
-    def check(self, what: str, actual: Tensor, exact: Tensor) -> float:
-        """Raise AssertionError if one is too far, or all are on average; give the worst."""
+    def check(self, what: str, actual: Tensor, exact: Tensor) -> str:
+        """Raise AssertionError if one is too far, or all are on average; else give the worst."""
         assert actual.shape == exact.shape, f"{what}: {actual.shape} scores, {exact.shape} expected"
         error = actual - exact
         assert bool(torch.isfinite(error).all()), f"{what}: not finite"
         rows = roots(error)
         at, token = divmod(int(error.abs().argmax()), VOCAB)
-        for name, value, limit in (
+        found = (
             (f"token {token} behind place {at}", float(error.abs().max()), self.each),
             (f"place {int(rows.argmax())}", float(rows.max()), self.row),
             ("all places", float(rows.mean()), self.mean),
-        ):
+        )
+        for name, value, limit in found:
             assert value <= limit, f"{what}, {name}: {value:.3g} off, {limit:.3g} is allowed"
-        return float(error.abs().max())
+        used = max(value / limit for _, value, limit in found)
+        return f"{len(error)} {what} within {found[0][1]:.1e} ({used:.0%} of what is allowed)"
 
 
 def roots(error: Tensor) -> Tensor:

@@ -5,8 +5,6 @@ Where there is no GPU, too: the GPU's runner computes with the references of its
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.gpu.checked import RESULTS
@@ -29,7 +27,7 @@ def sparse(tmp_path_factory: pytest.TempPathFactory) -> Parity:
 
 def test_without_a_fault_nothing_is_found(dense: Parity, sparse: Parity) -> None:
     for parity in (dense, sparse):
-        parity.against_cpu(parity.compute(batches(), enable_prefix_caching=False))
+        parity.against_cpu(parity.compute(batches()))
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -66,14 +66,14 @@ def _both(one: AbstractContextManager[None], other: AbstractContextManager[None]
 
 
 def _foreign_page() -> AbstractContextManager[None]:
-    """The second page of every new sequence is the next one in memory."""
+    """The second page of every new sequence is its neighbour in memory."""
 
     def make(apply: Any) -> Any:
         def wrong(rows: DeviceRows, plan: Any) -> None:
             apply(rows, plan)
             for arrival in plan.arrivals:
                 if len(arrival.page_tables[0]) > 1:
-                    rows.page_table[arrival.row, 1] += 1
+                    rows.page_table[arrival.row, 1] ^= 1
 
         return wrong
 

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 DTYPES = ("float32", "bfloat16")
@@ -28,9 +29,9 @@ def parts() -> list[str]:
     from tests.gpu import launches, models
 
     return [
-        "faults:llama:bfloat16",
+        *(f"parity:{kind}:{dtype}" for dtype in DTYPES for kind in reversed(models.KINDS)),
         *(f"launches:{kind}:bfloat16" for kind in launches.KINDS),
-        *(f"parity:{kind}:{dtype}" for kind in reversed(models.KINDS) for dtype in DTYPES),
+        "faults:llama:bfloat16",
         *(f"kernels:{name}" for name in KERNEL_TESTS),
     ]
 
@@ -61,19 +62,22 @@ def main(wanted: list[str]) -> int:
     if not chosen:
         print(f"no part is called {' or '.join(wanted)}; there are {', '.join(parts())}")
         return 2
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    running = {
-        part: subprocess.Popen([sys.executable, "-m", "tests.gpu.check", "--one", part],
-                               env=environment)
-        for part in chosen
-    }  # fmt: skip
-    failed = [part for part, process in running.items() if process.wait() != 0]
+    # More at once than there are cores would slow down the longest.
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        failed = [p for p, code in zip(chosen, pool.map(_start, chosen), strict=True) if code != 0]
     seconds = time.monotonic() - begin
     if failed:
         print(f"{len(failed)} of {len(chosen)} parts differ: {', '.join(failed)} ({seconds:.0f} s)")
         return 1
     print(f"all {len(chosen)} parts agree ({seconds:.0f} s)")
     return 0
+
+
+def _start(part: str) -> int:
+    """Check a part in a process of its own; give its exit code."""
+    quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    command = [sys.executable, "-m", "tests.gpu.check", "--one", part]
+    return subprocess.run(command, env={**os.environ, **quiet}).returncode
 
 
 def one(part: str) -> int:

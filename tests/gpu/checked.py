@@ -98,13 +98,20 @@ def _shrunk(term: LoraTerm | None) -> Pieces:
 
 
 def _routing(routing: Routing) -> Pieces:
+    """Which experts each token has, in the experts' order: of two that are equally likely, either
+    may come first."""
+    order = routing.experts.long().argsort(dim=1)
     pairs, groups = routing.pairs.tolist(), routing.groups.tolist()
-    lists = sorted((expert, *pairs[begin:end]) for expert, begin, end in groups if end > begin)
-    flat = [number for group in lists for number in group]
+    chosen, lists = routing.experts.flatten().tolist(), []
+    for expert, begin, end in sorted(groups):
+        mine = pairs[begin:end]
+        # A list must be of its own expert's pairs, one of each token, in the order of tokens.
+        assert all(chosen[pair] == expert for pair in mine)
+        lists += [expert, end - begin, *(pair // order.shape[1] for pair in mine)]
     return {
-        "weights": routing.weights,
-        "experts": routing.experts,
-        "lists": torch.tensor([len(lists), *flat]),
+        "weights": routing.weights.gather(1, order),
+        "experts": routing.experts.long().gather(1, order),
+        "lists": torch.tensor(lists),
     }
 
 

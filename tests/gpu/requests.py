@@ -54,7 +54,7 @@ def odd() -> list[Submit]:
 
 
 def many() -> list[Submit]:
-    """As many as run at once, ending one after the other: decode steps of every size."""
+    """As many as run at once at most, ending one after the other: decode steps of every size."""
     generator = torch.Generator().manual_seed(12)
     made = []
     for number in range(80):

@@ -201,13 +201,13 @@ def verdict(parity: Parity, fault: Fault) -> str | None:
 
 
 def bent(kernels: Kernels, op: str) -> Kernels:
-    """Kernels of which one computes with another first input: half of one row is one more."""
+    """Kernels of which one computes with another first input: half of its last row is off."""
     room, _, name = op.partition(".")
     call = getattr(getattr(kernels, room), name)
 
     def wrong(first: Tensor, *rest: Any, **options: Any) -> Any:
         changed = first.clone()
-        changed.view(-1, changed.shape[-1])[-1, ::2] += 1
+        changed.view(-1, changed.shape[-1])[-1, ::2] += 4
         return call(changed, *rest, **options)
 
     module = SimpleNamespace(**{**vars(getattr(kernels, room)), name: wrong})
@@ -218,7 +218,8 @@ def kernel_verdict(parity: Parity, op: str) -> str | None:
     """What the comparison of single kernels says of an engine with a bent one; None if nothing."""
     with patched(checked, "checked_kernels", lambda make: lambda k, r: make(bent(k, op), r)):
         try:
-            parity.check_kernels({name: made.few(count=5) for name in ("adapted", "odd", "many")})
+            few = made.few(count=3, max_tokens=2)
+            parity.check_kernels({"adapted": few, "odd": [], "many": []})
         except AssertionError as error:
             return str(error)
     return None

@@ -12,6 +12,7 @@ from tests.gpu.engines import Side
 from tests.gpu.faults import FAULTS, batches, kernel_verdict, verdict
 from tests.gpu.parity import Parity
 
+pytestmark = pytest.mark.slow
 OF_EXPERTS = "moe_pairs"
 
 

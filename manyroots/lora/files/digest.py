@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 from manyroots.ids import AdapterDigest
@@ -20,15 +21,25 @@ CHUNK_BYTES = 4 << 20
 _DOMAIN = b"manyroots adapter content v1"
 _MAX_THREADS = 16
 
+Seen = Callable[[int, memoryview], None]
+"""Called with each chunk's place in the data and its bytes, on the thread that has just read it.
+Without memory of their own the bytes are gone when it returns."""
 
-def read_and_hash(file: AdapterFile, header: Header, into: memoryview | None) -> list[bytes]:
+
+def read_and_hash(
+    file: AdapterFile, header: Header, into: memoryview | None, seen: Seen | None = None
+) -> list[bytes]:
     """Read all data of the file, into `into` if given; the hashes of its chunks."""
+    scratch = threading.local()
 
     def chunk(start: int) -> bytes:
         length = min(CHUNK_BYTES, header.data_bytes - start)
-        view = memoryview(bytearray(length)) if into is None else into[start : start + length]
+        view = _scratch(scratch)[:length] if into is None else into[start : start + length]
         file.read_into(view, header.data_offset + start)
-        return hashlib.sha256(view).digest()
+        hashed = hashlib.sha256(view).digest()
+        if seen is not None:
+            seen(start, view)
+        return hashed
 
     starts = range(0, header.data_bytes, CHUNK_BYTES)
     if len(starts) <= 1:
@@ -36,6 +47,14 @@ def read_and_hash(file: AdapterFile, header: Header, into: memoryview | None) ->
     num_threads = min(_MAX_THREADS, os.cpu_count() or 1, len(starts))
     with ThreadPoolExecutor(num_threads, thread_name_prefix="adapter-read") as threads:
         return list(threads.map(chunk, starts))
+
+
+def _scratch(mine: threading.local) -> memoryview:
+    """A thread's room for one chunk."""
+    if not hasattr(mine, "room"):
+        mine.room = memoryview(bytearray(CHUNK_BYTES))
+    room: memoryview = mine.room
+    return room
 
 
 def content_digest(config: bytes, header: Header, chunks: Iterable[bytes]) -> AdapterDigest:

@@ -11,24 +11,14 @@ from typing import Any, NamedTuple
 
 from manyroots.errors import AdapterError
 from manyroots.lora.files.opened import AdapterFile
+from manyroots.lora.files.plain_header import parse_plain
 from manyroots.lora.files.strict_json import parse_object
+from manyroots.lora.files.tensors import BYTES_PER_ELEMENT, MAX_NAME_CHARS, TensorEntry
 
 MAX_HEADER_BYTES = 64 << 20
-BYTES_PER_ELEMENT = {"F32": 4, "F16": 2, "BF16": 2}
 _FIELDS = {"dtype", "shape", "data_offsets"}
-_MAX_NAME_CHARS = 1024
 _MAX_DIMS = 8
 _MAX_SIZE = 1 << 63
-
-
-class TensorEntry(NamedTuple):
-    """One tensor of the file; offsets count from the first byte of data."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    end: int
 
 
 class Header(NamedTuple):
@@ -52,13 +42,18 @@ def read_header(file: AdapterFile) -> Header:
             f"{MAX_HEADER_BYTES} are read",
         )
     raw = file.read(8, length)
-    fields = parse_object(raw, f"the header of {file.path}", _described)
-    fields.pop("__metadata__", None)
+    tensors = parse_plain(raw) or _parse(file, raw)
     data_bytes = file.num_bytes - 8 - length
-    tensors = [_entry(file, name, about) for name, about in fields.items()]
-    tensors.sort(key=lambda tensor: (tensor.start, tensor.end))
     _check_contiguous(file, tensors, data_bytes)
     return Header(tuple(tensors), raw, 8 + length, data_bytes)
+
+
+def _parse(file: AdapterFile, raw: bytes) -> list[TensorEntry]:
+    fields = parse_object(raw, f"the header of {file.path}", _described)
+    fields.pop("__metadata__", None)
+    tensors = [_entry(file, name, about) for name, about in fields.items()]
+    tensors.sort(key=lambda tensor: (tensor.start, tensor.end))
+    return tensors
 
 
 class _Described(NamedTuple):
@@ -82,7 +77,7 @@ def _described(fields: dict[str, Any]) -> Any:
 
 
 def _entry(file: AdapterFile, name: str, about: Any) -> TensorEntry:
-    if len(name) > _MAX_NAME_CHARS or not name.isprintable():
+    if len(name) > MAX_NAME_CHARS or not name.isprintable():
         raise _broken(file, f"the tensor name {name[:100]!r} is too long or can't be printed")
     if not isinstance(about, _Described):
         raise _broken(file, f"{name!r} is not described by dtype, shape and data_offsets")

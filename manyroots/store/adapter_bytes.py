@@ -1,0 +1,74 @@
+"""The bytes of an adapter's file on their way into host memory: looked at once, and put in place.
+
+Takes chunks in the order of the file, each on the thread that has just read it: while a core has
+them in its cache, checking and moving them costs little beside reading them from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from manyroots.lora.files.pairs import Piece
+from manyroots.lora.files.tensors import TensorEntry
+
+Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
+Places = np.ndarray[tuple[int], np.dtype[np.int64]]
+"""Where each tensor of the file begins in memory, in bytes."""
+
+_SIGNED = {"F32": np.int32, "F16": np.int16, "BF16": np.int16}
+_UNSIGNED = {"F32": np.uint32, "F16": np.uint16, "BF16": np.uint16}
+_INFINITY = {"F32": 0x7F80_0000, "F16": 0x7C00, "BF16": 0x7F80}
+"""As a whole number. Every finite number of the same sign is below it, every NaN above."""
+
+
+def are_finite(raw: memoryview, dtype: str) -> bool:
+    bits = np.frombuffer(raw, _SIGNED[dtype])
+    infinity = _INFINITY[dtype]
+    sign = 1 << (8 * bits.itemsize - 1)
+    return bool(bits.max() < infinity and bits.view(_UNSIGNED[dtype]).max() < sign + infinity)
+
+
+def stacked_places(pieces: Sequence[Piece], tensors: Sequence[TensorEntry]) -> Places:
+    """One half after the other, and the tensors of each in its own order."""
+    places = np.zeros(len(tensors), np.int64)
+    at = 0
+    for piece in pieces:
+        size = tensors[piece.tensors[0]].end - tensors[piece.tensors[0]].start
+        count = len(piece.tensors)
+        places[list(piece.tensors)] = at + size * np.arange(count)
+        at += size * count
+    return places
+
+
+class ArrivingBytes:
+    """Memory that a file of one dtype is read into."""
+
+    def __init__(
+        self, memory: Bytes, tensors: Sequence[TensorEntry], places: Places | None
+    ) -> None:
+        """`places`: None if the bytes lie where they were read to."""
+        self._memory = memory
+        self._dtype = tensors[0].dtype
+        self._starts = np.fromiter((tensor.start for tensor in tensors), np.int64, len(tensors))
+        self._places = places
+        self.is_finite = True
+
+    def take(self, start: int, chunk: memoryview) -> None:
+        """The file's bytes from `start` on. Called on any thread."""
+        if not are_finite(chunk, self._dtype):
+            self.is_finite = False
+        if self._places is not None:
+            self._put(start, np.frombuffer(chunk, np.uint8), self._places)
+
+    def _put(self, start: int, chunk: Bytes, places: Places) -> None:
+        """Cut where tensors end, and each cut to its place."""
+        end = start + len(chunk)
+        first = int(np.searchsorted(self._starts, start, "right")) - 1
+        last = int(np.searchsorted(self._starts, end, "left"))
+        begins = self._starts[first:last].clip(start)
+        targets = (places[first:last] + begins - self._starts[first:last]).tolist()
+        cuts = (np.append(begins, end) - start).tolist()
+        for target, begin, stop in zip(targets, cuts[:-1], cuts[1:], strict=True):
+            self._memory[target : target + stop - begin] = chunk[begin:stop]

@@ -14,13 +14,13 @@ from manyroots.runner.batch import StepInputs
 
 MAX_TOKENS = 64
 """More would no longer be bound by reading the weights, as a decode step is."""
-MAX_SEEN_TOKENS = 1 << 15
-"""Summed over all tokens: each reads by itself what it sees."""
+MAX_SEEN_TOKENS = 1 << 17
+"""Summed over the tokens of prompts: each reads by itself what it sees."""
 
 
 def is_short(inputs: StepInputs) -> bool:
-    num_tokens = len(inputs.tokens)
-    return num_tokens <= MAX_TOKENS and int(inputs.positions.sum()) + num_tokens <= MAX_SEEN_TOKENS
+    of_prompts = inputs.positions[inputs.query_starts[inputs.num_decodes] :]
+    return len(inputs.tokens) <= MAX_TOKENS and of_prompts.sum() <= MAX_SEEN_TOKENS
 
 
 def as_single_tokens(inputs: StepInputs) -> StepInputs:

@@ -6,10 +6,12 @@ them in its cache, checking and moving them costs little beside reading them fro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
+from manyroots.lora.files.digest import CHUNK_BYTES
 from manyroots.lora.files.pairs import Piece
 from manyroots.lora.files.tensors import TensorEntry
 
@@ -30,7 +32,7 @@ def are_finite(raw: memoryview, dtype: str) -> bool:
     return bool(bits.max() < infinity and bits.view(_UNSIGNED[dtype]).max() < sign + infinity)
 
 
-def stacked_places(pieces: Sequence[Piece], tensors: Sequence[TensorEntry]) -> Places:
+def places_of(pieces: Sequence[Piece], tensors: Sequence[TensorEntry]) -> Places:
     """One half after the other, and the tensors of each in its own order."""
     places = np.zeros(len(tensors), np.int64)
     at = 0
@@ -43,32 +45,29 @@ def stacked_places(pieces: Sequence[Piece], tensors: Sequence[TensorEntry]) -> P
 
 
 class ArrivingBytes:
-    """Memory that a file of one dtype is read into."""
+    """Memory that a file of one dtype is read into, in another order than the file's.
 
-    def __init__(
-        self, memory: Bytes, tensors: Sequence[TensorEntry], places: Places | None
-    ) -> None:
-        """`places`: None if the bytes lie where they were read to."""
-        self._memory = memory
+    Moved in pieces that divide every tensor and every chunk: one call for a chunk, whatever it has
+    of which tensors.
+    """
+
+    def __init__(self, memory: Bytes, tensors: Sequence[TensorEntry], places: Places) -> None:
+        """As many bytes of memory as the file has."""
         self._dtype = tensors[0].dtype
-        self._starts = np.fromiter((tensor.start for tensor in tensors), np.int64, len(tensors))
-        self._places = places
         self.is_finite = True
+        starts = np.fromiter((tensor.start for tensor in tensors), np.int64, len(tensors))
+        self._step = math.gcd(CHUNK_BYTES, len(memory), int(np.gcd.reduce(starts)))
+        self._kind = np.dtype((np.void, self._step))
+        self._memory = memory.view(self._kind)
+        counts = np.diff(starts, append=len(memory)) // self._step
+        self._to = np.arange(len(self._memory))
+        """Where each piece of the file belongs."""
+        self._to += np.repeat((places - starts) // self._step, counts)
 
     def take(self, start: int, chunk: memoryview) -> None:
         """The file's bytes from `start` on. Called on any thread."""
         if not are_finite(chunk, self._dtype):
             self.is_finite = False
-        if self._places is not None:
-            self._put(start, np.frombuffer(chunk, np.uint8), self._places)
-
-    def _put(self, start: int, chunk: Bytes, places: Places) -> None:
-        """Cut where tensors end, and each cut to its place."""
-        end = start + len(chunk)
-        first = int(np.searchsorted(self._starts, start, "right")) - 1
-        last = int(np.searchsorted(self._starts, end, "left"))
-        begins = self._starts[first:last].clip(start)
-        targets = (places[first:last] + begins - self._starts[first:last]).tolist()
-        cuts = (np.append(begins, end) - start).tolist()
-        for target, begin, stop in zip(targets, cuts[:-1], cuts[1:], strict=True):
-            self._memory[target : target + stop - begin] = chunk[begin:stop]
+        first = start // self._step
+        pieces = np.frombuffer(chunk, self._kind)
+        self._memory[self._to[first : first + len(pieces)]] = pieces

@@ -29,7 +29,7 @@ from manyroots.lora.files.opened import AdapterFile
 from manyroots.lora.files.pairs import Layout, Piece
 from manyroots.lora.spec import AdapterSpec, PairSpec
 from manyroots.lora.targets import Targets
-from manyroots.store.adapter_bytes import ArrivingBytes, stacked_places
+from manyroots.store.adapter_bytes import ArrivingBytes, places_of
 from manyroots.store.adapter_weights import AdapterWeights, LoraPair
 from manyroots.store.host_memory import Allocate, pageable
 
@@ -117,31 +117,27 @@ def _is_canonical(layout: Layout, header: Header, dtype: torch.dtype) -> bool:
 
 
 def _pieces(layout: Layout) -> list[Piece]:
-    return [piece for pair in layout.pairs for piece in (pair.a, pair.b)]
+    """In the order of memory (see `AdapterWeights.buffer`)."""
+    return [pair.a for pair in layout.pairs] + [pair.b for pair in layout.pairs]
+
+
+def _halves(layout: Layout, buffer: Tensor) -> list[Tensor]:
+    """The same, cut from the buffer."""
+    shapes = [pair.a_shape for pair in layout.pairs] + [pair.b_shape for pair in layout.pairs]
+    cut = torch.split(buffer, [math.prod(shape) for shape in shapes])
+    return [flat.view(shape) for flat, shape in zip(cut, shapes, strict=True)]
 
 
 def _read_into_place(
     file: AdapterFile, header: Header, layout: Layout, dtype: torch.dtype, allocate: Allocate
 ) -> _Found:
-    """Every byte is read to where it stays; where experts are stacked, by way of a chunk."""
-    pieces, tensors = _pieces(layout), header.tensors
+    """Every byte goes from the file, by way of a chunk, to where it stays."""
     buffer = allocate(header.data_bytes)
-    memory = buffer.numpy()
-    if any(len(piece.tensors) > 1 for piece in pieces):
-        places = stacked_places(pieces, tensors)
-        arriving = ArrivingBytes(memory, tensors, places)
-        hashes = read_and_hash(file, header, None, arriving.take)
-        starts = [int(places[piece.tensors[0]]) for piece in pieces]
-    else:
-        arriving = ArrivingBytes(memory, tensors, None)
-        hashes = read_and_hash(file, header, memory.data, arriving.take)
-        starts = [tensors[piece.tensors[0]].start for piece in pieces]
+    places = places_of(_pieces(layout), header.tensors)
+    arriving = ArrivingBytes(buffer.numpy(), header.tensors, places)
+    hashes = read_and_hash(file, header, None, arriving.take)
     buffer = buffer.view(dtype)
-    halves = [
-        buffer[start // dtype.itemsize :][: math.prod(piece.shape)].view(piece.shape)
-        for start, piece in zip(starts, pieces, strict=True)
-    ]
-    return _Found(hashes, buffer, _pairs(layout, halves), arriving.is_finite)
+    return _Found(hashes, buffer, _pairs(layout, _halves(layout, buffer)), arriving.is_finite)
 
 
 def _read_and_convert(
@@ -149,14 +145,25 @@ def _read_and_convert(
 ) -> _Found:
     raw = pageable(header.data_bytes)
     hashes = read_and_hash(file, header, raw.numpy().data)
-    buffer, halves = _placed(layout, _tensors(raw, header, dtype), dtype, allocate)
+    tensors = _tensors(raw, header, dtype)
+    size = sum(math.prod(pair.a_shape) + math.prod(pair.b_shape) for pair in layout.pairs)
+    buffer = allocate(size * dtype.itemsize).view(dtype)
+    halves = _halves(layout, buffer)
+    # Torch copies many small tensors on one core.
+    with ThreadPoolExecutor(_NUM_COPY_THREADS, thread_name_prefix="adapter-copy") as threads:
+        copied = threads.map(
+            lambda half, piece: _copy(half, piece, tensors), halves, _pieces(layout)
+        )
+        for _ in copied:
+            pass
     return _Found(hashes, buffer, _pairs(layout, halves), is_finite=False)
 
 
 def _pairs(layout: Layout, halves: Sequence[Tensor]) -> dict[str, LoraPair]:
+    count = len(layout.pairs)
     return {
         pair.target: LoraPair(a, b, pair.scaling)
-        for pair, a, b in zip(layout.pairs, halves[::2], halves[1::2], strict=True)
+        for pair, a, b in zip(layout.pairs, halves[:count], halves[count:], strict=True)
     }
 
 
@@ -182,25 +189,6 @@ def _tensors(raw: Tensor, header: Header, dtype: torch.dtype) -> list[Tensor]:
         found += torch.split(piece.view(file_dtype).to(dtype), sizes)
         first = last
     return found
-
-
-def _placed(
-    layout: Layout, tensors: list[Tensor], dtype: torch.dtype, allocate: Allocate
-) -> tuple[Tensor, list[Tensor]]:
-    """One buffer with every half at its place, and the halves."""
-    pieces = _pieces(layout)
-    shapes = [shape for pair in layout.pairs for shape in (pair.a_shape, pair.b_shape)]
-    sizes = [math.prod(shape) for shape in shapes]
-    buffer = allocate(sum(sizes) * dtype.itemsize).view(dtype)
-    places = [
-        flat.view(shape) for flat, shape in zip(torch.split(buffer, sizes), shapes, strict=True)
-    ]
-    # Torch copies many small tensors on one core.
-    with ThreadPoolExecutor(_NUM_COPY_THREADS, thread_name_prefix="adapter-copy") as threads:
-        done = threads.map(lambda place, piece: _copy(place, piece, tensors), places, pieces)
-        for _ in done:
-            pass
-    return buffer, places
 
 
 def _copy(place: Tensor, piece: Piece, tensors: list[Tensor]) -> None:

@@ -44,7 +44,9 @@ def read_header(file: AdapterFile) -> Header:
     raw = file.read(8, length)
     tensors = parse_plain(raw) or _parse(file, raw)
     data_bytes = file.num_bytes - 8 - length
-    _check_contiguous(file, tensors, data_bytes)
+    needed = tensors[-1].end if tensors else 0
+    if needed != data_bytes:
+        raise _broken(file, f"its tensors need {needed} bytes of data and {data_bytes} are there")
     return Header(tuple(tensors), raw, 8 + length, data_bytes)
 
 
@@ -53,6 +55,7 @@ def _parse(file: AdapterFile, raw: bytes) -> list[TensorEntry]:
     fields.pop("__metadata__", None)
     tensors = [_entry(file, name, about) for name, about in fields.items()]
     tensors.sort(key=lambda tensor: (tensor.start, tensor.end))
+    _check_contiguous(file, tensors)
     return tensors
 
 
@@ -114,7 +117,7 @@ def _listed(values: Any) -> str:
     return repr(list(values) if isinstance(values, tuple) else values)[:200]
 
 
-def _check_contiguous(file: AdapterFile, tensors: list[TensorEntry], data_bytes: int) -> None:
+def _check_contiguous(file: AdapterFile, tensors: list[TensorEntry]) -> None:
     position = 0
     for tensor in tensors:
         if tensor.start != position:
@@ -123,8 +126,6 @@ def _check_contiguous(file: AdapterFile, tensors: list[TensorEntry], data_bytes:
                 file, f"{tensor.name!r} begins at {tensor.start} and {what} at {position}"
             )
         position = tensor.end
-    if position != data_bytes:
-        raise _broken(file, f"its tensors need {position} bytes of data and {data_bytes} are there")
 
 
 def _broken(file: AdapterFile, what: str) -> AdapterError:

@@ -161,9 +161,11 @@ def _check_target_modules(
     if config.target_modules is None:
         return
     named_modules = set(config.target_modules)
-    file_modules = (half.module for sides in halves.values() for half in sides.values())
-    known = {end for name in (*targets, *file_modules) for end in endings(name)}
-    unknown = sorted(named_modules - known)
+    unknown = sorted(named_modules - {name.rpartition(".")[2] for name in targets})
+    if unknown:
+        file_modules = (half.module for sides in halves.values() for half in sides.values())
+        known = {end for name in (*targets, *file_modules) for end in endings(name)}
+        unknown = sorted(set(unknown) - known)
     if unknown:
         raise AdapterError(
             f"target_modules names {named(unknown)}, which this model does not let adapters "

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from manyroots.errors import AdapterError
 from manyroots.lora.files.modules import Home
@@ -18,8 +19,7 @@ _EXPERTS = ".experts."
 _EXPERT_TAIL = re.compile(r"(\d{1,9})\.(\w+\.lora_[AB](?:\.[^.]+)?\.weight)")
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """One half of a pair, as a view of tensors of the file."""
 
     tensors: tuple[int, ...]
@@ -32,8 +32,7 @@ class Piece:
     """Then cut to these in the dimension before the last: [first, past the last)."""
 
 
-@dataclass(frozen=True, slots=True)
-class PairLayout:
+class PairLayout(NamedTuple):
     """One pair, in its canonical form."""
 
     target: str

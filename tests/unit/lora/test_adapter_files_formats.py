@@ -20,6 +20,7 @@ from manyroots.lora.files.header import Header
 from manyroots.lora.files.opened import AdapterFile
 from manyroots.lora.spec import AdapterSpec
 from manyroots.lora.targets import Targets
+from manyroots.store import adapter_bytes
 from manyroots.store.adapter_files import read_adapter
 from manyroots.store.adapter_weights import AdapterWeights
 from tests.adapter_folders import (
@@ -83,7 +84,8 @@ def test_w15_experts_in_many_chunks_are_read_to_their_places(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """W15: files have their experts in the order of text, 0, 1, 10, 11, 2."""
-    monkeypatch.setattr(digest, "CHUNK_BYTES", 1000)
+    for module in (digest, adapter_bytes):
+        monkeypatch.setattr(module, "CHUNK_BYTES", 1000)
     targets = tiny_targets(num_experts=12)
     modules = ("q_proj", "gate_proj", "up_proj", "down_proj")
     recipe = Recipe(experts=ExpertFormat.PER_EXPERT, dtype=torch.bfloat16, modules=modules)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -34,13 +35,10 @@ def are_finite(raw: memoryview, dtype: str) -> bool:
 
 def places_of(pieces: Sequence[Piece], tensors: Sequence[TensorEntry]) -> Places:
     """One half after the other, and the tensors of each in its own order."""
-    places = np.zeros(len(tensors), np.int64)
-    at = 0
-    for piece in pieces:
-        size = tensors[piece.tensors[0]].end - tensors[piece.tensors[0]].start
-        count = len(piece.tensors)
-        places[list(piece.tensors)] = at + size * np.arange(count)
-        at += size * count
+    order = list(chain.from_iterable(piece.tensors for piece in pieces))
+    sizes = np.array([tensors[index].end - tensors[index].start for index in order], np.int64)
+    places = np.empty(len(tensors), np.int64)
+    places[order] = np.cumsum(sizes) - sizes
     return places
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-import threading
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -32,31 +32,35 @@ def read_and_hash(
     file: AdapterFile, header: Header, into: memoryview | None, seen: Seen | None = None
 ) -> list[bytes]:
     """Read all data of the file, into `into` if given; the hashes of its chunks."""
-    scratch = threading.local()
+    left = deque(range(0, header.data_bytes, CHUNK_BYTES))
+    hashes = [b""] * len(left)
 
-    def chunk(start: int) -> bytes:
-        length = min(CHUNK_BYTES, header.data_bytes - start)
-        view = _scratch(scratch)[:length] if into is None else into[start : start + length]
-        file.read_into(view, header.data_offset + start)
-        hashed = hashlib.sha256(view).digest()
-        if seen is not None:
-            seen(start, view)
-        return hashed
+    def work() -> None:
+        room = memoryview(bytearray(CHUNK_BYTES if into is None else 0))
+        while (start := _first(left)) is not None:
+            length = min(CHUNK_BYTES, header.data_bytes - start)
+            view = room[:length] if into is None else into[start : start + length]
+            file.read_into(view, header.data_offset + start)
+            hashes[start // CHUNK_BYTES] = hashlib.sha256(view).digest()
+            if seen is not None:
+                seen(start, view)
 
-    starts = range(0, header.data_bytes, CHUNK_BYTES)
-    if len(starts) <= 1:
-        return [chunk(start) for start in starts]
-    num_threads = min(_MAX_THREADS, os.cpu_count() or 1, len(starts))
+    num_threads = min(_MAX_THREADS, os.cpu_count() or 1, len(left))
+    if num_threads <= 1:
+        work()
+        return hashes
     with ThreadPoolExecutor(num_threads, thread_name_prefix="adapter-read") as threads:
-        return list(threads.map(chunk, starts))
+        for done in [threads.submit(work) for _ in range(num_threads)]:
+            done.result()
+    return hashes
 
 
-def _scratch(mine: threading.local) -> memoryview:
-    """A thread's room for one chunk."""
-    if not hasattr(mine, "room"):
-        mine.room = memoryview(bytearray(CHUNK_BYTES))
-    room: memoryview = mine.room
-    return room
+def _first(left: deque[int]) -> int | None:
+    """Several threads take from it, so that to look whether there is one says nothing."""
+    try:
+        return left.popleft()
+    except IndexError:
+        return None
 
 
 def content_digest(config: bytes, header: Header, chunks: Iterable[bytes]) -> AdapterDigest:

@@ -30,7 +30,7 @@ from manyroots.cache.outcomes import (
     PlaneStats,
     Refusal,
 )
-from manyroots.cache.planes import ABSENT, Layout
+from manyroots.cache.planes import ABSENT, Layout, Units
 from manyroots.cache.policies import CachePolicies
 from manyroots.cache.prefetch import Prefetcher, Ticket
 from manyroots.cache.publishing import Publisher, nearest_attached
@@ -202,7 +202,7 @@ class PrefixCache:
             plane = self.layout.device[family]
             host = self.layout.host_of(plane)
             taken = self._room.allocate(family, len(found))
-            sources = np.array([unit for _, unit in found], np.int32)
+            sources = np.array([unit for _, unit in found], np.intp)
             spots = tuple(Spot(lease.cursor, page) for page, _ in found)
             pools[family].hold(taken)  # the lease's own hold, beside the move's
             self.transfers.start(spots, host, plane, sources, taken, lease=lease)
@@ -237,7 +237,7 @@ class PrefixCache:
         """
         return self._growth.draft(lease, num_computed, num_sure, num_tokens, step_id)
 
-    def turn_pages(self, leases: list[Lease]) -> list[Int32s] | None:
+    def turn_pages(self, leases: list[Lease]) -> list[Units] | None:
         """One more page for each of these full leases, or None if they must be extended one by
         one: there is not room for all, or a family has more to do at a page's end."""
         return self._growth.turn_pages(leases)
@@ -347,7 +347,7 @@ class PrefixCache:
             self.publisher.forget_bars()
 
     def _drop(self, plane: int, unit: int) -> None:
-        self.index.pools[plane].drop(np.array([unit], np.int32))
+        self.index.pools[plane].drop(np.array([unit], np.intp))
 
     @property
     def _has_publishers(self) -> bool:

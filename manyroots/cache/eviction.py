@@ -84,7 +84,7 @@ class Evictor:
             # Units come in prefixes and so do holders: what is loose is the end of what is there.
             end = node.counts[self._plane.index]
             first = max(0, end - count)
-            num_held = int(np.count_nonzero(holders[units[first:end].astype(np.intp)]))
+            num_held = int(np.count_nonzero(holders[units[first:end]]))
             return np.arange(first + num_held, end)
         places: Indices = (units != ABSENT).nonzero()[0]
         places = places[holders[units[places]] == 0]

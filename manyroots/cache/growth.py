@@ -11,12 +11,11 @@ from manyroots.cache.checkpoints import next_stop
 from manyroots.cache.index import Index
 from manyroots.cache.lease import Lease
 from manyroots.cache.outcomes import Extension, Refusal
-from manyroots.cache.planes import ABSENT, NO_UNITS, Plane
+from manyroots.cache.planes import ABSENT, NO_UNITS, Plane, Units
 from manyroots.cache.publishing import Publisher, nearest_attached
 from manyroots.cache.room import Room
 from manyroots.cache.states import States
 from manyroots.ids import StepId
-from manyroots.step import Int32s
 
 
 class Growth:
@@ -113,7 +112,7 @@ class Growth:
         lease.num_covered_tokens = num_pages * self._page_size
         return Extension((first,), (units,))
 
-    def turn_pages(self, leases: list[Lease]) -> list[Int32s] | None:
+    def turn_pages(self, leases: list[Lease]) -> list[Units] | None:
         """One more page for each lease, all of which are full: by family, the unit that each got.
 
         None if they must be extended one by one: there is not room for all, or a family has more
@@ -148,7 +147,7 @@ class Growth:
                     return False
         return True
 
-    def _grow(self, lease: Lease, family: int, count: int) -> Int32s:
+    def _grow(self, lease: Lease, family: int, count: int) -> Units:
         if count == 0:
             return NO_UNITS
         units = self._room.allocate(family, count)

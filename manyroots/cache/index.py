@@ -12,11 +12,10 @@ import numpy as np
 
 from manyroots.cache.events import CacheEvent, PagesRemoved, PagesStored
 from manyroots.cache.keys import HASH_BYTES, PageHasher
-from manyroots.cache.planes import ABSENT, Layout
+from manyroots.cache.planes import ABSENT, Layout, Units
 from manyroots.cache.pool import UnitPool
 from manyroots.cache.tree import TOKEN_BYTES, Indices, Node, Places, PrefixTree
 from manyroots.ids import Namespace, StepId
-from manyroots.step import Int32s
 
 
 class Index:
@@ -40,7 +39,7 @@ class Index:
         self.on_loosened: Callable[[Node], None] = lambda node: None
         """Told of nodes that may have units that can be evicted now; set by the cache."""
 
-    def add(self, node: Node, plane: int, places: Places, units: Int32s) -> None:
+    def add(self, node: Node, plane: int, places: Places, units: Units) -> None:
         """Units that someone holds can now be found at these pages, which had none."""
         self.tree.set_units(node, plane, places, units)
         self.pools[plane].index(units)
@@ -48,7 +47,7 @@ class Index:
             self.events.append(self._stored(node, plane, places))
 
     def add_leaf(
-        self, parent: Node, namespace: Namespace, keys: bytes, units: Int32s, step: StepId
+        self, parent: Node, namespace: Namespace, keys: bytes, units: Units, step: StepId
     ) -> Node:
         """As `add`, for pages behind `parent` that nobody has been to, with the units of the only
         plane."""
@@ -58,7 +57,7 @@ class Index:
         self._found(leaf, slice(0, len(units)), units)
         return leaf
 
-    def _found(self, leaf: Node, places: slice, units: Int32s) -> None:
+    def _found(self, leaf: Node, places: slice, units: Units) -> None:
         """New pages of the only plane can be found."""
         self.pools[0].index(units)
         if self._hasher is not None:
@@ -66,7 +65,7 @@ class Index:
         if self._event_planes:
             self.events.append(self._stored(leaf, 0, places))
 
-    def lengthen(self, leaf: Node, keys: bytes, units: Int32s) -> None:
+    def lengthen(self, leaf: Node, keys: bytes, units: Units) -> None:
         """As `add`, for new pages behind the last of a leaf that has all its units on the only
         plane."""
         first = leaf.num_pages
@@ -130,7 +129,7 @@ class Index:
         if node.parent is not None:
             self.on_loosened(node.parent)
 
-    def units_above(self, node: Node, depth: int, plane: int) -> Int32s:
+    def units_above(self, node: Node, depth: int, plane: int) -> Units:
         """The units of one plane on the path down to `depth`, which `node` covers or ends at."""
         runs = []
         current: Node | None = node

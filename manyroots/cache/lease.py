@@ -8,10 +8,9 @@ import numpy as np
 
 from manyroots.cache.keys import PrefixKey
 from manyroots.cache.matching import Limit
-from manyroots.cache.planes import NO_UNITS
+from manyroots.cache.planes import NO_UNITS, Units
 from manyroots.cache.tree import Node
 from manyroots.ids import StepId
-from manyroots.step import Int32s
 
 
 @dataclass(slots=True)
@@ -60,9 +59,9 @@ class Lease:
         """Leases of a namespace made before it was evicted never publish into it again."""
         self.cursor = cursor
         """Deepest node of the tree on this request's path, as of its last publication."""
-        self.tables: list[Int32s] = [NO_UNITS] * num_families
+        self.tables: list[Units] = [NO_UNITS] * num_families
         """By family, the unit of each page; ABSENT where it is not held, yet or any more."""
-        self._rooms: list[Int32s] = [NO_UNITS] * num_families
+        self._rooms: list[Units] = [NO_UNITS] * num_families
         """By family: what the table is the beginning of, so that it can grow where it is."""
         self.first_live = [0] * num_families
         """By family, the first page whose unit is still held."""
@@ -72,7 +71,7 @@ class Lease:
         """By family: the checkpoint to restore the working state from, held till then."""
         self.checkpoints: list[Checkpoint] = []
         """Saved by a launched step, or the newest one of the output; held."""
-        self.copies: list[tuple[int, Int32s]] = []
+        self.copies: list[tuple[int, Units]] = []
         """By plane: units of others that the tree leads through in place of ours, because they
         computed the same tokens first. Held too: what is held must have only held ones above."""
         self.onboarding: list[tuple[int, int, int]] = []
@@ -98,19 +97,19 @@ class Lease:
         """How many pages, from the front, have been offered to the tree."""
         self.is_open = True
 
-    def begin_table(self, family: int, units: Int32s, num_pages: int) -> Int32s:
+    def begin_table(self, family: int, units: Units, num_pages: int) -> Units:
         """What was found, as the beginning of a table that will soon have `num_pages`."""
-        room = self._rooms[family] = np.empty(max(len(units), num_pages) + 8, np.int32)
+        room = self._rooms[family] = np.empty(max(len(units), num_pages) + 8, np.intp)
         room[: len(units)] = units
         table = self.tables[family] = room[: len(units)]
         return table
 
-    def grow(self, family: int, units: Int32s) -> None:
+    def grow(self, family: int, units: Units) -> None:
         """A table gets longer. What others were given of it stays as it is."""
         table, room = self.tables[family], self._rooms[family]
         first, end = len(table), len(table) + len(units)
         if end > len(room):
-            room = self._rooms[family] = np.empty(end + 8 + end // 8, np.int32)
+            room = self._rooms[family] = np.empty(end + 8 + end // 8, np.intp)
             room[:first] = table
         room[first:end] = units
         self.tables[family] = room[:end]
@@ -119,7 +118,7 @@ class Lease:
         """As `grow`, for what happens most."""
         first, room = len(self.tables[family]), self._rooms[family]
         if first == len(room):
-            self.grow(family, np.array([unit], np.int32))
+            self.grow(family, np.array([unit], np.intp))
         else:
             room[first] = unit
             self.tables[family] = room[: first + 1]

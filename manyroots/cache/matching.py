@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from manyroots.cache.planes import ABSENT, NO_UNITS, Layout, Plane
+from manyroots.cache.planes import ABSENT, NO_UNITS, Layout, Plane, Units
 from manyroots.cache.tree import Walk
-from manyroots.step import Bools, Int32s
+from manyroots.step import Bools
 
 
 class Limit(enum.Enum):
@@ -57,7 +57,7 @@ def judge(layout: Layout, walk: Walk, walk_limit: Limit) -> Match:
     return Match(walk, num_device_pages, num_pages, limit)
 
 
-def path_units(walk: Walk, plane: Plane) -> Int32s:
+def path_units(walk: Walk, plane: Plane) -> Units:
     """The units of a path's pages on one plane; to be read only, they may be the tree's own."""
     if not walk.nodes:
         return NO_UNITS

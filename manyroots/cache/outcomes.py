@@ -6,9 +6,9 @@ import enum
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from manyroots.cache.planes import Units
 from manyroots.ids import Tier
 from manyroots.messages import StorageStats
-from manyroots.step import Int32s
 
 
 class Refusal(enum.Enum):
@@ -33,7 +33,7 @@ class Extension(NamedTuple):
 
     first: tuple[int, ...]
     """By family: where in its table the new units begin."""
-    units: tuple[Int32s, ...]
+    units: tuple[Units, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,17 +8,12 @@ transfer; indexed or not). `free + cached + held = total` always.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
-from manyroots.step import Int32s
+from manyroots.cache.planes import Units
 
 
 class UnitPool:
-    """A fixed number of units with a count of holders each.
-
-    Units are int32 wherever they are kept, and made native integers before they index an array:
-    numpy is several times as fast then.
-    """
+    """A fixed number of units with a count of holders each."""
 
     def __init__(self, num_units: int) -> None:
         self.num_units = num_units
@@ -38,51 +33,48 @@ class UnitPool:
     def num_held(self) -> int:
         return self.num_units - self.num_free - self.num_cached
 
-    def take(self, count: int) -> Int32s:
+    def take(self, count: int) -> Units:
         """Hold `count` free units; the caller has made sure that there are as many."""
         end, self.num_free = self.num_free, self.num_free - count
-        taken = self._stack[self.num_free : end][::-1]
+        taken = self._stack[self.num_free : end][::-1].copy()
         self.holders[taken] = 1
-        return taken.astype(np.int32)
+        return taken
 
-    def hold(self, units: Int32s) -> None:
+    def hold(self, units: Units) -> None:
         """One more holder for each; they are held or indexed already. No unit occurs twice."""
-        at = units.astype(np.intp)
-        held = self.holders[at]
+        held = self.holders[units]
         self.num_cached -= len(held) - int(np.count_nonzero(held))
         held += 1
-        self.holders[at] = held
+        self.holders[units] = held
 
-    def drop(self, units: Int32s) -> None:
+    def drop(self, units: Units) -> None:
         """One holder fewer; what nobody holds becomes cached if indexed, free if not."""
-        at = units.astype(np.intp)
-        left = self.holders[at]
+        left = self.holders[units]
         left -= 1
-        self.holders[at] = left
-        orphans = at[left == 0] if np.count_nonzero(left) else at
+        self.holders[units] = left
+        orphans = units[left == 0]
         indexed = self.indexed[orphans]
         num_indexed = int(np.count_nonzero(indexed))
         self.num_cached += num_indexed
         if num_indexed < len(orphans):
             self._put_back(orphans[~indexed])
 
-    def index(self, units: Int32s) -> None:
+    def index(self, units: Units) -> None:
         """The tree now leads to these held units."""
-        self.indexed[units.astype(np.intp)] = True
+        self.indexed[units] = True
 
-    def unindex(self, units: Int32s) -> None:
+    def unindex(self, units: Units) -> None:
         """The tree no longer leads to these; those that nobody holds become free."""
-        at = units.astype(np.intp)
-        self.indexed[at] = False
-        orphans = at[self.holders[at] == 0]
+        self.indexed[units] = False
+        orphans = units[self.holders[units] == 0]
         self.num_cached -= len(orphans)
         self._put_back(orphans)
 
-    def free_units(self) -> npt.NDArray[np.intp]:
+    def free_units(self) -> Units:
         """For audits."""
         return self._stack[: self.num_free].copy()
 
-    def _put_back(self, units: npt.NDArray[np.intp]) -> None:
+    def _put_back(self, units: Units) -> None:
         # Reversed, so that the first unit of a sequence is the first to be taken again.
         begin, self.num_free = self.num_free, self.num_free + len(units)
         self._stack[begin : self.num_free] = units[::-1]

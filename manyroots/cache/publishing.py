@@ -14,7 +14,7 @@ from manyroots.cache.eviction import Evictor
 from manyroots.cache.index import Index
 from manyroots.cache.keys import PrefixKey
 from manyroots.cache.lease import Checkpoint, Lease
-from manyroots.cache.planes import ABSENT, Plane
+from manyroots.cache.planes import ABSENT, Plane, Units
 from manyroots.cache.tree import TOKEN_BYTES, Node
 from manyroots.ids import Namespace, StepId
 from manyroots.step import Int32s
@@ -193,7 +193,7 @@ class Publisher:
         """Index a saved state behind pages that are published. The lease's hold goes either way
         (P10): to the index, or back to the pool."""
         pool = self._index.pools[checkpoint.family]
-        unit = np.array([checkpoint.unit], np.int32)
+        unit = np.array([checkpoint.unit], np.intp)
         node: Node | None = None
         boundary = self._allowed(lease, checkpoint.boundary)
         if boundary == checkpoint.boundary and boundary <= lease.num_published_pages:
@@ -254,7 +254,7 @@ class Publisher:
                         filled[plane.index, unit] = (node, depth)
 
     def _fill_holes(
-        self, lease: Lease, node: Node, plane: Plane, at: int, own: Int32s, there: Int32s
+        self, lease: Lease, node: Node, plane: Plane, at: int, own: Units, there: Units
     ) -> bool:
         places = ((there == ABSENT) & (own != ABSENT)).nonzero()[0]
         for run in _runs(places):

@@ -47,7 +47,7 @@ class States:
         if saved is not None:
             self._copy(family, saved, unit, is_after_model=False)
             # Steps run in order, so that whoever gets the checkpoint's unit writes it later.
-            self._index.pools[family].drop(np.array([saved], np.int32))
+            self._index.pools[family].drop(np.array([saved], np.intp))
             self._publisher.offer_path(nearest_attached(lease.cursor))
 
     def save(self, lease: Lease, family: int, num_tokens: int, step_id: StepId) -> None:

@@ -17,9 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from manyroots.cache.keys import HASH_BYTES, PrefixKey
-from manyroots.cache.planes import ABSENT
+from manyroots.cache.planes import ABSENT, Units
 from manyroots.ids import Namespace, StepId
-from manyroots.step import Int32s
 
 TOKEN_BYTES = 4
 
@@ -60,7 +59,7 @@ class Node:
         first: int,
         keys: bytes,
         hashes: bytes,
-        units: list[Int32s],
+        units: list[Units],
         step_id: StepId,
         serial: int,
     ) -> None:
@@ -111,7 +110,7 @@ class PrefixTree:
         self._page_bytes = page_size * TOKEN_BYTES
         self._num_planes = num_planes
         self._serial = 0
-        empty = [np.empty(0, np.int32) for _ in range(num_planes)]
+        empty = [np.empty(0, np.intp) for _ in range(num_planes)]
         self.root = Node(None, None, 0, b"", b"", empty, StepId(0), 0)
         self.by_namespace: dict[Namespace, dict[int, Node]] = {}
         """Nodes of a namespace whose parent is of another, by serial: where it begins."""
@@ -208,7 +207,7 @@ class PrefixTree:
             depth = run_end
         return path
 
-    def set_units(self, node: Node, plane: int, places: Places, units: Int32s) -> None:
+    def set_units(self, node: Node, plane: int, places: Places, units: Units) -> None:
         """Put units into pages of a node that have none on this plane."""
         was = node.counts[plane]
         node.units[plane][places] = units
@@ -216,7 +215,7 @@ class PrefixTree:
         if was == 0 and len(units) and node.parent is not None:
             node.parent.below[plane] += 1
 
-    def clear_units(self, node: Node, plane: int, places: Indices) -> Int32s:
+    def clear_units(self, node: Node, plane: int, places: Indices) -> Units:
         """Take the units of these pages out; gives them."""
         removed = node.units[plane][places]
         node.units[plane][places] = ABSENT
@@ -337,7 +336,7 @@ class PrefixTree:
                 node.parent.below[plane] -= 1
         return rest
 
-    def lengthen(self, node: Node, keys: bytes, more: list[Int32s]) -> None:
+    def lengthen(self, node: Node, keys: bytes, more: list[Units]) -> None:
         """Give a leaf more pages. Whoever brings units counts them."""
         count = len(more[0])
         node.keys += keys
@@ -346,7 +345,7 @@ class PrefixTree:
         node.end += count
 
     def add(
-        self, parent: Node, namespace: Namespace, keys: bytes, units: list[Int32s], step: StepId
+        self, parent: Node, namespace: Namespace, keys: bytes, units: list[Units], step: StepId
     ) -> Node:
         """A new leaf. Whoever brings units counts them."""
         self._serial += 1
@@ -380,13 +379,13 @@ class PrefixTree:
         return low
 
 
-_ABSENTS = np.full(1024, ABSENT, np.int32)
+_ABSENTS = np.full(1024, ABSENT, np.intp)
 
 
-def _absent(count: int) -> Int32s:
+def _absent(count: int) -> Units:
     """So many pages without a unit: a copy of many, which is quicker than filling."""
-    return _ABSENTS[:count].copy() if count <= len(_ABSENTS) else np.full(count, ABSENT, np.int32)
+    return _ABSENTS[:count].copy() if count <= len(_ABSENTS) else np.full(count, ABSENT, np.intp)
 
 
-def _counts(units: list[Int32s]) -> list[int]:
+def _counts(units: list[Units]) -> list[int]:
     return [int(np.count_nonzero(plane != ABSENT)) for plane in units]

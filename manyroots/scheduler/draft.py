@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from manyroots.cache.lease import Lease
 from manyroots.cache.outcomes import Extension
@@ -66,13 +67,15 @@ class Draft:
         self.num_tokens_left -= len(self._decoding)
         return growing
 
-    def turn_pages(self, rows: Int64s, units: list[Int32s]) -> None:
+    def turn_pages(self, rows: Int64s, units: list[npt.NDArray[np.intp]]) -> None:
         """Place the next token of rows that got one page each, by family."""
         places = self._rows.turn_pages(rows).astype(np.int32)
         self._decoding = np.concatenate((self._decoding, rows))
         self.num_tokens_left -= len(rows)
         for family, pages in enumerate(units):
-            self._growth.append(NewPages(family, rows.astype(np.int32), places, pages))
+            self._growth.append(
+                NewPages(family, rows.astype(np.int32), places, pages.astype(np.int32))
+            )
 
     def place(self, request: Request, computed: int, num_tokens: int) -> None:
         """The request computes `num_tokens` in this step, behind those computed."""
@@ -100,7 +103,7 @@ class Draft:
                 tokens=request.tokens,
                 num_prompt_tokens=request.num_prompt_tokens,
                 num_computed_tokens=lease.num_cached_tokens,
-                page_tables=tuple([table.copy() for table in lease.tables]),
+                page_tables=tuple([table.astype(np.int32) for table in lease.tables]),
                 sampling=sampling,
                 seed=submit.seed,
                 stop_ids=submit.stop_ids,
@@ -115,7 +118,7 @@ class Draft:
             if len(units):
                 places = np.arange(first, first + len(units), dtype=np.int32)
                 rows = np.full(len(units), row, np.int32)
-                self._growth.append(NewPages(family, rows, places, units))
+                self._growth.append(NewPages(family, rows, places, units.astype(np.int32)))
 
     def to_plan(
         self, copies: tuple[Copy, ...], adapters: tuple[AdapterIntent, ...], *, waits: bool

@@ -100,10 +100,9 @@ class Rows:
         return row
 
     def settle(self, request: Request) -> None:
-        """The request stops running: its tokens are its own again, and no step plans it."""
+        """The request stops running: no step plans it any more."""
         row = request.row
         assert row is not None
-        self.flush(request)
         del self.running[request]
         self.prompts.pop(request, None)
         self.scored.discard(row)
@@ -116,8 +115,8 @@ class Rows:
         row = request.row
         assert row is not None
         self._requests[row] = None
-        for column in (self.computed, self.committed, self.publish_at):
-            column[row] = 0
+        self.computed[row] = self.committed[row] = self.publish_at[row] = 0
+        self._num_recent[row] = 0
         self._free.append(row)
         request.row = None
         while self.end and self._requests[self.end - 1] is None:

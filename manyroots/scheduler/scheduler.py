@@ -302,8 +302,10 @@ class Scheduler:
             if row in faults:
                 outputs.append(self._endings.finish(request, FinishReason.ERROR, faults[Row(row)]))
             elif step.samples[index]:
-                request.extend(result.tokens[places[index] : places[index] + 1])
-                outputs.append(self._tell(request, result.logprobs.get(Row(row))))
+                token = result.tokens[places[index] : places[index] + 1]
+                request.extend(token)
+                logprobs = result.logprobs.get(Row(row))
+                outputs.append(self._tell(request, int(token[0]), request.num_tokens, logprobs))
         return is_left
 
     def _publish(self, request: Request, step_id: StepId) -> None:
@@ -327,30 +329,33 @@ class Scheduler:
         if self._rows.scored:
             is_plain &= ~np.isin(rows, list(self._rows.scored))
         if np.count_nonzero(is_plain) < len(is_plain):
-            for row in rows[~is_plain].tolist():
-                request = self._rows.request_at(row)
-                self._rows.flush(request)
-                outputs.append(self._tell(request, result.logprobs.get(row)))
+            others = rows[~is_plain]
+            # The newest token lies behind those that are committed.
+            num_known = self._rows.committed[others] + 1
+            news = (others.tolist(), tokens[~is_plain].tolist(), num_known.tolist())
+            for row, token, num_tokens in zip(*news, strict=True):
+                request, logprobs = self._rows.request_at(row), result.logprobs.get(row)
+                outputs.append(self._tell(request, token, num_tokens, logprobs))
             rows, tokens = rows[is_plain], tokens[is_plain]
         return Tokens(self._rows.request_ids[rows], tokens, self._rows.num_cached[rows])
 
-    def _tell(self, request: Request, logprobs: TokenLogprobs | None) -> Output:
-        """News of a request's newest token, which may be its last."""
-        token = int(request.tokens[-1])
+    def _tell(
+        self, request: Request, token: int, num_tokens: int, logprobs: TokenLogprobs | None
+    ) -> Output:
+        """News of a request's newest token, its `num_tokens`-th, which may be its last."""
+        num_output_tokens = num_tokens - request.num_prompt_tokens
         reason: FinishReason | None = None
         stop_token: int | None = None
-        if token in request.stop_ids and (
-            request.num_output_tokens > request.submit.sampling.min_tokens
-        ):
+        if token in request.stop_ids and num_output_tokens > request.submit.sampling.min_tokens:
             reason, stop_token = FinishReason.STOP, token
-        elif request.num_tokens >= request.max_num_tokens:
+        elif num_tokens >= request.max_num_tokens:
             reason = FinishReason.LENGTH
         output = Output(
             request.submit.request_id, [token], reason, request.num_cached_tokens or 0, stop_token
         )
         if logprobs is not None:
             output.logprobs.append(logprobs)
-        if request.prompt_logprobs and request.num_output_tokens == 1:
+        if request.prompt_logprobs and num_output_tokens == 1:
             output.prompt_logprobs.extend(request.prompt_logprobs)
             request.prompt_logprobs.clear()
             if request.row is not None:

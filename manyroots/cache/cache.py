@@ -38,10 +38,12 @@ from manyroots.cache.room import Room
 from manyroots.cache.states import States
 from manyroots.cache.storage import Storage
 from manyroots.cache.transfers import Spot, Transfers
-from manyroots.cache.tree import TOKEN_BYTES, Node, Walk
+from manyroots.cache.tree import NO_WALK, TOKEN_BYTES, ChildKey, Node, Walk
 from manyroots.cache.writeback import WriteBacker
 from manyroots.ids import AdapterDigest, Namespace, StepId, Tier
 from manyroots.step import Copy, CopyDone, Int32s
+
+NO_MATCH = Match(NO_WALK, 0, 0, Limit.OFF)
 
 
 class PrefixCache:
@@ -88,9 +90,8 @@ class PrefixCache:
         At least one token is always left to compute: its logits are what the request came for.
         """
         max_pages = (len(tokens) - 1) // self.page_size if self._policies.reuse else 0
-        keys = tokens[: max_pages * self.page_size].tobytes()
-        walk = self.index.tree.walk(key, keys, max_pages)
-        limit = self._limit(key, keys, walk, max_pages)
+        walk = self.index.tree.walk(key, tokens.tobytes(), max_pages)
+        limit = self._limit(key, walk)
         if self._sole_pool is not None:
             # What the tree leads to is there.
             return Match(walk, walk.depth, walk.depth, limit)
@@ -100,37 +101,40 @@ class PrefixCache:
             return match._replace(limit=Limit.TIER)
         return match
 
-    def _limit(self, key: PrefixKey, keys: bytes, walk: Walk, max_pages: int) -> Limit:
+    def _limit(self, key: PrefixKey, walk: Walk) -> Limit:
         """Why the tree leads no further."""
-        if walk.depth == max_pages:
+        if walk.ahead is None:
             return Limit.NOTHING if self._policies.reuse else Limit.OFF
-        first = walk.depth * self.page_size * TOKEN_BYTES
-        page = keys[first : first + self.page_size * TOKEN_BYTES]
-        is_elsewhere = self.index.tree.has_elsewhere(key, page, walk)
-        return Limit.NAMESPACE if is_elsewhere else Limit.COLD
+        return Limit.NAMESPACE if self.index.tree.has_elsewhere(key, walk) else Limit.COLD
 
     def claim(
         self, key: PrefixKey, tokens: Int32s, num_prompt_tokens: int, *, may_reuse: bool
     ) -> Lease:
         """Hold what is found, on whatever tier. Always succeeds; release it if it is no use."""
-        root = self.index.tree.root
-        match = self.lookup(key, tokens) if may_reuse else Match(Walk((), 0), 0, 0, Limit.OFF)
-        nodes = match.walk.nodes
-        lease = Lease(key, nodes[-1] if nodes else root, len(self.layout.device), self._next_serial)
+        match = self.lookup(key, tokens) if may_reuse else NO_MATCH
+        nodes, depth, ahead = match.walk
+        serial = self._next_serial
         self._next_serial += 1
-        self.open_leases[lease.serial] = lease
-        num_pages = match.num_worthwhile_pages
+        cursor = nodes[-1] if nodes else self.index.tree.root
+        lease = self.open_leases[serial] = Lease(key, cursor, len(self.layout.device), serial)
         lease.limit = match.limit
-        lease.junction = match.walk.depth
+        lease.junction = depth
         lease.num_prompt_tokens = num_prompt_tokens
-        lease.num_cached_tokens = num_pages * self.page_size
-        lease.num_host_tokens = max(0, num_pages - match.num_device_pages) * self.page_size
-        lease.num_published_pages = num_pages
+        num_pages = match.num_worthwhile_pages
+        lease.ahead = ahead if num_pages == depth else self._ahead(key, tokens, num_pages)
         if num_pages:
+            lease.num_cached_tokens = num_pages * self.page_size
+            lease.num_host_tokens = max(0, num_pages - match.num_device_pages) * self.page_size
+            lease.num_published_pages = num_pages
             self._hold_found(lease, match, num_pages)
-            self.publisher.touch(lease.cursor)
-            self._writer.found(lease.serial, nodes)
+            self.publisher.touch(cursor)
+            self._writer.found(serial, nodes)
         return lease
+
+    def _ahead(self, key: PrefixKey, tokens: Int32s, num_pages: int) -> ChildKey:
+        """How the tree would know the page behind `num_pages`, of which there are more."""
+        first = num_pages * self.page_size
+        return key.at(num_pages), tokens[first : first + self.page_size].tobytes()
 
     def count_hit(self, lease: Lease, num_tokens: int) -> None:
         """The request of this lease begins: its own reuse counts, once (C04)."""
@@ -143,25 +147,21 @@ class PrefixCache:
         if lease.limit is Limit.TIER:
             self.costs.declined(Tier.HOST)
 
-    def could_find_more(self, lease: Lease, tokens: Int32s) -> bool:
+    def could_find_more(self, lease: Lease) -> bool:
         """Whether something was published behind what the lease found, since it was claimed."""
+        if lease.ahead is None:
+            return False
         depth = lease.num_published_pages
         node = nearest_attached(lease.cursor)
         while node.parent is not None and node.first >= depth:
             node = node.parent
-        if not self._policies.reuse or node.end != depth:
-            return False
-        end = (depth + 1) * self.page_size
-        if end > len(tokens) - 1:
-            return False
-        page = tokens[depth * self.page_size : end].tobytes()
-        return (lease.key.at(depth), page) in node.children
+        return node.end == depth and lease.ahead in node.children
 
     def _hold_found(self, lease: Lease, match: Match, num_pages: int) -> None:
         if self._sole_pool is not None:
-            units = path_units(match.walk, self.layout.device[0])
-            num_needed = self.pages_for(lease.num_prompt_tokens)
-            self._sole_pool.hold(lease.begin_table(0, units, num_needed))
+            # No copy: where the tree has a unit it is not written again.
+            units = lease.tables[0] = path_units(match.walk, self.layout.device[0])
+            self._sole_pool.hold(units)
             return
         for plane in self.layout.device:
             units = path_units(match.walk, plane)[:num_pages]
@@ -172,7 +172,8 @@ class PrefixCache:
             else:
                 first = plane.family.first_needed(num_pages * self.page_size)
                 lease.first_live[plane.index] = first
-                lease.begin_table(plane.index, units, num_pages)[:first] = ABSENT
+                table = lease.tables[plane.index] = units.copy()
+                table[:first] = ABSENT
             needed = units[first:]
             if num_pages == match.num_device_pages:
                 self.index.pools[plane.index].hold(needed)

@@ -9,7 +9,7 @@ import numpy as np
 from manyroots.cache.keys import PrefixKey
 from manyroots.cache.matching import Limit
 from manyroots.cache.planes import NO_UNITS, Units
-from manyroots.cache.tree import Node
+from manyroots.cache.tree import ChildKey, Node
 from manyroots.ids import StepId
 
 
@@ -30,6 +30,7 @@ class Lease:
 
     __slots__ = (
         "_rooms",
+        "ahead",
         "checkpoints",
         "copies",
         "cursor",
@@ -62,7 +63,8 @@ class Lease:
         self.tables: list[Units] = [NO_UNITS] * num_families
         """By family, the unit of each page; ABSENT where it is not held, yet or any more."""
         self._rooms: list[Units] = [NO_UNITS] * num_families
-        """By family: what the table is the beginning of, so that it can grow where it is."""
+        """By family: what the table is the beginning of, so that it can grow where it is. Empty
+        before it first grows: the table is what was found, and may be the tree's own."""
         self.first_live = [0] * num_families
         """By family, the first page whose unit is still held."""
         self.states: dict[int, int] = {}
@@ -95,14 +97,9 @@ class Lease:
         """How far the index knew the tokens, in pages: where others part from this request."""
         self.num_published_pages = 0
         """How many pages, from the front, have been offered to the tree."""
+        self.ahead: ChildKey | None = None
+        """How the tree would know the page behind those that were found; None if there is none."""
         self.is_open = True
-
-    def begin_table(self, family: int, units: Units, num_pages: int) -> Units:
-        """What was found, as the beginning of a table that will soon have `num_pages`."""
-        room = self._rooms[family] = np.empty(max(len(units), num_pages) + 8, np.intp)
-        room[: len(units)] = units
-        table = self.tables[family] = room[: len(units)]
-        return table
 
     def grow(self, family: int, units: Units) -> None:
         """A table gets longer. What others were given of it stays as it is."""
@@ -117,7 +114,7 @@ class Lease:
     def grow_by_one(self, family: int, unit: int) -> None:
         """As `grow`, for what happens most."""
         first, room = len(self.tables[family]), self._rooms[family]
-        if first == len(room):
+        if first >= len(room):
             self.grow(family, np.array([unit], np.intp))
         else:
             room[first] = unit

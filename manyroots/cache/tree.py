@@ -44,7 +44,6 @@ class Node:
         "last_used",
         "namespace",
         "num_pages",
-        "num_uses",
         "parent",
         "queued",
         "serial",
@@ -90,7 +89,6 @@ class Node:
         self.last_used = 0
         self.last_arrived = 0
         """When a copy to the host last ended here or below; counts as use there alone."""
-        self.num_uses = 0
         self.queued = 0
         """Bit set of the planes whose eviction queue has this node."""
 
@@ -101,6 +99,11 @@ class Walk(NamedTuple):
     nodes: tuple[Node, ...]
     depth: int
     """Pages matched; the last node may be matched in part."""
+    ahead: ChildKey | None
+    """How the tree would know the page behind those; None where no more were asked for."""
+
+
+NO_WALK = Walk((), 0, None)
 
 
 class PrefixTree:
@@ -117,32 +120,33 @@ class PrefixTree:
         self.first_pages: Counter[tuple[str | None, bytes]] = Counter()
         """By salt and tokens of a first page: how many namespaces have it."""
 
-    def walk(self, key: PrefixKey, keys: bytes, max_pages: int, start: Node | None = None) -> Walk:
-        """Follow `keys` (those of a whole prompt) from the end of `start`, or from the root."""
-        node = start or self.root
-        depth = node.end
+    def walk(self, key: PrefixKey, keys: bytes, max_pages: int) -> Walk:
+        """Follow the first `max_pages` of `keys`, those of a whole prompt."""
         nodes: list[Node] = []
-        size = self._page_bytes
+        node: Node | None = self.root
+        depth, size = 0, self._page_bytes
         while depth < max_pages:
             at = depth * size
-            child = node.children.get((key.at(depth), keys[at : at + size]))
+            ahead = (key.at(depth), keys[at : at + size])
+            # Of a node that is matched in part, nothing further is tried.
+            child = None if node is None else node.children.get(ahead)
             if child is None:
-                break
+                return Walk(tuple(nodes), depth, ahead)
             shared = self.shared_run(child, keys, depth, depth, key.run_end(depth, max_pages))
             nodes.append(child)
             depth += shared
-            node = child
-            if shared < child.num_pages:
-                break
-        return Walk(tuple(nodes), depth)
+            node = child if shared == child.num_pages else None
+        return Walk(tuple(nodes), depth, None)
 
-    def has_elsewhere(self, key: PrefixKey, page: bytes, walk: Walk) -> bool:
-        """Whether the page behind a walk, which its namespace does not have, is known in another
+    def has_elsewhere(self, key: PrefixKey, walk: Walk) -> bool:
+        """Whether the page ahead of a walk, which its namespace does not have, is known in another
         one: an adapter's or the base model's.
 
         Never another tenant's (salt): who may not read what others have cached must not learn of it
         either. Behind the first page, where an adapter takes over, base is asked alone.
         """
+        assert walk.ahead is not None
+        page = walk.ahead[1]
         if walk.depth == 0:
             return self.first_pages[key.at(0).salt, page] > 0
         if walk.depth != key.switch_page:
@@ -247,7 +251,6 @@ class PrefixTree:
         )
         upper.counts = _counts(upper.units)
         upper.last_used, upper.last_arrived = node.last_used, node.last_arrived
-        upper.num_uses = node.num_uses
         parent.children[(node.namespace, node.keys[: self._page_bytes])] = upper
         starts = self.by_namespace.get(node.namespace)
         if starts is not None and starts.pop(node.serial, None) is not None:

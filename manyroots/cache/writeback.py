@@ -49,8 +49,6 @@ class WriteBacker:
 
     def found(self, serial: int, nodes: tuple[Node, ...]) -> None:
         """The request that has this lease has found these nodes."""
-        for node in nodes:
-            node.num_uses += 1
         if self._has_host and self._policies.write_back is WriteBack.REUSED:
             self._hand_over(serial, nodes)
 

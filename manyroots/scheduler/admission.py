@@ -220,7 +220,7 @@ class Admission:
         """Start a claimed request, or start loading what it found; False if there is no room."""
         lease = request.lease
         assert lease is not None
-        if self._cache.could_find_more(lease, request.tokens):
+        if self._cache.could_find_more(lease):
             self._cache.release(lease, Ending.DROPPED)
             lease = self._find(request)
         if not self._rows.num_free or draft.num_tokens_left == 0:

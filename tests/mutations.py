@@ -189,7 +189,12 @@ MUTATIONS: tuple[Mutation, ...] = (
         "places = places[holders[units[places]] <= 1]",
         "a claimed page is evicted",
     ),
-    _cache("publishing", "self._tick += 1", "self._tick -= 1", "the most recently used goes first"),
+    _cache(
+        "publishing",
+        "tick = self._tick = self._tick + 1\n        while",
+        "tick = self._tick = self._tick - 1\n        while",
+        "the most recently used goes first",
+    ),
     _cache(
         "eviction",
         "and not (self._is_ordered and node.below[plane])",
@@ -253,7 +258,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _cache(
         "publishing",
-        "nodes = self.publish(lease, tokens, num_tokens, step_id, lengthen=False)",
+        "nodes = self.publish(lease, tokens, num_pages, step_id, lengthen=False)",
         "nodes = []",
         "nothing is shared within a step",
     ),

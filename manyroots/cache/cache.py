@@ -265,14 +265,16 @@ class PrefixCache:
             num_tokens = min(num_tokens, lease.num_sure_tokens)  # nobody may find a guess
         num_full = min(num_tokens, len(tokens)) // self.page_size
         if self._policies.reuse and num_full > lease.num_published_pages:
-            self.publisher.announce(lease, tokens, num_tokens, step_id)
+            self.publisher.announce(lease, tokens, num_full, step_id)
 
     def commit_step(self, step_id: StepId) -> None:
         """The step succeeded: what was announced for it can be relied on."""
         self._committed_step = max(self._committed_step, step_id)
         self.storage.pass_to(step_id)
-        for serial, nodes in self.publisher.commit_step(step_id).items():
-            self._writer.published(serial, nodes)
+        announced = self.publisher.commit_step(step_id)
+        if self.layout.host:
+            for serial, nodes in announced:
+                self._writer.published(serial, nodes)
         if self._room.has_allocated:
             # Not otherwise: an idle cache must come to rest, however small its host tier.
             self._room.has_allocated = False
@@ -285,7 +287,7 @@ class PrefixCache:
             num_full <= lease.num_published_pages and not lease.checkpoints
         ):
             return
-        nodes = self.publisher.publish(lease, tokens, num_tokens, step_id, lengthen=True)
+        nodes = self.publisher.publish(lease, tokens, num_full, step_id, lengthen=True)
         if lease.checkpoints:
             nodes += self._publish_checkpoints(lease, step_id)
         if nodes:

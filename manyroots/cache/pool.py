@@ -19,8 +19,9 @@ class UnitPool:
         self.num_units = num_units
         self.holders = np.zeros(num_units, np.int32)
         self.indexed = np.zeros(num_units, np.bool_)
-        # A stack, lowest unit on top, so that two engines fed the same calls agree on every unit.
-        self._stack = np.arange(num_units - 1, -1, -1)
+        # A stack: the last `num_free` entries, the top one first. The lowest unit is on top, so
+        # that two engines fed the same calls agree on every unit.
+        self._stack = np.arange(num_units)
         self.num_free = num_units
         self.num_cached = 0
 
@@ -35,8 +36,9 @@ class UnitPool:
 
     def take(self, count: int) -> Units:
         """Hold `count` free units; the caller has made sure that there are as many."""
-        end, self.num_free = self.num_free, self.num_free - count
-        taken = self._stack[self.num_free : end][::-1].copy()
+        top = self.num_units - self.num_free
+        self.num_free -= count
+        taken = self._stack[top : top + count].copy()
         self.holders[taken] = 1
         return taken
 
@@ -72,9 +74,10 @@ class UnitPool:
 
     def free_units(self) -> Units:
         """For audits."""
-        return self._stack[: self.num_free].copy()
+        return self._stack[self.num_units - self.num_free :].copy()
 
     def _put_back(self, units: Units) -> None:
-        # Reversed, so that the first unit of a sequence is the first to be taken again.
-        begin, self.num_free = self.num_free, self.num_free + len(units)
-        self._stack[begin : self.num_free] = units[::-1]
+        # In this order, so that the first unit of a sequence is the first to be taken again.
+        top = self.num_units - self.num_free
+        self.num_free += len(units)
+        self._stack[top - len(units) : top] = units

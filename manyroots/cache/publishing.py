@@ -29,8 +29,9 @@ class Publisher:
         self._page_size = index.layout.page_size
         self._paged = [p for p in index.layout.device if not p.family.is_state]
         self._prompt = [p for p in self._paged if p.family.shares_within_step]
-        self._pending: dict[StepId, dict[int, list[Node]]] = {}
-        """By step and lease: nodes that were announced."""
+        self._shares_within_step = len(self._prompt) == len(self._paged)
+        self._pending: dict[StepId, list[tuple[int, list[Node]]]] = {}
+        """By step: nodes that were announced, each list with the serial of its lease."""
         self._filled: dict[StepId, dict[tuple[int, int], tuple[Node, int]]] = {}
         """By (plane, unit), node and depth: what a step being run fills in nodes older than it."""
         self._barred: dict[Namespace, int] = {}
@@ -42,11 +43,10 @@ class Publisher:
 
     def touch(self, node: Node) -> None:
         """The path down to `node` was used now."""
-        self._tick += 1
-        current: Node | None = node
-        while current is not None:
-            current.last_used = self._tick
-            current = current.parent
+        tick = self._tick = self._tick + 1
+        while node.parent is not None:
+            node.last_used = tick
+            node = node.parent
 
     def arrived(self, nodes: Iterable[Node]) -> None:
         """Copies to the host have ended in these nodes, now."""
@@ -65,13 +65,13 @@ class Publisher:
         """No lease is open: nobody is left to be barred."""
         self._barred.clear()
 
-    def announce(self, lease: Lease, tokens: Int32s, num_tokens: int, step_id: StepId) -> None:
+    def announce(self, lease: Lease, tokens: Int32s, num_pages: int, step_id: StepId) -> None:
         """Pages that `step_id`, being planned, fills, for families that share within a step."""
-        if len(self._prompt) < len(self._paged):
+        if not self._shares_within_step:
             return  # published together or not at all; the others' turn is the commit
-        nodes = self.publish(lease, tokens, num_tokens, step_id, lengthen=False)
+        nodes = self.publish(lease, tokens, num_pages, step_id, lengthen=False)
         if nodes:
-            self._pending.setdefault(step_id, {}).setdefault(lease.serial, []).extend(nodes)
+            self._pending.setdefault(step_id, []).append((lease.serial, nodes))
 
     def is_promised(self, node: Node, plane: int, unit: int) -> bool:
         """Whether a unit is findable already, but filled only by a step that is not done."""
@@ -79,16 +79,16 @@ class Publisher:
             (plane, unit) in filled for filled in self._filled.values()
         )
 
-    def commit_step(self, step_id: StepId) -> dict[int, list[Node]]:
-        """What was announced can be relied on; gives the nodes, by the serial of their lease."""
+    def commit_step(self, step_id: StepId) -> list[tuple[int, list[Node]]]:
+        """What was announced can be relied on; gives the nodes, with the serial of their lease."""
         self._committed = max(self._committed, step_id)
         self._filled.pop(step_id, None)
-        return self._pending.pop(step_id, {})
+        return self._pending.pop(step_id, [])
 
     def fail_step(self, step_id: StepId) -> None:
         """What was announced for this step, and all that leans on it, is findable no more."""
-        pending = self._pending.pop(step_id, {})
-        for node in (node for nodes in pending.values() for node in nodes):
+        pending = self._pending.pop(step_id, [])
+        for node in (node for _, nodes in pending for node in nodes):
             top: Node | None = None
             current: Node | None = node
             while current is not None and current.step_id == step_id:
@@ -113,19 +113,19 @@ class Publisher:
                 self._index.remove(below, plane, places)
 
     def publish(
-        self, lease: Lease, tokens: Int32s, num_tokens: int, step_id: StepId, *, lengthen: bool
+        self, lease: Lease, tokens: Int32s, num_full: int, step_id: StepId, *, lengthen: bool
     ) -> list[Node]:
-        """Index the lease's full pages up to `num_tokens`; gives the nodes that got any."""
-        num_full = min(num_tokens, len(tokens)) // self._page_size
+        """Index the first `num_full` pages of the lease; gives the nodes that got any."""
         if num_full <= lease.num_published_pages:
             return []
-        num_full = self._allowed(lease, num_full)
+        if self._barred:
+            num_full = self._allowed(lease, num_full)
         cursor, first = self._whence(lease, tokens)
         if num_full <= first:
             return []
         keys = tokens[first * self._page_size : num_full * self._page_size].tobytes()
         if self._is_simple:
-            leaf = self._simply(lease, cursor, first, keys, step_id, lengthen=lengthen)
+            leaf = self._simply(lease, cursor, first, num_full, keys, step_id, lengthen=lengthen)
             if leaf is not None:
                 return [leaf]
         path = self._index.tree.insert(
@@ -134,7 +134,7 @@ class Publisher:
         touched = [node for node in path if self._fill(lease, node, first, num_full)]
         if not lengthen:
             self._remember(lease, touched, first, num_full, step_id)
-        lease.cursor, lease.num_published_pages = path[-1], num_full
+        lease.cursor, lease.num_published_pages, lease.ahead = path[-1], num_full, None
         self.touch(path[-1])
         if not self._is_simple:
             self.offer_path(path[-1])  # a split may have left loose units in a new node
@@ -146,7 +146,9 @@ class Publisher:
         Not simply where it was: a failed step or an eviction may have taken a part of the path,
         and others may have put pages of their own in its place since.
         """
-        node, end = nearest_attached(lease.cursor), lease.num_published_pages
+        node, end = lease.cursor, lease.num_published_pages
+        if not node.is_attached:
+            node = nearest_attached(node)
         if self._is_simple:
             return node, min(end, node.end)  # what is held stays, so that nobody takes its place
         while node.parent is not None:
@@ -164,6 +166,7 @@ class Publisher:
         lease: Lease,
         cursor: Node,
         first: int,
+        end: int,
         keys: bytes,
         step_id: StepId,
         *,
@@ -171,21 +174,20 @@ class Publisher:
     ) -> Node | None:
         """As `publish`, for nearly all there is to publish: pages behind the last one, where
         nobody else has been. None if it is not as simple as that."""
-        page_bytes = self._page_size * TOKEN_BYTES
-        end = first + len(keys) // page_bytes
-        namespace = lease.key.at(first)
-        if (
-            cursor.end != first
-            or lease.key.run_end(first, end) != end
-            or (namespace, keys[:page_bytes]) in cursor.children
-        ):
+        if cursor.end != first or lease.key.run_end(first, end) != end:
+            return None
+        # Till it publishes, the lease knows how its first page of its own would be found.
+        page = lease.ahead if first == lease.num_published_pages else None
+        if page is None:
+            page = (lease.key.at(first), keys[: self._page_size * TOKEN_BYTES])
+        if page in cursor.children:
             return None
         leaf, units = cursor, lease.tables[0][first:end]
-        if lengthen and not cursor.children and cursor.namespace == namespace:
+        if lengthen and not cursor.children and cursor.namespace == page[0]:
             self._index.lengthen(cursor, keys, units)
         else:
-            leaf = self._index.add_leaf(cursor, namespace, keys, units, step_id)
-        lease.cursor, lease.num_published_pages = leaf, end
+            leaf = self._index.add_leaf(cursor, page, keys, units, step_id)
+        lease.cursor, lease.num_published_pages, lease.ahead = leaf, end, None
         self.touch(leaf)
         return leaf
 

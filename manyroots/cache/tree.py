@@ -206,7 +206,7 @@ class PrefixTree:
                     path.append(node)
             else:
                 units = [_absent(run_end - depth) for _ in range(self._num_planes)]
-                node = self.add(node, namespace, own, units, step)
+                node = self.add(node, (namespace, own[: self._page_bytes]), own, units, step)
                 path.append(node)
             depth = run_end
         return path
@@ -348,13 +348,13 @@ class PrefixTree:
         node.end += count
 
     def add(
-        self, parent: Node, namespace: Namespace, keys: bytes, units: list[Units], step: StepId
+        self, parent: Node, page: ChildKey, keys: bytes, units: list[Units], step: StepId
     ) -> Node:
-        """A new leaf. Whoever brings units counts them."""
+        """A new leaf, whose first page is `page`. Whoever brings units counts them."""
         self._serial += 1
+        namespace, first_page = page
         node = Node(parent, namespace, parent.end, keys, b"", units, step, self._serial)
-        first_page = keys[: self._page_bytes]
-        parent.children[(namespace, first_page)] = node
+        parent.children[page] = node
         if parent is self.root:
             self.first_pages[namespace.salt, first_page] += 1
         if parent.namespace != namespace:

@@ -38,12 +38,10 @@ from manyroots.cache.room import Room
 from manyroots.cache.states import States
 from manyroots.cache.storage import Storage
 from manyroots.cache.transfers import Spot, Transfers
-from manyroots.cache.tree import NO_WALK, TOKEN_BYTES, ChildKey, Node, Walk
+from manyroots.cache.tree import NO_WALK, TOKEN_BYTES, Node, Walk
 from manyroots.cache.writeback import WriteBacker
 from manyroots.ids import AdapterDigest, Namespace, StepId, Tier
 from manyroots.step import Copy, CopyDone, Int32s
-
-NO_MATCH = Match(NO_WALK, 0, 0, Limit.OFF)
 
 
 class PrefixCache:
@@ -89,52 +87,55 @@ class PrefixCache:
 
         At least one token is always left to compute: its logits are what the request came for.
         """
-        max_pages = (len(tokens) - 1) // self.page_size if self._policies.reuse else 0
-        walk = self.index.tree.walk(key, tokens.tobytes(), max_pages)
-        limit = self._limit(key, walk)
+        walk, limit = self._walk(key, tokens)
         if self._sole_pool is not None:
             # What the tree leads to is there.
             return Match(walk, walk.depth, walk.depth, limit)
+        return self._judge(walk, limit)
+
+    def _judge(self, walk: Walk, limit: Limit) -> Match:
         match = judge(self.layout, walk, limit)
         gained = match.num_pages - match.num_device_pages
         if gained > 0 and not self.costs.is_worth_loading(gained, gained * self.page_size):
             return match._replace(limit=Limit.TIER)
         return match
 
-    def _limit(self, key: PrefixKey, walk: Walk) -> Limit:
-        """Why the tree leads no further."""
+    def _walk(self, key: PrefixKey, tokens: Int32s) -> tuple[Walk, Limit]:
+        """How far the tree leads, and why no further."""
+        max_pages = (len(tokens) - 1) // self.page_size if self._policies.reuse else 0
+        walk = self.index.tree.walk(key, tokens.tobytes(), max_pages)
         if walk.ahead is None:
-            return Limit.NOTHING if self._policies.reuse else Limit.OFF
-        return Limit.NAMESPACE if self.index.tree.has_elsewhere(key, walk) else Limit.COLD
+            return walk, Limit.NOTHING if self._policies.reuse else Limit.OFF
+        if walk.depth in (0, key.switch_page) and self.index.tree.has_elsewhere(key, walk):
+            return walk, Limit.NAMESPACE
+        return walk, Limit.COLD
 
     def claim(
         self, key: PrefixKey, tokens: Int32s, num_prompt_tokens: int, *, may_reuse: bool
     ) -> Lease:
         """Hold what is found, on whatever tier. Always succeeds; release it if it is no use."""
-        match = self.lookup(key, tokens) if may_reuse else NO_MATCH
-        nodes, depth, ahead = match.walk
+        walk, limit = self._walk(key, tokens) if may_reuse else (NO_WALK, Limit.OFF)
+        nodes, depth, ahead = walk
         serial = self._next_serial
-        self._next_serial += 1
+        self._next_serial = serial + 1
         cursor = nodes[-1] if nodes else self.index.tree.root
         lease = self.open_leases[serial] = Lease(key, cursor, len(self.layout.device), serial)
-        lease.limit = match.limit
-        lease.junction = depth
+        lease.limit, lease.junction, lease.ahead = limit, depth, ahead
         lease.num_prompt_tokens = num_prompt_tokens
-        num_pages = match.num_worthwhile_pages
-        lease.ahead = ahead if num_pages == depth else self._ahead(key, tokens, num_pages)
-        if num_pages:
-            lease.num_cached_tokens = num_pages * self.page_size
-            lease.num_host_tokens = max(0, num_pages - match.num_device_pages) * self.page_size
-            lease.num_published_pages = num_pages
-            self._hold_found(lease, match, num_pages)
+        if depth == 0:
+            return lease
+        if self._sole_pool is None:
+            depth = self._hold_found(lease, self._judge(walk, limit), tokens)
+        else:
+            # What the tree leads to is there. No copy: where it has a unit it is not written again.
+            units = lease.tables[0] = path_units(walk, self._paged[0])
+            self._sole_pool.hold(units)
+        if depth:
+            lease.num_published_pages = depth
+            lease.num_cached_tokens = depth * self.page_size
             self.publisher.touch(cursor)
             self._writer.found(serial, nodes)
         return lease
-
-    def _ahead(self, key: PrefixKey, tokens: Int32s, num_pages: int) -> ChildKey:
-        """How the tree would know the page behind `num_pages`, of which there are more."""
-        first = num_pages * self.page_size
-        return key.at(num_pages), tokens[first : first + self.page_size].tobytes()
 
     def count_hit(self, lease: Lease, num_tokens: int) -> None:
         """The request of this lease begins: its own reuse counts, once (C04)."""
@@ -157,12 +158,17 @@ class PrefixCache:
             node = node.parent
         return node.end == depth and lease.ahead in node.children
 
-    def _hold_found(self, lease: Lease, match: Match, num_pages: int) -> None:
-        if self._sole_pool is not None:
-            # No copy: where the tree has a unit it is not written again.
-            units = lease.tables[0] = path_units(match.walk, self.layout.device[0])
-            self._sole_pool.hold(units)
-            return
+    def _hold_found(self, lease: Lease, match: Match, tokens: Int32s) -> int:
+        """Hold what it is quickest to resume from, of all families; gives how many pages."""
+        lease.limit = match.limit
+        num_pages = match.num_worthwhile_pages
+        if num_pages < match.walk.depth:
+            first = num_pages * self.page_size
+            page = tokens[first : first + self.page_size].tobytes()
+            lease.ahead = (lease.key.at(num_pages), page)
+        if num_pages == 0:
+            return 0
+        lease.num_host_tokens = max(0, num_pages - match.num_device_pages) * self.page_size
         for plane in self.layout.device:
             units = path_units(match.walk, plane)[:num_pages]
             if plane.family.is_state:
@@ -188,6 +194,7 @@ class PrefixCache:
                 (plane.index, page, unit)
                 for page, unit in zip(pages.tolist(), host_units.tolist(), strict=True)
             ]
+        return num_pages
 
     # Holding
 

@@ -55,6 +55,7 @@ class Lease:
     )
 
     def __init__(self, key: PrefixKey, cursor: Node, num_families: int, serial: int) -> None:
+        """What is only annotated here is set by whoever makes the lease."""
         self.key = key
         self.serial = serial
         """Leases of a namespace made before it was evicted never publish into it again."""
@@ -84,7 +85,7 @@ class Lease:
         """A copy to the device did not arrive: what was found is not all there."""
         self.num_cached_tokens = 0
         """Tokens that were found, and need not be computed, when the lease was made."""
-        self.limit = Limit.NOTHING
+        self.limit: Limit
         """Why no more were found."""
         self.num_covered_tokens = 0
         """Up to here the lease needs nothing more: no units, and no state to be saved."""
@@ -92,12 +93,12 @@ class Lease:
         """How many of those had to come from the host."""
         self.num_sure_tokens: int | None = None
         """While a step computes drafts: how many tokens are right whatever becomes of those."""
-        self.num_prompt_tokens = 0
-        self.junction = 0
+        self.num_prompt_tokens: int
+        self.junction: int
         """How far the index knew the tokens, in pages: where others part from this request."""
         self.num_published_pages = 0
         """How many pages, from the front, have been offered to the tree."""
-        self.ahead: ChildKey | None = None
+        self.ahead: ChildKey | None
         """How the tree would know the page behind those that were found; None if there is none."""
         self.is_open = True
 

@@ -26,6 +26,9 @@ class Limit(enum.Enum):
     TIER = "loading the rest would take longer than computing it"
     OFF = "nothing is reused: caching is off, or the request wants its whole prompt computed"
 
+    __hash__ = object.__hash__
+    """Every request counts by its limit; an enum's own hash is a function in Python."""
+
 
 class Match(NamedTuple):
     """What was found."""
@@ -59,11 +62,13 @@ def judge(layout: Layout, walk: Walk, walk_limit: Limit) -> Match:
 
 def path_units(walk: Walk, plane: Plane) -> Units:
     """The units of a path's pages on one plane; to be read only, they may be the tree's own."""
-    if not walk.nodes:
+    nodes = walk.nodes
+    if not nodes:
         return NO_UNITS
-    runs = [node.units[plane.index] for node in walk.nodes]
-    units = runs[0] if len(runs) == 1 else np.concatenate(runs)
-    return units[: walk.depth - walk.nodes[0].first]
+    index = plane.index
+    if len(nodes) == 1:
+        return nodes[0].units[index][: walk.depth]
+    return np.concatenate([node.units[index] for node in nodes])[: walk.depth]
 
 
 def _longest(layout: Layout, present: list[Bools]) -> tuple[int, Plane | None]:

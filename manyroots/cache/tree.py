@@ -10,7 +10,7 @@ Structure only: knows tokens and unit numbers; not who holds a unit, nor when on
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -96,7 +96,7 @@ class Node:
 class Walk(NamedTuple):
     """The path that a prompt's tokens lead along."""
 
-    nodes: tuple[Node, ...]
+    nodes: Sequence[Node]
     depth: int
     """Pages matched; the last node may be matched in part."""
     ahead: ChildKey | None
@@ -123,20 +123,24 @@ class PrefixTree:
     def walk(self, key: PrefixKey, keys: bytes, max_pages: int) -> Walk:
         """Follow the first `max_pages` of `keys`, those of a whole prompt."""
         nodes: list[Node] = []
-        node: Node | None = self.root
+        node = self.root
         depth, size = 0, self._page_bytes
         while depth < max_pages:
             at = depth * size
             ahead = (key.at(depth), keys[at : at + size])
-            # Of a node that is matched in part, nothing further is tried.
-            child = None if node is None else node.children.get(ahead)
+            child = node.children.get(ahead)
             if child is None:
-                return Walk(tuple(nodes), depth, ahead)
-            shared = self.shared_run(child, keys, depth, depth, key.run_end(depth, max_pages))
+                return Walk(nodes, depth, ahead)
             nodes.append(child)
-            depth += shared
-            node = child if shared == child.num_pages else None
-        return Walk(tuple(nodes), depth, None)
+            end = key.run_end(depth, max_pages)
+            if child.end <= end and keys.startswith(child.keys, at):  # compares without copying
+                node, depth = child, child.end
+                continue
+            depth += self.shared_run(child, keys, depth, depth, end)
+            if depth < max_pages:
+                at = depth * size
+                return Walk(nodes, depth, (key.at(depth), keys[at : at + size]))
+        return Walk(nodes, depth, None)
 
     def has_elsewhere(self, key: PrefixKey, walk: Walk) -> bool:
         """Whether the page ahead of a walk, which its namespace does not have, is known in another
@@ -366,11 +370,7 @@ class PrefixTree:
         size = self._page_bytes
         count = min(node.end, end) - depth
         offset, at = (depth - node.first) * size, index * size
-        if count == node.num_pages:
-            is_same = keys.startswith(node.keys, at)  # compares without copying
-        else:
-            is_same = node.keys[offset : offset + count * size] == keys[at : at + count * size]
-        if is_same:
+        if node.keys[offset : offset + count * size] == keys[at : at + count * size]:
             return count
         # The runs differ somewhere: halve towards the first page that does.
         low, high = 0, count

@@ -47,7 +47,7 @@ class WriteBacker:
         if self._has_host and self._policies.write_back is WriteBack.THROUGH:
             self._hand_over(serial, nodes)
 
-    def found(self, serial: int, nodes: tuple[Node, ...]) -> None:
+    def found(self, serial: int, nodes: Sequence[Node]) -> None:
         """The request that has this lease has found these nodes."""
         if self._has_host and self._policies.write_back is WriteBack.REUSED:
             self._hand_over(serial, nodes)

@@ -21,41 +21,45 @@ GroupKey = tuple[AdapterDigest | None, str | None]
 class Group:
     """Waiting requests of one adapter and tenant."""
 
-    __slots__ = ("_heap", "_members", "key", "served")
+    __slots__ = ("_gone", "_heap", "key", "served")
 
     def __init__(self, key: GroupKey, served: int) -> None:
         self.key = key
         self.served = served
         """Tokens computed for this group, as far as fairness counts them."""
         self._heap: list[tuple[int, int, Request]] = []
-        self._members: set[Request] = set()
+        self._gone: set[Request] = set()
+        """Of those in the heap, who waits no more; never the first of them."""
 
     def __len__(self) -> int:
-        return len(self._members)
+        return len(self._heap) - len(self._gone)
 
     def push(self, request: Request, priority: int) -> None:
-        self._members.add(request)
         heapq.heappush(self._heap, (priority, request.serial, request))
 
     def discard(self, request: Request) -> None:
-        self._members.discard(request)
+        """A request that is over will not be pushed again."""
+        self._gone.add(request)
+        self._skip_gone()
 
     @property
     def head(self) -> Request:
         """The next request; the group has at least one."""
-        while self._heap[0][2] not in self._members:
-            heapq.heappop(self._heap)
         return self._heap[0][2]
 
     def pop(self) -> Request:
-        while True:
-            request = heapq.heappop(self._heap)[2]
-            if request in self._members:
-                self._members.discard(request)
-                return request
+        request = heapq.heappop(self._heap)[2]
+        if self._gone:
+            self._skip_gone()
+        return request
+
+    def _skip_gone(self) -> None:
+        while self._heap and self._heap[0][2] in self._gone:
+            self._gone.discard(heapq.heappop(self._heap)[2])
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(sorted(self._members, key=lambda request: request.serial))
+        waiting = [request for _, _, request in self._heap if request not in self._gone]
+        return iter(sorted(waiting, key=lambda request: request.serial))
 
 
 class WaitingQueue:
@@ -92,7 +96,7 @@ class WaitingQueue:
         """The group whose head is next, of those that are not closed."""
         if len(self._groups) == 1:
             [group] = self._groups.values()
-            return None if group.key in closed else group
+            return None if closed and group.key in closed else group
         best: Group | None = None
         best_rank: tuple[int, ...] = ()
         for group in self._groups.values():

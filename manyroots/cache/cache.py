@@ -26,11 +26,10 @@ from manyroots.cache.outcomes import (
     CacheStats,
     Ending,
     Evicted,
-    Extension,
     PlaneStats,
     Refusal,
 )
-from manyroots.cache.planes import ABSENT, Layout, Units
+from manyroots.cache.planes import ABSENT, Layout
 from manyroots.cache.policies import CachePolicies
 from manyroots.cache.prefetch import Prefetcher, Ticket
 from manyroots.cache.publishing import Publisher, nearest_attached
@@ -70,7 +69,10 @@ class PrefixCache:
         self._states = States(
             self.index, self._room, self.transfers, self.publisher, reuse=policies.reuse
         )
-        self._growth = Growth(self.index, self._room, self._states, self.publisher)
+        growth = Growth(self.index, self._room, self._states, self.publisher)
+        # Passed through as they are: a method in between would be paid for by every request.
+        self.clip, self.can_extend = growth.clip, growth.can_extend
+        self.extend, self.draft, self.turn_pages = growth.extend, growth.draft, growth.turn_pages
         self.open_leases: dict[int, Lease] = {}
         self._paged = [p for p in layout.device if not p.family.is_state]
         self._sole_pool = self.index.pools[0] if layout.is_sole else None
@@ -221,34 +223,6 @@ class PrefixCache:
                 lease.tables[family][[page for page, _ in found]] = taken
         lease.onboarding.clear()
         return None
-
-    def clip(self, lease: Lease, num_computed: int, num_tokens: int) -> int:
-        """How many of `num_tokens` to compute so that the step ends where a state is wanted."""
-        return self._growth.clip(lease, num_computed, num_tokens)
-
-    def can_extend(self, lease: Lease, num_computed: int, num_tokens: int) -> bool:
-        """Whether `extend` would be granted, credit for what it gives back included (H04)."""
-        return self._growth.can_extend(lease, num_computed, num_tokens)
-
-    def extend(
-        self, lease: Lease, num_computed: int, num_tokens: int, step_id: StepId
-    ) -> Extension | Refusal:
-        """Units for a step that takes the lease from `num_computed` to `num_tokens` tokens."""
-        return self._growth.extend(lease, num_computed, num_tokens, step_id)
-
-    def draft(
-        self, lease: Lease, num_computed: int, num_sure: int, num_tokens: int, step_id: StepId
-    ) -> Extension | Refusal:
-        """As `extend`, where tokens from `num_sure` on are guesses that the step is to check (P11).
-
-        To be followed by `accept`. Families that can't go back refuse.
-        """
-        return self._growth.draft(lease, num_computed, num_sure, num_tokens, step_id)
-
-    def turn_pages(self, leases: list[Lease]) -> list[Units] | None:
-        """One more page for each of these full leases, or None if they must be extended one by
-        one: there is not room for all, or a family has more to do at a page's end."""
-        return self._growth.turn_pages(leases)
 
     def num_resumable_tokens(self, lease: Lease, tokens: Int32s) -> int:
         """How many of a lease's tokens would be found, were it released and claimed again now."""

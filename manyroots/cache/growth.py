@@ -46,9 +46,10 @@ class Growth:
 
     def can_extend(self, lease: Lease, num_computed: int, num_tokens: int) -> bool:
         """Whether `extend` would be granted, credit for what it gives back included (H04)."""
-        if self._sole_pool is not None:
-            need = self._pages_for(num_tokens) - len(lease.tables[0])
-            return need <= self._sole_pool.num_available
+        pool = self._sole_pool
+        if pool is not None:
+            need = -(-num_tokens // self._page_size) - len(lease.tables[0])
+            return need <= pool.num_free + pool.num_cached
         return self._has_room(lease, num_computed, self._needs(lease, num_tokens))
 
     def extend(
@@ -87,8 +88,9 @@ class Growth:
     def draft(
         self, lease: Lease, num_computed: int, num_sure: int, num_tokens: int, step_id: StepId
     ) -> Extension | Refusal:
-        """As `extend`, where only the first `num_sure` tokens are known to be right.
+        """As `extend`, where tokens from `num_sure` on are guesses that the step is to check (P11).
 
+        To be followed by `accept`. Families that can't go back refuse.
         Nothing is taken back later: units behind what is accepted stay in the lease's tables, to be
         written again, and a window keeps all that it needs from `num_computed` on.
         """
@@ -101,11 +103,12 @@ class Growth:
 
     def _extend_sole(self, lease: Lease, num_tokens: int) -> Extension | Refusal:
         """As `extend`, for the sole family of a cache."""
-        assert self._sole_pool is not None
-        num_pages, first = self._pages_for(num_tokens), len(lease.tables[0])
+        pool = self._sole_pool
+        assert pool is not None
+        num_pages, first = -(-num_tokens // self._page_size), len(lease.tables[0])
         need, units = num_pages - first, NO_UNITS
         if need > 0:
-            if need > self._sole_pool.num_available:
+            if need > pool.num_free + pool.num_cached:
                 return Refusal.NO_ROOM
             units = self._room.allocate(0, need)
             lease.grow(0, units)

@@ -105,7 +105,8 @@ class Lease:
     def grow(self, family: int, units: Units) -> None:
         """A table gets longer. What others were given of it stays as it is."""
         table, room = self.tables[family], self._rooms[family]
-        first, end = len(table), len(table) + len(units)
+        first = len(table)
+        end = first + len(units)
         if end > len(room):
             room = self._rooms[family] = np.empty(end + 8 + end // 8, np.intp)
             room[:first] = table

@@ -27,6 +27,7 @@ class Publisher:
         self._index = index
         self._evictors = evictors
         self._page_size = index.layout.page_size
+        self._page_bytes = self._page_size * TOKEN_BYTES
         self._paged = [p for p in index.layout.device if not p.family.is_state]
         self._prompt = [p for p in self._paged if p.family.shares_within_step]
         self._shares_within_step = len(self._prompt) == len(self._paged)
@@ -118,16 +119,15 @@ class Publisher:
         """Index the first `num_full` pages of the lease; gives the nodes that got any."""
         if num_full <= lease.num_published_pages:
             return []
-        if self._barred:
-            num_full = self._allowed(lease, num_full)
+        if self._is_simple:
+            leaf = self._simply(lease, tokens, num_full, step_id, lengthen=lengthen)
+            if leaf is not None:
+                return [leaf]
+        num_full = self._allowed(lease, num_full)
         cursor, first = self._whence(lease, tokens)
         if num_full <= first:
             return []
         keys = tokens[first * self._page_size : num_full * self._page_size].tobytes()
-        if self._is_simple:
-            leaf = self._simply(lease, cursor, first, num_full, keys, step_id, lengthen=lengthen)
-            if leaf is not None:
-                return [leaf]
         path = self._index.tree.insert(
             cursor, lease.key, keys, first, num_full, step_id, lengthen=lengthen
         )
@@ -146,9 +146,7 @@ class Publisher:
         Not simply where it was: a failed step or an eviction may have taken a part of the path,
         and others may have put pages of their own in its place since.
         """
-        node, end = lease.cursor, lease.num_published_pages
-        if not node.is_attached:
-            node = nearest_attached(node)
+        node, end = nearest_attached(lease.cursor), lease.num_published_pages
         if self._is_simple:
             return node, min(end, node.end)  # what is held stays, so that nobody takes its place
         while node.parent is not None:
@@ -162,24 +160,19 @@ class Publisher:
         return node, 0
 
     def _simply(
-        self,
-        lease: Lease,
-        cursor: Node,
-        first: int,
-        end: int,
-        keys: bytes,
-        step_id: StepId,
-        *,
-        lengthen: bool,
+        self, lease: Lease, tokens: Int32s, end: int, step_id: StepId, *, lengthen: bool
     ) -> Node | None:
         """As `publish`, for nearly all there is to publish: pages behind the last one, where
         nobody else has been. None if it is not as simple as that."""
-        if cursor.end != first or lease.key.run_end(first, end) != end:
+        cursor, first = lease.cursor, lease.num_published_pages
+        if cursor.end != first or not cursor.is_attached or self._barred:
             return None
-        # Till it publishes, the lease knows how its first page of its own would be found.
-        page = lease.ahead if first == lease.num_published_pages else None
-        if page is None:
-            page = (lease.key.at(first), keys[: self._page_size * TOKEN_BYTES])
+        if lease.key.run_end(first, end) != end:
+            return None
+        keys = tokens[first * self._page_size : end * self._page_size].tobytes()
+        page = lease.ahead
+        if page is None:  # it has published before, or had found whatever there was to find
+            page = (lease.key.at(first), keys[: self._page_bytes])
         if page in cursor.children:
             return None
         leaf, units = cursor, lease.tables[0][first:end]

@@ -507,8 +507,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         "endings",
     ),
     _scheduler(
-        "self.due[row] = min(lease.num_covered_tokens, last)",
-        "self.due[row] = last",
+        "self.due[row] = min(lease.num_covered_tokens, request.max_num_tokens - 1)",
+        "self.due[row] = request.max_num_tokens - 1",
         "a sequence that decodes gets no more pages",
         "rows",
     ),

@@ -36,10 +36,8 @@ class Draft:
         "_budget",
         "_decoding",
         "_growth",
-        "_num_tokens",
         "_placed",
         "_rows",
-        "_samples",
         "num_tokens_left",
         "step_id",
     )
@@ -50,9 +48,8 @@ class Draft:
         self._budget = budget
         self._rows = rows
         self._decoding = NO_ROWS
-        self._placed: list[int] = []
-        self._num_tokens: list[int] = []
-        self._samples: list[bool] = []
+        self._placed: list[tuple[int, int, bool]] = []
+        """Row, how many tokens, whether it samples."""
         self._arrivals: list[Arrival] = []
         self._growth: list[NewPages] = []
 
@@ -77,18 +74,16 @@ class Draft:
                 NewPages(family, rows.astype(np.int32), places, pages.astype(np.int32))
             )
 
-    def place(self, request: Request, computed: int, num_tokens: int) -> None:
+    def place(self, request: Request, lease: Lease, computed: int, num_tokens: int) -> None:
         """The request computes `num_tokens` in this step, behind those computed."""
-        samples = self._rows.place(request, computed + num_tokens)
         assert request.row is not None
-        self._placed.append(request.row)
-        self._num_tokens.append(num_tokens)
-        self._samples.append(samples)
+        samples = self._rows.place(request, lease, computed + num_tokens)
+        self._placed.append((request.row, num_tokens, samples))
         self.num_tokens_left -= num_tokens
 
     def placed_rows(self) -> set[int]:
         """Who computes in this step already."""
-        return {*self._placed, *self._decoding.tolist()}
+        return {*(row for row, _, _ in self._placed), *self._decoding.tolist()}
 
     def arrive(self, request: Request, row: Row, lease: Lease) -> None:
         """The request takes a row, with everything known of it."""
@@ -128,10 +123,11 @@ class Draft:
         rows_int32 = self._rows.to_int32(rows)
         num_tokens, samples = self._rows.ones[:count], self._rows.trues[:count]
         if self._placed:
-            rows = np.concatenate((rows, self._placed))
+            placed, counts, ends = zip(*self._placed, strict=True)
+            rows = np.concatenate((rows, placed))
             rows_int32 = rows.astype(np.int32)
-            num_tokens = np.concatenate((num_tokens, np.array(self._num_tokens, np.int32)))
-            samples = np.concatenate((samples, np.array(self._samples, np.bool_)))
+            num_tokens = np.concatenate((num_tokens, np.array(counts, np.int32)))
+            samples = np.concatenate((samples, ends))
         plan = Plan(
             step_id=self.step_id,
             arrivals=tuple(self._arrivals),

@@ -88,10 +88,10 @@ class Rows:
         row = request.row = self._free.pop()
         self._requests[row] = request
         self.running[request] = None
-        self.prompts[request] = None
         if request.stop_ids:
             self.stops.update(request.stop_ids)
-        self.end = max(self.end, row + 1)
+        if row >= self.end:
+            self.end = row + 1
         self.stay[row] = request.stay = self._next_stay
         self._next_stay += 1
         self.computed[row] = self.committed[row] = lease.num_cached_tokens
@@ -158,7 +158,7 @@ class Rows:
             return self._every_row_int32[: len(rows)]
         return rows.astype(np.int32)
 
-    def place(self, request: Request, computed: int) -> bool:
+    def place(self, request: Request, lease: Lease, computed: int) -> bool:
         """Plan a request's tokens up to `computed`; gives whether the last of them samples."""
         row = request.row
         assert row is not None
@@ -167,21 +167,27 @@ class Rows:
         if samples:
             self.prompts.pop(request, None)
             self.last[row] = request.max_num_tokens - 1
-        self.watch(request)
+        else:
+            self.prompts[request] = None
+        self._watch(row, request, lease)
         return samples
 
     def watch(self, request: Request) -> None:
         """Note when a running request next needs pages, or has any to publish."""
-        row, lease = request.row, request.lease
-        assert row is not None
-        assert lease is not None
-        last = int(self.last[row])
-        if last:  # it decodes
-            self.due[row] = min(lease.num_covered_tokens, last)
+        assert request.row is not None
+        assert request.lease is not None
+        self._watch(request.row, request, request.lease)
+
+    def _watch(self, row: Row, request: Request, lease: Lease) -> None:
+        if request not in self.prompts:
+            self.due[row] = min(lease.num_covered_tokens, request.max_num_tokens - 1)
         if lease.checkpoints:
             self.publish_at[row] = 0
         else:
-            num_pages = max(lease.num_published_pages, int(self.committed[row]) // self._page_size)
+            num_pages = lease.num_published_pages
+            if num_pages * self._page_size < lease.num_covered_tokens:
+                # Of pages that are committed and yet not published, nothing is to be waited for.
+                num_pages = max(num_pages, int(self.committed[row]) // self._page_size)
             self.publish_at[row] = (num_pages + 1) * self._page_size
 
     # Results

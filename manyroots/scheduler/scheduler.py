@@ -181,11 +181,13 @@ class Scheduler:
         if request.state is not State.RUNNING:
             return
         assert request.row is not None
+        assert request.lease is not None
         computed = int(self._rows.computed[request.row])
         num_tokens = self._placer.chunk(request, computed, draft)
         if num_tokens == 0:
             return
-        extension = self._placer.extend(request, computed, num_tokens, draft)
+        wanted = (request.lease, computed, computed + num_tokens, draft.step_id)
+        extension = self._cache.extend(*wanted)
         while isinstance(extension, Refusal):
             victim = self._victim(draft)
             if victim is None:
@@ -193,7 +195,7 @@ class Scheduler:
             self._endings.retract(victim, draft.step_id)
             if victim is request:
                 return
-            extension = self._placer.extend(request, computed, num_tokens, draft)
+            extension = self._cache.extend(*wanted)
         draft.grow(request.row, extension)
         self._placer.place(request, computed, num_tokens, draft)
 

@@ -239,8 +239,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _cache(
         "publishing",
-        "self._index.pools[plane.index].hold(copies)\n                lease.copies.append",
-        "(lambda _: None)",
+        "self._index.pools[plane.index].hold(copies)\n                lease.copies +=",
+        "_ =",
         "another's copy on the own path is not held",
     ),
     # Publishing and failing
@@ -300,7 +300,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     # Drafts
     _cache(
-        "cache",
+        "publishing",
         "num_tokens = min(num_tokens, lease.num_sure_tokens)",
         "pass",
         "a guess can be found",
@@ -449,7 +449,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     # Scheduler
     _scheduler(
-        "return self._cache.clip(request.lease, computed, num_tokens)",
+        "return self._cache.clip(lease, computed, num_tokens)",
         "return num_tokens",
         "chunks are not clipped",
         "placing",

@@ -20,7 +20,7 @@ from manyroots.cache.eviction import Evictor
 from manyroots.cache.growth import Growth
 from manyroots.cache.index import Index
 from manyroots.cache.keys import PageHasher, PrefixKey
-from manyroots.cache.lease import Lease
+from manyroots.cache.lease import Checkpoint, Lease
 from manyroots.cache.matching import Limit, Match, judge, path_units
 from manyroots.cache.outcomes import (
     CacheStats,
@@ -57,7 +57,7 @@ class PrefixCache:
         self.index = Index(layout, hasher, records_events=policies.records_events)
         self.evictors = [Evictor(self.index, plane) for plane in layout.planes]
         self.transfers = Transfers(self.index)
-        self.publisher = Publisher(self.index, self.evictors)
+        self.publisher = Publisher(self.index, self.evictors, reuse=policies.reuse)
         self.index.on_loosened = self.publisher.offer
         self.prefetcher = Prefetcher(self.index, self.evictors, self.publisher)
         self.storage = Storage()
@@ -73,6 +73,7 @@ class PrefixCache:
         # Passed through as they are: a method in between would be paid for by every request.
         self.clip, self.can_extend = growth.clip, growth.can_extend
         self.extend, self.draft, self.turn_pages = growth.extend, growth.draft, growth.turn_pages
+        self.announce = self.publisher.announce
         self.open_leases: dict[int, Lease] = {}
         self._paged = [p for p in layout.device if not p.family.is_state]
         self._sole_pool = self.index.pools[0] if layout.is_sole else None
@@ -141,12 +142,13 @@ class PrefixCache:
 
     def count_hit(self, lease: Lease, num_tokens: int) -> None:
         """The request of this lease begins: its own reuse counts, once (C04)."""
+        num_cached = lease.num_cached_tokens
         self._total_lookup += num_tokens
-        self._total_hit += lease.num_cached_tokens
+        self._total_hit += num_cached
         self._total_host_hit += lease.num_host_tokens
-        most = (num_tokens - 1) // self.page_size * self.page_size
-        if most > lease.num_cached_tokens:
-            self._missed[lease.limit] += most - lease.num_cached_tokens
+        num_missed = (num_tokens - 1) // self.page_size * self.page_size - num_cached
+        if num_missed > 0:
+            self._missed[lease.limit] += num_missed
         if lease.limit is Limit.TIER:
             self.costs.declined(Tier.HOST)
 
@@ -192,10 +194,8 @@ class PrefixCache:
             pages = first + (~on_device).nonzero()[0]
             host_units = path_units(match.walk, host)[pages]
             self.index.pools[host.index].hold(host_units)
-            lease.onboarding += [
-                (plane.index, page, unit)
-                for page, unit in zip(pages.tolist(), host_units.tolist(), strict=True)
-            ]
+            found = zip(pages.tolist(), host_units.tolist(), strict=True)
+            lease.onboarding += tuple([(plane.index, page, unit) for page, unit in found])
         return num_pages
 
     # Holding
@@ -221,7 +221,7 @@ class PrefixCache:
                 lease.resumed[family] = int(taken[-1])
             else:
                 lease.tables[family][[page for page, _ in found]] = taken
-        lease.onboarding.clear()
+        lease.onboarding = ()
         return None
 
     def num_resumable_tokens(self, lease: Lease, tokens: Int32s) -> int:
@@ -231,22 +231,7 @@ class PrefixCache:
         num_pages = min(lease.num_published_pages, nearest_attached(lease.cursor).end)
         return num_pages * self.page_size
 
-    def pages_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.page_size)
-
-    def fits(self, lease: Lease, num_tokens: int) -> bool:
-        """Whether there is room now for the lease to reach `num_tokens`, beyond what it holds."""
-        return self.can_extend(lease, lease.num_cached_tokens, num_tokens)
-
     # Publishing
-
-    def announce(self, lease: Lease, tokens: Int32s, num_tokens: int, step_id: StepId) -> None:
-        """Step `step_id`, being planned, will have computed the first `num_tokens` of `tokens`."""
-        if lease.num_sure_tokens is not None:
-            num_tokens = min(num_tokens, lease.num_sure_tokens)  # nobody may find a guess
-        num_full = min(num_tokens, len(tokens)) // self.page_size
-        if self._policies.reuse and num_full > lease.num_published_pages:
-            self.publisher.announce(lease, tokens, num_full, step_id)
 
     def commit_step(self, step_id: StepId) -> None:
         """The step succeeded: what was announced for it can be relied on."""
@@ -282,16 +267,17 @@ class PrefixCache:
 
     def _publish_checkpoints(self, lease: Lease, step_id: StepId) -> list[Node]:
         """States of the prompt, saved by a step that is done, can be found."""
-        due = [
-            c for c in lease.checkpoints
-            if c.step_id <= step_id and c.boundary * self.page_size <= lease.num_prompt_tokens
-        ]  # fmt: skip
         nodes: list[Node] = []
-        for checkpoint in due:
-            lease.checkpoints.remove(checkpoint)
-            node = self.publisher.publish_checkpoint(lease, checkpoint)
+        kept: list[Checkpoint] = []
+        for saved in lease.checkpoints:
+            is_prompt = saved.boundary * self.page_size <= lease.num_prompt_tokens
+            if saved.step_id > step_id or not is_prompt:
+                kept.append(saved)
+                continue
+            node = self.publisher.publish_checkpoint(lease, saved)
             if node is not None:
                 nodes.append(node)
+        lease.checkpoints = tuple(kept)
         return nodes
 
     def fail_step(self, step_id: StepId) -> None:
@@ -312,7 +298,7 @@ class PrefixCache:
                     self._writer.published(lease.serial, [node])
             else:
                 self._drop(checkpoint.family, checkpoint.unit)
-        lease.checkpoints.clear()
+        lease.checkpoints = ()
         for plane in self._paged:
             units = lease.tables[plane.index][lease.first_live[plane.index] :]
             if lease.onboarding:

@@ -72,12 +72,12 @@ class Lease:
         """By family that has one: the working state's unit."""
         self.resumed: dict[int, int] = {}
         """By family: the checkpoint to restore the working state from, held till then."""
-        self.checkpoints: list[Checkpoint] = []
+        self.checkpoints: tuple[Checkpoint, ...] = ()
         """Saved by a launched step, or the newest one of the output; held."""
-        self.copies: list[tuple[int, Units]] = []
+        self.copies: tuple[tuple[int, Units], ...] = ()
         """By plane: units of others that the tree leads through in place of ours, because they
         computed the same tokens first. Held too: what is held must have only held ones above."""
-        self.onboarding: list[tuple[int, int, int]] = []
+        self.onboarding: tuple[tuple[int, int, int], ...] = ()
         """(family, page, host unit), held: found on the host, not yet on their way."""
         self.num_loads = 0
         """Copies to the device under way."""

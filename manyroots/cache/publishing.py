@@ -23,14 +23,15 @@ from manyroots.step import Int32s
 class Publisher:
     """Writes to the index on behalf of leases."""
 
-    def __init__(self, index: Index, evictors: list[Evictor]) -> None:
+    def __init__(self, index: Index, evictors: list[Evictor], *, reuse: bool) -> None:
         self._index = index
         self._evictors = evictors
         self._page_size = index.layout.page_size
         self._page_bytes = self._page_size * TOKEN_BYTES
         self._paged = [p for p in index.layout.device if not p.family.is_state]
         self._prompt = [p for p in self._paged if p.family.shares_within_step]
-        self._shares_within_step = len(self._prompt) == len(self._paged)
+        # Published together or not at all; the others' turn is the commit.
+        self._announces = reuse and len(self._prompt) == len(self._paged)
         self._pending: dict[StepId, list[tuple[int, list[Node]]]] = {}
         """By step: nodes that were announced, each list with the serial of its lease."""
         self._filled: dict[StepId, dict[tuple[int, int], tuple[Node, int]]] = {}
@@ -66,10 +67,16 @@ class Publisher:
         """No lease is open: nobody is left to be barred."""
         self._barred.clear()
 
-    def announce(self, lease: Lease, tokens: Int32s, num_pages: int, step_id: StepId) -> None:
-        """Pages that `step_id`, being planned, fills, for families that share within a step."""
-        if not self._shares_within_step:
-            return  # published together or not at all; the others' turn is the commit
+    def announce(self, lease: Lease, tokens: Int32s, num_tokens: int, step_id: StepId) -> None:
+        """Step `step_id`, being planned, will have computed the first `num_tokens` of `tokens`:
+        publish what is full then, for families that share within a step."""
+        if not self._announces:
+            return
+        if lease.num_sure_tokens is not None:
+            num_tokens = min(num_tokens, lease.num_sure_tokens)  # nobody may find a guess
+        num_pages = min(num_tokens, len(tokens)) // self._page_size
+        if num_pages <= lease.num_published_pages:
+            return
         nodes = self.publish(lease, tokens, num_pages, step_id, lengthen=False)
         if nodes:
             self._pending.setdefault(step_id, []).append((lease.serial, nodes))
@@ -258,7 +265,7 @@ class Publisher:
             copies = there[(there != ABSENT) & (there != own)]
             if len(copies):
                 self._index.pools[plane.index].hold(copies)
-                lease.copies.append((plane.index, copies))
+                lease.copies += ((plane.index, copies),)
         return len(places) > 0
 
     def _allowed(self, lease: Lease, num_pages: int) -> int:

@@ -66,7 +66,7 @@ class States:
         else:
             unit = int(self._room.allocate(family, 1)[0])
             checkpoint = Checkpoint(family, num_tokens // self._page_size, unit, step_id)
-            lease.checkpoints.append(checkpoint)
+            lease.checkpoints += (checkpoint,)
         self._copy(family, lease.states[family], checkpoint.unit, is_after_model=True)
 
     def _copy(self, family: int, source: int, target: int, *, is_after_model: bool) -> None:

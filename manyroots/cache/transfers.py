@@ -198,7 +198,7 @@ class Transfers:
             # Someone else's copy came first: the path above what this lease adds must be held.
             copy = np.array([there], np.intp)
             self._index.pools[plane.index].hold(copy)
-            move.lease.copies.append((plane.index, copy))
+            move.lease.copies += ((plane.index, copy),)
 
     def _distrust(self, move: Move, done: CopyDone) -> None:
         """What could not be read from the host is not worth finding again."""

@@ -233,17 +233,17 @@ class Admission:
             return True
         # With others running, begin only what could finish its prompt and a page of output:
         # beginning with less would end in retracting it again.
-        if self._rows.running and not self._cache.fits(
-            lease, min(request.num_tokens + self._cache.page_size, self._max_model_len)
-        ):
-            return False
         computed = lease.num_cached_tokens
-        num_tokens = self._placer.chunk(request, computed, draft)
+        if self._rows.running:
+            enough = min(request.num_tokens + self._cache.page_size, self._max_model_len)
+            if not self._cache.can_extend(lease, computed, enough):
+                return False
+        num_tokens = self._placer.chunk(request, lease, computed, draft)
         extension = self._cache.extend(lease, computed, computed + num_tokens, draft.step_id)
         if isinstance(extension, Refusal):
             return False
         self._start(request, lease, draft)
-        self._placer.place(request, computed, num_tokens, draft)
+        self._placer.place(request, lease, computed, num_tokens, draft)
         return True
 
     def _start(self, request: Request, lease: Lease, draft: Draft) -> None:

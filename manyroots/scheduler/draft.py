@@ -74,11 +74,12 @@ class Draft:
                 NewPages(family, rows.astype(np.int32), places, pages.astype(np.int32))
             )
 
-    def place(self, request: Request, lease: Lease, computed: int, num_tokens: int) -> None:
-        """The request computes `num_tokens` in this step, behind those computed."""
-        assert request.row is not None
-        samples = self._rows.place(request, lease, computed + num_tokens)
-        self._placed.append((request.row, num_tokens, samples))
+    def place(self, request: Request, lease: Lease, num_tokens: int, end: int) -> None:
+        """The request computes `num_tokens` in this step, and so has computed `end`."""
+        row = request.row
+        assert row is not None
+        samples = self._rows.place(row, request, lease, end)
+        self._placed.append((row, num_tokens, samples))
         self.num_tokens_left -= num_tokens
 
     def placed_rows(self) -> set[int]:

@@ -158,10 +158,8 @@ class Rows:
             return self._every_row_int32[: len(rows)]
         return rows.astype(np.int32)
 
-    def place(self, request: Request, lease: Lease, computed: int) -> bool:
+    def place(self, row: Row, request: Request, lease: Lease, computed: int) -> bool:
         """Plan a request's tokens up to `computed`; gives whether the last of them samples."""
-        row = request.row
-        assert row is not None
         self.computed[row] = computed
         samples = computed >= request.num_tokens
         if samples:

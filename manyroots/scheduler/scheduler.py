@@ -180,13 +180,14 @@ class Scheduler:
         """Place a running request's next tokens, making room at others' cost if need be."""
         if request.state is not State.RUNNING:
             return
-        assert request.row is not None
-        assert request.lease is not None
-        computed = int(self._rows.computed[request.row])
-        num_tokens = self._placer.chunk(request, computed, draft)
+        row, lease = request.row, request.lease
+        assert row is not None
+        assert lease is not None
+        computed = int(self._rows.computed[row])
+        num_tokens = self._placer.chunk(request, lease, computed, draft)
         if num_tokens == 0:
             return
-        wanted = (request.lease, computed, computed + num_tokens, draft.step_id)
+        wanted = (lease, computed, computed + num_tokens, draft.step_id)
         extension = self._cache.extend(*wanted)
         while isinstance(extension, Refusal):
             victim = self._victim(draft)
@@ -196,8 +197,8 @@ class Scheduler:
             if victim is request:
                 return
             extension = self._cache.extend(*wanted)
-        draft.grow(request.row, extension)
-        self._placer.place(request, computed, num_tokens, draft)
+        draft.grow(row, extension)
+        self._placer.place(request, lease, computed, num_tokens, draft)
 
     # Retraction
 

@@ -191,8 +191,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _cache(
         "publishing",
-        "tick = self._tick = self._tick + 1\n        while",
-        "tick = self._tick = self._tick - 1\n        while",
+        "tick = self._tick = self._tick + 1\n        node.last_used",
+        "tick = self._tick = self._tick - 1\n        node.last_used",
         "the most recently used goes first",
     ),
     _cache(

@@ -72,7 +72,8 @@ class PrefixCache:
         growth = Growth(self.index, self._room, self._states, self.publisher)
         # Passed through as they are: a method in between would be paid for by every request.
         self.clip, self.can_extend = growth.clip, growth.can_extend
-        self.extend, self.draft, self.turn_pages = growth.extend, growth.draft, growth.turn_pages
+        self.extend = growth.extend_sole if layout.is_sole else growth.extend
+        self.draft, self.turn_pages = growth.draft, growth.turn_pages
         self.announce = self.publisher.announce
         self.open_leases: dict[int, Lease] = {}
         self._paged = [p for p in layout.device if not p.family.is_state]
@@ -156,8 +157,10 @@ class PrefixCache:
         """Whether something was published behind what the lease found, since it was claimed."""
         if lease.ahead is None:
             return False
-        depth = lease.num_published_pages
-        node = nearest_attached(lease.cursor)
+        depth, node = lease.num_published_pages, lease.cursor
+        if node.end == depth and node.is_attached:
+            return lease.ahead in node.children
+        node = nearest_attached(node)
         while node.parent is not None and node.first >= depth:
             node = node.parent
         return node.end == depth and lease.ahead in node.children

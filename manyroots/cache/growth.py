@@ -56,13 +56,10 @@ class Growth:
         self, lease: Lease, num_computed: int, num_tokens: int, step_id: StepId
     ) -> Extension | Refusal:
         """Units for a step that takes the lease from `num_computed` to `num_tokens` tokens."""
-        if lease.num_sure_tokens is not None:
-            raise RuntimeError(
-                f"a step computes drafts behind token {lease.num_sure_tokens} of this lease; "
-                "`accept` what was right of them before it grows further"
-            )
         if self._sole_pool is not None:
-            return self._extend_sole(lease, num_tokens)
+            return self.extend_sole(lease, num_computed, num_tokens, step_id)
+        if lease.num_sure_tokens is not None:
+            raise _behind_drafts(lease)
         if self._stateful and num_tokens - num_computed != self.clip(
             lease, num_computed, num_tokens - num_computed
         ):
@@ -101,8 +98,12 @@ class Growth:
             lease.num_sure_tokens = num_sure
         return extension
 
-    def _extend_sole(self, lease: Lease, num_tokens: int) -> Extension | Refusal:
-        """As `extend`, for the sole family of a cache."""
+    def extend_sole(
+        self, lease: Lease, num_computed: int, num_tokens: int, step_id: StepId
+    ) -> Extension | Refusal:
+        """As `extend`, for the sole family of a cache: whence and when make no difference."""
+        if lease.num_sure_tokens is not None:
+            raise _behind_drafts(lease)
         pool = self._sole_pool
         assert pool is not None
         num_pages, first = -(-num_tokens // self._page_size), len(lease.tables[0])
@@ -183,3 +184,10 @@ class Growth:
 
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._page_size)
+
+
+def _behind_drafts(lease: Lease) -> RuntimeError:
+    return RuntimeError(
+        f"a step computes drafts behind token {lease.num_sure_tokens} of this lease; "
+        "`accept` what was right of them before it grows further"
+    )

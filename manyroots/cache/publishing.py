@@ -46,6 +46,9 @@ class Publisher:
     def touch(self, node: Node) -> None:
         """The path down to `node` was used now."""
         tick = self._tick = self._tick + 1
+        node.last_used = tick
+        if self._is_simple:
+            return  # only ends of paths are evicted, and when one goes its parent takes this over
         while node.parent is not None:
             node.last_used = tick
             node = node.parent
@@ -74,7 +77,9 @@ class Publisher:
             return
         if lease.num_sure_tokens is not None:
             num_tokens = min(num_tokens, lease.num_sure_tokens)  # nobody may find a guess
-        num_pages = min(num_tokens, len(tokens)) // self._page_size
+        if num_tokens > len(tokens):
+            num_tokens = len(tokens)
+        num_pages = num_tokens // self._page_size
         if num_pages <= lease.num_published_pages:
             return
         nodes = self.publish(lease, tokens, num_pages, step_id, lengthen=False)

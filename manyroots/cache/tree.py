@@ -87,6 +87,7 @@ class Node:
         """Order of creation: breaks every tie, so that ranks agree on victims."""
         self.children: dict[ChildKey, Node] = {}
         self.last_used = 0
+        """When this node, or anything that has gone from below it, was last used."""
         self.last_arrived = 0
         """When a copy to the host last ended here or below; counts as use there alone."""
         self.queued = 0
@@ -308,6 +309,7 @@ class PrefixTree:
             self.first_pages[known] -= 1
             if not self.first_pages[known]:
                 del self.first_pages[known]
+        parent.last_used = max(parent.last_used, *(gone.last_used for gone in removed))
         for plane in range(self._num_planes):
             parent.below[plane] -= int(node.counts[plane] > 0)
         for gone in removed:

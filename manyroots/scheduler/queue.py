@@ -31,9 +31,6 @@ class Group:
         self._gone: set[Request] = set()
         """Of those in the heap, who waits no more; never the first of them."""
 
-    def __len__(self) -> int:
-        return len(self._heap) - len(self._gone)
-
     def push(self, request: Request, priority: int) -> None:
         heapq.heappush(self._heap, (priority, request.serial, request))
 
@@ -41,6 +38,10 @@ class Group:
         """A request that is over will not be pushed again."""
         self._gone.add(request)
         self._skip_gone()
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._heap
 
     @property
     def head(self) -> Request:
@@ -87,8 +88,11 @@ class WaitingQueue:
         self._count += 1
 
     def remove(self, request: Request) -> None:
-        self._groups[request.group].discard(request)
-        self._removed(self._groups[request.group])
+        group = self._groups[request.group]
+        group.discard(request)
+        self._count -= 1
+        if group.is_empty:
+            self._close(group)
 
     def next_group(
         self, closed: set[GroupKey], is_running: Callable[[GroupKey], bool]
@@ -107,7 +111,9 @@ class WaitingQueue:
 
     def pop(self, group: Group) -> Request:
         request = group.pop()
-        self._removed(group)
+        self._count -= 1
+        if group.is_empty:
+            self._close(group)
         return request
 
     def serve(self, key: GroupKey, num_tokens: int) -> None:
@@ -137,9 +143,8 @@ class WaitingQueue:
             return (group.served, head.serial)
         return (head.serial,)
 
-    def _removed(self, group: Group) -> None:
-        self._count -= 1
-        if len(group) == 0:
-            del self._groups[group.key]
-            if self._policy is Policy.FAIR:
-                self._served[group.key] = group.served
+    def _close(self, group: Group) -> None:
+        """Nobody of the group waits any more."""
+        del self._groups[group.key]
+        if self._policy is Policy.FAIR:
+            self._served[group.key] = group.served

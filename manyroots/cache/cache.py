@@ -293,6 +293,20 @@ class PrefixCache:
             raise RuntimeError("a lease was released twice")
         lease.is_open = False
         del self.open_leases[lease.serial]
+        if self._sole_pool is None:
+            self._give_back(lease, ending)
+        else:
+            self._sole_pool.drop(lease.tables[0])
+        for plane_index, copies in lease.copies:
+            self.index.pools[plane_index].drop(copies)
+        cursor = lease.cursor if lease.cursor.is_attached else nearest_attached(lease.cursor)
+        self.publisher.touch(cursor)
+        self.publisher.offer_path(cursor)
+        if not self.open_leases and not self._has_publishers:
+            self.publisher.forget_bars()
+
+    def _give_back(self, lease: Lease, ending: Ending) -> None:
+        """What a lease holds of all families and tiers, but for copies of others'."""
         for checkpoint in lease.checkpoints:
             is_saved = checkpoint.step_id <= self._committed_step
             if ending is Ending.FINISHED and is_saved and self._policies.reuse:
@@ -309,15 +323,8 @@ class PrefixCache:
             self.index.pools[plane.index].drop(units)
         for family, unit in (*lease.states.items(), *lease.resumed.items()):
             self._drop(family, unit)
-        for plane_index, copies in lease.copies:
-            self.index.pools[plane_index].drop(copies)
         for family, _, unit in lease.onboarding:
             self._drop(self.layout.host[family].index, unit)
-        cursor = nearest_attached(lease.cursor)
-        self.publisher.touch(cursor)
-        self.publisher.offer_path(cursor)
-        if not self._has_publishers:
-            self.publisher.forget_bars()
 
     def _drop(self, plane: int, unit: int) -> None:
         self.index.pools[plane].drop(np.array([unit], np.intp))

@@ -45,11 +45,12 @@ class Evictor:
 
     def offer(self, node: Node) -> None:
         """`node` may have units that can go now."""
-        if not node.queued & self._bit and self._can_go(node):
-            node.queued |= self._bit
-            heapq.heappush(self._queue, (self._used(node), node.serial, node))
-            if len(self._queue) >= self._sweep_at:
-                self._sweep()
+        if node.queued & self._bit or not self._can_go(node):
+            return
+        node.queued |= self._bit
+        heapq.heappush(self._queue, (self._used(node), node.serial, node))
+        if len(self._queue) >= self._sweep_at:
+            self._sweep()
 
     def evict(self, count: int) -> None:
         """Free at least `count` cached units; the caller has made sure that there are as many."""

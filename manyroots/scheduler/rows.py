@@ -105,7 +105,8 @@ class Rows:
         assert row is not None
         del self.running[request]
         self.prompts.pop(request, None)
-        self.scored.discard(row)
+        if self.scored:
+            self.scored.discard(row)
         if request.stop_ids:
             self.stops -= Counter(request.stop_ids)
         self.stay[row] = self.due[row] = self.last[row] = 0
@@ -119,8 +120,9 @@ class Rows:
         self._num_recent[row] = 0
         self._free.append(row)
         request.row = None
-        while self.end and self._requests[self.end - 1] is None:
-            self.end -= 1
+        if row == self.end - 1:
+            while self.end and self._requests[self.end - 1] is None:
+                self.end -= 1
 
     # Planning
 

@@ -178,7 +178,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     # Holding and room
     _cache(
         "pool",
-        "held += 1",
+        "held += _ONE",
         "held[:] = 1",
         "a second holder does not count",
     ),
@@ -513,7 +513,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "rows",
     ),
     _scheduler(
-        "np.minimum(computed + self._page_size, self.last[rows])",
+        "np.minimum(computed + self._one_page, self.last[rows])",
         "self.last[rows]",
         "a sequence that has turned a page gets no more",
         "rows",

@@ -11,6 +11,9 @@ import numpy as np
 
 from manyroots.cache.planes import Units
 
+_ONE = np.array(1, np.int32)
+"""Of the counts' own type and an array: numpy takes twice as long to add a Python number."""
+
 
 class UnitPool:
     """A fixed number of units with a count of holders each."""
@@ -46,15 +49,15 @@ class UnitPool:
         """One more holder for each; they are held or indexed already. No unit occurs twice."""
         held = self.holders[units]
         self.num_cached -= len(held) - int(np.count_nonzero(held))
-        held += 1
+        held += _ONE
         self.holders[units] = held
 
     def drop(self, units: Units) -> None:
         """One holder fewer; what nobody holds becomes cached if indexed, free if not."""
         left = self.holders[units]
-        left -= 1
+        left -= _ONE
         self.holders[units] = left
-        orphans = units[left == 0]
+        orphans = units[np.logical_not(left)]
         indexed = self.indexed[orphans]
         num_indexed = int(np.count_nonzero(indexed))
         self.num_cached += num_indexed
@@ -68,7 +71,7 @@ class UnitPool:
     def unindex(self, units: Units) -> None:
         """The tree no longer leads to these; those that nobody holds become free."""
         self.indexed[units] = False
-        orphans = units[self.holders[units] == 0]
+        orphans = units[np.logical_not(self.holders[units])]
         self.num_cached -= len(orphans)
         self._put_back(orphans)
 

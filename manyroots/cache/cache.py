@@ -37,10 +37,13 @@ from manyroots.cache.room import Room
 from manyroots.cache.states import States
 from manyroots.cache.storage import Storage
 from manyroots.cache.transfers import Spot, Transfers
-from manyroots.cache.tree import NO_WALK, TOKEN_BYTES, Node, Walk
+from manyroots.cache.tree import TOKEN_BYTES, ChildKey, Node, Walk
 from manyroots.cache.writeback import WriteBacker
 from manyroots.ids import AdapterDigest, Namespace, StepId, Tier
 from manyroots.step import Copy, CopyDone, Int32s
+
+NO_WALK: tuple[list[Node], int, ChildKey | None, Limit] = ([], 0, None, Limit.OFF)
+"""Of a request that may reuse nothing."""
 
 
 class PrefixCache:
@@ -91,11 +94,11 @@ class PrefixCache:
 
         At least one token is always left to compute: its logits are what the request came for.
         """
-        walk, limit = self._walk(key, tokens)
+        nodes, depth, _, limit = self._walk(key, tokens)
         if self._sole_pool is not None:
             # What the tree leads to is there.
-            return Match(walk, walk.depth, walk.depth, limit)
-        return self._judge(walk, limit)
+            return Match(Walk(nodes, depth), depth, depth, limit)
+        return self._judge(Walk(nodes, depth), limit)
 
     def _judge(self, walk: Walk, limit: Limit) -> Match:
         match = judge(self.layout, walk, limit)
@@ -104,22 +107,25 @@ class PrefixCache:
             return match._replace(limit=Limit.TIER)
         return match
 
-    def _walk(self, key: PrefixKey, tokens: Int32s) -> tuple[Walk, Limit]:
-        """How far the tree leads, and why no further."""
+    def _walk(
+        self, key: PrefixKey, tokens: Int32s
+    ) -> tuple[list[Node], int, ChildKey | None, Limit]:
+        """As the tree's `walk`, and why it leads no further."""
         max_pages = (len(tokens) - 1) // self.page_size if self._policies.reuse else 0
-        walk = self.index.tree.walk(key, tokens.tobytes(), max_pages)
-        if walk.ahead is None:
-            return walk, Limit.NOTHING if self._policies.reuse else Limit.OFF
-        if walk.depth in (0, key.switch_page) and self.index.tree.has_elsewhere(key, walk):
-            return walk, Limit.NAMESPACE
-        return walk, Limit.COLD
+        tree = self.index.tree
+        nodes, depth, ahead = tree.walk(key, tokens.tobytes(), max_pages)
+        if ahead is None:
+            return nodes, depth, None, Limit.NOTHING if self._policies.reuse else Limit.OFF
+        limit = Limit.COLD
+        if depth in (0, key.switch_page) and tree.has_elsewhere(key, ahead[1], Walk(nodes, depth)):
+            limit = Limit.NAMESPACE
+        return nodes, depth, ahead, limit
 
     def claim(
         self, key: PrefixKey, tokens: Int32s, num_prompt_tokens: int, *, may_reuse: bool
     ) -> Lease:
         """Hold what is found, on whatever tier. Always succeeds; release it if it is no use."""
-        walk, limit = self._walk(key, tokens) if may_reuse else (NO_WALK, Limit.OFF)
-        nodes, depth, ahead = walk
+        nodes, depth, ahead, limit = self._walk(key, tokens) if may_reuse else NO_WALK
         serial = self._next_serial
         self._next_serial = serial + 1
         cursor = nodes[-1] if nodes else self.index.tree.root
@@ -129,10 +135,10 @@ class PrefixCache:
         if depth == 0:
             return lease
         if self._sole_pool is None:
-            depth = self._hold_found(lease, self._judge(walk, limit), tokens)
+            depth = self._hold_found(lease, self._judge(Walk(nodes, depth), limit), tokens)
         else:
             # What the tree leads to is there. No copy: where it has a unit it is not written again.
-            units = lease.tables[0] = path_units(walk, self._paged[0])
+            units = lease.tables[0] = path_units(nodes, depth, self._paged[0])
             self._sole_pool.hold(units)
         if depth:
             lease.num_published_pages = depth
@@ -168,8 +174,9 @@ class PrefixCache:
     def _hold_found(self, lease: Lease, match: Match, tokens: Int32s) -> int:
         """Hold what it is quickest to resume from, of all families; gives how many pages."""
         lease.limit = match.limit
+        nodes, depth = match.walk
         num_pages = match.num_worthwhile_pages
-        if num_pages < match.walk.depth:
+        if num_pages < depth:
             first = num_pages * self.page_size
             page = tokens[first : first + self.page_size].tobytes()
             lease.ahead = (lease.key.at(num_pages), page)
@@ -177,7 +184,7 @@ class PrefixCache:
             return 0
         lease.num_host_tokens = max(0, num_pages - match.num_device_pages) * self.page_size
         for plane in self.layout.device:
-            units = path_units(match.walk, plane)[:num_pages]
+            units = path_units(nodes, depth, plane)[:num_pages]
             if plane.family.is_state:
                 first = num_pages - 1
                 if units[first] != ABSENT:
@@ -195,7 +202,7 @@ class PrefixCache:
             self.index.pools[plane.index].hold(needed[on_device])
             host = self.layout.host_of(plane)
             pages = first + (~on_device).nonzero()[0]
-            host_units = path_units(match.walk, host)[pages]
+            host_units = path_units(nodes, depth, host)[pages]
             self.index.pools[host.index].hold(host_units)
             found = zip(pages.tolist(), host_units.tolist(), strict=True)
             lease.onboarding += tuple([(plane.index, page, unit) for page, unit in found])

@@ -72,15 +72,15 @@ class Growth:
             return Refusal.NO_ROOM
         if self._unordered:
             self._drop_behind_window(lease, num_computed)
-        first = tuple([len(table) for table in lease.tables])
-        units = tuple([self._grow(lease, family, count) for family, count in enumerate(needs)])
+        first = [len(table) for table in lease.tables]
+        units = [self._grow(lease, family, count) for family, count in enumerate(needs)]
         for plane in self._stateful:
             self._states.save(lease, plane.index, num_tokens, step_id)
         end_of_page = self._pages_for(num_tokens) * self._page_size
         # A state may have to be saved when the page is full.
         is_watched = self._stateful and num_tokens < end_of_page
         lease.num_covered_tokens = end_of_page - 1 if is_watched else end_of_page
-        return Extension(first, units)
+        return tuple(zip(first, units, strict=True))
 
     def draft(
         self, lease: Lease, num_computed: int, num_sure: int, num_tokens: int, step_id: StepId
@@ -114,7 +114,7 @@ class Growth:
             units = self._room.allocate(0, need)
             lease.grow(0, units)
         lease.num_covered_tokens = num_pages * self._page_size
-        return Extension((first,), (units,))
+        return ((first, units),)
 
     def turn_pages(self, leases: list[Lease]) -> list[Units] | None:
         """One more page for each lease, all of which are full: by family, the unit that each got.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from manyroots.cache.planes import Units
 from manyroots.ids import Tier
@@ -28,12 +27,8 @@ class Ending(enum.Enum):
     """Aborted, failed or retracted."""
 
 
-class Extension(NamedTuple):
-    """What a lease got for a step."""
-
-    first: tuple[int, ...]
-    """By family: where in its table the new units begin."""
-    units: tuple[Units, ...]
+Extension = tuple[tuple[int, Units], ...]
+"""What a lease got for a step, by family: where in its table the new units begin, and those."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,11 +100,6 @@ class Walk(NamedTuple):
     nodes: Sequence[Node]
     depth: int
     """Pages matched; the last node may be matched in part."""
-    ahead: ChildKey | None
-    """How the tree would know the page behind those; None where no more were asked for."""
-
-
-NO_WALK = Walk((), 0, None)
 
 
 class PrefixTree:
@@ -121,8 +116,12 @@ class PrefixTree:
         self.first_pages: Counter[tuple[str | None, bytes]] = Counter()
         """By salt and tokens of a first page: how many namespaces have it."""
 
-    def walk(self, key: PrefixKey, keys: bytes, max_pages: int) -> Walk:
-        """Follow the first `max_pages` of `keys`, those of a whole prompt."""
+    def walk(
+        self, key: PrefixKey, keys: bytes, max_pages: int
+    ) -> tuple[list[Node], int, ChildKey | None]:
+        """Follow the first `max_pages` of `keys`, those of a whole prompt: gives the nodes on their
+        way, how many pages that is (of the last node maybe a part), and how the tree would know
+        the page behind them, or None where no more were asked for."""
         nodes: list[Node] = []
         node = self.root
         depth, size = 0, self._page_bytes
@@ -131,7 +130,7 @@ class PrefixTree:
             ahead = (key.at(depth), keys[at : at + size])
             child = node.children.get(ahead)
             if child is None:
-                return Walk(nodes, depth, ahead)
+                return nodes, depth, ahead
             nodes.append(child)
             end = key.run_end(depth, max_pages)
             if child.end <= end and keys.startswith(child.keys, at):  # compares without copying
@@ -140,18 +139,16 @@ class PrefixTree:
             depth += self.shared_run(child, keys, depth, depth, end)
             if depth < max_pages:
                 at = depth * size
-                return Walk(nodes, depth, (key.at(depth), keys[at : at + size]))
-        return Walk(nodes, depth, None)
+                return nodes, depth, (key.at(depth), keys[at : at + size])
+        return nodes, depth, None
 
-    def has_elsewhere(self, key: PrefixKey, walk: Walk) -> bool:
-        """Whether the page ahead of a walk, which its namespace does not have, is known in another
+    def has_elsewhere(self, key: PrefixKey, page: bytes, walk: Walk) -> bool:
+        """Whether the page behind a walk, which its namespace does not have, is known in another
         one: an adapter's or the base model's.
 
         Never another tenant's (salt): who may not read what others have cached must not learn of it
         either. Behind the first page, where an adapter takes over, base is asked alone.
         """
-        assert walk.ahead is not None
-        page = walk.ahead[1]
         if walk.depth == 0:
             return self.first_pages[key.at(0).salt, page] > 0
         if walk.depth != key.switch_page:

@@ -93,27 +93,28 @@ class Draft:
         if sampling.prompt_logprobs is not None and not request.wants_prompt_logprobs:
             sampling = replace(sampling, prompt_logprobs=None)
         self._arrivals.append(
-            Arrival(
-                row=row,
-                request_id=submit.request_id,
-                tokens=request.tokens,
-                num_prompt_tokens=request.num_prompt_tokens,
-                num_computed_tokens=lease.num_cached_tokens,
-                page_tables=tuple([table.astype(np.int32) for table in lease.tables]),
-                sampling=sampling,
-                seed=submit.seed,
-                stop_ids=submit.stop_ids,
-                adapter_slot=None if request.hold is None else request.hold.slot,
-                adapter_from=request.adapter_from,
+            Arrival(  # by position: naming its arguments would take as long again
+                row,
+                submit.request_id,
+                request.tokens,
+                request.num_prompt_tokens,
+                lease.num_cached_tokens,
+                tuple([table.astype(np.int32) for table in lease.tables]),
+                sampling,
+                submit.seed,
+                submit.stop_ids,
+                None if request.hold is None else request.hold.slot,
+                request.adapter_from,
             )
         )
 
     def grow(self, row: Row, extension: Extension) -> None:
         """A row's tables get longer."""
-        for family, (first, units) in enumerate(zip(extension.first, extension.units, strict=True)):
+        for family, (first, units) in enumerate(extension):
             if len(units):
                 places = np.arange(first, first + len(units), dtype=np.int32)
-                rows = np.full(len(units), row, np.int32)
+                rows = np.empty(len(units), np.int32)
+                rows.fill(row)
                 self._growth.append(NewPages(family, rows, places, units.astype(np.int32)))
 
     def to_plan(

@@ -258,7 +258,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _cache(
         "publishing",
-        "nodes = self.publish(lease, tokens, num_pages, step_id, lengthen=False)",
+        "nodes = self.publish(lease, tokens, num_pages, step_id, False)",
         "nodes = []",
         "nothing is shared within a step",
     ),
@@ -507,8 +507,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         "endings",
     ),
     _scheduler(
-        "self.due[row] = min(lease.num_covered_tokens, request.max_num_tokens - 1)",
-        "self.due[row] = request.max_num_tokens - 1",
+        "self.due[row] = covered if covered < last else last",
+        "self.due[row] = last",
         "a sequence that decodes gets no more pages",
         "rows",
     ),

@@ -122,7 +122,7 @@ class PrefixCache:
         return nodes, depth, ahead, limit
 
     def claim(
-        self, key: PrefixKey, tokens: Int32s, num_prompt_tokens: int, *, may_reuse: bool
+        self, key: PrefixKey, tokens: Int32s, num_prompt_tokens: int, may_reuse: bool
     ) -> Lease:
         """Hold what is found, on whatever tier. Always succeeds; release it if it is no use."""
         nodes, depth, ahead, limit = self._walk(key, tokens) if may_reuse else NO_WALK
@@ -263,7 +263,7 @@ class PrefixCache:
             num_full <= lease.num_published_pages and not lease.checkpoints
         ):
             return
-        nodes = self.publisher.publish(lease, tokens, num_full, step_id, lengthen=True)
+        nodes = self.publisher.publish(lease, tokens, num_full, step_id, True)
         if lease.checkpoints:
             nodes += self._publish_checkpoints(lease, step_id)
         if nodes:

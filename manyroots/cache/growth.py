@@ -125,8 +125,9 @@ class Growth:
         count, pools = len(leases), self._index.pools
         if self._stateful or self._unordered:
             return None
-        if any(pools[plane.index].num_available < count for plane in self._paged):
-            return None
+        for plane in self._paged:
+            if pools[plane.index].num_available < count:
+                return None
         taken = [self._room.allocate(plane.index, count) for plane in self._paged]
         for family, units in enumerate(taken):
             for lease, unit in zip(leases, units.tolist(), strict=True):

@@ -82,7 +82,7 @@ class Publisher:
         num_pages = num_tokens // self._page_size
         if num_pages <= lease.num_published_pages:
             return
-        nodes = self.publish(lease, tokens, num_pages, step_id, lengthen=False)
+        nodes = self.publish(lease, tokens, num_pages, step_id, False)
         if nodes:
             self._pending.setdefault(step_id, []).append((lease.serial, nodes))
 
@@ -126,13 +126,15 @@ class Publisher:
                 self._index.remove(below, plane, places)
 
     def publish(
-        self, lease: Lease, tokens: Int32s, num_full: int, step_id: StepId, *, lengthen: bool
+        self, lease: Lease, tokens: Int32s, num_full: int, step_id: StepId, lengthen: bool
     ) -> list[Node]:
-        """Index the first `num_full` pages of the lease; gives the nodes that got any."""
+        """Index the first `num_full` pages of the lease; gives the nodes that got any. With
+        `lengthen`, the end of its path is made longer rather than continued by a node of the step,
+        which is done."""
         if num_full <= lease.num_published_pages:
             return []
         if self._is_simple:
-            leaf = self._simply(lease, tokens, num_full, step_id, lengthen=lengthen)
+            leaf = self._simply(lease, tokens, num_full, step_id, lengthen)
             if leaf is not None:
                 return [leaf]
         num_full = self._allowed(lease, num_full)
@@ -172,7 +174,7 @@ class Publisher:
         return node, 0
 
     def _simply(
-        self, lease: Lease, tokens: Int32s, end: int, step_id: StepId, *, lengthen: bool
+        self, lease: Lease, tokens: Int32s, end: int, step_id: StepId, lengthen: bool
     ) -> Node | None:
         """As `publish`, for nearly all there is to publish: pages behind the last one, where
         nobody else has been. None if it is not as simple as that."""

@@ -197,13 +197,10 @@ class Admission:
         return claimed
 
     def _find(self, request: Request) -> Lease:
-        request.lease = self._cache.claim(
-            request.key,
-            request.tokens,
-            request.num_tokens,
-            may_reuse=not request.wants_prompt_logprobs,
-        )
-        return request.lease
+        may_reuse = not request.wants_prompt_logprobs
+        lease = self._cache.claim(request.key, request.tokens, request.num_tokens, may_reuse)
+        request.lease = lease
+        return lease
 
     def _give_up(self, claimed: list[Request]) -> None:
         """Claims of requests that do not fit are given back (C03)."""
@@ -235,7 +232,9 @@ class Admission:
         # beginning with less would end in retracting it again.
         computed = lease.num_cached_tokens
         if self._rows.running:
-            enough = min(request.num_tokens + self._cache.page_size, self._max_model_len)
+            enough = request.num_tokens + self._cache.page_size
+            if enough > self._max_model_len:
+                enough = self._max_model_len
             if not self._cache.can_extend(lease, computed, enough):
                 return False
         num_tokens = self._placer.chunk(request, lease, computed, draft)

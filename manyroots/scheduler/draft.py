@@ -12,7 +12,7 @@ from manyroots.cache.outcomes import Extension
 from manyroots.ids import Row, StepId
 from manyroots.scheduler.request import Request
 from manyroots.scheduler.rows import NO_ROWS, Int64s, Rows
-from manyroots.step import AdapterIntent, Arrival, Bools, Copy, Int32s, NewPages, Plan
+from manyroots.step import AdapterIntent, Arrival, Bools, Copy, NewPages, Plan
 
 
 @dataclass(slots=True)
@@ -21,7 +21,7 @@ class Launched:
 
     step_id: StepId
     rows: Int64s
-    num_tokens: Int32s
+    num_tokens: Int64s
     samples: Bools
     stays: Int64s
     """Whose stay on its row the step was planned for."""
@@ -124,18 +124,20 @@ class Draft:
         rows, count = self._decoding, len(self._decoding)
         rows_int32 = self._rows.to_int32(rows)
         num_tokens, samples = self._rows.ones[:count], self._rows.trues[:count]
+        num_tokens_int32 = self._rows.ones_int32[:count]
         if self._placed:
             placed, counts, ends = zip(*self._placed, strict=True)
             rows = np.concatenate((rows, placed))
             rows_int32 = rows.astype(np.int32)
-            num_tokens = np.concatenate((num_tokens, np.array(counts, np.int32)))
+            num_tokens = np.concatenate((num_tokens, counts))
+            num_tokens_int32 = num_tokens.astype(np.int32)
             samples = np.concatenate((samples, ends))
         plan = Plan(
             step_id=self.step_id,
             arrivals=tuple(self._arrivals),
             new_pages=tuple(self._growth),
             rows=rows_int32,
-            num_tokens=num_tokens,
+            num_tokens=num_tokens_int32,
             samples=samples,
             copies=copies,
             adapters=adapters,

@@ -68,9 +68,11 @@ class Rows:
         self._num_recent = np.zeros(count, np.int64)
         self._every_row = np.arange(count)
         self._every_row_int32 = self._every_row.astype(np.int32)
-        self.ones = np.ones(count, np.int32)
+        self.ones = np.ones(count, np.int64)
+        self.ones_int32 = np.ones(count, np.int32)
         self.trues = np.ones(count, np.bool_)
-        for shared in (self._every_row, self._every_row_int32, self.ones, self.trues):
+        columns = (self._every_row, self._every_row_int32, self.ones, self.ones_int32, self.trues)
+        for shared in columns:
             shared.flags.writeable = False  # plans share them
 
     @property
@@ -182,7 +184,8 @@ class Rows:
 
     def _watch(self, row: Row, request: Request, lease: Lease) -> None:
         if request not in self.prompts:
-            self.due[row] = min(lease.num_covered_tokens, request.max_num_tokens - 1)
+            covered, last = lease.num_covered_tokens, request.max_num_tokens - 1
+            self.due[row] = covered if covered < last else last
         if lease.checkpoints:
             self.publish_at[row] = 0
         else:
@@ -194,7 +197,7 @@ class Rows:
 
     # Results
 
-    def commit(self, rows: Int64s, num_tokens: Int32s) -> list[Request]:
+    def commit(self, rows: Int64s, num_tokens: Int64s) -> list[Request]:
         """A step has computed so many tokens of each; gives who has something to publish now."""
         committed = self.committed[rows]
         committed += num_tokens

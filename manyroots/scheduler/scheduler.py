@@ -332,13 +332,14 @@ class Scheduler:
         if self._rows.scored:
             is_plain &= ~np.isin(rows, list(self._rows.scored))
         if np.count_nonzero(is_plain) < len(is_plain):
-            others = rows[~is_plain]
-            # The newest token lies behind those that are committed.
-            num_known = self._rows.committed[others] + 1
-            news = (others.tolist(), tokens[~is_plain].tolist(), num_known.tolist())
-            for row, token, num_tokens in zip(*news, strict=True):
+            is_special = np.logical_not(is_plain)
+            others = rows[is_special]
+            num_committed = self._rows.committed[others].tolist()
+            news = zip(others.tolist(), tokens[is_special].tolist(), num_committed, strict=True)
+            for row, token, num_before in news:
                 request, logprobs = self._rows.request_at(row), result.logprobs.get(row)
-                outputs.append(self._tell(request, token, num_tokens, logprobs))
+                # The newest token lies behind those that are committed.
+                outputs.append(self._tell(request, token, num_before + 1, logprobs))
             rows, tokens = rows[is_plain], tokens[is_plain]
         return Tokens(self._rows.request_ids[rows], tokens, self._rows.num_cached[rows])
 

@@ -11,8 +11,9 @@ import numpy as np
 
 from manyroots.cache.planes import Units
 
+# Arrays of the counts' and flags' own types: numpy takes twice as long with a Python value.
 _ONE = np.array(1, np.int32)
-"""Of the counts' own type and an array: numpy takes twice as long to add a Python number."""
+_YES, _NO = np.array(True), np.array(False)
 
 
 class UnitPool:
@@ -42,7 +43,7 @@ class UnitPool:
         top = self.num_units - self.num_free
         self.num_free -= count
         taken = self._stack[top : top + count].copy()
-        self.holders[taken] = 1
+        self.holders[taken] = _ONE
         return taken
 
     def hold(self, units: Units) -> None:
@@ -66,11 +67,11 @@ class UnitPool:
 
     def index(self, units: Units) -> None:
         """The tree now leads to these held units."""
-        self.indexed[units] = True
+        self.indexed[units] = _YES
 
     def unindex(self, units: Units) -> None:
         """The tree no longer leads to these; those that nobody holds become free."""
-        self.indexed[units] = False
+        self.indexed[units] = _NO
         orphans = units[np.logical_not(self.holders[units])]
         self.num_cached -= len(orphans)
         self._put_back(orphans)

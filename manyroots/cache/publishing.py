@@ -83,8 +83,12 @@ class Publisher:
         if num_pages <= lease.num_published_pages:
             return
         nodes = self.publish(lease, tokens, num_pages, step_id, False)
-        if nodes:
-            self._pending.setdefault(step_id, []).append((lease.serial, nodes))
+        if not nodes:
+            return
+        pending = self._pending.get(step_id)
+        if pending is None:
+            pending = self._pending[step_id] = []
+        pending.append((lease.serial, nodes))
 
     def is_promised(self, node: Node, plane: int, unit: int) -> bool:
         """Whether a unit is findable already, but filled only by a step that is not done."""
@@ -131,12 +135,12 @@ class Publisher:
         """Index the first `num_full` pages of the lease; gives the nodes that got any. With
         `lengthen`, the end of its path is made longer rather than continued by a node of the step,
         which is done."""
-        if num_full <= lease.num_published_pages:
-            return []
         if self._is_simple:
             leaf = self._simply(lease, tokens, num_full, step_id, lengthen)
             if leaf is not None:
                 return [leaf]
+        if num_full <= lease.num_published_pages:
+            return []
         num_full = self._allowed(lease, num_full)
         cursor, first = self._whence(lease, tokens)
         if num_full <= first:
@@ -179,7 +183,7 @@ class Publisher:
         """As `publish`, for nearly all there is to publish: pages behind the last one, where
         nobody else has been. None if it is not as simple as that."""
         cursor, first = lease.cursor, lease.num_published_pages
-        if cursor.end != first or not cursor.is_attached or self._barred:
+        if end <= first or cursor.end != first or not cursor.is_attached or self._barred:
             return None
         if lease.key.run_end(first, end) != end:
             return None
@@ -194,8 +198,8 @@ class Publisher:
             self._index.lengthen(cursor, keys, units)
         else:
             leaf = self._index.add_leaf(cursor, page, keys, units, step_id)
+        leaf.last_used = self._tick = self._tick + 1
         lease.cursor, lease.num_published_pages, lease.ahead = leaf, end, None
-        self.touch(leaf)
         return leaf
 
     def publish_checkpoint(self, lease: Lease, checkpoint: Checkpoint) -> Node | None:

@@ -8,12 +8,15 @@ arrival, behind priority where the policy is that; between groups the policy dec
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Callable, Iterator
 
 from manyroots.config import Policy
 from manyroots.ids import AdapterDigest
 from manyroots.scheduler.request import Request
 
+Place = tuple[int, int, Request]
+"""Priority, order of arrival, and whose."""
 GroupKey = tuple[AdapterDigest | None, str | None]
 """Adapter and tenant."""
 
@@ -21,18 +24,25 @@ GroupKey = tuple[AdapterDigest | None, str | None]
 class Group:
     """Waiting requests of one adapter and tenant."""
 
-    __slots__ = ("_gone", "_heap", "key", "served")
+    __slots__ = ("_gone", "_late", "_line", "key", "served")
 
     def __init__(self, key: GroupKey, served: int) -> None:
         self.key = key
         self.served = served
         """Tokens computed for this group, as far as fairness counts them."""
-        self._heap: list[tuple[int, int, Request]] = []
+        self._line: deque[Place] = deque()
+        """Who came behind all that stood in line: nearly everybody."""
+        self._late: list[Place] = []
+        """A heap of the others, who came back or have priority."""
         self._gone: set[Request] = set()
-        """Of those in the heap, who waits no more; never the first of them."""
+        """Of those, who waits no more; never the head."""
 
     def push(self, request: Request, priority: int) -> None:
-        heapq.heappush(self._heap, (priority, request.serial, request))
+        place = (priority, request.serial, request)
+        if not self._line or place > self._line[-1]:
+            self._line.append(place)
+        else:
+            heapq.heappush(self._late, place)
 
     def discard(self, request: Request) -> None:
         """A request that is over will not be pushed again."""
@@ -41,25 +51,33 @@ class Group:
 
     @property
     def is_empty(self) -> bool:
-        return not self._heap
+        return not self._line and not self._late
 
     @property
     def head(self) -> Request:
         """The next request; the group has at least one."""
-        return self._heap[0][2]
+        if self._late and (not self._line or self._late[0] < self._line[0]):
+            return self._late[0][2]
+        return self._line[0][2]
 
     def pop(self) -> Request:
-        request = heapq.heappop(self._heap)[2]
+        request = self._take()
         if self._gone:
             self._skip_gone()
         return request
 
+    def _take(self) -> Request:
+        if self._late and (not self._line or self._late[0] < self._line[0]):
+            return heapq.heappop(self._late)[2]
+        return self._line.popleft()[2]
+
     def _skip_gone(self) -> None:
-        while self._heap and self._heap[0][2] in self._gone:
-            self._gone.discard(heapq.heappop(self._heap)[2])
+        while not self.is_empty and self.head in self._gone:
+            self._gone.discard(self._take())
 
     def __iter__(self) -> Iterator[Request]:
-        waiting = [request for _, _, request in self._heap if request not in self._gone]
+        places = (*self._line, *self._late)
+        waiting = [request for _, _, request in places if request not in self._gone]
         return iter(sorted(waiting, key=lambda request: request.serial))
 
 

@@ -489,7 +489,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "admission",
     ),
     _scheduler(
-        "return bool(self.computed[row] != self.committed[row])",
+        "return self.computed.item(row) != self.committed.item(row)",
         "return False",
         "a row is given back while a launched step writes to its pages",
         "rows",

@@ -144,7 +144,8 @@ class PrefixCache:
             lease.num_published_pages = depth
             lease.num_cached_tokens = depth * self.page_size
             self.publisher.touch(cursor)
-            self._writer.found(serial, nodes)
+            if self.layout.host:
+                self._writer.found(serial, nodes)
         return lease
 
     def count_hit(self, lease: Lease, num_tokens: int) -> None:

@@ -173,17 +173,17 @@ class Rows:
             self.last[row] = request.max_num_tokens - 1
         else:
             self.prompts[request] = None
-        self._watch(row, request, lease)
+        self._watch(row, request, lease, samples)
         return samples
 
     def watch(self, request: Request) -> None:
         """Note when a running request next needs pages, or has any to publish."""
         assert request.row is not None
         assert request.lease is not None
-        self._watch(request.row, request, request.lease)
+        self._watch(request.row, request, request.lease, request not in self.prompts)
 
-    def _watch(self, row: Row, request: Request, lease: Lease) -> None:
-        if request not in self.prompts:
+    def _watch(self, row: Row, request: Request, lease: Lease, decodes: bool) -> None:
+        if decodes:
             covered, last = lease.num_covered_tokens, request.max_num_tokens - 1
             self.due[row] = covered if covered < last else last
         if lease.checkpoints:
@@ -224,7 +224,7 @@ class Rows:
 
     def is_in_flight(self, row: Row) -> bool:
         """Whether a launched step computes tokens of this row."""
-        return bool(self.computed[row] != self.committed[row])
+        return self.computed.item(row) != self.committed.item(row)
 
     def is_live(self, rows: Int64s, stays: Int64s) -> Bools:
         """For each row of a launched step: whether its sequence runs there still."""

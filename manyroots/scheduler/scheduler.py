@@ -331,11 +331,11 @@ class Scheduler:
             is_plain &= ~np.isin(rows, list(result.logprobs))
         if self._rows.scored:
             is_plain &= ~np.isin(rows, list(self._rows.scored))
-        if np.count_nonzero(is_plain) < len(is_plain):
-            is_special = np.logical_not(is_plain)
-            others = rows[is_special]
+        special = np.logical_not(is_plain).nonzero()[0]
+        if len(special):
+            others = rows[special]
             num_committed = self._rows.committed[others].tolist()
-            news = zip(others.tolist(), tokens[is_special].tolist(), num_committed, strict=True)
+            news = zip(others.tolist(), tokens[special].tolist(), num_committed, strict=True)
             for row, token, num_before in news:
                 request, logprobs = self._rows.request_at(row), result.logprobs.get(row)
                 # The newest token lies behind those that are committed.

@@ -108,7 +108,7 @@ class WriteBacker:
                 tuple(spot for spot, _, _ in kept),
                 move.target,
                 None,
-                np.array([unit for _, unit, _ in kept], np.int32),
+                np.array([unit for _, unit, _ in kept], np.intp),
                 NO_UNITS,
                 hashes=hashes,
             )

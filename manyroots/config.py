@@ -61,6 +61,11 @@ class ModelSettings:
     )
     max_model_len: int | None = option(None, "Longest prompt plus output, in tokens.")
     chat_template: str | None = option(None, "File with a Jinja chat template, for the model's.")
+    generation_config: str = option(
+        "auto",
+        "What requests leave open of sampling: 'auto' takes it from the model's "
+        "generation_config.json, 'none' (or 'vllm') does not, a path takes it from there.",
+    )
     enforce_eager: bool = option(
         False, "On a GPU, launch every kernel of a step by itself instead of one captured graph."
     )

@@ -36,6 +36,7 @@ from manyroots.step import TokenLogprobs
 from manyroots.text.assembler import TextAssembler, TextDelta
 from manyroots.text.chat import load_chat_template
 from manyroots.text.door import Door
+from manyroots.text.generation_config import sampling_defaults
 from manyroots.text.tokenizer_files import load_tokenizer
 
 Prompt = str | Sequence[int]
@@ -96,6 +97,7 @@ class LLM:
             resolved.model.tokenizer or engine.info.model_path, revision=resolved.model.revision
         )
         self._template = load_chat_template(self.tokenizer, resolved.model.chat_template)
+        self._defaults = sampling_defaults(engine.info.model_path, resolved.model.generation_config)
         self._door = Door(engine.info, self.tokenizer, random.Random(resolved.model.seed))
         self._ids = itertools.count(1)
 
@@ -109,9 +111,12 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete each prompt; together, so that they share steps and prefixes.
 
+        `sampling_params`: by default those that the model's makers recommend.
         `lora_request`: one adapter for all, or one per prompt with None for the base model.
         """
         batch = _as_list(prompts)
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
         params = _per_prompt(sampling_params, len(batch))
         adapters = [self._note(item) for item in _lora_per_prompt(lora_request, len(batch))]
         namespace = Namespace(adapter=None, salt=cache_salt)
@@ -215,6 +220,10 @@ class LLM:
         self._loop.note_adapter(LoraModule(request.lora_name, request.lora_path))
         return AdapterName(request.lora_name)
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `generate` and `chat` use where they are given none; see `--generation-config`."""
+        return self._defaults.params()
+
     def stats(self) -> Stats:
         return self._loop.stats()
 
@@ -280,10 +289,8 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _per_prompt(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    params: SamplingParams | Sequence[SamplingParams], count: int
 ) -> list[SamplingParams]:
-    if params is None:
-        params = SamplingParams()
     if isinstance(params, SamplingParams):
         return [params] * count
     if len(params) != count:

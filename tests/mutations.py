@@ -178,7 +178,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     # Holding and room
     _cache(
         "pool",
-        "held += 1",
+        "held += _ONE",
         "held[:] = 1",
         "a second holder does not count",
     ),
@@ -189,7 +189,12 @@ MUTATIONS: tuple[Mutation, ...] = (
         "places = places[holders[units[places]] <= 1]",
         "a claimed page is evicted",
     ),
-    _cache("publishing", "self._tick += 1", "self._tick -= 1", "the most recently used goes first"),
+    _cache(
+        "publishing",
+        "tick = self._tick = self._tick + 1\n        node.last_used",
+        "tick = self._tick = self._tick - 1\n        node.last_used",
+        "the most recently used goes first",
+    ),
     _cache(
         "eviction",
         "and not (self._is_ordered and node.below[plane])",
@@ -234,8 +239,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _cache(
         "publishing",
-        "self._index.pools[plane.index].hold(copies)\n                lease.copies.append",
-        "(lambda _: None)",
+        "self._index.pools[plane.index].hold(copies)\n                lease.copies +=",
+        "_ =",
         "another's copy on the own path is not held",
     ),
     # Publishing and failing
@@ -253,7 +258,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _cache(
         "publishing",
-        "nodes = self.publish(lease, tokens, num_tokens, step_id, lengthen=False)",
+        "nodes = self.publish(lease, tokens, num_pages, step_id, False)",
         "nodes = []",
         "nothing is shared within a step",
     ),
@@ -295,7 +300,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     # Drafts
     _cache(
-        "cache",
+        "publishing",
         "num_tokens = min(num_tokens, lease.num_sure_tokens)",
         "pass",
         "a guess can be found",
@@ -444,7 +449,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     # Scheduler
     _scheduler(
-        "return self._cache.clip(request.lease, computed, num_tokens)",
+        "return self._cache.clip(lease, computed, num_tokens)",
         "return num_tokens",
         "chunks are not clipped",
         "placing",
@@ -484,7 +489,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "admission",
     ),
     _scheduler(
-        "return bool(self.computed[row] != self.committed[row])",
+        "return self.computed.item(row) != self.committed.item(row)",
         "return False",
         "a row is given back while a launched step writes to its pages",
         "rows",
@@ -502,13 +507,13 @@ MUTATIONS: tuple[Mutation, ...] = (
         "endings",
     ),
     _scheduler(
-        "self.due[row] = min(lease.num_covered_tokens, last)",
+        "self.due[row] = covered if covered < last else last",
         "self.due[row] = last",
         "a sequence that decodes gets no more pages",
         "rows",
     ),
     _scheduler(
-        "np.minimum(computed + self._page_size, self.last[rows])",
+        "np.minimum(computed + self._one_page, self.last[rows])",
         "self.last[rows]",
         "a sequence that has turned a page gets no more",
         "rows",

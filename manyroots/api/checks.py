@@ -20,6 +20,7 @@ from manyroots.api.requests import (
 from manyroots.errors import RequestError
 from manyroots.ids import Namespace
 from manyroots.sampling import MAX_LOGPROBS, SamplingParams
+from manyroots.text.generation_config import NO_DEFAULTS, SamplingDefaults
 
 MAX_SALT_CHARACTERS = 256
 _SAME_NAMES = (
@@ -80,7 +81,10 @@ def namespace_of(request: GenerationFields) -> Namespace:
     return Namespace(adapter=None, salt=salt)
 
 
-def completion_sampling(request: CompletionRequest) -> SamplingParams:
+def completion_sampling(
+    request: CompletionRequest, defaults: SamplingDefaults = NO_DEFAULTS
+) -> SamplingParams:
+    """`defaults`: the model's, for what the request leaves open."""
     more: dict[str, Any] = {"logprobs": request.logprobs}
     if request.max_tokens is not None:
         more["max_tokens"] = request.max_tokens
@@ -91,10 +95,11 @@ def completion_sampling(request: CompletionRequest) -> SamplingParams:
             )
         # The echoed prompt's tokens need their logprobs too.
         more["prompt_logprobs"] = max(request.logprobs, request.prompt_logprobs or 0)
-    return _sampling(request, more)
+    return _sampling(request, more, defaults)
 
 
-def chat_sampling(request: ChatRequest) -> SamplingParams:
+def chat_sampling(request: ChatRequest, defaults: SamplingDefaults = NO_DEFAULTS) -> SamplingParams:
+    """`defaults`: the model's, for what the request leaves open."""
     older, limit = request.max_tokens, request.max_completion_tokens
     if older is not None and limit is not None and older != limit:
         raise RequestError(
@@ -116,14 +121,16 @@ def chat_sampling(request: ChatRequest) -> SamplingParams:
         "logprobs": (top or 0) if request.logprobs else None,
         "max_tokens": older if limit is None else limit,
     }
-    return _sampling(request, more)
+    return _sampling(request, more, defaults)
 
 
-def _sampling(request: GenerationFields, more: dict[str, Any]) -> SamplingParams:
+def _sampling(
+    request: GenerationFields, more: dict[str, Any], defaults: SamplingDefaults
+) -> SamplingParams:
     values = {name: getattr(request, name) for name in _SAME_NAMES}
     given = {name: value for name, value in values.items() if value is not None}
     stop = request.stop
-    return SamplingParams(
+    return defaults.params(
         **(given | more),
         stop=() if stop is None else (stop,) if isinstance(stop, str) else tuple(stop),
         stop_token_ids=tuple(request.stop_token_ids or ()),

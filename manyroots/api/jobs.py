@@ -58,7 +58,7 @@ async def completion_job(server: ServerState, request: CompletionRequest) -> Job
     service = server.accepting
     service.adapters.resolve(request.model)
     check_supported(request)
-    sampling = completion_sampling(request)
+    sampling = completion_sampling(request, service.defaults)
     prompts = prompts_of(request)
     adapters = service.adapters.choose(request.model, request.lora_path, len(prompts))
     with ExitStack() as undo:
@@ -75,7 +75,7 @@ async def chat_job(server: ServerState, request: ChatRequest) -> Job:
     service = server.accepting
     [adapter] = service.adapters.choose(request.model, request.lora_path, 1)
     check_supported(request)
-    sampling = chat_sampling(request)
+    sampling = chat_sampling(request, service.defaults)
     with ExitStack() as undo:
         slots = undo.enter_context(_admit(server, 1, sampling.n))
         # A template is code, however short the messages: never on the event loop.

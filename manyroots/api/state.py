@@ -20,6 +20,7 @@ from manyroots.errors import UnavailableError
 from manyroots.observe.metrics import Metrics
 from manyroots.text.chat import ChatTemplate, load_chat_template
 from manyroots.text.door import Door
+from manyroots.text.generation_config import NO_DEFAULTS, SamplingDefaults, sampling_defaults
 from manyroots.text.tokenizer import Tokenizer
 from manyroots.text.tokenizer_files import load_tokenizer
 
@@ -44,13 +45,15 @@ class Service:
         model_name: str,
         lora: LoraSettings,
         rng: random.Random | None = None,
+        defaults: SamplingDefaults = NO_DEFAULTS,
     ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
         self.template = template
         self.model_name = model_name
         self.created = int(time.time())
-        self.door = Door(engine.info, tokenizer, rng)
+        self.defaults = defaults
+        self.door = Door(engine.info, tokenizer, rng, default_max_tokens=defaults.max_tokens)
         self.admission = Admission(engine.info.max_num_seqs + server.max_queued_requests)
         self.adapters = Adapters(model_name, lora.lora_modules)
         self.metrics = Metrics(
@@ -74,6 +77,7 @@ def load_service(engine: EngineClient, settings: EngineSettings, server: ServerS
         model_name=model.served_model_name or info.model_name,
         lora=settings.lora,
         rng=random.Random(model.seed),
+        defaults=sampling_defaults(info.model_path, model.generation_config),
     )
 
 

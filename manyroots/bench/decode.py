@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from manyroots.bench.kernel_profile import kernels_of
 from manyroots.bench.machine import describe_machine
 from manyroots.bench.model_configs import write_config
 from manyroots.bench.random_adapters import targets_of, write_adapters
@@ -34,6 +35,7 @@ from manyroots.sampling import SamplingParams
 
 MARGIN_TOKENS = 64
 COLD_PROMPT_LEN = 16
+PROFILED_STEPS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,8 @@ class DecodeWorkload:
     """How many different adapters the batch uses; one case each. 0 is the base model."""
     rank: int
     repeats: int
+    profile: bool = False
+    """Also record, after each case was timed, what its kernels took."""
 
 
 def run_decode(
@@ -152,6 +156,18 @@ def _run_cases(
             f"{label:>24}  batch {batch:3d}  {case['decode_tokens_per_s']:9.1f} tok/s  "
             f"{case['ms_per_step']:7.3f} ms per step  prefill {case['prefill_s']:.4f} s"
         )
+        if workload.profile:
+            case["kernels_per_step"] = _profile(run)
+
+
+def _profile(run: _Batch) -> list[dict[str, Any]]:
+    """What a decode step's kernels take: again the difference of two runs."""
+    short = kernels_of(lambda: run.seconds(num_tokens=1))
+    long = kernels_of(lambda: run.seconds(num_tokens=1 + PROFILED_STEPS))
+    rows = short.per_step(long, PROFILED_STEPS)
+    for row in rows:
+        _say(f"{row['us']:12.1f} us {row['launches']:8.2f} x  {row['kernel']}")
+    return rows
 
 
 class _Batch:

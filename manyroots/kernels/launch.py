@@ -56,11 +56,16 @@ def is_dependent(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+LAUNCH_EARLY = True
+"""Tests clear it: each kernel then begins when the one before it is done, and results must be the
+same bit by bit. It is read at every launch, and when a graph is captured."""
+
+
 def launch_options(device: torch.device, *, plainly: bool = False) -> dict[str, Any]:
     """Keyword arguments of every launch: the constant DEPENDENT and Triton's option for it."""
     if not is_dependent(device):
         return {"DEPENDENT": False}
-    return {"DEPENDENT": True, "launch_pdl": not plainly}
+    return {"DEPENDENT": True, "launch_pdl": LAUNCH_EARLY and not plainly}
 
 
 @lru_cache(maxsize=8)

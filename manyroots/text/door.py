@@ -25,12 +25,19 @@ class Door:
     """Checks and numbers requests for one engine."""
 
     def __init__(
-        self, info: EngineInfo, tokenizer: Tokenizer, rng: random.Random | None = None
+        self,
+        info: EngineInfo,
+        tokenizer: Tokenizer,
+        rng: random.Random | None = None,
+        *,
+        default_max_tokens: int | None = None,
     ) -> None:
-        """`rng` draws the seeds of requests that bring none; the system's source by default."""
+        """`rng` draws the seeds of requests that bring none; the system's source by default.
+        `default_max_tokens`: most tokens for requests without a limit; None for all that fit."""
         self._info = info
         self._tokenizer = tokenizer
         self._rng = rng
+        self._default_max_tokens = default_max_tokens
         self._capacity = info.num_pages * info.page_size
 
     def encode(
@@ -123,6 +130,8 @@ class Door:
         num_prompt, longest = len(tokens), self._info.max_model_len
         if sampling.max_tokens is None:
             max_tokens = min(longest, self._capacity) - num_prompt
+            if self._default_max_tokens is not None:
+                max_tokens = min(max_tokens, max(self._default_max_tokens, sampling.min_tokens))
             if sampling.min_tokens > max_tokens:
                 raise RequestError(
                     f"min_tokens is {sampling.min_tokens}; after the prompt's {num_prompt} tokens "

@@ -1,55 +1,96 @@
-"""Parity on a GPU without pytest: `python -m tests.gpu.check [KIND ...]`. Exits 1 on a difference.
+"""All that a GPU must show, without pytest: `python -m tests.gpu.check [PART ...]`.
 
-Models of one process share what it compiles, which is most of the time; experts and the two dtypes
-share little, so they have processes of their own, all at once.
+Exits 1 on a difference, with a line for each part that was checked. Parts are `kernels` (each one
+beside its reference), `launches` (early beside plain), `parity` (engines beside the CPU's),
+`faults` (planted ones, which parity must find), or a part's own name as its line begins:
+`parity:llama:bfloat16`. Most of the time is compilation, which one process does on one core; so
+each part is a process of its own.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 DTYPES = ("float32", "bfloat16")
+KERNEL_TESTS = (
+    "attention", "decode_rows", "expert_adapters", "fused", "lora_sites", "moe", "sampling",
+)  # fmt: skip
 
 
-def main(kinds: list[str]) -> int:
+def parts() -> list[str]:
+    """What there is to check, longest first."""
+    from tests.gpu import launches, models
+
+    return [
+        *(f"parity:{kind}:{dtype}" for dtype in DTYPES for kind in reversed(models.KINDS)),
+        *(f"launches:{kind}:bfloat16" for kind in launches.KINDS),
+        "faults:llama:bfloat16",
+        *(f"kernels:{name}" for name in KERNEL_TESTS),
+    ]
+
+
+def check(part: str) -> str:
+    """Raise AssertionError on a difference; else say what was compared."""
+    what, _, rest = part.partition(":")
+    if what == "kernels":
+        from tests.gpu.without_pytest import check as check_tests
+
+        return check_tests(f"tests.unit.kernels.test_{rest}_triton")
+    from tests.gpu import faults, launches, parity
+
+    rooms = {"faults": faults, "launches": launches, "parity": parity}
+    kind, _, dtype = rest.partition(":")
+    with tempfile.TemporaryDirectory() as folder:
+        return rooms[what].check(Path(folder), kind, dtype)
+
+
+def main(wanted: list[str]) -> int:
     import torch
-
-    from tests.gpu.parity import KINDS
 
     if not torch.cuda.is_available():
         print("no GPU here: nothing was checked", file=sys.stderr)
         return 2
-    wanted = kinds or list(KINDS)
-    groups = [[k for k in wanted if ("moe" in k) == is_sparse] for is_sparse in (False, True)]
-    running = [
-        subprocess.Popen([sys.executable, "-m", "tests.gpu.check", "--some", dtype, *group])
-        for dtype in DTYPES
-        for group in groups
-        if group
-    ]
-    failed = sum(process.wait() != 0 for process in running)
-    print("all agree" if not failed else f"{failed} of {len(running)} processes disagree")
-    return int(failed > 0)
+    begin = time.monotonic()
+    chosen = [p for p in parts() if not wanted or any(p.startswith(w) for w in wanted)]
+    if not chosen:
+        print(f"no part is called {' or '.join(wanted)}; there are {', '.join(parts())}")
+        return 2
+    # More at once than there are cores would slow down the longest.
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        failed = [p for p, code in zip(chosen, pool.map(_start, chosen), strict=True) if code != 0]
+    seconds = time.monotonic() - begin
+    if failed:
+        print(f"{len(failed)} of {len(chosen)} parts differ: {', '.join(failed)} ({seconds:.0f} s)")
+        return 1
+    print(f"all {len(chosen)} parts agree ({seconds:.0f} s)")
+    return 0
 
 
-def some(dtype: str, kinds: list[str]) -> int:
-    from tests.gpu.parity import check
+def _start(part: str) -> int:
+    """Check a part in a process of its own; give its exit code."""
+    quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    command = [sys.executable, "-m", "tests.gpu.check", "--one", part]
+    return subprocess.run(command, env={**os.environ, **quiet}).returncode
 
-    failed = 0
-    for kind in kinds:
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                print(check(Path(folder), kind, dtype), flush=True)
-            except Exception:
-                traceback.print_exc(limit=-3)
-                failed += 1
-    return int(failed > 0)
+
+def one(part: str) -> int:
+    begin = time.monotonic()
+    try:
+        line = check(part)
+    except Exception:
+        print(f"{part} DIFFERS\n{traceback.format_exc(limit=-4)}", flush=True)
+        return 1
+    print(f"{part} ok, {time.monotonic() - begin:.0f} s: {line}", flush=True)
+    return 0
 
 
 if __name__ == "__main__":
     arguments = sys.argv[1:]
-    sys.exit(some(arguments[1], arguments[2:]) if arguments[:1] == ["--some"] else main(arguments))
+    sys.exit(one(arguments[1]) if arguments[:1] == ["--one"] else main(arguments))

@@ -1,174 +1,208 @@
-"""The engine on a GPU beside the engine on the CPU: the same tokens, the same log-probabilities.
+"""The engine on the GPU beside the engine on the CPU: the same function, within rounding.
 
-Needs a GPU and no pytest: `python -m tests.gpu.check` runs it by hand. Models are tiny and random.
+Takes a model of `models.py` and a dtype; compares
+    graphs with single launches       the same tokens, bit by bit
+    every token with the CPU          float32's distribution behind the same tokens gives it
+    distributions with the CPU        of prompts in chunks and of decode steps, elementwise
+    every kernel with its reference   in the engine's own steps, on the same inputs
+with and without the prefix cache, and with adapters that come and go. In float32 the tolerance
+table says how far apart they may be; in half precision, a little more than the CPU itself is off
+in that precision. `faults.py` shows what these find.
 """
 
 from __future__ import annotations
 
-import gc
-import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
+from torch import Tensor
 
-from manyroots.adapter_names import LoraModule
-from manyroots.bench.random_adapters import targets_of, write_adapters
-from manyroots.config import engine_settings
-from manyroots.engine.build import build_engine
-from manyroots.ids import AdapterName, Namespace, RequestId
+from manyroots.engine.loop import EngineLoop
 from manyroots.kernels.tolerances import TOLERANCES
-from manyroots.messages import FinishReason, Output, Submit
-from manyroots.models.source import resolve_source
-from manyroots.runner.cuda.runner import CudaRunner
-from manyroots.sampling import SamplingParams
-from tests.unit.models.tiny import save_tiny
+from manyroots.messages import Submit
+from tests.gpu import requests as made
+from tests.gpu.checked import Record, all_checked
+from tests.gpu.engines import MAX_NUM_SEQS, Engines, Outputs, Side, run, tokens_of
+from tests.gpu.models import VOCAB, make_model
+from tests.gpu.scores import (
+    Slack,
+    behind_prompts,
+    check_choices,
+    flat,
+    output_scores,
+    prompt_scores,
+    roots,
+)
 
-KINDS = ("llama", "llama-biased", "mistral", "qwen2", "qwen3", "qwen3-moe")
-SIZES: dict[str, Any] = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-}
-"""Shapes that the kernels serve, but for the head's 97 tokens, which nothing divides."""
-NUM_ADAPTERS, RANK = 3, 12
-SCALE = 20
-"""Random adapters are gentle; times this they change every token."""
-
-Outputs = dict[int, list[Output]]
+Batches = dict[str, list[Submit]]
+Computed = list[tuple[str, list[Submit], Outputs]]
+"""Batches by name, with what the GPU gave for them."""
 
 
-def make_model(folder: Path, kind: str) -> list[Path]:
-    """A checkpoint in `folder / "base"`, and adapters for it."""
-    sizes = dict(SIZES)
-    if kind == "qwen3-moe":
-        sizes["moe_intermediate_size"] = 128
-    save_tiny(folder / "base", kind, **sizes)
-    source = resolve_source(engine_settings({"model": str(folder / "base")}).model)
-    paths = write_adapters(targets_of(source), folder, NUM_ADAPTERS, RANK)
-    for path in paths:
-        config = json.loads((path / "adapter_config.json").read_text())
-        config["lora_alpha"] = SCALE * RANK
-        (path / "adapter_config.json").write_text(json.dumps(config))
-    return paths
+def all_batches() -> Batches:
+    """What the GPU's engines compute, in this order."""
+    return {
+        "base": made.few((None,)),
+        "adapted": made.few(),
+        "again, from the cache": made.few(),
+        "heated": made.few(temperature=0.9),
+        "cut": made.few(temperature=0.9, top_k=20),
+        "odd": made.odd(),
+        "many": made.many(),
+        "grown": made.grown(),
+        # With the distributions that tokens are chosen from.
+        "scored": made.few(logprobs=VOCAB),
+    }
 
 
-def requests(*, with_adapters: bool, **sampling: Any) -> list[Submit]:
-    """Prompts of one token to several pages, some beginning alike, over base and adapters."""
-    generator = torch.Generator().manual_seed(11)
-    shared = torch.randint(3, 97, (40,), generator=generator).tolist()
-    made = []
-    for number in range(10):
-        tail = torch.randint(3, 97, (1 + 9 * number,), generator=generator).tolist()
-        name = AdapterName(f"a{number % 4}") if with_adapters and number % 4 < 3 else None
-        params = SamplingParams(**{"temperature": 0.0, "max_tokens": 12, **sampling})
-        prompt = tail if number % 3 else [*shared, *tail]
-        made.append(
-            Submit(
-                RequestId(number + 1),
-                prompt,
-                Namespace(None, None),
-                params,
-                number,
-                (),
-                adapter=name,
-            )
+class Parity:
+    """One model in one dtype, beside the CPU."""
+
+    def __init__(self, folder: Path, kind: str, dtype: str, side: Side = Side.GPU) -> None:
+        self.dtype = dtype
+        self.engines = Engines(folder, dtype, side)
+        self.laps: list[str] = []
+        self._since = time.monotonic()
+        make_model(folder, kind, is_decisive=dtype != "float32")
+
+    def check(self) -> str:
+        """Raise AssertionError where the two differ; else say what was compared."""
+        batches = all_batches()
+        with _compiling_beside(self.engines):
+            graphs = self.compute(batches)
+        self._lap("graphs")
+        eager = self.compute(batches, enforce_eager=True)
+        for (name, _, ours), (_, _, theirs) in zip(graphs, eager, strict=True):
+            assert tokens_of(ours) == tokens_of(theirs), f"{name}: graph and eager"
+        check_effect(graphs)
+        self._lap("eager")
+        # Two slots for six adapters, and no page is kept: loads and evictions between the steps.
+        some = {name: batches[name] for name in ("adapted", "many")}
+        moving = self.compute(some, max_loras=2, enable_prefix_caching=False, loads_first=False)
+        self._lap("moving")
+        found = self.against_cpu(graphs + moving)
+        self._lap("CPU")
+        kernels = self.check_kernels(batches)
+        self._lap("kernels")
+        return f"graph = eager; {found}; {kernels}; {', '.join(self.laps)}"
+
+    def _lap(self, what: str) -> None:
+        now = time.monotonic()
+        self.laps.append(f"{what} {now - self._since:.0f} s")
+        self._since = now
+
+    def compute(self, batches: Batches, *, loads_first: bool = True, **more: object) -> Computed:
+        """The GPU's outputs. `loads_first`: whether all adapters are there when they begin."""
+        loop = self.engines.loop(**more)
+        try:
+            for batch in made.loads() if loads_first else []:
+                run(loop, batch)
+            computed = [(name, batch, run(loop, batch)) for name, batch in batches.items()]
+            if "grown" in batches:
+                computed.append(_resume(loop, batches["grown"], computed))
+            return computed
+        finally:
+            loop.close()
+
+    def against_cpu(self, computed: Computed) -> str:
+        """Hold what the GPU gave against the CPU's scores of it. One batch is called `scored`."""
+        rest = [made.continued(requests, tokens_of(news)) for _, requests, news in computed]
+        exact = self._cpu_scores(rest, "float32")
+        at = [name for name, _, _ in computed].index("scored")
+        slack = self._slack(rest[at], flat(exact[at]))
+        found, count = [], 0
+        for (name, requests, news), scores in zip(computed, exact, strict=True):
+            behind = behind_prompts(requests, scores)
+            count += check_choices(name, requests, tokens_of(news), behind, slack.each)
+            if requests[0].sampling.logprobs is not None:
+                found.append(slack.check(name, flat(output_scores(news)), flat(behind)))
+        # The same sequences as prompts, which are computed in chunks.
+        [prompts] = self.engines.outputs([rest[at]])
+        found.append(slack.check("prompts", flat(prompt_scores(prompts)), flat(exact[at])))
+        return f"{count} tokens are the CPU's choices, distributions agree: {', '.join(found)}"
+
+    def _cpu_scores(self, batches: list[list[Submit]], dtype: str) -> list[dict[int, Tensor]]:
+        engines = replace(self.engines, side=Side.CPU, dtype=dtype)
+        return [prompt_scores(outputs) for outputs in engines.outputs(batches)]
+
+    def _slack(self, requests: list[Submit], exact: Tensor) -> Slack:
+        """How far the GPU may be off: the table's row, or in half precision what the CPU's own
+        distributions are off in that precision, times the table's factors."""
+        if self.dtype == "float32":
+            row = TOLERANCES["logits", torch.float32]
+            return Slack(row.atol, row.atol, row.atol)
+        [own] = self._cpu_scores([requests], self.dtype)
+        error = flat(own) - exact
+        worst, mean = TOLERANCES["worst", torch.bfloat16], TOLERANCES["rounding", torch.bfloat16]
+        return Slack(
+            each=worst.atol + (1 + worst.rtol) * float(error.abs().max()),
+            row=worst.atol + (1 + worst.rtol) * float(roots(error).max()),
+            mean=mean.atol + (1 + mean.rtol) * float(roots(error).mean()),
         )
-    return made
+
+    def check_kernels(self, batches: Batches) -> str:
+        """Every kernel of the engine's steps beside its reference."""
+        record = Record(getattr(torch, self.dtype))
+        with all_checked(record):
+            loop = self.engines.loop(enforce_eager=True)
+        try:
+            for batch in made.loads():
+                run(loop, batch)
+            record.is_on = True
+            for name in ("adapted", "odd"):
+                run(loop, batches[name])
+            if MAX_NUM_SEQS[self.dtype] > 16:  # else they would be the same sizes again
+                run(loop, batches["many"])
+        finally:
+            loop.close()
+        return record.check()
 
 
-def run(
-    folder: Path,
-    paths: list[Path],
-    device: str,
-    dtype: str,
-    batches: list[list[Submit]],
-    **more: Any,
-) -> list[Outputs]:
-    """What an engine gives for each batch, one after the other."""
-    settings = {
-        "model": str(folder / "base"), "device": device, "dtype": dtype, "max_num_seqs": 6,
-        "max_num_batched_tokens": 128, "num_gpu_blocks_override": 256, "enable_lora": True,
-        "max_loras": 2 if dtype == "float32" else 3, "max_lora_rank": 16,
-        # Half precision repeats itself bit by bit only where nothing depends on when a load ends.
-        "enable_prefix_caching": dtype == "float32",
-        "lora_modules": tuple(LoraModule(f"a{i}", str(path)) for i, path in enumerate(paths)),
-        **more,
-    }  # fmt: skip
-    engine = build_engine(engine_settings(settings))
-    assert isinstance(engine.loop._runner, CudaRunner) == (device == "cuda")
-    results = []
-    for batch in batches:
-        outputs: Outputs = {int(request.request_id): [] for request in batch}
-        for request in batch:
-            engine.loop.handle(request)
-        while engine.loop.has_work or engine.loop.is_reading:
-            if engine.loop.is_reading and not engine.loop.has_work:
-                engine.loop.wait_for_read()
-            for output in engine.loop.step():
-                if output.finish_reason is FinishReason.ERROR:
-                    raise AssertionError(f"{device}: {output.error}")
-                outputs[int(output.request_id)].append(output)
-        results.append(outputs)
-    engine.loop.close()
-    del engine
-    gc.collect()
-    return results
+def _resume(
+    loop: EngineLoop, grown: list[Submit], computed: Computed
+) -> tuple[str, list[Submit], Outputs]:
+    """Go on behind what was generated, over the pages that decode steps filled."""
+    [tokens] = [tokens_of(news) for name, _, news in computed if name == "grown"]
+    resumed = made.resumed(grown, tokens)
+    outputs = run(loop, resumed)
+    for request in grown:
+        number = int(request.request_id)
+        cached = outputs[number][0].num_cached_tokens
+        assert cached > len(request.prompt), f"{cached} tokens of {number} were found"
+    return "resumed", resumed, outputs
 
 
-def tokens(outputs: Outputs) -> dict[int, list[int]]:
-    return {number: [t for o in news for t in o.tokens] for number, news in outputs.items()}
+@contextmanager
+def _compiling_beside(engines: Engines) -> Iterator[None]:
+    """Have a second process compile what prompts need, while this one begins with decode steps.
+    In float32 that is half of a minute."""
+    if engines.dtype != "float32" or engines.side is not Side.GPU:
+        yield
+        return
+    command = [sys.executable, "-m", "tests.gpu.parity", str(engines.folder), engines.dtype]
+    with subprocess.Popen(command):
+        yield
 
 
-def prompt_scores(outputs: Outputs) -> torch.Tensor:
-    """The log-probability of every prompt token that has one, in a fixed order."""
-    return torch.tensor(
-        [e.logprob for n in sorted(outputs) for o in outputs[n] for e in o.prompt_logprobs]
-    )
-
-
-def check_rounding(kind: str, dtype: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    """The GPU's errors against float32 are no larger than the CPU's in the same half precision.
-
-    Elementwise the two can't be compared: these adapters are twenty times as strong as usual, and
-    a rounding early in the model moves what comes out by tenths, on the CPU as well.
-    """
-    row = TOLERANCES["rounding", getattr(torch, dtype)]
-    error, usual = float(ours.abs().mean()), float(theirs.abs().mean())
-    assert error <= usual + row.atol + row.rtol * usual, (
-        f"{kind} {dtype}: log-probabilities are {error} from float32's on average; {usual} is usual"
-    )
+def check_effect(computed: Computed) -> None:
+    """Adapters that change nothing would hide that they are not there."""
+    found = {name: tokens_of(news) for name, _, news in computed}
+    plain, adapted = found["base"], found["adapted"]
+    changed = sum(plain[number] != adapted[number] for number in plain)
+    assert changed >= 6, f"adapters changed {changed} of {len(plain)} outputs"
 
 
 def check(folder: Path, kind: str, dtype: str) -> str:
     """Raise AssertionError if the GPU differs from the CPU; else say what was compared."""
-    paths = make_model(folder, kind)
-    base, adapted = requests(with_adapters=False), requests(with_adapters=True)
-    heated = requests(with_adapters=True, temperature=0.9)
-    cut = requests(with_adapters=True, temperature=0.9, top_k=20)
-    scored = requests(with_adapters=True, prompt_logprobs=0, max_tokens=1)
-    batches = [base, adapted, adapted, heated, cut, scored]
-    graphs = run(folder, paths, "cuda", dtype, batches)
-    eager = run(folder, paths, "cuda", dtype, batches, enforce_eager=True)
-    for index, (one, other) in enumerate(zip(graphs, eager, strict=True)):
-        is_loading = index == 1 and dtype != "float32"
-        assert is_loading or tokens(one) == tokens(other), f"{kind} {dtype}: graph in {index}"
-    cpu = run(folder, paths, "cpu", dtype, batches)
-    ours, theirs = prompt_scores(graphs[-1]), prompt_scores(cpu[-1])
-    worst = float((ours - theirs).abs().max())
-    if dtype == "float32":
-        row = TOLERANCES["logits", torch.float32]
-        torch.testing.assert_close(ours, theirs, atol=row.atol, rtol=row.rtol)
-        for index, (one, other) in enumerate(zip(graphs, cpu, strict=True)):
-            assert tokens(one) == tokens(other), f"{kind}: batch {index}, GPU and CPU differ"
-    else:
-        exact = prompt_scores(run(folder, paths, "cpu", "float32", batches)[-1])
-        check_rounding(kind, dtype, ours - exact, theirs - exact)
-    changed = sum(tokens(graphs[0])[n] != tokens(graphs[1])[n] for n in tokens(graphs[0]))
-    assert changed >= 5, f"{kind} {dtype}: adapters changed {changed} of 10 outputs"
-    return (
-        f"{kind} {dtype}: graph = eager, {len(ours)} log-probabilities within "
-        f"{worst:.1e} of the CPU's" + (", tokens equal" if dtype == "float32" else "")
-    )
+    return Parity(folder, kind, dtype).check()
+
+
+if __name__ == "__main__":
+    # An engine without graphs compiles a prompt's kernels when it is built.
+    Engines(Path(sys.argv[1]), sys.argv[2], Side.GPU).loop(enforce_eager=True).close()

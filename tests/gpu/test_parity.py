@@ -1,4 +1,4 @@
-"""Outputs on the GPU equal those of the CPU, with graphs and without."""
+"""Outputs on the GPU equal those of the CPU, with graphs and without, launched early or not."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.parity import KINDS, check
+from tests.gpu import launches, models, parity
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="NO GPU: parity not checked")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", models.KINDS)
 def test_the_gpu_gives_the_cpus_outputs(tmp_path: Path, kind: str, dtype: str) -> None:
     """W19: replayed graphs and single launches, base and adapters, beside the CPU's engine."""
-    check(tmp_path, kind, dtype)
+    parity.check(tmp_path, kind, dtype)
+
+
+@pytest.mark.parametrize("kind", launches.KINDS)
+def test_kernels_that_begin_early_give_the_same_bits(tmp_path: Path, kind: str) -> None:
+    launches.check(tmp_path, kind, "bfloat16")

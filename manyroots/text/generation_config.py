@@ -1,0 +1,74 @@
+"""How a model's makers would sample from it: the `generation_config.json` beside its weights.
+
+Takes a model's path and what --generation-config says; gives values for what a request leaves
+open. What a request says always counts. As in vLLM, `do_sample` is not read: a request that wants
+the likeliest tokens asks for temperature 0.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from manyroots.errors import ModelError, RequestError
+from manyroots.sampling import SamplingParams
+
+FILE = "generation_config.json"
+AUTO = "auto"
+OFF = ("none", "vllm")
+"""The second is what vLLM calls it: the engine's own defaults."""
+_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """What counts where a request says nothing."""
+
+    values: Mapping[str, float | int] = field(default_factory=dict)
+    """By name of `SamplingParams`."""
+    max_tokens: int | None = None
+    """Most tokens of a chat's answer whose request sets no limit; `max_new_tokens` in the file. A
+    completion's limit is 16 where it sets none."""
+
+    def params(self, **given: Any) -> SamplingParams:
+        """Parameters with everything that is not given from here."""
+        return SamplingParams(**{**self.values, **given})
+
+
+NO_DEFAULTS = SamplingDefaults()
+
+
+def sampling_defaults(model_path: str, setting: str) -> SamplingDefaults:
+    """Read what `setting` names: the model's own file, none, or a folder's or a file."""
+    if setting in OFF:
+        return NO_DEFAULTS
+    path = Path(model_path if setting == AUTO else setting).expanduser()
+    file = path / FILE if path.is_dir() else path
+    if setting == AUTO and (file.name != FILE or not file.is_file()):
+        return NO_DEFAULTS  # a .gguf file, or a folder without
+    return _defaults(file, _read(file))
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"{file} is not readable JSON ({error}); repair it, or pass --generation-config none."
+        ) from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{file} does not hold a JSON object; repair or remove it.")
+    return content
+
+
+def _defaults(file: Path, content: Mapping[str, Any]) -> SamplingDefaults:
+    values = {name: content[name] for name in _NAMES if content.get(name) is not None}
+    max_tokens = content.get("max_new_tokens")
+    try:
+        SamplingParams(**values, max_tokens=max_tokens)
+    except RequestError as error:
+        raise ModelError(f"{file}: {error} Repair it, or pass --generation-config none.") from error
+    return SamplingDefaults(values, max_tokens)

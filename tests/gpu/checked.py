@@ -1,0 +1,188 @@
+"""The fused kernels, each call of which is repeated by its reference on the CPU and compared.
+
+For an engine's own steps: `checked_kernels` takes the kernels that a runner would use, and gives
+others that compute the same and note how far every result was from the reference's, on the same
+inputs. Whatever an early rounding changes later in the model, both see it, so half precision is
+held to a rounding or two of each result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+import manyroots.runner.cuda.runner as runner_module
+from manyroots.kernels.choice import Kernels, kernels_for
+from manyroots.kernels.lora_sites.sites import LoraTerm, PoolSite
+from manyroots.kernels.moe_pairs.routing import Routing
+from manyroots.kernels.tolerances import TOLERANCES
+
+CPU = torch.device("cpu")
+Pieces = dict[str, Tensor]
+
+
+class Record:
+    """What was compared so far."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.row = TOLERANCES["step", dtype]
+        self.is_on = False
+        self.calls: dict[str, int] = {}
+        self.worst: dict[str, float] = {}
+        """Of each result, the largest error in units of what is allowed."""
+        self._pools: dict[int, Tensor] = {}
+
+    def compare(self, name: str, actual: Pieces, expected: Pieces) -> None:
+        self.calls[name] = self.calls.get(name, 0) + 1
+        for piece, right in expected.items():
+            ours = actual[piece].to(CPU)
+            key = f"{name}.{piece}"
+            if ours.shape != right.shape:
+                self.worst[key] = torch.inf
+                continue
+            if not right.is_floating_point():
+                ratio = 0.0 if torch.equal(ours.long(), right.long()) else torch.inf
+            else:
+                right = right.float()
+                allowed = self.row.atol + self.row.rtol * right.abs()
+                error = ((ours.float() - right).abs() / allowed).nan_to_num(torch.inf)
+                ratio = float(error.max()) if error.numel() else 0.0
+            self.worst[key] = max(self.worst.get(key, 0.0), ratio)
+
+    def on_cpu(self, value: Any) -> Any:
+        """A copy that the original's changes do not reach."""
+        if isinstance(value, Tensor):
+            return value.to(CPU, copy=True)
+        if isinstance(value, PoolSite):
+            # Large, and the same for all calls: adapters are loaded before anything is compared.
+            pool = value.pool
+            if pool.data_ptr() not in self._pools:
+                self._pools[pool.data_ptr()] = pool.to(CPU, copy=True)
+            rest = {
+                f.name: self.on_cpu(getattr(value, f.name))
+                for f in dataclasses.fields(value)
+                if f.name != "pool"
+            }
+            return type(value)(pool=self._pools[pool.data_ptr()], **rest)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            fields = {
+                f.name: self.on_cpu(getattr(value, f.name)) for f in dataclasses.fields(value)
+            }
+            return type(value)(**fields)
+        return value
+
+    def check(self) -> str:
+        """Raise AssertionError if a result was too far off; else say how many were compared."""
+        wrong = {key: worst for key, worst in self.worst.items() if not worst <= 1.0}
+        assert not wrong, f"kernels differ from their references: {wrong} times what is allowed"
+        assert self.calls, "no kernel was called"
+        far = max(self.worst, key=lambda key: self.worst[key])
+        return f"{sum(self.calls.values())} kernel calls, worst {far} {self.worst[far]:.2f}"
+
+
+def _shrunk(term: LoraTerm | None) -> Pieces:
+    """The shrunk activations that mean anything: of rows with an adapter, up to its ranks."""
+    if term is None:
+        return {}
+    hidden = term.hidden.sum(0).to(CPU)
+    slots = term.rows.slots.tolist()
+    totals = term.site.table[:, 1].tolist()
+    rows = [hidden[row, : totals[slot]] for row, slot in enumerate(slots) if slot >= 0]
+    return {"shrunk": torch.cat(rows) if rows else torch.empty(0)}
+
+
+def _routing(routing: Routing) -> Pieces:
+    """Which experts each token has, in the experts' order: of two that are equally likely, either
+    may come first."""
+    order = routing.experts.long().argsort(dim=1)
+    pairs, groups = routing.pairs.tolist(), routing.groups.tolist()
+    chosen, lists = routing.experts.flatten().tolist(), []
+    for expert, begin, end in sorted(groups):
+        mine = pairs[begin:end]
+        # A list must be of its own expert's pairs, one of each token, in the order of tokens.
+        assert all(chosen[pair] == expert for pair in mine)
+        lists += [expert, end - begin, *(pair // order.shape[1] for pair in mine)]
+    return {
+        "weights": routing.weights.gather(1, order),
+        "experts": routing.experts.long().gather(1, order),
+        "lists": torch.tensor(lists),
+    }
+
+
+def _gathered(given: Any) -> Pieces:
+    return {
+        "tokens": given.tokens,
+        "table": given.page_table,
+        "cos": given.angles.cos,
+        "sin": given.angles.sin,
+    }
+
+
+RESULTS: dict[str, Callable[[tuple[Any, ...], Any], Pieces]] = {
+    "norm.rms_norm": lambda args, out: {"out": out},
+    "norm.add_rms_norm": lambda args, out: {"out": out, "residual": args[0]},
+    "rope_write.rope_write": lambda args, out: {"q": out, "pages": args[3]},
+    "attention.decode_attention": lambda args, out: {"out": out},
+    "attention.prefill_attention": lambda args, out: {"out": out},
+    "activation.silu_mul": lambda args, out: {"out": out},
+    "gemm.linear": lambda args, out: {"out": out[0].float().sum(0), **_shrunk(out[1])},
+    "lora_sites.shrink": lambda args, out: _shrunk(out),
+    "lora_sites.expand": lambda args, out: {"y": args[0]},
+    "moe_pairs.route": lambda args, out: _routing(out),
+    "moe_pairs.experts": lambda args, out: {"out": out.float().sum(1)},
+    "sampling.sample": lambda args, out: {"tokens": out[0], "finite": out[1]},
+    "decode_rows.begin": lambda args, out: _gathered(out),
+    # The last row is nobody's, and takes what many write there in any order.
+    "decode_rows.end": lambda args, out: {"result": out, "newest": args[3][:-1]},
+}
+"""What a call gives and changes, as tensors to compare."""
+
+
+def checked_kernels(fast: Kernels, record: Record) -> Kernels:
+    """Kernels that do what `fast` does, and compare while `record` is on."""
+    references = kernels_for(CPU)
+    rooms = {
+        f.name: SimpleNamespace(**vars(getattr(fast, f.name))) for f in dataclasses.fields(Kernels)
+    }
+    for name, results in RESULTS.items():
+        room, _, op = name.partition(".")
+        reference = getattr(getattr(references, room), op)
+        call = _checked(name, getattr(rooms[room], op), reference, results, record)
+        setattr(rooms[room], op, call)
+    return Kernels(**cast(dict[str, ModuleType], rooms))
+
+
+def _checked(
+    name: str,
+    fast: Callable[..., Any],
+    reference: Callable[..., Any],
+    results: Callable[[tuple[Any, ...], Any], Pieces],
+    record: Record,
+) -> Callable[..., Any]:
+    def call(*args: Any, **options: Any) -> Any:
+        if not record.is_on:
+            return fast(*args, **options)
+        copies = tuple(record.on_cpu(arg) for arg in args)
+        out = fast(*args, **options)
+        expected = reference(*copies, **options)
+        record.compare(name, results(args, out), results(copies, expected))
+        return out
+
+    return call
+
+
+@contextmanager
+def all_checked(record: Record) -> Iterator[None]:
+    """Runners that are built in here compare all their kernels."""
+    kept = runner_module.kernels_for
+    runner_module.kernels_for = lambda device: checked_kernels(kept(device), record)
+    try:
+        yield
+    finally:
+        runner_module.kernels_for = kept

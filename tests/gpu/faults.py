@@ -1,0 +1,234 @@
+"""Faults planted in the GPU's path, each of which the comparison with the CPU must find.
+
+Bookkeeping (`FAULTS`): a few numbers that the runner gives to right kernels are wrong, and the
+scores of whole sequences show it: one row's, one page's, one product's, one column's. Kernels
+(`bent`): one of them computes something else, and the comparison of its calls shows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
+
+from torch import Tensor
+
+import manyroots.runner.cuda.runner as runner_module
+from manyroots.kernels.choice import Kernels
+from manyroots.layers.fused import FusedProducts
+from manyroots.runner.cuda import step_arrays
+from manyroots.runner.cuda.device_rows import DeviceRows
+from manyroots.store import adapter_pool
+from tests.gpu import checked
+from tests.gpu import requests as made
+from tests.gpu.models import VOCAB
+from tests.gpu.parity import Batches, Parity
+
+Fault = Callable[[], AbstractContextManager[None]]
+
+
+@contextmanager
+def patched(target: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """Put `make` of what is there in its place."""
+    kept = getattr(target, name)
+    setattr(target, name, make(kept))
+    try:
+        yield
+    finally:
+        setattr(target, name, kept)
+
+
+def _wrong_slot() -> AbstractContextManager[None]:
+    """The last sequence with an adapter is computed with another one."""
+
+    def make(adapter_arrays: Any) -> Any:
+        def wrong(slots: Any, **options: Any) -> Any:
+            changed = slots.copy()
+            if (slots >= 0).any():
+                last = slots[slots >= 0][-1]
+                changed[slots == last] = (last + 1) % 3
+            return adapter_arrays(changed, **options)
+
+        return wrong
+
+    return _both(
+        patched(step_arrays, "adapter_arrays", make), patched(runner_module, "adapter_arrays", make)
+    )
+
+
+@contextmanager
+def _both(one: AbstractContextManager[None], other: AbstractContextManager[None]) -> Iterator[None]:
+    with one, other:
+        yield
+
+
+def _foreign_page() -> AbstractContextManager[None]:
+    """The second page of every new sequence is its neighbour in memory."""
+
+    def make(apply: Any) -> Any:
+        def wrong(rows: DeviceRows, plan: Any) -> None:
+            apply(rows, plan)
+            for arrival in plan.arrivals:
+                if len(arrival.page_tables[0]) > 1:
+                    rows.page_table[arrival.row, 1] ^= 1
+
+        return wrong
+
+    return patched(DeviceRows, "apply", make)
+
+
+def _lost_token() -> AbstractContextManager[None]:
+    """The third token of a step of many keeps its keys and values nowhere."""
+
+    def make(token_arrays: Any) -> Any:
+        def wrong(inputs: Any) -> Any:
+            arrays = token_arrays(inputs)
+            if len(arrays["pages"]) > 80:
+                arrays["pages"][2] = step_arrays.NOWHERE
+            return arrays
+
+        return wrong
+
+    return patched(runner_module, "token_arrays", make)
+
+
+def _late_position() -> AbstractContextManager[None]:
+    """In decode steps, the first row is turned as if it were one token further."""
+
+    def make(decode_arrays: Any) -> Any:
+        def wrong(*args: Any, **options: Any) -> Any:
+            arrays = decode_arrays(*args, **options)
+            arrays["positions"][0] += 1
+            return arrays
+
+        return wrong
+
+    return patched(runner_module, "decode_arrays", make)
+
+
+def _short_context() -> AbstractContextManager[None]:
+    """In steps of any kind, decoding rows do not see their own token."""
+
+    def make(decode_rows: Any) -> Any:
+        return lambda table, lens: decode_rows(table, (lens - 1).clamp(min=1))
+
+    return patched(runner_module, "DecodeRows", make)
+
+
+def _wrong_scaling() -> AbstractContextManager[None]:
+    """The second part of every product (k, up) is scaled by half of its scaling."""
+
+    def make(write: Any) -> Any:
+        def wrong(tables: Any, slot: int, entries: Any, scalings: Any) -> None:
+            halved = [[s if i != 1 else s / 2 for i, s in enumerate(row)] for row in scalings]
+            write(tables, slot, entries, halved)
+
+        return wrong
+
+    return patched(adapter_pool._Tables, "write", make)
+
+
+def _wrong_column() -> AbstractContextManager[None]:
+    """What adapters add to a product's columns is one column late."""
+
+    def make(place: Any) -> Any:
+        def wrong(region: Any, found: Any) -> Any:
+            return place(region, [pair and replace(pair, b=pair.b.roll(1, 0)) for pair in found])
+
+        return wrong
+
+    return patched(adapter_pool._Region, "place", make)
+
+
+def _missing_adapter() -> AbstractContextManager[None]:
+    """One product in twelve has no adapters."""
+
+    def make(call: Any) -> Any:
+        count = 0
+
+        def wrong(products: Any, x: Any, linear: Any, rows: Any) -> Any:
+            nonlocal count
+            count += 1
+            return call(products, x, linear, None if count % 12 == 2 else rows)
+
+        return wrong
+
+    return patched(FusedProducts, "__call__", make)
+
+
+def _wrong_draw() -> AbstractContextManager[None]:
+    """Each token is drawn with its successor's number."""
+
+    def make(sampling_arrays: Any) -> Any:
+        return lambda rows, state, indices: sampling_arrays(rows, state, indices + 1)
+
+    return patched(runner_module, "sampling_arrays", make)
+
+
+FAULTS: dict[str, Fault] = {
+    "wrong slot": _wrong_slot,
+    "foreign page": _foreign_page,
+    "lost token": _lost_token,
+    "late position": _late_position,
+    "short context": _short_context,
+    "wrong scaling": _wrong_scaling,
+    "wrong column": _wrong_column,
+    "missing adapter": _missing_adapter,
+    "wrong draw": _wrong_draw,
+}
+
+
+def batches() -> Batches:
+    """Enough for every fault to matter."""
+    return {
+        "heated": made.few(count=7, temperature=0.9),
+        "grown": made.grown(),
+        "scored": made.few(count=7, logprobs=VOCAB),
+    }
+
+
+def verdict(parity: Parity, fault: Fault) -> str | None:
+    """What the comparison says of an engine with a fault; None if it finds nothing."""
+    with fault():
+        try:
+            parity.against_cpu(parity.compute(batches(), max_num_seqs=8))
+        except AssertionError as error:
+            return str(error)
+    return None
+
+
+def bent(kernels: Kernels, op: str) -> Kernels:
+    """Kernels of which one computes with another first input: half of its last row is off."""
+    room, _, name = op.partition(".")
+    call = getattr(getattr(kernels, room), name)
+
+    def wrong(first: Tensor, *rest: Any, **options: Any) -> Any:
+        changed = first.clone()
+        changed.view(-1, changed.shape[-1])[-1, ::2] += 4
+        return call(changed, *rest, **options)
+
+    module = SimpleNamespace(**{**vars(getattr(kernels, room)), name: wrong})
+    return replace(kernels, **{room: cast(ModuleType, module)})
+
+
+def kernel_verdict(parity: Parity, op: str) -> str | None:
+    """What the comparison of single kernels says of an engine with a bent one; None if nothing."""
+    with patched(checked, "checked_kernels", lambda make: lambda k, r: make(bent(k, op), r)):
+        try:
+            few = made.few(count=3, max_tokens=2)
+            parity.check_kernels({"adapted": few, "odd": [], "many": []})
+        except AssertionError as error:
+            return str(error)
+    return None
+
+
+def check(folder: Path, kind: str, dtype: str) -> str:
+    """Raise AssertionError if a fault in the GPU's path is not found; else say how many were."""
+    parity = Parity(folder, kind, dtype)
+    said = {name: verdict(parity, fault) for name, fault in FAULTS.items()}
+    missed = [name for name, found in said.items() if found is None]
+    assert not missed, f"not found: {', '.join(missed)}"
+    return f"{len(said)} planted faults found"

@@ -1,0 +1,93 @@
+"""Tiny random models and adapters for them, in shapes that the GPU's kernels serve."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from manyroots.adapter_names import LoraModule
+from manyroots.bench.random_adapters import targets_of
+from manyroots.config import engine_settings
+from manyroots.models.source import resolve_source
+from tests.adapter_folders import ExpertFormat, Recipe, write_adapter
+from tests.unit.models.tiny import EXPERTS, save_tiny
+
+KINDS = ("llama", "llama-biased", "mistral", "qwen2", "qwen3", "qwen3-moe")
+VOCAB = 97
+"""Which no tile of a kernel divides."""
+MAX_LEN = 512
+MAX_RANK = 64
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": MAX_LEN,
+    # Each product keeps about the size of what it is given. With larger ones a rounding early in
+    # the model grows from layer to layer until it hides what a wrong kernel would do.
+    "initializer_range": 0.1,
+}
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_MLP = ("gate_proj", "up_proj", "down_proj")
+_STRENGTH = 4.0
+
+
+def _recipe(rank: int, modules: tuple[str, ...], seed: int, **more: Any) -> Recipe:
+    """Half as strong as the product it changes, whatever the rank."""
+    alpha = _STRENGTH * (1.0 if more.get("is_rank_stabilised") else math.sqrt(rank))
+    return Recipe(rank=rank, modules=modules, alpha=alpha, seed=seed, scale=0.1, **more)
+
+
+RECIPES = (
+    _recipe(1, (*_ATTENTION, *_MLP), 1),
+    _recipe(8, _ATTENTION, 2),
+    _recipe(12, ("q_proj", "down_proj"), 3, experts=ExpertFormat.SHARED_OUTER),
+    _recipe(16, (*_ATTENTION, *_MLP), 4, is_rank_stabilised=True, experts=ExpertFormat.STACKED),
+    _recipe(40, _MLP, 5),
+    _recipe(64, (*_ATTENTION, *_MLP), 6, experts=ExpertFormat.SHARED_OUTER),
+    _recipe(5, ("embed_tokens", "v_proj", "lm_head"), 7),
+)
+NAMES = tuple(f"a{number}" for number in range(len(RECIPES)))
+
+
+def make_model(folder: Path, kind: str, *, is_decisive: bool, **sizes: Any) -> None:
+    """A checkpoint in `folder / "base"`, and adapters beside it.
+
+    `is_decisive`: routers choose the same experts whatever is rounded. A token whose third and
+    fourth expert are almost equally likely gets another one in half precision than in float32,
+    on every device, and its outputs are then as far apart as two experts' are.
+    """
+    base = folder / "base"
+    experts = {"moe_intermediate_size": 128} if kind == "qwen3-moe" else {}
+    save_tiny(base, kind, **{**_SIZES, **experts, **sizes})
+    if is_decisive and kind == "qwen3-moe":
+        _decide_experts(base / "model.safetensors")
+    targets = targets_of(resolve_source(engine_settings({"model": str(base)}).model))
+    for name, recipe in zip(NAMES, RECIPES, strict=True):
+        write_adapter(folder / name, targets, recipe)
+
+
+def _decide_experts(path: Path) -> None:
+    """Give every token three experts of its own: dimension e of its embedding is large where it
+    wants expert e, and that is what routers read."""
+    tensors = load_file(path)
+    generator = torch.Generator().manual_seed(3)
+    wants = torch.full((VOCAB, EXPERTS["num_experts"]), -6.0)
+    for row in wants:
+        row[torch.randperm(len(row), generator=generator)[: EXPERTS["num_experts_per_tok"]]] = 6.0
+    tensors["model.embed_tokens.weight"][:, : wants.shape[1]] = wants
+    for name, gate in tensors.items():
+        if name.endswith("mlp.gate.weight"):
+            gate.copy_(torch.eye(*gate.shape))
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def modules_of(folder: Path) -> tuple[LoraModule, ...]:
+    return tuple(LoraModule(name, str(folder / name)) for name in NAMES)

@@ -1,0 +1,52 @@
+"""The comparison with the CPU finds faults in the GPU's path, and nothing where there are none.
+
+Where there is no GPU, too: the GPU's runner computes with the references of its kernels.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.gpu.checked import RESULTS
+from tests.gpu.engines import Side
+from tests.gpu.faults import FAULTS, batches, kernel_verdict, verdict
+from tests.gpu.parity import Parity
+
+pytestmark = pytest.mark.slow
+OF_EXPERTS = "moe_pairs"
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Parity:
+    return Parity(tmp_path_factory.mktemp("dense"), "llama", "bfloat16", Side.REFERENCES)
+
+
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory: pytest.TempPathFactory) -> Parity:
+    return Parity(tmp_path_factory.mktemp("sparse"), "qwen3-moe", "bfloat16", Side.REFERENCES)
+
+
+def test_without_a_fault_nothing_is_found(dense: Parity, sparse: Parity) -> None:
+    for parity in (dense, sparse):
+        parity.against_cpu(parity.compute(batches()))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_the_runners_numbers_is_found_in_half_precision(
+    dense: Parity, fault: str
+) -> None:
+    assert verdict(dense, FAULTS[fault]) is not None
+
+
+@pytest.mark.parametrize("op", [name for name in RESULTS if not name.startswith(OF_EXPERTS)])
+def test_a_kernel_that_computes_something_else_is_found(dense: Parity, op: str) -> None:
+    said = kernel_verdict(dense, op)
+    assert said is not None
+    assert op in said
+
+
+@pytest.mark.parametrize("op", [name for name in RESULTS if name.startswith(OF_EXPERTS)])
+def test_a_kernel_of_experts_that_computes_something_else_is_found(sparse: Parity, op: str) -> None:
+    said = kernel_verdict(sparse, op)
+    assert said is not None
+    assert op in said

@@ -1,0 +1,64 @@
+"""Sampling defaults from a model's generation_config.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manyroots.errors import ModelError
+from manyroots.sampling import SamplingParams
+from manyroots.text.generation_config import FILE, NO_DEFAULTS, SamplingDefaults, sampling_defaults
+
+
+def write(folder: Path, content: Any) -> str:
+    folder.mkdir(exist_ok=True)
+    (folder / FILE).write_text(content if isinstance(content, str) else json.dumps(content))
+    return str(folder)
+
+
+def test_the_values_that_sampling_knows_are_taken(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        {
+            "temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": None, "max_new_tokens": 99,
+            "repetition_penalty": 1.05, "do_sample": True, "eos_token_id": [7], "num_beams": 4,
+        },
+    )  # fmt: skip
+    defaults = sampling_defaults(path, "auto")
+    assert defaults.max_tokens == 99
+    assert defaults.params(top_k=5) == SamplingParams(
+        temperature=0.6, top_p=0.95, top_k=5, repetition_penalty=1.05
+    )
+
+
+@pytest.mark.parametrize("setting", ["none", "vllm"])
+def test_it_can_be_switched_off(tmp_path: Path, setting: str) -> None:
+    assert sampling_defaults(write(tmp_path, {"top_k": 1}), setting) is NO_DEFAULTS
+
+
+def test_another_folder_or_file_can_be_named(tmp_path: Path) -> None:
+    own = write(tmp_path / "own", {"top_k": 1})
+    other = write(tmp_path / "other", {"top_k": 2})
+    assert sampling_defaults(own, other) == SamplingDefaults({"top_k": 2})
+    assert sampling_defaults(own, f"{other}/{FILE}") == SamplingDefaults({"top_k": 2})
+
+
+def test_a_model_without_the_file_has_no_defaults(tmp_path: Path) -> None:
+    assert sampling_defaults(str(tmp_path), "auto") is NO_DEFAULTS
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    assert sampling_defaults(str(tmp_path / "model.gguf"), "auto") is NO_DEFAULTS
+
+
+@pytest.mark.parametrize("content", ["{", "[]", {"top_p": 3}, {"temperature": "hot"}])
+def test_a_broken_file_is_named_with_the_way_out(tmp_path: Path, content: Any) -> None:
+    path = write(tmp_path, content)
+    with pytest.raises(ModelError, match=r"generation_config\.json.*(--generation-config|repair)"):
+        sampling_defaults(path, "auto")
+
+
+def test_a_path_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="nowhere"):
+        sampling_defaults(str(tmp_path), str(tmp_path / "nowhere"))

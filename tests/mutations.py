@@ -137,8 +137,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _cache(
         "cache",
-        "max_pages = (len(tokens) - 1) // self.page_size if self._policies.reuse else 0",
-        "max_pages = len(tokens) // self.page_size if self._policies.reuse else 0",
+        "tree, max_pages = self._tree, (len(tokens) - 1) // self.page_size",
+        "tree, max_pages = self._tree, len(tokens) // self.page_size",
         "no token is left to compute",
     ),
     _cache(

@@ -78,6 +78,8 @@ class PrefixCache:
         self.extend = growth.extend_sole if layout.is_sole else growth.extend
         self.draft, self.turn_pages = growth.draft, growth.turn_pages
         self.announce = self.publisher.announce
+        self._tree = self.index.tree
+        self._num_families = len(layout.device)
         self.open_leases: dict[int, Lease] = {}
         self._paged = [p for p in layout.device if not p.family.is_state]
         self._sole_pool = self.index.pools[0] if layout.is_sole else None
@@ -111,15 +113,16 @@ class PrefixCache:
         self, key: PrefixKey, tokens: Int32s
     ) -> tuple[list[Node], int, ChildKey | None, Limit]:
         """As the tree's `walk`, and why it leads no further."""
-        max_pages = (len(tokens) - 1) // self.page_size if self._policies.reuse else 0
-        tree = self.index.tree
+        if not self._policies.reuse:
+            return NO_WALK
+        tree, max_pages = self._tree, (len(tokens) - 1) // self.page_size
         nodes, depth, ahead = tree.walk(key, tokens.tobytes(), max_pages)
         if ahead is None:
-            return nodes, depth, None, Limit.NOTHING if self._policies.reuse else Limit.OFF
-        limit = Limit.COLD
-        if depth in (0, key.switch_page) and tree.has_elsewhere(key, ahead[1], Walk(nodes, depth)):
-            limit = Limit.NAMESPACE
-        return nodes, depth, ahead, limit
+            return nodes, depth, None, Limit.NOTHING
+        could_be = depth == 0 or depth == key.switch_page
+        if could_be and tree.has_elsewhere(key, ahead[1], Walk(nodes, depth)):
+            return nodes, depth, ahead, Limit.NAMESPACE
+        return nodes, depth, ahead, Limit.COLD
 
     def claim(
         self, key: PrefixKey, tokens: Int32s, num_prompt_tokens: int, may_reuse: bool
@@ -128,8 +131,8 @@ class PrefixCache:
         nodes, depth, ahead, limit = self._walk(key, tokens) if may_reuse else NO_WALK
         serial = self._next_serial
         self._next_serial = serial + 1
-        cursor = nodes[-1] if nodes else self.index.tree.root
-        lease = self.open_leases[serial] = Lease(key, cursor, len(self.layout.device), serial)
+        cursor = nodes[-1] if nodes else self._tree.root
+        lease = self.open_leases[serial] = Lease(key, cursor, self._num_families, serial)
         lease.limit, lease.junction, lease.ahead = limit, depth, ahead
         lease.num_prompt_tokens = num_prompt_tokens
         if depth == 0:

@@ -70,7 +70,10 @@ class PinnedMemory:
                 used = -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
                 taken, self._rest = self._rest[:num_bytes], self._rest[used:]
                 return taken
-        return self._allocate(num_bytes)
+        made = self._allocate(num_bytes)
+        with self._changed:
+            self._quiet_from = time.monotonic() + self._quiet_s
+        return made
 
     def close(self) -> None:
         """Make no more, and let go of what is ready."""

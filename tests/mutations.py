@@ -182,7 +182,12 @@ MUTATIONS: tuple[Mutation, ...] = (
         "held[:] = 1",
         "a second holder does not count",
     ),
-    _cache("pool", "self.num_cached += num_indexed", "pass", "cached units are not counted"),
+    _cache(
+        "pool",
+        "self.num_cached += len(orphans) - len(free)",
+        "pass",
+        "cached units are not counted",
+    ),
     _cache(
         "eviction",
         "places = places[holders[units[places]] == 0]",

@@ -201,6 +201,12 @@ MUTATIONS: tuple[Mutation, ...] = (
         "the most recently used goes first",
     ),
     _cache(
+        "tree",
+        "parent.last_used = max(parent.last_used, *(gone.last_used for gone in removed))",
+        "pass",
+        "the use of a page is lost with it",
+    ),
+    _cache(
         "eviction",
         "and not (self._is_ordered and node.below[plane])",
         "",
@@ -484,6 +490,12 @@ MUTATIONS: tuple[Mutation, ...] = (
         "if step_id - request.waiting_since > ticket.patience_steps:",
         "best effort waits for a step",
         "admission",
+    ),
+    _scheduler(
+        "if not self._line or place > self._line[-1]:",
+        "if True:",
+        "who comes back stands behind all others",
+        "queue",
     ),
     _scheduler("if r.row not in placed]", "]", "a request of this very step is retracted"),
     _scheduler("self._cache.acknowledge(done)", "pass", "acknowledgements are lost"),

@@ -182,7 +182,12 @@ MUTATIONS: tuple[Mutation, ...] = (
         "held[:] = 1",
         "a second holder does not count",
     ),
-    _cache("pool", "self.num_cached += num_indexed", "pass", "cached units are not counted"),
+    _cache(
+        "pool",
+        "self.num_cached += len(orphans) - len(free)",
+        "pass",
+        "cached units are not counted",
+    ),
     _cache(
         "eviction",
         "places = places[holders[units[places]] == 0]",
@@ -194,6 +199,12 @@ MUTATIONS: tuple[Mutation, ...] = (
         "tick = self._tick = self._tick + 1\n        node.last_used",
         "tick = self._tick = self._tick - 1\n        node.last_used",
         "the most recently used goes first",
+    ),
+    _cache(
+        "tree",
+        "parent.last_used = max(parent.last_used, *(gone.last_used for gone in removed))",
+        "pass",
+        "the use of a page is lost with it",
     ),
     _cache(
         "eviction",
@@ -479,6 +490,12 @@ MUTATIONS: tuple[Mutation, ...] = (
         "if step_id - request.waiting_since > ticket.patience_steps:",
         "best effort waits for a step",
         "admission",
+    ),
+    _scheduler(
+        "if not self._line or place > self._line[-1]:",
+        "if True:",
+        "who comes back stands behind all others",
+        "queue",
     ),
     _scheduler("if r.row not in placed]", "]", "a request of this very step is retracted"),
     _scheduler("self._cache.acknowledge(done)", "pass", "acknowledgements are lost"),

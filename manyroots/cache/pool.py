@@ -59,11 +59,10 @@ class UnitPool:
         left -= _ONE
         self.holders[units] = left
         orphans = units[np.logical_not(left)]
-        indexed = self.indexed[orphans]
-        num_indexed = int(np.count_nonzero(indexed))
-        self.num_cached += num_indexed
-        if num_indexed < len(orphans):
-            self._put_back(orphans[~indexed])
+        free = orphans[np.logical_not(self.indexed[orphans])]
+        self.num_cached += len(orphans) - len(free)
+        if len(free):
+            self._put_back(free)
 
     def index(self, units: Units) -> None:
         """The tree now leads to these held units."""

@@ -16,6 +16,9 @@ from manyroots.kernels.lora_sites.sites import LoraTerm
 from manyroots.kernels.lora_sites.triton import RANK_BLOCK, expand_tile, part_of, ranks_of
 from manyroots.kernels.rope_write.inputs import Angles, QkNorm, Slots
 
+MANY_ROWS = 64
+"""Beyond, a step has more than enough programs, and larger ones read faster."""
+
 
 @triton.jit
 def _write_tile(
@@ -129,19 +132,24 @@ def rope_write(
     if lora is None:
         adapters = (parts, parts, parts, parts, parts)
         strides, splits = (0, 0), 0
-        block_r = 1 if num_rows <= 16 else 4
+        block_r, num_warps = (1, 1) if num_rows <= 16 else (4, 1)
+        if num_rows > MANY_ROWS:
+            block_r, num_warps = 16, 4
         num_programs = triton.cdiv(num_rows, block_r)
     else:
         hidden, rows = lora.hidden, lora.rows
         adapters = (hidden, lora.site.pool, lora.site.table, rows.blocks, rows.num_blocks)
         strides, splits = (hidden.stride(0), hidden.stride(1)), hidden.shape[0]
         block_r, num_programs = 16, rows.max_blocks
+        num_warps = 2
+        if num_rows > MANY_ROWS:
+            block_r, num_warps = 32, 4
     _rope_write[(num_heads + 2 * kv_heads, num_programs)](
         parts, angles.cos, angles.sin, *weights, q_out, layer_kv, slots.pages, slots.offsets,
         *adapters, num_rows, 0.0 if norm is None else norm.eps, parts.stride(0), parts.stride(1),
         *strides, layer_kv.stride(0), layer_kv.stride(1), layer_kv.stride(2),
         NUM_HEADS=num_heads, NUM_KV=kv_heads, HALF=head_dim // 2, HAS_NORM=norm is not None,
         NUM_SPLITS=parts.shape[0], HIDDEN_SPLITS=splits, BLOCK_R=block_r, RANK_BLOCK=RANK_BLOCK,
-        num_warps=1 if lora is None else 2, num_stages=1, **launch_options(qkv.device),
+        num_warps=num_warps, num_stages=1, **launch_options(qkv.device),
     )  # fmt: skip
     return q_out

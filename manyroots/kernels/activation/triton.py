@@ -87,7 +87,7 @@ def silu_mul(gate_up: Tensor, dtype_like: Tensor, lora: LoraTerm | None = None) 
         block_r, num_programs = 16, rows.max_blocks
         block_n, num_warps = BLOCK_N, 4
         if num_rows > MANY_ROWS:
-            block_r, num_warps = 32, 8
+            block_r = 32
     _silu_mul[(triton.cdiv(n, block_n), num_programs)](
         parts, out, *adapters, num_rows, n, parts.stride(0), parts.stride(1), *strides,
         NUM_SPLITS=parts.shape[0], HIDDEN_SPLITS=splits, BLOCK_R=block_r, BLOCK_N=block_n,

@@ -26,14 +26,14 @@ LOG2_E = math.log2(math.e)
 class PrefillTiling:
     """How queries and tokens are cut up; found by measurement."""
 
-    queries: int = 64
+    queries: int
     """Of each head; a divisor of QUERY_BLOCK."""
+    tokens: int
+    num_warps: int
     heads: int = 1
-    """Most heads of a program."""
-    tokens: int = 64
-    num_warps: int = 4
-    num_stages: int = 2
+    """Of a program; they share their keys and values."""
     max_registers: int | None = None
+    """Of a thread, so that a multiprocessor has room for two programs."""
 
 
 @triton.jit
@@ -159,27 +159,29 @@ def prefill_attention(
 ) -> Tensor:
     """Any number of queries per sequence, q [num_tokens, heads, head_dim]; causal."""
     num_heads, head_dim = q.shape[1:]
-    cut = tiling or _tiling_for(q.dtype, head_dim)
     page_size, kv_heads = layer_kv.shape[2:4]
     group = num_heads // kv_heads
-    heads = math.gcd(group, cut.heads)
+    cut = tiling or _tiling_for(q.dtype, head_dim, group)
     per_block = QUERY_BLOCK // cut.queries
     out = torch.empty_like(q)
-    _prefill[(num_heads // heads, segments.query_blocks.shape[0] * per_block)](
+    _prefill[(num_heads // cut.heads, segments.query_blocks.shape[0] * per_block)](
         q, layer_kv, segments.page_table, segments.query_starts, segments.context_lens,
         segments.query_blocks, q if sinks is None else sinks, out, scale * LOG2_E, window,
         segments.page_table.stride(0), NUM_HEADS=num_heads, GROUP=group, HEAD_DIM=head_dim,
         PAGE_SIZE=page_size, PAGE_STRIDE=layer_kv.stride(0), PART_STRIDE=layer_kv.stride(1),
-        TOKEN_STRIDE=layer_kv.stride(2), BLOCK_Q=cut.queries, HEADS=heads,
+        TOKEN_STRIDE=layer_kv.stride(2), BLOCK_Q=cut.queries, HEADS=cut.heads,
         PER_BLOCK=per_block, BLOCK_T=cut.tokens,
         HAS_WINDOW=window > 0, HAS_SINKS=sinks is not None, num_warps=cut.num_warps,
-        num_stages=cut.num_stages, maxnreg=cut.max_registers, **launch_options(q.device),
+        num_stages=2, maxnreg=cut.max_registers, **launch_options(q.device),
     )  # fmt: skip
     return out
 
 
-def _tiling_for(dtype: torch.dtype, head_dim: int) -> PrefillTiling:
+def _tiling_for(dtype: torch.dtype, head_dim: int, group: int) -> PrefillTiling:
     """What was fastest on an H200; smaller where registers would not suffice."""
     if dtype == torch.float32:
-        return PrefillTiling(queries=32, tokens=16)
-    return PrefillTiling(tokens=64 if head_dim <= 128 else 32)
+        return PrefillTiling(queries=32, tokens=16, num_warps=4)
+    if head_dim > 128:
+        return PrefillTiling(queries=64, tokens=32, num_warps=4)
+    heads = math.gcd(group, 2)
+    return PrefillTiling(128 // heads, tokens=64, num_warps=8, heads=heads, max_registers=128)

@@ -76,14 +76,16 @@ def _place(
     wait_for_inputs(DEPENDENT)
     block = tl.program_id(0)
     e = tl.arange(0, BLOCK_E)
-    before = tl.zeros((BLOCK_E,), tl.int32)
-    total = tl.zeros((BLOCK_E,), tl.int32)
+    befores = tl.zeros((BLOCK_B, BLOCK_E), tl.int32)
+    totals = tl.zeros((BLOCK_B, BLOCK_E), tl.int32)
     for at in range(0, num_blocks, BLOCK_B):
         b = at + tl.arange(0, BLOCK_B)
         ok = (b < num_blocks)[:, None]
         found = tl.load(counts + b[:, None] * BLOCK_E + e[None, :], mask=ok, other=0)
-        total += tl.sum(found, axis=0)
-        before += tl.sum(tl.where((b < block)[:, None], found, 0), axis=0)
+        totals += found
+        befores += tl.where((b < block)[:, None], found, 0)
+    before = tl.sum(befores, axis=0)
+    total = tl.sum(totals, axis=0)
     if block >= num_blocks:
         _cut(groups, tiles, num_tiles, block - num_blocks, total, TILE_ROWS, BLOCK_E)
         return

@@ -17,7 +17,8 @@ from manyroots.kernels.moe_pairs.adapters import PART_WIDTH, ExpertSite
 from manyroots.kernels.moe_pairs.routing import Routing, Tiles
 
 SHRINK_ROWS = 64
-SHRINK_INNER = 64
+WIDE_BYTES = 512
+"""Of all ranks of a site: beyond, less of the inner dimension fits into shared memory."""
 RANK_BLOCK = tl.constexpr(64)
 """Most ranks that are multiplied at once."""
 _PART_WIDTH = tl.constexpr(PART_WIDTH)
@@ -82,13 +83,15 @@ def shrink(x: Tensor, routing: Routing, tiles: Tiles, site: ExpertSite, slots: T
     rank = rank_block(site.max_rank)
     num_pairs, device = routing.pairs.shape[0], x.device
     out = torch.empty(num_pairs, site.num_parts * rank, dtype=x.dtype, device=device)
+    is_wide = out.shape[1] * out.element_size() > WIDE_BYTES
     rows = min(SHRINK_ROWS, tiles.rows)
     per_tile = tiles.rows // rows
     _shrink[(tiles.places.shape[0] * per_tile,)](
         x, out, routing.pairs, tiles.places, tiles.count, slots, site.pool, site.table,
         site.scalings, x.shape[1], routing.weights.shape[1], per_tile,
         BY_PAIR=site.num_parts == 1, NUM_PARTS=site.num_parts, RANK=rank, BLOCK_M=rows,
-        BLOCK_K=SHRINK_INNER, num_warps=4, num_stages=4, **launch_options(device),
+        BLOCK_K=32 if is_wide else 64, num_warps=4, num_stages=3 if is_wide else 4,
+        **launch_options(device),
     )  # fmt: skip
     return out
 

@@ -65,9 +65,9 @@ def test_decode_reads_what_a_row_sees_and_nothing_else(
 
 SEGMENTS = [[(5, 5), (1, 30), (20, 45)], [(150, 160)], [(130, 200), (70, 70)]]
 TILINGS = [
-    PrefillTiling(queries=128, heads=1, tokens=16),
-    PrefillTiling(queries=64, heads=2, tokens=32),
-    PrefillTiling(queries=32, heads=4, tokens=64),
+    PrefillTiling(queries=128, tokens=16, num_warps=4),
+    PrefillTiling(queries=64, tokens=32, num_warps=8, heads=2),
+    None,
 ]
 
 
@@ -79,7 +79,7 @@ def test_prefill_is_causal_over_a_paged_prefix(
     segments: list[tuple[int, int]],
     window: int,
     has_sinks: bool,
-    tiling: PrefillTiling,
+    tiling: PrefillTiling | None,
     dtype: torch.dtype,
 ) -> None:
     """Tiles that are masked and tiles that are not, before and behind a window's edge; heads of

@@ -24,6 +24,8 @@ from manyroots.kernels.lora_sites.triton import (
 BLOCK_N = 128
 ROW_BLOCK_N = 256
 """Columns of a program: of several rows, and of one, which has room for more."""
+MANY_ROWS = 64
+"""Beyond, a step has more than enough programs, and larger ones read faster."""
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -80,17 +82,21 @@ def silu_mul(gate_up: Tensor, dtype_like: Tensor, lora: LoraTerm | None = None) 
     if lora is None:
         adapters = (parts, parts, parts, parts, parts)
         strides, splits = (0, 0), 0
-        block_r = 4
+        block_r, block_n, num_warps = 4, BLOCK_N, 4
+        if num_rows > MANY_ROWS:
+            block_n, num_warps = 512, 8
         num_programs = triton.cdiv(num_rows, block_r)
     else:
         hidden, rows = lora.hidden, lora.rows
         adapters = (hidden, lora.site.pool, lora.site.table, rows.slots, rows.blocks)
         strides, splits = (hidden.stride(0), hidden.stride(1)), hidden.shape[0]
         block_r, num_programs = rows.programs
-    block_n = ROW_BLOCK_N if block_r == 1 else BLOCK_N
+        block_n, num_warps = ROW_BLOCK_N if block_r == 1 else BLOCK_N, 4
+        if num_rows > MANY_ROWS:
+            block_r = 32
     _silu_mul[(triton.cdiv(n, block_n), num_programs)](
         parts, out, *adapters, num_rows, n, parts.stride(0), parts.stride(1), *strides,
         NUM_SPLITS=parts.shape[0], HIDDEN_SPLITS=splits, BLOCK_R=block_r, BLOCK_N=block_n,
-        RANK_BLOCK=RANK_BLOCK, num_warps=4, num_stages=1, **launch_options(parts.device),
+        RANK_BLOCK=RANK_BLOCK, num_warps=num_warps, num_stages=1, **launch_options(parts.device),
     )  # fmt: skip
     return out

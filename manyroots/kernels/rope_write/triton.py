@@ -22,6 +22,9 @@ from manyroots.kernels.lora_sites.triton import (
 )
 from manyroots.kernels.rope_write.inputs import Angles, QkNorm, Slots
 
+MANY_ROWS = 64
+"""Beyond, a step has more than enough programs, and larger ones read faster."""
+
 
 @triton.jit
 def _write_tile(
@@ -133,7 +136,9 @@ def rope_write(
     if lora is None:
         adapters = (parts, parts, parts, parts, parts)
         strides, splits = (0, 0), 0
-        block_r, num_warps = 1 if num_rows <= 16 else 4, 1
+        block_r, num_warps = (1, 1) if num_rows <= 16 else (4, 1)
+        if num_rows > MANY_ROWS:
+            block_r, num_warps = 16, 4
         num_programs = triton.cdiv(num_rows, block_r)
     else:
         hidden, rows = lora.hidden, lora.rows
@@ -141,6 +146,8 @@ def rope_write(
         strides, splits = (hidden.stride(0), hidden.stride(1)), hidden.shape[0]
         block_r, num_programs = rows.programs
         num_warps = 4 if block_r == 1 else 2
+        if num_rows > MANY_ROWS:
+            block_r, num_warps = 32, 4
     _rope_write[(num_heads + 2 * kv_heads, num_programs)](
         parts, angles.cos, angles.sin, *weights, q_out, layer_kv, slots.pages, slots.offsets,
         *adapters, num_rows, 0.0 if norm is None else norm.eps, parts.stride(0), parts.stride(1),

@@ -47,8 +47,9 @@ from manyroots.step import Int32s, Plan, RowFault, StepResult, TokenLogprobs
 from manyroots.store.adapter_loader import AdapterLoader
 from manyroots.store.arena import PageArena
 
-WARM_TOKENS = 96
-"""More than the skinny products take: what larger prompts run on."""
+WARM_TOKENS = (96, 160, 1024)
+"""Prompts whose kernels are compiled ahead: more than the skinny products take, and with experts
+many enough for small tiles, and for large ones."""
 
 Answer = Callable[[], StepResult]
 """Waits for a launched step and gives its result."""
@@ -99,10 +100,11 @@ class CudaRunner(TorchRunner):
         if self._device.type != "cuda":
             return
         self._graphs.capture_all()
-        count = min(WARM_TOKENS, self._rows.page_table.shape[1] * self._arena.page_size)
-        for with_adapters in (False, True) if self._pool is not None else (False,):
-            inputs = blank_prefill(count, self._rows.spare_row, with_adapters=with_adapters)
-            self._hidden(inputs, send(self._arrays(inputs), self._device))
+        most = self._rows.page_table.shape[1] * self._arena.page_size
+        for count in sorted({min(tokens, most) for tokens in WARM_TOKENS}):
+            for with_adapters in (False, True) if self._pool is not None else (False,):
+                inputs = blank_prefill(count, self._rows.spare_row, with_adapters=with_adapters)
+                self._hidden(inputs, send(self._arrays(inputs), self._device))
 
     def launch(self, plan: Plan) -> Future[StepResult]:
         future: Future[StepResult] = Future()

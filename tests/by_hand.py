@@ -224,13 +224,18 @@ class ByHand:
         count = self.cache.clip(lease, begin, min(most, left))
         if isinstance(self.cache.extend(lease, begin, begin + count, step.step_id), Refusal):
             return
-        sequence.has_begun = True
+        self._begin(sequence)
         sequence.num_computed += count
         sequence.num_in_flight += 1
         sequence.num_pending += int(count == left)
         tables = [list(table) for table in lease.tables]
         step.parts.append(Part(sequence, begin, begin + count, tables, count == left))
         self.cache.announce(lease, ints(*sequence.tokens), sequence.num_computed, step.step_id)
+
+    def _begin(self, sequence: Sequence) -> None:
+        if not sequence.has_begun:
+            sequence.has_begun = True
+            self.cache.begin(sequence.held, len(sequence.tokens))
 
     def guess(self, sequence: Sequence, drafts: list[int]) -> Step:
         """Plan and launch a step for all that is known of a sequence, and for guesses behind it."""
@@ -241,7 +246,7 @@ class ByHand:
         assert not sequence.num_pending
         got = self.cache.draft(lease, begin, end, end + len(drafts), step.step_id)
         if not isinstance(got, Refusal):
-            sequence.has_begun = True
+            self._begin(sequence)
             sequence.num_computed = end
             sequence.num_in_flight += 1
             sequence.num_pending += 1

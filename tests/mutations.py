@@ -137,8 +137,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _cache(
         "cache",
-        "max_pages = (len(tokens) - 1) // self.page_size if self._policies.reuse else 0",
-        "max_pages = len(tokens) // self.page_size if self._policies.reuse else 0",
+        "tree, max_pages = self._tree, (len(tokens) - 1) // self.page_size",
+        "tree, max_pages = self._tree, len(tokens) // self.page_size",
         "no token is left to compute",
     ),
     _cache(
@@ -178,18 +178,34 @@ MUTATIONS: tuple[Mutation, ...] = (
     # Holding and room
     _cache(
         "pool",
-        "held += 1",
+        "held += _ONE",
         "held[:] = 1",
         "a second holder does not count",
     ),
-    _cache("pool", "self.num_cached += num_indexed", "pass", "cached units are not counted"),
+    _cache(
+        "pool",
+        "self.num_cached += len(orphans) - len(free)",
+        "pass",
+        "cached units are not counted",
+    ),
     _cache(
         "eviction",
         "places = places[holders[units[places]] == 0]",
         "places = places[holders[units[places]] <= 1]",
         "a claimed page is evicted",
     ),
-    _cache("publishing", "self._tick += 1", "self._tick -= 1", "the most recently used goes first"),
+    _cache(
+        "publishing",
+        "tick = self._tick = self._tick + 1\n        node.last_used",
+        "tick = self._tick = self._tick - 1\n        node.last_used",
+        "the most recently used goes first",
+    ),
+    _cache(
+        "tree",
+        "parent.last_used = max(parent.last_used, *(gone.last_used for gone in removed))",
+        "pass",
+        "the use of a page is lost with it",
+    ),
     _cache(
         "eviction",
         "and not (self._is_ordered and node.below[plane])",
@@ -234,8 +250,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _cache(
         "publishing",
-        "self._index.pools[plane.index].hold(copies)\n                lease.copies.append",
-        "(lambda _: None)",
+        "self._index.pools[plane.index].hold(copies)\n                lease.copies +=",
+        "_ =",
         "another's copy on the own path is not held",
     ),
     # Publishing and failing
@@ -253,7 +269,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _cache(
         "publishing",
-        "nodes = self.publish(lease, tokens, num_tokens, step_id, lengthen=False)",
+        "nodes = self.publish(lease, tokens, num_pages, step_id, False)",
         "nodes = []",
         "nothing is shared within a step",
     ),
@@ -295,7 +311,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     # Drafts
     _cache(
-        "cache",
+        "publishing",
         "num_tokens = min(num_tokens, lease.num_sure_tokens)",
         "pass",
         "a guess can be found",
@@ -444,7 +460,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     # Scheduler
     _scheduler(
-        "return self._cache.clip(request.lease, computed, num_tokens)",
+        "return self._cache.clip(lease, computed, num_tokens)",
         "return num_tokens",
         "chunks are not clipped",
         "placing",
@@ -475,6 +491,12 @@ MUTATIONS: tuple[Mutation, ...] = (
         "best effort waits for a step",
         "admission",
     ),
+    _scheduler(
+        "if not self._line or place > self._line[-1]:",
+        "if True:",
+        "who comes back stands behind all others",
+        "queue",
+    ),
     _scheduler("if r.row not in placed]", "]", "a request of this very step is retracted"),
     _scheduler("self._cache.acknowledge(done)", "pass", "acknowledgements are lost"),
     _scheduler(
@@ -484,7 +506,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "admission",
     ),
     _scheduler(
-        "return bool(self.computed[row] != self.committed[row])",
+        "return self.computed.item(row) != self.committed.item(row)",
         "return False",
         "a row is given back while a launched step writes to its pages",
         "rows",
@@ -502,13 +524,13 @@ MUTATIONS: tuple[Mutation, ...] = (
         "endings",
     ),
     _scheduler(
-        "self.due[row] = min(lease.num_covered_tokens, last)",
+        "self.due[row] = covered if covered < last else last",
         "self.due[row] = last",
         "a sequence that decodes gets no more pages",
         "rows",
     ),
     _scheduler(
-        "np.minimum(computed + self._page_size, self.last[rows])",
+        "np.minimum(computed + self._one_page, self.last[rows])",
         "self.last[rows]",
         "a sequence that has turned a page gets no more",
         "rows",

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from manyroots.bench.kernel_profile import kernels_of
 from manyroots.bench.machine import describe_machine
 from manyroots.bench.model_configs import write_config
 from manyroots.bench.random_adapters import targets_of, write_adapters
@@ -34,6 +35,7 @@ from manyroots.sampling import SamplingParams
 
 MARGIN_TOKENS = 64
 COLD_PROMPT_LEN = 16
+PROFILED_STEPS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,8 @@ class DecodeWorkload:
     """How many different adapters the batch uses; one case each. 0 is the base model."""
     rank: int
     repeats: int
+    profile: bool = False
+    """Also record, after each case was timed, what its kernels took."""
 
 
 def run_decode(
@@ -109,8 +113,9 @@ def _with_adapters(
     if cold:
         # One slot: the second adapter puts the first out, to host memory.
         with _engine({**lora, "max_loras": 1}, report, "start_with_one_slot_s") as engine:
-            report["first_token_s"] = _cold(engine)
+            report["first_token_s"], report["adapter_moves_s"] = _cold(engine)
             _say(f"first token of an adapter, s: {report['first_token_s']}")
+            _say(f"of that, moving it, s: {report['adapter_moves_s']}")
 
 
 @contextmanager
@@ -151,6 +156,18 @@ def _run_cases(
             f"{label:>24}  batch {batch:3d}  {case['decode_tokens_per_s']:9.1f} tok/s  "
             f"{case['ms_per_step']:7.3f} ms per step  prefill {case['prefill_s']:.4f} s"
         )
+        if workload.profile:
+            case["kernels_per_step"] = _profile(run)
+
+
+def _profile(run: _Batch) -> list[dict[str, Any]]:
+    """What a decode step's kernels take: again the difference of two runs."""
+    short = kernels_of(lambda: run.seconds(num_tokens=1))
+    long = kernels_of(lambda: run.seconds(num_tokens=1 + PROFILED_STEPS))
+    rows = short.per_step(long, PROFILED_STEPS)
+    for row in rows:
+        _say(f"{row['us']:12.1f} us {row['launches']:8.2f} x  {row['kernel']}")
+    return rows
 
 
 class _Batch:
@@ -202,20 +219,21 @@ def seconds_to_finish(engine: Engine, submits: list[Submit]) -> float:
     return elapsed
 
 
-def _cold(engine: Engine) -> dict[str, float]:
-    """Time to the first token of one short request, by where its adapter was."""
-
-    def first_token(number: int) -> float:
-        run = _Batch(engine, COLD_PROMPT_LEN, 1, range(number, number + 1))
-        return round(run.seconds(num_tokens=1), 4)
-
+def _cold(engine: Engine) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    """Time to the first token of one short request, by where its adapter was; and how much of it
+    was reading the adapter and bringing it to the device."""
+    cases = {"disk": 0, "device": 0, "disk_again_other_adapter": 1, "host": 0}
     _Batch(engine, COLD_PROMPT_LEN, 1, range(0)).seconds(num_tokens=4)
-    return {
-        "disk": first_token(0),
-        "device": first_token(0),
-        "disk_again_other_adapter": first_token(1),
-        "host": first_token(0),
-    }
+    seconds: dict[str, float] = {}
+    moves: dict[str, dict[str, float]] = {}
+    for case, number in cases.items():
+        run = _Batch(engine, COLD_PROMPT_LEN, 1, range(number, number + 1))
+        seconds[case] = round(run.seconds(num_tokens=1), 4)
+        moves[case] = {
+            f"to_{load.target.name.lower()}": round(load.seconds, 4)
+            for load in engine.loop.take_loads()
+        }
+    return seconds, moves
 
 
 def _name(number: int) -> str:

@@ -14,9 +14,9 @@ import numpy.typing as npt
 from manyroots.cache.cache import PrefixCache
 from manyroots.cache.keys import HASH_BYTES
 from manyroots.cache.lease import Lease
-from manyroots.cache.planes import ABSENT, Plane
+from manyroots.cache.planes import ABSENT, Plane, Units
 from manyroots.cache.tree import TOKEN_BYTES, Node
-from manyroots.step import Bools, Int32s
+from manyroots.step import Bools
 
 Int64s = npt.NDArray[np.int64]
 
@@ -37,9 +37,9 @@ class View:
         """For each page, whether its node begins there."""
         self.is_first[self.starts[sizes > 0]] = True
 
-        self._units: dict[int, Int32s] = {}
+        self._units: dict[int, Units] = {}
 
-    def units(self, plane: Plane) -> Int32s:
+    def units(self, plane: Plane) -> Units:
         """The unit of every page."""
         units = self._units.get(plane.index)
         if units is None:
@@ -52,7 +52,7 @@ class View:
         before = np.concatenate(([0], np.cumsum(marks)))
         return before[self.ends] - before[self.starts]
 
-    def holders(self, plane: Plane) -> Int32s:
+    def holders(self, plane: Plane) -> Int64s:
         """How many hold each page's unit; 0 where there is none."""
         units = self.units(plane)
         return np.where(units == ABSENT, 0, self.cache.index.pools[plane.index].holders[units])

@@ -20,13 +20,12 @@ from manyroots.cache.eviction import Evictor
 from manyroots.cache.growth import Growth
 from manyroots.cache.index import Index
 from manyroots.cache.keys import PageHasher, PrefixKey
-from manyroots.cache.lease import Lease
+from manyroots.cache.lease import Checkpoint, Lease
 from manyroots.cache.matching import Limit, Match, judge, path_units
 from manyroots.cache.outcomes import (
     CacheStats,
     Ending,
     Evicted,
-    Extension,
     PlaneStats,
     Refusal,
 )
@@ -38,10 +37,13 @@ from manyroots.cache.room import Room
 from manyroots.cache.states import States
 from manyroots.cache.storage import Storage
 from manyroots.cache.transfers import Spot, Transfers
-from manyroots.cache.tree import TOKEN_BYTES, Node, Walk
+from manyroots.cache.tree import TOKEN_BYTES, ChildKey, Node, Walk
 from manyroots.cache.writeback import WriteBacker
 from manyroots.ids import AdapterDigest, Namespace, StepId, Tier
 from manyroots.step import Copy, CopyDone, Int32s
+
+NO_WALK: tuple[list[Node], int, ChildKey | None, Limit] = ([], 0, None, Limit.OFF)
+"""Of a request that may reuse nothing."""
 
 
 class PrefixCache:
@@ -58,7 +60,7 @@ class PrefixCache:
         self.index = Index(layout, hasher, records_events=policies.records_events)
         self.evictors = [Evictor(self.index, plane) for plane in layout.planes]
         self.transfers = Transfers(self.index)
-        self.publisher = Publisher(self.index, self.evictors)
+        self.publisher = Publisher(self.index, self.evictors, reuse=policies.reuse)
         self.index.on_loosened = self.publisher.offer
         self.prefetcher = Prefetcher(self.index, self.evictors, self.publisher)
         self.storage = Storage()
@@ -70,7 +72,14 @@ class PrefixCache:
         self._states = States(
             self.index, self._room, self.transfers, self.publisher, reuse=policies.reuse
         )
-        self._growth = Growth(self.index, self._room, self._states, self.publisher)
+        growth = Growth(self.index, self._room, self._states, self.publisher)
+        # Passed through as they are: a method in between would be paid for by every request.
+        self.clip, self.can_extend = growth.clip, growth.can_extend
+        self.extend = growth.extend_sole if layout.is_sole else growth.extend
+        self.draft, self.turn_pages = growth.draft, growth.turn_pages
+        self.announce = self.publisher.announce
+        self._tree = self.index.tree
+        self._num_families = len(layout.device)
         self.open_leases: dict[int, Lease] = {}
         self._paged = [p for p in layout.device if not p.family.is_state]
         self._sole_pool = self.index.pools[0] if layout.is_sole else None
@@ -87,84 +96,103 @@ class PrefixCache:
 
         At least one token is always left to compute: its logits are what the request came for.
         """
-        max_pages = (len(tokens) - 1) // self.page_size if self._policies.reuse else 0
-        keys = tokens[: max_pages * self.page_size].tobytes()
-        walk = self.index.tree.walk(key, keys, max_pages)
-        limit = self._limit(key, keys, walk, max_pages)
+        nodes, depth, _, limit = self._walk(key, tokens)
         if self._sole_pool is not None:
             # What the tree leads to is there.
-            return Match(walk, walk.depth, walk.depth, limit)
+            return Match(Walk(nodes, depth), depth, depth, limit)
+        return self._judge(Walk(nodes, depth), limit)
+
+    def _judge(self, walk: Walk, limit: Limit) -> Match:
         match = judge(self.layout, walk, limit)
         gained = match.num_pages - match.num_device_pages
         if gained > 0 and not self.costs.is_worth_loading(gained, gained * self.page_size):
             return match._replace(limit=Limit.TIER)
         return match
 
-    def _limit(self, key: PrefixKey, keys: bytes, walk: Walk, max_pages: int) -> Limit:
-        """Why the tree leads no further."""
-        if walk.depth == max_pages:
-            return Limit.NOTHING if self._policies.reuse else Limit.OFF
-        first = walk.depth * self.page_size * TOKEN_BYTES
-        page = keys[first : first + self.page_size * TOKEN_BYTES]
-        is_elsewhere = self.index.tree.has_elsewhere(key, page, walk)
-        return Limit.NAMESPACE if is_elsewhere else Limit.COLD
+    def _walk(
+        self, key: PrefixKey, tokens: Int32s
+    ) -> tuple[list[Node], int, ChildKey | None, Limit]:
+        """As the tree's `walk`, and why it leads no further."""
+        if not self._policies.reuse:
+            return NO_WALK
+        tree, max_pages = self._tree, (len(tokens) - 1) // self.page_size
+        nodes, depth, ahead = tree.walk(key, tokens.tobytes(), max_pages)
+        if ahead is None:
+            return nodes, depth, None, Limit.NOTHING
+        could_be = depth == 0 or depth == key.switch_page
+        if could_be and tree.has_elsewhere(key, ahead[1], Walk(nodes, depth)):
+            return nodes, depth, ahead, Limit.NAMESPACE
+        return nodes, depth, ahead, Limit.COLD
 
     def claim(
-        self, key: PrefixKey, tokens: Int32s, num_prompt_tokens: int, *, may_reuse: bool
+        self, key: PrefixKey, tokens: Int32s, num_prompt_tokens: int, may_reuse: bool
     ) -> Lease:
         """Hold what is found, on whatever tier. Always succeeds; release it if it is no use."""
-        root = self.index.tree.root
-        match = self.lookup(key, tokens) if may_reuse else Match(Walk((), 0), 0, 0, Limit.OFF)
-        nodes = match.walk.nodes
-        lease = Lease(key, nodes[-1] if nodes else root, len(self.layout.device), self._next_serial)
-        self._next_serial += 1
-        self.open_leases[lease.serial] = lease
-        num_pages = match.num_worthwhile_pages
-        lease.limit = match.limit
-        lease.junction = match.walk.depth
+        nodes, depth, ahead, limit = self._walk(key, tokens) if may_reuse else NO_WALK
+        serial = self._next_serial
+        self._next_serial = serial + 1
+        cursor = nodes[-1] if nodes else self._tree.root
+        lease = self.open_leases[serial] = Lease(key, cursor, self._num_families, serial)
+        lease.limit, lease.junction, lease.ahead = limit, depth, ahead
         lease.num_prompt_tokens = num_prompt_tokens
-        lease.num_cached_tokens = num_pages * self.page_size
-        lease.num_host_tokens = max(0, num_pages - match.num_device_pages) * self.page_size
-        lease.num_published_pages = num_pages
-        if num_pages:
-            self._hold_found(lease, match, num_pages)
-            self.publisher.touch(lease.cursor)
-            self._writer.found(lease.serial, nodes)
+        if depth == 0:
+            return lease
+        if self._sole_pool is None:
+            depth = self._hold_found(lease, self._judge(Walk(nodes, depth), limit), tokens)
+        else:
+            # What the tree leads to is there. No copy: where it has a unit it is not written again.
+            units = lease.tables[0] = path_units(nodes, depth, self._paged[0])
+            self._sole_pool.hold(units)
+        if depth:
+            lease.num_published_pages = depth
+            lease.num_cached_tokens = depth * self.page_size
+            self.publisher.touch(cursor)
         return lease
 
-    def count_hit(self, lease: Lease, num_tokens: int) -> None:
-        """The request of this lease begins: its own reuse counts, once (C04)."""
+    def begin(self, lease: Lease, num_tokens: int) -> None:
+        """The request of this lease begins: its own reuse counts, once (C04).
+
+        Only now is what it found worth a copy: one that is claimed again and again while there is
+        no room would have the room filled with copies under way.
+        """
+        num_cached = lease.num_cached_tokens
+        if num_cached and self.layout.host:
+            self._writer.reused(lease.serial, nearest_attached(lease.cursor))
         self._total_lookup += num_tokens
-        self._total_hit += lease.num_cached_tokens
+        self._total_hit += num_cached
         self._total_host_hit += lease.num_host_tokens
-        most = (num_tokens - 1) // self.page_size * self.page_size
-        if most > lease.num_cached_tokens:
-            self._missed[lease.limit] += most - lease.num_cached_tokens
+        num_missed = (num_tokens - 1) // self.page_size * self.page_size - num_cached
+        if num_missed > 0:
+            self._missed[lease.limit] += num_missed
         if lease.limit is Limit.TIER:
             self.costs.declined(Tier.HOST)
 
-    def could_find_more(self, lease: Lease, tokens: Int32s) -> bool:
+    def could_find_more(self, lease: Lease) -> bool:
         """Whether something was published behind what the lease found, since it was claimed."""
-        depth = lease.num_published_pages
-        node = nearest_attached(lease.cursor)
+        if lease.ahead is None:
+            return False
+        depth, node = lease.num_published_pages, lease.cursor
+        if node.end == depth and node.is_attached:
+            return lease.ahead in node.children
+        node = nearest_attached(node)
         while node.parent is not None and node.first >= depth:
             node = node.parent
-        if not self._policies.reuse or node.end != depth:
-            return False
-        end = (depth + 1) * self.page_size
-        if end > len(tokens) - 1:
-            return False
-        page = tokens[depth * self.page_size : end].tobytes()
-        return (lease.key.at(depth), page) in node.children
+        return node.end == depth and lease.ahead in node.children
 
-    def _hold_found(self, lease: Lease, match: Match, num_pages: int) -> None:
-        if self._sole_pool is not None:
-            units = path_units(match.walk, self.layout.device[0])
-            num_needed = self.pages_for(lease.num_prompt_tokens)
-            self._sole_pool.hold(lease.begin_table(0, units, num_needed))
-            return
+    def _hold_found(self, lease: Lease, match: Match, tokens: Int32s) -> int:
+        """Hold what it is quickest to resume from, of all families; gives how many pages."""
+        lease.limit = match.limit
+        nodes, depth = match.walk
+        num_pages = match.num_worthwhile_pages
+        if num_pages < depth:
+            first = num_pages * self.page_size
+            page = tokens[first : first + self.page_size].tobytes()
+            lease.ahead = (lease.key.at(num_pages), page)
+        if num_pages == 0:
+            return 0
+        lease.num_host_tokens = max(0, num_pages - match.num_device_pages) * self.page_size
         for plane in self.layout.device:
-            units = path_units(match.walk, plane)[:num_pages]
+            units = path_units(nodes, depth, plane)[:num_pages]
             if plane.family.is_state:
                 first = num_pages - 1
                 if units[first] != ABSENT:
@@ -172,7 +200,8 @@ class PrefixCache:
             else:
                 first = plane.family.first_needed(num_pages * self.page_size)
                 lease.first_live[plane.index] = first
-                lease.begin_table(plane.index, units, num_pages)[:first] = ABSENT
+                table = lease.tables[plane.index] = units.copy()
+                table[:first] = ABSENT
             needed = units[first:]
             if num_pages == match.num_device_pages:
                 self.index.pools[plane.index].hold(needed)
@@ -181,12 +210,11 @@ class PrefixCache:
             self.index.pools[plane.index].hold(needed[on_device])
             host = self.layout.host_of(plane)
             pages = first + (~on_device).nonzero()[0]
-            host_units = path_units(match.walk, host)[pages]
+            host_units = path_units(nodes, depth, host)[pages]
             self.index.pools[host.index].hold(host_units)
-            lease.onboarding += [
-                (plane.index, page, unit)
-                for page, unit in zip(pages.tolist(), host_units.tolist(), strict=True)
-            ]
+            found = zip(pages.tolist(), host_units.tolist(), strict=True)
+            lease.onboarding += tuple([(plane.index, page, unit) for page, unit in found])
+        return num_pages
 
     # Holding
 
@@ -202,7 +230,7 @@ class PrefixCache:
             plane = self.layout.device[family]
             host = self.layout.host_of(plane)
             taken = self._room.allocate(family, len(found))
-            sources = np.array([unit for _, unit in found], np.int32)
+            sources = np.array([unit for _, unit in found], np.intp)
             spots = tuple(Spot(lease.cursor, page) for page, _ in found)
             pools[family].hold(taken)  # the lease's own hold, beside the move's
             self.transfers.start(spots, host, plane, sources, taken, lease=lease)
@@ -211,36 +239,18 @@ class PrefixCache:
                 lease.resumed[family] = int(taken[-1])
             else:
                 lease.tables[family][[page for page, _ in found]] = taken
-        lease.onboarding.clear()
+        lease.onboarding = ()
         return None
 
-    def clip(self, lease: Lease, num_computed: int, num_tokens: int) -> int:
-        """How many of `num_tokens` to compute so that the step ends where a state is wanted."""
-        return self._growth.clip(lease, num_computed, num_tokens)
+    def prefer_own(self, lease: Lease) -> bool:
+        """Give back copies by others of pages that the lease has computed itself: a request that
+        is alone, with all the room there is, must get by with one of each.
 
-    def can_extend(self, lease: Lease, num_computed: int, num_tokens: int) -> bool:
-        """Whether `extend` would be granted, credit for what it gives back included (H04)."""
-        return self._growth.can_extend(lease, num_computed, num_tokens)
-
-    def extend(
-        self, lease: Lease, num_computed: int, num_tokens: int, step_id: StepId
-    ) -> Extension | Refusal:
-        """Units for a step that takes the lease from `num_computed` to `num_tokens` tokens."""
-        return self._growth.extend(lease, num_computed, num_tokens, step_id)
-
-    def draft(
-        self, lease: Lease, num_computed: int, num_sure: int, num_tokens: int, step_id: StepId
-    ) -> Extension | Refusal:
-        """As `extend`, where tokens from `num_sure` on are guesses that the step is to check (P11).
-
-        To be followed by `accept`. Families that can't go back refuse.
+        False if it holds none, or if anyone else holds anything.
         """
-        return self._growth.draft(lease, num_computed, num_sure, num_tokens, step_id)
-
-    def turn_pages(self, leases: list[Lease]) -> list[Int32s] | None:
-        """One more page for each of these full leases, or None if they must be extended one by
-        one: there is not room for all, or a family has more to do at a page's end."""
-        return self._growth.turn_pages(leases)
+        if len(self.open_leases) > 1 or self.has_transfers:
+            return False
+        return self.publisher.prefer_own(lease)
 
     def num_resumable_tokens(self, lease: Lease, tokens: Int32s) -> int:
         """How many of a lease's tokens would be found, were it released and claimed again now."""
@@ -249,29 +259,16 @@ class PrefixCache:
         num_pages = min(lease.num_published_pages, nearest_attached(lease.cursor).end)
         return num_pages * self.page_size
 
-    def pages_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.page_size)
-
-    def fits(self, lease: Lease, num_tokens: int) -> bool:
-        """Whether there is room now for the lease to reach `num_tokens`, beyond what it holds."""
-        return self.can_extend(lease, lease.num_cached_tokens, num_tokens)
-
     # Publishing
-
-    def announce(self, lease: Lease, tokens: Int32s, num_tokens: int, step_id: StepId) -> None:
-        """Step `step_id`, being planned, will have computed the first `num_tokens` of `tokens`."""
-        if lease.num_sure_tokens is not None:
-            num_tokens = min(num_tokens, lease.num_sure_tokens)  # nobody may find a guess
-        num_full = min(num_tokens, len(tokens)) // self.page_size
-        if self._policies.reuse and num_full > lease.num_published_pages:
-            self.publisher.announce(lease, tokens, num_tokens, step_id)
 
     def commit_step(self, step_id: StepId) -> None:
         """The step succeeded: what was announced for it can be relied on."""
         self._committed_step = max(self._committed_step, step_id)
         self.storage.pass_to(step_id)
-        for serial, nodes in self.publisher.commit_step(step_id).items():
-            self._writer.published(serial, nodes)
+        announced = self.publisher.commit_step(step_id)
+        if self.layout.host:
+            for serial, nodes in announced:
+                self._writer.published(serial, nodes)
         if self._room.has_allocated:
             # Not otherwise: an idle cache must come to rest, however small its host tier.
             self._room.has_allocated = False
@@ -284,7 +281,7 @@ class PrefixCache:
             num_full <= lease.num_published_pages and not lease.checkpoints
         ):
             return
-        nodes = self.publisher.publish(lease, tokens, num_tokens, step_id, lengthen=True)
+        nodes = self.publisher.publish(lease, tokens, num_full, step_id, True)
         if lease.checkpoints:
             nodes += self._publish_checkpoints(lease, step_id)
         if nodes:
@@ -298,16 +295,17 @@ class PrefixCache:
 
     def _publish_checkpoints(self, lease: Lease, step_id: StepId) -> list[Node]:
         """States of the prompt, saved by a step that is done, can be found."""
-        due = [
-            c for c in lease.checkpoints
-            if c.step_id <= step_id and c.boundary * self.page_size <= lease.num_prompt_tokens
-        ]  # fmt: skip
         nodes: list[Node] = []
-        for checkpoint in due:
-            lease.checkpoints.remove(checkpoint)
-            node = self.publisher.publish_checkpoint(lease, checkpoint)
+        kept: list[Checkpoint] = []
+        for saved in lease.checkpoints:
+            is_prompt = saved.boundary * self.page_size <= lease.num_prompt_tokens
+            if saved.step_id > step_id or not is_prompt:
+                kept.append(saved)
+                continue
+            node = self.publisher.publish_checkpoint(lease, saved)
             if node is not None:
                 nodes.append(node)
+        lease.checkpoints = tuple(kept)
         return nodes
 
     def fail_step(self, step_id: StepId) -> None:
@@ -320,6 +318,20 @@ class PrefixCache:
             raise RuntimeError("a lease was released twice")
         lease.is_open = False
         del self.open_leases[lease.serial]
+        if self._sole_pool is None:
+            self._give_back(lease, ending)
+        else:
+            self._sole_pool.drop(lease.tables[0])
+        for plane_index, copies in lease.copies:
+            self.index.pools[plane_index].drop(copies)
+        cursor = lease.cursor if lease.cursor.is_attached else nearest_attached(lease.cursor)
+        self.publisher.touch(cursor)
+        self.publisher.offer_path(cursor)
+        if not self.open_leases and not self._has_publishers:
+            self.publisher.forget_bars()
+
+    def _give_back(self, lease: Lease, ending: Ending) -> None:
+        """What a lease holds of all families and tiers, but for copies of others'."""
         for checkpoint in lease.checkpoints:
             is_saved = checkpoint.step_id <= self._committed_step
             if ending is Ending.FINISHED and is_saved and self._policies.reuse:
@@ -328,7 +340,7 @@ class PrefixCache:
                     self._writer.published(lease.serial, [node])
             else:
                 self._drop(checkpoint.family, checkpoint.unit)
-        lease.checkpoints.clear()
+        lease.checkpoints = ()
         for plane in self._paged:
             units = lease.tables[plane.index][lease.first_live[plane.index] :]
             if lease.onboarding:
@@ -336,18 +348,11 @@ class PrefixCache:
             self.index.pools[plane.index].drop(units)
         for family, unit in (*lease.states.items(), *lease.resumed.items()):
             self._drop(family, unit)
-        for plane_index, copies in lease.copies:
-            self.index.pools[plane_index].drop(copies)
         for family, _, unit in lease.onboarding:
             self._drop(self.layout.host[family].index, unit)
-        cursor = nearest_attached(lease.cursor)
-        self.publisher.touch(cursor)
-        self.publisher.offer_path(cursor)
-        if not self._has_publishers:
-            self.publisher.forget_bars()
 
     def _drop(self, plane: int, unit: int) -> None:
-        self.index.pools[plane].drop(np.array([unit], np.int32))
+        self.index.pools[plane].drop(np.array([unit], np.intp))
 
     @property
     def _has_publishers(self) -> bool:

@@ -45,11 +45,12 @@ class Evictor:
 
     def offer(self, node: Node) -> None:
         """`node` may have units that can go now."""
-        if not node.queued & self._bit and self._can_go(node):
-            node.queued |= self._bit
-            heapq.heappush(self._queue, (self._used(node), node.serial, node))
-            if len(self._queue) >= self._sweep_at:
-                self._sweep()
+        if node.queued & self._bit or not self._can_go(node):
+            return
+        node.queued |= self._bit
+        heapq.heappush(self._queue, (self._used(node), node.serial, node))
+        if len(self._queue) >= self._sweep_at:
+            self._sweep()
 
     def evict(self, count: int) -> None:
         """Free at least `count` cached units; the caller has made sure that there are as many."""
@@ -84,7 +85,7 @@ class Evictor:
             # Units come in prefixes and so do holders: what is loose is the end of what is there.
             end = node.counts[self._plane.index]
             first = max(0, end - count)
-            num_held = int(np.count_nonzero(holders[units[first:end].astype(np.intp)]))
+            num_held = int(np.count_nonzero(holders[units[first:end]]))
             return np.arange(first + num_held, end)
         places: Indices = (units != ABSENT).nonzero()[0]
         places = places[holders[units[places]] == 0]

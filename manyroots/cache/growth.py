@@ -11,12 +11,11 @@ from manyroots.cache.checkpoints import next_stop
 from manyroots.cache.index import Index
 from manyroots.cache.lease import Lease
 from manyroots.cache.outcomes import Extension, Refusal
-from manyroots.cache.planes import ABSENT, NO_UNITS, Plane
+from manyroots.cache.planes import ABSENT, NO_UNITS, Plane, Units
 from manyroots.cache.publishing import Publisher, nearest_attached
 from manyroots.cache.room import Room
 from manyroots.cache.states import States
 from manyroots.ids import StepId
-from manyroots.step import Int32s
 
 
 class Growth:
@@ -47,22 +46,20 @@ class Growth:
 
     def can_extend(self, lease: Lease, num_computed: int, num_tokens: int) -> bool:
         """Whether `extend` would be granted, credit for what it gives back included (H04)."""
-        if self._sole_pool is not None:
-            need = self._pages_for(num_tokens) - len(lease.tables[0])
-            return need <= self._sole_pool.num_available
+        pool = self._sole_pool
+        if pool is not None:
+            need = -(-num_tokens // self._page_size) - len(lease.tables[0])
+            return need <= pool.num_free + pool.num_cached
         return self._has_room(lease, num_computed, self._needs(lease, num_tokens))
 
     def extend(
         self, lease: Lease, num_computed: int, num_tokens: int, step_id: StepId
     ) -> Extension | Refusal:
         """Units for a step that takes the lease from `num_computed` to `num_tokens` tokens."""
-        if lease.num_sure_tokens is not None:
-            raise RuntimeError(
-                f"a step computes drafts behind token {lease.num_sure_tokens} of this lease; "
-                "`accept` what was right of them before it grows further"
-            )
         if self._sole_pool is not None:
-            return self._extend_sole(lease, num_tokens)
+            return self.extend_sole(lease, num_computed, num_tokens, step_id)
+        if lease.num_sure_tokens is not None:
+            raise _behind_drafts(lease)
         if self._stateful and num_tokens - num_computed != self.clip(
             lease, num_computed, num_tokens - num_computed
         ):
@@ -75,21 +72,22 @@ class Growth:
             return Refusal.NO_ROOM
         if self._unordered:
             self._drop_behind_window(lease, num_computed)
-        first = tuple([len(table) for table in lease.tables])
-        units = tuple([self._grow(lease, family, count) for family, count in enumerate(needs)])
+        first = [len(table) for table in lease.tables]
+        units = [self._grow(lease, family, count) for family, count in enumerate(needs)]
         for plane in self._stateful:
             self._states.save(lease, plane.index, num_tokens, step_id)
         end_of_page = self._pages_for(num_tokens) * self._page_size
         # A state may have to be saved when the page is full.
         is_watched = self._stateful and num_tokens < end_of_page
         lease.num_covered_tokens = end_of_page - 1 if is_watched else end_of_page
-        return Extension(first, units)
+        return tuple(zip(first, units, strict=True))
 
     def draft(
         self, lease: Lease, num_computed: int, num_sure: int, num_tokens: int, step_id: StepId
     ) -> Extension | Refusal:
-        """As `extend`, where only the first `num_sure` tokens are known to be right.
+        """As `extend`, where tokens from `num_sure` on are guesses that the step is to check (P11).
 
+        To be followed by `accept`. Families that can't go back refuse.
         Nothing is taken back later: units behind what is accepted stay in the lease's tables, to be
         written again, and a window keeps all that it needs from `num_computed` on.
         """
@@ -100,20 +98,25 @@ class Growth:
             lease.num_sure_tokens = num_sure
         return extension
 
-    def _extend_sole(self, lease: Lease, num_tokens: int) -> Extension | Refusal:
-        """As `extend`, for the sole family of a cache."""
-        assert self._sole_pool is not None
-        num_pages, first = self._pages_for(num_tokens), len(lease.tables[0])
+    def extend_sole(
+        self, lease: Lease, num_computed: int, num_tokens: int, step_id: StepId
+    ) -> Extension | Refusal:
+        """As `extend`, for the sole family of a cache: whence and when make no difference."""
+        if lease.num_sure_tokens is not None:
+            raise _behind_drafts(lease)
+        pool = self._sole_pool
+        assert pool is not None
+        num_pages, first = -(-num_tokens // self._page_size), len(lease.tables[0])
         need, units = num_pages - first, NO_UNITS
         if need > 0:
-            if need > self._sole_pool.num_available:
+            if need > pool.num_free + pool.num_cached:
                 return Refusal.NO_ROOM
             units = self._room.allocate(0, need)
             lease.grow(0, units)
         lease.num_covered_tokens = num_pages * self._page_size
-        return Extension((first,), (units,))
+        return ((first, units),)
 
-    def turn_pages(self, leases: list[Lease]) -> list[Int32s] | None:
+    def turn_pages(self, leases: list[Lease]) -> list[Units] | None:
         """One more page for each lease, all of which are full: by family, the unit that each got.
 
         None if they must be extended one by one: there is not room for all, or a family has more
@@ -122,8 +125,9 @@ class Growth:
         count, pools = len(leases), self._index.pools
         if self._stateful or self._unordered:
             return None
-        if any(pools[plane.index].num_available < count for plane in self._paged):
-            return None
+        for plane in self._paged:
+            if pools[plane.index].num_available < count:
+                return None
         taken = [self._room.allocate(plane.index, count) for plane in self._paged]
         for family, units in enumerate(taken):
             for lease, unit in zip(leases, units.tolist(), strict=True):
@@ -148,7 +152,7 @@ class Growth:
                     return False
         return True
 
-    def _grow(self, lease: Lease, family: int, count: int) -> Int32s:
+    def _grow(self, lease: Lease, family: int, count: int) -> Units:
         if count == 0:
             return NO_UNITS
         units = self._room.allocate(family, count)
@@ -181,3 +185,10 @@ class Growth:
 
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._page_size)
+
+
+def _behind_drafts(lease: Lease) -> RuntimeError:
+    return RuntimeError(
+        f"a step computes drafts behind token {lease.num_sure_tokens} of this lease; "
+        "`accept` what was right of them before it grows further"
+    )

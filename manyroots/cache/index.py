@@ -12,11 +12,10 @@ import numpy as np
 
 from manyroots.cache.events import CacheEvent, PagesRemoved, PagesStored
 from manyroots.cache.keys import HASH_BYTES, PageHasher
-from manyroots.cache.planes import ABSENT, Layout
+from manyroots.cache.planes import ABSENT, Layout, Units
 from manyroots.cache.pool import UnitPool
-from manyroots.cache.tree import TOKEN_BYTES, Indices, Node, Places, PrefixTree
-from manyroots.ids import Namespace, StepId
-from manyroots.step import Int32s
+from manyroots.cache.tree import TOKEN_BYTES, ChildKey, Indices, Node, Places, PrefixTree
+from manyroots.ids import StepId
 
 
 class Index:
@@ -26,6 +25,7 @@ class Index:
         self.layout = layout
         self.pools = [UnitPool(plane.num_units) for plane in layout.planes]
         self.tree = PrefixTree(layout.page_size, len(layout.planes))
+        assert hasher is not None or not records_events, "events name pages by their hashes"
         self._hasher = hasher
         self._page_bytes = layout.page_size * TOKEN_BYTES
         self._spine = [plane.index for plane in layout.spine]
@@ -40,7 +40,7 @@ class Index:
         self.on_loosened: Callable[[Node], None] = lambda node: None
         """Told of nodes that may have units that can be evicted now; set by the cache."""
 
-    def add(self, node: Node, plane: int, places: Places, units: Int32s) -> None:
+    def add(self, node: Node, plane: int, places: Places, units: Units) -> None:
         """Units that someone holds can now be found at these pages, which had none."""
         self.tree.set_units(node, plane, places, units)
         self.pools[plane].index(units)
@@ -48,31 +48,33 @@ class Index:
             self.events.append(self._stored(node, plane, places))
 
     def add_leaf(
-        self, parent: Node, namespace: Namespace, keys: bytes, units: Int32s, step: StepId
+        self, parent: Node, page: ChildKey, keys: bytes, units: Units, step: StepId
     ) -> Node:
         """As `add`, for pages behind `parent` that nobody has been to, with the units of the only
-        plane."""
-        leaf = self.tree.add(parent, namespace, keys, [units.copy()], step)
-        leaf.counts[0] = len(units)
+        plane; the first of them is `page`."""
+        leaf = self.tree.add(parent, page, keys, [units.copy()], step)
+        leaf.counts[0] = leaf.num_pages
         parent.below[0] += 1
-        self._found(leaf, slice(0, len(units)), units)
-        return leaf
-
-    def _found(self, leaf: Node, places: slice, units: Int32s) -> None:
-        """New pages of the only plane can be found."""
         self.pools[0].index(units)
         if self._hasher is not None:
-            self.fill_hashes(leaf)
-        if self._event_planes:
-            self.events.append(self._stored(leaf, 0, places))
+            self._tell_of(leaf, 0)
+        return leaf
 
-    def lengthen(self, leaf: Node, keys: bytes, units: Int32s) -> None:
+    def _tell_of(self, leaf: Node, first: int) -> None:
+        """Pages of the only plane can be found, of a leaf from its `first` on."""
+        self.fill_hashes(leaf)
+        if self._event_planes:
+            self.events.append(self._stored(leaf, 0, slice(first, leaf.num_pages)))
+
+    def lengthen(self, leaf: Node, keys: bytes, units: Units) -> None:
         """As `add`, for new pages behind the last of a leaf that has all its units on the only
         plane."""
         first = leaf.num_pages
         self.tree.lengthen(leaf, keys, [units])
         leaf.counts[0] += len(units)
-        self._found(leaf, slice(first, leaf.num_pages), units)
+        self.pools[0].index(units)
+        if self._hasher is not None:
+            self._tell_of(leaf, first)
 
     def remove(self, node: Node, plane: int, places: Indices) -> None:
         """These pages' units can no longer be found; those that nobody holds become free.
@@ -130,7 +132,7 @@ class Index:
         if node.parent is not None:
             self.on_loosened(node.parent)
 
-    def units_above(self, node: Node, depth: int, plane: int) -> Int32s:
+    def units_above(self, node: Node, depth: int, plane: int) -> Units:
         """The units of one plane on the path down to `depth`, which `node` covers or ends at."""
         runs = []
         current: Node | None = node

@@ -8,10 +8,9 @@ import numpy as np
 
 from manyroots.cache.keys import PrefixKey
 from manyroots.cache.matching import Limit
-from manyroots.cache.planes import NO_UNITS
-from manyroots.cache.tree import Node
+from manyroots.cache.planes import NO_UNITS, Units
+from manyroots.cache.tree import ChildKey, Node
 from manyroots.ids import StepId
-from manyroots.step import Int32s
 
 
 @dataclass(slots=True)
@@ -31,6 +30,7 @@ class Lease:
 
     __slots__ = (
         "_rooms",
+        "ahead",
         "checkpoints",
         "copies",
         "cursor",
@@ -55,27 +55,29 @@ class Lease:
     )
 
     def __init__(self, key: PrefixKey, cursor: Node, num_families: int, serial: int) -> None:
+        """What is only annotated here is set by whoever makes the lease."""
         self.key = key
         self.serial = serial
         """Leases of a namespace made before it was evicted never publish into it again."""
         self.cursor = cursor
         """Deepest node of the tree on this request's path, as of its last publication."""
-        self.tables: list[Int32s] = [NO_UNITS] * num_families
+        self.tables: list[Units] = [NO_UNITS] * num_families
         """By family, the unit of each page; ABSENT where it is not held, yet or any more."""
-        self._rooms: list[Int32s] = [NO_UNITS] * num_families
-        """By family: what the table is the beginning of, so that it can grow where it is."""
+        self._rooms: list[Units] = [NO_UNITS] * num_families
+        """By family: what the table is the beginning of, so that it can grow where it is. Empty
+        before it first grows: the table is what was found, and may be the tree's own."""
         self.first_live = [0] * num_families
         """By family, the first page whose unit is still held."""
         self.states: dict[int, int] = {}
         """By family that has one: the working state's unit."""
         self.resumed: dict[int, int] = {}
         """By family: the checkpoint to restore the working state from, held till then."""
-        self.checkpoints: list[Checkpoint] = []
+        self.checkpoints: tuple[Checkpoint, ...] = ()
         """Saved by a launched step, or the newest one of the output; held."""
-        self.copies: list[tuple[int, Int32s]] = []
+        self.copies: tuple[tuple[int, Units], ...] = ()
         """By plane: units of others that the tree leads through in place of ours, because they
         computed the same tokens first. Held too: what is held must have only held ones above."""
-        self.onboarding: list[tuple[int, int, int]] = []
+        self.onboarding: tuple[tuple[int, int, int], ...] = ()
         """(family, page, host unit), held: found on the host, not yet on their way."""
         self.num_loads = 0
         """Copies to the device under way."""
@@ -83,7 +85,7 @@ class Lease:
         """A copy to the device did not arrive: what was found is not all there."""
         self.num_cached_tokens = 0
         """Tokens that were found, and need not be computed, when the lease was made."""
-        self.limit = Limit.NOTHING
+        self.limit: Limit
         """Why no more were found."""
         self.num_covered_tokens = 0
         """Up to here the lease needs nothing more: no units, and no state to be saved."""
@@ -91,26 +93,22 @@ class Lease:
         """How many of those had to come from the host."""
         self.num_sure_tokens: int | None = None
         """While a step computes drafts: how many tokens are right whatever becomes of those."""
-        self.num_prompt_tokens = 0
-        self.junction = 0
+        self.num_prompt_tokens: int
+        self.junction: int
         """How far the index knew the tokens, in pages: where others part from this request."""
         self.num_published_pages = 0
         """How many pages, from the front, have been offered to the tree."""
+        self.ahead: ChildKey | None
+        """How the tree would know the page behind those that were found; None if there is none."""
         self.is_open = True
 
-    def begin_table(self, family: int, units: Int32s, num_pages: int) -> Int32s:
-        """What was found, as the beginning of a table that will soon have `num_pages`."""
-        room = self._rooms[family] = np.empty(max(len(units), num_pages) + 8, np.int32)
-        room[: len(units)] = units
-        table = self.tables[family] = room[: len(units)]
-        return table
-
-    def grow(self, family: int, units: Int32s) -> None:
+    def grow(self, family: int, units: Units) -> None:
         """A table gets longer. What others were given of it stays as it is."""
         table, room = self.tables[family], self._rooms[family]
-        first, end = len(table), len(table) + len(units)
+        first = len(table)
+        end = first + len(units)
         if end > len(room):
-            room = self._rooms[family] = np.empty(end + 8 + end // 8, np.int32)
+            room = self._rooms[family] = np.empty(end + 8 + end // 8, np.intp)
             room[:first] = table
         room[first:end] = units
         self.tables[family] = room[:end]
@@ -118,8 +116,8 @@ class Lease:
     def grow_by_one(self, family: int, unit: int) -> None:
         """As `grow`, for what happens most."""
         first, room = len(self.tables[family]), self._rooms[family]
-        if first == len(room):
-            self.grow(family, np.array([unit], np.int32))
+        if first >= len(room):
+            self.grow(family, np.array([unit], np.intp))
         else:
             room[first] = unit
             self.tables[family] = room[: first + 1]

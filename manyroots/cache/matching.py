@@ -6,13 +6,14 @@ Read-only. The answer is the longest boundary from which *every* family can resu
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from manyroots.cache.planes import ABSENT, NO_UNITS, Layout, Plane
-from manyroots.cache.tree import Walk
-from manyroots.step import Bools, Int32s
+from manyroots.cache.planes import ABSENT, NO_UNITS, Layout, Plane, Units
+from manyroots.cache.tree import Node, Walk
+from manyroots.step import Bools
 
 
 class Limit(enum.Enum):
@@ -25,6 +26,9 @@ class Limit(enum.Enum):
     CHECKPOINT = "no state was saved there"
     TIER = "loading the rest would take longer than computing it"
     OFF = "nothing is reused: caching is off, or the request wants its whole prompt computed"
+
+    __hash__ = object.__hash__
+    """Every request counts by its limit; an enum's own hash is a function in Python."""
 
 
 class Match(NamedTuple):
@@ -45,7 +49,7 @@ class Match(NamedTuple):
 
 def judge(layout: Layout, walk: Walk, walk_limit: Limit) -> Match:
     """Find the boundaries along a path, which ends where it does for `walk_limit`."""
-    units = {plane.index: path_units(walk, plane) for plane in layout.planes}
+    units = {plane.index: path_units(walk.nodes, walk.depth, plane) for plane in layout.planes}
     on_device = [units[plane.index] != ABSENT for plane in layout.device]
     present = on_device
     if layout.host:
@@ -57,13 +61,14 @@ def judge(layout: Layout, walk: Walk, walk_limit: Limit) -> Match:
     return Match(walk, num_device_pages, num_pages, limit)
 
 
-def path_units(walk: Walk, plane: Plane) -> Int32s:
+def path_units(nodes: Sequence[Node], depth: int, plane: Plane) -> Units:
     """The units of a path's pages on one plane; to be read only, they may be the tree's own."""
-    if not walk.nodes:
+    if not nodes:
         return NO_UNITS
-    runs = [node.units[plane.index] for node in walk.nodes]
-    units = runs[0] if len(runs) == 1 else np.concatenate(runs)
-    return units[: walk.depth - walk.nodes[0].first]
+    index = plane.index
+    if len(nodes) == 1:
+        return nodes[0].units[index][:depth]
+    return np.concatenate([node.units[index] for node in nodes])[:depth]
 
 
 def _longest(layout: Layout, present: list[Bools]) -> tuple[int, Plane | None]:

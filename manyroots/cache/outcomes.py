@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import NamedTuple
 
+from manyroots.cache.planes import Units
 from manyroots.ids import Tier
 from manyroots.messages import StorageStats
-from manyroots.step import Int32s
 
 
 class Refusal(enum.Enum):
@@ -28,12 +27,8 @@ class Ending(enum.Enum):
     """Aborted, failed or retracted."""
 
 
-class Extension(NamedTuple):
-    """What a lease got for a step."""
-
-    first: tuple[int, ...]
-    """By family: where in its table the new units begin."""
-    units: tuple[Int32s, ...]
+Extension = tuple[tuple[int, Units], ...]
+"""What a lease got for a step, by family: where in its table the new units begin, and those."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,15 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from manyroots.cache.families.family import Family
 from manyroots.errors import ConfigError
 from manyroots.ids import Tier
-from manyroots.step import Int32s
 
 ABSENT = -1
 """In an array of units: this page has none on this plane."""
-NO_UNITS: Int32s = np.empty(0, np.int32)
+Units = npt.NDArray[np.intp]
+"""Numbers of units: native integers, by which numpy indexes several times as fast as by others. A
+plan has them as int32."""
+NO_UNITS: Units = np.empty(0, np.intp)
 
 
 @dataclass(frozen=True, slots=True)

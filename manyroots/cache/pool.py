@@ -8,24 +8,24 @@ transfer; indexed or not). `free + cached + held = total` always.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
-from manyroots.step import Int32s
+from manyroots.cache.planes import Units
+
+# Arrays of the counts' and flags' own types: numpy takes twice as long with a Python value.
+_ONE = np.array(1, np.int32)
+_YES, _NO = np.array(True), np.array(False)
 
 
 class UnitPool:
-    """A fixed number of units with a count of holders each.
-
-    Units are int32 wherever they are kept, and made native integers before they index an array:
-    numpy is several times as fast then.
-    """
+    """A fixed number of units with a count of holders each."""
 
     def __init__(self, num_units: int) -> None:
         self.num_units = num_units
         self.holders = np.zeros(num_units, np.int32)
         self.indexed = np.zeros(num_units, np.bool_)
-        # A stack, lowest unit on top, so that two engines fed the same calls agree on every unit.
-        self._stack = np.arange(num_units - 1, -1, -1)
+        # A stack: the last `num_free` entries, the top one first. The lowest unit is on top, so
+        # that two engines fed the same calls agree on every unit.
+        self._stack = np.arange(num_units)
         self.num_free = num_units
         self.num_cached = 0
 
@@ -38,51 +38,49 @@ class UnitPool:
     def num_held(self) -> int:
         return self.num_units - self.num_free - self.num_cached
 
-    def take(self, count: int) -> Int32s:
+    def take(self, count: int) -> Units:
         """Hold `count` free units; the caller has made sure that there are as many."""
-        end, self.num_free = self.num_free, self.num_free - count
-        taken = self._stack[self.num_free : end][::-1]
-        self.holders[taken] = 1
-        return taken.astype(np.int32)
+        top = self.num_units - self.num_free
+        self.num_free -= count
+        taken = self._stack[top : top + count].copy()
+        self.holders[taken] = _ONE
+        return taken
 
-    def hold(self, units: Int32s) -> None:
+    def hold(self, units: Units) -> None:
         """One more holder for each; they are held or indexed already. No unit occurs twice."""
-        at = units.astype(np.intp)
-        held = self.holders[at]
+        held = self.holders[units]
         self.num_cached -= len(held) - int(np.count_nonzero(held))
-        held += 1
-        self.holders[at] = held
+        held += _ONE
+        self.holders[units] = held
 
-    def drop(self, units: Int32s) -> None:
+    def drop(self, units: Units) -> None:
         """One holder fewer; what nobody holds becomes cached if indexed, free if not."""
-        at = units.astype(np.intp)
-        left = self.holders[at]
-        left -= 1
-        self.holders[at] = left
-        orphans = at[left == 0] if np.count_nonzero(left) else at
-        indexed = self.indexed[orphans]
-        num_indexed = int(np.count_nonzero(indexed))
-        self.num_cached += num_indexed
-        if num_indexed < len(orphans):
-            self._put_back(orphans[~indexed])
+        left = self.holders[units]
+        left -= _ONE
+        self.holders[units] = left
+        orphans = units[np.logical_not(left)]
+        free = orphans[np.logical_not(self.indexed[orphans])]
+        self.num_cached += len(orphans) - len(free)
+        if len(free):
+            self._put_back(free)
 
-    def index(self, units: Int32s) -> None:
+    def index(self, units: Units) -> None:
         """The tree now leads to these held units."""
-        self.indexed[units.astype(np.intp)] = True
+        self.indexed[units] = _YES
 
-    def unindex(self, units: Int32s) -> None:
+    def unindex(self, units: Units) -> None:
         """The tree no longer leads to these; those that nobody holds become free."""
-        at = units.astype(np.intp)
-        self.indexed[at] = False
-        orphans = at[self.holders[at] == 0]
+        self.indexed[units] = _NO
+        orphans = units[np.logical_not(self.holders[units])]
         self.num_cached -= len(orphans)
         self._put_back(orphans)
 
-    def free_units(self) -> npt.NDArray[np.intp]:
+    def free_units(self) -> Units:
         """For audits."""
-        return self._stack[: self.num_free].copy()
+        return self._stack[self.num_units - self.num_free :].copy()
 
-    def _put_back(self, units: npt.NDArray[np.intp]) -> None:
-        # Reversed, so that the first unit of a sequence is the first to be taken again.
-        begin, self.num_free = self.num_free, self.num_free + len(units)
-        self._stack[begin : self.num_free] = units[::-1]
+    def _put_back(self, units: Units) -> None:
+        # In this order, so that the first unit of a sequence is the first to be taken again.
+        top = self.num_units - self.num_free
+        self.num_free += len(units)
+        self._stack[top - len(units) : top] = units

@@ -13,11 +13,11 @@ import numpy as np
 from manyroots.cache.eviction import Evictor
 from manyroots.cache.index import Index
 from manyroots.cache.keys import PageHasher, PrefixKey
-from manyroots.cache.planes import ABSENT, NO_UNITS, Plane
+from manyroots.cache.planes import ABSENT, Plane, Units
 from manyroots.cache.publishing import Publisher
 from manyroots.cache.tree import Node
 from manyroots.ids import CopyId, StepId, Tier
-from manyroots.step import Bools, Copy, CopyDone, Int32s
+from manyroots.step import Bools, Copy, CopyDone
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class Ticket:
     patience_steps: int | None
     """For how many steps the request should wait for it; None is as long as it takes. Whether or
     not it does, the answer is taken when it comes."""
-    units: dict[CopyId, tuple[Plane, Int32s]] = field(default_factory=dict)
+    units: dict[CopyId, tuple[Plane, Units]] = field(default_factory=dict)
     arrived: dict[CopyId, Bools] = field(default_factory=dict)
 
     def hashes(self, hasher: PageHasher, parent: bytes) -> list[bytes]:
@@ -84,7 +84,7 @@ class Prefetcher:
             self._tickets[copy_id] = ticket
             intents.append(
                 Copy(copy_id, plane.family_index, Tier.STORAGE, Tier.HOST,
-                     NO_UNITS, units, tuple(hashes[:count]))
+                     np.empty(0, np.int32), units.astype(np.int32), tuple(hashes[:count]))
             )  # fmt: skip
         return intents
 
@@ -112,7 +112,7 @@ class Prefetcher:
         self._publisher.offer_path(ticket.cursor)
 
     def _publish(
-        self, ticket: Ticket, count: int, keys: bytes, answers: list[tuple[Plane, Int32s, Bools]]
+        self, ticket: Ticket, count: int, keys: bytes, answers: list[tuple[Plane, Units, Bools]]
     ) -> None:
         cursor = ticket.cursor
         while not cursor.is_attached and cursor.parent is not None:

@@ -14,7 +14,7 @@ from manyroots.cache.eviction import Evictor
 from manyroots.cache.index import Index
 from manyroots.cache.keys import PrefixKey
 from manyroots.cache.lease import Checkpoint, Lease
-from manyroots.cache.planes import ABSENT, Plane
+from manyroots.cache.planes import ABSENT, Plane, Units
 from manyroots.cache.tree import TOKEN_BYTES, Node
 from manyroots.ids import Namespace, StepId
 from manyroots.step import Int32s
@@ -23,14 +23,17 @@ from manyroots.step import Int32s
 class Publisher:
     """Writes to the index on behalf of leases."""
 
-    def __init__(self, index: Index, evictors: list[Evictor]) -> None:
+    def __init__(self, index: Index, evictors: list[Evictor], *, reuse: bool) -> None:
         self._index = index
         self._evictors = evictors
         self._page_size = index.layout.page_size
+        self._page_bytes = self._page_size * TOKEN_BYTES
         self._paged = [p for p in index.layout.device if not p.family.is_state]
         self._prompt = [p for p in self._paged if p.family.shares_within_step]
-        self._pending: dict[StepId, dict[int, list[Node]]] = {}
-        """By step and lease: nodes that were announced."""
+        # Published together or not at all; the others' turn is the commit.
+        self._announces = reuse and len(self._prompt) == len(self._paged)
+        self._pending: dict[StepId, list[tuple[int, list[Node]]]] = {}
+        """By step: nodes that were announced, each list with the serial of its lease."""
         self._filled: dict[StepId, dict[tuple[int, int], tuple[Node, int]]] = {}
         """By (plane, unit), node and depth: what a step being run fills in nodes older than it."""
         self._barred: dict[Namespace, int] = {}
@@ -42,11 +45,13 @@ class Publisher:
 
     def touch(self, node: Node) -> None:
         """The path down to `node` was used now."""
-        self._tick += 1
-        current: Node | None = node
-        while current is not None:
-            current.last_used = self._tick
-            current = current.parent
+        tick = self._tick = self._tick + 1
+        node.last_used = tick
+        if self._is_simple:
+            return  # only ends of paths are evicted, and when one goes its parent takes this over
+        while node.parent is not None:
+            node.last_used = tick
+            node = node.parent
 
     def arrived(self, nodes: Iterable[Node]) -> None:
         """Copies to the host have ended in these nodes, now."""
@@ -66,12 +71,24 @@ class Publisher:
         self._barred.clear()
 
     def announce(self, lease: Lease, tokens: Int32s, num_tokens: int, step_id: StepId) -> None:
-        """Pages that `step_id`, being planned, fills, for families that share within a step."""
-        if len(self._prompt) < len(self._paged):
-            return  # published together or not at all; the others' turn is the commit
-        nodes = self.publish(lease, tokens, num_tokens, step_id, lengthen=False)
-        if nodes:
-            self._pending.setdefault(step_id, {}).setdefault(lease.serial, []).extend(nodes)
+        """Step `step_id`, being planned, will have computed the first `num_tokens` of `tokens`:
+        publish what is full then, for families that share within a step."""
+        if not self._announces:
+            return
+        if lease.num_sure_tokens is not None:
+            num_tokens = min(num_tokens, lease.num_sure_tokens)  # nobody may find a guess
+        if num_tokens > len(tokens):
+            num_tokens = len(tokens)
+        num_pages = num_tokens // self._page_size
+        if num_pages <= lease.num_published_pages:
+            return
+        nodes = self.publish(lease, tokens, num_pages, step_id, False)
+        if not nodes:
+            return
+        pending = self._pending.get(step_id)
+        if pending is None:
+            pending = self._pending[step_id] = []
+        pending.append((lease.serial, nodes))
 
     def is_promised(self, node: Node, plane: int, unit: int) -> bool:
         """Whether a unit is findable already, but filled only by a step that is not done."""
@@ -79,16 +96,16 @@ class Publisher:
             (plane, unit) in filled for filled in self._filled.values()
         )
 
-    def commit_step(self, step_id: StepId) -> dict[int, list[Node]]:
-        """What was announced can be relied on; gives the nodes, by the serial of their lease."""
+    def commit_step(self, step_id: StepId) -> list[tuple[int, list[Node]]]:
+        """What was announced can be relied on; gives the nodes, with the serial of their lease."""
         self._committed = max(self._committed, step_id)
         self._filled.pop(step_id, None)
-        return self._pending.pop(step_id, {})
+        return self._pending.pop(step_id, [])
 
     def fail_step(self, step_id: StepId) -> None:
         """What was announced for this step, and all that leans on it, is findable no more."""
-        pending = self._pending.pop(step_id, {})
-        for node in (node for nodes in pending.values() for node in nodes):
+        pending = self._pending.pop(step_id, [])
+        for node in (node for _, nodes in pending for node in nodes):
             top: Node | None = None
             current: Node | None = node
             while current is not None and current.step_id == step_id:
@@ -113,10 +130,15 @@ class Publisher:
                 self._index.remove(below, plane, places)
 
     def publish(
-        self, lease: Lease, tokens: Int32s, num_tokens: int, step_id: StepId, *, lengthen: bool
+        self, lease: Lease, tokens: Int32s, num_full: int, step_id: StepId, lengthen: bool
     ) -> list[Node]:
-        """Index the lease's full pages up to `num_tokens`; gives the nodes that got any."""
-        num_full = min(num_tokens, len(tokens)) // self._page_size
+        """Index the first `num_full` pages of the lease; gives the nodes that got any. With
+        `lengthen`, the end of its path is made longer rather than continued by a node of the step,
+        which is done."""
+        if self._is_simple:
+            leaf = self._simply(lease, tokens, num_full, step_id, lengthen)
+            if leaf is not None:
+                return [leaf]
         if num_full <= lease.num_published_pages:
             return []
         num_full = self._allowed(lease, num_full)
@@ -124,17 +146,13 @@ class Publisher:
         if num_full <= first:
             return []
         keys = tokens[first * self._page_size : num_full * self._page_size].tobytes()
-        if self._is_simple:
-            leaf = self._simply(lease, cursor, first, keys, step_id, lengthen=lengthen)
-            if leaf is not None:
-                return [leaf]
         path = self._index.tree.insert(
             cursor, lease.key, keys, first, num_full, step_id, lengthen=lengthen
         )
         touched = [node for node in path if self._fill(lease, node, first, num_full)]
         if not lengthen:
             self._remember(lease, touched, first, num_full, step_id)
-        lease.cursor, lease.num_published_pages = path[-1], num_full
+        lease.cursor, lease.num_published_pages, lease.ahead = path[-1], num_full, None
         self.touch(path[-1])
         if not self._is_simple:
             self.offer_path(path[-1])  # a split may have left loose units in a new node
@@ -160,40 +178,69 @@ class Publisher:
         return node, 0
 
     def _simply(
-        self,
-        lease: Lease,
-        cursor: Node,
-        first: int,
-        keys: bytes,
-        step_id: StepId,
-        *,
-        lengthen: bool,
+        self, lease: Lease, tokens: Int32s, end: int, step_id: StepId, lengthen: bool
     ) -> Node | None:
         """As `publish`, for nearly all there is to publish: pages behind the last one, where
         nobody else has been. None if it is not as simple as that."""
-        page_bytes = self._page_size * TOKEN_BYTES
-        end = first + len(keys) // page_bytes
-        namespace = lease.key.at(first)
-        if (
-            cursor.end != first
-            or lease.key.run_end(first, end) != end
-            or (namespace, keys[:page_bytes]) in cursor.children
-        ):
+        cursor, first = lease.cursor, lease.num_published_pages
+        if end <= first or cursor.end != first or not cursor.is_attached or self._barred:
+            return None
+        if lease.key.run_end(first, end) != end:
+            return None
+        keys = tokens[first * self._page_size : end * self._page_size].tobytes()
+        page = lease.ahead
+        if page is None:  # it has published before, or had found whatever there was to find
+            page = (lease.key.at(first), keys[: self._page_bytes])
+        if page in cursor.children:
             return None
         leaf, units = cursor, lease.tables[0][first:end]
-        if lengthen and not cursor.children and cursor.namespace == namespace:
+        if lengthen and not cursor.children and cursor.namespace == page[0]:
             self._index.lengthen(cursor, keys, units)
         else:
-            leaf = self._index.add_leaf(cursor, namespace, keys, units, step_id)
-        lease.cursor, lease.num_published_pages = leaf, end
-        self.touch(leaf)
+            leaf = self._index.add_leaf(cursor, page, keys, units, step_id)
+        leaf.last_used = self._tick = self._tick + 1
+        lease.cursor, lease.num_published_pages, lease.ahead = leaf, end, None
         return leaf
+
+    def prefer_own(self, lease: Lease) -> bool:
+        """Where the tree leads through others' copies of the lease's pages it holds both. Take
+        theirs out; its own are findable in their place with its next page. False if it holds none.
+        """
+        if not lease.copies:
+            return False
+        depth = self._first_copied(lease)
+        if depth is not None:
+            node = self._node_at(lease.cursor, depth)
+            assert node is not None
+            self._index.cut(node, depth)
+            lease.num_published_pages = depth
+        for plane, copies in lease.copies:
+            self._index.pools[plane].drop(copies)
+        lease.copies = ()
+        return True
+
+    def _first_copied(self, lease: Lease) -> int | None:
+        """The first page that the tree has another unit for than the lease."""
+        found: int | None = None
+        node = nearest_attached(lease.cursor)
+        while node.parent is not None:
+            for plane in self._paged:
+                if not plane.family.is_ordered:
+                    continue
+                own = lease.tables[plane.family_index][node.first : node.end]
+                there = node.units[plane.index][: len(own)]
+                places = ((there != ABSENT) & (own != ABSENT) & (there != own)).nonzero()[0]
+                if len(places):
+                    depth = node.first + int(places[0])
+                    found = depth if found is None else min(found, depth)
+            node = node.parent
+        return found
 
     def publish_checkpoint(self, lease: Lease, checkpoint: Checkpoint) -> Node | None:
         """Index a saved state behind pages that are published. The lease's hold goes either way
         (P10): to the index, or back to the pool."""
         pool = self._index.pools[checkpoint.family]
-        unit = np.array([checkpoint.unit], np.int32)
+        unit = np.array([checkpoint.unit], np.intp)
         node: Node | None = None
         boundary = self._allowed(lease, checkpoint.boundary)
         if boundary == checkpoint.boundary and boundary <= lease.num_published_pages:
@@ -254,7 +301,7 @@ class Publisher:
                         filled[plane.index, unit] = (node, depth)
 
     def _fill_holes(
-        self, lease: Lease, node: Node, plane: Plane, at: int, own: Int32s, there: Int32s
+        self, lease: Lease, node: Node, plane: Plane, at: int, own: Units, there: Units
     ) -> bool:
         places = ((there == ABSENT) & (own != ABSENT)).nonzero()[0]
         for run in _runs(places):
@@ -263,7 +310,7 @@ class Publisher:
             copies = there[(there != ABSENT) & (there != own)]
             if len(copies):
                 self._index.pools[plane.index].hold(copies)
-                lease.copies.append((plane.index, copies))
+                lease.copies += ((plane.index, copies),)
         return len(places) > 0
 
     def _allowed(self, lease: Lease, num_pages: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from manyroots.cache.eviction import Evictor
 from manyroots.cache.index import Index
-from manyroots.step import Int32s
+from manyroots.cache.planes import Units
 
 
 class Room:
@@ -16,7 +16,7 @@ class Room:
         self.has_allocated = False
         """Since whoever asks for it last said that it had not."""
 
-    def allocate(self, plane: int, count: int) -> Int32s:
+    def allocate(self, plane: int, count: int) -> Units:
         """Hold so many units; the caller has made sure that they are available."""
         self.has_allocated = True
         pool = self._pools[plane]

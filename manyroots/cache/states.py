@@ -47,7 +47,7 @@ class States:
         if saved is not None:
             self._copy(family, saved, unit, is_after_model=False)
             # Steps run in order, so that whoever gets the checkpoint's unit writes it later.
-            self._index.pools[family].drop(np.array([saved], np.int32))
+            self._index.pools[family].drop(np.array([saved], np.intp))
             self._publisher.offer_path(nearest_attached(lease.cursor))
 
     def save(self, lease: Lease, family: int, num_tokens: int, step_id: StepId) -> None:
@@ -66,7 +66,7 @@ class States:
         else:
             unit = int(self._room.allocate(family, 1)[0])
             checkpoint = Checkpoint(family, num_tokens // self._page_size, unit, step_id)
-            lease.checkpoints.append(checkpoint)
+            lease.checkpoints += (checkpoint,)
         self._copy(family, lease.states[family], checkpoint.unit, is_after_model=True)
 
     def _copy(self, family: int, source: int, target: int, *, is_after_model: bool) -> None:

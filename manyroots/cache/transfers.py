@@ -13,10 +13,10 @@ import numpy as np
 
 from manyroots.cache.index import Index
 from manyroots.cache.lease import Lease
-from manyroots.cache.planes import ABSENT, NO_UNITS, Plane
+from manyroots.cache.planes import ABSENT, NO_UNITS, Plane, Units
 from manyroots.cache.tree import Node
 from manyroots.ids import CopyId, Tier
-from manyroots.step import Copy, CopyDone, Int32s
+from manyroots.step import Copy, CopyDone
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +50,13 @@ class Move:
     source: Plane
     target: Plane | None
     """None is storage."""
-    source_units: Int32s
-    target_units: Int32s
+    source_units: Units
+    target_units: Units
     """Empty where storage is the target."""
     lease: Lease | None
     """Who waits for it."""
     handover: Handover | None
-    path: Int32s
+    path: Units
     """Units of the source's plane above those that are copied; held, as in a lease, because what
     is held must have only held ones above."""
 
@@ -95,8 +95,8 @@ class Transfers:
         spots: tuple[Spot, ...],
         source: Plane,
         target: Plane | None,
-        source_units: Int32s,
-        target_units: Int32s,
+        source_units: Units,
+        target_units: Units,
         *,
         lease: Lease | None = None,
         handover: Handover | None = None,
@@ -124,8 +124,8 @@ class Transfers:
                 family=source.family_index,
                 source=source.tier,
                 target=Tier.STORAGE if move.target is None else move.target.tier,
-                source_units=source_units,
-                target_units=target_units,
+                source_units=source_units.astype(np.int32),
+                target_units=target_units.astype(np.int32),
                 hashes=hashes,
             )
         )
@@ -173,7 +173,7 @@ class Transfers:
             move.lease.has_failed |= num_failed > 0
         return move
 
-    def _path(self, spots: tuple[Spot, ...], source: Plane, source_units: Int32s) -> Int32s:
+    def _path(self, spots: tuple[Spot, ...], source: Plane, source_units: Units) -> Units:
         if not source.is_ordered:
             return NO_UNITS
         deepest = max(spots, key=lambda spot: spot.depth)
@@ -193,12 +193,12 @@ class Transfers:
         if there == ABSENT:
             if plane.is_ordered and not self._index.has_unit_above(node, place, plane.index):
                 return  # what it continues has gone meanwhile
-            self._index.add(node, plane.index, np.array([place]), np.array([unit], np.int32))
+            self._index.add(node, plane.index, np.array([place]), np.array([unit], np.intp))
         elif move.lease is not None and move.lease.is_open and plane.is_ordered:
             # Someone else's copy came first: the path above what this lease adds must be held.
-            copy = np.array([there], np.int32)
+            copy = np.array([there], np.intp)
             self._index.pools[plane.index].hold(copy)
-            move.lease.copies.append((plane.index, copy))
+            move.lease.copies += ((plane.index, copy),)
 
     def _distrust(self, move: Move, done: CopyDone) -> None:
         """What could not be read from the host is not worth finding again."""

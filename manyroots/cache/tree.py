@@ -10,16 +10,15 @@ Structure only: knows tokens and unit numbers; not who holds a unit, nor when on
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from manyroots.cache.keys import HASH_BYTES, PrefixKey
-from manyroots.cache.planes import ABSENT
+from manyroots.cache.planes import ABSENT, Units
 from manyroots.ids import Namespace, StepId
-from manyroots.step import Int32s
 
 TOKEN_BYTES = 4
 
@@ -45,7 +44,6 @@ class Node:
         "last_used",
         "namespace",
         "num_pages",
-        "num_uses",
         "parent",
         "queued",
         "serial",
@@ -60,7 +58,7 @@ class Node:
         first: int,
         keys: bytes,
         hashes: bytes,
-        units: list[Int32s],
+        units: list[Units],
         step_id: StepId,
         serial: int,
     ) -> None:
@@ -89,9 +87,9 @@ class Node:
         """Order of creation: breaks every tie, so that ranks agree on victims."""
         self.children: dict[ChildKey, Node] = {}
         self.last_used = 0
+        """When this node, or anything that has gone from below it, was last used."""
         self.last_arrived = 0
         """When a copy to the host last ended here or below; counts as use there alone."""
-        self.num_uses = 0
         self.queued = 0
         """Bit set of the planes whose eviction queue has this node."""
 
@@ -99,7 +97,7 @@ class Node:
 class Walk(NamedTuple):
     """The path that a prompt's tokens lead along."""
 
-    nodes: tuple[Node, ...]
+    nodes: Sequence[Node]
     depth: int
     """Pages matched; the last node may be matched in part."""
 
@@ -111,31 +109,38 @@ class PrefixTree:
         self._page_bytes = page_size * TOKEN_BYTES
         self._num_planes = num_planes
         self._serial = 0
-        empty = [np.empty(0, np.int32) for _ in range(num_planes)]
+        empty = [np.empty(0, np.intp) for _ in range(num_planes)]
         self.root = Node(None, None, 0, b"", b"", empty, StepId(0), 0)
         self.by_namespace: dict[Namespace, dict[int, Node]] = {}
         """Nodes of a namespace whose parent is of another, by serial: where it begins."""
         self.first_pages: Counter[tuple[str | None, bytes]] = Counter()
         """By salt and tokens of a first page: how many namespaces have it."""
 
-    def walk(self, key: PrefixKey, keys: bytes, max_pages: int, start: Node | None = None) -> Walk:
-        """Follow `keys` (those of a whole prompt) from the end of `start`, or from the root."""
-        node = start or self.root
-        depth = node.end
+    def walk(
+        self, key: PrefixKey, keys: bytes, max_pages: int
+    ) -> tuple[list[Node], int, ChildKey | None]:
+        """Follow the first `max_pages` of `keys`, those of a whole prompt: gives the nodes on their
+        way, how many pages that is (of the last node maybe a part), and how the tree would know
+        the page behind them, or None where no more were asked for."""
         nodes: list[Node] = []
-        size = self._page_bytes
+        node = self.root
+        depth, size = 0, self._page_bytes
         while depth < max_pages:
             at = depth * size
-            child = node.children.get((key.at(depth), keys[at : at + size]))
+            ahead = (key.at(depth), keys[at : at + size])
+            child = node.children.get(ahead)
             if child is None:
-                break
-            shared = self.shared_run(child, keys, depth, depth, key.run_end(depth, max_pages))
+                return nodes, depth, ahead
             nodes.append(child)
-            depth += shared
-            node = child
-            if shared < child.num_pages:
-                break
-        return Walk(tuple(nodes), depth)
+            end = key.run_end(depth, max_pages)
+            if child.end <= end and keys.startswith(child.keys, at):  # compares without copying
+                node, depth = child, child.end
+                continue
+            depth += self.shared_run(child, keys, depth, depth, end)
+            if depth < max_pages:
+                at = depth * size
+                return nodes, depth, (key.at(depth), keys[at : at + size])
+        return nodes, depth, None
 
     def has_elsewhere(self, key: PrefixKey, page: bytes, walk: Walk) -> bool:
         """Whether the page behind a walk, which its namespace does not have, is known in another
@@ -203,12 +208,12 @@ class PrefixTree:
                     path.append(node)
             else:
                 units = [_absent(run_end - depth) for _ in range(self._num_planes)]
-                node = self.add(node, namespace, own, units, step)
+                node = self.add(node, (namespace, own[: self._page_bytes]), own, units, step)
                 path.append(node)
             depth = run_end
         return path
 
-    def set_units(self, node: Node, plane: int, places: Places, units: Int32s) -> None:
+    def set_units(self, node: Node, plane: int, places: Places, units: Units) -> None:
         """Put units into pages of a node that have none on this plane."""
         was = node.counts[plane]
         node.units[plane][places] = units
@@ -216,7 +221,7 @@ class PrefixTree:
         if was == 0 and len(units) and node.parent is not None:
             node.parent.below[plane] += 1
 
-    def clear_units(self, node: Node, plane: int, places: Indices) -> Int32s:
+    def clear_units(self, node: Node, plane: int, places: Indices) -> Units:
         """Take the units of these pages out; gives them."""
         removed = node.units[plane][places]
         node.units[plane][places] = ABSENT
@@ -248,7 +253,6 @@ class PrefixTree:
         )
         upper.counts = _counts(upper.units)
         upper.last_used, upper.last_arrived = node.last_used, node.last_arrived
-        upper.num_uses = node.num_uses
         parent.children[(node.namespace, node.keys[: self._page_bytes])] = upper
         starts = self.by_namespace.get(node.namespace)
         if starts is not None and starts.pop(node.serial, None) is not None:
@@ -302,6 +306,7 @@ class PrefixTree:
             self.first_pages[known] -= 1
             if not self.first_pages[known]:
                 del self.first_pages[known]
+        parent.last_used = max(parent.last_used, *(gone.last_used for gone in removed))
         for plane in range(self._num_planes):
             parent.below[plane] -= int(node.counts[plane] > 0)
         for gone in removed:
@@ -337,7 +342,7 @@ class PrefixTree:
                 node.parent.below[plane] -= 1
         return rest
 
-    def lengthen(self, node: Node, keys: bytes, more: list[Int32s]) -> None:
+    def lengthen(self, node: Node, keys: bytes, more: list[Units]) -> None:
         """Give a leaf more pages. Whoever brings units counts them."""
         count = len(more[0])
         node.keys += keys
@@ -346,13 +351,13 @@ class PrefixTree:
         node.end += count
 
     def add(
-        self, parent: Node, namespace: Namespace, keys: bytes, units: list[Int32s], step: StepId
+        self, parent: Node, page: ChildKey, keys: bytes, units: list[Units], step: StepId
     ) -> Node:
-        """A new leaf. Whoever brings units counts them."""
+        """A new leaf, whose first page is `page`. Whoever brings units counts them."""
         self._serial += 1
+        namespace, first_page = page
         node = Node(parent, namespace, parent.end, keys, b"", units, step, self._serial)
-        first_page = keys[: self._page_bytes]
-        parent.children[(namespace, first_page)] = node
+        parent.children[page] = node
         if parent is self.root:
             self.first_pages[namespace.salt, first_page] += 1
         if parent.namespace != namespace:
@@ -364,11 +369,7 @@ class PrefixTree:
         size = self._page_bytes
         count = min(node.end, end) - depth
         offset, at = (depth - node.first) * size, index * size
-        if count == node.num_pages:
-            is_same = keys.startswith(node.keys, at)  # compares without copying
-        else:
-            is_same = node.keys[offset : offset + count * size] == keys[at : at + count * size]
-        if is_same:
+        if node.keys[offset : offset + count * size] == keys[at : at + count * size]:
             return count
         # The runs differ somewhere: halve towards the first page that does.
         low, high = 0, count
@@ -380,13 +381,13 @@ class PrefixTree:
         return low
 
 
-_ABSENTS = np.full(1024, ABSENT, np.int32)
+_ABSENTS = np.full(1024, ABSENT, np.intp)
 
 
-def _absent(count: int) -> Int32s:
+def _absent(count: int) -> Units:
     """So many pages without a unit: a copy of many, which is quicker than filling."""
-    return _ABSENTS[:count].copy() if count <= len(_ABSENTS) else np.full(count, ABSENT, np.int32)
+    return _ABSENTS[:count].copy() if count <= len(_ABSENTS) else np.full(count, ABSENT, np.intp)
 
 
-def _counts(units: list[Int32s]) -> list[int]:
+def _counts(units: list[Units]) -> list[int]:
     return [int(np.count_nonzero(plane != ABSENT)) for plane in units]

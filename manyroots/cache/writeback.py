@@ -47,12 +47,13 @@ class WriteBacker:
         if self._has_host and self._policies.write_back is WriteBack.THROUGH:
             self._hand_over(serial, nodes)
 
-    def found(self, serial: int, nodes: tuple[Node, ...]) -> None:
-        """The request that has this lease has found these nodes."""
-        for node in nodes:
-            node.num_uses += 1
+    def reused(self, serial: int, node: Node) -> None:
+        """The request that has this lease reuses the path down to this node."""
         if self._has_host and self._policies.write_back is WriteBack.REUSED:
-            self._hand_over(serial, nodes)
+            path = [node]
+            while path[-1].parent is not None:
+                path.append(path[-1].parent)
+            self._hand_over(serial, path[-2::-1])  # without the root
 
     def sent(self) -> None:
         """Intents were taken: what comes now is another hand-over."""
@@ -107,7 +108,7 @@ class WriteBacker:
                 tuple(spot for spot, _, _ in kept),
                 move.target,
                 None,
-                np.array([unit for _, unit, _ in kept], np.int32),
+                np.array([unit for _, unit, _ in kept], np.intp),
                 NO_UNITS,
                 hashes=hashes,
             )

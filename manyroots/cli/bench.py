@@ -70,6 +70,9 @@ def _add_decode(kinds: Any) -> None:
         help="also the first token of an adapter that is on disk, in host memory, on the device",
     )  # fmt: skip
     group.add_argument("--repeats", type=int, default=3, metavar="N", help="the median counts")
+    group.add_argument(
+        "--profile", action="store_true", help="also what each kernel takes of a decode step"
+    )
     group.add_argument("--json", metavar="FILE", help="write the result here")
     decode.set_defaults(run=_decode)
 
@@ -156,6 +159,7 @@ def _decode(arguments: dict[str, Any]) -> int:
         adapters=values["adapters"],
         rank=values["adapter_rank"],
         repeats=values["repeats"],
+        profile=values["profile"],
     )
     report = run_decode(
         workload, values["model_config"], engine_values(values), cold=values["adapters_cold"]

@@ -57,6 +57,8 @@ class AdapterFiles:
     folders given, no link may lead out of them. Called on other threads."""
     keep: Callable[[AdapterWeights], None]
     """Takes what was just read, so that the first load need not read it again."""
+    close: Callable[[], None] = lambda: None
+    """Nothing will be read any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +187,7 @@ class AdapterDesk:
 
     def close(self) -> None:
         self.reads.close()
+        self._files.close()
 
     # Inside
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -70,7 +70,7 @@ def build_adapter_half(
     targets = whole_targets(model.adapter_targets(), shard, model.spec.vocab_size)
 
     largest = adapter_bytes(targets, settings.max_lora_rank, dtype.itemsize)
-    host_memory = PinnedMemory(largest) if device.type == "cuda" else pageable
+    pinned = PinnedMemory(largest) if device.type == "cuda" else None
 
     def read(
         folder: Path, allowed_dirs: Sequence[Path] | None
@@ -82,7 +82,7 @@ def build_adapter_half(
             dtype=dtype,
             vocab_size=model.spec.vocab_size,
             allowed_dirs=allowed_dirs,
-            allocate=host_memory,
+            allocate=pinned or pageable,
         )
 
     def read_part(path: str) -> AdapterWeights:
@@ -100,7 +100,8 @@ def build_adapter_half(
         memory = AdapterSlots(model.lora_parts(), dtype=dtype, device=device)
     loader = make_loader(read_part, memory)
     _log(settings, len(targets), slot_bytes(settings, model, dtype))
-    return AdapterHalf(loader, AdapterFiles(read, loader.keep))
+    files = AdapterFiles(read, loader.keep)
+    return AdapterHalf(loader, files if pinned is None else replace(files, close=pinned.close))
 
 
 def slot_bytes(settings: LoraSettings, model: Adaptable, dtype: torch.dtype) -> int:

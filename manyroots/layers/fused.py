@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from manyroots.kernels.choice import Kernels
 from manyroots.kernels.fused_step import FusedStep
 from manyroots.kernels.lora_sites.sites import LoraRows, LoraSite, LoraTerm
 from manyroots.kernels.moe_pairs.adapters import ExpertAdapters, ExpertSite
+from manyroots.kernels.norm.normed import Normed
 from manyroots.kernels.rope_write.inputs import QkNorm
 from manyroots.layers.linear import Linear
 from manyroots.layers.mlp import GatedMLP
@@ -54,10 +56,10 @@ class FusedProducts:
         self._kernels = kernels
         self._sites = sites
 
-    def __call__(self, x: Tensor, linear: Linear, rows: LoraRows | None) -> Product:
+    def __call__(self, x: Tensor | Normed, linear: Linear, rows: LoraRows | None) -> Product:
         """x [num_tokens, in] through `linear`."""
         site = None if rows is None else self._sites.get(linear.site)
-        if linear.bias is None and is_skinny(x):
+        if isinstance(x, Normed) or _is_skinny_product(x, linear):
             return Product(*self._kernels.gemm.linear(x, linear.weight, site, rows))
         sums = F.linear(x, linear.weight, linear.bias)
         if site is None or rows is None:
@@ -71,6 +73,20 @@ class FusedProducts:
             return sums
         return F.linear(x, weight)
 
+    def norm_for(
+        self, reader: Linear | None, residual: Tensor, product: Product, weight: Tensor, eps: float
+    ) -> Tensor | Normed:
+        """The same for `reader`, if nobody else reads it: what adapters add is then spread over
+        many programs, and the reader divides."""
+        if product.lora is None or reader is None or not _is_skinny_product(residual, reader):
+            return self.norm_after(residual, product, weight, eps)
+        if residual.dtype == torch.float16:  # rows that are not divided yet might be out of range
+            return self.norm_after(residual, product, weight, eps)
+        normed: Normed = self._kernels.norm.add_norm(
+            residual, product.sums, weight, eps, product.lora
+        )
+        return normed
+
     def norm_after(self, residual: Tensor, product: Product, weight: Tensor, eps: float) -> Tensor:
         """Add a product onto the residual in place; give the sum, normalised."""
         sums, term = product.sums, product.lora
@@ -81,6 +97,11 @@ class FusedProducts:
             sums, term = whole, None
         normed: Tensor = self._kernels.norm.add_rms_norm(residual, sums, weight, eps, term)
         return normed
+
+
+def _is_skinny_product(x: Tensor, linear: Linear) -> bool:
+    """Whether the skinny kernel computes the product of rows like x with `linear`."""
+    return linear.bias is None and is_skinny(x)
 
 
 def is_skinny(x: Tensor) -> bool:
@@ -97,7 +118,12 @@ class FusedAttention:
         self._products = products
         self._qkv, self._o, self._norm = qkv, o, norm
 
-    def __call__(self, x: Tensor, layer_kv: Tensor, step: FusedStep) -> Product:
+    @property
+    def reads(self) -> Linear | None:
+        """The one product that its input is for."""
+        return self._qkv
+
+    def __call__(self, x: Tensor | Normed, layer_kv: Tensor, step: FusedStep) -> Product:
         qkv = self._products(x, self._qkv, step.lora)
         q = self._kernels.rope_write.rope_write(
             qkv.sums, step.angles, self._norm, layer_kv, step.slots, qkv.lora
@@ -126,9 +152,15 @@ class FusedMLP:
     def __init__(self, kernels: Kernels, products: FusedProducts, mlp: GatedMLP) -> None:
         self._kernels, self._products, self._mlp = kernels, products, mlp
 
-    def __call__(self, x: Tensor, step: FusedStep) -> Product:
+    @property
+    def reads(self) -> Linear | None:
+        """The one product that its input is for."""
+        return self._mlp.gate_up
+
+    def __call__(self, x: Tensor | Normed, step: FusedStep) -> Product:
+        weight = self._mlp.gate_up.weight
         gate_up = self._products(x, self._mlp.gate_up, step.lora)
-        hidden = self._kernels.activation.silu_mul(gate_up.sums, x, gate_up.lora)
+        hidden = self._kernels.activation.silu_mul(gate_up.sums, weight, gate_up.lora)
         return self._products(hidden, self._mlp.down, step.lora)
 
 
@@ -142,7 +174,14 @@ class FusedExperts:
         experts = mlp.experts
         self._gate_up, self._down = sites.get(experts.gate_up_site), sites.get(experts.down_site)
 
-    def __call__(self, x: Tensor, step: FusedStep) -> Product:
+    @property
+    def reads(self) -> Linear | None:
+        """None: the router reads its input, too."""
+        return None
+
+    def __call__(self, x: Tensor | Normed, step: FusedStep) -> Product:
+        if isinstance(x, Normed):
+            raise TypeError("experts read rows that are whole")
         moe, spec = self._kernels.moe_pairs, self._mlp.router.spec
         logits = self._products.plain(x, self._mlp.router.weight)
         routing = moe.route(logits, spec.experts_per_token, renormalise=spec.norm_topk_prob)

@@ -13,6 +13,7 @@ from torch import Tensor
 from manyroots.kernels.choice import Kernels
 from manyroots.kernels.fused_step import FusedStep
 from manyroots.kernels.lora_sites.sites import LoraRows
+from manyroots.kernels.norm.normed import Normed
 from manyroots.kernels.rope_write.inputs import Angles, QkNorm
 from manyroots.layers.fused import (
     SKINNY_INNER,
@@ -89,14 +90,21 @@ class FusedDecoder:
         if lookups and step.lora is not None and self._pool is not None:
             self._pool.add_embedding(residual, tokens, step.lora)
         layers = self._model.layers
-        x: Tensor = self._kernels.norm.rms_norm(residual, layers[0].input_norm.weight, eps)
+        products = self._products
+        x: Tensor | Normed
+        x = self._kernels.norm.rms_norm(residual, layers[0].input_norm.weight, eps)
         for index, layer in enumerate(layers):
             attended = self._attentions[index](x, self._arena.layer(index), step)
-            x = self._products.norm_after(residual, attended, layer.mlp_norm.weight, eps)
-            product = self._mlps[index](x, step)
-            weight = self._next_norm(index)
-            x = self._products.norm_after(residual, product, weight, eps)
-        return x
+            mlp = self._mlps[index]
+            x = products.norm_for(mlp.reads, residual, attended, layer.mlp_norm.weight, eps)
+            product = mlp(x, step)
+            if index + 1 < len(layers):
+                reader, weight = (
+                    self._attentions[index + 1].reads,
+                    layers[index + 1].input_norm.weight,
+                )
+                x = products.norm_for(reader, residual, product, weight, eps)
+        return products.norm_after(residual, product, self._model.norm.weight, eps)
 
     def logits(self, hidden: Tensor, rows: LoraRows | None = None) -> Tensor:
         """Scores [num_rows, vocab_size] in the model's dtype.
@@ -112,11 +120,6 @@ class FusedDecoder:
             ops = self._kernels.lora_sites
             ops.expand(sums, ops.shrink(hidden, site, rows))
         return sums
-
-    def _next_norm(self, index: int) -> Tensor:
-        layers = self._model.layers
-        is_last = index + 1 == len(layers)
-        return self._model.norm.weight if is_last else layers[index + 1].input_norm.weight
 
     def _attention(self, attention: SelfAttention) -> FusedAttention:
         norm = None

@@ -16,7 +16,7 @@ from manyroots.ids import StepId
 from manyroots.lora.residency import Residency
 from manyroots.scheduler.draft import Draft
 from manyroots.scheduler.placing import Placer
-from manyroots.scheduler.queue import Group, GroupKey, WaitingQueue
+from manyroots.scheduler.queue import GroupKey, WaitingQueue
 from manyroots.scheduler.request import Request, State
 from manyroots.scheduler.rows import Rows
 from manyroots.scheduler.turns import AdapterTurns, has_aged
@@ -104,6 +104,22 @@ class Admission:
         self._loading.clear()
         self._loaded.clear()
 
+    def give_way(self) -> bool:
+        """Those that run lack room: the last of those that hold what they have loaded and do not
+        run yet gives it back, and waits again. False if nobody does.
+
+        Its pages are still on the host, while one that runs would have to compute its own again;
+        and two that took turns at that would never end.
+        """
+        if self._loaded:
+            request = self._loaded.pop()
+        elif self._loading:
+            request, _ = self._loading.popitem()
+        else:
+            return False
+        self._give_up([request])
+        return True
+
     def _sort_fetching(self) -> None:
         for request in list(self._fetching):
             if request.ticket is not None and not request.ticket.is_done:
@@ -181,31 +197,26 @@ class Admission:
     def _claim(self, draft: Draft, closed: set[GroupKey]) -> list[Request]:
         """Take requests off the queue, with what is found for them, as many as may fit."""
         claimed: list[Request] = []
+        waiting, num_free = self.waiting, self._rows.num_free
         num_tokens_left = draft.num_tokens_left
-        while len(claimed) < self._rows.num_free and num_tokens_left > 0:
-            group = self._next_group(closed)
+        while len(claimed) < num_free and num_tokens_left > 0:
+            group = waiting.next_group(closed, self._turns.is_on_device)
             if group is None:
                 break
             if group.head.num_in_flight_tokens > 0:
                 closed.add(group.key)  # retracted a moment ago: its last token is not known yet
                 continue
-            request = self.waiting.pop(group)
+            request = waiting.pop(group)
             lease = self._find(request)
             num_tokens_left -= request.num_tokens - lease.num_cached_tokens
             claimed.append(request)
         return claimed
 
-    def _next_group(self, closed: set[GroupKey]) -> Group | None:
-        return self.waiting.next_group(closed, self._turns.is_on_device)
-
     def _find(self, request: Request) -> Lease:
-        request.lease = self._cache.claim(
-            request.key,
-            request.tokens,
-            request.num_tokens,
-            may_reuse=not request.wants_prompt_logprobs,
-        )
-        return request.lease
+        may_reuse = not request.wants_prompt_logprobs
+        lease = self._cache.claim(request.key, request.tokens, request.num_tokens, may_reuse)
+        request.lease = lease
+        return lease
 
     def _give_up(self, claimed: list[Request]) -> None:
         """Claims of requests that do not fit are given back (C03)."""
@@ -220,7 +231,7 @@ class Admission:
         """Start a claimed request, or start loading what it found; False if there is no room."""
         lease = request.lease
         assert lease is not None
-        if self._cache.could_find_more(lease, request.tokens):
+        if self._cache.could_find_more(lease):
             self._cache.release(lease, Ending.DROPPED)
             lease = self._find(request)
         if not self._rows.num_free or draft.num_tokens_left == 0:
@@ -235,26 +246,30 @@ class Admission:
             return True
         # With others running, begin only what could finish its prompt and a page of output:
         # beginning with less would end in retracting it again.
-        if self._rows.running and not self._cache.fits(
-            lease, min(request.num_tokens + self._cache.page_size, self._max_model_len)
-        ):
-            return False
         computed = lease.num_cached_tokens
-        num_tokens = self._placer.chunk(request, computed, draft)
-        if isinstance(self._placer.extend(request, computed, num_tokens, draft), Refusal):
+        if self._rows.running:
+            enough = request.num_tokens + self._cache.page_size
+            if enough > self._max_model_len:
+                enough = self._max_model_len
+            if not self._cache.can_extend(lease, computed, enough):
+                return False
+        num_tokens = self._placer.chunk(request, lease, computed, draft)
+        extension = self._cache.extend(lease, computed, computed + num_tokens, draft.step_id)
+        if isinstance(extension, Refusal):
             return False
         self._start(request, lease, draft)
-        self._placer.place(request, computed, num_tokens, draft)
+        self._placer.place(request, lease, computed, num_tokens, draft)
         return True
 
     def _start(self, request: Request, lease: Lease, draft: Draft) -> None:
         if request.hold is not None:
             self._adapters.seat(request.hold)
         request.state = State.RUNNING
-        request.prompt_logprobs.clear()
+        if request.prompt_logprobs:
+            request.prompt_logprobs.clear()
         if request.num_cached_tokens is None:
             request.num_cached_tokens = lease.num_cached_tokens
         if not request.wants_prompt_logprobs:
-            self._cache.count_hit(lease, request.num_tokens)
+            self._cache.begin(lease, request.num_tokens)
         row = self._rows.sit(request, lease)
         draft.arrive(request, row, lease)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from manyroots.cache.lease import Lease
 from manyroots.cache.outcomes import Extension
 from manyroots.ids import Row, StepId
 from manyroots.scheduler.request import Request
 from manyroots.scheduler.rows import NO_ROWS, Int64s, Rows
-from manyroots.step import AdapterIntent, Arrival, Bools, Copy, Int32s, NewPages, Plan
+from manyroots.step import AdapterIntent, Arrival, Bools, Copy, NewPages, Plan
+
+Scalar = TypeVar("Scalar", bound=np.generic)
 
 
 @dataclass(slots=True)
@@ -20,7 +25,7 @@ class Launched:
 
     step_id: StepId
     rows: Int64s
-    num_tokens: Int32s
+    num_tokens: Int64s
     samples: Bools
     stays: Int64s
     """Whose stay on its row the step was planned for."""
@@ -35,10 +40,8 @@ class Draft:
         "_budget",
         "_decoding",
         "_growth",
-        "_num_tokens",
         "_placed",
         "_rows",
-        "_samples",
         "num_tokens_left",
         "step_id",
     )
@@ -49,9 +52,8 @@ class Draft:
         self._budget = budget
         self._rows = rows
         self._decoding = NO_ROWS
-        self._placed: list[int] = []
-        self._num_tokens: list[int] = []
-        self._samples: list[bool] = []
+        self._placed: list[tuple[int, int, bool]] = []
+        """Row, how many tokens, whether it samples."""
         self._arrivals: list[Arrival] = []
         self._growth: list[NewPages] = []
 
@@ -66,26 +68,27 @@ class Draft:
         self.num_tokens_left -= len(self._decoding)
         return growing
 
-    def turn_pages(self, rows: Int64s, units: list[Int32s]) -> None:
+    def turn_pages(self, rows: Int64s, units: list[npt.NDArray[np.intp]]) -> None:
         """Place the next token of rows that got one page each, by family."""
         places = self._rows.turn_pages(rows).astype(np.int32)
         self._decoding = np.concatenate((self._decoding, rows))
         self.num_tokens_left -= len(rows)
         for family, pages in enumerate(units):
-            self._growth.append(NewPages(family, rows.astype(np.int32), places, pages))
+            self._growth.append(
+                NewPages(family, rows.astype(np.int32), places, pages.astype(np.int32))
+            )
 
-    def place(self, request: Request, computed: int, num_tokens: int) -> None:
-        """The request computes `num_tokens` in this step, behind those computed."""
-        samples = self._rows.place(request, computed + num_tokens)
-        assert request.row is not None
-        self._placed.append(request.row)
-        self._num_tokens.append(num_tokens)
-        self._samples.append(samples)
+    def place(self, request: Request, lease: Lease, num_tokens: int, end: int) -> None:
+        """The request computes `num_tokens` in this step, and so has computed `end`."""
+        row = request.row
+        assert row is not None
+        samples = self._rows.place(row, request, lease, end)
+        self._placed.append((row, num_tokens, samples))
         self.num_tokens_left -= num_tokens
 
     def placed_rows(self) -> set[int]:
         """Who computes in this step already."""
-        return {*self._placed, *self._decoding.tolist()}
+        return {*(row for row, _, _ in self._placed), *self._decoding.tolist()}
 
     def arrive(self, request: Request, row: Row, lease: Lease) -> None:
         """The request takes a row, with everything known of it."""
@@ -94,28 +97,29 @@ class Draft:
         if sampling.prompt_logprobs is not None and not request.wants_prompt_logprobs:
             sampling = replace(sampling, prompt_logprobs=None)
         self._arrivals.append(
-            Arrival(
-                row=row,
-                request_id=submit.request_id,
-                tokens=request.tokens,
-                num_prompt_tokens=request.num_prompt_tokens,
-                num_computed_tokens=lease.num_cached_tokens,
-                page_tables=tuple([table.copy() for table in lease.tables]),
-                sampling=sampling,
-                seed=submit.seed,
-                stop_ids=submit.stop_ids,
-                adapter_slot=None if request.hold is None else request.hold.slot,
-                adapter_from=request.adapter_from,
+            Arrival(  # by position: naming its arguments would take as long again
+                row,
+                submit.request_id,
+                request.tokens,
+                request.num_prompt_tokens,
+                lease.num_cached_tokens,
+                tuple([table.astype(np.int32) for table in lease.tables]),
+                sampling,
+                submit.seed,
+                submit.stop_ids,
+                None if request.hold is None else request.hold.slot,
+                request.adapter_from,
             )
         )
 
     def grow(self, row: Row, extension: Extension) -> None:
         """A row's tables get longer."""
-        for family, (first, units) in enumerate(zip(extension.first, extension.units, strict=True)):
+        for family, (first, units) in enumerate(extension):
             if len(units):
                 places = np.arange(first, first + len(units), dtype=np.int32)
-                rows = np.full(len(units), row, np.int32)
-                self._growth.append(NewPages(family, rows, places, units))
+                rows = np.empty(len(units), np.int32)
+                rows.fill(row)
+                self._growth.append(NewPages(family, rows, places, units.astype(np.int32)))
 
     def to_plan(
         self, copies: tuple[Copy, ...], adapters: tuple[AdapterIntent, ...], *, waits: bool
@@ -124,17 +128,18 @@ class Draft:
         rows, count = self._decoding, len(self._decoding)
         rows_int32 = self._rows.to_int32(rows)
         num_tokens, samples = self._rows.ones[:count], self._rows.trues[:count]
+        num_tokens_int32 = self._rows.ones_int32[:count]
         if self._placed:
-            rows = np.concatenate((rows, self._placed))
-            rows_int32 = rows.astype(np.int32)
-            num_tokens = np.concatenate((num_tokens, np.array(self._num_tokens, np.int32)))
-            samples = np.concatenate((samples, np.array(self._samples, np.bool_)))
+            placed, counts, ends = zip(*self._placed, strict=True)
+            rows, rows_int32 = _joined(rows, placed), _joined(rows_int32, placed)
+            num_tokens_int32 = _joined(num_tokens_int32, counts)
+            num_tokens, samples = _joined(num_tokens, counts), _joined(samples, ends)
         plan = Plan(
             step_id=self.step_id,
             arrivals=tuple(self._arrivals),
             new_pages=tuple(self._growth),
             rows=rows_int32,
-            num_tokens=num_tokens,
+            num_tokens=num_tokens_int32,
             samples=samples,
             copies=copies,
             adapters=adapters,
@@ -143,3 +148,12 @@ class Draft:
         total_tokens = self._budget - self.num_tokens_left
         stays = self._rows.stay[rows]
         return plan, Launched(self.step_id, rows, num_tokens, samples, stays, total_tokens)
+
+
+def _joined(column: npt.NDArray[Scalar], more: Sequence[int]) -> npt.NDArray[Scalar]:
+    """A column and what comes behind it; quicker than numpy's own way where that is a tuple."""
+    count = len(column)
+    joined = np.empty(count + len(more), column.dtype)
+    joined[:count] = column
+    joined[count:] = more
+    return joined

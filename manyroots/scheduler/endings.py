@@ -52,19 +52,25 @@ class Endings:
             self._let_go(request)
         else:
             self._rows.settle(request)
-            request.state = State.DRAINING
-            self.leaving[request.stay] = request
             if reason in (FinishReason.STOP, FinishReason.LENGTH):
                 request.ending = Ending.FINISHED
-            self.drained(request)
+            if self._rows.is_in_flight(request.row):
+                request.state = State.DRAINING
+                self.leaving[request.stay] = request
+            else:
+                self._close(request)
 
     def drained(self, request: Request) -> None:
         """Let a request go that is over, once no launched step computes it."""
         if request.row is not None and not self._rows.is_in_flight(request.row):
             del self.leaving[request.stay]
-            self._give_back(request, request.ending)
-            request.state = State.FINISHED
-            self._let_go(request)
+            self._close(request)
+
+    def _close(self, request: Request) -> None:
+        """A request is over, and nothing computes it."""
+        self._give_back(request, request.ending)
+        request.state = State.FINISHED
+        self._let_go(request)
 
     def _let_go(self, request: Request) -> None:
         """A request is over: its adapter may be, too, and then so are its pages."""
@@ -78,6 +84,7 @@ class Endings:
         from there; its draws depend on (seed, position), so its tokens stay the same."""
         row = request.row
         assert row is not None
+        self._rows.flush(request)
         self._rows.settle(request)
         request.num_in_flight_tokens = int(self._rows.computed[row] - self._rows.committed[row])
         if request.num_in_flight_tokens:

@@ -1,4 +1,4 @@
-"""What beginning a request and continuing one have in common: how many tokens, pages for them.
+"""What beginning a request and continuing one have in common: how many tokens, and placing them.
 
 Knows the cache and a step's draft; not who is next, nor what to do when there is no room.
 """
@@ -6,7 +6,7 @@ Knows the cache and a step's draft; not who is next, nor what to do when there i
 from __future__ import annotations
 
 from manyroots.cache.cache import PrefixCache
-from manyroots.cache.outcomes import Extension, Refusal
+from manyroots.cache.lease import Lease
 from manyroots.config import SchedulerSettings
 from manyroots.scheduler.draft import Draft
 from manyroots.scheduler.request import Request
@@ -19,25 +19,19 @@ class Placer:
         self._most_tokens = settings.long_prefill_token_threshold
         self._cache = cache
 
-    def chunk(self, request: Request, computed: int, draft: Draft) -> int:
+    def chunk(self, request: Request, lease: Lease, computed: int, draft: Draft) -> int:
         """How many of its tokens a request may compute in this step, behind those computed."""
-        assert request.lease is not None
-        # A sequence that decodes has one token to compute, known by then or not.
-        num_tokens = min(max(1, request.num_tokens - computed), draft.num_tokens_left)
+        num_tokens = request.num_tokens - computed
+        if num_tokens < 1:
+            num_tokens = 1  # A sequence that decodes has one to compute, known by then or not.
+        if num_tokens > draft.num_tokens_left:
+            num_tokens = draft.num_tokens_left
         if self._most_tokens is not None:
             num_tokens = min(num_tokens, self._most_tokens)
-        return self._cache.clip(request.lease, computed, num_tokens)
+        return self._cache.clip(lease, computed, num_tokens)
 
-    def extend(
-        self, request: Request, computed: int, num_tokens: int, draft: Draft
-    ) -> Extension | Refusal:
-        """Units for the request's next tokens."""
-        assert request.lease is not None
-        return self._cache.extend(request.lease, computed, computed + num_tokens, draft.step_id)
-
-    def place(self, request: Request, computed: int, num_tokens: int, draft: Draft) -> None:
-        """The request has what it needs for `num_tokens` more: they are computed in this step."""
-        lease = request.lease
-        assert lease is not None
-        self._cache.announce(lease, request.tokens, computed + num_tokens, draft.step_id)
-        draft.place(request, computed, num_tokens)
+    def place(self, request: Request, lease: Lease, computed: int, num: int, draft: Draft) -> None:
+        """The request has what it needs for `num` tokens more: they are computed in this step."""
+        end = computed + num
+        self._cache.announce(lease, request.tokens, end, draft.step_id)
+        draft.place(request, lease, num, end)

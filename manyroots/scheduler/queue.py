@@ -8,12 +8,15 @@ arrival, behind priority where the policy is that; between groups the policy dec
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Callable, Iterator
 
 from manyroots.config import Policy
 from manyroots.ids import AdapterDigest
 from manyroots.scheduler.request import Request
 
+Place = tuple[int, int, Request]
+"""Priority, order of arrival, and whose."""
 GroupKey = tuple[AdapterDigest | None, str | None]
 """Adapter and tenant."""
 
@@ -21,41 +24,61 @@ GroupKey = tuple[AdapterDigest | None, str | None]
 class Group:
     """Waiting requests of one adapter and tenant."""
 
-    __slots__ = ("_heap", "_members", "key", "served")
+    __slots__ = ("_gone", "_late", "_line", "key", "served")
 
     def __init__(self, key: GroupKey, served: int) -> None:
         self.key = key
         self.served = served
         """Tokens computed for this group, as far as fairness counts them."""
-        self._heap: list[tuple[int, int, Request]] = []
-        self._members: set[Request] = set()
-
-    def __len__(self) -> int:
-        return len(self._members)
+        self._line: deque[Place] = deque()
+        """Who came behind all that stood in line: nearly everybody."""
+        self._late: list[Place] = []
+        """A heap of the others, who came back or have priority."""
+        self._gone: set[Request] = set()
+        """Of those, who waits no more; never the head."""
 
     def push(self, request: Request, priority: int) -> None:
-        self._members.add(request)
-        heapq.heappush(self._heap, (priority, request.serial, request))
+        place = (priority, request.serial, request)
+        if not self._line or place > self._line[-1]:
+            self._line.append(place)
+        else:
+            heapq.heappush(self._late, place)
 
     def discard(self, request: Request) -> None:
-        self._members.discard(request)
+        """A request that is over will not be pushed again."""
+        self._gone.add(request)
+        self._skip_gone()
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._line and not self._late
 
     @property
     def head(self) -> Request:
         """The next request; the group has at least one."""
-        while self._heap[0][2] not in self._members:
-            heapq.heappop(self._heap)
-        return self._heap[0][2]
+        if self._late and (not self._line or self._late[0] < self._line[0]):
+            return self._late[0][2]
+        return self._line[0][2]
 
     def pop(self) -> Request:
-        while True:
-            request = heapq.heappop(self._heap)[2]
-            if request in self._members:
-                self._members.discard(request)
-                return request
+        request = self._take()
+        if self._gone:
+            self._skip_gone()
+        return request
+
+    def _take(self) -> Request:
+        if self._late and (not self._line or self._late[0] < self._line[0]):
+            return heapq.heappop(self._late)[2]
+        return self._line.popleft()[2]
+
+    def _skip_gone(self) -> None:
+        while not self.is_empty and self.head in self._gone:
+            self._gone.discard(self._take())
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(sorted(self._members, key=lambda request: request.serial))
+        places = (*self._line, *self._late)
+        waiting = [request for _, _, request in places if request not in self._gone]
+        return iter(sorted(waiting, key=lambda request: request.serial))
 
 
 class WaitingQueue:
@@ -83,8 +106,11 @@ class WaitingQueue:
         self._count += 1
 
     def remove(self, request: Request) -> None:
-        self._groups[request.group].discard(request)
-        self._removed(self._groups[request.group])
+        group = self._groups[request.group]
+        group.discard(request)
+        self._count -= 1
+        if group.is_empty:
+            self._close(group)
 
     def next_group(
         self, closed: set[GroupKey], is_running: Callable[[GroupKey], bool]
@@ -92,7 +118,7 @@ class WaitingQueue:
         """The group whose head is next, of those that are not closed."""
         if len(self._groups) == 1:
             [group] = self._groups.values()
-            return None if group.key in closed else group
+            return None if closed and group.key in closed else group
         best: Group | None = None
         best_rank: tuple[int, ...] = ()
         for group in self._groups.values():
@@ -103,7 +129,9 @@ class WaitingQueue:
 
     def pop(self, group: Group) -> Request:
         request = group.pop()
-        self._removed(group)
+        self._count -= 1
+        if group.is_empty:
+            self._close(group)
         return request
 
     def serve(self, key: GroupKey, num_tokens: int) -> None:
@@ -133,9 +161,8 @@ class WaitingQueue:
             return (group.served, head.serial)
         return (head.serial,)
 
-    def _removed(self, group: Group) -> None:
-        self._count -= 1
-        if len(group) == 0:
-            del self._groups[group.key]
-            if self._policy is Policy.FAIR:
-                self._served[group.key] = group.served
+    def _close(self, group: Group) -> None:
+        """Nobody of the group waits any more."""
+        del self._groups[group.key]
+        if self._policy is Policy.FAIR:
+            self._served[group.key] = group.served

@@ -68,6 +68,7 @@ class Request:
         "stop_ids",
         "submit",
         "ticket",
+        "tokens",
         "waiting_since",
     )
 
@@ -104,7 +105,11 @@ class Request:
         )
         """Prompt and output at their longest."""
         # Never written to: it may be the caller's. A first token makes it longer, elsewhere.
-        self._buffer = np.asarray(submit.prompt, np.int32)
+        self.tokens: Int32s = np.asarray(submit.prompt, np.int32)
+        """Prompt and output so far; of a request that runs, as of its last full page, and of one
+        that is over, of no use. What is there is never changed, so that others may keep it."""
+        self._buffer = self.tokens
+        """What the tokens are the beginning of."""
         self.num_in_flight_tokens = 0
         """Of a request that lost its row: tokens that launched steps still compute for it."""
         self.num_cached_tokens: int | None = None
@@ -122,12 +127,6 @@ class Request:
         """What it asked storage for."""
 
     @property
-    def tokens(self) -> Int32s:
-        """Prompt and output so far; of a request that runs, as of its last full page. What is
-        there is never changed, so that others may keep it."""
-        return self._buffer[: self.num_tokens]
-
-    @property
     def num_output_tokens(self) -> int:
         return self.num_tokens - self.num_prompt_tokens
 
@@ -143,6 +142,7 @@ class Request:
             grown[: self.num_tokens] = self.tokens
             self._buffer = grown
         self._buffer[self.num_tokens : end] = tokens
+        self.tokens = self._buffer[:end]
         self.num_tokens = end
 
 

@@ -27,12 +27,16 @@ Int64s = npt.NDArray[np.int64]
 
 NO_ROWS: Int64s = np.empty(0, np.int64)
 
+_ONE = np.array(1, np.int64)
+"""Of the columns' own type and an array: numpy takes twice as long to add a Python number."""
+
 
 class Rows:
     """Who sits where. All columns are indexed by row; those of a free row are zero."""
 
     def __init__(self, count: int, page_size: int) -> None:
         self._page_size = page_size
+        self._one_page = np.array(page_size, np.int64)
         self._free = [Row(row) for row in range(count - 1, -1, -1)]
         self._requests: list[Request | None] = [None] * count
         self.running: dict[Request, None] = {}
@@ -64,9 +68,11 @@ class Rows:
         self._num_recent = np.zeros(count, np.int64)
         self._every_row = np.arange(count)
         self._every_row_int32 = self._every_row.astype(np.int32)
-        self.ones = np.ones(count, np.int32)
+        self.ones = np.ones(count, np.int64)
+        self.ones_int32 = np.ones(count, np.int32)
         self.trues = np.ones(count, np.bool_)
-        for shared in (self._every_row, self._every_row_int32, self.ones, self.trues):
+        columns = (self._every_row, self._every_row_int32, self.ones, self.ones_int32, self.trues)
+        for shared in columns:
             shared.flags.writeable = False  # plans share them
 
     @property
@@ -88,10 +94,10 @@ class Rows:
         row = request.row = self._free.pop()
         self._requests[row] = request
         self.running[request] = None
-        self.prompts[request] = None
         if request.stop_ids:
             self.stops.update(request.stop_ids)
-        self.end = max(self.end, row + 1)
+        if row >= self.end:
+            self.end = row + 1
         self.stay[row] = request.stay = self._next_stay
         self._next_stay += 1
         self.computed[row] = self.committed[row] = lease.num_cached_tokens
@@ -100,13 +106,13 @@ class Rows:
         return row
 
     def settle(self, request: Request) -> None:
-        """The request stops running: its tokens are its own again, and no step plans it."""
+        """The request stops running: no step plans it any more."""
         row = request.row
         assert row is not None
-        self.flush(request)
         del self.running[request]
         self.prompts.pop(request, None)
-        self.scored.discard(row)
+        if self.scored:
+            self.scored.discard(row)
         if request.stop_ids:
             self.stops -= Counter(request.stop_ids)
         self.stay[row] = self.due[row] = self.last[row] = 0
@@ -116,12 +122,13 @@ class Rows:
         row = request.row
         assert row is not None
         self._requests[row] = None
-        for column in (self.computed, self.committed, self.publish_at):
-            column[row] = 0
+        self.computed[row] = self.committed[row] = self.publish_at[row] = 0
+        self._num_recent[row] = 0
         self._free.append(row)
         request.row = None
-        while self.end and self._requests[self.end - 1] is None:
-            self.end -= 1
+        if row == self.end - 1:
+            while self.end and self._requests[self.end - 1] is None:
+                self.end -= 1
 
     # Planning
 
@@ -131,63 +138,66 @@ class Rows:
         end = self.end
         computed, due = self.computed[:end], self.due[:end]
         is_plain = computed < due
-        count = np.count_nonzero(is_plain)
-        if count == end and end <= most:
-            computed += 1
+        rows = is_plain.nonzero()[0]
+        if len(rows) == end and end <= most:
+            computed += _ONE
             return self._every_row[:end], NO_ROWS
         growing = (is_plain < (due < self.last[:end])).nonzero()[0]
         if len(growing) > 1:
-            growing = growing[np.argsort(self.stay[growing])]
-        rows = is_plain.nonzero()[0]
-        if count > most:
-            rows = np.sort(rows[np.argsort(self.stay[rows])[:most]])
-            computed[rows] += 1
-        else:
-            computed += is_plain
+            growing = growing[self.stay[growing].argsort()]
+        if len(rows) > most:
+            rows = rows[self.stay[rows].argsort()[:most]]
+            rows.sort()
+        self.computed[rows] = computed[rows] + _ONE
         return rows, growing
 
     def turn_pages(self, rows: Int64s) -> Int64s:
         """Each has one page more, and computes one token there; gives which page of its sequence
         it is."""
         computed = self.computed[rows]
-        self.due[rows] = np.minimum(computed + self._page_size, self.last[rows])
-        self.computed[rows] = computed + 1
-        return computed // self._page_size
+        self.due[rows] = np.minimum(computed + self._one_page, self.last[rows])
+        self.computed[rows] = computed + _ONE
+        return computed // self._one_page
 
     def to_int32(self, rows: Int64s) -> Int32s:
         if rows.base is self._every_row:
             return self._every_row_int32[: len(rows)]
         return rows.astype(np.int32)
 
-    def place(self, request: Request, computed: int) -> bool:
+    def place(self, row: Row, request: Request, lease: Lease, computed: int) -> bool:
         """Plan a request's tokens up to `computed`; gives whether the last of them samples."""
-        row = request.row
-        assert row is not None
         self.computed[row] = computed
         samples = computed >= request.num_tokens
         if samples:
             self.prompts.pop(request, None)
             self.last[row] = request.max_num_tokens - 1
-        self.watch(request)
+        else:
+            self.prompts[request] = None
+        self._watch(row, request, lease, samples)
         return samples
 
     def watch(self, request: Request) -> None:
         """Note when a running request next needs pages, or has any to publish."""
-        row, lease = request.row, request.lease
-        assert row is not None
-        assert lease is not None
-        last = int(self.last[row])
-        if last:  # it decodes
-            self.due[row] = min(lease.num_covered_tokens, last)
+        assert request.row is not None
+        assert request.lease is not None
+        self._watch(request.row, request, request.lease, request not in self.prompts)
+
+    def _watch(self, row: Row, request: Request, lease: Lease, decodes: bool) -> None:
+        if decodes:
+            covered, last = lease.num_covered_tokens, request.max_num_tokens - 1
+            self.due[row] = covered if covered < last else last
         if lease.checkpoints:
             self.publish_at[row] = 0
         else:
-            num_pages = max(lease.num_published_pages, int(self.committed[row]) // self._page_size)
+            num_pages = lease.num_published_pages
+            if num_pages * self._page_size < lease.num_covered_tokens:
+                # Of pages that are committed and yet not published, nothing is to be waited for.
+                num_pages = max(num_pages, int(self.committed[row]) // self._page_size)
             self.publish_at[row] = (num_pages + 1) * self._page_size
 
     # Results
 
-    def commit(self, rows: Int64s, num_tokens: Int32s) -> list[Request]:
+    def commit(self, rows: Int64s, num_tokens: Int64s) -> list[Request]:
         """A step has computed so many tokens of each; gives who has something to publish now."""
         committed = self.committed[rows]
         committed += num_tokens
@@ -201,7 +211,7 @@ class Rows:
         """Sampled tokens become known."""
         places = self._num_recent[rows]
         self._recent[rows, places] = tokens
-        self._num_recent[rows] = places + 1
+        self._num_recent[rows] = places + _ONE
 
     def flush(self, request: Request) -> None:
         """Hand a request the tokens that were sampled for it."""
@@ -214,7 +224,7 @@ class Rows:
 
     def is_in_flight(self, row: Row) -> bool:
         """Whether a launched step computes tokens of this row."""
-        return bool(self.computed[row] != self.committed[row])
+        return self.computed.item(row) != self.committed.item(row)
 
     def is_live(self, rows: Int64s, stays: Int64s) -> Bools:
         """For each row of a launched step: whether its sequence runs there still."""

@@ -180,22 +180,26 @@ class Scheduler:
         """Place a running request's next tokens, making room at others' cost if need be."""
         if request.state is not State.RUNNING:
             return
-        assert request.row is not None
-        computed = int(self._rows.computed[request.row])
-        num_tokens = self._placer.chunk(request, computed, draft)
+        row, lease = request.row, request.lease
+        assert row is not None
+        assert lease is not None
+        computed = int(self._rows.computed[row])
+        num_tokens = self._placer.chunk(request, lease, computed, draft)
         if num_tokens == 0:
             return
-        extension = self._placer.extend(request, computed, num_tokens, draft)
+        wanted = (lease, computed, computed + num_tokens, draft.step_id)
+        extension = self._cache.extend(*wanted)
         while isinstance(extension, Refusal):
-            victim = self._victim(draft)
-            if victim is None:
-                return
-            self._endings.retract(victim, draft.step_id)
-            if victim is request:
-                return
-            extension = self._placer.extend(request, computed, num_tokens, draft)
-        draft.grow(request.row, extension)
-        self._placer.place(request, computed, num_tokens, draft)
+            if not self._admission.give_way() and not self._cache.prefer_own(lease):
+                victim = self._victim(draft)
+                if victim is None or self._is_alone:
+                    return
+                self._endings.retract(victim, draft.step_id)
+                if victim is request:
+                    return
+            extension = self._cache.extend(*wanted)
+        draft.grow(row, extension)
+        self._placer.place(request, lease, computed, num_tokens, draft)
 
     # Retraction
 
@@ -205,6 +209,11 @@ class Scheduler:
         placed = draft.placed_rows()
         candidates = [r for r in self._rows.running if r.row not in placed]
         return min(candidates, key=self._cost_to_resume, default=None)
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether only copies under way hold what the one that runs lacks: it waits for them."""
+        return len(self._rows.running) == 1 and self._cache.has_transfers
 
     def _cost_to_resume(self, request: Request) -> tuple[int, int]:
         assert request.lease is not None
@@ -302,8 +311,10 @@ class Scheduler:
             if row in faults:
                 outputs.append(self._endings.finish(request, FinishReason.ERROR, faults[Row(row)]))
             elif step.samples[index]:
-                request.extend(result.tokens[places[index] : places[index] + 1])
-                outputs.append(self._tell(request, result.logprobs.get(Row(row))))
+                token = result.tokens[places[index] : places[index] + 1]
+                request.extend(token)
+                logprobs = result.logprobs.get(Row(row))
+                outputs.append(self._tell(request, int(token[0]), request.num_tokens, logprobs))
         return is_left
 
     def _publish(self, request: Request, step_id: StepId) -> None:
@@ -326,31 +337,35 @@ class Scheduler:
             is_plain &= ~np.isin(rows, list(result.logprobs))
         if self._rows.scored:
             is_plain &= ~np.isin(rows, list(self._rows.scored))
-        if np.count_nonzero(is_plain) < len(is_plain):
-            for row in rows[~is_plain].tolist():
-                request = self._rows.request_at(row)
-                self._rows.flush(request)
-                outputs.append(self._tell(request, result.logprobs.get(row)))
+        special = np.logical_not(is_plain).nonzero()[0]
+        if len(special):
+            others = rows[special]
+            num_committed = self._rows.committed[others].tolist()
+            news = zip(others.tolist(), tokens[special].tolist(), num_committed, strict=True)
+            for row, token, num_before in news:
+                request, logprobs = self._rows.request_at(row), result.logprobs.get(row)
+                # The newest token lies behind those that are committed.
+                outputs.append(self._tell(request, token, num_before + 1, logprobs))
             rows, tokens = rows[is_plain], tokens[is_plain]
         return Tokens(self._rows.request_ids[rows], tokens, self._rows.num_cached[rows])
 
-    def _tell(self, request: Request, logprobs: TokenLogprobs | None) -> Output:
-        """News of a request's newest token, which may be its last."""
-        token = int(request.tokens[-1])
+    def _tell(
+        self, request: Request, token: int, num_tokens: int, logprobs: TokenLogprobs | None
+    ) -> Output:
+        """News of a request's newest token, its `num_tokens`-th, which may be its last."""
+        num_output_tokens = num_tokens - request.num_prompt_tokens
         reason: FinishReason | None = None
         stop_token: int | None = None
-        if token in request.stop_ids and (
-            request.num_output_tokens > request.submit.sampling.min_tokens
-        ):
+        if token in request.stop_ids and num_output_tokens > request.submit.sampling.min_tokens:
             reason, stop_token = FinishReason.STOP, token
-        elif request.num_tokens >= request.max_num_tokens:
+        elif num_tokens >= request.max_num_tokens:
             reason = FinishReason.LENGTH
         output = Output(
             request.submit.request_id, [token], reason, request.num_cached_tokens or 0, stop_token
         )
         if logprobs is not None:
             output.logprobs.append(logprobs)
-        if request.prompt_logprobs and request.num_output_tokens == 1:
+        if request.prompt_logprobs and num_output_tokens == 1:
             output.prompt_logprobs.extend(request.prompt_logprobs)
             request.prompt_logprobs.clear()
             if request.row is not None:

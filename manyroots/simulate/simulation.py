@@ -33,6 +33,9 @@ from manyroots.simulate.transfers import TransferModel
 
 MAX_IDLE_ROUNDS = 3
 """Rounds in a row with work to do, nothing launched and no time passed: it would never end."""
+MAX_SILENT_ROUNDS = 5000
+"""Rounds in a row without a token or an ending, however much was computed: requests would take
+each other's place for ever. The longest prompt is a few hundred steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +126,7 @@ class _Simulation:
         self.num_audits = 0
         self.peak_held_pages = 0
         self.idle_rounds = 0
+        self.silent_rounds = 0
 
     def run(self) -> Run:
         with _quiet_loop():
@@ -236,7 +240,9 @@ class _Simulation:
             self.num_audits += 1
         is_idle = not len(news) and before == (self.runner.num_steps, self.clock.now_s)
         self.idle_rounds = self.idle_rounds + 1 if is_idle else 0
-        if self.idle_rounds >= MAX_IDLE_ROUNDS and self.engine.loop.has_work:
+        self.silent_rounds = 0 if len(news) else self.silent_rounds + 1
+        is_stuck = self.idle_rounds >= MAX_IDLE_ROUNDS or self.silent_rounds >= MAX_SILENT_ROUNDS
+        if is_stuck and self.engine.loop.has_work:
             raise SimulationError(f"stuck at {self.clock.now_s} s: {self.engine.loop.stats()}")
 
     def _note(self, news: News) -> None:

@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -28,6 +29,7 @@ from manyroots.lora.files.opened import AdapterFile
 from manyroots.lora.files.pairs import Layout, Piece
 from manyroots.lora.spec import AdapterSpec, PairSpec
 from manyroots.lora.targets import Targets
+from manyroots.store.adapter_bytes import ArrivingBytes, places_of
 from manyroots.store.adapter_weights import AdapterWeights, LoraPair
 from manyroots.store.host_memory import Allocate, pageable
 
@@ -60,19 +62,14 @@ def read_adapter(
         check_invocation_tokens(config.invocation_tokens, vocab_size)
         header = read_header(weights_file)
         layout = lay_out(header, config, targets, max_rank)
-        is_in_place = _is_in_place(layout, header, dtype)
-        raw = (allocate if is_in_place else pageable)(header.data_bytes)
-        chunks = read_and_hash(weights_file, header, raw.numpy().data)
+        read = _read_into_place if _is_canonical(layout, header, dtype) else _read_and_convert
+        found = read(weights_file, header, layout, dtype, allocate)
         weights_file.check_unchanged()
         config_file.check_unchanged()
-    digest = content_digest(config.canonical(), header, chunks)
-    tensors = _tensors(raw, header, dtype)
-    if is_in_place:
-        weights = AdapterWeights(digest, _views(layout, tensors), raw.view(dtype))
-    else:
-        buffer, pairs = _placed(layout, tensors, dtype, allocate)
-        weights = AdapterWeights(digest, pairs, buffer)
-    _check_finite(weights)
+    digest = content_digest(config.canonical(), header, found.hashes)
+    weights = AdapterWeights(digest, found.pairs, found.buffer)
+    if not found.is_finite:
+        _check_finite(weights)
     return _spec(weights, layout, config), weights
 
 
@@ -99,6 +96,77 @@ def _spec(weights: AdapterWeights, layout: Layout, config: AdapterConfig) -> Ada
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What is in a file."""
+
+    hashes: list[bytes]
+    buffer: Tensor
+    pairs: dict[str, LoraPair]
+    is_finite: bool
+    """False: some number is not, or nobody has looked."""
+
+
+def _is_canonical(layout: Layout, header: Header, dtype: torch.dtype) -> bool:
+    """Whether the file's tensors are of the canonical form, but for their order."""
+    return (
+        not layout.base_copies
+        and {_DTYPES[entry.dtype] for entry in header.tensors} == {dtype}
+        and not any(piece.axes is not None or piece.rows for piece in _pieces(layout))
+    )
+
+
+def _pieces(layout: Layout) -> list[Piece]:
+    """In the order of memory (see `AdapterWeights.buffer`)."""
+    return [pair.a for pair in layout.pairs] + [pair.b for pair in layout.pairs]
+
+
+def _halves(layout: Layout, buffer: Tensor) -> list[Tensor]:
+    """The same, cut from the buffer."""
+    shapes = [pair.a_shape for pair in layout.pairs] + [pair.b_shape for pair in layout.pairs]
+    cut = torch.split(buffer, [math.prod(shape) for shape in shapes])
+    return [flat.view(shape) for flat, shape in zip(cut, shapes, strict=True)]
+
+
+def _read_into_place(
+    file: AdapterFile, header: Header, layout: Layout, dtype: torch.dtype, allocate: Allocate
+) -> _Found:
+    """Every byte goes from the file, by way of a chunk, to where it stays."""
+    buffer = allocate(header.data_bytes)
+    places = places_of(_pieces(layout), header.tensors)
+    arriving = ArrivingBytes(buffer.numpy(), header.tensors, places)
+    hashes = read_and_hash(file, header, None, arriving.take)
+    buffer = buffer.view(dtype)
+    return _Found(hashes, buffer, _pairs(layout, _halves(layout, buffer)), arriving.is_finite)
+
+
+def _read_and_convert(
+    file: AdapterFile, header: Header, layout: Layout, dtype: torch.dtype, allocate: Allocate
+) -> _Found:
+    raw = pageable(header.data_bytes)
+    hashes = read_and_hash(file, header, raw.numpy().data)
+    tensors = _tensors(raw, header, dtype)
+    size = sum(math.prod(pair.a_shape) + math.prod(pair.b_shape) for pair in layout.pairs)
+    buffer = allocate(size * dtype.itemsize).view(dtype)
+    halves = _halves(layout, buffer)
+    # Torch copies many small tensors on one core.
+    with ThreadPoolExecutor(_NUM_COPY_THREADS, thread_name_prefix="adapter-copy") as threads:
+        copied = threads.map(
+            lambda half, piece: _copy(half, piece, tensors), halves, _pieces(layout)
+        )
+        for _ in copied:
+            pass
+    return _Found(hashes, buffer, _pairs(layout, halves), is_finite=False)
+
+
+def _pairs(layout: Layout, halves: Sequence[Tensor]) -> dict[str, LoraPair]:
+    count = len(layout.pairs)
+    return {
+        pair.target: LoraPair(a, b, pair.scaling)
+        for pair, a, b in zip(layout.pairs, halves[:count], halves[count:], strict=True)
+    }
+
+
 def _tensors(raw: Tensor, header: Header, dtype: torch.dtype) -> list[Tensor]:
     """All tensors of the file, flat, in the engine's dtype and in the header's order.
 
@@ -121,47 +189,6 @@ def _tensors(raw: Tensor, header: Header, dtype: torch.dtype) -> list[Tensor]:
         found += torch.split(piece.view(file_dtype).to(dtype), sizes)
         first = last
     return found
-
-
-def _is_in_place(layout: Layout, header: Header, dtype: torch.dtype) -> bool:
-    """Whether the file's data is the canonical form already, but for the order of tensors."""
-    pieces = [piece for pair in layout.pairs for piece in (pair.a, pair.b)]
-    return (
-        not layout.base_copies
-        and all(_DTYPES[entry.dtype] == dtype for entry in header.tensors)
-        and not any(len(p.tensors) > 1 or p.axes is not None or p.rows for p in pieces)
-    )
-
-
-def _views(layout: Layout, tensors: list[Tensor]) -> dict[str, LoraPair]:
-    def view(piece: Piece) -> Tensor:
-        return tensors[piece.tensors[0]].view(piece.shape)
-
-    return {
-        pair.target: LoraPair(view(pair.a), view(pair.b), pair.scaling) for pair in layout.pairs
-    }
-
-
-def _placed(
-    layout: Layout, tensors: list[Tensor], dtype: torch.dtype, allocate: Allocate
-) -> tuple[Tensor, dict[str, LoraPair]]:
-    """One buffer with every half at its place, and the pairs cut from it."""
-    pieces = [piece for pair in layout.pairs for piece in (pair.a, pair.b)]
-    shapes = [shape for pair in layout.pairs for shape in (pair.a_shape, pair.b_shape)]
-    sizes = [math.prod(shape) for shape in shapes]
-    buffer = allocate(sum(sizes) * dtype.itemsize).view(dtype)
-    places = [
-        flat.view(shape) for flat, shape in zip(torch.split(buffer, sizes), shapes, strict=True)
-    ]
-    # Torch copies many small tensors on one core.
-    with ThreadPoolExecutor(_NUM_COPY_THREADS, thread_name_prefix="adapter-copy") as threads:
-        done = threads.map(lambda place, piece: _copy(place, piece, tensors), places, pieces)
-        for _ in done:
-            pass
-    return buffer, {
-        pair.target: LoraPair(a, b, pair.scaling)
-        for pair, a, b in zip(layout.pairs, places[::2], places[1::2], strict=True)
-    }
 
 
 def _copy(place: Tensor, piece: Piece, tensors: list[Tensor]) -> None:

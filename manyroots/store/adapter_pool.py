@@ -10,10 +10,10 @@ Next to `adapter_slots.py`, which gives torch's operators one tensor per adapter
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -21,12 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from manyroots.ids import AdapterSlot
-from manyroots.kernels.lora_sites.sites import RANK_STEP, LoraRows, LoraSite
+from manyroots.kernels.lora_sites.sites import LoraRows, LoraSite
 from manyroots.kernels.moe_pairs.adapters import PART_WIDTH, ExpertSite
 from manyroots.lora.targets import TargetKind
+from manyroots.store.adapter_region import Region, lies_as_in_the_pool, rounded
 from manyroots.store.adapter_sites import LoraSite as HostSite
 from manyroots.store.adapter_sites import SitePart, SiteParts
-from manyroots.store.adapter_weights import AdapterWeights, LoraPair
+from manyroots.store.adapter_weights import AdapterWeights
 
 HEAD = "lm_head"
 """The head's name among the parts. It is computed for few rows of a step, and apart."""
@@ -138,7 +139,9 @@ class AdapterPool:
 
     def _place(self, slot: AdapterSlot, weights: AdapterWeights) -> None:
         pairs = weights.pairs
-        memory = _Region(self._pool, slot * self._region)
+        memory = Region(self._pool, slot * self._region)
+        if lies_as_in_the_pool(weights, self._linears.values()):
+            memory.fill(weights.buffer)
         for sites, tables, place in (
             (self._linears, self._tables, memory.place),
             (self._experts, self._expert_tables, memory.place_experts),
@@ -158,65 +161,6 @@ class AdapterPool:
                 self._changes_head.add(slot)
 
 
-class _Region:
-    """A slot's memory, handed out piece by piece."""
-
-    def __init__(self, pool: Tensor, start: int) -> None:
-        self._pool = pool
-        self._next = start
-
-    def place(self, found: list[LoraPair | None]) -> list[int]:
-        """A site's parts; gives its row of the table (see `LoraSite.table`)."""
-        ranks = [0 if pair is None else _rounded(pair.rank) for pair in found]
-        if not any(ranks):
-            return [0] * (2 + 3 * len(found))
-        a_offset, total = self._next, sum(ranks)
-        for pair, rank in zip(found, ranks, strict=True):
-            if pair is not None:
-                self._copy((rank, pair.a.shape[1]), pair.a)
-        row, start = [a_offset, total], 0
-        for pair, rank in zip(found, ranks, strict=True):
-            row += [start, rank, self._next]
-            if pair is not None:
-                self._copy((pair.b.shape[0], rank), pair.b)
-            start += rank
-        return row
-
-    def place_experts(self, found: list[LoraPair | None]) -> list[int]:
-        """The same of experts; gives the site's row of `ExpertSite.table`."""
-        row = []
-        for pair in found:
-            if pair is None:
-                row += [0] * PART_WIDTH
-                continue
-            rank = _rounded(pair.rank)
-            for half, shape in (
-                (pair.a, (pair.a.shape[0], rank, pair.a.shape[2])),
-                (pair.b, (pair.b.shape[0], pair.b.shape[1], rank)),
-            ):
-                step = 0 if shape[0] == 1 else shape[1] * shape[2]
-                row += [self._next, step] if half is pair.b else [self._next, step, rank]
-                self._copy(shape, half)
-        return row
-
-    def take(self, tensor: Tensor) -> Tensor:
-        """A copy of one matrix."""
-        rows, columns = tensor.shape
-        return self._copy((rows, _rounded(columns)), tensor)[:, :columns]
-
-    def _copy(self, shape: tuple[int, ...], tensor: Tensor) -> Tensor:
-        size = math.prod(shape)
-        place = self._pool[self._next : self._next + size].view(shape)
-        self._next += _rounded(size)
-        # From page-locked memory, and nobody waits for one piece: `load` does for all of them.
-        if place.shape == tensor.shape:
-            return place.copy_(tensor, non_blocking=True)
-        place.zero_()
-        whole = tensor.to(place.device, non_blocking=True)
-        place[tuple(slice(size) for size in tensor.shape)].copy_(whole)
-        return place
-
-
 class _Tables:
     """The tables of all sites in one piece of memory each, so that a load is one write."""
 
@@ -225,10 +169,10 @@ class _Tables:
     ) -> None:
         """Of each site: how wide a slot's row of offsets is, and how many scalings it has."""
         self._device = device
-        self._widths, self._counts = widths, counts
-        self._num_slots = num_slots
         self._offsets = torch.zeros(num_slots * sum(widths), dtype=torch.int64, device=device)
         self._scalings = torch.zeros(num_slots * sum(counts), device=device)
+        self._offset_places = _Places(num_slots, widths)
+        self._scaling_places = _Places(num_slots, counts)
         self.offsets = _cut(self._offsets, num_slots, widths)
         self.scalings = _cut(self._scalings, num_slots, counts)
 
@@ -236,22 +180,29 @@ class _Tables:
         """A slot's row of every site."""
         if not entries:
             return
-        for target, widths, rows, kind in (
-            (self._offsets, self._widths, entries, np.int64),
-            (self._scalings, self._counts, scalings, np.float32),
+        offsets = np.array(list(chain.from_iterable(entries)), np.int64)
+        factors = np.array(list(chain.from_iterable(scalings)), np.float32)
+        for target, places, values in (
+            (self._offsets, self._offset_places, offsets),
+            (self._scalings, self._scaling_places, factors),
         ):
-            values = np.concatenate([np.asarray(row, kind) for row in rows])
-            at = torch.from_numpy(_places(self._num_slots, widths, slot)).to(self._device)
+            at = torch.from_numpy(places.of(slot)).to(self._device)
             target.index_copy_(0, at, torch.from_numpy(values).to(self._device))
 
 
-def _places(num_slots: int, widths: list[int], slot: int) -> np.ndarray:
-    """Where a slot's rows lie in the flat memory of all tables."""
-    starts = np.concatenate(([0], np.cumsum(widths)[:-1])) * num_slots
-    pieces = [
-        start + slot * width + np.arange(width) for start, width in zip(starts, widths, strict=True)
-    ]
-    return np.concatenate(pieces).astype(np.int64)
+class _Places:
+    """Where the rows of a slot lie in the flat memory of all tables."""
+
+    def __init__(self, num_slots: int, widths: list[int]) -> None:
+        per_site = np.array(widths, np.int64)
+        before = np.cumsum(per_site) - per_site
+        within = np.arange(per_site.sum()) - np.repeat(before, per_site)
+        self._first = np.repeat(before * num_slots, per_site) + within
+        self._width = np.repeat(per_site, per_site)
+
+    def of(self, slot: int) -> np.ndarray:
+        places: np.ndarray = self._first + slot * self._width
+        return places
 
 
 def _cut(flat: Tensor, num_slots: int, widths: list[int]) -> list[Tensor]:
@@ -261,17 +212,13 @@ def _cut(flat: Tensor, num_slots: int, widths: list[int]) -> list[Tensor]:
 
 def _elements(part: SitePart, rank: int) -> int:
     target = part.target
-    one = _rounded(rank * target.in_features) + _rounded(rank * target.out_features)
+    one = rounded(rank * target.in_features) + rounded(rank * target.out_features)
     return one * (target.num_experts or 1)
 
 
 def pooled_rank(rank: int) -> int:
     """What an adapter of this rank takes the memory of."""
-    return _rounded(rank)
-
-
-def _rounded(size: int) -> int:
-    return -(-size // RANK_STEP) * RANK_STEP
+    return rounded(rank)
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream:

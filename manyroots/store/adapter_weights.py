@@ -38,7 +38,8 @@ class AdapterWeights:
     pairs: Mapping[str, LoraPair]
     """By target name."""
     buffer: Tensor
-    """Where all pairs lie, flat, in no certain order."""
+    """Where all pairs lie, flat. As files are read: A of every pair, then B of every pair, in the
+    order of the model's targets, so that the A of neighbours are one matrix."""
 
     @property
     def num_bytes(self) -> int:

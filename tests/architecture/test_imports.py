@@ -49,6 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "simulate": BASE | {"scheduler", "cache", "lora", "runner", "engine"},
     "cli": BASE | {"llm", "api", "bench", "simulate", "lora", "engine"},
     "__init__": {"llm", "sampling", "adapter_names", "version"},
+    "__main__": {"cli"},
 }
 
 NEVER_TORCH = {"scheduler", "cache", "lora", "simulate", "text", "api", "observe"} | BASE

@@ -127,6 +127,10 @@ def _gathered(given: Any) -> Pieces:
 RESULTS: dict[str, Callable[[tuple[Any, ...], Any], Pieces]] = {
     "norm.rms_norm": lambda args, out: {"out": out},
     "norm.add_rms_norm": lambda args, out: {"out": out, "residual": args[0]},
+    "norm.add_norm": lambda args, out: {
+        "out": out.values.float() * out.factors,
+        "residual": args[0],
+    },
     "rope_write.rope_write": lambda args, out: {"q": out, "pages": args[3]},
     "attention.decode_attention": lambda args, out: {"out": out},
     "attention.prefill_attention": lambda args, out: {"out": out},

@@ -21,7 +21,7 @@ from manyroots.kernels.choice import Kernels
 from manyroots.layers.fused import FusedProducts
 from manyroots.runner.cuda import step_arrays
 from manyroots.runner.cuda.device_rows import DeviceRows
-from manyroots.store import adapter_pool
+from manyroots.store import adapter_pool, adapter_region
 from tests.gpu import checked
 from tests.gpu import requests as made
 from tests.gpu.models import VOCAB
@@ -140,7 +140,7 @@ def _wrong_column() -> AbstractContextManager[None]:
 
         return wrong
 
-    return patched(adapter_pool._Region, "place", make)
+    return patched(adapter_region.Region, "place", make)
 
 
 def _missing_adapter() -> AbstractContextManager[None]:

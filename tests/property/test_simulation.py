@@ -57,6 +57,15 @@ def test_r01_a_seed_replays_exactly(seed: int) -> None:
     assert one.plan_digest != run_case(seed + 1).plan_digest
 
 
+@pytest.mark.parametrize("seed", [103390, 104280, 207531, 209151])
+def test_r01_requests_do_not_take_each_others_place_for_ever(seed: int) -> None:
+    """R01: seeds that once went on for ever, or nearly. In the way of the one that ran were pages
+    that waiting requests had loaded, or had copied because they were claimed in every step, and
+    others' copies of its own pages."""
+    run = run_case(seed)
+    assert run.num_retractions < 5 * len(run.records)
+
+
 def test_r01_a_failure_names_the_seed_that_replays_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """R01: a broken invariant ends the run of its seed, and no other."""
 

@@ -13,14 +13,24 @@ from torch import Tensor
 
 from manyroots.kernels.launch import as_splits, launch_options, let_next_begin, wait_for_inputs
 from manyroots.kernels.lora_sites.sites import LoraTerm
-from manyroots.kernels.lora_sites.triton import RANK_BLOCK, expand_tile, part_of, ranks_of
+from manyroots.kernels.lora_sites.triton import (
+    RANK_BLOCK,
+    early_ranks,
+    expand_tile,
+    part_of,
+    rows_of,
+)
 
 BLOCK_N = 128
+ROW_BLOCK_N = 256
+"""Columns of a program: of several rows, and of one, which has room for more."""
+MANY_ROWS = 64
+"""Beyond, a step has more than enough programs, and larger ones read faster."""
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _silu_mul(
-    gate_up, out, hidden, pool, table, blocks, num_blocks, num_rows, n, in_split, in_row,
+    gate_up, out, hidden, pool, table, slots, blocks, num_rows, n, in_split, in_row,
     hidden_split, hidden_row,
     NUM_SPLITS: tl.constexpr, HIDDEN_SPLITS: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr, RANK_BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -28,19 +38,17 @@ def _silu_mul(
     let_next_begin(DEPENDENT)
     cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = tl.minimum(cols, n - 1)
-    block = tl.program_id(1)
+    program = tl.program_id(1)
     if HIDDEN_SPLITS:
-        if block >= tl.load(num_blocks):
+        first, count, slot = rows_of(slots, blocks, program, BLOCK_R)
+        if count == 0:
             return
-        first = tl.load(blocks + 3 * block)
-        count = tl.load(blocks + 3 * block + 1)
-        slot = tl.load(blocks + 3 * block + 2)
         gate_start, gate_rank, gate_b = part_of(pool, table, slot, 0, 2)
         up_start, up_rank, up_b = part_of(pool, table, slot, 1, 2)
-        gate_ranks = ranks_of(gate_b, gate_rank, 0, inside, RANK_BLOCK)
-        up_ranks = ranks_of(up_b, up_rank, 0, inside, RANK_BLOCK)
+        gate_ranks = early_ranks(gate_b, gate_rank, inside, RANK_BLOCK, DEPENDENT)
+        up_ranks = early_ranks(up_b, up_rank, inside, RANK_BLOCK, DEPENDENT)
     else:
-        first = block * BLOCK_R
+        first = program * BLOCK_R
         count = tl.minimum(BLOCK_R, num_rows - first)
     wait_for_inputs(DEPENDENT)
     for at in range(0, count, BLOCK_R):
@@ -74,16 +82,21 @@ def silu_mul(gate_up: Tensor, dtype_like: Tensor, lora: LoraTerm | None = None) 
     if lora is None:
         adapters = (parts, parts, parts, parts, parts)
         strides, splits = (0, 0), 0
-        block_r = 4
+        block_r, block_n, num_warps = 4, BLOCK_N, 4
+        if num_rows > MANY_ROWS:
+            block_n, num_warps = 512, 8
         num_programs = triton.cdiv(num_rows, block_r)
     else:
         hidden, rows = lora.hidden, lora.rows
-        adapters = (hidden, lora.site.pool, lora.site.table, rows.blocks, rows.num_blocks)
+        adapters = (hidden, lora.site.pool, lora.site.table, rows.slots, rows.blocks)
         strides, splits = (hidden.stride(0), hidden.stride(1)), hidden.shape[0]
-        block_r, num_programs = 16, rows.max_blocks
-    _silu_mul[(triton.cdiv(n, BLOCK_N), num_programs)](
+        block_r, num_programs = rows.programs
+        block_n, num_warps = ROW_BLOCK_N if block_r == 1 else BLOCK_N, 4
+        if num_rows > MANY_ROWS:
+            block_r = 32
+    _silu_mul[(triton.cdiv(n, block_n), num_programs)](
         parts, out, *adapters, num_rows, n, parts.stride(0), parts.stride(1), *strides,
-        NUM_SPLITS=parts.shape[0], HIDDEN_SPLITS=splits, BLOCK_R=block_r, BLOCK_N=BLOCK_N,
-        RANK_BLOCK=RANK_BLOCK, num_warps=4, num_stages=1, **launch_options(parts.device),
+        NUM_SPLITS=parts.shape[0], HIDDEN_SPLITS=splits, BLOCK_R=block_r, BLOCK_N=block_n,
+        RANK_BLOCK=RANK_BLOCK, num_warps=num_warps, num_stages=1, **launch_options(parts.device),
     )  # fmt: skip
     return out

@@ -1,4 +1,4 @@
-"""Paged attention in Triton: decode split over the history, and chunked prefill over pages.
+"""Paged attention in Triton: decode, split over the history; prefill is in `triton_prefill.py`.
 
 Same signatures as `reference.py`. Reads exactly the tokens a query sees, so what lies in the rest
 of a page never matters. Scores are kept in units of log2, because exp2 is what the chip has.
@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from manyroots.kernels.attention.paged import QUERY_BLOCK, DecodeRows, PrefillSegments
+from manyroots.kernels.attention.paged import DecodeRows
+from manyroots.kernels.attention.triton_prefill import prefill_attention
 from manyroots.kernels.launch import (
     counters,
     launch_options,
@@ -21,6 +22,8 @@ from manyroots.kernels.launch import (
     prefetch,
     wait_for_inputs,
 )
+
+__all__ = ["decode_attention", "prefill_attention"]
 
 LOG2_E = math.log2(math.e)
 MAX_SPLITS = 32
@@ -126,65 +129,6 @@ def _decode(
                 tl.store(to + d, tl.sum(parts * weight[:, None], axis=0))
 
 
-@triton.jit
-def _prefill(
-    q, layer_kv, page_table, query_starts, context_lens, query_blocks, sinks, out, scale, window,
-    table_row, page_stride, part_stride, token_stride,
-    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr,
-    HAS_SINKS: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
-    log2_e: tl.constexpr = 1.4426950408889634
-    let_next_begin(DEPENDENT)
-    wait_for_inputs(DEPENDENT)
-    head = tl.program_id(0)
-    seq = tl.load(query_blocks + 2 * tl.program_id(1))
-    first_query = tl.load(query_blocks + 2 * tl.program_id(1) + 1)
-    start = tl.load(query_starts + seq)
-    num_queries = tl.load(query_starts + seq + 1) - start
-    context = tl.load(context_lens + seq)
-    i = first_query + tl.arange(0, BLOCK_Q)
-    position = context - num_queries + i
-    d = tl.arange(0, HEAD_DIM)
-    row = (start + i).to(tl.int64) * NUM_HEADS + head
-    is_query = (i < num_queries)[:, None]
-    query = tl.load(q + row[:, None] * HEAD_DIM + d[None, :], mask=is_query, other=0.0)
-    best = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_Q,), tl.float32)
-    if HAS_SINKS:
-        best = tl.zeros((BLOCK_Q,), tl.float32) + tl.load(sinks + head).to(tl.float32) * log2_e
-        total += 1.0
-    acc = tl.zeros((BLOCK_Q, HEAD_DIM), tl.float32)
-    lowest = context - num_queries + first_query
-    begin = tl.where(window > 0, tl.maximum(lowest + 1 - window, 0) // BLOCK_T * BLOCK_T, 0)
-    end = tl.minimum(context, lowest + BLOCK_Q)
-    for at in range(begin, end, BLOCK_T):
-        t = at + tl.arange(0, BLOCK_T)
-        ok = t < end
-        keys_at = _load_tokens(
-            layer_kv + (head // GROUP) * HEAD_DIM, page_table + seq * table_row, t, ok, d,
-            page_stride, token_stride, PAGE_SIZE,
-        )  # fmt: skip
-        keys = tl.load(keys_at, mask=ok[:, None], other=0.0)
-        values = tl.load(keys_at + part_stride, mask=ok[:, None], other=0.0)
-        scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
-        seen = (t[None, :] <= position[:, None]) & ok[None, :]
-        seen &= (window <= 0) | (t[None, :] > position[:, None] - window)
-        scores = tl.where(seen, scores, float("-inf"))
-        higher = tl.maximum(best, tl.max(scores, axis=1))
-        # A query that sees nothing of this tile has -inf - -inf here.
-        anchor = tl.where(higher == float("-inf"), 0.0, higher)
-        shrink = tl.exp2(best - anchor)
-        weights = tl.exp2(scores - anchor[:, None])
-        total = total * shrink + tl.sum(weights, axis=1)
-        acc = tl.dot(
-            weights.to(values.dtype), values, acc * shrink[:, None], input_precision="ieee"
-        )
-        best = higher
-    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-    tl.store(out + row[:, None] * HEAD_DIM + d[None, :], acc, mask=is_query)
-
-
 def num_splits(num_rows: int, kv_heads: int) -> int:
     """Into how many parts a history is cut at most: enough to fill the chip about four times."""
     wanted = -(-4 * 132 // (num_rows * kv_heads))
@@ -224,32 +168,5 @@ def decode_attention(
         PAGE_SIZE=page_size, BLOCK_T=block_t, NUM_SPLITS=splits,
         HAS_SINKS=sinks is not None, num_warps=num_warps, num_stages=num_stages,
         **launch_options(q.device),
-    )  # fmt: skip
-    return out
-
-
-def prefill_attention(
-    q: Tensor,
-    layer_kv: Tensor,
-    segments: PrefillSegments,
-    scale: float,
-    *,
-    window: int = 0,
-    sinks: Tensor | None = None,
-    block_t: int = 64,
-    num_warps: int = 8,
-    num_stages: int = 2,
-) -> Tensor:
-    """Any number of queries per sequence, q [num_tokens, heads, head_dim]; causal."""
-    heads, head_dim = q.shape[1:]
-    page_size, kv_heads = layer_kv.shape[2:4]
-    out = torch.empty_like(q)
-    _prefill[(heads, segments.query_blocks.shape[0])](
-        q, layer_kv, segments.page_table, segments.query_starts, segments.context_lens,
-        segments.query_blocks, q if sinks is None else sinks, out, scale * LOG2_E, window,
-        segments.page_table.stride(0), layer_kv.stride(0), layer_kv.stride(1), layer_kv.stride(2),
-        NUM_HEADS=heads, GROUP=heads // kv_heads, HEAD_DIM=head_dim, PAGE_SIZE=page_size,
-        BLOCK_Q=QUERY_BLOCK, BLOCK_T=block_t, HAS_SINKS=sinks is not None, num_warps=num_warps,
-        num_stages=num_stages, **launch_options(q.device),
     )  # fmt: skip
     return out

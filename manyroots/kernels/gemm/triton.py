@@ -3,8 +3,8 @@
 Same signatures as `reference.py`. The weight is the matrix instruction's left operand, so that 16
 rows cost no more than one. The inner dimension may be cut into splits, which give partial sums to
 the next kernel. The adapters' A are further tiles of the same launch: their bytes cost what bytes
-cost, their arithmetic nothing. While the kernel before this one still runs, the first tiles of the
-weight are already on their way into the cache.
+cost, their arithmetic nothing. While the kernel before this one still runs, a program's first tile
+of the weight is already on its way into the cache; asking for more made steps slower.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ from torch import Tensor
 from manyroots.kernels.launch import (
     launch_options,
     let_next_begin,
+    prefetch,
     wait_for_inputs,
 )
 from manyroots.kernels.lora_sites.sites import LoraRows, LoraSite, LoraTerm
+from manyroots.kernels.norm.normed import Normed
 
 MAX_ROWS = 64
 BLOCK_N = 64
 BLOCK_K = 128
+CACHE_LINE_BYTES = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,9 @@ def _product(
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for at in range(first, last, BLOCK_K):
         if MASKED:
-            weight = tl.load(w_at + at, mask=row_ok[:, None], other=0.0)
+            weight = tl.load(
+                w_at + at, mask=row_ok[:, None], other=0.0, eviction_policy="evict_first"
+            )
         else:
             weight = tl.load(w_at + at, eviction_policy="evict_first")
         # Masked, not clamped: a hundred programs reading one row many times would queue for it.
@@ -62,11 +67,26 @@ def _product(
 
 
 @triton.jit
+def _squares_of(squares, num_pieces, num_rows, BLOCK_M: tl.constexpr, PIECES: tl.constexpr):
+    """The sums of squares of the rows' pieces, [BLOCK_M, PIECES]."""
+    m = tl.arange(0, BLOCK_M)[:, None]
+    piece = tl.arange(0, PIECES)[None, :]
+    is_one = (m < num_rows) & (piece < num_pieces)
+    return tl.load(squares + m * num_pieces + piece, mask=is_one, other=0.0)
+
+
+@triton.jit
+def _divided(acc, of_pieces, k_size, eps):
+    """Products with rows that their norm left undivided, divided."""
+    return acc * tl.rsqrt(tl.sum(of_pieces, axis=1) / k_size + eps)[None, :]
+
+
+@triton.jit
 def _shrink_tile(
-    x, hidden, pool, table, scalings, blocks, num_blocks, tile, split, first, last, num_rows,
-    k_size, width,
-    NUM_PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    x, squares, num_pieces, hidden, pool, table, scalings, blocks, num_blocks, tile, split, first,
+    last, num_rows, k_size, eps, width,
+    NUM_PARTS: tl.constexpr, PIECES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """The adapters' A, one block's after the other's, as further tiles of weights.
 
@@ -89,9 +109,13 @@ def _shrink_tile(
             later = tl.load(scalings + tl.maximum(slot, 0) * NUM_PARTS + part)
             scale = tl.where(n >= tl.load(entry + 2 + 3 * part).to(tl.int32), later, scale)
         wait_for_inputs(DEPENDENT)
+        if PIECES:
+            of_pieces = _squares_of(squares, num_pieces, num_rows, BLOCK_M, PIECES)
         acc = _product(
             x, w_rows, row_ok, num_rows, k_size, first, last, BLOCK_M, BLOCK_N, BLOCK_K, True
         )
+        if PIECES:
+            acc = _divided(acc, of_pieces, k_size, eps)
         m = tl.arange(0, BLOCK_M)[:, None]
         mine = row_ok[None, :] & (m >= begin[None, :]) & (m < (begin + count)[None, :])
         to = hidden + (split * num_rows + m) * width + n[None, :]
@@ -100,10 +124,10 @@ def _shrink_tile(
 
 @triton.jit(do_not_specialize=["num_rows", "lora_tiles"])
 def _linear(
-    x, w, out, hidden, pool, table, scalings, blocks, num_blocks, num_rows, n_size, k_size,
-    width, lora_tiles,
-    NUM_PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    x, squares, num_pieces, w, out, hidden, pool, table, scalings, blocks, num_blocks, num_rows,
+    n_size, k_size, eps, width, lora_tiles,
+    NUM_PARTS: tl.constexpr, PIECES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, LINES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     let_next_begin(DEPENDENT)
     pid = tl.program_id(0)
@@ -114,23 +138,30 @@ def _linear(
     if NUM_PARTS:
         if pid < lora_tiles:
             _shrink_tile(
-                x, hidden, pool, table, scalings, blocks, num_blocks, pid, split, first, last,
-                num_rows, k_size, width, NUM_PARTS, BLOCK_M, BLOCK_N, BLOCK_K, DEPENDENT,
+                x, squares, num_pieces, hidden, pool, table, scalings, blocks, num_blocks, pid,
+                split, first, last, num_rows, k_size, eps, width, NUM_PARTS, PIECES, BLOCK_M,
+                BLOCK_N, BLOCK_K, DEPENDENT,
             )  # fmt: skip
             return
     n = (pid - lora_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
     w_rows = w + tl.minimum(n, n_size - 1).to(tl.int64) * k_size
+    line = tl.arange(0, LINES) * (BLOCK_K // LINES)
+    prefetch(w_rows[:, None] + first + line[None, :], DEPENDENT)
     wait_for_inputs(DEPENDENT)
     m = tl.arange(0, BLOCK_M)
+    if PIECES:
+        of_pieces = _squares_of(squares, num_pieces, num_rows, BLOCK_M, PIECES)
     acc = _product(
         x, w_rows, n < n_size, num_rows, k_size, first, last, BLOCK_M, BLOCK_N, BLOCK_K, False
     )
+    if PIECES:
+        acc = _divided(acc, of_pieces, k_size, eps)
     to = out + (split * num_rows + m[:, None]).to(tl.int64) * n_size + n[None, :]
     tl.store(to, tl.trans(acc), mask=(m < num_rows)[:, None] & (n < n_size)[None, :])
 
 
 def linear(
-    x: Tensor,
+    x: Tensor | Normed,
     weight: Tensor,
     site: LoraSite | None = None,
     rows: LoraRows | None = None,
@@ -139,6 +170,7 @@ def linear(
 ) -> tuple[Tensor, LoraTerm | None]:
     """x [rows, k] times weight [n, k] transposed, as partial sums [splits, rows, n] in float32 or
     one product in x's dtype; and, given a site, what its adapters shrink x to."""
+    x, squares, num_pieces, eps = _parts_of(x)
     num_rows, k_size = x.shape
     n_size = weight.shape[0]
     if tiling is None:
@@ -160,13 +192,21 @@ def linear(
         adapters = (hidden, site.pool, site.table, site.scalings, rows.blocks, rows.num_blocks)
     grid = (lora_tiles + triton.cdiv(n_size, tiling.block_n), splits)
     _linear[grid](
-        x, weight, out, *adapters, num_rows, n_size, k_size, width, lora_tiles,
-        NUM_PARTS=num_parts,
+        x, squares, num_pieces, weight, out, *adapters, num_rows, n_size, k_size, eps, width,
+        lora_tiles, NUM_PARTS=num_parts,
+        PIECES=triton.next_power_of_2(num_pieces) if num_pieces else 0,
         BLOCK_M=max(16, triton.next_power_of_2(num_rows)), BLOCK_N=tiling.block_n,
-        BLOCK_K=tiling.block_k, num_stages=tiling.num_stages,
-        num_warps=tiling.num_warps, **launch_options(x.device),
+        BLOCK_K=tiling.block_k, LINES=max(1, tiling.block_k * x.element_size() // CACHE_LINE_BYTES),
+        num_stages=tiling.num_stages, num_warps=tiling.num_warps, **launch_options(x.device),
     )  # fmt: skip
     return out, term
+
+
+def _parts_of(x: Tensor | Normed) -> tuple[Tensor, Tensor, int, float]:
+    """Values, sums of squares, how many of those a row has, and what is added to their mean."""
+    if isinstance(x, Normed):
+        return x.values, x.squares, x.squares.shape[1], x.eps
+    return x, x, 0, 0.0
 
 
 def tiling_for(num_rows: int, n_size: int, k_size: int, lora_tiles: int = 0) -> Tiling:
@@ -177,7 +217,7 @@ def tiling_for(num_rows: int, n_size: int, k_size: int, lora_tiles: int = 0) -> 
     """
     tiles = triton.cdiv(n_size, BLOCK_N) + lora_tiles
     if num_rows <= 16:
-        fits = ((6, 110, 136), (3, 300, 408), (4, 200, 270))
+        fits = ((6, 110, 136), (3, 300, 408), (4, 190, 270))
         # With adapters, splits cost their readers more: twice as many sums to add up.
         for num_stages, fewest, most in fits if not lora_tiles else (fits[0], fits[2], fits[1]):
             for splits in (1, 2, 4):

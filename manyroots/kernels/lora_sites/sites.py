@@ -27,6 +27,9 @@ DECODE_BLOCK_ROWS = 16
 PREFILL_BLOCK_ROWS = 64
 """Most rows that one program takes: few, so that many programs share a decode step's work; many,
 so that a prefill's weights are read seldom."""
+MOST_SINGLE_ROWS = 32
+"""Up to here a program of the fused kernels has one row: what rows share is in the cache, and a
+program of several is large, so that not all of them fit onto the chip at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +71,18 @@ class LoraRows:
     """int32 [num_rows]; BASE for rows of the base model."""
     blocks: Tensor
     """int32 [max_blocks, 3]: first row, number of rows, slot. The first `num_blocks` cover every
-    row, those of the base model, too."""
+    row, those of the base model, too; the others have no rows."""
     num_blocks: Tensor
     """int32 [1], on the device: a captured graph serves any number up to `max_blocks`."""
     max_blocks: int
+
+    @property
+    def programs(self) -> tuple[int, int]:
+        """How many rows a program of a fused kernel takes at a time, and how many programs."""
+        num_rows = self.slots.shape[0]
+        if num_rows <= MOST_SINGLE_ROWS:
+            return 1, num_rows
+        return DECODE_BLOCK_ROWS, self.max_blocks
 
     @classmethod
     def build(cls, slots: Sequence[int], device: torch.device, *, block_rows: int) -> LoraRows:

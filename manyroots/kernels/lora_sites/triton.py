@@ -2,7 +2,8 @@
 
 Same signatures as `reference.py`. Work is by blocks of rows that want the same slot, so an
 adapter's weights are read once per block. `expand_tile` is also what the fused kernels call to add
-an adapter's part to a tile they are computing anyway.
+an adapter's part to a tile they are computing anyway: of a block of rows or, in a small step, of
+one row.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from manyroots.kernels.launch import launch_options, let_next_begin, wait_for_inputs
+from manyroots.kernels.launch import launch_options, let_next_begin, prefetch, wait_for_inputs
 from manyroots.kernels.lora_sites.sites import LoraRows, LoraSite, LoraTerm
 
 RANK_BLOCK = 16
@@ -33,6 +34,24 @@ def scale_of(scalings, table, slot, columns, NUM_PARTS: tl.constexpr):
 
 
 @triton.jit
+def rows_of(slots, blocks, program, BLOCK_R: tl.constexpr):
+    """The first row of a fused kernel's program, how many it has, and the slot they want.
+
+    A program has a block of rows or, where a tile has room for no more, one row. Of blocks there
+    may be fewer than programs; what is left over has no rows.
+    """
+    if BLOCK_R == 1:
+        first = program
+        count = 1
+        slot = tl.load(slots + program)
+    else:
+        first = tl.load(blocks + 3 * program)
+        count = tl.load(blocks + 3 * program + 1)
+        slot = tl.load(blocks + 3 * program + 2)
+    return first, count, slot
+
+
+@triton.jit
 def part_of(pool, table, slot, part, NUM_PARTS: tl.constexpr):
     """Where a slot's part begins among the ranks, its rank, and its B. BASE has rank 0."""
     entry = table + tl.maximum(slot, 0) * (2 + 3 * NUM_PARTS) + 2 + 3 * part
@@ -50,12 +69,24 @@ def ranks_of(b, rank, first, cols, RANK_BLOCK: tl.constexpr):
 
 
 @triton.jit
+def early_ranks(b, rank, cols, RANK_BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+    """`ranks_of` 0, before a kernel's inputs are there; the others are to be in the cache then."""
+    for first in range(RANK_BLOCK, rank, RANK_BLOCK):
+        prefetch(b + cols * rank + first, DEPENDENT)
+    return ranks_of(b, rank, 0, cols, RANK_BLOCK)
+
+
+@triton.jit
 def expand_tile(
     acc, first_ranks, b, start, rank, cols, hidden, hidden_split, hidden_row, rows, row_ok,
     NUM_SPLITS: tl.constexpr, RANK_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """acc + hidden[rows] B[cols]^T; `cols` count from the part's first, `first_ranks` are
-    `ranks_of` 0, which a caller can load before its inputs are there."""
+    `early_ranks`.
+
+    One row is multiplied and added up: a matrix instruction would want sixteen, and the weight
+    in another order than it is read in.
+    """
     weight = first_ranks
     for first in range(0, rank, RANK_BLOCK):
         if first > 0:
@@ -66,7 +97,11 @@ def expand_tile(
         h = tl.load(at, mask=ok, other=0.0)
         for split in tl.static_range(1, NUM_SPLITS):
             h += tl.load(at + split * hidden_split, mask=ok, other=0.0)
-        acc = tl.dot(h.to(weight.dtype), tl.trans(weight), acc, input_precision="ieee")
+        if acc.shape[0] == 1:
+            products = h.to(weight.dtype).to(tl.float32) * weight.to(tl.float32)
+            acc += tl.sum(products, axis=1)[None, :]
+        else:
+            acc = tl.dot(h.to(weight.dtype), tl.trans(weight), acc, input_precision="ieee")
     return acc
 
 

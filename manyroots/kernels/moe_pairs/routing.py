@@ -11,6 +11,18 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
+class Tiles:
+    """Pieces of the experts' lists of pairs, as the products of many tokens take them."""
+
+    rows: int
+    """Most pairs of a tile."""
+    places: Tensor
+    """int32 [most tiles, 3]: an expert, and where the tile begins and ends in `pairs`."""
+    count: Tensor
+    """int32 [1], on the device: how many there are."""
+
+
+@dataclass(frozen=True, slots=True)
 class Routing:
     """One layer's routing of one step, on the device."""
 
@@ -23,3 +35,5 @@ class Routing:
     that have any come first."""
     experts: Tensor
     """int32 [num_tokens, top_k]: the expert of each pair."""
+    tiles: Tiles | None = None
+    """Of many tokens alone, whose pairs lie without gaps."""

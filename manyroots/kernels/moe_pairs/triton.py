@@ -34,9 +34,11 @@ from manyroots.kernels.moe_pairs.triton_adapters import (
     shrink_pairs,
     shrink_tile,
 )
+from manyroots.kernels.moe_pairs.triton_order import ordered
+from manyroots.kernels.moe_pairs.triton_tiles import experts_in_tiles, tile_rows
 
 MAX_ROUTED_TOKENS = 128
-"""Most tokens whose pairs `route` orders itself; more are sorted by torch."""
+"""Most tokens whose pairs `route` orders itself; more go through `triton_order.py` and in tiles."""
 MAX_PAIRWISE_TOKENS = 128
 """Most tokens whose adapters are computed pair by pair. With more, pairs share matrices."""
 
@@ -164,16 +166,8 @@ def route(logits: Tensor, top_k: int, *, renormalise: bool) -> Routing:
     )  # fmt: skip
     if is_small:
         return Routing(weights, pairs, groups, chosen)
-    return _sorted(chosen, weights, num_experts)
-
-
-def _sorted(chosen: Tensor, weights: Tensor, num_experts: int) -> Routing:
-    """Many pairs, in order by torch. Every expert is likely to have some."""
-    ordered, pairs = chosen.flatten().sort(stable=True)
-    ids = torch.arange(num_experts + 1, dtype=torch.int32, device=chosen.device)
-    starts = torch.searchsorted(ordered, ids, out_int32=True)
-    groups = torch.stack((ids[:-1], starts[:-1], starts[1:]), dim=1)
-    return Routing(weights, pairs.int(), groups, chosen)
+    rows = tile_rows(num_rows * top_k, num_experts)
+    return ordered(chosen, weights, num_experts, tile_rows=rows)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "shrink_rows"])
@@ -307,6 +301,8 @@ def experts(
 
     gate_up is [experts, 2 n, hidden] (gates first), down is [experts, hidden, n].
     """
+    if routing.tiles is not None:
+        return experts_in_tiles(x, routing, gate_up, down, adapters)
     cut = tiling or ExpertTiling()
     num_experts, hidden_size, n_size = down.shape
     num_tokens, top_k = routing.weights.shape

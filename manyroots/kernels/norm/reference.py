@@ -7,6 +7,7 @@ from torch import Tensor
 
 from manyroots.kernels.lora_sites.reference import expanded
 from manyroots.kernels.lora_sites.sites import LoraTerm
+from manyroots.kernels.norm.normed import Normed
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -21,9 +22,20 @@ def add_rms_norm(
 ) -> Tensor:
     """Add `delta` ([rows, n], or partial sums [splits, rows, n]) and what adapters add onto
     `residual` in place; give the sum, normalised."""
+    return rms_norm(_add(residual, delta, lora), weight, eps).to(residual.dtype)
+
+
+def add_norm(residual: Tensor, delta: Tensor, weight: Tensor, eps: float, lora: LoraTerm) -> Normed:
+    """`add_rms_norm` without its division. Up to 64 rows."""
+    total = _add(residual, delta, lora)
+    scaled = (total * weight.float()).to(residual.dtype)
+    return Normed(scaled, total.square().sum(1, keepdim=True), eps)
+
+
+def _add(residual: Tensor, delta: Tensor, lora: LoraTerm | None) -> Tensor:
+    """The sum, as it is before `residual` rounds it: the fused kernel never reads that back."""
     total = residual.float() + (delta if delta.dim() == 2 else delta.float().sum(0)).float()
     if lora is not None:
         total = total + expanded(lora)
     residual.copy_(total)
-    # The unrounded sum is normalised: the fused kernel never reads back what it stored.
-    return rms_norm(total, weight, eps).to(residual.dtype)
+    return total

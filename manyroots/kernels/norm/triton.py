@@ -1,7 +1,9 @@
-"""Residual add, an adapter's expand and RMS normalisation in one kernel, one program per row.
+"""Residual add, an adapter's expand and RMS normalisation in one kernel.
 
-Same signatures as `reference.py`. At decode a row's reads are few enough for one multiprocessor;
-what counts is that there is one launch and no second trip to memory.
+Same signatures as `reference.py`. A row's own reads are few enough for one multiprocessor: there is
+one program per row, one launch and no second trip to memory. An adapter's B is more than one
+multiprocessor should read and multiply while all others wait. With adapters, and where one product
+alone reads the rows, a program has a piece of them and leaves the division to that product.
 """
 
 from __future__ import annotations
@@ -19,6 +21,17 @@ from manyroots.kernels.launch import (
     wait_for_inputs,
 )
 from manyroots.kernels.lora_sites.sites import LoraTerm
+from manyroots.kernels.lora_sites.triton import (
+    RANK_BLOCK,
+    early_ranks,
+    expand_tile,
+    part_of,
+    rows_of,
+)
+from manyroots.kernels.norm.normed import Normed
+
+PIECE = 128
+"""Columns of a program that has a piece of its rows."""
 
 
 @triton.jit
@@ -89,6 +102,44 @@ def _add_rms_norm(
     tl.store(out + row * n + cols, total * inverse * scale, mask=ok)
 
 
+@triton.jit
+def _add_norm_piece(
+    residual, delta, weight, out, squares, hidden, pool, table, slots, blocks, n, delta_split,
+    delta_row, hidden_split, hidden_row,
+    NUM_SPLITS: tl.constexpr, HIDDEN_SPLITS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, RANK_BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    let_next_begin(DEPENDENT)
+    piece = tl.program_id(0)
+    cols = piece * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = tl.minimum(cols, n - 1)
+    scale = tl.load(weight + inside[None, :]).to(tl.float32)
+    first, count, slot = rows_of(slots, blocks, tl.program_id(1), BLOCK_R)
+    if count == 0:
+        return
+    start, rank, b = part_of(pool, table, slot, 0, 1)
+    first_ranks = early_ranks(b, rank, inside, RANK_BLOCK, DEPENDENT)
+    wait_for_inputs(DEPENDENT)
+    r = tl.arange(0, BLOCK_R)
+    rows = (first + r).to(tl.int64)
+    ok = (r < count)[:, None] & (cols < n)[None, :]
+    at = rows[:, None] * n + cols[None, :]
+    total = tl.load(residual + at, mask=ok, other=0.0).to(tl.float32)
+    for split in tl.static_range(NUM_SPLITS):
+        added = delta + split * delta_split + rows[:, None] * delta_row + cols[None, :]
+        total += tl.load(added, mask=ok, other=0.0).to(tl.float32)
+    total = expand_tile(
+        total, first_ranks, b, start, rank, inside, hidden, hidden_split, hidden_row, rows,
+        r < count, HIDDEN_SPLITS, RANK_BLOCK,
+    )  # fmt: skip
+    total = tl.where(ok, total, 0.0)
+    tl.store(residual + at, total, mask=ok)
+    tl.store(out + at, total * scale, mask=ok)
+    of_rows = squares + rows * tl.num_programs(0) + piece
+    tl.store(of_rows, tl.sum(total * total, axis=1), mask=r < count)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight, over the last dimension.
 
@@ -126,6 +177,24 @@ def add_rms_norm(
         **launch_options(residual.device),
     )  # fmt: skip
     return out
+
+
+def add_norm(residual: Tensor, delta: Tensor, weight: Tensor, eps: float, lora: LoraTerm) -> Normed:
+    """`add_rms_norm` without its division. Up to 64 rows."""
+    num_rows, n = residual.shape
+    parts, hidden, rows = as_splits(delta), lora.hidden, lora.rows
+    block_r, num_programs = rows.programs
+    out = torch.empty_like(residual)
+    num_pieces = triton.cdiv(n, PIECE)
+    squares = torch.empty(num_rows, num_pieces, dtype=torch.float32, device=residual.device)
+    _add_norm_piece[(num_pieces, num_programs)](
+        residual, parts, weight, out, squares, hidden, lora.site.pool, lora.site.table, rows.slots,
+        rows.blocks, n, parts.stride(0), parts.stride(1), hidden.stride(0), hidden.stride(1),
+        NUM_SPLITS=parts.shape[0], HIDDEN_SPLITS=hidden.shape[0], BLOCK_R=block_r, BLOCK_N=PIECE,
+        RANK_BLOCK=RANK_BLOCK, num_warps=2 if block_r == 1 else 8, num_stages=1,
+        **launch_options(residual.device),
+    )  # fmt: skip
+    return Normed(out, squares, eps)
 
 
 def _warps(n: int) -> int:

@@ -13,8 +13,17 @@ from torch import Tensor
 
 from manyroots.kernels.launch import as_splits, launch_options, let_next_begin, wait_for_inputs
 from manyroots.kernels.lora_sites.sites import LoraTerm
-from manyroots.kernels.lora_sites.triton import RANK_BLOCK, expand_tile, part_of, ranks_of
+from manyroots.kernels.lora_sites.triton import (
+    RANK_BLOCK,
+    early_ranks,
+    expand_tile,
+    part_of,
+    rows_of,
+)
 from manyroots.kernels.rope_write.inputs import Angles, QkNorm, Slots
+
+MANY_ROWS = 64
+"""Beyond, a step has more than enough programs, and larger ones read faster."""
 
 
 @triton.jit
@@ -42,7 +51,7 @@ def _write_tile(
 @triton.jit(do_not_specialize=["num_rows"])
 def _rope_write(
     qkv, cos, sin, q_weight, k_weight, q_out, layer_kv, pages, offsets,
-    hidden, pool, table, blocks, num_blocks,
+    hidden, pool, table, slots, blocks,
     num_rows, eps, in_split, in_row, hidden_split, hidden_row, page_stride, part_stride,
     token_stride,
     NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr,
@@ -51,24 +60,22 @@ def _rope_write(
 ):  # fmt: skip
     let_next_begin(DEPENDENT)
     head = tl.program_id(0)
-    block = tl.program_id(1)
+    program = tl.program_id(1)
     is_key = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV)
     d = tl.arange(0, HALF)
     if HIDDEN_SPLITS:
-        if block >= tl.load(num_blocks):
+        first, count, slot = rows_of(slots, blocks, program, BLOCK_R)
+        if count == 0:
             return
-        first = tl.load(blocks + 3 * block)
-        count = tl.load(blocks + 3 * block + 1)
-        slot = tl.load(blocks + 3 * block + 2)
         # The site's parts are q, k, v; rows of B count from the part's own first.
         part = tl.where(head < NUM_HEADS, 0, tl.where(is_key, 1, 2))
         part_head = tl.where(head < NUM_HEADS, head, (head - NUM_HEADS) % NUM_KV)
         start, rank, b_all = part_of(pool, table, slot, part, 3)
         a_cols = part_head * (2 * HALF) + d
-        a_ranks = ranks_of(b_all, rank, 0, a_cols, RANK_BLOCK)
-        b_ranks = ranks_of(b_all, rank, 0, a_cols + HALF, RANK_BLOCK)
+        a_ranks = early_ranks(b_all, rank, a_cols, RANK_BLOCK, DEPENDENT)
+        b_ranks = early_ranks(b_all, rank, a_cols + HALF, RANK_BLOCK, DEPENDENT)
     else:
-        first = block * BLOCK_R
+        first = program * BLOCK_R
         count = tl.minimum(BLOCK_R, num_rows - first)
     wait_for_inputs(DEPENDENT)
     for at in range(0, count, BLOCK_R):
@@ -129,19 +136,24 @@ def rope_write(
     if lora is None:
         adapters = (parts, parts, parts, parts, parts)
         strides, splits = (0, 0), 0
-        block_r = 1 if num_rows <= 16 else 4
+        block_r, num_warps = (1, 1) if num_rows <= 16 else (4, 1)
+        if num_rows > MANY_ROWS:
+            block_r, num_warps = 16, 4
         num_programs = triton.cdiv(num_rows, block_r)
     else:
         hidden, rows = lora.hidden, lora.rows
-        adapters = (hidden, lora.site.pool, lora.site.table, rows.blocks, rows.num_blocks)
+        adapters = (hidden, lora.site.pool, lora.site.table, rows.slots, rows.blocks)
         strides, splits = (hidden.stride(0), hidden.stride(1)), hidden.shape[0]
-        block_r, num_programs = 16, rows.max_blocks
+        block_r, num_programs = rows.programs
+        num_warps = 4 if block_r == 1 else 2
+        if num_rows > MANY_ROWS:
+            block_r, num_warps = 32, 4
     _rope_write[(num_heads + 2 * kv_heads, num_programs)](
         parts, angles.cos, angles.sin, *weights, q_out, layer_kv, slots.pages, slots.offsets,
         *adapters, num_rows, 0.0 if norm is None else norm.eps, parts.stride(0), parts.stride(1),
         *strides, layer_kv.stride(0), layer_kv.stride(1), layer_kv.stride(2),
         NUM_HEADS=num_heads, NUM_KV=kv_heads, HALF=head_dim // 2, HAS_NORM=norm is not None,
         NUM_SPLITS=parts.shape[0], HIDDEN_SPLITS=splits, BLOCK_R=block_r, RANK_BLOCK=RANK_BLOCK,
-        num_warps=1 if lora is None else 2, num_stages=1, **launch_options(qkv.device),
+        num_warps=num_warps, num_stages=1, **launch_options(qkv.device),
     )  # fmt: skip
     return q_out

@@ -15,9 +15,10 @@ from manyroots.ids import AdapterDigest
 from manyroots.lora.files.config import AdapterConfig, read_config
 from manyroots.lora.files.digest import content_digest, read_and_hash
 from manyroots.lora.files.folder import CONFIG_FILE, WEIGHTS_FILE, check_folder, find_file
-from manyroots.lora.files.header import Header, TensorEntry, read_header
+from manyroots.lora.files.header import Header, read_header
 from manyroots.lora.files.keys import base_copy_of, parse_key, refuse_key
 from manyroots.lora.files.opened import AdapterFile
+from manyroots.lora.files.tensors import TensorEntry
 
 _LAYER = re.compile(r"\.(\d+)\.")
 

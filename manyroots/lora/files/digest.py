@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 from manyroots.ids import AdapterDigest
@@ -17,25 +18,49 @@ from manyroots.lora.files.header import Header
 from manyroots.lora.files.opened import AdapterFile
 
 CHUNK_BYTES = 4 << 20
+"""With less, threads wait for each other's Python more often than cores are idle at the end."""
 _DOMAIN = b"manyroots adapter content v1"
-_MAX_THREADS = 16
+_MAX_THREADS = 8
+"""More share what hashes on most machines, and are slower together (measured)."""
+
+Seen = Callable[[int, memoryview], None]
+"""Called with each chunk's place in the data and its bytes, on the thread that has just read it.
+Without memory of their own the bytes are gone when it returns."""
 
 
-def read_and_hash(file: AdapterFile, header: Header, into: memoryview | None) -> list[bytes]:
+def read_and_hash(
+    file: AdapterFile, header: Header, into: memoryview | None, seen: Seen | None = None
+) -> list[bytes]:
     """Read all data of the file, into `into` if given; the hashes of its chunks."""
+    left = deque(range(0, header.data_bytes, CHUNK_BYTES))
+    hashes = [b""] * len(left)
 
-    def chunk(start: int) -> bytes:
-        length = min(CHUNK_BYTES, header.data_bytes - start)
-        view = memoryview(bytearray(length)) if into is None else into[start : start + length]
-        file.read_into(view, header.data_offset + start)
-        return hashlib.sha256(view).digest()
+    def work() -> None:
+        room = memoryview(bytearray(CHUNK_BYTES if into is None else 0))
+        while (start := _first(left)) is not None:
+            length = min(CHUNK_BYTES, header.data_bytes - start)
+            view = room[:length] if into is None else into[start : start + length]
+            file.read_into(view, header.data_offset + start)
+            hashes[start // CHUNK_BYTES] = hashlib.sha256(view).digest()
+            if seen is not None:
+                seen(start, view)
 
-    starts = range(0, header.data_bytes, CHUNK_BYTES)
-    if len(starts) <= 1:
-        return [chunk(start) for start in starts]
-    num_threads = min(_MAX_THREADS, os.cpu_count() or 1, len(starts))
+    num_threads = min(_MAX_THREADS, os.cpu_count() or 1, len(left))
+    if num_threads <= 1:
+        work()
+        return hashes
     with ThreadPoolExecutor(num_threads, thread_name_prefix="adapter-read") as threads:
-        return list(threads.map(chunk, starts))
+        for done in [threads.submit(work) for _ in range(num_threads)]:
+            done.result()
+    return hashes
+
+
+def _first(left: deque[int]) -> int | None:
+    """Several threads take from it, so that to look whether there is one says nothing."""
+    try:
+        return left.popleft()
+    except IndexError:
+        return None
 
 
 def content_digest(config: bytes, header: Header, chunks: Iterable[bytes]) -> AdapterDigest:

@@ -12,12 +12,14 @@ refused.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import NoReturn
 
 from manyroots.errors import AdapterError
 from manyroots.lora.files.config import AdapterConfig
-from manyroots.lora.files.header import TensorEntry
 from manyroots.lora.files.modules import Home, Place, with_expert
 from manyroots.lora.files.pairs import Half, PairLayout, Piece, check_shape, named
+from manyroots.lora.files.tensors import TensorEntry
 from manyroots.lora.targets import Target, Targets
 
 
@@ -76,20 +78,29 @@ def _stacked(
             raise AdapterError(f"{name} has weights in two formats; keep one of them.")
         index = half.tensors[None]
         return Piece((index,), _stack_shape(tensors[index], name, wanted, num_experts))
-    beyond = [expert for expert in half.tensors if expert is not None and expert >= num_experts]
-    if beyond:
-        raise _too_many(name, max(beyond) + 1, num_experts)
-    missing = [str(expert) for expert in range(num_experts) if expert not in half.tensors]
-    if missing:
-        raise AdapterError(
-            f"{name} has no weights for the experts {named(missing)} of {num_experts}; the file "
-            "is incomplete. Save the adapter again, with zeros for experts that were not trained."
-        )
+    if half.tensors.keys() != _all(num_experts):
+        _refuse_other_experts(name, half, num_experts)
     indexes = tuple(half.tensors[expert] for expert in range(num_experts))
     for index in indexes:
         if tensors[index].shape != wanted:
             check_shape(tensors[index], wanted, name)
     return Piece(indexes, (num_experts, *wanted))
+
+
+@cache
+def _all(num_experts: int) -> frozenset[int]:
+    return frozenset(range(num_experts))
+
+
+def _refuse_other_experts(name: str, half: Half, num_experts: int) -> NoReturn:
+    highest = max(expert for expert in half.tensors if expert is not None)
+    if highest >= num_experts:
+        raise _too_many(name, highest + 1, num_experts)
+    missing = [str(expert) for expert in range(num_experts) if expert not in half.tensors]
+    raise AdapterError(
+        f"{name} has no weights for the experts {named(missing)} of {num_experts}; the file "
+        "is incomplete. Save the adapter again, with zeros for experts that were not trained."
+    )
 
 
 def _stack_shape(

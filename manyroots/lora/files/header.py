@@ -11,24 +11,14 @@ from typing import Any, NamedTuple
 
 from manyroots.errors import AdapterError
 from manyroots.lora.files.opened import AdapterFile
+from manyroots.lora.files.plain_header import parse_plain
 from manyroots.lora.files.strict_json import parse_object
+from manyroots.lora.files.tensors import BYTES_PER_ELEMENT, MAX_NAME_CHARS, TensorEntry
 
 MAX_HEADER_BYTES = 64 << 20
-BYTES_PER_ELEMENT = {"F32": 4, "F16": 2, "BF16": 2}
 _FIELDS = {"dtype", "shape", "data_offsets"}
-_MAX_NAME_CHARS = 1024
 _MAX_DIMS = 8
 _MAX_SIZE = 1 << 63
-
-
-class TensorEntry(NamedTuple):
-    """One tensor of the file; offsets count from the first byte of data."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    end: int
 
 
 class Header(NamedTuple):
@@ -52,13 +42,21 @@ def read_header(file: AdapterFile) -> Header:
             f"{MAX_HEADER_BYTES} are read",
         )
     raw = file.read(8, length)
+    tensors = parse_plain(raw) or _parse(file, raw)
+    data_bytes = file.num_bytes - 8 - length
+    needed = tensors[-1].end if tensors else 0
+    if needed != data_bytes:
+        raise _broken(file, f"its tensors need {needed} bytes of data and {data_bytes} are there")
+    return Header(tuple(tensors), raw, 8 + length, data_bytes)
+
+
+def _parse(file: AdapterFile, raw: bytes) -> list[TensorEntry]:
     fields = parse_object(raw, f"the header of {file.path}", _described)
     fields.pop("__metadata__", None)
-    data_bytes = file.num_bytes - 8 - length
     tensors = [_entry(file, name, about) for name, about in fields.items()]
     tensors.sort(key=lambda tensor: (tensor.start, tensor.end))
-    _check_contiguous(file, tensors, data_bytes)
-    return Header(tuple(tensors), raw, 8 + length, data_bytes)
+    _check_contiguous(file, tensors)
+    return tensors
 
 
 class _Described(NamedTuple):
@@ -82,7 +80,7 @@ def _described(fields: dict[str, Any]) -> Any:
 
 
 def _entry(file: AdapterFile, name: str, about: Any) -> TensorEntry:
-    if len(name) > _MAX_NAME_CHARS or not name.isprintable():
+    if len(name) > MAX_NAME_CHARS or not name.isprintable():
         raise _broken(file, f"the tensor name {name[:100]!r} is too long or can't be printed")
     if not isinstance(about, _Described):
         raise _broken(file, f"{name!r} is not described by dtype, shape and data_offsets")
@@ -119,7 +117,7 @@ def _listed(values: Any) -> str:
     return repr(list(values) if isinstance(values, tuple) else values)[:200]
 
 
-def _check_contiguous(file: AdapterFile, tensors: list[TensorEntry], data_bytes: int) -> None:
+def _check_contiguous(file: AdapterFile, tensors: list[TensorEntry]) -> None:
     position = 0
     for tensor in tensors:
         if tensor.start != position:
@@ -128,8 +126,6 @@ def _check_contiguous(file: AdapterFile, tensors: list[TensorEntry], data_bytes:
                 file, f"{tensor.name!r} begins at {tensor.start} and {what} at {position}"
             )
         position = tensor.end
-    if position != data_bytes:
-        raise _broken(file, f"its tensors need {position} bytes of data and {data_bytes} are there")
 
 
 def _broken(file: AdapterFile, what: str) -> AdapterError:

@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from manyroots.errors import AdapterError
 from manyroots.lora.files.config import AdapterConfig
 from manyroots.lora.files.experts import expert_pairs
-from manyroots.lora.files.header import Header, TensorEntry
-from manyroots.lora.files.keys import Key, base_copy_of, parse_key, refuse_key
-from manyroots.lora.files.modules import Home, Place, place_of
+from manyroots.lora.files.header import Header
+from manyroots.lora.files.keys import base_copy_of, parse_key, refuse_key
+from manyroots.lora.files.modules import Place, place_of
 from manyroots.lora.files.pairs import (
+    ExpertHalves,
     Half,
     Halves,
     Layout,
@@ -25,6 +26,7 @@ from manyroots.lora.files.pairs import (
     named,
 )
 from manyroots.lora.files.patterns import endings
+from manyroots.lora.files.tensors import TensorEntry
 from manyroots.lora.targets import Target, TargetKind, Targets
 
 
@@ -81,10 +83,13 @@ def _plain_pair(
 def _sorted_by_home(header: Header, targets: Targets) -> tuple[Halves, list[tuple[str, int]]]:
     """Every tensor of the file is placed, or refused by name."""
     halves: Halves = {}
+    of_experts = ExpertHalves()
     base_copies: list[tuple[str, int]] = []
     adapters: set[str | None] = set()
     unknown: list[str] = []
     for index, entry in enumerate(header.tensors):
+        if of_experts.put(entry.name, index):
+            continue
         key = parse_key(entry.name)
         if key is None:
             base_copies.append((_base_copy(entry, targets), index))
@@ -94,7 +99,10 @@ def _sorted_by_home(header: Header, targets: Targets) -> tuple[Halves, list[tupl
         if home is None:
             unknown.append(key.module)
             continue
-        _put(halves, home, expert, key, index, entry)
+        half = halves.setdefault(home, {}).setdefault(key.side, Half(key.module))
+        half.put(expert, index, entry.name)
+        if expert is not None:
+            of_experts.learn(entry.name, half)
     if unknown:
         raise AdapterError(
             f"the adapter changes {named(unknown)}, which this model does not let adapters "
@@ -106,20 +114,6 @@ def _sorted_by_home(header: Header, targets: Targets) -> tuple[Halves, list[tupl
             "each in a folder of its own."
         )
     return halves, base_copies
-
-
-def _put(
-    halves: Halves, home: Home, expert: int | None, key: Key, index: int, entry: TensorEntry
-) -> None:
-    sides = halves.get(home)
-    if sides is None:
-        sides = halves[home] = {}
-    half = sides.get(key.side)
-    if half is None:
-        half = sides[key.side] = Half(key.module)
-    if expert in half.tensors:
-        raise AdapterError(f"{entry.name!r} is there in two spellings; keep one of them.")
-    half.tensors[expert] = index
 
 
 def _base_copy(entry: TensorEntry, targets: Targets) -> str:
@@ -167,9 +161,11 @@ def _check_target_modules(
     if config.target_modules is None:
         return
     named_modules = set(config.target_modules)
-    file_modules = (half.module for sides in halves.values() for half in sides.values())
-    known = {end for name in (*targets, *file_modules) for end in endings(name)}
-    unknown = sorted(named_modules - known)
+    unknown = sorted(named_modules - {name.rpartition(".")[2] for name in targets})
+    if unknown:
+        file_modules = (half.module for sides in halves.values() for half in sides.values())
+        known = {end for name in (*targets, *file_modules) for end in endings(name)}
+        unknown = sorted(set(unknown) - known)
     if unknown:
         raise AdapterError(
             f"target_modules names {named(unknown)}, which this model does not let adapters "

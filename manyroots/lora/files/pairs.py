@@ -5,18 +5,21 @@ See `store/adapter_weights.py` for the canonical shapes.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from manyroots.errors import AdapterError
-from manyroots.lora.files.header import TensorEntry
 from manyroots.lora.files.modules import Home
+from manyroots.lora.files.tensors import TensorEntry
 
 _MAX_NAMED = 6
+_EXPERTS = ".experts."
+_EXPERT_TAIL = re.compile(r"(\d{1,9})\.(\w+\.lora_[AB](?:\.[^.]+)?\.weight)")
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """One half of a pair, as a view of tensors of the file."""
 
     tensors: tuple[int, ...]
@@ -29,8 +32,7 @@ class Piece:
     """Then cut to these in the dimension before the last: [first, past the last)."""
 
 
-@dataclass(frozen=True, slots=True)
-class PairLayout:
+class PairLayout(NamedTuple):
     """One pair, in its canonical form."""
 
     target: str
@@ -59,6 +61,52 @@ class Half:
     def __init__(self, module: str) -> None:
         self.module = module
         self.tensors: dict[int | None, int] = {}
+
+    def put(self, expert: int | None, index: int, name: str) -> None:
+        if expert in self.tensors:
+            raise AdapterError(f"{name!r} is there in two spellings; keep one of them.")
+        self.tensors[expert] = index
+
+
+class ExpertHalves:
+    """Finds the half of a tensor of an expert by its name, once another expert's was placed there.
+
+    The names of a half differ in the expert's number alone, and what follows `.experts.` is the
+    same in every layer. Reading each name by itself would take most of the time of a file that has
+    tens of thousands.
+    """
+
+    def __init__(self) -> None:
+        self._halves: dict[tuple[str, str], Half] = {}
+        """By what is before the number, and what is behind it."""
+        self._tails: dict[str, tuple[int, str] | None] = {}
+        """The number, and what is behind it; None where there is none."""
+
+    def learn(self, name: str, half: Half) -> None:
+        """A tensor of an expert was placed in `half`."""
+        head, _, tail = name.partition(_EXPERTS)
+        parts = self._parts(tail)
+        if parts is not None and ".lora_" not in head:
+            self._halves[head, parts[1]] = half
+
+    def put(self, name: str, index: int) -> bool:
+        """Place a tensor; False if nothing is known of such names."""
+        head, _, tail = name.partition(_EXPERTS)
+        parts = self._parts(tail)
+        half = None if parts is None else self._halves.get((head, parts[1]))
+        if parts is None or half is None:
+            return False
+        half.put(parts[0], index, name)
+        return True
+
+    def _parts(self, tail: str) -> tuple[int, str] | None:
+        try:
+            return self._tails[tail]
+        except KeyError:
+            match = _EXPERT_TAIL.fullmatch(tail)
+            parts = None if match is None else (int(match.group(1)), match.group(2))
+            self._tails[tail] = parts
+            return parts
 
 
 Halves = dict[Home, dict[str, Half]]

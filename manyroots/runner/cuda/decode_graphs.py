@@ -58,6 +58,9 @@ class DecodeGraphs:
         self._graphs: dict[tuple[int, bool], _Captured] = {}
         self._memory = torch.cuda.graph_pool_handle() if capture else None
 
+    def has_room_for(self, num_rows: int) -> bool:
+        return num_rows <= self._sizes[-1]
+
     def size_for(self, num_rows: int) -> int:
         """To how many rows a step must be padded; the same without graphs, so that the results
         are the same bit by bit."""

@@ -4,8 +4,9 @@ A step is launched as soon as its plan is there; its tokens stay on the device f
 and travel to the host beside it. One thread launches, a second waits for tokens and answers, so
 that nobody waits for the device who could be preparing its next step.
 
-A step that only decodes, with nothing asked of sampling but temperature, is a graph. Every other
-step runs the same kernels one by one, and `Sampler` chooses for the rows that ask for more.
+A step that only decodes, or has few tokens, with nothing asked of sampling but temperature, is a
+graph. Every other step runs the same kernels one by one, and `Sampler` chooses for the rows that
+ask for more.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from manyroots.runner.cuda.device_rows import DeviceRows
 from manyroots.runner.cuda.host_rows import HostRows
 from manyroots.runner.cuda.in_flight import InFlight
 from manyroots.runner.cuda.packet import send
+from manyroots.runner.cuda.single_tokens import as_single_tokens, is_short
 from manyroots.runner.cuda.step_arrays import (
     Arrays,
     adapter_arrays,
@@ -45,8 +47,9 @@ from manyroots.step import Int32s, Plan, RowFault, StepResult, TokenLogprobs
 from manyroots.store.adapter_loader import AdapterLoader
 from manyroots.store.arena import PageArena
 
-WARM_TOKENS = 96
-"""More than the skinny products take: what larger prompts run on."""
+WARM_TOKENS = (96, 160, 1024)
+"""Prompts whose kernels are compiled ahead: more than the skinny products take, and with experts
+many enough for small tiles, and for large ones."""
 
 Answer = Callable[[], StepResult]
 """Waits for a launched step and gives its result."""
@@ -97,10 +100,11 @@ class CudaRunner(TorchRunner):
         if self._device.type != "cuda":
             return
         self._graphs.capture_all()
-        count = min(WARM_TOKENS, self._rows.page_table.shape[1] * self._arena.page_size)
-        for with_adapters in (False, True) if self._pool is not None else (False,):
-            inputs = blank_prefill(count, self._rows.spare_row, with_adapters=with_adapters)
-            self._hidden(inputs, send(self._arrays(inputs), self._device))
+        most = self._rows.page_table.shape[1] * self._arena.page_size
+        for count in sorted({min(tokens, most) for tokens in WARM_TOKENS}):
+            for with_adapters in (False, True) if self._pool is not None else (False,):
+                inputs = blank_prefill(count, self._rows.spare_row, with_adapters=with_adapters)
+                self._hidden(inputs, send(self._arrays(inputs), self._device))
 
     def launch(self, plan: Plan) -> Future[StepResult]:
         future: Future[StepResult] = Future()
@@ -142,19 +146,24 @@ class CudaRunner(TorchRunner):
                 self._loader().wait(MAX_WAIT_S)
             return lambda: StepResult(plan.step_id, np.empty(0, np.int32), adapters=self._answers())
         inputs = self._batch.inputs(plan)
+        if not self._is_plain(inputs):
+            return self._begin_any(plan, inputs, inputs.rows[inputs.sampling])
+        if inputs.num_decodes < len(inputs.rows):
+            inputs = as_single_tokens(inputs)
         rows = inputs.rows[inputs.sampling]
-        if self._is_plain_decode(inputs):
-            return self._answer(plan, inputs, InFlight(rows, self._decode(inputs), inputs.sampling))
-        return self._begin_any(plan, inputs, rows)
+        return self._answer(plan, inputs, InFlight(rows, self._decode(inputs), inputs.sampling))
 
-    def _is_plain_decode(self, inputs: StepInputs) -> bool:
+    def _is_plain(self, inputs: StepInputs) -> bool:
         """Whether a graph computes all that this step is asked for."""
         return (
-            inputs.num_decodes == len(inputs.rows)
+            (inputs.num_decodes == len(inputs.rows) or self._is_short(inputs))
             and not self._is_special(inputs.rows).any()
             and not self._state.wants_prompt_logprobs[inputs.rows].any()
             and self._changes_layers_alone(inputs)
         )
+
+    def _is_short(self, inputs: StepInputs) -> bool:
+        return self._graphs.has_room_for(len(inputs.tokens)) and is_short(inputs)
 
     def _is_special(self, rows: Int32s) -> np.ndarray:
         """Rows that `Sampler` must choose for."""

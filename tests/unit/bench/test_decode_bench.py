@@ -30,6 +30,10 @@ def test_every_batch_is_run_without_lora_with_it_and_with_adapters_w20() -> None
     assert found == [(label, batch) for label in labels for batch in (1, 3)]
     assert all(case["ms_per_step"] > 0 and case["prefill_s"] > 0 for case in report["cases"])
     assert set(report["first_token_s"]) >= {"disk", "device", "host"}
+    moves = report["adapter_moves_s"]
+    assert set(moves["disk"]) == {"to_host", "to_device"}
+    assert set(moves["host"]) == {"to_device"}
+    assert moves["device"] == {}
     assert report["workload"]["prompt_len"] == 16
 
 

@@ -114,6 +114,26 @@ def test_the_least_recently_used_tail_goes_first() -> None:
     audit(cache)
 
 
+def test_what_led_to_a_page_that_has_gone_was_used_with_it() -> None:
+    """The use of a page counts for all that leads there, also once the page itself is lost."""
+    cache = make(num_pages=4)
+    for start in (1, 11):
+        prompt = tokens(start, start + 1)
+        lease = lease_of(cache, prompt)
+        cache.announce(lease, prompt, 2, StepId(1))
+        cache.release(lease, Ending.FINISHED)
+    cache.commit_step(StepId(1))
+    longer = lease_of(cache, tokens(1, 2, 3, 4))
+    cache.release(lease_of(cache, tokens(11, 12, 13)), Ending.DROPPED)
+    cache.announce(longer, tokens(1, 2, 3, 4), 4, StepId(2))
+    cache.release(longer, Ending.DROPPED)
+    cache.fail_step(StepId(2))
+    assert isinstance(begin(cache, tokens(20, 21, 22, 23, 24, 25)), Lease)
+    assert found(cache, tokens(1, 2, 0)) == 2
+    assert found(cache, tokens(11, 12, 0)) == 0
+    audit(cache)
+
+
 def test_p03_a_failed_step_takes_back_what_it_announced_and_all_below_it() -> None:
     """P03: also where the announced run has been split or lengthened since."""
     cache = make(num_pages=16)

@@ -141,7 +141,7 @@ def test_t05_a_slow_tier_is_tried_again_after_many_requests() -> None:
     for _ in range(RETRY_AFTER):
         lease = hand.cache.claim(KEY, ints(*PROMPT), len(PROMPT), may_reuse=True)
         assert lease.num_cached_tokens == 0
-        hand.cache.count_hit(lease, len(PROMPT))
+        hand.cache.begin(lease, len(PROMPT))
         hand.cache.release(lease, Ending.DROPPED)
     assert hand.found(KEY, PROMPT) == 6
     assert hand.cache.lookup(KEY, ints(*PROMPT)).limit is Limit.NOTHING

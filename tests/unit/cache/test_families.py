@@ -209,6 +209,31 @@ def test_p10_a_dropped_lease_drops_the_checkpoint_of_its_launched_step() -> None
     assert hand.cache.stats().planes[1].num_free == 8
 
 
+def test_h10_a_request_gets_by_with_one_copy_of_each_page_where_there_is_no_room_for_two() -> None:
+    """H10: it holds the copy that the tree leads through beside its own; giving that one back, it
+    is found by its own pages from its next one on. Else it could never use all the room alone."""
+    hand = ByHand(Capacity(FULL_ATTENTION, 6), Capacity(recurrent(1), 8))
+    one, two = hand.claim(KEY, PROMPT[:5]), hand.claim(KEY, PROMPT[:5])
+    for _ in range(3):
+        hand.plan(one, two)
+        hand.commit()
+    hand.end(one)
+    pages = hand.cache.stats().planes[0]
+    assert (pages.num_held, pages.num_free) == (5, 1)  # 3 of its own, 2 copies
+    assert hand.cache.prefer_own(two.held)
+    audit(hand.cache)
+    pages = hand.cache.stats().planes[0]
+    assert (pages.num_held, pages.num_free) == (3, 3)
+    assert not hand.cache.prefer_own(two.held)
+    while len(two.tokens) < 9:
+        assert hand.plan(two).parts
+        hand.commit()
+    audit(hand.cache)
+    assert hand.cache.lookup(KEY, ints(*two.tokens)).walk.depth == 4
+    hand.end(two)
+    audit(hand.cache)
+
+
 def test_h04_a_request_is_credited_with_the_window_pages_it_gives_back() -> None:
     """H04: with no free window page left, a decode crosses a page by giving one back."""
     hand = ByHand(Capacity(FULL_ATTENTION, 16), Capacity(window(3, 2), 3))
@@ -378,12 +403,12 @@ def test_c04_reuse_and_miss_counts_are_the_requests_own() -> None:
     one, two = hand.claim(KEY, PROMPT), hand.claim(PrefixKey(ADAPTER_A), PROMPT)
     three = hand.claim(KEY, [1, 2, 3, 4, 0])
     assert [s.held.num_cached_tokens for s in (one, two, three)] == [8, 0, 4]
-    assert hand.cache.stats().total_lookup_tokens == 0
+    assert hand.cache.stats().total_lookup_tokens == len(PROMPT)
     for sequence in (one, two):
-        hand.cache.count_hit(sequence.held, len(sequence.tokens))
+        hand.cache.begin(sequence.held, len(sequence.tokens))
     hand.end(three, Ending.DROPPED)  # claimed, but never begun
     stats = hand.cache.stats()
-    assert (stats.total_lookup_tokens, stats.total_hit_tokens) == (18, 8)
+    assert (stats.total_lookup_tokens, stats.total_hit_tokens) == (3 * len(PROMPT), 8)
     assert stats.total_host_hit_tokens == 0
 
 

@@ -122,7 +122,6 @@ def test_s07_the_tokens_that_were_not_reused_are_counted_by_the_reason() -> None
 
     def begin(key: PrefixKey, tokens: list[int]) -> None:
         sequence = hand.run(key, tokens)
-        hand.cache.count_hit(sequence.held, len(tokens))
         hand.end(sequence)
 
     begin(KEY, PROMPT)

@@ -66,7 +66,7 @@ def test_t01_write_through_copies_what_is_published() -> None:
 
 
 def test_t01_selective_write_back_copies_what_was_found_again() -> None:
-    """T01: nothing on the first use; what a second request found on its claim, and no more."""
+    """T01: nothing on the first use; what a second request found as it begins, and no more."""
     hand = tiered(write_back=WriteBack.REUSED)
     hand.serve(KEY, PROMPT)
     hand.serve(KEY, [20, 21, 22])
@@ -75,6 +75,16 @@ def test_t01_selective_write_back_copies_what_was_found_again() -> None:
     hand.serve(KEY, PROMPT)
     hand.settle()
     assert on_host(hand) == 3
+
+
+def test_t01_a_claim_that_does_not_begin_has_nothing_copied() -> None:
+    """T01: a request that waits is claimed in every step; copies of what it found would hold the
+    very room that it waits for."""
+    hand = tiered(write_back=WriteBack.REUSED)
+    hand.serve(KEY, PROMPT)
+    for _ in range(3):
+        hand.end(hand.claim(KEY, PROMPT), Ending.DROPPED)
+        assert hand.take_copies() == []
 
 
 def test_t01_write_back_on_eviction_copies_what_would_go_next() -> None:

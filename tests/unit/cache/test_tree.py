@@ -35,9 +35,9 @@ def insert(tree: PrefixTree, key: PrefixKey, tokens: list[int], unit: int, lengt
 
 
 def match(tree: PrefixTree, key: PrefixKey, tokens: list[int]) -> list[int]:
-    walk = tree.walk(key, keys(tokens), len(tokens) // PAGE)
-    units = [int(unit) for node in walk.nodes for unit in node.units[0]]
-    return units[: walk.depth]
+    nodes, depth, _ = tree.walk(key, keys(tokens), len(tokens) // PAGE)
+    units = [int(unit) for node in nodes for unit in node.units[0]]
+    return units[:depth]
 
 
 Tokens = st.lists(st.integers(0, 1), max_size=12)

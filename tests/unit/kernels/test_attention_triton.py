@@ -11,6 +11,7 @@ from tests.unit.kernels.triton_cases import DEVICE, DTYPES, randn
 from manyroots.kernels.attention import reference  # isort: skip
 from manyroots.kernels.attention import triton as fast  # isort: skip
 from manyroots.kernels.attention.paged import DecodeRows, PrefillSegments  # isort: skip
+from manyroots.kernels.attention.triton_prefill import PrefillTiling  # isort: skip
 from manyroots.kernels.tolerances import assert_close  # isort: skip
 
 SCALE = 0.3
@@ -62,13 +63,28 @@ def test_decode_reads_what_a_row_sees_and_nothing_else(
         assert_close("attention", out, expected, dtype)
 
 
+SEGMENTS = [[(5, 5), (1, 30), (20, 45)], [(150, 160)], [(130, 200), (70, 70)]]
+TILINGS = [
+    PrefillTiling(queries=128, tokens=16, num_warps=4),
+    PrefillTiling(queries=64, tokens=32, num_warps=8, heads=2),
+    None,
+]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("window", "has_sinks"), [(0, False), (7, True)])
-@pytest.mark.parametrize("segments", [[(5, 5), (1, 30), (20, 45)], [(150, 160)]])
+@pytest.mark.parametrize("tiling", TILINGS)
+@pytest.mark.parametrize(("window", "has_sinks"), [(0, False), (7, True), (100, False)])
+@pytest.mark.parametrize("segments", SEGMENTS)
 def test_prefill_is_causal_over_a_paged_prefix(
-    segments: list[tuple[int, int]], window: int, has_sinks: bool, dtype: torch.dtype
+    segments: list[tuple[int, int]],
+    window: int,
+    has_sinks: bool,
+    tiling: PrefillTiling | None,
+    dtype: torch.dtype,
 ) -> None:
-    heads, kv_heads, dim = 4, 2, 16
+    """Tiles that are masked and tiles that are not, before and behind a window's edge; heads of
+    one program have the same keys."""
+    heads, kv_heads, dim = 6, 3, 16
     lens = [context for _, context in segments]
     layer_kv, table = pages_for(lens, kv_heads, dim, dtype)
     starts = [0]
@@ -77,6 +93,8 @@ def test_prefill_is_causal_over_a_paged_prefix(
     batch = PrefillSegments.build(table, starts, lens, DEVICE)
     q = randn(starts[-1], heads, dim, dtype=dtype)
     sinks = randn(heads, seed=8) if has_sinks else None
-    out = fast.prefill_attention(q, layer_kv, batch, SCALE, window=window, sinks=sinks, block_t=16)
+    out = fast.prefill_attention(
+        q, layer_kv, batch, SCALE, window=window, sinks=sinks, tiling=tiling
+    )
     expected = reference.prefill_attention(q, layer_kv, batch, SCALE, window=window, sinks=sinks)
     assert_close("attention", out, expected, dtype)

@@ -21,14 +21,24 @@ from manyroots.kernels.tolerances import assert_close  # isort: skip
 
 EPS = 1e-6
 SLOTS = (-1, -1, 0, 0, 0, 1, 2)
+MANY_SLOTS = (-1, *[0] * 30, 1, 2)
+"""A program per row, and one per block of rows; 30 rows of one adapter are two blocks."""
 
 
 def term(
-    part_sizes: tuple[int, ...], ranks: list[tuple[int, ...]], dtype: torch.dtype, splits: int = 2
+    part_sizes: tuple[int, ...],
+    ranks: list[tuple[int, ...]],
+    dtype: torch.dtype,
+    slots: tuple[int, ...] = SLOTS,
 ) -> LoraTerm:
+    """Of a graph that has room for more blocks than the step has."""
     site = make_site(32, part_sizes, ranks, dtype)
-    rows = make_rows(*SLOTS)
-    return LoraTerm(randn(splits, len(SLOTS), site.width, seed=5), site, rows)
+    rows = make_rows(*slots)
+    empty = rows.blocks.new_zeros(2, 3)
+    roomy = LoraRows(
+        rows.slots, torch.cat([rows.blocks, empty]), rows.num_blocks, rows.max_blocks + 2
+    )
+    return LoraTerm(randn(2, len(slots), site.width, seed=5), site, roomy)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -47,6 +57,32 @@ def test_add_rms_norm_equals_the_reference(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("slots", [SLOTS, MANY_SLOTS])
+@pytest.mark.parametrize(("size", "splits"), [(384, 1), (640, 3)])
+def test_add_norm_and_a_product_equal_the_whole_norm_and_the_product(
+    size: int, splits: int, slots: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    num_rows = len(slots)
+    residual, other = randn(num_rows, size, dtype=dtype), randn(num_rows, size, dtype=dtype)
+    delta, weight = randn(splits, num_rows, size, seed=1), randn(size, dtype=dtype, seed=2)
+    lora = term((size,), [(8,), (40,), (0,)], dtype, slots)
+    normed = norm.add_norm(residual, delta, weight, EPS, lora)
+    expected = norm_reference.add_norm(other, delta, weight, EPS, lora)
+    assert_close("norm", residual, other, dtype)
+    assert_close("norm", normed.values, expected.values, dtype)
+    assert_close("lora", normed.factors, expected.factors, dtype)
+    matrix = randn(72, size, dtype=dtype, seed=4) * size**-0.5
+    site = make_site(size, (32, 16), [(8, 16), (40, 8), (0, 24)], dtype)
+    out, shrunk = gemm.linear(normed, matrix, site, lora.rows, tiling=gemm.Tiling(32, 64, 2, 2, 4))
+    whole = norm_reference.rms_norm(residual, weight, EPS)
+    expected_out, expected_shrunk = gemm_reference.linear(whole, matrix, site, lora.rows)
+    assert_close("lora", out.float().sum(0), expected_out[0], dtype)
+    assert shrunk is not None
+    assert expected_shrunk is not None
+    assert_same_hidden(shrunk, expected_shrunk, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_rms_norm_leaves_its_input_alone(dtype: torch.dtype) -> None:
     x, weight = randn(5, 200, dtype=dtype), randn(200, dtype=dtype, seed=2)
     before = x.clone()
@@ -58,10 +94,13 @@ def test_rms_norm_leaves_its_input_alone(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("has_adapters", [False, True])
 @pytest.mark.parametrize("splits", [1, 2])
-def test_silu_mul_equals_the_reference(splits: int, has_adapters: bool, dtype: torch.dtype) -> None:
-    gate_up = randn(splits, 7, 2 * 150, dtype=dtype)
+@pytest.mark.parametrize("slots", [SLOTS, MANY_SLOTS])
+def test_silu_mul_equals_the_reference(
+    slots: tuple[int, ...], splits: int, has_adapters: bool, dtype: torch.dtype
+) -> None:
+    gate_up = randn(splits, len(slots), 2 * 150, dtype=dtype)
     ranks = [(8, 8), (16, 24), (0, 40)]
-    lora = term((150, 150), ranks, dtype) if has_adapters else None
+    lora = term((150, 150), ranks, dtype, slots) if has_adapters else None
     out = activation.silu_mul(gate_up, gate_up, lora)
     assert_close("lora", out, activation_reference.silu_mul(gate_up, gate_up, lora), dtype)
 
@@ -69,22 +108,25 @@ def test_silu_mul_equals_the_reference(splits: int, has_adapters: bool, dtype: t
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("has_adapters", [False, True])
 @pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("row_slots", [SLOTS, MANY_SLOTS])
 def test_rope_write_gives_q_and_fills_exactly_the_slots(
-    has_norm: bool, has_adapters: bool, dtype: torch.dtype
+    row_slots: tuple[int, ...], has_norm: bool, has_adapters: bool, dtype: torch.dtype
 ) -> None:
-    heads, kv_heads, dim, tokens = 6, 2, 32, len(SLOTS)
+    heads, kv_heads, dim, tokens = 6, 2, 32, len(row_slots)
     qkv = randn(2, tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
-    positions = torch.tensor([0, 5, 6, 7, 300, 2, 1], device=DEVICE)
+    positions = torch.tensor([0, 5, 6, 7, 300, 2, 1] * 5, device=DEVICE)[:tokens]
     angles = Angles.at(positions, randn(dim // 2, seed=9).abs())
     norms = QkNorm(randn(dim, dtype=dtype), randn(dim, dtype=dtype, seed=3), EPS)
     sizes = (heads * dim, kv_heads * dim, kv_heads * dim)
     ranks = [(8, 8, 16), (16, 0, 8), (24, 8, 8)]
-    lora = term(sizes, ranks, dtype) if has_adapters else None
+    lora = term(sizes, ranks, dtype, row_slots) if has_adapters else None
     # A view of one layer of an arena, as the store gives it; the last row writes nowhere.
     arena = torch.full((9, 3, 2, 4, kv_heads, dim), 7.0, dtype=dtype, device=DEVICE)
     other = arena.clone()
-    pages = torch.tensor([3, 1, 1, 1, 8, 0, -1], dtype=torch.int32, device=DEVICE)
-    slots = Slots(pages, torch.tensor([0, 1, 2, 3, 0, 2, 0], dtype=torch.int32, device=DEVICE))
+    places = torch.randperm(36, generator=torch.Generator().manual_seed(6))[:tokens].int()
+    pages, offsets = places // 4, places % 4
+    pages[-1] = -1
+    slots = Slots(pages.to(DEVICE), offsets.to(DEVICE))
     args = (qkv, angles, norms if has_norm else None)
     q = rope.rope_write(*args, arena[:, 1], slots, lora)
     expected = rope_reference.rope_write(*args, other[:, 1], slots, lora)
@@ -107,9 +149,14 @@ def test_linear_gives_partial_sums_of_the_product_and_of_the_adapters_shrink(
     expected, expected_shrunk = gemm_reference.linear(x, weight, site, rows)
     assert_close("lora", out.float().sum(0), expected[0], dtype)
     assert (shrunk is None) == (rows is None)
-    if rows is not None and shrunk is not None and expected_shrunk is not None:
-        for row, slot in enumerate(rows.slots.tolist()):
-            if slot >= 0:
-                total = int(site.table[slot, 1])
-                got = shrunk.hidden[:, row, :total].sum(0)
-                assert_close("lora", got, expected_shrunk.hidden[0, row, :total], dtype)
+    if shrunk is not None and expected_shrunk is not None:
+        assert_same_hidden(shrunk, expected_shrunk, dtype)
+
+
+def assert_same_hidden(actual: LoraTerm, expected: LoraTerm, dtype: torch.dtype) -> None:
+    """What adapters shrink rows to; what lies behind their ranks is nobody's."""
+    for row, slot in enumerate(expected.rows.slots.tolist()):
+        if slot >= 0:
+            total = int(expected.site.table[slot, 1])
+            got = actual.hidden[:, row, :total].sum(0)
+            assert_close("lora", got, expected.hidden[0, row, :total], dtype)

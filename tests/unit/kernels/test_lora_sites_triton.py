@@ -62,7 +62,7 @@ def test_a_graph_with_room_for_more_blocks_ignores_the_empty_ones() -> None:
     site = make_site(64, (16,), [(8,)])
     rows = make_rows(0, 0)
     roomy = type(rows)(
-        rows.slots, torch.cat([rows.blocks, rows.blocks.new_full((3, 3), 99)]), rows.num_blocks, 4
+        rows.slots, torch.cat([rows.blocks, rows.blocks.new_zeros(3, 3)]), rows.num_blocks, 4
     )
     x = randn(2, 64)
     hidden = fast.shrink(x, site, roomy).hidden

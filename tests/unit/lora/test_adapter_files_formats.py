@@ -14,11 +14,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from manyroots.lora.files import digest
 from manyroots.lora.files.digest import CHUNK_BYTES, content_digest, read_and_hash
 from manyroots.lora.files.header import Header
 from manyroots.lora.files.opened import AdapterFile
 from manyroots.lora.spec import AdapterSpec
 from manyroots.lora.targets import Targets
+from manyroots.store import adapter_bytes
 from manyroots.store.adapter_files import read_adapter
 from manyroots.store.adapter_weights import AdapterWeights
 from tests.adapter_folders import (
@@ -76,6 +78,21 @@ def test_w15_every_expert_format_is_told_from_names_and_shapes(
     wanted = write_adapter(tmp_path, MOE, Recipe(experts=form, dtype=dtype, modules=modules))
     _, weights = read(tmp_path, MOE)
     check_equal(weights, wanted, MOE)
+
+
+def test_w15_experts_in_many_chunks_are_read_to_their_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """W15: files have their experts in the order of text, 0, 1, 10, 11, 2."""
+    for module in (digest, adapter_bytes):
+        monkeypatch.setattr(module, "CHUNK_BYTES", 1000)
+    targets = tiny_targets(num_experts=12)
+    modules = ("q_proj", "gate_proj", "up_proj", "down_proj")
+    recipe = Recipe(experts=ExpertFormat.PER_EXPERT, dtype=torch.bfloat16, modules=modules)
+    wanted = write_adapter(tmp_path, targets, recipe)
+    _, weights = read(tmp_path, targets, dtype=torch.bfloat16)
+    check_equal(weights, wanted, targets)
+    assert weights.num_bytes > 20 * 1000
 
 
 @pytest.mark.parametrize("prefix", ["base_model.model.", ""])

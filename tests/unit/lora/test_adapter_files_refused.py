@@ -255,6 +255,24 @@ def test_w12_an_adapter_of_another_model_is_refused(folder: Path) -> None:
     refused(folder, "layers.1.*does not let adapters change", targets=tiny_targets(num_layers=1))
 
 
+@pytest.mark.parametrize("name", ["self_attn.q_proj", "mlp.experts.2.down_proj"])
+@pytest.mark.parametrize("side", ["A", "B"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_w12_weights_that_are_not_finite_are_refused_in_files_of_the_engines_dtype(
+    tmp_path: Path, name: str, side: str, dtype: torch.dtype, value: float
+) -> None:
+    """W12: also those that nothing converts on the way."""
+    recipe = Recipe(dtype=dtype, modules=("q_proj", "gate_proj", "up_proj", "down_proj"))
+    write_adapter(tmp_path, MOE, recipe)
+    read_adapter(tmp_path, MOE, max_rank=16, dtype=dtype, vocab_size=64)
+    rewrite_weights(
+        tmp_path, spoil(f"base_model.model.model.layers.0.{name}.lora_{side}.weight", value)
+    )
+    target = name.replace(".2", "")
+    refused(tmp_path, f"lora_{side} of .*{target} has NaN or inf", targets=MOE, dtype=dtype)
+
+
 # Experts
 
 EXPERT = "base_model.model.model.layers.0.mlp.experts"
@@ -265,6 +283,9 @@ EXPERT = "base_model.model.model.layers.0.mlp.experts"
     [
         (put(f"{EXPERT}.3.up_proj.lora_A.weight", torch.zeros(4, 32)), "4 experts; .* has 3"),
         (drop(f"{EXPERT}.1.up_proj.lora_A.weight"), "no weights for the experts 1 of 3"),
+        (put(f"{EXPERT}.01.up_proj.lora_A.weight", torch.zeros(4, 32)), "two spellings"),
+        (put(f"{EXPERT}.2.w3.lora_A.weight", torch.zeros(4, 32)), "two spellings"),
+        (put(f"{EXPERT}.2.up_proj.lora_A.my.weight", torch.zeros(4, 32)), "spellings|several"),
         (put(f"{EXPERT}.w3.lora_A.weight", torch.zeros(3, 4, 32)), "two formats"),
         (put(f"{EXPERT}.1.up_proj.lora_A.weight", torch.zeros(2, 32)), r"\[2, 32\]"),
         (put(f"{EXPERT}.1.router.lora_A.weight", torch.zeros(4, 32)), "router.*not let"),

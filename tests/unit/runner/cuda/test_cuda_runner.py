@@ -134,6 +134,29 @@ def padded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DecodeGraphs, "size_for", lambda self, num_rows: 8)
 
 
+@pytest.fixture
+def single_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step has few tokens, and none runs but as a decode step."""
+    monkeypatch.setattr(DecodeGraphs, "has_room_for", lambda self, num_rows: True)
+    monkeypatch.setattr(DecodeGraphs, "size_for", lambda self, num_rows: num_rows + 3)
+
+    def refuse(*args: object) -> None:
+        raise AssertionError("a short step ran kernel by kernel")
+
+    monkeypatch.setattr(CudaRunner, "_begin_any", refuse)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3-moe"])
+def test_short_steps_run_as_decode_steps_and_give_the_same_tokens(
+    tmp_path: Path, kind: str, single_tokens: None, slow_tokens: None
+) -> None:
+    save_tiny(tmp_path, kind)
+    model = load_tiny(tmp_path)
+    requests = some_requests(temperature=0.8)
+    expected = run(make_runner(model, None, cuda=False), requests)
+    assert tokens(run(make_runner(model, None, cuda=True), requests)) == tokens(expected)
+
+
 @pytest.mark.parametrize("kind", MODELS)
 def test_fused_layers_give_each_architectures_tokens(
     tmp_path: Path, kind: str, padded: None, slow_tokens: None
@@ -190,10 +213,20 @@ def pair(folder: Path) -> Pair:
     return make_pair(folder, "llama", ADAPTERS)
 
 
+@pytest.mark.parametrize("short_steps", [False, True])
 def test_adapters_in_a_pool_give_the_tokens_of_adapters_in_slots_w17(
-    pair: Pair, folder: Path, padded: None, slow_tokens: None
+    pair: Pair,
+    folder: Path,
+    short_steps: bool,
+    padded: None,
+    slow_tokens: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """W17: batches of mixed adapters, whose slots rotate, give what each request does alone."""
+    """W17: batches of mixed adapters, whose slots rotate, give what each request does alone; also
+    where tokens of prompts are rows of their own."""
+    if short_steps:
+        monkeypatch.setattr(DecodeGraphs, "has_room_for", lambda self, num_rows: True)
+        monkeypatch.setattr(DecodeGraphs, "size_for", lambda self, num_rows: num_rows + 3)
     model = pair.ours
     requests = [
         submit(r.request_id, r.prompt, max_tokens=6, adapter=name)

@@ -1,0 +1,224 @@
+"""The experts' two products for many tokens: each expert's pairs in tiles, on matrix units.
+
+Takes a `Routing` that was cut into tiles (`triton_order.py`). `_up` gathers its rows of x by itself
+and leaves silu(gate) * up in the order of pairs. `_down` puts each pair's weighted output back into
+the order of tokens, in x's dtype: at these sizes it is traffic to memory, and the sum over a
+token's experts, in the next norm, is in float32. Weights come by tensor descriptors, which cost
+programs no registers. `_down` has a short inner dimension, so its programs stay and take tile after
+tile: the next one's operands are on their way while the last one's output leaves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from manyroots.kernels.launch import launch_options, let_next_begin, wait_for_inputs
+from manyroots.kernels.moe_pairs.adapters import ExpertAdapters
+from manyroots.kernels.moe_pairs.routing import Routing
+from manyroots.kernels.moe_pairs.triton_tile_adapters import (
+    RANK_BLOCK,
+    expand_part,
+    rank_block,
+    shrink,
+    slots_of,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TileShape:
+    """How a product cuts up its output and its inner dimension; found by measurement."""
+
+    columns: int
+    inner: int
+    num_stages: int
+    num_warps: int
+
+
+@dataclass(frozen=True, slots=True)
+class TileShapes:
+    """Of both products."""
+
+    up: TileShape
+    down: TileShape
+
+
+SMALL_ROWS, LARGE_ROWS = 64, 128
+SMALL_PAIRS = 56
+"""Most pairs per expert, on average, for which small tiles are faster: what counts there is to
+read the weights."""
+SMALL = TileShapes(TileShape(128, 64, 4, 4), TileShape(128, 64, 4, 4))
+LARGE = TileShapes(TileShape(128, 64, 4, 8), TileShape(128, 64, 3, 4))
+FLOAT32 = TileShapes(TileShape(32, 16, 2, 8), TileShape(32, 16, 2, 8))
+"""No matrix units, and half the room."""
+DOWN_PROGRAMS = 2
+"""Programs of `_down` that a multiprocessor has room for."""
+
+
+def tile_rows(num_pairs: int, num_experts: int) -> int:
+    """How many pairs a tile should have."""
+    return SMALL_ROWS if num_pairs <= SMALL_PAIRS * num_experts else LARGE_ROWS
+
+
+def _shapes(rows: int, dtype: torch.dtype) -> TileShapes:
+    """What was fastest on an H200."""
+    if dtype == torch.float32:
+        return FLOAT32
+    return SMALL if rows <= SMALL_ROWS else LARGE
+
+
+@triton.jit
+def _up(
+    x, gate_up, pairs, tiles, num_tiles, inner, shrunk, slots, pool, table, n_size, k_size, top_k,
+    RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """silu(gate) * up of a tile's pairs."""
+    let_next_begin(DEPENDENT)
+    wait_for_inputs(DEPENDENT)
+    tiles_n = tl.cdiv(n_size, BLOCK_N)
+    tile = tl.program_id(0) // tiles_n
+    if tile >= tl.load(num_tiles):
+        return
+    first_n = tl.program_id(0) % tiles_n * BLOCK_N
+    n = first_n + tl.arange(0, BLOCK_N)
+    expert = tl.load(tiles + 3 * tile)
+    m = tl.load(tiles + 3 * tile + 1) + tl.arange(0, BLOCK_M)
+    is_pair = m < tl.load(tiles + 3 * tile + 2)
+    token = tl.load(pairs + m, mask=is_pair, other=0) // top_k
+    x_at = x + token[:, None].to(tl.int64) * k_size + tl.arange(0, BLOCK_K)[None, :]
+    w_row = expert * 2 * n_size + first_n
+    gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for at in range(0, k_size, BLOCK_K):
+        xs = tl.load(x_at + at)
+        gate = tl.dot(xs, tl.trans(gate_up.load([w_row, at])), gate, input_precision="ieee")
+        up = tl.dot(xs, tl.trans(gate_up.load([w_row + n_size, at])), up, input_precision="ieee")
+    if RANK:
+        left = slots_of(slots, token, is_pair)
+        columns: tl.constexpr = RANK if RANK < RANK_BLOCK else RANK_BLOCK
+        slot = tl.max(left)
+        while slot >= 0:
+            for first in tl.static_range(0, RANK, columns):
+                h, weight = expand_part(
+                    shrunk, pool, table, slot, left, m, expert, n, n_size, first, 0, 2, RANK,
+                    columns,
+                )  # fmt: skip
+                up_h, up_weight = expand_part(
+                    shrunk, pool, table, slot, left, m, expert, n, n_size, first, 1, 2, RANK,
+                    columns,
+                )  # fmt: skip
+                gate = tl.dot(h, tl.trans(weight), gate, input_precision="ieee")
+                up = tl.dot(up_h, tl.trans(up_weight), up, input_precision="ieee")
+            left = tl.where(left == slot, -1, left)
+            slot = tl.max(left)
+    to = inner + m[:, None].to(tl.int64) * n_size + n[None, :]
+    tl.store(to, gate * tl.sigmoid(gate) * up, mask=is_pair[:, None] & (n < n_size)[None, :])
+
+
+@triton.jit
+def _down(
+    inner, down, pairs, tiles, num_tiles, weights, out, shrunk, slots, pool, table, n_size, k_size,
+    top_k,
+    RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """weight * down(inner) of one tile's pairs after the other's, each at its own pair's place."""
+    let_next_begin(DEPENDENT)
+    wait_for_inputs(DEPENDENT)
+    tiles_n = tl.cdiv(n_size, BLOCK_N)
+    total = tl.load(num_tiles) * tiles_n
+    for at_tile in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=True):
+        tile = at_tile // tiles_n
+        first_n = at_tile % tiles_n * BLOCK_N
+        expert = tl.load(tiles + 3 * tile)
+        begin = tl.load(tiles + 3 * tile + 1)
+        end = tl.load(tiles + 3 * tile + 2)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for at in range(0, k_size, BLOCK_K):
+            weight = down.load([expert * n_size + first_n, at])
+            acc = tl.dot(inner.load([begin, at]), tl.trans(weight), acc, input_precision="ieee")
+        m = begin + tl.arange(0, BLOCK_M)
+        n = first_n + tl.arange(0, BLOCK_N)
+        pair = tl.load(pairs + m, mask=m < end, other=0)
+        if RANK:
+            left = slots_of(slots, pair // top_k, m < end)
+            columns: tl.constexpr = RANK if RANK < RANK_BLOCK else RANK_BLOCK
+            slot = tl.max(left)
+            while slot >= 0:
+                for first in tl.static_range(0, RANK, columns):
+                    h, second = expand_part(
+                        shrunk, pool, table, slot, left, m, expert, n, n_size, first, 0, 1, RANK,
+                        columns,
+                    )  # fmt: skip
+                    acc = tl.dot(h, tl.trans(second), acc, input_precision="ieee")
+                left = tl.where(left == slot, -1, left)
+                slot = tl.max(left)
+        acc *= tl.load(weights + pair)[:, None]
+        to = out + pair[:, None].to(tl.int64) * n_size + n[None, :]
+        tl.store(to, acc, mask=(m < end)[:, None] & (n < n_size)[None, :])
+
+
+def experts_in_tiles(
+    x: Tensor,
+    routing: Routing,
+    gate_up: Tensor,
+    down: Tensor,
+    adapters: ExpertAdapters | None = None,
+) -> Tensor:
+    """Each pair's weighted output [tokens, top_k, hidden] in x's dtype; else as `experts`."""
+    tiles = routing.tiles
+    assert tiles is not None, "the routing of few tokens has no tiles"
+    hidden_size, n_size = down.shape[1:]
+    num_tokens, top_k = routing.weights.shape
+    cut = _shapes(tiles.rows, x.dtype)
+    of_tiles = (routing.pairs, tiles.places, tiles.count)
+    inner = torch.empty(num_tokens * top_k, n_size, dtype=x.dtype, device=x.device)
+    most_tiles, options = tiles.places.shape[0], launch_options(x.device)
+    up_rank, *of_up = _around(x, routing, adapters, is_up=True)
+    _up[(most_tiles * triton.cdiv(n_size, cut.up.columns),)](
+        x, _described(gate_up, cut.up.columns, cut.up.inner), *of_tiles, inner, *of_up, n_size,
+        hidden_size, top_k, RANK=up_rank, BLOCK_M=tiles.rows, BLOCK_N=cut.up.columns,
+        BLOCK_K=cut.up.inner, num_stages=cut.up.num_stages, num_warps=cut.up.num_warps, **options,
+    )  # fmt: skip
+    down_rank, *of_down = _around(inner, routing, adapters, is_up=False)
+    out = torch.empty(num_tokens, top_k, hidden_size, dtype=x.dtype, device=x.device)
+    most = most_tiles * triton.cdiv(hidden_size, cut.down.columns)
+    _down[(min(most, _multiprocessors(x.device) * DOWN_PROGRAMS),)](
+        _described(inner, tiles.rows, cut.down.inner),
+        _described(down, cut.down.columns, cut.down.inner), *of_tiles, routing.weights, out,
+        *of_down, hidden_size, n_size, top_k, RANK=down_rank, BLOCK_M=tiles.rows,
+        BLOCK_N=cut.down.columns, BLOCK_K=cut.down.inner, num_stages=cut.down.num_stages,
+        num_warps=cut.down.num_warps, **options,
+    )  # fmt: skip
+    return out
+
+
+def _around(
+    x: Tensor, routing: Routing, adapters: ExpertAdapters | None, *, is_up: bool
+) -> tuple[int, Tensor, Tensor, Tensor, Tensor]:
+    """What a product is given of adapters: 0 where there are none, and then what is of no account;
+    else how many ranks a part has in what x is shrunk to, that, and where the other half is."""
+    if adapters is None or routing.tiles is None:
+        return 0, x, x, x, x
+    site = adapters.gate_up if is_up else adapters.down
+    shrunk = shrink(x, routing, routing.tiles, site, adapters.slots)
+    return rank_block(site.max_rank), shrunk, adapters.slots, site.pool, site.table
+
+
+def _described(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """A matrix, or one matrix per expert below each other, read in pieces of that size."""
+    return TensorDescriptor.from_tensor(matrix.view(-1, matrix.shape[-1]), [rows, columns])
+
+
+@lru_cache(maxsize=8)
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 4
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,0 +1,71 @@
+"""The bytes of an adapter's file on their way into host memory: looked at once, and put in place.
+
+Takes chunks in the order of the file, each on the thread that has just read it: while a core has
+them in its cache, checking and moving them costs little beside reading them from there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import chain
+
+import numpy as np
+
+from manyroots.lora.files.digest import CHUNK_BYTES
+from manyroots.lora.files.pairs import Piece
+from manyroots.lora.files.tensors import TensorEntry
+
+Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
+Places = np.ndarray[tuple[int], np.dtype[np.int64]]
+"""Where each tensor of the file begins in memory, in bytes."""
+
+_SIGNED = {"F32": np.int32, "F16": np.int16, "BF16": np.int16}
+_UNSIGNED = {"F32": np.uint32, "F16": np.uint16, "BF16": np.uint16}
+_INFINITY = {"F32": 0x7F80_0000, "F16": 0x7C00, "BF16": 0x7F80}
+"""As a whole number. Every finite number of the same sign is below it, every NaN above."""
+
+
+def are_finite(raw: memoryview, dtype: str) -> bool:
+    bits = np.frombuffer(raw, _SIGNED[dtype])
+    infinity = _INFINITY[dtype]
+    sign = 1 << (8 * bits.itemsize - 1)
+    return bool(bits.max() < infinity and bits.view(_UNSIGNED[dtype]).max() < sign + infinity)
+
+
+def places_of(pieces: Sequence[Piece], tensors: Sequence[TensorEntry]) -> Places:
+    """One half after the other, and the tensors of each in its own order."""
+    order = list(chain.from_iterable(piece.tensors for piece in pieces))
+    sizes = np.array([tensors[index].end - tensors[index].start for index in order], np.int64)
+    places = np.empty(len(tensors), np.int64)
+    places[order] = np.cumsum(sizes) - sizes
+    return places
+
+
+class ArrivingBytes:
+    """Memory that a file of one dtype is read into, in another order than the file's.
+
+    Moved in pieces that divide every tensor and every chunk: one call for a chunk, whatever it has
+    of which tensors.
+    """
+
+    def __init__(self, memory: Bytes, tensors: Sequence[TensorEntry], places: Places) -> None:
+        """As many bytes of memory as the file has."""
+        self._dtype = tensors[0].dtype
+        self.is_finite = True
+        starts = np.fromiter((tensor.start for tensor in tensors), np.int64, len(tensors))
+        self._step = math.gcd(CHUNK_BYTES, len(memory), int(np.gcd.reduce(starts)))
+        self._kind = np.dtype((np.void, self._step))
+        self._memory = memory.view(self._kind)
+        counts = np.diff(starts, append=len(memory)) // self._step
+        self._to = np.arange(len(self._memory))
+        """Where each piece of the file belongs."""
+        self._to += np.repeat((places - starts) // self._step, counts)
+
+    def take(self, start: int, chunk: memoryview) -> None:
+        """The file's bytes from `start` on. Called on any thread."""
+        if not are_finite(chunk, self._dtype):
+            self.is_finite = False
+        first = start // self._step
+        pieces = np.frombuffer(chunk, self._kind)
+        self._memory[self._to[first : first + len(pieces)]] = pieces

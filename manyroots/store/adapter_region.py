@@ -1,0 +1,113 @@
+"""One slot's part of the pool: an adapter's weights come here, whole or piece by piece.
+
+Takes a host copy's pairs, site by site; gives rows of the tables that say where they are. A host
+copy of ranks that are multiples of `RANK_STEP`, as files are read, is what the slot should hold
+already, and comes by one copy. Any other is copied half by half, and padded with zeros.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from itertools import pairwise
+
+from torch import Tensor
+
+from manyroots.kernels.lora_sites.sites import RANK_STEP
+from manyroots.kernels.moe_pairs.adapters import PART_WIDTH
+from manyroots.store.adapter_weights import AdapterWeights, LoraPair
+
+
+def rounded(size: int) -> int:
+    return -(-size // RANK_STEP) * RANK_STEP
+
+
+def lies_as_in_the_pool(weights: AdapterWeights, linears: Iterable[list[str]]) -> bool:
+    """Whether the host copy, as it lies, is what a slot's memory should hold."""
+    pairs = weights.pairs
+    for pair in pairs.values():
+        for half in (pair.a, pair.b):
+            at = half.storage_offset() - weights.buffer.storage_offset()
+            if pair.rank % RANK_STEP or at % RANK_STEP or not half.is_contiguous():
+                return False
+    for names in linears:
+        halves = [pairs[name].a for name in names if name in pairs]
+        for one, after in pairwise(halves):
+            if one.storage_offset() + one.numel() != after.storage_offset():
+                return False
+    return True
+
+
+class Region:
+    """A slot's memory: filled at once, or handed out piece by piece."""
+
+    def __init__(self, pool: Tensor, start: int) -> None:
+        self._pool = pool
+        self._next = start
+        self._shift: int | None = None
+        """From a half's place in its host copy to its place in the pool, if they lie alike."""
+
+    def fill(self, buffer: Tensor) -> None:
+        """Take a whole host copy; its pieces are then where they should be."""
+        place = self._pool[self._next : self._next + buffer.numel()]
+        place.copy_(buffer, non_blocking=True)
+        self._shift = self._next - int(buffer.storage_offset())
+
+    def place(self, found: list[LoraPair | None]) -> list[int]:
+        """A site's parts; gives its row of the table (see `LoraSite.table`)."""
+        ranks = [0 if pair is None else rounded(pair.rank) for pair in found]
+        if not any(ranks):
+            return [0] * (2 + 3 * len(found))
+        a_offsets = [
+            self._put((rank, pair.a.shape[1]), pair.a)
+            for pair, rank in zip(found, ranks, strict=True)
+            if pair is not None
+        ]
+        row, start = [a_offsets[0], sum(ranks)], 0
+        for pair, rank in zip(found, ranks, strict=True):
+            b_offset = 0 if pair is None else self._put((pair.b.shape[0], rank), pair.b)
+            row += [start, rank, b_offset]
+            start += rank
+        return row
+
+    def place_experts(self, found: list[LoraPair | None]) -> list[int]:
+        """The same of experts; gives the site's row of `ExpertSite.table`."""
+        row = []
+        for pair in found:
+            if pair is None:
+                row += [0] * PART_WIDTH
+                continue
+            rank = rounded(pair.rank)
+            a_shape = (pair.a.shape[0], rank, pair.a.shape[2])
+            b_shape = (pair.b.shape[0], pair.b.shape[1], rank)
+            row += [self._put(a_shape, pair.a), _step(a_shape), rank]
+            row += [self._put(b_shape, pair.b), _step(b_shape)]
+        return row
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """One matrix, in the pool."""
+        rows, columns = tensor.shape
+        shape = (rows, rounded(columns))
+        at = self._put(shape, tensor)
+        return self._pool[at : at + math.prod(shape)].view(shape)[:, :columns]
+
+    def _put(self, shape: tuple[int, ...], tensor: Tensor) -> int:
+        """A tensor in memory of this shape, with zeros where it has nothing; gives its offset."""
+        if self._shift is not None:
+            return int(tensor.storage_offset()) + self._shift
+        at, size = self._next, math.prod(shape)
+        place = self._pool[at : at + size].view(shape)
+        self._next += rounded(size)
+        # From page-locked memory, and nobody waits for one piece: `load` does for all of them.
+        if place.shape == tensor.shape:
+            place.copy_(tensor, non_blocking=True)
+            return at
+        place.zero_()
+        whole = tensor.to(place.device, non_blocking=True)
+        place[tuple(slice(size) for size in tensor.shape)].copy_(whole)
+        return at
+
+
+def _step(shape: tuple[int, ...]) -> int:
+    """From one expert's matrix to the next one's; 0 if all share it."""
+    return 0 if shape[0] == 1 else shape[1] * shape[2]

@@ -1,0 +1,77 @@
+"""Bytes of an adapter's file, however they are cut, are checked and come to where they belong."""
+
+from __future__ import annotations
+
+import struct
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manyroots.lora.files.pairs import Piece
+from manyroots.lora.files.tensors import TensorEntry
+from manyroots.store import adapter_bytes
+from manyroots.store.adapter_bytes import ArrivingBytes, are_finite, places_of
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("F16", torch.float16), ("BF16", torch.bfloat16)])
+def test_w12_every_number_of_two_bytes_is_told_to_be_finite_or_not(
+    name: str, dtype: torch.dtype
+) -> None:
+    """W12: beside numbers of either sign, which must not hide it."""
+    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16)
+    wanted = every.view(dtype).isfinite().tolist()
+    others = torch.tensor([-1.5, 0.0, 2.5]).to(dtype).view(torch.int16)
+    for bits, is_finite in zip(every, wanted, strict=True):
+        raw = torch.cat((others, bits[None])).numpy().tobytes()
+        assert are_finite(memoryview(raw), name) is is_finite
+
+
+@given(st.floats(width=32))
+def test_w12_every_number_of_four_bytes_is_told_to_be_finite_or_not(number: float) -> None:
+    """W12: beside numbers of either sign."""
+    raw = struct.pack("4f", -1.5, 0.0, 2.5, number)
+    assert are_finite(memoryview(raw), "F32") is bool(np.isfinite(number))
+
+
+@given(
+    sizes=st.lists(st.integers(1, 5), min_size=1, max_size=6),
+    counts=st.lists(st.integers(1, 4), min_size=6, max_size=6),
+    order=st.randoms(use_true_random=False),
+    chunk=st.sampled_from([2, 4, 8, 64]),
+)
+def test_tensors_come_to_their_places_wherever_chunks_are_cut(
+    sizes: list[int], counts: list[int], order: object, chunk: int
+) -> None:
+    """Halves of several experts, whose tensors the file has in any order."""
+    owners = [(half, nth) for half in range(len(sizes)) for nth in range(counts[half])]
+    assert hasattr(order, "shuffle")
+    order.shuffle(owners)
+    tensors, at = [], 0
+    for half, nth in owners:
+        num_bytes = 8 * sizes[half]
+        tensors.append(TensorEntry(f"{half}.{nth}", "F16", (4 * sizes[half],), at, at + num_bytes))
+        at += num_bytes
+    pieces = [
+        Piece(
+            tuple(owners.index((half, nth)) for nth in range(counts[half])),
+            (counts[half], 4 * size),
+        )
+        for half, size in enumerate(sizes)
+    ]
+    data = np.arange(at // 2, dtype=np.int16).view(np.uint8)
+    memory = np.zeros(at, np.uint8)
+    with mock.patch.object(adapter_bytes, "CHUNK_BYTES", chunk):
+        arriving = ArrivingBytes(memory, tensors, places_of(pieces, tensors))
+    for start in range(0, at, chunk):
+        arriving.take(start, memoryview(data[start : start + chunk]))
+    wanted = [
+        data[tensors[index].start : tensors[index].end]
+        for piece in pieces
+        for index in piece.tensors
+    ]
+    assert np.array_equal(memory, np.concatenate(wanted))
+    assert arriving.is_finite

@@ -20,7 +20,7 @@ from tests.gpu.models import MAX_RANK, NAMES, modules_of
 
 MAX_NUM_SEQS = {"float32": 16, "bfloat16": 80}
 """Decode steps of up to 16, up to 64 and more rows take different kernels. In float32, where dots
-are made of single multiplications, those between take minutes to compile."""
+are made of single multiplications, those for 17 to 64 rows take minutes to compile."""
 
 Outputs = dict[int, list[Output]]
 

@@ -5,8 +5,12 @@ Where there is no GPU, too: the GPU's runner computes with the references of its
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 
+from manyroots.kernels import choice
+from manyroots.kernels.choice import Kernels
 from tests.gpu.checked import RESULTS
 from tests.gpu.engines import Side
 from tests.gpu.faults import FAULTS, batches, kernel_verdict, verdict
@@ -50,3 +54,19 @@ def test_a_kernel_of_experts_that_computes_something_else_is_found(sparse: Parit
     said = kernel_verdict(sparse, op)
     assert said is not None
     assert op in said
+
+
+def test_every_kernel_that_has_a_reference_is_compared() -> None:
+    pytest.importorskip("triton", reason="triton is not installed: its kernels can't be listed")
+    for room in fields(Kernels):
+        reference = getattr(choice._references(), room.name)
+        fast = vars(getattr(choice._triton(), room.name))
+        for name, member in vars(reference).items():
+            is_own = callable(member) and member.__module__ == reference.__name__
+            if (
+                is_own
+                and not name.startswith("_")
+                and name in fast
+                and not isinstance(member, type)
+            ):
+                assert f"{room.name}.{name}" in RESULTS

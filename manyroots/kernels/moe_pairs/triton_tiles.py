@@ -2,10 +2,10 @@
 
 Takes a `Routing` that was cut into tiles (`triton_order.py`). `_up` gathers its rows of x by itself
 and leaves silu(gate) * up in the order of pairs. `_down` puts each pair's weighted output back into
-the order of tokens, in x's dtype: at these sizes it is traffic to memory, and the sum over a
-token's experts, in the next norm, is in float32. Weights come by tensor descriptors, which cost
-programs no registers. `_down` has a short inner dimension, so its programs stay and take tile after
-tile: the next one's operands are on their way while the last one's output leaves.
+the order of tokens, in float32: rounded, what a token's experts cancel would be lost. Weights come
+by tensor descriptors, which cost programs no registers. `_down` has a short inner dimension, so its
+programs stay and take tile after tile: the next one's operands are on their way while the last
+one's output leaves.
 """
 
 from __future__ import annotations
@@ -161,8 +161,15 @@ def _down(
                 left = tl.where(left == slot, -1, left)
                 slot = tl.max(left)
         acc *= tl.load(weights + pair)[:, None]
+        # In two halves: a whole tile on its way out would take the room of a second program.
+        halves = tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
+        left_half, right_half = tl.split(halves)
+        n = first_n + tl.arange(0, BLOCK_N // 2)
         to = out + pair[:, None].to(tl.int64) * n_size + n[None, :]
-        tl.store(to, acc, mask=(m < end)[:, None] & (n < n_size)[None, :])
+        is_pair = (m < end)[:, None]
+        tl.store(to, left_half, mask=is_pair & (n < n_size)[None, :])
+        n += BLOCK_N // 2
+        tl.store(to + BLOCK_N // 2, right_half, mask=is_pair & (n < n_size)[None, :])
 
 
 def experts_in_tiles(
@@ -172,7 +179,7 @@ def experts_in_tiles(
     down: Tensor,
     adapters: ExpertAdapters | None = None,
 ) -> Tensor:
-    """Each pair's weighted output [tokens, top_k, hidden] in x's dtype; else as `experts`."""
+    """As `experts`: each pair's weighted output, float32 [tokens, top_k, hidden]."""
     tiles = routing.tiles
     assert tiles is not None, "the routing of few tokens has no tiles"
     hidden_size, n_size = down.shape[1:]
@@ -188,7 +195,7 @@ def experts_in_tiles(
         BLOCK_K=cut.up.inner, num_stages=cut.up.num_stages, num_warps=cut.up.num_warps, **options,
     )  # fmt: skip
     down_rank, *of_down = _around(inner, routing, adapters, is_up=False)
-    out = torch.empty(num_tokens, top_k, hidden_size, dtype=x.dtype, device=x.device)
+    out = torch.empty(num_tokens, top_k, hidden_size, dtype=torch.float32, device=x.device)
     most = most_tiles * triton.cdiv(hidden_size, cut.down.columns)
     _down[(min(most, _multiprocessors(x.device) * DOWN_PROGRAMS),)](
         _described(inner, tiles.rows, cut.down.inner),

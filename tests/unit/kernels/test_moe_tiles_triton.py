@@ -76,7 +76,7 @@ def test_experts_of_many_tokens_equal_the_reference(
     gate_up, down = weights(dtype)
     routing = routed(len(x))
     out = fast.experts(x, routing, gate_up, down)
-    assert out.dtype == dtype
+    assert out.dtype == torch.float32
     assert_close("experts", out, reference.experts(x, routing, gate_up, down), dtype)
 
 

@@ -50,6 +50,14 @@ def prefetch(ptrs, DEPENDENT: tl.constexpr):
         )  # fmt: skip
 
 
+@triton.jit
+def wait_for_count(counter, count):
+    """Wait until other programs of this launch have counted to `count`, and see what they wrote.
+    They must be programs before this one: those begin earlier, so they are sure to get there."""
+    while tl.atomic_add(counter, 0, sem="acquire") < count:
+        pass
+
+
 @lru_cache(maxsize=8)
 def is_dependent(device: torch.device) -> bool:
     """Whether kernels on this device may be launched before their inputs are there."""

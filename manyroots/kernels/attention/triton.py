@@ -26,7 +26,10 @@ from manyroots.kernels.launch import (
 __all__ = ["decode_attention", "prefill_attention"]
 
 LOG2_E = math.log2(math.e)
-MAX_SPLITS = 32
+MAX_SPLITS = 16
+FEW_PROGRAMS = 128
+"""Fewer rows times heads than this leave a program alone on its multiprocessor, and it must hide
+its own latency; with more, programs hide each other's, and small ones fit in greater number."""
 
 
 @triton.jit
@@ -41,10 +44,12 @@ def _load_tokens(layer_kv, table, t, ok, d, page_stride, token_stride, PAGE_SIZE
 def _decode(
     q, layer_kv, page_table, context_lens, sinks, out, partial, sums, counters, scale, window,
     table_row, page_stride, part_stride, token_stride,
-    NUM_KV: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr,
-    PREFETCH_LINES: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_T: tl.constexpr,
-    NUM_SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr, DEPENDENT: tl.constexpr,
+    NUM_KV: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, GROUP_POW: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PREFETCH_LINES: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    BLOCK_T: tl.constexpr, NUM_SPLITS: tl.constexpr, PAGES_AHEAD: tl.constexpr,
+    HAS_SINKS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    """One part of a row's history for the heads of a group; who is last merges the parts."""
     log2_e: tl.constexpr = 1.4426950408889634
     split = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -60,15 +65,15 @@ def _decode(
     d = tl.arange(0, HEAD_DIM)
     first = begin + split * per_split
     last = tl.minimum(context, first + per_split)
+    layer_kv += kv_head * HEAD_DIM
+    page_table += row * table_row
+    early = tl.minimum(first + tl.arange(0, BLOCK_T), last - 1)
+    page = tl.load(page_table + early // PAGE_SIZE)
     # Asked for now, read after the wait: the newest token's are still to be written.
-    early = first + tl.arange(0, BLOCK_T)
     lines = tl.arange(0, PREFETCH_LINES) * (HEAD_DIM // PREFETCH_LINES)
-    early_at = _load_tokens(
-        layer_kv + kv_head * HEAD_DIM, page_table + row * table_row, tl.minimum(early, last - 1),
-        early >= 0, lines, page_stride, token_stride, PAGE_SIZE,
-    )  # fmt: skip
-    prefetch(early_at, DEPENDENT)
-    prefetch(early_at + part_stride, DEPENDENT)
+    early_at = page.to(tl.int64) * page_stride + early % PAGE_SIZE * token_stride
+    prefetch(layer_kv + early_at[:, None] + lines[None, :], DEPENDENT)
+    prefetch(layer_kv + part_stride + early_at[:, None] + lines[None, :], DEPENDENT)
     wait_for_inputs(DEPENDENT)
     head = kv_head * GROUP + g
     row_head = row.to(tl.int64) * (NUM_KV * GROUP) + head
@@ -85,10 +90,15 @@ def _decode(
     for at in range(first, last, BLOCK_T):
         t = at + tl.arange(0, BLOCK_T)
         ok = t < last
-        keys_at = _load_tokens(
-            layer_kv + kv_head * HEAD_DIM, page_table + row * table_row, t, ok, d, page_stride,
-            token_stride, PAGE_SIZE,
-        )  # fmt: skip
+        if PAGES_AHEAD:
+            # These pages were looked up a tile ago: their keys wait for no other load.
+            token_at = page.to(tl.int64) * page_stride + t % PAGE_SIZE * token_stride
+            page = tl.load(page_table + tl.minimum(t + BLOCK_T, last - 1) // PAGE_SIZE)
+            keys_at = layer_kv + token_at[:, None] + d[None, :]
+        else:
+            keys_at = _load_tokens(
+                layer_kv, page_table, t, ok, d, page_stride, token_stride, PAGE_SIZE
+            )
         keys = tl.load(keys_at, mask=ok[:, None], other=0.0)
         values = tl.load(keys_at + part_stride, mask=ok[:, None], other=0.0)
         scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
@@ -113,20 +123,41 @@ def _decode(
         arrived = tl.atomic_add(counters + row * NUM_KV + kv_head, 1, sem="acq_rel")
         if arrived == num_used - 1:
             tl.store(counters + row * NUM_KV + kv_head, 0)
-            s = tl.arange(0, NUM_SPLITS)
-            for i in tl.static_range(GROUP):
-                mine = (row.to(tl.int64) * (NUM_KV * GROUP) + kv_head * GROUP + i) * NUM_SPLITS + s
-                weight = tl.load(
-                    sums + mine, mask=s < num_used, other=float("-inf"), cache_modifier=".cg"
-                )
-                weight = tl.exp2(weight - tl.max(weight))
-                weight = weight / tl.sum(weight)
-                parts = tl.load(
-                    partial + mine[:, None] * HEAD_DIM + d[None, :],
-                    mask=(s < num_used)[:, None], other=0.0, cache_modifier=".cg",
-                )  # fmt: skip
-                to = out + (row.to(tl.int64) * (NUM_KV * GROUP) + kv_head * GROUP + i) * HEAD_DIM
-                tl.store(to + d, tl.sum(parts * weight[:, None], axis=0))
+            # Heads past the last are the last once more.
+            mine = tl.minimum(tl.arange(0, GROUP_POW), GROUP - 1) + kv_head * GROUP
+            _merge(
+                partial, sums, out, row.to(tl.int64) * (NUM_KV * GROUP) + mine, num_used,
+                NUM_SPLITS, GROUP_POW, HEAD_DIM,
+            )  # fmt: skip
+
+
+@triton.jit
+def _merge(
+    partial, sums, out, head, num_used,
+    NUM_SPLITS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """The parts of a group of heads into one: a few parts of every head at a time."""
+    few: tl.constexpr = 4 if NUM_SPLITS > 4 else NUM_SPLITS
+    s = tl.arange(0, NUM_SPLITS)
+    all_sizes = tl.load(
+        sums + head[:, None] * NUM_SPLITS + s[None, :], mask=(s < num_used)[None, :],
+        other=float("-inf"), cache_modifier=".cg",
+    )  # fmt: skip
+    best = tl.max(all_sizes, axis=1)
+    total = tl.sum(tl.exp2(all_sizes - best[:, None]), axis=1)
+    d = tl.arange(0, HEAD_DIM)
+    mixed = tl.zeros((GROUP, HEAD_DIM), tl.float32)
+    for first in range(0, num_used, few):
+        part = first + tl.arange(0, few)
+        is_part = (part < num_used)[None, :]
+        slot = head[:, None] * NUM_SPLITS + part[None, :]
+        size = tl.load(sums + slot, mask=is_part, other=float("-inf"), cache_modifier=".cg")
+        value = tl.load(
+            partial + slot[:, :, None] * HEAD_DIM + d[None, None, :], mask=is_part[:, :, None],
+            other=0.0, cache_modifier=".cg",
+        )  # fmt: skip
+        mixed += tl.sum(value * tl.exp2(size - best[:, None])[:, :, None], axis=1)
+    tl.store(out + head[:, None] * HEAD_DIM + d[None, :], mixed / total[:, None])
 
 
 def num_splits(num_rows: int, kv_heads: int) -> int:
@@ -144,9 +175,7 @@ def decode_attention(
     window: int = 0,
     sinks: Tensor | None = None,
     splits: int | None = None,
-    block_t: int = 16,
-    num_warps: int = 1,
-    num_stages: int = 3,
+    block_t: int | None = None,
 ) -> Tensor:
     """One query per row, q [num_rows, heads, head_dim]. A row sees its last `window` tokens (0:
     all). `sinks` [heads] are scores that take weight and give nothing."""
@@ -154,6 +183,8 @@ def decode_attention(
     page_size, kv_heads = layer_kv.shape[2:4]
     group = heads // kv_heads
     splits = splits or num_splits(num_rows, kv_heads)
+    is_few = num_rows * kv_heads < FEW_PROGRAMS
+    num_warps, num_stages = (2, 2) if is_few else (1, 3)
     out = torch.empty_like(q)
     shape = (num_rows * heads * splits,)
     # Not `scratch`: a captured graph keeps what it allocated, and a buffer that grows would not.
@@ -164,8 +195,9 @@ def decode_attention(
         partial, sums, counters(q.device), scale * LOG2_E, window,
         rows.page_table.stride(0), layer_kv.stride(0), layer_kv.stride(1), layer_kv.stride(2),
         NUM_KV=kv_heads, GROUP=group, GROUP_PAD=max(16, triton.next_power_of_2(group)),
-        HEAD_DIM=head_dim, PREFETCH_LINES=max(1, head_dim * q.element_size() // 128),
-        PAGE_SIZE=page_size, BLOCK_T=block_t, NUM_SPLITS=splits,
+        GROUP_POW=triton.next_power_of_2(group), HEAD_DIM=head_dim,
+        PREFETCH_LINES=max(1, head_dim * q.element_size() // 128), PAGE_SIZE=page_size,
+        BLOCK_T=block_t or (32 if is_few else 16), NUM_SPLITS=splits, PAGES_AHEAD=is_few,
         HAS_SINKS=sinks is not None, num_warps=num_warps, num_stages=num_stages,
         **launch_options(q.device),
     )  # fmt: skip

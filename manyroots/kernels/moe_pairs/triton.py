@@ -1,10 +1,11 @@
-"""Mixture of experts in three launches, or four with adapters, without a word from the host.
+"""Mixture of experts in two launches, or four with adapters, without a word from the host.
 
 Same signatures as `reference.py`. `route` chooses in parallel, and the last program to choose
 makes the experts' lists. The two products read each chosen expert's weights once for up to BLOCK_M
 of its pairs, and leave the sum over a token's experts to the next kernel: [tokens, top_k, hidden],
-transposed, is what `add_rms_norm` takes as partial sums. What adapters need of these kernels is in
-`triton_adapters.py`; without adapters, it is not compiled into them.
+transposed, is what `add_rms_norm` takes as partial sums. Without adapters, both are one launch of
+`triton_products.py`. With adapters each is a kernel of its own, here, made of the same tiles; what
+adapters need of them is in `triton_adapters.py`.
 """
 
 from __future__ import annotations
@@ -35,6 +36,12 @@ from manyroots.kernels.moe_pairs.triton_adapters import (
     shrink_tile,
 )
 from manyroots.kernels.moe_pairs.triton_order import ordered
+from manyroots.kernels.moe_pairs.triton_products import (
+    both_products,
+    down_product,
+    gate_and_up,
+    group_at,
+)
 from manyroots.kernels.moe_pairs.triton_tiles import experts_in_tiles, tile_rows
 
 MAX_ROUTED_TOKENS = 128
@@ -53,6 +60,8 @@ class ExpertTiling:
     down_n: int = 64
     down_k: int = 128
     down_stages: int = 3
+    down_alone_n: int = 128
+    """Where both products are one launch, which has `up_stages`; instead of `down_n`."""
     num_warps: int = 4
     activate_n: int = 128
     """With adapters alone: columns of a pair that one program takes between the products."""
@@ -183,40 +192,27 @@ def _up(
     """
     group = tl.program_id(1)
     if PAIRWISE:
-        groups_end = tl.num_programs(1) - shrink_rows
-        if group >= groups_end:
+        if group < shrink_rows:
             shrink_tile(
                 x, shrunk, slots, experts, pool, table, scalings,
-                (group - groups_end) * tl.num_programs(0) + tl.program_id(0), num_pairs, top_k,
-                k_size, max_rank, 2, BLOCK_K, DEPENDENT,
+                group * tl.num_programs(0) + tl.program_id(0), num_pairs, top_k, k_size, max_rank,
+                2, BLOCK_K, DEPENDENT,
             )  # fmt: skip
             return
+        group -= shrink_rows
     else:
         let_next_begin(DEPENDENT)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
     wait_for_inputs(DEPENDENT)
     if PAIRWISE:
         let_next_begin(DEPENDENT)
-    expert = tl.load(groups + 3 * group).to(tl.int64)
-    begin = tl.load(groups + 3 * group + 1)
-    end = tl.load(groups + 3 * group + 2)
-    w_at = (
-        gate_up + (expert * 2 * n_size + tl.minimum(n, n_size - 1))[:, None] * k_size + k[None, :]
-    )
-    up_at = w_at + n_size.to(tl.int64) * k_size
+    expert, begin, end = group_at(groups, group)
     for first in range(begin, end, BLOCK_M):
         m = first + tl.arange(0, BLOCK_M)
         pair = tl.load(pairs + tl.minimum(m, end - 1)).to(tl.int64)
-        x_at = x + (pair // top_k)[:, None] * k_size + k[None, :]
-        gate = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        for at in range(0, k_size, BLOCK_K):
-            gates = tl.load(w_at + at, eviction_policy="evict_first")
-            ups = tl.load(up_at + at, eviction_policy="evict_first")
-            xs = tl.trans(tl.load(x_at + at, mask=(m < end)[:, None], other=0.0))
-            gate = tl.dot(gates, xs, gate, input_precision="ieee")
-            up = tl.dot(ups, xs, up, input_precision="ieee")
+        gate, up = gate_and_up(
+            x, gate_up, expert, pair // top_k, m < end, n, n_size, k_size, BLOCK_M, BLOCK_N, BLOCK_K
+        )
         ok = (m < end)[:, None] & (n < n_size)[None, :]
         if RANK:
             gate = add_adapters(
@@ -252,30 +248,23 @@ def _down(
     group = tl.program_id(1)
     places: tl.constexpr = TOP_K + (1 if NUM_SPLITS else 0)
     if NUM_SPLITS:
-        groups_end = tl.num_programs(1) - expand_rows
-        if group >= groups_end:
+        if group < expand_rows:
             expand_tile(
                 out, shrunk, weights, experts, slots, pool, table,
-                (group - groups_end) * tl.num_programs(0) + tl.program_id(0), num_tokens, n_size,
-                max_rank, TOP_K, BLOCK_P, NUM_SPLITS, DEPENDENT,
+                group * tl.num_programs(0) + tl.program_id(0), num_tokens, n_size, max_rank,
+                TOP_K, BLOCK_P, NUM_SPLITS, DEPENDENT,
             )  # fmt: skip
             return
+        group -= expand_rows
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
     wait_for_inputs(DEPENDENT)
-    expert = tl.load(groups + 3 * group).to(tl.int64)
-    begin = tl.load(groups + 3 * group + 1)
-    end = tl.load(groups + 3 * group + 2)
-    w_at = down + (expert * n_size + tl.minimum(n, n_size - 1))[:, None] * k_size + k[None, :]
+    expert, begin, end = group_at(groups, group)
     for first in range(begin, end, BLOCK_M):
         m = first + tl.arange(0, BLOCK_M)
         pair = tl.load(pairs + tl.minimum(m, end - 1)).to(tl.int64)
-        h_at = hidden + pair[:, None] * k_size + k[None, :]
-        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        for at in range(0, k_size, BLOCK_K):
-            weight = tl.load(w_at + at, eviction_policy="evict_first")
-            hs = tl.trans(tl.load(h_at + at, mask=(m < end)[:, None], other=0.0))
-            acc = tl.dot(weight, hs, acc, input_precision="ieee")
+        acc = down_product(
+            hidden, down, expert, pair, m < end, n, n_size, k_size, BLOCK_M, BLOCK_N, BLOCK_K
+        )
         if RANK:
             acc = add_adapters(
                 acc, shrunk, pool, table, slots, pair // TOP_K, pair, m < end, expert, n, n_size,
@@ -304,11 +293,12 @@ def experts(
     if routing.tiles is not None:
         return experts_in_tiles(x, routing, gate_up, down, adapters)
     cut = tiling or ExpertTiling()
-    num_experts, hidden_size, n_size = down.shape
     num_tokens, top_k = routing.weights.shape
+    if adapters is None and num_tokens <= MAX_ROUTED_TOKENS:
+        return _both(x, routing, gate_up, down, cut)
+    num_experts, hidden_size, n_size = down.shape
     num_pairs = num_tokens * top_k
-    used = min(num_experts, num_pairs) if num_tokens <= MAX_ROUTED_TOKENS else num_experts
-    block_m = 16 if num_pairs <= 8 * num_experts else 64
+    used, block_m = _blocks(num_tokens, top_k, num_experts)
     inner = torch.empty(num_pairs, n_size, dtype=x.dtype, device=x.device)
     around = _Around.of(inner, routing, adapters, hidden_size, cut)
     options = launch_options(x.device)
@@ -336,6 +326,32 @@ def experts(
     return out
 
 
+def _both(x: Tensor, routing: Routing, gate_up: Tensor, down: Tensor, cut: ExpertTiling) -> Tensor:
+    """The base model's experts: both products in one launch."""
+    num_experts, hidden_size, n_size = down.shape
+    num_tokens, top_k = routing.weights.shape
+    used, block_m = _blocks(num_tokens, top_k, num_experts)
+    up_tiles = triton.cdiv(n_size, cut.up_n)
+    down_tiles = triton.cdiv(hidden_size, cut.down_alone_n)
+    inner = torch.empty(num_tokens * top_k, n_size, dtype=x.dtype, device=x.device)
+    out = torch.empty(num_tokens, top_k, hidden_size, dtype=torch.float32, device=x.device)
+    both_products[(used * (up_tiles + down_tiles),)](
+        x, gate_up, down, routing.pairs, routing.groups, routing.weights, inner, out,
+        counters(x.device), used * up_tiles, n_size, hidden_size,
+        TOP_K=top_k, UP_TILES=up_tiles, DOWN_TILES=down_tiles, BLOCK_M=block_m, UP_N=cut.up_n,
+        UP_K=cut.up_k, DOWN_N=cut.down_alone_n, DOWN_K=cut.down_k, num_stages=cut.up_stages,
+        num_warps=cut.num_warps, **launch_options(x.device),
+    )  # fmt: skip
+    return out
+
+
+def _blocks(num_tokens: int, top_k: int, num_experts: int) -> tuple[int, int]:
+    """How many experts a step may use, and how many pairs of one a program takes at once."""
+    num_pairs = num_tokens * top_k
+    used = min(num_experts, num_pairs) if num_tokens <= MAX_ROUTED_TOKENS else num_experts
+    return used, 16 if num_pairs <= 8 * num_experts else 64
+
+
 @dataclass(frozen=True, slots=True)
 class _Around:
     """What the two products are given of adapters; of no account where there are none."""
@@ -352,7 +368,8 @@ class _Around:
     num_splits: int = 0
     """Where adapters are computed pair by pair: sums that `of_down` is in; else 0."""
     shrink_rows: int = 0
-    """Then, rows of further tiles in the grid of `_up`."""
+    """Then, rows of further tiles in the grid of `_up`: the first ones, so that what ends last is
+    short."""
     expand_rows: int = 0
     """And in that of `_down`."""
     up_max_rank: int = 1

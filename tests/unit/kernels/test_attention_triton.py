@@ -41,7 +41,9 @@ def pages_for(
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 1, 32), (6, 2, 16)])
 @pytest.mark.parametrize(("window", "has_sinks"), [(0, False), (9, True)])
 @pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("few", [0, fast.FEW_PROGRAMS], ids=["many programs", "few"])
 def test_decode_reads_what_a_row_sees_and_nothing_else(
+    few: int,
     splits: int,
     window: int,
     has_sinks: bool,
@@ -49,7 +51,9 @@ def test_decode_reads_what_a_row_sees_and_nothing_else(
     kv_heads: int,
     dim: int,
     dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(fast, "FEW_PROGRAMS", few)
     lens = [1, 16, 17, 70, 33, 64]
     layer_kv, table = pages_for(lens, kv_heads, dim, dtype)
     rows = DecodeRows(table, torch.tensor(lens, dtype=torch.int32, device=DEVICE))

@@ -1,0 +1,113 @@
+"""The experts' two products: the tiles they are made of, and both in one launch.
+
+Without adapters nothing lies between the products, so `both_products` has the programs of both: the
+second's come behind the first's, and each waits for its own expert alone. That one was done long
+ago, but for the last few: memory stays busy from the first product's beginning to the second's end.
+A program waits only for programs before it, and programs begin in order: whoever is waited for has
+begun, and waits for nobody.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from manyroots.kernels.launch import let_next_begin, wait_for_count, wait_for_inputs
+
+
+@triton.jit
+def group_at(groups, group):
+    """A group's expert, and where its pairs begin and end."""
+    at = groups + 3 * group
+    return tl.load(at).to(tl.int64), tl.load(at + 1), tl.load(at + 2)
+
+
+@triton.jit
+def gate_and_up(
+    x, gate_up, expert, row, is_pair, n, n_size, k_size,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The gates and ups at `n` of an expert's pairs, whose rows of x are `row`: [n, pairs] each."""
+    k = tl.arange(0, BLOCK_K)
+    x_at = x + row[:, None] * k_size + k[None, :]
+    first = expert * 2 * n_size + tl.minimum(n, n_size - 1)
+    gate_at = gate_up + first[:, None] * k_size + k[None, :]
+    up_at = gate_at + n_size.to(tl.int64) * k_size
+    gate = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for at in range(0, k_size, BLOCK_K):
+        gates = tl.load(gate_at + at, eviction_policy="evict_first")
+        ups = tl.load(up_at + at, eviction_policy="evict_first")
+        xs = tl.trans(tl.load(x_at + at, mask=is_pair[:, None], other=0.0))
+        gate = tl.dot(gates, xs, gate, input_precision="ieee")
+        up = tl.dot(ups, xs, up, input_precision="ieee")
+    return gate, up
+
+
+@triton.jit
+def down_product(
+    hidden, down, expert, pair, is_pair, n, n_size, k_size,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Rows `n` of an expert's down times its pairs' activations: [n, pairs]."""
+    k = tl.arange(0, BLOCK_K)
+    w_at = down + (expert * n_size + tl.minimum(n, n_size - 1))[:, None] * k_size + k[None, :]
+    h_at = hidden + pair[:, None] * k_size + k[None, :]
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for at in range(0, k_size, BLOCK_K):
+        weight = tl.load(w_at + at, eviction_policy="evict_first")
+        # Past the first cache, which does not see what other programs of a launch write.
+        hs = tl.load(h_at + at, mask=is_pair[:, None], other=0.0, cache_modifier=".cg")
+        acc = tl.dot(weight, tl.trans(hs), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit(do_not_specialize=["num_first"])
+def both_products(
+    x, gate_up, down, pairs, groups, weights, inner, out, done, num_first, n_size, hidden_size,
+    TOP_K: tl.constexpr, UP_TILES: tl.constexpr, DOWN_TILES: tl.constexpr, BLOCK_M: tl.constexpr,
+    UP_N: tl.constexpr, UP_K: tl.constexpr, DOWN_N: tl.constexpr, DOWN_K: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """weight * down(silu(gate) * up) of each pair, at its own place. The first `num_first` programs
+    compute the first product; `done` counts each group's tiles, and is zero again at the end."""
+    let_next_begin(DEPENDENT)
+    tile = tl.program_id(0)
+    if tile < num_first:
+        group = tile // UP_TILES
+        n = tile % UP_TILES * UP_N + tl.arange(0, UP_N)
+        wait_for_inputs(DEPENDENT)
+        expert, begin, end = group_at(groups, group)
+        for first in range(begin, end, BLOCK_M):
+            m = first + tl.arange(0, BLOCK_M)
+            pair = tl.load(pairs + tl.minimum(m, end - 1)).to(tl.int64)
+            gate, up = gate_and_up(
+                x, gate_up, expert, pair // TOP_K, m < end, n, n_size, hidden_size,
+                BLOCK_M, UP_N, UP_K,
+            )  # fmt: skip
+            ok = (m < end)[:, None] & (n < n_size)[None, :]
+            value = tl.trans(gate * tl.sigmoid(gate) * up)
+            tl.store(inner + pair[:, None] * n_size + n[None, :], value, mask=ok)
+        if end > begin:
+            # All of this program's stores, then the count.
+            tl.debug_barrier()
+            tl.atomic_add(done + group, 1, sem="release")
+        return
+    group = (tile - num_first) // DOWN_TILES
+    n = (tile - num_first) % DOWN_TILES * DOWN_N + tl.arange(0, DOWN_N)
+    wait_for_inputs(DEPENDENT)
+    expert, begin, end = group_at(groups, group)
+    if begin == end:
+        return
+    wait_for_count(done + group, UP_TILES)
+    for first in range(begin, end, BLOCK_M):
+        m = first + tl.arange(0, BLOCK_M)
+        pair = tl.load(pairs + tl.minimum(m, end - 1)).to(tl.int64)
+        acc = down_product(
+            inner, down, expert, pair, m < end, n, hidden_size, n_size, BLOCK_M, DOWN_N, DOWN_K
+        )
+        value = tl.trans(acc) * tl.load(weights + pair)[:, None]
+        ok = (m < end)[:, None] & (n < hidden_size)[None, :]
+        tl.store(out + pair[:, None] * hidden_size + n[None, :], value, mask=ok)
+    if tl.atomic_add(done + group, 1, sem="relaxed") == UP_TILES + DOWN_TILES - 1:
+        tl.store(done + group, 0)

@@ -5,7 +5,8 @@ makes the experts' lists. The two products read each chosen expert's weights onc
 of its pairs, and leave the sum over a token's experts to the next kernel: [tokens, top_k, hidden],
 transposed, is what `add_rms_norm` takes as partial sums. Without adapters, both are one launch of
 `triton_products.py`. With adapters each is a kernel of its own, here, made of the same tiles; what
-adapters need of them is in `triton_adapters.py`.
+adapters need of them is in `triton_adapters.py`. That is for few tokens: the pairs of many are put
+in order by `triton_order.py`, and multiplied by `triton_tiles.py`.
 """
 
 from __future__ import annotations
@@ -24,15 +25,13 @@ from manyroots.kernels.launch import (
     let_next_begin,
     wait_for_inputs,
 )
-from manyroots.kernels.moe_pairs.adapters import ExpertAdapters, ExpertSite
+from manyroots.kernels.moe_pairs.adapters import ExpertAdapters
 from manyroots.kernels.moe_pairs.routing import Routing
 from manyroots.kernels.moe_pairs.triton_adapters import (
     EXPAND_N,
     SHRINK_N,
     activate,
-    add_adapters,
     expand_tile,
-    shrink_pairs,
     shrink_tile,
 )
 from manyroots.kernels.moe_pairs.triton_order import ordered
@@ -46,8 +45,6 @@ from manyroots.kernels.moe_pairs.triton_tiles import experts_in_tiles, tile_rows
 
 MAX_ROUTED_TOKENS = 128
 """Most tokens whose pairs `route` orders itself; more go through `triton_order.py` and in tiles."""
-MAX_PAIRWISE_TOKENS = 128
-"""Most tokens whose adapters are computed pair by pair. With more, pairs share matrices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,29 +180,22 @@ def route(logits: Tensor, top_k: int, *, renormalise: bool) -> Routing:
 def _up(
     x, gate_up, pairs, groups, out, shrunk, slots, experts, pool, table, scalings, n_size, k_size,
     top_k, num_pairs, max_rank, shrink_rows,
-    PAIRWISE: tl.constexpr, RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """silu(gate) * up of an expert's pairs, each at its own pair's place.
-
-    With adapters pair by pair: gate and up as they are, and what the adapters shrink x to.
-    """
+    """gate and up of an expert's pairs, each at its own pair's place; and what the adapters shrink
+    x to."""
     group = tl.program_id(1)
-    if PAIRWISE:
-        if group < shrink_rows:
-            shrink_tile(
-                x, shrunk, slots, experts, pool, table, scalings,
-                group * tl.num_programs(0) + tl.program_id(0), num_pairs, top_k, k_size, max_rank,
-                2, BLOCK_K, DEPENDENT,
-            )  # fmt: skip
-            return
-        group -= shrink_rows
-    else:
-        let_next_begin(DEPENDENT)
+    if group < shrink_rows:
+        shrink_tile(
+            x, shrunk, slots, experts, pool, table, scalings,
+            group * tl.num_programs(0) + tl.program_id(0), num_pairs, top_k, k_size, max_rank,
+            2, BLOCK_K, DEPENDENT,
+        )  # fmt: skip
+        return
+    group -= shrink_rows
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     wait_for_inputs(DEPENDENT)
-    if PAIRWISE:
-        let_next_begin(DEPENDENT)
+    let_next_begin(DEPENDENT)
     expert, begin, end = group_at(groups, group)
     for first in range(begin, end, BLOCK_M):
         m = first + tl.arange(0, BLOCK_M)
@@ -214,48 +204,30 @@ def _up(
             x, gate_up, expert, pair // top_k, m < end, n, n_size, k_size, BLOCK_M, BLOCK_N, BLOCK_K
         )
         ok = (m < end)[:, None] & (n < n_size)[None, :]
-        if RANK:
-            gate = add_adapters(
-                gate, shrunk, pool, table, slots, pair // top_k, pair, m < end, expert, n, n_size,
-                0, 2, RANK,
-            )  # fmt: skip
-            up = add_adapters(
-                up, shrunk, pool, table, slots, pair // top_k, pair, m < end, expert, n, n_size,
-                1, 2, RANK,
-            )  # fmt: skip
-        if PAIRWISE:
-            to = out + pair[:, None] * 2 * n_size + n[None, :]
-            tl.store(to, tl.trans(gate), mask=ok)
-            tl.store(to + n_size, tl.trans(up), mask=ok)
-        else:
-            value = tl.trans(gate * tl.sigmoid(gate) * up)
-            tl.store(out + pair[:, None] * n_size + n[None, :], value, mask=ok)
+        to = out + pair[:, None] * 2 * n_size + n[None, :]
+        tl.store(to, tl.trans(gate), mask=ok)
+        tl.store(to + n_size, tl.trans(up), mask=ok)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "expand_rows"])
 def _down(
     hidden, down, pairs, groups, weights, out, shrunk, slots, experts, pool, table, n_size, k_size,
     num_tokens, max_rank, expand_rows,
-    TOP_K: tl.constexpr, BLOCK_P: tl.constexpr, NUM_SPLITS: tl.constexpr, RANK: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
+    TOP_K: tl.constexpr, BLOCK_P: tl.constexpr, NUM_SPLITS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """weight * down(hidden) of an expert's pairs, each at its own pair's place.
-
-    With adapters pair by pair (NUM_SPLITS, of what they shrunk the activations to): what they add
-    to each token, too.
-    """
+    """weight * down(hidden) of an expert's pairs, each at its own pair's place; and behind them
+    what the adapters add to each token."""
     let_next_begin(DEPENDENT)
     group = tl.program_id(1)
-    places: tl.constexpr = TOP_K + (1 if NUM_SPLITS else 0)
-    if NUM_SPLITS:
-        if group < expand_rows:
-            expand_tile(
-                out, shrunk, weights, experts, slots, pool, table,
-                group * tl.num_programs(0) + tl.program_id(0), num_tokens, n_size, max_rank,
-                TOP_K, BLOCK_P, NUM_SPLITS, DEPENDENT,
-            )  # fmt: skip
-            return
-        group -= expand_rows
+    if group < expand_rows:
+        expand_tile(
+            out, shrunk, weights, experts, slots, pool, table,
+            group * tl.num_programs(0) + tl.program_id(0), num_tokens, n_size, max_rank,
+            TOP_K, BLOCK_P, NUM_SPLITS, DEPENDENT,
+        )  # fmt: skip
+        return
+    group -= expand_rows
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     wait_for_inputs(DEPENDENT)
     expert, begin, end = group_at(groups, group)
@@ -265,14 +237,9 @@ def _down(
         acc = down_product(
             hidden, down, expert, pair, m < end, n, n_size, k_size, BLOCK_M, BLOCK_N, BLOCK_K
         )
-        if RANK:
-            acc = add_adapters(
-                acc, shrunk, pool, table, slots, pair // TOP_K, pair, m < end, expert, n, n_size,
-                0, 1, RANK,
-            )  # fmt: skip
         value = tl.trans(acc) * tl.load(weights + pair)[:, None]
         ok = (m < end)[:, None] & (n < n_size)[None, :]
-        place = pair // TOP_K * places + pair % TOP_K
+        place = pair // TOP_K * (TOP_K + 1) + pair % TOP_K
         tl.store(out + place[:, None] * n_size + n[None, :], value, mask=ok)
 
 
@@ -286,44 +253,16 @@ def experts(
     tiling: ExpertTiling | None = None,
 ) -> Tensor:
     """What adds up to each token's output, float32 [tokens, top_k, hidden]: each pair's weighted
-    output. Where adapters are computed pair by pair, what they add is one more behind the last.
+    output. What adapters add to few tokens is one more behind the last.
 
     gate_up is [experts, 2 n, hidden] (gates first), down is [experts, hidden, n].
     """
     if routing.tiles is not None:
         return experts_in_tiles(x, routing, gate_up, down, adapters)
     cut = tiling or ExpertTiling()
-    num_tokens, top_k = routing.weights.shape
-    if adapters is None and num_tokens <= MAX_ROUTED_TOKENS:
+    if adapters is None:
         return _both(x, routing, gate_up, down, cut)
-    num_experts, hidden_size, n_size = down.shape
-    num_pairs = num_tokens * top_k
-    used, block_m = _blocks(num_tokens, top_k, num_experts)
-    inner = torch.empty(num_pairs, n_size, dtype=x.dtype, device=x.device)
-    around = _Around.of(inner, routing, adapters, hidden_size, cut)
-    options = launch_options(x.device)
-    if adapters is not None and around.up_rank:
-        _shrink(x, around.of_up[0], routing, adapters.gate_up, adapters.slots, used)
-    _up[(triton.cdiv(n_size, cut.up_n), around.shrink_rows + used)](
-        x, gate_up, routing.pairs, routing.groups, around.product, *around.of_up, n_size,
-        hidden_size, top_k, num_pairs, around.up_max_rank, around.shrink_rows,
-        PAIRWISE=around.num_splits > 0, RANK=around.up_rank, BLOCK_M=block_m, BLOCK_N=cut.up_n,
-        BLOCK_K=cut.up_k, num_stages=cut.up_stages, num_warps=cut.num_warps, **options,
-    )  # fmt: skip
-    if adapters is not None and around.down_rank:
-        _shrink(inner, around.of_down[0], routing, adapters.down, adapters.slots, used)
-    elif adapters is not None:
-        _activate(around, inner, routing, adapters, cut)
-    places = top_k + 1 if around.num_splits else top_k
-    out = torch.empty(num_tokens, places, hidden_size, dtype=torch.float32, device=x.device)
-    _down[(triton.cdiv(hidden_size, cut.down_n), around.expand_rows + used)](
-        inner, down, routing.pairs, routing.groups, routing.weights, out, *around.of_down,
-        hidden_size, n_size, num_tokens, around.max_rank, around.expand_rows,
-        TOP_K=top_k, BLOCK_P=triton.next_power_of_2(top_k), NUM_SPLITS=around.num_splits,
-        RANK=around.down_rank, BLOCK_M=block_m, BLOCK_N=cut.down_n, BLOCK_K=cut.down_k,
-        num_stages=cut.down_stages, num_warps=cut.num_warps, **options,
-    )  # fmt: skip
-    return out
+    return _with_adapters(x, routing, gate_up, down, adapters, cut)
 
 
 def _both(x: Tensor, routing: Routing, gate_up: Tensor, down: Tensor, cut: ExpertTiling) -> Tensor:
@@ -348,92 +287,89 @@ def _both(x: Tensor, routing: Routing, gate_up: Tensor, down: Tensor, cut: Exper
 def _blocks(num_tokens: int, top_k: int, num_experts: int) -> tuple[int, int]:
     """How many experts a step may use, and how many pairs of one a program takes at once."""
     num_pairs = num_tokens * top_k
-    used = min(num_experts, num_pairs) if num_tokens <= MAX_ROUTED_TOKENS else num_experts
-    return used, 16 if num_pairs <= 8 * num_experts else 64
+    return min(num_experts, num_pairs), 16 if num_pairs <= 8 * num_experts else 64
+
+
+def _with_adapters(
+    x: Tensor,
+    routing: Routing,
+    gate_up: Tensor,
+    down: Tensor,
+    adapters: ExpertAdapters,
+    cut: ExpertTiling,
+) -> Tensor:
+    """Each product in a launch of its own, with what adapters need of it, and one between them."""
+    num_experts, hidden_size, n_size = down.shape
+    num_tokens, top_k = routing.weights.shape
+    num_pairs = num_tokens * top_k
+    used, block_m = _blocks(num_tokens, top_k, num_experts)
+    inner = torch.empty(num_pairs, n_size, dtype=x.dtype, device=x.device)
+    around = _Around.of(inner, routing, adapters, hidden_size, cut)
+    options = launch_options(x.device)
+    _up[(triton.cdiv(n_size, cut.up_n), around.shrink_rows + used)](
+        x, gate_up, routing.pairs, routing.groups, around.product, *around.of_up, n_size,
+        hidden_size, top_k, num_pairs, adapters.gate_up.max_rank, around.shrink_rows,
+        BLOCK_M=block_m, BLOCK_N=cut.up_n, BLOCK_K=cut.up_k,
+        num_stages=cut.up_stages, num_warps=cut.num_warps, **options,
+    )  # fmt: skip
+    _activate(around, inner, routing, adapters, cut)
+    out = torch.empty(num_tokens, top_k + 1, hidden_size, dtype=torch.float32, device=x.device)
+    _down[(triton.cdiv(hidden_size, cut.down_n), around.expand_rows + used)](
+        inner, down, routing.pairs, routing.groups, routing.weights, out, *around.of_down,
+        hidden_size, n_size, num_tokens, adapters.down.max_rank, around.expand_rows,
+        TOP_K=top_k, BLOCK_P=triton.next_power_of_2(top_k), NUM_SPLITS=around.num_splits,
+        BLOCK_M=block_m, BLOCK_N=cut.down_n, BLOCK_K=cut.down_k,
+        num_stages=cut.down_stages, num_warps=cut.num_warps, **options,
+    )  # fmt: skip
+    return out
 
 
 @dataclass(frozen=True, slots=True)
 class _Around:
-    """What the two products are given of adapters; of no account where there are none."""
+    """What the two products are given of adapters, and leave for them."""
 
     product: Tensor
-    """What `_up` writes: activations [num_pairs, n], or pair by pair float32 [num_pairs, 2 n]."""
+    """What `_up` writes: gates and ups, float32 [num_pairs, 2 n]."""
     of_up: tuple[Tensor, ...]
     """First what x is shrunk to, float32 [num_pairs, ranks of gate and up]."""
     of_down: tuple[Tensor, ...]
-    """First what activations are shrunk to, float32 [splits, num_pairs, ranks of down]."""
-    up_rank: int = 0
-    """How many ranks each part has there, where they are shrunk before the product; else 0."""
-    down_rank: int = 0
-    num_splits: int = 0
-    """Where adapters are computed pair by pair: sums that `of_down` is in; else 0."""
-    shrink_rows: int = 0
-    """Then, rows of further tiles in the grid of `_up`: the first ones, so that what ends last is
+    """First what activations are shrunk to, float32 [num_splits, num_pairs, ranks of down]."""
+    num_splits: int
+    """Partial sums that this is in."""
+    shrink_rows: int
+    """Rows of further tiles in the grid of `_up`: the first ones, so that what ends last is
     short."""
-    expand_rows: int = 0
+    expand_rows: int
     """And in that of `_down`."""
-    up_max_rank: int = 1
-    max_rank: int = 1
 
     @classmethod
     def of(
         cls,
         inner: Tensor,
         routing: Routing,
-        adapters: ExpertAdapters | None,
+        adapters: ExpertAdapters,
         hidden_size: int,
         cut: ExpertTiling,
     ) -> _Around:
-        if adapters is None:
-            return cls(inner, (inner,) * 6, (inner,) * 5)
         num_pairs, n_size = inner.shape
         up, down, slots = adapters.gate_up, adapters.down, adapters.slots
-        of_up = (slots, routing.experts, up.pool, up.table, up.scalings)
-        of_down = (slots, routing.experts, down.pool, down.table)
 
         def empty(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=torch.float32, device=inner.device)
 
-        if len(slots) > MAX_PAIRWISE_TOKENS:
-            up_rank, down_rank = _block_of(up.max_rank), _block_of(down.max_rank)
-            return cls(
-                product=inner,
-                of_up=(empty(num_pairs, 2 * up_rank), *of_up),
-                of_down=(empty(num_pairs, down_rank), *of_down),
-                up_rank=up_rank,
-                down_rank=down_rank,
-            )
         num_splits = triton.cdiv(n_size, cut.activate_n)
+        up_shrunk = empty(num_pairs, up.width)
+        down_shrunk = empty(num_splits, num_pairs, down.width)
         shrink_tiles = triton.cdiv(num_pairs * up.width, SHRINK_N.value)
         expand_tiles = len(slots) * triton.cdiv(hidden_size, EXPAND_N.value)
         return cls(
             product=empty(num_pairs, 2 * n_size),
-            of_up=(empty(num_pairs, up.width), *of_up),
-            of_down=(empty(num_splits, num_pairs, down.width), *of_down),
+            of_up=(up_shrunk, slots, routing.experts, up.pool, up.table, up.scalings),
+            of_down=(down_shrunk, slots, routing.experts, down.pool, down.table),
             num_splits=num_splits,
             shrink_rows=triton.cdiv(shrink_tiles, triton.cdiv(n_size, cut.up_n)),
             expand_rows=triton.cdiv(expand_tiles, triton.cdiv(hidden_size, cut.down_n)),
-            up_max_rank=up.max_rank,
-            max_rank=down.max_rank,
         )
-
-
-def _block_of(rank: int) -> int:
-    return max(16, int(triton.next_power_of_2(rank)))
-
-
-def _shrink(
-    x: Tensor, shrunk: Tensor, routing: Routing, site: ExpertSite, slots: Tensor, used: int
-) -> None:
-    """x is of tokens, or of pairs."""
-    top_k = routing.weights.shape[1]
-    shrink_pairs[(site.num_parts, used)](
-        x, shrunk, site.pool, site.table, site.scalings, slots, routing.pairs, routing.groups,
-        x.shape[1], top_k,
-        BY_PAIR=site.num_parts == 1, NUM_PARTS=site.num_parts, RANK=_block_of(site.max_rank),
-        BLOCK_M=16, BLOCK_K=16 * (8 if x.shape[1] % 128 == 0 else 1),
-        num_warps=4, num_stages=4, **launch_options(x.device),
-    )  # fmt: skip
 
 
 def _activate(

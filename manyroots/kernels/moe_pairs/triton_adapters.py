@@ -1,15 +1,15 @@
-"""Adapters of experts in Triton: what the experts' two products add to them, and what lies between.
+"""Adapters of experts in Triton, for few tokens: what the experts' two products do for them beside
+their own, and what lies between.
 
 A decode has about one pair per adapter and expert, so it goes pair by pair (those that share a
 matrix find it in the cache). Adapters cost one launch more, and their bytes:
 
     _up        gate, up = W x of each pair; and as further tiles h = A x of each pair
-    _activate  silu(gate + B h) * (up + B h), and h = A of that
+    activate   silu(gate + B h) * (up + B h), and h = A of that
     _down      weight * W x of each pair; and as further tiles the sum of weight * B h of each token
 
 `shrink_tile` and `expand_tile` are those further tiles; the products themselves are in `triton.py`.
-In a prefill, many pairs share a matrix: `shrink_pairs` reads it once for a tile of them, before
-each product, which calls `add_adapters`. Nothing is gathered or copied.
+Nothing is gathered or copied. Many tokens' pairs share matrices: see `triton_tile_adapters.py`.
 """
 
 from __future__ import annotations
@@ -188,71 +188,3 @@ def expand_tile(
             h *= weight[:, None]
             acc += tl.sum(tl.sum(second * h[:, None, :], axis=2), axis=0)
         tl.store(out + (token * (TOP_K + 1) + TOP_K) * n_size + n, acc, mask=n < n_size)
-
-
-@triton.jit
-def add_adapters(
-    acc, hidden, pool, table, slots, token, pair, is_pair, expert, n, n_size,
-    PART: tl.constexpr, NUM_PARTS: tl.constexpr, RANK: tl.constexpr,
-):  # fmt: skip
-    """acc [n, pairs] + B[n] h[pair]^T of each pair's own adapter: one product per adapter among
-    them, and pairs of one adapter are neighbours."""
-    r = tl.arange(0, RANK)
-    left = tl.where(is_pair, tl.load(slots + token), -1)
-    slot = tl.max(left)
-    while slot >= 0:
-        entry = table + (slot * NUM_PARTS + PART) * _PART_WIDTH
-        rank = tl.load(entry + 2).to(tl.int32)
-        b = pool + tl.multiple_of(tl.load(entry + 3) + expert * tl.load(entry + 4), 8)
-        weight = tl.load(
-            b + n[:, None] * rank + r[None, :], mask=(n < n_size)[:, None] & (r < rank)[None, :],
-            other=0.0,
-        )  # fmt: skip
-        mine = (left == slot)[:, None] & (r < rank)[None, :]
-        h = tl.load(
-            hidden + (pair * NUM_PARTS + PART)[:, None] * RANK + r[None, :], mask=mine, other=0.0
-        )
-        acc = tl.dot(weight, tl.trans(h.to(weight.dtype)), acc, input_precision="ieee")
-        left = tl.where(left == slot, -1, left)
-        slot = tl.max(left)
-    return acc
-
-
-@triton.jit
-def shrink_pairs(
-    x, hidden, pool, table, scalings, slots, pairs, groups, k_size, top_k,
-    BY_PAIR: tl.constexpr, NUM_PARTS: tl.constexpr, RANK: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
-    """scaling * x A^T of an expert's pairs, each with its own adapter's A for that expert."""
-    let_next_begin(DEPENDENT)
-    wait_for_inputs(DEPENDENT)
-    part = tl.program_id(0)
-    expert = tl.load(groups + 3 * tl.program_id(1)).to(tl.int64)
-    begin = tl.load(groups + 3 * tl.program_id(1) + 1)
-    end = tl.load(groups + 3 * tl.program_id(1) + 2)
-    k = tl.arange(0, BLOCK_K)
-    r = tl.arange(0, RANK)
-    for first in range(begin, end, BLOCK_M):
-        m = first + tl.arange(0, BLOCK_M)
-        pair = tl.load(pairs + tl.minimum(m, end - 1)).to(tl.int64)
-        row = pair if BY_PAIR else pair // top_k
-        left = tl.where(m < end, tl.load(slots + pair // top_k), -1)
-        slot = tl.max(left)
-        while slot >= 0:
-            entry = table + (slot * NUM_PARTS + part) * _PART_WIDTH
-            rank = tl.load(entry + 2).to(tl.int32)
-            a = pool + tl.multiple_of(tl.load(entry) + expert * tl.load(entry + 1), 8)
-            mine = (left == slot)[:, None]
-            acc = tl.zeros((BLOCK_M, RANK), tl.float32)
-            for at in range(0, k_size, BLOCK_K):
-                xs = tl.load(x + row[:, None] * k_size + at + k[None, :], mask=mine, other=0.0)
-                weight = tl.load(
-                    a + r[:, None] * k_size + at + k[None, :], mask=(r < rank)[:, None], other=0.0
-                )
-                acc = tl.dot(xs, tl.trans(weight), acc, input_precision="ieee")
-            acc *= tl.load(scalings + slot * NUM_PARTS + part)
-            to = hidden + (pair * NUM_PARTS + part)[:, None] * RANK + r[None, :]
-            tl.store(to, acc, mask=mine & (r < rank)[None, :])
-            left = tl.where(left == slot, -1, left)
-            slot = tl.max(left)

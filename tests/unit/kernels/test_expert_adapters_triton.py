@@ -99,22 +99,17 @@ RANKS = {
 @pytest.mark.parametrize("shares", [PER_EXPERT, SHARED_OUTER])
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("most", [fast.MAX_PAIRWISE_TOKENS, 0])
 def test_experts_with_adapters_equal_the_reference(
-    most: int, step: str, ranks: str, shares: str, dtype: torch.dtype
+    step: str, ranks: str, shares: str, dtype: torch.dtype
 ) -> None:
-    """Pair by pair as in a decode, and with `most` 0 in tiles as in a prefill."""
+    """Pair by pair as in a decode; in tiles as in a prefill: `test_moe_tiles_triton.py`."""
     slots = STEPS[step]
     x = randn(len(slots), HIDDEN, dtype=dtype)
     gate_up, down = weights(dtype)
     adapters = make_adapters(slots, RANKS[ranks], shares, dtype)
     routing = fast.route(randn(len(slots), EXPERTS, seed=3), TOP_K, renormalise=True)
-    kept, fast.MAX_PAIRWISE_TOKENS = fast.MAX_PAIRWISE_TOKENS, most
-    try:
-        out = fast.experts(x, routing, gate_up, down, adapters, tiling=TILING)
-    finally:
-        fast.MAX_PAIRWISE_TOKENS = kept
-    assert out.shape[1] == (TOP_K + 1 if most else TOP_K)
+    out = fast.experts(x, routing, gate_up, down, adapters, tiling=TILING)
+    assert out.shape[1] == TOP_K + 1
     expected = reference.experts(x, routing, gate_up, down, adapters)
     assert_close("expert_lora", out.sum(1), expected.sum(1), dtype)
 

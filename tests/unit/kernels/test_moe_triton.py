@@ -52,9 +52,17 @@ def by_expert(routing: Routing) -> dict[int, list[int]]:
     }
 
 
+@pytest.mark.parametrize("more", [0, 1])
+def test_tokens_beyond_the_most_are_routed_in_tiles(more: int) -> None:
+    logits = randn(fast.MAX_ROUTED_TOKENS + more, 4)
+    routing = fast.route(logits, 2, renormalise=True)
+    assert (routing.tiles is not None) == bool(more)
+    assert by_expert(routing) == by_expert(reference.route(logits, 2, renormalise=True))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", [1, 5, 40])
-@pytest.mark.parametrize("most", [fast.MAX_ROUTED_TOKENS, 0], ids=["one launch", "two"])
+@pytest.mark.parametrize("most", [fast.MAX_ROUTED_TOKENS, 0], ids=["one launch", "tiles"])
 def test_experts_equal_the_reference_and_sum_up_in_the_norm(
     most: int, tokens: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,7 +125,6 @@ def test_adapters_of_experts_equal_the_reference(
 ) -> None:
     """Of every expert or shared, of different ranks, with tokens of the base model among them."""
     monkeypatch.setattr(fast, "MAX_ROUTED_TOKENS", most)
-    monkeypatch.setattr(fast, "MAX_PAIRWISE_TOKENS", most)
     pool, both, down = pool_of_adapters(dtype)
     x = randn(len(slots), HIDDEN, dtype=dtype)
     gate_up = randn(EXPERTS, 2 * INNER, HIDDEN, dtype=dtype, seed=1) * HIDDEN**-0.5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -12,15 +13,14 @@ from manyroots.messages import Submit
 from manyroots.sampling import SamplingParams
 from tests.gpu.models import NAMES, VOCAB
 
-# Whole distributions are compared; callers of a server get no more than a few.
-manyroots.sampling.MAX_LOGPROBS = VOCAB
-
 _LAYERS_ALONE = (*NAMES[:-1], None)
 """Adapters whose decode steps are graphs: the last one changes the embedding and the head."""
 
 
 def request(number: int, prompt: list[int], adapter: str | None, **sampling: Any) -> Submit:
-    params = SamplingParams(**{"temperature": 0.0, **sampling})
+    # Whole distributions are compared; callers of a server get no more than a few.
+    with mock.patch.object(manyroots.sampling, "MAX_LOGPROBS", VOCAB):
+        params = SamplingParams(**{"temperature": 0.0, **sampling})
     name = None if adapter is None else AdapterName(adapter)
     return Submit(
         RequestId(number), prompt, Namespace(None, None), params, number, (), adapter=name

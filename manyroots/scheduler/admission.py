@@ -108,8 +108,7 @@ class Admission:
         """Those that run lack room: the last of those that hold what they have loaded and do not
         run yet gives it back, and waits again. False if nobody does.
 
-        Its pages are still on the host, while one that runs would have to compute its own again;
-        and two that took turns at that would never end.
+        Its pages are still on the host, while one that runs would have to compute its own again.
         """
         if self._loaded:
             request = self._loaded.pop()

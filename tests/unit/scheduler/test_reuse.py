@@ -236,6 +236,22 @@ def test_t03_what_does_not_arrive_from_the_host_is_computed() -> None:
         assert plane.num_held == 0
 
 
+def test_c03_who_has_loaded_and_does_not_run_gives_way_to_who_runs() -> None:
+    """C03: its pages are still on the host, while one that runs would compute its own again."""
+    engine = Deciding(capacities=(Capacity(FULL_ATTENTION, 8, 12),), max_model_len=32, depth=0)
+    cached(engine, 0, PROMPT, BASE)
+    cached(engine, 1, [40, 41], BASE)  # a step more, so that copies to the host have ended
+    push_out(engine)
+    running, loading = submit(2, list(range(50, 58)), max_tokens=20), submit(3, PROMPT)
+    for request in (running, loading):
+        engine.loop.handle(request)
+    engine.run()
+    assert engine.scheduler.stats().total_retractions == 0
+    assert engine.last(3).num_cached_tokens == 16
+    for request in (running, loading):
+        assert engine.tokens(request.request_id) == expected_tokens(request)
+
+
 class SlowStorage:
     """An engine whose storage tier has a prompt, and answers when it is told to."""
 

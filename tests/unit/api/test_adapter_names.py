@@ -178,6 +178,7 @@ async def test_s02_models_lists_adapters_with_their_parent() -> None:
 
 
 async def test_tokenize_takes_an_adapters_name() -> None:
+    """G05."""
     server = harness()
     body = {"model": "sql", "prompt": "ab"}
     assert (await server.post("/tokenize", body)).status_code == 200

@@ -32,6 +32,7 @@ def expected(model: PreTrainedModel, tokens: list[int]) -> Tensor:
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_prefill_chunks_and_decode_give_transformers_logits(kind: str, tmp_path: Path) -> None:
+    """F01."""
     theirs = save_tiny(tmp_path, kind)
     ours = load_tiny(tmp_path)
     wanted = {name: expected(theirs, tokens) for name, tokens in prompts().items()}

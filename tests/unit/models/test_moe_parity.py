@@ -31,6 +31,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def test_logits_equal_transformers_alone_batched_and_in_chunks(
     variant: str, seed: int, tmp_path: Path
 ) -> None:
+    """F01."""
     theirs = save_tiny(tmp_path, "qwen3-moe", seed=seed, **VARIANTS[variant])
     ours = load_tiny(tmp_path)
     tokens = prompts()

@@ -14,7 +14,7 @@ import pytest
 
 import manyroots
 from tests.deciding import Deciding
-from tests.property.test_cache_oracle import walk
+from tests.property.cache_oracle import Walk
 from tests.property.test_families_and_tiers import run
 
 UNIT_TESTS = ("tests/unit/cache", "tests/unit/scheduler")
@@ -33,7 +33,7 @@ def detect() -> str | None:
 def try_seeds(first: int, end: int) -> str | None:
     for seed in range(first, end):
         try:
-            walk(seed, num_rules=120)
+            Walk.of(seed, 120).run()
             run(seed, num_requests=12)
         except Exception as error:
             return f"seed {seed}: {type(error).__name__}: {error}"

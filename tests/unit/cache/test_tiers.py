@@ -77,6 +77,28 @@ def test_t01_selective_write_back_copies_what_was_found_again() -> None:
     assert on_host(hand) == 3
 
 
+def test_t01_a_write_back_makes_room_on_the_host_and_takes_nothing_from_the_device() -> None:
+    """T01: the host may be full where the device has room to spare; what it loses then is its own
+    least recently used, and no more than the copies need."""
+    hand = tiered(device=16, host=4, write_back=WriteBack.REUSED)
+    other = [20, 21, 22, 23, 24]
+    for prompt in (PROMPT, PROMPT, other):
+        hand.serve(KEY, prompt)
+        hand.settle()
+    before = resident(hand.cache)
+    num_free = hand.cache.stats().planes[0].num_free
+    assert (num_free, on_host(hand)) == (11, 3)
+    again = hand.claim(KEY, other)
+    assert resident(hand.cache) == before
+    hand.plan(again)  # two pages to copy, one free
+    lost = {entry for entry in before if entry not in resident(hand.cache)}
+    assert lost == {(1, path_of(KEY, PROMPT, 3, 2))}
+    hand.commit()
+    hand.end(again)
+    hand.settle()
+    assert on_host(hand) == 4
+
+
 def test_t01_a_claim_that_does_not_begin_has_nothing_copied() -> None:
     """T01: a request that waits is claimed in every step; copies of what it found would hold the
     very room that it waits for."""

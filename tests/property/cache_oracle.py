@@ -1,24 +1,18 @@
 """The cache against a dictionary, rule by rule (R02).
 
-MANYROOTS_ORACLE_RULES asks for more rules than the default of 20,000: with 1000000 it runs for
-about 20 minutes on one core, on other random choices every time.
+A walk is drawn by a seed, before anything of it is carried out, so that it means the same whatever
+else is loaded or has run. One that fails is made as short as it can be and told as code that
+replays it. `test_oracle` runs some of them, `oracle_soak` as many as are asked for.
 """
 
 from __future__ import annotations
 
-import os
 import random
+import traceback
 from collections import Counter
+from dataclasses import dataclass
 from functools import cache as memoized
-
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    rule,
-    run_state_machine_as_test,
-)
+from typing import NamedTuple
 
 from manyroots.cache.audit import audit
 from manyroots.cache.events import PagesStored
@@ -26,7 +20,7 @@ from manyroots.cache.families.family import Family
 from manyroots.cache.families.full import FULL_ATTENTION
 from manyroots.cache.keys import PageHasher, PrefixKey
 from manyroots.cache.outcomes import Ending
-from manyroots.cache.planes import ABSENT, Capacity
+from manyroots.cache.planes import ABSENT, Capacity, Plane
 from manyroots.cache.policies import FREE_LOADS, CachePolicies, LoadCosts, WriteBack
 from manyroots.ids import Namespace, StepId, Tier
 from manyroots.step import Copy
@@ -47,9 +41,7 @@ from tests.by_hand import (
     window,
 )
 
-DEFAULT_RULES = 20_000
-NUM_RULES = int(os.environ.get("MANYROOTS_ORACLE_RULES", DEFAULT_RULES))
-STEPS = 200
+NUM_CALLS = 200
 MOST_TOKENS = 12
 SALTED = Namespace(adapter=ADAPTER_A.adapter, salt="tenant")
 NAMESPACES = (BASE, ADAPTER_A, SALTED)
@@ -65,8 +57,100 @@ PATTERNS = (0, 0b1111111111, 0b10000, 0b1111110011)
 Entry = tuple[int, Path]
 Resident = dict[Entry, int]
 
-ran: Counter[str] = Counter()
-"""How often each rule ran, over all examples."""
+
+class Setting(NamedTuple):
+    """What a walk's cache is made of; small numbers, to be read by `Machine`."""
+
+    mix: tuple[str, ...]
+    page_size: int
+    device: int
+    host: int
+    write_back: WriteBack
+    size: int
+    options: int
+
+
+class Call(NamedTuple):
+    """One call, of whatever it turns out to fit; see `Machine.act`."""
+
+    action: str
+    a: int
+    b: int
+    c: int
+
+
+@dataclass(frozen=True)
+class Walk:
+    """Calls in an order."""
+
+    setting: Setting
+    calls: tuple[Call, ...]
+
+    @classmethod
+    def of(cls, seed: int, num_calls: int = NUM_CALLS) -> Walk:
+        rng = random.Random(seed)
+        setting = Setting(
+            mix=rng.choice(MIXES),
+            page_size=rng.choice((1, 2)),
+            device=rng.randint(0, 7),
+            host=rng.choice((0, 4, 9, 20)),
+            write_back=rng.choice(tuple(WriteBack)),
+            size=rng.randint(0, 11),
+            options=rng.randint(0, 7),
+        )
+        calls = [
+            Call(rng.choice(ACTIONS), rng.randint(0, 15), rng.randint(0, 255), rng.randint(1, 10))
+            for _ in range(num_calls)
+        ]
+        return cls(setting, tuple(calls))
+
+    def run(self) -> Machine:
+        machine = Machine(self.setting)
+        for call in self.calls:
+            machine.act(*call)
+        machine.finish()
+        return machine
+
+    def failure(self) -> Exception | None:
+        """What is wrong, if anything."""
+        try:
+            self.run()
+        except Exception as error:
+            return error
+        return None
+
+    def shortest(self) -> Walk:
+        """As few of its calls as fail in the same way, by leaving out runs of them in turn."""
+        wanted, calls = _place_of(self.failure()), self.calls
+        length = len(calls) // 2
+        while length:
+            at = 0
+            while at < len(calls):
+                fewer = calls[:at] + calls[at + length :]
+                if _place_of(Walk(self.setting, fewer).failure()) == wanted:
+                    calls = fewer
+                else:
+                    at += length
+            length //= 2
+        return Walk(self.setting, calls)
+
+    def __str__(self) -> str:
+        """As code that replays it."""
+        setting = repr(self.setting).replace(
+            repr(self.setting.write_back), str(self.setting.write_back)
+        )
+        calls = "".join(f"    {call!r},\n" for call in self.calls)
+        return f"Walk({setting}, (\n{calls})).run()"
+
+
+def _place_of(error: Exception | None) -> tuple[str, int] | None:
+    """Where it was raised. Messages may hold addresses, which differ every time."""
+    if error is None:
+        return None
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    assert where.lineno is not None
+    return where.filename, where.lineno
+
 
 content = memoized(content_of)
 
@@ -89,25 +173,14 @@ def family(name: str, page_size: int, size: int) -> Family:
     return window(2 + size % 3 if name == "window" else 5 + size % 3, page_size, name)
 
 
-class Machine(RuleBasedStateMachine):
+class Machine:
     """Any calls that a scheduler could make, in any order; checked against plain dictionaries."""
 
-    hand: ByHand
-
-    @initialize(
-        mix=st.sampled_from(MIXES),
-        page_size=st.sampled_from((1, 2)),
-        device=st.integers(0, 7),
-        host=st.sampled_from((0, 4, 9, 20)),
-        write_back=st.sampled_from(tuple(WriteBack)),
-        size=st.integers(0, 11),
-        options=st.integers(0, 7),
-    )
-    def build(
-        self, mix: tuple[str, ...], page_size: int, device: int, host: int,
-        write_back: WriteBack, size: int, options: int,
-    ) -> None:  # fmt: skip
+    def __init__(self, setting: Setting) -> None:
+        mix, page_size, device, host, write_back, size, options = setting
         pages = 1 + 6 // page_size + device
+        self.ran: Counter[str] = Counter()
+        """How often each rule ran."""
         self.policies = CachePolicies(
             write_back=write_back,
             load_costs=LoadCosts(1.0, 0.1) if options == 7 else FREE_LOADS,
@@ -140,13 +213,8 @@ class Machine(RuleBasedStateMachine):
         self.now: Resident = {}
         self.was_held: set[tuple[int, int, int, int]] = set()
 
-    @rule(
-        action=st.sampled_from(ACTIONS), a=st.integers(0, 15), b=st.integers(0, 255),
-        c=st.integers(1, 10),
-    )  # fmt: skip
     def act(self, action: str, a: int, b: int, c: int) -> None:
-        """One call. Written as one rule because every kind is needed to get anywhere: hypothesis
-        leaves whole rules out of many of its examples."""
+        """One call: the action, if it is possible now, or else what leads on to where it is."""
         if any(len(s.tokens) > MOST_TOKENS for s in self.sequences):
             lengths = [len(s.tokens) for s in self.sequences]
             self.release(lengths.index(max(lengths)), finished=True)
@@ -260,18 +328,24 @@ class Machine(RuleBasedStateMachine):
         lost, gained = self.changed("plan")
         self.announced[step.step_id] = gained | self.refilled(step)
         self.may_publish(gained, step)
-        size = self.hand.page_size
-        wanted = {
-            plane.index: sum(
-                2
-                if plane.family.is_state
-                else -(-(p.end + len(p.drafts)) // size) - p.begin // size
-                for p in step.parts
-            )
-            for plane in self.layout.device
-        }
-        if all(wanted[index] <= before[index] for index in wanted):
+        if any(self.wanted(step, plane) > before[plane.index] for plane in self.layout.device):
+            return
+        if any(self.wanted(step, plane) > before[plane.index] for plane in self.layout.host):
+            self.only_host_pressure(lost)
+        else:
             assert not lost, "evicted with room to spare"
+
+    def wanted(self, step: Step, plane: Plane) -> int:
+        """Units that a step takes at most: for what it computes, and for what it writes back."""
+        if plane.tier is Tier.HOST:
+            return sum(
+                len(copy.target_units) for copy in step.copies
+                if copy.target is Tier.HOST and copy.family == plane.family_index
+            )  # fmt: skip
+        if plane.family.is_state:
+            return 2 * len(step.parts)
+        size = self.hand.page_size
+        return sum(-(-(p.end + len(p.drafts)) // size) - p.begin // size for p in step.parts)
 
     def commit(self) -> None:
         step = self.hand.steps[0]
@@ -370,9 +444,8 @@ class Machine(RuleBasedStateMachine):
         assert not gained
         self.only_host_pressure(lost)
 
-    def teardown(self) -> None:
-        if not hasattr(self, "hand"):
-            return
+    def finish(self) -> None:
+        """Everybody ends, and nothing is left over."""
         while self.hand.steps:
             self.hand.commit()
         for sequence in list(self.sequences):
@@ -385,7 +458,7 @@ class Machine(RuleBasedStateMachine):
 
     def changed(self, name: str) -> tuple[Resident, Resident]:
         """What can be found no more and what can be found now, after a rule; checks the rest."""
-        ran[name] += 1
+        self.ran[name] += 1
         before, self.now = self.now, resident(self.cache)
         audit(self.cache)
         self.check_contents()
@@ -594,47 +667,3 @@ class Machine(RuleBasedStateMachine):
 def prompt(bits: int, count: int) -> list[int]:
     """One of a few prompts that share what they begin with."""
     return [PATTERNS[bits % len(PATTERNS)] >> i & 1 for i in range(count)]
-
-
-def walk(seed: int, num_rules: int = STEPS) -> Machine:
-    """The same rules without hypothesis, chosen by a seed: quicker, but nothing is shrunk."""
-    rng = random.Random(seed)
-    machine = Machine()
-    machine.build(
-        mix=rng.choice(MIXES),
-        page_size=rng.choice((1, 2)),
-        device=rng.randint(0, 7),
-        host=rng.choice((0, 4, 9, 20)),
-        write_back=rng.choice(tuple(WriteBack)),
-        size=rng.randint(0, 11),
-        options=rng.randint(0, 7),
-    )
-    for _ in range(num_rules):
-        machine.act(
-            action=rng.choice(ACTIONS), a=rng.randint(0, 15), b=rng.randint(0, 255),
-            c=rng.randint(1, 10),
-        )  # fmt: skip
-    machine.teardown()
-    return machine
-
-
-def test_r02_the_cache_agrees_with_a_dictionary_over_families_tiers_namespaces_and_salts() -> None:
-    """R02, K02: any calls in any order over random families, tiers, policies, adapters, salts and
-    switching keys. Lookups are the longest boundary that a dictionary gives; no unit that can be
-    found holds anything else; nothing is lost, kept, published or evicted without a reason; a
-    consumer of the events sees the same; and every invariant holds after every rule."""
-    ran.clear()
-    run_state_machine_as_test(
-        Machine,
-        settings=settings(
-            max_examples=-(-NUM_RULES // 150),
-            stateful_step_count=STEPS,
-            deadline=None,
-            derandomize=NUM_RULES <= DEFAULT_RULES,
-            database=None,
-            suppress_health_check=list(HealthCheck),
-            phases=(Phase.generate, Phase.shrink),
-        ),
-    )
-    print(ran)
-    assert sum(ran.values()) >= NUM_RULES, ran

@@ -115,7 +115,8 @@ class SlotRef:
 
 @dataclass(frozen=True, slots=True)
 class LoadAdapter:
-    """Bring these weights into a device slot, in place of whatever is there.
+    """Bring these weights into a device slot, in place of whatever is there; or only as far as
+    host memory, while no slot can be had.
 
     From storage they pass through host memory and stay there. What was read must have this digest:
     the files may have changed since the adapter was registered.
@@ -125,7 +126,8 @@ class LoadAdapter:
     digest: AdapterDigest
     source: Tier
     """HOST or STORAGE."""
-    target: SlotRef
+    target: SlotRef | None
+    """None: as far as host memory, from STORAGE."""
     path: str
     """Where storage has the files."""
     num_bytes: int
@@ -150,11 +152,11 @@ AdapterIntent = LoadAdapter | DropAdapter
 
 @dataclass(frozen=True, slots=True)
 class AdapterLoaded:
-    """A load is over; nothing writes to its slot any more."""
+    """A load is over; nothing writes to its slot, if it has one, any more."""
 
     load_id: LoadId
     error: str | None
-    """None if the weights are in the slot; else why not, for the caller to read."""
+    """None if the weights are where they were wanted; else why not, for the caller to read."""
 
 
 @dataclass(frozen=True, slots=True)

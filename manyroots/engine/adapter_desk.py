@@ -56,7 +56,7 @@ class AdapterFiles:
     """Everything in a folder, checked against the model; raises what a caller may read. With
     folders given, no link may lead out of them. Called on other threads."""
     keep: Callable[[AdapterWeights], None]
-    """Takes what was just read, so that the first load need not read it again."""
+    """Takes what was just read as the copy in host memory."""
     close: Callable[[], None] = lambda: None
     """Nothing will be read any more."""
 
@@ -272,7 +272,7 @@ class AdapterDesk:
             is_pinned=is_pinned,
         )
         is_unchanged = lane.spec is not None and lane.spec.digest == spec.digest
-        if not is_unchanged:
+        if self._scheduler.take_adapter_copy(spec.digest):
             self._files.keep(read.weights)
         lane.spec, lane.is_pinned = spec, is_pinned
         logger.info("adapter %s: rank %d, %d bytes, %s", lane.name, spec.rank, spec.num_bytes,

@@ -48,19 +48,20 @@ class _LoadTimer:
     """Times loads from their launch to their answer: the decide half has no clock."""
 
     def __init__(self) -> None:
-        self._begun: dict[LoadId, tuple[Tier, float]] = {}
+        self._begun: dict[LoadId, tuple[LoadAdapter, float]] = {}
         self._ended: list[LoadTime] = []
 
     def launch(self, plan: Plan) -> None:
         for intent in plan.adapters:
             if isinstance(intent, LoadAdapter):
-                self._begun[intent.load_id] = (intent.source, time.monotonic())
+                self._begun[intent.load_id] = (intent, time.monotonic())
 
     def answer(self, answers: tuple[AdapterLoaded, ...]) -> None:
         for answer in answers:
-            source, begin = self._begun.pop(answer.load_id)
+            load, begin = self._begun.pop(answer.load_id)
             seconds = time.monotonic() - begin
-            self._ended.append(LoadTime(source, Tier.DEVICE, seconds, answer.error is None))
+            target = Tier.HOST if load.target is None else Tier.DEVICE
+            self._ended.append(LoadTime(load.source, target, seconds, answer.error is None))
 
     def take(self) -> list[LoadTime]:
         ended, self._ended = self._ended, []

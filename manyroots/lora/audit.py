@@ -21,6 +21,7 @@ def audit(residency: Residency) -> None:
     the_cap_holds(residency)
     busy_slots_cool_down(residency)
     one_load_is_under_way_per_loading_slot(residency)
+    one_load_is_under_way_per_arriving_copy(residency)
     owners_of_slots_are_on_the_host(residency)
     host_copies_are_within_the_limit(residency)
     nothing_is_kept_that_nobody_needs(residency)
@@ -113,15 +114,23 @@ def busy_slots_cool_down(residency: Residency) -> None:
 
 def one_load_is_under_way_per_loading_slot(residency: Residency) -> None:
     loading = {slot.ref: slot.owner for slot in residency.slots.all if slot.is_loading}
-    loads = residency.transfers.loads.values()
+    loads = [load for load in residency.transfers.loads.values() if load.target is not None]
     assert len(loads) == len(loading), f"{len(loads)} loads for {len(loading)} loading slots"
     assert {load.target: load.digest for load in loads} == loading
+
+
+def one_load_is_under_way_per_arriving_copy(residency: Residency) -> None:
+    loads = [load.digest for load in residency.transfers.loads.values() if load.target is None]
+    assert len(loads) <= 1, "adapters crowd each other on their way to the host"
+    assert set(loads) == residency.host.arriving, "loads to the host are not what it expects"
+    assert not residency.host.arriving & set(residency.slots.by_owner), "loaded twice at once"
 
 
 def owners_of_slots_are_on_the_host(residency: Residency) -> None:
     host = residency.host
     assert host.bound == set(residency.slots.by_owner), "bound copies are not the owners of slots"
     assert not host.bound & set(host.loose), "a copy is bound and loose"
+    assert not host.arriving & (host.bound | set(host.loose)), "a copy is here and on its way"
 
 
 def host_copies_are_within_the_limit(residency: Residency) -> None:

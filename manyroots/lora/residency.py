@@ -7,7 +7,8 @@ in the order in which they must be carried out.
 A request *holds* a version from its submission to its end, so that unloading never takes weights
 from under it; it has a *seat* while it runs, so that its slot stays. Distinct seated adapters are
 what the cap counts. Loads are asynchronous: an adapter that is not on the device keeps only its
-own requests waiting.
+own requests waiting. One that is wanted while no slot can be had comes as far as host memory
+meanwhile, one at a time, so that its load into a slot will be short.
 
 No clock, thread or tensor; two instances fed the same calls give the same intents.
 """
@@ -75,6 +76,26 @@ class Residency:
             self.prepare([digest])
         return registered
 
+    def take_copy(self, digest: AdapterDigest) -> bool:
+        """Whether a copy in host memory that was just read, to open the adapter, is kept there.
+
+        It takes the place of the copy that nobody has used for longest, and if all are bound, of
+        the adapter whose slot has been idle for longest: whoever opens an adapter wants it next.
+        """
+        if any(load.digest == digest for load in self.transfers.loads.values()):
+            return True  # what was decided to be read, as of a pinned adapter, need not be
+        if digest not in self.registry.contents or digest in self.host:
+            return False
+        self._evict_from_host(1)
+        if not self.host.has_room():
+            self._make_room_on_device(1, keep=())
+            self._evict_from_host(1)
+        if not self.host.has_room():
+            return False
+        self.host.loosen(digest)
+        self.transfers.keep_on_host(digest)
+        return True
+
     def unload(self, name: AdapterName) -> Unloaded:
         """Take no new requests for `name`; its weights go when the last request is over."""
         unloaded = self.registry.unload(name)
@@ -138,7 +159,8 @@ class Residency:
     # Steps
 
     def prepare(self, wanted: Iterable[AdapterDigest]) -> Prepared:
-        """Bring the adapters that a step wants to the device, most urgent first.
+        """Bring the adapters that a step wants to the device, most urgent first; of those that
+        must wait for a slot, one at a time to the host.
 
         First all that can have a slot get their place in host memory, then the slots are given
         out; neither is ever taken from another of `wanted` that has one, from a seat, from a
@@ -173,13 +195,18 @@ class Residency:
 
     def acknowledge(self, answer: AdapterLoaded) -> LoadOutcome:
         """A load is over."""
-        digest = self.transfers.answer(answer).digest
+        load = self.transfers.answer(answer)
+        digest = load.digest
         if answer.error is None:
-            self.slots.loaded(digest)
+            if load.target is None:
+                self.host.loosen(digest)
+            else:
+                self.slots.loaded(digest)
             if digest not in self.registry.contents:  # unloaded meanwhile
                 self._give_up(digest)
         else:
-            self.slots.disown(digest)
+            if load.target is not None:
+                self.slots.disown(digest)
             # A bad copy in host memory would fail again: the next try starts from storage.
             self.host.drop(digest)
             self.transfers.drop(digest, Tier.HOST)
@@ -205,8 +232,8 @@ class Residency:
             num_loaded=len(self.registry.loaded),
             num_draining=len(self.registry.draining),
             num_slots=self.slots.num_slots or 0,
-            num_on_device=len(self.slots.by_owner) - len(transfers.loads),
-            num_on_host=len(self.host),
+            num_on_device=len(self.slots.by_owner) - transfers.num_slot_loads,
+            num_on_host=len(self.host) - len(self.host.arriving),
             num_loading=len(transfers.loads),
             num_running=self.slots.num_seated,
             total_loads_from_host=transfers.total_loads[Tier.HOST],
@@ -241,12 +268,22 @@ class Residency:
             )
 
     def _start_loads(self, absent: list[AdapterDigest], keep: Collection[AdapterDigest]) -> None:
-        """Loads for as many as can have a slot, in order."""
+        """Loads for as many as can have a slot, in order. One that is arriving on the host has a
+        slot kept for it; of those without a slot, one may set out for the host."""
+        self._make_room_on_device(len(absent), keep)
+        num_slots = self.slots.room(len(absent))
+        chosen = [digest for digest in absent[:num_slots] if digest not in self.host.arriving]
+        self._load(chosen)
+        self._fetch(absent[num_slots:], keep)
+
+    def _make_room_on_device(self, count: int, keep: Collection[AdapterDigest]) -> None:
         pinned = [d for d in self.slots.by_owner if self.registry.is_pinned(d)]
-        for digest in self.slots.make_room(len(absent), {*keep, *pinned}):
+        for digest in self.slots.make_room(count, {*keep, *pinned}):
             self.host.loosen(digest)
             self._total_device_evictions += 1
-        chosen = absent[: self.slots.room(len(absent))]
+
+    def _load(self, chosen: list[AdapterDigest]) -> None:
+        """Into free slots, which there are."""
         source = {d: Tier.HOST if d in self.host else Tier.STORAGE for d in chosen}
         # All copies that will be used are bound before any is dropped to make room. There is room
         # for all: slots are never more than host copies, and only owners of slots have copies
@@ -260,8 +297,22 @@ class Residency:
             version = self.registry.source(digest)
             self.transfers.load(version, source[digest], self.slots.assign(digest))
 
-    def _evict_from_host(self, count: int) -> None:
-        for digest in self.host.make_room(count):
+    def _fetch(self, without_slot: list[AdapterDigest], keep: Collection[AdapterDigest]) -> None:
+        """The first of these that is in storage alone sets out for the host, if none is on its
+        way: a second would hold up loads into slots."""
+        if self.host.arriving:
+            return
+        for digest in without_slot:
+            if digest in self.host:
+                continue
+            self._evict_from_host(1, keep)
+            if self.host.has_room():
+                self.host.expect(digest)
+                self.transfers.load(self.registry.source(digest), Tier.STORAGE, None)
+            return
+
+    def _evict_from_host(self, count: int, keep: Collection[AdapterDigest] = frozenset()) -> None:
+        for digest in self.host.make_room(count, keep):
             self.transfers.drop(digest, Tier.HOST)
             self._total_host_evictions += 1
 
@@ -270,7 +321,8 @@ class Residency:
         for digest in freed:
             slot = self.slots.find(digest)
             # A load under way can't be called back: its slot and copy go when it is answered.
-            if slot is None or not slot.is_loading:
+            is_loading = digest in self.host.arriving or (slot is not None and slot.is_loading)
+            if not is_loading:
                 self._give_up(digest)
 
     def _give_up(self, digest: AdapterDigest) -> None:

@@ -23,7 +23,8 @@ class Transfers:
         self.total_failed_loads = 0
         self._next_load_id = 1
 
-    def load(self, version: AdapterVersion, source: Tier, target: SlotRef) -> None:
+    def load(self, version: AdapterVersion, source: Tier, target: SlotRef | None) -> None:
+        """`target`: None for a load that ends in host memory."""
         load_id = LoadId(self._next_load_id)
         self._next_load_id += 1
         load = LoadAdapter(
@@ -35,6 +36,16 @@ class Transfers:
 
     def drop(self, digest: AdapterDigest, tier: Tier, target: SlotRef | None = None) -> None:
         self.intents.append(DropAdapter(digest, tier, target))
+
+    def keep_on_host(self, digest: AdapterDigest) -> None:
+        """A new copy is there before the drop of an old one was handed over: nothing to drop."""
+        dropped = DropAdapter(digest, Tier.HOST)
+        self.intents = [intent for intent in self.intents if intent != dropped]
+
+    @property
+    def num_slot_loads(self) -> int:
+        """Loads without an answer that end on the device."""
+        return sum(load.target is not None for load in self.loads.values())
 
     def answer(self, answer: AdapterLoaded) -> LoadAdapter:
         """The load that this answers, which is over now."""

@@ -126,7 +126,8 @@ class FakeRunner:
 
     def _begin_intent(self, intent: AdapterIntent) -> None:
         if isinstance(intent, LoadAdapter):
-            self._slots.pop(intent.target.slot, None)
+            if intent.target is not None:
+                self._slots.pop(intent.target.slot, None)
             self._loads[intent.load_id] = intent
         elif intent.target is not None:
             self._slots.pop(intent.target.slot, None)
@@ -135,7 +136,7 @@ class FakeRunner:
         done = tuple(self._finish_loads(list(self._loads.values())))
         for loaded in done:
             load = self._loads.pop(loaded.load_id)
-            if loaded.error is None:
+            if loaded.error is None and load.target is not None:
                 self._slots[load.target.slot] = load.digest
         return done
 

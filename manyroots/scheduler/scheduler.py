@@ -111,6 +111,10 @@ class Scheduler:
         for freed in registered.freed:
             self._cache.evict_adapter(freed)
 
+    def take_adapter_copy(self, digest: AdapterDigest) -> bool:
+        """Whether what was read to open an adapter is kept as its copy in host memory."""
+        return self._adapters.take_copy(digest)
+
     def unload_adapter(self, name: AdapterName) -> Unloaded:
         """Take no more requests for `name`. What its requests do not hold is freed now, the rest
         when they are over (N12, N13)."""

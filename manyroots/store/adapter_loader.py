@@ -3,8 +3,8 @@
 Takes the intents of plans, in their order; gives an answer for each load, in any order. Keeps the
 host copies, by content. Steps go on computing meanwhile: nothing here waits but `wait`.
 
-A load takes the host copy if there is one, else the copy that was read when the adapter was
-opened, else it reads the files. What was read must have the digest that was asked for.
+A load takes the host copy if there is one, else it reads the files. What was read must have the
+digest that was asked for.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ class AdapterLoader:
         self._changed = threading.Condition()
         # All below are guarded by it.
         self._host: dict[AdapterDigest, AdapterWeights] = {}
-        self._kept: AdapterWeights | None = None
         self._answers: list[AdapterLoaded] = []
         self._num_under_way = 0
         # Two: an adapter that is in host memory need not wait for another's slow files.
@@ -79,21 +78,19 @@ class AdapterLoader:
             self._changed.wait_for(lambda: self._answers or not self._num_under_way, timeout_s)
 
     def keep(self, weights: AdapterWeights) -> None:
-        """A host copy that was just read, for the load that will follow.
-
-        Only one is kept, until that load or until another takes its place.
-        """
+        """A host copy that was just read, to open the adapter; dropped as any other is."""
         with self._changed:
-            self._kept = weights
+            self._host[weights.digest] = weights
 
     def close(self) -> None:
         """Wait for the loads under way; those that have not begun never do."""
         self._threads.shutdown(wait=True, cancel_futures=True)
 
     def _begin(self, load: LoadAdapter) -> None:
-        # Nobody uses the slot any more: what it holds goes now, so that its memory is there.
-        self._memory.clear(load.target.slot)
-        self._generations[load.target.slot] = load.target.generation
+        if load.target is not None:
+            # Nobody uses the slot any more: what it holds goes now, so that its memory is there.
+            self._memory.clear(load.target.slot)
+            self._generations[load.target.slot] = load.target.generation
         with self._changed:
             self._num_under_way += 1
         self._threads.submit(self._load, load)
@@ -108,7 +105,9 @@ class AdapterLoader:
     def _load(self, load: LoadAdapter) -> None:
         error: str | None = None
         try:
-            self._memory.load(load.target.slot, self._host_copy(load))
+            weights = self._host_copy(load)
+            if load.target is not None:
+                self._memory.load(load.target.slot, weights)
         except ManyrootsError as refusal:
             error = str(refusal)
         except Exception as fault:
@@ -127,8 +126,6 @@ class AdapterLoader:
     def _host_copy(self, load: LoadAdapter) -> AdapterWeights:
         with self._changed:
             weights = self._host.get(load.digest)
-            if weights is None and self._kept is not None and self._kept.digest == load.digest:
-                weights, self._kept = self._kept, None
         if weights is None:
             weights = self._read(load.path)
             if weights.digest != load.digest:

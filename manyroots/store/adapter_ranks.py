@@ -79,7 +79,7 @@ class FirstLoader(AdapterLoader):
         answers = super().finished()
         for answer in answers:
             load = self._loads.pop(answer.load_id)
-            if answer.error is not None:
+            if answer.error is not None and load.target is not None:
                 # Before anyone can know of the answer, and so before the slot's next load.
                 drop = DropAdapter(load.digest, Tier.DEVICE, load.target)
                 self._drop(drop)

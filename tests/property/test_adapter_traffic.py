@@ -32,6 +32,8 @@ class Machine:
     """Generation and content; None where there is nothing whole."""
     host: set[AdapterDigest] = field(default_factory=set)
     loads: list[LoadAdapter] = field(default_factory=list)
+    kept: set[AdapterDigest] = field(default_factory=set)
+    """Of `host`: read to open an adapter, and not loaded from there yet."""
     steps: dict[StepId, dict[AdapterSlot, AdapterDigest]] = field(default_factory=dict)
 
     def carry_out(self, intents: tuple[AdapterIntent, ...]) -> None:
@@ -52,23 +54,32 @@ class Machine:
             self.slots[drop.target.slot] = (drop.target.generation, None)
 
     def _load(self, load: LoadAdapter) -> None:
-        slot, generation = load.target.slot, load.target.generation
-        assert slot not in self.used(), "a launched step uses the slot"
-        assert self.num_slots is None or slot < self.num_slots
-        assert generation > self.slots.get(slot, (0, None))[0]
         assert load.digest not in [other.digest for other in self.loads], "two loads at once"
-        assert slot not in [other.target.slot for other in self.loads]
-        assert (load.digest in self.host) == (load.source is Tier.HOST)
+        was_kept = load.digest in self.kept
+        assert (load.digest in self.host) == (load.source is Tier.HOST) or was_kept
+        self.kept.discard(load.digest)
         self.host.add(load.digest)
         assert self.max_host is None or len(self.host) <= self.max_host, "host memory is full"
-        self.slots[slot] = (generation, None)
+        if load.target is not None:
+            slot, generation = load.target.slot, load.target.generation
+            assert slot not in self.used(), "a launched step uses the slot"
+            assert self.num_slots is None or slot < self.num_slots
+            assert generation > self.slots.get(slot, (0, None))[0]
+            assert slot not in [other.target.slot for other in self.loads if other.target]
+            self.slots[slot] = (generation, None)
         self.loads.append(load)
+
+    def keep(self, digest: AdapterDigest) -> None:
+        """What was read to open an adapter; a load that was decided before need not read it."""
+        self.kept.add(digest)
+        self.host.add(digest)
 
     def answer(self, rng: random.Random) -> AdapterLoaded:
         load = self.loads.pop(rng.randrange(len(self.loads)))
         if rng.random() < 0.1:
             return AdapterLoaded(load.load_id, "planted")
-        self.slots[load.target.slot] = (load.target.generation, load.digest)
+        if load.target is not None:
+            self.slots[load.target.slot] = (load.target.generation, load.digest)
         return AdapterLoaded(load.load_id, None)
 
     def used(self) -> set[AdapterSlot]:
@@ -105,6 +116,12 @@ class Traffic:
         )
         assert one == two
         assert set(one.freed) == before - self.needed()
+        if self.rng.random() < 0.5:  # opened from storage, as the desk does it
+            is_kept = self.one.take_copy(digest)
+            assert is_kept == self.two.take_copy(digest)
+            self.hand_over()  # what makes room for it goes first, so that the limit can be checked
+            if is_kept and digest in self.one.host:
+                self.machine.keep(digest)
 
     def unload(self) -> None:
         name = self.rng.choice(self.names)

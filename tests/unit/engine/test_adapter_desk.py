@@ -355,9 +355,8 @@ def test_loads_are_timed_by_where_they_came_from(make: Any) -> None:
     desk.load(1, "bad", str(desk.folder / "bad"))
     desk.run()
     kinds = [(load.source, load.target, load.is_good) for load in desk.loads]
-    read, load = (Tier.STORAGE, Tier.HOST, True), (Tier.STORAGE, Tier.DEVICE, True)
-    again = (Tier.HOST, Tier.DEVICE, True)
-    assert kinds == [read, load, read, load, again, (Tier.STORAGE, Tier.HOST, False)]
+    read, load = (Tier.STORAGE, Tier.HOST, True), (Tier.HOST, Tier.DEVICE, True)
+    assert kinds == [read, load, read, load, load, (Tier.STORAGE, Tier.HOST, False)]
     assert all(load.seconds >= 0 for load in desk.loads)
 
 

@@ -23,6 +23,8 @@ class Adapters:
             max_loras=max_loras, max_cpu_loras=max_cpu_loras, num_spare_slots=num_spare_slots
         )
         self.residency = Residency(limits)
+        self.fetches: list[LoadAdapter] = []
+        """Loads to the host alone that `flush` met."""
 
     def register(self, name: str, text: str | None = None) -> Registered:
         digest = content(text or name)
@@ -73,9 +75,19 @@ class Adapters:
         return outcome
 
     def flush(self) -> tuple[list[LoadAdapter], list[DropAdapter]]:
+        """Loads into slots, and drops."""
         intents = self.residency.flush()
         loads = [intent for intent in intents if isinstance(intent, LoadAdapter)]
-        return loads, [intent for intent in intents if isinstance(intent, DropAdapter)]
+        self.fetches += [load for load in loads if load.target is None]
+        drops = [intent for intent in intents if isinstance(intent, DropAdapter)]
+        return [load for load in loads if load.target is not None], drops
+
+    def end_fetches(self, error: str | None = None) -> list[str]:
+        """Loads to the host alone are over. Gives whose."""
+        fetches, self.fetches = self.fetches, []
+        for fetch in fetches:
+            self.answer(fetch, error)
+        return [fetch.digest.decode() for fetch in fetches]
 
     def bring(self, *texts: str) -> None:
         """Have these on the device."""

@@ -136,6 +136,7 @@ def test_w10_an_adapter_unloaded_while_it_loads_is_dropped_at_the_answer(error: 
     assert adapters.flush() == ([], []), "the slot is being written to"
     adapters.answer(load, error)
     assert adapters.on_host() == set()
+    adapters.end_fetches()
     adapters.bring("b")
 
 
@@ -203,6 +204,7 @@ def test_a_slot_is_not_reused_before_every_step_launched_with_it_is_done() -> No
         adapters.prepare("b")
         assert adapters.flush() == ([], [])
         adapters.done(step_id)
+    adapters.end_fetches()
     adapters.prepare("b")
     assert len(adapters.flush()[0]) == 1
 
@@ -220,6 +222,7 @@ def test_a_slot_used_again_waits_for_the_later_step() -> None:
         adapters.prepare("b")
         assert adapters.flush() == ([], [])
         adapters.done(step_id)
+    adapters.end_fetches()
     adapters.bring("b")
 
 

@@ -46,8 +46,10 @@ def test_w04_weights_stay_in_the_slot_until_the_last_launched_step_is_done() -> 
         adapters.done(step_id)
     _, drops = adapters.flush()
     assert named(drops) == [("a", Tier.DEVICE)]
+    adapters.end_fetches()
     adapters.prepare("b")
     (load,), _ = adapters.flush()
+    assert load.target is not None
     assert drops[0].target is not None
     assert load.target.generation > drops[0].target.generation
 

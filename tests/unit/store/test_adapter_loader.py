@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -159,12 +160,30 @@ def test_host_copies_are_read_once_and_go_when_dropped(loader: AdapterLoader, fi
 def test_what_was_read_to_open_an_adapter_is_not_read_again(
     loader: AdapterLoader, files: Files
 ) -> None:
+    """Two that were opened at once as well: each is kept until its copy is dropped."""
     loader.keep(content("a"))
     loader.keep(content("b"))
-    files.contents["a"] = content("a")
     loader.start([load(1, "a"), load(2, "b", slot=1)])
     assert {answer.error for answer in answers(loader, 2)} == {None}
-    assert files.reads == ["a"], "only the last is kept"
+    assert files.reads == []
+    files.contents["a"] = content("a")
+    loader.start([DropAdapter(AdapterDigest(b"a"), Tier.HOST), load(3, "a", generation=2)])
+    assert {answer.error for answer in answers(loader, 1)} == {None}
+    assert files.reads == ["a"], "a copy that was dropped is gone"
+
+
+def test_a_load_to_the_host_touches_no_slot_and_is_what_the_next_load_takes(
+    loader: AdapterLoader, files: Files
+) -> None:
+    files.contents |= {"a": content("a"), "b": content("b")}
+    loader.start([load(1, "a")])
+    answers(loader, 1)
+    loader.start([replace(load(2, "b"), target=None)])
+    assert answers(loader, 1) == [AdapterLoaded(LoadId(2), None)]
+    assert is_loaded(loader, 0)
+    loader.start([load(3, "b", slot=1)])
+    answers(loader, 1)
+    assert files.reads == ["a", "b"]
 
 
 def test_a_slot_is_cleared_only_by_a_drop_of_its_own_generation_w07(

@@ -4,28 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from manyroots.errors import AdapterError
 from manyroots.lora.files.config import parse_config
 from manyroots.store.adapter_files import read_adapter
 from tests.adapter_folders import CONFIG, WEIGHTS, Recipe, config_of, tiny_targets, write_adapter
+from tests.seeded import Draw, for_seeds
 
 TARGETS = tiny_targets(num_layers=1, num_experts=2)
 FIELDS = sorted({*config_of(Recipe(), TARGETS), "use_qalora", "alora_invocation_tokens", "what"})
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
-    ),
-    max_leaves=5,
-)
 
 
 @pytest.fixture(scope="module")
@@ -53,53 +43,45 @@ def check_can_be_sent(error: AdapterError) -> None:
 
 
 @pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
-@settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(data=st.data())
+@for_seeds(200)
 def test_w12_changed_bytes_are_read_or_refused(
-    folder: Path, good: dict[str, bytes], name: str, data: st.DataObject
+    folder: Path, good: dict[str, bytes], name: str, draw: Draw
 ) -> None:
     """W12: a few bytes changed, mostly in the header, and perhaps the end cut off."""
     raw = bytearray(good[name])
-    for _ in range(data.draw(st.integers(1, 4))):
-        place = data.draw(st.integers(0, min(len(raw), 4000) - 1))
-        raw[place] = data.draw(st.integers(0, 255))
-    keep = data.draw(st.one_of(st.just(len(raw)), st.integers(0, len(raw))))
+    for _ in range(draw.integer(1, 4)):
+        place = draw.integer(0, min(len(raw), 4000) - 1)
+        raw[place] = draw.integer(0, 255)
+    keep = len(raw) if draw.flag() else draw.integer(0, len(raw))
     _write(folder, {**good, name: bytes(raw[:keep])})
     read(folder)
 
 
-@settings(
-    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(data=st.data())
+@for_seeds(300)
 def test_w12_headers_of_any_json_are_read_or_refused(
-    folder: Path, good: dict[str, bytes], data: st.DataObject
+    folder: Path, good: dict[str, bytes], draw: Draw
 ) -> None:
     """W12: one field of one tensor is something else, or there is one more tensor."""
     raw = good[WEIGHTS]
     length = int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8 : 8 + length])
-    if data.draw(st.booleans()):
-        entry = header[data.draw(st.sampled_from(sorted(header)))]
-        entry[data.draw(st.sampled_from(["dtype", "shape", "data_offsets"]))] = data.draw(
-            json_values
-        )
+    if draw.flag():
+        entry = header[draw.choice(sorted(header))]
+        entry[draw.choice(("dtype", "shape", "data_offsets"))] = draw.json()
     else:
-        name = data.draw(st.text(max_size=20) | st.sampled_from(sorted(header)))
-        like = header[data.draw(st.sampled_from(sorted(set(header) - {"__metadata__"})))]
-        header[name + data.draw(st.sampled_from(["", ".lora_A.weight"]))] = like
+        name = draw.text(most=20) if draw.flag() else draw.choice(sorted(header))
+        like = header[draw.choice(sorted(set(header) - {"__metadata__"}))]
+        header[name + draw.choice(("", ".lora_A.weight"))] = like
     text = json.dumps(header).encode()
     changed = len(text).to_bytes(8, "little") + text + raw[8 + length :]
     _write(folder, {**good, WEIGHTS: changed})
     read(folder)
 
 
-@settings(max_examples=300, deadline=None)
-@given(changes=st.dictionaries(st.sampled_from(FIELDS), json_values, max_size=3))
-def test_w12_configs_of_any_values_are_read_or_refused(changes: dict[str, Any]) -> None:
+@for_seeds(1000)
+def test_w12_configs_of_any_values_are_read_or_refused(draw: Draw) -> None:
     """W12: each field may be of any type."""
+    changes = {draw.choice(FIELDS): draw.json() for _ in range(draw.integer(0, 3))}
     try:
         config = parse_config({**config_of(Recipe(), TARGETS), **changes})
     except AdapterError as error:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from manyroots.cache.keys import PrefixKey
 from manyroots.cache.planes import ABSENT
 from manyroots.cache.tree import PrefixTree
 from manyroots.ids import Namespace, StepId
+from tests.seeded import Draw, for_seeds
 
 BASE = PrefixKey(Namespace(adapter=None, salt=None))
 SALTED = PrefixKey(Namespace(adapter=None, salt="s"))
@@ -40,17 +39,16 @@ def match(tree: PrefixTree, key: PrefixKey, tokens: list[int]) -> list[int]:
     return units[:depth]
 
 
-Tokens = st.lists(st.integers(0, 1), max_size=12)
-Key = st.sampled_from([BASE, SALTED, SWITCHED])
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.lists(st.tuples(Key, Tokens, st.booleans()), max_size=12), Key, Tokens)
-def test_r02_matches_equal_a_dictionary_of_prefixes(
-    entries: list[tuple[PrefixKey, list[int], bool]], key: PrefixKey, prompt: list[int]
-) -> None:
+@for_seeds(600)
+def test_r02_matches_equal_a_dictionary_of_prefixes(draw: Draw) -> None:
     """R02, N22: whatever was inserted, also by keys that switch namespaces behind the first page,
     a match is the longest prefix that a dictionary holds."""
+
+    def some() -> tuple[PrefixKey, list[int], bool]:
+        tokens = draw.list_of(lambda: draw.integer(0, 1), most=12)
+        return draw.choice((BASE, SALTED, SWITCHED)), tokens, draw.flag()
+
+    entries, (key, prompt, _) = draw.list_of(some, most=12), some()
 
     def name(key: PrefixKey, tokens: list[int], pages: int) -> tuple[object, ...]:
         return (tuple(key.at(i) for i in range(pages)), tuple(tokens[: pages * PAGE]))

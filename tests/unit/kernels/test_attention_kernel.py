@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from manyroots.kernels.attention import reference, torch_ops
 from manyroots.kernels.attention.batch import AttentionBatch
 from manyroots.kernels.tolerances import assert_close
 from manyroots.store.arena import PageArena
+from tests.seeded import Draw, for_seeds
 from tests.unit.kernels.attention_cases import Shape, make_batch, random_arena, random_qkv
 
 SCALE = 0.3
@@ -33,29 +32,20 @@ def both(
     )
 
 
-@st.composite
-def steps(draw: st.DrawFn) -> list[tuple[int, int]]:
+def steps(draw: Draw) -> list[tuple[int, int]]:
     """(num_queries, context_len): decodes first, then segments, some of the same shape."""
-    decodes = draw(st.lists(st.integers(1, 70), max_size=9))
-    segments = draw(st.lists(st.tuples(st.integers(1, 20), st.integers(0, 40)), max_size=4))
-    repeats = draw(st.lists(st.integers(1, 3), min_size=len(segments), max_size=len(segments)))
-    sequences = [(1, context) for context in decodes]
-    for (num_queries, num_cached), count in zip(segments, repeats, strict=True):
-        sequences += [(num_queries, num_queries + num_cached)] * count
+    sequences = [(1, context) for context in draw.list_of(lambda: draw.integer(1, 70), most=9)]
+    for _ in range(draw.integer(0, 4)):
+        num_queries, num_cached = draw.integer(1, 20), draw.integer(0, 40)
+        sequences += [(num_queries, num_queries + num_cached)] * draw.integer(1, 3)
     return sequences or [(1, 1)]
 
 
-@settings(max_examples=40, deadline=None)
-@given(
-    steps(),
-    st.sampled_from([torch.float32, torch.bfloat16]),
-    st.sampled_from([(1, 1, 8, 1), (6, 2, 16, 4), (4, 4, 16, 16), (8, 1, 32, 8)]),
-)
-def test_torch_ops_equals_the_reference(
-    sequences: list[tuple[int, int]], dtype: torch.dtype, dims: tuple[int, int, int, int]
-) -> None:
-    shape = Shape(*dims)
-    batch, num_pages = make_batch(sequences, shape.page_size, dtype)
+@for_seeds(60)
+def test_torch_ops_equals_the_reference(draw: Draw) -> None:
+    dtype = draw.choice((torch.float32, torch.bfloat16))
+    shape = Shape(*draw.choice(((1, 1, 8, 1), (6, 2, 16, 4), (4, 4, 16, 16), (8, 1, 32, 8))))
+    batch, num_pages = make_batch(steps(draw), shape.page_size, dtype)
     arena = random_arena(num_pages, shape, dtype)
     fast, naive = both(batch, arena, shape, dtype)
     assert_close("attention", fast, naive, dtype)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given
-from hypothesis import strategies as st
 
 from manyroots.kernels.attention.grouping import (
     Limits,
@@ -12,14 +10,15 @@ from manyroots.kernels.attention.grouping import (
     plan_decodes,
     plan_prefills,
 )
+from tests.seeded import Draw, for_seeds
 
 PAGE_SIZE = 4
 
 
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.floats(0.1, 1.0))
-def test_decode_groups_cover_all_rows_once_within_both_limits(
-    counts: list[int], min_fill: float
-) -> None:
+@for_seeds(200)
+def test_decode_groups_cover_all_rows_once_within_both_limits(draw: Draw) -> None:
+    counts = draw.list_of(lambda: draw.integer(1, 40), least=1, most=30)
+    min_fill = draw.choice((0.1, 1.0, draw.uniform(0.1, 1.0)))
     limits = Limits(min_fill=min_fill, max_tokens=200, may_share=False)
     num_pages = np.array(sorted(counts, reverse=True))
     table = np.zeros((len(counts), 40), dtype=np.int64)
@@ -39,8 +38,11 @@ def test_decode_groups_cover_all_rows_once_within_both_limits(
             assert set(pages) == set(table[row, : num_pages[row]])
 
 
-@given(st.lists(st.integers(1, 9), max_size=20))
-def test_rows_are_sorted_only_where_they_are_not_sorted_yet(counts: list[int]) -> None:
+@for_seeds(200)
+def test_rows_are_sorted_only_where_they_are_not_sorted_yet(draw: Draw) -> None:
+    counts = draw.list_of(lambda: draw.integer(1, 9), most=20)
+    if draw.flag():
+        counts.sort(reverse=True)
     order = decode_order(np.array(counts, dtype=np.int64))
     expected = sorted(counts, reverse=True)
     if order is None:

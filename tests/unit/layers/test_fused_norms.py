@@ -23,11 +23,13 @@ def products() -> FusedProducts:
 
 def reader(*, bias: bool = False, dtype: torch.dtype = torch.float32) -> Linear:
     linear = Linear(HIDDEN, 48, bias=bias, dtype=dtype, device=CPU)
+    torch.manual_seed(1)
     linear.weight.normal_(0, HIDDEN**-0.5)
     return linear
 
 
 def product(num_rows: int, *, adapted: bool = True, dtype: torch.dtype = torch.float32) -> Product:
+    torch.manual_seed(2)
     sums = torch.randn(1, num_rows, HIDDEN)
     if not adapted:
         return Product(sums, None)
@@ -41,6 +43,7 @@ def product(num_rows: int, *, adapted: bool = True, dtype: torch.dtype = torch.f
 def normed(
     of: Product, by: Linear | None, *, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor | Normed, Tensor]:
+    torch.manual_seed(3)
     residual = torch.randn(of.sums.shape[1:]).to(dtype)
     weight = torch.rand(HIDDEN).to(dtype)
     whole = products().norm_after(residual.clone(), of, weight, EPS)

@@ -48,6 +48,7 @@ def delta(model: Llama, slots: AdapterSlots, site: str, x: Tensor) -> Tensor:
 def test_a_reused_slot_shows_nothing_of_its_last_owner_w09(model: Llama) -> None:
     """W09: X (q, k, v, o) then Y (q alone) in the same slot: what Y adds to o is exactly 0."""
     slots, fresh = make_slots(model), make_slots(model)
+    torch.manual_seed(0)
     x = torch.randn(3, 48)
     slots.load(SLOT, adapter(model, dict.fromkeys(["q_proj", "k_proj", "v_proj", "o_proj"], 8)))
     assert delta(model, slots, "o", x).abs().max() > 0
@@ -64,6 +65,7 @@ def test_a_reused_slot_shows_nothing_of_its_last_owner_w09(model: Llama) -> None
 def test_a_reused_slot_shows_nothing_in_stacks_either_w09(model: Llama) -> None:
     """W09: as above, for adapters that are computed together."""
     slots = make_slots(model)
+    torch.manual_seed(0)
     x, rows = torch.randn(4, 48), np.array([0, 0, 1, 1])
     site = model.layers[0].attention.o
     slots.load(SLOT, adapter(model, {"q_proj": 4, "o_proj": 4}))

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, pre_tokenizers
 from tokenizers.models import BPE, WordLevel
@@ -18,6 +16,7 @@ from manyroots.text.detokenizer import (
     detokenizer_for,
 )
 from manyroots.text.tokenizer import SpecialTokens, Tokenizer
+from tests.seeded import Draw, for_seeds
 from tests.unit.text.tiny_tokenizer import tiny_tokenizer
 
 TINY = tiny_tokenizer()
@@ -27,15 +26,17 @@ def pieces(detokenizer: Detokenizer, ids: Sequence[int]) -> list[str]:
     return [*(detokenizer.push(token) for token in ids), detokenizer.flush()]
 
 
-@given(st.lists(st.integers(0, 270)), st.booleans())
-def test_all_pieces_together_equal_the_whole_decode(ids: list[int], skip: bool) -> None:
+@for_seeds(300)
+def test_all_pieces_together_equal_the_whole_decode(draw: Draw) -> None:
     """For any tokens, valid UTF-8 or not."""
+    ids, skip = draw.list_of(lambda: draw.integer(0, 270), most=30), draw.flag()
     detokenizer = ByteDetokenizer(TINY, skip_special_tokens=skip)
     assert "".join(pieces(detokenizer, ids)) == TINY.decode(ids, skip_special_tokens=skip)
 
 
-@given(st.text(st.characters(codec="utf-8")))
-def test_no_piece_shows_an_unfinished_character(text: str) -> None:
+@for_seeds(300)
+def test_no_piece_shows_an_unfinished_character(draw: Draw) -> None:
+    text = draw.text(most=30)
     detokenizer = ByteDetokenizer(TINY, skip_special_tokens=True)
     parts = pieces(detokenizer, list(text.encode()))
     assert "".join(parts) == text
@@ -76,8 +77,9 @@ def test_sentencepiece_keeps_the_space_of_a_continuation() -> None:
     assert parts == [" Paris", " is", "", "", "", "😀", "!", ""]
 
 
-@given(st.lists(st.integers(0, 3)))
-def test_other_tokenizers_decode_in_windows(ids: list[int]) -> None:
+@for_seeds(200)
+def test_other_tokenizers_decode_in_windows(draw: Draw) -> None:
+    ids = draw.list_of(lambda: draw.integer(0, 3), most=30)
     backend = Backend(WordLevel({"a": 0, "##b": 1, "c": 2, "\ufffd": 3}, unk_token="a"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     backend.decoder = decoders.WordPiece(cleanup=False)

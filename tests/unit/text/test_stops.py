@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import itertools
 
-from hypothesis import given
-from hypothesis import strategies as st
-
 from manyroots.text.stops import StopChecker
+from tests.seeded import Draw, for_seeds
 
 
 def run(stops: list[str], parts: list[str], *, include: bool = False) -> tuple[str, str | None]:
@@ -53,25 +51,22 @@ def test_a_match_that_was_let_pass_is_not_found_later() -> None:
     assert (checked.text, checked.stop) == ("abc", None)
 
 
-LETTERS = st.text("ab\n", max_size=30)
+def some_stops(draw: Draw, least: int) -> list[str]:
+    return draw.list_of(lambda: draw.text("ab\n", least=1, most=4), least=least, most=3)
 
 
-@given(
-    LETTERS,
-    st.lists(st.text("ab\n", min_size=1, max_size=4), min_size=1, max_size=3),
-    st.lists(st.integers(0, 30)),
-    st.booleans(),
-)
-def test_the_cuts_make_no_difference(
-    text: str, stops: list[str], cuts: list[int], include: bool
-) -> None:
+@for_seeds(500)
+def test_the_cuts_make_no_difference(draw: Draw) -> None:
+    text, stops, include = draw.text("ab\n", most=30), some_stops(draw, 1), draw.flag()
+    cuts = draw.list_of(lambda: draw.integer(0, 30))
     edges = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
     parts = [text[a:b] for a, b in itertools.pairwise(edges)]
     assert run(stops, parts, include=include) == run(stops, list(text), include=include)
 
 
-@given(LETTERS, st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3))
-def test_without_a_match_all_text_is_shown(text: str, stops: list[str]) -> None:
+@for_seeds(500)
+def test_without_a_match_all_text_is_shown(draw: Draw) -> None:
+    text, stops = draw.text("ab\n", most=30), some_stops(draw, 0)
     shown, stop = run(stops, list(text))
     if stop is None:
         assert shown == text

@@ -1,0 +1,93 @@
+"""Nothing that a test draws depends on what ran before it, or on a library's own choices (R06)."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+FILES = sorted(TESTS.rglob("*.py"))
+TORCH_DRAWS = {
+    "bernoulli", "multinomial", "normal", "rand", "rand_like", "randint", "randint_like", "randn",
+    "randn_like", "randperm", "bernoulli_", "exponential_", "normal_", "random_", "uniform_",
+}  # fmt: skip
+
+
+def problems(tree: ast.Module) -> Iterator[str]:
+    """Where something is drawn from a source that nobody has seeded just before."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [getattr(node, "module", None), *(alias.name for alias in node.names)]
+            if "hypothesis" in {str(name).partition(".")[0] for name in names}:
+                yield f"line {node.lineno}: hypothesis draws what it likes; use tests.seeded"
+    for scope in ast.walk(tree):
+        if isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef | ast.Module):
+            yield from unseeded(list(calls_of(scope)))
+
+
+def calls_of(scope: ast.AST) -> Iterator[ast.Call]:
+    """The calls in a scope's own body, in the order of the text, functions in it left out."""
+    for child in ast.iter_child_nodes(scope):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if isinstance(child, ast.Call):
+            yield child
+        yield from calls_of(child)
+
+
+def unseeded(calls: list[ast.Call]) -> Iterator[str]:
+    seeded = [call.lineno for call in calls if ast.unparse(call.func) == "torch.manual_seed"]
+    for call in calls:
+        name, given = ast.unparse(call.func), bool(call.args or call.keywords)
+        room, _, function = name.rpartition(".")
+        is_source = name in ("random.Random", "np.random.default_rng", "np.random.SeedSequence")
+        if is_source and given:
+            continue
+        if is_source or room in ("random", "np.random", "numpy.random", "secrets", "uuid"):
+            yield f"line {call.lineno}: {name} has no seed of ours"
+            continue
+        if function not in TORCH_DRAWS or room in ("", "rng", "draw", "self", "self.rng"):
+            continue
+        has_generator = any(keyword.arg == "generator" for keyword in call.keywords)
+        if not has_generator and not any(line <= call.lineno for line in seeded):
+            yield f"line {call.lineno}: {name} without a generator or torch.manual_seed before it"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(TESTS).as_posix())
+def test_r06_whatever_a_test_draws_has_a_seed_of_its_own(path: Path) -> None:
+    """R06."""
+    assert list(problems(ast.parse(path.read_text()))) == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from hypothesis import given",
+        "import random\nrandom.choice([1])",
+        "rng = random.Random()",
+        "x = np.random.rand(3)",
+        "x = np.random.default_rng()",
+        "def test():\n    x = torch.randn(3)",
+        "def test():\n    w.normal_(0, 1)",
+        "torch.manual_seed(1)\ndef test():\n    x = torch.randn(3)",
+        "def test():\n    x = torch.randn(3)\n    torch.manual_seed(1)",
+    ],
+)
+def test_the_check_sees_what_has_no_seed(code: str) -> None:
+    assert len(list(problems(ast.parse(code)))) == 1
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "rng = random.Random(1)\nrng.choice([1])",
+        "x = np.random.default_rng(1).random(3)",
+        "def test():\n    torch.manual_seed(1)\n    x = torch.randn(3)",
+        "x = torch.randn(3, generator=g)",
+    ],
+)
+def test_the_check_lets_seeded_draws_pass(code: str) -> None:
+    assert list(problems(ast.parse(code))) == []

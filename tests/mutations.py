@@ -512,7 +512,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "rows",
     ),
     _scheduler(
-        "if group.head.num_in_flight_tokens > 0:",
+        "if lane.head.num_in_flight_tokens > 0:",
         "if False:",
         "a retracted request begins again before its token has come",
         "admission",

@@ -12,11 +12,13 @@ from manyroots.cache.cache import PrefixCache
 from manyroots.cache.lease import Lease
 from manyroots.cache.outcomes import Ending, Refusal
 from manyroots.config import Policy, SchedulerSettings
-from manyroots.ids import StepId
+from manyroots.ids import AdapterDigest, StepId
 from manyroots.lora.residency import Residency
 from manyroots.scheduler.draft import Draft
+from manyroots.scheduler.lanes import Lane
 from manyroots.scheduler.placing import Placer
-from manyroots.scheduler.queue import GroupKey, WaitingQueue
+from manyroots.scheduler.queue import WaitingQueue
+from manyroots.scheduler.ranking import Ranking
 from manyroots.scheduler.request import Request, State
 from manyroots.scheduler.rows import Rows
 from manyroots.scheduler.turns import AdapterTurns, has_aged
@@ -40,7 +42,9 @@ class Admission:
         self._placer = Placer(settings, cache)
         self._turns = AdapterTurns(adapters, adapters.limits.max_loras)
         self._max_model_len = max_model_len
-        self.waiting = WaitingQueue(Policy(settings.scheduling_policy))
+        policy = Policy(settings.scheduling_policy)
+        self._is_fair = policy is Policy.FAIR
+        self.waiting = WaitingQueue(policy)
         self._fetching: dict[Request, None] = {}
         self._loading: dict[Request, None] = {}
         self._loaded: deque[Request] = deque()
@@ -73,15 +77,15 @@ class Admission:
             self.waiting.remove(request)
         elif request.state is State.FETCHING:
             del self._fetching[request]
+            self.waiting.close(request)
         else:
             # What is on its way is held by the transfer, not by the lease (T08).
             if request in self._loading:
                 del self._loading[request]
             else:
                 self._loaded.remove(request)
-            assert request.lease is not None
-            self._cache.release(request.lease, Ending.DROPPED)
-            request.lease = None
+            self._drop_claim(request)
+            self.waiting.close(request)
         request.state = State.FINISHED
 
     def copies_ended(self) -> None:
@@ -145,18 +149,18 @@ class Admission:
 
     # Beginning
 
-    def admit(self, draft: Draft) -> set[GroupKey]:
+    def admit(self, draft: Draft) -> set[AdapterDigest | None]:
         """Start those whose units have arrived, then waiting requests in order, until one does
-        not fit. All that may begin are claimed before any is given room (C01). Gives the groups
-        that found no room."""
-        without_room: set[GroupKey] = set()
+        not fit. All that may begin are claimed before any is given room (C01). Gives the adapters
+        whose requests found no room."""
+        without_room: set[AdapterDigest | None] = set()
         while self._loaded and self._rows.num_free and draft.num_tokens_left > 0:
             if not self._begin_loaded(draft):
                 return without_room
         if not self._rows.num_free or not len(self.waiting):
             return without_room
-        closed = self._turns.closed_groups(self.waiting, draft.step_id)
-        while claimed := self._claim(draft, closed):
+        is_open = self._turns.open_lanes(self.waiting, draft.step_id)
+        while claimed := self._claim(draft, is_open):
             for index, request in enumerate(claimed):
                 if self._begin(request, draft):
                     continue
@@ -168,12 +172,13 @@ class Admission:
                 if has_aged(request, draft.step_id) or not self._rows.num_free:
                     return without_room
                 # Its adapter's turn is not now; that is no reason to hold back others (L03).
-                closed.add(request.group)
-                without_room.add(request.group)
+                adapter = request.group[0]
+                del is_open[adapter]
+                without_room.add(adapter)
                 break
         return without_room
 
-    def prepare_adapters(self, without_room: set[GroupKey], step_id: StepId) -> None:
+    def prepare_adapters(self, without_room: set[AdapterDigest | None], step_id: StepId) -> None:
         """Bring what waiting requests need to the device."""
         if len(self.waiting):
             self._turns.prepare(self.waiting, without_room, step_id)
@@ -193,36 +198,53 @@ class Admission:
         self._give_up([request])
         return False
 
-    def _claim(self, draft: Draft, closed: set[GroupKey]) -> list[Request]:
-        """Take requests off the queue, with what is found for them, as many as may fit."""
+    def _claim(self, draft: Draft, is_open: dict[AdapterDigest | None, None]) -> list[Request]:
+        """Take requests off the queue, with what is found for them, as many as may fit. Closes
+        lanes that must wait for what a launched step computes."""
         claimed: list[Request] = []
         waiting, num_free = self.waiting, self._rows.num_free
         num_tokens_left = draft.num_tokens_left
+        order = self._order(is_open)
         while len(claimed) < num_free and num_tokens_left > 0:
-            group = waiting.next_group(closed, self._turns.is_on_device)
-            if group is None:
+            lane = order.first()
+            if lane is None:
                 break
-            if group.head.num_in_flight_tokens > 0:
-                closed.add(group.key)  # retracted a moment ago: its last token is not known yet
+            if lane.head.num_in_flight_tokens > 0:
+                # Retracted a moment ago: its last token is not known yet.
+                del is_open[lane.adapter]
+                order = self._order(is_open)
                 continue
-            request = waiting.pop(group)
+            request = waiting.pop(lane)
             lease = self._find(request)
             num_tokens_left -= request.num_tokens - lease.num_cached_tokens
             claimed.append(request)
         return claimed
 
+    def _order(self, is_open: dict[AdapterDigest | None, None]) -> Ranking[Lane]:
+        lanes = self.waiting.lanes
+        return Ranking(lanes[adapter] for adapter in is_open if adapter in lanes)
+
     def _find(self, request: Request) -> Lease:
         may_reuse = not request.wants_prompt_logprobs
         lease = self._cache.claim(request.key, request.tokens, request.num_tokens, may_reuse)
         request.lease = lease
+        if self._is_fair:
+            self.waiting.charge(request, request.num_tokens - lease.num_cached_tokens)
         return lease
+
+    def _drop_claim(self, request: Request) -> None:
+        lease = request.lease
+        assert lease is not None
+        if self._is_fair:
+            self.waiting.charge(request, lease.num_cached_tokens - request.num_tokens)
+        self._cache.release(lease, Ending.DROPPED)
+        request.lease = None
 
     def _give_up(self, claimed: list[Request]) -> None:
         """Claims of requests that do not fit are given back (C03)."""
         for request in reversed(claimed):
             if request.lease is not None:
-                self._cache.release(request.lease, Ending.DROPPED)
-                request.lease = None
+                self._drop_claim(request)
             request.state = State.WAITING
             self.waiting.push(request)
 
@@ -231,7 +253,7 @@ class Admission:
         lease = request.lease
         assert lease is not None
         if self._cache.could_find_more(lease):
-            self._cache.release(lease, Ending.DROPPED)
+            self._drop_claim(request)
             lease = self._find(request)
         if not self._rows.num_free or draft.num_tokens_left == 0:
             return False

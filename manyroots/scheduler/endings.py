@@ -51,6 +51,7 @@ class Endings:
             self._admission.remove(request)
             self._let_go(request)
         else:
+            self._admission.waiting.close(request)
             self._rows.settle(request)
             if reason in (FinishReason.STOP, FinishReason.LENGTH):
                 request.ending = Ending.FINISHED

@@ -1,84 +1,20 @@
-"""Who is next: waiting requests in groups, one per adapter and tenant.
+"""Who is next: waiting requests in lanes, one per adapter, in the order of the policy.
 
-A group that can't begin now (its adapter is loading, or the cap is reached) is passed over as a
-whole, so that a waiting request costs nothing while it waits. Within a group the order is that of
-arrival, behind priority where the policy is that; between groups the policy decides. Deterministic.
+A lane that can't begin now (its adapter is loading, the cap is reached, there is no room) is passed
+over as a whole, so that a waiting request costs nothing while it waits. What is asked here costs
+O(log n), however many requests, tenants and adapters wait, and nothing is kept of a tenant or an
+adapter that has no requests. Deterministic.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Mapping
 
 from manyroots.config import Policy
 from manyroots.ids import AdapterDigest
+from manyroots.scheduler.lanes import Accounts, FairLane, Lane, PlainLane
+from manyroots.scheduler.ranking import Ranking
 from manyroots.scheduler.request import Request
-
-Place = tuple[int, int, Request]
-"""Priority, order of arrival, and whose."""
-GroupKey = tuple[AdapterDigest | None, str | None]
-"""Adapter and tenant."""
-
-
-class Group:
-    """Waiting requests of one adapter and tenant."""
-
-    __slots__ = ("_gone", "_late", "_line", "key", "served")
-
-    def __init__(self, key: GroupKey, served: int) -> None:
-        self.key = key
-        self.served = served
-        """Tokens computed for this group, as far as fairness counts them."""
-        self._line: deque[Place] = deque()
-        """Who came behind all that stood in line: nearly everybody."""
-        self._late: list[Place] = []
-        """A heap of the others, who came back or have priority."""
-        self._gone: set[Request] = set()
-        """Of those, who waits no more; never the head."""
-
-    def push(self, request: Request, priority: int) -> None:
-        place = (priority, request.serial, request)
-        if not self._line or place > self._line[-1]:
-            self._line.append(place)
-        else:
-            heapq.heappush(self._late, place)
-
-    def discard(self, request: Request) -> None:
-        """A request that is over will not be pushed again."""
-        self._gone.add(request)
-        self._skip_gone()
-
-    @property
-    def is_empty(self) -> bool:
-        return not self._line and not self._late
-
-    @property
-    def head(self) -> Request:
-        """The next request; the group has at least one."""
-        if self._late and (not self._line or self._late[0] < self._line[0]):
-            return self._late[0][2]
-        return self._line[0][2]
-
-    def pop(self) -> Request:
-        request = self._take()
-        if self._gone:
-            self._skip_gone()
-        return request
-
-    def _take(self) -> Request:
-        if self._late and (not self._line or self._late[0] < self._line[0]):
-            return heapq.heappop(self._late)[2]
-        return self._line.popleft()[2]
-
-    def _skip_gone(self) -> None:
-        while not self.is_empty and self.head in self._gone:
-            self._gone.discard(self._take())
-
-    def __iter__(self) -> Iterator[Request]:
-        places = (*self._line, *self._late)
-        waiting = [request for _, _, request in places if request not in self._gone]
-        return iter(sorted(waiting, key=lambda request: request.serial))
 
 
 class WaitingQueue:
@@ -86,83 +22,72 @@ class WaitingQueue:
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._groups: dict[GroupKey, Group] = {}
-        self._served: dict[GroupKey, int] = {}
-        """With FAIR: what groups that have nobody waiting had been served."""
+        self._lanes: dict[AdapterDigest | None, Lane] = {}
+        self._order: Ranking[Lane] = Ranking()
         self._count = 0
+        self.accounts = Accounts() if policy is Policy.FAIR else None
+        """What tenants were served, where that counts."""
 
     def __len__(self) -> int:
         return self._count
 
+    @property
+    def lanes(self) -> Mapping[AdapterDigest | None, Lane]:
+        """Those in which someone waits."""
+        return self._lanes
+
+    def first_lanes(self, count: int) -> list[Lane]:
+        """Those whose requests are next, first of all, whether they can begin or not."""
+        return self._order.first_few(count)
+
+    def requests_of(self, adapter: AdapterDigest) -> list[Request]:
+        """All that wait for an adapter, in the order of arrival."""
+        lane = self._lanes.get(adapter)
+        return [] if lane is None else sorted(lane, key=lambda request: request.serial)
+
     def push(self, request: Request) -> None:
-        group = self._groups.get(request.group)
-        if group is None:
-            # A group that was away starts level with the least served one: no credit for absence.
-            least = min((g.served for g in self._groups.values()), default=0)
-            served = max(self._served.pop(request.group, 0), least)
-            group = self._groups[request.group] = Group(request.group, served)
-        is_ranked = self._policy is Policy.PRIORITY
-        group.push(request, request.submit.priority if is_ranked else 0)
+        adapter = request.group[0]
+        lane = self._lanes.get(adapter)
+        if lane is None:
+            lane = self._lanes[adapter] = self._new_lane(adapter)
+        lane.push(request)
         self._count += 1
+        if lane.head is request:
+            self._order.note(lane)
 
-    def remove(self, request: Request) -> None:
-        group = self._groups[request.group]
-        group.discard(request)
-        self._count -= 1
-        if group.is_empty:
-            self._close(group)
-
-    def next_group(
-        self, closed: set[GroupKey], is_running: Callable[[GroupKey], bool]
-    ) -> Group | None:
-        """The group whose head is next, of those that are not closed."""
-        if len(self._groups) == 1:
-            [group] = self._groups.values()
-            return None if closed and group.key in closed else group
-        best: Group | None = None
-        best_rank: tuple[int, ...] = ()
-        for group in self._groups.values():
-            rank = self._rank(group, is_running)
-            if (best is None or rank < best_rank) and group.key not in closed:
-                best, best_rank = group, rank
-        return best
-
-    def pop(self, group: Group) -> Request:
-        request = group.pop()
-        self._count -= 1
-        if group.is_empty:
-            self._close(group)
+    def pop(self, lane: Lane) -> Request:
+        """Take the next request of a lane."""
+        request = lane.pop()
+        self._left(lane)
         return request
 
-    def serve(self, key: GroupKey, num_tokens: int) -> None:
-        """Count tokens computed for a group."""
-        if self._policy is Policy.FAIR:
-            group = self._groups.get(key)
-            if group is not None:
-                group.served += num_tokens
-            else:
-                self._served[key] = self._served.get(key, 0) + num_tokens
+    def remove(self, request: Request) -> None:
+        """A waiting request is over."""
+        lane = self._lanes[request.group[0]]
+        lane.discard(request)
+        self._left(lane)
 
-    def groups(self) -> list[Group]:
-        return list(self._groups.values())
+    def charge(self, request: Request, num_tokens: int) -> None:
+        """Tokens are computed for a request; less than none: they were not after all."""
+        account = None if self.accounts is None else self.accounts.charge(request.group, num_tokens)
+        if account is not None and num_tokens < 0:
+            lane = self._lanes.get(request.group[0])
+            if isinstance(lane, FairLane):
+                lane.note(account)
+                self._order.note(lane)
 
-    def oldest(self) -> Request | None:
-        """The request that has waited longest."""
-        heads = (group.head for group in self._groups.values())
-        return min(heads, key=lambda request: request.serial, default=None)
+    def close(self, request: Request) -> None:
+        """A request that does not wait is over."""
+        if self.accounts is not None:
+            self.accounts.close(request)
 
-    def _rank(self, group: Group, is_running: Callable[[GroupKey], bool]) -> tuple[int, ...]:
-        head = group.head
-        if self._policy is Policy.PRIORITY:
-            return (head.submit.priority, head.serial)
-        if self._policy is Policy.PACK:
-            return (int(not is_running(group.key)), head.serial)
-        if self._policy is Policy.FAIR:
-            return (group.served, head.serial)
-        return (head.serial,)
+    def _new_lane(self, adapter: AdapterDigest | None) -> Lane:
+        if self.accounts is not None:
+            return FairLane(adapter, self.accounts)
+        return PlainLane(adapter, by_priority=self._policy is Policy.PRIORITY)
 
-    def _close(self, group: Group) -> None:
-        """Nobody of the group waits any more."""
-        del self._groups[group.key]
-        if self._policy is Policy.FAIR:
-            self._served[group.key] = group.served
+    def _left(self, lane: Lane) -> None:
+        self._count -= 1
+        if lane.rank is None:
+            del self._lanes[lane.adapter]
+            self._order.forget(lane)

@@ -263,11 +263,8 @@ class Scheduler:
             outcome = self._adapters.acknowledge(loaded)
             if outcome.error is not None:
                 reason = f"the adapter could not be loaded: {outcome.error}"
-                for group in self._admission.waiting.groups():
-                    if group.key[0] == outcome.digest:
-                        outputs += [
-                            self._endings.finish(r, FinishReason.ERROR, reason) for r in group
-                        ]
+                waiting = self._admission.waiting.requests_of(outcome.digest)
+                outputs += [self._endings.finish(r, FinishReason.ERROR, reason) for r in waiting]
         for done in result.copies:
             self._cache.acknowledge(done)
         if result.copies:
@@ -275,9 +272,10 @@ class Scheduler:
         return outputs
 
     def _count_service(self, step: Launched) -> None:
-        columns = (step.rows.tolist(), step.stays.tolist(), step.num_tokens.tolist())
-        for row, stay, num_tokens in zip(*columns, strict=True):
-            self._admission.waiting.serve(self._endings.member(row, stay).group, num_tokens)
+        """Every token that was sampled; those of prompts counted when their requests began."""
+        rows, stays = step.rows[step.samples].tolist(), step.stays[step.samples].tolist()
+        for row, stay in zip(rows, stays, strict=True):
+            self._admission.waiting.charge(self._endings.member(row, stay), 1)
 
     def _take_scores(self, step: Launched, result: StepResult) -> None:
         for row, stay in zip(step.rows.tolist(), step.stays.tolist(), strict=True):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from manyroots.config import Policy
-from manyroots.ids import StepId
+from manyroots.ids import Namespace, StepId
+from manyroots.scheduler.lanes import FairLane, PlainLane
 from manyroots.scheduler.queue import WaitingQueue
+from manyroots.scheduler.ranking import MAX_STALE
 from manyroots.scheduler.request import Request
 from tests.deciding import submit
 
@@ -26,12 +30,11 @@ def queue_of(waiting: list[Request], policy: Policy = Policy.FCFS) -> WaitingQue
 
 
 def take(queue: WaitingQueue) -> Request | None:
-    group = queue.next_group(set(), lambda key: True)
-    if group is None:
-        return None
-    head = group.head
-    assert queue.pop(group) is head
-    return head
+    for lane in queue.first_lanes(1):
+        head = lane.head
+        assert queue.pop(lane) is head
+        return head
+    return None
 
 
 def order(queue: WaitingQueue) -> list[int]:
@@ -70,16 +73,67 @@ def test_who_is_gone_is_never_next() -> None:
         queue.push(request)
     for request in (waiting[1], waiting[0], waiting[4]):
         queue.remove(request)
-    [group] = queue.groups()
-    assert [request.serial for request in group] == [3, 4, 6]
+    [lane] = queue.lanes.values()
+    assert sorted(request.serial for request in lane) == [3, 4, 6]
     assert len(queue) == 3
     assert order(queue) == [3, 4, 6]
 
 
-def test_a_group_that_all_have_left_is_no_group() -> None:
+def test_a_lane_that_all_have_left_is_no_lane() -> None:
     waiting = requests(0, 0)
     queue = queue_of(waiting)
     for request in waiting:
         queue.remove(request)
-    assert queue.groups() == []
+    assert not queue.lanes
     assert take(queue) is None
+
+
+def tenants_queue(policy: Policy, num_tenants: int) -> tuple[WaitingQueue, list[Request]]:
+    waiting = [
+        Request(
+            submit(i, [1, 2, 3], namespace=Namespace(adapter=None, salt=f"{i}")),
+            i,
+            StepId(1),
+            None,
+            PAGE,
+        )
+        for i in range(1, num_tenants + 1)
+    ]
+    return queue_of(waiting, policy), waiting
+
+
+@pytest.mark.parametrize("policy", list(Policy))
+def test_l08_nothing_is_kept_of_tenants_that_have_ended(policy: Policy) -> None:
+    """L08: salts are callers' to choose. Some leave while they wait, some after they ran."""
+    queue, waiting = tenants_queue(policy, 500)
+    for request in waiting[1::2]:
+        queue.remove(request)
+    kept = [take(queue) for _ in range(250)]
+    assert len(queue) == 0
+    assert not queue.lanes
+    if queue.accounts is not None:
+        assert len(queue.accounts) == 250
+    for request in kept:
+        assert request is not None
+        queue.charge(request, 7)
+        queue.close(request)
+    if queue.accounts is not None:
+        assert len(queue.accounts) == 0
+    assert len(queue._order) <= MAX_STALE
+
+
+@pytest.mark.parametrize("policy", list(Policy))
+def test_l08_what_is_kept_shrinks_with_the_tenants_that_wait(policy: Policy) -> None:
+    """L08: one tenant that goes on waiting keeps nothing of those that have left."""
+    queue, waiting = tenants_queue(policy, 5000)
+    for request in waiting[1:]:
+        queue.remove(request)
+    [lane] = queue.lanes.values()
+    assert lane.head is waiting[0]
+    if isinstance(lane, FairLane):
+        assert queue.accounts is not None
+        assert len(queue.accounts) == 1
+        assert len(lane._tenants) <= 2 + MAX_STALE
+    if isinstance(lane, PlainLane):
+        assert len(lane._line) <= 2 + MAX_STALE
+    assert sum(1 for _ in lane) == 1

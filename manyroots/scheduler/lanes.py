@@ -1,0 +1,260 @@
+"""Waiting requests of one adapter, in the order in which they are taken.
+
+Within a lane tenants matter to the fair policy alone, which has a line for each and takes from the
+tenant that was served least. All others have one line, by importance and arrival. Knows no other
+lane and no adapter but its own.
+"""
+
+from __future__ import annotations
+
+import heapq
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator
+
+from manyroots.ids import AdapterDigest
+from manyroots.scheduler.ranking import MAX_STALE, Ranking
+from manyroots.scheduler.request import Request
+
+Place = tuple[int, int, Request]
+"""What the policy goes by, then the order of arrival, and whose place it is."""
+GroupKey = tuple[AdapterDigest | None, str | None]
+"""Adapter and tenant."""
+
+
+class Line:
+    """Requests by importance and arrival."""
+
+    __slots__ = ("_gone", "_late", "_line")
+
+    def __init__(self) -> None:
+        self._line: deque[Place] = deque()
+        """Who came behind all that stood in line: nearly everybody."""
+        self._late: list[Place] = []
+        """A heap of the others, who came back or are more important."""
+        self._gone: set[Request] = set()
+        """Of those, who waits no more; never the head."""
+
+    def __len__(self) -> int:
+        """How many places are kept, for tests of what is forgotten."""
+        return len(self._line) + len(self._late)
+
+    def push(self, request: Request, importance: int) -> None:
+        place = (importance, request.serial, request)
+        if not self._line or place > self._line[-1]:
+            self._line.append(place)
+        else:
+            heapq.heappush(self._late, place)
+
+    def discard(self, request: Request) -> None:
+        """A request that is over will not be pushed again."""
+        self._gone.add(request)
+        self._skip_gone()
+        if 2 * len(self._gone) > len(self) + MAX_STALE:
+            gone, self._gone = self._gone, set()
+            self._line = deque(place for place in self._line if place[2] not in gone)
+            self._late = sorted(place for place in self._late if place[2] not in gone)
+
+    @property
+    def rank(self) -> Place | None:
+        """The place of the next request; None if there is none."""
+        line, late = self._line, self._late
+        if late and (not line or late[0] < line[0]):
+            return late[0]
+        return line[0] if line else None
+
+    def pop(self) -> Request:
+        request = self._take()
+        if self._gone:
+            self._skip_gone()
+        return request
+
+    def _take(self) -> Request:
+        if self._late and (not self._line or self._late[0] < self._line[0]):
+            return heapq.heappop(self._late)[2]
+        return self._line.popleft()[2]
+
+    def _skip_gone(self) -> None:
+        while (place := self.rank) is not None and place[2] in self._gone:
+            self._gone.discard(self._take())
+
+    def __iter__(self) -> Iterator[Request]:
+        for _, _, request in (*self._line, *self._late):
+            if request not in self._gone:
+                yield request
+
+
+class Lane(ABC):
+    """Waiting requests of one adapter, or of the base model."""
+
+    __slots__ = ("adapter",)
+
+    def __init__(self, adapter: AdapterDigest | None) -> None:
+        self.adapter = adapter
+
+    @property
+    @abstractmethod
+    def rank(self) -> Place | None:
+        """The place of the next request; None if there is none."""
+
+    @property
+    def head(self) -> Request:
+        """The next request; there is at least one."""
+        place = self.rank
+        assert place is not None
+        return place[2]
+
+    @abstractmethod
+    def push(self, request: Request) -> None: ...
+
+    @abstractmethod
+    def pop(self) -> Request: ...
+
+    @abstractmethod
+    def discard(self, request: Request) -> None: ...
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[Request]: ...
+
+
+class PlainLane(Lane):
+    """One line for all tenants: who came first, behind importance where that counts."""
+
+    __slots__ = ("_by_priority", "_line")
+
+    def __init__(self, adapter: AdapterDigest | None, *, by_priority: bool) -> None:
+        super().__init__(adapter)
+        self._by_priority = by_priority
+        self._line = Line()
+
+    @property
+    def rank(self) -> Place | None:
+        return self._line.rank
+
+    def push(self, request: Request) -> None:
+        self._line.push(request, request.submit.priority if self._by_priority else 0)
+
+    def pop(self) -> Request:
+        return self._line.pop()
+
+    def discard(self, request: Request) -> None:
+        self._line.discard(request)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._line)
+
+
+class Account:
+    """What one tenant was served with one adapter, while any request of it is not over."""
+
+    __slots__ = ("line", "num_served_tokens", "taken")
+
+    def __init__(self, num_served_tokens: int) -> None:
+        self.num_served_tokens = num_served_tokens
+        """On the scale of virtual time: it begins at the time at which the tenant came."""
+        self.line = Line()
+        self.taken: set[Request] = set()
+        """Who left the line for the batch and is not over."""
+
+    @property
+    def rank(self) -> Place | None:
+        place = self.line.rank
+        return None if place is None else (self.num_served_tokens, place[1], place[2])
+
+
+class Accounts:
+    """Start-time fair queueing over tenants, whichever lane they are in.
+
+    Virtual time is the largest account that a request began from. Who comes, or comes back when
+    nothing of it waits, starts there: no credit for absence, and no debt for what nobody else
+    wanted. An account is dropped with the last request of its tenant.
+
+    While two tenants both have requests that wait and could begin, the tokens that they are served
+    differ by at most twice what the running requests of one may still compute.
+    """
+
+    def __init__(self) -> None:
+        self.virtual_time = 0
+        self._accounts: dict[GroupKey, Account] = {}
+
+    def __len__(self) -> int:
+        return len(self._accounts)
+
+    def __getitem__(self, group: GroupKey) -> Account:
+        return self._accounts[group]
+
+    def push(self, request: Request) -> Account:
+        account = self._accounts.get(request.group)
+        if account is None:
+            account = self._accounts[request.group] = Account(self.virtual_time)
+        elif account.line.rank is None:
+            account.num_served_tokens = max(account.num_served_tokens, self.virtual_time)
+        account.taken.discard(request)
+        account.line.push(request, 0)
+        return account
+
+    def pop(self, account: Account) -> Request:
+        self.virtual_time = max(self.virtual_time, account.num_served_tokens)
+        request = account.line.pop()
+        account.taken.add(request)
+        return request
+
+    def charge(self, group: GroupKey, num_tokens: int) -> Account | None:
+        """Tokens are computed for a tenant; less than none: they were not after all."""
+        account = self._accounts.get(group)
+        if account is not None:
+            account.num_served_tokens += num_tokens
+        return account
+
+    def close(self, request: Request) -> None:
+        """A request that does not wait is over."""
+        account = self._accounts.get(request.group)
+        if account is not None:
+            account.taken.discard(request)
+            if not account.taken and account.line.rank is None:
+                del self._accounts[request.group]
+
+
+class FairLane(Lane):
+    """A line for each tenant; the one that was served least is next."""
+
+    __slots__ = ("_accounts", "_tenants")
+
+    def __init__(self, adapter: AdapterDigest | None, accounts: Accounts) -> None:
+        super().__init__(adapter)
+        self._accounts = accounts
+        self._tenants: Ranking[Account] = Ranking()
+
+    @property
+    def rank(self) -> Place | None:
+        first = self._tenants.first()
+        return None if first is None else first.rank
+
+    def push(self, request: Request) -> None:
+        self._tenants.note(self._accounts.push(request))
+
+    def pop(self) -> Request:
+        first = self._tenants.first()
+        assert first is not None
+        request = self._accounts.pop(first)
+        self._forget_if_empty(first)
+        return request
+
+    def discard(self, request: Request) -> None:
+        account = self._accounts[request.group]
+        account.line.discard(request)
+        self._forget_if_empty(account)
+        self._accounts.close(request)
+
+    def note(self, account: Account) -> None:
+        """A tenant's account is lower than it was."""
+        if account.rank is not None:
+            self._tenants.note(account)
+
+    def __iter__(self) -> Iterator[Request]:
+        for account in self._tenants:
+            yield from account.line
+
+    def _forget_if_empty(self, account: Account) -> None:
+        if account.line.rank is None:
+            self._tenants.forget(account)

@@ -1,0 +1,102 @@
+"""Things in the order of their ranks: finding the first costs O(log n), however many there are.
+
+A heap that is put right when it is read: ranks that have grown are found out when their entry comes
+to the top, so that growing costs nothing; who lowers a rank says so. Deterministic.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator
+from typing import Any, Generic, Protocol, TypeVar
+
+Rank = tuple[Any, ...]
+"""The least comes first. No two things have equal ones."""
+
+MAX_STALE = 64
+"""So many entries more than twice the things, and those out of date are thrown away."""
+
+
+class Ranked(Protocol):
+    """What can be put in order."""
+
+    @property
+    def rank(self) -> Rank | None:
+        """None: it has no place (any more)."""
+        ...
+
+
+T = TypeVar("T", bound=Ranked)
+Entry = tuple[Rank, int, T]
+"""A rank that a thing had, and a number of its own that keeps things from being compared."""
+
+
+class Ranking(Generic[T]):
+    """Each thing has one entry that counts, which is not above its rank."""
+
+    __slots__ = ("_entries", "_heap", "_next_number")
+
+    def __init__(self, things: Iterable[T] = ()) -> None:
+        self._heap: list[Entry[T]] = []
+        self._entries: dict[T, Entry[T]] = {}
+        """The entry that counts of each; others in the heap are out of date."""
+        self._next_number = 0
+        for thing in things:
+            self.note(thing)
+
+    def __len__(self) -> int:
+        """How many entries are kept, for tests of what is forgotten."""
+        return len(self._heap)
+
+    def __iter__(self) -> Iterator[T]:
+        """All things, in no order."""
+        return iter(self._entries)
+
+    def note(self, thing: T) -> None:
+        """A thing is new, or its rank may be lower than it was."""
+        rank = thing.rank
+        assert rank is not None
+        known = self._entries.get(thing)
+        if known is None or rank < known[0]:
+            self._push(rank, thing)
+            self._tidy()
+
+    def forget(self, thing: T) -> None:
+        """A thing has no rank any more."""
+        self._entries.pop(thing, None)
+        self._tidy()
+
+    def first(self) -> T | None:
+        heap, entries = self._heap, self._entries
+        while heap:
+            entry = heap[0]
+            rank, _, thing = entry
+            counts = entries.get(thing) is entry
+            now = thing.rank if counts else None
+            if counts and (now is rank or now == rank):
+                return thing
+            heapq.heappop(heap)
+            if now is not None:
+                self._push(now, thing)
+            elif counts:
+                del entries[thing]
+        return None
+
+    def first_few(self, count: int) -> list[T]:
+        """The first so many, in order."""
+        few: list[Entry[T]] = []
+        while len(few) < count and self.first() is not None:
+            few.append(heapq.heappop(self._heap))
+        for entry in few:
+            heapq.heappush(self._heap, entry)
+        return [thing for _, _, thing in few]
+
+    def _push(self, rank: Rank, thing: T) -> None:
+        self._next_number += 1
+        entry = self._entries[thing] = (rank, self._next_number, thing)
+        heapq.heappush(self._heap, entry)
+
+    def _tidy(self) -> None:
+        if len(self._heap) > 2 * len(self._entries) + MAX_STALE:
+            self._heap = list(self._entries.values())
+            heapq.heapify(self._heap)

@@ -87,7 +87,9 @@ class CacheSettings:
         0.9, "Share of a GPU's memory for weights, activations and pages."
     )
     kv_cache_memory_bytes: int | None = option(
-        None, "Bytes for pages. Default: what is left on a GPU; up to 4 GiB on a CPU."
+        None,
+        "Bytes for pages, whatever else is free. Default: what is left on a GPU beside the "
+        "largest step, which is measured at start; up to 4 GiB on a CPU.",
     )
     num_gpu_blocks_override: int | None = option(None, "Exact number of pages, whatever fits.")
 

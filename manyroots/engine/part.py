@@ -7,13 +7,14 @@ the machine is worked out here; what depends on all ranks in `build.py`.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from dataclasses import dataclass
 
 import torch
 
-from manyroots.config import CacheSettings, EngineSettings, ModelSettings
+from manyroots.config import EngineSettings, ModelSettings
 from manyroots.distributed.shard import WHOLE, Shard
 from manyroots.engine.adapter_half import (
     AdapterHalf,
@@ -23,10 +24,11 @@ from manyroots.engine.adapter_half import (
     slot_bytes,
 )
 from manyroots.engine.alarm import Alarm
+from manyroots.engine.memory import count_pages, estimated_step_bytes
 from manyroots.errors import ConfigError
-from manyroots.models.fused import why_not_fused
+from manyroots.models.fused import check_fused_step, why_not_fused
 from manyroots.models.llama import Llama
-from manyroots.models.load import load_model
+from manyroots.models.load import describe, load_model
 from manyroots.models.source import ModelSource
 from manyroots.models.spec import ModelSpec
 from manyroots.runner.cuda.runner import CudaRunner
@@ -36,12 +38,6 @@ from manyroots.store.adapter_loader import AdapterLoader
 from manyroots.store.arena import PageArena, page_bytes
 
 logger = logging.getLogger(__name__)
-
-MAX_CPU_CACHE_BYTES = 4 * 2**30
-CPU_CACHE_SHARE = 0.25
-"""On a CPU, pages take at most this share of the machine's memory."""
-ACTIVATION_RESERVE = 2**30
-"""On a GPU, bytes left alone for activations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,31 +75,13 @@ class LoadedPart:
 
     def is_fused(self, settings: EngineSettings) -> bool:
         """Whether steps run on the fused kernels of CUDA."""
-        if self.device.type != "cuda":
-            return False
-        reason = why_not_fused(self.model.spec)
-        if not self.shard.is_whole:
-            reason = reason or "--tensor-parallel-size is above 1"
-        if settings.lora.enable_lora and adapter_limits(settings.lora).num_slots is None:
-            reason = reason or "--max-loras 0 sets no limit to the adapters on the device"
-        if reason is not None:
-            logger.warning("no fused kernels for this engine, steps will be slow: %s", reason)
-        return reason is None
+        return is_fused(settings, self.model.spec, self.device, self.shard)
 
     def make_runner(
         self, settings: EngineSettings, sizes: Sizes, adapters: AdapterHalf | None
     ) -> TorchRunner:
         """Give it pages and rows."""
-        spec = self.model.spec
-        arena = PageArena(
-            num_pages=sizes.num_pages,
-            page_size=settings.cache.block_size,
-            num_layers=spec.num_layers,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            dtype=self.dtype,
-            device=self.device,
-        )
+        arena = _arena(settings, self.model.spec, sizes.num_pages, self.dtype, self.device)
         loader = None if adapters is None else adapters.loader
         max_num_seqs, max_len = settings.scheduler.max_num_seqs, sizes.max_model_len
         if not self.is_fused(settings):
@@ -154,6 +132,15 @@ def load_part(settings: EngineSettings, source: ModelSource, shard: Shard) -> Lo
     """Load a rank's weights and count what fits beside them."""
     device = pick_device(settings.model, shard)
     dtype = pick_dtype(settings.model, source, device)
+    spec = describe(source)
+    fused = is_fused(settings, spec, device, shard)
+    if fused:
+        scheduler = settings.scheduler
+        check_fused_step(
+            spec,
+            max_num_tokens=scheduler.max_num_batched_tokens,
+            max_num_rows=scheduler.max_num_seqs,
+        )
     model = load_model(
         source,
         dtype=dtype,
@@ -162,21 +149,91 @@ def load_part(settings: EngineSettings, source: ModelSource, shard: Shard) -> Lo
         seed=settings.model.seed,
         shard=shard,
     )
-    # On a GPU, what adapters will take must not be given to pages.
-    reserve = 0
-    if settings.lora.enable_lora and device.type == "cuda":
-        num_slots = adapter_limits(settings.lora).num_slots or 0
-        reserve = num_slots * slot_bytes(settings.lora, model, dtype)
     bytes_per_page = page_bytes(model.spec, settings.cache.block_size, dtype)
     max_model_len = _model_length(settings.model, model.spec)
+    reserved_bytes = 0
+    if device.type == "cuda" and settings.cache.kv_cache_memory_bytes is None:
+        reserved_bytes = _reserved_bytes(settings, model, dtype, max_model_len, fused=fused)
     return LoadedPart(
         model,
         dtype,
         device,
         shard,
         bytes_per_page,
-        _count_pages(settings, bytes_per_page, max_model_len, device, reserve),
+        count_pages(settings, bytes_per_page, device, reserved_bytes),
         max_model_len,
+    )
+
+
+def is_fused(settings: EngineSettings, spec: ModelSpec, device: torch.device, shard: Shard) -> bool:
+    """Whether steps run on the fused kernels of CUDA."""
+    if device.type != "cuda":
+        return False
+    reason = why_not_fused(spec)
+    if not shard.is_whole:
+        reason = reason or "--tensor-parallel-size is above 1"
+    if settings.lora.enable_lora and adapter_limits(settings.lora).num_slots is None:
+        reason = reason or "--max-loras 0 sets no limit to the adapters on the device"
+    if reason is not None:
+        logger.warning("no fused kernels for this engine, steps will be slow: %s", reason)
+    return reason is None
+
+
+def _reserved_bytes(
+    settings: EngineSettings, model: Llama, dtype: torch.dtype, max_model_len: int, *, fused: bool
+) -> int:
+    """What must not be given to pages on a GPU: adapters at their largest, and a step."""
+    adapters = 0
+    if settings.lora.enable_lora:
+        num_slots = adapter_limits(settings.lora).num_slots or 0
+        adapters = num_slots * slot_bytes(settings.lora, model, dtype)
+    step = estimated_step_bytes(model.spec, settings, dtype)
+    if fused:
+        step = _measured_step_bytes(settings, model, dtype, max_model_len)
+    logger.info("beside weights and pages: %.2f GiB for a step, %.2f GiB for adapters",
+                step / 2**30, adapters / 2**30)  # fmt: skip
+    return step + adapters
+
+
+def _measured_step_bytes(
+    settings: EngineSettings, model: Llama, dtype: torch.dtype, max_model_len: int
+) -> int:
+    """By the largest step there may be, on a runner with one page, which is thrown away."""
+    device = model.embedding.weight.device
+    runner = CudaRunner(
+        model,
+        _arena(settings, model.spec, 1, dtype, device),
+        None,
+        max_num_seqs=settings.scheduler.max_num_seqs,
+        max_model_len=max_model_len,
+        use_graphs=not settings.model.enforce_eager,
+    )
+    try:
+        return runner.measure_step(
+            settings.scheduler.max_num_batched_tokens, with_adapters=settings.lora.enable_lora
+        )
+    finally:
+        runner.close()
+        del runner
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def _arena(
+    settings: EngineSettings,
+    spec: ModelSpec,
+    num_pages: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> PageArena:
+    return PageArena(
+        num_pages=num_pages,
+        page_size=settings.cache.block_size,
+        num_layers=spec.num_layers,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        dtype=dtype,
+        device=device,
     )
 
 
@@ -225,39 +282,6 @@ def _model_length(settings: ModelSettings, spec: ModelSpec) -> int:
             f"to {longest} tokens. Lower it."
         )
     return settings.max_model_len
-
-
-def _count_pages(
-    settings: EngineSettings,
-    bytes_per_page: int,
-    max_model_len: int,
-    device: torch.device,
-    adapter_reserve: int,
-) -> int:
-    cache = settings.cache
-    if cache.num_gpu_blocks_override is not None:
-        return cache.num_gpu_blocks_override
-    num_ranks = settings.model.tensor_parallel_size
-    free = _free_bytes(cache, device, num_ranks) - adapter_reserve
-    budget = cache.kv_cache_memory_bytes or free
-    # More pages than every row at its longest could use would never be touched.
-    useful = settings.scheduler.max_num_seqs * -(-max_model_len // cache.block_size) * 2
-    num_pages = min(budget // bytes_per_page, useful)
-    if num_pages < 1:
-        raise ConfigError(
-            f"{budget} bytes are left for the cache, and one page takes {bytes_per_page}. "
-            "Raise --kv-cache-memory-bytes or --gpu-memory-utilization, or lower --block-size, "
-            "--max-loras or --max-lora-rank."
-        )
-    return int(num_pages)
-
-
-def _free_bytes(cache: CacheSettings, device: torch.device, num_ranks: int) -> int:
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return int(free - (1.0 - cache.gpu_memory_utilization) * total) - ACTIVATION_RESERVE
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(MAX_CPU_CACHE_BYTES, int(total * CPU_CACHE_SHARE)) // num_ranks
 
 
 def fit_sizes(settings: EngineSettings, part: LoadedPart, num_pages: int) -> Sizes:

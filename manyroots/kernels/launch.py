@@ -25,6 +25,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from manyroots.kernels.limits import NUM_COUNTERS
+
 
 @triton.jit
 def let_next_begin(DEPENDENT: tl.constexpr):
@@ -80,7 +82,7 @@ def launch_options(device: torch.device, *, plainly: bool = False) -> dict[str, 
 def counters(device: torch.device) -> Tensor:
     """Zeros, by which programs of one launch find out who is last; that one clears them again."""
     with torch.inference_mode(False):
-        return torch.zeros(1 << 16, dtype=torch.int32, device=device)
+        return torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)
 
 
 def as_splits(x: Tensor) -> Tensor:

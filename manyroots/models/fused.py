@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from manyroots.errors import ConfigError
 from manyroots.kernels.choice import Kernels
 from manyroots.kernels.fused_step import FusedStep
+from manyroots.kernels.limits import MAX_GRID_SIDE, NUM_COUNTERS
 from manyroots.kernels.lora_sites.sites import LoraRows
 from manyroots.kernels.norm.normed import Normed
 from manyroots.kernels.rope_write.inputs import Angles, QkNorm
@@ -45,6 +47,23 @@ def why_not_fused(spec: ModelSpec) -> str | None:
             if size % SKINNY_INNER:
                 return f"its experts have a side of {size}, no multiple of {SKINNY_INNER}"
     return None
+
+
+def check_fused_step(spec: ModelSpec, *, max_num_tokens: int, max_num_rows: int) -> None:
+    """Refuse, before anything is loaded, steps that no launch could hold: a grid's second and
+    third sides end at 65,535, and rows that attend are counted by key-value head."""
+    if max_num_tokens > MAX_GRID_SIDE:
+        raise ConfigError(
+            f"--max-num-batched-tokens is {max_num_tokens}; on a GPU a step has at most "
+            f"{MAX_GRID_SIDE} tokens. Lower it."
+        )
+    # A row that attends begins query blocks of its own, each cut into up to four programs.
+    most_rows = min(NUM_COUNTERS // spec.num_kv_heads, MAX_GRID_SIDE // 8)
+    if max_num_rows > most_rows:
+        raise ConfigError(
+            f"--max-num-seqs is {max_num_rows}; with {spec.num_kv_heads} key-value heads a step "
+            f"on a GPU has at most {most_rows} rows. Lower it."
+        )
 
 
 class FusedDecoder:

@@ -89,6 +89,20 @@ class DecodeGraphs:
                 if (size, with_adapters) not in self._graphs:
                     self._graphs[size, with_adapters] = self._capture(size, with_adapters)
 
+    def measure(self, num_kinds: int) -> int:
+        """Bytes that all graphs will take, of so many kinds for each size: the largest one's,
+        which holds the memory they share, and for each other what a second one takes."""
+        if not self._captures:
+            return 0
+        taken = []
+        for size in self._sizes[:-3:-1]:
+            torch.cuda.empty_cache()
+            free, _ = torch.cuda.mem_get_info(self._rows.newest.device)
+            self._graphs[size, False] = self._capture(size, False)
+            torch.cuda.empty_cache()
+            taken.append(free - torch.cuda.mem_get_info(self._rows.newest.device)[0])
+        return max(0, taken[0]) + (num_kinds * len(self._sizes) - 1) * max(0, taken[-1])
+
     def _capture(self, size: int, with_adapters: bool) -> _Captured:
         blank = blank_decode_arrays(
             size=size,

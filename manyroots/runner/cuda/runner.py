@@ -106,6 +106,40 @@ class CudaRunner(TorchRunner):
                 inputs = blank_prefill(count, self._rows.spare_row, with_adapters=with_adapters)
                 self._hidden(inputs, send(self._arrays(inputs), self._device))
 
+    def measure_step(self, max_num_tokens: int, *, with_adapters: bool) -> int:
+        """Bytes that steps of so many tokens take beyond weights and pages, graphs included (twice
+        as many with adapters).
+
+        Measured by computing one, with every row sampled in the way that takes most. The rows'
+        state is used for it: this runner is for nothing else.
+        """
+        num_kinds = 2 if with_adapters else 1
+        return self._thread.submit(self._measure_step, max_num_tokens, num_kinds).result()
+
+    @torch.inference_mode()
+    def _measure_step(self, max_num_tokens: int, num_kinds: int) -> int:
+        count = min(max_num_tokens, self._rows.page_table.shape[1] * self._arena.page_size)
+        inputs = blank_prefill(count, self._rows.spare_row, with_adapters=False)
+        arrays = self._arrays(inputs)
+        hidden = self._peak_bytes(lambda: self._hidden(inputs, send(arrays, self._device)))
+        rows = np.arange(self._rows.spare_row, dtype=np.int32)
+        self._state.temperature[:], self._state.top_p[:] = 1.0, 0.9
+        sampling = self._peak_bytes(lambda: self._sample_blank(rows))
+        return hidden * max_num_tokens // count + sampling + self._graphs.measure(num_kinds)
+
+    def _sample_blank(self, rows: Int32s) -> None:
+        weight = self._decoder.spec.hidden_size
+        hidden = torch.zeros(len(rows), weight, dtype=self._arena.data.dtype, device=self._device)
+        tokens = torch.zeros(len(rows), dtype=torch.int32, device=self._device)
+        self._choose_special(self._decoder.logits(hidden), tokens, rows)
+
+    def _peak_bytes(self, compute: Callable[[], object]) -> int:
+        """The most that was allocated at once, beyond what is now."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        compute()
+        return torch.cuda.max_memory_allocated(self._device) - before
+
     def launch(self, plan: Plan) -> Future[StepResult]:
         future: Future[StepResult] = Future()
         self._thread.submit(self._launch, plan, future)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from manyroots.config import engine_settings
 from manyroots.engine.build import Engine, build_engine
+from manyroots.engine.memory import LEAST_PAGE_BYTES
 from manyroots.errors import ConfigError
+from manyroots.models.fused import check_fused_step
 
 
 @pytest.fixture(scope="module")
@@ -71,3 +75,38 @@ def test_settings_that_cannot_work_are_refused_at_start_with_the_flag(
 ) -> None:
     with pytest.raises(ConfigError, match=flag):
         build(model, **settings)
+
+
+def test_all_the_bytes_that_are_given_to_pages_are_used(model: str) -> None:
+    """However few rows run: what nobody runs with is the prefix cache."""
+    page_bytes = 2 * 2 * 16 * 2 * 8 * 4  # two layers, keys and values, 2 heads of 8 in float32
+    given = {"num_gpu_blocks_override": None, "kv_cache_memory_bytes": 1000 * page_bytes + 1}
+    engine = build(model, max_num_seqs=1, **given)
+    assert engine.info.num_pages == 1000
+    engine.loop.close()
+
+
+def test_without_a_word_the_records_of_a_toy_models_pages_stay_small(model: str) -> None:
+    engine = build(model, num_gpu_blocks_override=None, max_num_seqs=1)
+    assert engine.info.num_pages <= 4 * 2**30 // LEAST_PAGE_BYTES
+    engine.loop.close()
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "max_num_tokens", "max_num_rows", "flag"),
+    [
+        (8, 65_535, 8191, None),
+        (8, 65_536, 256, "--max-num-batched-tokens is 65536"),
+        (8, 65_535, 8192, "--max-num-seqs is 8192"),
+        (64, 65_535, 1024, None),
+        (64, 65_535, 1025, "--max-num-seqs is 1025.*at most 1024"),
+    ],
+)
+def test_steps_that_no_launch_could_hold_are_refused_at_start(
+    kv_heads: int, max_num_tokens: int, max_num_rows: int, flag: str | None
+) -> None:
+    """A grid's sides end at 65,535, and 65,536 counters serve rows times key-value heads."""
+    spec = SimpleNamespace(num_kv_heads=kv_heads)
+    sizes = {"max_num_tokens": max_num_tokens, "max_num_rows": max_num_rows}
+    with nullcontext() if flag is None else pytest.raises(ConfigError, match=flag):
+        check_fused_step(spec, **sizes)  # type: ignore[arg-type]

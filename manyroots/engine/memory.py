@@ -1,0 +1,66 @@
+"""How many pages fit: memory is counted once, at start, after the weights are loaded.
+
+In: settings, what one page takes, and what else will be wanted on the device. Out: a number of
+pages, or a refusal that names the flags. Everything that is free goes to pages: what nobody runs
+with now is the prefix cache.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from manyroots.config import CacheSettings, EngineSettings
+from manyroots.errors import ConfigError
+from manyroots.models.spec import ModelSpec
+
+MAX_CPU_CACHE_BYTES = 4 * 2**30
+CPU_CACHE_SHARE = 0.25
+"""On a CPU, pages take at most this share of the machine's memory, unless it is said how much."""
+LEAST_PAGE_BYTES = 8192
+"""The cache's own records take some 100 bytes a page. Where nobody has said how much to take, pages
+so small that these would count (of toy models) are as many as if they had this size."""
+LIBRARY_RESERVE_BYTES = 256 * 2**20
+"""On a GPU, left alone for what libraries and compiled kernels take as they go."""
+
+
+def count_pages(
+    settings: EngineSettings, bytes_per_page: int, device: torch.device, reserved_bytes: int
+) -> int:
+    """`reserved_bytes`: what adapters and steps will take on a GPU."""
+    cache = settings.cache
+    if cache.num_gpu_blocks_override is not None:
+        return cache.num_gpu_blocks_override
+    if cache.kv_cache_memory_bytes is not None:
+        budget, size = cache.kv_cache_memory_bytes, bytes_per_page
+    else:
+        num_ranks = settings.model.tensor_parallel_size
+        budget = _free_bytes(cache, device, num_ranks) - reserved_bytes
+        size = max(bytes_per_page, LEAST_PAGE_BYTES)
+    num_pages = budget // size
+    if num_pages < 1:
+        raise ConfigError(
+            f"{budget} bytes are left for the cache, and one page takes {bytes_per_page}. "
+            "Raise --kv-cache-memory-bytes or --gpu-memory-utilization, or lower --block-size, "
+            "--max-num-batched-tokens, --max-loras or --max-lora-rank."
+        )
+    return int(num_pages)
+
+
+def estimated_step_bytes(spec: ModelSpec, settings: EngineSettings, dtype: torch.dtype) -> int:
+    """What the largest step takes beyond weights and pages, where it can't be measured: a few
+    copies of its widest activation, and float32 logits with what sampling makes of them."""
+    scheduler = settings.scheduler
+    widest = max(2 * spec.intermediate_size, 4 * spec.hidden_size)
+    activations = 4 * scheduler.max_num_batched_tokens * widest * dtype.itemsize
+    sampling = 8 * scheduler.max_num_seqs * spec.vocab_size * 4
+    return activations + sampling
+
+
+def _free_bytes(cache: CacheSettings, device: torch.device, num_ranks: int) -> int:
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return int(free - (1.0 - cache.gpu_memory_utilization) * total) - LIBRARY_RESERVE_BYTES
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(MAX_CPU_CACHE_BYTES, int(total * CPU_CACHE_SHARE)) // num_ranks

@@ -173,7 +173,7 @@ class Admission:
                     return without_room
                 # Its adapter's turn is not now; that is no reason to hold back others (L03).
                 adapter = request.group[0]
-                del is_open[adapter]
+                is_open.pop(adapter, None)  # claiming may have closed it already
                 without_room.add(adapter)
                 break
         return without_room

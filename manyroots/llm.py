@@ -2,15 +2,14 @@
 
 Takes prompts (text, token ids or chats), sampling parameters and adapters; gives finished
 completions in the order of the prompts. The same loop, door and text as the server's; no process
-boundary.
+boundary. Ctrl-C ends the call that runs, and the next one finds the engine in order.
 """
 
 from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +17,7 @@ from manyroots.adapter_names import LoraModule, LoRARequest
 from manyroots.config import engine_settings
 from manyroots.engine.build import build_engine
 from manyroots.engine.client import lora_error
+from manyroots.engine.interrupts import Interrupts
 from manyroots.errors import RequestError
 from manyroots.ids import AdapterName, Namespace, RequestId
 from manyroots.messages import (
@@ -41,6 +41,9 @@ from manyroots.text.tokenizer_files import load_tokenizer
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
+
+_READ_WAIT_S = 0.2
+"""How long Ctrl-C may wait for an adapter's files."""
 
 
 @dataclass(slots=True)
@@ -100,6 +103,9 @@ class LLM:
         self._defaults = sampling_defaults(engine.info.model_path, resolved.model.generation_config)
         self._door = Door(engine.info, self.tokenizer, random.Random(resolved.model.seed))
         self._ids = itertools.count(1)
+        self._interrupts = Interrupts()
+        self._under_way: set[RequestId] = set()
+        """Submitted, and not known to be over."""
 
     def generate(
         self,
@@ -135,9 +141,14 @@ class LLM:
                 assembler = TextAssembler(self.tokenizer, submit.sampling)
                 sequences[submit.request_id] = _Sequence(result, output, assembler)
             submits.extend(made)
-        with self._running(submits, sequences):
-            while sequences:
-                self._step(sequences)
+        with self._interrupts.held():
+            self._begin(submits)
+            try:
+                while sequences:
+                    self._step(sequences)
+                    self._interrupts.let_through()
+            finally:
+                self._end()
         return results
 
     def chat(
@@ -162,7 +173,7 @@ class LLM:
         sampling_params: SamplingParams,
         *,
         lora_request: LoRARequest | None = None,
-    ) -> Iterator[str]:
+    ) -> Generator[str]:
         """Answer one conversation piece by piece. Leaving early ends the answer."""
         namespace = Namespace(adapter=None, salt=None)
         tokens = self._render(messages)
@@ -173,12 +184,26 @@ class LLM:
         output = CompletionOutput(0)
         assembler = TextAssembler(self.tokenizer, submit.sampling)
         under_way = {submit.request_id: _Sequence(RequestOutput(None, [], []), output, assembler)}
-        with self._running([submit], under_way):
+        # Never held while the caller works: between the pieces Ctrl-C is the caller's own.
+        try:
+            with self._interrupts.held():
+                self._begin([submit])
             shown = 0
             while under_way:
-                self._step(under_way)
+                with self._interrupts.held():
+                    if submit.request_id not in self._under_way:
+                        raise RequestError(
+                            "another call of this LLM has ended this answer; finish one stream "
+                            "before the next call.",
+                            field=None,
+                        )
+                    self._step(under_way)
                 yield output.text[shown:]
                 shown = len(output.text)
+        finally:
+            with self._interrupts.held():
+                if self._under_way <= {submit.request_id}:  # else another call has taken over
+                    self._end()
 
     def _render(self, messages: Sequence[Message]) -> list[int]:
         if self._template is None:
@@ -204,15 +229,15 @@ class LLM:
         return self._ask(UnloadLora(next(self._ids), AdapterName(name)))
 
     def _ask(self, message: LoadLora | UnloadLora) -> LoraReply:
-        self._loop.handle(message)
-        replies: list[LoraReply] = []
-        while not replies:
-            self._turn()
-            replies = self._loop.take_replies()
-        [reply] = replies
-        if error := lora_error(reply):
-            raise error
-        return reply
+        with self._interrupts.held():
+            self._loop.handle(message)
+            while True:
+                self._turn()
+                # Others are of a call that was interrupted while it waited.
+                for reply in self._loop.take_replies():
+                    if reply.op_id == message.op_id:
+                        return _checked(reply)
+                self._interrupts.let_through()
 
     def _note(self, request: LoRARequest | None) -> AdapterName | None:
         if request is None:
@@ -240,24 +265,27 @@ class LLM:
     def _next_id(self) -> RequestId:
         return RequestId(next(self._ids))
 
-    @contextmanager
-    def _running(
-        self, submits: list[Submit], sequences: dict[RequestId, _Sequence]
-    ) -> Iterator[None]:
-        """Submit, and leave nothing behind however the block ends."""
+    def _begin(self, submits: list[Submit]) -> None:
+        """Submit; only while interrupts are held."""
+        # Left behind by a call that was interrupted where it could not tidy up.
+        self._end()
         for submit in submits:
+            self._under_way.add(submit.request_id)
             self._loop.handle(submit)
-        try:
-            yield
-        finally:
-            self._loop.handle(Abort(list(sequences)))
-            while self._loop.has_work:
-                self._loop.step()
+
+    def _end(self) -> None:
+        """Leave nothing running; only while interrupts are held."""
+        self._loop.handle(Abort(list(self._under_way)))
+        while self._loop.has_work:
+            self._loop.step()
+            self._loop.take_replies()  # of a load that nobody waits for any more
+        self._under_way.clear()
 
     def _turn(self) -> News:
         """A step, after waiting for an adapter's files if there is nothing else to do."""
-        if self._loop.is_reading and not self._loop.has_work:
-            self._loop.wait_for_read()
+        while self._loop.is_reading and not self._loop.has_work:
+            self._loop.wait_for_read(_READ_WAIT_S)
+            self._interrupts.let_through()
         return self._loop.step()
 
     def _step(self, sequences: dict[RequestId, _Sequence]) -> None:
@@ -274,10 +302,17 @@ class LLM:
                 self._loop.handle(Abort([output.request_id]))
             if delta.finish_reason is not None:
                 del sequences[output.request_id]
+                self._under_way.discard(output.request_id)
             if delta.finish_reason is FinishReason.ERROR:
                 if output.error_kind is not ErrorKind.ENGINE:
                     raise RequestError(str(delta.error), field="lora_request")
                 raise RuntimeError(f"request failed: {delta.error}")
+
+
+def _checked(reply: LoraReply) -> LoraReply:
+    if error := lora_error(reply):
+        raise error
+    return reply
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -1,17 +1,19 @@
 """`manyroots chat`: a conversation in the terminal, streamed word by word.
 
-A line is a message; /reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C ends the
-answer under way. Earlier turns are found in the prefix cache.
+A line is a message; /reset forgets the conversation, /exit or Ctrl-D leaves. Ctrl-C ends the
+answer under way, and at the prompt it leaves. Earlier turns are found in the prefix cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
+from contextlib import closing
 from typing import Any
 
 from rich.console import Console
 
 from manyroots.adapter_names import LoRARequest
+from manyroots.errors import RequestError
 from manyroots.llm import LLM
 from manyroots.sampling import SamplingParams
 
@@ -41,16 +43,24 @@ def chat(
                 continue
             if line:
                 messages.append({"role": "user", "content": line})
-                said = _answer(console, llm.stream_chat(messages, params, lora_request=request))
+                pieces = llm.stream_chat(messages, params, lora_request=request)
+                try:
+                    said = _answer(console, pieces)
+                except RequestError as error:  # as where the conversation has become too long
+                    console.print(f"{error} /reset begins anew.", markup=False)
+                    messages.pop()
+                    continue
                 messages.append({"role": "assistant", "content": said})
 
 
-def _answer(console: Console, pieces: Iterator[str]) -> str:
+def _answer(console: Console, pieces: Generator[str]) -> str:
     said = ""
     try:
-        for piece in pieces:
-            said += piece
-            console.print(piece, end="", markup=False, soft_wrap=True)
+        # Closed here and now: an interrupt of the printing does not end the answer by itself.
+        with closing(pieces):
+            for piece in pieces:
+                said += piece
+                console.print(piece, end="", markup=False, soft_wrap=True)
     except KeyboardInterrupt:
         console.print(" [dim](interrupted)[/dim]", end="")
     console.print()

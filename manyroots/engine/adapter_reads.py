@@ -6,6 +6,7 @@ everything but the jobs and `wake`.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import time
 from collections.abc import Callable
@@ -59,10 +60,11 @@ class Reads(Generic[T]):
         self.num_under_way -= len(finished)
         return finished
 
-    def wait(self) -> None:
-        """Sleep until one has ended. Only while some are under way."""
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Sleep until one has ended, or the time is over. Only while some are under way."""
         if not self._seen:
-            self._seen.append(self._finished.get())
+            with contextlib.suppress(queue.Empty):
+                self._seen.append(self._finished.get(timeout=timeout_s))
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

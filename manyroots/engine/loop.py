@@ -109,10 +109,10 @@ class EngineLoop:
         """Whether an adapter's files are being read."""
         return self._desk is not None and self._desk.is_reading
 
-    def wait_for_read(self) -> None:
-        """Sleep until a read is over; only while `is_reading`."""
+    def wait_for_read(self, timeout_s: float | None = None) -> None:
+        """Sleep until a read is over or the time is; only while `is_reading`."""
         assert self._desk is not None
-        self._desk.reads.wait()
+        self._desk.reads.wait(timeout_s)
 
     def wake_by(self, wake: Callable[[], None]) -> None:
         """Have `wake` called, on another thread, whenever a read or the engine is over."""

@@ -1,0 +1,135 @@
+"""What the engine promises of adapters, through real files, slots, weights and steps."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from manyroots.config import engine_settings
+from manyroots.engine.build import build_engine
+from manyroots.ids import AdapterName, AdapterSlot, Namespace, RequestId
+from manyroots.messages import Submit
+from manyroots.sampling import SamplingParams
+from manyroots.store.adapter_weights import AdapterWeights
+from tests.adapter_engine import AdapterEngine, TinyWorld, Watched
+from tests.adapter_folders import Recipe
+
+RECIPES = {name: Recipe(rank=2, modules=("q_proj",), seed=i) for i, name in enumerate("abc")}
+PATIENCE_S = 20
+"""How long a load is held up for those that would wait for it; nobody else waits as long."""
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> TinyWorld:
+    return TinyWorld(tmp_path_factory.mktemp("world"), RECIPES)
+
+
+@pytest.fixture
+def engine(world: TinyWorld) -> Iterator[AdapterEngine]:
+    engine = AdapterEngine(world, names={name: name for name in RECIPES})
+    yield engine
+    engine.close()
+
+
+def test_w18_a_step_of_base_rows_is_given_no_adapters(
+    engine: AdapterEngine, world: TinyWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """W18: neither the layers nor the head, though adapters are in their slots."""
+    given: list[bool] = []
+    for name in ("forward", "logits"):
+        whole = getattr(world.model, name)
+
+        def watched(*args: Any, whole: Any = whole) -> Any:
+            given.append(args[-1] is not None)
+            return whole(*args)
+
+        monkeypatch.setattr(world.model, name, watched)
+    engine.submit(1, [5, 6, 7], "a")
+    engine.submit(2, [5, 6, 7])
+    engine.run()
+    assert any(given)
+    assert engine.loop.stats().adapters.num_on_device == 1  # type: ignore[union-attr]
+    given.clear()
+    engine.submit(3, [8, 9, 10])
+    engine.submit(4, [8, 9])
+    engine.run()
+    assert len(given) >= 16
+    assert not any(given), "a step without adapters was given some"
+
+
+def test_w20_a_load_holds_up_nobody_else(
+    engine: AdapterEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """W20: base rows go on while an adapter is brought to the device, however long that takes."""
+    is_base_done, waited = threading.Event(), []
+    load = engine.slots.load
+
+    def slow(slot: AdapterSlot, weights: AdapterWeights) -> None:
+        waited.append(is_base_done.wait(PATIENCE_S))
+        load(slot, weights)
+
+    monkeypatch.setattr(engine.slots, "load", slow)
+    engine.submit(1, [5, 6, 7], "a")
+    engine.submit(2, [5, 6, 7])
+    while not engine.is_over(2):
+        engine.step()
+    is_base_done.set()
+    assert not engine.tokens(1)
+    engine.run()
+    assert waited == [True], "the step waited for the load"
+    assert len(engine.tokens(1)) == 8
+
+
+@pytest.mark.parametrize("max_loras", [1, 2, 3])
+def test_l05_the_servers_setting_limits_the_adapters_of_a_step(
+    world: TinyWorld, max_loras: int
+) -> None:
+    """L05: three adapters are asked for without end; as many as the setting says run together,
+    and never more."""
+    settings: dict[str, Any] = {
+        "model": str(world.folder / "model"), "enable_lora": True, "max_loras": max_loras,
+        "lora_modules": [f"{name}={world.path(name)}" for name in RECIPES],
+        "num_gpu_blocks_override": 64, "max_model_len": 64,
+    }  # fmt: skip
+    loop = build_engine(engine_settings(settings)).loop
+    watched = loop._runner = Watched(loop._runner, 0)
+    numbers, namespace = itertools.count(), Namespace(adapter=None, salt=None)
+    sampling = SamplingParams(max_tokens=12, temperature=0)
+
+    def submit(name: str) -> None:
+        number = RequestId(next(numbers))
+        loop.handle(Submit(number, [5, 6], namespace, sampling, 0, (), AdapterName(name)))
+
+    for name in 2 * [*RECIPES]:
+        submit(name)
+    for _ in range(2000):  # loads take as many steps as they take
+        if not loop.has_work:
+            loop.wait_for_read()
+        for output in loop.step():
+            assert output.error is None
+            if output.finish_reason is not None:
+                submit("abc"[int(output.request_id) % 3])
+        if watched.num_adapters[max_loras] >= 20:
+            break
+    loop.close()
+    assert max(watched.num_adapters) == max_loras
+
+
+@pytest.mark.parametrize("content", ["a", "b"])
+def test_w08_an_idle_engine_gives_an_unloaded_adapters_memory_back(
+    engine: AdapterEngine, content: str
+) -> None:
+    """W08: its slot and host copy, with no message and no request after the unload."""
+    engine.submit(1, [5, 6, 7], content)
+    engine.run()
+    assert engine.slots.num_bytes > 0
+    assert engine.loader._host
+    engine.unload(content)
+    engine.run()
+    engine.assert_nothing_of_adapters_is_left()
+    assert engine.slots.num_bytes == 0
+    assert not engine.loader._host

@@ -11,6 +11,7 @@ import itertools
 import random
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 from manyroots.adapter_names import LoraModule, LoRARequest
@@ -318,7 +319,7 @@ def _checked(reply: LoraReply) -> LoraReply:
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    if prompts and isinstance(prompts[0], int):
+    if len(prompts) and isinstance(prompts[0], Integral):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
 

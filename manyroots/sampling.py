@@ -1,14 +1,19 @@
 """What a caller may ask of the sampler, checked once at the door.
 
-Takes numbers from a request; gives a frozen, valid `SamplingParams`. Knows nothing of the
-model: limits that depend on it (vocabulary, context length) are checked where it is known.
+Takes numbers from a request; gives a frozen, valid `SamplingParams` of plain Python values, which
+cross between processes and which the sampler can carry out: no parameter of one request may fail a
+step that others are in. Knows nothing of the model: limits that depend on it (vocabulary, context
+length) are checked where it is known.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import operator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from numbers import Integral, Real
+from typing import Any
 
 from manyroots.errors import RequestError
 
@@ -19,6 +24,10 @@ MAX_STOP_TOKEN_IDS = 128
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_TOKENS_LIMIT = 2**31 - 1
+GREEDY_BELOW = 1e-5
+"""Temperatures below this are 0, as in vLLM: a quotient by less is beyond what numbers hold."""
+MIN_REPETITION_PENALTY = 0.01
+MAX_REPETITION_PENALTY = 100.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +37,7 @@ class SamplingParams:
     n: int = 1
     """How many completions of the same prompt."""
     temperature: float = 1.0
-    """0 is greedy."""
+    """0, and whatever is below GREEDY_BELOW, is greedy: the likeliest, of equals the lowest id."""
     top_p: float = 1.0
     """Keep the smallest set of tokens whose probability reaches this; 1 keeps all."""
     top_k: int = 0
@@ -40,7 +49,8 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     """Over prompt and output; above 1 discourages what has been said."""
     seed: int | None = None
-    """The same seed, prompt and parameters give the same tokens, whatever else is running."""
+    """The same seed, prompt and parameters give the same tokens, whatever others ask for beside
+    it; docs/sampling.md says what that does not cover."""
     max_tokens: int | None = 16
     """None runs to the model's length limit."""
     min_tokens: int = 0
@@ -57,64 +67,42 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        _check_int("n", self.n, 1, MAX_CHOICES)
-        _check_float("temperature", self.temperature, 0.0, 100.0)
-        _check_float("top_p", self.top_p, 0.0, 1.0, above=True)
-        _check_int("top_k", self.top_k, -1, 2**31 - 1)
-        _check_float("min_p", self.min_p, 0.0, 1.0)
-        _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_float("repetition_penalty", self.repetition_penalty, 0.0, 100.0, above=True)
+        self._set("n", _int("n", self.n, 1, MAX_CHOICES))
+        self._set("temperature", _float("temperature", self.temperature, 0.0, 100.0))
+        self._set("top_p", _float("top_p", self.top_p, 0.0, 1.0, above=True))
+        self._set("top_k", _int("top_k", self.top_k, -1, 2**31 - 1))
+        self._set("min_p", _float("min_p", self.min_p, 0.0, 1.0))
+        for name in ("presence_penalty", "frequency_penalty"):
+            self._set(name, _float(name, getattr(self, name), -2.0, 2.0))
+        low, high = MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
+        penalty = _float("repetition_penalty", self.repetition_penalty, low, high)
+        self._set("repetition_penalty", penalty)
         if self.seed is not None:
-            _check_int("seed", self.seed, -(2**63), 2**63 - 1)
+            self._set("seed", _int("seed", self.seed, -(2**63), 2**63 - 1))
         if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 1, MAX_TOKENS_LIMIT)
-        _check_int("min_tokens", self.min_tokens, 0, MAX_TOKENS_LIMIT)
+            self._set("max_tokens", _int("max_tokens", self.max_tokens, 1, MAX_TOKENS_LIMIT))
+        self._set("min_tokens", _int("min_tokens", self.min_tokens, 0, MAX_TOKENS_LIMIT))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens ({self.min_tokens}) is larger than max_tokens ({self.max_tokens}).",
                 field="min_tokens",
             )
-        _check_optional_count("logprobs", self.logprobs)
-        _check_optional_count("prompt_logprobs", self.prompt_logprobs)
-        self._check_stops()
-        self._check_logit_bias()
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                self._set(name, _int(name, getattr(self, name), 0, MAX_LOGPROBS))
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            self._set(name, _bool(name, getattr(self, name)))
+        self._set("stop", _stops(self.stop))
+        self._set("stop_token_ids", _stop_token_ids(self.stop_token_ids))
+        self._set("logit_bias", _logit_bias(self.logit_bias))
 
-    def _check_stops(self) -> None:
-        if len(self.stop) > MAX_STOP_STRINGS:
-            raise RequestError(
-                f"stop has {len(self.stop)} strings; at most {MAX_STOP_STRINGS} are allowed.",
-                field="stop",
-            )
-        for text in self.stop:
-            if not isinstance(text, str) or not text:
-                raise RequestError("stop holds an empty string; remove it.", field="stop")
-            if len(text) > MAX_STOP_LENGTH:
-                raise RequestError(
-                    f"a stop string has {len(text)} characters; "
-                    f"at most {MAX_STOP_LENGTH} are allowed.",
-                    field="stop",
-                )
-        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            raise RequestError(
-                f"stop_token_ids has {len(self.stop_token_ids)} entries; "
-                f"at most {MAX_STOP_TOKEN_IDS} are allowed.",
-                field="stop_token_ids",
-            )
+    def _set(self, name: str, value: object) -> None:
+        if value is not getattr(self, name):
+            object.__setattr__(self, name, value)
 
-    def _check_logit_bias(self) -> None:
-        if len(self.logit_bias) > MAX_LOGIT_BIAS:
-            raise RequestError(
-                f"logit_bias has {len(self.logit_bias)} entries; "
-                f"at most {MAX_LOGIT_BIAS} are allowed.",
-                field="logit_bias",
-            )
-        for token, bias in self.logit_bias.items():
-            _check_float(f"logit_bias[{token}]", bias, -100.0, 100.0, name="logit_bias")
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
 
     @property
     def has_penalties(self) -> bool:
@@ -125,30 +113,128 @@ class SamplingParams:
         )
 
 
-def _check_int(name: str, value: int, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+# What is given may be of any type: a value from somebody's script, numpy's numbers among them.
+
+
+def _int(name: str, value: Any, low: int, high: int) -> int:
+    number = _index(value)
+    if number is None or not low <= number <= high:
         raise RequestError(
-            f"{name} is {value!r}; it must be an integer from {low} to {high}.", field=name
+            f"{name} is {_shown(value)}; it must be an integer from {low} to {high}.", field=name
         )
+    return number
 
 
-def _check_float(
-    label: str, value: float, low: float, high: float, *, above: bool = False, name: str = ""
-) -> None:
-    good = (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and math.isfinite(value)
-        and low <= value <= high
-        and not (above and value == low)
-    )
-    if not good:
+def _float(
+    label: str, value: Any, low: float, high: float, *, above: bool = False, name: str = ""
+) -> float:
+    number = _real(value)
+    if number is None or not low <= number <= high or (above and number == low):
         span = f"above {low} and at most {high}" if above else f"from {low} to {high}"
         raise RequestError(
-            f"{label} is {value!r}; it must be a finite number {span}.", field=name or label
+            f"{label} is {_shown(value)}; it must be a finite number {span}.", field=name or label
         )
+    return number
 
 
-def _check_optional_count(name: str, value: int | None) -> None:
-    if value is not None:
-        _check_int(name, value, 0, MAX_LOGPROBS)
+def _bool(name: str, value: Any) -> bool:
+    if value is True or value is False:
+        return value
+    raise RequestError(f"{name} is {_shown(value)}; it must be true or false.", field=name)
+
+
+def _stops(given: Any) -> tuple[str, ...]:
+    stops = (given,) if isinstance(given, str) else _items("stop", given, MAX_STOP_STRINGS)
+    for text in stops:
+        if not isinstance(text, str):
+            raise RequestError(
+                f"stop holds {_shown(text)}; it must be a string or strings.", field="stop"
+            )
+        if not text:
+            raise RequestError("stop holds an empty string; remove it.", field="stop")
+        if len(text) > MAX_STOP_LENGTH:
+            raise RequestError(
+                f"a stop string has {len(text)} characters; at most {MAX_STOP_LENGTH} are allowed.",
+                field="stop",
+            )
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise RequestError(
+                f"stop holds {_shown(text)}, a lone surrogate, which no text has; remove it.",
+                field="stop",
+            )
+    return tuple(str(text) for text in stops)
+
+
+def _stop_token_ids(given: Any) -> tuple[int, ...]:
+    items = _items("stop_token_ids", given, MAX_STOP_TOKEN_IDS)
+    return tuple(_token_id("stop_token_ids", token) for token in items)
+
+
+def _logit_bias(given: Any) -> dict[int, float]:
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise RequestError(
+            f"logit_bias is {_shown(given)}; it must map token ids to numbers.", field="logit_bias"
+        )
+    if len(given) > MAX_LOGIT_BIAS:
+        raise RequestError(
+            f"logit_bias has {len(given)} entries; at most {MAX_LOGIT_BIAS} are allowed.",
+            field="logit_bias",
+        )
+    biases: dict[int, float] = {}
+    for key, bias in given.items():
+        token = _token_id("logit_bias", key)
+        biases[token] = _float(f"logit_bias[{token}]", bias, -100.0, 100.0, name="logit_bias")
+    return biases
+
+
+def _items(name: str, given: Any, most: int) -> tuple[Any, ...]:
+    """What is in a list; nothing where none is given."""
+    if given is None:
+        return ()
+    if not isinstance(given, Iterable) or isinstance(given, str | bytes | Mapping):
+        raise RequestError(f"{name} is {_shown(given)}; it must be a list.", field=name)
+    items = tuple(given)
+    if len(items) > most:
+        raise RequestError(
+            f"{name} has {len(items)} entries; at most {most} are allowed.", field=name
+        )
+    return items
+
+
+def _token_id(name: str, value: Any) -> int:
+    number = _index(value)
+    if number is None or not 0 <= number < 2**31:
+        raise RequestError(
+            f"{name} names the token {_shown(value)}; a token id is an integer from 0.", field=name
+        )
+    return number
+
+
+def _index(value: Any) -> int | None:
+    """A plain integer, numpy's too; None for whatever is none. True is an answer, not a count."""
+    if type(value) is int:  # nearly always, and far cheaper to ask
+        return value
+    is_integer = isinstance(value, Integral) and not isinstance(value, bool)
+    return operator.index(value) if is_integer else None
+
+
+def _real(value: Any) -> float | None:
+    """A plain finite number; None for whatever is none."""
+    if type(value) is not float and (not isinstance(value, Real) or isinstance(value, bool)):
+        return None
+    try:
+        number = float(value)
+    except (OverflowError, ValueError):  # an integer beyond all floats
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _shown(value: Any) -> str:
+    """A value in an error, cut short: an integer may have more digits than Python prints."""
+    try:
+        text = repr(value)
+    except ValueError:
+        text = f"an integer of {value.bit_length()} bits"
+    return text if len(text) <= 100 else text[:100] + "..."

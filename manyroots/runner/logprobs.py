@@ -1,11 +1,12 @@
 """Log-probabilities, of sampled tokens and of prompts: those of the model itself, before
-temperature, penalties and cuts."""
+temperature, penalties and cuts. Ranks and the likeliest are by `likeliest.py`'s order."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from manyroots.runner.likeliest import likeliest, order_keys
 from manyroots.step import TokenLogprobs
 
 POSITIONS_AT_ONCE = 256
@@ -15,13 +16,14 @@ POSITIONS_AT_ONCE = 256
 def score(logits: Tensor, tokens: Tensor, num_top: list[int]) -> list[TokenLogprobs]:
     """For each row of logits: the given token's log-probability and rank, and the likeliest."""
     logprobs = torch.log_softmax(logits, dim=-1)
-    own = logprobs.gather(-1, tokens[:, None])
-    ranks = (logprobs > own).sum(-1) + 1
-    top = logprobs.topk(max(1, *num_top), dim=-1) if num_top else None
-    assert top is not None
+    mine = tokens[:, None]
+    keys = order_keys(logits)
+    ranks = (keys > keys.gather(-1, mine)).sum(-1, dtype=torch.int32) + 1
+    width = min(max(num_top, default=0), logits.shape[-1])
+    top = likeliest(keys, width) if width else mine[:, :0]
     rows = zip(
-        tokens.tolist(), own[:, 0].tolist(), ranks.tolist(), top.indices.tolist(),
-        top.values.tolist(), num_top, strict=True,
+        tokens.tolist(), logprobs.gather(-1, mine)[:, 0].tolist(), ranks.tolist(), top.tolist(),
+        logprobs.gather(-1, top).tolist(), num_top, strict=True,
     )  # fmt: skip
     return [
         TokenLogprobs(token, logprob, rank, tuple(ids[:count]), tuple(values[:count]))

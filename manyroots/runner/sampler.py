@@ -1,20 +1,43 @@
 """From logits to tokens.
 
-Each row's choice depends on its own logits, parameters and draw alone, never on its neighbours.
-Rows that only want the likeliest token cost one pass; the vocabulary is sorted only for rows that
-ask for top-p without top-k.
+Each row's choice depends on its own logits, parameters and draw alone, never on its neighbours:
+of equal logits the lower token id comes first, and sums are exact (`cuts.py`). A row whose choice
+fails has a fault of its own; the others have their tokens.
 """
 
 from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from manyroots.runner.batch import PersistentBatch
+from manyroots.runner.batch import Int64s, PersistentBatch
+from manyroots.runner.cuts import Cuts, draw
 from manyroots.runner.draws import uniform
 from manyroots.runner.sampling_state import SamplingState
 from manyroots.step import Int32s
+
+NOT_FINITE = "the model gave logits that are not finite"
+ALL_FORBIDDEN = (
+    "no token is left to choose: min_tokens forbids those that end the text, and there are no "
+    "others. Lower min_tokens or give fewer stop_token_ids"
+)
+ROWS_AT_ONCE = 32
+"""Rows drawn together: bounds the memory for weights over the vocabulary."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What was chosen for some rows."""
+
+    tokens: Int32s
+    faults: dict[int, str]
+    """By index: why a row has no token. Its place in `tokens` means nothing."""
 
 
 class Sampler:
@@ -24,21 +47,39 @@ class Sampler:
         self._batch = batch
         self._state = state
 
-    def sample(self, logits: Tensor, rows: Int32s) -> tuple[Int32s, Int32s]:
-        """Tokens for `rows`, given float32 logits [len(rows), vocabulary].
-
-        Also the indices (into `rows`) whose logits were not finite, so that their tokens mean
-        nothing. Changes `logits` where rows ask for it.
-        """
-        for index in np.flatnonzero(self._state.edits_logits[rows]).tolist():
-            self._edit(logits[index], int(rows[index]))
+    def sample(self, logits: Tensor, rows: Int32s) -> Choices:
+        """Tokens for `rows`, given float32 logits [len(rows), vocabulary]. Changes `logits` where
+        rows ask for it."""
         best, greedy = logits.max(dim=-1)
         tokens = greedy.cpu().numpy().astype(np.int32)
-        broken = np.flatnonzero(~torch.isfinite(best).cpu().numpy()).astype(np.int32)
-        random = np.flatnonzero(self._state.temperature[rows] > 0.0)
-        if len(random):
-            tokens[random] = self._draw(logits[torch.from_numpy(random)], rows[random])
-        return tokens, broken
+        faults: dict[int, str] = {}
+        if self._state.failures:
+            reasons = ((i, self._state.failures.get(row)) for i, row in enumerate(rows.tolist()))
+            faults = {index: reason for index, reason in reasons if reason is not None}
+        for index in np.flatnonzero(~torch.isfinite(best).cpu().numpy()).tolist():
+            faults.setdefault(index, NOT_FINITE)
+        for index in np.flatnonzero(self._state.edits_logits[rows]).tolist():
+            if index not in faults:
+                self._choose_edited(logits[index], int(rows[index]), index, tokens, faults)
+        is_random = self._state.temperature[rows] > 0.0
+        is_random[list(faults)] = False
+        random = np.flatnonzero(is_random)
+        for begin in range(0, len(random), ROWS_AT_ONCE):
+            self._draw(logits, rows, random[begin : begin + ROWS_AT_ONCE], tokens, faults)
+        return Choices(tokens, faults)
+
+    def _choose_edited(
+        self, logits: Tensor, row: int, index: int, tokens: Int32s, faults: dict[int, str]
+    ) -> None:
+        """Edit one row in place; its likeliest token may be another then."""
+        try:
+            self._edit(logits, row)
+            best, greedy = logits.max(dim=-1)
+            tokens[index] = int(greedy)
+            if not torch.isfinite(best):
+                faults[index] = ALL_FORBIDDEN
+        except Exception as error:  # whatever it is, it is this request's alone
+            faults[index] = _told(error)
 
     def _edit(self, logits: Tensor, row: int) -> None:
         """Bias, minimum length and penalties of one row, in place."""
@@ -54,60 +95,38 @@ class Sampler:
             ids = torch.from_numpy(np.unique(known).astype(np.int64)).to(logits.device)
             seen = logits[ids]
             factor = params.repetition_penalty
-            logits[ids] = torch.where(seen > 0, seen / factor, seen * factor)
+            edited = torch.where(seen > 0, seen / factor, seen * factor)
+            # Beyond what a number holds upwards; downwards it is as good as forbidden.
+            logits[ids] = edited.clamp(max=torch.finfo(logits.dtype).max)
         if params.frequency_penalty != 0.0 or params.presence_penalty != 0.0:
             said, counts = np.unique(known[num_prompt:], return_counts=True)
             cost = params.frequency_penalty * counts + params.presence_penalty
             ids = torch.from_numpy(said.astype(np.int64)).to(logits.device)
             logits[ids] -= torch.from_numpy(cost.astype(np.float32)).to(logits.device)
 
-    def _draw(self, logits: Tensor, rows: Int32s) -> Int32s:
-        state = self._state
-        draws = uniform(state.seed[rows], self._batch.num_output_tokens(rows))
-        temperature = torch.from_numpy(state.temperature[rows]).to(logits.device)
-        scaled = logits / temperature[:, None]
-        tokens = np.empty(len(rows), np.int32)
-        # Two ways to the same distribution; which one a row takes is its own parameters' affair.
-        is_cut = (state.top_k[rows] > 0) | (state.top_p[rows] < 1.0) | (state.min_p[rows] > 0.0)
-        for chosen, pick in ((~is_cut, self._pick_any), (is_cut, self._pick_cut)):
-            index = np.flatnonzero(chosen)
-            if len(index):
-                u = torch.from_numpy(draws[index]).to(logits.device)
-                picked = pick(scaled[torch.from_numpy(index)], rows[index], u)
-                tokens[index] = picked.cpu().numpy()
-        return tokens
+    def _draw(
+        self, logits: Tensor, rows: Int32s, at: Int64s, tokens: Int32s, faults: dict[int, str]
+    ) -> None:
+        """Draw for the rows at the indices `at`; one by one where that fails together."""
+        try:
+            tokens[at] = self._drawn(logits, rows, at)
+        except Exception as error:
+            if len(at) == 1:
+                faults[int(at[0])] = _told(error)
+                return
+            for index in at:
+                self._draw(logits, rows, np.array([index]), tokens, faults)
 
-    def _pick_any(self, logits: Tensor, rows: Int32s, draws: Tensor) -> Tensor:
-        return _invert(torch.softmax(logits, dim=-1), draws)
-
-    def _pick_cut(self, logits: Tensor, rows: Int32s, draws: Tensor) -> Tensor:
-        """Top-k, then top-p and min-p among what is left, likeliest first."""
-        state, vocab = self._state, logits.shape[-1]
-        top_k = np.where(state.top_k[rows] > 0, np.minimum(state.top_k[rows], vocab), vocab)
-        widest = int(top_k.max())
-        if widest < vocab:
-            ordered, ids = logits.topk(widest, dim=-1)
-        else:
-            ordered, ids = logits.sort(dim=-1, descending=True)
-        k = torch.from_numpy(top_k).to(logits.device)
-        rank = torch.arange(widest, device=logits.device)
-        ordered = ordered.masked_fill(rank[None, :] >= k[:, None], -torch.inf)
-        probs = torch.softmax(ordered, dim=-1)
-        top_p = torch.from_numpy(state.top_p[rows]).to(logits.device)
-        min_p = torch.from_numpy(state.min_p[rows]).to(logits.device)
-        before = probs.cumsum(-1) - probs
-        dropped = (before >= top_p[:, None]) & (top_p[:, None] < 1.0)
-        dropped |= probs < min_p[:, None] * probs[:, :1]
-        dropped[:, 0] = False
-        picked = _invert(probs.masked_fill(dropped, 0.0), draws)
-        return ids.gather(-1, picked[:, None])[:, 0]
+    def _drawn(self, logits: Tensor, rows: Int32s, at: Int64s) -> Int64s:
+        state, mine = self._state, rows[at]
+        numbers = uniform(state.seed[mine], self._batch.num_output_tokens(mine))
+        cuts = Cuts(
+            state.temperature[mine], state.top_k[mine], state.top_p[mine], state.min_p[mine]
+        )
+        chosen = logits if len(at) == len(rows) else logits[torch.from_numpy(at).to(logits.device)]
+        return draw(chosen, cuts, numbers)
 
 
-def _invert(weights: Tensor, draws: Tensor) -> Tensor:
-    """For each row, the first index whose running sum of weights exceeds draw x total."""
-    sums = weights.to(torch.float64).cumsum(-1)
-    targets = draws[:, None] * sums[:, -1:]
-    picked = torch.searchsorted(sums, targets, right=True)[:, 0]
-    # A target rounded up to the total lies past the end; the last index with weight is meant.
-    last = (sums < sums[:, -1:]).sum(-1)
-    return torch.minimum(picked, last)
+def _told(error: Exception) -> str:
+    logger.exception("sampling failed for a request")
+    return f"sampling failed for this request ({type(error).__name__}: {str(error)[:300]})"

@@ -20,7 +20,7 @@ from manyroots.kernels.attention.batch import AttentionBatch
 from manyroots.kernels.lora.batch import AdapterBatch
 from manyroots.runner.batch import Int64s, PersistentBatch, StepInputs
 from manyroots.runner.logprobs import POSITIONS_AT_ONCE, score
-from manyroots.runner.sampler import Sampler
+from manyroots.runner.sampler import Choices, Sampler
 from manyroots.runner.sampling_state import SamplingState
 from manyroots.step import AdapterLoaded, Int32s, Plan, RowFault, StepResult, TokenLogprobs
 from manyroots.store.adapter_loader import AdapterLoader
@@ -110,27 +110,25 @@ class TorchRunner:
         # The sampler may change logits; log-probabilities are of the model's own.
         wanted = np.flatnonzero(self._state.wants_logprobs[rows])
         own = logits[torch.from_numpy(wanted)].clone() if len(wanted) else None
-        tokens, broken = self._sample(logits, rows)
+        choices = self._sample(logits, rows)
+        tokens = choices.tokens
         self._batch.append(rows, tokens)
         return StepResult(
             plan.step_id,
             tokens[inputs.sampling_order],
             logprobs=self._score_samples(own, rows[wanted], tokens[wanted]),
             prompt_logprobs=prompt_logprobs,
-            faults=tuple(
-                RowFault(Row(int(rows[i])), "the model gave logits that are not finite")
-                for i in broken
-            ),
+            faults=tuple(RowFault(Row(int(rows[i])), why) for i, why in choices.faults.items()),
             adapters=self._answers(),
         )
 
-    def _sample(self, logits: Tensor, rows: Int32s) -> tuple[Int32s, Int32s]:
-        """The first rank's choice, which the others follow; they look for no broken rows."""
+    def _sample(self, logits: Tensor, rows: Int32s) -> Choices:
+        """The first rank's choice, which the others follow; they look for no faults."""
         if self._shard.is_first:
-            tokens, broken = self._sampler.sample(logits, rows)
+            choices = self._sampler.sample(logits, rows)
         else:
-            tokens, broken = np.empty(len(rows), np.int32), np.empty(0, np.int32)
-        return self._shard.agree(tokens), broken
+            choices = Choices(np.empty(len(rows), np.int32), {})
+        return Choices(self._shard.agree(choices.tokens), choices.faults)
 
     def _loader(self) -> AdapterLoader:
         if self._adapters is None:

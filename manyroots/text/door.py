@@ -9,16 +9,32 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import operator
 import os
 import random
 import struct
 from collections.abc import Callable, Sequence
+from numbers import Integral
 
 from manyroots.errors import RequestError
 from manyroots.ids import AdapterName, Namespace, RequestId
 from manyroots.messages import EngineInfo, Submit
 from manyroots.sampling import SamplingParams
 from manyroots.text.tokenizer import Tokenizer
+
+
+def _token_ids(prompt: Sequence[int], field: str) -> list[int]:
+    """Plain integers, of numpy's too. True and 1.5 are none, though they could be made to be."""
+    tokens = list(prompt)
+    if set(map(type, tokens)) <= {int}:
+        return tokens
+    for place, token in enumerate(tokens):
+        if isinstance(token, bool) or not isinstance(token, Integral):
+            raise RequestError(
+                f"{field} holds {token!r:.100} at place {place}; a token id is an integer.",
+                field=field,
+            )
+    return [operator.index(token) for token in tokens]
 
 
 class Door:
@@ -68,12 +84,18 @@ class Door:
 
         Prompt logprobs are the same for every choice, so only the first computes them.
         """
-        tokens = list(prompt)
+        tokens = _token_ids(prompt, field)
         self._check_prompt(tokens, field)
         self._check_token_ids(sampling)
         sampling = dataclasses.replace(sampling, max_tokens=self._max_tokens(tokens, sampling))
         others = dataclasses.replace(sampling, prompt_logprobs=None)
         stop_ids = self._stop_ids(sampling)
+        if sampling.min_tokens and len(stop_ids) >= self._info.vocab_size:
+            raise RequestError(
+                f"min_tokens is {sampling.min_tokens}, and every token of the vocabulary would end "
+                "the text; give fewer stop_token_ids, or min_tokens 0.",
+                field="min_tokens",
+            )
         return [
             Submit(
                 request_id=next_request_id(),
@@ -118,10 +140,9 @@ class Door:
         named = {"logit_bias": sampling.logit_bias, "stop_token_ids": sampling.stop_token_ids}
         for name, tokens in named.items():
             for token in tokens:
-                good = isinstance(token, int) and 0 <= token < self._info.vocab_size
-                if not good:
+                if token >= self._info.vocab_size:
                     raise RequestError(
-                        f"{name} names the token id {token!r}; "
+                        f"{name} names the token id {token}; "
                         f"this model's ids are from 0 to {self._info.vocab_size - 1}.",
                         field=name,
                     )

@@ -42,6 +42,7 @@ from manyroots.runner.cuda.step_arrays import (
     sequence_arrays,
     token_arrays,
 )
+from manyroots.runner.sampler import NOT_FINITE
 from manyroots.runner.torch_runner import MAX_WAIT_S, TorchRunner
 from manyroots.step import Int32s, Plan, RowFault, StepResult, TokenLogprobs
 from manyroots.store.adapter_loader import AdapterLoader
@@ -202,9 +203,10 @@ class CudaRunner(TorchRunner):
     def _is_special(self, rows: Int32s) -> np.ndarray:
         """Rows that `Sampler` must choose for."""
         state = self._state
-        is_cut = (state.top_k[rows] > 0) | (state.top_p[rows] < 1.0) | (state.min_p[rows] > 0.0)
-        is_cut &= state.temperature[rows] > 0.0
-        special: np.ndarray = is_cut | state.edits_logits[rows] | state.wants_logprobs[rows]
+        special: np.ndarray = state.is_cut(rows) | state.edits_logits[rows]
+        special |= state.wants_logprobs[rows]
+        if state.failures:
+            special |= np.isin(rows, list(state.failures))
         return special
 
     def _changes_layers_alone(self, inputs: StepInputs) -> bool:
@@ -247,10 +249,10 @@ class CudaRunner(TorchRunner):
         tokens, finite = self._kernels.sampling.sample(
             logits, views["temperature"], views["seeds"], views["indices"]
         )
-        logprobs = self._choose_special(logits, tokens, rows)
+        logprobs, faults = self._choose_special(logits, tokens, rows)
         self._rows.keep(views["out_rows"], tokens)
         in_flight = InFlight(rows, torch.stack((tokens, finite.int())), np.arange(len(rows)))
-        return self._answer(plan, inputs, in_flight, logprobs, prompt_logprobs)
+        return self._answer(plan, inputs, in_flight, logprobs, prompt_logprobs, faults)
 
     def _arrays(self, inputs: StepInputs) -> Arrays:
         arrays: Arrays = {**token_arrays(inputs), **sequence_arrays(inputs)}
@@ -289,23 +291,26 @@ class CudaRunner(TorchRunner):
 
     def _choose_special(
         self, logits: Tensor, tokens: Tensor, rows: Int32s
-    ) -> dict[Row, TokenLogprobs]:
-        """Put what `Sampler` chooses into `tokens`, for the rows that ask for it."""
+    ) -> tuple[dict[Row, TokenLogprobs], dict[Row, str]]:
+        """Put what `Sampler` chooses into `tokens`, for the rows that ask for it. Gives their
+        scores, and the reasons of rows that it could choose nothing for."""
         special = np.flatnonzero(self._is_special(rows))
         if not len(special):
-            return {}
+            return {}, {}
         if self._state.edits_logits[rows].any():
             # Penalties are of the tokens so far, which the last step may still be computing.
             self._host_rows.learn(wait=True)
         at = self._to_device(special)
         own = logits[at].float()
-        chosen, _ = self._sampler.sample(own.clone(), rows[special])
+        choices = self._sampler.sample(own.clone(), rows[special])
+        chosen = choices.tokens
         tokens[at] = torch.from_numpy(chosen).to(self._device)
+        faults = {Row(int(rows[special[i]])): why for i, why in choices.faults.items()}
         wanted = np.flatnonzero(self._state.wants_logprobs[rows[special]])
         if not len(wanted):
-            return {}
+            return {}, faults
         scored = own[self._to_device(wanted)]
-        return self._score_samples(scored, rows[special][wanted], chosen[wanted])
+        return self._score_samples(scored, rows[special][wanted], chosen[wanted]), faults
 
     def _answer(
         self,
@@ -314,20 +319,19 @@ class CudaRunner(TorchRunner):
         step: InFlight,
         logprobs: dict[Row, TokenLogprobs] | None = None,
         prompt_logprobs: dict[Row, tuple[TokenLogprobs, ...]] | None = None,
+        faults: dict[Row, str] | None = None,
     ) -> Answer:
         self._host_rows.expect(step)
 
         def answer() -> StepResult:
             tokens, finite = step.wait()
+            broken = {Row(int(row)): NOT_FINITE for row in step.rows[~finite]}
             return StepResult(
                 plan.step_id,
                 tokens[inputs.sampling_order],
                 logprobs=logprobs or {},
                 prompt_logprobs=prompt_logprobs or {},
-                faults=tuple(
-                    RowFault(Row(int(row)), "the model gave logits that are not finite")
-                    for row in step.rows[~finite]
-                ),
+                faults=tuple(RowFault(*fault) for fault in {**broken, **(faults or {})}.items()),
                 adapters=self._answers(),
             )
 

@@ -11,7 +11,7 @@ import torch
 from manyroots.ids import RequestId, Row, StepId
 from manyroots.runner.batch import PersistentBatch
 from manyroots.runner.logprobs import score
-from manyroots.runner.sampler import Sampler
+from manyroots.runner.sampler import NOT_FINITE, Sampler
 from manyroots.runner.sampling_state import SamplingState
 from manyroots.sampling import SamplingParams
 from manyroots.step import Arrival, Plan
@@ -47,9 +47,9 @@ def sampler(requests: list[dict[str, Any]]) -> tuple[Sampler, PersistentBatch]:
 def draw_many(count: int = 20_000, **params: Any) -> torch.Tensor:
     """Frequencies over many seeds."""
     chooser, _ = sampler([{"seed": seed, **params} for seed in range(count)])
-    tokens, broken = chooser.sample(LOGITS.repeat(count, 1), np.arange(count, dtype=np.int32))
-    assert len(broken) == 0
-    return torch.bincount(torch.from_numpy(tokens.astype(np.int64)), minlength=5) / count
+    choices = chooser.sample(LOGITS.repeat(count, 1), np.arange(count, dtype=np.int32))
+    assert not choices.faults
+    return torch.bincount(torch.from_numpy(choices.tokens.astype(np.int64)), minlength=5) / count
 
 
 @pytest.mark.parametrize(
@@ -88,9 +88,9 @@ def test_a_rows_choice_does_not_depend_on_its_neighbours() -> None:
     ]
     chooser, _ = sampler([{"seed": 100 + row, **kinds[row % 5]} for row in range(40)])
     rows = np.arange(40, dtype=np.int32)
-    together, _ = chooser.sample(logits.clone(), rows)
+    together = chooser.sample(logits.clone(), rows).tokens
     for row in range(40):
-        alone, _ = chooser.sample(logits[row : row + 1].clone(), rows[row : row + 1])
+        alone = chooser.sample(logits[row : row + 1].clone(), rows[row : row + 1]).tokens
         assert alone[0] == together[row]
 
 
@@ -107,7 +107,7 @@ def test_penalties_bias_and_minimum_length() -> None:
         ]
     )
     logits = torch.tensor([3.0, 4.0, 1.0, 0.5, 0.0]).repeat(6, 1)
-    tokens, _ = chooser.sample(logits, np.arange(6, dtype=np.int32))
+    tokens = chooser.sample(logits, np.arange(6, dtype=np.int32)).tokens
     # Row 0: 4 - 2*2 = 0. Row 1: nothing said yet. Row 2: 3/100 and 4/100 fall below 1.
     assert tokens.tolist() == [0, 1, 2, 4, 1, 1]
     assert logits[0].tolist() == [3.0, 0.0, 1.0, 0.5, 0.0]
@@ -118,10 +118,10 @@ def test_penalties_bias_and_minimum_length() -> None:
 def test_a_row_that_is_not_finite_is_reported_and_the_others_are_good() -> None:
     chooser, _ = sampler([{"temperature": 0}, {"temperature": 1.0}, {"temperature": 0}])
     logits = torch.tensor([[0.0, 1.0], [float("nan"), 0.0], [1.0, 0.0]])
-    tokens, broken = chooser.sample(logits, np.arange(3, dtype=np.int32))
-    assert broken.tolist() == [1]
-    assert tokens[0] == 1
-    assert tokens[2] == 0
+    choices = chooser.sample(logits, np.arange(3, dtype=np.int32))
+    assert choices.faults == {1: NOT_FINITE}
+    assert choices.tokens[0] == 1
+    assert choices.tokens[2] == 0
 
 
 def test_scores_are_log_probabilities_with_ranks() -> None:

@@ -7,6 +7,8 @@ does not know yet, padding, adapters in the pool. The runner of the CPU says wha
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +27,12 @@ from manyroots.lora.limits import Limits
 from manyroots.lora.residency import Residency
 from manyroots.messages import FinishReason, Output, Submit
 from manyroots.models.llama import Llama
+from manyroots.runner import sampler
 from manyroots.runner.cuda.decode_graphs import DecodeGraphs
 from manyroots.runner.cuda.in_flight import InFlight
 from manyroots.runner.cuda.runner import CudaRunner
+from manyroots.runner.sampler import Sampler
+from manyroots.runner.sampling_state import SamplingState
 from manyroots.runner.torch_runner import TorchRunner
 from manyroots.sampling import SamplingParams
 from manyroots.scheduler.scheduler import Scheduler
@@ -62,8 +67,9 @@ def run(
     adapters: dict[str, tuple[Path, Llama]] | None = None,
     *,
     max_loras: int = 2,
+    fails: int | None = None,
 ) -> dict[int, list[Output]]:
-    """What the real scheduler and loop get from a runner, by request."""
+    """What the real scheduler and loop get from a runner, by request; of which one may fail."""
     cache = PrefixCache(
         Layout.of(PAGE_SIZE, (Capacity(FULL_ATTENTION, NUM_PAGES),)), CachePolicies()
     )
@@ -87,8 +93,9 @@ def run(
         for output in loop.step():
             outputs[int(output.request_id)].append(output)
     loop.close()
-    for news in outputs.values():
-        assert news[-1].finish_reason is not FinishReason.ERROR, news[-1].error
+    for number, news in outputs.items():
+        failed = news[-1].finish_reason is FinishReason.ERROR
+        assert failed == (number == fails), news[-1].error
     return outputs
 
 
@@ -185,6 +192,40 @@ def test_sampling_is_that_of_the_cpu_while_tokens_are_still_on_the_device(
     requests = some_requests(**sampling)
     expected = run(make_runner(llama, None, cuda=False), requests)
     assert tokens(run(make_runner(llama, None, cuda=True), requests)) == tokens(expected)
+
+
+def _failing(what: Callable[..., Any], is_meant: Callable[..., bool]) -> Callable[..., Any]:
+    def fails(*args: Any) -> Any:
+        if is_meant(*args):
+            raise ZeroDivisionError("planted")
+        return what(*args)
+
+    return fails
+
+
+@pytest.mark.parametrize("where", ["draw", "edit", "arrive"])
+@pytest.mark.parametrize("cuda", [False, True])
+def test_a_row_whose_sampling_fails_fails_alone(
+    llama: Llama, monkeypatch: pytest.MonkeyPatch, where: str, cuda: bool
+) -> None:
+    """Whatever the reason: its neighbours in the step get the tokens that are theirs."""
+    requests = some_requests(temperature=1.0, top_k=9, presence_penalty=0.5)
+    expected = tokens(run(make_runner(llama, None, cuda=cuda), requests))
+    requests[3] = replace(requests[3], sampling=replace(requests[3].sampling, top_k=7))
+    if where == "draw":
+        draw = _failing(sampler.draw, lambda _, cuts, __: 7 in cuts.top_k)
+        monkeypatch.setattr(sampler, "draw", draw)
+    elif where == "edit":
+        edit = _failing(Sampler._edit, lambda ours, _, row: ours._state.params[row].top_k == 7)
+        monkeypatch.setattr(Sampler, "_edit", edit)
+    else:
+        take = _failing(SamplingState._take, lambda _, arrival: arrival.sampling.top_k == 7)
+        monkeypatch.setattr(SamplingState, "_take", take)
+    given = run(make_runner(llama, None, cuda=cuda), requests, fails=3)
+    assert "ZeroDivisionError: planted" in str(given[3][-1].error)
+    others = tokens(given)
+    del expected[3], others[3]
+    assert others == expected
 
 
 def test_rows_that_ask_for_logprobs_get_them_beside_rows_that_do_not(llama: Llama) -> None:

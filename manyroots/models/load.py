@@ -7,6 +7,7 @@ exactly once from the checkpoint or loading fails with the names: nothing is lef
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from manyroots.models.registry import architecture_of, model_class
 from manyroots.models.sharding import cut_weights, rank_spec
 from manyroots.models.source import ModelSource, SourceKind
 from manyroots.models.spec import ModelSpec, model_spec
-from manyroots.models.weights import dummy, experts, gguf, safetensors
+from manyroots.models.weights import dummy, experts, gguf, safetensors, tied_head
 from manyroots.models.weights.gguf_file import GGUFFile
 
 _MAX_NAMED = 6
@@ -48,7 +49,7 @@ def load_model(
     shard: Shard = WHOLE,
 ) -> Llama:
     """Build a rank's part of the model and fill it; `load_format` is that of the settings."""
-    spec = describe(source)
+    spec = _as_in_the_checkpoint(describe(source), source, load_format, dtype)
     make = model_class(spec.architecture)
     try:
         model = make(rank_spec(spec, shard), dtype=dtype, device=device, shard=shard)
@@ -63,6 +64,15 @@ def load_model(
         weights = cut_weights(weights, shard)
     fill(slots, track(weights, total=len(slots), label="Loading weights"), source.name)
     return model
+
+
+def _as_in_the_checkpoint(
+    spec: ModelSpec, source: ModelSource, load_format: str, dtype: torch.dtype
+) -> ModelSpec:
+    """With a head of its own where the config calls it tied and the weights differ."""
+    if not spec.tie_word_embeddings or load_format == "dummy" or source.kind is SourceKind.GGUF:
+        return spec  # a GGUF file is tied if it has no head
+    return replace(spec, tie_word_embeddings=tied_head.is_tied(source.path, dtype))
 
 
 def fill(
@@ -110,15 +120,15 @@ def _weights(
         file = GGUFFile(source.path)
         heads = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads}
         return experts.per_expert(gguf.tensors(file, **heads))
-    return experts.per_expert(safetensors.tensors(source.path))
+    weights = safetensors.tensors(source.path)
+    if spec.tie_word_embeddings:
+        weights = tied_head.with_embedding(weights)
+    return experts.per_expert(weights)
 
 
 def _is_harmless(name: str) -> bool:
-    """Tensors that old checkpoints carry and that follow from the config.
-
-    A head that is not among the slots is tied to the embedding and only repeats it.
-    """
-    return name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight"
+    """Tensors that old checkpoints carry and that follow from the config."""
+    return name.endswith("rotary_emb.inv_freq")
 
 
 def _names(names: Iterable[str]) -> str:

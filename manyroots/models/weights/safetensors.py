@@ -7,7 +7,7 @@ that has nothing else is refused with the remedy.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -22,15 +22,28 @@ INDEX_FILE = "model.safetensors.index.json"
 def tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the checkpoint in `folder`."""
     for file in weight_files(folder):
-        try:
-            with safe_open(file, framework="pt") as shard:
-                for name in shard.keys():  # noqa: SIM118 - a safetensors handle is no mapping
+        yield from _of_file(file, None)
+
+
+def named(folder: Path, names: Collection[str]) -> dict[str, Tensor]:
+    """Those of `names` that the checkpoint has."""
+    return {
+        name: tensor for file in weight_files(folder) for name, tensor in _of_file(file, names)
+    }
+
+
+def _of_file(file: Path, names: Collection[str] | None) -> Iterator[tuple[str, Tensor]]:
+    """The file's tensors, or those called so."""
+    try:
+        with safe_open(file, framework="pt") as shard:
+            for name in shard.keys():  # noqa: SIM118 - a safetensors handle is no mapping
+                if names is None or name in names:
                     yield name, shard.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise ModelError(
-                f"{file} can't be read ({error}); it is damaged or incomplete. Download or copy "
-                "it again."
-            ) from error
+    except (SafetensorError, OSError) as error:
+        raise ModelError(
+            f"{file} can't be read ({error}); it is damaged or incomplete. Download or copy "
+            "it again."
+        ) from error
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -1,0 +1,56 @@
+"""Whether a checkpoint's head is its embedding, where the config says so: transformers' rule.
+
+A config may call the two tied and the checkpoint have both. Equal, they are one; different, the
+config is wrong and each counts. If the head alone is there, it is the embedding, too. What is
+compared is what is served: numbers in the engine's dtype.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from manyroots.models.weights import safetensors
+
+logger = logging.getLogger(__name__)
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+_ROWS_AT_ONCE = 4096
+"""Of a large vocabulary, a few ten megabytes."""
+
+
+def is_tied(folder: Path, dtype: torch.dtype) -> bool:
+    """Of a folder whose config says that it is."""
+    found = safetensors.named(folder, (EMBEDDING, HEAD))
+    if len(found) < 2 or _are_equal(found[EMBEDDING], found[HEAD], dtype):
+        return True
+    logger.warning(
+        "%s has an %s that differs from its %s, although its config ties them; each is used as "
+        "it is. Set tie_word_embeddings to false in config.json.", folder, HEAD, EMBEDDING,
+    )  # fmt: skip
+    return False
+
+
+def with_embedding(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a tied model, with the head as the embedding where there is no other."""
+    head, has_embedding = None, False
+    for name, tensor in weights:
+        if name == HEAD:
+            head = tensor
+            continue
+        has_embedding = has_embedding or name == EMBEDDING
+        yield name, tensor
+    if head is not None and not has_embedding:
+        yield EMBEDDING, head
+
+
+def _are_equal(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
+    if one.shape != other.shape:
+        return False
+    pieces = zip(one.split(_ROWS_AT_ONCE), other.split(_ROWS_AT_ONCE), strict=True)
+    return all(torch.equal(a.to(dtype), b.to(dtype)) for a, b in pieces)

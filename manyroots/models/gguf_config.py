@@ -9,7 +9,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from manyroots.errors import ModelError
 from manyroots.layers.rotary import check_rope_type
@@ -18,10 +25,12 @@ from manyroots.models.weights.gguf_file import GGUFFile
 
 _CONFIGS: dict[str, tuple[type[PretrainedConfig], str]] = {
     "llama": (LlamaConfig, "LlamaForCausalLM"),
+    "mistral": (MistralConfig, "MistralForCausalLM"),
     "qwen2": (Qwen2Config, "Qwen2ForCausalLM"),
     "qwen3": (Qwen3Config, "Qwen3ForCausalLM"),
     "qwen3moe": (Qwen3MoeConfig, "Qwen3MoeForCausalLM"),
 }
+_SERVED = tuple(arch for arch in _CONFIGS if arch != "mistral")
 _WITH_EXPERTS = ("qwen3moe",)
 _EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
@@ -29,10 +38,10 @@ _EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 def config_of(file: GGUFFile) -> PretrainedConfig:
     """The config of the model in `file`."""
     arch = str(file.metadata.get("general.architecture"))
-    if arch not in _CONFIGS:
+    if arch not in _SERVED:
         raise ModelError(
             f"{file.path} holds a model of architecture {arch!r}; this version serves GGUF files "
-            f"of {', '.join(_CONFIGS)}."
+            f"of {', '.join(_SERVED)}."
         )
     if int(file.metadata.get("split.count", 1)) > 1:
         raise ModelError(
@@ -45,18 +54,16 @@ def config_of(file: GGUFFile) -> PretrainedConfig:
             f"{file.path} holds a mixture of experts of architecture {arch!r}; this version serves "
             f"those of {', '.join(_WITH_EXPERTS)}, and {arch!r} only dense."
         )
-    config_class, architecture = _CONFIGS[arch]
-    values = _values(file, arch) | (_experts(file, arch) if has_experts else {})
-    if arch == "llama":
-        values["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
-    config = config_class(architectures=[architecture], dtype="bfloat16", **values)
     window = file.metadata.get(f"{arch}.attention.sliding_window")
+    # Files of Mistral are of architecture llama; what tells them apart is the window.
+    config_class, architecture = _CONFIGS["mistral" if arch == "llama" and window else arch]
+    values = _values(file, arch) | (_experts(file, arch) if has_experts else {})
+    if architecture == "LlamaForCausalLM":
+        values["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
     if window:
-        # Configs of these classes drop or ignore a window; the spec reads it from here. Like
-        # transformers, llama.cpp counts the query itself.
-        config.use_sliding_window, config.sliding_window = True, int(window)
-        config.layer_types = ["sliding_attention"] * config.num_hidden_layers
-    return config
+        # Of all layers. Like transformers, llama.cpp counts the query itself.
+        values |= {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0}
+    return config_class(architectures=[architecture], dtype="bfloat16", **values)
 
 
 def eos_token_ids(file: GGUFFile) -> tuple[int, ...]:

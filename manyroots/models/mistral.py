@@ -10,6 +10,7 @@ from typing import Any
 
 from manyroots.models.llama import Llama
 from manyroots.models.spec import Traits
+from manyroots.models.windows import of_every_layer, of_typed_layers
 
 
 class Mistral(Llama):
@@ -17,4 +18,15 @@ class Mistral(Llama):
 
     @staticmethod
     def traits(config: Any) -> Traits:
-        return Traits(qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=False)
+        return Traits(
+            qkv_bias=False,
+            o_bias=False,
+            mlp_bias=False,
+            qk_norm=False,
+            # What transformers' AutoConfig makes of a Mistral whose config types its layers.
+            sliding_window=(
+                of_typed_layers(config)
+                if config.model_type == "ministral"
+                else of_every_layer(config)
+            ),
+        )

@@ -6,6 +6,7 @@ from typing import Any
 
 from manyroots.models.llama import Llama
 from manyroots.models.spec import Traits
+from manyroots.models.windows import of_typed_layers
 
 
 class Qwen2(Llama):
@@ -13,4 +14,10 @@ class Qwen2(Llama):
 
     @staticmethod
     def traits(config: Any) -> Traits:
-        return Traits(qkv_bias=True, o_bias=False, mlp_bias=False, qk_norm=False)
+        return Traits(
+            qkv_bias=True,
+            o_bias=False,
+            mlp_bias=False,
+            qk_norm=False,
+            sliding_window=of_typed_layers(config),
+        )

@@ -6,6 +6,7 @@ from typing import Any
 
 from manyroots.models.llama import Llama
 from manyroots.models.spec import Traits
+from manyroots.models.windows import of_typed_layers
 
 
 class Qwen3(Llama):
@@ -18,4 +19,5 @@ class Qwen3(Llama):
             o_bias=config.attention_bias,
             mlp_bias=False,
             qk_norm=True,
+            sliding_window=of_typed_layers(config),
         )

@@ -16,6 +16,7 @@ from manyroots.layers.moe import ExpertsSpec, SparseMLP
 from manyroots.models.llama import FeedForward
 from manyroots.models.qwen3 import Qwen3
 from manyroots.models.spec import Traits
+from manyroots.models.windows import of_every_layer
 
 
 class Qwen3Moe(Qwen3):
@@ -23,7 +24,13 @@ class Qwen3Moe(Qwen3):
 
     @staticmethod
     def traits(config: Any) -> Traits:
-        dense = Qwen3.traits(config)
+        dense = Traits(
+            qkv_bias=config.attention_bias,
+            o_bias=config.attention_bias,
+            mlp_bias=False,
+            qk_norm=True,
+            sliding_window=of_every_layer(config),
+        )
         layers = sparse_layers(config)
         return replace(dense, experts=experts(config), sparse_layers=layers) if layers else dense
 

@@ -1,8 +1,8 @@
 """What a model is, in plain frozen numbers.
 
 Takes a transformers config and the traits of its architecture; gives a `ModelSpec`. Differences
-between config dialects (nested text configs, windows that may or may not apply) end here: no
-other room reads a config. Holds no tensor.
+between config dialects end here and in the architectures' `traits`: no other room reads a config.
+Holds no tensor.
 """
 
 from __future__ import annotations
@@ -27,6 +27,10 @@ class Traits:
     experts: ExpertsSpec | None = None
     """Of the layers in `sparse_layers`; None in dense models."""
     sparse_layers: frozenset[int] = frozenset()
+    sliding_window: int | None = None
+    """How many tokens a query sees at most, itself included, in the layers that see fewest.
+    None where every layer sees the whole context. Transformers' `sliding_window` w hides key k
+    from query q where k <= q - w in all families, so it counts the query itself already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +52,11 @@ class ModelSpec:
     rms_norm_eps: float
     hidden_act: str
     rope: RopeSpec
-    sliding_window: int | None
-    """How many tokens a query sees at most, itself included, in the layers that see fewest.
-    None where every layer sees the whole context."""
+
+    @property
+    def sliding_window(self) -> int | None:
+        """That of the traits: each architecture has its own rule."""
+        return self.traits.sliding_window
 
     @property
     def max_exact_len(self) -> int:
@@ -101,23 +107,7 @@ def model_spec(
         rms_norm_eps=text.rms_norm_eps,
         hidden_act=text.hidden_act,
         rope=rope_frequencies(text, head_dim, rope_factors),
-        sliding_window=visible_window(text),
     )
-
-
-def visible_window(text_config: Any) -> int | None:
-    """How many tokens, itself included, a query sees in the narrowest layer; None for all.
-
-    Transformers' `sliding_window` w hides key k from query q where k <= q - w, in all the
-    families served here, so it already counts the query itself and needs no correction.
-    """
-    window = getattr(text_config, "sliding_window", None)
-    if window is None or getattr(text_config, "use_sliding_window", True) is False:
-        return None
-    layer_types = getattr(text_config, "layer_types", None)
-    if layer_types is not None and "sliding_attention" not in layer_types:
-        return None
-    return int(window)
 
 
 def _get(holder: Any, name: str) -> Any:

@@ -78,10 +78,11 @@ def test_yarn_metadata_becomes_yarn_parameters(tmp_path: Path) -> None:
     assert spec.rope == tiny_spec(rope_parameters=YARN).rope
 
 
-def test_p09_a_window_in_the_metadata_is_found(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "qwen3-moe"])
+def test_p09_a_window_in_the_metadata_is_found(kind: str, tmp_path: Path) -> None:
     """P09: llama.cpp's convention, counting the query itself."""
     metadata = {"attention.sliding_window": 32}
-    file = write_gguf(tmp_path / "m.gguf", tiny_config(), extra_metadata=metadata)
+    file = write_gguf(tmp_path / "m.gguf", tiny_config(kind), extra_metadata=metadata)
     assert describe(resolve_source(ModelSettings(model=str(file)))).sliding_window == 32
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +14,9 @@ from manyroots.errors import ModelError
 from manyroots.layers.moe import ExpertsSpec
 from manyroots.layers.rotary import rope_frequencies
 from manyroots.models.llama import Llama
+from manyroots.models.load import describe
 from manyroots.models.registry import architecture_of, model_class
-from manyroots.models.spec import visible_window
-from tests.unit.models.tiny import LLAMA3, tiny_config, tiny_spec
+from tests.unit.models.tiny import LLAMA3, tiny_config, tiny_source, tiny_spec
 
 
 @pytest.mark.parametrize(
@@ -45,8 +46,9 @@ def test_p09_a_window_counts_only_where_a_layer_uses_it(
 def test_p09_a_window_in_a_nested_text_config_is_found() -> None:
     """P09: nested configs."""
     text = tiny_config("mistral", sliding_window=32)
-    outer = SimpleNamespace(get_text_config=lambda: text)
-    assert visible_window(outer.get_text_config()) == 32
+    outer = SimpleNamespace(get_text_config=lambda: text, architectures=text.architectures)
+    source = replace(tiny_source("mistral"), config=outer)  # type: ignore[arg-type]
+    assert describe(source).sliding_window == 32
 
 
 def test_a_window_wider_than_the_context_does_not_lengthen_it() -> None:

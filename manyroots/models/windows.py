@@ -33,9 +33,9 @@ def of_typed_layers(config: Any) -> int | None:
         return None
     if config.sliding_window is None:
         raise ModelError(
-            f"the model's layer_types has {SLIDING}, but there is no window: sliding_window is null "
-            f"or use_sliding_window is false. Set both in its config.json, or name these layers "
-            f"{FULL}."
+            f"the model's layer_types has {SLIDING}, but there is no window: sliding_window is "
+            "null or use_sliding_window is false. Set both in its config.json, or name these "
+            f"layers {FULL}."
         )
     return _window(config.sliding_window)
 

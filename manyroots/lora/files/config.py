@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +57,18 @@ class AdapterConfig:
         rank = self.rank_of(module)
         return alpha / math.sqrt(rank) if self.is_rank_stabilised else alpha / rank
 
+    def pattern_name(self, target: str) -> str:
+        """What PEFT's patterns are matched with: the module's name, or the parameter's where it
+        was trained as one."""
+        parameter = f"{target}.weight"
+        return parameter if is_named(parameter, self.target_parameters) else target
+
+    def refuse_unused_patterns(self, modules: Iterable[str]) -> None:
+        """Refuse a key that matched no module of the file and none of `modules`, the model's."""
+        names = list(modules) if self.has_patterns else []
+        self.ranks.refuse_unused(names)
+        self.alphas.refuse_unused(names)
+
     def canonical(self) -> bytes:
         """What matters for the digest, in one form. The order of patterns matters."""
         fields = {
@@ -66,6 +78,7 @@ class AdapterConfig:
             "rank_pattern": list(self.ranks.items()),
             "alpha_pattern": list(self.alphas.items()),
             "alora_invocation_tokens": self.invocation_tokens,
+            "target_parameters": sorted(self.target_parameters),
         }
         return json.dumps(fields, sort_keys=True).encode()
 
@@ -98,6 +111,11 @@ def parse_config(fields: Mapping[str, Any]) -> AdapterConfig:
         invocation_tokens=_invocation_tokens(fields.get("alora_invocation_tokens")),
         base_model=_base_model(fields.get("base_model_name_or_path")),
     )
+
+
+def is_named(parameter: str, target_parameters: Sequence[str]) -> bool:
+    """Whether PEFT's `target_parameters` names this one."""
+    return any(parameter == name or parameter.endswith(f".{name}") for name in target_parameters)
 
 
 def check_invocation_tokens(tokens: tuple[int, ...] | None, vocab_size: int) -> None:

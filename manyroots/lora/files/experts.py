@@ -16,7 +16,7 @@ from functools import cache
 from typing import NoReturn
 
 from manyroots.errors import AdapterError
-from manyroots.lora.files.config import AdapterConfig
+from manyroots.lora.files.config import AdapterConfig, is_named
 from manyroots.lora.files.modules import Home, Place, with_expert
 from manyroots.lora.files.pairs import Half, PairLayout, Piece, check_shape, named
 from manyroots.lora.files.tensors import TensorEntry
@@ -203,7 +203,7 @@ def _which_parameter(
     found = []
     for parameter, (num_in, num_out) in sizes.items():
         wide_rank = (gate.num_experts or 1) * config.rank_of(f"{experts}.{parameter}")
-        if not _is_named(f"{experts}.{parameter}", config.target_parameters):
+        if not is_named(f"{experts}.{parameter}", config.target_parameters):
             continue
         for is_swapped, (first, last) in ((False, (num_in, num_out)), (True, (num_out, num_in))):
             if a.shape == (wide_rank, first) and b.shape == (last, wide_rank):
@@ -216,7 +216,3 @@ def _which_parameter(
         f"parameters that target_parameters names ({named(config.target_parameters) or 'none'}), "
         f"with {gate.num_experts} experts. Save the adapter with one pair per expert."
     )
-
-
-def _is_named(parameter: str, target_parameters: Sequence[str]) -> bool:
-    return any(parameter == name or parameter.endswith(f".{name}") for name in target_parameters)

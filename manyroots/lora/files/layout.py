@@ -14,7 +14,7 @@ from manyroots.lora.files.config import AdapterConfig
 from manyroots.lora.files.experts import expert_pairs
 from manyroots.lora.files.header import Header
 from manyroots.lora.files.keys import base_copy_of, parse_key, refuse_key
-from manyroots.lora.files.modules import Place, place_of
+from manyroots.lora.files.modules import Place, module_names, place_of
 from manyroots.lora.files.pairs import (
     ExpertHalves,
     Half,
@@ -50,6 +50,7 @@ def lay_out(header: Header, config: AdapterConfig, targets: Targets, max_rank: i
             _check_rank(pair, max_rank)
             pairs[pair.target] = pair
     _check_target_modules(config, targets, halves, pairs)
+    config.refuse_unused_patterns(module_names(targets))
     ordered = tuple(pairs[name] for name in targets if name in pairs)
     return Layout(ordered, tuple(base_copies))
 
@@ -64,7 +65,8 @@ def _plain_pair(
     target = targets[name]
     [a_index] = sides["A"].tensors.values()
     [b_index] = sides["B"].tensors.values()
-    rank = config.rank_of(name)
+    module = config.pattern_name(name)
+    rank = config.rank_of(module)
     a_wanted, b_wanted = (rank, target.in_features), (target.out_features, rank)
     check_shape(tensors[a_index], a_wanted, name)
     check_shape(tensors[b_index], b_wanted, name)
@@ -72,7 +74,7 @@ def _plain_pair(
     return PairLayout(
         name,
         rank,
-        config.scaling_of(name),
+        config.scaling_of(module),
         Piece((a_index,), a_wanted, (1, 0) if is_embedding else None),
         Piece((b_index,), b_wanted),
         a_wanted[::-1] if is_embedding else a_wanted,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import enum
 import re
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from manyroots.lora.targets import TargetKind, Targets
@@ -74,6 +75,18 @@ def has_experts(module: str, targets: Targets) -> bool:
     """Whether `module` is the `...experts` of a layer."""
     target = targets.get(f"{module}.gate_proj")
     return target is not None and target.kind is TargetKind.EXPERTS
+
+
+def module_names(targets: Targets) -> Iterator[str]:
+    """What a model's modules are called, in every spelling that an adapter's config may use."""
+    for name, target in targets.items():
+        yield name
+        experts, _, leaf = name.rpartition(".")
+        if target.kind is TargetKind.EXPERTS:
+            for expert in range(target.num_experts or 1):
+                yield f"{experts}.{expert}.{leaf}"
+            if leaf == "gate_proj":
+                yield f"{experts}.gate_up_proj"
 
 
 def with_expert(module: str, expert: int) -> str:

@@ -1,51 +1,48 @@
 """PEFT's `rank_pattern` and `alpha_pattern`: values by module name.
 
 A key is a regular expression that the end of a module's name must match, beginning at a dot or at
-the start; the first key that matches counts, in the order of the file. Nearly all keys are plain
-names and are looked up; of the others only those are taken that can't make matching slow, since
-the config may come from anybody.
+the start; the first key that matches counts, in the order of the file. Nearly all keys are names,
+in which a dot stands for any character, and are looked up; the others are matched together by one
+automaton. Both take time that is bounded, since the config may come from anybody.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Generic, TypeVar
 
 from manyroots.errors import AdapterError
+from manyroots.lora.files.automaton import Automaton
+from manyroots.lora.files.expressions import Refused, parse
 
 Value = TypeVar("Value", int, float)
 
-_PLAIN = re.compile(r"\^?[\w.-]+")
-_MAX_KEY_CHARS = 200
-_MAX_EXPRESSIONS = 64
-_MAX_STEPS = 200_000_000
-"""Of matching, over all modules of a file: some seconds at worst."""
+_PLAIN = re.compile(r"\^?[\w.-]+", re.ASCII)
+_MAX_KEY_CHARS = 2000
+_MAX_LOOKUPS = 1_000_000
+"""Of plain keys, over all modules of a file: a few seconds at worst."""
+_MAX_NAMED = 6
 
 
 class Patterns(Generic[Value]):
     """Values that override a default for some modules."""
 
     def __init__(self, field: str, values: Mapping[str, Value]) -> None:
-        self._values: dict[str, Value] = dict(values)
-        self._plain: dict[str, int] = {}
-        self._anchored: dict[str, int] = {}
-        self._expressions: list[tuple[int, _Expression]] = []
         self._field = field
-        self._num_steps = 0
+        self._values: dict[str, Value] = dict(values)
+        self._in_order: list[Value] = list(self._values.values())
+        self._plain, self._anchored = _PlainKeys(), _PlainKeys()
+        self._expressions = Automaton()
+        self._has_expressions = False
+        self._used: set[int] = set()
         for index, key in enumerate(values):
             if not _PLAIN.fullmatch(key):
-                self._expressions.append((index, _Expression(field, key)))
+                self._add_expression(index, key)
             elif key.startswith("^"):
-                self._anchored[key[1:]] = index
+                self._anchored.add(key[1:], index)
             else:
-                self._plain[key] = index
-        if len(self._expressions) > _MAX_EXPRESSIONS:
-            raise AdapterError(
-                f"{field} has {len(self._expressions)} regular expressions, above the limit of "
-                f"{_MAX_EXPRESSIONS}; name the modules plainly."
-            )
-        self._in_order: list[Value] = list(self._values.values())
+                self._plain.add(key, index)
 
     def __len__(self) -> int:
         return len(self._values)
@@ -58,27 +55,83 @@ class Patterns(Generic[Value]):
         """The value of the first key that matches the module's name."""
         if not self._in_order:
             return None
-        found = [self._anchored[module]] if module in self._anchored else []
-        if self._plain:
-            found += [self._plain[end] for end in endings(module) if end in self._plain]
-        first = min(found, default=len(self._in_order))
-        for index, expression in self._expressions:
-            if index > first:
-                break
-            self._count_steps(expression, module)
-            if expression.compiled.match(module):
-                first = index
-                break
-        return self._in_order[first] if first < len(self._in_order) else None
+        found = self._matching(module)
+        self._used |= found
+        return self._in_order[min(found)] if found else None
 
-    def _count_steps(self, expression: _Expression, module: str) -> None:
-        """A clock would make it depend on the machine whether an adapter is served."""
-        self._num_steps += expression.max_steps(module)
-        if self._num_steps > _MAX_STEPS:
+    def refuse_unused(self, modules: Iterable[str]) -> None:
+        """Refuse keys that matched no module yet, and match none of these."""
+        left = set(range(len(self._in_order))) - self._used
+        for module in modules if left else ():
+            left -= self._matching(module)
+            if not left:
+                return
+        if left:
+            keys = [repr(key[:200]) for index, key in enumerate(self._values) if index in left]
+            rest = f" and {len(keys) - _MAX_NAMED} more" if len(keys) > _MAX_NAMED else ""
             raise AdapterError(
-                f"{self._field} takes too long to match with all modules of the file; name the "
-                "modules plainly."
+                f"{self._field} has {', '.join(keys[:_MAX_NAMED])}{rest}, which matches no module "
+                "of this model; a key is a regular expression for the end of a module's name, from "
+                "a dot on. Correct or remove it."
             )
+
+    def _matching(self, module: str) -> set[int]:
+        found = set(self._anchored.matching(module))
+        for end in endings(module):
+            found.update(self._plain.matching(end))
+        try:
+            self._plain.check()
+            self._anchored.check()
+            if self._has_expressions:
+                found |= self._expressions.matches(module)
+        except Refused as reason:
+            raise AdapterError(f"{self._field} {reason}; name the modules plainly.") from reason
+        return found
+
+    def _add_expression(self, index: int, key: str) -> None:
+        try:
+            if len(key) > _MAX_KEY_CHARS:
+                raise Refused(f"has more than {_MAX_KEY_CHARS} characters")
+            self._expressions.add(index, parse(key))
+        except Refused as reason:
+            raise AdapterError(
+                f"{self._field} has the key {key[:200]!r}, which {reason}; name the modules "
+                "plainly."
+            ) from reason
+        self._has_expressions = True
+
+
+class _PlainKeys:
+    """Keys without any sign but dots, each of which stands for any character.
+
+    Kept by where their dots are: a name with dots in those places, too, is the key or is not. Keys
+    of one length have few such shapes, because modules of a model are called alike.
+    """
+
+    def __init__(self) -> None:
+        self._shapes: dict[int, dict[tuple[int, ...], dict[str, int]]] = {}
+        self._num_lookups = 0
+
+    def add(self, key: str, index: int) -> None:
+        dots = tuple(at for at, character in enumerate(key) if character == ".")
+        self._shapes.setdefault(len(key), {}).setdefault(dots, {})[key] = index
+
+    def matching(self, name: str) -> Iterator[int]:
+        shapes = self._shapes.get(len(name))
+        if shapes is None:
+            return
+        self._num_lookups += len(shapes)
+        for dots, keys in shapes.items():
+            characters = list(name)
+            for at in dots:
+                characters[at] = "."
+            index = keys.get("".join(characters))
+            if index is not None:
+                yield index
+
+    def check(self) -> None:
+        if self._num_lookups > _MAX_LOOKUPS:
+            raise Refused("takes too long to match with all modules of the file")
 
 
 def endings(module: str) -> Iterator[str]:
@@ -88,47 +141,3 @@ def endings(module: str) -> Iterator[str]:
     while position != -1:
         yield module[position + 1 :]
         position = module.find(".", position + 1)
-
-
-class _Expression:
-    """A key that is a regular expression, simple enough that its work can be foretold.
-
-    Counts are by character, so that what is escaped counts, too: rather too many than too few.
-    """
-
-    def __init__(self, field: str, key: str) -> None:
-        plain_groups = key.replace("(?:", "(")
-        self._num_repeats = sum(plain_groups.count(sign) for sign in "*+{")
-        self._num_options = plain_groups.count("?")
-        self._num_groups = plain_groups.count("(")
-        self._num_bars = plain_groups.count("|")
-        reason = self._why_refused(key)
-        if reason is None:
-            try:
-                self.compiled = re.compile(rf"(.*\.)?({key})$")
-            except (re.error, OverflowError) as error:
-                reason = f"is not a regular expression ({error})"
-        if reason is not None:
-            raise AdapterError(
-                f"{field} has the key {key[:_MAX_KEY_CHARS]!r}, which {reason}; name the modules "
-                "plainly."
-            )
-
-    def max_steps(self, module: str) -> int:
-        """Of matching one name: each dot may be where the key begins, and from there each part
-        that may match in several ways multiplies."""
-        num_starts = module.count(".") + 1
-        ways: int = 2**self._num_options * (self._num_bars + 1) ** max(1, self._num_groups)
-        repeats: int = len(module) ** self._num_repeats
-        return num_starts * ways * repeats
-
-    def _why_refused(self, key: str) -> str | None:
-        if len(key) > _MAX_KEY_CHARS:
-            return f"has more than {_MAX_KEY_CHARS} characters"
-        if re.search(r"\(\?(?!:)|\\\d", key):
-            return "uses look-around, flags or back-references"
-        if re.search(r"\)\s*[*+{]", key):
-            return "repeats a group"
-        if self._num_repeats > 2 or self._num_options > 4 or self._num_groups > 2:
-            return "repeats or branches too much"
-        return None

@@ -27,9 +27,7 @@ def tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 def named(folder: Path, names: Collection[str]) -> dict[str, Tensor]:
     """Those of `names` that the checkpoint has."""
-    return {
-        name: tensor for file in weight_files(folder) for name, tensor in _of_file(file, names)
-    }
+    return {name: tensor for file in weight_files(folder) for name, tensor in _of_file(file, names)}
 
 
 def _of_file(file: Path, names: Collection[str] | None) -> Iterator[tuple[str, Tensor]]:

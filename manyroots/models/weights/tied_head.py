@@ -52,5 +52,5 @@ def with_embedding(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str,
 def _are_equal(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
     if one.shape != other.shape:
         return False
-    pieces = zip(one.split(_ROWS_AT_ONCE), other.split(_ROWS_AT_ONCE), strict=True)
+    pieces = zip(torch.split(one, _ROWS_AT_ONCE), torch.split(other, _ROWS_AT_ONCE), strict=True)
     return all(torch.equal(a.to(dtype), b.to(dtype)) for a, b in pieces)

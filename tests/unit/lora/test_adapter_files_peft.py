@@ -91,7 +91,8 @@ def test_w14_every_module_reads_as_peft_saved_it(tmp_path: Path, tied: bool, ran
         {"alpha_pattern": {"^model.layers.0.mlp.up_proj": 32, "v_proj": 1}},
         {"rank_pattern": {r".*\.up_proj": 9, r"model.layers.[01].self_attn.(q|k)_proj": 2}},
         {"rank_pattern": {r"layers\.\d+\.mlp.*": 6}, "alpha_pattern": {r"self_attn\..*": 3}},
-        {"rank_pattern": {"k_proj": 6, "proj": 2}},
+        {"rank_pattern": {"k.proj": 6, "q_proj": 2}, "alpha_pattern": {"mlp.up.proj": 5}},
+        {"rank_pattern": {r"(layers\.1.*)+_proj": 3, "k_proj": 6}},
         {"rank_pattern": {"o_proj": 2}, "alpha_pattern": {"o_proj": 11}, "use_rslora": True},
     ],
 )

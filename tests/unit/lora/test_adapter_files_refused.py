@@ -17,7 +17,6 @@ from manyroots.adapter_names import name_fault
 from manyroots.errors import AdapterError, RequestError
 from manyroots.lora.files.folder import check_folder
 from manyroots.lora.files.opened import AdapterFile
-from manyroots.lora.files.patterns import Patterns
 from manyroots.store.adapter_files import read_adapter
 from tests.adapter_folders import (
     CONFIG,
@@ -86,17 +85,12 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"use_rslora": "yes"}, "use_rslora is 'yes'"),
     ({"rank_pattern": {"q_proj": 0}}, r"rank_pattern\['q_proj'\] is 0"),
     ({"rank_pattern": [4]}, "rank_pattern is"),
-    ({"rank_pattern": {"(a+)+": 4}}, r"'\(a\+\)\+', which repeats a group"),
-    ({"rank_pattern": {"(": 4}}, "not a regular expression"),
-    ({"rank_pattern": {".*.*.*x": 4}}, "repeats or branches too much"),
-    ({"rank_pattern": {".?" * 40 + "x": 4}}, "repeats or branches too much"),
-    ({"rank_pattern": {".{0,9}" * 20 + "x": 4}}, "repeats or branches too much"),
-    ({"rank_pattern": {"(.|.)" * 30 + "x": 4}}, "repeats or branches too much"),
-    ({"rank_pattern": {r"\\\\+" * 9: 4}}, "repeats or branches too much"),
+    ({"rank_pattern": {"(": 4}}, r"rank_pattern has the key '\(', which is not a regular"),
     ({"rank_pattern": {"a{99999999999}": 4}}, "not a regular expression"),
     ({"rank_pattern": {"(?=q)": 4}}, "look-around"),
-    ({"rank_pattern": {"q+" + "x" * 300: 4}}, "more than 200 characters"),
-    ({"rank_pattern": {f"q{n}+": 4 for n in range(65)}}, "65 regular expressions"),
+    ({"rank_pattern": {"q_prj": 4}}, "rank_pattern has 'q_prj', which matches no module"),
+    ({"alpha_pattern": {"q_proj": 4, "proj": 4}}, "alpha_pattern has 'proj', which matches no"),
+    ({"alpha_pattern": {"(a+)+b": 4}}, r"alpha_pattern has '\(a\+\)\+b', which matches no module"),
     ({"alpha_pattern": {"q_proj": None}}, r"alpha_pattern\['q_proj'\] is None"),
     ({"target_modules": [7]}, "target_modules is"),
     ({"target_modules": ["q_proj", "in_proj_qkv"]}, "in_proj_qkv, which this model"),
@@ -322,16 +316,6 @@ def test_w12_experts_of_different_ranks_are_refused(moe_folder: Path) -> None:
     """W12: one product serves all experts of a projection; nothing is padded."""
     rewrite_config(moe_folder, rank_pattern={"experts.1.up_proj": 2})
     refused(moe_folder, "different ranks or scalings", targets=MOE)
-
-
-def test_w12_patterns_that_take_long_to_match_are_refused_before_they_do() -> None:
-    """W12: a config of a few lines must not keep the server busy for minutes."""
-    slow = Patterns("rank_pattern", {f"x.*y.*{n}": 4 for n in range(60)})
-    modules = [f"model.layers.47.mlp.experts.{expert}.gate_proj" for expert in range(20_000)]
-    with pytest.raises(AdapterError, match="rank_pattern takes too long"):
-        sum(slow.find(module) is None for module in modules)
-    usual = Patterns("rank_pattern", {r".*\.gate_proj": 8, "q_proj": 4})
-    assert {usual.find(module) for module in modules} == {8}
 
 
 def test_w12_flat_parameters_that_fit_two_readings_are_refused(tmp_path: Path) -> None:

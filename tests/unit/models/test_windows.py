@@ -61,7 +61,9 @@ def window_of_transformers(folder: Path) -> int | None:
         config.sliding_window = 100 * LENGTH
     whole = AutoModelForCausalLM.from_config(config).eval()
     whole.load_state_dict(theirs.state_dict())
-    differs = (windowed - whole(input_ids=tokens, use_cache=False).logits[0]).abs().amax(dim=1) > 1e-4
+    differs = (windowed - whole(input_ids=tokens, use_cache=False).logits[0]).abs().amax(
+        dim=1
+    ) > 1e-4
     return int(differs.int().argmax()) if differs.any() else None
 
 

@@ -28,7 +28,9 @@ def run(engine: Engine, first_id: int, batch: int, prompt_len: int, num_tokens: 
     for number in range(batch):
         prompt = rng.integers(0, engine.info.vocab_size, prompt_len).tolist()
         namespace = Namespace(adapter=None, salt=None)
-        submit = Submit(RequestId(first_id + number), prompt, namespace, sampling, 0, ())
+        submit = Submit(
+            RequestId(first_id + number), prompt, namespace, sampling, 0, (), adapter=None
+        )
         engine.loop.handle(submit)
     began = time.perf_counter()
     while engine.loop.has_work:

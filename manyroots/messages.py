@@ -42,9 +42,10 @@ class Submit:
     """Unsigned 64-bit; drawn at the door for requests that bring none."""
     stop_ids: tuple[int, ...]
     """End-of-sequence tokens (unless ignored) and the caller's stop_token_ids."""
-    adapter: AdapterName | None = None
-    """What the adapter was called; the engine looks up what that means now, and puts its content
-    into the namespace. None is the base model, as the namespace then says too."""
+    adapter: AdapterName | None
+    """Never left out (N10). What the adapter was called; the engine looks up what that means now,
+    and puts its content into the namespace. None is the base model, as the namespace then says
+    too."""
     priority: int = 0
     """With the priority policy: lower begins first."""
 

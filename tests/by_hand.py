@@ -23,7 +23,7 @@ from manyroots.cache.families.family import Family
 from manyroots.cache.families.full import FULL_ATTENTION
 from manyroots.cache.families.recurrent import RecurrentState
 from manyroots.cache.families.window import SlidingWindow
-from manyroots.cache.keys import PrefixKey
+from manyroots.cache.keys import Owner, PrefixKey
 from manyroots.cache.lease import Lease
 from manyroots.cache.outcomes import Ending, Refusal
 from manyroots.cache.planes import ABSENT, Capacity, Layout
@@ -35,7 +35,7 @@ BASE = Namespace(adapter=None, salt=None)
 ADAPTER_A = Namespace(adapter=AdapterDigest(b"a" * 32), salt=None)
 ADAPTER_B = Namespace(adapter=AdapterDigest(b"b" * 32), salt=None)
 
-Path = tuple[tuple[Namespace, bytes], ...]
+Path = tuple[tuple[Owner, bytes], ...]
 """A page and all before it: whose it is, and its tokens."""
 Content = tuple[int | None, ...]
 """What a unit holds: a digest per token of a page, or one for a state."""
@@ -71,11 +71,17 @@ def mix(state: int, namespace: Namespace, token: int) -> int:
     return (state * 6364136223846793005 + mark(namespace) * 7919 + token + 1) % 2**64
 
 
+def whose(owner: Owner, offset: int) -> Namespace:
+    """Who computed one token of a page."""
+    return owner.namespace if offset >= owner.begin else owner.namespace._replace(adapter=None)
+
+
 def digests(key: PrefixKey, tokens: list[int], page_size: int) -> list[int]:
-    """Entry i stands for tokens[: i + 1] as computed by the namespaces of their pages."""
+    """Entry i stands for tokens[: i + 1], each as computed by whoever computes it."""
     state, found = 17, []
     for position, token in enumerate(tokens):
-        state = mix(state, key.at(position // page_size), token)
+        page, offset = divmod(position, page_size)
+        state = mix(state, whose(key.at(page), offset), token)
         found.append(state)
     return found
 
@@ -84,10 +90,10 @@ def content_of(path: Path, family: Family) -> Content:
     """What a unit of this page must hold."""
     state = 17
     page: list[int] = []
-    for namespace, tokens in path:
+    for owner, tokens in path:
         page = []
-        for token in np.frombuffer(tokens, np.int32).tolist():
-            state = mix(state, namespace, token)
+        for offset, token in enumerate(np.frombuffer(tokens, np.int32).tolist()):
+            state = mix(state, whose(owner, offset), token)
             page.append(state)
     return (state,) if family.is_state else tuple(page)
 
@@ -98,13 +104,13 @@ def resident(cache: PrefixCache) -> dict[tuple[int, Path], int]:
     paths: dict[int, Path] = {id(cache.index.tree.root): ()}
     found: dict[tuple[int, Path], int] = {}
     for node in cache.index.tree.nodes():
-        assert node.namespace is not None
+        assert node.owner is not None
         assert node.parent is not None
         path = paths[id(node.parent)]
         columns = [units.tolist() for units in node.units]
         for place in range(node.num_pages):
             tokens = bytes(node.keys[place * page_bytes : (place + 1) * page_bytes])
-            path = (*path, (node.namespace, tokens))
+            path = (*path, (node.owner, tokens))
             for plane, column in enumerate(columns):
                 if column[place] != ABSENT:
                     found[plane, path] = column[place]

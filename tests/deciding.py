@@ -42,13 +42,15 @@ def submit(
     return Submit(RequestId(number), prompt, namespace, sampling, number, stop_ids, name, priority)
 
 
-def expected_tokens(request: Submit, digest: bytes | None = None) -> list[int]:
+def expected_tokens(
+    request: Submit, digest: bytes | None = None, weights_from: int = 0
+) -> list[int]:
     """What the request gives alone, with these weights, without any cache, scheduler or batch."""
     history = list(request.prompt)
     output: list[int] = []
     assert request.sampling.max_tokens is not None
     while len(output) < request.sampling.max_tokens:
-        token = fake_next_token(history, VOCAB, digest)
+        token = fake_next_token(history, VOCAB, digest, weights_from)
         if token in request.stop_ids and len(output) < request.sampling.min_tokens:
             token = (token + 1) % VOCAB
         output.append(token)

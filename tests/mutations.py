@@ -48,21 +48,76 @@ MUTATIONS: tuple[Mutation, ...] = (
     # Namespaces and hashes
     _cache(
         "tree",
-        "namespace = key.at(depth)",
-        "namespace = key.namespace",
+        "owner = key.at(depth)",
+        "owner = key.at(0)",
         "a page is inserted in the namespace of the first",
     ),
     _cache(
         "tree",
-        "if node.namespace == key.at(depth):",
+        "if node.owner == key.at(depth):",
         "if True:",
         "an adapter's pages are taken for base's where the tokens are the same",
     ),
     _cache(
         "keys",
-        "switch = num_base_tokens // page_size",
-        "switch = -(-num_base_tokens // page_size)",
+        "before.append((Owner(adapter, begin), key.switch_page + 1))",
+        "before.append((Owner(base, 0), key.switch_page + 1))",
         "a page with tokens of the adapter counts as base's",
+    ),
+    _cache(
+        "keys",
+        "before.append((Owner(adapter, begin), key.switch_page + 1))",
+        "before.append((Owner(adapter, 0), key.switch_page + 1))",
+        "where in a page an adapter begins is no part of its key",
+    ),
+    _cache(
+        "keys",
+        "before.append((Owner(adapter, begin), key.switch_page + 1))",
+        "before.append((Owner(adapter, begin), ENDLESS))",
+        "pages behind an adapter's beginning are taken for such with one",
+    ),
+    _cache(
+        "keys",
+        'adapter, salt, struct.pack("<Q", owner.begin))',
+        "adapter, salt)",
+        "hashes do not say where in a page an adapter begins",
+    ),
+    _cache(
+        "index",
+        "begin=node.owner.begin,",
+        "begin=0,",
+        "events do not say where in a page an adapter begins",
+    ),
+    _cache(
+        "publishing",
+        "cursor.owner == page[0]:",
+        "cursor.namespace == page[0].namespace:",
+        "a page in which an adapter begins is continued as if it began in every page",
+    ),
+    _scheduler(
+        "for start in range(len(prompt) - size, -1, -1):",
+        "for start in range(len(prompt) - size + 1):",
+        "an adapter begins at the first of its invocations",
+        "request",
+    ),
+    _cache(
+        "cache",
+        "tree, max_pages = self._tree, (len(tokens) - 1) // self.page_size",
+        "tree, max_pages = self._tree, (len(tokens) - 1) // self.page_size\n"
+        "        max_pages -= int(max_pages > 0 and key.at(0).namespace.adapter is not None)",
+        "an adapter's hit is a page short",
+    ),
+    Mutation(
+        "messages.py",
+        '    adapter: AdapterName | None\n    """Never left out',
+        '    adapter: AdapterName | None = None\n    """Never left out',
+        "a submission that names no adapter is base's",
+    ),
+    _scheduler(
+        "self._cache.evict_adapter(digest)",
+        "pass",
+        "pages of an unloaded adapter outlive its last request",
+        "endings",
     ),
     _cache(
         "keys", "blake2b(seed + parent +", "blake2b(parent +", "hashes do not carry the namespace"
@@ -70,8 +125,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     _cache("keys", "blake2b(seed + parent +", "blake2b(seed +", "hashes do not chain"),
     _cache(
         "keys",
-        "_framed(_DOMAIN, adapter, salt)",
-        "_framed(_DOMAIN, adapter)",
+        "_framed(_DOMAIN, adapter, salt,",
+        "_framed(_DOMAIN, adapter,",
         "hashes do not carry the salt",
     ),
     _cache(
@@ -79,9 +134,21 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _cache(
         "cache",
-        "self.publisher.bar(namespace, self._next_serial - 1)",
+        "lease.num_allowed_pages = min(lease.num_allowed_pages, allowed)",
         "pass",
         "requests in flight publish into an evicted namespace",
+    ),
+    _cache(
+        "publishing",
+        "if end > lease.num_allowed_pages:",
+        "if True:",
+        "nothing is published in the quick way",
+    ),
+    _cache(
+        "cache",
+        "allowed = lease.key.first_page_of(namespaces)",
+        "allowed = 0",
+        "requests in flight publish nothing once any namespace is evicted",
     ),
     _cache(
         "index",
@@ -97,7 +164,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _cache(
         "tree",
-        "return self.first_pages[key.at(0).salt, page] > 0",
+        "return self.first_pages[key.at(0).namespace.salt, page] > 0",
         "return any(page == known for _, known in self.first_pages)",
         "a tenant learns what another has asked",
     ),
@@ -275,7 +342,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _cache(
         "publishing",
-        "num_full = self._allowed(lease, num_full)",
+        "num_full = min(num_full, lease.num_allowed_pages)",
         "pass",
         "a barred lease publishes pages",
     ),
@@ -337,7 +404,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _cache(
         "prefetch",
-        "if count and self._publisher.may_publish(ticket.key, ticket.serial):",
+        "if count and not ticket.is_barred:",
         "if count:",
         "storage brings an evicted namespace back",
     ),

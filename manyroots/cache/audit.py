@@ -67,6 +67,7 @@ def audit(cache: PrefixCache) -> None:
     nodes_are_linked(view)
     namespaces_know_where_they_begin(view)
     first_pages_are_counted(view)
+    owners_take_over_once(view)
     if not view.nodes:
         nothing_is_indexed(cache)
         return
@@ -160,14 +161,14 @@ def nodes_are_linked(view: View) -> None:
     for node in view.nodes:
         assert node.is_attached
         assert node.parent is not None
-        assert node.namespace is not None
+        assert node.owner is not None
         assert node.num_pages > 0, "an empty node"
         assert node.end == node.first + node.num_pages, "a node does not end where its pages do"
         assert len(node.keys) == node.num_pages * page_bytes
         assert len(node.hashes) in (0, node.num_pages * HASH_BYTES), "a page without its hash"
         assert {*map(len, node.units)} == {node.num_pages}
         assert node.first == node.parent.end, "a node does not begin where its parent ends"
-        assert node.parent.children[(node.namespace, node.keys[:page_bytes])] is node
+        assert node.parent.children[(node.owner, node.keys[:page_bytes])] is node
 
 
 def counts_are_true(view: View) -> None:
@@ -234,7 +235,7 @@ def loose_units_are_queued(view: View) -> None:
 def first_pages_are_counted(view: View) -> None:
     """S07: who asks whether another namespace has a page is told the truth."""
     tree = view.cache.index.tree
-    counted = Counter((namespace.salt, page) for namespace, page in tree.root.children)
+    counted = Counter((owner.namespace.salt, page) for owner, page in tree.root.children)
     assert counted == tree.first_pages, "the count of first pages is wrong"
 
 
@@ -242,3 +243,20 @@ def namespaces_know_where_they_begin(view: View) -> None:
     begins = {n.serial for n in view.nodes if n.parent and n.parent.namespace != n.namespace}
     known = {serial for starts in view.cache.index.tree.by_namespace.values() for serial in starts}
     assert begins == known, "the index of namespaces is wrong"
+
+
+def owners_take_over_once(view: View) -> None:
+    """N22, N23: from base to an adapter and never back, for one tenant. Where an adapter begins
+    inside a page, that page is a node of its own."""
+    for node in view.nodes:
+        owner, parent = node.owner, node.parent
+        assert owner is not None
+        assert parent is not None
+        assert owner.namespace.adapter is not None or owner.begin == 0, "base begins in a page"
+        assert 0 <= owner.begin < view.cache.page_size
+        assert owner.begin == 0 or node.num_pages == 1, "an adapter begins in many pages"
+        if parent.owner is not None:
+            before = parent.owner.namespace
+            assert before.salt == owner.namespace.salt, "a tenant's pages lie below another's"
+            if owner.begin or before != owner.namespace:
+                assert before.adapter is None, "an adapter's pages lie below another's"

@@ -11,6 +11,7 @@ Order within a step (C01): claim every request that may begin, then onboard and 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from manyroots.cache.events import CacheEvent
 from manyroots.cache.eviction import Evictor
 from manyroots.cache.growth import Growth
 from manyroots.cache.index import Index
-from manyroots.cache.keys import PageHasher, PrefixKey
+from manyroots.cache.keys import ENDLESS, PageHasher, PrefixKey
 from manyroots.cache.lease import Checkpoint, Lease
 from manyroots.cache.matching import Limit, Match, judge, path_units
 from manyroots.cache.outcomes import (
@@ -327,8 +328,6 @@ class PrefixCache:
         cursor = lease.cursor if lease.cursor.is_attached else nearest_attached(lease.cursor)
         self.publisher.touch(cursor)
         self.publisher.offer_path(cursor)
-        if not self.open_leases and not self._has_publishers:
-            self.publisher.forget_bars()
 
     def _give_back(self, lease: Lease, ending: Ending) -> None:
         """What a lease holds of all families and tiers, but for copies of others'."""
@@ -354,11 +353,6 @@ class PrefixCache:
     def _drop(self, plane: int, unit: int) -> None:
         self.index.pools[plane].drop(np.array([unit], np.intp))
 
-    @property
-    def _has_publishers(self) -> bool:
-        """Whether anyone is left who may publish what was begun before now."""
-        return bool(self.open_leases) or bool(self.prefetcher.tickets())
-
     # Tiers
 
     def prefetch(self, key: PrefixKey, tokens: Int32s) -> Ticket | None:
@@ -383,8 +377,7 @@ class PrefixCache:
         if nodes:
             parent = self.index.hash_of(cursor, first - 1 - cursor.first)
         patience_steps = self._policies.patience_steps
-        ticket = Ticket(key, cursor, first, keys, self._next_serial, patience_steps)
-        self._next_serial += 1
+        ticket = Ticket(key, cursor, first, keys, patience_steps)
         copy_ids = [self.transfers.next_id() for _ in self.layout.host]
         self._copies += self.prefetcher.ask(ticket, ticket.hashes(self._hasher, parent), copy_ids)
         return ticket if ticket.units else None
@@ -431,22 +424,29 @@ class PrefixCache:
     def evict_namespace(self, namespace: Namespace) -> Evicted:
         """Free what a namespace has on every tier. What leases hold goes when they end, and they
         publish no more. Harmless for a namespace that is unknown."""
-        before = [pool.num_free for pool in self.index.pools]
-        for node in list(self.index.tree.by_namespace.get(namespace, {}).values()):
-            if node.is_attached:
-                self.index.cut(node, node.first)
-        if self._has_publishers:
-            self.publisher.bar(namespace, self._next_serial - 1)
-        after = [pool.num_free for pool in self.index.pools]
-        return Evicted(tuple(b - a for a, b in zip(before, after, strict=True)))
+        return self._evict((namespace,))
 
-    def evict_adapter(self, digest: AdapterDigest) -> None:
+    def evict_adapter(self, digest: AdapterDigest) -> Evicted:
         """Evict every tenant's namespace of an adapter."""
         known = [*self.index.tree.by_namespace]
-        leased = [ns for lease in self.open_leases.values() for ns in lease.key.namespaces]
-        for namespace in dict.fromkeys(known + leased):
-            if namespace.adapter == digest:
-                self.evict_namespace(namespace)
+        known += [ns for lease in self.open_leases.values() for ns in lease.key.namespaces]
+        known += [ns for ticket in self.prefetcher.tickets() for ns in ticket.key.namespaces]
+        return self._evict(dict.fromkeys(ns for ns in known if ns.adapter == digest))
+
+    def _evict(self, namespaces: Collection[Namespace]) -> Evicted:
+        before = [pool.num_free for pool in self.index.pools]
+        for namespace in namespaces:
+            for node in list(self.index.tree.by_namespace.get(namespace, {}).values()):
+                if node.is_attached:
+                    self.index.cut(node, node.first)
+        if namespaces:
+            for lease in self.open_leases.values():
+                allowed = lease.key.first_page_of(namespaces)
+                lease.num_allowed_pages = min(lease.num_allowed_pages, allowed)
+            for ticket in self.prefetcher.tickets():
+                ticket.is_barred |= ticket.key.first_page_of(namespaces) < ENDLESS
+        after = [pool.num_free for pool in self.index.pools]
+        return Evicted(tuple(b - a for a, b in zip(before, after, strict=True)))
 
     def take_events(self) -> list[CacheEvent]:
         events, self.index.events = self.index.events, []

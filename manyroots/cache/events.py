@@ -17,6 +17,9 @@ class PagesStored:
 
     tier: Tier
     namespace: Namespace
+    begin: int
+    """The first token of the first page that the namespace's weights computed, where that is not
+    all of it: then it is the only page (N23)."""
     parent: bytes | None
     """Hash of the page before the first; None at the beginning of a sequence."""
     hashes: tuple[bytes, ...]
@@ -30,6 +33,8 @@ class PagesRemoved:
 
     tier: Tier
     namespace: Namespace
+    begin: int
+    """As in `PagesStored`."""
     hashes: tuple[bytes, ...]
 
 

@@ -163,12 +163,12 @@ class Index:
 
     def fill_hashes(self, node: Node) -> None:
         """Hash the pages of a node that are not hashed yet; its parent's are."""
-        if self._hasher is None or node.namespace is None:
+        if self._hasher is None or node.owner is None:
             return
         done = len(node.hashes) // HASH_BYTES
         if done < node.num_pages:
             new = self._hasher.chain(
-                self._hash_before(node, done), node.namespace, node.keys[done * self._page_bytes :]
+                self._hash_before(node, done), node.owner, node.keys[done * self._page_bytes :]
             )
             node.hashes += b"".join(new)
 
@@ -184,22 +184,23 @@ class Index:
         return parent.hashes[-HASH_BYTES:] if parent.num_pages else self._hasher.root
 
     def _stored(self, node: Node, plane: int, places: Places) -> PagesStored:
-        assert node.namespace is not None
+        assert node.owner is not None
         consecutive = np.arange(node.num_pages)[places]
         first, last = int(consecutive[0]), int(consecutive[-1])
         assert last - first + 1 == len(consecutive), "pages of one event must be consecutive"
         is_first = node.first + first == 0
         return PagesStored(
             tier=self._event_planes[plane],
-            namespace=node.namespace,
+            namespace=node.owner.namespace,
+            begin=node.owner.begin,
             parent=None if is_first else self._hash_before(node, first),
             hashes=_hashes(node, range(first, last + 1)),
             tokens=node.keys[first * self._page_bytes : (last + 1) * self._page_bytes],
         )
 
     def _removed(self, node: Node, plane: int, places: Sequence[int]) -> PagesRemoved:
-        assert node.namespace is not None
-        return PagesRemoved(self._event_planes[plane], node.namespace, _hashes(node, places))
+        assert node.owner is not None
+        return PagesRemoved(self._event_planes[plane], *node.owner, _hashes(node, places))
 
 
 def _hashes(node: Node, places: Sequence[int]) -> tuple[bytes, ...]:

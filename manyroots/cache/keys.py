@@ -1,4 +1,5 @@
-"""What identifies a page: whose weights computed it, for whom, and every token up to its end.
+"""What identifies a page: whose weights computed it, from where on, for whom, and every token up to
+its end.
 
 Inside the process tokens are compared exactly. Where a page leaves it (storage, events), it is
 known by a hash chained over its prefix: domain-tagged and length-framed, so that no tokens, salt
@@ -9,51 +10,96 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from dataclasses import dataclass
+import sys
+from collections.abc import Container
+from typing import NamedTuple
 
 from manyroots.ids import Namespace
 
 HASH_BYTES = 32
-_DOMAIN = b"manyroots page 1"
+_DOMAIN = b"manyroots page 2"
+_MAX_SEEDS = 4096
+"""Owners whose seed is remembered: salts are callers' to choose, so that all would be too many."""
+ENDLESS = sys.maxsize
+"""More pages than any sequence has."""
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixKey:
-    """The namespace of each page of a sequence.
+class Owner(NamedTuple):
+    """Who computed a page. Pages of different owners are never shared, whatever their tokens.
 
-    Nearly always one namespace. An activated adapter (aLoRA) leaves the tokens before its
-    invocation to the base model: pages wholly before it are the base's, so that they are shared
-    with it, and those from `switch_page` on are the adapter's (N22).
+    A tuple, because the prefix tree hashes one for every node that it passes.
     """
 
     namespace: Namespace
-    switch_page: int | None = None
-    later_namespace: Namespace | None = None
+    begin: int
+    """The first token of the page that the namespace's weights computed; those before it are the
+    base model's. 0 but for the one page in which an activated adapter begins (N23)."""
+
+
+class PrefixKey:
+    """The owner of each page of a sequence.
+
+    Nearly always one namespace. An activated adapter (aLoRA) leaves the tokens before its
+    invocation to the base model: pages wholly before it are the base's, so that they are shared
+    with it, and those behind are the adapter's (N22). Where it begins depends on tokens that may
+    come later than a page's own, so that two prompts can have the same page and begin elsewhere in
+    it: the page in which it begins says where (N23).
+    """
+
+    __slots__ = ("_runs", "switch_page")
+
+    def __init__(self, namespace: Namespace) -> None:
+        self._runs: tuple[tuple[Owner, int], ...] = ((Owner(namespace, 0), ENDLESS),)
+        """Consecutive pages of one owner each, and where they end."""
+        self.switch_page: int | None = None
+        """The first page with tokens of an activated adapter."""
 
     @classmethod
     def activated(
         cls, base: Namespace, adapter: Namespace, num_base_tokens: int, page_size: int
     ) -> PrefixKey:
-        switch = num_base_tokens // page_size
-        return cls(adapter) if switch == 0 else cls(base, switch, adapter)
+        """Of a sequence whose first `num_base_tokens` the base model computes."""
+        key = cls(adapter)
+        key.switch_page, begin = divmod(num_base_tokens, page_size)
+        before: list[tuple[Owner, int]] = []
+        if key.switch_page:
+            before.append((Owner(base, 0), key.switch_page))
+        if begin:
+            before.append((Owner(adapter, begin), key.switch_page + 1))
+        key._runs = (*before, *key._runs)
+        return key
 
-    def at(self, page: int) -> Namespace:
-        if self.switch_page is None or page < self.switch_page:
-            return self.namespace
-        assert self.later_namespace is not None
-        return self.later_namespace
+    def at(self, page: int) -> Owner:
+        for owner, end in self._runs:
+            if page < end:
+                return owner
+        raise AssertionError("the last run has no end")
 
-    def run_end(self, page: int, end: int) -> int:
-        """How far from `page` on, at most to `end`, the namespace stays the same."""
-        if self.switch_page is None or page >= self.switch_page:
-            return end
-        return min(end, self.switch_page)
+    def run_end(self, page: int, most: int) -> int:
+        """How far from `page` on, at most to `most`, the owner stays the same."""
+        for _, end in self._runs:
+            if page < end:
+                return end if end < most else most
+        raise AssertionError("the last run has no end")
+
+    def first_page_of(self, namespaces: Container[Namespace]) -> int:
+        """The first page that any of these owns; beyond every page if none does."""
+        begin = 0
+        for owner, end in self._runs:
+            if owner.namespace in namespaces:
+                return begin
+            begin = end
+        return ENDLESS
 
     @property
     def namespaces(self) -> tuple[Namespace, ...]:
-        if self.later_namespace is None:
-            return (self.namespace,)
-        return (self.namespace, self.later_namespace)
+        return tuple(dict.fromkeys(owner.namespace for owner, _ in self._runs))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PrefixKey) and self._runs == other._runs
+
+    def __hash__(self) -> int:
+        return hash(self._runs)
 
 
 class PageHasher:
@@ -63,11 +109,11 @@ class PageHasher:
         """`identity` stands for model, dtype, page size and families: other bytes, other pages."""
         self.root = hashlib.blake2b(_framed(_DOMAIN, identity), digest_size=HASH_BYTES).digest()
         self.page_bytes = page_bytes
-        self._seeds: dict[Namespace, bytes] = {}
+        self._seeds: dict[Owner, bytes] = {}
 
-    def chain(self, parent: bytes, namespace: Namespace, keys: bytes) -> list[bytes]:
+    def chain(self, parent: bytes, owner: Owner, keys: bytes) -> list[bytes]:
         """The hashes of consecutive pages behind the page hashed `parent`."""
-        seed = self._seed(namespace)
+        seed = self._seed(owner)
         size, blake2b = self.page_bytes, hashlib.blake2b
         hashes = []
         # Fixed-size fields first and the tokens last: nothing needs a length of its own.
@@ -76,15 +122,18 @@ class PageHasher:
             hashes.append(parent)
         return hashes
 
-    def _seed(self, namespace: Namespace) -> bytes:
-        """The namespace in 32 bytes, part of every page's hash."""
-        seed = self._seeds.get(namespace)
+    def _seed(self, owner: Owner) -> bytes:
+        """The owner in 32 bytes, part of every page's hash."""
+        seed = self._seeds.get(owner)
         if seed is None:
-            adapter = b"base" if namespace.adapter is None else b"adapter" + namespace.adapter
-            salt = b"none" if namespace.salt is None else b"salt" + namespace.salt.encode()
-            framed = _framed(_DOMAIN, adapter, salt)
+            digest, tenant = owner.namespace
+            adapter = b"base" if digest is None else b"adapter" + digest
+            salt = b"none" if tenant is None else b"salt" + tenant.encode()
+            framed = _framed(_DOMAIN, adapter, salt, struct.pack("<Q", owner.begin))
             seed = hashlib.blake2b(framed, digest_size=HASH_BYTES).digest()
-            self._seeds[namespace] = seed
+            if len(self._seeds) >= _MAX_SEEDS:
+                self._seeds.clear()
+            self._seeds[owner] = seed
         return seed
 
 

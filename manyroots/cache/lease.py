@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from manyroots.cache.keys import PrefixKey
+from manyroots.cache.keys import ENDLESS, PrefixKey
 from manyroots.cache.matching import Limit
 from manyroots.cache.planes import NO_UNITS, Units
 from manyroots.cache.tree import ChildKey, Node
@@ -40,6 +40,7 @@ class Lease:
         "junction",
         "key",
         "limit",
+        "num_allowed_pages",
         "num_cached_tokens",
         "num_covered_tokens",
         "num_host_tokens",
@@ -58,7 +59,7 @@ class Lease:
         """What is only annotated here is set by whoever makes the lease."""
         self.key = key
         self.serial = serial
-        """Leases of a namespace made before it was evicted never publish into it again."""
+        """Order of creation."""
         self.cursor = cursor
         """Deepest node of the tree on this request's path, as of its last publication."""
         self.tables: list[Units] = [NO_UNITS] * num_families
@@ -96,6 +97,9 @@ class Lease:
         self.num_prompt_tokens: int
         self.junction: int
         """How far the index knew the tokens, in pages: where others part from this request."""
+        self.num_allowed_pages = ENDLESS
+        """How many pages, from the front, it may publish: none in a namespace that was evicted
+        while it was open. Part of the lease, so that nothing outlasts it."""
         self.num_published_pages = 0
         """How many pages, from the front, have been offered to the tree."""
         self.ahead: ChildKey | None

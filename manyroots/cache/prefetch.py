@@ -29,13 +29,13 @@ class Ticket:
     first: int
     keys: bytes
     """Tokens of the pages from `first` on."""
-    serial: int
-    """Asked before its namespace was evicted, the answer is published nowhere."""
     patience_steps: int | None
     """For how many steps the request should wait for it; None is as long as it takes. Whether or
     not it does, the answer is taken when it comes."""
     units: dict[CopyId, tuple[Plane, Units]] = field(default_factory=dict)
     arrived: dict[CopyId, Bools] = field(default_factory=dict)
+    is_barred: bool = False
+    """A namespace of it was evicted since: the answer is published nowhere."""
 
     def hashes(self, hasher: PageHasher, parent: bytes) -> list[bytes]:
         """The hash of each page, behind the page hashed `parent`."""
@@ -104,7 +104,7 @@ class Prefetcher:
         answers = [(plane, units, ticket.arrived[i]) for i, (plane, units) in ticket.units.items()]
         supports = [arrived for plane, _, arrived in answers if plane.index in spine]
         count = _useful(supports, any(p.family.is_ordered for p in index.layout.spine))
-        if count and self._publisher.may_publish(ticket.key, ticket.serial):
+        if count and not ticket.is_barred:
             keys = ticket.keys[: count * index.layout.page_size * 4]
             self._publish(ticket, count, keys, answers)
         for plane, units, _ in answers:

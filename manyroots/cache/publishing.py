@@ -12,11 +12,10 @@ import numpy as np
 
 from manyroots.cache.eviction import Evictor
 from manyroots.cache.index import Index
-from manyroots.cache.keys import PrefixKey
 from manyroots.cache.lease import Checkpoint, Lease
 from manyroots.cache.planes import ABSENT, Plane, Units
 from manyroots.cache.tree import TOKEN_BYTES, Node
-from manyroots.ids import Namespace, StepId
+from manyroots.ids import StepId
 from manyroots.step import Int32s
 
 
@@ -36,8 +35,6 @@ class Publisher:
         """By step: nodes that were announced, each list with the serial of its lease."""
         self._filled: dict[StepId, dict[tuple[int, int], tuple[Node, int]]] = {}
         """By (plane, unit), node and depth: what a step being run fills in nodes older than it."""
-        self._barred: dict[Namespace, int] = {}
-        """Leases with this serial or an earlier one publish no more into the namespace."""
         self._committed = StepId(0)
         self._tick = 0
         # Then only the ends of paths are ever loose.
@@ -62,13 +59,6 @@ class Publisher:
             while current is not None and current.last_arrived != tick:
                 current.last_arrived = tick
                 current = current.parent
-
-    def bar(self, namespace: Namespace, serial: int) -> None:
-        self._barred[namespace] = serial
-
-    def forget_bars(self) -> None:
-        """No lease is open: nobody is left to be barred."""
-        self._barred.clear()
 
     def announce(self, lease: Lease, tokens: Int32s, num_tokens: int, step_id: StepId) -> None:
         """Step `step_id`, being planned, will have computed the first `num_tokens` of `tokens`:
@@ -141,7 +131,7 @@ class Publisher:
                 return [leaf]
         if num_full <= lease.num_published_pages:
             return []
-        num_full = self._allowed(lease, num_full)
+        num_full = min(num_full, lease.num_allowed_pages)
         cursor, first = self._whence(lease, tokens)
         if num_full <= first:
             return []
@@ -169,7 +159,7 @@ class Publisher:
             return node, min(end, node.end)  # what is held stays, so that nobody takes its place
         while node.parent is not None:
             stop = min(node.end, end)
-            if node.first < stop and node.namespace == lease.key.at(node.first):
+            if node.first < stop and node.owner == lease.key.at(node.first):
                 keys = tokens[node.first * self._page_size : stop * self._page_size].tobytes()
                 shared = self._index.tree.shared_run(node, keys, 0, node.first, stop)
                 if shared:
@@ -183,7 +173,9 @@ class Publisher:
         """As `publish`, for nearly all there is to publish: pages behind the last one, where
         nobody else has been. None if it is not as simple as that."""
         cursor, first = lease.cursor, lease.num_published_pages
-        if end <= first or cursor.end != first or not cursor.is_attached or self._barred:
+        if end <= first or cursor.end != first or not cursor.is_attached:
+            return None
+        if end > lease.num_allowed_pages:
             return None
         if lease.key.run_end(first, end) != end:
             return None
@@ -194,7 +186,7 @@ class Publisher:
         if page in cursor.children:
             return None
         leaf, units = cursor, lease.tables[0][first:end]
-        if lengthen and not cursor.children and cursor.namespace == page[0]:
+        if lengthen and not cursor.children and cursor.owner == page[0]:
             self._index.lengthen(cursor, keys, units)
         else:
             leaf = self._index.add_leaf(cursor, page, keys, units, step_id)
@@ -242,8 +234,8 @@ class Publisher:
         pool = self._index.pools[checkpoint.family]
         unit = np.array([checkpoint.unit], np.intp)
         node: Node | None = None
-        boundary = self._allowed(lease, checkpoint.boundary)
-        if boundary == checkpoint.boundary and boundary <= lease.num_published_pages:
+        boundary = checkpoint.boundary
+        if boundary <= min(lease.num_allowed_pages, lease.num_published_pages):
             node = self._node_at(lease.cursor, boundary - 1)
         if node is not None:
             place = np.array([boundary - 1 - node.first])
@@ -312,29 +304,6 @@ class Publisher:
                 self._index.pools[plane.index].hold(copies)
                 lease.copies += ((plane.index, copies),)
         return len(places) > 0
-
-    def _allowed(self, lease: Lease, num_pages: int) -> int:
-        """How many pages the lease may publish: none in a namespace evicted since it was made."""
-        if not self._barred:
-            return num_pages
-        key = lease.key
-        if self._is_barred(key.namespace, lease.serial):
-            return 0
-        later = key.later_namespace
-        if (
-            later is not None
-            and key.switch_page is not None
-            and self._is_barred(later, lease.serial)
-        ):
-            return min(num_pages, key.switch_page)
-        return num_pages
-
-    def may_publish(self, key: PrefixKey, serial: int) -> bool:
-        """Whether a question asked of storage may still be answered into the tree."""
-        return not any(self._is_barred(namespace, serial) for namespace in key.namespaces)
-
-    def _is_barred(self, namespace: Namespace, serial: int) -> bool:
-        return serial <= self._barred.get(namespace, -1)
 
     def _node_at(self, cursor: Node, depth: int) -> Node | None:
         node = nearest_attached(cursor)

@@ -1,7 +1,7 @@
 """A compressed radix tree over whole pages of tokens, with the units of each page by plane.
 
-A child is found by (namespace, tokens of its first page), so two namespaces part at the first page
-that differs in either: there is no sentinel page and no depth offset. Matching compares tokens
+A child is found by (owner, tokens of its first page), so two sequences part at the first page that
+differs in either: there is no sentinel page and no depth offset. Matching compares tokens
 exactly and changes nothing. Depths count pages from the root.
 
 Structure only: knows tokens and unit numbers; not who holds a unit, nor when one is evicted.
@@ -16,20 +16,20 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from manyroots.cache.keys import HASH_BYTES, PrefixKey
+from manyroots.cache.keys import HASH_BYTES, Owner, PrefixKey
 from manyroots.cache.planes import ABSENT, Units
 from manyroots.ids import Namespace, StepId
 
 TOKEN_BYTES = 4
 
-ChildKey = tuple[Namespace, bytes]
+ChildKey = tuple[Owner, bytes]
 Indices = npt.NDArray[np.intp]
 Places = slice | Indices
 """Pages of one node, counted from its own first."""
 
 
 class Node:
-    """A run of pages, of one namespace, that every path through it shares."""
+    """A run of pages, of one owner, that every path through it shares."""
 
     __slots__ = (
         "below",
@@ -42,8 +42,8 @@ class Node:
         "keys",
         "last_arrived",
         "last_used",
-        "namespace",
         "num_pages",
+        "owner",
         "parent",
         "queued",
         "serial",
@@ -54,7 +54,7 @@ class Node:
     def __init__(
         self,
         parent: Node | None,
-        namespace: Namespace | None,
+        owner: Owner | None,
         first: int,
         keys: bytes,
         hashes: bytes,
@@ -66,7 +66,8 @@ class Node:
         """None for the root. A node that has left the tree keeps it, so that whoever still points
         here finds the nearest node that is left."""
         self.is_attached = True
-        self.namespace = namespace
+        self.owner = owner
+        """None for the root alone."""
         self.first = first
         """Depth of the first page of this node."""
         self.keys = keys
@@ -93,6 +94,10 @@ class Node:
         self.queued = 0
         """Bit set of the planes whose eviction queue has this node."""
 
+    @property
+    def namespace(self) -> Namespace | None:
+        return None if self.owner is None else self.owner.namespace
+
 
 class Walk(NamedTuple):
     """The path that a prompt's tokens lead along."""
@@ -114,7 +119,7 @@ class PrefixTree:
         self.by_namespace: dict[Namespace, dict[int, Node]] = {}
         """Nodes of a namespace whose parent is of another, by serial: where it begins."""
         self.first_pages: Counter[tuple[str | None, bytes]] = Counter()
-        """By salt and tokens of a first page: how many namespaces have it."""
+        """By salt and tokens of a first page: how many owners have it."""
 
     def walk(
         self, key: PrefixKey, keys: bytes, max_pages: int
@@ -143,19 +148,19 @@ class PrefixTree:
         return nodes, depth, None
 
     def has_elsewhere(self, key: PrefixKey, page: bytes, walk: Walk) -> bool:
-        """Whether the page behind a walk, which its namespace does not have, is known in another
-        one: an adapter's or the base model's.
+        """Whether the page behind a walk, which its owner does not have, is known of another one:
+        an adapter's or the base model's.
 
         Never another tenant's (salt): who may not read what others have cached must not learn of it
         either. Behind the first page, where an adapter takes over, base is asked alone.
         """
         if walk.depth == 0:
-            return self.first_pages[key.at(0).salt, page] > 0
+            return self.first_pages[key.at(0).namespace.salt, page] > 0
         if walk.depth != key.switch_page:
             return False
         node = walk.nodes[-1]
         if node.end == walk.depth:
-            return (key.namespace, page) in node.children
+            return (key.at(0), page) in node.children
         return node.keys.startswith(page, (walk.depth - node.first) * self._page_bytes)
 
     def insert(
@@ -187,7 +192,7 @@ class PrefixTree:
                 if child is None:
                     break
                 node = child
-            if node.namespace == key.at(depth):
+            if node.owner == key.at(depth):
                 run_end = key.run_end(depth, end)
                 depth += self.shared_run(node, keys, depth - first, depth, run_end)
             if depth < min(node.end, end):
@@ -200,15 +205,15 @@ class PrefixTree:
         while depth < end:
             run_end = key.run_end(depth, end)
             own = keys[(depth - first) * self._page_bytes : (run_end - first) * self._page_bytes]
-            namespace = key.at(depth)
-            if lengthen and not node.children and node.namespace == namespace:
+            owner = key.at(depth)
+            if lengthen and not node.children and node.owner == owner:
                 units = [_absent(run_end - depth) for _ in range(self._num_planes)]
                 self.lengthen(node, own, units)
                 if not path or path[-1] is not node:
                     path.append(node)
             else:
                 units = [_absent(run_end - depth) for _ in range(self._num_planes)]
-                node = self.add(node, (namespace, own[: self._page_bytes]), own, units, step)
+                node = self.add(node, (owner, own[: self._page_bytes]), own, units, step)
                 path.append(node)
             depth = run_end
         return path
@@ -237,13 +242,13 @@ class PrefixTree:
         """
         parent = node.parent
         assert parent is not None
-        assert node.namespace is not None
+        assert node.owner is not None
         count = depth - node.first
         cut = count * self._page_bytes
         self._serial += 1
         upper = Node(
             parent,
-            node.namespace,
+            node.owner,
             node.first,
             node.keys[:cut],
             node.hashes[: count * HASH_BYTES],
@@ -253,8 +258,8 @@ class PrefixTree:
         )
         upper.counts = _counts(upper.units)
         upper.last_used, upper.last_arrived = node.last_used, node.last_arrived
-        parent.children[(node.namespace, node.keys[: self._page_bytes])] = upper
-        starts = self.by_namespace.get(node.namespace)
+        parent.children[(node.owner, node.keys[: self._page_bytes])] = upper
+        starts = self.by_namespace.get(node.owner.namespace)
         if starts is not None and starts.pop(node.serial, None) is not None:
             starts[upper.serial] = upper
         before = node.counts
@@ -266,7 +271,7 @@ class PrefixTree:
         for plane in range(self._num_planes):
             upper.below[plane] = int(node.counts[plane] > 0)
             parent.below[plane] += int(upper.counts[plane] > 0) - int(before[plane] > 0)
-        upper.children[(node.namespace, node.keys[: self._page_bytes])] = node
+        upper.children[(node.owner, node.keys[: self._page_bytes])] = node
         return upper
 
     def cut(self, node: Node, depth: int) -> list[Node]:
@@ -298,11 +303,11 @@ class PrefixTree:
         removed = list(self.subtree(node))
         parent = node.parent
         assert parent is not None
-        assert node.namespace is not None
+        assert node.owner is not None
         first_page = node.keys[: self._page_bytes]
-        del parent.children[(node.namespace, first_page)]
+        del parent.children[(node.owner, first_page)]
         if parent is self.root:
-            known = (node.namespace.salt, first_page)
+            known = (node.owner.namespace.salt, first_page)
             self.first_pages[known] -= 1
             if not self.first_pages[known]:
                 del self.first_pages[known]
@@ -311,10 +316,11 @@ class PrefixTree:
             parent.below[plane] -= int(node.counts[plane] > 0)
         for gone in removed:
             gone.is_attached = False
-            assert gone.namespace is not None
-            starts = self.by_namespace.get(gone.namespace)
+            assert gone.owner is not None
+            namespace = gone.owner.namespace
+            starts = self.by_namespace.get(namespace)
             if starts is not None and starts.pop(gone.serial, None) is not None and not starts:
-                del self.by_namespace[gone.namespace]
+                del self.by_namespace[namespace]
         return removed
 
     def _trim(self, node: Node, count: int) -> Node:
@@ -322,7 +328,7 @@ class PrefixTree:
         cut = count * self._page_bytes
         rest = Node(
             node.parent,
-            node.namespace,
+            node.owner,
             node.first + count,
             node.keys[cut:],
             node.hashes[count * HASH_BYTES :],
@@ -355,8 +361,9 @@ class PrefixTree:
     ) -> Node:
         """A new leaf, whose first page is `page`. Whoever brings units counts them."""
         self._serial += 1
-        namespace, first_page = page
-        node = Node(parent, namespace, parent.end, keys, b"", units, step, self._serial)
+        owner, first_page = page
+        namespace = owner.namespace
+        node = Node(parent, owner, parent.end, keys, b"", units, step, self._serial)
         parent.children[page] = node
         if parent is self.root:
             self.first_pages[namespace.salt, first_page] += 1

@@ -46,8 +46,15 @@ class _Sequence:
     min_tokens: int
     slot: AdapterSlot | None
     weights: AdapterDigest | None
+    weights_from: int
+    """The first position that these weights compute."""
     digests: list[int]
-    """Entry i stands for tokens[: i + 1], computed with these weights."""
+    """Entry i stands for tokens[: i + 1], each computed with the weights that compute it."""
+
+    def learn(self, token: int) -> None:
+        self.tokens.append(token)
+        digest = _next_digest(self.digests, token, self.weights, self.weights_from)
+        self.digests.append(digest)
 
 
 class FakeRunner:
@@ -156,8 +163,7 @@ class FakeRunner:
         for sequence, _, samples in spans:
             if samples:
                 tokens.append(self.next_token(sequence))
-                sequence.tokens.append(tokens[-1])
-                sequence.digests.extend(_digests([tokens[-1]], sequence.digests[-1]))
+                sequence.learn(tokens[-1])
         return tokens
 
     def _write(self, sequence: _Sequence, num_tokens: int) -> None:
@@ -258,21 +264,26 @@ class FakeRunner:
                 self._memory[copy.family, copy.target, unit] = list(content)
 
 
-def fake_next_token(history: list[int], vocab_size: int, weights: bytes | None = None) -> int:
-    """What the fake model, with an adapter's weights or its own, says after `history`."""
-    return _token_of(_digests(history, _start(weights))[-1], vocab_size)
+def fake_next_token(
+    history: list[int], vocab_size: int, weights: bytes | None = None, weights_from: int = 0
+) -> int:
+    """What the fake model says after `history`, with an adapter's weights from a position on."""
+    return _token_of(_digests(history, weights, weights_from)[-1], vocab_size)
 
 
-def _start(weights: bytes | None) -> int:
-    return 17 if weights is None else int.from_bytes(weights, "little") * 2 + 18
-
-
-def _digests(tokens: list[int], state: int) -> list[int]:
-    states = []
+def _digests(tokens: list[int], weights: bytes | None, weights_from: int) -> list[int]:
+    digests: list[int] = []
     for token in tokens:
-        state = (state * 6364136223846793005 + token + 1) % 2**64
-        states.append(state)
-    return states
+        digests.append(_next_digest(digests, token, weights, weights_from))
+    return digests
+
+
+def _next_digest(before: list[int], token: int, weights: bytes | None, weights_from: int) -> int:
+    """Of a token behind those digested so far; carries the weights that computed each of them."""
+    state = before[-1] if before else 17
+    if weights is not None and len(before) >= weights_from:
+        state += int.from_bytes(weights, "little") * 2 + 1
+    return (state * 6364136223846793005 + token + 1) % 2**64
 
 
 def _token_of(digest: int, vocab_size: int) -> int:
@@ -295,5 +306,6 @@ def _arrive(arrival: Arrival, weights: AdapterDigest | None) -> _Sequence:
         min_tokens=arrival.sampling.min_tokens,
         slot=arrival.adapter_slot,
         weights=weights,
-        digests=_digests(tokens, _start(weights)),
+        weights_from=arrival.adapter_from,
+        digests=_digests(tokens, weights, arrival.adapter_from),
     )

@@ -92,7 +92,11 @@ class Request:
         if hold is not None and hold.version.invocation_tokens is not None:
             self.adapter_from = invoked_at(submit.prompt, hold.version.invocation_tokens)
             base = Namespace(adapter=None, salt=namespace.salt)
-            self.key = PrefixKey.activated(base, namespace, self.adapter_from, page_size)
+            self.key = (
+                PrefixKey(base)
+                if self.adapter_from == NEVER
+                else PrefixKey.activated(base, namespace, self.adapter_from, page_size)
+            )
         self.group = (None if hold is None else hold.digest, namespace.salt)
         """Adapter and tenant."""
         self.stop_ids = frozenset(submit.stop_ids)

@@ -18,7 +18,7 @@ from manyroots.cache.audit import audit
 from manyroots.cache.events import PagesStored
 from manyroots.cache.families.family import Family
 from manyroots.cache.families.full import FULL_ATTENTION
-from manyroots.cache.keys import PageHasher, PrefixKey
+from manyroots.cache.keys import Owner, PageHasher, PrefixKey
 from manyroots.cache.outcomes import Ending
 from manyroots.cache.planes import ABSENT, Capacity, Plane
 from manyroots.cache.policies import FREE_LOADS, CachePolicies, LoadCosts, WriteBack
@@ -160,8 +160,8 @@ def page_hash(path: Path, page_size: int) -> bytes:
     hasher = PageHasher(b"model", page_size * 4)
     if not path:
         return hasher.root
-    namespace, tokens = path[-1]
-    [found] = hasher.chain(page_hash(path[:-1], page_size), namespace, tokens)
+    owner, tokens = path[-1]
+    [found] = hasher.chain(page_hash(path[:-1], page_size), owner, tokens)
     return found
 
 
@@ -394,14 +394,14 @@ class Machine:
         assert finished or not gained
         for plane, path in gained:
             assert self.layout.planes[plane].family.is_state
-            assert not self.barred[id(sequence)] & {namespace for namespace, _ in path}
+            assert not self.barred[id(sequence)] & {owner.namespace for owner, _ in path}
 
     def evict_namespace(self, namespace: Namespace) -> None:
         before = self.cache.stats().planes
         evicted = self.cache.evict_namespace(namespace)
         kept = {
             entry: unit for entry, unit in self.now.items()
-            if all(space != namespace for space, _ in entry[1])
+            if all(owner.namespace != namespace for owner, _ in entry[1])
         }  # fmt: skip
         self.changed("evict_namespace")
         assert self.now == kept
@@ -504,12 +504,12 @@ class Machine:
             if not isinstance(event, PagesStored):
                 for digest in event.hashes:
                     path = there.pop(digest)
-                    assert path[-1][0] == event.namespace
+                    assert path[-1][0] == (event.namespace, event.begin)
                 continue
             for i, digest in enumerate(event.hashes):
                 assert digest not in there, "stored twice"
                 tokens = event.tokens[i * size * 4 : (i + 1) * size * 4]
-                there[digest] = ((event.namespace, tokens),)
+                there[digest] = ((Owner(event.namespace, event.begin), tokens),)
         spine = [p for p in self.layout.planes if p.family.is_ordered] or [*self.layout.planes]
         for tier, there in self.mirror.items():
             first = next((plane.index for plane in spine if plane.tier is tier), None)
@@ -573,7 +573,7 @@ class Machine:
             evicted = self.asked.pop(copy.copy_id)
             for plane, path in gained:
                 assert self.layout.planes[plane].tier is Tier.HOST
-                assert not evicted & {namespace for namespace, _ in path}
+                assert not evicted & {owner.namespace for owner, _ in path}
             return
         paths = [path for each, _ in answers for path in self.copied.pop(each.copy_id)]
         if target is None:
@@ -630,14 +630,17 @@ class Machine:
         if number < len(NAMESPACES):
             return PrefixKey(NAMESPACES[number])
         size = self.hand.page_size
-        return PrefixKey.activated(BASE, NAMESPACES[number - 2], 2 * size, size)
+        # The last of them begin inside the same page, each elsewhere.
+        num_base_tokens = 2 * size + number - len(NAMESPACES)
+        return PrefixKey.activated(BASE, ADAPTER_A, num_base_tokens, size)
 
     def path(self, sequence: Sequence, num_pages: int) -> Path:
         return path_of(sequence.key, sequence.tokens, num_pages, self.hand.page_size)
 
     def allowed(self, sequence: Sequence, num_pages: int) -> int:
         barred = self.barred[id(sequence)]
-        return next((i for i in range(num_pages) if sequence.key.at(i) in barred), num_pages)
+        spaces = (sequence.key.at(page).namespace for page in range(num_pages))
+        return next((page for page, space in enumerate(spaces) if space in barred), num_pages)
 
     def held(self, sequence: Sequence) -> set[tuple[int, int]]:
         lease = sequence.held

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,12 +14,13 @@ from manyroots.cache.audit import audit
 from manyroots.cache.cache import PrefixCache
 from manyroots.cache.events import PagesRemoved, PagesStored
 from manyroots.cache.families.full import FULL_ATTENTION
-from manyroots.cache.keys import PageHasher, PrefixKey
+from manyroots.cache.keys import Owner, PageHasher, PrefixKey
 from manyroots.cache.outcomes import Ending
 from manyroots.cache.planes import Capacity
 from manyroots.cache.policies import CachePolicies, WriteBack
-from manyroots.ids import AdapterDigest, Namespace, Tier
+from manyroots.ids import AdapterDigest, Namespace, RequestId, Tier
 from manyroots.messages import Submit
+from manyroots.sampling import SamplingParams
 from tests.by_hand import (
     ADAPTER_A,
     ADAPTER_B,
@@ -53,6 +55,17 @@ def capacities(mix: str, *, device: int = 16, host: int = 0) -> list[Capacity]:
         "state": recurrent(1),
     }
     return [Capacity(families[name], device, host) for name in MIXES[mix]]
+
+
+def activated_capacities(mix: str) -> list[Capacity]:
+    """As `capacities`, with room for nine prompts and windows for pages of 4."""
+    families = {
+        "full": FULL_ATTENTION,
+        "window": window(6, 4),
+        "wide": window(9, 4, "wide"),
+        "state": recurrent(1),
+    }
+    return [Capacity(families[name], 64) for name in MIXES[mix]]
 
 
 def free(hand: ByHand) -> list[int]:
@@ -98,7 +111,7 @@ def test_n02_the_base_model_behaves_the_same_whether_or_not_adapters_are_used() 
             hits.append(hand.serve(PLAIN, [*PROMPT[: 3 + number], 9, 9]))
             hand.settle()
         events = [event for event in hand.cache.take_events() if event.namespace == BASE]
-        pages = {path for _, path in resident(hand.cache) if path[0][0] == BASE}
+        pages = {path for _, path in resident(hand.cache) if path[0][0].namespace == BASE}
         return hits, events, pages
 
     assert base_side(with_adapters=False) == base_side(with_adapters=True)
@@ -168,14 +181,17 @@ def test_n10_no_namespace_key_or_field_of_it_has_a_default() -> None:
         Namespace(adapter=AdapterDigest(b"a"))  # type: ignore[call-arg]
     with pytest.raises(TypeError):
         PrefixKey()  # type: ignore[call-arg]
-    namespace = next(f for f in dataclasses.fields(Submit) if f.name == "namespace")
-    assert namespace.default is dataclasses.MISSING
+    for field in dataclasses.fields(Submit):
+        if field.name in ("namespace", "adapter"):  # whose pages, and whose weights
+            assert field.default is field.default_factory is dataclasses.MISSING, field
+    with pytest.raises(TypeError, match="adapter"):
+        Submit(RequestId(1), [1], BASE, SamplingParams(), 0, ())  # type: ignore[call-arg]
     methods: list[tuple[Callable[..., object], str]] = [
         (PrefixCache.lookup, "key"),
         (PrefixCache.claim, "key"),
         (PrefixCache.prefetch, "key"),
         (PrefixCache.evict_namespace, "namespace"),
-        (PageHasher.chain, "namespace"),
+        (PageHasher.chain, "owner"),
     ]
     for method, name in methods:
         parameter = inspect.signature(method).parameters[name]
@@ -200,7 +216,7 @@ def test_n11_every_pages_hash_carries_the_namespace_and_parents_chain() -> None:
         hand.end(sequence)
         events = stored(hand)
         chain = [digest for event in events for digest in event.hashes]
-        assert [event.namespace for event in events] == [key.namespace] * 3
+        assert [(event.namespace, event.begin) for event in events] == [key.at(0)] * 3
         assert [event.parent for event in events] == [None, *chain[:-1]]
         hashes[key] = chain
     pages = [digest for chain in hashes.values() for digest in chain]
@@ -463,8 +479,66 @@ class TestActivated:
     def test_n22_an_invocation_in_the_first_page_leaves_nothing_to_base(self) -> None:
         """N22: a page with one token of the adapter's is the adapter's."""
         key = PrefixKey.activated(BASE, ADAPTER_A, num_base_tokens=1, page_size=2)
-        assert key == A
-        assert [self.KEY.at(page) for page in range(4)] == [BASE, BASE, ADAPTER_A, ADAPTER_A]
+        assert [key.at(page) for page in range(2)] == [(ADAPTER_A, 1), (ADAPTER_A, 0)]
+        assert PrefixKey.activated(BASE, ADAPTER_A, num_base_tokens=0, page_size=2) == A
+        owners = [self.KEY.at(page) for page in range(4)]
+        assert owners == [(BASE, 0), (BASE, 0), (ADAPTER_A, 1), (ADAPTER_A, 0)]
+
+    @pytest.mark.parametrize("mix", MIXES)
+    def test_n23_where_an_adapter_begins_in_a_page_is_part_of_its_key(self, mix: str) -> None:
+        """N23: the same tokens, with the adapter from every token on. Each finds what was computed
+        alike and no more: pages wholly before both beginnings. What is found is read, too."""
+        prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+        keys = [PrefixKey.activated(BASE, ADAPTER_A, begin, page_size=4) for begin in range(9)]
+        for one in range(9):
+            hand = ByHand(*activated_capacities(mix), page_size=4)
+            hand.serve(keys[one], prompt)
+            for other in range(9):
+                alike = min(one, other) // 4 * 4 if one != other else 8
+                assert hand.found(keys[other], prompt) == alike
+            for other in range(9):
+                hand.serve(keys[other], prompt)
+            assert [hand.found(key, prompt) for key in keys] == [8] * 9
+
+    def test_n23_pages_behind_are_found_below_their_own_beginning_only(self) -> None:
+        """N23: they have the adapter's key and the same tokens, and differ by what leads there."""
+        prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]
+        hand = ByHand(Capacity(FULL_ATTENTION, 64))
+        begins = [PrefixKey.activated(BASE, ADAPTER_A, begin, 2) for begin in (3, 2, 1, 0)]
+        for number, key in enumerate(begins):
+            hand.serve(key, prompt)
+            longer = {path for _, path in resident(hand.cache) if len(path) == 5}
+            assert len(longer) == number + 1
+            assert {path[4] for path in longer} == {(key.at(4), ints(9, 10).tobytes())}
+        starts = hand.cache.index.tree.by_namespace[ADAPTER_A]
+        assert len(starts) == 4, "what lies below a beginning goes with it"
+        hand.cache.evict_namespace(ADAPTER_A)
+        audit(hand.cache)
+        assert {path for _, path in resident(hand.cache)} == {path_of(PLAIN, prompt, 1, 2)}
+
+    def test_n23_hashes_events_and_storage_keys_carry_the_beginning(self) -> None:
+        """N23, N11, K02: a page in which the adapter begins is another page outside, too, and so is
+        all behind it; an event says where it begins."""
+        policies = CachePolicies(
+            records_events=True, uses_storage=True, write_back=WriteBack.THROUGH
+        )
+        pages: dict[int, list[bytes]] = {}
+        for begin in range(4):
+            hand = ByHand(Capacity(FULL_ATTENTION, 16, 16), policies=policies, page_size=4)
+            key = PrefixKey.activated(BASE, ADAPTER_A, begin, page_size=4)
+            hand.serve(key, [1, 2, 3, 4, 5, 6, 7, 8, 9])
+            hand.settle()
+            told = [event for event in stored(hand) if event.tier is Tier.DEVICE]
+            hand.cache.evict_namespace(ADAPTER_A)
+            gone = [e for e in hand.cache.take_events() if e.tier is Tier.DEVICE]
+            assert sorted((e.namespace, e.begin, e.hashes) for e in told) == sorted(
+                (e.namespace, e.begin, e.hashes) for e in gone
+            )
+            assert told[0].begin == begin
+            assert {event.begin for event in told[1:]} <= {0}
+            pages[begin] = [digest for event in told for digest in event.hashes]
+            assert {digest for _, digest in hand.storage} == set(pages[begin])
+        assert len({digest for hashes in pages.values() for digest in hashes}) == 8
 
     def test_n22_hashes_chain_across_the_invocation(self) -> None:
         """N22, N11: storage gives back both parts, to the same key only."""
@@ -496,8 +570,8 @@ def test_n11_no_field_of_a_namespace_can_be_mistaken_for_another(
     """N11, N04: empty fields and fields that spell others hash to other pages."""
     hasher = PageHasher(b"model", 8)
     keys = np.zeros(2, np.int32).tobytes()
-    other = change(BASE)
-    assert hasher.chain(hasher.root, BASE, keys) != hasher.chain(hasher.root, other, keys)
+    one, other = Owner(BASE, 0), Owner(change(BASE), 0)
+    assert hasher.chain(hasher.root, one, keys) != hasher.chain(hasher.root, other, keys)
     assert PageHasher(b"model2", 8).root != hasher.root
 
 
@@ -507,3 +581,52 @@ def test_n07_a_dropped_lease_leaves_its_pages_in_its_own_namespace() -> None:
     hand.end(hand.run(A, PROMPT, max_output=3), Ending.DROPPED)
     assert hand.found(A, PROMPT) == 6
     assert hand.found(PLAIN, PROMPT) == hand.found(B, PROMPT) == 0
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_n03_an_adapter_finds_and_takes_what_base_does(mix: str) -> None:
+    """N03: the same prompts with an adapter and without one, side by side: as many tokens found
+    before and after each, and as many pages free, cached and held while it runs and afterwards."""
+    prompts = [PROMPT, PROMPT, [*PROMPT, 8, 9, 10], PROMPT[:5], [1, 2, 3, 9, 9, 9], PROMPT[:3]]
+
+    def side(key: PrefixKey) -> list[object]:
+        hand = ByHand(*capacities(mix))
+        seen: list[object] = []
+        for prompt in prompts:
+            seen.append(hand.found(key, prompt))
+            running = hand.run(key, prompt)
+            seen.append((running.held.num_cached_tokens, hand.cache.stats().planes))
+            hand.end(running)
+            seen.append((hand.found(key, prompt), hand.cache.stats().planes))
+        return seen
+
+    base = side(PLAIN)
+    assert side(A) == base
+    assert side(PrefixKey(Namespace(adapter=ADAPTER_A.adapter, salt="tenant"))) == base
+    assert base[2] == (6, base[2][1])  # type: ignore[index]  # all but the page of the last token
+
+
+def test_n13_leases_that_go_on_do_not_slow_down_those_that_came_after_an_eviction() -> None:
+    """N13: what an eviction forbids ends with the leases that were open then. On a busy server
+    some lease is always open; new ones publish in the quick way all the same."""
+    hand = ByHand(Capacity(FULL_ATTENTION, 64))
+    before, bases = hand.claim(A, PROMPT), hand.claim(PLAIN, [9, 9, 9])
+    hand.cache.evict_namespace(ADAPTER_A)
+    others = [before, bases]
+    inserted: list[object] = []
+    insert = hand.cache.index.tree.insert
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        inserted.append(arguments)
+        return insert(*arguments, **named)
+
+    hand.cache.index.tree.insert = counted  # type: ignore[method-assign]
+    hand.plan(bases)
+    hand.commit()
+    assert hand.found(PLAIN, [9, 9, 9]) == 2, "base's requests have nothing to do with it"
+    for number in range(3):
+        others.append(hand.run(A, [20 + number, *PROMPT], max_output=3))
+        hand.end(others.pop(0))  # so that there is always one
+        assert hand.cache.open_leases
+        assert hand.found(A, [20 + number, *PROMPT]) == 6
+    assert not inserted, "pages where nobody has been are published the slow way"

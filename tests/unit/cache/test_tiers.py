@@ -7,11 +7,11 @@ import pytest
 from manyroots.cache.audit import audit
 from manyroots.cache.events import PagesRemoved, PagesStored
 from manyroots.cache.families.full import FULL_ATTENTION
-from manyroots.cache.keys import PrefixKey
+from manyroots.cache.keys import Owner, PrefixKey
 from manyroots.cache.outcomes import Ending, Refusal
 from manyroots.cache.planes import Capacity
 from manyroots.cache.policies import CachePolicies, LoadCosts, WriteBack
-from manyroots.ids import Namespace, Tier
+from manyroots.ids import Tier
 from manyroots.step import Copy
 from tests.by_hand import ADAPTER_A, BASE, ByHand, Path, ints, path_of, recurrent, resident, window
 
@@ -591,7 +591,7 @@ class Mirror:
     """A router that knows nothing but the events."""
 
     def __init__(self) -> None:
-        self.pages: dict[Tier, dict[bytes, tuple[Namespace, bytes, bytes | None]]] = {
+        self.pages: dict[Tier, dict[bytes, tuple[Owner, bytes, bytes | None]]] = {
             Tier.DEVICE: {}, Tier.HOST: {},
         }  # fmt: skip
 
@@ -600,7 +600,7 @@ class Mirror:
             pages = self.pages[event.tier]
             if isinstance(event, PagesRemoved):
                 for digest in event.hashes:
-                    assert pages.pop(digest)[0] == event.namespace
+                    assert pages.pop(digest)[0] == (event.namespace, event.begin)
                 continue
             assert isinstance(event, PagesStored)
             parent = event.parent
@@ -608,7 +608,7 @@ class Mirror:
             for i, digest in enumerate(event.hashes):
                 assert digest not in pages, "stored twice"
                 tokens = event.tokens[i * size : (i + 1) * size]
-                pages[digest] = (event.namespace, tokens, parent)
+                pages[digest] = (Owner(event.namespace, event.begin), tokens, parent)
                 parent = digest
 
     def paths(self, tier: Tier) -> set[Path]:
@@ -616,8 +616,8 @@ class Mirror:
         every = self.pages[Tier.DEVICE] | self.pages[Tier.HOST]
 
         def path(digest: bytes) -> Path:
-            namespace, tokens, parent = every[digest]
-            return (*(path(parent) if parent is not None else ()), (namespace, tokens))
+            owner, tokens, parent = every[digest]
+            return (*(path(parent) if parent is not None else ()), (owner, tokens))
 
         return {path(digest) for digest in self.pages[tier]}
 
@@ -640,10 +640,11 @@ def test_k02_a_consumer_of_the_events_mirrors_the_index_exactly_on_each_tier(
         for tier, plane in ((Tier.DEVICE, 0), (Tier.HOST, 2)):
             assert mirror.paths(tier) == {path for p, path in now if p == plane}
 
-    keys = [KEY, PrefixKey(ADAPTER_A), PrefixKey.activated(BASE, ADAPTER_A, 4, 2)]
+    begins = [PrefixKey.activated(BASE, ADAPTER_A, begin, 2) for begin in (4, 3, 1)]
+    keys = [KEY, PrefixKey(ADAPTER_A), *begins]
     for number in range(24):
         prompt = [1 + number % 2, 2, 3 + number % 3, 4, 5 + number % 5, 6, 7]
-        sequence = hand.run(keys[number % 3], prompt, max_output=number % 3)
+        sequence = hand.run(keys[number % 5], prompt, max_output=number % 3)
         check()
         hand.end(sequence)
         hand.take_copies()

@@ -7,12 +7,15 @@ import numpy as np
 from manyroots.cache.keys import PrefixKey
 from manyroots.cache.planes import ABSENT
 from manyroots.cache.tree import PrefixTree
-from manyroots.ids import Namespace, StepId
+from manyroots.ids import AdapterDigest, Namespace, StepId
 from tests.seeded import Draw, for_seeds
 
-BASE = PrefixKey(Namespace(adapter=None, salt=None))
+PLAIN = Namespace(adapter=None, salt=None)
+ADAPTER = Namespace(adapter=AdapterDigest(b"a"), salt=None)
+BASE = PrefixKey(PLAIN)
 SALTED = PrefixKey(Namespace(adapter=None, salt="s"))
-SWITCHED = PrefixKey(BASE.namespace, 1, SALTED.namespace)
+ADAPTED = PrefixKey(ADAPTER)
+ACTIVATED = [PrefixKey.activated(PLAIN, ADAPTER, begin, 2) for begin in (1, 2, 3)]
 PAGE = 2
 
 
@@ -41,12 +44,12 @@ def match(tree: PrefixTree, key: PrefixKey, tokens: list[int]) -> list[int]:
 
 @for_seeds(600)
 def test_r02_matches_equal_a_dictionary_of_prefixes(draw: Draw) -> None:
-    """R02, N22: whatever was inserted, also by keys that switch namespaces behind the first page,
-    a match is the longest prefix that a dictionary holds."""
+    """R02, N22, N23: whatever was inserted, also by keys whose adapter begins inside or behind a
+    page, a match is the longest prefix that a dictionary holds."""
 
     def some() -> tuple[PrefixKey, list[int], bool]:
         tokens = draw.list_of(lambda: draw.integer(0, 1), most=12)
-        return draw.choice((BASE, SALTED, SWITCHED)), tokens, draw.flag()
+        return draw.choice((BASE, SALTED, ADAPTED, *ACTIVATED)), tokens, draw.flag()
 
     entries, (key, prompt, _) = draw.list_of(some, most=12), some()
 
@@ -80,8 +83,8 @@ def test_n04_no_tokens_can_forge_a_namespace() -> None:
 
 
 def test_n03_a_namespace_costs_no_page_and_no_depth() -> None:
-    """N03: base and salted prompts take the same number of pages and match to the same depth."""
-    for key in (BASE, SALTED):
+    """N03: an adapter's and a tenant's prompts take as many pages as base's, as deep."""
+    for key in (BASE, SALTED, ADAPTED):
         tree = PrefixTree(PAGE, 1)
         insert(tree, key, [1, 2, 3, 4], 0, lengthen=False)
         assert match(tree, key, [1, 2, 3, 4]) == [0, 1]

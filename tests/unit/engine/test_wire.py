@@ -15,7 +15,7 @@ from manyroots.sampling import SamplingParams
 
 def test_a_prompt_crosses_as_four_bytes_a_token() -> None:
     namespace = Namespace(adapter=AdapterDigest(b"a" * 32), salt="tenant")
-    submit = Submit(RequestId(5), [1, 2, 150_000], namespace, SamplingParams(), 7, (2,))
+    submit = Submit(RequestId(5), [1, 2, 150_000], namespace, SamplingParams(), 7, (2,), None)
     frames = encode(Kind.SUBMIT, submit)
     assert len(frames[2]) == 12
     kind, body = decode(frames)

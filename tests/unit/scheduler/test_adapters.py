@@ -226,6 +226,44 @@ def test_w04_unload_in_mid_decode_lets_running_requests_finish() -> None:
     assert engine.adapters.stats().num_on_device == 0
 
 
+def test_n13_the_last_request_of_an_unloaded_adapter_takes_its_pages_along() -> None:
+    """N13: one that began after the unload publishes what it computes, since others of the version
+    may still come to it; when the last is over all of it goes, with no second call."""
+    engine = Deciding(max_loras=1, max_num_seqs=1)
+    digest = load(engine, "a")
+    requests = [submit(number, list(range(10)), adapter="a") for number in range(3)]
+    for request in requests:
+        engine.loop.handle(request)
+    for _ in range(3):
+        engine.step()
+    engine.scheduler.unload_adapter(AdapterName("a"))
+    engine.run()
+    assert [engine.tokens(n) for n in range(3)] == [expected_tokens(requests[0], digest)] * 3
+    assert engine.last(2).num_cached_tokens == 8, "the last found nothing of the one before it"
+    [pages] = engine.cache.stats().planes
+    assert pages.num_free == pages.num_units
+    assert not [*engine.cache.index.tree.nodes()]
+
+
+def test_n03_an_adapters_request_finds_as_much_as_bases() -> None:
+    """N03: cached tokens and pages in use, request by request, are those of base."""
+    prompts = [list(range(length)) for length in (9, 9, 17, 8, 16, 4, 30)]
+    sides = []
+    for name in (None, "a"):
+        engine = Deciding(max_loras=1, num_pages=32)
+        load(engine, "a")
+        seen: list[tuple[int, int, int]] = []
+        for number, prompt in enumerate(prompts):
+            engine.loop.handle(submit(number, prompt, adapter=name))
+            engine.run()
+            [pages] = engine.cache.stats().planes
+            cached = engine.last(number).num_cached_tokens
+            seen.append((cached, pages.num_free, pages.num_cached))
+        sides.append(seen)
+    assert [cached for cached, _, _ in sides[0]] == [0, 8, 8, 4, 12, 0, 16]
+    assert sides[1] == sides[0]
+
+
 def test_w05_a_retracted_request_of_an_unloading_adapter_resumes_with_it() -> None:
     """W05: retraction keeps the hold on the old version."""
     engine = Deciding(num_pages=8, page_size=4, max_loras=2)

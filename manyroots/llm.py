@@ -115,27 +115,34 @@ class LLM:
         *,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         cache_salt: str | None = None,
+        priority: int | Sequence[int] = 0,
     ) -> list[RequestOutput]:
         """Complete each prompt; together, so that they share steps and prefixes.
 
         `sampling_params`: by default those that the model's makers recommend.
         `lora_request`: one adapter for all, or one per prompt with None for the base model.
+        `priority`: with scheduling_policy="priority", one for all or one per prompt; the lower,
+        the more important.
         """
         batch = _as_list(prompts)
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         params = _per_prompt(sampling_params, len(batch))
         adapters = [self._note(item) for item in _lora_per_prompt(lora_request, len(batch))]
+        priorities = _priority_per_prompt(priority, len(batch))
         namespace = Namespace(adapter=None, salt=cache_salt)
         sequences: dict[RequestId, _Sequence] = {}
         submits: list[Submit] = []
         results: list[RequestOutput] = []
-        for prompt, sampling, adapter in zip(batch, params, adapters, strict=True):
+        asked = zip(batch, params, adapters, priorities, strict=True)
+        for prompt, sampling, adapter, importance in asked:
             text = prompt if isinstance(prompt, str) else None
             tokens = self._door.encode(prompt) if isinstance(prompt, str) else list(prompt)
             result = RequestOutput(text, tokens, [])
             results.append(result)
-            made = self._door.submits(tokens, sampling, namespace, self._next_id, adapter=adapter)
+            made = self._door.submits(
+                tokens, sampling, namespace, self._next_id, adapter=adapter, priority=importance
+            )
             for index, submit in enumerate(made):
                 output = CompletionOutput(index)
                 result.outputs.append(output)
@@ -159,13 +166,18 @@ class LLM:
         *,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         cache_salt: str | None = None,
+        priority: int | Sequence[int] = 0,
     ) -> list[RequestOutput]:
-        """Answer each conversation, by the model's chat template."""
+        """Answer each conversation, by the model's chat template. The rest is as in `generate`."""
         chats: list[Sequence[Message]]
         chats = [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)  # type: ignore[arg-type,list-item]
         prompts = [self._render(chat) for chat in chats]
         return self.generate(
-            prompts, sampling_params, lora_request=lora_request, cache_salt=cache_salt
+            prompts,
+            sampling_params,
+            lora_request=lora_request,
+            cache_salt=cache_salt,
+            priority=priority,
         )
 
     def stream_chat(
@@ -336,6 +348,17 @@ def _per_prompt(
             field="sampling_params",
         )
     return list(params)
+
+
+def _priority_per_prompt(given: int | Sequence[int], count: int) -> list[int]:
+    if not isinstance(given, Sequence):
+        return [given] * count
+    if len(given) != count:
+        raise RequestError(
+            f"{count} prompts came with {len(given)} priorities; give one for all, or one each.",
+            field="priority",
+        )
+    return list(given)
 
 
 def _lora_per_prompt(

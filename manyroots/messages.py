@@ -47,7 +47,7 @@ class Submit:
     and puts its content into the namespace. None is the base model, as the namespace then says
     too."""
     priority: int = 0
-    """With the priority policy: lower begins first."""
+    """With the priority policy: the lower, the more important. 0 with every other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +211,7 @@ class EngineInfo:
     eos_token_ids: tuple[int, ...]
     dtype: str
     device: str
+    scheduling_policy: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,7 +137,13 @@ def _submits(
         submit
         for prompt, adapter in prompts
         for submit in service.door.submits(
-            prompt, sampling, namespace, next_id, adapter=adapter, field=field
+            prompt,
+            sampling,
+            namespace,
+            next_id,
+            adapter=adapter,
+            priority=request.priority or 0,
+            field=field,
         )
     ]
 

@@ -47,6 +47,8 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     prompt_logprobs: int | None = None
     add_special_tokens: bool | None = None
     cache_salt: str | None = None
+    priority: int | None = None
+    """With --scheduling-policy priority: the lower, the more important."""
     return_token_ids: bool | None = None
     lora_path: str | list[str | None] | None = None
     """The name of an adapter, or one for each prompt; null is the base model."""
@@ -73,7 +75,6 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     guided_regex: Unsupported = None
     guided_choice: Unsupported = None
     guided_grammar: Unsupported = None
-    priority: Unsupported = None
     kv_transfer_params: Unsupported = None
     prompt_embeds: Unsupported = None
 
@@ -157,7 +158,6 @@ SAME_AS_ABSENT: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "spaces_between_special_tokens": (True,),
     "response_format": ({"type": "text"},),
-    "priority": (0,),
     "suffix": ("",),
     "tools": ([],),
     "tool_choice": ("none", "auto"),

@@ -67,6 +67,7 @@ def build_engine(settings: EngineSettings) -> Engine:
         eos_token_ids=spec.eos_token_ids,
         dtype=str(part.dtype).removeprefix("torch."),
         device=str(part.device),
+        scheduling_policy=settings.scheduler.scheduling_policy,
     )
     desk = None
     if half.adapters is not None:

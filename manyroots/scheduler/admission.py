@@ -7,6 +7,7 @@ gives back the claims of those that do not fit. Knows nothing of steps that were
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 from manyroots.cache.cache import PrefixCache
 from manyroots.cache.lease import Lease
@@ -22,6 +23,11 @@ from manyroots.scheduler.ranking import Ranking
 from manyroots.scheduler.request import Request, State
 from manyroots.scheduler.rows import Rows
 from manyroots.scheduler.turns import AdapterTurns, has_aged
+
+MakeWay = Callable[[Request, Draft], bool]
+"""Retracts somebody less important than a request; False if nobody is."""
+LEAST_IMPORTANT = 2**63
+"""Behind every priority."""
 
 
 class Admission:
@@ -149,28 +155,35 @@ class Admission:
 
     # Beginning
 
-    def admit(self, draft: Draft) -> set[AdapterDigest | None]:
+    def admit(self, draft: Draft, make_way: MakeWay | None = None) -> set[AdapterDigest | None]:
         """Start those whose units have arrived, then waiting requests in order, until one does
         not fit. All that may begin are claimed before any is given room (C01). Gives the adapters
-        whose requests found no room."""
+        whose requests found no room.
+
+        `make_way`: with it, importance counts. A request takes the place of those less important,
+        and while one finds no room, nobody less important begins.
+        """
         without_room: set[AdapterDigest | None] = set()
         while self._loaded and self._rows.num_free and draft.num_tokens_left > 0:
             if not self._begin_loaded(draft):
                 return without_room
-        if not self._rows.num_free or not len(self.waiting):
+        if not len(self.waiting) or not (self._rows.num_free or make_way):
             return without_room
         is_open = self._turns.open_lanes(self.waiting, draft.step_id)
-        while claimed := self._claim(draft, is_open):
+        least = LEAST_IMPORTANT
+        while claimed := self._claim(draft, is_open, make_way, least):
             for index, request in enumerate(claimed):
                 if self._begin(request, draft):
                     continue
                 # It may be the claims behind it that are in its way.
                 self._give_up(claimed[index + 1 :])
-                if self._begin(request, draft):
+                if self._begin(request, draft) or self._begin_instead(request, draft, make_way):
                     break
                 self._give_up([request])
                 if has_aged(request, draft.step_id) or not self._rows.num_free:
                     return without_room
+                if make_way is not None:
+                    least = request.submit.priority
                 # Its adapter's turn is not now; that is no reason to hold back others (L03).
                 adapter = request.group[0]
                 is_open.pop(adapter, None)  # claiming may have closed it already
@@ -198,22 +211,31 @@ class Admission:
         self._give_up([request])
         return False
 
-    def _claim(self, draft: Draft, is_open: dict[AdapterDigest | None, None]) -> list[Request]:
-        """Take requests off the queue, with what is found for them, as many as may fit. Closes
-        lanes that must wait for what a launched step computes."""
+    def _claim(
+        self,
+        draft: Draft,
+        is_open: dict[AdapterDigest | None, None],
+        make_way: MakeWay | None,
+        least: int,
+    ) -> list[Request]:
+        """Take requests off the queue, with what is found for them, as many as may fit; where no
+        row is free, one that takes somebody's. Nobody less important than `least`. Closes lanes
+        that must wait for what a launched step computes."""
         claimed: list[Request] = []
         waiting, num_free = self.waiting, self._rows.num_free
         num_tokens_left = draft.num_tokens_left
         order = self._order(is_open)
-        while len(claimed) < num_free and num_tokens_left > 0:
+        while len(claimed) < (num_free or 1) and num_tokens_left > 0:
             lane = order.first()
-            if lane is None:
+            if lane is None or lane.head.submit.priority > least:
                 break
             if lane.head.num_in_flight_tokens > 0:
                 # Retracted a moment ago: its last token is not known yet.
                 del is_open[lane.adapter]
                 order = self._order(is_open)
                 continue
+            if num_free == 0 and not (make_way and make_way(lane.head, draft)):
+                break
             request = waiting.pop(lane)
             lease = self._find(request)
             num_tokens_left -= request.num_tokens - lease.num_cached_tokens
@@ -248,6 +270,19 @@ class Admission:
             request.state = State.WAITING
             self.waiting.push(request)
 
+    def _begin_instead(self, request: Request, draft: Draft, make_way: MakeWay | None) -> bool:
+        """Start a claimed request that lacks pages in place of those less important."""
+        while make_way is not None and self._has_place(request, draft) and make_way(request, draft):
+            if self._begin(request, draft):
+                return True
+        return False
+
+    def _has_place(self, request: Request, draft: Draft) -> bool:
+        """Whether a request could begin now but for its pages."""
+        if not self._rows.num_free or draft.num_tokens_left == 0:
+            return False
+        return request.hold is None or self._turns.may_begin(request)
+
     def _begin(self, request: Request, draft: Draft) -> bool:
         """Start a claimed request, or start loading what it found; False if there is no room."""
         lease = request.lease
@@ -255,9 +290,7 @@ class Admission:
         if self._cache.could_find_more(lease):
             self._drop_claim(request)
             lease = self._find(request)
-        if not self._rows.num_free or draft.num_tokens_left == 0:
-            return False
-        if request.hold is not None and not self._turns.may_begin(request):
+        if not self._has_place(request, draft):
             return False
         if lease.onboarding:
             if self._cache.onboard(lease) is Refusal.NO_ROOM:

@@ -90,6 +90,20 @@ class Draft:
         """Who computes in this step already."""
         return {*(row for row, _, _ in self._placed), *self._decoding.tolist()}
 
+    def decoding_rows(self) -> list[int]:
+        """Of those, who computes one token and has published nothing for it."""
+        rows: list[int] = self._decoding.tolist()
+        return rows
+
+    def withdraw(self, row: Row) -> None:
+        """Take back what a row that decodes was to compute, and the page that it got for it."""
+        is_left = self._decoding != row
+        if not is_left.all():
+            self._decoding = self._decoding[is_left]
+            self._rows.computed[row] -= 1
+            self.num_tokens_left += 1
+            self._growth = [_without(row, growth) for growth in self._growth]
+
     def arrive(self, request: Request, row: Row, lease: Lease) -> None:
         """The request takes a row, with everything known of it."""
         submit = request.submit
@@ -148,6 +162,12 @@ class Draft:
         total_tokens = self._budget - self.num_tokens_left
         stays = self._rows.stay[rows]
         return plan, Launched(self.step_id, rows, num_tokens, samples, stays, total_tokens)
+
+
+def _without(row: Row, growth: NewPages) -> NewPages:
+    is_left = growth.rows != row
+    columns = (growth.rows[is_left], growth.places[is_left], growth.pages[is_left])
+    return NewPages(growth.family, *columns)
 
 
 def _joined(column: npt.NDArray[Scalar], more: Sequence[int]) -> npt.NDArray[Scalar]:

@@ -27,6 +27,7 @@ from manyroots.scheduler.endings import Endings
 from manyroots.scheduler.placing import Placer
 from manyroots.scheduler.request import Request, State
 from manyroots.scheduler.rows import Int64s, Rows
+from manyroots.scheduler.victims import Victims
 from manyroots.step import Bools, Int32s, Plan, StepResult, TokenLogprobs
 
 PROMPT_SHARE = 8
@@ -50,8 +51,10 @@ class Scheduler:
         self._adapters = adapters
         self._max_model_len = max_model_len
         self._is_fair = settings.scheduling_policy == Policy.FAIR.value
+        self._by_priority = settings.scheduling_policy == Policy.PRIORITY.value
         self._rows = Rows(settings.max_num_seqs, cache.page_size)
         self._placer = Placer(settings, cache)
+        self._victims = Victims(self._rows, cache, by_priority=self._by_priority)
         self._admission = Admission(
             settings, cache, adapters, self._rows, max_model_len=max_model_len
         )
@@ -143,15 +146,19 @@ class Scheduler:
         num_retracted = self._endings.num_retractions
         # Decodes first: a long prompt must not hold up the tokens of those who are talking.
         growing = draft.decode()
-        if len(growing):
-            self._turn_pages(growing, draft)
-        if self._rows.prompts:
-            for request in list(self._rows.prompts):
-                self._continue(request, draft)
+        if self._by_priority and (len(growing) or self._rows.prompts):
+            self._continue_by_importance(growing, draft)
+        else:
+            if len(growing):
+                self._turn_pages(growing, draft)
+            if self._rows.prompts:
+                for request in list(self._rows.prompts):
+                    self._continue(request, draft)
         if len(self._admission):
             self._admission.lose_patience(draft.step_id)
             has_room = self._endings.num_retractions == num_retracted
-            without_room = self._admission.admit(draft) if has_room else set()
+            make_way = self._make_way if self._by_priority else None
+            without_room = self._admission.admit(draft, make_way) if has_room else set()
             self._admission.prepare_adapters(without_room, draft.step_id)
         copies = self._cache.take_copies()
         intents = self._adapters.flush()
@@ -177,7 +184,19 @@ class Scheduler:
             if units is not None:
                 draft.turn_pages(rows, units)
                 return
+        if self._by_priority:
+            growing.sort(key=lambda request: request.submit.priority)
         for request in growing:
+            self._continue(request, draft)
+
+    def _continue_by_importance(self, growing: Int64s, draft: Draft) -> None:
+        """Place all who need pages, the most important first: whoever comes behind can still
+        give way to them."""
+        if not self._rows.prompts:
+            self._turn_pages(growing, draft)
+            return
+        members = [*map(self._rows.request_at, growing.tolist()), *self._rows.prompts]
+        for request in sorted(members, key=lambda r: r.submit.priority):
             self._continue(request, draft)
 
     def _continue(self, request: Request, draft: Draft) -> None:
@@ -195,10 +214,10 @@ class Scheduler:
         extension = self._cache.extend(*wanted)
         while isinstance(extension, Refusal):
             if not self._admission.give_way() and not self._cache.prefer_own(lease):
-                victim = self._victim(draft)
+                victim = self._victims.for_running(request, draft)
                 if victim is None or self._is_alone:
                     return
-                self._endings.retract(victim, draft.step_id)
+                self._retract(victim, draft)
                 if victim is request:
                     return
             extension = self._cache.extend(*wanted)
@@ -207,24 +226,23 @@ class Scheduler:
 
     # Retraction
 
-    def _victim(self, draft: Draft) -> Request | None:
-        """Of the requests not placed in this step yet, the one that is cheapest to resume: with
-        the fewest tokens to compute again. The youngest, where several are."""
-        placed = draft.placed_rows()
-        candidates = [r for r in self._rows.running if r.row not in placed]
-        return min(candidates, key=self._cost_to_resume, default=None)
+    def _make_way(self, request: Request, draft: Draft) -> bool:
+        """Retract somebody less important than a request that can't begin; False if nobody is."""
+        victim = self._victims.for_waiting(request, draft)
+        if victim is None:
+            return False
+        self._retract(victim, draft)
+        return True
+
+    def _retract(self, victim: Request, draft: Draft) -> None:
+        assert victim.row is not None
+        draft.withdraw(victim.row)
+        self._endings.retract(victim, draft.step_id)
 
     @property
     def _is_alone(self) -> bool:
         """Whether only copies under way hold what the one that runs lacks: it waits for them."""
         return len(self._rows.running) == 1 and self._cache.has_transfers
-
-    def _cost_to_resume(self, request: Request) -> tuple[int, int]:
-        assert request.lease is not None
-        assert request.row is not None
-        self._rows.flush(request)
-        num_found = self._cache.num_resumable_tokens(request.lease, request.tokens)
-        return int(self._rows.computed[request.row]) - num_found, -request.serial
 
     # Results
 

@@ -16,11 +16,14 @@ import struct
 from collections.abc import Callable, Sequence
 from numbers import Integral
 
+from manyroots.config import Policy
 from manyroots.errors import RequestError
 from manyroots.ids import AdapterName, Namespace, RequestId
 from manyroots.messages import EngineInfo, Submit
 from manyroots.sampling import SamplingParams
 from manyroots.text.tokenizer import Tokenizer
+
+MAX_PRIORITY = 2**31 - 1
 
 
 def _token_ids(prompt: Sequence[int], field: str) -> list[int]:
@@ -78,6 +81,7 @@ class Door:
         next_request_id: Callable[[], RequestId],
         *,
         adapter: AdapterName | None,
+        priority: int = 0,
         field: str = "prompt",
     ) -> list[Submit]:
         """One message for each of the n choices. `field` is what the caller called the prompt.
@@ -87,6 +91,7 @@ class Door:
         tokens = _token_ids(prompt, field)
         self._check_prompt(tokens, field)
         self._check_token_ids(sampling)
+        self._check_priority(priority)
         sampling = dataclasses.replace(sampling, max_tokens=self._max_tokens(tokens, sampling))
         others = dataclasses.replace(sampling, prompt_logprobs=None)
         stop_ids = self._stop_ids(sampling)
@@ -105,6 +110,7 @@ class Door:
                 seed=self._seed(sampling.seed, choice),
                 stop_ids=stop_ids,
                 adapter=adapter,
+                priority=priority,
             )
             for choice in range(sampling.n)
         ]
@@ -146,6 +152,22 @@ class Door:
                         f"this model's ids are from 0 to {self._info.vocab_size - 1}.",
                         field=name,
                     )
+
+    def _check_priority(self, priority: int) -> None:
+        """Refused where it would have no effect: a caller must not think that it had."""
+        if type(priority) is not int or abs(priority) > MAX_PRIORITY:
+            raise RequestError(
+                f"priority is {priority!r}; it must be an integer from {-MAX_PRIORITY} to "
+                f"{MAX_PRIORITY}. The lower, the more important.",
+                field="priority",
+            )
+        if priority and self._info.scheduling_policy != Policy.PRIORITY.value:
+            raise RequestError(
+                f"priority is {priority}, and requests are scheduled by "
+                f"{self._info.scheduling_policy!r} here, so that it would have no effect. Leave it "
+                "out, or start the engine with --scheduling-policy priority.",
+                field="priority",
+            )
 
     def _max_tokens(self, tokens: list[int], sampling: SamplingParams) -> int:
         num_prompt, longest = len(tokens), self._info.max_model_len

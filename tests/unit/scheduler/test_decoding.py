@@ -23,7 +23,8 @@ def plan_of(engine: Deciding) -> Plan:
 def next_victim(engine: Deciding) -> int:
     """Whom a step that has placed nobody yet would retract first."""
     draft = Draft(StepId(99), 32, engine.scheduler._rows)
-    victim = engine.scheduler._victim(draft)
+    anyone = next(iter(engine.scheduler._rows.running))
+    victim = engine.scheduler._victims.for_running(anyone, draft)
     assert victim is not None
     return int(victim.submit.request_id)
 

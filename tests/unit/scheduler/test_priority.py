@@ -1,0 +1,182 @@
+"""Importance: who gives way when rows or pages are short, with the priority policy (L08)."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from manyroots.ids import RequestId
+from manyroots.messages import Abort
+from manyroots.scheduler.request import Request
+from tests.deciding import Deciding, expected_tokens, submit
+
+MAX_TOKENS = 24
+
+
+def watch_retractions(engine: Deciding) -> list[tuple[int, list[int]]]:
+    """For each retraction to come: whose priority, and the priorities of those that ran on."""
+    seen: list[tuple[int, list[int]]] = []
+    endings = engine.scheduler._endings
+    retract = endings.retract
+
+    def watched(request: Request, step_id: object) -> None:
+        others = [r.submit.priority for r in engine.scheduler._rows.running if r is not request]
+        seen.append((request.submit.priority, others))
+        retract(request, step_id)  # type: ignore[arg-type]
+
+    endings.retract = watched  # type: ignore[method-assign,assignment]
+    return seen
+
+
+def running(engine: Deciding) -> list[int]:
+    return sorted(int(r.submit.request_id) for r in engine.scheduler._rows.running)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_l08_under_memory_pressure_the_important_request_stays(seed: int) -> None:
+    """L08: everybody grows beyond the memory, one is important: it is never retracted, those
+    that are less important are, and all give what each gives alone."""
+    rng = random.Random(seed)
+    page_size = rng.choice([1, 2, 4])
+    engine = Deciding(
+        policy="priority",
+        num_pages=48 // page_size,
+        page_size=page_size,
+        max_num_seqs=6,
+        depth=rng.choice([0, 1]),
+        chunk=rng.choice([None, 2]),
+    )
+    retractions = watch_retractions(engine)
+    important = rng.randrange(6)
+    requests = [
+        submit(
+            number,
+            [number, *(rng.randrange(9) for _ in range(rng.randint(2, 8)))],
+            max_tokens=MAX_TOKENS,
+            priority=0 if number == important else 1,
+        )
+        for number in range(6)
+    ]
+    for request in requests:
+        engine.loop.handle(request)
+        for _ in range(rng.randint(0, 2)):
+            engine.step()
+    engine.run()
+    assert retractions
+    assert all(priority == 1 for priority, _ in retractions)
+    for request in requests:
+        assert engine.tokens(int(request.request_id)) == expected_tokens(request)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_l08_nobody_is_retracted_while_somebody_less_important_runs_on(seed: int) -> None:
+    """L08: many levels, arrivals at any time, rows and pages both short, aborts between."""
+    rng = random.Random(seed)
+    engine = Deciding(
+        policy="priority",
+        num_pages=rng.choice([12, 16, 24]),
+        page_size=4,
+        max_num_seqs=rng.choice([2, 4, 6]),
+        depth=rng.choice([0, 1]),
+    )
+    retractions = watch_retractions(engine)
+    requests = []
+    for number in range(30):
+        prompt = [number, *(rng.randrange(9) for _ in range(rng.randint(2, 12)))]
+        request = submit(
+            number, prompt, max_tokens=rng.randint(1, MAX_TOKENS), priority=rng.randrange(4)
+        )
+        requests.append(request)
+        engine.loop.handle(request)
+        for _ in range(rng.randint(0, 4)):
+            engine.step()
+        if rng.random() < 0.1:
+            engine.loop.handle(Abort([RequestId(rng.randrange(number + 1))]))
+    engine.run()
+    assert retractions
+    assert not [1 for priority, others in retractions if max(others, default=0) > priority]
+    for request in requests:
+        got = engine.tokens(int(request.request_id))
+        assert got == expected_tokens(request)[: len(got)]
+
+
+def test_l08_an_important_arrival_takes_the_least_important_row() -> None:
+    """L08: all rows are taken; at once the arrival runs in place of the least important, which
+    resumes later and gives the same tokens."""
+    engine = Deciding(policy="priority", max_num_seqs=3, num_pages=128)
+    requests = [
+        submit(number, [number, 1, 2], max_tokens=MAX_TOKENS, priority=priority)
+        for number, priority in enumerate([2, 3, 1])
+    ]
+    for request in requests:
+        engine.loop.handle(request)
+    for _ in range(4):
+        engine.step()
+    assert running(engine) == [0, 1, 2]
+    late = submit(9, [9, 9, 9], max_tokens=4, priority=0)
+    engine.loop.handle(late)
+    engine.step()
+    assert running(engine) == [0, 2, 9]
+    assert engine.scheduler.stats().total_retractions == 1
+    engine.run()
+    assert engine.scheduler.stats().total_retractions == 1
+    for request in (*requests, late):
+        assert engine.tokens(int(request.request_id)) == expected_tokens(request)
+
+
+def test_l08_a_burst_of_important_arrivals_takes_as_many_rows_in_one_step() -> None:
+    engine = Deciding(policy="priority", max_num_seqs=4, num_pages=128)
+    for number in range(4):
+        engine.loop.handle(submit(number, [number, 1], max_tokens=30, priority=5))
+    for _ in range(4):
+        engine.step()
+    for number in range(10, 13):
+        engine.loop.handle(submit(number, [number, 1], max_tokens=30, priority=4))
+    engine.step()
+    assert running(engine)[1:] == [10, 11, 12]
+    engine.run()
+
+
+def test_l08_an_important_arrival_takes_pages() -> None:
+    """L08: rows are free, pages are not."""
+    engine = Deciding(policy="priority", max_num_seqs=8, num_pages=12, page_size=4)
+    for number in range(3):
+        engine.loop.handle(submit(number, [number] * 12, max_tokens=4, priority=1 + number))
+    for _ in range(2):
+        engine.step()
+    assert running(engine) == [0, 1, 2]
+    engine.loop.handle(submit(9, [9] * 14, max_tokens=4, priority=0))
+    engine.step()
+    assert 9 in running(engine)
+    assert 0 in running(engine)
+    engine.run()
+    assert len(engine.tokens(9)) == 4
+
+
+@pytest.mark.parametrize("policy", ["priority", "fcfs", "pack", "fair"])
+def test_l08_equals_never_take_each_others_place(policy: str) -> None:
+    """L08: without strict importance, rows change hands only when they are given up."""
+    engine = Deciding(policy=policy, max_num_seqs=2, num_pages=128)
+    for number in range(12):
+        engine.loop.handle(submit(number, [number, 1, 2], max_tokens=9, priority=3))
+        engine.step()
+    engine.run()
+    assert engine.scheduler.stats().total_retractions == 0
+
+
+def test_l08_one_that_finds_no_room_keeps_the_less_important_out() -> None:
+    """L08: the important one waits for an equal's pages; what is less important and would fit
+    does not begin, since it would only be in the way again."""
+    engine = Deciding(policy="priority", max_num_seqs=8, num_pages=12, page_size=4)
+    engine.loop.handle(submit(0, [0] * 28, max_tokens=12, priority=0))
+    engine.step()
+    engine.step()
+    engine.loop.handle(submit(1, [1] * 20, max_tokens=4, priority=0))
+    engine.loop.handle(submit(2, [2] * 2, max_tokens=2, priority=1))
+    for _ in range(3):
+        engine.step()
+    assert running(engine) == [0]
+    engine.run()
+    assert list(engine.outputs) == [0, 1, 2]
+    assert engine.scheduler.stats().total_retractions == 0

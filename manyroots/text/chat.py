@@ -2,7 +2,7 @@
 
 Takes messages as a caller sent them; gives the text to tokenize (its special tokens are part of
 it: encode it without adding any). The template comes from the model or from the operator's file,
-never from a request. How it is kept in bounds is `sandbox.py`.
+never from a request. What keeps it off Python is `sandbox.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jinja2
 
 from manyroots.errors import ConfigError, ModelError, RequestError
 from manyroots.text.chat_messages import check_messages
-from manyroots.text.sandbox import Sandbox, TemplateLimitError
+from manyroots.text.sandbox import Sandbox
 from manyroots.text.tokenizer import Tokenizer
 
 _END_MARK = "\ue000manyroots-end-of-final-message\ue001"
@@ -28,7 +28,7 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         try:
             self._sandbox = Sandbox(source)
-        except (jinja2.TemplateError, TemplateLimitError, RecursionError) as error:
+        except (jinja2.TemplateError, RecursionError) as error:
             raise ModelError(
                 f"the chat template can't be used: {error}. Give another with --chat-template."
             ) from error
@@ -78,11 +78,6 @@ class ChatTemplate:
     def _render(self, values: Mapping[str, Any]) -> str:
         try:
             return self._sandbox.render(values)
-        except TemplateLimitError as error:
-            raise RequestError(
-                f"the chat template was stopped: {error}. Send fewer or shorter messages.",
-                field="messages",
-            ) from error
         except Exception as error:  # a template is code: it can fail in any way on odd messages
             raise RequestError(
                 f"the chat template refuses these messages: {str(error)[:500]}", field="messages"

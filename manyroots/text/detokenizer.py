@@ -2,7 +2,8 @@
 
 Takes tokens one at a time; gives the text that has become certain. A character whose bytes are
 spread over several tokens appears whole, with its last token. All pieces together, with `flush`,
-equal the text of the whole sequence. Knows nothing of stop strings.
+equal the text of the whole sequence, behind a prompt: a decoder that takes the first space of a
+text does not do so here. Knows nothing of stop strings.
 """
 
 from __future__ import annotations
@@ -54,37 +55,33 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """For every other tokenizer: decodes a short window twice and gives what the new token added.
+    """For every other tokenizer: decodes the new token behind the last one that showed, and gives
+    what it added.
 
-    The window begins where text was last given out, so that rules which look at neighbouring
-    tokens (spaces, joined punctuation) see the ones they need.
+    These decoders join a token to the one before it (spaces, continued words), and none of them
+    spells parts of characters. What the decoder drops, special tokens that are skipped and ids
+    without a token, is not "the one before" and never reaches it.
     """
 
-    __slots__ = ("_given", "_skip", "_start", "_tokenizer", "_tokens")
+    __slots__ = ("_last", "_skip", "_skipped", "_tokenizer")
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        self._tokens: list[int] = []
-        self._start = 0
-        """Where the window begins."""
-        self._given = 0
-        """Tokens before this one have had their text given out."""
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._last: list[int] = []
+        """The last token that showed; none before the first."""
 
     def push(self, token: int) -> str:
-        self._tokens.append(token)
-        return self._advance(final=False)
+        if token in self._skipped or not self._tokenizer.has_token(token):
+            return ""
+        old = self._decode(self._last)
+        new = self._decode([*self._last, token])
+        self._last = [token]
+        return new[len(old) :]
 
     def flush(self) -> str:
-        return self._advance(final=True)
-
-    def _advance(self, *, final: bool) -> str:
-        old = self._decode(self._tokens[self._start : self._given])
-        new = self._decode(self._tokens[self._start :])
-        if new.endswith("\ufffd") and not final:
-            return ""
-        self._start, self._given = self._given, len(self._tokens)
-        return new[len(old) :]
+        return ""
 
     def _decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=self._skip)

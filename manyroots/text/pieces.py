@@ -26,11 +26,10 @@ def piece_bytes(tokenizer: Tokenizer) -> list[bytes] | None:
         spell = _from_sentencepiece
     else:
         return None
-    added = {index: token.content for index, token in tokenizer.get_added_tokens_decoder().items()}
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     pieces = [b""] * (max(vocabulary.values(), default=-1) + 1)
     for token, index in vocabulary.items():
-        pieces[index] = added[index].encode() if index in added else spell(token)
+        pieces[index] = spell(token)  # added ones too: their decoder makes no difference
     return pieces
 
 

@@ -81,6 +81,10 @@ class Tokenizer:
         """Text of `ids`; ids without a token add nothing."""
         return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
+    def has_token(self, token: int) -> bool:
+        """Whether an id is a token's: models have more ids than their tokenizer uses."""
+        return self._backend.id_to_token(token) is not None
+
     @property
     def has_bytes(self) -> bool:
         """Whether `token_bytes` is exact, also for a part of a character."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -106,33 +105,6 @@ def test_a_bad_message_is_refused_by_place(
     assert field in str(caught.value)
 
 
-ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        ENDLESS,
-        "{% macro a() %}{{ a() }}{{ a() }}{% endmacro %}{{ a() }}",
-        "{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}",
-        "{{ 'x' * 10 ** 9 }}",
-        "{% set n = namespace(s='ab') %}{% for i in range(99) %}{% set n.s = n.s ~ n.s %}"
-        "{% endfor %}",
-        "{{ 2 ** 10 ** 9 }}",
-        "{{ 'a'.center(10 ** 9) }}",
-        "{{ 'a' | center(10 ** 9) }}",
-        "{{ '{:>1000000000}'.format('a') }}",
-        "{{ '%1000000000d' % 1 }}",
-    ],
-)
-def test_a_template_that_grows_or_never_ends_is_stopped(source: str) -> None:
-    start = time.monotonic()
-    with pytest.raises(RequestError) as caught:
-        ChatTemplate(source, {}).render([USER])
-    assert caught.value.field == "messages"
-    assert time.monotonic() - start < 5, "far less on an idle machine"
-
-
 @pytest.mark.parametrize(
     "source",
     [
@@ -141,6 +113,9 @@ def test_a_template_that_grows_or_never_ends_is_stopped(source: str) -> None:
         "{{ messages[0].update(role='x') }}",
         "{{ raise_exception('roles must alternate') }}",
         "{{ cycler.__init__.__globals__ }}",
+        "{% set _ = messages.pop() %}",
+        "{{ '{0.__class__}'.format(1) ~ raise_exception('unreached') }}",
+        "{{ range(999999999) | list }}",
     ],
 )
 def test_a_template_cannot_leave_the_sandbox_or_change_its_input(source: str) -> None:
@@ -160,8 +135,6 @@ def test_what_templates_are_written_against_is_there() -> None:
 def test_a_broken_template_is_refused_at_start() -> None:
     with pytest.raises(ModelError, match="--chat-template"):
         ChatTemplate("{% for %}", {})
-    with pytest.raises(ModelError, match="characters"):
-        ChatTemplate("x" * (2**20 + 1), {})
 
 
 def test_the_operators_file_wins_over_the_models(tokenizer: Tokenizer, tmp_path: Path) -> None:

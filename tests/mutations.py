@@ -182,6 +182,18 @@ MUTATIONS: tuple[Mutation, ...] = (
         "a page still seen through the window is given back",
     ),
     _cache(
+        "families/window",
+        "return (seen - 2) // self.page_size + 2",
+        "return (seen - 2) // self.page_size + 1",
+        "a step is promised room with a page too few",
+    ),
+    _cache(
+        "growth",
+        "needs[plane.index] = 0  # each step",
+        "pass  # each step",
+        "a long prompt needs room in a window's pool for all of its pages at once",
+    ),
+    _cache(
         "families/recurrent",
         "return present",
         "return present | True",
@@ -566,6 +578,11 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _scheduler("if r.row not in placed]", "]", "a request of this very step is retracted"),
     _scheduler("self._cache.acknowledge(done)", "pass", "acknowledgements are lost"),
+    _scheduler(
+        "return self.is_serving or self._cache.has_transfers",
+        "return self.is_serving",
+        "an idle engine leaves copies unfinished",
+    ),
     _scheduler(
         "self._cache.release(request.lease, Ending.DROPPED)\n                request.lease = None",
         "request.lease = None",

@@ -75,7 +75,7 @@ class PrefixCache:
         )
         growth = Growth(self.index, self._room, self._states, self.publisher)
         # Passed through as they are: a method in between would be paid for by every request.
-        self.clip, self.can_extend = growth.clip, growth.can_extend
+        self.clip, self.can_reach = growth.clip, growth.can_reach
         self.extend = growth.extend_sole if layout.is_sole else growth.extend
         self.draft, self.turn_pages = growth.draft, growth.turn_pages
         self.announce = self.publisher.announce

@@ -44,13 +44,24 @@ class Growth:
                 num_tokens = min(num_tokens, stop - num_computed)
         return num_tokens
 
-    def can_extend(self, lease: Lease, num_computed: int, num_tokens: int) -> bool:
-        """Whether `extend` would be granted, credit for what it gives back included (H04)."""
+    def can_reach(
+        self, lease: Lease, num_computed: int, num_tokens: int, num_step_tokens: int
+    ) -> bool:
+        """Whether there is room to go on to `num_tokens`, by steps of at most `num_step_tokens`, if
+        nobody else takes any: with credit for what each gives back (H04), a family that keeps only
+        what is near needs the units of one step at a time."""
         pool = self._sole_pool
         if pool is not None:
             need = -(-num_tokens // self._page_size) - len(lease.tables[0])
             return need <= pool.num_free + pool.num_cached
-        return self._has_room(lease, num_computed, self._needs(lease, num_tokens))
+        needs = self._needs(lease, num_tokens)
+        for plane in self._unordered:
+            most = plane.family.most_needed(num_step_tokens)
+            if most is not None:
+                held = self._held_alone(lease, plane, len(lease.tables[plane.index]))
+                if most - held <= self._index.pools[plane.index].num_available:
+                    needs[plane.index] = 0  # each step has room once the one before has given back
+        return self._has_room(lease, num_computed, needs)
 
     def extend(
         self, lease: Lease, num_computed: int, num_tokens: int, step_id: StepId
@@ -165,10 +176,13 @@ class Growth:
         """Units of one family that `extend` gives back to the pool before it takes any."""
         if plane.family.is_state or plane.family.is_ordered:
             return 0
-        family, table = plane.index, lease.tables[plane.index]
-        first = min(plane.family.first_needed(num_computed), len(table))
-        behind = table[lease.first_live[family] : first]
-        held_once = self._index.pools[family].holders[behind[behind != ABSENT]] == 1
+        return self._held_alone(lease, plane, plane.family.first_needed(num_computed))
+
+    def _held_alone(self, lease: Lease, plane: Plane, end: int) -> int:
+        """Units of one family, of pages before `end`, that nobody but the lease holds."""
+        table = lease.tables[plane.index]
+        units = table[lease.first_live[plane.index] : min(end, len(table))]
+        held_once = self._index.pools[plane.index].holders[units[units != ABSENT]] == 1
         return int(np.count_nonzero(held_once))
 
     def _drop_behind_window(self, lease: Lease, num_computed: int) -> None:

@@ -305,7 +305,7 @@ class Admission:
             enough = request.num_tokens + self._cache.page_size
             if enough > self._max_model_len:
                 enough = self._max_model_len
-            if not self._cache.can_extend(lease, computed, enough):
+            if not self._cache.can_reach(lease, computed, enough, self._placer.most_step_tokens):
                 return False
         num_tokens = self._placer.chunk(request, lease, computed, draft)
         extension = self._cache.extend(lease, computed, computed + num_tokens, draft.step_id)

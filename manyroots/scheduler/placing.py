@@ -17,6 +17,10 @@ class Placer:
 
     def __init__(self, settings: SchedulerSettings, cache: PrefixCache) -> None:
         self._most_tokens = settings.long_prefill_token_threshold
+        self.most_step_tokens = settings.max_num_batched_tokens
+        """Of one request, at most, in one step."""
+        if self._most_tokens is not None:
+            self.most_step_tokens = min(self.most_step_tokens, self._most_tokens)
         self._cache = cache
 
     def chunk(self, request: Request, lease: Lease, computed: int, draft: Draft) -> int:

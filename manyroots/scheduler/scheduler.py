@@ -66,7 +66,13 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether anything is waiting, running, in flight or on its way."""
+        """Whether anything is waiting, running, in flight or on its way: copies of pages too, which
+        hold both of their ends until somebody hears that they have ended (T11)."""
+        return self.is_serving or self._cache.has_transfers
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether anything is left to do but to wait for copies of pages."""
         return bool(
             self._endings.requests
             or self._in_flight

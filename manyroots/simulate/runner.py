@@ -10,6 +10,7 @@ it for a failed step and go on; a failed step asked for by the fault source is i
 
 from __future__ import annotations
 
+import math
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -47,6 +48,8 @@ class ModelledRunner:
         """Tokens in the pages of each row."""
         self._free_at_s = 0.0
         self._failed: TimedFuture | None = None
+        self.wait_at_most_until_s = math.inf
+        """A step that only waits ends then: when somebody comes, as a runner's wait is short."""
         self.num_steps = 0
         self.num_failed_steps = 0
         self.busy_s = 0.0
@@ -61,7 +64,8 @@ class ModelledRunner:
         self._free_at_s = begin_s + duration_s
         self.busy_s += duration_s
         if plan.waits:
-            self._free_at_s = max(self._free_at_s, self._next_end_s(plan))
+            until_s = min(self._next_end_s(plan), self.wait_at_most_until_s)
+            self._free_at_s = max(self._free_at_s, until_s)
         self._transfers.pass_to(self._free_at_s)
         self.num_steps += 1
         self.digest.add(plan)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import logging
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -130,7 +131,7 @@ class _Simulation:
 
     def run(self) -> Run:
         with _quiet_loop():
-            while self.coming or self.engine.loop.has_work:
+            while self.coming or self.engine.scheduler.is_serving:
                 if not self.engine.loop.has_work:
                     self.clock.wait_until(self.coming[-1][0])
                 self._receive()
@@ -225,12 +226,13 @@ class _Simulation:
 
     def _drain(self) -> None:
         """All have ended; copies that nobody waits for may still be under way."""
-        while self.engine.cache.has_transfers or self.engine.loop.has_work:
+        while self.engine.loop.has_work:
             self._round()
 
     def _round(self) -> None:
         """One turn of the loop: a step launched, one finished, or both."""
         before = (self.runner.num_steps, self.clock.now_s)
+        self.runner.wait_at_most_until_s = self.coming[-1][0] if self.coming else math.inf
         news = self.engine.loop.step()
         self.round += 1
         self._note(news)

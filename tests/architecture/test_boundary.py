@@ -17,7 +17,7 @@ SCHEDULER = sorted((PACKAGE / "scheduler").glob("*.py"))
 IMPORTS = {"cache.cache", "cache.keys", "cache.lease", "cache.outcomes", "cache.prefetch"}
 BOUNDARY = {
     # What is asked of the cache
-    "acknowledge", "announce", "begin", "can_extend", "claim", "clip", "commit", "commit_step",
+    "acknowledge", "announce", "begin", "can_reach", "claim", "clip", "commit", "commit_step",
     "could_find_more", "evict_adapter", "extend", "fail_step", "has_transfers", "measured_prefill",
     "num_resumable_tokens", "onboard", "page_size", "prefer_own", "prefetch", "release", "stats",
     "take_copies", "turn_pages",

@@ -47,6 +47,11 @@ class Family(ABC):
     def first_needed(self, num_tokens: int) -> int:
         """The first page whose unit is read by the token behind `num_tokens` computed ones."""
 
+    def most_needed(self, num_tokens: int) -> int | None:
+        """How many units a step of so many tokens needs at most, wherever in a sequence it is; None
+        if all that come before, so that there is no such number."""
+        return None
+
 
 def consecutive(present: Bools) -> np.ndarray:
     """Entry i: how many units in a row, up to and including i, are present."""

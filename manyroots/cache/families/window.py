@@ -39,3 +39,7 @@ class SlidingWindow(Family):
 
     def first_needed(self, num_tokens: int) -> int:
         return max(0, num_tokens - (self.window - 1)) // self.page_size
+
+    def most_needed(self, num_tokens: int) -> int:
+        seen = self.window - 1 + num_tokens
+        return (seen - 2) // self.page_size + 2  # a page begins behind the first token seen

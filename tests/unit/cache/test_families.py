@@ -240,8 +240,39 @@ def test_h04_a_request_is_credited_with_the_window_pages_it_gives_back() -> None
     sequence = hand.run(KEY, [1, 2, 3, 4, 5, 6], max_output=8)
     assert len(sequence.tokens) == 15
     other = hand.claim(KEY, [9, 9, 9, 9])
-    assert not hand.cache.can_extend(other.held, 0, 6)
+    assert not hand.cache.can_reach(other.held, 0, 6, 6)
     assert isinstance(hand.cache.extend(other.held, 0, 6, StepId(99)), Refusal)
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 3, 4, 7])
+@pytest.mark.parametrize("most", [1, 2, 5, 8])
+def test_h04_room_for_each_step_is_room_for_a_long_prompt(
+    page_size: int, size: int, most: int
+) -> None:
+    """H04: a prompt of many windows is computed, step by step, in no more pages than `can_reach`
+    asks for; with a page less than the steps need, some step is refused."""
+    family = window(size, page_size)
+    needed = family.most_needed(most)
+    prompt = list(range(1, 60))
+
+    def steps(num_units: int) -> list[bool]:
+        hand = ByHand(Capacity(family, num_units), page_size=page_size)
+        sequence = hand.claim(KEY, prompt)
+        is_granted = hand.cache.can_reach(sequence.held, 0, len(prompt) + 1, most)
+        assert is_granted == (num_units >= needed)
+        granted = []
+        while sequence.num_computed < len(prompt):
+            granted.append(bool(hand.plan(sequence, most=most).parts))
+            hand.commit()
+            if not granted[-1]:
+                break
+        audit(hand.cache)
+        return granted
+
+    assert all(steps(needed))
+    fewest = next(count for count in range(1, needed + 1) if all(steps(count)))
+    assert needed - fewest <= 1, "it asks for more than where in a page a step begins can cost"
 
 
 def test_h04_there_is_no_credit_for_a_page_that_another_request_holds_too() -> None:
@@ -272,7 +303,7 @@ def test_h04_one_budget_for_all_families_a_refusal_takes_nothing_of_any() -> Non
         hand.plan(first)
         second = hand.claim(KEY, [5, 6, 7, 8])
         before = hand.cache.stats()
-        assert not hand.cache.can_extend(second.held, 0, 4)
+        assert not hand.cache.can_reach(second.held, 0, 4, 4)
         assert isinstance(hand.cache.extend(second.held, 0, 4, StepId(9)), Refusal)
         assert hand.cache.stats() == before
         audit(hand.cache)

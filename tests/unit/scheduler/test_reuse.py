@@ -8,7 +8,7 @@ from manyroots.cache.families.full import FULL_ATTENTION
 from manyroots.cache.families.recurrent import RecurrentState
 from manyroots.cache.families.window import SlidingWindow
 from manyroots.cache.planes import Capacity
-from manyroots.cache.policies import CachePolicies, Prefetch
+from manyroots.cache.policies import CachePolicies, Prefetch, WriteBack
 from manyroots.ids import Namespace, RequestId, Tier
 from manyroots.messages import Abort, FinishReason
 from manyroots.step import Copy, Plan
@@ -236,6 +236,38 @@ def test_t03_what_does_not_arrive_from_the_host_is_computed() -> None:
         assert plane.num_held == 0
 
 
+@pytest.mark.parametrize("write_back", [WriteBack.THROUGH, WriteBack.REUSED])
+@pytest.mark.parametrize("delay", [0, 3])
+def test_t11_an_idle_engine_finishes_copies_and_gives_both_ends_back(
+    write_back: WriteBack, delay: int
+) -> None:
+    """T11: nobody comes any more; what the last requests left to be copied is still sent, heard of
+    and let go, from the device to the host and on to storage, and then there is no work."""
+    asked: dict[int, int] = {}
+
+    def late(copies: list[Copy]) -> list[tuple[Copy, bool]]:
+        for copy in copies:
+            asked[copy.copy_id] = asked.get(copy.copy_id, -1) + 1
+        return [(copy, True) for copy in copies if asked[copy.copy_id] >= delay]
+
+    engine = Deciding(
+        capacities=hybrid(16, 16), max_model_len=64, finish_copies=late,
+        policies=CachePolicies(uses_storage=True, write_back=write_back),
+    )  # fmt: skip
+    for number in range(2):
+        engine.loop.handle(submit(number, PROMPT, max_tokens=1))
+        while number not in engine.outputs:
+            engine.step()
+    assert engine.cache.has_transfers, "nothing is on its way: the test shows nothing"
+    assert engine.loop.has_work
+    engine.run()
+    assert not engine.cache.has_transfers
+    planes = engine.cache.stats().planes
+    assert all(plane.num_held == 0 for plane in planes)
+    assert all(plane.num_cached > 0 for plane in planes if plane.tier is Tier.HOST)
+    assert engine.runner._storage, "what came to the host did not go on to storage"
+
+
 def test_c03_who_has_loaded_and_does_not_run_gives_way_to_who_runs() -> None:
     """C03: its pages are still on the host, while one that runs would compute its own again."""
     engine = Deciding(capacities=(Capacity(FULL_ATTENTION, 8, 12),), max_model_len=32, depth=0)
@@ -310,7 +342,8 @@ def test_t04_with_best_effort_a_request_never_waits_for_storage() -> None:
     request = submit(10, PROMPT)
     slow.engine.loop.handle(request)
     assert slow.begins_after(10, at_most=1) == 1
-    slow.engine.run()
+    while slow.engine.scheduler.is_serving:
+        slow.engine.step()
     assert slow.engine.last(10).num_cached_tokens == 0
     assert slow.engine.tokens(10) == expected_tokens(request)
     slow.is_slow = False

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from manyroots.cache.families.full import FULL_ATTENTION
+from manyroots.cache.families.window import SlidingWindow
+from manyroots.cache.planes import Capacity
 from manyroots.ids import AdapterDigest, Namespace, RequestId
 from manyroots.messages import Abort, FinishReason
 from tests.deciding import Deciding, expected_tokens, submit
@@ -188,3 +191,27 @@ def test_n17_two_engines_fed_the_same_calls_make_the_same_plans() -> None:
         return plans
 
     assert transcript() == transcript()
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_h04_a_prompt_longer_than_a_windows_pool_begins_beside_others(beside: bool) -> None:
+    """H04: each chunk fits, since what lies behind the window is given back on the way. It begins
+    while others run, computes chunk by chunk, and nobody is retracted."""
+    family = SlidingWindow("window", 6, 4)
+    engine = Deciding(
+        page_size=4, budget=12, max_model_len=256, depth=0,
+        capacities=(Capacity(FULL_ATTENTION, 128), Capacity(family, 12)) if beside
+        else (Capacity(family, 12),),
+    )  # fmt: skip
+    other, long = submit(1, [1, 2, 3], max_tokens=60), submit(2, list(range(40)) * 4, max_tokens=4)
+    engine.loop.handle(other)
+    engine.step()
+    engine.loop.handle(long)
+    for _ in range(25):
+        engine.step()
+    assert 2 in engine.outputs, "the long prompt waits until nothing runs"
+    assert engine.last(1).finish_reason is None
+    engine.run()
+    for request in (other, long):
+        assert engine.tokens(int(request.request_id)) == expected_tokens(request)
+    assert engine.scheduler.stats().total_retractions == 0

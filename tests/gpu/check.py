@@ -1,10 +1,10 @@
 """All that a GPU must show, without pytest: `python -m tests.gpu.check [PART ...]`.
 
 Exits 1 on a difference, with a line for each part that was checked. Parts are `kernels` (each one
-beside its reference), `launches` (early beside plain), `parity` (engines beside the CPU's),
-`faults` (planted ones, which parity must find), or a part's own name as its line begins:
-`parity:llama:bfloat16`. Most of the time is compilation, which one process does on one core; so
-each part is a process of its own.
+beside its reference), `sampler` (a row alone and among others), `launches` (early beside plain),
+`parity` (engines beside the CPU's), `faults` (planted ones, which parity must find), or a part's
+own name as its line begins: `parity:llama:bfloat16`. Most of the time is compilation, which one
+process does on one core; so each part is a process of its own.
 """
 
 from __future__ import annotations
@@ -33,16 +33,21 @@ def parts() -> list[str]:
         *(f"launches:{kind}:bfloat16" for kind in launches.KINDS),
         "faults:llama:bfloat16",
         *(f"kernels:{name}" for name in KERNEL_TESTS),
+        "sampler:neighbours",
     ]
 
 
 def check(part: str) -> str:
     """Raise AssertionError on a difference; else say what was compared."""
     what, _, rest = part.partition(":")
-    if what == "kernels":
+    modules = {
+        "kernels": f"tests.unit.kernels.test_{rest}_triton",
+        "sampler": f"tests.property.test_sampling_{rest}",
+    }
+    if what in modules:
         from tests.gpu.without_pytest import check as check_tests
 
-        return check_tests(f"tests.unit.kernels.test_{rest}_triton")
+        return check_tests(modules[what])
     from tests.gpu import faults, launches, parity
 
     rooms = {"faults": faults, "launches": launches, "parity": parity}

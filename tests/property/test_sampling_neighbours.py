@@ -1,5 +1,8 @@
 """S01: a row's token is its own affair, where logits tie too: the same alone and in any mix of
-neighbours, and the one that the plain rules give."""
+neighbours, and the one that the plain rules give.
+
+On the GPU where there is one: `python -m tests.gpu.check sampler`.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,7 @@ from manyroots.sampling import SamplingParams
 from manyroots.step import Arrival, Plan
 from tests.plain_sampler import PlainRow
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCABULARIES = (7, 65, 300, 1031, 20_011)
 """Below, between and above the widths at which the sampler changes its ways; odd, so that rows lie
 unevenly in memory."""
@@ -63,7 +67,7 @@ class Rows:
 
     def __init__(self, rows: Sequence[PlainRow]) -> None:
         self.plain = rows
-        self.logits = torch.tensor([row.logits for row in rows])
+        self.logits = torch.tensor([row.logits for row in rows], device=DEVICE)
         batch = PersistentBatch(max_num_seqs=len(rows), max_model_len=64, page_size=16)
         state = SamplingState(len(rows))
         arrivals = tuple(self._arrival(Row(place), row) for place, row in enumerate(rows))
@@ -122,21 +126,23 @@ def test_the_order_is_by_logit_and_then_by_id(dtype: torch.dtype) -> None:
     logits[2, 5:1500] = -torch.inf
     logits[3, [7, 1999]] = torch.finfo(torch.float32).max
     expected = logits.sort(dim=-1, descending=True, stable=True).indices
+    keys = order_keys(logits.to(DEVICE))
     for width in (1, 2, 20, 1024, 2000):
-        assert likeliest(order_keys(logits), width).tolist() == expected[:, :width].tolist()
+        assert likeliest(keys, width).tolist() == expected[:, :width].tolist()
 
 
 def test_s01_logprobs_name_equals_by_id_and_ranks_agree() -> None:
     """Also where others ask for more, and where more are asked for than there are tokens."""
     logits = torch.tensor([1.0, 3.0, 1.0, 3.0, 1.0]).repeat(3, 1)
-    scores = score(logits, torch.tensor([3, 4, 1]), [20, 3, 0])
+    scores = score(logits.to(DEVICE), torch.tensor([3, 4, 1], device=DEVICE), [20, 3, 0])
     assert [entry.top_tokens for entry in scores] == [(1, 3, 0, 2, 4), (1, 3, 0), ()]
     assert [entry.rank for entry in scores] == [2, 5, 1]
     generator = torch.Generator().manual_seed(2)
-    coarse = (torch.randn(5, 700, generator=generator) * 4).round()
-    alone = [score(coarse[i : i + 1], torch.tensor([9]), [3])[0] for i in range(5)]
-    beside = score(coarse, torch.full((5,), 9), [3, 3, 3, 3, 20])
+    coarse = (torch.randn(5, 700, generator=generator) * 4).round().to(DEVICE)
+    nine = torch.full((5,), 9, device=DEVICE)
+    alone = [score(coarse[i : i + 1], nine[:1], [3])[0] for i in range(5)]
+    beside = score(coarse, nine, [3, 3, 3, 3, 20])
     assert [entry.top_tokens for entry in alone] == [entry.top_tokens[:3] for entry in beside]
-    for entry in beside[4:]:
-        ranks = [score(coarse[4:5], torch.tensor([t]), [0])[0].rank for t in entry.top_tokens]
-        assert ranks == list(range(1, 21))
+    top = torch.tensor(beside[4].top_tokens, device=DEVICE)
+    ranks = [entry.rank for entry in score(coarse[4:].repeat(20, 1), top, [0] * 20)]
+    assert ranks == list(range(1, 21))

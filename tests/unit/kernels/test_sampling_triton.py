@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from tests.unit.kernels.triton_cases import DEVICE, randn
@@ -34,6 +35,22 @@ def test_the_first_of_equal_logits_wins() -> None:
     logits[0, [5000, 9000]] = 1.0
     tokens, _ = fast.sample(logits, *inputs(2, [0.0, 0.0]))
     assert tokens.tolist() == [5000, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_where_logits_tie_a_row_alone_gets_the_token_it_gets_among_others(
+    dtype: torch.dtype,
+) -> None:
+    """And the reference's: the first of equals, by id, across spans too."""
+    logits = (randn(10, VOCAB) * 3).round().to(dtype)
+    temperature = [0.0, 1.0, 0.3, 2.0, 0.7, 1e-5, 0.0, 1.5, 50.0, 1.0]
+    args = inputs(10, temperature)
+    together, finite = fast.sample(logits, *args)
+    assert finite.all()
+    assert together.tolist() == reference.sample(logits, *args)[0].tolist()
+    for row in (0, 1, 5, 6, 8):
+        only = [arg[row : row + 1].contiguous() for arg in args]
+        assert fast.sample(logits[row : row + 1], *only)[0].tolist() == [together[row]]
 
 
 def test_rows_that_are_not_finite_are_told_and_the_others_are_not_touched() -> None:

@@ -69,6 +69,9 @@ class ModelSettings:
     enforce_eager: bool = option(
         False, "On a GPU, launch every kernel of a step by itself instead of one captured graph."
     )
+    progress_bars: bool = option(
+        True, "Show on stderr how far loading is: a bar on a terminal, else a line now and then."
+    )
     seed: int = option(0, "Seed of dummy weights and of requests that bring none.")
 
     def __post_init__(self) -> None:
@@ -213,6 +216,11 @@ class ServerSettings:
     )
     max_body_bytes: int = option(8 * 2**20, "Largest request body.")
     max_prompts_per_request: int = option(256, "Most prompts times n in one request.")
+    max_engine_restarts: int = option(
+        3,
+        "Times in a row that an engine process that died is started again, after pauses of 1, 2, "
+        "4... seconds; then the server ends. 0 is never. Five minutes of service end the row.",
+    )
     drain_timeout_s: float = option(30.0, "After SIGTERM, how long running requests may take.")
     log_level: str = option("info", "What to log.", choices=("debug", "info", "warning", "error"))
 
@@ -222,6 +230,7 @@ class ServerSettings:
         _at_least(self, "max_queued_requests", 0)
         _at_least(self, "max_body_bytes", 1024)
         _at_least(self, "max_prompts_per_request", 1)
+        _at_least(self, "max_engine_restarts", 0)
         if not 0.0 <= self.drain_timeout_s <= 3600.0:
             raise ConfigError(
                 f"--drain-timeout-s is {self.drain_timeout_s}; it must be from 0 to 3600."

@@ -32,6 +32,7 @@ from manyroots.messages import (
     Submit,
     UnloadLora,
 )
+from manyroots.progress import Display, told_to
 from manyroots.sampling import SamplingParams
 from manyroots.step import TokenLogprobs
 from manyroots.text.assembler import TextAssembler, TextDelta
@@ -94,7 +95,8 @@ class LLM:
         if model is not None:
             settings["model"] = model
         resolved = engine_settings(settings)
-        engine = build_engine(resolved)
+        with Display(is_on=resolved.model.progress_bars) as display, told_to(display):
+            engine = build_engine(resolved)
         self._loop = engine.loop
         self.info = engine.info
         self.tokenizer = load_tokenizer(

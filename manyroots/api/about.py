@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -9,27 +12,37 @@ from manyroots.api.adapters import Adapter
 from manyroots.api.errors import RETRY_WHEN_UNAVAILABLE_S
 from manyroots.api.events import json_response
 from manyroots.api.responses import Model, ModelList
-from manyroots.api.state import Phase, Service, server_of
+from manyroots.api.state import Phase, ServerState, Service, server_of
 from manyroots.version import __version__
 
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 async def health(request: Request) -> Response:
-    """Live: worth keeping. Only a dead engine makes it worth a restart."""
-    phase = server_of(request).phase
-    return _status(phase, 503 if phase is Phase.DEAD else 200)
+    """Whether it can answer: it has loaded, and its engine is alive. A server that drains still
+    answers those it has."""
+    server = server_of(request)
+    is_good = server.phase in (Phase.READY, Phase.DRAINING)
+    return _status(server, 200 if is_good else 503)
+
+
+async def live(request: Request) -> Response:
+    """Whether the process is up; one that is not does not answer at all."""
+    return _status(server_of(request), 200)
 
 
 async def ready(request: Request) -> Response:
     """Whether to send requests here."""
-    phase = server_of(request).phase
-    return _status(phase, 200 if phase is Phase.READY else 503)
+    server = server_of(request)
+    return _status(server, 200 if server.phase is Phase.READY else 503)
 
 
-def _status(phase: Phase, status: int) -> Response:
+def _status(server: ServerState, status: int) -> Response:
     headers = {"retry-after": str(RETRY_WHEN_UNAVAILABLE_S)} if status == 503 else {}
-    return JSONResponse({"status": phase.value}, status, headers)
+    body: dict[str, Any] = {"status": server.phase.value}
+    if (progress := server.engine.progress) is not None:
+        body["progress"] = dataclasses.asdict(progress)
+    return JSONResponse(body, status, headers)
 
 
 async def version(request: Request) -> Response:

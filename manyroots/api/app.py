@@ -1,7 +1,7 @@
 """The web application: routes, middleware and error handlers put together.
 
 Takes the server's state; gives an ASGI app. It answers from the first moment: before the model
-is loaded, `/health` says so and everything that needs it is a 503.
+is loaded, `/health` says how far it is and everything that needs it is a 503.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ def create_app(state: ServerState) -> Starlette:
     has_admin = settings.enable_lora_endpoints
     app = Starlette(
         routes=[
+            Route("/live", about.live),
             Route("/health", about.health),
             Route("/ready", about.ready),
             Route("/version", about.version),

@@ -18,7 +18,7 @@ from manyroots.api.errors import error_response
 
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 32 * 1024
-OPEN_PATHS = frozenset({"/health", "/ready"})
+OPEN_PATHS = frozenset({"/live", "/health", "/ready"})
 """What an orchestrator asks, which has no key."""
 
 _SANE_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")

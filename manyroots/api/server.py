@@ -1,7 +1,7 @@
 """Runs the server: listens, loads, serves, drains, ends.
 
 Takes settings; gives the process' exit code. It listens before the model is loaded, so that
-`/health` answers at once and `/ready` turns when it should. SIGTERM and SIGINT drain: no new
+`/live` answers at once and `/health` says how far it is. SIGTERM and SIGINT drain: no new
 generations, running ones have `drain_timeout_s`. A second signal ends it at once.
 """
 
@@ -23,7 +23,8 @@ from manyroots.api.state import ServerState, load_service
 from manyroots.config import EngineSettings, ServerSettings, check_together
 from manyroots.engine.client import EngineClient
 from manyroots.engine.process_client import ProcessClient
-from manyroots.errors import ConfigError, ManyrootsError
+from manyroots.errors import ConfigError, ManyrootsError, UnavailableError
+from manyroots.progress import Display
 
 logger = logging.getLogger("manyroots")
 
@@ -33,14 +34,20 @@ _POLL_S = 0.02
 
 
 def serve(engine_settings: EngineSettings, server_settings: ServerSettings) -> int:
-    """Serve until told to stop. 0 after a drain; 1 if the engine could not start."""
+    """Serve until told to stop. 0 after a drain; 1 if the engine could not start, or died too
+    often."""
     check_together(engine_settings, server_settings)
     logging.basicConfig(
         level=server_settings.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s"
     )
     listener = _listen(server_settings)
-    engine = ProcessClient(engine_settings)
-    return asyncio.run(_Server(engine, engine_settings, server_settings, listener).run())
+    with Display(is_on=engine_settings.model.progress_bars) as display:
+        engine = ProcessClient(
+            engine_settings,
+            max_restarts=server_settings.max_engine_restarts,
+            on_progress=display,
+        )
+        return asyncio.run(_Server(engine, engine_settings, server_settings, listener).run())
 
 
 def _listen(settings: ServerSettings) -> socket.socket:
@@ -91,7 +98,7 @@ class _Server:
         logger.info("listening on http://%s:%d", host, port)
         try:
             if await self._load():
-                await self._stop.wait()
+                await self._stopped()
                 await self._drain()
             return 130 if self._stop_now.is_set() else 0
         except ManyrootsError as error:
@@ -116,6 +123,17 @@ class _Server:
         await loading
         return True
 
+    async def _stopped(self) -> None:
+        """Return when told to stop; raise if the engine is dead for good before that."""
+        over = asyncio.create_task(self._engine.wait_until_over())
+        stop = asyncio.create_task(self._stop.wait())
+        await asyncio.wait({over, stop}, return_when=asyncio.FIRST_COMPLETED)
+        is_over = over.done() and not stop.done()
+        over.cancel()
+        stop.cancel()
+        if is_over:
+            raise UnavailableError(f"giving up: {over.result()}")
+
     async def _start_engine(self) -> None:
         await self._engine.start()
         self._state.loaded = await asyncio.to_thread(
@@ -133,7 +151,8 @@ class _Server:
     async def _drain(self) -> None:
         """Wait until nothing runs, time is up, the engine dies or a second signal comes."""
         self._state.is_draining = True
-        admission = self._state.service.admission
+        assert self._state.loaded is not None
+        admission = self._state.loaded.admission
         logger.info("draining: %d sequences are running", admission.num_alive)
         deadline = asyncio.get_running_loop().time() + self._settings.drain_timeout_s
         while (

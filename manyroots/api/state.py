@@ -1,7 +1,7 @@
 """What the running server knows: its phase, its engine, and the model once it is loaded.
 
 Given to every route through `app.state.server`. Phases only move forward: loading, ready,
-draining; a dead engine shows through the engine itself.
+draining; an engine that is dead, or being started again, shows through the engine itself.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ class Phase(enum.Enum):
     LOADING = "loading"
     READY = "ready"
     DRAINING = "draining"
+    RESTARTING = "restarting"
+    """Its engine has died and is being started again."""
     DEAD = "dead"
 
 
@@ -61,6 +63,7 @@ class Service:
             lambda: engine.stats,
             count_adapters=lambda: len(self.adapters.all()),
             max_loras=lora.max_loras if lora.enable_lora else None,
+            read_life=lambda: (engine.is_alive, engine.num_restarts),
         )
         engine.watch_loads(self.metrics.adapters.loaded)
 
@@ -94,8 +97,10 @@ class ServerState:
     def phase(self) -> Phase:
         if self.loaded is None:
             return Phase.LOADING
-        if not self.engine.is_alive:
+        if self.engine.is_over:
             return Phase.DEAD
+        if not self.engine.is_alive:
+            return Phase.RESTARTING
         return Phase.DRAINING if self.is_draining else Phase.READY
 
     @property
@@ -103,16 +108,20 @@ class ServerState:
         """The model, for a route that can't do without; raises UnavailableError."""
         if self.loaded is None:
             raise UnavailableError("The model is still loading; try again in a moment.")
+        match self.phase:
+            case Phase.RESTARTING:
+                raise UnavailableError(
+                    "The engine has died and is being started again; try again in a moment."
+                )
+            case Phase.DEAD if not self.is_draining:
+                raise UnavailableError("The engine has died; the server is ending.")
         return self.loaded
 
     @property
     def accepting(self) -> Service:
         """The model, for a new generation; raises UnavailableError."""
-        match self.phase:
-            case Phase.DRAINING:
-                raise UnavailableError("The server is shutting down; ask another one.")
-            case Phase.DEAD:
-                raise UnavailableError("The engine has died; the server must be restarted.")
+        if self.is_draining:
+            raise UnavailableError("The server is shutting down; ask another one.")
         return self.service
 
 

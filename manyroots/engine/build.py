@@ -23,6 +23,7 @@ from manyroots.errors import ConfigError
 from manyroots.lora.residency import Residency
 from manyroots.messages import EngineInfo
 from manyroots.models.source import ModelSource, resolve_source
+from manyroots.progress import stage
 from manyroots.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,8 @@ class Engine:
 def build_engine(settings: EngineSettings) -> Engine:
     """Load the model, size the cache and wire everything up."""
     _check_step(settings)
-    source = resolve_source(settings.model)
+    with stage("model files"):
+        source = resolve_source(settings.model)
     base_names = {source.name, settings.model.served_model_name or source.name}
     check_folders(settings.lora, base_names)
     half = _execute_half(settings, source)

@@ -20,6 +20,10 @@ from manyroots.messages import (
     Stats,
     Submit,
 )
+from manyroots.progress import Progress
+
+NO_COUNTS = Stats(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+"""Of an engine that has nothing: before its first step, and while its process is gone."""
 
 
 class EngineClient(Protocol):
@@ -32,12 +36,27 @@ class EngineClient(Protocol):
 
     @property
     def is_alive(self) -> bool:
-        """False once the engine has died; then `generate` raises UnavailableError."""
+        """False while the engine is dead or being started; `generate` raises UnavailableError."""
+        ...
+
+    @property
+    def is_over(self) -> bool:
+        """It is dead, and will not be started again."""
+        ...
+
+    @property
+    def progress(self) -> Progress | None:
+        """How far a start has come; None if none is under way, or it has not said yet."""
+        ...
+
+    @property
+    def num_restarts(self) -> int:
+        """How often a dead engine was started again."""
         ...
 
     @property
     def stats(self) -> Stats | None:
-        """The newest counts, None before the first step."""
+        """The newest counts, None before the first step. Of a dead engine: none but who waits."""
         ...
 
     def next_request_id(self) -> RequestId:
@@ -48,7 +67,7 @@ class EngineClient(Protocol):
         """Outputs of one sequence until the one with a finish_reason.
 
         Leaving the iterator early (aclose) aborts the sequence. If the engine dies, raises
-        UnavailableError.
+        UnavailableError if the sequence had begun; else it waits for the next start.
         """
         ...
 
@@ -68,6 +87,10 @@ class EngineClient(Protocol):
 
     async def start(self) -> None:
         """Return when the engine can serve; raise what kept it from starting."""
+        ...
+
+    async def wait_until_over(self) -> str:
+        """Return why, when the engine is dead and will not be started again."""
         ...
 
     async def close(self) -> None:

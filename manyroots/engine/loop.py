@@ -41,6 +41,10 @@ MAX_FAILURES_IN_A_ROW = 3
 """A runner that fails this often without one good step is taken for dead."""
 
 
+def _nobody(request_ids: list[RequestId]) -> None:
+    """Nobody wants to know."""
+
+
 _NO_LORA = "this engine was started without LoRA; start it with --enable-lora."
 
 
@@ -94,6 +98,9 @@ class EngineLoop:
         self._adapter_was: dict[RequestId, Tier] = {}
         """For requests without news yet, where their adapter was when they came."""
         self._load_timer = _LoadTimer()
+        self.tell_begun: Callable[[list[RequestId]], None] = _nobody
+        """Told who begins to compute, before the step that does it: if that kills the process,
+        they were there."""
 
     @property
     def has_work(self) -> bool:
@@ -179,6 +186,8 @@ class EngineLoop:
         plan = self._scheduler.schedule()
         if plan is not None:
             self._load_timer.launch(plan)
+            if plan.arrivals:
+                self.tell_begun([arrival.request_id for arrival in plan.arrivals])
             self._launched.append(self._runner.launch(plan))
         if len(self._launched) > self._depth or (plan is None and self._launched):
             self._finish_oldest()

@@ -31,6 +31,7 @@ from manyroots.models.llama import Llama
 from manyroots.models.load import describe, load_model
 from manyroots.models.source import ModelSource
 from manyroots.models.spec import ModelSpec
+from manyroots.progress import stage
 from manyroots.runner.cuda.runner import CudaRunner
 from manyroots.runner.torch_runner import TorchRunner
 from manyroots.step import Runner
@@ -121,10 +122,13 @@ class ExecuteHalf:
 
 def execute_alone(settings: EngineSettings, source: ModelSource) -> ExecuteHalf:
     """All of the model in this process."""
-    part = load_part(settings, source, WHOLE)
+    with stage("weights and sizes"):
+        part = load_part(settings, source, WHOLE)
     sizes = fit_sizes(settings, part, part.num_pages)
-    adapters = part.make_adapters(settings)
-    runner = part.make_runner(settings, sizes, adapters)
+    with stage("adapter slots"):
+        adapters = part.make_adapters(settings)
+    with stage("pages and warm-up"):
+        runner = part.make_runner(settings, sizes, adapters)
     return ExecuteHalf(part, sizes, runner, adapters, alarm=None)
 
 

@@ -1,7 +1,7 @@
-"""The engine's own process: `python -m manyroots.engine.process ADDRESS`.
+"""The engine's own process: `python -m manyroots.engine.process ADDRESS BEGIN`.
 
-Started by `ProcessClient`. Reads settings from its socket, builds the engine, says READY or
-FAILED, then runs the loop until told to close or until its parent is gone.
+Started by `child.py`, at BEGIN on the monotonic clock. Reads settings from its socket, builds the
+engine, says READY or FAILED, then runs the loop until told to close or until its parent is gone.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 import threading
+import time
 from socket import socketpair
 
 import zmq
@@ -19,14 +20,17 @@ from manyroots.engine.build import build_engine
 from manyroots.engine.loop import EngineLoop
 from manyroots.engine.wire import Kind, decode, encode
 from manyroots.errors import ManyrootsError
+from manyroots.ids import RequestId
 from manyroots.messages import Batch
+from manyroots.progress import Progress, in_words, told_to
 
 logger = logging.getLogger(__name__)
 
 Socket = zmq.Socket[bytes]
 
 
-def main(address: str) -> int:
+def main(address: str, begin: float) -> int:
+    import_s = time.monotonic() - begin
     logging.basicConfig(
         level=os.environ.get("MANYROOTS_LOG_LEVEL", "INFO").upper(),
         format="%(asctime)s engine %(levelname)s %(message)s",
@@ -36,17 +40,22 @@ def main(address: str) -> int:
     socket = context.socket(zmq.PAIR)
     socket.connect(address)
     try:
-        return _serve(socket)
+        return _serve(socket, import_s)
     finally:
         socket.close(linger=1000)
         context.term()
 
 
-def _serve(socket: Socket) -> int:
+def _serve(socket: Socket, import_s: float) -> int:
+    def tell(progress: Progress) -> None:
+        socket.send_multipart(encode(Kind.PROGRESS, progress))
+
     kind, settings = decode(socket.recv_multipart())
     assert kind is Kind.SETTINGS
     try:
-        engine = build_engine(settings)
+        with told_to(tell) as seconds:
+            seconds["process and imports"] = import_s
+            engine = build_engine(settings)
     except ManyrootsError as error:
         socket.send_multipart(encode(Kind.FAILED, str(error)))
         return 1
@@ -54,6 +63,7 @@ def _serve(socket: Socket) -> int:
         logger.exception("the engine could not start")
         socket.send_multipart(encode(Kind.FAILED, f"{type(error).__name__}: {error}"))
         return 1
+    logger.info("engine ready in %.1f s: %s", sum(seconds.values()), in_words(seconds))
     socket.send_multipart(encode(Kind.READY, engine.info))
     try:
         run(socket, engine.loop)
@@ -70,6 +80,11 @@ def run(socket: Socket, loop: EngineLoop) -> None:
     """Take messages whenever there are any, step whenever there is work, and sleep otherwise."""
     with _Bell() as bell:
         loop.wake_by(bell.ring)
+
+        def tell_begun(request_ids: list[RequestId]) -> None:
+            socket.send_multipart(encode(Kind.BEGUN, request_ids))
+
+        loop.tell_begun = tell_begun
         sleeper = zmq.Poller()
         sleeper.register(socket, zmq.POLLIN)
         sleeper.register(bell.ear, zmq.POLLIN)
@@ -122,4 +137,4 @@ def _exit_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(sys.argv[1], float(sys.argv[2])))

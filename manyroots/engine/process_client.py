@@ -1,26 +1,25 @@
 """An engine in another process, as the API sees it.
 
-Gives `EngineClient`. Starts the process, passes messages both ways, and tells every waiting
-request at once if the process dies.
+Gives `EngineClient`. Passes messages both ways, and starts the process again if it dies: requests
+that had begun fail with the reason, those that waited are handed to the next one, and adapters
+that were loaded meanwhile are loaded again. After a few deaths in a row it gives up.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
-import os
-import sys
-import tempfile
+import logging
+import time
 from collections.abc import AsyncIterator, Callable
-
-import zmq
-import zmq.asyncio
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from manyroots.config import EngineSettings
-from manyroots.engine.client import lora_error
-from manyroots.engine.wire import Kind, decode, encode
-from manyroots.errors import ModelError, UnavailableError
+from manyroots.engine.child import Child
+from manyroots.engine.client import NO_COUNTS, lora_error
+from manyroots.engine.wire import Kind
+from manyroots.errors import ManyrootsError, UnavailableError
 from manyroots.ids import AdapterName, RequestId
 from manyroots.messages import (
     Abort,
@@ -34,28 +33,58 @@ from manyroots.messages import (
     Submit,
     UnloadLora,
 )
+from manyroots.progress import Progress
 
-CLOSE_TIMEOUT_S = 5.0
+logger = logging.getLogger("manyroots")
+
+FIRST_PAUSE_S = 1.0
+"""Before the first new start; each further one waits twice as long."""
+GOOD_LIFE_S = 300.0
+"""A process that served this long had a good life: its death is the first in a row again."""
+SHUTTING_DOWN = "The server is shutting down; ask another one."
+
+
+@dataclass(slots=True)
+class _Request:
+    submit: Submit
+    news: asyncio.Queue[Output | str] = field(default_factory=asyncio.Queue)
+    """A text says why there will be none."""
+    has_begun: bool = False
 
 
 class ProcessClient:
-    """Owns one engine process."""
+    """Owns an engine process, and its successors."""
 
-    def __init__(self, settings: EngineSettings) -> None:
+    def __init__(
+        self,
+        settings: EngineSettings,
+        *,
+        max_restarts: int = 0,
+        first_pause_s: float = FIRST_PAUSE_S,
+        on_progress: Callable[[Progress], None] = lambda progress: None,
+    ) -> None:
+        """`max_restarts`: how often in a row a dead process is started again."""
         self._settings = settings
+        self._max_restarts = max_restarts
+        self._first_pause_s = first_pause_s
+        self._on_progress = on_progress
         self._ids = itertools.count(1)
-        self._queues: dict[RequestId, asyncio.Queue[Output | None]] = {}
+        self._requests: dict[RequestId, _Request] = {}
         self._op_ids = itertools.count(1)
         self._ops: dict[int, asyncio.Future[LoraReply]] = {}
+        self._loads: dict[AdapterName, LoadLora] = {}
+        """What was loaded while the engine ran, by the load that gave the name its content."""
         self._watch_load: Callable[[LoadTime], None] = lambda load: None
         self._info: EngineInfo | None = None
         self._stats: Stats | None = None
-        self._death: str | None = None
-        self._process: asyncio.subprocess.Process | None = None
-        self._socket: zmq.asyncio.Socket | None = None
-        self._context: zmq.asyncio.Context | None = None
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._child: Child | None = None
+        self._is_serving = False
+        self._cause: str | None = None
+        """Why the last process died."""
+        self._over: asyncio.Future[str] | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+        self.progress: Progress | None = None
+        self.num_restarts = 0
 
     @property
     def info(self) -> EngineInfo:
@@ -65,99 +94,112 @@ class ProcessClient:
 
     @property
     def is_alive(self) -> bool:
-        return self._info is not None and self._death is None
+        return self._is_serving
+
+    @property
+    def is_over(self) -> bool:
+        return self._over is not None and self._over.done()
 
     @property
     def stats(self) -> Stats | None:
-        return self._stats
+        if self._is_serving or self._info is None:
+            return self._stats
+        # Its pages and rows are gone with the process; those who wait are here.
+        return replace(NO_COUNTS, num_waiting=len(self._requests))
 
     @property
     def pid(self) -> int | None:
-        return self._process.pid if self._process is not None else None
+        return self._child.pid if self._child is not None else None
 
     def next_request_id(self) -> RequestId:
         return RequestId(next(self._ids))
 
     async def start(self) -> None:
-        # A folder of our own, so that nobody else on the machine can reach the socket.
-        self._folder = tempfile.TemporaryDirectory(prefix="manyroots-")
-        address = f"ipc://{self._folder.name}/engine"
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.PAIR)
-        self._socket.bind(address)
-        # A session of its own, so that Ctrl-C in a terminal reaches only the server, which drains.
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "manyroots.engine.process", address,
-            stdin=asyncio.subprocess.PIPE, start_new_session=True, env=os.environ,
-        )  # fmt: skip
-        await self._send(Kind.SETTINGS, self._settings)
-        self._info = await self._wait_until_ready()
-        self._tasks = [
-            asyncio.create_task(self._receive()),
-            asyncio.create_task(self._watch()),
-        ]
+        self._over = asyncio.get_running_loop().create_future()
+        self._info = await self._start_child(self._settings)
+        self._is_serving = True
+        self._supervisor = asyncio.create_task(self._supervise())
 
-    async def _wait_until_ready(self) -> EngineInfo:
-        assert self._socket is not None
-        assert self._process is not None
-        answer = asyncio.ensure_future(self._socket.recv_multipart())
-        exit_ = asyncio.ensure_future(self._process.wait())
-        await asyncio.wait({answer, exit_}, return_when=asyncio.FIRST_COMPLETED)
-        exit_.cancel()
-        if not answer.done():
-            # What it said last may still be on its way.
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(asyncio.shield(answer), 1.0)
-        if not answer.done():
-            answer.cancel()
-            raise UnavailableError(
-                f"the engine process ended with code {self._process.returncode} while loading"
-            )
-        kind, body = decode(answer.result())
-        if kind is Kind.FAILED:
-            raise ModelError(body)
-        assert isinstance(body, EngineInfo)
-        return body
+    async def wait_until_over(self) -> str:
+        assert self._over is not None
+        return await asyncio.shield(self._over)
 
     async def generate(self, request: Submit) -> AsyncIterator[Output]:
-        if not self.is_alive:
-            raise UnavailableError(self._death or "the engine is still loading")
-        queue: asyncio.Queue[Output | None] = asyncio.Queue()
-        self._queues[request.request_id] = queue
-        finished = False
+        child = self._serving_child()
+        mine = self._requests[request.request_id] = _Request(request)
         try:
-            await self._send(Kind.SUBMIT, request)
-            while not finished:
-                output = await queue.get()
-                if output is None:
-                    finished = True
-                    raise UnavailableError(self._death or "the engine is closed")
-                finished = output.finish_reason is not None
+            child.send(Kind.SUBMIT, request)
+            while True:
+                output = await mine.news.get()
+                if isinstance(output, str):
+                    raise UnavailableError(output)
+                if output.finish_reason is not None:
+                    self._requests.pop(request.request_id, None)
                 yield output
+                if output.finish_reason is not None:
+                    return
         finally:
-            self._queues.pop(request.request_id, None)
-            if not finished and self._death is None:
-                await asyncio.shield(self._send(Kind.ABORT, Abort([request.request_id])))
+            is_open = self._requests.pop(request.request_id, None) is not None
+            if is_open and self._is_serving:
+                self._serving_child().send(Kind.ABORT, Abort([request.request_id]))
 
     async def load_adapter(
         self, name: AdapterName, path: str, *, is_pinned: bool, in_place: bool
     ) -> LoraReply:
         load = LoadLora(next(self._op_ids), name, path, is_pinned, in_place)
-        return await self._ask(Kind.LOAD, load)
+        reply = await self._ask(self._serving_child(), Kind.LOAD, load)
+        self._loads[name] = load
+        return reply
 
     async def unload_adapter(self, name: AdapterName) -> LoraReply:
-        return await self._ask(Kind.UNLOAD, UnloadLora(next(self._op_ids), name))
+        unload = UnloadLora(next(self._op_ids), name)
+        reply = await self._ask(self._serving_child(), Kind.UNLOAD, unload)
+        self._loads.pop(name, None)
+        lora = self._settings.lora
+        modules = tuple(module for module in lora.lora_modules if module.name != name)
+        self._settings = replace(self._settings, lora=replace(lora, lora_modules=modules))
+        return reply
 
     def watch_loads(self, watch: Callable[[LoadTime], None]) -> None:
         self._watch_load = watch
 
-    async def _ask(self, kind: Kind, message: LoadLora | UnloadLora) -> LoraReply:
-        if not self.is_alive:
-            raise UnavailableError(self._death or "the engine is still loading")
+    async def close(self) -> None:
+        self._give_up(SHUTTING_DOWN)
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            await asyncio.gather(self._supervisor, return_exceptions=True)
+        if self._child is not None:
+            child, self._child = self._child, None
+            await child.close()
+
+    # One life
+
+    def _serving_child(self) -> Child:
+        if self._is_serving and self._child is not None:
+            return self._child
+        if self.is_over:
+            assert self._over is not None
+            raise UnavailableError(self._over.result())
+        if self._cause is None:
+            raise UnavailableError("the engine is still loading; try again in a moment")
+        raise UnavailableError(f"{self._cause}; it is being started again, try again later")
+
+    async def _start_child(self, settings: EngineSettings) -> EngineInfo:
+        self._child = Child()
+        try:
+            return await self._child.start(settings, self._tell_progress)
+        finally:
+            self.progress = None
+
+    def _tell_progress(self, progress: Progress) -> None:
+        self.progress = progress
+        self._on_progress(progress)
+
+    async def _ask(self, child: Child, kind: Kind, message: LoadLora | UnloadLora) -> LoraReply:
         answer: asyncio.Future[LoraReply] = asyncio.get_running_loop().create_future()
         self._ops[message.op_id] = answer
         try:
-            await self._send(kind, message)
+            child.send(kind, message)
             reply = await answer
         finally:
             del self._ops[message.op_id]
@@ -165,60 +207,115 @@ class ProcessClient:
             raise error
         return reply
 
-    async def close(self) -> None:
-        process = self._process
-        if process is not None and process.returncode is None:
-            with contextlib.suppress(zmq.ZMQError, asyncio.TimeoutError):
-                await asyncio.wait_for(self._send(Kind.CLOSE, None), 1.0)
-            try:
-                await asyncio.wait_for(process.wait(), CLOSE_TIMEOUT_S)
-            except TimeoutError:
-                process.kill()
-                await process.wait()
-        for task in self._tasks:
-            task.cancel()
-        self._die("the engine is closed")
-        if self._socket is not None:
-            self._socket.close(linger=0)
-        if self._context is not None:
-            self._context.term()
-        if self._folder is not None:
-            self._folder.cleanup()
+    def _take(self, kind: Kind, body: Any) -> None:
+        if kind is Kind.BEGUN:
+            for request_id in body:
+                if (mine := self._requests.get(request_id)) is not None:
+                    mine.has_begun = True
+            return
+        assert isinstance(body, Batch)
+        self._stats = body.stats
+        for output in body.news:
+            if (mine := self._requests.get(output.request_id)) is not None:
+                mine.has_begun = True
+                mine.news.put_nowait(output)
+        for reply in body.replies:
+            answer = self._ops.get(reply.op_id)
+            if answer is not None and not answer.done():
+                answer.set_result(reply)
+        for load in body.loads:
+            self._watch_load(load)
 
-    async def _send(self, kind: Kind, body: object) -> None:
-        assert self._socket is not None
-        await self._socket.send_multipart(encode(kind, body))
+    # Life after life
 
-    async def _receive(self) -> None:
-        assert self._socket is not None
+    async def _supervise(self) -> None:
+        num_in_a_row = 0
         while True:
-            kind, body = decode(await self._socket.recv_multipart())
-            if kind is Kind.FAILED:
-                self._die(f"the engine died: {body}")
-                return
-            assert isinstance(body, Batch)
-            self._stats = body.stats
-            for output in body.news:
-                queue = self._queues.get(output.request_id)
-                if queue is not None:
-                    queue.put_nowait(output)
-            for reply in body.replies:
-                answer = self._ops.get(reply.op_id)
-                if answer is not None and not answer.done():
-                    answer.set_result(reply)
-            for load in body.loads:
-                self._watch_load(load)
+            assert self._child is not None
+            begin = time.monotonic()
+            # Beside the messages: it waits for some of them, and for none once they end.
+            resuming = asyncio.create_task(self._resume(self._child, is_first=not num_in_a_row))
+            try:
+                cause = await self._child.live(self._take)
+            finally:
+                resuming.cancel()
+            if time.monotonic() - begin >= GOOD_LIFE_S:
+                num_in_a_row = 0
+            self._mourn(cause, self._child.last_lines)
+            await self._child.close()
+            while True:
+                if num_in_a_row >= self._max_restarts:
+                    self._give_up(f"{cause}; it was started again {num_in_a_row} times in a row")
+                    return
+                num_in_a_row += 1
+                if await self._restarted(num_in_a_row):
+                    break
 
-    async def _watch(self) -> None:
-        assert self._process is not None
-        code = await self._process.wait()
-        self._die(f"the engine process ended with code {code}")
-
-    def _die(self, reason: str) -> None:
-        if self._death is None:
-            self._death = reason
-        for queue in self._queues.values():
-            queue.put_nowait(None)
+    def _mourn(self, cause: str, last_lines: list[str]) -> None:
+        """Say that it is dead, and fail what died with it."""
+        self._is_serving = False
+        self._cause, self._stats = cause, None
+        said = "".join(f"\n    {line}" for line in last_lines)
+        logger.error("%s%s", cause, f"; the last it wrote:{said}" if said else "")
+        for request_id, request in list(self._requests.items()):
+            if request.has_begun:
+                del self._requests[request_id]
+                request.news.put_nowait(cause)
         for answer in self._ops.values():
             if not answer.done():
-                answer.set_exception(UnavailableError(self._death))
+                answer.set_exception(UnavailableError(cause))
+
+    async def _restarted(self, number: int) -> bool:
+        pause_s = self._first_pause_s * 2 ** (number - 1)
+        logger.warning(
+            "starting the engine again in %g s (%d of %d in a row); %d requests wait",
+            pause_s, number, self._max_restarts, len(self._requests),
+        )  # fmt: skip
+        await asyncio.sleep(pause_s)
+        self.num_restarts += 1
+        try:
+            self._info = await self._start_child(self._as_before())
+        except ManyrootsError as error:
+            logger.error("the engine could not be started again: %s", error)
+            assert self._child is not None
+            await self._child.close()
+            return False
+        return True
+
+    def _as_before(self) -> EngineSettings:
+        """The same sizes again: requests were let in by them."""
+        assert self._info is not None
+        settings = self._settings
+        return replace(
+            settings,
+            model=replace(settings.model, max_model_len=self._info.max_model_len),
+            cache=replace(settings.cache, num_gpu_blocks_override=self._info.num_pages),
+        )
+
+    async def _resume(self, child: Child, *, is_first: bool) -> None:
+        """Load again what was loaded, then hand over those who waited."""
+        if is_first:
+            return
+        asked = [
+            (load.name, self._ask(child, Kind.LOAD, replace(load, in_place=True)))
+            for load in self._loads.values()
+        ]
+        replies = await asyncio.gather(*(reply for _, reply in asked), return_exceptions=True)
+        for (name, _), reply in zip(asked, replies, strict=True):
+            if isinstance(reply, BaseException):
+                logger.error("adapter %s could not be loaded again: %s", name, reply)
+        for request in self._requests.values():
+            child.send(Kind.SUBMIT, request.submit)
+        self._is_serving = True
+        logger.info("the engine serves again; %d requests had waited", len(self._requests))
+
+    def _give_up(self, reason: str) -> None:
+        self._is_serving = False
+        if self._over is not None and not self._over.done():
+            self._over.set_result(reason)
+        for request in self._requests.values():
+            request.news.put_nowait(reason)
+        self._requests.clear()
+        for answer in self._ops.values():
+            if not answer.done():
+                answer.set_exception(UnavailableError(reason))

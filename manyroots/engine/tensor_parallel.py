@@ -24,6 +24,7 @@ from manyroots.engine.part import ExecuteHalf, fit_sizes, load_part
 from manyroots.models.load import describe
 from manyroots.models.sharding import cut_adapter, rank_spec
 from manyroots.models.source import ModelSource
+from manyroots.progress import stage
 from manyroots.step import AdapterLoaded
 from manyroots.store.adapter_ranks import FirstLoader
 
@@ -35,8 +36,10 @@ def execute_with_ranks(settings: EngineSettings, source: ModelSource) -> Execute
     shard = Shard(0, settings.model.tensor_parallel_size)
     rank_spec(describe(source), shard)  # refuse what can't be divided before anything is started
     with _other_ranks(settings, source) as ranks:
-        part = load_part(settings, source, shard)
-        sizes = fit_sizes(settings, part, min(part.num_pages, ranks.wait_until_loaded()))
+        with stage("weights and sizes"):
+            part = load_part(settings, source, shard)
+        with stage("other ranks"):
+            sizes = fit_sizes(settings, part, min(part.num_pages, ranks.wait_until_loaded()))
         ranks.send(Kind.START, Start(sizes.num_pages, sizes.max_model_len))
         make_loader = partial(
             FirstLoader,
@@ -45,8 +48,10 @@ def execute_with_ranks(settings: EngineSettings, source: ModelSource) -> Execute
             drop_elsewhere=partial(ranks.send, Kind.DROP),
         )
         adapters = part.make_adapters(settings, make_loader)
-        own = part.make_runner(settings, sizes, adapters)
-        join_group(shard, ranks.folder, device_type=part.device.type)
+        with stage("pages and warm-up"):
+            own = part.make_runner(settings, sizes, adapters)
+        with stage("meeting of ranks"):
+            join_group(shard, ranks.folder, device_type=part.device.type)
         logger.info("%d ranks; the others are processes %s", shard.size, ranks.pids)
         alarm = Alarm()
         runner = RankedRunner(

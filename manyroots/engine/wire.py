@@ -17,6 +17,7 @@ import numpy as np
 
 from manyroots.config import EngineSettings
 from manyroots.messages import Abort, Batch, EngineInfo, Int64s, LoadLora, Submit, UnloadLora
+from manyroots.progress import Progress
 
 TOKEN_TYPE = "i"
 """As `array` calls a 32-bit integer."""
@@ -31,7 +32,9 @@ class Kind(enum.Enum):
     LOAD = b"l"
     UNLOAD = b"u"
     CLOSE = b"q"
+    PROGRESS = b"p"
     READY = b"i"
+    BEGUN = b"g"
     BATCH = b"b"
     FAILED = b"f"
 
@@ -43,7 +46,9 @@ _TYPES: dict[Kind, Any] = {
     Kind.LOAD: LoadLora,
     Kind.UNLOAD: UnloadLora,
     Kind.CLOSE: None,
+    Kind.PROGRESS: Progress,
     Kind.READY: EngineInfo,
+    Kind.BEGUN: list[int],
     Kind.BATCH: Batch,
     Kind.FAILED: str,
 }

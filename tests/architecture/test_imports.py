@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[2] / "manyroots"
 
 BASE = {
     "ids", "errors", "version", "sampling", "step", "messages", "adapter_names", "config",
-    "gguf_header",
+    "gguf_header", "progress",
 }  # fmt: skip
 """Files at the top of the package that any room may import."""
 
@@ -24,6 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "version": set(),
     "sampling": {"errors"},
     "gguf_header": {"errors"},
+    "progress": set(),
     "adapter_names": {"errors"},
     "config": {"errors", "adapter_names"},
     "step": {"ids", "sampling"},
@@ -57,7 +58,7 @@ TORCH = {"torch", "triton"}
 WEB_STACK = {"starlette", "uvicorn", "fastapi", "pydantic", "h11", "httptools"}
 WIRE = {"msgspec", "zmq"}
 MAY_USE_WIRE = {
-    "engine.wire", "engine.process", "engine.process_client", "distributed.wire",
+    "engine.wire", "engine.process", "engine.child", "distributed.wire",
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import signal
@@ -15,7 +16,15 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionUserMessageParam
 
-from tests.e2e.conftest import CONTEXT, HEADERS, MAX_ALIVE, SETTINGS, Server, running
+from tests.e2e.conftest import (
+    CONTEXT,
+    HEADERS,
+    MAX_ALIVE,
+    SETTINGS,
+    START_LIMIT_S,
+    Server,
+    running,
+)
 
 STORY = "Once upon a time, in a small village by the sea, there lived an old fisherman who"
 USER = ChatCompletionUserMessageParam(role="user", content="Name three colours.")
@@ -304,28 +313,54 @@ def test_sigterm_drains(model: str) -> None:
         assert caught.value.status_code == 503
         assert caught.value.response.headers["retry-after"]
         assert list(short)[-1].choices[0].finish_reason == "length"
-        with pytest.raises(openai.APIError, match="engine"):
+        with pytest.raises(openai.APIError, match="server is shutting down"):
             list(long)
-        assert server.process.wait(20) == 0
+        assert server.process.wait(60) == 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the engine through /proc")
-def test_a_dead_engine_fails_its_requests_and_the_server_says_so(model: str) -> None:
-    """R04"""
-    with running(*SETTINGS) as server:
-        server.wait_until_ready()
+def test_a_dead_engine_fails_its_requests_and_is_started_again(model: str) -> None:
+    """R04, R07, S04: told while it is down, served after, and at the second death the end."""
+    with running(*SETTINGS, "--max-engine-restarts", "1") as server:
+        assert not was_healthy_while_loading(server)
         client = server.client()
-        chunks = iter(complete(client, model, max_tokens=1000, stream=True))
-        next(chunks)
-        [engine] = server.children()
-        os.kill(engine, signal.SIGKILL)
-        with pytest.raises(openai.APIError, match="engine"):
-            list(chunks)
-        assert (server.status("/health"), server.status("/ready")) == (503, 503)
-        with pytest.raises(openai.InternalServerError, match="restarted"):
+
+        def kill_in_mid_stream() -> None:
+            chunks = iter(complete(client, model, max_tokens=1000, stream=True))
+            next(chunks)
+            [engine] = server.children()
+            os.kill(engine, signal.SIGKILL)
+            with pytest.raises(openai.APIError, match="killed by SIGKILL"):
+                list(chunks)
+
+        kill_in_mid_stream()
+        for path in ("/health", "/ready", "/v1/models"):
+            assert server.status(path) == 503
+        assert server.status("/live") == 200
+        assert server.metric("manyroots:engine_up") == server.metric("manyroots:pages_held") == 0
+        with pytest.raises(openai.InternalServerError, match="started again"):
             complete(client, model)
-        server.signal(signal.SIGTERM)
-        assert server.process.wait(20) == 0
+        server.wait_until_ready()
+        assert complete(client, model, max_tokens=2).choices[0].finish_reason == "length"
+        assert server.metric("manyroots:engine_restarts_total") == 1
+        kill_in_mid_stream()
+        assert server.process.wait(60) == 1
+        assert server.log().count("killed by SIGKILL") >= 2
+        assert "starting the engine again in 1 s (1 of 1 in a row)" in server.log()
+
+
+def was_healthy_while_loading(server: Server) -> bool:
+    """Waits until it is ready."""
+    deadline = time.monotonic() + START_LIMIT_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(httpx.TransportError):
+            was_healthy = server.status("/health") == 200
+            if server.status("/ready") == 200:
+                return False
+            if was_healthy:
+                return True
+        time.sleep(0.05)
+    pytest.fail(f"the server was not ready in {START_LIMIT_S} s:\n{server.log()}")
 
 
 def test_a_model_that_does_not_exist_ends_the_server() -> None:

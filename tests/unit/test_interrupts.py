@@ -9,10 +9,10 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
+from tests.slow_steps import slow_steps
 from tests.tiny_adapters import TinyAdapters
 from tests.unit.text.tiny_tokenizer import TEMPLATE
 
@@ -149,7 +149,7 @@ class Terminal:
 
 def test_r08_ctrl_c_ends_the_answer_and_at_the_prompt_the_chat(tiny: TinyAdapters) -> None:
     """R08: and what is asked after it is answered."""
-    env = slow(tiny.model.parent)
+    env = slow_steps(tiny.model.parent)
     terminal = Terminal(env, "chat", str(tiny.model), "--max-tokens", "200")
     try:
         terminal.read_until("> ")
@@ -171,7 +171,8 @@ def test_r08_an_interrupted_generate_exits_130_without_a_traceback(tiny: TinyAda
     process = subprocess.Popen(
         [sys.executable, "-m", "manyroots.cli", "generate", "hello", "--model", str(tiny.model),
          "--max-tokens", "200"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=slow(tiny.model.parent),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=slow_steps(tiny.model.parent),
     )  # fmt: skip
     try:
         assert process.stderr is not None
@@ -185,37 +186,3 @@ def test_r08_an_interrupted_generate_exits_130_without_a_traceback(tiny: TinyAda
     assert process.returncode == 130, err
     assert "Traceback" not in err
     assert out == ""
-
-
-def slow(folder: Path) -> dict[str, str]:
-    """An environment in which an engine's steps take half a second and are told, so that a signal
-    comes in the midst of an answer however slow the machine is."""
-    (folder / "sitecustomize.py").write_text(SLOW_STEPS)
-    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
-    return {**os.environ, "PYTHONPATH": path}
-
-
-SLOW_STEPS = """
-import sys, time
-from importlib.abc import MetaPathFinder
-
-class Patch(MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name in ("manyroots.cli.generate", "manyroots.cli.chat"):
-            from manyroots.engine.loop import EngineLoop
-            step, count = EngineLoop.step, 0
-            def slow_step(self):
-                nonlocal count
-                news = step(self)
-                if self.has_work:
-                    count += 1
-                    print("step", count, file=sys.stderr, flush=True)
-                    time.sleep(0.5)
-                else:
-                    count = 0
-                return news
-            EngineLoop.step = slow_step
-        return None
-
-sys.meta_path.insert(0, Patch())
-"""

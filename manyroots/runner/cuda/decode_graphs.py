@@ -21,6 +21,7 @@ from manyroots.kernels.fused_step import FusedStep
 from manyroots.kernels.lora_sites.sites import LoraRows
 from manyroots.kernels.rope_write.inputs import Slots
 from manyroots.models.fused import FusedDecoder
+from manyroots.progress import track
 from manyroots.runner.cuda.buckets import bucket_of, buckets
 from manyroots.runner.cuda.device_rows import DeviceRows
 from manyroots.runner.cuda.packet import Layout, send
@@ -84,10 +85,11 @@ class DecodeGraphs:
         """Capture every size now, largest first: the smaller ones then share its memory."""
         if not self._captures:
             return
-        for size in reversed(self._sizes):
-            for with_adapters in (False, True) if self._num_slots is not None else (False,):
-                if (size, with_adapters) not in self._graphs:
-                    self._graphs[size, with_adapters] = self._capture(size, with_adapters)
+        kinds = (False, True) if self._num_slots is not None else (False,)
+        keys = [(size, kind) for size in reversed(self._sizes) for kind in kinds]
+        for key in track(keys, total=len(keys), label="Capturing graphs"):
+            if key not in self._graphs:
+                self._graphs[key] = self._capture(*key)
 
     def measure(self, num_kinds: int) -> int:
         """Bytes that all graphs will take, of so many kinds for each size: the largest one's,

@@ -24,6 +24,7 @@ from manyroots.messages import (
     Submit,
     UnloadLora,
 )
+from manyroots.progress import Progress
 from manyroots.step import TokenLogprobs
 
 Rule = Callable[[Submit], Iterable[Output]]
@@ -101,6 +102,11 @@ class FakeEngine:
         self.running: set[RequestId] = set()
         self.aborted: set[RequestId] = set()
         self.is_closed = False
+        self.is_over = False
+        self.progress: Progress | None = None
+        self.num_restarts = 0
+        self.ended = asyncio.Event()
+        self.over_reason = ""
         self.start_error: Exception | None = None
         self.lora_ops: list[LoadLora | UnloadLora] = []
         self.lora_rule: Callable[[LoadLora | UnloadLora], LoraReply] = accept
@@ -166,7 +172,18 @@ class FakeEngine:
         if self.start_error is not None:
             raise self.start_error
 
+    async def wait_until_over(self) -> str:
+        await self.ended.wait()
+        return self.over_reason
+
+    def end(self, reason: str) -> None:
+        """It is dead for good."""
+        self.is_alive, self.is_over, self.over_reason = False, True, reason
+        self.ended.set()
+        self.gate.set()
+
     async def close(self) -> None:
         self.is_closed = True
         self.is_alive = False
+        self.is_over = True
         self.gate.set()

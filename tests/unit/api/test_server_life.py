@@ -118,6 +118,25 @@ async def test_an_engine_that_cannot_start_ends_the_server(
     assert life.engine.is_closed
 
 
+async def test_an_engine_that_is_over_ends_the_server(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """R07: with its reason, and not with 0."""
+    life = Life(tmp_path)
+    life.engine.gate.clear()
+
+    async def script(client: httpx.AsyncClient) -> None:
+        await life.ready(client)
+        answer = asyncio.create_task(client.post("/v1/completions", json=BODY))
+        await life.until_running(1)
+        life.engine.end("the engine process was killed by SIGKILL")
+        assert (await answer).status_code == 503
+
+    assert await life.run(script) == 1
+    assert "killed by SIGKILL" in capsys.readouterr().err
+    assert life.engine.is_closed
+
+
 async def test_it_answers_while_loading_and_can_be_stopped_then(tmp_path: Path) -> None:
     class Slow(FakeEngine):
         async def start(self) -> None:
@@ -126,7 +145,8 @@ async def test_it_answers_while_loading_and_can_be_stopped_then(tmp_path: Path) 
     life = Life(tmp_path, Slow())
 
     async def script(client: httpx.AsyncClient) -> None:
-        assert (await client.get("/health")).status_code == 200
+        assert (await client.get("/live")).status_code == 200
+        assert (await client.get("/health")).status_code == 503
         assert (await client.get("/ready")).json() == {"status": "loading"}
         signal.raise_signal(signal.SIGINT)
 

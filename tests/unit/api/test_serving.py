@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from manyroots.messages import Output
+from manyroots.progress import Progress
 from tests.unit.api.fake_engine import FakeEngine, script
 from tests.unit.api.harness import Harness, error_of, events
 
@@ -76,10 +77,18 @@ async def test_a_refused_request_gives_its_slots_back() -> None:
 
 
 async def test_before_the_model_is_loaded() -> None:
-    """S04: live, not ready."""
+    """S04: live, but it can't answer yet, and says how far it is."""
     harness = Harness(loaded=False)
-    assert (await harness.get("/health")).status_code == 200
-    assert (await harness.get("/ready")).status_code == 503
+    harness.engine.progress = Progress("Loading weights", 3, 10)
+    assert (await harness.get("/live")).status_code == 200
+    for path in ("/health", "/ready"):
+        response = await harness.get(path)
+        assert response.status_code == 503
+        assert response.headers["retry-after"]
+        assert response.json() == {
+            "status": "loading",
+            "progress": {"stage": "Loading weights", "done": 3, "total": 10},
+        }
     assert (await harness.get("/metrics")).status_code == 200
     for response in (await harness.complete(), await harness.get("/v1/models")):
         assert response.status_code == 503
@@ -104,7 +113,7 @@ async def test_while_draining() -> None:
 
 
 async def test_a_dead_engine_fails_requests_and_says_so() -> None:
-    """R04"""
+    """R04, S04"""
     harness = held()
     plain = asyncio.create_task(harness.complete())
     streamed = asyncio.create_task(harness.complete(stream=True))
@@ -113,10 +122,29 @@ async def test_a_dead_engine_fails_requests_and_says_so() -> None:
     assert (await plain).status_code == 503
     assert (await streamed).status_code == 503, "it had not begun"
     assert error_of(await streamed)["code"] == "unavailable"
-    for path in ("/health", "/ready"):
+    for path in ("/health", "/ready", "/v1/models"):
         assert (await harness.get(path)).status_code == 503
+    assert (await harness.get("/live")).status_code == 200
     assert (await harness.complete()).status_code == 503
     assert (await harness.get("/version")).status_code == 200, "it keeps answering"
+
+
+async def test_while_its_engine_is_started_again() -> None:
+    """S04, R07: nothing is answered, and the metrics say so."""
+    harness = Harness()
+    assert 'manyroots:engine_up{model_name="tiny"} 1.0' in (await harness.get("/metrics")).text
+    harness.engine.is_alive, harness.engine.num_restarts = False, 2
+    for path in ("/health", "/ready"):
+        response = await harness.get(path)
+        assert (response.status_code, response.json()) == (503, {"status": "restarting"})
+    assert (await harness.get("/live")).status_code == 200
+    for response in (await harness.complete(), await harness.get("/v1/models")):
+        assert response.status_code == 503
+        assert response.headers["retry-after"]
+        assert "started again" in error_of(response)["message"]
+    text = (await harness.get("/metrics")).text
+    assert 'manyroots:engine_up{model_name="tiny"} 0.0' in text
+    assert 'manyroots:engine_restarts_total{model_name="tiny"} 2.0' in text
 
 
 KEY = "sécret-κλειδί"
@@ -146,7 +174,7 @@ async def test_every_route_but_health_needs_the_key(path: str) -> None:
 
 async def test_health_and_ready_need_no_key() -> None:
     harness = Harness(api_key=KEY)
-    for path in ("/health", "/ready"):
+    for path in ("/live", "/health", "/ready"):
         assert (await harness.get(path)).status_code == 200
 
 

@@ -40,6 +40,8 @@ class Engine:
     def receive(self) -> Batch:
         assert self.socket.poll(LIMIT_S * 1000), "the engine says nothing"
         kind, batch = decode(self.socket.recv_multipart())
+        if kind is Kind.BEGUN:
+            return self.receive()
         assert kind is Kind.BATCH
         assert isinstance(batch, Batch)
         return batch

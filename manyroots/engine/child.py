@@ -1,0 +1,185 @@
+"""One life of an engine process, from its start to its end.
+
+Starts the process, passes messages both ways and says why it ended: by what its last message, its
+exit code or the signal that killed it says, and with the last lines that it wrote. Knows nothing
+of requests. What it writes to stderr is passed on to ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, cast
+
+import zmq
+import zmq.asyncio
+
+from manyroots.config import EngineSettings
+from manyroots.engine.wire import Kind, decode, encode
+from manyroots.errors import ModelError, UnavailableError
+from manyroots.messages import EngineInfo
+from manyroots.progress import Progress
+
+CLOSE_TIMEOUT_S = 5.0
+_LAST_WORDS_S = 0.5
+"""How long messages and lines of a dead process may still be on their way."""
+_NUM_LAST_LINES = 20
+
+
+class Child:
+    """Owns one process, its socket, and the folder of that."""
+
+    def __init__(self) -> None:
+        # A folder of our own, so that nobody else on the machine can reach the socket.
+        self._folder = tempfile.TemporaryDirectory(prefix="manyroots-")
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        # Never full: what is sent to a living process need not wait for it.
+        self._socket.set(zmq.SNDHWM, 0)
+        self._process: asyncio.subprocess.Process | None = None
+        self._lines: deque[str] = deque(maxlen=_NUM_LAST_LINES)
+        self._reader: asyncio.Task[None] | None = None
+        self._failure: str | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    @property
+    def last_lines(self) -> list[str]:
+        return list(self._lines)
+
+    async def start(
+        self, settings: EngineSettings, on_progress: Callable[[Progress], None]
+    ) -> EngineInfo:
+        """Return when it can serve; raise what kept it from that."""
+        address = f"ipc://{self._folder.name}/engine"
+        self._socket.bind(address)
+        # A session of its own, so that Ctrl-C in a terminal reaches only the server, which drains.
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "manyroots.engine.process", address, str(time.monotonic()),
+            stdin=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+            start_new_session=True, env=os.environ,
+        )  # fmt: skip
+        self._reader = asyncio.create_task(self._pass_lines_on())
+        greeting = asyncio.create_task(self._greet(settings, on_progress))
+        await self._unless_it_ends(greeting)
+        if greeting.done():
+            return greeting.result()
+        greeting.cancel()
+        raise UnavailableError(f"{self.cause()} while loading{self._quoted_lines()}")
+
+    async def _greet(
+        self, settings: EngineSettings, on_progress: Callable[[Progress], None]
+    ) -> EngineInfo:
+        await self._socket.send_multipart(encode(Kind.SETTINGS, settings))
+        while True:
+            kind, body = await self.receive()
+            match kind:
+                case Kind.PROGRESS:
+                    on_progress(body)
+                case Kind.FAILED:
+                    raise ModelError(body)
+                case _:
+                    assert kind is Kind.READY
+                    assert isinstance(body, EngineInfo)
+                    return body
+
+    def send(self, kind: Kind, body: object) -> None:
+        """Hand a message over; one to a process that is gone is lost, as its end will tell."""
+        # Through the socket of asyncio, which must see every call; done when it returns.
+        sent = cast(
+            "asyncio.Future[object]",
+            self._socket.send_multipart(encode(kind, body), flags=zmq.NOBLOCK),
+        )
+        if not isinstance(sent.exception(), zmq.Again):
+            sent.result()
+
+    async def receive(self) -> tuple[Kind, Any]:
+        return decode(await self._socket.recv_multipart())
+
+    async def live(self, take: Callable[[Kind, Any], None]) -> str:
+        """Pass messages to `take` until the process is over; gives why it is."""
+        receiving = asyncio.create_task(self._receive_all(take))
+        try:
+            await self._unless_it_ends(receiving)
+            if receiving.done():
+                receiving.result()
+            await self._end()
+        finally:
+            receiving.cancel()
+        return self.cause()
+
+    async def _receive_all(self, take: Callable[[Kind, Any], None]) -> None:
+        while True:
+            kind, body = await self.receive()
+            if kind is Kind.FAILED:
+                self._failure = str(body)
+                return
+            take(kind, body)
+
+    async def _unless_it_ends(self, work: asyncio.Task[Any]) -> None:
+        """Wait for `work`, or for the process' end and what may be on its way then."""
+        assert self._process is not None
+        end = asyncio.create_task(self._process.wait())
+        try:
+            await asyncio.wait({work, end}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                assert self._reader is not None
+                await asyncio.wait({work, self._reader}, timeout=_LAST_WORDS_S,
+                                   return_when=asyncio.FIRST_COMPLETED)  # fmt: skip
+        finally:
+            end.cancel()
+
+    def cause(self) -> str:
+        """Why it ended, in words."""
+        if self._failure is not None:
+            return f"the engine died: {self._failure}"
+        code = None if self._process is None else self._process.returncode
+        if code is not None and code < 0:
+            name = signal.Signals(-code).name
+            hint = " (the machine may be out of memory)" if -code == signal.SIGKILL else ""
+            return f"the engine process was killed by {name}{hint}"
+        return f"the engine process ended with code {code}"
+
+    def _quoted_lines(self) -> str:
+        return "".join(f"\n    {line}" for line in self._lines)
+
+    async def _pass_lines_on(self) -> None:
+        assert self._process is not None
+        assert self._process.stderr is not None
+        rest = b""
+        while data := await self._process.stderr.read(65536):
+            with contextlib.suppress(OSError, ValueError):  # nobody reads ours any more
+                sys.stderr.write(data.decode(errors="replace"))
+                sys.stderr.flush()
+            *lines, rest = (rest + data).split(b"\n")
+            rest = rest[-4096:]
+            self._lines.extend(line.decode(errors="replace")[:500] for line in lines if line)
+
+    async def close(self) -> None:
+        """End it, politely at first."""
+        if self._process is not None and self._process.returncode is None:
+            self.send(Kind.CLOSE, None)
+            await self._end()
+        if self._reader is not None:
+            await asyncio.wait({self._reader}, timeout=_LAST_WORDS_S)
+            self._reader.cancel()
+        self._socket.close(linger=0)
+        self._context.term()
+        self._folder.cleanup()
+
+    async def _end(self) -> None:
+        assert self._process is not None
+        try:
+            await asyncio.wait_for(self._process.wait(), CLOSE_TIMEOUT_S)
+        except TimeoutError:
+            self._process.kill()
+            await self._process.wait()

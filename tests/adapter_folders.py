@@ -95,6 +95,8 @@ def tiny_targets(
         targets[f"{attention}.o_proj"] = Target(linear, hidden, hidden)
         kind = linear if num_experts is None else TargetKind.EXPERTS
         mlp = f"model.layers.{layer}.mlp" + ("" if num_experts is None else ".experts")
+        if num_experts is not None:
+            targets[f"model.layers.{layer}.mlp.gate"] = Target(linear, hidden, num_experts)
         targets[f"{mlp}.gate_proj"] = Target(kind, hidden, intermediate, num_experts)
         targets[f"{mlp}.up_proj"] = Target(kind, hidden, intermediate, num_experts)
         targets[f"{mlp}.down_proj"] = Target(kind, intermediate, hidden, num_experts)

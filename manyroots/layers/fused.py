@@ -89,14 +89,21 @@ class FusedProducts:
 
     def norm_after(self, residual: Tensor, product: Product, weight: Tensor, eps: float) -> Tensor:
         """Add a product onto the residual in place; give the sum, normalised."""
-        sums, term = product.sums, product.lora
-        if term is not None and residual.shape[0] > MAX_SKINNY_ROWS:
-            # One program per row would read the adapter once per row.
-            whole = sums if sums.dim() == 2 else sums.sum(0).to(residual.dtype)
-            self._kernels.lora_sites.expand(whole, term)
-            sums, term = whole, None
-        normed: Tensor = self._kernels.norm.add_rms_norm(residual, sums, weight, eps, term)
+        product = self.expanded_for_many(product)
+        normed: Tensor = self._kernels.norm.add_rms_norm(
+            residual, product.sums, weight, eps, product.lora
+        )
         return normed
+
+    def expanded_for_many(self, product: Product) -> Product:
+        """The product with its adapters' part, if it has many rows: a reader with one program per
+        row would read the adapter once per row."""
+        sums, term = product.sums, product.lora
+        if term is None or sums.shape[-2] <= MAX_SKINNY_ROWS:
+            return product
+        whole = sums if sums.dim() == 2 else sums.sum(0).to(term.site.pool.dtype)
+        self._kernels.lora_sites.expand(whole, term)
+        return Product(whole, None)
 
 
 def _is_skinny_product(x: Tensor, linear: Linear) -> bool:
@@ -183,8 +190,12 @@ class FusedExperts:
         if isinstance(x, Normed):
             raise TypeError("experts read rows that are whole")
         moe, spec = self._kernels.moe_pairs, self._mlp.router.spec
-        logits = self._products.plain(x, self._mlp.router.weight)
-        routing = moe.route(logits, spec.experts_per_token, renormalise=spec.norm_topk_prob)
+        scores = self._products.expanded_for_many(
+            self._products(x, self._mlp.router.scores, step.lora)
+        )
+        routing = moe.route(
+            scores.sums, spec.experts_per_token, scores.lora, renormalise=spec.norm_topk_prob
+        )
         experts = self._mlp.experts
         adapters = self._adapters(step.lora)
         by_pair: Tensor = moe.experts(x, routing, experts.gate_up, experts.down, adapters)

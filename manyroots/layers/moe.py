@@ -7,7 +7,8 @@ weights are kept stacked, and a step computes them grouped by expert; see `kerne
       -> gate, up -> act(gate) * up -> down      of each pair, with its expert's weights
       -> sum over a token's pairs, weighted by the router
 
-Adapters add to a pair's gate and up before the activation, and to its down before it is weighted.
+Adapters add to the router's scores before the choice, to a pair's gate and up before the
+activation, and to its down before it is weighted.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from manyroots.kernels.expert_lora.pairs import AdapterPairs
 from manyroots.kernels.lora.batch import AdapterBatch
 from manyroots.kernels.moe import torch_ops
 from manyroots.kernels.moe.routing import Routing, route
+from manyroots.layers.linear import Linear
 from manyroots.layers.lora import add_to_pairs, combine_pairs
 from manyroots.layers.mlp import activation_named
 from manyroots.lora.targets import TargetKind
@@ -42,24 +43,21 @@ class ExpertsSpec:
 
 
 class Router:
-    """A score per expert, and the choice that follows. No adapter targets it."""
+    """A score per expert, and the choice that follows. Adapters add to the scores, so that a
+    token of an adapter may go to other experts than the same token of the base model."""
 
     def __init__(
         self, hidden_size: int, spec: ExpertsSpec, *, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.weight = torch.empty(spec.num_experts, hidden_size, dtype=dtype, device=device)
+        self.scores = Linear(hidden_size, spec.num_experts, bias=False, dtype=dtype, device=device)
         self.spec = spec
 
-    def __call__(self, x: Tensor) -> Routing:
+    def __call__(self, x: Tensor, adapters: AdapterBatch | None) -> Routing:
         return route(
-            F.linear(x, self.weight),
+            self.scores(x, adapters),
             experts_per_token=self.spec.experts_per_token,
             normalize=self.spec.norm_topk_prob,
         )
-
-    def slots(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """Where a checkpoint's tensor for the router `name` goes."""
-        yield f"{name}.weight", self.weight
 
 
 class Experts:
@@ -122,13 +120,14 @@ class SparseMLP:
         self.experts = Experts(hidden_size, spec, activation=activation, dtype=dtype, device=device)
 
     def __call__(self, x: Tensor, adapters: AdapterBatch | None) -> Tensor:
-        return self.experts(x, self.router(x), adapters)
+        return self.experts(x, self.router(x, adapters), adapters)
 
     def slots(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """Where a checkpoint's tensors for the block `name` go."""
-        yield from self.router.slots(f"{name}.gate")
+        yield from self.router.scores.slots(f"{name}.gate")
         yield from self.experts.slots(f"{name}.experts")
 
     def lora_parts(self, name: str) -> Iterator[tuple[str, SitePart]]:
         """What adapters may change of the block `name`."""
+        yield from self.router.scores.lora_parts(f"{name}.gate")
         yield from self.experts.lora_parts(f"{name}.experts")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from manyroots.adapter_names import LoraModule
 from manyroots.bench.random_adapters import targets_of
 from manyroots.config import engine_settings
 from manyroots.models.source import resolve_source
-from tests.adapter_folders import ExpertFormat, Recipe, write_adapter
+from tests.adapter_folders import ExpertFormat, Recipe, rewrite_weights, write_adapter
 from tests.unit.models.tiny import EXPERTS, save_tiny
 
 KINDS = ("llama", "llama-biased", "mistral", "qwen2", "qwen3", "qwen3-moe")
@@ -36,6 +37,8 @@ _SIZES: dict[str, Any] = {
 }
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
+ROUTER = "gate"
+"""Of mixtures alone: other models' adapters have the rest of such a recipe."""
 _STRENGTH = 4.0
 
 
@@ -52,6 +55,7 @@ RECIPES = (
     _recipe(16, (*_ATTENTION, *_MLP), 4, is_rank_stabilised=True, experts=ExpertFormat.STACKED),
     _recipe(40, _MLP, 5),
     _recipe(64, (*_ATTENTION, *_MLP), 6, experts=ExpertFormat.SHARED_OUTER),
+    _recipe(8, (*_ATTENTION, *_MLP, ROUTER), 8),
     _recipe(5, ("embed_tokens", "v_proj", "lm_head"), 7),
 )
 NAMES = tuple(f"a{number}" for number in range(len(RECIPES)))
@@ -71,7 +75,9 @@ def make_model(folder: Path, kind: str, *, is_decisive: bool, **sizes: Any) -> N
         _decide_experts(base / "model.safetensors")
     targets = targets_of(resolve_source(engine_settings({"model": str(base)}).model))
     for name, recipe in zip(NAMES, RECIPES, strict=True):
-        write_adapter(folder / name, targets, recipe)
+        pairs = write_adapter(folder / name, targets, recipe)
+        if is_decisive and any(target.endswith(f".{ROUTER}") for target in pairs):
+            rewrite_weights(folder / name, partial(_decide_adapter, recipe.alpha / recipe.rank))
 
 
 def _decide_experts(path: Path) -> None:
@@ -87,6 +93,18 @@ def _decide_experts(path: Path) -> None:
         if name.endswith("mlp.gate.weight"):
             gate.copy_(torch.eye(*gate.shape))
     save_file(tensors, path, metadata={"format": "pt"})
+
+
+def _decide_adapter(scaling: float, tensors: dict[str, torch.Tensor]) -> None:
+    """Have an adapter's routers want the expert behind each that the base model's want."""
+    count = EXPERTS["num_experts"]
+    turn = torch.eye(count).roll(1, dims=0) - torch.eye(count)
+    for name, tensor in tensors.items():
+        if f".mlp.{ROUTER}.lora_A" in name:
+            tensor.copy_(torch.eye(*tensor.shape))
+        elif f".mlp.{ROUTER}.lora_B" in name:
+            tensor.zero_()
+            tensor[:, :count] = turn / scaling
 
 
 def modules_of(folder: Path) -> tuple[LoraModule, ...]:

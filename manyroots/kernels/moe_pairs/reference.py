@@ -6,13 +6,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from manyroots.kernels.lora_sites.reference import expanded
+from manyroots.kernels.lora_sites.sites import LoraTerm
 from manyroots.kernels.moe_pairs.adapters import PART_WIDTH, ExpertAdapters, ExpertSite
 from manyroots.kernels.moe_pairs.routing import Routing
 
 
-def route(logits: Tensor, top_k: int, *, renormalise: bool) -> Routing:
-    """From router logits [tokens, experts] (or partial sums of them)."""
+def route(
+    logits: Tensor, top_k: int, lora: LoraTerm | None = None, *, renormalise: bool
+) -> Routing:
+    """From router logits [tokens, experts] (or partial sums of them), and what adapters add."""
     total = logits.float() if logits.dim() == 2 else logits.float().sum(0)
+    if lora is not None:
+        total = total + expanded(lora)
     weights, experts = total.softmax(-1).topk(top_k, dim=-1)
     if renormalise:
         weights = weights / weights.sum(-1, keepdim=True)

@@ -25,12 +25,15 @@ from manyroots.kernels.launch import (
     let_next_begin,
     wait_for_inputs,
 )
+from manyroots.kernels.lora_sites.sites import LoraTerm
+from manyroots.kernels.lora_sites.triton import RANK_BLOCK
 from manyroots.kernels.moe_pairs.adapters import ExpertAdapters
 from manyroots.kernels.moe_pairs.routing import Routing
 from manyroots.kernels.moe_pairs.triton_adapters import (
     EXPAND_N,
     SHRINK_N,
     activate,
+    add_to_scores,
     expand_tile,
     shrink_tile,
 )
@@ -66,8 +69,10 @@ class ExpertTiling:
 
 @triton.jit
 def _choose(
-    logits, chosen, weights, ranks, r, num_rows, num_experts, in_split, in_row,
-    NUM_SPLITS: tl.constexpr, TOP_K: tl.constexpr, RENORMALISE: tl.constexpr,
+    logits, chosen, weights, ranks, hidden, slots, pool, table, r, num_rows, num_experts, in_split,
+    in_row, hidden_split, hidden_row,
+    NUM_SPLITS: tl.constexpr, LORA_SPLITS: tl.constexpr, RANK_BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr, RENORMALISE: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, ORDERS: tl.constexpr,
 ):  # fmt: skip
     """The likeliest experts of a block of tokens, the first of equals first."""
@@ -77,6 +82,11 @@ def _choose(
     scores = tl.load(at, mask=ok, other=float("-inf")).to(tl.float32)
     for split in tl.static_range(1, NUM_SPLITS):
         scores += tl.load(at + split * in_split, mask=ok, other=0.0).to(tl.float32)
+    if LORA_SPLITS:
+        scores = add_to_scores(
+            scores, hidden, slots, pool, table, r, e, num_rows, num_experts, hidden_split,
+            hidden_row, LORA_SPLITS, RANK_BLOCK,
+        )  # fmt: skip
     scores = tl.where((r < num_rows)[:, None], scores, 0.0)
     probs = tl.exp(scores - tl.max(scores, axis=1)[:, None])
     probs = probs / tl.sum(probs, axis=1)[:, None]
@@ -128,8 +138,10 @@ def _list(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _route(
-    logits, chosen, weights, ranks, pairs, groups, counter, num_rows, num_experts, in_split, in_row,
-    NUM_SPLITS: tl.constexpr, TOP_K: tl.constexpr, RENORMALISE: tl.constexpr,
+    logits, chosen, weights, ranks, pairs, groups, hidden, slots, pool, table, counter, num_rows,
+    num_experts, in_split, in_row, hidden_split, hidden_row,
+    NUM_SPLITS: tl.constexpr, LORA_SPLITS: tl.constexpr, RANK_BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr, RENORMALISE: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -137,9 +149,10 @@ def _route(
     let_next_begin(DEPENDENT)
     wait_for_inputs(DEPENDENT)
     _choose(
-        logits, chosen, weights, ranks, tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R),
-        num_rows, num_experts, in_split, in_row, NUM_SPLITS, TOP_K, RENORMALISE, BLOCK_C, BLOCK_E,
-        BLOCK_R, BLOCK_T > 0,
+        logits, chosen, weights, ranks, hidden, slots, pool, table,
+        tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R), num_rows, num_experts, in_split, in_row,
+        hidden_split, hidden_row, NUM_SPLITS, LORA_SPLITS, RANK_BLOCK, TOP_K, RENORMALISE, BLOCK_C,
+        BLOCK_E, BLOCK_R, BLOCK_T > 0,
     )  # fmt: skip
     if BLOCK_T:
         tl.debug_barrier()
@@ -149,8 +162,10 @@ def _route(
             _list(ranks, pairs, groups, num_rows, num_experts, TOP_K, BLOCK_E, BLOCK_T)
 
 
-def route(logits: Tensor, top_k: int, *, renormalise: bool) -> Routing:
-    """From router logits [tokens, experts] (or partial sums of them)."""
+def route(
+    logits: Tensor, top_k: int, lora: LoraTerm | None = None, *, renormalise: bool
+) -> Routing:
+    """From router logits [tokens, experts] (or partial sums of them), and what adapters add."""
     parts = as_splits(logits)
     num_splits, num_rows, num_experts = parts.shape
     device = logits.device
@@ -161,11 +176,19 @@ def route(logits: Tensor, top_k: int, *, renormalise: bool) -> Routing:
         2, num_experts * num_rows if is_small else 0, dtype=torch.int32, device=device
     )
     groups = torch.empty(num_experts, 3, dtype=torch.int32, device=device)
-    block_r, num_warps = (2, 4) if num_rows <= 16 else (8, 8)
+    # With adapters each of a block's rows has a B of its own in registers.
+    block_r, num_warps = (2, 4) if num_rows <= 16 or lora is not None else (8, 8)
+    if lora is None:
+        adapters, hidden_strides, lora_splits = (parts, chosen, parts, chosen), (0, 0), 0
+    else:
+        hidden, site = lora.hidden, lora.site
+        adapters = (hidden, lora.rows.slots, site.pool, site.table)
+        hidden_strides, lora_splits = (hidden.stride(0), hidden.stride(1)), hidden.shape[0]
     _route[(triton.cdiv(num_rows, block_r),)](
-        parts, chosen, weights, ranks, pairs, groups, counters(device), num_rows, num_experts,
-        parts.stride(0), parts.stride(1), NUM_SPLITS=num_splits, TOP_K=top_k,
-        RENORMALISE=renormalise, BLOCK_C=triton.next_power_of_2(top_k),
+        parts, chosen, weights, ranks, pairs, groups, *adapters, counters(device), num_rows,
+        num_experts, parts.stride(0), parts.stride(1), *hidden_strides, NUM_SPLITS=num_splits,
+        LORA_SPLITS=lora_splits, RANK_BLOCK=RANK_BLOCK, TOP_K=top_k, RENORMALISE=renormalise,
+        BLOCK_C=triton.next_power_of_2(top_k),
         BLOCK_E=triton.next_power_of_2(num_experts), BLOCK_R=block_r,
         BLOCK_T=max(16, triton.next_power_of_2(num_rows)) if is_small else 0,
         num_warps=num_warps, **launch_options(device),

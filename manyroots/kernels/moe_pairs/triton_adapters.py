@@ -188,3 +188,29 @@ def expand_tile(
             h *= weight[:, None]
             acc += tl.sum(tl.sum(second * h[:, None, :], axis=2), axis=0)
         tl.store(out + (token * (TOP_K + 1) + TOP_K) * n_size + n, acc, mask=n < n_size)
+
+
+@triton.jit
+def add_to_scores(
+    scores, hidden, slots, pool, table, r, e, num_rows, num_experts, hidden_split, hidden_row,
+    LORA_SPLITS: tl.constexpr, RANK_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Scores of a block of tokens with what each one's own adapter adds; most add nothing."""
+    slot = tl.load(slots + r, mask=r < num_rows, other=-1)
+    entry = table + tl.maximum(slot, 0) * 5
+    rank = tl.where(slot >= 0, tl.load(entry + 3).to(tl.int32), 0)
+    b = pool + tl.load(entry + 4)
+    for first in range(0, tl.max(rank), RANK_BLOCK):
+        k = first + tl.arange(0, RANK_BLOCK)
+        inside = k[None, :] < rank[:, None]
+        at = hidden + r[:, None] * hidden_row + k[None, :]
+        h = tl.load(at, mask=inside, other=0.0)
+        for split in tl.static_range(1, LORA_SPLITS):
+            h += tl.load(at + split * hidden_split, mask=inside, other=0.0)
+        weight = tl.load(
+            b[:, None, None] + e[None, :, None] * rank[:, None, None] + k[None, None, :],
+            mask=inside[:, None, :] & (e < num_experts)[None, :, None], other=0.0,
+        )  # fmt: skip
+        h = h.to(weight.dtype).to(tl.float32)
+        scores += tl.sum(h[:, None, :] * weight.to(tl.float32), axis=2)
+    return scores

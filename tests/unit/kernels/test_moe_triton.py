@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.unit.kernels.triton_cases import DEVICE, DTYPES, randn
+from tests.unit.kernels.triton_cases import DEVICE, DTYPES, make_rows, make_site, randn
 
+from manyroots.kernels.lora_sites import reference as sites  # isort: skip
+from manyroots.kernels.lora_sites.sites import LoraTerm  # isort: skip
 from manyroots.kernels.moe_pairs import reference  # isort: skip
 from manyroots.kernels.moe_pairs import triton as fast  # isort: skip
 from manyroots.kernels.moe_pairs.routing import Routing  # isort: skip
@@ -43,6 +45,37 @@ def test_routing_equals_the_reference(
     assert lists == by_expert(expected)
     used_first = routing.groups.tolist()[: min(experts, tokens * top_k)]
     assert most == 0 or {expert for expert, _, _ in used_first} >= set(lists)
+
+
+@pytest.mark.parametrize(
+    "dtype", DTYPES if DEVICE.type == "cuda" else [torch.float32, torch.float16]
+)
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("slots", [(0,), (-1,), (2, 2, -1, 0, 1, 3), (*range(-1, 4),) * 8])
+@pytest.mark.parametrize("most", [fast.MAX_ROUTED_TOKENS, 0])
+def test_routing_with_adapters_equals_the_reference_w17(
+    most: int, slots: tuple[int, ...], num_splits: int, dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """W17: each row's own adapter, of any rank, none (slot 1) and the base (-1) among them; what
+    lies behind an adapter's rank is not read."""
+    monkeypatch.setattr(fast, "MAX_ROUTED_TOKENS", most)
+    experts, hidden, top_k = 24, 32, 4
+    site = make_site(hidden, (experts,), [[8], [0], [40], [16]], dtype)
+    rows = make_rows(*sorted(slots))
+    logits = randn(2, len(slots), experts)
+    term = sites.shrink(randn(len(slots), hidden, dtype=dtype, seed=4), site, rows)
+    parts = torch.full((num_splits, len(slots), site.width), float("nan"), device=DEVICE)
+    for row, slot in enumerate(rows.slots.tolist()):
+        rank = 0 if slot < 0 else int(site.table[slot, 1])
+        parts[:, row, :rank] = term.hidden[0, row, :rank] / num_splits
+    clean = LoraTerm(parts.nan_to_num(0.0), site, rows)
+    got = fast.route(logits, top_k, LoraTerm(parts, site, rows), renormalise=True)
+    wanted = reference.route(logits, top_k, clean, renormalise=True)
+    assert_close("lora", got.weights, wanted.weights, torch.float32)
+    assert by_expert(got) == by_expert(wanted)
+    if set(slots) - {-1, 1}:
+        assert by_expert(wanted) != by_expert(reference.route(logits, top_k, renormalise=True))
 
 
 def by_expert(routing: Routing) -> dict[int, list[int]]:

@@ -35,7 +35,7 @@ def draw(seed: int, *shape: int) -> Tensor:
 
 def block(dtype: torch.dtype = torch.float32) -> SparseMLP:
     made = SparseMLP(HIDDEN, SPEC, activation="silu", dtype=dtype, device=CPU)
-    weights = (made.router.weight, made.experts.gate_up, made.experts.down)
+    weights = (made.router.scores.weight, made.experts.gate_up, made.experts.down)
     for seed, weight in enumerate(weights):
         weight.copy_(draw(seed, *weight.shape))
     return made

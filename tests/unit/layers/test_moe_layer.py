@@ -39,10 +39,10 @@ def test_the_router_chooses_and_weighs_exactly_as_transformers_does(
 ) -> None:
     theirs = their_block(norm_topk_prob, dtype).gate
     ours = Router(HIDDEN, spec(norm_topk_prob), dtype=dtype, device=CPU)
-    ours.weight.copy_(theirs.weight)
+    ours.scores.weight.copy_(theirs.weight)
     x = torch.randn(50, HIDDEN, generator=torch.Generator().manual_seed(1)).to(dtype)
     _, weights, experts = theirs(x)
-    routing = ours(x)
+    routing = ours(x, None)
     assert torch.equal(routing.expert_index[routing.pair_index], experts)
     assert torch.equal(routing.weight[routing.pair_index], weights)
 
@@ -56,7 +56,7 @@ def test_a_block_of_experts_equals_transformers(
 ) -> None:
     theirs = their_block(norm_topk_prob, dtype)
     ours = SparseMLP(HIDDEN, spec(norm_topk_prob), activation="silu", dtype=dtype, device=CPU)
-    ours.router.weight.copy_(theirs.gate.weight)
+    ours.router.scores.weight.copy_(theirs.gate.weight)
     ours.experts.gate_up.copy_(theirs.experts.gate_up_proj)
     ours.experts.down.copy_(theirs.experts.down_proj)
     x = torch.randn(num_tokens, HIDDEN, generator=torch.Generator().manual_seed(1)).to(dtype)

@@ -222,14 +222,15 @@ def test_however_peft_is_told_to_change_experts_its_logits_are_ours_w15(
 def test_targets_of_experts_are_one_per_projection_of_each_sparse_layer_w14(
     kind: str, sparse: set[int]
 ) -> None:
-    """W14: dense layers in between have the dense ones."""
+    """W14: and its router; dense layers in between have the dense ones."""
     spec = tiny_spec(kind)
     model = Qwen3Moe(spec, dtype=torch.float32, device=torch.device("meta"))
     targets = model.adapter_targets()
-    assert len(targets) == 3 * 7 + 2
+    assert len(targets) == 3 * 7 + 2 + len(sparse)
     for layer in range(3):
         mlp, size, kind_here, count = f"model.layers.{layer}.mlp", 80, TargetKind.LINEAR, None
         if layer in sparse:
+            assert targets[f"{mlp}.gate"] == Target(TargetKind.LINEAR, 48, 8)
             mlp, size, kind_here, count = f"{mlp}.experts", 24, TargetKind.EXPERTS, 8
         for name in ("gate_proj", "up_proj"):
             assert targets[f"{mlp}.{name}"] == Target(kind_here, 48, size, count)

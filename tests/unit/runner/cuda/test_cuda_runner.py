@@ -41,6 +41,7 @@ from manyroots.store.adapter_loader import AdapterLoader
 from manyroots.store.adapter_pool import AdapterPool
 from manyroots.store.adapter_slots import AdapterSlots
 from manyroots.store.arena import PageArena
+from tests.adapter_folders import Recipe, write_adapter
 from tests.deciding import BASE
 from tests.unit.models.peft_models import ADAPTERS, Pair, make_pair, read
 from tests.unit.models.tiny import MODELS, load_tiny, save_tiny
@@ -296,8 +297,11 @@ def test_adapters_of_experts_in_a_pool_give_the_tokens_of_those_in_slots(
     for folder in folders:
         config = json.loads((folder / "adapter_config.json").read_text())
         (folder / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 100}))
-    paths = {f"a{i}": (folder, model) for i, folder in enumerate(folders)}
-    names = [None, "a0", "a1", "a2"] * 2
+    # One that routes by weights of its own, beside some that don't.
+    router = Recipe(rank=4, alpha=40, modules=("gate", "q_proj"))
+    write_adapter(tmp_path / "router", model.adapter_targets(), router)
+    paths = {f"a{i}": (folder, model) for i, folder in enumerate([*folders, tmp_path / "router"])}
+    names = [None, "a0", "a1", "a3", "a3", "a2", None, "a0"]
     requests = [
         submit(r.request_id, r.prompt, max_tokens=6, adapter=name)
         for r, name in zip(some_requests()[:8], names, strict=True)

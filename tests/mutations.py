@@ -1,14 +1,14 @@
-"""Faults to plant in the decide half, each of which a test must notice.
+"""Faults to plant, each of which a test must notice.
 
-`test_mutations` applies each to a copy of the package and runs the detector (`tests/detector.py`)
-there. `old` must occur exactly once in its file; where the code has changed, write the fault anew:
-one that no longer applies is an error, not a pass.
+`test_mutations` applies each to a copy of the package and runs there what must notice it: the tests
+that it names, or the detector (`tests/detector.py`), which is made for the decide half. `old` must
+occur exactly once in its file; where the code has changed, write the fault anew: one that no longer
+applies is an error, not a pass.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,19 +21,25 @@ class Mutation:
     new: str
     breaks: str
     """What is wrong then."""
+    noticed_by: tuple[str, ...] = ()
+    """Tests, as `file::test` below `tests`; each of them must fail. None: the detector."""
 
     @property
     def name(self) -> str:
         return f"{self.file}: {self.breaks}"
 
-    def apply(self, package: Path) -> None:
-        path = package / self.file
-        text = path.read_text()
-        if text.count(self.old) != 1:
+    @property
+    def module(self) -> str:
+        return "manyroots." + self.file.removesuffix(".py").replace("/", ".")
+
+    def applied_to(self, text: str) -> str:
+        """The file with the fault in it."""
+        count = text.count(self.old)
+        if count != 1:
             raise LookupError(
-                f"{self.name}: the snippet occurs {text.count(self.old)} times: {self.old!r}"
+                f"{self.name}: the snippet occurs {count} times; write it anew: {self.old!r}"
             )
-        path.write_text(text.replace(self.old, self.new))
+        return text.replace(self.old, self.new)
 
 
 def _cache(file: str, old: str, new: str, breaks: str) -> Mutation:
@@ -43,6 +49,10 @@ def _cache(file: str, old: str, new: str, breaks: str) -> Mutation:
 def _scheduler(old: str, new: str, breaks: str, file: str = "scheduler") -> Mutation:
     return Mutation(f"scheduler/{file}.py", old, new, breaks)
 
+
+PROMISES = "unit/engine/test_adapter_promises.py::"
+ORDER = "test_l08_the_order_of_a_policy_holds_across_adapters_and_tenants"
+HASHES = "test_n17_plans_and_victims_do_not_depend_on_the_hashes_of_a_process"
 
 MUTATIONS: tuple[Mutation, ...] = (
     # Namespaces and hashes
@@ -574,7 +584,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "if not self._line or place > self._line[-1]:",
         "if True:",
         "who comes back stands behind all others",
-        "queue",
+        "lanes",
     ),
     _scheduler("if r.row not in placed]", "]", "a request of this very step is retracted"),
     _scheduler("self._cache.acknowledge(done)", "pass", "acknowledgements are lost"),
@@ -640,5 +650,71 @@ MUTATIONS: tuple[Mutation, ...] = (
         "return int(self._rows.computed[request.row]) - num_found, -request.serial",
         "return num_found - int(self._rows.computed[request.row]), -request.serial",
         "the request that is dearest to resume is retracted",
+    ),
+    # Promises whose own tests once passed over the fault, each named with the test that sees it
+    Mutation(
+        "scheduler/lanes.py",
+        "return self._line.rank",
+        "place = self._line.rank\n        return place and (place[0], -place[1], place[2])",
+        "first come, last served between adapters",
+        ("unit/scheduler/test_adapters.py::" + ORDER + "[fcfs-order0]",),
+    ),
+    Mutation(
+        "scheduler/lanes.py",
+        "return self._line.rank",
+        "place = self._line.rank\n        return place and (0, place[1], place[2])",
+        "priority counts for nothing between adapters",
+        ("unit/scheduler/test_adapters.py::" + ORDER + "[priority-order1]",),
+    ),
+    Mutation(
+        "cache/eviction.py",
+        "(self._used(node), node.serial, node)",
+        "(self._used(node), hash(str(node.serial)), node)",
+        "which page goes first depends on the process",
+        ("unit/scheduler/test_hash_seeds.py::" + HASHES,),
+    ),
+    Mutation(
+        "runner/batch.py",
+        "if not len(slots) or slots.max() == NO_ADAPTER:",
+        "if not len(slots):",
+        "every step of base rows is given adapter slots",
+        (PROMISES + "test_w18_a_step_of_base_rows_is_given_no_adapters",),
+    ),
+    Mutation(
+        "runner/torch_runner.py",
+        "self._loader().start(plan.adapters)",
+        "self._loader().start(plan.adapters)\n            self._loader().wait(60.0)",
+        "a step waits for the loads that begin with it",
+        (PROMISES + "test_w20_a_load_holds_up_nobody_else",),
+    ),
+    Mutation(
+        "scheduler/admission.py",
+        "AdapterTurns(adapters, adapters.limits.max_loras)",
+        "AdapterTurns(adapters, 0)",
+        "admission knows no cap on adapters",
+        (PROMISES + "test_l05_the_servers_setting_limits_the_adapters_of_a_step[1]",),
+    ),
+    Mutation(
+        "engine/adapter_half.py",
+        "Limits(max_loras=settings.max_loras,",
+        "Limits(max_loras=0,",
+        "the server's cap on adapters reaches nobody",
+        (PROMISES + "test_l05_the_servers_setting_limits_the_adapters_of_a_step[1]",),
+    ),
+    Mutation(
+        "scheduler/scheduler.py",
+        "            or self._adapters.has_intents\n",
+        "",
+        "an idle engine keeps what was unloaded",
+        (PROMISES + "test_w08_an_idle_engine_gives_an_unloaded_adapters_memory_back[a]",),
+    ),
+    Mutation(
+        "scheduler/placing.py",
+        "return self._cache.clip(lease, computed, num_tokens)",
+        "if not any(p.family.is_state for p in self._cache.layout.device):\n"
+        "            return num_tokens\n"
+        "        return self._cache.clip(lease, computed, num_tokens)",
+        "the scheduler asks what families the cache has",
+        ("architecture/test_boundary.py::test_h01_the_scheduler_uses_the_boundary_alone[placing]",),
     ),
 )

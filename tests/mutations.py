@@ -586,7 +586,12 @@ MUTATIONS: tuple[Mutation, ...] = (
         "who comes back stands behind all others",
         "lanes",
     ),
-    _scheduler("if r.row not in placed]", "]", "a request of this very step is retracted"),
+    _scheduler(
+        "candidates = [r for r in self._rows.running if r.row not in placed]",
+        "candidates = list(self._rows.running)",
+        "a request of this very step is retracted",
+        "victims",
+    ),
     _scheduler("self._cache.acknowledge(done)", "pass", "acknowledgements are lost"),
     _scheduler(
         "return self.is_serving or self._cache.has_transfers",
@@ -594,7 +599,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "an idle engine leaves copies unfinished",
     ),
     _scheduler(
-        "self._cache.release(request.lease, Ending.DROPPED)\n                request.lease = None",
+        "self._cache.release(lease, Ending.DROPPED)\n        request.lease = None",
         "request.lease = None",
         "claims of those that do not fit are not given back",
         "admission",
@@ -650,6 +655,21 @@ MUTATIONS: tuple[Mutation, ...] = (
         "return int(self._rows.computed[request.row]) - num_found, -request.serial",
         "return num_found - int(self._rows.computed[request.row]), -request.serial",
         "the request that is dearest to resume is retracted",
+        "victims",
+    ),
+    _cache(
+        "room",
+        "if count > pool.num_free:\n            self._evictors[plane].evict(count - pool.num_free)",
+        "if count > pool.num_free or pool.num_cached:\n"
+        "            self._evictors[plane].evict(max(1, count - pool.num_free))",
+        "a page is evicted with room to spare",
+    ),
+    _cache(
+        "writeback",
+        "if count > pool.num_free:\n            self._evictors[host.index].evict",
+        "if count and pool.num_cached:\n            self._evictors[host.index].evict(1)\n"
+        "        if count > pool.num_free:\n            self._evictors[host.index].evict",
+        "the host loses pages with room to spare",
     ),
     # Promises whose own tests once passed over the fault, each named with the test that sees it
     Mutation(
@@ -671,6 +691,13 @@ MUTATIONS: tuple[Mutation, ...] = (
         "(self._used(node), node.serial, node)",
         "(self._used(node), hash(str(node.serial)), node)",
         "which page goes first depends on the process",
+        ("unit/scheduler/test_hash_seeds.py::" + HASHES,),
+    ),
+    Mutation(
+        "scheduler/victims.py",
+        "- num_found, -request.serial",
+        "- num_found, hash(str(request.serial))",
+        "who is retracted depends on the process",
         ("unit/scheduler/test_hash_seeds.py::" + HASHES,),
     ),
     Mutation(
@@ -706,7 +733,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "            or self._adapters.has_intents\n",
         "",
         "an idle engine keeps what was unloaded",
-        (PROMISES + "test_w08_an_idle_engine_gives_an_unloaded_adapters_memory_back[a]",),
+        (PROMISES + "test_w08_an_idle_engine_gives_an_unloaded_adapters_memory_back[True]",),
     ),
     Mutation(
         "scheduler/placing.py",

@@ -38,8 +38,16 @@ def engine(world: TinyWorld) -> Iterator[AdapterEngine]:
 def test_w18_a_step_of_base_rows_is_given_no_adapters(
     engine: AdapterEngine, world: TinyWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """W18: neither the layers nor the head, though adapters are in their slots."""
+    """W18: neither the layers nor the head, though adapters are in their slots; nor is it worked
+    out which they would be."""
     given: list[bool] = []
+    batch = engine.slots.batch
+
+    def worked_out(*args: Any, **kwargs: Any) -> Any:
+        given.append(True)
+        return batch(*args, **kwargs)
+
+    monkeypatch.setattr(engine.slots, "batch", worked_out)
     for name in ("forward", "logits"):
         whole = getattr(world.model, name)
 
@@ -119,17 +127,18 @@ def test_l05_the_servers_setting_limits_the_adapters_of_a_step(
     assert max(watched.num_adapters) == max_loras
 
 
-@pytest.mark.parametrize("content", ["a", "b"])
+@pytest.mark.parametrize("is_running", [False, True])
 def test_w08_an_idle_engine_gives_an_unloaded_adapters_memory_back(
-    engine: AdapterEngine, content: str
+    engine: AdapterEngine, is_running: bool
 ) -> None:
-    """W08: its slot and host copy, with no message and no request after the unload."""
-    engine.submit(1, [5, 6, 7], content)
-    engine.run()
+    """W08: its slot and host copy, with no message and no request after the unload, also when the
+    adapter's last request ends after that."""
+    engine.submit(1, [5, 6, 7], "a")
+    while not (engine.tokens(1) if is_running else engine.is_over(1)):
+        engine.step()
     assert engine.slots.num_bytes > 0
     assert engine.loader._host
-    engine.unload(content)
+    engine.unload("a")
     engine.run()
+    assert len(engine.tokens(1)) == 8
     engine.assert_nothing_of_adapters_is_left()
-    assert engine.slots.num_bytes == 0
-    assert not engine.loader._host

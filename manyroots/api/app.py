@@ -15,7 +15,7 @@ from manyroots.api.chat import chat_completions
 from manyroots.api.completions import completions
 from manyroots.api.errors import EXCEPTION_HANDLERS
 from manyroots.api.lora import ADMIN_PATHS, LORA_ROUTES
-from manyroots.api.middleware import HeaderLimits, Keys, RequestIds
+from manyroots.api.middleware import HeaderLimits, Hosts, Keys, RequestIds
 from manyroots.api.state import ServerState
 from manyroots.api.tokenization import detokenize, tokenize
 
@@ -48,6 +48,7 @@ def create_app(state: ServerState) -> Starlette:
                 admin_key=settings.admin_key,
                 admin_paths=ADMIN_PATHS if has_admin else frozenset(),
             ),
+            Middleware(Hosts),
         ],
         exception_handlers=EXCEPTION_HANDLERS,
     )

@@ -3,7 +3,8 @@
 Takes a Starlette request and a msgspec type; gives an instance of it, or a RequestError that
 names the field. Stricter than JSON parsers usually are, and always in the same way: NaN and
 Infinity, lone surrogates and duplicate keys are refused (with duplicates, two readers of one
-body could disagree on what was asked), and so are unknown fields, as OpenAI's server does.
+body could disagree on what was asked), and so are unknown fields, as OpenAI's server does, unless
+they are null and so ask for nothing.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from manyroots.errors import RequestError, TooLargeError
 
 T = TypeVar("T")
 
+_FORM = "application/x-www-form-urlencoded"
+_CONTENT_TYPES = ("application/json", "", _FORM)
+"""What says JSON, what says nothing, and what `curl -d` says whatever it sends."""
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _PATH = re.compile(r" - at `\$\.?(.*)`$")
 _CONSTANT = re.compile(rb"NaN|Infinity")
@@ -29,12 +33,15 @@ _MISSING_FIELD = re.compile(r"Object missing required field `(.*)`$")
 
 async def read_request(request: Request, kind: type[T], *, max_bytes: int) -> T:
     """The body as a `kind`."""
-    content_type = request.headers.get("content-type", "")
-    if content_type.partition(";")[0].strip().lower() != "application/json":
-        raise HTTPException(
-            415, f"The content-type is {content_type[:100]!r}; send application/json."
-        )
-    return parse_request(await _read(request, max_bytes), kind)
+    given = request.headers.get("content-type", "")
+    content_type = given.partition(";")[0].strip().lower()
+    wrong = HTTPException(415, f"The content-type is {given[:100]!r}; send application/json.")
+    if content_type not in _CONTENT_TYPES and not content_type.endswith("+json"):
+        raise wrong
+    body = await _read(request, max_bytes)
+    if content_type == _FORM and not body.lstrip().startswith(b"{"):
+        raise wrong
+    return parse_request(body, kind)
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:
@@ -69,7 +76,7 @@ def parse_request(body: bytes, kind: type[T]) -> T:
         value = _parse(body)
         if _SURROGATE.search(body) or _CONSTANT.search(body):
             _refuse_unusable(value, "")
-        return msgspec.convert(value, kind)
+        return msgspec.convert(_without_unknown_nulls(value, kind), kind)
     except RecursionError as error:
         raise RequestError(
             "The body is nested too deeply; no request needs more than a few levels.", field=None
@@ -95,6 +102,16 @@ def _parse(body: bytes) -> Any:
         ) from error
     except ValueError as error:  # an integer of thousands of digits
         raise RequestError(f"The body holds too long a number: {error}.", field=None) from error
+
+
+def _without_unknown_nulls(value: Any, kind: type) -> Any:
+    """A body without fields that are null and mean nothing here: clients send those of every server
+    that they know."""
+    known = msgspec.structs.fields(kind)
+    names = {field.encode_name for field in known}
+    if not isinstance(value, dict) or value.keys() <= names:
+        return value
+    return {name: item for name, item in value.items() if item is not None or name in names}
 
 
 def _object_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What every request passes on its way in: header limits, the keys, a request id.
+"""What every request passes on its way in: a request id, header limits, the keys, a sane host.
 
 Plain ASGI, outermost first in the order of the classes. Decides by the routed path alone
 (`scope["path"]`), never by the Host header or a reconstructed address.
@@ -21,6 +21,8 @@ MAX_HEADER_BYTES = 32 * 1024
 OPEN_PATHS = frozenset({"/live", "/health", "/ready"})
 """What an orchestrator asks, which has no key."""
 
+_HOST = re.compile(r"([^\s/?#@\\\[\]:]*|\[[0-9A-Za-z:.%]+\])(:[0-9]*)?")
+"""A name or an address; one of IPv6 has brackets."""
 _SANE_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
@@ -110,6 +112,26 @@ class Keys:
         if self._api_key is None or scope["path"] in OPEN_PATHS or _is_same(given, self._api_key):
             return None
         return _unauthorized("API key")
+
+
+class Hosts:
+    """Refuses a Host header that is more than a host and a port. Nothing here is decided by it, but
+    whatever stands in front of this server, or reads its logs, may take it for an address."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            hosts = Headers(scope=scope).getlist("host")
+            if len(hosts) > 1 or any(_HOST.fullmatch(host) is None for host in hosts):
+                shown = ", ".join(hosts)[:100]
+                error = HTTPException(
+                    400, f"The Host header is {shown!r}; send one, of a host and perhaps a port."
+                )
+                await error_response(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
 
 
 def _bearer_token(scope: Scope) -> bytes | None:

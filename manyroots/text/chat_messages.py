@@ -15,7 +15,10 @@ from manyroots.errors import RequestError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_MESSAGES = 10_000
-_FIELDS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", "refusal"})
+_FIELDS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id"})
+_OF_ANSWERS = frozenset({"refusal", "annotations", "parsed"})
+"""What an answer's message has beside these. Clients send it back whole, as history; a template
+has no use for it."""
 
 
 def check_messages(messages: Sequence[Any], *, has_developer_role: bool) -> list[dict[str, Any]]:
@@ -44,8 +47,9 @@ def _message(message: Any, where: str, has_developer_role: bool) -> dict[str, An
             f"{where}.role is {_brief(role)}; choose one of {', '.join(ROLES)}.",
             field=f"{where}.role",
         )
-    for name in message:
-        if name not in _FIELDS:
+    for name, value in message.items():
+        is_of_answer = role == "assistant" and name in _OF_ANSWERS
+        if name not in _FIELDS and value is not None and not is_of_answer:
             raise RequestError(
                 f"{where}.{str(name)[:60]} is not supported; remove it.",
                 field=f"{where}.{str(name)[:60]}",

@@ -145,6 +145,8 @@ COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"stop": ["a", ""]}, "stop"),
     ({"logit_bias": {"hello": 1}}, "logit_bias"),
     ({"logit_bias": {"1.5": 1}}, "logit_bias"),
+    ({"logit_bias": {"true": 1}}, "logit_bias"),
+    ({"repetition_penalty": 1e-45}, "repetition_penalty"),
     ({"logit_bias": {"49152": 1}}, "logit_bias"),
     ({"logit_bias": {"5": 1e30}}, "logit_bias"),
     ({"stop_token_ids": [10**9]}, "stop_token_ids"),
@@ -235,6 +237,18 @@ def test_a_wrong_content_type_is_a_415(server: Server, model: str) -> None:
     assert "application/json" in response.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("kind", ["", "Content-Type: application/x-www-form-urlencoded\r\n"])
+def test_what_curl_sends_is_accepted(server: Server, model: str, kind: str) -> None:
+    """R03: no content type, or a form's, around good JSON; and null fields of other servers."""
+    body = {"model": model, "prompt": "hi", "max_tokens": 1, "surprise": None, "temperature": 1e-45}
+    content = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{KEY_LINE}{kind}"
+    head += f"Content-Length: {len(content)}\r\nConnection: close\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        connection.sendall(head.encode() + content)
+        assert connection.recv(64).startswith(b"HTTP/1.1 200 ")
+
+
 def test_a_body_of_100_mb_is_a_413(server: Server) -> None:
     """R03: told by its length, before it is read."""
     head = post_head("/v1/completions", "Content-Length: 104857600")
@@ -279,6 +293,8 @@ MALFORMED: list[tuple[bytes, tuple[int, ...]]] = [
     (b"DELETE /v1/completions HTTP/1.1\r\nHost: x\r\n" + KEY_LINE.encode() + b"\r\n", (405,)),
     (b"GET /metrics HTTP/1.1\r\nHost: x/health\r\n\r\n", (401,)),
     (b"GET /metrics HTTP/1.1\r\nHost: /health?\r\n\r\n", (401,)),
+    (b"GET /metrics HTTP/1.1\r\nHost: x/health\r\n" + KEY_LINE.encode() + b"\r\n", (400,)),
+    (b"GET /metrics HTTP/1.1\r\nHost: x\r\nHost: y\r\n" + KEY_LINE.encode() + b"\r\n", (400,)),
     (b"GET http://x/health/../metrics HTTP/1.1\r\nHost: x\r\n\r\n", (401,)),
     (b"GET /health/../metrics HTTP/1.1\r\nHost: x\r\n\r\n", (401,)),
 ]

@@ -6,6 +6,7 @@ import json
 import time
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.unit.api.harness import Harness, error_of
@@ -187,14 +188,87 @@ async def test_nan_inside_a_text_is_just_text() -> None:
     assert (await Harness().complete("NaN \U0001f600 Infinity")).status_code == 200
 
 
-@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
-async def test_another_content_type_is_a_415(kind: str) -> None:
+FORM = "application/x-www-form-urlencoded"
+
+
+async def completed(body: str, kind: str | None) -> httpx.Response:
+    headers = {} if kind is None else {"content-type": kind}
     async with Harness().client as client:
-        response = await client.post(
-            "/v1/completions", content=json.dumps(PROMPT), headers={"content-type": kind}
-        )
+        return await client.post("/v1/completions", content=body, headers=headers)
+
+
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [
+        (json.dumps(PROMPT), "text/plain"),
+        (json.dumps(PROMPT), "application/xml"),
+        (json.dumps(PROMPT), "multipart/form-data; boundary=x"),
+        (json.dumps(PROMPT), "application/jsonp"),
+        ("model=tiny&prompt=hello", FORM),
+        ("", FORM),
+    ],
+)
+async def test_another_content_type_is_a_415(body: str, kind: str) -> None:
+    response = await completed(body, kind)
     assert response.status_code == 415
     assert "application/json" in error_of(response)["message"]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [None, "", FORM, f"{FORM}; charset=utf-8", "Application/JSON; charset=utf-8", "a/b+json"],
+)
+async def test_no_content_type_and_curls_own_are_accepted_around_json(kind: str | None) -> None:
+    assert (await completed("\n " + json.dumps(PROMPT), kind)).status_code == 200
+    response = await completed('{"model": "tiny", "prompt": "cut o', kind)
+    assert response.status_code == 400
+    assert "not JSON" in error_of(response)["message"]
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["x/health", "/health?", "a?b", "a#b", "user@x", "a b", "a:b", "[::1", "a\\b", "x:80:90"],
+)
+async def test_a_host_with_more_than_a_host_is_refused(host: str) -> None:
+    """Whoever brings the key; without it the answer is a 401, since nothing is decided by it."""
+    response = await Harness(api_key="k").get(
+        "/v1/models", headers={"host": host, "authorization": "Bearer k"}
+    )
+    assert response.status_code == 400
+    assert "Host" in error_of(response)["message"]
+
+
+@pytest.mark.parametrize(
+    "host", ["x", "x.example", "x:80", "127.0.0.1:8000", "[::1]:8000", "[::1]", ""]
+)
+async def test_a_plain_host_is_accepted(host: str) -> None:
+    assert (await Harness().get("/v1/models", headers={"host": host})).status_code == 200
+
+
+async def test_null_fields_ask_for_nothing_whatever_their_name() -> None:
+    assert (await Harness().complete(surprise=None, logits_processors=None)).status_code == 200
+    assert (await Harness().chat(surprise=None, reasoning=None)).status_code == 200
+    for harness in (Harness().complete(surprise=0), Harness().chat(surprise=[])):
+        response = await harness
+        assert response.status_code == 400
+        assert error_of(response)["param"] == "surprise"
+    response = await Harness().complete(model=None)
+    assert response.status_code == 400
+    assert error_of(response)["param"] == "model"
+
+
+async def test_an_answers_message_can_be_sent_back_as_history() -> None:
+    """As clients do: the whole object, with what it holds beside the text."""
+    given = (await Harness().chat()).json()["choices"][0]["message"]
+    others = {"annotations": [], "audio": None, "function_call": None, "parsed": None}
+    user = {"role": "user", "content": "and?"}
+    for answer in (given, given | others):
+        body = CHAT | {"messages": [user, answer, user]}
+        response = await Harness().post("/v1/chat/completions", body)
+        assert response.status_code == 200, response.text
+    body = CHAT | {"messages": [user | {"annotations": []}]}
+    response = await Harness().post("/v1/chat/completions", body)
+    assert error_of(response)["param"] == "messages[0].annotations"
 
 
 async def test_a_body_over_the_limit_is_a_413_with_and_without_a_length() -> None:

@@ -420,8 +420,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     # Tiers
     _cache(
         "transfers",
-        "if plane.is_ordered and not self._index.has_unit_above(node, place, plane.index):",
-        "if False:",
+        "if not plane.is_ordered or self._index.has_unit_above(node, place, plane.index):",
+        "if True:",
         "a page arrives behind one that has gone",
     ),
     _cache(
@@ -480,10 +480,10 @@ MUTATIONS: tuple[Mutation, ...] = (
         "                if True:\n",
         "a copy that failed is published",
     ),
-    _cache("transfers", "move.lease.num_loads -= 1", "pass", "a lease never hears of its arrival"),
+    _cache("transfers", "lease.num_loads -= 1", "pass", "a lease never hears of its arrival"),
     _cache(
         "transfers",
-        "move.lease.has_failed |= num_failed > 0",
+        "lease.has_failed |= num_failed > 0",
         "pass",
         "a lease does not hear that its load failed",
     ),
@@ -494,9 +494,9 @@ MUTATIONS: tuple[Mutation, ...] = (
         "what can't be read from the host is found again",
     ),
     _cache(
-        "cache",
-        "lease.tables[family][[page for page, _ in found]] = taken",
-        "lease.tables[family][[page - 1 for page, _ in found]] = taken",
+        "onboarding",
+        "lease.tables[family][pages] = units",
+        "lease.tables[family][[page - 1 for page in pages]] = units",
         "a loaded page lands in another place",
     ),
     _cache(
@@ -522,6 +522,48 @@ MUTATIONS: tuple[Mutation, ...] = (
         "self._measure(Tier.HOST, move.source.family_index, done)",
         "pass",
         "a slow host is never noticed",
+    ),
+    _cache(
+        "onboarding",
+        "if (self._layout.host[family].index, unit) in self._transfers.loading:",
+        "if False:",
+        "a page on the host is loaded once for each request that wants it",
+    ),
+    _cache(
+        "onboarding",
+        "self._transfers.join(copy_id, lease)",
+        "pass",
+        "who shares a load does not wait for it",
+    ),
+    _cache(
+        "onboarding",
+        "self._pools[family].hold(np.array([target], np.intp))",
+        "pass",
+        "who shares a load does not hold what it fills",
+    ),
+    _cache(
+        "prefetch",
+        "leader = self._asked.get(hashes[0])",
+        "leader = None",
+        "storage is asked for a page once for each request that wants it",
+    ),
+    _cache(
+        "cache",
+        "if before is not None and not before.is_worth_going_on:",
+        "if False:",
+        "storage is asked again for what it does not have",
+    ),
+    _scheduler(
+        "request.ticket = self._cache.prefetch(request.key, request.tokens, ticket)",
+        "request.ticket = None",
+        "who shares an answer of storage does not go on to what lies behind",
+        "admission",
+    ),
+    _cache(
+        "transfers",
+        "lease.num_published_pages = min(lease.num_published_pages, spot.depth)",
+        "pass",
+        "a page that came before the one above it is never published, and leaves a hole",
     ),
     _cache(
         "prefetch",

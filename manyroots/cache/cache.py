@@ -23,12 +23,12 @@ from manyroots.cache.index import Index
 from manyroots.cache.keys import ENDLESS, PageHasher, PrefixKey
 from manyroots.cache.lease import Checkpoint, Lease
 from manyroots.cache.matching import Limit, Match, judge, path_units
+from manyroots.cache.onboarding import Onboarding
 from manyroots.cache.outcomes import (
     CacheStats,
     Ending,
     Evicted,
     PlaneStats,
-    Refusal,
 )
 from manyroots.cache.planes import ABSENT, Layout
 from manyroots.cache.policies import CachePolicies
@@ -37,7 +37,7 @@ from manyroots.cache.publishing import Publisher, nearest_attached
 from manyroots.cache.room import Room
 from manyroots.cache.states import States
 from manyroots.cache.storage import Storage
-from manyroots.cache.transfers import Spot, Transfers
+from manyroots.cache.transfers import Transfers
 from manyroots.cache.tree import TOKEN_BYTES, ChildKey, Node, Walk
 from manyroots.cache.writeback import WriteBacker
 from manyroots.ids import AdapterDigest, Namespace, StepId, Tier
@@ -78,6 +78,7 @@ class PrefixCache:
         self.clip, self.can_reach = growth.clip, growth.can_reach
         self.extend = growth.extend_sole if layout.is_sole else growth.extend
         self.draft, self.turn_pages = growth.draft, growth.turn_pages
+        self.onboard = Onboarding(self.index, self._room, self.transfers).onboard
         self.announce = self.publisher.announce
         self._tree = self.index.tree
         self._num_families = len(layout.device)
@@ -219,30 +220,6 @@ class PrefixCache:
 
     # Holding
 
-    def onboard(self, lease: Lease) -> Refusal | None:
-        """Start loading what was found on the host; the lease is ready when it has arrived."""
-        by_family: dict[int, list[tuple[int, int]]] = {}
-        for family, page, unit in lease.onboarding:
-            by_family.setdefault(family, []).append((page, unit))
-        pools = self.index.pools
-        if any(len(found) > pools[f].num_available for f, found in by_family.items()):
-            return Refusal.NO_ROOM
-        for family, found in by_family.items():
-            plane = self.layout.device[family]
-            host = self.layout.host_of(plane)
-            taken = self._room.allocate(family, len(found))
-            sources = np.array([unit for _, unit in found], np.intp)
-            spots = tuple(Spot(lease.cursor, page) for page, _ in found)
-            pools[family].hold(taken)  # the lease's own hold, beside the move's
-            self.transfers.start(spots, host, plane, sources, taken, lease=lease)
-            pools[host.index].drop(sources)  # the move holds them now
-            if plane.family.is_state:
-                lease.resumed[family] = int(taken[-1])
-            else:
-                lease.tables[family][[page for page, _ in found]] = taken
-        lease.onboarding = ()
-        return None
-
     def prefer_own(self, lease: Lease) -> bool:
         """Give back copies by others of pages that the lease has computed itself: a request that
         is alone, with all the room there is, must get by with one of each.
@@ -355,8 +332,14 @@ class PrefixCache:
 
     # Tiers
 
-    def prefetch(self, key: PrefixKey, tokens: Int32s) -> Ticket | None:
-        """Ask storage for what neither device nor host has; None if there is nothing to ask."""
+    def prefetch(
+        self, key: PrefixKey, tokens: Int32s, before: Ticket | None = None
+    ) -> Ticket | None:
+        """Ask storage for what neither device nor host has; None if there is nothing to ask. What
+        another has asked for is not asked for again: the ticket waits for that answer, and when it
+        has come, `before` may ask for what lies behind (T09)."""
+        if before is not None and not before.is_worth_going_on:
+            return None
         if not self._policies.uses_storage or not self.layout.host or self._hasher is None:
             return None
         if not self.storage.may_read:
@@ -364,7 +347,7 @@ class PrefixCache:
         match = self.lookup(key, tokens)
         max_pages = (len(tokens) - 1) // self.page_size
         first = match.walk.depth
-        if first >= max_pages:
+        if first >= max_pages or (before is not None and first <= before.first):
             return None
         num_pages = max_pages - first
         if not self.costs.is_worth_fetching(num_pages, num_pages * self.page_size):
@@ -380,7 +363,7 @@ class PrefixCache:
         ticket = Ticket(key, cursor, first, keys, patience_steps)
         copy_ids = [self.transfers.next_id() for _ in self.layout.host]
         self._copies += self.prefetcher.ask(ticket, ticket.hashes(self._hasher, parent), copy_ids)
-        return ticket if ticket.units else None
+        return ticket if ticket.units or ticket.leader is not None else None
 
     def acknowledge(self, done: CopyDone) -> None:
         """A copy between tiers has ended."""

@@ -36,6 +36,12 @@ class Ticket:
     arrived: dict[CopyId, Bools] = field(default_factory=dict)
     is_barred: bool = False
     """A namespace of it was evicted since: the answer is published nowhere."""
+    asked: tuple[bytes, ...] = ()
+    """The hashes that were asked for: as many pages as there was room for."""
+    is_whole: bool = False
+    """All of those were there, in every family that a page can't do without."""
+    leader: Ticket | None = None
+    """Who has asked for its first page already: nothing is asked for then but to be told (T09)."""
 
     def hashes(self, hasher: PageHasher, parent: bytes) -> list[bytes]:
         """The hash of each page, behind the page hashed `parent`."""
@@ -52,7 +58,15 @@ class Ticket:
 
     @property
     def is_done(self) -> bool:
+        if self.leader is not None:
+            return self.leader.is_done
         return len(self.arrived) == len(self.units)
+
+    @property
+    def is_worth_going_on(self) -> bool:
+        """Whether storage had all that another asked for, so that it may have what lies behind."""
+        answer = self.leader
+        return answer is not None and not answer.is_barred and answer.is_whole
 
 
 class Prefetcher:
@@ -63,17 +77,26 @@ class Prefetcher:
         self._evictors = evictors
         self._publisher = publisher
         self._tickets: dict[CopyId, Ticket] = {}
+        self._asked: dict[bytes, Ticket] = {}
+        """By the hash of a page that storage was asked for and has not answered."""
 
     def tickets(self) -> list[Ticket]:
         """For audits."""
         return list({id(ticket): ticket for ticket in self._tickets.values()}.values())
 
     def ask(self, ticket: Ticket, hashes: list[bytes], copy_ids: list[CopyId]) -> list[Copy]:
-        """Take host units for as many pages as there is room for; the intents to send."""
+        """Take host units for as many pages as there is room for; the intents to send. None if
+        another has asked for the first of them, whose answer the ticket then waits for."""
+        leader = self._asked.get(hashes[0])
+        if leader is not None and not leader.is_barred:
+            ticket.leader = leader
+            return []
         host = self._index.layout.host
         count = min(len(hashes), *(self._index.pools[p.index].num_available for p in host))
         if count == 0:
             return []
+        ticket.asked = tuple(hashes[:count])
+        self._asked.update(dict.fromkeys(ticket.asked, ticket))
         intents = []
         for plane, copy_id in zip(host, copy_ids, strict=True):
             pool = self._index.pools[plane.index]
@@ -84,7 +107,7 @@ class Prefetcher:
             self._tickets[copy_id] = ticket
             intents.append(
                 Copy(copy_id, plane.family_index, Tier.STORAGE, Tier.HOST,
-                     np.empty(0, np.int32), units.astype(np.int32), tuple(hashes[:count]))
+                     np.empty(0, np.int32), units.astype(np.int32), ticket.asked)
             )  # fmt: skip
         return intents
 
@@ -99,11 +122,15 @@ class Prefetcher:
         return ticket.units[done.copy_id][0].family_index
 
     def _settle(self, ticket: Ticket) -> None:
+        for digest in ticket.asked:
+            if self._asked.get(digest) is ticket:
+                del self._asked[digest]
         index = self._index
         spine = {plane.index for plane in index.layout.spine}
         answers = [(plane, units, ticket.arrived[i]) for i, (plane, units) in ticket.units.items()]
         supports = [arrived for plane, _, arrived in answers if plane.index in spine]
         count = _useful(supports, any(p.family.is_ordered for p in index.layout.spine))
+        ticket.is_whole = count == len(ticket.asked)
         if count and not ticket.is_barred:
             keys = ticket.keys[: count * index.layout.page_size * 4]
             self._publish(ticket, count, keys, answers)

@@ -53,8 +53,8 @@ class Move:
     source_units: Units
     target_units: Units
     """Empty where storage is the target."""
-    lease: Lease | None
-    """Who waits for it."""
+    leases: list[Lease]
+    """Who waits for it: the one it was started for, and those that came to it meanwhile (T09)."""
     handover: Handover | None
     path: Units
     """Units of the source's plane above those that are copied; held, as in a lease, because what
@@ -71,6 +71,8 @@ class Transfers:
         self._next_id = 1
         self.moving: set[tuple[int, int]] = set()
         """(plane, unit) of sources under way, so that each copy is started once."""
+        self.loading: dict[tuple[int, int], tuple[CopyId, int]] = {}
+        """Of those, the ones on their way to the device: the copy, and the unit it fills."""
         self.num_failed_units = 0
 
     @property
@@ -107,7 +109,8 @@ class Transfers:
         To a hand-over nothing may be added once its first intents have been taken.
         """
         path = self._path(spots, source, source_units)
-        move = Move(spots, source, target, source_units, target_units, lease, handover, path)
+        leases = [] if lease is None else [lease]
+        move = Move(spots, source, target, source_units, target_units, leases, handover, path)
         copy_id = self.next_id()
         if handover is not None:
             handover.copy_ids.append(copy_id)
@@ -117,6 +120,8 @@ class Transfers:
         self.moving.update((source.index, unit) for unit in source_units.tolist())
         if lease is not None:
             lease.num_loads += 1
+            ends = zip(source_units.tolist(), target_units.tolist(), strict=True)
+            self.loading.update({(source.index, a): (copy_id, b) for a, b in ends})
         self._moves[copy_id] = move
         self._outbox.append(
             Copy(
@@ -129,6 +134,11 @@ class Transfers:
                 hashes=hashes,
             )
         )
+
+    def join(self, copy_id: CopyId, lease: Lease) -> None:
+        """Another lease waits for a copy that is under way."""
+        self._moves[copy_id].leases.append(lease)
+        lease.num_loads += 1
 
     def acknowledge(self, done: CopyDone) -> list[Move]:
         """A copy has ended. Gives what is settled with it: nothing if it is unknown, or if others
@@ -164,13 +174,16 @@ class Transfers:
         pools[move.source.index].drop(move.source_units)
         pools[move.source.index].drop(move.path)
         self.moving.difference_update((move.source.index, unit) for unit in units)
+        if move.leases:
+            for unit in units:
+                del self.loading[move.source.index, unit]
         num_failed = int(np.count_nonzero(~np.asarray(done.arrived)))
         self.num_failed_units += num_failed
         if num_failed and move.target is not None:
             self._distrust(move, done)
-        if move.lease is not None:
-            move.lease.num_loads -= 1
-            move.lease.has_failed |= num_failed > 0
+        for lease in move.leases:
+            lease.num_loads -= 1
+            lease.has_failed |= num_failed > 0
         return move
 
     def _path(self, spots: tuple[Spot, ...], source: Plane, source_units: Units) -> Units:
@@ -191,14 +204,29 @@ class Transfers:
         place = spot.depth - node.first
         there = int(node.units[plane.index][place])
         if there == ABSENT:
-            if plane.is_ordered and not self._index.has_unit_above(node, place, plane.index):
-                return  # what it continues has gone meanwhile
-            self._index.add(node, plane.index, np.array([place]), np.array([unit], np.intp))
-        elif move.lease is not None and move.lease.is_open and plane.is_ordered:
-            # Someone else's copy came first: the path above what this lease adds must be held.
+            if not plane.is_ordered or self._index.has_unit_above(node, place, plane.index):
+                self._index.add(node, plane.index, np.array([place]), np.array([unit], np.intp))
+                return
+            # What it continues has gone, or is to come with another copy that a lease waits for.
+            # Who has the page all the same publishes it with its next one.
+            for lease in self._holders(move, plane, spot.depth, unit):
+                lease.num_published_pages = min(lease.num_published_pages, spot.depth)
+        elif plane.is_ordered:
+            # Someone else's copy came first: the path above what a lease adds must be held.
             copy = np.array([there], np.intp)
-            self._index.pools[plane.index].hold(copy)
-            move.lease.copies += ((plane.index, copy),)
+            for lease in self._holders(move, plane, spot.depth, unit):
+                self._index.pools[plane.index].hold(copy)
+                lease.copies += ((plane.index, copy),)
+
+    def _holders(self, move: Move, plane: Plane, depth: int, unit: int) -> list[Lease]:
+        """Of those that wait for a copy, who has this unit of it for a page."""
+        return [
+            lease
+            for lease in move.leases
+            if lease.is_open
+            and depth < len(lease.tables[plane.family_index])
+            and lease.tables[plane.family_index][depth] == unit
+        ]
 
     def _distrust(self, move: Move, done: CopyDone) -> None:
         """What could not be read from the host is not worth finding again."""

@@ -131,9 +131,14 @@ class Admission:
 
     def _sort_fetching(self) -> None:
         for request in list(self._fetching):
-            if request.ticket is not None and not request.ticket.is_done:
+            ticket = request.ticket
+            if ticket is not None and not ticket.is_done:
                 continue
-            self._end_fetching(request)
+            if ticket is not None:
+                # Told of what another had asked for, it may go on to what lies behind.
+                request.ticket = self._cache.prefetch(request.key, request.tokens, ticket)
+            if request.ticket is None:
+                self._end_fetching(request)
 
     def _end_fetching(self, request: Request) -> None:
         del self._fetching[request]

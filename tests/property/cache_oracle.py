@@ -281,7 +281,11 @@ class Machine:
     def onboard(self, index: int) -> None:
         waiting = [s for s in self.sequences if s.held.onboarding]
         sequence = waiting[index % len(waiting)]
-        wanted = Counter(family for family, _, _ in sequence.held.onboarding)
+        host, on_their_way = len(self.layout.device), self.cache.transfers.loading
+        wanted = Counter(
+            family for family, _, unit in sequence.held.onboarding
+            if (host + family, unit) not in on_their_way
+        )  # fmt: skip
         before = self.cache.stats()
         has_room = all(
             before.planes[f].num_free + before.planes[f].num_cached >= n for f, n in wanted.items()

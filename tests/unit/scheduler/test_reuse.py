@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from manyroots.cache.families.full import FULL_ATTENTION
@@ -10,7 +12,7 @@ from manyroots.cache.families.window import SlidingWindow
 from manyroots.cache.planes import Capacity
 from manyroots.cache.policies import CachePolicies, Prefetch, WriteBack
 from manyroots.ids import Namespace, RequestId, Tier
-from manyroots.messages import Abort, FinishReason
+from manyroots.messages import Abort, FinishReason, Submit
 from manyroots.step import Copy, Plan
 from tests.deciding import BASE, Deciding, expected_tokens, submit
 
@@ -266,6 +268,120 @@ def test_t11_an_idle_engine_finishes_copies_and_gives_both_ends_back(
     assert all(plane.num_held == 0 for plane in planes)
     assert all(plane.num_cached > 0 for plane in planes if plane.tier is Tier.HOST)
     assert engine.runner._storage, "what came to the host did not go on to storage"
+
+
+class Counted:
+    """An engine that counts how often each unit is copied, and whose copies end, once they may, in
+    the order in which they began or in the other."""
+
+    def __init__(self, *, uses_storage: bool = False, backwards: bool = False) -> None:
+        self.is_slow = self.backwards = False
+        self.copies: Counter[tuple[int, Tier, object]] = Counter()
+        """By family, source, and unit or hash."""
+        self.seen: set[int] = set()
+        self.engine = Deciding(
+            capacities=hybrid(64, 64), max_model_len=96, depth=0, finish_copies=self._finish,
+            policies=CachePolicies(uses_storage=uses_storage), budget=64,
+        )  # fmt: skip
+        cached(self.engine, 0, PROMPT, BASE)
+        cached(self.engine, 1, [*PROMPT, *range(60, 68)], BASE)
+        push_out(self.engine)
+        if uses_storage:
+            for plane in self.engine.cache.layout.host:
+                pool = self.engine.cache.index.pools[plane.index]
+                self.engine.cache.evictors[plane.index].evict(pool.num_cached)
+        self.copies.clear()
+        self.is_slow, self.backwards = True, backwards
+
+    def _finish(self, copies: list[Copy]) -> list[tuple[Copy, bool]]:
+        for copy in copies:
+            if copy.copy_id not in self.seen:
+                self.seen.add(copy.copy_id)
+                units = copy.hashes if copy.source is Tier.STORAGE else copy.source_units.tolist()
+                self.copies.update((copy.family, copy.source, unit) for unit in units)
+        if self.is_slow and any(copy.target is not Tier.STORAGE for copy in copies):
+            return []
+        ended = copies[-1:] if self.backwards else copies
+        return [(copy, True) for copy in ended]
+
+    def loaded(self, source: Tier) -> list[int]:
+        """How often what came from a tier came from there."""
+        return [count for (_, tier, _), count in self.copies.items() if tier is source]
+
+    def finish(self, requests: list[Submit]) -> None:
+        self.is_slow = False
+        self.engine.run()
+        for request in requests:
+            number = int(request.request_id)
+            assert self.engine.tokens(number) == expected_tokens(request)
+        assert all(plane.num_held == 0 for plane in self.engine.cache.stats().planes)
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_t09_a_prefix_on_the_host_is_loaded_once_for_all_who_want_it(backwards: bool) -> None:
+    """T09: two in one step, one while the pages are on their way, one that shares a part of them,
+    and one that wants more; whichever copy ends first."""
+    counted = Counted(backwards=backwards)
+    prompts = [PROMPT, PROMPT, [*PROMPT, *range(60, 69)], [*PROMPT[:9], 40], PROMPT]
+    requests = [submit(10 + number, prompt) for number, prompt in enumerate(prompts)]
+    for batch in (requests[:2], requests[2:4], requests[4:]):
+        for request in batch:
+            counted.engine.loop.handle(request)
+        counted.engine.step()
+    assert counted.engine.scheduler.stats().num_waiting == 5, "somebody did not wait"
+    assert set(counted.loaded(Tier.HOST)) == {1}
+    counted.finish(requests)
+    found = [counted.engine.last(10 + number).num_cached_tokens for number in range(5)]
+    assert found == [16, 16, 24, 8, 16]
+    assert set(counted.loaded(Tier.HOST)) == {1}
+
+
+def test_t09_whoever_began_a_load_may_go_and_it_may_fail_for_all() -> None:
+    """T09, T08: the first of those that share it is aborted, and the others begin with what came;
+    what does not come is computed by each."""
+    for is_good in (True, False):
+        counted = Counted()
+        requests = [submit(10 + number, PROMPT) for number in range(3)]
+        for request in requests:
+            counted.engine.loop.handle(request)
+        counted.engine.step()
+        counted.engine.loop.handle(Abort([RequestId(10)]))
+        if not is_good:
+            end = counted.engine.runner._finish_copies
+            counted.engine.runner._finish_copies = lambda copies, end=end: [  # type: ignore[misc]
+                (copy, copy.target is not Tier.DEVICE) for copy, _ in end(copies)
+            ]
+        counted.finish(requests[1:])
+        found = [counted.engine.last(number).num_cached_tokens for number in (11, 12)]
+        assert found == [16, 16] if is_good else found[0] == 0
+
+
+def test_t09_storage_is_asked_once_for_a_prefix_that_several_want() -> None:
+    """T09: also by one that wants more, which goes on to the rest when the answer is there, and by
+    one that comes later; what was found is everybody's."""
+    counted = Counted(uses_storage=True)
+    prompts = [PROMPT, PROMPT, [*PROMPT, *range(60, 69)], [*PROMPT[:9], 40]]
+    requests = [submit(10 + number, prompt) for number, prompt in enumerate(prompts)]
+    for request in requests:
+        counted.engine.loop.handle(request)
+        counted.engine.step()
+    assert set(counted.loaded(Tier.STORAGE)) == {1}
+    counted.finish(requests)
+    assert set(counted.loaded(Tier.STORAGE)) == {1}
+    found = [counted.engine.last(10 + number).num_cached_tokens for number in range(4)]
+    assert found == [16, 16, 24, 8]
+
+
+def test_t09_what_storage_does_not_have_is_asked_for_once() -> None:
+    """T09: of several that want it together, nobody asks again for what was not there."""
+    counted = Counted(uses_storage=True)
+    requests = [submit(10 + number, [*PROMPT, *range(20, 40)]) for number in range(3)]
+    for request in requests:
+        counted.engine.loop.handle(request)
+    counted.engine.step()
+    counted.finish(requests)
+    assert set(counted.loaded(Tier.STORAGE)) == {1}
+    assert counted.engine.last(10).num_cached_tokens == 16
 
 
 def test_c03_who_has_loaded_and_does_not_run_gives_way_to_who_runs() -> None:

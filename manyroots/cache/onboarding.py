@@ -1,0 +1,73 @@
+"""Bringing to the device what a lease found on the host.
+
+In: a lease that holds units of the host. Out: copies under way that it waits for, or a refusal that
+changed nothing. What is on its way already, for whomever, is waited for and shared (T09).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from manyroots.cache.index import Index
+from manyroots.cache.lease import Lease
+from manyroots.cache.outcomes import Refusal
+from manyroots.cache.room import Room
+from manyroots.cache.transfers import Spot, Transfers
+from manyroots.ids import CopyId
+
+
+class Onboarding:
+    """Starts copies from the host to the device, each unit's once."""
+
+    def __init__(self, index: Index, room: Room, transfers: Transfers) -> None:
+        self._layout = index.layout
+        self._pools = index.pools
+        self._room = room
+        self._transfers = transfers
+
+    def onboard(self, lease: Lease) -> Refusal | None:
+        """Start loading what was found on the host; the lease is ready when it has arrived."""
+        coming: list[tuple[int, int, int]] = []
+        missing: dict[int, list[tuple[int, int]]] = {}
+        for family, page, unit in lease.onboarding:
+            if (self._layout.host[family].index, unit) in self._transfers.loading:
+                coming.append((family, page, unit))
+            else:
+                missing.setdefault(family, []).append((page, unit))
+        if any(len(found) > self._pools[f].num_available for f, found in missing.items()):
+            return Refusal.NO_ROOM
+        self._share(lease, coming)
+        for family, found in missing.items():
+            self._load(lease, family, found)
+        lease.onboarding = ()
+        return None
+
+    def _share(self, lease: Lease, coming: list[tuple[int, int, int]]) -> None:
+        """Hold what others' copies fill, too, and wait for those."""
+        copies: dict[CopyId, None] = {}
+        for family, page, unit in coming:
+            host = self._layout.host[family].index
+            copy_id, target = self._transfers.loading[host, unit]
+            copies[copy_id] = None
+            self._pools[family].hold(np.array([target], np.intp))
+            self._pools[host].drop(np.array([unit], np.intp))  # the copy holds it
+            self._put(lease, family, [page], [target])
+        for copy_id in copies:
+            self._transfers.join(copy_id, lease)
+
+    def _load(self, lease: Lease, family: int, found: list[tuple[int, int]]) -> None:
+        plane = self._layout.device[family]
+        host = self._layout.host_of(plane)
+        taken = self._room.allocate(family, len(found))
+        sources = np.array([unit for _, unit in found], np.intp)
+        spots = tuple(Spot(lease.cursor, page) for page, _ in found)
+        self._pools[family].hold(taken)  # the lease's own hold, beside the copy's
+        self._transfers.start(spots, host, plane, sources, taken, lease=lease)
+        self._pools[host.index].drop(sources)  # the copy holds them now
+        self._put(lease, family, [page for page, _ in found], taken.tolist())
+
+    def _put(self, lease: Lease, family: int, pages: list[int], units: list[int]) -> None:
+        if self._layout.device[family].family.is_state:
+            lease.resumed[family] = units[-1]
+        else:
+            lease.tables[family][pages] = units

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import types
+import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
@@ -215,6 +217,9 @@ class ServerSettings:
         1024, "Sequences that may wait beyond --max-num-seqs before callers get 429."
     )
     max_body_bytes: int = option(8 * 2**20, "Largest request body.")
+    request_read_timeout_s: float = option(
+        60.0, "From a request's first byte to its last; a caller who takes longer gets 408."
+    )
     max_prompts_per_request: int = option(256, "Most prompts times n in one request.")
     max_engine_restarts: int = option(
         3,
@@ -231,6 +236,11 @@ class ServerSettings:
         _at_least(self, "max_body_bytes", 1024)
         _at_least(self, "max_prompts_per_request", 1)
         _at_least(self, "max_engine_restarts", 0)
+        if not 0.0 < self.request_read_timeout_s <= 86400.0:
+            raise ConfigError(
+                f"--request-read-timeout-s is {self.request_read_timeout_s}; it must be above 0 "
+                "and at most 86400."
+            )
         if not 0.0 <= self.drain_timeout_s <= 3600.0:
             raise ConfigError(
                 f"--drain-timeout-s is {self.drain_timeout_s}; it must be from 0 to 3600."
@@ -282,8 +292,52 @@ def engine_settings(values: Mapping[str, object]) -> EngineSettings:
             raise ConfigError(
                 f"unknown setting {name!r}; the engine knows {', '.join(sorted(known))}."
             )
+        if fault := type_fault(ENGINE_ROOMS[known[name]], name, value):
+            raise ConfigError(f"{flag_name(name)} is {value!r}; it must be {fault}.")
         by_room[known[name]][name] = _as_field(name, value)
     return EngineSettings(**{room: cls(**by_room[room]) for room, cls in ENGINE_ROOMS.items()})
+
+
+_KINDS = {bool: "true or false", int: "a whole number", float: "a number"}
+
+
+def type_fault(room: type[Any], name: str, value: object) -> str | None:
+    """What a field must hold instead of `value`, in words; None if that is of the right kind.
+
+    What a flag's word would be turned into must be given as it is: no text for a number, and no
+    number for a text, since a key of 0123 would be another one.
+    """
+    hint = typing.get_type_hints(room)[name]
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    [spec] = [spec for spec in fields(room) if spec.name == name]
+    if value is None:
+        # An empty line in a file; for a tuple it is an empty one.
+        return None if type(None) in kinds or typing.get_origin(hint) is tuple else _wanted(kinds)
+    if typing.get_origin(hint) is tuple:
+        if _is_many(name, value):
+            return None
+        each = "name=folder, or name and path" if name == "lora_modules" else "text"
+        return f"a list, each entry {each}"
+    if float in kinds and isinstance(value, int) and not isinstance(value, bool):
+        return None
+    if not any(type(value) is kind for kind in kinds):
+        return _wanted(kinds)
+    choices = spec.metadata["choices"]
+    return f"one of {', '.join(choices)}" if choices and value not in choices else None
+
+
+def _wanted(kinds: Iterable[Any]) -> str:
+    [kind] = [kind for kind in kinds if kind is not type(None)]
+    return _KINDS.get(kind, "text; put it in quotes")
+
+
+def _is_many(name: str, value: object) -> bool:
+    """Whether `_as_field` can make many of it."""
+    entry = str | LoraModule | Mapping if name == "lora_modules" else str
+    if isinstance(value, entry):
+        return True
+    is_list = isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
+    return is_list and all(isinstance(item, entry) for item in value)  # type: ignore[attr-defined]
 
 
 def _as_field(name: str, value: object) -> object:

@@ -50,8 +50,10 @@ async def version(request: Request) -> Response:
 
 
 async def metrics(request: Request) -> Response:
-    service = server_of(request).loaded
-    text = service.metrics.render() if service is not None else b""
+    server = server_of(request)
+    text = b""
+    if server.loaded is not None:
+        text = server.loaded.metrics.render(read_timeouts=server.read_timeouts)
     return Response(text, media_type=_METRICS_TYPE)
 
 

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 import uvicorn
 
 from manyroots.api.app import create_app
+from manyroots.api.connections import timed_protocol
 from manyroots.api.middleware import MAX_HEADER_BYTES
 from manyroots.api.state import ServerState, load_service
 from manyroots.config import EngineSettings, ServerSettings, check_together
@@ -170,7 +171,7 @@ def _uvicorn_config(state: ServerState) -> uvicorn.Config:
     return uvicorn.Config(
         create_app(state),
         # h11 reads strictly: conflicting lengths, bad chunks and the like are a 400.
-        http="h11",
+        http=timed_protocol(state.settings.request_read_timeout_s, state.count_read_timeout),
         ws="none",
         lifespan="off",
         # Above our own limit, so that our own answer comes first where it can.

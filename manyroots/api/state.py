@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import random
 import time
+from collections import Counter as Tally
 
 from starlette.requests import Request
 
@@ -92,6 +93,11 @@ class ServerState:
         self.settings = settings
         self.loaded: Service | None = None
         self.is_draining = False
+        self.read_timeouts: Tally[str] = Tally({"headers": 0, "body": 0})
+        """Requests that were given up half sent, by what was missing."""
+
+    def count_read_timeout(self, part: str) -> None:
+        self.read_timeouts[part] += 1
 
     @property
     def phase(self) -> Phase:

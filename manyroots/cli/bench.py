@@ -8,7 +8,7 @@ from typing import Any
 
 from manyroots.bench.model_configs import MODEL_CONFIGS
 from manyroots.cli.flags import add_engine_flags, engine_values, with_config_file
-from manyroots.config import flag_name
+from manyroots.config import ENGINE_ROOMS, flag_name
 from manyroots.errors import ConfigError
 
 
@@ -122,7 +122,7 @@ def _add_cache(kinds: Any) -> None:
 def _offline(arguments: dict[str, Any]) -> int:
     from manyroots.bench.offline import OfflineWorkload, run_offline
 
-    values = with_config_file(arguments, set(arguments))
+    values = with_config_file(arguments, ENGINE_ROOMS.values(), more=set(arguments))
     if values["shared_len"] >= values["prompt_len"]:
         raise ConfigError(
             f"--shared-len ({values['shared_len']}) must be below --prompt-len "
@@ -148,7 +148,7 @@ def _offline(arguments: dict[str, Any]) -> int:
 def _decode(arguments: dict[str, Any]) -> int:
     from manyroots.bench.decode import DecodeWorkload, run_decode
 
-    values = with_config_file(arguments, set(arguments))
+    values = with_config_file(arguments, ENGINE_ROOMS.values(), more=set(arguments))
     _check_positive(values, ("prompt_len", "output_len", "adapter_rank", "repeats"))
     for name, low in (("batch", 1), ("adapters", 0)):
         _check_at_least(name, min(values[name]), low)

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from manyroots.config import ENGINE_ROOMS, flag_name
+from manyroots.config import ENGINE_ROOMS, flag_name, type_fault
 from manyroots.errors import ConfigError
 
 
@@ -77,16 +79,35 @@ def engine_values(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name in names}
 
 
-def with_config_file(arguments: Mapping[str, Any], known: set[str]) -> dict[str, Any]:
-    """Arguments, completed from the file that --config names."""
+def with_config_file(
+    arguments: Mapping[str, Any], rooms: Iterable[type[Any]], *, more: Collection[str] = ()
+) -> dict[str, Any]:
+    """Arguments, completed from the file that --config names, which may hold the fields of `rooms`
+    and `more`."""
     path = arguments.get("config")
     given = {name: value for name, value in arguments.items() if name != "config"}
     if path is None:
         return given
-    return {**_read_file(Path(path), known), **given}
+    return {**_read_file(Path(path), rooms, more), **given}
 
 
-def _read_file(path: Path, known: set[str]) -> dict[str, Any]:
+@contextmanager
+def naming_file(arguments: Mapping[str, Any], rooms: Iterable[type[Any]]) -> Iterator[None]:
+    """Errors about what only the --config file says name the file."""
+    try:
+        yield
+    except ConfigError as error:
+        flag = re.match(r"--([a-z-]+)", str(error))
+        name = flag[1].replace("-", "_") if flag else ""
+        path = arguments.get("config")
+        if path is None or name in arguments or name not in _read_file(Path(path), rooms):
+            raise
+        raise ConfigError(f"--config {path}: {error}") from error
+
+
+def _read_file(
+    path: Path, rooms: Iterable[type[Any]], more: Collection[str] = ()
+) -> dict[str, Any]:
     import yaml
 
     try:
@@ -98,12 +119,16 @@ def _read_file(path: Path, known: set[str]) -> dict[str, Any]:
     if not isinstance(loaded, dict):
         raise ConfigError(f"--config {path} must hold 'flag: value' lines at its top level.")
     values = {str(name).replace("-", "_"): value for name, value in loaded.items()}
-    unknown = sorted(set(values) - known)
+    by_name = {spec.name: room for room in rooms for spec in dataclasses.fields(room)}
+    unknown = sorted(set(values) - set(by_name) - set(more))
     if unknown:
         raise ConfigError(
             f"--config {path} names {', '.join(unknown)}, which no flag is called. "
             "See `manyroots serve --help`."
         )
+    for name, value in values.items():
+        if name in by_name and (fault := type_fault(by_name[name], name, value)):
+            raise ConfigError(f"--config {path}: {name} is {value!r}; it must be {fault}.")
     return values
 
 

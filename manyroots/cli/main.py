@@ -15,7 +15,13 @@ from typing import Any
 from manyroots.adapter_names import lora_modules
 from manyroots.cli.adapters import add_adapters_command
 from manyroots.cli.bench import add_bench_command
-from manyroots.cli.flags import add_engine_flags, add_settings, engine_values, with_config_file
+from manyroots.cli.flags import (
+    add_engine_flags,
+    add_settings,
+    engine_values,
+    naming_file,
+    with_config_file,
+)
 from manyroots.cli.simulate import add_simulate_command
 from manyroots.config import ENGINE_ROOMS, ServerSettings, check_together, engine_settings
 from manyroots.errors import ManyrootsError
@@ -104,32 +110,48 @@ def _known(*classes: type[Any]) -> set[str]:
 
 def _serve(arguments: dict[str, Any]) -> int:
     from manyroots.api.server import serve
+    from manyroots.engine.preflight import check_start
 
-    values = with_config_file(arguments, _known(*ENGINE_ROOMS.values(), ServerSettings))
+    rooms = (*ENGINE_ROOMS.values(), ServerSettings)
+    values = with_config_file(arguments, rooms)
     server = {name: values[name] for name in _known(ServerSettings) if name in values}
     for name in ("api_key", "admin_key"):
         from_environment = os.environ.get(f"MANYROOTS_{name.upper()}")
         if name not in server and from_environment:
             server[name] = from_environment
-    engine, served = engine_settings(engine_values(values)), ServerSettings(**server)
-    check_together(engine, served)
+    with naming_file(arguments, rooms):
+        engine, served = engine_settings(engine_values(values)), ServerSettings(**server)
+        check_together(engine, served)
+    check_start(engine)
     return serve(engine, served)
 
 
 def _generate(arguments: dict[str, Any]) -> int:
+    engine, lora = _checked_engine(arguments)
+    # Here, since it brings torch along: what can't work is told before that.
     from manyroots.cli.generate import generate
 
-    values = with_config_file(arguments, _known(*ENGINE_ROOMS.values()))
-    engine, lora = _with_lora(engine_values(values), arguments["lora"])
     return generate(arguments["prompt"], engine, _sampling(arguments), lora)
 
 
 def _chat(arguments: dict[str, Any]) -> int:
+    engine, lora = _checked_engine(arguments)
+    # Here, since it brings torch along: what can't work is told before that.
     from manyroots.cli.chat import chat
 
-    values = with_config_file(arguments, _known(*ENGINE_ROOMS.values()))
-    engine, lora = _with_lora(engine_values(values), arguments["lora"])
     return chat(engine, _sampling(arguments), arguments["system"], lora)
+
+
+def _checked_engine(arguments: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
+    """The engine's settings, looked over, and the name of --lora's adapter."""
+    from manyroots.engine.preflight import check_start
+
+    rooms = tuple(ENGINE_ROOMS.values())
+    engine, lora = _with_lora(engine_values(with_config_file(arguments, rooms)), arguments["lora"])
+    with naming_file(arguments, rooms):
+        settings = engine_settings(engine)
+    check_start(settings, needed=lora)
+    return engine, lora
 
 
 def _sampling(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ gives the text of `/metrics`. Has a registry of its own: two servers in one proc
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -60,6 +60,8 @@ class Metrics:
             "request_generation_tokens", "Completion sizes.", _TOKENS
         )
         self._registry.register(_EngineCounts(self._labels, read_stats, read_life))
+        self._read_timeouts: Mapping[str, int] = {}
+        self._registry.register(_Collected(self._collect_read_timeouts))
         self.adapters = AdapterMetrics(self._registry, model_name, _SECONDS)
         if max_loras is not None:
             self._registry.register(
@@ -82,8 +84,19 @@ class Metrics:
     def finished(self, reason: str) -> None:
         self._success.labels(**self._labels, finished_reason=reason).inc()
 
-    def render(self) -> bytes:
+    def render(self, *, read_timeouts: Mapping[str, int] | None = None) -> bytes:
+        """`read_timeouts`: requests given up half sent, by what was missing."""
+        self._read_timeouts = read_timeouts or {}
         return generate_latest(self._registry)
+
+    def _collect_read_timeouts(self) -> Iterable[Metric]:
+        counter = CounterMetricFamily(
+            "manyroots:request_read_timeouts", "Requests given up half sent, by what was missing.",
+            labels=["model_name", "part"],
+        )  # fmt: skip
+        for part, count in self._read_timeouts.items():
+            counter.add_metric([*self._labels.values(), part], count)
+        yield counter
 
     def _counter(self, name: str, help: str) -> Counter:
         counter = Counter(f"vllm:{name}", help, ("model_name",), registry=self._registry)
@@ -200,6 +213,16 @@ class _EngineCounts(Collector):
         )
         steps.add_metric(self._values, stats.total_steps, stats.total_step_tokens)
         yield steps
+
+
+class _Collected(Collector):
+    """What a function gives when scraped."""
+
+    def __init__(self, give: Callable[[], Iterable[Metric]]) -> None:
+        self._give = give
+
+    def collect(self) -> Iterable[Metric]:
+        return self._give()
 
 
 class _Alias(Collector):

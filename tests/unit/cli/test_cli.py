@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from manyroots.config import (
     engine_settings,
     flag_name,
 )
+from manyroots.errors import ConfigError
 
 
 @pytest.fixture
@@ -30,6 +32,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineSettings, Server
         return 0
 
     monkeypatch.setattr("manyroots.api.server.serve", record)
+    # Most of these name models and adapters that are nowhere.
+    monkeypatch.setattr("manyroots.engine.preflight.check_start", lambda *_, **__: None)
     return calls
 
 
@@ -104,6 +108,7 @@ def test_s05_generate_and_chat_take_an_adapter(
         return 0
 
     monkeypatch.setattr(f"manyroots.cli.{command[0]}.{command[0]}", record)
+    monkeypatch.setattr("manyroots.engine.preflight.check_start", lambda *_, **__: None)
     assert main([*command, *flags]) == 0
     [arguments] = calls
     engine = next(item for item in arguments if isinstance(item, dict))
@@ -187,3 +192,62 @@ def test_every_setting_has_a_flag_and_a_help_text(capsys: pytest.CaptureFixture[
             assert field.metadata["help"], field.name
             if field.name != "model":
                 assert flag_name(field.name) in shown
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("api_key: 1234", "api_key is 1234; it must be text"),
+        ("admin-key: true", "admin_key is True; it must be text"),
+        ("served_model_name: 1.5", "served_model_name is 1.5; it must be text"),
+        ("port: abc", "port is 'abc'; it must be a whole number"),
+        ('port: "8000"', "port is '8000'; it must be a whole number"),
+        ("port: true", "port is True; it must be a whole number"),
+        ("port: 1.5", "port is 1.5; it must be a whole number"),
+        ("port:", "port is None; it must be a whole number"),
+        ("port: [1]", "port is [1]; it must be a whole number"),
+        ("port: 99999", "--port is 99999; it must be from 0 to 65535"),
+        ("block-size: 3", "--block-size is 3"),
+        ("max_num_seqs: {a: 1}", "max_num_seqs is {'a': 1}; it must be a whole number"),
+        ("gpu_memory_utilization: high", "gpu_memory_utilization is 'high'; it must be a number"),
+        ("gpu_memory_utilization: .nan", "--gpu-memory-utilization is nan"),
+        ("drain_timeout_s: true", "drain_timeout_s is True; it must be a number"),
+        ("enable_lora: 1", "enable_lora is 1; it must be true or false"),
+        ("enable_lora: 'no'", "enable_lora is 'no'; it must be true or false"),
+        ("dtype: float64", "dtype is 'float64'; it must be one of auto, float32"),
+        ("log_level: [info]", "log_level is ['info']; it must be text"),
+        ("lora_dirs: 7", "lora_dirs is 7; it must be a list"),
+        ("lora_modules: [7]", "lora_modules is [7]; it must be a list"),
+    ],
+)
+def test_values_of_a_config_file_are_checked_as_flags_are(
+    line: str, expected: str, served: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "serve.yaml"
+    config.write_text(line)
+    assert main(["serve", "--config", str(config)]) == 2
+    error = capsys.readouterr().err
+    assert f"--config {config}: " in error
+    assert expected in error
+    assert served == []
+
+
+def test_every_setting_may_come_from_a_file_as_its_default(
+    served: list[Any], tmp_path: Path
+) -> None:
+    lines = []
+    for cls in (*ENGINE_ROOMS.values(), ServerSettings):
+        for field in dataclasses.fields(cls):
+            default = list(field.default) if isinstance(field.default, tuple) else field.default
+            lines.append(f"{field.name}: {json.dumps(default)}")
+    config = tmp_path / "serve.yaml"
+    config.write_text("\n".join(lines))
+    assert main(["serve", "--config", str(config)]) == 0
+    assert served == [(EngineSettings(), ServerSettings())]
+
+
+def test_settings_in_python_are_checked_alike() -> None:
+    with pytest.raises(ConfigError, match="--max-model-len is '512'; it must be a whole number"):
+        engine_settings({"max_model_len": "512"})
+    with pytest.raises(ConfigError, match="--enable-lora is 1; it must be true or false"):
+        engine_settings({"enable_lora": 1})

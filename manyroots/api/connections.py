@@ -1,0 +1,106 @@
+"""Connections that may not take for ever: a request that is half sent is given up after a while.
+
+uvicorn waits without end for the rest of headers or of a body, so that whoever opens many and
+sends a byte now and then (slowloris) could hold them all. Here one deadline counts from a
+request's first byte, or from the opening of a connection, to the request's last byte.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import h11
+import msgspec
+from starlette.exceptions import HTTPException
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from manyroots.api.errors import error_body
+
+
+def timed_protocol(timeout_s: float, count: Callable[[str], None]) -> type[H11Protocol]:
+    """A protocol for uvicorn. `count` is told `headers` or `body` for each that is given up."""
+
+    class Timed(_TimedProtocol):
+        _timeout_s = timeout_s
+        _count = staticmethod(count)
+
+    return Timed
+
+
+class _TimedProtocol(H11Protocol):
+    _timeout_s: float
+    _count: Callable[[str], None]
+    _deadline: asyncio.TimerHandle | None = None
+    _has_data = False
+    """Of the request that is being read."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        self._has_data = True
+        self._watch()
+        super().data_received(data)
+        self._settle()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        # The next request may have come with this one, in part.
+        if self.conn.trailing_data[0]:
+            self._has_data = True
+            self._watch()
+        self._settle()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._forget()
+        super().connection_lost(exc)
+
+    def _watch(self) -> None:
+        if self._deadline is None:
+            self._deadline = self.loop.call_later(self._timeout_s, self._give_up)
+
+    def _forget(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _settle(self) -> None:
+        """Nothing is waited for if a request is whole, or none has begun behind an answered one."""
+        is_between = self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]
+        if is_between or self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
+            self._forget()
+            self._has_data = False
+
+    def _give_up(self) -> None:
+        self._deadline = None
+        if self.transport.is_closing():
+            return
+        if self._has_data:
+            self._count("headers" if self.conn.their_state is h11.IDLE else "body")
+        if self.cycle is not None and not self.cycle.response_complete:
+            # Whoever waits for the rest is told that there is none.
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self._has_data and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self._send_408()
+        self.transport.close()
+
+    def _send_408(self) -> None:
+        error = HTTPException(
+            408, f"The request was not whole after {self._timeout_s:g} s; send it faster."
+        )
+        body = msgspec.json.encode(error_body(error)[1])
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"connection", b"close"),
+        ]
+        for event in (
+            h11.Response(status_code=408, headers=headers, reason=b"Request Timeout"),
+            h11.Data(data=body),
+            h11.EndOfMessage(),
+        ):
+            self.transport.write(self.conn.send(event) or b"")

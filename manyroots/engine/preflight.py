@@ -1,0 +1,127 @@
+"""What can be seen at once: whether a start can work, before seconds are spent on one.
+
+Takes settings; raises what is wrong with the paths, adapters and devices that they name. Looks at
+files' names and adapters' headers and asks the GPU's driver, and imports no torch. What it can't
+see, as whether a hub has a model, shows when the engine is built.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import re
+from pathlib import Path
+
+from manyroots.config import DEFAULT_MODEL, EngineSettings, LoraSettings, ModelSettings
+from manyroots.engine.adapter_folders import check_folders
+from manyroots.errors import AdapterError, ConfigError, ModelError
+from manyroots.lora.files.config import read_config
+from manyroots.lora.files.folder import CONFIG_FILE, WEIGHTS_FILE, check_folder, find_file
+from manyroots.lora.files.header import read_header
+from manyroots.lora.files.opened import AdapterFile
+from manyroots.progress import Display, told_to, track
+
+logger = logging.getLogger("manyroots")
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+
+
+def check_start(settings: EngineSettings, *, needed: str | None = None) -> None:
+    """Raises ConfigError or ModelError. An adapter that can't be used is a warning, unless it is
+    the one that is `needed`."""
+    model = settings.model
+    name = _check_model(model)
+    if model.tokenizer is not None and not _HUB_ID.fullmatch(model.tokenizer):
+        _check_path("--tokenizer", model.tokenizer)
+    if model.chat_template is not None:
+        _check_path("--chat-template", model.chat_template)
+    if model.generation_config not in ("auto", "none", "vllm"):
+        _check_path("--generation-config", model.generation_config)
+    _check_devices(model)
+    check_folders(settings.lora, {name, model.served_model_name or name})
+    with Display(is_on=model.progress_bars) as display, told_to(display):
+        _check_adapters(settings.lora, needed)
+
+
+def _check_model(settings: ModelSettings) -> str:
+    """The model's own name."""
+    name, path = settings.model, Path(settings.model).expanduser()
+    if not path.exists():
+        if name != DEFAULT_MODEL and (not _HUB_ID.fullmatch(name) or path.suffix == ".gguf"):
+            raise ModelError(
+                f"--model is {name!r}; there is no such file or folder, and it is not a hub id "
+                "(owner/name). Check the path."
+            )
+        return name
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ModelError(
+                f"--model is the file {path}; only .gguf files are loaded by themselves. For "
+                "safetensors pass the folder with config.json."
+            )
+        return path.resolve().stem
+    if not (path / "config.json").is_file() and len(list(path.glob("*.gguf"))) != 1:
+        raise ModelError(
+            f"{path} has neither a config.json nor exactly one .gguf file; point --model at a "
+            "model's folder or at the .gguf file itself."
+        )
+    return path.resolve().name
+
+
+def _check_path(flag: str, value: str) -> None:
+    if not Path(value).expanduser().exists():
+        raise ConfigError(f"{flag} is {value!r}; there is no such file or folder.")
+
+
+def _check_devices(settings: ModelSettings) -> None:
+    if settings.device == "cpu" or (
+        settings.device == "auto" and settings.tensor_parallel_size == 1
+    ):
+        return
+    count = count_gpus()
+    if count == 0 and settings.device == "cuda":
+        raise ConfigError("--device is cuda, and there is no GPU here; use --device cpu.")
+    if 0 < count < settings.tensor_parallel_size:
+        raise ConfigError(
+            f"--tensor-parallel-size is {settings.tensor_parallel_size}, and there are {count} "
+            "GPUs here; lower it, or use --device cpu."
+        )
+
+
+def count_gpus() -> int:
+    """Asked of CUDA's driver, which heeds CUDA_VISIBLE_DEVICES; 0 where there is none."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return 0
+    return count.value
+
+
+def _check_adapters(settings: LoraSettings, needed: str | None) -> None:
+    """By their configs and headers: what no model could serve, or not within these limits."""
+    modules = settings.lora_modules
+    for module in track(modules, total=len(modules), label="Checking adapters"):
+        try:
+            _check_adapter(module.path, settings.max_lora_rank)
+        except AdapterError as error:
+            message = f"--lora-modules {module.name}={module.path} can't be used: {error}"
+            if module.name == needed:
+                raise ConfigError(message) from error
+            # Its requests will be refused with this reason; everyone else's can be served.
+            logger.warning("%s", message)
+
+
+def _check_adapter(path: str, max_rank: int) -> None:
+    folder = check_folder(path, None)
+    with AdapterFile(find_file(folder, CONFIG_FILE, None)) as file:
+        config = read_config(file)
+    with AdapterFile(find_file(folder, WEIGHTS_FILE, None)) as file:
+        read_header(file)
+    if config.rank > max_rank:
+        raise AdapterError(
+            f"its rank is {config.rank}; --max-lora-rank {max_rank} allows less. Raise it to "
+            f"{config.rank}."
+        )

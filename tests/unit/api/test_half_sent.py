@@ -1,0 +1,96 @@
+"""Requests that are half sent are given up, over raw sockets (R03)."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.unit.api.test_server_life import BODY, Life
+
+pytestmark = pytest.mark.anyio
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+TIMEOUT_S = 1.0
+LIMIT_S = 60
+
+
+async def drip(port: int, start: bytes, drop: bytes) -> bytes:
+    """Send the start, then a drop now and then for as long as the server listens."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(start)
+
+    async def go_on() -> None:
+        while drop:
+            await asyncio.sleep(TIMEOUT_S / 10)
+            writer.write(drop)
+            await writer.drain()
+
+    dripping = asyncio.create_task(go_on())
+    try:
+        return await asyncio.wait_for(reader.read(), LIMIT_S)
+    except ConnectionError:
+        return b"reset"
+    finally:
+        dripping.cancel()
+        await asyncio.gather(dripping, return_exceptions=True)
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    ("start", "drop", "part"),
+    [
+        (HEAD, b"", "headers"),
+        (HEAD, b"X-More: 1\r\n", "headers"),
+        (b"P", b"", "headers"),
+        (HEAD + b"Content-Length: 100000\r\n\r\n{", b"", "body"),
+        (HEAD + b"Content-Length: 100000\r\n\r\n{", b" ", "body"),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n", b"1\r\n \r\n", "body"),
+    ],
+)
+async def test_r03_a_half_sent_request_is_a_408(
+    tmp_path: Path, start: bytes, drop: bytes, part: str
+) -> None:
+    """R03: however it is dripped; others are served meanwhile, and it is counted."""
+    life = Life(tmp_path, request_read_timeout_s=TIMEOUT_S)
+    port = int(life.url.rpartition(":")[2])
+
+    async def script(client: httpx.AsyncClient) -> None:
+        await life.ready(client)
+        answer = await drip(port, start, drop)
+        assert answer.startswith(b"HTTP/1.1 408 "), answer
+        assert b"not whole after 1 s" in answer
+        text = (await client.get("/metrics")).text
+        line = f'manyroots:request_read_timeouts_total{{model_name="tiny",part="{part}"}} 1.0'
+        assert line in text
+        assert life.server._state.service.admission.num_alive == 0
+        life.server._on_signal()
+
+    assert await life.run(script) == 0
+
+
+async def test_r03_only_what_is_half_sent_has_a_deadline(tmp_path: Path) -> None:
+    """R03: an answer may take longer; so may one request after another on a connection; a body
+    that is refused unread, and a silent connection, are let go."""
+    life = Life(tmp_path, request_read_timeout_s=TIMEOUT_S)
+    port = int(life.url.rpartition(":")[2])
+
+    async def script(client: httpx.AsyncClient) -> None:
+        await life.ready(client)
+        life.engine.gate.clear()
+        answer = asyncio.create_task(client.post("/v1/completions", json=BODY))
+        await life.until_running(1)
+        await asyncio.sleep(3 * TIMEOUT_S)
+        life.engine.gate.set()
+        assert (await answer).status_code == 200
+        for _ in range(3):
+            await asyncio.sleep(TIMEOUT_S / 2)
+            assert (await client.get("/version")).status_code == 200
+        assert await drip(port, b"", b"") == b""
+        unread = b"POST /nope HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n{"
+        assert (await drip(port, unread, b"")).startswith(b"HTTP/1.1 404 ")
+        life.server._on_signal()
+
+    assert await life.run(script) == 0

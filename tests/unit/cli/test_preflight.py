@@ -1,0 +1,82 @@
+"""What can't work is told at once: before torch is imported or anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from manyroots.config import engine_settings
+from manyroots.engine import preflight
+from manyroots.errors import ConfigError
+
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None
+sys.modules["transformers"] = None
+from manyroots.engine import preflight
+preflight.count_gpus = lambda: int({gpus!r})
+from manyroots.cli.main import main
+sys.exit(main({arguments!r}))
+"""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("files")
+    (root / "model").mkdir()
+    (root / "model" / "config.json").write_text("{}")
+    (root / "empty").mkdir()
+    (root / "weights.bin").write_text("")
+    broken = root / "broken"
+    broken.mkdir()
+    (broken / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 8}))
+    (broken / "adapter_model.safetensors").write_bytes(b"no")
+    return root
+
+
+CASES = {
+    "no model": ("serve ROOT/nowhere", "nowhere", 0),
+    "a folder without a model": ("serve ROOT/empty", "neither a config.json", 0),
+    "a file that is no model": ("serve ROOT/weights.bin", "only .gguf files", 0),
+    "no GPU": ("serve ROOT/model --device cuda", "no GPU here", 0),
+    "fewer GPUs": ("serve ROOT/model --tensor-parallel-size 4", "there are 2 GPUs", 2),
+    "no template": ("serve ROOT/model --chat-template ROOT/x.jinja", "--chat-template", 0),
+    "no tokenizer": ("serve ROOT/model --tokenizer ROOT/x", "--tokenizer", 0),
+    "no generation config": ("serve ROOT/model --generation-config ROOT/x", "--generation", 0),
+    "no adapter": ("serve ROOT/model --enable-lora --lora-modules a=ROOT/x", "a=", 0),
+    "no adapter's config": ("serve ROOT/model --enable-lora --lora-modules a=ROOT/empty", "a=", 0),
+    "no folder for adapters": ("serve ROOT/model --enable-lora --lora-dirs ROOT/x", "x", 0),
+    "a broken adapter to answer with": ("chat ROOT/model --lora a=ROOT/broken", "can't be used", 0),
+    "one in generate": ("generate hi --model ROOT/model --lora a=ROOT/broken", "can't be used", 0),
+    "no model to chat with": ("chat ROOT/nowhere", "nowhere", 0),
+    "no model to generate with": ("generate hi --model ROOT/nowhere", "nowhere", 0),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_cannot_work_is_told_without_torch(case: str, files: Path) -> None:
+    command, expected, gpus = CASES[case]
+    arguments = command.replace("ROOT", str(files)).split()
+    code = WITHOUT_TORCH.format(gpus=gpus, arguments=arguments)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 2, done.stderr
+    assert expected in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_broken_adapter_among_others_is_a_warning(
+    files: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its requests are refused; a server's other adapters are served."""
+    modules = [f"a={files / 'broken'}"]
+    given = {"model": str(files / "model"), "enable_lora": True, "lora_modules": modules}
+    preflight.check_start(engine_settings(given))
+    assert "a=" in caplog.text
+    with pytest.raises(ConfigError, match="can't be used"):
+        preflight.check_start(engine_settings(given), needed="a")

@@ -50,6 +50,8 @@ def _scheduler(old: str, new: str, breaks: str, file: str = "scheduler") -> Muta
     return Mutation(f"scheduler/{file}.py", old, new, breaks)
 
 
+FAIR = "unit/scheduler/test_fair.py::"
+IMPORTANCE = "unit/scheduler/test_priority.py::"
 PROMISES = "unit/engine/test_adapter_promises.py::"
 ORDER = "test_l08_the_order_of_a_policy_holds_across_adapters_and_tenants"
 HASHES = "test_n17_plans_and_victims_do_not_depend_on_the_hashes_of_a_process"
@@ -785,5 +787,41 @@ MUTATIONS: tuple[Mutation, ...] = (
         "        return self._cache.clip(lease, computed, num_tokens)",
         "the scheduler asks what families the cache has",
         ("architecture/test_boundary.py::test_h01_the_scheduler_uses_the_boundary_alone[placing]",),
+    ),
+    # Policies
+    Mutation(
+        "scheduler/lanes.py",
+        "level = self._highest if first is None else first[0]",
+        "level = 0",
+        "who ran alone is in debt for it",
+        (FAIR + "test_l08_who_ran_alone_for_long_takes_turns_with_200_newcomers[3]",),
+    ),
+    Mutation(
+        "scheduler/lanes.py",
+        "self._accounts[request.group] = Account(self.virtual_time)",
+        "self._accounts[request.group] = Account(0)",
+        "a tenant that was away has credit for it",
+        (FAIR + "test_l08_tenants_that_both_wait_are_served_alike[0]",),
+    ),
+    Mutation(
+        "scheduler/lanes.py",
+        "del self._accounts[request.group]",
+        "pass",
+        "accounts outlive their tenants",
+        (FAIR + "test_l08_no_account_outlives_its_tenant",),
+    ),
+    Mutation(
+        "scheduler/victims.py",
+        "least = max(r.submit.priority for r in candidates)",
+        "least = min(r.submit.priority for r in candidates)",
+        "the most important gives way",
+        (IMPORTANCE + "test_l08_an_important_arrival_takes_the_least_important_row",),
+    ),
+    Mutation(
+        "scheduler/victims.py",
+        "return [r for r in decoding if r.submit.priority > request.submit.priority]",
+        "return [r for r in decoding if r.submit.priority >= request.submit.priority]",
+        "equals take each other's place",
+        (IMPORTANCE + "test_l08_equals_never_take_each_others_place[priority]",),
     ),
 )

@@ -256,14 +256,19 @@ class Admission:
         lease = self._cache.claim(request.key, request.tokens, request.num_tokens, may_reuse)
         request.lease = lease
         if self._is_fair:
-            self.waiting.charge(request, request.num_tokens - lease.num_cached_tokens)
+            self.waiting.charge(request, self._num_known(request, lease))
         return lease
+
+    def _num_known(self, request: Request, lease: Lease) -> int:
+        """What a tenant is charged for when its request begins: the known tokens that are to be
+        computed, but the last, which is charged for with the token that it samples."""
+        return request.num_tokens - lease.num_cached_tokens - 1
 
     def _drop_claim(self, request: Request) -> None:
         lease = request.lease
         assert lease is not None
         if self._is_fair:
-            self.waiting.charge(request, lease.num_cached_tokens - request.num_tokens)
+            self.waiting.charge(request, -self._num_known(request, lease))
         self._cache.release(lease, Ending.DROPPED)
         request.lease = None
 

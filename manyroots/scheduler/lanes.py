@@ -165,8 +165,9 @@ class Account:
 class Accounts:
     """Start-time fair queueing over tenants, whichever lane they are in.
 
-    Virtual time is the largest account that a request began from. Who comes, or comes back when
-    nothing of it waits, starts there: no credit for absence, and no debt for what nobody else
+    Virtual time is the largest account that a request began from; it is at least the lowest
+    account of those that wait, and where nobody waits, the highest of all. Who comes, or comes back
+    when nothing of it waits, starts there: no credit for absence, and no debt for what nobody else
     wanted. An account is dropped with the last request of its tenant.
 
     While two tenants both have requests that wait and could begin, the tokens that they are served
@@ -175,6 +176,8 @@ class Accounts:
 
     def __init__(self) -> None:
         self.virtual_time = 0
+        self._highest = 0
+        """The highest account that there was."""
         self._accounts: dict[GroupKey, Account] = {}
 
     def __len__(self) -> int:
@@ -183,12 +186,21 @@ class Accounts:
     def __getitem__(self, group: GroupKey) -> Account:
         return self._accounts[group]
 
-    def push(self, request: Request) -> Account:
+    def arrive(self, request: Request, first: Place | None) -> None:
+        """A request is about to be pushed; `first` is the lowest place of those that wait. One
+        that lost its place in the batch is no arrival: its tenant never stopped waiting."""
         account = self._accounts.get(request.group)
+        if account is not None and (request in account.taken or account.line.rank is not None):
+            return
+        level = self._highest if first is None else first[0]
+        self.virtual_time = max(self.virtual_time, level)
         if account is None:
-            account = self._accounts[request.group] = Account(self.virtual_time)
-        elif account.line.rank is None:
+            self._accounts[request.group] = Account(self.virtual_time)
+        else:
             account.num_served_tokens = max(account.num_served_tokens, self.virtual_time)
+
+    def push(self, request: Request) -> Account:
+        account = self._accounts[request.group]
         account.taken.discard(request)
         account.line.push(request, 0)
         return account
@@ -204,6 +216,7 @@ class Accounts:
         account = self._accounts.get(group)
         if account is not None:
             account.num_served_tokens += num_tokens
+            self._highest = max(self._highest, account.num_served_tokens)
         return account
 
     def close(self, request: Request) -> None:

@@ -50,6 +50,9 @@ class WaitingQueue:
         lane = self._lanes.get(adapter)
         if lane is None:
             lane = self._lanes[adapter] = self._new_lane(adapter)
+        if self.accounts is not None:
+            first = self._order.first()
+            self.accounts.arrive(request, None if first is None else first.rank)
         lane.push(request)
         self._count += 1
         if lane.head is request:

@@ -296,7 +296,7 @@ class Scheduler:
         return outputs
 
     def _count_service(self, step: Launched) -> None:
-        """Every token that was sampled; those of prompts counted when their requests began."""
+        """One token for each that was sampled; those before it counted when the request began."""
         rows, stays = step.rows[step.samples].tolist(), step.stays[step.samples].tolist()
         for row, stay in zip(rows, stays, strict=True):
             self._admission.waiting.charge(self._endings.member(row, stay), 1)

@@ -114,26 +114,27 @@ def _miss(request: Submit, index: int, token: int, logprobs: Tensor, slack: floa
         return float(logprobs.max() - logprobs[token]) - 2 * slack
     draw = float(uniform(np.array([request.seed], np.uint64), np.array([index]))[0])
     heat = params.temperature
-    order = torch.arange(VOCAB)
+    is_kept, may_be_kept = torch.ones(VOCAB, dtype=torch.bool), torch.zeros(VOCAB, dtype=torch.bool)
     if params.top_k:
-        order = logprobs.argsort(descending=True)[: params.top_k]
-        # Where two are so close that either may come first, each may stand in the other's place.
-        alike = (logprobs[order] - logprobs[token]).abs() <= 2 * slack
-    else:
-        alike = order == token
-    weights = torch.softmax(logprobs[order].double() / heat, dim=-1)
-    ends = weights.cumsum(0)
+        # Who is about as likely as the last that is kept may be in its place.
+        last = logprobs.sort(descending=True).values[params.top_k - 1]
+        is_kept, may_be_kept = logprobs > last + 2 * slack, (logprobs - last).abs() <= 2 * slack
+        if not bool((is_kept | may_be_kept)[token]):
+            return float(last - logprobs[token])
+    weights = torch.exp((logprobs - logprobs.max()).double() / heat)
+    ids, own = torch.arange(VOCAB), float(weights[token])
+    before, after = (
+        (float(weights[is_kept & side].sum()), float(weights[may_be_kept & side].sum()))
+        for side in (ids < token, ids > token)
+    )
+    most_after, most_before = after[0] + after[1], before[0] + before[1]
+    begin = before[0] / (before[0] + own + most_after)
+    end = (most_before + own) / (most_before + own + after[0])
     # Logits that are each up to s off change the odds of any set of tokens by up to e^(2s).
     odds = math.exp(2 * slack / heat)
-    low = _times_odds(ends - weights, 1 / odds) - 1e-6
-    high = _times_odds(ends, odds) + 1e-6
-    inside = alike & (low <= draw) & (draw <= high)
-    if bool(inside.any()):
-        return 0.0
-    if not bool(alike.any()):
-        return float(logprobs[order].min() - logprobs[token])
-    return float(torch.maximum(low - draw, draw - high)[alike].min())
+    low, high = _times_odds(begin, 1 / odds) - 1e-6, _times_odds(end, odds) + 1e-6
+    return max(low - draw, draw - high, 0.0)
 
 
-def _times_odds(probability: Tensor, factor: float) -> Tensor:
+def _times_odds(probability: float, factor: float) -> float:
     return probability * factor / (probability * factor + (1.0 - probability))

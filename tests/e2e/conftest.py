@@ -16,6 +16,8 @@ import httpx
 import openai
 import pytest
 
+from tests.patience import PATIENCE_S, cpu_seconds
+
 API_KEY = "e2e-key"
 HEADERS = {"authorization": f"Bearer {API_KEY}"}
 START_LIMIT_S = 300  # the first start of all downloads the model
@@ -49,7 +51,7 @@ class Server:
         return self.get(path).status_code
 
     def get(self, path: str) -> httpx.Response:
-        return httpx.get(self.url + path, headers=HEADERS, timeout=10)
+        return httpx.get(self.url + path, headers=HEADERS, timeout=PATIENCE_S)
 
     def wait_until_ready(self) -> None:
         deadline = time.monotonic() + START_LIMIT_S
@@ -69,7 +71,7 @@ class Server:
         return float(found[1])
 
     def wait_for(self, name: str, is_good: Callable[[float], bool]) -> None:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE_S
         while not is_good(value := self.metric(name)):
             assert time.monotonic() < deadline, f"{name} stays {value}"
             time.sleep(0.05)
@@ -80,7 +82,9 @@ class Server:
         self.wait_for("manyroots:pages_held", lambda value: value == 0)
 
     def client(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=API_KEY, max_retries=0, timeout=60)
+        return openai.OpenAI(
+            base_url=f"{self.url}/v1", api_key=API_KEY, max_retries=0, timeout=PATIENCE_S
+        )
 
     def children(self) -> list[int]:
         """Pids of the processes that the server has started: its engine."""
@@ -88,13 +92,17 @@ class Server:
         with open(f"/proc/{pid}/task/{pid}/children") as file:
             return [int(child) for child in file.read().split()]
 
+    def cpu_seconds(self) -> float:
+        """Processor time of the server and its engine so far."""
+        return cpu_seconds([self.process.pid, *self.children()])
+
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
 
     def stop(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
-        self.process.wait(30)
+        self.process.wait(PATIENCE_S)
         self._log.close()
 
 

@@ -6,7 +6,6 @@ import concurrent.futures
 import json
 import os
 import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -277,10 +276,9 @@ def test_a_server_with_200_adapters_starts_as_fast_as_with_2(tiny: TinyAdapters)
 
     def seconds(count: int) -> float:
         modules = [f"n{index}={tiny.path('all')}" for index in range(count)]
-        begin = time.monotonic()
         with running(*flags(tiny), "--lora-modules", *modules) as server:
             server.wait_until_ready()
-            taken = time.monotonic() - begin
+            taken = server.cpu_seconds()
             assert len(names(server)) == count + 1
             assert tokens(complete(server, model=f"n{count - 1}"))
         return taken

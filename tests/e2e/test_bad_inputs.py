@@ -25,6 +25,8 @@ LIMIT_S = 1.0
 NUM_TRIES = 3
 """A refusal takes milliseconds. Beside other test processes one may have to wait for a core; a
 slow refusal is slow every time."""
+QUIET_S = 0.02
+"""What the least of all requests takes at most where nothing else runs."""
 GOOD_PROMPTS = ("The largest ocean on Earth is", "def fibonacci(n):", "Dear Sir or Madam,")
 KEY_LINE = f"Authorization: {HEADERS['authorization']}\r\n"
 
@@ -76,14 +78,20 @@ def good_load(server: Server, model: str) -> Iterator[GoodLoad]:
     server.wait_until_idle()
 
 
-def quickly(ask: Callable[[], T], limit_s: float = LIMIT_S) -> T:
-    """What `ask` gives; it must give it within the limit."""
+def quickly(server: Server, ask: Callable[[], T], limit_s: float = LIMIT_S) -> T:
+    """What `ask` gives; it must give it within the limit, which is of a quiet machine: on one that
+    takes longer for the least of all requests, as many times longer."""
     took = []
     for _ in range(NUM_TRIES):
         start = time.monotonic()
         answer = ask()
         took.append(time.monotonic() - start)
         if took[-1] < limit_s:
+            return answer
+        start = time.monotonic()
+        assert server.status("/version") == 200
+        least_s = time.monotonic() - start
+        if took[-1] < limit_s * least_s / QUIET_S:
             return answer
     pytest.fail(f"answered after {took} s; the limit is {limit_s} s")
 
@@ -93,7 +101,7 @@ def refused(server: Server, path: str, body: Any, *, status: int = 400) -> dict[
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = HEADERS | {"content-type": "application/json"}
     response = quickly(
-        lambda: httpx.post(server.url + path, content=content, headers=headers, timeout=10)
+        server, lambda: httpx.post(server.url + path, content=content, headers=headers, timeout=60)
     )
     assert response.status_code == status, response.text
     error: dict[str, Any] = response.json()["error"]
@@ -105,13 +113,13 @@ def raw(server: Server, request: bytes, *, end: bool = False) -> int:
     """Send bytes as they are; the status of the answer, 0 if the server just hung up."""
 
     def ask() -> bytes:
-        with socket.create_connection(("127.0.0.1", server.port), timeout=5) as connection:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
             connection.sendall(request)
             if end:
                 connection.shutdown(socket.SHUT_WR)
             return connection.recv(65536)
 
-    answer = quickly(ask)
+    answer = quickly(server, ask)
     return int(answer.split(b" ", 2)[1]) if answer.startswith(b"HTTP/1.1 ") else 0
 
 
@@ -259,7 +267,7 @@ def test_a_client_that_sends_all_100_mb_still_reads_the_413(server: Server) -> N
     """R03"""
     headers = HEADERS | {"content-type": "application/json"}
     url = f"{server.url}/v1/completions"
-    response = httpx.post(url, content=b"x" * 100_000_000, headers=headers, timeout=30)
+    response = httpx.post(url, content=b"x" * 100_000_000, headers=headers, timeout=120)
     assert response.status_code == 413
     assert "8388608 bytes" in response.json()["error"]["message"]
 
@@ -269,14 +277,14 @@ def test_an_endless_chunked_body_is_a_413(server: Server) -> None:
     head = post_head("/v1/completions", "Transfer-Encoding: chunked")
 
     def ask() -> bytes:
-        with socket.create_connection(("127.0.0.1", server.port), timeout=5) as connection:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
             connection.sendall(head)
             for _ in range(9):
                 connection.sendall(b"100000\r\n" + b" " * 2**20 + b"\r\n")
             return connection.recv(4096)
 
     # It has to take in 8 MiB first.
-    assert quickly(ask, 2 * LIMIT_S).startswith(b"HTTP/1.1 413 ")
+    assert quickly(server, ask, 2 * LIMIT_S).startswith(b"HTTP/1.1 413 ")
 
 
 MALFORMED: list[tuple[bytes, tuple[int, ...]]] = [

@@ -16,6 +16,7 @@ from manyroots.api.state import ServerState, Service
 from manyroots.config import LoraSettings, ServerSettings
 from manyroots.text.chat import load_chat_template
 from manyroots.text.tokenizer import Tokenizer
+from tests.patience import PATIENCE_S
 from tests.unit.api.fake_engine import FakeEngine
 from tests.unit.text.tiny_tokenizer import TEMPLATE, tiny_tokenizer
 
@@ -78,7 +79,7 @@ class Harness:
             yield connection
         finally:
             connection.gone.set()
-            await asyncio.wait_for(task, 5)
+            await asyncio.wait_for(task, PATIENCE_S)
 
 
 class Connection:

@@ -21,6 +21,7 @@ from manyroots.messages import (
     Stats,
     Submit,
 )
+from tests.patience import PATIENCE_S
 from tests.unit.api.fake_engine import FakeEngine, repeat_prompt
 from tests.unit.api.harness import Harness, error_of
 
@@ -245,7 +246,7 @@ async def test_s04_running_and_waiting_adapters_show_as_dashboards_know_them() -
     server.engine.gate.clear()
     body = {"model": "sql", "prompt": "ab", "stream": True}
     async with server.connected("/v1/completions", body) as connection:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             while not server.engine.running:
                 await asyncio.sleep(0)
         text = (await server.get("/metrics")).text

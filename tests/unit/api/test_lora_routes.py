@@ -11,6 +11,7 @@ import pytest
 from manyroots.adapter_names import LoraModule
 from manyroots.config import LoraSettings
 from manyroots.messages import ErrorKind, LoadLora, LoraReply, UnloadLora
+from tests.patience import PATIENCE_S
 from tests.unit.api.harness import Harness, error_of
 
 pytestmark = pytest.mark.anyio
@@ -203,6 +204,6 @@ async def test_a_client_that_goes_away_leaves_the_names_right() -> None:
     loading.cancel()
     await asyncio.gather(loading, return_exceptions=True)
     server.engine.lora_gate.set()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while "new" not in await names(server):
             await asyncio.sleep(0)

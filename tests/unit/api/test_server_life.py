@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import signal
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 from manyroots.api.server import _listen, _Server
 from manyroots.config import EngineSettings, ServerSettings
 from manyroots.errors import ConfigError, ModelError
+from tests.patience import PATIENCE_S
 from tests.unit.api.fake_engine import INFO, FakeEngine
 from tests.unit.text.test_tokenizer import write_gguf
 
@@ -37,9 +37,9 @@ class Life:
     async def run(self, script: Callable[[httpx.AsyncClient], Awaitable[None]]) -> int:
         """Let the server live while the script runs; gives its exit code."""
         life = asyncio.create_task(self.server.run())
-        async with httpx.AsyncClient(base_url=self.url, timeout=10) as client:
+        async with httpx.AsyncClient(base_url=self.url, timeout=PATIENCE_S) as client:
             await script(client)
-            return await asyncio.wait_for(life, 10)
+            return await asyncio.wait_for(life, PATIENCE_S)
 
     async def ready(self, client: httpx.AsyncClient) -> None:
         while (await client.get("/ready")).status_code != 200:
@@ -83,7 +83,7 @@ async def test_what_runs_may_finish(tmp_path: Path) -> None:
     assert await life.run(script) == 0
 
 
-@pytest.mark.parametrize(("limit_s", "signals", "code"), [(0.1, 1, 0), (60.0, 2, 130)])
+@pytest.mark.parametrize(("limit_s", "signals", "code"), [(0.1, 1, 0), (3600.0, 2, 130)])
 async def test_time_is_up_or_a_second_signal_comes(
     tmp_path: Path, limit_s: float, signals: int, code: int
 ) -> None:
@@ -99,9 +99,7 @@ async def test_time_is_up_or_a_second_signal_comes(
             await asyncio.sleep(0.05)
         assert (await answer).status_code == 503
 
-    start = time.monotonic()
     assert await life.run(script) == code
-    assert time.monotonic() - start < 5
 
 
 async def test_an_engine_that_cannot_start_ends_the_server(
@@ -140,7 +138,7 @@ async def test_an_engine_that_is_over_ends_the_server(
 async def test_it_answers_while_loading_and_can_be_stopped_then(tmp_path: Path) -> None:
     class Slow(FakeEngine):
         async def start(self) -> None:
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()  # for ever
 
     life = Life(tmp_path, Slow())
 

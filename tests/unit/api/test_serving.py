@@ -9,6 +9,7 @@ import pytest
 
 from manyroots.messages import Output
 from manyroots.progress import Progress
+from tests.patience import PATIENCE_S
 from tests.unit.api.fake_engine import FakeEngine, script
 from tests.unit.api.harness import Harness, error_of, events
 
@@ -23,7 +24,7 @@ def held(**settings: Any) -> Harness:
 
 
 async def until(condition: Any) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while not condition():
             await asyncio.sleep(0.001)
 

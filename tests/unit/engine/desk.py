@@ -24,6 +24,7 @@ from manyroots.messages import LoadLora, LoadTime, LoraReply, Output, Submit, Un
 from manyroots.runner.fake import FakeRunner
 from manyroots.scheduler.scheduler import Scheduler
 from tests.deciding import VOCAB, expected_tokens, submit
+from tests.patience import PATIENCE_S
 
 PAIR = PairSpec("model.layers.0.self_attn.q_proj", 8, 2.0)
 
@@ -39,7 +40,7 @@ class Files:
 
     def read(self, folder: Path, allowed: Sequence[Path] | None) -> tuple[AdapterSpec, Any]:
         self.num_reads[folder.name] = self.num_reads.get(folder.name, 0) + 1
-        assert self.gate.wait(10)
+        assert self.gate.wait(PATIENCE_S)
         content = (folder / "adapter_config.json").read_text()
         if content == "broken":
             raise RequestError("r is 0; it must be at least 1.", field="lora_path")

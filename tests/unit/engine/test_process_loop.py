@@ -16,9 +16,8 @@ from manyroots.engine.wire import Kind, decode, encode
 from manyroots.ids import AdapterName
 from manyroots.messages import Batch, LoadLora, UnloadLora
 from tests.deciding import submit
+from tests.patience import PATIENCE_S
 from tests.unit.engine.desk import Desk, expected
-
-LIMIT_S = 10
 
 
 class Engine:
@@ -38,7 +37,7 @@ class Engine:
         self.socket.send_multipart(encode(kind, message))
 
     def receive(self) -> Batch:
-        assert self.socket.poll(LIMIT_S * 1000), "the engine says nothing"
+        assert self.socket.poll(PATIENCE_S * 1000), "the engine says nothing"
         kind, batch = decode(self.socket.recv_multipart())
         if kind is Kind.BEGUN:
             return self.receive()
@@ -49,7 +48,7 @@ class Engine:
     def close(self) -> None:
         self.desk.files.gate.set()
         self.send(Kind.CLOSE, None)
-        self.thread.join(LIMIT_S)
+        self.thread.join(PATIENCE_S)
         assert not self.thread.is_alive()
         self.desk.loop.close()
         self._other.close(linger=0)

@@ -18,9 +18,8 @@ from manyroots.store.adapter_loader import AdapterLoader
 from manyroots.store.adapter_sites import LoraSite
 from manyroots.store.adapter_slots import AdapterSlots
 from manyroots.store.adapter_weights import AdapterWeights
+from tests.patience import PATIENCE_S
 from tests.unit.host_copies import host_copy
-
-PATIENCE_S = 20.0
 
 
 class Files:

@@ -21,9 +21,9 @@ from manyroots.store.adapter_ranks import FirstLoader, FollowingLoader
 from manyroots.store.adapter_sites import LoraSite
 from manyroots.store.adapter_slots import AdapterSlots
 from manyroots.store.adapter_weights import AdapterWeights
+from tests.patience import PATIENCE_S
 from tests.unit.host_copies import host_copy
 
-PATIENCE_S = 20.0
 TARGET = "model.layers.0.self_attn.q_proj"
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from manyroots.store.host_memory import PinnedMemory, pageable
+from tests.patience import PATIENCE_S
 
 PIECE = 64 * 4096
 LONG_S, SHORT_S = 600.0, 0.05
@@ -31,13 +32,13 @@ class Counted:
 
     def wait_for(self, count: int) -> None:
         for _ in range(count):
-            assert self._made.acquire(timeout=10)
+            assert self._made.acquire(timeout=PATIENCE_S)
 
 
 def ready(made: Counted, memory: PinnedMemory, count: int) -> None:
     """Until `count` pieces were made and can be taken."""
     made.wait_for(count)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE_S
     while len(memory._spares) < count and time.monotonic() < deadline:
         time.sleep(0.001)
 

@@ -824,4 +824,56 @@ MUTATIONS: tuple[Mutation, ...] = (
         "equals take each other's place",
         (IMPORTANCE + "test_l08_equals_never_take_each_others_place[priority]",),
     ),
+    # A request's parameters, tokens and text
+    Mutation(
+        "api/middleware.py",
+        "hmac.compare_digest(given, key)",
+        "given == key",
+        "a wrong key is told the sooner the less of it is right",
+        (
+            "unit/api/test_keys.py::test_r05_keys_are_compared_in_constant_time[/v1/models-ascii]",
+            "unit/api/test_keys.py::"
+            "test_r05_keys_are_compared_in_constant_time[/v1/load_lora_adapter-other]",
+        ),
+    ),
+    Mutation(
+        "runner/cuts.py",
+        "ids = likeliest(order_keys(logits), width)",
+        "ids = logits.topk(width, dim=-1).indices",
+        "which of equal logits are among the top depends on the width",
+        (
+            "property/test_sampling_neighbours.py::"
+            "test_s01_a_row_gets_the_token_that_the_plain_rules_give[300-0]",
+        ),
+    ),
+    Mutation(
+        "runner/sampler.py",
+        "faults[int(at[0])] = _told(error)",
+        "raise",
+        "a row whose draw fails takes the step with it",
+        (
+            "unit/runner/cuda/test_cuda_runner.py::"
+            "test_a_row_whose_sampling_fails_fails_alone[False-draw]",
+        ),
+    ),
+    Mutation(
+        "sampling.py",
+        "isinstance(value, Integral) and not isinstance(value, bool)",
+        "isinstance(value, Integral)",
+        "True is a token id",
+        (
+            "property/test_odd_sampling_params.py::"
+            "test_what_passed_the_door_once_and_failed_a_step_is_refused[values0-True]",
+        ),
+    ),
+    Mutation(
+        "text/detokenizer.py",
+        "if token in self._skipped or not self._tokenizer.has_token(token):",
+        "if False:",
+        "a word goes on behind a skipped token as if it began there",
+        (
+            "unit/text/test_every_tokenizer_kind.py::"
+            "test_streamed_pieces_joined_are_the_whole_decode[True-wordpiece]",
+        ),
+    ),
 )

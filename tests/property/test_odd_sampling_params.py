@@ -23,7 +23,7 @@ from manyroots.distributed import wire as ranks
 from manyroots.engine import wire
 from manyroots.errors import RequestError
 from manyroots.ids import Namespace, RequestId, Row, StepId
-from manyroots.messages import EngineInfo, Submit
+from manyroots.messages import Submit
 from manyroots.runner.batch import PersistentBatch
 from manyroots.runner.logprobs import score
 from manyroots.runner.sampler import Choices, Sampler
@@ -31,13 +31,10 @@ from manyroots.runner.sampling_state import SamplingState
 from manyroots.step import Arrival, Plan
 from manyroots.text.door import Door
 from tests.unit.models.tiny import save_tiny
+from tests.unit.text.test_door import info
 from tests.unit.text.tiny_tokenizer import tiny_backend, tiny_tokenizer
 
 VOCAB = 300
-INFO = EngineInfo(
-    model_path="m", model_name="m", vocab_size=VOCAB, max_model_len=64, page_size=4, num_pages=100,
-    max_num_seqs=64, eos_token_ids=(257,), dtype="float32", device="cpu",
-)  # fmt: skip
 ODD: list[Any] = [
     None, True, False, "", "1", "é", "\ud800", b"1", [], {}, (), [1], object(), 1j,
     0, -0.0, 1, -1, 2, 20, 2**31 - 1, 2**31, 2**63 - 1, 2**63, -(2**63), 2**64, 10**400, 10**5000,
@@ -78,7 +75,7 @@ class Asker:
     """What a request becomes on its way to the sampler."""
 
     def __init__(self) -> None:
-        self.door = Door(INFO, tiny_tokenizer(), random.Random(0))
+        self.door = Door(info(vocab_size=VOCAB), tiny_tokenizer(), random.Random(0))
         self.refusals: Counter[str | None] = Counter()
 
     def ask(self, values: dict[str, Any]) -> list[Submit]:
@@ -206,10 +203,7 @@ def test_numpys_numbers_and_none_are_taken_as_what_they_mean() -> None:
 
 def test_a_request_that_could_never_choose_is_refused_at_the_door() -> None:
     """Every token would end the text, and none may before min_tokens."""
-    door = Door(
-        EngineInfo(**{**{n: getattr(INFO, n) for n in INFO.__dataclass_fields__}, "vocab_size": 8}),
-        tiny_tokenizer(),
-    )
+    door = Door(info(vocab_size=8), tiny_tokenizer())
     params = SamplingParams(min_tokens=1, stop_token_ids=tuple(range(8)))
     namespace = Namespace(adapter=None, salt=None)
     with pytest.raises(RequestError, match="stop_token_ids") as caught:

@@ -107,8 +107,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         "a page in which an adapter begins is continued as if it began in every page",
     ),
     _scheduler(
-        "for start in range(len(prompt) - size, -1, -1):",
-        "for start in range(len(prompt) - size + 1):",
+        "return int(starts[-1]) if len(starts) else NEVER",
+        "return int(starts[0]) if len(starts) else NEVER",
         "an adapter begins at the first of its invocations",
         "request",
     ),

@@ -46,11 +46,13 @@ class PrefixKey:
     it: the page in which it begins says where (N23).
     """
 
-    __slots__ = ("_runs", "switch_page")
+    __slots__ = ("_first", "_first_end", "_rest", "switch_page")
 
     def __init__(self, namespace: Namespace) -> None:
-        self._runs: tuple[tuple[Owner, int], ...] = ((Owner(namespace, 0), ENDLESS),)
-        """Consecutive pages of one owner each, and where they end."""
+        # The first run, nearly always the only one, is apart: every request asks for it.
+        self._first, self._first_end = Owner(namespace, 0), ENDLESS
+        self._rest: tuple[tuple[Owner, int], ...] = ()
+        """Further runs of consecutive pages of one owner each, and where they end."""
         self.switch_page: int | None = None
         """The first page with tokens of an activated adapter."""
 
@@ -66,21 +68,26 @@ class PrefixKey:
             before.append((Owner(base, 0), key.switch_page))
         if begin:
             before.append((Owner(adapter, begin), key.switch_page + 1))
-        key._runs = (*before, *key._runs)
+        (key._first, key._first_end), *rest = (*before, *key._runs)
+        key._rest = tuple(rest)
         return key
 
+    @property
+    def _runs(self) -> tuple[tuple[Owner, int], ...]:
+        return ((self._first, self._first_end), *self._rest)
+
     def at(self, page: int) -> Owner:
-        for owner, end in self._runs:
-            if page < end:
-                return owner
-        raise AssertionError("the last run has no end")
+        if page < self._first_end:
+            return self._first
+        return next(owner for owner, end in self._rest if page < end)  # the last has no end
 
     def run_end(self, page: int, most: int) -> int:
         """How far from `page` on, at most to `most`, the owner stays the same."""
-        for _, end in self._runs:
-            if page < end:
-                return end if end < most else most
-        raise AssertionError("the last run has no end")
+        if page < self._first_end:
+            end = self._first_end
+        else:
+            end = next(end for _, end in self._rest if page < end)
+        return end if end < most else most
 
     def first_page_of(self, namespaces: Container[Namespace]) -> int:
         """The first page that any of these owns; beyond every page if none does."""

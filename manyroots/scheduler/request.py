@@ -155,8 +155,12 @@ def invoked_at(prompt: Sequence[int] | Int32s, invocation: tuple[int, ...]) -> i
 
     NEVER if they do not: the base model answers, as PEFT has it.
     """
-    size = len(invocation)
-    for start in range(len(prompt) - size, -1, -1):
-        if tuple(prompt[start : start + size]) == invocation:
-            return start
-    return NEVER
+    tokens = np.asarray(prompt, np.int32)
+    num_places = len(tokens) - len(invocation) + 1
+    if num_places < 1:
+        return NEVER
+    is_there = np.ones(num_places, np.bool_)
+    for offset, token in enumerate(invocation):
+        is_there &= tokens[offset : offset + num_places] == token
+    starts = is_there.nonzero()[0]
+    return int(starts[-1]) if len(starts) else NEVER

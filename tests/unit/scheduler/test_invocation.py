@@ -17,6 +17,12 @@ def test_an_alora_acts_from_the_last_whole_occurrence_of_its_invocation_n22() ->
     assert invoked_at([7, 8, 1, 7, 8, 2, 7], (7, 8)) == 3
     assert invoked_at([7, 8], (7, 8)) == 0
     assert invoked_at([7, 7, 7, 1], (7, 7)) == 1
+    assert invoked_at([1, 2, 9, 9], (9,)) == 3
+    rng = random.Random(4)
+    for _ in range(200):
+        prompt, sought = rng.choices((7, 8), k=rng.randint(1, 12)), rng.choices((7, 8), k=3)
+        places = [i for i in range(len(prompt)) if prompt[i : i + 3] == sought]
+        assert invoked_at(prompt, tuple(sought)) == (places[-1] if places else NEVER)
 
 
 def test_a_prompt_without_the_invocation_is_the_base_models_n22() -> None:

@@ -31,6 +31,7 @@ from manyroots.models.llama import Llama
 from manyroots.models.load import describe, load_model
 from manyroots.models.source import ModelSource
 from manyroots.models.spec import ModelSpec
+from manyroots.models.weight_bytes import device_bytes
 from manyroots.progress import stage
 from manyroots.runner.cuda.runner import CudaRunner
 from manyroots.runner.torch_runner import TorchRunner
@@ -154,7 +155,9 @@ def load_part(settings: EngineSettings, source: ModelSource, shard: Shard) -> Lo
         shard=shard,
     )
     bytes_per_page = page_bytes(model.spec, settings.cache.block_size, dtype)
-    max_model_len = _model_length(settings.model, model.spec)
+    # No context is longer than what all of the device's memory would hold.
+    most_tokens = device_bytes(device) // bytes_per_page * settings.cache.block_size
+    max_model_len = _model_length(settings.model, model.spec, most_tokens)
     reserved_bytes = 0
     if device.type == "cuda" and settings.cache.kv_cache_memory_bytes is None:
         reserved_bytes = _reserved_bytes(settings, model, dtype, max_model_len, fused=fused)
@@ -275,11 +278,11 @@ def pick_dtype(settings: ModelSettings, source: ModelSource, device: torch.devic
     return own if isinstance(own, torch.dtype) else torch.bfloat16
 
 
-def _model_length(settings: ModelSettings, spec: ModelSpec) -> int:
-    """The context length asked for, or the model's own."""
-    longest = min(spec.max_position_embeddings, spec.max_exact_len)
+def _model_length(settings: ModelSettings, spec: ModelSpec, most_tokens: int) -> int:
+    """The context length asked for, or the model's own, which some configs give without an end."""
+    longest = spec.max_exact_len
     if settings.max_model_len is None:
-        return longest
+        return max(1, min(longest, most_tokens))
     if settings.max_model_len > longest:
         raise ConfigError(
             f"--max-model-len is {settings.max_model_len}; {spec.architecture} here is exact up "

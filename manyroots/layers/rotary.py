@@ -10,6 +10,7 @@ context of 128k tokens would take 64 MiB.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -65,8 +66,23 @@ def rope_frequencies(
                 f"the model's rope_parameters ({parameters}) have type {kind!r} but lack {error}; "
                 "complete them in its config.json."
             ) from error
+        except (ArithmeticError, TypeError, ValueError, RuntimeError) as error:
+            raise ModelError(
+                f"the model's rope_parameters ({parameters}) can't be computed ({error}); correct "
+                "them in its config.json."
+            ) from error
     if factors is not None:
+        if len(factors) != len(frequencies):
+            raise ModelError(
+                f"the file has {len(factors)} factors for the rotary frequencies of heads with "
+                f"{head_dim} dimensions, which have {len(frequencies)}; convert the model again."
+            )
         frequencies = frequencies / torch.tensor(factors, dtype=torch.float)
+    if not bool(torch.isfinite(frequencies).all()) or not math.isfinite(scaling):
+        raise ModelError(
+            f"the model's rope_parameters ({parameters}) give frequencies that are not finite; "
+            "correct them in its config.json."
+        )
     return RopeSpec(tuple(frequencies.tolist()), float(scaling))
 
 

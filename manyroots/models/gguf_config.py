@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from transformers import (
     LlamaConfig,
     MistralConfig,
@@ -20,6 +21,7 @@ from transformers import (
 
 from manyroots.errors import ModelError
 from manyroots.layers.rotary import check_rope_type
+from manyroots.models.fields import check_fields, shown
 from manyroots.models.weights.gguf import ROPE_FACTORS
 from manyroots.models.weights.gguf_file import GGUFFile
 
@@ -43,7 +45,7 @@ def config_of(file: GGUFFile) -> PretrainedConfig:
             f"{file.path} holds a model of architecture {arch!r}; this version serves GGUF files "
             f"of {', '.join(_SERVED)}."
         )
-    if int(file.metadata.get("split.count", 1)) > 1:
+    if file.metadata.get("split.count", 1) not in (0, 1):
         raise ModelError(
             f"{file.path} is one of {file.metadata['split.count']} parts; join them with "
             "llama-gguf-split --merge and pass the joined file."
@@ -54,7 +56,7 @@ def config_of(file: GGUFFile) -> PretrainedConfig:
             f"{file.path} holds a mixture of experts of architecture {arch!r}; this version serves "
             f"those of {', '.join(_WITH_EXPERTS)}, and {arch!r} only dense."
         )
-    window = file.metadata.get(f"{arch}.attention.sliding_window")
+    window = _whole(file, f"{arch}.attention.sliding_window", least=0, default=0)
     # Files of Mistral are of architecture llama; what tells them apart is the window.
     config_class, architecture = _CONFIGS["mistral" if arch == "llama" and window else arch]
     values = _values(file, arch) | (_experts(file, arch) if has_experts else {})
@@ -63,28 +65,46 @@ def config_of(file: GGUFFile) -> PretrainedConfig:
     if window:
         # Of all layers. Like transformers, llama.cpp counts the query itself.
         values |= {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0}
-    return config_class(architectures=[architecture], dtype="bfloat16", **values)
+    # Before the config is made: it has a list as long as there are layers.
+    check_fields(values, f"the metadata of {file.path}")
+    try:
+        return config_class(architectures=[architecture], dtype="bfloat16", **values)
+    except Exception as error:  # transformers has no exception tree of its own for bad configs
+        raise ModelError(
+            f"the metadata of {file.path} can't be used: {error} Convert the model again."
+        ) from error
 
 
 def eos_token_ids(file: GGUFFile) -> tuple[int, ...]:
     """Tokens that end a sequence, the tokenizer's own first."""
-    found = (file.metadata.get(f"tokenizer.ggml.{key}") for key in _EOS_KEYS)
-    return tuple(dict.fromkeys(int(token) for token in found if token is not None))
+    keys = (f"tokenizer.ggml.{key}" for key in _EOS_KEYS)
+    found = [_whole(file, key, least=0) for key in keys if key in file.metadata]
+    return tuple(dict.fromkeys(found))
 
 
 def rope_factors(file: GGUFFile) -> tuple[float, ...] | None:
     """Llama 3's scaling as GGUF files carry it: what each rotary frequency is divided by."""
     if ROPE_FACTORS not in file.tensors:
         return None
-    return tuple(file.read(ROPE_FACTORS).tolist())
+    factors = file.read(ROPE_FACTORS).reshape(-1)
+    if not (np.isfinite(factors) & (factors > 0)).all():
+        raise ModelError(
+            f"{ROPE_FACTORS} of {file.path} has factors that are not positive numbers; convert "
+            "the model again."
+        )
+    return tuple(factors.tolist())
 
 
 def _values(file: GGUFFile, arch: str) -> dict[str, Any]:
-    if "token_embd.weight" not in file.tensors:
-        raise ModelError(f"{file.path} has no token_embd.weight; it is not a whole model.")
-    hidden, heads = _get(file, arch, "embedding_length"), _get(file, arch, "attention.head_count")
-    head_dim = file.metadata.get(f"{arch}.attention.key_length", hidden // heads)
-    rotated = file.metadata.get(f"{arch}.rope.dimension_count", head_dim)
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise ModelError(
+            f"{file.path} has no token_embd.weight with rows and columns; it is not a whole model."
+        )
+    hidden = _whole(file, f"{arch}.embedding_length")
+    heads = _whole(file, f"{arch}.attention.head_count")
+    head_dim = _whole(file, f"{arch}.attention.key_length", default=hidden // heads)
+    rotated = _whole(file, f"{arch}.rope.dimension_count", default=head_dim)
     if rotated != head_dim:
         raise ModelError(
             f"{file.path} rotates {rotated} of {head_dim} dimensions of each head; this version "
@@ -94,15 +114,14 @@ def _values(file: GGUFFile, arch: str) -> dict[str, Any]:
     return {
         "hidden_size": hidden,
         "num_attention_heads": heads,
-        "num_key_value_heads": file.metadata.get(f"{arch}.attention.head_count_kv", heads),
+        "num_key_value_heads": _whole(file, f"{arch}.attention.head_count_kv", default=heads),
         "head_dim": head_dim,
-        "num_hidden_layers": _get(file, arch, "block_count"),
-        "intermediate_size": _get(file, arch, "feed_forward_length"),
-        "max_position_embeddings": _get(file, arch, "context_length"),
-        "rms_norm_eps": _get(file, arch, "attention.layer_norm_rms_epsilon"),
-        "vocab_size": file.tensors["token_embd.weight"].shape[0],
+        "num_hidden_layers": _whole(file, f"{arch}.block_count"),
+        "intermediate_size": _whole(file, f"{arch}.feed_forward_length"),
+        "max_position_embeddings": _whole(file, f"{arch}.context_length"),
+        "rms_norm_eps": _number(file, f"{arch}.attention.layer_norm_rms_epsilon"),
+        "vocab_size": embedding.shape[0],
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": list(eos) or None,
         "rope_parameters": _rope_parameters(file, arch),
     }
@@ -112,37 +131,49 @@ def _experts(file: GGUFFile, arch: str) -> dict[str, Any]:
     """Such files have experts in every layer, whose weights add up to one: llama.cpp knows no
     other, and there is no key for it."""
     return {
-        "num_experts": _get(file, arch, "expert_count"),
-        "num_experts_per_tok": _get(file, arch, "expert_used_count"),
-        "moe_intermediate_size": _get(file, arch, "expert_feed_forward_length"),
+        "num_experts": _whole(file, f"{arch}.expert_count"),
+        "num_experts_per_tok": _whole(file, f"{arch}.expert_used_count"),
+        "moe_intermediate_size": _whole(file, f"{arch}.expert_feed_forward_length"),
         "norm_topk_prob": True,
     }
 
 
-def _get(file: GGUFFile, arch: str, key: str) -> Any:
-    try:
-        return file.metadata[f"{arch}.{key}"]
-    except KeyError:
+def _whole(file: GGUFFile, key: str, *, least: int = 1, default: int | None = None) -> int:
+    value = _get(file, key, default)
+    if type(value) is not int or value < least:
         raise ModelError(
-            f"{file.path} lacks {arch}.{key} in its metadata; convert the model again."
-        ) from None
+            f"{key} of {file.path} is {shown(value)}; it must be a whole number of at least "
+            f"{least}. Convert the model again."
+        )
+    return value
+
+
+def _number(file: GGUFFile, key: str, *, default: float | None = None) -> float:
+    value = _get(file, key, default)
+    if type(value) not in (int, float):
+        raise ModelError(
+            f"{key} of {file.path} is {shown(value)}; it must be a number. Convert the model again."
+        )
+    return float(value)
+
+
+def _get(file: GGUFFile, key: str, default: Any) -> Any:
+    value = file.metadata.get(key, default)
+    if value is None:
+        raise ModelError(f"{file.path} lacks {key} in its metadata; convert the model again.")
+    return value
 
 
 def _rope_parameters(file: GGUFFile, arch: str) -> dict[str, Any]:
     prefix = f"{arch}.rope.scaling"
-    theta = float(file.metadata.get(f"{arch}.rope.freq_base", 10000.0))
+    theta = _number(file, f"{arch}.rope.freq_base", default=10000.0)
     kind = file.metadata.get(f"{prefix}.type", "none")
     if kind == "none":
         return {"rope_type": "default", "rope_theta": theta}
-    check_rope_type(kind)
-    factor = float(file.metadata.get(f"{prefix}.factor", 1.0))
+    check_rope_type(str(kind))
+    factor = _number(file, f"{prefix}.factor", default=1.0)
     parameters = {"rope_type": kind, "rope_theta": theta, "factor": factor}
     if kind == "yarn":
-        original = file.metadata.get(f"{prefix}.original_context_length")
-        if original is None:
-            raise ModelError(
-                f"{file.path} uses yarn but lacks {prefix}.original_context_length; "
-                "convert the model again."
-            )
-        parameters["original_max_position_embeddings"] = int(original)
+        original = _whole(file, f"{prefix}.original_context_length")
+        parameters["original_max_position_embeddings"] = original
     return parameters

@@ -14,11 +14,13 @@ from torch import Tensor
 
 from manyroots.distributed.shard import WHOLE, Shard
 from manyroots.errors import ModelError
+from manyroots.models.fields import check_config
 from manyroots.models.llama import Llama
 from manyroots.models.registry import architecture_of, model_class
 from manyroots.models.sharding import cut_weights, rank_spec
 from manyroots.models.source import ModelSource, SourceKind
 from manyroots.models.spec import ModelSpec, model_spec
+from manyroots.models.weight_bytes import check_fits, num_weights
 from manyroots.models.weights import dummy, experts, gguf, safetensors, tied_head
 from manyroots.models.weights.gguf_file import GGUFFile
 from manyroots.progress import track
@@ -29,7 +31,10 @@ _MAX_NAMED = 6
 def describe(source: ModelSource) -> ModelSpec:
     """The spec of a source's model, without loading it."""
     architecture = architecture_of(source.config)
-    traits = model_class(architecture).traits(source.config.get_text_config())
+    make = model_class(architecture)
+    text = source.config.get_text_config()
+    check_config(text, source.name)
+    traits = make.traits(text)
     return model_spec(
         source.config,
         architecture,
@@ -51,8 +56,12 @@ def load_model(
     """Build a rank's part of the model and fill it; `load_format` is that of the settings."""
     spec = _as_in_the_checkpoint(describe(source), source, load_format, dtype)
     make = model_class(spec.architecture)
+    own = rank_spec(spec, shard)
+    rows = shard.part(spec.vocab_size)
+    num_bytes = num_weights(own, rows.stop - rows.start) * dtype.itemsize
+    check_fits(num_bytes, source.name, dtype, device)
     try:
-        model = make(rank_spec(spec, shard), dtype=dtype, device=device, shard=shard)
+        model = make(own, dtype=dtype, device=device, shard=shard)
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise ModelError(
             f"{source.name} does not fit into the memory of {device} as {dtype}: {error} "

@@ -19,19 +19,32 @@ ARCHITECTURES: dict[str, type[Llama]] = {
     "Qwen3MoeForCausalLM": Qwen3Moe,
 }
 
-_BY_MODEL_TYPE = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
+_MODEL_TYPES = {
+    "LlamaForCausalLM": ("llama",),
+    "MistralForCausalLM": ("mistral", "ministral"),
+    "Qwen2ForCausalLM": ("qwen2",),
+    "Qwen3ForCausalLM": ("qwen3",),
+    "Qwen3MoeForCausalLM": ("qwen3_moe",),
 }
+"""Whose configs an architecture can read. `ministral` is what transformers makes of a Mistral whose
+config types its layers."""
+_BY_MODEL_TYPE = {types[0]: name for name, types in _MODEL_TYPES.items()}
 
 
 def architecture_of(config: Any) -> str:
     """The name a config goes by; configs that leave it out go by their model type."""
     names = getattr(config, "architectures", None) or []
-    return str(names[0]) if names else _BY_MODEL_TYPE.get(config.model_type, config.model_type)
+    if not names:
+        return _BY_MODEL_TYPE.get(config.model_type, str(config.model_type))
+    name = str(names[0])
+    types = _MODEL_TYPES.get(name)
+    if types is not None and config.model_type not in types:
+        raise ModelError(
+            f"the model's architecture is {name!r} and its model_type {config.model_type!r}, which "
+            f"belong to different models; {name} has {types[0]!r}. Correct one of them in its "
+            "config.json."
+        )
+    return name
 
 
 def model_class(architecture: str) -> type[Llama]:

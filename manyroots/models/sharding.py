@@ -79,9 +79,9 @@ def cut_weights(
     for name, tensor in weights:
         target, _, kind = name.rpartition(".")
         match side_of(target), kind:
-            case Side.OUTPUT, "weight" | "bias":
+            case Side.OUTPUT, "weight" | "bias" if tensor.ndim > 0:
                 yield name, tensor[shard.part(tensor.shape[0])]
-            case Side.INPUT, "weight":
+            case Side.INPUT, "weight" if tensor.ndim > 1:
                 yield name, tensor[:, shard.part(tensor.shape[1])]
             case Side.INPUT, "bias" if not shard.is_first:
                 yield name, torch.zeros_like(tensor)  # the sum over ranks must have it once

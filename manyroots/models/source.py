@@ -18,9 +18,11 @@ from manyroots.config import DEFAULT_MODEL, ModelSettings
 from manyroots.errors import ModelError
 from manyroots.models import gguf_config
 from manyroots.models.default_model import default_model_path
+from manyroots.models.fields import TOKENS, check_fields
 from manyroots.models.hub import download_folder
 from manyroots.models.weights.gguf_file import GGUFFile
 
+MAX_CONFIG_BYTES = 16 << 20
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
@@ -110,15 +112,27 @@ def _from_gguf(path: Path, name: str) -> ModelSource:
 
 
 def _from_folder(path: Path, name: str) -> ModelSource:
+    file, generation_file = path / "config.json", path / "generation_config.json"
+    generation = _read_json(generation_file)
+    check_fields(generation, str(generation_file), {"eos_token_id": TOKENS})
+    written = _read_json(file)
+    check_fields(written, str(file))
+    if isinstance(written.get("text_config"), dict):
+        check_fields(written["text_config"], f"the text_config of {file}")
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        text = config.get_text_config()
     except Exception as error:  # transformers has no exception tree of its own for bad configs
         raise ModelError(
-            f"{path / 'config.json'} can't be used: {error} Check the file, or that this version "
-            "of transformers knows the model."
+            f"{file} can't be used: {error} Check the file, or that this version of transformers "
+            "knows the model."
         ) from error
-    generation = _read_json(path / "generation_config.json")
-    eos = [*_ids(generation.get("eos_token_id")), *_ids(config.get_text_config().eos_token_id)]
+    if not isinstance(text, PretrainedConfig):
+        raise ModelError(
+            f"{file} has a text_config, which models of type {config.model_type!r} don't have; "
+            "remove it, or correct model_type."
+        )
+    eos = [*_ids(generation.get("eos_token_id")), *_ids(getattr(text, "eos_token_id", None))]
     return ModelSource(
         kind=SourceKind.FOLDER,
         path=path,
@@ -133,16 +147,20 @@ def _ids(value: Any) -> list[int]:
     """Configs write one id, a list of ids, or nothing."""
     if value is None:
         return []
-    return [int(token) for token in (value if isinstance(value, list) else [value])]
+    return [*value] if isinstance(value, list) else [value]
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
+        if path.stat().st_size > MAX_CONFIG_BYTES:
+            raise ValueError(f"it has more than {MAX_CONFIG_BYTES} bytes")
         content = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} is not readable JSON ({error}); repair or remove it.") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(
+            f"{path} can't be used: it is not readable JSON ({error}); repair or replace it."
+        ) from error
     if not isinstance(content, dict):
-        raise ModelError(f"{path} does not hold a JSON object; repair or remove it.")
+        raise ModelError(f"{path} can't be used: it does not hold a JSON object; repair it.")
     return content

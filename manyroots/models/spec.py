@@ -14,6 +14,11 @@ from typing import Any
 from manyroots.errors import ModelError
 from manyroots.layers.moe import ExpertsSpec
 from manyroots.layers.rotary import RopeSpec, rope_frequencies
+from manyroots.models.fields import check_rope
+
+MAX_POSITIONS = 2**24
+"""Angles are computed in float32, which can't tell positions beyond apart. Configs that mean "no
+limit" say more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,9 +66,8 @@ class ModelSpec:
     @property
     def max_exact_len(self) -> int:
         """The longest context for which full attention gives exactly this model's output."""
-        if self.sliding_window is None:
-            return self.max_position_embeddings
-        return min(self.sliding_window, self.max_position_embeddings)
+        longest = min(self.max_position_embeddings, MAX_POSITIONS)
+        return longest if self.sliding_window is None else min(self.sliding_window, longest)
 
 
 def model_spec(
@@ -83,6 +87,7 @@ def model_spec(
             f"the checkpoint is quantized (method {method!r}); this version loads unquantized "
             "safetensors and GGUF files. Use one of these for this model."
         )
+    check_rope(getattr(text, "rope_parameters", None), architecture)
     num_heads = text.num_attention_heads
     num_kv_heads = getattr(text, "num_key_value_heads", None) or num_heads
     if num_heads % num_kv_heads:
@@ -91,6 +96,12 @@ def model_spec(
             "first must be a multiple of the second. Check its config.json."
         )
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // num_heads
+    if head_dim < 2 or head_dim % 2:
+        raise ModelError(
+            f"the model has {num_heads} attention heads for a hidden size of {text.hidden_size}, "
+            f"{head_dim} dimensions each; they are turned in pairs, so it must be an even number. "
+            "Check its config.json."
+        )
     return ModelSpec(
         architecture=architecture,
         num_layers=text.num_hidden_layers,
@@ -101,7 +112,8 @@ def model_spec(
         intermediate_size=text.intermediate_size,
         vocab_size=text.vocab_size,
         max_position_embeddings=text.max_position_embeddings,
-        eos_token_ids=tuple(eos_token_ids),
+        # Those beyond the vocabulary are never sampled, and no row of scores has them.
+        eos_token_ids=tuple(token for token in eos_token_ids if token < text.vocab_size),
         tie_word_embeddings=bool(text.tie_word_embeddings),
         traits=traits,
         rms_norm_eps=text.rms_norm_eps,

@@ -55,7 +55,7 @@ def sampling_defaults(model_path: str, setting: str) -> SamplingDefaults:
 def _read(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(
             f"{file} is not readable JSON ({error}); repair it, or pass --generation-config none."
         ) from error

@@ -50,11 +50,17 @@ def tensors(file: GGUFFile, *, num_heads: int, num_kv_heads: int) -> Iterator[tu
     for name in file.tensors:
         if name == ROPE_FACTORS:
             continue
+        own_name = checkpoint_name(name, file)
         tensor = torch.from_numpy(file.read(name))
         part = name.split(".")[-2]
         if part in heads:
+            if tensor.shape[0] % (2 * heads[part]):
+                raise ModelError(
+                    f"{name} of {file.path} has {tensor.shape[0]} rows, which {heads[part]} heads "
+                    "can't share in pairs; the file's metadata belongs to another model."
+                )
             tensor = halves_from_pairs(tensor, heads[part])
-        yield checkpoint_name(name, file), tensor
+        yield own_name, tensor
 
 
 def checkpoint_name(name: str, file: GGUFFile) -> str:

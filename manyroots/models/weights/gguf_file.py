@@ -6,6 +6,7 @@ and no model. Undoing the quantization is left to the `gguf` package.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,10 @@ class GGUFFile:
             kind = kinds(info.kind)
             shape = quants.quant_shape_to_byte_shape(info.shape, kind)
             start = self._data_start + info.offset
-            count = int(np.prod(shape))
+            count = math.prod(shape)
             raw = np.frombuffer(self._bytes, dtype=np.uint8, count=count, offset=start)
             values = quants.dequantize(raw.reshape(shape), kind)
-        except (ValueError, NotImplementedError) as error:
+        except (ValueError, NotImplementedError, ArithmeticError, IndexError) as error:
             raise ModelError(
                 f"tensor {name!r} of {self.path} (type {info.kind}, {info.shape}) can't be read "
                 f"({error}); the file is incomplete, or in a format this version lacks."

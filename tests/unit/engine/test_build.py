@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,6 +58,20 @@ def test_facts_for_the_door(model: str) -> None:
 def test_a_context_that_the_cache_cannot_hold_is_cut_when_it_was_not_asked_for(model: str) -> None:
     engine = build(model, num_gpu_blocks_override=4)
     assert engine.info.max_model_len == 64
+    engine.loop.close()
+
+
+@pytest.mark.parametrize("num_pages", [None, 64])
+def test_a_config_without_an_end_of_positions_gets_the_context_that_memory_holds(
+    model: str, num_pages: int | None, tmp_path: Path
+) -> None:
+    """Rows of the longest context are made at start, so it must be a number with an end."""
+    config = json.loads((Path(model) / "config.json").read_text())
+    endless = json.dumps({**config, "max_position_embeddings": 10**18})
+    (tmp_path / "config.json").write_text(endless)
+    engine = build(str(tmp_path), num_gpu_blocks_override=num_pages, max_num_seqs=4)
+    assert engine.info.max_model_len <= engine.info.num_pages * engine.info.page_size
+    assert num_pages is None or engine.info.max_model_len == 64 * engine.info.page_size
     engine.loop.close()
 
 

@@ -46,7 +46,9 @@ def test_p09_a_window_counts_only_where_a_layer_uses_it(
 def test_p09_a_window_in_a_nested_text_config_is_found() -> None:
     """P09: nested configs."""
     text = tiny_config("mistral", sliding_window=32)
-    outer = SimpleNamespace(get_text_config=lambda: text, architectures=text.architectures)
+    outer = SimpleNamespace(
+        get_text_config=lambda: text, architectures=text.architectures, model_type="mistral"
+    )
     source = replace(tiny_source("mistral"), config=outer)  # type: ignore[arg-type]
     assert describe(source).sliding_window == 32
 

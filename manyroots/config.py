@@ -227,6 +227,15 @@ class ServerSettings:
         "4... seconds; then the server ends. 0 is never. Five minutes of service end the row.",
     )
     drain_timeout_s: float = option(30.0, "After SIGTERM, how long running requests may take.")
+    enable_log_requests: bool = option(
+        False, "Log a line for each request that ends: its tokens, times and finish reason."
+    )
+    log_stats: bool = option(
+        True, "Every ten seconds while busy, log what runs and waits, and tokens per second."
+    )
+    otlp_traces_endpoint: str | None = option(
+        None, "Send a span per request to this OTLP endpoint, as http://host:4318/v1/traces."
+    )
     log_level: str = option("info", "What to log.", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:
@@ -244,6 +253,11 @@ class ServerSettings:
         if not 0.0 <= self.drain_timeout_s <= 3600.0:
             raise ConfigError(
                 f"--drain-timeout-s is {self.drain_timeout_s}; it must be from 0 to 3600."
+            )
+        endpoint = self.otlp_traces_endpoint
+        if endpoint is not None and not endpoint.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"--otlp-traces-endpoint is {endpoint!r}; it must be an http:// or https:// URL."
             )
         if self.api_key == "":
             raise ConfigError("--api-key is empty; leave it out to serve without a key.")

@@ -34,7 +34,7 @@ from manyroots.text.assembler import TextDelta
 async def chat_completions(request: Request) -> Response:
     server = server_of(request)
     body = await read_request(request, ChatRequest, max_bytes=server.settings.max_body_bytes)
-    job = await chat_job(server, body)
+    job = await chat_job(server, body, request.headers)
     if body.stream:
         return EventStream(_chunks(job, body), job.slots)
     with job.slots:
@@ -42,7 +42,7 @@ async def chat_completions(request: Request) -> Response:
 
 
 async def _whole(job: Job, request: ChatRequest) -> ChatCompletion:
-    collected, usage = await collect(job.service, job.submits, job.n)
+    collected, usage = await collect(job.service, job.submits, job.n, job.watch)
     completion = ChatCompletion(
         id=job.id,
         created=job.created,
@@ -84,7 +84,7 @@ async def _chunks(job: Job, request: ChatRequest) -> AsyncGenerator[bytes, None]
         chunk.choices = [ChatChunkChoice(index=index, delta=ChatDelta("assistant", ""))]
         events.append(event(chunk))
     count = UsageCount(job.submits, job.n)
-    async with aclosing(generate(job.service, job.submits)) as batches:
+    async with aclosing(generate(job.service, job.submits, job.watch)) as batches:
         async for batch in batches:
             for index, delta in batch:
                 count.add(index, delta)

@@ -27,7 +27,7 @@ from manyroots.text.assembler import TextDelta
 async def completions(request: Request) -> Response:
     server = server_of(request)
     body = await read_request(request, CompletionRequest, max_bytes=server.settings.max_body_bytes)
-    job = await completion_job(server, body)
+    job = await completion_job(server, body, request.headers)
     if body.stream:
         return EventStream(_chunks(job, body), job.slots)
     with job.slots:
@@ -35,7 +35,7 @@ async def completions(request: Request) -> Response:
 
 
 async def _whole(job: Job, request: CompletionRequest) -> Completion:
-    collected, usage = await collect(job.service, job.submits, job.n)
+    collected, usage = await collect(job.service, job.submits, job.n, job.watch)
     choices = [_choice(job, request, collected, index) for index in range(len(collected))]
     return Completion(
         id=job.id, created=job.created, model=request.model, choices=choices, usage=usage
@@ -86,7 +86,7 @@ async def _chunks(job: Job, request: CompletionRequest) -> AsyncGenerator[bytes,
             chunk.choices = [CompletionChoice(index=index, text=job.prompt_text(index // job.n))]
             events.append(event(chunk))
     count = UsageCount(job.submits, job.n)
-    async with aclosing(generate(job.service, job.submits)) as batches:
+    async with aclosing(generate(job.service, job.submits, job.watch)) as batches:
         async for batch in batches:
             for index, delta in batch:
                 count.add(index, delta)

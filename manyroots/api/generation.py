@@ -17,14 +17,33 @@ from manyroots.api.responses import PromptTokensDetails, Usage
 from manyroots.api.state import Service
 from manyroots.errors import ManyrootsError, NotFoundError, RequestError, UnavailableError
 from manyroots.messages import ErrorKind, FinishReason, Output, Submit
+from manyroots.observe.requests import RequestWatch
 from manyroots.step import TokenLogprobs
 from manyroots.text.assembler import TextAssembler, TextDelta
 
 Batch = list[tuple[int, TextDelta]]
 
 
-async def generate(service: Service, submits: Sequence[Submit]) -> AsyncGenerator[Batch, None]:
+async def generate(
+    service: Service, submits: Sequence[Submit], watch: RequestWatch
+) -> AsyncGenerator[Batch, None]:
     """Deltas of all sequences until each has finished. The index is the place in `submits`."""
+    reason = FinishReason.ABORT
+    try:
+        async with aclosing(_all(service, submits)) as batches:
+            async for batch in batches:
+                for index, delta in batch:
+                    end = None if delta.finish_reason is None else delta.finish_reason.value
+                    watch.saw(index, len(delta.tokens), delta.num_cached_tokens, end)
+                yield batch
+    except Exception:
+        reason = FinishReason.ERROR
+        raise
+    finally:
+        watch.end(reason.value)
+
+
+async def _all(service: Service, submits: Sequence[Submit]) -> AsyncGenerator[Batch, None]:
     if len(submits) == 1:  # the common case needs no tasks and no queue
         async with aclosing(_sequence(service, submits[0])) as deltas:
             async for delta in deltas:
@@ -153,12 +172,12 @@ class UsageCount:
 
 
 async def collect(
-    service: Service, submits: Sequence[Submit], n: int
+    service: Service, submits: Sequence[Submit], n: int, watch: RequestWatch
 ) -> tuple[list[Collected], Usage]:
     """Every choice, whole."""
     choices = [Collected() for _ in submits]
     count = UsageCount(submits, n)
-    async with aclosing(generate(service, submits)) as batches:
+    async with aclosing(generate(service, submits, watch)) as batches:
         async for batch in batches:
             for index, delta in batch:
                 choices[index].add(delta)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -26,6 +27,7 @@ from manyroots.api.state import ServerState, Service
 from manyroots.errors import RequestError
 from manyroots.ids import AdapterName
 from manyroots.messages import Submit
+from manyroots.observe.requests import RequestFacts, RequestWatch
 from manyroots.sampling import SamplingParams
 
 _SMALL_CHARACTERS = 4096
@@ -45,6 +47,7 @@ class Job:
     slots: Slots
     texts: list[str | None]
     """The prompts as the caller wrote them; None for those given as token ids."""
+    watch: RequestWatch
 
     def prompt_text(self, place: int) -> str:
         text = self.texts[place]
@@ -54,7 +57,9 @@ class Job:
         return self.service.tokenizer.decode(prompt, skip_special_tokens=False)
 
 
-async def completion_job(server: ServerState, request: CompletionRequest) -> Job:
+async def completion_job(
+    server: ServerState, request: CompletionRequest, headers: Mapping[str, str]
+) -> Job:
     service = server.accepting
     service.adapters.resolve(request.model)
     check_supported(request)
@@ -68,10 +73,12 @@ async def completion_job(server: ServerState, request: CompletionRequest) -> Job
         submits = _submits(service, request, sampling, asked, "prompt")
         undo.pop_all()
     texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
-    return Job(_new_id("cmpl"), _now(), service, sampling.n, submits, slots, texts)
+    number = _new_id("cmpl")
+    watch = server.watch(RequestFacts(number, request.model, sampling.n, submits, headers))
+    return Job(number, _now(), service, sampling.n, submits, slots, texts, watch)
 
 
-async def chat_job(server: ServerState, request: ChatRequest) -> Job:
+async def chat_job(server: ServerState, request: ChatRequest, headers: Mapping[str, str]) -> Job:
     service = server.accepting
     [adapter] = service.adapters.choose(request.model, request.lora_path, 1)
     check_supported(request)
@@ -82,7 +89,9 @@ async def chat_job(server: ServerState, request: ChatRequest) -> Job:
         tokens = await asyncio.to_thread(encode_chat, service, request)
         submits = _submits(service, request, sampling, [(tokens, adapter)], "messages")
         undo.pop_all()
-    return Job(_new_id("chatcmpl"), _now(), service, sampling.n, submits, slots, [None])
+    number = _new_id("chatcmpl")
+    watch = server.watch(RequestFacts(number, request.model, sampling.n, submits, headers))
+    return Job(number, _now(), service, sampling.n, submits, slots, [None], watch)
 
 
 def encode_chat(service: Service, request: ChatRequest | TokenizeRequest) -> list[int]:

@@ -13,6 +13,7 @@ import logging
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator
 
 import uvicorn
@@ -20,11 +21,14 @@ import uvicorn
 from manyroots.api.app import create_app
 from manyroots.api.connections import timed_protocol
 from manyroots.api.middleware import MAX_HEADER_BYTES
-from manyroots.api.state import ServerState, load_service
+from manyroots.api.state import ServerState, load_local_tokenizer, load_service
 from manyroots.config import EngineSettings, ServerSettings, check_together
 from manyroots.engine.client import EngineClient
 from manyroots.engine.process_client import ProcessClient
 from manyroots.errors import ConfigError, ManyrootsError, UnavailableError
+from manyroots.observe.requests import Sink
+from manyroots.observe.throughput import INTERVAL_S, Throughput, Totals
+from manyroots.observe.traces import Traces
 from manyroots.progress import Display
 
 logger = logging.getLogger("manyroots")
@@ -41,6 +45,8 @@ def serve(engine_settings: EngineSettings, server_settings: ServerSettings) -> i
     logging.basicConfig(
         level=server_settings.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s"
     )
+    endpoint = server_settings.otlp_traces_endpoint
+    traces = None if endpoint is None else Traces(endpoint)
     listener = _listen(server_settings)
     with Display(is_on=engine_settings.model.progress_bars) as display:
         engine = ProcessClient(
@@ -48,7 +54,14 @@ def serve(engine_settings: EngineSettings, server_settings: ServerSettings) -> i
             max_restarts=server_settings.max_engine_restarts,
             on_progress=display,
         )
-        return asyncio.run(_Server(engine, engine_settings, server_settings, listener).run())
+        server = _Server(engine, engine_settings, server_settings, listener)
+        if traces is None:
+            return asyncio.run(server.run())
+        server.watch_requests(traces)
+        try:
+            return asyncio.run(server.run())
+        finally:
+            traces.close()
 
 
 def _listen(settings: ServerSettings) -> socket.socket:
@@ -90,6 +103,9 @@ class _Server:
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
 
+    def watch_requests(self, sink: Sink) -> None:
+        self._state.request_sinks.append(sink)
+
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -97,8 +113,11 @@ class _Server:
         web = asyncio.create_task(self._web.serve(sockets=[self._listener]))
         host, port = self._listener.getsockname()[:2]
         logger.info("listening on http://%s:%d", host, port)
+        stats: asyncio.Task[None] | None = None
         try:
             if await self._load():
+                if self._settings.log_stats:
+                    stats = asyncio.create_task(self._log_throughput())
                 await self._stopped()
                 await self._drain()
             return 130 if self._stop_now.is_set() else 0
@@ -106,6 +125,8 @@ class _Server:
             print(f"manyroots: {error}", file=sys.stderr, flush=True)
             return 1
         finally:
+            if stats is not None:
+                stats.cancel()
             # Requests that still run end with an error when their engine closes.
             await self._engine.close()
             self._web.should_exit = True
@@ -124,6 +145,23 @@ class _Server:
         await loading
         return True
 
+    async def _log_throughput(self) -> None:
+        throughput = Throughput(self._totals())
+        while True:
+            await asyncio.sleep(INTERVAL_S)
+            if (line := throughput.line(self._totals())) is not None:
+                logger.info("%s", line)
+
+    def _totals(self) -> Totals:
+        assert self._state.loaded is not None
+        metrics = self._state.loaded.metrics
+        return Totals(
+            time.monotonic(),
+            metrics.total_prompt_tokens,
+            metrics.total_generation_tokens,
+            self._engine.stats,
+        )
+
     async def _stopped(self) -> None:
         """Return when told to stop; raise if the engine is dead for good before that."""
         over = asyncio.create_task(self._engine.wait_until_over())
@@ -136,11 +174,26 @@ class _Server:
             raise UnavailableError(f"giving up: {over.result()}")
 
     async def _start_engine(self) -> None:
-        await self._engine.start()
+        begin = time.monotonic()
+        # Beside the engine, where the files are here: a tokenizer's library takes seconds to
+        # import, and this process has nothing else to do.
+        engine = asyncio.create_task(self._engine.start())
+        early = asyncio.create_task(asyncio.to_thread(load_local_tokenizer, self._engine_settings))
+        try:
+            done, _ = await asyncio.wait({engine, early}, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+        finally:
+            engine.cancel()
+            await asyncio.gather(engine, return_exceptions=True)
+        engine_s = time.monotonic() - begin
         self._state.loaded = await asyncio.to_thread(
-            load_service, self._engine, self._engine_settings, self._settings
+            load_service, self._engine, self._engine_settings, self._settings, early.result()
         )
-        logger.info("ready: serving %s", self._state.loaded.model_name)
+        ready_s = time.monotonic() - begin
+        logger.info("ready in %.1f s: engine and tokenizer %.1f s, the rest %.1f s",
+                    ready_s, engine_s, ready_s - engine_s)  # fmt: skip
+        logger.info("serving %s", self._state.loaded.model_name)
 
     def _on_signal(self) -> None:
         self._num_signals += 1

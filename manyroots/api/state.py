@@ -10,6 +10,7 @@ import enum
 import random
 import time
 from collections import Counter as Tally
+from pathlib import Path
 
 from starlette.requests import Request
 
@@ -19,6 +20,7 @@ from manyroots.config import EngineSettings, LoraSettings, ServerSettings
 from manyroots.engine.client import EngineClient
 from manyroots.errors import UnavailableError
 from manyroots.observe.metrics import Metrics
+from manyroots.observe.requests import RequestFacts, RequestWatch, Sink, log_request
 from manyroots.text.chat import ChatTemplate, load_chat_template
 from manyroots.text.door import Door
 from manyroots.text.generation_config import NO_DEFAULTS, SamplingDefaults, sampling_defaults
@@ -69,10 +71,23 @@ class Service:
         engine.watch_loads(self.metrics.adapters.loaded)
 
 
-def load_service(engine: EngineClient, settings: EngineSettings, server: ServerSettings) -> Service:
-    """Load the tokenizer and the template of the model that the engine has loaded."""
+def load_local_tokenizer(settings: EngineSettings) -> Tokenizer | None:
+    """The tokenizer, if its files are on this machine; None if the engine must fetch them first."""
+    source = settings.model.tokenizer or settings.model.model
+    path = Path(source).expanduser()
+    return load_tokenizer(str(path), revision=settings.model.revision) if path.exists() else None
+
+
+def load_service(
+    engine: EngineClient,
+    settings: EngineSettings,
+    server: ServerSettings,
+    tokenizer: Tokenizer | None = None,
+) -> Service:
+    """Load the template, and the tokenizer if it is not there yet, of the engine's model."""
     info, model = engine.info, settings.model
-    tokenizer = load_tokenizer(model.tokenizer or info.model_path, revision=model.revision)
+    if tokenizer is None:
+        tokenizer = load_tokenizer(model.tokenizer or info.model_path, revision=model.revision)
     return Service(
         engine,
         tokenizer,
@@ -95,6 +110,11 @@ class ServerState:
         self.is_draining = False
         self.read_timeouts: Tally[str] = Tally({"headers": 0, "body": 0})
         """Requests that were given up half sent, by what was missing."""
+
+        self.request_sinks: list[Sink] = [log_request] if settings.enable_log_requests else []
+
+    def watch(self, facts: RequestFacts) -> RequestWatch:
+        return RequestWatch(facts, self.request_sinks)
 
     def count_read_timeout(self, part: str) -> None:
         self.read_timeouts[part] += 1

@@ -46,6 +46,8 @@ class Metrics:
         whether the engine is alive, and how often it was started again."""
         self._registry = CollectorRegistry()
         self._labels = {"model_name": model_name}
+        self.total_prompt_tokens = 0
+        self.total_generation_tokens = 0
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens taken in.")
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
         self._success = Counter(
@@ -148,9 +150,11 @@ class SequenceTimer:
                 was, seconds = self.adapter_was, now - self._start
                 self._metrics.adapters.first_token(self._adapter, was, seconds)
             self._metrics.prompt_tokens.inc(self._num_prompt_tokens)
+            self._metrics.total_prompt_tokens += self._num_prompt_tokens
         else:
             self._metrics.inter_token.observe((now - self._last) / count)
         self._metrics.generation_tokens.inc(count)
+        self._metrics.total_generation_tokens += count
         self._num_tokens += count
         self._last = now
 

@@ -68,6 +68,7 @@ def audit(cache: PrefixCache) -> None:
     namespaces_know_where_they_begin(view)
     first_pages_are_counted(view)
     owners_take_over_once(view)
+    queues_are_true(view)
     if not view.nodes:
         nothing_is_indexed(cache)
         return
@@ -230,6 +231,20 @@ def loose_units_are_queued(view: View) -> None:
             assert not is_tail or node.queued >> plane.index & 1, (
                 f"loose units not up for eviction: {plane}"
             )
+
+
+def queues_are_true(view: View) -> None:
+    """A node is in one queue of each plane that says so, and a queue's units are counted."""
+    for plane, evictor in zip(view.cache.layout.planes, view.cache.evictors, strict=True):
+        for queue in evictor.queues:
+            units = sum(entry[3] for entry in queue.entries)
+            assert units == queue.num_units, f"a queue's units are counted wrongly: {plane}"
+        queued = [id(e[2]) for queue in evictor.queues for e in queue.entries if e[2].is_attached]
+        marked = {id(node) for node in view.nodes if node.queued >> plane.index & 1}
+        assert len(queued) == len(marked), f"a node is queued twice, or not at all: {plane}"
+        assert set(queued) == marked, f"a node is not in the queue that it is marked for: {plane}"
+    if view.cache.forks is not None:
+        view.cache.forks.audit()
 
 
 def first_pages_are_counted(view: View) -> None:

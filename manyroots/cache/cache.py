@@ -18,6 +18,7 @@ import numpy as np
 from manyroots.cache.costs import Costs
 from manyroots.cache.events import CacheEvent
 from manyroots.cache.eviction import Evictor
+from manyroots.cache.fork_share import ForkShare
 from manyroots.cache.growth import Growth
 from manyroots.cache.index import Index
 from manyroots.cache.keys import ENDLESS, PageHasher, PrefixKey
@@ -31,7 +32,7 @@ from manyroots.cache.outcomes import (
     PlaneStats,
 )
 from manyroots.cache.planes import ABSENT, Layout
-from manyroots.cache.policies import CachePolicies
+from manyroots.cache.policies import CachePolicies, Eviction
 from manyroots.cache.prefetch import Prefetcher, Ticket
 from manyroots.cache.publishing import Publisher, nearest_attached
 from manyroots.cache.room import Room
@@ -59,9 +60,11 @@ class PrefixCache:
             hasher = PageHasher(policies.identity, layout.page_size * TOKEN_BYTES)
         self._hasher = hasher
         self.index = Index(layout, hasher, records_events=policies.records_events)
-        self.evictors = [Evictor(self.index, plane) for plane in layout.planes]
+        learns = policies.eviction is Eviction.FORKS
+        self.forks = ForkShare(layout.device[0].num_units) if learns else None
+        self.evictors = [Evictor(self.index, plane, self.forks) for plane in layout.planes]
         self.transfers = Transfers(self.index)
-        self.publisher = Publisher(self.index, self.evictors, reuse=policies.reuse)
+        self.publisher = Publisher(self.index, self.evictors, self.forks, reuse=policies.reuse)
         self.index.on_loosened = self.publisher.offer
         self.prefetcher = Prefetcher(self.index, self.evictors, self.publisher)
         self.storage = Storage()
@@ -148,7 +151,7 @@ class PrefixCache:
         if depth:
             lease.num_published_pages = depth
             lease.num_cached_tokens = depth * self.page_size
-            self.publisher.touch(cursor)
+            self.publisher.found(cursor, depth)
         return lease
 
     def begin(self, lease: Lease, num_tokens: int) -> None:
@@ -160,6 +163,8 @@ class PrefixCache:
         num_cached = lease.num_cached_tokens
         if num_cached and self.layout.host:
             self._writer.reused(lease.serial, nearest_attached(lease.cursor))
+        if num_cached and lease.ahead is None and num_tokens == lease.num_prompt_tokens:
+            self.publisher.asked_again(lease)  # and not by a request that resumes
         self._total_lookup += num_tokens
         self._total_hit += num_cached
         self._total_host_hit += lease.num_host_tokens

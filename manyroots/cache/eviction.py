@@ -1,9 +1,12 @@
-"""Which cached units go first: those of the pages that were used longest ago.
+"""Which cached units go first: those used longest ago, of forks only what exceeds their share.
 
-One queue per plane. On an ordered plane only what has nothing behind it can go, the tails of the
-tree: holders come in prefixes there, so a held unit has only held ones above it. On the others any
-loose unit can go: of a family that reads everything the end of a node first, of the others its
+One `Evictor` per plane. On an ordered plane only what has nothing behind it can go, the tails of
+the tree: holders come in prefixes there, so a held unit has only held ones above it. On the others
+any loose unit can go: of a family that reads everything the end of a node first, of the others its
 front, because the pages at its end are resumed from. Ties break on the order of creation.
+
+Nodes that are forks (`fork_share.py`) have a queue of their own. While it holds no more pages than
+their share of the pool, others go first; what exceeds it goes by its last use like everything else.
 O(log n) per node taken.
 """
 
@@ -11,13 +14,14 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 
 import numpy as np
 
+from manyroots.cache.fork_share import ForkShare, name_of
 from manyroots.cache.index import Index
 from manyroots.cache.planes import ABSENT, Plane
-from manyroots.cache.tree import Indices, Node
+from manyroots.cache.tree import TOKEN_BYTES, Indices, Node
 from manyroots.ids import Tier
 
 LOOK_AHEAD = 32
@@ -25,52 +29,99 @@ LOOK_AHEAD = 32
 MIN_SWEEP = 1024
 """Entries that a queue may have before it is worth looking for those of nodes that are gone."""
 
-Entry = tuple[int, int, Node]
-"""Last use, order of creation, and whose."""
+Entry = tuple[int, int, Node, int]
+"""Last use, order of creation, whose, and how many units it had when it was queued."""
+
+
+class Queue:
+    """Nodes of one plane by last use, brought up to date as entries are looked at."""
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        self.num_units = 0
+        """Units of all entries, as many as each had when it was queued."""
+        self._sweep_at = MIN_SWEEP
+
+    def push(self, last_used: int, node: Node, num_units: int) -> None:
+        heapq.heappush(self.entries, (last_used, node.serial, node, num_units))
+        self.num_units += num_units
+        if len(self.entries) >= self._sweep_at:
+            self._sweep()
+
+    def pop(self) -> Node:
+        _, _, node, num_units = heapq.heappop(self.entries)
+        self.num_units -= num_units
+        return node
+
+    def in_order(self) -> Iterator[Entry]:
+        """The entries, smallest first, without taking them out: O(log n) for the n-th."""
+        ahead = [(self.entries[0], 0)] if self.entries else []
+        while ahead:
+            entry, place = heapq.heappop(ahead)
+            yield entry
+            for child in (2 * place + 1, 2 * place + 2):
+                if child < len(self.entries):
+                    heapq.heappush(ahead, (self.entries[child], child))
+
+    def _sweep(self) -> None:
+        """Forget nodes that have left the tree: where nothing is evicted they would pile up."""
+        self.entries = [entry for entry in self.entries if entry[2].is_attached]
+        heapq.heapify(self.entries)
+        self.num_units = sum(entry[3] for entry in self.entries)
+        self._sweep_at = max(MIN_SWEEP, 2 * len(self.entries))
 
 
 class Evictor:
-    """A queue of one plane's nodes by last use, brought up to date as entries are looked at."""
+    """Chooses what goes from one plane."""
 
-    def __init__(self, index: Index, plane: Plane) -> None:
+    def __init__(self, index: Index, plane: Plane, forks: ForkShare | None) -> None:
+        """`forks` None is plain LRU."""
         self._index = index
         self._plane = plane
         self._is_ordered = plane.is_ordered
         self._takes_ends = plane.family.is_ordered
         self._pool = index.pools[plane.index]
-        self._queue: list[Entry] = []
-        self._sweep_at = MIN_SWEEP
+        self._page_bytes = index.layout.page_size * TOKEN_BYTES
+        self._forks = forks
+        # Learned where the order of use decides alone what goes, and for all planes.
+        self._teaches = forks is not None and plane.index == 0 and plane.is_ordered
+        self._others = Queue()
+        self._kept = Queue()
+        """Forks."""
         self._bit = 1 << plane.index
         self._counts_arrivals = plane.tier is Tier.HOST
+
+    @property
+    def queues(self) -> tuple[Queue, Queue]:
+        """For audits: everything but forks, and forks."""
+        return self._others, self._kept
 
     def offer(self, node: Node) -> None:
         """`node` may have units that can go now."""
         if node.queued & self._bit or not self._can_go(node):
             return
         node.queued |= self._bit
-        heapq.heappush(self._queue, (self._used(node), node.serial, node))
-        if len(self._queue) >= self._sweep_at:
-            self._sweep()
+        self._queue_of(node).push(self._used(node), node, node.counts[self._plane.index])
 
     def evict(self, count: int) -> None:
         """Free at least `count` cached units; the caller has made sure that there are as many."""
         # Counted by what is free: losing one page may take others along.
         target = self._pool.num_free + count
         while self._pool.num_free < target:
-            last_used, _, node = heapq.heappop(self._queue)
+            queue, most = self._next(target - self._pool.num_free)
+            node = queue.pop()
             node.queued &= ~self._bit
-            if not self._can_go(node):
-                continue
-            if self._used(node) != last_used:
-                self.offer(node)
-                continue
-            places = self.loose(node, target - self._pool.num_free)
+            places = self.loose(node, most)
+            if self._teaches and len(places):
+                self._teach(node, places)
             self._index.remove(node, self._plane.index, places)
 
     def next_nodes(self, count: int) -> list[Node]:
         """Nodes whose units would go next, up to `count` units; changes nothing."""
         nodes: list[Node] = []
-        for _, _, node in islice(_in_order(self._queue), LOOK_AHEAD):
+        others, kept = self._others.in_order(), self._kept.in_order()
+        ahead = heapq.merge(others, kept) if self._excess() > 0 else chain(others, kept)
+        for _, _, node, _ in islice(ahead, LOOK_AHEAD):
             if count <= 0:
                 break
             if self._can_go(node):
@@ -91,6 +142,53 @@ class Evictor:
         places = places[holders[units[places]] == 0]
         return places[-count:] if self._takes_ends else places[:count]
 
+    def _next(self, count: int) -> tuple[Queue, int]:
+        """The queue whose head goes next, and how many units of it at most."""
+        others, kept = self._head(self._others), self._head(self._kept)
+        if kept is None:
+            return self._others, count
+        if others is None:
+            return self._kept, count
+        excess = self._excess()
+        if excess > 0 and kept[:2] < others[:2]:
+            return self._kept, min(count, excess)
+        return self._others, count
+
+    def _head(self, queue: Queue) -> Entry | None:
+        """A queue's first entry, once those that are no longer true are out of its way."""
+        while queue.entries:
+            entry = queue.entries[0]
+            node = entry[2]
+            is_true = self._used(node) == entry[0] and self._queue_of(node) is queue
+            if is_true and self._can_go(node):
+                return entry
+            queue.pop()
+            node.queued &= ~self._bit
+            self.offer(node)
+        return None
+
+    def _queue_of(self, node: Node) -> Queue:
+        return self._kept if node.is_fork and self._forks is not None else self._others
+
+    def _excess(self) -> int:
+        """Units of forks beyond their share."""
+        if self._forks is None:
+            return 0
+        return self._kept.num_units - int(self._forks.share * self._pool.num_units)
+
+    def _teach(self, node: Node, places: Indices) -> None:
+        """Pages at the end of a node are about to go: would LRU have taken others?"""
+        assert self._forks is not None
+        used, kept = node.last_used, self._kept
+        if node.is_fork or not kept.entries or kept.entries[0][0] > used:
+            self._forks.evicted(used)
+            return
+        first = int(places[0])
+        before = node if first or node.parent is None else node.parent
+        page = node.keys[first * self._page_bytes : (first + 1) * self._page_bytes]
+        name = name_of(before.serial, node.owner, page)
+        self._forks.evicted_early(name, used, len(places), kept.num_units)
+
     def _used(self, node: Node) -> int:
         """What has just come to the host is not the first to go from there (H07)."""
         return max(node.last_used, node.last_arrived) if self._counts_arrivals else node.last_used
@@ -102,20 +200,3 @@ class Evictor:
             and node.counts[plane] > 0
             and not (self._is_ordered and node.below[plane])
         )
-
-    def _sweep(self) -> None:
-        """Forget nodes that have left the tree: where nothing is evicted they would pile up."""
-        self._queue = [entry for entry in self._queue if entry[2].is_attached]
-        heapq.heapify(self._queue)
-        self._sweep_at = max(MIN_SWEEP, 2 * len(self._queue))
-
-
-def _in_order(queue: list[Entry]) -> Iterator[Entry]:
-    """A heap's entries, smallest first, without taking them out: O(log n) for the n-th."""
-    ahead = [(queue[0], 0)] if queue else []
-    while ahead:
-        entry, place = heapq.heappop(ahead)
-        yield entry
-        for child in (2 * place + 1, 2 * place + 2):
-            if child < len(queue):
-                heapq.heappush(ahead, (queue[child], child))

@@ -1,4 +1,4 @@
-"""What a user may choose about the cache's lower tiers and checkpoints; frozen."""
+"""What may be chosen about eviction, the cache's lower tiers and checkpoints; frozen."""
 
 from __future__ import annotations
 
@@ -15,6 +15,16 @@ class WriteBack(enum.Enum):
     """When they have been found once: what nobody asks for again is not worth a copy."""
     EVICTION = "eviction"
     """When room on the device runs low."""
+
+
+class Eviction(enum.Enum):
+    """What goes when room is needed."""
+
+    FORKS = "forks"
+    """What was used longest ago, but prefixes that several requests share last, within a share of
+    the pool that is learned (`fork_share.py`)."""
+    LRU = "lru"
+    """What was used longest ago: to compare with."""
 
 
 class Prefetch(enum.Enum):
@@ -49,6 +59,7 @@ class CachePolicies:
 
     reuse: bool = True
     """False: nothing is published or found."""
+    eviction: Eviction = Eviction.FORKS
     write_back: WriteBack = WriteBack.THROUGH
     load_costs: LoadCosts = FREE_LOADS
     uses_storage: bool = False

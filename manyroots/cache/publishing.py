@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from manyroots.cache.eviction import Evictor
+from manyroots.cache.fork_share import ForkShare, name_of
 from manyroots.cache.index import Index
 from manyroots.cache.lease import Checkpoint, Lease
 from manyroots.cache.planes import ABSENT, Plane, Units
@@ -22,9 +23,12 @@ from manyroots.step import Int32s
 class Publisher:
     """Writes to the index on behalf of leases."""
 
-    def __init__(self, index: Index, evictors: list[Evictor], *, reuse: bool) -> None:
+    def __init__(
+        self, index: Index, evictors: list[Evictor], forks: ForkShare | None, *, reuse: bool
+    ) -> None:
         self._index = index
         self._evictors = evictors
+        self._forks = forks
         self._page_size = index.layout.page_size
         self._page_bytes = self._page_size * TOKEN_BYTES
         self._paged = [p for p in index.layout.device if not p.family.is_state]
@@ -39,6 +43,21 @@ class Publisher:
         self._tick = 0
         # Then only the ends of paths are ever loose.
         self._is_simple = index.layout.is_sole
+
+    def found(self, node: Node, depth: int) -> None:
+        """A request found the path down to `node`, of that its pages up to `depth`."""
+        forks = self._forks
+        if forks is not None and node.last_used < forks.horizon and not node.children:
+            forks.found(depth - node.first)
+        self.touch(node)
+
+    def asked_again(self, lease: Lease) -> None:
+        """A prompt was found as far as it can be, so that nothing of it will be new: it is shared.
+        Unless it ends where a path does: that may be a talk's next turn of less than a page."""
+        node = nearest_attached(lease.cursor)
+        if node.is_repeated or node.children or node.end > lease.num_published_pages:
+            node.is_fork = True
+        node.is_repeated = True
 
     def touch(self, node: Node) -> None:
         """The path down to `node` was used now."""
@@ -140,6 +159,8 @@ class Publisher:
             cursor, lease.key, keys, first, num_full, step_id, lengthen=lengthen
         )
         touched = [node for node in path if self._fill(lease, node, first, num_full)]
+        if self._forks is not None and self._forks.has_early:
+            self._tell_forks(self._forks, touched, step_id)
         if not lengthen:
             self._remember(lease, touched, first, num_full, step_id)
         lease.cursor, lease.num_published_pages, lease.ahead = path[-1], num_full, None
@@ -190,9 +211,17 @@ class Publisher:
             self._index.lengthen(cursor, keys, units)
         else:
             leaf = self._index.add_leaf(cursor, page, keys, units, step_id)
+            if self._forks is not None and self._forks.has_early:
+                self._forks.published(name_of(cursor.serial, *page))
         leaf.last_used = self._tick = self._tick + 1
         lease.cursor, lease.num_published_pages, lease.ahead = leaf, end, None
         return leaf
+
+    def _tell_forks(self, forks: ForkShare, nodes: list[Node], step_id: StepId) -> None:
+        for node in nodes:
+            if node.step_id == step_id and node.parent is not None:
+                page = node.keys[: self._page_bytes]
+                forks.published(name_of(node.parent.serial, node.owner, page))
 
     def prefer_own(self, lease: Lease) -> bool:
         """Where the tree leads through others' copies of the lease's pages it holds both. Take

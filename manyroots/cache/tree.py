@@ -39,6 +39,8 @@ class Node:
         "first",
         "hashes",
         "is_attached",
+        "is_fork",
+        "is_repeated",
         "keys",
         "last_arrived",
         "last_used",
@@ -91,6 +93,11 @@ class Node:
         """When this node, or anything that has gone from below it, was last used."""
         self.last_arrived = 0
         """When a copy to the host last ended here or below; counts as use there alone."""
+        self.is_fork = False
+        """Whether requests have gone on from here in more ways than one, or have asked for it
+        again as it is; or from anything that has gone from below it."""
+        self.is_repeated = False
+        """Whether a request has found its prompt up to here, and nothing to add."""
         self.queued = 0
         """Bit set of the planes whose eviction queue has this node."""
 
@@ -258,6 +265,7 @@ class PrefixTree:
         )
         upper.counts = _counts(upper.units)
         upper.last_used, upper.last_arrived = node.last_used, node.last_arrived
+        upper.is_fork = node.is_fork
         parent.children[(node.owner, node.keys[: self._page_bytes])] = upper
         starts = self.by_namespace.get(node.owner.namespace)
         if starts is not None and starts.pop(node.serial, None) is not None:
@@ -312,6 +320,7 @@ class PrefixTree:
             if not self.first_pages[known]:
                 del self.first_pages[known]
         parent.last_used = max(parent.last_used, *(gone.last_used for gone in removed))
+        parent.is_fork = parent.is_fork or any(gone.is_fork for gone in removed)
         for plane in range(self._num_planes):
             parent.below[plane] -= int(node.counts[plane] > 0)
         for gone in removed:
@@ -363,6 +372,8 @@ class PrefixTree:
         self._serial += 1
         owner, first_page = page
         namespace = owner.namespace
+        if parent.children:
+            parent.is_fork = True
         node = Node(parent, owner, parent.end, keys, b"", units, step, self._serial)
         parent.children[page] = node
         if parent is self.root:

@@ -16,8 +16,10 @@ def add_simulate_command(commands: Any) -> None:
         "simulate", help="replay a trace on a modelled machine, to size a deployment"
     )
     simulate.add_argument(
-        "trace", metavar="TRACE", help="JSONL file, or a made trace: chat, rollouts or agents"
-    )
+        "trace", metavar="TRACE", nargs="+",
+        help="JSONL file, ours or Mooncake's, or a made trace: chat, rollouts, agents, scans, "
+        "documents or reasoning. Several with --hit-rates only",
+    )  # fmt: skip
     engine = simulate.add_argument_group("engine")
     engine.add_argument("--block-size", type=int, default=16, metavar="TOKENS")
     engine.add_argument(
@@ -32,6 +34,10 @@ def add_simulate_command(commands: Any) -> None:
     engine.add_argument(
         "--num-host-pages", type=int, default=0, metavar="N", help="0: no host tier"
     )
+    engine.add_argument(
+        "--eviction", default="forks", metavar="HOW",
+        help="forks (shared prefixes last, within a share that is learned), or lru to compare",
+    )  # fmt: skip
     engine.add_argument(
         "--write-back", default="through", metavar="WHEN",
         help="pages go to the host: through (at once), reused (found again), eviction",
@@ -55,6 +61,9 @@ def add_simulate_command(commands: Any) -> None:
     traffic.add_argument("--seed", type=int, default=0, metavar="N")
     traffic.add_argument("--num-requests", type=int, metavar="N", help="lines of the trace to use")
     traffic.add_argument(
+        "--every", type=int, default=1, metavar="N", help="one line of N: thins the traffic"
+    )
+    traffic.add_argument(
         "--speedup", type=float, default=1.0, metavar="X", help="arrivals X times as fast"
     )
     traffic.add_argument("--fail-steps", type=float, default=0.0, metavar="CHANCE")
@@ -66,6 +75,11 @@ def add_simulate_command(commands: Any) -> None:
     output.add_argument(
         "--audit", action="store_true", help="check every page read, and every invariant each step"
     )
+    output.add_argument(
+        "--hit-rates", metavar="POOL,...",
+        help="no time, hit rates alone: each way of evicting beside the best offline policy and "
+        "an endless cache, in pools of pages (2000), bytes (100GB) or a share of the trace (5%%)",
+    )  # fmt: skip
     output.add_argument("--json", metavar="FILE", help="write the result here")
     output.add_argument(
         "--sweep", action="append", default=[], metavar="NAME=V1,V2,...",
@@ -81,6 +95,11 @@ def _run(arguments: dict[str, Any]) -> int:
     from manyroots.simulate.sweep import parse_axis
     from manyroots.simulate.trace_file import write_trace
 
+    if arguments["hit_rates"]:
+        return _hit_rates(arguments)
+    if len(arguments["trace"]) > 1:
+        raise ConfigError("several traces at once are for --hit-rates; give one.")
+    arguments["trace"] = arguments["trace"][0]
     job = _job(arguments)
     axes = [parse_axis(text) for text in arguments["sweep"]]
     plot = Path(arguments["plot"]) if arguments["plot"] else None
@@ -107,7 +126,10 @@ def _job(arguments: dict[str, Any]) -> Job:
     from manyroots.simulate.trace import sped_up
 
     trace = load_trace(
-        arguments["trace"], seed=arguments["seed"], num_requests=arguments["num_requests"]
+        arguments["trace"],
+        seed=arguments["seed"],
+        num_requests=arguments["num_requests"],
+        every=arguments["every"],
     )
     costs = preset(arguments["preset"]).costs
     return Job(
@@ -121,6 +143,7 @@ def _job(arguments: dict[str, Any]) -> Job:
             enable_prefix_caching=not arguments["no_enable_prefix_caching"],
             scheduling_policy=arguments["scheduling_policy"],
             num_host_pages=arguments["num_host_pages"],
+            eviction=arguments["eviction"],
             write_back=arguments["write_back"],
             storage=arguments["storage"],
             prefetch=arguments["prefetch"],
@@ -163,18 +186,46 @@ def _say_what_is_modelled(arguments: dict[str, Any], job: Job) -> None:
 def _once(job: Job) -> dict[str, Any]:
     from rich.console import Console
 
-    from manyroots.simulate.best_hits import best_hit_rate
+    from manyroots.simulate.offline import best_offline_hit_rate, endless_hit_rate
+    from manyroots.simulate.paths import lay_out
     from manyroots.simulate.summary import summarize
     from manyroots.simulate.tables import group_table, latency_table, summary_table
 
     console = Console(highlight=False)
     run = job.run()
     summary = summarize(run)
-    best = best_hit_rate(job.trace, job.settings.block_size)
-    console.print(summary_table(summary, best), "")
+    paths = lay_out(job.trace, job.settings.block_size)
+    best, endless = best_offline_hit_rate(paths, summary.num_pages), endless_hit_rate(paths)
+    console.print(summary_table(summary, best, endless), "")
     console.print(latency_table(summary), "")
     console.print(group_table("adapter", summary.by_adapter))
-    return {"best_hit_rate": best, **job.run_json(run)}
+    rates = {"best_offline_hit_rate": best, "endless_hit_rate": endless}
+    return {**rates, **job.run_json(run)}
+
+
+def _hit_rates(arguments: dict[str, Any]) -> int:
+    from dataclasses import asdict
+
+    from rich.console import Console
+
+    from manyroots.simulate.hit_rates import hit_rates
+    from manyroots.simulate.tables import hit_rate_table
+
+    rows = []
+    for name in arguments["trace"]:
+        job = _job({**arguments, "trace": name})
+        rows += hit_rates(
+            name,
+            job.trace,
+            [text.strip() for text in arguments["hit_rates"].split(",")],
+            page_size=job.settings.block_size,
+            bytes_per_token=job.costs.kv_bytes_per_token,
+        )
+    Console(highlight=False, soft_wrap=True, width=200).print(hit_rate_table(rows))
+    if arguments["json"]:
+        text = json.dumps([asdict(row) for row in rows], indent=2)
+        Path(arguments["json"]).write_text(text + "\n")
+    return 0
 
 
 def _sweep(trace_name: str, job: Job, axes: list[Axis], plot: Path | None) -> dict[str, Any]:

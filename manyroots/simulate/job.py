@@ -17,7 +17,9 @@ from manyroots.simulate.synthetic import SYNTHETIC, synthetic_trace
 from manyroots.simulate.trace import Trace
 from manyroots.simulate.trace_file import read_trace
 
-DEFAULT_NUM_REQUESTS = {"chat": 300, "rollouts": 64, "agents": 200}
+DEFAULT_NUM_REQUESTS = {
+    "chat": 300, "rollouts": 64, "agents": 200, "scans": 400, "documents": 400, "reasoning": 300,
+}  # fmt: skip
 """Lines of a made trace: some seconds of real time each."""
 
 
@@ -63,11 +65,13 @@ class Job:
         return {**setup, "points": [point_json(point) for point in found]}
 
 
-def load_trace(name: str, *, seed: int, num_requests: int | None) -> Trace:
-    """A made trace by its name, or a file; at most `num_requests` lines of it."""
+def load_trace(name: str, *, seed: int, num_requests: int | None, every: int = 1) -> Trace:
+    """A made trace by its name, or a file; of that one line of `every`, at most so many."""
     if num_requests is not None and num_requests < 1:
         raise ConfigError(f"--num-requests is {num_requests}; it must be at least 1.")
+    if every < 1:
+        raise ConfigError(f"--every is {every}; 1 takes every line, 10 one of ten.")
     if name in SYNTHETIC or not Path(name).exists():
         count = num_requests or DEFAULT_NUM_REQUESTS.get(name, 1)
-        return synthetic_trace(name, seed=seed, num_requests=count)
-    return read_trace(Path(name))[:num_requests]
+        return synthetic_trace(name, seed=seed, num_requests=count * every)[::every]
+    return read_trace(Path(name), num_requests=num_requests, every=every)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from manyroots.cache.families.full import FULL_ATTENTION
 from manyroots.cache.planes import Capacity
-from manyroots.cache.policies import CachePolicies, Prefetch, WriteBack
+from manyroots.cache.policies import CachePolicies, Eviction, Prefetch, WriteBack
 from manyroots.config import CacheSettings, SchedulerSettings
 from manyroots.errors import ConfigError
 from manyroots.lora.limits import Limits
@@ -30,6 +30,7 @@ class SimulationSettings:
     """How many steps are planned ahead of the one that runs."""
     num_host_pages: int = 0
     """0 is no host tier."""
+    eviction: str = Eviction.FORKS.value
     write_back: str = "through"
     storage: bool = False
     """Whether pages go on from the host to storage, and come back."""
@@ -54,6 +55,7 @@ class SimulationSettings:
             raise ConfigError(f"--num-pages is {self.num_pages}; it must be at least 1.")
         if self.num_host_pages < 0:
             raise ConfigError(f"--num-host-pages is {self.num_host_pages}; 0 is no host tier.")
+        _one_of("--eviction", self.eviction, [policy.value for policy in Eviction])
         _one_of("--write-back", self.write_back, [policy.value for policy in WriteBack])
         _one_of("--prefetch", self.prefetch, [policy.value for policy in Prefetch])
         if self.prefetch_timeout_steps < 0:
@@ -94,6 +96,7 @@ class SimulationSettings:
         """What loading and computing cost is measured as the run goes on, as in the engine."""
         return CachePolicies(
             reuse=self.enable_prefix_caching,
+            eviction=Eviction(self.eviction),
             write_back=WriteBack(self.write_back),
             uses_storage=self.storage,
             prefetch=Prefetch(self.prefetch),

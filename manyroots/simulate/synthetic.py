@@ -1,4 +1,4 @@
-"""Traces made on the fly: three kinds of traffic that reuse prefixes in three ways.
+"""Traces made on the fly: kinds of traffic that reuse prefixes in different ways, or not at all.
 
 Takes a seed and how many lines to make; the same two give the same trace. Arrivals do not wait for
 replies: a user's next turn comes when a reply at reading speed would be done, and some time more.
@@ -112,4 +112,70 @@ def agents(rng: random.Random, num_requests: int) -> list[TraceRequest]:
     return lines
 
 
-SYNTHETIC: dict[str, Maker] = {"chat": chat, "rollouts": rollouts, "agents": agents}
+def scans(rng: random.Random, num_requests: int) -> list[TraceRequest]:
+    """A few hot prompts, and between their uses long runs of documents that come once: 3 requests
+    of 20 are for a hot prompt."""
+    lines: list[TraceRequest] = []
+    arrival_s = 0.0
+    for number in range(num_requests):
+        arrival_s += rng.expovariate(2.0)
+        prompt: tuple[Segment, ...]
+        if number % 20 < 3:
+            prompt = (Segment(f"hot-{rng.randrange(6)}", 3000), Segment(f"question-{number}", 200))
+        else:
+            prompt = (Segment(f"document-{number}", rng.randint(2000, 9000)),)
+        lines.append(_answered(arrival_s, prompt, rng))
+    return lines
+
+
+def documents(rng: random.Random, num_requests: int) -> list[TraceRequest]:
+    """Documents that get one to five questions over some minutes, and are never seen again: what
+    was shared lately is dead sooner than it looks."""
+    lines: list[TraceRequest] = []
+    start_s, document = 0.0, 0
+    while len(lines) < num_requests:
+        start_s += rng.expovariate(1 / 3)
+        document += 1
+        length, arrival_s = rng.randint(1000, 8000), start_s
+        for question in range(rng.randint(1, 5)):
+            asked = Segment(f"question-{document}-{question}", rng.randint(20, 200))
+            prompt = (Segment(f"document-{document}", length), asked)
+            lines.append(_answered(arrival_s, prompt, rng))
+            arrival_s += rng.expovariate(1 / 50)
+    return lines
+
+
+def reasoning(rng: random.Random, num_requests: int) -> list[TraceRequest]:
+    """Talks in which the next turn quotes the answer but not the thoughts before it, so that it
+    parts from what was generated."""
+    lines: list[TraceRequest] = []
+    start_s, talk = 0.0, 0
+    while len(lines) < num_requests:
+        start_s += rng.expovariate(1.0)
+        talk += 1
+        said, arrival_s = [Segment(f"system-{rng.randrange(8)}", 1500)], start_s
+        for turn in range(rng.randint(1, 10)):
+            said.append(Segment(f"talk-{talk}/question-{turn}", rng.randint(50, 800)))
+            line = _answered(arrival_s, tuple(said), rng, at_most=1500)
+            lines.append(line)
+            said.append(Segment(f"talk-{talk}/answer-{turn}", rng.randint(50, 500)))
+            arrival_s += line.output_tokens * SECONDS_PER_REPLY_TOKEN + rng.expovariate(1 / 10)
+    return lines
+
+
+def _answered(
+    arrival_s: float, prompt: tuple[Segment, ...], rng: random.Random, at_most: int = 200
+) -> TraceRequest:
+    return TraceRequest(
+        arrival_s=round(arrival_s, 6),
+        prompt=prompt,
+        adapter=None,
+        salt=None,
+        output_tokens=rng.randint(20, at_most),
+        ends_by=EndsBy.STOP,
+    )
+
+
+SYNTHETIC: dict[str, Maker] = {
+    maker.__name__: maker for maker in (chat, rollouts, agents, scans, documents, reasoning)
+}

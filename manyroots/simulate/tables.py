@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from rich.table import Table
 
+from manyroots.simulate.hit_rates import HitRates
 from manyroots.simulate.measures import MEASURES
 from manyroots.simulate.summary import Distribution, Group, Summary
 from manyroots.simulate.sweep import Point
 
 
-def summary_table(summary: Summary, best_hit_rate: float) -> Table:
+def summary_table(summary: Summary, best_offline: float, endless: float) -> Table:
     table = _table("", "", title=None)
     table.show_header = False
     rows = {
@@ -20,7 +21,8 @@ def summary_table(summary: Summary, best_hit_rate: float) -> Table:
         "duration": f"{summary.duration_s:,.2f} s, device busy {summary.busy_share:.1%}",
         "throughput": f"{summary.output_tokens_per_s:,.0f} output tok/s, "
         f"{summary.prompt_tokens_per_s:,.0f} prompt tok/s",
-        "hit rate": f"{summary.all.hit_rate:.4f} (no cache could pass {best_hit_rate:.4f})",
+        "hit rate": f"{summary.all.hit_rate:.4f} (best offline policy in the device's pages "
+        f"{best_offline:.4f}, endless cache {endless:.4f})",
         "hit rate by tier": ", ".join(
             f"{tier} {rate:.4f}" for tier, rate in summary.hit_rate_by_tier.items()
         ),
@@ -60,6 +62,15 @@ def group_table(title: str, groups: list[Group]) -> Table:
             f"{1000 * group.ttft_s.p50:,.1f}",
             f"{1000 * group.ttft_s.p99:,.1f}",
         )
+    return table
+
+
+def hit_rate_table(rows: list[HitRates]) -> Table:
+    policies = list(rows[0].by_policy)
+    table = _table("trace", "pages", *policies, "best offline", "endless")
+    for row in rows:
+        rates = (*row.by_policy.values(), row.best_offline, row.endless)
+        table.add_row(row.trace, f"{row.num_pages:,}", *(f"{rate:.4f}" for rate in rates))
     return table
 
 

@@ -6,18 +6,22 @@
 `prompt` holds token ids or [segment, length] pairs. `salt`, `n`, `reply` and `ends_by` may be left
 out; `adapter` may not, so that nobody simulates the base model by a slip. Whatever is wrong is
 refused with the file, the line and the field.
+
+A file whose first line has `hash_ids` is in Mooncake's format (`mooncake.py`) from end to end.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from manyroots.errors import ConfigError
 from manyroots.sampling import MAX_CHOICES, MAX_TOKENS_LIMIT
+from manyroots.simulate.mooncake import is_mooncake, parse_mooncake
 from manyroots.simulate.trace import EndsBy, Segment, Trace, TraceRequest
 
 MAX_TOKEN_ID = 2**31 - 1
@@ -25,20 +29,33 @@ REQUIRED = ("arrival", "prompt", "adapter", "output_tokens")
 OPTIONAL = ("salt", "n", "reply", "ends_by")
 
 
-def read_trace(path: Path) -> Trace:
-    """Every line of a file; blank lines are skipped."""
+def read_trace(path: Path, *, num_requests: int | None = None, every: int = 1) -> Trace:
+    """The lines of a file, one of `every` of them, up to so many; blank ones are skipped. No more
+    is read than is asked for."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        with path.open(encoding="utf-8") as file:
+            trace = tuple(islice(_lines(file, path), 0, _last(num_requests, every), every))
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"trace {path} can't be read: {error}") from error
-    trace = tuple(
-        parse_line(line, f"{path}, line {number}")
-        for number, line in enumerate(lines, 1)
-        if line.strip()
-    )
     if not trace:
         raise ConfigError(f"trace {path} holds no request; write one JSON object per line.")
     return trace
+
+
+def _last(num_requests: int | None, every: int) -> int | None:
+    return None if num_requests is None else (num_requests - 1) * every + 1
+
+
+def _lines(file: Iterable[str], path: Path) -> Iterator[TraceRequest]:
+    parse: Callable[[dict[str, Any], str], TraceRequest] | None = None
+    for number, text in enumerate(file, 1):
+        if not text.strip():
+            continue
+        where = f"{path}, line {number}"
+        values = _object(text, where)
+        if parse is None:
+            parse = parse_mooncake if is_mooncake(values) else parse_values
+        yield parse(values, where)
 
 
 def write_trace(path: Path, trace: Iterable[TraceRequest]) -> None:
@@ -65,13 +82,21 @@ def format_line(line: TraceRequest) -> str:
 
 
 def parse_line(text: str, where: str) -> TraceRequest:
-    """One line, checked; `where` begins every error message."""
+    """One line of our own format, checked; `where` begins every error message."""
+    return parse_values(_object(text, where), where)
+
+
+def _object(text: str, where: str) -> dict[str, Any]:
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: not JSON ({error}).") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{where}: expected a JSON object like {{'arrival': 0.0, ...}}.")
+    return values
+
+
+def parse_values(values: dict[str, Any], where: str) -> TraceRequest:
     for name in REQUIRED:
         if name not in values:
             hint = "; give a name, or null for the base model" if name == "adapter" else ""

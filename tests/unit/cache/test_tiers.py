@@ -628,8 +628,8 @@ def test_k02_a_consumer_of_the_events_mirrors_the_index_exactly_on_each_tier(
 ) -> None:
     """K02: stored minus removed is what is resident, after every request, eviction, failed copy,
     failed step and unload, tokens and parents included."""
-    hand = ByHand(
-        Capacity(FULL_ATTENTION, 12, 6), Capacity(window(4, 2), 12, 6),
+    hand = ByHand(  # with room for a request beside four copies under way, which hold their paths
+        Capacity(FULL_ATTENTION, 16, 6), Capacity(window(4, 2), 16, 6),
         policies=CachePolicies(records_events=True, write_back=policy, low_water=0.3),
     )  # fmt: skip
     mirror = Mirror()

@@ -9,9 +9,10 @@ import pytest
 
 from manyroots.errors import ConfigError
 from manyroots.messages import FinishReason
-from manyroots.simulate.best_hits import best_hit_rate
 from manyroots.simulate.costs import StepLoad
 from manyroots.simulate.faults import Faults
+from manyroots.simulate.offline import endless_hit_rate
+from manyroots.simulate.paths import lay_out
 from manyroots.simulate.records import SimulationError
 from manyroots.simulate.settings import SimulationSettings
 from manyroots.simulate.simulation import Run, simulate
@@ -106,7 +107,7 @@ def test_rollouts_reach_the_best_possible_hit_rate() -> None:
     trace = synthetic_trace("rollouts", seed=3, num_requests=32)
     settings = replace(SETTINGS, num_pages=20_000, max_num_seqs=256)
     found = simulate(trace, settings, COSTS, seed=0)
-    best = best_hit_rate(trace, settings.block_size)
+    best = endless_hit_rate(lay_out(trace, settings.block_size))
     assert summarize(found).all.hit_rate == pytest.approx(best, abs=1e-12)
     expected = 0
     for i, asked in enumerate(trace):

@@ -14,15 +14,15 @@ Called by the loop's thread alone. Knows no tensor and no slot.
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from manyroots.adapter_names import LoraModule, name_fault
 from manyroots.config import LoraSettings
 from manyroots.engine.adapter_folders import find_folder
+from manyroots.engine.adapter_lane import Message, WaitingMessages
 from manyroots.engine.adapter_reads import Finished, Reads
 from manyroots.errors import ManyrootsError, NotFoundError, RequestError
 from manyroots.ids import AdapterName, RequestId, Tier
@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from manyroots.store.adapter_weights import AdapterWeights
 
 logger = logging.getLogger(__name__)
-
-Message = Submit | LoadLora | UnloadLora
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,17 +75,13 @@ class _Lane:
     name: AdapterName
     module: LoraModule | None
     """Where its files are. None: the name means nothing yet."""
+    waiting: WaitingMessages
     is_pinned: bool = False
     spec: AdapterSpec | None = None
     """What the scheduler takes requests for; None before the first read."""
     is_reading: bool = False
     load: LoadLora | None = None
     """What the read under way was asked by; None if by a request."""
-    waiting: deque[Message] = field(default_factory=deque)
-
-    @property
-    def is_leaving(self) -> bool:
-        return any(isinstance(message, UnloadLora) for message in self.waiting)
 
 
 class AdapterDesk:
@@ -107,6 +101,8 @@ class AdapterDesk:
         self._files = files
         self._base_names = frozenset(base_names)
         self._lanes: dict[AdapterName, _Lane] = {}
+        self._where: dict[RequestId, WaitingMessages] = {}
+        """Among whose messages each request waits."""
         self.reads: Reads[_Read] = Reads()
         self._outputs: list[Output] = []
         self._replies: list[LoraReply] = []
@@ -125,7 +121,7 @@ class AdapterDesk:
                 f"adapter {name!r} is not known; say in which folder it is.", field="lora_path"
             )
         if lane is None:
-            self._lanes[name] = _Lane(name, module)
+            self._lanes[name] = _Lane(name, module, WaitingMessages(self._where))
         elif lane.module is None or (module.path and module.path != lane.module.path):
             raise RequestError(
                 f"adapter {name!r} is known already, from another folder than {module.path!r}; "
@@ -138,7 +134,7 @@ class AdapterDesk:
         lane = self._lane_of(message)
         if lane is None:
             self._refuse_unknown(message)
-        elif isinstance(message, Submit) and lane.spec is not None and not lane.is_leaving:
+        elif isinstance(message, Submit) and lane.spec is not None and not lane.waiting.has_unload:
             self._scheduler.submit(message)
         elif lane.is_reading:
             lane.waiting.append(message)
@@ -147,13 +143,12 @@ class AdapterDesk:
 
     def abort(self, request_id: RequestId) -> bool:
         """Forget a request that waits here; False if none does."""
-        for lane in self._lanes.values():
-            for message in lane.waiting:
-                if isinstance(message, Submit) and message.request_id == request_id:
-                    lane.waiting.remove(message)
-                    self._outputs.append(Output(request_id, [], FinishReason.ABORT, 0))
-                    return True
-        return False
+        waiting = self._where.get(request_id)
+        if waiting is None:
+            return False
+        waiting.remove(request_id)
+        self._outputs.append(Output(request_id, [], FinishReason.ABORT, 0))
+        return True
 
     def where(self, name: AdapterName) -> Tier | None:
         """Where a request that comes now finds the weights; None if the name means nothing."""
@@ -196,7 +191,7 @@ class AdapterDesk:
         assert name is not None
         lane = self._lanes.get(name)
         if lane is None and isinstance(message, LoadLora) and not self._name_fault(name):
-            lane = self._lanes[name] = _Lane(name, None)
+            lane = self._lanes[name] = _Lane(name, None, WaitingMessages(self._where))
         return lane
 
     def _name_fault(self, name: str) -> str | None:
@@ -210,7 +205,7 @@ class AdapterDesk:
             case Submit() if lane.spec is not None:
                 self._scheduler.submit(message)
             case Submit() if lane.module is not None:
-                lane.waiting.appendleft(message)
+                lane.waiting.append_first(message)
                 self._begin(lane, lane.module.path, None)
             case LoadLora() if lane.module is None or message.in_place:
                 self._begin(lane, message.path, message)
@@ -254,7 +249,7 @@ class AdapterDesk:
         is_good = finished.error is None
         self._read_times.append(LoadTime(Tier.STORAGE, Tier.HOST, finished.seconds, is_good))
         while lane.waiting and not lane.is_reading:
-            self._carry_out(lane, lane.waiting.popleft())
+            self._carry_out(lane, lane.waiting.pop())
         if lane.module is None and not lane.is_reading and self._lanes.get(lane.name) is lane:
             del self._lanes[lane.name]
 
@@ -290,8 +285,8 @@ class AdapterDesk:
             self._reply_error(load.op_id, str(error), kind)
             return
         reason = f"adapter {lane.name!r} can't be used: {error}"
-        while lane.waiting and isinstance(lane.waiting[0], Submit):
-            self._refuse(lane.waiting.popleft(), reason, kind)
+        while lane.waiting and isinstance(lane.waiting.first, Submit):
+            self._refuse(lane.waiting.pop(), reason, kind)
 
     def _unload(self, lane: _Lane, message: UnloadLora) -> None:
         lane.module = None

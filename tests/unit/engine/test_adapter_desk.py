@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,36 @@ def test_a_request_aborted_while_its_adapter_is_read_is_gone(make: Any) -> None:
     [output] = desk.outputs[1]
     assert output.finish_reason is FinishReason.ABORT
     assert desk.tokens(2) == expected(kept, "a")
+
+
+def test_an_abort_looks_at_no_other_message(make: Any) -> None:
+    """Counted in lines that run: 40 adapters are read, 40 requests wait for each, and the last of
+    all leaves."""
+    desk = make(*(f"a{number}" for number in range(40)))
+    desk.files.gate.clear()
+    numbers = range(1, 1601)
+    for number in numbers:
+        desk.submit(number, f"a{number % 40}")
+    num_lines = 0
+
+    def count(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal num_lines
+        num_lines += event == "line"
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        assert desk.loop._desk.abort(RequestId(1600))
+    finally:
+        sys.settrace(before)
+    assert 0 < num_lines < 30
+    desk.loop.handle(Abort([RequestId(number) for number in numbers[:-1]]))
+    desk.files.gate.set()
+    desk.run()
+    assert not desk.loop._desk._where
+    ends = [desk.outputs[number][-1].finish_reason for number in numbers]
+    assert ends == [FinishReason.ABORT] * 1600
 
 
 def test_s03_a_load_says_what_was_loaded(make: Any, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from manyroots.bench.our_side import OurScheduler
 from manyroots.bench.own_process import Job, answer_from_stdin, run_module
 from manyroots.bench.peer_schedulers import measure_peer, peer_name
 from manyroots.bench.scheduler_cases import measure_all
+from manyroots.bench.scheduler_tenants import measure_tenants, tenant_lines
 from manyroots.bench.scheduler_trace import SchedulerWorkload
 
 OURS = "manyroots"
@@ -27,7 +28,11 @@ Measure = Callable[[SchedulerWorkload, int], dict[str, Any]]
 
 
 def run_scheduler(
-    workload: SchedulerWorkload, page_sizes: list[int], peers: list[Path], repeats: int
+    workload: SchedulerWorkload,
+    page_sizes: list[int],
+    peers: list[Path],
+    repeats: int,
+    tenants: tuple[int, ...] = (),
 ) -> dict[str, Any]:
     """Measure every page size; the report holds the workload and every figure."""
     systems: dict[str, Measure] = {OURS: measure_ours}
@@ -41,13 +46,17 @@ def run_scheduler(
                 measured[name].append(measure(workload, page_size))
         figures = {name: median_of(found) for name, found in measured.items()}
         runs.append({"page_size": page_size, "systems": figures})
-    report = {
+    report: dict[str, Any] = {
         "workload": asdict(workload),
         "clock": "thread CPU time",
         "repeats": repeats,
         "runs": runs,
     }
     print(table(report))
+    if tenants:
+        print("tenants", file=sys.stderr)
+        report["tenants"] = measure_tenants(tenants)
+        print("\n".join(tenant_lines(report["tenants"])))
     return report
 
 

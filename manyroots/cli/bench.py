@@ -93,6 +93,9 @@ def _add_scheduler(kinds: Any) -> None:
     group.add_argument("--decode-batches", type=_ints, default=(1, 64, 256), metavar="LIST")
     group.add_argument("--waiting", type=_ints, default=(0, 100, 500, 5000), metavar="LIST")
     group.add_argument("--steady-steps", type=int, default=64, metavar="N")
+    group.add_argument(
+        "--tenants", type=_ints, default=(1, 1024, 10_000), metavar="LIST", help="salts that wait"
+    )
     group.add_argument("--page-size", type=_ints, default=(16, 64), metavar="LIST")
     group.add_argument("--repeats", type=int, default=3, metavar="N", help="the median counts")
     group.add_argument(
@@ -173,7 +176,7 @@ def _scheduler(arguments: dict[str, Any]) -> int:
 
     _check_positive(arguments, ("requests", "prompt_len", "groups", "decode", "budget", "batch"))
     _check_positive(arguments, ("burst", "steady_steps", "repeats"))
-    for name, low in (("page_size", 1), ("decode_batches", 1), ("waiting", 0)):
+    for name, low in (("page_size", 1), ("decode_batches", 1), ("waiting", 0), ("tenants", 1)):
         _check_at_least(name, min(arguments[name]), low)
     _check_shared(arguments)
     workload = SchedulerWorkload(
@@ -194,6 +197,7 @@ def _scheduler(arguments: dict[str, Any]) -> int:
         list(arguments["page_size"]),
         [Path(folder) for folder in arguments["peer"]],
         arguments["repeats"],
+        tuple(sorted(arguments["tenants"])),
     )
     return _written(report, arguments["json"])
 

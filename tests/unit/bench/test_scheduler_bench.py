@@ -68,7 +68,7 @@ def test_the_report_holds_the_workload_and_every_figure(
         "--requests 8 --prompt-len 64 --groups 2 --decode 2 --budget 96 --batch 4 --burst 3 "
         "--decode-batches 1,4 --waiting 3,0 --steady-steps 3 --page-size 4,16 --repeats 1"
     )
-    assert main(["bench", "scheduler", *flags.split(), "--json", str(out)]) == 0
+    assert main(["bench", "scheduler", *flags.split(), "--tenants", "1", "--json", str(out)]) == 0
     report = json.loads(out.read_text())
     assert report["workload"]["num_requests"] == 8
     assert report["workload"]["waiting"] == [0, 3]

@@ -62,6 +62,35 @@ def test_r06_whatever_a_test_draws_has_a_seed_of_its_own(path: Path) -> None:
     assert list(problems(ast.parse(path.read_text()))) == []
 
 
+def short_waits(tree: ast.Module) -> Iterator[str]:
+    """Where a test gives up on something sooner than a busy machine may need for it.
+
+    Waits of less than a second are for what must not happen.
+    """
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        name = ast.unparse(call.func)
+        limits = [keyword.value for keyword in call.keywords if keyword.arg == "timeout"]
+        if name in ("asyncio.timeout", "asyncio.wait_for") or name.endswith(".wait"):
+            limits += call.args[-1:]
+        for limit in limits:
+            value = limit.value if isinstance(limit, ast.Constant) else None
+            if isinstance(value, int | float) and 1 <= value < 30:
+                yield f"line {call.lineno}: {name} gives up after {value} s"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(TESTS).as_posix())
+def test_r06_what_must_happen_is_waited_for_patiently(path: Path) -> None:
+    """R06: with `tests.patience`, or as long."""
+    assert list(short_waits(ast.parse(path.read_text()))) == []
+
+
+def test_the_check_sees_short_waits() -> None:
+    for code in ("event.wait(5)", "asyncio.timeout(10)", "httpx.get(url, timeout=1)"):
+        assert list(short_waits(ast.parse(code))), code
+    for code in ("event.wait(0.1)", "event.wait()", "event.wait(PATIENCE_S)"):
+        assert not list(short_waits(ast.parse(code))), code
+
+
 @pytest.mark.parametrize(
     "code",
     [

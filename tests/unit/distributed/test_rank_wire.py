@@ -24,6 +24,7 @@ from manyroots.step import (
     Plan,
     SlotRef,
 )
+from tests.patience import PATIENCE_S
 
 
 def ints(*values: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
@@ -130,5 +131,5 @@ def test_closing_wakes_ones_own_receiver() -> None:
 
     threading.Thread(target=receive, daemon=True).start()
     here.close()
-    assert ended.wait(5)
+    assert ended.wait(PATIENCE_S)
     there.close()

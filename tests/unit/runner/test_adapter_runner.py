@@ -33,6 +33,7 @@ from manyroots.store.adapter_slots import AdapterSlots
 from manyroots.store.adapter_weights import AdapterWeights
 from manyroots.store.arena import PageArena
 from tests.deciding import submit
+from tests.patience import PATIENCE_S
 from tests.unit.models.peft_models import ADAPTERS, Pair, make_pair, read
 
 PAGE_SIZE, NUM_PAGES, MAX_LEN = 4, 120, 64
@@ -143,7 +144,7 @@ def test_others_decode_while_an_adapter_loads_w10(pair: Pair, folder: Path) -> N
     may_read, read_files = threading.Event(), engine.read
 
     def slow(path: str) -> AdapterWeights:
-        assert may_read.wait(30)
+        assert may_read.wait(PATIENCE_S)
         return read_files(path)
 
     engine.read = slow

@@ -77,7 +77,8 @@ class Watched:
         self._runner = runner
         self._max_loras = max_loras
         self._slot_of_row: dict[int, AdapterSlot | None] = {}
-        self._loading: dict[LoadId, AdapterSlot] = {}
+        self._loading: dict[LoadId, AdapterSlot | None] = {}
+        """None: on its way to the host alone."""
         self._launched: list[Future[StepResult]] = []
         self.num_adapters: Counter[int] = Counter()
         """How many steps computed with how many adapters."""
@@ -94,7 +95,8 @@ class Watched:
         self.num_adapters[len(used)] += 1
         for intent in plan.adapters:
             if isinstance(intent, LoadAdapter):
-                self._loading[intent.load_id] = intent.target.slot
+                target = intent.target
+                self._loading[intent.load_id] = None if target is None else target.slot
         assert not used & set(self._loading.values()), "a slot was rotated under a running request"
         self._launched.append(self._runner.launch(plan))
         return self._launched[-1]

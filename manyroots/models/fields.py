@@ -117,10 +117,11 @@ _POSITIVE_OR_NONE = _number("a number above 0, or null", lambda value: value > 0
 ROPE_FIELDS: dict[str, Field] = {
     "rope_type": _NAME,
     "rope_theta": _POSITIVE,
-    "factor": _POSITIVE,
-    "low_freq_factor": _POSITIVE,
-    "high_freq_factor": _POSITIVE,
-    "original_max_position_embeddings": _whole(1, None),
+    # Null where the type has no use for it; where it has, computing with it is refused.
+    "factor": _POSITIVE_OR_NONE,
+    "low_freq_factor": _POSITIVE_OR_NONE,
+    "high_freq_factor": _POSITIVE_OR_NONE,
+    "original_max_position_embeddings": _whole(1, None, or_none=True),
     "attention_factor": _POSITIVE_OR_NONE,
     "beta_fast": _POSITIVE_OR_NONE,
     "beta_slow": _POSITIVE_OR_NONE,

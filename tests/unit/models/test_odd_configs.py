@@ -104,6 +104,66 @@ def test_an_odd_config_is_refused_by_name_and_value(
         open_model(write(tmp_path, kind, **changes))
 
 
+LLAMA_3_1: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009], "hidden_act": "silu",
+    "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
+    "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "llama",
+    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+    "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_scaling": {
+        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192, "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "transformers_version": "4.42.3", "use_cache": True, "vocab_size": 128256,
+}  # fmt: skip
+QWEN: dict[str, Any] = {
+    "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151645, "hidden_act": "silu",
+    "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 6144,
+    "max_position_embeddings": 40960, "max_window_layers": 48, "num_attention_heads": 32,
+    "num_hidden_layers": 48, "num_key_value_heads": 4, "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0, "sliding_window": None, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
+USUAL: dict[str, tuple[dict[str, Any], int]] = {
+    "a Llama 3.1": (LLAMA_3_1, 131072),
+    "a Llama of long ago": (
+        {**LLAMA_3_1, "rope_scaling": None, "eos_token_id": 2, "pad_token_id": -1,
+         "max_position_embeddings": 4096}, 4096,
+    ),
+    "a Mistral": (
+        {**LLAMA_3_1, "architectures": ["MistralForCausalLM"], "model_type": "mistral",
+         "rope_scaling": None, "sliding_window": 4096, "max_position_embeddings": 32768}, 4096,
+    ),
+    "a Qwen2.5": (
+        {**QWEN, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2",
+         "sliding_window": 131072, "max_window_layers": 28, "num_hidden_layers": 28}, 40960,
+    ),
+    "a Qwen3 with yarn": (
+        {**QWEN, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128,
+         "attention_bias": False, "rope_scaling": {
+             "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768,
+         }}, 40960,
+    ),
+    "a Qwen3-MoE": (
+        {**QWEN, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe",
+         "attention_bias": False, "decoder_sparse_step": 1, "head_dim": 128, "mlp_only_layers": [],
+         "moe_intermediate_size": 768, "norm_topk_prob": True, "num_experts": 128,
+         "num_experts_per_tok": 8, "output_router_logits": False, "rope_scaling": None,
+         "router_aux_loss_coef": 0.001}, 40960,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", USUAL)
+def test_configs_as_checkpoints_have_them_are_taken(name: str, tmp_path: Path) -> None:
+    config, longest = USUAL[name]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    spec = describe(resolve_source(ModelSettings(model=str(tmp_path))))
+    assert spec.max_exact_len == longest
+    assert spec.vocab_size == config["vocab_size"]
+
+
 @pytest.mark.parametrize("longest", [10**18, 10**30, MAX_POSITIONS + 1])
 def test_a_config_without_an_end_of_positions_is_served_up_to_where_they_are_exact(
     longest: int, tmp_path: Path

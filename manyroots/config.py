@@ -129,10 +129,16 @@ class SchedulerSettings:
         "and tenants.",
         choices=tuple(policy.value for policy in Policy),
     )
+    adapter_patience_steps: int = option(
+        64,
+        "Steps that an adapter waits for a place among --max-loras; then the adapter with the "
+        "fewest running requests makes place for a while.",
+    )
 
     def __post_init__(self) -> None:
         _one_of_choices(self)
         _at_least(self, "max_num_seqs", 1)
+        _at_least(self, "adapter_patience_steps", 0)
         _at_least(self, "max_num_batched_tokens", 1)
         _at_least(self, "long_prefill_token_threshold", 1)
 

@@ -285,6 +285,10 @@ class Stats:
     missed_tokens: dict[str, int] = field(default_factory=dict)
     """Looked up and not reused, though whole pages of them could be: by the reason (`cold`,
     `namespace`, `window`, `checkpoint`, `tier`)."""
+    num_resting: int = 0
+    """Of those that neither run nor wait: begun, and resting while another adapter has their place.
+    """
+    total_rests: int = 0
 
 
 @dataclass(frozen=True, slots=True)

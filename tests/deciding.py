@@ -98,6 +98,7 @@ class Deciding:
         max_loras: int = 0,
         max_cpu_loras: int = 0,
         policy: str = "fcfs",
+        adapter_patience_steps: int = 64,
         finish_loads: Callable[[list[LoadAdapter]], list[AdapterLoaded]] | None = None,
     ) -> None:
         settings = SchedulerSettings(
@@ -105,6 +106,7 @@ class Deciding:
             max_num_batched_tokens=budget,
             long_prefill_token_threshold=chunk,
             scheduling_policy=policy,
+            adapter_patience_steps=adapter_patience_steps,
         )
         capacities = capacities or (Capacity(FULL_ATTENTION, num_pages),)
         layout = Layout.of(page_size, capacities)

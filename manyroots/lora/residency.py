@@ -138,6 +138,41 @@ class Residency:
             return Readiness.ABSENT
         return Readiness.LOADING if slot.is_loading else Readiness.READY
 
+    def num_seats(self, digest: AdapterDigest) -> int:
+        """How many of an adapter's requests run, or are over and drain."""
+        slot = self.slots.find(digest)
+        return 0 if slot is None else slot.num_seats
+
+    def seated(self) -> list[tuple[AdapterDigest, int]]:
+        """Adapters that run, each with its number of seats, by slot."""
+        slots = [slot for slot in self.slots.all if slot.num_seats > 0]
+        return [(slot.owner, slot.num_seats) for slot in slots if slot.owner is not None]
+
+    def has_place(self, digest: AdapterDigest) -> bool:
+        """Whether an adapter that does not run could, once it is loaded, as things are."""
+        if self.limits.max_loras and self.slots.num_seated >= self.limits.max_loras:
+            return False
+        num_obtainable = self.num_obtainable
+        return num_obtainable is None or num_obtainable > 0 or digest in self.slots.by_owner
+
+    def is_coming(self, digest: AdapterDigest) -> bool:
+        """Whether an adapter is not on the device yet and can be brought there while as many run
+        as do now: there is a slot to spare for it."""
+        slot = self.slots.find(digest)
+        if slot is not None:
+            return slot.is_loading
+        return self.num_obtainable is None or self.num_obtainable > 0
+
+    @property
+    def num_obtainable(self) -> int | None:
+        """Slots that `prepare` can give to others sooner or later: not used by anyone who runs,
+        nor pinned. None for no limit."""
+        if self.slots.num_slots is None:
+            return None
+        owners = self.slots.by_owner.items()
+        num_pinned = sum(s.num_seats == 0 and self.registry.is_pinned(d) for d, s in owners)
+        return self.slots.num_slots - self.slots.num_seated - num_pinned
+
     def seat(self, hold: Hold) -> AdapterSlot:
         """The request runs from now on; its weights stay in this slot meanwhile."""
         readiness = self.readiness(hold.digest)
@@ -149,12 +184,13 @@ class Residency:
         hold.slot = self.slots.seat(hold.digest)
         return hold.slot
 
-    def unseat(self, hold: Hold) -> None:
-        """The request runs no more (finished or retracted); launched steps may still compute it."""
+    def unseat(self, hold: Hold, *, is_in_flight: bool = True) -> None:
+        """The request runs no more (finished, retracted, put to rest); launched steps may still
+        compute it, unless the caller knows that none does."""
         if hold.slot is None:
             raise RuntimeError(f"a request of adapter {hold.version.name!r} has no seat to leave")
         hold.slot = None
-        self.slots.unseat(hold.digest)
+        self.slots.unseat(hold.digest, is_in_flight)
 
     # Steps
 

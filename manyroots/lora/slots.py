@@ -47,7 +47,7 @@ class Slot:
         self.num_seats = 0
         """Running requests that use it."""
         self.busy_until: StepId | None = None
-        """The last launched step that may use it, as of when its last request left."""
+        """The last launched step that may use it for a request that has left."""
 
     @property
     def ref(self) -> SlotRef:
@@ -151,18 +151,17 @@ class DeviceSlots:
         slot.num_seats += 1
         return slot.number
 
-    def unseat(self, digest: AdapterDigest) -> None:
-        """The request has stopped running; launched steps may still compute it."""
+    def unseat(self, digest: AdapterDigest, is_in_flight: bool) -> None:
+        """The request has stopped running; launched steps may still compute it, or not."""
         slot = self.by_owner[digest]
         slot.num_seats -= 1
-        if slot.num_seats > 0:
-            return
-        self.num_seated -= 1
-        if not self.launched:
-            self.idle[slot.number] = slot
-        elif slot.busy_until != self.launched[-1]:
+        if is_in_flight and self.launched and slot.busy_until != self.launched[-1]:
             slot.busy_until = self.launched[-1]
             self.cooling.append((slot.busy_until, slot))
+        if slot.num_seats == 0:
+            self.num_seated -= 1
+            if slot.busy_until is None:
+                self.idle[slot.number] = slot
 
     def step_launched(self, step_id: StepId) -> None:
         """A step that uses the seated slots is on its way."""

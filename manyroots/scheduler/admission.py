@@ -14,6 +14,7 @@ from manyroots.cache.lease import Lease
 from manyroots.cache.outcomes import Ending, Refusal
 from manyroots.config import Policy, SchedulerSettings
 from manyroots.ids import AdapterDigest, StepId
+from manyroots.lora.registry import Hold
 from manyroots.lora.residency import Residency
 from manyroots.scheduler.draft import Draft
 from manyroots.scheduler.lanes import Lane
@@ -21,6 +22,7 @@ from manyroots.scheduler.placing import Placer
 from manyroots.scheduler.queue import WaitingQueue
 from manyroots.scheduler.ranking import Ranking
 from manyroots.scheduler.request import Request, State
+from manyroots.scheduler.resting import Resting
 from manyroots.scheduler.rows import Rows
 from manyroots.scheduler.turns import AdapterTurns, has_aged
 
@@ -39,6 +41,7 @@ class Admission:
         cache: PrefixCache,
         adapters: Residency,
         rows: Rows,
+        resting: Resting,
         *,
         max_model_len: int,
     ) -> None:
@@ -46,10 +49,11 @@ class Admission:
         self._adapters = adapters
         self._rows = rows
         self._placer = Placer(settings, cache)
-        self._turns = AdapterTurns(adapters, adapters.limits.max_loras)
+        self.turns = AdapterTurns(adapters, resting, settings.adapter_patience_steps)
         self._max_model_len = max_model_len
         policy = Policy(settings.scheduling_policy)
         self._is_fair = policy is Policy.FAIR
+        self._by_priority = policy is Policy.PRIORITY
         self.waiting = WaitingQueue(policy)
         self._fetching: dict[Request, None] = {}
         self._loading: dict[Request, None] = {}
@@ -169,12 +173,13 @@ class Admission:
         and while one finds no room, nobody less important begins.
         """
         without_room: set[AdapterDigest | None] = set()
-        while self._loaded and self._rows.num_free and draft.num_tokens_left > 0:
-            if not self._begin_loaded(draft):
-                return without_room
+        if self._loaded and not self._begin_loaded(draft):
+            return without_room
         if not len(self.waiting) or not (self._rows.num_free or make_way):
             return without_room
-        is_open = self._turns.open_lanes(self.waiting, draft.step_id)
+        if self.turns.is_line_held:
+            return without_room
+        is_open = self.turns.open_lanes(self.waiting)
         least = LEAST_IMPORTANT
         while claimed := self._claim(draft, is_open, make_way, least):
             for index, request in enumerate(claimed):
@@ -196,25 +201,42 @@ class Admission:
                 break
         return without_room
 
-    def prepare_adapters(self, without_room: set[AdapterDigest | None], step_id: StepId) -> None:
-        """Bring what waiting requests need to the device."""
-        if len(self.waiting):
-            self._turns.prepare(self.waiting, without_room, step_id)
+    def who_rests(self, step_id: StepId) -> AdapterDigest | None:
+        """The adapter whose requests must rest now, for those of another that have waited."""
+        num_running = len(self._rows.running)
+        loaded = (*self._loaded, *self._loading)
+        return self.turns.who_rests(self.waiting, loaded, step_id, num_running, self._has_room)
+
+    def _has_room(self, request: Request) -> bool:
+        """Whether there are pages for a waiting request to begin now."""
+        if request.lease is not None:
+            return True
+        lease = self._find(request)
+        has_room = bool(lease.onboarding) or self._could_go_on(request, lease)
+        self._drop_claim(request)
+        return has_room
 
     def _begin_loaded(self, draft: Draft) -> bool:
-        request = self._loaded.popleft()
-        if self._begin(request, draft):
-            return True
-        if self._rows.is_busy:
-            self._loaded.appendleft(request)  # what runs will make room
-            return False
-        # Nothing will make room but the others that hold what they have loaded.
-        self._give_up([*self._loaded])
-        self._loaded.clear()
-        if self._begin(request, draft):
-            return True
-        self._give_up([request])
-        return False
+        """Start those whose units have arrived, in that order, but for those whose adapter has no
+        place now. False if one finds no room: what runs will make some."""
+        for request in list(self._loaded):
+            if not self._rows.num_free or draft.num_tokens_left == 0:
+                return False
+            if request not in self._loaded or not self.turns.is_open(request.group[0]):
+                continue
+            self._loaded.remove(request)
+            if self._begin(request, draft):
+                continue
+            if self._rows.is_busy:
+                self._loaded.appendleft(request)
+                return False
+            # Nothing will make room but the others that hold what they have loaded.
+            self._give_up([*self._loaded])
+            self._loaded.clear()
+            if not self._begin(request, draft):
+                self._give_up([request])
+                return False
+        return True
 
     def _claim(
         self,
@@ -234,8 +256,11 @@ class Admission:
             lane = order.first()
             if lane is None or lane.head.submit.priority > least:
                 break
-            if lane.head.num_in_flight_tokens > 0:
-                # Retracted a moment ago: its last token is not known yet.
+            num_kept = self._num_kept_rows(lane.adapter)
+            is_kept = num_kept > 0 and num_free - len(claimed) <= num_kept
+            if lane.head.num_in_flight_tokens > 0 or is_kept:
+                # Retracted a moment ago, and its last token is not known yet; or the rows that are
+                # left are of those that rest.
                 del is_open[lane.adapter]
                 order = self._order(is_open)
                 continue
@@ -289,9 +314,15 @@ class Admission:
 
     def _has_place(self, request: Request, draft: Draft) -> bool:
         """Whether a request could begin now but for its pages."""
-        if not self._rows.num_free or draft.num_tokens_left == 0:
+        adapter = request.group[0]
+        if self._rows.num_free <= self._num_kept_rows(adapter) or draft.num_tokens_left == 0:
             return False
-        return request.hold is None or self._turns.may_begin(request)
+        return self.turns.is_open(adapter)
+
+    def _num_kept_rows(self, adapter: AdapterDigest | None) -> int:
+        """Rows that are not for new requests of an adapter, but for those that rest. Where
+        importance counts none are: whoever rests may be less important."""
+        return 0 if self._by_priority else self.turns.num_kept_rows(adapter)
 
     def _begin(self, request: Request, draft: Draft) -> bool:
         """Start a claimed request, or start loading what it found; False if there is no room."""
@@ -308,15 +339,9 @@ class Admission:
             request.state = State.LOADING
             self._loading[request] = None
             return True
-        # With others running, begin only what could finish its prompt and a page of output:
-        # beginning with less would end in retracting it again.
         computed = lease.num_cached_tokens
-        if self._rows.running:
-            enough = request.num_tokens + self._cache.page_size
-            if enough > self._max_model_len:
-                enough = self._max_model_len
-            if not self._cache.can_reach(lease, computed, enough, self._placer.most_step_tokens):
-                return False
+        if self._rows.running and not self._could_go_on(request, lease):
+            return False
         num_tokens = self._placer.chunk(request, lease, computed, draft)
         extension = self._cache.extend(lease, computed, computed + num_tokens, draft.step_id)
         if isinstance(extension, Refusal):
@@ -325,9 +350,16 @@ class Admission:
         self._placer.place(request, lease, computed, num_tokens, draft)
         return True
 
+    def _could_go_on(self, request: Request, lease: Lease) -> bool:
+        """With others running, begin only what could finish its prompt and a page of output:
+        beginning with less would end in retracting it again."""
+        enough = min(request.num_tokens + self._cache.page_size, self._max_model_len)
+        computed, most = lease.num_cached_tokens, self._placer.most_step_tokens
+        return self._cache.can_reach(lease, computed, enough, most)
+
     def _start(self, request: Request, lease: Lease, draft: Draft) -> None:
         if request.hold is not None:
-            self._adapters.seat(request.hold)
+            self.seat(request.hold, draft.step_id)
         request.state = State.RUNNING
         if request.prompt_logprobs:
             request.prompt_logprobs.clear()
@@ -335,5 +367,10 @@ class Admission:
             request.num_cached_tokens = lease.num_cached_tokens
         if not request.wants_prompt_logprobs:
             self._cache.begin(lease, request.num_tokens)
-        row = self._rows.sit(request, lease)
-        draft.arrive(request, row, lease)
+        num_computed = lease.num_cached_tokens
+        draft.arrive(request, self._rows.sit(request, num_computed), lease, num_computed)
+
+    def seat(self, hold: Hold, step_id: StepId) -> None:
+        """A request runs with its adapter from now on."""
+        self.turns.seated(hold.digest, step_id)
+        self._adapters.seat(hold)

@@ -104,7 +104,7 @@ class Draft:
             self.num_tokens_left += 1
             self._growth = [_without(row, growth) for growth in self._growth]
 
-    def arrive(self, request: Request, row: Row, lease: Lease) -> None:
+    def arrive(self, request: Request, row: Row, lease: Lease, num_computed: int) -> None:
         """The request takes a row, with everything known of it."""
         submit = request.submit
         sampling = submit.sampling
@@ -116,7 +116,7 @@ class Draft:
                 submit.request_id,
                 request.tokens,
                 request.num_prompt_tokens,
-                lease.num_cached_tokens,
+                num_computed,
                 tuple([table.astype(np.int32) for table in lease.tables]),
                 sampling,
                 submit.seed,

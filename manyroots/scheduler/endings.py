@@ -1,19 +1,21 @@
-"""How requests stop running: over for their callers, drained, or retracted to run again.
+"""How requests stop running: over for their callers, drained, put to rest, or retracted to run
+again.
 
 Owns every request that is not over, and those that have left while a launched step still computes
 them: till that step is done, a request that is over keeps its row and pages, and one that was
-retracted waits for its token.
+retracted or put to rest waits for its token.
 """
 
 from __future__ import annotations
 
 from manyroots.cache.cache import PrefixCache
 from manyroots.cache.outcomes import Ending
-from manyroots.ids import RequestId, StepId
+from manyroots.ids import AdapterDigest, RequestId, StepId
 from manyroots.lora.residency import Residency
 from manyroots.messages import FinishReason, Output
 from manyroots.scheduler.admission import Admission
 from manyroots.scheduler.request import Request, State
+from manyroots.scheduler.resting import Resting
 from manyroots.scheduler.rows import Rows
 
 
@@ -21,12 +23,18 @@ class Endings:
     """Takes rows, pages and adapters back."""
 
     def __init__(
-        self, cache: PrefixCache, adapters: Residency, rows: Rows, admission: Admission
+        self,
+        cache: PrefixCache,
+        adapters: Residency,
+        rows: Rows,
+        admission: Admission,
+        resting: Resting,
     ) -> None:
         self._cache = cache
         self._adapters = adapters
         self._rows = rows
         self._admission = admission
+        self._resting = resting
         self.requests: dict[RequestId, Request] = {}
         """All that are not over for their callers."""
         self.leaving: dict[int, Request] = {}
@@ -47,7 +55,13 @@ class Endings:
     def end(self, request: Request, reason: FinishReason) -> None:
         """The request is over for its caller; its pages go when no launched step writes them."""
         del self.requests[request.submit.request_id]
-        if request.row is None:
+        if request.state is State.RESTING:
+            self._admission.waiting.close(request)
+            is_whole = reason in (FinishReason.STOP, FinishReason.LENGTH)
+            self._wake(request, Ending.FINISHED if is_whole else Ending.DROPPED)
+            request.state = State.FINISHED
+            self._let_go(request)
+        elif request.row is None:
             self._admission.remove(request)
             self._let_go(request)
         else:
@@ -83,6 +97,38 @@ class Endings:
     def retract(self, request: Request, step_id: StepId) -> None:
         """Back to the head of the queue. What it published stays findable, so that it resumes
         from there; its draws depend on (seed, position), so its tokens stay the same."""
+        if request.state is State.RESTING:
+            self._wake(request, Ending.DROPPED)
+        else:
+            self._stand_up(request)
+            self._give_back(request, Ending.DROPPED)
+        self._admission.queue_again(request, step_id)
+        self.num_retractions += 1
+
+    def rest(self, adapter: AdapterDigest, step_id: StepId) -> None:
+        """All that run with an adapter rest: their place is for another. They keep their pages."""
+        requests = [r for r in self._rows.running if r.group[0] == adapter]
+        for request in requests:
+            row, hold = request.row, request.hold
+            assert row is not None
+            assert hold is not None
+            request.num_computed_tokens = int(self._rows.computed[row])
+            self._stand_up(request)
+            self._adapters.unseat(hold, is_in_flight=request.num_in_flight_tokens > 0)
+            self._rows.leave(request)
+            request.state = State.RESTING
+        if requests:  # else all that have seats are over, and make place by themselves
+            self._resting.add(adapter, requests, step_id)
+
+    def _wake(self, request: Request, ending: Ending) -> None:
+        """A request that rests will not go on from there."""
+        assert request.lease is not None
+        self._cache.release(request.lease, ending)
+        request.lease = None
+        self._resting.remove(request)
+
+    def _stand_up(self, request: Request) -> None:
+        """A request loses its row, while launched steps may still compute it."""
         row = request.row
         assert row is not None
         self._rows.flush(request)
@@ -90,16 +136,14 @@ class Endings:
         request.num_in_flight_tokens = int(self._rows.computed[row] - self._rows.committed[row])
         if request.num_in_flight_tokens:
             self.leaving[request.stay] = request
-        self._give_back(request, Ending.DROPPED)
-        self._admission.queue_again(request, step_id)
-        self.num_retractions += 1
 
     def _give_back(self, request: Request, ending: Ending) -> None:
         assert request.lease is not None
         self._cache.release(request.lease, ending)
         request.lease = None
         if request.hold is not None:
-            self._adapters.unseat(request.hold)
+            in_flight = request.num_in_flight_tokens > 0
+            self._adapters.unseat(request.hold, is_in_flight=in_flight)
         self._rows.leave(request)
 
     def forget(self, request: Request, num_tokens: int) -> None:

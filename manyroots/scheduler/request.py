@@ -37,6 +37,8 @@ class State(enum.Enum):
     """Holds a lease whose units are on their way to the device."""
     RUNNING = "running"
     """Holds a row and a lease."""
+    RESTING = "resting"
+    """Runs on later; holds a lease."""
     DRAINING = "draining"
     """Finished, but a launched step still writes to its pages; holds a row and a lease."""
     FINISHED = "finished"
@@ -57,6 +59,7 @@ class Request:
         "lease",
         "max_num_tokens",
         "num_cached_tokens",
+        "num_computed_tokens",
         "num_in_flight_tokens",
         "num_prompt_tokens",
         "num_tokens",
@@ -116,6 +119,8 @@ class Request:
         """What the tokens are the beginning of."""
         self.num_in_flight_tokens = 0
         """Of a request that lost its row: tokens that launched steps still compute for it."""
+        self.num_computed_tokens = 0
+        """Of a request that rests: where it goes on."""
         self.num_cached_tokens: int | None = None
         """What was reused when it first began."""
         self.prompt_logprobs: list[TokenLogprobs] = []

@@ -89,8 +89,8 @@ class Rows:
         assert request is not None
         return request
 
-    def sit(self, request: Request, lease: Lease) -> Row:
-        """Give a request a row and its columns."""
+    def sit(self, request: Request, num_computed: int) -> Row:
+        """Give a request a row and its columns, with what is computed of it."""
         row = request.row = self._free.pop()
         self._requests[row] = request
         self.running[request] = None
@@ -100,9 +100,11 @@ class Rows:
             self.end = row + 1
         self.stay[row] = request.stay = self._next_stay
         self._next_stay += 1
-        self.computed[row] = self.committed[row] = lease.num_cached_tokens
+        self.computed[row] = self.committed[row] = num_computed
         self.request_ids[row] = request.submit.request_id
         self.num_cached[row] = request.num_cached_tokens or 0
+        if request.prompt_logprobs:
+            self.scored.add(row)
         return row
 
     def settle(self, request: Request) -> None:

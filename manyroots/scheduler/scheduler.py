@@ -15,7 +15,8 @@ from collections import deque
 import numpy as np
 
 from manyroots.cache.cache import PrefixCache
-from manyroots.cache.outcomes import Refusal
+from manyroots.cache.lease import Lease
+from manyroots.cache.outcomes import Extension, Refusal
 from manyroots.config import Policy, SchedulerSettings
 from manyroots.ids import AdapterDigest, AdapterName, RequestId, Row, StepId, Tier
 from manyroots.lora.registry import Unloaded
@@ -26,6 +27,7 @@ from manyroots.scheduler.draft import Draft, Launched
 from manyroots.scheduler.endings import Endings
 from manyroots.scheduler.placing import Placer
 from manyroots.scheduler.request import Request, State
+from manyroots.scheduler.resting import Resting
 from manyroots.scheduler.rows import Int64s, Rows
 from manyroots.scheduler.victims import Victims
 from manyroots.step import Bools, Int32s, Plan, StepResult, TokenLogprobs
@@ -54,11 +56,12 @@ class Scheduler:
         self._by_priority = settings.scheduling_policy == Policy.PRIORITY.value
         self._rows = Rows(settings.max_num_seqs, cache.page_size)
         self._placer = Placer(settings, cache)
-        self._victims = Victims(self._rows, cache, by_priority=self._by_priority)
+        self._resting = Resting()
+        self._victims = Victims(self._rows, self._resting, cache, by_priority=self._by_priority)
         self._admission = Admission(
-            settings, cache, adapters, self._rows, max_model_len=max_model_len
+            settings, cache, adapters, self._rows, self._resting, max_model_len=max_model_len
         )
-        self._endings = Endings(cache, adapters, self._rows, self._admission)
+        self._endings = Endings(cache, adapters, self._rows, self._admission, self._resting)
         self._in_flight: deque[Launched] = deque()
         self._next_step_id = 1
         self._next_serial = 1
@@ -150,22 +153,29 @@ class Scheduler:
         """The next step, or None if there is nothing to do right now."""
         draft = Draft(StepId(self._next_step_id), self._settings.max_num_batched_tokens, self._rows)
         num_retracted = self._endings.num_retractions
+        without_room: set[AdapterDigest | None] = set()
+        if len(self._admission) or self._resting:
+            adapter = self._admission.who_rests(draft.step_id)
+            if adapter is not None:
+                self._endings.rest(adapter, draft.step_id)
         # Decodes first: a long prompt must not hold up the tokens of those who are talking.
         growing = draft.decode()
-        if self._by_priority and (len(growing) or self._rows.prompts):
+        prompts = list(self._rows.prompts) if self._rows.prompts else ()
+        if self._by_priority and (len(growing) or prompts):
             self._continue_by_importance(growing, draft)
-        else:
-            if len(growing):
-                self._turn_pages(growing, draft)
-            if self._rows.prompts:
-                for request in list(self._rows.prompts):
-                    self._continue(request, draft)
+        elif len(growing):
+            self._turn_pages(growing, draft)
+        if self._resting:
+            self._resume(draft)
+        for request in () if self._by_priority else prompts:
+            self._continue(request, draft)
         if len(self._admission):
             self._admission.lose_patience(draft.step_id)
-            has_room = self._endings.num_retractions == num_retracted
             make_way = self._make_way if self._by_priority else None
-            without_room = self._admission.admit(draft, make_way) if has_room else set()
-            self._admission.prepare_adapters(without_room, draft.step_id)
+            if self._endings.num_retractions == num_retracted:
+                without_room = self._admission.admit(draft, make_way)
+        if len(self._admission) or self._resting:
+            self._admission.turns.prepare(self._admission.waiting, without_room)
         copies = self._cache.take_copies()
         intents = self._adapters.flush()
         waits = draft.is_empty and not self._in_flight and self._is_waiting
@@ -216,19 +226,48 @@ class Scheduler:
         num_tokens = self._placer.chunk(request, lease, computed, draft)
         if num_tokens == 0:
             return
-        wanted = (lease, computed, computed + num_tokens, draft.step_id)
-        extension = self._cache.extend(*wanted)
+        extension = self._extend(request, lease, computed, computed + num_tokens, draft)
+        if extension is not None:
+            draft.grow(row, extension)
+            self._placer.place(request, lease, computed, num_tokens, draft)
+
+    def _extend(
+        self, request: Request, lease: Lease, begin: int, end: int, draft: Draft
+    ) -> Extension | None:
+        """Pages for a request that runs, at others' cost if need be; None if it can't have them
+        now, or was retracted itself."""
+        extension = self._cache.extend(lease, begin, end, draft.step_id)
         while isinstance(extension, Refusal):
             if not self._admission.give_way() and not self._cache.prefer_own(lease):
                 victim = self._victims.for_running(request, draft)
                 if victim is None or self._is_alone:
-                    return
+                    return None
                 self._retract(victim, draft)
                 if victim is request:
-                    return
-            extension = self._cache.extend(*wanted)
-        draft.grow(row, extension)
-        self._placer.place(request, lease, computed, num_tokens, draft)
+                    return None
+            extension = self._cache.extend(lease, begin, end, draft.step_id)
+        return extension
+
+    def _resume(self, draft: Draft) -> None:
+        """Those whose adapter has its place again go on where they were."""
+        for request in self._admission.turns.returning():
+            if not self._rows.num_free or draft.num_tokens_left == 0:
+                return
+            lease, computed = request.lease, request.num_computed_tokens
+            # One may have been retracted for another; or its last token is not known yet.
+            if request.state is not State.RESTING or request.num_in_flight_tokens:
+                continue
+            assert lease is not None
+            assert request.hold is not None
+            num_tokens = self._placer.chunk(request, lease, computed, draft)
+            if self._extend(request, lease, computed, computed + num_tokens, draft) is None:
+                return
+            self._admission.seat(request.hold, draft.step_id)
+            self._resting.back(request)
+            request.state = State.RUNNING
+            row = self._rows.sit(request, computed)
+            draft.arrive(request, row, lease, computed)
+            self._placer.place(request, lease, computed, num_tokens, draft)
 
     # Retraction
 
@@ -241,14 +280,15 @@ class Scheduler:
         return True
 
     def _retract(self, victim: Request, draft: Draft) -> None:
-        assert victim.row is not None
-        draft.withdraw(victim.row)
+        if victim.row is not None:
+            draft.withdraw(victim.row)
         self._endings.retract(victim, draft.step_id)
 
     @property
     def _is_alone(self) -> bool:
         """Whether only copies under way hold what the one that runs lacks: it waits for them."""
-        return len(self._rows.running) == 1 and self._cache.has_transfers
+        num_begun = len(self._rows.running) + len(self._resting)
+        return num_begun == 1 and self._cache.has_transfers
 
     # Results
 
@@ -288,6 +328,9 @@ class Scheduler:
             if outcome.error is not None:
                 reason = f"the adapter could not be loaded: {outcome.error}"
                 waiting = self._admission.waiting.requests_of(outcome.digest)
+                rested = self._resting.find(outcome.digest)
+                if rested is not None:
+                    waiting += rested.requests
                 outputs += [self._endings.finish(r, FinishReason.ERROR, reason) for r in waiting]
         for done in result.copies:
             self._cache.acknowledge(done)
@@ -341,15 +384,19 @@ class Scheduler:
                 request.extend(token)
                 logprobs = result.logprobs.get(Row(row))
                 outputs.append(self._tell(request, int(token[0]), request.num_tokens, logprobs))
+            if request.state is State.RESTING:
+                self._publish(request, step.step_id)
         return is_left
 
     def _publish(self, request: Request, step_id: StepId) -> None:
         """Publish pages whose tokens were not all known when the step was planned."""
-        lease, row = request.lease, request.row
+        lease = request.lease
         assert lease is not None
-        assert row is not None
-        self._rows.flush(request)
-        self._cache.commit(lease, request.tokens, int(self._rows.committed[row]), step_id)
+        num_committed = request.num_computed_tokens - request.num_in_flight_tokens
+        if request.row is not None:
+            self._rows.flush(request)
+            num_committed = int(self._rows.committed[request.row])
+        self._cache.commit(lease, request.tokens, num_committed, step_id)
 
     def _report(
         self, rows: Int64s, tokens: Int32s, result: StepResult, outputs: list[Output]
@@ -442,6 +489,8 @@ class Scheduler:
             num_cached_pages=pages.num_cached,
             num_held_pages=pages.num_held,
             total_retractions=self._endings.num_retractions,
+            num_resting=len(self._resting),
+            total_rests=self._resting.total_rests,
             total_lookup_tokens=cache.total_lookup_tokens,
             total_hit_tokens=cache.total_hit_tokens,
             total_steps=self._next_step_id - 1,

@@ -10,25 +10,30 @@ from __future__ import annotations
 from manyroots.cache.cache import PrefixCache
 from manyroots.scheduler.draft import Draft
 from manyroots.scheduler.request import Request
+from manyroots.scheduler.resting import Resting
 from manyroots.scheduler.rows import Rows
 
 
 class Victims:
-    """Chooses among those that run."""
+    """Chooses among those that run and those that rest."""
 
-    def __init__(self, rows: Rows, cache: PrefixCache, *, by_priority: bool) -> None:
+    def __init__(
+        self, rows: Rows, resting: Resting, cache: PrefixCache, *, by_priority: bool
+    ) -> None:
         self._rows = rows
+        self._resting = resting
         self._cache = cache
         self._by_priority = by_priority
 
     def for_running(self, request: Request, draft: Draft) -> Request | None:
         """Who gives way to a request that runs and lacks pages; it may be that request itself.
 
-        Of those not placed in this step yet, and of those less important than it, whose token can
-        still be taken back.
+        Of those not placed in this step yet, be it because they rest, and of those less important
+        than it, whose token can still be taken back.
         """
         placed = draft.placed_rows()
         candidates = [r for r in self._rows.running if r.row not in placed]
+        candidates += self._resting
         if self._by_priority:
             candidates += self._less_important(request, draft)
         return self._choose(candidates)
@@ -39,7 +44,7 @@ class Victims:
         if not self._by_priority:
             return None
         placed = draft.placed_rows()
-        idle = [r for r in self._rows.running if r.row not in placed]
+        idle = [*(r for r in self._rows.running if r.row not in placed), *self._resting]
         less = [r for r in idle if r.submit.priority > request.submit.priority]
         return self._choose(less + self._less_important(request, draft))
 
@@ -58,7 +63,9 @@ class Victims:
 
     def _cost_to_resume(self, request: Request) -> tuple[int, int]:
         assert request.lease is not None
-        assert request.row is not None
-        self._rows.flush(request)
+        num_computed = request.num_computed_tokens
+        if request.row is not None:
+            self._rows.flush(request)
+            num_computed = int(self._rows.computed[request.row])
         num_found = self._cache.num_resumable_tokens(request.lease, request.tokens)
-        return int(self._rows.computed[request.row]) - num_found, -request.serial
+        return num_computed - num_found, -request.serial

@@ -24,7 +24,7 @@ from manyroots.simulate.presets import ROUND_NUMBERS
 from manyroots.simulate.settings import SimulationSettings
 from manyroots.simulate.trace import EndsBy, Segment, Trace, TraceRequest
 
-LONGEST_HEAD, LONGEST_TAIL, LONGEST_REPLY = 14, 6, 24
+LONGEST_HEAD, LONGEST_TAIL, LONGEST_REPLY = 14, 6, 40
 LONGEST = LONGEST_HEAD + LONGEST_TAIL + LONGEST_REPLY
 
 FULL, NARROW, WIDE, STATE = "full", "narrow", "wide", "state"
@@ -82,6 +82,8 @@ def _settings(rng: random.Random) -> SimulationSettings:
         depth=rng.choice([0, 1, 1]),
         prefetch=rng.choice(list(Prefetch)).value,
         prefetch_timeout_steps=rng.choice([0, 1, 5]),
+        # Of those that are patient for 64 steps nobody would rest in so short a life.
+        adapter_patience_steps=rng.choice([0, 2, 64]),
     )
 
 
@@ -137,7 +139,7 @@ def _trace(rng: random.Random, *, num_requests: int) -> Trace:
             TraceRequest(
                 arrival_s=arrival_s,
                 prompt=_prompt(rng, rng.choice(heads)),
-                adapter=rng.choice([None, None, "a", "b"]),
+                adapter=rng.choice([None, None, "a", "b", "c"]),
                 salt=rng.choice([None, None, None, ""]),
                 output_tokens=rng.randint(1, LONGEST_REPLY),
                 n=rng.choice([1, 1, 1, 1, 3]),

@@ -39,6 +39,7 @@ class SimulationSettings:
     max_loras: int = 0
     max_cpu_loras: int = 0
     scheduling_policy: str = "fcfs"
+    adapter_patience_steps: int = 64
     families: tuple[Capacity, ...] = ()
     """Other kinds of layers, with room of their own, in place of full attention alone."""
 
@@ -76,6 +77,7 @@ class SimulationSettings:
             max_num_batched_tokens=self.max_num_batched_tokens,
             long_prefill_token_threshold=self.long_prefill_token_threshold,
             scheduling_policy=self.scheduling_policy,
+            adapter_patience_steps=self.adapter_patience_steps,
         )
 
     @property

@@ -1,0 +1,187 @@
+"""`bench adapters`: whose turn it is when more adapters are asked for than may run at once.
+
+Counts steps, rows and tokens: no model, no clock, no time in any figure, so that a run gives the
+same on every machine. Each case runs as it is and with endless patience, which is what the batch
+would give if nobody were ever put to rest for anybody else.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from manyroots.bench.our_side import make_cache
+from manyroots.bench.scheduler_trace import MADE_UP_TOKEN
+from manyroots.config import SchedulerSettings
+from manyroots.ids import AdapterDigest, AdapterName, Namespace, RequestId
+from manyroots.lora.limits import Limits
+from manyroots.lora.residency import Residency
+from manyroots.messages import News, Submit
+from manyroots.sampling import SamplingParams
+from manyroots.scheduler.scheduler import Scheduler
+from manyroots.step import AdapterLoaded, LoadAdapter, Plan, StepResult
+
+ENDLESS = 2**31
+PROMPT_LEN = 24
+
+
+@dataclass(frozen=True, slots=True)
+class TurnsCase:
+    """Traffic that never ends, counted in steps."""
+
+    name: str
+    max_num_seqs: int
+    max_loras: int
+    num_adapters: int
+    """Asked for all the time."""
+    num_outstanding: int
+    """Of those: how many wait or run at any time."""
+    output_len: tuple[int, int]
+    """From, to."""
+    skew: float = 0.0
+    """The n-th adapter is asked for in proportion to n to the minus this; 0 is all alike."""
+    rare_every: int = 0
+    """Steps between requests of an adapter that nobody else asks for; 0 is none."""
+    rare_output_len: int = 4
+    load_steps: int = 1
+    """Results between a load's intent and its answer."""
+    num_steps: int = 10_000
+    seed: int = 0
+
+
+CASES = (
+    TurnsCase("rare-adapter", 64, 4, 4, 96, (200, 800), rare_every=1000),
+    TurnsCase("rare-and-long", 64, 4, 4, 96, (200, 800), rare_every=1000, rare_output_len=400),
+    TurnsCase("many-adapters", 32, 4, 50, 200, (8, 40), skew=1.0),
+)
+
+
+class Turns:
+    """A scheduler under a case's traffic, one step planned ahead."""
+
+    def __init__(self, case: TurnsCase, patience_steps: int) -> None:
+        self._case = case
+        self._rng = random.Random(case.seed)
+        self._weights = [(n + 1) ** -case.skew for n in range(case.num_adapters)]
+        settings = SchedulerSettings(
+            max_num_seqs=case.max_num_seqs,
+            max_num_batched_tokens=2048,
+            adapter_patience_steps=patience_steps,
+        )
+        longest = PROMPT_LEN + max(case.output_len[1], case.rare_output_len) + 16
+        cache = make_cache(2 * (case.num_outstanding + 8) * (longest // 16 + 1), 16)
+        self._adapters = Residency(Limits(max_loras=case.max_loras, max_cpu_loras=0))
+        self.scheduler = Scheduler(settings, cache, self._adapters, max_model_len=longest)
+        for number in range(case.num_adapters + 1):
+            self.scheduler.load_adapter(
+                AdapterName(f"a{number}"), AdapterDigest(number.to_bytes(4, "big")),
+                path="", rank=8, num_bytes=1,
+            )  # fmt: skip
+        self._plans: deque[Plan] = deque()
+        self._loads: deque[tuple[int, LoadAdapter]] = deque()
+        self._step = 0
+        self._came: dict[RequestId, tuple[int, int]] = {}
+        """Of those that wait: when they came and for which adapter."""
+        self.waits: list[list[int]] = [[] for _ in range(case.num_adapters + 1)]
+        """Steps from submission to the first token, by adapter."""
+        self.gaps: list[int] = []
+        """Steps between two tokens of a request, where they are more than one."""
+        self._last_token: dict[RequestId, int] = {}
+        self.rows: list[int] = []
+        self.tokens: list[int] = []
+        self._next_id = 0
+        self._outstanding: set[RequestId] = set()
+
+    def submit(self, adapter: int, output_len: int) -> RequestId:
+        request_id = RequestId(self._next_id)
+        self._next_id += 1
+        prompt = [request_id + 1, *range(PROMPT_LEN - 1)]
+        namespace = Namespace(adapter=None, salt=None)
+        sampling = SamplingParams(max_tokens=output_len, temperature=0.0)
+        self.scheduler.submit(
+            Submit(request_id, prompt, namespace, sampling, 0, (), AdapterName(f"a{adapter}"))
+        )
+        self._came[request_id] = (self._step, adapter)
+        return request_id
+
+    def run(self) -> None:
+        case, rng = self._case, self._rng
+        while self._step < case.num_steps:
+            while len(self._outstanding) < case.num_outstanding:
+                [adapter] = rng.choices(range(case.num_adapters), self._weights)
+                self._outstanding.add(self.submit(adapter, rng.randint(*case.output_len)))
+            if case.rare_every and self._step % case.rare_every == case.rare_every // 2:
+                self.submit(case.num_adapters, case.rare_output_len)
+            self.step()
+
+    def step(self) -> None:
+        self._step += 1
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            self.rows.append(len(plan.rows))
+            self.tokens.append(plan.total_tokens)
+            self._loads += [
+                (self._step + self._case.load_steps, intent)
+                for intent in plan.adapters if isinstance(intent, LoadAdapter)
+            ]  # fmt: skip
+            self._plans.append(plan)
+        if len(self._plans) > 1 or (plan is None and self._plans):
+            self._note(self.scheduler.advance(self._answer(self._plans.popleft())))
+
+    def _answer(self, plan: Plan) -> StepResult:
+        num_samples = int(np.count_nonzero(plan.samples))
+        tokens = np.full(num_samples, MADE_UP_TOKEN, np.int32)
+        return StepResult(plan.step_id, tokens, adapters=tuple(self._ended_loads()))
+
+    def _ended_loads(self) -> Iterator[AdapterLoaded]:
+        while self._loads and self._loads[0][0] <= self._step:
+            yield AdapterLoaded(self._loads.popleft()[1].load_id, None)
+
+    def _note(self, news: News) -> None:
+        for output in news:
+            request_id = output.request_id
+            if request_id in self._came:
+                came, adapter = self._came.pop(request_id)
+                self.waits[adapter].append(self._step - came)
+            elif self._step - self._last_token[request_id] > 1:
+                self.gaps.append(self._step - self._last_token[request_id])
+            self._last_token[request_id] = self._step
+            if output.finish_reason is not None:
+                del self._last_token[request_id]
+                self._outstanding.discard(request_id)
+
+    def figures(self) -> dict[str, Any]:
+        warm = len(self.rows) // 10
+        rare = self.waits[-1]
+        still = [self._step - came for came, _ in self._came.values()]
+        often = sorted(wait for waits in self.waits[:-1] for wait in waits)
+        stats = self.scheduler.stats()
+        loads = self._adapters.stats()
+        return {
+            "mean_rows": sum(self.rows[warm:]) / len(self.rows[warm:]),
+            "fewest_rows": min(self.rows[warm:]),
+            "tokens_per_step": sum(self.tokens[warm:]) / len(self.tokens[warm:]),
+            "rare_requests": len(rare),
+            "rare_wait_max": max(rare, default=0),
+            "wait_p99": often[len(often) * 99 // 100],
+            "wait_max": often[-1],
+            "still_waiting_max": max(still, default=0),
+            "pause_max": max(self.gaps, default=0),
+            "pauses": len(self.gaps),
+            "adapter_loads": loads.total_loads_from_host + loads.total_loads_from_storage,
+            "retractions": stats.total_retractions,
+        }
+
+
+def run_case(case: TurnsCase) -> dict[str, Any]:
+    report: dict[str, Any] = {"case": asdict(case)}
+    for name, patience in (("as is", 64), ("endless patience", ENDLESS)):
+        turns = Turns(case, patience)
+        turns.run()
+        report[name] = turns.figures()
+    return report

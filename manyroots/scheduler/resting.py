@@ -1,0 +1,82 @@
+"""Requests that rest: their adapter has lent its place to another for a few steps.
+
+They keep their pages and how far they are. Their seats and rows they give up, since whoever runs
+instead needs both; they come back as arrivals, on any row and with their adapter in any slot, so
+that a runner knows nothing of resting. Knows who rests and since when, not who should.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from manyroots.ids import AdapterDigest, StepId
+from manyroots.scheduler.request import Request
+
+
+class Rested:
+    """Requests of one adapter."""
+
+    __slots__ = ("adapter", "is_back", "requests", "since")
+
+    def __init__(self, adapter: AdapterDigest, since: StepId) -> None:
+        self.adapter = adapter
+        self.since = since
+        self.requests: dict[Request, None] = {}
+        """In the order in which they began."""
+        self.is_back = False
+        """Whether the adapter has a place again, and these wait for rows or tokens alone."""
+
+
+class Resting:
+    """All that rest, by adapter."""
+
+    def __init__(self) -> None:
+        self._by_adapter: dict[AdapterDigest, Rested] = {}
+        """Who has rested longest comes first."""
+        self.total_rests = 0
+        """Requests that were put to rest, each as often as it was."""
+
+    def __len__(self) -> int:
+        return sum(len(rested.requests) for rested in self._by_adapter.values())
+
+    def __bool__(self) -> bool:
+        return bool(self._by_adapter)
+
+    def __iter__(self) -> Iterator[Request]:
+        for rested in self._by_adapter.values():
+            yield from rested.requests
+
+    def groups(self) -> list[Rested]:
+        return list(self._by_adapter.values())
+
+    def away(self) -> list[Rested]:
+        """Those without a place."""
+        return [rested for rested in self._by_adapter.values() if not rested.is_back]
+
+    def find(self, adapter: AdapterDigest) -> Rested | None:
+        return self._by_adapter.get(adapter)
+
+    def add(self, adapter: AdapterDigest, requests: list[Request], since: StepId) -> None:
+        """An adapter gives up its place. Those of it that had not come back yet rest on."""
+        rested = Rested(adapter, since)
+        earlier = self._by_adapter.pop(adapter, None)
+        rested.requests = dict.fromkeys(requests) | ({} if earlier is None else earlier.requests)
+        self._by_adapter[adapter] = rested
+        self.total_rests += len(requests)
+
+    def remove(self, request: Request) -> None:
+        """A request rests no more."""
+        rested = self._of(request)
+        del rested.requests[request]
+        if not rested.requests:
+            del self._by_adapter[rested.adapter]
+
+    def back(self, request: Request) -> None:
+        """A request runs again, and so has its adapter a place."""
+        self._of(request).is_back = True
+        self.remove(request)
+
+    def _of(self, request: Request) -> Rested:
+        adapter, _ = request.group
+        assert adapter is not None
+        return self._by_adapter[adapter]

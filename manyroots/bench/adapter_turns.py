@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from manyroots.sampling import SamplingParams
 from manyroots.scheduler.scheduler import Scheduler
 from manyroots.step import AdapterLoaded, LoadAdapter, Plan, StepResult
 
+PATIENCE_STEPS = SchedulerSettings().adapter_patience_steps
 ENDLESS = 2**31
 PROMPT_LEN = 24
 
@@ -178,10 +179,21 @@ class Turns:
         }
 
 
-def run_case(case: TurnsCase) -> dict[str, Any]:
-    report: dict[str, Any] = {"case": asdict(case)}
-    for name, patience in (("as is", 64), ("endless patience", ENDLESS)):
-        turns = Turns(case, patience)
-        turns.run()
-        report[name] = turns.figures()
-    return report
+def run_turns(cases: list[str], num_steps: int) -> dict[str, Any]:
+    """Each case as it is and with endless patience; prints a table and gives the report."""
+    runs = []
+    for case in CASES:
+        if case.name not in cases:
+            continue
+        case = replace(case, num_steps=num_steps)
+        figures = {}
+        for name, patience_steps in (("resting", PATIENCE_STEPS), ("endless patience", ENDLESS)):
+            turns = Turns(case, patience_steps)
+            turns.run()
+            figures[name] = turns.figures()
+        runs.append({"case": asdict(case), "figures": figures})
+        print(f"{case.name:<18}" + "".join(f"{name:>20}" for name in figures))
+        for label in figures["resting"]:
+            cells = "".join(f"{each[label]:>20.2f}" for each in figures.values())
+            print(f"  {label:<16}{cells}")
+    return {"runs": runs}

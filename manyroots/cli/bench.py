@@ -19,6 +19,7 @@ def add_bench_command(commands: Any) -> None:
     _add_decode(kinds)
     _add_scheduler(kinds)
     _add_cache(kinds)
+    _add_adapters(kinds)
 
 
 def _add_offline(kinds: Any) -> None:
@@ -120,6 +121,32 @@ def _add_cache(kinds: Any) -> None:
     )
     group.add_argument("--json", metavar="FILE", help="write the result here")
     cache.set_defaults(run=_cache)
+
+
+def _add_adapters(kinds: Any) -> None:
+    adapters = kinds.add_parser(
+        "adapters", help="rows and waits where more adapters are asked for than may run at once"
+    )
+    group = adapters.add_argument_group("workload")
+    group.add_argument(
+        "--case", action="append", default=[], metavar="NAME",
+        help="rare-adapter, rare-and-long or many-adapters; may be repeated, all by default",
+    )  # fmt: skip
+    group.add_argument("--steps", type=int, default=10_000, metavar="N")
+    group.add_argument("--json", metavar="FILE", help="write the result here")
+    adapters.set_defaults(run=_adapters)
+
+
+def _adapters(arguments: dict[str, Any]) -> int:
+    from manyroots.bench.adapter_turns import CASES, run_turns
+
+    names = [case.name for case in CASES]
+    for name in arguments["case"]:
+        if name not in names:
+            raise ConfigError(f"--case is {name!r}; choose one of {', '.join(names)}.")
+    _check_at_least("steps", arguments["steps"], 1000)
+    report = run_turns(arguments["case"] or names, arguments["steps"])
+    return _written(report, arguments["json"])
 
 
 def _offline(arguments: dict[str, Any]) -> int:

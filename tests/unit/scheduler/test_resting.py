@@ -215,7 +215,7 @@ def test_l07_one_that_rests_can_be_aborted() -> None:
 
 
 def test_l07_the_adapter_of_one_that_rests_can_be_unloaded() -> None:
-    """L07, N12: its requests go on with it, after its weights have left the device."""
+    """L07: its requests go on with it, after its weights have left the device."""
     engine, number = rested(max_tokens=60)
     name, _ = engine.submitted[number]
     assert name is not None
@@ -247,7 +247,7 @@ def test_w10_those_that_rest_fail_where_their_adapter_can_not_be_loaded_again() 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_l07_random_traffic_with_impatient_adapters(seed: int) -> None:
-    """L07, R01: little memory, chunks, aborts and failed steps while some rest: tokens are each
+    """L07: little memory, chunks, aborts and failed steps while some rest: tokens are each
     one's own, or the beginning of them, and everything is given back."""
     rng = random.Random(f"resting {seed}")
     engine = Hot(

@@ -53,6 +53,7 @@ def _scheduler(old: str, new: str, breaks: str, file: str = "scheduler") -> Muta
 FAIR = "unit/scheduler/test_fair.py::"
 IMPORTANCE = "unit/scheduler/test_priority.py::"
 PROMISES = "unit/engine/test_adapter_promises.py::"
+RESTING = "unit/scheduler/test_resting.py::"
 ORDER = "test_l08_the_order_of_a_policy_holds_across_adapters_and_tenants"
 HASHES = "test_n17_plans_and_victims_do_not_depend_on_the_hashes_of_a_process"
 
@@ -709,8 +710,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         "rows",
     ),
     _scheduler(
-        "if lane.head.num_in_flight_tokens > 0:",
-        "if False:",
+        "if lane.head.num_in_flight_tokens > 0 or is_kept:",
+        "if is_kept:",
         "a retracted request begins again before its token has come",
         "admission",
     ),
@@ -750,8 +751,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         "rows",
     ),
     _scheduler(
-        "return int(self._rows.computed[request.row]) - num_found, -request.serial",
-        "return num_found - int(self._rows.computed[request.row]), -request.serial",
+        "return num_computed - num_found, -request.serial",
+        "return num_found - num_computed, -request.serial",
         "the request that is dearest to resume is retracted",
         "victims",
     ),
@@ -812,12 +813,42 @@ MUTATIONS: tuple[Mutation, ...] = (
         "a step waits for the loads that begin with it",
         (PROMISES + "test_w20_a_load_holds_up_nobody_else",),
     ),
+    # Resting
     Mutation(
-        "scheduler/admission.py",
-        "AdapterTurns(adapters, adapters.limits.max_loras)",
-        "AdapterTurns(adapters, 0)",
-        "admission knows no cap on adapters",
-        (PROMISES + "test_l05_the_servers_setting_limits_the_adapters_of_a_step[1]",),
+        "scheduler/turns.py",
+        "adapters.limits.max_loras or adapters.limits.num_slots or 0",
+        "0",
+        "nobody rests for another adapter",
+        (RESTING + "test_l06_a_rare_adapters_first_token_does_not_depend_on_others_lengths[1-1]",),
+    ),
+    Mutation(
+        "scheduler/endings.py",
+        "            request.state = State.RESTING\n",
+        "            request.state = State.RESTING\n"
+        "            self._cache.release(request.lease, Ending.DROPPED)\n",
+        "the pages of those that rest are given back",
+        (RESTING + "test_l06_a_rare_adapters_first_token_does_not_depend_on_others_lengths[1-1]",),
+    ),
+    Mutation(
+        "scheduler/turns.py",
+        "if not is_away and self._adapters.num_seats(adapter):",
+        "if not is_away and self._adapters.num_seats(adapter) and not self._resting:",
+        "adapters that run are held back while others rest",
+        (RESTING + "test_l07_new_requests_of_the_others_go_on_beginning_while_some_rest",),
+    ),
+    Mutation(
+        "scheduler/scheduler.py",
+        "            self._resume(draft)\n",
+        "            pass\n",
+        "those that rest never go on",
+        (RESTING + "test_l07_the_fewest_rows_rest_and_only_for_as_long_as_the_guest_runs",),
+    ),
+    Mutation(
+        "scheduler/turns.py",
+        "return self._num_places - self._adapters.slots.num_seated > num_ahead",
+        "return True",
+        "the place is taken back before the guest has had it",
+        (RESTING + "test_l06_a_rare_adapters_first_token_does_not_depend_on_others_lengths[1-1]",),
     ),
     Mutation(
         "engine/adapter_half.py",

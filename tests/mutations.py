@@ -312,13 +312,13 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _cache(
         "publishing",
-        "if node.is_repeated or node.children or node.end > lease.num_published_pages:",
+        "if node.is_repeated:",
         "if False:",
         "a prompt asked again as it is is not kept longer",
     ),
     _cache(
         "publishing",
-        "if node.is_repeated or node.children or node.end > lease.num_published_pages:",
+        "if node.is_repeated:",
         "if True:",
         "a talk's short turn is taken for a prompt asked again",
     ),

@@ -52,10 +52,10 @@ class Publisher:
         self.touch(node)
 
     def asked_again(self, lease: Lease) -> None:
-        """A prompt was found as far as it can be, so that nothing of it will be new: it is shared.
-        Unless it ends where a path does: that may be a talk's next turn of less than a page."""
+        """A prompt was found as far as it can be, so that nothing of it will be new. Once that may
+        be a talk's next turn of less than a page; the second time it is a prompt that is shared."""
         node = nearest_attached(lease.cursor)
-        if node.is_repeated or node.children or node.end > lease.num_published_pages:
+        if node.is_repeated:
             node.is_fork = True
         node.is_repeated = True
 

@@ -114,25 +114,6 @@ MUTATIONS: tuple[Mutation, ...] = (
         "request",
     ),
     _cache(
-        "cache",
-        "tree, max_pages = self._tree, (len(tokens) - 1) // self.page_size",
-        "tree, max_pages = self._tree, (len(tokens) - 1) // self.page_size\n"
-        "        max_pages -= int(max_pages > 0 and key.at(0).namespace.adapter is not None)",
-        "an adapter's hit is a page short",
-    ),
-    Mutation(
-        "messages.py",
-        '    adapter: AdapterName | None\n    """Never left out',
-        '    adapter: AdapterName | None = None\n    """Never left out',
-        "a submission that names no adapter is base's",
-    ),
-    _scheduler(
-        "self._cache.evict_adapter(digest)",
-        "pass",
-        "pages of an unloaded adapter outlive its last request",
-        "endings",
-    ),
-    _cache(
         "keys", "blake2b(seed + parent +", "blake2b(parent +", "hashes do not carry the namespace"
     ),
     _cache("keys", "blake2b(seed + parent +", "blake2b(seed +", "hashes do not chain"),
@@ -772,6 +753,34 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     # Promises whose own tests once passed over the fault, each named with the test that sees it
     Mutation(
+        "cache/cache.py",
+        "tree, max_pages = self._tree, (len(tokens) - 1) // self.page_size",
+        "tree, max_pages = self._tree, (len(tokens) - 1) // self.page_size\n"
+        "        max_pages -= int(max_pages > 0 and key.at(0).namespace.adapter is not None)",
+        "an adapter's hit is a page short",
+        (
+            "unit/cache/test_namespaces.py::test_n03_an_adapter_finds_and_takes_what_base_does",
+            "unit/scheduler/test_adapters.py::test_n03_an_adapters_request_finds_as_much_as_bases",
+        ),
+    ),
+    Mutation(
+        "messages.py",
+        '    adapter: AdapterName | None\n    """Never left out',
+        '    adapter: AdapterName | None = None\n    """Never left out',
+        "a submission that names no adapter is base's",
+        ("unit/cache/test_namespaces.py::test_n10_no_namespace_key_or_field_of_it_has_a_default",),
+    ),
+    Mutation(
+        "scheduler/endings.py",
+        "self._cache.evict_adapter(digest)",
+        "pass",
+        "pages of an unloaded adapter outlive its last request",
+        (
+            "unit/scheduler/test_adapters.py::"
+            "test_n13_the_last_request_of_an_unloaded_adapter_takes_its_pages_along",
+        ),
+    ),
+    Mutation(
         "scheduler/lanes.py",
         "return self._line.rank",
         "place = self._line.rank\n        return place and (place[0], -place[1], place[2])",
@@ -787,8 +796,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "cache/eviction.py",
-        "(self._used(node), node.serial, node)",
-        "(self._used(node), hash(str(node.serial)), node)",
+        "(last_used, node.serial, node, num_units)",
+        "(last_used, hash(str(node.serial)), node, num_units)",
         "which page goes first depends on the process",
         ("unit/scheduler/test_hash_seeds.py::" + HASHES,),
     ),

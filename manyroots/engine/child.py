@@ -70,10 +70,12 @@ class Child:
         )  # fmt: skip
         self._reader = asyncio.create_task(self._pass_lines_on())
         greeting = asyncio.create_task(self._greet(settings, on_progress))
-        await self._unless_it_ends(greeting)
-        if greeting.done():
-            return greeting.result()
-        greeting.cancel()
+        try:
+            await self._unless_it_ends(greeting)
+            if greeting.done():
+                return greeting.result()
+        finally:
+            greeting.cancel()
         raise UnavailableError(f"{self.cause()} while loading{self._quoted_lines()}")
 
     async def _greet(

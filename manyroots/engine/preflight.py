@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import re
+import tempfile
 from pathlib import Path
 
 from manyroots.config import DEFAULT_MODEL, EngineSettings, LoraSettings, ModelSettings
@@ -23,6 +24,8 @@ from manyroots.progress import Display, told_to, track
 
 logger = logging.getLogger("manyroots")
 
+_MAX_SOCKET_PATH = 103
+"""The system's limit, a few bytes lower on some."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
@@ -38,6 +41,7 @@ def check_start(settings: EngineSettings, *, needed: str | None = None) -> None:
     if model.generation_config not in ("auto", "none", "vllm"):
         _check_path("--generation-config", model.generation_config)
     _check_devices(model)
+    _check_temporary_folder()
     check_folders(settings.lora, {name, model.served_model_name or name})
     with Display(is_on=model.progress_bars) as display, told_to(display):
         _check_adapters(settings.lora, needed)
@@ -71,6 +75,22 @@ def _check_model(settings: ModelSettings) -> str:
 def _check_path(flag: str, value: str) -> None:
     if not Path(value).expanduser().exists():
         raise ConfigError(f"{flag} is {value!r}; there is no such file or folder.")
+
+
+def _check_temporary_folder() -> None:
+    """The engine's socket lies there."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="manyroots-") as folder:
+            length = len(f"{folder}/engine".encode())
+    except OSError as error:
+        raise ConfigError(
+            f"no temporary folder can be written ({error}); name one with TMPDIR."
+        ) from error
+    if length > _MAX_SOCKET_PATH:
+        raise ConfigError(
+            f"the temporary folder {tempfile.gettempdir()} has too long a name for a socket in it "
+            f"({length} bytes, at most {_MAX_SOCKET_PATH}); name a shorter one with TMPDIR."
+        )
 
 
 def _check_devices(settings: ModelSettings) -> None:

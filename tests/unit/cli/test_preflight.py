@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,18 @@ def test_what_cannot_work_is_told_without_torch(case: str, files: Path) -> None:
     assert done.returncode == 2, done.stderr
     assert expected in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("kind", ["nowhere", "long"])
+def test_a_temporary_folder_that_cannot_hold_the_socket_is_told(
+    kind: str, files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = files / ("x" * 100 if kind == "long" else "nowhere")
+    if kind == "long":
+        folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    with pytest.raises(ConfigError, match="TMPDIR"):
+        preflight.check_start(engine_settings({"model": str(files / "model")}))
 
 
 def test_a_broken_adapter_among_others_is_a_warning(

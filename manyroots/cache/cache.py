@@ -154,8 +154,9 @@ class PrefixCache:
             self.publisher.found(cursor, depth)
         return lease
 
-    def begin(self, lease: Lease, num_tokens: int) -> None:
-        """The request of this lease begins: its own reuse counts, once (C04).
+    def begin(self, lease: Lease, num_tokens: int, *, is_first: bool = True) -> None:
+        """The request of this lease begins: its own reuse counts, once (C04), and not again when it
+        was retracted and resumes. Without reuse there is nothing to count.
 
         Only now is what it found worth a copy: one that is claimed again and again while there is
         no room would have the room filled with copies under way.
@@ -165,6 +166,8 @@ class PrefixCache:
             self._writer.reused(lease.serial, nearest_attached(lease.cursor))
         if num_cached and lease.ahead is None and num_tokens == lease.num_prompt_tokens:
             self.publisher.asked_again(lease)  # and not by a request that resumes
+        if not is_first or not self._policies.reuse:
+            return
         self._total_lookup += num_tokens
         self._total_hit += num_cached
         self._total_host_hit += lease.num_host_tokens

@@ -363,10 +363,11 @@ class Admission:
         request.state = State.RUNNING
         if request.prompt_logprobs:
             request.prompt_logprobs.clear()
-        if request.num_cached_tokens is None:
+        is_first = request.num_cached_tokens is None
+        if is_first:
             request.num_cached_tokens = lease.num_cached_tokens
         if not request.wants_prompt_logprobs:
-            self._cache.begin(lease, request.num_tokens)
+            self._cache.begin(lease, request.num_tokens, is_first=is_first)
         num_computed = lease.num_cached_tokens
         draft.arrive(request, self._rows.sit(request, num_computed), lease, num_computed)
 

@@ -56,7 +56,7 @@ class Run:
     """Requests put to rest for those of another adapter, each as often as it was."""
     peak_held_pages: int
     num_hit_tokens: int
-    """Tokens reused, as the cache counts them: a retracted request that resumes counts again."""
+    """Tokens reused when requests first began."""
     num_host_hit_tokens: int
     """Of those, what was loaded back from the host."""
     num_copied_pages: dict[str, int]

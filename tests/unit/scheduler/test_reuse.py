@@ -606,3 +606,23 @@ def test_n02_plans_for_base_do_not_depend_on_what_other_namespaces_have(
         engine.scheduler.advance(engine.runner.execute(plan))
     assert steps[0] == ([0, 1, 2], [5, 5, 5])
     assert {event.namespace for event in engine.cache.take_events()} == {BASE}
+
+
+def test_c04_a_request_that_resumes_is_not_counted_again() -> None:
+    """C04: lookups and hits are of requests that come, whatever is retracted meanwhile."""
+    engine = Deciding(num_pages=12, max_num_seqs=4)
+    for number in range(4):
+        engine.loop.handle(submit(number, [number, 1, 2, 3, 4], max_tokens=16))
+    engine.run()
+    stats = engine.scheduler.stats()
+    assert stats.total_retractions > 0
+    assert (stats.total_lookup_tokens, stats.total_hit_tokens) == (4 * 5, 0)
+
+
+def test_c04_without_reuse_nothing_is_looked_up() -> None:
+    """C04: with caching off there is no hit rate, rather than one of 0."""
+    engine = Deciding(reuse=False)
+    engine.loop.handle(submit(0, PROMPT))
+    engine.run()
+    stats = engine.scheduler.stats()
+    assert (stats.total_lookup_tokens, stats.missed_tokens) == (0, {})

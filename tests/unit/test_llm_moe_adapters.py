@@ -26,6 +26,7 @@ RECIPES = {
     },
     "experts alone": Recipe(rank=16, modules=MODULES[1:], experts=ExpertFormat.STACKED, seed=20),
     "attention alone": Recipe(rank=3, modules=("q_proj", "v_proj"), seed=21),
+    "router, too": Recipe(rank=4, alpha=30, modules=(*MODULES, "gate"), seed=22),
 }
 
 
@@ -73,14 +74,14 @@ def tokens(llm: LLM, prompts: list[list[int]], adapters: Any) -> list[list[int]]
 
 
 @pytest.mark.parametrize("max_loras", [3, 8])
-def test_eight_adapters_on_experts_and_the_base_together_give_the_tokens_of_each_alone_w15_w17(
+def test_nine_adapters_on_experts_and_the_base_together_give_the_tokens_of_each_alone_w15_w17(
     served: Served, max_loras: int
 ) -> None:
     """W15, W17: every file format; in chunks; slots rotate; the second time from the cache."""
     names = [None, *RECIPES, None, *reversed(RECIPES)]
     prompts = [PROMPT if index % 3 else PROMPT[: 5 + index % 4] for index in range(len(names))]
     wanted = [served.greedy(p, name) for p, name in zip(prompts, names, strict=True)]
-    assert len({tuple(served.greedy(PROMPT, name)) for name in [None, *RECIPES]}) == 9
+    assert len({tuple(served.greedy(PROMPT, name)) for name in [None, *RECIPES]}) == 10
     with start(served, max_loras=max_loras, long_prefill_token_threshold=5) as llm:
         for _ in range(2):
             assert tokens(llm, prompts, [served.request(name) for name in names]) == wanted

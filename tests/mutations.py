@@ -970,4 +970,11 @@ MUTATIONS: tuple[Mutation, ...] = (
             "test_streamed_pieces_joined_are_the_whole_decode[True-wordpiece]",
         ),
     ),
+    Mutation(
+        "scheduler/queue.py",
+        "self.packs = policy is Policy.PACK",
+        "self.packs = False",
+        "packing is first come, first served",
+        ("unit/scheduler/test_pack.py::test_l08_packing_loads_adapters_less_often[0]",),
+    ),
 )

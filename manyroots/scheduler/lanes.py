@@ -105,6 +105,10 @@ class Lane(ABC):
         return place[2]
 
     @abstractmethod
+    def __len__(self) -> int:
+        """How many wait; a few that are gone may be counted."""
+
+    @abstractmethod
     def push(self, request: Request) -> None: ...
 
     @abstractmethod
@@ -130,6 +134,9 @@ class PlainLane(Lane):
     @property
     def rank(self) -> Place | None:
         return self._line.rank
+
+    def __len__(self) -> int:
+        return len(self._line)
 
     def push(self, request: Request) -> None:
         self._line.push(request, request.submit.priority if self._by_priority else 0)
@@ -242,6 +249,9 @@ class FairLane(Lane):
     def rank(self) -> Place | None:
         first = self._tenants.first()
         return None if first is None else first.rank
+
+    def __len__(self) -> int:
+        return sum(len(account.line) for account in self._tenants)
 
     def push(self, request: Request) -> None:
         self._tenants.note(self._accounts.push(request))

@@ -22,6 +22,8 @@ class WaitingQueue:
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
+        self.packs = policy is Policy.PACK
+        """Whether an adapter that is on the device is kept while requests wait for it."""
         self._lanes: dict[AdapterDigest | None, Lane] = {}
         self._order: Ranking[Lane] = Ranking()
         self._count = 0

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable
 from manyroots.ids import AdapterDigest, StepId
 from manyroots.lora.outcomes import Readiness
 from manyroots.lora.residency import Residency
+from manyroots.scheduler.lanes import Lane
 from manyroots.scheduler.queue import WaitingQueue
 from manyroots.scheduler.request import Request
 from manyroots.scheduler.resting import Rested, Resting
@@ -30,6 +31,12 @@ COST = 40
 costs the others: 2.4%."""
 SAVED_STEPS = 8
 """What was not used of that is saved up, as far as to let all rows stand idle for so many steps."""
+
+PACK_PATIENCE = 4
+"""With the pack policy patience is so many times as long: what is on the device is used first."""
+PACK_CHOICE = 4
+"""With the pack policy the adapter with the most requests is next, of so many times those that
+could be on the device, the oldest first: a load serves as many as it can."""
 
 
 def has_aged(request: Request, step_id: StepId) -> bool:
@@ -232,11 +239,12 @@ class AdapterTurns:
         """Of the adapters that wait for a place beyond their patience, the first one's request."""
         num_lanes = self._num_places + len(self._resting.groups()) + 2
         heads = [*loaded, *(lane.head for lane in waiting.first_lanes(num_lanes))]
+        patience = self._patience_steps * (PACK_PATIENCE if waiting.packs else 1)
         for request in heads:
             adapter = request.group[0]
             if (
                 adapter is not None
-                and step_id - request.waiting_since > self._patience_steps
+                and step_id - request.waiting_since > patience
                 and not self._adapters.num_seats(adapter)
                 and self._resting.find(adapter) is None
                 and not self._adapters.has_place(adapter)
@@ -255,7 +263,8 @@ class AdapterTurns:
         promised = (self._next, self._first_wanted)
         wanted = dict.fromkeys(adapter for adapter in promised if adapter is not None)
         wanted |= dict.fromkeys(rested.adapter for rested in self._resting.groups())
-        first = waiting.first_lanes(self._num_places + most + len(without_room) + 1)
+        count = self._num_places + most + len(without_room) + 1
+        first = self._packed(waiting, count) if waiting.packs else waiting.first_lanes(count)
         lanes = [lane.adapter for lane in first]
         lanes.sort(key=without_room.__contains__)
         wanted |= dict.fromkeys(adapter for adapter in lanes if adapter is not None)
@@ -265,3 +274,10 @@ class AdapterTurns:
         if unseated:
             limit = self._adapters.limits.max_loras or None
             self._adapters.prepare([*unseated[:most], *beyond][:limit])
+
+    def _packed(self, waiting: WaitingQueue, count: int) -> list[Lane]:
+        """With the pack policy: first what is on the device, then what the most wait for."""
+        lanes = waiting.lanes
+        kept = [lanes[digest] for digest in self._adapters.slots.by_owner if digest in lanes]
+        others = sorted(waiting.first_lanes(PACK_CHOICE * count), key=len, reverse=True)
+        return list(dict.fromkeys([*kept, *others]))

@@ -31,6 +31,27 @@ from tests.mutations import MUTATIONS, Mutation
 
 PACKAGE = Path(__file__).parents[1] / "manyroots"
 UNIT_TESTS = ("tests/unit/cache", "tests/unit/scheduler")
+NEAR = {
+    "cache/checkpoints.py": ["cache/test_families.py"],
+    "cache/costs.py": ["cache/test_costs.py"],
+    "cache/growth.py": ["cache/test_families.py", "cache/test_drafts.py"],
+    "cache/index.py": ["cache/test_tiers.py"],
+    "cache/keys.py": ["cache/test_namespaces.py"],
+    "cache/prefetch.py": ["cache/test_tiers.py"],
+    "cache/publishing.py": ["cache/test_cache.py", "cache/test_drafts.py"],
+    "cache/states.py": ["cache/test_families.py"],
+    "cache/storage.py": ["cache/test_storage.py"],
+    "cache/transfers.py": ["cache/test_tiers.py"],
+    "cache/tree.py": ["cache/test_tree.py", "cache/test_reasons.py"],
+    "cache/writeback.py": ["cache/test_tiers.py"],
+    "scheduler/admission.py": ["scheduler"],
+    "scheduler/lanes.py": ["scheduler/test_queue.py", "scheduler/test_fair.py"],
+    "scheduler/rows.py": ["scheduler"],
+    "scheduler/scheduler.py": ["scheduler"],
+    "scheduler/turns.py": ["scheduler/test_adapters.py"],
+    "scheduler/victims.py": ["scheduler"],
+}
+"""Where to look first, to be done sooner; all are looked at in the end."""
 LEFT_OUT = ("tests/unit/scheduler/test_hash_seeds.py",)
 """Tests that start processes of their own, in which nothing would be planted."""
 NUM_SEEDS = 24
@@ -73,9 +94,9 @@ def detect(mutation: Mutation | None) -> str | None:
         assert not any(name.startswith("manyroots") for name in sys.modules), "too late to plant"
         finder = _Finder(mutation)
         sys.meta_path.insert(0, finder)
-    # The tests of the fault's own room are the likeliest to notice it.
-    is_near = lambda path: mutation is not None and Path(mutation.file).parts[0] in path  # noqa: E731
-    paths = sorted(UNIT_TESTS, key=is_near, reverse=True)
+    # The tests nearest to a fault are the likeliest to notice it.
+    near = [] if mutation is None else NEAR.get(mutation.file, [])
+    paths = [f"tests/unit/{name}" for name in near] + list(UNIT_TESTS)
     try:
         noticed = (
             try_seeds(0, NUM_QUICK) or try_unit_tests(paths) or try_seeds(NUM_QUICK, NUM_SEEDS)

@@ -164,8 +164,8 @@ class PrefixCache:
         num_cached = lease.num_cached_tokens
         if num_cached and self.layout.host:
             self._writer.reused(lease.serial, nearest_attached(lease.cursor))
-        if num_cached and lease.ahead is None and num_tokens == lease.num_prompt_tokens:
-            self.publisher.asked_again(lease)  # and not by a request that resumes
+        if is_first and num_cached and lease.ahead is None:
+            self.publisher.asked_again(lease)
         if not is_first or not self._policies.reuse:
             return
         self._total_lookup += num_tokens

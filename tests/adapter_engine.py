@@ -119,6 +119,7 @@ class AdapterEngine:
         max_loras: int = 2,
         max_cpu_loras: int = 0,
         records_events: bool = False,
+        adapter_patience_steps: int = 64,
     ) -> None:
         """`names` are known from the start: name and content."""
         modules = tuple(LoraModule(name, world.path(at)) for name, at in (names or {}).items())
@@ -141,7 +142,11 @@ class AdapterEngine:
             CachePolicies(records_events=records_events, identity=b"tiny"),
         )
         self.residency = Residency(adapter_limits(lora))
-        step = SchedulerSettings(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
+        step = SchedulerSettings(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            adapter_patience_steps=adapter_patience_steps,
+        )
         scheduler = Scheduler(step, self.cache, self.residency, max_model_len=MAX_LEN)
         files = AdapterFiles(self._read, self.loader.keep)
         desk = AdapterDesk(lora, scheduler, files, base_names={"base"})

@@ -691,7 +691,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "rows",
     ),
     _scheduler(
-        "if lane.head.num_in_flight_tokens > 0 or is_kept:",
+        "if head.num_in_flight_tokens > 0 or is_kept:",
         "if is_kept:",
         "a retracted request begins again before its token has come",
         "admission",

@@ -254,17 +254,20 @@ class Admission:
         order = self._order(is_open)
         while len(claimed) < (num_free or 1) and num_tokens_left > 0:
             lane = order.first()
-            if lane is None or lane.head.submit.priority > least:
+            if lane is None:
+                break
+            head = lane.head
+            if head.submit.priority > least:
                 break
             num_kept = self._num_kept_rows(lane.adapter)
             is_kept = num_kept > 0 and num_free - len(claimed) <= num_kept
-            if lane.head.num_in_flight_tokens > 0 or is_kept:
+            if head.num_in_flight_tokens > 0 or is_kept:
                 # Retracted a moment ago, and its last token is not known yet; or the rows that are
                 # left are of those that rest.
                 del is_open[lane.adapter]
                 order = self._order(is_open)
                 continue
-            if num_free == 0 and not (make_way and make_way(lane.head, draft)):
+            if num_free == 0 and not (make_way and make_way(head, draft)):
                 break
             request = waiting.pop(lane)
             lease = self._find(request)

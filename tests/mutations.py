@@ -977,4 +977,11 @@ MUTATIONS: tuple[Mutation, ...] = (
         "packing is first come, first served",
         ("unit/scheduler/test_pack.py::test_l08_packing_loads_adapters_less_often[0]",),
     ),
+    Mutation(
+        "progress.py",
+        "if not self._is_on:",
+        "if True:",
+        "loads are silent",
+        ("unit/test_progress.py::test_s05_loads_show_their_progress[True-False-llm]",),
+    ),
 )

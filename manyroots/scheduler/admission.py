@@ -207,6 +207,10 @@ class Admission:
         loaded = (*self._loaded, *self._loading)
         return self.turns.who_rests(self.waiting, loaded, step_id, num_running, self._has_room)
 
+    def prepare_adapters(self, without_room: set[AdapterDigest | None]) -> None:
+        """Bring what those need that do not run."""
+        self.turns.prepare(self.waiting, (*self._loaded, *self._loading), without_room)
+
     def _has_room(self, request: Request) -> bool:
         """Whether there are pages for a waiting request to begin now."""
         if request.lease is not None:

@@ -175,7 +175,7 @@ class Scheduler:
             if self._endings.num_retractions == num_retracted:
                 without_room = self._admission.admit(draft, make_way)
         if len(self._admission) or self._resting:
-            self._admission.turns.prepare(self._admission.waiting, without_room)
+            self._admission.prepare_adapters(without_room)
         copies = self._cache.take_copies()
         intents = self._adapters.flush()
         waits = draft.is_empty and not self._in_flight and self._is_waiting

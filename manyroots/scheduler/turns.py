@@ -254,15 +254,23 @@ class AdapterTurns:
 
     # Bringing adapters
 
-    def prepare(self, waiting: WaitingQueue, without_room: set[AdapterDigest | None]) -> None:
-        """Bring what waiting and resting requests need to the device: first what was promised a
-        place, last what has no room for its pages, since its weights would lie idle."""
+    def prepare(
+        self,
+        waiting: WaitingQueue,
+        loaded: Iterable[Request],
+        without_room: set[AdapterDigest | None],
+    ) -> None:
+        """Bring what requests that do not run need to the device: first what was promised a place,
+        then what those need that hold pages (they rest, or have loaded some), last what has no room
+        for its pages, since its weights would lie idle."""
         most = self._adapters.num_obtainable
         if most is None:
             most = len(waiting.lanes)
         promised = (self._next, self._first_wanted)
         wanted = dict.fromkeys(adapter for adapter in promised if adapter is not None)
         wanted |= dict.fromkeys(rested.adapter for rested in self._resting.groups())
+        holders = (request.group[0] for request in loaded)
+        wanted |= dict.fromkeys(adapter for adapter in holders if adapter is not None)
         count = self._num_places + most + len(without_room) + 1
         first = self._packed(waiting, count) if waiting.packs else waiting.first_lanes(count)
         lanes = [lane.adapter for lane in first]

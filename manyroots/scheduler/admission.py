@@ -347,7 +347,8 @@ class Admission:
             self._loading[request] = None
             return True
         computed = lease.num_cached_tokens
-        if self._rows.running and not self._could_go_on(request, lease):
+        are_others = bool(self._rows.running) or self.turns.has_resting
+        if are_others and not self._could_go_on(request, lease):
             return False
         num_tokens = self._placer.chunk(request, lease, computed, draft)
         extension = self._cache.extend(lease, computed, computed + num_tokens, draft.step_id)

@@ -176,6 +176,9 @@ class Scheduler:
                 without_room = self._admission.admit(draft, make_way)
         if len(self._admission) or self._resting:
             self._admission.prepare_adapters(without_room)
+        if self._resting and self._is_stalled(draft) and self._admission.turns.forgo():
+            self._resume(draft)
+            self._admission.prepare_adapters(without_room)
         copies = self._cache.take_copies()
         intents = self._adapters.flush()
         waits = draft.is_empty and not self._in_flight and self._is_waiting
@@ -186,6 +189,11 @@ class Scheduler:
         self._in_flight.append(launched)
         self._adapters.step_launched(draft.step_id)
         return plan
+
+    def _is_stalled(self, draft: Draft) -> bool:
+        """Whether nothing is computed, launched or on its way."""
+        is_idle = draft.is_empty and not self._in_flight
+        return is_idle and not self._is_waiting and not self._adapters.has_intents
 
     @property
     def _is_waiting(self) -> bool:

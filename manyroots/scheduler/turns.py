@@ -26,6 +26,9 @@ STAY_STEPS = 16
 """An adapter that has got a place keeps it for so many steps at least; and one that rests has it
 back after as many, if it has twice the rows of whoever must rest for that. Long beside the steps
 that a load takes, short beside what a reader of a stream would notice."""
+GAP_STEPS = 4
+"""An adapter none of whose requests runs for so few steps has kept its place: with short outputs
+all may end at once, and the next begin."""
 COST = 40
 """While anyone rests, one row in so many may stand idle for it, on average. It is what resting
 costs the others: 2.4%."""
@@ -53,6 +56,8 @@ class AdapterTurns:
         self._num_places = adapters.limits.max_loras or adapters.limits.num_slots or 0
         """0: as many as are asked for."""
         self._seated_since: dict[AdapterDigest, StepId] = {}
+        self._ran_at: dict[AdapterDigest, StepId] = {}
+        """The last step in which requests of an adapter ran while others waited."""
         self._next: AdapterDigest | None = None
         """The adapter that the next free place is for, because others rest for it."""
         self._first_wanted: AdapterDigest | None = None
@@ -126,11 +131,24 @@ class AdapterTurns:
         if not self._num_places or self._adapters.num_seats(adapter):
             return
         if len(self._seated_since) > 2 * self._num_places:
-            seated = dict(self._adapters.seated())
-            self._seated_since = {d: s for d, s in self._seated_since.items() if d in seated}
-        self._seated_since[adapter] = step_id
+            self._forget_places(step_id)
+        if not self._has_kept_place(adapter, step_id):
+            self._seated_since[adapter] = step_id
         if adapter == self._next:
             self._next = None
+
+    def _has_kept_place(self, adapter: AdapterDigest, step_id: StepId) -> bool:
+        ran_at = self._ran_at.get(adapter)
+        return ran_at is not None and step_id - ran_at <= GAP_STEPS
+
+    def _forget_places(self, step_id: StepId) -> None:
+        seated = dict(self._adapters.seated())
+        self._seated_since = {
+            adapter: since
+            for adapter, since in self._seated_since.items()
+            if adapter in seated or self._has_kept_place(adapter, step_id)
+        }
+        self._ran_at = {d: step for d, step in self._ran_at.items() if d in self._seated_since}
 
     def returning(self) -> list[Request]:
         """Who rests and may run again, once there is a row for it."""
@@ -158,10 +176,17 @@ class AdapterTurns:
         if not self._num_places:
             return None
         self._count_cost(step_id, num_running)
+        for adapter, _ in self._adapters.seated():
+            self._ran_at[adapter] = step_id
         if self._next is not None:
             self._keep_place(waiting, loaded)
             return None
         away = self._resting.away() if self._resting else []
+        # Free places are first for those that rest.
+        if self._adapters.slots.num_seated + len(away) < self._num_places:
+            self._keep_free_place(waiting, loaded, step_id)
+            if self._next is not None:
+                return None
         rested = away[0] if away else None
         if rested is not None:
             if self._adapters.has_place(rested.adapter):
@@ -176,13 +201,26 @@ class AdapterTurns:
             return None
         if rested is not None and step_id - rested.since <= self._patience_steps:
             rested = None
-        request = self._longest_waiting(waiting, loaded, step_id)
+        request = self._longest_waiting(
+            waiting, loaded, step_id, lambda adapter: not self._adapters.has_place(adapter)
+        )
         if request is None or (rested is not None and not self._was_for_rested):
             return None if rested is None else self._swap(victim, rested.adapter)
         if not has_room(request):
             self.is_line_held = True
             return None
         return self._swap(victim, request.group[0])
+
+    def _keep_free_place(
+        self, waiting: WaitingQueue, loaded: Collection[Request], step_id: StepId
+    ) -> None:
+        """Where others' requests are so short that their slots are used in every step and their
+        places never for long, one that is free is kept for who has waited beyond its patience."""
+        slots = self._adapters.slots
+        request = self._longest_waiting(waiting, loaded, step_id, lambda d: slots.find(d) is None)
+        if request is not None:
+            self._next = self._guest = request.group[0]
+            self._num_steps_left = STAY_STEPS
 
     def _swap(
         self, victim: tuple[AdapterDigest, int] | None, adapter: AdapterDigest | None
@@ -197,6 +235,7 @@ class AdapterTurns:
         self._was_for_rested = self._resting.find(adapter) is not None
         self._next = self._guest = self._lent_to[victim[0]] = adapter
         self._num_steps_left = STAY_STEPS
+        self._ran_at.pop(victim[0], None)  # it does not keep the place: when it is back it has come
         return victim[0]
 
     def _count_cost(self, step_id: StepId, num_running: int) -> None:
@@ -208,6 +247,19 @@ class AdapterTurns:
             self._lent_to.clear()
             return
         self._debt += COST * sum(map(self._num_idle, self._resting.away()))
+
+    @property
+    def has_resting(self) -> bool:
+        """Whether requests rest that hold pages."""
+        return bool(self._resting)
+
+    def forgo(self) -> bool:
+        """Nobody runs who could make room for the one that a place is kept for: those that rest
+        have it back. False if there is none."""
+        if self._next is None:
+            return False
+        self._next = None
+        return True
 
     def _keep_place(self, waiting: WaitingQueue, loaded: Iterable[Request]) -> None:
         """A place is kept for someone: not if it wants none any more, and not for ever."""
@@ -234,7 +286,11 @@ class AdapterTurns:
         return min(settled, key=lambda pair: pair[1], default=None)
 
     def _longest_waiting(
-        self, waiting: WaitingQueue, loaded: Iterable[Request], step_id: StepId
+        self,
+        waiting: WaitingQueue,
+        loaded: Iterable[Request],
+        step_id: StepId,
+        lacks_place: Callable[[AdapterDigest], bool],
     ) -> Request | None:
         """Of the adapters that wait for a place beyond their patience, the first one's request."""
         num_lanes = self._num_places + len(self._resting.groups()) + 2
@@ -247,7 +303,7 @@ class AdapterTurns:
                 and step_id - request.waiting_since > patience
                 and not self._adapters.num_seats(adapter)
                 and self._resting.find(adapter) is None
-                and not self._adapters.has_place(adapter)
+                and lacks_place(adapter)
             ):
                 return request
         return None

@@ -9,7 +9,7 @@ import pytest
 
 from manyroots.ids import AdapterDigest, AdapterName, RequestId
 from manyroots.messages import Abort, FinishReason, Submit
-from manyroots.scheduler.turns import STAY_STEPS
+from manyroots.scheduler.turns import PACK_PATIENCE, STAY_STEPS
 from manyroots.step import AdapterLoaded, LoadAdapter
 from tests.deciding import Deciding, expected_tokens, submit
 
@@ -273,3 +273,17 @@ def test_l07_random_traffic_with_impatient_adapters(seed: int) -> None:
         assert got == (want if is_whole else want[: len(got)])
     assert engine.engine.cache.stats().planes[0].num_held == 0
     assert engine.engine.scheduler.stats().total_rests > 0
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "pack", "fair"])
+@pytest.mark.parametrize("rows", [2, 4, 8])
+@pytest.mark.parametrize("max_tokens", [1, 2, 6, 17, 60])
+def test_l06_outputs_of_any_length_leave_a_rare_adapter_its_turn(
+    max_tokens: int, rows: int, policy: str
+) -> None:
+    """L06: with short ones all of an adapter may end at once and the next begin: its place was
+    never free for long, and never old either."""
+    hot = Hot(max_tokens=max_tokens, max_num_seqs=rows, policy=policy)
+    hot.settle()
+    patience = PATIENCE * (PACK_PATIENCE if policy == "pack" else 1)
+    hot.steps_until(hot.ask("rare", 2), patience + 2 * STAY_STEPS + WITHIN)

@@ -359,11 +359,18 @@ class Admission:
         return True
 
     def _could_go_on(self, request: Request, lease: Lease) -> bool:
-        """With others running, begin only what could finish its prompt and a page of output:
-        beginning with less would end in retracting it again."""
-        enough = min(request.num_tokens + self._cache.page_size, self._max_model_len)
+        """With others running, begin only what could finish its prompt and a page of output while
+        each of them gets its next page: beginning more would end in retracting some again."""
+        cache, rows = self._cache, self._rows
+        enough = min(request.num_tokens + cache.page_size, self._max_model_len)
         computed, most = lease.num_cached_tokens, self._placer.most_step_tokens
-        return self._cache.can_reach(lease, computed, enough, most)
+        of_prompts = rows.num_pages_of_prompts() if rows.prompts else 0
+        # Mostly there is room for more than is wanted, and nothing to be counted.
+        wanted = enough + (len(rows.running) + of_prompts) * cache.page_size
+        if cache.can_reach(lease, computed, wanted, most):
+            return True
+        wanted = enough + (rows.num_growing + of_prompts) * cache.page_size
+        return cache.can_reach(lease, computed, wanted, most)
 
     def _start(self, request: Request, lease: Lease, draft: Draft) -> None:
         if request.hold is not None:

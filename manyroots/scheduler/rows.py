@@ -27,6 +27,10 @@ Int64s = npt.NDArray[np.int64]
 
 NO_ROWS: Int64s = np.empty(0, np.int64)
 
+SOON_STEPS = 16
+"""Who begins leaves a page to each that will need one within so many steps. Looking further ahead
+costs rows where pages are large: half of those who run will have ended by then."""
+
 _ONE = np.array(1, np.int64)
 """Of the columns' own type and an array: numpy takes twice as long to add a Python number."""
 
@@ -83,6 +87,24 @@ class Rows:
     def is_busy(self) -> bool:
         """Whether anybody has a row, be it to drain."""
         return len(self._free) < len(self._requests)
+
+    @property
+    def num_growing(self) -> int:
+        """Rows that decode and will need another page soon, if nothing stops them before."""
+        end = self.end
+        due = self.due[:end]
+        is_soon = due - self.computed[:end] < SOON_STEPS
+        return int(np.count_nonzero(is_soon & (due < self.last[:end])))
+
+    def num_pages_of_prompts(self) -> int:
+        """Pages that prompts under way still need, and the one behind each."""
+        size, pages = self._page_size, 0
+        for request in self.prompts:
+            assert request.row is not None
+            num_tokens, computed = request.num_tokens, self.computed.item(request.row)
+            num_pages = -(-num_tokens // size)
+            pages += num_pages - -(-computed // size) + (request.max_num_tokens > num_pages * size)
+        return pages
 
     def request_at(self, row: int) -> Request:
         request = self._requests[row]

@@ -1,9 +1,9 @@
 """Faults to plant, each of which a test must notice.
 
-`test_mutations` applies each to a copy of the package and runs there what must notice it: the tests
-that it names, or the detector (`tests/detector.py`), which is made for the decide half. `old` must
-occur exactly once in its file; where the code has changed, write the fault anew: one that no longer
-applies is an error, not a pass.
+What must notice a fault is the tests that it names (`tests/planted_tests.py` runs them), or the
+detector (`tests/detector.py`), which is made for the decide half. `old` must occur exactly once in
+its file; where the code has changed, write the fault anew: one that no longer applies is an error,
+not a pass.
 """
 
 from __future__ import annotations
@@ -847,8 +847,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "scheduler/scheduler.py",
-        "            self._resume(draft)\n",
-        "            pass\n",
+        "for request in self._admission.turns.returning():",
+        "for request in ():",
         "those that rest never go on",
         (RESTING + "test_l07_the_fewest_rows_rest_and_only_for_as_long_as_the_guest_runs",),
     ),

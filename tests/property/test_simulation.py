@@ -13,8 +13,8 @@ from manyroots.simulate.soak import run_seed, soak
 
 NUM_SEEDS = 500
 NUM_STEPS = 100_000
-# As many processes as pytest itself has beside it would be too many on a small machine.
-JOBS = 2
+# Pytest itself has a process for each core: more would slow down what the others measure.
+JOBS = 1
 
 
 def run_case(seed: int) -> Run:

@@ -1,0 +1,102 @@
+"""Named tests with a fault planted, each fault in a process forked from one that is warm.
+
+`python -m tests.planted_tests [TEXT]`, run in a copy of the package and its tests, plants each
+fault that names tests (those whose name has the text) in the copy's file and runs these tests;
+first it runs all of them without any fault. What takes most of a test process's start is imported
+once, before the forks; of the package itself nothing is, so each process reads the file as it then
+is, and so do tests that read the source or start processes. Each line printed is JSON: the fault's
+name (null without), and how each test ended.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+import tests.conftest  # noqa: F401  what holds for every test is set before torch is imported
+from tests.detector import PLUGINS_LEFT_OUT
+from tests.mutations import MUTATIONS
+
+WARM = (
+    "numpy", "torch", "triton", "transformers", "tokenizers", "safetensors.torch", "fastapi",
+    "fastapi.testclient", "uvicorn", "httpx", "openai", "zmq", "msgspec", "anyio.pytest_plugin",
+    "xdist.plugin", "transformers.models.llama.modeling_llama",
+)  # fmt: skip
+"""What is not there, or is not needed, costs nothing but time."""
+
+
+class _Outcomes:
+    """How each test ended."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, str] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed or report.when == "call":
+            self.found[report.nodeid.removeprefix("tests/")] = report.outcome
+
+
+def warm_up() -> None:
+    for name in WARM:
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            continue
+    loaded = [name for name in sys.modules if name.startswith("manyroots")]
+    assert not loaded, f"too late to plant: {loaded}"
+    gc.freeze()  # it is not gone through again in each process
+
+
+def outcomes(nodes: Iterable[str]) -> dict[str, str]:
+    """How each of these tests ends in a process forked for them."""
+    with tempfile.NamedTemporaryFile("r") as told:
+        child = os.fork()
+        if not child:
+            _run_and_tell(sorted(set(nodes)), told.name)
+        os.waitpid(child, 0)
+        found: dict[str, str] = json.loads(told.read() or "{}")
+        return found
+
+
+def _run_and_tell(nodes: list[str], path: str) -> None:
+    try:
+        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  until this process ends
+        told = _Outcomes()
+        options = ["-q", "--tb=no", "--no-header", "--assert=plain"]
+        options += [part for name in PLUGINS_LEFT_OUT for part in ("-p", f"no:{name}")]
+        pytest.main([*options, *(f"tests/{node}" for node in nodes)], plugins=[told])
+        Path(path).write_text(json.dumps(told.found))
+    finally:
+        os._exit(0)
+
+
+def tell(name: str | None, found: dict[str, str]) -> None:
+    print(json.dumps({"fault": name, "ended": found}), flush=True)
+
+
+def main() -> int:
+    text = sys.argv[1] if len(sys.argv) > 1 else ""
+    chosen = [each for each in MUTATIONS if text in each.name and each.noticed_by]
+    sys.dont_write_bytecode = True  # of a file with a fault, nothing compiled may remain
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+    warm_up()
+    tell(None, outcomes(node for each in chosen for node in each.noticed_by))
+    for mutation in chosen:
+        path = Path("manyroots") / mutation.file
+        whole = path.read_text()
+        path.write_text(mutation.applied_to(whole))
+        tell(mutation.name, outcomes(mutation.noticed_by))
+        path.write_text(whole)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -44,7 +44,7 @@ NEAR = {
     "cache/index.py": ["cache/test_tiers.py"],
     "cache/keys.py": ["cache/test_namespaces.py"],
     "cache/onboarding.py": ["scheduler/test_reuse.py"],
-    "cache/prefetch.py": ["cache/test_tiers.py"],
+    "cache/prefetch.py": ["cache/test_tiers.py", "scheduler/test_reuse.py"],
     "cache/publishing.py": ["cache/test_cache.py", "cache/test_drafts.py"],
     "cache/states.py": ["cache/test_families.py"],
     "cache/storage.py": ["cache/test_storage.py"],

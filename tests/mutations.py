@@ -323,8 +323,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _cache(
         "fork_share",
-        "while self._num_early_pages > num_kept or len(self._early) > MAX_NAMES:",
-        "while len(self._early) > MAX_NAMES:",
+        "while self._num_early_pages > num_kept or len(self.early) > MAX_NAMES:",
+        "while len(self.early) > MAX_NAMES:",
         "what LRU would have lost too counts against the share",
     ),
     _cache(
@@ -636,7 +636,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _scheduler("self._cache.commit_step(step.step_id)", "pass", "a step is never committed"),
     _scheduler("self._cache.fail_step(step.step_id)", "pass", "a failed step is not told of"),
-    _scheduler("self._free.append(row)", "pass", "a row is never given back", "rows"),
+    _scheduler("self.free.append(row)", "pass", "a row is never given back", "rows"),
     _scheduler(
         "if lease.has_failed:",
         "if False:",
@@ -781,16 +781,16 @@ MUTATIONS: tuple[Mutation, ...] = (
         ),
     ),
     Mutation(
-        "scheduler/lanes.py",
-        "return self._line.rank",
-        "place = self._line.rank\n        return place and (place[0], -place[1], place[2])",
+        "scheduler/admission.py",
+        "lane = order.first()",
+        "lane = max((n for n in order if n.rank), key=lambda n: n.rank[1], default=None)",
         "first come, last served between adapters",
         ("unit/scheduler/test_adapters.py::" + ORDER + "[fcfs-order0]",),
     ),
     Mutation(
-        "scheduler/lanes.py",
-        "return self._line.rank",
-        "place = self._line.rank\n        return place and (0, place[1], place[2])",
+        "scheduler/admission.py",
+        "lane = order.first()",
+        "lane = min((n for n in order if n.rank), key=lambda n: n.rank[1], default=None)",
         "priority counts for nothing between adapters",
         ("unit/scheduler/test_adapters.py::" + ORDER + "[priority-order1]",),
     ),

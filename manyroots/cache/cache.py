@@ -151,10 +151,13 @@ class PrefixCache:
         if depth:
             lease.num_published_pages = depth
             lease.num_cached_tokens = depth * self.page_size
-            self.publisher.found(cursor, depth)
+            forks = self.forks
+            if forks is not None and cursor.last_used < forks.horizon and not cursor.children:
+                forks.found(depth - cursor.first)
+            self.publisher.touch(cursor)
         return lease
 
-    def begin(self, lease: Lease, num_tokens: int, *, is_first: bool = True) -> None:
+    def begin(self, lease: Lease, num_tokens: int, is_first: bool = True) -> None:
         """The request of this lease begins: its own reuse counts, once (C04), and not again when it
         was retracted and resumes. Without reuse there is nothing to count.
 

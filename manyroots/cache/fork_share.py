@@ -54,13 +54,9 @@ class ForkShare:
         self.share = START
         self.horizon = -1
         """Whatever was last used before this, LRU would have evicted."""
-        self._early: dict[Name, Early] = {}
+        self.early: dict[Name, Early] = {}
+        """What was evicted too early, should it be published again."""
         self._num_early_pages = 0
-
-    @property
-    def has_early(self) -> bool:
-        """Whether anything that is published now might have been evicted too early."""
-        return bool(self._early)
 
     def found(self, num_pages: int) -> None:
         """Pages that nobody had used since before the horizon were found."""
@@ -68,7 +64,7 @@ class ForkShare:
 
     def published(self, name: Name) -> None:
         """A new run is in the tree: it may be one that LRU would not have lost."""
-        early = self._early.pop(name, None)
+        early = self.early.pop(name, None)
         if early is not None:
             self._num_early_pages -= early.num_pages
             self._move(-early.num_pages)
@@ -79,23 +75,23 @@ class ForkShare:
 
     def evicted_early(self, name: Name, last_used: int, num_pages: int, num_kept: int) -> None:
         """Pages have gone while forks that were used before them stay, `num_kept` pages of them."""
-        before = self._early.pop(name, None)
+        before = self.early.pop(name, None)
         if before is not None:
             self._num_early_pages -= before.num_pages
             num_pages += before.num_pages
-        self._early[name] = Early(last_used, num_pages)
+        self.early[name] = Early(last_used, num_pages)
         self._num_early_pages += num_pages
-        while self._num_early_pages > num_kept or len(self._early) > MAX_NAMES:
-            oldest = self._early.pop(next(iter(self._early)))
+        while self._num_early_pages > num_kept or len(self.early) > MAX_NAMES:
+            oldest = self.early.pop(next(iter(self.early)))
             self._num_early_pages -= oldest.num_pages
             self.evicted(oldest.last_used)
 
     def audit(self) -> None:
         """Raises AssertionError where the share or what is counted for it is wrong."""
         assert LEAST <= self.share <= MOST, "the share of forks is out of bounds"
-        total = sum(early.num_pages for early in self._early.values())
+        total = sum(early.num_pages for early in self.early.values())
         assert total == self._num_early_pages, "early pages are counted wrongly"
-        assert len(self._early) <= MAX_NAMES, "too much is kept of what was evicted early"
+        assert len(self.early) <= MAX_NAMES, "too much is kept of what was evicted early"
 
     def _move(self, num_pages: int) -> None:
         share = self.share + RATE * num_pages / self._num_units

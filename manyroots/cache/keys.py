@@ -46,13 +46,14 @@ class PrefixKey:
     it: the page in which it begins says where (N23).
     """
 
-    __slots__ = ("_first", "_first_end", "_rest", "switch_page")
+    __slots__ = ("_rest", "first_run", "switch_page")
 
     def __init__(self, namespace: Namespace) -> None:
-        # The first run, nearly always the only one, is apart: every request asks for it.
-        self._first, self._first_end = Owner(namespace, 0), ENDLESS
+        self.first_run: tuple[Owner, int] = (Owner(namespace, 0), ENDLESS)
+        """Consecutive pages of one owner, and where they end. Apart from the others, because it is
+        nearly always the only one."""
         self._rest: tuple[tuple[Owner, int], ...] = ()
-        """Further runs of consecutive pages of one owner each, and where they end."""
+        """Further runs; the last has no end."""
         self.switch_page: int | None = None
         """The first page with tokens of an activated adapter."""
 
@@ -68,26 +69,26 @@ class PrefixKey:
             before.append((Owner(base, 0), key.switch_page))
         if begin:
             before.append((Owner(adapter, begin), key.switch_page + 1))
-        (key._first, key._first_end), *rest = (*before, *key._runs)
+        key.first_run, *rest = (*before, *key._runs)
         key._rest = tuple(rest)
         return key
 
     @property
     def _runs(self) -> tuple[tuple[Owner, int], ...]:
-        return ((self._first, self._first_end), *self._rest)
+        return (self.first_run, *self._rest)
 
     def at(self, page: int) -> Owner:
-        if page < self._first_end:
-            return self._first
-        return next(owner for owner, end in self._rest if page < end)  # the last has no end
+        return self.run_at(page)[0]
+
+    def run_at(self, page: int) -> tuple[Owner, int]:
+        """The owner of a page, and the first page behind it that is of another."""
+        if page < self.first_run[1]:
+            return self.first_run
+        return next(run for run in self._rest if page < run[1])
 
     def run_end(self, page: int, most: int) -> int:
         """How far from `page` on, at most to `most`, the owner stays the same."""
-        if page < self._first_end:
-            end = self._first_end
-        else:
-            end = next(end for _, end in self._rest if page < end)
-        return end if end < most else most
+        return min(self.run_at(page)[1], most)
 
     def first_page_of(self, namespaces: Container[Namespace]) -> int:
         """The first page that any of these owns; beyond every page if none does."""

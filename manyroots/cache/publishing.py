@@ -44,13 +44,6 @@ class Publisher:
         # Then only the ends of paths are ever loose.
         self._is_simple = index.layout.is_sole
 
-    def found(self, node: Node, depth: int) -> None:
-        """A request found the path down to `node`, of that its pages up to `depth`."""
-        forks = self._forks
-        if forks is not None and node.last_used < forks.horizon and not node.children:
-            forks.found(depth - node.first)
-        self.touch(node)
-
     def asked_again(self, lease: Lease) -> None:
         """A prompt was found as far as it can be, so that nothing of it will be new. Once that may
         be a talk's next turn of less than a page; the second time it is a prompt that is shared."""
@@ -159,7 +152,7 @@ class Publisher:
             cursor, lease.key, keys, first, num_full, step_id, lengthen=lengthen
         )
         touched = [node for node in path if self._fill(lease, node, first, num_full)]
-        if self._forks is not None and self._forks.has_early:
+        if self._forks is not None and self._forks.early:
             self._tell_forks(self._forks, touched, step_id)
         if not lengthen:
             self._remember(lease, touched, first, num_full, step_id)
@@ -198,12 +191,15 @@ class Publisher:
             return None
         if end > lease.num_allowed_pages:
             return None
-        if lease.key.run_end(first, end) != end:
+        owner, run_end = lease.key.first_run
+        if first >= run_end:
+            owner, run_end = lease.key.run_at(first)
+        if end > run_end:
             return None
         keys = tokens[first * self._page_size : end * self._page_size].tobytes()
         page = lease.ahead
         if page is None:  # it has published before, or had found whatever there was to find
-            page = (lease.key.at(first), keys[: self._page_bytes])
+            page = (owner, keys[: self._page_bytes])
         if page in cursor.children:
             return None
         leaf, units = cursor, lease.tables[0][first:end]
@@ -211,7 +207,7 @@ class Publisher:
             self._index.lengthen(cursor, keys, units)
         else:
             leaf = self._index.add_leaf(cursor, page, keys, units, step_id)
-            if self._forks is not None and self._forks.has_early:
+            if self._forks is not None and self._forks.early:
                 self._forks.published(name_of(cursor.serial, *page))
         leaf.last_used = self._tick = self._tick + 1
         lease.cursor, lease.num_published_pages, lease.ahead = leaf, end, None

@@ -137,14 +137,17 @@ class PrefixTree:
         nodes: list[Node] = []
         node = self.root
         depth, size = 0, self._page_bytes
+        owner, run_end = key.first_run
         while depth < max_pages:
+            if depth >= run_end:
+                owner, run_end = key.run_at(depth)
             at = depth * size
-            ahead = (key.at(depth), keys[at : at + size])
+            ahead = (owner, keys[at : at + size])
             child = node.children.get(ahead)
             if child is None:
                 return nodes, depth, ahead
             nodes.append(child)
-            end = key.run_end(depth, max_pages)
+            end = run_end if run_end < max_pages else max_pages
             if child.end <= end and keys.startswith(child.keys, at):  # compares without copying
                 node, depth = child, child.end
                 continue
@@ -378,7 +381,7 @@ class PrefixTree:
         parent.children[page] = node
         if parent is self.root:
             self.first_pages[namespace.salt, first_page] += 1
-        if parent.namespace != namespace:
+        if parent.owner is None or parent.owner.namespace != namespace:
             self.by_namespace.setdefault(namespace, {})[node.serial] = node
         return node
 

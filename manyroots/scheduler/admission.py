@@ -48,6 +48,7 @@ class Admission:
         self._cache = cache
         self._adapters = adapters
         self._rows = rows
+        self._resting = resting
         self._placer = Placer(settings, cache)
         self.turns = AdapterTurns(adapters, resting, settings.adapter_patience_steps)
         self._max_model_len = max_model_len
@@ -175,13 +176,15 @@ class Admission:
         without_room: set[AdapterDigest | None] = set()
         if self._loaded and not self._begin_loaded(draft):
             return without_room
-        if not len(self.waiting) or not (self._rows.num_free or make_way):
+        if not len(self.waiting) or not (self._rows.free or make_way):
             return without_room
         if self.turns.is_line_held:
             return without_room
         is_open = self.turns.open_lanes(self.waiting)
         least = LEAST_IMPORTANT
-        while claimed := self._claim(draft, is_open, make_way, least):
+        while draft.num_tokens_left > 0 and (
+            claimed := self._claim(draft, is_open, make_way, least)
+        ):
             for index, request in enumerate(claimed):
                 if self._begin(request, draft):
                     continue
@@ -190,7 +193,7 @@ class Admission:
                 if self._begin(request, draft) or self._begin_instead(request, draft, make_way):
                     break
                 self._give_up([request])
-                if has_aged(request, draft.step_id) or not self._rows.num_free:
+                if has_aged(request, draft.step_id) or not self._rows.free:
                     return without_room
                 if make_way is not None:
                     least = request.submit.priority
@@ -224,7 +227,7 @@ class Admission:
         """Start those whose units have arrived, in that order, but for those whose adapter has no
         place now. False if one finds no room: what runs will make some."""
         for request in list(self._loaded):
-            if not self._rows.num_free or draft.num_tokens_left == 0:
+            if not self._rows.free or draft.num_tokens_left == 0:
                 return False
             if request not in self._loaded or not self.turns.is_open(request.group[0]):
                 continue
@@ -253,7 +256,7 @@ class Admission:
         row is free, one that takes somebody's. Nobody less important than `least`. Closes lanes
         that must wait for what a launched step computes."""
         claimed: list[Request] = []
-        waiting, num_free = self.waiting, self._rows.num_free
+        waiting, num_free = self.waiting, len(self._rows.free)
         num_tokens_left = draft.num_tokens_left
         order = self._order(is_open)
         while len(claimed) < (num_free or 1) and num_tokens_left > 0:
@@ -263,7 +266,7 @@ class Admission:
             head = lane.head
             if head.submit.priority > least:
                 break
-            num_kept = self._num_kept_rows(lane.adapter)
+            num_kept = self._num_kept_rows(lane.adapter) if self._resting.by_adapter else 0
             is_kept = num_kept > 0 and num_free - len(claimed) <= num_kept
             if head.num_in_flight_tokens > 0 or is_kept:
                 # Retracted a moment ago, and its last token is not known yet; or the rows that are
@@ -322,9 +325,10 @@ class Admission:
     def _has_place(self, request: Request, draft: Draft) -> bool:
         """Whether a request could begin now but for its pages."""
         adapter = request.group[0]
-        if self._rows.num_free <= self._num_kept_rows(adapter) or draft.num_tokens_left == 0:
+        num_kept = self._num_kept_rows(adapter) if self._resting.by_adapter else 0
+        if len(self._rows.free) <= num_kept or draft.num_tokens_left == 0:
             return False
-        return self.turns.is_open(adapter)
+        return adapter is None or self.turns.is_open(adapter)
 
     def _num_kept_rows(self, adapter: AdapterDigest | None) -> int:
         """Rows that are not for new requests of an adapter, but for those that rest. Where
@@ -347,7 +351,7 @@ class Admission:
             self._loading[request] = None
             return True
         computed = lease.num_cached_tokens
-        are_others = bool(self._rows.running) or self.turns.has_resting
+        are_others = self._rows.running or self._resting.by_adapter
         if are_others and not self._could_go_on(request, lease):
             return False
         num_tokens = self._placer.chunk(request, lease, computed, draft)
@@ -382,7 +386,7 @@ class Admission:
         if is_first:
             request.num_cached_tokens = lease.num_cached_tokens
         if not request.wants_prompt_logprobs:
-            self._cache.begin(lease, request.num_tokens, is_first=is_first)
+            self._cache.begin(lease, request.num_tokens, is_first)
         num_computed = lease.num_cached_tokens
         draft.arrive(request, self._rows.sit(request, num_computed), lease, num_computed)
 

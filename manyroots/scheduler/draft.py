@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import methodcaller
 from typing import TypeVar
 
 import numpy as np
@@ -17,6 +18,8 @@ from manyroots.scheduler.rows import NO_ROWS, Int64s, Rows
 from manyroots.step import AdapterIntent, Arrival, Bools, Copy, NewPages, Plan
 
 Scalar = TypeVar("Scalar", bound=np.generic)
+
+_TO_INT32 = methodcaller("astype", np.int32)
 
 
 @dataclass(slots=True)
@@ -70,13 +73,11 @@ class Draft:
 
     def turn_pages(self, rows: Int64s, units: list[npt.NDArray[np.intp]]) -> None:
         """Place the next token of rows that got one page each, by family."""
-        places = self._rows.turn_pages(rows).astype(np.int32)
+        places, rows_int32 = self._rows.turn_pages(rows).astype(np.int32), rows.astype(np.int32)
         self._decoding = np.concatenate((self._decoding, rows))
         self.num_tokens_left -= len(rows)
         for family, pages in enumerate(units):
-            self._growth.append(
-                NewPages(family, rows.astype(np.int32), places, pages.astype(np.int32))
-            )
+            self._growth.append(NewPages(family, rows_int32, places, pages.astype(np.int32)))
 
     def place(self, request: Request, lease: Lease, num_tokens: int, end: int) -> None:
         """The request computes `num_tokens` in this step, and so has computed `end`."""
@@ -117,7 +118,7 @@ class Draft:
                 request.tokens,
                 request.num_prompt_tokens,
                 num_computed,
-                tuple([table.astype(np.int32) for table in lease.tables]),
+                tuple(map(_TO_INT32, lease.tables)),
                 sampling,
                 submit.seed,
                 submit.stop_ids,
@@ -145,9 +146,9 @@ class Draft:
         num_tokens_int32 = self._rows.ones_int32[:count]
         if self._placed:
             placed, counts, ends = zip(*self._placed, strict=True)
-            rows, rows_int32 = _joined(rows, placed), _joined(rows_int32, placed)
-            num_tokens_int32 = _joined(num_tokens_int32, counts)
-            num_tokens, samples = _joined(num_tokens, counts), _joined(samples, ends)
+            rows, samples = _joined(rows, placed), _joined(samples, ends)
+            num_tokens = _joined(num_tokens, counts)
+            rows_int32, num_tokens_int32 = rows.astype(np.int32), num_tokens.astype(np.int32)
         plan = Plan(
             step_id=self.step_id,
             arrivals=tuple(self._arrivals),

@@ -23,60 +23,64 @@ GroupKey = tuple[AdapterDigest | None, str | None]
 
 
 class Line:
-    """Requests by importance and arrival."""
+    """Requests by arrival, behind importance where that counts."""
 
-    __slots__ = ("_gone", "_late", "_line")
+    __slots__ = ("_by_priority", "_gone", "_late", "_line", "rank")
 
-    def __init__(self) -> None:
+    def __init__(self, *, by_priority: bool = False) -> None:
+        self._by_priority = by_priority
         self._line: deque[Place] = deque()
         """Who came behind all that stood in line: nearly everybody."""
         self._late: list[Place] = []
         """A heap of the others, who came back or are more important."""
         self._gone: set[Request] = set()
         """Of those, who waits no more; never the head."""
+        self.rank: Place | None = None
+        """The place of the next request; None if there is none. Kept, as it is read more often
+        than it changes."""
 
     def __len__(self) -> int:
         """How many places are kept, for tests of what is forgotten."""
         return len(self._line) + len(self._late)
 
-    def push(self, request: Request, importance: int) -> None:
+    def push(self, request: Request) -> None:
+        importance = request.submit.priority if self._by_priority else 0
         place = (importance, request.serial, request)
         if not self._line or place > self._line[-1]:
             self._line.append(place)
         else:
             heapq.heappush(self._late, place)
+        if self.rank is None or place < self.rank:
+            self.rank = place
 
     def discard(self, request: Request) -> None:
         """A request that is over will not be pushed again."""
-        self._gone.add(request)
-        self._skip_gone()
+        if self.rank is not None and self.rank[2] is request:
+            self.pop()
+        else:
+            self._gone.add(request)
         if 2 * len(self._gone) > len(self) + MAX_STALE:
             gone, self._gone = self._gone, set()
             self._line = deque(place for place in self._line if place[2] not in gone)
             self._late = sorted(place for place in self._late if place[2] not in gone)
 
-    @property
-    def rank(self) -> Place | None:
-        """The place of the next request; None if there is none."""
-        line, late = self._line, self._late
-        if late and (not line or late[0] < line[0]):
-            return late[0]
-        return line[0] if line else None
-
     def pop(self) -> Request:
-        request = self._take()
-        if self._gone:
-            self._skip_gone()
+        place, line, late, gone = self.rank, self._line, self._late, self._gone
+        assert place is not None
+        request = place[2]
+        while place is not None:
+            if late and late[0] is place:
+                heapq.heappop(late)
+            else:
+                line.popleft()
+            place = line[0] if line else None
+            if late and (place is None or late[0] < place):
+                place = late[0]
+            if not gone or place is None or place[2] not in gone:
+                break
+            gone.discard(place[2])
+        self.rank = place
         return request
-
-    def _take(self) -> Request:
-        if self._late and (not self._line or self._late[0] < self._line[0]):
-            return heapq.heappop(self._late)[2]
-        return self._line.popleft()[2]
-
-    def _skip_gone(self) -> None:
-        while (place := self.rank) is not None and place[2] in self._gone:
-            self._gone.discard(self._take())
 
     def __iter__(self) -> Iterator[Request]:
         for _, _, request in (*self._line, *self._late):
@@ -87,10 +91,9 @@ class Line:
 class Lane(ABC):
     """Waiting requests of one adapter, or of the base model."""
 
-    __slots__ = ("adapter",)
+    __slots__ = ()
 
-    def __init__(self, adapter: AdapterDigest | None) -> None:
-        self.adapter = adapter
+    adapter: AdapterDigest | None
 
     @property
     @abstractmethod
@@ -121,34 +124,14 @@ class Lane(ABC):
     def __iter__(self) -> Iterator[Request]: ...
 
 
-class PlainLane(Lane):
-    """One line for all tenants: who came first, behind importance where that counts."""
+class PlainLane(Line, Lane):
+    """One line for all tenants."""
 
-    __slots__ = ("_by_priority", "_line")
+    __slots__ = ("adapter",)
 
     def __init__(self, adapter: AdapterDigest | None, *, by_priority: bool) -> None:
-        super().__init__(adapter)
-        self._by_priority = by_priority
-        self._line = Line()
-
-    @property
-    def rank(self) -> Place | None:
-        return self._line.rank
-
-    def __len__(self) -> int:
-        return len(self._line)
-
-    def push(self, request: Request) -> None:
-        self._line.push(request, request.submit.priority if self._by_priority else 0)
-
-    def pop(self) -> Request:
-        return self._line.pop()
-
-    def discard(self, request: Request) -> None:
-        self._line.discard(request)
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self._line)
+        super().__init__(by_priority=by_priority)
+        self.adapter = adapter
 
 
 class Account:
@@ -209,7 +192,7 @@ class Accounts:
     def push(self, request: Request) -> Account:
         account = self._accounts[request.group]
         account.taken.discard(request)
-        account.line.push(request, 0)
+        account.line.push(request)
         return account
 
     def pop(self, account: Account) -> Request:
@@ -238,10 +221,10 @@ class Accounts:
 class FairLane(Lane):
     """A line for each tenant; the one that was served least is next."""
 
-    __slots__ = ("_accounts", "_tenants")
+    __slots__ = ("_accounts", "_tenants", "adapter")
 
     def __init__(self, adapter: AdapterDigest | None, accounts: Accounts) -> None:
-        super().__init__(adapter)
+        self.adapter = adapter
         self._accounts = accounts
         self._tenants: Ranking[Account] = Ranking()
 

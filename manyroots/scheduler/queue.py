@@ -8,8 +8,6 @@ adapter that has no requests. Deterministic.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from manyroots.config import Policy
 from manyroots.ids import AdapterDigest
 from manyroots.scheduler.lanes import Accounts, FairLane, Lane, PlainLane
@@ -24,7 +22,8 @@ class WaitingQueue:
         self._policy = policy
         self.packs = policy is Policy.PACK
         """Whether an adapter that is on the device is kept while requests wait for it."""
-        self._lanes: dict[AdapterDigest | None, Lane] = {}
+        self.lanes: dict[AdapterDigest | None, Lane] = {}
+        """Those in which someone waits; to be read only."""
         self._order: Ranking[Lane] = Ranking()
         self._count = 0
         self.accounts = Accounts() if policy is Policy.FAIR else None
@@ -33,25 +32,20 @@ class WaitingQueue:
     def __len__(self) -> int:
         return self._count
 
-    @property
-    def lanes(self) -> Mapping[AdapterDigest | None, Lane]:
-        """Those in which someone waits."""
-        return self._lanes
-
     def first_lanes(self, count: int) -> list[Lane]:
         """Those whose requests are next, first of all, whether they can begin or not."""
         return self._order.first_few(count)
 
     def requests_of(self, adapter: AdapterDigest) -> list[Request]:
         """All that wait for an adapter, in the order of arrival."""
-        lane = self._lanes.get(adapter)
+        lane = self.lanes.get(adapter)
         return [] if lane is None else sorted(lane, key=lambda request: request.serial)
 
     def push(self, request: Request) -> None:
         adapter = request.group[0]
-        lane = self._lanes.get(adapter)
+        lane = self.lanes.get(adapter)
         if lane is None:
-            lane = self._lanes[adapter] = self._new_lane(adapter)
+            lane = self.lanes[adapter] = self._new_lane(adapter)
         if self.accounts is not None:
             first = self._order.first()
             self.accounts.arrive(request, None if first is None else first.rank)
@@ -63,20 +57,24 @@ class WaitingQueue:
     def pop(self, lane: Lane) -> Request:
         """Take the next request of a lane."""
         request = lane.pop()
-        self._left(lane)
+        self._count -= 1
+        if lane.rank is None:
+            self._forget(lane)
         return request
 
     def remove(self, request: Request) -> None:
         """A waiting request is over."""
-        lane = self._lanes[request.group[0]]
+        lane = self.lanes[request.group[0]]
         lane.discard(request)
-        self._left(lane)
+        self._count -= 1
+        if lane.rank is None:
+            self._forget(lane)
 
     def charge(self, request: Request, num_tokens: int) -> None:
         """Tokens are computed for a request; less than none: they were not after all."""
         account = None if self.accounts is None else self.accounts.charge(request.group, num_tokens)
         if account is not None and num_tokens < 0:
-            lane = self._lanes.get(request.group[0])
+            lane = self.lanes.get(request.group[0])
             if isinstance(lane, FairLane):
                 lane.note(account)
                 self._order.note(lane)
@@ -91,8 +89,6 @@ class WaitingQueue:
             return FairLane(adapter, self.accounts)
         return PlainLane(adapter, by_priority=self._policy is Policy.PRIORITY)
 
-    def _left(self, lane: Lane) -> None:
-        self._count -= 1
-        if lane.rank is None:
-            del self._lanes[lane.adapter]
-            self._order.forget(lane)
+    def _forget(self, lane: Lane) -> None:
+        del self.lanes[lane.adapter]
+        self._order.forget(lane)

@@ -58,7 +58,7 @@ class Ranking(Generic[T]):
         assert rank is not None
         known = self._entries.get(thing)
         if known is None or rank < known[0]:
-            self._push(rank, thing)
+            heapq.heappush(self._heap, self._entry(rank, thing))
             self._tidy()
 
     def forget(self, thing: T) -> None:
@@ -67,6 +67,14 @@ class Ranking(Generic[T]):
         self._tidy()
 
     def first(self) -> T | None:
+        if len(self._entries) == 1:
+            (only,) = self._entries
+            if only.rank is not None:
+                return only  # and its entry need not be true
+        return self._top()
+
+    def _top(self) -> T | None:
+        """The first; its entry, which is true, is the heap's top."""
         heap, entries = self._heap, self._entries
         while heap:
             entry = heap[0]
@@ -75,26 +83,28 @@ class Ranking(Generic[T]):
             now = thing.rank if counts else None
             if counts and (now is rank or now == rank):
                 return thing
-            heapq.heappop(heap)
             if now is not None:
-                self._push(now, thing)
-            elif counts:
+                heapq.heapreplace(heap, self._entry(now, thing))
+                continue
+            heapq.heappop(heap)
+            if counts:
                 del entries[thing]
         return None
 
     def first_few(self, count: int) -> list[T]:
         """The first so many, in order."""
         few: list[Entry[T]] = []
-        while len(few) < count and self.first() is not None:
+        while len(few) < count and self._top() is not None:
             few.append(heapq.heappop(self._heap))
         for entry in few:
             heapq.heappush(self._heap, entry)
         return [thing for _, _, thing in few]
 
-    def _push(self, rank: Rank, thing: T) -> None:
+    def _entry(self, rank: Rank, thing: T) -> Entry[T]:
+        """From now on the one that counts."""
         self._next_number += 1
         entry = self._entries[thing] = (rank, self._next_number, thing)
-        heapq.heappush(self._heap, entry)
+        return entry
 
     def _tidy(self) -> None:
         if len(self._heap) > 2 * len(self._entries) + MAX_STALE:

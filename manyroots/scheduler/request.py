@@ -73,6 +73,7 @@ class Request:
         "ticket",
         "tokens",
         "waiting_since",
+        "wants_prompt_logprobs",
     )
 
     def __init__(
@@ -123,6 +124,8 @@ class Request:
         """Of a request that rests: where it goes on."""
         self.num_cached_tokens: int | None = None
         """What was reused when it first began."""
+        self.wants_prompt_logprobs = submit.sampling.prompt_logprobs is not None
+        """Till its first token is sampled."""
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.ending = Ending.DROPPED
         """What its lease is released with: whether its newest state is worth keeping."""
@@ -135,14 +138,6 @@ class Request:
         self.ticket: Ticket | None = None
         """What it asked storage for."""
 
-    @property
-    def num_output_tokens(self) -> int:
-        return self.num_tokens - self.num_prompt_tokens
-
-    @property
-    def wants_prompt_logprobs(self) -> bool:
-        return self.submit.sampling.prompt_logprobs is not None and self.num_output_tokens == 0
-
     def extend(self, tokens: Int32s) -> None:
         """Tokens were sampled."""
         end = self.num_tokens + len(tokens)
@@ -153,6 +148,7 @@ class Request:
         self._buffer[self.num_tokens : end] = tokens
         self.tokens = self._buffer[:end]
         self.num_tokens = end
+        self.wants_prompt_logprobs = False
 
 
 def invoked_at(prompt: Sequence[int] | Int32s, invocation: tuple[int, ...]) -> int:

@@ -31,37 +31,37 @@ class Resting:
     """All that rest, by adapter."""
 
     def __init__(self) -> None:
-        self._by_adapter: dict[AdapterDigest, Rested] = {}
-        """Who has rested longest comes first."""
+        self.by_adapter: dict[AdapterDigest, Rested] = {}
+        """Who has rested longest comes first. Empty, nearly always: ask that before anything."""
         self.total_rests = 0
         """Requests that were put to rest, each as often as it was."""
 
     def __len__(self) -> int:
-        return sum(len(rested.requests) for rested in self._by_adapter.values())
+        return sum(len(rested.requests) for rested in self.by_adapter.values())
 
     def __bool__(self) -> bool:
-        return bool(self._by_adapter)
+        return bool(self.by_adapter)
 
     def __iter__(self) -> Iterator[Request]:
-        for rested in self._by_adapter.values():
+        for rested in self.by_adapter.values():
             yield from rested.requests
 
     def groups(self) -> list[Rested]:
-        return list(self._by_adapter.values())
+        return list(self.by_adapter.values())
 
     def away(self) -> list[Rested]:
         """Those without a place."""
-        return [rested for rested in self._by_adapter.values() if not rested.is_back]
+        return [rested for rested in self.by_adapter.values() if not rested.is_back]
 
     def find(self, adapter: AdapterDigest) -> Rested | None:
-        return self._by_adapter.get(adapter)
+        return self.by_adapter.get(adapter)
 
     def add(self, adapter: AdapterDigest, requests: list[Request], since: StepId) -> None:
         """An adapter gives up its place. Those of it that had not come back yet rest on."""
         rested = Rested(adapter, since)
-        earlier = self._by_adapter.pop(adapter, None)
+        earlier = self.by_adapter.pop(adapter, None)
         rested.requests = dict.fromkeys(requests) | ({} if earlier is None else earlier.requests)
-        self._by_adapter[adapter] = rested
+        self.by_adapter[adapter] = rested
         self.total_rests += len(requests)
 
     def remove(self, request: Request) -> None:
@@ -69,7 +69,7 @@ class Resting:
         rested = self._of(request)
         del rested.requests[request]
         if not rested.requests:
-            del self._by_adapter[rested.adapter]
+            del self.by_adapter[rested.adapter]
 
     def back(self, request: Request) -> None:
         """A request runs again, and so has its adapter a place."""
@@ -79,4 +79,4 @@ class Resting:
     def _of(self, request: Request) -> Rested:
         adapter, _ = request.group
         assert adapter is not None
-        return self._by_adapter[adapter]
+        return self.by_adapter[adapter]

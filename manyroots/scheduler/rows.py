@@ -41,7 +41,8 @@ class Rows:
     def __init__(self, count: int, page_size: int) -> None:
         self._page_size = page_size
         self._one_page = np.array(page_size, np.int64)
-        self._free = [Row(row) for row in range(count - 1, -1, -1)]
+        self.free = [Row(row) for row in range(count - 1, -1, -1)]
+        """Who sits down takes the last."""
         self._requests: list[Request | None] = [None] * count
         self.running: dict[Request, None] = {}
         """In the order in which they began."""
@@ -80,13 +81,9 @@ class Rows:
             shared.flags.writeable = False  # plans share them
 
     @property
-    def num_free(self) -> int:
-        return len(self._free)
-
-    @property
     def is_busy(self) -> bool:
         """Whether anybody has a row, be it to drain."""
-        return len(self._free) < len(self._requests)
+        return len(self.free) < len(self._requests)
 
     @property
     def num_growing(self) -> int:
@@ -111,9 +108,14 @@ class Rows:
         assert request is not None
         return request
 
+    def requests_at(self, rows: Int64s) -> list[Request]:
+        """As `request_at`, of each."""
+        requests = self._requests
+        return [request for row in rows.tolist() if (request := requests[row]) is not None]
+
     def sit(self, request: Request, num_computed: int) -> Row:
         """Give a request a row and its columns, with what is computed of it."""
-        row = request.row = self._free.pop()
+        row = request.row = self.free.pop()
         self._requests[row] = request
         self.running[request] = None
         if request.stop_ids:
@@ -148,7 +150,7 @@ class Rows:
         self._requests[row] = None
         self.computed[row] = self.committed[row] = self.publish_at[row] = 0
         self._num_recent[row] = 0
-        self._free.append(row)
+        self.free.append(row)
         request.row = None
         if row == self.end - 1:
             while self.end and self._requests[self.end - 1] is None:
@@ -229,7 +231,7 @@ class Rows:
         is_full = committed >= self.publish_at[rows]
         if not np.count_nonzero(is_full):
             return []
-        return [self.request_at(row) for row in rows[is_full].tolist()]
+        return self.requests_at(rows[is_full])
 
     def append(self, rows: Int64s, tokens: Int32s) -> None:
         """Sampled tokens become known."""

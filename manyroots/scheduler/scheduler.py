@@ -154,7 +154,7 @@ class Scheduler:
         draft = Draft(StepId(self._next_step_id), self._settings.max_num_batched_tokens, self._rows)
         num_retracted = self._endings.num_retractions
         without_room: set[AdapterDigest | None] = set()
-        if len(self._admission) or self._resting:
+        if len(self._admission) or self._resting.by_adapter:
             adapter = self._admission.who_rests(draft.step_id)
             if adapter is not None:
                 self._endings.rest(adapter, draft.step_id)
@@ -165,7 +165,7 @@ class Scheduler:
             self._continue_by_importance(growing, draft)
         elif len(growing):
             self._turn_pages(growing, draft)
-        if self._resting:
+        if self._resting.by_adapter:
             self._resume(draft)
         for request in () if self._by_priority else prompts:
             self._continue(request, draft)
@@ -174,9 +174,9 @@ class Scheduler:
             make_way = self._make_way if self._by_priority else None
             if self._endings.num_retractions == num_retracted:
                 without_room = self._admission.admit(draft, make_way)
-        if len(self._admission) or self._resting:
+        if len(self._admission) or self._resting.by_adapter:
             self._admission.prepare_adapters(without_room)
-        if self._resting and self._is_stalled(draft) and self._admission.turns.forgo():
+        if self._resting.by_adapter and self._is_stalled(draft) and self._admission.turns.forgo():
             self._resume(draft)
             self._admission.prepare_adapters(without_room)
         copies = self._cache.take_copies()
@@ -202,7 +202,7 @@ class Scheduler:
     def _turn_pages(self, rows: Int64s, draft: Draft) -> None:
         """Place those who decode and have filled their pages: all at once where there is room
         for all, else one after the other, as far as it goes."""
-        growing = [self._rows.request_at(row) for row in rows.tolist()]
+        growing = self._rows.requests_at(rows)
         if len(growing) <= draft.num_tokens_left:
             units = self._cache.turn_pages([r.lease for r in growing if r.lease is not None])
             if units is not None:
@@ -219,7 +219,7 @@ class Scheduler:
         if not self._rows.prompts:
             self._turn_pages(growing, draft)
             return
-        members = [*map(self._rows.request_at, growing.tolist()), *self._rows.prompts]
+        members = [*self._rows.requests_at(growing), *self._rows.prompts]
         for request in sorted(members, key=lambda r: r.submit.priority):
             self._continue(request, draft)
 
@@ -259,7 +259,7 @@ class Scheduler:
     def _resume(self, draft: Draft) -> None:
         """Those whose adapter has its place again go on where they were."""
         for request in self._admission.turns.returning():
-            if not self._rows.num_free or draft.num_tokens_left == 0:
+            if not self._rows.free or draft.num_tokens_left == 0:
                 return
             lease, computed = request.lease, request.num_computed_tokens
             # One may have been retracted for another; or its last token is not known yet.

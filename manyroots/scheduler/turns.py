@@ -248,11 +248,6 @@ class AdapterTurns:
             return
         self._debt += COST * sum(map(self._num_idle, self._resting.away()))
 
-    @property
-    def has_resting(self) -> bool:
-        """Whether requests rest that hold pages."""
-        return bool(self._resting)
-
     def forgo(self) -> bool:
         """Nobody runs who could make room for the one that a place is kept for: those that rest
         have it back. False if there is none."""
@@ -313,12 +308,16 @@ class AdapterTurns:
     def prepare(
         self,
         waiting: WaitingQueue,
-        loaded: Iterable[Request],
+        loaded: Collection[Request],
         without_room: set[AdapterDigest | None],
     ) -> None:
         """Bring what requests that do not run need to the device: first what was promised a place,
         then what those need that hold pages (they rest, or have loaded some), last what has no room
         for its pages, since its weights would lie idle."""
+        is_any_promised = self._next is not None or self._first_wanted is not None
+        are_adapters_waited_for = len(waiting.lanes) > (None in waiting.lanes)
+        if not (is_any_promised or are_adapters_waited_for or loaded or self._resting.by_adapter):
+            return
         most = self._adapters.num_obtainable
         if most is None:
             most = len(waiting.lanes)

@@ -26,7 +26,7 @@ from manyroots.lora.registry import Hold, Registered, Registry, Unloaded
 from manyroots.lora.slots import DeviceSlots
 from manyroots.lora.transfers import Transfers
 from manyroots.messages import AdapterStats
-from manyroots.step import AdapterIntent, AdapterLoaded
+from manyroots.step import AdapterIntent, AdapterLoaded, SlotRef
 
 
 class Residency:
@@ -88,7 +88,7 @@ class Residency:
             return False
         self._evict_from_host(1)
         if not self.host.has_room():
-            self._make_room_on_device(1, keep=())
+            self._drop_unused(self._make_room_on_device(1, keep=()))
             self._evict_from_host(1)
         if not self.host.has_room():
             return False
@@ -306,17 +306,28 @@ class Residency:
     def _start_loads(self, absent: list[AdapterDigest], keep: Collection[AdapterDigest]) -> None:
         """Loads for as many as can have a slot, in order. One that is arriving on the host has a
         slot kept for it; of those without a slot, one may set out for the host."""
-        self._make_room_on_device(len(absent), keep)
+        put_out = self._make_room_on_device(len(absent), keep)
         num_slots = self.slots.room(len(absent))
         chosen = [digest for digest in absent[:num_slots] if digest not in self.host.arriving]
         self._load(chosen)
+        self._drop_unused(put_out)
         self._fetch(absent[num_slots:], keep)
 
-    def _make_room_on_device(self, count: int, keep: Collection[AdapterDigest]) -> None:
+    def _make_room_on_device(
+        self, count: int, keep: Collection[AdapterDigest]
+    ) -> list[tuple[AdapterDigest, SlotRef]]:
         pinned = [d for d in self.slots.by_owner if self.registry.is_pinned(d)]
-        for digest in self.slots.make_room(count, {*keep, *pinned}):
+        put_out = self.slots.make_room(count, {*keep, *pinned})
+        for digest, _ in put_out:
             self.host.loosen(digest)
             self._total_device_evictions += 1
+        return put_out
+
+    def _drop_unused(self, put_out: list[tuple[AdapterDigest, SlotRef]]) -> None:
+        """A load clears its slot; one that nobody is loaded into now would keep its weights."""
+        for digest, ref in put_out:
+            if self.slots.all[ref.slot].owner is None:
+                self.transfers.drop(digest, Tier.DEVICE, ref)
 
     def _load(self, chosen: list[AdapterDigest]) -> None:
         """Into free slots, which there are."""

@@ -83,21 +83,23 @@ class DeviceSlots:
         if self.idle.pop(slot.number, None) is not None:
             self.idle[slot.number] = slot
 
-    def make_room(self, count: int, keep: Collection[AdapterDigest]) -> list[AdapterDigest]:
+    def make_room(
+        self, count: int, keep: Collection[AdapterDigest]
+    ) -> list[tuple[AdapterDigest, SlotRef]]:
         """Free slots until `count` are, or no idle one is left but those of `keep`.
 
-        Gives the owners that were put out, in order.
+        Gives the owners that were put out, and from where, in order.
         """
         if self.num_slots is None:
             return []
-        victims: list[AdapterDigest] = []
+        victims: list[tuple[AdapterDigest, SlotRef]] = []
         num_missing = count - len(self.free)
         for slot in list(self.idle.values()) if num_missing > 0 else ():
             if len(victims) == num_missing:
                 break
             assert slot.owner is not None
             if slot.owner not in keep:
-                victims.append(slot.owner)
+                victims.append((slot.owner, slot.ref))
                 self.disown(slot.owner)
         return victims
 

@@ -93,10 +93,11 @@ class AdapterTurns:
             return True
         # It needs a place that is free, behind those that were promised one before.
         num_ahead = int(self._next is not None and not self._adapters.num_seats(self._next))
-        for other in self._resting.away() if self._resting else ():
+        for other in self._resting.groups() if self._resting else ():
             if other is rested:
                 break
-            num_ahead += other.adapter != self._next
+            has_place = other.is_back and self._adapters.num_seats(other.adapter) > 0
+            num_ahead += not has_place and other.adapter != self._next
         return self._num_places - self._adapters.slots.num_seated > num_ahead
 
     def open_lanes(self, waiting: WaitingQueue) -> dict[AdapterDigest | None, None]:
@@ -321,8 +322,10 @@ class AdapterTurns:
         most = self._adapters.num_obtainable
         if most is None:
             most = len(waiting.lanes)
+        # What a place is kept for may have been unloaded since; the next step sees to it.
+        known = self._adapters.registry.contents
         promised = (self._next, self._first_wanted)
-        wanted = dict.fromkeys(adapter for adapter in promised if adapter is not None)
+        wanted = {adapter: None for adapter in promised if adapter in known}
         wanted |= dict.fromkeys(rested.adapter for rested in self._resting.groups())
         holders = (request.group[0] for request in loaded)
         wanted |= dict.fromkeys(adapter for adapter in holders if adapter is not None)

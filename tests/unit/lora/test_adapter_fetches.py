@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from manyroots.ids import AdapterName, Tier
-from tests.unit.lora.adapters import Adapters, content
+from tests.unit.lora.adapters import Adapters, content, named
 
 
 def full(max_loras: int = 1, max_cpu_loras: int = 0, names: str = "abcd") -> Adapters:
@@ -131,6 +131,7 @@ def test_a_copy_that_was_just_read_takes_the_place_of_the_longest_unused() -> No
     assert adapters.residency.take_copy(content("c"))
     assert adapters.on_host() == {"b", "c"}
     assert adapters.on_device() == {"b"}
+    assert named(adapters.flush()[1]) == [("a", Tier.DEVICE), ("a", Tier.HOST)]
     adapters.seat(adapters.acquire("b"))
     adapters.begin("c")
     assert not adapters.residency.take_copy(content("d")), "both are in use"

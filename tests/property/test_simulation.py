@@ -33,10 +33,12 @@ def test_r01_every_invariant_holds_after_every_step_of_faulty_random_traffic() -
     assert not report.failures, report
     assert report.num_seeds >= NUM_SEEDS
     assert report.counts["steps"] >= NUM_STEPS
-    # The traffic is worth the name: each kind of trouble was met, again and again.
+    # The traffic is worth the name: each kind of trouble was met, again and again. (From the host:
+    # of requests that begin; those that resume, which are most, are not counted.)
     for what, at_least in {
         "steps made to fail": 300, "aborts": 500, "retractions": 500, "tokens reused": 5_000,
-        "tokens reused from the host": 800, "pages copied between tiers": 10_000,
+        "tokens reused from the host": 150, "requests put to rest": 100,
+        "pages copied between tiers": 10_000,
         "bad copies": 1_000, "adapter loads": 500, "bad adapter loads": 50,
         "adapters reloaded in flight": 150,
     }.items():  # fmt: skip

@@ -53,11 +53,15 @@ def test_r01_a_seed_replays_exactly(seed: int) -> None:
     assert one.plan_digest != run_case(seed + 1).plan_digest
 
 
-@pytest.mark.parametrize("seed", [103390, 104280, 207531, 209151])
+STUCK = (3001609, 3002651, 3003654, 3004944, 3005870, 10000756, 10005398, 10026731, 10028359)
+
+
+@pytest.mark.parametrize("seed", STUCK)
 def test_r01_requests_do_not_take_each_others_place_for_ever(seed: int) -> None:
-    """R01: seeds that once went on for ever, or nearly. In the way of the one that ran were pages
-    that waiting requests had loaded, or had copied because they were claimed in every step, and
-    others' copies of its own pages."""
+    """R01: seeds that once went on for ever, stood still or broke. The adapter of one that had its
+    pages was brought by nobody; a place was kept for one that lacked pages which those that
+    rested for it held, or for one that was gone; of those that rested each waited for the other.
+    (The seeds found before are other cases now: what is drawn has changed.)"""
     run = run_case(seed)
     assert run.num_retractions < 5 * len(run.records)
 

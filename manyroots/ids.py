@@ -31,6 +31,8 @@ AdapterDigest = NewType("AdapterDigest", bytes)
 
 AdapterSlot = NewType("AdapterSlot", int)
 """Index of a place for one adapter's weights on the device."""
+NO_ADAPTER = -1
+"""In an array of slots: tokens that the base model computes alone."""
 
 
 class Tier(enum.Enum):

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 from manyroots.kernels.attention.paged import DecodeRows, PrefillSegments
 from manyroots.kernels.lora_sites.sites import LoraRows
-from manyroots.kernels.rope_write.inputs import Angles, Slots
+from manyroots.kernels.rope_write.inputs import KvPlaces, RopeTable
 
 
 @dataclass(frozen=True, slots=True)
 class FusedStep:
     """What all layers share of one step. Decoding sequences come first."""
 
-    angles: Angles
-    slots: Slots
+    angles: RopeTable
+    slots: KvPlaces
     decodes: DecodeRows | None
     num_decodes: int
     prefills: PrefillSegments | None

@@ -19,14 +19,14 @@ from torch import Tensor
 
 from manyroots.kernels.choice import Kernels
 from manyroots.kernels.fused_step import FusedStep
-from manyroots.kernels.lora_sites.sites import LoraRows, LoraSite, LoraTerm
+from manyroots.kernels.lora_sites.sites import LinearSite, LoraRows, LoraTerm
 from manyroots.kernels.moe_pairs.adapters import ExpertAdapters, ExpertSite
-from manyroots.kernels.norm.normed import Normed
+from manyroots.kernels.norm.undivided import UndividedNorm
 from manyroots.kernels.rope_write.inputs import QkNorm
 from manyroots.layers.linear import Linear
 from manyroots.layers.mlp import GatedMLP
 from manyroots.layers.moe import SparseMLP
-from manyroots.store.adapter_sites import LoraSite as HostSite
+from manyroots.store.adapter_sites import LoraSite
 
 MAX_SKINNY_ROWS = 64
 """Up to here a product is bound by reading its weight, and the skinny kernel reads it faster than
@@ -34,9 +34,9 @@ the library does; beyond, it is the library's."""
 SKINNY_INNER = 128
 """The skinny kernel reads the inner dimension in whole pieces of this size."""
 
-Sites = Mapping[HostSite, LoraSite]
+Sites = Mapping[LoraSite, LinearSite]
 """Where the adapters' weights for each product lie on the device."""
-ExpertSites = Mapping[HostSite, ExpertSite]
+ExpertSites = Mapping[LoraSite, ExpertSite]
 """The same for products of experts."""
 
 
@@ -56,10 +56,10 @@ class FusedProducts:
         self._kernels = kernels
         self._sites = sites
 
-    def __call__(self, x: Tensor | Normed, linear: Linear, rows: LoraRows | None) -> Product:
+    def __call__(self, x: Tensor | UndividedNorm, linear: Linear, rows: LoraRows | None) -> Product:
         """x [num_tokens, in] through `linear`."""
         site = None if rows is None else self._sites.get(linear.site)
-        if isinstance(x, Normed) or _is_skinny_product(x, linear):
+        if isinstance(x, UndividedNorm) or _is_skinny_product(x, linear):
             return Product(*self._kernels.gemm.linear(x, linear.weight, site, rows))
         sums = F.linear(x, linear.weight, linear.bias)
         if site is None or rows is None:
@@ -75,14 +75,14 @@ class FusedProducts:
 
     def norm_for(
         self, reader: Linear | None, residual: Tensor, product: Product, weight: Tensor, eps: float
-    ) -> Tensor | Normed:
+    ) -> Tensor | UndividedNorm:
         """The same for `reader`, if nobody else reads it: what adapters add is then spread over
         many programs, and the reader divides."""
         if product.lora is None or reader is None or not _is_skinny_product(residual, reader):
             return self.norm_after(residual, product, weight, eps)
         if residual.dtype == torch.float16:  # rows that are not divided yet might be out of range
             return self.norm_after(residual, product, weight, eps)
-        normed: Normed = self._kernels.norm.add_norm(
+        normed: UndividedNorm = self._kernels.norm.add_norm(
             residual, product.sums, weight, eps, product.lora
         )
         return normed
@@ -130,7 +130,7 @@ class FusedAttention:
         """The one product that its input is for."""
         return self._qkv
 
-    def __call__(self, x: Tensor | Normed, layer_kv: Tensor, step: FusedStep) -> Product:
+    def __call__(self, x: Tensor | UndividedNorm, layer_kv: Tensor, step: FusedStep) -> Product:
         qkv = self._products(x, self._qkv, step.lora)
         q = self._kernels.rope_write.rope_write(
             qkv.sums, step.angles, self._norm, layer_kv, step.slots, qkv.lora
@@ -164,7 +164,7 @@ class FusedMLP:
         """The one product that its input is for."""
         return self._mlp.gate_up
 
-    def __call__(self, x: Tensor | Normed, step: FusedStep) -> Product:
+    def __call__(self, x: Tensor | UndividedNorm, step: FusedStep) -> Product:
         weight = self._mlp.gate_up.weight
         gate_up = self._products(x, self._mlp.gate_up, step.lora)
         hidden = self._kernels.activation.silu_mul(gate_up.sums, weight, gate_up.lora)
@@ -186,8 +186,8 @@ class FusedExperts:
         """None: the router reads its input, too."""
         return None
 
-    def __call__(self, x: Tensor | Normed, step: FusedStep) -> Product:
-        if isinstance(x, Normed):
+    def __call__(self, x: Tensor | UndividedNorm, step: FusedStep) -> Product:
+        if isinstance(x, UndividedNorm):
             raise TypeError("experts read rows that are whole")
         moe, spec = self._kernels.moe_pairs, self._mlp.router.spec
         scores = self._products.expanded_for_many(

@@ -13,7 +13,7 @@ from manyroots.kernels.expert_lora.pairs import AdapterPairs
 from manyroots.kernels.lora import torch_ops
 from manyroots.kernels.lora.batch import AdapterBatch
 from manyroots.kernels.moe import torch_ops as moe_ops
-from manyroots.kernels.moe.routing import Routing
+from manyroots.kernels.moe.routing import SortedRouting
 from manyroots.store.adapter_sites import LoraSite
 
 
@@ -41,7 +41,7 @@ def add_to_pairs(y: Tensor, x: Tensor, site: LoraSite, pairs: AdapterPairs | Non
 
 
 def combine_pairs(
-    y: Tensor, x: Tensor, site: LoraSite, routing: Routing, pairs: AdapterPairs | None
+    y: Tensor, x: Tensor, site: LoraSite, routing: SortedRouting, pairs: AdapterPairs | None
 ) -> Tensor:
     """The weighted sum of y + B A x over each token's pairs; y is used up."""
     if pairs is None:

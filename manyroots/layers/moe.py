@@ -22,7 +22,7 @@ from torch import Tensor
 from manyroots.kernels.expert_lora.pairs import AdapterPairs
 from manyroots.kernels.lora.batch import AdapterBatch
 from manyroots.kernels.moe import torch_ops
-from manyroots.kernels.moe.routing import Routing, route
+from manyroots.kernels.moe.routing import SortedRouting, route
 from manyroots.layers.linear import Linear
 from manyroots.layers.lora import add_to_pairs, combine_pairs
 from manyroots.layers.mlp import activation_named
@@ -52,7 +52,7 @@ class Router:
         self.scores = Linear(hidden_size, spec.num_experts, bias=False, dtype=dtype, device=device)
         self.spec = spec
 
-    def __call__(self, x: Tensor, adapters: AdapterBatch | None) -> Routing:
+    def __call__(self, x: Tensor, adapters: AdapterBatch | None) -> SortedRouting:
         return route(
             self.scores(x, adapters),
             experts_per_token=self.spec.experts_per_token,
@@ -81,7 +81,7 @@ class Experts:
         self.gate_up_site = LoraSite(kind, hidden_size, both, num_experts=count)
         self.down_site = LoraSite(kind, inter, {"down_proj": hidden_size}, num_experts=count)
 
-    def __call__(self, x: Tensor, routing: Routing, adapters: AdapterBatch | None) -> Tensor:
+    def __call__(self, x: Tensor, routing: SortedRouting, adapters: AdapterBatch | None) -> Tensor:
         pairs = None if adapters is None else AdapterPairs(routing, adapters)
         by_pair = x.index_select(0, routing.token_index)
         gate_up = torch_ops.grouped_linear(by_pair, self.gate_up, routing)

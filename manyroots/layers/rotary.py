@@ -28,7 +28,7 @@ the length of the sequence, so keys cached at one length would be wrong at anoth
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Angles per position, and what the cosines and sines are multiplied with."""
+    """RopeTable per position, and what the cosines and sines are multiplied with."""
 
     frequencies: tuple[float, ...]
     attention_scaling: float
@@ -106,7 +106,7 @@ class Rotation:
 
 
 class Rotary:
-    """Angles for any positions."""
+    """RopeTable for any positions."""
 
     def __init__(self, spec: RopeSpec, *, dtype: torch.dtype, device: torch.device) -> None:
         self._frequencies = torch.tensor(spec.frequencies, dtype=torch.float32, device=device)

@@ -15,8 +15,8 @@ from manyroots.kernels.choice import Kernels
 from manyroots.kernels.fused_step import FusedStep
 from manyroots.kernels.limits import MAX_GRID_SIDE, NUM_COUNTERS
 from manyroots.kernels.lora_sites.sites import LoraRows
-from manyroots.kernels.norm.normed import Normed
-from manyroots.kernels.rope_write.inputs import Angles, QkNorm
+from manyroots.kernels.norm.undivided import UndividedNorm
+from manyroots.kernels.rope_write.inputs import QkNorm, RopeTable
 from manyroots.layers.fused import (
     SKINNY_INNER,
     FusedAttention,
@@ -90,13 +90,13 @@ class FusedDecoder:
         frequencies = torch.tensor(rope.frequencies, dtype=torch.float32, device=device)
         positions = torch.arange(max_len, device=device)
         # Of all positions: half a MiB per thousand, and a decode step looks its rows up.
-        self.turns = Angles.at(positions, frequencies, rope.attention_scaling)
+        self.turns = RopeTable.at(positions, frequencies, rope.attention_scaling)
         self._attentions = [self._attention(layer.attention) for layer in model.layers]
         self._mlps = [self._mlp(layer.mlp) for layer in model.layers]
 
-    def angles(self, positions: Tensor) -> Angles:
+    def angles(self, positions: Tensor) -> RopeTable:
         """The rotation of a step's tokens."""
-        return Angles(self.turns.cos[positions], self.turns.sin[positions])
+        return RopeTable(self.turns.cos[positions], self.turns.sin[positions])
 
     def hidden(self, tokens: Tensor, step: FusedStep, *, lookups: bool = False) -> Tensor:
         """Hidden states [num_tokens, hidden_size] after the final norm.
@@ -110,7 +110,7 @@ class FusedDecoder:
             self._pool.add_embedding(residual, tokens, step.lora)
         layers = self._model.layers
         products = self._products
-        x: Tensor | Normed
+        x: Tensor | UndividedNorm
         x = self._kernels.norm.rms_norm(residual, layers[0].input_norm.weight, eps)
         for index, layer in enumerate(layers):
             attended = self._attentions[index](x, self._arena.layer(index), step)

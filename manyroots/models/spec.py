@@ -17,7 +17,7 @@ from manyroots.layers.rotary import RopeSpec, rope_frequencies
 from manyroots.models.fields import check_rope
 
 MAX_POSITIONS = 2**24
-"""Angles are computed in float32, which can't tell positions beyond apart. Configs that mean "no
+"""RopeTable are computed in float32, which can't tell positions beyond apart. Configs that mean "no
 limit" say more."""
 
 

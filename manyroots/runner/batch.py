@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from manyroots.kernels.lora.batch import NO_ADAPTER
+from manyroots.ids import NO_ADAPTER
 from manyroots.step import Arrival, Int32s, Plan
 
 Int64s = npt.NDArray[np.int64]

@@ -1,6 +1,6 @@
 """Adapter weights on a GPU: one pool, one region per slot, and tables that say what lies where.
 
-Takes an adapter's host copy and a slot; gives the kernels a `LoraSite` for every product. A
+Takes an adapter's host copy and a slot; gives the kernels a `LinearSite` for every product. A
 captured graph holds the addresses of the pool and of the tables, so both stay where they are for
 good, and a load only changes what they hold. That is safe without waiting: whoever decides loads
 gives no slot that a launched step uses, and lets no step use it before the load is answered.
@@ -21,12 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from manyroots.ids import AdapterSlot
-from manyroots.kernels.lora_sites.sites import LoraRows, LoraSite
+from manyroots.kernels.lora_sites.sites import LinearSite, LoraRows
 from manyroots.kernels.moe_pairs.adapters import PART_WIDTH, ExpertSite
 from manyroots.lora.targets import TargetKind
 from manyroots.store.adapter_region import Region, lies_as_in_the_pool, rounded
-from manyroots.store.adapter_sites import LoraSite as HostSite
-from manyroots.store.adapter_sites import SitePart, SiteParts
+from manyroots.store.adapter_sites import LoraSite, SitePart, SiteParts
 from manyroots.store.adapter_weights import AdapterWeights
 
 HEAD = "lm_head"
@@ -62,15 +61,15 @@ class AdapterPool:
         self._rank = pooled_rank(max_rank)
         self._region = sum(_elements(part, self._rank) for part in parts.values())
         self._pool = torch.zeros(num_slots * self._region, dtype=dtype, device=device)
-        names: dict[HostSite, list[str]] = {}
+        names: dict[LoraSite, list[str]] = {}
         for name, part in parts.items():
             names.setdefault(part.site, []).append(name)
         self._linears = {s: n for s, n in names.items() if s.kind is TargetKind.LINEAR}
         self._experts = {s: n for s, n in names.items() if s.kind is TargetKind.EXPERTS}
         counts = [len(n) for n in self._linears.values()]
         self._tables = _Tables(num_slots, [2 + 3 * n for n in counts], counts, device)
-        self.sites: Mapping[HostSite, LoraSite] = {
-            site: LoraSite(
+        self.sites: Mapping[LoraSite, LinearSite] = {
+            site: LinearSite(
                 pool=self._pool,
                 table=self._tables.offsets[index],
                 scalings=self._tables.scalings[index],
@@ -81,7 +80,7 @@ class AdapterPool:
         }
         counts = [len(n) for n in self._experts.values()]
         self._expert_tables = _Tables(num_slots, [PART_WIDTH * n for n in counts], counts, device)
-        self.expert_sites: Mapping[HostSite, ExpertSite] = {
+        self.expert_sites: Mapping[LoraSite, ExpertSite] = {
             site: ExpertSite(
                 pool=self._pool,
                 table=self._expert_tables.offsets[index],

@@ -54,7 +54,7 @@ class Region:
         self._shift = self._next - int(buffer.storage_offset())
 
     def place(self, found: list[LoraPair | None]) -> list[int]:
-        """A site's parts; gives its row of the table (see `LoraSite.table`)."""
+        """A site's parts; gives its row of the table (see `LinearSite.table`)."""
         ranks = [0 if pair is None else rounded(pair.rank) for pair in found]
         if not any(ranks):
             return [0] * (2 + 3 * len(found))

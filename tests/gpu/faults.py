@@ -18,7 +18,7 @@ from torch import Tensor
 
 import manyroots.runner.cuda.runner as runner_module
 from manyroots.kernels.choice import Kernels
-from manyroots.kernels.norm.normed import Normed
+from manyroots.kernels.norm.undivided import UndividedNorm
 from manyroots.layers.fused import FusedProducts
 from manyroots.runner.cuda import step_arrays
 from manyroots.runner.cuda.device_rows import DeviceRows
@@ -206,8 +206,8 @@ def bent(kernels: Kernels, op: str) -> Kernels:
     room, _, name = op.partition(".")
     call = getattr(getattr(kernels, room), name)
 
-    def wrong(first: Tensor | Normed, *rest: Any, **options: Any) -> Any:
-        if isinstance(first, Normed):
+    def wrong(first: Tensor | UndividedNorm, *rest: Any, **options: Any) -> Any:
+        if isinstance(first, UndividedNorm):
             squares = first.squares.clone()
             squares[-1] *= 4
             return call(replace(first, squares=squares), *rest, **options)

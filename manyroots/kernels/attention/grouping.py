@@ -17,7 +17,7 @@ Int64s = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class GroupingLimits:
     """How far grouping goes on one kind of device."""
 
     min_fill: float
@@ -29,8 +29,8 @@ class Limits:
     merging two parts takes."""
 
 
-CPU_LIMITS = Limits(min_fill=0.75, max_tokens=1 << 14, may_share=True)
-GPU_LIMITS = Limits(min_fill=0.25, max_tokens=1 << 18, may_share=False)
+CPU_LIMITS = GroupingLimits(min_fill=0.75, max_tokens=1 << 14, may_share=True)
+GPU_LIMITS = GroupingLimits(min_fill=0.25, max_tokens=1 << 18, may_share=False)
 """A GPU pads almost for free, but each further group costs it a dozen launches per layer."""
 
 
@@ -72,7 +72,7 @@ def decode_order(num_pages: Int64s) -> Int64s | None:
 
 
 def plan_decodes(
-    table: Int64s, num_pages: Int64s, page_size: int, limits: Limits
+    table: Int64s, num_pages: Int64s, page_size: int, limits: GroupingLimits
 ) -> Iterator[DecodePlan]:
     """Cut rows, already sorted by falling `num_pages`, into groups."""
     start = 0
@@ -107,7 +107,7 @@ def plan_prefills(
     context_lens: Sequence[int],
     first: int,
     page_size: int,
-    limits: Limits,
+    limits: GroupingLimits,
 ) -> Iterator[PrefillPlan]:
     """Merge neighbours of the same shape, from sequence `first` on."""
     start, end = first, len(context_lens)

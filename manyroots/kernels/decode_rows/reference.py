@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from manyroots.kernels.rope_write.inputs import Angles
+from manyroots.kernels.rope_write.inputs import RopeTable
 
 PENDING = -1
 """In the place of a token that only the device knows."""
@@ -21,7 +21,7 @@ class Gathered:
     """int64 [num_rows]"""
     page_table: Tensor
     """int32 [num_rows, max_pages]"""
-    angles: Angles
+    angles: RopeTable
 
 
 def begin(
@@ -30,14 +30,14 @@ def begin(
     positions: Tensor,
     newest: Tensor,
     page_table: Tensor,
-    turns: Angles,
+    turns: RopeTable,
 ) -> Gathered:
     """Of each of `rows`: its `known` token, or its newest one if that is PENDING; its pages; and
     of `turns`, which has every position, the one it is at."""
     return Gathered(
         torch.where(known == PENDING, newest[rows], known),
         page_table[rows],
-        Angles(turns.cos[positions], turns.sin[positions]),
+        RopeTable(turns.cos[positions], turns.sin[positions]),
     )
 
 

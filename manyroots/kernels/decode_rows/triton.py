@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from manyroots.kernels.decode_rows.reference import Gathered
-from manyroots.kernels.rope_write.inputs import Angles
+from manyroots.kernels.rope_write.inputs import RopeTable
 
 BLOCK = 256
 
@@ -42,7 +42,7 @@ def begin(
     positions: Tensor,
     newest: Tensor,
     page_table: Tensor,
-    turns: Angles,
+    turns: RopeTable,
 ) -> Gathered:
     """Of each of `rows`: its `known` token, or its newest one if that is PENDING; its pages; and
     of `turns`, which has every position, the one it is at."""
@@ -54,7 +54,7 @@ def begin(
         known, rows, positions, newest, page_table, turns.cos, turns.sin, tokens, tables, cos, sin,
         width, HALF=half, BLOCK=BLOCK,
     )  # fmt: skip
-    return Gathered(tokens, tables, Angles(cos, sin))
+    return Gathered(tokens, tables, RopeTable(cos, sin))
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """One layer's experts in one step, as adapters see them: which pairs belong to which adapter.
 
-Takes the layer's `Routing` and the step's `AdapterBatch`; gives the pairs of each run, sorted by
+Takes the layer's `SortedRouting` and the step's `AdapterBatch`; gives each run's pairs, sorted by
 expert. A pair's adapter is its token's. Worked out once per layer, and only if an adapter of the
 step changes experts there; nothing waits for the device but `RunPairs.segments`, which host loops
 ask for.
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from manyroots.kernels.lora.batch import AdapterBatch, Run
 from manyroots.kernels.lora.weights import LowRank, Site
-from manyroots.kernels.moe.routing import Routing
+from manyroots.kernels.moe.routing import SortedRouting
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class RunPairs:
 class AdapterPairs:
     """The pairs of one layer in one step, and their adapters."""
 
-    routing: Routing
+    routing: SortedRouting
     batch: AdapterBatch
 
     def changes(self, site: Site) -> Iterator[tuple[RunPairs, LowRank]]:

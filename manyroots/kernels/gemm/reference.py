@@ -5,16 +5,19 @@ from __future__ import annotations
 from torch import Tensor
 
 from manyroots.kernels.lora_sites.reference import shrink
-from manyroots.kernels.lora_sites.sites import LoraRows, LoraSite, LoraTerm
-from manyroots.kernels.norm.normed import Normed
+from manyroots.kernels.lora_sites.sites import LinearSite, LoraRows, LoraTerm
+from manyroots.kernels.norm.undivided import UndividedNorm
 
 
 def linear(
-    x: Tensor | Normed, weight: Tensor, site: LoraSite | None = None, rows: LoraRows | None = None
+    x: Tensor | UndividedNorm,
+    weight: Tensor,
+    site: LinearSite | None = None,
+    rows: LoraRows | None = None,
 ) -> tuple[Tensor, LoraTerm | None]:
     """x [rows, k] times weight [n, k] transposed, as partial sums [splits, rows, n] in float32 or
     one product in x's dtype; and, given a site, what its adapters shrink x to."""
-    if isinstance(x, Normed):
+    if isinstance(x, UndividedNorm):
         # Not rounded in between: the fused kernel divides the product, not the activations.
         x = x.values.float() * x.factors
     out = (x.float() @ weight.float().T).unsqueeze(0)

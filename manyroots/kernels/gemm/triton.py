@@ -22,8 +22,8 @@ from manyroots.kernels.launch import (
     prefetch,
     wait_for_inputs,
 )
-from manyroots.kernels.lora_sites.sites import LoraRows, LoraSite, LoraTerm
-from manyroots.kernels.norm.normed import Normed
+from manyroots.kernels.lora_sites.sites import LinearSite, LoraRows, LoraTerm
+from manyroots.kernels.norm.undivided import UndividedNorm
 
 MAX_ROWS = 64
 BLOCK_N = 64
@@ -161,9 +161,9 @@ def _linear(
 
 
 def linear(
-    x: Tensor | Normed,
+    x: Tensor | UndividedNorm,
     weight: Tensor,
-    site: LoraSite | None = None,
+    site: LinearSite | None = None,
     rows: LoraRows | None = None,
     *,
     tiling: Tiling | None = None,
@@ -202,9 +202,9 @@ def linear(
     return out, term
 
 
-def _parts_of(x: Tensor | Normed) -> tuple[Tensor, Tensor, int, float]:
+def _parts_of(x: Tensor | UndividedNorm) -> tuple[Tensor, Tensor, int, float]:
     """Values, sums of squares, how many of those a row has, and what is added to their mean."""
-    if isinstance(x, Normed):
+    if isinstance(x, UndividedNorm):
         return x.values, x.squares, x.squares.shape[1], x.eps
     return x, x, 0, 0.0
 

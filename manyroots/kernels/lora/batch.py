@@ -19,11 +19,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from manyroots.ids import NO_ADAPTER
 from manyroots.kernels.lora.stacks import Stack, Stacks
 from manyroots.kernels.lora.weights import SlotWeights
 
-NO_ADAPTER = -1
-"""The slot of tokens that the base model computes alone."""
 MAX_GROUPED_TOKENS = 32
 """Runs beyond this fill a product of their own (measured: 128 tokens cost the same either way)."""
 MAX_WASTE = 2.0

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from manyroots.kernels.lora_sites.sites import LoraRows, LoraSite, LoraTerm
+from manyroots.kernels.lora_sites.sites import LinearSite, LoraRows, LoraTerm
 
 
-def shrink(x: Tensor, site: LoraSite, rows: LoraRows, *, num_splits: int = 1) -> LoraTerm:
+def shrink(x: Tensor, site: LinearSite, rows: LoraRows, *, num_splits: int = 1) -> LoraTerm:
     """scaling * x A^T of each row's own adapter, as `num_splits` partial sums."""
     hidden = torch.zeros(num_splits, x.shape[0], site.width, device=x.device)
     for row, slot in enumerate(rows.slots.tolist()):

@@ -20,8 +20,6 @@ import torch
 from torch import Tensor
 
 RANK_STEP = 8
-BASE = -1
-"""The slot of rows without an adapter."""
 
 DECODE_BLOCK_ROWS = 16
 PREFILL_BLOCK_ROWS = 64
@@ -57,7 +55,7 @@ class PoolSite:
 
 
 @dataclass(frozen=True, slots=True)
-class LoraSite(PoolSite):
+class LinearSite(PoolSite):
     """A dense product. `table` has 2 + 3 * num_parts columns: the offset of A [sum of ranks, in]
     and the sum of ranks; then for each part where its ranks begin among them, its rank, and the
     offset of its B [part size, rank]."""
@@ -68,7 +66,7 @@ class LoraRows:
     """Which slot each row of a step wants; rows of one slot lie together."""
 
     slots: Tensor
-    """int32 [num_rows]; BASE for rows of the base model."""
+    """int32 [num_rows]; NO_ADAPTER for rows of the base model."""
     blocks: Tensor
     """int32 [max_blocks, 3]: first row, number of rows, slot. The first `num_blocks` cover every
     row, those of the base model, too; the others have no rows."""
@@ -102,7 +100,7 @@ class LoraTerm:
 
     hidden: Tensor
     """float32 [num_splits, num_rows, site.width]: partial sums of scaling * x A^T."""
-    site: LoraSite
+    site: LinearSite
     rows: LoraRows
 
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from manyroots.kernels.launch import launch_options, let_next_begin, prefetch, wait_for_inputs
-from manyroots.kernels.lora_sites.sites import LoraRows, LoraSite, LoraTerm
+from manyroots.kernels.lora_sites.sites import LinearSite, LoraRows, LoraTerm
 
 RANK_BLOCK = 16
 """The least inner dimension of a matrix instruction."""
@@ -53,7 +53,7 @@ def rows_of(slots, blocks, program, BLOCK_R: tl.constexpr):
 
 @triton.jit
 def part_of(pool, table, slot, part, NUM_PARTS: tl.constexpr):
-    """Where a slot's part begins among the ranks, its rank, and its B. BASE has rank 0."""
+    """Where a slot's part begins among the ranks, its rank, and its B. NO_ADAPTER has rank 0."""
     entry = table + tl.maximum(slot, 0) * (2 + 3 * NUM_PARTS) + 2 + 3 * part
     start = tl.load(entry).to(tl.int32)
     rank = tl.load(entry + 1).to(tl.int32)
@@ -146,7 +146,7 @@ def _shrink(
     tl.store(hidden + at, acc, mask=(r < count)[:, None] & (n < total)[None, :])
 
 
-def shrink(x: Tensor, site: LoraSite, rows: LoraRows, *, num_splits: int = 1) -> LoraTerm:
+def shrink(x: Tensor, site: LinearSite, rows: LoraRows, *, num_splits: int = 1) -> LoraTerm:
     """scaling * x A^T of each row's own adapter, as `num_splits` partial sums."""
     num_rows, k_size = x.shape
     hidden = torch.empty(num_splits, num_rows, site.width, dtype=torch.float32, device=x.device)

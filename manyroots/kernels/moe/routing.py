@@ -1,8 +1,8 @@
 """Which experts each token goes to: the router's scores made into pairs, sorted by expert.
 
-Takes a router's logits; gives a `Routing`, worked out once per layer and step and read by every
+Takes router logits; gives a `SortedRouting`, worked out once per layer and step, read by every
 product with an expert's weight. Knows nothing of weights. Nothing in `route` waits for the
-device; only `Routing.segments`, which host loops ask for, does.
+device; only `SortedRouting.segments`, which host loops ask for, does.
 
 A *pair* is one token at one of its experts. Pairs of one expert lie together, in the order of
 their tokens, so that an expert's product is one slice:
@@ -22,7 +22,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Routing:
+class SortedRouting:
     """The pairs of one layer in one step, sorted by expert."""
 
     token_index: Tensor
@@ -43,7 +43,7 @@ class Routing:
         return [(expert, slice(*ends)) for expert, ends in enumerate(starts) if ends[0] < ends[1]]
 
 
-def route(logits: Tensor, *, experts_per_token: int, normalize: bool) -> Routing:
+def route(logits: Tensor, *, experts_per_token: int, normalize: bool) -> SortedRouting:
     """Send each token to its likeliest experts; `normalize` makes its weights add up to one.
 
     Probabilities are float32 over all experts whatever the dtype of logits [num_tokens,
@@ -58,7 +58,7 @@ def route(logits: Tensor, *, experts_per_token: int, normalize: bool) -> Routing
     pair_index = torch.empty_like(order)
     pair_index[order] = torch.arange(order.numel(), device=order.device)
     experts = torch.arange(logits.shape[1] + 1, device=order.device)
-    return Routing(
+    return SortedRouting(
         token_index=order // experts_per_token,
         expert_index=expert_index,
         weight=weight.to(logits.dtype).flatten()[order],

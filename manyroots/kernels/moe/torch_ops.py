@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from manyroots.kernels.moe.routing import Routing
+from manyroots.kernels.moe.routing import SortedRouting
 
 
-def grouped_linear(x: Tensor, weight: Tensor, routing: Routing) -> Tensor:
+def grouped_linear(x: Tensor, weight: Tensor, routing: SortedRouting) -> Tensor:
     """Each pair's x [num_pairs, in] times its expert's weight [num_experts, out, in]."""
     out = x.new_empty(x.shape[0], weight.shape[1])
     for expert, pairs in routing.segments:
@@ -21,7 +21,7 @@ def grouped_linear(x: Tensor, weight: Tensor, routing: Routing) -> Tensor:
     return out
 
 
-def combine(out: Tensor, routing: Routing) -> Tensor:
+def combine(out: Tensor, routing: SortedRouting) -> Tensor:
     """The weighted sum of each token's pairs: out [num_pairs, size] to [num_tokens, size].
 
     Each token collects its pairs instead of pairs being added onto tokens: the order of the sum

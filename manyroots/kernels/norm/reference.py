@@ -7,7 +7,7 @@ from torch import Tensor
 
 from manyroots.kernels.lora_sites.reference import expanded
 from manyroots.kernels.lora_sites.sites import LoraTerm
-from manyroots.kernels.norm.normed import Normed
+from manyroots.kernels.norm.undivided import UndividedNorm
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -25,11 +25,13 @@ def add_rms_norm(
     return rms_norm(_add(residual, delta, lora), weight, eps).to(residual.dtype)
 
 
-def add_norm(residual: Tensor, delta: Tensor, weight: Tensor, eps: float, lora: LoraTerm) -> Normed:
+def add_norm(
+    residual: Tensor, delta: Tensor, weight: Tensor, eps: float, lora: LoraTerm
+) -> UndividedNorm:
     """`add_rms_norm` without its division. Up to 64 rows."""
     total = _add(residual, delta, lora)
     scaled = (total * weight.float()).to(residual.dtype)
-    return Normed(scaled, total.square().sum(1, keepdim=True), eps)
+    return UndividedNorm(scaled, total.square().sum(1, keepdim=True), eps)
 
 
 def _add(residual: Tensor, delta: Tensor, lora: LoraTerm | None) -> Tensor:

@@ -28,7 +28,7 @@ from manyroots.kernels.lora_sites.triton import (
     part_of,
     rows_of,
 )
-from manyroots.kernels.norm.normed import Normed
+from manyroots.kernels.norm.undivided import UndividedNorm
 
 PIECE = 128
 """Columns of a program that has a piece of its rows."""
@@ -179,7 +179,9 @@ def add_rms_norm(
     return out
 
 
-def add_norm(residual: Tensor, delta: Tensor, weight: Tensor, eps: float, lora: LoraTerm) -> Normed:
+def add_norm(
+    residual: Tensor, delta: Tensor, weight: Tensor, eps: float, lora: LoraTerm
+) -> UndividedNorm:
     """`add_rms_norm` without its division. Up to 64 rows."""
     num_rows, n = residual.shape
     parts, hidden, rows = as_splits(delta), lora.hidden, lora.rows
@@ -194,7 +196,7 @@ def add_norm(residual: Tensor, delta: Tensor, weight: Tensor, eps: float, lora: 
         RANK_BLOCK=RANK_BLOCK, num_warps=2 if block_r == 1 else 8, num_stages=1,
         **launch_options(residual.device),
     )  # fmt: skip
-    return Normed(out, squares, eps)
+    return UndividedNorm(out, squares, eps)
 
 
 def _warps(n: int) -> int:

@@ -18,7 +18,7 @@ class QkNorm:
 
 
 @dataclass(frozen=True, slots=True)
-class Angles:
+class RopeTable:
     """The rotation of one step's tokens, worked out once for all layers."""
 
     cos: Tensor
@@ -26,14 +26,14 @@ class Angles:
     sin: Tensor
 
     @classmethod
-    def at(cls, positions: Tensor, frequencies: Tensor, scaling: float = 1.0) -> Angles:
+    def at(cls, positions: Tensor, frequencies: Tensor, scaling: float = 1.0) -> RopeTable:
         """For tokens at `positions`, with float32 `frequencies` [head_dim / 2]."""
         angles = positions[:, None].float() * frequencies
         return cls(torch.cos(angles) * scaling, torch.sin(angles) * scaling)
 
 
 @dataclass(frozen=True, slots=True)
-class Slots:
+class KvPlaces:
     """Where each token's keys and values go."""
 
     pages: Tensor

@@ -8,15 +8,15 @@ from torch import Tensor
 from manyroots.kernels.lora_sites.reference import expanded
 from manyroots.kernels.lora_sites.sites import LoraTerm
 from manyroots.kernels.norm.reference import rms_norm
-from manyroots.kernels.rope_write.inputs import Angles, QkNorm, Slots
+from manyroots.kernels.rope_write.inputs import KvPlaces, QkNorm, RopeTable
 
 
 def rope_write(
     qkv: Tensor,
-    angles: Angles,
+    angles: RopeTable,
     norm: QkNorm | None,
     layer_kv: Tensor,
-    slots: Slots,
+    slots: KvPlaces,
     lora: LoraTerm | None = None,
 ) -> Tensor:
     """Give q [tokens, heads, head_dim] of qkv [tokens, (heads + 2 kv_heads) head_dim] (or partial
@@ -40,7 +40,7 @@ def rope_write(
     return q.to(layer_kv.dtype)
 
 
-def _rotate(x: Tensor, angles: Angles) -> Tensor:
+def _rotate(x: Tensor, angles: RopeTable) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     cos, sin = angles.cos[:, None], angles.sin[:, None]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -20,7 +20,7 @@ from manyroots.kernels.lora_sites.triton import (
     part_of,
     rows_of,
 )
-from manyroots.kernels.rope_write.inputs import Angles, QkNorm, Slots
+from manyroots.kernels.rope_write.inputs import KvPlaces, QkNorm, RopeTable
 
 MANY_ROWS = 64
 """Beyond, a step has more than enough programs, and larger ones read faster."""
@@ -119,10 +119,10 @@ def _rope_write(
 
 def rope_write(
     qkv: Tensor,
-    angles: Angles,
+    angles: RopeTable,
     norm: QkNorm | None,
     layer_kv: Tensor,
-    slots: Slots,
+    slots: KvPlaces,
     lora: LoraTerm | None = None,
 ) -> Tensor:
     """Give q [tokens, heads, head_dim] of qkv [tokens, (heads + 2 kv_heads) head_dim] (or partial

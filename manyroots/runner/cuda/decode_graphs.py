@@ -19,19 +19,19 @@ from manyroots.kernels.attention.paged import DecodeRows
 from manyroots.kernels.choice import Kernels
 from manyroots.kernels.fused_step import FusedStep
 from manyroots.kernels.lora_sites.sites import LoraRows
-from manyroots.kernels.rope_write.inputs import Slots
+from manyroots.kernels.rope_write.inputs import KvPlaces
 from manyroots.models.fused import FusedDecoder
 from manyroots.progress import track
 from manyroots.runner.cuda.buckets import bucket_of, buckets
 from manyroots.runner.cuda.device_rows import DeviceRows
-from manyroots.runner.cuda.packet import Layout, send
+from manyroots.runner.cuda.packet import PacketLayout, send
 from manyroots.runner.cuda.step_arrays import Arrays, blank_decode_arrays
 
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
     graph: torch.cuda.CUDAGraph
-    layout: Layout
+    layout: PacketLayout
     inputs: Tensor
     """The device's side of the inputs, which the graph reads."""
     result: Tensor
@@ -112,7 +112,7 @@ class DecodeGraphs:
             num_slots=self._num_slots if with_adapters else None,
         )
         device = self._rows.newest.device
-        layout = Layout(blank)
+        layout = PacketLayout(blank)
         inputs = layout.pack(blank, pin=False).to(device)
         views = layout.views(inputs)
         self._step(views)  # compiles, which can't be captured
@@ -130,7 +130,7 @@ class DecodeGraphs:
         )  # fmt: skip
         step = FusedStep(
             angles=gathered.angles,
-            slots=Slots(views["pages"], views["offsets"]),
+            slots=KvPlaces(views["pages"], views["offsets"]),
             decodes=DecodeRows(gathered.page_table, views["lens"]),
             num_decodes=len(gathered.tokens),
             prefills=None,

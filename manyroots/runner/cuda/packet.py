@@ -1,7 +1,7 @@
 """Many small arrays as one copy to the device.
 
 A copy from host to device costs microseconds to launch whatever its size, and a step has a dozen
-small inputs. A `Layout` gives each of them a place in one buffer: numpy fills the host's side,
+small inputs. A `PacketLayout` gives each a place in one buffer: numpy fills the host's side,
 kernels read views of the device's. A graph's inputs have one device buffer for good; what is
 copied into it next waits, on the stream, for the steps that still read it.
 """
@@ -25,7 +25,7 @@ _TORCH = {
 Arrays = Mapping[str, np.ndarray]
 
 
-class Layout:
+class PacketLayout:
     """Where each named array lies in a buffer."""
 
     def __init__(self, arrays: Arrays) -> None:
@@ -58,6 +58,6 @@ class Layout:
 
 def send(arrays: Arrays, device: torch.device) -> dict[str, Tensor]:
     """The arrays on `device`, by one copy that is not waited for."""
-    layout = Layout(arrays)
+    layout = PacketLayout(arrays)
     packed = layout.pack(arrays, pin=device.type == "cuda")
     return layout.views(packed.to(device, non_blocking=True))

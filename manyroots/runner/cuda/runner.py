@@ -23,7 +23,7 @@ from manyroots.kernels.attention.paged import DecodeRows, PrefillSegments
 from manyroots.kernels.choice import kernels_for
 from manyroots.kernels.fused_step import FusedStep
 from manyroots.kernels.lora_sites.sites import LoraRows
-from manyroots.kernels.rope_write.inputs import Slots
+from manyroots.kernels.rope_write.inputs import KvPlaces
 from manyroots.models.fused import FusedDecoder
 from manyroots.models.llama import Llama
 from manyroots.runner.batch import Int64s, StepInputs
@@ -267,7 +267,7 @@ class CudaRunner(TorchRunner):
         has_others = count < len(inputs.rows)
         step = FusedStep(
             angles=self._decoder.angles(views["positions"]),
-            slots=Slots(views["pages"], views["offsets"]),
+            slots=KvPlaces(views["pages"], views["offsets"]),
             decodes=DecodeRows(tables[:count], lens[:count]) if count else None,
             num_decodes=count,
             prefills=PrefillSegments(tables[count:], views["starts"], lens[count:], views["blocks"])

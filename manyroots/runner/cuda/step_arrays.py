@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from manyroots.ids import NO_ADAPTER
 from manyroots.kernels.attention.paged import QUERY_BLOCK
 from manyroots.kernels.lora_sites.sites import (
-    BASE,
     DECODE_BLOCK_ROWS,
     PREFILL_BLOCK_ROWS,
     most_blocks,
@@ -104,7 +104,7 @@ def decode_arrays(
     if num_slots is not None:
         slots = inputs.token_slots
         if slots is None:
-            slots = np.full(len(inputs.rows), BASE, np.int64)
+            slots = np.full(len(inputs.rows), NO_ADAPTER, np.int64)
         padded = np.pad(slots, (0, padding), "edge")
         max_blocks = most_blocks(size, num_slots, block_rows(size))
         arrays.update(adapter_arrays(padded, max_blocks=max_blocks))
@@ -127,7 +127,7 @@ def blank_decode_arrays(*, size: int, spare_row: int, num_slots: int | None) -> 
     }
     if num_slots is not None:
         max_blocks = most_blocks(size, num_slots, block_rows(size))
-        arrays.update(adapter_arrays(np.full(size, BASE, np.int64), max_blocks=max_blocks))
+        arrays.update(adapter_arrays(np.full(size, NO_ADAPTER, np.int64), max_blocks=max_blocks))
     return arrays
 
 
@@ -144,7 +144,7 @@ def blank_prefill(num_tokens: int, spare_row: int, *, with_adapters: bool) -> St
         page_table=np.empty((1, 0), np.int32),
         slot_pages=np.full(num_tokens, NOWHERE),
         slot_offsets=np.zeros(num_tokens, np.int64),
-        token_slots=np.full(num_tokens, BASE) if with_adapters else None,
+        token_slots=np.full(num_tokens, NO_ADAPTER) if with_adapters else None,
         sampling=nothing,
         sampling_order=nothing,
     )

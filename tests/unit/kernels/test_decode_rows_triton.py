@@ -8,7 +8,7 @@ from tests.unit.kernels.triton_cases import DEVICE, randn
 
 from manyroots.kernels.decode_rows import reference  # isort: skip
 from manyroots.kernels.decode_rows import triton as fast  # isort: skip
-from manyroots.kernels.rope_write.inputs import Angles  # isort: skip
+from manyroots.kernels.rope_write.inputs import RopeTable  # isort: skip
 
 
 def ints(*values: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -19,7 +19,7 @@ def test_rows_are_gathered_and_only_pending_tokens_are_replaced() -> None:
     newest = torch.arange(100, 106, device=DEVICE)
     torch.manual_seed(0)
     table = torch.randint(0, 99, (6, 300), dtype=torch.int32, device=DEVICE)
-    turns = Angles(randn(50, 16), randn(50, 16, seed=1))
+    turns = RopeTable(randn(50, 16), randn(50, 16, seed=1))
     given = (ints(7, -1, 0, -1), ints(2, 0, 4, 5), ints(3, 49, 0, 8), newest, table, turns)
     ours, expected = fast.begin(*given), reference.begin(*given)
     assert ours.tokens.tolist() == expected.tokens.tolist() == [7, 100, 0, 105]

@@ -16,7 +16,7 @@ from manyroots.kernels.norm import reference as norm_reference  # isort: skip
 from manyroots.kernels.norm import triton as norm  # isort: skip
 from manyroots.kernels.rope_write import reference as rope_reference  # isort: skip
 from manyroots.kernels.rope_write import triton as rope  # isort: skip
-from manyroots.kernels.rope_write.inputs import Angles, QkNorm, Slots  # isort: skip
+from manyroots.kernels.rope_write.inputs import RopeTable, QkNorm, KvPlaces  # isort: skip
 from manyroots.kernels.tolerances import assert_close  # isort: skip
 
 EPS = 1e-6
@@ -115,7 +115,7 @@ def test_rope_write_gives_q_and_fills_exactly_the_slots(
     heads, kv_heads, dim, tokens = 6, 2, 32, len(row_slots)
     qkv = randn(2, tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
     positions = torch.tensor([0, 5, 6, 7, 300, 2, 1] * 5, device=DEVICE)[:tokens]
-    angles = Angles.at(positions, randn(dim // 2, seed=9).abs())
+    angles = RopeTable.at(positions, randn(dim // 2, seed=9).abs())
     norms = QkNorm(randn(dim, dtype=dtype), randn(dim, dtype=dtype, seed=3), EPS)
     sizes = (heads * dim, kv_heads * dim, kv_heads * dim)
     ranks = [(8, 8, 16), (16, 0, 8), (24, 8, 8)]
@@ -126,7 +126,7 @@ def test_rope_write_gives_q_and_fills_exactly_the_slots(
     places = torch.randperm(36, generator=torch.Generator().manual_seed(6))[:tokens].int()
     pages, offsets = places // 4, places % 4
     pages[-1] = -1
-    slots = Slots(pages.to(DEVICE), offsets.to(DEVICE))
+    slots = KvPlaces(pages.to(DEVICE), offsets.to(DEVICE))
     args = (qkv, angles, norms if has_norm else None)
     q = rope.rope_write(*args, arena[:, 1], slots, lora)
     expected = rope_reference.rope_write(*args, other[:, 1], slots, lora)

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from manyroots.ids import NO_ADAPTER
 from manyroots.kernels.lora import reference, torch_ops
-from manyroots.kernels.lora.batch import NO_ADAPTER, AdapterBatch
+from manyroots.kernels.lora.batch import AdapterBatch
 from manyroots.kernels.lora.stacks import NUM_REMEMBERED, Stacks
 from manyroots.kernels.lora.weights import LowRank, Part, SlotWeights
 from manyroots.kernels.tolerances import assert_close

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from manyroots.kernels.moe import reference, torch_ops
-from manyroots.kernels.moe.routing import Routing, route
+from manyroots.kernels.moe.routing import SortedRouting, route
 from manyroots.kernels.tolerances import assert_close
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -14,7 +14,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 def random_routing(
     num_tokens: int, num_experts: int, experts_per_token: int, dtype: torch.dtype = torch.float32
-) -> Routing:
+) -> SortedRouting:
     generator = torch.Generator().manual_seed(num_tokens)
     logits = torch.randn(num_tokens, num_experts, generator=generator).to(dtype)
     return route(logits, experts_per_token=experts_per_token, normalize=True)

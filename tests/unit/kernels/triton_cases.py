@@ -17,7 +17,7 @@ if DEVICE.type == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton", reason="triton is not installed: the GPU kernels are NOT tested")
 
-from manyroots.kernels.lora_sites.sites import LoraRows, LoraSite  # noqa: E402
+from manyroots.kernels.lora_sites.sites import LinearSite, LoraRows  # noqa: E402
 
 DTYPES = [torch.float32, torch.bfloat16] if DEVICE.type == "cuda" else [torch.float32]
 """The interpreter's bfloat16 products are wrong, so bfloat16 is for real devices only."""
@@ -34,7 +34,7 @@ def make_site(
     ranks: Sequence[Sequence[int]],
     dtype: torch.dtype = torch.float32,
     seed: int = 7,
-) -> LoraSite:
+) -> LinearSite:
     """A pool with the weights of len(ranks) slots; `ranks[slot][part]` may be 0."""
     pieces: list[Tensor] = [randn(8, dtype=dtype, seed=seed)]  # so that no offset is 0
     used = 8
@@ -54,7 +54,7 @@ def make_site(
             start += rank
         table.append(entry)
     scalings = randn(len(ranks), len(part_sizes), seed=seed).abs() + 0.5
-    return LoraSite(
+    return LinearSite(
         pool=torch.cat(pieces),
         table=torch.tensor(table, dtype=torch.int64, device=DEVICE),
         scalings=scalings,

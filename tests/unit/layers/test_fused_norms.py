@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from manyroots.kernels.choice import kernels_for
-from manyroots.kernels.lora_sites.sites import LoraRows, LoraSite, LoraTerm
-from manyroots.kernels.norm.normed import Normed
+from manyroots.kernels.lora_sites.sites import LinearSite, LoraRows, LoraTerm
+from manyroots.kernels.norm.undivided import UndividedNorm
 from manyroots.kernels.tolerances import assert_close
 from manyroots.layers.fused import MAX_SKINNY_ROWS, FusedProducts, Product
 from manyroots.layers.linear import Linear
@@ -35,14 +35,14 @@ def product(num_rows: int, *, adapted: bool = True, dtype: torch.dtype = torch.f
         return Product(sums, None)
     pool = torch.randn(2 * RANK * HIDDEN, dtype=dtype)
     table = torch.tensor([[0, RANK, 0, RANK, RANK * HIDDEN]])
-    site = LoraSite(pool, table, torch.ones(1, 1), (HIDDEN,), RANK)
+    site = LinearSite(pool, table, torch.ones(1, 1), (HIDDEN,), RANK)
     rows = LoraRows.build([0] * num_rows, CPU, block_rows=16)
     return Product(sums, LoraTerm(torch.randn(1, num_rows, RANK), site, rows))
 
 
 def normed(
     of: Product, by: Linear | None, *, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor | Normed, Tensor]:
+) -> tuple[Tensor | UndividedNorm, Tensor]:
     torch.manual_seed(3)
     residual = torch.randn(of.sums.shape[1:]).to(dtype)
     weight = torch.rand(HIDDEN).to(dtype)
@@ -53,7 +53,7 @@ def normed(
 def test_the_one_product_that_reads_rows_with_adapters_divides_and_gets_the_same() -> None:
     linear = reader()
     left, whole = normed(product(5), linear)
-    assert isinstance(left, Normed)
+    assert isinstance(left, UndividedNorm)
     expected = products()(whole, linear, None).sums
     assert_close("lora", products()(left, linear, None).sums, expected, torch.float32)
 

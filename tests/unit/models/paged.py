@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from manyroots.ids import NO_ADAPTER
 from manyroots.kernels.attention.batch import AttentionBatch
-from manyroots.kernels.lora.batch import NO_ADAPTER
 from manyroots.models.llama import Llama
 from manyroots.store.adapter_slots import AdapterSlots
 from manyroots.store.arena import PageArena

@@ -17,8 +17,7 @@ from manyroots.cache.planes import Capacity, Layout
 from manyroots.cache.policies import CachePolicies
 from manyroots.config import SchedulerSettings
 from manyroots.engine.loop import EngineLoop
-from manyroots.ids import AdapterName, AdapterSlot, RequestId, Row, StepId, Tier
-from manyroots.kernels.lora.batch import NO_ADAPTER
+from manyroots.ids import NO_ADAPTER, AdapterName, AdapterSlot, RequestId, Row, StepId, Tier
 from manyroots.kernels.tolerances import assert_close
 from manyroots.lora.limits import Limits
 from manyroots.lora.residency import Residency

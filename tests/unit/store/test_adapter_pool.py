@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from manyroots.ids import AdapterSlot
-from manyroots.kernels.lora_sites.sites import LoraSite
+from manyroots.kernels.lora_sites.sites import LinearSite
 from manyroots.kernels.moe_pairs.adapters import PART_WIDTH, ExpertSite
 from manyroots.lora.targets import TargetKind
 from manyroots.store.adapter_files import read_adapter
 from manyroots.store.adapter_pool import AdapterPool
 from manyroots.store.adapter_region import Region
-from manyroots.store.adapter_sites import LoraSite as HostSite
-from manyroots.store.adapter_sites import SitePart
+from manyroots.store.adapter_sites import LoraSite, SitePart
 from manyroots.store.adapter_weights import AdapterWeights, LoraPair
 from tests.adapter_folders import Recipe, write_adapter
 
@@ -28,11 +27,11 @@ FOLDER = "model.layers.0"
 
 def parts() -> dict[str, SitePart]:
     linear, experts = TargetKind.LINEAR, TargetKind.EXPERTS
-    qkv = HostSite(linear, HIDDEN, {"q_proj": 32, "k_proj": 16, "v_proj": 16})
-    o = HostSite(linear, 32, {"": HIDDEN})
-    gate_up = HostSite(experts, HIDDEN, {"gate_proj": WIDE, "up_proj": WIDE}, num_experts=EXPERTS)
-    down = HostSite(experts, WIDE, {"down_proj": HIDDEN}, num_experts=EXPERTS)
-    embedding = HostSite(TargetKind.EMBEDDING, VOCAB, {"": HIDDEN})
+    qkv = LoraSite(linear, HIDDEN, {"q_proj": 32, "k_proj": 16, "v_proj": 16})
+    o = LoraSite(linear, 32, {"": HIDDEN})
+    gate_up = LoraSite(experts, HIDDEN, {"gate_proj": WIDE, "up_proj": WIDE}, num_experts=EXPERTS)
+    down = LoraSite(experts, WIDE, {"down_proj": HIDDEN}, num_experts=EXPERTS)
+    embedding = LoraSite(TargetKind.EMBEDDING, VOCAB, {"": HIDDEN})
     return {
         **dict(embedding.targets("model.embed_tokens")),
         **dict(qkv.targets(f"{FOLDER}.self_attn")),
@@ -52,7 +51,7 @@ def matrix(pool: Tensor, offset: int, rows: int, columns: int) -> Tensor:
     return pool[offset : offset + rows * columns].view(rows, columns)
 
 
-def check_linear(site: LoraSite, slot: int, pairs: list[LoraPair | None], in_size: int) -> None:
+def check_linear(site: LinearSite, slot: int, pairs: list[LoraPair | None], in_size: int) -> None:
     row = site.table[slot].tolist()
     a = matrix(site.pool, row[0], row[1], in_size)
     for part, pair in enumerate(pairs):
@@ -87,7 +86,7 @@ def check_experts(site: ExpertSite, slot: int, pairs: list[LoraPair | None]) -> 
 
 def check(pool: AdapterPool, slot: int, weights: AdapterWeights) -> None:
     """All that the tables say of a slot is the host copy's."""
-    names: dict[HostSite, list[str]] = {}
+    names: dict[LoraSite, list[str]] = {}
     for name, part in pool._parts.items():
         names.setdefault(part.site, []).append(name)
     for host, site in pool.sites.items():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from manyroots.runner.cuda.buckets import bucket_of, buckets
-from manyroots.runner.cuda.packet import Layout, send
+from manyroots.runner.cuda.packet import PacketLayout, send
 
 
 def test_arrays_of_any_type_and_size_arrive_whole() -> None:
@@ -24,7 +24,7 @@ def test_arrays_of_any_type_and_size_arrive_whole() -> None:
 
 
 def test_an_array_of_another_size_than_the_layouts_is_refused() -> None:
-    layout = Layout({"rows": np.zeros(4, np.int64)})
+    layout = PacketLayout({"rows": np.zeros(4, np.int64)})
     with pytest.raises(ValueError, match="broadcast"):
         layout.pack({"rows": np.zeros(5, np.int64)}, pin=False)
 

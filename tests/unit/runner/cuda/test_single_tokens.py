@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from manyroots.ids import NO_ADAPTER
 from manyroots.runner.batch import StepInputs
 from manyroots.runner.cuda.single_tokens import (
     MAX_SEEN_TOKENS,
@@ -11,8 +12,6 @@ from manyroots.runner.cuda.single_tokens import (
     as_single_tokens,
     is_short,
 )
-
-BASE = -1
 
 
 def step(counts: list[int], contexts: list[int], token_slots: list[int] | None) -> StepInputs:
@@ -58,9 +57,9 @@ def test_the_last_token_of_each_sequence_samples_in_the_order_of_the_plan() -> N
 
 def test_tokens_of_one_adapter_lie_together() -> None:
     """Slot 4 has tokens in both kinds of sequences, and an aLoRA begins within one."""
-    single = as_single_tokens(step([1, 1, 3], [9, 5, 8], [4, 6, BASE, 4, 4]))
+    single = as_single_tokens(step([1, 1, 3], [9, 5, 8], [4, 6, NO_ADAPTER, 4, 4]))
     assert single.token_slots is not None
-    assert single.token_slots.tolist() == [BASE, 4, 4, 4, 6]
+    assert single.token_slots.tolist() == [NO_ADAPTER, 4, 4, 4, 6]
     assert single.rows.tolist() == [12, 10, 12, 12, 11]
     assert single.positions.tolist() == [5, 8, 6, 7, 4]
     sampled = single.rows[single.sampling]

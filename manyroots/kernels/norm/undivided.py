@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Normed:
+class UndividedNorm:
     """Rows that are scaled by the norm's weight and not yet divided."""
 
     values: Tensor

@@ -45,7 +45,7 @@ class TransformersPeer:
         theirs = self._model.state_dict()
         if own.spec.tie_word_embeddings:
             theirs.pop("lm_head.weight", None)
-        fill(dict(per_expert(theirs.items())), own.weight_slots().items(), source.name)
+        fill(dict(per_expert(theirs.items())), own.weights().items(), source.name)
         # Every sequence runs to its full length, as in our own run.
         self._model.generation_config.eos_token_id = None
         self._mixed = self._with_adapters(adapters) if adapters else None

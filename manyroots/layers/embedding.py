@@ -29,7 +29,7 @@ class Embedding:
     def __call__(self, tokens: Tensor, adapters: AdapterBatch | None) -> Tensor:
         return add_embedding(F.embedding(tokens, self.weight), tokens, self.site, adapters)
 
-    def slots(self, name: str) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """Where a checkpoint's tensor for the embedding `name` goes."""
         yield f"{name}.weight", self.weight
 
@@ -66,7 +66,7 @@ class LmHead:
         """Logits in float32, where samplers compute."""
         return add_linear(F.linear(hidden, self.weight), hidden, self.site, adapters).float()
 
-    def slots(self, name: str) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """Where a checkpoint's tensor for the head `name` goes; nowhere if it is tied."""
         if not self._is_tied:
             yield f"{name}.weight", self.weight

@@ -52,7 +52,7 @@ class Linear:
     def __call__(self, x: Tensor, adapters: AdapterBatch | None) -> Tensor:
         return add_linear(F.linear(x, self.weight, self.bias), x, self.site, adapters)
 
-    def slots(self, name: str) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """Where a checkpoint's tensors for the projection `name` go."""
         yield f"{name}.weight", self.weight
         if self.bias is not None:
@@ -83,7 +83,7 @@ class FusedLinear(Linear):
             for (name, size), end in zip(parts.items(), ends, strict=True)
         }
 
-    def slots(self, name: str) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """As for `Linear`, each part under its own name in the folder `name`."""
         for part, rows in self._rows.items():
             yield f"{name}.{part}.weight", self.weight[rows]

@@ -55,10 +55,10 @@ class GatedMLP:
         gate, up = self.gate_up(x, adapters).chunk(2, dim=-1)
         return self.down(self._activation(gate).mul_(up), adapters)
 
-    def slots(self, name: str) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """Where a checkpoint's tensors for the block `name` go."""
-        yield from self.gate_up.slots(name)
-        yield from self.down.slots(f"{name}.down_proj")
+        yield from self.gate_up.weights(name)
+        yield from self.down.weights(f"{name}.down_proj")
 
     def lora_parts(self, name: str) -> Iterator[tuple[str, SitePart]]:
         """What adapters may change of the block `name`."""

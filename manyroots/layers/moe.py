@@ -90,7 +90,7 @@ class Experts:
         out = torch_ops.grouped_linear(activated, self.down, routing)
         return combine_pairs(out, activated, self.down_site, routing, pairs)
 
-    def slots(self, name: str) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """Where a checkpoint's tensors go: each expert's three matrices, as views of the stack."""
         inter = self._intermediate_size
         for expert, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
@@ -122,10 +122,10 @@ class SparseMLP:
     def __call__(self, x: Tensor, adapters: AdapterBatch | None) -> Tensor:
         return self.experts(x, self.router(x, adapters), adapters)
 
-    def slots(self, name: str) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """Where a checkpoint's tensors for the block `name` go."""
-        yield from self.router.scores.slots(f"{name}.gate")
-        yield from self.experts.slots(f"{name}.experts")
+        yield from self.router.scores.weights(f"{name}.gate")
+        yield from self.experts.weights(f"{name}.experts")
 
     def lora_parts(self, name: str) -> Iterator[tuple[str, SitePart]]:
         """What adapters may change of the block `name`."""

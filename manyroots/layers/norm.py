@@ -23,6 +23,6 @@ class RMSNorm:
     def __call__(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self._shape, self.weight, self._eps)
 
-    def slots(self, name: str) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """Where a checkpoint's tensor for the norm `name` goes."""
         yield f"{name}.weight", self.weight

@@ -72,13 +72,13 @@ class SelfAttention:
         attended = self.attention(rotation(q), rotation(k), v, layer_kv, batch)
         return self.o(attended.flatten(1), adapters)
 
-    def slots(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        yield from self.qkv.slots(name)
-        yield from self.o.slots(f"{name}.o_proj")
+    def weights(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        yield from self.qkv.weights(name)
+        yield from self.o.weights(f"{name}.o_proj")
         if self.qk_norms is not None:
             q_norm, k_norm = self.qk_norms
-            yield from q_norm.slots(f"{name}.q_norm")
-            yield from k_norm.slots(f"{name}.k_norm")
+            yield from q_norm.weights(f"{name}.q_norm")
+            yield from k_norm.weights(f"{name}.k_norm")
 
     def lora_parts(self, name: str) -> Iterator[tuple[str, SitePart]]:
         yield from self.qkv.lora_parts(name)
@@ -90,7 +90,7 @@ class FeedForward(Protocol):
 
     def __call__(self, x: Tensor, adapters: AdapterBatch | None) -> Tensor: ...
 
-    def slots(self, name: str) -> Iterator[tuple[str, Tensor]]: ...
+    def weights(self, name: str) -> Iterator[tuple[str, Tensor]]: ...
 
     def lora_parts(self, name: str) -> Iterator[tuple[str, SitePart]]: ...
 
@@ -127,11 +127,11 @@ class DecoderLayer:
         x.add_(add_up(self.attention(self.input_norm(x), rotation, layer_kv, batch, adapters)))
         return x.add_(add_up(self.mlp(self.mlp_norm(x), adapters)))
 
-    def slots(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        yield from self.input_norm.slots(f"{name}.input_layernorm")
-        yield from self.attention.slots(f"{name}.self_attn")
-        yield from self.mlp_norm.slots(f"{name}.post_attention_layernorm")
-        yield from self.mlp.slots(f"{name}.mlp")
+    def weights(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        yield from self.input_norm.weights(f"{name}.input_layernorm")
+        yield from self.attention.weights(f"{name}.self_attn")
+        yield from self.mlp_norm.weights(f"{name}.post_attention_layernorm")
+        yield from self.mlp.weights(f"{name}.mlp")
 
     def lora_parts(self, name: str) -> Iterator[tuple[str, SitePart]]:
         yield from self.attention.lora_parts(f"{name}.self_attn")
@@ -218,16 +218,16 @@ class Llama:
         """
         return self.shard.join(self.lm_head(hidden, adapters), self.spec.vocab_size)
 
-    def weight_slots(self) -> dict[str, Tensor]:
+    def weights(self) -> dict[str, Tensor]:
         """A checkpoint's tensor names, and the memory each is copied into."""
-        return dict(self._slots())
+        return dict(self._weights())
 
-    def _slots(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self.embedding.slots("model.embed_tokens")
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.embedding.weights("model.embed_tokens")
         for index, layer in enumerate(self.layers):
-            yield from layer.slots(f"model.layers.{index}")
-        yield from self.norm.slots("model.norm")
-        yield from self.lm_head.slots("lm_head")
+            yield from layer.weights(f"model.layers.{index}")
+        yield from self.norm.weights("model.norm")
+        yield from self.lm_head.weights("lm_head")
 
     def lora_parts(self) -> dict[str, SitePart]:
         """What adapters may change, by name, and in which product it is computed."""

@@ -67,7 +67,7 @@ def load_model(
             f"{source.name} does not fit into the memory of {device} as {dtype}: {error} "
             "Choose a smaller model or --dtype bfloat16."
         ) from error
-    slots = model.weight_slots()
+    slots = model.weights()
     weights = _weights(source, spec, slots, load_format, seed)
     if not shard.is_whole and load_format != "dummy":  # which draws the part itself
         weights = cut_weights(weights, shard)

@@ -57,7 +57,7 @@ def test_norm_equals_transformers(dtype: torch.dtype) -> None:
 
 def test_the_parts_of_a_fused_weight_are_views_that_cover_it() -> None:
     fused = FusedLinear(4, {"q": 6, "k": 2}, bias=True, dtype=torch.float32, device=CPU)
-    slots = dict(fused.slots("attn"))
+    slots = dict(fused.weights("attn"))
     assert list(slots) == ["attn.q.weight", "attn.q.bias", "attn.k.weight", "attn.k.bias"]
     for value, slot in enumerate(slots.values()):
         slot.fill_(value)

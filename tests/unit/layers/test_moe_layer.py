@@ -69,7 +69,7 @@ def test_the_matrices_of_experts_are_views_that_cover_the_stacks() -> None:
     experts = Experts(4, spec(True), activation="silu", dtype=torch.float32, device=CPU)
     experts.gate_up.fill_(-1)
     experts.down.fill_(-1)
-    slots = dict(experts.slots("mlp.experts"))
+    slots = dict(experts.weights("mlp.experts"))
     assert len(slots) == 3 * 8
     for value, slot in enumerate(slots.values()):
         slot.fill_(value)

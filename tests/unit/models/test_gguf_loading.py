@@ -31,8 +31,8 @@ def test_a_gguf_file_loads_as_the_checkpoint_it_was_made_from(kind: str, tmp_pat
     if theirs.config.tie_word_embeddings:
         state.pop("lm_head.weight", None)
     file = write_gguf(tmp_path / "model.gguf", theirs.config, state)
-    from_folder = load_tiny(tmp_path / "folder").weight_slots()
-    from_file = load_tiny(file).weight_slots()
+    from_folder = load_tiny(tmp_path / "folder").weights()
+    from_file = load_tiny(file).weights()
     assert from_folder.keys() == from_file.keys()
     for name, weight in from_folder.items():
         assert torch.equal(weight, from_file[name]), name
@@ -45,7 +45,7 @@ def test_the_default_model_equals_transformers_reading_of_it() -> None:
     theirs = AutoModelForCausalLM.from_pretrained(
         source.path.parent, gguf_file=source.path.name, dtype=torch.float32
     ).state_dict()
-    slots = ours.weight_slots()
+    slots = ours.weights()
     assert set(theirs) - set(slots) == {"lm_head.weight"}
     for name, weight in slots.items():
         assert torch.equal(weight, theirs[name]), name

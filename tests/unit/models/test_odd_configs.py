@@ -203,7 +203,7 @@ def test_weights_are_counted_as_they_are_made(kind: str, shard: Shard) -> None:
         own, dtype=torch.float32, device=torch.device("meta"), shard=shard
     )
     rows = shard.part(spec.vocab_size)
-    made = sum(slot.numel() for slot in model.weight_slots().values())
+    made = sum(slot.numel() for slot in model.weights().values())
     assert num_weights(own, rows.stop - rows.start) == made
 
 

@@ -73,7 +73,7 @@ def test_a_rank_has_its_share_of_weights_and_of_keys_and_values(tmp_path: Path) 
     save_tiny(tmp_path)
     whole, part = load_tiny(tmp_path), load_part(tmp_path, Shard(1, 2))
     assert part.spec.num_kv_heads * 2 == whole.spec.num_kv_heads
-    small, large = part.weight_slots(), whole.weight_slots()
+    small, large = part.weights(), whole.weights()
     assert set(small) == set(large)
     for name, tensor in small.items():
         is_whole = "norm" in name or "embed" in name

@@ -5,9 +5,21 @@ A *pair* is one token with one of its experts: pair p is token p // top_k.
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 from torch import Tensor
+
+
+class Scoring(enum.Enum):
+    """How a router's scores become the weights of a token's experts."""
+
+    SOFTMAX = "softmax"
+    """Probabilities over all experts, of which the best keep theirs."""
+    SOFTMAX_RENORMALISED = "softmax_renormalised"
+    """The same, divided by their sum."""
+    SOFTMAX_OF_CHOSEN = "softmax_of_chosen"
+    """The best are chosen first, then their scores are made into probabilities (gpt-oss)."""
 
 
 @dataclass(frozen=True, slots=True)

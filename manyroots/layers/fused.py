@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from manyroots.kernels.activation.kinds import Activation
 from manyroots.kernels.choice import Kernels
 from manyroots.kernels.fused_step import FusedStep
 from manyroots.kernels.lora_sites.sites import LinearSite, LoraRows, LoraTerm
@@ -167,7 +168,7 @@ class FusedMLP:
     def __call__(self, x: Tensor | UndividedNorm, step: FusedStep) -> Product:
         weight = self._mlp.gate_up.weight
         gate_up = self._products(x, self._mlp.gate_up, step.lora)
-        hidden = self._kernels.activation.silu_mul(gate_up.sums, weight, gate_up.lora)
+        hidden = self._kernels.activation.gated(gate_up.sums, Activation.SILU, weight, gate_up.lora)
         return self._products(hidden, self._mlp.down, step.lora)
 
 

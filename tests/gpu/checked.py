@@ -136,7 +136,7 @@ RESULTS: dict[str, Callable[[tuple[Any, ...], Any], Pieces]] = {
     "rope_write.rope_write": lambda args, out: {"q": out, "pages": args[3]},
     "attention.decode_attention": lambda args, out: {"out": out},
     "attention.prefill_attention": lambda args, out: {"out": out},
-    "activation.silu_mul": lambda args, out: {"out": out},
+    "activation.gated": lambda args, out: {"out": out},
     "gemm.linear": lambda args, out: {"out": out[0].float().sum(0), **_shrunk(out[1])},
     "lora_sites.shrink": lambda args, out: _shrunk(out),
     "lora_sites.expand": lambda args, out: {"y": args[0]},

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from manyroots.kernels.activation.kinds import CLAMP_ALPHA, CLAMP_LIMIT, Activation
 from manyroots.kernels.lora_sites.reference import expanded
 from manyroots.kernels.lora_sites.sites import LoraTerm
 
 
-def silu_mul(gate_up: Tensor, dtype_like: Tensor, lora: LoraTerm | None = None) -> Tensor:
-    """silu(gate) * up of [rows, 2 n] (or partial sums [splits, rows, 2 n]), in the dtype of
-    `dtype_like`. `lora` is of a site with the parts gate and up."""
+def gated(
+    gate_up: Tensor, activation: Activation, like: Tensor, lora: LoraTerm | None = None
+) -> Tensor:
+    """activation(gate, up) of [rows, 2 n] (or partial sums [splits, rows, 2 n]), gates first, in
+    the dtype of `like`. `lora` is of a site with the parts gate and up."""
     total = gate_up.float() if gate_up.dim() == 2 else gate_up.float().sum(0)
     if lora is not None:
         total = total + expanded(lora)
     gate, up = total.chunk(2, dim=-1)
-    return (F.silu(gate) * up).to(dtype_like.dtype)
+    return activated(gate, up, activation).to(like.dtype)
+
+
+def activated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    """Of float32 tensors of one shape."""
+    if activation is Activation.CLAMPED_SWIGLU:
+        gate, up = gate.clamp(max=CLAMP_LIMIT), up.clamp(-CLAMP_LIMIT, CLAMP_LIMIT)
+        return (up + 1) * gate * torch.sigmoid(CLAMP_ALPHA * gate)
+    if activation is Activation.SILU:
+        return F.silu(gate) * up
+    if activation is Activation.RELU:
+        return F.relu(gate) * up
+    return F.gelu(gate, approximate="tanh" if activation is Activation.GELU_TANH else "none") * up

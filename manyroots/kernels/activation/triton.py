@@ -1,4 +1,4 @@
-"""silu(gate) * up with the adapters' expand in it.
+"""activation(gate) * up with the adapters' expand in it.
 
 Same signatures as `reference.py`. Elementwise, so programs are tiles of rows that want the same
 adapter: its weights are read once per tile, and are the larger part of what is read.
@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from manyroots.kernels.activation.kinds import Activation
+from manyroots.kernels.activation.triton_kinds import activated
 from manyroots.kernels.launch import as_splits, launch_options, let_next_begin, wait_for_inputs
 from manyroots.kernels.lora_sites.sites import LoraTerm
 from manyroots.kernels.lora_sites.triton import (
@@ -29,11 +31,12 @@ MANY_ROWS = 64
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _silu_mul(
+def _gated(
     gate_up, out, hidden, pool, table, slots, blocks, num_rows, n, in_split, in_row,
     hidden_split, hidden_row,
-    NUM_SPLITS: tl.constexpr, HIDDEN_SPLITS: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_N: tl.constexpr, RANK_BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    KIND: tl.constexpr, NUM_SPLITS: tl.constexpr, HIDDEN_SPLITS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, RANK_BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     let_next_begin(DEPENDENT)
     cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -70,15 +73,17 @@ def _silu_mul(
                 up, up_ranks, up_b, up_start, up_rank, inside, hidden, hidden_split, hidden_row,
                 rows, r < count, HIDDEN_SPLITS, RANK_BLOCK,
             )  # fmt: skip
-        tl.store(out + rows[:, None] * n + cols[None, :], gate * tl.sigmoid(gate) * up, mask=ok)
+        tl.store(out + rows[:, None] * n + cols[None, :], activated(gate, up, KIND), mask=ok)
 
 
-def silu_mul(gate_up: Tensor, dtype_like: Tensor, lora: LoraTerm | None = None) -> Tensor:
-    """silu(gate) * up of [rows, 2 n] (or partial sums [splits, rows, 2 n]), in the dtype of
-    `dtype_like`. `lora` is of a site with the parts gate and up."""
+def gated(
+    gate_up: Tensor, activation: Activation, like: Tensor, lora: LoraTerm | None = None
+) -> Tensor:
+    """activation(gate, up) of [rows, 2 n] (or partial sums [splits, rows, 2 n]), gates first, in
+    the dtype of `like`. `lora` is of a site with the parts gate and up."""
     parts = as_splits(gate_up)
     num_rows, n = parts.shape[1], parts.shape[2] // 2
-    out = torch.empty(num_rows, n, dtype=dtype_like.dtype, device=parts.device)
+    out = torch.empty(num_rows, n, dtype=like.dtype, device=parts.device)
     if lora is None:
         adapters = (parts, parts, parts, parts, parts)
         strides, splits = (0, 0), 0
@@ -94,9 +99,10 @@ def silu_mul(gate_up: Tensor, dtype_like: Tensor, lora: LoraTerm | None = None) 
         block_n, num_warps = ROW_BLOCK_N if block_r == 1 else BLOCK_N, 4
         if num_rows > MANY_ROWS:
             block_r = 32
-    _silu_mul[(triton.cdiv(n, block_n), num_programs)](
+    _gated[(triton.cdiv(n, block_n), num_programs)](
         parts, out, *adapters, num_rows, n, parts.stride(0), parts.stride(1), *strides,
-        NUM_SPLITS=parts.shape[0], HIDDEN_SPLITS=splits, BLOCK_R=block_r, BLOCK_N=block_n,
-        RANK_BLOCK=RANK_BLOCK, num_warps=num_warps, num_stages=1, **launch_options(parts.device),
+        KIND=activation.value, NUM_SPLITS=parts.shape[0], HIDDEN_SPLITS=splits, BLOCK_R=block_r,
+        BLOCK_N=block_n, RANK_BLOCK=RANK_BLOCK, num_warps=num_warps, num_stages=1,
+        **launch_options(parts.device),
     )  # fmt: skip
     return out

@@ -8,7 +8,9 @@ import torch
 from tests.unit.kernels.triton_cases import DEVICE, DTYPES, make_rows, make_site, randn
 
 from manyroots.kernels.activation import reference as activation_reference  # isort: skip
+from manyroots.kernels.activation import torch_ops as activation_ops  # isort: skip
 from manyroots.kernels.activation import triton as activation  # isort: skip
+from manyroots.kernels.activation.kinds import Activation  # isort: skip
 from manyroots.kernels.gemm import reference as gemm_reference  # isort: skip
 from manyroots.kernels.gemm import triton as gemm  # isort: skip
 from manyroots.kernels.lora_sites.sites import LoraRows, LoraTerm  # isort: skip
@@ -95,14 +97,29 @@ def test_rms_norm_leaves_its_input_alone(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("has_adapters", [False, True])
 @pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize("slots", [SLOTS, MANY_SLOTS])
-def test_silu_mul_equals_the_reference(
+def test_gated_equals_the_reference(
     slots: tuple[int, ...], splits: int, has_adapters: bool, dtype: torch.dtype
 ) -> None:
     gate_up = randn(splits, len(slots), 2 * 150, dtype=dtype)
     ranks = [(8, 8), (16, 24), (0, 40)]
     lora = term((150, 150), ranks, dtype, slots) if has_adapters else None
-    out = activation.silu_mul(gate_up, gate_up, lora)
-    assert_close("lora", out, activation_reference.silu_mul(gate_up, gate_up, lora), dtype)
+    out = activation.gated(gate_up, Activation.SILU, gate_up, lora)
+    expected = activation_reference.gated(gate_up, Activation.SILU, gate_up, lora)
+    assert_close("lora", out, expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # of a sigmoid's far side
+@pytest.mark.parametrize("kind", Activation)
+def test_every_activation_equals_the_reference(kind: Activation, dtype: torch.dtype) -> None:
+    """Large enough that gates and ups are cut off on every side where they are."""
+    gate_up = randn(7, 2 * 150, dtype=dtype) * 6
+    expected = activation_reference.gated(gate_up, kind, gate_up)
+    assert_close("lora", activation.gated(gate_up, kind, gate_up), expected, dtype)
+    before = gate_up.clone()
+    out = activation_ops.gated(gate_up.cpu(), kind, gate_up)
+    assert_close("lora", out.to(DEVICE), expected, dtype)
+    assert torch.equal(gate_up, before)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

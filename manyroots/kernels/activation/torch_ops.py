@@ -1,0 +1,37 @@
+"""The gated activation with torch's own operators: the path of every CPU.
+
+Same signatures as `reference.py`. Computes in the dtype of the product, which has its adapters'
+part in it already.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from manyroots.kernels.activation.kinds import CLAMP_ALPHA, CLAMP_LIMIT, Activation
+from manyroots.kernels.lora_sites.sites import LoraTerm
+
+
+def gated(
+    gate_up: Tensor, activation: Activation, like: Tensor, lora: LoraTerm | None = None
+) -> Tensor:
+    """activation(gate, up) of [rows, 2 n], gates first, in the dtype of `like`."""
+    assert lora is None, "products of this set are finished"
+    gate, up = gate_up.chunk(2, dim=-1)
+    return activated(gate, up, activation).to(like.dtype)
+
+
+def activated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    """A new tensor; gate and up stay as they are."""
+    if activation is Activation.CLAMPED_SWIGLU:
+        gate = gate.clamp(max=CLAMP_LIMIT)
+        gate.mul_(torch.sigmoid(gate * CLAMP_ALPHA))
+        return up.clamp(-CLAMP_LIMIT, CLAMP_LIMIT).add_(1).mul_(gate)
+    if activation is Activation.SILU:
+        return F.silu(gate).mul_(up)
+    if activation is Activation.RELU:
+        return F.relu(gate).mul_(up)
+    kind = "tanh" if activation is Activation.GELU_TANH else "none"
+    return F.gelu(gate, approximate=kind).mul_(up)

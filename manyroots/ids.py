@@ -1,4 +1,4 @@
-"""Identities. Each is a type of its own, looked up once at the door and passed on unchanged.
+"""Identities. Each is a type of its own, looked up once at intake and passed on unchanged.
 
 Knows nothing of tensors, HTTP or text.
 """

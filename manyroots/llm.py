@@ -1,7 +1,7 @@
 """`LLM`: the engine inside your own process, for scripts and batch work.
 
 Takes prompts (text, token ids or chats), sampling parameters and adapters; gives finished
-completions in the order of the prompts. The same loop, door and text as the server's; no process
+completions in the order of the prompts. The same loop, intake and text as the server's; no process
 boundary. Ctrl-C ends the call that runs, and the next one finds the engine in order.
 """
 
@@ -21,14 +21,15 @@ from manyroots.engine.client import lora_error
 from manyroots.engine.interrupts import Interrupts
 from manyroots.errors import RequestError
 from manyroots.ids import AdapterName, Namespace, RequestId
+from manyroots.intake import Intake
 from manyroots.messages import (
     Abort,
     ErrorKind,
     FinishReason,
     LoadLora,
     LoraReply,
-    News,
     Stats,
+    StepOutputs,
     Submit,
     UnloadLora,
 )
@@ -37,7 +38,6 @@ from manyroots.sampling import SamplingParams
 from manyroots.step import TokenLogprobs
 from manyroots.text.assembler import TextAssembler, TextDelta
 from manyroots.text.chat import load_chat_template
-from manyroots.text.door import Door
 from manyroots.text.generation_config import sampling_defaults
 from manyroots.text.tokenizer_files import load_tokenizer
 
@@ -104,7 +104,7 @@ class LLM:
         )
         self._template = load_chat_template(self.tokenizer, resolved.model.chat_template)
         self._defaults = sampling_defaults(engine.info.model_path, resolved.model.generation_config)
-        self._door = Door(engine.info, self.tokenizer, random.Random(resolved.model.seed))
+        self._intake = Intake(engine.info, self.tokenizer, random.Random(resolved.model.seed))
         self._ids = itertools.count(1)
         self._interrupts = Interrupts()
         self._under_way: set[RequestId] = set()
@@ -139,10 +139,10 @@ class LLM:
         asked = zip(batch, params, adapters, priorities, strict=True)
         for prompt, sampling, adapter, importance in asked:
             text = prompt if isinstance(prompt, str) else None
-            tokens = self._door.encode(prompt) if isinstance(prompt, str) else list(prompt)
+            tokens = self._intake.encode(prompt) if isinstance(prompt, str) else list(prompt)
             result = RequestOutput(text, tokens, [])
             results.append(result)
-            made = self._door.submits(
+            made = self._intake.submits(
                 tokens, sampling, namespace, self._next_id, adapter=adapter, priority=importance
             )
             for index, submit in enumerate(made):
@@ -193,7 +193,7 @@ class LLM:
         namespace = Namespace(adapter=None, salt=None)
         tokens = self._render(messages)
         adapter = self._note(lora_request)
-        [submit] = self._door.submits(
+        [submit] = self._intake.submits(
             tokens, sampling_params, namespace, self._next_id, adapter=adapter
         )
         output = CompletionOutput(0)
@@ -227,7 +227,7 @@ class LLM:
                 "generate().",
                 field="messages",
             )
-        return self._door.encode(self._template.render(messages), add_special_tokens=False)
+        return self._intake.encode(self._template.render(messages), add_special_tokens=False)
 
     def load_adapter(
         self, name: str, path: str, *, pinned: bool = False, load_inplace: bool = False
@@ -296,7 +296,7 @@ class LLM:
             self._loop.take_replies()  # of a load that nobody waits for any more
         self._under_way.clear()
 
-    def _turn(self) -> News:
+    def _turn(self) -> StepOutputs:
         """A step, after waiting for an adapter's files if there is nothing else to do."""
         while self._loop.is_reading and not self._loop.has_work:
             self._loop.wait_for_read(_READ_WAIT_S)

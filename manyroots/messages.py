@@ -39,7 +39,7 @@ class Submit:
     namespace: Namespace
     sampling: SamplingParams
     seed: int
-    """Unsigned 64-bit; drawn at the door for requests that bring none."""
+    """Unsigned 64-bit; drawn at intake for requests that bring none."""
     stop_ids: tuple[int, ...]
     """End-of-sequence tokens (unless ignored) and the caller's stop_token_ids."""
     adapter: AdapterName | None
@@ -168,7 +168,7 @@ class Tokens:
 
 
 @dataclass(slots=True)
-class News:
+class StepOutputs:
     """News of many sequences, each named at most once. Reads as a sequence of `Output`s; those of
     `tokens` are made as they are read, which is the reader's time and not the engine's."""
 
@@ -188,7 +188,7 @@ class News:
             return
         chosen = np.array([number in request_ids for number in self.tokens.request_ids.tolist()])
         if chosen.any():
-            self.outputs[:0] = News([], self.tokens.where(chosen))
+            self.outputs[:0] = StepOutputs([], self.tokens.where(chosen))
             self.tokens = self.tokens.where(~chosen)
 
     def __len__(self) -> int:
@@ -197,7 +197,7 @@ class News:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What the door needs to know of the engine to refuse what can't be served."""
+    """What the intake needs to know of the engine to refuse what can't be served."""
 
     model_path: str
     """Folder or file the weights came from (after any download)."""
@@ -295,7 +295,7 @@ class Stats:
 class Batch:
     """Everything the engine says after one step."""
 
-    news: News
+    outputs: StepOutputs
     stats: Stats
     replies: list[LoraReply] = field(default_factory=list)
     loads: list[LoadTime] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What a caller may ask of the sampler, checked once at the door.
+"""What a caller may ask of the sampler, checked once at intake.
 
 Takes numbers from a request; gives a frozen, valid `SamplingParams` of plain Python values, which
 cross between processes and which the sampler can carry out: no parameter of one request may fail a

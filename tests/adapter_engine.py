@@ -1,4 +1,4 @@
-"""A small engine with real adapters in one process: desk, scheduler, cache, runner, files.
+"""A small engine with real adapters in one process: directory, scheduler, cache, runner, files.
 
 Wired as `engine/build.py` wires it, around a tiny model that is made once for many engines. Every
 step is audited, every plan is checked against the cap on adapters and against slots that launched
@@ -18,11 +18,11 @@ from manyroots.adapter_names import LoraModule
 from manyroots.cache.audit import audit as audit_cache
 from manyroots.cache.cache import PrefixCache
 from manyroots.cache.families.full import FULL_ATTENTION
-from manyroots.cache.planes import Capacity, Layout
+from manyroots.cache.planes import CacheLayout, Capacity
 from manyroots.cache.policies import CachePolicies
 from manyroots.config import LoraSettings, SchedulerSettings
-from manyroots.engine.adapter_desk import AdapterDesk, AdapterFiles
-from manyroots.engine.adapter_half import adapter_limits
+from manyroots.engine.adapter_directory import AdapterDirectory, AdapterFiles
+from manyroots.engine.adapter_runtime import adapter_limits
 from manyroots.engine.loop import EngineLoop
 from manyroots.ids import AdapterName, AdapterSlot, Namespace, RequestId
 from manyroots.lora.audit import audit as audit_adapters
@@ -138,7 +138,7 @@ class AdapterEngine:
             torch.float32, CPU,
         )  # fmt: skip
         self.cache = PrefixCache(
-            Layout.of(PAGE_SIZE, (Capacity(FULL_ATTENTION, num_pages),)),
+            CacheLayout.of(PAGE_SIZE, (Capacity(FULL_ATTENTION, num_pages),)),
             CachePolicies(records_events=records_events, identity=b"tiny"),
         )
         self.residency = Residency(adapter_limits(lora))
@@ -149,12 +149,12 @@ class AdapterEngine:
         )
         scheduler = Scheduler(step, self.cache, self.residency, max_model_len=MAX_LEN)
         files = AdapterFiles(self._read, self.loader.keep)
-        desk = AdapterDesk(lora, scheduler, files, base_names={"base"})
+        directory = AdapterDirectory(lora, scheduler, files, base_names={"base"})
         runner = TorchRunner(
             world.model, arena, self.loader, max_num_seqs=max_num_seqs, max_model_len=MAX_LEN
         )
         self.runner = Watched(runner, max_loras)
-        self.loop = EngineLoop(scheduler, self.runner, desk=desk)
+        self.loop = EngineLoop(scheduler, self.runner, directory=directory)
         self.outputs: dict[int, list[Output]] = {}
         self.replies: dict[int, LoraReply] = {}
         self._num_ops = 0

@@ -26,7 +26,7 @@ from manyroots.cache.families.window import SlidingWindow
 from manyroots.cache.keys import Owner, PrefixKey
 from manyroots.cache.lease import Lease
 from manyroots.cache.outcomes import Ending, Refusal
-from manyroots.cache.planes import ABSENT, Capacity, Layout
+from manyroots.cache.planes import ABSENT, CacheLayout, Capacity
 from manyroots.cache.policies import CachePolicies
 from manyroots.ids import AdapterDigest, CopyId, Namespace, StepId, Tier
 from manyroots.step import Copy, CopyDone, Int32s
@@ -119,7 +119,7 @@ def resident(cache: PrefixCache) -> dict[tuple[int, Path], int]:
 
 
 def longest(
-    layout: Layout, key: PrefixKey, tokens: list[int], has: Callable[[int, Path], bool]
+    layout: CacheLayout, key: PrefixKey, tokens: list[int], has: Callable[[int, Path], bool]
 ) -> int:
     """The longest boundary that every family can resume from, by trying each.
 
@@ -195,7 +195,7 @@ class ByHand:
         policies: CachePolicies | None = None,
         storage: dict[tuple[int, bytes], Content] | None = None,
     ) -> None:
-        self.layout = Layout.of(page_size, capacities or (Capacity(FULL_ATTENTION, 16),))
+        self.layout = CacheLayout.of(page_size, capacities or (Capacity(FULL_ATTENTION, 16),))
         self.cache = PrefixCache(self.layout, policies or CachePolicies())
         self.page_size = page_size
         self.memory: dict[tuple[int, Tier, int], list[int | None]] = {}

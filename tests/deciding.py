@@ -8,13 +8,13 @@ from concurrent.futures import Future
 from manyroots.cache.audit import audit
 from manyroots.cache.cache import PrefixCache
 from manyroots.cache.families.full import FULL_ATTENTION
-from manyroots.cache.planes import Capacity, Layout
+from manyroots.cache.planes import CacheLayout, Capacity
 from manyroots.cache.policies import CachePolicies
 from manyroots.config import SchedulerSettings
 from manyroots.engine.loop import EngineLoop
 from manyroots.ids import AdapterName, Namespace, RequestId
 from manyroots.lora.audit import audit as audit_adapters
-from manyroots.lora.limits import Limits
+from manyroots.lora.limits import AdapterLimits
 from manyroots.lora.residency import Residency
 from manyroots.messages import Output, Submit
 from manyroots.runner.fake import FakeRunner, fake_next_token
@@ -109,7 +109,7 @@ class Deciding:
             adapter_patience_steps=adapter_patience_steps,
         )
         capacities = capacities or (Capacity(FULL_ATTENTION, num_pages),)
-        layout = Layout.of(page_size, capacities)
+        layout = CacheLayout.of(page_size, capacities)
         self.cache = PrefixCache(layout, policies or CachePolicies(reuse=reuse))
         self.runner = FakeRunner(
             page_size=page_size,
@@ -119,7 +119,7 @@ class Deciding:
             finish_loads=finish_loads,
         )
         longest = max_model_len or num_pages * page_size
-        self.adapters = Residency(Limits(max_loras=max_loras, max_cpu_loras=max_cpu_loras))
+        self.adapters = Residency(AdapterLimits(max_loras=max_loras, max_cpu_loras=max_cpu_loras))
         self.scheduler = Scheduler(settings, self.cache, self.adapters, max_model_len=longest)
         self.loop = EngineLoop(self.scheduler, _Watched(self.runner, settings), depth=depth)
         self.outputs: dict[int, list[Output]] = {}

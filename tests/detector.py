@@ -47,7 +47,7 @@ NEAR = {
     "cache/prefetch.py": ["cache/test_tiers.py", "scheduler/test_reuse.py"],
     "cache/publishing.py": ["cache/test_cache.py", "cache/test_drafts.py"],
     "cache/states.py": ["cache/test_families.py"],
-    "cache/storage.py": ["cache/test_storage.py"],
+    "cache/storage_health.py": ["cache/test_storage_health.py"],
     "cache/transfers.py": ["cache/test_tiers.py"],
     "cache/tree.py": ["cache/test_tree.py", "cache/test_reasons.py"],
     "cache/writeback.py": ["cache/test_tiers.py"],

@@ -622,7 +622,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "storage that is full is written to for ever",
     ),
     _cache(
-        "storage",
+        "storage_health",
         "self._failures = self._rest_steps = 0",
         "pass",
         "failures far apart count as an outage",
@@ -632,7 +632,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "return self._cache.clip(lease, computed, num_tokens)",
         "return num_tokens",
         "chunks are not clipped",
-        "placing",
+        "plan_builder",
     ),
     _scheduler("self._cache.commit_step(step.step_id)", "pass", "a step is never committed"),
     _scheduler("self._cache.fail_step(step.step_id)", "pass", "a failed step is not told of"),
@@ -650,7 +650,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "admission",
     ),
     _scheduler(
-        "self._admission.lose_patience(draft.step_id)",
+        "self._admission.lose_patience(builder.step_id)",
         "pass",
         "a request waits for storage beyond its time",
     ),
@@ -697,10 +697,10 @@ MUTATIONS: tuple[Mutation, ...] = (
         "admission",
     ),
     _scheduler(
-        "if request.num_in_flight_tokens:\n            self.leaving[request.stay] = request",
+        "if request.num_in_flight_tokens:\n            self.leaving[request.tenancy] = request",
         "request.num_in_flight_tokens = 0",
         "the token under way of a retracted request is lost",
-        "endings",
+        "departures",
     ),
     _scheduler(
         "self.due[row] = covered if covered < last else last",
@@ -715,7 +715,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "rows",
     ),
     _scheduler(
-        "self.stay[row] = self.due[row] = self.last[row] = 0",
+        "self.tenancy[row] = self.due[row] = self.last[row] = 0",
         "self.due[row] = self.last[row] = 0",
         "a step's token goes to a sequence that has ended",
         "rows",
@@ -738,7 +738,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "victims",
     ),
     _cache(
-        "room",
+        "eviction",
         "if count > pool.num_free:\n            self._evictors[plane].evict(count - pool.num_free)",
         "if count > pool.num_free or pool.num_cached:\n"
         "            self._evictors[plane].evict(max(1, count - pool.num_free))",
@@ -771,7 +771,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("unit/cache/test_namespaces.py::test_n10_no_namespace_key_or_field_of_it_has_a_default",),
     ),
     Mutation(
-        "scheduler/endings.py",
+        "scheduler/departures.py",
         "self._cache.evict_adapter(digest)",
         "pass",
         "pages of an unloaded adapter outlive its last request",
@@ -831,7 +831,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         (RESTING + "test_l06_a_rare_adapters_first_token_does_not_depend_on_others_lengths[1-1]",),
     ),
     Mutation(
-        "scheduler/endings.py",
+        "scheduler/departures.py",
         "            request.state = State.RESTING\n",
         "            request.state = State.RESTING\n"
         "            self._cache.release(request.lease, Ending.DROPPED)\n",
@@ -860,7 +860,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         (RESTING + "test_l06_a_rare_adapters_first_token_does_not_depend_on_others_lengths[1-1]",),
     ),
     Mutation(
-        "engine/adapter_half.py",
+        "engine/adapter_runtime.py",
         "Limits(max_loras=settings.max_loras,",
         "Limits(max_loras=0,",
         "the server's cap on adapters reaches nobody",
@@ -874,13 +874,15 @@ MUTATIONS: tuple[Mutation, ...] = (
         (PROMISES + "test_w08_an_idle_engine_gives_an_unloaded_adapters_memory_back[True]",),
     ),
     Mutation(
-        "scheduler/placing.py",
+        "scheduler/plan_builder.py",
         "return self._cache.clip(lease, computed, num_tokens)",
         "if not any(p.family.is_state for p in self._cache.layout.device):\n"
         "            return num_tokens\n"
         "        return self._cache.clip(lease, computed, num_tokens)",
         "the scheduler asks what families the cache has",
-        ("architecture/test_boundary.py::test_h01_the_scheduler_uses_the_boundary_alone[placing]",),
+        (
+            "architecture/test_boundary.py::test_h01_the_scheduler_uses_the_boundary_alone[plan_builder]",
+        ),
     ),
     # Policies
     Mutation(

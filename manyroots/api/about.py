@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from manyroots.api.adapters import Adapter
 from manyroots.api.errors import RETRY_WHEN_UNAVAILABLE_S
 from manyroots.api.events import json_response
-from manyroots.api.responses import Model, ModelList
+from manyroots.api.responses import ModelCard, ModelList
 from manyroots.api.state import Phase, ServerState, Service, server_of
 from manyroots.version import __version__
 
@@ -70,9 +70,9 @@ async def show_model(request: Request) -> Response:
     return json_response(_base(service) if adapter is None else _adapter(service, adapter))
 
 
-def _base(service: Service) -> Model:
+def _base(service: Service) -> ModelCard:
     info = service.engine.info
-    return Model(
+    return ModelCard(
         id=service.model_name,
         created=service.created,
         root=info.model_name,
@@ -80,8 +80,8 @@ def _base(service: Service) -> Model:
     )
 
 
-def _adapter(service: Service, adapter: Adapter) -> Model:
-    return Model(
+def _adapter(service: Service, adapter: Adapter) -> ModelCard:
+    return ModelCard(
         id=adapter.name,
         created=adapter.created,
         root=adapter.path,

@@ -36,8 +36,8 @@ async def chat_completions(request: Request) -> Response:
     body = await read_request(request, ChatRequest, max_bytes=server.settings.max_body_bytes)
     job = await chat_job(server, body, request.headers)
     if body.stream:
-        return EventStream(_chunks(job, body), job.slots)
-    with job.slots:
+        return EventStream(_chunks(job, body), job.permits)
+    with job.permits:
         return await answer(request, _whole(job, body))
 
 

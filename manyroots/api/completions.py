@@ -29,8 +29,8 @@ async def completions(request: Request) -> Response:
     body = await read_request(request, CompletionRequest, max_bytes=server.settings.max_body_bytes)
     job = await completion_job(server, body, request.headers)
     if body.stream:
-        return EventStream(_chunks(job, body), job.slots)
-    with job.slots:
+        return EventStream(_chunks(job, body), job.permits)
+    with job.permits:
         return await answer(request, _whole(job, body))
 
 

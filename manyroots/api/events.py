@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from manyroots.api.admission import Slots
+from manyroots.api.concurrency import Permits
 from manyroots.api.errors import error_body, error_response
 from manyroots.errors import ManyrootsError
 
@@ -33,7 +33,7 @@ def event(value: msgspec.Struct) -> bytes:
 
 
 class EventStream(Response):
-    """Server-sent events. Releases the request's slots when it ends, however it ends.
+    """Server-sent events. Releases the request's permits when it ends, however it ends.
 
     The status goes out with the first event: a request that is refused before (its adapter can't
     be read, or was unloaded on the way) gets its 4xx like one that is not streamed.
@@ -41,16 +41,16 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], slots: Slots) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], permits: Permits) -> None:
         self.status_code = 200
         self.background = None
         self._events = events
-        self._slots = slots
+        self._permits = permits
         # Proxies must pass each event on at once.
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._slots:
+        with self._permits:
             refusal = await _unless_disconnected(receive, self._send_events(send))
             if refusal is not None:
                 await refusal(scope, receive, send)

@@ -1,6 +1,6 @@
 """From a typed request to sequences that are ready to run.
 
-Takes a request and the loaded model; gives a `Job`: admitted, tokenized, checked at the door.
+Takes a request and the loaded model; gives a `Job`: admitted, tokenized, checked at intake.
 Large texts are tokenized, and templates are rendered, off the event loop.
 """
 
@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from manyroots.api.admission import Slots
 from manyroots.api.checks import (
     chat_sampling,
     check_count,
@@ -22,6 +21,7 @@ from manyroots.api.checks import (
     namespace_of,
     prompts_of,
 )
+from manyroots.api.concurrency import Permits
 from manyroots.api.requests import ChatRequest, CompletionRequest, GenerationFields, TokenizeRequest
 from manyroots.api.state import ServerState, Service
 from manyroots.errors import RequestError
@@ -36,7 +36,7 @@ _SMALL_CHARACTERS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One admitted request. Whoever runs it releases its slots."""
+    """One admitted request. Whoever runs it releases its permits."""
 
     id: str
     created: int
@@ -44,7 +44,7 @@ class Job:
     n: int
     submits: list[Submit]
     """n for each prompt, in order."""
-    slots: Slots
+    permits: Permits
     texts: list[str | None]
     """The prompts as the caller wrote them; None for those given as token ids."""
     watch: RequestWatch
@@ -67,7 +67,7 @@ async def completion_job(
     prompts = prompts_of(request)
     adapters = service.adapters.choose(request.model, request.lora_path, len(prompts))
     with ExitStack() as undo:
-        slots = undo.enter_context(_admit(server, len(prompts), sampling.n))
+        permits = undo.enter_context(_admit(server, len(prompts), sampling.n))
         tokens = await _encode_prompts(service, prompts, request.add_special_tokens is not False)
         asked = list(zip(tokens, adapters, strict=True))
         submits = _submits(service, request, sampling, asked, "prompt")
@@ -75,7 +75,7 @@ async def completion_job(
     texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
     number = _new_id("cmpl")
     watch = server.watch(RequestFacts(number, request.model, sampling.n, submits, headers))
-    return Job(number, _now(), service, sampling.n, submits, slots, texts, watch)
+    return Job(number, _now(), service, sampling.n, submits, permits, texts, watch)
 
 
 async def chat_job(server: ServerState, request: ChatRequest, headers: Mapping[str, str]) -> Job:
@@ -84,14 +84,14 @@ async def chat_job(server: ServerState, request: ChatRequest, headers: Mapping[s
     check_supported(request)
     sampling = chat_sampling(request, service.defaults)
     with ExitStack() as undo:
-        slots = undo.enter_context(_admit(server, 1, sampling.n))
+        permits = undo.enter_context(_admit(server, 1, sampling.n))
         # A template is code, however short the messages: never on the event loop.
         tokens = await asyncio.to_thread(encode_chat, service, request)
         submits = _submits(service, request, sampling, [(tokens, adapter)], "messages")
         undo.pop_all()
     number = _new_id("chatcmpl")
     watch = server.watch(RequestFacts(number, request.model, sampling.n, submits, headers))
-    return Job(number, _now(), service, sampling.n, submits, slots, [None], watch)
+    return Job(number, _now(), service, sampling.n, submits, permits, [None], watch)
 
 
 def encode_chat(service: Service, request: ChatRequest | TokenizeRequest) -> list[int]:
@@ -110,7 +110,7 @@ def encode_chat(service: Service, request: ChatRequest | TokenizeRequest) -> lis
     )
     # The template writes the special tokens itself.
     add_special_tokens = bool(request.add_special_tokens)
-    return service.door.encode(text, add_special_tokens=add_special_tokens, field="messages")
+    return service.intake.encode(text, add_special_tokens=add_special_tokens, field="messages")
 
 
 async def _encode_prompts(
@@ -118,7 +118,7 @@ async def _encode_prompts(
 ) -> list[list[int]]:
     def encode() -> list[list[int]]:
         return [
-            service.door.encode(prompt, add_special_tokens=add_special_tokens)
+            service.intake.encode(prompt, add_special_tokens=add_special_tokens)
             if isinstance(prompt, str)
             else prompt
             for prompt in prompts
@@ -128,9 +128,9 @@ async def _encode_prompts(
     return encode() if size <= _SMALL_CHARACTERS else await asyncio.to_thread(encode)
 
 
-def _admit(server: ServerState, num_prompts: int, n: int) -> Slots:
+def _admit(server: ServerState, num_prompts: int, n: int) -> Permits:
     count = check_count(num_prompts, n, server.settings.max_prompts_per_request)
-    return server.service.admission.admit(count)
+    return server.service.concurrency.admit(count)
 
 
 def _submits(
@@ -145,7 +145,7 @@ def _submits(
     return [
         submit
         for prompt, adapter in prompts
-        for submit in service.door.submits(
+        for submit in service.intake.submits(
             prompt,
             sampling,
             namespace,

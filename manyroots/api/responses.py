@@ -128,7 +128,7 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
 
 
-class Model(msgspec.Struct, kw_only=True):
+class ModelCard(msgspec.Struct, kw_only=True):
     id: str
     object: str = "model"
     created: int
@@ -139,7 +139,7 @@ class Model(msgspec.Struct, kw_only=True):
 
 
 class ModelList(msgspec.Struct):
-    data: list[Model]
+    data: list[ModelCard]
     object: str = "list"
 
 

@@ -206,18 +206,18 @@ class _Server:
         """Wait until nothing runs, time is up, the engine dies or a second signal comes."""
         self._state.is_draining = True
         assert self._state.loaded is not None
-        admission = self._state.loaded.admission
-        logger.info("draining: %d sequences are running", admission.num_alive)
+        concurrency = self._state.loaded.concurrency
+        logger.info("draining: %d sequences are running", concurrency.num_alive)
         deadline = asyncio.get_running_loop().time() + self._settings.drain_timeout_s
         while (
-            admission.num_alive
+            concurrency.num_alive
             and self._engine.is_alive
             and not self._stop_now.is_set()
             and asyncio.get_running_loop().time() < deadline
         ):
             await asyncio.sleep(_POLL_S)
-        if admission.num_alive:
-            logger.warning("ending %d sequences that still run", admission.num_alive)
+        if concurrency.num_alive:
+            logger.warning("ending %d sequences that still run", concurrency.num_alive)
 
 
 def _uvicorn_config(state: ServerState) -> uvicorn.Config:

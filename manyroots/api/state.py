@@ -15,14 +15,14 @@ from pathlib import Path
 from starlette.requests import Request
 
 from manyroots.api.adapters import Adapters
-from manyroots.api.admission import Admission
+from manyroots.api.concurrency import ConcurrencyLimit
 from manyroots.config import EngineSettings, LoraSettings, ServerSettings
 from manyroots.engine.client import EngineClient
 from manyroots.errors import UnavailableError
+from manyroots.intake import Intake
 from manyroots.observe.metrics import Metrics
 from manyroots.observe.requests import RequestFacts, RequestWatch, Sink, log_request
 from manyroots.text.chat import ChatTemplate, load_chat_template
-from manyroots.text.door import Door
 from manyroots.text.generation_config import NO_DEFAULTS, SamplingDefaults, sampling_defaults
 from manyroots.text.tokenizer import Tokenizer
 from manyroots.text.tokenizer_files import load_tokenizer
@@ -58,8 +58,8 @@ class Service:
         self.model_name = model_name
         self.created = int(time.time())
         self.defaults = defaults
-        self.door = Door(engine.info, tokenizer, rng, default_max_tokens=defaults.max_tokens)
-        self.admission = Admission(engine.info.max_num_seqs + server.max_queued_requests)
+        self.intake = Intake(engine.info, tokenizer, rng, default_max_tokens=defaults.max_tokens)
+        self.concurrency = ConcurrencyLimit(engine.info.max_num_seqs + server.max_queued_requests)
         self.adapters = Adapters(model_name, lora.lora_modules)
         self.metrics = Metrics(
             model_name,

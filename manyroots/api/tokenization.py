@@ -41,7 +41,7 @@ def _encode(service: Service, request: TokenizeRequest) -> list[int]:
     if request.prompt is None:
         return encode_chat(service, request)
     add_special_tokens = request.add_special_tokens is not False
-    return service.door.encode(request.prompt, add_special_tokens=add_special_tokens)
+    return service.intake.encode(request.prompt, add_special_tokens=add_special_tokens)
 
 
 async def detokenize(request: Request) -> Response:

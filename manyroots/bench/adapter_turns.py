@@ -19,9 +19,9 @@ from manyroots.bench.our_side import make_cache
 from manyroots.bench.scheduler_trace import MADE_UP_TOKEN
 from manyroots.config import SchedulerSettings
 from manyroots.ids import AdapterDigest, AdapterName, Namespace, RequestId
-from manyroots.lora.limits import Limits
+from manyroots.lora.limits import AdapterLimits
 from manyroots.lora.residency import Residency
-from manyroots.messages import News, Submit
+from manyroots.messages import StepOutputs, Submit
 from manyroots.sampling import SamplingParams
 from manyroots.scheduler.scheduler import Scheduler
 from manyroots.step import AdapterLoaded, LoadAdapter, Plan, StepResult
@@ -76,7 +76,7 @@ class Turns:
         )
         longest = PROMPT_LEN + max(case.output_len[1], case.rare_output_len) + 16
         cache = make_cache(2 * (case.num_outstanding + 8) * (longest // 16 + 1), 16)
-        self._adapters = Residency(Limits(max_loras=case.max_loras, max_cpu_loras=0))
+        self._adapters = Residency(AdapterLimits(max_loras=case.max_loras, max_cpu_loras=0))
         self.scheduler = Scheduler(settings, cache, self._adapters, max_model_len=longest)
         for number in range(case.num_adapters + 1):
             self.scheduler.load_adapter(
@@ -143,8 +143,8 @@ class Turns:
         while self._loads and self._loads[0][0] <= self._step:
             yield AdapterLoaded(self._loads.popleft()[1].load_id, None)
 
-    def _note(self, news: News) -> None:
-        for output in news:
+    def _note(self, outputs: StepOutputs) -> None:
+        for output in outputs:
             request_id = output.request_id
             if request_id in self._came:
                 came, adapter = self._came.pop(request_id)

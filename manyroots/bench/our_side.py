@@ -8,17 +8,17 @@ from array import array
 
 import numpy as np
 
-from manyroots.bench.scheduler_trace import MADE_UP_TOKEN, Limits, StepTimes, clock
+from manyroots.bench.scheduler_trace import MADE_UP_TOKEN, SchedulerLimits, StepTimes, clock
 from manyroots.cache.cache import PrefixCache
 from manyroots.cache.families.full import FULL_ATTENTION
 from manyroots.cache.keys import PrefixKey
 from manyroots.cache.lease import Lease
 from manyroots.cache.outcomes import Ending, Refusal
-from manyroots.cache.planes import Capacity, Layout
+from manyroots.cache.planes import CacheLayout, Capacity
 from manyroots.cache.policies import CachePolicies
 from manyroots.config import SchedulerSettings
 from manyroots.ids import Namespace, RequestId, StepId
-from manyroots.lora.limits import Limits as AdapterLimits
+from manyroots.lora.limits import AdapterLimits
 from manyroots.lora.residency import Residency
 from manyroots.messages import Submit
 from manyroots.sampling import SamplingParams
@@ -33,7 +33,7 @@ CACHE_KINDS = ("plain", "hash chains")
 
 def make_cache(num_pages: int, page_size: int, kind: str = "plain") -> PrefixCache:
     assert kind in CACHE_KINDS
-    layout = Layout.of(page_size, (Capacity(FULL_ATTENTION, num_pages),))
+    layout = CacheLayout.of(page_size, (Capacity(FULL_ATTENTION, num_pages),))
     return PrefixCache(layout, CachePolicies(records_events=kind == "hash chains"))
 
 
@@ -77,7 +77,7 @@ class OurCache:
 class OurScheduler:
     """`DrivenScheduler` of this repository."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: SchedulerLimits) -> None:
         settings = SchedulerSettings(
             max_num_seqs=limits.batch, max_num_batched_tokens=limits.budget
         )

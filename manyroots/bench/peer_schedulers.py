@@ -17,7 +17,7 @@ from manyroots.bench.own_process import Job, answer_from_stdin, run_module
 from manyroots.bench.scheduler_cases import measure_all
 from manyroots.bench.scheduler_trace import (
     MADE_UP_TOKEN,
-    Limits,
+    SchedulerLimits,
     SchedulerWorkload,
     StepTimes,
     clock,
@@ -49,7 +49,7 @@ def measure_peer(folder: Path, workload: SchedulerWorkload, page_size: int) -> d
 class TokenSpeedScheduler:
     """`DrivenScheduler` of the wheel that this process sees."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: SchedulerLimits) -> None:
         self._ts: Any = importlib.import_module(MODULE)
         self._scheduler = self._ts.Scheduler(self._config(limits))
         self._num_left: dict[str, int] = {}
@@ -129,7 +129,7 @@ class TokenSpeedScheduler:
             event.add_event(finish)
             del self._num_left[name]
 
-    def _config(self, limits: Limits) -> Any:
+    def _config(self, limits: SchedulerLimits) -> Any:
         config = self._ts.SchedulerConfig()
         config.max_scheduled_tokens = limits.budget
         config.max_batch_size = limits.batch

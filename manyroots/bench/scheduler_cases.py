@@ -15,13 +15,13 @@ from typing import Any
 
 from manyroots.bench.scheduler_trace import (
     DrivenScheduler,
-    Limits,
+    SchedulerLimits,
     SchedulerWorkload,
     StepTimes,
     clock,
 )
 
-Make = Callable[[Limits], DrivenScheduler]
+Make = Callable[[SchedulerLimits], DrivenScheduler]
 
 MAX_IDLE_STEPS = 50
 STEADY_OUTPUT_LEN = 4096
@@ -117,10 +117,12 @@ def measure_steady(
     return figures
 
 
-def _limits(workload: SchedulerWorkload, page_size: int, count: int, output_len: int) -> Limits:
+def _limits(
+    workload: SchedulerWorkload, page_size: int, count: int, output_len: int
+) -> SchedulerLimits:
     """Room for `count` whole requests, so that no case depends on eviction or retraction."""
     longest = workload.prompt_len + output_len
-    return Limits(
+    return SchedulerLimits(
         page_size=page_size,
         num_pages=count * (-(-longest // page_size) + 1) + 2,
         max_model_len=longest + page_size,

@@ -15,7 +15,7 @@ from manyroots.bench.our_side import make_cache
 from manyroots.bench.scheduler_trace import clock
 from manyroots.config import SchedulerSettings
 from manyroots.ids import Namespace, RequestId
-from manyroots.lora.limits import Limits
+from manyroots.lora.limits import AdapterLimits
 from manyroots.lora.residency import Residency
 from manyroots.messages import Submit
 from manyroots.sampling import SamplingParams
@@ -67,7 +67,7 @@ def _plan_ms(policy: str, num_tenants: int, num_waiting: int) -> float:
         max_num_seqs=NUM_BEGINNING, max_num_batched_tokens=8192, scheduling_policy=policy
     )
     cache = make_cache(3 * num_waiting, PAGE_SIZE)
-    adapters = Residency(Limits(max_loras=0, max_cpu_loras=0))
+    adapters = Residency(AdapterLimits(max_loras=0, max_cpu_loras=0))
     scheduler = Scheduler(settings, cache, adapters, max_model_len=8 * PAGE_SIZE)
     sampling = SamplingParams(max_tokens=4, temperature=0.0)
     for number in range(num_waiting):

@@ -70,7 +70,7 @@ class SchedulerWorkload:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class SchedulerLimits:
     """What a scheduler is built for."""
 
     page_size: int

@@ -17,7 +17,7 @@ import numpy as np
 
 from manyroots.cache.costs import Costs
 from manyroots.cache.events import CacheEvent
-from manyroots.cache.eviction import Evictor
+from manyroots.cache.eviction import Allocator, Evictor
 from manyroots.cache.fork_share import ForkShare
 from manyroots.cache.growth import Growth
 from manyroots.cache.index import Index
@@ -31,14 +31,13 @@ from manyroots.cache.outcomes import (
     Evicted,
     PlaneStats,
 )
-from manyroots.cache.planes import ABSENT, Layout
+from manyroots.cache.planes import ABSENT, CacheLayout
 from manyroots.cache.policies import CachePolicies, Eviction
 from manyroots.cache.prefetch import Prefetcher, Ticket
 from manyroots.cache.publishing import Publisher, nearest_attached
-from manyroots.cache.room import Room
 from manyroots.cache.states import States
-from manyroots.cache.storage import Storage
-from manyroots.cache.transfers import Transfers
+from manyroots.cache.storage_health import StorageHealth
+from manyroots.cache.transfers import UnitTransfers
 from manyroots.cache.tree import TOKEN_BYTES, ChildKey, Node, Walk
 from manyroots.cache.writeback import WriteBacker
 from manyroots.ids import AdapterDigest, Namespace, StepId, Tier
@@ -51,7 +50,7 @@ NO_WALK: tuple[list[Node], int, ChildKey | None, Limit] = ([], 0, None, Limit.OF
 class PrefixCache:
     """Units for running requests, and the index of what can be reused."""
 
-    def __init__(self, layout: Layout, policies: CachePolicies) -> None:
+    def __init__(self, layout: CacheLayout, policies: CachePolicies) -> None:
         self.layout = layout
         self.page_size = layout.page_size
         self._policies = policies
@@ -63,25 +62,25 @@ class PrefixCache:
         learns = policies.eviction is Eviction.FORKS
         self.forks = ForkShare(layout.device[0].num_units) if learns else None
         self.evictors = [Evictor(self.index, plane, self.forks) for plane in layout.planes]
-        self.transfers = Transfers(self.index)
+        self.transfers = UnitTransfers(self.index)
         self.publisher = Publisher(self.index, self.evictors, self.forks, reuse=policies.reuse)
         self.index.on_loosened = self.publisher.offer
         self.prefetcher = Prefetcher(self.index, self.evictors, self.publisher)
-        self.storage = Storage()
+        self.storage = StorageHealth()
         self.costs = Costs(policies.load_costs)
         self._writer = WriteBacker(
             self.index, self.evictors, self.transfers, self.publisher, policies, self.storage
         )
-        self._room = Room(self.index, self.evictors)
+        self._allocator = Allocator(self.index, self.evictors)
         self._states = States(
-            self.index, self._room, self.transfers, self.publisher, reuse=policies.reuse
+            self.index, self._allocator, self.transfers, self.publisher, reuse=policies.reuse
         )
-        growth = Growth(self.index, self._room, self._states, self.publisher)
+        growth = Growth(self.index, self._allocator, self._states, self.publisher)
         # Passed through as they are: a method in between would be paid for by every request.
         self.clip, self.can_reach = growth.clip, growth.can_reach
         self.extend = growth.extend_sole if layout.is_sole else growth.extend
         self.draft, self.turn_pages = growth.draft, growth.turn_pages
-        self.onboard = Onboarding(self.index, self._room, self.transfers).onboard
+        self.onboard = Onboarding(self.index, self._allocator, self.transfers).onboard
         self.announce = self.publisher.announce
         self._tree = self.index.tree
         self._num_families = len(layout.device)
@@ -258,9 +257,9 @@ class PrefixCache:
         if self.layout.host:
             for serial, nodes in announced:
                 self._writer.published(serial, nodes)
-        if self._room.has_allocated:
+        if self._allocator.has_allocated:
             # Not otherwise: an idle cache must come to rest, however small its host tier.
-            self._room.has_allocated = False
+            self._allocator.has_allocated = False
             self._writer.keep_ahead()
 
     def commit(self, lease: Lease, tokens: Int32s, num_tokens: int, step_id: StepId) -> None:

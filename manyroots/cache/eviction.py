@@ -20,7 +20,7 @@ import numpy as np
 
 from manyroots.cache.fork_share import ForkShare, name_of
 from manyroots.cache.index import Index
-from manyroots.cache.planes import ABSENT, Plane
+from manyroots.cache.planes import ABSENT, Plane, Units
 from manyroots.cache.tree import TOKEN_BYTES, Indices, Node
 from manyroots.ids import Tier
 
@@ -200,3 +200,21 @@ class Evictor:
             and node.counts[plane] > 0
             and not (self._is_ordered and node.below[plane])
         )
+
+
+class Allocator:
+    """Units for whoever needs them: free ones, and what must be evicted for the rest."""
+
+    def __init__(self, index: Index, evictors: list[Evictor]) -> None:
+        self._pools = index.pools
+        self._evictors = evictors
+        self.has_allocated = False
+        """Since whoever asks for it last said that it had not."""
+
+    def allocate(self, plane: int, count: int) -> Units:
+        """Hold so many units; the caller has made sure that they are available."""
+        self.has_allocated = True
+        pool = self._pools[plane]
+        if count > pool.num_free:
+            self._evictors[plane].evict(count - pool.num_free)
+        return pool.take(count)

@@ -8,12 +8,12 @@ from __future__ import annotations
 import numpy as np
 
 from manyroots.cache.checkpoints import next_stop
+from manyroots.cache.eviction import Allocator
 from manyroots.cache.index import Index
 from manyroots.cache.lease import Lease
 from manyroots.cache.outcomes import Extension, Refusal
 from manyroots.cache.planes import ABSENT, NO_UNITS, Plane, Units
 from manyroots.cache.publishing import Publisher, nearest_attached
-from manyroots.cache.room import Room
 from manyroots.cache.states import States
 from manyroots.ids import StepId
 
@@ -21,11 +21,13 @@ from manyroots.ids import StepId
 class Growth:
     """Gives leases units of every family, for one step at a time."""
 
-    def __init__(self, index: Index, room: Room, states: States, publisher: Publisher) -> None:
+    def __init__(
+        self, index: Index, allocator: Allocator, states: States, publisher: Publisher
+    ) -> None:
         self._index = index
         self._layout = index.layout
         self._page_size = index.layout.page_size
-        self._room = room
+        self._allocator = allocator
         self._states = states
         self._publisher = publisher
         device = index.layout.device
@@ -122,7 +124,7 @@ class Growth:
         if need > 0:
             if need > pool.num_free + pool.num_cached:
                 return Refusal.NO_ROOM
-            units = self._room.allocate(0, need)
+            units = self._allocator.allocate(0, need)
             lease.grow(0, units)
         lease.num_covered_tokens = num_pages * self._page_size
         return ((first, units),)
@@ -139,7 +141,7 @@ class Growth:
         for plane in self._paged:
             if pools[plane.index].num_available < count:
                 return None
-        taken = [self._room.allocate(plane.index, count) for plane in self._paged]
+        taken = [self._allocator.allocate(plane.index, count) for plane in self._paged]
         for family, units in enumerate(taken):
             for lease, unit in zip(leases, units.tolist(), strict=True):
                 lease.grow_by_one(family, unit)
@@ -166,7 +168,7 @@ class Growth:
     def _grow(self, lease: Lease, family: int, count: int) -> Units:
         if count == 0:
             return NO_UNITS
-        units = self._room.allocate(family, count)
+        units = self._allocator.allocate(family, count)
         lease.grow(family, units)
         if self._stateful and self._layout.device[family].family.is_state:
             self._states.start(lease, family, int(units[0]))

@@ -12,7 +12,7 @@ import numpy as np
 
 from manyroots.cache.events import CacheEvent, PagesRemoved, PagesStored
 from manyroots.cache.keys import HASH_BYTES, PageHasher
-from manyroots.cache.planes import ABSENT, Layout, Units
+from manyroots.cache.planes import ABSENT, CacheLayout, Units
 from manyroots.cache.pool import UnitPool
 from manyroots.cache.tree import TOKEN_BYTES, ChildKey, Indices, Node, Places, PrefixTree
 from manyroots.ids import StepId
@@ -21,7 +21,9 @@ from manyroots.ids import StepId
 class Index:
     """Tree and pools in step."""
 
-    def __init__(self, layout: Layout, hasher: PageHasher | None, *, records_events: bool) -> None:
+    def __init__(
+        self, layout: CacheLayout, hasher: PageHasher | None, *, records_events: bool
+    ) -> None:
         self.layout = layout
         self.pools = [UnitPool(plane.num_units) for plane in layout.planes]
         self.tree = PrefixTree(layout.page_size, len(layout.planes))

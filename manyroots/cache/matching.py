@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from manyroots.cache.planes import ABSENT, NO_UNITS, Layout, Plane, Units
+from manyroots.cache.planes import ABSENT, NO_UNITS, CacheLayout, Plane, Units
 from manyroots.cache.tree import Node, Walk
 from manyroots.step import Bools
 
@@ -47,7 +47,7 @@ class Match(NamedTuple):
         return self.num_device_pages if self.limit is Limit.TIER else self.num_pages
 
 
-def judge(layout: Layout, walk: Walk, walk_limit: Limit) -> Match:
+def judge(layout: CacheLayout, walk: Walk, walk_limit: Limit) -> Match:
     """Find the boundaries along a path, which ends where it does for `walk_limit`."""
     units = {plane.index: path_units(walk.nodes, walk.depth, plane) for plane in layout.planes}
     on_device = [units[plane.index] != ABSENT for plane in layout.device]
@@ -71,7 +71,7 @@ def path_units(nodes: Sequence[Node], depth: int, plane: Plane) -> Units:
     return np.concatenate([node.units[index] for node in nodes])[:depth]
 
 
-def _longest(layout: Layout, present: list[Bools]) -> tuple[int, Plane | None]:
+def _longest(layout: CacheLayout, present: list[Bools]) -> tuple[int, Plane | None]:
     """The longest boundary, and the family that rules out the next ones."""
     good = np.ones(len(present[0]), np.bool_)
     blocker: Plane | None = None

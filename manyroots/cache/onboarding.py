@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import numpy as np
 
+from manyroots.cache.eviction import Allocator
 from manyroots.cache.index import Index
 from manyroots.cache.lease import Lease
 from manyroots.cache.outcomes import Refusal
-from manyroots.cache.room import Room
-from manyroots.cache.transfers import Spot, Transfers
+from manyroots.cache.transfers import Spot, UnitTransfers
 from manyroots.ids import CopyId
 
 
 class Onboarding:
     """Starts copies from the host to the device, each unit's once."""
 
-    def __init__(self, index: Index, room: Room, transfers: Transfers) -> None:
+    def __init__(self, index: Index, allocator: Allocator, transfers: UnitTransfers) -> None:
         self._layout = index.layout
         self._pools = index.pools
-        self._room = room
+        self._allocator = allocator
         self._transfers = transfers
 
     def onboard(self, lease: Lease) -> Refusal | None:
@@ -58,7 +58,7 @@ class Onboarding:
     def _load(self, lease: Lease, family: int, found: list[tuple[int, int]]) -> None:
         plane = self._layout.device[family]
         host = self._layout.host_of(plane)
-        taken = self._room.allocate(family, len(found))
+        taken = self._allocator.allocate(family, len(found))
         sources = np.array([unit for _, unit in found], np.intp)
         spots = tuple(Spot(lease.cursor, page) for page, _ in found)
         self._pools[family].hold(taken)  # the lease's own hold, beside the copy's

@@ -54,7 +54,7 @@ class Capacity:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class CacheLayout:
     """Every plane of a cache: the device's first, family by family, then the host's."""
 
     page_size: int
@@ -62,7 +62,7 @@ class Layout:
     host: tuple[Plane, ...]
 
     @classmethod
-    def of(cls, page_size: int, capacities: tuple[Capacity, ...]) -> Layout:
+    def of(cls, page_size: int, capacities: tuple[Capacity, ...]) -> CacheLayout:
         if page_size < 1:
             raise ConfigError(f"--block-size is {page_size}; it must be at least 1.")
         if not capacities:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import numpy as np
 
 from manyroots.cache.checkpoints import is_due
+from manyroots.cache.eviction import Allocator
 from manyroots.cache.index import Index
 from manyroots.cache.lease import Checkpoint, Lease
 from manyroots.cache.publishing import Publisher, nearest_attached
-from manyroots.cache.room import Room
-from manyroots.cache.transfers import Transfers
+from manyroots.cache.transfers import UnitTransfers
 from manyroots.ids import StepId, Tier
 from manyroots.step import Copy
 
@@ -22,12 +22,18 @@ class States:
     """Copies states within the device."""
 
     def __init__(
-        self, index: Index, room: Room, transfers: Transfers, publisher: Publisher, *, reuse: bool
+        self,
+        index: Index,
+        allocator: Allocator,
+        transfers: UnitTransfers,
+        publisher: Publisher,
+        *,
+        reuse: bool,
     ) -> None:
         self._index = index
         self._layout = index.layout
         self._page_size = index.layout.page_size
-        self._room = room
+        self._allocator = allocator
         self._transfers = transfers
         self._publisher = publisher
         self._reuse = reuse
@@ -64,7 +70,7 @@ class States:
             self.num_skipped += 1
             return
         else:
-            unit = int(self._room.allocate(family, 1)[0])
+            unit = int(self._allocator.allocate(family, 1)[0])
             checkpoint = Checkpoint(family, num_tokens // self._page_size, unit, step_id)
             lease.checkpoints += (checkpoint,)
         self._copy(family, lease.states[family], checkpoint.unit, is_after_model=True)

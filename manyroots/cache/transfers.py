@@ -61,7 +61,7 @@ class Move:
     is held must have only held ones above."""
 
 
-class Transfers:
+class UnitTransfers:
     """Everything that is under way between tiers."""
 
     def __init__(self, index: Index) -> None:

@@ -1,6 +1,6 @@
 """Copying device units to the host, and host units to storage.
 
-Chooses what to copy and when, by policy; the copies themselves are `Transfers`'.
+Chooses what to copy and when, by policy; the copies themselves are `UnitTransfers`'.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from manyroots.cache.index import Index
 from manyroots.cache.planes import ABSENT, NO_UNITS, Plane
 from manyroots.cache.policies import CachePolicies, WriteBack
 from manyroots.cache.publishing import Publisher
-from manyroots.cache.storage import Storage
-from manyroots.cache.transfers import Handover, Move, Spot, Transfers
+from manyroots.cache.storage_health import StorageHealth
+from manyroots.cache.transfers import Handover, Move, Spot, UnitTransfers
 from manyroots.cache.tree import Indices, Node
 from manyroots.ids import Tier
 
@@ -27,10 +27,10 @@ class WriteBacker:
         self,
         index: Index,
         evictors: list[Evictor],
-        transfers: Transfers,
+        transfers: UnitTransfers,
         publisher: Publisher,
         policies: CachePolicies,
-        storage: Storage,
+        storage: StorageHealth,
     ) -> None:
         self._index = index
         self._evictors = evictors

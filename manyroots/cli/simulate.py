@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from manyroots.simulate.job import Job
+    from manyroots.simulate.job import SimulationJob
     from manyroots.simulate.sweep import Axis
 
 
@@ -117,10 +117,10 @@ def _run(arguments: dict[str, Any]) -> int:
     return 0
 
 
-def _job(arguments: dict[str, Any]) -> Job:
+def _job(arguments: dict[str, Any]) -> SimulationJob:
     from manyroots.simulate.costs import with_costs
     from manyroots.simulate.faults import Faults
-    from manyroots.simulate.job import Job, load_trace
+    from manyroots.simulate.job import SimulationJob, load_trace
     from manyroots.simulate.presets import preset
     from manyroots.simulate.settings import SimulationSettings
     from manyroots.simulate.trace import sped_up
@@ -132,7 +132,7 @@ def _job(arguments: dict[str, Any]) -> Job:
         every=arguments["every"],
     )
     costs = preset(arguments["preset"]).costs
-    return Job(
+    return SimulationJob(
         trace=sped_up(trace, arguments["speedup"]),
         settings=SimulationSettings(
             block_size=arguments["block_size"],
@@ -172,7 +172,7 @@ def _parse_cost(text: str) -> tuple[str, float]:
         raise ConfigError(f"--cost is {text!r}; write NAME=VALUE with a number.") from None
 
 
-def _say_what_is_modelled(arguments: dict[str, Any], job: Job) -> None:
+def _say_what_is_modelled(arguments: dict[str, Any], job: SimulationJob) -> None:
     from manyroots.simulate.presets import preset
 
     name = arguments["preset"]
@@ -183,7 +183,7 @@ def _say_what_is_modelled(arguments: dict[str, Any], job: Job) -> None:
     print()
 
 
-def _once(job: Job) -> dict[str, Any]:
+def _once(job: SimulationJob) -> dict[str, Any]:
     from rich.console import Console
 
     from manyroots.simulate.offline import best_offline_hit_rate, endless_hit_rate
@@ -228,7 +228,9 @@ def _hit_rates(arguments: dict[str, Any]) -> int:
     return 0
 
 
-def _sweep(trace_name: str, job: Job, axes: list[Axis], plot: Path | None) -> dict[str, Any]:
+def _sweep(
+    trace_name: str, job: SimulationJob, axes: list[Axis], plot: Path | None
+) -> dict[str, Any]:
     from rich.console import Console
 
     from manyroots.simulate.plot import write_plot

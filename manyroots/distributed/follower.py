@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from manyroots.distributed.channel import Channel, ClosedError
-from manyroots.distributed.wire import Join, Kind, Loaded, Start, decode, encode
+from manyroots.distributed.wire import Join, Loaded, RankMessageKind, StartSteps, decode, encode
 from manyroots.errors import ManyrootsError
 from manyroots.step import AdapterLoaded, DropAdapter, Plan
 
@@ -42,7 +42,7 @@ class Steps(Protocol):
     def close(self) -> None: ...
 
 
-class Part(Protocol):
+class RankWorker(Protocol):
     """A rank's part of the model, loaded."""
 
     @property
@@ -50,15 +50,15 @@ class Part(Protocol):
         """As many pages as fit beside the weights."""
         ...
 
-    def start(self, start: Start, tell: Tell) -> Steps:
+    def start(self, start: StartSteps, tell: Tell) -> Steps:
         """Make room for pages and meet the others. `tell` takes the ends of adapter loads."""
         ...
 
 
-def main(build: Callable[[Join], Part]) -> int:
+def main(build: Callable[[Join], RankWorker]) -> int:
     """The body of a rank's process."""
     channel = Channel(_standard_input())
-    inbox: queue.SimpleQueue[tuple[Kind, Any]] = queue.SimpleQueue()
+    inbox: queue.SimpleQueue[tuple[RankMessageKind, Any]] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(channel, inbox), daemon=True).start()
     try:
         steps = _load(channel, inbox, build)
@@ -68,44 +68,46 @@ def main(build: Callable[[Join], Part]) -> int:
         reason = str(error) if is_ours else f"{type(error).__name__}: {error}"
         logger.error("ends: %s", reason, exc_info=None if is_ours else error)
         with contextlib.suppress(ClosedError):
-            channel.send(*encode(Kind.FAILED, reason))
+            channel.send(*encode(RankMessageKind.FAILED, reason))
         return 1
     return 0
 
 
 def _load(
-    channel: Channel, inbox: queue.SimpleQueue[tuple[Kind, Any]], build: Callable[[Join], Part]
+    channel: Channel,
+    inbox: queue.SimpleQueue[tuple[RankMessageKind, Any]],
+    build: Callable[[Join], RankWorker],
 ) -> Steps:
     _, join = inbox.get()
     assert isinstance(join, Join)
     part = build(join)
-    channel.send(*encode(Kind.LOADED, Loaded(part.num_pages)))
+    channel.send(*encode(RankMessageKind.LOADED, Loaded(part.num_pages)))
     _, start = inbox.get()
     if start is None:
         raise ManyrootsError("the first rank closed before the start")
-    assert isinstance(start, Start)
+    assert isinstance(start, StartSteps)
 
     def tell(answer: AdapterLoaded) -> None:
         with contextlib.suppress(ClosedError):
-            channel.send(*encode(Kind.ADAPTER, answer))
+            channel.send(*encode(RankMessageKind.ADAPTER, answer))
 
     return part.start(start, tell)
 
 
-def _follow(inbox: queue.SimpleQueue[tuple[Kind, Any]], steps: Steps) -> None:
+def _follow(inbox: queue.SimpleQueue[tuple[RankMessageKind, Any]], steps: Steps) -> None:
     while True:
         kind, body = inbox.get()
-        if kind is Kind.PLAN:
+        if kind is RankMessageKind.PLAN:
             steps.execute(body)
-        elif kind is Kind.DROP:
+        elif kind is RankMessageKind.DROP:
             steps.drop(body)
         else:
-            assert kind is Kind.CLOSE
+            assert kind is RankMessageKind.CLOSE
             steps.close()
             return
 
 
-def _receive(channel: Channel, inbox: queue.SimpleQueue[tuple[Kind, Any]]) -> None:
+def _receive(channel: Channel, inbox: queue.SimpleQueue[tuple[RankMessageKind, Any]]) -> None:
     while True:
         try:
             inbox.put(decode(channel.receive()))

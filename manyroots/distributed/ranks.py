@@ -20,7 +20,7 @@ from typing import Any
 
 from manyroots.config import EngineSettings
 from manyroots.distributed.channel import Channel, ClosedError
-from manyroots.distributed.wire import Join, Kind, Loaded, decode, encode
+from manyroots.distributed.wire import Join, Loaded, RankMessageKind, decode, encode
 from manyroots.errors import ModelError
 
 RANK_COMMAND = (sys.executable, "-m", "manyroots.engine.rank_process")
@@ -51,7 +51,7 @@ class Ranks:
             self._channels.append(Channel(here))
             join = Join(rank, size, str(self.folder), settings)
             with contextlib.suppress(ClosedError):  # told by `wait_until_loaded`
-                self._channels[-1].send(*encode(Kind.JOIN, join))
+                self._channels[-1].send(*encode(RankMessageKind.JOIN, join))
 
     @property
     def pids(self) -> list[int]:
@@ -65,14 +65,16 @@ class Ranks:
                 kind, body = decode(channel.receive())
             except ClosedError:
                 raise ModelError(f"{self._ended(rank)} while loading; see its log above") from None
-            if kind is Kind.FAILED:
+            if kind is RankMessageKind.FAILED:
                 raise ModelError(f"rank {rank}: {body}")
             assert isinstance(body, Loaded)
             fits.append(body.num_pages)
         return min(fits)
 
     def watch(
-        self, on_message: Callable[[int, Kind, Any], None], on_death: Callable[[str], None]
+        self,
+        on_message: Callable[[int, RankMessageKind, Any], None],
+        on_death: Callable[[str], None],
     ) -> None:
         """Call these from now on, from threads of our own: what a rank says, and that one ended."""
         for rank, channel in enumerate(self._channels, start=1):
@@ -83,7 +85,7 @@ class Ranks:
                 daemon=True,
             ).start()
 
-    def send(self, kind: Kind, body: object) -> None:
+    def send(self, kind: RankMessageKind, body: object) -> None:
         """The same message to every rank. One that is gone is told by `watch`, not here."""
         message = encode(kind, body)
         for channel in self._channels:
@@ -99,7 +101,7 @@ class Ranks:
     def close(self) -> None:
         """Let them finish what was sent, then see them end."""
         self._is_closing = True
-        self.send(Kind.CLOSE, None)
+        self.send(RankMessageKind.CLOSE, None)
         for process in self._processes:
             try:
                 process.wait(CLOSE_TIMEOUT_S)
@@ -114,7 +116,7 @@ class Ranks:
         self,
         rank: int,
         channel: Channel,
-        on_message: Callable[[int, Kind, Any], None],
+        on_message: Callable[[int, RankMessageKind, Any], None],
         on_death: Callable[[str], None],
     ) -> None:
         last_words = ""
@@ -123,7 +125,7 @@ class Ranks:
                 kind, body = decode(channel.receive())
             except ClosedError:
                 break
-            if kind is Kind.FAILED:
+            if kind is RankMessageKind.FAILED:
                 last_words = f": {body}"
             else:
                 on_message(rank, kind, body)

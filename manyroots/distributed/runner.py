@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from manyroots.distributed.ranks import Ranks
-from manyroots.distributed.wire import Kind
+from manyroots.distributed.wire import RankMessageKind
 from manyroots.errors import UnavailableError
 from manyroots.step import AdapterLoaded, Plan, Runner, StepResult
 
@@ -56,7 +56,7 @@ class RankedRunner:
             if self._death is not None:
                 raise UnavailableError(self._death)
             self._under_way.add(promised)
-        self._ranks.send(Kind.PLAN, plan)
+        self._ranks.send(RankMessageKind.PLAN, plan)
         self._own.launch(plan).add_done_callback(lambda done: self._settle(promised, done))
         return promised
 
@@ -83,8 +83,8 @@ class RankedRunner:
         if is_wanted:  # else another rank died, and the step has failed for its caller
             promised.set_result(done.result())
 
-    def _hear(self, rank: int, kind: Kind, body: Any) -> None:
-        assert kind is Kind.ADAPTER
+    def _hear(self, rank: int, kind: RankMessageKind, body: Any) -> None:
+        assert kind is RankMessageKind.ADAPTER
         self._on_adapter(rank, body)
 
     def _die(self, reason: str) -> None:

@@ -30,7 +30,7 @@ from manyroots.step import (
 DTYPES = {"<i4": np.dtype(np.int32), "|b1": np.dtype(np.bool_)}
 
 
-class Kind(enum.Enum):
+class RankMessageKind(enum.Enum):
     """What a message is."""
 
     # from the first rank
@@ -65,7 +65,7 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartSteps:
     """All ranks have their weights: make room for pages, then follow plans."""
 
     num_pages: int
@@ -96,27 +96,27 @@ class _Plan:
     waits: bool
 
 
-_TYPES: dict[Kind, Any] = {
-    Kind.JOIN: Join,
-    Kind.START: Start,
-    Kind.PLAN: _Plan,
-    Kind.DROP: DropAdapter,
-    Kind.CLOSE: None,
-    Kind.LOADED: Loaded,
-    Kind.ADAPTER: AdapterLoaded,
-    Kind.FAILED: str,
+_TYPES: dict[RankMessageKind, Any] = {
+    RankMessageKind.JOIN: Join,
+    RankMessageKind.START: StartSteps,
+    RankMessageKind.PLAN: _Plan,
+    RankMessageKind.DROP: DropAdapter,
+    RankMessageKind.CLOSE: None,
+    RankMessageKind.LOADED: Loaded,
+    RankMessageKind.ADAPTER: AdapterLoaded,
+    RankMessageKind.FAILED: str,
 }
 _FIELDS = tuple(field.name for field in fields(_Plan) if field.name != "adapters")
 
 
-def encode(kind: Kind, body: object) -> tuple[bytes, bytes]:
+def encode(kind: RankMessageKind, body: object) -> tuple[bytes, bytes]:
     if isinstance(body, Plan):
         body = _to_wire(body)
     return kind.value, _ENCODER.encode(body)
 
 
-def decode(message: tuple[bytes, bytes]) -> tuple[Kind, Any]:
-    kind = Kind(message[0])
+def decode(message: tuple[bytes, bytes]) -> tuple[RankMessageKind, Any]:
+    kind = RankMessageKind(message[0])
     body = _DECODERS[kind].decode(message[1])
     return kind, _from_wire(body) if isinstance(body, _Plan) else body
 

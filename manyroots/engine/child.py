@@ -22,7 +22,7 @@ import zmq
 import zmq.asyncio
 
 from manyroots.config import EngineSettings
-from manyroots.engine.wire import Kind, decode, encode
+from manyroots.engine.wire import MessageKind, decode, encode
 from manyroots.errors import ModelError, UnavailableError
 from manyroots.messages import EngineInfo
 from manyroots.progress import Progress
@@ -81,20 +81,20 @@ class Child:
     async def _greet(
         self, settings: EngineSettings, on_progress: Callable[[Progress], None]
     ) -> EngineInfo:
-        await self._socket.send_multipart(encode(Kind.SETTINGS, settings))
+        await self._socket.send_multipart(encode(MessageKind.SETTINGS, settings))
         while True:
             kind, body = await self.receive()
             match kind:
-                case Kind.PROGRESS:
+                case MessageKind.PROGRESS:
                     on_progress(body)
-                case Kind.FAILED:
+                case MessageKind.FAILED:
                     raise ModelError(body)
                 case _:
-                    assert kind is Kind.READY
+                    assert kind is MessageKind.READY
                     assert isinstance(body, EngineInfo)
                     return body
 
-    def send(self, kind: Kind, body: object) -> None:
+    def send(self, kind: MessageKind, body: object) -> None:
         """Hand a message over; one to a process that is gone is lost, as its end will tell."""
         # Through the socket of asyncio, which must see every call; done when it returns.
         sent = cast(
@@ -104,10 +104,10 @@ class Child:
         if not isinstance(sent.exception(), zmq.Again):
             sent.result()
 
-    async def receive(self) -> tuple[Kind, Any]:
+    async def receive(self) -> tuple[MessageKind, Any]:
         return decode(await self._socket.recv_multipart())
 
-    async def live(self, take: Callable[[Kind, Any], None]) -> str:
+    async def live(self, take: Callable[[MessageKind, Any], None]) -> str:
         """Pass messages to `take` until the process is over; gives why it is."""
         receiving = asyncio.create_task(self._receive_all(take))
         try:
@@ -119,10 +119,10 @@ class Child:
             receiving.cancel()
         return self.cause()
 
-    async def _receive_all(self, take: Callable[[Kind, Any], None]) -> None:
+    async def _receive_all(self, take: Callable[[MessageKind, Any], None]) -> None:
         while True:
             kind, body = await self.receive()
-            if kind is Kind.FAILED:
+            if kind is MessageKind.FAILED:
                 self._failure = str(body)
                 return
             take(kind, body)
@@ -169,7 +169,7 @@ class Child:
     async def close(self) -> None:
         """End it, politely at first."""
         if self._process is not None and self._process.returncode is None:
-            self.send(Kind.CLOSE, None)
+            self.send(MessageKind.CLOSE, None)
             await self._end()
         if self._reader is not None:
             await asyncio.wait({self._reader}, timeout=_LAST_WORDS_S)

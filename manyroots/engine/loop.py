@@ -1,8 +1,8 @@
 """The engine's loop: drain, schedule, launch, advance, emit.
 
 The next step is planned and launched while the current one runs (depth 1), so that the runner
-never waits for planning. Adapters go through the desk, if there is one. Knows neither HTTP, text
-nor tensors; one thread calls it.
+never waits for planning. Adapters go through the directory, if there is one. Knows neither HTTP,
+text nor tensors; one thread calls it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from manyroots.adapter_names import LoraModule
-from manyroots.engine.adapter_desk import AdapterDesk
-from manyroots.engine.alarm import Alarm
+from manyroots.engine.adapter_directory import AdapterDirectory
 from manyroots.errors import NotFoundError, RequestError, UnavailableError
 from manyroots.ids import RequestId, Tier
 from manyroots.messages import (
@@ -25,10 +24,10 @@ from manyroots.messages import (
     LoadLora,
     LoadTime,
     LoraReply,
-    News,
     Notice,
     Output,
     Stats,
+    StepOutputs,
     Submit,
     UnloadLora,
 )
@@ -72,6 +71,23 @@ class _LoadTimer:
         return ended
 
 
+def _nobody_sleeps() -> None:
+    """Nobody has to be woken yet."""
+
+
+class Alarm:
+    """Why the engine can't go on, said outside of a step. Rings once, on any thread, and stays
+    rung; the loop's thread reads it, and is woken for that."""
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+        self.wake: Callable[[], None] = _nobody_sleeps
+
+    def ring(self, reason: str) -> None:
+        self.reason = reason
+        self.wake()
+
+
 class EngineLoop:
     """Drives one scheduler and one runner."""
 
@@ -80,19 +96,19 @@ class EngineLoop:
         scheduler: Scheduler,
         runner: Runner,
         *,
-        desk: AdapterDesk | None = None,
+        directory: AdapterDirectory | None = None,
         alarm: Alarm | None = None,
         depth: int = 1,
     ) -> None:
-        """`desk`: None leaves adapters to whoever registers them with the scheduler. `alarm`: None
-        if the runner can't end outside of a step."""
+        """`directory`: None leaves adapters to whoever registers them with the scheduler.
+        `alarm`: None if the runner can't end outside of a step."""
         self._scheduler = scheduler
         self._runner = runner
-        self._desk = desk
+        self._directory = directory
         self._alarm = alarm
         self._depth = depth
         self._launched: deque[Future[StepResult]] = deque()
-        self._news = News([])
+        self._gathered = StepOutputs([])
         self._replies: list[LoraReply] = []
         self._failures_in_a_row = 0
         self._adapter_was: dict[RequestId, Tier] = {}
@@ -105,34 +121,34 @@ class EngineLoop:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do now. What is being read is no work."""
-        if len(self._news) > 0 or self._replies or self._scheduler.has_work:
+        if len(self._gathered) > 0 or self._replies or self._scheduler.has_work:
             return True
         if self._alarm is not None and self._alarm.reason is not None:
             return True
-        return self._desk is not None and self._desk.has_news
+        return self._directory is not None and self._directory.has_news
 
     @property
     def is_reading(self) -> bool:
         """Whether an adapter's files are being read."""
-        return self._desk is not None and self._desk.is_reading
+        return self._directory is not None and self._directory.is_reading
 
     def wait_for_read(self, timeout_s: float | None = None) -> None:
         """Sleep until a read is over or the time is; only while `is_reading`."""
-        assert self._desk is not None
-        self._desk.reads.wait(timeout_s)
+        assert self._directory is not None
+        self._directory.reads.wait(timeout_s)
 
     def wake_by(self, wake: Callable[[], None]) -> None:
         """Have `wake` called, on another thread, whenever a read or the engine is over."""
         if self._alarm is not None:
             self._alarm.wake = wake
-        if self._desk is not None:
-            self._desk.reads.wake = wake
+        if self._directory is not None:
+            self._directory.reads.wake = wake
 
     def note_adapter(self, module: LoraModule) -> None:
         """Know an adapter by name; its files are read when it is first used."""
-        if self._desk is None:
+        if self._directory is None:
             raise RequestError(_NO_LORA, field="lora_request")
-        self._desk.note(module)
+        self._directory.note(module)
 
     def handle(self, message: Submit | Abort | LoadLora | UnloadLora) -> None:
         """Take one message from a client."""
@@ -142,47 +158,47 @@ class EngineLoop:
             case Abort():
                 for request_id in message.request_ids:
                     self._abort(request_id)
-            case _ if self._desk is not None:
-                self._desk.handle(message)
+            case _ if self._directory is not None:
+                self._directory.handle(message)
             case _:
                 self._replies.append(
                     LoraReply(message.op_id, error=_NO_LORA, error_kind=ErrorKind.REQUEST)
                 )
 
     def _submit(self, submit: Submit) -> None:
-        if self._desk is not None and submit.adapter is not None:
-            was = self._desk.where(submit.adapter)
+        if self._directory is not None and submit.adapter is not None:
+            was = self._directory.where(submit.adapter)
             if was is not None:
                 self._adapter_was[submit.request_id] = was
-            self._desk.handle(submit)
+            self._directory.handle(submit)
             return
         try:
             self._scheduler.submit(submit)
         except NotFoundError as error:
-            # The door knew the adapter; it was unloaded on the way here.
+            # The intake knew the adapter; it was unloaded on the way here.
             notice = Notice(error_kind=ErrorKind.NOT_FOUND)
-            self._news.outputs.append(
+            self._gathered.outputs.append(
                 Output(
                     submit.request_id, [], FinishReason.ERROR, 0, error=str(error), notice=notice
                 )
             )
 
     def _abort(self, request_id: RequestId) -> None:
-        if self._desk is not None and self._desk.abort(request_id):
+        if self._directory is not None and self._directory.abort(request_id):
             return
         output = self._scheduler.abort(request_id)
         if output is not None:
-            self._news.outputs.append(output)
+            self._gathered.outputs.append(output)
 
-    def step(self) -> News:
+    def step(self) -> StepOutputs:
         """Launch the next step, wait for the one before it, and give the news so far.
 
         Raises UnavailableError if there will be no further step.
         """
         if self._alarm is not None and self._alarm.reason is not None:
             raise UnavailableError(self._alarm.reason)
-        if self._desk is not None:
-            self._news.outputs.extend(self._desk.poll())
+        if self._directory is not None:
+            self._gathered.outputs.extend(self._directory.poll())
         plan = self._scheduler.schedule()
         if plan is not None:
             self._load_timer.launch(plan)
@@ -191,15 +207,15 @@ class EngineLoop:
             self._launched.append(self._runner.launch(plan))
         if len(self._launched) > self._depth or (plan is None and self._launched):
             self._finish_oldest()
-        news, self._news = self._news, News([])
+        outputs, self._gathered = self._gathered, StepOutputs([])
         if self._adapter_was:
-            self._say_where_adapters_were(news)
-        return news
+            self._say_where_adapters_were(outputs)
+        return outputs
 
-    def _say_where_adapters_were(self, news: News) -> None:
+    def _say_where_adapters_were(self, outputs: StepOutputs) -> None:
         """With the first news of a request of an adapter, which is then no plain token."""
-        news.single_out(self._adapter_was)
-        for output in news.outputs:
+        outputs.single_out(self._adapter_was)
+        for output in outputs.outputs:
             was = self._adapter_was.pop(output.request_id, None)
             if was is not None:
                 output.notice = Notice(output.error_kind, was)
@@ -207,19 +223,19 @@ class EngineLoop:
     def take_replies(self) -> list[LoraReply]:
         """Answers to loads and unloads since the last call."""
         replies, self._replies = self._replies, []
-        return replies + self._desk.take_replies() if self._desk is not None else replies
+        return replies + self._directory.take_replies() if self._directory is not None else replies
 
     def take_loads(self) -> list[LoadTime]:
         """Adapters that were read or loaded since the last call."""
-        reads = self._desk.take_read_times() if self._desk is not None else []
+        reads = self._directory.take_read_times() if self._directory is not None else []
         return reads + self._load_timer.take()
 
     def stats(self) -> Stats:
         return self._scheduler.stats()
 
     def close(self) -> None:
-        if self._desk is not None:
-            self._desk.close()
+        if self._directory is not None:
+            self._directory.close()
         self._runner.close()
 
     def _finish_oldest(self) -> None:
@@ -230,9 +246,9 @@ class EngineLoop:
             return
         self._failures_in_a_row = 0
         self._load_timer.answer(result.adapters)
-        news = self._scheduler.advance(result)
-        self._news.outputs.extend(news.outputs)
-        self._news.tokens = news.tokens  # one result a step: nothing is there yet
+        made = self._scheduler.advance(result)
+        self._gathered.outputs.extend(made.outputs)
+        self._gathered.tokens = made.tokens  # one result a step: nothing is there yet
 
     def _recover(self, error: Exception) -> None:
         """A step failed: fail its requests and those that may lean on it, and go on."""
@@ -241,10 +257,10 @@ class EngineLoop:
             if future.exception() is None:  # waits
                 # Its tokens rest on the failed step; the copies that ended with it do not.
                 self._load_timer.answer(future.result().adapters)
-                self._news.outputs.extend(self._scheduler.take_arrivals(future.result()))
+                self._gathered.outputs.extend(self._scheduler.take_arrivals(future.result()))
         self._launched.clear()
         reason = f"the step that computed this request failed: {error}"
-        self._news.outputs.extend(self._scheduler.fail_in_flight(reason))
+        self._gathered.outputs.extend(self._scheduler.fail_in_flight(reason))
         if isinstance(error, UnavailableError):
             raise error
         self._failures_in_a_row += 1

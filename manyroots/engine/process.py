@@ -18,7 +18,7 @@ import zmq
 
 from manyroots.engine.build import build_engine
 from manyroots.engine.loop import EngineLoop
-from manyroots.engine.wire import Kind, decode, encode
+from manyroots.engine.wire import MessageKind, decode, encode
 from manyroots.errors import ManyrootsError
 from manyroots.ids import RequestId
 from manyroots.messages import Batch
@@ -48,28 +48,28 @@ def main(address: str, begin: float) -> int:
 
 def _serve(socket: Socket, import_s: float) -> int:
     def tell(progress: Progress) -> None:
-        socket.send_multipart(encode(Kind.PROGRESS, progress))
+        socket.send_multipart(encode(MessageKind.PROGRESS, progress))
 
     kind, settings = decode(socket.recv_multipart())
-    assert kind is Kind.SETTINGS
+    assert kind is MessageKind.SETTINGS
     try:
         with told_to(tell) as seconds:
             seconds["process and imports"] = import_s
             engine = build_engine(settings)
     except ManyrootsError as error:
-        socket.send_multipart(encode(Kind.FAILED, str(error)))
+        socket.send_multipart(encode(MessageKind.FAILED, str(error)))
         return 1
     except Exception as error:
         logger.exception("the engine could not start")
-        socket.send_multipart(encode(Kind.FAILED, f"{type(error).__name__}: {error}"))
+        socket.send_multipart(encode(MessageKind.FAILED, f"{type(error).__name__}: {error}"))
         return 1
     logger.info("engine ready in %.1f s: %s", sum(seconds.values()), in_words(seconds))
-    socket.send_multipart(encode(Kind.READY, engine.info))
+    socket.send_multipart(encode(MessageKind.READY, engine.info))
     try:
         run(socket, engine.loop)
     except Exception as error:
         logger.exception("the engine died")
-        socket.send_multipart(encode(Kind.FAILED, str(error)))
+        socket.send_multipart(encode(MessageKind.FAILED, str(error)))
         return 1
     finally:
         engine.loop.close()
@@ -82,7 +82,7 @@ def run(socket: Socket, loop: EngineLoop) -> None:
         loop.wake_by(bell.ring)
 
         def tell_begun(request_ids: list[RequestId]) -> None:
-            socket.send_multipart(encode(Kind.BEGUN, request_ids))
+            socket.send_multipart(encode(MessageKind.BEGUN, request_ids))
 
         loop.tell_begun = tell_begun
         sleeper = zmq.Poller()
@@ -94,13 +94,13 @@ def run(socket: Socket, loop: EngineLoop) -> None:
                 bell.hush()
             while socket.poll(0):
                 kind, message = decode(socket.recv_multipart())
-                if kind is Kind.CLOSE:
+                if kind is MessageKind.CLOSE:
                     return
                 loop.handle(message)
             if loop.has_work:
-                news = loop.step()
-                batch = Batch(news, loop.stats(), loop.take_replies(), loop.take_loads())
-                socket.send_multipart(encode(Kind.BATCH, batch))
+                outputs = loop.step()
+                batch = Batch(outputs, loop.stats(), loop.take_replies(), loop.take_loads())
+                socket.send_multipart(encode(MessageKind.BATCH, batch))
 
 
 class _Bell:

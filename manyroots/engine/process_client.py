@@ -18,7 +18,7 @@ from typing import Any
 from manyroots.config import EngineSettings
 from manyroots.engine.child import Child
 from manyroots.engine.client import NO_COUNTS, lora_error
-from manyroots.engine.wire import Kind
+from manyroots.engine.wire import MessageKind
 from manyroots.errors import ManyrootsError, UnavailableError
 from manyroots.ids import AdapterName, RequestId
 from manyroots.messages import (
@@ -128,7 +128,7 @@ class ProcessClient:
         child = self._serving_child()
         mine = self._requests[request.request_id] = _Request(request)
         try:
-            child.send(Kind.SUBMIT, request)
+            child.send(MessageKind.SUBMIT, request)
             while True:
                 output = await mine.news.get()
                 if isinstance(output, str):
@@ -141,19 +141,19 @@ class ProcessClient:
         finally:
             is_open = self._requests.pop(request.request_id, None) is not None
             if is_open and self._is_serving:
-                self._serving_child().send(Kind.ABORT, Abort([request.request_id]))
+                self._serving_child().send(MessageKind.ABORT, Abort([request.request_id]))
 
     async def load_adapter(
         self, name: AdapterName, path: str, *, is_pinned: bool, in_place: bool
     ) -> LoraReply:
         load = LoadLora(next(self._op_ids), name, path, is_pinned, in_place)
-        reply = await self._ask(self._serving_child(), Kind.LOAD, load)
+        reply = await self._ask(self._serving_child(), MessageKind.LOAD, load)
         self._loads[name] = load
         return reply
 
     async def unload_adapter(self, name: AdapterName) -> LoraReply:
         unload = UnloadLora(next(self._op_ids), name)
-        reply = await self._ask(self._serving_child(), Kind.UNLOAD, unload)
+        reply = await self._ask(self._serving_child(), MessageKind.UNLOAD, unload)
         self._loads.pop(name, None)
         lora = self._settings.lora
         modules = tuple(module for module in lora.lora_modules if module.name != name)
@@ -195,7 +195,9 @@ class ProcessClient:
         self.progress = progress
         self._on_progress(progress)
 
-    async def _ask(self, child: Child, kind: Kind, message: LoadLora | UnloadLora) -> LoraReply:
+    async def _ask(
+        self, child: Child, kind: MessageKind, message: LoadLora | UnloadLora
+    ) -> LoraReply:
         answer: asyncio.Future[LoraReply] = asyncio.get_running_loop().create_future()
         self._ops[message.op_id] = answer
         try:
@@ -207,15 +209,15 @@ class ProcessClient:
             raise error
         return reply
 
-    def _take(self, kind: Kind, body: Any) -> None:
-        if kind is Kind.BEGUN:
+    def _take(self, kind: MessageKind, body: Any) -> None:
+        if kind is MessageKind.BEGUN:
             for request_id in body:
                 if (mine := self._requests.get(request_id)) is not None:
                     mine.has_begun = True
             return
         assert isinstance(body, Batch)
         self._stats = body.stats
-        for output in body.news:
+        for output in body.outputs:
             if (mine := self._requests.get(output.request_id)) is not None:
                 mine.has_begun = True
                 mine.news.put_nowait(output)
@@ -297,7 +299,7 @@ class ProcessClient:
         if is_first:
             return
         asked = [
-            (load.name, self._ask(child, Kind.LOAD, replace(load, in_place=True)))
+            (load.name, self._ask(child, MessageKind.LOAD, replace(load, in_place=True)))
             for load in self._loads.values()
         ]
         replies = await asyncio.gather(*(reply for _, reply in asked), return_exceptions=True)
@@ -305,7 +307,7 @@ class ProcessClient:
             if isinstance(reply, BaseException):
                 logger.error("adapter %s could not be loaded again: %s", name, reply)
         for request in self._requests.values():
-            child.send(Kind.SUBMIT, request.submit)
+            child.send(MessageKind.SUBMIT, request.submit)
         self._is_serving = True
         logger.info("the engine serves again; %d requests had waited", len(self._requests))
 

@@ -17,9 +17,9 @@ from manyroots.config import EngineSettings
 from manyroots.distributed import follower
 from manyroots.distributed.group import join_group, leave_group
 from manyroots.distributed.shard import Shard
-from manyroots.distributed.wire import Join, Start
-from manyroots.engine.adapter_half import AdapterHalf
-from manyroots.engine.part import LoadedPart, Sizes, load_part
+from manyroots.distributed.wire import Join, StartSteps
+from manyroots.engine.adapter_runtime import AdapterRuntime
+from manyroots.engine.worker import Sizes, Worker, load_worker
 from manyroots.models.source import resolve_source
 from manyroots.runner.torch_runner import TorchRunner
 from manyroots.step import DropAdapter, Plan
@@ -29,7 +29,7 @@ from manyroots.store.adapter_ranks import FollowingLoader
 @dataclass(frozen=True, slots=True)
 class _Steps:
     runner: TorchRunner
-    adapters: AdapterHalf | None
+    adapters: AdapterRuntime | None
 
     def execute(self, plan: Plan) -> object:
         return self.runner.execute(plan)
@@ -46,7 +46,7 @@ class _Steps:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    loaded: LoadedPart
+    loaded: Worker
     settings: EngineSettings
     folder: Path
 
@@ -54,7 +54,7 @@ class _Part:
     def num_pages(self) -> int:
         return self.loaded.num_pages
 
-    def start(self, start: Start, tell: follower.Tell) -> _Steps:
+    def start(self, start: StartSteps, tell: follower.Tell) -> _Steps:
         loaded = self.loaded
         sizes = Sizes(start.num_pages, start.max_model_len)
         adapters = loaded.make_adapters(self.settings, partial(FollowingLoader, tell=tell))
@@ -69,7 +69,7 @@ def build(join: Join) -> _Part:
         format=f"%(asctime)s rank {join.rank} %(levelname)s %(message)s",
     )
     shard = Shard(join.rank, join.size)
-    loaded = load_part(join.settings, resolve_source(join.settings.model), shard)
+    loaded = load_worker(join.settings, resolve_source(join.settings.model), shard)
     return _Part(loaded, join.settings, Path(join.folder))
 
 

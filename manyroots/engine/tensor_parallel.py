@@ -17,10 +17,10 @@ from manyroots.distributed.group import join_group, leave_group
 from manyroots.distributed.ranks import Ranks
 from manyroots.distributed.runner import RankedRunner
 from manyroots.distributed.shard import Shard
-from manyroots.distributed.wire import Kind, Start
-from manyroots.engine.adapter_half import AdapterHalf
-from manyroots.engine.alarm import Alarm
-from manyroots.engine.part import ExecuteHalf, fit_sizes, load_part
+from manyroots.distributed.wire import RankMessageKind, StartSteps
+from manyroots.engine.adapter_runtime import AdapterRuntime
+from manyroots.engine.loop import Alarm
+from manyroots.engine.worker import Executor, fit_sizes, load_worker
 from manyroots.models.load import describe
 from manyroots.models.sharding import cut_adapter, rank_spec
 from manyroots.models.source import ModelSource
@@ -31,36 +31,36 @@ from manyroots.store.adapter_ranks import FirstLoader
 logger = logging.getLogger(__name__)
 
 
-def execute_with_ranks(settings: EngineSettings, source: ModelSource) -> ExecuteHalf:
+def execute_with_ranks(settings: EngineSettings, source: ModelSource) -> Executor:
     """The model's parts in as many processes; this one has the first."""
     shard = Shard(0, settings.model.tensor_parallel_size)
     rank_spec(describe(source), shard)  # refuse what can't be divided before anything is started
     with _other_ranks(settings, source) as ranks:
         with stage("weights and sizes"):
-            part = load_part(settings, source, shard)
+            worker = load_worker(settings, source, shard)
         with stage("other ranks"):
-            sizes = fit_sizes(settings, part, min(part.num_pages, ranks.wait_until_loaded()))
-        ranks.send(Kind.START, Start(sizes.num_pages, sizes.max_model_len))
+            sizes = fit_sizes(settings, worker, min(worker.num_pages, ranks.wait_until_loaded()))
+        ranks.send(RankMessageKind.START, StartSteps(sizes.num_pages, sizes.max_model_len))
         make_loader = partial(
             FirstLoader,
             num_ranks=shard.size,
             cut=partial(cut_adapter, shard=shard),
-            drop_elsewhere=partial(ranks.send, Kind.DROP),
+            drop_elsewhere=partial(ranks.send, RankMessageKind.DROP),
         )
-        adapters = part.make_adapters(settings, make_loader)
+        adapters = worker.make_adapters(settings, make_loader)
         with stage("pages and warm-up"):
-            own = part.make_runner(settings, sizes, adapters)
+            own = worker.make_runner(settings, sizes, adapters)
         with stage("meeting of ranks"):
-            join_group(shard, ranks.folder, device_type=part.device.type)
+            join_group(shard, ranks.folder, device_type=worker.device.type)
         logger.info("%d ranks; the others are processes %s", shard.size, ranks.pids)
         alarm = Alarm()
         runner = RankedRunner(
             own, ranks, on_adapter=_ear(adapters), on_death=alarm.ring, leave=leave_group
         )
-        return ExecuteHalf(part, sizes, runner, adapters, alarm)
+        return Executor(worker, sizes, runner, adapters, alarm)
 
 
-def _ear(adapters: AdapterHalf | None) -> Callable[[int, AdapterLoaded], None]:
+def _ear(adapters: AdapterRuntime | None) -> Callable[[int, AdapterLoaded], None]:
     """Who hears how other ranks' loads ended."""
     if adapters is None:
         return _refuse

@@ -23,7 +23,7 @@ TOKEN_TYPE = "i"
 """As `array` calls a 32-bit integer."""
 
 
-class Kind(enum.Enum):
+class MessageKind(enum.Enum):
     """The first frame of every message."""
 
     SETTINGS = b"s"
@@ -39,30 +39,30 @@ class Kind(enum.Enum):
     FAILED = b"f"
 
 
-_TYPES: dict[Kind, Any] = {
-    Kind.SETTINGS: EngineSettings,
-    Kind.SUBMIT: Submit,
-    Kind.ABORT: Abort,
-    Kind.LOAD: LoadLora,
-    Kind.UNLOAD: UnloadLora,
-    Kind.CLOSE: None,
-    Kind.PROGRESS: Progress,
-    Kind.READY: EngineInfo,
-    Kind.BEGUN: list[int],
-    Kind.BATCH: Batch,
-    Kind.FAILED: str,
+_TYPES: dict[MessageKind, Any] = {
+    MessageKind.SETTINGS: EngineSettings,
+    MessageKind.SUBMIT: Submit,
+    MessageKind.ABORT: Abort,
+    MessageKind.LOAD: LoadLora,
+    MessageKind.UNLOAD: UnloadLora,
+    MessageKind.CLOSE: None,
+    MessageKind.PROGRESS: Progress,
+    MessageKind.READY: EngineInfo,
+    MessageKind.BEGUN: list[int],
+    MessageKind.BATCH: Batch,
+    MessageKind.FAILED: str,
 }
 
 
-def encode(kind: Kind, body: object) -> list[bytes]:
+def encode(kind: MessageKind, body: object) -> list[bytes]:
     if isinstance(body, Submit):
         prompt = array(TOKEN_TYPE, body.prompt).tobytes()
         return [kind.value, _ENCODER.encode(replace(body, prompt=())), prompt]
     return [kind.value, _ENCODER.encode(body)]
 
 
-def decode(frames: list[bytes]) -> tuple[Kind, Any]:
-    kind = Kind(frames[0])
+def decode(frames: list[bytes]) -> tuple[MessageKind, Any]:
+    kind = MessageKind(frames[0])
     body = _DECODERS[kind].decode(frames[1])
     if isinstance(body, Submit):
         body = replace(body, prompt=array(TOKEN_TYPE, frames[2]))

@@ -11,7 +11,7 @@ from manyroots.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class AdapterLimits:
     """Sizes of the tiers; 0 means no limit."""
 
     max_loras: int

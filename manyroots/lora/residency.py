@@ -20,11 +20,11 @@ from collections.abc import Collection, Iterable
 from manyroots.errors import RequestError
 from manyroots.ids import AdapterDigest, AdapterName, AdapterSlot, StepId, Tier
 from manyroots.lora.host import HostCopies
-from manyroots.lora.limits import Limits
+from manyroots.lora.limits import AdapterLimits
 from manyroots.lora.outcomes import LoadOutcome, Prepared, Readiness
 from manyroots.lora.registry import Hold, Registered, Registry, Unloaded
 from manyroots.lora.slots import DeviceSlots
-from manyroots.lora.transfers import Transfers
+from manyroots.lora.transfers import AdapterTransfers
 from manyroots.messages import AdapterStats
 from manyroots.step import AdapterIntent, AdapterLoaded, SlotRef
 
@@ -32,14 +32,14 @@ from manyroots.step import AdapterIntent, AdapterLoaded, SlotRef
 class Residency:
     """Registry, device slots and host copies, changed together."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: AdapterLimits) -> None:
         self.limits = limits
         self.registry = Registry()
         self.slots = DeviceSlots(limits.num_slots)
         # The files of an adapter that was unloaded may be replaced at any time: a copy that old
         # requests still need is the last to go.
         self.host = HostCopies(limits.num_host_copies, self.registry.is_draining)
-        self.transfers = Transfers()
+        self.transfers = AdapterTransfers()
         self._total_device_evictions = 0
         self._total_host_evictions = 0
 

@@ -11,7 +11,7 @@ from manyroots.lora.registry import AdapterVersion
 from manyroots.step import AdapterIntent, AdapterLoaded, DropAdapter, LoadAdapter, LoadId, SlotRef
 
 
-class Transfers:
+class AdapterTransfers:
     """What the execute half is asked and has not answered."""
 
     def __init__(self) -> None:

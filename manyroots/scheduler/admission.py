@@ -16,9 +16,8 @@ from manyroots.config import Policy, SchedulerSettings
 from manyroots.ids import AdapterDigest, StepId
 from manyroots.lora.registry import Hold
 from manyroots.lora.residency import Residency
-from manyroots.scheduler.draft import Draft
 from manyroots.scheduler.lanes import Lane
-from manyroots.scheduler.placing import Placer
+from manyroots.scheduler.plan_builder import Placer, PlanBuilder
 from manyroots.scheduler.queue import WaitingQueue
 from manyroots.scheduler.ranking import Ranking
 from manyroots.scheduler.request import Request, State
@@ -26,7 +25,7 @@ from manyroots.scheduler.resting import Resting
 from manyroots.scheduler.rows import Rows
 from manyroots.scheduler.turns import AdapterTurns, has_aged
 
-MakeWay = Callable[[Request, Draft], bool]
+MakeWay = Callable[[Request, PlanBuilder], bool]
 """Retracts somebody less important than a request; False if nobody is."""
 LEAST_IMPORTANT = 2**63
 """Behind every priority."""
@@ -165,7 +164,9 @@ class Admission:
 
     # Beginning
 
-    def admit(self, draft: Draft, make_way: MakeWay | None = None) -> set[AdapterDigest | None]:
+    def admit(
+        self, builder: PlanBuilder, make_way: MakeWay | None = None
+    ) -> set[AdapterDigest | None]:
         """Start those whose units have arrived, then waiting requests in order, until one does
         not fit. All that may begin are claimed before any is given room (C01). Gives the adapters
         whose requests found no room.
@@ -174,7 +175,7 @@ class Admission:
         and while one finds no room, nobody less important begins.
         """
         without_room: set[AdapterDigest | None] = set()
-        if self._loaded and not self._begin_loaded(draft):
+        if self._loaded and not self._begin_loaded(builder):
             return without_room
         if not len(self.waiting) or not (self._rows.free or make_way):
             return without_room
@@ -182,18 +183,18 @@ class Admission:
             return without_room
         is_open = self.turns.open_lanes(self.waiting)
         least = LEAST_IMPORTANT
-        while draft.num_tokens_left > 0 and (
-            claimed := self._claim(draft, is_open, make_way, least)
+        while builder.num_tokens_left > 0 and (
+            claimed := self._claim(builder, is_open, make_way, least)
         ):
             for index, request in enumerate(claimed):
-                if self._begin(request, draft):
+                if self._begin(request, builder):
                     continue
                 # It may be the claims behind it that are in its way.
                 self._give_up(claimed[index + 1 :])
-                if self._begin(request, draft) or self._begin_instead(request, draft, make_way):
+                if self._begin(request, builder) or self._begin_instead(request, builder, make_way):
                     break
                 self._give_up([request])
-                if has_aged(request, draft.step_id) or not self._rows.free:
+                if has_aged(request, builder.step_id) or not self._rows.free:
                     return without_room
                 if make_way is not None:
                     least = request.submit.priority
@@ -223,16 +224,16 @@ class Admission:
         self._drop_claim(request)
         return has_room
 
-    def _begin_loaded(self, draft: Draft) -> bool:
+    def _begin_loaded(self, builder: PlanBuilder) -> bool:
         """Start those whose units have arrived, in that order, but for those whose adapter has no
         place now. False if one finds no room: what runs will make some."""
         for request in list(self._loaded):
-            if not self._rows.free or draft.num_tokens_left == 0:
+            if not self._rows.free or builder.num_tokens_left == 0:
                 return False
             if request not in self._loaded or not self.turns.is_open(request.group[0]):
                 continue
             self._loaded.remove(request)
-            if self._begin(request, draft):
+            if self._begin(request, builder):
                 continue
             if self._rows.is_busy:
                 self._loaded.appendleft(request)
@@ -240,14 +241,14 @@ class Admission:
             # Nothing will make room but the others that hold what they have loaded.
             self._give_up([*self._loaded])
             self._loaded.clear()
-            if not self._begin(request, draft):
+            if not self._begin(request, builder):
                 self._give_up([request])
                 return False
         return True
 
     def _claim(
         self,
-        draft: Draft,
+        builder: PlanBuilder,
         is_open: dict[AdapterDigest | None, None],
         make_way: MakeWay | None,
         least: int,
@@ -257,7 +258,7 @@ class Admission:
         that must wait for what a launched step computes."""
         claimed: list[Request] = []
         waiting, num_free = self.waiting, len(self._rows.free)
-        num_tokens_left = draft.num_tokens_left
+        num_tokens_left = builder.num_tokens_left
         order = self._order(is_open)
         while len(claimed) < (num_free or 1) and num_tokens_left > 0:
             lane = order.first()
@@ -274,7 +275,7 @@ class Admission:
                 del is_open[lane.adapter]
                 order = self._order(is_open)
                 continue
-            if num_free == 0 and not (make_way and make_way(head, draft)):
+            if num_free == 0 and not (make_way and make_way(head, builder)):
                 break
             request = waiting.pop(lane)
             lease = self._find(request)
@@ -315,18 +316,24 @@ class Admission:
             request.state = State.WAITING
             self.waiting.push(request)
 
-    def _begin_instead(self, request: Request, draft: Draft, make_way: MakeWay | None) -> bool:
+    def _begin_instead(
+        self, request: Request, builder: PlanBuilder, make_way: MakeWay | None
+    ) -> bool:
         """Start a claimed request that lacks pages in place of those less important."""
-        while make_way is not None and self._has_place(request, draft) and make_way(request, draft):
-            if self._begin(request, draft):
+        while (
+            make_way is not None
+            and self._has_place(request, builder)
+            and make_way(request, builder)
+        ):
+            if self._begin(request, builder):
                 return True
         return False
 
-    def _has_place(self, request: Request, draft: Draft) -> bool:
+    def _has_place(self, request: Request, builder: PlanBuilder) -> bool:
         """Whether a request could begin now but for its pages."""
         adapter = request.group[0]
         num_kept = self._num_kept_rows(adapter) if self._resting.by_adapter else 0
-        if len(self._rows.free) <= num_kept or draft.num_tokens_left == 0:
+        if len(self._rows.free) <= num_kept or builder.num_tokens_left == 0:
             return False
         return adapter is None or self.turns.is_open(adapter)
 
@@ -335,14 +342,14 @@ class Admission:
         importance counts none are: whoever rests may be less important."""
         return 0 if self._by_priority else self.turns.num_kept_rows(adapter)
 
-    def _begin(self, request: Request, draft: Draft) -> bool:
+    def _begin(self, request: Request, builder: PlanBuilder) -> bool:
         """Start a claimed request, or start loading what it found; False if there is no room."""
         lease = request.lease
         assert lease is not None
         if self._cache.could_find_more(lease):
             self._drop_claim(request)
             lease = self._find(request)
-        if not self._has_place(request, draft):
+        if not self._has_place(request, builder):
             return False
         if lease.onboarding:
             if self._cache.onboard(lease) is Refusal.NO_ROOM:
@@ -354,12 +361,12 @@ class Admission:
         are_others = self._rows.running or self._resting.by_adapter
         if are_others and not self._could_go_on(request, lease):
             return False
-        num_tokens = self._placer.chunk(request, lease, computed, draft)
-        extension = self._cache.extend(lease, computed, computed + num_tokens, draft.step_id)
+        num_tokens = self._placer.chunk(request, lease, computed, builder)
+        extension = self._cache.extend(lease, computed, computed + num_tokens, builder.step_id)
         if isinstance(extension, Refusal):
             return False
-        self._start(request, lease, draft)
-        self._placer.place(request, lease, computed, num_tokens, draft)
+        self._start(request, lease, builder)
+        self._placer.place(request, lease, computed, num_tokens, builder)
         return True
 
     def _could_go_on(self, request: Request, lease: Lease) -> bool:
@@ -376,9 +383,9 @@ class Admission:
         wanted = enough + (rows.num_growing + of_prompts) * cache.page_size
         return cache.can_reach(lease, computed, wanted, most)
 
-    def _start(self, request: Request, lease: Lease, draft: Draft) -> None:
+    def _start(self, request: Request, lease: Lease, builder: PlanBuilder) -> None:
         if request.hold is not None:
-            self.seat(request.hold, draft.step_id)
+            self.seat(request.hold, builder.step_id)
         request.state = State.RUNNING
         if request.prompt_logprobs:
             request.prompt_logprobs.clear()
@@ -388,7 +395,7 @@ class Admission:
         if not request.wants_prompt_logprobs:
             self._cache.begin(lease, request.num_tokens, is_first)
         num_computed = lease.num_cached_tokens
-        draft.arrive(request, self._rows.sit(request, num_computed), lease, num_computed)
+        builder.arrive(request, self._rows.sit(request, num_computed), lease, num_computed)
 
     def seat(self, hold: Hold, step_id: StepId) -> None:
         """A request runs with its adapter from now on."""

@@ -67,9 +67,9 @@ class Request:
         "row",
         "serial",
         "state",
-        "stay",
         "stop_ids",
         "submit",
+        "tenancy",
         "ticket",
         "tokens",
         "waiting_since",
@@ -132,8 +132,8 @@ class Request:
         self.is_broken = False
         """A step computed something of it that is no use: its pages must not be published."""
         self.row: Row | None = None
-        self.stay = 0
-        """Its newest stay on a row, by number."""
+        self.tenancy = 0
+        """Its newest tenancy of a row, by number."""
         self.lease: Lease | None = None
         self.ticket: Ticket | None = None
         """What it asked storage for."""

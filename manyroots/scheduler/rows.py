@@ -52,11 +52,11 @@ class Rows:
         """Tokens that would end someone who runs, and how many they would end."""
         self.scored: set[int] = set()
         """Rows whose prompt's log-probabilities have begun to come, till they are reported."""
-        self._next_stay = 1
+        self._next_tenancy = 1
         self.end = 0
         """Rows from here on are free: what is looked at in a step."""
-        self.stay = np.zeros(count, np.int64)
-        """A number for each stay of a sequence on a row; 0 once it is over for its caller."""
+        self.tenancy = np.zeros(count, np.int64)
+        """A number for each tenancy of a row by a sequence; 0 once it is over for its caller."""
         self.computed = np.zeros(count, np.int64)
         self.committed = np.zeros(count, np.int64)
         self.due = np.zeros(count, np.int64)
@@ -122,8 +122,8 @@ class Rows:
             self.stops.update(request.stop_ids)
         if row >= self.end:
             self.end = row + 1
-        self.stay[row] = request.stay = self._next_stay
-        self._next_stay += 1
+        self.tenancy[row] = request.tenancy = self._next_tenancy
+        self._next_tenancy += 1
         self.computed[row] = self.committed[row] = num_computed
         self.request_ids[row] = request.submit.request_id
         self.num_cached[row] = request.num_cached_tokens or 0
@@ -141,7 +141,7 @@ class Rows:
             self.scored.discard(row)
         if request.stop_ids:
             self.stops -= Counter(request.stop_ids)
-        self.stay[row] = self.due[row] = self.last[row] = 0
+        self.tenancy[row] = self.due[row] = self.last[row] = 0
 
     def leave(self, request: Request) -> None:
         """Free the row of a request that has settled."""
@@ -170,9 +170,9 @@ class Rows:
             return self._every_row[:end], NO_ROWS
         growing = (is_plain < (due < self.last[:end])).nonzero()[0]
         if len(growing) > 1:
-            growing = growing[self.stay[growing].argsort()]
+            growing = growing[self.tenancy[growing].argsort()]
         if len(rows) > most:
-            rows = rows[self.stay[rows].argsort()[:most]]
+            rows = rows[self.tenancy[rows].argsort()[:most]]
             rows.sort()
         self.computed[rows] = computed[rows] + _ONE
         return rows, growing
@@ -252,6 +252,6 @@ class Rows:
         """Whether a launched step computes tokens of this row."""
         return self.computed.item(row) != self.committed.item(row)
 
-    def is_live(self, rows: Int64s, stays: Int64s) -> Bools:
+    def is_live(self, rows: Int64s, tenancies: Int64s) -> Bools:
         """For each row of a launched step: whether its sequence runs there still."""
-        return np.equal(self.stay[rows], stays)
+        return np.equal(self.tenancy[rows], tenancies)

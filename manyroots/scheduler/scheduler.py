@@ -21,11 +21,10 @@ from manyroots.config import Policy, SchedulerSettings
 from manyroots.ids import AdapterDigest, AdapterName, RequestId, Row, StepId, Tier
 from manyroots.lora.registry import Unloaded
 from manyroots.lora.residency import Residency
-from manyroots.messages import FinishReason, News, Output, Stats, Submit, Tokens
+from manyroots.messages import FinishReason, Output, Stats, StepOutputs, Submit, Tokens
 from manyroots.scheduler.admission import Admission
-from manyroots.scheduler.draft import Draft, Launched
-from manyroots.scheduler.endings import Endings
-from manyroots.scheduler.placing import Placer
+from manyroots.scheduler.departures import Departures
+from manyroots.scheduler.plan_builder import Launched, Placer, PlanBuilder
 from manyroots.scheduler.request import Request, State
 from manyroots.scheduler.resting import Resting
 from manyroots.scheduler.rows import Int64s, Rows
@@ -61,7 +60,7 @@ class Scheduler:
         self._admission = Admission(
             settings, cache, adapters, self._rows, self._resting, max_model_len=max_model_len
         )
-        self._endings = Endings(cache, adapters, self._rows, self._admission, self._resting)
+        self._departures = Departures(cache, adapters, self._rows, self._admission, self._resting)
         self._in_flight: deque[Launched] = deque()
         self._next_step_id = 1
         self._next_serial = 1
@@ -77,18 +76,18 @@ class Scheduler:
     def is_serving(self) -> bool:
         """Whether anything is left to do but to wait for copies of pages."""
         return bool(
-            self._endings.requests
+            self._departures.requests
             or self._in_flight
             or self._adapters.has_intents
             or self._adapters.is_loading
         )
 
     def submit(self, submit: Submit) -> None:
-        """Queue a sequence. The door has checked that it can be served at all.
+        """Queue a sequence. The intake has checked that it can be served at all.
 
         Raises NotFoundError for an adapter that is not loaded (any more).
         """
-        if submit.request_id in self._endings.requests:
+        if submit.request_id in self._departures.requests:
             raise RuntimeError(f"request {submit.request_id} was submitted twice")
         hold = None if submit.adapter is None else self._adapters.acquire(submit.adapter)
         request = Request(
@@ -96,7 +95,7 @@ class Scheduler:
         )
         request.max_num_tokens = min(request.max_num_tokens, self._max_model_len)
         self._next_serial += 1
-        self._endings.requests[submit.request_id] = request
+        self._departures.requests[submit.request_id] = request
         self._admission.queue(request)
 
     def load_adapter(
@@ -142,88 +141,90 @@ class Scheduler:
 
     def abort(self, request_id: RequestId) -> Output | None:
         """End a sequence now; None if it is unknown or has ended."""
-        request = self._endings.requests.get(request_id)
+        request = self._departures.requests.get(request_id)
         if request is None:
             return None
-        return self._endings.finish(request, FinishReason.ABORT)
+        return self._departures.finish(request, FinishReason.ABORT)
 
     # Planning
 
     def schedule(self) -> Plan | None:
         """The next step, or None if there is nothing to do right now."""
-        draft = Draft(StepId(self._next_step_id), self._settings.max_num_batched_tokens, self._rows)
-        num_retracted = self._endings.num_retractions
+        builder = PlanBuilder(
+            StepId(self._next_step_id), self._settings.max_num_batched_tokens, self._rows
+        )
+        num_retracted = self._departures.num_retractions
         without_room: set[AdapterDigest | None] = set()
         if len(self._admission) or self._resting.by_adapter:
-            adapter = self._admission.who_rests(draft.step_id)
+            adapter = self._admission.who_rests(builder.step_id)
             if adapter is not None:
-                self._endings.rest(adapter, draft.step_id)
+                self._departures.rest(adapter, builder.step_id)
         # Decodes first: a long prompt must not hold up the tokens of those who are talking.
-        growing = draft.decode()
+        growing = builder.decode()
         prompts = list(self._rows.prompts) if self._rows.prompts else ()
         if self._by_priority and (len(growing) or prompts):
-            self._continue_by_importance(growing, draft)
+            self._continue_by_importance(growing, builder)
         elif len(growing):
-            self._turn_pages(growing, draft)
+            self._turn_pages(growing, builder)
         if self._resting.by_adapter:
-            self._resume(draft)
+            self._resume(builder)
         for request in () if self._by_priority else prompts:
-            self._continue(request, draft)
+            self._continue(request, builder)
         if len(self._admission):
-            self._admission.lose_patience(draft.step_id)
+            self._admission.lose_patience(builder.step_id)
             make_way = self._make_way if self._by_priority else None
-            if self._endings.num_retractions == num_retracted:
-                without_room = self._admission.admit(draft, make_way)
+            if self._departures.num_retractions == num_retracted:
+                without_room = self._admission.admit(builder, make_way)
         if len(self._admission) or self._resting.by_adapter:
             self._admission.prepare_adapters(without_room)
-        if self._resting.by_adapter and self._is_stalled(draft) and self._admission.turns.forgo():
-            self._resume(draft)
+        if self._resting.by_adapter and self._is_stalled(builder) and self._admission.turns.forgo():
+            self._resume(builder)
             self._admission.prepare_adapters(without_room)
         copies = self._cache.take_copies()
         intents = self._adapters.flush()
-        waits = draft.is_empty and not self._in_flight and self._is_waiting
-        if draft.is_empty and not copies and not intents and not waits:
+        waits = builder.is_empty and not self._in_flight and self._is_waiting
+        if builder.is_empty and not copies and not intents and not waits:
             return None
         self._next_step_id += 1
-        plan, launched = draft.to_plan(copies, intents, waits=waits)
+        plan, launched = builder.to_plan(copies, intents, waits=waits)
         self._in_flight.append(launched)
-        self._adapters.step_launched(draft.step_id)
+        self._adapters.step_launched(builder.step_id)
         return plan
 
-    def _is_stalled(self, draft: Draft) -> bool:
+    def _is_stalled(self, builder: PlanBuilder) -> bool:
         """Whether nothing is computed, launched or on its way."""
-        is_idle = draft.is_empty and not self._in_flight
+        is_idle = builder.is_empty and not self._in_flight
         return is_idle and not self._is_waiting and not self._adapters.has_intents
 
     @property
     def _is_waiting(self) -> bool:
         return self._cache.has_transfers or self._adapters.is_loading
 
-    def _turn_pages(self, rows: Int64s, draft: Draft) -> None:
+    def _turn_pages(self, rows: Int64s, builder: PlanBuilder) -> None:
         """Place those who decode and have filled their pages: all at once where there is room
         for all, else one after the other, as far as it goes."""
         growing = self._rows.requests_at(rows)
-        if len(growing) <= draft.num_tokens_left:
+        if len(growing) <= builder.num_tokens_left:
             units = self._cache.turn_pages([r.lease for r in growing if r.lease is not None])
             if units is not None:
-                draft.turn_pages(rows, units)
+                builder.turn_pages(rows, units)
                 return
         if self._by_priority:
             growing.sort(key=lambda request: request.submit.priority)
         for request in growing:
-            self._continue(request, draft)
+            self._continue(request, builder)
 
-    def _continue_by_importance(self, growing: Int64s, draft: Draft) -> None:
+    def _continue_by_importance(self, growing: Int64s, builder: PlanBuilder) -> None:
         """Place all who need pages, the most important first: whoever comes behind can still
         give way to them."""
         if not self._rows.prompts:
-            self._turn_pages(growing, draft)
+            self._turn_pages(growing, builder)
             return
         members = [*self._rows.requests_at(growing), *self._rows.prompts]
         for request in sorted(members, key=lambda r: r.submit.priority):
-            self._continue(request, draft)
+            self._continue(request, builder)
 
-    def _continue(self, request: Request, draft: Draft) -> None:
+    def _continue(self, request: Request, builder: PlanBuilder) -> None:
         """Place a running request's next tokens, making room at others' cost if need be."""
         if request.state is not State.RUNNING:
             return
@@ -231,35 +232,35 @@ class Scheduler:
         assert row is not None
         assert lease is not None
         computed = int(self._rows.computed[row])
-        num_tokens = self._placer.chunk(request, lease, computed, draft)
+        num_tokens = self._placer.chunk(request, lease, computed, builder)
         if num_tokens == 0:
             return
-        extension = self._extend(request, lease, computed, computed + num_tokens, draft)
+        extension = self._extend(request, lease, computed, computed + num_tokens, builder)
         if extension is not None:
-            draft.grow(row, extension)
-            self._placer.place(request, lease, computed, num_tokens, draft)
+            builder.grow(row, extension)
+            self._placer.place(request, lease, computed, num_tokens, builder)
 
     def _extend(
-        self, request: Request, lease: Lease, begin: int, end: int, draft: Draft
+        self, request: Request, lease: Lease, begin: int, end: int, builder: PlanBuilder
     ) -> Extension | None:
         """Pages for a request that runs, at others' cost if need be; None if it can't have them
         now, or was retracted itself."""
-        extension = self._cache.extend(lease, begin, end, draft.step_id)
+        extension = self._cache.extend(lease, begin, end, builder.step_id)
         while isinstance(extension, Refusal):
             if not self._admission.give_way() and not self._cache.prefer_own(lease):
-                victim = self._victims.for_running(request, draft)
+                victim = self._victims.for_running(request, builder)
                 if victim is None or self._is_alone:
                     return None
-                self._retract(victim, draft)
+                self._retract(victim, builder)
                 if victim is request:
                     return None
-            extension = self._cache.extend(lease, begin, end, draft.step_id)
+            extension = self._cache.extend(lease, begin, end, builder.step_id)
         return extension
 
-    def _resume(self, draft: Draft) -> None:
+    def _resume(self, builder: PlanBuilder) -> None:
         """Those whose adapter has its place again go on where they were."""
         for request in self._admission.turns.returning():
-            if not self._rows.free or draft.num_tokens_left == 0:
+            if not self._rows.free or builder.num_tokens_left == 0:
                 return
             lease, computed = request.lease, request.num_computed_tokens
             # One may have been retracted for another; or its last token is not known yet.
@@ -267,30 +268,30 @@ class Scheduler:
                 continue
             assert lease is not None
             assert request.hold is not None
-            num_tokens = self._placer.chunk(request, lease, computed, draft)
-            if self._extend(request, lease, computed, computed + num_tokens, draft) is None:
+            num_tokens = self._placer.chunk(request, lease, computed, builder)
+            if self._extend(request, lease, computed, computed + num_tokens, builder) is None:
                 return
-            self._admission.seat(request.hold, draft.step_id)
+            self._admission.seat(request.hold, builder.step_id)
             self._resting.back(request)
             request.state = State.RUNNING
             row = self._rows.sit(request, computed)
-            draft.arrive(request, row, lease, computed)
-            self._placer.place(request, lease, computed, num_tokens, draft)
+            builder.arrive(request, row, lease, computed)
+            self._placer.place(request, lease, computed, num_tokens, builder)
 
     # Retraction
 
-    def _make_way(self, request: Request, draft: Draft) -> bool:
+    def _make_way(self, request: Request, builder: PlanBuilder) -> bool:
         """Retract somebody less important than a request that can't begin; False if nobody is."""
-        victim = self._victims.for_waiting(request, draft)
+        victim = self._victims.for_waiting(request, builder)
         if victim is None:
             return False
-        self._retract(victim, draft)
+        self._retract(victim, builder)
         return True
 
-    def _retract(self, victim: Request, draft: Draft) -> None:
+    def _retract(self, victim: Request, builder: PlanBuilder) -> None:
         if victim.row is not None:
-            draft.withdraw(victim.row)
-        self._endings.retract(victim, draft.step_id)
+            builder.withdraw(victim.row)
+        self._departures.retract(victim, builder.step_id)
 
     @property
     def _is_alone(self) -> bool:
@@ -300,7 +301,7 @@ class Scheduler:
 
     # Results
 
-    def advance(self, result: StepResult) -> News:
+    def advance(self, result: StepResult) -> StepOutputs:
         """A step is done: take its tokens, publish its pages, finish who is finished."""
         step = self._in_flight.popleft()
         if step.step_id != result.step_id:
@@ -316,7 +317,7 @@ class Scheduler:
         rows, num_tokens, samples, tokens = step.rows, step.num_tokens, step.samples, result.tokens
         if result.prompt_logprobs:
             self._take_scores(step, result)
-        if self._endings.leaving or result.faults:
+        if self._departures.leaving or result.faults:
             is_left = self._set_apart(step, result, outputs)
             tokens = tokens[is_left[samples]]
             rows, num_tokens, samples = rows[is_left], num_tokens[is_left], samples[is_left]
@@ -325,7 +326,7 @@ class Scheduler:
         for request in self._rows.commit(rows, num_tokens):
             self._publish(request, step.step_id)
             self._rows.watch(request)
-        return News(outputs, self._report(sampled, tokens, result, outputs))
+        return StepOutputs(outputs, self._report(sampled, tokens, result, outputs))
 
     def take_arrivals(self, result: StepResult) -> list[Output]:
         """Copies and loads have ended: requests whose units are all there can begin; those whose
@@ -339,7 +340,7 @@ class Scheduler:
                 rested = self._resting.find(outcome.digest)
                 if rested is not None:
                     waiting += rested.requests
-                outputs += [self._endings.finish(r, FinishReason.ERROR, reason) for r in waiting]
+                outputs += [self._departures.finish(r, FinishReason.ERROR, reason) for r in waiting]
         for done in result.copies:
             self._cache.acknowledge(done)
         if result.copies:
@@ -348,14 +349,14 @@ class Scheduler:
 
     def _count_service(self, step: Launched) -> None:
         """One token for each that was sampled; those before it counted when the request began."""
-        rows, stays = step.rows[step.samples].tolist(), step.stays[step.samples].tolist()
-        for row, stay in zip(rows, stays, strict=True):
-            self._admission.waiting.charge(self._endings.member(row, stay), 1)
+        rows, tenancies = step.rows[step.samples].tolist(), step.tenancies[step.samples].tolist()
+        for row, tenancy in zip(rows, tenancies, strict=True):
+            self._admission.waiting.charge(self._departures.member(row, tenancy), 1)
 
     def _take_scores(self, step: Launched, result: StepResult) -> None:
-        for row, stay in zip(step.rows.tolist(), step.stays.tolist(), strict=True):
+        for row, tenancy in zip(step.rows.tolist(), step.tenancies.tolist(), strict=True):
             if row in result.prompt_logprobs:
-                request = self._endings.member(row, stay)
+                request = self._departures.member(row, tenancy)
                 request.prompt_logprobs.extend(result.prompt_logprobs[row])
                 if request.state is State.RUNNING:
                     self._rows.scored.add(row)
@@ -363,30 +364,32 @@ class Scheduler:
     def _set_apart(self, step: Launched, result: StepResult, outputs: list[Output]) -> Bools:
         """Advance what does not simply run on: who has ended or was retracted since the step was
         planned, and whose row gave nothing. Gives, for each row, whether it is left to do."""
-        is_left = self._rows.is_live(step.rows, step.stays)
+        is_left = self._rows.is_live(step.rows, step.tenancies)
         faults = {fault.row: fault.reason for fault in result.faults}
         if faults:
             is_left &= ~np.isin(step.rows, list(faults))
         places = np.cumsum(step.samples) - 1
         for index in (~is_left).nonzero()[0].tolist():
             row, num_tokens = int(step.rows[index]), int(step.num_tokens[index])
-            request = self._endings.member(row, int(step.stays[index]))
+            request = self._departures.member(row, int(step.tenancies[index]))
             if request.state is State.DRAINING:
                 # The step that was under way when it ended computed its last token's page.
                 self._rows.committed[row] += num_tokens
                 if not request.is_broken:
                     self._publish(request, step.step_id)
-                self._endings.drained(request)
+                self._departures.drained(request)
                 continue
             if request.row is None:
-                self._endings.forget(request, num_tokens)
+                self._departures.forget(request, num_tokens)
             else:
                 self._rows.committed[row] += num_tokens
                 request.is_broken = True
             if request.state is State.FINISHED:
                 continue
             if row in faults:
-                outputs.append(self._endings.finish(request, FinishReason.ERROR, faults[Row(row)]))
+                outputs.append(
+                    self._departures.finish(request, FinishReason.ERROR, faults[Row(row)])
+                )
             elif step.samples[index]:
                 token = result.tokens[places[index] : places[index] + 1]
                 request.extend(token)
@@ -452,7 +455,7 @@ class Scheduler:
             if request.row is not None:
                 self._rows.scored.discard(request.row)
         if reason is not None:
-            self._endings.end(request, reason)
+            self._departures.end(request, reason)
         return output
 
     def fail_in_flight(self, reason: str) -> list[Output]:
@@ -464,20 +467,20 @@ class Scheduler:
         steps = list(self._in_flight)
         self._in_flight.clear()
         members = [
-            self._endings.member(row, stay)
+            self._departures.member(row, tenancy)
             for step in steps
-            for row, stay in zip(step.rows.tolist(), step.stays.tolist(), strict=True)
+            for row, tenancy in zip(step.rows.tolist(), step.tenancies.tolist(), strict=True)
         ]
         outputs: list[Output] = []
         for request in dict.fromkeys(members):
             if request.row is not None:
                 self._rows.computed[request.row] = self._rows.committed[request.row]
             elif request.num_in_flight_tokens:
-                self._endings.forget(request, request.num_in_flight_tokens)
+                self._departures.forget(request, request.num_in_flight_tokens)
             if request.state is State.DRAINING:
-                self._endings.drained(request)
+                self._departures.drained(request)
             elif request.state is not State.FINISHED:
-                outputs.append(self._endings.finish(request, FinishReason.ERROR, reason))
+                outputs.append(self._departures.finish(request, FinishReason.ERROR, reason))
         # Those that wait for their units may have found pages that were never filled.
         self._admission.start_over()
         for step in steps:
@@ -496,7 +499,7 @@ class Scheduler:
             num_free_pages=pages.num_free,
             num_cached_pages=pages.num_cached,
             num_held_pages=pages.num_held,
-            total_retractions=self._endings.num_retractions,
+            total_retractions=self._departures.num_retractions,
             num_resting=len(self._resting),
             total_rests=self._resting.total_rests,
             total_lookup_tokens=cache.total_lookup_tokens,

@@ -2,13 +2,13 @@
 
 Importance comes first where the policy is by priority: the least important gives way, and only to
 one that is more important or that runs already. Among equals it is the one that is cheapest to
-resume. Knows the rows, the draft and the cache; changes only what the draft has placed.
+resume. Knows the rows, the builder and the cache; changes only what the builder has placed.
 """
 
 from __future__ import annotations
 
 from manyroots.cache.cache import PrefixCache
-from manyroots.scheduler.draft import Draft
+from manyroots.scheduler.plan_builder import PlanBuilder
 from manyroots.scheduler.request import Request
 from manyroots.scheduler.resting import Resting
 from manyroots.scheduler.rows import Rows
@@ -25,32 +25,32 @@ class Victims:
         self._cache = cache
         self._by_priority = by_priority
 
-    def for_running(self, request: Request, draft: Draft) -> Request | None:
+    def for_running(self, request: Request, builder: PlanBuilder) -> Request | None:
         """Who gives way to a request that runs and lacks pages; it may be that request itself.
 
         Of those not placed in this step yet, be it because they rest, and of those less important
         than it, whose token can still be taken back.
         """
-        placed = draft.placed_rows()
+        placed = builder.placed_rows()
         candidates = [r for r in self._rows.running if r.row not in placed]
         candidates += self._resting
         if self._by_priority:
-            candidates += self._less_important(request, draft)
+            candidates += self._less_important(request, builder)
         return self._choose(candidates)
 
-    def for_waiting(self, request: Request, draft: Draft) -> Request | None:
+    def for_waiting(self, request: Request, builder: PlanBuilder) -> Request | None:
         """Who gives way to a request that waits: somebody less important, if anybody is. Equals
         never do, or they would take each other's place for ever."""
         if not self._by_priority:
             return None
-        placed = draft.placed_rows()
+        placed = builder.placed_rows()
         idle = [*(r for r in self._rows.running if r.row not in placed), *self._resting]
         less = [r for r in idle if r.submit.priority > request.submit.priority]
-        return self._choose(less + self._less_important(request, draft))
+        return self._choose(less + self._less_important(request, builder))
 
-    def _less_important(self, request: Request, draft: Draft) -> list[Request]:
+    def _less_important(self, request: Request, builder: PlanBuilder) -> list[Request]:
         """Those who only decode in this step, which can be taken back."""
-        decoding = map(self._rows.request_at, draft.decoding_rows())
+        decoding = map(self._rows.request_at, builder.decoding_rows())
         return [r for r in decoding if r.submit.priority > request.submit.priority]
 
     def _choose(self, candidates: list[Request]) -> Request | None:

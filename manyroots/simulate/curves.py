@@ -14,7 +14,7 @@ COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#5a
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class Curve:
     label: str
     color: str
     values: tuple[float, ...]
@@ -25,7 +25,7 @@ class Panel:
     title: str
     axis: str
     ticks: tuple[str, ...]
-    lines: tuple[Line, ...]
+    lines: tuple[Curve, ...]
 
     @property
     def grid(self) -> list[float]:
@@ -50,7 +50,7 @@ def panels(points: list[Point]) -> list[Panel]:
             axis=axis,
             ticks=ticks,
             lines=tuple(
-                Line(
+                Curve(
                     label,
                     COLORS[number % len(COLORS)],
                     tuple(measure.value(point.summary) for point in group),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from manyroots.cache.audit import audit
 from manyroots.cache.cache import PrefixCache
-from manyroots.cache.planes import Layout
+from manyroots.cache.planes import CacheLayout
 from manyroots.engine.loop import EngineLoop
 from manyroots.lora.audit import audit as audit_adapters
 from manyroots.lora.residency import Residency
@@ -31,7 +31,7 @@ class SimulatedEngine:
 
 
 def build_engine(settings: SimulationSettings, runner: Runner) -> SimulatedEngine:
-    layout = Layout.of(settings.block_size, settings.capacities())
+    layout = CacheLayout.of(settings.block_size, settings.capacities())
     cache = PrefixCache(layout, settings.policies())
     adapters = Residency(settings.adapter_limits())
     scheduler = Scheduler(settings.scheduler(), cache, adapters, max_model_len=settings.num_slots)

@@ -24,7 +24,7 @@ Replies = Mapping[RequestId, list[int]]
 """What each sequence says. The executor reads it; whoever submits writes it."""
 
 
-class Executor(Protocol):
+class SimulatedExecutor(Protocol):
     """Carries out a step, at once."""
 
     fail_next: str | None

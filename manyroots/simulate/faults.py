@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from manyroots.errors import ConfigError
 from manyroots.ids import RequestId, StepId
-from manyroots.simulate.traffic import Sequence
+from manyroots.simulate.traffic import TraceSequence
 
 STEPS_BETWEEN_FAILURES = 8
 """A failed step takes the next one with it, and a loop that sees three failures without a good
@@ -85,7 +85,7 @@ class FaultSource:
         self._last_failed_step = step_id
         return True
 
-    def abort_after(self, sequence: Sequence) -> int | None:
+    def abort_after(self, sequence: TraceSequence) -> int | None:
         """After how many rounds of the loop the caller leaves; None stays to the end.
 
         Up to somewhat more than the reply's length: in the queue, between two chunks of the
@@ -125,7 +125,7 @@ class FaultSource:
             return False
         return step_id >= self._rng("storage since", 0).randint(1, 100)
 
-    def reload_after(self, sequence: Sequence) -> tuple[int, int] | None:
+    def reload_after(self, sequence: TraceSequence) -> tuple[int, int] | None:
         """After how many rounds of the loop its adapter is unloaded, and how many rounds later it
         is loaded again; None leaves it alone."""
         if not self._happens("adapter", sequence.request_id, self._faults.adapter_reloads):

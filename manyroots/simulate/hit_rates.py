@@ -13,7 +13,7 @@ from manyroots.cache.cache import PrefixCache
 from manyroots.cache.families.full import FULL_ATTENTION
 from manyroots.cache.keys import PrefixKey
 from manyroots.cache.outcomes import Ending, Refusal
-from manyroots.cache.planes import Capacity, Layout
+from manyroots.cache.planes import CacheLayout, Capacity
 from manyroots.cache.policies import CachePolicies, Eviction
 from manyroots.errors import ConfigError
 from manyroots.ids import StepId
@@ -41,7 +41,7 @@ class Replay:
     """One cache, and what it has found of a trace so far."""
 
     def __init__(self, eviction: Eviction, num_pages: int, page_size: int) -> None:
-        layout = Layout.of(page_size, (Capacity(FULL_ATTENTION, num_pages),))
+        layout = CacheLayout.of(page_size, (Capacity(FULL_ATTENTION, num_pages),))
         self.cache = PrefixCache(layout, CachePolicies(eviction=eviction))
         self.num_hit_tokens = self.num_prompt_tokens = 0
         self._step = 0

@@ -11,7 +11,7 @@ from manyroots.simulate.costs import CostModel
 from manyroots.simulate.faults import NO_FAULTS, Faults
 from manyroots.simulate.result_json import point_json, run_json, setup_json
 from manyroots.simulate.settings import SimulationSettings
-from manyroots.simulate.simulation import Run, simulate
+from manyroots.simulate.simulation import SimulationRun, simulate
 from manyroots.simulate.sweep import Axis, Point, points
 from manyroots.simulate.synthetic import SYNTHETIC, synthetic_trace
 from manyroots.simulate.trace import Trace
@@ -24,7 +24,7 @@ DEFAULT_NUM_REQUESTS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class SimulationJob:
     """A trace and all that decides how it runs."""
 
     trace: Trace
@@ -34,7 +34,7 @@ class Job:
     faults: Faults = NO_FAULTS
     audit: bool = False
 
-    def run(self) -> Run:
+    def run(self) -> SimulationRun:
         return simulate(
             self.trace,
             self.settings,
@@ -56,7 +56,7 @@ class Job:
         )
         return list(found)
 
-    def run_json(self, run: Run) -> dict[str, Any]:
+    def run_json(self, run: SimulationRun) -> dict[str, Any]:
         setup = setup_json(run.settings, self.costs, self.faults, seed=self.seed)
         return {**setup, **run_json(run)}
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from manyroots.errors import ConfigError
 from manyroots.sampling import MAX_TOKENS_LIMIT
-from manyroots.simulate.trace import Segment, TraceRequest
+from manyroots.simulate.trace import TraceRequest, TraceSegment
 
 BLOCK_TOKENS = 512
 FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
@@ -51,7 +51,7 @@ def parse_mooncake(values: dict[str, Any], where: str) -> TraceRequest:
     )
 
 
-def _blocks(ids: Any, length: int, where: str) -> tuple[Segment, ...]:
+def _blocks(ids: Any, length: int, where: str) -> tuple[TraceSegment, ...]:
     wanted = -(-length // BLOCK_TOKENS)
     if not isinstance(ids, list) or len(ids) != wanted:
         given = f"{len(ids)} of them" if isinstance(ids, list) else repr(ids)
@@ -66,8 +66,8 @@ def _blocks(ids: Any, length: int, where: str) -> tuple[Segment, ...]:
             )
     last = length - (wanted - 1) * BLOCK_TOKENS
     return (
-        *(Segment(f"block {number}", BLOCK_TOKENS) for number in ids[:-1]),
-        Segment(f"block {ids[-1]}", last),
+        *(TraceSegment(f"block {number}", BLOCK_TOKENS) for number in ids[:-1]),
+        TraceSegment(f"block {ids[-1]}", last),
     )
 
 

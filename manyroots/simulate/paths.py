@@ -15,7 +15,7 @@ from manyroots.cache.keys import PrefixKey
 from manyroots.cache.tree import Node, PrefixTree
 from manyroots.ids import StepId
 from manyroots.simulate.trace import Trace
-from manyroots.simulate.traffic import Sequence, sequences
+from manyroots.simulate.traffic import TraceSequence, sequences
 from manyroots.step import Int32s
 
 
@@ -44,7 +44,7 @@ class Paths:
         return sum(visit.num_prompt_tokens for visit in self.visits)
 
 
-def kept_tokens(sequence: Sequence) -> Int32s:
+def kept_tokens(sequence: TraceSequence) -> Int32s:
     """What a sequence leaves in pages: the last token of its reply is sampled, never computed."""
     reply = np.array(sequence.reply_tokens()[:-1], np.int32)
     return np.concatenate([sequence.line.prompt_tokens(), reply])
@@ -53,7 +53,7 @@ def kept_tokens(sequence: Sequence) -> Int32s:
 def lay_out(trace: Trace, page_size: int) -> Paths:
     """Everything that a trace reads, one sequence after the other."""
     tree = PrefixTree(page_size, 1)
-    ends: list[tuple[Node, Sequence]] = []
+    ends: list[tuple[Node, TraceSequence]] = []
     for sequence in sequences(trace):
         tokens = kept_tokens(sequence)
         num_pages = len(tokens) // page_size

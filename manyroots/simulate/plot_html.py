@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from manyroots.simulate.curves import Line, Panel
+from manyroots.simulate.curves import Curve, Panel
 
 WIDTH, HEIGHT = 340, 220
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 30, 40
@@ -36,7 +36,7 @@ def plot_html(title: str, note: str, panels: list[Panel]) -> str:
 """
 
 
-def _legend(lines: tuple[Line, ...]) -> str:
+def _legend(lines: tuple[Curve, ...]) -> str:
     if len(lines) == 1:
         return ""
     entries = "".join(
@@ -74,7 +74,7 @@ def _grid(panel: Panel) -> list[str]:
     return parts
 
 
-def _curve(panel: Panel, line: Line) -> list[str]:
+def _curve(panel: Panel, line: Curve) -> list[str]:
     spots = [(_x(panel, i), _y(panel, value)) for i, value in enumerate(line.values)]
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in spots)
     parts = [f'<polyline points="{path}" fill="none" stroke="{line.color}" stroke-width="2"/>']

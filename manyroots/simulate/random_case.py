@@ -22,7 +22,7 @@ from manyroots.simulate.costs import CostModel, with_costs
 from manyroots.simulate.faults import Faults
 from manyroots.simulate.presets import ROUND_NUMBERS
 from manyroots.simulate.settings import SimulationSettings
-from manyroots.simulate.trace import EndsBy, Segment, Trace, TraceRequest
+from manyroots.simulate.trace import EndsBy, Trace, TraceRequest, TraceSegment
 
 LONGEST_HEAD, LONGEST_TAIL, LONGEST_REPLY = 14, 6, 40
 LONGEST = LONGEST_HEAD + LONGEST_TAIL + LONGEST_REPLY
@@ -150,8 +150,8 @@ def _trace(rng: random.Random, *, num_requests: int) -> Trace:
     return tuple(lines)
 
 
-def _prompt(rng: random.Random, head: str) -> tuple[Segment, ...]:
-    parts = [Segment(head, rng.randint(1, LONGEST_HEAD))]
+def _prompt(rng: random.Random, head: str) -> tuple[TraceSegment, ...]:
+    parts = [TraceSegment(head, rng.randint(1, LONGEST_HEAD))]
     # Two letters, so that tails are often alike for a while.
-    parts += [Segment(rng.choice("xy"), 1) for _ in range(rng.randint(0, LONGEST_TAIL))]
+    parts += [TraceSegment(rng.choice("xy"), 1) for _ in range(rng.randint(0, LONGEST_TAIL))]
     return tuple(parts)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from manyroots.ids import Namespace
 from manyroots.messages import FinishReason, Output
-from manyroots.simulate.traffic import Sequence
+from manyroots.simulate.traffic import TraceSequence
 
 
 class SimulationError(AssertionError):
@@ -17,7 +17,7 @@ class SimulationError(AssertionError):
 class Record:
     """One sequence, from its arrival to its end."""
 
-    sequence: Sequence
+    sequence: TraceSequence
     arrival_s: float
     """When it came, bursts included: maybe not the time that the trace says."""
     reply: list[int]

@@ -9,8 +9,8 @@ from manyroots.simulate.costs import CostModel
 from manyroots.simulate.faults import Faults
 from manyroots.simulate.records import Record
 from manyroots.simulate.settings import SimulationSettings
-from manyroots.simulate.simulation import Run
-from manyroots.simulate.summary import Group, Summary, summarize
+from manyroots.simulate.simulation import SimulationRun
+from manyroots.simulate.summary import SequenceGroup, Summary, summarize
 from manyroots.simulate.sweep import Point
 
 
@@ -26,7 +26,7 @@ def setup_json(
     }
 
 
-def run_json(run: Run) -> dict[str, Any]:
+def run_json(run: SimulationRun) -> dict[str, Any]:
     return {
         "summary": summary_json(summarize(run)),
         "sequences": [_record_json(record) for record in run.records],
@@ -45,7 +45,7 @@ def summary_json(summary: Summary) -> dict[str, Any]:
     return values
 
 
-def _group_json(group: Group) -> dict[str, Any]:
+def _group_json(group: SequenceGroup) -> dict[str, Any]:
     return {**dataclasses.asdict(group), "hit_rate": group.hit_rate}
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from manyroots.simulate.clock import Clock, TimedFuture
 from manyroots.simulate.costs import CostModel, StepLoad
-from manyroots.simulate.executors import Executor
+from manyroots.simulate.executors import SimulatedExecutor
 from manyroots.simulate.faults import FaultSource
 from manyroots.simulate.plan_digest import PlanDigest
 from manyroots.simulate.records import SimulationError
@@ -33,7 +33,7 @@ class ModelledRunner:
         self,
         clock: Clock,
         costs: CostModel,
-        executor: Executor,
+        executor: SimulatedExecutor,
         faults: FaultSource,
         transfers: TransferModel,
         *,

@@ -10,9 +10,9 @@ from manyroots.cache.planes import Capacity
 from manyroots.cache.policies import CachePolicies, Eviction, Prefetch, WriteBack
 from manyroots.config import CacheSettings, SchedulerSettings
 from manyroots.errors import ConfigError
-from manyroots.lora.limits import Limits
+from manyroots.lora.limits import AdapterLimits
 from manyroots.simulate.costs import CostModel
-from manyroots.simulate.traffic import Sequence
+from manyroots.simulate.traffic import TraceSequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,8 +91,8 @@ class SimulationSettings:
         full = Capacity(FULL_ATTENTION, self.num_pages, self.num_host_pages)
         return self.families or (full,)
 
-    def adapter_limits(self) -> Limits:
-        return Limits(max_loras=self.max_loras, max_cpu_loras=self.max_cpu_loras)
+    def adapter_limits(self) -> AdapterLimits:
+        return AdapterLimits(max_loras=self.max_loras, max_cpu_loras=self.max_cpu_loras)
 
     def policies(self) -> CachePolicies:
         """What loading and computing cost is measured as the run goes on, as in the engine."""
@@ -123,8 +123,8 @@ class SimulationSettings:
         assert self.num_pages is not None
         return self.num_pages * self.block_size
 
-    def check_fits(self, sequence: Sequence) -> None:
-        """Refuse, as the door would, what could never finish."""
+    def check_fits(self, sequence: TraceSequence) -> None:
+        """Refuse, as the intake would, what could never finish."""
         if sequence.num_tokens > self.num_slots:
             raise ConfigError(
                 f"a request of the trace (arrival {sequence.line.arrival_s}) has "

@@ -17,19 +17,19 @@ from dataclasses import dataclass
 
 from manyroots.errors import ManyrootsError
 from manyroots.ids import RequestId, Tier
-from manyroots.messages import Abort, FinishReason, News, Output, StorageStats
+from manyroots.messages import Abort, FinishReason, Output, StepOutputs, StorageStats
 from manyroots.simulate.adapters import TraceAdapters
 from manyroots.simulate.clock import Clock
 from manyroots.simulate.costs import CostModel
 from manyroots.simulate.engine import build_engine
-from manyroots.simulate.executors import CheckedExecutor, Executor, UncheckedExecutor
+from manyroots.simulate.executors import CheckedExecutor, SimulatedExecutor, UncheckedExecutor
 from manyroots.simulate.faults import NO_FAULTS, Faults, FaultSource
 from manyroots.simulate.prefixes import SeenPrefixes
 from manyroots.simulate.records import Record, SimulationError
 from manyroots.simulate.runner import ModelledRunner
 from manyroots.simulate.settings import SimulationSettings
 from manyroots.simulate.trace import Trace
-from manyroots.simulate.traffic import Sequence, sequences
+from manyroots.simulate.traffic import TraceSequence, sequences
 from manyroots.simulate.transfers import TransferModel
 
 MAX_IDLE_ROUNDS = 3
@@ -40,7 +40,7 @@ each other's place for ever. The longest prompt is a few hundred steps."""
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class SimulationRun:
     """What a simulation gave."""
 
     settings: SimulationSettings
@@ -79,7 +79,7 @@ def simulate(
     seed: int,
     faults: Faults = NO_FAULTS,
     audit: bool = False,
-) -> Run:
+) -> SimulationRun:
     """Run a trace to its end."""
     simulation = _Simulation(trace, settings.with_pages(costs), costs, seed, faults, audit)
     try:
@@ -131,7 +131,7 @@ class _Simulation:
         self.idle_rounds = 0
         self.silent_rounds = 0
 
-    def run(self) -> Run:
+    def run(self) -> SimulationRun:
         with _quiet_loop():
             while self.coming or self.engine.scheduler.is_serving:
                 if not self.engine.loop.has_work:
@@ -143,7 +143,7 @@ class _Simulation:
         self._check_end()
         stats = self.engine.loop.stats()
         loads = self.engine.adapters.transfers.total_loads
-        return Run(
+        return SimulationRun(
             settings=self.settings,
             records=list(self.records.values()),
             duration_s=duration_s,
@@ -168,7 +168,7 @@ class _Simulation:
             plan_digest=self.runner.digest.hexdigest(),
         )
 
-    def _executor(self) -> Executor:
+    def _executor(self) -> SimulatedExecutor:
         if not self.audits:
             return UncheckedExecutor(self.replies, self.transfers)
         return CheckedExecutor(
@@ -178,9 +178,9 @@ class _Simulation:
             families=tuple(capacity.family for capacity in self.settings.capacities()),
         )
 
-    def _arrivals(self, trace: Trace) -> list[tuple[float, Sequence]]:
+    def _arrivals(self, trace: Trace) -> list[tuple[float, TraceSequence]]:
         """Every sequence with the time it comes at, the first one last."""
-        arrivals: list[tuple[float, Sequence]] = []
+        arrivals: list[tuple[float, TraceSequence]] = []
         for sequence in sequences(trace):
             self.settings.check_fits(sequence)
             arrival_s = sequence.line.arrival_s
@@ -205,7 +205,7 @@ class _Simulation:
             else:
                 self.adapters.unload(name)
 
-    def _submit(self, arrival_s: float, sequence: Sequence) -> None:
+    def _submit(self, arrival_s: float, sequence: TraceSequence) -> None:
         line, request_id = sequence.line, sequence.request_id
         reply = sequence.reply_tokens()
         self.replies[request_id] = reply
@@ -236,22 +236,22 @@ class _Simulation:
         """One turn of the loop: a step launched, one finished, or both."""
         before = (self.runner.num_steps, self.clock.now_s)
         self.runner.wait_at_most_until_s = self.coming[-1][0] if self.coming else math.inf
-        news = self.engine.loop.step()
+        outputs = self.engine.loop.step()
         self.round += 1
-        self._note(news)
+        self._note(outputs)
         self.peak_held_pages = max(self.peak_held_pages, self.engine.loop.stats().num_held_pages)
         if self.audits:
             self.engine.audit()
             self.num_audits += 1
-        is_idle = not len(news) and before == (self.runner.num_steps, self.clock.now_s)
+        is_idle = not len(outputs) and before == (self.runner.num_steps, self.clock.now_s)
         self.idle_rounds = self.idle_rounds + 1 if is_idle else 0
-        self.silent_rounds = 0 if len(news) else self.silent_rounds + 1
+        self.silent_rounds = 0 if len(outputs) else self.silent_rounds + 1
         is_stuck = self.idle_rounds >= MAX_IDLE_ROUNDS or self.silent_rounds >= MAX_SILENT_ROUNDS
         if is_stuck and self.engine.loop.has_work:
             raise SimulationError(f"stuck at {self.clock.now_s} s: {self.engine.loop.stats()}")
 
-    def _note(self, news: News) -> None:
-        for output in news:
+    def _note(self, outputs: StepOutputs) -> None:
+        for output in outputs:
             record = self.records[output.request_id]
             if not record.has_begun:
                 self._check_reuse(record, output)

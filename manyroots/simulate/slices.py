@@ -75,7 +75,7 @@ class Tally:
         )
 
 
-class State:
+class SliceFile:
     """The file: a line that says what is run, then one for each slice that is done."""
 
     def __init__(self, path: Path | None, what: str, first_seed: int) -> None:
@@ -128,12 +128,12 @@ def run_slices(
     *,
     first_seed: int,
     jobs: int = 1,
-    state: State | None = None,
+    state: SliceFile | None = None,
     limit_s: float | None = None,
 ) -> tuple[Tally, bool]:
     """Run seeds in order till it is enough, or till the time is over; gives the totals over all
     that the state has, and whether it was enough."""
-    state = State(None, "", first_seed) if state is None else state
+    state = SliceFile(None, "", first_seed) if state is None else state
     tally, run, began = Tally(first_seed), state.next_run, time.monotonic()
     for done in state.done.values():
         tally.add(done)
@@ -215,7 +215,7 @@ def command(
         lambda tally: tally.counts[amount] >= wanted,
         first_seed=given.seed,
         jobs=given.jobs,
-        state=State(given.state, what, given.seed),
+        state=SliceFile(given.state, what, given.seed),
         limit_s=given.limit_s,
     )
     print(f"{what}: {tally}")

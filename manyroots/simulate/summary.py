@@ -11,7 +11,7 @@ import numpy as np
 from manyroots.ids import Tier
 from manyroots.messages import FinishReason
 from manyroots.simulate.records import Record
-from manyroots.simulate.simulation import Run
+from manyroots.simulate.simulation import SimulationRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Distribution:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class SequenceGroup:
     """Sequences that have something in common."""
 
     name: str
@@ -54,9 +54,9 @@ class Group:
 class Summary:
     """One run in numbers."""
 
-    all: Group
-    by_adapter: list[Group]
-    by_namespace: list[Group]
+    all: SequenceGroup
+    by_adapter: list[SequenceGroup]
+    by_namespace: list[SequenceGroup]
     """Adapter and salt together."""
     num_finished: int
     num_aborted: int
@@ -84,7 +84,7 @@ class Summary:
     plan_digest: str
 
 
-def summarize(run: Run) -> Summary:
+def summarize(run: SimulationRun) -> Summary:
     records = run.records
     duration_s = max(run.duration_s, 1e-9)
     everything = _group("all", records)
@@ -116,7 +116,7 @@ def summarize(run: Run) -> Summary:
     )
 
 
-def _by_tier(run: Run, everything: Group) -> dict[str, float]:
+def _by_tier(run: SimulationRun, everything: SequenceGroup) -> dict[str, float]:
     """The hit rate, split as the cache's own counts are; those include resumed requests."""
     host_share = run.num_host_hit_tokens / max(1, run.num_hit_tokens)
     host = everything.hit_rate * host_share
@@ -132,16 +132,16 @@ def namespace_name(record: Record) -> str:
     return adapter_name(record) + ("" if salt is None else f" / {salt}")
 
 
-def _groups(records: list[Record], name: Callable[[Record], str]) -> list[Group]:
+def _groups(records: list[Record], name: Callable[[Record], str]) -> list[SequenceGroup]:
     members: dict[str, list[Record]] = {}
     for record in records:
         members.setdefault(name(record), []).append(record)
     return [_group(key, members[key]) for key in sorted(members)]
 
 
-def _group(name: str, records: list[Record]) -> Group:
+def _group(name: str, records: list[Record]) -> SequenceGroup:
     begun = [record for record in records if record.has_begun]
-    return Group(
+    return SequenceGroup(
         name=name,
         num_sequences=len(records),
         num_prompt_tokens=sum(record.sequence.line.num_prompt_tokens for record in begun),

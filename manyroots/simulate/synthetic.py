@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable
 
 from manyroots.errors import ConfigError
-from manyroots.simulate.trace import EndsBy, Segment, Trace, TraceRequest
+from manyroots.simulate.trace import EndsBy, Trace, TraceRequest, TraceSegment
 
 Maker = Callable[[random.Random, int], list[TraceRequest]]
 
@@ -40,11 +40,11 @@ def chat(rng: random.Random, num_requests: int) -> list[TraceRequest]:
         start_s += rng.expovariate(4.0)
         talk += 1
         [(tenant, adapter, system_len)] = rng.choices(tenants, popularity)
-        said = [Segment(f"{tenant}/system", system_len)]
+        said = [TraceSegment(f"{tenant}/system", system_len)]
         arrival_s = start_s
         for turn in range(rng.randint(1, 8)):
-            said.append(Segment(f"talk-{talk}/question-{turn}", rng.randint(10, 200)))
-            reply = Segment(f"talk-{talk}/answer-{turn}", rng.randint(30, 300))
+            said.append(TraceSegment(f"talk-{talk}/question-{turn}", rng.randint(10, 200)))
+            reply = TraceSegment(f"talk-{talk}/answer-{turn}", rng.randint(30, 300))
             lines.append(
                 TraceRequest(
                     arrival_s=round(arrival_s, 6),
@@ -71,8 +71,8 @@ def rollouts(rng: random.Random, num_requests: int) -> list[TraceRequest]:
             TraceRequest(
                 arrival_s=30.0 * batch,
                 prompt=(
-                    Segment("instructions", 256),
-                    Segment(f"problem-{batch}-{problem}", rng.randint(80, 600)),
+                    TraceSegment("instructions", 256),
+                    TraceSegment(f"problem-{batch}-{problem}", rng.randint(80, 600)),
                 ),
                 adapter=f"policy-{batch}",
                 salt=None,
@@ -92,10 +92,13 @@ def agents(rng: random.Random, num_requests: int) -> list[TraceRequest]:
         start_s += rng.expovariate(0.5)
         task += 1
         kind, adapter, tools_len = rng.choice(kinds)
-        seen = [Segment(f"{kind}/tools", tools_len), Segment(f"task-{task}", rng.randint(50, 400))]
+        seen = [
+            TraceSegment(f"{kind}/tools", tools_len),
+            TraceSegment(f"task-{task}", rng.randint(50, 400)),
+        ]
         arrival_s = start_s
         for step in range(rng.randint(3, 12)):
-            call = Segment(f"task-{task}/call-{step}", rng.randint(20, 150))
+            call = TraceSegment(f"task-{task}/call-{step}", rng.randint(20, 150))
             lines.append(
                 TraceRequest(
                     arrival_s=round(arrival_s, 6),
@@ -107,7 +110,7 @@ def agents(rng: random.Random, num_requests: int) -> list[TraceRequest]:
                     ends_by=EndsBy.STOP,
                 )
             )
-            seen += [call, Segment(f"task-{task}/result-{step}", rng.randint(50, 1500))]
+            seen += [call, TraceSegment(f"task-{task}/result-{step}", rng.randint(50, 1500))]
             arrival_s += call.length * SECONDS_PER_REPLY_TOKEN + rng.expovariate(1 / 2)
     return lines
 
@@ -119,11 +122,14 @@ def scans(rng: random.Random, num_requests: int) -> list[TraceRequest]:
     arrival_s = 0.0
     for number in range(num_requests):
         arrival_s += rng.expovariate(2.0)
-        prompt: tuple[Segment, ...]
+        prompt: tuple[TraceSegment, ...]
         if number % 20 < 3:
-            prompt = (Segment(f"hot-{rng.randrange(6)}", 3000), Segment(f"question-{number}", 200))
+            prompt = (
+                TraceSegment(f"hot-{rng.randrange(6)}", 3000),
+                TraceSegment(f"question-{number}", 200),
+            )
         else:
-            prompt = (Segment(f"document-{number}", rng.randint(2000, 9000)),)
+            prompt = (TraceSegment(f"document-{number}", rng.randint(2000, 9000)),)
         lines.append(_answered(arrival_s, prompt, rng))
     return lines
 
@@ -138,8 +144,8 @@ def documents(rng: random.Random, num_requests: int) -> list[TraceRequest]:
         document += 1
         length, arrival_s = rng.randint(1000, 8000), start_s
         for question in range(rng.randint(1, 5)):
-            asked = Segment(f"question-{document}-{question}", rng.randint(20, 200))
-            prompt = (Segment(f"document-{document}", length), asked)
+            asked = TraceSegment(f"question-{document}-{question}", rng.randint(20, 200))
+            prompt = (TraceSegment(f"document-{document}", length), asked)
             lines.append(_answered(arrival_s, prompt, rng))
             arrival_s += rng.expovariate(1 / 50)
     return lines
@@ -153,18 +159,18 @@ def reasoning(rng: random.Random, num_requests: int) -> list[TraceRequest]:
     while len(lines) < num_requests:
         start_s += rng.expovariate(1.0)
         talk += 1
-        said, arrival_s = [Segment(f"system-{rng.randrange(8)}", 1500)], start_s
+        said, arrival_s = [TraceSegment(f"system-{rng.randrange(8)}", 1500)], start_s
         for turn in range(rng.randint(1, 10)):
-            said.append(Segment(f"talk-{talk}/question-{turn}", rng.randint(50, 800)))
+            said.append(TraceSegment(f"talk-{talk}/question-{turn}", rng.randint(50, 800)))
             line = _answered(arrival_s, tuple(said), rng, at_most=1500)
             lines.append(line)
-            said.append(Segment(f"talk-{talk}/answer-{turn}", rng.randint(50, 500)))
+            said.append(TraceSegment(f"talk-{talk}/answer-{turn}", rng.randint(50, 500)))
             arrival_s += line.output_tokens * SECONDS_PER_REPLY_TOKEN + rng.expovariate(1 / 10)
     return lines
 
 
 def _answered(
-    arrival_s: float, prompt: tuple[Segment, ...], rng: random.Random, at_most: int = 200
+    arrival_s: float, prompt: tuple[TraceSegment, ...], rng: random.Random, at_most: int = 200
 ) -> TraceRequest:
     return TraceRequest(
         arrival_s=round(arrival_s, 6),

@@ -6,7 +6,7 @@ from rich.table import Table
 
 from manyroots.simulate.hit_rates import HitRates
 from manyroots.simulate.measures import MEASURES
-from manyroots.simulate.summary import Distribution, Group, Summary
+from manyroots.simulate.summary import Distribution, SequenceGroup, Summary
 from manyroots.simulate.sweep import Point
 
 
@@ -50,7 +50,7 @@ def latency_table(summary: Summary) -> Table:
     return table
 
 
-def group_table(title: str, groups: list[Group]) -> Table:
+def group_table(title: str, groups: list[SequenceGroup]) -> Table:
     table = _table(title, "sequences", "prompt tok", "cached tok", "hit rate", "TTFT p50", "p99")
     for group in groups:
         table.add_row(

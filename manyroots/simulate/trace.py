@@ -27,7 +27,7 @@ class EndsBy(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class TraceSegment:
     """The first `length` tokens of a named stream."""
 
     name: str
@@ -39,7 +39,7 @@ class TraceRequest:
     """One line of a trace."""
 
     arrival_s: float
-    prompt: tuple[int, ...] | tuple[Segment, ...]
+    prompt: tuple[int, ...] | tuple[TraceSegment, ...]
     adapter: str | None
     """None is the base model."""
     salt: str | None
@@ -53,10 +53,10 @@ class TraceRequest:
 
     @property
     def num_prompt_tokens(self) -> int:
-        return sum(part.length if isinstance(part, Segment) else 1 for part in self.prompt)
+        return sum(part.length if isinstance(part, TraceSegment) else 1 for part in self.prompt)
 
     def prompt_tokens(self) -> Int32s:
-        segments = [part for part in self.prompt if isinstance(part, Segment)]
+        segments = [part for part in self.prompt if isinstance(part, TraceSegment)]
         if not segments:
             return np.array(self.prompt, np.int32)
         return np.concatenate([segment_tokens(part.name, part.length) for part in segments])

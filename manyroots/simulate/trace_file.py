@@ -22,7 +22,7 @@ from typing import Any
 from manyroots.errors import ConfigError
 from manyroots.sampling import MAX_CHOICES, MAX_TOKENS_LIMIT
 from manyroots.simulate.mooncake import is_mooncake, parse_mooncake
-from manyroots.simulate.trace import EndsBy, Segment, Trace, TraceRequest
+from manyroots.simulate.trace import EndsBy, Trace, TraceRequest, TraceSegment
 
 MAX_TOKEN_ID = 2**31 - 1
 REQUIRED = ("arrival", "prompt", "adapter", "output_tokens")
@@ -69,7 +69,8 @@ def format_line(line: TraceRequest) -> str:
     values = {
         "arrival": line.arrival_s,
         "prompt": [
-            [part.name, part.length] if isinstance(part, Segment) else part for part in line.prompt
+            [part.name, part.length] if isinstance(part, TraceSegment) else part
+            for part in line.prompt
         ],
         "adapter": line.adapter,
         "salt": line.salt,
@@ -126,7 +127,7 @@ def _arrival(value: Any, where: str) -> float:
     return float(value)
 
 
-def _prompt(value: Any, where: str) -> tuple[int, ...] | tuple[Segment, ...]:
+def _prompt(value: Any, where: str) -> tuple[int, ...] | tuple[TraceSegment, ...]:
     if not isinstance(value, list) or not value:
         raise ConfigError(
             f"{where}: prompt must be a non-empty list of token ids or of [segment, length] pairs."
@@ -142,10 +143,10 @@ def _prompt(value: Any, where: str) -> tuple[int, ...] | tuple[Segment, ...]:
     return tuple(value)
 
 
-def _segment(value: Any, field: str, where: str) -> Segment:
+def _segment(value: Any, field: str, where: str) -> TraceSegment:
     if not isinstance(value, list) or len(value) != 2 or not isinstance(value[0], str):
         raise ConfigError(f"{where}: {field} is {value!r}; it must be a [segment, length] pair.")
-    return Segment(value[0], _count(value[1], f"{field}'s length", MAX_TOKENS_LIMIT, where))
+    return TraceSegment(value[0], _count(value[1], f"{field}'s length", MAX_TOKENS_LIMIT, where))
 
 
 def _count(value: Any, field: str, most: int, where: str) -> int:

@@ -16,7 +16,7 @@ from manyroots.simulate.trace import EndsBy, Trace, TraceRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Sequence:
+class TraceSequence:
     """One completion of one line."""
 
     request_id: RequestId
@@ -57,12 +57,13 @@ class Sequence:
         )
 
 
-def sequences(trace: Trace) -> list[Sequence]:
+def sequences(trace: Trace) -> list[TraceSequence]:
     """Every completion asked for, by arrival; ties in the order of the trace."""
     lines = sorted(trace, key=lambda line: line.arrival_s)
     samples = [(line, sample) for line in lines for sample in range(line.n)]
     return [
-        Sequence(RequestId(number), line, sample) for number, (line, sample) in enumerate(samples)
+        TraceSequence(RequestId(number), line, sample)
+        for number, (line, sample) in enumerate(samples)
     ]
 
 

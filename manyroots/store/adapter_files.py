@@ -26,7 +26,7 @@ from manyroots.lora.files.folder import CONFIG_FILE, WEIGHTS_FILE, check_folder,
 from manyroots.lora.files.header import Header, read_header
 from manyroots.lora.files.layout import lay_out
 from manyroots.lora.files.opened import AdapterFile
-from manyroots.lora.files.pairs import Layout, Piece
+from manyroots.lora.files.pairs import AdapterLayout, Piece
 from manyroots.lora.spec import AdapterSpec, PairSpec
 from manyroots.lora.targets import Targets
 from manyroots.store.adapter_bytes import ArrivingBytes, places_of
@@ -86,7 +86,7 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
-def _spec(weights: AdapterWeights, layout: Layout, config: AdapterConfig) -> AdapterSpec:
+def _spec(weights: AdapterWeights, layout: AdapterLayout, config: AdapterConfig) -> AdapterSpec:
     return AdapterSpec(
         digest=weights.digest,
         rank=max(pair.rank for pair in layout.pairs),
@@ -107,7 +107,7 @@ class _Found:
     """False: some number is not, or nobody has looked."""
 
 
-def _is_canonical(layout: Layout, header: Header, dtype: torch.dtype) -> bool:
+def _is_canonical(layout: AdapterLayout, header: Header, dtype: torch.dtype) -> bool:
     """Whether the file's tensors are of the canonical form, but for their order."""
     return (
         not layout.base_copies
@@ -116,12 +116,12 @@ def _is_canonical(layout: Layout, header: Header, dtype: torch.dtype) -> bool:
     )
 
 
-def _pieces(layout: Layout) -> list[Piece]:
+def _pieces(layout: AdapterLayout) -> list[Piece]:
     """In the order of memory (see `AdapterWeights.buffer`)."""
     return [pair.a for pair in layout.pairs] + [pair.b for pair in layout.pairs]
 
 
-def _halves(layout: Layout, buffer: Tensor) -> list[Tensor]:
+def _halves(layout: AdapterLayout, buffer: Tensor) -> list[Tensor]:
     """The same, cut from the buffer."""
     shapes = [pair.a_shape for pair in layout.pairs] + [pair.b_shape for pair in layout.pairs]
     cut = torch.split(buffer, [math.prod(shape) for shape in shapes])
@@ -129,7 +129,7 @@ def _halves(layout: Layout, buffer: Tensor) -> list[Tensor]:
 
 
 def _read_into_place(
-    file: AdapterFile, header: Header, layout: Layout, dtype: torch.dtype, allocate: Allocate
+    file: AdapterFile, header: Header, layout: AdapterLayout, dtype: torch.dtype, allocate: Allocate
 ) -> _Found:
     """Every byte goes from the file, by way of a chunk, to where it stays."""
     buffer = allocate(header.data_bytes)
@@ -141,7 +141,7 @@ def _read_into_place(
 
 
 def _read_and_convert(
-    file: AdapterFile, header: Header, layout: Layout, dtype: torch.dtype, allocate: Allocate
+    file: AdapterFile, header: Header, layout: AdapterLayout, dtype: torch.dtype, allocate: Allocate
 ) -> _Found:
     raw = pageable(header.data_bytes)
     hashes = read_and_hash(file, header, raw.numpy().data)
@@ -159,7 +159,7 @@ def _read_and_convert(
     return _Found(hashes, buffer, _pairs(layout, halves), is_finite=False)
 
 
-def _pairs(layout: Layout, halves: Sequence[Tensor]) -> dict[str, LoraPair]:
+def _pairs(layout: AdapterLayout, halves: Sequence[Tensor]) -> dict[str, LoraPair]:
     count = len(layout.pairs)
     return {
         pair.target: LoraPair(a, b, pair.scaling)

@@ -42,10 +42,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "runner": BASE | {"kernels", "store", "models", "cache", "distributed"},
     # text and the outside
     "text": BASE,
+    "intake": BASE | {"text"},
     "engine": BASE | {"scheduler", "cache", "lora", "runner", "store", "models", "distributed"},
     "observe": BASE,
-    "llm": BASE | {"engine", "text"},
-    "api": BASE | {"engine", "text", "observe"},
+    "llm": BASE | {"engine", "text", "intake"},
+    "api": BASE | {"engine", "text", "intake", "observe"},
     "bench": BASE | {"llm", "models", "scheduler", "cache", "lora", "engine"},
     "simulate": BASE | {"scheduler", "cache", "lora", "runner", "engine"},
     "cli": BASE | {"llm", "api", "bench", "simulate", "lora", "engine"},
@@ -53,7 +54,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__main__": {"cli"},
 }
 
-NEVER_TORCH = {"scheduler", "cache", "lora", "simulate", "text", "api", "observe"} | BASE
+NEVER_TORCH = {
+    "scheduler", "cache", "lora", "simulate", "text", "intake", "api", "observe",
+} | BASE  # fmt: skip
 TORCH = {"torch", "triton"}
 WEB_STACK = {"starlette", "uvicorn", "fastapi", "pydantic", "h11", "httptools"}
 WIRE = {"msgspec", "zmq"}

@@ -1,7 +1,7 @@
 """What has gone wrong with adapters in other engines, one test each.
 
-The whole engine in one process (desk, scheduler, cache, loader, runner, real files) around a tiny
-model; every step is audited, and every plan is checked by `tests/adapter_engine.py`.
+The whole engine in one process (directory, scheduler, cache, loader, runner, real files) around a
+tiny model; every step is audited, and every plan is checked by `tests/adapter_engine.py`.
 """
 
 from __future__ import annotations

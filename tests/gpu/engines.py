@@ -13,7 +13,7 @@ from typing import Any
 from manyroots.config import EngineSettings, engine_settings
 from manyroots.engine.build import build_engine
 from manyroots.engine.loop import EngineLoop
-from manyroots.engine.part import LoadedPart
+from manyroots.engine.worker import Worker
 from manyroots.messages import FinishReason, Output, Submit
 from manyroots.runner.cuda.runner import CudaRunner
 from tests.gpu.models import MAX_RANK, NAMES, modules_of
@@ -82,17 +82,17 @@ class Engines:
 @contextmanager
 def _without_graphs() -> Iterator[None]:
     """Engines that are built in here have the GPU's runner, wherever they compute."""
-    is_fused, make_runner = LoadedPart.is_fused, LoadedPart.make_runner
+    is_fused, make_runner = Worker.is_fused, Worker.make_runner
 
-    def make_eager(part: LoadedPart, settings: EngineSettings, *rest: Any) -> Any:
+    def make_eager(worker: Worker, settings: EngineSettings, *rest: Any) -> Any:
         model = replace(settings.model, enforce_eager=True)
-        return make_runner(part, replace(settings, model=model), *rest)
+        return make_runner(worker, replace(settings, model=model), *rest)
 
-    LoadedPart.is_fused, LoadedPart.make_runner = lambda *_: True, make_eager
+    Worker.is_fused, Worker.make_runner = lambda *_: True, make_eager
     try:
         yield
     finally:
-        LoadedPart.is_fused, LoadedPart.make_runner = is_fused, make_runner
+        Worker.is_fused, Worker.make_runner = is_fused, make_runner
 
 
 def run(loop: EngineLoop, batch: list[Submit]) -> Outputs:

@@ -1,6 +1,6 @@
 """Requests, loads, unloads and reloads in any order give what each request gives alone.
 
-Random traffic through the real desk, scheduler, cache, loader and runner around a tiny model:
+Random traffic through the real directory, scheduler, cache, loader and runner around a tiny model:
 few pages, two slots for four names, host memory for two or three. What a request must give comes
 from a fresh engine that has nothing else to do.
 

@@ -15,7 +15,7 @@ import pytest
 from manyroots.errors import NotFoundError
 from manyroots.ids import AdapterDigest, AdapterName, AdapterSlot, StepId, Tier
 from manyroots.lora.audit import audit
-from manyroots.lora.limits import Limits
+from manyroots.lora.limits import AdapterLimits
 from manyroots.lora.outcomes import Readiness
 from manyroots.lora.registry import Hold
 from manyroots.lora.residency import Residency
@@ -93,7 +93,7 @@ class Traffic:
         self.rng = rng = random.Random(seed)
         max_loras, spare = rng.choice([0, 1, 2, 3]), rng.choice([0, 0, 1])
         max_cpu = rng.choice([0, max_loras + spare, max_loras + spare + rng.randint(0, 3)])
-        limits = Limits(max_loras=max_loras, max_cpu_loras=max_cpu, num_spare_slots=spare)
+        limits = AdapterLimits(max_loras=max_loras, max_cpu_loras=max_cpu, num_spare_slots=spare)
         self.cap = max_loras
         self.one, self.two = Residency(limits), Residency(limits)
         self.machine = Machine(limits.num_host_copies, limits.num_slots)
@@ -116,7 +116,7 @@ class Traffic:
         )
         assert one == two
         assert set(one.freed) == before - self.needed()
-        if self.rng.random() < 0.5:  # opened from storage, as the desk does it
+        if self.rng.random() < 0.5:  # opened from storage, as the directory does it
             is_kept = self.one.take_copy(digest)
             assert is_kept == self.two.take_copy(digest)
             self.hand_over()  # what makes room for it goes first, so that the limit can be checked

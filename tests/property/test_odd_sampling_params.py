@@ -1,4 +1,4 @@
-"""No parameter of one request can fail a step: each odd value is refused at the door by name, or
+"""No parameter of one request can fail a step: each odd value is refused at intake by name, or
 samples a token of the vocabulary, and the neighbours' tokens are what they are without it.
 
 The values are drawn from seeds of our own, so that the same ones are tried every time (R06).
@@ -17,21 +17,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.unit.test_intake import info
 
 from manyroots import LLM, SamplingParams
 from manyroots.distributed import wire as ranks
 from manyroots.engine import wire
 from manyroots.errors import RequestError
 from manyroots.ids import Namespace, RequestId, Row, StepId
+from manyroots.intake import Intake
 from manyroots.messages import Submit
 from manyroots.runner.batch import PersistentBatch
 from manyroots.runner.logprobs import score
 from manyroots.runner.sampler import Choices, Sampler
 from manyroots.runner.sampling_state import SamplingState
 from manyroots.step import Arrival, Plan
-from manyroots.text.door import Door
 from tests.unit.models.tiny import save_tiny
-from tests.unit.text.test_door import info
 from tests.unit.text.tiny_tokenizer import tiny_backend, tiny_tokenizer
 
 VOCAB = 300
@@ -75,7 +75,7 @@ class Asker:
     """What a request becomes on its way to the sampler."""
 
     def __init__(self) -> None:
-        self.door = Door(info(vocab_size=VOCAB), tiny_tokenizer(), random.Random(0))
+        self.intake = Intake(info(vocab_size=VOCAB), tiny_tokenizer(), random.Random(0))
         self.refusals: Counter[str | None] = Counter()
 
     def ask(self, values: dict[str, Any]) -> list[Submit]:
@@ -92,7 +92,7 @@ class Asker:
 
     def _submits(self, values: dict[str, Any]) -> list[Submit]:
         ids = map(RequestId, itertools.count(1))
-        return self.door.submits(
+        return self.intake.submits(
             [3, 4, 4, 5], SamplingParams(**values), Namespace(adapter=None, salt=None),
             lambda: next(ids), adapter=None,
         )  # fmt: skip
@@ -203,11 +203,11 @@ def test_numpys_numbers_and_none_are_taken_as_what_they_mean() -> None:
 
 def test_a_request_that_could_never_choose_is_refused_at_the_door() -> None:
     """Every token would end the text, and none may before min_tokens."""
-    door = Door(info(vocab_size=8), tiny_tokenizer())
+    intake = Intake(info(vocab_size=8), tiny_tokenizer())
     params = SamplingParams(min_tokens=1, stop_token_ids=tuple(range(8)))
     namespace = Namespace(adapter=None, salt=None)
     with pytest.raises(RequestError, match="stop_token_ids") as caught:
-        door.submits([1], params, namespace, lambda: RequestId(1), adapter=None)
+        intake.submits([1], params, namespace, lambda: RequestId(1), adapter=None)
     assert caught.value.field == "min_tokens"
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from manyroots.simulate.random_case import random_case
-from manyroots.simulate.simulation import Run, simulate
+from manyroots.simulate.simulation import SimulationRun, simulate
 from manyroots.simulate.soak import run_seed, soak
 
 NUM_SEEDS = 500
@@ -17,7 +17,7 @@ NUM_STEPS = 100_000
 JOBS = 1
 
 
-def run_case(seed: int) -> Run:
+def run_case(seed: int) -> SimulationRun:
     case = random_case(seed)
     return simulate(
         case.trace, case.settings, case.costs, seed=seed, faults=case.faults, audit=True

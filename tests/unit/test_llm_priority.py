@@ -9,7 +9,7 @@ import pytest
 
 from manyroots import LLM, SamplingParams
 from manyroots.errors import RequestError
-from manyroots.messages import News
+from manyroots.messages import StepOutputs
 from tests.tiny_adapters import TinyAdapters
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -31,10 +31,10 @@ def order_of_endings(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     ended: list[int] = []
     step = llm._loop.step
 
-    def watched() -> News:
-        news = step()
-        ended.extend(int(o.request_id) for o in news if o.finish_reason is not None)
-        return news
+    def watched() -> StepOutputs:
+        outputs = step()
+        ended.extend(int(o.request_id) for o in outputs if o.finish_reason is not None)
+        return outputs
 
     monkeypatch.setattr(llm._loop, "step", watched)
     return ended

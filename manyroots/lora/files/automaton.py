@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 
 from manyroots.lora.files.expressions import (
     Choice,
+    Concatenation,
     End,
     Node,
     Refused,
     Repeat,
-    Sequence,
     Single,
     Start,
 )
@@ -134,7 +134,7 @@ class Automaton:
                 return self._state(_State(free=[("^", then)]))
             case End():
                 return self._state(_State(free=[("$", then)]))
-            case Sequence(parts):
+            case Concatenation(parts):
                 for part in reversed(parts):
                     then = self._emit(part, then)
                 return then

@@ -32,7 +32,7 @@ class End(NamedTuple):
     """`$`: nothing, at its end."""
 
 
-class Sequence(NamedTuple):
+class Concatenation(NamedTuple):
     parts: tuple[Node, ...]
 
 
@@ -46,7 +46,7 @@ class Repeat(NamedTuple):
     most: int | None
 
 
-Node = Single | Start | End | Sequence | Choice | Repeat
+Node = Single | Start | End | Concatenation | Choice | Repeat
 
 
 def parse(key: str) -> Node:
@@ -83,7 +83,7 @@ class _Parser:
         parts: list[Node] = []
         while self._at < len(self._text) and self._text[self._at] not in "|)":
             parts.append(self._repeats(self._one()))
-        return Sequence(tuple(parts))
+        return Concatenation(tuple(parts))
 
     def _one(self) -> Node:
         start = self._at

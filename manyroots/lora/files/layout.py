@@ -1,8 +1,8 @@
 """How the tensors of an adapter's file become low-rank pairs of a model.
 
-Takes the header, the config and the model's targets; gives a `Layout`, in which every tensor of
-the file has its place, or an `AdapterError` that names the tensor, what it is and what the model
-has. Nothing is cut, padded or left out. Touches no weight.
+Takes the header, the config and the model's targets; gives an `AdapterLayout`, in which every
+tensor of the file has its place, or an `AdapterError` that names the tensor, what it is and what
+the model has. Nothing is cut, padded or left out. Touches no weight.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from manyroots.lora.files.header import Header
 from manyroots.lora.files.keys import base_copy_of, parse_key, refuse_key
 from manyroots.lora.files.modules import Place, module_names, place_of
 from manyroots.lora.files.pairs import (
+    AdapterLayout,
     ExpertHalves,
     Half,
     Halves,
-    Layout,
     PairLayout,
     Piece,
     check_shape,
@@ -30,7 +30,9 @@ from manyroots.lora.files.tensors import TensorEntry
 from manyroots.lora.targets import Target, TargetKind, Targets
 
 
-def lay_out(header: Header, config: AdapterConfig, targets: Targets, max_rank: int) -> Layout:
+def lay_out(
+    header: Header, config: AdapterConfig, targets: Targets, max_rank: int
+) -> AdapterLayout:
     halves, base_copies = _sorted_by_home(header, targets)
     if not halves:
         raise AdapterError("the file has no LoRA pair; save the adapter again.")
@@ -52,7 +54,7 @@ def lay_out(header: Header, config: AdapterConfig, targets: Targets, max_rank: i
     _check_target_modules(config, targets, halves, pairs)
     config.refuse_unused_patterns(module_names(targets))
     ordered = tuple(pairs[name] for name in targets if name in pairs)
-    return Layout(ordered, tuple(base_copies))
+    return AdapterLayout(ordered, tuple(base_copies))
 
 
 def _plain_pair(

@@ -45,7 +45,7 @@ class PairLayout(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class AdapterLayout:
     """In the order of the model's targets."""
 
     pairs: tuple[PairLayout, ...]

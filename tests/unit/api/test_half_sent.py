@@ -65,7 +65,7 @@ async def test_r03_a_half_sent_request_is_a_408(
         text = (await client.get("/metrics")).text
         line = f'manyroots:request_read_timeouts_total{{model_name="tiny",part="{part}"}} 1.0'
         assert line in text
-        assert life.server._state.service.admission.num_alive == 0
+        assert life.server._state.service.concurrency.num_alive == 0
         life.server._on_signal()
 
     assert await life.run(script) == 0

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from manyroots.engine.wire import Kind, decode, encode
+from manyroots.engine.wire import MessageKind, decode, encode
 from tests.unit.api.fake_engine import INFO, FakeEngine
 from tests.unit.api.harness import Harness, error_of
 
@@ -27,8 +27,8 @@ async def test_l08_priority_reaches_the_engine(priority: int | None) -> None:
     wanted = priority or 0
     assert [submit.priority for submit in server.engine.submitted] == [wanted] * 5
     for submit in server.engine.submitted:
-        kind, crossed = decode(encode(Kind.SUBMIT, submit))
-        assert kind is Kind.SUBMIT
+        kind, crossed = decode(encode(MessageKind.SUBMIT, submit))
+        assert kind is MessageKind.SUBMIT
         assert crossed.priority == wanted
 
 

@@ -102,7 +102,7 @@ async def test_a_bad_completion_names_its_field(fields: dict[str, Any], param: s
     assert error["type"] == "invalid_request_error"
     assert error["param"].partition("[")[0] == param
     assert param in error["message"]
-    assert harness.state.service.admission.num_alive == 0
+    assert harness.state.service.concurrency.num_alive == 0
     assert not harness.engine.submitted
 
 

@@ -37,10 +37,10 @@ async def test_a_client_that_goes_away_aborts_its_sequences(stream: bool, n: int
     body = {"model": "tiny", "prompt": "ab", "n": n, "stream": stream}
     async with harness.connected("/v1/completions", body):
         await until(lambda: len(harness.engine.running) == n)
-        assert harness.state.service.admission.num_alive == n
+        assert harness.state.service.concurrency.num_alive == n
     assert len(harness.engine.aborted) == n
     assert not harness.engine.running
-    assert harness.state.service.admission.num_alive == 0
+    assert harness.state.service.concurrency.num_alive == 0
 
 
 async def test_a_client_that_goes_away_in_mid_stream_aborts_too() -> None:
@@ -74,7 +74,7 @@ async def test_a_refused_request_gives_its_slots_back() -> None:
     for _ in range(10):
         assert (await harness.complete("", n=4)).status_code == 400
         assert (await harness.chat("x" * 600, n=4)).status_code == 400
-    assert harness.state.service.admission.num_alive == 0
+    assert harness.state.service.concurrency.num_alive == 0
 
 
 async def test_before_the_model_is_loaded() -> None:

@@ -12,7 +12,7 @@ from manyroots.cache.families.recurrent import RecurrentState
 from manyroots.cache.keys import PrefixKey
 from manyroots.cache.lease import Lease
 from manyroots.cache.outcomes import Ending, Refusal
-from manyroots.cache.planes import Capacity, Layout
+from manyroots.cache.planes import CacheLayout, Capacity
 from manyroots.cache.policies import CachePolicies
 from manyroots.ids import Namespace, StepId
 
@@ -20,7 +20,7 @@ BASE = PrefixKey(Namespace(adapter=None, salt=None))
 
 
 def make(num_pages: int = 8, page_size: int = 2) -> PrefixCache:
-    layout = Layout.of(page_size, (Capacity(FULL_ATTENTION, num_pages),))
+    layout = CacheLayout.of(page_size, (Capacity(FULL_ATTENTION, num_pages),))
     return PrefixCache(layout, CachePolicies())
 
 
@@ -193,7 +193,7 @@ def test_p05_a_copy_computed_twice_keeps_the_path_above_it_held() -> None:
 def test_p08_publishing_within_a_step_is_the_familys_own_decision() -> None:
     """P08: a state is findable only once its step has committed; pages within the step."""
     state = RecurrentState("state", interval=1)
-    layout = Layout.of(2, (Capacity(FULL_ATTENTION, 8), Capacity(state, 4)))
+    layout = CacheLayout.of(2, (Capacity(FULL_ATTENTION, 8), Capacity(state, 4)))
     cache = PrefixCache(layout, CachePolicies())
     prompt = tokens(1, 2, 3)
     lease = cache.claim(BASE, prompt, 3, may_reuse=True)

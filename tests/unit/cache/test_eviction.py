@@ -19,7 +19,7 @@ from manyroots.cache.families.window import SlidingWindow
 from manyroots.cache.fork_share import LEAST, MAX_NAMES, MOST, START, ForkShare, name_of
 from manyroots.cache.keys import PrefixKey
 from manyroots.cache.outcomes import Ending, Refusal
-from manyroots.cache.planes import Capacity, Layout
+from manyroots.cache.planes import CacheLayout, Capacity
 from manyroots.cache.policies import CachePolicies, Eviction
 from manyroots.ids import Namespace, StepId
 from manyroots.step import CopyDone, Int32s
@@ -39,7 +39,7 @@ class Served:
         num_host_pages: int = 0,
     ) -> None:
         capacities = tuple(Capacity(family, num_pages, num_host_pages) for family in families)
-        self.cache = PrefixCache(Layout.of(PAGE, capacities), CachePolicies(eviction=eviction))
+        self.cache = PrefixCache(CacheLayout.of(PAGE, capacities), CachePolicies(eviction=eviction))
         self.step = 0
         self.next_token = 1_000
 

@@ -18,7 +18,7 @@ import torch
 from manyroots.distributed import follower
 from manyroots.distributed.group import join_group, leave_group
 from manyroots.distributed.shard import Shard
-from manyroots.distributed.wire import Join, Start
+from manyroots.distributed.wire import Join, StartSteps
 from manyroots.errors import ModelError
 from manyroots.ids import StepId
 from manyroots.step import AdapterLoaded, DropAdapter, LoadAdapter, Plan, StepResult
@@ -94,7 +94,7 @@ class Part:
     def num_pages(self) -> int:
         return 100 - self.shard.rank
 
-    def start(self, start: Start, tell: follower.Tell) -> Steps:
+    def start(self, start: StartSteps, tell: follower.Tell) -> Steps:
         assert start.num_pages == 100 - (self.shard.size - 1)
         join_group(self.shard, self.folder, device_type="cpu")
         return Steps(self.shard, tell)

@@ -11,7 +11,7 @@ import pytest
 
 from manyroots.config import engine_settings
 from manyroots.distributed.channel import Channel, ClosedError
-from manyroots.distributed.wire import Join, Kind, _Plan, decode, encode
+from manyroots.distributed.wire import Join, RankMessageKind, _Plan, decode, encode
 from manyroots.ids import AdapterDigest, AdapterSlot, CopyId, RequestId, Row, StepId, Tier
 from manyroots.sampling import SamplingParams
 from manyroots.step import (
@@ -81,8 +81,8 @@ def same(left: object, right: object) -> bool:
 
 def test_a_plan_crosses_whole() -> None:
     plan = full_plan()
-    kind, arrived = decode(encode(Kind.PLAN, plan))
-    assert kind is Kind.PLAN
+    kind, arrived = decode(encode(RankMessageKind.PLAN, plan))
+    assert kind is RankMessageKind.PLAN
     assert same(plan, arrived)
 
 
@@ -93,13 +93,13 @@ def test_every_field_of_a_plan_has_a_place_on_the_wire() -> None:
 
 def test_settings_cross_whole() -> None:
     join = Join(1, 2, "/tmp/x", engine_settings({"model": "m", "block_size": 32}))
-    assert decode(encode(Kind.JOIN, join)) == (Kind.JOIN, join)
+    assert decode(encode(RankMessageKind.JOIN, join)) == (RankMessageKind.JOIN, join)
 
 
 def test_an_array_of_another_dtype_is_refused_where_it_is_sent() -> None:
     plan = dataclasses.replace(full_plan(), rows=np.zeros(2, np.float64))  # type: ignore[arg-type]
     with pytest.raises(NotImplementedError, match="float64"):
-        encode(Kind.PLAN, plan)
+        encode(RankMessageKind.PLAN, plan)
 
 
 def test_large_messages_arrive_whole_and_in_order() -> None:

@@ -19,7 +19,7 @@ from manyroots.distributed.group import join_group, leave_group
 from manyroots.distributed.ranks import Ranks
 from manyroots.distributed.runner import RankedRunner
 from manyroots.distributed.shard import Shard
-from manyroots.distributed.wire import Kind, Start
+from manyroots.distributed.wire import RankMessageKind, StartSteps
 from manyroots.errors import ModelError, UnavailableError
 from manyroots.ids import AdapterDigest, AdapterSlot, StepId, Tier
 from manyroots.step import AdapterLoaded, LoadAdapter, LoadId, SlotRef
@@ -41,7 +41,7 @@ class Ranked:
         shard = Shard(0, size)
         self.ranks = Ranks(size, engine_settings({"model": "fake"}), command=COMMAND)
         num_pages = min(100, self.ranks.wait_until_loaded())
-        self.ranks.send(Kind.START, Start(num_pages, 64))
+        self.ranks.send(RankMessageKind.START, StartSteps(num_pages, 64))
         join_group(shard, self.ranks.folder, device_type="cpu")
         self.runner = RankedRunner(
             fake_rank.FirstRank(shard),

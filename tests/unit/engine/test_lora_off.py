@@ -13,7 +13,7 @@ import pytest
 from manyroots.adapter_names import LoraModule
 from manyroots.cache.policies import CachePolicies
 from manyroots.config import engine_settings
-from manyroots.distributed.wire import Kind, encode
+from manyroots.distributed.wire import RankMessageKind, encode
 from manyroots.engine import build
 from manyroots.ids import Namespace, RequestId
 from manyroots.messages import Abort, Output, Submit
@@ -35,7 +35,7 @@ class _Kept:
         self.plans: list[bytes] = []
 
     def launch(self, plan: Plan) -> Future[StepResult]:
-        self.plans.append(encode(Kind.PLAN, plan)[1])
+        self.plans.append(encode(RankMessageKind.PLAN, plan)[1])
         future: Future[StepResult] = self._runner.launch(plan)
         return future
 

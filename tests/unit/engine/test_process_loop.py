@@ -12,45 +12,45 @@ import pytest
 import zmq
 
 from manyroots.engine.process import run
-from manyroots.engine.wire import Kind, decode, encode
+from manyroots.engine.wire import MessageKind, decode, encode
 from manyroots.ids import AdapterName
 from manyroots.messages import Batch, LoadLora, UnloadLora
 from tests.deciding import submit
 from tests.patience import PATIENCE_S
-from tests.unit.engine.desk import Desk, expected
+from tests.unit.engine.directory import Directory, expected
 
 
 class Engine:
     """`run` on a thread, spoken to through its socket."""
 
-    def __init__(self, desk: Desk) -> None:
-        self.desk = desk
+    def __init__(self, directory: Directory) -> None:
+        self.directory = directory
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.PAIR)
         self.socket.bind("inproc://engine")
         self._other = self._context.socket(zmq.PAIR)
         self._other.connect("inproc://engine")
-        self.thread = threading.Thread(target=run, args=(self._other, desk.loop))
+        self.thread = threading.Thread(target=run, args=(self._other, directory.loop))
         self.thread.start()
 
-    def send(self, kind: Kind, message: Any) -> None:
+    def send(self, kind: MessageKind, message: Any) -> None:
         self.socket.send_multipart(encode(kind, message))
 
     def receive(self) -> Batch:
         assert self.socket.poll(PATIENCE_S * 1000), "the engine says nothing"
         kind, batch = decode(self.socket.recv_multipart())
-        if kind is Kind.BEGUN:
+        if kind is MessageKind.BEGUN:
             return self.receive()
-        assert kind is Kind.BATCH
+        assert kind is MessageKind.BATCH
         assert isinstance(batch, Batch)
         return batch
 
     def close(self) -> None:
-        self.desk.files.gate.set()
-        self.send(Kind.CLOSE, None)
+        self.directory.files.gate.set()
+        self.send(MessageKind.CLOSE, None)
         self.thread.join(PATIENCE_S)
         assert not self.thread.is_alive()
-        self.desk.loop.close()
+        self.directory.loop.close()
         self._other.close(linger=0)
         self.socket.close(linger=0)
         self._context.term()
@@ -58,23 +58,23 @@ class Engine:
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[Engine]:
-    engine = Engine(Desk(tmp_path))
+    engine = Engine(Directory(tmp_path))
     yield engine
     engine.close()
 
 
 def test_it_sleeps_while_files_are_read_and_wakes_when_they_are(engine: Engine) -> None:
     """W10: no message is needed to go on, and no step is wasted meanwhile."""
-    desk = engine.desk
-    path = desk.write("a")
-    desk.files.gate.clear()
-    engine.send(Kind.LOAD, LoadLora(1, AdapterName("a"), path))
-    while not desk.files.num_reads:
+    directory = engine.directory
+    path = directory.write("a")
+    directory.files.gate.clear()
+    engine.send(MessageKind.LOAD, LoadLora(1, AdapterName("a"), path))
+    while not directory.files.num_reads:
         time.sleep(0.001)
-    num_steps = desk.scheduler.stats().total_steps
+    num_steps = directory.scheduler.stats().total_steps
     assert not engine.socket.poll(200)
-    assert desk.scheduler.stats().total_steps == num_steps
-    desk.files.gate.set()
+    assert directory.scheduler.stats().total_steps == num_steps
+    directory.files.gate.set()
     batch = engine.receive()
     assert [reply.op_id for reply in batch.replies] == [1]
     assert batch.replies[0].error is None
@@ -83,16 +83,16 @@ def test_it_sleeps_while_files_are_read_and_wakes_when_they_are(engine: Engine) 
 
 def test_w08_an_idle_process_frees_an_unloaded_adapter_by_itself(engine: Engine) -> None:
     """W08"""
-    desk = engine.desk
+    directory = engine.directory
     request = submit(1, [1, 2, 3, 4, 5], max_tokens=4, adapter="a")
-    engine.send(Kind.LOAD, LoadLora(1, AdapterName("a"), desk.write("a")))
+    engine.send(MessageKind.LOAD, LoadLora(1, AdapterName("a"), directory.write("a")))
     engine.receive()
-    engine.send(Kind.SUBMIT, request)
+    engine.send(MessageKind.SUBMIT, request)
     tokens: list[int] = []
     while len(tokens) < 4:
-        tokens += [token for output in engine.receive().news for token in output.tokens]
+        tokens += [token for output in engine.receive().outputs for token in output.tokens]
     assert tokens == expected(request, "a")
-    engine.send(Kind.UNLOAD, UnloadLora(2, AdapterName("a")))
+    engine.send(MessageKind.UNLOAD, UnloadLora(2, AdapterName("a")))
     batch = engine.receive()
     while batch.stats.adapters is None or batch.stats.adapters.num_on_device:
         batch = engine.receive()

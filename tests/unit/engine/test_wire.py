@@ -7,19 +7,19 @@ from array import array
 import numpy as np
 import pytest
 
-from manyroots.engine.wire import Kind, decode, encode
+from manyroots.engine.wire import MessageKind, decode, encode
 from manyroots.ids import AdapterDigest, Namespace, RequestId
-from manyroots.messages import Batch, FinishReason, News, Output, Stats, Submit, Tokens
+from manyroots.messages import Batch, FinishReason, Output, Stats, StepOutputs, Submit, Tokens
 from manyroots.sampling import SamplingParams
 
 
 def test_a_prompt_crosses_as_four_bytes_a_token() -> None:
     namespace = Namespace(adapter=AdapterDigest(b"a" * 32), salt="tenant")
     submit = Submit(RequestId(5), [1, 2, 150_000], namespace, SamplingParams(), 7, (2,), None)
-    frames = encode(Kind.SUBMIT, submit)
+    frames = encode(MessageKind.SUBMIT, submit)
     assert len(frames[2]) == 12
     kind, body = decode(frames)
-    assert kind is Kind.SUBMIT
+    assert kind is MessageKind.SUBMIT
     assert body.prompt == array("i", [1, 2, 150_000])
     assert (body.request_id, body.namespace, body.stop_ids) == (5, namespace, (2,))
 
@@ -28,11 +28,13 @@ def test_news_cross_as_columns_and_read_as_outputs() -> None:
     columns = (np.array([4, 2**40]), np.array([7, 8], np.int32), np.array([0, 16], np.int32))
     ended = Output(RequestId(3), [9], FinishReason.STOP, 0, stop_token=9)
     stats = Stats(*range(11))
-    kind, body = decode(encode(Kind.BATCH, Batch(News([ended], Tokens(*columns)), stats)))
-    assert kind is Kind.BATCH
+    kind, body = decode(
+        encode(MessageKind.BATCH, Batch(StepOutputs([ended], Tokens(*columns)), stats))
+    )
+    assert kind is MessageKind.BATCH
     assert body.stats == stats
-    assert len(body.news) == 3
-    assert list(body.news) == [
+    assert len(body.outputs) == 3
+    assert list(body.outputs) == [
         Output(RequestId(4), [7], None, 0),
         Output(RequestId(2**40), [8], None, 16),
         ended,
@@ -41,4 +43,4 @@ def test_news_cross_as_columns_and_read_as_outputs() -> None:
 
 def test_what_has_no_form_on_the_wire_is_refused() -> None:
     with pytest.raises(TypeError, match="complex can't cross"):
-        encode(Kind.FAILED, 1j)
+        encode(MessageKind.FAILED, 1j)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from manyroots.ids import AdapterDigest, AdapterName, AdapterSlot, StepId, Tier
 from manyroots.lora.audit import audit
-from manyroots.lora.limits import Limits
+from manyroots.lora.limits import AdapterLimits
 from manyroots.lora.outcomes import LoadOutcome, Readiness
 from manyroots.lora.registry import Hold, Registered, Unloaded
 from manyroots.lora.residency import Residency
@@ -19,7 +19,7 @@ class Adapters:
     """Adapters whose name is also their content, unless it is given."""
 
     def __init__(self, max_loras: int, max_cpu_loras: int = 0, num_spare_slots: int = 0) -> None:
-        limits = Limits(
+        limits = AdapterLimits(
             max_loras=max_loras, max_cpu_loras=max_cpu_loras, num_spare_slots=num_spare_slots
         )
         self.residency = Residency(limits)

@@ -6,7 +6,7 @@ import pytest
 
 from manyroots.errors import ConfigError
 from manyroots.ids import Tier
-from manyroots.lora.limits import Limits
+from manyroots.lora.limits import AdapterLimits
 from tests.unit.lora.adapters import Adapters, named
 
 
@@ -15,26 +15,26 @@ def test_w01_impossible_sizes_are_refused_naming_the_flags(
     max_loras: int, max_cpu_loras: int
 ) -> None:
     with pytest.raises(ConfigError, match=r"--max-(cpu-)?loras"):
-        Limits(max_loras=max_loras, max_cpu_loras=max_cpu_loras)
+        AdapterLimits(max_loras=max_loras, max_cpu_loras=max_cpu_loras)
 
 
 def test_w01_host_smaller_than_the_device_names_both_flags_and_the_remedy() -> None:
     with pytest.raises(ConfigError) as caught:
-        Limits(max_loras=4, max_cpu_loras=3)
+        AdapterLimits(max_loras=4, max_cpu_loras=3)
     for part in ("--max-cpu-loras is 3", "--max-loras 4", "at least 4"):
         assert part in str(caught.value)
 
 
 def test_w01_spare_slots_need_their_host_copies_too() -> None:
     with pytest.raises(ConfigError, match="the 3 device slots"):
-        Limits(max_loras=2, max_cpu_loras=2, num_spare_slots=1)
+        AdapterLimits(max_loras=2, max_cpu_loras=2, num_spare_slots=1)
 
 
 @pytest.mark.parametrize(
     ("max_loras", "max_cpu_loras", "num_slots"), [(4, 4, 4), (4, 0, 4), (0, 6, 6), (0, 0, None)]
 )
 def test_l02_zero_means_no_limit(max_loras: int, max_cpu_loras: int, num_slots: int | None) -> None:
-    limits = Limits(max_loras=max_loras, max_cpu_loras=max_cpu_loras)
+    limits = AdapterLimits(max_loras=max_loras, max_cpu_loras=max_cpu_loras)
     assert limits.num_slots == num_slots
     assert limits.num_host_copies == (max_cpu_loras or None)
 

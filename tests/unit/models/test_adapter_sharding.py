@@ -21,7 +21,7 @@ from manyroots.store.adapter_weights import AdapterWeights
 from tests.adapter_folders import ExpertFormat, Recipe, tiny_targets, write_adapter
 from tests.unit.models.lockstep import in_lockstep
 from tests.unit.models.paged import PagedModel
-from tests.unit.models.test_sharding import load_part
+from tests.unit.models.test_sharding import load_worker
 from tests.unit.models.tiny import load_tiny, save_tiny
 
 
@@ -147,9 +147,9 @@ def test_w16_two_ranks_give_one_ranks_logits_with_adapters(
         write_adapter(folder, targets, Recipe(rank=rank, experts=form, seed=rank, scale=0.1))
         adapters.append(read_for(folder, targets))
     expected = logits(alone, adapters)
-    results, _ = in_lockstep(2, lambda shard: logits(load_part(tmp_path, shard), adapters))
+    results, _ = in_lockstep(2, lambda shard: logits(load_worker(tmp_path, shard), adapters))
     for result in results:
         for name, wanted in expected.items():
             assert_close("logits", result[name], wanted, torch.float32)
-    part = load_part(tmp_path, Shard(0, 2))
+    part = load_worker(tmp_path, Shard(0, 2))
     assert whole_targets(part.adapter_targets(), part.shard, part.spec.vocab_size) == targets

@@ -22,7 +22,7 @@ from tests.unit.models.test_logits_parity import prompts
 from tests.unit.models.tiny import MODELS, load_tiny, save_tiny, tiny_spec
 
 
-def load_part(folder: Path, shard: Shard) -> Llama:
+def load_worker(folder: Path, shard: Shard) -> Llama:
     return load_model(
         resolve_source(ModelSettings(model=str(folder))),
         dtype=torch.float32,
@@ -48,7 +48,7 @@ def test_w16_two_ranks_give_one_ranks_logits(kind: str, tmp_path: Path) -> None:
     alone = chunked(load_tiny(tmp_path))
 
     def rank(shard: LockstepShard) -> dict[str, Tensor]:
-        return chunked(load_part(tmp_path, shard))
+        return chunked(load_worker(tmp_path, shard))
 
     results, meeting = in_lockstep(2, rank)
     for result in results:
@@ -63,7 +63,7 @@ def test_w16_four_ranks_give_one_ranks_logits(tmp_path: Path) -> None:
     sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8}
     save_tiny(tmp_path, **sizes)
     alone = chunked(load_tiny(tmp_path))
-    results, _ = in_lockstep(4, lambda shard: chunked(load_part(tmp_path, shard)))
+    results, _ = in_lockstep(4, lambda shard: chunked(load_worker(tmp_path, shard)))
     for result in results:
         for name, logits in alone.items():
             assert_close("logits", result[name], logits, torch.float32)
@@ -71,7 +71,7 @@ def test_w16_four_ranks_give_one_ranks_logits(tmp_path: Path) -> None:
 
 def test_a_rank_has_its_share_of_weights_and_of_keys_and_values(tmp_path: Path) -> None:
     save_tiny(tmp_path)
-    whole, part = load_tiny(tmp_path), load_part(tmp_path, Shard(1, 2))
+    whole, part = load_tiny(tmp_path), load_worker(tmp_path, Shard(1, 2))
     assert part.spec.num_kv_heads * 2 == whole.spec.num_kv_heads
     small, large = part.weights(), whole.weights()
     assert set(small) == set(large)

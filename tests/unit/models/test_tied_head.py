@@ -19,7 +19,7 @@ from tests.unit.models.gguf_writing import write_gguf
 from tests.unit.models.lockstep import in_lockstep
 from tests.unit.models.paged import PagedModel
 from tests.unit.models.test_logits_parity import prompts
-from tests.unit.models.test_sharding import chunked, load_part
+from tests.unit.models.test_sharding import chunked, load_worker
 from tests.unit.models.tiny import load_tiny, save_tiny
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -82,7 +82,7 @@ def test_whatever_a_tied_checkpoint_has_its_logits_are_transformers(
 def test_w16_ranks_agree_whether_the_head_is_tied(checkpoint: str, tmp_path: Path) -> None:
     """W16: each rank looks at the checkpoint itself, and all see the same."""
     make(tmp_path, "llama-tied", CHECKPOINTS[checkpoint])
-    results, _ = in_lockstep(2, lambda shard: chunked(load_part(tmp_path, shard)))
+    results, _ = in_lockstep(2, lambda shard: chunked(load_worker(tmp_path, shard)))
     for result in results:
         check_logits(tmp_path, result)
 

@@ -13,13 +13,13 @@ import torch
 
 from manyroots.cache.cache import PrefixCache
 from manyroots.cache.families.full import FULL_ATTENTION
-from manyroots.cache.planes import Capacity, Layout
+from manyroots.cache.planes import CacheLayout, Capacity
 from manyroots.cache.policies import CachePolicies
 from manyroots.config import SchedulerSettings
 from manyroots.engine.loop import EngineLoop
 from manyroots.ids import NO_ADAPTER, AdapterName, AdapterSlot, RequestId, Row, StepId, Tier
 from manyroots.kernels.tolerances import assert_close
-from manyroots.lora.limits import Limits
+from manyroots.lora.limits import AdapterLimits
 from manyroots.lora.residency import Residency
 from manyroots.messages import FinishReason, Submit
 from manyroots.runner.batch import PersistentBatch
@@ -66,12 +66,12 @@ class Engine:
             pair.ours, arena, self.loader, max_num_seqs=8, max_model_len=MAX_LEN
         )
         self.cache = PrefixCache(
-            Layout.of(PAGE_SIZE, (Capacity(FULL_ATTENTION, NUM_PAGES),)), CachePolicies()
+            CacheLayout.of(PAGE_SIZE, (Capacity(FULL_ATTENTION, NUM_PAGES),)), CachePolicies()
         )
         self.scheduler = Scheduler(
             SchedulerSettings(max_num_seqs=8, max_num_batched_tokens=24),
             self.cache,
-            Residency(Limits(max_loras=max_loras, max_cpu_loras=0)),
+            Residency(AdapterLimits(max_loras=max_loras, max_cpu_loras=0)),
             max_model_len=MAX_LEN,
         )
         self.loop = EngineLoop(self.scheduler, self.runner)

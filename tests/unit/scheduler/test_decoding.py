@@ -9,7 +9,7 @@ import pytest
 
 from manyroots.ids import Row, StepId
 from manyroots.messages import FinishReason, Submit
-from manyroots.scheduler.draft import Draft
+from manyroots.scheduler.plan_builder import PlanBuilder
 from manyroots.step import Plan, RowFault
 from tests.deciding import Deciding, expected_tokens, submit
 
@@ -22,9 +22,9 @@ def plan_of(engine: Deciding) -> Plan:
 
 def next_victim(engine: Deciding) -> int:
     """Whom a step that has placed nobody yet would retract first."""
-    draft = Draft(StepId(99), 32, engine.scheduler._rows)
+    builder = PlanBuilder(StepId(99), 32, engine.scheduler._rows)
     anyone = next(iter(engine.scheduler._rows.running))
-    victim = engine.scheduler._victims.for_running(anyone, draft)
+    victim = engine.scheduler._victims.for_running(anyone, builder)
     assert victim is not None
     return int(victim.submit.request_id)
 

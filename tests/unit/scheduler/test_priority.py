@@ -17,15 +17,15 @@ MAX_TOKENS = 24
 def watch_retractions(engine: Deciding) -> list[tuple[int, list[int]]]:
     """For each retraction to come: whose priority, and the priorities of those that ran on."""
     seen: list[tuple[int, list[int]]] = []
-    endings = engine.scheduler._endings
-    retract = endings.retract
+    departures = engine.scheduler._departures
+    retract = departures.retract
 
     def watched(request: Request, step_id: object) -> None:
         others = [r.submit.priority for r in engine.scheduler._rows.running if r is not request]
         seen.append((request.submit.priority, others))
         retract(request, step_id)  # type: ignore[arg-type]
 
-    endings.retract = watched  # type: ignore[method-assign,assignment]
+    departures.retract = watched  # type: ignore[method-assign,assignment]
     return seen
 
 

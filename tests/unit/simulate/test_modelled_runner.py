@@ -11,7 +11,7 @@ from manyroots.errors import ConfigError
 from manyroots.ids import RequestId, Row, StepId
 from manyroots.sampling import SamplingParams
 from manyroots.simulate.clock import Clock
-from manyroots.simulate.executors import CheckedExecutor, Executor, UncheckedExecutor
+from manyroots.simulate.executors import CheckedExecutor, SimulatedExecutor, UncheckedExecutor
 from manyroots.simulate.faults import STEPS_BETWEEN_FAILURES, Faults, FaultSource, TransferFault
 from manyroots.simulate.plan_digest import PlanDigest
 from manyroots.simulate.runner import ModelledRunner
@@ -58,7 +58,7 @@ def transfers(faults: Faults | None = None) -> TransferModel:
 
 
 def runner(
-    executor: Executor | None = None, faults: Faults | None = None
+    executor: SimulatedExecutor | None = None, faults: Faults | None = None
 ) -> tuple[Clock, ModelledRunner]:
     clock = Clock()
     model = transfers(faults)
@@ -81,7 +81,7 @@ def test_a_step_begins_when_the_one_before_it_ends() -> None:
 
 @pytest.mark.parametrize("checked", [True, False])
 def test_tokens_come_from_the_trace(checked: bool) -> None:
-    executor: Executor = UncheckedExecutor(REPLIES, transfers())
+    executor: SimulatedExecutor = UncheckedExecutor(REPLIES, transfers())
     if checked:
         executor = CheckedExecutor(REPLIES, transfers(), page_size=4)
     _, modelled = runner(executor)
@@ -114,7 +114,7 @@ def test_a_step_behind_a_failed_one_may_fail_too_and_the_next_may_not() -> None:
 @pytest.mark.parametrize("checked", [True, False])
 def test_a_failed_step_has_taken_in_who_arrived(checked: bool) -> None:
     """Else the step behind it would write through the table of the row's last owner."""
-    executor: Executor = UncheckedExecutor(REPLIES, transfers())
+    executor: SimulatedExecutor = UncheckedExecutor(REPLIES, transfers())
     if checked:
         executor = CheckedExecutor(REPLIES, transfers(), page_size=4)
     _, modelled = runner(executor, Faults(failed_steps=1.0))

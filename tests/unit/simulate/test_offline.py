@@ -14,7 +14,7 @@ from manyroots.simulate.offline import best_offline_hit_rate, endless_hit_rate
 from manyroots.simulate.paths import lay_out
 from manyroots.simulate.prefixes import SeenPrefixes
 from manyroots.simulate.synthetic import SYNTHETIC, synthetic_trace
-from manyroots.simulate.trace import Segment, Trace, TraceRequest
+from manyroots.simulate.trace import Trace, TraceRequest, TraceSegment
 from manyroots.simulate.traffic import sequences
 
 PAGE = 2
@@ -102,8 +102,8 @@ def test_an_endless_cache_finds_all_that_was_seen_before(name: str) -> None:
 
 def test_pages_that_are_never_used_again_go_before_all_others() -> None:
     """A hot prompt and many that come once: room for the hot one and one other is enough."""
-    hot = tuple(Segment("hot", 64) for _ in range(1))
-    lines = [hot if i % 4 == 0 else (Segment(f"once {i}", 64),) for i in range(40)]
+    hot = tuple(TraceSegment("hot", 64) for _ in range(1))
+    lines = [hot if i % 4 == 0 else (TraceSegment(f"once {i}", 64),) for i in range(40)]
     trace = tuple(
         TraceRequest(arrival_s=float(i), prompt=p, adapter=None, salt=None, output_tokens=1)
         for i, p in enumerate(lines)

@@ -12,7 +12,7 @@ import pytest
 
 from manyroots.cli.main import main
 from manyroots.errors import ConfigError
-from manyroots.simulate.curves import Line, Panel
+from manyroots.simulate.curves import Curve, Panel
 from manyroots.simulate.sweep import Axis, parse_axis
 
 SMALL = ["--num-requests", "12"]
@@ -199,5 +199,5 @@ def test_axes_are_spelled_as_settings_or_as_flags() -> None:
     ],
 )
 def test_scales_begin_at_0_and_are_round(values: tuple[float, ...], grid: list[Any]) -> None:
-    panel = Panel("t", "x", tuple("ab")[: len(values)], (Line("", "#000", values),))
+    panel = Panel("t", "x", tuple("ab")[: len(values)], (Curve("", "#000", values),))
     assert panel.grid == pytest.approx(grid)

@@ -15,17 +15,19 @@ from manyroots.simulate.offline import endless_hit_rate
 from manyroots.simulate.paths import lay_out
 from manyroots.simulate.records import SimulationError
 from manyroots.simulate.settings import SimulationSettings
-from manyroots.simulate.simulation import Run, simulate
+from manyroots.simulate.simulation import SimulationRun, simulate
 from manyroots.simulate.summary import summarize
 from manyroots.simulate.synthetic import synthetic_trace
 from manyroots.simulate.trace import EndsBy, Trace, TraceRequest
-from manyroots.simulate.traffic import Sequence
+from manyroots.simulate.traffic import TraceSequence
 from tests.unit.simulate.traces import COSTS, line
 
 SETTINGS = SimulationSettings(num_pages=1000, max_num_seqs=32)
 
 
-def run(*lines: TraceRequest, settings: SimulationSettings = SETTINGS, audit: bool = True) -> Run:
+def run(
+    *lines: TraceRequest, settings: SimulationSettings = SETTINGS, audit: bool = True
+) -> SimulationRun:
     return simulate(lines, settings, COSTS, seed=0, audit=audit)
 
 
@@ -140,8 +142,10 @@ def test_an_engine_that_mixes_namespaces_is_caught(monkeypatch: pytest.MonkeyPat
     """Pages of other weights hold the same tokens: only who asked for them before tells."""
     lines = (line(0.0, ("p", 100), adapter="a"), line(9.0, ("p", 100), adapter="b"))
     assert summarize(run(*lines)).all.num_cached_tokens == 0
-    honest = Sequence.to_submit
-    monkeypatch.setattr(Sequence, "to_submit", lambda self: replace(honest(self), adapter=None))
+    honest = TraceSequence.to_submit
+    monkeypatch.setattr(
+        TraceSequence, "to_submit", lambda self: replace(honest(self), adapter=None)
+    )
     with pytest.raises(SimulationError, match=r"reused 96 tokens, and its namespace .* has seen 0"):
         run(*lines)
 

@@ -14,7 +14,7 @@ from manyroots.errors import ManyrootsError
 from manyroots.simulate.slices import (
     SEEDS_PER_SLICE,
     UNFINISHED,
-    State,
+    SliceFile,
     Tally,
     command,
     run_slices,
@@ -43,7 +43,7 @@ def run_seed(seed: int) -> tuple[dict[str, int], str | None]:
 
 def tally_of(path: Path | None, num_seeds: int, **options: float) -> Tally:
     ran.clear()
-    state = State(path, "test", 0)
+    state = SliceFile(path, "test", 0)
     found, is_done = run_slices(
         run_seed,
         lambda tally: tally.num_seeds >= num_seeds,
@@ -97,10 +97,10 @@ def test_what_was_lost_by_an_end_in_mid_write_is_run_again(tmp_path: Path) -> No
 @pytest.mark.parametrize("other", ["what", "first_seed", "code"])
 def test_the_file_of_another_run_is_refused(tmp_path: Path, other: str) -> None:
     path = tmp_path / "state"
-    State(path, "test", 0)
+    SliceFile(path, "test", 0)
     path.write_text(json.dumps(json.loads(path.read_text()) | {other: "else"}) + "\n")
     with pytest.raises(ManyrootsError, match="--state"):
-        State(path, "test", 0)
+        SliceFile(path, "test", 0)
 
 
 def test_the_exit_status_tells_what_came_of_it(

@@ -12,7 +12,7 @@ import pytest
 from manyroots.errors import ConfigError
 from manyroots.simulate.segments import segment_tokens
 from manyroots.simulate.synthetic import SYNTHETIC, synthetic_trace
-from manyroots.simulate.trace import EndsBy, Segment
+from manyroots.simulate.trace import EndsBy, TraceSegment
 from manyroots.simulate.trace_file import parse_line, read_trace, write_trace
 
 GOOD: dict[str, Any] = {"arrival": 0.5, "prompt": [1, 2], "adapter": None, "output_tokens": 4}
@@ -44,7 +44,7 @@ def test_fields_left_out_have_their_defaults() -> None:
 
 def test_segments_are_put_together_to_a_prompt() -> None:
     line = parse_line(json.dumps({**GOOD, "prompt": [["a", 3], ["b", 2]]}), "t")
-    assert line.prompt == (Segment("a", 3), Segment("b", 2))
+    assert line.prompt == (TraceSegment("a", 3), TraceSegment("b", 2))
     assert line.num_prompt_tokens == 5
     assert line.prompt_tokens()[:3].tolist() == segment_tokens("a", 3).tolist()
 

@@ -18,12 +18,12 @@ import torch
 from manyroots.bench.random_adapters import write_adapters
 from manyroots.cache.cache import PrefixCache
 from manyroots.cache.families.full import FULL_ATTENTION
-from manyroots.cache.planes import Capacity, Layout
+from manyroots.cache.planes import CacheLayout, Capacity
 from manyroots.cache.policies import CachePolicies
 from manyroots.config import SchedulerSettings
 from manyroots.engine.loop import EngineLoop
 from manyroots.ids import AdapterName, RequestId
-from manyroots.lora.limits import Limits
+from manyroots.lora.limits import AdapterLimits
 from manyroots.lora.residency import Residency
 from manyroots.messages import FinishReason, Output, Submit
 from manyroots.models.llama import Llama
@@ -72,12 +72,12 @@ def run(
 ) -> dict[int, list[Output]]:
     """What the real scheduler and loop get from a runner, by request; of which one may fail."""
     cache = PrefixCache(
-        Layout.of(PAGE_SIZE, (Capacity(FULL_ATTENTION, NUM_PAGES),)), CachePolicies()
+        CacheLayout.of(PAGE_SIZE, (Capacity(FULL_ATTENTION, NUM_PAGES),)), CachePolicies()
     )
     scheduler = Scheduler(
         SchedulerSettings(max_num_seqs=MAX_SEQS, max_num_batched_tokens=24),
         cache,
-        Residency(Limits(max_loras=max_loras, max_cpu_loras=0)),
+        Residency(AdapterLimits(max_loras=max_loras, max_cpu_loras=0)),
         max_model_len=MAX_LEN,
     )
     loop = EngineLoop(scheduler, runner)

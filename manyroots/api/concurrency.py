@@ -13,15 +13,15 @@ from manyroots.errors import OverloadedError
 RETRY_AFTER_S = 1
 
 
-class Admission:
+class ConcurrencyLimit:
     """Counts the sequences that are alive."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.num_alive = 0
 
-    def admit(self, num_sequences: int) -> Slots:
-        """Slots for one request; raises OverloadedError if they are not all free."""
+    def admit(self, num_sequences: int) -> Permits:
+        """Permits for one request; raises OverloadedError if they are not all free."""
         if self.num_alive + num_sequences > self.limit:
             raise OverloadedError(
                 f"The server is busy: {self.num_alive} sequences are running or waiting, this "
@@ -29,21 +29,21 @@ class Admission:
                 retry_after_s=RETRY_AFTER_S,
             )
         self.num_alive += num_sequences
-        return Slots(self, num_sequences)
+        return Permits(self, num_sequences)
 
 
-class Slots:
+class Permits:
     """One request's share. Released exactly once, however often `release` is called."""
 
-    def __init__(self, admission: Admission, count: int) -> None:
-        self._admission = admission
+    def __init__(self, limit: ConcurrencyLimit, count: int) -> None:
+        self._limit = limit
         self._count = count
 
     def release(self) -> None:
-        self._admission.num_alive -= self._count
+        self._limit.num_alive -= self._count
         self._count = 0
 
-    def __enter__(self) -> Slots:
+    def __enter__(self) -> Permits:
         return self
 
     def __exit__(

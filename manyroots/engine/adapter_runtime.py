@@ -1,4 +1,4 @@
-"""The execute half of adapters, put together: their slots, their loader, and how files are read.
+"""What executes adapters, put together: their slots, their loader, and how files are read.
 
 Made once at start from the model; nothing is read yet. Says what the slots may take, so that the
 cache leaves it alone. Of a model that ranks share, files are of the whole and slots of the part.
@@ -16,8 +16,8 @@ import torch
 
 from manyroots.config import LoraSettings
 from manyroots.distributed.shard import Shard
-from manyroots.engine.adapter_desk import AdapterFiles
-from manyroots.lora.limits import Limits
+from manyroots.engine.adapter_directory import AdapterFiles
+from manyroots.lora.limits import AdapterLimits
 from manyroots.lora.spec import AdapterSpec
 from manyroots.lora.targets import Targets, adapter_bytes
 from manyroots.models.sharding import cut_adapter, whole_targets
@@ -49,14 +49,14 @@ class Adaptable(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterHalf:
-    """What the runner and the desk need."""
+class AdapterRuntime:
+    """What the runner and the directory need."""
 
     loader: AdapterLoader
     files: AdapterFiles
 
 
-def build_adapter_half(
+def build_adapter_runtime(
     settings: LoraSettings,
     model: Adaptable,
     dtype: torch.dtype,
@@ -64,7 +64,7 @@ def build_adapter_half(
     make_loader: MakeLoader = AdapterLoader,
     *,
     fused: bool = False,
-) -> AdapterHalf:
+) -> AdapterRuntime:
     """`fused`: for a runner with fused kernels, which find adapters in a pool."""
     shard = model.shard
     targets = whole_targets(model.adapter_targets(), shard, model.spec.vocab_size)
@@ -101,7 +101,7 @@ def build_adapter_half(
     loader = make_loader(read_part, memory)
     _log(settings, len(targets), slot_bytes(settings, model, dtype))
     files = AdapterFiles(read, loader.keep)
-    return AdapterHalf(loader, files if pinned is None else replace(files, close=pinned.close))
+    return AdapterRuntime(loader, files if pinned is None else replace(files, close=pinned.close))
 
 
 def slot_bytes(settings: LoraSettings, model: Adaptable, dtype: torch.dtype) -> int:
@@ -121,5 +121,5 @@ def _log(settings: LoraSettings, num_targets: int, size: int) -> None:
     )  # fmt: skip
 
 
-def adapter_limits(settings: LoraSettings) -> Limits:
-    return Limits(max_loras=settings.max_loras, max_cpu_loras=settings.max_cpu_loras)
+def adapter_limits(settings: LoraSettings) -> AdapterLimits:
+    return AdapterLimits(max_loras=settings.max_loras, max_cpu_loras=settings.max_cpu_loras)

@@ -1,7 +1,7 @@
 """What is known of the storage tier: what it failed to give or take, whether to use it (T03).
 
 In: how copies from and to storage ended, and which step the engine is at. Out: whether to begin
-another one. Storage that can't be reached is left alone for a number of steps, and then tried
+another one. StorageHealth that can't be reached is left alone for a number of steps, and then tried
 again; the tiers above go on without it. Logs the begin and the end of an outage, no single page.
 """
 
@@ -25,7 +25,7 @@ MAX_REST_STEPS = 4096
 In steps, because the decide half has no clock; an idle engine has nothing to ask anyway."""
 
 
-class Health:
+class DirectionHealth:
     """Of one direction: a full disk can still be read."""
 
     def __init__(self, doing: str) -> None:
@@ -60,12 +60,12 @@ class Health:
         self._rests_until = StepId(step_id + self._rest_steps)
 
 
-class Storage:
+class StorageHealth:
     """Both directions, and what came to nothing."""
 
     def __init__(self) -> None:
-        self._reading = Health("reading from")
-        self._writing = Health("writing to")
+        self._reading = DirectionHealth("reading from")
+        self._writing = DirectionHealth("writing to")
         self._step_id = StepId(0)
         self._num_missing = self._num_failed = self._num_unwritten = 0
 

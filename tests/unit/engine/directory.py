@@ -1,4 +1,4 @@
-"""A desk wired as in the engine, with a fake runner and files that are read when the test says."""
+"""A directory wired as in the engine, with a fake runner and files read when the test says."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 from manyroots.cache.cache import PrefixCache
 from manyroots.cache.families.full import FULL_ATTENTION
-from manyroots.cache.planes import Capacity, Layout
+from manyroots.cache.planes import CacheLayout, Capacity
 from manyroots.cache.policies import CachePolicies
 from manyroots.config import LoraSettings, SchedulerSettings
-from manyroots.engine.adapter_desk import AdapterDesk, AdapterFiles
+from manyroots.engine.adapter_directory import AdapterDirectory, AdapterFiles
 from manyroots.engine.loop import EngineLoop
 from manyroots.errors import RequestError
 from manyroots.ids import AdapterDigest, AdapterName
-from manyroots.lora.limits import Limits
+from manyroots.lora.limits import AdapterLimits
 from manyroots.lora.residency import Residency
 from manyroots.lora.spec import AdapterSpec, PairSpec
 from manyroots.messages import LoadLora, LoadTime, LoraReply, Output, Submit, UnloadLora
@@ -54,21 +54,21 @@ def digest_of(content: str) -> AdapterDigest:
     return AdapterDigest(hashlib.blake2b(content.encode(), digest_size=32).digest())
 
 
-class Desk:
-    """The loop, its desk, and what they have said."""
+class Directory:
+    """The loop, its directory, and what they have said."""
 
     def __init__(self, folder: Path, *, max_loras: int = 2, **settings: Any) -> None:
         self.folder = folder
         self.files = Files()
-        cache = PrefixCache(Layout.of(4, (Capacity(FULL_ATTENTION, 64),)), CachePolicies())
+        cache = PrefixCache(CacheLayout.of(4, (Capacity(FULL_ATTENTION, 64),)), CachePolicies())
         lora = LoraSettings(enable_lora=True, max_loras=max_loras, **settings)
-        self.residency = Residency(Limits(max_loras=max_loras, max_cpu_loras=0))
+        self.residency = Residency(AdapterLimits(max_loras=max_loras, max_cpu_loras=0))
         step = SchedulerSettings(max_num_seqs=8, max_num_batched_tokens=32)
         self.scheduler = Scheduler(step, cache, self.residency, max_model_len=256)
         files = AdapterFiles(self.files.read, self.files.kept.append)
-        self.desk = AdapterDesk(lora, self.scheduler, files, base_names={"base"})
+        self.directory = AdapterDirectory(lora, self.scheduler, files, base_names={"base"})
         runner = FakeRunner(page_size=4, vocab_size=VOCAB)
-        self.loop = EngineLoop(self.scheduler, runner, desk=self.desk)
+        self.loop = EngineLoop(self.scheduler, runner, directory=self.directory)
         self.outputs: dict[int, list[Output]] = {}
         self.replies: dict[int, LoraReply] = {}
         self.loads: list[LoadTime] = []

@@ -10,7 +10,12 @@ from manyroots.cache.families.full import FULL_ATTENTION
 from manyroots.cache.keys import PrefixKey
 from manyroots.cache.planes import Capacity
 from manyroots.cache.policies import CachePolicies
-from manyroots.cache.storage import FIRST_REST_STEPS, MAX_FAILURES, MAX_REST_STEPS, Health
+from manyroots.cache.storage_health import (
+    FIRST_REST_STEPS,
+    MAX_FAILURES,
+    MAX_REST_STEPS,
+    DirectionHealth,
+)
 from manyroots.ids import StepId, Tier
 from manyroots.messages import StorageStats
 from manyroots.step import Copy
@@ -123,7 +128,7 @@ def test_t03_a_full_disk_is_still_read() -> None:
 
 def test_t03_an_outage_is_logged_once_and_so_is_its_end(caplog: pytest.LogCaptureFixture) -> None:
     """T03: however many pages, copies and tries it costs."""
-    caplog.set_level(logging.INFO, "manyroots.cache.storage")
+    caplog.set_level(logging.INFO, "manyroots.cache.storage_health")
     hand = with_storage()
     copies = [ask(hand, number) for number in range(20)]
     for copy in copies:
@@ -141,7 +146,7 @@ def test_t03_an_outage_is_logged_once_and_so_is_its_end(caplog: pytest.LogCaptur
 
 def test_t03_each_failed_try_makes_the_rest_longer_up_to_a_limit() -> None:
     """T03: a dead server costs less and less, and is always tried again."""
-    health = Health("reading from")
+    health = DirectionHealth("reading from")
     step, rests = 1, []
     for _ in range(12):
         while health.is_good(StepId(step)):

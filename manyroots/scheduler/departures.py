@@ -19,7 +19,7 @@ from manyroots.scheduler.resting import Resting
 from manyroots.scheduler.rows import Rows
 
 
-class Endings:
+class Departures:
     """Takes rows, pages and adapters back."""
 
     def __init__(
@@ -38,7 +38,7 @@ class Endings:
         self.requests: dict[RequestId, Request] = {}
         """All that are not over for their callers."""
         self.leaving: dict[int, Request] = {}
-        """By stay: requests that ended or were retracted while a launched step computed them."""
+        """By tenancy: requests that ended or were retracted while a launched step computed them."""
         self.num_retractions = 0
 
     def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> Output:
@@ -71,14 +71,14 @@ class Endings:
                 request.ending = Ending.FINISHED
             if self._rows.is_in_flight(request.row):
                 request.state = State.DRAINING
-                self.leaving[request.stay] = request
+                self.leaving[request.tenancy] = request
             else:
                 self._close(request)
 
     def drained(self, request: Request) -> None:
         """Let a request go that is over, once no launched step computes it."""
         if request.row is not None and not self._rows.is_in_flight(request.row):
-            del self.leaving[request.stay]
+            del self.leaving[request.tenancy]
             self._close(request)
 
     def _close(self, request: Request) -> None:
@@ -135,7 +135,7 @@ class Endings:
         self._rows.settle(request)
         request.num_in_flight_tokens = int(self._rows.computed[row] - self._rows.committed[row])
         if request.num_in_flight_tokens:
-            self.leaving[request.stay] = request
+            self.leaving[request.tenancy] = request
 
     def _give_back(self, request: Request, ending: Ending) -> None:
         assert request.lease is not None
@@ -150,8 +150,8 @@ class Endings:
         """A launched step is done that computed tokens of a request without a row."""
         request.num_in_flight_tokens -= num_tokens
         if request.num_in_flight_tokens == 0:
-            del self.leaving[request.stay]
+            del self.leaving[request.tenancy]
 
-    def member(self, row: int, stay: int) -> Request:
-        """Whose stay on a row it was."""
-        return self.leaving.get(stay) or self._rows.request_at(row)
+    def member(self, row: int, tenancy: int) -> Request:
+        """Whose tenancy of a row it was."""
+        return self.leaving.get(tenancy) or self._rows.request_at(row)

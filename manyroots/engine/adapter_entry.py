@@ -1,14 +1,17 @@
-"""Messages that wait for an adapter's files to be read, in their order, each found at once.
+"""One name's entry in the directory of adapters: what it means, and the messages that wait for it.
 
-A caller may leave while thousands wait for as many adapters: taking one out walks over none of the
-others. Knows no reads and no scheduler.
+Messages wait in their order, and each is found at once: a caller may leave while thousands wait for
+as many adapters, and taking one out walks over none of the others. Knows no reads and no scheduler.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import dataclass
 
-from manyroots.ids import RequestId
+from manyroots.adapter_names import LoraModule
+from manyroots.ids import AdapterName, RequestId
+from manyroots.lora.spec import AdapterSpec
 from manyroots.messages import LoadLora, Submit, UnloadLora
 
 Message = Submit | LoadLora | UnloadLora
@@ -58,6 +61,22 @@ class WaitingMessages:
         """Take out a request that waits here."""
         del self._messages[True, request_id]
         del self._where[request_id]
+
+
+@dataclass(slots=True)
+class AdapterEntry:
+    """One name: what it means, and what waits until that is known."""
+
+    name: AdapterName
+    module: LoraModule | None
+    """Where its files are. None: the name means nothing yet."""
+    waiting: WaitingMessages
+    is_pinned: bool = False
+    spec: AdapterSpec | None = None
+    """What the scheduler takes requests for; None before the first read."""
+    is_reading: bool = False
+    load: LoadLora | None = None
+    """What the read under way was asked by; None if by a request."""
 
 
 def _key(message: Message) -> Key:

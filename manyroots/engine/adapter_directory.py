@@ -1,12 +1,12 @@
-"""The desk for adapters: which names exist, where their files are, and who waits for them.
+"""The directory of adapters: which names exist, where their files are, and who waits for them.
 
 In: submissions that name an adapter, loads and unloads. Out: the same submissions, handed to the
 scheduler once it knows the adapter, or refused with the reason; and replies to loads and unloads.
 
 Names are noted at start and read when first wanted, so that starting with many costs no more than
 with few. A read runs on another thread; everyone else decodes meanwhile. Messages about one name
-are carried out in their order: those that come while it is read wait in its lane. Only requests for
-content that is loaded already pass, since a reload gives them nothing to wait for.
+are carried out in their order: those that come while it is read wait in its entry. Only requests
+for content that is loaded already pass, since a reload gives them nothing to wait for.
 
 Called by the loop's thread alone. Knows no tensor and no slot.
 """
@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 
 from manyroots.adapter_names import LoraModule, name_fault
 from manyroots.config import LoraSettings
+from manyroots.engine.adapter_entry import AdapterEntry, Message, WaitingMessages
 from manyroots.engine.adapter_folders import find_folder
-from manyroots.engine.adapter_lane import Message, WaitingMessages
 from manyroots.engine.adapter_reads import Finished, Reads
 from manyroots.errors import ManyrootsError, NotFoundError, RequestError
 from manyroots.ids import AdapterName, RequestId, Tier
@@ -68,24 +68,8 @@ class _Read:
     weights: AdapterWeights
 
 
-@dataclass(slots=True)
-class _Lane:
-    """One name: what it means, and what waits until that is known."""
-
-    name: AdapterName
-    module: LoraModule | None
-    """Where its files are. None: the name means nothing yet."""
-    waiting: WaitingMessages
-    is_pinned: bool = False
-    spec: AdapterSpec | None = None
-    """What the scheduler takes requests for; None before the first read."""
-    is_reading: bool = False
-    load: LoadLora | None = None
-    """What the read under way was asked by; None if by a request."""
-
-
-class AdapterDesk:
-    """Names and their lanes."""
+class AdapterDirectory:
+    """Names and their entries."""
 
     def __init__(
         self,
@@ -100,7 +84,7 @@ class AdapterDesk:
         self._scheduler = scheduler
         self._files = files
         self._base_names = frozenset(base_names)
-        self._lanes: dict[AdapterName, _Lane] = {}
+        self._entries: dict[AdapterName, AdapterEntry] = {}
         self._where: dict[RequestId, WaitingMessages] = {}
         """Among whose messages each request waits."""
         self.reads: Reads[_Read] = Reads()
@@ -115,14 +99,14 @@ class AdapterDesk:
         name = AdapterName(module.name)
         if fault := self._name_fault(module.name):
             raise RequestError(fault, field="lora_name")
-        lane = self._lanes.get(name)
-        if lane is None and not module.path:
+        entry = self._entries.get(name)
+        if entry is None and not module.path:
             raise NotFoundError(
                 f"adapter {name!r} is not known; say in which folder it is.", field="lora_path"
             )
-        if lane is None:
-            self._lanes[name] = _Lane(name, module, WaitingMessages(self._where))
-        elif lane.module is None or (module.path and module.path != lane.module.path):
+        if entry is None:
+            self._entries[name] = AdapterEntry(name, module, WaitingMessages(self._where))
+        elif entry.module is None or (module.path and module.path != entry.module.path):
             raise RequestError(
                 f"adapter {name!r} is known already, from another folder than {module.path!r}; "
                 "unload it first, or load it in place.",
@@ -130,16 +114,18 @@ class AdapterDesk:
             )
 
     def handle(self, message: Message) -> None:
-        """Carry out a message, now or when its turn in the name's lane has come."""
-        lane = self._lane_of(message)
-        if lane is None:
+        """Carry out a message, now or when its turn in the name's entry has come."""
+        entry = self._entry_of(message)
+        if entry is None:
             self._refuse_unknown(message)
-        elif isinstance(message, Submit) and lane.spec is not None and not lane.waiting.has_unload:
+        elif (
+            isinstance(message, Submit) and entry.spec is not None and not entry.waiting.has_unload
+        ):
             self._scheduler.submit(message)
-        elif lane.is_reading:
-            lane.waiting.append(message)
+        elif entry.is_reading:
+            entry.waiting.append(message)
         else:
-            self._carry_out(lane, message)
+            self._carry_out(entry, message)
 
     def abort(self, request_id: RequestId) -> bool:
         """Forget a request that waits here; False if none does."""
@@ -152,9 +138,9 @@ class AdapterDesk:
 
     def where(self, name: AdapterName) -> Tier | None:
         """Where a request that comes now finds the weights; None if the name means nothing."""
-        lane = self._lanes.get(name)
-        if lane is None or lane.spec is None:
-            return None if lane is None else Tier.STORAGE
+        entry = self._entries.get(name)
+        if entry is None or entry.spec is None:
+            return None if entry is None else Tier.STORAGE
         return self._scheduler.whereabouts(name)
 
     @property
@@ -186,43 +172,43 @@ class AdapterDesk:
 
     # Inside
 
-    def _lane_of(self, message: Message) -> _Lane | None:
+    def _entry_of(self, message: Message) -> AdapterEntry | None:
         name = message.adapter if isinstance(message, Submit) else message.name
         assert name is not None
-        lane = self._lanes.get(name)
-        if lane is None and isinstance(message, LoadLora) and not self._name_fault(name):
-            lane = self._lanes[name] = _Lane(name, None, WaitingMessages(self._where))
-        return lane
+        entry = self._entries.get(name)
+        if entry is None and isinstance(message, LoadLora) and not self._name_fault(name):
+            entry = self._entries[name] = AdapterEntry(name, None, WaitingMessages(self._where))
+        return entry
 
     def _name_fault(self, name: str) -> str | None:
         if name in self._base_names:
             return f"{name!r} is what the base model is called; give the adapter another name."
         return name_fault(name)
 
-    def _carry_out(self, lane: _Lane, message: Message) -> None:
+    def _carry_out(self, entry: AdapterEntry, message: Message) -> None:
         """Nothing of this name is under way."""
         match message:
-            case Submit() if lane.spec is not None:
+            case Submit() if entry.spec is not None:
                 self._scheduler.submit(message)
-            case Submit() if lane.module is not None:
-                lane.waiting.append_first(message)
-                self._begin(lane, lane.module.path, None)
-            case LoadLora() if lane.module is None or message.in_place:
-                self._begin(lane, message.path, message)
+            case Submit() if entry.module is not None:
+                entry.waiting.append_first(message)
+                self._begin(entry, entry.module.path, None)
+            case LoadLora() if entry.module is None or message.in_place:
+                self._begin(entry, message.path, message)
             case LoadLora():
                 self._reply_error(
                     message.op_id,
-                    f"adapter {lane.name!r} exists already; unload it first, or set load_inplace "
+                    f"adapter {entry.name!r} exists already; unload it first, or set load_inplace "
                     "to give its name new weights.",
                     ErrorKind.REQUEST,
                 )
-            case UnloadLora() if lane.module is not None:
-                self._unload(lane, message)
+            case UnloadLora() if entry.module is not None:
+                self._unload(entry, message)
             case _:
                 self._refuse_unknown(message)
 
-    def _begin(self, lane: _Lane, path: str, load: LoadLora | None) -> None:
-        lane.is_reading, lane.load = True, load
+    def _begin(self, entry: AdapterEntry, path: str, load: LoadLora | None) -> None:
+        entry.is_reading, entry.load = True, load
         # Folders noted at start are the operator's own word.
         lora_dirs = () if load is None else self._lora_dirs
 
@@ -231,34 +217,34 @@ class AdapterDesk:
             allowed = [Path(item) for item in lora_dirs] or None
             return _Read(folder, *self._files.read(folder, allowed))
 
-        self.reads.begin(lane, job)
+        self.reads.begin(entry, job)
 
     def _take_in(self, finished: Finished[_Read]) -> None:
-        """A read is over: answer whoever asked for it, then go on with its lane."""
-        lane = finished.key
-        assert isinstance(lane, _Lane)
-        load = lane.load
-        lane.is_reading, lane.load = False, None
+        """A read is over: answer whoever asked for it, then go on with its entry."""
+        entry = finished.key
+        assert isinstance(entry, AdapterEntry)
+        load = entry.load
+        entry.is_reading, entry.load = False, None
         try:
             if finished.error is not None:
                 raise finished.error
             assert finished.result is not None
-            self._open(lane, finished.result, load)
+            self._open(entry, finished.result, load)
         except Exception as error:
-            self._fail(lane, load, error)
+            self._fail(entry, load, error)
         is_good = finished.error is None
         self._read_times.append(LoadTime(Tier.STORAGE, Tier.HOST, finished.seconds, is_good))
-        while lane.waiting and not lane.is_reading:
-            self._carry_out(lane, lane.waiting.pop())
-        if lane.module is None and not lane.is_reading and self._lanes.get(lane.name) is lane:
-            del self._lanes[lane.name]
+        while entry.waiting and not entry.is_reading:
+            self._carry_out(entry, entry.waiting.pop())
+        if entry.module is None and not entry.is_reading and self._entries.get(entry.name) is entry:
+            del self._entries[entry.name]
 
-    def _open(self, lane: _Lane, read: _Read, load: LoadLora | None) -> None:
+    def _open(self, entry: AdapterEntry, read: _Read, load: LoadLora | None) -> None:
         """The scheduler takes requests for the name from now on."""
         spec = read.spec
-        is_pinned = lane.is_pinned if load is None else load.is_pinned
+        is_pinned = entry.is_pinned if load is None else load.is_pinned
         self._scheduler.load_adapter(
-            lane.name,
+            entry.name,
             spec.digest,
             path=str(read.folder),
             rank=spec.rank,
@@ -266,35 +252,35 @@ class AdapterDesk:
             invocation_tokens=spec.invocation_tokens,
             is_pinned=is_pinned,
         )
-        is_unchanged = lane.spec is not None and lane.spec.digest == spec.digest
+        is_unchanged = entry.spec is not None and entry.spec.digest == spec.digest
         if self._scheduler.take_adapter_copy(spec.digest):
             self._files.keep(read.weights)
-        lane.spec, lane.is_pinned = spec, is_pinned
-        logger.info("adapter %s: rank %d, %d bytes, %s", lane.name, spec.rank, spec.num_bytes,
+        entry.spec, entry.is_pinned = spec, is_pinned
+        logger.info("adapter %s: rank %d, %d bytes, %s", entry.name, spec.rank, spec.num_bytes,
                     spec.digest.hex()[:16])  # fmt: skip
         if load is not None:
-            lane.module = LoraModule(lane.name, load.path)
+            entry.module = LoraModule(entry.name, load.path)
             self._replies.append(_loaded(load.op_id, read, is_unchanged))
 
-    def _fail(self, lane: _Lane, load: LoadLora | None, error: Exception) -> None:
+    def _fail(self, entry: AdapterEntry, load: LoadLora | None, error: Exception) -> None:
         """Whatever the name meant before, it still does; wanting it again reads again (W10)."""
         kind = ErrorKind.REQUEST if isinstance(error, ManyrootsError) else ErrorKind.ENGINE
         if kind is ErrorKind.ENGINE:
-            logger.error("adapter %s could not be read", lane.name, exc_info=error)
+            logger.error("adapter %s could not be read", entry.name, exc_info=error)
         if load is not None:
             self._reply_error(load.op_id, str(error), kind)
             return
-        reason = f"adapter {lane.name!r} can't be used: {error}"
-        while lane.waiting and isinstance(lane.waiting.first, Submit):
-            self._refuse(lane.waiting.pop(), reason, kind)
+        reason = f"adapter {entry.name!r} can't be used: {error}"
+        while entry.waiting and isinstance(entry.waiting.first, Submit):
+            self._refuse(entry.waiting.pop(), reason, kind)
 
-    def _unload(self, lane: _Lane, message: UnloadLora) -> None:
-        lane.module = None
+    def _unload(self, entry: AdapterEntry, message: UnloadLora) -> None:
+        entry.module = None
         reply = LoraReply(message.op_id)
-        if lane.spec is not None:
-            lane.spec = None
+        if entry.spec is not None:
+            entry.spec = None
             num_free = self._scheduler.stats().num_free_pages
-            unloaded = self._scheduler.unload_adapter(lane.name)
+            unloaded = self._scheduler.unload_adapter(entry.name)
             reply = LoraReply(
                 message.op_id,
                 path=unloaded.version.path,
@@ -305,8 +291,8 @@ class AdapterDesk:
                 num_requests=unloaded.num_holds,
             )
         self._replies.append(reply)
-        if not lane.waiting:
-            del self._lanes[lane.name]
+        if not entry.waiting:
+            del self._entries[entry.name]
 
     def _refuse_unknown(self, message: Message) -> None:
         if isinstance(message, Submit):

@@ -1,4 +1,4 @@
-"""The door: a prompt and its parameters become `Submit` messages, or a reason why not.
+"""Intake: a prompt and its parameters become `Submit` messages, or a reason why not.
 
 Takes what a caller asked and what the engine can do; gives messages that the engine can carry
 out. Used by the API and by `LLM` alike. Everything that depends on the model is checked here,
@@ -40,7 +40,7 @@ def _token_ids(prompt: Sequence[int], field: str) -> list[int]:
     return [operator.index(token) for token in tokens]
 
 
-class Door:
+class Intake:
     """Checks and numbers requests for one engine."""
 
     def __init__(

@@ -11,19 +11,19 @@ import gc
 import logging
 import os
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from manyroots.config import EngineSettings, ModelSettings
 from manyroots.distributed.shard import WHOLE, Shard
-from manyroots.engine.adapter_half import (
-    AdapterHalf,
+from manyroots.engine.adapter_runtime import (
+    AdapterRuntime,
     MakeLoader,
     adapter_limits,
-    build_adapter_half,
+    build_adapter_runtime,
     slot_bytes,
 )
-from manyroots.engine.alarm import Alarm
 from manyroots.engine.memory import count_pages, estimated_step_bytes
 from manyroots.errors import ConfigError
 from manyroots.models.fused import check_fused_step, why_not_fused
@@ -39,6 +39,9 @@ from manyroots.step import Runner
 from manyroots.store.adapter_loader import AdapterLoader
 from manyroots.store.arena import PageArena, page_bytes
 
+if TYPE_CHECKING:
+    from manyroots.engine.loop import Alarm
+
 logger = logging.getLogger(__name__)
 
 
@@ -51,7 +54,7 @@ class Sizes:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedPart:
+class Worker:
     """A rank's weights, and what fits beside them."""
 
     model: Llama
@@ -66,12 +69,12 @@ class LoadedPart:
 
     def make_adapters(
         self, settings: EngineSettings, make_loader: MakeLoader = AdapterLoader
-    ) -> AdapterHalf | None:
+    ) -> AdapterRuntime | None:
         """Slots for adapters and the way to fill them; None without --enable-lora."""
         lora = settings.lora
         if not lora.enable_lora:
             return None
-        return build_adapter_half(
+        return build_adapter_runtime(
             lora, self.model, self.dtype, self.device, make_loader, fused=self.is_fused(settings)
         )
 
@@ -80,7 +83,7 @@ class LoadedPart:
         return is_fused(settings, self.model.spec, self.device, self.shard)
 
     def make_runner(
-        self, settings: EngineSettings, sizes: Sizes, adapters: AdapterHalf | None
+        self, settings: EngineSettings, sizes: Sizes, adapters: AdapterRuntime | None
     ) -> TorchRunner:
         """Give it pages and rows."""
         arena = _arena(settings, self.model.spec, sizes.num_pages, self.dtype, self.device)
@@ -108,32 +111,32 @@ class LoadedPart:
 
 
 @dataclass(frozen=True, slots=True)
-class ExecuteHalf:
+class Executor:
     """What carries out plans, whole: one rank or several."""
 
-    part: LoadedPart
+    worker: Worker
     """The first rank's."""
     sizes: Sizes
     runner: Runner
-    adapters: AdapterHalf | None
+    adapters: AdapterRuntime | None
     """None without --enable-lora."""
     alarm: Alarm | None
     """Rung when the runner can't go on; None if nothing outside of a step can end it."""
 
 
-def execute_alone(settings: EngineSettings, source: ModelSource) -> ExecuteHalf:
+def execute_alone(settings: EngineSettings, source: ModelSource) -> Executor:
     """All of the model in this process."""
     with stage("weights and sizes"):
-        part = load_part(settings, source, WHOLE)
-    sizes = fit_sizes(settings, part, part.num_pages)
+        worker = load_worker(settings, source, WHOLE)
+    sizes = fit_sizes(settings, worker, worker.num_pages)
     with stage("adapter slots"):
-        adapters = part.make_adapters(settings)
+        adapters = worker.make_adapters(settings)
     with stage("pages and warm-up"):
-        runner = part.make_runner(settings, sizes, adapters)
-    return ExecuteHalf(part, sizes, runner, adapters, alarm=None)
+        runner = worker.make_runner(settings, sizes, adapters)
+    return Executor(worker, sizes, runner, adapters, alarm=None)
 
 
-def load_part(settings: EngineSettings, source: ModelSource, shard: Shard) -> LoadedPart:
+def load_worker(settings: EngineSettings, source: ModelSource, shard: Shard) -> Worker:
     """Load a rank's weights and count what fits beside them."""
     device = pick_device(settings.model, shard)
     dtype = pick_dtype(settings.model, source, device)
@@ -161,7 +164,7 @@ def load_part(settings: EngineSettings, source: ModelSource, shard: Shard) -> Lo
     reserved_bytes = 0
     if device.type == "cuda" and settings.cache.kv_cache_memory_bytes is None:
         reserved_bytes = _reserved_bytes(settings, model, dtype, max_model_len, fused=fused)
-    return LoadedPart(
+    return Worker(
         model,
         dtype,
         device,
@@ -291,9 +294,9 @@ def _model_length(settings: ModelSettings, spec: ModelSpec, most_tokens: int) ->
     return settings.max_model_len
 
 
-def fit_sizes(settings: EngineSettings, part: LoadedPart, num_pages: int) -> Sizes:
+def fit_sizes(settings: EngineSettings, worker: Worker, num_pages: int) -> Sizes:
     """One request of the full length must fit, or it could never be finished."""
-    page_size, max_model_len = settings.cache.block_size, part.max_model_len
+    page_size, max_model_len = settings.cache.block_size, worker.max_model_len
     capacity = num_pages * page_size
     if max_model_len <= capacity:
         return Sizes(num_pages, max_model_len)

@@ -1,4 +1,4 @@
-"""A plan being drawn up: one budget for the step, and what was placed so far."""
+"""A plan being built: one budget for the step, and what was placed so far."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from manyroots.cache.cache import PrefixCache
 from manyroots.cache.lease import Lease
 from manyroots.cache.outcomes import Extension
+from manyroots.config import SchedulerSettings
 from manyroots.ids import Row, StepId
 from manyroots.scheduler.request import Request
 from manyroots.scheduler.rows import NO_ROWS, Int64s, Rows
@@ -30,12 +32,12 @@ class Launched:
     rows: Int64s
     num_tokens: Int64s
     samples: Bools
-    stays: Int64s
-    """Whose stay on its row the step was planned for."""
+    tenancies: Int64s
+    """Whose tenancy of its row the step was planned for."""
     total_tokens: int
 
 
-class Draft:
+class PlanBuilder:
     """What this step does so far and what it may still do."""
 
     __slots__ = (
@@ -161,8 +163,40 @@ class Draft:
             waits=waits,
         )
         total_tokens = self._budget - self.num_tokens_left
-        stays = self._rows.stay[rows]
-        return plan, Launched(self.step_id, rows, num_tokens, samples, stays, total_tokens)
+        tenancies = self._rows.tenancy[rows]
+        return plan, Launched(self.step_id, rows, num_tokens, samples, tenancies, total_tokens)
+
+
+class Placer:
+    """Places parts of requests in steps: what beginning a request and continuing one share. Does
+    not know who is next, nor what to do when there is no room."""
+
+    def __init__(self, settings: SchedulerSettings, cache: PrefixCache) -> None:
+        self._most_tokens = settings.long_prefill_token_threshold
+        self.most_step_tokens = settings.max_num_batched_tokens
+        """Of one request, at most, in one step."""
+        if self._most_tokens is not None:
+            self.most_step_tokens = min(self.most_step_tokens, self._most_tokens)
+        self._cache = cache
+
+    def chunk(self, request: Request, lease: Lease, computed: int, builder: PlanBuilder) -> int:
+        """How many of its tokens a request may compute in this step, behind those computed."""
+        num_tokens = request.num_tokens - computed
+        if num_tokens < 1:
+            num_tokens = 1  # A sequence that decodes has one to compute, known by then or not.
+        if num_tokens > builder.num_tokens_left:
+            num_tokens = builder.num_tokens_left
+        if self._most_tokens is not None:
+            num_tokens = min(num_tokens, self._most_tokens)
+        return self._cache.clip(lease, computed, num_tokens)
+
+    def place(
+        self, request: Request, lease: Lease, computed: int, num: int, builder: PlanBuilder
+    ) -> None:
+        """The request has what it needs for `num` tokens more: they are computed in this step."""
+        end = computed + num
+        self._cache.announce(lease, request.tokens, end, builder.step_id)
+        builder.place(request, lease, num, end)
 
 
 def _without(row: Row, growth: NewPages) -> NewPages:

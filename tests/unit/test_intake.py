@@ -1,4 +1,4 @@
-"""The door: what can't be served is refused by name; the rest is numbered and seeded."""
+"""The intake: what can't be served is refused by name; the rest is numbered and seeded."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import pytest
 
 from manyroots.errors import RequestError
 from manyroots.ids import Namespace, RequestId
+from manyroots.intake import Intake
 from manyroots.messages import EngineInfo, Submit
 from manyroots.sampling import SamplingParams
-from manyroots.text.door import Door
 from manyroots.text.tokenizer import Tokenizer
+from tests.unit.text.tiny_tokenizer import tiny_tokenizer
 
 BASE = Namespace(adapter=None, salt=None)
 
@@ -27,13 +28,18 @@ def info(**changes: Any) -> EngineInfo:
     return EngineInfo(**(values | changes))
 
 
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return tiny_tokenizer()
+
+
 class Asker:
     def __init__(self, tokenizer: Tokenizer, rng: random.Random | None = None, **changes: Any):
-        self.door = Door(info(**changes), tokenizer, rng)
+        self.intake = Intake(info(**changes), tokenizer, rng)
         self.ids = map(RequestId, itertools.count(1))
 
     def ask(self, prompt: list[int], **sampling: Any) -> list[Submit]:
-        return self.door.submits(
+        return self.intake.submits(
             prompt,
             SamplingParams(**sampling),
             BASE,
@@ -117,7 +123,7 @@ def test_what_the_cache_cannot_hold_is_refused(tokenizer: Tokenizer) -> None:
 
 
 def test_a_text_that_can_never_fit_is_refused_unread(asker: Asker) -> None:
-    assert asker.door.encode("hello") == [261]
+    assert asker.intake.encode("hello") == [261]
     with pytest.raises(RequestError, match="1000000 characters") as caught:
-        asker.door.encode("x" * 10**6, field="messages")
+        asker.intake.encode("x" * 10**6, field="messages")
     assert caught.value.field == "messages"

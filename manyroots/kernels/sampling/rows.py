@@ -1,0 +1,145 @@
+"""What a step's rows ask of the sampler, and what it gives: tensors on the device, one entry a row.
+
+Small numbers travel with each step (`SamplingRows`); what is large or changes on the device lies in
+tables by row of the batch (`SamplingTables`), of which a step's row names its own. The row behind
+the last is nobody's: padding, and rows that don't sample, name it and ask for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+import torch
+from torch import Tensor
+
+from manyroots.sampling import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
+
+MAX_TOP = MAX_LOGPROBS
+"""Likeliest tokens that `Sampled` has room for."""
+MAX_BIASES = MAX_LOGIT_BIAS
+MAX_STOPS = 2 * MAX_STOP_TOKEN_IDS
+"""A caller's, and as many of the model's own."""
+IN_PROMPT = 1 << 30
+"""In a count: the prompt has the token. The bits below count the output's."""
+NO_LOGPROBS = -1
+
+NO_FAULT, NOT_FINITE, ALL_FORBIDDEN, FAILED = range(4)
+"""Why a row has no token. Only the host's sampler knows FAILED, and tells the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingTables:
+    """By row of the batch, with one row more for nobody."""
+
+    counts: Tensor
+    """int32 [rows + 1, vocabulary]: how often a row's output has each token, and IN_PROMPT. Right
+    for rows that ask for penalties alone: set when they arrive, counted on by `sample`."""
+    bias_ids: Tensor
+    """int32 [rows + 1, MAX_BIASES]: different tokens"""
+    biases: Tensor
+    """float32 [rows + 1, MAX_BIASES]"""
+    stop_ids: Tensor
+    """int32 [rows + 1, MAX_STOPS]"""
+    masks: Tensor
+    """int32 [rows + 1, vocabulary / 32]: token t is allowed if bit t % 32 of word t / 32 is set"""
+
+    @classmethod
+    def zeros(cls, max_num_seqs: int, vocab: int, device: torch.device) -> SamplingTables:
+        def table(width: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(max_num_seqs + 1, width, dtype=dtype, device=device)
+
+        return cls(
+            counts=table(vocab),
+            bias_ids=table(MAX_BIASES),
+            biases=table(MAX_BIASES, torch.float32),
+            stop_ids=table(MAX_STOPS),
+            masks=table(-(-vocab // 32)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """How each row of a step chooses its token; all [rows]."""
+
+    table_rows: Tensor
+    """int64: the row's own in `tables`"""
+    temperature: Tensor
+    """float32; 0 takes the likeliest token"""
+    top_k: Tensor
+    """int32; 0 keeps all"""
+    top_p: Tensor
+    """float64; 1 keeps all"""
+    min_p: Tensor
+    """float64; 0 keeps all"""
+    seeds: Tensor
+    """int64, the bits of an unsigned one"""
+    indices: Tensor
+    """int64: which of its random numbers the row draws"""
+    repetition: Tensor
+    """float32; 1 changes nothing"""
+    frequency: Tensor
+    """float32"""
+    presence: Tensor
+    """float32"""
+    num_biases: Tensor
+    """int32"""
+    num_stops: Tensor
+    """int32: of the row's stop ids, all are forbidden in this step, or none (0)"""
+    has_mask: Tensor
+    """int32, 0 or 1"""
+    num_top: Tensor
+    """int32: likeliest tokens to give, up to MAX_TOP; NO_LOGPROBS for no logprobs at all"""
+    tables: SamplingTables
+
+    @classmethod
+    def of(cls, views: Mapping[str, Tensor], tables: SamplingTables) -> SamplingRows:
+        """From arrays of these names on the device (`SamplingState.arrays`)."""
+        return cls(**{name: views[name] for name in ROW_FIELDS}, tables=tables)
+
+
+ROW_FIELDS = tuple(f.name for f in fields(SamplingRows) if f.name != "tables")
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What was chosen. Logprobs are the model's own, before edits, temperature and cuts."""
+
+    packed: Tensor
+    """int32 [4 + 2 * MAX_TOP, rows], so that one copy brings it all to the host"""
+    told: Mapping[int, str] = field(default_factory=dict)
+    """By index, the reasons of rows that FAILED."""
+
+    @classmethod
+    def empty(cls, num_rows: int, device: torch.device) -> Sampled:
+        return cls(torch.empty(4 + 2 * MAX_TOP, num_rows, dtype=torch.int32, device=device))
+
+    @property
+    def tokens(self) -> Tensor:
+        """int32 [rows]; means nothing where there is a fault"""
+        return self.packed[0]
+
+    @property
+    def faults(self) -> Tensor:
+        """int32 [rows]: NO_FAULT, or why there is no token"""
+        return self.packed[1]
+
+    @property
+    def logprobs(self) -> Tensor:
+        """float32 [rows], of the token; as all below, for rows that ask for logprobs"""
+        return self.packed[2].view(torch.float32)
+
+    @property
+    def ranks(self) -> Tensor:
+        """int32 [rows], of the token; 1 is the likeliest"""
+        return self.packed[3]
+
+    @property
+    def top_ids(self) -> Tensor:
+        """int32 [rows, MAX_TOP], likeliest first; the first `num_top` of a row mean something"""
+        return self.packed[4 : 4 + MAX_TOP].T
+
+    @property
+    def top_logprobs(self) -> Tensor:
+        """float32 [rows, MAX_TOP]"""
+        return self.packed[4 + MAX_TOP :].view(torch.float32).T

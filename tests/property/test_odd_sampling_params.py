@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.unit.test_intake import info
 
 from manyroots import LLM, SamplingParams
 from manyroots.distributed import wire as ranks
@@ -32,6 +31,7 @@ from manyroots.runner.sampler import Choices, Sampler
 from manyroots.runner.sampling_state import SamplingState
 from manyroots.step import Arrival, Plan
 from tests.unit.models.tiny import save_tiny
+from tests.unit.test_intake import info
 from tests.unit.text.tiny_tokenizer import tiny_backend, tiny_tokenizer
 
 VOCAB = 300
@@ -114,7 +114,7 @@ def sample(submits: list[Submit], output: list[int], logits: torch.Tensor) -> Ch
     )  # fmt: skip
     empty = np.empty(0, np.int32)
     plan = Plan(StepId(1), arrivals, (), empty, empty, np.empty(0, np.bool_))
-    _, plan = ranks.decode(ranks.encode(ranks.Kind.PLAN, plan))
+    _, plan = ranks.decode(ranks.encode(ranks.RankMessageKind.PLAN, plan))
     for arrival in plan.arrivals:
         state.arrive(arrival)
     assert not state.failures
@@ -138,7 +138,7 @@ def test_an_odd_value_is_refused_by_name_or_samples_a_token(seed: int) -> None:
     for begin in range(0, len(accepted), 16):
         some = [plain, *accepted[begin : begin + 16]]
         for submit in some[1:]:
-            _, arrived = wire.decode(wire.encode(wire.Kind.SUBMIT, submit))
+            _, arrived = wire.decode(wire.encode(wire.MessageKind.SUBMIT, submit))
             assert arrived.sampling == submit.sampling
         spread = rng.choice([0.0, 1e-40, 1.0, 1e4, 1e30, 3e37])
         logits = torch.randn(len(some), VOCAB, generator=generator) * spread

@@ -948,7 +948,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "raise",
         "a row whose draw fails takes the step with it",
         (
-            "unit/runner/cuda/test_cuda_runner.py::"
+            "unit/runner/test_cuda_runner.py::"
             "test_a_row_whose_sampling_fails_fails_alone[False-draw]",
         ),
     ),

@@ -33,7 +33,7 @@ from manyroots.models.source import ModelSource
 from manyroots.models.spec import ModelSpec
 from manyroots.models.weight_bytes import device_bytes
 from manyroots.progress import stage
-from manyroots.runner.cuda.runner import CudaRunner
+from manyroots.runner.cuda_runner import CudaRunner
 from manyroots.runner.torch_runner import TorchRunner
 from manyroots.step import Runner
 from manyroots.store.adapter_loader import AdapterLoader

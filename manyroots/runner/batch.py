@@ -1,52 +1,25 @@
 """The persistent batch: what the runner remembers of each row between steps.
 
-In: the deltas of a plan. Out: the flat arrays a forward pass needs. Numpy throughout and no loop
+In: the deltas of a plan. Out: the `StepInputs` of a forward pass. Numpy throughout and no loop
 over the rows of a step: only arrivals cost Python. Rows with the same adapter are laid out
 together, so that their tokens are one product.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
-import numpy.typing as npt
 
 from manyroots.ids import NO_ADAPTER
+from manyroots.runner.inputs import Int64s, StepInputs
 from manyroots.step import Arrival, Int32s, Plan
-
-Int64s = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class StepInputs:
-    """One step, flattened: sequences with a single token first, then the longer ones; within
-    both those of the base model first, then by adapter slot."""
-
-    rows: Int32s
-    """Row of each sequence, in this order."""
-    tokens: Int64s
-    positions: Int64s
-    query_starts: Int64s
-    """Sequence i has flat tokens [query_starts[i], query_starts[i + 1])."""
-    context_lens: Int64s
-    """Tokens that a sequence's last token sees, itself included."""
-    num_decodes: int
-    page_table: Int32s
-    slot_pages: Int64s
-    slot_offsets: Int64s
-    token_slots: Int64s | None
-    """The adapter slot of each token, or NO_ADAPTER; None if no token has one."""
-    sampling: Int64s
-    """Which sequences sample, as indices into `rows`, ascending."""
-    sampling_order: Int64s
-    """For each sampling row of the plan, in its order, which of `sampling` it is."""
 
 
 class PersistentBatch:
     """Tokens, progress and page tables by row."""
 
-    def __init__(self, *, max_num_seqs: int, max_model_len: int, page_size: int) -> None:
+    def __init__(
+        self, *, max_num_seqs: int, max_model_len: int, page_size: int, num_families: int = 1
+    ) -> None:
         self._page_size = page_size
         # Zeroed memory is not touched until it is used, so long limits cost nothing up front.
         self.tokens = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
@@ -55,14 +28,17 @@ class PersistentBatch:
         self._num_computed = np.zeros(max_num_seqs, np.int64)
         self._adapter_slot = np.full(max_num_seqs, NO_ADAPTER, np.int64)
         self._adapter_from = np.zeros(max_num_seqs, np.int64)
-        self._page_table = np.zeros((max_num_seqs, -(-max_model_len // page_size)), np.int32)
+        max_pages = -(-max_model_len // page_size)
+        self.page_tables = np.zeros((num_families, max_num_seqs + 1, max_pages), np.int32)
+        """By family and row; entry i is the page of the tokens from i * page_size on. Those in
+        front of a window are whatever they were. The row behind the last is nobody's."""
 
     def apply(self, plan: Plan) -> None:
         """Take in what changed since the last plan."""
         for arrival in plan.arrivals:
             self._arrive(arrival)
         for growth in plan.new_pages:
-            self._page_table[growth.rows, growth.places] = growth.pages
+            self.page_tables[growth.family, growth.rows, growth.places] = growth.pages
 
     def _arrive(self, arrival: Arrival) -> None:
         row, count = arrival.row, len(arrival.tokens)
@@ -73,8 +49,8 @@ class PersistentBatch:
         slot = arrival.adapter_slot
         self._adapter_slot[row] = NO_ADAPTER if slot is None else slot
         self._adapter_from[row] = arrival.adapter_from
-        table = arrival.page_tables[0]
-        self._page_table[row, : len(table)] = table
+        for mine, table in zip(self.page_tables, arrival.page_tables, strict=True):
+            mine[row, : len(table)] = table
 
     def inputs(self, plan: Plan) -> StepInputs:
         """Lay a step out flat, and count its tokens as computed."""
@@ -91,8 +67,6 @@ class PersistentBatch:
 
         flat_rows = np.repeat(rows, counts)
         positions = np.arange(starts[-1]) - np.repeat(starts[:-1] - begin, counts)
-        pages = self._page_table[flat_rows, positions // self._page_size]
-        max_pages = -(-int(context_lens.max()) // self._page_size)
         self._num_computed[rows] = context_lens
 
         place = np.empty(len(order), np.int64)
@@ -100,14 +74,14 @@ class PersistentBatch:
         sampled = place[plan.samples]
         return StepInputs(
             rows=rows,
+            token_rows=flat_rows,
             tokens=self.tokens[flat_rows, positions].astype(np.int64),
             positions=positions,
             query_starts=starts,
             context_lens=context_lens,
             num_decodes=int(np.count_nonzero(counts == 1)),
-            page_table=self._page_table[rows, :max_pages],
-            slot_pages=pages.astype(np.int64),
-            slot_offsets=positions % self._page_size,
+            pages=self.page_tables[:, flat_rows, positions // self._page_size],
+            offsets=positions % self._page_size,
             token_slots=self._token_slots(flat_rows, positions, slots),
             sampling=np.sort(sampled),
             sampling_order=np.argsort(np.argsort(sampled)),

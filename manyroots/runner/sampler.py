@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manyroots.runner.batch import Int64s, PersistentBatch
+from manyroots.runner.batch import PersistentBatch
 from manyroots.runner.cuts import Cuts, draw
 from manyroots.runner.draws import uniform
+from manyroots.runner.inputs import Int64s
 from manyroots.runner.sampling_state import SamplingState
 from manyroots.step import Int32s
 

@@ -18,7 +18,8 @@ from manyroots.distributed.shard import WHOLE, Shard
 from manyroots.ids import Row
 from manyroots.kernels.attention.batch import AttentionBatch
 from manyroots.kernels.lora.batch import AdapterBatch
-from manyroots.runner.batch import Int64s, PersistentBatch, StepInputs
+from manyroots.runner.batch import PersistentBatch
+from manyroots.runner.inputs import Int64s, StepInputs
 from manyroots.runner.logprobs import POSITIONS_AT_ONCE, score
 from manyroots.runner.sampler import Choices, Sampler
 from manyroots.runner.sampling_state import SamplingState
@@ -106,7 +107,7 @@ class TorchRunner:
                 prompt_logprobs=prompt_logprobs,
                 adapters=self._answers(),
             )
-        logits = self._logits(inputs, hidden, inputs.query_starts[inputs.sampling + 1] - 1)
+        logits = self._logits(inputs, hidden, inputs.sampled_at)
         # The sampler may change logits; log-probabilities are of the model's own.
         wanted = np.flatnonzero(self._state.wants_logprobs[rows])
         own = logits[torch.from_numpy(wanted)].clone() if len(wanted) else None
@@ -147,10 +148,11 @@ class TorchRunner:
         return self._model.logits(hidden[self._to_device(at)], adapters)
 
     def _forward(self, inputs: StepInputs) -> Tensor:
+        max_pages = -(-int(inputs.context_lens.max()) // self._arena.page_size)
         batch = AttentionBatch.build(
-            page_table=inputs.page_table,
-            slot_pages=inputs.slot_pages,
-            slot_offsets=inputs.slot_offsets,
+            page_table=self._batch.page_tables[0, inputs.rows, :max_pages],
+            slot_pages=inputs.pages[0],
+            slot_offsets=inputs.offsets,
             query_starts=inputs.query_starts.tolist(),
             context_lens=inputs.context_lens.tolist(),
             num_decodes=inputs.num_decodes,

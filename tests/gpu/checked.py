@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-import manyroots.runner.cuda.runner as runner_module
+import manyroots.runner.cuda_runner as runner_module
 from manyroots.kernels.choice import Kernels, kernels_for
 from manyroots.kernels.lora_sites.sites import LoraTerm, PoolSite
 from manyroots.kernels.moe_pairs.routing import Routing
@@ -72,6 +72,8 @@ class Record:
                 if f.name != "pool"
             }
             return type(value)(pool=self._pools[pool.data_ptr()], **rest)
+        if isinstance(value, tuple):
+            return tuple(self.on_cpu(item) for item in value)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             fields = {
                 f.name: self.on_cpu(getattr(value, f.name)) for f in dataclasses.fields(value)
@@ -118,12 +120,12 @@ def _routing(routing: Routing) -> Pieces:
 
 
 def _gathered(given: Any) -> Pieces:
-    return {
-        "tokens": given.tokens,
-        "table": given.page_table,
-        "cos": given.angles.cos,
-        "sin": given.angles.sin,
+    ropes = {
+        f"{what}{kind}": getattr(rope, what)
+        for kind, rope in enumerate(given.ropes)
+        for what in ("cos", "sin")
     }
+    return {"tokens": given.tokens, "tables": given.page_tables, **ropes}
 
 
 RESULTS: dict[str, Callable[[tuple[Any, ...], Any], Pieces]] = {

@@ -15,7 +15,7 @@ from manyroots.engine.build import build_engine
 from manyroots.engine.loop import EngineLoop
 from manyroots.engine.worker import Worker
 from manyroots.messages import FinishReason, Output, Submit
-from manyroots.runner.cuda.runner import CudaRunner
+from manyroots.runner.cuda_runner import CudaRunner
 from tests.gpu.models import MAX_RANK, NAMES, modules_of
 
 MAX_NUM_SEQS = {"float32": 16, "bfloat16": 80}

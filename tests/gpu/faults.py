@@ -16,12 +16,12 @@ from typing import Any, cast
 
 from torch import Tensor
 
-import manyroots.runner.cuda.runner as runner_module
+import manyroots.runner.cuda_runner as runner_module
 from manyroots.kernels.choice import Kernels
 from manyroots.kernels.norm.undivided import UndividedNorm
 from manyroots.layers.fused import FusedProducts
-from manyroots.runner.cuda import step_arrays
-from manyroots.runner.cuda.device_rows import DeviceRows
+from manyroots.runner import step_arrays
+from manyroots.runner.device_rows import DeviceRows
 from manyroots.store import adapter_pool, adapter_region
 from tests.gpu import checked
 from tests.gpu import requests as made
@@ -74,11 +74,14 @@ def _foreign_page() -> AbstractContextManager[None]:
             apply(rows, plan)
             for arrival in plan.arrivals:
                 if len(arrival.page_tables[0]) > 1:
-                    rows.page_table[arrival.row, 1] ^= 1
+                    rows.page_tables[0, arrival.row, 1] ^= 1
 
         return wrong
 
-    return patched(DeviceRows, "apply", make)
+    def make_apart(init: Any) -> Any:
+        return lambda rows, batch, device: init(rows, batch, device, shares=False)
+
+    return _both(patched(DeviceRows, "__init__", make_apart), patched(DeviceRows, "apply", make))
 
 
 def _lost_token() -> AbstractContextManager[None]:
@@ -87,8 +90,8 @@ def _lost_token() -> AbstractContextManager[None]:
     def make(token_arrays: Any) -> Any:
         def wrong(inputs: Any) -> Any:
             arrays = token_arrays(inputs)
-            if len(arrays["pages"]) > 80:
-                arrays["pages"][2] = step_arrays.NOWHERE
+            if arrays["pages"].shape[1] > 80:
+                arrays["pages"][:, 2] = step_arrays.NOWHERE
             return arrays
 
         return wrong

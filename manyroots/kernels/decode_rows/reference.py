@@ -19,9 +19,9 @@ class Gathered:
 
     tokens: Tensor
     """int64 [num_rows]"""
-    page_table: Tensor
-    """int32 [num_rows, max_pages]"""
-    angles: RopeTable
+    page_tables: Tensor
+    """int32 [families, num_rows, max_pages]"""
+    ropes: tuple[RopeTable, ...]
 
 
 def begin(
@@ -29,15 +29,15 @@ def begin(
     rows: Tensor,
     positions: Tensor,
     newest: Tensor,
-    page_table: Tensor,
-    turns: RopeTable,
+    page_tables: Tensor,
+    ropes: tuple[RopeTable, ...],
 ) -> Gathered:
-    """Of each of `rows`: its `known` token, or its newest one if that is PENDING; its pages; and
-    of `turns`, which has every position, the one it is at."""
+    """Of each of `rows`: its `known` token, or its newest one if that is PENDING; its pages in
+    every family; and of `ropes`, which have every position, the one it is at."""
     return Gathered(
         torch.where(known == PENDING, newest[rows], known),
-        page_table[rows],
-        RopeTable(turns.cos[positions], turns.sin[positions]),
+        page_tables[:, rows],
+        tuple(RopeTable(rope.cos[positions], rope.sin[positions]) for rope in ropes),
     )
 
 

@@ -19,21 +19,33 @@ BLOCK = 256
 
 @triton.jit
 def _begin(
-    known, rows, positions, newest, page_table, all_cos, all_sin, tokens, tables, cos, sin, width,
-    HALF: tl.constexpr, BLOCK: tl.constexpr,
+    known, rows, newest, page_tables, tokens, tables, num_rows, max_rows, width,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0).to(tl.int64)
+    family = tl.program_id(1)
     row = tl.load(rows + i)
-    token = tl.load(known + i)
-    tl.store(tokens + i, tl.where(token == -1, tl.load(newest + row), token))
-    d = tl.arange(0, HALF)
-    position = tl.load(positions + i)
-    tl.store(cos + i * HALF + d, tl.load(all_cos + position * HALF + d))
-    tl.store(sin + i * HALF + d, tl.load(all_sin + position * HALF + d))
+    if family == 0:
+        token = tl.load(known + i)
+        tl.store(tokens + i, tl.where(token == -1, tl.load(newest + row), token))
+    table = page_tables + (family * max_rows + row) * width
+    gathered = tables + (family * num_rows + i) * width
     for first in range(0, width, BLOCK):
         at = first + tl.arange(0, BLOCK)
-        pages = tl.load(page_table + row * width + at, mask=at < width, other=0)
-        tl.store(tables + i * width + at, pages, mask=at < width)
+        pages = tl.load(table + at, mask=at < width, other=0)
+        tl.store(gathered + at, pages, mask=at < width)
+
+
+@triton.jit
+def _rope_rows(
+    positions, all_cos, all_sin, cos, sin, half, PADDED_HALF: tl.constexpr
+):  # fmt: skip
+    i = tl.program_id(0).to(tl.int64)
+    position = tl.load(positions + i)
+    d = tl.arange(0, PADDED_HALF)
+    ok = d < half
+    tl.store(cos + i * half + d, tl.load(all_cos + position * half + d, mask=ok), mask=ok)
+    tl.store(sin + i * half + d, tl.load(all_sin + position * half + d, mask=ok), mask=ok)
 
 
 def begin(
@@ -41,20 +53,28 @@ def begin(
     rows: Tensor,
     positions: Tensor,
     newest: Tensor,
-    page_table: Tensor,
-    turns: RopeTable,
+    page_tables: Tensor,
+    ropes: tuple[RopeTable, ...],
 ) -> Gathered:
-    """Of each of `rows`: its `known` token, or its newest one if that is PENDING; its pages; and
-    of `turns`, which has every position, the one it is at."""
-    num_rows, width, half = rows.shape[0], page_table.shape[1], turns.cos.shape[1]
+    """Of each of `rows`: its `known` token, or its newest one if that is PENDING; its pages in
+    every family; and of `ropes`, which have every position, the one it is at."""
+    num_rows = rows.shape[0]
+    families, max_rows, width = page_tables.shape
     tokens = torch.empty_like(known)
-    tables = torch.empty(num_rows, width, dtype=page_table.dtype, device=rows.device)
-    cos, sin = torch.empty(2, num_rows, half, device=rows.device)
-    _begin[(num_rows,)](
-        known, rows, positions, newest, page_table, turns.cos, turns.sin, tokens, tables, cos, sin,
-        width, HALF=half, BLOCK=BLOCK,
-    )  # fmt: skip
-    return Gathered(tokens, tables, RopeTable(cos, sin))
+    tables = page_tables.new_empty(families, num_rows, width)
+    _begin[(num_rows, families)](
+        known, rows, newest, page_tables, tokens, tables, num_rows, max_rows, width, BLOCK=BLOCK
+    )
+    return Gathered(tokens, tables, tuple(_rows_of(rope, positions) for rope in ropes))
+
+
+def _rows_of(rope: RopeTable, positions: Tensor) -> RopeTable:
+    num_rows, half = positions.shape[0], rope.cos.shape[1]
+    cos, sin = rope.cos.new_empty(2, num_rows, half)
+    _rope_rows[(num_rows,)](
+        positions, rope.cos, rope.sin, cos, sin, half, PADDED_HALF=triton.next_power_of_2(half)
+    )
+    return RopeTable(cos, sin)
 
 
 @triton.jit

@@ -18,14 +18,18 @@ def ints(*values: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
 def test_rows_are_gathered_and_only_pending_tokens_are_replaced() -> None:
     newest = torch.arange(100, 106, device=DEVICE)
     torch.manual_seed(0)
-    table = torch.randint(0, 99, (6, 300), dtype=torch.int32, device=DEVICE)
-    turns = RopeTable(randn(50, 16), randn(50, 16, seed=1))
-    given = (ints(7, -1, 0, -1), ints(2, 0, 4, 5), ints(3, 49, 0, 8), newest, table, turns)
+    tables = torch.randint(0, 99, (2, 6, 300), dtype=torch.int32, device=DEVICE)
+    ropes = (
+        RopeTable(randn(50, 16), randn(50, 16, seed=1)),
+        RopeTable(randn(50, 12, seed=2), randn(50, 12, seed=3)),
+    )
+    given = (ints(7, -1, 0, -1), ints(2, 0, 4, 5), ints(3, 49, 0, 8), newest, tables, ropes)
     ours, expected = fast.begin(*given), reference.begin(*given)
     assert ours.tokens.tolist() == expected.tokens.tolist() == [7, 100, 0, 105]
-    assert torch.equal(ours.page_table, expected.page_table)
-    assert torch.equal(ours.angles.cos, expected.angles.cos)
-    assert torch.equal(ours.angles.sin, expected.angles.sin)
+    assert torch.equal(ours.page_tables, expected.page_tables)
+    for mine, theirs in zip(ours.ropes, expected.ropes, strict=True):
+        assert torch.equal(mine.cos, theirs.cos)
+        assert torch.equal(mine.sin, theirs.sin)
 
 
 def test_tokens_are_kept_by_row_and_given_with_their_faults() -> None:

@@ -17,13 +17,11 @@ from manyroots.kernels.lora_sites.sites import (
     most_blocks,
     row_blocks,
 )
-from manyroots.runner.batch import Int64s, StepInputs
+from manyroots.runner.inputs import NOWHERE, Int64s, StepInputs
 from manyroots.runner.sampling_state import SamplingState
 from manyroots.step import Int32s
 
 Arrays = dict[str, np.ndarray]
-NOWHERE = -1
-"""The page of a token whose keys and values are not kept."""
 
 
 def block_rows(num_tokens: int) -> int:
@@ -33,13 +31,12 @@ def block_rows(num_tokens: int) -> int:
 
 def token_arrays(inputs: StepInputs) -> Arrays:
     """What every token has."""
-    counts = np.diff(inputs.query_starts)
     return {
         "tokens": inputs.tokens,
-        "token_rows": np.repeat(inputs.rows, counts).astype(np.int64),
+        "token_rows": inputs.token_rows.astype(np.int64),
         "positions": inputs.positions,
-        "pages": inputs.slot_pages.astype(np.int32),
-        "offsets": inputs.slot_offsets.astype(np.int32),
+        "pages": inputs.pages,
+        "offsets": inputs.offsets.astype(np.int32),
     }
 
 
@@ -96,8 +93,8 @@ def decode_arrays(
     """
     arrays = {**token_arrays(inputs), "lens": inputs.context_lens.astype(np.int32), **sampling}
     padding = size - len(inputs.rows)
-    arrays = {name: np.pad(a, (0, padding), "edge") for name, a in arrays.items()}
-    arrays["pages"][len(inputs.rows) :] = NOWHERE
+    arrays = {name: _padded(array, padding) for name, array in arrays.items()}
+    arrays["pages"][:, len(inputs.rows) :] = NOWHERE
     samples = np.zeros(size, np.bool_)
     samples[inputs.sampling] = True
     arrays["out_rows"][~samples] = spare_row
@@ -111,13 +108,19 @@ def decode_arrays(
     return arrays
 
 
-def blank_decode_arrays(*, size: int, spare_row: int, num_slots: int | None) -> Arrays:
+def _padded(array: np.ndarray, count: int) -> np.ndarray:
+    return np.pad(array, [*[(0, 0)] * (array.ndim - 1), (0, count)], "edge")
+
+
+def blank_decode_arrays(
+    *, size: int, spare_row: int, num_families: int, num_slots: int | None
+) -> Arrays:
     """A decode step that changes nothing: to compile with, and to capture."""
     arrays: Arrays = {
         "tokens": np.zeros(size, np.int64),
         "token_rows": np.full(size, spare_row, np.int64),
         "positions": np.zeros(size, np.int64),
-        "pages": np.full(size, NOWHERE, np.int32),
+        "pages": np.full((num_families, size), NOWHERE, np.int32),
         "offsets": np.zeros(size, np.int32),
         "lens": np.ones(size, np.int32),
         "out_rows": np.full(size, spare_row, np.int64),
@@ -129,22 +132,3 @@ def blank_decode_arrays(*, size: int, spare_row: int, num_slots: int | None) -> 
         max_blocks = most_blocks(size, num_slots, block_rows(size))
         arrays.update(adapter_arrays(np.full(size, NO_ADAPTER, np.int64), max_blocks=max_blocks))
     return arrays
-
-
-def blank_prefill(num_tokens: int, spare_row: int, *, with_adapters: bool) -> StepInputs:
-    """One sequence of the spare row, which is kept nowhere: to compile with."""
-    nothing = np.empty(0, np.int64)
-    return StepInputs(
-        rows=np.array([spare_row], np.int32),
-        tokens=np.zeros(num_tokens, np.int64),
-        positions=np.zeros(num_tokens, np.int64),
-        query_starts=np.array([0, num_tokens]),
-        context_lens=np.array([num_tokens]),
-        num_decodes=0,
-        page_table=np.empty((1, 0), np.int32),
-        slot_pages=np.full(num_tokens, NOWHERE),
-        slot_offsets=np.zeros(num_tokens, np.int64),
-        token_slots=np.full(num_tokens, NO_ADAPTER) if with_adapters else None,
-        sampling=nothing,
-        sampling_order=nothing,
-    )

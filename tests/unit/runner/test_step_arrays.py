@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from manyroots.ids import AdapterSlot, RequestId, Row, StepId
-from manyroots.runner.batch import PersistentBatch, StepInputs
-from manyroots.runner.cuda.step_arrays import (
-    NOWHERE,
+from manyroots.runner.batch import PersistentBatch
+from manyroots.runner.inputs import NOWHERE, StepInputs
+from manyroots.runner.sampling_state import SamplingState
+from manyroots.runner.step_arrays import (
     blank_decode_arrays,
     decode_arrays,
     sampling_arrays,
 )
-from manyroots.runner.sampling_state import SamplingState
 from manyroots.sampling import SamplingParams
 from manyroots.step import Arrival, Plan
 
@@ -22,12 +22,12 @@ SPARE = 40
 
 def decode(slots: list[int | None], begins: list[int]) -> tuple[StepInputs, SamplingState]:
     """One token each of rows with these adapters, which act from these positions on."""
-    batch = PersistentBatch(max_num_seqs=SPARE, max_model_len=16, page_size=4)
+    batch = PersistentBatch(max_num_seqs=SPARE, max_model_len=16, page_size=4, num_families=2)
     state = SamplingState(SPARE)
     arrivals = tuple(
         Arrival(
             Row(row), RequestId(row), np.array([5, 6, 7], np.int32), 3, 2,
-            (np.array([row], np.int32),), SamplingParams(), row, (),
+            (np.array([row], np.int32), np.array([row + 50], np.int32)), SamplingParams(), row, (),
             None if slot is None else AdapterSlot(slot), begin,
         )
         for row, (slot, begin) in enumerate(zip(slots, begins, strict=True))
@@ -54,7 +54,9 @@ def test_padding_repeats_the_last_row_and_writes_nowhere() -> None:
     last = int(inputs.rows[-1])
     assert arrays["token_rows"].tolist()[3:] == [last] * 5
     assert arrays["adapter_slots"].tolist() == [-1, 0, *[1] * 6]
-    assert arrays["pages"].tolist()[3:] == [NOWHERE] * 5
+    rows = inputs.rows.tolist()
+    assert arrays["pages"][0].tolist() == rows + [NOWHERE] * 5
+    assert arrays["pages"][1].tolist() == [row + 50 for row in rows] + [NOWHERE] * 5
     assert arrays["out_rows"].tolist()[3:] == [SPARE] * 5
     # The row that does not sample draws for nobody.
     assert arrays["out_rows"].tolist()[:3] == [0, 2, SPARE]
@@ -63,7 +65,7 @@ def test_padding_repeats_the_last_row_and_writes_nowhere() -> None:
 def test_a_graphs_arrays_have_the_shapes_it_was_captured_with() -> None:
     inputs, state = decode([None, 1, 0], [0, 0, 0])
     arrays = arrays_of(inputs, state, 8)
-    blank = blank_decode_arrays(size=8, spare_row=SPARE, num_slots=2)
+    blank = blank_decode_arrays(size=8, spare_row=SPARE, num_families=2, num_slots=2)
     assert {n: (a.shape, a.dtype) for n, a in arrays.items()} == {
         n: (a.shape, a.dtype) for n, a in blank.items()
     }

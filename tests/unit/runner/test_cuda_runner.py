@@ -28,9 +28,9 @@ from manyroots.lora.residency import Residency
 from manyroots.messages import FinishReason, Output, Submit
 from manyroots.models.llama import Llama
 from manyroots.runner import sampler
-from manyroots.runner.cuda.decode_graphs import DecodeGraphs
-from manyroots.runner.cuda.in_flight import InFlight
-from manyroots.runner.cuda.runner import CudaRunner
+from manyroots.runner.cuda_runner import CudaRunner
+from manyroots.runner.graphs import DecodeGraphs
+from manyroots.runner.in_flight import InFlight
 from manyroots.runner.sampler import Sampler
 from manyroots.runner.sampling_state import SamplingState
 from manyroots.runner.torch_runner import TorchRunner

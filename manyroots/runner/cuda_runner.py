@@ -26,23 +26,20 @@ from manyroots.kernels.lora_sites.sites import LoraRows
 from manyroots.kernels.rope_write.inputs import KvPlaces
 from manyroots.models.fused import FusedDecoder
 from manyroots.models.llama import Llama
-from manyroots.runner.batch import Int64s, StepInputs
-from manyroots.runner.cuda.decode_graphs import DecodeGraphs, lora_rows
-from manyroots.runner.cuda.device_rows import DeviceRows
-from manyroots.runner.cuda.host_rows import HostRows
-from manyroots.runner.cuda.in_flight import InFlight
-from manyroots.runner.cuda.packet import send
-from manyroots.runner.cuda.single_tokens import as_single_tokens, is_short
-from manyroots.runner.cuda.step_arrays import (
+from manyroots.runner.device_rows import DeviceRows
+from manyroots.runner.graphs import DecodeGraphs, lora_rows
+from manyroots.runner.in_flight import InFlight, PendingTokens
+from manyroots.runner.inputs import Int64s, StepInputs, as_single_tokens, blank_prefill, is_short
+from manyroots.runner.packet import send
+from manyroots.runner.sampler import NOT_FINITE
+from manyroots.runner.step_arrays import (
     Arrays,
     adapter_arrays,
-    blank_prefill,
     decode_arrays,
     sampling_arrays,
     sequence_arrays,
     token_arrays,
 )
-from manyroots.runner.sampler import NOT_FINITE
 from manyroots.runner.torch_runner import MAX_WAIT_S, TorchRunner
 from manyroots.step import Int32s, Plan, RowFault, StepResult, TokenLogprobs
 from manyroots.store.adapter_loader import AdapterLoader
@@ -77,12 +74,8 @@ class CudaRunner(TorchRunner):
         self._kernels = kernels_for(self._device)
         self._pool = None if adapters is None else adapters.pool
         self._decoder = FusedDecoder(model, arena, self._kernels, self._pool, max_len=max_model_len)
-        self._host_rows = HostRows(self._batch)
-        self._rows = DeviceRows(
-            max_num_seqs=max_num_seqs,
-            max_pages=-(-max_model_len // arena.page_size),
-            device=self._device,
-        )
+        self._pending = PendingTokens(self._batch)
+        self._rows = DeviceRows(self._batch, self._device)
         self._graphs = DecodeGraphs(
             self._decoder,
             self._kernels,
@@ -101,11 +94,19 @@ class CudaRunner(TorchRunner):
         if self._device.type != "cuda":
             return
         self._graphs.capture_all()
-        most = self._rows.page_table.shape[1] * self._arena.page_size
+        most = self._rows.page_tables.shape[2] * self._arena.page_size
         for count in sorted({min(tokens, most) for tokens in WARM_TOKENS}):
             for with_adapters in (False, True) if self._pool is not None else (False,):
-                inputs = blank_prefill(count, self._rows.spare_row, with_adapters=with_adapters)
+                inputs = self._blank(count, with_adapters=with_adapters)
                 self._hidden(inputs, send(self._arrays(inputs), self._device))
+
+    def _blank(self, num_tokens: int, *, with_adapters: bool) -> StepInputs:
+        return blank_prefill(
+            num_tokens,
+            self._rows.spare_row,
+            num_families=len(self._rows.page_tables),
+            with_adapters=with_adapters,
+        )
 
     def measure_step(self, max_num_tokens: int, *, with_adapters: bool) -> int:
         """Bytes that steps of so many tokens take beyond weights and pages, graphs included (twice
@@ -119,8 +120,8 @@ class CudaRunner(TorchRunner):
 
     @torch.inference_mode()
     def _measure_step(self, max_num_tokens: int, num_kinds: int) -> int:
-        count = min(max_num_tokens, self._rows.page_table.shape[1] * self._arena.page_size)
-        inputs = blank_prefill(count, self._rows.spare_row, with_adapters=False)
+        count = min(max_num_tokens, self._rows.page_tables.shape[2] * self._arena.page_size)
+        inputs = self._blank(count, with_adapters=False)
         arrays = self._arrays(inputs)
         hidden = self._peak_bytes(lambda: self._hidden(inputs, send(arrays, self._device)))
         rows = np.arange(self._rows.spare_row, dtype=np.int32)
@@ -167,11 +168,12 @@ class CudaRunner(TorchRunner):
 
     def _begin(self, plan: Plan) -> Answer:
         """Launch a step; gives what waits for it."""
-        self._host_rows.apply(plan)
+        self._batch.apply(plan)
+        self._pending.apply(plan)
         for arrival in plan.arrivals:
             self._state.arrive(arrival)
         self._rows.apply(plan)
-        self._host_rows.learn()
+        self._pending.learn()
         if plan.copies:
             raise RuntimeError("this runner has no lower tiers yet")
         if plan.adapters:
@@ -183,7 +185,7 @@ class CudaRunner(TorchRunner):
         inputs = self._batch.inputs(plan)
         if not self._is_plain(inputs):
             return self._begin_any(plan, inputs, inputs.rows[inputs.sampling])
-        if inputs.num_decodes < len(inputs.rows):
+        if not inputs.is_decode:
             inputs = as_single_tokens(inputs)
         rows = inputs.rows[inputs.sampling]
         return self._answer(plan, inputs, InFlight(rows, self._decode(inputs), inputs.sampling))
@@ -191,7 +193,7 @@ class CudaRunner(TorchRunner):
     def _is_plain(self, inputs: StepInputs) -> bool:
         """Whether a graph computes all that this step is asked for."""
         return (
-            (inputs.num_decodes == len(inputs.rows) or self._is_short(inputs))
+            (inputs.is_decode or self._is_short(inputs))
             and not self._is_special(inputs.rows).any()
             and not self._state.wants_prompt_logprobs[inputs.rows].any()
             and self._changes_layers_alone(inputs)
@@ -245,7 +247,7 @@ class CudaRunner(TorchRunner):
                 prompt_logprobs=prompt_logprobs,
                 adapters=self._answers(),
             )
-        logits = self._model_logits(inputs, hidden, inputs.query_starts[inputs.sampling + 1] - 1)
+        logits = self._model_logits(inputs, hidden, inputs.sampled_at)
         tokens, finite = self._kernels.sampling.sample(
             logits, views["temperature"], views["seeds"], views["indices"]
         )
@@ -262,12 +264,12 @@ class CudaRunner(TorchRunner):
 
     def _hidden(self, inputs: StepInputs, views: dict[str, Tensor]) -> Tensor:
         count = inputs.num_decodes
-        tables = self._rows.page_table[views["rows"]]
+        tables = self._rows.page_tables[0, views["rows"]]
         lens = views["lens"]
         has_others = count < len(inputs.rows)
         step = FusedStep(
             angles=self._decoder.angles(views["positions"]),
-            slots=KvPlaces(views["pages"], views["offsets"]),
+            slots=KvPlaces(views["pages"][0], views["offsets"]),
             decodes=DecodeRows(tables[:count], lens[:count]) if count else None,
             num_decodes=count,
             prefills=PrefillSegments(tables[count:], views["starts"], lens[count:], views["blocks"])
@@ -299,7 +301,7 @@ class CudaRunner(TorchRunner):
             return {}, {}
         if self._state.edits_logits[rows].any():
             # Penalties are of the tokens so far, which the last step may still be computing.
-            self._host_rows.learn(wait=True)
+            self._pending.learn(wait=True)
         at = self._to_device(special)
         own = logits[at].float()
         choices = self._sampler.sample(own.clone(), rows[special])
@@ -321,7 +323,7 @@ class CudaRunner(TorchRunner):
         prompt_logprobs: dict[Row, tuple[TokenLogprobs, ...]] | None = None,
         faults: dict[Row, str] | None = None,
     ) -> Answer:
-        self._host_rows.expect(step)
+        self._pending.expect(step)
 
         def answer() -> StepResult:
             tokens, finite = step.wait()

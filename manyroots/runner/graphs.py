@@ -10,6 +10,7 @@ needed or ahead of time. A graph reads its inputs from a buffer of its own and e
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 import torch
@@ -22,10 +23,12 @@ from manyroots.kernels.lora_sites.sites import LoraRows
 from manyroots.kernels.rope_write.inputs import KvPlaces
 from manyroots.models.fused import FusedDecoder
 from manyroots.progress import track
-from manyroots.runner.cuda.buckets import bucket_of, buckets
-from manyroots.runner.cuda.device_rows import DeviceRows
-from manyroots.runner.cuda.packet import PacketLayout, send
-from manyroots.runner.cuda.step_arrays import Arrays, blank_decode_arrays
+from manyroots.runner.device_rows import DeviceRows
+from manyroots.runner.packet import PacketLayout, send
+from manyroots.runner.step_arrays import Arrays, blank_decode_arrays
+
+_SMALL_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
+_SIZE_STEP = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +58,7 @@ class DecodeGraphs:
         self._rows = rows
         self._num_slots = num_slots
         self._captures = capture
-        self._sizes = buckets(rows.spare_row)
+        self._sizes = graph_sizes(rows.spare_row)
         self._graphs: dict[tuple[int, bool], _Captured] = {}
         self._memory = torch.cuda.graph_pool_handle() if capture else None
 
@@ -65,7 +68,7 @@ class DecodeGraphs:
     def size_for(self, num_rows: int) -> int:
         """To how many rows a step must be padded; the same without graphs, so that the results
         are the same bit by bit."""
-        return bucket_of(num_rows, self._sizes)
+        return self._sizes[bisect_left(self._sizes, num_rows)]
 
     def run(self, arrays: Arrays) -> Tensor:
         """Launch one step. Gives int32 [2, rows]: the tokens, and whether the logits were finite;
@@ -109,6 +112,7 @@ class DecodeGraphs:
         blank = blank_decode_arrays(
             size=size,
             spare_row=self._rows.spare_row,
+            num_families=len(self._rows.page_tables),
             num_slots=self._num_slots if with_adapters else None,
         )
         device = self._rows.newest.device
@@ -125,13 +129,13 @@ class DecodeGraphs:
     def _step(self, views: dict[str, Tensor]) -> Tensor:
         decoder, rows, ends = self._decoder, self._rows, self._kernels.decode_rows
         gathered = ends.begin(
-            views["tokens"], views["token_rows"], views["positions"], rows.newest, rows.page_table,
-            decoder.turns,
+            views["tokens"], views["token_rows"], views["positions"], rows.newest, rows.page_tables,
+            (decoder.turns,),
         )  # fmt: skip
         step = FusedStep(
-            angles=gathered.angles,
-            slots=KvPlaces(views["pages"], views["offsets"]),
-            decodes=DecodeRows(gathered.page_table, views["lens"]),
+            angles=gathered.ropes[0],
+            slots=KvPlaces(views["pages"][0], views["offsets"]),
+            decodes=DecodeRows(gathered.page_tables[0], views["lens"]),
             num_decodes=len(gathered.tokens),
             prefills=None,
             lora=lora_rows(views),
@@ -152,3 +156,14 @@ def lora_rows(views: dict[str, Tensor]) -> LoraRows | None:
     return LoraRows(
         views["adapter_slots"], blocks, views["num_adapter_blocks"], max_blocks=blocks.shape[0]
     )
+
+
+def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """The batch sizes that are captured: close enough together that padding costs little, few
+    enough to capture in seconds.
+
+    Up to 64 rows a step's time hardly depends on their number; beyond, it grows.
+    """
+    larger = range(_SMALL_SIZES[-1] + _SIZE_STEP, max_num_seqs, _SIZE_STEP)
+    sizes = {*_SMALL_SIZES, *larger, max_num_seqs}
+    return tuple(sorted(size for size in sizes if size <= max_num_seqs))

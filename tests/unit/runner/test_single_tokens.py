@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from manyroots.ids import NO_ADAPTER
-from manyroots.runner.batch import StepInputs
-from manyroots.runner.cuda.single_tokens import (
+from manyroots.runner.inputs import (
     MAX_SEEN_TOKENS,
-    MAX_TOKENS,
+    MAX_SINGLE_TOKENS,
+    StepInputs,
     as_single_tokens,
     is_short,
 )
@@ -23,14 +23,14 @@ def step(counts: list[int], contexts: list[int], token_slots: list[int] | None) 
     num_tokens, num_rows = int(starts[-1]), len(counts)
     return StepInputs(
         rows=np.arange(10, 10 + num_rows, dtype=np.int32),
+        token_rows=np.repeat(np.arange(10, 10 + num_rows, dtype=np.int32), counts),
         tokens=np.arange(100, 100 + num_tokens),
         positions=positions,
         query_starts=starts,
         context_lens=np.array(contexts),
         num_decodes=counts.count(1),
-        page_table=np.zeros((num_rows, 3), np.int32),
-        slot_pages=positions // 4 + 7,
-        slot_offsets=positions % 4,
+        pages=np.stack((positions // 4 + 7, positions // 4 + 30)).astype(np.int32),
+        offsets=positions % 4,
         token_slots=None if token_slots is None else np.array(token_slots),
         sampling=np.arange(num_rows),
         sampling_order=np.arange(num_rows)[::-1],
@@ -44,7 +44,7 @@ def test_each_token_keeps_its_sequence_its_place_and_what_it_sees() -> None:
     assert single.tokens.tolist() == [100, 101, 102, 103, 104, 105]
     assert single.positions.tolist() == [8, 0, 1, 2, 6, 7]
     assert single.context_lens.tolist() == [9, 1, 2, 3, 7, 8]
-    assert single.slot_pages.tolist() == [9, 7, 7, 7, 8, 8]
+    assert single.pages.tolist() == [[9, 7, 7, 7, 8, 8], [32, 30, 30, 30, 31, 31]]
     assert single.query_starts.tolist() == list(range(7))
 
 
@@ -68,7 +68,7 @@ def test_tokens_of_one_adapter_lie_together() -> None:
 
 
 def test_a_step_is_short_by_its_tokens_and_by_what_they_see() -> None:
-    assert is_short(step([MAX_TOKENS], [MAX_TOKENS], None))
-    assert not is_short(step([MAX_TOKENS + 1], [MAX_TOKENS + 1], None))
+    assert is_short(step([MAX_SINGLE_TOKENS], [MAX_SINGLE_TOKENS], None))
+    assert not is_short(step([MAX_SINGLE_TOKENS + 1], [MAX_SINGLE_TOKENS + 1], None))
     assert is_short(step([1, 2], [MAX_SEEN_TOKENS, MAX_SEEN_TOKENS // 2], None))
     assert not is_short(step([1, 2], [9, MAX_SEEN_TOKENS // 2 + 2], None))

@@ -1,10 +1,11 @@
-"""What the device remembers of each row between steps: its page table and its newest token.
+"""What the device remembers of each row between steps: its page tables and its newest token.
 
 Everything else about a row the host can count, so it travels with each step. Page tables are too
 large for that, and the newest token is not known to the host when the next step is launched.
 Takes a plan's deltas; changes nothing else. All writes are ordered on the stream of the steps.
 
-The row behind the last is nobody's: padding writes its tokens there.
+On a CPU the tables are the persistent batch's own, which has taken in the plan already. The row
+behind the last is nobody's: padding writes its tokens there.
 """
 
 from __future__ import annotations
@@ -14,29 +15,40 @@ import torch
 from torch import Tensor
 
 from manyroots.kernels.decode_rows.reference import PENDING
-from manyroots.runner.cuda.packet import send
+from manyroots.runner.batch import PersistentBatch
+from manyroots.runner.packet import send
 from manyroots.step import Plan
 
 
 class DeviceRows:
     """State by row, on the device."""
 
-    def __init__(self, *, max_num_seqs: int, max_pages: int, device: torch.device) -> None:
-        self.spare_row = max_num_seqs
-        self.page_table = torch.zeros(max_num_seqs + 1, max_pages, dtype=torch.int32, device=device)
-        self.newest = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
+    def __init__(
+        self, batch: PersistentBatch, device: torch.device, *, shares: bool | None = None
+    ) -> None:
+        """`shares`: whether the tables are the batch's own; None for what the device allows."""
+        tables = torch.from_numpy(batch.page_tables)
+        self._shares = device.type == "cpu" if shares is None else shares
+        self.page_tables = tables if self._shares else torch.zeros_like(tables, device=device)
+        """int32 [families, rows + 1, max_pages]"""
+        self.spare_row = tables.shape[1] - 1
+        self.newest = torch.zeros(self.spare_row + 1, dtype=torch.int64, device=device)
 
     def apply(self, plan: Plan) -> None:
         """Take in new and grown page tables."""
-        width = self.page_table.shape[1]
+        if self._shares:
+            return
+        _, num_rows, width = self.page_tables.shape
         at: list[np.ndarray] = []
         pages: list[np.ndarray] = []
         for arrival in plan.arrivals:
-            table = arrival.page_tables[0]
-            at.append(np.arange(arrival.row * width, arrival.row * width + len(table)))
-            pages.append(table)
+            for family, table in enumerate(arrival.page_tables):
+                first = (family * num_rows + arrival.row) * width
+                at.append(np.arange(first, first + len(table)))
+                pages.append(table)
         for growth in plan.new_pages:
-            at.append(growth.rows.astype(np.int64) * width + growth.places)
+            rows = growth.family * num_rows + growth.rows.astype(np.int64)
+            at.append(rows * width + growth.places)
             pages.append(growth.pages)
         if not at:
             return
@@ -45,8 +57,8 @@ class DeviceRows:
         if len(plan.arrivals) and len(plan.new_pages):
             # A scatter has no order; of two values for one place the later counts.
             places, values = _latest(places, values)
-        sent = send({"places": places, "values": values}, self.page_table.device)
-        self.page_table.view(-1).index_copy_(0, sent["places"], sent["values"])
+        sent = send({"places": places, "values": values}, self.page_tables.device)
+        self.page_tables.view(-1).index_copy_(0, sent["places"], sent["values"])
 
     def tokens(self, known: Tensor, rows: Tensor) -> Tensor:
         """`known`, with each PENDING replaced by the newest token of its row."""

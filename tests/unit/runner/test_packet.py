@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from manyroots.runner.cuda.buckets import bucket_of, buckets
-from manyroots.runner.cuda.packet import PacketLayout, send
+from manyroots.runner.packet import PacketLayout, send
 
 
 def test_arrays_of_any_type_and_size_arrive_whole() -> None:
@@ -27,12 +26,3 @@ def test_an_array_of_another_size_than_the_layouts_is_refused() -> None:
     layout = PacketLayout({"rows": np.zeros(4, np.int64)})
     with pytest.raises(ValueError, match="broadcast"):
         layout.pack({"rows": np.zeros(5, np.int64)}, pin=False)
-
-
-@pytest.mark.parametrize("most", [1, 5, 64, 100, 256])
-def test_every_batch_has_a_bucket_that_wastes_less_than_half(most: int) -> None:
-    sizes = buckets(most)
-    assert sizes[-1] == most
-    for num_rows in range(1, most + 1):
-        size = bucket_of(num_rows, sizes)
-        assert num_rows <= size <= max(2 * num_rows - 1, 1)

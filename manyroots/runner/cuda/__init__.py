@@ -1,1 +1,0 @@
-"""Steps on a GPU; see README.md."""

@@ -1,0 +1,91 @@
+"""Launched steps whose tokens are on their way to the host.
+
+Tokens are counted when their step is launched and known when it is done. In between their place in
+the persistent batch holds PENDING, which the device replaces by what it has. On a CPU a step is
+done when it is launched, and nothing is ever on the way.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from manyroots.kernels.decode_rows.reference import PENDING
+from manyroots.runner.batch import PersistentBatch
+from manyroots.runner.inputs import Int64s
+from manyroots.step import Bools, Int32s, Plan
+
+
+class InFlight:
+    """What one step sampled, and for whom. The copy is queued behind the step; whoever asks for
+    the tokens waits for it. Any thread may ask."""
+
+    def __init__(self, rows: Int32s, result: Tensor, at: Int64s) -> None:
+        """`result`: int32 [2, n], tokens and whether logits were finite, for `rows` at the columns
+        `at`. Read on the current stream, before whatever is launched there next."""
+        self.rows = rows
+        self._at = at
+        self._event: torch.cuda.Event | None = None
+        if result.device.type != "cuda":
+            self._host = result.clone()
+            return
+        self._host = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
+        self._host.copy_(result, non_blocking=True)
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has none here
+        self._event.record()
+
+    @property
+    def is_done(self) -> bool:
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> tuple[Int32s, Bools]:
+        """The tokens of `rows`, and whether their logits were finite."""
+        if self._event is not None:
+            self._event.synchronize()
+        tokens, finite = self._host.numpy()[:, self._at]
+        return tokens, finite.astype(np.bool_)
+
+
+@dataclass(frozen=True, slots=True)
+class _Expected:
+    """Where a launched step's tokens belong, if the rows are still the same sequences'."""
+
+    step: InFlight
+    places: Int64s
+    owners: Int64s
+
+
+class PendingTokens:
+    """Keeps a `PersistentBatch` up to date with steps that run behind it. Used by the thread that
+    launches, alone."""
+
+    def __init__(self, batch: PersistentBatch) -> None:
+        self._batch = batch
+        self._owner = np.zeros(len(batch.num_tokens), np.int64)
+        """Counts the sequences that each row has had."""
+        self._expected: deque[_Expected] = deque()
+
+    def apply(self, plan: Plan) -> None:
+        """Take in that rows have new owners."""
+        for arrival in plan.arrivals:
+            self._owner[arrival.row] += 1
+
+    def expect(self, step: InFlight) -> None:
+        """Its tokens are counted from now on."""
+        rows = step.rows
+        places = self._batch.num_tokens[rows]
+        self._expected.append(_Expected(step, places, self._owner[rows]))
+        self._batch.append(rows, np.full(len(rows), PENDING, np.int32))
+
+    def learn(self, *, wait: bool = False) -> None:
+        """Fill in the tokens of steps that are done; with `wait`, of all."""
+        while self._expected and (wait or self._expected[0].step.is_done):
+            expected = self._expected.popleft()
+            tokens, _ = expected.step.wait()
+            rows = expected.step.rows
+            same = self._owner[rows] == expected.owners
+            self._batch.tokens[rows[same], expected.places[same]] = tokens[same]

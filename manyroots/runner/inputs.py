@@ -1,0 +1,121 @@
+"""One step, laid out flat: what `batch.py` makes of a plan and the model is given.
+
+A short step can be written with every token as a row of its own, so that a decode step's graph
+computes it. Keys and values of all rows are written before any row attends, layer by layer, so
+tokens of one sequence may be rows side by side: each sees those before it. What a graph saves is
+the host's time to launch some 350 kernels one by one, which is most of the time of a short prompt,
+and of what is left of a long one whose beginning is in the cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from manyroots.ids import NO_ADAPTER
+from manyroots.step import Int32s
+
+Int64s = npt.NDArray[np.int64]
+
+NOWHERE = -1
+"""The page of a token whose keys and values are not kept."""
+MAX_SINGLE_TOKENS = 64
+"""More would no longer be bound by reading the weights, as a decode step is."""
+MAX_SEEN_TOKENS = 1 << 17
+"""Summed over the tokens of prompts: each reads by itself what it sees."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """Sequences with a single token first, then the longer ones; within both those of the base
+    model first, then by adapter slot."""
+
+    rows: Int32s
+    """Row of each sequence, in this order."""
+    token_rows: Int32s
+    """Row of each token."""
+    tokens: Int64s
+    positions: Int64s
+    query_starts: Int64s
+    """Sequence i has flat tokens [query_starts[i], query_starts[i + 1])."""
+    context_lens: Int64s
+    """Tokens that a sequence's last token sees, itself included."""
+    num_decodes: int
+    pages: Int32s
+    """[families, tokens]: the page each token's keys and values are written to."""
+    offsets: Int64s
+    """The place within that page, in every family the same."""
+    token_slots: Int64s | None
+    """The adapter slot of each token, or NO_ADAPTER; None if no token has one."""
+    sampling: Int64s
+    """Which sequences sample, as indices into `rows`, ascending."""
+    sampling_order: Int64s
+    """For each sampling row of the plan, in its order, which of `sampling` it is."""
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every sequence has a single token."""
+        return self.num_decodes == len(self.rows)
+
+    @property
+    def sampled_at(self) -> Int64s:
+        """The tokens behind which something is sampled."""
+        at: Int64s = self.query_starts[self.sampling + 1] - 1
+        return at
+
+
+def is_short(inputs: StepInputs) -> bool:
+    """Whether its tokens may as well be rows of their own."""
+    of_prompts = inputs.positions[inputs.query_starts[inputs.num_decodes] :]
+    return len(inputs.tokens) <= MAX_SINGLE_TOKENS and of_prompts.sum() <= MAX_SEEN_TOKENS
+
+
+def as_single_tokens(inputs: StepInputs) -> StepInputs:
+    """The same step with a row for each token; rows of one adapter lie together here, too."""
+    num_tokens = len(inputs.tokens)
+    order = np.arange(num_tokens)
+    if inputs.token_slots is not None:
+        order = np.argsort(inputs.token_slots, kind="stable")
+    place = np.empty(num_tokens, np.int64)
+    place[order] = np.arange(num_tokens)
+    sampling = place[inputs.sampled_at]
+    in_order = np.argsort(sampling)
+    rank = np.empty_like(in_order)
+    rank[in_order] = np.arange(len(in_order))
+    return StepInputs(
+        rows=inputs.token_rows[order],
+        token_rows=inputs.token_rows[order],
+        tokens=inputs.tokens[order],
+        positions=inputs.positions[order],
+        query_starts=np.arange(num_tokens + 1),
+        context_lens=inputs.positions[order] + 1,
+        num_decodes=num_tokens,
+        pages=inputs.pages[:, order],
+        offsets=inputs.offsets[order],
+        token_slots=None if inputs.token_slots is None else inputs.token_slots[order],
+        sampling=sampling[in_order],
+        sampling_order=rank[inputs.sampling_order],
+    )
+
+
+def blank_prefill(
+    num_tokens: int, spare_row: int, *, num_families: int, with_adapters: bool
+) -> StepInputs:
+    """One sequence of the spare row, which is kept nowhere: to compile and to measure with."""
+    nothing = np.empty(0, np.int64)
+    return StepInputs(
+        rows=np.array([spare_row], np.int32),
+        token_rows=np.full(num_tokens, spare_row, np.int32),
+        tokens=np.zeros(num_tokens, np.int64),
+        positions=np.zeros(num_tokens, np.int64),
+        query_starts=np.array([0, num_tokens]),
+        context_lens=np.array([num_tokens]),
+        num_decodes=0,
+        pages=np.full((num_families, num_tokens), NOWHERE, np.int32),
+        offsets=np.zeros(num_tokens, np.int64),
+        token_slots=np.full(num_tokens, NO_ADAPTER) if with_adapters else None,
+        sampling=nothing,
+        sampling_order=nothing,
+    )

@@ -771,6 +771,18 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("unit/cache/test_namespaces.py::test_n10_no_namespace_key_or_field_of_it_has_a_default",),
     ),
     Mutation(
+        "cache/transfers.py",
+        "path = self._index.units_above(node, deepest.depth + 1, plane.index)",
+        "path = node.units[plane.index][deepest.depth - node.first :][:1]",
+        "what lies above a page that has been loaded is not held",
+        (
+            "unit/cache/test_tiers.py::"
+            "test_t09_parts_of_what_a_request_loads_may_arrive_in_any_order[above]",
+            "unit/cache/test_tiers.py::"
+            "test_t09_parts_of_what_a_request_loads_may_arrive_in_any_order[both]",
+        ),
+    ),
+    Mutation(
         "scheduler/departures.py",
         "self._cache.evict_adapter(digest)",
         "pass",

@@ -165,6 +165,9 @@ class UnitTransfers:
         move = self._moves.pop(done.copy_id)
         pools = self._index.pools
         if move.target is not None:
+            if move.target.is_ordered:
+                for lease in move.leases:
+                    self._hold_path(move, move.target, lease)
             units = move.target_units.tolist()
             for spot, unit, ok in zip(move.spots, units, done.arrived, strict=True):
                 if ok:
@@ -189,7 +192,7 @@ class UnitTransfers:
     def _path(self, spots: tuple[Spot, ...], source: Plane, source_units: Units) -> Units:
         if not source.is_ordered:
             return NO_UNITS
-        deepest = max(spots, key=lambda spot: spot.depth)
+        deepest = max(spots, key=_depth)
         node = deepest.find()
         if node is None:
             return NO_UNITS
@@ -211,12 +214,26 @@ class UnitTransfers:
             # Who has the page all the same publishes it with its next one.
             for lease in self._holders(move, plane, spot.depth, unit):
                 lease.num_published_pages = min(lease.num_published_pages, spot.depth)
-        elif plane.is_ordered:
-            # Someone else's copy came first: the path above what a lease adds must be held.
-            copy = np.array([there], np.intp)
-            for lease in self._holders(move, plane, spot.depth, unit):
-                self._index.pools[plane.index].hold(copy)
-                lease.copies += ((plane.index, copy),)
+
+    def _hold_path(self, move: Move, plane: Plane, lease: Lease) -> None:
+        """Before a lease's units become findable: it holds what others have put above them or in
+        their place, since what is held must have only held ones above. Its copies arrive in any
+        order, so that what it has above these may be on its way, and come too late there."""
+        if not lease.is_open:
+            return
+        table = lease.tables[plane.family_index]
+        ends = zip(move.spots, move.target_units.tolist(), strict=True)
+        own = [s for s, unit in ends if s.depth < len(table) and table[s.depth] == unit]
+        deepest = max((s for s in own if s.find() is not None), key=_depth, default=None)
+        node = None if deepest is None else deepest.find()
+        if deepest is None or node is None:
+            return
+        path = self._index.units_above(node, deepest.depth + 1, plane.index)
+        held = [table, *(copies for index, copies in lease.copies if index == plane.index)]
+        others = path[~np.isin(path, np.concatenate(held))]
+        if len(others):
+            self._index.pools[plane.index].hold(others)
+            lease.copies += ((plane.index, others),)
 
     def _holders(self, move: Move, plane: Plane, depth: int, unit: int) -> list[Lease]:
         """Of those that wait for a copy, who has this unit of it for a page."""
@@ -240,3 +257,7 @@ class UnitTransfers:
             place = spot.depth - node.first
             if node.units[source.index][place] == unit:
                 self._index.remove(node, source.index, np.array([place]))
+
+
+def _depth(spot: Spot) -> int:
+    return spot.depth

@@ -454,6 +454,37 @@ def test_t08_a_load_that_arrives_in_part_leaves_no_page_without_those_before_it(
     hand.serve(KEY, PROMPT)
 
 
+@pytest.mark.parametrize("first_prompt", [PROMPT[:3], PROMPT], ids=["above", "both"])
+def test_t09_parts_of_what_a_request_loads_may_arrive_in_any_order(first_prompt: list[int]) -> None:
+    """T09: a request waits for a page that another loads and for one of its own, which arrives
+    first. Meanwhile a third had brought what lies above it, or both, and goes: what the one that
+    waits has found a place for must not lie below what nobody holds."""
+    hand = tiered()
+    hand.serve(KEY, PROMPT[:5])
+    hand.settle()
+    push_out(hand)
+    first, other, last = (hand.claim(KEY, p) for p in (first_prompt, PROMPT[:3], PROMPT[:5]))
+    assert hand.cache.onboard(first.held) is None
+    hand.settle()
+    for waiting in (other, last):
+        assert hand.cache.onboard(waiting.held) is None
+    shared, own = hand.take_copies()
+    assert (len(shared.source_units), len(own.source_units)) == (1, 1)
+    hand.acknowledge(own)
+    hand.end(first)
+    audit(hand.cache)
+    hand.acknowledge(shared)
+    audit(hand.cache)
+    assert last.held.is_ready
+    hand.plan(last)
+    hand.commit()  # reads, and checks, what was loaded
+    for sequence in (other, last):
+        hand.end(sequence)
+    hand.settle()
+    assert held(hand) == [0, 0]
+    assert hand.found(KEY, PROMPT) == 4
+
+
 def test_p03_a_failed_step_leaves_nothing_on_the_device_behind_what_it_takes_back() -> None:
     """P03, T08: pages that a request loads arrive behind pages that another, which may not reuse
     them, is computing again. That step fails; the one that loaded goes on unharmed."""

@@ -98,16 +98,13 @@ class FusedDecoder:
         """The rotation of a step's tokens."""
         return RopeTable(self.turns.cos[positions], self.turns.sin[positions])
 
-    def hidden(self, tokens: Tensor, step: FusedStep, *, lookups: bool = False) -> Tensor:
-        """Hidden states [num_tokens, hidden_size] after the final norm.
-
-        `lookups`: whether an adapter of this step may change the embedding; asks the device
-        which, and so can't be captured.
-        """
+    def hidden(self, tokens: Tensor, step: FusedStep) -> Tensor:
+        """Hidden states [num_tokens, hidden_size] after the final norm."""
         eps = self.spec.rms_norm_eps
         residual = F.embedding(tokens, self._model.embedding.weight)
-        if lookups and step.lora is not None and self._pool is not None:
-            self._pool.add_embedding(residual, tokens, step.lora)
+        if step.lora is not None and self._pool is not None:
+            site = self._pool.embedding_sites[self._model.embedding.site]
+            self._kernels.lora_sites.add_embedding(residual, tokens, site, step.lora)
         layers = self._model.layers
         products = self._products
         x: Tensor | UndividedNorm
@@ -128,7 +125,7 @@ class FusedDecoder:
     def logits(self, hidden: Tensor, rows: LoraRows | None = None) -> Tensor:
         """Scores [num_rows, vocab_size] in the model's dtype.
 
-        `rows`: the adapters of these rows, where one of them changes the head.
+        `rows`: the adapters of these rows.
         """
         sums = self._products.plain(hidden, self._model.lm_head.weight)
         if sums.dim() == 3:

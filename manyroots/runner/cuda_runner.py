@@ -196,7 +196,6 @@ class CudaRunner(TorchRunner):
             (inputs.is_decode or self._is_short(inputs))
             and not self._is_special(inputs.rows).any()
             and not self._state.wants_prompt_logprobs[inputs.rows].any()
-            and self._changes_layers_alone(inputs)
         )
 
     def _is_short(self, inputs: StepInputs) -> bool:
@@ -210,14 +209,6 @@ class CudaRunner(TorchRunner):
         if state.failures:
             special |= np.isin(rows, list(state.failures))
         return special
-
-    def _changes_layers_alone(self, inputs: StepInputs) -> bool:
-        """Whether no adapter of this step changes the embedding or the head."""
-        return (
-            self._pool is None
-            or inputs.token_slots is None
-            or self._pool.is_plain(np.unique(inputs.token_slots))
-        )
 
     def _decode(self, inputs: StepInputs) -> Tensor:
         indices = self._batch.num_output_tokens(inputs.rows)
@@ -278,13 +269,12 @@ class CudaRunner(TorchRunner):
             lora=lora_rows(views),
         )
         tokens = self._rows.tokens(views["tokens"], views["token_rows"])
-        lookups = not self._changes_layers_alone(inputs)
-        return self._decoder.hidden(tokens, step, lookups=lookups)
+        return self._decoder.hidden(tokens, step)
 
     def _model_logits(self, inputs: StepInputs, hidden: Tensor, at: Int64s) -> Tensor:
         """Scores behind the flat tokens `at`, in the model's dtype."""
         adapters: LoraRows | None = None
-        if inputs.token_slots is not None and not self._changes_layers_alone(inputs):
+        if inputs.token_slots is not None:
             adapters = lora_rows(send(adapter_arrays(inputs.token_slots[at]), self._device))
         return self._decoder.logits(hidden[self._to_device(at)], adapters)
 

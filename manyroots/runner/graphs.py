@@ -140,7 +140,7 @@ class DecodeGraphs:
             prefills=None,
             lora=lora_rows(views),
         )
-        logits = decoder.logits(decoder.hidden(gathered.tokens, step))
+        logits = decoder.logits(decoder.hidden(gathered.tokens, step), step.lora)
         sampled, finite = self._kernels.sampling.sample(
             logits, views["temperature"], views["seeds"], views["indices"]
         )

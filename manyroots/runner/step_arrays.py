@@ -11,22 +11,12 @@ import numpy as np
 
 from manyroots.ids import NO_ADAPTER
 from manyroots.kernels.attention.paged import QUERY_BLOCK
-from manyroots.kernels.lora_sites.sites import (
-    DECODE_BLOCK_ROWS,
-    PREFILL_BLOCK_ROWS,
-    most_blocks,
-    row_blocks,
-)
+from manyroots.kernels.lora_sites.sites import block_rows_for, most_blocks, row_blocks
 from manyroots.runner.inputs import NOWHERE, Int64s, StepInputs
 from manyroots.runner.sampling_state import SamplingState
 from manyroots.step import Int32s
 
 Arrays = dict[str, np.ndarray]
-
-
-def block_rows(num_tokens: int) -> int:
-    """How many rows of one adapter a program takes."""
-    return DECODE_BLOCK_ROWS if num_tokens <= PREFILL_BLOCK_ROWS else PREFILL_BLOCK_ROWS
 
 
 def token_arrays(inputs: StepInputs) -> Arrays:
@@ -64,7 +54,7 @@ def _query_blocks(counts: Int64s, context_lens: Int64s) -> np.ndarray:
 
 def adapter_arrays(slots: Int64s, *, max_blocks: int | None = None) -> Arrays:
     """Which adapter each token wants; `max_blocks` fixes the size for a graph."""
-    cut = row_blocks(slots, block_rows(len(slots)))
+    cut = row_blocks(slots, block_rows_for(len(slots)))
     blocks = np.zeros((max_blocks or len(cut), 3), np.int32)
     blocks[: len(cut)] = cut
     return {
@@ -103,7 +93,7 @@ def decode_arrays(
         if slots is None:
             slots = np.full(len(inputs.rows), NO_ADAPTER, np.int64)
         padded = np.pad(slots, (0, padding), "edge")
-        max_blocks = most_blocks(size, num_slots, block_rows(size))
+        max_blocks = most_blocks(size, num_slots, block_rows_for(size))
         arrays.update(adapter_arrays(padded, max_blocks=max_blocks))
     return arrays
 
@@ -129,6 +119,6 @@ def blank_decode_arrays(
         "indices": np.zeros(size, np.int64),
     }
     if num_slots is not None:
-        max_blocks = most_blocks(size, num_slots, block_rows(size))
+        max_blocks = most_blocks(size, num_slots, block_rows_for(size))
         arrays.update(adapter_arrays(np.full(size, NO_ADAPTER, np.int64), max_blocks=max_blocks))
     return arrays

@@ -1,4 +1,4 @@
-"""One slot's part of the pool: an adapter's weights come here, whole or piece by piece.
+"""One slot's part of a GPU's pool: an adapter's weights come here, whole or piece by piece.
 
 Takes a host copy's pairs, site by site; gives rows of the tables that say where they are. A host
 copy of ranks that are multiples of `RANK_STEP`, as files are read, is what the slot should hold
@@ -13,8 +13,8 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from manyroots.kernels.lora_sites.sites import RANK_STEP
-from manyroots.kernels.moe_pairs.adapters import PART_WIDTH
+from manyroots.kernels.lora_sites.sites import RANK_STEP, EmbeddingSite, LinearSite
+from manyroots.kernels.moe_pairs.adapters import PART_WIDTH, ExpertSite
 from manyroots.store.adapter_weights import AdapterWeights, LoraPair
 
 
@@ -53,7 +53,7 @@ class Region:
         place.copy_(buffer, non_blocking=True)
         self._shift = self._next - int(buffer.storage_offset())
 
-    def place(self, found: list[LoraPair | None]) -> list[int]:
+    def place(self, site: LinearSite, found: list[LoraPair | None]) -> list[int]:
         """A site's parts; gives its row of the table (see `LinearSite.table`)."""
         ranks = [0 if pair is None else rounded(pair.rank) for pair in found]
         if not any(ranks):
@@ -70,7 +70,7 @@ class Region:
             start += rank
         return row
 
-    def place_experts(self, found: list[LoraPair | None]) -> list[int]:
+    def place_experts(self, site: ExpertSite, found: list[LoraPair | None]) -> list[int]:
         """The same of experts; gives the site's row of `ExpertSite.table`."""
         row = []
         for pair in found:
@@ -84,12 +84,14 @@ class Region:
             row += [self._put(b_shape, pair.b), _step(b_shape)]
         return row
 
-    def take(self, tensor: Tensor) -> Tensor:
-        """One matrix, in the pool."""
-        rows, columns = tensor.shape
-        shape = (rows, rounded(columns))
-        at = self._put(shape, tensor)
-        return self._pool[at : at + math.prod(shape)].view(shape)[:, :columns]
+    def place_embedding(self, site: EmbeddingSite, found: list[LoraPair | None]) -> list[int]:
+        """The same of an embedding (see `EmbeddingSite.table`)."""
+        [pair] = found
+        if pair is None:
+            return [0] * 3
+        rank = rounded(pair.rank)
+        a_offset = self._put((pair.a.shape[0], rank), pair.a)
+        return [a_offset, rank, self._put((pair.b.shape[0], rank), pair.b)]
 
     def _put(self, shape: tuple[int, ...], tensor: Tensor) -> int:
         """A tensor in memory of this shape, with zeros where it has nothing; gives its offset."""

@@ -25,9 +25,12 @@ class LoraSite:
         parts: Mapping[str, int],
         *,
         num_experts: int | None = None,
+        factor: float = 1.0,
     ) -> None:
-        """`parts`: the width of each in the output, by name."""
+        """`parts`: the width of each in the output, by name. `factor`: what the model multiplies
+        the output with, where an adapter's is multiplied, too (a scaled embedding)."""
         self.kind = kind
+        self.factor = factor
         self.in_features = in_features
         self.out_features = sum(parts.values())
         self.num_experts = num_experts

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from manyroots.errors import AdapterError
 from manyroots.ids import AdapterSlot
-from manyroots.kernels.lora.batch import AdapterBatch, Slots
-from manyroots.kernels.lora.stacks import Stacks, default_stack_bytes
-from manyroots.kernels.lora.weights import LowRank, Part, Site, SlotWeights
+from manyroots.kernels.lora_sites.batch import AdapterBatch, Slots
+from manyroots.kernels.lora_sites.stacks import Stacks, default_stack_bytes
+from manyroots.kernels.lora_sites.weights import LowRank, Part, Site, SlotWeights
 from manyroots.lora.targets import TargetKind
 from manyroots.store.adapter_sites import LoraSite, SitePart, SiteParts
 from manyroots.store.adapter_weights import AdapterWeights, LoraPair

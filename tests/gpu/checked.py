@@ -142,6 +142,7 @@ RESULTS: dict[str, Callable[[tuple[Any, ...], Any], Pieces]] = {
     "gemm.linear": lambda args, out: {"out": out[0].float().sum(0), **_shrunk(out[1])},
     "lora_sites.shrink": lambda args, out: _shrunk(out),
     "lora_sites.expand": lambda args, out: {"y": args[0]},
+    "lora_sites.add_embedding": lambda args, out: {"y": args[0]},
     "moe_pairs.route": lambda args, out: _routing(out),
     "moe_pairs.experts": lambda args, out: {"out": out.float().sum(1)},
     "sampling.sample": lambda args, out: {"tokens": out[0], "finite": out[1]},

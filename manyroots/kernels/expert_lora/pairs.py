@@ -16,8 +16,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from manyroots.kernels.lora.batch import AdapterBatch, Run
-from manyroots.kernels.lora.weights import LowRank, Site
+from manyroots.kernels.lora_sites.batch import AdapterBatch, Run
+from manyroots.kernels.lora_sites.weights import LowRank, Site
 from manyroots.kernels.moe.routing import SortedRouting
 
 

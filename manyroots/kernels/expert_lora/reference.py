@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from manyroots.kernels.expert_lora.pairs import AdapterPairs
-from manyroots.kernels.lora.weights import LowRank, Site, SlotWeights
+from manyroots.kernels.lora_sites.weights import LowRank, Site, SlotWeights
 
 
 def add_to_pairs(y: Tensor, x: Tensor, site: Site, pairs: AdapterPairs) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from manyroots.kernels.expert_lora.pairs import AdapterPairs, RunPairs
-from manyroots.kernels.lora.weights import Part, Site
+from manyroots.kernels.lora_sites.weights import Part, Site
 from manyroots.kernels.moe import torch_ops
 
 

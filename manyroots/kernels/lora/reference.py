@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from manyroots.kernels.lora.batch import AdapterBatch
-from manyroots.kernels.lora.weights import LowRank, Site, SlotWeights
+from manyroots.kernels.lora_sites.batch import AdapterBatch
+from manyroots.kernels.lora_sites.weights import LowRank, Site, SlotWeights
 
 
 def add_linear(y: Tensor, x: Tensor, site: Site, batch: AdapterBatch) -> None:

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from manyroots.kernels.lora.batch import AdapterBatch, Group
-from manyroots.kernels.lora.stacks import Stacked
-from manyroots.kernels.lora.weights import LowRank, Site
+from manyroots.kernels.lora_sites.batch import AdapterBatch, Group
+from manyroots.kernels.lora_sites.stacks import Stacked
+from manyroots.kernels.lora_sites.weights import LowRank, Site
 
 
 def add_linear(y: Tensor, x: Tensor, site: Site, batch: AdapterBatch) -> None:

@@ -1,11 +1,29 @@
-"""Shrink and expand, naive: one row and one part at a time, in float32."""
+"""Adapters, naive: one row and one part at a time, in float32.
+
+Obviously right and slow; every other file of this folder that computes has the same signatures
+and is compared with it.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from manyroots.kernels.lora_sites.sites import LinearSite, LoraRows, LoraTerm
+from manyroots.ids import NO_ADAPTER
+from manyroots.kernels.lora_sites.batch import AdapterMemory, Slots
+from manyroots.kernels.lora_sites.sites import EmbeddingSite, LinearSite, LoraRows, LoraTerm
+
+
+def prepare(
+    token_slots: Slots, pool: AdapterMemory, device: torch.device, *, all_layers: bool = True
+) -> LoraRows | None:
+    """A step's adapters from the slot of each of its tokens; None if all are the base model's.
+
+    `all_layers`: whether these tokens pass the whole model, or its head alone.
+    """
+    if (token_slots == NO_ADAPTER).all():
+        return None
+    return LoraRows.build(token_slots, device)
 
 
 def shrink(x: Tensor, site: LinearSite, rows: LoraRows, *, num_splits: int = 1) -> LoraTerm:
@@ -36,7 +54,7 @@ def expanded(term: LoraTerm) -> Tensor:
         column = 0
         for part, size in enumerate(site.part_sizes):
             start, rank, offset = parts[3 * part : 3 * part + 3]
-            b = site.pool[offset : offset + size * rank].view(size, rank)
+            b = site.b(offset, size, rank)
             out[row, column : column + size] = b.float() @ hidden[row, start : start + rank]
             column += size
     return out
@@ -45,3 +63,15 @@ def expanded(term: LoraTerm) -> Tensor:
 def expand(y: Tensor, term: LoraTerm) -> None:
     """Add what the adapters add onto y [num_rows, sum of part sizes], in place."""
     y.copy_(y.float() + expanded(term))
+
+
+def add_embedding(y: Tensor, tokens: Tensor, site: EmbeddingSite, rows: LoraRows) -> None:
+    """Add scaling * B A[token] of each row's own adapter onto its vector y [num_rows, hidden]."""
+    for row, slot in enumerate(rows.slots.tolist()):
+        if slot < 0:
+            continue
+        a_offset, rank, b_offset = site.table[slot].tolist()
+        at = a_offset + int(tokens[row]) * rank
+        hidden = site.pool[at : at + rank].float()
+        delta = site.b(b_offset, y.shape[1], rank).float() @ hidden
+        y[row] = y[row].float() + site.scalings[slot, 0] * delta

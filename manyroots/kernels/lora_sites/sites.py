@@ -7,6 +7,9 @@ and one row per site, and no captured graph has to change.
 
 Ranks are the adapters' own, rounded up to a multiple of `RANK_STEP` with zeros, so that rows are
 whole 16-byte loads. Nothing is padded to the largest rank.
+
+In the memory of a CPU sites are *turned*: ranks are exact, and a B lies as [rank, part size] with
+its scaling in it, because torch's products are a third faster so. `PoolSite.b` reads both.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from manyroots.kernels.lora_sites.batch import AdapterBatch
+
 RANK_STEP = 8
 
 DECODE_BLOCK_ROWS = 16
@@ -30,19 +35,25 @@ MOST_SINGLE_ROWS = 32
 program of several is large, so that not all of them fit onto the chip at once."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class PoolSite:
-    """A product that adapters may change, and where each slot's weights for it lie in the pool."""
+    """A product that adapters may change, and where each slot's weights for it lie in the pool.
+
+    No two are equal, so that weights can be kept by site.
+    """
 
     pool: Tensor
-    """[num_elements] of the model's dtype; every offset is a multiple of 8."""
+    """[num_elements] of the model's dtype; every offset is a multiple of 8 (but of an A among a
+    turned site's)."""
     table: Tensor
     """int64 [num_slots, what the kind of site says]. A slot that does not change it has ranks 0."""
     scalings: Tensor
-    """float32 [num_slots, num_parts]"""
+    """float32 [num_slots, num_parts]; 1 where B has it in it already."""
     part_sizes: tuple[int, ...]
     max_rank: int
     """The largest rank that a part of any slot may have."""
+    is_turned: bool = False
+    """Whether a B lies as [rank, part size], scaled. Triton's kernels read no such sites."""
 
     @property
     def num_parts(self) -> int:
@@ -53,12 +64,23 @@ class PoolSite:
         """Columns of shrunk activations: `max_rank` for each part, enough for any slot."""
         return self.num_parts * self.max_rank
 
+    def b(self, offset: int, size: int, rank: int) -> Tensor:
+        """A part's B [size, rank], whichever way it lies."""
+        flat = self.pool[offset : offset + size * rank]
+        return flat.view(rank, size).t() if self.is_turned else flat.view(size, rank)
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, eq=False)
 class LinearSite(PoolSite):
     """A dense product. `table` has 2 + 3 * num_parts columns: the offset of A [sum of ranks, in]
     and the sum of ranks; then for each part where its ranks begin among them, its rank, and the
     offset of its B [part size, rank]."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EmbeddingSite(PoolSite):
+    """The table of tokens' vectors, one part. `table` has 3 columns: the offset of A [vocabulary,
+    rank], the rank, and the offset of B [hidden, rank]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +95,8 @@ class LoraRows:
     num_blocks: Tensor
     """int32 [1], on the device: a captured graph serves any number up to `max_blocks`."""
     max_blocks: int
+    batch: AdapterBatch | None = None
+    """The same as the torch set computes it, where that has prepared the step."""
 
     @property
     def programs(self) -> tuple[int, int]:
@@ -83,14 +107,23 @@ class LoraRows:
         return DECODE_BLOCK_ROWS, self.max_blocks
 
     @classmethod
-    def build(cls, slots: Sequence[int], device: torch.device, *, block_rows: int) -> LoraRows:
-        """For a step whose rows are known now."""
-        blocks = row_blocks(np.asarray(slots, dtype=np.int32), block_rows)
+    def build(
+        cls,
+        slots: Sequence[int] | np.ndarray,
+        device: torch.device,
+        *,
+        block_rows: int | None = None,
+        batch: AdapterBatch | None = None,
+    ) -> LoraRows:
+        """For a step whose rows are known now; `block_rows` has a default by their number."""
+        wanted = np.array(slots, dtype=np.int32)
+        blocks = row_blocks(wanted, block_rows or block_rows_for(len(wanted)))
         return cls(
-            slots=torch.tensor(list(slots), dtype=torch.int32, device=device),
+            slots=torch.from_numpy(wanted).to(device),
             blocks=torch.from_numpy(blocks).to(device),
             num_blocks=torch.tensor([len(blocks)], dtype=torch.int32, device=device),
             max_blocks=len(blocks),
+            batch=batch,
         )
 
 
@@ -102,6 +135,11 @@ class LoraTerm:
     """float32 [num_splits, num_rows, site.width]: partial sums of scaling * x A^T."""
     site: LinearSite
     rows: LoraRows
+
+
+def block_rows_for(num_rows: int) -> int:
+    """How many rows of one adapter a program takes, in a step of so many."""
+    return DECODE_BLOCK_ROWS if num_rows <= PREFILL_BLOCK_ROWS else PREFILL_BLOCK_ROWS
 
 
 def most_blocks(num_rows: int, max_slots: int, block_rows: int) -> int:

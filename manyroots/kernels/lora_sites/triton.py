@@ -1,4 +1,4 @@
-"""Shrink and expand in Triton, one launch for all parts of a site and all adapters of a step.
+"""Shrink, expand and embeddings in Triton, one launch for all adapters of a step.
 
 Same signatures as `reference.py`. Work is by blocks of rows that want the same slot, so an
 adapter's weights are read once per block. `expand_tile` is also what the fused kernels call to add
@@ -14,10 +14,19 @@ import triton.language as tl
 from torch import Tensor
 
 from manyroots.kernels.launch import launch_options, let_next_begin, prefetch, wait_for_inputs
-from manyroots.kernels.lora_sites.sites import LinearSite, LoraRows, LoraTerm
+from manyroots.kernels.lora_sites.reference import prepare
+from manyroots.kernels.lora_sites.sites import EmbeddingSite, LinearSite, LoraRows, LoraTerm
+
+__all__ = ["add_embedding", "expand", "prepare", "shrink"]
 
 RANK_BLOCK = 16
 """The least inner dimension of a matrix instruction."""
+WIDE_TILES = 256
+"""More tiles of columns than any product has but the head's, which most adapters leave alone."""
+WIDE_PROGRAMS = 2048
+"""How many programs look after those: enough to keep a GPU busy, few enough to leave at once."""
+LOOKUP_COLUMNS = 256
+"""Of a vector, for each program that adds to embeddings."""
 
 
 @triton.jit
@@ -177,20 +186,23 @@ def _expand(
     slot = tl.load(blocks + 3 * block + 2)
     if slot < 0:
         return
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = tl.minimum(n, size - 1)
     start, rank, b = part_of(pool, table, slot, PART, NUM_PARTS)
-    first_ranks = ranks_of(b, rank, 0, inside, RANK_BLOCK)
-    for at in range(0, count, BLOCK_R):
-        r = at + tl.arange(0, BLOCK_R)
-        rows = (first + r).to(tl.int64)
-        acc = expand_tile(
-            tl.zeros((BLOCK_R, BLOCK_N), tl.float32), first_ranks, b, start, rank, inside, hidden,
-            hidden_split, hidden_row, rows, r < count, NUM_SPLITS, RANK_BLOCK,
-        )  # fmt: skip
-        ok = (r < count)[:, None] & (n < size)[None, :]
-        to = y + rows[:, None] * y_row + first_col + n[None, :]
-        tl.store(to, (tl.load(to, mask=ok, other=0.0).to(tl.float32) + acc), mask=ok)
+    if rank == 0:
+        return
+    for begin in range(tl.program_id(1) * BLOCK_N, size, tl.num_programs(1) * BLOCK_N):
+        n = begin + tl.arange(0, BLOCK_N)
+        inside = tl.minimum(n, size - 1)
+        first_ranks = ranks_of(b, rank, 0, inside, RANK_BLOCK)
+        for at in range(0, count, BLOCK_R):
+            r = at + tl.arange(0, BLOCK_R)
+            rows = (first + r).to(tl.int64)
+            acc = expand_tile(
+                tl.zeros((BLOCK_R, BLOCK_N), tl.float32), first_ranks, b, start, rank, inside,
+                hidden, hidden_split, hidden_row, rows, r < count, NUM_SPLITS, RANK_BLOCK,
+            )  # fmt: skip
+            ok = (r < count)[:, None] & (n < size)[None, :]
+            to = y + rows[:, None] * y_row + first_col + n[None, :]
+            tl.store(to, (tl.load(to, mask=ok, other=0.0).to(tl.float32) + acc), mask=ok)
 
 
 def expand(y: Tensor, term: LoraTerm) -> None:
@@ -198,10 +210,67 @@ def expand(y: Tensor, term: LoraTerm) -> None:
     site, rows, hidden = term.site, term.rows, term.hidden
     first_col = 0
     for part, size in enumerate(site.part_sizes):
-        _expand[(rows.max_blocks, triton.cdiv(size, 128))](
+        num_columns = triton.cdiv(size, 128)
+        if num_columns > WIDE_TILES:
+            num_columns = min(num_columns, max(16, WIDE_PROGRAMS // rows.max_blocks))
+        _expand[(rows.max_blocks, num_columns)](
             y, hidden, site.pool, site.table, rows.blocks, rows.num_blocks, y.stride(0),
             hidden.stride(0), hidden.stride(1), first_col, size,
             PART=part, NUM_PARTS=site.num_parts, NUM_SPLITS=hidden.shape[0], BLOCK_R=16,
             BLOCK_N=128, RANK_BLOCK=RANK_BLOCK, **launch_options(y.device),
         )  # fmt: skip
         first_col += size
+
+
+@triton.jit
+def _add_embedding(
+    y, tokens, pool, table, scalings, blocks, num_blocks, n_size, y_row,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, RANK_BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    let_next_begin(DEPENDENT)
+    wait_for_inputs(DEPENDENT)
+    block = tl.program_id(0)
+    if block >= tl.load(num_blocks):
+        return
+    slot = tl.load(blocks + 3 * block + 2)
+    if slot < 0:
+        return
+    rank = tl.multiple_of(tl.load(table + 3 * slot + 1).to(tl.int32), 8)
+    if rank == 0:
+        return
+    first = tl.load(blocks + 3 * block)
+    count = tl.load(blocks + 3 * block + 1)
+    a = pool + tl.multiple_of(tl.load(table + 3 * slot), 8)
+    b = pool + tl.multiple_of(tl.load(table + 3 * slot + 2), 8)
+    scale = tl.load(scalings + slot)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = tl.minimum(n, n_size - 1)
+    for at in range(0, count, BLOCK_R):
+        r = at + tl.arange(0, BLOCK_R)
+        rows = (first + r).to(tl.int64)
+        row_ok = r < count
+        token = tl.load(tokens + rows, mask=row_ok, other=0)
+        acc = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
+        for begin in range(0, rank, RANK_BLOCK):
+            k = begin + tl.arange(0, RANK_BLOCK)
+            ok = row_ok[:, None] & (k < rank)[None, :]
+            h = tl.load(a + token[:, None] * rank + k[None, :], mask=ok, other=0.0)
+            weight = ranks_of(b, rank, begin, inside, RANK_BLOCK)
+            acc = tl.dot(h, tl.trans(weight), acc, input_precision="ieee")
+        ok = row_ok[:, None] & (n < n_size)[None, :]
+        to = y + rows[:, None] * y_row + n[None, :]
+        tl.store(to, tl.load(to, mask=ok, other=0.0).to(tl.float32) + scale * acc, mask=ok)
+
+
+def add_embedding(y: Tensor, tokens: Tensor, site: EmbeddingSite, rows: LoraRows) -> None:
+    """Add scaling * B A[token] of each row's own adapter onto its vector y [num_rows, hidden].
+
+    Before a step's first `rms_norm`: what it writes is a constant to all that follow.
+    """
+    n_size = y.shape[1]
+    _add_embedding[(rows.max_blocks, triton.cdiv(n_size, LOOKUP_COLUMNS))](
+        y, tokens, site.pool, site.table, site.scalings, rows.blocks, rows.num_blocks, n_size,
+        y.stride(0), BLOCK_R=16, BLOCK_N=LOOKUP_COLUMNS, RANK_BLOCK=RANK_BLOCK,
+        **launch_options(y.device, plainly=True),
+    )  # fmt: skip

@@ -14,7 +14,7 @@ from manyroots.kernels.lora_sites.sites import PoolSite
 PART_WIDTH = 5
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ExpertSite(PoolSite):
     """One product of all experts of a layer: gate and up, or down. `table` has PART_WIDTH columns
     for each part: the offset of A [rank, in] of the first expert, the distance to the next

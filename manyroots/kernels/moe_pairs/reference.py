@@ -72,7 +72,7 @@ def _delta(x: Tensor, site: ExpertSite, slot: int, expert: int) -> Tensor:
         a_offset, a_step, rank, b_offset, b_step = entry
         a_at, b_at = a_offset + expert * a_step, b_offset + expert * b_step
         a = site.pool[a_at : a_at + rank * len(x)].view(rank, len(x))
-        b = site.pool[b_at : b_at + size * rank].view(size, rank)
+        b = site.b(b_at, size, rank)
         h = site.scalings[slot, part] * (a.float() @ x.float())
         found.append(b.float() @ h.to(b.dtype).float())
     return torch.cat(found)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from manyroots.kernels.expert_lora import reference, torch_ops
 from manyroots.kernels.expert_lora.pairs import AdapterPairs, Segment
-from manyroots.kernels.lora.batch import AdapterBatch
-from manyroots.kernels.lora.weights import LowRank, Part, SlotWeights
+from manyroots.kernels.lora_sites.batch import AdapterBatch
+from manyroots.kernels.lora_sites.weights import LowRank, Part, SlotWeights
 from manyroots.kernels.moe import torch_ops as moe_ops
 from manyroots.kernels.moe.routing import route
 from manyroots.kernels.tolerances import assert_close

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.unit.kernels.triton_cases import DEVICE, DTYPES, make_rows, make_site, randn
+from tests.unit.pools import HIDDEN, VOCABULARY, adapter, embedding, make_pool, plain_embedding
 
 from manyroots.kernels.lora_sites import reference  # isort: skip
 from manyroots.kernels.lora_sites import triton as fast  # isort: skip
@@ -44,6 +45,50 @@ def test_expand_adds_each_rows_own_parts_and_leaves_base_rows_alone(dtype: torch
     assert_close("lora", y, expected, dtype)
     assert torch.equal(y[0], before[0])
     assert torch.equal(y[-1], before[-1])
+
+
+def test_a_product_of_more_columns_than_programs_is_expanded_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A head: each program has many tiles, and an adapter without one changes nothing."""
+    monkeypatch.setattr(fast, "WIDE_TILES", 3)
+    monkeypatch.setattr(fast, "WIDE_PROGRAMS", 40)
+    site = make_site(64, (20 * 128 + 5,), [(8,), (0,), (16,)])
+    rows = make_rows(-1, 0, 0, 1, 2)
+    y = randn(5, 20 * 128 + 5, seed=3)
+    expected, before = y.clone(), y.clone()
+    term = reference.shrink(randn(5, 64, seed=4), site, rows)
+    fast.expand(y, term)
+    reference.expand(expected, term)
+    assert_close("lora", y, expected, torch.float32)
+    assert torch.equal(y[[0, 3]], before[[0, 3]])
+    assert not torch.equal(y[[1, 2, 4]], before[[1, 2, 4]])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("slots", [[0], [-1, 0, 0, 1, 2, 2], [-1] * 3 + [2] * 70 + [1] * 20])
+def test_embeddings_equal_the_reference_and_pefts_formula(
+    slots: list[int], dtype: torch.dtype
+) -> None:
+    """Ranks that are no multiple of anything, and an adapter that leaves the embedding alone."""
+    ranks = (3, 0, 13)
+    adapters = [adapter((4, 0, 0), i, dtype, lookup_rank=r) for i, r in enumerate(ranks)]
+    pool = make_pool(adapters, dtype, is_turned=False, device=DEVICE)
+    rows = fast.prepare(torch.tensor(slots).numpy(), pool, DEVICE)
+    assert rows is not None
+    y = randn(len(slots), HIDDEN, dtype=dtype, seed=5)
+    tokens = torch.arange(len(slots), device=DEVICE) * 7 % VOCABULARY
+    expected, before = y.clone(), y.clone()
+    fast.add_embedding(y, tokens, embedding(pool), rows)
+    reference.add_embedding(expected, tokens, embedding(pool), rows)
+    assert_close("lora", y, expected, dtype)
+    for row, slot in enumerate(slots):
+        if slot in (-1, 1):
+            assert torch.equal(y[row], before[row])
+        else:
+            added = plain_embedding(adapters[slot], tokens[row : row + 1].cpu())[0]
+            assert_close("lora", y[row].cpu(), before[row].float().cpu() + added, dtype)
+            assert not torch.equal(y[row], before[row])
 
 
 @pytest.mark.parametrize("block_rows", [1, 16, 64])

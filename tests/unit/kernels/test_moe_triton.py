@@ -125,7 +125,7 @@ def pool_of_adapters(dtype: torch.dtype) -> tuple[AdapterPool, LoraSite, LoraSit
     both = LoraSite(TargetKind.EXPERTS, HIDDEN, {"gate": INNER, "up": INNER}, num_experts=EXPERTS)
     down = LoraSite(TargetKind.EXPERTS, INNER, {"down": HIDDEN}, num_experts=EXPERTS)
     parts = {**dict(both.targets("m")), **dict(down.targets("m"))}
-    pool = AdapterPool(parts, num_slots=3, max_rank=20, dtype=dtype, device=DEVICE)
+    pool = AdapterPool(parts, num_slots=3, max_rank=20, dtype=dtype, device=DEVICE, is_turned=False)
     for slot, (rank, names) in enumerate([(20, SHAPES), (5, SHAPES), (8, ["gate"])]):
         pairs = {}
         for seed, name in enumerate(names):

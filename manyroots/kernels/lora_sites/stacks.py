@@ -10,13 +10,14 @@ beside an adapter adds nothing to it.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from manyroots.kernels.lora.weights import LowRank, Site, SlotWeights
+from manyroots.kernels.lora_sites.weights import LowRank, Site, SlotWeights
 
 NUM_REMEMBERED = 16
 """Sets that were seen and have no stack yet; and for how many steps a stack that is not used keeps
@@ -57,11 +58,16 @@ class Stack:
 
 
 class Stacks:
-    """The stacks of recent sets of adapters, within a limit of memory."""
+    """The stacks of recent sets of adapters, within a limit of memory.
+
+    Steps look for them on one thread while others bring adapters and take them away.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         """0: never stack."""
+        self._lock = threading.Lock()
+        # All below are guarded by it.
         self._stacks: dict[Members, Stack] = {}
         self._seen: deque[Members] = deque(maxlen=NUM_REMEMBERED)
         self._step = 0
@@ -75,6 +81,10 @@ class Stacks:
         """The stack of a step's adapters, if it is worth having. Called once per step."""
         if self._max_bytes == 0:
             return None
+        with self._lock:
+            return self._find(members)
+
+    def _find(self, members: Members) -> Stack | None:
         self._step += 1
         stack = self._stacks.get(members)
         if stack is None:
@@ -100,10 +110,11 @@ class Stacks:
 
     def forget(self, weights: SlotWeights) -> None:
         """These weights leave the device: so does every copy of them."""
-        for members in [members for members in self._stacks if weights in members]:
-            del self._stacks[members]
-        kept = [members for members in self._seen if weights not in members]
-        self._seen = deque(kept, maxlen=NUM_REMEMBERED)
+        with self._lock:
+            for members in [members for members in self._stacks if weights in members]:
+                del self._stacks[members]
+            kept = [members for members in self._seen if weights not in members]
+            self._seen = deque(kept, maxlen=NUM_REMEMBERED)
 
 
 def _stack(members: list[LowRank | None]) -> Stacked | None:

@@ -1,0 +1,35 @@
+"""Memory of a CPU that costs nothing before it is used, and can be given back.
+
+Takes a number of bytes; gives them as a flat tensor of zeros. The system hands them out page by
+page as they are first touched, so that room for many adapters of a high rank, which may never come,
+takes nothing. What is given back is zeros again.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+import torch
+from torch import Tensor
+
+PAGE_BYTES = mmap.PAGESIZE
+
+
+class UntouchedMemory:
+    """Zeros, until somebody writes to them."""
+
+    def __init__(self, num_bytes: int) -> None:
+        """MemoryError for more than the machine has."""
+        if num_bytes > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+            raise MemoryError(f"{num_bytes} bytes")
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        try:
+            self._pages = mmap.mmap(-1, max(num_bytes, 1), flags=flags)
+        except OSError as error:
+            raise MemoryError(f"{num_bytes} bytes") from error
+        self.data: Tensor = torch.frombuffer(self._pages, dtype=torch.uint8)[:num_bytes]
+
+    def give_back(self, first: int, num_bytes: int) -> None:
+        """The bytes from `first` on, a multiple of PAGE_BYTES; nobody uses them any more."""
+        self._pages.madvise(mmap.MADV_DONTNEED, first, num_bytes)

@@ -79,6 +79,8 @@ class Record:
                 f.name: self.on_cpu(getattr(value, f.name)) for f in dataclasses.fields(value)
             }
             return type(value)(**fields)
+        if isinstance(value, tuple):
+            return tuple(self.on_cpu(item) for item in value)
         return value
 
     def check(self) -> str:
@@ -178,8 +180,9 @@ def _checked(
         if not record.is_on:
             return fast(*args, **options)
         copies = tuple(record.on_cpu(arg) for arg in args)
+        copied_options = {name: record.on_cpu(option) for name, option in options.items()}
         out = fast(*args, **options)
-        expected = reference(*copies, **options)
+        expected = reference(*copies, **copied_options)
         record.compare(name, results(args, out), results(copies, expected))
         return out
 

@@ -1,7 +1,15 @@
-"""One step as the Triton attention kernels see it: tensors on the device, nothing grouped.
+"""One step as the layers of one family see it: tensors on the device, nothing grouped.
 
-Takes lengths and page tables; gives them to every layer. `DecodeRows` has nothing that depends on
-the lengths' values, so that a captured graph serves any of them.
+`PagedRows` is what attention is told of a step, once per family of layers that share a page table
+and a window; each set of kernels prepares it in its own way. `Attending` is what the reference and
+Triton make of it: nothing in it depends on the lengths' values, so that a captured graph serves any
+of them.
+
+Sequences lie one after the other, those with one query that only decode first:
+
+    tokens            | d0 | d1 | d2 | p0 ........ | p1 .... |
+    num_decodes = 3
+    query_starts                     0             9         13
 """
 
 from __future__ import annotations
@@ -10,10 +18,37 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from manyroots.kernels.rope_write.inputs import KvPlaces
+
 QUERY_BLOCK = 128
+
+
+@dataclass(frozen=True, slots=True)
+class PagedRows:
+    """What each sequence of a step sees through one family's page table, and where its tokens'
+    keys and values go."""
+
+    page_table: Tensor
+    """int32 [num_seqs, max_pages]. With a window, entries of pages that lie wholly in front of it
+    may be anybody's, or no page at all."""
+    context_lens: Tensor
+    """int32 [num_seqs]: tokens a sequence's last query sees without a window, its own included; 0
+    for a row that only pads."""
+    num_decodes: int
+    """The first so many sequences have one query each."""
+    query_starts: Tensor | None
+    """int32 [num_seqs - num_decodes + 1]: of the others, counted from the first token that is not a
+    decode's; None if all decode."""
+    blocks: Tensor | None
+    """int32 [num_blocks, 2] as `query_blocks` gives them; None if all decode."""
+    places: KvPlaces
+    """Of all tokens."""
+    window: int = 0
+    """A query sees the last so many tokens, its own included; 0: all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +82,43 @@ class PrefillSegments:
         context_lens: Sequence[int],
         device: torch.device,
     ) -> PrefillSegments:
-        """Cut every sequence's queries into blocks; the longest contexts come first."""
-        counts = np.diff(np.asarray(query_starts))
-        blocks = [
-            (seq, first)
-            for seq, count in enumerate(counts)
-            for first in range(0, count, QUERY_BLOCK)
-        ]
-        blocks.sort(key=lambda block: counts[block[0]] - context_lens[block[0]] - block[1])
+        """For a step whose lengths are known now."""
 
         def ints(values: object) -> Tensor:
             return torch.tensor(values, dtype=torch.int32, device=device)
 
-        return cls(page_table, ints(list(query_starts)), ints(list(context_lens)), ints(blocks))
+        starts, lens = list(query_starts), list(context_lens)
+        blocks = torch.from_numpy(query_blocks(starts, lens)).to(device)
+        return cls(page_table, ints(starts), ints(lens), blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class Attending:
+    """`PagedRows`, cut once per step into what decodes and what does not."""
+
+    places: KvPlaces
+    num_decodes: int
+    decodes: DecodeRows | None
+    prompts: PrefillSegments | None
+    window: int
+
+
+def prepare(rows: PagedRows, page_size: int, dtype: torch.dtype) -> Attending:
+    """What depends on no layer; once per family and step."""
+    count, table, lens = rows.num_decodes, rows.page_table, rows.context_lens
+    decodes = DecodeRows(table[:count], lens[:count]) if count else None
+    prompts = None
+    if rows.query_starts is not None and rows.blocks is not None and count < table.shape[0]:
+        prompts = PrefillSegments(table[count:], rows.query_starts, lens[count:], rows.blocks)
+    return Attending(rows.places, count, decodes, prompts, rows.window)
+
+
+def query_blocks(query_starts: Sequence[int], context_lens: Sequence[int]) -> npt.NDArray[np.int32]:
+    """Every sequence's queries cut into blocks of QUERY_BLOCK: int32 [num_blocks, 2], the sequence
+    and its first query in the block. The longest contexts come first."""
+    counts = np.diff(np.asarray(query_starts))
+    blocks = [
+        (seq, first) for seq, count in enumerate(counts) for first in range(0, count, QUERY_BLOCK)
+    ]
+    blocks.sort(key=lambda block: counts[block[0]] - context_lens[block[0]] - block[1])
+    return np.array(blocks, dtype=np.int32).reshape(-1, 2)

@@ -10,7 +10,27 @@ import torch
 from torch import Tensor
 
 from manyroots.kernels.attention.batch import AttentionBatch
-from manyroots.kernels.attention.paged import DecodeRows, PrefillSegments
+from manyroots.kernels.attention.paged import Attending, DecodeRows, PrefillSegments, prepare
+
+__all__ = ["attend", "decode_attention", "prefill_attention", "prepare"]
+
+
+def attend(
+    q: Tensor, layer_kv: Tensor, attending: Attending, scale: float, sinks: Tensor | None = None
+) -> Tensor:
+    """Attend: q [num_tokens, heads, head_dim] over the pages, to the same shape. `sinks` [heads]
+    are scores that take weight and give nothing."""
+    out = torch.empty_like(q)
+    count, window = attending.num_decodes, attending.window
+    if attending.decodes is not None:
+        out[:count] = decode_attention(
+            q[:count], layer_kv, attending.decodes, scale, window=window, sinks=sinks
+        )
+    if attending.prompts is not None:
+        out[count:] = prefill_attention(
+            q[count:], layer_kv, attending.prompts, scale, window=window, sinks=sinks
+        )
+    return out
 
 
 def write_kv(layer_kv: Tensor, k: Tensor, v: Tensor, batch: AttentionBatch) -> None:
@@ -26,18 +46,24 @@ def paged_attention(q: Tensor, layer_kv: Tensor, batch: AttentionBatch, scale: f
     out = torch.empty_like(q)
     for seq, context_len in enumerate(batch.context_lens):
         first, last = batch.query_starts[seq], batch.query_starts[seq + 1]
-        keys, values = _tokens_of(layer_kv, batch.page_table[seq], context_len)
         for token in range(first, last):
             # The last query sees the whole context, the one before it one key less, and so on.
             visible = context_len - (last - 1 - token)
-            out[token] = _attend_one(q[token], keys[:visible], values[:visible], scale)
+            seen = _seen_by(layer_kv, batch.page_table[seq], visible, 0)
+            out[token] = _attend_one(q[token], *seen, scale)
     return out
 
 
-def _tokens_of(layer_kv: Tensor, pages: Tensor, context_len: int) -> tuple[Tensor, Tensor]:
-    """The keys and values of one sequence in order, each [context_len, kv_heads, head_dim]."""
-    keys, values = layer_kv[pages].unbind(1)
-    return keys.flatten(0, 1)[:context_len], values.flatten(0, 1)[:context_len]
+def _seen_by(layer_kv: Tensor, pages: Tensor, visible: int, window: int) -> tuple[Tensor, Tensor]:
+    """The last `window` (0: all) of a sequence's first `visible` keys and values, in order, each
+    [num_tokens, kv_heads, head_dim]; no page that holds none of them is touched."""
+    page_size = layer_kv.shape[2]
+    first = max(0, visible - window) if window else 0
+    first_page = first // page_size
+    own = pages[first_page : -(-visible // page_size)]
+    seen = slice(first - first_page * page_size, visible - first_page * page_size)
+    keys, values = layer_kv[own].unbind(1)
+    return keys.flatten(0, 1)[seen], values.flatten(0, 1)[seen]
 
 
 def _attend_one(
@@ -68,9 +94,8 @@ def decode_attention(
     out = torch.zeros_like(q)
     for row, context_len in enumerate(rows.context_lens.tolist()):
         if context_len:
-            first = max(0, context_len - window) if window else 0
-            keys, values = _tokens_of(layer_kv, rows.page_table[row], context_len)
-            out[row] = _attend_one(q[row], keys[first:], values[first:], scale, sinks)
+            seen = _seen_by(layer_kv, rows.page_table[row], context_len, window)
+            out[row] = _attend_one(q[row], *seen, scale, sinks)
     return out
 
 
@@ -87,10 +112,8 @@ def prefill_attention(
     out = torch.zeros_like(q)
     starts = segments.query_starts.tolist()
     for seq, context_len in enumerate(segments.context_lens.tolist()):
-        keys, values = _tokens_of(layer_kv, segments.page_table[seq], context_len)
         for token in range(starts[seq], starts[seq + 1]):
             visible = context_len - (starts[seq + 1] - 1 - token)
-            first = max(0, visible - window) if window else 0
-            seen = slice(first, visible)
-            out[token] = _attend_one(q[token], keys[seen], values[seen], scale, sinks)
+            seen = _seen_by(layer_kv, segments.page_table[seq], visible, window)
+            out[token] = _attend_one(q[token], *seen, scale, sinks)
     return out

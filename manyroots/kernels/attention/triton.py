@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from manyroots.kernels.attention.paged import DecodeRows
+from manyroots.kernels.attention.paged import Attending, DecodeRows, prepare
 from manyroots.kernels.attention.triton_prefill import prefill_attention
 from manyroots.kernels.launch import (
     counters,
@@ -23,7 +23,7 @@ from manyroots.kernels.launch import (
     wait_for_inputs,
 )
 
-__all__ = ["decode_attention", "prefill_attention"]
+__all__ = ["attend", "decode_attention", "prefill_attention", "prepare"]
 
 LOG2_E = math.log2(math.e)
 MAX_SPLITS = 16
@@ -160,10 +160,32 @@ def _merge(
     tl.store(out + head[:, None] * HEAD_DIM + d[None, :], mixed / total[:, None])
 
 
-def num_splits(num_rows: int, kv_heads: int) -> int:
-    """Into how many parts a history is cut at most: enough to fill the chip about four times."""
+def num_splits(num_rows: int, kv_heads: int, num_tiles: int = 0) -> int:
+    """Into how many parts a history is cut at most: enough to fill the chip about four times, and
+    no more than there are tiles in a window (0: no window)."""
     wanted = -(-4 * 132 // (num_rows * kv_heads))
-    return min(MAX_SPLITS, 1 << (wanted - 1).bit_length())
+    most = min(MAX_SPLITS, num_tiles or MAX_SPLITS)
+    return 1 << (min(wanted, most) - 1).bit_length()
+
+
+def attend(
+    q: Tensor, layer_kv: Tensor, attending: Attending, scale: float, sinks: Tensor | None = None
+) -> Tensor:
+    """Attend: q [num_tokens, heads, head_dim] over the pages, to the same shape. `sinks` [heads]
+    are scores that take weight and give nothing."""
+    out = torch.empty_like(q)
+    count, window = attending.num_decodes, attending.window
+    if attending.decodes is not None:
+        decode_attention(
+            q[:count], layer_kv, attending.decodes, scale, window=window, sinks=sinks,
+            out=out[:count],
+        )  # fmt: skip
+    if attending.prompts is not None:
+        prefill_attention(
+            q[count:], layer_kv, attending.prompts, scale, window=window, sinks=sinks,
+            out=out[count:],
+        )  # fmt: skip
+    return out
 
 
 def decode_attention(
@@ -174,6 +196,7 @@ def decode_attention(
     *,
     window: int = 0,
     sinks: Tensor | None = None,
+    out: Tensor | None = None,
     splits: int | None = None,
     block_t: int | None = None,
 ) -> Tensor:
@@ -182,10 +205,12 @@ def decode_attention(
     num_rows, heads, head_dim = q.shape
     page_size, kv_heads = layer_kv.shape[2:4]
     group = heads // kv_heads
-    splits = splits or num_splits(num_rows, kv_heads)
     is_few = num_rows * kv_heads < FEW_PROGRAMS
     num_warps, num_stages = (2, 2) if is_few else (1, 3)
-    out = torch.empty_like(q)
+    num_warps *= max(1, head_dim // 128)
+    block_t = block_t or (32 if is_few else 16)
+    splits = splits or num_splits(num_rows, kv_heads, triton.cdiv(window, block_t))
+    out = torch.empty_like(q) if out is None else out
     shape = (num_rows * heads * splits,)
     # Not `scratch`: a captured graph keeps what it allocated, and a buffer that grows would not.
     partial = torch.empty(*shape, head_dim, dtype=torch.float32, device=q.device)
@@ -197,7 +222,7 @@ def decode_attention(
         NUM_KV=kv_heads, GROUP=group, GROUP_PAD=max(16, triton.next_power_of_2(group)),
         GROUP_POW=triton.next_power_of_2(group), HEAD_DIM=head_dim,
         PREFETCH_LINES=max(1, head_dim * q.element_size() // 128), PAGE_SIZE=page_size,
-        BLOCK_T=block_t or (32 if is_few else 16), NUM_SPLITS=splits, PAGES_AHEAD=is_few,
+        BLOCK_T=block_t, NUM_SPLITS=splits, PAGES_AHEAD=is_few,
         HAS_SINKS=sinks is not None, num_warps=num_warps, num_stages=num_stages,
         **launch_options(q.device),
     )  # fmt: skip

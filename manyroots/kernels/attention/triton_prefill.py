@@ -38,7 +38,7 @@ class PrefillTiling:
 
 @triton.jit
 def _over_tiles(
-    query, best, total, acc, kv, table, position, begin, end, context, scale, window,
+    query, best, total, acc, kv, table, position, begin, end, earliest, context, scale, window,
     HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr,
     PART_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr, BLOCK_T: tl.constexpr,
     MASKED: tl.constexpr,
@@ -47,7 +47,8 @@ def _over_tiles(
     i = tl.arange(0, BLOCK_T)
     for at in range(begin, end, BLOCK_T):
         t = at + i
-        ok = t < context
+        # What lies in front of the first query's window may be another's by now.
+        ok = (t >= earliest) & (t < context)
         if BLOCK_T % PAGE_SIZE == 0:  # tiles begin with a page: most of this is outside the loop
             page_at = table + at // PAGE_SIZE + i // PAGE_SIZE
             in_page = i % PAGE_SIZE
@@ -122,26 +123,27 @@ def _prefill(
     kv = layer_kv + tl.program_id(0) * HEADS // GROUP * HEAD_DIM
     table = page_table + seq * table_row
     end = tl.minimum(context, lowest + BLOCK_Q)
-    begin = 0
+    begin, earliest = 0, 0
     whole_end = (lowest + 1) // BLOCK_T * BLOCK_T
     if HAS_WINDOW:
-        begin = tl.maximum(lowest + 1 - window, 0) // BLOCK_T * BLOCK_T
+        earliest = tl.maximum(lowest + 1 - window, 0)
+        begin = earliest // BLOCK_T * BLOCK_T
         whole = tl.cdiv(tl.maximum(lowest + BLOCK_Q - window, 0), BLOCK_T) * BLOCK_T
         whole = tl.minimum(whole, tl.cdiv(end, BLOCK_T) * BLOCK_T)
         best, total, acc = _over_tiles(
-            query, best, total, acc, kv, table, position, begin, tl.minimum(whole, end), context,
-            scale, window, HEAD_DIM, PAGE_SIZE, PAGE_STRIDE, PART_STRIDE, TOKEN_STRIDE, BLOCK_T,
-            True,
+            query, best, total, acc, kv, table, position, begin, tl.minimum(whole, end), earliest,
+            context, scale, window, HEAD_DIM, PAGE_SIZE, PAGE_STRIDE, PART_STRIDE, TOKEN_STRIDE,
+            BLOCK_T, True,
         )  # fmt: skip
         begin = whole
         whole_end = tl.maximum(whole_end, whole)
     best, total, acc = _over_tiles(
-        query, best, total, acc, kv, table, position, begin, whole_end, context, scale, window,
-        HEAD_DIM, PAGE_SIZE, PAGE_STRIDE, PART_STRIDE, TOKEN_STRIDE, BLOCK_T, False,
+        query, best, total, acc, kv, table, position, begin, whole_end, earliest, context, scale,
+        window, HEAD_DIM, PAGE_SIZE, PAGE_STRIDE, PART_STRIDE, TOKEN_STRIDE, BLOCK_T, False,
     )  # fmt: skip
     best, total, acc = _over_tiles(
-        query, best, total, acc, kv, table, position, whole_end, end, context, scale, window,
-        HEAD_DIM, PAGE_SIZE, PAGE_STRIDE, PART_STRIDE, TOKEN_STRIDE, BLOCK_T, True,
+        query, best, total, acc, kv, table, position, whole_end, end, earliest, context, scale,
+        window, HEAD_DIM, PAGE_SIZE, PAGE_STRIDE, PART_STRIDE, TOKEN_STRIDE, BLOCK_T, True,
     )  # fmt: skip
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(out + row[:, None] * HEAD_DIM + d[None, :], acc, mask=is_query)
@@ -155,6 +157,7 @@ def prefill_attention(
     *,
     window: int = 0,
     sinks: Tensor | None = None,
+    out: Tensor | None = None,
     tiling: PrefillTiling | None = None,
 ) -> Tensor:
     """Any number of queries per sequence, q [num_tokens, heads, head_dim]; causal."""
@@ -163,7 +166,7 @@ def prefill_attention(
     group = num_heads // kv_heads
     cut = tiling or _tiling_for(q.dtype, head_dim, group)
     per_block = QUERY_BLOCK // cut.queries
-    out = torch.empty_like(q)
+    out = torch.empty_like(q) if out is None else out
     _prefill[(num_heads // cut.heads, segments.query_blocks.shape[0] * per_block)](
         q, layer_kv, segments.page_table, segments.query_starts, segments.context_lens,
         segments.query_blocks, q if sinks is None else sinks, out, scale * LOG2_E, window,

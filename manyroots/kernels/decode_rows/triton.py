@@ -1,4 +1,5 @@
-"""The beginning and the end of a decode step, one launch each.
+"""The beginning and the end of a decode step: a launch each, and one more for every further kind
+of rotation.
 
 Same signatures as `reference.py`. Launched plainly: what `begin` writes is a constant to the
 kernels that follow, and what `end` reads is all that came before.
@@ -18,9 +19,24 @@ BLOCK = 256
 
 
 @triton.jit
+def _rope_row(i, positions, all_cos, all_sin, cos, sin, half, PADDED_HALF: tl.constexpr):
+    position = tl.load(positions + i)
+    d = tl.arange(0, PADDED_HALF)
+    ok = d < half
+    tl.store(cos + i * half + d, tl.load(all_cos + position * half + d, mask=ok), mask=ok)
+    tl.store(sin + i * half + d, tl.load(all_sin + position * half + d, mask=ok), mask=ok)
+
+
+@triton.jit
+def _rope_rows(positions, all_cos, all_sin, cos, sin, half, PADDED_HALF: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64)
+    _rope_row(i, positions, all_cos, all_sin, cos, sin, half, PADDED_HALF)
+
+
+@triton.jit
 def _begin(
-    known, rows, newest, page_tables, tokens, tables, num_rows, max_rows, width,
-    BLOCK: tl.constexpr,
+    known, rows, newest, page_tables, tokens, tables, num_rows, max_rows, width, positions,
+    all_cos, all_sin, cos, sin, half, PADDED_HALF: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0).to(tl.int64)
     family = tl.program_id(1)
@@ -28,24 +44,13 @@ def _begin(
     if family == 0:
         token = tl.load(known + i)
         tl.store(tokens + i, tl.where(token == -1, tl.load(newest + row), token))
+        _rope_row(i, positions, all_cos, all_sin, cos, sin, half, PADDED_HALF)
     table = page_tables + (family * max_rows + row) * width
     gathered = tables + (family * num_rows + i) * width
     for first in range(0, width, BLOCK):
         at = first + tl.arange(0, BLOCK)
         pages = tl.load(table + at, mask=at < width, other=0)
         tl.store(gathered + at, pages, mask=at < width)
-
-
-@triton.jit
-def _rope_rows(
-    positions, all_cos, all_sin, cos, sin, half, PADDED_HALF: tl.constexpr
-):  # fmt: skip
-    i = tl.program_id(0).to(tl.int64)
-    position = tl.load(positions + i)
-    d = tl.arange(0, PADDED_HALF)
-    ok = d < half
-    tl.store(cos + i * half + d, tl.load(all_cos + position * half + d, mask=ok), mask=ok)
-    tl.store(sin + i * half + d, tl.load(all_sin + position * half + d, mask=ok), mask=ok)
 
 
 def begin(
@@ -62,19 +67,23 @@ def begin(
     families, max_rows, width = page_tables.shape
     tokens = torch.empty_like(known)
     tables = page_tables.new_empty(families, num_rows, width)
+    turned = [RopeTable(*rope.cos.new_empty(2, num_rows, rope.cos.shape[1])) for rope in ropes]
+    lookups = [
+        (positions, rope.cos, rope.sin, to.cos, to.sin, rope.cos.shape[1])
+        for rope, to in zip(ropes, turned, strict=True)
+    ]
     _begin[(num_rows, families)](
-        known, rows, newest, page_tables, tokens, tables, num_rows, max_rows, width, BLOCK=BLOCK
-    )
-    return Gathered(tokens, tables, tuple(_rows_of(rope, positions) for rope in ropes))
+        known, rows, newest, page_tables, tokens, tables, num_rows, max_rows, width, *lookups[0],
+        PADDED_HALF=_padded_half(ropes[0]), BLOCK=BLOCK,
+    )  # fmt: skip
+    for rope, lookup in zip(ropes[1:], lookups[1:], strict=True):
+        _rope_rows[(num_rows,)](*lookup, PADDED_HALF=_padded_half(rope))
+    return Gathered(tokens, tables, tuple(turned))
 
 
-def _rows_of(rope: RopeTable, positions: Tensor) -> RopeTable:
-    num_rows, half = positions.shape[0], rope.cos.shape[1]
-    cos, sin = rope.cos.new_empty(2, num_rows, half)
-    _rope_rows[(num_rows,)](
-        positions, rope.cos, rope.sin, cos, sin, half, PADDED_HALF=triton.next_power_of_2(half)
-    )
-    return RopeTable(cos, sin)
+def _padded_half(rope: RopeTable) -> int:
+    padded: int = triton.next_power_of_2(rope.cos.shape[1])
+    return padded
 
 
 @triton.jit

@@ -18,26 +18,39 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(
-    residual: Tensor, delta: Tensor, weight: Tensor, eps: float, lora: LoraTerm | None = None
+    residual: Tensor,
+    delta: Tensor,
+    weight: Tensor,
+    eps: float,
+    lora: LoraTerm | None = None,
+    post: Tensor | None = None,
 ) -> Tensor:
     """Add `delta` ([rows, n], or partial sums [splits, rows, n]) and what adapters add onto
-    `residual` in place; give the sum, normalised."""
-    return rms_norm(_add(residual, delta, lora), weight, eps).to(residual.dtype)
+    `residual` in place; give the sum, normalised. With `post`, what is added is itself normalised
+    and scaled by it before."""
+    added = _whole(delta, lora)
+    if post is not None:
+        added = rms_norm(added, post, eps)
+    return rms_norm(_add(residual, added), weight, eps).to(residual.dtype)
 
 
 def add_norm(
     residual: Tensor, delta: Tensor, weight: Tensor, eps: float, lora: LoraTerm
 ) -> UndividedNorm:
     """`add_rms_norm` without its division. Up to 64 rows."""
-    total = _add(residual, delta, lora)
+    total = _add(residual, _whole(delta, lora))
     scaled = (total * weight.float()).to(residual.dtype)
     return UndividedNorm(scaled, total.square().sum(1, keepdim=True), eps)
 
 
-def _add(residual: Tensor, delta: Tensor, lora: LoraTerm | None) -> Tensor:
+def _whole(delta: Tensor, lora: LoraTerm | None) -> Tensor:
+    """A product with what adapters add to it, in float32."""
+    total = (delta if delta.dim() == 2 else delta.float().sum(0)).float()
+    return total if lora is None else total + expanded(lora)
+
+
+def _add(residual: Tensor, added: Tensor) -> Tensor:
     """The sum, as it is before `residual` rounds it: the fused kernel never reads that back."""
-    total = residual.float() + (delta if delta.dim() == 2 else delta.float().sum(0)).float()
-    if lora is not None:
-        total = total + expanded(lora)
+    total = residual.float() + added
     residual.copy_(total)
     return total

@@ -59,16 +59,18 @@ def _row_expand(
 
 @triton.jit
 def _add_rms_norm(
-    residual, delta, weight, out, slots, hidden, pool, table, n, eps, delta_split, delta_row,
+    residual, delta, weight, post, out, slots, hidden, pool, table, n, eps, delta_split, delta_row,
     hidden_split, hidden_row,
     NUM_SPLITS: tl.constexpr, HIDDEN_SPLITS: tl.constexpr, RANKS: tl.constexpr,
-    BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    HAS_POST: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     let_next_begin(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     ok = cols < n
     scale = tl.load(weight + cols, mask=ok, other=0.0).to(tl.float32)
+    if HAS_POST:
+        post_scale = tl.load(post + cols, mask=ok, other=0.0).to(tl.float32)
     if HIDDEN_SPLITS:
         slot = tl.load(slots + row)
         entry = table + tl.maximum(slot, 0) * 5
@@ -81,7 +83,8 @@ def _add_rms_norm(
             prefetch(b + tl.minimum(line, n * rank - 1), DEPENDENT)
         first_ranks = _ranks(b, rank, 0, cols, ok, RANKS)
     wait_for_inputs(DEPENDENT)
-    total = tl.load(residual + row * n + cols, mask=ok, other=0.0).to(tl.float32)
+    before = tl.load(residual + row * n + cols, mask=ok, other=0.0).to(tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32) if HAS_POST else before
     for split in tl.static_range(NUM_SPLITS):
         at = delta + split * delta_split + row * delta_row + cols
         total += tl.load(at, mask=ok, other=0.0).to(tl.float32)
@@ -96,6 +99,8 @@ def _add_rms_norm(
                     total, _ranks(b, rank, first, cols, ok, RANKS), hidden, hidden_split, row,
                     hidden_row, first, rank, HIDDEN_SPLITS, RANKS,
                 )  # fmt: skip
+    if HAS_POST:
+        total = before + total * tl.rsqrt(tl.sum(total * total) / n + eps) * post_scale
     if NUM_SPLITS:
         tl.store(residual + row * n + cols, total, mask=ok)
     inverse = tl.rsqrt(tl.sum(total * total) / n + eps)
@@ -148,18 +153,24 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     rows, n = x.shape
     out = torch.empty_like(x)
     _add_rms_norm[(rows,)](
-        x, x, weight, out, x, x, x, x, n, eps, 0, 0, 0, 0,
-        NUM_SPLITS=0, HIDDEN_SPLITS=0, RANKS=8, BLOCK=triton.next_power_of_2(n),
+        x, x, weight, weight, out, x, x, x, x, n, eps, 0, 0, 0, 0,
+        NUM_SPLITS=0, HIDDEN_SPLITS=0, RANKS=8, HAS_POST=False, BLOCK=triton.next_power_of_2(n),
         num_warps=_warps(n), **launch_options(x.device, plainly=True),
     )  # fmt: skip
     return out
 
 
 def add_rms_norm(
-    residual: Tensor, delta: Tensor, weight: Tensor, eps: float, lora: LoraTerm | None = None
+    residual: Tensor,
+    delta: Tensor,
+    weight: Tensor,
+    eps: float,
+    lora: LoraTerm | None = None,
+    post: Tensor | None = None,
 ) -> Tensor:
     """Add `delta` ([rows, n], or partial sums [splits, rows, n]) and what adapters add onto
-    `residual` in place; give the sum, normalised."""
+    `residual` in place; give the sum, normalised. With `post`, what is added is itself normalised
+    and scaled by it before."""
     rows, n = residual.shape
     parts = as_splits(delta)
     out = torch.empty_like(residual)
@@ -171,8 +182,9 @@ def add_rms_norm(
         adapters = (lora.rows.slots, hidden, lora.site.pool, lora.site.table)
         strides, splits = (hidden.stride(0), hidden.stride(1)), hidden.shape[0]
     _add_rms_norm[(rows,)](
-        residual, parts, weight, out, *adapters, n, eps, parts.stride(0), parts.stride(1), *strides,
-        NUM_SPLITS=parts.shape[0], HIDDEN_SPLITS=splits, RANKS=8,
+        residual, parts, weight, weight if post is None else post, out, *adapters, n, eps,
+        parts.stride(0), parts.stride(1), *strides,
+        NUM_SPLITS=parts.shape[0], HIDDEN_SPLITS=splits, RANKS=8, HAS_POST=post is not None,
         BLOCK=triton.next_power_of_2(n), num_stages=1, num_warps=_warps(n),
         **launch_options(residual.device),
     )  # fmt: skip

@@ -45,15 +45,19 @@ def term(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("has_adapters", [False, True])
+@pytest.mark.parametrize("has_post", [False, True])
 @pytest.mark.parametrize("shape", [(7, 96), (1, 7, 96), (3, 7, 96)])
 def test_add_rms_norm_equals_the_reference(
-    shape: tuple[int, ...], has_adapters: bool, dtype: torch.dtype
+    shape: tuple[int, ...], has_post: bool, has_adapters: bool, dtype: torch.dtype
 ) -> None:
+    """What is added may have a norm of its own; weights of such models are in float32."""
     residual, other = randn(7, 96, dtype=dtype), randn(7, 96, dtype=dtype)
-    delta, weight = randn(*shape, dtype=dtype, seed=1), randn(96, dtype=dtype, seed=2)
+    weight_dtype = torch.float32 if has_post else dtype
+    delta, weight = randn(*shape, dtype=dtype, seed=1), randn(96, dtype=weight_dtype, seed=2)
     lora = term((96,), [(8,), (16,), (0,)], dtype) if has_adapters else None
-    out = norm.add_rms_norm(residual, delta, weight, EPS, lora)
-    expected = norm_reference.add_rms_norm(other, delta, weight, EPS, lora)
+    post = randn(96, seed=3) if has_post else None
+    out = norm.add_rms_norm(residual, delta, weight, EPS, lora, post)
+    expected = norm_reference.add_rms_norm(other, delta, weight, EPS, lora, post)
     assert_close("norm", out, expected, dtype)
     assert_close("norm", residual, other, dtype)
 

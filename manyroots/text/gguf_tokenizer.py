@@ -1,8 +1,9 @@
-"""Builds a byte-level BPE tokenizer from what a GGUF file says about itself.
+"""Builds a tokenizer from what a GGUF file says about itself: byte-level BPE or SentencePiece.
 
 Takes the header's values; gives a `tokenizers.Tokenizer`. transformers can convert GGUF too, but
 splits every text by GPT-2's rule, whatever `tokenizer.ggml.pre` says: other token boundaries
-than the model was trained with. Here the rule is looked up, and an unknown one is an error.
+than the model was trained with. Here the rule is looked up, and an unknown one is an error. And it
+leaves out the first token that the file asks for, without which Gemma's output is garbage.
 """
 
 from __future__ import annotations
@@ -10,16 +11,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
 from manyroots.errors import ModelError
+from manyroots.text import gguf_sentencepiece
+from manyroots.text.gguf_sentencepiece import CONTROL, NORMAL, UNKNOWN, USER_DEFINED
 
-_CONTROL = 3
-_USER_DEFINED = 4
+_BYTE_LEVEL, _SENTENCEPIECE = "gpt2", "llama"
+"""What `tokenizer.ggml.model` calls them."""
+_SPECIAL, _UNSPLIT = (CONTROL, UNKNOWN), (USER_DEFINED,)
+T = TypeVar("T")
 
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -60,13 +65,40 @@ _RULES = {
 }
 
 
-def is_byte_level(metadata: Mapping[str, Any]) -> bool:
-    """Whether this file's tokenizer is of the kind that `build` can make."""
-    return metadata.get("tokenizer.ggml.model") == "gpt2"
+def can_build(metadata: Mapping[str, Any]) -> bool:
+    """Whether this file's tokenizer is of a kind that `build` can make."""
+    return metadata.get("tokenizer.ggml.model") in (_BYTE_LEVEL, _SENTENCEPIECE)
 
 
 def build(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
     """The tokenizer that the file describes; `path` is for error messages only."""
+    tokens = _listed(metadata, "tokenizer.ggml.tokens", path, str)
+    is_sentencepiece = metadata["tokenizer.ggml.model"] == _SENTENCEPIECE
+    if is_sentencepiece or "tokenizer.ggml.token_type" in metadata:
+        kinds = _listed(metadata, "tokenizer.ggml.token_type", path, int, size=len(tokens))
+    else:
+        kinds = [NORMAL] * len(tokens)
+    if is_sentencepiece:
+        tokens = gguf_sentencepiece.as_in_texts(tokens, kinds)
+    try:
+        if is_sentencepiece:
+            scores = _listed(metadata, "tokenizer.ggml.scores", path, float, size=len(tokens))
+            tokenizer = gguf_sentencepiece.build(tokens, scores, kinds, metadata)
+        else:
+            tokenizer = _byte_level(tokens, metadata, path)
+    except ModelError:
+        raise
+    except Exception as error:  # the Rust side raises bare Exception
+        raise ModelError(
+            f"the tokenizer in {path} is broken: {error}. Download the file again, or name "
+            "another tokenizer with --tokenizer."
+        ) from error
+    _add_marked_tokens(tokenizer, tokens, kinds)
+    _add_bos(tokenizer, tokens, metadata)
+    return tokenizer
+
+
+def _byte_level(tokens: list[str], metadata: Mapping[str, Any], path: Path) -> Tokenizer:
     name = metadata.get("tokenizer.ggml.pre")
     if name not in _RULES:
         raise ModelError(
@@ -74,35 +106,35 @@ def build(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
             "Name the model's original tokenizer with --tokenizer."
         )
     rule = _RULES[name]
-    tokens = _required(metadata, "tokenizer.ggml.tokens", path)
     merges = [
         (left, right)
-        for left, _, right in (m.partition(" ") for m in _required(metadata, _MERGES, path))
+        for left, _, right in (
+            merge.partition(" ") for merge in _listed(metadata, "tokenizer.ggml.merges", path, str)
+        )
     ]
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    try:
-        model = BPE(vocab=vocabulary, merges=merges, ignore_merges=rule.whole_words)
-    except Exception as error:  # the Rust side raises bare Exception
-        raise ModelError(
-            f"the tokenizer in {path} is broken: {error}. Download the file again, or name "
-            "another tokenizer with --tokenizer."
-        ) from error
-    tokenizer = Tokenizer(model)
+    tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=merges, ignore_merges=rule.whole_words))
     if rule.nfc:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = rule.pre_tokenizer()
     tokenizer.decoder = decoders.ByteLevel()
-    _add_marked_tokens(tokenizer, tokens, metadata.get("tokenizer.ggml.token_type", []))
-    _add_bos(tokenizer, tokens, metadata)
     return tokenizer
 
 
-_MERGES = "tokenizer.ggml.merges"
-
-
-def _required(metadata: Mapping[str, Any], key: str, path: Path) -> list[str]:
+def _listed(
+    metadata: Mapping[str, Any],
+    key: str,
+    path: Path,
+    kind: type[T],
+    *,
+    size: int | None = None,
+) -> list[T]:
     value = metadata.get(key)
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+    if (
+        not isinstance(value, list)
+        or not all(isinstance(item, kind) for item in value)
+        or size not in (None, len(value))
+    ):
         raise ModelError(
             f"{path} has no usable {key}. Name the model's original tokenizer with --tokenizer."
         )
@@ -111,19 +143,29 @@ def _required(metadata: Mapping[str, Any], key: str, path: Path) -> list[str]:
 
 def _add_marked_tokens(tokenizer: Tokenizer, tokens: list[str], kinds: list[int]) -> None:
     """Control tokens are special (skipped in output); user-defined ones are only unsplittable."""
-    for token, kind in zip(tokens, kinds, strict=False):
-        if kind == _CONTROL:
-            tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)])
-        elif kind == _USER_DEFINED:
-            tokenizer.add_tokens([AddedToken(token, special=False, normalized=False)])
+
+    special, unsplit = (
+        [
+            AddedToken(token, special=wanted is _SPECIAL, normalized=False)
+            for token, kind in zip(tokens, kinds, strict=True)
+            if kind in wanted
+        ]
+        for wanted in (_SPECIAL, _UNSPLIT)
+    )
+    # All at once: the search for them is built anew with each call, and Gemma has thousands.
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens(unsplit)
 
 
 def _add_bos(tokenizer: Tokenizer, tokens: list[str], metadata: Mapping[str, Any]) -> None:
     bos = metadata.get("tokenizer.ggml.bos_token_id")
-    # Llama 3's converter wrote no flag; its models were trained with the token.
-    wanted = metadata.get(
-        "tokenizer.ggml.add_bos_token", metadata.get("tokenizer.ggml.pre") == "llama-bpe"
+    # What files without the flag mean: Llama 3's converter wrote none, and llama.cpp takes the
+    # token for granted with SentencePiece. All of these models were trained with it.
+    taken_for_granted = (
+        metadata.get("tokenizer.ggml.pre") == "llama-bpe"
+        or metadata["tokenizer.ggml.model"] == _SENTENCEPIECE
     )
+    wanted = metadata.get("tokenizer.ggml.add_bos_token", taken_for_granted)
     if wanted and isinstance(bos, int) and 0 <= bos < len(tokens):
         tokenizer.post_processor = TemplateProcessing(
             single=f"{tokens[bos]} $A", special_tokens=[(tokens[bos], bos)]

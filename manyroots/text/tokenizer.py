@@ -35,6 +35,7 @@ class Tokenizer:
 
     __slots__ = (
         "_backend",
+        "_first",
         "_pieces",
         "chat_template",
         "eos_token_ids",
@@ -61,9 +62,14 @@ class Tokenizer:
         eos = vocabulary.get(special_tokens.eos) if special_tokens.eos is not None else None
         self.eos_token_ids: tuple[int, ...] = () if eos is None else (eos,)
         self.max_piece_bytes = max((len(token.encode()) for token in vocabulary), default=1)
+        bos = vocabulary.get(special_tokens.bos) if special_tokens.bos is not None else None
+        added_first = backend.encode("", add_special_tokens=True).ids[:1]
+        self._first: list[int] = added_first if added_first == [bos] else []
+        """The token that begins every text, where there is one."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of `text`. Special tokens spelled out in it become those tokens."""
+        """Token ids of `text`. Special tokens spelled out in it become those tokens; a first one
+        that is spelled out is not added once more."""
         try:
             # The batch call lets other threads run meanwhile; the single one holds the GIL.
             [encoding] = self._backend.encode_batch_fast(
@@ -75,7 +81,9 @@ class Tokenizer:
                 "replace it (text.encode('utf-8', 'replace')).",
                 field="prompt",
             ) from error
-        return list(encoding.ids)
+        ids = list(encoding.ids)
+        is_twice = add_special_tokens and self._first and ids[:2] == self._first * 2
+        return ids[1:] if is_twice else ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Text of `ids`; ids without a token add nothing."""

@@ -40,7 +40,7 @@ def _only_gguf(folder: Path) -> Path:
 
 def _from_gguf(path: Path) -> Tokenizer:
     metadata = read_metadata(path)
-    if not gguf_tokenizer.is_byte_level(metadata):
+    if not gguf_tokenizer.can_build(metadata):
         return _from_transformers(str(path.parent), gguf_file=path.name)
     tokens = metadata.get("tokenizer.ggml.tokens", [])
 

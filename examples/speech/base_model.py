@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from manyroots.models.default_model import default_model_path
+from manyroots.config import DEFAULT_MODEL
+from manyroots.models.packaged import packaged_model_path
 from manyroots.text.chat import ChatTemplate, load_chat_template
 from manyroots.text.tokenizer import Tokenizer
 from manyroots.text.tokenizer_files import load_tokenizer
@@ -48,7 +49,7 @@ class Chat:
 
 def base_model_file(given: str | None) -> Path:
     """The GGUF file a user named, or the default model, fetched on first use."""
-    return Path(given).expanduser() if given else default_model_path()
+    return Path(given).expanduser() if given else packaged_model_path(DEFAULT_MODEL)
 
 
 def load_base(path: Path) -> Any:

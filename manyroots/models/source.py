@@ -14,12 +14,12 @@ from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 
-from manyroots.config import DEFAULT_MODEL, ModelSettings
+from manyroots.config import ModelSettings
 from manyroots.errors import ModelError
 from manyroots.models import gguf_config
-from manyroots.models.default_model import default_model_path
 from manyroots.models.fields import TOKENS, check_fields
 from manyroots.models.hub import download_folder
+from manyroots.models.packaged import PACKAGED, packaged_model_path
 from manyroots.models.weights.gguf_file import GGUFFile
 
 MAX_CONFIG_BYTES = 16 << 20
@@ -56,8 +56,8 @@ def resolve_source(settings: ModelSettings) -> ModelSource:
     if path.exists():
         own_name = path.resolve().stem if path.is_file() else path.resolve().name
         return _local(path, own_name, settings)
-    if name == DEFAULT_MODEL:
-        return _local(default_model_path(), DEFAULT_MODEL, settings)
+    if name in PACKAGED:
+        return _local(packaged_model_path(name), name, settings)
     if not HUB_ID.fullmatch(name) or path.suffix == ".gguf":
         raise ModelError(
             f"--model is {name!r}; there is no such file or folder, and it is not a hub id "

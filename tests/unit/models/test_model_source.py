@@ -123,10 +123,11 @@ def test_a_hub_id_that_can_not_be_fetched_names_it_and_the_remedy(
         resolve("org/name", revision="v2")
 
 
-def test_the_default_name_means_the_default_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", [DEFAULT_MODEL, "gemma3-270m"])
+def test_a_packaged_models_name_means_its_file(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = write_gguf(tmp_path / "default.gguf", tiny_config())
-    monkeypatch.setattr(source, "default_model_path", lambda: file)
-    found = resolve(DEFAULT_MODEL)
-    assert (found.path, found.name) == (file, DEFAULT_MODEL)
+    file = write_gguf(tmp_path / "packaged.gguf", tiny_config())
+    monkeypatch.setattr(source, "packaged_model_path", {name: file}.__getitem__)
+    found = resolve(name)
+    assert (found.path, found.name) == (file, name)

@@ -158,7 +158,10 @@ class LoraSettings:
         (), "Adapters by name, as name=folder or as JSON with name, path and base_model_name."
     )
     max_loras: int = option(
-        8, "Most distinct adapters in one step, and slots for them on the device; 0 is no limit."
+        8,
+        "Most distinct adapters in one step, and slots for them on the device; 0: as many as fit "
+        "into a quarter of the memory that a GPU has beside the weights (on a CPU: into as much as "
+        "the cache's pages may take), at most 256.",
     )
     max_cpu_loras: int = option(0, "Most adapters in host memory; 0 is no limit.")
     max_lora_rank: int = option(16, "Highest rank that an adapter may have.")

@@ -212,6 +212,8 @@ class EngineInfo:
     dtype: str
     device: str
     scheduling_policy: str
+    max_loras: int
+    """Most distinct adapters in one step; 0 without --enable-lora."""
 
 
 @dataclass(frozen=True, slots=True)

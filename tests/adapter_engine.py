@@ -141,7 +141,7 @@ class AdapterEngine:
             CacheLayout.of(PAGE_SIZE, (Capacity(FULL_ATTENTION, num_pages),)),
             CachePolicies(records_events=records_events, identity=b"tiny"),
         )
-        self.residency = Residency(adapter_limits(lora))
+        self.residency = Residency(adapter_limits(lora, lora.max_loras))
         step = SchedulerSettings(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,

@@ -873,7 +873,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "engine/adapter_runtime.py",
-        "Limits(max_loras=settings.max_loras,",
+        "Limits(max_loras=num_slots,",
         "Limits(max_loras=0,",
         "the server's cap on adapters reaches nobody",
         (PROMISES + "test_l05_the_servers_setting_limits_the_adapters_of_a_step[1]",),

@@ -65,7 +65,7 @@ class Service:
             model_name,
             lambda: engine.stats,
             count_adapters=lambda: len(self.adapters.all()),
-            max_loras=lora.max_loras if lora.enable_lora else None,
+            max_loras=engine.info.max_loras if lora.enable_lora else None,
             read_life=lambda: (engine.is_alive, engine.num_restarts),
         )
         engine.watch_loads(self.metrics.adapters.loaded)

@@ -50,6 +50,11 @@ class RankWorker(Protocol):
         """As many pages as fit beside the weights."""
         ...
 
+    @property
+    def num_slots(self) -> int:
+        """As many adapters."""
+        ...
+
     def start(self, start: StartSteps, tell: Tell) -> Steps:
         """Make room for pages and meet the others. `tell` takes the ends of adapter loads."""
         ...
@@ -81,7 +86,7 @@ def _load(
     _, join = inbox.get()
     assert isinstance(join, Join)
     part = build(join)
-    channel.send(*encode(RankMessageKind.LOADED, Loaded(part.num_pages)))
+    channel.send(*encode(RankMessageKind.LOADED, Loaded(part.num_pages, part.num_slots)))
     _, start = inbox.get()
     if start is None:
         raise ManyrootsError("the first rank closed before the start")

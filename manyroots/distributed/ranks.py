@@ -57,9 +57,9 @@ class Ranks:
     def pids(self) -> list[int]:
         return [process.pid for process in self._processes]
 
-    def wait_until_loaded(self) -> int:
-        """How many pages fit on the rank with the least room; raises what kept one from loading."""
-        fits = []
+    def wait_until_loaded(self) -> Loaded:
+        """What fits on the rank with the least room; raises what kept one from loading."""
+        fits: list[Loaded] = []
         for rank, channel in enumerate(self._channels, start=1):
             try:
                 kind, body = decode(channel.receive())
@@ -68,8 +68,8 @@ class Ranks:
             if kind is RankMessageKind.FAILED:
                 raise ModelError(f"rank {rank}: {body}")
             assert isinstance(body, Loaded)
-            fits.append(body.num_pages)
-        return min(fits)
+            fits.append(body)
+        return Loaded(min(fit.num_pages for fit in fits), min(fit.num_slots for fit in fits))
 
     def watch(
         self,

@@ -62,6 +62,8 @@ class Loaded:
 
     num_pages: int
     """As many pages as fit beside them."""
+    num_slots: int
+    """As many adapters as fit beside them; 0 without --enable-lora."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,7 @@ class StartSteps:
     """All ranks have their weights: make room for pages, then follow plans."""
 
     num_pages: int
+    num_slots: int
     """What fits on every rank."""
     max_model_len: int
 

@@ -63,6 +63,7 @@ def build_adapter_runtime(
     device: torch.device,
     make_loader: MakeLoader = AdapterLoader,
     *,
+    num_slots: int,
     fused: bool = False,
 ) -> AdapterRuntime:
     """`fused`: for a runner with fused kernels, which find adapters in a pool."""
@@ -89,9 +90,8 @@ def build_adapter_runtime(
         # The digest shows whether files that were allowed once have been replaced since.
         return cut_adapter(read(Path(path), None)[1], shard)
 
-    num_slots = adapter_limits(settings).num_slots
     memory: Memory
-    if fused and num_slots is not None:
+    if fused:
         rank = settings.max_lora_rank
         memory = AdapterPool(
             model.lora_parts(), num_slots=num_slots, max_rank=rank, dtype=dtype, device=device
@@ -99,7 +99,7 @@ def build_adapter_runtime(
     else:
         memory = AdapterSlots(model.lora_parts(), dtype=dtype, device=device)
     loader = make_loader(read_part, memory)
-    _log(settings, len(targets), slot_bytes(settings, model, dtype))
+    _log(settings, num_slots, len(targets), slot_bytes(settings, model, dtype))
     files = AdapterFiles(read, loader.keep)
     return AdapterRuntime(loader, files if pinned is None else replace(files, close=pinned.close))
 
@@ -110,16 +110,15 @@ def slot_bytes(settings: LoraSettings, model: Adaptable, dtype: torch.dtype) -> 
     return adapter_bytes(model.adapter_targets(), rank, dtype.itemsize)
 
 
-def _log(settings: LoraSettings, num_targets: int, size: int) -> None:
-    num_slots = adapter_limits(settings).num_slots
+def _log(settings: LoraSettings, num_slots: int, num_targets: int, size: int) -> None:
     logger.info(
-        "adapters: %s slots of up to %.1f MiB (rank %d in all of %d weights), %s; %d names",
-        num_slots or "any number of", size / 2**20, settings.max_lora_rank,
-        num_targets,
-        f"{num_slots * size / 2**20:.1f} MiB in all" if num_slots else "no limit",
-        len(settings.lora_modules),
+        "adapters: %d slots%s of up to %.1f MiB (rank %d in all of %d weights), %.1f MiB in all; "
+        "%d names",
+        num_slots, "" if settings.max_loras else " (as many as fit: --max-loras 0)", size / 2**20,
+        settings.max_lora_rank, num_targets, num_slots * size / 2**20, len(settings.lora_modules),
     )  # fmt: skip
 
 
-def adapter_limits(settings: LoraSettings) -> AdapterLimits:
-    return AdapterLimits(max_loras=settings.max_loras, max_cpu_loras=settings.max_cpu_loras)
+def adapter_limits(settings: LoraSettings, num_slots: int) -> AdapterLimits:
+    """`num_slots`: those there are, whether --max-loras says so or left it open."""
+    return AdapterLimits(max_loras=num_slots, max_cpu_loras=settings.max_cpu_loras)

@@ -51,7 +51,8 @@ def build_engine(settings: EngineSettings) -> Engine:
         CacheLayout.of(page_size, (Capacity(FULL_ATTENTION, num_pages),)),
         CachePolicies(reuse=settings.cache.enable_prefix_caching),
     )
-    adapters = Residency(adapter_limits(settings.lora))
+    num_slots = executor.sizes.num_slots
+    adapters = Residency(adapter_limits(settings.lora, num_slots))
     scheduler = Scheduler(settings.scheduler, cache, adapters, max_model_len=max_model_len)
     logger.info(
         "%s: %s on %s, %d pages of %d tokens (%.2f GiB), context %d",
@@ -70,6 +71,7 @@ def build_engine(settings: EngineSettings) -> Engine:
         dtype=str(worker.dtype).removeprefix("torch."),
         device=str(worker.device),
         scheduling_policy=settings.scheduler.scheduling_policy,
+        max_loras=num_slots,
     )
     directory = None
     if executor.adapters is not None:

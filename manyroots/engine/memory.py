@@ -2,7 +2,8 @@
 
 In: settings, what one page takes, and what else will be wanted on the device. Out: a number of
 pages, or a refusal that names the flags. Everything that is free goes to pages: what nobody runs
-with now is the prefix cache.
+with now is the prefix cache. Where the number of adapters is left open (--max-loras 0), they have a
+share of it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,11 @@ CPU_CACHE_SHARE = 0.25
 LEAST_PAGE_BYTES = 8192
 """The cache's own records take some 100 bytes a page. Where nobody has said how much to take, pages
 so small that these would count (of toy models) are as many as if they had this size."""
+ADAPTER_SHARE = 0.25
+"""On a GPU, --max-loras 0 gives adapters at most this share of what weights leave. On a CPU they
+may take as much as pages may, and take it only as they come."""
+MAX_OPEN_SLOTS = 256
+"""As many slots as --max-loras 0 makes at most."""
 LIBRARY_RESERVE_BYTES = 256 * 2**20
 """On a GPU, left alone for what libraries and compiled kernels take as they go."""
 
@@ -46,6 +52,21 @@ def count_pages(
             "--max-num-batched-tokens, --max-loras or --max-lora-rank."
         )
     return int(num_pages)
+
+
+def count_slots(
+    settings: EngineSettings, bytes_per_slot: int, bytes_per_page: int, device: torch.device
+) -> int:
+    """Slots for adapters on the device: as many as --max-loras says; for 0, as many as fit."""
+    lora, cache = settings.lora, settings.cache
+    if lora.max_loras:
+        return lora.max_loras
+    free = _free_bytes(cache, device, settings.model.tensor_parallel_size)
+    if device.type == "cuda":
+        pages = (cache.num_gpu_blocks_override or 0) * bytes_per_page
+        free = int((free - (cache.kv_cache_memory_bytes or pages)) * ADAPTER_SHARE)
+    fit = max(1, min(MAX_OPEN_SLOTS, free // max(bytes_per_slot, 1)))
+    return min(fit, lora.max_cpu_loras or fit)
 
 
 def estimated_step_bytes(spec: ModelSpec, settings: EngineSettings, dtype: torch.dtype) -> int:

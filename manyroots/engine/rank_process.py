@@ -54,10 +54,14 @@ class _Part:
     def num_pages(self) -> int:
         return self.loaded.num_pages
 
+    @property
+    def num_slots(self) -> int:
+        return self.loaded.num_slots
+
     def start(self, start: StartSteps, tell: follower.Tell) -> _Steps:
         loaded = self.loaded
-        sizes = Sizes(start.num_pages, start.max_model_len)
-        adapters = loaded.make_adapters(self.settings, partial(FollowingLoader, tell=tell))
+        sizes = Sizes(start.num_pages, start.num_slots, start.max_model_len)
+        adapters = loaded.make_adapters(self.settings, sizes, partial(FollowingLoader, tell=tell))
         runner = loaded.make_runner(self.settings, sizes, adapters)
         join_group(loaded.shard, self.folder, device_type=loaded.device.type)
         return _Steps(runner, adapters)

@@ -39,15 +39,22 @@ def execute_with_ranks(settings: EngineSettings, source: ModelSource) -> Executo
         with stage("weights and sizes"):
             worker = load_worker(settings, source, shard)
         with stage("other ranks"):
-            sizes = fit_sizes(settings, worker, min(worker.num_pages, ranks.wait_until_loaded()))
-        ranks.send(RankMessageKind.START, StartSteps(sizes.num_pages, sizes.max_model_len))
+            elsewhere = ranks.wait_until_loaded()
+            sizes = fit_sizes(
+                settings,
+                worker,
+                min(worker.num_pages, elsewhere.num_pages),
+                min(worker.num_slots, elsewhere.num_slots),
+            )
+        start = StartSteps(sizes.num_pages, sizes.num_slots, sizes.max_model_len)
+        ranks.send(RankMessageKind.START, start)
         make_loader = partial(
             FirstLoader,
             num_ranks=shard.size,
             cut=partial(cut_adapter, shard=shard),
             drop_elsewhere=partial(ranks.send, RankMessageKind.DROP),
         )
-        adapters = worker.make_adapters(settings, make_loader)
+        adapters = worker.make_adapters(settings, sizes, make_loader)
         with stage("pages and warm-up"):
             own = worker.make_runner(settings, sizes, adapters)
         with stage("meeting of ranks"):

@@ -20,11 +20,10 @@ from manyroots.distributed.shard import WHOLE, Shard
 from manyroots.engine.adapter_runtime import (
     AdapterRuntime,
     MakeLoader,
-    adapter_limits,
     build_adapter_runtime,
     slot_bytes,
 )
-from manyroots.engine.memory import count_pages, estimated_step_bytes
+from manyroots.engine.memory import count_pages, count_slots, estimated_step_bytes
 from manyroots.errors import ConfigError
 from manyroots.models.fused import check_fused_step, why_not_fused
 from manyroots.models.llama import Llama
@@ -50,6 +49,8 @@ class Sizes:
     """What all ranks have alike."""
 
     num_pages: int
+    num_slots: int
+    """For adapters; 0 without --enable-lora."""
     max_model_len: int
 
 
@@ -64,18 +65,26 @@ class Worker:
     bytes_per_page: int
     num_pages: int
     """As many as fit here; the engine has the smallest number of all ranks."""
+    num_slots: int
+    """The same for adapters; 0 without --enable-lora."""
     max_model_len: int
     """The model's or the user's; the engine may have to shorten it."""
 
     def make_adapters(
-        self, settings: EngineSettings, make_loader: MakeLoader = AdapterLoader
+        self, settings: EngineSettings, sizes: Sizes, make_loader: MakeLoader = AdapterLoader
     ) -> AdapterRuntime | None:
         """Slots for adapters and the way to fill them; None without --enable-lora."""
         lora = settings.lora
         if not lora.enable_lora:
             return None
         return build_adapter_runtime(
-            lora, self.model, self.dtype, self.device, make_loader, fused=self.is_fused(settings)
+            lora,
+            self.model,
+            self.dtype,
+            self.device,
+            make_loader,
+            num_slots=sizes.num_slots,
+            fused=self.is_fused(settings),
         )
 
     def is_fused(self, settings: EngineSettings) -> bool:
@@ -128,9 +137,9 @@ def execute_alone(settings: EngineSettings, source: ModelSource) -> Executor:
     """All of the model in this process."""
     with stage("weights and sizes"):
         worker = load_worker(settings, source, WHOLE)
-    sizes = fit_sizes(settings, worker, worker.num_pages)
+    sizes = fit_sizes(settings, worker, worker.num_pages, worker.num_slots)
     with stage("adapter slots"):
-        adapters = worker.make_adapters(settings)
+        adapters = worker.make_adapters(settings, sizes)
     with stage("pages and warm-up"):
         runner = worker.make_runner(settings, sizes, adapters)
     return Executor(worker, sizes, runner, adapters, alarm=None)
@@ -161,9 +170,16 @@ def load_worker(settings: EngineSettings, source: ModelSource, shard: Shard) -> 
     # No context is longer than what all of the device's memory would hold.
     most_tokens = device_bytes(device) // bytes_per_page * settings.cache.block_size
     max_model_len = _model_length(settings.model, model.spec, most_tokens)
-    reserved_bytes = 0
+    num_slots = slots_bytes = reserved_bytes = 0
+    if settings.lora.enable_lora:
+        per_slot = slot_bytes(settings.lora, model, dtype)
+        num_slots = count_slots(settings, per_slot, bytes_per_page, device)
+        slots_bytes = num_slots * per_slot
     if device.type == "cuda" and settings.cache.kv_cache_memory_bytes is None:
-        reserved_bytes = _reserved_bytes(settings, model, dtype, max_model_len, fused=fused)
+        step = _step_bytes(settings, model, dtype, max_model_len, fused=fused)
+        logger.info("beside weights and pages: %.2f GiB for a step, %.2f GiB for adapters",
+                    step / 2**30, slots_bytes / 2**30)  # fmt: skip
+        reserved_bytes = step + slots_bytes
     return Worker(
         model,
         dtype,
@@ -171,6 +187,7 @@ def load_worker(settings: EngineSettings, source: ModelSource, shard: Shard) -> 
         shard,
         bytes_per_page,
         count_pages(settings, bytes_per_page, device, reserved_bytes),
+        num_slots,
         max_model_len,
     )
 
@@ -182,27 +199,18 @@ def is_fused(settings: EngineSettings, spec: ModelSpec, device: torch.device, sh
     reason = why_not_fused(spec)
     if not shard.is_whole:
         reason = reason or "--tensor-parallel-size is above 1"
-    if settings.lora.enable_lora and adapter_limits(settings.lora).num_slots is None:
-        reason = reason or "--max-loras 0 sets no limit to the adapters on the device"
     if reason is not None:
         logger.warning("no fused kernels for this engine, steps will be slow: %s", reason)
     return reason is None
 
 
-def _reserved_bytes(
+def _step_bytes(
     settings: EngineSettings, model: Llama, dtype: torch.dtype, max_model_len: int, *, fused: bool
 ) -> int:
-    """What must not be given to pages on a GPU: adapters at their largest, and a step."""
-    adapters = 0
-    if settings.lora.enable_lora:
-        num_slots = adapter_limits(settings.lora).num_slots or 0
-        adapters = num_slots * slot_bytes(settings.lora, model, dtype)
-    step = estimated_step_bytes(model.spec, settings, dtype)
+    """What a step takes on a GPU, which must not be given to pages."""
     if fused:
-        step = _measured_step_bytes(settings, model, dtype, max_model_len)
-    logger.info("beside weights and pages: %.2f GiB for a step, %.2f GiB for adapters",
-                step / 2**30, adapters / 2**30)  # fmt: skip
-    return step + adapters
+        return _measured_step_bytes(settings, model, dtype, max_model_len)
+    return estimated_step_bytes(model.spec, settings, dtype)
 
 
 def _measured_step_bytes(
@@ -294,12 +302,12 @@ def _model_length(settings: ModelSettings, spec: ModelSpec, most_tokens: int) ->
     return settings.max_model_len
 
 
-def fit_sizes(settings: EngineSettings, worker: Worker, num_pages: int) -> Sizes:
+def fit_sizes(settings: EngineSettings, worker: Worker, num_pages: int, num_slots: int) -> Sizes:
     """One request of the full length must fit, or it could never be finished."""
     page_size, max_model_len = settings.cache.block_size, worker.max_model_len
     capacity = num_pages * page_size
     if max_model_len <= capacity:
-        return Sizes(num_pages, max_model_len)
+        return Sizes(num_pages, num_slots, max_model_len)
     if settings.model.max_model_len is not None:
         raise ConfigError(
             f"--max-model-len is {max_model_len}, and the cache holds {capacity} tokens "
@@ -308,4 +316,4 @@ def fit_sizes(settings: EngineSettings, worker: Worker, num_pages: int) -> Sizes
         )
     logger.warning("context cut from %d to %d tokens: the cache holds no more", max_model_len,
                    capacity)  # fmt: skip
-    return Sizes(num_pages, capacity)
+    return Sizes(num_pages, num_slots, capacity)

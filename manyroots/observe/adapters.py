@@ -111,7 +111,7 @@ class AdapterCounts(Collector):
         where.add_metric([self._model_name, "storage"], self._count_names())
         yield where
         for name, text, value in (
-            ("slots_total", "Places on the device; 0 if made as needed.", stats.num_slots),
+            ("slots_total", "Places on the device.", stats.num_slots),
             ("slots_used", "Places that are taken.", stats.num_on_device + stats.num_loading),
             ("running", "Distinct adapters in the batch.", stats.num_running),
             ("loading", "Adapters on their way to the device.", stats.num_loading),

@@ -23,7 +23,7 @@ def info(**changes: Any) -> EngineInfo:
     values: dict[str, Any] = {
         "model_path": "m", "model_name": "m", "vocab_size": 300, "max_model_len": 64,
         "page_size": 4, "num_pages": 100, "max_num_seqs": 8, "eos_token_ids": (257,),
-        "dtype": "float32", "device": "cpu", "scheduling_policy": "fcfs",
+        "dtype": "float32", "device": "cpu", "scheduling_policy": "fcfs", "max_loras": 0,
     }  # fmt: skip
     return EngineInfo(**(values | changes))
 

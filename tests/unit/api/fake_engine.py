@@ -32,7 +32,7 @@ Rule = Callable[[Submit], Iterable[Output]]
 INFO = EngineInfo(
     model_path="tiny", model_name="tiny", vocab_size=300, max_model_len=512, page_size=16,
     num_pages=1024, max_num_seqs=4, eos_token_ids=(257,), dtype="float32", device="cpu",
-    scheduling_policy="fcfs",
+    scheduling_policy="fcfs", max_loras=8,
 )  # fmt: skip
 
 

@@ -94,8 +94,13 @@ class Part:
     def num_pages(self) -> int:
         return 100 - self.shard.rank
 
+    @property
+    def num_slots(self) -> int:
+        return 9 - self.shard.rank
+
     def start(self, start: StartSteps, tell: follower.Tell) -> Steps:
         assert start.num_pages == 100 - (self.shard.size - 1)
+        assert start.num_slots == min(7, 9 - (self.shard.size - 1))
         join_group(self.shard, self.folder, device_type="cpu")
         return Steps(self.shard, tell)
 

@@ -40,8 +40,9 @@ class Ranked:
         self.answers: list[tuple[int, AdapterLoaded]] = []
         shard = Shard(0, size)
         self.ranks = Ranks(size, engine_settings({"model": "fake"}), command=COMMAND)
-        num_pages = min(100, self.ranks.wait_until_loaded())
-        self.ranks.send(RankMessageKind.START, StartSteps(num_pages, 64))
+        fits = self.ranks.wait_until_loaded()
+        start = StartSteps(min(100, fits.num_pages), min(7, fits.num_slots), 64)
+        self.ranks.send(RankMessageKind.START, start)
         join_group(shard, self.ranks.folder, device_type="cpu")
         self.runner = RankedRunner(
             fake_rank.FirstRank(shard),

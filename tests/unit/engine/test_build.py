@@ -9,10 +9,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from manyroots.config import engine_settings
 from manyroots.engine.build import Engine, build_engine
-from manyroots.engine.memory import LEAST_PAGE_BYTES
+from manyroots.engine.memory import (
+    LEAST_PAGE_BYTES,
+    LIBRARY_RESERVE_BYTES,
+    MAX_OPEN_SLOTS,
+    count_slots,
+)
 from manyroots.errors import ConfigError
 from manyroots.models.fused import check_fused_step
 
@@ -39,10 +45,50 @@ def build(model: str, **settings: Any) -> Engine:
 
 def test_l05_the_cap_on_adapters_comes_from_the_settings(model: str) -> None:
     """L05: --max-loras and --max-cpu-loras reach the scheduler."""
-    engine = build(model, max_loras=3, max_cpu_loras=7)
+    engine = build(model, enable_lora=True, max_loras=3, max_cpu_loras=7)
     limits = engine.loop._scheduler._adapters.limits
     assert (limits.max_loras, limits.max_cpu_loras) == (3, 7)
+    assert engine.info.max_loras == 3
     engine.loop.close()
+
+
+@pytest.mark.parametrize(("max_cpu_loras", "expected"), [(0, MAX_OPEN_SLOTS), (7, 7)])
+def test_l05_no_cap_on_adapters_is_as_many_as_fit(
+    model: str, max_cpu_loras: int, expected: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """L05: --max-loras 0 is a number at start, which the log says and the scheduler keeps to."""
+    with caplog.at_level("INFO"):
+        engine = build(model, enable_lora=True, max_loras=0, max_cpu_loras=max_cpu_loras)
+    limits = engine.loop._scheduler._adapters.limits
+    assert (limits.max_loras, limits.num_slots) == (expected, expected)
+    assert engine.info.max_loras == expected
+    assert f"adapters: {expected} slots (as many as fit: --max-loras 0)" in caplog.text
+    engine.loop.close()
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "cache", "slot_gib", "expected"),
+    [
+        (40, {}, 1.0, 10),
+        (40, {"kv_cache_memory_bytes": 20 * 2**30}, 1.0, 5),
+        (40, {"num_gpu_blocks_override": 36 * 1024}, 0.25, 4),
+        (40, {}, 0.001, MAX_OPEN_SLOTS),
+        (2, {}, 1.0, 1),
+    ],
+)
+def test_slots_that_fit_on_a_gpu_take_a_quarter_of_what_weights_and_given_pages_leave(
+    free_gib: int,
+    cache: dict[str, int],
+    slot_gib: float,
+    expected: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A page is a MiB here. At least one slot: whether that fits is said when pages are counted."""
+    free = free_gib * 2**30 + LIBRARY_RESERVE_BYTES
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (free, 0))
+    settings = engine_settings({"model": "m", "enable_lora": True, "max_loras": 0, **cache})
+    gpu = torch.device("cuda")
+    assert count_slots(settings, int(slot_gib * 2**30), 2**20, gpu) == expected
 
 
 def test_facts_for_the_door(model: str) -> None:

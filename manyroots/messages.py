@@ -116,7 +116,7 @@ class LoraReply:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """What only failed sequences, and the first news of an adapter's, have."""
+    """What only failed sequences, and the first output of an adapter's, have."""
 
     error_kind: ErrorKind = ErrorKind.ENGINE
     adapter_was: Tier | None = None
@@ -125,7 +125,7 @@ class Notice:
 
 @dataclass(slots=True)
 class Output:
-    """News of one sequence. Not frozen, because a step makes hundreds; nobody changes one that
+    """Output of one sequence. Not frozen, because a step makes hundreds; nobody changes one that
     has been handed on."""
 
     request_id: RequestId
@@ -156,7 +156,7 @@ class Output:
 
 @dataclass(slots=True)
 class Tokens:
-    """One new token for each of many sequences that have no other news, column by column."""
+    """One new token for each of many sequences that have nothing else to say, column by column."""
 
     request_ids: Int64s
     tokens: Int32s
@@ -169,8 +169,8 @@ class Tokens:
 
 @dataclass(slots=True)
 class StepOutputs:
-    """News of many sequences, each named at most once. Reads as a sequence of `Output`s; those of
-    `tokens` are made as they are read, which is the reader's time and not the engine's."""
+    """Outputs of many sequences, each named at most once. Reads as a sequence of `Output`s; those
+    of `tokens` are made as they are read, which is the reader's time and not the engine's."""
 
     outputs: list[Output]
     tokens: Tokens | None = None

@@ -377,7 +377,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _cache(
         "publishing",
-        "self._index.pools[plane.index].hold(copies)\n                lease.copies +=",
+        "self._index.pools[plane.index].hold(duplicates)\n                lease.duplicates +=",
         "_ =",
         "another's copy on the own path is not held",
     ),

@@ -78,7 +78,7 @@ async def _chunks(job: Job, request: ChatRequest) -> AsyncGenerator[bytes, None]
         choices=[],
         usage=None if wants_usage else msgspec.UNSET,
     )
-    # With the first news and not before: until then the status can still say what went wrong.
+    # With the first output and not before: until then the status can still say what went wrong.
     events: list[bytes] = []
     for index in range(len(job.submits)):
         chunk.choices = [ChatChunkChoice(index=index, delta=ChatDelta("assistant", ""))]

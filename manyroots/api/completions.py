@@ -79,7 +79,7 @@ async def _chunks(job: Job, request: CompletionRequest) -> AsyncGenerator[bytes,
         choices=[],
         usage=None if wants_usage else msgspec.UNSET,
     )
-    # With the first news and not before: until then the status can still say what went wrong.
+    # With the first output and not before: until then the status can still say what went wrong.
     events: list[bytes] = []
     if request.echo:
         for index in range(len(job.submits)):

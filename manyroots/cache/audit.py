@@ -124,8 +124,8 @@ def _count_lease(cache: PrefixCache, lease: Lease, counted: list[list[int]]) -> 
         counted[family].append(unit)
     for checkpoint in lease.checkpoints:
         counted[checkpoint.family].append(checkpoint.unit)
-    for plane_index, copies in lease.copies:
-        counted[plane_index] += copies.tolist()
+    for plane_index, duplicates in lease.duplicates:
+        counted[plane_index] += duplicates.tolist()
     for family, _, unit in lease.onboarding:
         counted[cache.layout.host[family].index].append(unit)
 

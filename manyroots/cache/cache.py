@@ -310,8 +310,8 @@ class PrefixCache:
             self._give_back(lease, ending)
         else:
             self._sole_pool.drop(lease.tables[0])
-        for plane_index, copies in lease.copies:
-            self.index.pools[plane_index].drop(copies)
+        for plane_index, duplicates in lease.duplicates:
+            self.index.pools[plane_index].drop(duplicates)
         cursor = lease.cursor if lease.cursor.is_attached else nearest_attached(lease.cursor)
         self.publisher.touch(cursor)
         self.publisher.offer_path(cursor)

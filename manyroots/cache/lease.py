@@ -32,8 +32,8 @@ class Lease:
         "_rooms",
         "ahead",
         "checkpoints",
-        "copies",
         "cursor",
+        "duplicates",
         "first_live",
         "has_failed",
         "is_open",
@@ -75,7 +75,7 @@ class Lease:
         """By family: the checkpoint to restore the working state from, held till then."""
         self.checkpoints: tuple[Checkpoint, ...] = ()
         """Saved by a launched step, or the newest one of the output; held."""
-        self.copies: tuple[tuple[int, Units], ...] = ()
+        self.duplicates: tuple[tuple[int, Units], ...] = ()
         """By plane: units of others that the tree leads through in place of ours, because they
         computed the same tokens first. Held too: what is held must have only held ones above."""
         self.onboarding: tuple[tuple[int, int, int], ...] = ()

@@ -223,7 +223,7 @@ class Publisher:
         """Where the tree leads through others' copies of the lease's pages it holds both. Take
         theirs out; its own are findable in their place with its next page. False if it holds none.
         """
-        if not lease.copies:
+        if not lease.duplicates:
             return False
         depth = self._first_copied(lease)
         if depth is not None:
@@ -231,9 +231,9 @@ class Publisher:
             assert node is not None
             self._index.cut(node, depth)
             lease.num_published_pages = depth
-        for plane, copies in lease.copies:
-            self._index.pools[plane].drop(copies)
-        lease.copies = ()
+        for plane, duplicates in lease.duplicates:
+            self._index.pools[plane].drop(duplicates)
+        lease.duplicates = ()
         return True
 
     def _first_copied(self, lease: Lease) -> int | None:
@@ -324,10 +324,10 @@ class Publisher:
         for run in _runs(places):
             self._index.add(node, plane.index, slice(at + run[0], at + run[-1] + 1), own[run])
         if plane.family.is_ordered:
-            copies = there[(there != ABSENT) & (there != own)]
-            if len(copies):
-                self._index.pools[plane.index].hold(copies)
-                lease.copies += ((plane.index, copies),)
+            duplicates = there[(there != ABSENT) & (there != own)]
+            if len(duplicates):
+                self._index.pools[plane.index].hold(duplicates)
+                lease.duplicates += ((plane.index, duplicates),)
         return len(places) > 0
 
     def _node_at(self, cursor: Node, depth: int) -> Node | None:

@@ -229,11 +229,11 @@ class UnitTransfers:
         if deepest is None or node is None:
             return
         path = self._index.units_above(node, deepest.depth + 1, plane.index)
-        held = [table, *(copies for index, copies in lease.copies if index == plane.index)]
+        held = [table, *(units for index, units in lease.duplicates if index == plane.index)]
         others = path[~np.isin(path, np.concatenate(held))]
         if len(others):
             self._index.pools[plane.index].hold(others)
-            lease.copies += ((plane.index, others),)
+            lease.duplicates += ((plane.index, others),)
 
     def _holders(self, move: Move, plane: Plane, depth: int, unit: int) -> list[Lease]:
         """Of those that wait for a copy, who has this unit of it for a page."""

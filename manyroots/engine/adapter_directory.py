@@ -144,7 +144,7 @@ class AdapterDirectory:
         return self._scheduler.whereabouts(name)
 
     @property
-    def has_news(self) -> bool:
+    def has_outcomes(self) -> bool:
         return bool(self._outputs or self._replies or self.reads.has_finished)
 
     @property
@@ -152,7 +152,7 @@ class AdapterDirectory:
         return self.reads.num_under_way > 0
 
     def poll(self) -> list[Output]:
-        """Take in what has been read meanwhile. Gives news of requests that were refused."""
+        """Take in what has been read meanwhile. Gives the outputs of requests that were refused."""
         for finished in self.reads.take():
             self._take_in(finished)
         outputs, self._outputs = self._outputs, []

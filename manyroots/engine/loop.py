@@ -112,7 +112,7 @@ class EngineLoop:
         self._replies: list[LoraReply] = []
         self._failures_in_a_row = 0
         self._adapter_was: dict[RequestId, Tier] = {}
-        """For requests without news yet, where their adapter was when they came."""
+        """For requests without output yet, where their adapter was when they came."""
         self._load_timer = _LoadTimer()
         self.tell_begun: Callable[[list[RequestId]], None] = _nobody
         """Told who begins to compute, before the step that does it: if that kills the process,
@@ -125,7 +125,7 @@ class EngineLoop:
             return True
         if self._alarm is not None and self._alarm.reason is not None:
             return True
-        return self._directory is not None and self._directory.has_news
+        return self._directory is not None and self._directory.has_outcomes
 
     @property
     def is_reading(self) -> bool:
@@ -191,7 +191,7 @@ class EngineLoop:
             self._gathered.outputs.append(output)
 
     def step(self) -> StepOutputs:
-        """Launch the next step, wait for the one before it, and give the news so far.
+        """Launch the next step, wait for the one before it, and give the outputs so far.
 
         Raises UnavailableError if there will be no further step.
         """
@@ -213,7 +213,7 @@ class EngineLoop:
         return outputs
 
     def _say_where_adapters_were(self, outputs: StepOutputs) -> None:
-        """With the first news of a request of an adapter, which is then no plain token."""
+        """With the first output of a request of an adapter, which is then no plain token."""
         outputs.single_out(self._adapter_was)
         for output in outputs.outputs:
             was = self._adapter_was.pop(output.request_id, None)

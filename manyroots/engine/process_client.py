@@ -47,7 +47,7 @@ SHUTTING_DOWN = "The server is shutting down; ask another one."
 @dataclass(slots=True)
 class _Request:
     submit: Submit
-    news: asyncio.Queue[Output | str] = field(default_factory=asyncio.Queue)
+    outputs: asyncio.Queue[Output | str] = field(default_factory=asyncio.Queue)
     """A text says why there will be none."""
     has_begun: bool = False
 
@@ -130,7 +130,7 @@ class ProcessClient:
         try:
             child.send(MessageKind.SUBMIT, request)
             while True:
-                output = await mine.news.get()
+                output = await mine.outputs.get()
                 if isinstance(output, str):
                     raise UnavailableError(output)
                 if output.finish_reason is not None:
@@ -220,7 +220,7 @@ class ProcessClient:
         for output in body.outputs:
             if (mine := self._requests.get(output.request_id)) is not None:
                 mine.has_begun = True
-                mine.news.put_nowait(output)
+                mine.outputs.put_nowait(output)
         for reply in body.replies:
             answer = self._ops.get(reply.op_id)
             if answer is not None and not answer.done():
@@ -262,7 +262,7 @@ class ProcessClient:
         for request_id, request in list(self._requests.items()):
             if request.has_begun:
                 del self._requests[request_id]
-                request.news.put_nowait(cause)
+                request.outputs.put_nowait(cause)
         for answer in self._ops.values():
             if not answer.done():
                 answer.set_exception(UnavailableError(cause))
@@ -316,7 +316,7 @@ class ProcessClient:
         if self._over is not None and not self._over.done():
             self._over.set_result(reason)
         for request in self._requests.values():
-            request.news.put_nowait(reason)
+            request.outputs.put_nowait(reason)
         self._requests.clear()
         for answer in self._ops.values():
             if not answer.done():

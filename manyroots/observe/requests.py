@@ -59,7 +59,7 @@ class RequestWatch:
         facts.num_prompt_tokens = sum(len(submit.prompt) for submit in facts.submits[:: facts.n])
 
     def saw(self, index: int, num_tokens: int, num_cached: int, reason: str | None) -> None:
-        """News of one choice."""
+        """An output of one choice."""
         facts = self._facts
         if num_tokens and facts.first_token_s is None:
             facts.first_token_s = time.monotonic() - self._begin

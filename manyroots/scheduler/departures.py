@@ -42,7 +42,7 @@ class Departures:
         self.num_retractions = 0
 
     def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> Output:
-        """As `end`; gives the news of it."""
+        """As `end`; gives its last output."""
         self.end(request, reason)
         return Output(
             request_id=request.submit.request_id,

@@ -1,6 +1,6 @@
 """Chooses what each step computes, and moves requests on when a step is done.
 
-In: submissions, aborts, results of steps. Out: plans, and news of each request. Steps may be
+In: submissions, aborts, results of steps. Out: plans, and outputs of each request. Steps may be
 planned before earlier ones are done: a sequence whose next token is still being sampled is
 planned by count, and what a step computed for a sequence that turns out to have ended is dropped.
 
@@ -425,8 +425,8 @@ class Scheduler:
         if len(special):
             others = rows[special]
             num_committed = self._rows.committed[others].tolist()
-            news = zip(others.tolist(), tokens[special].tolist(), num_committed, strict=True)
-            for row, token, num_before in news:
+            singled = zip(others.tolist(), tokens[special].tolist(), num_committed, strict=True)
+            for row, token, num_before in singled:
                 request, logprobs = self._rows.request_at(row), result.logprobs.get(row)
                 # The newest token lies behind those that are committed.
                 outputs.append(self._tell(request, token, num_before + 1, logprobs))

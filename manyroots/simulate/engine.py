@@ -34,6 +34,8 @@ def build_engine(settings: SimulationSettings, runner: Runner) -> SimulatedEngin
     layout = CacheLayout.of(settings.block_size, settings.capacities())
     cache = PrefixCache(layout, settings.policies())
     adapters = Residency(settings.adapter_limits())
-    scheduler = Scheduler(settings.scheduler(), cache, adapters, max_model_len=settings.num_slots)
+    scheduler = Scheduler(
+        settings.scheduler(), cache, adapters, max_model_len=settings.num_cache_tokens
+    )
     loop = EngineLoop(scheduler, runner, depth=settings.depth)
     return SimulatedEngine(loop, scheduler, cache, adapters)

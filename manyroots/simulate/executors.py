@@ -1,6 +1,6 @@
 """What stands in for the model: tokens from the trace, with or without a memory of pages.
 
-`CheckedExecutor` keeps what every slot of every page holds and reads each row's history back
+`CheckedExecutor` keeps what every place of every page holds and reads each row's history back
 through its page table, so that any page given wrongly raises; it costs time for every token of
 context. `UncheckedExecutor` answers at once, for sizing runs over long prompts.
 """

@@ -1,4 +1,4 @@
-"""What happened to each sequence, noted as its news arrive and held against what was asked for."""
+"""What happened to each sequence, noted as its outputs arrive, and held against what was asked."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Record:
         return self.token_times_s[-1] - self.arrival_s
 
     def note(self, output: Output, now_s: float) -> None:
-        """Take in one piece of news; raises SimulationError where it can't be true."""
+        """Take in one output; raises SimulationError where it can't be true."""
         name = f"request {self.sequence.request_id}"
         if self.finish_reason is not None:
             raise SimulationError(f"{name} has ended ({self.finish_reason.value}), and says more")

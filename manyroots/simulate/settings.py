@@ -118,18 +118,18 @@ class SimulationSettings:
         return dataclasses.replace(self, num_pages=num_pages)
 
     @property
-    def num_slots(self) -> int:
+    def num_cache_tokens(self) -> int:
         """Tokens that all pages hold together; also the longest sequence served."""
         assert self.num_pages is not None
         return self.num_pages * self.block_size
 
     def check_fits(self, sequence: TraceSequence) -> None:
         """Refuse, as the intake would, what could never finish."""
-        if sequence.num_tokens > self.num_slots:
+        if sequence.num_tokens > self.num_cache_tokens:
             raise ConfigError(
                 f"a request of the trace (arrival {sequence.line.arrival_s}) has "
                 f"{sequence.num_tokens} tokens with its output, and the cache holds "
-                f"{self.num_slots} ({self.num_pages} pages of {self.block_size}). "
+                f"{self.num_cache_tokens} ({self.num_pages} pages of {self.block_size}). "
                 "Raise --num-pages."
             )
 

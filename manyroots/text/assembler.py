@@ -1,4 +1,4 @@
-"""Turns the engine's news of one sequence into the text that its caller sees.
+"""Turns the engine's outputs of one sequence into the text that its caller sees.
 
 Takes `Output`s in order; gives `TextDelta`s. Ends the text at a stop string, and then says so:
 the owner must abort the sequence in the engine. Synchronous; knows nothing of HTTP.
@@ -55,7 +55,7 @@ class TextAssembler:
         self._finished = False
 
     def push(self, output: Output) -> TextDelta:
-        """Take the next news. After a delta with a finish reason there must be no more."""
+        """Take the next output. After a delta with a finish reason there must be no more."""
         assert not self._finished, "push after the end of a sequence"
         pieces: list[str] = []
         offsets: list[int] = []

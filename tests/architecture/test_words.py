@@ -27,6 +27,8 @@ GIVEN_UP = {
     "News": "StepOutputs",
     "Storage": "StorageHealth",
     "Room": "Allocator",
+    "Half": "Factor; the halves are decide and execute",
+    "has_news": "has_outcomes",
     "Layout": "CacheLayout, AdapterLayout",
     "Limits": "AdapterLimits, SchedulerLimits",
     "Transfers": "UnitTransfers, AdapterTransfers",

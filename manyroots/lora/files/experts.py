@@ -1,7 +1,7 @@
 """Pairs of mixture-of-experts layers, from each format in which adapters have them.
 
-The format is seen from names and shapes, never told by a flag. Either half may have one matrix for
-all experts: its first dimension is 1 then, here as in the file.
+The format is seen from names and shapes, never told by a flag. Either factor may have one matrix
+for all experts: its first dimension is 1 then, here as in the file.
 
 A parameter that PEFT wrapped is flat: A [experts * rank, in], B [out, rank * experts], where B
 counts experts fastest. Which parameter it is, and whether PEFT read the parameter's dimensions as
@@ -18,14 +18,14 @@ from typing import NoReturn
 from manyroots.errors import AdapterError
 from manyroots.lora.files.config import AdapterConfig, is_named
 from manyroots.lora.files.modules import Home, Place, with_expert
-from manyroots.lora.files.pairs import Half, PairLayout, Piece, check_shape, named
+from manyroots.lora.files.pairs import Factor, PairLayout, Piece, check_shape, named
 from manyroots.lora.files.tensors import TensorEntry
 from manyroots.lora.targets import Target, Targets
 
 
 def expert_pairs(
     home: Home,
-    sides: dict[str, Half],
+    sides: dict[str, Factor],
     tensors: Sequence[TensorEntry],
     config: AdapterConfig,
     targets: Targets,
@@ -39,7 +39,7 @@ def expert_pairs(
 
 def _projection(
     name: str,
-    sides: dict[str, Half],
+    sides: dict[str, Factor],
     tensors: Sequence[TensorEntry],
     config: AdapterConfig,
     target: Target,
@@ -50,12 +50,12 @@ def _projection(
     return PairLayout(name, rank, scaling, a, b, a.shape, b.shape)
 
 
-def _rank_and_scaling(name: str, half: Half, config: AdapterConfig) -> tuple[int, float]:
+def _rank_and_scaling(name: str, factor: Factor, config: AdapterConfig) -> tuple[int, float]:
     """Of all experts: one matrix product serves them all."""
-    modules = [half.module]
+    modules = [factor.module]
     if config.has_patterns:
-        numbers = [expert for expert in half.tensors if expert is not None]
-        modules += [with_expert(half.module, expert) for expert in numbers]
+        numbers = [expert for expert in factor.tensors if expert is not None]
+        modules += [with_expert(factor.module, expert) for expert in numbers]
     found = {(config.rank_of(module), config.scaling_of(module)) for module in modules}
     if len(found) > 1:
         raise AdapterError(
@@ -67,20 +67,20 @@ def _rank_and_scaling(name: str, half: Half, config: AdapterConfig) -> tuple[int
 
 def _stacked(
     name: str,
-    half: Half,
+    factor: Factor,
     tensors: Sequence[TensorEntry],
     wanted: tuple[int, int],
     target: Target,
 ) -> Piece:
     num_experts = target.num_experts or 1
-    if None in half.tensors:
-        if len(half.tensors) > 1:
+    if None in factor.tensors:
+        if len(factor.tensors) > 1:
             raise AdapterError(f"{name} has weights in two formats; keep one of them.")
-        index = half.tensors[None]
+        index = factor.tensors[None]
         return Piece((index,), _stack_shape(tensors[index], name, wanted, num_experts))
-    if half.tensors.keys() != _all(num_experts):
-        _refuse_other_experts(name, half, num_experts)
-    indexes = tuple(half.tensors[expert] for expert in range(num_experts))
+    if factor.tensors.keys() != _all(num_experts):
+        _refuse_other_experts(name, factor, num_experts)
+    indexes = tuple(factor.tensors[expert] for expert in range(num_experts))
     for index in indexes:
         if tensors[index].shape != wanted:
             check_shape(tensors[index], wanted, name)
@@ -92,11 +92,11 @@ def _all(num_experts: int) -> frozenset[int]:
     return frozenset(range(num_experts))
 
 
-def _refuse_other_experts(name: str, half: Half, num_experts: int) -> NoReturn:
-    highest = max(expert for expert in half.tensors if expert is not None)
+def _refuse_other_experts(name: str, factor: Factor, num_experts: int) -> NoReturn:
+    highest = max(expert for expert in factor.tensors if expert is not None)
     if highest >= num_experts:
         raise _too_many(name, highest + 1, num_experts)
-    missing = [str(expert) for expert in range(num_experts) if expert not in half.tensors]
+    missing = [str(expert) for expert in range(num_experts) if expert not in factor.tensors]
     raise AdapterError(
         f"{name} has no weights for the experts {named(missing)} of {num_experts}; the file "
         "is incomplete. Save the adapter again, with zeros for experts that were not trained."
@@ -106,7 +106,7 @@ def _refuse_other_experts(name: str, half: Half, num_experts: int) -> NoReturn:
 def _stack_shape(
     entry: TensorEntry, name: str, wanted: tuple[int, int], num_experts: int
 ) -> tuple[int, ...]:
-    """The shape of a stacked half, which may be shared by all experts."""
+    """The shape of a stacked factor, which may be shared by all experts."""
     if len(entry.shape) == 3 and entry.shape[1:] == wanted and entry.shape[0] > num_experts:
         raise _too_many(name, entry.shape[0], num_experts)
     num_matrices = 1 if entry.shape[:1] == (1,) else num_experts
@@ -123,7 +123,7 @@ def _too_many(name: str, count: int, num_experts: int) -> AdapterError:
 
 def _gate_up(
     experts: str,
-    sides: dict[str, Half],
+    sides: dict[str, Factor],
     tensors: Sequence[TensorEntry],
     config: AdapterConfig,
     targets: Targets,
@@ -153,7 +153,7 @@ def _halves_of_gate_up(gate: Target) -> tuple[tuple[str, tuple[int, int]], ...]:
 
 def _parameter(
     experts: str,
-    sides: dict[str, Half],
+    sides: dict[str, Factor],
     tensors: Sequence[TensorEntry],
     config: AdapterConfig,
     targets: Targets,

@@ -17,9 +17,9 @@ from manyroots.lora.files.keys import base_copy_of, parse_key, refuse_key
 from manyroots.lora.files.modules import Place, module_names, place_of
 from manyroots.lora.files.pairs import (
     AdapterLayout,
-    ExpertHalves,
-    Half,
-    Halves,
+    ExpertFactors,
+    Factor,
+    Factors,
     PairLayout,
     Piece,
     check_shape,
@@ -33,12 +33,12 @@ from manyroots.lora.targets import Target, TargetKind, Targets
 def lay_out(
     header: Header, config: AdapterConfig, targets: Targets, max_rank: int
 ) -> AdapterLayout:
-    halves, base_copies = _sorted_by_home(header, targets)
-    if not halves:
+    factors, base_copies = _sorted_by_home(header, targets)
+    if not factors:
         raise AdapterError("the file has no LoRA pair; save the adapter again.")
-    _check_whole(halves)
+    _check_whole(factors)
     pairs: dict[str, PairLayout] = {}
-    for home, sides in halves.items():
+    for home, sides in factors.items():
         made = (
             expert_pairs(home, sides, header.tensors, config, targets)
             if home.place is not Place.TARGET or targets[home.name].kind is TargetKind.EXPERTS
@@ -51,7 +51,7 @@ def lay_out(
                 )
             _check_rank(pair, max_rank)
             pairs[pair.target] = pair
-    _check_target_modules(config, targets, halves, pairs)
+    _check_target_modules(config, targets, factors, pairs)
     config.refuse_unused_patterns(module_names(targets))
     ordered = tuple(pairs[name] for name in targets if name in pairs)
     return AdapterLayout(ordered, tuple(base_copies))
@@ -59,7 +59,7 @@ def lay_out(
 
 def _plain_pair(
     name: str,
-    sides: dict[str, Half],
+    sides: dict[str, Factor],
     tensors: Sequence[TensorEntry],
     config: AdapterConfig,
     targets: Targets,
@@ -84,10 +84,10 @@ def _plain_pair(
     )
 
 
-def _sorted_by_home(header: Header, targets: Targets) -> tuple[Halves, list[tuple[str, int]]]:
+def _sorted_by_home(header: Header, targets: Targets) -> tuple[Factors, list[tuple[str, int]]]:
     """Every tensor of the file is placed, or refused by name."""
-    halves: Halves = {}
-    of_experts = ExpertHalves()
+    factors: Factors = {}
+    of_experts = ExpertFactors()
     base_copies: list[tuple[str, int]] = []
     adapters: set[str | None] = set()
     unknown: list[str] = []
@@ -103,10 +103,10 @@ def _sorted_by_home(header: Header, targets: Targets) -> tuple[Halves, list[tupl
         if home is None:
             unknown.append(key.module)
             continue
-        half = halves.setdefault(home, {}).setdefault(key.side, Half(key.module))
-        half.put(expert, index, entry.name)
+        factor = factors.setdefault(home, {}).setdefault(key.side, Factor(key.module))
+        factor.put(expert, index, entry.name)
         if expert is not None:
-            of_experts.learn(entry.name, half)
+            of_experts.learn(entry.name, factor)
     if unknown:
         raise AdapterError(
             f"the adapter changes {named(unknown)}, which this model does not let adapters "
@@ -117,7 +117,7 @@ def _sorted_by_home(header: Header, targets: Targets) -> tuple[Halves, list[tupl
             f"the file has tensors of several adapters ({named(str(a) for a in adapters)}); save "
             "each in a folder of its own."
         )
-    return halves, base_copies
+    return factors, base_copies
 
 
 def _base_copy(entry: TensorEntry, targets: Targets) -> str:
@@ -140,8 +140,8 @@ def _base_shape(target: Target) -> tuple[int, ...]:
     return shape[::-1] if target.kind is TargetKind.EMBEDDING else shape
 
 
-def _check_whole(halves: Halves) -> None:
-    for sides in halves.values():
+def _check_whole(factors: Factors) -> None:
+    for sides in factors.values():
         for here, missing in (("A", "B"), ("B", "A")):
             if here in sides and missing not in sides:
                 raise AdapterError(
@@ -159,7 +159,7 @@ def _check_rank(pair: PairLayout, max_rank: int) -> None:
 
 
 def _check_target_modules(
-    config: AdapterConfig, targets: Targets, halves: Halves, pairs: dict[str, PairLayout]
+    config: AdapterConfig, targets: Targets, factors: Factors, pairs: dict[str, PairLayout]
 ) -> None:
     """What the config says was trained exists in the model, and is in the file."""
     if config.target_modules is None:
@@ -167,7 +167,7 @@ def _check_target_modules(
     named_modules = set(config.target_modules)
     unknown = sorted(named_modules - {name.rpartition(".")[2] for name in targets})
     if unknown:
-        file_modules = (half.module for sides in halves.values() for half in sides.values())
+        file_modules = (factor.module for sides in factors.values() for factor in sides.values())
         known = {end for name in (*targets, *file_modules) for end in endings(name)}
         unknown = sorted(set(unknown) - known)
     if unknown:

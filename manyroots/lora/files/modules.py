@@ -43,7 +43,7 @@ class Place(enum.Enum):
 
 
 class Home(NamedTuple):
-    """Where the two halves of a pair meet."""
+    """Where the two factors of a pair meet."""
 
     place: Place
     name: str

@@ -20,7 +20,7 @@ _EXPERT_TAIL = re.compile(r"(\d{1,9})\.(\w+\.lora_[AB](?:\.[^.]+)?\.weight)")
 
 
 class Piece(NamedTuple):
-    """One half of a pair, as a view of tensors of the file."""
+    """One factor of a pair, as a view of tensors of the file."""
 
     tensors: tuple[int, ...]
     """Numbers in the header; several are stacked in this order."""
@@ -53,7 +53,7 @@ class AdapterLayout:
     """Targets whose base weight the file repeats, and the number of the tensor that does."""
 
 
-class Half:
+class Factor:
     """The tensors of one side of one module, by expert (None: no expert in the name)."""
 
     __slots__ = ("module", "tensors")
@@ -68,35 +68,35 @@ class Half:
         self.tensors[expert] = index
 
 
-class ExpertHalves:
-    """Finds the half of a tensor of an expert by its name, once another expert's was placed there.
+class ExpertFactors:
+    """Finds the factor of an expert's tensor by its name, once another expert's was placed there.
 
-    The names of a half differ in the expert's number alone, and what follows `.experts.` is the
+    The names of a factor differ in the expert's number alone, and what follows `.experts.` is the
     same in every layer. Reading each name by itself would take most of the time of a file that has
     tens of thousands.
     """
 
     def __init__(self) -> None:
-        self._halves: dict[tuple[str, str], Half] = {}
+        self._factors: dict[tuple[str, str], Factor] = {}
         """By what is before the number, and what is behind it."""
         self._tails: dict[str, tuple[int, str] | None] = {}
         """The number, and what is behind it; None where there is none."""
 
-    def learn(self, name: str, half: Half) -> None:
-        """A tensor of an expert was placed in `half`."""
+    def learn(self, name: str, factor: Factor) -> None:
+        """A tensor of an expert was placed in `factor`."""
         head, _, tail = name.partition(_EXPERTS)
         parts = self._parts(tail)
         if parts is not None and ".lora_" not in head:
-            self._halves[head, parts[1]] = half
+            self._factors[head, parts[1]] = factor
 
     def put(self, name: str, index: int) -> bool:
         """Place a tensor; False if nothing is known of such names."""
         head, _, tail = name.partition(_EXPERTS)
         parts = self._parts(tail)
-        half = None if parts is None else self._halves.get((head, parts[1]))
-        if parts is None or half is None:
+        factor = None if parts is None else self._factors.get((head, parts[1]))
+        if parts is None or factor is None:
             return False
-        half.put(parts[0], index, name)
+        factor.put(parts[0], index, name)
         return True
 
     def _parts(self, tail: str) -> tuple[int, str] | None:
@@ -109,7 +109,7 @@ class ExpertHalves:
             return parts
 
 
-Halves = dict[Home, dict[str, Half]]
+Factors = dict[Home, dict[str, Factor]]
 """`A` and `B` of each module of the file."""
 
 

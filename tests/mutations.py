@@ -945,7 +945,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         ),
     ),
     Mutation(
-        "runner/cuts.py",
+        "kernels/sampling/cuts.py",
         "ids = likeliest(order_keys(logits), width)",
         "ids = logits.topk(width, dim=-1).indices",
         "which of equal logits are among the top depends on the width",

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from manyroots.runner.draws import uniform
+from manyroots.kernels.sampling.exact import uniform
 from manyroots.sampling import SamplingParams
 
 
@@ -29,6 +29,8 @@ class PlainRow:
     prompt: list[int] = field(default_factory=lambda: [0])
     output: list[int] = field(default_factory=list)
     stop_ids: tuple[int, ...] = ()
+    mask: list[bool] | None = None
+    """Of each token, whether a grammar allows it."""
 
     def order(self, logits: Sequence[float]) -> list[int]:
         return sorted(range(len(logits)), key=lambda token: (-logits[token], token))
@@ -40,13 +42,17 @@ class PlainRow:
             logits[token] += np.float32(bias)
         if len(self.output) < params.min_tokens:
             logits[list(self.stop_ids)] = -np.inf
+        if self.mask is not None:
+            logits[~np.array(self.mask)] = -np.inf
         factor = np.float32(params.repetition_penalty)
         for token in {*self.prompt, *self.output}:
             is_up = logits[token] > 0
             logits[token] = logits[token] / factor if is_up else logits[token] * factor
         for token, count in Counter(self.output).items():
-            cost = params.frequency_penalty * count + params.presence_penalty
-            logits[token] -= np.float32(cost)
+            frequency, presence = map(
+                np.float32, (params.frequency_penalty, params.presence_penalty)
+            )
+            logits[token] -= frequency * np.float32(count) + presence
         return [float(logit) for logit in logits]
 
     def token(self) -> int:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from manyroots.runner.likeliest import likeliest, order_keys
+from manyroots.kernels.sampling.likeliest import likeliest, order_keys
 from manyroots.step import TokenLogprobs
 
 POSITIONS_AT_ONCE = 256

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from manyroots.kernels.sampling.cuts import Cuts, draw
+from manyroots.kernels.sampling.exact import uniform
 from manyroots.runner.batch import PersistentBatch
-from manyroots.runner.cuts import Cuts, draw
-from manyroots.runner.draws import uniform
 from manyroots.runner.inputs import Int64s
 from manyroots.runner.sampling_state import SamplingState
 from manyroots.step import Int32s
@@ -122,7 +122,10 @@ class Sampler:
         state, mine = self._state, rows[at]
         numbers = uniform(state.seed[mine], self._batch.num_output_tokens(mine))
         cuts = Cuts(
-            state.temperature[mine], state.top_k[mine], state.top_p[mine], state.min_p[mine]
+            state.temperature[mine],
+            state.top_k[mine].astype(np.int64),
+            state.top_p[mine],
+            state.min_p[mine],
         )
         chosen = logits if len(at) == len(rows) else logits[torch.from_numpy(at).to(logits.device)]
         return draw(chosen, cuts, numbers)

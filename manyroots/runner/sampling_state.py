@@ -1,11 +1,26 @@
-"""Sampling parameters by row, kept as arrays so that a step only selects from them."""
+"""Sampling parameters by row: on the host as arrays, so that a step only selects from them, and on
+the device in tables where they are large or change there.
+
+Takes arrivals; gives a step's arrays, which travel with it and become `SamplingRows` there. The row
+behind the last is nobody's and asks for nothing.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from manyroots.kernels.sampling.rows import (
+    IN_PROMPT,
+    MAX_STOPS,
+    MAX_TOP,
+    NO_LOGPROBS,
+    SamplingTables,
+)
+from manyroots.runner.inputs import Int64s
+from manyroots.runner.packet import send
 from manyroots.sampling import SamplingParams
 from manyroots.step import Arrival, Bools, Int32s
 
@@ -14,43 +29,145 @@ logger = logging.getLogger(__name__)
 _GREEDY = SamplingParams(temperature=0.0)
 
 
+class _TableEntries:
+    """What a plan's arrivals put into the tables, written by one copy to the device."""
+
+    def __init__(self) -> None:
+        self._counted: list[int] = []
+        """Rows whose counts begin anew."""
+        self._entries: dict[str, list[tuple[int, Int64s, np.ndarray]]] = {}
+        """By table: row, columns and values."""
+
+    def count(self, row: int, tokens: Int32s, num_prompt_tokens: int) -> None:
+        prompt = np.unique(tokens[:num_prompt_tokens])
+        said, times = np.unique(tokens[num_prompt_tokens:], return_counts=True)
+        ids = np.union1d(prompt, said).astype(np.int64)
+        counts = np.where(np.isin(ids, prompt), IN_PROMPT, 0).astype(np.int32)
+        counts[np.searchsorted(ids, said)] += times.astype(np.int32)
+        self._counted.append(row)
+        self._put("counts", row, ids, counts)
+
+    def bias(self, row: int, biases: Mapping[int, float]) -> None:
+        at = np.arange(len(biases))
+        self._put("bias_ids", row, at, np.array([*biases], np.int32))
+        self._put("biases", row, at, np.array([*biases.values()], np.float32))
+
+    def stop(self, row: int, ids: tuple[int, ...]) -> None:
+        self._put("stop_ids", row, np.arange(len(ids)), np.array(ids, np.int32))
+
+    def _put(self, table: str, row: int, columns: Int64s, values: np.ndarray) -> None:
+        self._entries.setdefault(table, []).append((row, columns, values))
+
+    def write(self, tables: SamplingTables) -> None:
+        if not self._entries:
+            return
+        arrays = {"counted": np.array(self._counted, np.int64)}
+        for name, entries in self._entries.items():
+            width = getattr(tables, name).shape[1]
+            arrays[f"{name} places"] = np.concatenate([row * width + at for row, at, _ in entries])
+            arrays[f"{name} values"] = np.concatenate([values for _, _, values in entries])
+        sent = send(arrays, tables.counts.device)
+        if self._counted:
+            tables.counts.index_fill_(0, sent["counted"], 0)
+        for name in self._entries:
+            flat = getattr(tables, name).view(-1)
+            flat.index_copy_(0, sent[f"{name} places"], sent[f"{name} values"])
+
+
 class SamplingState:
     """What each row's sequence asked of the sampler."""
 
-    def __init__(self, max_num_seqs: int) -> None:
-        self.params: list[SamplingParams] = [_GREEDY] * max_num_seqs
-        self.stop_ids: list[tuple[int, ...]] = [()] * max_num_seqs
-        self.seed = np.zeros(max_num_seqs, np.uint64)
-        self.temperature = np.zeros(max_num_seqs, np.float32)
+    def __init__(self, max_num_seqs: int, tables: SamplingTables | None = None) -> None:
+        self.tables = tables
+        num_rows = max_num_seqs + 1
+        self.params: list[SamplingParams] = [_GREEDY] * num_rows
+        self.stop_ids: list[tuple[int, ...]] = [()] * num_rows
+        self.seed = np.zeros(num_rows, np.uint64)
+        self.temperature = np.zeros(num_rows, np.float32)
         """0 for greedy rows."""
-        self.top_p = np.ones(max_num_seqs, np.float64)
-        self.top_k = np.zeros(max_num_seqs, np.int64)
-        self.min_p = np.zeros(max_num_seqs, np.float64)
-        self.edits_logits = np.zeros(max_num_seqs, np.bool_)
+        self.top_p = np.ones(num_rows, np.float64)
+        self.top_k = np.zeros(num_rows, np.int32)
+        self.min_p = np.zeros(num_rows, np.float64)
+        self._repetition = np.ones(num_rows, np.float32)
+        self._frequency = np.zeros(num_rows, np.float32)
+        self._presence = np.zeros(num_rows, np.float32)
+        self._num_biases = np.zeros(num_rows, np.int32)
+        self._num_stops = np.zeros(num_rows, np.int32)
+        self._min_tokens = np.zeros(num_rows, np.int64)
+        self._num_top = np.full(num_rows, NO_LOGPROBS, np.int32)
+        self.edits_logits = np.zeros(num_rows, np.bool_)
         """Rows with penalties, biases or a minimum length: their logits are changed one by one."""
-        self.wants_logprobs = np.zeros(max_num_seqs, np.bool_)
-        self.wants_prompt_logprobs = np.zeros(max_num_seqs, np.bool_)
+        self.wants_logprobs = np.zeros(num_rows, np.bool_)
+        self.wants_prompt_logprobs = np.zeros(num_rows, np.bool_)
         self.failures: dict[int, str] = {}
         """Rows whose parameters could not be taken in, and why: nothing is chosen for them."""
 
     def arrive(self, arrival: Arrival) -> None:
-        """Take in what a row's new sequence asks for. Never fails a step: the door has checked
+        self.apply((arrival,))
+
+    def apply(self, arrivals: Sequence[Arrival]) -> None:
+        """Take in what rows' new sequences ask for. Never fails a step: the intake has checked
         everything, and what it missed is one request's failure."""
-        self.failures.pop(arrival.row, None)
-        try:
-            self._take(arrival)
-        except Exception as error:
-            logger.exception("the sampling parameters of a request could not be taken in")
-            self.failures[arrival.row] = (
-                f"its sampling parameters can't be used ({type(error).__name__}: {error})"
-            )
+        entries = _TableEntries()
+        for arrival in arrivals:
+            self.failures.pop(arrival.row, None)
+            self._forget(arrival.row)
+            try:
+                self._take(arrival, entries)
+            except Exception as error:
+                logger.exception("the sampling parameters of a request could not be taken in")
+                self._forget(arrival.row)
+                self.failures[arrival.row] = (
+                    f"its sampling parameters can't be used ({type(error).__name__}: {error})"
+                )
+        if self.tables is not None:
+            entries.write(self.tables)
+
+    def arrays(self, rows: Int32s, indices: Int64s) -> dict[str, np.ndarray]:
+        """What these rows ask of a step that draws their token number `indices`: the fields of
+        `SamplingRows` by name."""
+        is_early = indices < self._min_tokens[rows]
+        return {
+            "table_rows": rows.astype(np.int64),
+            "temperature": self.temperature[rows],
+            "top_k": self.top_k[rows],
+            "top_p": self.top_p[rows],
+            "min_p": self.min_p[rows],
+            "seeds": self.seed[rows].view(np.int64),
+            "indices": indices.astype(np.int64),
+            "repetition": self._repetition[rows],
+            "frequency": self._frequency[rows],
+            "presence": self._presence[rows],
+            "num_biases": self._num_biases[rows],
+            "num_stops": np.where(is_early, self._num_stops[rows], 0).astype(np.int32),
+            "has_mask": np.zeros(len(rows), np.int32),
+            "num_top": self._num_top[rows],
+        }
+
+    def num_logprobs(self, rows: Int32s) -> list[int | None]:
+        """How many of the likeliest each row wants beside its token; None for no logprobs."""
+        return [self.params[row].logprobs for row in rows.tolist()]
+
+    def exceeds_graph(self, rows: Int32s) -> bool:
+        """Whether one of these rows wants more logprobs than `Sampled` has room for: the runner
+        then scores the step's logits itself (`logprobs.score`)."""
+        many = (self.params[row].logprobs or 0 for row in rows[self.wants_logprobs[rows]].tolist())
+        return any(count > MAX_TOP for count in many)
 
     def is_cut(self, rows: Int32s) -> Bools:
         """Rows that draw from a part of the vocabulary."""
         cut: Bools = (self.top_k[rows] > 0) | (self.top_p[rows] < 1.0) | (self.min_p[rows] > 0.0)
         return cut & (self.temperature[rows] > 0.0)
 
-    def _take(self, arrival: Arrival) -> None:
+    def _forget(self, row: int) -> None:
+        self.params[row], self.stop_ids[row] = _GREEDY, ()
+        self.temperature[row], self.top_p[row], self.top_k[row], self.min_p[row] = 0.0, 1.0, 0, 0.0
+        self._repetition[row], self._frequency[row], self._presence[row] = 1.0, 0.0, 0.0
+        self._num_biases[row] = self._num_stops[row] = self._min_tokens[row] = 0
+        self._num_top[row] = NO_LOGPROBS
+        self.edits_logits[row] = self.wants_logprobs[row] = self.wants_prompt_logprobs[row] = False
+
+    def _take(self, arrival: Arrival, entries: _TableEntries) -> None:
         row, params = arrival.row, arrival.sampling
         self.params[row] = params
         self.stop_ids[row] = arrival.stop_ids
@@ -59,8 +176,24 @@ class SamplingState:
         self.top_p[row] = params.top_p
         self.top_k[row] = max(params.top_k, 0)
         self.min_p[row] = params.min_p
+        if params.has_penalties:
+            self._repetition[row] = params.repetition_penalty
+            self._frequency[row] = params.frequency_penalty
+            self._presence[row] = params.presence_penalty
+            entries.count(row, arrival.tokens, arrival.num_prompt_tokens)
+        if params.logit_bias:
+            entries.bias(row, params.logit_bias)
+            self._num_biases[row] = len(params.logit_bias)
+        if params.min_tokens and arrival.stop_ids:
+            if len(arrival.stop_ids) > MAX_STOPS:
+                raise ValueError(f"more than {MAX_STOPS} tokens end the text")
+            entries.stop(row, arrival.stop_ids)
+            self._num_stops[row] = len(arrival.stop_ids)
+            self._min_tokens[row] = params.min_tokens
         self.edits_logits[row] = bool(
             params.has_penalties or params.logit_bias or (params.min_tokens and arrival.stop_ids)
         )
-        self.wants_logprobs[row] = params.logprobs is not None
+        if params.logprobs is not None:
+            self.wants_logprobs[row] = True
+            self._num_top[row] = min(params.logprobs, MAX_TOP)
         self.wants_prompt_logprobs[row] = params.prompt_logprobs is not None

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from manyroots.kernels.sampling.exact import uniform
 from manyroots.messages import Submit
-from manyroots.runner.draws import uniform
 from manyroots.step import TokenLogprobs
 from tests.gpu.engines import Outputs
 from tests.gpu.models import VOCAB

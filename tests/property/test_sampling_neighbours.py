@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any
+from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 
-from manyroots.ids import RequestId, Row, StepId
-from manyroots.runner.batch import PersistentBatch
-from manyroots.runner.likeliest import likeliest, order_keys
+from manyroots.kernels.sampling import reference, torch_ops
+from manyroots.kernels.sampling.likeliest import likeliest, order_keys
+from manyroots.kernels.sampling.rows import NO_FAULT, NO_LOGPROBS, Sampled, SamplingRows
+from manyroots.kernels.tolerances import assert_close
 from manyroots.runner.logprobs import score
-from manyroots.runner.sampler import Choices, Sampler
-from manyroots.runner.sampling_state import SamplingState
-from manyroots.sampling import SamplingParams
-from manyroots.step import Arrival, Plan
-from tests.plain_sampler import PlainRow
+from tests.sampled_rows import Rows, random_row
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCABULARIES = (7, 65, 300, 1031, 20_011)
@@ -30,64 +27,32 @@ VOCABULARIES = (7, 65, 300, 1031, 20_011)
 unevenly in memory."""
 
 
-def random_row(rng: random.Random, vocab: int) -> PlainRow:
-    """Logits of half precision, so that nearly every cut falls among equals."""
-    generator = torch.Generator().manual_seed(rng.getrandbits(32))
-    exact = torch.randn(vocab, generator=generator) * rng.choice([0.0, 0.5, 2.0, 6.0])
-    coarse = exact.round() if rng.random() < 0.3 else exact.to(torch.bfloat16)
-    logits = coarse.tolist()
-    temperature = rng.choice([0.0, 1e-6, 1e-5, 0.3, 0.7, 1.0, 1.0, 2.0, 50.0])
-    params: dict[str, Any] = {"temperature": temperature}
-    if rng.random() < 0.4:
-        params["top_k"] = rng.choice([1, 2, 20, 63, 64, 65, 1024, vocab - 1, vocab, 10 * vocab])
-    if rng.random() < 0.4:
-        params["top_p"] = rng.choice([1e-9, 0.1, 0.5, 0.9, 0.95, 0.999])
-    if rng.random() < 0.3:
-        params["min_p"] = rng.choice([1e-6, 0.05, 0.3, 1.0])
-    known = [rng.randrange(vocab) for _ in range(12)]
-    stop_ids: tuple[int, ...] = ()
-    if rng.random() < 0.3:
-        params["repetition_penalty"] = rng.choice([0.01, 0.5, 2.0, 100.0])
-        params["frequency_penalty"] = rng.choice([0.0, 0.5, -2.0])
-        params["presence_penalty"] = rng.choice([0.0, 0.25, 2.0])
-    if rng.random() < 0.2:
-        params["logit_bias"] = {rng.randrange(vocab): rng.choice([-100.0, 0.5, 4.0])}
-    if rng.random() < 0.2:
-        params["min_tokens"], stop_ids = 12, tuple({rng.randrange(vocab) for _ in range(3)})
-    if rng.random() < 0.2:
-        params["logprobs"] = rng.choice([0, 1, 5, 20])
-    return PlainRow(
-        logits, SamplingParams(**params), rng.getrandbits(64), known[:4],
-        known[4 : rng.randrange(4, 12)], stop_ids,
-    )  # fmt: skip
+def fast() -> ModuleType:
+    """The device's own sampler."""
+    if DEVICE.type == "cpu":
+        return torch_ops
+    from manyroots.kernels.sampling import triton
+
+    return triton
 
 
-class Rows:
-    """The real sampler with some rows in it."""
+def outcome(sampled: Sampled, rows: SamplingRows, index: int) -> tuple[object, ...]:
+    """All that one row was given, but for its logprobs' values."""
+    fault = int(sampled.faults[index])
+    if fault != NO_FAULT:
+        return (fault,)
+    counts = rows.tables.counts[rows.table_rows[index]]
+    given: tuple[object, ...] = (fault, int(sampled.tokens[index]), counts.tolist())
+    num_top = min(int(rows.num_top[index]), counts.shape[0])
+    if num_top != NO_LOGPROBS:
+        top = sampled.top_ids[index, :num_top].tolist()
+        given = (*given, int(sampled.ranks[index]), top)
+    return given
 
-    def __init__(self, rows: Sequence[PlainRow]) -> None:
-        self.plain = rows
-        self.logits = torch.tensor([row.logits for row in rows], device=DEVICE)
-        batch = PersistentBatch(max_num_seqs=len(rows), max_model_len=64, page_size=16)
-        state = SamplingState(len(rows))
-        arrivals = tuple(self._arrival(Row(place), row) for place, row in enumerate(rows))
-        for arrival in arrivals:
-            state.arrive(arrival)
-        empty = np.empty(0, np.int32)
-        batch.apply(Plan(StepId(1), arrivals, (), empty, empty, np.empty(0, np.bool_)))
-        self.sampler = Sampler(batch, state)
 
-    def _arrival(self, place: Row, row: PlainRow) -> Arrival:
-        known = np.array(row.prompt + row.output, np.int32)
-        return Arrival(
-            row=place, request_id=RequestId(place), tokens=known,
-            num_prompt_tokens=len(row.prompt), num_computed_tokens=0,
-            page_tables=(np.array([place], np.int32),), sampling=row.params, seed=row.seed,
-            stop_ids=row.stop_ids, adapter_slot=None, adapter_from=0,
-        )  # fmt: skip
-
-    def sample(self, places: Sequence[int]) -> Choices:
-        return self.sampler.sample(self.logits[list(places)], np.array(places, np.int32))
+def outcomes(sampler: ModuleType, rows: Rows, places: Sequence[int]) -> list[tuple[object, ...]]:
+    sampled, asked = rows.sample(sampler.sample_rows, places)
+    return [outcome(sampled, asked, index) for index in range(len(places))]
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -95,25 +60,50 @@ class Rows:
 def test_s01_a_row_gets_the_same_token_alone_and_in_every_mix(vocab: int, seed: int) -> None:
     rng = random.Random(f"{vocab} {seed}")
     count = 40 if vocab < 10_000 else 8
-    rows = Rows([random_row(rng, vocab) for _ in range(count)])
-    alone = [rows.sample([place]) for place in range(count)]
-    assert not any(choice.faults for choice in alone)
-    tokens = [int(choice.tokens[0]) for choice in alone]
+    rows = Rows([random_row(rng, vocab) for _ in range(count)], device=DEVICE)
+    alone = [outcomes(fast(), rows, [place])[0] for place in range(count)]
     mixes = [list(range(count)), list(reversed(range(count)))]
     mixes += [rng.sample(range(count), rng.randrange(2, count)) for _ in range(6)]
     for mix in mixes:
-        together = rows.sample(mix)
-        assert not together.faults
-        assert together.tokens.tolist() == [tokens[place] for place in mix]
+        assert outcomes(fast(), rows, mix) == [alone[place] for place in mix]
 
 
 @pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("vocab", VOCABULARIES)
+def test_s01_a_row_gets_what_the_reference_gives(vocab: int, seed: int) -> None:
+    """Tokens, faults, counts, ranks and the likeliest, bit by bit; logprobs but for rounding."""
+    rng = random.Random(f"reference {vocab} {seed}")
+    count = 40 if vocab < 10_000 else 8
+    rows = Rows([random_row(rng, vocab) for _ in range(count)], device=DEVICE)
+    places = range(count)
+    assert outcomes(fast(), rows, places) == outcomes(reference, rows, places)
+    ours, asked = rows.sample(fast().sample_rows, places)
+    theirs, _ = rows.sample(reference.sample_rows, places)
+    for index in np.flatnonzero(
+        (asked.num_top >= 0).cpu().numpy() & (ours.faults == 0).cpu().numpy()
+    ):
+        num_top = min(int(asked.num_top[index]), vocab)
+        assert_close("logprobs", ours.logprobs[index], theirs.logprobs[index], torch.float32)
+        assert_close(
+            "logprobs", ours.top_logprobs[index, :num_top], theirs.top_logprobs[index, :num_top],
+            torch.float32,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("sampler", [fast(), reference], ids=["fast", "reference"])
+@pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("vocab", VOCABULARIES[:-1])
-def test_s01_a_row_gets_the_token_that_the_plain_rules_give(vocab: int, seed: int) -> None:
+def test_s01_a_row_gets_the_token_that_the_plain_rules_give(
+    vocab: int, seed: int, sampler: ModuleType
+) -> None:
     rng = random.Random(f"plain {vocab} {seed}")
-    rows = Rows([random_row(rng, vocab) for _ in range(40)])
-    expected = [row.token() for row in rows.plain]
-    assert rows.sample(range(40)).tokens.tolist() == expected
+    rows = Rows([random_row(rng, vocab) for _ in range(40)], device=DEVICE)
+    sampled, _ = rows.sample(sampler.sample_rows, range(40))
+    for place, row in enumerate(rows.plain):
+        if sampled.faults[place] == NO_FAULT:
+            assert int(sampled.tokens[place]) == row.token()
+        else:
+            assert not np.isfinite(row.edited()).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -107,7 +107,7 @@ class Sampled:
 
     packed: Tensor
     """int32 [4 + 2 * MAX_TOP, rows], so that one copy brings it all to the host"""
-    told: Mapping[int, str] = field(default_factory=dict)
+    told: dict[int, str] = field(default_factory=dict)
     """By index, the reasons of rows that FAILED."""
 
     @classmethod

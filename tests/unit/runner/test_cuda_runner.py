@@ -220,7 +220,7 @@ def test_a_row_whose_sampling_fails_fails_alone(
         edit = _failing(Sampler._edit, lambda ours, _, row: ours._state.params[row].top_k == 7)
         monkeypatch.setattr(Sampler, "_edit", edit)
     else:
-        take = _failing(SamplingState._take, lambda _, arrival: arrival.sampling.top_k == 7)
+        take = _failing(SamplingState._take, lambda _, arrival, __: arrival.sampling.top_k == 7)
         monkeypatch.setattr(SamplingState, "_take", take)
     given = run(make_runner(llama, None, cuda=cuda), requests, fails=3)
     assert "ZeroDivisionError: planted" in str(given[3][-1].error)

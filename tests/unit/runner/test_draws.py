@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from manyroots.runner.draws import uniform
+from manyroots.kernels.sampling.exact import uniform
 
 
 def test_draws_do_not_depend_on_their_neighbours() -> None:

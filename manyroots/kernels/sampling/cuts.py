@@ -4,9 +4,9 @@ In: float32 logits whose largest is finite, parameters by row, one number in [0,
 token per row: the first, by id, at which the running sum of the kept tokens' weights exceeds
 number x total.
 
-Weights are integers, so that sums are exact whatever their order: a row's token depends on nothing
-but the row, however wide its neighbours' cuts, and by whichever of the ways below it is found.
-That elementwise functions give equal numbers equal results, wherever they lie, is torch's part.
+Weights are integers (`exact.py`), so that sums are exact whatever their order: a row's token
+depends on nothing but the row, however wide its neighbours' cuts, and by whichever of the ways
+below it is found.
 """
 
 from __future__ import annotations
@@ -18,7 +18,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from manyroots.runner.likeliest import likeliest, order_keys
+from manyroots.kernels.sampling.exact import (
+    LEAST,
+    LOG2_E,
+    MANTISSA_BITS,
+    POWERS,
+    ROUNDER,
+    scale_bits,
+)
+from manyroots.kernels.sampling.likeliest import likeliest, order_keys
 
 WIDTHS = (64, 1024, 16384)
 """How many of the likeliest tokens are looked at before all are: a top-k has its own width, and a
@@ -64,7 +72,7 @@ def draw(logits: Tensor, cuts: Cuts, numbers: Floats) -> Ints:
 
 def _draw_any(logits: Tensor, cuts: Cuts, numbers: Floats) -> Ints:
     """From the whole vocabulary, which needs no order."""
-    scale = _scale(logits)
+    scale = 2.0 ** scale_bits(logits.shape[-1])
     weights = _weights(logits, logits.amax(-1, keepdim=True), cuts.temperature, scale)
     return _pick(_drop_small(weights, cuts.min_p, scale), numbers)[:, 0].cpu().numpy()
 
@@ -73,7 +81,7 @@ def _draw_cut(
     logits: Tensor, cuts: Cuts, numbers: Floats, has_k: npt.NDArray[np.bool_], width: int
 ) -> Ints:
     """From the `width` likeliest tokens; -1 for rows of which top-p keeps more."""
-    device, scale = logits.device, _scale(logits)
+    device, scale = logits.device, 2.0 ** scale_bits(logits.shape[-1])
     ids = likeliest(order_keys(logits), width)
     best = logits.gather(-1, ids[:, :1])
     weights = _weights(logits.gather(-1, ids), best, cuts.temperature, scale)
@@ -96,15 +104,20 @@ def _draw_cut(
     return np.where(holds_all, picked[:, 0].cpu().numpy(), -1)
 
 
-def _scale(logits: Tensor) -> float:
-    """The likeliest token's weight: as large as sums over the vocabulary below 2**62 allow."""
-    return 2.0 ** (62 - logits.shape[-1].bit_length())
-
-
 def _weights(logits: Tensor, best: Tensor, temperature: Floats, scale: float) -> Tensor:
-    # The difference comes first: a quotient may be infinite, and infinite minus infinite is none.
-    distance = (logits - best).div_(_column(temperature, logits.device))
-    return distance.exp_().mul_(scale).to(torch.int64)
+    """`exact.weights` of some rows. Factors of two change no rounding, so the polynomial is scaled
+    as it is evaluated."""
+    per_logit = _column(np.float32(LOG2_E) / temperature.astype(np.float32), logits.device)
+    exponents = (logits - best).mul_(per_logit).clamp_(min=LEAST)
+    rounded = exponents + ROUNDER
+    nearest = rounded - ROUNDER
+    rest = exponents.sub_(nearest)
+    power = torch.mul(rest, POWERS[-1] * scale, out=nearest)
+    for factor in POWERS[-2:0:-1]:
+        power.add_(factor * scale).mul_(rest)
+    power.add_(POWERS[0] * scale)
+    power.view(torch.int32).add_(rounded.view(torch.int32).bitwise_left_shift_(MANTISSA_BITS))
+    return power.to(torch.int64)
 
 
 def _drop_small(weights: Tensor, min_p: Floats, scale: float) -> Tensor:

@@ -1,0 +1,166 @@
+"""From logits to tokens with torch's operators, for a CPU: rows that draw are drawn together.
+
+Same signature as `reference.py`, and the same tokens. A row whose choice fails has a fault of its
+own with the reason; the others have their tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from manyroots.kernels.sampling.cuts import Cuts, draw
+from manyroots.kernels.sampling.exact import uniform
+from manyroots.kernels.sampling.likeliest import likeliest, order_keys
+from manyroots.kernels.sampling.rows import (
+    ALL_FORBIDDEN,
+    FAILED,
+    IN_PROMPT,
+    MAX_TOP,
+    NO_FAULT,
+    NO_LOGPROBS,
+    NOT_FINITE,
+    Sampled,
+    SamplingRows,
+)
+
+ROWS_AT_ONCE = 32
+"""Rows drawn together: bounds the memory for weights over the vocabulary."""
+
+logger = logging.getLogger(__name__)
+
+Ints = npt.NDArray[np.int64]
+
+
+def sample_rows(logits: Tensor, rows: SamplingRows) -> Sampled:
+    """A token for each row of [rows, vocabulary], and logprobs for those who ask. Counts the token
+    of rows that have penalties. `logits` are the caller's no more: they may be changed."""
+    logits = logits.float()
+    sampled = Sampled.empty(len(logits), logits.device)
+    if not len(logits):
+        return sampled
+    choice = _Choice(logits, rows, sampled)
+    wanted = np.flatnonzero(rows.num_top.numpy() != NO_LOGPROBS)
+    own = logits[torch.from_numpy(wanted)] if len(wanted) else None
+    choice.make()
+    if own is not None:
+        _score(own, rows, sampled, torch.from_numpy(wanted))
+    return sampled
+
+
+class _Choice:
+    """The choice of one step."""
+
+    def __init__(self, logits: Tensor, rows: SamplingRows, sampled: Sampled) -> None:
+        self._logits = logits
+        self._rows = rows
+        self._tokens = sampled.tokens.numpy()
+        self._faults = sampled.faults.numpy()
+        self._told = sampled.told
+        self._has_penalties = (
+            (rows.repetition.numpy() != 1.0)
+            | (rows.frequency.numpy() != 0.0)
+            | (rows.presence.numpy() != 0.0)
+        )
+
+    def make(self) -> None:
+        rows = self._rows
+        best, greedy = self._logits.max(dim=-1)
+        self._tokens[:] = greedy.numpy()
+        self._faults[:] = np.where(torch.isfinite(best).numpy(), NO_FAULT, NOT_FINITE)
+        edits = self._has_penalties | (rows.num_biases.numpy() > 0) | (rows.num_stops.numpy() > 0)
+        edits |= rows.has_mask.numpy() != 0
+        for index in np.flatnonzero(edits & (self._faults == NO_FAULT)).tolist():
+            self._choose_edited(index)
+        is_random = (rows.temperature.numpy() > 0.0) & (self._faults == NO_FAULT)
+        random = np.flatnonzero(is_random)
+        for begin in range(0, len(random), ROWS_AT_ONCE):
+            self._draw(random[begin : begin + ROWS_AT_ONCE])
+        for index in np.flatnonzero(self._has_penalties & (self._faults == NO_FAULT)).tolist():
+            rows.tables.counts[rows.table_rows[index], int(self._tokens[index])] += 1
+
+    def _choose_edited(self, index: int) -> None:
+        """Edit one row in place; its likeliest token may be another then."""
+        try:
+            edit(self._logits[index], self._rows, index)
+            best, greedy = self._logits[index].max(dim=-1)
+            self._tokens[index] = int(greedy)
+            if not torch.isfinite(best):
+                self._faults[index] = ALL_FORBIDDEN
+        except Exception as error:  # whatever it is, it is this request's alone
+            self._fail(index, error)
+
+    def _draw(self, at: Ints) -> None:
+        """Draw for the rows at the indices `at`; one by one where that fails together."""
+        try:
+            self._tokens[at] = self._drawn(at)
+        except Exception as error:
+            if len(at) == 1:
+                self._fail(int(at[0]), error)
+                return
+            for index in at:
+                self._draw(np.array([index]))
+
+    def _drawn(self, at: Ints) -> Ints:
+        rows = self._rows
+        numbers = uniform(rows.seeds.numpy()[at].view(np.uint64), rows.indices.numpy()[at])
+        cuts = Cuts(
+            rows.temperature.numpy()[at], rows.top_k.numpy()[at].astype(np.int64),
+            rows.top_p.numpy()[at], rows.min_p.numpy()[at],
+        )  # fmt: skip
+        is_all = len(at) == len(self._logits)
+        return draw(self._logits if is_all else self._logits[torch.from_numpy(at)], cuts, numbers)
+
+    def _fail(self, index: int, error: Exception) -> None:
+        logger.exception("sampling failed for a request")
+        self._faults[index] = FAILED
+        self._told[index] = (
+            f"sampling failed for this request ({type(error).__name__}: {str(error)[:300]})"
+        )
+
+
+def edit(logits: Tensor, rows: SamplingRows, index: int) -> None:
+    """Bias, minimum length, mask and penalties of one row, in place."""
+    tables, at = rows.tables, int(rows.table_rows[index])
+    if count := int(rows.num_biases[index]):
+        logits[tables.bias_ids[at, :count].long()] += tables.biases[at, :count]
+    if count := int(rows.num_stops[index]):
+        logits[tables.stop_ids[at, :count].long()] = -torch.inf
+    if rows.has_mask[index]:
+        bits = np.unpackbits(tables.masks[at].numpy().view(np.uint8), bitorder="little")
+        logits[torch.from_numpy(bits[: len(logits)]) == 0] = -torch.inf
+    factor, frequency = float(rows.repetition[index]), float(rows.frequency[index])
+    presence = float(rows.presence[index])
+    if factor == 1.0 and frequency == 0.0 and presence == 0.0:
+        return
+    counts = tables.counts[at].numpy()
+    seen = np.flatnonzero(counts)
+    times = (counts[seen] & (IN_PROMPT - 1)).astype(np.float32)
+    values = logits.numpy()
+    # Numpy's operations are rounded one by one, as everywhere else.
+    with np.errstate(over="ignore"):
+        known = values[seen]
+        known = np.where(known > 0, known / np.float32(factor), known * np.float32(factor))
+    # Beyond what a number holds upwards; downwards it is as good as forbidden.
+    known = np.minimum(known, np.finfo(np.float32).max)
+    cost = np.float32(frequency) * times + np.float32(presence)
+    values[seen] = np.where(times > 0, known - cost, known)
+
+
+def _score(own: Tensor, rows: SamplingRows, sampled: Sampled, at: Tensor) -> None:
+    """Logprobs of the rows at `at`, whose logits as the model gave them are `own`."""
+    logprobs = torch.log_softmax(own, dim=-1)
+    # A row without a token has none to score; any will do.
+    tokens = torch.where(sampled.faults[at] == NO_FAULT, sampled.tokens[at], 0).long()[:, None]
+    keys = order_keys(own)
+    sampled.logprobs[at] = logprobs.gather(-1, tokens)[:, 0]
+    sampled.ranks[at] = (keys > keys.gather(-1, tokens)).sum(-1, dtype=torch.int32) + 1
+    width = min(int(rows.num_top[at].max()), MAX_TOP, own.shape[-1])
+    if width:
+        top = likeliest(keys, width)
+        sampled.top_ids[at, :width] = top.int()
+        sampled.top_logprobs[at, :width] = logprobs.gather(-1, top)

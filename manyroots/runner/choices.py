@@ -1,0 +1,45 @@
+"""What the sampler gave, as the host answers it: tokens, reasons of rows without one, logprobs.
+
+Takes a `Sampled` that has reached the host.
+"""
+
+from __future__ import annotations
+
+from manyroots.kernels.sampling.rows import ALL_FORBIDDEN, FAILED, NO_FAULT, NOT_FINITE, Sampled
+from manyroots.runner.inputs import Int64s
+from manyroots.step import Int32s, TokenLogprobs
+
+REASONS = {
+    NOT_FINITE: "the model gave logits that are not finite",
+    ALL_FORBIDDEN: (
+        "no token is left to choose: min_tokens forbids those that end the text, and there are no "
+        "others. Lower min_tokens or give fewer stop_token_ids"
+    ),
+}
+
+
+def faults(sampled: Sampled, at: Int64s) -> dict[int, str]:
+    """Of the rows at these indices, those that have no token: place in `at` -> why."""
+    codes = sampled.faults.numpy()[at]
+    reasons = {}
+    for place in (codes != NO_FAULT).nonzero()[0].tolist():
+        code, index = int(codes[place]), int(at[place])
+        reasons[place] = sampled.told[index] if code == FAILED else REASONS[code]
+    return reasons
+
+
+def token_logprobs(sampled: Sampled, index: int, num_top: int, vocab: int) -> TokenLogprobs:
+    """Of one row that asked for logprobs."""
+    count = min(num_top, vocab)
+    return TokenLogprobs(
+        int(sampled.tokens[index]),
+        float(sampled.logprobs[index]),
+        int(sampled.ranks[index]),
+        tuple(sampled.top_ids[index, :count].tolist()),
+        tuple(sampled.top_logprobs[index, :count].tolist()),
+    )
+
+
+def tokens(sampled: Sampled, at: Int64s) -> Int32s:
+    chosen: Int32s = sampled.tokens.numpy()[at]
+    return chosen

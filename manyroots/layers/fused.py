@@ -22,6 +22,8 @@ from manyroots.kernels.choice import Kernels
 from manyroots.kernels.fused_step import FusedStep
 from manyroots.kernels.lora_sites.sites import LinearSite, LoraRows, LoraTerm
 from manyroots.kernels.moe_pairs.adapters import ExpertAdapters, ExpertSite
+from manyroots.kernels.moe_pairs.routing import Scoring
+from manyroots.kernels.moe_pairs.weights import ExpertWeights
 from manyroots.kernels.norm.undivided import UndividedNorm
 from manyroots.kernels.rope_write.inputs import QkNorm
 from manyroots.layers.linear import Linear
@@ -194,15 +196,13 @@ class FusedExperts:
         scores = self._products.expanded_for_many(
             self._products(x, self._mlp.router.scores, step.lora)
         )
-        routing = moe.route(
-            scores.sums, spec.experts_per_token, scores.lora, renormalise=spec.norm_topk_prob
-        )
-        experts = self._mlp.experts
-        adapters = self._adapters(step.lora)
-        by_pair: Tensor = moe.experts(x, routing, experts.gate_up, experts.down, adapters)
-        return Product(by_pair.transpose(0, 1), None)
+        is_whole = spec.norm_topk_prob
+        scoring = Scoring.SOFTMAX_RENORMALISED if is_whole else Scoring.SOFTMAX
+        routing = moe.route(scores.sums, spec.experts_per_token, scores.lora, scoring=scoring)
+        weights = ExpertWeights(self._mlp.experts.gate_up, self._mlp.experts.down)
+        return Product(moe.experts(x, routing, weights, self._adapters(step.lora)), None)
 
     def _adapters(self, rows: LoraRows | None) -> ExpertAdapters | None:
         if rows is None or self._gate_up is None or self._down is None:
             return None
-        return ExpertAdapters(self._gate_up, self._down, rows.slots)
+        return ExpertAdapters(self._gate_up, self._down, rows)

@@ -146,7 +146,7 @@ RESULTS: dict[str, Callable[[tuple[Any, ...], Any], Pieces]] = {
     "lora_sites.expand": lambda args, out: {"y": args[0]},
     "lora_sites.add_embedding": lambda args, out: {"y": args[0]},
     "moe_pairs.route": lambda args, out: _routing(out),
-    "moe_pairs.experts": lambda args, out: {"out": out.float().sum(1)},
+    "moe_pairs.experts": lambda args, out: {"out": out.float().sum(0)},
     "sampling.sample": lambda args, out: {"tokens": out[0], "finite": out[1]},
     "decode_rows.begin": lambda args, out: _gathered(out),
     # The last row is nobody's, and takes what many write there in any order.

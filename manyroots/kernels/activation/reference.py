@@ -20,10 +20,10 @@ def gated(
     if lora is not None:
         total = total + expanded(lora)
     gate, up = total.chunk(2, dim=-1)
-    return activated(gate, up, activation).to(like.dtype)
+    return activate(gate, up, activation).to(like.dtype)
 
 
-def activated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+def activate(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     """Of float32 tensors of one shape."""
     if activation is Activation.CLAMPED_SWIGLU:
         gate, up = gate.clamp(max=CLAMP_LIMIT), up.clamp(-CLAMP_LIMIT, CLAMP_LIMIT)

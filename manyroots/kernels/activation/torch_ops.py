@@ -20,10 +20,10 @@ def gated(
     """activation(gate, up) of [rows, 2 n], gates first, in the dtype of `like`."""
     assert lora is None, "products of this set are finished"
     gate, up = gate_up.chunk(2, dim=-1)
-    return activated(gate, up, activation).to(like.dtype)
+    return activate(gate, up, activation).to(like.dtype)
 
 
-def activated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+def activate(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     """A new tensor; gate and up stay as they are."""
     if activation is Activation.CLAMPED_SWIGLU:
         gate = gate.clamp(max=CLAMP_LIMIT)

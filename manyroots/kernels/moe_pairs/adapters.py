@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from manyroots.kernels.lora_sites.sites import PoolSite
+from manyroots.kernels.lora_sites.sites import LoraRows, PoolSite
 
 PART_WIDTH = 5
 
@@ -27,5 +25,5 @@ class ExpertAdapters:
 
     gate_up: ExpertSite
     down: ExpertSite
-    slots: Tensor
-    """int32 [num_tokens]; negative for tokens of the base model."""
+    rows: LoraRows
+    """Whose token each is. A pair's adapter is its token's."""

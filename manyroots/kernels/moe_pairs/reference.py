@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from manyroots.kernels.activation.reference import activate
 from manyroots.kernels.lora_sites.reference import expanded
 from manyroots.kernels.lora_sites.sites import LoraTerm
 from manyroots.kernels.moe_pairs.adapters import PART_WIDTH, ExpertAdapters, ExpertSite
-from manyroots.kernels.moe_pairs.routing import Routing
+from manyroots.kernels.moe_pairs.routing import Routing, Scoring
+from manyroots.kernels.moe_pairs.weights import ExpertWeights
 
 
 def route(
-    logits: Tensor, top_k: int, lora: LoraTerm | None = None, *, renormalise: bool
+    scores: Tensor,
+    top_k: int,
+    lora: LoraTerm | None = None,
+    *,
+    scoring: Scoring,
+    bias: Tensor | None = None,
 ) -> Routing:
-    """From router logits [tokens, experts] (or partial sums of them), and what adapters add."""
-    total = logits.float() if logits.dim() == 2 else logits.float().sum(0)
+    """From a router's scores [tokens, experts] (or partial sums of them), what adapters add and
+    the router's bias [experts]."""
+    total = scores.float() if scores.dim() == 2 else scores.float().sum(0)
     if lora is not None:
         total = total + expanded(lora)
-    weights, experts = total.softmax(-1).topk(top_k, dim=-1)
-    if renormalise:
+    if bias is not None:
+        total = total + bias.float()
+    if scoring is Scoring.SOFTMAX_OF_CHOSEN:
+        chosen, experts = total.topk(top_k, dim=-1)
+        weights = chosen.softmax(-1)
+    else:
+        weights, experts = total.softmax(-1).topk(top_k, dim=-1)
+    if scoring is Scoring.SOFTMAX_RENORMALISED:
         weights = weights / weights.sum(-1, keepdim=True)
     flat = experts.flatten()
     counts = torch.bincount(flat, minlength=total.shape[1])
@@ -33,32 +46,31 @@ def route(
 
 
 def experts(
-    x: Tensor,
-    routing: Routing,
-    gate_up: Tensor,
-    down: Tensor,
-    adapters: ExpertAdapters | None = None,
+    x: Tensor, routing: Routing, weights: ExpertWeights, adapters: ExpertAdapters | None = None
 ) -> Tensor:
-    """Each pair's weighted output, float32 [tokens, top_k, hidden].
-
-    gate_up is [experts, 2 n, hidden] (gates first), down is [experts, hidden, n].
-    """
-    top_k = routing.weights.shape[1]
-    out = torch.zeros(x.shape[0] * top_k, x.shape[1], device=x.device)
-    weights = routing.weights.flatten()
+    """What adds up to each token's output, float32 [top_k, tokens, hidden]: each pair's weighted
+    output."""
+    num_tokens, top_k = routing.weights.shape
+    out = torch.zeros(num_tokens * top_k, x.shape[1], device=x.device)
+    pair_weights = routing.weights.flatten()
     for expert, begin, end in routing.groups.tolist():
         for pair in routing.pairs[begin:end].tolist():
             token = pair // top_k
-            both = gate_up[expert].float() @ x[token].float()
+            both = _product(x[token], weights.gate_up, weights.gate_up_bias, expert)
             if adapters is not None:
-                both += _delta(x[token], adapters.gate_up, int(adapters.slots[token]), expert)
+                both += _delta(x[token], adapters.gate_up, int(adapters.rows.slots[token]), expert)
             gate, up = both.chunk(2)
-            hidden = (F.silu(gate) * up).to(x.dtype)
-            y = down[expert].float() @ hidden.float()
+            hidden = activate(gate, up, weights.activation).to(x.dtype)
+            y = _product(hidden, weights.down, weights.down_bias, expert)
             if adapters is not None:
-                y += _delta(hidden, adapters.down, int(adapters.slots[token]), expert)
-            out[pair] = weights[pair] * y
-    return out.view(x.shape[0], top_k, -1)
+                y += _delta(hidden, adapters.down, int(adapters.rows.slots[token]), expert)
+            out[pair] = pair_weights[pair] * y
+    return out.view(num_tokens, top_k, -1).transpose(0, 1)
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, expert: int) -> Tensor:
+    y = weight[expert].float() @ x.float()
+    return y if bias is None else y + bias[expert].float()
 
 
 def _delta(x: Tensor, site: ExpertSite, slot: int, expert: int) -> Tensor:

@@ -28,7 +28,7 @@ from manyroots.kernels.launch import (
 from manyroots.kernels.lora_sites.sites import LoraTerm
 from manyroots.kernels.lora_sites.triton import RANK_BLOCK
 from manyroots.kernels.moe_pairs.adapters import ExpertAdapters
-from manyroots.kernels.moe_pairs.routing import Routing
+from manyroots.kernels.moe_pairs.routing import Routing, Scoring
 from manyroots.kernels.moe_pairs.triton_adapters import (
     EXPAND_N,
     SHRINK_N,
@@ -45,7 +45,10 @@ from manyroots.kernels.moe_pairs.triton_products import (
     group_at,
 )
 from manyroots.kernels.moe_pairs.triton_tiles import experts_in_tiles, tile_rows
+from manyroots.kernels.moe_pairs.weights import ExpertWeights
 
+_SOFTMAX = tl.constexpr(Scoring.SOFTMAX.value)
+_OF_CHOSEN = tl.constexpr(Scoring.SOFTMAX_OF_CHOSEN.value)
 MAX_ROUTED_TOKENS = 128
 """Most tokens whose pairs `route` orders itself; more go through `triton_order.py` and in tiles."""
 
@@ -69,11 +72,11 @@ class ExpertTiling:
 
 @triton.jit
 def _choose(
-    logits, chosen, weights, ranks, hidden, slots, pool, table, r, num_rows, num_experts, in_split,
-    in_row, hidden_split, hidden_row,
+    logits, bias, chosen, weights, ranks, hidden, slots, pool, table, r, num_rows, num_experts,
+    in_split, in_row, hidden_split, hidden_row,
     NUM_SPLITS: tl.constexpr, LORA_SPLITS: tl.constexpr, RANK_BLOCK: tl.constexpr,
-    TOP_K: tl.constexpr, RENORMALISE: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, ORDERS: tl.constexpr,
+    TOP_K: tl.constexpr, SCORING: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, ORDERS: tl.constexpr,
 ):  # fmt: skip
     """The likeliest experts of a block of tokens, the first of equals first."""
     e = tl.arange(0, BLOCK_E)
@@ -87,22 +90,30 @@ def _choose(
             scores, hidden, slots, pool, table, r, e, num_rows, num_experts, hidden_split,
             hidden_row, LORA_SPLITS, RANK_BLOCK,
         )  # fmt: skip
+    if HAS_BIAS:
+        scores += tl.load(bias + e, mask=e < num_experts, other=0.0).to(tl.float32)[None, :]
     scores = tl.where((r < num_rows)[:, None], scores, 0.0)
-    probs = tl.exp(scores - tl.max(scores, axis=1)[:, None])
-    probs = probs / tl.sum(probs, axis=1)[:, None]
+    if SCORING == _OF_CHOSEN:
+        left = scores
+    else:
+        left = tl.exp(scores - tl.max(scores, axis=1)[:, None])
+        left = left / tl.sum(left, axis=1)[:, None]
     c = tl.arange(0, BLOCK_C)
     experts = tl.zeros((BLOCK_R, BLOCK_C), tl.int32)
     best = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
     rank = tl.full((BLOCK_R, BLOCK_E), -1, tl.int32)
     for i in range(TOP_K):
-        which = tl.argmax(probs, axis=1)
+        which = tl.argmax(left, axis=1)
         is_this = c[None, :] == i
         experts = tl.where(is_this, which[:, None], experts)
-        best = tl.where(is_this, tl.max(probs, axis=1)[:, None], best)
+        best = tl.where(is_this, tl.max(left, axis=1)[:, None], best)
         is_that = e[None, :] == which[:, None]
         rank = tl.where(is_that, i, rank)
-        probs = tl.where(is_that, -1.0, probs)
-    if RENORMALISE:
+        left = tl.where(is_that, float("-inf"), left)
+    if SCORING == _OF_CHOSEN:
+        best = tl.where(c[None, :] < TOP_K, best, float("-inf"))
+        best = tl.exp(best - tl.max(best, axis=1)[:, None])
+    if SCORING != _SOFTMAX:
         best = best / tl.sum(best, axis=1)[:, None]
     to = r[:, None] * TOP_K + c[None, :]
     is_pair = (r < num_rows)[:, None] & (c < TOP_K)[None, :]
@@ -138,21 +149,20 @@ def _list(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _route(
-    logits, chosen, weights, ranks, pairs, groups, hidden, slots, pool, table, counter, num_rows,
-    num_experts, in_split, in_row, hidden_split, hidden_row,
+    logits, bias, chosen, weights, ranks, pairs, groups, hidden, slots, pool, table, counter,
+    num_rows, num_experts, in_split, in_row, hidden_split, hidden_row,
     NUM_SPLITS: tl.constexpr, LORA_SPLITS: tl.constexpr, RANK_BLOCK: tl.constexpr,
-    TOP_K: tl.constexpr, RENORMALISE: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    TOP_K: tl.constexpr, SCORING: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Each program chooses for a few tokens; with BLOCK_T, the last one makes the lists."""
     let_next_begin(DEPENDENT)
     wait_for_inputs(DEPENDENT)
     _choose(
-        logits, chosen, weights, ranks, hidden, slots, pool, table,
+        logits, bias, chosen, weights, ranks, hidden, slots, pool, table,
         tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R), num_rows, num_experts, in_split, in_row,
-        hidden_split, hidden_row, NUM_SPLITS, LORA_SPLITS, RANK_BLOCK, TOP_K, RENORMALISE, BLOCK_C,
-        BLOCK_E, BLOCK_R, BLOCK_T > 0,
+        hidden_split, hidden_row, NUM_SPLITS, LORA_SPLITS, RANK_BLOCK, TOP_K, SCORING, HAS_BIAS,
+        BLOCK_C, BLOCK_E, BLOCK_R, BLOCK_T > 0,
     )  # fmt: skip
     if BLOCK_T:
         tl.debug_barrier()
@@ -163,12 +173,18 @@ def _route(
 
 
 def route(
-    logits: Tensor, top_k: int, lora: LoraTerm | None = None, *, renormalise: bool
+    scores: Tensor,
+    top_k: int,
+    lora: LoraTerm | None = None,
+    *,
+    scoring: Scoring,
+    bias: Tensor | None = None,
 ) -> Routing:
-    """From router logits [tokens, experts] (or partial sums of them), and what adapters add."""
-    parts = as_splits(logits)
+    """From a router's scores [tokens, experts] (or partial sums of them), what adapters add and
+    the router's bias [experts]."""
+    parts = as_splits(scores)
     num_splits, num_rows, num_experts = parts.shape
-    device = logits.device
+    device = scores.device
     weights = torch.empty(num_rows, top_k, dtype=torch.float32, device=device)
     chosen = torch.empty(num_rows, top_k, dtype=torch.int32, device=device)
     is_small = num_rows <= MAX_ROUTED_TOKENS
@@ -185,10 +201,10 @@ def route(
         adapters = (hidden, lora.rows.slots, site.pool, site.table)
         hidden_strides, lora_splits = (hidden.stride(0), hidden.stride(1)), hidden.shape[0]
     _route[(triton.cdiv(num_rows, block_r),)](
-        parts, chosen, weights, ranks, pairs, groups, *adapters, counters(device), num_rows,
-        num_experts, parts.stride(0), parts.stride(1), *hidden_strides, NUM_SPLITS=num_splits,
-        LORA_SPLITS=lora_splits, RANK_BLOCK=RANK_BLOCK, TOP_K=top_k, RENORMALISE=renormalise,
-        BLOCK_C=triton.next_power_of_2(top_k),
+        parts, parts if bias is None else bias, chosen, weights, ranks, pairs, groups, *adapters,
+        counters(device), num_rows, num_experts, parts.stride(0), parts.stride(1), *hidden_strides,
+        NUM_SPLITS=num_splits, LORA_SPLITS=lora_splits, RANK_BLOCK=RANK_BLOCK, TOP_K=top_k,
+        SCORING=scoring.value, HAS_BIAS=bias is not None, BLOCK_C=triton.next_power_of_2(top_k),
         BLOCK_E=triton.next_power_of_2(num_experts), BLOCK_R=block_r,
         BLOCK_T=max(16, triton.next_power_of_2(num_rows)) if is_small else 0,
         num_warps=num_warps, **launch_options(device),
@@ -201,9 +217,10 @@ def route(
 
 @triton.jit(do_not_specialize=["num_pairs", "shrink_rows"])
 def _up(
-    x, gate_up, pairs, groups, out, shrunk, slots, experts, pool, table, scalings, n_size, k_size,
-    top_k, num_pairs, max_rank, shrink_rows,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
+    x, gate_up, bias, pairs, groups, out, shrunk, slots, experts, pool, table, scalings, n_size,
+    k_size, top_k, num_pairs, max_rank, shrink_rows,
+    HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """gate and up of an expert's pairs, each at its own pair's place; and what the adapters shrink
     x to."""
@@ -212,7 +229,7 @@ def _up(
         shrink_tile(
             x, shrunk, slots, experts, pool, table, scalings,
             group * tl.num_programs(0) + tl.program_id(0), num_pairs, top_k, k_size, max_rank,
-            2, BLOCK_K, DEPENDENT,
+            2, BLOCK_K, EVEN_K, DEPENDENT,
         )  # fmt: skip
         return
     group -= shrink_rows
@@ -224,8 +241,9 @@ def _up(
         m = first + tl.arange(0, BLOCK_M)
         pair = tl.load(pairs + tl.minimum(m, end - 1)).to(tl.int64)
         gate, up = gate_and_up(
-            x, gate_up, expert, pair // top_k, m < end, n, n_size, k_size, BLOCK_M, BLOCK_N, BLOCK_K
-        )
+            x, gate_up, bias, expert, pair // top_k, m < end, n, n_size, k_size, BLOCK_M, BLOCK_N,
+            BLOCK_K, EVEN_K, HAS_BIAS,
+        )  # fmt: skip
         ok = (m < end)[:, None] & (n < n_size)[None, :]
         to = out + pair[:, None] * 2 * n_size + n[None, :]
         tl.store(to, tl.trans(gate), mask=ok)
@@ -234,10 +252,11 @@ def _up(
 
 @triton.jit(do_not_specialize=["num_tokens", "expand_rows"])
 def _down(
-    hidden, down, pairs, groups, weights, out, shrunk, slots, experts, pool, table, n_size, k_size,
-    num_tokens, max_rank, expand_rows,
-    TOP_K: tl.constexpr, BLOCK_P: tl.constexpr, NUM_SPLITS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
+    hidden, down, bias, pairs, groups, weights, out, shrunk, slots, experts, pool, table, n_size,
+    k_size, num_tokens, max_rank, expand_rows,
+    HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, TOP_K: tl.constexpr, BLOCK_P: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """weight * down(hidden) of an expert's pairs, each at its own pair's place; and behind them
     what the adapters add to each token."""
@@ -258,8 +277,9 @@ def _down(
         m = first + tl.arange(0, BLOCK_M)
         pair = tl.load(pairs + tl.minimum(m, end - 1)).to(tl.int64)
         acc = down_product(
-            hidden, down, expert, pair, m < end, n, n_size, k_size, BLOCK_M, BLOCK_N, BLOCK_K
-        )
+            hidden, down, bias, expert, pair, m < end, n, n_size, k_size, BLOCK_M, BLOCK_N, BLOCK_K,
+            EVEN_K, HAS_BIAS,
+        )  # fmt: skip
         value = tl.trans(acc) * tl.load(weights + pair)[:, None]
         ok = (m < end)[:, None] & (n < n_size)[None, :]
         place = pair // TOP_K * (TOP_K + 1) + pair % TOP_K
@@ -269,28 +289,26 @@ def _down(
 def experts(
     x: Tensor,
     routing: Routing,
-    gate_up: Tensor,
-    down: Tensor,
+    weights: ExpertWeights,
     adapters: ExpertAdapters | None = None,
     *,
     tiling: ExpertTiling | None = None,
 ) -> Tensor:
-    """What adds up to each token's output, float32 [tokens, top_k, hidden]: each pair's weighted
-    output. What adapters add to few tokens is one more behind the last.
-
-    gate_up is [experts, 2 n, hidden] (gates first), down is [experts, hidden, n].
-    """
-    if routing.tiles is not None:
-        return experts_in_tiles(x, routing, gate_up, down, adapters)
+    """What adds up to each token's output, float32 [top_k, tokens, hidden]: each pair's weighted
+    output. What adapters add to few tokens is one more behind the last."""
     cut = tiling or ExpertTiling()
-    if adapters is None:
-        return _both(x, routing, gate_up, down, cut)
-    return _with_adapters(x, routing, gate_up, down, adapters, cut)
+    if routing.tiles is not None:
+        by_token = experts_in_tiles(x, routing, weights, adapters)
+    elif adapters is None:
+        by_token = _both(x, routing, weights, cut)
+    else:
+        by_token = _with_adapters(x, routing, weights, adapters, cut)
+    return by_token.transpose(0, 1)
 
 
-def _both(x: Tensor, routing: Routing, gate_up: Tensor, down: Tensor, cut: ExpertTiling) -> Tensor:
+def _both(x: Tensor, routing: Routing, weights: ExpertWeights, cut: ExpertTiling) -> Tensor:
     """The base model's experts: both products in one launch."""
-    num_experts, hidden_size, n_size = down.shape
+    num_experts, hidden_size, n_size = weights.down.shape
     num_tokens, top_k = routing.weights.shape
     used, block_m = _blocks(num_tokens, top_k, num_experts)
     up_tiles = triton.cdiv(n_size, cut.up_n)
@@ -298,8 +316,11 @@ def _both(x: Tensor, routing: Routing, gate_up: Tensor, down: Tensor, cut: Exper
     inner = torch.empty(num_tokens * top_k, n_size, dtype=x.dtype, device=x.device)
     out = torch.empty(num_tokens, top_k, hidden_size, dtype=torch.float32, device=x.device)
     both_products[(used * (up_tiles + down_tiles),)](
-        x, gate_up, down, routing.pairs, routing.groups, routing.weights, inner, out,
-        counters(x.device), used * up_tiles, n_size, hidden_size,
+        x, weights.gate_up, weights.down, weights.up_bias_or(x), weights.down_bias_or(x),
+        routing.pairs, routing.groups, routing.weights, inner, out, counters(x.device),
+        used * up_tiles, n_size, hidden_size, KIND=weights.activation.value,
+        HAS_UP_BIAS=weights.gate_up_bias is not None, HAS_DOWN_BIAS=weights.down_bias is not None,
+        EVEN_UP=hidden_size % cut.up_k == 0, EVEN_DOWN=n_size % cut.down_k == 0,
         TOP_K=top_k, UP_TILES=up_tiles, DOWN_TILES=down_tiles, BLOCK_M=block_m, UP_N=cut.up_n,
         UP_K=cut.up_k, DOWN_N=cut.down_alone_n, DOWN_K=cut.down_k, num_stages=cut.up_stages,
         num_warps=cut.num_warps, **launch_options(x.device),
@@ -316,13 +337,12 @@ def _blocks(num_tokens: int, top_k: int, num_experts: int) -> tuple[int, int]:
 def _with_adapters(
     x: Tensor,
     routing: Routing,
-    gate_up: Tensor,
-    down: Tensor,
+    weights: ExpertWeights,
     adapters: ExpertAdapters,
     cut: ExpertTiling,
 ) -> Tensor:
     """Each product in a launch of its own, with what adapters need of it, and one between them."""
-    num_experts, hidden_size, n_size = down.shape
+    num_experts, hidden_size, n_size = weights.down.shape
     num_tokens, top_k = routing.weights.shape
     num_pairs = num_tokens * top_k
     used, block_m = _blocks(num_tokens, top_k, num_experts)
@@ -330,18 +350,20 @@ def _with_adapters(
     around = _Around.of(inner, routing, adapters, hidden_size, cut)
     options = launch_options(x.device)
     _up[(triton.cdiv(n_size, cut.up_n), around.shrink_rows + used)](
-        x, gate_up, routing.pairs, routing.groups, around.product, *around.of_up, n_size,
-        hidden_size, top_k, num_pairs, adapters.gate_up.max_rank, around.shrink_rows,
-        BLOCK_M=block_m, BLOCK_N=cut.up_n, BLOCK_K=cut.up_k,
+        x, weights.gate_up, weights.up_bias_or(x), routing.pairs, routing.groups, around.product,
+        *around.of_up, n_size, hidden_size, top_k, num_pairs, adapters.gate_up.max_rank,
+        around.shrink_rows, HAS_BIAS=weights.gate_up_bias is not None,
+        EVEN_K=hidden_size % cut.up_k == 0, BLOCK_M=block_m, BLOCK_N=cut.up_n, BLOCK_K=cut.up_k,
         num_stages=cut.up_stages, num_warps=cut.num_warps, **options,
     )  # fmt: skip
-    _activate(around, inner, routing, adapters, cut)
+    _activate(around, inner, routing, weights, adapters, cut)
     out = torch.empty(num_tokens, top_k + 1, hidden_size, dtype=torch.float32, device=x.device)
     _down[(triton.cdiv(hidden_size, cut.down_n), around.expand_rows + used)](
-        inner, down, routing.pairs, routing.groups, routing.weights, out, *around.of_down,
-        hidden_size, n_size, num_tokens, adapters.down.max_rank, around.expand_rows,
-        TOP_K=top_k, BLOCK_P=triton.next_power_of_2(top_k), NUM_SPLITS=around.num_splits,
-        BLOCK_M=block_m, BLOCK_N=cut.down_n, BLOCK_K=cut.down_k,
+        inner, weights.down, weights.down_bias_or(x), routing.pairs, routing.groups,
+        routing.weights, out, *around.of_down, hidden_size, n_size, num_tokens,
+        adapters.down.max_rank, around.expand_rows, HAS_BIAS=weights.down_bias is not None,
+        EVEN_K=n_size % cut.down_k == 0, TOP_K=top_k, BLOCK_P=triton.next_power_of_2(top_k),
+        NUM_SPLITS=around.num_splits, BLOCK_M=block_m, BLOCK_N=cut.down_n, BLOCK_K=cut.down_k,
         num_stages=cut.down_stages, num_warps=cut.num_warps, **options,
     )  # fmt: skip
     return out
@@ -375,7 +397,7 @@ class _Around:
         cut: ExpertTiling,
     ) -> _Around:
         num_pairs, n_size = inner.shape
-        up, down, slots = adapters.gate_up, adapters.down, adapters.slots
+        up, down, slots = adapters.gate_up, adapters.down, adapters.rows.slots
 
         def empty(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=torch.float32, device=inner.device)
@@ -396,13 +418,19 @@ class _Around:
 
 
 def _activate(
-    around: _Around, inner: Tensor, routing: Routing, adapters: ExpertAdapters, cut: ExpertTiling
+    around: _Around,
+    inner: Tensor,
+    routing: Routing,
+    weights: ExpertWeights,
+    adapters: ExpertAdapters,
+    cut: ExpertTiling,
 ) -> None:
     num_pairs, n_size = inner.shape
     up, down = adapters.gate_up, adapters.down
     activate[(num_pairs, around.num_splits)](
-        around.product, around.of_up[0], inner, around.of_down[0], adapters.slots, routing.experts,
-        down.pool, up.table, down.table, down.scalings, num_pairs, routing.weights.shape[1], n_size,
-        up.max_rank, down.max_rank,
-        BLOCK_N=cut.activate_n, num_warps=4, **launch_options(inner.device),
+        around.product, around.of_up[0], inner, around.of_down[0], adapters.rows.slots,
+        routing.experts, down.pool, up.table, down.table, down.scalings, num_pairs,
+        routing.weights.shape[1], n_size, up.max_rank, down.max_rank,
+        KIND=weights.activation.value, BLOCK_N=cut.activate_n, num_warps=4,
+        **launch_options(inner.device),
     )  # fmt: skip

@@ -5,7 +5,7 @@ A decode has about one pair per adapter and expert, so it goes pair by pair (tho
 matrix find it in the cache). Adapters cost one launch more, and their bytes:
 
     _up        gate, up = W x of each pair; and as further tiles h = A x of each pair
-    activate   silu(gate + B h) * (up + B h), and h = A of that
+    activate   activation(gate + B h, up + B h), and h = A of that
     _down      weight * W x of each pair; and as further tiles the sum of weight * B h of each token
 
 `shrink_tile` and `expand_tile` are those further tiles; the products themselves are in `triton.py`.
@@ -17,6 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from manyroots.kernels.activation.triton_kinds import activated
 from manyroots.kernels.launch import let_next_begin, wait_for_inputs
 from manyroots.kernels.moe_pairs.adapters import PART_WIDTH
 
@@ -34,7 +35,7 @@ _PART_WIDTH = tl.constexpr(PART_WIDTH)
 @triton.jit
 def shrink_tile(
     x, shrunk, slots, experts, pool, table, scalings, tile, num_pairs, top_k, k_size, max_rank,
-    NUM_PARTS: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
+    NUM_PARTS: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """scaling * A x for SHRINK_N of all pairs' ranks, `max_rank` for each part of each pair.
 
@@ -63,8 +64,13 @@ def shrink_tile(
         x_at = x + (first + m)[:, None].to(tl.int64) * k_size + k[None, :]
         acc = tl.zeros((SHRINK_N, SHRINK_M), tl.float32)
         for at in range(0, k_size, BLOCK_K):
-            weight = tl.load(a_at + at, mask=exists[:, None], other=0.0)
-            xs = tl.load(x_at + at, mask=is_token, other=0.0)
+            if EVEN_K:
+                weight = tl.load(a_at + at, mask=exists[:, None], other=0.0)
+                xs = tl.load(x_at + at, mask=is_token, other=0.0)
+            else:
+                inside = (at + k < k_size)[None, :]
+                weight = tl.load(a_at + at, mask=exists[:, None] & inside, other=0.0)
+                xs = tl.load(x_at + at, mask=is_token & inside, other=0.0)
             acc = tl.dot(weight, tl.trans(xs), acc, input_precision="ieee")
         own = m[None, :] == (token - first)[:, None]
         value = tl.sum(tl.where(own, acc, 0.0), axis=1) * tl.load(scalings + part)
@@ -112,7 +118,7 @@ def _columns_of(a, rank, first, n, is_n, n_size):
 def activate(
     gate_up, up_shrunk, inner, shrunk, slots, experts, pool, up_table, table, scalings, num_pairs,
     top_k, n_size, up_max_rank, max_rank,
-    BLOCK_N: tl.constexpr, DEPENDENT: tl.constexpr,
+    KIND: tl.constexpr, BLOCK_N: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """A pair's activations from its two products, and what its adapter shrinks them to.
 
@@ -144,7 +150,7 @@ def activate(
     h = up_shrunk + pair * 2 * up_max_rank
     gate = _expand(gate, gates, gate_b, gate_rank, h, n, is_n)
     up = _expand(up, ups, up_b, up_rank, h + up_max_rank, n, is_n)
-    value = (gate * tl.sigmoid(gate) * up).to(inner.dtype.element_ty)
+    value = activated(gate, up, KIND).to(inner.dtype.element_ty)
     tl.store(inner + pair * n_size + n, value, mask=is_n)
     to = shrunk + (tl.program_id(1).to(tl.int64) * num_pairs + pair) * max_rank
     for first in range(0, rank, RANK_BLOCK):

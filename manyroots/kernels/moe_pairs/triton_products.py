@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from manyroots.kernels.activation.triton_kinds import activated
 from manyroots.kernels.launch import let_next_begin, wait_for_count, wait_for_inputs
 
 
@@ -24,8 +25,9 @@ def group_at(groups, group):
 
 @triton.jit
 def gate_and_up(
-    x, gate_up, expert, row, is_pair, n, n_size, k_size,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x, gate_up, bias, expert, row, is_pair, n, n_size, k_size,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """The gates and ups at `n` of an expert's pairs, whose rows of x are `row`: [n, pairs] each."""
     k = tl.arange(0, BLOCK_K)
@@ -36,41 +38,62 @@ def gate_and_up(
     gate = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for at in range(0, k_size, BLOCK_K):
-        gates = tl.load(gate_at + at, eviction_policy="evict_first")
-        ups = tl.load(up_at + at, eviction_policy="evict_first")
-        xs = tl.trans(tl.load(x_at + at, mask=is_pair[:, None], other=0.0))
-        gate = tl.dot(gates, xs, gate, input_precision="ieee")
-        up = tl.dot(ups, xs, up, input_precision="ieee")
+        if EVEN_K:
+            gates = tl.load(gate_at + at, eviction_policy="evict_first")
+            ups = tl.load(up_at + at, eviction_policy="evict_first")
+            xs = tl.load(x_at + at, mask=is_pair[:, None], other=0.0)
+        else:
+            inside = (at + k < k_size)[None, :]
+            gates = tl.load(gate_at + at, mask=inside, other=0.0, eviction_policy="evict_first")
+            ups = tl.load(up_at + at, mask=inside, other=0.0, eviction_policy="evict_first")
+            xs = tl.load(x_at + at, mask=is_pair[:, None] & inside, other=0.0)
+        gate = tl.dot(gates, tl.trans(xs), gate, input_precision="ieee")
+        up = tl.dot(ups, tl.trans(xs), up, input_precision="ieee")
+    if HAS_BIAS:
+        gate += tl.load(bias + first).to(tl.float32)[:, None]
+        up += tl.load(bias + first + n_size).to(tl.float32)[:, None]
     return gate, up
 
 
 @triton.jit
 def down_product(
-    hidden, down, expert, pair, is_pair, n, n_size, k_size,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    hidden, down, bias, expert, pair, is_pair, n, n_size, k_size,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """Rows `n` of an expert's down times its pairs' activations: [n, pairs]."""
     k = tl.arange(0, BLOCK_K)
-    w_at = down + (expert * n_size + tl.minimum(n, n_size - 1))[:, None] * k_size + k[None, :]
+    row = expert * n_size + tl.minimum(n, n_size - 1)
+    w_at = down + row[:, None] * k_size + k[None, :]
     h_at = hidden + pair[:, None] * k_size + k[None, :]
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for at in range(0, k_size, BLOCK_K):
-        weight = tl.load(w_at + at, eviction_policy="evict_first")
-        # Past the first cache, which does not see what other programs of a launch write.
-        hs = tl.load(h_at + at, mask=is_pair[:, None], other=0.0, cache_modifier=".cg")
+        # Activations past the first cache, which does not see what other programs write.
+        if EVEN_K:
+            weight = tl.load(w_at + at, eviction_policy="evict_first")
+            hs = tl.load(h_at + at, mask=is_pair[:, None], other=0.0, cache_modifier=".cg")
+        else:
+            inside = (at + k < k_size)[None, :]
+            weight = tl.load(w_at + at, mask=inside, other=0.0, eviction_policy="evict_first")
+            hs = tl.load(h_at + at, mask=is_pair[:, None] & inside, other=0.0, cache_modifier=".cg")
         acc = tl.dot(weight, tl.trans(hs), acc, input_precision="ieee")
+    if HAS_BIAS:
+        acc += tl.load(bias + row).to(tl.float32)[:, None]
     return acc
 
 
 @triton.jit(do_not_specialize=["num_first"])
 def both_products(
-    x, gate_up, down, pairs, groups, weights, inner, out, done, num_first, n_size, hidden_size,
-    TOP_K: tl.constexpr, UP_TILES: tl.constexpr, DOWN_TILES: tl.constexpr, BLOCK_M: tl.constexpr,
-    UP_N: tl.constexpr, UP_K: tl.constexpr, DOWN_N: tl.constexpr, DOWN_K: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    x, gate_up, down, up_bias, down_bias, pairs, groups, weights, inner, out, done, num_first,
+    n_size, hidden_size,
+    KIND: tl.constexpr, HAS_UP_BIAS: tl.constexpr, HAS_DOWN_BIAS: tl.constexpr,
+    EVEN_UP: tl.constexpr, EVEN_DOWN: tl.constexpr, TOP_K: tl.constexpr, UP_TILES: tl.constexpr,
+    DOWN_TILES: tl.constexpr, BLOCK_M: tl.constexpr, UP_N: tl.constexpr, UP_K: tl.constexpr,
+    DOWN_N: tl.constexpr, DOWN_K: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """weight * down(silu(gate) * up) of each pair, at its own place. The first `num_first` programs
-    compute the first product; `done` counts each group's tiles, and is zero again at the end."""
+    """weight * down(activation(gate, up)) of each pair, at its own place. The first `num_first`
+    programs compute the first product; `done` counts each group's tiles, and is zero again at the
+    end."""
     let_next_begin(DEPENDENT)
     tile = tl.program_id(0)
     if tile < num_first:
@@ -82,11 +105,11 @@ def both_products(
             m = first + tl.arange(0, BLOCK_M)
             pair = tl.load(pairs + tl.minimum(m, end - 1)).to(tl.int64)
             gate, up = gate_and_up(
-                x, gate_up, expert, pair // TOP_K, m < end, n, n_size, hidden_size,
-                BLOCK_M, UP_N, UP_K,
+                x, gate_up, up_bias, expert, pair // TOP_K, m < end, n, n_size, hidden_size,
+                BLOCK_M, UP_N, UP_K, EVEN_UP, HAS_UP_BIAS,
             )  # fmt: skip
             ok = (m < end)[:, None] & (n < n_size)[None, :]
-            value = tl.trans(gate * tl.sigmoid(gate) * up)
+            value = tl.trans(activated(gate, up, KIND))
             tl.store(inner + pair[:, None] * n_size + n[None, :], value, mask=ok)
         if end > begin:
             # All of this program's stores, then the count.
@@ -104,8 +127,9 @@ def both_products(
         m = first + tl.arange(0, BLOCK_M)
         pair = tl.load(pairs + tl.minimum(m, end - 1)).to(tl.int64)
         acc = down_product(
-            inner, down, expert, pair, m < end, n, hidden_size, n_size, BLOCK_M, DOWN_N, DOWN_K
-        )
+            inner, down, down_bias, expert, pair, m < end, n, hidden_size, n_size, BLOCK_M,
+            DOWN_N, DOWN_K, EVEN_DOWN, HAS_DOWN_BIAS,
+        )  # fmt: skip
         value = tl.trans(acc) * tl.load(weights + pair)[:, None]
         ok = (m < end)[:, None] & (n < hidden_size)[None, :]
         tl.store(out + pair[:, None] * hidden_size + n[None, :], value, mask=ok)

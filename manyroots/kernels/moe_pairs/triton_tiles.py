@@ -1,7 +1,7 @@
 """The experts' two products for many tokens: each expert's pairs in tiles, on matrix units.
 
 Takes a `Routing` that was cut into tiles (`triton_order.py`). `_up` gathers its rows of x by itself
-and leaves silu(gate) * up in the order of pairs. `_down` puts each pair's weighted output back into
+and leaves the activations in the order of pairs. `_down` puts each pair's weighted output back into
 the order of tokens, in float32: rounded, what a token's experts cancel would be lost. Weights come
 by tensor descriptors, which cost programs no registers. `_down` has a short inner dimension, so its
 programs stay and take tile after tile: the next one's operands are on their way while the last
@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from manyroots.kernels.activation.triton_kinds import activated
 from manyroots.kernels.launch import launch_options, let_next_begin, wait_for_inputs
 from manyroots.kernels.moe_pairs.adapters import ExpertAdapters
 from manyroots.kernels.moe_pairs.routing import Routing
@@ -29,6 +30,7 @@ from manyroots.kernels.moe_pairs.triton_tile_adapters import (
     shrink,
     slots_of,
 )
+from manyroots.kernels.moe_pairs.weights import ExpertWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +77,12 @@ def _shapes(rows: int, dtype: torch.dtype) -> TileShapes:
 
 @triton.jit
 def _up(
-    x, gate_up, pairs, tiles, num_tiles, inner, shrunk, slots, pool, table, n_size, k_size, top_k,
-    RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    x, gate_up, bias, pairs, tiles, num_tiles, inner, shrunk, slots, pool, table, n_size, k_size,
+    top_k,
+    KIND: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, RANK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """silu(gate) * up of a tile's pairs."""
+    """activation(gate, up) of a tile's pairs."""
     let_next_begin(DEPENDENT)
     wait_for_inputs(DEPENDENT)
     tiles_n = tl.cdiv(n_size, BLOCK_N)
@@ -92,14 +95,20 @@ def _up(
     m = tl.load(tiles + 3 * tile + 1) + tl.arange(0, BLOCK_M)
     is_pair = m < tl.load(tiles + 3 * tile + 2)
     token = tl.load(pairs + m, mask=is_pair, other=0) // top_k
-    x_at = x + token[:, None].to(tl.int64) * k_size + tl.arange(0, BLOCK_K)[None, :]
+    k = tl.arange(0, BLOCK_K)[None, :]
+    x_at = x + token[:, None].to(tl.int64) * k_size + k
     w_row = expert * 2 * n_size + first_n
     gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for at in range(0, k_size, BLOCK_K):
-        xs = tl.load(x_at + at)
+        # What lies behind the end of a weight's row is read as zeros.
+        xs = tl.load(x_at + at) if EVEN_K else tl.load(x_at + at, mask=at + k < k_size, other=0.0)
         gate = tl.dot(xs, tl.trans(gate_up.load([w_row, at])), gate, input_precision="ieee")
         up = tl.dot(xs, tl.trans(gate_up.load([w_row + n_size, at])), up, input_precision="ieee")
+    if HAS_BIAS:
+        bias_at = bias + expert * 2 * n_size + tl.minimum(n, n_size - 1)
+        gate += tl.load(bias_at).to(tl.float32)[None, :]
+        up += tl.load(bias_at + n_size).to(tl.float32)[None, :]
     if RANK:
         left = slots_of(slots, token, is_pair)
         columns: tl.constexpr = RANK if RANK < RANK_BLOCK else RANK_BLOCK
@@ -119,15 +128,15 @@ def _up(
             left = tl.where(left == slot, -1, left)
             slot = tl.max(left)
     to = inner + m[:, None].to(tl.int64) * n_size + n[None, :]
-    tl.store(to, gate * tl.sigmoid(gate) * up, mask=is_pair[:, None] & (n < n_size)[None, :])
+    tl.store(to, activated(gate, up, KIND), mask=is_pair[:, None] & (n < n_size)[None, :])
 
 
 @triton.jit
 def _down(
-    inner, down, pairs, tiles, num_tiles, weights, out, shrunk, slots, pool, table, n_size, k_size,
-    top_k,
-    RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    inner, down, bias, pairs, tiles, num_tiles, weights, out, shrunk, slots, pool, table, n_size,
+    k_size, top_k,
+    HAS_BIAS: tl.constexpr, RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """weight * down(inner) of one tile's pairs after the other's, each at its own pair's place."""
     let_next_begin(DEPENDENT)
@@ -147,6 +156,9 @@ def _down(
         m = begin + tl.arange(0, BLOCK_M)
         n = first_n + tl.arange(0, BLOCK_N)
         pair = tl.load(pairs + m, mask=m < end, other=0)
+        if HAS_BIAS:
+            at_n = bias + expert * n_size + tl.minimum(n, n_size - 1)
+            acc += tl.load(at_n).to(tl.float32)[None, :]
         if RANK:
             left = slots_of(slots, pair // top_k, m < end)
             columns: tl.constexpr = RANK if RANK < RANK_BLOCK else RANK_BLOCK
@@ -173,16 +185,12 @@ def _down(
 
 
 def experts_in_tiles(
-    x: Tensor,
-    routing: Routing,
-    gate_up: Tensor,
-    down: Tensor,
-    adapters: ExpertAdapters | None = None,
+    x: Tensor, routing: Routing, weights: ExpertWeights, adapters: ExpertAdapters | None = None
 ) -> Tensor:
-    """As `experts`: each pair's weighted output, float32 [tokens, top_k, hidden]."""
+    """Each pair's weighted output, float32 [tokens, top_k, hidden]."""
     tiles = routing.tiles
     assert tiles is not None, "the routing of few tokens has no tiles"
-    hidden_size, n_size = down.shape[1:]
+    hidden_size, n_size = weights.down.shape[1:]
     num_tokens, top_k = routing.weights.shape
     cut = _shapes(tiles.rows, x.dtype)
     of_tiles = (routing.pairs, tiles.places, tiles.count)
@@ -190,17 +198,20 @@ def experts_in_tiles(
     most_tiles, options = tiles.places.shape[0], launch_options(x.device)
     up_rank, *of_up = _around(x, routing, adapters, is_up=True)
     _up[(most_tiles * triton.cdiv(n_size, cut.up.columns),)](
-        x, _described(gate_up, cut.up.columns, cut.up.inner), *of_tiles, inner, *of_up, n_size,
-        hidden_size, top_k, RANK=up_rank, BLOCK_M=tiles.rows, BLOCK_N=cut.up.columns,
-        BLOCK_K=cut.up.inner, num_stages=cut.up.num_stages, num_warps=cut.up.num_warps, **options,
+        x, _described(weights.gate_up, cut.up.columns, cut.up.inner), weights.up_bias_or(x),
+        *of_tiles, inner, *of_up, n_size, hidden_size, top_k, KIND=weights.activation.value,
+        HAS_BIAS=weights.gate_up_bias is not None, EVEN_K=hidden_size % cut.up.inner == 0,
+        RANK=up_rank, BLOCK_M=tiles.rows, BLOCK_N=cut.up.columns, BLOCK_K=cut.up.inner,
+        num_stages=cut.up.num_stages, num_warps=cut.up.num_warps, **options,
     )  # fmt: skip
     down_rank, *of_down = _around(inner, routing, adapters, is_up=False)
     out = torch.empty(num_tokens, top_k, hidden_size, dtype=torch.float32, device=x.device)
     most = most_tiles * triton.cdiv(hidden_size, cut.down.columns)
     _down[(min(most, _multiprocessors(x.device) * DOWN_PROGRAMS),)](
         _described(inner, tiles.rows, cut.down.inner),
-        _described(down, cut.down.columns, cut.down.inner), *of_tiles, routing.weights, out,
-        *of_down, hidden_size, n_size, top_k, RANK=down_rank, BLOCK_M=tiles.rows,
+        _described(weights.down, cut.down.columns, cut.down.inner), weights.down_bias_or(x),
+        *of_tiles, routing.weights, out, *of_down, hidden_size, n_size, top_k,
+        HAS_BIAS=weights.down_bias is not None, RANK=down_rank, BLOCK_M=tiles.rows,
         BLOCK_N=cut.down.columns, BLOCK_K=cut.down.inner, num_stages=cut.down.num_stages,
         num_warps=cut.down.num_warps, **options,
     )  # fmt: skip
@@ -215,8 +226,9 @@ def _around(
     if adapters is None or routing.tiles is None:
         return 0, x, x, x, x
     site = adapters.gate_up if is_up else adapters.down
-    shrunk = shrink(x, routing, routing.tiles, site, adapters.slots)
-    return rank_block(site.max_rank), shrunk, adapters.slots, site.pool, site.table
+    slots = adapters.rows.slots
+    shrunk = shrink(x, routing, routing.tiles, site, slots)
+    return rank_block(site.max_rank), shrunk, slots, site.pool, site.table
 
 
 def _described(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:

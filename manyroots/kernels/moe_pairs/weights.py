@@ -22,3 +22,11 @@ class ExpertWeights:
     down_bias: Tensor | None = None
     """[num_experts, hidden]: of an expert's output, so a token takes as much of it as of that."""
     activation: Activation = Activation.SILU
+
+    def up_bias_or(self, other: Tensor) -> Tensor:
+        """The first bias; where there is none, what a kernel is given and does not read."""
+        return other if self.gate_up_bias is None else self.gate_up_bias
+
+    def down_bias_or(self, other: Tensor) -> Tensor:
+        """The same of the second."""
+        return other if self.down_bias is None else self.down_bias

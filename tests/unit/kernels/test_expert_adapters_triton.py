@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.kernels.triton_cases import DEVICE, DTYPES, randn
+from tests.unit.kernels.triton_cases import DEVICE, DTYPES, make_rows, randn
 
 from manyroots.kernels.moe_pairs import reference  # isort: skip
 from manyroots.kernels.moe_pairs import triton as fast  # isort: skip
 from manyroots.kernels.moe_pairs.adapters import PART_WIDTH, ExpertAdapters, ExpertSite  # isort: skip
+from manyroots.kernels.moe_pairs.routing import Scoring  # isort: skip
+from manyroots.kernels.moe_pairs.weights import ExpertWeights  # isort: skip
 from manyroots.kernels.tolerances import assert_close  # isort: skip
 
 EXPERTS, HIDDEN, INNER, TOP_K = 4, 64, 48, 2
@@ -61,11 +63,17 @@ def make_site(
 
 
 def make_adapters(
-    slots: list[int], ranks: list[tuple[int, int, int]], shares: str, dtype: torch.dtype
+    slots: list[int],
+    ranks: list[tuple[int, int, int]],
+    shares: str,
+    dtype: torch.dtype,
+    *,
+    hidden: int = HIDDEN,
+    inner: int = INNER,
 ) -> ExpertAdapters:
     """`ranks`: of gate, up and down, by slot."""
-    up = make_site(HIDDEN, (INNER, INNER), [r[:2] for r in ranks], shares, dtype)
-    down = make_site(INNER, (HIDDEN,), [r[2:] for r in ranks], shares, dtype)
+    up = make_site(hidden, (inner, inner), [r[:2] for r in ranks], shares, dtype)
+    down = make_site(inner, (hidden,), [r[2:] for r in ranks], shares, dtype)
     # One pool for both, as a model has.
     pool = torch.cat((up.pool, down.pool))
     moved = down.table.clone()
@@ -73,13 +81,14 @@ def make_adapters(
     return ExpertAdapters(
         gate_up=ExpertSite(pool, up.table, up.scalings, up.part_sizes, up.max_rank),
         down=ExpertSite(pool, moved, down.scalings, down.part_sizes, down.max_rank),
-        slots=torch.tensor(slots, dtype=torch.int32, device=DEVICE),
+        rows=make_rows(*slots),
     )
 
 
-def weights(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def weights(dtype: torch.dtype) -> ExpertWeights:
     gate_up = randn(EXPERTS, 2 * INNER, HIDDEN, dtype=dtype, seed=1) * HIDDEN**-0.5
-    return gate_up, randn(EXPERTS, HIDDEN, INNER, dtype=dtype, seed=2) * INNER**-0.5
+    down = randn(EXPERTS, HIDDEN, INNER, dtype=dtype, seed=2) * INNER**-0.5
+    return ExpertWeights(gate_up, down)
 
 
 STEPS = {
@@ -105,27 +114,29 @@ def test_experts_with_adapters_equal_the_reference(
     """Pair by pair as in a decode; in tiles as in a prefill: `test_moe_tiles_triton.py`."""
     slots = STEPS[step]
     x = randn(len(slots), HIDDEN, dtype=dtype)
-    gate_up, down = weights(dtype)
     adapters = make_adapters(slots, RANKS[ranks], shares, dtype)
-    routing = fast.route(randn(len(slots), EXPERTS, seed=3), TOP_K, renormalise=True)
-    out = fast.experts(x, routing, gate_up, down, adapters, tiling=TILING)
-    assert out.shape[1] == TOP_K + 1
-    expected = reference.experts(x, routing, gate_up, down, adapters)
-    assert_close("expert_lora", out.sum(1), expected.sum(1), dtype)
+    routing = fast.route(
+        randn(len(slots), EXPERTS, seed=3), TOP_K, scoring=Scoring.SOFTMAX_RENORMALISED
+    )
+    out = fast.experts(x, routing, weights(dtype), adapters, tiling=TILING)
+    assert out.shape[0] == TOP_K + 1
+    expected = reference.experts(x, routing, weights(dtype), adapters)
+    assert_close("expert_lora", out.sum(0), expected.sum(0), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_base_row_is_the_same_with_adapters_beside_it(dtype: torch.dtype) -> None:
     slots = [-1, 0, 1, -1]
     x = randn(len(slots), HIDDEN, dtype=dtype)
-    gate_up, down = weights(dtype)
     adapters = make_adapters(slots, RANKS["one rank"], PER_EXPERT, dtype)
-    routing = fast.route(randn(len(slots), EXPERTS, seed=3), TOP_K, renormalise=True)
-    out = fast.experts(x, routing, gate_up, down, adapters, tiling=TILING)
-    base = fast.experts(x, routing, gate_up, down, tiling=TILING)
+    routing = fast.route(
+        randn(len(slots), EXPERTS, seed=3), TOP_K, scoring=Scoring.SOFTMAX_RENORMALISED
+    )
+    out = fast.experts(x, routing, weights(dtype), adapters, tiling=TILING)
+    base = fast.experts(x, routing, weights(dtype), tiling=TILING)
     for row, slot in enumerate(slots):
-        assert torch.equal(out[row, :TOP_K], base[row]) == (slot < 0)
-        assert out[row, TOP_K:].any() == (slot >= 0)
+        assert torch.equal(out[:TOP_K, row], base[:, row]) == (slot < 0)
+        assert out[TOP_K:, row].any() == (slot >= 0)
 
 
 @pytest.mark.parametrize("shares", [PER_EXPERT, SHARED_OUTER])
@@ -133,13 +144,15 @@ def test_the_reference_adds_b_times_a_times_scaling(shares: str) -> None:
     """W + scaling * B A merged into each expert's weights gives the same."""
     slots = [0, 0, 0]
     x = randn(len(slots), HIDDEN)
-    gate_up, down = weights(torch.float32)
+    base = weights(torch.float32)
     adapters = make_adapters(slots, [(8, 16, 24)], shares, torch.float32)
-    routing = reference.route(randn(len(slots), EXPERTS, seed=3), TOP_K, renormalise=True)
-    merged_up = gate_up + torch.stack([_delta(adapters.gate_up, e, HIDDEN) for e in range(EXPERTS)])
-    merged_down = down + torch.stack([_delta(adapters.down, e, INNER) for e in range(EXPERTS)])
-    out = reference.experts(x, routing, gate_up, down, adapters)
-    expected = reference.experts(x, routing, merged_up, merged_down)
+    routing = reference.route(
+        randn(len(slots), EXPERTS, seed=3), TOP_K, scoring=Scoring.SOFTMAX_RENORMALISED
+    )
+    up = base.gate_up + torch.stack([_delta(adapters.gate_up, e, HIDDEN) for e in range(EXPERTS)])
+    down = base.down + torch.stack([_delta(adapters.down, e, INNER) for e in range(EXPERTS)])
+    out = reference.experts(x, routing, base, adapters)
+    expected = reference.experts(x, routing, ExpertWeights(up, down))
     assert_close("expert_lora", out, expected, torch.float32)
 
 

@@ -19,6 +19,7 @@ from tests.unit.kernels.test_expert_adapters_triton import (  # isort: skip
 )
 from manyroots.kernels.moe_pairs import reference, triton_order, triton_tiles  # isort: skip
 from manyroots.kernels.moe_pairs import triton as fast  # isort: skip
+from manyroots.kernels.moe_pairs.routing import Scoring  # isort: skip
 from manyroots.kernels.tolerances import assert_close  # isort: skip
 
 
@@ -29,7 +30,7 @@ from manyroots.kernels.tolerances import assert_close  # isort: skip
 def test_pairs_lie_by_expert_in_the_order_of_tokens_and_tiles_cover_them(
     tokens: int, experts: int, top_k: int, tile_rows: int
 ) -> None:
-    expected = reference.route(randn(tokens, experts), top_k, renormalise=True)
+    expected = reference.route(randn(tokens, experts), top_k, scoring=Scoring.SOFTMAX_RENORMALISED)
     routing = triton_order.ordered(expected.experts, expected.weights, experts, tile_rows=tile_rows)
     assert torch.equal(routing.pairs, expected.pairs)
     by_expert = expected.groups[expected.groups[:, 0].argsort()]
@@ -61,7 +62,9 @@ SLOTS = {
 
 
 def routed(num_tokens: int) -> fast.Routing:
-    routing = fast.route(randn(num_tokens, EXPERTS, seed=3), TOP_K, renormalise=True)
+    routing = fast.route(
+        randn(num_tokens, EXPERTS, seed=3), TOP_K, scoring=Scoring.SOFTMAX_RENORMALISED
+    )
     assert routing.tiles is not None, "too few tokens for tiles"
     return routing
 
@@ -73,11 +76,10 @@ def test_experts_of_many_tokens_equal_the_reference(
 ) -> None:
     monkeypatch.setattr(fast, "tile_rows", lambda *_: rows)
     x = randn(200, HIDDEN, dtype=dtype)
-    gate_up, down = weights(dtype)
     routing = routed(len(x))
-    out = fast.experts(x, routing, gate_up, down)
+    out = fast.experts(x, routing, weights(dtype))
     assert out.dtype == torch.float32
-    assert_close("experts", out, reference.experts(x, routing, gate_up, down), dtype)
+    assert_close("experts", out, reference.experts(x, routing, weights(dtype)), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -89,11 +91,10 @@ def test_adapters_of_many_tokens_equal_the_reference(
 ) -> None:
     slots = SLOTS[step]
     x = randn(len(slots), HIDDEN, dtype=dtype)
-    gate_up, down = weights(dtype)
     adapters = make_adapters(slots, RANKS[ranks], shares, dtype)
     routing = routed(len(slots))
-    out = fast.experts(x, routing, gate_up, down, adapters)
-    expected = reference.experts(x, routing, gate_up, down, adapters)
+    out = fast.experts(x, routing, weights(dtype), adapters)
+    expected = reference.experts(x, routing, weights(dtype), adapters)
     assert_close("expert_lora", out, expected, dtype)
 
 
@@ -101,9 +102,8 @@ def test_adapters_of_many_tokens_equal_the_reference(
 def test_ranks_beyond_one_block_are_added_up(dtype: torch.dtype) -> None:
     slots = [*[0] * 70, *[1] * 70]
     x = randn(len(slots), HIDDEN, dtype=dtype)
-    gate_up, down = weights(dtype)
     adapters = make_adapters(slots, [(80, 8, 72), (8, 128, 8)], PER_EXPERT, dtype)
     routing = routed(len(slots))
-    out = fast.experts(x, routing, gate_up, down, adapters)
-    expected = reference.experts(x, routing, gate_up, down, adapters)
+    out = fast.experts(x, routing, weights(dtype), adapters)
+    expected = reference.experts(x, routing, weights(dtype), adapters)
     assert_close("expert_lora", out, expected, dtype)

@@ -11,7 +11,8 @@ from manyroots.kernels.lora_sites import reference as sites  # isort: skip
 from manyroots.kernels.lora_sites.sites import LoraTerm  # isort: skip
 from manyroots.kernels.moe_pairs import reference  # isort: skip
 from manyroots.kernels.moe_pairs import triton as fast  # isort: skip
-from manyroots.kernels.moe_pairs.routing import Routing  # isort: skip
+from manyroots.kernels.moe_pairs.routing import Routing, Scoring  # isort: skip
+from manyroots.kernels.moe_pairs.weights import ExpertWeights  # isort: skip
 from manyroots.kernels.norm import triton as norm  # isort: skip
 from manyroots.kernels.tolerances import assert_close  # isort: skip
 
@@ -22,24 +23,27 @@ from manyroots.store.adapter_weights import AdapterWeights, LoraPair  # isort: s
 from manyroots.kernels.moe_pairs.adapters import ExpertAdapters  # isort: skip
 from manyroots.ids import AdapterDigest, AdapterSlot  # isort: skip
 
+RENORMALISED = Scoring.SOFTMAX_RENORMALISED
 TILING = fast.ExpertTiling(
     up_n=16, up_k=32, up_stages=2, down_n=16, down_k=16, down_stages=2, down_alone_n=16
 )
 
 
-@pytest.mark.parametrize("renormalise", [False, True])
-@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 8, 2), (7, 24, 4), (40, 16, 1)])
+@pytest.mark.parametrize("scoring", Scoring)
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "top_k"), [(1, 8, 2), (7, 24, 4), (40, 16, 1), (5, 12, 3)]
+)
 @pytest.mark.parametrize("most", [fast.MAX_ROUTED_TOKENS, 0])
 def test_routing_equals_the_reference(
-    most: int, tokens: int, experts: int, top_k: int, renormalise: bool
-) -> None:
-    logits = randn(2, tokens, experts)
-    kept, fast.MAX_ROUTED_TOKENS = fast.MAX_ROUTED_TOKENS, most
-    try:
-        routing = fast.route(logits, top_k, renormalise=renormalise)
-    finally:
-        fast.MAX_ROUTED_TOKENS = kept
-    expected = reference.route(logits, top_k, renormalise=renormalise)
+    most: int, tokens: int, experts: int, top_k: int, has_bias: bool, scoring: Scoring,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(fast, "MAX_ROUTED_TOKENS", most)
+    scores = randn(2, tokens, experts)
+    bias = randn(experts, seed=8) if has_bias else None
+    routing = fast.route(scores, top_k, scoring=scoring, bias=bias)
+    expected = reference.route(scores, top_k, scoring=scoring, bias=bias)
     assert_close("lora", routing.weights, expected.weights, torch.float32)
     lists = by_expert(routing)
     assert lists == by_expert(expected)
@@ -70,12 +74,13 @@ def test_routing_with_adapters_equals_the_reference_w17(
         rank = 0 if slot < 0 else int(site.table[slot, 1])
         parts[:, row, :rank] = term.hidden[0, row, :rank] / num_splits
     clean = LoraTerm(parts.nan_to_num(0.0), site, rows)
-    got = fast.route(logits, top_k, LoraTerm(parts, site, rows), renormalise=True)
-    wanted = reference.route(logits, top_k, clean, renormalise=True)
+    got = fast.route(logits, top_k, LoraTerm(parts, site, rows), scoring=RENORMALISED)
+    wanted = reference.route(logits, top_k, clean, scoring=RENORMALISED)
     assert_close("lora", got.weights, wanted.weights, torch.float32)
     assert by_expert(got) == by_expert(wanted)
     if set(slots) - {-1, 1}:
-        assert by_expert(wanted) != by_expert(reference.route(logits, top_k, renormalise=True))
+        base = reference.route(logits, top_k, scoring=RENORMALISED)
+        assert by_expert(wanted) != by_expert(base)
 
 
 def by_expert(routing: Routing) -> dict[int, list[int]]:
@@ -88,9 +93,9 @@ def by_expert(routing: Routing) -> dict[int, list[int]]:
 @pytest.mark.parametrize("more", [0, 1])
 def test_tokens_beyond_the_most_are_routed_in_tiles(more: int) -> None:
     logits = randn(fast.MAX_ROUTED_TOKENS + more, 4)
-    routing = fast.route(logits, 2, renormalise=True)
+    routing = fast.route(logits, 2, scoring=RENORMALISED)
     assert (routing.tiles is not None) == bool(more)
-    assert by_expert(routing) == by_expert(reference.route(logits, 2, renormalise=True))
+    assert by_expert(routing) == by_expert(reference.route(logits, 2, scoring=RENORMALISED))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -105,15 +110,15 @@ def test_experts_equal_the_reference_and_sum_up_in_the_norm(
     x = randn(tokens, hidden, dtype=dtype)
     gate_up = randn(experts, 2 * inner, hidden, dtype=dtype, seed=1) * hidden**-0.5
     down = randn(experts, hidden, inner, dtype=dtype, seed=2) * inner**-0.5
-    logits = randn(tokens, experts, seed=3)
-    routing = fast.route(logits, top_k, renormalise=True)
-    expected = reference.experts(x, routing, gate_up, down)
+    weights = ExpertWeights(gate_up, down)
+    routing = fast.route(randn(tokens, experts, seed=3), top_k, scoring=RENORMALISED)
+    expected = reference.experts(x, routing, weights)
     for _ in range(2):  # the counters must be as they were
-        out = fast.experts(x, routing, gate_up, down, tiling=TILING)
+        out = fast.experts(x, routing, weights, tiling=TILING)
         assert_close("lora", out, expected, dtype)
     residual, weight = torch.zeros_like(x), torch.ones(hidden, dtype=dtype, device=DEVICE)
-    norm.add_rms_norm(residual, out.transpose(0, 1), weight, 1e-6)
-    assert_close("lora", residual, expected.sum(1), dtype)
+    norm.add_rms_norm(residual, out, weight, 1e-6)
+    assert_close("lora", residual, expected.sum(0), dtype)
 
 
 EXPERTS, HIDDEN, INNER = 4, 64, 48
@@ -162,15 +167,16 @@ def test_adapters_of_experts_equal_the_reference(
     x = randn(len(slots), HIDDEN, dtype=dtype)
     gate_up = randn(EXPERTS, 2 * INNER, HIDDEN, dtype=dtype, seed=1) * HIDDEN**-0.5
     w_down = randn(EXPERTS, HIDDEN, INNER, dtype=dtype, seed=2) * INNER**-0.5
-    routing = fast.route(randn(len(slots), EXPERTS, seed=3), 2, renormalise=True)
+    routing = fast.route(randn(len(slots), EXPERTS, seed=3), 2, scoring=RENORMALISED)
     adapters = ExpertAdapters(
         pool.expert_sites[both],
         pool.expert_sites[down],
-        torch.tensor(slots, dtype=torch.int32, device=DEVICE),
+        make_rows(*slots),
     )
-    out = fast.experts(x, routing, gate_up, w_down, adapters, tiling=TILING)
-    expected = reference.experts(x, routing, gate_up, w_down, adapters)
-    assert_close("lora", out.sum(1), expected.sum(1), dtype)
-    base = reference.experts(x, routing, gate_up, w_down)
-    changed = (expected - base).abs().amax(dim=(1, 2)) > 1e-2
+    weights = ExpertWeights(gate_up, w_down)
+    out = fast.experts(x, routing, weights, adapters, tiling=TILING)
+    expected = reference.experts(x, routing, weights, adapters)
+    assert_close("lora", out.sum(0), expected.sum(0), dtype)
+    base = reference.experts(x, routing, weights)
+    changed = (expected - base).abs().amax(dim=(0, 2)) > 1e-2
     assert changed.tolist() == [slot >= 0 for slot in slots]

@@ -359,7 +359,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _cache(
         "cache",
-        "self.index.pools[plane_index].drop(copies)",
+        "self.index.pools[plane_index].drop(duplicates)",
         "pass",
         "a release skips the copies it holds",
     ),

@@ -14,46 +14,16 @@ Sequences lie one after the other. Those with exactly one query that only decode
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from manyroots.kernels.attention.grouping import (
-    CPU_LIMITS,
-    GPU_LIMITS,
-    Int64s,
-    decode_order,
-    plan_decodes,
-    plan_prefills,
-)
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeGroup:
-    """Decoding rows that are gathered and attend together."""
-
-    rows: slice
-    """Of the decode order."""
-    shared_pages: Tensor
-    """int64: full pages that all rows begin with, often none."""
-    pages: Tensor
-    """int64 [num_rows * num_pages] behind the shared ones."""
-    bias: Tensor
-    """[num_rows, 1, 1, num_keys]: 0 where a row sees the key, -inf where it does not."""
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillGroup:
-    """Neighbouring sequences of one shape."""
-
-    tokens: slice
-    num_seqs: int
-    num_queries: int
-    context_len: int
-    pages: Tensor
-    """int64 [num_seqs * num_pages]"""
+from manyroots.kernels.attention.grouping import CPU_LIMITS, GPU_LIMITS
+from manyroots.kernels.attention.groups import DecodeGroup, GroupedRows, PrefillGroup, group_rows
+from manyroots.kernels.attention.paged import PagedRows
+from manyroots.kernels.rope_write.inputs import KvPlaces
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,82 +64,49 @@ class AttentionBatch:
         dtype: torch.dtype,
         device: torch.device,
     ) -> AttentionBatch:
-        """Work out the groups and move everything to `device` in a single copy."""
-        table = page_table.astype(np.int64)
+        """Work out the groups and move everything to `device`."""
         starts = tuple(int(start) for start in query_starts)
         lens = tuple(int(length) for length in context_lens)
         limits = CPU_LIMITS if device.type == "cpu" else GPU_LIMITS
-
-        decode_lens = np.asarray(lens[:num_decodes], dtype=np.int64)
-        num_pages = -(-decode_lens // page_size)
-        order = decode_order(num_pages)
-        rows = np.arange(num_decodes) if order is None else order
-        decodes = list(plan_decodes(table[rows], num_pages[rows], page_size, limits))
-        prefills = list(plan_prefills(table, starts, lens, num_decodes, page_size, limits))
-
-        moved = iter(
-            _to_device(
-                [
-                    table,
-                    slot_pages,
-                    slot_offsets,
-                    slot_pages[slot_offsets == 0],
-                    rows,
-                    decode_lens[rows],
-                    *(pages for plan in decodes for pages in (plan.shared, plan.pages)),
-                    *(plan.pages for plan in prefills),
-                ],
-                device,
-            )
+        pages, offsets = (
+            torch.from_numpy(array.astype(np.int64)) for array in (slot_pages, slot_offsets)
         )
-        table_on_device, pages, offsets, new_pages, rows_on_device, sorted_lens = (
-            next(moved) for _ in range(6)
+        rows = PagedRows(
+            page_table=torch.from_numpy(page_table.astype(np.int64)),
+            context_lens=torch.tensor(lens),
+            num_decodes=num_decodes,
+            query_starts=torch.tensor(starts[num_decodes:]) - num_decodes,
+            blocks=None,
+            places=KvPlaces(pages, offsets),
         )
+        grouped = group_rows(rows, page_size, dtype, limits)
         return cls(
-            page_table=table_on_device.view(table.shape),
-            slot_pages=pages,
-            slot_offsets=offsets,
+            page_table=rows.page_table.to(device),
+            slot_pages=pages.to(device),
+            slot_offsets=offsets.to(device),
             query_starts=starts,
             context_lens=lens,
             num_decodes=num_decodes,
-            new_pages=new_pages,
-            decode_order=None if order is None else rows_on_device,
+            new_pages=pages[offsets == 0].to(device),
+            decode_order=None if grouped.decode_order is None else grouped.decode_order.to(device),
             decode_groups=tuple(
                 DecodeGroup(
-                    rows=slice(plan.start, plan.stop),
-                    shared_pages=next(moved),
-                    pages=next(moved),
-                    bias=_length_bias(
-                        sorted_lens[plan.start : plan.stop] - len(plan.shared) * page_size,
-                        plan.pages.shape[1] * page_size,
-                        dtype,
-                    ),
+                    group.rows,
+                    group.shared_pages.to(device),
+                    group.pages.to(device),
+                    group.bias.to(device),
                 )
-                for plan in decodes
+                for group in grouped.decode_groups
             ),
             prefill_groups=tuple(
-                PrefillGroup(
-                    tokens=slice(
-                        plan.first_token, plan.first_token + plan.num_seqs * plan.num_queries
-                    ),
-                    num_seqs=plan.num_seqs,
-                    num_queries=plan.num_queries,
-                    context_len=plan.context_len,
-                    pages=next(moved),
-                )
-                for plan in prefills
+                replace(group, pages=group.pages.to(device)) for group in grouped.prefill_groups
             ),
         )
 
-
-def _to_device(arrays: Sequence[np.ndarray], device: torch.device) -> Sequence[Tensor]:
-    """All arrays as flat int64 tensors; one copy, because each costs a GPU a round trip."""
-    flat: list[Int64s] = [array.reshape(-1).astype(np.int64) for array in arrays]
-    packed = torch.from_numpy(np.concatenate(flat)).to(device)
-    return torch.split(packed, [len(array) for array in flat])
-
-
-def _length_bias(lens: Tensor, num_keys: int, dtype: torch.dtype) -> Tensor:
-    hidden = torch.arange(num_keys, device=lens.device) >= lens[:, None]
-    bias = torch.zeros(hidden.shape, dtype=dtype, device=lens.device)
-    return bias.masked_fill_(hidden, float("-inf"))[:, None, None, :]
+    @property
+    def grouped(self) -> GroupedRows:
+        """For kernels that are told of windows."""
+        places = KvPlaces(self.slot_pages, self.slot_offsets, self.new_pages)
+        return GroupedRows(
+            places, self.num_decodes, self.decode_order, self.decode_groups, self.prefill_groups, 0
+        )

@@ -1,7 +1,8 @@
 """Which sequences of a step attend together, decided once per step on the host.
 
 Takes page tables and lengths as numpy arrays; gives groups whose members have the same number of
-queries and a similar number of pages, so that one long sequence does not pad all the others.
+queries and a similar number of pages, so that one long sequence does not pad all the others. With a
+window, pages in front of what a group's queries see are no part of it: they may be another's.
 Knows nothing of tensors, heads or layers.
 """
 
@@ -34,6 +35,10 @@ GPU_LIMITS = GroupingLimits(min_fill=0.25, max_tokens=1 << 18, may_share=False)
 """A GPU pads almost for free, but each further group costs it a dozen launches per layer."""
 
 
+MIN_PIECE = 1024
+"""Fewest queries for which pages are gathered at a time where a window hides the rest: each time
+the window before them is gathered, too."""
+
 MIN_SHARING_ROWS = 4
 MIN_SHARED_PAGES = 4
 """Below these, attending to a common prefix once costs more than it saves."""
@@ -60,8 +65,17 @@ class PrefillPlan:
     num_seqs: int
     num_queries: int
     context_len: int
+    """Counted from the first of `pages`, as the last query sees it without a window."""
     pages: Int64s
     """[num_seqs, num_pages]"""
+
+
+def rows_from(table: Int64s, firsts: Int64s, num_pages: Int64s) -> Int64s:
+    """Each row's `num_pages` entries from `firsts` on, at its beginning."""
+    if not firsts.any():
+        return table
+    columns = firsts[:, None] + np.arange(num_pages.max())
+    return np.take_along_axis(table, np.minimum(columns, table.shape[1] - 1), axis=1)
 
 
 def decode_order(num_pages: Int64s) -> Int64s | None:
@@ -72,9 +86,14 @@ def decode_order(num_pages: Int64s) -> Int64s | None:
 
 
 def plan_decodes(
-    table: Int64s, num_pages: Int64s, page_size: int, limits: GroupingLimits
+    table: Int64s,
+    num_pages: Int64s,
+    page_size: int,
+    limits: GroupingLimits,
+    is_cut: npt.NDArray[np.bool_] | None = None,
 ) -> Iterator[DecodePlan]:
-    """Cut rows, already sorted by falling `num_pages`, into groups."""
+    """Cut rows, already sorted by falling `num_pages`, into groups. `is_cut`: of which rows a
+    window hides a part of the first page, so that they can share none."""
     start = 0
     while start < len(num_pages):
         longest = int(num_pages[start])
@@ -83,7 +102,8 @@ def plan_decodes(
         most = max(1, limits.max_tokens // (longest * page_size))
         stop = min(fits, start + most)
         rows = table[start:stop, :longest]
-        num_shared = _num_shared(rows, int(num_pages[stop - 1])) if limits.may_share else 0
+        may_share = limits.may_share and not (is_cut is not None and is_cut[start:stop].any())
+        num_shared = _num_shared(rows, int(num_pages[stop - 1])) if may_share else 0
         own = np.arange(num_shared, longest) < num_pages[start:stop, None]
         # Never another sequence's page: masked or not, a NaN in it would spread.
         pages = np.where(own, rows[:, num_shared:], rows[:, num_shared : num_shared + 1])
@@ -105,24 +125,41 @@ def plan_prefills(
     table: Int64s,
     query_starts: Sequence[int],
     context_lens: Sequence[int],
-    first: int,
     page_size: int,
     limits: GroupingLimits,
+    window: int = 0,
 ) -> Iterator[PrefillPlan]:
-    """Merge neighbours of the same shape, from sequence `first` on."""
-    start, end = first, len(context_lens)
+    """Merge neighbours of the same shape; with a window, cut those that are long into pieces, so
+    that never much more is gathered than a piece sees."""
+    piece = max(MIN_PIECE, window)
+    start, end = 0, len(context_lens)
     while start < end:
         num_queries = query_starts[start + 1] - query_starts[start]
-        context_len = context_lens[start]
-        num_pages = -(-context_len // page_size)
-        most = max(1, limits.max_tokens // (num_pages * page_size))
+        num_cached = context_lens[start] - num_queries
+        is_long = window > 0 and num_queries > piece
+        most = 1
+        if not is_long:
+            num_pages = -(-context_lens[start] // page_size)
+            num_pages -= _first_page(num_cached, window, page_size)
+            most = max(1, limits.max_tokens // (max(1, num_pages) * page_size))
         stop = start + 1
         while (
             stop < min(end, start + most)
-            and context_lens[stop] == context_len
+            and context_lens[stop] == context_lens[start]
             and query_starts[stop + 1] - query_starts[stop] == num_queries
         ):
             stop += 1
-        pages = table[start:stop, :num_pages]
-        yield PrefillPlan(query_starts[start], stop - start, num_queries, context_len, pages)
+        step = piece if is_long else max(1, num_queries)
+        for first in range(0, num_queries, step):
+            count = min(step, num_queries - first)
+            visible = num_cached + first + count
+            first_page = _first_page(num_cached + first, window, page_size)
+            pages = table[start:stop, first_page : -(-visible // page_size)]
+            seen = visible - first_page * page_size
+            yield PrefillPlan(query_starts[start] + first, stop - start, count, seen, pages)
         start = stop
+
+
+def _first_page(first_query: int, window: int, page_size: int) -> int:
+    """The page of the first key that a query at this position sees."""
+    return max(first_query + 1 - window, 0) // page_size if window else 0

@@ -1,12 +1,13 @@
-"""Paged attention with torch's own operators: the path of every CPU and, for now, of CUDA.
+"""Paged attention with torch's own operators: the path of every CPU.
 
 Same signatures as `reference.py`. Gathers the pages of a group of sequences and hands them to
 torch's fused attention. The query heads that share a kv head are laid out as further queries of
 that head (measured on a CPU: half the time of `enable_gqa` for decoding, the same for prefill).
 
 Whole pages are read and their tails masked. That is exact only if what lies there is finite, so
-`write_kv` clears a page when its first token is written: a sequence that went to NaN can spoil
-its own output, never that of the next owner of its pages.
+`rope_write` clears a page when its first token is written: a sequence that went to NaN can spoil
+its own output, never that of the next owner of its pages. Of a window, pages that no query of a
+group sees are not read at all.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from manyroots.kernels.attention.batch import AttentionBatch, DecodeGroup, PrefillGroup
+from manyroots.kernels.attention.batch import AttentionBatch
 from manyroots.kernels.attention.causal import block_size, causal_bias
+from manyroots.kernels.attention.groups import DecodeGroup, GroupedRows, PrefillGroup, group_rows
+from manyroots.kernels.attention.paged import PagedRows
 from manyroots.kernels.scratch import scratch
 
 
@@ -31,73 +34,131 @@ def write_kv(layer_kv: Tensor, k: Tensor, v: Tensor, batch: AttentionBatch) -> N
 
 def paged_attention(q: Tensor, layer_kv: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
     """Attend: q [num_tokens, heads, head_dim] over the pages, to the same shape."""
+    return attend(q, layer_kv, batch.grouped, scale)
+
+
+def prepare(rows: PagedRows, page_size: int, dtype: torch.dtype) -> GroupedRows:
+    """What depends on no layer; once per family and step."""
+    return group_rows(rows, page_size, dtype)
+
+
+def attend(
+    q: Tensor, layer_kv: Tensor, attending: GroupedRows, scale: float, sinks: Tensor | None = None
+) -> Tensor:
+    """Attend: q [num_tokens, heads, head_dim] over the pages, to the same shape. `sinks` [heads]
+    are scores that take weight and give nothing."""
     out = torch.empty_like(q)
-    if batch.num_decodes:
-        _decode(q[: batch.num_decodes], layer_kv, batch, scale, out[: batch.num_decodes])
-    for group in batch.prefill_groups:
-        _prefill(q[group.tokens], layer_kv, group, scale, out[group.tokens])
+    kv_heads = layer_kv.shape[-2]
+    by_kv_head = None if sinks is None else sinks.float().view(kv_heads, -1)
+    count = attending.num_decodes
+    if count:
+        _decode(q[:count], layer_kv, attending, scale, by_kv_head, out[:count])
+    for group in attending.prefill_groups:
+        at = group.tokens
+        _prefill(q[at], layer_kv, group, attending.window, scale, by_kv_head, out[at])
     return out
 
 
-def _decode(q: Tensor, layer_kv: Tensor, batch: AttentionBatch, scale: float, out: Tensor) -> None:
-    order = batch.decode_order
+def _decode(
+    q: Tensor,
+    layer_kv: Tensor,
+    rows: GroupedRows,
+    scale: float,
+    sinks: Tensor | None,
+    out: Tensor,
+) -> None:
+    order = rows.decode_order
     sorted_q = q if order is None else q.index_select(0, order)
-    sorted_out = out if order is None else torch.empty_like(out)
+    sorted_out = out if order is None else torch.empty_like(sorted_q)
     kv_heads, head_dim = layer_kv.shape[-2:]
-    for group in batch.decode_groups:
+    for group in rows.decode_groups:
         num_rows = group.rows.stop - group.rows.start
         heads_as_queries = sorted_q[group.rows].view(num_rows, kv_heads, -1, head_dim)
         if group.shared_pages.numel():
-            attended = _decode_sharing(heads_as_queries, layer_kv, group, scale)
+            attended = _decode_sharing(heads_as_queries, layer_kv, group, scale, sinks)
         else:
             keys, values = _gather(layer_kv, group.pages, num_rows)
-            attended = F.scaled_dot_product_attention(
-                heads_as_queries, keys, values, attn_mask=group.bias, scale=scale
-            )
+            attended = _attended(heads_as_queries, keys, values, group.bias, scale, sinks)
         sorted_out[group.rows] = attended.reshape(num_rows, -1, head_dim)
     if order is not None:
+        if len(order) < len(out):  # rows that only pad see nothing
+            out.zero_()
         out.index_copy_(0, order, sorted_out)
 
 
-def _decode_sharing(q: Tensor, layer_kv: Tensor, group: DecodeGroup, scale: float) -> Tensor:
+def _decode_sharing(
+    q: Tensor, layer_kv: Tensor, group: DecodeGroup, scale: float, sinks: Tensor | None
+) -> Tensor:
     """Attend to a common prefix once for all rows, to the rest row by row, and merge.
 
     The prefix is gathered once instead of once per row, and its queries make one matrix product.
     Softmax over both parts is the parts' own outputs, weighted by their sums of exponentials.
     """
     rows, kv_heads, per_head, head_dim = q.shape
-    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     keys, values = _gather(layer_kv, group.shared_pages, 1)
     together = q.transpose(0, 1).reshape(1, kv_heads, rows * per_head, head_dim)
-    common, common_sums = attend(together, keys, values, scale=scale)
+    common, common_sums = fused(together, keys, values, scale=scale)
     keys, values = _gather(layer_kv, group.pages, rows)
-    own, own_sums = attend(q, keys, values, attn_mask=group.bias, scale=scale)
+    own, own_sums = fused(q, keys, values, attn_mask=group.bias, scale=scale)
     common = common.reshape(kv_heads, rows, per_head, head_dim).transpose(0, 1)
     common_sums = common_sums.reshape(kv_heads, rows, per_head).transpose(0, 1)
     share = torch.sigmoid(common_sums - own_sums).unsqueeze(-1).to(q.dtype)
-    return torch.lerp(own, common, share)
+    merged = torch.lerp(own, common, share)
+    if sinks is None:
+        return merged
+    return _beside_sinks(merged, torch.logaddexp(common_sums, own_sums), sinks)
 
 
-def _prefill(q: Tensor, layer_kv: Tensor, group: PrefillGroup, scale: float, out: Tensor) -> None:
+def _attended(
+    q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scale: float, sinks: Tensor | None
+) -> Tensor:
+    """q [seqs, kv_heads, queries, head_dim]; `sinks` [kv_heads, queries], or for any seq alike."""
+    if sinks is None:
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=bias, scale=scale)
+    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    attended, sums = fused(q, keys, values, attn_mask=bias, scale=scale)
+    return _beside_sinks(attended, sums, sinks)
+
+
+def _beside_sinks(attended: Tensor, sums: Tensor, sinks: Tensor) -> Tensor:
+    """What keys and values give, less the weight that the sinks take; in float32. `sums` are
+    logarithms of the keys' sums of exponentials."""
+    return attended * torch.sigmoid(sums - sinks).unsqueeze(-1)
+
+
+def _prefill(
+    q: Tensor,
+    layer_kv: Tensor,
+    group: PrefillGroup,
+    window: int,
+    scale: float,
+    sinks: Tensor | None,
+    out: Tensor,
+) -> None:
     page_size, kv_heads, head_dim = layer_kv.shape[-3:]
     keys, values = _gather(layer_kv, group.pages, group.num_seqs)
     grouped = (group.num_seqs, group.num_queries, kv_heads, -1, head_dim)
     q, out = q.view(grouped), out.view(grouped)
     num_cached = group.context_len - group.num_queries
-    block = block_size(group.context_len)
+    block = block_size(group.context_len, window)
     for first in range(0, group.num_queries, block):
         last = min(first + block, group.num_queries)
         visible = num_cached + last
         num_keys = -(-visible // page_size) * page_size
-        bias = causal_bias(last - first, visible, num_keys, q.shape[3], q.dtype, q.device)
+        seen_from = max(0, num_cached + first + 1 - window) if window else 0
+        bias = causal_bias(
+            last - first, visible - seen_from, num_keys - seen_from, q.shape[3], q.dtype, q.device,
+            window,
+        )  # fmt: skip
         # [seqs, queries, kv_heads, group, dim] -> [seqs, kv_heads, queries * group, dim]
-        heads_as_queries = q[:, first:last].transpose(1, 2).flatten(2, 3)
-        attended = F.scaled_dot_product_attention(
-            heads_as_queries,
-            keys[:, :, :num_keys],
-            values[:, :, :num_keys],
-            attn_mask=bias,
-            scale=scale,
+        attended = _attended(
+            q[:, first:last].transpose(1, 2).flatten(2, 3),
+            keys[:, :, seen_from:num_keys],
+            values[:, :, seen_from:num_keys],
+            bias,
+            scale,
+            None if sinks is None else sinks.repeat(1, last - first),
         )
         by_query = attended.view(group.num_seqs, kv_heads, last - first, -1, head_dim)
         out[:, first:last] = by_query.transpose(1, 2)

@@ -31,6 +31,10 @@ class RopeTable:
         angles = positions[:, None].float() * frequencies
         return cls(torch.cos(angles) * scaling, torch.sin(angles) * scaling)
 
+    def rows(self, positions: Tensor) -> RopeTable:
+        """Those of a step's tokens, of a table that has every position."""
+        return RopeTable(self.cos[positions], self.sin[positions])
+
 
 @dataclass(frozen=True, slots=True)
 class KvPlaces:
@@ -40,3 +44,8 @@ class KvPlaces:
     """int32 or int64 [num_tokens]; negative: nowhere (a row that only pads the batch)."""
     offsets: Tensor
     """The same: the place within the page."""
+    new_pages: Tensor | None = None
+    """int64: pages whose first token this step writes, and that must be cleared before; None for
+    kernels that read exactly the tokens a query sees."""
+    tokens: Tensor | None = None
+    """int64: the tokens that the places are of, where those that go nowhere were left out."""

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from manyroots.kernels.attention.batch import AttentionBatch
+from manyroots.kernels.attention.paged import PagedRows, query_blocks
+from manyroots.kernels.rope_write.inputs import KvPlaces
 from manyroots.store.arena import PageArena
 
 CPU = torch.device("cpu")
@@ -63,6 +65,60 @@ def make_batch(
         device=CPU,
     )
     return batch, num_pages
+
+
+def make_rows(
+    sequences: Sequence[tuple[int, int]],
+    page_size: int,
+    *,
+    window: int = 0,
+    num_shared: int = 0,
+    num_decodes: int | None = None,
+    seed: int = 0,
+) -> tuple[PagedRows, int]:
+    """A step of (num_queries, context_len) sequences, decodes first; and how many pages it has.
+
+    All sequences begin with the same `num_shared` pages. Pages that no query of a sequence sees are
+    not its own any more: in their place is page `num_pages - 1`, which is nobody's.
+    """
+    counts = [-(-context // page_size) for _, context in sequences]
+    num_pages = sum(counts) + 3
+    shuffled = np.random.default_rng(seed).permutation(num_pages - 1)
+    table = np.full((len(sequences), max(counts) + 1), num_pages - 1, dtype=np.int32)
+    pages, offsets, used = [], [], 0
+    for row, ((num_queries, context), count) in enumerate(zip(sequences, counts, strict=True)):
+        table[row, :count] = shuffled[used : used + count]
+        if context:
+            table[row, :num_shared] = shuffled[:num_shared]
+        used += count
+        positions = np.arange(context - num_queries, context)
+        pages.append(table[row, positions // page_size] if context else np.full(1, -1))
+        offsets.append(positions % page_size)
+        if window:
+            first = max(0, context - num_queries + 1 - window)
+            table[row, : first // page_size] = num_pages - 1
+    if num_decodes is None:
+        num_decodes = 0
+        while num_decodes < len(sequences) and sequences[num_decodes][0] == 1:
+            num_decodes += 1
+    starts = np.cumsum([0, *(num_queries for num_queries, _ in sequences[num_decodes:])])
+    lens = [context for _, context in sequences]
+    has_prompts = num_decodes < len(sequences)
+    rows = PagedRows(
+        page_table=torch.from_numpy(table),
+        context_lens=torch.tensor(lens, dtype=torch.int32),
+        num_decodes=num_decodes,
+        query_starts=torch.from_numpy(starts.astype(np.int32)) if has_prompts else None,
+        blocks=torch.from_numpy(query_blocks(starts.tolist(), lens[num_decodes:]))
+        if has_prompts
+        else None,
+        places=KvPlaces(
+            torch.from_numpy(np.concatenate(pages).astype(np.int32)),
+            torch.from_numpy(np.concatenate(offsets).astype(np.int32)),
+        ),
+        window=window,
+    )
+    return rows, num_pages
 
 
 def random_arena(

@@ -7,10 +7,18 @@ import torch
 
 from manyroots.kernels.attention import reference, torch_ops
 from manyroots.kernels.attention.batch import AttentionBatch
+from manyroots.kernels.attention.grouping import MIN_PIECE
+from manyroots.kernels.attention.paged import PagedRows
 from manyroots.kernels.tolerances import assert_close
 from manyroots.store.arena import PageArena
 from tests.seeded import Draw, for_seeds
-from tests.unit.kernels.attention_cases import Shape, make_batch, random_arena, random_qkv
+from tests.unit.kernels.attention_cases import (
+    Shape,
+    make_batch,
+    make_rows,
+    random_arena,
+    random_qkv,
+)
 
 SCALE = 0.3
 
@@ -135,3 +143,99 @@ def test_writing_touches_one_layer_only() -> None:
     _, k, v = random_qkv(4, shape, torch.float32)
     torch_ops.write_kv(arena.layer(1), k, v, batch)
     assert torch.equal(arena.layer(0), before)
+
+
+def assert_equals_the_reference(
+    rows: PagedRows, num_pages: int, shape: Shape, dtype: torch.dtype, *, has_sinks: bool
+) -> None:
+    """Over pages of random tokens; the last page is nobody's and holds NaN."""
+    arena = random_arena(num_pages, shape, dtype)
+    arena.data[-1] = float("nan")
+    num_tokens = len(rows.places.pages)
+    q, _, _ = random_qkv(num_tokens, shape, dtype)
+    sinks = None
+    if has_sinks:
+        sinks = torch.randn(shape.heads, generator=torch.Generator().manual_seed(3)).to(dtype)
+    layer_kv, page_size = arena.layer(1), shape.page_size
+    fast = torch_ops.attend(q, layer_kv, torch_ops.prepare(rows, page_size, dtype), SCALE, sinks)
+    naive = reference.attend(q, layer_kv, reference.prepare(rows, page_size, dtype), SCALE, sinks)
+    assert_close("attention", fast, naive, dtype)
+
+
+WINDOWS = (1, 3, 4, 5, 15, 16, 17, 31, 32, 33, 60, 64)
+
+
+@for_seeds(150)
+def test_windows_and_sinks_equal_the_reference(draw: Draw) -> None:
+    """Windows of pages, and one more and less; what lies in front of them is another's and NaN."""
+    dtype = draw.choice((torch.float32, torch.bfloat16))
+    shape = Shape(*draw.choice(((4, 1, 8, 1), (6, 2, 16, 4), (4, 4, 16, 16), (8, 1, 32, 8))))
+    window = draw.choice((0, *WINDOWS))
+    rows, num_pages = make_rows(steps(draw), shape.page_size, window=window)
+    assert_equals_the_reference(rows, num_pages, shape, dtype, has_sinks=draw.flag())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [Shape(4, 1, 256, 16), Shape(16, 2, 64, 16)])
+def test_heads_of_models_with_windows(shape: Shape, dtype: torch.dtype) -> None:
+    """One wide key-value head; groups of eight."""
+    sequences = [(1, 200), (1, 127), (1, 3), (40, 180), (12, 12)]
+    for window in (0, 128):
+        rows, num_pages = make_rows(sequences, 16, window=window)
+        assert_equals_the_reference(rows, num_pages, shape, dtype, has_sinks=True)
+
+
+@pytest.mark.parametrize("window", [1, 100, 128, 300, 513])
+@pytest.mark.parametrize("page_size", [16, 1024])
+def test_a_long_segment_behind_a_window_is_exact(page_size: int, window: int) -> None:
+    """Several blocks of queries; pages that are longer than a window, and all but hidden."""
+    shape = Shape(heads=2, kv_heads=1, head_dim=8, page_size=page_size)
+    sequences = [(1, 1900), (1, 1020), (300, 1517), (700, 700)]
+    rows, num_pages = make_rows(sequences, page_size, window=window)
+    assert_equals_the_reference(rows, num_pages, shape, torch.float32, has_sinks=window == 128)
+
+
+def test_a_long_segment_behind_a_window_is_gathered_in_pieces() -> None:
+    """Whatever its context: a piece and the window before it, and no more."""
+    window = 128
+    rows, _ = make_rows([(5 * MIN_PIECE + 3, 40_000)], 16, window=window)
+    groups = torch_ops.prepare(rows, 16, torch.float32).prefill_groups
+    assert [group.num_queries for group in groups] == [*[MIN_PIECE] * 5, 3]
+    assert max(group.pages.numel() for group in groups) * 16 <= MIN_PIECE + window + 16
+    shape = Shape(heads=1, kv_heads=1, head_dim=8, page_size=16)
+    rows, num_pages = make_rows([(MIN_PIECE + 40, MIN_PIECE + 300)] * 2, 16, window=window)
+    assert_equals_the_reference(rows, num_pages, shape, torch.float32, has_sinks=False)
+
+
+def test_a_decoding_row_gathers_the_pages_of_its_window_alone() -> None:
+    rows, _ = make_rows([(1, 40_000), (1, 129), (1, 20)], 16, window=128)
+    groups = torch_ops.prepare(rows, 16, torch.float32).decode_groups
+    assert [group.pages.numel() for group in groups] == [2 * 9, 2]
+
+
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("window", "num_shared"), [(0, 6), (70, 6), (40, 0), (41, 0)])
+def test_a_common_prefix_is_shared_where_every_window_holds_all_of_it(
+    window: int, num_shared: int, dtype: torch.dtype, has_sinks: bool
+) -> None:
+    shape = Shape()
+    contexts = [40, 41, 44, 48, 37, 43]
+    rows, num_pages = make_rows(
+        [(1, context) for context in contexts], shape.page_size, window=window, num_shared=6
+    )
+    groups = torch_ops.prepare(rows, shape.page_size, dtype).decode_groups
+    assert max(len(group.shared_pages) for group in groups) == num_shared
+    assert_equals_the_reference(rows, num_pages, shape, dtype, has_sinks=has_sinks)
+
+
+@pytest.mark.parametrize("window", [0, 5])
+def test_rows_that_only_pad_see_nothing_and_write_nowhere(window: int) -> None:
+    shape = Shape()
+    sequences = [(1, 9), (1, 0), (1, 30), (1, 0), (7, 20)]
+    rows, num_pages = make_rows(sequences, shape.page_size, window=window)
+    assert_equals_the_reference(rows, num_pages, shape, torch.float32, has_sinks=True)
+    places = torch_ops.prepare(rows, shape.page_size, torch.float32).places
+    assert places.tokens is not None
+    assert places.tokens.tolist() == [0, 2, *range(4, 11)]
+    assert places.pages.tolist() == rows.places.pages[places.tokens].tolist()

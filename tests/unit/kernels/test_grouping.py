@@ -54,7 +54,7 @@ def test_rows_are_sorted_only_where_they_are_not_sorted_yet(draw: Draw) -> None:
 def test_prefill_groups_respect_the_limit_but_never_split_a_sequence() -> None:
     table = np.arange(40).reshape(4, 10)
     limits = GroupingLimits(min_fill=1.0, max_tokens=64, may_share=False)
-    plans = list(plan_prefills(table, [0, 5, 10, 15, 20], [32, 32, 32, 40], 0, PAGE_SIZE, limits))
+    plans = list(plan_prefills(table, [0, 5, 10, 15, 20], [32, 32, 32, 40], PAGE_SIZE, limits))
     assert [(plan.first_token, plan.num_seqs, plan.context_len) for plan in plans] == [
         (0, 2, 32),
         (10, 1, 32),

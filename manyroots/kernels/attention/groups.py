@@ -1,0 +1,156 @@
+"""One step as torch's attention sees it, planned on the host once per family and step.
+
+Takes `PagedRows` whose tensors are on a CPU; gives what every layer of the family gathers and
+masks, in groups. Knows nothing of requests, heads or models.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from manyroots.kernels.attention.grouping import (
+    CPU_LIMITS,
+    GroupingLimits,
+    Int64s,
+    decode_order,
+    plan_decodes,
+    plan_prefills,
+    rows_from,
+)
+from manyroots.kernels.attention.paged import PagedRows
+from manyroots.kernels.rope_write.inputs import KvPlaces
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGroup:
+    """Decoding rows that are gathered and attend together."""
+
+    rows: slice
+    """Of the decode order."""
+    shared_pages: Tensor
+    """int64: full pages that all rows begin with, often none."""
+    pages: Tensor
+    """int64 [num_rows * num_pages] behind the shared ones."""
+    bias: Tensor
+    """[num_rows, 1, 1, num_keys]: 0 where a row sees the key, -inf where it does not."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillGroup:
+    """Neighbouring sequences of one shape, or a piece of a long one."""
+
+    tokens: slice
+    num_seqs: int
+    num_queries: int
+    context_len: int
+    """Counted from the first of `pages`, as the last query sees it without a window."""
+    pages: Tensor
+    """int64 [num_seqs * num_pages]"""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedRows:
+    """`PagedRows`, in groups that attend together."""
+
+    places: KvPlaces
+    num_decodes: int
+    decode_order: Tensor | None
+    """int64: decoding rows from long to short, without those that only pad; None where all of them
+    already lie so."""
+    decode_groups: tuple[DecodeGroup, ...]
+    prefill_groups: tuple[PrefillGroup, ...]
+    window: int
+
+
+def group_rows(
+    rows: PagedRows, page_size: int, dtype: torch.dtype, limits: GroupingLimits = CPU_LIMITS
+) -> GroupedRows:
+    """What depends on no layer; `dtype` is the queries'."""
+    table: Int64s = rows.page_table.numpy().astype(np.int64)
+    lens: Int64s = rows.context_lens.numpy().astype(np.int64)
+    count = rows.num_decodes
+    order, decodes = _group_decodes(
+        table[:count], lens[:count], rows.window, page_size, dtype, limits
+    )
+    prefills: tuple[PrefillGroup, ...] = ()
+    if rows.query_starts is not None:
+        plans = plan_prefills(
+            table[count:], rows.query_starts.tolist(), lens[count:].tolist(), page_size, limits,
+            rows.window,
+        )  # fmt: skip
+        prefills = tuple(
+            PrefillGroup(
+                tokens=slice(
+                    count + plan.first_token,
+                    count + plan.first_token + plan.num_seqs * plan.num_queries,
+                ),
+                num_seqs=plan.num_seqs,
+                num_queries=plan.num_queries,
+                context_len=plan.context_len,
+                pages=_indices(plan.pages),
+            )
+            for plan in plans
+        )
+    return GroupedRows(_places(rows.places), count, order, decodes, prefills, rows.window)
+
+
+def _group_decodes(
+    table: Int64s,
+    lens: Int64s,
+    window: int,
+    page_size: int,
+    dtype: torch.dtype,
+    limits: GroupingLimits,
+) -> tuple[Tensor | None, tuple[DecodeGroup, ...]]:
+    begins = np.maximum(lens - window, 0) if window else np.zeros_like(lens)
+    firsts = begins // page_size
+    num_pages = -(-lens // page_size) - firsts
+    by_length = decode_order(num_pages)
+    num_live = int(np.count_nonzero(num_pages))
+    is_whole = by_length is None and num_live == len(lens)
+    order = (np.arange(len(lens)) if by_length is None else by_length)[:num_live]
+    num_pages, firsts = num_pages[order], firsts[order]
+    begins, ends = begins[order] - firsts * page_size, lens[order] - firsts * page_size
+    own_table = rows_from(table[order], firsts, num_pages)
+    groups = tuple(
+        DecodeGroup(
+            rows=slice(plan.start, plan.stop),
+            shared_pages=_indices(plan.shared),
+            pages=_indices(plan.pages),
+            bias=_bias(
+                begins[plan.start : plan.stop],
+                ends[plan.start : plan.stop] - len(plan.shared) * page_size,
+                plan.pages.shape[1] * page_size,
+                dtype,
+            ),
+        )
+        for plan in plan_decodes(own_table, num_pages, page_size, limits, begins > 0)
+    )
+    return None if is_whole else torch.from_numpy(order), groups
+
+
+def _bias(begins: Int64s, ends: Int64s, num_keys: int, dtype: torch.dtype) -> Tensor:
+    """0 for the keys [begin, end) of each row, -inf for others."""
+    keys = np.arange(num_keys)
+    hidden = keys >= ends[:, None]
+    if begins.any():
+        hidden |= keys < begins[:, None]
+    bias = torch.zeros(hidden.shape, dtype=dtype)
+    return bias.masked_fill_(torch.from_numpy(hidden), float("-inf"))[:, None, None, :]
+
+
+def _places(places: KvPlaces) -> KvPlaces:
+    pages, offsets, tokens = places.pages.long(), places.offsets.long(), None
+    is_kept = pages >= 0
+    if not is_kept.all():
+        tokens = is_kept.nonzero().squeeze(1)
+        pages, offsets = pages[tokens], offsets[tokens]
+    return KvPlaces(pages, offsets, pages[offsets == 0], tokens)
+
+
+def _indices(pages: Int64s) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(pages).reshape(-1))

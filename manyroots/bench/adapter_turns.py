@@ -21,6 +21,7 @@ from manyroots.config import SchedulerSettings
 from manyroots.ids import AdapterDigest, AdapterName, Namespace, RequestId
 from manyroots.lora.limits import AdapterLimits
 from manyroots.lora.residency import Residency
+from manyroots.lora.spec import AdapterSpec
 from manyroots.messages import StepOutputs, Submit
 from manyroots.sampling import SamplingParams
 from manyroots.scheduler.scheduler import Scheduler
@@ -79,10 +80,8 @@ class Turns:
         self._adapters = Residency(AdapterLimits(max_loras=case.max_loras, max_cpu_loras=0))
         self.scheduler = Scheduler(settings, cache, self._adapters, max_model_len=longest)
         for number in range(case.num_adapters + 1):
-            self.scheduler.load_adapter(
-                AdapterName(f"a{number}"), AdapterDigest(number.to_bytes(4, "big")),
-                path="", rank=8, num_bytes=1,
-            )  # fmt: skip
+            spec = AdapterSpec(AdapterDigest(number.to_bytes(4, "big")), rank=8, num_bytes=1)
+            self.scheduler.load_adapter(AdapterName(f"a{number}"), spec, path="")
         self._plans: deque[Plan] = deque()
         self._loads: deque[tuple[int, LoadAdapter]] = deque()
         self._step = 0

@@ -119,7 +119,9 @@ class AdapterDirectory:
         if entry is None:
             self._refuse_unknown(message)
         elif (
-            isinstance(message, Submit) and entry.spec is not None and not entry.waiting.has_unload
+            isinstance(message, Submit)
+            and self._scheduler.adapter(entry.name) is not None
+            and not entry.waiting.has_unload
         ):
             self._scheduler.submit(message)
         elif entry.is_reading:
@@ -138,10 +140,10 @@ class AdapterDirectory:
 
     def where(self, name: AdapterName) -> Tier | None:
         """Where a request that comes now finds the weights; None if the name means nothing."""
-        entry = self._entries.get(name)
-        if entry is None or entry.spec is None:
-            return None if entry is None else Tier.STORAGE
-        return self._scheduler.whereabouts(name)
+        if name not in self._entries:
+            return None
+        is_open = self._scheduler.adapter(name) is not None
+        return self._scheduler.whereabouts(name) if is_open else Tier.STORAGE
 
     @property
     def has_outcomes(self) -> bool:
@@ -188,7 +190,7 @@ class AdapterDirectory:
     def _carry_out(self, entry: AdapterEntry, message: Message) -> None:
         """Nothing of this name is under way."""
         match message:
-            case Submit() if entry.spec is not None:
+            case Submit() if self._scheduler.adapter(entry.name) is not None:
                 self._scheduler.submit(message)
             case Submit() if entry.module is not None:
                 entry.waiting.append_first(message)
@@ -241,21 +243,12 @@ class AdapterDirectory:
 
     def _open(self, entry: AdapterEntry, read: _Read, load: LoadLora | None) -> None:
         """The scheduler takes requests for the name from now on."""
-        spec = read.spec
-        is_pinned = entry.is_pinned if load is None else load.is_pinned
-        self._scheduler.load_adapter(
-            entry.name,
-            spec.digest,
-            path=str(read.folder),
-            rank=spec.rank,
-            num_bytes=spec.num_bytes,
-            invocation_tokens=spec.invocation_tokens,
-            is_pinned=is_pinned,
-        )
-        is_unchanged = entry.spec is not None and entry.spec.digest == spec.digest
+        spec, before = read.spec, self._scheduler.adapter(entry.name)
+        is_pinned = load is not None and load.is_pinned
+        self._scheduler.load_adapter(entry.name, spec, path=str(read.folder), is_pinned=is_pinned)
+        is_unchanged = before is not None and before.digest == spec.digest
         if self._scheduler.take_adapter_copy(spec.digest):
             self._files.keep(read.weights)
-        entry.spec, entry.is_pinned = spec, is_pinned
         logger.info("adapter %s: rank %d, %d bytes, %s", entry.name, spec.rank, spec.num_bytes,
                     spec.digest.hex()[:16])  # fmt: skip
         if load is not None:
@@ -277,16 +270,15 @@ class AdapterDirectory:
     def _unload(self, entry: AdapterEntry, message: UnloadLora) -> None:
         entry.module = None
         reply = LoraReply(message.op_id)
-        if entry.spec is not None:
-            entry.spec = None
+        if self._scheduler.adapter(entry.name) is not None:
             num_free = self._scheduler.stats().num_free_pages
             unloaded = self._scheduler.unload_adapter(entry.name)
             reply = LoraReply(
                 message.op_id,
                 path=unloaded.version.path,
                 digest=unloaded.version.digest.hex(),
-                rank=unloaded.version.rank,
-                num_bytes=unloaded.version.num_bytes if unloaded.freed else 0,
+                rank=unloaded.version.spec.rank,
+                num_bytes=unloaded.version.spec.num_bytes if unloaded.freed else 0,
                 num_pages=self._scheduler.stats().num_free_pages - num_free,
                 num_requests=unloaded.num_holds,
             )

@@ -1,4 +1,4 @@
-"""One name's entry in the directory of adapters: what it means, and the messages that wait for it.
+"""One name's entry in the directory of adapters: its files, and the messages that wait for it.
 
 Messages wait in their order, and each is found at once: a caller may leave while thousands wait for
 as many adapters, and taking one out walks over none of the others. Knows no reads and no scheduler.
@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from manyroots.adapter_names import LoraModule
 from manyroots.ids import AdapterName, RequestId
-from manyroots.lora.spec import AdapterSpec
 from manyroots.messages import LoadLora, Submit, UnloadLora
 
 Message = Submit | LoadLora | UnloadLora
@@ -65,15 +64,13 @@ class WaitingMessages:
 
 @dataclass(slots=True)
 class AdapterEntry:
-    """One name: what it means, and what waits until that is known."""
+    """One name: where its files are, and what waits until they are read. What it means then, and
+    where its weights are, is the scheduler's to say (`lora/registry.py`)."""
 
     name: AdapterName
     module: LoraModule | None
     """Where its files are. None: the name means nothing yet."""
     waiting: WaitingMessages
-    is_pinned: bool = False
-    spec: AdapterSpec | None = None
-    """What the scheduler takes requests for; None before the first read."""
     is_reading: bool = False
     load: LoadLora | None = None
     """What the read under way was asked by; None if by a request."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from manyroots.errors import NotFoundError
 from manyroots.ids import AdapterDigest, AdapterName, AdapterSlot
+from manyroots.lora.spec import AdapterSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,15 +24,16 @@ class AdapterVersion:
     name: AdapterName
     serial: int
     """Counts loadings, over all names."""
-    digest: AdapterDigest
+    spec: AdapterSpec
+    """What was in its files."""
     path: str
-    """Where its files are, as the execute half reads them."""
-    rank: int
-    num_bytes: int
-    invocation_tokens: tuple[int, ...] | None
-    """aLoRA: what switches it on in a prompt. None: it acts everywhere."""
+    """Where those are, as the execute half reads them."""
     is_pinned: bool = False
     """Its slot on the device is never given to another."""
+
+    @property
+    def digest(self) -> AdapterDigest:
+        return self.spec.digest
 
 
 class Hold:
@@ -93,31 +95,21 @@ class Registry:
         self._next_serial = 1
 
     def register(
-        self,
-        name: AdapterName,
-        digest: AdapterDigest,
-        *,
-        path: str,
-        rank: int,
-        num_bytes: int,
-        invocation_tokens: tuple[int, ...] | None = None,
-        is_pinned: bool = False,
+        self, name: AdapterName, spec: AdapterSpec, *, path: str, is_pinned: bool = False
     ) -> Registered:
         """Load a name, or give it new content. The same content again is the same version; only
         where its files are, and whether it is pinned, may change."""
         old = self.loaded.get(name)
-        if old is not None and old.digest == digest:
+        if old is not None and old.digest == spec.digest:
             same = replace(old, path=path, is_pinned=is_pinned)
-            self.loaded[name] = self.contents[digest].versions[old.serial] = same
+            self.loaded[name] = self.contents[spec.digest].versions[old.serial] = same
             return Registered(same, ())
-        version = AdapterVersion(
-            name, self._next_serial, digest, path, rank, num_bytes, invocation_tokens, is_pinned
-        )
+        version = AdapterVersion(name, self._next_serial, spec, path, is_pinned)
         self._next_serial += 1
         self.loaded.pop(name, None)
         self.loaded[name] = version
         self.num_holds[version.serial] = 0
-        content = self.contents.setdefault(digest, Content())
+        content = self.contents.setdefault(spec.digest, Content())
         content.versions[version.serial] = version
         content.num_loaded += 1
         return Registered(version, self._retire(old) if old is not None else ())

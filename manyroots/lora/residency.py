@@ -24,6 +24,7 @@ from manyroots.lora.limits import AdapterLimits
 from manyroots.lora.outcomes import LoadOutcome, Prepared, Readiness
 from manyroots.lora.registry import Hold, Registered, Registry, Unloaded
 from manyroots.lora.slots import DeviceSlots
+from manyroots.lora.spec import AdapterSpec
 from manyroots.lora.transfers import AdapterTransfers
 from manyroots.messages import AdapterStats
 from manyroots.step import AdapterIntent, AdapterLoaded, SlotRef
@@ -46,34 +47,18 @@ class Residency:
     # Adapters
 
     def register(
-        self,
-        name: AdapterName,
-        digest: AdapterDigest,
-        *,
-        path: str,
-        rank: int,
-        num_bytes: int,
-        invocation_tokens: tuple[int, ...] | None = None,
-        is_pinned: bool = False,
+        self, name: AdapterName, spec: AdapterSpec, *, path: str, is_pinned: bool = False
     ) -> Registered:
         """Take requests for `name`. Whatever it meant before drains.
 
         A pinned adapter is brought to the device as soon as a slot can be had, and stays there.
         """
         if is_pinned:
-            self._check_pin(name, digest)
-        registered = self.registry.register(
-            name,
-            digest,
-            path=path,
-            rank=rank,
-            num_bytes=num_bytes,
-            invocation_tokens=invocation_tokens,
-            is_pinned=is_pinned,
-        )
+            self._check_pin(name, spec.digest)
+        registered = self.registry.register(name, spec, path=path, is_pinned=is_pinned)
         self._free(registered.freed)
         if is_pinned:
-            self.prepare([digest])
+            self.prepare([spec.digest])
         return registered
 
     def take_copy(self, digest: AdapterDigest) -> bool:

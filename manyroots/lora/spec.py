@@ -31,7 +31,8 @@ class AdapterSpec:
     """The highest of its pairs."""
     num_bytes: int
     """Its weights in the engine's dtype."""
-    pairs: tuple[PairSpec, ...]
-    invocation_tokens: tuple[int, ...] | None
+    pairs: tuple[PairSpec, ...] = ()
+    """What it changes; only whoever reads its files needs it."""
+    invocation_tokens: tuple[int, ...] | None = None
     """aLoRA: the adapter acts from the last place in the prompt where these begin; None for an
     ordinary adapter, which acts everywhere."""

@@ -28,7 +28,12 @@ class AdapterTransfers:
         load_id = LoadId(self._next_load_id)
         self._next_load_id += 1
         load = LoadAdapter(
-            load_id, version.digest, source, target, path=version.path, num_bytes=version.num_bytes
+            load_id,
+            version.digest,
+            source,
+            target,
+            path=version.path,
+            num_bytes=version.spec.num_bytes,
         )
         self.loads[load_id] = load
         self.intents.append(load)

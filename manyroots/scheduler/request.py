@@ -93,8 +93,8 @@ class Request:
         self.adapter_from = 0
         """The first position that its adapter computes."""
         self.key = PrefixKey(namespace)
-        if hold is not None and hold.version.invocation_tokens is not None:
-            self.adapter_from = invoked_at(submit.prompt, hold.version.invocation_tokens)
+        if hold is not None and hold.version.spec.invocation_tokens is not None:
+            self.adapter_from = invoked_at(submit.prompt, hold.version.spec.invocation_tokens)
             base = Namespace(adapter=None, salt=namespace.salt)
             self.key = (
                 PrefixKey(base)

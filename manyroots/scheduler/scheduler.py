@@ -19,8 +19,9 @@ from manyroots.cache.lease import Lease
 from manyroots.cache.outcomes import Extension, Refusal
 from manyroots.config import Policy, SchedulerSettings
 from manyroots.ids import AdapterDigest, AdapterName, RequestId, Row, StepId, Tier
-from manyroots.lora.registry import Unloaded
+from manyroots.lora.registry import AdapterVersion, Unloaded
 from manyroots.lora.residency import Residency
+from manyroots.lora.spec import AdapterSpec
 from manyroots.messages import FinishReason, Output, Stats, StepOutputs, Submit, Tokens
 from manyroots.scheduler.admission import Admission
 from manyroots.scheduler.departures import Departures
@@ -99,26 +100,10 @@ class Scheduler:
         self._admission.queue(request)
 
     def load_adapter(
-        self,
-        name: AdapterName,
-        digest: AdapterDigest,
-        *,
-        path: str,
-        rank: int,
-        num_bytes: int,
-        invocation_tokens: tuple[int, ...] | None = None,
-        is_pinned: bool = False,
+        self, name: AdapterName, spec: AdapterSpec, *, path: str, is_pinned: bool = False
     ) -> None:
         """Take requests for `name` from now on. Whatever it meant before drains."""
-        registered = self._adapters.register(
-            name,
-            digest,
-            path=path,
-            rank=rank,
-            num_bytes=num_bytes,
-            invocation_tokens=invocation_tokens,
-            is_pinned=is_pinned,
-        )
+        registered = self._adapters.register(name, spec, path=path, is_pinned=is_pinned)
         for freed in registered.freed:
             self._cache.evict_adapter(freed)
 
@@ -134,6 +119,10 @@ class Scheduler:
         if unloaded.freed or self._adapters.registry.is_draining(digest):
             self._cache.evict_adapter(digest)
         return unloaded
+
+    def adapter(self, name: AdapterName) -> AdapterVersion | None:
+        """What a name means now; None if it takes no requests."""
+        return self._adapters.registry.loaded.get(name)
 
     def whereabouts(self, name: AdapterName) -> Tier:
         """Where the weights are of an adapter that is loaded."""

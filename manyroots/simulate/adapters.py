@@ -7,6 +7,7 @@ content, or the same, while its requests run.
 from __future__ import annotations
 
 from manyroots.ids import AdapterDigest, AdapterName, Namespace
+from manyroots.lora.spec import AdapterSpec
 from manyroots.scheduler.scheduler import Scheduler
 from manyroots.simulate.costs import CostModel
 from manyroots.simulate.trace import Trace, TraceRequest
@@ -50,6 +51,5 @@ class TraceAdapters:
     def _load(self, name: str, content: int) -> None:
         digest = adapter_digest(name, content)
         self._digests[name] = digest
-        self._scheduler.load_adapter(
-            AdapterName(name), digest, path=name, rank=RANK, num_bytes=self._num_bytes
-        )
+        spec = AdapterSpec(digest, RANK, self._num_bytes)
+        self._scheduler.load_adapter(AdapterName(name), spec, path=name)

@@ -12,6 +12,7 @@ from manyroots.cache.families.window import SlidingWindow
 from manyroots.cache.planes import Capacity
 from manyroots.cache.policies import CachePolicies, WriteBack
 from manyroots.ids import AdapterDigest, AdapterName, Namespace, RequestId
+from manyroots.lora.spec import AdapterSpec
 from manyroots.messages import Abort, FinishReason
 from manyroots.step import AdapterLoaded, Copy, LoadAdapter
 from tests.deciding import Deciding, expected_tokens, submit
@@ -48,7 +49,7 @@ def test_every_mix_gives_each_request_its_own_tokens(seed: int) -> None:
 
 
 def load(engine: Deciding, name: str, digest: AdapterDigest) -> None:
-    engine.scheduler.load_adapter(AdapterName(name), digest, path=name, rank=8, num_bytes=100)
+    engine.scheduler.load_adapter(AdapterName(name), AdapterSpec(digest, 8, 100), path=name)
 
 
 def run(seed: int, num_requests: int = 25) -> Deciding:

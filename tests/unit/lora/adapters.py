@@ -8,6 +8,7 @@ from manyroots.lora.limits import AdapterLimits
 from manyroots.lora.outcomes import LoadOutcome, Readiness
 from manyroots.lora.registry import Hold, Registered, Unloaded
 from manyroots.lora.residency import Residency
+from manyroots.lora.spec import AdapterSpec
 from manyroots.step import AdapterLoaded, DropAdapter, LoadAdapter
 
 
@@ -29,7 +30,7 @@ class Adapters:
     def register(self, name: str, text: str | None = None) -> Registered:
         digest = content(text or name)
         registered = self.residency.register(
-            AdapterName(name), digest, path=f"/adapters/{name}", rank=8, num_bytes=1000
+            AdapterName(name), AdapterSpec(digest, 8, 1000), path=f"/adapters/{name}"
         )
         audit(self.residency)
         return registered

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from manyroots.ids import AdapterName, Tier
+from manyroots.lora.spec import AdapterSpec
 from tests.unit.lora.adapters import Adapters, content, named
 
 
@@ -150,6 +151,6 @@ def test_a_copy_read_again_before_its_drop_was_handed_over_is_not_dropped() -> N
 def test_a_pinned_adapter_is_loaded_from_what_was_read_to_open_it() -> None:
     adapters = Adapters(max_loras=2)
     adapters.residency.register(
-        AdapterName("a"), content("a"), path="a", rank=8, num_bytes=1, is_pinned=True
+        AdapterName("a"), AdapterSpec(content("a"), 8, 1), path="a", is_pinned=True
     )
     assert adapters.residency.take_copy(content("a")), "its load is under way, and need not read"

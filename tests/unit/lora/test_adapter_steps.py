@@ -9,6 +9,7 @@ import pytest
 
 from manyroots.ids import AdapterName, StepId, Tier
 from manyroots.lora.outcomes import Readiness
+from manyroots.lora.spec import AdapterSpec
 from manyroots.step import AdapterLoaded, LoadId
 from tests.unit.lora.adapters import Adapters, content
 
@@ -242,7 +243,7 @@ def test_a_step_that_changes_nothing_is_quick_and_says_nothing() -> None:
     adapters = Adapters(max_loras=64)
     residency = adapters.residency
     for name in names:
-        residency.register(AdapterName(name), content(name), path="", rank=8, num_bytes=1)
+        residency.register(AdapterName(name), AdapterSpec(content(name), 8, 1), path="")
     for name in names[:64]:
         adapters.begin(name)
     wanted = [content(name) for name in names[:64]]

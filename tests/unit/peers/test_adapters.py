@@ -7,6 +7,7 @@ import pytest
 
 from manyroots.errors import NotFoundError, RequestError
 from manyroots.ids import AdapterDigest, AdapterName, Namespace, Tier
+from manyroots.lora.spec import AdapterSpec
 from manyroots.messages import FinishReason
 from tests.deciding import Deciding, expected_tokens, submit
 from tests.unit.lora.adapters import Adapters, content
@@ -15,7 +16,7 @@ from tests.unit.lora.adapters import Adapters, content
 def known(engine: Deciding, *names: str) -> None:
     for name in names:
         engine.scheduler.load_adapter(
-            AdapterName(name), AdapterDigest(name.encode()), path=name, rank=4, num_bytes=1
+            AdapterName(name), AdapterSpec(AdapterDigest(name.encode()), 4, 1), path=name
         )
 
 
@@ -70,7 +71,7 @@ def test_the_slot_used_longest_ago_is_given_away() -> None:
 def test_a_pinned_adapter_outlasts_any_number_of_others() -> None:
     adapters = Adapters(2)
     adapters.residency.register(
-        AdapterName("p"), content("p"), path="p", rank=8, num_bytes=1, is_pinned=True
+        AdapterName("p"), AdapterSpec(content("p"), 8, 1), path="p", is_pinned=True
     )
     (load,), _ = adapters.flush()
     adapters.answer(load)
@@ -84,7 +85,7 @@ def test_pinning_what_would_leave_no_slot_is_refused() -> None:
     adapters = Adapters(1)
     with pytest.raises(RequestError, match="can't be pinned"):
         adapters.residency.register(
-            AdapterName("p"), content("p"), path="p", rank=8, num_bytes=1, is_pinned=True
+            AdapterName("p"), AdapterSpec(content("p"), 8, 1), path="p", is_pinned=True
         )
 
 

@@ -78,10 +78,7 @@ class Engine:
 
     def register(self, name: str) -> None:
         adapter, _ = read(self.folder / name, self.pair.ours)
-        self.scheduler.load_adapter(
-            AdapterName(name), adapter.digest, path=str(self.folder / name), rank=adapter.rank,
-            num_bytes=adapter.num_bytes, invocation_tokens=adapter.invocation_tokens,
-        )  # fmt: skip
+        self.scheduler.load_adapter(AdapterName(name), adapter, path=str(self.folder / name))
 
     def run(self, requests: list[Submit]) -> tuple[dict[int, list[int]], dict[int, str | None]]:
         """Tokens and errors by request."""

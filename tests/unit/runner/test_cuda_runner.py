@@ -83,10 +83,7 @@ def run(
     loop = EngineLoop(scheduler, runner)
     for name, (path, model) in (adapters or {}).items():
         spec, _ = read(path, model)
-        scheduler.load_adapter(
-            AdapterName(name), spec.digest, path=str(path), rank=spec.rank,
-            num_bytes=spec.num_bytes, invocation_tokens=spec.invocation_tokens,
-        )  # fmt: skip
+        scheduler.load_adapter(AdapterName(name), spec, path=str(path))
     outputs: dict[int, list[Output]] = {int(request.request_id): [] for request in requests}
     for request in requests:
         loop.handle(request)

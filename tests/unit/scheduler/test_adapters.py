@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from manyroots.ids import AdapterDigest, AdapterName, Namespace
+from manyroots.lora.spec import AdapterSpec
 from manyroots.messages import FinishReason
 from manyroots.scheduler.turns import AGING_STEPS
 from manyroots.step import AdapterLoaded, LoadAdapter
@@ -13,7 +14,7 @@ from tests.deciding import Deciding, expected_tokens, submit
 
 def load(engine: Deciding, name: str, content: str | None = None) -> AdapterDigest:
     digest = AdapterDigest((content or name).encode())
-    engine.scheduler.load_adapter(AdapterName(name), digest, path=name, rank=8, num_bytes=100)
+    engine.scheduler.load_adapter(AdapterName(name), AdapterSpec(digest, 8, 100), path=name)
     return digest
 
 

@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 
 from manyroots.ids import AdapterDigest, AdapterName, Namespace
+from manyroots.lora.spec import AdapterSpec
 from manyroots.step import Plan
 from tests.deciding import Deciding, submit
 
@@ -124,7 +125,7 @@ def test_l08_tenants_that_both_wait_are_served_alike(seed: int) -> None:
     shares = Shares(max_num_seqs=rows, budget=16)
     for name in "ab":
         shares.engine.scheduler.load_adapter(
-            AdapterName(name), AdapterDigest(name.encode()), path=name, rank=8, num_bytes=100
+            AdapterName(name), AdapterSpec(AdapterDigest(name.encode()), 8, 100), path=name
         )
         shares.ask("warm", 3, 1, adapter=name)
         shares.run()

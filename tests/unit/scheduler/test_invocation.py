@@ -7,6 +7,7 @@ import random
 import pytest
 
 from manyroots.ids import AdapterDigest, AdapterName
+from manyroots.lora.spec import AdapterSpec
 from manyroots.scheduler.request import NEVER, invoked_at
 from tests.deciding import Deciding, expected_tokens, submit
 
@@ -34,9 +35,8 @@ def with_alora(**options: int) -> tuple[Deciding, AdapterDigest]:
     """An engine whose runner notices a token computed with other weights than its own."""
     engine = Deciding(max_loras=1, **options)
     digest = AdapterDigest(b"activated")
-    engine.scheduler.load_adapter(
-        AdapterName("a"), digest, path="a", rank=8, num_bytes=100, invocation_tokens=INVOCATION
-    )
+    spec = AdapterSpec(digest, 8, 100, invocation_tokens=INVOCATION)
+    engine.scheduler.load_adapter(AdapterName("a"), spec, path="a")
     return engine, digest
 
 

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from manyroots.ids import AdapterDigest, AdapterName
+from manyroots.lora.spec import AdapterSpec
 from manyroots.scheduler.turns import AGING_STEPS, PACK_PATIENCE
 from tests.deciding import Deciding, submit
 
@@ -19,7 +20,7 @@ def make(policy: str, *, num_adapters: int, cap: int, rows: int) -> Deciding:
     )
     for number in range(num_adapters):
         name, digest = AdapterName(str(number)), AdapterDigest(str(number).encode())
-        engine.scheduler.load_adapter(name, digest, path=str(number), rank=8, num_bytes=100)
+        engine.scheduler.load_adapter(name, AdapterSpec(digest, 8, 100), path=str(number))
     return engine
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from manyroots.ids import AdapterDigest, AdapterName, RequestId
+from manyroots.lora.spec import AdapterSpec
 from manyroots.messages import Abort, FinishReason, Submit
 from manyroots.scheduler.turns import PACK_PATIENCE, STAY_STEPS
 from manyroots.step import AdapterLoaded, LoadAdapter
@@ -38,7 +39,7 @@ class Hot:
     def load(self, name: str) -> AdapterDigest:
         digest = AdapterDigest(name.encode())
         self.engine.scheduler.load_adapter(
-            AdapterName(name), digest, path=name, rank=8, num_bytes=100
+            AdapterName(name), AdapterSpec(digest, 8, 100), path=name
         )
         return digest
 

@@ -7,10 +7,12 @@ that the metadata says and this version can't compute is refused here.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from transformers import (
+    Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
     PretrainedConfig,
@@ -24,6 +26,7 @@ from manyroots.layers.rotary import check_rope_type
 from manyroots.models.fields import check_fields, shown
 from manyroots.models.weights.gguf import ROPE_FACTORS
 from manyroots.models.weights.gguf_file import GGUFFile
+from manyroots.models.windows import FULL, SLIDING
 
 _CONFIGS: dict[str, tuple[type[PretrainedConfig], str]] = {
     "llama": (LlamaConfig, "LlamaForCausalLM"),
@@ -31,9 +34,12 @@ _CONFIGS: dict[str, tuple[type[PretrainedConfig], str]] = {
     "qwen2": (Qwen2Config, "Qwen2ForCausalLM"),
     "qwen3": (Qwen3Config, "Qwen3ForCausalLM"),
     "qwen3moe": (Qwen3MoeConfig, "Qwen3MoeForCausalLM"),
+    "gemma3": (Gemma3TextConfig, "Gemma3ForCausalLM"),
 }
 _SERVED = tuple(arch for arch in _CONFIGS if arch != "mistral")
 _WITH_EXPERTS = ("qwen3moe",)
+_THETA = {"gemma3": 1_000_000.0}
+"""Rotary bases that files may leave out, where it is not Llama's."""
 _EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
@@ -62,7 +68,10 @@ def config_of(file: GGUFFile) -> PretrainedConfig:
     values = _values(file, arch) | (_experts(file, arch) if has_experts else {})
     if architecture == "LlamaForCausalLM":
         values["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
-    if window:
+    if arch == "gemma3":
+        check_fields(values, f"the metadata of {file.path}")  # which has a list by layers, too
+        values |= _gemma3(file, values)
+    elif window:
         # Of all layers. Like transformers, llama.cpp counts the query itself.
         values |= {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0}
     # Before the config is made: it has a list as long as there are layers.
@@ -138,6 +147,35 @@ def _experts(file: GGUFFile, arch: str) -> dict[str, Any]:
     }
 
 
+GEMMA3_LOCAL_THETA = 10_000.0
+GEMMA3_PERIOD = 6
+_GEMMA3_27B_LAYERS = 62
+
+
+def _gemma3(file: GGUFFile, values: Mapping[str, Any]) -> dict[str, Any]:
+    """What makes a Gemma 3. Its converter wrote the window and the rotation of the layers that see
+    everything; that these are every sixth layer, and that the others turn by a base of their own
+    and are not scaled, is the same in all of them and in no file. llama.cpp and transformers
+    fill in the same numbers; newer keys for them win where a file has them.
+    """
+    full = values["rope_parameters"]
+    base = _number(file, "gemma3.rope.freq_base_swa", default=GEMMA3_LOCAL_THETA)
+    layers = range(values["num_hidden_layers"])
+    period = _whole(file, "gemma3.attention.sliding_window_pattern", default=GEMMA3_PERIOD)
+    is_27b = values["num_hidden_layers"] == _GEMMA3_27B_LAYERS
+    scalar = (
+        values["hidden_size"] // values["num_attention_heads"] if is_27b else values["head_dim"]
+    )
+    return {
+        "sliding_window": _whole(file, "gemma3.attention.sliding_window"),
+        "layer_types": [SLIDING if (layer + 1) % period else FULL for layer in layers],
+        "rope_parameters": {FULL: full, SLIDING: {"rope_type": "default", "rope_theta": base}},
+        # llama.cpp's rule, too: scores are divided by the root of a head's size, in all but one.
+        "query_pre_attn_scalar": scalar,
+        "final_logit_softcapping": file.metadata.get("gemma3.final_logit_softcapping"),
+    }
+
+
 def _whole(file: GGUFFile, key: str, *, least: int = 1, default: int | None = None) -> int:
     value = _get(file, key, default)
     if type(value) is not int or value < least:
@@ -166,7 +204,7 @@ def _get(file: GGUFFile, key: str, default: Any) -> Any:
 
 def _rope_parameters(file: GGUFFile, arch: str) -> dict[str, Any]:
     prefix = f"{arch}.rope.scaling"
-    theta = _number(file, f"{arch}.rope.freq_base", default=10000.0)
+    theta = _number(file, f"{arch}.rope.freq_base", default=_THETA.get(arch, 10_000.0))
     kind = file.metadata.get(f"{prefix}.type", "none")
     if kind == "none":
         return {"rope_type": "default", "rope_theta": theta}

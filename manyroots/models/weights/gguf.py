@@ -1,8 +1,8 @@
 """Tensors of a GGUF file under the names and in the layout of a Hugging Face checkpoint.
 
 Takes an open `GGUFFile`; gives (checkpoint name, float32 tensor) pairs. Undoes what the
-conversion to GGUF did: names, and for the llama architecture the order of the rows of q and k.
-Experts stay stacked, as the file has them.
+conversion to GGUF did: names; for the llama architecture the order of the rows of q and k; for
+Gemma the 1 that was added to the weights of norms. Experts stay stacked, as the file has them.
 """
 
 from __future__ import annotations
@@ -41,11 +41,18 @@ _IN_BLOCK = {
     "ffn_down_exps": "mlp.experts.down_proj",
 }
 
+_GEMMA_IN_BLOCK = _IN_BLOCK | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+
 
 def tensors(file: GGUFFile, *, num_heads: int, num_kv_heads: int) -> Iterator[tuple[str, Tensor]]:
     """Every weight of the file."""
     heads = {}
-    if file.metadata.get("general.architecture") == "llama":
+    arch = file.metadata.get("general.architecture")
+    if arch == "llama":
         heads = {"attn_q": num_heads, "attn_k": num_kv_heads}
     for name in file.tensors:
         if name == ROPE_FACTORS:
@@ -60,19 +67,23 @@ def tensors(file: GGUFFile, *, num_heads: int, num_kv_heads: int) -> Iterator[tu
                     "can't share in pairs; the file's metadata belongs to another model."
                 )
             tensor = halves_from_pairs(tensor, heads[part])
+        if arch == "gemma3" and part.endswith("_norm"):
+            tensor = tensor - 1.0  # in float32, as transformers takes it off
         yield own_name, tensor
 
 
 def checkpoint_name(name: str, file: GGUFFile) -> str:
     """`blk.3.attn_q.weight` is `model.layers.3.self_attn.q_proj.weight`."""
+    is_gemma = file.metadata.get("general.architecture") == "gemma3"
+    in_block = _GEMMA_IN_BLOCK if is_gemma else _IN_BLOCK
     match name.split("."):
-        case ["blk", index, part, kind] if part in _IN_BLOCK:
-            return f"model.layers.{index}.{_IN_BLOCK[part]}.{kind}"
+        case ["blk", index, part, kind] if part in in_block:
+            return f"model.layers.{index}.{in_block[part]}.{kind}"
         case [part, kind] if part in _TOP:
             return f"{_TOP[part]}.{kind}"
     raise ModelError(
         f"{file.path} has a tensor {name!r}, which no architecture served here has; "
-        "use a file of a llama, qwen2, qwen3 or qwen3moe model."
+        "use a file of a llama, qwen2, qwen3, qwen3moe or gemma3 model."
     )
 
 

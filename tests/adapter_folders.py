@@ -83,8 +83,10 @@ def tiny_targets(
     intermediate: int = 48,
     vocab: int = 64,
     num_experts: int | None = None,
+    is_interleaved: bool = False,
 ) -> dict[str, Target]:
-    """Those of a small Llama, or with `num_experts` of a small Qwen3-MoE."""
+    """Those of a small Llama, or with `num_experts` of a small Qwen3-MoE; `is_interleaved`: with
+    gpt-oss' kind of experts."""
     linear = TargetKind.LINEAR
     targets = {"model.embed_tokens": Target(TargetKind.EMBEDDING, vocab, hidden)}
     for layer in range(num_layers):
@@ -97,9 +99,11 @@ def tiny_targets(
         mlp = f"model.layers.{layer}.mlp" + ("" if num_experts is None else ".experts")
         if num_experts is not None:
             targets[f"model.layers.{layer}.mlp.gate"] = Target(linear, hidden, num_experts)
-        targets[f"{mlp}.gate_proj"] = Target(kind, hidden, intermediate, num_experts)
-        targets[f"{mlp}.up_proj"] = Target(kind, hidden, intermediate, num_experts)
-        targets[f"{mlp}.down_proj"] = Target(kind, intermediate, hidden, num_experts)
+        into = Target(kind, hidden, intermediate, num_experts, is_interleaved)
+        targets[f"{mlp}.gate_proj"] = targets[f"{mlp}.up_proj"] = into
+        targets[f"{mlp}.down_proj"] = Target(
+            kind, intermediate, hidden, num_experts, is_interleaved
+        )
     targets["lm_head"] = Target(linear, hidden, vocab)
     return targets
 
@@ -248,15 +252,18 @@ def _expert_tensors(
             tensors[_key(recipe, module, "A")] = pair.a
             tensors[_key(recipe, module, "B")] = pair.b
         elif leaf != "up_proj":
-            tensors |= _fused(recipe, pairs, experts, leaf)
+            tensors |= _fused(recipe, pairs, experts, leaf, targets[name].is_interleaved)
     return tensors
 
 
-def _fused(recipe: Recipe, pairs: Mapping[str, Pair], experts: str, leaf: str) -> dict[str, Tensor]:
+def _fused(
+    recipe: Recipe, pairs: Mapping[str, Pair], experts: str, leaf: str, is_interleaved: bool
+) -> dict[str, Tensor]:
     """Gate and up in one, or down, of one layer."""
     a, b = pairs[f"{experts}.{leaf}"].a, pairs[f"{experts}.{leaf}"].b
     if leaf == "gate_proj":
-        b = torch.cat([b, pairs[f"{experts}.up_proj"].b], dim=1)
+        both = [b, pairs[f"{experts}.up_proj"].b]
+        b = torch.stack(both, dim=2).flatten(1, 2) if is_interleaved else torch.cat(both, dim=1)
     if recipe.experts is ExpertFormat.GATE_UP:
         module = f"{experts}.gate_up_proj"
         return {_key(recipe, module, "A"): a, _key(recipe, module, "B"): b}

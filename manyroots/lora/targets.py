@@ -33,6 +33,9 @@ class Target:
     out_features: int
     num_experts: int | None = None
     """With EXPERTS alone."""
+    is_interleaved: bool = False
+    """With EXPERTS alone: the model's own parameters are [in, out] for each expert, with gate and
+    up by turns (gpt-oss). Adapters that PEFT made for such parameters are, too."""
 
 
 Targets = Mapping[str, Target]

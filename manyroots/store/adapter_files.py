@@ -112,7 +112,7 @@ def _is_canonical(layout: AdapterLayout, header: Header, dtype: torch.dtype) -> 
     return (
         not layout.base_copies
         and {_DTYPES[entry.dtype] for entry in header.tensors} == {dtype}
-        and not any(piece.axes is not None or piece.rows for piece in _pieces(layout))
+        and not any(piece.axes is not None or piece.rows is not None for piece in _pieces(layout))
     )
 
 
@@ -199,8 +199,7 @@ def _copy(place: Tensor, piece: Piece, tensors: list[Tensor]) -> None:
     if piece.axes is not None:
         source = source.permute(piece.axes)
     if piece.rows is not None:
-        first, end = piece.rows
-        source = source[..., first:end, :]
+        source = source[..., piece.rows, :]
     place.copy_(source)
 
 

@@ -26,21 +26,26 @@ class LoraSite:
         *,
         num_experts: int | None = None,
         factor: float = 1.0,
+        is_interleaved: bool = False,
     ) -> None:
         """`parts`: the width of each in the output, by name. `factor`: what the model multiplies
-        the output with, where an adapter's is multiplied, too (a scaled embedding)."""
+        the output with, where an adapter's is multiplied, too (a scaled embedding).
+        `is_interleaved`: see `Target`."""
         self.kind = kind
         self.factor = factor
         self.in_features = in_features
         self.out_features = sum(parts.values())
         self.num_experts = num_experts
+        self.is_interleaved = is_interleaved
         self._parts = dict(parts)
 
     def targets(self, folder: str) -> Iterator[tuple[str, SitePart]]:
         """Its parts by their names in the checkpoint's `folder`."""
         start = 0
         for part, size in self._parts.items():
-            target = Target(self.kind, self.in_features, size, self.num_experts)
+            target = Target(
+                self.kind, self.in_features, size, self.num_experts, self.is_interleaved
+            )
             name = f"{folder}.{part}" if part else folder
             yield name, SitePart(self, slice(start, start + size), target)
             start += size

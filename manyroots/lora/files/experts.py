@@ -6,12 +6,13 @@ for all experts: its first dimension is 1 then, here as in the file.
 A parameter that PEFT wrapped is flat: A [experts * rank, in], B [out, rank * experts], where B
 counts experts fastest. Which parameter it is, and whether PEFT read the parameter's dimensions as
 [in, out] or [out, in] (its releases differ), follows from the sizes; where it does not, it is
-refused.
+refused. Parameters that are [in, out] themselves (gpt-oss) have been read as such by all releases.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import NoReturn
 
@@ -131,7 +132,7 @@ def _gate_up(
     gate = targets[f"{experts}.gate_proj"]
     name = f"{experts}.gate_up_proj"
     rank, scaling = config.rank_of(name), config.scaling_of(name)
-    both = Target(gate.kind, gate.in_features, 2 * gate.out_features, gate.num_experts)
+    both = replace(gate, out_features=2 * gate.out_features)
     a = _stacked(name, sides["A"], tensors, (rank, both.in_features), both)
     b = _stacked(name, sides["B"], tensors, (both.out_features, rank), both)
     for part, rows in _halves_of_gate_up(gate):
@@ -146,9 +147,11 @@ def _gate_up(
         )
 
 
-def _halves_of_gate_up(gate: Target) -> tuple[tuple[str, tuple[int, int]], ...]:
+def _halves_of_gate_up(gate: Target) -> tuple[tuple[str, slice], ...]:
     size = gate.out_features
-    return ("gate_proj", (0, size)), ("up_proj", (size, 2 * size))
+    if gate.is_interleaved:
+        return ("gate_proj", slice(0, 2 * size, 2)), ("up_proj", slice(1, 2 * size, 2))
+    return ("gate_proj", slice(0, size)), ("up_proj", slice(size, 2 * size))
 
 
 def _parameter(
@@ -206,6 +209,8 @@ def _which_parameter(
         if not is_named(f"{experts}.{parameter}", config.target_parameters):
             continue
         for is_swapped, (first, last) in ((False, (num_in, num_out)), (True, (num_out, num_in))):
+            if is_swapped and gate.is_interleaved:
+                continue
             if a.shape == (wide_rank, first) and b.shape == (last, wide_rank):
                 found.append((parameter, is_swapped))
     if len(found) == 1:

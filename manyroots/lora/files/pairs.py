@@ -28,8 +28,8 @@ class Piece(NamedTuple):
     """How their bytes are first seen."""
     axes: tuple[int, ...] | None = None
     """Then permuted, unless None."""
-    rows: tuple[int, int] | None = None
-    """Then cut to these in the dimension before the last: [first, past the last)."""
+    rows: slice | None = None
+    """Then cut to these in the dimension before the last."""
 
 
 class PairLayout(NamedTuple):

@@ -79,6 +79,22 @@ def test_w15_every_expert_format_is_told_from_names_and_shapes(
     check_equal(weights, wanted, MOE)
 
 
+_OF_INTERLEAVED = [form for form in ExpertFormat if form is not ExpertFormat.PARAMETERS_SWAPPED]
+
+
+@pytest.mark.parametrize("form", _OF_INTERLEAVED)
+def test_w15_gate_and_up_by_turns_are_told_apart_where_the_model_has_them_so(
+    tmp_path: Path, form: ExpertFormat
+) -> None:
+    """W15: gpt-oss. Its down projection is square, which leaves one reading: no release of PEFT
+    read parameters that are [in, out] in another way."""
+    targets = tiny_targets(num_experts=3, intermediate=32, is_interleaved=True)
+    modules = ("q_proj", "gate_proj", "up_proj", "down_proj")
+    wanted = write_adapter(tmp_path, targets, Recipe(experts=form, modules=modules))
+    _, weights = read(tmp_path, targets)
+    check_equal(weights, wanted, targets)
+
+
 def test_w15_experts_in_many_chunks_are_read_to_their_places(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,11 +88,11 @@ the packaged models have."""
 @pytest.mark.parametrize("kind", BLOCKS, ids=lambda kind: kind.name)
 def test_blocks_are_what_llama_cpp_makes_of_them(kind: Kind, tmp_path: Path) -> None:
     formula, size, halves = BLOCKS[kind]
-    random = np.random.default_rng(12)
+    rng = np.random.default_rng(12)
     num_blocks = 64
-    raw = random.integers(0, 256, (num_blocks, size), dtype=np.uint8)
+    raw = rng.integers(0, 256, (num_blocks, size), dtype=np.uint8)
     for at in halves:
-        scales = random.normal(0, 0.05, num_blocks).astype(np.float16)
+        scales = rng.normal(0, 0.05, num_blocks).astype(np.float16)
         raw[:, at : at + 2] = scales.view(np.uint8).reshape(num_blocks, 2)
     writer = GGUFWriter(tmp_path / "m.gguf", "llama")
     writer.add_tensor("some", raw.reshape(4, -1), raw_dtype=kind)

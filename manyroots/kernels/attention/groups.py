@@ -24,6 +24,9 @@ from manyroots.kernels.attention.grouping import (
 from manyroots.kernels.attention.paged import PagedRows
 from manyroots.kernels.rope_write.inputs import KvPlaces
 
+SEEN, HIDDEN = np.float32(0), np.float32(-np.inf)
+"""What is added to a score."""
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
@@ -70,8 +73,7 @@ def group_rows(
     rows: PagedRows, page_size: int, dtype: torch.dtype, limits: GroupingLimits = CPU_LIMITS
 ) -> GroupedRows:
     """What depends on no layer; `dtype` is the queries'."""
-    table: Int64s = rows.page_table.numpy().astype(np.int64)
-    lens: Int64s = rows.context_lens.numpy().astype(np.int64)
+    table, lens = _int64s(rows.page_table), _int64s(rows.context_lens)
     count = rows.num_decodes
     order, decodes = _group_decodes(
         table[:count], lens[:count], rows.window, page_size, dtype, limits
@@ -115,6 +117,7 @@ def _group_decodes(
     order = (np.arange(len(lens)) if by_length is None else by_length)[:num_live]
     num_pages, firsts = num_pages[order], firsts[order]
     begins, ends = begins[order] - firsts * page_size, lens[order] - firsts * page_size
+    is_cut = begins > 0 if window else None
     own_table = rows_from(table[order], firsts, num_pages)
     groups = tuple(
         DecodeGroup(
@@ -122,34 +125,39 @@ def _group_decodes(
             shared_pages=_indices(plan.shared),
             pages=_indices(plan.pages),
             bias=_bias(
-                begins[plan.start : plan.stop],
+                begins[plan.start : plan.stop] if is_cut is not None else None,
                 ends[plan.start : plan.stop] - len(plan.shared) * page_size,
                 plan.pages.shape[1] * page_size,
                 dtype,
             ),
         )
-        for plan in plan_decodes(own_table, num_pages, page_size, limits, begins > 0)
+        for plan in plan_decodes(own_table, num_pages, page_size, limits, is_cut)
     )
     return None if is_whole else torch.from_numpy(order), groups
 
 
-def _bias(begins: Int64s, ends: Int64s, num_keys: int, dtype: torch.dtype) -> Tensor:
-    """0 for the keys [begin, end) of each row, -inf for others."""
+def _bias(begins: Int64s | None, ends: Int64s, num_keys: int, dtype: torch.dtype) -> Tensor:
+    """0 for the keys [begin, end) of each row, -inf for others; None: all begin with the first."""
     keys = np.arange(num_keys)
-    hidden = keys >= ends[:, None]
-    if begins.any():
-        hidden |= keys < begins[:, None]
-    bias = torch.zeros(hidden.shape, dtype=dtype)
-    return bias.masked_fill_(torch.from_numpy(hidden), float("-inf"))[:, None, None, :]
+    is_seen = keys < ends[:, None]
+    if begins is not None:
+        is_seen &= keys >= begins[:, None]
+    bias = torch.from_numpy(np.where(is_seen, SEEN, HIDDEN))
+    return bias.to(dtype)[:, None, None, :]
 
 
 def _places(places: KvPlaces) -> KvPlaces:
-    pages, offsets, tokens = places.pages.long(), places.offsets.long(), None
-    is_kept = pages >= 0
-    if not is_kept.all():
-        tokens = is_kept.nonzero().squeeze(1)
-        pages, offsets = pages[tokens], offsets[tokens]
-    return KvPlaces(pages, offsets, pages[offsets == 0], tokens)
+    pages, offsets = (_int64s(tensor) for tensor in (places.pages, places.offsets))
+    tokens = None
+    if pages.min(initial=0) < 0:
+        kept = np.flatnonzero(pages >= 0)
+        tokens, pages, offsets = torch.from_numpy(kept), pages[kept], offsets[kept]
+    new_pages = torch.from_numpy(pages[offsets == 0])
+    return KvPlaces(torch.from_numpy(pages), torch.from_numpy(offsets), new_pages, tokens)
+
+
+def _int64s(tensor: Tensor) -> Int64s:
+    return tensor.numpy().astype(np.int64)
 
 
 def _indices(pages: Int64s) -> Tensor:

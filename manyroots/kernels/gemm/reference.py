@@ -9,18 +9,26 @@ from manyroots.kernels.lora_sites.sites import LinearSite, LoraRows, LoraTerm
 from manyroots.kernels.norm.undivided import UndividedNorm
 
 
+def is_for(num_rows: int, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether `linear` computes this."""
+    return True
+
+
 def linear(
     x: Tensor | UndividedNorm,
     weight: Tensor,
     site: LinearSite | None = None,
     rows: LoraRows | None = None,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, LoraTerm | None]:
-    """x [rows, k] times weight [n, k] transposed, as partial sums [splits, rows, n] in float32 or
-    one product in x's dtype; and, given a site, what its adapters shrink x to."""
+    """x [rows, k] times weight [n, k] transposed, and a bias [n], as partial sums [splits, rows, n]
+    in float32 or one product in x's dtype; and, given a site, what its adapters shrink x to."""
     if isinstance(x, UndividedNorm):
         # Not rounded in between: the fused kernel divides the product, not the activations.
         x = x.values.float() * x.factors
     out = (x.float() @ weight.float().T).unsqueeze(0)
+    if bias is not None:
+        out = out + bias.float()
     if site is None or rows is None:
         return out, None
     return out, shrink(x, site, rows)

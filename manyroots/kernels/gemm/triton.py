@@ -28,6 +28,8 @@ from manyroots.kernels.norm.undivided import UndividedNorm
 MAX_ROWS = 64
 BLOCK_N = 64
 BLOCK_K = 128
+INNER_STEP = 8
+"""The inner dimension is a multiple of it, so that rows are whole 16-byte loads."""
 CACHE_LINE_BYTES = 128
 
 
@@ -45,7 +47,8 @@ class Tiling:
 @triton.jit
 def _product(
     x, w_rows, row_ok, num_rows, k_size, first, last,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """W x^T over [first, last) of the inner dimension: [BLOCK_N, BLOCK_M] in float32."""
     m = tl.arange(0, BLOCK_M)
@@ -54,14 +57,18 @@ def _product(
     w_at = w_rows[:, None] + k[None, :]
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for at in range(first, last, BLOCK_K):
-        if MASKED:
-            weight = tl.load(
-                w_at + at, mask=row_ok[:, None], other=0.0, eviction_policy="evict_first"
-            )
-        else:
-            weight = tl.load(w_at + at, eviction_policy="evict_first")
         # Masked, not clamped: a hundred programs reading one row many times would queue for it.
-        xs = tl.load(x_at + at, mask=(m < num_rows)[:, None], other=0.0)
+        row_mask = (m < num_rows)[:, None]
+        weight_mask = row_ok[:, None]
+        if not EVEN_K:
+            inside = (at + k < k_size)[None, :]
+            row_mask = row_mask & inside
+            weight_mask = weight_mask & inside
+        if EVEN_K and not MASKED:
+            weight = tl.load(w_at + at, eviction_policy="evict_first")
+        else:
+            weight = tl.load(w_at + at, mask=weight_mask, other=0.0, eviction_policy="evict_first")
+        xs = tl.load(x_at + at, mask=row_mask, other=0.0)
         acc = tl.dot(weight, tl.trans(xs), acc, input_precision="ieee")
     return acc
 
@@ -86,7 +93,7 @@ def _shrink_tile(
     x, squares, num_pieces, hidden, pool, table, scalings, blocks, num_blocks, tile, split, first,
     last, num_rows, k_size, eps, width,
     NUM_PARTS: tl.constexpr, PIECES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """The adapters' A, one block's after the other's, as further tiles of weights.
 
@@ -112,8 +119,9 @@ def _shrink_tile(
         if PIECES:
             of_pieces = _squares_of(squares, num_pieces, num_rows, BLOCK_M, PIECES)
         acc = _product(
-            x, w_rows, row_ok, num_rows, k_size, first, last, BLOCK_M, BLOCK_N, BLOCK_K, True
-        )
+            x, w_rows, row_ok, num_rows, k_size, first, last, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K,
+            True,
+        )  # fmt: skip
         if PIECES:
             acc = _divided(acc, of_pieces, k_size, eps)
         m = tl.arange(0, BLOCK_M)[:, None]
@@ -124,15 +132,17 @@ def _shrink_tile(
 
 @triton.jit(do_not_specialize=["num_rows", "lora_tiles"])
 def _linear(
-    x, squares, num_pieces, w, out, hidden, pool, table, scalings, blocks, num_blocks, num_rows,
-    n_size, k_size, eps, width, lora_tiles,
-    NUM_PARTS: tl.constexpr, PIECES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, LINES: tl.constexpr, DEPENDENT: tl.constexpr,
+    x, squares, num_pieces, w, bias, out, hidden, pool, table, scalings, blocks, num_blocks,
+    num_rows, n_size, k_size, eps, width, lora_tiles,
+    HAS_BIAS: tl.constexpr, NUM_PARTS: tl.constexpr, PIECES: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, LINES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     let_next_begin(DEPENDENT)
     pid = tl.program_id(0)
     split = tl.program_id(1)
-    steps = tl.cdiv(k_size // BLOCK_K, tl.num_programs(1))
+    pieces = k_size // BLOCK_K if EVEN_K else tl.cdiv(k_size, BLOCK_K)
+    steps = tl.cdiv(pieces, tl.num_programs(1))
     first = split * steps * BLOCK_K
     last = tl.minimum(k_size, first + steps * BLOCK_K)
     if NUM_PARTS:
@@ -140,24 +150,39 @@ def _linear(
             _shrink_tile(
                 x, squares, num_pieces, hidden, pool, table, scalings, blocks, num_blocks, pid,
                 split, first, last, num_rows, k_size, eps, width, NUM_PARTS, PIECES, BLOCK_M,
-                BLOCK_N, BLOCK_K, DEPENDENT,
+                BLOCK_N, BLOCK_K, EVEN_K, DEPENDENT,
             )  # fmt: skip
             return
     n = (pid - lora_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
     w_rows = w + tl.minimum(n, n_size - 1).to(tl.int64) * k_size
     line = tl.arange(0, LINES) * (BLOCK_K // LINES)
+    if not EVEN_K:
+        line = tl.minimum(line, tl.maximum(k_size - 1 - first, 0))
     prefetch(w_rows[:, None] + first + line[None, :], DEPENDENT)
+    if HAS_BIAS:
+        # Of the first split alone: the others' sums are added to its.
+        biased = tl.where(split == 0, n_size, 0)
+        added = tl.load(bias + n, mask=n < biased, other=0.0).to(tl.float32)
     wait_for_inputs(DEPENDENT)
     m = tl.arange(0, BLOCK_M)
     if PIECES:
         of_pieces = _squares_of(squares, num_pieces, num_rows, BLOCK_M, PIECES)
     acc = _product(
-        x, w_rows, n < n_size, num_rows, k_size, first, last, BLOCK_M, BLOCK_N, BLOCK_K, False
-    )
+        x, w_rows, n < n_size, num_rows, k_size, first, last, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K,
+        False,
+    )  # fmt: skip
     if PIECES:
         acc = _divided(acc, of_pieces, k_size, eps)
+    if HAS_BIAS:
+        acc += added[:, None]
     to = out + (split * num_rows + m[:, None]).to(tl.int64) * n_size + n[None, :]
     tl.store(to, tl.trans(acc), mask=(m < num_rows)[:, None] & (n < n_size)[None, :])
+
+
+def is_for(num_rows: int, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether `linear` computes this. Up to MAX_ROWS a product is bound by reading its weight, and
+    it reads that faster than the library does; beyond, it is the library's."""
+    return num_rows <= MAX_ROWS and weight.shape[1] % INNER_STEP == 0
 
 
 def linear(
@@ -165,11 +190,12 @@ def linear(
     weight: Tensor,
     site: LinearSite | None = None,
     rows: LoraRows | None = None,
+    bias: Tensor | None = None,
     *,
     tiling: Tiling | None = None,
 ) -> tuple[Tensor, LoraTerm | None]:
-    """x [rows, k] times weight [n, k] transposed, as partial sums [splits, rows, n] in float32 or
-    one product in x's dtype; and, given a site, what its adapters shrink x to."""
+    """x [rows, k] times weight [n, k] transposed, and a bias [n], as partial sums [splits, rows, n]
+    in float32 or one product in x's dtype; and, given a site, what its adapters shrink x to."""
     x, squares, num_pieces, eps = _parts_of(x)
     num_rows, k_size = x.shape
     n_size = weight.shape[0]
@@ -192,11 +218,12 @@ def linear(
         adapters = (hidden, site.pool, site.table, site.scalings, rows.blocks, rows.num_blocks)
     grid = (lora_tiles + triton.cdiv(n_size, tiling.block_n), splits)
     _linear[grid](
-        x, squares, num_pieces, weight, out, *adapters, num_rows, n_size, k_size, eps, width,
-        lora_tiles, NUM_PARTS=num_parts,
+        x, squares, num_pieces, weight, weight if bias is None else bias, out, *adapters, num_rows,
+        n_size, k_size, eps, width, lora_tiles, HAS_BIAS=bias is not None, NUM_PARTS=num_parts,
         PIECES=triton.next_power_of_2(num_pieces) if num_pieces else 0,
         BLOCK_M=max(16, triton.next_power_of_2(num_rows)), BLOCK_N=tiling.block_n,
-        BLOCK_K=tiling.block_k, LINES=max(1, tiling.block_k * x.element_size() // CACHE_LINE_BYTES),
+        BLOCK_K=tiling.block_k, EVEN_K=k_size % tiling.block_k == 0,
+        LINES=max(1, tiling.block_k * x.element_size() // CACHE_LINE_BYTES),
         num_stages=tiling.num_stages, num_warps=tiling.num_warps, **launch_options(x.device),
     )  # fmt: skip
     return out, term
@@ -221,9 +248,17 @@ def tiling_for(num_rows: int, n_size: int, k_size: int, lora_tiles: int = 0) -> 
         # With adapters, splits cost their readers more: twice as many sums to add up.
         for num_stages, fewest, most in fits if not lora_tiles else (fits[0], fits[2], fits[1]):
             for splits in (1, 2, 4):
-                if fewest <= tiles * splits <= most and k_size % (BLOCK_K * splits) == 0:
+                if fewest <= tiles * splits <= most and _can_be_cut(k_size, splits):
                     return Tiling(BLOCK_N, BLOCK_K, splits, num_stages, 4)
     splits = 1
-    while tiles * splits < 80 and k_size % (2 * splits * BLOCK_K) == 0:
+    while tiles * splits < 80 and _can_be_cut(k_size, 2 * splits):
         splits *= 2
     return Tiling(BLOCK_N, BLOCK_K, splits, 6 if num_rows <= 16 else 4, 4)
+
+
+def _can_be_cut(k_size: int, splits: int) -> bool:
+    """Whether every split has some of the inner dimension; equally much where it is even."""
+    pieces = -(-k_size // BLOCK_K)
+    if k_size % (2 * BLOCK_K) == 0:
+        return pieces % splits == 0
+    return (splits - 1) * -(-pieces // splits) < pieces

@@ -174,6 +174,49 @@ def test_linear_gives_partial_sums_of_the_product_and_of_the_adapters_shrink(
         assert_same_hidden(shrunk, expected_shrunk, dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("k_size", [192, 200, 40])
+@pytest.mark.parametrize("splits", [1, 2, 3])
+@pytest.mark.parametrize("slots", [None, SLOTS])
+def test_a_product_of_any_inner_size_has_its_bias_once(
+    slots: tuple[int, ...] | None, splits: int, k_size: int, dtype: torch.dtype
+) -> None:
+    """Splits that are not equally long, and one that has nothing; behind the rows lies NaN."""
+    num_rows = len(slots or SLOTS)
+    rows = None if slots is None else make_rows(*slots)
+    site = make_site(k_size, (32, 16), [(8, 16), (40, 8), (0, 24)], dtype)
+    behind = torch.full((num_rows + 1, k_size), float("nan"), dtype=dtype, device=DEVICE)
+    behind[:-1] = randn(num_rows, k_size, dtype=dtype)
+    x = behind[:-1]
+    weight = randn(72, k_size, dtype=dtype, seed=4) * k_size**-0.5
+    bias = randn(72, dtype=dtype, seed=5)
+    tiling = gemm.Tiling(32, 64, splits, 2, 4)
+    out, shrunk = gemm.linear(x, weight, site, rows, bias, tiling=tiling)
+    expected, expected_shrunk = gemm_reference.linear(x, weight, site, rows, bias)
+    assert_close("lora", out.float().sum(0), expected[0], dtype)
+    if shrunk is not None and expected_shrunk is not None:
+        assert_same_hidden(shrunk, expected_shrunk, dtype)
+    rows_of_norm = norm_reference.add_norm(
+        x.clone(), x, randn(k_size, dtype=dtype, seed=6), EPS, term((k_size,), [(8,)] * 3, dtype)
+    )
+    out, _ = gemm.linear(rows_of_norm, weight, None, None, bias, tiling=tiling)
+    expected, _ = gemm_reference.linear(rows_of_norm, weight, None, None, bias)
+    assert_close("lora", out.float().sum(0), expected[0], dtype)
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 33, 64])
+@pytest.mark.parametrize("k_size", [576, 640, 1152, 2880, 2048, 4096, 6912, 768, 200])
+@pytest.mark.parametrize("n_size", [32, 1536, 5120, 201088])
+def test_every_split_of_a_product_has_something_to_do(
+    n_size: int, k_size: int, num_rows: int
+) -> None:
+    splits = gemm.tiling_for(num_rows, n_size, k_size).num_splits
+    pieces = -(-k_size // gemm.BLOCK_K)
+    assert (splits - 1) * -(-pieces // splits) < pieces
+    if k_size % (2 * gemm.BLOCK_K) == 0:
+        assert pieces % splits == 0
+
+
 def assert_same_hidden(actual: LoraTerm, expected: LoraTerm, dtype: torch.dtype) -> None:
     """What adapters shrink rows to; what lies behind their ranks is nobody's."""
     for row, slot in enumerate(expected.rows.slots.tolist()):

@@ -1,0 +1,28 @@
+"""Products with torch's operators, adapters included: the path of a CPU. See `reference.py`."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from manyroots.kernels.lora_sites.sites import LinearSite, LoraRows
+from manyroots.kernels.lora_sites.torch_ops import add_linear
+
+
+def is_for(num_rows: int, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether `linear` computes this."""
+    return True
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    site: LinearSite | None = None,
+    rows: LoraRows | None = None,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, None]:
+    """The whole product; nothing is left for a reader to finish."""
+    y = F.linear(x, weight, bias)
+    if site is not None and rows is not None:
+        add_linear(y, x, site, rows)
+    return y, None

@@ -7,10 +7,12 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from manyroots.config import EngineSettings, engine_settings
+from manyroots.engine import adapter_runtime
 from manyroots.engine.build import build_engine
 from manyroots.engine.loop import EngineLoop
 from manyroots.engine.worker import Worker
@@ -83,16 +85,20 @@ class Engines:
 def _without_graphs() -> Iterator[None]:
     """Engines that are built in here have the GPU's runner, wherever they compute."""
     is_fused, make_runner = Worker.is_fused, Worker.make_runner
+    pool = adapter_runtime.AdapterPool
 
     def make_eager(worker: Worker, settings: EngineSettings, *rest: Any) -> Any:
         model = replace(settings.model, enforce_eager=True)
         return make_runner(worker, replace(settings, model=model), *rest)
 
     Worker.is_fused, Worker.make_runner = lambda *_: True, make_eager
+    # Adapters lie as they do on a GPU.
+    adapter_runtime.AdapterPool = partial(pool, is_turned=False)
     try:
         yield
     finally:
         Worker.is_fused, Worker.make_runner = is_fused, make_runner
+        adapter_runtime.AdapterPool = pool
 
 
 def run(loop: EngineLoop, batch: list[Submit]) -> Outputs:

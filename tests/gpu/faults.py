@@ -22,7 +22,7 @@ from manyroots.kernels.norm.undivided import UndividedNorm
 from manyroots.layers.fused import FusedProducts
 from manyroots.runner import step_arrays
 from manyroots.runner.device_rows import DeviceRows
-from manyroots.store import adapter_pool, adapter_region
+from manyroots.store import adapter_region, adapter_tables
 from tests.gpu import checked
 from tests.gpu import requests as made
 from tests.gpu.models import VOCAB
@@ -126,21 +126,26 @@ def _wrong_scaling() -> AbstractContextManager[None]:
     """The second part of every product (k, up) is scaled by half of its scaling."""
 
     def make(write: Any) -> Any:
-        def wrong(tables: Any, slot: int, entries: Any, scalings: Any) -> None:
-            halved = [[s if i != 1 else s / 2 for i, s in enumerate(row)] for row in scalings]
-            write(tables, slot, entries, halved)
+        def wrong(tables: Any, slot: int, pairs: Any, place: Any) -> None:
+            second = {names[1] for names in tables.names.values() if len(names) > 1}
+            halved = {
+                name: replace(pair, scaling=pair.scaling / 2) if name in second else pair
+                for name, pair in pairs.items()
+            }
+            write(tables, slot, halved, place)
 
         return wrong
 
-    return patched(adapter_pool._Tables, "write", make)
+    return patched(adapter_tables.SiteTables, "write", make)
 
 
 def _wrong_column() -> AbstractContextManager[None]:
     """What adapters add to a product's columns is one column late."""
 
     def make(place: Any) -> Any:
-        def wrong(region: Any, found: Any) -> Any:
-            return place(region, [pair and replace(pair, b=pair.b.roll(1, 0)) for pair in found])
+        def wrong(region: Any, site: Any, found: Any) -> Any:
+            late = [pair and replace(pair, b=pair.b.roll(1, 0)) for pair in found]
+            return place(region, site, late)
 
         return wrong
 
@@ -216,7 +221,10 @@ def bent(kernels: Kernels, op: str) -> Kernels:
             return call(replace(first, squares=squares), *rest, **options)
         changed = first.clone()
         changed.view(-1, changed.shape[-1])[-1, ::2] += 4
-        return call(changed, *rest, **options)
+        given = call(changed, *rest, **options)
+        if given is None:  # it changes its input in place
+            first.copy_(changed)
+        return given
 
     module = SimpleNamespace(**{**vars(getattr(kernels, room)), name: wrong})
     return replace(kernels, **{room: cast(ModuleType, module)})

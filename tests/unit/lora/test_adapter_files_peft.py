@@ -7,8 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
+from manyroots.kernels.tolerances import assert_close
 from manyroots.lora.targets import TargetKind
 from manyroots.store.adapter_files import read_adapter
 from manyroots.store.adapter_weights import AdapterWeights
@@ -164,3 +172,56 @@ def test_w15_parameters_of_experts_read_as_the_factors_peft_computes_with(
             assert pair.scaling == scaling
             num_compared += 1
     assert num_compared == sum("experts" in name for name in weights.pairs) > 0
+
+
+@pytest.mark.parametrize("inner", [32, 24])
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        ["mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.router.weight"],
+        ["mlp.experts.down_proj"],
+        ["mlp.experts.gate_up_proj"],
+    ],
+)
+def test_w15_gates_and_ups_by_turns_read_as_what_peft_adds_to_each(
+    tmp_path: Path, parameters: list[str], inner: int
+) -> None:
+    """W15: gpt-oss, whose down is square (or not), and whose router is a parameter, too."""
+    config = GptOssConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=inner,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_local_experts=NUM_EXPERTS,
+        num_experts_per_tok=2,
+    )
+    torch.manual_seed(1)
+    wrapped = saved(
+        GptOssForCausalLM(config), tmp_path, r=4, lora_alpha=8, target_modules=["q_proj"],
+        target_parameters=parameters,
+        rank_pattern={"router.weight": 2} if "mlp.router.weight" in parameters else {},
+    )  # fmt: skip
+    made = tiny_targets(num_experts=NUM_EXPERTS, intermediate=inner, is_interleaved=True)
+    targets = {name.replace("mlp.gate", "mlp.router"): target for name, target in made.items()}
+    weights = read(tmp_path, targets)
+    num_compared = 0
+    for name, module in wrapped.named_modules():
+        if type(module).__name__ != "ParamWrapper":
+            continue
+        block = name.removeprefix("base_model.model.").replace(".base_layer", "")
+        delta = module.get_delta_weight("default")
+        # A parameter is [in, out] for each expert.
+        parts = {block: delta} if block.endswith("router") else {f"{block}.down_proj": delta.mT}
+        if module.parameter_name == "gate_up_proj":
+            parts = {
+                f"{block}.gate_proj": delta[..., ::2].mT,
+                f"{block}.up_proj": delta[..., 1::2].mT,
+            }
+        for target, wanted in parts.items():
+            pair = weights.pairs[target]
+            assert_close("lora", pair.scaling * pair.b @ pair.a, wanted, torch.float32)
+            num_compared += 1
+    assert num_compared == sum("mlp" in name for name in weights.pairs) > 0

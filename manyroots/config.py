@@ -161,7 +161,7 @@ class LoraSettings:
         8,
         "Most distinct adapters in one step, and slots for them on the device; 0: as many as fit "
         "into a quarter of the memory that a GPU has beside the weights (on a CPU: into as much as "
-        "the cache's pages may take), at most 256.",
+        "the cache's pages may take), at most 256 or --max-num-seqs.",
     )
     max_cpu_loras: int = option(0, "Most adapters in host memory; 0 is no limit.")
     max_lora_rank: int = option(16, "Highest rank that an adapter may have.")

@@ -26,7 +26,7 @@ ADAPTER_SHARE = 0.25
 """On a GPU, --max-loras 0 gives adapters at most this share of what weights leave. On a CPU they
 may take as much as pages may, and take it only as they come."""
 MAX_OPEN_SLOTS = 256
-"""As many slots as --max-loras 0 makes at most."""
+"""As many slots as --max-loras 0 makes at most, unless a step may have more rows."""
 LIBRARY_RESERVE_BYTES = 256 * 2**20
 """On a GPU, left alone for what libraries and compiled kernels take as they go."""
 
@@ -65,7 +65,8 @@ def count_slots(
     if device.type == "cuda":
         pages = (cache.num_gpu_blocks_override or 0) * bytes_per_page
         free = int((free - (cache.kv_cache_memory_bytes or pages)) * ADAPTER_SHARE)
-    fit = max(1, min(MAX_OPEN_SLOTS, free // max(bytes_per_slot, 1)))
+    most = max(MAX_OPEN_SLOTS, settings.scheduler.max_num_seqs)
+    fit = max(1, min(most, free // max(bytes_per_slot, 1)))
     return min(fit, lora.max_cpu_loras or fit)
 
 

@@ -66,6 +66,16 @@ def test_l05_no_cap_on_adapters_is_as_many_as_fit(
     engine.loop.close()
 
 
+@pytest.mark.parametrize("max_num_seqs", [4, 300])
+def test_l02_where_memory_holds_as_many_as_a_step_has_rows_there_is_no_cap(
+    model: str, max_num_seqs: int
+) -> None:
+    """L02: --max-loras 0 leaves no row without a slot for its adapter."""
+    engine = build(model, enable_lora=True, max_loras=0, max_num_seqs=max_num_seqs)
+    assert engine.info.max_loras == max(MAX_OPEN_SLOTS, max_num_seqs)
+    engine.loop.close()
+
+
 @pytest.mark.parametrize(
     ("free_gib", "cache", "slot_gib", "expected"),
     [

@@ -29,7 +29,7 @@ from manyroots.lora.audit import audit as audit_adapters
 from manyroots.lora.residency import Residency
 from manyroots.lora.spec import AdapterSpec
 from manyroots.messages import Abort, LoadLora, LoraReply, Output, Submit, UnloadLora
-from manyroots.models.llama import Llama
+from manyroots.models.decoder import Decoder
 from manyroots.runner.torch_runner import TorchRunner
 from manyroots.sampling import SamplingParams
 from manyroots.scheduler.scheduler import Scheduler
@@ -57,7 +57,7 @@ class TinyWorld:
     def __init__(self, folder: Path, recipes: dict[str, Recipe]) -> None:
         self.folder = folder
         save_tiny(folder / "model", "llama", vocab_size=VOCAB, **SIZES, **HEADS)
-        self.model: Llama = load_tiny(folder / "model")
+        self.model: Decoder = load_tiny(folder / "model")
         self.targets = self.model.adapter_targets()
         for content, recipe in recipes.items():
             self.write(content, recipe)

@@ -26,7 +26,7 @@ from manyroots.engine.adapter_runtime import (
 from manyroots.engine.memory import count_pages, count_slots, estimated_step_bytes
 from manyroots.errors import ConfigError
 from manyroots.models.fused import check_fused_step, why_not_fused
-from manyroots.models.llama import Llama
+from manyroots.models.decoder import Decoder
 from manyroots.models.load import describe, load_model
 from manyroots.models.source import ModelSource
 from manyroots.models.spec import ModelSpec
@@ -58,7 +58,7 @@ class Sizes:
 class Worker:
     """A rank's weights, and what fits beside them."""
 
-    model: Llama
+    model: Decoder
     dtype: torch.dtype
     device: torch.device
     shard: Shard
@@ -205,7 +205,7 @@ def is_fused(settings: EngineSettings, spec: ModelSpec, device: torch.device, sh
 
 
 def _step_bytes(
-    settings: EngineSettings, model: Llama, dtype: torch.dtype, max_model_len: int, *, fused: bool
+    settings: EngineSettings, model: Decoder, dtype: torch.dtype, max_model_len: int, *, fused: bool
 ) -> int:
     """What a step takes on a GPU, which must not be given to pages."""
     if fused:
@@ -214,7 +214,7 @@ def _step_bytes(
 
 
 def _measured_step_bytes(
-    settings: EngineSettings, model: Llama, dtype: torch.dtype, max_model_len: int
+    settings: EngineSettings, model: Decoder, dtype: torch.dtype, max_model_len: int
 ) -> int:
     """By the largest step there may be, on a runner with one page, which is thrown away."""
     device = model.embedding.weight.device

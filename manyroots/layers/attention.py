@@ -1,29 +1,101 @@
-"""The attention of one layer over paged keys and values, without its projections.
+"""Attention over paged keys and values, with its projections.
 
-Takes this step's queries, keys and values; writes the keys and values of *all* tokens into their
-pages, then attends. The order matters: a step may let one sequence read a page that another
-sequence fills in the same step. Knows nothing of weights or positions.
-
-The kernel is chosen here and nowhere else; see `kernels/README.md`.
+Takes the residual stream, normalised; writes the keys and values of *all* tokens of the step into
+their pages, then attends. The order matters: a step may let one sequence read a page that another
+sequence fills in the same step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import torch
 from torch import Tensor
 
-from manyroots.kernels.attention import torch_ops
-from manyroots.kernels.attention.batch import AttentionBatch
+from manyroots.distributed.shard import Shard
+from manyroots.kernels.choice import Kernels
+from manyroots.kernels.norm.undivided import UndividedNorm
+from manyroots.kernels.rope_write.inputs import QkNorm
+from manyroots.layers.linear import Linear
+from manyroots.layers.norm import RMSNorm
+from manyroots.layers.product import Product
+from manyroots.layers.spec import AttentionSpec
+from manyroots.layers.step import Step
+from manyroots.layers.weights.fill import Fill, Fills, Side
+from manyroots.store.adapter_sites import SitePart
 
 
 class Attention:
-    """softmax(q k^T * scale) v, causal, over the pages of each sequence."""
+    """qkv, its norms and rotation, attention over pages, and o."""
 
-    def __init__(self, head_dim: int) -> None:
-        self._scale = head_dim**-0.5
+    def __init__(
+        self,
+        hidden_size: int,
+        spec: AttentionSpec,
+        family: int,
+        *,
+        eps: float,
+        norm_offset: float,
+        shard: Shard,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernels: Kernels,
+    ) -> None:
+        """`spec` is the rank's own; `family`: which of the step's page tables is its."""
+        self._spec, self._family, self._kernels, self._shard = spec, family, kernels, shard
+        heads, kv_heads, dim = spec.num_heads, spec.memory.kv_heads, spec.memory.head_dim
+        parts = {"q_proj": heads * dim, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim}
+        self.qkv = Linear(
+            hidden_size, parts, bias=spec.qkv_bias, side=Side.OUTPUT,
+            shard=shard, dtype=dtype, device=device, kernels=kernels,
+        )  # fmt: skip
+        self.o = Linear(
+            heads * dim, {"": hidden_size}, bias=spec.o_bias, side=Side.INPUT,
+            shard=shard, dtype=dtype, device=device, kernels=kernels,
+        )  # fmt: skip
+        self._qk_norms: tuple[RMSNorm, RMSNorm] | None = None
+        self._qk_norm: QkNorm | None = None
+        if spec.qk_norm:
+            q_norm, k_norm = (
+                RMSNorm(
+                    dim, eps=eps, offset=norm_offset, dtype=dtype, device=device, kernels=kernels
+                )
+                for _ in range(2)
+            )
+            self._qk_norms = (q_norm, k_norm)
+            self._qk_norm = QkNorm(q_norm.weight, k_norm.weight, eps)
+        self._sinks = torch.empty(heads, dtype=dtype, device=device) if spec.has_sinks else None
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, layer_kv: Tensor, batch: AttentionBatch
-    ) -> Tensor:
-        """All of q, k, v are [num_tokens, their heads, head_dim]; gives the shape of q."""
-        torch_ops.write_kv(layer_kv, k, v, batch)
-        return torch_ops.paged_attention(q, layer_kv, batch, self._scale)
+    @property
+    def reader(self) -> Linear | None:
+        """The one product that its input is for."""
+        return self.qkv
+
+    def __call__(self, x: Tensor | UndividedNorm, layer_kv: Tensor, step: Step) -> Product:
+        qkv = self.qkv(x, step)
+        attending = step.kv[self._family]
+        q = self._kernels.rope_write.rope_write(
+            qkv.sums, step.ropes[self._spec.rope], self._qk_norm, layer_kv, attending.places,
+            qkv.lora,
+        )  # fmt: skip
+        attended = self._kernels.attention.attend(
+            q, layer_kv, attending, self._spec.scale, self._sinks
+        )
+        return self.o(attended.flatten(1), step)
+
+    def weights(self, name: str) -> Fills:
+        yield from self.qkv.weights(name)
+        yield from self.o.weights(f"{name}.o_proj")
+        if self._qk_norms is not None:
+            q_norm, k_norm = self._qk_norms
+            yield from q_norm.weights(f"{name}.q_norm")
+            yield from k_norm.weights(f"{name}.k_norm")
+        if self._sinks is not None:
+            yield f"{name}.sinks", Fill(self._sinks, cut=0, shard=self._shard)
+
+    def lora_parts(self, name: str) -> Iterator[tuple[str, SitePart]]:
+        yield from self.qkv.lora_parts(name)
+        yield from self.o.lora_parts(f"{name}.o_proj")
+
+    def products(self) -> Iterator[Linear]:
+        yield from (self.qkv, self.o)

@@ -11,27 +11,51 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from manyroots.kernels.lora.batch import AdapterBatch
-from manyroots.layers.lora import add_embedding, add_linear
+from manyroots.distributed.shard import Shard
+from manyroots.kernels.choice import Kernels
+from manyroots.kernels.lora_sites.sites import EmbeddingSite, LoraRows
+from manyroots.layers.linear import Linear
+from manyroots.layers.step import Step
+from manyroots.layers.weights.fill import Fill, Fills, Side
+from manyroots.layers.weights.weight import Weight
 from manyroots.lora.targets import TargetKind
 from manyroots.store.adapter_sites import LoraSite, SitePart
 
 
 class Embedding:
-    """One row per token of the vocabulary."""
+    """One row per token of the vocabulary; every rank has all of them."""
 
     def __init__(
-        self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        scale: float,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernels: Kernels,
     ) -> None:
         self.weight = torch.empty(vocab_size, hidden_size, dtype=dtype, device=device)
-        self.site = LoraSite(TargetKind.EMBEDDING, vocab_size, {"": hidden_size})
+        # Rounded as the checkpoint's own code rounds it.
+        self._scale = torch.tensor(scale, dtype=dtype).item()
+        self._kernels = kernels
+        self.site = LoraSite(
+            TargetKind.EMBEDDING, vocab_size, {"": hidden_size}, factor=self._scale
+        )
+        self.pooled: EmbeddingSite | None = None
+        """Where adapters' weights for it lie; None in a model without adapters."""
 
-    def __call__(self, tokens: Tensor, adapters: AdapterBatch | None) -> Tensor:
-        return add_embedding(F.embedding(tokens, self.weight), tokens, self.site, adapters)
+    def __call__(self, tokens: Tensor, step: Step) -> Tensor:
+        rows = F.embedding(tokens, self.weight)
+        if self._scale != 1.0:
+            rows *= self._scale
+        if step.lora is not None and self.pooled is not None:
+            self._kernels.lora_sites.add_embedding(rows, tokens, self.pooled, step.lora)
+        return rows
 
-    def weights(self, name: str) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, name: str) -> Fills:
         """Where a checkpoint's tensor for the embedding `name` goes."""
-        yield f"{name}.weight", self.weight
+        yield f"{name}.weight", Fill(self.weight)
 
     def lora_parts(self, name: str) -> Iterator[tuple[str, SitePart]]:
         """What adapters may change of the embedding `name`."""
@@ -39,7 +63,7 @@ class Embedding:
 
 
 class LmHead:
-    """Scores of the tokens `rows` of the vocabulary. `tied_to` lends its weight to tied models.
+    """Scores of a rank's tokens of the vocabulary. `tied_to` lends its weight to tied models.
 
     An adapter of one of the two is never the other's, tied or not: it adds to a product, and the
     weight they share stays as it is.
@@ -47,30 +71,38 @@ class LmHead:
 
     def __init__(
         self,
-        rows: slice,
+        vocab_size: int,
         hidden_size: int,
         *,
         tied_to: Embedding | None,
+        shard: Shard,
         dtype: torch.dtype,
         device: torch.device,
+        kernels: Kernels,
     ) -> None:
+        rows = shard.part(vocab_size)
+        self._vocab_size, self._shard, self._kernels = vocab_size, shard, kernels
         self._is_tied = tied_to is not None
-        self.weight = (
-            torch.empty(rows.stop - rows.start, hidden_size, dtype=dtype, device=device)
-            if tied_to is None
-            else tied_to.weight[rows]
-        )
-        self.site = LoraSite(TargetKind.LINEAR, hidden_size, {"": rows.stop - rows.start})
+        self.product = Linear(
+            hidden_size, {"": rows.stop - rows.start}, bias=False, side=Side.OUTPUT,
+            shard=shard, dtype=dtype, device=device if tied_to is None else torch.device("meta"),
+            kernels=kernels,
+        )  # fmt: skip
+        if tied_to is not None:
+            self.product.weight = Weight.tied_to(tied_to.weight[rows])
 
-    def __call__(self, hidden: Tensor, adapters: AdapterBatch | None) -> Tensor:
-        """Logits in float32, where samplers compute."""
-        return add_linear(F.linear(hidden, self.weight), hidden, self.site, adapters).float()
+    def __call__(self, hidden: Tensor, rows: LoraRows | None) -> Tensor:
+        """Logits [num_rows, vocab_size] in the dtype of `hidden`; `rows` are the adapters of these
+        rows, not of all tokens of the step."""
+        product = self.product(hidden, Step(ropes=(), kv=(), lora=rows))
+        own = product.finished(self._kernels).to(hidden.dtype)
+        return self._shard.join(own, self._vocab_size)
 
-    def weights(self, name: str) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, name: str) -> Fills:
         """Where a checkpoint's tensor for the head `name` goes; nowhere if it is tied."""
         if not self._is_tied:
-            yield f"{name}.weight", self.weight
+            yield from self.product.weights(name)
 
     def lora_parts(self, name: str) -> Iterator[tuple[str, SitePart]]:
         """What adapters may change of the head `name`."""
-        yield from self.site.targets(name)
+        yield from self.product.lora_parts(name)

@@ -1,11 +1,9 @@
-"""Matrix products with weights stored as checkpoints store them: [out, in].
+"""Products with weights, the one place that multiplies by one.
 
-Takes activations [num_tokens, in]; gives [num_tokens, out]. `FusedLinear` keeps several
-projections of one input in one weight, so that they are one product; each part is still a
-destination of its own for the loader. Knows nothing of what the weights mean.
-
-This is the one place that multiplies by a weight. Adapters attach here: a product is one site,
-and `lora_parts` says under which names.
+Takes activations [num_tokens, in]; gives a `Product` of [num_tokens, out]. Several projections of
+one input are kept in one weight, so that they are one product; each is still a destination of its
+own for the loader. Adapters attach here: a product is one site, and `lora_parts` says under which
+names. Knows nothing of what the weights mean.
 """
 
 from __future__ import annotations
@@ -17,54 +15,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from manyroots.kernels.lora.batch import AdapterBatch
-from manyroots.layers.lora import add_linear
+from manyroots.distributed.shard import Shard
+from manyroots.kernels.choice import Kernels
+from manyroots.kernels.lora_sites.sites import LinearSite
+from manyroots.kernels.norm.undivided import UndividedNorm
+from manyroots.layers.product import Product
+from manyroots.layers.step import Step
+from manyroots.layers.weights.fill import Fill, Fills, Side
+from manyroots.layers.weights.weight import Weight
 from manyroots.lora.targets import TargetKind
 from manyroots.store.adapter_sites import LoraSite, SitePart
 
 
-def _empty_weight(
-    in_features: int, out_features: int, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """[out, in]. A CPU's float32 weights lie in memory the other way around: products of 4 to 128
-    rows, which decoding is made of, take a half to four fifths of the time so (measured)."""
-    if device.type == "cpu" and dtype is torch.float32:
-        return torch.empty(in_features, out_features, dtype=dtype, device=device).t()
-    return torch.empty(out_features, in_features, dtype=dtype, device=device)
-
-
 class Linear:
-    """y = x W^T + b."""
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.weight = _empty_weight(in_features, out_features, dtype, device)
-        self.bias = torch.empty(out_features, dtype=dtype, device=device) if bias else None
-        self.site = LoraSite(TargetKind.LINEAR, in_features, {"": out_features})
-
-    def __call__(self, x: Tensor, adapters: AdapterBatch | None) -> Tensor:
-        return add_linear(F.linear(x, self.weight, self.bias), x, self.site, adapters)
-
-    def weights(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """Where a checkpoint's tensors for the projection `name` go."""
-        yield f"{name}.weight", self.weight
-        if self.bias is not None:
-            yield f"{name}.bias", self.bias
-
-    def lora_parts(self, name: str) -> Iterator[tuple[str, SitePart]]:
-        """What adapters may change of the projection `name`."""
-        yield from self.site.targets(name)
-
-
-class FusedLinear(Linear):
-    """Several projections of the same input, one after the other in the output."""
+    """y = x W^T + b, and what adapters add."""
 
     def __init__(
         self,
@@ -72,20 +36,61 @@ class FusedLinear(Linear):
         parts: Mapping[str, int],
         *,
         bias: bool,
+        side: Side | None,
+        shard: Shard,
         dtype: torch.dtype,
         device: torch.device,
+        kernels: Kernels,
     ) -> None:
-        super().__init__(in_features, sum(parts.values()), bias=bias, dtype=dtype, device=device)
+        """`parts`: this rank's width of each projection, by name; "" where there is one. `side`:
+        which side of them ranks divide."""
+        out_features = sum(parts.values())
+        self.weight = Weight(in_features, out_features, dtype=dtype, device=device)
+        self.bias = torch.empty(out_features, dtype=dtype, device=device) if bias else None
         self.site = LoraSite(TargetKind.LINEAR, in_features, parts)
+        self.pooled: LinearSite | None = None
+        """Where adapters' weights for it lie; None in a model without adapters."""
         ends = list(accumulate(parts.values()))
         self._rows = {
             name: slice(end - size, end)
             for (name, size), end in zip(parts.items(), ends, strict=True)
         }
+        self._side, self._shard = side, shard
+        self._kernels = kernels
 
-    def weights(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """As for `Linear`, each part under its own name in the folder `name`."""
+    def __call__(self, x: Tensor | UndividedNorm, step: Step) -> Product:
+        rows = None if self.pooled is None else step.lora
+        gemm, data = self._kernels.gemm, self.weight.data
+        if isinstance(x, UndividedNorm) or self._is_own(x.shape[0]):
+            return Product(*gemm.linear(x, data, self.pooled, rows, self.bias))
+        sums = F.linear(x, data, self.bias)
+        if self.pooled is None or rows is None:
+            return Product(sums)
+        return Product(sums, self._kernels.lora_sites.shrink(x, self.pooled, rows))
+
+    def takes_undivided(self, num_rows: int) -> bool:
+        """Whether it can read rows of which a norm left the division to it."""
+        return self._is_own(num_rows)
+
+    def _is_own(self, num_rows: int) -> bool:
+        """Whether the kernel set has a product for this, or the library computes it."""
+        own: bool = self._kernels.gemm.is_for(num_rows, self.weight.data, self.bias)
+        return own
+
+    def weights(self, name: str) -> Fills:
+        """Where a checkpoint's tensors for the projection `name` go, or for those in the folder
+        `name`."""
         for part, rows in self._rows.items():
-            yield f"{name}.{part}.weight", self.weight[rows]
-            if self.bias is not None:
-                yield f"{name}.{part}.bias", self.bias[rows]
+            own = f"{name}.{part}" if part else name
+            yield f"{own}.weight", self.weight.fill(rows, self._side, self._shard)
+            if self.bias is None:
+                continue
+            if self._side is Side.INPUT:
+                yield f"{own}.bias", Fill(self.bias[rows], shard=self._shard, is_first_only=True)
+            else:
+                cut = 0 if self._side is Side.OUTPUT else None
+                yield f"{own}.bias", Fill(self.bias[rows], cut, self._shard)
+
+    def lora_parts(self, name: str) -> Iterator[tuple[str, SitePart]]:
+        """What adapters may change of it."""
+        yield from self.site.targets(name)

@@ -1,61 +1,61 @@
-"""The gated feed-forward block: down(act(gate(x)) * up(x)).
-
-Takes and gives [num_tokens, hidden_size].
-"""
+"""The gated feed-forward block: down(act(gate(x)) * up(x)). Gate and up are one product."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from manyroots.errors import ModelError
-from manyroots.kernels.lora.batch import AdapterBatch
-from manyroots.layers.linear import FusedLinear, Linear
+from manyroots.distributed.shard import Shard
+from manyroots.kernels.choice import Kernels
+from manyroots.kernels.norm.undivided import UndividedNorm
+from manyroots.layers.linear import Linear
+from manyroots.layers.product import Product
+from manyroots.layers.spec import DenseSpec
+from manyroots.layers.step import Step
+from manyroots.layers.weights.fill import Fills, Side
 from manyroots.store.adapter_sites import SitePart
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu": F.relu,
-}
-
-
-def activation_named(name: str) -> Callable[[Tensor], Tensor]:
-    """The function a config calls `name`."""
-    if name not in ACTIVATIONS:
-        raise ModelError(
-            f"the model's hidden_act is {name!r}; this version computes {', '.join(ACTIVATIONS)}."
-        )
-    return ACTIVATIONS[name]
 
 
 class GatedMLP:
-    """Gate and up are one matrix product."""
+    """Takes [num_tokens, hidden_size], normalised."""
 
     def __init__(
         self,
         hidden_size: int,
-        intermediate_size: int,
+        spec: DenseSpec,
         *,
-        activation: str,
-        bias: bool,
+        shard: Shard,
         dtype: torch.dtype,
         device: torch.device,
+        kernels: Kernels,
     ) -> None:
-        self._activation = activation_named(activation)
-        parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
-        self.gate_up = FusedLinear(hidden_size, parts, bias=bias, dtype=dtype, device=device)
-        self.down = Linear(intermediate_size, hidden_size, bias=bias, dtype=dtype, device=device)
+        """`spec` is the rank's own."""
+        self._activation, self._kernels = spec.activation, kernels
+        inner = spec.intermediate_size
+        self.gate_up = Linear(
+            hidden_size, {"gate_proj": inner, "up_proj": inner}, bias=spec.bias, side=Side.OUTPUT,
+            shard=shard, dtype=dtype, device=device, kernels=kernels,
+        )  # fmt: skip
+        self.down = Linear(
+            inner, {"": hidden_size}, bias=spec.bias, side=Side.INPUT,
+            shard=shard, dtype=dtype, device=device, kernels=kernels,
+        )  # fmt: skip
 
-    def __call__(self, x: Tensor, adapters: AdapterBatch | None) -> Tensor:
-        gate, up = self.gate_up(x, adapters).chunk(2, dim=-1)
-        return self.down(self._activation(gate).mul_(up), adapters)
+    @property
+    def reader(self) -> Linear | None:
+        """The one product that its input is for."""
+        return self.gate_up
 
-    def weights(self, name: str) -> Iterator[tuple[str, Tensor]]:
+    def __call__(self, x: Tensor | UndividedNorm, step: Step) -> Product:
+        both = self.gate_up(x, step)
+        hidden = self._kernels.activation.gated(
+            both.sums, self._activation, self.down.weight.data, both.lora
+        )
+        return self.down(hidden, step)
+
+    def weights(self, name: str) -> Fills:
         """Where a checkpoint's tensors for the block `name` go."""
         yield from self.gate_up.weights(name)
         yield from self.down.weights(f"{name}.down_proj")
@@ -64,3 +64,6 @@ class GatedMLP:
         """What adapters may change of the block `name`."""
         yield from self.gate_up.lora_parts(name)
         yield from self.down.lora_parts(f"{name}.down_proj")
+
+    def products(self) -> Iterator[Linear]:
+        yield from (self.gate_up, self.down)

@@ -1,10 +1,10 @@
 """The feed-forward block of experts: each token goes through the few that its router chooses.
 
-Takes and gives [num_tokens, hidden_size]. Every expert is a `GatedMLP` of its own, but their
-weights are kept stacked, and a step computes them grouped by expert; see `kernels/moe`.
+Takes [num_tokens, hidden_size], normalised. Every expert is a gated block of its own, but their
+weights are kept stacked, and a step computes them together; see `kernels/moe_pairs`.
 
-    x -> router -> pairs of (token, expert), sorted by expert
-      -> gate, up -> act(gate) * up -> down      of each pair, with its expert's weights
+    x -> router -> pairs of (token, expert)
+      -> gate, up -> activation -> down          of each pair, with its expert's weights
       -> sum over a token's pairs, weighted by the router
 
 Adapters add to the router's scores before the choice, to a pair's gate and up before the
@@ -14,89 +14,70 @@ activation, and to its down before it is weighted.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from manyroots.kernels.expert_lora.pairs import AdapterPairs
-from manyroots.kernels.lora.batch import AdapterBatch
-from manyroots.kernels.moe import torch_ops
-from manyroots.kernels.moe.routing import SortedRouting, route
+from manyroots.distributed.shard import Shard
+from manyroots.kernels.choice import Kernels
+from manyroots.kernels.moe_pairs.adapters import ExpertAdapters, ExpertSite
+from manyroots.kernels.moe_pairs.weights import ExpertWeights
+from manyroots.kernels.norm.undivided import UndividedNorm
 from manyroots.layers.linear import Linear
-from manyroots.layers.lora import add_to_pairs, combine_pairs
-from manyroots.layers.mlp import activation_named
+from manyroots.layers.product import Product
+from manyroots.layers.spec import ExpertsSpec
+from manyroots.layers.step import Step
+from manyroots.layers.weights.fill import Fill, Fills
 from manyroots.lora.targets import TargetKind
 from manyroots.store.adapter_sites import LoraSite, SitePart
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertsSpec:
-    """How many experts a block has, how large they are, and how a token chooses among them."""
-
-    num_experts: int
-    experts_per_token: int
-    intermediate_size: int
-    """Of each expert."""
-    norm_topk_prob: bool
-    """Whether the weights of a token's experts add up to one."""
-
-
-class Router:
-    """A score per expert, and the choice that follows. Adapters add to the scores, so that a
-    token of an adapter may go to other experts than the same token of the base model."""
-
-    def __init__(
-        self, hidden_size: int, spec: ExpertsSpec, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self.scores = Linear(hidden_size, spec.num_experts, bias=False, dtype=dtype, device=device)
-        self.spec = spec
-
-    def __call__(self, x: Tensor, adapters: AdapterBatch | None) -> SortedRouting:
-        return route(
-            self.scores(x, adapters),
-            experts_per_token=self.spec.experts_per_token,
-            normalize=self.spec.norm_topk_prob,
-        )
-
-
 class Experts:
-    """The stacked weights of all experts of one block, and their grouped products."""
+    """The stacked weights of all experts of one block."""
 
     def __init__(
         self,
         hidden_size: int,
         spec: ExpertsSpec,
         *,
-        activation: str,
+        shard: Shard,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._activation = activation_named(activation)
-        self._intermediate_size = inter = spec.intermediate_size
+        self._inner = inner = spec.intermediate_size
+        self._shard = shard
         count = spec.num_experts
-        self.gate_up = torch.empty(count, 2 * inter, hidden_size, dtype=dtype, device=device)
-        self.down = torch.empty(count, hidden_size, inter, dtype=dtype, device=device)
-        kind, both = TargetKind.EXPERTS, {"gate_proj": inter, "up_proj": inter}
+
+        def empty(*shape: int) -> Tensor:
+            return torch.empty(count, *shape, dtype=dtype, device=device)
+
+        self.data = ExpertWeights(
+            gate_up=empty(2 * inner, hidden_size),
+            down=empty(hidden_size, inner),
+            gate_up_bias=empty(2 * inner) if spec.bias else None,
+            down_bias=empty(hidden_size) if spec.bias else None,
+            activation=spec.activation,
+        )
+        kind, both = TargetKind.EXPERTS, {"gate_proj": inner, "up_proj": inner}
         self.gate_up_site = LoraSite(kind, hidden_size, both, num_experts=count)
-        self.down_site = LoraSite(kind, inter, {"down_proj": hidden_size}, num_experts=count)
+        self.down_site = LoraSite(kind, inner, {"down_proj": hidden_size}, num_experts=count)
 
-    def __call__(self, x: Tensor, routing: SortedRouting, adapters: AdapterBatch | None) -> Tensor:
-        pairs = None if adapters is None else AdapterPairs(routing, adapters)
-        by_pair = x.index_select(0, routing.token_index)
-        gate_up = torch_ops.grouped_linear(by_pair, self.gate_up, routing)
-        gate, up = add_to_pairs(gate_up, x, self.gate_up_site, pairs).chunk(2, dim=-1)
-        activated = self._activation(gate).mul_(up)
-        out = torch_ops.grouped_linear(activated, self.down, routing)
-        return combine_pairs(out, activated, self.down_site, routing, pairs)
-
-    def weights(self, name: str) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, name: str) -> Fills:
         """Where a checkpoint's tensors go: each expert's three matrices, as views of the stack."""
-        inter = self._intermediate_size
-        for expert, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
-            yield f"{name}.{expert}.gate_proj.weight", gate_up[:inter]
-            yield f"{name}.{expert}.up_proj.weight", gate_up[inter:]
-            yield f"{name}.{expert}.down_proj.weight", down
+        inner, shard, data = self._inner, self._shard, self.data
+        for expert, (gate_up, down) in enumerate(zip(data.gate_up, data.down, strict=True)):
+            own = f"{name}.{expert}"
+            yield f"{own}.gate_proj.weight", Fill(gate_up[:inner], 0, shard)
+            yield f"{own}.up_proj.weight", Fill(gate_up[inner:], 0, shard)
+            yield f"{own}.down_proj.weight", Fill(down, 1, shard)
+        if data.gate_up_bias is None or data.down_bias is None:
+            return
+        biases = zip(data.gate_up_bias, data.down_bias, strict=True)
+        for expert, (gate_up, down) in enumerate(biases):
+            own = f"{name}.{expert}"
+            yield f"{own}.gate_proj.bias", Fill(gate_up[:inner], 0, shard)
+            yield f"{own}.up_proj.bias", Fill(gate_up[inner:], 0, shard)
+            yield f"{own}.down_proj.bias", Fill(down, shard=shard, is_first_only=True)
 
     def lora_parts(self, name: str) -> Iterator[tuple[str, SitePart]]:
         """What adapters may change: each projection of all experts is one."""
@@ -112,22 +93,56 @@ class SparseMLP:
         hidden_size: int,
         spec: ExpertsSpec,
         *,
-        activation: str,
+        shard: Shard,
         dtype: torch.dtype,
         device: torch.device,
+        kernels: Kernels,
     ) -> None:
-        self.router = Router(hidden_size, spec, dtype=dtype, device=device)
-        self.experts = Experts(hidden_size, spec, activation=activation, dtype=dtype, device=device)
+        """`spec` is the rank's own."""
+        self._spec, self._kernels = spec, kernels
+        # Its bias is added by the choice, which reads the scores anyway.
+        self.router = Linear(
+            hidden_size, {"": spec.num_experts}, bias=False, side=None,
+            shard=shard, dtype=dtype, device=device, kernels=kernels,
+        )  # fmt: skip
+        count = spec.num_experts
+        self._router_bias = torch.empty(count, dtype=dtype, device=device) if spec.bias else None
+        self.experts = Experts(hidden_size, spec, shard=shard, dtype=dtype, device=device)
+        self.pooled: tuple[ExpertSite, ExpertSite] | None = None
+        """Where adapters' weights for the experts' two products lie; None without adapters."""
 
-    def __call__(self, x: Tensor, adapters: AdapterBatch | None) -> Tensor:
-        return self.experts(x, self.router(x, adapters), adapters)
+    @property
+    def reader(self) -> Linear | None:
+        """None: the router and the experts read its input."""
+        return None
 
-    def weights(self, name: str) -> Iterator[tuple[str, Tensor]]:
+    def __call__(self, x: Tensor | UndividedNorm, step: Step) -> Product:
+        if isinstance(x, UndividedNorm):
+            raise TypeError("experts read rows that are whole")
+        scores = self.router(x, step).for_many(self._kernels)
+        spec, moe = self._spec, self._kernels.moe_pairs
+        routing = moe.route(
+            scores.sums, spec.experts_per_token, scores.lora,
+            scoring=spec.scoring, bias=self._router_bias,
+        )  # fmt: skip
+        return Product(moe.experts(x, routing, self.experts.data, self._adapters(step)))
+
+    def _adapters(self, step: Step) -> ExpertAdapters | None:
+        if step.lora is None or self.pooled is None:
+            return None
+        return ExpertAdapters(*self.pooled, step.lora)
+
+    def weights(self, name: str) -> Fills:
         """Where a checkpoint's tensors for the block `name` go."""
-        yield from self.router.scores.weights(f"{name}.gate")
+        yield from self.router.weights(f"{name}.gate")
+        if self._router_bias is not None:
+            yield f"{name}.gate.bias", Fill(self._router_bias)
         yield from self.experts.weights(f"{name}.experts")
 
     def lora_parts(self, name: str) -> Iterator[tuple[str, SitePart]]:
         """What adapters may change of the block `name`."""
-        yield from self.router.scores.lora_parts(f"{name}.gate")
+        yield from self.router.lora_parts(f"{name}.gate")
         yield from self.experts.lora_parts(f"{name}.experts")
+
+    def products(self) -> Iterator[Linear]:
+        yield self.router

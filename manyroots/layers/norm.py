@@ -1,28 +1,73 @@
-"""Root-mean-square normalisation over the last dimension.
-
-Takes activations of any shape; gives the same shape. Sums in float32 whatever the dtype.
-"""
+"""Root-mean-square normalisation, of rows or of the residual stream after a product."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from manyroots.kernels.choice import Kernels
+from manyroots.kernels.norm.undivided import UndividedNorm
+from manyroots.layers.linear import Linear
+from manyroots.layers.product import Product
+from manyroots.layers.weights.fill import Fill, Fills
 
 
 class RMSNorm:
     """x / sqrt(mean(x^2) + eps), scaled per channel."""
 
-    def __init__(self, size: int, *, eps: float, dtype: torch.dtype, device: torch.device) -> None:
-        self.weight = torch.empty(size, dtype=dtype, device=device)
-        self._shape = (size,)
-        self._eps = eps
+    def __init__(
+        self,
+        size: int,
+        *,
+        eps: float,
+        offset: float,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernels: Kernels,
+    ) -> None:
+        """`offset`: what a checkpoint's weights are less. 1 + w is kept in float32 then: half
+        precision has no room for both."""
+        kept = torch.float32 if offset else dtype
+        self.weight = torch.empty(size, dtype=kept, device=device)
+        self.eps = eps
+        self._offset = offset
+        self._kernels = kernels
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self._shape, self.weight, self._eps)
+    def first(self, x: Tensor) -> Tensor:
+        """Of the residual stream as it begins."""
+        normed: Tensor = self._kernels.norm.rms_norm(x, self.weight, self.eps)
+        return normed
 
-    def weights(self, name: str) -> Iterator[tuple[str, Tensor]]:
+    def after(
+        self, residual: Tensor, product: Product, reader: Linear | None = None
+    ) -> Tensor | UndividedNorm:
+        """Add a product onto the residual in place; give the sum, normalised.
+
+        `reader`: the one product that reads the result, if nobody else does. What adapters add is
+        then spread over many programs where that is faster, and the reader divides.
+        """
+        norm = self._kernels.norm
+        if (
+            product.lora is not None
+            and product.post is None
+            and reader is not None
+            and reader.takes_undivided(residual.shape[0])
+            and residual.dtype != torch.float16  # rows not divided yet might be out of its range
+        ):
+            undivided: UndividedNorm = norm.add_norm(
+                residual, product.sums, self.weight, self.eps, product.lora
+            )
+            return undivided
+        return self.rows_after(residual, product)
+
+    def rows_after(self, residual: Tensor, product: Product) -> Tensor:
+        """The same for readers of any kind."""
+        product = product.for_many(self._kernels)
+        normed: Tensor = self._kernels.norm.add_rms_norm(
+            residual, product.sums, self.weight, self.eps, product.lora, product.post
+        )
+        return normed
+
+    def weights(self, name: str) -> Fills:
         """Where a checkpoint's tensor for the norm `name` goes."""
-        yield f"{name}.weight", self.weight
+        yield f"{name}.weight", Fill(self.weight, offset=self._offset)

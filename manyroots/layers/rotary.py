@@ -1,11 +1,7 @@
 """Rotary position embedding.
 
-`rope_frequencies` takes a transformers config and gives plain numbers, once, at load.
-`Rotary` takes positions and gives this step's `Rotation`, once per step; the rotation turns
-queries and keys in each layer. Knows nothing of pages or models.
-
-No table over all positions is kept: the angles of one step are few and cheap, and a table for a
-context of 128k tokens would take 64 MiB.
+`rope_frequencies` takes a transformers config and gives plain numbers, once, at load. What turns
+queries and keys by them is in `kernels/rope_write`.
 """
 
 from __future__ import annotations
@@ -16,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from manyroots.errors import ModelError
@@ -44,10 +39,16 @@ def check_rope_type(kind: str) -> None:
 
 
 def rope_frequencies(
-    config: Any, head_dim: int, factors: Sequence[float] | None = None
+    config: Any,
+    head_dim: int,
+    factors: Sequence[float] | None = None,
+    layer_type: str | None = None,
 ) -> RopeSpec:
-    """Read `config.rope_parameters`; `factors` (a GGUF's own) divide the frequencies."""
+    """Read `config.rope_parameters`, or its part for the layers of one type; `factors` (a GGUF's
+    own) divide the frequencies."""
     parameters = config.rope_parameters
+    if layer_type is not None:
+        parameters = parameters[layer_type]
     kind = parameters.get("rope_type", "default")
     check_rope_type(kind)
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
@@ -60,7 +61,9 @@ def rope_frequencies(
         frequencies, scaling = 1.0 / (parameters["rope_theta"] ** exponents), 1.0
     else:
         try:
-            frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+            frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](
+                config, torch.device("cpu"), layer_type=layer_type
+            )
         except KeyError as error:
             raise ModelError(
                 f"the model's rope_parameters ({parameters}) have type {kind!r} but lack {error}; "
@@ -84,39 +87,3 @@ def rope_frequencies(
             "correct them in its config.json."
         )
     return RopeSpec(tuple(frequencies.tolist()), float(scaling))
-
-
-@dataclass(frozen=True, slots=True)
-class Rotation:
-    """The angles of one step's tokens."""
-
-    cos: Tensor
-    """[num_tokens, 1, head_dim]; both halves are the same."""
-    sin: Tensor
-    """[num_tokens, 1, head_dim / 2]"""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Turn x [num_tokens, heads, head_dim]; its halves are the two coordinates."""
-        half = x.shape[-1] // 2
-        first, second = x[..., :half], x[..., half:]
-        turned = x * self.cos
-        turned[..., :half].addcmul_(second, self.sin, value=-1)
-        turned[..., half:].addcmul_(first, self.sin)
-        return turned
-
-
-class Rotary:
-    """RopeTable for any positions."""
-
-    def __init__(self, spec: RopeSpec, *, dtype: torch.dtype, device: torch.device) -> None:
-        self._frequencies = torch.tensor(spec.frequencies, dtype=torch.float32, device=device)
-        self._scaling = spec.attention_scaling
-        self._dtype = dtype
-
-    def at(self, positions: Tensor) -> Rotation:
-        """The rotation of tokens at `positions` [num_tokens]."""
-        # float32 whatever the model's dtype: bfloat16 can't tell position 257 from 256.
-        angles = (positions[:, None].float() * self._frequencies)[:, None, :]
-        cos = (angles.cos() * self._scaling).to(self._dtype)
-        sin = (angles.sin() * self._scaling).to(self._dtype)
-        return Rotation(torch.cat((cos, cos), dim=-1), sin)

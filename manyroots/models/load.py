@@ -14,14 +14,16 @@ from torch import Tensor
 
 from manyroots.distributed.shard import WHOLE, Shard
 from manyroots.errors import ModelError
+from manyroots.kernels.choice import Kernels
+from manyroots.layers.weights.fill import Fill
+from manyroots.models.decoder import Decoder
 from manyroots.models.fields import check_config
-from manyroots.models.llama import Llama
-from manyroots.models.registry import architecture_of, model_class
-from manyroots.models.sharding import cut_weights, rank_spec
+from manyroots.models.registry import architecture_of, known_architecture
+from manyroots.models.sharding import rank_spec
 from manyroots.models.source import ModelSource, SourceKind
-from manyroots.models.spec import ModelSpec, model_spec
+from manyroots.models.spec import ConfigReader, ModelSpec
 from manyroots.models.weight_bytes import check_fits, num_weights
-from manyroots.models.weights import dummy, experts, gguf, safetensors, tied_head
+from manyroots.models.weights import dummy, gguf, safetensors, tied_head
 from manyroots.models.weights.gguf_file import GGUFFile
 from manyroots.progress import track
 
@@ -31,17 +33,15 @@ _MAX_NAMED = 6
 def describe(source: ModelSource) -> ModelSpec:
     """The spec of a source's model, without loading it."""
     architecture = architecture_of(source.config)
-    make = model_class(architecture)
-    text = source.config.get_text_config()
-    check_config(text, source.name)
-    traits = make.traits(text)
-    return model_spec(
+    known = known_architecture(architecture)
+    check_config(source.config.get_text_config(), source.name)
+    reader = ConfigReader(
         source.config,
         architecture,
-        traits,
         eos_token_ids=source.eos_token_ids,
         rope_factors=source.rope_factors,
     )
+    return known.describe(reader)
 
 
 def load_model(
@@ -52,26 +52,24 @@ def load_model(
     load_format: str,
     seed: int,
     shard: Shard = WHOLE,
-) -> Llama:
+    kernels: Kernels | None = None,
+) -> Decoder:
     """Build a rank's part of the model and fill it; `load_format` is that of the settings."""
     spec = _as_in_the_checkpoint(describe(source), source, load_format, dtype)
-    make = model_class(spec.architecture)
     own = rank_spec(spec, shard)
     rows = shard.part(spec.vocab_size)
     num_bytes = num_weights(own, rows.stop - rows.start) * dtype.itemsize
     check_fits(num_bytes, source.name, dtype, device)
     try:
-        model = make(own, dtype=dtype, device=device, shard=shard)
+        model = Decoder(own, dtype=dtype, device=device, shard=shard, kernels=kernels)
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise ModelError(
             f"{source.name} does not fit into the memory of {device} as {dtype}: {error} "
             "Choose a smaller model or --dtype bfloat16."
         ) from error
-    slots = model.weights()
-    weights = _weights(source, spec, slots, load_format, seed)
-    if not shard.is_whole and load_format != "dummy":  # which draws the part itself
-        weights = cut_weights(weights, shard)
-    fill(slots, track(weights, total=len(slots), label="Loading weights"), source.name)
+    fills = model.weights()
+    weights = _weights(source, spec, fills, load_format, seed)
+    fill(fills, track(weights, total=len(fills), label="Loading weights"), source.name)
     return model
 
 
@@ -84,29 +82,28 @@ def _as_in_the_checkpoint(
     return replace(spec, tie_word_embeddings=tied_head.is_tied(source.path, dtype))
 
 
-def fill(
-    slots: Mapping[str, Tensor], weights: Iterable[tuple[str, Tensor]], model_name: str
-) -> None:
-    """Copy each tensor into its slot; what is missing, unknown or misshapen is an error."""
-    missing = set(slots)
+def fill(fills: Mapping[str, Fill], weights: Iterable[tuple[str, Tensor]], model_name: str) -> None:
+    """Copy each tensor to its place; what is missing, unknown or misshapen is an error."""
+    missing = set(fills)
     unexpected = []
     for name, tensor in weights:
-        if name not in slots:
+        if name not in fills:
             if not _is_harmless(name):
                 unexpected.append(name)
             continue
-        slot = slots[name]
-        if tensor.shape != slot.shape:
+        place = fills[name]
+        part = place.part_of(tensor)
+        if part.shape != place.place.shape:
             raise ModelError(
                 f"{name} of {model_name} has shape {list(tensor.shape)}, but its config implies "
-                f"{list(slot.shape)}; config and weights belong to different models."
+                f"{place.whole_shape}; config and weights belong to different models."
             )
         if name not in missing:
             raise ModelError(
                 f"the checkpoint of {model_name} has {name} twice, as itself or in a stack of "
                 "experts; it is not clear which one is meant. Export the model again."
             )
-        slot.copy_(tensor)
+        place.take(part)
         missing.discard(name)
     if missing or unexpected:
         raise ModelError(
@@ -119,20 +116,19 @@ def fill(
 def _weights(
     source: ModelSource,
     spec: ModelSpec,
-    slots: Mapping[str, Tensor],
+    fills: Mapping[str, Fill],
     load_format: str,
     seed: int,
 ) -> Iterator[tuple[str, Tensor]]:
     if load_format == "dummy":
-        return dummy.tensors(slots, seed)
+        return dummy.tensors(fills, seed)
+    translate = known_architecture(spec.architecture).translate
     if source.kind is SourceKind.GGUF:
-        file = GGUFFile(source.path)
-        heads = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads}
-        return experts.per_expert(gguf.tensors(file, **heads))
-    weights = safetensors.tensors(source.path)
-    if spec.tie_word_embeddings:
-        weights = tied_head.with_embedding(weights)
-    return experts.per_expert(weights)
+        mixer = spec.layers[0].mixer
+        heads = {"num_heads": mixer.num_heads, "num_kv_heads": mixer.memory.kv_heads}
+        return translate(gguf.tensors(GGUFFile(source.path), **heads))
+    weights = translate(safetensors.tensors(source.path))
+    return tied_head.with_embedding(weights) if spec.tie_word_embeddings else weights
 
 
 def _is_harmless(name: str) -> bool:

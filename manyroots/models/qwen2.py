@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from manyroots.models.llama import Llama
-from manyroots.models.spec import Traits
+from manyroots.layers.spec import LayerSpec
+from manyroots.models.spec import ConfigReader, ModelSpec
 from manyroots.models.windows import of_typed_layers
 
 
-class Qwen2(Llama):
-    """Qwen2 and Qwen2.5, dense."""
-
-    @staticmethod
-    def traits(config: Any) -> Traits:
-        return Traits(
-            qkv_bias=True,
-            o_bias=False,
-            mlp_bias=False,
-            qk_norm=False,
-            sliding_window=of_typed_layers(config),
-        )
+def describe(reader: ConfigReader) -> ModelSpec:
+    """Dense; perhaps with windows in the upper layers."""
+    return reader.model(
+        [
+            LayerSpec(
+                mixer=reader.attention(qkv_bias=True, o_bias=False, qk_norm=False, window=window),
+                feed_forward=reader.dense(bias=False),
+            )
+            for window in of_typed_layers(reader.text)
+        ]
+    )

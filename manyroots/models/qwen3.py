@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from manyroots.models.llama import Llama
-from manyroots.models.spec import Traits
+from manyroots.layers.spec import LayerSpec
+from manyroots.models.spec import ConfigReader, ModelSpec
 from manyroots.models.windows import of_typed_layers
 
 
-class Qwen3(Llama):
-    """Qwen3, dense."""
-
-    @staticmethod
-    def traits(config: Any) -> Traits:
-        return Traits(
-            qkv_bias=config.attention_bias,
-            o_bias=config.attention_bias,
-            mlp_bias=False,
-            qk_norm=True,
-            sliding_window=of_typed_layers(config),
-        )
+def describe(reader: ConfigReader) -> ModelSpec:
+    """Dense; perhaps with windows in the upper layers."""
+    bias = reader.text.attention_bias
+    return reader.model(
+        [
+            LayerSpec(
+                mixer=reader.attention(qkv_bias=bias, o_bias=bias, qk_norm=True, window=window),
+                feed_forward=reader.dense(bias=False),
+            )
+            for window in of_typed_layers(reader.text)
+        ]
+    )

@@ -6,51 +6,32 @@ have the dense block of Qwen3.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-import torch
-
 from manyroots.errors import ModelError
-from manyroots.layers.moe import ExpertsSpec, SparseMLP
-from manyroots.models.llama import FeedForward
-from manyroots.models.qwen3 import Qwen3
-from manyroots.models.spec import Traits
+from manyroots.kernels.moe_pairs.routing import Scoring
+from manyroots.layers.spec import ExpertsSpec, LayerSpec
+from manyroots.models.spec import ConfigReader, ModelSpec
 from manyroots.models.windows import of_every_layer
 
 
-class Qwen3Moe(Qwen3):
+def describe(reader: ConfigReader) -> ModelSpec:
     """Qwen3-30B-A3B, Qwen3-235B-A22B and their kin."""
-
-    @staticmethod
-    def traits(config: Any) -> Traits:
-        dense = Traits(
-            qkv_bias=config.attention_bias,
-            o_bias=config.attention_bias,
-            mlp_bias=False,
-            qk_norm=True,
-            sliding_window=of_every_layer(config),
-        )
-        layers = sparse_layers(config)
-        return replace(dense, experts=experts(config), sparse_layers=layers) if layers else dense
-
-    def make_mlp(
-        self, layer_index: int, *, dtype: torch.dtype, device: torch.device
-    ) -> FeedForward:
-        spec, traits = self.spec, self.spec.traits
-        if traits.experts is None or layer_index not in traits.sparse_layers:
-            return super().make_mlp(layer_index, dtype=dtype, device=device)
-        return SparseMLP(
-            spec.hidden_size,
-            traits.experts,
-            activation=spec.hidden_act,
-            dtype=dtype,
-            device=device,
-        )
+    text = reader.text
+    bias, sparse = text.attention_bias, sparse_layers(text)
+    block = experts(reader) if sparse else None
+    layers = []
+    for index, window in enumerate(of_every_layer(text)):
+        mixer = reader.attention(qkv_bias=bias, o_bias=bias, qk_norm=True, window=window)
+        is_sparse = block is not None and index in sparse
+        feed_forward = block if is_sparse else reader.dense(bias=False)
+        layers.append(LayerSpec(mixer=mixer, feed_forward=feed_forward))
+    return reader.model(layers)
 
 
-def experts(config: Any) -> ExpertsSpec:
+def experts(reader: ConfigReader) -> ExpertsSpec:
     """What a config says of its experts."""
+    config = reader.text
     chosen, count = config.num_experts_per_tok, config.num_experts
     if not 1 <= chosen <= count:
         raise ModelError(
@@ -61,7 +42,8 @@ def experts(config: Any) -> ExpertsSpec:
         num_experts=count,
         experts_per_token=chosen,
         intermediate_size=config.moe_intermediate_size,
-        norm_topk_prob=config.norm_topk_prob,
+        activation=reader.activation,
+        scoring=Scoring.SOFTMAX_RENORMALISED if config.norm_topk_prob else Scoring.SOFTMAX,
     )
 
 

@@ -1,34 +1,42 @@
-"""Architecture names, as checkpoints spell them, and the classes that compute them."""
+"""Architecture names, as checkpoints spell them, and how each is described and read."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from manyroots.errors import ModelError
-from manyroots.models.llama import Llama
-from manyroots.models.mistral import Mistral
-from manyroots.models.qwen2 import Qwen2
-from manyroots.models.qwen3 import Qwen3
-from manyroots.models.qwen3_moe import Qwen3Moe
+from manyroots.models import llama, mistral, qwen2, qwen3, qwen3_moe
+from manyroots.models.spec import ConfigReader, ModelSpec
+from manyroots.models.weights.experts import per_expert
 
-ARCHITECTURES: dict[str, type[Llama]] = {
-    "LlamaForCausalLM": Llama,
-    "MistralForCausalLM": Mistral,
-    "Qwen2ForCausalLM": Qwen2,
-    "Qwen3ForCausalLM": Qwen3,
-    "Qwen3MoeForCausalLM": Qwen3Moe,
-}
+Tensors = Iterable[tuple[str, Tensor]]
 
-_MODEL_TYPES = {
-    "LlamaForCausalLM": ("llama",),
-    "MistralForCausalLM": ("mistral", "ministral"),
-    "Qwen2ForCausalLM": ("qwen2",),
-    "Qwen3ForCausalLM": ("qwen3",),
-    "Qwen3MoeForCausalLM": ("qwen3_moe",),
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """One kind of model."""
+
+    model_types: tuple[str, ...]
+    """Whose configs it can read; the first is the one that goes by the same name."""
+    describe: Callable[[ConfigReader], ModelSpec]
+    translate: Callable[[Tensors], Iterator[tuple[str, Tensor]]] = per_expert
+    """A checkpoint's tensors under the names, and in the pieces, that the decoder's weights
+    have."""
+
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": Architecture(("llama",), llama.describe),
+    # `ministral` is what transformers makes of a Mistral whose config types its layers.
+    "MistralForCausalLM": Architecture(("mistral", "ministral"), mistral.describe),
+    "Qwen2ForCausalLM": Architecture(("qwen2",), qwen2.describe),
+    "Qwen3ForCausalLM": Architecture(("qwen3",), qwen3.describe),
+    "Qwen3MoeForCausalLM": Architecture(("qwen3_moe",), qwen3_moe.describe),
 }
-"""Whose configs an architecture can read. `ministral` is what transformers makes of a Mistral whose
-config types its layers."""
-_BY_MODEL_TYPE = {types[0]: name for name, types in _MODEL_TYPES.items()}
+_BY_MODEL_TYPE = {known.model_types[0]: name for name, known in ARCHITECTURES.items()}
 
 
 def architecture_of(config: Any) -> str:
@@ -37,22 +45,21 @@ def architecture_of(config: Any) -> str:
     if not names:
         return _BY_MODEL_TYPE.get(config.model_type, str(config.model_type))
     name = str(names[0])
-    types = _MODEL_TYPES.get(name)
-    if types is not None and config.model_type not in types:
+    known = ARCHITECTURES.get(name)
+    if known is not None and config.model_type not in known.model_types:
         raise ModelError(
             f"the model's architecture is {name!r} and its model_type {config.model_type!r}, which "
-            f"belong to different models; {name} has {types[0]!r}. Correct one of them in its "
-            "config.json."
+            f"belong to different models; {name} has {known.model_types[0]!r}. Correct one of them "
+            "in its config.json."
         )
     return name
 
 
-def model_class(architecture: str) -> type[Llama]:
-    """The class for an architecture, or a ModelError that lists those there are."""
+def known_architecture(name: str) -> Architecture:
+    """How to read an architecture, or a ModelError that lists those there are."""
     try:
-        return ARCHITECTURES[architecture]
+        return ARCHITECTURES[name]
     except KeyError:
         raise ModelError(
-            f"the model's architecture is {architecture!r}; this version serves "
-            f"{', '.join(ARCHITECTURES)}."
+            f"the model's architecture is {name!r}; this version serves {', '.join(ARCHITECTURES)}."
         ) from None

@@ -1,20 +1,12 @@
-"""Which rank has which part of a model: along which side each weight is cut.
+"""A rank's part of a description and of an adapter.
 
-Takes whole things (a spec, a checkpoint's tensors, an adapter's pairs) and a rank's place; gives
-that rank's part. The rule, for a weight W [out, in] and an adapter's delta B A:
-
-    q, k, v, gate, up, head   by output   W and B are cut, A is whole; nothing to add up
-    o, down                   by input    W and A are cut, B is whole; ranks add up their products
-    all else                  whole       embeddings, norms, routers
-
-Heads are never cut: a rank has whole key-value heads with all queries that read them. Experts are
-cut like dense blocks, each of them, so that every rank has a part of every expert.
+Takes whole things (a spec, an adapter's pairs) and a rank's place; gives that rank's part. Which
+side of a weight is cut is told in `layers/weights/fill.py`; an adapter's delta B A follows the
+weight that it changes: by output B is cut, by input A.
 """
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import torch
@@ -22,17 +14,11 @@ from torch import Tensor
 
 from manyroots.distributed.shard import Shard
 from manyroots.errors import ConfigError
+from manyroots.layers.spec import DenseSpec, LayerSpec
+from manyroots.layers.weights.fill import Side
 from manyroots.lora.targets import Target, Targets
 from manyroots.models.spec import ModelSpec
 from manyroots.store.adapter_weights import AdapterWeights, LoraPair
-
-
-class Side(enum.Enum):
-    """What of a projection is divided among ranks."""
-
-    OUTPUT = "output"
-    INPUT = "input"
-
 
 SIDES = {
     "q_proj": Side.OUTPUT,
@@ -56,37 +42,24 @@ def rank_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
     """The model that one rank computes: the same, with fewer heads and narrower blocks."""
     if shard.is_whole:
         return spec
-    traits, dense_width = spec.traits, spec.intermediate_size
-    num_kv_heads = _divide("number of key-value heads", spec.num_kv_heads, shard)
-    if traits.experts is not None:
-        width = _divide("expert width", traits.experts.intermediate_size, shard)
-        traits = replace(traits, experts=replace(traits.experts, intermediate_size=width))
-    if len(traits.sparse_layers) < spec.num_layers:
-        dense_width = _divide("feed-forward width", dense_width, shard)
+    return replace(spec, layers=tuple(_rank_layer(layer, shard) for layer in spec.layers))
+
+
+def _rank_layer(layer: LayerSpec, shard: Shard) -> LayerSpec:
+    mixer, block = layer.mixer, layer.feed_forward
+    what = "feed-forward width" if isinstance(block, DenseSpec) else "expert width"
+    kv_heads = _divide("number of key-value heads", mixer.memory.kv_heads, shard)
     return replace(
-        spec,
-        num_kv_heads=num_kv_heads,
-        num_heads=spec.num_heads // shard.size,  # a multiple of the key-value heads
-        intermediate_size=dense_width,
-        traits=traits,
+        layer,
+        mixer=replace(
+            mixer,
+            num_heads=mixer.num_heads // shard.size,  # a multiple of the key-value heads
+            memory=replace(mixer.memory, kv_heads=kv_heads),
+        ),
+        feed_forward=replace(
+            block, intermediate_size=_divide(what, block.intermediate_size, shard)
+        ),
     )
-
-
-def cut_weights(
-    weights: Iterable[tuple[str, Tensor]], shard: Shard
-) -> Iterator[tuple[str, Tensor]]:
-    """A checkpoint's tensors as views of the rank's part."""
-    for name, tensor in weights:
-        target, _, kind = name.rpartition(".")
-        match side_of(target), kind:
-            case Side.OUTPUT, "weight" | "bias" if tensor.ndim > 0:
-                yield name, tensor[shard.part(tensor.shape[0])]
-            case Side.INPUT, "weight" if tensor.ndim > 1:
-                yield name, tensor[:, shard.part(tensor.shape[1])]
-            case Side.INPUT, "bias" if not shard.is_first:
-                yield name, torch.zeros_like(tensor)  # the sum over ranks must have it once
-            case _:
-                yield name, tensor
 
 
 def cut_adapter(weights: AdapterWeights, shard: Shard) -> AdapterWeights:

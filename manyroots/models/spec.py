@@ -1,8 +1,9 @@
 """What a model is, in plain frozen numbers.
 
-Takes a transformers config and the traits of its architecture; gives a `ModelSpec`. Differences
-between config dialects end here and in the architectures' `traits`: no other room reads a config.
-Holds no tensor.
+`ModelSpec` describes every layer; families of memory, weights, page tables and graphs follow from
+it. `ConfigReader` takes a transformers config and makes the parts of a description, the same for
+all architectures; how an architecture puts them together is in its own file. No other room reads
+a config. Holds no tensor.
 """
 
 from __future__ import annotations
@@ -12,30 +13,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from manyroots.errors import ModelError
-from manyroots.layers.moe import ExpertsSpec
+from manyroots.kernels.activation.kinds import Activation
 from manyroots.layers.rotary import RopeSpec, rope_frequencies
+from manyroots.layers.spec import KV, AttentionSpec, DenseSpec, LayerSpec
 from manyroots.models.fields import check_rope
 
 MAX_POSITIONS = 2**24
-"""RopeTable are computed in float32, which can't tell positions beyond apart. Configs that mean "no
+"""Angles are computed in float32, which can't tell positions beyond apart. Configs that mean "no
 limit" say more."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Traits:
-    """What an architecture's name implies and its config does not spell out the same way."""
-
-    qkv_bias: bool
-    o_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
-    experts: ExpertsSpec | None = None
-    """Of the layers in `sparse_layers`; None in dense models."""
-    sparse_layers: frozenset[int] = frozenset()
-    sliding_window: int | None = None
-    """How many tokens a query sees at most, itself included, in the layers that see fewest.
-    None where every layer sees the whole context. Transformers' `sliding_window` w hides key k
-    from query q where k <= q - w in all families, so it counts the query itself already."""
+ACTIVATIONS = {
+    "silu": Activation.SILU,
+    "gelu": Activation.GELU,
+    "gelu_pytorch_tanh": Activation.GELU_TANH,
+    "relu": Activation.RELU,
+}
+"""By their names in configs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,84 +36,143 @@ class ModelSpec:
     """The shape of a decoder-only model."""
 
     architecture: str
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     hidden_size: int
-    intermediate_size: int
     vocab_size: int
+    layers: tuple[LayerSpec, ...]
+    ropes: tuple[RopeSpec, ...]
+    """The rotations that its layers choose from."""
+    rms_norm_eps: float
+    norm_offset: float = 0.0
+    """What is added to the norms' weights, which a checkpoint may have less one."""
+    embedding_scale: float = 1.0
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
     tie_word_embeddings: bool
-    traits: Traits
-    rms_norm_eps: float
-    hidden_act: str
-    rope: RopeSpec
 
     @property
-    def sliding_window(self) -> int | None:
-        """That of the traits: each architecture has its own rule."""
-        return self.traits.sliding_window
+    def num_layers(self) -> int:
+        return len(self.layers)
 
     @property
-    def max_exact_len(self) -> int:
-        """The longest context for which full attention gives exactly this model's output."""
-        longest = min(self.max_position_embeddings, MAX_POSITIONS)
-        return longest if self.sliding_window is None else min(self.sliding_window, longest)
+    def max_len(self) -> int:
+        """The longest context that the model computes."""
+        return min(self.max_position_embeddings, MAX_POSITIONS)
 
 
-def model_spec(
-    config: Any,
-    architecture: str,
-    traits: Traits,
-    *,
-    eos_token_ids: Sequence[int],
-    rope_factors: Sequence[float] | None,
-) -> ModelSpec:
-    """Read a config; `rope_factors` are a GGUF file's own and None elsewhere."""
-    text = config.get_text_config()
+class ConfigReader:
+    """One model's config, as its architecture's file reads it."""
+
+    def __init__(
+        self,
+        config: Any,
+        architecture: str,
+        *,
+        eos_token_ids: Sequence[int],
+        rope_factors: Sequence[float] | None,
+    ) -> None:
+        """`rope_factors` are a GGUF file's own and None elsewhere."""
+        self.text = text = config.get_text_config()
+        self._architecture = architecture
+        self._eos_token_ids = eos_token_ids
+        self._rope_factors = rope_factors
+        _refuse_quantized(config)
+        self.num_heads: int = text.num_attention_heads
+        self.num_kv_heads: int = getattr(text, "num_key_value_heads", None) or self.num_heads
+        if self.num_heads % self.num_kv_heads:
+            raise ModelError(
+                f"the model has {self.num_heads} attention heads and {self.num_kv_heads} key-value "
+                "heads; the first must be a multiple of the second. Check its config.json."
+            )
+        own_dim = getattr(text, "head_dim", None)
+        self.head_dim: int = own_dim or text.hidden_size // self.num_heads
+        if self.head_dim < 2 or self.head_dim % 2:
+            raise ModelError(
+                f"the model has {self.num_heads} attention heads for a hidden size of "
+                f"{text.hidden_size}, {self.head_dim} dimensions each; they are turned in pairs, "
+                "so it must be an even number. Check its config.json."
+            )
+
+    def attention(
+        self,
+        *,
+        qkv_bias: bool,
+        o_bias: bool,
+        qk_norm: bool,
+        window: int | None,
+        rope: int = 0,
+        scale: float | None = None,
+        has_sinks: bool = False,
+    ) -> AttentionSpec:
+        """`scale`: where it is not that of the heads' size."""
+        return AttentionSpec(
+            num_heads=self.num_heads,
+            memory=KV(self.num_kv_heads, self.head_dim, window),
+            rope=rope,
+            scale=self.head_dim**-0.5 if scale is None else scale,
+            qkv_bias=qkv_bias,
+            o_bias=o_bias,
+            qk_norm=qk_norm,
+            has_sinks=has_sinks,
+        )
+
+    @property
+    def activation(self) -> Activation:
+        name = getattr(self.text, "hidden_activation", None) or self.text.hidden_act
+        if name not in ACTIVATIONS:
+            raise ModelError(
+                f"the model's hidden_act is {name!r}; this version computes "
+                f"{', '.join(ACTIVATIONS)}."
+            )
+        return ACTIVATIONS[name]
+
+    def dense(self, *, bias: bool) -> DenseSpec:
+        return DenseSpec(
+            intermediate_size=self.text.intermediate_size, activation=self.activation, bias=bias
+        )
+
+    def rope(self, layer_type: str | None = None) -> RopeSpec:
+        """The rotation of all layers, or of those of one type where the config has several."""
+        parameters = getattr(self.text, "rope_parameters", None)
+        if layer_type is not None and isinstance(parameters, dict) and layer_type in parameters:
+            parameters = parameters[layer_type]
+        else:
+            layer_type = None
+        check_rope(parameters, self._architecture)
+        return rope_frequencies(self.text, self.head_dim, self._rope_factors, layer_type)
+
+    def model(
+        self,
+        layers: Sequence[LayerSpec],
+        *,
+        ropes: Sequence[RopeSpec] | None = None,
+        norm_offset: float = 0.0,
+        embedding_scale: float = 1.0,
+    ) -> ModelSpec:
+        """The whole description; `ropes`: where the layers don't share one."""
+        text = self.text
+        return ModelSpec(
+            architecture=self._architecture,
+            hidden_size=text.hidden_size,
+            vocab_size=text.vocab_size,
+            layers=tuple(layers),
+            ropes=(self.rope(),) if ropes is None else tuple(ropes),
+            rms_norm_eps=text.rms_norm_eps,
+            norm_offset=norm_offset,
+            embedding_scale=embedding_scale,
+            max_position_embeddings=text.max_position_embeddings,
+            # Those beyond the vocabulary are never sampled, and no row of scores has them.
+            eos_token_ids=tuple(t for t in self._eos_token_ids if t < text.vocab_size),
+            tie_word_embeddings=bool(text.tie_word_embeddings),
+        )
+
+
+def _refuse_quantized(config: Any) -> None:
     quantization = getattr(config, "quantization_config", None)
-    if quantization is not None:
-        method = _get(quantization, "quant_method") or "unknown"
-        raise ModelError(
-            f"the checkpoint is quantized (method {method!r}); this version loads unquantized "
-            "safetensors and GGUF files. Use one of these for this model."
-        )
-    check_rope(getattr(text, "rope_parameters", None), architecture)
-    num_heads = text.num_attention_heads
-    num_kv_heads = getattr(text, "num_key_value_heads", None) or num_heads
-    if num_heads % num_kv_heads:
-        raise ModelError(
-            f"the model has {num_heads} attention heads and {num_kv_heads} key-value heads; the "
-            "first must be a multiple of the second. Check its config.json."
-        )
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // num_heads
-    if head_dim < 2 or head_dim % 2:
-        raise ModelError(
-            f"the model has {num_heads} attention heads for a hidden size of {text.hidden_size}, "
-            f"{head_dim} dimensions each; they are turned in pairs, so it must be an even number. "
-            "Check its config.json."
-        )
-    return ModelSpec(
-        architecture=architecture,
-        num_layers=text.num_hidden_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        hidden_size=text.hidden_size,
-        intermediate_size=text.intermediate_size,
-        vocab_size=text.vocab_size,
-        max_position_embeddings=text.max_position_embeddings,
-        # Those beyond the vocabulary are never sampled, and no row of scores has them.
-        eos_token_ids=tuple(token for token in eos_token_ids if token < text.vocab_size),
-        tie_word_embeddings=bool(text.tie_word_embeddings),
-        traits=traits,
-        rms_norm_eps=text.rms_norm_eps,
-        hidden_act=text.hidden_act,
-        rope=rope_frequencies(text, head_dim, rope_factors),
+    if quantization is None:
+        return
+    is_dict = isinstance(quantization, dict)
+    method = quantization.get("quant_method") if is_dict else quantization.quant_method
+    raise ModelError(
+        f"the checkpoint is quantized (method {method or 'unknown'!r}); this version loads "
+        "unquantized safetensors and GGUF files. Use one of these for this model."
     )
-
-
-def _get(holder: Any, name: str) -> Any:
-    return holder.get(name) if isinstance(holder, dict) else getattr(holder, name, None)

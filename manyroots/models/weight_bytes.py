@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from manyroots.errors import ModelError
+from manyroots.layers.spec import AttentionSpec, DenseSpec, ExpertsSpec
 from manyroots.models.spec import ModelSpec
 
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -16,22 +17,31 @@ _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 def num_weights(spec: ModelSpec, num_head_rows: int) -> int:
     """Of a rank's spec; `num_head_rows` is its part of the head."""
-    hidden, dim = spec.hidden_size, spec.head_dim
-    q, kv = spec.num_heads * dim, spec.num_kv_heads * dim
-    traits = spec.traits
-    attention = (q + 2 * kv) * hidden + q * hidden
-    attention += (q + 2 * kv) * traits.qkv_bias + hidden * traits.o_bias
-    attention += 2 * dim * traits.qk_norm
-    inter = spec.intermediate_size
-    dense = 3 * hidden * inter + (2 * inter + hidden) * traits.mlp_bias
-    num_sparse, sparse = len(traits.sparse_layers), 0
-    if traits.experts is not None:
-        each = 3 * hidden * traits.experts.intermediate_size
-        sparse = traits.experts.num_experts * (hidden + each)
-    layers = spec.num_layers * (attention + 2 * hidden)
-    layers += (spec.num_layers - num_sparse) * dense + num_sparse * sparse
+    hidden = spec.hidden_size
+    layers = sum(
+        _of_mixer(layer.mixer, hidden)
+        + _of_block(layer.feed_forward, hidden)
+        + (4 if layer.has_post_norms else 2) * hidden
+        for layer in spec.layers
+    )
     head = 0 if spec.tie_word_embeddings else num_head_rows * hidden
     return spec.vocab_size * hidden + layers + hidden + head
+
+
+def _of_mixer(spec: AttentionSpec, hidden: int) -> int:
+    dim = spec.memory.head_dim
+    q, kv = spec.num_heads * dim, spec.memory.kv_heads * dim
+    weights = (q + 2 * kv) * hidden + q * hidden
+    biases = (q + 2 * kv) * spec.qkv_bias + hidden * spec.o_bias
+    return weights + biases + 2 * dim * spec.qk_norm + spec.num_heads * spec.has_sinks
+
+
+def _of_block(spec: DenseSpec | ExpertsSpec, hidden: int) -> int:
+    inner = spec.intermediate_size
+    one = 3 * hidden * inner + (2 * inner + hidden) * spec.bias
+    if isinstance(spec, DenseSpec):
+        return one
+    return spec.num_experts * (hidden + spec.bias + one)
 
 
 def check_fits(num_bytes: int, name: str, dtype: torch.dtype, device: torch.device) -> None:

@@ -1,7 +1,9 @@
-"""Windows of attention: what a config means, by architecture.
+"""Windows of attention, layer by layer: what a config means, by architecture.
 
-The rules are those of transformers' modelling code, which is not the same for all: some look at
-the window alone, some at a type for each layer. Which architecture has which is in its `traits`.
+Each rule gives, for every layer, how many tokens a query sees at most, itself included, or None
+for all. Transformers' `sliding_window` w hides key k from query q where k <= q - w in all
+families, so it counts the query itself already. The rules are those of its modelling code, which
+is not the same for all: some look at the window alone, some at a type for each layer.
 """
 
 from __future__ import annotations
@@ -13,13 +15,13 @@ from manyroots.errors import ModelError
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-def of_every_layer(config: Any) -> int | None:
+def of_every_layer(config: Any) -> list[int | None]:
     """`sliding_window` is that of all layers, whatever else the config says (Mistral; and
     Qwen3-MoE, whose config drops it unless it is switched on)."""
-    return _window(config.sliding_window)
+    return [_window(config.sliding_window)] * int(config.num_hidden_layers)
 
 
-def of_typed_layers(config: Any) -> int | None:
+def of_typed_layers(config: Any) -> list[int | None]:
     """`sliding_window` is that of the layers whose type says so (Qwen2, Qwen3, Ministral). Configs
     without types work them out: Qwen's of `use_sliding_window` and `max_window_layers`."""
     types = config.layer_types
@@ -30,14 +32,15 @@ def of_typed_layers(config: Any) -> int | None:
             f"{SLIDING}. Choose another checkpoint."
         )
     if SLIDING not in types:
-        return None
+        return [None] * len(types)
     if config.sliding_window is None:
         raise ModelError(
             f"the model's layer_types has {SLIDING}, but there is no window: sliding_window is "
             "null or use_sliding_window is false. Set both in its config.json, or name these "
             f"layers {FULL}."
         )
-    return _window(config.sliding_window)
+    window = _window(config.sliding_window)
+    return [window if kind == SLIDING else None for kind in types]
 
 
 def _window(value: int | None) -> int | None:

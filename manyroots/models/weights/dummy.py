@@ -12,19 +12,22 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from manyroots.layers.weights.fill import Fill
+
 STD = 0.02
 """What such models are initialised with; large enough for logits that differ, small enough that
 no activation overflows in half precision."""
 
 
-def tensors(slots: Mapping[str, Tensor], seed: int) -> Iterator[tuple[str, Tensor]]:
-    """A tensor for each of `slots`, of its shape, dtype and device."""
+def tensors(fills: Mapping[str, Fill], seed: int) -> Iterator[tuple[str, Tensor]]:
+    """A tensor for each of `fills`, of its whole shape, on its device: all ranks draw the same."""
     generators: dict[torch.device, torch.Generator] = {}
-    for name, slot in slots.items():
-        if slot.device not in generators:
-            generators[slot.device] = torch.Generator(slot.device).manual_seed(seed)
+    for name, fill in fills.items():
+        place = fill.place
+        if place.device not in generators:
+            generators[place.device] = torch.Generator(place.device).manual_seed(seed)
+        draw = torch.empty(fill.whole_shape, dtype=place.dtype, device=place.device)
         if name.endswith("norm.weight"):
-            yield name, torch.ones_like(slot)
+            yield name, draw.fill_(1.0 - fill.offset)
         else:
-            draw = torch.empty(slot.shape, dtype=slot.dtype, device=slot.device)
-            yield name, draw.normal_(std=STD, generator=generators[slot.device])
+            yield name, draw.normal_(std=STD, generator=generators[place.device])

@@ -9,93 +9,142 @@ import torch
 from torch import Tensor
 
 from manyroots.ids import NO_ADAPTER
-from manyroots.kernels.attention.batch import AttentionBatch
-from manyroots.models.llama import Llama
-from manyroots.store.adapter_slots import AdapterSlots
+from manyroots.kernels.attention.paged import PagedRows, query_blocks
+from manyroots.kernels.rope_write.inputs import KvPlaces, RopeTable
+from manyroots.layers.step import Step
+from manyroots.models.decoder import Decoder
+from manyroots.store.adapter_pool import AdapterPool
 from manyroots.store.arena import PageArena
+
+MAX_LEN = 4096
 
 
 class PagedModel:
-    """A model with an arena; sequences take pages in shuffled order as they grow."""
+    """A model with an arena for each family. Sequences take pages in shuffled order as they grow,
+    and give back those that lie behind a window; what is given back is made NaN, so that whoever
+    reads it still is seen to do so."""
 
     def __init__(
         self,
-        model: Llama,
-        slots: AdapterSlots | None = None,
+        model: Decoder,
+        pool: AdapterPool | None = None,
         *,
         num_pages: int = 200,
         page_size: int = 4,
     ) -> None:
-        spec = model.spec
-        weight = model.embedding.weight
         self.model = model
         self.page_size = page_size
-        self.arena = PageArena(
-            num_pages,
-            page_size,
-            spec.num_layers,
-            spec.num_kv_heads,
-            spec.head_dim,
-            weight.dtype,
-            weight.device,
-        )
-        self._free = np.random.default_rng(0).permutation(num_pages).tolist()
-        self._pages: dict[str, list[int]] = {}
+        self.arenas = [
+            PageArena(
+                num_pages,
+                page_size,
+                len(family.layers),
+                family.memory.kv_heads,
+                family.memory.head_dim,
+                model.dtype,
+                model.device,
+            )
+            for family in model.families
+        ]
+        model.attach(self.arenas, pool, max_len=MAX_LEN)
+        order = np.random.default_rng(0).permutation(num_pages).tolist()
+        self._free = [list(order) for _ in self.arenas]
+        self._tables: list[dict[str, list[int]]] = [{} for _ in self.arenas]
         self._lengths: dict[str, int] = {}
-        self.slots = slots
+        self.pool = pool
         self.slot_of: dict[str, int] = {}
         """The adapter of each sequence that has one."""
         self.adapter_from: dict[str, int] = {}
 
+    @torch.inference_mode()
     def step(self, new_tokens: Mapping[str, list[int]]) -> dict[str, Tensor]:
         """Compute the next tokens of some sequences together; logits [num_tokens, vocab] each."""
         order = sorted(
             new_tokens,
             key=lambda name: (len(new_tokens[name]) != 1, self.slot_of.get(name, NO_ADAPTER)),
         )
-        token_slots = np.array(
-            [
-                slot if position >= self.adapter_from.get(name, 0) else NO_ADAPTER
-                for name in order
-                for slot in [self.slot_of.get(name, NO_ADAPTER)]
-                for position in range(
-                    self._lengths.get(name, 0), self._lengths.get(name, 0) + len(new_tokens[name])
-                )
+        begins = [self._lengths.get(name, 0) for name in order]
+        counts = [len(new_tokens[name]) for name in order]
+        ends = [begin + count for begin, count in zip(begins, counts, strict=True)]
+        positions = [p for begin, end in zip(begins, ends, strict=True) for p in range(begin, end)]
+        owners = [name for name, count in zip(order, counts, strict=True) for _ in range(count)]
+        self._lengths.update(zip(order, ends, strict=True))
+        model, device = self.model, self.model.device
+        lora = None
+        if self.pool is not None:
+            slots = [
+                self.slot_of.get(name, NO_ADAPTER)
+                if position >= self.adapter_from.get(name, 0)
+                else NO_ADAPTER
+                for name, position in zip(owners, positions, strict=True)
             ]
+            lora = model.kernels.lora_sites.prepare(np.array(slots, np.int64), self.pool, device)
+        at = torch.tensor(positions, device=device)
+        step = Step(
+            ropes=tuple(RopeTable(rope.cos[at], rope.sin[at]) for rope in model.ropes),
+            kv=tuple(
+                model.kernels.attention.prepare(
+                    self._rows(family, order, begins, ends, owners, positions),
+                    self.page_size,
+                    model.dtype,
+                )
+                for family in range(len(self.arenas))
+            ),
+            lora=lora,
         )
-        adapters = None if self.slots is None else self.slots.batch(token_slots, all_layers=True)
-        starts, positions, pages, offsets = [0], [], [], []
-        for name in order:
-            begin = self._lengths.get(name, 0)
-            end = begin + len(new_tokens[name])
-            table = self._pages.setdefault(name, [])
-            while len(table) * self.page_size < end:
-                table.append(self._free.pop())
-            self._lengths[name] = end
-            starts.append(starts[-1] + end - begin)
-            for position in range(begin, end):
-                positions.append(position)
-                pages.append(table[position // self.page_size])
-                offsets.append(position % self.page_size)
-        width = max(len(self._pages[name]) for name in order)
-        table_array = np.zeros((len(order), width), dtype=np.int32)
-        for row, name in enumerate(order):
-            table_array[row, : len(self._pages[name])] = self._pages[name]
-        batch = AttentionBatch.build(
-            page_table=table_array,
-            slot_pages=np.array(pages),
-            slot_offsets=np.array(offsets),
-            query_starts=starts,
-            context_lens=[self._lengths[name] for name in order],
-            num_decodes=sum(len(new_tokens[name]) == 1 for name in order),
-            page_size=self.page_size,
-            dtype=self.arena.data.dtype,
-            device=self.arena.data.device,
-        )
-        device = self.arena.data.device
         tokens = torch.tensor([t for name in order for t in new_tokens[name]], device=device)
-        hidden = self.model.forward(
-            tokens, torch.tensor(positions, device=device), batch, self.arena, adapters
+        logits = model.logits(model.hidden(tokens, step), lora).float()
+        self._give_back(order)
+        pieces = torch.split(logits.cpu(), counts)
+        return dict(zip(order, pieces, strict=True))
+
+    def _rows(
+        self,
+        family: int,
+        order: list[str],
+        begins: list[int],
+        ends: list[int],
+        owners: list[str],
+        positions: list[int],
+    ) -> PagedRows:
+        tables, free, size = self._tables[family], self._free[family], self.page_size
+        for name, end in zip(order, ends, strict=True):
+            table = tables.setdefault(name, [])
+            while len(table) * size < end:
+                table.append(free.pop())
+        width = max(len(tables[name]) for name in order)
+        table_array = np.zeros((len(order), width), np.int32)
+        for row, name in enumerate(order):
+            table_array[row, : len(tables[name])] = tables[name]
+        pages = [tables[name][p // size] for name, p in zip(owners, positions, strict=True)]
+        lens = np.array(ends, np.int32)
+        counts = lens - np.array(begins, np.int32)
+        num_decodes = int((counts == 1).sum())
+        starts = np.concatenate(([0], np.cumsum(counts[num_decodes:]))).astype(np.int32)
+        has_prompts = num_decodes < len(order)
+        blocks = query_blocks(starts.tolist(), lens[num_decodes:].tolist())
+
+        def there(values: object) -> Tensor:
+            return torch.tensor(np.asarray(values), dtype=torch.int32, device=self.model.device)
+
+        return PagedRows(
+            page_table=there(table_array),
+            context_lens=there(lens),
+            num_decodes=num_decodes,
+            query_starts=there(starts) if has_prompts else None,
+            blocks=there(blocks) if has_prompts else None,
+            places=KvPlaces(there(pages), there([p % size for p in positions])),
+            window=self.model.families[family].memory.window or 0,
         )
-        logits = self.model.logits(hidden, adapters)
-        return {name: logits[starts[row] : starts[row + 1]].cpu() for row, name in enumerate(order)}
+
+    def _give_back(self, order: list[str]) -> None:
+        for family, arena in zip(self.model.families, self.arenas, strict=True):
+            window = family.memory.window
+            if window is None:
+                continue
+            number = self.model.families.index(family)
+            for name in order:
+                table = self._tables[number][name]
+                # The next token sees the last window - 1 of those that there are.
+                first = max(0, self._lengths[name] - (window - 1)) // self.page_size
+                arena.data[table[:first]] = torch.nan

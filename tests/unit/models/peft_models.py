@@ -13,7 +13,7 @@ from torch import Tensor
 
 from manyroots.ids import AdapterSlot
 from manyroots.lora.spec import AdapterSpec
-from manyroots.models.llama import Llama
+from manyroots.models.decoder import Decoder
 from manyroots.store.adapter_files import read_adapter
 from manyroots.store.adapter_slots import AdapterSlots
 from manyroots.store.adapter_weights import AdapterWeights
@@ -51,7 +51,7 @@ class Pair:
     """PEFT's model and ours, with the same adapters by slot."""
 
     theirs: PeftModel
-    ours: Llama
+    ours: Decoder
     slots: AdapterSlots
     slot_of: dict[str, int]
 
@@ -90,7 +90,7 @@ def make_pair(folder: Path, kind: str, adapters: dict[str, dict[str, Any]], **ch
     return Pair(theirs.eval(), ours, slots, slot_of)
 
 
-def read(folder: Path, model: Llama) -> tuple[AdapterSpec, AdapterWeights]:
+def read(folder: Path, model: Decoder) -> tuple[AdapterSpec, AdapterWeights]:
     return read_adapter(
         folder,
         model.adapter_targets(),

@@ -13,7 +13,7 @@ from manyroots.distributed.shard import WHOLE, Shard
 from manyroots.ids import AdapterSlot
 from manyroots.kernels.tolerances import assert_close
 from manyroots.lora.targets import Target, TargetKind, Targets
-from manyroots.models.llama import Llama
+from manyroots.models.decoder import Decoder
 from manyroots.models.sharding import Side, cut_adapter, side_of, whole_targets
 from manyroots.store.adapter_files import read_adapter
 from manyroots.store.adapter_slots import AdapterSlots
@@ -108,7 +108,7 @@ REQUESTS = {
 }
 
 
-def logits(model: Llama, adapters: list[AdapterWeights]) -> dict[str, Tensor]:
+def logits(model: Decoder, adapters: list[AdapterWeights]) -> dict[str, Tensor]:
     """Of requests of the base and of every adapter together: a prefill, then decodes."""
     slots = AdapterSlots(model.lora_parts(), dtype=torch.float32, device=torch.device("cpu"))
     for slot, weights in enumerate(adapters):

@@ -51,7 +51,7 @@ def test_the_default_model_equals_transformers_reading_of_it() -> None:
         assert torch.equal(weight, theirs[name]), name
     assert ours.spec.tie_word_embeddings
     assert ours.spec.eos_token_ids == (2,)
-    assert ours.spec.rope == rope_frequencies(source.config, 64)
+    assert ours.spec.ropes == (rope_frequencies(source.config, 64),)
 
 
 def test_llama3_scaling_comes_from_the_files_own_factors(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_yarn_metadata_becomes_yarn_parameters(tmp_path: Path) -> None:
     }
     file = write_gguf(tmp_path / "m.gguf", tiny_config(), extra_metadata=metadata)
     spec = describe(resolve_source(ModelSettings(model=str(file))))
-    assert spec.rope == tiny_spec(rope_parameters=YARN).rope
+    assert spec.ropes == tiny_spec(rope_parameters=YARN).ropes
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "qwen3-moe"])
@@ -83,7 +83,8 @@ def test_p09_a_window_in_the_metadata_is_found(kind: str, tmp_path: Path) -> Non
     """P09: llama.cpp's convention, counting the query itself."""
     metadata = {"attention.sliding_window": 32}
     file = write_gguf(tmp_path / "m.gguf", tiny_config(kind), extra_metadata=metadata)
-    assert describe(resolve_source(ModelSettings(model=str(file)))).sliding_window == 32
+    layers = describe(resolve_source(ModelSettings(model=str(file)))).layers
+    assert {layer.memory.window for layer in layers} == {32}
 
 
 @pytest.mark.parametrize(
@@ -106,8 +107,8 @@ def test_what_this_version_can_not_compute_is_refused(
 def test_a_mixture_of_experts_has_llama_cpps_routing(tmp_path: Path) -> None:
     config = tiny_config("qwen3-moe", norm_topk_prob=False)
     file = write_gguf(tmp_path / "m.gguf", config)
-    experts = describe(resolve_source(ModelSettings(model=str(file)))).traits.experts
-    assert experts == tiny_spec("qwen3-moe", norm_topk_prob=True).traits.experts
+    layers = describe(resolve_source(ModelSettings(model=str(file)))).layers
+    assert layers == tiny_spec("qwen3-moe", norm_topk_prob=True).layers
 
 
 def test_an_unknown_architecture_is_refused(tmp_path: Path) -> None:

@@ -7,40 +7,57 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from transformers import Qwen3MoeForCausalLM
 
 from manyroots.errors import ModelError
-from manyroots.layers.moe import ExpertsSpec
+from manyroots.kernels.activation.kinds import Activation
+from manyroots.kernels.moe_pairs.routing import Scoring
 from manyroots.layers.rotary import rope_frequencies
-from manyroots.models.llama import Llama
+from manyroots.layers.spec import ExpertsSpec
 from manyroots.models.load import describe
-from manyroots.models.registry import architecture_of, model_class
+from manyroots.models.registry import architecture_of, known_architecture
+from manyroots.models.spec import ModelSpec
 from tests.unit.models.tiny import LLAMA3, tiny_config, tiny_source, tiny_spec
 
 
+def windows(spec: ModelSpec) -> list[int | None]:
+    return [layer.memory.window for layer in spec.layers]
+
+
 @pytest.mark.parametrize(
-    ("kind", "changes", "window"),
+    ("kind", "changes", "expected"),
     [
-        ("llama", {}, None),
-        ("mistral", {"sliding_window": None}, None),
-        ("mistral", {"sliding_window": 64}, 64),
-        ("qwen2", {"sliding_window": 64}, None),
-        ("qwen2", {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 3}, None),
-        ("qwen2", {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1}, 64),
-        ("qwen3", {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 0}, 64),
-        ("qwen3", {"sliding_window": 64}, None),
-        ("qwen3-moe", {"sliding_window": 64}, None),
-        ("qwen3-moe", {"sliding_window": 64, "use_sliding_window": True}, 64),
+        ("llama", {}, [None] * 3),
+        ("mistral", {"sliding_window": None}, [None] * 3),
+        ("mistral", {"sliding_window": 64}, [64] * 3),
+        ("qwen2", {"sliding_window": 64}, [None] * 3),
+        (
+            "qwen2",
+            {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 3},
+            [None] * 3,
+        ),
+        (
+            "qwen2",
+            {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1},
+            [None, 64, 64],
+        ),
+        (
+            "qwen3",
+            {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 0},
+            [64] * 3,
+        ),
+        ("qwen3", {"sliding_window": 64}, [None] * 3),
+        ("qwen3-moe", {"sliding_window": 64}, [None] * 3),
+        ("qwen3-moe", {"sliding_window": 64, "use_sliding_window": True}, [64] * 3),
     ],
 )
 def test_p09_a_window_counts_only_where_a_layer_uses_it(
-    kind: str, changes: dict[str, Any], window: int | None
+    kind: str, changes: dict[str, Any], expected: list[int | None]
 ) -> None:
     """P09: windows are found and converted once at load, a case per model family."""
     spec = tiny_spec(kind, **changes)
-    assert spec.sliding_window == window
-    assert spec.max_exact_len == (window or 256)
+    assert windows(spec) == expected
+    assert spec.max_len == 256
 
 
 def test_p09_a_window_in_a_nested_text_config_is_found() -> None:
@@ -50,16 +67,12 @@ def test_p09_a_window_in_a_nested_text_config_is_found() -> None:
         get_text_config=lambda: text, architectures=text.architectures, model_type="mistral"
     )
     source = replace(tiny_source("mistral"), config=outer)  # type: ignore[arg-type]
-    assert describe(source).sliding_window == 32
-
-
-def test_a_window_wider_than_the_context_does_not_lengthen_it() -> None:
-    assert tiny_spec("mistral", sliding_window=4096).max_exact_len == 256
+    assert windows(describe(source)) == [32] * 3
 
 
 def test_heads_of_their_own_size_are_read() -> None:
-    assert tiny_spec("qwen3", head_dim=16).head_dim == 16
-    assert tiny_spec("qwen2").head_dim == 8
+    assert tiny_spec("qwen3", head_dim=16).layers[0].memory.head_dim == 16
+    assert tiny_spec("qwen2").layers[0].memory.head_dim == 8
 
 
 @pytest.mark.parametrize(
@@ -76,18 +89,21 @@ def test_layers_with_experts_are_those_transformers_gives_them(
     changes: dict[str, Any], sparse: set[int]
 ) -> None:
     changes = {"num_hidden_layers": 5, **changes}
-    traits = tiny_spec("qwen3-moe", **changes).traits
+    layers = tiny_spec("qwen3-moe", **changes).layers
     theirs = Qwen3MoeForCausalLM(tiny_config("qwen3-moe", **changes)).model.layers
     assert {i for i, layer in enumerate(theirs) if hasattr(layer.mlp, "experts")} == sparse
-    assert traits.sparse_layers == sparse
-    assert (traits.experts is not None) == bool(sparse)
+    ours = {i for i, layer in enumerate(layers) if isinstance(layer.feed_forward, ExpertsSpec)}
+    assert ours == sparse
 
 
 def test_experts_are_read_from_the_config() -> None:
-    assert tiny_spec("qwen3-moe").traits.experts == ExpertsSpec(
-        num_experts=8, experts_per_token=3, intermediate_size=24, norm_topk_prob=True
+    assert tiny_spec("qwen3-moe").layers[0].feed_forward == ExpertsSpec(
+        num_experts=8,
+        experts_per_token=3,
+        intermediate_size=24,
+        activation=Activation.SILU,
+        scoring=Scoring.SOFTMAX_RENORMALISED,
     )
-    assert tiny_spec("qwen3").traits.experts is None
 
 
 @pytest.mark.parametrize("chosen", [0, 9])
@@ -125,14 +141,14 @@ def test_heads_that_do_not_divide_are_refused() -> None:
         tiny_spec(num_key_value_heads=4)
 
 
-def test_an_unknown_activation_is_refused_when_the_model_is_built() -> None:
+def test_an_unknown_activation_is_refused_when_the_model_is_described() -> None:
     with pytest.raises(ModelError, match="'mish'"):
-        Llama(tiny_spec(hidden_act="mish"), dtype=torch.float32, device=torch.device("cpu"))
+        tiny_spec(hidden_act="mish")
 
 
 def test_an_unknown_architecture_lists_those_that_are_served() -> None:
     with pytest.raises(ModelError, match=r"'MambaForCausalLM'.*LlamaForCausalLM.*Qwen3"):
-        model_class("MambaForCausalLM")
+        known_architecture("MambaForCausalLM")
 
 
 def test_a_config_without_architectures_goes_by_its_model_type() -> None:

@@ -5,17 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import manyroots.layers.lora
 import pytest
 import torch
 from torch import Tensor
 
-import manyroots.layers.lora
 from manyroots.ids import AdapterSlot
 from manyroots.kernels.expert_lora import reference, torch_ops
 from manyroots.kernels.expert_lora.pairs import AdapterPairs
 from manyroots.kernels.tolerances import assert_close
 from manyroots.lora.targets import Target, TargetKind
-from manyroots.models.llama import Llama
+from manyroots.models.decoder import Decoder
 from manyroots.models.qwen3_moe import Qwen3Moe
 from manyroots.scheduler.request import invoked_at
 from manyroots.store.adapter_slots import AdapterSlots
@@ -55,7 +55,7 @@ class Served:
 
     def __init__(self, folder: Path, kind: str, recipes: dict[str, Recipe]) -> None:
         base: Any = save_tiny(folder / "base", kind, moe_intermediate_size=INTERMEDIATE)
-        self.ours: Llama = load_tiny(folder / "base")
+        self.ours: Decoder = load_tiny(folder / "base")
         self.slots = AdapterSlots(
             self.ours.lora_parts(), dtype=torch.float32, device=torch.device("cpu")
         )

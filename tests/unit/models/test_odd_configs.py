@@ -133,7 +133,7 @@ USUAL: dict[str, tuple[dict[str, Any], int]] = {
     ),
     "a Mistral": (
         {**LLAMA_3_1, "architectures": ["MistralForCausalLM"], "model_type": "mistral",
-         "rope_scaling": None, "sliding_window": 4096, "max_position_embeddings": 32768}, 4096,
+         "rope_scaling": None, "sliding_window": 4096, "max_position_embeddings": 32768}, 32768,
     ),
     "a Qwen2.5": (
         {**QWEN, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2",
@@ -160,7 +160,7 @@ def test_configs_as_checkpoints_have_them_are_taken(name: str, tmp_path: Path) -
     config, longest = USUAL[name]
     (tmp_path / "config.json").write_text(json.dumps(config))
     spec = describe(resolve_source(ModelSettings(model=str(tmp_path))))
-    assert spec.max_exact_len == longest
+    assert spec.max_len == longest
     assert spec.vocab_size == config["vocab_size"]
 
 
@@ -173,7 +173,7 @@ def test_a_config_without_an_end_of_positions_is_served_up_to_where_they_are_exa
         resolve_source(ModelSettings(model=str(write(tmp_path, max_position_embeddings=longest))))
     )
     assert spec.max_position_embeddings == longest
-    assert spec.max_exact_len == MAX_POSITIONS
+    assert spec.max_len == MAX_POSITIONS
 
 
 def test_an_end_token_beyond_the_vocabulary_is_none(tmp_path: Path) -> None:

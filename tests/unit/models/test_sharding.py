@@ -12,9 +12,10 @@ from manyroots.config import ModelSettings
 from manyroots.distributed.shard import WHOLE, Shard
 from manyroots.errors import ConfigError
 from manyroots.kernels.tolerances import assert_close
-from manyroots.models.llama import Llama
+from manyroots.layers.weights.fill import Fill
+from manyroots.models.decoder import Decoder
 from manyroots.models.load import load_model
-from manyroots.models.sharding import cut_weights, rank_spec
+from manyroots.models.sharding import rank_spec
 from manyroots.models.source import resolve_source
 from tests.unit.models.lockstep import LockstepShard, in_lockstep
 from tests.unit.models.paged import PagedModel
@@ -22,7 +23,7 @@ from tests.unit.models.test_logits_parity import prompts
 from tests.unit.models.tiny import MODELS, load_tiny, save_tiny, tiny_spec
 
 
-def load_worker(folder: Path, shard: Shard) -> Llama:
+def load_rank(folder: Path, shard: Shard) -> Decoder:
     return load_model(
         resolve_source(ModelSettings(model=str(folder))),
         dtype=torch.float32,
@@ -33,7 +34,7 @@ def load_worker(folder: Path, shard: Shard) -> Llama:
     )
 
 
-def chunked(model: Llama) -> dict[str, Tensor]:
+def chunked(model: Decoder) -> dict[str, Tensor]:
     """Logits of every prompt, computed in two steps."""
     paged = PagedModel(model)
     first = paged.step({name: tokens[:5] for name, tokens in prompts().items()})
@@ -48,7 +49,7 @@ def test_w16_two_ranks_give_one_ranks_logits(kind: str, tmp_path: Path) -> None:
     alone = chunked(load_tiny(tmp_path))
 
     def rank(shard: LockstepShard) -> dict[str, Tensor]:
-        return chunked(load_worker(tmp_path, shard))
+        return chunked(load_rank(tmp_path, shard))
 
     results, meeting = in_lockstep(2, rank)
     for result in results:
@@ -63,7 +64,7 @@ def test_w16_four_ranks_give_one_ranks_logits(tmp_path: Path) -> None:
     sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8}
     save_tiny(tmp_path, **sizes)
     alone = chunked(load_tiny(tmp_path))
-    results, _ = in_lockstep(4, lambda shard: chunked(load_worker(tmp_path, shard)))
+    results, _ = in_lockstep(4, lambda shard: chunked(load_rank(tmp_path, shard)))
     for result in results:
         for name, logits in alone.items():
             assert_close("logits", result[name], logits, torch.float32)
@@ -71,13 +72,14 @@ def test_w16_four_ranks_give_one_ranks_logits(tmp_path: Path) -> None:
 
 def test_a_rank_has_its_share_of_weights_and_of_keys_and_values(tmp_path: Path) -> None:
     save_tiny(tmp_path)
-    whole, part = load_tiny(tmp_path), load_worker(tmp_path, Shard(1, 2))
-    assert part.spec.num_kv_heads * 2 == whole.spec.num_kv_heads
+    whole, part = load_tiny(tmp_path), load_rank(tmp_path, Shard(1, 2))
+    kv_heads = [model.spec.layers[0].memory.kv_heads for model in (part, whole)]
+    assert kv_heads[0] * 2 == kv_heads[1]
     small, large = part.weights(), whole.weights()
     assert set(small) == set(large)
-    for name, tensor in small.items():
+    for name, fill in small.items():
         is_whole = "norm" in name or "embed" in name
-        assert tensor.numel() <= large[name].numel() * (1 if is_whole else 0.5)
+        assert fill.place.numel() <= large[name].place.numel() * (1 if is_whole else 0.5)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +99,8 @@ def test_a_width_that_does_not_divide_is_refused() -> None:
 
 
 def test_a_dense_width_that_no_layer_has_is_no_obstacle() -> None:
-    assert rank_spec(tiny_spec("qwen3-moe", intermediate_size=81), Shard(0, 2)).num_heads == 3
+    spec = rank_spec(tiny_spec("qwen3-moe", intermediate_size=81), Shard(0, 2))
+    assert spec.layers[0].mixer.num_heads == 3
 
 
 def test_one_rank_is_the_model_itself() -> None:
@@ -115,7 +118,10 @@ def test_parts_cover_everything_once() -> None:
 
 
 def test_biases_behind_a_sum_are_added_by_the_first_rank_alone() -> None:
-    weights = [("model.layers.0.self_attn.o_proj.bias", torch.ones(4))]
-    [(_, first)], [(_, second)] = (list(cut_weights(weights, Shard(rank, 2))) for rank in (0, 1))
-    assert first.tolist() == [1.0] * 4
-    assert second.tolist() == [0.0] * 4
+    first, second = (
+        Fill(torch.full((4,), 9.0), shard=Shard(rank, 2), is_first_only=True) for rank in (0, 1)
+    )
+    for fill in (first, second):
+        fill.take(fill.part_of(torch.ones(4)))
+    assert first.place.tolist() == [1.0] * 4
+    assert second.place.tolist() == [0.0] * 4

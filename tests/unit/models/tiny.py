@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from manyroots.config import ModelSettings
-from manyroots.models.llama import Llama
+from manyroots.models.decoder import Decoder
 from manyroots.models.load import describe, load_model
 from manyroots.models.source import ModelSource, SourceKind, resolve_source
 from manyroots.models.spec import ModelSpec
@@ -104,7 +104,7 @@ def save_tiny(
     return model
 
 
-def load_tiny(folder: Path, dtype: torch.dtype = torch.float32) -> Llama:
+def load_tiny(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
     source = resolve_source(ModelSettings(model=str(folder)))
     return load_model(source, dtype=dtype, device=torch.device("cpu"), load_format="auto", seed=0)
 

@@ -26,7 +26,7 @@ from manyroots.ids import AdapterName, RequestId
 from manyroots.lora.limits import AdapterLimits
 from manyroots.lora.residency import Residency
 from manyroots.messages import FinishReason, Output, Submit
-from manyroots.models.llama import Llama
+from manyroots.models.decoder import Decoder
 from manyroots.runner import sampler
 from manyroots.runner.cuda_runner import CudaRunner
 from manyroots.runner.graphs import DecodeGraphs
@@ -50,7 +50,7 @@ PAGE_SIZE, NUM_PAGES, MAX_LEN, MAX_SEQS = 4, 120, 64, 6
 CPU = torch.device("cpu")
 
 
-def make_runner(model: Llama, loader: AdapterLoader | None, *, cuda: bool) -> Runner:
+def make_runner(model: Decoder, loader: AdapterLoader | None, *, cuda: bool) -> Runner:
     spec = model.spec
     arena = PageArena(
         NUM_PAGES, PAGE_SIZE, spec.num_layers, spec.num_kv_heads, spec.head_dim,
@@ -65,7 +65,7 @@ def make_runner(model: Llama, loader: AdapterLoader | None, *, cuda: bool) -> Ru
 def run(
     runner: Runner,
     requests: list[Submit],
-    adapters: dict[str, tuple[Path, Llama]] | None = None,
+    adapters: dict[str, tuple[Path, Decoder]] | None = None,
     *,
     max_loras: int = 2,
     fails: int | None = None,
@@ -121,7 +121,7 @@ def some_requests(**sampling: Any) -> list[Submit]:
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Llama:
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     folder = tmp_path_factory.mktemp("llama")
     save_tiny(folder, "llama")
     return load_tiny(folder)
@@ -185,7 +185,7 @@ def test_fused_layers_give_each_architectures_tokens(
     ids=str,
 )
 def test_sampling_is_that_of_the_cpu_while_tokens_are_still_on_the_device(
-    llama: Llama, sampling: dict[str, Any], padded: None, slow_tokens: None
+    llama: Decoder, sampling: dict[str, Any], padded: None, slow_tokens: None
 ) -> None:
     requests = some_requests(**sampling)
     expected = run(make_runner(llama, None, cuda=False), requests)
@@ -204,7 +204,7 @@ def _failing(what: Callable[..., Any], is_meant: Callable[..., bool]) -> Callabl
 @pytest.mark.parametrize("where", ["draw", "edit", "arrive"])
 @pytest.mark.parametrize("cuda", [False, True])
 def test_a_row_whose_sampling_fails_fails_alone(
-    llama: Llama, monkeypatch: pytest.MonkeyPatch, where: str, cuda: bool
+    llama: Decoder, monkeypatch: pytest.MonkeyPatch, where: str, cuda: bool
 ) -> None:
     """Whatever the reason: its neighbours in the step get the tokens that are theirs."""
     requests = some_requests(temperature=1.0, top_k=9, presence_penalty=0.5)
@@ -226,7 +226,7 @@ def test_a_row_whose_sampling_fails_fails_alone(
     assert others == expected
 
 
-def test_rows_that_ask_for_logprobs_get_them_beside_rows_that_do_not(llama: Llama) -> None:
+def test_rows_that_ask_for_logprobs_get_them_beside_rows_that_do_not(llama: Decoder) -> None:
     requests = some_requests()
     requests[2] = submit(2, requests[2].prompt, max_tokens=6, logprobs=3, prompt_logprobs=1)
     expected = run(make_runner(llama, None, cuda=False), requests)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from manyroots.errors import AdapterError
 from manyroots.ids import AdapterSlot
-from manyroots.models.llama import Llama
+from manyroots.models.decoder import Decoder
 from manyroots.store.adapter_slots import AdapterSlots
 from manyroots.store.adapter_weights import AdapterWeights
 from tests.unit.host_copies import host_copy, random_adapter
@@ -23,29 +23,29 @@ ATTENTION = "model.layers.0.self_attn"
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Llama:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     folder: Path = tmp_path_factory.mktemp("tiny")
     save_tiny(folder)
     return load_tiny(folder)
 
 
-def make_slots(model: Llama, dtype: torch.dtype = torch.float32) -> AdapterSlots:
+def make_slots(model: Decoder, dtype: torch.dtype = torch.float32) -> AdapterSlots:
     return AdapterSlots(model.lora_parts(), dtype=dtype, device=CPU)
 
 
-def adapter(model: Llama, ranks: dict[str, int], seed: int = 0) -> AdapterWeights:
+def adapter(model: Decoder, ranks: dict[str, int], seed: int = 0) -> AdapterWeights:
     named = {f"{ATTENTION}.{name}": rank for name, rank in ranks.items()}
     return random_adapter(model.adapter_targets(), named, seed=seed, scaling=0.5)
 
 
-def delta(model: Llama, slots: AdapterSlots, site: str, x: Tensor) -> Tensor:
+def delta(model: Decoder, slots: AdapterSlots, site: str, x: Tensor) -> Tensor:
     """What the adapter in SLOT adds to a product of layer 0."""
     linear = getattr(model.layers[0].attention, site)
     batch = slots.batch(np.zeros(len(x), np.int64), all_layers=True)
     return linear(x, batch) - linear(x, None)
 
 
-def test_a_reused_slot_shows_nothing_of_its_last_owner_w09(model: Llama) -> None:
+def test_a_reused_slot_shows_nothing_of_its_last_owner_w09(model: Decoder) -> None:
     """W09: X (q, k, v, o) then Y (q alone) in the same slot: what Y adds to o is exactly 0."""
     slots, fresh = make_slots(model), make_slots(model)
     torch.manual_seed(0)
@@ -62,7 +62,7 @@ def test_a_reused_slot_shows_nothing_of_its_last_owner_w09(model: Llama) -> None
     assert torch.equal(mine[:, 48:], torch.zeros_like(mine[:, 48:]))
 
 
-def test_a_reused_slot_shows_nothing_in_stacks_either_w09(model: Llama) -> None:
+def test_a_reused_slot_shows_nothing_in_stacks_either_w09(model: Decoder) -> None:
     """W09: as above, for adapters that are computed together."""
     slots = make_slots(model)
     torch.manual_seed(0)
@@ -82,7 +82,7 @@ def test_a_reused_slot_shows_nothing_in_stacks_either_w09(model: Llama) -> None:
     assert torch.equal(after[2:], before[2:])
 
 
-def test_a_cleared_slot_is_empty_and_an_empty_slot_computes_nothing(model: Llama) -> None:
+def test_a_cleared_slot_is_empty_and_an_empty_slot_computes_nothing(model: Decoder) -> None:
     slots = make_slots(model)
     slots.load(SLOT, adapter(model, {"q_proj": 4}))
     assert slots.num_bytes > 0
@@ -93,14 +93,14 @@ def test_a_cleared_slot_is_empty_and_an_empty_slot_computes_nothing(model: Llama
         slots.batch(np.array([0]), all_layers=True)
 
 
-def test_a_slot_takes_the_memory_of_its_adapters_own_ranks(model: Llama) -> None:
+def test_a_slot_takes_the_memory_of_its_adapters_own_ranks(model: Decoder) -> None:
     slots = make_slots(model)
     slots.load(SLOT, adapter(model, {"q_proj": 16}))
     slots.load(AdapterSlot(1), adapter(model, {"k_proj": 16}, seed=1))
     assert slots.num_bytes == 16 * (48 + 48) * 4 + 16 * (48 + 16) * 4
 
 
-def test_weights_that_are_not_finite_in_the_engines_arithmetic_are_refused(model: Llama) -> None:
+def test_weights_that_are_not_finite_in_the_engines_arithmetic_are_refused(model: Decoder) -> None:
     slots = make_slots(model, torch.float16)
     target = f"{ATTENTION}.q_proj"
     weights = host_copy(
@@ -112,7 +112,7 @@ def test_weights_that_are_not_finite_in_the_engines_arithmetic_are_refused(model
         slots.batch(np.array([0]), all_layers=True)
 
 
-def test_targets_of_another_model_are_refused(model: Llama) -> None:
+def test_targets_of_another_model_are_refused(model: Decoder) -> None:
     weights = host_copy({"model.layers.9.mlp.up": (torch.ones(1, 2), torch.ones(3, 1), 1.0)}, "x")
     with pytest.raises(RuntimeError, match=r"model\.layers\.9"):
         make_slots(model).load(SLOT, weights)

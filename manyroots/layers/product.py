@@ -1,0 +1,57 @@
+"""A product that its reader finishes, and the norm that most often is that reader.
+
+What one kernel leaves undone (partial sums of a product, an adapter's second half, the sum over a
+token's experts, a norm of its own) the next one takes in on the way. So pieces of a layer hand on
+a `Product` instead of a plain tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from manyroots.distributed.shard import Shard
+from manyroots.kernels.choice import Kernels
+from manyroots.kernels.lora_sites.sites import LoraTerm
+
+MANY_ROWS = 64
+"""Beyond, a reader with one program per row would read an adapter once per row; it is expanded on
+its own instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """What a mixer or a feed-forward block gives."""
+
+    sums: Tensor
+    """[num_tokens, n], or partial sums [splits, num_tokens, n]."""
+    lora: LoraTerm | None = None
+    """What adapters add, not yet expanded."""
+    post: Tensor | None = None
+    """The weight of a norm that is applied before it is added to anything."""
+
+    def finished(self, kernels: Kernels) -> Tensor:
+        """Partial sums added up and adapters expanded, [num_tokens, n]; not yet normalised."""
+        sums = self.sums
+        if sums.dim() == 3:
+            sums = sums[0] if sums.shape[0] == 1 else sums.sum(0)
+        if self.lora is None:
+            return sums
+        whole = sums.to(self.lora.site.pool.dtype)
+        kernels.lora_sites.expand(whole, self.lora)
+        return whole
+
+    def for_many(self, kernels: Kernels) -> Product:
+        """With its adapters' part if it has many rows."""
+        if self.lora is None or self.sums.shape[-2] <= MANY_ROWS:
+            return self
+        return replace(self, sums=self.finished(kernels), lora=None)
+
+    def over_ranks(self, shard: Shard, kernels: Kernels, dtype: torch.dtype) -> Product:
+        """The sum over ranks that each have a part of the inner dimension."""
+        if shard.is_whole:
+            return self
+        whole = self.finished(kernels).to(dtype)
+        return replace(self, sums=shard.add_up(whole), lora=None)

@@ -1,0 +1,1 @@
+"""How the numbers of a product are kept, filled from a checkpoint and cut for a rank."""

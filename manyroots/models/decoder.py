@@ -1,0 +1,245 @@
+"""The decoder, put together from a description: one for every architecture and device.
+
+Takes tokens and a `Step`; writes keys and values into the arenas, gives hidden states and from
+those logits. What differs between architectures is in their `ModelSpec`, what differs between
+devices in the kernel set.
+
+    x -> norm -> mixer -> + x
+      -> norm -> feed-forward block -> + x
+
+A product is added to the residual stream by the norm behind it; see `layers/product.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from manyroots.distributed.shard import WHOLE, Shard
+from manyroots.kernels.choice import Kernels, kernels_for
+from manyroots.kernels.lora_sites.sites import LoraRows
+from manyroots.kernels.norm.undivided import UndividedNorm
+from manyroots.kernels.rope_write.inputs import RopeTable
+from manyroots.layers.attention import Attention
+from manyroots.layers.embedding import Embedding, LmHead
+from manyroots.layers.linear import Linear
+from manyroots.layers.mlp import GatedMLP
+from manyroots.layers.moe import SparseMLP
+from manyroots.layers.norm import RMSNorm
+from manyroots.layers.product import Product
+from manyroots.layers.spec import DenseSpec, LayerSpec
+from manyroots.layers.step import Step
+from manyroots.layers.weights.fill import Fill, Fills
+from manyroots.lora.targets import Target
+from manyroots.models.families import families
+from manyroots.models.spec import ModelSpec
+from manyroots.store.adapter_pool import AdapterPool
+from manyroots.store.adapter_sites import SitePart
+from manyroots.store.arena import PageArena
+
+
+class DecoderLayer:
+    """A mixer and a feed-forward block, with the norms in front of them and, perhaps, behind."""
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        spec: LayerSpec,
+        family: int,
+        *,
+        shard: Shard,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernels: Kernels,
+    ) -> None:
+        hidden, eps, offset = model.hidden_size, model.rms_norm_eps, model.norm_offset
+        self.spec, self.family = spec, family
+        self._shard, self._kernels, self._dtype = shard, kernels, dtype
+
+        def norm() -> RMSNorm:
+            return RMSNorm(
+                hidden, eps=eps, offset=offset, dtype=dtype, device=device, kernels=kernels
+            )
+
+        self.input_norm, self.mlp_norm = norm(), norm()
+        self._post_norms = (norm(), norm()) if spec.has_post_norms else None
+        self.mixer = Attention(
+            hidden, spec.mixer, family, eps=eps, norm_offset=offset,
+            shard=shard, dtype=dtype, device=device, kernels=kernels,
+        )  # fmt: skip
+        block = spec.feed_forward
+        self.feed_forward: GatedMLP | SparseMLP
+        if isinstance(block, DenseSpec):
+            self.feed_forward = GatedMLP(
+                hidden, block, shard=shard, dtype=dtype, device=device, kernels=kernels
+            )
+        else:
+            self.feed_forward = SparseMLP(
+                hidden, block, shard=shard, dtype=dtype, device=device, kernels=kernels
+            )
+
+    def __call__(
+        self, residual: Tensor, x: Tensor | UndividedNorm, layer_kv: Tensor, step: Step
+    ) -> Product:
+        """`x` is the residual, normalised. Adds the mixer's product onto the residual in place;
+        gives the block's, which the next layer's norm adds."""
+        mixed = self._whole(self.mixer(x, layer_kv, step), 0)
+        x = self.mlp_norm.after(residual, mixed, self.feed_forward.reader)
+        return self._whole(self.feed_forward(x, step), 1)
+
+    def _whole(self, product: Product, which: int) -> Product:
+        """The sum over ranks, and with the norm that it is still to have."""
+        product = product.over_ranks(self._shard, self._kernels, self._dtype)
+        if self._post_norms is None:
+            return product
+        return Product(product.sums, product.lora, self._post_norms[which].weight)
+
+    def weights(self, name: str) -> Fills:
+        yield from self.input_norm.weights(f"{name}.input_layernorm")
+        yield from self.mixer.weights(f"{name}.self_attn")
+        if self._post_norms is None:
+            yield from self.mlp_norm.weights(f"{name}.post_attention_layernorm")
+        else:
+            after_mixer, after_block = self._post_norms
+            yield from after_mixer.weights(f"{name}.post_attention_layernorm")
+            yield from self.mlp_norm.weights(f"{name}.pre_feedforward_layernorm")
+            yield from after_block.weights(f"{name}.post_feedforward_layernorm")
+        yield from self.feed_forward.weights(f"{name}.mlp")
+
+    def lora_parts(self, name: str) -> Iterator[tuple[str, SitePart]]:
+        yield from self.mixer.lora_parts(f"{name}.self_attn")
+        yield from self.feed_forward.lora_parts(f"{name}.mlp")
+
+    def products(self) -> Iterator[Linear]:
+        yield from self.mixer.products()
+        yield from self.feed_forward.products()
+
+
+class Decoder:
+    """A model's weights, and the one way through them."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        shard: Shard = WHOLE,
+        kernels: Kernels | None = None,
+    ) -> None:
+        """`spec` is the rank's own: see `models/sharding.py`. `kernels`: where they are not those
+        of the device."""
+        self.spec, self.shard = spec, shard
+        self.dtype, self.device = dtype, device
+        self.kernels = kernels = kernels_for(device) if kernels is None else kernels
+        self.families = families(spec.layers)
+        family_of = {
+            index: number for number, family in enumerate(self.families) for index in family.layers
+        }
+        hidden = spec.hidden_size
+        self.embedding = Embedding(
+            spec.vocab_size, hidden, scale=spec.embedding_scale,
+            dtype=dtype, device=device, kernels=kernels,
+        )  # fmt: skip
+        self.layers = [
+            DecoderLayer(
+                spec, layer, family_of[index],
+                shard=shard, dtype=dtype, device=device, kernels=kernels,
+            )
+            for index, layer in enumerate(spec.layers)
+        ]  # fmt: skip
+        self.norm = RMSNorm(
+            hidden, eps=spec.rms_norm_eps, offset=spec.norm_offset,
+            dtype=dtype, device=device, kernels=kernels,
+        )  # fmt: skip
+        self.head = LmHead(
+            spec.vocab_size, hidden, tied_to=self.embedding if spec.tie_word_embeddings else None,
+            shard=shard, dtype=dtype, device=device, kernels=kernels,
+        )  # fmt: skip
+        self.ropes: tuple[RopeTable, ...] = ()
+        """Of every position, by kind; see `attach`."""
+        self._memories: list[Tensor] = []
+
+    def attach(
+        self, arenas: Sequence[PageArena], pool: AdapterPool | None, *, max_len: int
+    ) -> None:
+        """Give it memory: an arena for each family, the adapters' pool if there is one, and angles
+        for so many positions."""
+        place = {
+            index: (number, at)
+            for number, family in enumerate(self.families)
+            for at, index in enumerate(family.layers)
+        }
+        self._memories = [arenas[place[i][0]].layer(place[i][1]) for i in range(len(self.layers))]
+        # Half a MiB per thousand positions and kind; a step looks its rows up.
+        positions = torch.arange(max_len, device=self.device)
+        self.ropes = tuple(
+            RopeTable.at(
+                positions,
+                torch.tensor(rope.frequencies, dtype=torch.float32, device=self.device),
+                rope.attention_scaling,
+            )
+            for rope in self.spec.ropes
+        )
+        self._find_adapters(pool)
+
+    def _find_adapters(self, pool: AdapterPool | None) -> None:
+        if pool is None:
+            return
+        self.embedding.pooled = pool.embedding_sites.get(self.embedding.site)
+        products = [linear for layer in self.layers for linear in layer.products()]
+        for linear in [*products, self.head.product]:
+            linear.pooled = pool.sites.get(linear.site)
+        for layer in self.layers:
+            block = layer.feed_forward
+            if isinstance(block, SparseMLP):
+                sites = pool.expert_sites
+                gate_up = sites.get(block.experts.gate_up_site)
+                down = sites.get(block.experts.down_site)
+                block.pooled = None if gate_up is None or down is None else (gate_up, down)
+
+    def hidden(self, tokens: Tensor, step: Step) -> Tensor:
+        """Hidden states [num_tokens, hidden_size] after the final norm."""
+        residual = self.embedding(tokens, step)
+        x: Tensor | UndividedNorm = self.layers[0].input_norm.first(residual)
+        last = len(self.layers) - 1
+        for index, layer in enumerate(self.layers):
+            product = layer(residual, x, self._memories[index], step)
+            if index < last:
+                following = self.layers[index + 1]
+                x = following.input_norm.after(residual, product, following.mixer.reader)
+        return self.norm.rows_after(residual, product)
+
+    def logits(self, hidden: Tensor, rows: LoraRows | None) -> Tensor:
+        """Scores [num_rows, vocab_size] in the model's dtype, for the rows that need them.
+
+        `rows`: the adapters of these rows, not of all tokens of the step.
+        """
+        return self.head(hidden, rows)
+
+    def weights(self) -> dict[str, Fill]:
+        """A checkpoint's tensor names, and where each goes."""
+        return dict(self._weights())
+
+    def _weights(self) -> Fills:
+        yield from self.embedding.weights("model.embed_tokens")
+        for index, layer in enumerate(self.layers):
+            yield from layer.weights(f"model.layers.{index}")
+        yield from self.norm.weights("model.norm")
+        yield from self.head.weights("lm_head")
+
+    def lora_parts(self) -> dict[str, SitePart]:
+        """What adapters may change, by name, and in which product it is computed."""
+        return dict(self._lora_parts())
+
+    def adapter_targets(self) -> dict[str, Target]:
+        """What adapters may change, for whoever checks their files."""
+        return {name: part.target for name, part in self._lora_parts()}
+
+    def _lora_parts(self) -> Iterator[tuple[str, SitePart]]:
+        yield from self.embedding.lora_parts("model.embed_tokens")
+        for index, layer in enumerate(self.layers):
+            yield from layer.lora_parts(f"model.layers.{index}")
+        yield from self.head.lora_parts("lm_head")

@@ -1,0 +1,212 @@
+"""Cached against cold: random conversations through two real engines around one tiny model.
+
+    python -m tests.differential [--mix NAME] [--traces 500] [--seed 0]
+
+The warm engine reuses prefixes in so little memory that it must evict and retract, with chunked
+prompts and up to four conversations at once. The cold one computes every prompt alone, whole, with
+reuse off. Lengths lie around pages, windows and chunks; three adapters and the base share texts.
+Both must give the same tokens, but where the cold engine's two best tokens are closer than what
+rounding may move them. Prints JSON: what was compared, and how much of it was reused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from manyroots import LLM, LoRARequest, SamplingParams
+from manyroots.kernels.tolerances import TOLERANCES
+from tests.adapter_folders import Recipe, write_adapter
+from tests.unit.models.tiny import load_tiny, save_tiny
+from tests.unit.text.tiny_tokenizer import tiny_backend
+
+PAGE, CHUNK, WINDOW = 4, 24, 11
+MAX_LEN = 160
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+ADAPTERS = {
+    "all": Recipe(rank=8, modules=(*ATTENTION, "gate_proj", "up_proj", "down_proj"), seed=1),
+    "few": Recipe(rank=3, modules=("q_proj", "down_proj"), alpha=4, seed=2),
+    "ends": Recipe(rank=5, modules=(*ATTENTION, "embed_tokens", "lm_head"), seed=3),
+}
+TYPES = {"f": "full_attention", "w": "sliding_attention"}
+
+
+def _types(pattern: str) -> list[str]:
+    return [TYPES[letter] for letter in pattern]
+
+
+MIXES: dict[str, tuple[str, dict[str, Any]]] = {
+    "full": ("llama", {}),
+    "window": ("mistral", {"sliding_window": WINDOW}),
+    "full and window": (
+        "qwen2",
+        {"sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 1},
+    ),
+    "five to one": (
+        "gemma3",
+        {"sliding_window": WINDOW, "num_hidden_layers": 6, "layer_types": _types("wwwwwf")},
+    ),
+    "sinks and experts": (
+        "gpt-oss",
+        {"sliding_window": WINDOW, "num_hidden_layers": 4, "layer_types": _types("wfwf")},
+    ),
+}
+"""A kind of tiny model for each mix of families."""
+
+KV_BYTES_SHARE = 0.35
+"""What the warm engine has of the memory that four conversations of full length would take."""
+
+
+@dataclass
+class Found:
+    """What was compared."""
+
+    mix: str
+    traces: int = 0
+    requests: int = 0
+    tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    retractions: int = 0
+    near_ties: int = 0
+    """Requests whose tokens part where the cold engine's two best are as good as equal."""
+
+
+class Engines:
+    """A warm and a cold engine of one mix."""
+
+    def __init__(self, folder: Path, mix: str) -> None:
+        kind, changes = MIXES[mix]
+        self.model = folder / "model"
+        save_tiny(self.model, kind, vocab_size=300, **changes)
+        tiny_backend().save(str(self.model / "tokenizer.json"))
+        decoder = load_tiny(self.model)
+        self.adapters: dict[str, str] = {}
+        for name, recipe in ADAPTERS.items():
+            write_adapter(folder / name, decoder.adapter_targets(), recipe)
+            self.adapters[name] = str(folder / name)
+        page_bytes = sum(family.page_bytes(PAGE, 4) for family in decoder.families)
+        needed = 4 * -(-MAX_LEN // PAGE) * page_bytes
+        self.warm = self._start(
+            kv_cache_memory_bytes=int(needed * KV_BYTES_SHARE),
+            max_num_batched_tokens=CHUNK,
+            max_num_seqs=4,
+        )
+        self.cold = self._start(
+            kv_cache_memory_bytes=4 * needed,
+            max_num_batched_tokens=MAX_LEN,
+            max_num_seqs=1,
+            enable_prefix_caching=False,
+        )
+
+    def _start(self, **settings: Any) -> LLM:
+        return LLM(
+            str(self.model), dtype="float32", enable_lora=True, max_loras=2, block_size=PAGE,
+            max_model_len=MAX_LEN, **settings,
+        )  # fmt: skip
+
+    def ask(
+        self, llm: LLM, prompts: list[list[int]], names: list[str | None], count: int
+    ) -> list[Any]:
+        requests = [
+            None if name is None else LoRARequest(name, 1, self.adapters[name]) for name in names
+        ]
+        greedy = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, logprobs=2)
+        return llm.generate(prompts, greedy, lora_request=requests)
+
+    def close(self) -> None:
+        self.warm.close()
+        self.cold.close()
+
+
+def run(mix: str, seeds: range) -> Found:
+    """Every trace of these seeds, on engines that keep what they have cached between them."""
+    found = Found(mix)
+    with tempfile.TemporaryDirectory() as folder:
+        engines = Engines(Path(folder), mix)
+        try:
+            for seed in seeds:
+                _trace(engines, random.Random(f"{mix} {seed}"), found, f"{mix}, seed {seed}")
+                found.traces += 1
+            found.retractions = engines.warm.stats().total_retractions
+        finally:
+            engines.close()
+    return found
+
+
+def _trace(engines: Engines, rng: random.Random, found: Found, where: str) -> None:
+    """Some conversations side by side, each some turns long; they begin with common texts."""
+    heads = [_text(rng, _length(rng)) for _ in range(2)]
+    names = [rng.choice([None, *ADAPTERS]) for _ in range(rng.randint(1, 4))]
+    histories = [list(rng.choice(heads)) for _ in names]
+    for _ in range(rng.randint(2, 4)):
+        count = rng.choice([1, 2, PAGE - 1, PAGE, PAGE + 1, 9])
+        open_ones = []
+        for index, history in enumerate(histories):
+            history += _text(rng, _length(rng))
+            if len(history) + count <= MAX_LEN:
+                open_ones.append(index)
+        if not open_ones:
+            return
+        prompts = [histories[index] for index in open_ones]
+        asked = [names[index] for index in open_ones]
+        answers = engines.ask(engines.warm, prompts, asked, count)
+        for index, answer in zip(open_ones, answers, strict=True):
+            [cold] = engines.ask(engines.cold, [histories[index]], [names[index]], count)
+            _compare(answer, cold, found, f"{where}, {names[index]}, {histories[index]}")
+            histories[index] = histories[index] + cold.outputs[0].token_ids
+        if rng.random() < 0.2:
+            # The same text under other weights: it must find nothing of the first.
+            names = [rng.choice([None, *ADAPTERS]) for _ in names]
+
+
+def _length(rng: random.Random) -> int:
+    base = rng.choice([PAGE, 2 * PAGE, WINDOW, 2 * WINDOW, CHUNK, 1])
+    return max(1, base + rng.choice([-1, 0, 1]))
+
+
+def _text(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(3, 300) for _ in range(count)]
+
+
+def _compare(warm: Any, cold: Any, found: Found, where: str) -> None:
+    found.requests += 1
+    found.prompt_tokens += len(warm.prompt_token_ids)
+    found.cached_tokens += warm.num_cached_tokens
+    ours, theirs = warm.outputs[0], cold.outputs[0]
+    close = 2 * TOLERANCES["logits", torch.float32].atol
+    for at, (token, wanted) in enumerate(zip(ours.token_ids, theirs.token_ids, strict=True)):
+        if token != wanted:
+            best, second = theirs.logprobs[at].top_logprobs[:2]
+            if best - second > close:
+                raise AssertionError(
+                    f"{where}: token {at} is {token} from the cache and {wanted} cold "
+                    f"({ours.token_ids} and {theirs.token_ids})"
+                )
+            found.near_ties += 1
+            return
+        found.tokens += 1
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mix", choices=sorted(MIXES), action="append")
+    parser.add_argument("--traces", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    for mix in options.mix or MIXES:
+        seeds = range(options.seed, options.seed + options.traces)
+        print(json.dumps(asdict(run(mix, seeds))), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,13 +1,14 @@
-"""The fused kernels of a device, as one object.
+"""The sets of kernels, each as one object with the same operations.
 
-A layer is told which to use instead of importing them, because the two sets have the same
-signatures: Triton's where there is a GPU, and the references, which run anywhere and are what the
-bookkeeping around the kernels is tested with.
+A layer is told which to use instead of importing one: Triton's where there is a GPU, torch's own
+operators on a CPU, and the references, which run anywhere, are what the other two are tested
+against, and take over where a device's set lacks something.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import import_module
 from types import ModuleType
 
 import torch
@@ -29,37 +30,17 @@ class Kernels:
 
 
 def kernels_for(device: torch.device) -> Kernels:
-    """Triton's on a GPU, else the references."""
-    return _triton() if device.type == "cuda" else _references()
+    """A device's own."""
+    return _set("triton") if device.type == "cuda" else _set("torch_ops")
 
 
-def _references() -> Kernels:
-    from manyroots.kernels.activation import reference as activation
-    from manyroots.kernels.attention import reference as attention
-    from manyroots.kernels.decode_rows import reference as decode_rows
-    from manyroots.kernels.gemm import reference as gemm
-    from manyroots.kernels.lora_sites import reference as lora_sites
-    from manyroots.kernels.moe_pairs import reference as moe_pairs
-    from manyroots.kernels.norm import reference as norm
-    from manyroots.kernels.rope_write import reference as rope_write
-    from manyroots.kernels.sampling import reference as sampling
+def reference_kernels() -> Kernels:
+    """Plain and slow, on any device."""
+    return _set("reference")
 
+
+def _set(kind: str) -> Kernels:
+    """Imported when it is asked for: a machine without a GPU may have no Triton."""
     return Kernels(
-        norm, rope_write, attention, activation, gemm, lora_sites, moe_pairs, sampling, decode_rows
-    )
-
-
-def _triton() -> Kernels:
-    from manyroots.kernels.activation import triton as activation
-    from manyroots.kernels.attention import triton as attention
-    from manyroots.kernels.decode_rows import triton as decode_rows
-    from manyroots.kernels.gemm import triton as gemm
-    from manyroots.kernels.lora_sites import triton as lora_sites
-    from manyroots.kernels.moe_pairs import triton as moe_pairs
-    from manyroots.kernels.norm import triton as norm
-    from manyroots.kernels.rope_write import triton as rope_write
-    from manyroots.kernels.sampling import triton as sampling
-
-    return Kernels(
-        norm, rope_write, attention, activation, gemm, lora_sites, moe_pairs, sampling, decode_rows
+        *(import_module(f"manyroots.kernels.{name}.{kind}") for name in Kernels.__slots__)
     )

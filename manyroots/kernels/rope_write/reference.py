@@ -44,3 +44,8 @@ def _rotate(x: Tensor, angles: RopeTable) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     cos, sin = angles.cos[:, None], angles.sin[:, None]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def look_up(table: RopeTable, positions: Tensor, dtype: torch.dtype) -> RopeTable:
+    """The rotation of tokens at `positions`, once per step for all layers that turn alike."""
+    return table.rows(positions)

@@ -157,3 +157,8 @@ def rope_write(
         num_warps=num_warps, num_stages=1, **launch_options(qkv.device),
     )  # fmt: skip
     return q_out
+
+
+def look_up(table: RopeTable, positions: Tensor, dtype: torch.dtype) -> RopeTable:
+    """The rotation of tokens at `positions`, once per step for all layers that turn alike."""
+    return table.rows(positions)

@@ -1,0 +1,43 @@
+"""Residual add and RMS normalisation with torch's operators: the path of a CPU.
+
+Same signatures as `reference.py`. Products are finished when they come here (the CPU's are), so
+there is no `add_norm`, which exists for adapters that are not yet expanded.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from manyroots.kernels.lora_sites.sites import LoraTerm
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight, over the last dimension."""
+    if weight.dtype is x.dtype:
+        return F.rms_norm(x, (x.shape[-1],), weight, eps)
+    return F.rms_norm(x.float(), (x.shape[-1],), weight, eps).to(x.dtype)
+
+
+def add_rms_norm(
+    residual: Tensor,
+    delta: Tensor,
+    weight: Tensor,
+    eps: float,
+    lora: LoraTerm | None = None,
+    post: Tensor | None = None,
+) -> Tensor:
+    """Add `delta` ([rows, n], or partial sums [splits, rows, n]) onto `residual` in place; give the
+    sum, normalised. `post`: the weight of a norm that `delta` has by itself before."""
+    if lora is not None:
+        raise TypeError("a CPU's products come with their adapters in them")
+    total = delta if delta.dim() == 2 else delta.sum(0)
+    if post is not None:
+        total = rms_norm(total, post, eps)
+    residual.add_(total.to(residual.dtype))
+    return rms_norm(residual, weight, eps)
+
+
+def add_norm(residual: Tensor, *_: object) -> Tensor:
+    """Never called: see above."""
+    raise TypeError("a CPU's products come with their adapters in them")

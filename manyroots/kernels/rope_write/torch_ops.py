@@ -1,0 +1,69 @@
+"""Queries and keys normalised and rotated, keys and values written, with torch's operators.
+
+Same signatures as `reference.py`. Attention on a CPU reads whole pages and masks their tails. That
+is exact only if what lies there is finite, so a page is cleared when its first token is written: a
+sequence that went to NaN can spoil its own output, never that of the next owner of its pages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from manyroots.kernels.lora_sites.sites import LoraTerm
+from manyroots.kernels.norm.torch_ops import rms_norm
+from manyroots.kernels.rope_write.inputs import KvPlaces, QkNorm, RopeTable
+
+
+@dataclass(frozen=True, slots=True)
+class RopeRows:
+    """The rotation of a step's tokens, in the model's dtype and laid out as heads are."""
+
+    cos: Tensor
+    """[num_tokens, 1, head_dim]; both halves are the same."""
+    sin: Tensor
+    """[num_tokens, 1, head_dim / 2]"""
+
+
+def look_up(table: RopeTable, positions: Tensor, dtype: torch.dtype) -> RopeRows:
+    """The rotation of tokens at `positions`, once per step for all layers that turn alike."""
+    cos = table.cos[positions].to(dtype)[:, None]
+    return RopeRows(torch.cat((cos, cos), dim=-1), table.sin[positions].to(dtype)[:, None])
+
+
+def rope_write(
+    qkv: Tensor,
+    rope: RopeRows,
+    norm: QkNorm | None,
+    layer_kv: Tensor,
+    places: KvPlaces,
+    lora: LoraTerm | None = None,
+) -> Tensor:
+    """Give q [tokens, heads, head_dim] of qkv [tokens, (heads + 2 kv_heads) head_dim]; write k and
+    v into layer_kv [pages, 2, page_size, kv_heads, head_dim]."""
+    if lora is not None:
+        raise TypeError("a CPU's products come with their adapters in them")
+    kv_heads, head_dim = layer_kv.shape[-2:]
+    heads = qkv.view(qkv.shape[0], -1, head_dim)
+    num_heads = heads.shape[1] - 2 * kv_heads
+    q, k, v = torch.split(heads, [num_heads, kv_heads, kv_heads], dim=1)
+    if norm is not None:
+        q, k = rms_norm(q, norm.q_weight, norm.eps), rms_norm(k, norm.k_weight, norm.eps)
+    if places.new_pages is not None and places.new_pages.numel():
+        layer_kv.index_fill_(0, places.new_pages, 0)
+    at = (places.pages, places.offsets)
+    layer_kv[:, 0].index_put_(at, _turned(k, rope))
+    layer_kv[:, 1].index_put_(at, v)
+    return _turned(q, rope)
+
+
+def _turned(x: Tensor, rope: RopeRows) -> Tensor:
+    """x [num_tokens, heads, head_dim], whose halves are the two coordinates."""
+    half = x.shape[-1] // 2
+    first, second = x[..., :half], x[..., half:]
+    turned = x * rope.cos
+    turned[..., :half].addcmul_(second, rope.sin, value=-1)
+    turned[..., half:].addcmul_(first, rope.sin)
+    return turned

@@ -1,0 +1,67 @@
+"""Which set of kernels computes a model on a device, and what a step may hold there.
+
+Takes a description and a device; gives the device's own kernels, or the references with a warning
+where those lack something. Said at load, before anything is computed.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from manyroots.errors import ConfigError
+from manyroots.kernels.choice import Kernels, kernels_for, reference_kernels
+from manyroots.kernels.limits import MAX_GRID_SIDE, NUM_COUNTERS
+from manyroots.layers.spec import ExpertsSpec
+from manyroots.models.spec import ModelSpec
+
+LEAST_HEAD_DIM, MOST_HEAD_DIM = 32, 256
+EXPERT_SIDE = 8
+"""Experts' sides are multiples of it, so that rows are whole 16-byte loads."""
+
+logger = logging.getLogger(__name__)
+
+
+def kernel_set(spec: ModelSpec, device: torch.device) -> Kernels:
+    """The fastest kernels that compute this model there."""
+    reason = why_not_triton(spec) if device.type == "cuda" else None
+    if reason is None:
+        return kernels_for(device)
+    logger.warning("no GPU kernels for this model, steps will be very slow: %s", reason)
+    return reference_kernels()
+
+
+def why_not_triton(spec: ModelSpec) -> str | None:
+    """What keeps a model from the GPU's kernels; None if nothing does."""
+    for layer in spec.layers:
+        dim = layer.memory.head_dim
+        if dim & (dim - 1) or not LEAST_HEAD_DIM <= dim <= MOST_HEAD_DIM:
+            return f"its heads have {dim} dimensions"
+        if isinstance(layer.feed_forward, ExpertsSpec):
+            for size in (spec.hidden_size, layer.feed_forward.intermediate_size):
+                if size % EXPERT_SIDE:
+                    return f"its experts have a side of {size}, no multiple of {EXPERT_SIDE}"
+    return None
+
+
+def check_step(
+    spec: ModelSpec, device: torch.device, *, max_num_tokens: int, max_num_rows: int
+) -> None:
+    """Refuse, before anything is loaded, steps that no launch on a GPU could hold: a grid's second
+    and third sides end at 65,535, and rows that attend are counted by key-value head."""
+    if device.type != "cuda":
+        return
+    if max_num_tokens > MAX_GRID_SIDE:
+        raise ConfigError(
+            f"--max-num-batched-tokens is {max_num_tokens}; on a GPU a step has at most "
+            f"{MAX_GRID_SIDE} tokens. Lower it."
+        )
+    kv_heads = max(layer.memory.kv_heads for layer in spec.layers)
+    # A row that attends begins query blocks of its own, each cut into up to four programs.
+    most_rows = min(NUM_COUNTERS // kv_heads, MAX_GRID_SIDE // 8)
+    if max_num_rows > most_rows:
+        raise ConfigError(
+            f"--max-num-seqs is {max_num_rows}; with {kv_heads} key-value heads a step "
+            f"on a GPU has at most {most_rows} rows. Lower it."
+        )

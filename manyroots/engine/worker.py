@@ -25,8 +25,8 @@ from manyroots.engine.adapter_runtime import (
 )
 from manyroots.engine.memory import count_pages, count_slots, estimated_step_bytes
 from manyroots.errors import ConfigError
-from manyroots.models.fused import check_fused_step, why_not_fused
 from manyroots.models.decoder import Decoder
+from manyroots.models.fused import check_fused_step, why_not_fused
 from manyroots.models.load import describe, load_model
 from manyroots.models.source import ModelSource
 from manyroots.models.spec import ModelSpec

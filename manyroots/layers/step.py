@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from manyroots.kernels.lora_sites.sites import LoraRows
-from manyroots.kernels.rope_write.inputs import RopeTable
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """What a forward pass needs besides the tokens. Decoding sequences come first."""
 
-    ropes: tuple[RopeTable, ...]
-    """The rotation of each token, by the model's kinds of rotation."""
+    ropes: tuple[Any, ...]
+    """The rotation of each token, by the model's kinds of rotation: what the kernel set's
+    `rope_write.look_up` gave."""
     kv: tuple[Any, ...]
     """By family: what the kernel set's `attention.prepare` gave, where keys and values are
     written and what each query sees. Only that set looks inside."""

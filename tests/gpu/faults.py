@@ -14,12 +14,12 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
+from manyroots.layers.fused import FusedProducts
 from torch import Tensor
 
 import manyroots.runner.cuda_runner as runner_module
 from manyroots.kernels.choice import Kernels
 from manyroots.kernels.norm.undivided import UndividedNorm
-from manyroots.layers.fused import FusedProducts
 from manyroots.runner import step_arrays
 from manyroots.runner.device_rows import DeviceRows
 from manyroots.store import adapter_region, adapter_tables

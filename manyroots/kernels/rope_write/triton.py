@@ -159,6 +159,22 @@ def rope_write(
     return q_out
 
 
+@triton.jit
+def _look_up(positions, all_cos, all_sin, cos, sin, half, PADDED_HALF: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, PADDED_HALF)
+    ok = d < half
+    at = tl.load(positions + i) * half + d
+    tl.store(cos + i * half + d, tl.load(all_cos + at, mask=ok), mask=ok)
+    tl.store(sin + i * half + d, tl.load(all_sin + at, mask=ok), mask=ok)
+
+
 def look_up(table: RopeTable, positions: Tensor, dtype: torch.dtype) -> RopeTable:
     """The rotation of tokens at `positions`, once per step for all layers that turn alike."""
-    return table.rows(positions)
+    num_rows, half = positions.shape[0], table.cos.shape[1]
+    cos, sin = table.cos.new_empty(2, num_rows, half)
+    # Launched plainly: what it writes is a constant to the kernels that follow.
+    _look_up[(num_rows,)](
+        positions, table.cos, table.sin, cos, sin, half, PADDED_HALF=triton.next_power_of_2(half)
+    )
+    return RopeTable(cos, sin)

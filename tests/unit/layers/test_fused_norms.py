@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from manyroots.layers.fused import MAX_SKINNY_ROWS, FusedProducts, Product
 from torch import Tensor
 
 from manyroots.kernels.choice import kernels_for
 from manyroots.kernels.lora_sites.sites import LinearSite, LoraRows, LoraTerm
 from manyroots.kernels.norm.undivided import UndividedNorm
 from manyroots.kernels.tolerances import assert_close
-from manyroots.layers.fused import MAX_SKINNY_ROWS, FusedProducts, Product
 from manyroots.layers.linear import Linear
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from manyroots.ids import NO_ADAPTER
 from manyroots.kernels.attention.paged import PagedRows, query_blocks
-from manyroots.kernels.rope_write.inputs import KvPlaces, RopeTable
+from manyroots.kernels.rope_write.inputs import KvPlaces
 from manyroots.layers.step import Step
 from manyroots.models.decoder import Decoder
 from manyroots.store.adapter_pool import AdapterPool
@@ -81,7 +81,9 @@ class PagedModel:
             lora = model.kernels.lora_sites.prepare(np.array(slots, np.int64), self.pool, device)
         at = torch.tensor(positions, device=device)
         step = Step(
-            ropes=tuple(RopeTable(rope.cos[at], rope.sin[at]) for rope in model.ropes),
+            ropes=tuple(
+                model.kernels.rope_write.look_up(rope, at, model.dtype) for rope in model.ropes
+            ),
             kv=tuple(
                 model.kernels.attention.prepare(
                     self._rows(family, order, begins, ends, owners, positions),

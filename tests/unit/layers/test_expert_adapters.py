@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from manyroots.distributed.shard import WHOLE
 from manyroots.ids import AdapterSlot
+from manyroots.kernels.activation.kinds import Activation
+from manyroots.kernels.choice import kernels_for
+from manyroots.kernels.moe_pairs.routing import Scoring
 from manyroots.kernels.tolerances import assert_close
-from manyroots.layers.moe import ExpertsSpec, SparseMLP
-from manyroots.store.adapter_slots import AdapterSlots
+from manyroots.layers.moe import SparseMLP
+from manyroots.layers.spec import ExpertsSpec
+from manyroots.layers.step import Step
+from manyroots.store.adapter_pool import AdapterPool
 from tests.unit.host_copies import host_copy
 
 CPU = torch.device("cpu")
 HIDDEN, INNER, NUM_EXPERTS = 32, 20, 6
 SPEC = ExpertsSpec(
-    num_experts=NUM_EXPERTS, experts_per_token=3, intermediate_size=INNER, norm_topk_prob=True
+    num_experts=NUM_EXPERTS,
+    experts_per_token=3,
+    intermediate_size=INNER,
+    activation=Activation.SILU,
+    scoring=Scoring.SOFTMAX_RENORMALISED,
 )
 SIZES = {
     "gate_proj": (HIDDEN, INNER),
@@ -34,8 +45,9 @@ def draw(seed: int, *shape: int) -> Tensor:
 
 
 def block(dtype: torch.dtype = torch.float32) -> SparseMLP:
-    made = SparseMLP(HIDDEN, SPEC, activation="silu", dtype=dtype, device=CPU)
-    weights = (made.router.scores.weight, made.experts.gate_up, made.experts.down)
+    made = SparseMLP(HIDDEN, SPEC, shard=WHOLE, dtype=dtype, device=CPU, kernels=kernels_for(CPU))
+    stack = made.experts.data
+    weights = (made.router.weight.data, stack.gate_up, stack.down)
     for seed, weight in enumerate(weights):
         weight.copy_(draw(seed, *weight.shape))
     return made
@@ -57,19 +69,32 @@ def random_pairs(names: list[str], shared: set[str], seed: int = 7) -> Pairs:
 
 def merged(pairs: Pairs) -> SparseMLP:
     made = block()
-    gate, up = made.experts.gate_up.split(INNER, dim=1)
-    weights = {"gate_proj": gate, "up_proj": up, "down_proj": made.experts.down}
+    gate, up = made.experts.data.gate_up.split(INNER, dim=1)
+    weights = {"gate_proj": gate, "up_proj": up, "down_proj": made.experts.data.down}
     for name, (a, b, scaling) in pairs.items():
         weights[name.rpartition(".")[2]].add_(scaling * (b @ a))
     return made
 
 
-def loaded(made: SparseMLP, adapters: list[Pairs], dtype: torch.dtype) -> AdapterSlots:
-    slots = AdapterSlots(dict(made.lora_parts("mlp")), dtype=dtype, device=CPU)
+def loaded(made: SparseMLP, adapters: list[Pairs], dtype: torch.dtype) -> AdapterPool:
+    parts = dict(made.lora_parts("mlp"))
+    pool = AdapterPool(parts, num_slots=len(adapters), max_rank=8, dtype=dtype, device=CPU)
+    made.router.pooled = pool.sites[made.router.site]
+    experts = made.experts
+    made.pooled = (pool.expert_sites[experts.gate_up_site], pool.expert_sites[experts.down_site])
     for slot, pairs in enumerate(adapters):
         cast = {name: (a.to(dtype), b.to(dtype), scale) for name, (a, b, scale) in pairs.items()}
-        slots.load(AdapterSlot(slot), host_copy(cast, str(slot)))
-    return slots
+        pool.load(AdapterSlot(slot), host_copy(cast, str(slot)))
+    return pool
+
+
+def compute(
+    made: SparseMLP, x: Tensor, pool: AdapterPool | None = None, slots: Any = None
+) -> Tensor:
+    lora = None
+    if pool is not None:
+        lora = kernels_for(CPU).lora_sites.prepare(np.asarray(slots, np.int64), pool, CPU)
+    return made(x, Step(ropes=(), kv=(), lora=lora)).sums
 
 
 HALVES = [f"{name} {side}" for name in SIZES for side in "AB"]
@@ -85,8 +110,8 @@ def test_whichever_halves_experts_share_the_block_equals_the_merged_one_w15(
     slots = loaded(made, [pairs], torch.float32)
     token_slots = np.array([-1, 0, 0, 0, -1, 0, *[0] * 20])
     x = draw(11, len(token_slots), HIDDEN) * 5
-    out = made(x, slots.batch(token_slots, all_layers=True))
-    base, wanted = made(x, None), merged(pairs)(x, None)
+    out = compute(made, x, slots, token_slots)
+    base, wanted = compute(made, x), compute(merged(pairs), x)
     is_base = torch.from_numpy(token_slots == -1)
     assert_close("expert_lora", out[~is_base], wanted[~is_base], torch.float32)
     assert torch.equal(out[is_base], base[is_base])
@@ -100,8 +125,8 @@ def test_an_adapter_may_change_some_projections_only_w14(names: list[str]) -> No
     """W14: the others are the base model's."""
     pairs, made = random_pairs(names, {"up_proj A"}), block()
     x = draw(12, 9, HIDDEN) * 5
-    batch = loaded(made, [pairs], torch.float32).batch(np.zeros(9, np.int64), all_layers=True)
-    assert_close("expert_lora", made(x, batch), merged(pairs)(x, None), torch.float32)
+    out = compute(made, x, loaded(made, [pairs], torch.float32), np.zeros(9))
+    assert_close("expert_lora", out, compute(merged(pairs), x), torch.float32)
 
 
 def test_adapters_side_by_side_in_bfloat16_are_the_same_as_each_alone_w17() -> None:
@@ -112,20 +137,8 @@ def test_adapters_side_by_side_in_bfloat16_are_the_same_as_each_alone_w17() -> N
     slots = loaded(made, adapters, dtype)
     token_slots = np.array([-1, 0, 1, 2, 2, 0, 1, 1, -1, 2])
     x = (draw(13, 10, HIDDEN) * 5).to(dtype)
-    together = made(x, slots.batch(token_slots, all_layers=True))
+    together = compute(made, x, slots, token_slots)
     for slot in (-1, 0, 1, 2):
         rows = torch.from_numpy(token_slots == slot)
-        alone = made(x[rows], slots.batch(token_slots[token_slots == slot], all_layers=True))
+        alone = compute(made, x[rows], slots, token_slots[token_slots == slot])
         assert_close("expert_lora", together[rows], alone, dtype)
-
-
-def test_what_experts_share_is_in_memory_once() -> None:
-    made = block()
-    shared = {"gate_proj A", "up_proj A", "down_proj B"}
-    slots = loaded(made, [random_pairs(list(SIZES), shared)], torch.float32)
-    ranks = {"gate_proj": 2, "up_proj": 3, "down_proj": 4}
-    once = (ranks["gate_proj"] + ranks["up_proj"] + ranks["down_proj"]) * HIDDEN
-    each = (ranks["gate_proj"] + ranks["up_proj"] + ranks["down_proj"]) * INNER
-    num_bytes = (once + NUM_EXPERTS * each) * 4
-    rounding = 6 * 64
-    assert num_bytes <= slots.num_bytes <= num_bytes + rounding

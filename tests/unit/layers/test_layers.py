@@ -10,11 +10,15 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
+from manyroots.distributed.shard import WHOLE
 from manyroots.errors import ModelError
+from manyroots.kernels.choice import kernels_for
+from manyroots.kernels.rope_write.inputs import KvPlaces, RopeTable
 from manyroots.kernels.tolerances import assert_close
-from manyroots.layers.linear import FusedLinear
+from manyroots.layers.linear import Linear
 from manyroots.layers.norm import RMSNorm
-from manyroots.layers.rotary import Rotary, rope_frequencies
+from manyroots.layers.rotary import rope_frequencies
+from manyroots.layers.step import Step
 from tests.unit.models.tiny import LINEAR, LLAMA3, YARN, tiny_config
 
 CPU = torch.device("cpu")
@@ -30,7 +34,15 @@ def test_rotary_equals_transformers(parameters: dict[str, object], dtype: torch.
     config = tiny_config(rope_parameters=dict(parameters))
     positions = torch.tensor([0, 1, 5, 255, 31, 32])
     x = torch.randn(6, 4, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
-    ours = Rotary(rope_frequencies(config, 8), dtype=dtype, device=CPU).at(positions)(x)
+    rope = rope_frequencies(config, 8)
+    table = RopeTable.at(torch.arange(256), torch.tensor(rope.frequencies), rope.attention_scaling)
+    kernels = kernels_for(CPU).rope_write
+    layer_kv = torch.zeros(1, 2, 8, 1, 8, dtype=dtype)
+    places = KvPlaces(torch.zeros(6, dtype=torch.int64), torch.arange(6))
+    qkv = torch.cat((x, x[:, :2]), dim=1).flatten(1)
+    rows = kernels.look_up(table, positions, dtype)
+    ours = kernels.rope_write(qkv, rows, None, layer_kv, places)
+    assert torch.equal(layer_kv[0, 0, :6, 0], ours[:, 0])
     cos, sin = LlamaRotaryEmbedding(config)(x, positions[None])
     theirs, _ = apply_rotary_pos_emb(x.transpose(0, 1)[None], x.transpose(0, 1)[None], cos, sin)
     assert_close("rotary", ours, theirs[0].transpose(0, 1), dtype)
@@ -48,20 +60,23 @@ def test_norm_equals_transformers(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     theirs = LlamaRMSNorm(48, eps=1e-5).to(dtype)
     theirs.weight.data.normal_(1.0, 0.2)
-    ours = RMSNorm(48, eps=1e-5, dtype=dtype, device=CPU)
+    ours = RMSNorm(48, eps=1e-5, offset=0.0, dtype=dtype, device=CPU, kernels=kernels_for(CPU))
     ours.weight.copy_(theirs.weight.data)
     x = torch.randn(5, 48).to(dtype) * 3
     with torch.no_grad():
-        assert_close("norm", ours(x), theirs(x), dtype)
+        assert_close("norm", ours.first(x), theirs(x), dtype)
 
 
 def test_the_parts_of_a_fused_weight_are_views_that_cover_it() -> None:
-    fused = FusedLinear(4, {"q": 6, "k": 2}, bias=True, dtype=torch.float32, device=CPU)
-    slots = dict(fused.weights("attn"))
-    assert list(slots) == ["attn.q.weight", "attn.q.bias", "attn.k.weight", "attn.k.bias"]
-    for value, slot in enumerate(slots.values()):
-        slot.fill_(value)
-    assert fused.weight[:, 0].tolist() == [0.0] * 6 + [2.0] * 2
+    fused = Linear(
+        4, {"q": 6, "k": 2}, bias=True, side=None, shard=WHOLE,
+        dtype=torch.float32, device=CPU, kernels=kernels_for(CPU),
+    )  # fmt: skip
+    fills = dict(fused.weights("attn"))
+    assert list(fills) == ["attn.q.weight", "attn.q.bias", "attn.k.weight", "attn.k.bias"]
+    for value, fill in enumerate(fills.values()):
+        fill.place.fill_(value)
+    assert fused.weight.data[:, 0].tolist() == [0.0] * 6 + [2.0] * 2
     assert fused.bias is not None
     assert fused.bias.tolist() == [1.0] * 6 + [3.0] * 2
-    assert fused(torch.zeros(3, 4), None).shape == (3, 8)
+    assert fused(torch.zeros(3, 4), Step(ropes=(), kv=(), lora=None)).sums.shape == (3, 8)

@@ -6,8 +6,14 @@ import pytest
 import torch
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
+from manyroots.distributed.shard import WHOLE
+from manyroots.kernels.activation.kinds import Activation
+from manyroots.kernels.choice import kernels_for
+from manyroots.kernels.moe_pairs.routing import Scoring
 from manyroots.kernels.tolerances import assert_close
-from manyroots.layers.moe import Experts, ExpertsSpec, Router, SparseMLP
+from manyroots.layers.moe import Experts, SparseMLP
+from manyroots.layers.spec import ExpertsSpec
+from manyroots.layers.step import Step
 from tests.unit.models.tiny import tiny_config
 
 CPU = torch.device("cpu")
@@ -17,7 +23,25 @@ HIDDEN = 48
 
 def spec(norm_topk_prob: bool) -> ExpertsSpec:
     return ExpertsSpec(
-        num_experts=8, experts_per_token=3, intermediate_size=24, norm_topk_prob=norm_topk_prob
+        num_experts=8,
+        experts_per_token=3,
+        intermediate_size=24,
+        activation=Activation.SILU,
+        scoring=Scoring.SOFTMAX_RENORMALISED if norm_topk_prob else Scoring.SOFTMAX,
+    )
+
+
+NOTHING = Step(ropes=(), kv=(), lora=None)
+
+
+def our_block(norm_topk_prob: bool, dtype: torch.dtype) -> SparseMLP:
+    return SparseMLP(
+        HIDDEN,
+        spec(norm_topk_prob),
+        shard=WHOLE,
+        dtype=dtype,
+        device=CPU,
+        kernels=kernels_for(CPU),
     )
 
 
@@ -38,11 +62,12 @@ def test_the_router_chooses_and_weighs_exactly_as_transformers_does(
     norm_topk_prob: bool, dtype: torch.dtype
 ) -> None:
     theirs = their_block(norm_topk_prob, dtype).gate
-    ours = Router(HIDDEN, spec(norm_topk_prob), dtype=dtype, device=CPU)
-    ours.scores.weight.copy_(theirs.weight)
+    ours = our_block(norm_topk_prob, dtype).router
+    ours.weight.data.copy_(theirs.weight)
     x = torch.randn(50, HIDDEN, generator=torch.Generator().manual_seed(1)).to(dtype)
     _, weights, experts = theirs(x)
-    routing = ours(x, None)
+    scoring = spec(norm_topk_prob).scoring
+    routing = kernels_for(CPU).moe_pairs.route(ours(x, NOTHING).sums, 3, scoring=scoring)
     assert torch.equal(routing.expert_index[routing.pair_index], experts)
     assert torch.equal(routing.weight[routing.pair_index], weights)
 
@@ -55,30 +80,31 @@ def test_a_block_of_experts_equals_transformers(
     norm_topk_prob: bool, dtype: torch.dtype, num_tokens: int
 ) -> None:
     theirs = their_block(norm_topk_prob, dtype)
-    ours = SparseMLP(HIDDEN, spec(norm_topk_prob), activation="silu", dtype=dtype, device=CPU)
-    ours.router.scores.weight.copy_(theirs.gate.weight)
-    ours.experts.gate_up.copy_(theirs.experts.gate_up_proj)
-    ours.experts.down.copy_(theirs.experts.down_proj)
+    ours = our_block(norm_topk_prob, dtype)
+    ours.router.weight.data.copy_(theirs.gate.weight)
+    ours.experts.data.gate_up.copy_(theirs.experts.gate_up_proj)
+    ours.experts.data.down.copy_(theirs.experts.down_proj)
     x = torch.randn(num_tokens, HIDDEN, generator=torch.Generator().manual_seed(1)).to(dtype)
     given = x.clone()
-    assert_close("experts", ours(x, None), theirs(x[None])[0], dtype)
+    assert_close("experts", ours(x, NOTHING).sums, theirs(x[None])[0], dtype)
     assert torch.equal(x, given), "the input is left as it was"
 
 
 def test_the_matrices_of_experts_are_views_that_cover_the_stacks() -> None:
-    experts = Experts(4, spec(True), activation="silu", dtype=torch.float32, device=CPU)
+    block = Experts(4, spec(True), shard=WHOLE, dtype=torch.float32, device=CPU)
+    experts = block.data
     experts.gate_up.fill_(-1)
     experts.down.fill_(-1)
-    slots = dict(experts.weights("mlp.experts"))
-    assert len(slots) == 3 * 8
-    for value, slot in enumerate(slots.values()):
-        slot.fill_(value)
+    fills = dict(block.weights("mlp.experts"))
+    assert len(fills) == 3 * 8
+    for value, fill in enumerate(fills.values()):
+        fill.place.fill_(value)
     assert experts.gate_up[:, 0, 0].tolist() == [3.0 * expert for expert in range(8)]
     assert experts.gate_up[:, 24, 0].tolist() == [3.0 * expert + 1 for expert in range(8)]
     assert experts.down[:, 0, 0].tolist() == [3.0 * expert + 2 for expert in range(8)]
     assert experts.gate_up.min() == 0
     assert experts.down.min() == 2
-    assert list(slots)[3:6] == [
+    assert list(fills)[3:6] == [
         "mlp.experts.1.gate_proj.weight",
         "mlp.experts.1.up_proj.weight",
         "mlp.experts.1.down_proj.weight",

@@ -15,7 +15,7 @@ from manyroots.ids import AdapterSlot
 from manyroots.lora.spec import AdapterSpec
 from manyroots.models.decoder import Decoder
 from manyroots.store.adapter_files import read_adapter
-from manyroots.store.adapter_slots import AdapterSlots
+from manyroots.store.adapter_pool import AdapterPool
 from manyroots.store.adapter_weights import AdapterWeights
 from tests.unit.models.tiny import load_tiny, save_tiny
 
@@ -52,7 +52,7 @@ class Pair:
 
     theirs: PeftModel
     ours: Decoder
-    slots: AdapterSlots
+    pool: AdapterPool
     slot_of: dict[str, int]
 
     @torch.no_grad()
@@ -69,7 +69,7 @@ def make_pair(folder: Path, kind: str, adapters: dict[str, dict[str, Any]], **ch
     """Everything passes through files: the model's, and each adapter's as PEFT saves it."""
     base = save_tiny(folder / "base", kind, **changes)
     ours = load_tiny(folder / "base")
-    slots = AdapterSlots(ours.lora_parts(), dtype=torch.float32, device=torch.device("cpu"))
+    pool = pool_for(ours, num_slots=len(adapters))
     theirs: Any = None
     for name, options in adapters.items():
         torch.manual_seed(len(name))
@@ -86,8 +86,18 @@ def make_pair(folder: Path, kind: str, adapters: dict[str, dict[str, Any]], **ch
     theirs.save_pretrained(folder, save_embedding_layers=False)
     slot_of = {name: slot for slot, name in enumerate(adapters)}
     for name, slot in slot_of.items():
-        slots.load(AdapterSlot(slot), read(folder / name, ours)[1])
-    return Pair(theirs.eval(), ours, slots, slot_of)
+        pool.load(AdapterSlot(slot), read(folder / name, ours)[1])
+    return Pair(theirs.eval(), ours, pool, slot_of)
+
+
+def pool_for(model: Decoder, *, num_slots: int) -> AdapterPool:
+    return AdapterPool(
+        model.lora_parts(),
+        num_slots=num_slots,
+        max_rank=64,
+        dtype=model.dtype,
+        device=model.device,
+    )
 
 
 def read(folder: Path, model: Decoder) -> tuple[AdapterSpec, AdapterWeights]:

@@ -16,11 +16,11 @@ from manyroots.lora.targets import Target, TargetKind, Targets
 from manyroots.models.decoder import Decoder
 from manyroots.models.sharding import Side, cut_adapter, side_of, whole_targets
 from manyroots.store.adapter_files import read_adapter
-from manyroots.store.adapter_slots import AdapterSlots
 from manyroots.store.adapter_weights import AdapterWeights
 from tests.adapter_folders import ExpertFormat, Recipe, tiny_targets, write_adapter
 from tests.unit.models.lockstep import in_lockstep
 from tests.unit.models.paged import PagedModel
+from tests.unit.models.peft_models import pool_for
 from tests.unit.models.test_sharding import load_worker
 from tests.unit.models.tiny import load_tiny, save_tiny
 
@@ -110,10 +110,10 @@ REQUESTS = {
 
 def logits(model: Decoder, adapters: list[AdapterWeights]) -> dict[str, Tensor]:
     """Of requests of the base and of every adapter together: a prefill, then decodes."""
-    slots = AdapterSlots(model.lora_parts(), dtype=torch.float32, device=torch.device("cpu"))
+    pool = pool_for(model, num_slots=len(adapters))
     for slot, weights in enumerate(adapters):
-        slots.load(AdapterSlot(slot), cut_adapter(weights, model.shard))
-    paged = PagedModel(model, slots)
+        pool.load(AdapterSlot(slot), cut_adapter(weights, model.shard))
+    paged = PagedModel(model, pool)
     paged.slot_of = {
         name: request.adapter for name, request in REQUESTS.items() if request.adapter is not None
     }

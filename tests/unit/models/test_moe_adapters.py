@@ -18,11 +18,10 @@ from manyroots.lora.targets import Target, TargetKind
 from manyroots.models.decoder import Decoder
 from manyroots.models.qwen3_moe import Qwen3Moe
 from manyroots.scheduler.request import invoked_at
-from manyroots.store.adapter_slots import AdapterSlots
 from tests.adapter_folders import ExpertFormat, Recipe, write_adapter
 from tests.unit.models.merged import merged
 from tests.unit.models.paged import PagedModel
-from tests.unit.models.peft_models import make_pair, read
+from tests.unit.models.peft_models import make_pair, pool_for, read
 from tests.unit.models.test_peft_parity import prompt
 from tests.unit.models.test_peft_parity import run as run_with_peft
 from tests.unit.models.tiny import load_tiny, save_tiny, tiny_spec
@@ -56,14 +55,12 @@ class Served:
     def __init__(self, folder: Path, kind: str, recipes: dict[str, Recipe]) -> None:
         base: Any = save_tiny(folder / "base", kind, moe_intermediate_size=INTERMEDIATE)
         self.ours: Decoder = load_tiny(folder / "base")
-        self.slots = AdapterSlots(
-            self.ours.lora_parts(), dtype=torch.float32, device=torch.device("cpu")
-        )
+        self.pool = pool_for(self.ours, num_slots=len(recipes))
         self.slot_of: dict[str | None, int] = {}
         self.dense: dict[str | None, Any] = {None: base}
         for slot, (name, recipe) in enumerate(recipes.items()):
             pairs = write_adapter(folder / name, self.ours.adapter_targets(), recipe)
-            self.slots.load(AdapterSlot(slot), read(folder / name, self.ours)[1])
+            self.pool.load(AdapterSlot(slot), read(folder / name, self.ours)[1])
             self.slot_of[name] = slot
             self.dense[name] = merged(base, pairs)
 
@@ -79,7 +76,7 @@ class Served:
         adapter_from: dict[str, int] | None = None,
     ) -> dict[str, Tensor]:
         """All requests together, `chunk` tokens of each per step."""
-        paged = PagedModel(self.ours, self.slots)
+        paged = PagedModel(self.ours, self.pool)
         paged.slot_of = {
             name: self.slot_of[adapter] for name, (adapter, _) in requests.items() if adapter
         }

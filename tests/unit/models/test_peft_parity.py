@@ -23,7 +23,7 @@ def prompt(seed: int, length: int) -> list[int]:
 
 def run(pair: Pair, requests: dict[str, tuple[str | None, list[int]]], chunk: int | None) -> None:
     """Compute all requests together, `chunk` tokens of each per step, and compare with PEFT."""
-    paged = PagedModel(pair.ours, pair.slots)
+    paged = PagedModel(pair.ours, pair.pool)
     got: dict[str, list[Tensor]] = {name: [] for name in requests}
     rest = {name: tokens for name, (_, tokens) in requests.items()}
     paged.slot_of = {
@@ -83,7 +83,7 @@ def test_an_alora_acts_from_its_invocation_on_as_in_peft_n22(
         "at once": [*invocation, 4, 4],
         "never": start,
     }
-    paged = PagedModel(pair.ours, pair.slots)
+    paged = PagedModel(pair.ours, pair.pool)
     paged.slot_of = dict.fromkeys(requests, 0)
     paged.adapter_from = {
         name: invoked_at(tokens, tuple(invocation)) for name, tokens in requests.items()

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from manyroots.ids import AdapterSlot
 from manyroots.kernels.tolerances import assert_close
-from manyroots.store.adapter_slots import AdapterSlots
 from tests.adapter_folders import Recipe, rewrite_config, write_adapter
 from tests.unit.models.paged import PagedModel
-from tests.unit.models.peft_models import make_pair, read
+from tests.unit.models.peft_models import make_pair, pool_for, read
 from tests.unit.models.test_moe_adapters import INTERMEDIATE, KINDS, Served
 from tests.unit.models.test_peft_parity import prompt
 from tests.unit.models.test_peft_parity import run as run_with_peft
@@ -111,9 +110,9 @@ def test_an_all_linear_adapter_of_transformers_4_gives_the_logits_that_peft_make
     write_adapter(tmp_path / "it", targets, Recipe(rank=3, alpha=9, modules=linear, scale=0.1))
     names = json.loads((tmp_path / "it" / "adapter_config.json").read_text())["target_modules"]
     assert set(names) == set(linear)
-    slots = AdapterSlots(ours.lora_parts(), dtype=torch.float32, device=torch.device("cpu"))
-    slots.load(AdapterSlot(0), read(tmp_path / "it", ours)[1])
-    paged = PagedModel(ours, slots)
+    pool = pool_for(ours, num_slots=1)
+    pool.load(AdapterSlot(0), read(tmp_path / "it", ours)[1])
+    paged = PagedModel(ours, pool)
     paged.slot_of = {"a": 0}
     tokens = prompt(3, 21)
     got: Tensor = paged.step({"a": tokens})["a"]

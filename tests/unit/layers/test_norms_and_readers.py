@@ -2,29 +2,49 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
-from manyroots.layers.fused import MAX_SKINNY_ROWS, FusedProducts, Product
 from torch import Tensor
 
-from manyroots.kernels.choice import kernels_for
+from manyroots.distributed.shard import WHOLE
+from manyroots.kernels.choice import reference_kernels
 from manyroots.kernels.lora_sites.sites import LinearSite, LoraRows, LoraTerm
 from manyroots.kernels.norm.undivided import UndividedNorm
 from manyroots.kernels.tolerances import assert_close
 from manyroots.layers.linear import Linear
+from manyroots.layers.norm import RMSNorm
+from manyroots.layers.product import Product
+from manyroots.layers.step import Step
 
 CPU = torch.device("cpu")
-HIDDEN, RANK, EPS = 128, 8, 1e-6
+HIDDEN, RANK, EPS, MOST_ROWS = 128, 8, 1e-6, 64
+REFERENCE = reference_kernels()
+NOTHING = Step(ropes=(), kv=(), lora=None)
 
 
-def products() -> FusedProducts:
-    return FusedProducts(kernels_for(CPU), {})
+def is_for(num_rows: int, weight: Tensor, bias: Tensor | None) -> bool:
+    """As on a GPU."""
+    return num_rows <= MOST_ROWS and bias is None
+
+
+KERNELS: Any = SimpleNamespace(
+    norm=REFERENCE.norm,
+    lora_sites=REFERENCE.lora_sites,
+    gemm=SimpleNamespace(is_for=is_for, linear=REFERENCE.gemm.linear),
+)
 
 
 def reader(*, bias: bool = False, dtype: torch.dtype = torch.float32) -> Linear:
-    linear = Linear(HIDDEN, 48, bias=bias, dtype=dtype, device=CPU)
+    linear = Linear(
+        HIDDEN, {"": 48}, bias=bias, side=None, shard=WHOLE,
+        dtype=dtype, device=CPU, kernels=KERNELS,
+    )  # fmt: skip
     torch.manual_seed(1)
-    linear.weight.normal_(0, HIDDEN**-0.5)
+    linear.weight.data.normal_(0, HIDDEN**-0.5)
     return linear
 
 
@@ -32,7 +52,7 @@ def product(num_rows: int, *, adapted: bool = True, dtype: torch.dtype = torch.f
     torch.manual_seed(2)
     sums = torch.randn(1, num_rows, HIDDEN)
     if not adapted:
-        return Product(sums, None)
+        return Product(sums)
     pool = torch.randn(2 * RANK * HIDDEN, dtype=dtype)
     table = torch.tensor([[0, RANK, 0, RANK, RANK * HIDDEN]])
     site = LinearSite(pool, table, torch.ones(1, 1), (HIDDEN,), RANK)
@@ -45,17 +65,18 @@ def normed(
 ) -> tuple[Tensor | UndividedNorm, Tensor]:
     torch.manual_seed(3)
     residual = torch.randn(of.sums.shape[1:]).to(dtype)
-    weight = torch.rand(HIDDEN).to(dtype)
-    whole = products().norm_after(residual.clone(), of, weight, EPS)
-    return products().norm_for(by, residual, of, weight, EPS), whole
+    norm = RMSNorm(HIDDEN, eps=EPS, offset=0.0, dtype=dtype, device=CPU, kernels=KERNELS)
+    norm.weight.uniform_()
+    whole = norm.rows_after(residual.clone(), replace(of, sums=of.sums.clone()))
+    return norm.after(residual, of, by), whole
 
 
 def test_the_one_product_that_reads_rows_with_adapters_divides_and_gets_the_same() -> None:
     linear = reader()
     left, whole = normed(product(5), linear)
     assert isinstance(left, UndividedNorm)
-    expected = products()(whole, linear, None).sums
-    assert_close("lora", products()(left, linear, None).sums, expected, torch.float32)
+    expected = linear(whole, NOTHING).sums
+    assert_close("lora", linear(left, NOTHING).sums, expected, torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +85,10 @@ def test_the_one_product_that_reads_rows_with_adapters_divides_and_gets_the_same
         pytest.param(product(5, adapted=False), reader(), id="no adapters to spread"),
         pytest.param(product(5), None, id="others read the rows, too"),
         pytest.param(product(5), reader(bias=True), id="a bias must not be divided"),
-        pytest.param(product(MAX_SKINNY_ROWS + 1), reader(), id="a library computes the product"),
+        pytest.param(product(MOST_ROWS + 1), reader(), id="a library computes the product"),
+        pytest.param(
+            replace(product(5), post=torch.rand(HIDDEN)), reader(), id="it has a norm of its own"
+        ),
     ],
 )
 def test_otherwise_the_norm_divides(of: Product, by: Linear | None) -> None:

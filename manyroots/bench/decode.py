@@ -1,6 +1,7 @@
 """Prefill and decode of a batch of random prompts, with and without adapters.
 
-Through the real scheduler, cache and runner, below text and HTTP. Greedy, prefix cache off.
+Through the real scheduler, cache and runner, below text and HTTP. Prefix cache off. Greedy, or as
+SAMPLINGS says; the kinds are timed in turn, round by round, so that a drift is all kinds'.
 Prefill is the time until the whole batch has its first token; decode is what `output_len` more
 tokens of each take, the difference of two runs. Adapters are spread over the batch in turn.
 """
@@ -34,6 +35,14 @@ from manyroots.models.source import resolve_source
 from manyroots.sampling import SamplingParams
 
 MARGIN_TOKENS = 64
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "top-p and top-k": {"temperature": 0.7, "top_p": 0.8, "top_k": 20},
+    "penalties and logprobs": {
+        "temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.1,
+        "presence_penalty": 0.5, "frequency_penalty": 0.2, "logprobs": 5,
+    },
+}  # fmt: skip
 COLD_PROMPT_LEN = 16
 PROFILED_STEPS = 16
 
@@ -49,6 +58,8 @@ class DecodeWorkload:
     """How many different adapters the batch uses; one case each. 0 is the base model."""
     rank: int
     repeats: int
+    samplings: tuple[str, ...] = ("greedy",)
+    """Names of SAMPLINGS; one case each."""
     profile: bool = False
     """Also record, after each case was timed, what its kernels took."""
 
@@ -60,7 +71,11 @@ def run_decode(
     report: dict[str, Any] = {
         "bench": "decode",
         "model_config": model_config,
-        "workload": {**asdict(workload), "sampling": "greedy", "prefix_cache": False},
+        "workload": {
+            **asdict(workload),
+            "sampling": {name: SAMPLINGS[name] for name in workload.samplings},
+            "prefix_cache": False,
+        },
         "machine": describe_machine(),
         "cases": [],
     }
@@ -137,27 +152,38 @@ def _run_cases(
     engine: Engine, workload: DecodeWorkload, num_adapters: int, label: str, report: dict[str, Any]
 ) -> None:
     for batch in workload.batches:
-        run = _Batch(engine, workload.prompt_len, batch, range(num_adapters))
-        run.seconds(num_tokens=4)  # adapters to the device, graphs and buffers warm
-        short = [run.seconds(num_tokens=1) for _ in range(workload.repeats)]
-        long = [run.seconds(num_tokens=1 + workload.output_len) for _ in range(workload.repeats)]
-        prefill = statistics.median(short)
-        decode = statistics.median(long) - prefill
-        case = {
-            "case": label,
-            "batch": batch,
-            "adapters": num_adapters,
-            "prefill_s": round(prefill, 4),
-            "decode_tokens_per_s": round(workload.output_len * batch / decode, 1),
-            "ms_per_step": round(decode / workload.output_len * 1e3, 3),
+        runs = {
+            kind: _Batch(engine, workload.prompt_len, batch, range(num_adapters), SAMPLINGS[kind])
+            for kind in workload.samplings
         }
-        report["cases"].append(case)
-        _say(
-            f"{label:>24}  batch {batch:3d}  {case['decode_tokens_per_s']:9.1f} tok/s  "
-            f"{case['ms_per_step']:7.3f} ms per step  prefill {case['prefill_s']:.4f} s"
-        )
-        if workload.profile:
-            case["kernels_per_step"] = _profile(run)
+        short: dict[str, list[float]] = {kind: [] for kind in runs}
+        long: dict[str, list[float]] = {kind: [] for kind in runs}
+        for run in runs.values():
+            run.seconds(num_tokens=4)  # adapters to the device, graphs and buffers warm
+        for _ in range(workload.repeats):
+            for kind, run in runs.items():
+                short[kind].append(run.seconds(num_tokens=1))
+                long[kind].append(run.seconds(num_tokens=1 + workload.output_len))
+        for kind, run in runs.items():
+            prefill = statistics.median(short[kind])
+            decode = statistics.median(long[kind]) - prefill
+            case = {
+                "case": label,
+                "sampling": kind,
+                "batch": batch,
+                "adapters": num_adapters,
+                "prefill_s": round(prefill, 4),
+                "decode_tokens_per_s": round(workload.output_len * batch / decode, 1),
+                "ms_per_step": round(decode / workload.output_len * 1e3, 3),
+                "long_runs_s": [round(seconds, 4) for seconds in long[kind]],
+            }
+            report["cases"].append(case)
+            _say(
+                f"{label:>24}  batch {batch:3d}  {case['decode_tokens_per_s']:9.1f} tok/s  "
+                f"{case['ms_per_step']:7.3f} ms per step  prefill {case['prefill_s']:.4f} s  {kind}"
+            )
+            if workload.profile:
+                case["kernels_per_step"] = _profile(run)
 
 
 def _profile(run: _Batch) -> list[dict[str, Any]]:
@@ -175,7 +201,15 @@ class _Batch:
 
     _ids = itertools.count(1)
 
-    def __init__(self, engine: Engine, prompt_len: int, size: int, adapters: range) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        prompt_len: int,
+        size: int,
+        adapters: range,
+        sampling: dict[str, Any] | None = None,
+    ) -> None:
+        self._sampling = SAMPLINGS["greedy"] if sampling is None else sampling
         self._engine = engine
         self._prompt_len = prompt_len
         self._size = size
@@ -184,7 +218,7 @@ class _Batch:
 
     def seconds(self, *, num_tokens: int) -> float:
         """Until every sequence of the batch has `num_tokens` tokens."""
-        sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+        sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=True, **self._sampling)
         vocabulary = self._engine.info.vocab_size
         shape = (self._size, self._prompt_len)
         prompts = self._rng.integers(0, vocabulary, shape).tolist()

@@ -74,6 +74,11 @@ def _add_decode(kinds: Any) -> None:
     group.add_argument(
         "--profile", action="store_true", help="also what each kernel takes of a decode step"
     )
+    group.add_argument(
+        "--sampled",
+        action="store_true",
+        help="beside greedy: top-p with top-k, and these with penalties and 5 logprobs",
+    )
     group.add_argument("--json", metavar="FILE", help="write the result here")
     decode.set_defaults(run=_decode)
 
@@ -176,7 +181,7 @@ def _offline(arguments: dict[str, Any]) -> int:
 
 
 def _decode(arguments: dict[str, Any]) -> int:
-    from manyroots.bench.decode import DecodeWorkload, run_decode
+    from manyroots.bench.decode import SAMPLINGS, DecodeWorkload, run_decode
 
     values = with_config_file(arguments, ENGINE_ROOMS.values(), more=set(arguments))
     _check_positive(values, ("prompt_len", "output_len", "adapter_rank", "repeats"))
@@ -189,6 +194,7 @@ def _decode(arguments: dict[str, Any]) -> int:
         adapters=values["adapters"],
         rank=values["adapter_rank"],
         repeats=values["repeats"],
+        samplings=tuple(SAMPLINGS) if values["sampled"] else ("greedy",),
         profile=values["profile"],
     )
     report = run_decode(

@@ -1,4 +1,4 @@
-"""What one launch can hold; `models/fused.py` refuses larger steps at start."""
+"""What one launch can hold; `models/kernel_set.py` refuses larger steps at start."""
 
 MAX_GRID_SIDE = 65_535
 """Of a grid's second and third sides, by CUDA."""

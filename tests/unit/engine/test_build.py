@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from manyroots.models.fused import check_fused_step
 
 from manyroots.config import engine_settings
 from manyroots.engine.build import Engine, build_engine
@@ -20,7 +21,6 @@ from manyroots.engine.memory import (
     count_slots,
 )
 from manyroots.errors import ConfigError
-from manyroots.models.fused import check_fused_step
 
 
 @pytest.fixture(scope="module")

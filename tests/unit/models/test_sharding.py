@@ -23,7 +23,7 @@ from tests.unit.models.test_logits_parity import prompts
 from tests.unit.models.tiny import MODELS, load_tiny, save_tiny, tiny_spec
 
 
-def load_rank(folder: Path, shard: Shard) -> Decoder:
+def load_worker(folder: Path, shard: Shard) -> Decoder:
     return load_model(
         resolve_source(ModelSettings(model=str(folder))),
         dtype=torch.float32,
@@ -49,7 +49,7 @@ def test_w16_two_ranks_give_one_ranks_logits(kind: str, tmp_path: Path) -> None:
     alone = chunked(load_tiny(tmp_path))
 
     def rank(shard: LockstepShard) -> dict[str, Tensor]:
-        return chunked(load_rank(tmp_path, shard))
+        return chunked(load_worker(tmp_path, shard))
 
     results, meeting = in_lockstep(2, rank)
     for result in results:
@@ -64,7 +64,7 @@ def test_w16_four_ranks_give_one_ranks_logits(tmp_path: Path) -> None:
     sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8}
     save_tiny(tmp_path, **sizes)
     alone = chunked(load_tiny(tmp_path))
-    results, _ = in_lockstep(4, lambda shard: chunked(load_rank(tmp_path, shard)))
+    results, _ = in_lockstep(4, lambda shard: chunked(load_worker(tmp_path, shard)))
     for result in results:
         for name, logits in alone.items():
             assert_close("logits", result[name], logits, torch.float32)
@@ -72,7 +72,7 @@ def test_w16_four_ranks_give_one_ranks_logits(tmp_path: Path) -> None:
 
 def test_a_rank_has_its_share_of_weights_and_of_keys_and_values(tmp_path: Path) -> None:
     save_tiny(tmp_path)
-    whole, part = load_tiny(tmp_path), load_rank(tmp_path, Shard(1, 2))
+    whole, part = load_tiny(tmp_path), load_worker(tmp_path, Shard(1, 2))
     kv_heads = [model.spec.layers[0].memory.kv_heads for model in (part, whole)]
     assert kv_heads[0] * 2 == kv_heads[1]
     small, large = part.weights(), whole.weights()

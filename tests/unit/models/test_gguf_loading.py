@@ -16,7 +16,15 @@ from manyroots.layers.rotary import rope_frequencies
 from manyroots.models.load import describe, load_model
 from manyroots.models.source import resolve_source
 from tests.unit.models.gguf_writing import write_gguf
-from tests.unit.models.tiny import LLAMA3, YARN, load_tiny, save_tiny, tiny_config, tiny_spec
+from tests.unit.models.tiny import (
+    LLAMA3,
+    YARN,
+    load_tiny,
+    save_tiny,
+    tensors_of,
+    tiny_config,
+    tiny_spec,
+)
 
 CPU = torch.device("cpu")
 
@@ -31,8 +39,8 @@ def test_a_gguf_file_loads_as_the_checkpoint_it_was_made_from(kind: str, tmp_pat
     if theirs.config.tie_word_embeddings:
         state.pop("lm_head.weight", None)
     file = write_gguf(tmp_path / "model.gguf", theirs.config, state)
-    from_folder = load_tiny(tmp_path / "folder").weights()
-    from_file = load_tiny(file).weights()
+    from_folder = tensors_of(load_tiny(tmp_path / "folder"))
+    from_file = tensors_of(load_tiny(file))
     assert from_folder.keys() == from_file.keys()
     for name, weight in from_folder.items():
         assert torch.equal(weight, from_file[name]), name
@@ -45,7 +53,7 @@ def test_the_default_model_equals_transformers_reading_of_it() -> None:
     theirs = AutoModelForCausalLM.from_pretrained(
         source.path.parent, gguf_file=source.path.name, dtype=torch.float32
     ).state_dict()
-    slots = ours.weights()
+    slots = tensors_of(ours)
     assert set(theirs) - set(slots) == {"lm_head.weight"}
     for name, weight in slots.items():
         assert torch.equal(weight, theirs[name]), name
@@ -55,13 +63,13 @@ def test_the_default_model_equals_transformers_reading_of_it() -> None:
 
 
 def test_llama3_scaling_comes_from_the_files_own_factors(tmp_path: Path) -> None:
-    scaled = tiny_spec(rope_parameters=LLAMA3).rope
-    plain = tiny_spec().rope
+    scaled = tiny_spec(rope_parameters=LLAMA3).ropes[0]
+    plain = tiny_spec().ropes[0]
     factors = np.array(plain.frequencies, np.float32) / np.array(scaled.frequencies, np.float32)
     file = write_gguf(
         tmp_path / "m.gguf", tiny_config(), extra_tensors={"rope_freqs.weight": factors}
     )
-    rope = describe(resolve_source(ModelSettings(model=str(file)))).rope
+    rope = describe(resolve_source(ModelSettings(model=str(file)))).ropes[0]
     assert_close(
         "rotary", torch.tensor(rope.frequencies), torch.tensor(scaled.frequencies), torch.float32
     )

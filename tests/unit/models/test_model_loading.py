@@ -14,7 +14,7 @@ from torch import Tensor
 from manyroots.errors import ModelError
 from manyroots.models.load import load_model
 from manyroots.models.weights.safetensors import INDEX_FILE, SINGLE_FILE
-from tests.unit.models.tiny import load_tiny, save_tiny, tiny_source
+from tests.unit.models.tiny import load_tiny, save_tiny, tensors_of, tiny_source
 
 CPU = torch.device("cpu")
 
@@ -32,7 +32,7 @@ def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None
 
 
 def test_shards_load_as_one_file_does(folder: Path) -> None:
-    whole = load_tiny(folder).weights()
+    whole = tensors_of(load_tiny(folder))
     tensors = load_file(folder / SINGLE_FILE)
     (folder / SINGLE_FILE).unlink()
     names = sorted(tensors)
@@ -41,7 +41,7 @@ def test_shards_load_as_one_file_does(folder: Path) -> None:
         save_file({name: tensors[name] for name in part}, folder / shard)
     weight_map = {name: shard for shard, part in shards.items() for name in part}
     (folder / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
-    sharded = load_tiny(folder).weights()
+    sharded = tensors_of(load_tiny(folder))
     assert all(torch.equal(whole[name], sharded[name]) for name in whole)
 
     (folder / "two.safetensors").unlink()
@@ -95,9 +95,9 @@ def stack_experts(folder: Path, *, keep: bool) -> None:
 
 def test_stacked_experts_load_as_single_ones_do(tmp_path: Path) -> None:
     save_tiny(tmp_path, "qwen3-moe")
-    single = load_tiny(tmp_path).weights()
+    single = tensors_of(load_tiny(tmp_path))
     stack_experts(tmp_path, keep=False)
-    stacked = load_tiny(tmp_path).weights()
+    stacked = tensors_of(load_tiny(tmp_path))
     assert all(torch.equal(single[name], stacked[name]) for name in single)
 
 
@@ -167,7 +167,7 @@ def test_dummy_weights_need_no_files_and_depend_on_the_seed_alone(kind: str) -> 
         model = load_model(
             tiny_source(kind), dtype=torch.bfloat16, device=CPU, load_format="dummy", seed=seed
         )
-        return model.weights()
+        return tensors_of(model)
 
     first, again, other = dummy(1), dummy(1), dummy(2)
     assert all(torch.equal(first[name], again[name]) for name in first)

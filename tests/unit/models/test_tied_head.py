@@ -102,7 +102,7 @@ def test_a_head_that_only_rounding_tells_apart_is_compared_as_it_is_served(tmp_p
 def test_an_equal_head_takes_no_memory_of_its_own(tmp_path: Path) -> None:
     make(tmp_path, "llama-tied", CHECKPOINTS["both, equal"])
     model = load_tiny(tmp_path)
-    assert model.lm_head.weight.data_ptr() == model.embedding.weight.data_ptr()
+    assert model.head.product.weight.data.data_ptr() == model.embedding.weight.data_ptr()
 
 
 @pytest.mark.parametrize("checkpoint", ["the embedding alone", "both, equal", "both, different"])

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -123,3 +124,8 @@ def tiny_source(kind: str = "llama", **changes: Any) -> ModelSource:
 
 def tiny_spec(kind: str = "llama", **changes: Any) -> ModelSpec:
     return describe(tiny_source(kind, **changes))
+
+
+def tensors_of(model: Decoder) -> dict[str, Tensor]:
+    """A model's weights, by the names of a checkpoint."""
+    return {name: fill.place for name, fill in model.weights().items()}

@@ -53,8 +53,11 @@ def rope_write(
         q, k = rms_norm(q, norm.q_weight, norm.eps), rms_norm(k, norm.k_weight, norm.eps)
     if places.new_pages is not None and places.new_pages.numel():
         layer_kv.index_fill_(0, places.new_pages, 0)
+    k = _turned(k, rope)
+    if places.tokens is not None:
+        k, v = k[places.tokens], v[places.tokens]
     at = (places.pages, places.offsets)
-    layer_kv[:, 0].index_put_(at, _turned(k, rope))
+    layer_kv[:, 0].index_put_(at, k)
     layer_kv[:, 1].index_put_(at, v)
     return _turned(q, rope)
 

@@ -62,6 +62,8 @@ TOKENS: Field = (
     lambda value: value is None or _is_token(value) or _list_of(_is_token)(value),
 )
 
+_POSITIVE = _number("a number above 0", lambda value: value > 0)
+
 FIELDS: dict[str, Field] = {
     "model_type": _NAME,
     "architectures": (
@@ -86,6 +88,9 @@ FIELDS: dict[str, Field] = {
     "max_position_embeddings": _whole(1, None),
     "rms_norm_eps": _number("a number between 0 and 1", lambda value: 0 <= value <= 1),
     "hidden_act": _NAME,
+    "hidden_activation": _NAME,
+    "query_pre_attn_scalar": _POSITIVE,
+    "swiglu_limit": _POSITIVE,
     "tie_word_embeddings": _FLAG,
     "attention_bias": _FLAG,
     "mlp_bias": _FLAG,
@@ -112,7 +117,6 @@ FIELDS: dict[str, Field] = {
     "eos_token_id": TOKENS,
 }
 
-_POSITIVE = _number("a number above 0", lambda value: value > 0)
 _POSITIVE_OR_NONE = _number("a number above 0, or null", lambda value: value > 0, or_none=True)
 ROPE_FIELDS: dict[str, Field] = {
     "rope_type": _NAME,

@@ -8,6 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -62,6 +66,26 @@ EXPERTS: dict[str, Any] = {
     "norm_topk_prob": True,
 }
 
+WINDOWED = ["sliding_attention", "sliding_attention", "full_attention"]
+GEMMA: dict[str, Any] = {
+    "head_dim": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "sliding_window": 9,
+    "layer_types": WINDOWED,
+    "query_pre_attn_scalar": 24,
+    "pad_token_id": 0,
+}
+OSS: dict[str, Any] = {
+    "head_dim": 16,
+    "num_attention_heads": 4,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "intermediate_size": 24,
+    "sliding_window": 9,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+
 MODELS: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
     "llama-tied": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": True}),
@@ -72,6 +96,14 @@ MODELS: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
     "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 16, "tie_word_embeddings": True}),
+    "mistral-window": (MistralConfig, MistralForCausalLM, {"sliding_window": 9}),
+    "qwen2-window": (
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 1},
+    ),
+    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM, GEMMA),
+    "gpt-oss": (GptOssConfig, GptOssForCausalLM, OSS),
     "qwen3-moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, EXPERTS),
     "qwen3-moe-mixed": (
         Qwen3MoeConfig,
@@ -99,8 +131,10 @@ def save_tiny(
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(std=0.2)
+            elif name.endswith("sinks"):
+                parameter.normal_(std=1.0)
             elif "norm" in name:
-                parameter.normal_(mean=1.0, std=0.2)
+                parameter.normal_(mean=0.0 if kind == "gemma3" else 1.0, std=0.2)
     model.save_pretrained(folder)
     return model
 

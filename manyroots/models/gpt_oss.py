@@ -1,0 +1,85 @@
+"""gpt-oss: layers with a window of 128 and layers that see everything, in turn; all of experts.
+
+Every head has a sink, a score that takes weight and gives nothing. There are biases everywhere.
+Experts are gated by a swish that is clamped; the router's weights are a softmax over those chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from torch import Tensor
+
+from manyroots.errors import ModelError
+from manyroots.kernels.activation.kinds import CLAMP_ALPHA, CLAMP_LIMIT, Activation
+from manyroots.kernels.moe_pairs.routing import Scoring
+from manyroots.layers.spec import ExpertsSpec, LayerSpec
+from manyroots.models.spec import ConfigReader, ModelSpec
+from manyroots.models.windows import of_typed_layers
+
+
+def describe(reader: ConfigReader) -> ModelSpec:
+    """gpt-oss-20b and gpt-oss-120b, unquantized."""
+    text = reader.text
+    bias, block = text.attention_bias, experts(reader)
+    return reader.model(
+        [
+            LayerSpec(
+                mixer=reader.attention(
+                    qkv_bias=bias, o_bias=bias, qk_norm=False, window=window, has_sinks=True
+                ),
+                feed_forward=block,
+            )
+            for window in of_typed_layers(text)
+        ]
+    )
+
+
+def experts(reader: ConfigReader) -> ExpertsSpec:
+    """What a config says of its experts."""
+    text = reader.text
+    chosen, count = text.num_experts_per_tok, text.num_local_experts
+    if not 1 <= chosen <= count:
+        raise ModelError(
+            f"the model has {count} experts and num_experts_per_tok {chosen}; the second must be "
+            f"between 1 and {count}. Check its config.json."
+        )
+    limit, alpha = text.swiglu_limit, getattr(text, "swiglu_alpha", CLAMP_ALPHA)
+    if (limit, alpha) != (CLAMP_LIMIT, CLAMP_ALPHA):
+        raise ModelError(
+            f"the model's swiglu_limit is {limit} and its swiglu_alpha {alpha}; this version "
+            f"computes {CLAMP_LIMIT} and {CLAMP_ALPHA}. Choose another checkpoint."
+        )
+    return ExpertsSpec(
+        num_experts=count,
+        experts_per_token=chosen,
+        intermediate_size=text.intermediate_size,
+        activation=Activation.CLAMPED_SWIGLU,
+        scoring=Scoring.SOFTMAX_OF_CHOSEN,
+        bias=True,
+    )
+
+
+def translate(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """One matrix and one bias for each projection of each expert, as views.
+
+    A checkpoint has them stacked, matrices as [expert, in, out], and gates and ups by turns.
+    """
+    for name, tensor in weights:
+        if ".mlp.router." in name:
+            yield name.replace(".mlp.router.", ".mlp.gate."), tensor
+            continue
+        block, _, stacked = name.rpartition(".experts.")
+        if not block:
+            yield name, tensor
+            continue
+        projection = stacked.removesuffix("_bias")
+        kind = "weight" if projection == stacked else "bias"
+        for expert, values in enumerate(tensor):
+            own = f"{block}.experts.{expert}"
+            rows = values if kind == "bias" else values.T
+            if projection == "gate_up_proj":
+                yield f"{own}.gate_proj.{kind}", rows[0::2]
+                yield f"{own}.up_proj.{kind}", rows[1::2]
+            else:
+                yield f"{own}.{projection}.{kind}", rows

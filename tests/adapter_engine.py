@@ -30,22 +30,23 @@ from manyroots.lora.residency import Residency
 from manyroots.lora.spec import AdapterSpec
 from manyroots.messages import Abort, LoadLora, LoraReply, Output, Submit, UnloadLora
 from manyroots.models.decoder import Decoder
-from manyroots.runner.torch_runner import TorchRunner
 from manyroots.sampling import SamplingParams
 from manyroots.scheduler.scheduler import Scheduler
 from manyroots.step import LoadAdapter, LoadId, Plan, Runner, StepResult
 from manyroots.store.adapter_files import read_adapter
 from manyroots.store.adapter_loader import AdapterLoader
-from manyroots.store.adapter_slots import AdapterSlots
+from manyroots.store.adapter_pool import AdapterPool
 from manyroots.store.adapter_weights import AdapterWeights
-from manyroots.store.arena import PageArena
 from tests.adapter_folders import Recipe, write_adapter
+from tests.runners import make_runner
 from tests.unit.models.tiny import load_tiny, save_tiny
 
 CPU = torch.device("cpu")
 VOCAB = 97
 PAGE_SIZE = 4
 MAX_LEN = 48
+MOST_SLOTS = 64
+"""Where no cap is set."""
 GREEDY = SamplingParams(max_tokens=8, temperature=0)
 SIZES = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -130,18 +131,16 @@ class AdapterEngine:
         self.reads: Counter[str] = Counter()
         """How often each folder was read."""
         self.before_read: Callable[[], object] = lambda: None
-        spec = world.model.spec
-        self.slots = AdapterSlots(world.model.lora_parts(), dtype=torch.float32, device=CPU)
-        self.loader = AdapterLoader(lambda path: self._read(Path(path), None)[1], self.slots)
-        arena = PageArena(
-            num_pages, PAGE_SIZE, spec.num_layers, spec.num_kv_heads, spec.head_dim,
-            torch.float32, CPU,
+        self.residency = Residency(adapter_limits(lora, lora.max_loras))
+        self.pool = AdapterPool(
+            world.model.lora_parts(), num_slots=self.residency.limits.num_slots or MOST_SLOTS,
+            max_rank=16, dtype=torch.float32, device=CPU,
         )  # fmt: skip
+        self.loader = AdapterLoader(lambda path: self._read(Path(path), None)[1], self.pool)
         self.cache = PrefixCache(
             CacheLayout.of(PAGE_SIZE, (Capacity(FULL_ATTENTION, num_pages),)),
             CachePolicies(records_events=records_events, identity=b"tiny"),
         )
-        self.residency = Residency(adapter_limits(lora, lora.max_loras))
         step = SchedulerSettings(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
@@ -150,9 +149,10 @@ class AdapterEngine:
         scheduler = Scheduler(step, self.cache, self.residency, max_model_len=MAX_LEN)
         files = AdapterFiles(self._read, self.loader.keep)
         directory = AdapterDirectory(lora, scheduler, files, base_names={"base"})
-        runner = TorchRunner(
-            world.model, arena, self.loader, max_num_seqs=max_num_seqs, max_model_len=MAX_LEN
-        )
+        runner = make_runner(
+            world.model, self.loader, num_pages=num_pages, page_size=PAGE_SIZE,
+            max_num_seqs=max_num_seqs, max_model_len=MAX_LEN,
+        )  # fmt: skip
         self.runner = Watched(runner, max_loras)
         self.loop = EngineLoop(scheduler, self.runner, directory=directory)
         self.outputs: dict[int, list[Output]] = {}
@@ -252,5 +252,5 @@ class AdapterEngine:
         assert adapters is not None
         assert (adapters.num_loaded, adapters.num_draining, adapters.num_running) == (0, 0, 0)
         assert (adapters.num_on_device, adapters.num_on_host, adapters.num_loading) == (0, 0, 0)
-        assert self.slots.num_bytes == 0
+        assert self.pool.used_bytes == 0
         assert not self.loader._host

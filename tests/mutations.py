@@ -828,9 +828,9 @@ MUTATIONS: tuple[Mutation, ...] = (
         (PROMISES + "test_w18_a_step_of_base_rows_is_given_no_adapters",),
     ),
     Mutation(
-        "runner/torch_runner.py",
-        "self._loader().start(plan.adapters)",
-        "self._loader().start(plan.adapters)\n            self._loader().wait(60.0)",
+        "runner/runner.py",
+        "self._mover.start(plan.adapters, plan.copies)",
+        "self._mover.start(plan.adapters, plan.copies)\n        self._mover.wait(60.0)",
         "a step waits for the loads that begin with it",
         (PROMISES + "test_w20_a_load_holds_up_nobody_else",),
     ),
@@ -955,14 +955,11 @@ MUTATIONS: tuple[Mutation, ...] = (
         ),
     ),
     Mutation(
-        "runner/sampler.py",
-        "faults[int(at[0])] = _told(error)",
+        "kernels/sampling/torch_ops.py",
+        "self._fail(int(at[0]), error)",
         "raise",
         "a row whose draw fails takes the step with it",
-        (
-            "unit/runner/test_cuda_runner.py::"
-            "test_a_row_whose_sampling_fails_fails_alone[False-draw]",
-        ),
+        ("unit/runner/test_runner.py::test_a_row_whose_sampling_fails_fails_alone[draw]",),
     ),
     Mutation(
         "sampling.py",

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 from manyroots.lora.targets import Target, TargetKind, Targets
+from manyroots.models.decoder import Decoder
 from manyroots.models.load import describe
-from manyroots.models.registry import model_class
 from manyroots.models.source import ModelSource
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -24,7 +24,7 @@ def targets_of(source: ModelSource) -> Targets:
     """What adapters may change in a model, without loading its weights."""
     spec = describe(source)
     meta = torch.device("meta")
-    model = model_class(spec.architecture)(spec, dtype=torch.bfloat16, device=meta)
+    model = Decoder(spec, dtype=torch.bfloat16, device=meta)
     return model.adapter_targets()
 
 

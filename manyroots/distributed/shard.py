@@ -9,14 +9,28 @@ Knows nothing of models: which weight is cut along which side is said in `models
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+
+_APART: list[None] = []
+"""Not empty while this process computes without the other ranks."""
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """In here ranks don't meet, and what they would have given each other is anything: for steps
+    whose results nobody reads, before the others are there."""
+    _APART.append(None)
+    try:
+        yield
+    finally:
+        _APART.pop()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +56,7 @@ class Shard:
 
     def add_up(self, partial: Tensor) -> Tensor:
         """The sum of every rank's tensor, in place."""
-        if self.size > 1:
+        if self.size > 1 and not _APART:
             dist.all_reduce(partial)
         return partial
 
@@ -54,13 +68,14 @@ class Shard:
         # Collectives move equal pieces; a shorter last one is filled up, and cut again below.
         padded = F.pad(own, (0, step - own.shape[-1])).contiguous()
         pieces = padded.new_empty(self.size, *padded.shape)
-        dist.all_gather(list(pieces.unbind(0)), padded)
+        if not _APART:
+            dist.all_gather(list(pieces.unbind(0)), padded)
         return torch.cat(pieces.unbind(0), dim=-1)[..., :width]
 
-    def agree(self, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """The first rank's tokens, on every rank; the others bring an array of the same length."""
-        if self.size > 1:
-            dist.broadcast(torch.from_numpy(tokens), src=0)
+    def agree(self, tokens: Tensor) -> Tensor:
+        """The first rank's tensor, in place; the others bring one of the same shape."""
+        if self.size > 1 and not _APART:
+            dist.broadcast(tokens, src=0)
         return tokens
 
 

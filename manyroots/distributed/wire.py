@@ -60,8 +60,8 @@ class Join:
 class Loaded:
     """A rank has its weights."""
 
-    num_pages: int
-    """As many pages as fit beside them."""
+    num_pages: tuple[int, ...]
+    """By family, as many pages as fit beside them."""
     num_slots: int
     """As many adapters as fit beside them; 0 without --enable-lora."""
 
@@ -70,7 +70,8 @@ class Loaded:
 class StartSteps:
     """All ranks have their weights: make room for pages, then follow plans."""
 
-    num_pages: int
+    num_pages: tuple[int, ...]
+    """By family."""
     num_slots: int
     """What fits on every rank."""
     max_model_len: int

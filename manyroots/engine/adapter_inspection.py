@@ -12,8 +12,8 @@ import torch
 
 from manyroots.config import ModelSettings
 from manyroots.lora.spec import AdapterSpec
+from manyroots.models.decoder import Decoder
 from manyroots.models.load import describe
-from manyroots.models.registry import model_class
 from manyroots.models.source import resolve_source
 from manyroots.store.adapter_files import read_adapter
 
@@ -21,7 +21,7 @@ from manyroots.store.adapter_files import read_adapter
 def check_adapter(folder: Path, settings: ModelSettings, max_rank: int) -> AdapterSpec:
     """The adapter as this model serves it; AdapterError says why it would not."""
     spec = describe(resolve_source(settings))
-    model = model_class(spec.architecture)(spec, dtype=torch.bfloat16, device=torch.device("meta"))
+    model = Decoder(spec, dtype=torch.bfloat16, device=torch.device("meta"))
     adapter, _ = read_adapter(
         folder,
         model.adapter_targets(),

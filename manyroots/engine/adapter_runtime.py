@@ -23,16 +23,15 @@ from manyroots.lora.targets import Targets, adapter_bytes
 from manyroots.models.sharding import cut_adapter, whole_targets
 from manyroots.models.spec import ModelSpec
 from manyroots.store.adapter_files import read_adapter
-from manyroots.store.adapter_loader import AdapterLoader, Memory, Read
+from manyroots.store.adapter_loader import AdapterLoader, Read
 from manyroots.store.adapter_pool import AdapterPool, pooled_rank
 from manyroots.store.adapter_sites import SiteParts
-from manyroots.store.adapter_slots import AdapterSlots
 from manyroots.store.adapter_weights import AdapterWeights
 from manyroots.store.host_memory import PinnedMemory, pageable
 
 logger = logging.getLogger(__name__)
 
-MakeLoader = Callable[[Read, Memory], AdapterLoader]
+MakeLoader = Callable[[Read, AdapterPool], AdapterLoader]
 
 
 class Adaptable(Protocol):
@@ -64,9 +63,7 @@ def build_adapter_runtime(
     make_loader: MakeLoader = AdapterLoader,
     *,
     num_slots: int,
-    fused: bool = False,
 ) -> AdapterRuntime:
-    """`fused`: for a runner with fused kernels, which find adapters in a pool."""
     shard = model.shard
     targets = whole_targets(model.adapter_targets(), shard, model.spec.vocab_size)
 
@@ -90,15 +87,14 @@ def build_adapter_runtime(
         # The digest shows whether files that were allowed once have been replaced since.
         return cut_adapter(read(Path(path), None)[1], shard)
 
-    memory: Memory
-    if fused:
-        rank = settings.max_lora_rank
-        memory = AdapterPool(
-            model.lora_parts(), num_slots=num_slots, max_rank=rank, dtype=dtype, device=device
-        )
-    else:
-        memory = AdapterSlots(model.lora_parts(), dtype=dtype, device=device)
-    loader = make_loader(read_part, memory)
+    pool = AdapterPool(
+        model.lora_parts(),
+        num_slots=num_slots,
+        max_rank=settings.max_lora_rank,
+        dtype=dtype,
+        device=device,
+    )
+    loader = make_loader(read_part, pool)
     _log(settings, num_slots, len(targets), slot_bytes(settings, model, dtype))
     files = AdapterFiles(read, loader.keep)
     return AdapterRuntime(loader, files if pinned is None else replace(files, close=pinned.close))

@@ -10,7 +10,9 @@ import logging
 from dataclasses import dataclass
 
 from manyroots.cache.cache import PrefixCache
+from manyroots.cache.families.family import Family
 from manyroots.cache.families.full import FULL_ATTENTION
+from manyroots.cache.families.window import SlidingWindow
 from manyroots.cache.planes import CacheLayout, Capacity
 from manyroots.cache.policies import CachePolicies
 from manyroots.config import EngineSettings
@@ -22,6 +24,7 @@ from manyroots.engine.worker import Executor, execute_alone
 from manyroots.errors import ConfigError
 from manyroots.lora.residency import Residency
 from manyroots.messages import EngineInfo
+from manyroots.models.families import LayerFamily
 from manyroots.models.source import ModelSource, resolve_source
 from manyroots.progress import stage
 from manyroots.scheduler.scheduler import Scheduler
@@ -45,31 +48,38 @@ def build_engine(settings: EngineSettings) -> Engine:
     base_names = {source.name, settings.model.served_model_name or source.name}
     check_folders(settings.lora, base_names)
     executor = _make_executor(settings, source)
-    worker, spec, page_size = executor.worker, executor.worker.model.spec, settings.cache.block_size
+    model, page_size = executor.worker.model, settings.cache.block_size
     num_pages, max_model_len = executor.sizes.num_pages, executor.sizes.max_model_len
+    capacities = [
+        Capacity(_cache_family(family, page_size), count)
+        for family, count in zip(model.families, num_pages, strict=True)
+    ]
     cache = PrefixCache(
-        CacheLayout.of(page_size, (Capacity(FULL_ATTENTION, num_pages),)),
+        CacheLayout.of(page_size, tuple(capacities)),
         CachePolicies(reuse=settings.cache.enable_prefix_caching),
     )
     num_slots = executor.sizes.num_slots
     adapters = Residency(adapter_limits(settings.lora, num_slots))
     scheduler = Scheduler(settings.scheduler, cache, adapters, max_model_len=max_model_len)
-    logger.info(
-        "%s: %s on %s, %d pages of %d tokens (%.2f GiB), context %d",
-        source.name, worker.dtype, worker.device, num_pages, page_size,
-        num_pages * worker.bytes_per_page * worker.shard.size / 2**30, max_model_len,
-    )  # fmt: skip
+    logger.info("%s: %s on %s, context %d", source.name, model.dtype, model.device, max_model_len)
+    for family, capacity in zip(model.families, capacities, strict=True):
+        page_bytes = family.page_bytes(page_size, model.dtype.itemsize) * model.shard.size
+        logger.info(
+            "%s in %d layers: %d pages of %d tokens (%.2f GiB)",
+            capacity.family.name, len(family.layers), capacity.num_device_units, page_size,
+            capacity.num_device_units * page_bytes / 2**30,
+        )  # fmt: skip
     info = EngineInfo(
         model_path=str(source.path),
         model_name=source.name,
-        vocab_size=spec.vocab_size,
+        vocab_size=model.spec.vocab_size,
         max_model_len=max_model_len,
         page_size=page_size,
-        num_pages=num_pages,
+        num_pages=num_pages[0],
         max_num_seqs=settings.scheduler.max_num_seqs,
-        eos_token_ids=spec.eos_token_ids,
-        dtype=str(worker.dtype).removeprefix("torch."),
-        device=str(worker.device),
+        eos_token_ids=model.spec.eos_token_ids,
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=str(model.device),
         scheduling_policy=settings.scheduler.scheduling_policy,
         max_loras=num_slots,
     )
@@ -80,6 +90,14 @@ def build_engine(settings: EngineSettings) -> Engine:
     return Engine(
         EngineLoop(scheduler, executor.runner, directory=directory, alarm=executor.alarm), info
     )
+
+
+def _cache_family(family: LayerFamily, page_size: int) -> Family:
+    """As the cache sees these layers."""
+    window = family.memory.window
+    if window is None:
+        return FULL_ATTENTION
+    return SlidingWindow(f"window of {window}", window, page_size)
 
 
 def _make_executor(settings: EngineSettings, source: ModelSource) -> Executor:

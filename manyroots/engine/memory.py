@@ -9,12 +9,12 @@ share of it.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import torch
 
 from manyroots.config import CacheSettings, EngineSettings
 from manyroots.errors import ConfigError
-from manyroots.models.spec import ModelSpec
 
 MAX_CPU_CACHE_BYTES = 4 * 2**30
 CPU_CACHE_SHARE = 0.25
@@ -32,26 +32,28 @@ LIBRARY_RESERVE_BYTES = 256 * 2**20
 
 
 def count_pages(
-    settings: EngineSettings, bytes_per_page: int, device: torch.device, reserved_bytes: int
-) -> int:
-    """`reserved_bytes`: what adapters and steps will take on a GPU."""
+    settings: EngineSettings, page_bytes: Sequence[int], device: torch.device, reserved_bytes: int
+) -> tuple[int, ...]:
+    """By family, of whose pages one takes so many bytes. `reserved_bytes`: what adapters and steps
+    will take on a GPU."""
     cache = settings.cache
     if cache.num_gpu_blocks_override is not None:
-        return cache.num_gpu_blocks_override
+        return (cache.num_gpu_blocks_override,) * len(page_bytes)
+    all_bytes = sum(page_bytes)
     if cache.kv_cache_memory_bytes is not None:
-        budget, size = cache.kv_cache_memory_bytes, bytes_per_page
+        budget, size = cache.kv_cache_memory_bytes, all_bytes
     else:
         num_ranks = settings.model.tensor_parallel_size
         budget = _free_bytes(cache, device, num_ranks) - reserved_bytes
-        size = max(bytes_per_page, LEAST_PAGE_BYTES)
+        size = max(all_bytes, LEAST_PAGE_BYTES)
     num_pages = budget // size
     if num_pages < 1:
         raise ConfigError(
-            f"{budget} bytes are left for the cache, and one page takes {bytes_per_page}. "
+            f"{budget} bytes are left for the cache, and one page takes {all_bytes}. "
             "Raise --kv-cache-memory-bytes or --gpu-memory-utilization, or lower --block-size, "
             "--max-num-batched-tokens, --max-loras or --max-lora-rank."
         )
-    return int(num_pages)
+    return (int(num_pages),) * len(page_bytes)
 
 
 def count_slots(
@@ -68,16 +70,6 @@ def count_slots(
     most = max(MAX_OPEN_SLOTS, settings.scheduler.max_num_seqs)
     fit = max(1, min(most, free // max(bytes_per_slot, 1)))
     return min(fit, lora.max_cpu_loras or fit)
-
-
-def estimated_step_bytes(spec: ModelSpec, settings: EngineSettings, dtype: torch.dtype) -> int:
-    """What the largest step takes beyond weights and pages, where it can't be measured: a few
-    copies of its widest activation, and float32 logits with what sampling makes of them."""
-    scheduler = settings.scheduler
-    widest = max(2 * spec.intermediate_size, 4 * spec.hidden_size)
-    activations = 4 * scheduler.max_num_batched_tokens * widest * dtype.itemsize
-    sampling = 8 * scheduler.max_num_seqs * spec.vocab_size * 4
-    return activations + sampling
 
 
 def _free_bytes(cache: CacheSettings, device: torch.device, num_ranks: int) -> int:

@@ -21,14 +21,14 @@ from manyroots.distributed.wire import Join, StartSteps
 from manyroots.engine.adapter_runtime import AdapterRuntime
 from manyroots.engine.worker import Sizes, Worker, load_worker
 from manyroots.models.source import resolve_source
-from manyroots.runner.torch_runner import TorchRunner
+from manyroots.runner.runner import ModelRunner
 from manyroots.step import DropAdapter, Plan
 from manyroots.store.adapter_ranks import FollowingLoader
 
 
 @dataclass(frozen=True, slots=True)
 class _Steps:
-    runner: TorchRunner
+    runner: ModelRunner
     adapters: AdapterRuntime | None
 
     def execute(self, plan: Plan) -> object:
@@ -51,7 +51,7 @@ class _Part:
     folder: Path
 
     @property
-    def num_pages(self) -> int:
+    def num_pages(self) -> tuple[int, ...]:
         return self.loaded.num_pages
 
     @property
@@ -62,8 +62,9 @@ class _Part:
         loaded = self.loaded
         sizes = Sizes(start.num_pages, start.num_slots, start.max_model_len)
         adapters = loaded.make_adapters(self.settings, sizes, partial(FollowingLoader, tell=tell))
+        model = loaded.model
+        join_group(model.shard, self.folder, device_type=model.device.type)
         runner = loaded.make_runner(self.settings, sizes, adapters)
-        join_group(loaded.shard, self.folder, device_type=loaded.device.type)
         return _Steps(runner, adapters)
 
 

@@ -40,12 +40,9 @@ def execute_with_ranks(settings: EngineSettings, source: ModelSource) -> Executo
             worker = load_worker(settings, source, shard)
         with stage("other ranks"):
             elsewhere = ranks.wait_until_loaded()
-            sizes = fit_sizes(
-                settings,
-                worker,
-                min(worker.num_pages, elsewhere.num_pages),
-                min(worker.num_slots, elsewhere.num_slots),
-            )
+            fits = zip(worker.num_pages, elsewhere.num_pages, strict=True)
+            num_slots = min(worker.num_slots, elsewhere.num_slots)
+            sizes = fit_sizes(settings, worker, tuple(map(min, fits)), num_slots)
         start = StartSteps(sizes.num_pages, sizes.num_slots, sizes.max_model_len)
         ranks.send(RankMessageKind.START, start)
         make_loader = partial(
@@ -55,10 +52,10 @@ def execute_with_ranks(settings: EngineSettings, source: ModelSource) -> Executo
             drop_elsewhere=partial(ranks.send, RankMessageKind.DROP),
         )
         adapters = worker.make_adapters(settings, sizes, make_loader)
+        with stage("meeting of ranks"):
+            join_group(shard, ranks.folder, device_type=worker.model.device.type)
         with stage("pages and warm-up"):
             own = worker.make_runner(settings, sizes, adapters)
-        with stage("meeting of ranks"):
-            join_group(shard, ranks.folder, device_type=worker.device.type)
         logger.info("%d ranks; the others are processes %s", shard.size, ranks.pids)
         alarm = Alarm()
         runner = RankedRunner(

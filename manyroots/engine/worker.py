@@ -16,27 +16,26 @@ from typing import TYPE_CHECKING
 import torch
 
 from manyroots.config import EngineSettings, ModelSettings
-from manyroots.distributed.shard import WHOLE, Shard
+from manyroots.distributed.shard import WHOLE, Shard, apart
 from manyroots.engine.adapter_runtime import (
     AdapterRuntime,
     MakeLoader,
     build_adapter_runtime,
     slot_bytes,
 )
-from manyroots.engine.memory import count_pages, count_slots, estimated_step_bytes
+from manyroots.engine.memory import count_pages, count_slots
 from manyroots.errors import ConfigError
 from manyroots.models.decoder import Decoder
-from manyroots.models.fused import check_fused_step, why_not_fused
+from manyroots.models.kernel_set import check_step, kernel_set
 from manyroots.models.load import describe, load_model
 from manyroots.models.source import ModelSource
 from manyroots.models.spec import ModelSpec
 from manyroots.models.weight_bytes import device_bytes
 from manyroots.progress import stage
-from manyroots.runner.cuda_runner import CudaRunner
-from manyroots.runner.torch_runner import TorchRunner
+from manyroots.runner.runner import ModelRunner
 from manyroots.step import Runner
 from manyroots.store.adapter_loader import AdapterLoader
-from manyroots.store.arena import PageArena, page_bytes
+from manyroots.store.arena import PageArena
 
 if TYPE_CHECKING:
     from manyroots.engine.loop import Alarm
@@ -48,7 +47,8 @@ logger = logging.getLogger(__name__)
 class Sizes:
     """What all ranks have alike."""
 
-    num_pages: int
+    num_pages: tuple[int, ...]
+    """By family of layers."""
     num_slots: int
     """For adapters; 0 without --enable-lora."""
     max_model_len: int
@@ -59,12 +59,8 @@ class Worker:
     """A rank's weights, and what fits beside them."""
 
     model: Decoder
-    dtype: torch.dtype
-    device: torch.device
-    shard: Shard
-    bytes_per_page: int
-    num_pages: int
-    """As many as fit here; the engine has the smallest number of all ranks."""
+    num_pages: tuple[int, ...]
+    """By family, as many as fit here; the engine has the smallest numbers of all ranks."""
     num_slots: int
     """The same for adapters; 0 without --enable-lora."""
     max_model_len: int
@@ -74,47 +70,23 @@ class Worker:
         self, settings: EngineSettings, sizes: Sizes, make_loader: MakeLoader = AdapterLoader
     ) -> AdapterRuntime | None:
         """Slots for adapters and the way to fill them; None without --enable-lora."""
-        lora = settings.lora
-        if not lora.enable_lora:
+        if not settings.lora.enable_lora:
             return None
         return build_adapter_runtime(
-            lora,
+            settings.lora,
             self.model,
-            self.dtype,
-            self.device,
+            self.model.dtype,
+            self.model.device,
             make_loader,
             num_slots=sizes.num_slots,
-            fused=self.is_fused(settings),
         )
-
-    def is_fused(self, settings: EngineSettings) -> bool:
-        """Whether steps run on the fused kernels of CUDA."""
-        return is_fused(settings, self.model.spec, self.device, self.shard)
 
     def make_runner(
         self, settings: EngineSettings, sizes: Sizes, adapters: AdapterRuntime | None
-    ) -> TorchRunner:
-        """Give it pages and rows."""
-        arena = _arena(settings, self.model.spec, sizes.num_pages, self.dtype, self.device)
+    ) -> ModelRunner:
+        """Give it pages and rows. Ranks have met by now."""
         loader = None if adapters is None else adapters.loader
-        max_num_seqs, max_len = settings.scheduler.max_num_seqs, sizes.max_model_len
-        if not self.is_fused(settings):
-            return TorchRunner(
-                self.model,
-                arena,
-                loader,
-                max_num_seqs=max_num_seqs,
-                max_model_len=max_len,
-                shard=self.shard,
-            )
-        runner = CudaRunner(
-            self.model,
-            arena,
-            loader,
-            max_num_seqs=max_num_seqs,
-            max_model_len=max_len,
-            use_graphs=not settings.model.enforce_eager,
-        )
+        runner = _runner(settings, self.model, sizes, loader)
         runner.warm_up()
         return runner
 
@@ -149,15 +121,13 @@ def load_worker(settings: EngineSettings, source: ModelSource, shard: Shard) -> 
     """Load a rank's weights and count what fits beside them."""
     device = pick_device(settings.model, shard)
     dtype = pick_dtype(settings.model, source, device)
-    spec = describe(source)
-    fused = is_fused(settings, spec, device, shard)
-    if fused:
-        scheduler = settings.scheduler
-        check_fused_step(
-            spec,
-            max_num_tokens=scheduler.max_num_batched_tokens,
-            max_num_rows=scheduler.max_num_seqs,
-        )
+    spec, scheduler = describe(source), settings.scheduler
+    check_step(
+        spec,
+        device,
+        max_num_tokens=scheduler.max_num_batched_tokens,
+        max_num_rows=scheduler.max_num_seqs,
+    )
     model = load_model(
         source,
         dtype=dtype,
@@ -165,93 +135,68 @@ def load_worker(settings: EngineSettings, source: ModelSource, shard: Shard) -> 
         load_format=settings.model.load_format,
         seed=settings.model.seed,
         shard=shard,
+        kernels=kernel_set(spec, device),
     )
-    bytes_per_page = page_bytes(model.spec, settings.cache.block_size, dtype)
+    page_size = settings.cache.block_size
+    page_bytes = [family.page_bytes(page_size, dtype.itemsize) for family in model.families]
     # No context is longer than what all of the device's memory would hold.
-    most_tokens = device_bytes(device) // bytes_per_page * settings.cache.block_size
+    most_tokens = device_bytes(device) // sum(page_bytes) * page_size
     max_model_len = _model_length(settings.model, model.spec, most_tokens)
     num_slots = slots_bytes = reserved_bytes = 0
     if settings.lora.enable_lora:
         per_slot = slot_bytes(settings.lora, model, dtype)
-        num_slots = count_slots(settings, per_slot, bytes_per_page, device)
+        num_slots = count_slots(settings, per_slot, sum(page_bytes), device)
         slots_bytes = num_slots * per_slot
     if device.type == "cuda" and settings.cache.kv_cache_memory_bytes is None:
-        step = _step_bytes(settings, model, dtype, max_model_len, fused=fused)
+        step = _measured_step_bytes(settings, model, max_model_len)
         logger.info("beside weights and pages: %.2f GiB for a step, %.2f GiB for adapters",
                     step / 2**30, slots_bytes / 2**30)  # fmt: skip
         reserved_bytes = step + slots_bytes
-    return Worker(
-        model,
-        dtype,
-        device,
-        shard,
-        bytes_per_page,
-        count_pages(settings, bytes_per_page, device, reserved_bytes),
-        num_slots,
-        max_model_len,
-    )
+    num_pages = count_pages(settings, page_bytes, device, reserved_bytes)
+    return Worker(model, num_pages, num_slots, max_model_len)
 
 
-def is_fused(settings: EngineSettings, spec: ModelSpec, device: torch.device, shard: Shard) -> bool:
-    """Whether steps run on the fused kernels of CUDA."""
-    if device.type != "cuda":
-        return False
-    reason = why_not_fused(spec)
-    if not shard.is_whole:
-        reason = reason or "--tensor-parallel-size is above 1"
-    if reason is not None:
-        logger.warning("no fused kernels for this engine, steps will be slow: %s", reason)
-    return reason is None
+def _measured_step_bytes(settings: EngineSettings, model: Decoder, max_model_len: int) -> int:
+    """By the largest step there may be, on a runner with one page, which is thrown away. Its rows'
+    state counts, too."""
+    before = torch.cuda.memory_allocated(model.device)
+    with apart():
+        sizes = Sizes((1,) * len(model.families), 0, max_model_len)
+        runner = _runner(settings, model, sizes, None)
+        own = torch.cuda.memory_allocated(model.device) - before
+        try:
+            return own + runner.measure_step(
+                settings.scheduler.max_num_batched_tokens, with_adapters=settings.lora.enable_lora
+            )
+        finally:
+            runner.close()
+            del runner
+            gc.collect()
+            torch.cuda.empty_cache()
 
 
-def _step_bytes(
-    settings: EngineSettings, model: Decoder, dtype: torch.dtype, max_model_len: int, *, fused: bool
-) -> int:
-    """What a step takes on a GPU, which must not be given to pages."""
-    if fused:
-        return _measured_step_bytes(settings, model, dtype, max_model_len)
-    return estimated_step_bytes(model.spec, settings, dtype)
-
-
-def _measured_step_bytes(
-    settings: EngineSettings, model: Decoder, dtype: torch.dtype, max_model_len: int
-) -> int:
-    """By the largest step there may be, on a runner with one page, which is thrown away."""
-    device = model.embedding.weight.device
-    runner = CudaRunner(
-        model,
-        _arena(settings, model.spec, 1, dtype, device),
-        None,
-        max_num_seqs=settings.scheduler.max_num_seqs,
-        max_model_len=max_model_len,
-        use_graphs=not settings.model.enforce_eager,
-    )
-    try:
-        return runner.measure_step(
-            settings.scheduler.max_num_batched_tokens, with_adapters=settings.lora.enable_lora
+def _runner(
+    settings: EngineSettings, model: Decoder, sizes: Sizes, loader: AdapterLoader | None
+) -> ModelRunner:
+    arenas = [
+        PageArena(
+            num_pages=num_pages,
+            page_size=settings.cache.block_size,
+            num_layers=len(family.layers),
+            num_kv_heads=family.memory.kv_heads,
+            head_dim=family.memory.head_dim,
+            dtype=model.dtype,
+            device=model.device,
         )
-    finally:
-        runner.close()
-        del runner
-        gc.collect()
-        torch.cuda.empty_cache()
-
-
-def _arena(
-    settings: EngineSettings,
-    spec: ModelSpec,
-    num_pages: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> PageArena:
-    return PageArena(
-        num_pages=num_pages,
-        page_size=settings.cache.block_size,
-        num_layers=spec.num_layers,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        dtype=dtype,
-        device=device,
+        for family, num_pages in zip(model.families, sizes.num_pages, strict=True)
+    ]
+    return ModelRunner(
+        model,
+        arenas,
+        loader,
+        max_num_seqs=settings.scheduler.max_num_seqs,
+        max_model_len=sizes.max_model_len,
+        use_graphs=not settings.model.enforce_eager,
     )
 
 
@@ -291,27 +236,29 @@ def pick_dtype(settings: ModelSettings, source: ModelSource, device: torch.devic
 
 def _model_length(settings: ModelSettings, spec: ModelSpec, most_tokens: int) -> int:
     """The context length asked for, or the model's own, which some configs give without an end."""
-    longest = spec.max_exact_len
+    longest = spec.max_len
     if settings.max_model_len is None:
         return max(1, min(longest, most_tokens))
     if settings.max_model_len > longest:
         raise ConfigError(
-            f"--max-model-len is {settings.max_model_len}; {spec.architecture} here is exact up "
-            f"to {longest} tokens. Lower it."
+            f"--max-model-len is {settings.max_model_len}; {spec.architecture} here is made for "
+            f"{longest} tokens. Lower it."
         )
     return settings.max_model_len
 
 
-def fit_sizes(settings: EngineSettings, worker: Worker, num_pages: int, num_slots: int) -> Sizes:
+def fit_sizes(
+    settings: EngineSettings, worker: Worker, num_pages: tuple[int, ...], num_slots: int
+) -> Sizes:
     """One request of the full length must fit, or it could never be finished."""
     page_size, max_model_len = settings.cache.block_size, worker.max_model_len
-    capacity = num_pages * page_size
+    capacity = num_pages[0] * page_size
     if max_model_len <= capacity:
         return Sizes(num_pages, num_slots, max_model_len)
     if settings.model.max_model_len is not None:
         raise ConfigError(
             f"--max-model-len is {max_model_len}, and the cache holds {capacity} tokens "
-            f"({num_pages} pages of {page_size}). Lower it, or raise --kv-cache-memory-bytes "
+            f"({num_pages[0]} pages of {page_size}). Lower it, or raise --kv-cache-memory-bytes "
             "or --num-gpu-blocks-override."
         )
     logger.warning("context cut from %d to %d tokens: the cache holds no more", max_model_len,

@@ -28,6 +28,12 @@ class Kernels:
     sampling: ModuleType
     decode_rows: ModuleType
 
+    @property
+    def ask_nothing(self) -> bool:
+        """Whether they compute without asking the device anything, so that steps can be captured:
+        Triton's do."""
+        return self.attention.__name__.endswith(".triton")
+
 
 def kernels_for(device: torch.device) -> Kernels:
     """A device's own."""

@@ -22,6 +22,12 @@ class KV:
     window: int | None
     """How many tokens a query sees at most, itself included; None: all before it."""
 
+    @property
+    def is_by_token(self) -> bool:
+        """Whether each token has a place of its own here: then a prompt's tokens may be computed
+        as rows side by side."""
+        return True
+
     def token_bytes(self, itemsize: int) -> int:
         """What one layer keeps of one token."""
         return 2 * self.kv_heads * self.head_dim * itemsize

@@ -23,8 +23,7 @@ def describe(reader: ConfigReader) -> ModelSpec:
     layers = []
     for index, window in enumerate(of_every_layer(text)):
         mixer = reader.attention(qkv_bias=bias, o_bias=bias, qk_norm=True, window=window)
-        is_sparse = block is not None and index in sparse
-        feed_forward = block if is_sparse else reader.dense(bias=False)
+        feed_forward = reader.dense(bias=False) if block is None or index not in sparse else block
         layers.append(LayerSpec(mixer=mixer, feed_forward=feed_forward))
     return reader.model(layers)
 

@@ -5,6 +5,7 @@ Takes a `Sampled` that has reached the host.
 
 from __future__ import annotations
 
+from manyroots.ids import Row
 from manyroots.kernels.sampling.rows import ALL_FORBIDDEN, FAILED, NO_FAULT, NOT_FINITE, Sampled
 from manyroots.runner.inputs import Int64s
 from manyroots.step import Int32s, TokenLogprobs
@@ -38,6 +39,18 @@ def token_logprobs(sampled: Sampled, index: int, num_top: int, vocab: int) -> To
         tuple(sampled.top_ids[index, :count].tolist()),
         tuple(sampled.top_logprobs[index, :count].tolist()),
     )
+
+
+def logprobs(
+    rows: Int32s, sampled: Sampled, at: Int64s, num_top: list[int | None], vocab: int
+) -> dict[Row, TokenLogprobs]:
+    """Of the rows at these indices, those that want so many of the likeliest beside their token."""
+    wanted = zip(rows.tolist(), at.tolist(), num_top, strict=True)
+    return {
+        Row(row): token_logprobs(sampled, index, count, vocab)
+        for row, index, count in wanted
+        if count is not None
+    }
 
 
 def tokens(sampled: Sampled, at: Int64s) -> Int32s:

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manyroots.kernels.decode_rows.reference import PENDING
 from manyroots.runner.batch import PersistentBatch
 from manyroots.runner.packet import send
 from manyroots.step import Plan
@@ -60,13 +59,12 @@ class DeviceRows:
         sent = send({"places": places, "values": values}, self.page_tables.device)
         self.page_tables.view(-1).index_copy_(0, sent["places"], sent["values"])
 
-    def tokens(self, known: Tensor, rows: Tensor) -> Tensor:
-        """`known`, with each PENDING replaced by the newest token of its row."""
-        return torch.where(known == PENDING, self.newest[rows], known)
-
-    def keep(self, rows: Tensor, tokens: Tensor) -> None:
-        """These rows' newest tokens; the spare row may occur many times."""
-        self.newest.index_copy_(0, rows, tokens.long())
+    def tables_for(self, max_len: int | None, page_size: int) -> Tensor:
+        """The tables of all rows. On a CPU no wider than a context of `max_len` needs; kernels of a
+        GPU are compiled for one width."""
+        if max_len is None or not self._shares:
+            return self.page_tables
+        return self.page_tables[:, :, : -(-max_len // page_size)]
 
 
 def _latest(places: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

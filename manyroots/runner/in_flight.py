@@ -8,33 +8,37 @@ done when it is launched, and nothing is ever on the way.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from manyroots.kernels.decode_rows.reference import PENDING
+from manyroots.kernels.sampling.rows import Sampled
+from manyroots.runner import choices
 from manyroots.runner.batch import PersistentBatch
 from manyroots.runner.inputs import Int64s
-from manyroots.step import Bools, Int32s, Plan
+from manyroots.step import Int32s, Plan
 
 
 class InFlight:
     """What one step sampled, and for whom. The copy is queued behind the step; whoever asks for
     the tokens waits for it. Any thread may ask."""
 
-    def __init__(self, rows: Int32s, result: Tensor, at: Int64s) -> None:
-        """`result`: int32 [2, n], tokens and whether logits were finite, for `rows` at the columns
-        `at`. Read on the current stream, before whatever is launched there next."""
+    def __init__(self, rows: Int32s, sampled: Sampled, at: Int64s) -> None:
+        """`at`: where each of `rows` is in `sampled`, which is read on the current stream, before
+        whatever is launched there next."""
         self.rows = rows
-        self._at = at
+        self.at = at
         self._event: torch.cuda.Event | None = None
-        if result.device.type != "cuda":
-            self._host = result.clone()
+        if sampled.packed.device.type != "cuda":
+            self._host = sampled
             return
-        self._host = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
-        self._host.copy_(result, non_blocking=True)
+        packed = sampled.packed
+        self._host = replace(
+            sampled, packed=torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+        )
+        self._host.packed.copy_(packed, non_blocking=True)
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has none here
         self._event.record()
 
@@ -42,12 +46,15 @@ class InFlight:
     def is_done(self) -> bool:
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
-    def wait(self) -> tuple[Int32s, Bools]:
-        """The tokens of `rows`, and whether their logits were finite."""
+    def wait(self) -> Sampled:
+        """What was sampled, on the host."""
         if self._event is not None:
             self._event.synchronize()
-        tokens, finite = self._host.numpy()[:, self._at]
-        return tokens, finite.astype(np.bool_)
+        return self._host
+
+    def tokens(self) -> Int32s:
+        """Those of `rows`."""
+        return choices.tokens(self.wait(), self.at)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +88,10 @@ class PendingTokens:
         self._expected.append(_Expected(step, places, self._owner[rows]))
         self._batch.append(rows, np.full(len(rows), PENDING, np.int32))
 
-    def learn(self, *, wait: bool = False) -> None:
-        """Fill in the tokens of steps that are done; with `wait`, of all."""
-        while self._expected and (wait or self._expected[0].step.is_done):
+    def learn(self) -> None:
+        """Fill in the tokens of steps that are done."""
+        while self._expected and self._expected[0].step.is_done:
             expected = self._expected.popleft()
-            tokens, _ = expected.step.wait()
-            rows = expected.step.rows
+            tokens, rows = expected.step.tokens(), expected.step.rows
             same = self._owner[rows] == expected.owners
             self._batch.tokens[rows[same], expected.places[same]] = tokens[same]

@@ -100,19 +100,31 @@ def as_single_tokens(inputs: StepInputs) -> StepInputs:
     )
 
 
+def blank_decode(
+    num_rows: int, spare_row: int, *, num_families: int, with_adapters: bool
+) -> StepInputs:
+    """Single tokens of the spare row, which nobody samples: to compile and to capture with."""
+    return _blank(np.ones(num_rows, np.int64), spare_row, num_families, with_adapters)
+
+
 def blank_prefill(
     num_tokens: int, spare_row: int, *, num_families: int, with_adapters: bool
 ) -> StepInputs:
-    """One sequence of the spare row, which is kept nowhere: to compile and to measure with."""
+    """One sequence of the spare row: to compile and to measure with."""
+    return _blank(np.array([num_tokens]), spare_row, num_families, with_adapters)
+
+
+def _blank(counts: Int64s, spare_row: int, num_families: int, with_adapters: bool) -> StepInputs:
+    num_tokens = int(counts.sum())
     nothing = np.empty(0, np.int64)
     return StepInputs(
-        rows=np.array([spare_row], np.int32),
+        rows=np.full(len(counts), spare_row, np.int32),
         token_rows=np.full(num_tokens, spare_row, np.int32),
         tokens=np.zeros(num_tokens, np.int64),
         positions=np.zeros(num_tokens, np.int64),
-        query_starts=np.array([0, num_tokens]),
-        context_lens=np.array([num_tokens]),
-        num_decodes=0,
+        query_starts=np.concatenate(([0], np.cumsum(counts))),
+        context_lens=counts,
+        num_decodes=int(np.count_nonzero(counts == 1)),
         pages=np.full((num_families, num_tokens), NOWHERE, np.int32),
         offsets=np.zeros(num_tokens, np.int64),
         token_slots=np.full(num_tokens, NO_ADAPTER) if with_adapters else None,

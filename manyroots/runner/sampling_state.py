@@ -144,6 +144,13 @@ class SamplingState:
             "num_top": self._num_top[rows],
         }
 
+    def failures_of(self, rows: Int32s) -> dict[int, str]:
+        """By index, why nothing can be chosen for some of these rows."""
+        if not self.failures:
+            return {}
+        reasons = ((index, self.failures.get(row)) for index, row in enumerate(rows.tolist()))
+        return {index: reason for index, reason in reasons if reason is not None}
+
     def num_logprobs(self, rows: Int32s) -> list[int | None]:
         """How many of the likeliest each row wants beside its token; None for no logprobs."""
         return [self.params[row].logprobs for row in rows.tolist()]

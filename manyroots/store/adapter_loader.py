@@ -18,7 +18,6 @@ from manyroots.errors import AdapterError, ManyrootsError
 from manyroots.ids import AdapterDigest, AdapterSlot
 from manyroots.step import AdapterIntent, AdapterLoaded, DropAdapter, LoadAdapter
 from manyroots.store.adapter_pool import AdapterPool
-from manyroots.store.adapter_slots import AdapterSlots
 from manyroots.store.adapter_weights import AdapterWeights
 
 logger = logging.getLogger(__name__)
@@ -26,18 +25,16 @@ logger = logging.getLogger(__name__)
 Read = Callable[[str], AdapterWeights]
 """Reads and checks the files at a path."""
 
-Memory = AdapterSlots | AdapterPool
-"""Where adapters are on the device; which one is the runner's choice."""
-
 
 class AdapterLoader:
     """The way of adapters from storage through host memory into slots."""
 
-    def __init__(self, read: Read, memory: Memory) -> None:
-        self._memory = memory
+    def __init__(self, read: Read, pool: AdapterPool) -> None:
+        self.pool = pool
+        """Where adapters are on the device."""
         self._read = read
         self._generations: dict[AdapterSlot, int] = {}
-        """Who each slot belongs to. Only `start` touches it."""
+        """Who each slot belongs to. Set by `start` alone."""
         self._changed = threading.Condition()
         # All below are guarded by it.
         self._host: dict[AdapterDigest, AdapterWeights] = {}
@@ -45,18 +42,6 @@ class AdapterLoader:
         self._num_under_way = 0
         # Two: an adapter that is in host memory need not wait for another's slow files.
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="adapters")
-
-    @property
-    def slots(self) -> AdapterSlots:
-        """For a runner that computes adapters with torch's operators."""
-        assert isinstance(self._memory, AdapterSlots)
-        return self._memory
-
-    @property
-    def pool(self) -> AdapterPool:
-        """For a runner that computes adapters with fused kernels."""
-        assert isinstance(self._memory, AdapterPool)
-        return self._memory
 
     def start(self, intents: Iterable[AdapterIntent]) -> None:
         """Begin the loads and carry out the drops of one plan; returns at once."""
@@ -89,7 +74,7 @@ class AdapterLoader:
     def _begin(self, load: LoadAdapter) -> None:
         if load.target is not None:
             # Nobody uses the slot any more: what it holds goes now, so that its memory is there.
-            self._memory.clear(load.target.slot)
+            self.pool.clear(load.target.slot)
             self._generations[load.target.slot] = load.target.generation
         with self._changed:
             self._num_under_way += 1
@@ -100,14 +85,14 @@ class AdapterLoader:
             with self._changed:
                 self._host.pop(drop.digest, None)
         elif self._generations.get(drop.target.slot) == drop.target.generation:
-            self._memory.clear(drop.target.slot)
+            self.pool.clear(drop.target.slot)
 
     def _load(self, load: LoadAdapter) -> None:
         error: str | None = None
         try:
             weights = self._host_copy(load)
             if load.target is not None:
-                self._memory.load(load.target.slot, weights)
+                self.pool.load(load.target.slot, weights)
         except ManyrootsError as refusal:
             error = str(refusal)
         except Exception as fault:

@@ -11,16 +11,19 @@ from collections.abc import Callable, Iterable
 
 from manyroots.ids import Tier
 from manyroots.step import AdapterIntent, AdapterLoaded, DropAdapter, LoadAdapter, LoadId
-from manyroots.store.adapter_loader import AdapterLoader, Memory, Read
+from manyroots.store.adapter_loader import AdapterLoader, Read
+from manyroots.store.adapter_pool import AdapterPool
 from manyroots.store.adapter_weights import AdapterWeights
 
 
 class FollowingLoader(AdapterLoader):
     """A rank other than the first: tells how each load ended, and answers nothing."""
 
-    def __init__(self, read: Read, slots: Memory, tell: Callable[[AdapterLoaded], None]) -> None:
+    def __init__(
+        self, read: Read, pool: AdapterPool, tell: Callable[[AdapterLoaded], None]
+    ) -> None:
         """`tell` is called on the threads of loads."""
-        super().__init__(read, slots)
+        super().__init__(read, pool)
         self._tell = tell
 
     def wait(self, timeout_s: float) -> None:
@@ -39,25 +42,26 @@ class FirstLoader(AdapterLoader):
     def __init__(
         self,
         read: Read,
-        slots: Memory,
+        pool: AdapterPool,
         *,
         num_ranks: int,
         cut: Callable[[AdapterWeights], AdapterWeights],
         drop_elsewhere: Callable[[DropAdapter], None],
     ) -> None:
         """`cut` gives this rank's part of a whole adapter; `drop_elsewhere` reaches the others."""
-        super().__init__(read, slots)
+        super().__init__(read, pool)
         self._num_ranks = num_ranks
         self._cut = cut
         self._drop_elsewhere = drop_elsewhere
         self._loads: dict[LoadId, LoadAdapter] = {}
-        """Those not answered yet. Only the thread that calls `start` and `finished` touches it."""
+        """Those not answered yet. Guarded, as all that other threads touch."""
         self._ends: dict[LoadId, dict[int, str | None]] = {}
-        """How each rank ended a load, by rank. Guarded, as all that other threads touch."""
+        """How each rank ended a load, by rank. Guarded, too."""
 
     def start(self, intents: Iterable[AdapterIntent]) -> None:
         intents = tuple(intents)
-        self._loads |= {load.load_id: load for load in intents if isinstance(load, LoadAdapter)}
+        with self._changed:
+            self._loads |= {load.load_id: load for load in intents if isinstance(load, LoadAdapter)}
         super().start(intents)
 
     def keep(self, weights: AdapterWeights) -> None:
@@ -77,8 +81,9 @@ class FirstLoader(AdapterLoader):
 
     def finished(self) -> tuple[AdapterLoaded, ...]:
         answers = super().finished()
-        for answer in answers:
-            load = self._loads.pop(answer.load_id)
+        with self._changed:
+            ended = [(answer, self._loads.pop(answer.load_id)) for answer in answers]
+        for answer, load in ended:
             if answer.error is not None and load.target is not None:
                 # Before anyone can know of the answer, and so before the slot's next load.
                 drop = DropAdapter(load.digest, Tier.DEVICE, load.target)

@@ -175,7 +175,7 @@ import sys
 for name in {blocked!r}:
     sys.modules[name] = None
 import manyroots.llm, manyroots.cli.main, manyroots.bench.offline, manyroots.runner.fake
-import manyroots.bench.decode, manyroots.runner.cuda_runner
+import manyroots.bench.decode, manyroots.runner.runner
 """
     subprocess.run([sys.executable, "-c", code], check=True, cwd=PACKAGE.parent)
 

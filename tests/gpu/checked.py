@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import torch
 from torch import Tensor
 
-import manyroots.runner.cuda_runner as runner_module
-from manyroots.kernels.choice import Kernels, kernels_for
+from manyroots.engine import worker
+from manyroots.kernels.choice import Kernels, reference_kernels
 from manyroots.kernels.lora_sites.sites import LoraTerm, PoolSite
 from manyroots.kernels.moe_pairs.routing import Routing
 from manyroots.kernels.tolerances import TOLERANCES
@@ -121,15 +122,6 @@ def _routing(routing: Routing) -> Pieces:
     }
 
 
-def _gathered(given: Any) -> Pieces:
-    ropes = {
-        f"{what}{kind}": getattr(rope, what)
-        for kind, rope in enumerate(given.ropes)
-        for what in ("cos", "sin")
-    }
-    return {"tokens": given.tokens, "tables": given.page_tables, **ropes}
-
-
 RESULTS: dict[str, Callable[[tuple[Any, ...], Any], Pieces]] = {
     "norm.rms_norm": lambda args, out: {"out": out},
     "norm.add_rms_norm": lambda args, out: {"out": out, "residual": args[0]},
@@ -138,8 +130,8 @@ RESULTS: dict[str, Callable[[tuple[Any, ...], Any], Pieces]] = {
         "residual": args[0],
     },
     "rope_write.rope_write": lambda args, out: {"q": out, "pages": args[3]},
-    "attention.decode_attention": lambda args, out: {"out": out},
-    "attention.prefill_attention": lambda args, out: {"out": out},
+    "rope_write.look_up": lambda args, out: {"cos": out.cos, "sin": out.sin},
+    "attention.attend": lambda args, out: {"out": out},
     "activation.gated": lambda args, out: {"out": out},
     "gemm.linear": lambda args, out: {"out": out[0].float().sum(0), **_shrunk(out[1])},
     "lora_sites.shrink": lambda args, out: _shrunk(out),
@@ -147,17 +139,17 @@ RESULTS: dict[str, Callable[[tuple[Any, ...], Any], Pieces]] = {
     "lora_sites.add_embedding": lambda args, out: {"y": args[0]},
     "moe_pairs.route": lambda args, out: _routing(out),
     "moe_pairs.experts": lambda args, out: {"out": out.float().sum(0)},
-    "sampling.sample": lambda args, out: {"tokens": out[0], "finite": out[1]},
-    "decode_rows.begin": lambda args, out: _gathered(out),
+    "sampling.sample_rows": lambda args, out: {"tokens": out.tokens, "faults": out.faults},
+    "decode_rows.begin": lambda args, out: {"tokens": out[0], "tables": out[1]},
     # The last row is nobody's, and takes what many write there in any order.
-    "decode_rows.end": lambda args, out: {"result": out, "newest": args[3][:-1]},
+    "decode_rows.end": lambda args, out: {"newest": args[2][:-1]},
 }
 """What a call gives and changes, as tensors to compare."""
 
 
 def checked_kernels(fast: Kernels, record: Record) -> Kernels:
     """Kernels that do what `fast` does, and compare while `record` is on."""
-    references = kernels_for(CPU)
+    references = reference_kernels()
     rooms = {
         f.name: SimpleNamespace(**vars(getattr(fast, f.name))) for f in dataclasses.fields(Kernels)
     }
@@ -192,9 +184,7 @@ def _checked(
 @contextmanager
 def all_checked(record: Record) -> Iterator[None]:
     """Runners that are built in here compare all their kernels."""
-    kept = runner_module.kernels_for
-    runner_module.kernels_for = lambda device: checked_kernels(kept(device), record)
-    try:
+    kept = worker.kernel_set
+    make = lambda *args: checked_kernels(kept(*args), record)  # noqa: E731
+    with mock.patch.object(worker, "kernel_set", make):
         yield
-    finally:
-        runner_module.kernels_for = kept

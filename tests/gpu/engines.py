@@ -6,18 +6,20 @@ import enum
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from manyroots.config import EngineSettings, engine_settings
-from manyroots.engine import adapter_runtime
+from manyroots.engine import adapter_runtime, worker
 from manyroots.engine.build import build_engine
 from manyroots.engine.loop import EngineLoop
-from manyroots.engine.worker import Worker
+from manyroots.kernels.choice import reference_kernels
 from manyroots.messages import FinishReason, Output, Submit
-from manyroots.runner.cuda_runner import CudaRunner
+from manyroots.runner.runner import ModelRunner
+from manyroots.store.adapter_pool import AdapterPool
 from tests.gpu.models import MAX_RANK, NAMES, modules_of
 
 MAX_NUM_SEQS = {"float32": 16, "bfloat16": 80}
@@ -65,10 +67,8 @@ class Engines:
 
     def loop(self, **more: Any) -> EngineLoop:
         """An engine's loop, to be closed."""
-        with _without_graphs() if self.side is Side.REFERENCES else nullcontext():
-            loop = build_engine(self.settings(**more)).loop
-        assert isinstance(loop._runner, CudaRunner) == (self.side is not Side.CPU)
-        return loop
+        with _as_on_a_gpu() if self.side is Side.REFERENCES else nullcontext():
+            return build_engine(self.settings(**more)).loop
 
     def outputs(self, batches: list[list[Submit]], **more: Any) -> list[Outputs]:
         """What an engine gives for each batch, one after the other."""
@@ -82,23 +82,14 @@ class Engines:
 
 
 @contextmanager
-def _without_graphs() -> Iterator[None]:
-    """Engines that are built in here have the GPU's runner, wherever they compute."""
-    is_fused, make_runner = Worker.is_fused, Worker.make_runner
-    pool = adapter_runtime.AdapterPool
-
-    def make_eager(worker: Worker, settings: EngineSettings, *rest: Any) -> Any:
-        model = replace(settings.model, enforce_eager=True)
-        return make_runner(worker, replace(settings, model=model), *rest)
-
-    Worker.is_fused, Worker.make_runner = lambda *_: True, make_eager
-    # Adapters lie as they do on a GPU.
-    adapter_runtime.AdapterPool = partial(pool, is_turned=False)
-    try:
+def _as_on_a_gpu() -> Iterator[None]:
+    """Engines that are built in here run as on a GPU, but for graphs, wherever they compute."""
+    with (
+        mock.patch.object(worker, "kernel_set", return_value=reference_kernels()),
+        mock.patch.object(worker, "ModelRunner", partial(ModelRunner, fixed_shapes=True)),
+        mock.patch.object(adapter_runtime, "AdapterPool", partial(AdapterPool, is_turned=False)),
+    ):
         yield
-    finally:
-        Worker.is_fused, Worker.make_runner = is_fused, make_runner
-        adapter_runtime.AdapterPool = pool
 
 
 def run(loop: EngineLoop, batch: list[Submit]) -> Outputs:

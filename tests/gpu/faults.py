@@ -14,14 +14,18 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
-from manyroots.layers.fused import FusedProducts
 from torch import Tensor
 
-import manyroots.runner.cuda_runner as runner_module
+import manyroots.runner.runner as runner_module
+from manyroots.kernels.attention import paged
 from manyroots.kernels.choice import Kernels
+from manyroots.kernels.lora_sites import reference
 from manyroots.kernels.norm.undivided import UndividedNorm
+from manyroots.layers.linear import Linear
 from manyroots.runner import step_arrays
 from manyroots.runner.device_rows import DeviceRows
+from manyroots.runner.inputs import NOWHERE
+from manyroots.runner.sampling_state import SamplingState
 from manyroots.store import adapter_region, adapter_tables
 from tests.gpu import checked
 from tests.gpu import requests as made
@@ -45,19 +49,17 @@ def patched(target: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None
 def _wrong_slot() -> AbstractContextManager[None]:
     """The last sequence with an adapter is computed with another one."""
 
-    def make(adapter_arrays: Any) -> Any:
-        def wrong(slots: Any, **options: Any) -> Any:
-            changed = slots.copy()
-            if (slots >= 0).any():
-                last = slots[slots >= 0][-1]
-                changed[slots == last] = (last + 1) % 3
-            return adapter_arrays(changed, **options)
-
+    def changed(slots: Any) -> Any:
+        wrong = slots.copy()
+        if (slots >= 0).any():
+            last = slots[slots >= 0][-1]
+            wrong[slots == last] = (last + 1) % 3
         return wrong
 
-    return _both(
-        patched(step_arrays, "adapter_arrays", make), patched(runner_module, "adapter_arrays", make)
-    )
+    def make(call: Any) -> Any:
+        return lambda slots, *rest, **options: call(changed(slots), *rest, **options)
+
+    return _both(patched(step_arrays, "_adapter_arrays", make), patched(reference, "prepare", make))
 
 
 @contextmanager
@@ -91,7 +93,7 @@ def _lost_token() -> AbstractContextManager[None]:
         def wrong(inputs: Any) -> Any:
             arrays = token_arrays(inputs)
             if arrays["pages"].shape[1] > 80:
-                arrays["pages"][:, 2] = step_arrays.NOWHERE
+                arrays["pages"][:, 2] = NOWHERE
             return arrays
 
         return wrong
@@ -119,7 +121,7 @@ def _short_context() -> AbstractContextManager[None]:
     def make(decode_rows: Any) -> Any:
         return lambda table, lens: decode_rows(table, (lens - 1).clamp(min=1))
 
-    return patched(runner_module, "DecodeRows", make)
+    return patched(paged, "DecodeRows", make)
 
 
 def _wrong_scaling() -> AbstractContextManager[None]:
@@ -127,9 +129,10 @@ def _wrong_scaling() -> AbstractContextManager[None]:
 
     def make(write: Any) -> Any:
         def wrong(tables: Any, slot: int, pairs: Any, place: Any) -> None:
-            second = {names[1] for names in tables.names.values() if len(names) > 1}
             halved = {
-                name: replace(pair, scaling=pair.scaling / 2) if name in second else pair
+                name: replace(pair, scaling=pair.scaling / 2)
+                if name.endswith(("k_proj", "up_proj"))
+                else pair
                 for name, pair in pairs.items()
             }
             write(tables, slot, halved, place)
@@ -158,23 +161,23 @@ def _missing_adapter() -> AbstractContextManager[None]:
     def make(call: Any) -> Any:
         count = 0
 
-        def wrong(products: Any, x: Any, linear: Any, rows: Any) -> Any:
+        def wrong(linear: Any, x: Any, step: Any) -> Any:
             nonlocal count
             count += 1
-            return call(products, x, linear, None if count % 12 == 2 else rows)
+            return call(linear, x, replace(step, lora=None) if count % 12 == 2 else step)
 
         return wrong
 
-    return patched(FusedProducts, "__call__", make)
+    return patched(Linear, "__call__", make)
 
 
 def _wrong_draw() -> AbstractContextManager[None]:
     """Each token is drawn with its successor's number."""
 
-    def make(sampling_arrays: Any) -> Any:
-        return lambda rows, state, indices: sampling_arrays(rows, state, indices + 1)
+    def make(arrays: Any) -> Any:
+        return lambda state, rows, indices: arrays(state, rows, indices + 1)
 
-    return patched(runner_module, "sampling_arrays", make)
+    return patched(SamplingState, "arrays", make)
 
 
 FAULTS: dict[str, Fault] = {
@@ -221,10 +224,7 @@ def bent(kernels: Kernels, op: str) -> Kernels:
             return call(replace(first, squares=squares), *rest, **options)
         changed = first.clone()
         changed.view(-1, changed.shape[-1])[-1, ::2] += 4
-        given = call(changed, *rest, **options)
-        if given is None:  # it changes its input in place
-            first.copy_(changed)
-        return given
+        return call(changed, *rest, **options)
 
     module = SimpleNamespace(**{**vars(getattr(kernels, room)), name: wrong})
     return replace(kernels, **{room: cast(ModuleType, module)})

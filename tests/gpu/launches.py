@@ -49,7 +49,7 @@ def everything(engines: Engines, *, early: bool) -> list[Tensor]:
                 outputs = run(loop, batch)
                 found += [torch.tensor(tokens) for tokens in tokens_of(outputs).values()]
             found.append(flat(output_scores(outputs)))
-        return [*found, loop._runner._arena.data.cpu()]
+        return [*found, *(arena.data.cpu() for arena in loop._runner._arenas)]
     finally:
         loop.close()
         launch.LAUNCH_EARLY = True

@@ -46,7 +46,7 @@ def compute(step_id: StepId, shard: Shard) -> list[int]:
     total = shard.add_up(torch.tensor([(shard.rank + 1) * float(step_id)]))
     part = shard.part(5)
     columns = shard.join(torch.arange(part.start, part.stop).float(), 5)
-    own = np.array([42 if shard.is_first else 0], np.int32)
+    own = torch.tensor([42 if shard.is_first else 0], dtype=torch.int32)
     return [int(total), *columns.int().tolist(), *shard.agree(own).tolist()]
 
 
@@ -91,15 +91,15 @@ class Part:
     folder: Path
 
     @property
-    def num_pages(self) -> int:
-        return 100 - self.shard.rank
+    def num_pages(self) -> tuple[int, ...]:
+        return 100 - self.shard.rank, 30 + self.shard.rank
 
     @property
     def num_slots(self) -> int:
         return 9 - self.shard.rank
 
     def start(self, start: StartSteps, tell: follower.Tell) -> Steps:
-        assert start.num_pages == 100 - (self.shard.size - 1)
+        assert start.num_pages == (100 - (self.shard.size - 1), 30)
         assert start.num_slots == min(7, 9 - (self.shard.size - 1))
         join_group(self.shard, self.folder, device_type="cpu")
         return Steps(self.shard, tell)

@@ -12,6 +12,7 @@ import pytest
 from manyroots.config import engine_settings
 from manyroots.engine.build import build_engine
 from manyroots.ids import AdapterName, AdapterSlot, Namespace, RequestId
+from manyroots.kernels.lora_sites import torch_ops as lora_sites
 from manyroots.messages import Submit
 from manyroots.sampling import SamplingParams
 from manyroots.store.adapter_weights import AdapterWeights
@@ -41,21 +42,23 @@ def test_w18_a_step_of_base_rows_is_given_no_adapters(
     """W18: neither the layers nor the head, though adapters are in their slots; nor is it worked
     out which they would be."""
     given: list[bool] = []
-    batch = engine.slots.batch
+    prepare, hidden, logits = lora_sites.prepare, world.model.hidden, world.model.logits
 
     def worked_out(*args: Any, **kwargs: Any) -> Any:
         given.append(True)
-        return batch(*args, **kwargs)
+        return prepare(*args, **kwargs)
 
-    monkeypatch.setattr(engine.slots, "batch", worked_out)
-    for name in ("forward", "logits"):
-        whole = getattr(world.model, name)
+    def watched_layers(tokens: Any, step: Any) -> Any:
+        given.append(step.lora is not None)
+        return hidden(tokens, step)
 
-        def watched(*args: Any, whole: Any = whole) -> Any:
-            given.append(args[-1] is not None)
-            return whole(*args)
+    def watched_head(rows: Any, adapters: Any) -> Any:
+        given.append(adapters is not None)
+        return logits(rows, adapters)
 
-        monkeypatch.setattr(world.model, name, watched)
+    monkeypatch.setattr(lora_sites, "prepare", worked_out)
+    monkeypatch.setattr(world.model, "hidden", watched_layers)
+    monkeypatch.setattr(world.model, "logits", watched_head)
     engine.submit(1, [5, 6, 7], "a")
     engine.submit(2, [5, 6, 7])
     engine.run()
@@ -74,13 +77,13 @@ def test_w20_a_load_holds_up_nobody_else(
 ) -> None:
     """W20: base rows go on while an adapter is brought to the device, however long that takes."""
     is_base_done, waited = threading.Event(), []
-    load = engine.slots.load
+    load = engine.pool.load
 
     def slow(slot: AdapterSlot, weights: AdapterWeights) -> None:
         waited.append(is_base_done.wait(PATIENCE_S))
         load(slot, weights)
 
-    monkeypatch.setattr(engine.slots, "load", slow)
+    monkeypatch.setattr(engine.pool, "load", slow)
     engine.submit(1, [5, 6, 7], "a")
     engine.submit(2, [5, 6, 7])
     while not engine.is_over(2):
@@ -136,7 +139,7 @@ def test_w08_an_idle_engine_gives_an_unloaded_adapters_memory_back(
     engine.submit(1, [5, 6, 7], "a")
     while not (engine.tokens(1) if is_running else engine.is_over(1)):
         engine.step()
-    assert engine.slots.num_bytes > 0
+    assert engine.pool.used_bytes > 0
     assert engine.loader._host
     engine.unload("a")
     engine.run()

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from manyroots.models.fused import check_fused_step
 
 from manyroots.config import engine_settings
 from manyroots.engine.build import Engine, build_engine
@@ -21,6 +20,7 @@ from manyroots.engine.memory import (
     count_slots,
 )
 from manyroots.errors import ConfigError
+from manyroots.models.kernel_set import check_step
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +177,9 @@ def test_steps_that_no_launch_could_hold_are_refused_at_start(
     kv_heads: int, max_num_tokens: int, max_num_rows: int, flag: str | None
 ) -> None:
     """A grid's sides end at 65,535, and 65,536 counters serve rows times key-value heads."""
-    spec = SimpleNamespace(num_kv_heads=kv_heads)
+    layer = SimpleNamespace(memory=SimpleNamespace(kv_heads=kv_heads))
+    spec: Any = SimpleNamespace(layers=(layer,))
     sizes = {"max_num_tokens": max_num_tokens, "max_num_rows": max_num_rows}
     with nullcontext() if flag is None else pytest.raises(ConfigError, match=flag):
-        check_fused_step(spec, **sizes)  # type: ignore[arg-type]
+        check_step(spec, torch.device("cuda"), **sizes)
+    check_step(spec, torch.device("cpu"), **sizes)

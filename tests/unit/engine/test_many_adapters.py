@@ -98,7 +98,7 @@ def test_memory_stays_within_the_limits_when_all_are_used_in_turn(world: TinyWor
         engine.run()
         assert len(engine.tokens(number)) == 1
         assert len(engine.loader._host) <= max_cpu_loras
-        assert 0 < engine.slots.num_bytes <= max_loras * most
+        assert 0 < engine.pool.used_bytes <= max_loras * most
     assert engine.reads == dict.fromkeys(RECIPES, 1)
     stats = engine.loop.stats().adapters
     assert stats is not None

@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from manyroots.config import ModelSettings
+from manyroots.kernels.choice import Kernels
 from manyroots.models.decoder import Decoder
 from manyroots.models.load import describe, load_model
 from manyroots.models.source import ModelSource, SourceKind, resolve_source
@@ -139,9 +140,13 @@ def save_tiny(
     return model
 
 
-def load_tiny(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
+def load_tiny(
+    folder: Path, dtype: torch.dtype = torch.float32, *, kernels: Kernels | None = None
+) -> Decoder:
     source = resolve_source(ModelSettings(model=str(folder)))
-    return load_model(source, dtype=dtype, device=torch.device("cpu"), load_format="auto", seed=0)
+    return load_model(
+        source, dtype=dtype, device=torch.device("cpu"), load_format="auto", seed=0, kernels=kernels
+    )
 
 
 def tiny_source(kind: str = "llama", **changes: Any) -> ModelSource:

@@ -1,4 +1,4 @@
-"""The torch runner with adapters, driven by the real loop and scheduler."""
+"""The runner with adapters, driven by the real loop and scheduler."""
 
 from __future__ import annotations
 
@@ -23,20 +23,17 @@ from manyroots.lora.limits import AdapterLimits
 from manyroots.lora.residency import Residency
 from manyroots.messages import FinishReason, Submit
 from manyroots.runner.batch import PersistentBatch
-from manyroots.runner.torch_runner import TorchRunner
 from manyroots.sampling import SamplingParams
 from manyroots.scheduler.scheduler import Scheduler
 from manyroots.step import Arrival, LoadAdapter, LoadId, Plan, SlotRef
 from manyroots.store.adapter_loader import AdapterLoader
-from manyroots.store.adapter_slots import AdapterSlots
 from manyroots.store.adapter_weights import AdapterWeights
-from manyroots.store.arena import PageArena
 from tests.deciding import submit
 from tests.patience import PATIENCE_S
-from tests.unit.models.peft_models import ADAPTERS, Pair, make_pair, read
+from tests.runners import make_runner
+from tests.unit.models.peft_models import ADAPTERS, Pair, make_pair, pool_for, read
 
 PAGE_SIZE, NUM_PAGES, MAX_LEN = 4, 120, 64
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -50,21 +47,17 @@ def pair(folder: Path) -> Pair:
 
 
 class Engine:
-    """A loop over the torch runner. Adapters are registered by their folders' names."""
+    """A loop over the runner. Adapters are registered by their folders' names."""
 
     def __init__(self, pair: Pair, folder: Path, *, max_loras: int) -> None:
-        spec = pair.ours.spec
         self.pair, self.folder = pair, folder
-        slots = AdapterSlots(pair.ours.lora_parts(), dtype=torch.float32, device=CPU)
         self.read: Callable[[str], AdapterWeights] = lambda path: read(Path(path), pair.ours)[1]
-        self.loader = AdapterLoader(lambda path: self.read(path), slots)
-        arena = PageArena(
-            NUM_PAGES, PAGE_SIZE, spec.num_layers, spec.num_kv_heads, spec.head_dim,
-            torch.float32, CPU,
+        pool = pool_for(pair.ours, num_slots=max_loras + 1)
+        self.loader = AdapterLoader(lambda path: self.read(path), pool)
+        self.runner = make_runner(
+            pair.ours, self.loader, num_pages=NUM_PAGES, page_size=PAGE_SIZE, max_num_seqs=8,
+            max_model_len=MAX_LEN,
         )  # fmt: skip
-        self.runner = TorchRunner(
-            pair.ours, arena, self.loader, max_num_seqs=8, max_model_len=MAX_LEN
-        )
         self.cache = PrefixCache(
             CacheLayout.of(PAGE_SIZE, (Capacity(FULL_ATTENTION, NUM_PAGES),)), CachePolicies()
         )
@@ -117,7 +110,7 @@ def requests_for_all() -> list[Submit]:
     return requests
 
 
-@pytest.mark.parametrize("max_loras", [2, 0])
+@pytest.mark.parametrize("max_loras", [2, len(ADAPTERS)])
 def test_many_adapters_through_few_slots_give_pefts_tokens_w17(
     pair: Pair, folder: Path, max_loras: int
 ) -> None:
@@ -135,7 +128,7 @@ def test_many_adapters_through_few_slots_give_pefts_tokens_w17(
 
 def test_others_decode_while_an_adapter_loads_w10(pair: Pair, folder: Path) -> None:
     """W10: loads are asynchronous; other requests keep decoding meanwhile."""
-    engine = Engine(pair, folder, max_loras=0)
+    engine = Engine(pair, folder, max_loras=len(ADAPTERS))
     engine.register("rank 1")
     may_read, read_files = threading.Event(), engine.read
 
@@ -165,7 +158,7 @@ def test_an_adapter_that_can_not_be_loaded_fails_its_own_requests_w10(
     pair: Pair, folder: Path
 ) -> None:
     """W10: a failed load fails only its own requests with the reason and can be retried."""
-    engine = Engine(pair, folder, max_loras=0)
+    engine = Engine(pair, folder, max_loras=len(ADAPTERS))
     engine.register("rank 1")
     engine.register("rank 16")
     read_files = engine.read
@@ -199,7 +192,7 @@ def test_an_activated_adapter_reuses_the_bases_pages_and_gives_pefts_tokens_n22(
     invocation = [7, 8]
     options = {**ADAPTERS["rank 16"], "alora_invocation_tokens": invocation}
     pair = make_pair(tmp_path, "llama", {"activated": options})
-    engine = Engine(pair, tmp_path, max_loras=0)
+    engine = Engine(pair, tmp_path, max_loras=len(ADAPTERS))
     engine.register("activated")
     document = [token for token in range(20, 41) if token not in invocation]
     base = submit(1, [*document, 50], max_tokens=3)
@@ -215,7 +208,7 @@ def test_an_activated_adapter_reuses_the_bases_pages_and_gives_pefts_tokens_n22(
 
 
 def test_prompt_logprobs_are_those_of_the_adapter(pair: Pair, folder: Path) -> None:
-    engine = Engine(pair, folder, max_loras=0)
+    engine = Engine(pair, folder, max_loras=len(ADAPTERS))
     engine.register("everything")
     sampling = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, logprobs=0)
     plain = submit(1, [4, 5, 6, 7], adapter="everything", max_tokens=1)
@@ -274,7 +267,7 @@ def test_a_row_has_its_adapter_from_where_it_is_invoked_and_the_next_owner_has_n
 
 
 def test_a_step_that_fails_loses_no_answer(pair: Pair, folder: Path) -> None:
-    engine = Engine(pair, folder, max_loras=0)
+    engine = Engine(pair, folder, max_loras=len(ADAPTERS))
     digest = read(folder / "rank 1", pair.ours)[0].digest
     load = LoadAdapter(
         LoadId(1), digest, Tier.STORAGE, SlotRef(AdapterSlot(0), 1),

@@ -75,8 +75,6 @@ def test_each_family_has_tables_of_its_own(shares: bool) -> None:
     assert [tables.of(family, 2)[:2] for family in range(2)] == [[5, 1], [6, 8]]
 
 
-def test_pending_tokens_are_the_newest_of_their_rows() -> None:
-    rows = Tables(num_families=1, shares=True).rows
-    rows.keep(torch.tensor([1, 3]), torch.tensor([40, 50], dtype=torch.int32))
-    given = rows.tokens(torch.tensor([-1, 9, 0]), torch.tensor([1, 1, 2]))
-    assert given.tolist() == [40, 9, 0]
+def test_tables_are_no_wider_than_the_longest_context_where_they_are_shared() -> None:
+    assert Tables(num_families=2, shares=True).rows.tables_for(9, 4).shape == (2, 4, 3)
+    assert Tables(num_families=2, shares=False).rows.tables_for(9, 4).shape == (2, 4, 4)

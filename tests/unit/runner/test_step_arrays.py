@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from manyroots.ids import AdapterSlot, RequestId, Row, StepId
 from manyroots.runner.batch import PersistentBatch
-from manyroots.runner.inputs import NOWHERE, StepInputs
-from manyroots.runner.sampling_state import SamplingState
-from manyroots.runner.step_arrays import (
-    blank_decode_arrays,
-    decode_arrays,
-    sampling_arrays,
-)
+from manyroots.runner.inputs import NOWHERE, StepInputs, blank_decode
+from manyroots.runner.step_arrays import decode_arrays, sampling_rows
 from manyroots.sampling import SamplingParams
 from manyroots.step import Arrival, Plan
 
@@ -20,10 +16,9 @@ NEVER = 2**31 - 1
 SPARE = 40
 
 
-def decode(slots: list[int | None], begins: list[int]) -> tuple[StepInputs, SamplingState]:
+def decode(slots: list[int | None], begins: list[int]) -> StepInputs:
     """One token each of rows with these adapters, which act from these positions on."""
     batch = PersistentBatch(max_num_seqs=SPARE, max_model_len=16, page_size=4, num_families=2)
-    state = SamplingState(SPARE)
     arrivals = tuple(
         Arrival(
             Row(row), RequestId(row), np.array([5, 6, 7], np.int32), 3, 2,
@@ -38,36 +33,34 @@ def decode(slots: list[int | None], begins: list[int]) -> tuple[StepInputs, Samp
         np.arange(count) != 1,
     )  # fmt: skip
     batch.apply(plan)
-    for arrival in arrivals:
-        state.arrive(arrival)
-    return batch.inputs(plan), state
+    return batch.inputs(plan)
 
 
-def arrays_of(inputs: StepInputs, state: SamplingState, size: int) -> dict[str, np.ndarray]:
-    sampling = sampling_arrays(inputs.rows, state, np.zeros(len(inputs.rows), np.int64))
-    return decode_arrays(inputs, sampling, size=size, spare_row=SPARE, num_slots=2)
+def arrays_of(inputs: StepInputs, size: int) -> dict[str, np.ndarray]:
+    return decode_arrays(inputs, size=size, num_slots=2)
 
 
 def test_padding_repeats_the_last_row_and_writes_nowhere() -> None:
-    inputs, state = decode([None, 1, 0], [0, 0, 0])
-    arrays = arrays_of(inputs, state, 8)
+    inputs = decode([None, 1, 0], [0, 0, 0])
+    arrays = arrays_of(inputs, 8)
     last = int(inputs.rows[-1])
     assert arrays["token_rows"].tolist()[3:] == [last] * 5
     assert arrays["adapter_slots"].tolist() == [-1, 0, *[1] * 6]
     rows = inputs.rows.tolist()
     assert arrays["pages"][0].tolist() == rows + [NOWHERE] * 5
     assert arrays["pages"][1].tolist() == [row + 50 for row in rows] + [NOWHERE] * 5
-    assert arrays["out_rows"].tolist()[3:] == [SPARE] * 5
-    # The row that does not sample draws for nobody.
-    assert arrays["out_rows"].tolist()[:3] == [0, 2, SPARE]
+    # The row that does not sample, and padding, draw for nobody.
+    assert sampling_rows(inputs, size=8, spare_row=SPARE).tolist() == [0, 2, *[SPARE] * 6]
 
 
-def test_a_graphs_arrays_have_the_shapes_it_was_captured_with() -> None:
-    inputs, state = decode([None, 1, 0], [0, 0, 0])
-    arrays = arrays_of(inputs, state, 8)
-    blank = blank_decode_arrays(size=8, spare_row=SPARE, num_families=2, num_slots=2)
-    assert {n: (a.shape, a.dtype) for n, a in arrays.items()} == {
-        n: (a.shape, a.dtype) for n, a in blank.items()
+@pytest.mark.parametrize("slots", [[None, 1, 0], [None, None]])
+def test_a_graphs_arrays_have_the_shapes_it_was_captured_with(slots: list[int | None]) -> None:
+    inputs = decode(slots, [0] * len(slots))
+    has_adapters = inputs.token_slots is not None
+    blank = blank_decode(8, SPARE, num_families=2, with_adapters=has_adapters)
+    ours, captured = arrays_of(inputs, 8), arrays_of(blank, 8)
+    assert {n: (a.shape, a.dtype) for n, a in ours.items()} == {
+        n: (a.shape, a.dtype) for n, a in captured.items()
     }
 
 
@@ -75,8 +68,7 @@ def test_adapters_that_do_not_act_yet_lie_with_the_base_model() -> None:
     """However they are mixed, a step has no more runs of rows than adapters, and one."""
     slots: list[int | None] = [0, 1] * 16
     begins = [NEVER, 0, 0, NEVER] * 8
-    inputs, state = decode(slots, begins)
-    arrays = arrays_of(inputs, state, 32)
+    arrays = arrays_of(decode(slots, begins), 32)
     acting = arrays["adapter_slots"]
     assert acting.tolist() == sorted(acting.tolist())
     assert arrays["num_adapter_blocks"][0] == 3

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
@@ -15,8 +14,8 @@ from manyroots.ids import AdapterDigest, AdapterSlot, Tier
 from manyroots.lora.targets import TargetKind
 from manyroots.step import AdapterLoaded, DropAdapter, LoadAdapter, LoadId, SlotRef
 from manyroots.store.adapter_loader import AdapterLoader
+from manyroots.store.adapter_pool import AdapterPool
 from manyroots.store.adapter_sites import LoraSite
-from manyroots.store.adapter_slots import AdapterSlots
 from manyroots.store.adapter_weights import AdapterWeights
 from tests.patience import PATIENCE_S
 from tests.unit.host_copies import host_copy
@@ -52,10 +51,11 @@ def files() -> Files:
 @pytest.fixture
 def loader(files: Files) -> Iterator[AdapterLoader]:
     site = LoraSite(TargetKind.LINEAR, 4, {"": 3})
-    slots = AdapterSlots(
-        dict(site.targets("proj")), dtype=torch.float32, device=torch.device("cpu")
-    )
-    loader = AdapterLoader(files.read, slots)
+    pool = AdapterPool(
+        dict(site.targets("proj")), num_slots=4, max_rank=2, dtype=torch.float32,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    loader = AdapterLoader(files.read, pool)
     yield loader
     files.may_read.set()
     loader.close()
@@ -80,7 +80,7 @@ def answers(loader: AdapterLoader, count: int) -> list[AdapterLoaded]:
 
 def is_loaded(loader: AdapterLoader, slot: int) -> bool:
     try:
-        return loader.slots.batch(np.array([slot]), all_layers=True) is not None
+        return loader.pool.weights(slot) is not None
     except RuntimeError:
         return False
 

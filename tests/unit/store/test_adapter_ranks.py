@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 import torch
 
@@ -17,9 +16,9 @@ from manyroots.lora.targets import TargetKind
 from manyroots.models.sharding import cut_adapter
 from manyroots.step import AdapterIntent, AdapterLoaded, DropAdapter, LoadAdapter, LoadId, SlotRef
 from manyroots.store.adapter_loader import AdapterLoader, Read
+from manyroots.store.adapter_pool import AdapterPool
 from manyroots.store.adapter_ranks import FirstLoader, FollowingLoader
 from manyroots.store.adapter_sites import LoraSite
-from manyroots.store.adapter_slots import AdapterSlots
 from manyroots.store.adapter_weights import AdapterWeights
 from tests.patience import PATIENCE_S
 from tests.unit.host_copies import host_copy
@@ -43,7 +42,7 @@ class Ranks:
         self.followers: list[AdapterLoader] = []
         self.first = FirstLoader(
             self._reader(0),
-            self._slots(),
+            self._pool(),
             num_ranks=3,
             cut=lambda weights: cut_adapter(weights, Shard(0, 3)),
             drop_elsewhere=lambda drop: [each.start([drop]) for each in self.followers] and None,
@@ -57,13 +56,14 @@ class Ranks:
         def tell(answer: AdapterLoaded) -> None:
             self.first.hear(rank, answer)
 
-        return FollowingLoader(self._reader(rank), self._slots(), tell)
+        return FollowingLoader(self._reader(rank), self._pool(), tell)
 
-    def _slots(self) -> AdapterSlots:
+    def _pool(self) -> AdapterPool:
         site = LoraSite(TargetKind.LINEAR, 4, {"": 2})
-        return AdapterSlots(
-            dict(site.targets(TARGET)), dtype=torch.float32, device=torch.device("cpu")
-        )
+        return AdapterPool(
+            dict(site.targets(TARGET)), num_slots=2, max_rank=4, dtype=torch.float32,
+            device=torch.device("cpu"),
+        )  # fmt: skip
 
     def _reader(self, rank: int) -> Read:
         def read(path: str) -> AdapterWeights:
@@ -94,7 +94,7 @@ class Ranks:
         found = []
         for loader in self.all:
             try:
-                found.append(loader.slots.batch(np.zeros(1, np.int64), all_layers=True) is not None)
+                found.append(loader.pool.weights(0) is not None)
             except RuntimeError:
                 found.append(False)
         return found

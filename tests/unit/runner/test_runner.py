@@ -1,7 +1,8 @@
-"""The GPU's runner where there is none: the references in its kernels' place, no graphs.
+"""The runner as it runs on a GPU, where there is none: in fixed shapes, with reference kernels.
 
-Everything but the kernels and their capture is the same: rows on the device, tokens that the host
-does not know yet, padding, adapters in the pool. The runner of the CPU says what is right.
+Everything but Triton's kernels and their capture is the same: tokens that the host does not know
+yet, padding, prompts as single tokens, adapters as a GPU has them. The runner as it runs on a CPU
+says what is right.
 """
 
 from __future__ import annotations
@@ -23,43 +24,49 @@ from manyroots.cache.policies import CachePolicies
 from manyroots.config import SchedulerSettings
 from manyroots.engine.loop import EngineLoop
 from manyroots.ids import AdapterName, RequestId
+from manyroots.kernels.choice import reference_kernels
+from manyroots.kernels.sampling import torch_ops
 from manyroots.lora.limits import AdapterLimits
 from manyroots.lora.residency import Residency
 from manyroots.messages import FinishReason, Output, Submit
 from manyroots.models.decoder import Decoder
-from manyroots.runner import sampler
-from manyroots.runner.cuda_runner import CudaRunner
-from manyroots.runner.graphs import DecodeGraphs
+from manyroots.runner.graphs import Graphs
 from manyroots.runner.in_flight import InFlight
-from manyroots.runner.sampler import Sampler
+from manyroots.runner.runner import ModelRunner
 from manyroots.runner.sampling_state import SamplingState
-from manyroots.runner.torch_runner import TorchRunner
 from manyroots.sampling import SamplingParams
 from manyroots.scheduler.scheduler import Scheduler
 from manyroots.step import Runner
 from manyroots.store.adapter_loader import AdapterLoader
 from manyroots.store.adapter_pool import AdapterPool
-from manyroots.store.adapter_slots import AdapterSlots
-from manyroots.store.arena import PageArena
+from tests import runners
 from tests.adapter_folders import Recipe, write_adapter
 from tests.deciding import BASE
-from tests.unit.models.peft_models import ADAPTERS, Pair, make_pair, read
+from tests.unit.models.peft_models import ADAPTERS, make_pair, read
 from tests.unit.models.tiny import MODELS, load_tiny, save_tiny
 
 PAGE_SIZE, NUM_PAGES, MAX_LEN, MAX_SEQS = 4, 120, 64, 6
 CPU = torch.device("cpu")
 
 
-def make_runner(model: Decoder, loader: AdapterLoader | None, *, cuda: bool) -> Runner:
-    spec = model.spec
-    arena = PageArena(
-        NUM_PAGES, PAGE_SIZE, spec.num_layers, spec.num_kv_heads, spec.head_dim,
-        torch.float32, CPU,
+def make_runner(decoder: Decoder, loader: AdapterLoader | None = None) -> Runner:
+    """As on a GPU if the decoder has the references for kernels."""
+    return runners.make_runner(
+        decoder, loader, num_pages=NUM_PAGES, page_size=PAGE_SIZE, max_num_seqs=MAX_SEQS,
+        max_model_len=MAX_LEN, fixed_shapes=_is_plain(decoder),
     )  # fmt: skip
-    sizes = {"max_num_seqs": MAX_SEQS, "max_model_len": MAX_LEN}
-    if cuda:
-        return CudaRunner(model, arena, loader, **sizes, use_graphs=False)
-    return TorchRunner(model, arena, loader, **sizes)
+
+
+def _is_plain(decoder: Decoder) -> bool:
+    return decoder.kernels == reference_kernels()
+
+
+class Both:
+    """One model with the kernels of a CPU, and with the references."""
+
+    def __init__(self, folder: Path) -> None:
+        self.cpu = load_tiny(folder)
+        self.plain = load_tiny(folder, kernels=reference_kernels())
 
 
 def run(
@@ -121,10 +128,10 @@ def some_requests(**sampling: Any) -> list[Submit]:
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Both:
     folder = tmp_path_factory.mktemp("llama")
     save_tiny(folder, "llama")
-    return load_tiny(folder)
+    return Both(folder)
 
 
 @pytest.fixture
@@ -136,41 +143,46 @@ def slow_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def padded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decode steps as large as a graph's."""
-    monkeypatch.setattr(DecodeGraphs, "size_for", lambda self, num_rows: 8)
+    monkeypatch.setattr(Graphs, "size_for", lambda self, num_rows: 8)
 
 
 @pytest.fixture
 def single_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every step has few tokens, and none runs but as a decode step."""
-    monkeypatch.setattr(DecodeGraphs, "has_room_for", lambda self, num_rows: True)
-    monkeypatch.setattr(DecodeGraphs, "size_for", lambda self, num_rows: num_rows + 3)
+    """Every step has few tokens."""
+    monkeypatch.setattr(Graphs, "has_room_for", lambda self, num_rows: True)
+    monkeypatch.setattr(Graphs, "size_for", lambda self, num_rows: num_rows + 3)
 
-    def refuse(*args: object) -> None:
-        raise AssertionError("a short step ran kernel by kernel")
 
-    monkeypatch.setattr(CudaRunner, "_begin_any", refuse)
+def _refuse(*_: object) -> None:
+    raise AssertionError("a short step ran kernel by kernel")
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3-moe"])
 def test_short_steps_run_as_decode_steps_and_give_the_same_tokens(
-    tmp_path: Path, kind: str, single_tokens: None, slow_tokens: None
+    tmp_path: Path,
+    kind: str,
+    single_tokens: None,
+    slow_tokens: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     save_tiny(tmp_path, kind)
-    model = load_tiny(tmp_path)
+    both = Both(tmp_path)
     requests = some_requests(temperature=0.8)
-    expected = run(make_runner(model, None, cuda=False), requests)
-    assert tokens(run(make_runner(model, None, cuda=True), requests)) == tokens(expected)
+    with monkeypatch.context() as patch:
+        expected = run(make_runner(both.cpu), requests)
+        patch.setattr(ModelRunner, "_begin_any", _refuse)
+        assert tokens(run(make_runner(both.plain), requests)) == tokens(expected)
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_fused_layers_give_each_architectures_tokens(
+def test_fixed_shapes_give_each_architectures_tokens(
     tmp_path: Path, kind: str, padded: None, slow_tokens: None
 ) -> None:
     save_tiny(tmp_path, kind)
-    model = load_tiny(tmp_path)
+    both = Both(tmp_path)
     requests = some_requests()
-    expected = run(make_runner(model, None, cuda=False), requests)
-    assert tokens(run(make_runner(model, None, cuda=True), requests)) == tokens(expected)
+    expected = run(make_runner(both.cpu), requests)
+    assert tokens(run(make_runner(both.plain), requests)) == tokens(expected)
 
 
 @pytest.mark.parametrize(
@@ -188,8 +200,8 @@ def test_sampling_is_that_of_the_cpu_while_tokens_are_still_on_the_device(
     llama: Decoder, sampling: dict[str, Any], padded: None, slow_tokens: None
 ) -> None:
     requests = some_requests(**sampling)
-    expected = run(make_runner(llama, None, cuda=False), requests)
-    assert tokens(run(make_runner(llama, None, cuda=True), requests)) == tokens(expected)
+    expected = run(make_runner(llama.cpu), requests)
+    assert tokens(run(make_runner(llama.plain), requests)) == tokens(expected)
 
 
 def _failing(what: Callable[..., Any], is_meant: Callable[..., bool]) -> Callable[..., Any]:
@@ -202,24 +214,23 @@ def _failing(what: Callable[..., Any], is_meant: Callable[..., bool]) -> Callabl
 
 
 @pytest.mark.parametrize("where", ["draw", "edit", "arrive"])
-@pytest.mark.parametrize("cuda", [False, True])
 def test_a_row_whose_sampling_fails_fails_alone(
-    llama: Decoder, monkeypatch: pytest.MonkeyPatch, where: str, cuda: bool
+    llama: Both, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     """Whatever the reason: its neighbours in the step get the tokens that are theirs."""
     requests = some_requests(temperature=1.0, top_k=9, presence_penalty=0.5)
-    expected = tokens(run(make_runner(llama, None, cuda=cuda), requests))
+    expected = tokens(run(make_runner(llama.cpu), requests))
     requests[3] = replace(requests[3], sampling=replace(requests[3].sampling, top_k=7))
     if where == "draw":
-        draw = _failing(sampler.draw, lambda _, cuts, __: 7 in cuts.top_k)
-        monkeypatch.setattr(sampler, "draw", draw)
+        draw = _failing(torch_ops.draw, lambda _, cuts, __: 7 in cuts.top_k)
+        monkeypatch.setattr(torch_ops, "draw", draw)
     elif where == "edit":
-        edit = _failing(Sampler._edit, lambda ours, _, row: ours._state.params[row].top_k == 7)
-        monkeypatch.setattr(Sampler, "_edit", edit)
+        edit = _failing(torch_ops.edit, lambda _, rows, index: rows.top_k[index] == 7)
+        monkeypatch.setattr(torch_ops, "edit", edit)
     else:
         take = _failing(SamplingState._take, lambda _, arrival, __: arrival.sampling.top_k == 7)
         monkeypatch.setattr(SamplingState, "_take", take)
-    given = run(make_runner(llama, None, cuda=cuda), requests, fails=3)
+    given = run(make_runner(llama.cpu), requests, fails=3)
     assert "ZeroDivisionError: planted" in str(given[3][-1].error)
     others = tokens(given)
     del expected[3], others[3]
@@ -229,8 +240,8 @@ def test_a_row_whose_sampling_fails_fails_alone(
 def test_rows_that_ask_for_logprobs_get_them_beside_rows_that_do_not(llama: Decoder) -> None:
     requests = some_requests()
     requests[2] = submit(2, requests[2].prompt, max_tokens=6, logprobs=3, prompt_logprobs=1)
-    expected = run(make_runner(llama, None, cuda=False), requests)
-    given = run(make_runner(llama, None, cuda=True), requests)
+    expected = run(make_runner(llama.cpu), requests)
+    given = run(make_runner(llama.plain), requests)
     assert tokens(given) == tokens(expected)
     for ours, theirs in zip(_scores(given[2]), _scores(expected[2]), strict=True):
         assert (ours.token, ours.rank) == (theirs.token, theirs.rank)
@@ -248,13 +259,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pair(folder: Path) -> Pair:
-    return make_pair(folder, "llama", ADAPTERS)
+def adapted(folder: Path) -> Both:
+    make_pair(folder, "llama", ADAPTERS)
+    return Both(folder / "base")
+
+
+def with_adapters(decoder: Decoder, *, num_slots: int, max_rank: int = 64) -> Runner:
+    """In a pool as a GPU has it, if the decoder has the references for kernels."""
+    pool = AdapterPool(
+        decoder.lora_parts(), num_slots=num_slots, max_rank=max_rank, dtype=torch.float32,
+        device=CPU, is_turned=not _is_plain(decoder),
+    )  # fmt: skip
+    loader = AdapterLoader(lambda path: read(Path(path), decoder)[1], pool)
+    return make_runner(decoder, loader)
 
 
 @pytest.mark.parametrize("short_steps", [False, True])
-def test_adapters_in_a_pool_give_the_tokens_of_adapters_in_slots_w17(
-    pair: Pair,
+def test_adapters_in_fixed_shapes_give_the_tokens_of_adapters_on_a_cpu_w17(
+    adapted: Both,
     folder: Path,
     short_steps: bool,
     padded: None,
@@ -262,55 +284,44 @@ def test_adapters_in_a_pool_give_the_tokens_of_adapters_in_slots_w17(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """W17: batches of mixed adapters, whose slots rotate, give what each request does alone; also
-    where tokens of prompts are rows of their own."""
+    where tokens of prompts are rows of their own, and where the embedding and the head change."""
     if short_steps:
-        monkeypatch.setattr(DecodeGraphs, "has_room_for", lambda self, num_rows: True)
-        monkeypatch.setattr(DecodeGraphs, "size_for", lambda self, num_rows: num_rows + 3)
-    model = pair.ours
+        monkeypatch.setattr(Graphs, "has_room_for", lambda self, num_rows: True)
+        monkeypatch.setattr(Graphs, "size_for", lambda self, num_rows: num_rows + 3)
     requests = [
         submit(r.request_id, r.prompt, max_tokens=6, adapter=name)
         for r, name in zip(some_requests(), [None, *ADAPTERS], strict=True)
     ]
-    paths = {name: (folder / name, model) for name in ADAPTERS}
-    parts = model.lora_parts()
-    slots = AdapterSlots(parts, dtype=torch.float32, device=CPU)
-    pool = AdapterPool(parts, num_slots=3, max_rank=64, dtype=torch.float32, device=CPU)
-
-    def loader(memory: AdapterSlots | AdapterPool) -> AdapterLoader:
-        return AdapterLoader(lambda path: read(Path(path), model)[1], memory)
-
-    expected = run(make_runner(model, loader(slots), cuda=False), requests, paths, max_loras=3)
-    given = run(make_runner(model, loader(pool), cuda=True), requests, paths, max_loras=3)
+    paths = {name: (folder / name, adapted.cpu) for name in ADAPTERS}
+    expected = run(with_adapters(adapted.cpu, num_slots=3), requests, paths, max_loras=3)
+    given = run(with_adapters(adapted.plain, num_slots=3), requests, paths, max_loras=3)
     assert tokens(given) == tokens(expected)
 
 
 @pytest.mark.parametrize("kind", ["qwen3-moe", "qwen3-moe-mixed"])
-def test_adapters_of_experts_in_a_pool_give_the_tokens_of_those_in_slots(
+def test_adapters_of_experts_in_fixed_shapes_give_the_tokens_of_those_on_a_cpu(
     tmp_path: Path, kind: str, padded: None, slow_tokens: None
 ) -> None:
     save_tiny(tmp_path / "base", kind)
-    model = load_tiny(tmp_path / "base")
-    folders = write_adapters(model.adapter_targets(), tmp_path, 3, rank=5)
+    both = Both(tmp_path / "base")
+    targets = both.cpu.adapter_targets()
+    folders = write_adapters(targets, tmp_path, 3, rank=5)
     for folder in folders:
         config = json.loads((folder / "adapter_config.json").read_text())
         (folder / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 100}))
     # One that routes by weights of its own, beside some that don't.
     router = Recipe(rank=4, alpha=40, modules=("gate", "q_proj"))
-    write_adapter(tmp_path / "router", model.adapter_targets(), router)
-    paths = {f"a{i}": (folder, model) for i, folder in enumerate([*folders, tmp_path / "router"])}
+    write_adapter(tmp_path / "router", targets, router)
+    found = [*folders, tmp_path / "router"]
+    paths = {f"a{i}": (folder, both.cpu) for i, folder in enumerate(found)}
     names = [None, "a0", "a1", "a3", "a3", "a2", None, "a0"]
     requests = [
         submit(r.request_id, r.prompt, max_tokens=6, adapter=name)
         for r, name in zip(some_requests()[:8], names, strict=True)
     ]
-    parts = model.lora_parts()
-    slots = AdapterSlots(parts, dtype=torch.float32, device=CPU)
-    pool = AdapterPool(parts, num_slots=2, max_rank=8, dtype=torch.float32, device=CPU)
-
-    def loader(memory: AdapterSlots | AdapterPool) -> AdapterLoader:
-        return AdapterLoader(lambda path: read(Path(path), model)[1], memory)
-
-    expected = tokens(run(make_runner(model, loader(slots), cuda=False), requests, paths))
-    given = tokens(run(make_runner(model, loader(pool), cuda=True), requests, paths))
-    assert given == expected
-    assert len({tuple(expected[i]) for i in range(8)}) > 4
+    cpu, plain = (
+        tokens(run(with_adapters(decoder, num_slots=2, max_rank=8), requests, paths))
+        for decoder in (both.cpu, both.plain)
+    )
+    assert plain == cpu
+    assert len({tuple(cpu[i]) for i in range(8)}) > 4

@@ -1,0 +1,106 @@
+"""From a step's arrays on the device to tokens there: the one way every step takes.
+
+Takes the views of a packet (`step_arrays.py`) and the adapters of its tokens; prepares the `Step`
+that all layers read, with a page table per family, runs the decoder, chooses tokens and keeps them
+as their rows' newest. Asks the device nothing, so that it can be captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from manyroots.kernels.attention.paged import PagedRows
+from manyroots.kernels.lora_sites.sites import LoraRows
+from manyroots.kernels.rope_write.inputs import KvPlaces
+from manyroots.kernels.sampling.rows import Sampled, SamplingRows, SamplingTables
+from manyroots.layers.step import Step
+from manyroots.models.decoder import Decoder
+from manyroots.runner.device_rows import DeviceRows
+
+Views = Mapping[str, Tensor]
+
+
+class Forward:
+    """A decoder with its memory and the rows it computes for."""
+
+    def __init__(
+        self, decoder: Decoder, rows: DeviceRows, tables: SamplingTables, *, page_size: int
+    ) -> None:
+        self.decoder = decoder
+        self.rows = rows
+        self._tables = tables
+        self._page_size = page_size
+        self._windows = [family.memory.window or 0 for family in decoder.families]
+
+    def hidden(
+        self, views: Views, num_decodes: int, lora: LoraRows | None, *, max_len: int | None = None
+    ) -> Tensor:
+        """Hidden states of all tokens. The first `num_decodes` sequences have one token each; those
+        of a step that has no others need no `rows`, `starts` and `blocks`. `max_len`: the longest
+        context, where it is known."""
+        decoder, kernels = self.decoder, self.decoder.kernels
+        rows = views.get("rows", views["token_rows"])
+        tokens, tables = kernels.decode_rows.begin(
+            views["tokens"], views["token_rows"], self.rows.newest,
+            self.rows.tables_for(max_len, self._page_size), rows,
+        )  # fmt: skip
+        step = Step(
+            ropes=tuple(
+                kernels.rope_write.look_up(table, views["positions"], decoder.dtype)
+                for table in decoder.ropes
+            ),
+            kv=tuple(
+                kernels.attention.prepare(
+                    PagedRows(
+                        page_table=tables[family],
+                        context_lens=views["lens"],
+                        num_decodes=num_decodes,
+                        query_starts=views.get("starts"),
+                        blocks=views.get("blocks"),
+                        places=KvPlaces(views["pages"][family], views["offsets"]),
+                        window=window,
+                    ),
+                    self._page_size,
+                    decoder.dtype,
+                )
+                for family, window in enumerate(self._windows)
+            ),
+            lora=lora,
+        )
+        hidden: Tensor = decoder.hidden(tokens, step)
+        return hidden
+
+    def choose(self, logits: Tensor, views: Views) -> Sampled:
+        """A token for each row of logits; the views have the fields of `SamplingRows`.
+
+        The first rank's choice, which the others follow; they look for no faults.
+        """
+        decoder, shard = self.decoder, self.decoder.shard
+        if shard.is_first:
+            sampled: Sampled = decoder.kernels.sampling.sample_rows(
+                logits, SamplingRows.of(views, self._tables)
+            )
+        else:
+            sampled = Sampled.empty(len(logits), logits.device)
+            sampled.packed.zero_()
+        shard.agree(sampled.tokens)
+        decoder.kernels.decode_rows.end(sampled.tokens, views["table_rows"], self.rows.newest)
+        return sampled
+
+    def single_tokens(self, views: Views) -> Sampled:
+        """A whole step in which every sequence has one token, and so have all rows a successor."""
+        lora = lora_rows(views)
+        hidden = self.hidden(views, len(views["tokens"]), lora)
+        return self.choose(self.decoder.logits(hidden, lora), views)
+
+
+def lora_rows(views: Views) -> LoraRows | None:
+    """The adapters of a step's tokens, if its arrays have any."""
+    if "adapter_slots" not in views:
+        return None
+    blocks = views["adapter_blocks"]
+    return LoraRows(
+        views["adapter_slots"], blocks, views["num_adapter_blocks"], max_blocks=blocks.shape[0]
+    )

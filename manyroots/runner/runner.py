@@ -1,0 +1,337 @@
+"""Carries out plans: one runner for a CPU, for a GPU and for a rank among several.
+
+In: plans. Out: results, in order. A step is launched as soon as its plan is there; its tokens stay
+on the device for the next step and travel to the host beside it. One thread launches; where the
+device computes by itself, a second one waits for tokens and answers, so that nobody waits for the
+device who could be preparing its next step. Adapters load beside the steps, and their answers come
+with the next result. Decides nothing.
+
+On a GPU a step that only decodes or has few tokens is a graph. Every other step, and every step of
+a CPU, runs the same kernels one by one, as large as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from manyroots.ids import Row
+from manyroots.kernels.lora_sites.sites import LoraRows
+from manyroots.kernels.sampling.rows import SamplingTables
+from manyroots.models.decoder import Decoder
+from manyroots.runner import choices
+from manyroots.runner.batch import PersistentBatch
+from manyroots.runner.device_rows import DeviceRows
+from manyroots.runner.forward import Forward
+from manyroots.runner.graphs import Graphs
+from manyroots.runner.in_flight import InFlight, PendingTokens
+from manyroots.runner.inputs import (
+    Int64s,
+    StepInputs,
+    as_single_tokens,
+    blank_decode,
+    is_short,
+)
+from manyroots.runner.logprobs import score
+from manyroots.runner.packet import send
+from manyroots.runner.prompt_scores import PromptScorer, PromptScores
+from manyroots.runner.rehearsal import Rehearsal
+from manyroots.runner.sampling_state import SamplingState
+from manyroots.runner.step_arrays import (
+    Arrays,
+    decode_arrays,
+    sampling_rows,
+    sequence_arrays,
+    token_arrays,
+)
+from manyroots.step import Int32s, Plan, RowFault, StepResult, TokenLogprobs
+from manyroots.store.adapter_loader import AdapterLoader
+from manyroots.store.arena import PageArena
+from manyroots.store.device_copies import copy_within_device
+from manyroots.store.mover import Mover
+
+MAX_WAIT_S = 0.005
+"""How long a plan that waits may hold the thread: whoever comes meanwhile should not wait for
+somebody else's adapter."""
+_NO_ADAPTERS = "a plan names adapters, and this runner was made without them"
+
+T = TypeVar("T")
+Answer = Callable[[], StepResult]
+"""Waits for a launched step and gives its result."""
+Scores = dict[Row, TokenLogprobs]
+
+
+class ModelRunner:
+    """A model, its pages, and the rows under way, on the device and on the host."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        arenas: Sequence[PageArena],
+        adapters: AdapterLoader | None,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        use_graphs: bool = True,
+        fixed_shapes: bool | None = None,
+    ) -> None:
+        """`arenas`: one for each of the decoder's families. `adapters`: None for a runner of the
+        base model alone. `fixed_shapes`: whether steps are padded as graphs need it; None for what
+        the device wants."""
+        self._decoder, self._device = decoder, decoder.device
+        self._arenas = arenas
+        self._mover = Mover(adapters)
+        self._pool = None if adapters is None else adapters.pool
+        page_size = arenas[0].page_size
+        decoder.attach(arenas, self._pool, max_len=max_model_len)
+        self._batch = PersistentBatch(
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            page_size=page_size,
+            num_families=len(arenas),
+        )
+        self._pending = PendingTokens(self._batch)
+        self._rows = DeviceRows(self._batch, self._device)
+        tables = SamplingTables.zeros(max_num_seqs, decoder.spec.vocab_size, self._device)
+        self._state = SamplingState(max_num_seqs, tables)
+        self._forward = Forward(decoder, self._rows, tables, page_size=page_size)
+        self._prompts = PromptScorer(self._batch, self._state, self._logits, self._device)
+        is_gpu = self._device.type == "cuda"
+        if fixed_shapes is None:
+            fixed_shapes = is_gpu and decoder.kernels.ask_nothing
+        self._graphs: Graphs | None = None
+        if fixed_shapes:
+            self._graphs = Graphs(
+                self._forward.single_tokens,
+                self._blank_arrays,
+                max_num_rows=max_num_seqs,
+                has_adapters=self._pool is not None,
+                device=self._device,
+                capture=is_gpu and use_graphs,
+            )
+        self._max_len = max_model_len
+        self._may_split_prompts = all(f.memory.is_by_token for f in decoder.families)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="runner")
+        self._answers_thread = (
+            ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokens") if is_gpu else None
+        )
+
+    def launch(self, plan: Plan) -> Future[StepResult]:
+        future: Future[StepResult] = Future()
+        self._thread.submit(self._launch, plan, future)
+        return future
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True)
+        if self._answers_thread is not None:
+            self._answers_thread.shutdown(wait=True)
+        self._mover.close()
+
+    def warm_up(self) -> None:
+        """Compile and capture now what the first requests would otherwise wait for."""
+        if self._device.type == "cuda":
+            has_adapters = self._pool is not None
+            self._rehearse(lambda rehearsal: rehearsal.warm_up(has_adapters=has_adapters))
+
+    def measure_step(self, max_num_tokens: int, *, with_adapters: bool) -> int:
+        """Bytes that steps of so many tokens take on a GPU beyond what this runner has now, graphs
+        included (twice as many with adapters)."""
+        num_kinds = 2 if with_adapters else 1
+        return self._rehearse(lambda rehearsal: rehearsal.measure(max_num_tokens, num_kinds))
+
+    def _rehearse(self, what: Callable[[Rehearsal], T]) -> T:
+        rehearsal = Rehearsal(
+            self._forward, self._graphs, self._state, self._lora, max_len=self._max_len
+        )
+        return self._thread.submit(torch.inference_mode()(what), rehearsal).result()
+
+    @torch.inference_mode()
+    def execute(self, plan: Plan) -> StepResult:
+        """One step, now."""
+        return self._begin(plan)()
+
+    @torch.inference_mode()
+    def _launch(self, plan: Plan, future: Future[StepResult]) -> None:
+        try:
+            answer = self._begin(plan)
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            if self._answers_thread is None:
+                _resolve(future, answer)
+            else:
+                self._answers_thread.submit(_resolve, future, answer)
+
+    def _begin(self, plan: Plan) -> Answer:
+        """Launch a step; gives what waits for it."""
+        self._batch.apply(plan)
+        self._pending.apply(plan)
+        self._state.apply(plan.arrivals)
+        self._rows.apply(plan)
+        self._pending.learn()
+        self._mover.start(plan.adapters, plan.copies)
+        copy_within_device(plan.copies, self._arenas, after_model=False)
+        if len(plan.rows) == 0:
+            if plan.waits:
+                self._mover.wait(MAX_WAIT_S)
+            answer = self._answer_without_tokens(plan)
+        else:
+            answer = self._compute(plan, self._batch.inputs(plan))
+        copy_within_device(plan.copies, self._arenas, after_model=True)
+        return answer
+
+    def _compute(self, plan: Plan, inputs: StepInputs) -> Answer:
+        if self._graphs is not None and self._fits_graph(inputs, self._graphs):
+            if not inputs.is_decode:
+                inputs = as_single_tokens(inputs)
+            return self._begin_graph(plan, inputs, self._graphs)
+        return self._begin_any(plan, inputs)
+
+    def _fits_graph(self, inputs: StepInputs, graphs: Graphs) -> bool:
+        """Whether a graph computes all that this step is asked for."""
+        if not inputs.is_decode:
+            # A recurrent layer computes a prompt's tokens one behind the other, not side by side.
+            if not self._may_split_prompts or not is_short(inputs):
+                return False
+            if not graphs.has_room_for(len(inputs.tokens)):
+                return False
+        wants_more = self._state.wants_prompt_logprobs[inputs.rows].any()
+        return not wants_more and not self._state.exceeds_graph(inputs.rows[inputs.sampling])
+
+    def _begin_graph(self, plan: Plan, inputs: StepInputs, graphs: Graphs) -> Answer:
+        """A step of single tokens, in the next larger shape there is."""
+        rows = inputs.rows[inputs.sampling]
+        arrays = self._decode_arrays(inputs, graphs.size_for(len(inputs.rows)))
+        step = InFlight(rows, graphs.run(arrays), inputs.sampling)
+        return self._answer(plan, inputs, step)
+
+    def _blank_arrays(self, size: int, with_adapters: bool) -> Arrays:
+        """Of a step that changes nothing; as large, and of the same types, as any other."""
+        inputs = blank_decode(
+            size,
+            self._rows.spare_row,
+            num_families=len(self._arenas),
+            with_adapters=with_adapters,
+        )
+        return self._decode_arrays(inputs, size)
+
+    def _decode_arrays(self, inputs: StepInputs, size: int) -> Arrays:
+        arrays = decode_arrays(
+            inputs, size=size, num_slots=0 if self._pool is None else self._pool.num_slots
+        )
+        rows = sampling_rows(inputs, size=size, spare_row=self._rows.spare_row)
+        indices = np.zeros(size, np.int64)
+        sampled = inputs.sampling
+        indices[sampled] = self._batch.num_output_tokens(inputs.rows[sampled])
+        return {**arrays, **self._state.arrays(rows, indices)}
+
+    def _begin_any(self, plan: Plan, inputs: StepInputs) -> Answer:
+        """A step of any kind, kernel by kernel."""
+        rows = inputs.rows[inputs.sampling]
+        arrays: Arrays = {**token_arrays(inputs), **sequence_arrays(inputs)}
+        arrays["sampled_at"] = inputs.sampled_at
+        arrays.update(self._state.arrays(rows, self._batch.num_output_tokens(rows)))
+        views = send(arrays, self._device)
+        lora = self._lora(inputs.token_slots)
+        hidden = self._forward.hidden(
+            views, inputs.num_decodes, lora, max_len=int(inputs.context_lens.max())
+        )
+        prompt_scores = self._prompts.score(inputs, hidden)
+        if len(rows) == 0:
+            return self._answer_without_tokens(plan, prompt_scores)
+        logits = self._logits(inputs, hidden, inputs.sampled_at, views["sampled_at"])
+        # The sampler may change logits; log-probabilities are of the model's own.
+        own = logits.float().clone() if self._state.exceeds_graph(rows) else None
+        sampled = self._forward.choose(logits, views)
+        scores = None if own is None else self._score_samples(own, sampled.tokens, rows)
+        step = InFlight(rows, sampled, np.arange(len(rows)))
+        return self._answer(plan, inputs, step, scores, prompt_scores)
+
+    def _score_samples(self, logits: Tensor, tokens: Tensor, rows: Int32s) -> Scores:
+        """Where a row wants more logprobs than the sampler gives: those of all rows."""
+        wanted = self._state.num_logprobs(rows)
+        scores = score(logits, tokens.long(), [count or 0 for count in wanted])
+        of_rows = zip(rows.tolist(), scores, wanted, strict=True)
+        return {Row(row): entry for row, entry, count in of_rows if count is not None}
+
+    def _lora(self, slots: Int64s | None, *, all_layers: bool = True) -> LoraRows | None:
+        """The adapters of tokens with these slots."""
+        if slots is None:
+            return None
+        if self._pool is None:
+            raise RuntimeError(_NO_ADAPTERS)
+        rows: LoraRows | None = self._decoder.kernels.lora_sites.prepare(
+            slots, self._pool, self._device, all_layers=all_layers
+        )
+        return rows
+
+    def _logits(self, inputs: StepInputs, hidden: Tensor, at: Int64s, there: Tensor) -> Tensor:
+        """Scores behind the flat tokens `at`, ascending, which are `there` on the device; with the
+        adapter of each."""
+        slots = None if inputs.token_slots is None else inputs.token_slots[at]
+        wanted = hidden if len(at) == len(hidden) else hidden[there]
+        return self._decoder.logits(wanted, self._lora(slots, all_layers=False))
+
+    def _answer(
+        self,
+        plan: Plan,
+        inputs: StepInputs,
+        step: InFlight,
+        scores: Scores | None = None,
+        prompt_scores: PromptScores | None = None,
+    ) -> Answer:
+        """Count a launched step's tokens; gives what waits for them. `scores`: where they are not
+        the sampler's."""
+        self._pending.expect(step)
+        # The rows may have other owners by the time that the step is done.
+        wanted = self._state.num_logprobs(step.rows)
+        failures = self._state.failures_of(step.rows)
+        vocab = self._decoder.spec.vocab_size
+
+        def answer() -> StepResult:
+            sampled = step.wait()
+            # Taken when a result is made and not before: a step that fails loses none.
+            ends = self._mover.finished()
+            faults = {**choices.faults(sampled, step.at), **failures}
+            return StepResult(
+                plan.step_id,
+                step.tokens()[inputs.sampling_order],
+                logprobs=choices.logprobs(step.rows, sampled, step.at, wanted, vocab)
+                if scores is None
+                else scores,
+                prompt_logprobs=prompt_scores or {},
+                faults=tuple(RowFault(Row(int(step.rows[i])), why) for i, why in faults.items()),
+                copies=ends.copies,
+                adapters=ends.adapters,
+            )
+
+        return answer
+
+    def _answer_without_tokens(
+        self, plan: Plan, prompt_scores: PromptScores | None = None
+    ) -> Answer:
+        def answer() -> StepResult:
+            ends = self._mover.finished()
+            return StepResult(
+                plan.step_id,
+                np.empty(0, np.int32),
+                prompt_logprobs=prompt_scores or {},
+                copies=ends.copies,
+                adapters=ends.adapters,
+            )
+
+        return answer
+
+
+def _resolve(future: Future[StepResult], answer: Answer) -> None:
+    try:
+        result = answer()
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(result)

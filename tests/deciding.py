@@ -117,6 +117,7 @@ class Deciding:
             families=tuple(capacity.family for capacity in capacities),
             finish_copies=finish_copies,
             finish_loads=finish_loads,
+            is_held=self.cache.is_held,
         )
         longest = max_model_len or num_pages * page_size
         self.adapters = Residency(AdapterLimits(max_loras=max_loras, max_cpu_loras=max_cpu_loras))

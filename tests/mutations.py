@@ -54,6 +54,7 @@ FAIR = "unit/scheduler/test_fair.py::"
 IMPORTANCE = "unit/scheduler/test_priority.py::"
 PROMISES = "unit/engine/test_adapter_promises.py::"
 RESTING = "unit/scheduler/test_resting.py::"
+WINDOWS = "unit/cache/test_window_eviction.py::"
 ORDER = "test_l08_the_order_of_a_policy_holds_across_adapters_and_tenants"
 HASHES = "test_n17_plans_and_victims_do_not_depend_on_the_hashes_of_a_process"
 
@@ -165,8 +166,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     # Families
     _cache(
         "families/window",
-        "boundaries * self.page_size - (self.window - 1)",
-        "boundaries * self.page_size - (self.window - 2)",
+        "-(-(self.window - 1) // self.page_size)",
+        "-(-(self.window - 2) // self.page_size)",
         "a window resumes with a token too few",
     ),
     _cache(
@@ -769,6 +770,43 @@ MUTATIONS: tuple[Mutation, ...] = (
         '    adapter: AdapterName | None = None\n    """Never left out',
         "a submission that names no adapter is base's",
         ("unit/cache/test_namespaces.py::test_n10_no_namespace_key_or_field_of_it_has_a_default",),
+    ),
+    Mutation(
+        "cache/eviction.py",
+        "if self._reach is not None:\n            self._spare_some(target)",
+        "if False:\n            self._spare_some(target)",
+        "pages that no request will go on from stay while ends of talks go",
+        (
+            WINDOWS + "test_p07_the_end_of_a_talk_outlives_the_middle_of_a_newer_one",
+            WINDOWS + "test_p07_a_talk_whose_window_moved_on_goes_on_from_its_newest_end",
+        ),
+    ),
+    Mutation(
+        "cache/eviction.py",
+        "node.last_used if self._reach is None else node.last_resumed",
+        "node.last_used",
+        "going on at the end of a talk counts as use of every place that it has passed",
+        (WINDOWS + "test_p07_going_on_at_the_end_is_no_use_of_what_was_passed",),
+    ),
+    Mutation(
+        "cache/next_turns.py",
+        "NEAR = 1",
+        "NEAR = 0",
+        "a prompt that parts a little before the end of a talk finds nothing of a window",
+        (
+            WINDOWS
+            + "test_p07_a_prompt_that_parts_a_little_before_the_end_finds_the_boundary_before",
+        ),
+    ),
+    Mutation(
+        "cache/split.py",
+        "ends = {longest, min(SHORT, longest)}",
+        "return [Fraction(1, len(families))] * len(families)\n    ends = {longest}",
+        "families get equal shares, whatever requests take of each",
+        (
+            "unit/cache/test_split.py::"
+            "test_f09_requests_of_any_length_fit_at_least_half_as_often_as_if_split_for_them",
+        ),
     ),
     Mutation(
         "cache/transfers.py",

@@ -78,6 +78,7 @@ def audit(cache: PrefixCache) -> None:
     held_units_have_held_units_above(view)
     device_units_have_no_holes(view)
     loose_units_are_queued(view)
+    spare_units_are_queued(view)
 
 
 def units_balance(cache: PrefixCache) -> None:
@@ -233,16 +234,29 @@ def loose_units_are_queued(view: View) -> None:
             )
 
 
+def spare_units_are_queued(view: View) -> None:
+    """What can be spared will be found by the evictor before all else."""
+    for plane, evictor in zip(view.cache.layout.planes, view.cache.evictors, strict=True):
+        if plane.family.reach is None or not evictor.is_up_to_date:
+            continue
+        _, (spare_bit, _) = evictor.queues
+        for node in view.nodes:
+            assert node.queued & spare_bit or not len(evictor.spare(node)), (
+                f"units that can be spared are not up for it: {plane}"
+            )
+
+
 def queues_are_true(view: View) -> None:
     """A node is in one queue of each plane that says so, and a queue's units are counted."""
     for plane, evictor in zip(view.cache.layout.planes, view.cache.evictors, strict=True):
-        for queue in evictor.queues:
-            units = sum(entry[3] for entry in queue.entries)
-            assert units == queue.num_units, f"a queue's units are counted wrongly: {plane}"
-        queued = [id(e[2]) for queue in evictor.queues for e in queue.entries if e[2].is_attached]
-        marked = {id(node) for node in view.nodes if node.queued >> plane.index & 1}
-        assert len(queued) == len(marked), f"a node is queued twice, or not at all: {plane}"
-        assert set(queued) == marked, f"a node is not in the queue that it is marked for: {plane}"
+        for bit, queues in evictor.queues:
+            for queue in queues:
+                units = sum(entry[3] for entry in queue.entries)
+                assert units == queue.num_units, f"a queue's units are counted wrongly: {plane}"
+            queued = [id(e[2]) for queue in queues for e in queue.entries if e[2].is_attached]
+            marked = {id(node) for node in view.nodes if node.queued & bit}
+            assert len(queued) == len(marked), f"a node is queued twice, or not at all: {plane}"
+            assert set(queued) == marked, f"a node is not in its queue: {plane}"
     if view.cache.forks is not None:
         view.cache.forks.audit()
 

@@ -24,6 +24,7 @@ from manyroots.cache.index import Index
 from manyroots.cache.keys import ENDLESS, PageHasher, PrefixKey
 from manyroots.cache.lease import Checkpoint, Lease
 from manyroots.cache.matching import Limit, Match, judge, path_units
+from manyroots.cache.next_turns import NextTurns
 from manyroots.cache.onboarding import Onboarding
 from manyroots.cache.outcomes import (
     CacheStats,
@@ -61,7 +62,10 @@ class PrefixCache:
         self.index = Index(layout, hasher, records_events=policies.records_events)
         learns = policies.eviction is Eviction.FORKS
         self.forks = ForkShare(layout.device[0].num_units) if learns else None
-        self.evictors = [Evictor(self.index, plane, self.forks) for plane in layout.planes]
+        self.next_turns = NextTurns()
+        self.evictors = [
+            Evictor(self.index, plane, self.forks, self.next_turns) for plane in layout.planes
+        ]
         self.transfers = UnitTransfers(self.index)
         self.publisher = Publisher(self.index, self.evictors, self.forks, reuse=policies.reuse)
         self.index.on_loosened = self.publisher.offer
@@ -153,7 +157,7 @@ class PrefixCache:
             forks = self.forks
             if forks is not None and cursor.last_used < forks.horizon and not cursor.children:
                 forks.found(depth - cursor.first)
-            self.publisher.touch(cursor)
+            self.publisher.touch(cursor, depth)
         return lease
 
     def begin(self, lease: Lease, num_tokens: int, is_first: bool = True) -> None:
@@ -170,6 +174,8 @@ class PrefixCache:
             self.publisher.asked_again(lease)
         if not is_first or not self._policies.reuse:
             return
+        if lease.junction:
+            self.next_turns.parted(nearest_attached(lease.cursor), lease.junction)
         self._total_lookup += num_tokens
         self._total_hit += num_cached
         self._total_host_hit += lease.num_host_tokens
@@ -313,7 +319,7 @@ class PrefixCache:
         for plane_index, duplicates in lease.duplicates:
             self.index.pools[plane_index].drop(duplicates)
         cursor = lease.cursor if lease.cursor.is_attached else nearest_attached(lease.cursor)
-        self.publisher.touch(cursor)
+        self.publisher.touch(cursor, cursor.end)
         self.publisher.offer_path(cursor)
 
     def _give_back(self, lease: Lease, ending: Ending) -> None:
@@ -440,6 +446,10 @@ class PrefixCache:
                 ticket.is_barred |= ticket.key.first_page_of(namespaces) < ENDLESS
         after = [pool.num_free for pool in self.index.pools]
         return Evicted(tuple(b - a for a, b in zip(before, after, strict=True)))
+
+    def is_held(self, family: int, unit: int) -> bool:
+        """Whether anybody holds a unit on the device; for runners that check what they are told."""
+        return bool(self.index.pools[family].holders[unit])
 
     def take_events(self) -> list[CacheEvent]:
         events, self.index.events = self.index.events, []

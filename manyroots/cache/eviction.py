@@ -5,6 +5,12 @@ the tree: holders come in prefixes there, so a held unit has only held ones abov
 any loose unit can go: of a family that reads everything the end of a node first, of the others its
 front, because the pages at its end are resumed from. Ties break on the order of creation.
 
+A family that reads only what is near needs a few pages before each place where requests will go on:
+the end of a talk (`next_turns.py`) or a fork. The rest of its pages, most of a long talk, can be
+*spared*: they go first, whatever else was used when. They are of use only to a prompt that parts
+from another where none has yet, and from then on that is a fork. And going on at the end of a talk
+is no use of the places that the talk has passed.
+
 Nodes that are forks (`fork_share.py`) have a queue of their own. While it holds no more pages than
 their share of the pool, others go first; what exceeds it goes by its last use like everything else.
 O(log n) per node taken.
@@ -20,9 +26,11 @@ import numpy as np
 
 from manyroots.cache.fork_share import ForkShare, name_of
 from manyroots.cache.index import Index
+from manyroots.cache.next_turns import NEAR, NextTurns
 from manyroots.cache.planes import ABSENT, Plane, Units
 from manyroots.cache.tree import TOKEN_BYTES, Indices, Node
 from manyroots.ids import Tier
+from manyroots.step import Bools
 
 LOOK_AHEAD = 32
 """Nodes that write-back on eviction looks at per step: bounds what a step may cost."""
@@ -74,7 +82,9 @@ class Queue:
 class Evictor:
     """Chooses what goes from one plane."""
 
-    def __init__(self, index: Index, plane: Plane, forks: ForkShare | None) -> None:
+    def __init__(
+        self, index: Index, plane: Plane, forks: ForkShare | None, turns: NextTurns
+    ) -> None:
         """`forks` None is plain LRU."""
         self._index = index
         self._plane = plane
@@ -89,24 +99,47 @@ class Evictor:
         self._kept = Queue()
         """Forks."""
         self._bit = 1 << plane.index
+        self._turns = turns
+        self._turns_version = turns.version
+        self._reach = plane.family.reach
+        self._spare = Queue()
+        """Nodes that may have units that can be spared, where a family has such."""
+        self._spare_bit = 1 << len(index.layout.planes) + plane.index
         self._counts_arrivals = plane.tier is Tier.HOST
 
     @property
-    def queues(self) -> tuple[Queue, Queue]:
-        """For audits: everything but forks, and forks."""
-        return self._others, self._kept
+    def queues(self) -> tuple[tuple[int, tuple[Queue, ...]], ...]:
+        """For audits: queues of which one has a node that is marked by a bit. Everything but forks,
+        and forks; what may have units that can be spared."""
+        return (self._bit, (self._others, self._kept)), (self._spare_bit, (self._spare,))
+
+    @property
+    def is_up_to_date(self) -> bool:
+        """For audits: false once it has been learned anew what can be spared, till some is."""
+        return self._turns_version == self._turns.version
 
     def offer(self, node: Node) -> None:
         """`node` may have units that can go now."""
-        if node.queued & self._bit or not self._can_go(node):
+        if node.queued & self._bit and (self._reach is None or node.queued & self._spare_bit):
             return
-        node.queued |= self._bit
-        self._queue_of(node).push(self._used(node), node, node.counts[self._plane.index])
+        if not self._can_go(node):
+            return
+        num_units = node.counts[self._plane.index]
+        if self._reach is not None:
+            num_units = min(num_units, self._reach + NEAR)  # what its end is worth
+            if not node.queued & self._spare_bit:
+                node.queued |= self._spare_bit
+                self._spare.push(self._used(node), node, 0)
+        if not node.queued & self._bit:
+            node.queued |= self._bit
+            self._queue_of(node).push(self._used(node), node, num_units)
 
     def evict(self, count: int) -> None:
         """Free at least `count` cached units; the caller has made sure that there are as many."""
         # Counted by what is free: losing one page may take others along.
         target = self._pool.num_free + count
+        if self._reach is not None:
+            self._spare_some(target)
         while self._pool.num_free < target:
             queue, most = self._next(target - self._pool.num_free)
             node = queue.pop()
@@ -141,6 +174,35 @@ class Evictor:
         places: Indices = (units != ABSENT).nonzero()[0]
         places = places[holders[units[places]] == 0]
         return places[-count:] if self._takes_ends else places[:count]
+
+    def spare(self, node: Node) -> Indices:
+        """Pages of a node that nobody holds and that are not near a place to go on from."""
+        assert self._reach is not None
+        is_spare = node.units[self._plane.index] != ABSENT
+        for end in self._turns.places(node, self._reach + NEAR):
+            first = max(0, end - node.first - self._reach - NEAR)
+            is_spare[first : max(0, end - node.first)] = False
+        places: Indices = is_spare.nonzero()[0]
+        is_loose: Bools = self._pool.holders[node.units[self._plane.index][places]] == 0
+        return places[is_loose]
+
+    def _spare_some(self, target: int) -> None:
+        """Free what can be spared, till so many units are free or there is no more."""
+        if self._turns_version != self._turns.version:
+            self._turns_version = self._turns.version
+            for _, _, node, _ in (*self._others.entries, *self._kept.entries):
+                self.offer(node)
+        while self._pool.num_free < target and self._spare.entries:
+            last_used, _, node, _ = self._spare.entries[0]
+            self._spare.pop()
+            node.queued &= ~self._spare_bit
+            if not self._can_go(node):
+                continue
+            if self._used(node) != last_used:
+                self.offer(node)
+                continue
+            places = self.spare(node)
+            self._index.remove(node, self._plane.index, places[: target - self._pool.num_free])
 
     def _next(self, count: int) -> tuple[Queue, int]:
         """The queue whose head goes next, and how many units of it at most."""
@@ -191,7 +253,8 @@ class Evictor:
 
     def _used(self, node: Node) -> int:
         """What has just come to the host is not the first to go from there (H07)."""
-        return max(node.last_used, node.last_arrived) if self._counts_arrivals else node.last_used
+        last_used = node.last_used if self._reach is None else node.last_resumed
+        return max(last_used, node.last_arrived) if self._counts_arrivals else last_used
 
     def _can_go(self, node: Node) -> bool:
         plane = self._plane.index

@@ -159,7 +159,7 @@ class Prefetcher:
                     if arrived[at] and node.units[plane.index][place] == ABSENT:
                         self._index.add(node, plane.index, np.array([place]), units[at : at + 1])
         ticket.cursor = path[-1]
-        self._publisher.touch(path[-1])
+        self._publisher.touch(path[-1], end)
 
 
 def _useful(supports: list[Bools], is_ordered: bool) -> int:

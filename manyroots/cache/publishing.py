@@ -41,6 +41,7 @@ class Publisher:
         """By (plane, unit), node and depth: what a step being run fills in nodes older than it."""
         self._committed = StepId(0)
         self._tick = 0
+        self._reach = max(plane.family.reach or 0 for plane in self._paged) if self._paged else 0
         # Then only the ends of paths are ever loose.
         self._is_simple = index.layout.is_sole
 
@@ -52,14 +53,17 @@ class Publisher:
             node.is_fork = True
         node.is_repeated = True
 
-    def touch(self, node: Node) -> None:
-        """The path down to `node` was used now."""
+    def touch(self, node: Node, end: int) -> None:
+        """The path down to `node` was used now, by a request that goes on, or ends, at `end`."""
         tick = self._tick = self._tick + 1
         node.last_used = tick
         if self._is_simple:
             return  # only ends of paths are evicted, and when one goes its parent takes this over
+        first = end - self._reach
         while node.parent is not None:
             node.last_used = tick
+            if first < node.end <= end:
+                node.last_resumed = tick
             node = node.parent
 
     def arrived(self, nodes: Iterable[Node]) -> None:
@@ -151,16 +155,30 @@ class Publisher:
         path = self._index.tree.insert(
             cursor, lease.key, keys, first, num_full, step_id, lengthen=lengthen
         )
+        self._mark_end(path, (lease.num_prompt_tokens - 1) // self._page_size)
         touched = [node for node in path if self._fill(lease, node, first, num_full)]
         if self._forks is not None and self._forks.early:
             self._tell_forks(self._forks, touched, step_id)
         if not lengthen:
             self._remember(lease, touched, first, num_full, step_id)
         lease.cursor, lease.num_published_pages, lease.ahead = path[-1], num_full, None
-        self.touch(path[-1])
+        if not self._is_simple:
+            self.touch(path[-1], first)  # a split may have made this the end of a node
+        self.touch(path[-1], num_full)
         if not self._is_simple:
             self.offer_path(path[-1])  # a split may have left loose units in a new node
         return touched
+
+    def _mark_end(self, path: list[Node], boundary: int) -> None:
+        """A prompt ends at a boundary, if this path leads there. Where the prompt before it ended,
+        which it goes on from, does not count any more."""
+        for node in path:
+            if node.first < boundary <= node.end:
+                node.prompt_end = boundary
+                above = node.parent
+                while above is not None and not above.is_fork:
+                    above.prompt_end = 0
+                    above = above.parent
 
     def _whence(self, lease: Lease, tokens: Int32s) -> tuple[Node, int]:
         """Where the lease's path goes on: the deepest node of it, and how many pages it has.

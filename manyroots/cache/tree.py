@@ -43,10 +43,12 @@ class Node:
         "is_repeated",
         "keys",
         "last_arrived",
+        "last_resumed",
         "last_used",
         "num_pages",
         "owner",
         "parent",
+        "prompt_end",
         "queued",
         "serial",
         "step_id",
@@ -91,6 +93,9 @@ class Node:
         self.children: dict[ChildKey, Node] = {}
         self.last_used = 0
         """When this node, or anything that has gone from below it, was last used."""
+        self.last_resumed = 0
+        """When a request last went on from its end or a little behind, or ended there: what counts
+        where a family reads only what is near."""
         self.last_arrived = 0
         """When a copy to the host last ended here or below; counts as use there alone."""
         self.is_fork = False
@@ -98,8 +103,11 @@ class Node:
         again as it is; or from anything that has gone from below it."""
         self.is_repeated = False
         """Whether a request has found its prompt up to here, and nothing to add."""
+        self.prompt_end = 0
+        """The boundary within this node where the newest prompt ended; 0 if none did."""
         self.queued = 0
-        """Bit set of the planes whose eviction queue has this node."""
+        """Bit set of the eviction queues that have this node, by plane: those that know all, then
+        those of what can be spared."""
 
     @property
     def namespace(self) -> Namespace | None:
@@ -268,7 +276,10 @@ class PrefixTree:
         )
         upper.counts = _counts(upper.units)
         upper.last_used, upper.last_arrived = node.last_used, node.last_arrived
+        upper.last_resumed = node.last_resumed
         upper.is_fork = node.is_fork
+        if node.prompt_end <= depth:
+            upper.prompt_end, node.prompt_end = node.prompt_end, 0
         parent.children[(node.owner, node.keys[: self._page_bytes])] = upper
         starts = self.by_namespace.get(node.owner.namespace)
         if starts is not None and starts.pop(node.serial, None) is not None:
@@ -354,6 +365,8 @@ class PrefixTree:
         node.units = [units[:count].copy() for units in node.units]
         node.num_pages = count
         node.end = node.first + count
+        if node.prompt_end > node.end:
+            node.prompt_end = 0
         for plane, lost in enumerate(rest.counts):
             node.counts[plane] -= lost
             if lost and node.counts[plane] == 0 and node.parent is not None:

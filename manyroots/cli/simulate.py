@@ -25,6 +25,14 @@ def add_simulate_command(commands: Any) -> None:
     engine.add_argument(
         "--num-pages", type=int, metavar="N", help="what the preset's memory holds by default"
     )
+    engine.add_argument(
+        "--window", action="append", default=[], metavar="SIZE:SHARE",
+        help="layers that see a window only, as 512:5/6 for five of six; --num-pages is then "
+        "memory for so many pages of all layers, split as the engine splits it",
+    )  # fmt: skip
+    engine.add_argument(
+        "--max-model-len", type=int, metavar="N", help="with --window: the longest request"
+    )
     engine.add_argument("--max-num-seqs", type=int, default=256, metavar="N")
     engine.add_argument("--max-num-batched-tokens", type=int, default=2048, metavar="N")
     engine.add_argument("--long-prefill-token-threshold", type=int, metavar="N")
@@ -137,6 +145,8 @@ def _job(arguments: dict[str, Any]) -> SimulationJob:
         settings=SimulationSettings(
             block_size=arguments["block_size"],
             num_pages=arguments["num_pages"],
+            windows=tuple(arguments["window"]),
+            max_model_len=arguments["max_model_len"],
             max_num_seqs=arguments["max_num_seqs"],
             max_num_batched_tokens=arguments["max_num_batched_tokens"],
             long_prefill_token_threshold=arguments["long_prefill_token_threshold"],
@@ -180,6 +190,8 @@ def _say_what_is_modelled(arguments: dict[str, Any], job: SimulationJob) -> None
     print(f"{name}: {preset(name).title}")
     for text in arguments["cost"]:
         print(f"  but {text}")
+    for line in job.settings.with_pages(job.costs).told_split(job.costs):
+        print(line)
     print()
 
 
@@ -195,7 +207,8 @@ def _once(job: SimulationJob) -> dict[str, Any]:
     run = job.run()
     summary = summarize(run)
     paths = lay_out(job.trace, job.settings.block_size)
-    best, endless = best_offline_hit_rate(paths, summary.num_pages), endless_hit_rate(paths)
+    num_pages = max(capacity.num_device_units for capacity in run.settings.capacities())
+    best, endless = best_offline_hit_rate(paths, num_pages), endless_hit_rate(paths)
     console.print(summary_table(summary, best, endless), "")
     console.print(latency_table(summary), "")
     console.print(group_table("adapter", summary.by_adapter))

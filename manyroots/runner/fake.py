@@ -4,7 +4,8 @@ For every unit of every family and tier it keeps digests of the tokens written t
 before them, as keys, values and states depend on both, and reads a row's history back *through its
 page tables*, as layers would. Any mistake of the decide half (a page of another request, one not
 filled yet, one freed too early, a state of another prefix) makes a digest wrong, and the step
-raises. For tests; needs no torch.
+raises. Told which units anybody holds, it also raises where a step reads or writes one that was
+given back, though nobody has written to it since. For tests; needs no torch.
 """
 
 from __future__ import annotations
@@ -68,8 +69,10 @@ class FakeRunner:
         families: tuple[Family, ...] = (FULL_ATTENTION,),
         finish_copies: Callable[[list[Copy]], list[tuple[Copy, bool]]] | None = None,
         finish_loads: Callable[[list[LoadAdapter]], list[AdapterLoaded]] | None = None,
+        is_held: Callable[[int, int], bool] | None = None,
     ) -> None:
-        """`finish_copies` and `finish_loads` take what is under way and say what ends now."""
+        """`finish_copies` and `finish_loads` take what is under way and say what ends now;
+        `is_held`, of a family and a unit, whether anybody holds it now that the step is planned."""
         self._page_size = page_size
         self._vocab_size = vocab_size
         self._families = families
@@ -78,6 +81,7 @@ class FakeRunner:
         """(family, tier, unit) -> content."""
         self._storage: dict[tuple[int, bytes], Content] = {}
         self._under_way: deque[tuple[Copy, list[Content]]] = deque()
+        self._is_held = is_held or (lambda family, unit: True)
         self._finish_loads = finish_loads or _finish_all
         self._loads: dict[LoadId, LoadAdapter] = {}
         self._slots: dict[AdapterSlot, AdapterDigest] = {}
@@ -174,8 +178,11 @@ class FakeRunner:
         for index, family in enumerate(self._families):
             if family.is_state:
                 unit = sequence.tables[index][0]
+                self._check_held(sequence, index, unit)
                 self._memory[index, Tier.DEVICE, unit] = [sequence.digests[end - 1]]
                 continue
+            for page in range(begin // self._page_size, -(-end // self._page_size)):
+                self._check_held(sequence, index, sequence.tables[index][page])
             for position in range(begin, end):
                 page, offset = divmod(position, self._page_size)
                 content = self._unit(index, sequence.tables[index][page])
@@ -202,7 +209,10 @@ class FakeRunner:
             if not family.is_ordered:
                 # Within the page the window may begin later; only what it covers is read.
                 first = max(first, begin - getattr(family, "window", begin + 1) + 1, 0)
-            for position in range(first, sequence.num_computed_tokens):
+            end = sequence.num_computed_tokens
+            for page in range(first // self._page_size, -(-end // self._page_size)):
+                self._check_held(sequence, index, sequence.tables[index][page])
+            for position in range(first, end):
                 page, offset = divmod(position, self._page_size)
                 unit = sequence.tables[index][page]
                 if unit < 0 or self._unit(index, unit)[offset] != sequence.digests[position]:
@@ -210,6 +220,13 @@ class FakeRunner:
                         f"request {sequence.request_id}: unit {unit} of family {family.name} does "
                         f"not hold position {position} of this sequence"
                     )
+
+    def _check_held(self, sequence: _Sequence, family: int, unit: int) -> None:
+        if unit >= 0 and not self._is_held(family, unit):
+            raise RuntimeError(
+                f"request {sequence.request_id}: unit {unit} of family "
+                f"{self._families[family].name} was given back"
+            )
 
     def next_token(self, sequence: _Sequence) -> int:
         token = _token_of(sequence.digests[-1], self._vocab_size)

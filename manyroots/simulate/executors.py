@@ -7,7 +7,7 @@ context. `UncheckedExecutor` answers at once, for sizing runs over long prompts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -51,6 +51,7 @@ class CheckedExecutor(FakeRunner):
         *,
         page_size: int,
         families: tuple[Family, ...] = (FULL_ATTENTION,),
+        is_held: Callable[[int, int], bool] | None = None,
     ) -> None:
         super().__init__(
             page_size=page_size,
@@ -58,6 +59,7 @@ class CheckedExecutor(FakeRunner):
             families=families,
             finish_copies=transfers.ended_copies,
             finish_loads=transfers.ended_loads,
+            is_held=is_held,
         )
         self._replies = replies
 

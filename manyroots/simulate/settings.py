@@ -8,11 +8,21 @@ from dataclasses import dataclass
 from manyroots.cache.families.full import FULL_ATTENTION
 from manyroots.cache.planes import Capacity
 from manyroots.cache.policies import CachePolicies, Eviction, Prefetch, WriteBack
+from manyroots.cache.split import Demand
 from manyroots.config import CacheSettings, SchedulerSettings
 from manyroots.errors import ConfigError
 from manyroots.lora.limits import AdapterLimits
 from manyroots.simulate.costs import CostModel
 from manyroots.simulate.traffic import TraceSequence
+from manyroots.simulate.windows import (
+    longest_request,
+    parse_windows,
+    told_split,
+    window_capacities,
+)
+
+MAX_MODEL_LEN = 32768
+"""With windows, unless it is said."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +50,11 @@ class SimulationSettings:
     max_cpu_loras: int = 0
     scheduling_policy: str = "fcfs"
     adapter_patience_steps: int = 64
+    windows: tuple[str, ...] = ()
+    """Layers that see a window only, as `512:5/6` (SIZE:SHARE). `num_pages` is then memory for so
+    many pages of all layers, split as the engine splits its own."""
+    max_model_len: int | None = None
+    """With windows: the longest request to plan for, or what fits; None is MAX_MODEL_LEN."""
     families: tuple[Capacity, ...] = ()
     """Other kinds of layers, with room of their own, in place of full attention alone."""
 
@@ -67,6 +82,9 @@ class SimulationSettings:
             raise ConfigError(
                 "--storage needs a host tier, through which its pages pass: give --num-host-pages."
             )
+        parse_windows(self.windows)
+        if self.windows and (self.families or self.num_host_pages):
+            raise ConfigError("--window goes with neither --num-host-pages nor other families.")
         self.adapter_limits()
         if self.depth not in (0, 1):
             raise ConfigError(f"depth is {self.depth}; it must be 0 or 1.")
@@ -88,6 +106,10 @@ class SimulationSettings:
 
     def capacities(self) -> tuple[Capacity, ...]:
         assert self.num_pages is not None
+        if self.windows:
+            return window_capacities(
+                self.windows, self.num_pages, self._demand(self.num_cache_tokens)
+            )
         full = Capacity(FULL_ATTENTION, self.num_pages, self.num_host_pages)
         return self.families or (full,)
 
@@ -119,9 +141,32 @@ class SimulationSettings:
 
     @property
     def num_cache_tokens(self) -> int:
-        """Tokens that all pages hold together; also the longest sequence served."""
+        """The longest sequence served: as many tokens as all pages hold together, or with windows
+        more, since only some layers have pages for all of them."""
         assert self.num_pages is not None
+        if self.windows:
+            most = self.max_model_len or MAX_MODEL_LEN
+            return longest_request(self.windows, self.num_pages, self._demand(most))
         return self.num_pages * self.block_size
+
+    def told_split(self, costs: CostModel) -> list[str]:
+        """What each family of layers got of the memory; nothing to tell where there is one."""
+        if not self.windows or self.num_pages is None:
+            return []
+        page_bytes = self.block_size * costs.kv_bytes_per_token
+        demand = self._demand(self.num_cache_tokens)
+        return told_split(self.windows, self.num_pages, page_bytes, demand)
+
+    def _demand(self, max_model_len: int) -> Demand:
+        num_step_tokens = self.max_num_batched_tokens
+        return Demand(
+            page_size=self.block_size,
+            max_model_len=max_model_len,
+            num_step_tokens=num_step_tokens,
+            num_chunk_tokens=min(
+                num_step_tokens, self.long_prefill_token_threshold or num_step_tokens
+            ),
+        )
 
     def check_fits(self, sequence: TraceSequence) -> None:
         """Refuse, as the intake would, what could never finish."""

@@ -176,6 +176,7 @@ class _Simulation:
             self.transfers,
             page_size=self.settings.block_size,
             families=tuple(capacity.family for capacity in self.settings.capacities()),
+            is_held=lambda family, unit: self.engine.cache.is_held(family, unit),
         )
 
     def _arrivals(self, trace: Trace) -> list[tuple[float, TraceSequence]]:

@@ -20,7 +20,9 @@ from manyroots.simulate.summary import Summary, summarize
 from manyroots.simulate.trace import Trace, sped_up
 
 SPEEDUP = "speedup"
-NOT_NUMBERS = ("eviction", "write_back", "prefetch", "scheduling_policy", "families")
+NOT_NUMBERS = (
+    "eviction", "write_back", "prefetch", "scheduling_policy", "families", "windows",
+)  # fmt: skip
 SETTINGS = tuple(
     spec.name for spec in dataclasses.fields(SimulationSettings) if spec.name not in NOT_NUMBERS
 )

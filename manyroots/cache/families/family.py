@@ -39,6 +39,12 @@ class Family(ABC):
     def is_state(self) -> bool:
         """Whether a running request has one working unit, and pages have checkpoints of it."""
 
+    @property
+    def reach(self) -> int | None:
+        """How many units before a boundary are read by what resumes there, where a path may lack
+        those before; None where any unit may be read, or one stands for all."""
+        return None
+
     @abstractmethod
     def resumable(self, present: Bools) -> Bools:
         """Entry i: with these units present, can boundary i + 1 be resumed from?"""

@@ -30,11 +30,13 @@ class SlidingWindow(Family):
     def is_state(self) -> bool:
         return False
 
+    @property
+    def reach(self) -> int:
+        return -(-(self.window - 1) // self.page_size)
+
     def resumable(self, present: Bools) -> Bools:
         boundaries = np.arange(1, len(present) + 1)
-        oldest = np.maximum(0, boundaries * self.page_size - (self.window - 1))
-        needed = boundaries - oldest // self.page_size
-        result: Bools = consecutive(present) >= needed
+        result: Bools = consecutive(present) >= np.minimum(boundaries, self.reach)
         return result
 
     def first_needed(self, num_tokens: int) -> int:

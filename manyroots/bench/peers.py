@@ -11,8 +11,7 @@ import torch
 
 from manyroots.config import ModelSettings
 from manyroots.errors import ConfigError
-from manyroots.layers.weights.fill import Fill
-from manyroots.models.load import fill, load_model
+from manyroots.models.load import load_model
 from manyroots.models.source import resolve_source
 from manyroots.models.weights.experts import per_expert
 
@@ -46,9 +45,10 @@ class TransformersPeer:
         theirs = self._model.state_dict()
         if own.spec.tie_word_embeddings:
             theirs.pop("lm_head.weight", None)
-        places = {name: Fill(tensor) for name, tensor in per_expert(theirs.items())}
-        ours = ((name, each.place - each.offset) for name, each in own.weights().items())
-        fill(places, ours, source.name)
+        ours = own.weights()
+        for name, tensor in per_expert(theirs.items()):
+            weight = ours[name]
+            tensor.copy_(weight.place - weight.offset)
         # Every sequence runs to its full length, as in our own run.
         self._model.generation_config.eos_token_id = None
         self._mixed = self._with_adapters(adapters) if adapters else None

@@ -37,9 +37,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels": BASE,
     "distributed": BASE,
     "store": BASE | {"models", "kernels", "lora"},
-    "layers": BASE | {"kernels", "store", "lora"},
+    "layers": BASE | {"kernels", "store", "lora", "distributed"},
     "models": BASE | {"kernels", "store", "layers", "lora", "distributed"},
-    "runner": BASE | {"kernels", "store", "models", "cache", "distributed"},
+    "runner": BASE | {"kernels", "store", "models", "layers", "cache", "distributed"},
     # text and the outside
     "text": BASE,
     "intake": BASE | {"text"},

@@ -129,10 +129,9 @@ def _wrong_scaling() -> AbstractContextManager[None]:
 
     def make(write: Any) -> Any:
         def wrong(tables: Any, slot: int, pairs: Any, place: Any) -> None:
+            second = {names[1] for names in tables.names.values() if len(names) > 1}
             halved = {
-                name: replace(pair, scaling=pair.scaling / 2)
-                if name.endswith(("k_proj", "up_proj"))
-                else pair
+                name: replace(pair, scaling=pair.scaling / 2) if name in second else pair
                 for name, pair in pairs.items()
             }
             write(tables, slot, halved, place)
@@ -224,7 +223,10 @@ def bent(kernels: Kernels, op: str) -> Kernels:
             return call(replace(first, squares=squares), *rest, **options)
         changed = first.clone()
         changed.view(-1, changed.shape[-1])[-1, ::2] += 4
-        return call(changed, *rest, **options)
+        given = call(changed, *rest, **options)
+        if given is None:  # it changes its input in place
+            first.copy_(changed)
+        return given
 
     module = SimpleNamespace(**{**vars(getattr(kernels, room)), name: wrong})
     return replace(kernels, **{room: cast(ModuleType, module)})

@@ -120,7 +120,11 @@ def test_prefill_is_causal_over_a_paged_prefix(
 
 
 def step_of(
-    decodes: list[int], prompts: list[tuple[int, int]], window: int, shape: tuple[int, int, int]
+    decodes: list[int],
+    prompts: list[tuple[int, int]],
+    window: int,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, PagedRows]:
     """Queries, pages and rows of a step: the contexts of decodes, then (queries, context)."""
     heads, kv_heads, dim = shape
@@ -130,7 +134,7 @@ def step_of(
         max(0, length - count + 1 - window) if window else 0
         for length, count in zip(lens, counts, strict=True)
     ]
-    layer_kv, table = pages_for(lens, kv_heads, dim, torch.float32, firsts)
+    layer_kv, table = pages_for(lens, kv_heads, dim, dtype, firsts)
     starts = [0]
     for count, _ in prompts:
         starts.append(starts[-1] + count)
@@ -145,7 +149,7 @@ def step_of(
         places=KvPlaces(nowhere, nowhere),
         window=window,
     )
-    return randn(sum(counts), heads, dim), layer_kv, rows
+    return randn(sum(counts), heads, dim, dtype=dtype), layer_kv, rows
 
 
 STEPS: list[tuple[list[int], list[tuple[int, int]]]] = [
@@ -156,15 +160,19 @@ STEPS: list[tuple[list[int], list[tuple[int, int]]]] = [
 """Decodes alone, one of which only pads; prompts alone; and both."""
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("window", [0, 1, 7, 8, 9, 15, 17, 32])
 @pytest.mark.parametrize("step", STEPS, ids=["decodes", "prompts", "both"])
 def test_a_window_reads_nothing_in_front_of_it(
-    step: tuple[list[int], list[tuple[int, int]]], window: int, has_sinks: bool
+    step: tuple[list[int], list[tuple[int, int]]],
+    window: int,
+    has_sinks: bool,
+    dtype: torch.dtype,
 ) -> None:
     """Windows of pages and of tiles, and one more and less; what lies in front of them is
     another's by now."""
-    q, layer_kv, rows = step_of(*step, window, (4, 2, 16))
+    q, layer_kv, rows = step_of(*step, window, (4, 2, 16), dtype)
     sinks = randn(4, seed=8) if has_sinks else None
     attending = fast.prepare(rows, PAGE, q.dtype)
     out = fast.attend(q, layer_kv, attending, SCALE, sinks)
@@ -172,21 +180,22 @@ def test_a_window_reads_nothing_in_front_of_it(
     live = torch.ones(len(q), dtype=torch.bool)
     live[: len(step[0])] = torch.tensor(step[0]) > 0
     assert expected[live].isfinite().all()
-    assert_close("attention", out[live], expected[live], torch.float32)
+    assert_close("attention", out[live], expected[live], dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(4, 1, 256), (8, 1, 64), (2, 2, 128)])
 @pytest.mark.parametrize("windows", [(0, 5), (9, 24)])
 def test_families_of_one_step_have_windows_of_their_own(
-    windows: tuple[int, int], shape: tuple[int, int, int]
+    windows: tuple[int, int], shape: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
     """Wide heads of one group, and groups of eight."""
-    families = [step_of([21, 5], [(6, 30)], window, shape) for window in windows]
-    sinks = randn(shape[0], seed=8)
+    families = [step_of([21, 5], [(6, 30)], window, shape, dtype) for window in windows]
+    sinks = randn(shape[0], dtype=dtype, seed=8)
     given = [
         (q, layer_kv, fast.prepare(rows, PAGE, q.dtype), SCALE, sinks)
         for q, layer_kv, rows in families
     ]
     outs = [fast.attend(*family) for family in given]
     for family, out in zip(given, outs, strict=True):
-        assert_close("attention", out, reference.attend(*family), torch.float32)
+        assert_close("attention", out, reference.attend(*family), dtype)

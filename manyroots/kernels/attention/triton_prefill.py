@@ -41,14 +41,16 @@ def _over_tiles(
     query, best, total, acc, kv, table, position, begin, end, earliest, context, scale, window,
     HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr,
     PART_STRIDE: tl.constexpr, TOKEN_STRIDE: tl.constexpr, BLOCK_T: tl.constexpr,
-    MASKED: tl.constexpr,
+    MASKED: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """Take in the tokens [begin, end): the best score so far, the sum of weights, and of values."""
+    """Take in the tokens [begin, end): the best score so far, the sum of weights, and of values.
+    MASKED: not every query sees all of them; EDGE: because of a window, too."""
     i = tl.arange(0, BLOCK_T)
     for at in range(begin, end, BLOCK_T):
         t = at + i
-        # What lies in front of the first query's window may be another's by now.
-        ok = (t >= earliest) & (t < context)
+        ok = t < context
+        if EDGE:  # what lies in front of the first query's window may be another's by now
+            ok &= t >= earliest
         if BLOCK_T % PAGE_SIZE == 0:  # tiles begin with a page: most of this is outside the loop
             page_at = table + at // PAGE_SIZE + i // PAGE_SIZE
             in_page = i % PAGE_SIZE
@@ -68,7 +70,8 @@ def _over_tiles(
         scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
         if MASKED:
             seen = t[None, :] <= position[:, None]
-            seen &= (window <= 0) | (t[None, :] > position[:, None] - window)
+            if EDGE:
+                seen &= t[None, :] > position[:, None] - window
             scores = tl.where(seen, scores, float("-inf"))
         higher = tl.maximum(best, tl.max(scores, axis=1) * scale)
         # A query that has seen nothing so far would have -inf - -inf here.
@@ -133,17 +136,18 @@ def _prefill(
         best, total, acc = _over_tiles(
             query, best, total, acc, kv, table, position, begin, tl.minimum(whole, end), earliest,
             context, scale, window, HEAD_DIM, PAGE_SIZE, PAGE_STRIDE, PART_STRIDE, TOKEN_STRIDE,
-            BLOCK_T, True,
+            BLOCK_T, True, True,
         )  # fmt: skip
         begin = whole
         whole_end = tl.maximum(whole_end, whole)
     best, total, acc = _over_tiles(
         query, best, total, acc, kv, table, position, begin, whole_end, earliest, context, scale,
         window, HEAD_DIM, PAGE_SIZE, PAGE_STRIDE, PART_STRIDE, TOKEN_STRIDE, BLOCK_T, False,
+        False,
     )  # fmt: skip
     best, total, acc = _over_tiles(
         query, best, total, acc, kv, table, position, whole_end, end, earliest, context, scale,
-        window, HEAD_DIM, PAGE_SIZE, PAGE_STRIDE, PART_STRIDE, TOKEN_STRIDE, BLOCK_T, True,
+        window, HEAD_DIM, PAGE_SIZE, PAGE_STRIDE, PART_STRIDE, TOKEN_STRIDE, BLOCK_T, True, False,
     )  # fmt: skip
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(out + row[:, None] * HEAD_DIM + d[None, :], acc, mask=is_query)
@@ -183,7 +187,7 @@ def prefill_attention(
 def _tiling_for(dtype: torch.dtype, head_dim: int, group: int) -> PrefillTiling:
     """What was fastest on an H200; smaller where registers would not suffice."""
     if dtype == torch.float32:
-        return PrefillTiling(queries=32, tokens=16, num_warps=4)
+        return PrefillTiling(queries=32 if head_dim <= 128 else 16, tokens=16, num_warps=4)
     if head_dim > 128:
         return PrefillTiling(queries=64, tokens=32, num_warps=4)
     heads = math.gcd(group, 2)

@@ -17,7 +17,12 @@ from manyroots.models.source import resolve_source
 from tests.adapter_folders import ExpertFormat, Recipe, rewrite_weights, write_adapter
 from tests.unit.models.tiny import EXPERTS, save_tiny
 
-KINDS = ("llama", "llama-biased", "mistral", "qwen2", "qwen3", "qwen3-moe")
+KINDS = (
+    "llama", "llama-biased", "mistral", "mistral-window", "qwen2", "qwen2-window", "qwen3", "gemma3",
+    "gpt-oss", "qwen3-moe",
+)  # fmt: skip
+MIXTURES = {"qwen3-moe": {"moe_intermediate_size": 128}, "gpt-oss": {"intermediate_size": 128}}
+"""Those with experts, and how wide these are."""
 VOCAB = 97
 """Which no tile of a kernel divides."""
 MAX_LEN = 512
@@ -69,9 +74,8 @@ def make_model(folder: Path, kind: str, *, is_decisive: bool, **sizes: Any) -> N
     on every device, and its outputs are then as far apart as two experts' are.
     """
     base = folder / "base"
-    experts = {"moe_intermediate_size": 128} if kind == "qwen3-moe" else {}
-    save_tiny(base, kind, **{**_SIZES, **experts, **sizes})
-    if is_decisive and kind == "qwen3-moe":
+    save_tiny(base, kind, **{**_SIZES, **MIXTURES.get(kind, {}), **sizes})
+    if is_decisive and kind in MIXTURES:
         _decide_experts(base / "model.safetensors")
     targets = targets_of(resolve_source(engine_settings({"model": str(base)}).model))
     for name, recipe in zip(NAMES, RECIPES, strict=True):
@@ -85,24 +89,30 @@ def _decide_experts(path: Path) -> None:
     wants expert e, and that is what routers read."""
     tensors = load_file(path)
     generator = torch.Generator().manual_seed(3)
-    wants = torch.full((VOCAB, EXPERTS["num_experts"]), -6.0)
+    routers = [
+        tensor for name, tensor in tensors.items()
+        if name.endswith(("mlp.gate.weight", "mlp.router.weight"))
+    ]  # fmt: skip
+    wants = torch.full((VOCAB, len(routers[0])), -6.0)
     for row in wants:
         row[torch.randperm(len(row), generator=generator)[: EXPERTS["num_experts_per_tok"]]] = 6.0
     tensors["model.embed_tokens.weight"][:, : wants.shape[1]] = wants
-    for name, gate in tensors.items():
-        if name.endswith("mlp.gate.weight"):
-            gate.copy_(torch.eye(*gate.shape))
+    for router in routers:
+        router.copy_(torch.eye(*router.shape))
+    for name, tensor in tensors.items():
+        if name.endswith("mlp.router.bias"):
+            tensor.zero_()
     save_file(tensors, path, metadata={"format": "pt"})
 
 
 def _decide_adapter(scaling: float, tensors: dict[str, torch.Tensor]) -> None:
     """Have an adapter's routers want the expert behind each that the base model's want."""
-    count = EXPERTS["num_experts"]
-    turn = torch.eye(count).roll(1, dims=0) - torch.eye(count)
     for name, tensor in tensors.items():
         if f".mlp.{ROUTER}.lora_A" in name:
             tensor.copy_(torch.eye(*tensor.shape))
         elif f".mlp.{ROUTER}.lora_B" in name:
+            count = len(tensor)
+            turn = torch.eye(count).roll(1, dims=0) - torch.eye(count)
             tensor.zero_()
             tensor[:, :count] = turn / scaling
 

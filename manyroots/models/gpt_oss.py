@@ -44,7 +44,8 @@ def experts(reader: ConfigReader) -> ExpertsSpec:
             f"the model has {count} experts and num_experts_per_tok {chosen}; the second must be "
             f"between 1 and {count}. Check its config.json."
         )
-    limit, alpha = text.swiglu_limit, getattr(text, "swiglu_alpha", CLAMP_ALPHA)
+    limit = getattr(text, "swiglu_limit", CLAMP_LIMIT)
+    alpha = getattr(text, "swiglu_alpha", CLAMP_ALPHA)
     if (limit, alpha) != (CLAMP_LIMIT, CLAMP_ALPHA):
         raise ModelError(
             f"the model's swiglu_limit is {limit} and its swiglu_alpha {alpha}; this version "

@@ -18,8 +18,8 @@ from tests.adapter_folders import ExpertFormat, Recipe, rewrite_weights, write_a
 from tests.unit.models.tiny import EXPERTS, save_tiny
 
 KINDS = (
-    "llama", "llama-biased", "mistral", "mistral-window", "qwen2", "qwen2-window", "qwen3", "gemma3",
-    "gpt-oss", "qwen3-moe",
+    "llama", "llama-biased", "mistral", "mistral-window", "qwen2", "qwen2-window", "qwen3",
+    "gemma3", "gpt-oss", "qwen3-moe",
 )  # fmt: skip
 MIXTURES = {"qwen3-moe": {"moe_intermediate_size": 128}, "gpt-oss": {"intermediate_size": 128}}
 """Those with experts, and how wide these are."""
@@ -39,6 +39,11 @@ _SIZES: dict[str, Any] = {
     # Each product keeps about the size of what it is given. With larger ones a rounding early in
     # the model grows from layer to layer until it hides what a wrong kernel would do.
     "initializer_range": 0.1,
+}
+_ODD_SIZES: dict[str, dict[str, Any]] = {
+    **MIXTURES,
+    # Its embeddings are scaled up: tied to them, a head would only repeat the token before.
+    "gemma3": {"tie_word_embeddings": False},
 }
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
@@ -74,7 +79,9 @@ def make_model(folder: Path, kind: str, *, is_decisive: bool, **sizes: Any) -> N
     on every device, and its outputs are then as far apart as two experts' are.
     """
     base = folder / "base"
-    save_tiny(base, kind, **{**_SIZES, **MIXTURES.get(kind, {}), **sizes})
+    save_tiny(base, kind, **{**_SIZES, **_ODD_SIZES.get(kind, {}), **sizes})
+    if kind == "gemma3":
+        _shrink_embedding(base / "model.safetensors")
     if is_decisive and kind in MIXTURES:
         _decide_experts(base / "model.safetensors")
     targets = targets_of(resolve_source(engine_settings({"model": str(base)}).model))
@@ -82,6 +89,13 @@ def make_model(folder: Path, kind: str, *, is_decisive: bool, **sizes: Any) -> N
         pairs = write_adapter(folder / name, targets, recipe)
         if is_decisive and any(target.endswith(f".{ROUTER}") for target in pairs):
             rewrite_weights(folder / name, partial(_decide_adapter, recipe.alpha / recipe.rank))
+
+
+def _shrink_embedding(path: Path) -> None:
+    """So that what layers add counts beside what Gemma's embedding, scaled, begins with."""
+    tensors = load_file(path)
+    tensors["model.embed_tokens.weight"] /= math.sqrt(_SIZES["hidden_size"])
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
 def _decide_experts(path: Path) -> None:

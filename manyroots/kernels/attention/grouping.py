@@ -19,21 +19,15 @@ Int64s = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class GroupingLimits:
-    """How far grouping goes on one kind of device."""
+    """How far grouping goes."""
 
     min_fill: float
     """A row joins a decode group only if it has at least this share of the longest row's pages."""
     max_tokens: int
     """Most tokens whose keys and values one group gathers: bounds the scratch memory."""
-    may_share: bool
-    """Whether a group attends to a common prefix once. Only the CPU's attention also gives what
-    merging two parts takes."""
 
 
-CPU_LIMITS = GroupingLimits(min_fill=0.75, max_tokens=1 << 14, may_share=True)
-GPU_LIMITS = GroupingLimits(min_fill=0.25, max_tokens=1 << 18, may_share=False)
-"""A GPU pads almost for free, but each further group costs it a dozen launches per layer."""
-
+CPU_LIMITS = GroupingLimits(min_fill=0.75, max_tokens=1 << 14)
 
 MIN_PIECE = 1024
 """Fewest queries for which pages are gathered at a time where a window hides the rest: each time
@@ -102,7 +96,7 @@ def plan_decodes(
         most = max(1, limits.max_tokens // (longest * page_size))
         stop = min(fits, start + most)
         rows = table[start:stop, :longest]
-        may_share = limits.may_share and not (is_cut is not None and is_cut[start:stop].any())
+        may_share = is_cut is None or not is_cut[start:stop].any()
         num_shared = _num_shared(rows, int(num_pages[stop - 1])) if may_share else 0
         own = np.arange(num_shared, longest) < num_pages[start:stop, None]
         # Never another sequence's page: masked or not, a NaN in it would spread.

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from manyroots.kernels.attention.grouping import (
     CPU_LIMITS,
-    GroupingLimits,
     Int64s,
     decode_order,
     plan_decodes,
@@ -69,20 +68,16 @@ class GroupedRows:
     window: int
 
 
-def group_rows(
-    rows: PagedRows, page_size: int, dtype: torch.dtype, limits: GroupingLimits = CPU_LIMITS
-) -> GroupedRows:
+def group_rows(rows: PagedRows, page_size: int, dtype: torch.dtype) -> GroupedRows:
     """What depends on no layer; `dtype` is the queries'."""
     table, lens = _int64s(rows.page_table), _int64s(rows.context_lens)
     count = rows.num_decodes
-    order, decodes = _group_decodes(
-        table[:count], lens[:count], rows.window, page_size, dtype, limits
-    )
+    order, decodes = _group_decodes(table[:count], lens[:count], rows.window, page_size, dtype)
     prefills: tuple[PrefillGroup, ...] = ()
     if rows.query_starts is not None:
         plans = plan_prefills(
-            table[count:], rows.query_starts.tolist(), lens[count:].tolist(), page_size, limits,
-            rows.window,
+            table[count:], rows.query_starts.tolist(), lens[count:].tolist(), page_size,
+            CPU_LIMITS, rows.window,
         )  # fmt: skip
         prefills = tuple(
             PrefillGroup(
@@ -106,7 +101,6 @@ def _group_decodes(
     window: int,
     page_size: int,
     dtype: torch.dtype,
-    limits: GroupingLimits,
 ) -> tuple[Tensor | None, tuple[DecodeGroup, ...]]:
     begins = np.maximum(lens - window, 0) if window else np.zeros_like(lens)
     firsts = begins // page_size
@@ -131,7 +125,7 @@ def _group_decodes(
                 dtype,
             ),
         )
-        for plan in plan_decodes(own_table, num_pages, page_size, limits, is_cut)
+        for plan in plan_decodes(own_table, num_pages, page_size, CPU_LIMITS, is_cut)
     )
     return None if is_whole else torch.from_numpy(order), groups
 

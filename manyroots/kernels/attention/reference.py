@@ -1,6 +1,6 @@
 """Paged attention, naive and obviously right: what every faster version is compared with.
 
-Takes one layer's pages and this step's queries, keys and values; gives the attention output.
+Takes one layer's pages, which hold this step's keys and values, and queries; gives the output.
 Loops over sequences, reads exactly the tokens each one sees, and computes in float32.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from manyroots.kernels.attention.batch import AttentionBatch
 from manyroots.kernels.attention.paged import Attending, DecodeRows, PrefillSegments, prepare
 
 __all__ = ["attend", "decode_attention", "prefill_attention", "prepare"]
@@ -30,27 +29,6 @@ def attend(
         out[count:] = prefill_attention(
             q[count:], layer_kv, attending.prompts, scale, window=window, sinks=sinks
         )
-    return out
-
-
-def write_kv(layer_kv: Tensor, k: Tensor, v: Tensor, batch: AttentionBatch) -> None:
-    """Put each token's keys and values, [num_tokens, kv_heads, head_dim], into its slot."""
-    slots = zip(batch.slot_pages.tolist(), batch.slot_offsets.tolist(), strict=True)
-    for token, (page, offset) in enumerate(slots):
-        layer_kv[page, 0, offset] = k[token]
-        layer_kv[page, 1, offset] = v[token]
-
-
-def paged_attention(q: Tensor, layer_kv: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
-    """Attend: q [num_tokens, heads, head_dim] over the pages, to the same shape."""
-    out = torch.empty_like(q)
-    for seq, context_len in enumerate(batch.context_lens):
-        first, last = batch.query_starts[seq], batch.query_starts[seq + 1]
-        for token in range(first, last):
-            # The last query sees the whole context, the one before it one key less, and so on.
-            visible = context_len - (last - 1 - token)
-            seen = _seen_by(layer_kv, batch.page_table[seq], visible, 0)
-            out[token] = _attend_one(q[token], *seen, scale)
     return out
 
 

@@ -16,25 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from manyroots.kernels.attention.batch import AttentionBatch
 from manyroots.kernels.attention.causal import block_size, causal_bias
 from manyroots.kernels.attention.groups import DecodeGroup, GroupedRows, PrefillGroup, group_rows
 from manyroots.kernels.attention.paged import PagedRows
 from manyroots.kernels.scratch import scratch
-
-
-def write_kv(layer_kv: Tensor, k: Tensor, v: Tensor, batch: AttentionBatch) -> None:
-    """Put each token's keys and values, [num_tokens, kv_heads, head_dim], into its slot."""
-    if batch.new_pages.numel():
-        layer_kv.index_fill_(0, batch.new_pages, 0)
-    slots = (batch.slot_pages, batch.slot_offsets)
-    layer_kv[:, 0].index_put_(slots, k)
-    layer_kv[:, 1].index_put_(slots, v)
-
-
-def paged_attention(q: Tensor, layer_kv: Tensor, batch: AttentionBatch, scale: float) -> Tensor:
-    """Attend: q [num_tokens, heads, head_dim] over the pages, to the same shape."""
-    return attend(q, layer_kv, batch.grouped, scale)
 
 
 def prepare(rows: PagedRows, page_size: int, dtype: torch.dtype) -> GroupedRows:

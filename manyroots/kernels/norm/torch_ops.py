@@ -36,8 +36,3 @@ def add_rms_norm(
         total = rms_norm(total, post, eps)
     residual.add_(total.to(residual.dtype))
     return rms_norm(residual, weight, eps)
-
-
-def add_norm(residual: Tensor, *_: object) -> Tensor:
-    """Never called: see above."""
-    raise TypeError("a CPU's products come with their adapters in them")

@@ -47,19 +47,23 @@ def rope_write(
         raise TypeError("a CPU's products come with their adapters in them")
     kv_heads, head_dim = layer_kv.shape[-2:]
     heads = qkv.view(qkv.shape[0], -1, head_dim)
-    num_heads = heads.shape[1] - 2 * kv_heads
-    q, k, v = torch.split(heads, [num_heads, kv_heads, kv_heads], dim=1)
-    if norm is not None:
-        q, k = rms_norm(q, norm.q_weight, norm.eps), rms_norm(k, norm.k_weight, norm.eps)
+    counts = [heads.shape[1] - 2 * kv_heads, kv_heads]
+    v = heads[:, -kv_heads:]
+    if norm is None:
+        # Together: on a CPU small steps cost what their operators' number costs.
+        q, k = torch.split(_turned(heads[:, :-kv_heads], rope), counts, dim=1)
+    else:
+        q, k = torch.split(heads[:, :-kv_heads], counts, dim=1)
+        q = _turned(rms_norm(q, norm.q_weight, norm.eps), rope)
+        k = _turned(rms_norm(k, norm.k_weight, norm.eps), rope)
     if places.new_pages is not None and places.new_pages.numel():
         layer_kv.index_fill_(0, places.new_pages, 0)
-    k = _turned(k, rope)
     if places.tokens is not None:
         k, v = k[places.tokens], v[places.tokens]
     at = (places.pages, places.offsets)
     layer_kv[:, 0].index_put_(at, k)
     layer_kv[:, 1].index_put_(at, v)
-    return _turned(q, rope)
+    return q
 
 
 def _turned(x: Tensor, rope: RopeRows) -> Tensor:

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manyroots.kernels.attention.batch import AttentionBatch
 from manyroots.kernels.attention.paged import PagedRows, query_blocks
 from manyroots.kernels.rope_write.inputs import KvPlaces
 from manyroots.store.arena import PageArena
@@ -25,46 +24,6 @@ class Shape:
     kv_heads: int = 2
     head_dim: int = 16
     page_size: int = 4
-
-
-def make_batch(
-    sequences: Sequence[tuple[int, int]],
-    page_size: int,
-    dtype: torch.dtype,
-    seed: int = 0,
-    num_shared: int = 0,
-) -> tuple[AttentionBatch, int]:
-    """A step of (num_queries, context_len) sequences, decodes first; and how many pages it has.
-
-    All sequences begin with the same `num_shared` pages.
-    """
-    counts = [-(-context // page_size) for _, context in sequences]
-    num_pages = sum(counts) + 3
-    shuffled = np.random.default_rng(seed).permutation(num_pages)
-    table = np.zeros((len(sequences), max(counts)), dtype=np.int32)
-    pages, offsets, used = [], [], 0
-    for row, ((num_queries, context), count) in enumerate(zip(sequences, counts, strict=True)):
-        table[row, :count] = shuffled[used : used + count]
-        table[row, :num_shared] = table[0, :num_shared]
-        used += count
-        positions = np.arange(context - num_queries, context)
-        pages.append(table[row, positions // page_size])
-        offsets.append(positions % page_size)
-    num_decodes = 0
-    while num_decodes < len(sequences) and sequences[num_decodes][0] == 1:
-        num_decodes += 1
-    batch = AttentionBatch.build(
-        page_table=table,
-        slot_pages=np.concatenate(pages),
-        slot_offsets=np.concatenate(offsets),
-        query_starts=[0, *np.cumsum([num_queries for num_queries, _ in sequences])],
-        context_lens=[context for _, context in sequences],
-        num_decodes=num_decodes,
-        page_size=page_size,
-        dtype=dtype,
-        device=CPU,
-    )
-    return batch, num_pages
 
 
 def make_rows(
@@ -131,11 +90,6 @@ def random_arena(
     return arena
 
 
-def random_qkv(num_tokens: int, shape: Shape, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def random_q(num_tokens: int, shape: Shape, dtype: torch.dtype) -> Tensor:
     generator = torch.Generator().manual_seed(2)
-    heads = (shape.heads, shape.kv_heads, shape.kv_heads)
-    q, k, v = (
-        torch.randn(num_tokens, count, shape.head_dim, generator=generator).to(dtype)
-        for count in heads
-    )
-    return q, k, v
+    return torch.randn(num_tokens, shape.heads, shape.head_dim, generator=generator).to(dtype)

@@ -19,7 +19,7 @@ PAGE_SIZE = 4
 def test_decode_groups_cover_all_rows_once_within_both_limits(draw: Draw) -> None:
     counts = draw.list_of(lambda: draw.integer(1, 40), least=1, most=30)
     min_fill = draw.choice((0.1, 1.0, draw.uniform(0.1, 1.0)))
-    limits = GroupingLimits(min_fill=min_fill, max_tokens=200, may_share=False)
+    limits = GroupingLimits(min_fill=min_fill, max_tokens=200)
     num_pages = np.array(sorted(counts, reverse=True))
     table = np.zeros((len(counts), 40), dtype=np.int64)
     for row, count in enumerate(num_pages):
@@ -53,7 +53,7 @@ def test_rows_are_sorted_only_where_they_are_not_sorted_yet(draw: Draw) -> None:
 
 def test_prefill_groups_respect_the_limit_but_never_split_a_sequence() -> None:
     table = np.arange(40).reshape(4, 10)
-    limits = GroupingLimits(min_fill=1.0, max_tokens=64, may_share=False)
+    limits = GroupingLimits(min_fill=1.0, max_tokens=64)
     plans = list(plan_prefills(table, [0, 5, 10, 15, 20], [32, 32, 32, 40], PAGE_SIZE, limits))
     assert [(plan.first_token, plan.num_seqs, plan.context_len) for plan in plans] == [
         (0, 2, 32),

@@ -51,7 +51,7 @@ def build_engine(settings: EngineSettings) -> Engine:
     model, page_size = executor.worker.model, settings.cache.block_size
     num_pages, max_model_len = executor.sizes.num_pages, executor.sizes.max_model_len
     capacities = [
-        Capacity(_cache_family(family, page_size), count)
+        Capacity(cache_family(family, page_size), count)
         for family, count in zip(model.families, num_pages, strict=True)
     ]
     cache = PrefixCache(
@@ -92,7 +92,7 @@ def build_engine(settings: EngineSettings) -> Engine:
     )
 
 
-def _cache_family(family: LayerFamily, page_size: int) -> Family:
+def cache_family(family: LayerFamily, page_size: int) -> Family:
     """As the cache sees these layers."""
     window = family.memory.window
     if window is None:

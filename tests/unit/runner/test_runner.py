@@ -18,10 +18,10 @@ import torch
 
 from manyroots.bench.random_adapters import write_adapters
 from manyroots.cache.cache import PrefixCache
-from manyroots.cache.families.full import FULL_ATTENTION
 from manyroots.cache.planes import CacheLayout, Capacity
 from manyroots.cache.policies import CachePolicies
 from manyroots.config import SchedulerSettings
+from manyroots.engine.build import cache_family
 from manyroots.engine.loop import EngineLoop
 from manyroots.ids import AdapterName, RequestId
 from manyroots.kernels.choice import reference_kernels
@@ -36,7 +36,6 @@ from manyroots.runner.runner import ModelRunner
 from manyroots.runner.sampling_state import SamplingState
 from manyroots.sampling import SamplingParams
 from manyroots.scheduler.scheduler import Scheduler
-from manyroots.step import Runner
 from manyroots.store.adapter_loader import AdapterLoader
 from manyroots.store.adapter_pool import AdapterPool
 from tests import runners
@@ -49,7 +48,7 @@ PAGE_SIZE, NUM_PAGES, MAX_LEN, MAX_SEQS = 4, 120, 64, 6
 CPU = torch.device("cpu")
 
 
-def make_runner(decoder: Decoder, loader: AdapterLoader | None = None) -> Runner:
+def make_runner(decoder: Decoder, loader: AdapterLoader | None = None) -> ModelRunner:
     """As on a GPU if the decoder has the references for kernels."""
     return runners.make_runner(
         decoder, loader, num_pages=NUM_PAGES, page_size=PAGE_SIZE, max_num_seqs=MAX_SEQS,
@@ -70,7 +69,7 @@ class Both:
 
 
 def run(
-    runner: Runner,
+    runner: ModelRunner,
     requests: list[Submit],
     adapters: dict[str, tuple[Path, Decoder]] | None = None,
     *,
@@ -78,9 +77,9 @@ def run(
     fails: int | None = None,
 ) -> dict[int, list[Output]]:
     """What the real scheduler and loop get from a runner, by request; of which one may fail."""
-    cache = PrefixCache(
-        CacheLayout.of(PAGE_SIZE, (Capacity(FULL_ATTENTION, NUM_PAGES),)), CachePolicies()
-    )
+    families = [cache_family(family, PAGE_SIZE) for family in runner._decoder.families]
+    capacities = tuple(Capacity(family, NUM_PAGES) for family in families)
+    cache = PrefixCache(CacheLayout.of(PAGE_SIZE, capacities), CachePolicies())
     scheduler = Scheduler(
         SchedulerSettings(max_num_seqs=MAX_SEQS, max_num_batched_tokens=24),
         cache,
@@ -264,7 +263,7 @@ def adapted(folder: Path) -> Both:
     return Both(folder / "base")
 
 
-def with_adapters(decoder: Decoder, *, num_slots: int, max_rank: int = 64) -> Runner:
+def with_adapters(decoder: Decoder, *, num_slots: int, max_rank: int = 64) -> ModelRunner:
     """In a pool as a GPU has it, if the decoder has the references for kernels."""
     pool = AdapterPool(
         decoder.lora_parts(), num_slots=num_slots, max_rank=max_rank, dtype=torch.float32,

@@ -44,7 +44,7 @@ class Routing:
     """int32: each expert's pairs, in the order of tokens; there may be gaps between experts."""
     groups: Tensor
     """int32 [num_experts, 3]: an expert, and where its pairs begin and end in `pairs`. Experts
-    that have any come first."""
+    that have any come first; the others may be left out."""
     experts: Tensor
     """int32 [num_tokens, top_k]: the expert of each pair."""
     tiles: Tiles | None = None

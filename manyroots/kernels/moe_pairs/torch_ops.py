@@ -53,16 +53,19 @@ def _sorted(expert_of_pair: np.ndarray, num_experts: int) -> tuple[np.ndarray, n
     # Numbers of 16 bits are sorted by counting.
     pairs = expert_of_pair.astype(np.int16).argsort(kind="stable").astype(np.int32)
     counts = np.bincount(expert_of_pair, minlength=num_experts)
-    ends = counts.cumsum()
-    groups = np.stack((np.arange(num_experts), ends - counts, ends), axis=1).astype(np.int32)
-    return pairs, groups[(counts == 0).argsort(kind="stable")]
+    used = counts.nonzero()[0]
+    groups = np.empty((len(used), 3), np.int32)
+    groups[:, 0] = used
+    groups[:, 2] = ends = counts[used].cumsum()
+    groups[:, 1] = ends - counts[used]
+    return pairs, groups
 
 
 def experts(
     x: Tensor, routing: Routing, weights: ExpertWeights, adapters: ExpertAdapters | None = None
 ) -> Tensor:
     """Each token's output, whole: [tokens, hidden] in the dtype of x."""
-    pairs = SortedPairs(routing)
+    pairs = SortedPairs.of(routing)
     of_adapters = None if adapters is None else _adapter_pairs(pairs, adapters)
     by_pair = x.index_select(0, pairs.tokens)
     gate_up = _products(by_pair, weights.gate_up, weights.gate_up_bias, pairs)

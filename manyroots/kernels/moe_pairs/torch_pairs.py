@@ -26,35 +26,36 @@ from manyroots.kernels.moe_pairs.adapters import ExpertSite
 from manyroots.kernels.moe_pairs.routing import Routing
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class SortedPairs:
     """The pairs of one layer in one step."""
 
     routing: Routing
+    tokens: Tensor
+    """int64 [num_pairs], the token of each."""
+    places: Tensor
+    """int64 [num_tokens, top_k]: where the pairs of each token lie, best expert first."""
+    segments: list[tuple[int, slice]]
+    """(expert, its pairs) for each expert that has any."""
 
-    @cached_property
-    def tokens(self) -> Tensor:
-        """[num_pairs], the token of each."""
-        return self.routing.pairs // self.routing.weights.shape[1]
+    @classmethod
+    def of(cls, routing: Routing) -> SortedPairs:
+        order = routing.pairs.numpy().astype(np.int64)
+        places = np.empty_like(order)
+        places[order] = np.arange(len(order))
+        shape = routing.weights.shape
+        groups = routing.groups.tolist()
+        return cls(
+            routing,
+            torch.from_numpy(order // shape[1]),
+            torch.from_numpy(places.reshape(shape)),
+            [(expert, slice(begin, end)) for expert, begin, end in groups],
+        )
 
-    @cached_property
+    @property
     def experts(self) -> Tensor:
         """[num_pairs], the expert of each, ascending."""
         return self.routing.experts.flatten().index_select(0, self.routing.pairs)
-
-    @cached_property
-    def places(self) -> Tensor:
-        """int64 [num_tokens, top_k]: where the pairs of each token lie, best expert first."""
-        order = self.routing.pairs.numpy()
-        places = np.empty(len(order), np.int64)
-        places[order] = np.arange(len(order))
-        return torch.from_numpy(places).view(self.routing.weights.shape)
-
-    @cached_property
-    def segments(self) -> list[tuple[int, slice]]:
-        """(expert, its pairs) for each expert that has any."""
-        groups = self.routing.groups.tolist()
-        return [(expert, slice(begin, end)) for expert, begin, end in groups if begin < end]
 
     def combine(self, out: Tensor) -> Tensor:
         """The weighted sum of each token's pairs: out [num_pairs, size] to [num_tokens, size].
@@ -121,9 +122,10 @@ class PairsByAdapter:
     @cached_property
     def by_run(self) -> list[PairsOfRun]:
         """Of each run, the same for all sites of the layer."""
-        return [self._pairs_of(run) for run in self.batch.runs]
+        experts = self.pairs.experts
+        return [self._pairs_of(run, experts) for run in self.batch.runs]
 
-    def _pairs_of(self, run: Run) -> PairsOfRun:
+    def _pairs_of(self, run: Run, experts: Tensor) -> PairsOfRun:
         index = self.pairs.places[run.tokens]
         places, order = torch.sort(index.flatten())
         by_token = torch.empty_like(order)
@@ -131,7 +133,7 @@ class PairsByAdapter:
         return PairsOfRun(
             run=run,
             places=places,
-            experts=self.pairs.experts.index_select(0, places),
+            experts=experts.index_select(0, places),
             tokens=order // index.shape[1],
             by_token=by_token.view(index.shape),
         )

@@ -59,8 +59,13 @@ class Experts:
             activation=spec.activation,
         )
         kind, both = TargetKind.EXPERTS, {"gate_proj": inner, "up_proj": inner}
-        self.gate_up_site = LoraSite(kind, hidden_size, both, num_experts=count)
-        self.down_site = LoraSite(kind, inner, {"down_proj": hidden_size}, num_experts=count)
+
+        def site(in_features: int, parts: dict[str, int]) -> LoraSite:
+            turns = spec.is_interleaved
+            return LoraSite(kind, in_features, parts, num_experts=count, is_interleaved=turns)
+
+        self.gate_up_site = site(hidden_size, both)
+        self.down_site = site(inner, {"down_proj": hidden_size})
 
     def weights(self, name: str) -> Fills:
         """Where a checkpoint's tensors go: each expert's three matrices, as views of the stack."""
@@ -134,14 +139,15 @@ class SparseMLP:
 
     def weights(self, name: str) -> Fills:
         """Where a checkpoint's tensors for the block `name` go."""
-        yield from self.router.weights(f"{name}.gate")
+        router = f"{name}.{self._spec.router}"
+        yield from self.router.weights(router)
         if self._router_bias is not None:
-            yield f"{name}.gate.bias", Fill(self._router_bias)
+            yield f"{router}.bias", Fill(self._router_bias)
         yield from self.experts.weights(f"{name}.experts")
 
     def lora_parts(self, name: str) -> Iterator[tuple[str, SitePart]]:
         """What adapters may change of the block `name`."""
-        yield from self.router.lora_parts(f"{name}.gate")
+        yield from self.router.lora_parts(f"{name}.{self._spec.router}")
         yield from self.experts.lora_parts(f"{name}.experts")
 
     def products(self) -> Iterator[Linear]:

@@ -72,6 +72,11 @@ class ExpertsSpec:
     scoring: Scoring
     bias: bool = False
     """Of the router, and of each expert's products."""
+    router: str = "gate"
+    """What the checkpoint calls it."""
+    is_interleaved: bool = False
+    """Whether the checkpoint has gates and ups by turns, as adapters that PEFT made for it then do
+    (see `Target`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 Made once from the model; read by whoever checks adapter files and by whoever gives them memory.
 Names are those of the checkpoint, without `.weight`: `model.layers.0.self_attn.q_proj`. The experts
 of a layer are one target each for gate, up and down: `model.layers.0.mlp.experts.gate_proj`. Their
-router is a linear one: `model.layers.0.mlp.gate`.
+router is a linear one: `model.layers.0.mlp.gate`, or what the checkpoint calls it.
 """
 
 from __future__ import annotations

@@ -58,6 +58,8 @@ def experts(reader: ConfigReader) -> ExpertsSpec:
         activation=Activation.CLAMPED_SWIGLU,
         scoring=Scoring.SOFTMAX_OF_CHOSEN,
         bias=True,
+        router="router",
+        is_interleaved=True,
     )
 
 
@@ -67,9 +69,6 @@ def translate(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tens
     A checkpoint has them stacked, matrices as [expert, in, out], and gates and ups by turns.
     """
     for name, tensor in weights:
-        if ".mlp.router." in name:
-            yield name.replace(".mlp.router.", ".mlp.gate."), tensor
-            continue
         block, _, stacked = name.rpartition(".experts.")
         if not block:
             yield name, tensor

@@ -207,6 +207,47 @@ def test_however_peft_is_told_to_change_experts_its_logits_are_ours_w15(
     assert (pair.expected("it", prompt(1, 19)) - base).abs().max() > 0.1
 
 
+@pytest.mark.parametrize("inner", [24, 48])
+@pytest.mark.parametrize("chunk", [None, 1, 7])
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_of_gpt_oss_and_the_base_give_pefts_logits_w15_w17(
+    chunk: int | None, inner: int, tmp_path: Path
+) -> None:
+    """W15, W17: its experts are [in, out] with gates and ups by turns, and its router a parameter,
+    too; 48: down is square."""
+    parameters = [*PARAMETERS, "mlp.router.weight"]
+    adapters = {
+        f"rank {rank}": {
+            "r": rank, "lora_alpha": alpha, "target_modules": list(ATTENTION[:rank]),
+            "target_parameters": parameters,
+        }
+        for rank, alpha in [(1, 2), (3, 6), (8, 4)]
+    }  # fmt: skip
+    pair = make_pair(tmp_path, "gpt-oss", adapters, intermediate_size=inner)
+    requests: dict[str, tuple[str | None, list[int]]] = {"base": (None, prompt(50, 19))}
+    for index, name in enumerate(adapters):
+        requests[name] = (name, prompt(index, 15 + 3 * index))
+    run_with_peft(pair, requests, chunk)
+    base = pair.expected(None, prompt(1, 9))
+    for name in adapters:
+        assert (pair.expected(name, prompt(1, 9)) - base).abs().max() > 0.05
+
+
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.filterwarnings("ignore")
+def test_one_parameter_of_gpt_oss_alone_gives_pefts_logits_w15(number: int, tmp_path: Path) -> None:
+    """W15: of gates and ups, of down (whose weights alone do not say which way they are meant), of
+    the router."""
+    parameter = [*PARAMETERS, "mlp.router.weight"][number]
+    adapters = {
+        "it": {"r": 6, "lora_alpha": 9, "target_modules": [], "target_parameters": [parameter]}
+    }
+    pair = make_pair(tmp_path, "gpt-oss", adapters, intermediate_size=48)
+    run_with_peft(pair, {"a": ("it", prompt(1, 19)), "b": (None, prompt(2, 8))}, chunk=None)
+    base = pair.expected(None, prompt(1, 19))
+    assert (pair.expected("it", prompt(1, 19)) - base).abs().max() > 0.05
+
+
 @pytest.mark.parametrize(
     ("kind", "sparse"), [("qwen3-moe", {0, 1, 2}), ("qwen3-moe-mixed", {1, 2})]
 )

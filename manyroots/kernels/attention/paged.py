@@ -74,23 +74,6 @@ class PrefillSegments:
     query_blocks: Tensor
     """int32 [num_blocks, 2]: sequence, and its first query in this block of QUERY_BLOCK."""
 
-    @classmethod
-    def build(
-        cls,
-        page_table: Tensor,
-        query_starts: Sequence[int],
-        context_lens: Sequence[int],
-        device: torch.device,
-    ) -> PrefillSegments:
-        """For a step whose lengths are known now."""
-
-        def ints(values: object) -> Tensor:
-            return torch.tensor(values, dtype=torch.int32, device=device)
-
-        starts, lens = list(query_starts), list(context_lens)
-        blocks = torch.from_numpy(query_blocks(starts, lens)).to(device)
-        return cls(page_table, ints(starts), ints(lens), blocks)
-
 
 @dataclass(frozen=True, slots=True)
 class Attending:

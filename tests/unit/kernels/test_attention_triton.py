@@ -109,7 +109,12 @@ def test_prefill_is_causal_over_a_paged_prefix(
     starts = [0]
     for num_queries, _ in segments:
         starts.append(starts[-1] + num_queries)
-    batch = PrefillSegments.build(table, starts, lens, DEVICE)
+    batch = PrefillSegments(
+        table,
+        torch.tensor(starts, dtype=torch.int32, device=DEVICE),
+        torch.tensor(lens, dtype=torch.int32, device=DEVICE),
+        torch.from_numpy(query_blocks(starts, lens)).to(DEVICE),
+    )
     q = randn(starts[-1], heads, dim, dtype=dtype)
     sinks = randn(heads, seed=8) if has_sinks else None
     out = fast.prefill_attention(

@@ -128,16 +128,17 @@ def test_every_activation_equals_the_reference(kind: Activation, dtype: torch.dt
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("has_adapters", [False, True])
-@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("norm_of", ["none", "the model's dtype", "float32"])
 @pytest.mark.parametrize("row_slots", [SLOTS, MANY_SLOTS])
 def test_rope_write_gives_q_and_fills_exactly_the_slots(
-    row_slots: tuple[int, ...], has_norm: bool, has_adapters: bool, dtype: torch.dtype
+    row_slots: tuple[int, ...], norm_of: str, has_adapters: bool, dtype: torch.dtype
 ) -> None:
     heads, kv_heads, dim, tokens = 6, 2, 32, len(row_slots)
     qkv = randn(2, tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
     positions = torch.tensor([0, 5, 6, 7, 300, 2, 1] * 5, device=DEVICE)[:tokens]
     angles = RopeTable.at(positions, randn(dim // 2, seed=9).abs())
-    norms = QkNorm(randn(dim, dtype=dtype), randn(dim, dtype=dtype, seed=3), EPS)
+    of = torch.float32 if norm_of == "float32" else dtype
+    norms = QkNorm(randn(dim, dtype=of), randn(dim, dtype=of, seed=3), EPS)
     sizes = (heads * dim, kv_heads * dim, kv_heads * dim)
     ranks = [(8, 8, 16), (16, 0, 8), (24, 8, 8)]
     lora = term(sizes, ranks, dtype, row_slots) if has_adapters else None
@@ -148,7 +149,7 @@ def test_rope_write_gives_q_and_fills_exactly_the_slots(
     pages, offsets = places // 4, places % 4
     pages[-1] = -1
     slots = KvPlaces(pages.to(DEVICE), offsets.to(DEVICE))
-    args = (qkv, angles, norms if has_norm else None)
+    args = (qkv, angles, None if norm_of == "none" else norms)
     q = rope.rope_write(*args, arena[:, 1], slots, lora)
     expected = rope_reference.rope_write(*args, other[:, 1], slots, lora)
     assert_close("lora", q, expected, dtype)

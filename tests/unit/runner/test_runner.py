@@ -18,10 +18,10 @@ import torch
 
 from manyroots.bench.random_adapters import write_adapters
 from manyroots.cache.cache import PrefixCache
+from manyroots.cache.families.attention import attention_families
 from manyroots.cache.planes import CacheLayout, Capacity
 from manyroots.cache.policies import CachePolicies
 from manyroots.config import SchedulerSettings
-from manyroots.engine.build import cache_family
 from manyroots.engine.loop import EngineLoop
 from manyroots.ids import AdapterName, RequestId
 from manyroots.kernels.choice import reference_kernels
@@ -77,7 +77,8 @@ def run(
     fails: int | None = None,
 ) -> dict[int, list[Output]]:
     """What the real scheduler and loop get from a runner, by request; of which one may fail."""
-    families = [cache_family(family, PAGE_SIZE) for family in runner._decoder.families]
+    windows = [family.memory.window for family in runner._decoder.families]
+    families = attention_families(windows, page_size=PAGE_SIZE, max_model_len=MAX_LEN)
     capacities = tuple(Capacity(family, NUM_PAGES) for family in families)
     cache = PrefixCache(CacheLayout.of(PAGE_SIZE, capacities), CachePolicies())
     scheduler = Scheduler(

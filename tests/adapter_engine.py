@@ -53,15 +53,18 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 class TinyWorld:
-    """A model in memory, and adapters for it by content: one folder each."""
+    """A model, and adapters for it by content: one folder each."""
 
     def __init__(self, folder: Path, recipes: dict[str, Recipe]) -> None:
         self.folder = folder
         save_tiny(folder / "model", "llama", vocab_size=VOCAB, **SIZES, **HEADS)
-        self.model: Decoder = load_tiny(folder / "model")
-        self.targets = self.model.adapter_targets()
+        self.targets = self.load_model().adapter_targets()
         for content, recipe in recipes.items():
             self.write(content, recipe)
+
+    def load_model(self) -> Decoder:
+        """One for each engine: a model's layers know its pages and its adapters' memory."""
+        return load_tiny(self.folder / "model")
 
     def write(self, content: str, recipe: Recipe) -> str:
         write_adapter(self.folder / content, self.targets, recipe)
@@ -128,12 +131,13 @@ class AdapterEngine:
             enable_lora=True, lora_modules=modules, max_loras=max_loras, max_cpu_loras=max_cpu_loras
         )
         self.world = world
+        self.model = world.load_model()
         self.reads: Counter[str] = Counter()
         """How often each folder was read."""
         self.before_read: Callable[[], object] = lambda: None
         self.residency = Residency(adapter_limits(lora, lora.max_loras))
         self.pool = AdapterPool(
-            world.model.lora_parts(), num_slots=self.residency.limits.num_slots or MOST_SLOTS,
+            self.model.lora_parts(), num_slots=self.residency.limits.num_slots or MOST_SLOTS,
             max_rank=16, dtype=torch.float32, device=CPU,
         )  # fmt: skip
         self.loader = AdapterLoader(lambda path: self._read(Path(path), None)[1], self.pool)
@@ -150,7 +154,7 @@ class AdapterEngine:
         files = AdapterFiles(self._read, self.loader.keep)
         directory = AdapterDirectory(lora, scheduler, files, base_names={"base"})
         runner = make_runner(
-            world.model, self.loader, num_pages=num_pages, page_size=PAGE_SIZE,
+            self.model, self.loader, num_pages=num_pages, page_size=PAGE_SIZE,
             max_num_seqs=max_num_seqs, max_model_len=MAX_LEN,
         )  # fmt: skip
         self.runner = Watched(runner, max_loras)

@@ -1,4 +1,4 @@
-"""Adapter weights as kernels read them: per product of the model, in the memory of the device.
+"""One adapter's weights as torch's operators read them: views of a turned pool, by site.
 
 An adapter may change several projections that the model computes as one product (queries, keys
 and values, say). Their first halves lie together, so that they are one product here, too:
@@ -29,8 +29,7 @@ class Part:
     columns: slice
     """Its columns of y."""
     b: Tensor
-    """[rank, out], scaled; experts: [experts, or 1 for all, rank, out]. Rank-major in the memory of
-    a CPU, out-major in that of a GPU."""
+    """[rank, out], scaled; experts: [experts, or 1 for all, rank, out]."""
 
 
 @dataclass(frozen=True, slots=True)

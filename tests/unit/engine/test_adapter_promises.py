@@ -37,12 +37,12 @@ def engine(world: TinyWorld) -> Iterator[AdapterEngine]:
 
 
 def test_w18_a_step_of_base_rows_is_given_no_adapters(
-    engine: AdapterEngine, world: TinyWorld, monkeypatch: pytest.MonkeyPatch
+    engine: AdapterEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """W18: neither the layers nor the head, though adapters are in their slots; nor is it worked
     out which they would be."""
     given: list[bool] = []
-    prepare, hidden, logits = lora_sites.prepare, world.model.hidden, world.model.logits
+    prepare, hidden, logits = lora_sites.prepare, engine.model.hidden, engine.model.logits
 
     def worked_out(*args: Any, **kwargs: Any) -> Any:
         given.append(True)
@@ -57,8 +57,8 @@ def test_w18_a_step_of_base_rows_is_given_no_adapters(
         return logits(rows, adapters)
 
     monkeypatch.setattr(lora_sites, "prepare", worked_out)
-    monkeypatch.setattr(world.model, "hidden", watched_layers)
-    monkeypatch.setattr(world.model, "logits", watched_head)
+    monkeypatch.setattr(engine.model, "hidden", watched_layers)
+    monkeypatch.setattr(engine.model, "logits", watched_head)
     engine.submit(1, [5, 6, 7], "a")
     engine.submit(2, [5, 6, 7])
     engine.run()

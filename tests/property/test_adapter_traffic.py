@@ -19,6 +19,7 @@ from manyroots.lora.limits import AdapterLimits
 from manyroots.lora.outcomes import Readiness
 from manyroots.lora.registry import Hold
 from manyroots.lora.residency import Residency
+from manyroots.lora.spec import AdapterSpec
 from manyroots.step import AdapterIntent, AdapterLoaded, DropAdapter, LoadAdapter
 
 
@@ -111,9 +112,8 @@ class Traffic:
         name, digest = self.rng.choice(self.names), self.rng.choice(self.contents)
         before = self.needed()
         self.expected[name] = digest
-        one, two = (
-            r.register(name, digest, path=name, rank=8, num_bytes=1) for r in (self.one, self.two)
-        )
+        spec = AdapterSpec(digest, rank=8, num_bytes=1)
+        one, two = (r.register(name, spec, path=name) for r in (self.one, self.two))
         assert one == two
         assert set(one.freed) == before - self.needed()
         if self.rng.random() < 0.5:  # opened from storage, as the directory does it

@@ -57,7 +57,6 @@ class Intake:
         self._tokenizer = tokenizer
         self._rng = rng
         self._default_max_tokens = default_max_tokens
-        self._capacity = info.num_pages * info.page_size
 
     def encode(
         self, text: str, *, add_special_tokens: bool = True, field: str = "prompt"
@@ -135,12 +134,6 @@ class Intake:
                 f"Shorten {field}.",
                 field=field,
             )
-        if len(tokens) >= self._capacity:
-            raise RequestError(
-                f"{field} has {len(tokens)} tokens; the server's cache holds {self._capacity}, "
-                f"completion included. Shorten {field}.",
-                field=field,
-            )
 
     def _check_token_ids(self, sampling: SamplingParams) -> None:
         named = {"logit_bias": sampling.logit_bias, "stop_token_ids": sampling.stop_token_ids}
@@ -172,7 +165,7 @@ class Intake:
     def _max_tokens(self, tokens: list[int], sampling: SamplingParams) -> int:
         num_prompt, longest = len(tokens), self._info.max_model_len
         if sampling.max_tokens is None:
-            max_tokens = min(longest, self._capacity) - num_prompt
+            max_tokens = longest - num_prompt
             if self._default_max_tokens is not None:
                 max_tokens = min(max_tokens, max(self._default_max_tokens, sampling.min_tokens))
             if sampling.min_tokens > max_tokens:
@@ -186,13 +179,6 @@ class Intake:
         if total > longest:
             raise RequestError(
                 f"This model's maximum context length is {longest} tokens. However, you requested "
-                f"{total} tokens ({num_prompt} in the prompt, {sampling.max_tokens} in the "
-                "completion). Please reduce the length of the prompt or max_tokens.",
-                field="max_tokens",
-            )
-        if total > self._capacity:
-            raise RequestError(
-                f"The server's cache holds {self._capacity} tokens. However, you requested "
                 f"{total} tokens ({num_prompt} in the prompt, {sampling.max_tokens} in the "
                 "completion). Please reduce the length of the prompt or max_tokens.",
                 field="max_tokens",

@@ -205,8 +205,10 @@ class EngineInfo:
     """Name for the API where the user gave none."""
     vocab_size: int
     max_model_len: int
+    """One request of this length always fits."""
     page_size: int
     num_pages: int
+    """Of all layers: what the memory is worth, whatever its families got of it."""
     max_num_seqs: int
     eos_token_ids: tuple[int, ...]
     dtype: str

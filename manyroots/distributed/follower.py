@@ -46,8 +46,8 @@ class RankWorker(Protocol):
     """A rank's part of the model, loaded."""
 
     @property
-    def num_pages(self) -> tuple[int, ...]:
-        """By family, as many pages as fit beside the weights."""
+    def num_pages(self) -> int:
+        """Of all layers, as many as fit beside the weights."""
         ...
 
     @property

@@ -69,8 +69,7 @@ class Ranks:
                 raise ModelError(f"rank {rank}: {body}")
             assert isinstance(body, Loaded)
             fits.append(body)
-        by_family = zip(*(fit.num_pages for fit in fits), strict=True)
-        return Loaded(tuple(map(min, by_family)), min(fit.num_slots for fit in fits))
+        return Loaded(min(fit.num_pages for fit in fits), min(fit.num_slots for fit in fits))
 
     def watch(
         self,

@@ -60,8 +60,8 @@ class Join:
 class Loaded:
     """A rank has its weights."""
 
-    num_pages: tuple[int, ...]
-    """By family, as many pages as fit beside them."""
+    num_pages: int
+    """Of all layers, as many as fit beside them."""
     num_slots: int
     """As many adapters as fit beside them; 0 without --enable-lora."""
 

@@ -7,13 +7,13 @@ model or the machine is worked out once, in `worker.py`.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from manyroots.cache.cache import PrefixCache
-from manyroots.cache.families.family import Family
-from manyroots.cache.families.full import FULL_ATTENTION
-from manyroots.cache.families.window import SlidingWindow
-from manyroots.cache.planes import CacheLayout, Capacity
+from manyroots.cache.planes import CacheLayout
 from manyroots.cache.policies import CachePolicies
 from manyroots.config import EngineSettings
 from manyroots.engine.adapter_directory import AdapterDirectory
@@ -49,33 +49,28 @@ def build_engine(settings: EngineSettings) -> Engine:
     check_folders(settings.lora, base_names)
     executor = _make_executor(settings, source)
     model, page_size = executor.worker.model, settings.cache.block_size
-    num_pages, max_model_len = executor.sizes.num_pages, executor.sizes.max_model_len
-    capacities = [
-        Capacity(cache_family(family, page_size), count)
-        for family, count in zip(model.families, num_pages, strict=True)
-    ]
+    memory, max_model_len = executor.worker.memory, executor.sizes.max_model_len
+    layout = CacheLayout.of(page_size, memory.capacities(executor.sizes))
     cache = PrefixCache(
-        CacheLayout.of(page_size, tuple(capacities)),
-        CachePolicies(reuse=settings.cache.enable_prefix_caching),
+        layout,
+        CachePolicies(
+            reuse=settings.cache.enable_prefix_caching,
+            identity=layout_identity(model.families, page_size, model.dtype),
+        ),
     )
     num_slots = executor.sizes.num_slots
     adapters = Residency(adapter_limits(settings.lora, num_slots))
     scheduler = Scheduler(settings.scheduler, cache, adapters, max_model_len=max_model_len)
     logger.info("%s: %s on %s, context %d", source.name, model.dtype, model.device, max_model_len)
-    for family, capacity in zip(model.families, capacities, strict=True):
-        page_bytes = family.page_bytes(page_size, model.dtype.itemsize) * model.shard.size
-        logger.info(
-            "%s in %d layers: %d pages of %d tokens (%.2f GiB)",
-            capacity.family.name, len(family.layers), capacity.num_device_units, page_size,
-            capacity.num_device_units * page_bytes / 2**30,
-        )  # fmt: skip
+    for line in memory.told(executor.sizes, model.shard.size):
+        logger.info("%s", line)
     info = EngineInfo(
         model_path=str(source.path),
         model_name=source.name,
         vocab_size=model.spec.vocab_size,
         max_model_len=max_model_len,
         page_size=page_size,
-        num_pages=num_pages[0],
+        num_pages=executor.num_pages,
         max_num_seqs=settings.scheduler.max_num_seqs,
         eos_token_ids=model.spec.eos_token_ids,
         dtype=str(model.dtype).removeprefix("torch."),
@@ -92,12 +87,17 @@ def build_engine(settings: EngineSettings) -> Engine:
     )
 
 
-def cache_family(family: LayerFamily, page_size: int) -> Family:
-    """As the cache sees these layers."""
-    window = family.memory.window
-    if window is None:
-        return FULL_ATTENTION
-    return SlidingWindow(f"window of {window}", window, page_size)
+def layout_identity(families: Sequence[LayerFamily], page_size: int, dtype: torch.dtype) -> bytes:
+    """Stands for what a page consists of, by family, in the hashes that other engines and later
+    ones know pages by: whatever differs here must never be read as the same page."""
+    parts = [f"page of {page_size} tokens in {dtype}"]
+    for family in families:
+        memory = family.memory
+        parts.append(
+            f"layers {family.layers}: {memory.kv_heads} heads of {memory.head_dim}, "
+            f"window {memory.window}"
+        )
+    return "; ".join(parts).encode()
 
 
 def _make_executor(settings: EngineSettings, source: ModelSource) -> Executor:

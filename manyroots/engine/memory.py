@@ -1,20 +1,36 @@
 """How many pages fit: memory is counted once, at start, after the weights are loaded.
 
-In: settings, what one page takes, and what else will be wanted on the device. Out: a number of
-pages, or a refusal that names the flags. Everything that is free goes to pages: what nobody runs
-with now is the prefix cache. Where the number of adapters is left open (--max-loras 0), they have a
-share of it.
+In: settings, what pages take, and what else will be wanted on the device. Out: how many pages of
+all layers there is memory for, which ranks compare; then what each family of layers gets of that,
+or a refusal that names the flags. Everything that is free goes to pages: what nobody runs with now
+is the prefix cache. Where the number of adapters is left open (--max-loras 0), they have a share.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
+from manyroots.cache.families.attention import attention_families
+from manyroots.cache.planes import Capacity
+from manyroots.cache.split import (
+    SHORT,
+    Demand,
+    FamilyBytes,
+    largest_shares,
+    longest_that_fits,
+    split,
+    told,
+)
 from manyroots.config import CacheSettings, EngineSettings
 from manyroots.errors import ConfigError
+from manyroots.models.families import LayerFamily
+
+logger = logging.getLogger(__name__)
 
 MAX_CPU_CACHE_BYTES = 4 * 2**30
 CPU_CACHE_SHARE = 0.25
@@ -31,29 +47,127 @@ LIBRARY_RESERVE_BYTES = 256 * 2**20
 """On a GPU, left alone for what libraries and compiled kernels take as they go."""
 
 
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What all ranks have alike."""
+
+    num_pages: tuple[int, ...]
+    """By family of layers."""
+    num_slots: int
+    """For adapters; 0 without --enable-lora."""
+    max_model_len: int
+
+
+class FamilyMemory:
+    """The families of a model's layers, and what one rank's part of their pages takes."""
+
+    def __init__(
+        self, settings: EngineSettings, families: Sequence[LayerFamily], itemsize: int
+    ) -> None:
+        scheduler = settings.scheduler
+        self._page_size = settings.cache.block_size
+        self._num_step_tokens = scheduler.max_num_batched_tokens
+        threshold = scheduler.long_prefill_token_threshold or self._num_step_tokens
+        self._num_chunk_tokens = min(self._num_step_tokens, threshold)
+        self._is_asked_for = settings.model.max_model_len is not None
+        self._families = families
+        self._page_bytes = [f.page_bytes(self._page_size, itemsize) for f in families]
+        self.page_bytes = sum(self._page_bytes)
+        """Of a page of all layers."""
+
+    def most_tokens(self, num_bytes: int, max_model_len: int) -> int:
+        """The longest context worth making room for where there is so much memory. Where no layer
+        sees everything, memory alone would set no end to it: then as if all did."""
+        if all(family.memory.window is not None for family in self._families):
+            return min(max_model_len, num_bytes // self.page_bytes * self._page_size)
+        return self._longest(num_bytes, max_model_len)
+
+    def _longest(self, num_bytes: int, max_model_len: int) -> int:
+        """The longest request that so much memory holds, at most the full length."""
+        demand = self._demand(max_model_len)
+        return longest_that_fits(self._sizes(demand), num_bytes, demand)
+
+    def fit(self, num_all_pages: int, num_slots: int, max_model_len: int) -> Sizes:
+        """Split memory for so many pages of all layers. One request of the full length must fit,
+        or it could never be finished."""
+        num_bytes = num_all_pages * self.page_bytes
+        longest = self._longest(num_bytes, max_model_len)
+        if longest < max_model_len:
+            if self._is_asked_for:
+                raise ConfigError(
+                    f"--max-model-len is {max_model_len}, and the cache holds {longest} tokens of "
+                    f"one request ({num_all_pages} pages of {self._page_size}). Lower it, or raise "
+                    "--kv-cache-memory-bytes or --num-gpu-blocks-override."
+                )
+            logger.warning("context cut from %d to %d tokens: the cache holds no more",
+                           max_model_len, longest)  # fmt: skip
+        demand = self._demand(longest)
+        units = split(self._sizes(demand), num_bytes, demand)
+        num_pages = tuple(capacity.num_device_units for capacity in units)
+        return Sizes(num_pages, num_slots, longest)
+
+    def capacities(self, sizes: Sizes) -> tuple[Capacity, ...]:
+        """As the cache sees it."""
+        families = [size.family for size in self._sizes(self._demand(sizes.max_model_len))]
+        return tuple(map(Capacity, families, sizes.num_pages))
+
+    def told(self, sizes: Sizes, num_ranks: int) -> list[str]:
+        """What each family got on all ranks together, and why, line by line."""
+        demand = self._demand(sizes.max_model_len)
+        own = self._sizes(demand)
+        everywhere = [FamilyBytes(size.family, size.unit_bytes * num_ranks) for size in own]
+        lines = told(self.capacities(sizes), everywhere, demand)
+        counts = [len(family.layers) for family in self._families]
+        layers = ["1 layer" if n == 1 else f"{n} layers" for n in counts]
+        lines = [f"{n}, {line}" for n, line in zip(layers, lines, strict=True)]
+        if len(lines) > 1:
+            shares = largest_shares([s.unit_bytes for s in own], [s.family for s in own], demand)
+            shortest = min(SHORT, sizes.max_model_len)
+            lines.append(
+                "memory goes to each by the largest share that it has of a request's: of requests "
+                f"of any length from {shortest} to {sizes.max_model_len} tokens, at least "
+                f"{100 / float(sum(shares)):.0f}% fit of those that a split for them would hold"
+            )
+        return lines
+
+    def _demand(self, max_model_len: int) -> Demand:
+        return Demand(
+            page_size=self._page_size,
+            max_model_len=max_model_len,
+            num_step_tokens=self._num_step_tokens,
+            num_chunk_tokens=self._num_chunk_tokens,
+        )
+
+    def _sizes(self, demand: Demand) -> list[FamilyBytes]:
+        windows = [family.memory.window for family in self._families]
+        families = attention_families(
+            windows, page_size=demand.page_size, max_model_len=demand.max_model_len
+        )
+        return [FamilyBytes(f, n) for f, n in zip(families, self._page_bytes, strict=True)]
+
+
 def count_pages(
-    settings: EngineSettings, page_bytes: Sequence[int], device: torch.device, reserved_bytes: int
-) -> tuple[int, ...]:
-    """By family, of whose pages one takes so many bytes. `reserved_bytes`: what adapters and steps
-    will take on a GPU."""
+    settings: EngineSettings, page_bytes: int, device: torch.device, reserved_bytes: int
+) -> int:
+    """How many pages of all layers, each of so many bytes, there is memory for. `reserved_bytes`:
+    what adapters and steps will take on a GPU."""
     cache = settings.cache
     if cache.num_gpu_blocks_override is not None:
-        return (cache.num_gpu_blocks_override,) * len(page_bytes)
-    all_bytes = sum(page_bytes)
+        return cache.num_gpu_blocks_override
     if cache.kv_cache_memory_bytes is not None:
-        budget, size = cache.kv_cache_memory_bytes, all_bytes
+        budget, size = cache.kv_cache_memory_bytes, page_bytes
     else:
         num_ranks = settings.model.tensor_parallel_size
         budget = _free_bytes(cache, device, num_ranks) - reserved_bytes
-        size = max(all_bytes, LEAST_PAGE_BYTES)
+        size = max(page_bytes, LEAST_PAGE_BYTES)
     num_pages = budget // size
     if num_pages < 1:
         raise ConfigError(
-            f"{budget} bytes are left for the cache, and one page takes {all_bytes}. "
+            f"{budget} bytes are left for the cache, and one page takes {page_bytes}. "
             "Raise --kv-cache-memory-bytes or --gpu-memory-utilization, or lower --block-size, "
             "--max-num-batched-tokens, --max-loras or --max-lora-rank."
         )
-    return (int(num_pages),) * len(page_bytes)
+    return int(num_pages)
 
 
 def count_slots(

@@ -19,7 +19,8 @@ from manyroots.distributed.group import join_group, leave_group
 from manyroots.distributed.shard import Shard
 from manyroots.distributed.wire import Join, StartSteps
 from manyroots.engine.adapter_runtime import AdapterRuntime
-from manyroots.engine.worker import Sizes, Worker, load_worker
+from manyroots.engine.memory import Sizes
+from manyroots.engine.worker import Worker, load_worker
 from manyroots.models.source import resolve_source
 from manyroots.runner.runner import ModelRunner
 from manyroots.step import DropAdapter, Plan
@@ -51,7 +52,7 @@ class _Part:
     folder: Path
 
     @property
-    def num_pages(self) -> tuple[int, ...]:
+    def num_pages(self) -> int:
         return self.loaded.num_pages
 
     @property

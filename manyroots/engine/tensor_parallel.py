@@ -20,7 +20,7 @@ from manyroots.distributed.shard import Shard
 from manyroots.distributed.wire import RankMessageKind, StartSteps
 from manyroots.engine.adapter_runtime import AdapterRuntime
 from manyroots.engine.loop import Alarm
-from manyroots.engine.worker import Executor, fit_sizes, load_worker
+from manyroots.engine.worker import Executor, load_worker
 from manyroots.models.load import describe
 from manyroots.models.sharding import cut_adapter, rank_spec
 from manyroots.models.source import ModelSource
@@ -40,9 +40,9 @@ def execute_with_ranks(settings: EngineSettings, source: ModelSource) -> Executo
             worker = load_worker(settings, source, shard)
         with stage("other ranks"):
             elsewhere = ranks.wait_until_loaded()
-            fits = zip(worker.num_pages, elsewhere.num_pages, strict=True)
+            num_pages = min(worker.num_pages, elsewhere.num_pages)
             num_slots = min(worker.num_slots, elsewhere.num_slots)
-            sizes = fit_sizes(settings, worker, tuple(map(min, fits)), num_slots)
+            sizes = worker.memory.fit(num_pages, num_slots, worker.max_model_len)
         start = StartSteps(sizes.num_pages, sizes.num_slots, sizes.max_model_len)
         ranks.send(RankMessageKind.START, start)
         make_loader = partial(
@@ -61,7 +61,7 @@ def execute_with_ranks(settings: EngineSettings, source: ModelSource) -> Executo
         runner = RankedRunner(
             own, ranks, on_adapter=_ear(adapters), on_death=alarm.ring, leave=leave_group
         )
-        return Executor(worker, sizes, runner, adapters, alarm)
+        return Executor(worker, num_pages, sizes, runner, adapters, alarm)
 
 
 def _ear(adapters: AdapterRuntime | None) -> Callable[[int, AdapterLoaded], None]:

@@ -23,7 +23,7 @@ from manyroots.engine.adapter_runtime import (
     build_adapter_runtime,
     slot_bytes,
 )
-from manyroots.engine.memory import count_pages, count_slots
+from manyroots.engine.memory import FamilyMemory, Sizes, count_pages, count_slots
 from manyroots.errors import ConfigError
 from manyroots.models.decoder import Decoder
 from manyroots.models.kernel_set import check_step, kernel_set
@@ -44,23 +44,13 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
-    """What all ranks have alike."""
-
-    num_pages: tuple[int, ...]
-    """By family of layers."""
-    num_slots: int
-    """For adapters; 0 without --enable-lora."""
-    max_model_len: int
-
-
-@dataclass(frozen=True, slots=True)
 class Worker:
     """A rank's weights, and what fits beside them."""
 
     model: Decoder
-    num_pages: tuple[int, ...]
-    """By family, as many as fit here; the engine has the smallest numbers of all ranks."""
+    memory: FamilyMemory
+    num_pages: int
+    """Of all layers, as many as fit here; the engine has the smallest number of all ranks."""
     num_slots: int
     """The same for adapters; 0 without --enable-lora."""
     max_model_len: int
@@ -97,6 +87,8 @@ class Executor:
 
     worker: Worker
     """The first rank's."""
+    num_pages: int
+    """Of all layers, as many as there is memory for on every rank."""
     sizes: Sizes
     runner: Runner
     adapters: AdapterRuntime | None
@@ -109,12 +101,12 @@ def execute_alone(settings: EngineSettings, source: ModelSource) -> Executor:
     """All of the model in this process."""
     with stage("weights and sizes"):
         worker = load_worker(settings, source, WHOLE)
-    sizes = fit_sizes(settings, worker, worker.num_pages, worker.num_slots)
+    sizes = worker.memory.fit(worker.num_pages, worker.num_slots, worker.max_model_len)
     with stage("adapter slots"):
         adapters = worker.make_adapters(settings, sizes)
     with stage("pages and warm-up"):
         runner = worker.make_runner(settings, sizes, adapters)
-    return Executor(worker, sizes, runner, adapters, alarm=None)
+    return Executor(worker, worker.num_pages, sizes, runner, adapters, alarm=None)
 
 
 def load_worker(settings: EngineSettings, source: ModelSource, shard: Shard) -> Worker:
@@ -137,23 +129,22 @@ def load_worker(settings: EngineSettings, source: ModelSource, shard: Shard) -> 
         shard=shard,
         kernels=kernel_set(spec, device),
     )
-    page_size = settings.cache.block_size
-    page_bytes = [family.page_bytes(page_size, dtype.itemsize) for family in model.families]
+    memory = FamilyMemory(settings, model.families, dtype.itemsize)
     # No context is longer than what all of the device's memory would hold.
-    most_tokens = device_bytes(device) // sum(page_bytes) * page_size
+    most_tokens = memory.most_tokens(device_bytes(device), model.spec.max_len)
     max_model_len = _model_length(settings.model, model.spec, most_tokens)
     num_slots = slots_bytes = reserved_bytes = 0
     if settings.lora.enable_lora:
         per_slot = slot_bytes(settings.lora, model, dtype)
-        num_slots = count_slots(settings, per_slot, sum(page_bytes), device)
+        num_slots = count_slots(settings, per_slot, memory.page_bytes, device)
         slots_bytes = num_slots * per_slot
     if device.type == "cuda" and settings.cache.kv_cache_memory_bytes is None:
         step = _measured_step_bytes(settings, model, max_model_len)
         logger.info("beside weights and pages: %.2f GiB for a step, %.2f GiB for adapters",
                     step / 2**30, slots_bytes / 2**30)  # fmt: skip
         reserved_bytes = step + slots_bytes
-    num_pages = count_pages(settings, page_bytes, device, reserved_bytes)
-    return Worker(model, num_pages, num_slots, max_model_len)
+    num_pages = count_pages(settings, memory.page_bytes, device, reserved_bytes)
+    return Worker(model, memory, num_pages, num_slots, max_model_len)
 
 
 def _measured_step_bytes(settings: EngineSettings, model: Decoder, max_model_len: int) -> int:
@@ -245,22 +236,3 @@ def _model_length(settings: ModelSettings, spec: ModelSpec, most_tokens: int) ->
             f"{longest} tokens. Lower it."
         )
     return settings.max_model_len
-
-
-def fit_sizes(
-    settings: EngineSettings, worker: Worker, num_pages: tuple[int, ...], num_slots: int
-) -> Sizes:
-    """One request of the full length must fit, or it could never be finished."""
-    page_size, max_model_len = settings.cache.block_size, worker.max_model_len
-    capacity = num_pages[0] * page_size
-    if max_model_len <= capacity:
-        return Sizes(num_pages, num_slots, max_model_len)
-    if settings.model.max_model_len is not None:
-        raise ConfigError(
-            f"--max-model-len is {max_model_len}, and the cache holds {capacity} tokens "
-            f"({num_pages[0]} pages of {page_size}). Lower it, or raise --kv-cache-memory-bytes "
-            "or --num-gpu-blocks-override."
-        )
-    logger.warning("context cut from %d to %d tokens: the cache holds no more", max_model_len,
-                   capacity)  # fmt: skip
-    return Sizes(num_pages, num_slots, capacity)

@@ -77,7 +77,7 @@ def test_unseeded_requests_draw_from_the_given_source(tokenizer: Tokenizer) -> N
 
 def test_max_tokens_defaults_to_the_rest_of_the_context(tokenizer: Tokenizer) -> None:
     assert Asker(tokenizer).ask([1] * 10, max_tokens=None)[0].sampling.max_tokens == 54
-    small = Asker(tokenizer, num_pages=5)
+    small = Asker(tokenizer, max_model_len=20)
     assert small.ask([1] * 10, max_tokens=None)[0].sampling.max_tokens == 10
 
 
@@ -111,15 +111,6 @@ def test_what_the_model_cannot_do_is_refused_by_name(
     with pytest.raises(RequestError, match=message) as caught:
         asker.ask(prompt, **sampling)
     assert caught.value.field == field
-
-
-def test_what_the_cache_cannot_hold_is_refused(tokenizer: Tokenizer) -> None:
-    small = Asker(tokenizer, num_pages=4)
-    assert small.ask([1] * 8, max_tokens=8)
-    with pytest.raises(RequestError, match=r"holds 16 tokens.*requested 17"):
-        small.ask([1] * 8, max_tokens=9)
-    with pytest.raises(RequestError, match="the server's cache holds 16"):
-        small.ask([1] * 16)
 
 
 def test_a_text_that_can_never_fit_is_refused_unread(asker: Asker) -> None:

@@ -91,8 +91,8 @@ class Part:
     folder: Path
 
     @property
-    def num_pages(self) -> tuple[int, ...]:
-        return 100 - self.shard.rank, 30 + self.shard.rank
+    def num_pages(self) -> int:
+        return 100 - self.shard.rank
 
     @property
     def num_slots(self) -> int:

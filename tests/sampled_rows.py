@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from manyroots.ids import RequestId, Row
-from manyroots.kernels.sampling.rows import Sampled, SamplingRows, SamplingTables
+from manyroots.kernels.sampling.rows import (
+    NO_FAULT,
+    NO_LOGPROBS,
+    Sampled,
+    SamplingRows,
+    SamplingTables,
+)
+from manyroots.kernels.tolerances import assert_close
 from manyroots.runner.sampling_state import SamplingState
 from manyroots.sampling import SamplingParams
 from manyroots.step import Arrival
@@ -71,6 +78,39 @@ class Rows:
     def sample(self, sampler: Sampler, places: Sequence[int]) -> tuple[Sampled, SamplingRows]:
         rows = self.rows(places)
         return sampler(self.logits[list(places)].clone(), rows), rows
+
+
+def outcomes(sampled: Sampled, rows: SamplingRows) -> list[tuple[object, ...]]:
+    """All that each row was given, but for its logprobs' values; what is counted, too."""
+    tables = rows.tables.counts.cpu()
+    packed, asked, counted = sampled.packed.cpu(), rows.num_top.tolist(), rows.table_rows.tolist()
+    here = Sampled(packed)
+    given: list[tuple[object, ...]] = []
+    for index, fault in enumerate(here.faults.tolist()):
+        if fault != NO_FAULT:
+            given.append((fault,))
+            continue
+        counts = tables[counted[index]]
+        one: tuple[object, ...] = (int(here.tokens[index]), counts.sum().item())
+        one = (*one, counts[one[0]].item())
+        num_top = min(asked[index], counts.shape[0])
+        if num_top != NO_LOGPROBS:
+            one = (*one, int(here.ranks[index]), here.top_ids[index, :num_top].tolist())
+        given.append(one)
+    return given
+
+
+def assert_logprobs_close(ours: Sampled, theirs: Sampled, rows: SamplingRows) -> None:
+    vocab = rows.tables.counts.shape[1]
+    scored = (rows.num_top != NO_LOGPROBS) & (ours.faults == NO_FAULT)
+    for index in scored.nonzero()[:, 0].tolist():
+        top = slice(0, min(int(rows.num_top[index]), vocab))
+        pairs = (
+            (ours.logprobs[index], theirs.logprobs[index]),
+            (ours.top_logprobs[index, top], theirs.top_logprobs[index, top]),
+        )
+        for mine, right in pairs:
+            assert_close("logprobs", mine.cpu(), right.cpu(), torch.float32)
 
 
 def mask_words(allowed: Sequence[bool]) -> np.ndarray:

@@ -44,12 +44,13 @@ def token_logprobs(sampled: Sampled, index: int, num_top: int, vocab: int) -> To
 def logprobs(
     rows: Int32s, sampled: Sampled, at: Int64s, num_top: list[int | None], vocab: int
 ) -> dict[Row, TokenLogprobs]:
-    """Of the rows at these indices, those that want so many of the likeliest beside their token."""
+    """Of the rows at these indices, those that want so many of the likeliest beside their token,
+    and have one."""
     wanted = zip(rows.tolist(), at.tolist(), num_top, strict=True)
     return {
         Row(row): token_logprobs(sampled, index, count, vocab)
         for row, index, count in wanted
-        if count is not None
+        if count is not None and sampled.faults[index] == NO_FAULT
     }
 
 

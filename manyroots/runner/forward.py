@@ -79,7 +79,7 @@ class Forward:
         """
         decoder, shard = self.decoder, self.decoder.shard
         if shard.is_first:
-            sampled: Sampled = decoder.kernels.sampling.sample_rows(
+            sampled: Sampled = decoder.kernels.sampling.sample(
                 logits, SamplingRows.of(views, self._tables)
             )
         else:

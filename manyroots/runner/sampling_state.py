@@ -22,7 +22,7 @@ from manyroots.kernels.sampling.rows import (
 from manyroots.runner.inputs import Int64s
 from manyroots.runner.packet import send
 from manyroots.sampling import SamplingParams
-from manyroots.step import Arrival, Bools, Int32s
+from manyroots.step import Arrival, Int32s
 
 logger = logging.getLogger(__name__)
 
@@ -49,11 +49,12 @@ class _TableEntries:
 
     def bias(self, row: int, biases: Mapping[int, float]) -> None:
         at = np.arange(len(biases))
-        self._put("bias_ids", row, at, np.array([*biases], np.int32))
-        self._put("biases", row, at, np.array([*biases.values()], np.float32))
+        ids, values = zip(*sorted(biases.items()), strict=True)
+        self._put("bias_ids", row, at, np.array(ids, np.int32))
+        self._put("biases", row, at, np.array(values, np.float32))
 
     def stop(self, row: int, ids: tuple[int, ...]) -> None:
-        self._put("stop_ids", row, np.arange(len(ids)), np.array(ids, np.int32))
+        self._put("stop_ids", row, np.arange(len(ids)), np.array(sorted(ids), np.int32))
 
     def _put(self, table: str, row: int, columns: Int64s, values: np.ndarray) -> None:
         self._entries.setdefault(table, []).append((row, columns, values))
@@ -77,17 +78,16 @@ class _TableEntries:
 class SamplingState:
     """What each row's sequence asked of the sampler."""
 
-    def __init__(self, max_num_seqs: int, tables: SamplingTables | None = None) -> None:
+    def __init__(self, max_num_seqs: int, tables: SamplingTables) -> None:
         self.tables = tables
         num_rows = max_num_seqs + 1
         self.params: list[SamplingParams] = [_GREEDY] * num_rows
-        self.stop_ids: list[tuple[int, ...]] = [()] * num_rows
-        self.seed = np.zeros(num_rows, np.uint64)
-        self.temperature = np.zeros(num_rows, np.float32)
+        self._seed = np.zeros(num_rows, np.uint64)
+        self._temperature = np.zeros(num_rows, np.float32)
         """0 for greedy rows."""
-        self.top_p = np.ones(num_rows, np.float64)
-        self.top_k = np.zeros(num_rows, np.int32)
-        self.min_p = np.zeros(num_rows, np.float64)
+        self._top_p = np.ones(num_rows, np.float64)
+        self._top_k = np.zeros(num_rows, np.int32)
+        self._min_p = np.zeros(num_rows, np.float64)
         self._repetition = np.ones(num_rows, np.float32)
         self._frequency = np.zeros(num_rows, np.float32)
         self._presence = np.zeros(num_rows, np.float32)
@@ -95,15 +95,11 @@ class SamplingState:
         self._num_stops = np.zeros(num_rows, np.int32)
         self._min_tokens = np.zeros(num_rows, np.int64)
         self._num_top = np.full(num_rows, NO_LOGPROBS, np.int32)
-        self.edits_logits = np.zeros(num_rows, np.bool_)
-        """Rows with penalties, biases or a minimum length: their logits are changed one by one."""
-        self.wants_logprobs = np.zeros(num_rows, np.bool_)
+        self._wants_more = np.zeros(num_rows, np.bool_)
+        """Rows that want more logprobs than `Sampled` has room for."""
         self.wants_prompt_logprobs = np.zeros(num_rows, np.bool_)
         self.failures: dict[int, str] = {}
         """Rows whose parameters could not be taken in, and why: nothing is chosen for them."""
-
-    def arrive(self, arrival: Arrival) -> None:
-        self.apply((arrival,))
 
     def apply(self, arrivals: Sequence[Arrival]) -> None:
         """Take in what rows' new sequences ask for. Never fails a step: the intake has checked
@@ -120,8 +116,7 @@ class SamplingState:
                 self.failures[arrival.row] = (
                     f"its sampling parameters can't be used ({type(error).__name__}: {error})"
                 )
-        if self.tables is not None:
-            entries.write(self.tables)
+        entries.write(self.tables)
 
     def arrays(self, rows: Int32s, indices: Int64s) -> dict[str, np.ndarray]:
         """What these rows ask of a step that draws their token number `indices`: the fields of
@@ -129,11 +124,11 @@ class SamplingState:
         is_early = indices < self._min_tokens[rows]
         return {
             "table_rows": rows.astype(np.int64),
-            "temperature": self.temperature[rows],
-            "top_k": self.top_k[rows],
-            "top_p": self.top_p[rows],
-            "min_p": self.min_p[rows],
-            "seeds": self.seed[rows].view(np.int64),
+            "temperature": self._temperature[rows],
+            "top_k": self._top_k[rows],
+            "top_p": self._top_p[rows],
+            "min_p": self._min_p[rows],
+            "seeds": self._seed[rows].view(np.int64),
             "indices": indices.astype(np.int64),
             "repetition": self._repetition[rows],
             "frequency": self._frequency[rows],
@@ -158,31 +153,26 @@ class SamplingState:
     def exceeds_graph(self, rows: Int32s) -> bool:
         """Whether one of these rows wants more logprobs than `Sampled` has room for: the runner
         then scores the step's logits itself (`logprobs.score`)."""
-        many = (self.params[row].logprobs or 0 for row in rows[self.wants_logprobs[rows]].tolist())
-        return any(count > MAX_TOP for count in many)
-
-    def is_cut(self, rows: Int32s) -> Bools:
-        """Rows that draw from a part of the vocabulary."""
-        cut: Bools = (self.top_k[rows] > 0) | (self.top_p[rows] < 1.0) | (self.min_p[rows] > 0.0)
-        return cut & (self.temperature[rows] > 0.0)
+        return bool(self._wants_more[rows].any())
 
     def _forget(self, row: int) -> None:
-        self.params[row], self.stop_ids[row] = _GREEDY, ()
-        self.temperature[row], self.top_p[row], self.top_k[row], self.min_p[row] = 0.0, 1.0, 0, 0.0
+        """Ask for nothing."""
+        self.params[row] = _GREEDY
+        self._temperature[row], self._top_k[row] = 0.0, 0
+        self._top_p[row], self._min_p[row] = 1.0, 0.0
         self._repetition[row], self._frequency[row], self._presence[row] = 1.0, 0.0, 0.0
         self._num_biases[row] = self._num_stops[row] = self._min_tokens[row] = 0
         self._num_top[row] = NO_LOGPROBS
-        self.edits_logits[row] = self.wants_logprobs[row] = self.wants_prompt_logprobs[row] = False
+        self._wants_more[row] = self.wants_prompt_logprobs[row] = False
 
     def _take(self, arrival: Arrival, entries: _TableEntries) -> None:
         row, params = arrival.row, arrival.sampling
         self.params[row] = params
-        self.stop_ids[row] = arrival.stop_ids
-        self.seed[row] = np.uint64(arrival.seed)
-        self.temperature[row] = 0.0 if params.is_greedy else params.temperature
-        self.top_p[row] = params.top_p
-        self.top_k[row] = max(params.top_k, 0)
-        self.min_p[row] = params.min_p
+        self._seed[row] = np.uint64(arrival.seed)
+        self._temperature[row] = 0.0 if params.is_greedy else params.temperature
+        self._top_p[row] = params.top_p
+        self._top_k[row] = max(params.top_k, 0)
+        self._min_p[row] = params.min_p
         if params.has_penalties:
             self._repetition[row] = params.repetition_penalty
             self._frequency[row] = params.frequency_penalty
@@ -197,10 +187,7 @@ class SamplingState:
             entries.stop(row, arrival.stop_ids)
             self._num_stops[row] = len(arrival.stop_ids)
             self._min_tokens[row] = params.min_tokens
-        self.edits_logits[row] = bool(
-            params.has_penalties or params.logit_bias or (params.min_tokens and arrival.stop_ids)
-        )
         if params.logprobs is not None:
-            self.wants_logprobs[row] = True
             self._num_top[row] = min(params.logprobs, MAX_TOP)
+            self._wants_more[row] = params.logprobs > MAX_TOP
         self.wants_prompt_logprobs[row] = params.prompt_logprobs is not None

@@ -22,6 +22,13 @@ from manyroots.engine import worker
 from manyroots.kernels.choice import Kernels, reference_kernels
 from manyroots.kernels.lora_sites.sites import LoraTerm, PoolSite
 from manyroots.kernels.moe_pairs.routing import Routing
+from manyroots.kernels.sampling.rows import (
+    MAX_TOP,
+    NO_FAULT,
+    NO_LOGPROBS,
+    Sampled,
+    SamplingRows,
+)
 from manyroots.kernels.tolerances import TOLERANCES
 
 CPU = torch.device("cpu")
@@ -122,6 +129,24 @@ def _routing(routing: Routing) -> Pieces:
     }
 
 
+def _sampled(rows: SamplingRows, sampled: Sampled) -> Pieces:
+    """What means anything of it, and what was counted."""
+    is_good = sampled.faults == NO_FAULT
+    is_scored = is_good & (rows.num_top != NO_LOGPROBS)
+    vocab = rows.tables.counts.shape[1]
+    is_top = torch.arange(MAX_TOP, device=is_good.device) < rows.num_top[:, None].clamp(max=vocab)
+    is_top &= is_scored[:, None]
+    return {
+        "tokens": sampled.tokens[is_good],
+        "faults": sampled.faults,
+        "logprobs": sampled.logprobs[is_scored],
+        "ranks": sampled.ranks[is_scored],
+        "top_ids": sampled.top_ids[is_top],
+        "top_logprobs": sampled.top_logprobs[is_top],
+        "counts": rows.tables.counts,
+    }
+
+
 RESULTS: dict[str, Callable[[tuple[Any, ...], Any], Pieces]] = {
     "norm.rms_norm": lambda args, out: {"out": out},
     "norm.add_rms_norm": lambda args, out: {"out": out, "residual": args[0]},
@@ -139,7 +164,7 @@ RESULTS: dict[str, Callable[[tuple[Any, ...], Any], Pieces]] = {
     "lora_sites.add_embedding": lambda args, out: {"y": args[0]},
     "moe_pairs.route": lambda args, out: _routing(out),
     "moe_pairs.experts": lambda args, out: {"out": out.float().sum(0)},
-    "sampling.sample_rows": lambda args, out: {"tokens": out.tokens, "faults": out.faults},
+    "sampling.sample": lambda args, out: _sampled(args[1], out),
     "decode_rows.begin": lambda args, out: {"tokens": out[0], "tables": out[1]},
     # The last row is nobody's, and takes what many write there in any order.
     "decode_rows.end": lambda args, out: {"newest": args[2][:-1]},

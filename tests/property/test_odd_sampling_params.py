@@ -24,10 +24,11 @@ from manyroots.engine import wire
 from manyroots.errors import RequestError
 from manyroots.ids import Namespace, RequestId, Row, StepId
 from manyroots.intake import Intake
+from manyroots.kernels.sampling import torch_ops
+from manyroots.kernels.sampling.rows import Sampled, SamplingRows, SamplingTables
 from manyroots.messages import Submit
-from manyroots.runner.batch import PersistentBatch
-from manyroots.runner.logprobs import score
-from manyroots.runner.sampler import Choices, Sampler
+from manyroots.runner import choices
+from manyroots.runner.packet import send
 from manyroots.runner.sampling_state import SamplingState
 from manyroots.step import Arrival, Plan
 from tests.unit.models.tiny import save_tiny
@@ -98,10 +99,10 @@ class Asker:
         )  # fmt: skip
 
 
-def sample(submits: list[Submit], output: list[int], logits: torch.Tensor) -> Choices:
+def sample(submits: list[Submit], output: list[int], logits: torch.Tensor) -> Sampled:
     """One step of all, with scores for those who ask."""
-    batch = PersistentBatch(max_num_seqs=len(submits), max_model_len=64, page_size=4)
-    state = SamplingState(len(submits))
+    tables = SamplingTables.zeros(len(submits), VOCAB, torch.device("cpu"))
+    state = SamplingState(len(submits), tables)
     known = np.array([3, 4, 4, 5, *output], np.int32)
     arrivals = tuple(
         Arrival(
@@ -115,15 +116,15 @@ def sample(submits: list[Submit], output: list[int], logits: torch.Tensor) -> Ch
     empty = np.empty(0, np.int32)
     plan = Plan(StepId(1), arrivals, (), empty, empty, np.empty(0, np.bool_))
     _, plan = ranks.decode(ranks.encode(ranks.RankMessageKind.PLAN, plan))
-    for arrival in plan.arrivals:
-        state.arrive(arrival)
+    state.apply(plan.arrivals)
     assert not state.failures
-    batch.apply(plan)
-    choices = Sampler(batch, state).sample(logits.clone(), np.arange(len(submits), dtype=np.int32))
-    counts = [submit.sampling.logprobs or 0 for submit in submits]
-    for entry in score(logits, torch.from_numpy(choices.tokens.astype(np.int64)), counts):
+    rows = np.arange(len(submits), dtype=np.int32)
+    arrays = state.arrays(rows, np.full(len(rows), len(output), np.int64))
+    sampled = torch_ops.sample(logits.clone(), SamplingRows.of(send(arrays, logits.device), tables))
+    at, wanted = np.arange(len(rows)), state.num_logprobs(rows)
+    for entry in choices.logprobs(rows, sampled, at, wanted, VOCAB).values():
         assert not np.isnan([entry.logprob, *entry.top_logprobs]).any()
-    return choices
+    return sampled
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -143,10 +144,10 @@ def test_an_odd_value_is_refused_by_name_or_samples_a_token(seed: int) -> None:
         spread = rng.choice([0.0, 1e-40, 1.0, 1e4, 1e30, 3e37])
         logits = torch.randn(len(some), VOCAB, generator=generator) * spread
         output = [rng.randrange(VOCAB) for _ in range(rng.randrange(8))]
-        choices = sample(some, output, logits)
-        assert not choices.faults
-        assert ((choices.tokens >= 0) & (choices.tokens < VOCAB)).all()
-        assert choices.tokens[0] == sample([plain], output, logits[:1]).tokens[0]
+        sampled = sample(some, output, logits)
+        assert not sampled.faults.any()
+        assert ((sampled.tokens >= 0) & (sampled.tokens < VOCAB)).all()
+        assert sampled.tokens[0] == sample([plain], output, logits[:1]).tokens[0]
 
 
 @pytest.mark.parametrize("name", [*IN_RANGE])

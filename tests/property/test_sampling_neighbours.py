@@ -7,7 +7,6 @@ On the GPU where there is one: `python -m tests.gpu.check sampler`.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from types import ModuleType
 
 import numpy as np
@@ -16,10 +15,9 @@ import torch
 
 from manyroots.kernels.sampling import reference, torch_ops
 from manyroots.kernels.sampling.likeliest import likeliest, order_keys
-from manyroots.kernels.sampling.rows import NO_FAULT, NO_LOGPROBS, Sampled, SamplingRows
-from manyroots.kernels.tolerances import assert_close
+from manyroots.kernels.sampling.rows import NO_FAULT
 from manyroots.runner.logprobs import score
-from tests.sampled_rows import Rows, random_row
+from tests.sampled_rows import Rows, assert_logprobs_close, outcomes, random_row
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCABULARIES = (7, 65, 300, 1031, 20_011)
@@ -36,36 +34,17 @@ def fast() -> ModuleType:
     return triton
 
 
-def outcome(sampled: Sampled, rows: SamplingRows, index: int) -> tuple[object, ...]:
-    """All that one row was given, but for its logprobs' values."""
-    fault = int(sampled.faults[index])
-    if fault != NO_FAULT:
-        return (fault,)
-    counts = rows.tables.counts[rows.table_rows[index]]
-    given: tuple[object, ...] = (fault, int(sampled.tokens[index]), counts.tolist())
-    num_top = min(int(rows.num_top[index]), counts.shape[0])
-    if num_top != NO_LOGPROBS:
-        top = sampled.top_ids[index, :num_top].tolist()
-        given = (*given, int(sampled.ranks[index]), top)
-    return given
-
-
-def outcomes(sampler: ModuleType, rows: Rows, places: Sequence[int]) -> list[tuple[object, ...]]:
-    sampled, asked = rows.sample(sampler.sample_rows, places)
-    return [outcome(sampled, asked, index) for index in range(len(places))]
-
-
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("vocab", VOCABULARIES)
 def test_s01_a_row_gets_the_same_token_alone_and_in_every_mix(vocab: int, seed: int) -> None:
     rng = random.Random(f"{vocab} {seed}")
     count = 40 if vocab < 10_000 else 8
     rows = Rows([random_row(rng, vocab) for _ in range(count)], device=DEVICE)
-    alone = [outcomes(fast(), rows, [place])[0] for place in range(count)]
+    alone = [outcomes(*rows.sample(fast().sample, [place]))[0] for place in range(count)]
     mixes = [list(range(count)), list(reversed(range(count)))]
     mixes += [rng.sample(range(count), rng.randrange(2, count)) for _ in range(6)]
     for mix in mixes:
-        assert outcomes(fast(), rows, mix) == [alone[place] for place in mix]
+        assert outcomes(*rows.sample(fast().sample, mix)) == [alone[place] for place in mix]
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -76,18 +55,10 @@ def test_s01_a_row_gets_what_the_reference_gives(vocab: int, seed: int) -> None:
     count = 40 if vocab < 10_000 else 8
     rows = Rows([random_row(rng, vocab) for _ in range(count)], device=DEVICE)
     places = range(count)
-    assert outcomes(fast(), rows, places) == outcomes(reference, rows, places)
-    ours, asked = rows.sample(fast().sample_rows, places)
-    theirs, _ = rows.sample(reference.sample_rows, places)
-    for index in np.flatnonzero(
-        (asked.num_top >= 0).cpu().numpy() & (ours.faults == 0).cpu().numpy()
-    ):
-        num_top = min(int(asked.num_top[index]), vocab)
-        assert_close("logprobs", ours.logprobs[index], theirs.logprobs[index], torch.float32)
-        assert_close(
-            "logprobs", ours.top_logprobs[index, :num_top], theirs.top_logprobs[index, :num_top],
-            torch.float32,
-        )  # fmt: skip
+    ours, asked = rows.sample(fast().sample, places)
+    theirs, also = rows.sample(reference.sample, places)
+    assert outcomes(ours, asked) == outcomes(theirs, also)
+    assert_logprobs_close(ours, theirs, asked)
 
 
 @pytest.mark.parametrize("sampler", [fast(), reference], ids=["fast", "reference"])
@@ -98,7 +69,7 @@ def test_s01_a_row_gets_the_token_that_the_plain_rules_give(
 ) -> None:
     rng = random.Random(f"plain {vocab} {seed}")
     rows = Rows([random_row(rng, vocab) for _ in range(40)], device=DEVICE)
-    sampled, _ = rows.sample(sampler.sample_rows, range(40))
+    sampled, _ = rows.sample(sampler.sample, range(40))
     for place, row in enumerate(rows.plain):
         if sampled.faults[place] == NO_FAULT:
             assert int(sampled.tokens[place]) == row.token()

@@ -55,7 +55,7 @@ class _Row:
         return self.repetition != 1.0 or self.frequency != 0.0 or self.presence != 0.0
 
 
-def sample_rows(logits: Tensor, rows: SamplingRows) -> Sampled:
+def sample(logits: Tensor, rows: SamplingRows) -> Sampled:
     """A token for each row of [rows, vocabulary], and logprobs for those who ask. Counts the token
     of rows that have penalties."""
     sampled = Sampled.empty(logits.shape[0], torch.device("cpu"))
@@ -167,44 +167,3 @@ def _score(sampled: Sampled, index: int, own: Logits, token: int, num_top: int) 
     for place, likely in enumerate(order[: min(num_top, MAX_TOP)]):
         sampled.top_ids[index, place] = likely
         sampled.top_logprobs[index, place] = exact[likely] - total
-
-
-def sample(
-    logits: Tensor, temperature: Tensor, seeds: Tensor, indices: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Tokens, int32 [rows], and whether each row's largest logit was finite.
-
-    Rows whose `temperature` (float32) is 0 take the likeliest token, the first of equals; others
-    draw with `seeds` and `indices` (int64) from all of the vocabulary.
-    """
-    tokens, finite = [], []
-    for row in range(logits.shape[0]):
-        values = logits[row].float().cpu()
-        best = values.max()
-        finite.append(bool(torch.isfinite(best)))
-        heat = float(temperature[row])
-        if heat <= 0.0 or not finite[-1]:
-            tokens.append(int(values.argmax()))
-            continue
-        weights = torch.exp((values - best) / heat).double().numpy()
-        sums = np.cumsum(weights)
-        target = _draw(int(seeds[row]), int(indices[row])) * sums[-1]
-        picked = int(np.searchsorted(sums, target, side="right"))
-        tokens.append(min(picked, int(np.flatnonzero(weights)[-1])))
-    device = logits.device
-    return (
-        torch.tensor(tokens, dtype=torch.int32, device=device),
-        torch.tensor(finite, device=device),
-    )
-
-
-def _draw(seed: int, index: int) -> float:
-    state = (_mix(seed) + (index + 1) * 0x9E3779B97F4A7C15) % 2**64
-    return (_mix(state) >> 11) * 2.0**-53
-
-
-def _mix(z: int) -> int:
-    z %= 2**64
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
-    return z ^ (z >> 31)

@@ -36,11 +36,11 @@ class SamplingTables:
     """int32 [rows + 1, vocabulary]: how often a row's output has each token, and IN_PROMPT. Right
     for rows that ask for penalties alone: set when they arrive, counted on by `sample`."""
     bias_ids: Tensor
-    """int32 [rows + 1, MAX_BIASES]: different tokens"""
+    """int32 [rows + 1, MAX_BIASES]: different tokens, ascending"""
     biases: Tensor
     """float32 [rows + 1, MAX_BIASES]"""
     stop_ids: Tensor
-    """int32 [rows + 1, MAX_STOPS]"""
+    """int32 [rows + 1, MAX_STOPS], ascending"""
     masks: Tensor
     """int32 [rows + 1, vocabulary / 32]: token t is allowed if bit t % 32 of word t / 32 is set"""
 
@@ -56,6 +56,9 @@ class SamplingTables:
             stop_ids=table(MAX_STOPS),
             masks=table(-(-vocab // 32)),
         )
+
+
+TABLE_FIELDS = tuple(f.name for f in fields(SamplingTables))
 
 
 @dataclass(frozen=True, slots=True)

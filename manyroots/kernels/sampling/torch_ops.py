@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 Ints = npt.NDArray[np.int64]
 
 
-def sample_rows(logits: Tensor, rows: SamplingRows) -> Sampled:
+def sample(logits: Tensor, rows: SamplingRows) -> Sampled:
     """A token for each row of [rows, vocabulary], and logprobs for those who ask. Counts the token
     of rows that have penalties. `logits` are the caller's no more: they may be changed."""
     logits = logits.float()

@@ -17,6 +17,9 @@ if DEVICE.type == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton", reason="triton is not installed: the GPU kernels are NOT tested")
 
+if DEVICE.type == "cpu":
+    import tests.unit.kernels.quick_interpreter  # noqa: F401
+
 from manyroots.kernels.lora_sites.sites import LinearSite, LoraRows  # noqa: E402
 
 DTYPES = [torch.float32, torch.bfloat16] if DEVICE.type == "cuda" else [torch.float32]

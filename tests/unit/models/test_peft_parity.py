@@ -13,7 +13,7 @@ from manyroots.scheduler.request import invoked_at
 from tests.unit.models.paged import PagedModel
 from tests.unit.models.peft_models import ADAPTERS, ATTENTION, EVERYTHING, MLP, Pair, make_pair
 
-KINDS = ["llama", "llama-tied", "qwen2", "qwen3", "mistral"]
+KINDS = ["llama", "llama-tied", "qwen2", "qwen3", "mistral", "gemma3"]
 
 
 def prompt(seed: int, length: int) -> list[int]:

@@ -75,6 +75,9 @@ class AdapterPool:
         self._lock = threading.Lock()
         # Guarded by it: steps read it while loads change it. Of a turned pool.
         self._weights: dict[int, SlotWeights] = {}
+        if device.type == "cuda":
+            # Loads have a stream of their own, which knows nothing of the zeros written here.
+            torch.cuda.synchronize(device)
 
     @property
     def used_bytes(self) -> int:

@@ -18,6 +18,8 @@ from tests.gpu.parity import Parity
 
 pytestmark = pytest.mark.slow
 OF_EXPERTS = "moe_pairs"
+NOT_CALLED = ("attention.decode_attention", "attention.prefill_attention", "gemm.is_for")
+"""By a step: the halves of `attend`, which is compared; and what only says what `linear` takes."""
 
 
 @pytest.fixture(scope="module")
@@ -69,4 +71,4 @@ def test_every_kernel_that_has_a_reference_is_compared() -> None:
                 and fast.get(name, member) is not member
                 and not isinstance(member, type)
             ):
-                assert f"{room.name}.{name}" in RESULTS
+                assert f"{room.name}.{name}" in {*RESULTS, *NOT_CALLED}

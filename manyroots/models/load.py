@@ -79,7 +79,8 @@ def _as_in_the_checkpoint(
     """With a head of its own where the config calls it tied and the weights differ."""
     if not spec.tie_word_embeddings or load_format == "dummy" or source.kind is SourceKind.GGUF:
         return spec  # a GGUF file is tied if it has no head
-    return replace(spec, tie_word_embeddings=tied_head.is_tied(source.path, dtype))
+    translate = known_architecture(spec.architecture).translate
+    return replace(spec, tie_word_embeddings=tied_head.is_tied(source.path, dtype, translate))
 
 
 def fill(fills: Mapping[str, Fill], weights: Iterable[tuple[str, Tensor]], model_name: str) -> None:

@@ -174,5 +174,7 @@ def _refuse_quantized(config: Any) -> None:
     method = quantization.get("quant_method") if is_dict else quantization.quant_method
     raise ModelError(
         f"the checkpoint is quantized (method {method or 'unknown'!r}); this version loads "
-        "unquantized safetensors and GGUF files. Use one of these for this model."
+        "unquantized safetensors and GGUF files. Use one of these for this model, or save it "
+        "unquantized with transformers (for 'mxfp4': from_pretrained(folder, quantization_config="
+        "Mxfp4Config(dequantize=True)).save_pretrained(new_folder))."
     )

@@ -5,6 +5,8 @@ tensor is and why it is not served. Knows nothing of shapes.
 
     [base_model.model.]MODULE.lora_A[.ADAPTER].weight
     [base_model.model.]MODULE.lora_embedding_A[.ADAPTER][.weight]
+
+In a model with images, MODULE names the text model, too: `model.language_model.layers.0...`.
 """
 
 from __future__ import annotations
@@ -19,6 +21,11 @@ _KEY = re.compile(
     r"([AB])(?:\.([^.]+))?\.weight"
     r"|embedding_([AB])(?:\.weight|\.([^.]+)(?:\.weight)?)?)"
 )
+_LANGUAGE_MODEL = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head": "lm_head",
+}
 _BASE_COPY = re.compile(r"(?:base_model\.model\.)?(.+)\.base_layer\.weight")
 _KNOWN_PARTS = {
     "lora_magnitude_vector": "belongs to DoRA, which is not served; train with use_dora=False",
@@ -45,13 +52,21 @@ def parse_key(name: str) -> Key | None:
     if match is None:
         return None
     module, side, adapter, embedding_side, embedding_adapter = match.groups()
-    return Key(module, side or embedding_side, adapter or embedding_adapter)
+    return Key(_of_text(module), side or embedding_side, adapter or embedding_adapter)
 
 
 def base_copy_of(name: str) -> str | None:
     """The module whose base weight this tensor repeats, as PEFT saves it beside embeddings."""
     match = _BASE_COPY.fullmatch(name)
-    return None if match is None else match.group(1)
+    return None if match is None else _of_text(match.group(1))
+
+
+def _of_text(module: str) -> str:
+    """A module of the text model, by the name that it has where there are no images."""
+    for spelled, own in _LANGUAGE_MODEL.items():
+        if module.startswith(spelled):
+            return own + module.removeprefix(spelled)
+    return module
 
 
 def refuse_key(name: str) -> AdapterError:

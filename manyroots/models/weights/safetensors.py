@@ -7,7 +7,7 @@ that has nothing else is refused with the remedy.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -25,17 +25,18 @@ def tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
         yield from _of_file(file, None)
 
 
-def named(folder: Path, names: Collection[str]) -> dict[str, Tensor]:
-    """Those of `names` that the checkpoint has."""
-    return {name: tensor for file in weight_files(folder) for name, tensor in _of_file(file, names)}
+def ending_with(folder: Path, endings: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
+    """Those of the checkpoint's tensors whose names end with one of these."""
+    for file in weight_files(folder):
+        yield from _of_file(file, endings)
 
 
-def _of_file(file: Path, names: Collection[str] | None) -> Iterator[tuple[str, Tensor]]:
+def _of_file(file: Path, endings: tuple[str, ...] | None) -> Iterator[tuple[str, Tensor]]:
     """The file's tensors, or those called so."""
     try:
         with safe_open(file, framework="pt") as shard:
             for name in shard.keys():  # noqa: SIM118 - a safetensors handle is no mapping
-                if names is None or name in names:
+                if endings is None or name.endswith(endings):
                     yield name, shard.get_tensor(name)
     except (SafetensorError, OSError) as error:
         raise ModelError(

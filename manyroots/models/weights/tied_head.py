@@ -8,7 +8,7 @@ compared is what is served: numbers in the engine's dtype.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -20,14 +20,17 @@ logger = logging.getLogger(__name__)
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
+Translate = Callable[[Iterable[tuple[str, Tensor]]], Iterable[tuple[str, Tensor]]]
 _ROWS_AT_ONCE = 4096
 """Of a large vocabulary, a few ten megabytes."""
 
 
-def is_tied(folder: Path, dtype: torch.dtype) -> bool:
-    """Of a folder whose config says that it is."""
-    found = safetensors.named(folder, (EMBEDDING, HEAD))
-    if len(found) < 2 or _are_equal(found[EMBEDDING], found[HEAD], dtype):
+def is_tied(folder: Path, dtype: torch.dtype, translate: Translate) -> bool:
+    """Of a folder whose config says that it is; `translate` gives its tensors the names here."""
+    found = dict(translate(safetensors.ending_with(folder, ("embed_tokens.weight", HEAD))))
+    if not {EMBEDDING, HEAD} <= found.keys():
+        return True
+    if _are_equal(found[EMBEDDING], found[HEAD], dtype):
         return True
     logger.warning(
         "%s has an %s that differs from its %s, although its config ties them; each is used as "

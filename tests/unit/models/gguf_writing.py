@@ -28,6 +28,12 @@ _BLOCK = {
     "mlp.experts.up_proj": "ffn_up_exps",
     "mlp.experts.down_proj": "ffn_down_exps",
 }
+_GEMMA_BLOCK = _BLOCK | {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+_ARCHITECTURES = {"mistral": "llama", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3"}
 
 
 def write_gguf(
@@ -39,7 +45,7 @@ def write_gguf(
     extra_tensors: Mapping[str, np.ndarray] | None = None,
 ) -> Path:
     """Write a model as llama.cpp's converter would, in float32; only an embedding by default."""
-    arch = {"mistral": "llama", "qwen3_moe": "qwen3moe"}.get(config.model_type, config.model_type)
+    arch = _ARCHITECTURES.get(config.model_type, config.model_type)
     writer = GGUFWriter(path, arch)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -51,7 +57,12 @@ def write_gguf(
         config.hidden_size // config.num_attention_heads
     )
     writer.add_key_length(head_dim)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    rope = config.rope_parameters
+    if arch == "gemma3":
+        # Nothing of the other layers' rotation, nor which layers these are.
+        rope = rope["full_attention"]
+        writer.add_sliding_window(config.sliding_window)
+    writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_eos_token_id(2)
     if arch == "qwen3moe":
@@ -75,7 +86,10 @@ def write_gguf(
         if arch == "llama" and part in ("q_proj", "k_proj"):
             heads = config.num_attention_heads if part == "q_proj" else config.num_key_value_heads
             values = _pairs_from_halves(values, heads)
-        writer.add_tensor(_gguf_name(name), np.ascontiguousarray(values))
+        if arch == "gemma3" and part.endswith("norm"):
+            values = values + 1
+        block = _GEMMA_BLOCK if arch == "gemma3" else _BLOCK
+        writer.add_tensor(_gguf_name(name, block), np.ascontiguousarray(values))
     for name, array in (extra_tensors or {}).items():
         writer.add_tensor(name, array, raw_dtype=GGMLQuantizationType.F32)
     writer.write_header_to_file()
@@ -100,12 +114,12 @@ def _experts_apart(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return apart
 
 
-def _gguf_name(name: str) -> str:
+def _gguf_name(name: str, block: Mapping[str, str]) -> str:
     stem, kind = name.rsplit(".", 1)
     if stem in _TOP:
         return f"{_TOP[stem]}.{kind}"
     _, _, index, part = stem.split(".", 3)
-    return f"blk.{index}.{_BLOCK[part]}.{kind}"
+    return f"blk.{index}.{block[part]}.{kind}"
 
 
 def _pairs_from_halves(rows: np.ndarray, heads: int) -> np.ndarray:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +17,11 @@ from manyroots.kernels.tolerances import assert_close
 from manyroots.layers.rotary import rope_frequencies
 from manyroots.models.load import describe, load_model
 from manyroots.models.source import resolve_source
+from manyroots.models.spec import ModelSpec
 from tests.unit.models.gguf_writing import write_gguf
 from tests.unit.models.tiny import (
     LLAMA3,
+    WINDOW,
     YARN,
     load_tiny,
     save_tiny,
@@ -44,6 +48,66 @@ def test_a_gguf_file_loads_as_the_checkpoint_it_was_made_from(kind: str, tmp_pat
     assert from_folder.keys() == from_file.keys()
     for name, weight in from_folder.items():
         assert torch.equal(weight, from_file[name]), name
+
+
+def test_a_gguf_file_of_gemma_is_the_checkpoint_that_it_was_made_from(tmp_path: Path) -> None:
+    """Its metadata has one rotation and one window: which layers have which is filled in. Norms
+    have 1 added, in float32, where a few have no room for all of their own digits."""
+    theirs = save_tiny(tmp_path / "folder", "gemma3", **IN_GGUF)
+    state = {
+        name: tensor for name, tensor in theirs.state_dict().items() if name != "lm_head.weight"
+    }
+    scaled = {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0}
+    file = write_gguf(tmp_path / "m.gguf", theirs.config, state, extra_metadata=scaled)
+    ours, by_file = load_tiny(tmp_path / "folder"), load_tiny(file)
+    assert windows_of(by_file.spec) == [WINDOW] * 5 + [None, WINDOW]
+    assert by_file.spec.rms_norm_eps == np.float32(ours.spec.rms_norm_eps)
+    assert replace(by_file.spec, rms_norm_eps=ours.spec.rms_norm_eps) == ours.spec
+    wanted = tensors_of(ours)
+    assert wanted.keys() == tensors_of(by_file).keys()
+    for name, weight in tensors_of(by_file).items():
+        assert torch.equal(weight, wanted[name]), name
+
+
+IN_GGUF: dict[str, Any] = {"layer_types": None, "num_hidden_layers": 7, "query_pre_attn_scalar": 16}
+"""What llama.cpp's converter takes for granted of a Gemma 3."""
+
+
+@pytest.mark.parametrize(
+    ("metadata", "windows"),
+    [
+        ({}, [WINDOW] * 5 + [None, WINDOW]),
+        ({"attention.sliding_window_pattern": 2}, [WINDOW, None] * 3 + [WINDOW]),
+        ({"attention.sliding_window": 7}, [7] * 5 + [None, 7]),
+    ],
+)
+def test_p09_what_newer_files_of_gemma_say_wins(
+    metadata: dict[str, object], windows: list[int | None], tmp_path: Path
+) -> None:
+    """P09: the pattern and the local layers' base."""
+    extra = {**metadata, "rope.freq_base_swa": 500.0}
+    config = tiny_config("gemma3", **IN_GGUF)
+    if "attention.sliding_window" in metadata:
+        config.sliding_window = extra.pop("attention.sliding_window")
+    file = write_gguf(tmp_path / "m.gguf", config, extra_metadata=extra)
+    spec = describe(resolve_source(ModelSettings(model=str(file))))
+    assert windows_of(spec) == windows
+    local = {"rope_type": "default", "rope_theta": 500.0}
+    assert spec.ropes[1] == tiny_spec(rope_parameters=local, head_dim=16).ropes[0]
+    assert {layer.mixer.rope for layer in spec.layers if layer.memory.window} == {1}
+
+
+def test_the_largest_gemma_scales_its_scores_by_another_number(tmp_path: Path) -> None:
+    """llama.cpp knows 27B by its 62 layers."""
+    for layers, scalar in ((62, 48 // 6), (48, 16)):
+        config = tiny_config("gemma3", layer_types=None, num_hidden_layers=layers)
+        file = write_gguf(tmp_path / f"{layers}.gguf", config)
+        spec = describe(resolve_source(ModelSettings(model=str(file))))
+        assert {layer.mixer.scale for layer in spec.layers} == {scalar**-0.5}
+
+
+def windows_of(spec: ModelSpec) -> list[int | None]:
+    return [layer.memory.window for layer in spec.layers]
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -10,17 +11,23 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from manyroots.kernels.tolerances import assert_close
+from tests.seeded import Draw
 from tests.unit.models.paged import PagedModel
-from tests.unit.models.tiny import MODELS, load_tiny, save_tiny
+from tests.unit.models.tiny import MODELS, WINDOW, load_tiny, save_tiny
 
 LENGTHS = {"a": 41, "b": 7, "c": 23, "d": 7}
+WITH_WINDOWS = [kind for kind in MODELS if kind.endswith("-window")] + ["gemma3", "gpt-oss"]
+CHUNKS = range(1, 34)
+"""Below, at and above windows, pages, and their multiples."""
+SOME_CHUNKS = (1, 5, 16, 33)
+"""Of models that differ from others in nothing that chunks have to do with."""
 
 
-def prompts() -> dict[str, list[int]]:
+def prompts(lengths: Mapping[str, int] = LENGTHS) -> dict[str, list[int]]:
     generator = torch.Generator().manual_seed(3)
     return {
         name: torch.randint(0, 97, (length,), generator=generator).tolist()
-        for name, length in LENGTHS.items()
+        for name, length in lengths.items()
     }
 
 
@@ -30,30 +37,72 @@ def expected(model: PreTrainedModel, tokens: list[int]) -> Tensor:
     return logits
 
 
+def in_steps(
+    paged: PagedModel, tokens: Mapping[str, list[int]], size: Callable[[str], int]
+) -> dict[str, Tensor]:
+    """The logits of all tokens, of which `size` says how many of a sequence the next step has.
+
+    Sequences of different lengths run out at different times, so that prefills of several sizes
+    and decodes share steps.
+    """
+    rest = dict(tokens)
+    got: dict[str, list[Tensor]] = {name: [] for name in rest}
+    while rest:
+        now = {name: left[: size(name)] for name, left in rest.items()}
+        for name, logits in paged.step(now).items():
+            got[name].append(logits)
+        rest = {name: left for name, t in rest.items() if (left := t[len(now[name]) :])}
+    return {name: torch.cat(parts) for name, parts in got.items()}
+
+
+def assert_logits(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor], what: str) -> None:
+    assert got.keys() == wanted.keys()
+    for name, logits in got.items():
+        try:
+            assert_close("logits", logits, wanted[name], torch.float32)
+        except AssertionError as error:
+            raise AssertionError(f"{what}, sequence {name}: {error}") from error
+
+
 @pytest.mark.parametrize("kind", MODELS)
 def test_prefill_chunks_and_decode_give_transformers_logits(kind: str, tmp_path: Path) -> None:
-    """F01."""
+    """F01: prompts at once and in chunks of every size, down to single tokens."""
     theirs = save_tiny(tmp_path, kind)
     ours = load_tiny(tmp_path)
     wanted = {name: expected(theirs, tokens) for name, tokens in prompts().items()}
+    assert_logits(PagedModel(ours).step(prompts()), wanted, "at once")
+    for chunk in CHUNKS if kind in ["llama", "qwen3-moe", *WITH_WINDOWS] else SOME_CHUNKS:
+        got = in_steps(PagedModel(ours), prompts(), lambda _, size=chunk: size)
+        assert_logits(got, wanted, f"chunks of {chunk}")
 
-    whole = PagedModel(ours).step(prompts())
-    for name, logits in whole.items():
-        assert_close("logits", logits, wanted[name], torch.float32)
 
-    for chunk in (1, 5, 16):
-        paged = PagedModel(ours)
-        rest = prompts()
-        got: dict[str, list[Tensor]] = {name: [] for name in rest}
-        # Sequences of different lengths run out at different times, so that prefills of several
-        # sizes and decodes share steps.
-        while rest:
-            now = {name: tokens[:chunk] for name, tokens in rest.items()}
-            for name, logits in paged.step(now).items():
-                got[name].append(logits)
-            rest = {name: left for name, tokens in rest.items() if (left := tokens[chunk:])}
-        for name, parts in got.items():
-            assert_close("logits", torch.cat(parts), wanted[name], torch.float32)
+@pytest.mark.parametrize("page_size", [2, 16])
+@pytest.mark.parametrize("kind", WITH_WINDOWS)
+def test_sequences_of_many_windows_cut_at_random_give_transformers_logits(
+    kind: str, page_size: int, tmp_path: Path
+) -> None:
+    """F01: chunks of all sizes and decodes share steps, while pages behind windows are gone."""
+    theirs = save_tiny(tmp_path, kind, seed=page_size)
+    ours = load_tiny(tmp_path)
+    tokens = prompts({"a": 190, "b": 11, "c": 12, "d": 133, "e": 60})
+    wanted = {name: expected(theirs, ids) for name, ids in tokens.items()}
+    draw = Draw(page_size)
+    paged = PagedModel(ours, page_size=page_size, num_pages=300)
+    got = in_steps(paged, tokens, lambda _: 1 if draw.flag() else draw.integer(1, 33))
+    assert_logits(got, wanted, "cut at random")
+
+
+@pytest.mark.parametrize("kind", WITH_WINDOWS)
+def test_a_window_changes_logits_behind_it_and_none_within_it(kind: str, tmp_path: Path) -> None:
+    """So that the tests above would notice one that is not there."""
+    theirs = save_tiny(tmp_path, kind)
+    [tokens] = prompts({"a": 41}).values()
+    windowed = expected(theirs, tokens)
+    theirs.config.sliding_window = 1000
+    whole = expected(theirs, tokens)
+    differs = (windowed - whole).abs().amax(dim=1) > 1e-2
+    assert not differs[:WINDOW].any()
+    assert differs[WINDOW:].float().mean() > 0.9
 
 
 def test_decodes_and_prefills_mixed_in_one_step_do_not_disturb_each_other(tmp_path: Path) -> None:

@@ -14,10 +14,11 @@ from manyroots.kernels.activation.kinds import Activation
 from manyroots.kernels.moe_pairs.routing import Scoring
 from manyroots.layers.rotary import rope_frequencies
 from manyroots.layers.spec import ExpertsSpec
+from manyroots.models.families import families
 from manyroots.models.load import describe
 from manyroots.models.registry import architecture_of, known_architecture
 from manyroots.models.spec import ModelSpec
-from tests.unit.models.tiny import LLAMA3, tiny_config, tiny_source, tiny_spec
+from tests.unit.models.tiny import LLAMA3, WINDOW, tiny_config, tiny_source, tiny_spec
 
 
 def windows(spec: ModelSpec) -> list[int | None]:
@@ -129,6 +130,45 @@ def test_partial_rotation_is_refused() -> None:
     parameters = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
     with pytest.raises(ModelError, match=r"part \(0\.5\)"):
         tiny_spec(rope_parameters=parameters)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("gemma3", {"final_logit_softcapping": 30.0}, r"final_logit_softcapping is 30\.0"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping is 50\.0"),
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gemma3", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
+        ("gemma3", {"hidden_activation": "swish7"}, "swish7"),
+        ("gpt-oss", {"swiglu_limit": 5.0}, r"swiglu_limit is 5\.0"),
+        ("gpt-oss", {"swiglu_alpha": 1.0}, r"swiglu_alpha 1\.0"),
+        ("gpt-oss", {"num_experts_per_tok": 9}, "between 1 and 8"),
+        ("gpt-oss", {"quantization_config": {"quant_method": "mxfp4"}}, r"'mxfp4'.*dequantize"),
+    ],
+)
+def test_what_gemma_and_gpt_oss_could_have_and_is_not_served_is_refused_by_name(
+    kind: str, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        tiny_spec(kind, **changes)
+
+
+def test_gemma_has_two_rotations_and_two_families_of_layers() -> None:
+    spec = tiny_spec("gemma3")
+    assert [layer.mixer.rope for layer in spec.layers] == [1, 1, 0, 1]
+    assert [len(family.layers) for family in families(spec.layers)] == [1, 3]
+    assert spec.ropes[0].frequencies[0] == 1 / 8, "the far-sighted layers' is scaled"
+    assert spec.ropes[1].frequencies[0] == 1.0
+    assert {layer.mixer.scale for layer in spec.layers} == {24**-0.5}
+    assert all(layer.has_post_norms for layer in spec.layers)
+    assert spec.embedding_scale == 48**0.5
+
+
+def test_gpt_oss_has_windows_in_every_other_layer_by_default() -> None:
+    spec = tiny_spec("gpt-oss")
+    assert windows(spec) == [WINDOW, None, WINDOW]
+    assert windows(tiny_spec("gpt-oss", layer_types=["full_attention"] * 3)) == [None] * 3
+    assert all(layer.mixer.has_sinks for layer in spec.layers)
 
 
 def test_a_quantized_checkpoint_is_refused_by_method() -> None:

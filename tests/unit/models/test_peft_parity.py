@@ -13,7 +13,10 @@ from manyroots.scheduler.request import invoked_at
 from tests.unit.models.paged import PagedModel
 from tests.unit.models.peft_models import ADAPTERS, ATTENTION, EVERYTHING, MLP, Pair, make_pair
 
-KINDS = ["llama", "llama-tied", "qwen2", "qwen3", "mistral", "gemma3"]
+KINDS = [
+    "llama", "llama-tied", "qwen2", "qwen3", "mistral", "mistral-window", "qwen2-window", "gemma3",
+]  # fmt: skip
+"""Prompts are up to two and a half windows long."""
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -63,6 +66,32 @@ def test_eight_adapters_and_the_base_in_one_batch_give_pefts_logits_w17(
         requests[name] = (name, prompt(index, 5 + 3 * index))
         if index % 2:
             requests[f"{name}, again"] = (name, prompt(20 + index, 12))
+    run(pair, requests, chunk)
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 7])
+@pytest.mark.parametrize("kind", ["gpt-oss", "qwen3-moe-window"])
+def test_all_linear_adapters_of_experts_with_windows_give_pefts_logits_w14(
+    kind: str, chunk: int | None, tmp_path: Path
+) -> None:
+    """W14: what PEFT calls all-linear, which is experts and router, too; embedding and head."""
+    adapters = {
+        "all linear": {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"},
+        "ends": ADAPTERS["embedding and head"],
+        "both": {
+            "r": 3,
+            "lora_alpha": 4,
+            "target_modules": [*ATTENTION, "embed_tokens", "lm_head"],
+        },
+    }
+    # With gate and up together as wide as the model, PEFT's flat format would have two readings.
+    sizes = {"moe_intermediate_size": 20} if kind == "qwen3-moe-window" else {}
+    pair = make_pair(tmp_path, kind, adapters, **sizes)
+    requests: dict[str, tuple[str | None, list[int]]] = {"base": (None, prompt(50, 29))}
+    for index, name in enumerate(adapters):
+        requests[name] = (name, prompt(index, 17 + 9 * index))
+        moved = pair.expected(name, prompt(1, 19)) - pair.expected(None, prompt(1, 19))
+        assert moved.abs().max() > 0.1, "it changes something"
     run(pair, requests, chunk)
 
 

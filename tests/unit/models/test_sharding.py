@@ -46,7 +46,8 @@ def chunked(model: Decoder) -> dict[str, Tensor]:
 def test_w16_two_ranks_give_one_ranks_logits(kind: str, tmp_path: Path) -> None:
     """W16: every architecture, biases once, a vocabulary (97) that two ranks can't halve."""
     save_tiny(tmp_path, kind, num_key_value_heads=2)
-    alone = chunked(load_tiny(tmp_path))
+    model = load_tiny(tmp_path)
+    alone = chunked(model)
 
     def rank(shard: LockstepShard) -> dict[str, Tensor]:
         return chunked(load_worker(tmp_path, shard))
@@ -56,7 +57,7 @@ def test_w16_two_ranks_give_one_ranks_logits(kind: str, tmp_path: Path) -> None:
         for name, logits in alone.items():
             assert_close("logits", result[name], logits, torch.float32)
     # Two sums a layer and one join, in each of two steps: nothing else needs the others.
-    assert meeting.num_meetings == 2 * (2 * 3 + 1)
+    assert meeting.num_meetings == 2 * (2 * model.spec.num_layers + 1)
 
 
 def test_w16_four_ranks_give_one_ranks_logits(tmp_path: Path) -> None:

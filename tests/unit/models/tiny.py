@@ -66,25 +66,27 @@ EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 24,
     "norm_topk_prob": True,
 }
-
-WINDOWED = ["sliding_attention", "sliding_attention", "full_attention"]
+WINDOW = 11
+"""A little more than two pages of four; sequences are several times as long."""
+FULL, SLIDING = "full_attention", "sliding_attention"
 GEMMA: dict[str, Any] = {
     "head_dim": 16,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 1,
-    "sliding_window": 9,
-    "layer_types": WINDOWED,
-    "query_pre_attn_scalar": 24,
-    "pad_token_id": 0,
+    "num_hidden_layers": 4,
+    "layer_types": [SLIDING, SLIDING, FULL, SLIDING],
+    "sliding_window": WINDOW,
+    "query_pre_attn_scalar": 24,  # not that of the heads' size
+    "rope_parameters": {
+        SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
+        FULL: {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
+    },
 }
-OSS: dict[str, Any] = {
+GPT_OSS: dict[str, Any] = {
     "head_dim": 16,
-    "num_attention_heads": 4,
-    "num_local_experts": 6,
-    "num_experts_per_tok": 3,
     "intermediate_size": 24,
-    "sliding_window": 9,
-    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "sliding_window": WINDOW,
+    "rope_parameters": {**YARN, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
 }
 
 MODELS: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
@@ -97,21 +99,32 @@ MODELS: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
     "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 16, "tie_word_embeddings": True}),
-    "mistral-window": (MistralConfig, MistralForCausalLM, {"sliding_window": 9}),
-    "qwen2-window": (
-        Qwen2Config,
-        Qwen2ForCausalLM,
-        {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 1},
-    ),
-    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM, GEMMA),
-    "gpt-oss": (GptOssConfig, GptOssForCausalLM, OSS),
     "qwen3-moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, EXPERTS),
     "qwen3-moe-mixed": (
         Qwen3MoeConfig,
         Qwen3MoeForCausalLM,
         {**EXPERTS, "norm_topk_prob": False, "mlp_only_layers": [0], "attention_bias": True},
     ),
-}
+    "mistral-window": (MistralConfig, MistralForCausalLM, {"sliding_window": WINDOW}),
+    "qwen2-window": (
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2},
+    ),
+    "qwen3-window": (
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        {"head_dim": 16, "use_sliding_window": True, "sliding_window": WINDOW,
+         "layer_types": [SLIDING, FULL, SLIDING]},
+    ),
+    "qwen3-moe-window": (
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        {**EXPERTS, "use_sliding_window": True, "sliding_window": WINDOW},
+    ),
+    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM, GEMMA),
+    "gpt-oss": (GptOssConfig, GptOssForCausalLM, GPT_OSS),
+}  # fmt: skip
 
 
 def tiny_config(kind: str = "llama", **changes: Any) -> Any:
@@ -126,16 +139,20 @@ def save_tiny(
 ) -> PreTrainedModel:
     """Save a random checkpoint of `kind`; give the transformers model it came from."""
     torch.manual_seed(seed)
-    model: PreTrainedModel = MODELS[kind][1](tiny_config(kind, **changes)).eval()
+    config = tiny_config(kind, **changes)
+    model: PreTrainedModel = MODELS[kind][1]._from_config(config, attn_implementation="eager")
+    model.eval()
     with torch.no_grad():
         # Biases and norms start as zeros and ones, which would hide that they are not read.
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(std=0.2)
-            elif name.endswith("sinks"):
-                parameter.normal_(std=1.0)
             elif "norm" in name:
                 parameter.normal_(mean=0.0 if kind == "gemma3" else 1.0, std=0.2)
+            elif name.endswith("sinks"):
+                parameter.normal_(std=2.0)
+            elif name.endswith("experts.gate_up_proj") and kind == "gpt-oss":
+                parameter.mul_(5.0)  # so that some are cut off
     model.save_pretrained(folder)
     return model
 

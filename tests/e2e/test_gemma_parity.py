@@ -1,0 +1,91 @@
+"""Gemma 3 270M: a slice of `python -m tests.e2e.gemma`, and the server with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+
+from manyroots import LLM
+from tests.e2e.conftest import HEADERS, SETTINGS, running
+from tests.e2e.gemma import (
+    ACROSS,
+    BEYOND,
+    NAME,
+    WINDOW,
+    encoded,
+    greedy,
+    judge,
+    reference,
+)
+from tests.e2e.gemma import SETTINGS as ENGINE
+from tests.patience import PATIENCE_S
+
+NUM_NEW_TOKENS = 12
+SLICE = [
+    "The capital of France is",
+    "   \t日本の首都は\n\n",
+    ACROSS + "The clockmaker climbed all the stairs of the tower in the dark and found",
+    BEYOND + "The end of the story is",
+]
+
+
+def test_greedy_tokens_beyond_the_window_are_transformers_cold_and_cached() -> None:
+    """F01: sixteen tokens a page, so that windows begin in the middle of one."""
+    with LLM(NAME, **ENGINE) as llm:
+        prompts = encoded(llm, SLICE)
+        cold = greedy(llm, prompts, NUM_NEW_TOKENS)
+        hits = llm.stats().total_hit_tokens
+        cached = greedy(llm, prompts, NUM_NEW_TOKENS)
+        reused = llm.stats().total_hit_tokens - hits
+        path = Path(llm.info.model_path)
+        assert llm.stats().num_held_pages == 0
+    lengths = [len(prompt) for prompt in prompts]
+    assert lengths[2] <= WINDOW < lengths[2] + NUM_NEW_TOKENS
+    assert lengths[3] > WINDOW
+    assert cached == cold
+    assert reused >= sum((length - 1) // 16 * 16 for length in lengths)
+    model = reference(path)
+    for prompt, answer in zip(prompts, cold, strict=True):
+        assert judge(model, prompt, answer).wanted == answer
+
+
+TOKENS = {
+    "Hello world": [9259, 1902],
+    "a  b": [236746, 138, 236763],
+    "  two": [138, 13498],
+    "\n\n\ttab": [108, 255968, 4823],
+    "😀 🤷🏽\u200d♂️": [242398, 236743, 244269, 242713, 121457],
+    "12 3.1": [236770, 236778, 236743, 236800, 236761, 236770],
+    "\x00\r\n": [238, 251, 107],
+    "x" + 40 * " " + "y": [236781, 167, 145, 236762],
+    "<table></b>": [168, 209],
+    "<0x0A>": [236820, 236771, 236781, 236771, 236776, 236813],
+}
+"""As the `sentencepiece` package cuts them with Gemma's vocabulary."""
+
+
+def test_the_server_serves_it_with_its_first_token_once_and_refuses_chats() -> None:
+    """A base model: it completes texts and has no template for chats."""
+    with running(NAME, *SETTINGS) as server:
+        server.wait_until_ready()
+
+        def post(path: str, **body: object) -> httpx.Response:
+            return httpx.post(
+                server.url + path, json={"model": NAME, **body}, headers=HEADERS,
+                timeout=PATIENCE_S,
+            )  # fmt: skip
+
+        texts = []
+        for prompt in ("The capital of France is", "<bos>The capital of France is"):
+            options = {"prompt": prompt, "max_tokens": 8, "temperature": 0}
+            answer = post("/v1/completions", **options).json()
+            assert answer["usage"]["prompt_tokens"] == 6
+            texts.append(answer["choices"][0]["text"])
+        assert texts == [" the capital of the country of France."] * 2
+        for text, tokens in TOKENS.items():
+            assert post("/tokenize", prompt=text).json()["tokens"] == [2, *tokens], repr(text)
+            assert post("/detokenize", tokens=tokens).json()["prompt"] == text
+        chat = post("/v1/chat/completions", messages=[{"role": "user", "content": "Hi"}])
+        assert chat.status_code == 400
+        assert "no chat template" in chat.json()["error"]["message"]

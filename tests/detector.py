@@ -46,6 +46,7 @@ NEAR = {
     "cache/onboarding.py": ["scheduler/test_reuse.py"],
     "cache/prefetch.py": ["cache/test_tiers.py", "scheduler/test_reuse.py"],
     "cache/publishing.py": ["cache/test_cache.py", "cache/test_drafts.py"],
+    "cache/sole.py": ["cache/test_cache.py", "cache/test_namespaces.py"],
     "cache/states.py": ["cache/test_families.py"],
     "cache/storage_health.py": ["cache/test_storage_health.py"],
     "cache/transfers.py": ["cache/test_tiers.py"],

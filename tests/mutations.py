@@ -103,7 +103,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "events do not say where in a page an adapter begins",
     ),
     _cache(
-        "publishing",
+        "sole",
         "cursor.owner == page[0]:",
         "cursor.namespace == page[0].namespace:",
         "a page in which an adapter begins is continued as if it began in every page",
@@ -134,7 +134,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "requests in flight publish into an evicted namespace",
     ),
     _cache(
-        "publishing",
+        "sole",
         "if end > lease.num_allowed_pages:",
         "if True:",
         "nothing is published in the quick way",
@@ -210,9 +210,9 @@ MUTATIONS: tuple[Mutation, ...] = (
         "the last family that is asked does not count",
     ),
     _cache(
-        "cache",
-        "tree, max_pages = self._tree, (len(tokens) - 1) // self.page_size",
-        "tree, max_pages = self._tree, len(tokens) // self.page_size",
+        "holding",
+        "tree, max_pages = self._tree, (len(tokens) - 1) // self._page_size",
+        "tree, max_pages = self._tree, len(tokens) // self._page_size",
         "no token is left to compute",
     ),
     _cache(
@@ -269,10 +269,16 @@ MUTATIONS: tuple[Mutation, ...] = (
         "a claimed page is evicted",
     ),
     _cache(
-        "publishing",
-        "tick = self._tick = self._tick + 1\n        node.last_used",
-        "tick = self._tick = self._tick - 1\n        node.last_used",
+        "sole",
+        "node.last_used = self._tick = self._tick + 1",
+        "node.last_used = self._tick = self._tick - 1",
         "the most recently used goes first",
+    ),
+    _cache(
+        "publishing",
+        "tick = self._tick = self._tick + 1\n        first = end",
+        "tick = self._tick = self._tick - 1\n        first = end",
+        "the most recently used goes first, of several families",
     ),
     _cache(
         "tree",
@@ -353,9 +359,9 @@ MUTATIONS: tuple[Mutation, ...] = (
         "pages behind a window are never given back",
     ),
     _cache(
-        "cache",
-        "(*lease.states.items(), *lease.resumed.items()):\n            self._drop",
-        "lease.states.items():\n            self._drop",
+        "holding",
+        "(*lease.states.items(), *lease.resumed.items()):\n            self.drop",
+        "lease.states.items():\n            self.drop",
         "a release skips the checkpoint it resumed from",
     ),
     _cache(
@@ -366,13 +372,13 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _cache(
         "cache",
-        "self._drop(checkpoint.family, checkpoint.unit)",
+        "self._holder.drop(checkpoint.family, checkpoint.unit)",
         "pass",
         "a release skips its unpublished checkpoints",
     ),
     _cache(
-        "cache",
-        "self._drop(self.layout.host[family].index, unit)",
+        "holding",
+        "self.drop(self._layout.host[family].index, unit)",
         "pass",
         "a release skips what it claimed on the host",
     ),
@@ -433,8 +439,9 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _cache(
         "publishing",
-        "if self._is_simple:\n            return node, min(end, node.end)",
-        "if True:\n            return node, min(end, node.end)",
+        "node, end = nearest_attached(lease.cursor), lease.num_published_pages",
+        "node, end = nearest_attached(lease.cursor), lease.num_published_pages\n"
+        "        return node, min(end, node.end)",
         "a page is published behind tokens of others",
     ),
     # Drafts
@@ -539,7 +546,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "a loaded page lands in another place",
     ),
     _cache(
-        "cache",
+        "holding",
         "lease.num_host_tokens = max(0, num_pages - match.num_device_pages)",
         "lease.num_host_tokens = max(0, num_pages)",
         "every hit counts as the host's",
@@ -754,9 +761,9 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     # Promises whose own tests once passed over the fault, each named with the test that sees it
     Mutation(
-        "cache/cache.py",
-        "tree, max_pages = self._tree, (len(tokens) - 1) // self.page_size",
-        "tree, max_pages = self._tree, (len(tokens) - 1) // self.page_size\n"
+        "cache/holding.py",
+        "tree, max_pages = self._tree, (len(tokens) - 1) // self._page_size",
+        "tree, max_pages = self._tree, (len(tokens) - 1) // self._page_size\n"
         "        max_pages -= int(max_pages > 0 and key.at(0).namespace.adapter is not None)",
         "an adapter's hit is a page short",
         (

@@ -12,40 +12,54 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection
-
-import numpy as np
+from typing import NamedTuple
 
 from manyroots.cache.costs import Costs
 from manyroots.cache.events import CacheEvent
 from manyroots.cache.eviction import Allocator, Evictor
 from manyroots.cache.fork_share import ForkShare
 from manyroots.cache.growth import Growth
+from manyroots.cache.holding import NO_WALK, Holder
 from manyroots.cache.index import Index
 from manyroots.cache.keys import ENDLESS, PageHasher, PrefixKey
 from manyroots.cache.lease import Checkpoint, Lease
-from manyroots.cache.matching import Limit, Match, judge, path_units
+from manyroots.cache.matching import Limit, Match
 from manyroots.cache.next_turns import NextTurns
 from manyroots.cache.onboarding import Onboarding
 from manyroots.cache.outcomes import (
     CacheStats,
     Ending,
     Evicted,
+    Extension,
     PlaneStats,
+    Refusal,
 )
-from manyroots.cache.planes import ABSENT, CacheLayout
+from manyroots.cache.planes import CacheLayout, Units
 from manyroots.cache.policies import CachePolicies, Eviction
 from manyroots.cache.prefetch import Prefetcher, Ticket
 from manyroots.cache.publishing import Publisher, nearest_attached
+from manyroots.cache.sole import SoleGrowth, SoleHolder, SolePublisher
 from manyroots.cache.states import States
 from manyroots.cache.storage_health import StorageHealth
 from manyroots.cache.transfers import UnitTransfers
-from manyroots.cache.tree import TOKEN_BYTES, ChildKey, Node, Walk
+from manyroots.cache.tree import TOKEN_BYTES, Node
 from manyroots.cache.writeback import WriteBacker
 from manyroots.ids import AdapterDigest, Namespace, StepId, Tier
 from manyroots.step import Copy, CopyDone, Int32s
 
-NO_WALK: tuple[list[Node], int, ChildKey | None, Limit] = ([], 0, None, Limit.OFF)
-"""Of a request that may reuse nothing."""
+
+class Kinds(NamedTuple):
+    """Which parts a cache is made of."""
+
+    publisher: type[Publisher]
+    growth: type[Growth]
+    holder: type[Holder]
+
+
+ANY = Kinds(Publisher, Growth, Holder)
+"""Whatever its families and tiers are."""
+SOLE = Kinds(SolePublisher, SoleGrowth, SoleHolder)
+"""Where one family keeps every page, on the device alone."""
 
 
 class PrefixCache:
@@ -67,7 +81,10 @@ class PrefixCache:
             Evictor(self.index, plane, self.forks, self.next_turns) for plane in layout.planes
         ]
         self.transfers = UnitTransfers(self.index)
-        self.publisher = Publisher(self.index, self.evictors, self.forks, reuse=policies.reuse)
+        kinds = SOLE if layout.is_sole else ANY
+        self.publisher = kinds.publisher(
+            self.index, self.evictors, self.forks, reuse=policies.reuse
+        )
         self.index.on_loosened = self.publisher.offer
         self.prefetcher = Prefetcher(self.index, self.evictors, self.publisher)
         self.storage = StorageHealth()
@@ -79,18 +96,13 @@ class PrefixCache:
         self._states = States(
             self.index, self._allocator, self.transfers, self.publisher, reuse=policies.reuse
         )
-        growth = Growth(self.index, self._allocator, self._states, self.publisher)
-        # Passed through as they are: a method in between would be paid for by every request.
-        self.clip, self.can_reach = growth.clip, growth.can_reach
-        self.extend = growth.extend_sole if layout.is_sole else growth.extend
-        self.draft, self.turn_pages = growth.draft, growth.turn_pages
-        self.onboard = Onboarding(self.index, self._allocator, self.transfers).onboard
-        self.announce = self.publisher.announce
+        self._growth = kinds.growth(self.index, self._allocator, self._states, self.publisher)
+        self._holder = kinds.holder(self.index, self.costs, reuse=policies.reuse)
+        self._onboarding = Onboarding(self.index, self._allocator, self.transfers)
         self._tree = self.index.tree
         self._num_families = len(layout.device)
         self.open_leases: dict[int, Lease] = {}
-        self._paged = [p for p in layout.device if not p.family.is_state]
-        self._sole_pool = self.index.pools[0] if layout.is_sole else None
+        self._learns_turns = any(plane.family.reach is not None for plane in layout.device)
         self._next_serial = 1
         self._committed_step = StepId(0)
         self._copies: list[Copy] = []
@@ -104,39 +116,14 @@ class PrefixCache:
 
         At least one token is always left to compute: its logits are what the request came for.
         """
-        nodes, depth, _, limit = self._walk(key, tokens)
-        if self._sole_pool is not None:
-            # What the tree leads to is there.
-            return Match(Walk(nodes, depth), depth, depth, limit)
-        return self._judge(Walk(nodes, depth), limit)
-
-    def _judge(self, walk: Walk, limit: Limit) -> Match:
-        match = judge(self.layout, walk, limit)
-        gained = match.num_pages - match.num_device_pages
-        if gained > 0 and not self.costs.is_worth_loading(gained, gained * self.page_size):
-            return match._replace(limit=Limit.TIER)
-        return match
-
-    def _walk(
-        self, key: PrefixKey, tokens: Int32s
-    ) -> tuple[list[Node], int, ChildKey | None, Limit]:
-        """As the tree's `walk`, and why it leads no further."""
-        if not self._policies.reuse:
-            return NO_WALK
-        tree, max_pages = self._tree, (len(tokens) - 1) // self.page_size
-        nodes, depth, ahead = tree.walk(key, tokens.tobytes(), max_pages)
-        if ahead is None:
-            return nodes, depth, None, Limit.NOTHING
-        could_be = depth == 0 or depth == key.switch_page
-        if could_be and tree.has_elsewhere(key, ahead[1], Walk(nodes, depth)):
-            return nodes, depth, ahead, Limit.NAMESPACE
-        return nodes, depth, ahead, Limit.COLD
+        nodes, depth, _, limit = self._holder.walk(key, tokens)
+        return self._holder.match(nodes, depth, limit)
 
     def claim(
         self, key: PrefixKey, tokens: Int32s, num_prompt_tokens: int, may_reuse: bool
     ) -> Lease:
         """Hold what is found, on whatever tier. Always succeeds; release it if it is no use."""
-        nodes, depth, ahead, limit = self._walk(key, tokens) if may_reuse else NO_WALK
+        nodes, depth, ahead, limit = self._holder.walk(key, tokens) if may_reuse else NO_WALK
         serial = self._next_serial
         self._next_serial = serial + 1
         cursor = nodes[-1] if nodes else self._tree.root
@@ -145,12 +132,7 @@ class PrefixCache:
         lease.num_prompt_tokens = num_prompt_tokens
         if depth == 0:
             return lease
-        if self._sole_pool is None:
-            depth = self._hold_found(lease, self._judge(Walk(nodes, depth), limit), tokens)
-        else:
-            # What the tree leads to is there. No copy: where it has a unit it is not written again.
-            units = lease.tables[0] = path_units(nodes, depth, self._paged[0])
-            self._sole_pool.hold(units)
+        depth = self._holder.hold(lease, nodes, depth, tokens)
         if depth:
             lease.num_published_pages = depth
             lease.num_cached_tokens = depth * self.page_size
@@ -174,7 +156,7 @@ class PrefixCache:
             self.publisher.asked_again(lease)
         if not is_first or not self._policies.reuse:
             return
-        if lease.junction:
+        if self._learns_turns and lease.junction:
             self.next_turns.parted(nearest_attached(lease.cursor), lease.junction)
         self._total_lookup += num_tokens
         self._total_hit += num_cached
@@ -197,44 +179,40 @@ class PrefixCache:
             node = node.parent
         return node.end == depth and lease.ahead in node.children
 
-    def _hold_found(self, lease: Lease, match: Match, tokens: Int32s) -> int:
-        """Hold what it is quickest to resume from, of all families; gives how many pages."""
-        lease.limit = match.limit
-        nodes, depth = match.walk
-        num_pages = match.num_worthwhile_pages
-        if num_pages < depth:
-            first = num_pages * self.page_size
-            page = tokens[first : first + self.page_size].tobytes()
-            lease.ahead = (lease.key.at(num_pages), page)
-        if num_pages == 0:
-            return 0
-        lease.num_host_tokens = max(0, num_pages - match.num_device_pages) * self.page_size
-        for plane in self.layout.device:
-            units = path_units(nodes, depth, plane)[:num_pages]
-            if plane.family.is_state:
-                first = num_pages - 1
-                if units[first] != ABSENT:
-                    lease.resumed[plane.index] = int(units[first])
-            else:
-                first = plane.family.first_needed(num_pages * self.page_size)
-                lease.first_live[plane.index] = first
-                table = lease.tables[plane.index] = units.copy()
-                table[:first] = ABSENT
-            needed = units[first:]
-            if num_pages == match.num_device_pages:
-                self.index.pools[plane.index].hold(needed)
-                continue
-            on_device = needed != ABSENT
-            self.index.pools[plane.index].hold(needed[on_device])
-            host = self.layout.host_of(plane)
-            pages = first + (~on_device).nonzero()[0]
-            host_units = path_units(nodes, depth, host)[pages]
-            self.index.pools[host.index].hold(host_units)
-            found = zip(pages.tolist(), host_units.tolist(), strict=True)
-            lease.onboarding += tuple([(plane.index, page, unit) for page, unit in found])
-        return num_pages
-
     # Holding
+
+    def onboard(self, lease: Lease) -> Refusal | None:
+        """Start loading what was found on the host; the lease is ready when it has arrived."""
+        return self._onboarding.onboard(lease)
+
+    def clip(self, lease: Lease, num_computed: int, num_tokens: int) -> int:
+        """How many of `num_tokens` to compute so that the step ends where a state is wanted."""
+        return self._growth.clip(lease, num_computed, num_tokens)
+
+    def can_reach(
+        self, lease: Lease, num_computed: int, num_tokens: int, num_step_tokens: int
+    ) -> bool:
+        """Whether there is room to go on to `num_tokens`, by steps of at most `num_step_tokens`, if
+        nobody else takes any."""
+        return self._growth.can_reach(lease, num_computed, num_tokens, num_step_tokens)
+
+    def extend(
+        self, lease: Lease, num_computed: int, num_tokens: int, step_id: StepId
+    ) -> Extension | Refusal:
+        """Units for a step that takes the lease from `num_computed` to `num_tokens` tokens."""
+        return self._growth.extend(lease, num_computed, num_tokens, step_id)
+
+    def draft(
+        self, lease: Lease, num_computed: int, num_sure: int, num_tokens: int, step_id: StepId
+    ) -> Extension | Refusal:
+        """As `extend`, where tokens from `num_sure` on are guesses that the step is to check (P11).
+        To be followed by `accept`."""
+        return self._growth.draft(lease, num_computed, num_sure, num_tokens, step_id)
+
+    def turn_pages(self, leases: list[Lease]) -> list[Units] | None:
+        """One more page for each lease, all of which are full: by family, the unit that each got.
+        None if they must be extended one by one."""
+        return self._growth.turn_pages(leases)
 
     def prefer_own(self, lease: Lease) -> bool:
         """Give back copies by others of pages that the lease has computed itself: a request that
@@ -248,12 +226,14 @@ class PrefixCache:
 
     def num_resumable_tokens(self, lease: Lease, tokens: Int32s) -> int:
         """How many of a lease's tokens would be found, were it released and claimed again now."""
-        if self._sole_pool is None:
-            return self.lookup(lease.key, tokens).num_worthwhile_pages * self.page_size
-        num_pages = min(lease.num_published_pages, nearest_attached(lease.cursor).end)
-        return num_pages * self.page_size
+        return self._holder.num_resumable_tokens(lease, tokens)
 
     # Publishing
+
+    def announce(self, lease: Lease, tokens: Int32s, num_tokens: int, step_id: StepId) -> None:
+        """Step `step_id`, being planned, will have computed the first `num_tokens` of `tokens`:
+        publish what is full then, for families that share within a step."""
+        self.publisher.announce(lease, tokens, num_tokens, step_id)
 
     def commit_step(self, step_id: StepId) -> None:
         """The step succeeded: what was announced for it can be relied on."""
@@ -312,18 +292,17 @@ class PrefixCache:
             raise RuntimeError("a lease was released twice")
         lease.is_open = False
         del self.open_leases[lease.serial]
-        if self._sole_pool is None:
-            self._give_back(lease, ending)
-        else:
-            self._sole_pool.drop(lease.tables[0])
+        if lease.checkpoints:
+            self._end_checkpoints(lease, ending)
+        self._holder.give_back(lease)
         for plane_index, duplicates in lease.duplicates:
             self.index.pools[plane_index].drop(duplicates)
         cursor = lease.cursor if lease.cursor.is_attached else nearest_attached(lease.cursor)
         self.publisher.touch(cursor, cursor.end)
         self.publisher.offer_path(cursor)
 
-    def _give_back(self, lease: Lease, ending: Ending) -> None:
-        """What a lease holds of all families and tiers, but for copies of others'."""
+    def _end_checkpoints(self, lease: Lease, ending: Ending) -> None:
+        """States that the lease has saved: kept for the next turn, or given back."""
         for checkpoint in lease.checkpoints:
             is_saved = checkpoint.step_id <= self._committed_step
             if ending is Ending.FINISHED and is_saved and self._policies.reuse:
@@ -331,20 +310,8 @@ class PrefixCache:
                 if node is not None:
                     self._writer.published(lease.serial, [node])
             else:
-                self._drop(checkpoint.family, checkpoint.unit)
+                self._holder.drop(checkpoint.family, checkpoint.unit)
         lease.checkpoints = ()
-        for plane in self._paged:
-            units = lease.tables[plane.index][lease.first_live[plane.index] :]
-            if lease.onboarding:
-                units = units[units != ABSENT]
-            self.index.pools[plane.index].drop(units)
-        for family, unit in (*lease.states.items(), *lease.resumed.items()):
-            self._drop(family, unit)
-        for family, _, unit in lease.onboarding:
-            self._drop(self.layout.host[family].index, unit)
-
-    def _drop(self, plane: int, unit: int) -> None:
-        self.index.pools[plane].drop(np.array([unit], np.intp))
 
     # Tiers
 

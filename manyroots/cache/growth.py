@@ -34,7 +34,6 @@ class Growth:
         self._paged = [p for p in device if not p.family.is_state]
         self._unordered = [p for p in self._paged if not p.family.is_ordered]
         self._stateful = [p for p in device if p.family.is_state]
-        self._sole_pool = index.pools[0] if index.layout.is_sole else None
 
     def clip(self, lease: Lease, num_computed: int, num_tokens: int) -> int:
         """How many of `num_tokens` to compute so that the step ends where a state is wanted."""
@@ -52,10 +51,6 @@ class Growth:
         """Whether there is room to go on to `num_tokens`, by steps of at most `num_step_tokens`, if
         nobody else takes any: with credit for what each gives back (H04), a family that keeps only
         what is near needs the units of one step at a time."""
-        pool = self._sole_pool
-        if pool is not None:
-            need = -(-num_tokens // self._page_size) - len(lease.tables[0])
-            return need <= pool.num_free + pool.num_cached
         needs = self._needs(lease, num_tokens)
         for plane in self._unordered:
             most = plane.family.most_needed(num_step_tokens)
@@ -69,10 +64,8 @@ class Growth:
         self, lease: Lease, num_computed: int, num_tokens: int, step_id: StepId
     ) -> Extension | Refusal:
         """Units for a step that takes the lease from `num_computed` to `num_tokens` tokens."""
-        if self._sole_pool is not None:
-            return self.extend_sole(lease, num_computed, num_tokens, step_id)
         if lease.num_sure_tokens is not None:
-            raise _behind_drafts(lease)
+            raise behind_drafts(lease)
         if self._stateful and num_tokens - num_computed != self.clip(
             lease, num_computed, num_tokens - num_computed
         ):
@@ -110,24 +103,6 @@ class Growth:
         if not isinstance(extension, Refusal):
             lease.num_sure_tokens = num_sure
         return extension
-
-    def extend_sole(
-        self, lease: Lease, num_computed: int, num_tokens: int, step_id: StepId
-    ) -> Extension | Refusal:
-        """As `extend`, for the sole family of a cache: whence and when make no difference."""
-        if lease.num_sure_tokens is not None:
-            raise _behind_drafts(lease)
-        pool = self._sole_pool
-        assert pool is not None
-        num_pages, first = -(-num_tokens // self._page_size), len(lease.tables[0])
-        need, units = num_pages - first, NO_UNITS
-        if need > 0:
-            if need > pool.num_free + pool.num_cached:
-                return Refusal.NO_ROOM
-            units = self._allocator.allocate(0, need)
-            lease.grow(0, units)
-        lease.num_covered_tokens = num_pages * self._page_size
-        return ((first, units),)
 
     def turn_pages(self, leases: list[Lease]) -> list[Units] | None:
         """One more page for each lease, all of which are full: by family, the unit that each got.
@@ -203,7 +178,7 @@ class Growth:
         return -(-num_tokens // self._page_size)
 
 
-def _behind_drafts(lease: Lease) -> RuntimeError:
+def behind_drafts(lease: Lease) -> RuntimeError:
     return RuntimeError(
         f"a step computes drafts behind token {lease.num_sure_tokens} of this lease; "
         "`accept` what was right of them before it grows further"

@@ -42,8 +42,6 @@ class Publisher:
         self._committed = StepId(0)
         self._tick = 0
         self._reach = max(plane.family.reach or 0 for plane in self._paged) if self._paged else 0
-        # Then only the ends of paths are ever loose.
-        self._is_simple = index.layout.is_sole
 
     def asked_again(self, lease: Lease) -> None:
         """A prompt was found as far as it can be, so that nothing of it will be new. Once that may
@@ -56,9 +54,6 @@ class Publisher:
     def touch(self, node: Node, end: int) -> None:
         """The path down to `node` was used now, by a request that goes on, or ends, at `end`."""
         tick = self._tick = self._tick + 1
-        node.last_used = tick
-        if self._is_simple:
-            return  # only ends of paths are evicted, and when one goes its parent takes this over
         first = end - self._reach
         while node.parent is not None:
             node.last_used = tick
@@ -141,10 +136,6 @@ class Publisher:
         """Index the first `num_full` pages of the lease; gives the nodes that got any. With
         `lengthen`, the end of its path is made longer rather than continued by a node of the step,
         which is done."""
-        if self._is_simple:
-            leaf = self._simply(lease, tokens, num_full, step_id, lengthen)
-            if leaf is not None:
-                return [leaf]
         if num_full <= lease.num_published_pages:
             return []
         num_full = min(num_full, lease.num_allowed_pages)
@@ -162,11 +153,9 @@ class Publisher:
         if not lengthen:
             self._remember(lease, touched, first, num_full, step_id)
         lease.cursor, lease.num_published_pages, lease.ahead = path[-1], num_full, None
-        if not self._is_simple:
-            self.touch(path[-1], first)  # a split may have made this the end of a node
+        self.touch(path[-1], first)  # a split may have made this the end of a node
         self.touch(path[-1], num_full)
-        if not self._is_simple:
-            self.offer_path(path[-1])  # a split may have left loose units in a new node
+        self.offer_path(path[-1])  # a split may have left loose units in a new node
         return touched
 
     def _mark_end(self, path: list[Node], boundary: int) -> None:
@@ -187,8 +176,6 @@ class Publisher:
         and others may have put pages of their own in its place since.
         """
         node, end = nearest_attached(lease.cursor), lease.num_published_pages
-        if self._is_simple:
-            return node, min(end, node.end)  # what is held stays, so that nobody takes its place
         while node.parent is not None:
             stop = min(node.end, end)
             if node.first < stop and node.owner == lease.key.at(node.first):
@@ -198,38 +185,6 @@ class Publisher:
                     return node, node.first + shared
             node = node.parent
         return node, 0
-
-    def _simply(
-        self, lease: Lease, tokens: Int32s, end: int, step_id: StepId, lengthen: bool
-    ) -> Node | None:
-        """As `publish`, for nearly all there is to publish: pages behind the last one, where
-        nobody else has been. None if it is not as simple as that."""
-        cursor, first = lease.cursor, lease.num_published_pages
-        if end <= first or cursor.end != first or not cursor.is_attached:
-            return None
-        if end > lease.num_allowed_pages:
-            return None
-        owner, run_end = lease.key.first_run
-        if first >= run_end:
-            owner, run_end = lease.key.run_at(first)
-        if end > run_end:
-            return None
-        keys = tokens[first * self._page_size : end * self._page_size].tobytes()
-        page = lease.ahead
-        if page is None:  # it has published before, or had found whatever there was to find
-            page = (owner, keys[: self._page_bytes])
-        if page in cursor.children:
-            return None
-        leaf, units = cursor, lease.tables[0][first:end]
-        if lengthen and not cursor.children and cursor.owner == page[0]:
-            self._index.lengthen(cursor, keys, units)
-        else:
-            leaf = self._index.add_leaf(cursor, page, keys, units, step_id)
-            if self._forks is not None and self._forks.early:
-                self._forks.published(name_of(cursor.serial, *page))
-        leaf.last_used = self._tick = self._tick + 1
-        lease.cursor, lease.num_published_pages, lease.ahead = leaf, end, None
-        return leaf
 
     def _tell_forks(self, forks: ForkShare, nodes: list[Node], step_id: StepId) -> None:
         for node in nodes:
@@ -296,9 +251,6 @@ class Publisher:
 
     def offer_path(self, node: Node) -> None:
         """As `offer`, for every node of the path: unordered families lie loose anywhere on it."""
-        if self._is_simple:
-            self._evictors[0].offer(node)
-            return
         current: Node | None = node
         while current is not None and current.parent is not None:
             self.offer(current)

@@ -1,0 +1,148 @@
+"""One family that keeps every page, on the device alone: the commonest cache, and the quickest way
+through it.
+
+Everything that can be simpler then, in one place: what the tree leads to is there, whoever holds a
+page holds all before it, and only ends of paths are ever loose. The parts have the interface of the
+general ones; the cache chooses between the two when it is made, and nobody else knows.
+"""
+
+from __future__ import annotations
+
+from manyroots.cache.costs import Costs
+from manyroots.cache.eviction import Allocator, Evictor
+from manyroots.cache.fork_share import ForkShare, name_of
+from manyroots.cache.growth import Growth, behind_drafts
+from manyroots.cache.holding import Holder
+from manyroots.cache.index import Index
+from manyroots.cache.lease import Lease
+from manyroots.cache.matching import Limit, Match, path_units
+from manyroots.cache.outcomes import Extension, Refusal
+from manyroots.cache.planes import NO_UNITS
+from manyroots.cache.publishing import Publisher, nearest_attached
+from manyroots.cache.states import States
+from manyroots.cache.tree import Node, Walk
+from manyroots.ids import StepId
+from manyroots.step import Int32s
+
+
+class SoleHolder(Holder):
+    """What the tree leads to is there."""
+
+    def __init__(self, index: Index, costs: Costs, *, reuse: bool) -> None:
+        super().__init__(index, costs, reuse=reuse)
+        self._plane = index.layout.device[0]
+        self._pool = index.pools[0]
+
+    def match(self, nodes: list[Node], depth: int, limit: Limit) -> Match:
+        return Match(Walk(nodes, depth), depth, depth, limit)
+
+    def hold(self, lease: Lease, nodes: list[Node], depth: int, tokens: Int32s) -> int:
+        # No copy: where the tree has a unit it is not written again.
+        units = lease.tables[0] = path_units(nodes, depth, self._plane)
+        self._pool.hold(units)
+        return depth
+
+    def num_resumable_tokens(self, lease: Lease, tokens: Int32s) -> int:
+        num_pages = min(lease.num_published_pages, nearest_attached(lease.cursor).end)
+        return num_pages * self._page_size
+
+    def give_back(self, lease: Lease) -> None:
+        self._pool.drop(lease.tables[0])
+
+
+class SoleGrowth(Growth):
+    """Whence and when a lease grows makes no difference."""
+
+    def __init__(
+        self, index: Index, allocator: Allocator, states: States, publisher: Publisher
+    ) -> None:
+        super().__init__(index, allocator, states, publisher)
+        self._pool = index.pools[0]
+
+    def clip(self, lease: Lease, num_computed: int, num_tokens: int) -> int:
+        return num_tokens
+
+    def can_reach(
+        self, lease: Lease, num_computed: int, num_tokens: int, num_step_tokens: int
+    ) -> bool:
+        need = -(-num_tokens // self._page_size) - len(lease.tables[0])
+        return need <= self._pool.num_free + self._pool.num_cached
+
+    def extend(
+        self, lease: Lease, num_computed: int, num_tokens: int, step_id: StepId
+    ) -> Extension | Refusal:
+        if lease.num_sure_tokens is not None:
+            raise behind_drafts(lease)
+        num_pages, first = -(-num_tokens // self._page_size), len(lease.tables[0])
+        need, units = num_pages - first, NO_UNITS
+        if need > 0:
+            if need > self._pool.num_free + self._pool.num_cached:
+                return Refusal.NO_ROOM
+            units = self._allocator.allocate(0, need)
+            lease.grow(0, units)
+        lease.num_covered_tokens = num_pages * self._page_size
+        return ((first, units),)
+
+
+class SolePublisher(Publisher):
+    """Nearly all there is to publish lies behind the last page, where nobody else has been."""
+
+    def __init__(
+        self, index: Index, evictors: list[Evictor], forks: ForkShare | None, *, reuse: bool
+    ) -> None:
+        super().__init__(index, evictors, forks, reuse=reuse)
+        self._evictor = evictors[0]
+
+    def touch(self, node: Node, end: int) -> None:
+        # Only ends of paths are evicted, and when one goes its parent takes this over.
+        node.last_used = self._tick = self._tick + 1
+
+    def offer_path(self, node: Node) -> None:
+        self._evictor.offer(node)
+
+    def publish(
+        self, lease: Lease, tokens: Int32s, num_full: int, step_id: StepId, lengthen: bool
+    ) -> list[Node]:
+        leaf = self._simply(lease, tokens, num_full, step_id, lengthen)
+        if leaf is not None:
+            return [leaf]
+        return super().publish(lease, tokens, num_full, step_id, lengthen)
+
+    def _simply(
+        self, lease: Lease, tokens: Int32s, end: int, step_id: StepId, lengthen: bool
+    ) -> Node | None:
+        """Pages behind the last one. None if it is not as simple as that."""
+        cursor, first = lease.cursor, lease.num_published_pages
+        if end <= first or cursor.end != first or not cursor.is_attached:
+            return None
+        if end > lease.num_allowed_pages:
+            return None
+        owner, run_end = lease.key.first_run
+        if first >= run_end:
+            owner, run_end = lease.key.run_at(first)
+        if end > run_end:
+            return None
+        keys = tokens[first * self._page_size : end * self._page_size].tobytes()
+        page = lease.ahead
+        if page is None:  # it has published before, or had found whatever there was to find
+            page = (owner, keys[: self._page_bytes])
+        if page in cursor.children:
+            return None
+        leaf, units = cursor, lease.tables[0][first:end]
+        if lengthen and not cursor.children and cursor.owner == page[0]:
+            self._index.lengthen(cursor, keys, units)
+        else:
+            leaf = self._index.add_leaf(cursor, page, keys, units, step_id)
+            if self._forks is not None and self._forks.early:
+                self._forks.published(name_of(cursor.serial, *page))
+        leaf.last_used = self._tick = self._tick + 1
+        lease.cursor, lease.num_published_pages, lease.ahead = leaf, end, None
+        return leaf
+
+    def _whence(self, lease: Lease, tokens: Int32s) -> tuple[Node, int]:
+        node = nearest_attached(lease.cursor)
+        # What is held stays, so that nobody takes its place.
+        return node, min(lease.num_published_pages, node.end)
+
+    def _mark_end(self, path: list[Node], boundary: int) -> None:
+        pass  # whatever is there can be resumed from at any page

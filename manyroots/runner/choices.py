@@ -5,6 +5,8 @@ Takes a `Sampled` that has reached the host.
 
 from __future__ import annotations
 
+import torch
+
 from manyroots.ids import Row
 from manyroots.kernels.sampling.rows import ALL_FORBIDDEN, FAILED, NO_FAULT, NOT_FINITE, Sampled
 from manyroots.runner.inputs import Int64s
@@ -29,29 +31,26 @@ def faults(sampled: Sampled, at: Int64s) -> dict[int, str]:
     return reasons
 
 
-def token_logprobs(sampled: Sampled, index: int, num_top: int, vocab: int) -> TokenLogprobs:
-    """Of one row that asked for logprobs."""
-    count = min(num_top, vocab)
-    return TokenLogprobs(
-        int(sampled.tokens[index]),
-        float(sampled.logprobs[index]),
-        int(sampled.ranks[index]),
-        tuple(sampled.top_ids[index, :count].tolist()),
-        tuple(sampled.top_logprobs[index, :count].tolist()),
-    )
-
-
 def logprobs(
     rows: Int32s, sampled: Sampled, at: Int64s, num_top: list[int | None], vocab: int
 ) -> dict[Row, TokenLogprobs]:
     """Of the rows at these indices, those that want so many of the likeliest beside their token,
     and have one."""
-    wanted = zip(rows.tolist(), at.tolist(), num_top, strict=True)
-    return {
-        Row(row): token_logprobs(sampled, index, count, vocab)
-        for row, index, count in wanted
-        if count is not None and sampled.faults[index] == NO_FAULT
-    }
+    wanted = [place for place, count in enumerate(num_top) if count is not None]
+    if not wanted:
+        return {}
+    here = Sampled(sampled.packed[:, torch.from_numpy(at[wanted])])
+    columns = zip(
+        wanted, here.faults.tolist(), here.tokens.tolist(), here.logprobs.tolist(),
+        here.ranks.tolist(), here.top_ids.tolist(), here.top_logprobs.tolist(), strict=True,
+    )  # fmt: skip
+    given = {}
+    for place, fault, token, logprob, rank, ids, values in columns:
+        if fault == NO_FAULT:
+            count = min(num_top[place] or 0, vocab)
+            entry = TokenLogprobs(token, logprob, rank, tuple(ids[:count]), tuple(values[:count]))
+            given[Row(int(rows[place]))] = entry
+    return given
 
 
 def tokens(sampled: Sampled, at: Int64s) -> Int32s:

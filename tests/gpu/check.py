@@ -1,11 +1,11 @@
 """All that a GPU must show, without pytest: `python -m tests.gpu.check [PART ...]`.
 
 Exits 1 on a difference, with a line for each part that was checked. Parts are `kernels` (each one
-beside its reference), `sampler` (a row alone and among others), `launches` (early beside plain),
-`ranks` (a group of NCCL's beside none), `parity` (engines beside the CPU's), `faults` (planted
-ones, which parity must find), or a part's own name as its line begins: `parity:llama:bfloat16`.
-Most of the time is compilation, which one process does on one core; so each part is a process of
-its own.
+beside its reference), `sampler` (a row alone and among others), `sampled` (graphs with every
+sampling parameter), `launches` (early beside plain), `ranks` (a group of NCCL's beside none),
+`parity` (engines beside the CPU's), `faults` (planted ones, which parity must find), or a part's
+own name as its line begins: `parity:llama:bfloat16`. Most of the time is compilation, which one
+process does on one core; so each part is a process of its own.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ KERNEL_TESTS = (
 
 def parts() -> list[str]:
     """What there is to check, longest first."""
-    from tests.gpu import launches, models, ranks
+    from tests.gpu import launches, models, ranks, sampled
 
     return [
         *(f"parity:{kind}:{dtype}" for dtype in DTYPES for kind in reversed(models.KINDS)),
         *(f"launches:{kind}:bfloat16" for kind in launches.KINDS),
+        *(f"sampled:{kind}:{dtype}" for dtype in DTYPES for kind in sampled.KINDS),
         *(f"ranks:{kind}:{dtype}" for dtype in DTYPES for kind in ranks.KINDS),
         "faults:llama:bfloat16",
         *(f"kernels:{name}" for name in KERNEL_TESTS),
@@ -51,9 +52,15 @@ def check(part: str) -> str:
         from tests.gpu.without_pytest import check as check_tests
 
         return check_tests(modules[what])
-    from tests.gpu import faults, launches, parity, ranks
+    from tests.gpu import faults, launches, parity, ranks, sampled
 
-    rooms = {"faults": faults, "launches": launches, "parity": parity, "ranks": ranks}
+    rooms = {
+        "faults": faults,
+        "launches": launches,
+        "parity": parity,
+        "ranks": ranks,
+        "sampled": sampled,
+    }
     kind, _, dtype = rest.partition(":")
     with tempfile.TemporaryDirectory() as folder:
         return rooms[what].check(Path(folder), kind, dtype)

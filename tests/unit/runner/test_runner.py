@@ -178,6 +178,7 @@ def test_short_steps_run_as_decode_steps_and_give_the_same_tokens(
 def test_fixed_shapes_give_each_architectures_tokens(
     tmp_path: Path, kind: str, padded: None, slow_tokens: None
 ) -> None:
+    """F03: one runner and one decoder, by two sets of kernels, padded as graphs need it or not."""
     save_tiny(tmp_path, kind)
     both = Both(tmp_path)
     requests = some_requests()

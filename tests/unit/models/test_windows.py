@@ -36,6 +36,9 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("mistral", {**OFF, "layer_types": [SLIDING] * 3}),
     ("qwen3-moe", {**OFF, "layer_types": [SLIDING] * 3}),
     ("llama", {**OFF, "layer_types": [SLIDING] * 3}),
+    ("gemma3", UNSAID), ("gemma3", {**UNSAID, "layer_types": [FULL] * 4}),
+    ("gemma3", {**UNSAID, "layer_types": [FULL, FULL, SLIDING, FULL]}),
+    ("gpt-oss", UNSAID), ("gpt-oss", {**UNSAID, "layer_types": [FULL] * 3}),
 ]  # fmt: skip
 
 
@@ -72,8 +75,8 @@ def test_p09_a_family_has_the_window_that_transformers_gives_it(
     kind: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     """P09: Mistral looks at `sliding_window` alone, unless it has types of layers (transformers
-    calls it Ministral then); Qwen2 and Qwen3 look at those; the mixture at its switch; Llama at
-    nothing."""
+    calls it Ministral then); Qwen2, Qwen3, Gemma 3 and gpt-oss look at those; the mixture at its
+    switch; Llama at nothing."""
     make(tmp_path, kind, changes)
     wanted = window_of_transformers(tmp_path)
     assert wanted in (None, WINDOW)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 from torch import Tensor
 
@@ -35,15 +36,38 @@ from tests.gpu.parity import Batches, Parity
 Fault = Callable[[], AbstractContextManager[None]]
 
 
+class _Plant:
+    """Whether planted faults act now. Both sides have the same runner: while the CPU scores what
+    the other side gave, they don't."""
+
+    acts = True
+
+
 @contextmanager
 def patched(target: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
     """Put `make` of what is there in its place."""
     kept = getattr(target, name)
-    setattr(target, name, make(kept))
+    planted = make(kept)
+
+    def chosen(*args: Any, **options: Any) -> Any:
+        return (planted if _Plant.acts else kept)(*args, **options)
+
+    setattr(target, name, chosen)
     try:
         yield
     finally:
         setattr(target, name, kept)
+
+
+def _without_fault(scores: Callable[..., Any]) -> Callable[..., Any]:
+    def scored(*args: Any) -> Any:
+        _Plant.acts = False
+        try:
+            return scores(*args)
+        finally:
+            _Plant.acts = True
+
+    return scored
 
 
 def _wrong_slot() -> AbstractContextManager[None]:
@@ -201,9 +225,17 @@ def batches() -> Batches:
     }
 
 
+@contextmanager
+def patched_scores(parity: Parity) -> Iterator[None]:
+    """The CPU's side computes without the fault."""
+    scored = _without_fault(parity._cpu_scores)
+    with mock.patch.object(parity, "_cpu_scores", scored):
+        yield
+
+
 def verdict(parity: Parity, fault: Fault) -> str | None:
     """What the comparison says of an engine with a fault; None if it finds nothing."""
-    with fault():
+    with fault(), patched_scores(parity):
         try:
             parity.against_cpu(parity.compute(batches(), max_num_seqs=8))
         except AssertionError as error:

@@ -18,6 +18,7 @@ from manyroots.engine.build import build_engine
 from manyroots.engine.loop import EngineLoop
 from manyroots.kernels.choice import reference_kernels
 from manyroots.messages import FinishReason, Output, Submit
+from manyroots.models import kernel_set
 from manyroots.runner.runner import ModelRunner
 from manyroots.store.adapter_pool import AdapterPool
 from tests.gpu.models import MAX_RANK, NAMES, modules_of
@@ -85,7 +86,7 @@ class Engines:
 def _as_on_a_gpu() -> Iterator[None]:
     """Engines that are built in here run as on a GPU, but for graphs, wherever they compute."""
     with (
-        mock.patch.object(worker, "kernel_set", return_value=reference_kernels()),
+        mock.patch.object(kernel_set, "kernels_for", return_value=reference_kernels()),
         mock.patch.object(worker, "ModelRunner", partial(ModelRunner, fixed_shapes=True)),
         mock.patch.object(adapter_runtime, "AdapterPool", partial(AdapterPool, is_turned=False)),
     ):

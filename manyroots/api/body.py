@@ -9,8 +9,10 @@ they are null and so ask for nothing.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
+import typing
 from typing import Any, TypeVar
 
 import msgspec
@@ -104,14 +106,29 @@ def _parse(body: bytes) -> Any:
         raise RequestError(f"The body holds too long a number: {error}.", field=None) from error
 
 
-def _without_unknown_nulls(value: Any, kind: type) -> Any:
+def _without_unknown_nulls(value: Any, kind: Any) -> Any:
     """A body without fields that are null and mean nothing here: clients send those of every server
-    that they know."""
-    known = msgspec.structs.fields(kind)
-    names = {field.encode_name for field in known}
-    if not isinstance(value, dict) or value.keys() <= names:
+    that they know. The same for the objects inside that have a shape of their own."""
+    if not isinstance(value, dict):
         return value
-    return {name: item for name, item in value.items() if item is not None or name in names}
+    known = _shapes(kind)
+    return {
+        name: item if known.get(name) is None else _without_unknown_nulls(item, known[name])
+        for name, item in value.items()
+        if item is not None or name in known
+    }
+
+
+@functools.cache
+def _shapes(kind: Any) -> dict[str, Any]:
+    """A struct's fields, each with the struct that it may hold or None."""
+    shapes: dict[str, Any] = {}
+    for field in msgspec.structs.fields(kind):
+        kinds = [field.type, *typing.get_args(field.type)]
+        structs = [item for item in kinds if isinstance(item, type)]
+        structs = [item for item in structs if issubclass(item, msgspec.Struct)]
+        shapes[field.encode_name] = structs[0] if structs else None
+    return shapes
 
 
 def _object_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

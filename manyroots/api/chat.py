@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from manyroots.api.body import read_request
+from manyroots.api.checks import wanted_usage
 from manyroots.api.events import DONE, EventStream, answer, event
 from manyroots.api.generation import Collected, UsageCount, collect, generate
 from manyroots.api.jobs import Job, chat_job
@@ -70,7 +71,7 @@ def _choice(job: Job, request: ChatRequest, index: int, made: Collected) -> Chat
 
 
 async def _chunks(job: Job, request: ChatRequest) -> AsyncGenerator[bytes, None]:
-    wants_usage = request.stream_options is not None and request.stream_options.include_usage
+    wants_usage, is_continuous = wanted_usage(request)
     chunk = ChatChunk(
         id=job.id,
         created=job.created,
@@ -88,6 +89,8 @@ async def _chunks(job: Job, request: ChatRequest) -> AsyncGenerator[bytes, None]
         async for batch in batches:
             for index, delta in batch:
                 count.add(index, delta)
+                if is_continuous:
+                    chunk.usage = count.usage()
                 for choice in _chunk_choices(job, request, index, delta):
                     chunk.choices = [choice]
                     events.append(event(chunk))

@@ -60,6 +60,14 @@ def check_supported(request: GenerationFields) -> None:
         )
 
 
+def wanted_usage(request: GenerationFields) -> tuple[bool, bool]:
+    """Whether a stream ends with its usage, and whether every chunk has the usage so far."""
+    options = request.stream_options
+    if options is None:
+        return False, False
+    return bool(options.include_usage), bool(options.continuous_usage_stats)
+
+
 def namespace_of(request: GenerationFields) -> Namespace:
     """The caller's part of whose cache the request uses. The adapter's part is its content, which
     only the engine knows."""

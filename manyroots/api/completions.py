@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from manyroots.api.body import read_request
+from manyroots.api.checks import wanted_usage
 from manyroots.api.events import DONE, EventStream, answer, event
 from manyroots.api.generation import Collected, UsageCount, collect, generate
 from manyroots.api.jobs import Job, completion_job
@@ -71,7 +72,7 @@ def _choice(
 
 
 async def _chunks(job: Job, request: CompletionRequest) -> AsyncGenerator[bytes, None]:
-    wants_usage = request.stream_options is not None and request.stream_options.include_usage
+    wants_usage, is_continuous = wanted_usage(request)
     chunk = Completion(
         id=job.id,
         created=job.created,
@@ -90,6 +91,8 @@ async def _chunks(job: Job, request: CompletionRequest) -> AsyncGenerator[bytes,
         async for batch in batches:
             for index, delta in batch:
                 count.add(index, delta)
+                if is_continuous:
+                    chunk.usage = count.usage()
                 if _is_worth_sending(delta, request):
                     chunk.choices = [_chunk_choice(job, request, index, delta)]
                     events.append(event(chunk))

@@ -16,7 +16,9 @@ Unsupported = Annotated[Any, "refused unless null or in SAME_AS_ABSENT"]
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    include_usage: bool = False
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """The usage so far in every chunk."""
     include_obfuscation: Ignored = None
 
 
@@ -99,6 +101,7 @@ class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
+    include_reasoning: Ignored = None
     parallel_tool_calls: Ignored = None
     prediction: Ignored = None
 

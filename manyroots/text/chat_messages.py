@@ -15,10 +15,9 @@ from manyroots.errors import RequestError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_MESSAGES = 10_000
-_FIELDS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id"})
-_OF_ANSWERS = frozenset({"refusal", "annotations", "parsed"})
-"""What an answer's message has beside these. Clients send it back whole, as history; a template
-has no use for it."""
+_UNSERVED = frozenset({"audio", "documents", "function_call", "images", "partial", "prefix"})
+"""What would change the answer and is not served. Every other field is ignored: clients send
+answers back whole, as history, with what other servers and they themselves put there."""
 
 
 def check_messages(messages: Sequence[Any], *, has_developer_role: bool) -> list[dict[str, Any]]:
@@ -47,12 +46,10 @@ def _message(message: Any, where: str, has_developer_role: bool) -> dict[str, An
             f"{where}.role is {_brief(role)}; choose one of {', '.join(ROLES)}.",
             field=f"{where}.role",
         )
-    for name, value in message.items():
-        is_of_answer = role == "assistant" and name in _OF_ANSWERS
-        if name not in _FIELDS and value is not None and not is_of_answer:
+    for name in sorted(_UNSERVED & message.keys()):
+        if message[name] is not None:
             raise RequestError(
-                f"{where}.{str(name)[:60]} is not supported; remove it.",
-                field=f"{where}.{str(name)[:60]}",
+                f"{where}.{name} is not supported; remove it.", field=f"{where}.{name}"
             )
     checked: dict[str, Any] = {
         "role": "system" if role == "developer" and not has_developer_role else role
@@ -60,7 +57,9 @@ def _message(message: Any, where: str, has_developer_role: bool) -> dict[str, An
     calls = message.get("tool_calls")
     if calls is not None:
         checked["tool_calls"] = _tool_calls(calls, role, f"{where}.tool_calls")
-    checked["content"] = _content(message.get("content"), f"{where}.content", optional=bool(calls))
+    # An answer that was all tool calls, or all thoughts, has no content.
+    is_answer = role == "assistant"
+    checked["content"] = _content(message.get("content"), f"{where}.content", optional=is_answer)
     for name in ("name", "tool_call_id"):
         if message.get(name) is not None:
             checked[name] = _string(message[name], f"{where}.{name}")
@@ -82,6 +81,8 @@ def _content(content: Any, where: str, *, optional: bool) -> str:
 
 def _part(part: Any, where: str) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == "refusal":  # part of an answer, sent back
+        return _string(part.get("refusal"), f"{where}.refusal")
     if kind != "text":
         raise RequestError(
             f"{where} is a part of type {_brief(kind)}; this model reads text only. "

@@ -1,6 +1,6 @@
-"""The device pages of the full-attention family: one tensor, cut into pages.
+"""The device pages of one family of layers: one tensor, cut into pages.
 
-Takes a number of pages and the shape of a model's keys and values; gives a view per layer for
+Takes a number of pages and the shape of a family's keys and values; gives a view per layer for
 the kernels to write and read. A page's bytes for all layers lie together, so that moving a page
 between tiers is one contiguous copy. Knows nothing of who owns a page or what it holds.
 """
@@ -9,29 +9,12 @@ from __future__ import annotations
 
 import math
 import os
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from manyroots.errors import ConfigError
-
-
-class KvShape(Protocol):
-    """What the arena needs to know of a model; a `ModelSpec` has it."""
-
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-
-
-def page_bytes(spec: KvShape, page_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one page: keys and values of `page_size` tokens in every layer."""
-    return 2 * spec.num_layers * page_size * spec.num_kv_heads * spec.head_dim * dtype.itemsize
 
 
 class PageArena:

@@ -6,17 +6,18 @@ import enum
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
 from unittest import mock
 
 from manyroots.config import EngineSettings, engine_settings
 from manyroots.engine import adapter_runtime, worker
 from manyroots.engine.build import build_engine
 from manyroots.engine.loop import EngineLoop
-from manyroots.kernels.choice import reference_kernels
+from manyroots.kernels.choice import Kernels, reference_kernels
 from manyroots.messages import FinishReason, Output, Submit
 from manyroots.models import kernel_set
 from manyroots.runner.runner import ModelRunner
@@ -26,6 +27,9 @@ from tests.gpu.models import MAX_RANK, NAMES, modules_of
 MAX_NUM_SEQS = {"float32": 16, "bfloat16": 80}
 """Decode steps of up to 16, up to 64 and more rows take different kernels. In float32, where dots
 are made of single multiplications, those for 17 to 64 rows take minutes to compile."""
+
+MAX_OWN_ROWS = 64
+"""Larger products are the library's on a GPU."""
 
 Outputs = dict[int, list[Output]]
 
@@ -86,11 +90,19 @@ class Engines:
 def _as_on_a_gpu() -> Iterator[None]:
     """Engines that are built in here run as on a GPU, but for graphs, wherever they compute."""
     with (
-        mock.patch.object(kernel_set, "kernels_for", return_value=reference_kernels()),
+        mock.patch.object(kernel_set, "kernels_for", return_value=_references()),
         mock.patch.object(worker, "ModelRunner", partial(ModelRunner, fixed_shapes=True)),
         mock.patch.object(adapter_runtime, "AdapterPool", partial(AdapterPool, is_turned=False)),
     ):
         yield
+
+
+def _references() -> Kernels:
+    """Those in the GPU's place, which has products of its own for few rows alone."""
+    references = reference_kernels()
+    few = lambda num_rows, weight, bias: num_rows <= MAX_OWN_ROWS  # noqa: E731
+    gemm = SimpleNamespace(**{**vars(references.gemm), "is_for": few})
+    return replace(references, gemm=cast(ModuleType, gemm))
 
 
 def run(loop: EngineLoop, batch: list[Submit]) -> Outputs:

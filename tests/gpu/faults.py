@@ -22,6 +22,7 @@ from manyroots.kernels.attention import paged
 from manyroots.kernels.choice import Kernels
 from manyroots.kernels.lora_sites import reference
 from manyroots.kernels.norm.undivided import UndividedNorm
+from manyroots.kernels.rope_write.inputs import RopeTable
 from manyroots.layers.linear import Linear
 from manyroots.runner import step_arrays
 from manyroots.runner.device_rows import DeviceRows
@@ -248,13 +249,17 @@ def bent(kernels: Kernels, op: str) -> Kernels:
     room, _, name = op.partition(".")
     call = getattr(getattr(kernels, room), name)
 
-    def wrong(first: Tensor | UndividedNorm, *rest: Any, **options: Any) -> Any:
+    def wrong(first: Tensor | UndividedNorm | RopeTable, *rest: Any, **options: Any) -> Any:
         if isinstance(first, UndividedNorm):
             squares = first.squares.clone()
             squares[-1] *= 4
             return call(replace(first, squares=squares), *rest, **options)
+        if isinstance(first, RopeTable):
+            return call(replace(first, cos=first.cos + 4), *rest, **options)
         changed = first.clone()
-        changed.view(-1, changed.shape[-1])[-1, ::2] += 4
+        half = changed.view(-1, changed.shape[-1])[-1, ::2]
+        # Numbers of tokens stay in the vocabulary, or the model would fail before it is compared.
+        half.copy_(half + 4 if half.is_floating_point() else half.abs() // 2)
         given = call(changed, *rest, **options)
         if given is None:  # it changes its input in place
             first.copy_(changed)

@@ -6,18 +6,22 @@ import pytest
 import torch
 
 from manyroots.errors import ConfigError
-from manyroots.store.arena import PageArena, page_bytes
+from manyroots.models.families import families
+from manyroots.store.arena import PageArena
 from tests.unit.models.tiny import tiny_spec
 
 CPU = torch.device("cpu")
 
 
 def test_a_page_of_all_layers_is_one_contiguous_piece_of_page_bytes() -> None:
-    spec = tiny_spec()
-    arena = PageArena(5, 8, spec.num_layers, spec.num_kv_heads, spec.head_dim, torch.bfloat16, CPU)
+    [family] = families(tiny_spec().layers)
+    memory = family.memory
+    arena = PageArena(
+        5, 8, len(family.layers), memory.kv_heads, memory.head_dim, torch.bfloat16, CPU
+    )
     page = arena.data[3]
     assert page.is_contiguous()
-    assert page.numel() * page.itemsize == page_bytes(spec, 8, torch.bfloat16)
+    assert page.numel() * page.itemsize == family.page_bytes(8, torch.bfloat16.itemsize)
 
 
 def test_a_layer_is_a_view_of_the_arena() -> None:

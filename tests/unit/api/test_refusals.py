@@ -257,20 +257,6 @@ async def test_null_fields_ask_for_nothing_whatever_their_name() -> None:
     assert error_of(response)["param"] == "model"
 
 
-async def test_an_answers_message_can_be_sent_back_as_history() -> None:
-    """As clients do: the whole object, with what it holds beside the text."""
-    given = (await Harness().chat()).json()["choices"][0]["message"]
-    others = {"annotations": [], "audio": None, "function_call": None, "parsed": None}
-    user = {"role": "user", "content": "and?"}
-    for answer in (given, given | others):
-        body = CHAT | {"messages": [user, answer, user]}
-        response = await Harness().post("/v1/chat/completions", body)
-        assert response.status_code == 200, response.text
-    body = CHAT | {"messages": [user | {"annotations": []}]}
-    response = await Harness().post("/v1/chat/completions", body)
-    assert error_of(response)["param"] == "messages[0].annotations"
-
-
 async def test_a_body_over_the_limit_is_a_413_with_and_without_a_length() -> None:
     harness = Harness(max_body_bytes=2000)
     response = await harness.complete("a" * 3000)

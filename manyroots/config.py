@@ -65,6 +65,14 @@ class ModelSettings:
     )
     max_model_len: int | None = option(None, "Longest prompt plus output, in tokens.")
     chat_template: str | None = option(None, "File with a Jinja chat template, for the model's.")
+    tool_call_parser: str | None = option(
+        None, "How the model writes tool calls, by vLLM's name; by default told from its template."
+    )
+    reasoning_parser: str | None = option(
+        None,
+        "How the model marks its reasoning, by vLLM's name; by default told from its template. "
+        "'none' leaves it in the answer.",
+    )
     generation_config: str = option(
         "auto",
         "What requests leave open of sampling: 'auto' takes it from the model's "

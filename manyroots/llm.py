@@ -102,7 +102,12 @@ class LLM:
         self.tokenizer = load_tokenizer(
             resolved.model.tokenizer or engine.info.model_path, revision=resolved.model.revision
         )
-        self._template = load_chat_template(self.tokenizer, resolved.model.chat_template)
+        self._template = load_chat_template(
+            self.tokenizer,
+            resolved.model.chat_template,
+            tool_call_parser=resolved.model.tool_call_parser,
+            reasoning_parser=resolved.model.reasoning_parser,
+        )
         self._defaults = sampling_defaults(engine.info.model_path, resolved.model.generation_config)
         self._intake = Intake(engine.info, self.tokenizer, random.Random(resolved.model.seed))
         self._ids = itertools.count(1)

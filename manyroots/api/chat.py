@@ -12,14 +12,16 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from manyroots.api.answers import AnswerDelta, WholeAnswer, answer_deltas, whole_answers
 from manyroots.api.body import read_request
 from manyroots.api.checks import wanted_usage
 from manyroots.api.events import DONE, EventStream, answer, event
-from manyroots.api.generation import Collected, UsageCount, collect, generate
+from manyroots.api.generation import Collected, UsageCount
 from manyroots.api.jobs import Job, chat_job
 from manyroots.api.logprobs import chat_logprobs, prompt_logprobs
 from manyroots.api.requests import ChatRequest
 from manyroots.api.responses import (
+    CalledFunction,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
@@ -27,9 +29,19 @@ from manyroots.api.responses import (
     ChatDelta,
     ChatLogprobs,
     ChatMessage,
+    ChatToolCall,
+    ChatToolCallDelta,
 )
 from manyroots.api.state import server_of
 from manyroots.text.assembler import TextDelta
+from manyroots.text.chat_output import (
+    Answer,
+    ChatEvent,
+    ContentDelta,
+    ReasoningDelta,
+    ToolCallArguments,
+    ToolCallBegins,
+)
 
 
 async def chat_completions(request: Request) -> Response:
@@ -43,31 +55,45 @@ async def chat_completions(request: Request) -> Response:
 
 
 async def _whole(job: Job, request: ChatRequest) -> ChatCompletion:
-    collected, usage = await collect(job.service, job.submits, job.n, job.watch)
+    answers, usage = await whole_answers(job)
     completion = ChatCompletion(
         id=job.id,
         created=job.created,
         model=request.model,
-        choices=[_choice(job, request, index, made) for index, made in enumerate(collected)],
+        choices=[_choice(job, request, index, made) for index, made in enumerate(answers)],
         usage=usage,
     )
     if request.prompt_logprobs is not None:
-        scores = collected[0].prompt_logprobs
+        scores = answers[0].made.prompt_logprobs
         completion.prompt_logprobs = prompt_logprobs(job.service.tokenizer, scores)
     if request.return_token_ids:
         completion.prompt_token_ids = list(job.submits[0].prompt)
     return completion
 
 
-def _choice(job: Job, request: ChatRequest, index: int, made: Collected) -> ChatChoice:
+def _choice(job: Job, request: ChatRequest, index: int, whole: WholeAnswer) -> ChatChoice:
+    made = whole.made
     return ChatChoice(
         index=index,
-        message=ChatMessage(made.text),
+        message=_message(whole.answer, request.include_reasoning is not False),
         logprobs=_logprobs(job, request, made),
-        finish_reason=made.finish_reason,
+        finish_reason=whole.finish_reason,
         stop_reason=made.stop_reason,
         token_ids=made.tokens if request.return_token_ids else msgspec.UNSET,
     )
+
+
+def _message(said: Answer, with_reasoning: bool) -> ChatMessage:
+    is_silent = bool(said.tool_calls or said.reasoning)  # then no content is null, not ""
+    message = ChatMessage(said.content if is_silent else said.content or "")
+    if said.reasoning is not None and with_reasoning:
+        message.reasoning_content = said.reasoning
+    if said.tool_calls:
+        message.tool_calls = [
+            ChatToolCall(call.id, CalledFunction(call.name, call.arguments))
+            for call in said.tool_calls
+        ]
+    return message
 
 
 async def _chunks(job: Job, request: ChatRequest) -> AsyncGenerator[bytes, None]:
@@ -85,13 +111,13 @@ async def _chunks(job: Job, request: ChatRequest) -> AsyncGenerator[bytes, None]
         chunk.choices = [ChatChunkChoice(index=index, delta=ChatDelta("assistant", ""))]
         events.append(event(chunk))
     count = UsageCount(job.submits, job.n)
-    async with aclosing(generate(job.service, job.submits, job.watch)) as batches:
+    async with aclosing(answer_deltas(job)) as batches:
         async for batch in batches:
-            for index, delta in batch:
-                count.add(index, delta)
+            for delta in batch:
+                count.add(delta.index, delta.delta)
                 if is_continuous:
                     chunk.usage = count.usage()
-                for choice in _chunk_choices(job, request, index, delta):
+                for choice in _chunk_choices(job, request, delta):
                     chunk.choices = [choice]
                     events.append(event(chunk))
             if events:
@@ -103,31 +129,47 @@ async def _chunks(job: Job, request: ChatRequest) -> AsyncGenerator[bytes, None]
     yield DONE
 
 
-def _chunk_choices(
-    job: Job, request: ChatRequest, index: int, delta: TextDelta
-) -> list[ChatChunkChoice]:
-    """The text, then the end in a chunk of its own, as OpenAI sends them."""
-    choices: list[ChatChunkChoice] = []
-    has_ids = request.return_token_ids and delta.tokens  # half a character has no text yet
-    if delta.text or delta.logprobs or has_ids:
+def _chunk_choices(job: Job, request: ChatRequest, added: AnswerDelta) -> list[ChatChunkChoice]:
+    """What was said, then the end in a chunk of its own, as OpenAI sends them."""
+    delta = added.delta
+    said = [
+        _delta(event)
+        for event in added.events
+        if request.include_reasoning is not False or not isinstance(event, ReasoningDelta)
+    ]
+    # Tokens without text (half a character, a mark) have their logprobs and ids all the same.
+    if not said and (delta.logprobs or (request.return_token_ids and delta.tokens)):
+        said = [ChatDelta(content="")]
+    choices = [ChatChunkChoice(index=added.index, delta=item) for item in said]
+    if choices:
+        choices[0].logprobs = _logprobs(job, request, delta)
+        choices[0].token_ids = delta.tokens if request.return_token_ids else msgspec.UNSET
+    if added.finish_reason is not None:
         choices.append(
             ChatChunkChoice(
-                index=index,
-                delta=ChatDelta(content=delta.text),
-                logprobs=_logprobs(job, request, delta),
-                token_ids=delta.tokens if request.return_token_ids else msgspec.UNSET,
-            )
-        )
-    if delta.finish_reason is not None:
-        choices.append(
-            ChatChunkChoice(
-                index=index,
+                index=added.index,
                 delta=ChatDelta(),
-                finish_reason=delta.finish_reason.value,
+                finish_reason=added.finish_reason,
                 stop_reason=delta.stop_reason,
             )
         )
     return choices
+
+
+def _delta(event: ChatEvent) -> ChatDelta:
+    match event:
+        case ContentDelta():
+            return ChatDelta(content=event.text)
+        case ReasoningDelta():
+            return ChatDelta(reasoning_content=event.text)
+        case ToolCallBegins():
+            function = CalledFunction(event.name, "")
+            return ChatDelta(
+                tool_calls=[ChatToolCallDelta(event.index, function, event.id, "function")]
+            )
+        case ToolCallArguments():
+            function = CalledFunction(msgspec.UNSET, event.text)
+            return ChatDelta(tool_calls=[ChatToolCallDelta(event.index, function)])
 
 
 def _logprobs(job: Job, request: ChatRequest, made: Collected | TextDelta) -> ChatLogprobs | None:

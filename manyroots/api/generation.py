@@ -25,12 +25,16 @@ Batch = list[tuple[int, TextDelta]]
 
 
 async def generate(
-    service: Service, submits: Sequence[Submit], watch: RequestWatch
+    service: Service,
+    submits: Sequence[Submit],
+    watch: RequestWatch,
+    shown_ids: frozenset[int] = frozenset(),
 ) -> AsyncGenerator[Batch, None]:
-    """Deltas of all sequences until each has finished. The index is the place in `submits`."""
+    """Deltas of all sequences until each has finished. The index is the place in `submits`.
+    `shown_ids`: special tokens that are part of the text."""
     reason = FinishReason.ABORT
     try:
-        async with aclosing(_all(service, submits)) as batches:
+        async with aclosing(_all(service, submits, shown_ids)) as batches:
             async for batch in batches:
                 for index, delta in batch:
                     end = None if delta.finish_reason is None else delta.finish_reason.value
@@ -43,23 +47,27 @@ async def generate(
         watch.end(reason.value)
 
 
-async def _all(service: Service, submits: Sequence[Submit]) -> AsyncGenerator[Batch, None]:
+async def _all(
+    service: Service, submits: Sequence[Submit], shown_ids: frozenset[int]
+) -> AsyncGenerator[Batch, None]:
     if len(submits) == 1:  # the common case needs no tasks and no queue
-        async with aclosing(_sequence(service, submits[0])) as deltas:
+        async with aclosing(_sequence(service, submits[0], shown_ids)) as deltas:
             async for delta in deltas:
                 yield [(0, delta)]
         return
-    async with aclosing(_merged(service, submits)) as batches:
+    async with aclosing(_merged(service, submits, shown_ids)) as batches:
         async for batch in batches:
             yield batch
 
 
-async def _merged(service: Service, submits: Sequence[Submit]) -> AsyncGenerator[Batch, None]:
+async def _merged(
+    service: Service, submits: Sequence[Submit], shown_ids: frozenset[int]
+) -> AsyncGenerator[Batch, None]:
     ready: asyncio.Queue[tuple[int, TextDelta | Exception]] = asyncio.Queue()
 
     async def pump(index: int, submit: Submit) -> None:
         try:
-            async with aclosing(_sequence(service, submit)) as deltas:
+            async with aclosing(_sequence(service, submit, shown_ids)) as deltas:
                 async for delta in deltas:
                     ready.put_nowait((index, delta))
         except Exception as error:  # raised again below, in the task of the request
@@ -85,8 +93,10 @@ async def _merged(service: Service, submits: Sequence[Submit]) -> AsyncGenerator
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _sequence(service: Service, submit: Submit) -> AsyncGenerator[TextDelta, None]:
-    assembler = TextAssembler(service.tokenizer, submit.sampling)
+async def _sequence(
+    service: Service, submit: Submit, shown_ids: frozenset[int]
+) -> AsyncGenerator[TextDelta, None]:
+    assembler = TextAssembler(service.tokenizer, submit.sampling, shown_ids)
     timer = service.metrics.sequence(len(submit.prompt), submit.adapter)
     reason = FinishReason.ABORT
     # The protocol promises only an iterator; that it can be closed is its documented contract.
@@ -172,12 +182,16 @@ class UsageCount:
 
 
 async def collect(
-    service: Service, submits: Sequence[Submit], n: int, watch: RequestWatch
+    service: Service,
+    submits: Sequence[Submit],
+    n: int,
+    watch: RequestWatch,
+    shown_ids: frozenset[int] = frozenset(),
 ) -> tuple[list[Collected], Usage]:
     """Every choice, whole."""
     choices = [Collected() for _ in submits]
     count = UsageCount(submits, n)
-    async with aclosing(generate(service, submits, watch)) as batches:
+    async with aclosing(generate(service, submits, watch, shown_ids)) as batches:
         async for batch in batches:
             for index, delta in batch:
                 choices[index].add(delta)

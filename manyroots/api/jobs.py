@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 from manyroots.api.checks import (
     chat_sampling,
@@ -29,9 +30,16 @@ from manyroots.ids import AdapterName
 from manyroots.messages import Submit
 from manyroots.observe.requests import RequestFacts, RequestWatch
 from manyroots.sampling import SamplingParams
+from manyroots.text.chat_output import ChatOutput, parse_plain
+from manyroots.text.tools import ToolChoice, ToolUse, check_tools
 
 _SMALL_CHARACTERS = 4096
 """Tokenized at once: a thread would take longer than the work."""
+
+
+def no_format() -> ChatOutput:
+    """A completion's text is all content."""
+    return ChatOutput(parse_plain)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +56,10 @@ class Job:
     texts: list[str | None]
     """The prompts as the caller wrote them; None for those given as token ids."""
     watch: RequestWatch
+    new_output: Callable[[], ChatOutput] = no_format
+    """For each choice of a chat: what reads its text."""
+    shown_ids: frozenset[int] = frozenset()
+    """Special tokens that are part of that text."""
 
     def prompt_text(self, place: int) -> str:
         text = self.texts[place]
@@ -83,19 +95,40 @@ async def chat_job(server: ServerState, request: ChatRequest, headers: Mapping[s
     [adapter] = service.adapters.choose(request.model, request.lora_path, 1)
     check_supported(request)
     sampling = chat_sampling(request, service.defaults)
+    use = check_tools(request.tools, request.tool_choice, request.parallel_tool_calls)
+    if use.choice in (ToolChoice.REQUIRED, ToolChoice.NAMED):
+        raise RequestError(
+            "tool_choice can't force a call yet; choose 'auto' or 'none'.", field="tool_choice"
+        )
     with ExitStack() as undo:
         permits = undo.enter_context(_admit(server, 1, sampling.n))
         # A template is code, however short the messages: never on the event loop.
-        tokens = await asyncio.to_thread(encode_chat, service, request)
+        text, tokens = await asyncio.to_thread(encode_chat, service, request, use)
         submits = _submits(service, request, sampling, [(tokens, adapter)], "messages")
         undo.pop_all()
     number = _new_id("chatcmpl")
     watch = server.watch(RequestFacts(number, request.model, sampling.n, submits, headers))
-    return Job(number, _now(), service, sampling.n, submits, permits, [None], watch)
+    assert service.template is not None  # else encode_chat has refused
+    chat_format = service.template.format
+    is_continued = bool(request.continue_final_message)
+    return Job(
+        number,
+        _now(),
+        service,
+        sampling.n,
+        submits,
+        permits,
+        [None],
+        watch,
+        new_output=partial(chat_format.output, use, prompt=text, is_continued=is_continued),
+        shown_ids=service.tokenizer.ids_of(chat_format.special_tokens(use)),
+    )
 
 
-def encode_chat(service: Service, request: ChatRequest | TokenizeRequest) -> list[int]:
-    """A chat's tokens, by the model's template."""
+def encode_chat(
+    service: Service, request: ChatRequest | TokenizeRequest, use: ToolUse
+) -> tuple[str, list[int]]:
+    """A chat as one prompt, by the model's template: its text and its tokens."""
     if service.template is None:
         raise RequestError(
             "this model has no chat template, so it can't take messages; use /v1/completions, "
@@ -107,10 +140,13 @@ def encode_chat(service: Service, request: ChatRequest | TokenizeRequest) -> lis
         add_generation_prompt=request.add_generation_prompt is not False,
         continue_final_message=bool(request.continue_final_message),
         options=request.chat_template_kwargs,
+        reasoning_effort=request.reasoning_effort,
+        use=use,
     )
     # The template writes the special tokens itself.
     add_special_tokens = bool(request.add_special_tokens)
-    return service.intake.encode(text, add_special_tokens=add_special_tokens, field="messages")
+    encode = service.intake.encode
+    return text, encode(text, add_special_tokens=add_special_tokens, field="messages")
 
 
 async def _encode_prompts(

@@ -100,20 +100,21 @@ class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
+    """False leaves the reasoning out of the answer."""
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
 
-    include_reasoning: Ignored = None
-    parallel_tool_calls: Ignored = None
     prediction: Ignored = None
 
-    tools: Unsupported = None
-    tool_choice: Unsupported = None
     functions: Unsupported = None
     function_call: Unsupported = None
     chat_template: Unsupported = None
     documents: Unsupported = None
     modalities: Unsupported = None
     audio: Unsupported = None
-    reasoning_effort: Unsupported = None
     verbosity: Unsupported = None
     web_search_options: Unsupported = None
     echo: Unsupported = None
@@ -129,6 +130,9 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
     return_token_strs: bool = False
 
 
@@ -162,8 +166,6 @@ SAME_AS_ABSENT: dict[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True,),
     "response_format": ({"type": "text"},),
     "suffix": ("",),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),

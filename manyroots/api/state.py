@@ -91,7 +91,12 @@ def load_service(
     return Service(
         engine,
         tokenizer,
-        load_chat_template(tokenizer, model.chat_template),
+        load_chat_template(
+            tokenizer,
+            model.chat_template,
+            tool_call_parser=model.tool_call_parser,
+            reasoning_parser=model.reasoning_parser,
+        ),
         server,
         model_name=model.served_model_name or info.model_name,
         lora=settings.lora,

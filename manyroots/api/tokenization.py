@@ -14,6 +14,7 @@ from manyroots.api.requests import DetokenizeRequest, TokenizeRequest
 from manyroots.api.responses import Detokenized, Tokenized
 from manyroots.api.state import Service, server_of
 from manyroots.errors import RequestError
+from manyroots.text.tools import check_tools
 
 
 async def tokenize(request: Request) -> Response:
@@ -39,7 +40,8 @@ def _encode(service: Service, request: TokenizeRequest) -> list[int]:
     if (request.prompt is None) == (request.messages is None):
         raise RequestError("give either prompt or messages.", field="prompt")
     if request.prompt is None:
-        return encode_chat(service, request)
+        use = check_tools(request.tools, request.tool_choice)
+        return encode_chat(service, request, use)[1]
     add_special_tokens = request.add_special_tokens is not False
     return service.intake.encode(request.prompt, add_special_tokens=add_special_tokens)
 

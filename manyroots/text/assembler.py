@@ -42,10 +42,17 @@ class TextAssembler:
 
     __slots__ = ("_detokenizer", "_finished", "_length", "_num_tokens", "_sampling", "_stops")
 
-    def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        sampling: SamplingParams,
+        shown_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        """`shown_ids`: special tokens that are part of the text all the same, for a format that
+        reads it."""
         self._sampling = sampling
         self._detokenizer = detokenizer_for(
-            tokenizer, skip_special_tokens=sampling.skip_special_tokens
+            tokenizer, skip_special_tokens=sampling.skip_special_tokens, shown_ids=shown_ids
         )
         self._stops = StopChecker(
             sampling.stop, include_in_output=sampling.include_stop_str_in_output

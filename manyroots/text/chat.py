@@ -7,6 +7,7 @@ never from a request. What keeps it off Python is `sandbox.py`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,17 +16,26 @@ import jinja2
 
 from manyroots.errors import ConfigError, ModelError, RequestError
 from manyroots.text.chat_messages import check_messages
+from manyroots.text.formats.choice import ChatFormat, choose_format
 from manyroots.text.sandbox import Sandbox
 from manyroots.text.tokenizer import Tokenizer
+from manyroots.text.told_tools import tell_calls, tell_tools
+from manyroots.text.tools import NO_TOOLS, ToolUse
 
 _END_MARK = "\ue000manyroots-end-of-final-message\ue001"
 _MAX_OPTION_CHARACTERS = 1024
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+_SWITCHES = frozenset({"enable_thinking", "thinking"})
+"""Options of templates that turn reasoning on and off."""
 
 
 class ChatTemplate:
     """One model's template, compiled once."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], format: ChatFormat | None = None
+    ) -> None:
+        """`format`: how the model writes calls and reasoning; told from the source if not given."""
         try:
             self._sandbox = Sandbox(source)
         except (jinja2.TemplateError, RecursionError) as error:
@@ -34,6 +44,9 @@ class ChatTemplate:
             ) from error
         self._special_tokens = dict(special_tokens)
         self._has_developer_role = "developer" in source
+        self._knows_tools = "tools" in self._sandbox.variables
+        self._knows_calls = "tool_calls" in source
+        self.format = format or choose_format(source)
         reserved = {"messages", "tools", "documents", "add_generation_prompt", *special_tokens}
         self.options = self._sandbox.variables - reserved
         """Names that a request may set through chat_template_kwargs."""
@@ -45,6 +58,8 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         options: Mapping[str, Any] | None = None,
+        reasoning_effort: str | None = None,
+        use: ToolUse = NO_TOOLS,
     ) -> str:
         """The prompt. `continue_final_message` leaves the last message open for the model."""
         checked = check_messages(messages, has_developer_role=self._has_developer_role)
@@ -56,14 +71,19 @@ class ChatTemplate:
                     field="continue_final_message",
                 )
             checked[-1]["content"] += _END_MARK
-        text = self._render(
-            {
-                **self._special_tokens,
-                **self._checked_options(options or {}),
-                "messages": checked,
-                "add_generation_prompt": add_generation_prompt,
-            }
-        )
+        declarations = use.declarations if use.is_on else []
+        if declarations and not self._knows_tools:
+            checked = tell_tools(checked, declarations)
+        if not self._knows_calls:
+            checked = tell_calls(checked)
+        values = {
+            **self._special_tokens,
+            **self._effort(reasoning_effort),
+            **self._checked_options(options or {}),
+            "tools": declarations or None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        text = self._render(values, checked)
         if not continue_final_message:
             return text
         before, mark, _ = text.rpartition(_END_MARK)
@@ -75,13 +95,41 @@ class ChatTemplate:
             )
         return before
 
-    def _render(self, values: Mapping[str, Any]) -> str:
+    def _render(self, values: Mapping[str, Any], messages: list[dict[str, Any]]) -> str:
         try:
-            return self._sandbox.render(values)
+            try:
+                return self._sandbox.render({**values, "messages": messages})
+            except TypeError:
+                # A few templates join arguments to text; most are written for the object.
+                spelled = [_with_spelled_arguments(message) for message in messages]
+                if spelled == messages:
+                    raise
+                return self._sandbox.render({**values, "messages": spelled})
         except Exception as error:  # a template is code: it can fail in any way on odd messages
             raise RequestError(
                 f"the chat template refuses these messages: {str(error)[:500]}", field="messages"
             ) from error
+
+    def _effort(self, effort: str | None) -> dict[str, Any]:
+        """What `reasoning_effort` means to this template: its own word, or a switch."""
+        if effort is None:
+            return {}
+        if effort not in EFFORTS:
+            raise RequestError(
+                f"reasoning_effort is {effort[:60]!r}; choose one of {', '.join(EFFORTS)}.",
+                field="reasoning_effort",
+            )
+        if "reasoning_effort" in self.options:
+            return {"reasoning_effort": effort}
+        if switches := _SWITCHES & self.options:
+            return dict.fromkeys(switches, effort != "none")
+        if effort == "none" and self.format.thinking is None:
+            return {}
+        raise RequestError(
+            f"reasoning_effort is {effort!r}, and this model's chat template has no such choice, "
+            "so that it would have no effect; leave it out.",
+            field="reasoning_effort",
+        )
 
     def _checked_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in options.items():
@@ -101,8 +149,27 @@ class ChatTemplate:
         return dict(options)
 
 
-def load_chat_template(tokenizer: Tokenizer, path: str | None) -> ChatTemplate | None:
-    """The operator's file if there is one, else the model's own; None for a model without."""
+def _with_spelled_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose calls have their arguments as JSON text."""
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = call["function"]
+        text = json.dumps(function["arguments"], ensure_ascii=False)
+        calls.append(call | {"function": function | {"arguments": text}})
+    return message | {"tool_calls": calls}
+
+
+def load_chat_template(
+    tokenizer: Tokenizer,
+    path: str | None,
+    *,
+    tool_call_parser: str | None = None,
+    reasoning_parser: str | None = None,
+) -> ChatTemplate | None:
+    """The operator's file if there is one, else the model's own; None for a model without. The
+    parsers' names are those of the flags."""
     source = tokenizer.chat_template
     if path is not None:
         try:
@@ -111,4 +178,5 @@ def load_chat_template(tokenizer: Tokenizer, path: str | None) -> ChatTemplate |
             raise ConfigError(f"--chat-template {path!r} can't be read: {error}.") from error
     if source is None:
         return None
-    return ChatTemplate(source, tokenizer.special_tokens.for_template())
+    chosen = choose_format(source, tool_call_parser, reasoning_parser)
+    return ChatTemplate(source, tokenizer.special_tokens.for_template(), chosen)

@@ -26,10 +26,12 @@ class Detokenizer(Protocol):
         ...
 
 
-def detokenizer_for(tokenizer: Tokenizer, *, skip_special_tokens: bool) -> Detokenizer:
-    if tokenizer.has_bytes:
-        return ByteDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
-    return WindowDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+def detokenizer_for(
+    tokenizer: Tokenizer, *, skip_special_tokens: bool, shown_ids: frozenset[int] = frozenset()
+) -> Detokenizer:
+    """`shown_ids`: special tokens that are never skipped."""
+    kind = ByteDetokenizer if tokenizer.has_bytes else WindowDetokenizer
+    return kind(tokenizer, skip_special_tokens=skip_special_tokens, shown_ids=shown_ids)
 
 
 _new_decoder = codecs.getincrementaldecoder("utf-8")
@@ -40,9 +42,15 @@ class ByteDetokenizer:
 
     __slots__ = ("_decoder", "_skipped", "_tokenizer")
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special_tokens: bool,
+        shown_ids: frozenset[int] = frozenset(),
+    ) -> None:
         self._tokenizer = tokenizer
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._skipped = tokenizer.special_ids - shown_ids if skip_special_tokens else frozenset()
         self._decoder = _new_decoder(errors="replace")
 
     def push(self, token: int) -> str:
@@ -63,12 +71,17 @@ class WindowDetokenizer:
     without a token, is not "the one before" and never reaches it.
     """
 
-    __slots__ = ("_last", "_skip", "_skipped", "_tokenizer")
+    __slots__ = ("_last", "_skipped", "_tokenizer")
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special_tokens: bool,
+        shown_ids: frozenset[int] = frozenset(),
+    ) -> None:
         self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._skipped = tokenizer.special_ids - shown_ids if skip_special_tokens else frozenset()
         self._last: list[int] = []
         """The last token that showed; none before the first."""
 
@@ -84,4 +97,4 @@ class WindowDetokenizer:
         return ""
 
     def _decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=self._skip)
+        return self._tokenizer.decode(tokens, skip_special_tokens=False)

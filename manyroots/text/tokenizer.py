@@ -6,7 +6,7 @@ chat template's source, nothing of requests. Where it comes from is `tokenizer_f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tokenizers import Tokenizer as Backend
@@ -92,6 +92,11 @@ class Tokenizer:
     def has_token(self, token: int) -> bool:
         """Whether an id is a token's: models have more ids than their tokenizer uses."""
         return self._backend.id_to_token(token) is not None
+
+    def ids_of(self, tokens: Iterable[str]) -> frozenset[int]:
+        """The ids of those that are single tokens here."""
+        found = (self._backend.token_to_id(token) for token in tokens)
+        return frozenset(index for index in found if index is not None)
 
     @property
     def has_bytes(self) -> bool:

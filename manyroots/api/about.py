@@ -45,6 +45,12 @@ def _status(server: ServerState, status: int) -> Response:
     return JSONResponse(body, status, headers)
 
 
+async def load(request: Request) -> Response:
+    """How many sequences are alive here, running or waiting; as vLLM calls it."""
+    loaded = server_of(request).loaded
+    return JSONResponse({"server_load": 0 if loaded is None else loaded.concurrency.num_alive})
+
+
 async def version(request: Request) -> Response:
     return JSONResponse({"version": __version__})
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 
 from manyroots.api import about
@@ -15,9 +16,26 @@ from manyroots.api.chat import chat_completions
 from manyroots.api.completions import completions
 from manyroots.api.errors import EXCEPTION_HANDLERS
 from manyroots.api.lora import ADMIN_PATHS, LORA_ROUTES
-from manyroots.api.middleware import HeaderLimits, Hosts, Keys, RequestIds
+from manyroots.api.middleware import HeaderLimits, Hosts, Keys, RequestIds, RootPath
 from manyroots.api.state import ServerState
 from manyroots.api.tokenization import detokenize, tokenize
+from manyroots.config import ServerSettings
+
+
+def _cors(settings: ServerSettings) -> list[Middleware]:
+    """In front of the keys: a browser asks first, without one, and must be able to read errors."""
+    if not settings.allowed_origins:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=settings.allowed_methods,
+            allow_headers=settings.allowed_headers,
+            allow_credentials=settings.allow_credentials,
+            expose_headers=("x-request-id", "retry-after"),
+        )
+    ]
 
 
 def create_app(state: ServerState) -> Starlette:
@@ -28,6 +46,8 @@ def create_app(state: ServerState) -> Starlette:
             Route("/live", about.live),
             Route("/health", about.health),
             Route("/ready", about.ready),
+            Route("/ping", about.health, methods=["GET", "POST"]),
+            Route("/load", about.load),
             Route("/version", about.version),
             Route("/metrics", about.metrics),
             Route("/v1/models", about.list_models),
@@ -42,6 +62,8 @@ def create_app(state: ServerState) -> Starlette:
         middleware=[
             Middleware(RequestIds),
             Middleware(HeaderLimits),
+            Middleware(RootPath, root_path=settings.root_path),
+            *_cors(settings),
             Middleware(
                 Keys,
                 api_key=settings.api_key,

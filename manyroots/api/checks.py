@@ -146,6 +146,16 @@ def _sampling(
     )
 
 
+def check_logprobs(sampling: SamplingParams, limit: int, field: str) -> None:
+    """Refuse more than the operator allows. `field`: what those of the output are called."""
+    for name, count in ((field, sampling.logprobs), ("prompt_logprobs", sampling.prompt_logprobs)):
+        if count is not None and count > limit:
+            raise RequestError(
+                f"{name} is {count}; this server allows at most {limit} (--max-logprobs).",
+                field=name,
+            )
+
+
 def _logit_bias(biases: dict[str, float]) -> dict[int, float]:
     checked: dict[int, float] = {}
     for key, bias in biases.items():

@@ -97,7 +97,7 @@ async def _sequence(
     service: Service, submit: Submit, shown_ids: frozenset[int]
 ) -> AsyncGenerator[TextDelta, None]:
     assembler = TextAssembler(service.tokenizer, submit.sampling, shown_ids)
-    timer = service.metrics.sequence(len(submit.prompt), submit.adapter)
+    timer = service.metrics.sequence(submit.request_id, len(submit.prompt), submit.adapter)
     reason = FinishReason.ABORT
     # The protocol promises only an iterator; that it can be closed is its documented contract.
     outputs = cast(AsyncGenerator[Output, None], service.engine.generate(submit))

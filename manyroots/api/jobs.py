@@ -17,6 +17,7 @@ from functools import partial
 from manyroots.api.checks import (
     chat_sampling,
     check_count,
+    check_logprobs,
     check_supported,
     completion_sampling,
     namespace_of,
@@ -76,6 +77,7 @@ async def completion_job(
     service.adapters.resolve(request.model)
     check_supported(request)
     sampling = completion_sampling(request, service.defaults)
+    check_logprobs(sampling, server.settings.max_logprobs, "logprobs")
     prompts = prompts_of(request)
     adapters = service.adapters.choose(request.model, request.lora_path, len(prompts))
     with ExitStack() as undo:
@@ -95,6 +97,7 @@ async def chat_job(server: ServerState, request: ChatRequest, headers: Mapping[s
     [adapter] = service.adapters.choose(request.model, request.lora_path, 1)
     check_supported(request)
     sampling = chat_sampling(request, service.defaults)
+    check_logprobs(sampling, server.settings.max_logprobs, "top_logprobs")
     use = check_tools(request.tools, request.tool_choice, request.parallel_tool_calls)
     if use.choice in (ToolChoice.REQUIRED, ToolChoice.NAMED):
         raise RequestError(

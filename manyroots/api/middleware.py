@@ -18,7 +18,7 @@ from manyroots.api.errors import error_response
 
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 32 * 1024
-OPEN_PATHS = frozenset({"/live", "/health", "/ready"})
+OPEN_PATHS = frozenset({"/live", "/health", "/ready", "/ping"})
 """What an orchestrator asks, which has no key."""
 
 _HOST = re.compile(r"([^\s/?#@\\\[\]:]*|\[[0-9A-Za-z:.%]+\])(:[0-9]*)?")
@@ -70,6 +70,24 @@ class HeaderLimits:
                 )
                 await error_response(error)(scope, receive, send)
                 return
+        await self._app(scope, receive, send)
+
+
+class RootPath:
+    """Takes the prefix off under which a proxy shows this server, where the proxy has left it on.
+
+    Before anything is decided by the path: the keys and the routes see the same one.
+    """
+
+    def __init__(self, app: ASGIApp, root_path: str) -> None:
+        self._app = app
+        self._prefix = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and self._prefix:
+            path: str = scope["path"]
+            if path.startswith(f"{self._prefix}/"):
+                scope = {**scope, "path": path.removeprefix(self._prefix)}
         await self._app(scope, receive, send)
 
 

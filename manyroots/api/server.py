@@ -12,6 +12,7 @@ import contextlib
 import logging
 import signal
 import socket
+import ssl
 import sys
 import time
 from collections.abc import Iterator
@@ -47,6 +48,7 @@ def serve(engine_settings: EngineSettings, server_settings: ServerSettings) -> i
     )
     endpoint = server_settings.otlp_traces_endpoint
     traces = None if endpoint is None else Traces(endpoint)
+    check_certificates(server_settings)
     listener = _listen(server_settings)
     with Display(is_on=engine_settings.model.progress_bars) as display:
         engine = ProcessClient(
@@ -62,6 +64,25 @@ def serve(engine_settings: EngineSettings, server_settings: ServerSettings) -> i
             return asyncio.run(server.run())
         finally:
             traces.close()
+
+
+def check_certificates(settings: ServerSettings) -> None:
+    """Raises ConfigError if HTTPS can't be served with these files."""
+    if settings.ssl_certfile is None:
+        return
+    files = (settings.ssl_certfile, settings.ssl_keyfile)
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        # A password is always given: without one, openssl would ask on the terminal.
+        context.load_cert_chain(*files, password=settings.ssl_keyfile_password or "")
+        if settings.ssl_ca_certs is not None:
+            context.load_verify_locations(settings.ssl_ca_certs)
+    except (OSError, ValueError) as error:
+        named = ", ".join(repr(file) for file in (*files, settings.ssl_ca_certs) if file)
+        raise ConfigError(
+            f"--ssl-certfile, --ssl-keyfile and --ssl-ca-certs: {named} can't be used ({error}). "
+            "They must be PEM files, and the key must be the certificate's."
+        ) from error
 
 
 def _listen(settings: ServerSettings) -> socket.socket:
@@ -112,7 +133,8 @@ class _Server:
             loop.add_signal_handler(number, self._on_signal)
         web = asyncio.create_task(self._web.serve(sockets=[self._listener]))
         host, port = self._listener.getsockname()[:2]
-        logger.info("listening on http://%s:%d", host, port)
+        scheme = "http" if self._settings.ssl_certfile is None else "https"
+        logger.info("listening on %s://%s:%d", scheme, host, port)
         stats: asyncio.Task[None] | None = None
         try:
             if await self._load():
@@ -236,4 +258,9 @@ def _uvicorn_config(state: ServerState) -> uvicorn.Config:
         log_config=None,
         log_level="warning",
         timeout_graceful_shutdown=_LAST_WORDS_S,
+        ssl_certfile=state.settings.ssl_certfile,
+        ssl_keyfile=state.settings.ssl_keyfile,
+        ssl_keyfile_password=state.settings.ssl_keyfile_password,
+        ssl_ca_certs=state.settings.ssl_ca_certs,
+        ssl_cert_reqs=state.settings.ssl_cert_reqs,
     )

@@ -16,10 +16,11 @@ from starlette.requests import Request
 
 from manyroots.api.adapters import Adapters
 from manyroots.api.concurrency import ConcurrencyLimit
-from manyroots.config import EngineSettings, LoraSettings, ServerSettings
+from manyroots.config import CacheSettings, EngineSettings, LoraSettings, ServerSettings
 from manyroots.engine.client import EngineClient
 from manyroots.errors import UnavailableError
 from manyroots.intake import Intake
+from manyroots.messages import EngineInfo
 from manyroots.observe.metrics import Metrics
 from manyroots.observe.requests import RequestFacts, RequestWatch, Sink, log_request
 from manyroots.text.chat import ChatTemplate, load_chat_template
@@ -49,6 +50,7 @@ class Service:
         *,
         model_name: str,
         lora: LoraSettings,
+        cache: CacheSettings | None = None,
         rng: random.Random | None = None,
         defaults: SamplingDefaults = NO_DEFAULTS,
     ) -> None:
@@ -67,8 +69,20 @@ class Service:
             count_adapters=lambda: len(self.adapters.all()),
             max_loras=engine.info.max_loras if lora.enable_lora else None,
             read_life=lambda: (engine.is_alive, engine.num_restarts),
+            cache_config=_cache_config(engine.info, cache or CacheSettings()),
         )
-        engine.watch_loads(self.metrics.adapters.loaded)
+        engine.watch(self.metrics)
+
+
+def _cache_config(info: EngineInfo, cache: CacheSettings) -> dict[str, str]:
+    """What vLLM's dashboards want to know of the cache; values are labels there."""
+    return {
+        "block_size": str(info.page_size),
+        "num_gpu_blocks": str(info.num_pages),
+        "enable_prefix_caching": str(cache.enable_prefix_caching),
+        "gpu_memory_utilization": str(cache.gpu_memory_utilization),
+        "cache_dtype": info.dtype,
+    }
 
 
 def load_local_tokenizer(settings: EngineSettings) -> Tokenizer | None:
@@ -100,8 +114,11 @@ def load_service(
         server,
         model_name=model.served_model_name or info.model_name,
         lora=settings.lora,
+        cache=settings.cache,
         rng=random.Random(model.seed),
-        defaults=sampling_defaults(info.model_path, model.generation_config),
+        defaults=sampling_defaults(
+            info.model_path, model.generation_config, model.override_generation_config
+        ),
     )
 
 

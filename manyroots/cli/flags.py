@@ -30,7 +30,8 @@ def add_settings(parser: argparse.ArgumentParser, cls: type[Any], title: str) ->
         is_many = typing.get_origin(hints[spec.name]) is tuple
         # What many values are made of is for the settings to say; flags pass their words on.
         kind = str if is_many else _plain_type(hints[spec.name])
-        default = "none" if is_many else spec.default
+        given: Any = spec.default
+        default = (" ".join(given) or "none") if is_many else given
         help_text = f"{spec.metadata['help']} [{default}]".replace("%", "%%")
         options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": help_text}
         if is_many:
@@ -46,7 +47,13 @@ def add_settings(parser: argparse.ArgumentParser, cls: type[Any], title: str) ->
         group.add_argument(flag_name(spec.name), **options)
 
 
-_METAVARS = {"lora_modules": "NAME=FOLDER", "lora_dirs": "FOLDER"}
+_METAVARS = {
+    "lora_modules": "NAME=FOLDER",
+    "lora_dirs": "FOLDER",
+    "allowed_origins": "ORIGIN",
+    "allowed_methods": "METHOD",
+    "allowed_headers": "HEADER",
+}
 
 
 class _Extend(argparse.Action):

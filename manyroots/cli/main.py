@@ -23,14 +23,22 @@ from manyroots.cli.flags import (
     with_config_file,
 )
 from manyroots.cli.simulate import add_simulate_command
-from manyroots.config import ENGINE_ROOMS, ServerSettings, check_together, engine_settings
+from manyroots.cli.their_flags import translate
+from manyroots.config import (
+    ENGINE_ROOMS,
+    ServerSettings,
+    check_together,
+    engine_settings,
+    server_settings,
+)
 from manyroots.errors import ManyrootsError
 from manyroots.version import __version__
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = _parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
     try:
+        arguments = _parse(words)
         return int(arguments.run(vars(arguments)) or 0)
     except ManyrootsError as error:
         print(f"manyroots: {error}", file=sys.stderr)
@@ -39,14 +47,28 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parse(words: list[str]) -> argparse.Namespace:
+    parser, serve = _parser()
+    if words[:1] == ["serve"]:
+        known = {
+            flag: action.type is int for action in serve._actions for flag in action.option_strings
+        }
+        ours, notes = translate(words[1:], known)
+        words = ["serve", *ours]
+        for note in notes:
+            print(f"manyroots: note: {note}", file=sys.stderr)
+    return parser.parse_args(words)
+
+
+def _parser() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
+    """All commands, and `serve` by itself."""
     parser = argparse.ArgumentParser(
         prog="manyroots", description="Serve one base model and many LoRA adapters."
     )
     parser.add_argument("--version", action="version", version=f"manyroots {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    serve = commands.add_parser("serve", help="OpenAI-compatible HTTP server")
+    serve = commands.add_parser("serve", help="OpenAI-compatible HTTP server", allow_abbrev=False)
     add_engine_flags(serve)
     add_settings(serve, ServerSettings, "server")
     serve.set_defaults(run=_serve)
@@ -68,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     add_adapters_command(commands)
     add_bench_command(commands)
     add_simulate_command(commands)
-    return parser
+    return parser, serve
 
 
 def _add_engine_flags_without_positional(parser: argparse.ArgumentParser) -> None:
@@ -111,6 +133,7 @@ def _known(*classes: type[Any]) -> set[str]:
 def _serve(arguments: dict[str, Any]) -> int:
     from manyroots.api.server import serve
     from manyroots.engine.preflight import check_start
+    from manyroots.text.generation_config import sampling_defaults
 
     rooms = (*ENGINE_ROOMS.values(), ServerSettings)
     values = with_config_file(arguments, rooms)
@@ -120,9 +143,11 @@ def _serve(arguments: dict[str, Any]) -> int:
         if name not in server and from_environment:
             server[name] = from_environment
     with naming_file(arguments, rooms):
-        engine, served = engine_settings(engine_values(values)), ServerSettings(**server)
+        engine, served = engine_settings(engine_values(values)), server_settings(server)
         check_together(engine, served)
     check_start(engine)
+    # Its JSON alone; the model's own file is read with the model.
+    sampling_defaults("", "none", engine.model.override_generation_config)
     return serve(engine, served)
 
 

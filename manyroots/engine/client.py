@@ -6,7 +6,7 @@ fake through the same protocol.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Protocol
 
 from manyroots.errors import ManyrootsError, NotFoundError, RequestError
@@ -24,6 +24,19 @@ from manyroots.progress import Progress
 
 NO_COUNTS = Stats(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
 """Of an engine that has nothing: before its first step, and while its process is gone."""
+
+
+class EngineWatch(Protocol):
+    """Who wants to know what the engine does, for whoever looks at the server."""
+
+    def loaded(self, load: LoadTime) -> None:
+        """An adapter was brought nearer."""
+
+    def begun(self, request_id: RequestId) -> None:
+        """A sequence begins to compute, perhaps again."""
+
+    def stepped(self, stats: Stats) -> None:
+        """The counts after a step."""
 
 
 class EngineClient(Protocol):
@@ -81,8 +94,8 @@ class EngineClient(Protocol):
         """Take no new requests for an adapter. Raises NotFoundError if there is no such name."""
         ...
 
-    def watch_loads(self, watch: Callable[[LoadTime], None]) -> None:
-        """Have `watch` told of every load of an adapter to the device."""
+    def watch(self, watch: EngineWatch) -> None:
+        """Have `watch` told of what happens."""
         ...
 
     async def start(self) -> None:

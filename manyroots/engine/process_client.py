@@ -17,7 +17,7 @@ from typing import Any
 
 from manyroots.config import EngineSettings
 from manyroots.engine.child import Child
-from manyroots.engine.client import NO_COUNTS, lora_error
+from manyroots.engine.client import NO_COUNTS, EngineWatch, lora_error
 from manyroots.engine.wire import MessageKind
 from manyroots.errors import ManyrootsError, UnavailableError
 from manyroots.ids import AdapterName, RequestId
@@ -26,7 +26,6 @@ from manyroots.messages import (
     Batch,
     EngineInfo,
     LoadLora,
-    LoadTime,
     LoraReply,
     Output,
     Stats,
@@ -74,7 +73,7 @@ class ProcessClient:
         self._ops: dict[int, asyncio.Future[LoraReply]] = {}
         self._loads: dict[AdapterName, LoadLora] = {}
         """What was loaded while the engine ran, by the load that gave the name its content."""
-        self._watch_load: Callable[[LoadTime], None] = lambda load: None
+        self._watch: EngineWatch | None = None
         self._info: EngineInfo | None = None
         self._stats: Stats | None = None
         self._child: Child | None = None
@@ -160,8 +159,8 @@ class ProcessClient:
         self._settings = replace(self._settings, lora=replace(lora, lora_modules=modules))
         return reply
 
-    def watch_loads(self, watch: Callable[[LoadTime], None]) -> None:
-        self._watch_load = watch
+    def watch(self, watch: EngineWatch) -> None:
+        self._watch = watch
 
     async def close(self) -> None:
         self._give_up(SHUTTING_DOWN)
@@ -214,6 +213,8 @@ class ProcessClient:
             for request_id in body:
                 if (mine := self._requests.get(request_id)) is not None:
                     mine.has_begun = True
+                    if self._watch is not None:
+                        self._watch.begun(request_id)
             return
         assert isinstance(body, Batch)
         self._stats = body.stats
@@ -225,8 +226,10 @@ class ProcessClient:
             answer = self._ops.get(reply.op_id)
             if answer is not None and not answer.done():
                 answer.set_result(reply)
-        for load in body.loads:
-            self._watch_load(load)
+        if self._watch is not None:
+            self._watch.stepped(body.stats)
+            for load in body.loads:
+                self._watch.loaded(load)
 
     # Life after life
 

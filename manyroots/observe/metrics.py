@@ -15,12 +15,11 @@ from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
     Metric,
-    SummaryMetricFamily,
 )
 from prometheus_client.registry import Collector
 
-from manyroots.ids import AdapterName, Tier
-from manyroots.messages import Stats
+from manyroots.ids import AdapterName, RequestId, Tier
+from manyroots.messages import LoadTime, Stats
 from manyroots.observe.adapters import AdapterCounts, AdapterMetrics
 
 _SECONDS = (
@@ -41,9 +40,11 @@ class Metrics:
         count_adapters: Callable[[], int] = lambda: 0,
         max_loras: int | None = None,
         read_life: Callable[[], tuple[bool, int]] = lambda: (True, 0),
+        cache_config: Mapping[str, str] | None = None,
     ) -> None:
         """`max_loras`: None if LoRA is off, which leaves out what would always be 0. `read_life`:
-        whether the engine is alive, and how often it was started again."""
+        whether the engine is alive, and how often it was started again. `cache_config`: the cache's
+        sizes and switches, which are shown as labels."""
         self._registry = CollectorRegistry()
         self._labels = {"model_name": model_name}
         self.total_prompt_tokens = 0
@@ -57,11 +58,23 @@ class Metrics:
         self.first_token = self._histogram("time_to_first_token_seconds", "Until a first token.")
         self.inter_token = self._histogram("inter_token_latency_seconds", "Between two tokens.")
         self.end_to_end = self._histogram("e2e_request_latency_seconds", "Whole sequences.")
+        self.queue = self._histogram("request_queue_time_seconds", "Until it began.")
+        self.prefill = self._histogram("request_prefill_time_seconds", "Begin to first token.")
+        self.decode = self._histogram("request_decode_time_seconds", "First to last token.")
+        self.inference = self._histogram("request_inference_time_seconds", "Begin to last token.")
+        self.per_token = self._histogram(
+            "request_time_per_output_token_seconds", "A sequence's mean time between two tokens."
+        )
+        self._step_tokens = self._histogram("iteration_tokens_total", "Tokens per step.", _TOKENS)
+        self._last_steps = (0, 0)
+        self._timers: dict[RequestId, SequenceTimer] = {}
         self.request_prompt = self._histogram("request_prompt_tokens", "Prompt sizes.", _TOKENS)
         self.request_generation = self._histogram(
             "request_generation_tokens", "Completion sizes.", _TOKENS
         )
         self._registry.register(_EngineCounts(self._labels, read_stats, read_life))
+        if cache_config is not None:
+            self._registry.register(_Collected(lambda: _cache_info(self._labels, cache_config)))
         self._read_timeouts: Mapping[str, int] = {}
         self._registry.register(_Collected(self._collect_read_timeouts))
         self.adapters = AdapterMetrics(self._registry, model_name, _SECONDS)
@@ -79,11 +92,36 @@ class Metrics:
             _Alias("vllm:time_per_output_token_seconds", self._inter_token_collector)
         )
 
-    def sequence(self, num_prompt_tokens: int, adapter: AdapterName | None) -> SequenceTimer:
+    def sequence(
+        self, request_id: RequestId, num_prompt_tokens: int, adapter: AdapterName | None
+    ) -> SequenceTimer:
         """Begin to time one sequence."""
-        return SequenceTimer(self, num_prompt_tokens, adapter)
+        timer = SequenceTimer(self, request_id, num_prompt_tokens, adapter)
+        self._timers[request_id] = timer
+        return timer
 
-    def finished(self, reason: str) -> None:
+    # What the engine tells
+
+    def begun(self, request_id: RequestId) -> None:
+        """A sequence begins to compute; the first time counts."""
+        if (timer := self._timers.get(request_id)) is not None:
+            timer.begin()
+
+    def loaded(self, load: LoadTime) -> None:
+        self.adapters.loaded(load)
+
+    def stepped(self, stats: Stats) -> None:
+        """The counts after a step. An engine that was started again counts from 0."""
+        steps, tokens = self._last_steps
+        if stats.total_steps < steps:
+            steps, tokens = 0, 0
+        self._last_steps = (stats.total_steps, stats.total_step_tokens)
+        num_steps = stats.total_steps - steps
+        for _ in range(num_steps):
+            self._step_tokens.observe((stats.total_step_tokens - tokens) / num_steps)
+
+    def finished(self, request_id: RequestId, reason: str) -> None:
+        del self._timers[request_id]
         self._success.labels(**self._labels, finished_reason=reason).inc()
 
     def render(self, *, read_timeouts: Mapping[str, int] | None = None) -> bytes:
@@ -118,18 +156,28 @@ class SequenceTimer:
 
     __slots__ = (
         "_adapter",
+        "_begun",
+        "_first",
         "_last",
         "_metrics",
         "_num_prompt_tokens",
         "_num_tokens",
+        "_request_id",
         "_start",
         "adapter_was",
     )
 
     def __init__(
-        self, metrics: Metrics, num_prompt_tokens: int, adapter: AdapterName | None
+        self,
+        metrics: Metrics,
+        request_id: RequestId,
+        num_prompt_tokens: int,
+        adapter: AdapterName | None,
     ) -> None:
         self._metrics = metrics
+        self._request_id = request_id
+        self._begun: float | None = None
+        self._first = 0.0
         self._adapter = adapter
         self.adapter_was: Tier | None = None
         """Where its adapter was when it came, once the engine has said so."""
@@ -139,12 +187,18 @@ class SequenceTimer:
         self._num_tokens = 0
         self._start = self._last = time.monotonic()
 
+    def begin(self) -> None:
+        """It has left the queue, for the first time or again."""
+        if self._begun is None:
+            self._begun = time.monotonic()
+
     def tokens(self, count: int) -> None:
         """This many tokens have just arrived."""
         if not count:
             return
         now = time.monotonic()
         if not self._num_tokens:
+            self._first = now
             self._metrics.first_token.observe(now - self._start)
             if self._adapter is not None:
                 was, seconds = self.adapter_was, now - self._start
@@ -159,12 +213,33 @@ class SequenceTimer:
         self._last = now
 
     def finish(self, reason: str) -> None:
-        self._metrics.finished(reason)
+        self._metrics.finished(self._request_id, reason)
+        self._tell_phases()
         if self._adapter is not None:
             self._metrics.adapters.end(self._adapter, has_begun=self._num_tokens > 0)
         self._metrics.end_to_end.observe(time.monotonic() - self._start)
         self._metrics.request_prompt.observe(self._num_prompt_tokens)
         self._metrics.request_generation.observe(self._num_tokens)
+
+    def _tell_phases(self) -> None:
+        """Where the time went, of a sequence that came to a token."""
+        metrics, begun = self._metrics, self._begun
+        if begun is None or not self._num_tokens:
+            return
+        metrics.queue.observe(begun - self._start)
+        metrics.prefill.observe(self._first - begun)
+        metrics.decode.observe(self._last - self._first)
+        metrics.inference.observe(self._last - begun)
+        if self._num_tokens > 1:
+            metrics.per_token.observe((self._last - self._first) / (self._num_tokens - 1))
+
+
+def _cache_info(labels: Mapping[str, str], config: Mapping[str, str]) -> Iterable[Metric]:
+    gauge = GaugeMetricFamily(
+        "vllm:cache_config_info", "The cache's sizes and switches.", labels=[*labels, *config]
+    )
+    gauge.add_metric([*labels.values(), *config.values()], 1)
+    yield gauge
 
 
 class _EngineCounts(Collector):
@@ -212,11 +287,6 @@ class _EngineCounts(Collector):
             counter = CounterMetricFamily(name, text, labels=self._names)
             counter.add_metric(self._values, value)
             yield counter
-        steps = SummaryMetricFamily(
-            "vllm:iteration_tokens_total", "Tokens per forward pass.", labels=self._names
-        )
-        steps.add_metric(self._values, stats.total_steps, stats.total_step_tokens)
-        yield steps
 
 
 class _Collected(Collector):

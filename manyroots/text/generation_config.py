@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from manyroots.errors import ModelError, RequestError
+from manyroots.errors import ConfigError, ModelError, RequestError
 from manyroots.sampling import SamplingParams
 
 FILE = "generation_config.json"
@@ -41,8 +41,33 @@ class SamplingDefaults:
 NO_DEFAULTS = SamplingDefaults()
 
 
-def sampling_defaults(model_path: str, setting: str) -> SamplingDefaults:
-    """Read what `setting` names: the model's own file, none, or a folder's or a file."""
+def sampling_defaults(
+    model_path: str, setting: str, override: str | None = None
+) -> SamplingDefaults:
+    """Read what `setting` names: the model's own file, none, or a folder's or a file. `override`:
+    JSON, whose values go before those of the file."""
+    read = _of_setting(model_path, setting)
+    if override is None:
+        return read
+    try:
+        content = json.loads(override)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"--override-generation-config is not JSON: {error}.") from error
+    known = (*_NAMES, "max_new_tokens")
+    if not isinstance(content, dict) or not content.keys() <= set(known):
+        raise ConfigError(
+            f"--override-generation-config is {override[:200]}; it must be a JSON object of "
+            f"{', '.join(known)}."
+        )
+    try:
+        mine = _checked(content)
+    except RequestError as error:
+        raise ConfigError(f"--override-generation-config: {error}") from error
+    max_tokens = read.max_tokens if mine.max_tokens is None else mine.max_tokens
+    return SamplingDefaults({**read.values, **mine.values}, max_tokens)
+
+
+def _of_setting(model_path: str, setting: str) -> SamplingDefaults:
     if setting in OFF:
         return NO_DEFAULTS
     path = Path(model_path if setting == AUTO else setting).expanduser()
@@ -65,10 +90,14 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _defaults(file: Path, content: Mapping[str, Any]) -> SamplingDefaults:
-    values = {name: content[name] for name in _NAMES if content.get(name) is not None}
-    max_tokens = content.get("max_new_tokens")
     try:
-        SamplingParams(**values, max_tokens=max_tokens)
+        return _checked(content)
     except RequestError as error:
         raise ModelError(f"{file}: {error} Repair it, or pass --generation-config none.") from error
+
+
+def _checked(content: Mapping[str, Any]) -> SamplingDefaults:
+    values = {name: content[name] for name in _NAMES if content.get(name) is not None}
+    max_tokens = content.get("max_new_tokens")
+    SamplingParams(**values, max_tokens=max_tokens)
     return SamplingDefaults(values, max_tokens)

@@ -49,7 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "api": BASE | {"engine", "text", "intake", "observe"},
     "bench": BASE | {"llm", "models", "scheduler", "cache", "lora", "engine"},
     "simulate": BASE | {"scheduler", "cache", "lora", "runner", "engine"},
-    "cli": BASE | {"llm", "api", "bench", "simulate", "lora", "engine"},
+    "cli": BASE | {"llm", "api", "text", "bench", "simulate", "lora", "engine"},
     "__init__": {"llm", "sampling", "adapter_names", "version"},
     "__main__": {"cli"},
 }

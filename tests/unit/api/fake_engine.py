@@ -10,14 +10,13 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable, Iterable
 
-from manyroots.engine.client import lora_error
+from manyroots.engine.client import EngineWatch, lora_error
 from manyroots.errors import UnavailableError
 from manyroots.ids import AdapterName, RequestId
 from manyroots.messages import (
     EngineInfo,
     FinishReason,
     LoadLora,
-    LoadTime,
     LoraReply,
     Output,
     Stats,
@@ -130,6 +129,7 @@ class FakeEngine:
         self.submitted.append(request)
         self.running.add(request.request_id)
         finished = False
+        self.watcher.begun(request.request_id)
         try:
             for output in self.rule(request):
                 await asyncio.sleep(0)
@@ -165,8 +165,8 @@ class FakeEngine:
             raise error
         return reply
 
-    def watch_loads(self, watch: Callable[[LoadTime], None]) -> None:
-        self.tell_load = watch
+    def watch(self, watch: EngineWatch) -> None:
+        self.watcher = watch
 
     async def start(self) -> None:
         if self.start_error is not None:

@@ -285,7 +285,7 @@ async def test_w20_first_token_latency_by_where_the_adapter_was() -> None:
 async def test_s04_load_seconds_by_source_and_failed_loads() -> None:
     """S04"""
     server = harness()
-    tell = server.engine.tell_load
+    tell = server.engine.watcher.loaded
     tell(LoadTime(Tier.STORAGE, Tier.HOST, 0.2, True))
     tell(LoadTime(Tier.HOST, Tier.DEVICE, 0.1, True))
     tell(LoadTime(Tier.HOST, Tier.DEVICE, 0.3, True))

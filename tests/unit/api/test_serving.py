@@ -225,6 +225,8 @@ async def test_metrics_carry_the_names_that_dashboards_read() -> None:
     """S04"""
     harness = Harness()
     await harness.complete("abc", max_tokens=3)
+    assert harness.engine.stats is not None
+    harness.engine.watcher.stepped(harness.engine.stats)
     text = (await harness.get("/metrics")).text
     label = 'model_name="tiny"'
     for line in (
@@ -245,6 +247,12 @@ async def test_metrics_carry_the_names_that_dashboards_read() -> None:
         f"vllm:request_generation_tokens_sum{{{label}}} 3.0",
         f"vllm:iteration_tokens_total_count{{{label}}} 7.0",
         f"vllm:iteration_tokens_total_sum{{{label}}} 70.0",
+        f'vllm:iteration_tokens_total_bucket{{le="10.0",{label}}} 7.0',
+        f"vllm:request_queue_time_seconds_count{{{label}}} 1.0",
+        f"vllm:request_prefill_time_seconds_count{{{label}}} 1.0",
+        f"vllm:request_decode_time_seconds_count{{{label}}} 1.0",
+        f"vllm:request_inference_time_seconds_count{{{label}}} 1.0",
+        f"vllm:request_time_per_output_token_seconds_count{{{label}}} 1.0",
         f"manyroots:pages_held{{{label}}} 0.0",
     ):
         assert line in text

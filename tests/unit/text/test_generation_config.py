@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from manyroots.errors import ModelError
+from manyroots.errors import ConfigError, ModelError
 from manyroots.sampling import SamplingParams
 from manyroots.text.generation_config import FILE, NO_DEFAULTS, SamplingDefaults, sampling_defaults
 
@@ -62,3 +62,13 @@ def test_a_broken_file_is_named_with_the_way_out(tmp_path: Path, content: Any) -
 def test_a_path_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="nowhere"):
         sampling_defaults(str(tmp_path), str(tmp_path / "nowhere"))
+
+
+def test_g10_an_override_goes_before_the_models_file(tmp_path: Path) -> None:
+    path = write(tmp_path, {"top_k": 1, "top_p": 0.5, "max_new_tokens": 9})
+    defaults = sampling_defaults(path, "auto", '{"top_k": 7, "temperature": 0.1}')
+    assert defaults == SamplingDefaults({"top_k": 7, "top_p": 0.5, "temperature": 0.1}, 9)
+    assert sampling_defaults(path, "none", '{"max_new_tokens": 3}') == SamplingDefaults({}, 3)
+    for bad in ("{", "[]", '{"temp": 1}', '{"top_p": 7}'):
+        with pytest.raises(ConfigError, match="--override-generation-config"):
+            sampling_defaults(path, "auto", bad)

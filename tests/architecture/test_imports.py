@@ -26,7 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "gguf_header": {"errors"},
     "progress": set(),
     "adapter_names": {"errors"},
-    "config": {"errors", "adapter_names"},
+    "config": {"errors", "adapter_names", "sampling"},
     "step": {"ids", "sampling"},
     "messages": {"ids", "sampling", "step"},
     # decide

@@ -273,6 +273,7 @@ class Stats:
     num_running: int
     num_waiting: int
     num_pages: int
+    """Pages here are those of the first family of layers, which sees everything if any does."""
     num_free_pages: int
     num_cached_pages: int
     """Reusable pages that no request holds now."""
@@ -289,6 +290,8 @@ class Stats:
     missed_tokens: dict[str, int] = field(default_factory=dict)
     """Looked up and not reused, though whole pages of them could be: by the reason (`cold`,
     `namespace`, `window`, `checkpoint`, `tier`)."""
+    page_usage: float = 0.0
+    """What share of its pages requests hold, of the family of layers that is nearest to its end."""
     num_resting: int = 0
     """Of those that neither run nor wait: begun, and resting while another adapter has their place.
     """

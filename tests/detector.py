@@ -54,6 +54,7 @@ NEAR = {
     "cache/writeback.py": ["cache/test_tiers.py"],
     "scheduler/admission.py": ["scheduler"],
     "scheduler/lanes.py": ["scheduler/test_queue.py", "scheduler/test_fair.py"],
+    "scheduler/results.py": ["scheduler"],
     "scheduler/rows.py": ["scheduler"],
     "scheduler/scheduler.py": ["scheduler"],
     "scheduler/turns.py": ["scheduler/test_adapters.py"],

@@ -642,8 +642,12 @@ MUTATIONS: tuple[Mutation, ...] = (
         "chunks are not clipped",
         "plan_builder",
     ),
-    _scheduler("self._cache.commit_step(step.step_id)", "pass", "a step is never committed"),
-    _scheduler("self._cache.fail_step(step.step_id)", "pass", "a failed step is not told of"),
+    _scheduler(
+        "self._cache.commit_step(step.step_id)", "pass", "a step is never committed", "results"
+    ),
+    _scheduler(
+        "self._cache.fail_step(step.step_id)", "pass", "a failed step is not told of", "results"
+    ),
     _scheduler("self.free.append(row)", "pass", "a row is never given back", "rows"),
     _scheduler(
         "if lease.has_failed:",
@@ -680,7 +684,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "a request of this very step is retracted",
         "victims",
     ),
-    _scheduler("self._cache.acknowledge(done)", "pass", "acknowledgements are lost"),
+    _scheduler("self._cache.acknowledge(done)", "pass", "acknowledgements are lost", "results"),
     _scheduler(
         "return self.is_serving or self._cache.has_transfers",
         "return self.is_serving",
@@ -732,6 +736,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "request.is_broken = True",
         "pass",
         "a page that a row could not compute is published",
+        "results",
     ),
     _scheduler(
         "self.publish_at[row] = (num_pages + 1) * self._page_size",

@@ -262,12 +262,14 @@ class _EngineCounts(Collector):
             zeros: dict[str, Any] = dict.fromkeys(Stats.__dataclass_fields__, 0)
             stats = Stats(**(zeros | {"adapters": None}))
         is_alive, num_restarts = self._read_life()
-        in_use = stats.num_held_pages / stats.num_pages if stats.num_pages else 0.0
         gauges = {
             "manyroots:engine_up": ("1 while the engine's process can serve.", int(is_alive)),
             "vllm:num_requests_running": ("Sequences in the batch.", stats.num_running),
             "vllm:num_requests_waiting": ("Sequences in the queue.", stats.num_waiting),
-            "vllm:kv_cache_usage_perc": ("Share of pages that requests hold; 1 is all.", in_use),
+            "vllm:kv_cache_usage_perc": (
+                "Share of pages that requests hold, of the fullest family of layers; 1 is all.",
+                stats.page_usage,
+            ),
             "manyroots:pages_total": ("Pages on the device.", stats.num_pages),
             "manyroots:pages_free": ("Pages with nothing in them.", stats.num_free_pages),
             "manyroots:pages_cached": ("Reusable pages nobody holds.", stats.num_cached_pages),

@@ -37,7 +37,7 @@ class Throughput:
         running, waiting = (stats.num_running, stats.num_waiting) if stats is not None else (0, 0)
         if not (prompt or generation or running or waiting):
             return None
-        in_use = stats.num_held_pages / stats.num_pages if stats and stats.num_pages else 0.0
+        in_use = stats.page_usage if stats is not None else 0.0
         return (
             f"running {running}, waiting {waiting}, prompt {prompt / seconds:.1f} tok/s, "
             f"generation {generation / seconds:.1f} tok/s, cache in use {in_use:.1%}, "

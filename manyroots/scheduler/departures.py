@@ -1,18 +1,18 @@
 """How requests stop running: over for their callers, drained, put to rest, or retracted to run
 again.
 
-Owns every request that is not over, and those that have left while a launched step still computes
-them: till that step is done, a request that is over keeps its row and pages, and one that was
-retracted or put to rest waits for its token.
+Owns those that have left while a launched step still computes them: till that step is done, a
+request that is over keeps its row and pages, and one that was retracted or put to rest waits for
+its token.
 """
 
 from __future__ import annotations
 
 from manyroots.cache.cache import PrefixCache
 from manyroots.cache.outcomes import Ending
-from manyroots.ids import AdapterDigest, RequestId, StepId
+from manyroots.ids import AdapterDigest, StepId
 from manyroots.lora.residency import Residency
-from manyroots.messages import FinishReason, Output
+from manyroots.messages import FinishReason
 from manyroots.scheduler.admission import Admission
 from manyroots.scheduler.request import Request, State
 from manyroots.scheduler.resting import Resting
@@ -35,26 +35,12 @@ class Departures:
         self._rows = rows
         self._admission = admission
         self._resting = resting
-        self.requests: dict[RequestId, Request] = {}
-        """All that are not over for their callers."""
         self.leaving: dict[int, Request] = {}
         """By tenancy: requests that ended or were retracted while a launched step computed them."""
         self.num_retractions = 0
 
-    def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> Output:
-        """As `end`; gives its last output."""
-        self.end(request, reason)
-        return Output(
-            request_id=request.submit.request_id,
-            tokens=[],
-            finish_reason=reason,
-            num_cached_tokens=request.num_cached_tokens or 0,
-            error=error,
-        )
-
     def end(self, request: Request, reason: FinishReason) -> None:
         """The request is over for its caller; its pages go when no launched step writes them."""
-        del self.requests[request.submit.request_id]
         if request.state is State.RESTING:
             self._admission.waiting.close(request)
             is_whole = reason in (FinishReason.STOP, FinishReason.LENGTH)
@@ -131,7 +117,7 @@ class Departures:
         """A request loses its row, while launched steps may still compute it."""
         row = request.row
         assert row is not None
-        self._rows.flush(request)
+        self._rows.hand_over(request)
         self._rows.settle(request)
         request.num_in_flight_tokens = int(self._rows.computed[row] - self._rows.committed[row])
         if request.num_in_flight_tokens:

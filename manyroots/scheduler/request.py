@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -24,6 +25,14 @@ from manyroots.step import Int32s, TokenLogprobs
 
 NEVER = 2**31 - 1
 """A position that no sequence reaches."""
+
+
+class HasRecent(Protocol):
+    """Rows, which keep what is sampled for all of them together."""
+
+    def hand_over(self, request: Request) -> None:
+        """Give a request the tokens that it has not got yet."""
+        ...
 
 
 class State(enum.Enum):
@@ -50,6 +59,9 @@ class Request:
 
     __slots__ = (
         "_buffer",
+        "_num_tokens",
+        "_rows",
+        "_tokens",
         "adapter_from",
         "ending",
         "group",
@@ -62,7 +74,6 @@ class Request:
         "num_computed_tokens",
         "num_in_flight_tokens",
         "num_prompt_tokens",
-        "num_tokens",
         "prompt_logprobs",
         "row",
         "serial",
@@ -71,7 +82,6 @@ class Request:
         "submit",
         "tenancy",
         "ticket",
-        "tokens",
         "waiting_since",
         "wants_prompt_logprobs",
     )
@@ -106,17 +116,17 @@ class Request:
         self.stop_ids = frozenset(submit.stop_ids)
         self.state = State.WAITING
         self.num_prompt_tokens = len(submit.prompt)
-        self.num_tokens = self.num_prompt_tokens
+        self._num_tokens = self.num_prompt_tokens
         max_tokens = submit.sampling.max_tokens
-        self.max_num_tokens = self.num_tokens + (
+        self.max_num_tokens = self.num_prompt_tokens + (
             MAX_TOKENS_LIMIT if max_tokens is None else max_tokens
         )
         """Prompt and output at their longest."""
         # Never written to: it may be the caller's. A first token makes it longer, elsewhere.
-        self.tokens: Int32s = np.asarray(submit.prompt, np.int32)
-        """Prompt and output so far; of a request that runs, as of its last full page, and of one
-        that is over, of no use. What is there is never changed, so that others may keep it."""
-        self._buffer = self.tokens
+        self._tokens: Int32s = np.asarray(submit.prompt, np.int32)
+        self._rows: HasRecent | None = None
+        """Who has tokens that were sampled for it and that it has not got yet."""
+        self._buffer = self._tokens
         """What the tokens are the beginning of."""
         self.num_in_flight_tokens = 0
         """Of a request that lost its row: tokens that launched steps still compute for it."""
@@ -138,16 +148,37 @@ class Request:
         self.ticket: Ticket | None = None
         """What it asked storage for."""
 
+    @property
+    def tokens(self) -> Int32s:
+        """Prompt and output so far, of a request that is not over. What is there is never changed,
+        so that others may keep it."""
+        if self._rows is not None:
+            self._rows.hand_over(self)
+        return self._tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """How many those are."""
+        if self._rows is not None:
+            self._rows.hand_over(self)
+        return self._num_tokens
+
+    def sampled_by(self, rows: HasRecent | None) -> None:
+        """Whether there are rows from now on that tokens must be fetched from: a step gives them to
+        all of its rows together."""
+        self._rows = rows
+
     def extend(self, tokens: Int32s) -> None:
         """Tokens were sampled."""
-        end = self.num_tokens + len(tokens)
+        count = self._num_tokens
+        end = count + len(tokens)
         if end > len(self._buffer):
-            grown = np.empty(max(end, self.num_tokens + self.num_tokens // 4 + 64), np.int32)
-            grown[: self.num_tokens] = self.tokens
+            grown = np.empty(max(end, count + count // 4 + 64), np.int32)
+            grown[:count] = self._tokens
             self._buffer = grown
-        self._buffer[self.num_tokens : end] = tokens
-        self.tokens = self._buffer[:end]
-        self.num_tokens = end
+        self._buffer[count:end] = tokens
+        self._tokens = self._buffer[:end]
+        self._num_tokens = end
         self.wants_prompt_logprobs = False
 
 

@@ -152,6 +152,7 @@ class Rows:
         self._num_recent[row] = 0
         self.free.append(row)
         request.row = None
+        request.sampled_by(None)
         if row == self.end - 1:
             while self.end and self._requests[self.end - 1] is None:
                 self.end -= 1
@@ -197,6 +198,7 @@ class Rows:
         if samples:
             self.prompts.pop(request, None)
             self.last[row] = request.max_num_tokens - 1
+            request.sampled_by(self)
         else:
             self.prompts[request] = None
         self._watch(row, request, lease, samples)
@@ -239,11 +241,11 @@ class Rows:
         self._recent[rows, places] = tokens
         self._num_recent[rows] = places + _ONE
 
-    def flush(self, request: Request) -> None:
-        """Hand a request the tokens that were sampled for it."""
+    def hand_over(self, request: Request) -> None:
+        """Give a request the tokens that were sampled for it since the last time."""
         row = request.row
         assert row is not None
-        count = int(self._num_recent[row])
+        count = self._num_recent.item(row)
         if count:
             request.extend(self._recent[row, :count])
             self._num_recent[row] = 0

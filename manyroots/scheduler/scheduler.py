@@ -10,31 +10,24 @@ but decoding costs a few operations on columns (`rows.py`), however many decode.
 
 from __future__ import annotations
 
-from collections import deque
-
-import numpy as np
-
 from manyroots.cache.cache import PrefixCache
 from manyroots.cache.lease import Lease
 from manyroots.cache.outcomes import Extension, Refusal
 from manyroots.config import Policy, SchedulerSettings
-from manyroots.ids import AdapterDigest, AdapterName, RequestId, Row, StepId, Tier
+from manyroots.ids import AdapterDigest, AdapterName, RequestId, StepId, Tier
 from manyroots.lora.registry import AdapterVersion, Unloaded
 from manyroots.lora.residency import Residency
 from manyroots.lora.spec import AdapterSpec
-from manyroots.messages import FinishReason, Output, Stats, StepOutputs, Submit, Tokens
+from manyroots.messages import FinishReason, Output, Stats, StepOutputs, Submit
 from manyroots.scheduler.admission import Admission
 from manyroots.scheduler.departures import Departures
-from manyroots.scheduler.plan_builder import Launched, Placer, PlanBuilder
+from manyroots.scheduler.plan_builder import Placer, PlanBuilder
 from manyroots.scheduler.request import Request, State
 from manyroots.scheduler.resting import Resting
+from manyroots.scheduler.results import Results
 from manyroots.scheduler.rows import Int64s, Rows
 from manyroots.scheduler.victims import Victims
-from manyroots.step import Bools, Int32s, Plan, StepResult, TokenLogprobs
-
-PROMPT_SHARE = 8
-"""Tokens per row from which on a step tells how quickly prompts are computed: with fewer, most of
-its time is what any step takes."""
+from manyroots.step import Plan, StepResult
 
 
 class Scheduler:
@@ -52,7 +45,6 @@ class Scheduler:
         self._cache = cache
         self._adapters = adapters
         self._max_model_len = max_model_len
-        self._is_fair = settings.scheduling_policy == Policy.FAIR.value
         self._by_priority = settings.scheduling_policy == Policy.PRIORITY.value
         self._rows = Rows(settings.max_num_seqs, cache.page_size)
         self._placer = Placer(settings, cache)
@@ -62,10 +54,20 @@ class Scheduler:
             settings, cache, adapters, self._rows, self._resting, max_model_len=max_model_len
         )
         self._departures = Departures(cache, adapters, self._rows, self._admission, self._resting)
-        self._in_flight: deque[Launched] = deque()
+        self._requests: dict[RequestId, Request] = {}
+        """All that are not over for their callers."""
+        self._results = Results(
+            self._requests,
+            cache,
+            adapters,
+            self._rows,
+            self._admission,
+            self._resting,
+            self._departures,
+            is_fair=settings.scheduling_policy == Policy.FAIR.value,
+        )
         self._next_step_id = 1
         self._next_serial = 1
-        self._total_step_tokens = 0
 
     @property
     def has_work(self) -> bool:
@@ -77,8 +79,8 @@ class Scheduler:
     def is_serving(self) -> bool:
         """Whether anything is left to do but to wait for copies of pages."""
         return bool(
-            self._departures.requests
-            or self._in_flight
+            self._requests
+            or self._results.in_flight
             or self._adapters.has_intents
             or self._adapters.is_loading
         )
@@ -88,7 +90,7 @@ class Scheduler:
 
         Raises NotFoundError for an adapter that is not loaded (any more).
         """
-        if submit.request_id in self._departures.requests:
+        if submit.request_id in self._requests:
             raise RuntimeError(f"request {submit.request_id} was submitted twice")
         hold = None if submit.adapter is None else self._adapters.acquire(submit.adapter)
         request = Request(
@@ -96,7 +98,7 @@ class Scheduler:
         )
         request.max_num_tokens = min(request.max_num_tokens, self._max_model_len)
         self._next_serial += 1
-        self._departures.requests[submit.request_id] = request
+        self._requests[submit.request_id] = request
         self._admission.queue(request)
 
     def load_adapter(
@@ -130,10 +132,10 @@ class Scheduler:
 
     def abort(self, request_id: RequestId) -> Output | None:
         """End a sequence now; None if it is unknown or has ended."""
-        request = self._departures.requests.get(request_id)
+        request = self._requests.get(request_id)
         if request is None:
             return None
-        return self._departures.finish(request, FinishReason.ABORT)
+        return self._results.finish(request, FinishReason.ABORT)
 
     # Planning
 
@@ -171,18 +173,18 @@ class Scheduler:
             self._admission.prepare_adapters(without_room)
         copies = self._cache.take_copies()
         intents = self._adapters.flush()
-        waits = builder.is_empty and not self._in_flight and self._is_waiting
+        waits = builder.is_empty and not self._results.in_flight and self._is_waiting
         if builder.is_empty and not copies and not intents and not waits:
             return None
         self._next_step_id += 1
         plan, launched = builder.to_plan(copies, intents, waits=waits)
-        self._in_flight.append(launched)
+        self._results.in_flight.append(launched)
         self._adapters.step_launched(builder.step_id)
         return plan
 
     def _is_stalled(self, builder: PlanBuilder) -> bool:
         """Whether nothing is computed, launched or on its way."""
-        is_idle = builder.is_empty and not self._in_flight
+        is_idle = builder.is_empty and not self._results.in_flight
         return is_idle and not self._is_waiting and not self._adapters.has_intents
 
     @property
@@ -292,195 +294,20 @@ class Scheduler:
 
     def advance(self, result: StepResult) -> StepOutputs:
         """A step is done: take its tokens, publish its pages, finish who is finished."""
-        step = self._in_flight.popleft()
-        if step.step_id != result.step_id:
-            raise RuntimeError(f"result of step {result.step_id} came in place of {step.step_id}'s")
-        self._cache.commit_step(step.step_id)
-        self._adapters.step_done(step.step_id)
-        outputs = self.take_arrivals(result)
-        self._total_step_tokens += step.total_tokens
-        if result.seconds and step.total_tokens >= PROMPT_SHARE * len(step.rows):
-            self._cache.measured_prefill(step.total_tokens, result.seconds)
-        if self._is_fair:
-            self._count_service(step)
-        rows, num_tokens, samples, tokens = step.rows, step.num_tokens, step.samples, result.tokens
-        if result.prompt_logprobs:
-            self._take_scores(step, result)
-        if self._departures.leaving or result.faults:
-            is_left = self._set_apart(step, result, outputs)
-            tokens = tokens[is_left[samples]]
-            rows, num_tokens, samples = rows[is_left], num_tokens[is_left], samples[is_left]
-        sampled = rows if len(tokens) == len(rows) else rows[samples]
-        self._rows.append(sampled, tokens)
-        for request in self._rows.commit(rows, num_tokens):
-            self._publish(request, step.step_id)
-            self._rows.watch(request)
-        return StepOutputs(outputs, self._report(sampled, tokens, result, outputs))
+        return self._results.advance(result)
 
     def take_arrivals(self, result: StepResult) -> list[Output]:
-        """Copies and loads have ended: requests whose units are all there can begin; those whose
-        adapter could not be loaded fail with the reason (W10)."""
-        outputs: list[Output] = []
-        for loaded in result.adapters:
-            outcome = self._adapters.acknowledge(loaded)
-            if outcome.error is not None:
-                reason = f"the adapter could not be loaded: {outcome.error}"
-                waiting = self._admission.waiting.requests_of(outcome.digest)
-                rested = self._resting.find(outcome.digest)
-                if rested is not None:
-                    waiting += rested.requests
-                outputs += [self._departures.finish(r, FinishReason.ERROR, reason) for r in waiting]
-        for done in result.copies:
-            self._cache.acknowledge(done)
-        if result.copies:
-            self._admission.copies_ended()
-        return outputs
-
-    def _count_service(self, step: Launched) -> None:
-        """One token for each that was sampled; those before it counted when the request began."""
-        rows, tenancies = step.rows[step.samples].tolist(), step.tenancies[step.samples].tolist()
-        for row, tenancy in zip(rows, tenancies, strict=True):
-            self._admission.waiting.charge(self._departures.member(row, tenancy), 1)
-
-    def _take_scores(self, step: Launched, result: StepResult) -> None:
-        for row, tenancy in zip(step.rows.tolist(), step.tenancies.tolist(), strict=True):
-            if row in result.prompt_logprobs:
-                request = self._departures.member(row, tenancy)
-                request.prompt_logprobs.extend(result.prompt_logprobs[row])
-                if request.state is State.RUNNING:
-                    self._rows.scored.add(row)
-
-    def _set_apart(self, step: Launched, result: StepResult, outputs: list[Output]) -> Bools:
-        """Advance what does not simply run on: who has ended or was retracted since the step was
-        planned, and whose row gave nothing. Gives, for each row, whether it is left to do."""
-        is_left = self._rows.is_live(step.rows, step.tenancies)
-        faults = {fault.row: fault.reason for fault in result.faults}
-        if faults:
-            is_left &= ~np.isin(step.rows, list(faults))
-        places = np.cumsum(step.samples) - 1
-        for index in (~is_left).nonzero()[0].tolist():
-            row, num_tokens = int(step.rows[index]), int(step.num_tokens[index])
-            request = self._departures.member(row, int(step.tenancies[index]))
-            if request.state is State.DRAINING:
-                # The step that was under way when it ended computed its last token's page.
-                self._rows.committed[row] += num_tokens
-                if not request.is_broken:
-                    self._publish(request, step.step_id)
-                self._departures.drained(request)
-                continue
-            if request.row is None:
-                self._departures.forget(request, num_tokens)
-            else:
-                self._rows.committed[row] += num_tokens
-                request.is_broken = True
-            if request.state is State.FINISHED:
-                continue
-            if row in faults:
-                outputs.append(
-                    self._departures.finish(request, FinishReason.ERROR, faults[Row(row)])
-                )
-            elif step.samples[index]:
-                token = result.tokens[places[index] : places[index] + 1]
-                request.extend(token)
-                logprobs = result.logprobs.get(Row(row))
-                outputs.append(self._tell(request, int(token[0]), request.num_tokens, logprobs))
-            if request.state is State.RESTING:
-                self._publish(request, step.step_id)
-        return is_left
-
-    def _publish(self, request: Request, step_id: StepId) -> None:
-        """Publish pages whose tokens were not all known when the step was planned."""
-        lease = request.lease
-        assert lease is not None
-        num_committed = request.num_computed_tokens - request.num_in_flight_tokens
-        if request.row is not None:
-            self._rows.flush(request)
-            num_committed = int(self._rows.committed[request.row])
-        self._cache.commit(lease, request.tokens, num_committed, step_id)
-
-    def _report(
-        self, rows: Int64s, tokens: Int32s, result: StepResult, outputs: list[Output]
-    ) -> Tokens:
-        """News of every new token. Most are just that; the others are put into `outputs`."""
-        is_plain = self._rows.committed[rows] < self._rows.last[rows]
-        stops = self._rows.stops
-        if stops and not stops.keys().isdisjoint(tokens.tolist()):
-            is_plain &= ~np.isin(tokens, list(stops))
-        if result.logprobs:
-            is_plain &= ~np.isin(rows, list(result.logprobs))
-        if self._rows.scored:
-            is_plain &= ~np.isin(rows, list(self._rows.scored))
-        special = np.logical_not(is_plain).nonzero()[0]
-        if len(special):
-            others = rows[special]
-            num_committed = self._rows.committed[others].tolist()
-            singled = zip(others.tolist(), tokens[special].tolist(), num_committed, strict=True)
-            for row, token, num_before in singled:
-                request, logprobs = self._rows.request_at(row), result.logprobs.get(row)
-                # The newest token lies behind those that are committed.
-                outputs.append(self._tell(request, token, num_before + 1, logprobs))
-            rows, tokens = rows[is_plain], tokens[is_plain]
-        return Tokens(self._rows.request_ids[rows], tokens, self._rows.num_cached[rows])
-
-    def _tell(
-        self, request: Request, token: int, num_tokens: int, logprobs: TokenLogprobs | None
-    ) -> Output:
-        """News of a request's newest token, its `num_tokens`-th, which may be its last."""
-        num_output_tokens = num_tokens - request.num_prompt_tokens
-        reason: FinishReason | None = None
-        stop_token: int | None = None
-        if token in request.stop_ids and num_output_tokens > request.submit.sampling.min_tokens:
-            reason, stop_token = FinishReason.STOP, token
-        elif num_tokens >= request.max_num_tokens:
-            reason = FinishReason.LENGTH
-        output = Output(
-            request.submit.request_id, [token], reason, request.num_cached_tokens or 0, stop_token
-        )
-        if logprobs is not None:
-            output.logprobs.append(logprobs)
-        if request.prompt_logprobs and num_output_tokens == 1:
-            output.prompt_logprobs.extend(request.prompt_logprobs)
-            request.prompt_logprobs.clear()
-            if request.row is not None:
-                self._rows.scored.discard(request.row)
-        if reason is not None:
-            self._departures.end(request, reason)
-        return output
+        """Copies and loads have ended, be it without a step."""
+        return self._results.take_arrivals(result)
 
     def fail_in_flight(self, reason: str) -> list[Output]:
-        """Launched steps gave nothing, and none is running any more.
-
-        Their requests fail; those of later steps too, since they may have relied on pages that
-        were never filled. Nobody else is touched.
-        """
-        steps = list(self._in_flight)
-        self._in_flight.clear()
-        members = [
-            self._departures.member(row, tenancy)
-            for step in steps
-            for row, tenancy in zip(step.rows.tolist(), step.tenancies.tolist(), strict=True)
-        ]
-        outputs: list[Output] = []
-        for request in dict.fromkeys(members):
-            if request.row is not None:
-                self._rows.computed[request.row] = self._rows.committed[request.row]
-            elif request.num_in_flight_tokens:
-                self._departures.forget(request, request.num_in_flight_tokens)
-            if request.state is State.DRAINING:
-                self._departures.drained(request)
-            elif request.state is not State.FINISHED:
-                outputs.append(self._departures.finish(request, FinishReason.ERROR, reason))
-        # Those that wait for their units may have found pages that were never filled.
-        self._admission.start_over()
-        for step in steps:
-            self._adapters.step_done(step.step_id)
-        for step in reversed(steps):
-            self._cache.fail_step(step.step_id)
-        return outputs
+        """Launched steps gave nothing, and none is running any more."""
+        return self._results.fail_in_flight(reason)
 
     def stats(self) -> Stats:
         cache = self._cache.stats()
         pages = cache.planes[0]
+        on_device = [plane for plane in cache.planes if plane.tier is Tier.DEVICE]
         return Stats(
             num_running=len(self._rows.running),
             num_waiting=len(self._admission),
@@ -488,13 +315,14 @@ class Scheduler:
             num_free_pages=pages.num_free,
             num_cached_pages=pages.num_cached,
             num_held_pages=pages.num_held,
+            page_usage=max(plane.num_held / plane.num_units for plane in on_device),
             total_retractions=self._departures.num_retractions,
             num_resting=len(self._resting),
             total_rests=self._resting.total_rests,
             total_lookup_tokens=cache.total_lookup_tokens,
             total_hit_tokens=cache.total_hit_tokens,
             total_steps=self._next_step_id - 1,
-            total_step_tokens=self._total_step_tokens,
+            total_step_tokens=self._results.total_step_tokens,
             adapters=self._adapters.stats(),
             storage=cache.storage,
             missed_tokens=cache.missed_tokens,

@@ -65,7 +65,6 @@ class Victims:
         assert request.lease is not None
         num_computed = request.num_computed_tokens
         if request.row is not None:
-            self._rows.flush(request)
             num_computed = int(self._rows.computed[request.row])
         num_found = self._cache.num_resumable_tokens(request.lease, request.tokens)
         return num_computed - num_found, -request.serial

@@ -83,7 +83,7 @@ async def test_g09_no_line_unless_asked(caplog: pytest.LogCaptureFixture) -> Non
     assert lines(caplog) == []
 
 
-def stats(**counts: int) -> Stats:
+def stats(**counts: float) -> Stats:
     zeros: dict[str, Any] = dict.fromkeys(Stats.__dataclass_fields__, 0)
     return Stats(**(zeros | {"adapters": None, "storage": None, "missed_tokens": {}} | counts))
 
@@ -94,7 +94,7 @@ def test_g09_throughput_is_of_the_time_between_two_looks() -> None:
     throughput = Throughput(Totals(0.0, 500, 100, first))
     assert throughput.line(Totals(10.0, 500, 100, first)) is None
     busy = stats(
-        num_pages=100, num_held_pages=25, num_running=3, num_waiting=2, total_lookup_tokens=1200,
+        num_pages=100, page_usage=0.25, num_running=3, num_waiting=2, total_lookup_tokens=1200,
         total_hit_tokens=950,
     )  # fmt: skip
     assert throughput.line(Totals(20.0, 700, 350, busy)) == (

@@ -167,3 +167,22 @@ def test_a_retracted_request_begins_again_only_when_its_tokens_under_way_have_co
     assert engine.scheduler.stats().total_retractions > 0
     for request in requests:
         assert engine.tokens(int(request.request_id)) == expected_tokens(request)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_requests_tokens_are_always_current(depth: int) -> None:
+    """However it was last looked at, in the middle of a page too: what it was told is what it has;
+    and who is over is no longer one of the scheduler's."""
+    engine = Deciding(page_size=8, depth=depth)
+    requests = [submit(i, [i] * (3 + i), max_tokens=14) for i in range(3)]
+    for request in requests:
+        engine.loop.handle(request)
+    known = dict(engine.scheduler._requests)
+    while engine.loop.has_work:
+        engine.step()
+        for request_id, request in engine.scheduler._requests.items():
+            told = engine.tokens(int(request_id)) if int(request_id) in engine.outputs else []
+            assert request.tokens.tolist() == [*request.submit.prompt, *told]
+            assert request.num_tokens == len(request.tokens)
+    assert len(known) == 3
+    assert not engine.scheduler._requests

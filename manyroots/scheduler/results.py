@@ -1,0 +1,259 @@
+"""What becomes of requests when a step is done: their tokens, their pages, their ends.
+
+In: results of steps, in the order of their plans, or that steps gave nothing. Out: what the callers
+of requests are told. What a step computed for a sequence that has ended since is dropped.
+
+Nearly all rows of a step simply go on, and are columns (`rows.py`); only the others are gone
+through one by one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from manyroots.cache.cache import PrefixCache
+from manyroots.ids import RequestId, Row, StepId
+from manyroots.lora.residency import Residency
+from manyroots.messages import FinishReason, Output, StepOutputs, Tokens
+from manyroots.scheduler.admission import Admission
+from manyroots.scheduler.departures import Departures
+from manyroots.scheduler.plan_builder import Launched
+from manyroots.scheduler.request import Request, State
+from manyroots.scheduler.resting import Resting
+from manyroots.scheduler.rows import Int64s, Rows
+from manyroots.step import Bools, Int32s, StepResult, TokenLogprobs
+
+PROMPT_SHARE = 8
+"""Tokens per row from which on a step tells how quickly prompts are computed: with fewer, most of
+its time is what any step takes."""
+
+
+class Results:
+    """Takes the results of launched steps."""
+
+    def __init__(
+        self,
+        requests: dict[RequestId, Request],
+        cache: PrefixCache,
+        adapters: Residency,
+        rows: Rows,
+        admission: Admission,
+        resting: Resting,
+        departures: Departures,
+        *,
+        is_fair: bool,
+    ) -> None:
+        """`requests`: the scheduler's, of which those go that are over."""
+        self._requests = requests
+        self._cache = cache
+        self._adapters = adapters
+        self._rows = rows
+        self._admission = admission
+        self._resting = resting
+        self._departures = departures
+        self._is_fair = is_fair
+        self.in_flight: deque[Launched] = deque()
+        """Steps that were launched and are not done, in order."""
+        self.total_step_tokens = 0
+
+    def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> Output:
+        """A request is over without another token; gives its last output."""
+        self._end(request, reason)
+        return Output(
+            request_id=request.submit.request_id,
+            tokens=[],
+            finish_reason=reason,
+            num_cached_tokens=request.num_cached_tokens or 0,
+            error=error,
+        )
+
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        del self._requests[request.submit.request_id]
+        self._departures.end(request, reason)
+
+    def advance(self, result: StepResult) -> StepOutputs:
+        """A step is done: take its tokens, publish its pages, finish who is finished."""
+        step = self.in_flight.popleft()
+        if step.step_id != result.step_id:
+            raise RuntimeError(f"result of step {result.step_id} came in place of {step.step_id}'s")
+        self._cache.commit_step(step.step_id)
+        self._adapters.step_done(step.step_id)
+        outputs = self.take_arrivals(result)
+        self.total_step_tokens += step.total_tokens
+        if result.seconds and step.total_tokens >= PROMPT_SHARE * len(step.rows):
+            self._cache.measured_prefill(step.total_tokens, result.seconds)
+        if self._is_fair:
+            self._count_service(step)
+        rows, num_tokens, samples, tokens = step.rows, step.num_tokens, step.samples, result.tokens
+        if result.prompt_logprobs:
+            self._take_scores(step, result)
+        if self._departures.leaving or result.faults:
+            is_left = self._set_apart(step, result, outputs)
+            tokens = tokens[is_left[samples]]
+            rows, num_tokens, samples = rows[is_left], num_tokens[is_left], samples[is_left]
+        sampled = rows if len(tokens) == len(rows) else rows[samples]
+        self._rows.append(sampled, tokens)
+        for request in self._rows.commit(rows, num_tokens):
+            self._publish(request, step.step_id)
+            self._rows.watch(request)
+        return StepOutputs(outputs, self._report(sampled, tokens, result, outputs))
+
+    def take_arrivals(self, result: StepResult) -> list[Output]:
+        """Copies and loads have ended: requests whose units are all there can begin; those whose
+        adapter could not be loaded fail with the reason (W10)."""
+        outputs: list[Output] = []
+        for loaded in result.adapters:
+            outcome = self._adapters.acknowledge(loaded)
+            if outcome.error is not None:
+                reason = f"the adapter could not be loaded: {outcome.error}"
+                waiting = self._admission.waiting.requests_of(outcome.digest)
+                rested = self._resting.find(outcome.digest)
+                if rested is not None:
+                    waiting += rested.requests
+                outputs += [self.finish(r, FinishReason.ERROR, reason) for r in waiting]
+        for done in result.copies:
+            self._cache.acknowledge(done)
+        if result.copies:
+            self._admission.copies_ended()
+        return outputs
+
+    def _count_service(self, step: Launched) -> None:
+        """One token for each that was sampled; those before it counted when the request began."""
+        rows, tenancies = step.rows[step.samples].tolist(), step.tenancies[step.samples].tolist()
+        for row, tenancy in zip(rows, tenancies, strict=True):
+            self._admission.waiting.charge(self._departures.member(row, tenancy), 1)
+
+    def _take_scores(self, step: Launched, result: StepResult) -> None:
+        for row, tenancy in zip(step.rows.tolist(), step.tenancies.tolist(), strict=True):
+            if row in result.prompt_logprobs:
+                request = self._departures.member(row, tenancy)
+                request.prompt_logprobs.extend(result.prompt_logprobs[row])
+                if request.state is State.RUNNING:
+                    self._rows.scored.add(row)
+
+    def _set_apart(self, step: Launched, result: StepResult, outputs: list[Output]) -> Bools:
+        """Advance what does not simply run on: who has ended or was retracted since the step was
+        planned, and whose row gave nothing. Gives, for each row, whether it is left to do."""
+        is_left = self._rows.is_live(step.rows, step.tenancies)
+        faults = {fault.row: fault.reason for fault in result.faults}
+        if faults:
+            is_left &= ~np.isin(step.rows, list(faults))
+        places = np.cumsum(step.samples) - 1
+        for index in (~is_left).nonzero()[0].tolist():
+            row, num_tokens = int(step.rows[index]), int(step.num_tokens[index])
+            request = self._departures.member(row, int(step.tenancies[index]))
+            if request.state is State.DRAINING:
+                # The step that was under way when it ended computed its last token's page.
+                self._rows.committed[row] += num_tokens
+                if not request.is_broken:
+                    self._publish(request, step.step_id)
+                self._departures.drained(request)
+                continue
+            if request.row is None:
+                self._departures.forget(request, num_tokens)
+            else:
+                self._rows.committed[row] += num_tokens
+                request.is_broken = True
+            if request.state is State.FINISHED:
+                continue
+            if row in faults:
+                outputs.append(self.finish(request, FinishReason.ERROR, faults[Row(row)]))
+            elif step.samples[index]:
+                token = result.tokens[places[index] : places[index] + 1]
+                request.extend(token)
+                logprobs = result.logprobs.get(Row(row))
+                outputs.append(self._tell(request, int(token[0]), request.num_tokens, logprobs))
+            if request.state is State.RESTING:
+                self._publish(request, step.step_id)
+        return is_left
+
+    def _publish(self, request: Request, step_id: StepId) -> None:
+        """Publish pages whose tokens were not all known when the step was planned."""
+        lease = request.lease
+        assert lease is not None
+        num_committed = request.num_computed_tokens - request.num_in_flight_tokens
+        if request.row is not None:
+            num_committed = int(self._rows.committed[request.row])
+        self._cache.commit(lease, request.tokens, num_committed, step_id)
+
+    def _report(
+        self, rows: Int64s, tokens: Int32s, result: StepResult, outputs: list[Output]
+    ) -> Tokens:
+        """News of every new token. Most are just that; the others are put into `outputs`."""
+        is_plain = self._rows.committed[rows] < self._rows.last[rows]
+        stops = self._rows.stops
+        if stops and not stops.keys().isdisjoint(tokens.tolist()):
+            is_plain &= ~np.isin(tokens, list(stops))
+        if result.logprobs:
+            is_plain &= ~np.isin(rows, list(result.logprobs))
+        if self._rows.scored:
+            is_plain &= ~np.isin(rows, list(self._rows.scored))
+        special = np.logical_not(is_plain).nonzero()[0]
+        if len(special):
+            others = rows[special]
+            num_committed = self._rows.committed[others].tolist()
+            singled = zip(others.tolist(), tokens[special].tolist(), num_committed, strict=True)
+            for row, token, num_before in singled:
+                request, logprobs = self._rows.request_at(row), result.logprobs.get(row)
+                # The newest token lies behind those that are committed.
+                outputs.append(self._tell(request, token, num_before + 1, logprobs))
+            rows, tokens = rows[is_plain], tokens[is_plain]
+        return Tokens(self._rows.request_ids[rows], tokens, self._rows.num_cached[rows])
+
+    def _tell(
+        self, request: Request, token: int, num_tokens: int, logprobs: TokenLogprobs | None
+    ) -> Output:
+        """News of a request's newest token, its `num_tokens`-th, which may be its last."""
+        num_output_tokens = num_tokens - request.num_prompt_tokens
+        reason: FinishReason | None = None
+        stop_token: int | None = None
+        if token in request.stop_ids and num_output_tokens > request.submit.sampling.min_tokens:
+            reason, stop_token = FinishReason.STOP, token
+        elif num_tokens >= request.max_num_tokens:
+            reason = FinishReason.LENGTH
+        output = Output(
+            request.submit.request_id, [token], reason, request.num_cached_tokens or 0, stop_token
+        )
+        if logprobs is not None:
+            output.logprobs.append(logprobs)
+        if request.prompt_logprobs and num_output_tokens == 1:
+            output.prompt_logprobs.extend(request.prompt_logprobs)
+            request.prompt_logprobs.clear()
+            if request.row is not None:
+                self._rows.scored.discard(request.row)
+        if reason is not None:
+            self._end(request, reason)
+        return output
+
+    def fail_in_flight(self, reason: str) -> list[Output]:
+        """Launched steps gave nothing, and none is running any more.
+
+        Their requests fail; those of later steps too, since they may have relied on pages that
+        were never filled. Nobody else is touched.
+        """
+        steps = list(self.in_flight)
+        self.in_flight.clear()
+        members = [
+            self._departures.member(row, tenancy)
+            for step in steps
+            for row, tenancy in zip(step.rows.tolist(), step.tenancies.tolist(), strict=True)
+        ]
+        outputs: list[Output] = []
+        for request in dict.fromkeys(members):
+            if request.row is not None:
+                self._rows.computed[request.row] = self._rows.committed[request.row]
+            elif request.num_in_flight_tokens:
+                self._departures.forget(request, request.num_in_flight_tokens)
+            if request.state is State.DRAINING:
+                self._departures.drained(request)
+            elif request.state is not State.FINISHED:
+                outputs.append(self.finish(request, FinishReason.ERROR, reason))
+        # Those that wait for their units may have found pages that were never filled.
+        self._admission.start_over()
+        for step in steps:
+            self._adapters.step_done(step.step_id)
+        for step in reversed(steps):
+            self._cache.fail_step(step.step_id)
+        return outputs

@@ -784,6 +784,16 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("unit/cache/test_namespaces.py::test_n10_no_namespace_key_or_field_of_it_has_a_default",),
     ),
     Mutation(
+        "cache/growth.py",
+        "if len(set(units.tolist())) == len(units):",
+        "if True:",
+        "of a page that several leave in one step, only one gives up its hold",
+        (
+            "unit/scheduler/test_windows.py::"
+            "test_f04_requests_that_share_a_windows_pages_leave_them_together",
+        ),
+    ),
+    Mutation(
         "cache/eviction.py",
         "if self._reach is not None:\n            self._spare_some(target)",
         "if False:\n            self._spare_some(target)",

@@ -13,7 +13,7 @@ from manyroots.cache.index import Index
 from manyroots.cache.lease import Lease
 from manyroots.cache.outcomes import Extension, Refusal
 from manyroots.cache.planes import ABSENT, NO_UNITS, Plane, Units
-from manyroots.cache.publishing import Publisher, nearest_attached
+from manyroots.cache.publishing import Publisher
 from manyroots.cache.states import States
 from manyroots.ids import StepId
 
@@ -111,11 +111,13 @@ class Growth:
         to do at a page's end than to take a unit.
         """
         count, pools = len(leases), self._index.pools
-        if self._stateful or self._unordered:
+        if self._stateful:
             return None
         for plane in self._paged:
             if pools[plane.index].num_available < count:
                 return None
+        for plane in self._unordered:
+            self._drop_behind_windows(leases, plane)
         taken = [self._allocator.allocate(plane.index, count) for plane in self._paged]
         for family, units in enumerate(taken):
             for lease, unit in zip(leases, units.tolist(), strict=True):
@@ -164,15 +166,35 @@ class Growth:
 
     def _drop_behind_window(self, lease: Lease, num_computed: int) -> None:
         for plane in self._unordered:
-            family, table = plane.index, lease.tables[plane.index]
-            first = min(plane.family.first_needed(num_computed), len(table))
-            if first <= lease.first_live[family]:
-                continue
-            behind = table[lease.first_live[family] : first]
-            self._index.pools[family].drop(behind[behind != ABSENT])
-            behind[:] = ABSENT
-            lease.first_live[family] = first
-            self._publisher.offer_path(nearest_attached(lease.cursor))
+            units = self._take_behind_window(lease, plane, num_computed)
+            if len(units):
+                self._index.pools[plane.index].drop(units)
+                self._publisher.offer_before(lease, plane)
+
+    def _drop_behind_windows(self, leases: list[Lease], plane: Plane) -> None:
+        """As `_drop_behind_window`, for leases that are full, of one family."""
+        pool = self._index.pools[plane.index]
+        taken = [self._take_behind_window(each, plane, each.num_covered_tokens) for each in leases]
+        units = np.concatenate(taken)
+        if len(set(units.tolist())) == len(units):
+            pool.drop(units)
+        else:  # of a page that several hold, each gives up its own hold
+            for each in taken:
+                pool.drop(each)
+        for lease, each in zip(leases, taken, strict=True):
+            if len(each):
+                self._publisher.offer_before(lease, plane)
+
+    def _take_behind_window(self, lease: Lease, plane: Plane, num_computed: int) -> Units:
+        """Take units out of a lease's table that nothing behind `num_computed` tokens reads."""
+        table, live = lease.tables[plane.index], lease.first_live[plane.index]
+        first = min(plane.family.first_needed(num_computed), len(table))
+        if first <= live:
+            return NO_UNITS
+        behind: Units = table[live:first][table[live:first] != ABSENT]
+        table[live:first] = ABSENT
+        lease.first_live[plane.index] = first
+        return behind
 
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._page_size)

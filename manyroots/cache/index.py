@@ -14,7 +14,7 @@ from manyroots.cache.events import CacheEvent, PagesRemoved, PagesStored
 from manyroots.cache.keys import HASH_BYTES, PageHasher
 from manyroots.cache.planes import ABSENT, CacheLayout, Units
 from manyroots.cache.pool import UnitPool
-from manyroots.cache.tree import TOKEN_BYTES, ChildKey, Indices, Node, Places, PrefixTree
+from manyroots.cache.tree import TOKEN_BYTES, ChildKey, Indices, Node, Places, PrefixTree, absent
 from manyroots.ids import StepId
 
 
@@ -77,6 +77,23 @@ class Index:
         self.pools[0].index(units)
         if self._hasher is not None:
             self._tell_of(leaf, first)
+
+    def lengthen_all(self, leaf: Node, keys: bytes, units: dict[int, Units]) -> None:
+        """As `lengthen`, with the units of several planes; of others the new pages have none."""
+        first = leaf.num_pages
+        count = len(keys) // self._page_bytes
+        planes = range(len(self.pools))
+        more = [units[plane] if plane in units else absent(count) for plane in planes]
+        self.tree.lengthen(leaf, keys, more)
+        self.fill_hashes(leaf)
+        for plane, each in units.items():
+            was = leaf.counts[plane]
+            leaf.counts[plane] = was + len(each)
+            if was == 0 and leaf.parent is not None:
+                leaf.parent.below[plane] += 1
+            self.pools[plane].index(each)
+            if plane in self._event_planes:
+                self.events.append(self._stored(leaf, plane, slice(first, leaf.num_pages)))
 
     def remove(self, node: Node, plane: int, places: Indices) -> None:
         """These pages' units can no longer be found; those that nobody holds become free.

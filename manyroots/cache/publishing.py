@@ -14,6 +14,7 @@ from manyroots.cache.eviction import Evictor
 from manyroots.cache.fork_share import ForkShare, name_of
 from manyroots.cache.index import Index
 from manyroots.cache.lease import Checkpoint, Lease
+from manyroots.cache.next_turns import NEAR
 from manyroots.cache.planes import ABSENT, Plane, Units
 from manyroots.cache.tree import TOKEN_BYTES, Node
 from manyroots.ids import StepId
@@ -41,7 +42,12 @@ class Publisher:
         """By (plane, unit), node and depth: what a step being run fills in nodes older than it."""
         self._committed = StepId(0)
         self._tick = 0
+        self._paged_planes = [plane.index for plane in self._paged]
+        self._has_spine = any(plane.is_ordered for plane in self._paged)
         self._reach = max(plane.family.reach or 0 for plane in self._paged) if self._paged else 0
+        near = (p.index for p in index.layout.planes if p.family.reach is not None)
+        self._near = [evictors[plane] for plane in near]
+        """Of families that keep pages near places to go on from."""
 
     def asked_again(self, lease: Lease) -> None:
         """A prompt was found as far as it can be, so that nothing of it will be new. Once that may
@@ -138,6 +144,8 @@ class Publisher:
         which is done."""
         if num_full <= lease.num_published_pages:
             return []
+        if lengthen and self._lengthen(lease, tokens, num_full):
+            return [lease.cursor]
         num_full = min(num_full, lease.num_allowed_pages)
         cursor, first = self._whence(lease, tokens)
         if num_full <= first:
@@ -157,6 +165,31 @@ class Publisher:
         self.touch(path[-1], num_full)
         self.offer_path(path[-1])  # a split may have left loose units in a new node
         return touched
+
+    def _lengthen(self, lease: Lease, tokens: Int32s, end: int) -> bool:
+        """Publish pages of an output behind the last one, where nobody else has been; False if it
+        is not as simple as that. Where a family keeps every page, what the lease holds of it keeps
+        the path as it was."""
+        leaf, first = lease.cursor, lease.num_published_pages
+        is_plain = self._has_spine and leaf.is_attached and leaf.end == first and not leaf.children
+        if not is_plain or end > min(lease.num_allowed_pages, lease.key.run_end(first, end)):
+            return False
+        if leaf.owner != lease.key.at(first) or first * self._page_size < lease.num_prompt_tokens:
+            return False
+        units = [lease.tables[plane.family_index][first:end] for plane in self._paged]
+        if any(np.count_nonzero(each == ABSENT) for each in units):
+            return False
+        keys = tokens[first * self._page_size : end * self._page_size].tobytes()
+        self._index.lengthen_all(leaf, keys, dict(zip(self._paged_planes, units, strict=True)))
+        leaf.last_used = leaf.last_resumed = self._tick = self._tick + 1
+        lease.num_published_pages = end
+        # What was near the end before may be spared now.
+        last, node = first - self._reach - NEAR, leaf
+        while node.parent is not None and node.end > last:
+            for evictor in self._near:
+                evictor.offer(node)
+            node = node.parent
+        return True
 
     def _mark_end(self, path: list[Node], boundary: int) -> None:
         """A prompt ends at a boundary, if this path leads there. Where the prompt before it ended,
@@ -254,6 +287,15 @@ class Publisher:
         current: Node | None = node
         while current is not None and current.parent is not None:
             self.offer(current)
+            current = current.parent
+
+    def offer_before(self, lease: Lease, plane: Plane) -> None:
+        """As `offer_path`, for units of one family that a lease held before its first live one."""
+        evictor, end = self._evictors[plane.index], lease.first_live[plane.family_index]
+        current: Node | None = nearest_attached(lease.cursor)
+        while current is not None and current.parent is not None:
+            if current.first < end:
+                evictor.offer(current)
             current = current.parent
 
     def _fill(self, lease: Lease, node: Node, first: int, end: int) -> bool:

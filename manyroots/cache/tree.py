@@ -225,12 +225,12 @@ class PrefixTree:
             own = keys[(depth - first) * self._page_bytes : (run_end - first) * self._page_bytes]
             owner = key.at(depth)
             if lengthen and not node.children and node.owner == owner:
-                units = [_absent(run_end - depth) for _ in range(self._num_planes)]
+                units = [absent(run_end - depth) for _ in range(self._num_planes)]
                 self.lengthen(node, own, units)
                 if not path or path[-1] is not node:
                     path.append(node)
             else:
-                units = [_absent(run_end - depth) for _ in range(self._num_planes)]
+                units = [absent(run_end - depth) for _ in range(self._num_planes)]
                 node = self.add(node, (owner, own[: self._page_bytes]), own, units, step)
                 path.append(node)
             depth = run_end
@@ -418,7 +418,7 @@ class PrefixTree:
 _ABSENTS = np.full(1024, ABSENT, np.intp)
 
 
-def _absent(count: int) -> Units:
+def absent(count: int) -> Units:
     """So many pages without a unit: a copy of many, which is quicker than filling."""
     return _ABSENTS[:count].copy() if count <= len(_ABSENTS) else np.full(count, ABSENT, np.intp)
 

@@ -104,6 +104,29 @@ def test_p07_turns_of_talks_under_pressure_give_what_they_give_alone(
     assert held(deciding) == [0] * len(families)
 
 
+@pytest.mark.parametrize("windows", [(None, 12), (12,), (None, 6, 20)])
+def test_f04_requests_that_share_a_windows_pages_leave_them_together(
+    windows: tuple[int | None, ...],
+) -> None:
+    """F04: of a page that several hold each gives up its own hold, in one step, and it is nobody's
+    only then."""
+    families = attention_families(windows, page_size=4, max_model_len=120)
+    deciding = Deciding(
+        page_size=4, capacities=tuple(Capacity(f, 120) for f in families), max_model_len=120
+    )
+    requests = [submit(i, list(range(30)), max_tokens=40) for i in range(4)]
+    for request in requests:
+        deciding.scheduler.submit(request)
+    steps = peaks(deciding)
+    for request in requests:
+        assert deciding.tokens(int(request.request_id)) == expected_tokens(request)
+    for index, family in enumerate(families):
+        most = family.most_needed(1)
+        if most is not None:
+            assert max(step[index] for step in steps[12:]) <= 4 * most
+    assert steps[-1] == [0] * len(families)
+
+
 def runner_with_pages(held_units: set[tuple[int, int]]) -> FakeRunner:
     """A runner with one sequence of 6 tokens on row 0, pages of 2, a window of 3 in the second
     family: computed but for the last."""

@@ -126,7 +126,8 @@ SHAPES = {"gate": (HIDDEN, INNER), "up": (HIDDEN, INNER), "down": (INNER, HIDDEN
 
 
 def pool_of_adapters(dtype: torch.dtype) -> tuple[AdapterPool, LoraSite, LoraSite]:
-    """Three: one per expert, one that shares a half of each pair, one on gates alone."""
+    """Three: one per expert, one that shares a half of each pair, one on gates alone. Their copies
+    are the host's, as a load takes them: it has a stream of its own, which waits for no other."""
     both = LoraSite(TargetKind.EXPERTS, HIDDEN, {"gate": INNER, "up": INNER}, num_experts=EXPERTS)
     down = LoraSite(TargetKind.EXPERTS, INNER, {"down": HIDDEN}, num_experts=EXPERTS)
     parts = {**dict(both.targets("m")), **dict(down.targets("m"))}
@@ -138,7 +139,7 @@ def pool_of_adapters(dtype: torch.dtype) -> tuple[AdapterPool, LoraSite, LoraSit
             shares = slot == 1
             a = randn(1 if shares and name != "down" else EXPERTS, rank, k, dtype=dtype, seed=seed)
             b = randn(1 if shares and name == "down" else EXPERTS, n, rank, dtype=dtype, seed=9)
-            pairs[f"m.{name}"] = LoraPair(a * k**-0.5, b * 0.3, 0.5 + slot)
+            pairs[f"m.{name}"] = LoraPair(a.cpu() * k**-0.5, b.cpu() * 0.3, 0.5 + slot)
         flat = torch.cat([half.reshape(-1) for p in pairs.values() for half in (p.a, p.b)])
         pool.load(AdapterSlot(slot), AdapterWeights(AdapterDigest(b""), _cut(pairs, flat), flat))
     return pool, both, down

@@ -1015,6 +1015,23 @@ MUTATIONS: tuple[Mutation, ...] = (
         ),
     ),
     Mutation(
+        "runner/sampling_state.py",
+        'tables.counts.index_fill_(0, sent["counted"], 0)',
+        "pass",
+        "penalties are of the tokens of a row's last owner, too",
+        ("unit/kernels/test_sampling.py::test_a_row_that_leaves_takes_what_it_asked_for_with_it",),
+    ),
+    Mutation(
+        "kernels/sampling/torch_ops.py",
+        "for index in self._good(penalized).tolist():",
+        "for index in []:",
+        "penalties are of the tokens that a row arrived with alone",
+        (
+            "unit/kernels/test_sampling.py::"
+            "test_tokens_are_counted_for_rows_with_penalties_alone[torch_ops]",
+        ),
+    ),
+    Mutation(
         "kernels/sampling/torch_ops.py",
         "self._fail(int(at[0]), error)",
         "raise",

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from manyroots.adapter_names import LoraModule, lora_modules, name_fault
 from manyroots.errors import ConfigError
+from manyroots.kv_configs import EventsChoice, TransferChoice, parse_events, parse_transfer
 from manyroots.sampling import MAX_LOGPROBS
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -212,6 +213,149 @@ class LoraSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TierSettings:
+    """Where pages go when the device has no room for them, and who is told of it."""
+
+    kv_offloading_size: float | None = option(
+        None, "GiB of host memory for pages that leave the device. None by default."
+    )
+    kv_offloading_backend: str = option(
+        "native", "As vLLM's users write it; this engine has its own alone: native."
+    )
+    num_host_pages: int | None = option(
+        None, "The same as a number of pages of all layers, instead of --kv-offloading-size."
+    )
+    write_back: str = option(
+        "through",
+        "When pages are copied to the host: at once (through), when they are found again (reused), "
+        "or when room on the device runs low (eviction).",
+        choices=("through", "reused", "eviction"),
+    )
+    kv_storage: str | None = option(
+        None,
+        "Keep pages beyond this process, in file:///path or redis://[:password@]host:port/0 "
+        "(rediss:// for TLS); other servers of the same model may share it. The password may also "
+        "be in MANYROOTS_KV_STORAGE_PASSWORD.",
+    )
+    kv_storage_size: float | None = option(
+        None, "With file://, the most GiB that the folder may take, all servers together."
+    )
+    kv_storage_ttl_s: int | None = option(
+        None, "With redis://, how many seconds a page stays after it was last wanted."
+    )
+    kv_storage_timeout_s: float = option(
+        5.0, "How long storage may take to answer before a request goes on without it."
+    )
+    prefetch: str = option(
+        "wait",
+        "Whether a request waits for what storage has of it: no (best-effort), as long as it takes "
+        "(wait), or some steps (timeout).",
+        choices=("best-effort", "wait", "timeout"),
+    )
+    prefetch_timeout_steps: int = option(32, "With --prefetch timeout, how many steps.")
+    kv_check_share: float = option(
+        0.0,
+        "Share of requests with cached tokens whose prompt is computed again beside traffic and "
+        "compared; pages that differ are dropped.",
+    )
+    kv_transfer_config: str | None = option(
+        None, "Tiers as vLLM's users write them, in JSON; see docs/tiers.md for what is served."
+    )
+    kv_events_config: str | None = option(
+        None,
+        "Publish which pages are where over ZMQ, as vLLM does, in JSON: "
+        '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}.',
+    )
+
+    def __post_init__(self) -> None:
+        _one_of_choices(self)
+        _at_least(self, "num_host_pages", 1)
+        _at_least(self, "prefetch_timeout_steps", 0)
+        _at_least(self, "kv_storage_ttl_s", 1)
+        for name in ("kv_offloading_size", "kv_storage_size", "kv_storage_timeout_s"):
+            value = getattr(self, name)
+            if value is not None and not 0.0 < value < 2**30:
+                raise ConfigError(f"{flag_name(name)} is {value}; it must be above 0.")
+        if not 0.0 <= self.kv_check_share <= 1.0:
+            raise ConfigError(f"--kv-check-share is {self.kv_check_share}; it must be from 0 to 1.")
+        if self.kv_offloading_backend != "native":
+            raise ConfigError(
+                f"--kv-offloading-backend is {self.kv_offloading_backend!r}; this engine has its "
+                "own alone, 'native'. For what lasts or is shared use --kv-storage."
+            )
+        self._check_host()
+        self._check_storage()
+        self.events()
+
+    def _check_host(self) -> None:
+        asked = {
+            "--kv-offloading-size": self.kv_offloading_size,
+            "--num-host-pages": self.num_host_pages,
+            "--kv-transfer-config": self.transfer().host_bytes or self.transfer().num_host_pages,
+        }
+        given = [name for name, value in asked.items() if value is not None]
+        if len(given) > 1:
+            raise ConfigError(f"{' and '.join(given)} say the same thing twice; give one of them.")
+
+    def _check_storage(self) -> None:
+        url = self.storage_url
+        if self.kv_storage is not None and self.transfer().storage is not None:
+            raise ConfigError(
+                "--kv-storage and --kv-transfer-config say the same thing twice; give one of them."
+            )
+        if url is None:
+            for name in ("kv_storage_size", "kv_storage_ttl_s"):
+                if getattr(self, name) is not None:
+                    raise ConfigError(
+                        f"{flag_name(name)} is given without --kv-storage; give that too."
+                    )
+            return
+        kind = url.partition("://")[0]
+        if kind not in ("file", "redis", "rediss"):
+            raise ConfigError(
+                f"--kv-storage is {url!r}; it must begin with file://, redis:// or rediss://."
+            )
+        if kind == "file" and not url.startswith("file:///"):
+            raise ConfigError(
+                f"--kv-storage is {url!r}; a folder is an absolute path, as file:///var/cache/kv."
+            )
+        if kind == "file" and self.kv_storage_ttl_s is not None:
+            raise ConfigError(
+                "--kv-storage-ttl-s is for redis://; what a folder keeps is limited by "
+                "--kv-storage-size."
+            )
+        if kind != "file" and self.kv_storage_size is not None:
+            raise ConfigError(
+                "--kv-storage-size is for file://; a Redis server's memory is limited by its own "
+                "maxmemory and maxmemory-policy allkeys-lru. --kv-storage-ttl-s limits age."
+            )
+
+    def transfer(self) -> TransferChoice:
+        """What --kv-transfer-config asks for."""
+        text = self.kv_transfer_config
+        return TransferChoice() if text is None else parse_transfer(text)
+
+    def events(self) -> EventsChoice | None:
+        """Where events go; None without --kv-events-config."""
+        return None if self.kv_events_config is None else parse_events(self.kv_events_config)
+
+    @property
+    def storage_url(self) -> str | None:
+        return self.kv_storage or self.transfer().storage
+
+    @property
+    def has_host(self) -> bool:
+        transfer = self.transfer()
+        asked = (self.kv_offloading_size, self.num_host_pages, transfer.host_bytes)
+        return any(value is not None for value in (*asked, transfer.num_host_pages))
+
+    @property
+    def is_on(self) -> bool:
+        """Whether pages go anywhere but to the device."""
+        return self.has_host or self.storage_url is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
     """Everything the engine needs; what crosses the process boundary at start."""
 
@@ -219,6 +363,7 @@ class EngineSettings:
     cache: CacheSettings = field(default_factory=CacheSettings)
     scheduler: SchedulerSettings = field(default_factory=SchedulerSettings)
     lora: LoraSettings = field(default_factory=LoraSettings)
+    tiers: TierSettings = field(default_factory=TierSettings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -376,6 +521,7 @@ ENGINE_ROOMS: dict[str, type[Any]] = {
     "cache": CacheSettings,
     "scheduler": SchedulerSettings,
     "lora": LoraSettings,
+    "tiers": TierSettings,
 }
 
 
@@ -384,6 +530,8 @@ def engine_settings(values: Mapping[str, object]) -> EngineSettings:
     known = {f.name: room for room, cls in ENGINE_ROOMS.items() for f in fields(cls)}
     by_room: dict[str, dict[str, object]] = {room: {} for room in ENGINE_ROOMS}
     for name, value in values.items():
+        if name in _JSON and isinstance(value, Mapping):
+            value = json.dumps(value)
         if name not in known:
             raise ConfigError(
                 f"unknown setting {name!r}; the engine knows {', '.join(sorted(known))}."
@@ -416,6 +564,8 @@ def _words(name: str, value: Any) -> tuple[str, ...]:
     return tuple(words)
 
 
+_JSON = ("kv_transfer_config", "kv_events_config")
+"""Settings that are JSON: in Python they may be given as what it stands for."""
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number"}
 
 

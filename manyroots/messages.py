@@ -292,6 +292,8 @@ class Stats:
     `namespace`, `window`, `checkpoint`, `tier`)."""
     page_usage: float = 0.0
     """What share of its pages requests hold, of the family of layers that is nearest to its end."""
+    total_host_hit_tokens: int = 0
+    """Of those that were found: had to come from the host."""
     num_resting: int = 0
     """Of those that neither run nor wait: begun, and resting while another adapter has their place.
     """

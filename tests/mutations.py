@@ -120,8 +120,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     _cache("keys", "blake2b(seed + parent +", "blake2b(seed +", "hashes do not chain"),
     _cache(
         "keys",
-        "_framed(_DOMAIN, adapter, salt,",
-        "_framed(_DOMAIN, adapter,",
+        "framed(_DOMAIN, adapter, salt,",
+        "framed(_DOMAIN, adapter,",
         "hashes do not carry the salt",
     ),
     _cache(

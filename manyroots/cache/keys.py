@@ -115,7 +115,7 @@ class PageHasher:
 
     def __init__(self, identity: bytes, page_bytes: int) -> None:
         """`identity` stands for model, dtype, page size and families: other bytes, other pages."""
-        self.root = hashlib.blake2b(_framed(_DOMAIN, identity), digest_size=HASH_BYTES).digest()
+        self.root = hashlib.blake2b(framed(_DOMAIN, identity), digest_size=HASH_BYTES).digest()
         self.page_bytes = page_bytes
         self._seeds: dict[Owner, bytes] = {}
 
@@ -137,13 +137,14 @@ class PageHasher:
             digest, tenant = owner.namespace
             adapter = b"base" if digest is None else b"adapter" + digest
             salt = b"none" if tenant is None else b"salt" + tenant.encode()
-            framed = _framed(_DOMAIN, adapter, salt, struct.pack("<Q", owner.begin))
-            seed = hashlib.blake2b(framed, digest_size=HASH_BYTES).digest()
+            fields = framed(_DOMAIN, adapter, salt, struct.pack("<Q", owner.begin))
+            seed = hashlib.blake2b(fields, digest_size=HASH_BYTES).digest()
             if len(self._seeds) >= _MAX_SEEDS:
                 self._seeds.clear()
             self._seeds[owner] = seed
         return seed
 
 
-def _framed(*fields: bytes) -> bytes:
+def framed(*fields: bytes) -> bytes:
+    """Fields behind each other so that none can be mistaken for a part of another."""
     return b"".join(struct.pack("<Q", len(field)) + field for field in fields)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from manyroots.cache.cache import PrefixCache
+from manyroots.cache.keys import framed
 from manyroots.cache.planes import CacheLayout
 from manyroots.cache.policies import CachePolicies
 from manyroots.config import EngineSettings
@@ -20,10 +21,12 @@ from manyroots.engine.adapter_directory import AdapterDirectory
 from manyroots.engine.adapter_folders import check_folders
 from manyroots.engine.adapter_runtime import adapter_limits
 from manyroots.engine.loop import EngineLoop
+from manyroots.engine.tiers import check_tiers, model_identity, tier_policies
 from manyroots.engine.worker import Executor, execute_alone
 from manyroots.errors import ConfigError
 from manyroots.lora.residency import Residency
 from manyroots.messages import EngineInfo
+from manyroots.models.decoder import Decoder
 from manyroots.models.families import LayerFamily
 from manyroots.models.source import ModelSource, resolve_source
 from manyroots.progress import stage
@@ -43,6 +46,7 @@ class Engine:
 def build_engine(settings: EngineSettings) -> Engine:
     """Load the model, size the cache and wire everything up."""
     _check_step(settings)
+    check_tiers(settings)
     with stage("model files"):
         source = resolve_source(settings.model)
     base_names = {source.name, settings.model.served_model_name or source.name}
@@ -50,14 +54,8 @@ def build_engine(settings: EngineSettings) -> Engine:
     executor = _make_executor(settings, source)
     model, page_size = executor.worker.model, settings.cache.block_size
     memory, max_model_len = executor.worker.memory, executor.sizes.max_model_len
-    layout = CacheLayout.of(page_size, memory.capacities(executor.sizes))
-    cache = PrefixCache(
-        layout,
-        CachePolicies(
-            reuse=settings.cache.enable_prefix_caching,
-            identity=layout_identity(model.families, page_size, model.dtype),
-        ),
-    )
+    layout = CacheLayout.of(page_size, executor.worker.capacities(settings, executor.sizes))
+    cache = PrefixCache(layout, _policies(settings, source, model, page_size))
     num_slots = executor.sizes.num_slots
     adapters = Residency(adapter_limits(settings.lora, num_slots))
     scheduler = Scheduler(settings.scheduler, cache, adapters, max_model_len=max_model_len)
@@ -85,6 +83,19 @@ def build_engine(settings: EngineSettings) -> Engine:
     return Engine(
         EngineLoop(scheduler, executor.runner, directory=directory, alarm=executor.alarm), info
     )
+
+
+def _policies(
+    settings: EngineSettings, source: ModelSource, model: Decoder, page_size: int
+) -> CachePolicies:
+    policies = tier_policies(settings.tiers)
+    identity = b""
+    if policies.uses_storage or policies.records_events:
+        with stage("model identity"):
+            weights = model_identity(source, settings.model.load_format, settings.model.seed)
+        layout = layout_identity(model.families, page_size, model.dtype)
+        identity = framed(weights, layout, model.device.type.encode())
+    return replace(policies, reuse=settings.cache.enable_prefix_caching, identity=identity)
 
 
 def layout_identity(families: Sequence[LayerFamily], page_size: int, dtype: torch.dtype) -> bytes:

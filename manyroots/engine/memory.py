@@ -75,6 +75,11 @@ class FamilyMemory:
         self.page_bytes = sum(self._page_bytes)
         """Of a page of all layers."""
 
+    @property
+    def unit_bytes(self) -> list[int]:
+        """By family: of one unit."""
+        return self._page_bytes
+
     def most_tokens(self, num_bytes: int, max_model_len: int) -> int:
         """The longest context worth making room for where there is so much memory. Where no layer
         sees everything, memory alone would set no end to it: then as if all did."""

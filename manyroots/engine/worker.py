@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from manyroots.cache.planes import Capacity
 from manyroots.config import EngineSettings, ModelSettings
 from manyroots.distributed.shard import WHOLE, Shard, apart
 from manyroots.engine.adapter_runtime import (
@@ -24,6 +25,7 @@ from manyroots.engine.adapter_runtime import (
     slot_bytes,
 )
 from manyroots.engine.memory import FamilyMemory, Sizes, count_pages, count_slots
+from manyroots.engine.tiers import make_tiers, with_host
 from manyroots.errors import ConfigError
 from manyroots.models.decoder import Decoder
 from manyroots.models.kernel_set import check_step, kernel_set
@@ -71,12 +73,20 @@ class Worker:
             num_slots=sizes.num_slots,
         )
 
+    def capacities(self, settings: EngineSettings, sizes: Sizes) -> tuple[Capacity, ...]:
+        """What each family has on each tier, as the cache sees it."""
+        memory, longest = self.memory, -(-sizes.max_model_len // settings.cache.block_size)
+        return with_host(
+            settings.tiers, memory.capacities(sizes), memory.unit_bytes, num_request_pages=longest
+        )
+
     def make_runner(
         self, settings: EngineSettings, sizes: Sizes, adapters: AdapterRuntime | None
     ) -> ModelRunner:
         """Give it pages and rows. Ranks have met by now."""
         loader = None if adapters is None else adapters.loader
-        runner = _runner(settings, self.model, sizes, loader)
+        capacities = self.capacities(settings, sizes)
+        runner = _runner(settings, self.model, sizes, loader, capacities)
         runner.warm_up()
         return runner
 
@@ -167,8 +177,13 @@ def _measured_step_bytes(settings: EngineSettings, model: Decoder, max_model_len
 
 
 def _runner(
-    settings: EngineSettings, model: Decoder, sizes: Sizes, loader: AdapterLoader | None
+    settings: EngineSettings,
+    model: Decoder,
+    sizes: Sizes,
+    loader: AdapterLoader | None,
+    capacities: tuple[Capacity, ...] | None = None,
 ) -> ModelRunner:
+    """`capacities`: None for a runner that moves nothing."""
     arenas = [
         PageArena(
             num_pages=num_pages,
@@ -185,6 +200,7 @@ def _runner(
         model,
         arenas,
         loader,
+        None if capacities is None else make_tiers(settings.tiers, arenas, capacities),
         max_num_seqs=settings.scheduler.max_num_seqs,
         max_model_len=sizes.max_model_len,
         use_graphs=not settings.model.enforce_eager,

@@ -49,11 +49,13 @@ from manyroots.runner.step_arrays import (
     sequence_arrays,
     token_arrays,
 )
+from manyroots.runner.step_timer import Answer, Compute, StepTimer
 from manyroots.step import Int32s, Plan, RowFault, StepResult, TokenLogprobs
 from manyroots.store.adapter_loader import AdapterLoader
 from manyroots.store.arena import PageArena
 from manyroots.store.device_copies import copy_within_device
 from manyroots.store.mover import Mover
+from manyroots.store.tier_copies import TierCopies
 
 MAX_WAIT_S = 0.005
 """How long a plan that waits may hold the thread: whoever comes meanwhile should not wait for
@@ -61,8 +63,6 @@ somebody else's adapter."""
 _NO_ADAPTERS = "a plan names adapters, and this runner was made without them"
 
 T = TypeVar("T")
-Answer = Callable[[], StepResult]
-"""Waits for a launched step and gives its result."""
 Scores = dict[Row, TokenLogprobs]
 
 
@@ -74,6 +74,7 @@ class ModelRunner:
         decoder: Decoder,
         arenas: Sequence[PageArena],
         adapters: AdapterLoader | None,
+        tiers: TierCopies | None = None,
         *,
         max_num_seqs: int,
         max_model_len: int,
@@ -81,11 +82,12 @@ class ModelRunner:
         fixed_shapes: bool | None = None,
     ) -> None:
         """`arenas`: one for each of the decoder's families. `adapters`: None for a runner of the
-        base model alone. `fixed_shapes`: whether steps are padded as graphs need it; None for what
-        the device wants."""
+        base model alone. `tiers`: None for the device alone. `fixed_shapes`: whether steps are
+        padded as graphs need it; None for what the device wants."""
         self._decoder, self._device = decoder, decoder.device
         self._arenas = arenas
-        self._mover = Mover(adapters)
+        self._mover = Mover(adapters, tiers)
+        self._timer = None if tiers is None else StepTimer(self._device)
         self._pool = None if adapters is None else adapters.pool
         page_size = arenas[0].page_size
         decoder.attach(arenas, self._pool, max_len=max_model_len)
@@ -181,9 +183,13 @@ class ModelRunner:
                 self._mover.wait(MAX_WAIT_S)
             answer = self._answer_without_tokens(plan)
         else:
-            answer = self._compute(plan, self._batch.inputs(plan))
+            answer = self._timed(self._compute)(plan, self._batch.inputs(plan))
         copy_within_device(plan.copies, self._arenas, after_model=True)
         return answer
+
+    def _timed(self, compute: Compute) -> Compute:
+        """With how long the model took, where tiers are chosen by it (T05)."""
+        return compute if self._timer is None else self._timer.timed(compute)
 
     def _compute(self, plan: Plan, inputs: StepInputs) -> Answer:
         if self._graphs is not None and self._fits_graph(inputs, self._graphs):

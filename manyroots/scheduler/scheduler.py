@@ -321,6 +321,7 @@ class Scheduler:
             total_rests=self._resting.total_rests,
             total_lookup_tokens=cache.total_lookup_tokens,
             total_hit_tokens=cache.total_hit_tokens,
+            total_host_hit_tokens=cache.total_host_hit_tokens,
             total_steps=self._next_step_id - 1,
             total_step_tokens=self._results.total_step_tokens,
             adapters=self._adapters.stats(),

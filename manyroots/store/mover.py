@@ -3,8 +3,8 @@
 Takes what plans ask for, in their order; gives the ends, in any order. Nothing here waits but
 `wait`, which is what a plan that `waits` asks for: until anything has ended.
 
-Copies within the device are part of a step and not carried out here (`device_copies.py`). There are
-no bytes on lower tiers yet: a copy to or from one is refused.
+Copies within the device are part of a step and not carried out here (`device_copies.py`). Without
+lower tiers a copy to or from one is refused.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from manyroots.step import AdapterIntent, AdapterLoaded, Copy, CopyDone
 from manyroots.store.adapter_loader import AdapterLoader
 from manyroots.store.device_copies import is_within_device
+from manyroots.store.tier_copies import TierCopies
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +29,16 @@ class Ends:
 class Mover:
     """All that is on its way."""
 
-    def __init__(self, adapters: AdapterLoader | None) -> None:
-        """`adapters`: None for the base model alone."""
+    def __init__(self, adapters: AdapterLoader | None, tiers: TierCopies | None = None) -> None:
+        """`adapters`: None for the base model alone. `tiers`: None for the device alone."""
         self._adapters = adapters
+        self._tiers = tiers
 
     def start(self, intents: Iterable[AdapterIntent], copies: Iterable[Copy]) -> None:
         """Begin what a plan asks for; returns at once."""
         for copy in copies:
             if not is_within_device(copy):
-                raise RuntimeError(
-                    f"copy {copy.copy_id} is from {copy.source.value} to {copy.target.value}, and "
-                    "this engine has no bytes below the device"
-                )
+                self._start_copy(copy)
         intents = tuple(intents)
         if not intents:
             return
@@ -47,18 +46,30 @@ class Mover:
             raise RuntimeError("a plan names adapters, and this runner was made without them")
         self._adapters.start(intents)
 
+    def _start_copy(self, copy: Copy) -> None:
+        if self._tiers is None:
+            raise RuntimeError(
+                f"copy {copy.copy_id} is from {copy.source.value} to {copy.target.value}, and "
+                "this engine has no bytes below the device"
+            )
+        self._tiers.start(copy)
+
     def finished(self) -> Ends:
         """The ends that nobody has taken yet."""
-        if self._adapters is None:
-            return Ends()
-        return Ends(adapters=self._adapters.finished())
+        adapters = () if self._adapters is None else self._adapters.finished()
+        copies = () if self._tiers is None else self._tiers.finished()
+        return Ends(adapters, copies)
 
     def wait(self, timeout_s: float) -> None:
-        """Until something has ended, or nothing is under way, or the time is over."""
-        if self._adapters is not None:
-            self._adapters.wait(timeout_s)
+        """Until something has ended, or nothing is under way, or the time is over. With both
+        adapters and tiers each has half of the time."""
+        parts = [part for part in (self._adapters, self._tiers) if part is not None]
+        for part in parts:
+            part.wait(timeout_s / len(parts))
 
     def close(self) -> None:
         """Wait for what is under way; what has not begun never does."""
         if self._adapters is not None:
             self._adapters.close()
+        if self._tiers is not None:
+            self._tiers.close()

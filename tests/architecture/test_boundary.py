@@ -26,7 +26,7 @@ BOUNDARY = {
     "num_covered_tokens", "num_published_pages", "onboarding", "patience_steps", "tables",
     # Numbers for whoever watches
     "missed_tokens", "num_cached", "num_free", "num_held", "num_units", "planes", "storage",
-    "total_hit_tokens", "total_lookup_tokens",
+    "total_hit_tokens", "total_host_hit_tokens", "total_lookup_tokens",
 }  # fmt: skip
 CACHE_VARIABLES = {"cache", "_cache", "lease", "ticket"}
 

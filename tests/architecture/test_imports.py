@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[2] / "manyroots"
 
 BASE = {
     "ids", "errors", "version", "sampling", "step", "messages", "adapter_names", "config",
-    "gguf_header", "progress",
+    "gguf_header", "progress", "kv_configs",
 }  # fmt: skip
 """Files at the top of the package that any room may import."""
 
@@ -26,7 +26,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "gguf_header": {"errors"},
     "progress": set(),
     "adapter_names": {"errors"},
-    "config": {"errors", "adapter_names", "sampling"},
+    "kv_configs": {"errors"},
+    "config": {"errors", "adapter_names", "kv_configs", "sampling"},
     "step": {"ids", "sampling"},
     "messages": {"ids", "sampling", "step"},
     # decide

@@ -116,7 +116,7 @@ def cached(answer: httpx.Response) -> int:
 
 
 @contextlib.contextmanager
-def serving(tiny: TinyAdapters, *modules: str, **flags: int) -> Iterator[AdapterServer]:
+def serving(tiny: TinyAdapters, *modules: str, **flags: int | str) -> Iterator[AdapterServer]:
     """`modules` are `name=folder`; two slots, host memory for three, small pages."""
     given = {"max-loras": 2, "max-cpu-loras": 3, "num-gpu-blocks-override": 512} | flags
     numbers = [text for name, value in given.items() for text in (f"--{name}", str(value))]

@@ -1,0 +1,141 @@
+"""The tiers below the device: how large they are, and the bytes behind them.
+
+Takes settings and what the device's arenas are; gives the sizes that the cache decides by, and what
+carries out copies. Host memory is shared out over families as the device's is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+from manyroots.cache.planes import Capacity
+from manyroots.cache.policies import CachePolicies, Prefetch, WriteBack
+from manyroots.config import EngineSettings, TierSettings
+from manyroots.errors import ConfigError
+from manyroots.models.source import ModelSource
+from manyroots.store.backends.choice import open_backend
+from manyroots.store.host_arena import HostArena, UnitArena
+from manyroots.store.storage_link import UnitStorage
+from manyroots.store.tier_copies import TierCopies
+
+logger = logging.getLogger(__name__)
+
+STAGING_SHARE = 0.25
+"""Storage without a host tier: its pages pass through host memory of this share of the device's,
+or of the longest request's size where that is more."""
+_READ_BYTES = 1 << 24
+
+
+def check_tiers(settings: EngineSettings) -> None:
+    """Refuse what can't be served together."""
+    tiers = settings.tiers
+    if tiers.events() is not None or tiers.kv_check_share:
+        raise ConfigError("--kv-events-config and --kv-check-share are not served yet.")
+    if not tiers.is_on:
+        return
+    flag = "--kv-offloading-size" if tiers.has_host else "--kv-storage"
+    if settings.model.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"{flag} goes with one rank so far, and --tensor-parallel-size is "
+            f"{settings.model.tensor_parallel_size}; leave one of them out."
+        )
+    if not settings.cache.enable_prefix_caching:
+        raise ConfigError(
+            f"{flag} keeps what the prefix cache has, and that is off; leave out "
+            "--no-enable-prefix-caching."
+        )
+
+
+def with_host(
+    settings: TierSettings,
+    capacities: tuple[Capacity, ...],
+    unit_bytes: Sequence[int],
+    num_request_pages: int,
+) -> tuple[Capacity, ...]:
+    """Room on the host for each family, beside the device's. `num_request_pages`: of the longest
+    request, which is what passes through where there is no host tier."""
+    if not settings.is_on:
+        return capacities
+    sizes = list(zip(capacities, unit_bytes, strict=True))
+    on_device = sum(capacity.num_device_units * size for capacity, size in sizes)
+    wanted, least = _host_bytes(settings, sum(unit_bytes)), 1
+    if wanted is None:
+        wanted, least = int(on_device * STAGING_SHARE), num_request_pages
+    return tuple(
+        replace(c, num_host_units=max(least, c.num_device_units * wanted // on_device))
+        for c in capacities
+    )
+
+
+def _host_bytes(settings: TierSettings, page_bytes: int) -> int | None:
+    """What was asked for; None without a host tier."""
+    transfer = settings.transfer()
+    if settings.kv_offloading_size is not None:
+        return int(settings.kv_offloading_size * 2**30)
+    num_pages = settings.num_host_pages or transfer.num_host_pages
+    return transfer.host_bytes if num_pages is None else num_pages * page_bytes
+
+
+def make_tiers(
+    settings: TierSettings, device: Sequence[UnitArena], capacities: Sequence[Capacity]
+) -> TierCopies | None:
+    """What carries out copies below the device; None where there is nothing below."""
+    if not settings.is_on:
+        return None
+    host = [
+        HostArena(capacity.num_host_units, arena.data)
+        for capacity, arena in zip(capacities, device, strict=True)
+    ]
+    num_bytes = sum(arena.data.numel() * arena.data.itemsize for arena in host)
+    kind = "host tier" if settings.has_host else "staging for storage in host memory"
+    logger.info("%s: %.2f GiB", kind, num_bytes / 2**30)
+    backend = open_backend(settings)
+    storage = None if backend is None else UnitStorage(backend, settings.kv_storage_timeout_s)
+    return TierCopies(device, host, storage)
+
+
+def tier_policies(settings: TierSettings) -> CachePolicies:
+    """What the cache may do with the tiers there are."""
+    return CachePolicies(
+        write_back=WriteBack(settings.write_back),
+        uses_storage=settings.storage_url is not None,
+        prefetch=Prefetch(settings.prefetch),
+        prefetch_timeout_steps=settings.prefetch_timeout_steps,
+        records_events=settings.events() is not None,
+    )
+
+
+def model_identity(source: ModelSource, load_format: str, seed: int) -> bytes:
+    """Stands for a model's weights: the same on every machine that has the same files, and another
+    if a single byte differs. Dummy weights are made from the seed."""
+    if load_format == "dummy":
+        return f"dummy weights of seed {seed} for {source.config.to_json_string()}".encode()
+    files = _weight_files(source.path)
+    with ThreadPoolExecutor() as pool:
+        digests = list(pool.map(_digest, files))
+    whole = hashlib.blake2b(digest_size=32)
+    for path, digest in zip(files, digests, strict=True):
+        whole.update(b"%d:%s" % (len(path.name), path.name.encode()))
+        whole.update(digest)
+    return whole.digest()
+
+
+def _weight_files(path: Path) -> list[Path]:
+    """In a folder: the config and whatever may hold weights, by name."""
+    if path.is_file():
+        return [path]
+    kinds = (".safetensors", ".gguf", ".bin")
+    return sorted(p for p in path.iterdir() if p.name == "config.json" or p.suffix in kinds)
+
+
+def _digest(path: Path) -> bytes:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while piece := file.read(_READ_BYTES):
+            digest.update(piece)
+    return digest.digest()

@@ -1,0 +1,1 @@
+"""Where units last: one file per kind of storage."""

@@ -1,0 +1,204 @@
+"""Storage in a folder: one file per value, shared by any number of servers.
+
+A value is written aside and renamed, so that it is there whole or not at all, whenever a process is
+killed. Files lie in 256 folders by the first two digits of their key. What was used longest ago
+goes when there is no room: use is a file's modification time, so that it outlasts every server.
+
+Writers take turns by a lock on `used`, which holds how many bytes all files take: counted before a
+file is written, so that the limit holds whoever dies when, and counted anew at each start. Readers
+need no lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import struct
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from manyroots.errors import ConfigError
+from manyroots.store.backends.backend import Value
+
+logger = logging.getLogger(__name__)
+
+_VERSION = "v1"
+_BLOCK_BYTES = 4096
+"""What a file takes is a multiple of it."""
+_LOW_WATER = 0.9
+"""Making room goes down to this share of the limit, so that it need not be done for each value."""
+_LOCK_WAIT_S = 2.0
+_COUNT = struct.Struct("<Q")
+
+
+class Files:
+    """Values in a folder."""
+
+    def __init__(self, folder: Path, max_bytes: int | None) -> None:
+        """`max_bytes`: of all servers together; None is no limit."""
+        self._folder = folder / _VERSION
+        self._aside = self._folder / "aside"
+        self._max_bytes = max_bytes
+        self._used = self._folder / "used"
+        self._made: set[str] = set()
+        try:
+            self._aside.mkdir(parents=True, exist_ok=True)
+            with self._locked():
+                self._tidy()
+        except OSError as error:
+            if not self._folder.is_dir():
+                raise ConfigError(
+                    f"--kv-storage names {folder}, which can't be made or read: {error}. Give a "
+                    "folder that this user may write to."
+                ) from error
+            logger.warning("%s can't be written to, and will only be read: %s", folder, error)
+
+    def get(self, keys: Sequence[bytes], num_bytes: int) -> list[Value | None]:
+        return [self._read(self._path(key), num_bytes) for key in keys]
+
+    def put(self, items: Sequence[tuple[bytes, bytes]]) -> list[bool]:
+        with self._locked():
+            return [self._write(key, value) for key, value in items]
+
+    def exists(self, keys: Sequence[bytes]) -> list[bool]:
+        return [_touch(self._path(key)) for key in keys]
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        with self._locked():
+            for key in keys:
+                self._drop(self._path(key))
+
+    def close(self) -> None:
+        pass
+
+    def _path(self, key: bytes) -> Path:
+        name = key.hex()
+        return self._folder / name[:2] / name[2:]
+
+    def _read(self, path: Path, num_bytes: int) -> Value | None:
+        try:
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        try:
+            value = bytearray(num_bytes + 1)
+            length = 0
+            with memoryview(value) as view:
+                while count := os.readv(file, [view[length:]]):
+                    length += count
+            with contextlib.suppress(OSError):  # a folder that can only be read
+                os.utime(file)
+        finally:
+            os.close(file)
+        return memoryview(value)[:length]
+
+    def _write(self, key: bytes, value: bytes) -> bool:
+        path, size = self._path(key), _size(len(value))
+        if not self._make_room(size):
+            return False
+        aside = self._aside / f"{os.getpid()}-{path.name}"
+        self._count(size)
+        try:
+            if path.parent.name not in self._made:
+                path.parent.mkdir(exist_ok=True)
+                self._made.add(path.parent.name)
+            aside.write_bytes(value)
+            before = path.stat().st_size if path.exists() else None
+            aside.rename(path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                aside.unlink(missing_ok=True)
+                self._count(-size)
+            self._made.discard(path.parent.name)
+            raise
+        if before is not None:
+            self._count(-_size(before))
+        return True
+
+    def _drop(self, path: Path) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            size = path.stat().st_size
+            path.unlink()
+            self._count(-_size(size))
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """This server's turn to write; raises if others take too long."""
+        with open(self._used, "a+b") as file:
+            deadline = time.monotonic() + _LOCK_WAIT_S
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError as error:
+                    if time.monotonic() > deadline:
+                        raise TimeoutError(f"{self._used} is locked by another server") from error
+                    time.sleep(0.002)
+            yield  # closing the file gives the lock back
+
+    def _count(self, change: int) -> None:
+        """All files take so much more; only while locked."""
+        self._note(max(0, self._num_used() + change))
+
+    def _num_used(self) -> int:
+        count = self._used.read_bytes()
+        return int(_COUNT.unpack(count)[0]) if len(count) == _COUNT.size else self._scan()[1]
+
+    def _note(self, num_bytes: int) -> None:
+        with open(self._used, "r+b") as file:
+            file.write(_COUNT.pack(num_bytes))
+
+    def _make_room(self, size: int) -> bool:
+        """Whether a value of this size fits, after what was used longest ago has gone."""
+        if self._max_bytes is None:
+            return True
+        if self._num_used() + size <= self._max_bytes:
+            return True
+        if size > self._max_bytes:
+            return False
+        files, used = self._scan()
+        wanted = max(0, min(int(_LOW_WATER * self._max_bytes), self._max_bytes - size))
+        for _, length, path in sorted(files):
+            if used <= wanted:
+                break
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()
+            used -= length
+        self._note(used)
+        return True
+
+    def _tidy(self) -> None:
+        """What died with its writer goes: nobody writes now. Then count what is there."""
+        for path in self._aside.iterdir():
+            path.unlink(missing_ok=True)
+        self._note(self._scan()[1])
+        self._make_room(0)
+
+    def _scan(self) -> tuple[list[tuple[int, int, Path]], int]:
+        """(last use, size, path) of every file, and the sum of sizes."""
+        found = []
+        for shard in os.scandir(self._folder):
+            if not shard.is_dir() or len(shard.name) != 2:
+                continue
+            for entry in os.scandir(shard):
+                with contextlib.suppress(FileNotFoundError):
+                    stat = entry.stat()
+                    found.append((stat.st_mtime_ns, _size(stat.st_size), Path(entry.path)))
+        return found, sum(size for _, size, _ in found)
+
+
+def _touch(path: Path) -> bool:
+    try:
+        os.utime(path)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return path.exists()
+    return True
+
+
+def _size(num_bytes: int) -> int:
+    return -(-num_bytes // _BLOCK_BYTES) * _BLOCK_BYTES

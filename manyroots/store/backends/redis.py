@@ -1,0 +1,73 @@
+"""Storage in Redis or Valkey: values by key on a server, shared by whoever reaches it.
+
+Needs the `redis` package (`pip install 'manyroots[redis]'`). A batch is one pipeline. The server's
+own memory limit and eviction apply; with a time to live, a value goes so long after its last use.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from manyroots.errors import ConfigError
+from manyroots.store.backends.backend import Value
+
+_PREFIX = b"manyroots:1:"
+
+
+class Redis:
+    """Values on a server."""
+
+    def __init__(self, url: str, *, ttl_s: int | None, timeout_s: float) -> None:
+        self._ttl_s = ttl_s
+        try:
+            import redis
+        except ImportError as error:
+            raise ConfigError(
+                "--kv-storage names a Redis server, and the redis package is missing: "
+                "pip install 'manyroots[redis]'."
+            ) from error
+        password = os.environ.get("MANYROOTS_KV_STORAGE_PASSWORD")
+        try:
+            self._server: Any = redis.Redis.from_url(
+                url,
+                socket_timeout=timeout_s,
+                socket_connect_timeout=timeout_s,
+                **({} if password is None else {"password": password}),
+            )
+        except ValueError as error:
+            raise ConfigError(
+                f"--kv-storage is no address of a Redis server: {error}; write "
+                "redis://host:6379/0, or rediss:// for TLS."
+            ) from error
+
+    def get(self, keys: Sequence[bytes], num_bytes: int) -> list[Value | None]:
+        with self._server.pipeline(transaction=False) as pipe:
+            pipe.mget([_PREFIX + key for key in keys])
+            if self._ttl_s is not None:
+                for key in keys:
+                    pipe.expire(_PREFIX + key, self._ttl_s)
+            values: list[Value | None] = pipe.execute()[0]
+        return values
+
+    def put(self, items: Sequence[tuple[bytes, bytes]]) -> list[bool]:
+        with self._server.pipeline(transaction=False) as pipe:
+            for key, value in items:
+                pipe.set(_PREFIX + key, value, ex=self._ttl_s)
+            return [bool(answer) for answer in pipe.execute()]
+
+    def exists(self, keys: Sequence[bytes]) -> list[bool]:
+        with self._server.pipeline(transaction=False) as pipe:
+            for key in keys:
+                if self._ttl_s is None:
+                    pipe.exists(_PREFIX + key)
+                else:
+                    pipe.expire(_PREFIX + key, self._ttl_s)
+            return [bool(answer) for answer in pipe.execute()]
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        self._server.delete(*(_PREFIX + key for key in keys))
+
+    def close(self) -> None:
+        self._server.close()

@@ -1,0 +1,66 @@
+"""Units in host memory: as many as are asked for, each laid out as one of the device's.
+
+Takes the device's arena of one family; gives the same rows on the host, page-locked where the
+device is a GPU, so that it copies at full speed and by itself. A unit is one row of `data`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from manyroots.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+UnitRows = npt.NDArray[np.uint8]
+"""[num_units, bytes of one unit]; what they mean is nobody's business who moves them."""
+
+
+class UnitArena(Protocol):
+    """An arena of one family, on any tier."""
+
+    data: Tensor
+    """[num_units, ...], a unit's bytes in one piece."""
+
+
+class HostArena:
+    """One family's units on the host."""
+
+    def __init__(self, num_units: int, like: Tensor) -> None:
+        """`like`: the device's `data`."""
+        shape = (num_units, *like.shape[1:])
+        try:
+            self.data = _allocate(shape, like.dtype, is_locked=like.is_cuda)
+        except (RuntimeError, MemoryError) as error:
+            gib = math.prod(shape) * like.dtype.itemsize / 2**30
+            raise ConfigError(
+                f"the host tier needs {gib:.1f} GiB for {num_units} pages, and the machine does "
+                "not have them; lower --kv-offloading-size or --num-host-pages."
+            ) from error
+
+
+def rows_of(data: Tensor) -> UnitRows:
+    """An arena of the CPU, or of the host, as rows of bytes; the same memory."""
+    rows: UnitRows = data.reshape(len(data), -1).view(torch.uint8).numpy()
+    return rows
+
+
+def _allocate(shape: tuple[int, ...], dtype: torch.dtype, *, is_locked: bool) -> Tensor:
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if num_bytes > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+        raise MemoryError  # said now, not when the last unit is touched
+    if is_locked:
+        try:
+            return torch.empty(shape, dtype=dtype, pin_memory=True)
+        except RuntimeError as error:
+            logger.warning("host memory can't be page-locked, copies will be slower: %s", error)
+    # As the system hands it out: memory that is never used costs nothing.
+    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)

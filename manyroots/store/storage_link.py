@@ -1,0 +1,219 @@
+"""Copies between the host and storage: asked for by hash, checked, never waited for too long.
+
+Takes copies with hashes; reports for each unit whether it is there whole. What storage has and what
+is no whole value of this engine is removed there, and counts as missing. A copy without an answer
+in time is reported as failed; what comes of it later touches no unit any more.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from manyroots.ids import Tier
+from manyroots.step import Bools, Copy, CopyDone
+from manyroots.store.backends.backend import Backend
+from manyroots.store.host_arena import UnitRows
+from manyroots.store.host_link import Report, failed
+from manyroots.store.job_threads import JobThreads
+from manyroots.store.unit_values import HEADER_BYTES, pack, unit_key, unpack
+
+logger = logging.getLogger(__name__)
+
+BATCH_BYTES = 32 << 20
+"""About as much is asked of storage, or handed to it, at once."""
+NUM_READERS = 4
+CLOSE_S = 5.0
+"""How long the end of an engine may wait for what is on its way to storage."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitStorage:
+    """A backend, and what this rank's units are in it."""
+
+    backend: Backend
+    timeout_s: float
+    rank: int = 0
+    num_ranks: int = 1
+
+    def key(self, page_hash: bytes, family: int) -> bytes:
+        return unit_key(page_hash, family, self.rank, self.num_ranks)
+
+
+@dataclass(eq=False, slots=True)
+class _Errand:
+    """A copy under way: batches that are done in any order."""
+
+    copy: Copy
+    keys: list[bytes]
+    deadline: float
+    num_batches: int
+    begun: float = 0.0
+    """When the first batch was taken up."""
+    arrived: Bools = field(default_factory=lambda: np.zeros(0, np.bool_))
+    error: str | None = None
+    is_over: bool = False
+    """Reported: its units are somebody else's now."""
+
+
+_Batch = tuple[_Errand, int, int]
+"""Of an errand: from this unit to that."""
+
+
+class StorageLink:
+    """Both directions. Units are read and written under the lock of their errand's end alone."""
+
+    def __init__(
+        self,
+        host: Sequence[UnitRows],
+        storage: UnitStorage,
+        report: Report,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._host = host
+        self._storage = storage
+        self._backend = storage.backend
+        self._report = report
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._under_way: dict[_Errand, None] = {}
+        self._num_bad = 0
+        self._readers = JobThreads[_Batch]("from-storage", self._read, num_threads=NUM_READERS)
+        self._writer = JobThreads[_Batch]("to-storage", self._write)
+
+    def start(self, copy: Copy) -> None:
+        """Queue a copy; returns at once."""
+        keys = [self._storage.key(page, copy.family) for page in copy.hashes]
+        size = max(1, BATCH_BYTES // self._host[copy.family].shape[1])
+        firsts = range(0, len(keys), size)
+        errand = _Errand(
+            copy, keys, self._clock() + self._storage.timeout_s, len(firsts),
+            arrived=np.zeros(len(keys), np.bool_),
+        )  # fmt: skip
+        with self._lock:
+            self._under_way[errand] = None
+        line = self._readers if copy.source is Tier.STORAGE else self._writer
+        for first in firsts:
+            line.put((errand, first, min(first + size, len(keys))))
+        if not firsts:
+            self._end(errand, None)
+
+    def give_up_late_ones(self) -> None:
+        """Report as failed what has had no answer in time."""
+        now = self._clock()
+        with self._lock:
+            late = [errand for errand in self._under_way if errand.deadline < now]
+        for errand in late:
+            self._end(errand, f"no answer in {self._storage.timeout_s:g} s")
+
+    def close(self) -> None:
+        self._writer.close(CLOSE_S)
+        self._readers.close(CLOSE_S)
+        self._backend.close()
+
+    def _read(self, batches: list[_Batch]) -> None:
+        for errand, first, end in batches:
+            if self._is_over(errand):
+                continue
+            try:
+                self._fetch(errand, first, end)
+            except Exception as error:
+                self._end(errand, f"{type(error).__name__}: {error}")
+                continue
+            self._batch_done(errand)
+
+    def _fetch(self, errand: _Errand, first: int, end: int) -> None:
+        keys, units = errand.keys[first:end], errand.copy.target_units[first:end].tolist()
+        rows = self._host[errand.copy.family]
+        bad: list[bytes] = []
+        values = self._backend.get(keys, HEADER_BYTES + rows.shape[1])
+        for at, (key, unit, value) in enumerate(zip(keys, units, values, strict=True)):
+            if value is None:
+                continue
+            found = unpack(key, value, rows.shape[1])
+            if found is None:
+                bad.append(key)
+                continue
+            with self._lock:
+                if errand.is_over:
+                    return
+                rows[unit] = np.frombuffer(found, np.uint8)
+                errand.arrived[first + at] = True
+        if bad:
+            self._remove(bad)
+
+    def _remove(self, keys: list[bytes]) -> None:
+        """What is not whole would be found again and again."""
+        with self._lock:
+            is_first, self._num_bad = self._num_bad == 0, self._num_bad + len(keys)
+        if is_first:
+            logger.warning(
+                "storage has values that are damaged or not this engine's; they count as missing "
+                "and are removed (this is said once)"
+            )
+        try:
+            self._backend.remove(keys)
+        except Exception as error:
+            logger.debug("what is damaged could not be removed: %s", error)
+
+    @property
+    def num_bad(self) -> int:
+        """Values so far that were damaged, cut short or foreign."""
+        return self._num_bad
+
+    def _write(self, batches: list[_Batch]) -> None:
+        for errand, first, end in batches:
+            if self._is_over(errand):
+                continue
+            try:
+                self._keep(errand, first, end)
+            except Exception as error:
+                self._end(errand, f"{type(error).__name__}: {error}")
+                continue
+            self._batch_done(errand)
+
+    def _keep(self, errand: _Errand, first: int, end: int) -> None:
+        keys = errand.keys[first:end]
+        is_there = self._backend.exists(keys)
+        wanted = [at for at, there in enumerate(is_there) if not there]
+        values: list[tuple[bytes, bytes]] = []
+        rows = self._host[errand.copy.family]
+        with self._lock:
+            if errand.is_over:
+                return
+            # Copied now: what follows may take longer than the units stay what they are.
+            units = [rows[int(errand.copy.source_units[first + at])].tobytes() for at in wanted]
+        values = [(keys[at], pack(keys[at], unit)) for at, unit in zip(wanted, units, strict=True)]
+        kept = np.array(is_there, np.bool_)
+        kept[wanted] = self._backend.put(values) if values else []
+        with self._lock:
+            errand.arrived[first:end] = kept
+
+    def _is_over(self, errand: _Errand) -> bool:
+        with self._lock:
+            errand.begun = errand.begun or self._clock()
+            return errand.is_over
+
+    def _batch_done(self, errand: _Errand) -> None:
+        with self._lock:
+            errand.num_batches -= 1
+            is_last = errand.num_batches == 0
+        if is_last:
+            self._end(errand, None)
+
+    def _end(self, errand: _Errand, error: str | None) -> None:
+        with self._lock:
+            if errand.is_over:
+                return
+            errand.is_over = True
+            del self._under_way[errand]
+            seconds = self._clock() - (errand.begun or self._clock())
+        if error is not None:
+            self._report(failed(errand.copy, error))
+        else:
+            self._report(CopyDone(errand.copy.copy_id, errand.arrived, seconds=seconds))

@@ -1,0 +1,74 @@
+"""Units between tiers, beside the steps: device and host, host and storage.
+
+Takes copies as plans ask for them; gives their ends, in any order. Several ends may be told at
+once, each copy's exactly once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from manyroots.ids import Tier
+from manyroots.step import Copy, CopyDone
+from manyroots.store.host_arena import UnitArena, rows_of
+from manyroots.store.host_link import HostLink
+from manyroots.store.storage_link import StorageLink, UnitStorage
+
+
+class TierCopies:
+    """Everything that is on its way between tiers."""
+
+    def __init__(
+        self,
+        device: Sequence[UnitArena],
+        host: Sequence[UnitArena],
+        storage: UnitStorage | None = None,
+    ) -> None:
+        """By family. `storage`: None without a storage tier."""
+        self.host = host
+        self._changed = threading.Condition()
+        # Guarded by it:
+        self._ended: list[CopyDone] = []
+        self._num_under_way = 0
+        self._link = HostLink(device, host, self._report)
+        self._storage: StorageLink | None = None
+        if storage is not None:
+            rows = [rows_of(arena.data) for arena in host]
+            self._storage = StorageLink(rows, storage, self._report)
+
+    def start(self, copy: Copy) -> None:
+        """Begin a copy between tiers; returns at once."""
+        with self._changed:
+            self._num_under_way += 1
+        if Tier.STORAGE not in (copy.source, copy.target):
+            self._link.start(copy)
+        elif self._storage is not None:
+            self._storage.start(copy)
+        else:
+            raise RuntimeError(f"copy {copy.copy_id} names storage, and this engine has none")
+
+    def finished(self) -> tuple[CopyDone, ...]:
+        """The ends that nobody has taken yet."""
+        if self._storage is not None:
+            self._storage.give_up_late_ones()
+        with self._changed:
+            ended, self._ended = tuple(self._ended), []
+        return ended
+
+    def wait(self, timeout_s: float) -> None:
+        """Until there is an end to take, or nothing to wait for, or the time is over."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended or not self._num_under_way, timeout_s)
+
+    def close(self) -> None:
+        """Finish what is under way; storage has a limited time for it."""
+        self._link.close()
+        if self._storage is not None:
+            self._storage.close()
+
+    def _report(self, done: CopyDone) -> None:
+        with self._changed:
+            self._ended.append(done)
+            self._num_under_way -= 1
+            self._changed.notify_all()

@@ -1,0 +1,40 @@
+"""Tiers over HTTP: a server that was killed and started again still has its pages."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.adapter_server import PAGE_SIZE, cached, serving, tokens
+from tests.patience import PATIENCE_S
+from tests.tiny_adapters import TinyAdapters
+
+
+@pytest.mark.slow
+def test_t06_a_server_started_again_finds_its_storage_warm(tmp_path: Path) -> None:
+    """T06, T07: base model and adapter; the first server is killed, not asked to end."""
+    tiny = TinyAdapters(tmp_path)
+    rng = random.Random(1)
+    prompt = [rng.randrange(3, 300) for _ in range(60)]
+    more = {"kv-storage": f"file://{tmp_path}/kv", "num-host-pages": 40}
+    module = f"all={tiny.path('all')}"
+    with serving(tiny, module, **more) as server:
+        cold = [server.complete(name, prompt) for name in ("tiny", "all")]
+        assert [cached(answer) for answer in cold] == [0, 0]
+        wait_for_files(tmp_path / "kv", 2 * (60 // PAGE_SIZE))
+        server.server.process.kill()
+    with serving(tiny, module, **more) as server:
+        warm = [server.complete(name, prompt) for name in ("all", "tiny")]
+        assert [cached(answer) for answer in warm] == [56, 56]
+        assert [tokens(answer) for answer in warm] == [tokens(answer) for answer in cold[::-1]]
+        server.assert_balance()
+
+
+def wait_for_files(folder: Path, count: int) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while len(list(folder.glob("v1/??/*"))) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -1,0 +1,132 @@
+"""Backends: what is put is got, within the limit, whoever else is there."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from manyroots.config import TierSettings
+from manyroots.errors import ConfigError
+from manyroots.store.backends.backend import Backend
+from manyroots.store.backends.choice import open_backend
+from manyroots.store.backends.files import Files
+from tests.unit.store.tiers import RedisServer, server_program
+
+SIZE = 5000
+ROOM = 8192
+"""What a file of that size takes."""
+needs_redis = pytest.mark.skipif(
+    not server_program(),
+    reason="no redis-server on this machine: install Debian's redis-server or valkey-server",
+)
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+def value(number: int) -> bytes:
+    return random.Random(number).randbytes(SIZE)
+
+
+def used(folder: Path) -> int:
+    sizes = [p.stat().st_size for p in folder.rglob("*") if p.is_file() and p.name != "used"]
+    return sum(-(-size // 4096) * 4096 for size in sizes)
+
+
+def check_backend(backend: Backend) -> None:
+    """Batches of every kind."""
+    assert backend.get([key(1), key(2)], SIZE) == [None, None]
+    assert backend.put([(key(i), value(i)) for i in range(5)]) == [True] * 5
+    assert backend.get([key(3), key(9), key(0)], SIZE) == [value(3), None, value(0)]
+    assert backend.exists([key(8), key(4)]) == [False, True]
+    backend.put([(key(4), b"other")])
+    backend.remove([key(3), key(77)])
+    assert backend.get([key(3), key(4)], SIZE) == [None, b"other"]
+
+
+def test_t02_files_keep_what_they_are_given(tmp_path: Path) -> None:
+    """T02: and another server on the folder finds it."""
+    check_backend(Files(tmp_path, None))
+    assert Files(tmp_path, None).get([key(0), key(4)], SIZE) == [value(0), b"other"]
+
+
+def test_t12_the_folder_stays_within_its_limit_and_loses_what_was_used_longest_ago(
+    tmp_path: Path,
+) -> None:
+    """T12: over a restart, too."""
+    files = Files(tmp_path, 10 * ROOM)
+    for number in range(10):
+        files.put([(key(number), value(number))])
+    for number in range(10):
+        os.utime(files._path(key(number)), (number, number))
+    assert files.get([key(0)], SIZE) == [value(0)]  # used just now
+    files = Files(tmp_path, 10 * ROOM)
+    files.put([(key(10), value(10))])
+    assert used(tmp_path) <= 10 * ROOM
+    assert files.exists([key(0), key(1), key(9), key(10)]) == [True, False, True, True]
+    assert Files(tmp_path, 3 * ROOM).exists([key(10)]) == [True]
+    assert used(tmp_path) <= 3 * ROOM, "a smaller limit holds from the start on"
+    assert Files(tmp_path, 4096).put([(key(11), value(11))]) == [False]
+
+
+def test_t12_several_servers_on_one_folder_keep_one_limit(tmp_path: Path) -> None:
+    """T12: three processes write at once; at no moment is there more than the limit."""
+    code = (
+        "import sys; from pathlib import Path; from manyroots.store.backends.files import Files\n"
+        "files, name = Files(Path(sys.argv[1]), 20 * 8192), int(sys.argv[2])\n"
+        "for i in range(60): files.put([((name * 1000 + i).to_bytes(32, 'big'), b'x' * 5000)])\n"
+    )
+    writers = [
+        subprocess.Popen([sys.executable, "-c", code, str(tmp_path), str(name)])
+        for name in (1, 2, 3)
+    ]
+    most, watcher = 0, Files(tmp_path, 20 * ROOM)
+    while any(writer.poll() is None for writer in writers):
+        with watcher._locked():  # counting takes time: nobody writes meanwhile
+            most = max(most, used(tmp_path))
+        time.sleep(0.005)
+    assert [writer.returncode for writer in writers] == [0, 0, 0]
+    assert 15 * ROOM <= most <= 20 * ROOM
+    assert used(tmp_path) <= 20 * ROOM
+
+
+def test_t12_a_wrong_count_is_made_good_at_the_next_start(tmp_path: Path) -> None:
+    """T12: and what died with its writer is gone."""
+    files = Files(tmp_path, 4 * ROOM)
+    files.put([(key(i), value(i)) for i in range(3)])
+    (tmp_path / "v1" / "aside" / "99-dead").write_bytes(b"half")
+    (tmp_path / "v1" / "used").write_bytes(b"\xff" * 8)
+    files = Files(tmp_path, 4 * ROOM)
+    assert list((tmp_path / "v1" / "aside").iterdir()) == []
+    assert files.put([(key(3), value(3))]) == [True]
+    assert files.exists([key(i) for i in range(4)]) == [True] * 4
+
+
+@needs_redis
+def test_t02_redis_keeps_what_it_is_given(tmp_path: Path) -> None:
+    """T02: with a password, and for as long as was said."""
+    server = RedisServer(tmp_path, "--requirepass", "secret")
+    try:
+        url = server.url.replace("redis://", "redis://:secret@")
+        backend = open_backend(TierSettings(kv_storage=url, kv_storage_ttl_s=30))
+        assert backend is not None
+        check_backend(backend)
+        wrong = open_backend(TierSettings(kv_storage=server.url))
+        assert wrong is not None
+        with pytest.raises(Exception, match="authenticate"):
+            wrong.get([key(0)], SIZE)
+        backend.close()
+    finally:
+        server.stop()
+
+
+def test_a_folder_that_can_not_be_made_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--kv-storage names /proc/nothing"):
+        Files(Path("/proc/nothing"), None)

@@ -1,0 +1,159 @@
+"""Tiers below the device with real bytes, through the engine: what comes back is what went."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from manyroots import LLM, LoRARequest, SamplingParams
+from manyroots.cache.keys import PrefixKey
+from manyroots.cache.matching import path_units
+from manyroots.cache.planes import ABSENT
+from manyroots.errors import ConfigError
+from manyroots.ids import Namespace
+from tests.tiny_adapters import TinyAdapters
+from tests.unit.test_llm_windows import serve
+
+GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+COLD = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, prompt_logprobs=0)
+"""Prompts whose log-probabilities are asked for are computed, whatever is cached."""
+NUM_PROMPTS, PROMPT_LEN, NUM_CACHED = 8, 90, 88
+Bits = dict[tuple[int, int], bytes]
+"""By (family, page)."""
+
+
+def prompts(seed: int = 1) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(3, 300) for _ in range(PROMPT_LEN)] for _ in range(NUM_PROMPTS)]
+
+
+def ask(llm: LLM, prompt: list[int], **more: Any) -> tuple[list[int], int]:
+    [answer] = llm.generate([prompt], GREEDY, **more)
+    return answer.outputs[0].token_ids, answer.num_cached_tokens
+
+
+def pages_on_device(llm: LLM, prompt: list[int]) -> Bits:
+    """The bits of a prompt's pages that the index has on the device."""
+    cache: Any = llm._loop._scheduler._cache  # type: ignore[attr-defined]
+    arenas: Any = llm._loop._runner._arenas  # type: ignore[attr-defined]
+    key = PrefixKey(Namespace(None, None))
+    walk = cache.lookup(key, np.array(prompt, np.int32)).walk
+    found: Bits = {}
+    for family, plane in enumerate(cache.layout.device):
+        for page, unit in enumerate(path_units(walk.nodes, walk.depth, plane).tolist()):
+            if unit != ABSENT:
+                rows = arenas[family].data
+                found[family, page] = rows[unit].contiguous().numpy().tobytes()
+    return found
+
+
+@pytest.mark.parametrize(("mix", "num_pages"), [("full", 70), ("window", 24), ("five to one", 24)])
+def test_t01_pages_come_back_from_the_host_bit_by_bit(
+    mix: str, num_pages: int, tmp_path: Path
+) -> None:
+    """T01: the device holds a part of the prompts; the rest comes from the host, with the tokens
+    of a cold run."""
+    with serve(tmp_path, mix, num_host_pages=600, num_gpu_blocks_override=num_pages) as llm:
+        bits, cold = [], []
+        for prompt in prompts():
+            [answer] = llm.generate([prompt], COLD)
+            assert answer.num_cached_tokens == 0
+            cold.append(answer.outputs[0].token_ids)
+            bits.append(pages_on_device(llm, prompt))
+        for prompt, before, tokens in zip(prompts(), bits, cold, strict=True):
+            assert ask(llm, prompt) == (tokens, NUM_CACHED)
+            now = pages_on_device(llm, prompt)
+            both = now.keys() & before.keys()
+            assert both, "nothing to compare"
+            assert all(now[page] == before[page] for page in both)
+        assert llm.stats().total_host_hit_tokens > 0
+        assert llm.stats().num_held_pages == 0
+
+
+@pytest.mark.parametrize("write_back", ["through", "reused", "eviction"])
+def test_t01_when_pages_go_to_the_host_is_a_setting(write_back: str, tmp_path: Path) -> None:
+    """T01: at once, when found again, or when the device runs out; the answers are the same."""
+    with serve(
+        tmp_path, "full", num_gpu_blocks_override=70, num_host_pages=600, write_back=write_back
+    ) as llm:
+        cold = [ask(llm, prompt)[0] for prompt in prompts() for _ in range(2)][::2]
+        warm = [ask(llm, prompt) for prompt in prompts()]
+        assert [tokens for tokens, _ in warm] == cold
+        assert llm.stats().total_host_hit_tokens > 0
+
+
+@pytest.mark.parametrize("host", [{}, {"num_host_pages": 300}], ids=["without", "with host"])
+@pytest.mark.parametrize("mix", ["full", "five to one"])
+def test_t06_t07_a_new_engine_finds_what_another_has_stored(
+    mix: str, host: dict[str, int], tmp_path: Path
+) -> None:
+    """T02, T06, T07: device, host, files, a new engine, device: the same bits and tokens."""
+    settings = {"kv_storage": f"file://{tmp_path}/kv", "num_gpu_blocks_override": 200, **host}
+    with serve(tmp_path / "model", mix, **settings) as llm:
+        cold = [ask(llm, prompt)[0] for prompt in prompts()]
+        bits = [pages_on_device(llm, prompt) for prompt in prompts()]
+    with serve(tmp_path / "same", mix, **settings) as llm:
+        for prompt, tokens, before in zip(prompts(), cold, bits, strict=True):
+            assert ask(llm, prompt) == (tokens, NUM_CACHED)
+            now = pages_on_device(llm, prompt)
+            both = now.keys() & before.keys()
+            assert both, "nothing to compare"
+            assert all(now[page] == before[page] for page in both)
+
+
+def test_t07_other_weights_find_nothing(tmp_path: Path) -> None:
+    """T02, T07: the same layout with one changed weight is another model."""
+    settings = {"kv_storage": f"file://{tmp_path}/kv", "load_format": "dummy"}
+    with serve(tmp_path / "model", "full", seed=1, **settings) as llm:
+        mine = [ask(llm, prompt)[0] for prompt in prompts()]
+    with serve(tmp_path / "other", "full", seed=2, **settings) as llm:
+        others = [ask(llm, prompt) for prompt in prompts()]
+    assert [cached for _, cached in others] == [0] * NUM_PROMPTS
+    assert [tokens for tokens, _ in others] != mine
+    with serve(tmp_path / "again", "full", seed=1, **settings) as llm:
+        assert [ask(llm, prompt) for prompt in prompts()] == [(t, NUM_CACHED) for t in mine]
+
+
+def test_t07_adapters_and_salts_stay_apart_in_every_tier(tmp_path: Path) -> None:
+    """T07, N04: one prompt for the base model and two adapters, with salts and without: each finds
+    its own pages on the host and, after a restart, in storage."""
+    tiny = TinyAdapters(tmp_path)
+    prompt = prompts()[0]
+    owners: list[tuple[str | None, str | None]] = [
+        (name, salt) for name in (None, "all", "few") for salt in (None, "", "one", "two")
+    ]
+
+    def start() -> LLM:
+        return LLM(
+            str(tiny.model), dtype="float32", block_size=4, max_model_len=200, enable_lora=True,
+            num_gpu_blocks_override=60, num_host_pages=600, kv_storage=f"file://{tmp_path}/kv",
+        )  # fmt: skip
+
+    def run(llm: LLM, name: str | None, salt: str | None) -> tuple[list[int], int]:
+        lora = None if name is None else LoRARequest(name, 1, tiny.path(name))
+        return ask(llm, prompt, lora_request=lora, cache_salt=salt)
+
+    with start() as llm:
+        cold = [run(llm, *owner) for owner in owners]
+        assert [cached for _, cached in cold] == [0] * len(owners)
+        warm = [(tokens, NUM_CACHED) for tokens, _ in cold]
+        assert [run(llm, *owner) for owner in owners] == warm
+        assert llm.stats().total_host_hit_tokens > 0
+    with start() as llm:
+        assert [run(llm, *owner) for owner in reversed(owners)] == warm[::-1]
+        assert run(llm, "all", "three")[1] == 0
+
+
+def test_tiers_that_can_not_be_had_are_refused_by_name(tmp_path: Path) -> None:
+    for settings, message in (
+        ({"num_host_pages": 5, "tensor_parallel_size": 2}, "--tensor-parallel-size"),
+        ({"num_host_pages": 5, "enable_prefix_caching": False}, "prefix cache"),
+        ({"kv_offloading_size": 100000.0}, "--kv-offloading-size"),
+        ({"kv_storage": "file:///proc/nothing"}, "can't be made"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            serve(tmp_path, "full", **settings)

@@ -1072,4 +1072,21 @@ MUTATIONS: tuple[Mutation, ...] = (
         "loads are silent",
         ("unit/test_progress.py::test_s05_loads_show_their_progress[True-False-llm]",),
     ),
+    Mutation(
+        "bench/drive.py",
+        "return end.at_s - begin.at_s, end.num_tokens - begin.num_tokens",
+        "return end.at_s - begin.at_s / 2, end.num_tokens - begin.num_tokens",
+        "a slow prompt changes what decoding is said to take",
+        (
+            "unit/bench/test_traffic_bench.py::"
+            "test_b04_a_slow_prompt_does_not_make_decoding_look_faster",
+        ),
+    ),
+    Mutation(
+        "bench/serve.py",
+        "and mean <= promise.between_tokens_s",
+        "",
+        "slow streams count as served well",
+        ("unit/bench/test_serve_bench.py::test_b01_a_promise_that_is_not_kept_is_not_goodput",),
+    ),
 )

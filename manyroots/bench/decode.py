@@ -2,15 +2,15 @@
 
 Through the real scheduler, cache and runner, below text and HTTP. Prefix cache off. Greedy, or as
 SAMPLINGS says; the kinds are timed in turn, round by round, so that a drift is all kinds'.
-Prefill is the time until the whole batch has its first token; decode is what `output_len` more
-tokens of each take, the difference of two runs. Adapters are spread over the batch in turn.
+Prefill is the time until the whole batch has its first token; decode is the steps from there on,
+in the same run, up to the first sequence's end. Every figure is a median with its spread.
+Adapters are spread over the batch in turn.
 """
 
 from __future__ import annotations
 
 import gc
 import itertools
-import statistics
 import sys
 import tempfile
 import time
@@ -23,14 +23,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from manyroots.bench.drive import Timeline, drive
 from manyroots.bench.kernel_profile import kernels_of
 from manyroots.bench.machine import describe_machine
 from manyroots.bench.model_configs import write_config
 from manyroots.bench.random_adapters import targets_of, write_adapters
+from manyroots.bench.spread import spread
 from manyroots.config import engine_settings
 from manyroots.engine.build import Engine, build_engine
 from manyroots.ids import AdapterName, Namespace, RequestId
-from manyroots.messages import FinishReason, Submit
+from manyroots.messages import Submit
 from manyroots.models.source import resolve_source
 from manyroots.sampling import SamplingParams
 
@@ -156,40 +158,51 @@ def _run_cases(
             kind: _Batch(engine, workload.prompt_len, batch, range(num_adapters), SAMPLINGS[kind])
             for kind in workload.samplings
         }
-        short: dict[str, list[float]] = {kind: [] for kind in runs}
-        long: dict[str, list[float]] = {kind: [] for kind in runs}
+        lines: dict[str, list[Timeline]] = {kind: [] for kind in runs}
         for run in runs.values():
-            run.seconds(num_tokens=4)  # adapters to the device, graphs and buffers warm
+            run.run(num_tokens=4)  # adapters to the device, graphs and buffers warm
         for _ in range(workload.repeats):
             for kind, run in runs.items():
-                short[kind].append(run.seconds(num_tokens=1))
-                long[kind].append(run.seconds(num_tokens=1 + workload.output_len))
+                lines[kind].append(run.run(num_tokens=1 + workload.output_len))
         for kind, run in runs.items():
-            prefill = statistics.median(short[kind])
-            decode = statistics.median(long[kind]) - prefill
             case = {
                 "case": label,
                 "sampling": kind,
                 "batch": batch,
                 "adapters": num_adapters,
-                "prefill_s": round(prefill, 4),
-                "decode_tokens_per_s": round(workload.output_len * batch / decode, 1),
-                "ms_per_step": round(decode / workload.output_len * 1e3, 3),
-                "long_runs_s": [round(seconds, 4) for seconds in long[kind]],
+                **decode_figures(lines[kind], batch),
             }
             report["cases"].append(case)
+            ms = case["spread"]["ms_per_step"]
             _say(
                 f"{label:>24}  batch {batch:3d}  {case['decode_tokens_per_s']:9.1f} tok/s  "
-                f"{case['ms_per_step']:7.3f} ms per step  prefill {case['prefill_s']:.4f} s  {kind}"
+                f"{case['ms_per_step']:7.3f} ms per step ({ms['least']:.3f} to {ms['most']:.3f})  "
+                f"prefill {case['prefill_s']:.4f} s  {kind}"
             )
             if workload.profile:
                 case["kernels_per_step"] = _profile(run)
 
 
+def decode_figures(lines: list[Timeline], batch: int) -> dict[str, Any]:
+    """Each sample's step is timed within its own run, and the median of them counts (B04)."""
+    steps = []
+    for line in lines:
+        seconds, num_tokens = line.all_decoding()
+        steps.append(seconds / num_tokens * batch)
+    prefill = spread([line.seconds_to_all_begun for line in lines])
+    ms = spread([1e3 * step for step in steps], 3)
+    return {
+        "prefill_s": prefill["median"],
+        "decode_tokens_per_s": round(batch / ms["median"] * 1e3, 1),
+        "ms_per_step": ms["median"],
+        "spread": {"prefill_s": prefill, "ms_per_step": ms},
+    }
+
+
 def _profile(run: _Batch) -> list[dict[str, Any]]:
     """What a decode step's kernels take: again the difference of two runs."""
-    short = kernels_of(lambda: run.seconds(num_tokens=1))
-    long = kernels_of(lambda: run.seconds(num_tokens=1 + PROFILED_STEPS))
+    short = kernels_of(lambda: run.run(num_tokens=1))
+    long = kernels_of(lambda: run.run(num_tokens=1 + PROFILED_STEPS))
     rows = short.per_step(long, PROFILED_STEPS)
     for row in rows:
         _say(f"{row['us']:12.1f} us {row['launches']:8.2f} x  {row['kernel']}")
@@ -216,7 +229,7 @@ class _Batch:
         self._adapters = [AdapterName(_name(number)) for number in adapters]
         self._rng = np.random.default_rng(0)
 
-    def seconds(self, *, num_tokens: int) -> float:
+    def run(self, *, num_tokens: int) -> Timeline:
         """Until every sequence of the batch has `num_tokens` tokens."""
         sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=True, **self._sampling)
         vocabulary = self._engine.info.vocab_size
@@ -231,38 +244,19 @@ class _Batch:
             )
             for prompt, name in zip(prompts, names, strict=False)
         ]  # fmt: skip
-        return seconds_to_finish(self._engine, submits)
-
-
-def seconds_to_finish(engine: Engine, submits: list[Submit]) -> float:
-    """Submit together, and wait for all; a request that fails is an error of the bench."""
-    began = time.perf_counter()
-    for submit in submits:
-        engine.loop.handle(submit)
-    num_running = len(submits)
-    while num_running:
-        if engine.loop.is_reading and not engine.loop.has_work:
-            engine.loop.wait_for_read()
-        for output in engine.loop.step():
-            if output.finish_reason is FinishReason.ERROR:
-                raise RuntimeError(f"a request of the bench failed: {output.error}")
-            num_running -= output.finish_reason is not None
-    elapsed = time.perf_counter() - began
-    while engine.loop.has_work:
-        engine.loop.step()
-    return elapsed
+        return drive(self._engine, submits)
 
 
 def _cold(engine: Engine) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
     """Time to the first token of one short request, by where its adapter was; and how much of it
     was reading the adapter and bringing it to the device."""
     cases = {"disk": 0, "device": 0, "disk_again_other_adapter": 1, "host": 0}
-    _Batch(engine, COLD_PROMPT_LEN, 1, range(0)).seconds(num_tokens=4)
+    _Batch(engine, COLD_PROMPT_LEN, 1, range(0)).run(num_tokens=4)
     seconds: dict[str, float] = {}
     moves: dict[str, dict[str, float]] = {}
     for case, number in cases.items():
         run = _Batch(engine, COLD_PROMPT_LEN, 1, range(number, number + 1))
-        seconds[case] = round(run.seconds(num_tokens=1), 4)
+        seconds[case] = round(run.run(num_tokens=1).seconds, 4)
         moves[case] = {
             f"to_{load.target.name.lower()}": round(load.seconds, 4)
             for load in engine.loop.take_loads()

@@ -20,6 +20,7 @@ def describe_machine() -> dict[str, object]:
         "transformers": transformers.__version__,
         "python": platform.python_version(),
         "cpu": _cpu_name(),
+        "cpu_instructions": _cpu_instructions(),
         "cores": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
     }
@@ -28,10 +29,34 @@ def describe_machine() -> dict[str, object]:
     return facts
 
 
+_ARM_PARTS = {
+    "0xd0c": "Neoverse-N1",
+    "0xd40": "Neoverse-V1",
+    "0xd49": "Neoverse-N2",
+    "0xd4f": "Neoverse-V2",
+}
+"""Arm's own numbers of the cores that servers have."""
+_TELLING = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "bf16", "i8mm", "asimddp", "asimdhp")
+"""Instructions that decide how fast products are."""
+
+
 def _cpu_name() -> str:
+    facts = _cpu_facts()
+    part = facts.get("CPU part", "")
+    return facts.get("model name") or _ARM_PARTS.get(part) or platform.machine()
+
+
+def _cpu_instructions() -> list[str]:
+    facts = _cpu_facts()
+    found = (facts.get("flags") or facts.get("Features") or "").split()
+    return [name for name in _TELLING if name in found]
+
+
+def _cpu_facts() -> dict[str, str]:
+    """Of the first core."""
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+    if not cpuinfo.exists():
+        return {}
+    first = cpuinfo.read_text().split("\n\n")[0]
+    pairs = (line.partition(":") for line in first.splitlines())
+    return {name.strip(): value.strip() for name, _, value in pairs}

@@ -17,7 +17,8 @@ from manyroots.models.decoder import Decoder
 from manyroots.models.load import describe
 from manyroots.models.source import ModelSource
 
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+PROJECTIONS = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
 
 
 def targets_of(source: ModelSource) -> Targets:
@@ -28,26 +29,37 @@ def targets_of(source: ModelSource) -> Targets:
     return model.adapter_targets()
 
 
-def write_adapters(targets: Targets, folder: Path, count: int, rank: int) -> list[Path]:
-    """`count` adapters of this rank on every projection of every layer; PEFT folders."""
+def write_adapters(
+    targets: Targets,
+    folder: Path,
+    count: int,
+    rank: int,
+    *,
+    projections: tuple[str, ...] = PROJECTIONS,
+    first: int = 0,
+    stride: int = 1,
+) -> list[Path]:
+    """`count` adapters of this rank on these projections of every layer, with every `stride`-th
+    number from `first` on; PEFT folders."""
     generator = torch.Generator().manual_seed(0)
     tensors: dict[str, torch.Tensor] = {}
     for name, target in targets.items():
-        if name.rsplit(".", 1)[-1] in PROJECTIONS:
+        if name.rsplit(".", 1)[-1] in projections:
             tensors.update(_pair(name, target, rank, generator))
     config = {
         "peft_type": "LORA",
         "r": rank,
         "lora_alpha": rank,
-        "target_modules": list(PROJECTIONS),
+        "target_modules": list(projections),
         "bias": "none",
     }
-    first = next(iter(tensors))
+    changed = next(iter(tensors))
+    original = tensors[changed]
     folders = []
-    for number in range(count):
+    for number in range(first, first + count * stride, stride):
         home = folder / f"adapter-{number}"
         home.mkdir(parents=True, exist_ok=True)
-        tensors[first] = torch.roll(tensors[first], 1)
+        tensors[changed] = torch.roll(original, number + 1)
         save_file(tensors, home / "adapter_model.safetensors")
         (home / "adapter_config.json").write_text(json.dumps(config))
         folders.append(home)

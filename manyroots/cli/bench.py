@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from manyroots.bench.model_configs import MODEL_CONFIGS
+from manyroots.cli.bench_traffic import add_serve, add_traffic
+from manyroots.cli.bench_values import check_at_least, check_positive, ints, written
 from manyroots.cli.flags import add_engine_flags, engine_values, with_config_file
 from manyroots.config import ENGINE_ROOMS, flag_name
 from manyroots.errors import ConfigError
@@ -17,6 +18,8 @@ def add_bench_command(commands: Any) -> None:
     kinds = bench.add_subparsers(required=True, metavar="WHAT")
     _add_offline(kinds)
     _add_decode(kinds)
+    add_traffic(kinds)
+    add_serve(kinds)
     _add_scheduler(kinds)
     _add_cache(kinds)
     _add_adapters(kinds)
@@ -60,9 +63,9 @@ def _add_decode(kinds: Any) -> None:
     )
     group.add_argument("--prompt-len", type=int, default=512, metavar="TOKENS")
     group.add_argument("--output-len", type=int, default=128, metavar="TOKENS")
-    group.add_argument("--batch", type=_ints, default=(1, 8, 32, 64), metavar="LIST")
+    group.add_argument("--batch", type=ints, default=(1, 8, 32, 64), metavar="LIST")
     group.add_argument(
-        "--adapters", type=_ints, default=(0, 1, 8), metavar="LIST",
+        "--adapters", type=ints, default=(0, 1, 8), metavar="LIST",
         help="how many different ones the batch uses; one case for each, 0 is the base model",
     )  # fmt: skip
     group.add_argument("--adapter-rank", type=int, default=16, metavar="RANK")
@@ -96,13 +99,13 @@ def _add_scheduler(kinds: Any) -> None:
     group.add_argument("--budget", type=int, default=8192, metavar="TOKENS", help="per step")
     group.add_argument("--batch", type=int, default=256, metavar="N", help="sequences per step")
     group.add_argument("--burst", type=int, default=64, metavar="N", help="requests of the burst")
-    group.add_argument("--decode-batches", type=_ints, default=(1, 64, 256), metavar="LIST")
-    group.add_argument("--waiting", type=_ints, default=(0, 100, 500, 5000), metavar="LIST")
+    group.add_argument("--decode-batches", type=ints, default=(1, 64, 256), metavar="LIST")
+    group.add_argument("--waiting", type=ints, default=(0, 100, 500, 5000), metavar="LIST")
     group.add_argument("--steady-steps", type=int, default=64, metavar="N")
     group.add_argument(
-        "--tenants", type=_ints, default=(1, 1024, 10_000), metavar="LIST", help="salts that wait"
+        "--tenants", type=ints, default=(1, 1024, 10_000), metavar="LIST", help="salts that wait"
     )
-    group.add_argument("--page-size", type=_ints, default=(16, 64), metavar="LIST")
+    group.add_argument("--page-size", type=ints, default=(16, 64), metavar="LIST")
     group.add_argument("--repeats", type=int, default=3, metavar="N", help="the median counts")
     group.add_argument(
         "--peer", action="append", default=[], metavar="DIR",
@@ -149,9 +152,9 @@ def _adapters(arguments: dict[str, Any]) -> int:
     for name in arguments["case"]:
         if name not in names:
             raise ConfigError(f"--case is {name!r}; choose one of {', '.join(names)}.")
-    _check_at_least("steps", arguments["steps"], 1000)
+    check_at_least("steps", arguments["steps"], 1000)
     report = run_turns(arguments["case"] or names, arguments["steps"])
-    return _written(report, arguments["json"])
+    return written(report, arguments["json"])
 
 
 def _offline(arguments: dict[str, Any]) -> int:
@@ -177,16 +180,16 @@ def _offline(arguments: dict[str, Any]) -> int:
     report = run_offline(
         workload, engine, values["dtypes"].split(","), compare=values["compare"] == "transformers"
     )
-    return _written(report, values["json"])
+    return written(report, values["json"])
 
 
 def _decode(arguments: dict[str, Any]) -> int:
     from manyroots.bench.decode import SAMPLINGS, DecodeWorkload, run_decode
 
     values = with_config_file(arguments, ENGINE_ROOMS.values(), more=set(arguments))
-    _check_positive(values, ("prompt_len", "output_len", "adapter_rank", "repeats"))
+    check_positive(values, ("prompt_len", "output_len", "adapter_rank", "repeats"))
     for name, low in (("batch", 1), ("adapters", 0)):
-        _check_at_least(name, min(values[name]), low)
+        check_at_least(name, min(values[name]), low)
     workload = DecodeWorkload(
         prompt_len=values["prompt_len"],
         output_len=values["output_len"],
@@ -200,17 +203,17 @@ def _decode(arguments: dict[str, Any]) -> int:
     report = run_decode(
         workload, values["model_config"], engine_values(values), cold=values["adapters_cold"]
     )
-    return _written(report, values["json"])
+    return written(report, values["json"])
 
 
 def _scheduler(arguments: dict[str, Any]) -> int:
     from manyroots.bench.scheduler import run_scheduler
     from manyroots.bench.scheduler_trace import SchedulerWorkload
 
-    _check_positive(arguments, ("requests", "prompt_len", "groups", "decode", "budget", "batch"))
-    _check_positive(arguments, ("burst", "steady_steps", "repeats"))
+    check_positive(arguments, ("requests", "prompt_len", "groups", "decode", "budget", "batch"))
+    check_positive(arguments, ("burst", "steady_steps", "repeats"))
     for name, low in (("page_size", 1), ("decode_batches", 1), ("waiting", 0), ("tenants", 1)):
-        _check_at_least(name, min(arguments[name]), low)
+        check_at_least(name, min(arguments[name]), low)
     _check_shared(arguments)
     workload = SchedulerWorkload(
         num_requests=arguments["requests"],
@@ -232,13 +235,13 @@ def _scheduler(arguments: dict[str, Any]) -> int:
         arguments["repeats"],
         tuple(sorted(arguments["tenants"])),
     )
-    return _written(report, arguments["json"])
+    return written(report, arguments["json"])
 
 
 def _cache(arguments: dict[str, Any]) -> int:
     from manyroots.bench.cache import CacheWorkload, run_cache
 
-    _check_positive(arguments, ("prompt_len", "prefixes", "pages", "page_size", "cycles"))
+    check_positive(arguments, ("prompt_len", "prefixes", "pages", "page_size", "cycles"))
     _check_shared(arguments)
     workload = CacheWorkload(
         prompt_len=arguments["prompt_len"],
@@ -256,33 +259,7 @@ def _cache(arguments: dict[str, Any]) -> int:
                 f"{flag_name(name)} is {arguments[name]}; the prefixes and one request alone "
                 f"need {num_needed}."
             )
-    return _written(run_cache(workload), arguments["json"])
-
-
-def _written(report: dict[str, Any], path: str | None) -> int:
-    """Write the report where asked, saying what it was measured on."""
-    if path is not None:
-        if "machine" not in report:
-            from manyroots.bench.machine import describe_machine
-
-            report = {"machine": describe_machine(), **report}
-        Path(path).write_text(json.dumps(report, indent=2) + "\n")
-    return 0
-
-
-def _ints(text: str) -> tuple[int, ...]:
-    """`16,64` on the command line."""
-    return tuple(int(part) for part in text.split(","))
-
-
-def _check_positive(arguments: dict[str, Any], names: tuple[str, ...]) -> None:
-    for name in names:
-        _check_at_least(name, arguments[name], 1)
-
-
-def _check_at_least(name: str, value: int, low: int) -> None:
-    if value < low:
-        raise ConfigError(f"{flag_name(name)} is {value}; it must be at least {low}.")
+    return written(run_cache(workload), arguments["json"])
 
 
 def _check_shared(arguments: dict[str, Any]) -> None:

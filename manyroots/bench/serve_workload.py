@@ -1,0 +1,97 @@
+"""What `bench serve` sends: talks of one or more turns, as text, so that any server understands it.
+
+A talk's turns follow each other, each with everything said before. Lengths are counted in words of
+a small vocabulary, most of which are one token; what a server counts is in the report, too.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from manyroots.bench.offline import TEXT
+
+Range = tuple[int, int]
+SAMPLED: dict[str, Any] = {"temperature": 0.7, "top_p": 0.8}
+"""What every server of this kind knows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeWorkload:
+    """Drawn evenly from ranges, from one seed."""
+
+    num_requests: int
+    """Turns of all talks together."""
+    prompt_words: Range
+    output_tokens: Range
+    turns: int = 1
+    num_heads: int = 0
+    head_words: int = 0
+    models: tuple[str, ...] = ()
+    """Names to ask for: the base's, or adapters'; none: the server's first."""
+    zipf: float = 0.0
+    """Name number i is asked for in proportion to (i + 1) to the power of minus this."""
+    is_sampled: bool = False
+    is_chat: bool = False
+    ignore_eos: bool = True
+    """Not every server knows the field."""
+    seed: int = 0
+
+    def talks(self) -> list[Talk]:
+        rng = random.Random(self.seed)
+        words = TEXT.split()
+
+        def said(count: int) -> str:
+            return " ".join(rng.choice(words) for _ in range(count))
+
+        heads = [said(self.head_words) for _ in range(max(1, self.num_heads))]
+        popularity = [(i + 1) ** -self.zipf for i in range(len(self.models))]
+        talks: list[Talk] = []
+        left = self.num_requests
+        while left > 0:
+            number = len(talks)
+            model = rng.choices(self.models, popularity)[0] if self.models else None
+            turns = tuple(
+                Turn(said(rng.randint(*self.prompt_words)), rng.randint(*self.output_tokens))
+                for _ in range(min(self.turns, left))
+            )
+            talks.append(Talk(number, model, heads[number % len(heads)], turns))
+            left -= len(turns)
+        return talks
+
+    def body(self, talk: Talk, history: list[dict[str, str]], turn: Turn) -> dict[str, Any]:
+        """A request for the next turn."""
+        sampling = {**SAMPLED, "seed": talk.number} if self.is_sampled else {"temperature": 0}
+        body: dict[str, Any] = {
+            "model": talk.model,
+            "max_tokens": turn.output_tokens,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **sampling,
+        }
+        if self.ignore_eos:
+            body["ignore_eos"] = True
+        if self.is_chat:
+            body["messages"] = [*history, {"role": "user", "content": turn.said}]
+        else:
+            body["prompt"] = " ".join([*(message["content"] for message in history), turn.said])
+        return body
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    said: str
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Talk:
+    number: int
+    model: str | None
+    head: str
+    turns: tuple[Turn, ...]
+
+    def opening(self) -> list[dict[str, str]]:
+        """What stands before its first turn."""
+        return [{"role": "system", "content": self.head}] if self.head else []

@@ -1,0 +1,209 @@
+"""`manyroots bench traffic`: whole requests of mixed sizes through the engine, below text and HTTP.
+
+Prefix cache on; every run has a cold one, by a salt of its own. Warmed up with two runs of the same
+requests before. What counts is the time until the last request has ended, the median of the runs
+with its spread. With `load`, the same requests come one by one, at random (Poisson), at that share
+of the rate that the engine just kept up with; then time to the first token counts.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from manyroots.bench.drive import Timeline, drive
+from manyroots.bench.machine import describe_machine
+from manyroots.bench.model_configs import write_config
+from manyroots.bench.random_adapters import targets_of, write_adapters
+from manyroots.bench.spread import percentile, spread
+from manyroots.bench.traffic_cases import TrafficCase, adapter_name
+from manyroots.config import engine_settings
+from manyroots.engine.build import Engine, build_engine
+from manyroots.models.source import resolve_source
+
+MARGIN_TOKENS = 16
+WARM_UPS = 2
+DEFAULTS: dict[str, Any] = {"max_num_seqs": 256, "max_num_batched_tokens": 8192}
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficRuns:
+    """How the cases are run."""
+
+    repeats: int
+    with_base: bool
+    """Also the same requests without their adapters, turn and turn about."""
+    load: float | None
+    """None: no run with arrivals."""
+
+
+def run_traffic(
+    cases: list[TrafficCase], runs: TrafficRuns, model_config: str | None, engine: dict[str, Any]
+) -> dict[str, Any]:
+    """Measure every case; prints a table as it goes and gives the report. `model_config` is a shape
+    with random weights; None: the settings' own model."""
+    report: dict[str, Any] = {
+        "bench": "traffic",
+        "model_config": model_config,
+        "engine": {**DEFAULTS, **engine},
+        "warm_ups": WARM_UPS,
+        "prefix_cache": "on, cold for every run",
+        "machine": describe_machine(),
+        "cases": [],
+    }
+    with tempfile.TemporaryDirectory(prefix="manyroots-bench-") as home:
+        folder = Path(home)
+        own: dict[str, Any] = {}
+        if model_config is not None:
+            own = {"model": str(write_config(model_config, folder)), "load_format": "dummy"}
+        for case in cases:
+            settings = {**DEFAULTS, "max_model_len": case.max_len + MARGIN_TOKENS, **own, **engine}
+            settings |= _adapters(case, settings, folder / case.name)
+            with _engine(settings) as (built, start_s):
+                figures = _Case(case, runs, built).measure()
+            report["cases"].append({"start_s": start_s, **figures})
+    return report
+
+
+def _adapters(case: TrafficCase, settings: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Settings that know the case's adapters, which are written as files."""
+    if case.num_adapters == 0:
+        return {}
+    targets = targets_of(resolve_source(engine_settings(settings).model))
+    paths: dict[int, Path] = {}
+    stride = len(case.ranks)
+    for first, rank in enumerate(case.ranks):
+        numbers = range(first, case.num_adapters, stride)
+        written = write_adapters(
+            targets, folder, len(numbers), rank,
+            projections=case.projections, first=first, stride=stride,
+        )  # fmt: skip
+        paths.update(zip(numbers, written, strict=True))
+    modules = [f"{adapter_name(number)}={paths[number]}" for number in range(case.num_adapters)]
+    return {
+        "enable_lora": True,
+        "lora_modules": tuple(modules),
+        "max_loras": case.num_slots or case.num_adapters,
+        "max_lora_rank": max(case.ranks),
+    }
+
+
+@contextmanager
+def _engine(settings: dict[str, Any]) -> Iterator[tuple[Engine, float]]:
+    # What the last engine had must be free before this one asks how much memory is left.
+    gc.collect()
+    torch.cuda.empty_cache()
+    began = time.perf_counter()
+    engine = build_engine(engine_settings(settings))
+    try:
+        yield engine, round(time.perf_counter() - began, 2)
+    finally:
+        engine.loop.close()
+
+
+class _Case:
+    """One case on its engine."""
+
+    _ids = itertools.count(1)
+
+    def __init__(self, case: TrafficCase, runs: TrafficRuns, engine: Engine) -> None:
+        self._case, self._runs, self._engine = case, runs, engine
+        self._salts = map(str, itertools.count())
+        self._num_looked_up = self._num_hit = 0
+
+    def measure(self) -> dict[str, Any]:
+        case, has_base = self._case, self._runs.with_base and self._case.num_adapters > 0
+        kinds = [True, False] if has_base else [True]
+        for _, kind in itertools.product(range(WARM_UPS), kinds):
+            self._run(with_adapters=kind)
+        lines: dict[bool, list[Timeline]] = {kind: [] for kind in kinds}
+        for _, kind in itertools.product(range(self._runs.repeats), kinds):
+            lines[kind].append(self._run(with_adapters=kind))
+        figures = {"case": case.name, "workload": case.described(), **_figures(lines[True])}
+        figures["hit_rate"] = round(self._num_hit / max(1, self._num_looked_up), 4)
+        _show(case.name, figures)
+        if has_base:
+            figures["base"] = _figures(lines[False])
+            _show("the same without adapters", figures["base"])
+            share = figures["base"]["seconds"]["median"] / figures["seconds"]["median"]
+            figures["share_of_base"] = round(share, 3)
+        if self._runs.load is not None:
+            figures["poisson"] = {
+                "with adapters" if kind and case.num_adapters else "base": self._under_load(
+                    lines[kind], with_adapters=kind
+                )
+                for kind in kinds
+            }
+        return figures
+
+    def _under_load(self, lines: list[Timeline], *, with_adapters: bool) -> dict[str, Any]:
+        """The base's rate is its own, so that each is measured at the same share of what it can."""
+        assert self._runs.load is not None
+        seconds = spread([line.seconds for line in lines])["median"]
+        rate = self._runs.load * self._case.num_requests / seconds
+        rng = np.random.default_rng(1)
+        due = np.cumsum(rng.exponential(1 / rate, self._case.num_requests)).tolist()
+        line = self._run(with_adapters=with_adapters, due_s=due)
+        figures = {"load": self._runs.load, "requests_per_s": round(rate, 4), **_latencies([line])}
+        _say(f"{'':>26}  at {self._runs.load:.0%} load  {_shown(figures)}")
+        return figures
+
+    def _run(self, *, with_adapters: bool, due_s: list[float] | None = None) -> Timeline:
+        vocab_size = self._engine.info.vocab_size
+        submits = self._case.submits(
+            vocab_size, next(self._salts), self._ids, with_adapters=with_adapters
+        )
+        before = self._engine.loop.stats()
+        line = drive(self._engine, submits, due_s)
+        after = self._engine.loop.stats()
+        self._num_looked_up += after.total_lookup_tokens - before.total_lookup_tokens
+        self._num_hit += after.total_hit_tokens - before.total_hit_tokens
+        return line
+
+
+def _figures(lines: list[Timeline]) -> dict[str, Any]:
+    return {
+        "seconds": spread([line.seconds for line in lines]),
+        "output_tokens": lines[0].num_tokens,
+        "output_tokens_per_s": spread([line.num_tokens / line.seconds for line in lines], 1),
+        **_latencies(lines),
+    }
+
+
+def _latencies(lines: list[Timeline]) -> dict[str, Any]:
+    """Of each run by itself."""
+
+    def of(share: float) -> dict[str, Any]:
+        firsts = [[times.to_first_s for times in line.requests.values()] for line in lines]
+        return spread([percentile(seconds, share) for seconds in firsts])
+
+    return {"time_to_first_token_s": {"p50": of(0.5), "p90": of(0.9), "p99": of(0.99)}}
+
+
+def _show(name: str, figures: dict[str, Any]) -> None:
+    seconds, rate = figures["seconds"], figures["output_tokens_per_s"]
+    _say(
+        f"{name:>26}  {seconds['median']:8.2f} s ({seconds['least']:.2f} to {seconds['most']:.2f})"
+        f"  {rate['median']:9.1f} tok/s  {_shown(figures)}"
+    )
+
+
+def _shown(figures: dict[str, Any]) -> str:
+    first = figures["time_to_first_token_s"]
+    p50, p99 = first["p50"]["median"], first["p99"]["median"]
+    return f"first token {p50:.3f} s (p50) {p99:.3f} s (p99)"
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

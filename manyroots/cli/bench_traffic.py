@@ -1,0 +1,185 @@
+"""`manyroots bench traffic` and `manyroots bench serve`: whole requests, without HTTP and with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from manyroots.bench.model_configs import MODEL_CONFIGS
+from manyroots.cli.bench_values import (
+    check_at_least,
+    check_positive,
+    check_range,
+    floats,
+    ints,
+    range_of_ints,
+    written,
+)
+from manyroots.cli.flags import add_engine_flags, engine_values, with_config_file
+from manyroots.config import ENGINE_ROOMS, flag_name
+from manyroots.errors import ConfigError
+
+
+def add_traffic(kinds: Any) -> None:
+    traffic = kinds.add_parser(
+        "traffic", help="whole requests of mixed sizes through the engine, without HTTP"
+    )
+    add_engine_flags(traffic)
+    group = traffic.add_argument_group("workload")
+    group.add_argument(
+        "--case", action="append", default=[], metavar="NAME",
+        help="one of manyroots/bench/traffic_cases.py; may be repeated, the first by default",
+    )  # fmt: skip
+    group.add_argument(
+        "--model-config", choices=tuple(MODEL_CONFIGS), default=None,
+        help="a public model's shape with random weights, in the place of MODEL",
+    )  # fmt: skip
+    group.add_argument("--requests", type=int, default=None, metavar="N", help="at most so many")
+    group.add_argument(
+        "--lengths", type=float, default=1.0, metavar="FACTOR", help="all lengths times this"
+    )
+    group.add_argument(
+        "--with-base", action="store_true", help="also the same requests without their adapters"
+    )
+    group.add_argument(
+        "--load", type=float, default=None, metavar="SHARE",
+        help="also with random arrivals at this share of the rate kept up with; 0.7 is 70%%",
+    )  # fmt: skip
+    group.add_argument("--repeats", type=int, default=3, metavar="N", help="the median counts")
+    group.add_argument("--json", metavar="FILE", help="write the result here")
+    traffic.set_defaults(run=_traffic)
+
+
+def _traffic(arguments: dict[str, Any]) -> int:
+    from manyroots.bench.traffic import TrafficRuns, run_traffic
+    from manyroots.bench.traffic_cases import CASES
+
+    values = with_config_file(arguments, ENGINE_ROOMS.values(), more=set(arguments))
+    names = values["case"] or [next(iter(CASES))]
+    for name in names:
+        if name not in CASES:
+            raise ConfigError(f"--case is {name!r}; choose one of {', '.join(CASES)}.")
+    _check_share("lengths", values["lengths"])
+    check_at_least("repeats", values["repeats"], 1)
+    if values["requests"] is not None:
+        check_at_least("requests", values["requests"], 1)
+    if values["load"] is not None:
+        _check_share("load", values["load"])
+    cases = [CASES[name].shrunk(values["requests"], values["lengths"]) for name in names]
+    runs = TrafficRuns(values["repeats"], with_base=values["with_base"], load=values["load"])
+    report = run_traffic(cases, runs, values["model_config"], engine_values(values))
+    return written(report, values["json"])
+
+
+def _check_share(name: str, value: float) -> None:
+    if not 0.0 < value <= 1.0:
+        raise ConfigError(f"{flag_name(name)} is {value}; it must be above 0 and at most 1.")
+
+
+def add_serve(kinds: Any) -> None:
+    serve = kinds.add_parser("serve", help="HTTP load on this or any other OpenAI server")
+    group = serve.add_argument_group("server")
+    group.add_argument("--url", default="http://127.0.0.1:8000", metavar="URL")
+    group.add_argument("--api-key", default=None, metavar="KEY")
+    group.add_argument(
+        "--endpoint", choices=("completions", "chat"), default="completions", help="what is asked"
+    )
+    group = serve.add_argument_group("workload")
+    group.add_argument("--requests", type=int, default=64, metavar="N")
+    group.add_argument("--prompt-words", type=range_of_ints, default=(64, 256), metavar="LOW-HIGH")
+    group.add_argument("--output-len", type=range_of_ints, default=(32, 128), metavar="LOW-HIGH")
+    group.add_argument("--turns", type=int, default=1, metavar="N", help="of each talk")
+    group.add_argument("--shared-heads", type=int, default=0, metavar="N", help="different ones")
+    group.add_argument("--head-words", type=int, default=0, metavar="WORDS")
+    group.add_argument(
+        "--ask-for", default="", metavar="NAMES",
+        help="models or adapters by name, separated by commas; the server's first by default",
+    )  # fmt: skip
+    group.add_argument(
+        "--zipf", type=float, default=0.0, metavar="EXPONENT", help="how uneven names are; 0: even"
+    )
+    group.add_argument("--sampled", action="store_true", help="temperature 0.7, top_p 0.8")
+    group.add_argument(
+        "--stop-at-end", action="store_true",
+        help="don't send ignore_eos, which not every server knows",
+    )  # fmt: skip
+    group.add_argument("--rates", type=floats, default=(), metavar="LIST", help="talks per second")
+    group.add_argument("--burst", type=int, default=1, metavar="N", help="talks that come together")
+    group.add_argument(
+        "--streams", type=ints, default=(), metavar="LIST",
+        help="saturation: so many talks at any time; 64 where no rate is given either",
+    )  # fmt: skip
+    group.add_argument("--good-first-ms", type=float, default=1000.0, metavar="MS")
+    group.add_argument("--good-between-ms", type=float, default=100.0, metavar="MS")
+    group.add_argument("--seed", type=int, default=0, metavar="N")
+    group.add_argument("--repeats", type=int, default=3, metavar="N", help="the median counts")
+    group.add_argument("--json", metavar="FILE", help="write the result here")
+    group.add_argument("--plot", metavar="FILE.html", help="draw it")
+    serve.set_defaults(run=_serve)
+
+
+def _serve(arguments: dict[str, Any]) -> int:
+    from manyroots.bench.serve import Arrivals, Promise, run_serve
+    from manyroots.bench.serve_workload import ServeWorkload
+
+    check_positive(arguments, ("requests", "turns", "burst", "repeats"))
+    for name in ("prompt_words", "output_len"):
+        check_range(name, arguments[name])
+    for name in ("shared_heads", "head_words"):
+        check_at_least(name, arguments[name], 0)
+    rates, streams = arguments["rates"], arguments["streams"]
+    if not rates and not streams:
+        streams = (64,)
+    if any(rate <= 0 for rate in rates) or any(count < 1 for count in streams):
+        raise ConfigError("--rates and --streams must hold numbers above 0.")
+    plot = arguments["plot"]
+    if plot is not None and not (plot.endswith(".html") and Path(plot).absolute().parent.is_dir()):
+        raise ConfigError(f"--plot is {plot!r}; give a name that ends in .html, in a folder.")
+    workload = ServeWorkload(
+        num_requests=arguments["requests"],
+        prompt_words=arguments["prompt_words"],
+        output_tokens=arguments["output_len"],
+        turns=arguments["turns"],
+        num_heads=arguments["shared_heads"],
+        head_words=arguments["head_words"],
+        models=tuple(name for name in arguments["ask_for"].split(",") if name),
+        zipf=arguments["zipf"],
+        is_sampled=arguments["sampled"],
+        is_chat=arguments["endpoint"] == "chat",
+        ignore_eos=not arguments["stop_at_end"],
+        seed=arguments["seed"],
+    )
+    arrivals = [Arrivals(rate=rate, burst=arguments["burst"]) for rate in rates]
+    arrivals += [Arrivals(streams=count) for count in streams]
+    promise = Promise(arguments["good_first_ms"] / 1e3, arguments["good_between_ms"] / 1e3)
+    report = run_serve(
+        arguments["url"], arguments["api_key"], workload, arrivals, promise, arguments["repeats"]
+    )
+    if plot is not None:
+        _draw(Path(plot), report)
+    return written(report, arguments["json"])
+
+
+def _draw(path: Path, report: dict[str, Any]) -> None:
+    from manyroots.simulate.curves import COLORS, Curve, Panel
+    from manyroots.simulate.plot_html import plot_html
+
+    cases = report["cases"]
+    ticks = tuple(case["arrivals"] for case in cases)
+
+    def panel(title: str, name: str, keys: tuple[str, ...], factor: float = 1.0) -> Panel:
+        lines = []
+        for key, color in zip(keys, COLORS, strict=False):
+            figures = [case[name][key] if key else case[name] for case in cases]
+            lines.append(Curve(key, color, tuple(factor * f["median"] for f in figures)))
+        return Panel(title, "arrivals", ticks, tuple(lines))
+
+    shares = ("p50", "p90", "p99")
+    shown = [
+        panel("time to first token, ms", "time_to_first_token_s", shares, 1e3),
+        panel("time between tokens, ms", "time_between_tokens_s", shares, 1e3),
+        panel("output tokens per second", "output_tokens_per_s", ("",)),
+        panel("requests per second that kept their promise", "goodput_requests_per_s", ("",)),
+    ]
+    note = f"{report['workload']}; promise {report['promise']}"
+    path.write_text(plot_html(f"bench serve: {report['url']}", note, shown), encoding="utf-8")

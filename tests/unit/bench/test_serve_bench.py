@@ -1,0 +1,244 @@
+"""`bench serve` against servers whose times and faults are known."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+import pytest
+
+from manyroots.bench.http_stream import HttpStreamError, HttpStreams
+from manyroots.bench.serve import Arrivals, Promise, run_serve
+from manyroots.bench.serve_workload import ServeWorkload
+from manyroots.cli.main import main
+
+Answer = Callable[[dict[str, Any]], AsyncIterator[bytes]]
+WORKLOAD = ServeWorkload(num_requests=6, prompt_words=(3, 5), output_tokens=(4, 4), models=("m",))
+PROMISE = Promise(first_token_s=1.0, between_tokens_s=0.5)
+
+
+def event(body: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(body).encode() + b"\n\n"
+
+
+def chunk(data: bytes) -> bytes:
+    return f"{len(data):x}\r\n".encode() + data + b"\r\n"
+
+
+async def tokens(body: dict[str, Any], gap_s: float = 0.0) -> AsyncIterator[bytes]:
+    count = body["max_tokens"]
+    for number in range(count):
+        await asyncio.sleep(gap_s)
+        yield event({"choices": [{"text": f" t{number}"}]})
+    yield event({"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": count}})
+    yield b"data: [DONE]\n\n"
+
+
+@contextmanager
+def server(answer: Answer, *, cut: int = 0, status: int = 200) -> Iterator[tuple[str, list[dict]]]:
+    """Answers every POST with `answer`'s bytes, `cut` at a time; collects the bodies."""
+    bodies: list[dict[str, Any]] = []
+    started, end, at = Event(), asyncio.Event(), []
+
+    async def connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                length = int(head.lower().split("content-length: ")[1].split("\r\n")[0])
+                raw = await reader.readexactly(length)
+                if head.startswith("GET"):
+                    text = json.dumps({"data": [{"id": "first"}]}).encode()
+                    writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(text))
+                    writer.write(text)
+                    continue
+                bodies.append(json.loads(raw))
+                if status != 200:
+                    writer.write(b"HTTP/1.1 %d No\r\ncontent-length: 4\r\n\r\nfull" % status)
+                    continue
+                writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+                async for data in answer(bodies[-1]):
+                    framed = chunk(data)
+                    for begin in range(0, len(framed), cut or len(framed)):
+                        writer.write(framed[begin : begin + (cut or len(framed))])
+                        await asyncio.sleep(0)
+                writer.write(b"0\r\n\r\n")
+        except (asyncio.IncompleteReadError, ConnectionError):
+            writer.close()
+
+    async def run() -> None:
+        listening = await asyncio.start_server(connection, "127.0.0.1", 0)
+        at.append((asyncio.get_running_loop(), listening.sockets[0].getsockname()[1]))
+        started.set()
+        await end.wait()
+        listening.close()
+
+    thread = Thread(target=lambda: asyncio.run(run()), daemon=True)
+    thread.start()
+    started.wait(10)
+    loop, port = at[0]
+    try:
+        yield f"http://127.0.0.1:{port}", bodies
+    finally:
+        loop.call_soon_threadsafe(end.set)
+        thread.join(10)
+
+
+def test_b01_times_and_tokens_are_those_of_the_server() -> None:
+    """B01: and a warm-up is not counted."""
+    with server(lambda body: tokens(body, 0.02)) as (url, bodies):
+        report = run_serve(url, None, WORKLOAD, [Arrivals(streams=6)], PROMISE, 2)
+    [case] = report["cases"]
+    assert case["requests"] == 12
+    assert len(bodies) == 12 + 4
+    assert case["faults"] == {}
+    first = case["time_to_first_token_s"]["p50"]
+    assert 0.02 <= first["least"] < 1.0
+    assert len(first["samples"]) == 2
+    assert 0.015 <= case["time_between_tokens_s"]["p50"]["median"] < 0.5
+    rate = case["output_tokens_per_s"]
+    assert rate["samples"][0] == pytest.approx(24 / case["seconds"]["samples"][0], rel=0.02)
+    assert case["goodput_requests_per_s"] == case["requests_per_s"]
+
+
+def test_b01_bytes_may_come_in_any_pieces() -> None:
+    with server(tokens, cut=3) as (url, _):
+        report = run_serve(url, None, WORKLOAD, [Arrivals(streams=2)], PROMISE, 1)
+    assert report["cases"][0]["requests"] == 6
+    assert report["cases"][0]["faults"] == {}
+
+
+def test_b01_a_promise_that_is_not_kept_is_not_goodput() -> None:
+    strict = Promise(first_token_s=1.0, between_tokens_s=0.001)
+    with server(lambda body: tokens(body, 0.02)) as (url, _):
+        report = run_serve(url, None, WORKLOAD, [Arrivals(streams=6)], strict, 1)
+    assert report["cases"][0]["goodput_requests_per_s"]["median"] == 0.0
+
+
+def test_b01_a_server_that_refuses_or_breaks_off_is_no_fast_server() -> None:
+    with server(tokens, status=429) as (url, _), pytest.raises(Exception, match="429: full"):
+        run_serve(url, None, WORKLOAD, [Arrivals(streams=2)], PROMISE, 1)
+
+    async def broken(body: dict[str, Any]) -> AsyncIterator[bytes]:
+        if body["max_tokens"] == 4 and "stone" in body["prompt"]:
+            yield event({"error": {"message": "gone"}})
+        else:
+            async for data in tokens(body):
+                yield data
+
+    many = ServeWorkload(
+        num_requests=40, prompt_words=(20, 40), output_tokens=(4, 4), models=("m",)
+    )
+    with server(broken) as (url, _):
+        [case] = run_serve(url, None, many, [Arrivals(streams=8)], PROMISE, 1)["cases"]
+    num_faults = sum(case["faults"].values())
+    assert 0 < num_faults < 40
+    assert case["requests"] == 40
+
+
+def test_b01_talks_carry_what_was_said_and_names_follow_zipf() -> None:
+    talk = ServeWorkload(
+        num_requests=4, prompt_words=(2, 2), output_tokens=(3, 3), turns=2, num_heads=1,
+        head_words=5, models=("m",), is_chat=True, ignore_eos=False,
+    )  # fmt: skip
+
+    async def chat(body: dict[str, Any]) -> AsyncIterator[bytes]:
+        yield event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
+        yield event({"choices": [{"delta": {"content": "yes"}}]})
+
+    with server(chat) as (url, bodies):
+        run_serve(url, None, talk, [Arrivals(streams=1)], PROMISE, 1)
+    first, second = bodies[4:6]
+    assert "ignore_eos" not in first
+    assert [message["role"] for message in first["messages"]] == ["system", "user"]
+    said = second["messages"]
+    assert said[:2] == first["messages"]
+    assert said[2] == {"role": "assistant", "content": "yes"}
+    assert said[3]["role"] == "user"
+
+    names = tuple(f"a{i}" for i in range(8))
+    many = ServeWorkload(
+        num_requests=400, prompt_words=(1, 1), output_tokens=(1, 1), models=names, zipf=1.0
+    )
+    asked = Counter(talk.model for talk in many.talks())
+    assert asked["a0"] > 2 * asked["a3"] > 0
+
+
+def test_b01_arrivals_keep_their_rate_and_bursts_come_together() -> None:
+    due = Arrivals(rate=10.0).due_s(2000, seed=0)
+    assert due[-1] == pytest.approx(200.0, rel=0.1)
+    bursts = Arrivals(rate=10.0, burst=4).due_s(2000, seed=0)
+    assert bursts[-1] == pytest.approx(200.0, rel=0.2)
+    assert all(len(set(bursts[i : i + 4])) == 1 for i in range(0, 2000, 4))
+
+
+def test_b01_waiting_counts_from_when_a_request_was_due() -> None:
+    """B01: a server that takes one request at a time makes the others wait, and that is seen."""
+    lock = asyncio.Lock()
+
+    async def one_at_a_time(body: dict[str, Any]) -> AsyncIterator[bytes]:
+        async with lock:
+            async for data in tokens(body, 0.02):
+                yield data
+
+    with server(one_at_a_time) as (url, _):
+        [case] = run_serve(url, None, WORKLOAD, [Arrivals(rate=1000.0)], PROMISE, 1)["cases"]
+    first = case["time_to_first_token_s"]
+    assert first["p99"]["median"] > 3 * first["p50"]["least"] / 2 > 0.1
+
+
+def test_b01_the_command_writes_json_and_a_picture(tmp_path: Path) -> None:
+    report, picture = tmp_path / "serve.json", tmp_path / "serve.html"
+    with server(tokens) as (url, bodies):
+        flags = (
+            "--requests", "4", "--output-len", "2-3", "--rates", "50,100", "--streams", "2",
+            "--repeats", "1", "--sampled", "--json", str(report), "--plot", str(picture),
+        )  # fmt: skip
+        assert main(["bench", "serve", "--url", url, *flags]) == 0
+    found = json.loads(report.read_text())
+    labels = [case["arrivals"] for case in found["cases"]]
+    assert labels == ["50 talks/s", "100 talks/s", "2 streams"]
+    assert found["workload"]["models"] == ["first"]
+    assert "<svg" in picture.read_text()
+    assert bodies[-1]["temperature"] == 0.7
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--url", "localhost:8000"), "--url is 'localhost:8000'"),
+        (("--url", "http://127.0.0.1:1"), "start the server first"),
+        (("--rates", "0"), "above 0"),
+        (("--output-len", "9-3"), "--output-len is 9-3"),
+        (("--plot", "serve.png"), "--plot is 'serve.png'"),
+    ],
+)
+def test_wrong_flags_are_named(
+    flags: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "serve", *flags]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_server_that_hangs_up_in_the_middle_is_named() -> None:
+    async def ask(port: int) -> None:
+        streams = HttpStreams(f"http://127.0.0.1:{port}", None)
+        with pytest.raises(HttpStreamError, match="broke off"):
+            await streams.post("/v1/completions", {})
+
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(100)
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n5\r\nda")
+        writer.close()
+
+    async def both() -> None:
+        listening = await asyncio.start_server(hang_up, "127.0.0.1", 0)
+        await ask(listening.sockets[0].getsockname()[1])
+        listening.close()
+
+    asyncio.run(both())

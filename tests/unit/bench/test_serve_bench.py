@@ -17,6 +17,7 @@ from manyroots.bench.http_stream import HttpStreamError, HttpStreams
 from manyroots.bench.serve import Arrivals, Promise, run_serve
 from manyroots.bench.serve_workload import ServeWorkload
 from manyroots.cli.main import main
+from tests.patience import PATIENCE_S
 
 Answer = Callable[[dict[str, Any]], AsyncIterator[bytes]]
 WORKLOAD = ServeWorkload(num_requests=6, prompt_words=(3, 5), output_tokens=(4, 4), models=("m",))
@@ -80,13 +81,13 @@ def server(answer: Answer, *, cut: int = 0, status: int = 200) -> Iterator[tuple
 
     thread = Thread(target=lambda: asyncio.run(run()), daemon=True)
     thread.start()
-    started.wait(10)
+    started.wait(PATIENCE_S)
     loop, port = at[0]
     try:
         yield f"http://127.0.0.1:{port}", bodies
     finally:
         loop.call_soon_threadsafe(end.set)
-        thread.join(10)
+        thread.join(PATIENCE_S)
 
 
 def test_b01_times_and_tokens_are_those_of_the_server() -> None:

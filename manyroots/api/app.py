@@ -9,14 +9,29 @@ from __future__ import annotations
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.routing import Route
 
 from manyroots.api import about
 from manyroots.api.chat import chat_completions
 from manyroots.api.completions import completions
+from manyroots.api.endpoints import TEXT, Endpoint, post
 from manyroots.api.errors import EXCEPTION_HANDLERS
-from manyroots.api.lora import ADMIN_PATHS, LORA_ROUTES
+from manyroots.api.lora import LORA_ENDPOINTS
 from manyroots.api.middleware import HeaderLimits, Hosts, Keys, RequestIds, RootPath
+from manyroots.api.openapi import openapi_endpoints
+from manyroots.api.requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from manyroots.api.responses import (
+    ChatCompletion,
+    Completion,
+    Detokenized,
+    ModelCard,
+    ModelList,
+    Tokenized,
+)
 from manyroots.api.state import ServerState
 from manyroots.api.tokenization import detokenize, tokenize
 from manyroots.config import ServerSettings
@@ -38,27 +53,39 @@ def _cors(settings: ServerSettings) -> list[Middleware]:
     ]
 
 
+def endpoints(settings: ServerSettings) -> list[Endpoint]:
+    """Everything that this server answers."""
+    known = [
+        Endpoint("/live", about.live, "Whether the process is up."),
+        Endpoint("/health", about.health, "Whether it can answer."),
+        Endpoint("/ready", about.ready, "Whether to send requests here."),
+        Endpoint("/ping", about.health, "As /health.", methods=("GET", "POST")),
+        Endpoint("/load", about.load, "How many sequences are alive."),
+        Endpoint("/version", about.version, "The server's version."),
+        Endpoint("/metrics", about.metrics, "Numbers for Prometheus.", media=(TEXT,)),
+        Endpoint("/v1/models", about.list_models, "The model and its adapters.", answer=ModelList),
+        # A path, because the names of models on the hub have slashes.
+        Endpoint("/v1/models/{name:path}", about.show_model, "One of them.", answer=ModelCard),
+        post(
+            "/v1/completions", completions, "Complete texts.", CompletionRequest, Completion,
+            streams=True,
+        ),
+        post(
+            "/v1/chat/completions", chat_completions, "Answer a chat.", ChatRequest, ChatCompletion,
+            streams=True,
+        ),
+        post("/tokenize", tokenize, "A text's tokens.", TokenizeRequest, Tokenized),
+        post("/detokenize", detokenize, "Tokens' text.", DetokenizeRequest, Detokenized),
+        *(LORA_ENDPOINTS if settings.enable_lora_endpoints else ()),
+    ]  # fmt: skip
+    return [*known, *openapi_endpoints(known, root_path=settings.root_path)]
+
+
 def create_app(state: ServerState) -> Starlette:
     settings = state.settings
-    has_admin = settings.enable_lora_endpoints
+    known = endpoints(settings)
     app = Starlette(
-        routes=[
-            Route("/live", about.live),
-            Route("/health", about.health),
-            Route("/ready", about.ready),
-            Route("/ping", about.health, methods=["GET", "POST"]),
-            Route("/load", about.load),
-            Route("/version", about.version),
-            Route("/metrics", about.metrics),
-            Route("/v1/models", about.list_models),
-            # A path, because the names of models on the hub have slashes.
-            Route("/v1/models/{name:path}", about.show_model),
-            Route("/v1/completions", completions, methods=["POST"]),
-            Route("/v1/chat/completions", chat_completions, methods=["POST"]),
-            Route("/tokenize", tokenize, methods=["POST"]),
-            Route("/detokenize", detokenize, methods=["POST"]),
-            *(LORA_ROUTES if has_admin else ()),
-        ],
+        routes=[endpoint.route() for endpoint in known],
         middleware=[
             Middleware(RequestIds),
             Middleware(HeaderLimits),
@@ -68,7 +95,7 @@ def create_app(state: ServerState) -> Starlette:
                 Keys,
                 api_key=settings.api_key,
                 admin_key=settings.admin_key,
-                admin_paths=ADMIN_PATHS if has_admin else frozenset(),
+                admin_paths=frozenset(endpoint.path for endpoint in known if endpoint.is_admin),
             ),
             Middleware(Hosts),
         ],

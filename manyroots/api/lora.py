@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from manyroots.api.body import read_request
+from manyroots.api.endpoints import post
 from manyroots.api.events import json_response
 from manyroots.api.requests import LoadLoraRequest, UnloadLoraRequest
 from manyroots.api.responses import LoraLoaded, LoraUnloaded
@@ -80,12 +80,17 @@ async def _unload(service: Service, name: str) -> LoraUnloaded:
     )
 
 
-LORA_ROUTES = [
-    Route(f"{version}/{name}", route, methods=["POST"])
+LORA_ENDPOINTS = [
+    endpoint
     for version in ("/v1", "")
-    for name, route in (
-        ("load_lora_adapter", load_lora_adapter),
-        ("unload_lora_adapter", unload_lora_adapter),
+    for endpoint in (
+        post(
+            f"{version}/load_lora_adapter", load_lora_adapter, "Load an adapter.",
+            LoadLoraRequest, LoraLoaded, is_admin=True,
+        ),
+        post(
+            f"{version}/unload_lora_adapter", unload_lora_adapter, "Unload an adapter.",
+            UnloadLoraRequest, LoraUnloaded, is_admin=True,
+        ),
     )
-]
-ADMIN_PATHS = frozenset(route.path for route in LORA_ROUTES)
+]  # fmt: skip

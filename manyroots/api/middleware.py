@@ -18,8 +18,8 @@ from manyroots.api.errors import error_response
 
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 32 * 1024
-OPEN_PATHS = frozenset({"/live", "/health", "/ready", "/ping"})
-"""What an orchestrator asks, which has no key."""
+OPEN_PATHS = frozenset({"/live", "/health", "/ready", "/ping", "/openapi.json", "/docs"})
+"""What an orchestrator asks, which has no key; and what a page of a browser loads first."""
 
 _HOST = re.compile(r"([^\s/?#@\\\[\]:]*|\[[0-9A-Za-z:.%]+\])(:[0-9]*)?")
 """A name or an address; one of IPv6 has brackets."""

@@ -20,7 +20,7 @@ from manyroots.config import EngineSettings
 from manyroots.engine.adapter_directory import AdapterDirectory
 from manyroots.engine.adapter_folders import check_folders
 from manyroots.engine.adapter_runtime import adapter_limits
-from manyroots.engine.loop import EngineLoop
+from manyroots.engine.loop import EngineLoop, EventSink
 from manyroots.engine.tiers import check_tiers, model_identity, tier_policies
 from manyroots.engine.worker import Executor, execute_alone
 from manyroots.errors import ConfigError
@@ -80,9 +80,24 @@ def build_engine(settings: EngineSettings) -> Engine:
     if executor.adapters is not None:
         files = executor.adapters.files
         directory = AdapterDirectory(settings.lora, scheduler, files, base_names=base_names)
-    return Engine(
-        EngineLoop(scheduler, executor.runner, directory=directory, alarm=executor.alarm), info
+    loop = EngineLoop(
+        scheduler,
+        executor.runner,
+        directory=directory,
+        alarm=executor.alarm,
+        events=_make_events(settings, scheduler),
     )
+    return Engine(loop, info)
+
+
+def _make_events(settings: EngineSettings, scheduler: Scheduler) -> EventSink | None:
+    choice = settings.tiers.events()
+    if choice is None:
+        return None
+    # Here, because an engine that tells nobody must run without ZMQ and msgspec.
+    from manyroots.engine.kv_events import EventPublisher
+
+    return EventPublisher(choice, settings.cache.block_size, scheduler.adapter_name)
 
 
 def _policies(

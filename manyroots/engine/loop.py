@@ -10,10 +10,12 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import Protocol
 
 from manyroots.adapter_names import LoraModule
+from manyroots.cache.events import CacheEvent
 from manyroots.engine.adapter_directory import AdapterDirectory
 from manyroots.errors import NotFoundError, RequestError, UnavailableError
 from manyroots.ids import RequestId, Tier
@@ -88,6 +90,13 @@ class Alarm:
         self.wake()
 
 
+class EventSink(Protocol):
+    """Where events of the cache go."""
+
+    def publish(self, events: Sequence[CacheEvent]) -> None: ...
+    def close(self) -> None: ...
+
+
 class EngineLoop:
     """Drives one scheduler and one runner."""
 
@@ -98,14 +107,17 @@ class EngineLoop:
         *,
         directory: AdapterDirectory | None = None,
         alarm: Alarm | None = None,
+        events: EventSink | None = None,
         depth: int = 1,
     ) -> None:
         """`directory`: None leaves adapters to whoever registers them with the scheduler.
-        `alarm`: None if the runner can't end outside of a step."""
+        `alarm`: None if the runner can't end outside of a step. `events`: told after each step
+        which pages can be found now, and which not any more."""
         self._scheduler = scheduler
         self._runner = runner
         self._directory = directory
         self._alarm = alarm
+        self._events = events
         self._depth = depth
         self._launched: deque[Future[StepResult]] = deque()
         self._gathered = StepOutputs([])
@@ -207,6 +219,8 @@ class EngineLoop:
             self._launched.append(self._runner.launch(plan))
         if len(self._launched) > self._depth or (plan is None and self._launched):
             self._finish_oldest()
+        if self._events is not None:
+            self._events.publish(self._scheduler.take_events())
         outputs, self._gathered = self._gathered, StepOutputs([])
         if self._adapter_was:
             self._say_where_adapters_were(outputs)
@@ -237,6 +251,8 @@ class EngineLoop:
         if self._directory is not None:
             self._directory.close()
         self._runner.close()
+        if self._events is not None:
+            self._events.close()
 
     def _finish_oldest(self) -> None:
         try:

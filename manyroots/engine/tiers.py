@@ -34,8 +34,8 @@ _READ_BYTES = 1 << 24
 def check_tiers(settings: EngineSettings) -> None:
     """Refuse what can't be served together."""
     tiers = settings.tiers
-    if tiers.events() is not None or tiers.kv_check_share:
-        raise ConfigError("--kv-events-config and --kv-check-share are not served yet.")
+    if tiers.kv_check_share:
+        raise ConfigError("--kv-check-share is not served yet.")
     if not tiers.is_on:
         return
     flag = "--kv-offloading-size" if tiers.has_host else "--kv-storage"

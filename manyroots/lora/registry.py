@@ -173,6 +173,10 @@ class Registry:
         is_loaded = [v for v in versions.values() if self.loaded.get(v.name) is v]
         return (is_loaded or list(versions.values()))[-1]
 
+    def name_of(self, digest: AdapterDigest) -> AdapterName | None:
+        """What content is called, by the name that it was loaded under last; None if it is gone."""
+        return self.source(digest).name if digest in self.contents else None
+
     def _retire(self, version: AdapterVersion) -> tuple[AdapterDigest, ...]:
         self.contents[version.digest].num_loaded -= 1
         if self.num_holds[version.serial] > 0:

@@ -11,6 +11,7 @@ but decoding costs a few operations on columns (`rows.py`), however many decode.
 from __future__ import annotations
 
 from manyroots.cache.cache import PrefixCache
+from manyroots.cache.events import CacheEvent
 from manyroots.cache.lease import Lease
 from manyroots.cache.outcomes import Extension, Refusal
 from manyroots.config import Policy, SchedulerSettings
@@ -303,6 +304,14 @@ class Scheduler:
     def fail_in_flight(self, reason: str) -> list[Output]:
         """Launched steps gave nothing, and none is running any more."""
         return self._results.fail_in_flight(reason)
+
+    def take_events(self) -> list[CacheEvent]:
+        """What became findable and what ceased to be, since the last call."""
+        return self._cache.take_events()
+
+    def adapter_name(self, digest: AdapterDigest) -> AdapterName | None:
+        """What this content is called; None if nobody holds it any more."""
+        return self._adapters.registry.name_of(digest)
 
     def stats(self) -> Stats:
         cache = self._cache.stats()

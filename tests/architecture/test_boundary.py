@@ -14,13 +14,15 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "manyroots"
 SCHEDULER = sorted((PACKAGE / "scheduler").glob("*.py"))
-IMPORTS = {"cache.cache", "cache.keys", "cache.lease", "cache.outcomes", "cache.prefetch"}
+IMPORTS = {
+    "cache.cache", "cache.events", "cache.keys", "cache.lease", "cache.outcomes", "cache.prefetch",
+}  # fmt: skip
 BOUNDARY = {
     # What is asked of the cache
     "acknowledge", "announce", "begin", "can_reach", "claim", "clip", "commit", "commit_step",
     "could_find_more", "evict_adapter", "extend", "fail_step", "has_transfers", "measured_prefill",
     "num_resumable_tokens", "onboard", "page_size", "prefer_own", "prefetch", "release", "stats",
-    "take_copies", "turn_pages",
+    "take_copies", "take_events", "turn_pages",
     # What a lease, a ticket and a key say of themselves
     "activated", "checkpoints", "has_failed", "is_done", "is_ready", "num_cached_tokens",
     "num_covered_tokens", "num_published_pages", "onboarding", "patience_steps", "tables",

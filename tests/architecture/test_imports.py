@@ -62,7 +62,7 @@ TORCH = {"torch", "triton"}
 WEB_STACK = {"starlette", "uvicorn", "fastapi", "pydantic", "h11", "httptools"}
 WIRE = {"msgspec", "zmq"}
 MAY_USE_WIRE = {
-    "engine.wire", "engine.process", "engine.child", "distributed.wire",
+    "engine.wire", "engine.process", "engine.child", "engine.kv_events", "distributed.wire",
 }  # fmt: skip
 
 

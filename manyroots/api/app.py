@@ -17,6 +17,8 @@ from manyroots.api.endpoints import TEXT, Endpoint, post
 from manyroots.api.errors import EXCEPTION_HANDLERS
 from manyroots.api.lora import LORA_ENDPOINTS
 from manyroots.api.middleware import HeaderLimits, Hosts, Keys, RequestIds, RootPath
+from manyroots.api.openai_responses.route import responses
+from manyroots.api.openai_responses.shapes import ResponseObject, ResponsesRequest
 from manyroots.api.openapi import openapi_endpoints
 from manyroots.api.requests import (
     ChatRequest,
@@ -73,6 +75,10 @@ def endpoints(settings: ServerSettings) -> list[Endpoint]:
         post(
             "/v1/chat/completions", chat_completions, "Answer a chat.", ChatRequest, ChatCompletion,
             streams=True,
+        ),
+        post(
+            "/v1/responses", responses, "Answer, as the Responses API.", ResponsesRequest,
+            ResponseObject, streams=True,
         ),
         post("/tokenize", tokenize, "A text's tokens.", TokenizeRequest, Tokenized),
         post("/detokenize", detokenize, "Tokens' text.", DetokenizeRequest, Detokenized),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -32,6 +32,16 @@ def event(value: msgspec.Struct) -> bytes:
     return b"data: " + encode(value) + b"\n\n"
 
 
+def named_event(name: str, value: Any) -> bytes:
+    """An event as Responses and Anthropic's messages send them: with its type in front."""
+    return b"event: " + name.encode() + b"\ndata: " + encode(value) + b"\n\n"
+
+
+def _error_event(error: Exception) -> bytes:
+    _, body = error_body(error)
+    return event(body)
+
+
 class EventStream(Response):
     """Server-sent events. Releases the request's permits when it ends, however it ends.
 
@@ -41,11 +51,18 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], permits: Permits) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        permits: Permits,
+        last_words: Callable[[Exception], bytes] = _error_event,
+    ) -> None:
+        """`last_words`: what a stream says that fails when its status has long been sent."""
         self.status_code = 200
         self.background = None
         self._events = events
         self._permits = permits
+        self._last_words = last_words
         # Proxies must pass each event on at once.
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 
@@ -72,8 +89,7 @@ class EventStream(Response):
                 if not has_begun:
                     return error_response(error)
                 # The status is long sent: the stream itself must say it.
-                _, body = error_body(error)
-                last = event(body)
+                last = self._last_words(error)
                 await send({"type": "http.response.body", "body": last, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
         return None

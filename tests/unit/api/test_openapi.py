@@ -20,7 +20,9 @@ async def test_g05_the_document_has_every_route_and_the_fields_that_are_checked(
     routes = {route.path.replace(":path", "") for route in harness.app.routes}  # type: ignore[attr-defined]
     assert set(document["paths"]) == routes
     schemas = document["components"]["schemas"]
-    assert {"messages", "max_completion_tokens", "seed"} <= set(schemas["ChatRequest"]["properties"])
+    assert {"messages", "max_completion_tokens", "seed"} <= set(
+        schemas["ChatRequest"]["properties"]
+    )
     assert schemas["ChatRequest"]["additionalProperties"] is False
     assert schemas["ChatRequest"]["properties"]["user"]["description"].startswith("Accepted")
     text = json.dumps(document)

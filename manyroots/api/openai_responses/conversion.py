@@ -1,0 +1,166 @@
+"""A request for a response becomes a request for a chat, which the same code carries out.
+
+Takes `ResponsesRequest`; gives `ChatRequest`. Raises RequestError naming the item.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from manyroots.api.openai_responses.shapes import REMEDIES, ResponsesRequest
+from manyroots.api.requests import ChatRequest
+from manyroots.errors import RequestError
+
+LOGPROBS = "message.output_text.logprobs"
+_INCLUDED = {LOGPROBS, "reasoning.encrypted_content"}
+"""What may be asked for beside the answer. There is no encrypted reasoning: it comes as it is."""
+_TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+
+
+def chat_request(request: ResponsesRequest) -> ChatRequest:
+    _check_supported(request)
+    wants_logprobs = LOGPROBS in (request.include or ()) or bool(request.top_logprobs)
+    return ChatRequest(
+        model=request.model,
+        messages=_messages(request),
+        stream=request.stream,
+        max_completion_tokens=request.max_output_tokens,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        min_p=request.min_p,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        repetition_penalty=request.repetition_penalty,
+        seed=request.seed,
+        cache_salt=request.cache_salt,
+        priority=request.priority,
+        chat_template_kwargs=request.chat_template_kwargs,
+        reasoning_effort=None if request.reasoning is None else request.reasoning.effort,
+        logprobs=True if wants_logprobs else None,
+        top_logprobs=request.top_logprobs if wants_logprobs else None,
+        response_format=_response_format(request),
+        tools=[_tool(tool, place) for place, tool in enumerate(request.tools or ())] or None,
+        tool_choice=_tool_choice(request.tool_choice),
+        parallel_tool_calls=request.parallel_tool_calls,
+    )
+
+
+def _check_supported(request: ResponsesRequest) -> None:
+    for name, (harmless, remedy) in REMEDIES.items():
+        value = getattr(request, name)
+        if value is not None and value not in harmless:
+            raise RequestError(f"{name} is not supported by this server: {remedy}.", field=name)
+    for name in request.include or ():
+        if name not in _INCLUDED:
+            raise RequestError(
+                f"include has {name[:60]!r}; this server knows {', '.join(sorted(_INCLUDED))}.",
+                field="include",
+            )
+
+
+def _response_format(request: ResponsesRequest) -> dict[str, Any] | None:
+    chosen = None if request.text is None else request.text.format
+    if chosen is None or chosen.get("type") != "json_schema":
+        return chosen
+    described = {name: value for name, value in chosen.items() if name != "type"}
+    return {"type": "json_schema", "json_schema": described}
+
+
+def _tool(tool: Any, place: int) -> Any:
+    """Its function's fields lie beside its type here, and one level deeper in a chat."""
+    kind = tool.get("type") if isinstance(tool, Mapping) else None
+    if kind != "function":
+        raise RequestError(
+            f"tools[{place}] is of type {kind!r:.60}; this server takes functions, which their "
+            "caller carries out.",
+            field=f"tools[{place}]",
+        )
+    names = ("name", "description", "parameters", "strict")
+    function = {name: tool[name] for name in names if tool.get(name) is not None}
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(choice: Any) -> Any:
+    if isinstance(choice, Mapping) and choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return choice
+
+
+def _messages(request: ResponsesRequest) -> list[Any]:
+    messages: list[dict[str, Any]] = []
+    if request.instructions is not None:
+        messages.append({"role": "system", "content": request.instructions})
+    if isinstance(request.input, str):
+        return [*messages, {"role": "user", "content": request.input}]
+    if not request.input:
+        raise RequestError("input is empty; give a text or at least one item.", field="input")
+    for place, item in enumerate(request.input):
+        _add_item(messages, item, f"input[{place}]")
+    return messages
+
+
+def _add_item(messages: list[dict[str, Any]], item: Any, where: str) -> None:
+    if not isinstance(item, Mapping):
+        raise RequestError(f"{where} is not an object; an item has a type or a role.", field=where)
+    kind = item.get("type") or "message"
+    match kind:
+        case "message":
+            content = _content(item.get("content"), f"{where}.content")
+            _answer_or_new(messages, {"role": item.get("role"), "content": content})
+        case "function_call":
+            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            call = {"id": item.get("call_id"), "type": "function", "function": function}
+            _answer_or_new(messages, {"role": "assistant", "content": None, "tool_calls": [call]})
+        case "function_call_output":
+            messages.append(
+                {
+                    "role": "tool",
+                    "tool_call_id": item.get("call_id"),
+                    "content": _content(item.get("output"), f"{where}.output"),
+                }
+            )
+        case "reasoning":
+            thought = _content(item.get("content") or [], f"{where}.content", "reasoning_text")
+            if thought:
+                message = {"role": "assistant", "content": None, "reasoning_content": thought}
+                messages.append(message)
+        case _:
+            raise RequestError(
+                f"{where}.type is {kind!r:.60}; this server takes message, function_call, "
+                "function_call_output and reasoning.",
+                field=where,
+            )
+
+
+def _answer_or_new(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
+    """Thoughts, words and calls of one answer are one message of a chat."""
+    last = messages[-1] if messages else None
+    if message["role"] != "assistant" or last is None or last["role"] != "assistant":
+        messages.append(message)
+    elif "tool_calls" in message:
+        last.setdefault("tool_calls", []).extend(message["tool_calls"])
+    elif last["content"] is None and "tool_calls" not in last:
+        last["content"] = message["content"]
+    else:
+        messages.append(message)
+
+
+def _content(content: Any, where: str, *more: str) -> Any:
+    """A text, of a text or of parts that are texts."""
+    if not isinstance(content, list):
+        return content
+    texts: list[str] = []
+    for place, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        name = "text" if kind in more else _TEXTS.get(str(kind))
+        text = part.get(name) if isinstance(part, Mapping) and name is not None else None
+        if not isinstance(text, str):
+            raise RequestError(
+                f"{where}[{place}] is a part of type {kind!r:.60}; this model reads text only. "
+                "Send parts of type 'input_text'.",
+                field=f"{where}[{place}]",
+            )
+        texts.append(text)
+    return "\n".join(texts)

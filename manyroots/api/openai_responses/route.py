@@ -1,0 +1,158 @@
+"""POST /v1/responses
+
+Takes OpenAI's request, gives its response, whole or as events. A chat underneath: the same
+template, tools and parsers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from manyroots.api.answers import AnswerDelta, answer_deltas
+from manyroots.api.body import read_request
+from manyroots.api.errors import error_body
+from manyroots.api.events import EventStream, answer, named_event
+from manyroots.api.generation import UsageCount
+from manyroots.api.jobs import Job, chat_job
+from manyroots.api.logprobs import chat_logprobs
+from manyroots.api.openai_responses.conversion import chat_request
+from manyroots.api.openai_responses.shapes import (
+    IncompleteDetails,
+    InputTokensDetails,
+    OutputTokensDetails,
+    ResponseObject,
+    ResponsesRequest,
+    ResponseUsage,
+)
+from manyroots.api.openai_responses.writer import Event, ItemWriter
+from manyroots.api.requests import ChatRequest
+from manyroots.api.responses import Usage
+from manyroots.api.state import server_of
+from manyroots.messages import FinishReason
+from manyroots.text.chat_output import ChatEvent, ContentDelta, ReasoningDelta
+
+
+async def responses(request: Request) -> Response:
+    server = server_of(request)
+    body = await read_request(request, ResponsesRequest, max_bytes=server.settings.max_body_bytes)
+    chat = chat_request(body)
+    job = await chat_job(server, chat, request.headers)
+    making = _Making(job, body, chat)
+    if body.stream:
+        return EventStream(making.stream(), job.permits, last_words=_failure)
+    with job.permits:
+        return await answer(request, making.whole())
+
+
+def _failure(error: Exception) -> bytes:
+    """The last event of a stream that can't go on."""
+    _, body = error_body(error)
+    detail = body.error
+    fields = {"code": detail.code, "message": detail.message, "param": detail.param}
+    return named_event("error", {"type": "error", "sequence_number": 0} | fields)
+
+
+class _Making:
+    """One response, as it comes about."""
+
+    def __init__(self, job: Job, request: ResponsesRequest, chat: ChatRequest) -> None:
+        self._job = job
+        self._chat = chat
+        self._items = ItemWriter()
+        self._count = UsageCount(job.submits, job.n)
+        self._num_reasoning_tokens = 0
+        self._num_events = 0
+        self._finish_reason: str | None = None
+        self._response = ResponseObject(
+            id="resp_" + job.id.partition("-")[2],
+            created_at=job.created,
+            status="in_progress",
+            model=request.model,
+            output=[],
+            instructions=request.instructions,
+            max_output_tokens=request.max_output_tokens,
+            metadata=request.metadata or {},
+            parallel_tool_calls=request.parallel_tool_calls is not False,
+            reasoning=request.reasoning,
+            temperature=request.temperature,
+            text=request.text,
+            tool_choice=request.tool_choice or "auto",
+            tools=request.tools or [],
+            top_logprobs=request.top_logprobs,
+            top_p=request.top_p,
+            user=request.user,
+        )
+
+    async def whole(self) -> ResponseObject:
+        async with aclosing(answer_deltas(self._job)) as batches:
+            async for batch in batches:
+                for delta in batch:
+                    self._take(delta)
+        self._end()
+        return self._response
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        # With the first output and not before: until then the status can still say what went wrong.
+        data = self._told("response.created", {"response": self._response})
+        data += self._told("response.in_progress", {"response": self._response})
+        async with aclosing(answer_deltas(self._job)) as batches:
+            async for batch in batches:
+                for delta in batch:
+                    for kind, fields in self._take(delta):
+                        data += self._told(kind, fields)
+                if data:
+                    yield data
+                data = b""
+        for kind, fields in self._end():
+            data += self._told(kind, fields)
+        yield data + self._told(f"response.{self._response.status}", {"response": self._response})
+
+    def _take(self, added: AnswerDelta) -> list[Event]:
+        self._count.add(added.index, added.delta)
+        if any(isinstance(said, ReasoningDelta) for said in added.events):
+            self._num_reasoning_tokens += len(added.delta.tokens)
+        if added.finish_reason is not None:
+            self._finish_reason = added.finish_reason
+        events: list[Event] = []
+        for said in added.events:
+            events += self._items.add(said, self._logprobs(added, said))
+        return events
+
+    def _logprobs(self, added: AnswerDelta, said: ChatEvent) -> list[Any]:
+        """With the first words of what came together."""
+        if not self._chat.logprobs or not isinstance(said, ContentDelta):
+            return []
+        first = next(event for event in added.events if isinstance(event, ContentDelta))
+        if said is not first:
+            return []
+        return list(chat_logprobs(self._job.service.tokenizer, added.delta.logprobs).content)
+
+    def _end(self) -> list[Event]:
+        is_cut = self._finish_reason == FinishReason.LENGTH.value
+        events = self._items.close("incomplete" if is_cut else "completed")
+        self._response.output = list(self._items.items)
+        self._response.status = "incomplete" if is_cut else "completed"
+        if is_cut:
+            self._response.incomplete_details = IncompleteDetails("max_output_tokens")
+        self._response.usage = _usage(self._count.usage(), self._num_reasoning_tokens)
+        return events
+
+    def _told(self, kind: str, fields: dict[str, Any]) -> bytes:
+        number = self._num_events
+        self._num_events += 1
+        return named_event(kind, {"type": kind, "sequence_number": number} | fields)
+
+
+def _usage(usage: Usage, num_reasoning_tokens: int) -> ResponseUsage:
+    return ResponseUsage(
+        usage.prompt_tokens,
+        InputTokensDetails(usage.prompt_tokens_details.cached_tokens),
+        usage.completion_tokens,
+        OutputTokensDetails(num_reasoning_tokens),
+        usage.total_tokens,
+    )

@@ -1,0 +1,179 @@
+"""What `/v1/responses` takes and gives.
+
+Nothing is stored here: an answer is the caller's to keep, and to send back as input.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from manyroots.api.requests import Ignored, Unsupported
+
+
+class ReasoningOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    effort: str | None = None
+    summary: Ignored = None
+    generate_summary: Ignored = None
+
+
+class TextOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    format: dict[str, Any] | None = None
+    verbosity: Ignored = None
+
+
+class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/responses"""
+
+    model: str
+    input: str | list[Any]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: int | None = None
+    stream: bool | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningOptions | None = None
+    text: TextOptions | None = None
+    include: list[str] | None = None
+
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    metadata: Ignored = None
+    store: Ignored = None
+    stream_options: Ignored = None
+    user: Ignored = None
+    service_tier: Ignored = None
+    safety_identifier: Ignored = None
+    prompt_cache_key: Ignored = None
+    prompt_cache_retention: Ignored = None
+    request_id: Ignored = None
+
+    previous_response_id: Unsupported = None
+    conversation: Unsupported = None
+    prompt: Unsupported = None
+    background: Unsupported = None
+    truncation: Unsupported = None
+    max_tool_calls: Unsupported = None
+    context_management: Unsupported = None
+
+
+REMEDIES: dict[str, tuple[tuple[Any, ...], str]] = {
+    "previous_response_id": ((), "nothing is stored here; send the whole conversation as input"),
+    "conversation": ((), "nothing is stored here; send the whole conversation as input"),
+    "prompt": ((), "no prompts are stored here; send instructions and input"),
+    "background": ((False,), "stream the answer, or wait for it"),
+    "truncation": (("disabled",), "shorten the input"),
+    "max_tool_calls": ((), "callers carry tools out themselves; remove it"),
+    "context_management": ((), "remove it"),
+}
+"""Of what can't be had: values that ask for nothing else, and what to do instead."""
+
+
+class InputTokensDetails(msgspec.Struct):
+    cached_tokens: int
+    cache_write_tokens: int = 0
+
+
+class OutputTokensDetails(msgspec.Struct):
+    reasoning_tokens: int
+
+
+class ResponseUsage(msgspec.Struct):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class OutputText(msgspec.Struct, kw_only=True):
+    type: str = "output_text"
+    text: str = ""
+    annotations: list[Any] = msgspec.field(default_factory=list)
+    logprobs: list[Any] = msgspec.field(default_factory=list)
+
+
+class ReasoningText(msgspec.Struct, kw_only=True):
+    type: str = "reasoning_text"
+    text: str = ""
+
+
+class OutputMessage(msgspec.Struct, kw_only=True):
+    id: str
+    type: str = "message"
+    role: str = "assistant"
+    status: str = "completed"
+    content: list[OutputText] = msgspec.field(default_factory=list)
+
+
+class OutputReasoning(msgspec.Struct, kw_only=True):
+    id: str
+    type: str = "reasoning"
+    status: str = "completed"
+    summary: list[Any] = msgspec.field(default_factory=list)
+    content: list[ReasoningText] = msgspec.field(default_factory=list)
+
+
+class OutputCall(msgspec.Struct, kw_only=True):
+    id: str
+    call_id: str
+    name: str
+    arguments: str = ""
+    type: str = "function_call"
+    status: str = "completed"
+
+
+OutputItem = OutputMessage | OutputReasoning | OutputCall
+
+
+class ResponseFailure(msgspec.Struct):
+    code: str
+    message: str
+
+
+class IncompleteDetails(msgspec.Struct):
+    reason: str
+
+
+class ResponseObject(msgspec.Struct, kw_only=True):
+    """An answer, so far or whole."""
+
+    id: str
+    object: str = "response"
+    created_at: int
+    status: str
+    background: bool = False
+    error: ResponseFailure | None = None
+    incomplete_details: IncompleteDetails | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    metadata: Any = None
+    model: str
+    output: list[Any]
+    parallel_tool_calls: bool = True
+    previous_response_id: None = None
+    reasoning: ReasoningOptions | None = None
+    service_tier: str = "default"
+    store: bool = False
+    temperature: float | None = None
+    text: TextOptions | None = None
+    tool_choice: Any = "auto"
+    tools: list[Any]
+    top_logprobs: int | None = None
+    top_p: float | None = None
+    truncation: str = "disabled"
+    usage: ResponseUsage | None = None
+    user: Any = None

@@ -1,0 +1,146 @@
+"""The Responses API, read by OpenAI's own client (G05)."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from tests.unit.api.fake_engine import FakeEngine, script
+from tests.unit.api.harness import Harness, error_of
+
+pytestmark = pytest.mark.anyio
+
+TOOLS_TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+    "{% for m in messages %}<|begin|>{{ m.role }}\n{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>\n{{ call.function | tojson }}\n</tool_call>"
+    "{% endfor %}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|begin|>assistant\n{% endif %}"
+)
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+IMAGE = {"type": "input_image", "image_url": "http://127.0.0.1:1/x.png"}
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "name": "weather",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
+
+
+def saying(text: str) -> Harness:
+    engine = FakeEngine(script(*text.encode()))
+    return Harness(engine, template=TOOLS_TEMPLATE)
+
+
+def client(harness: Harness) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(
+        base_url="http://test/v1", api_key="k", max_retries=0, http_client=harness.client
+    )
+
+
+async def test_g05_a_text_and_what_it_took() -> None:
+    answer = await client(saying("yes")).responses.create(
+        model="tiny", input="hi", instructions="be brief", metadata={"a": "b"}
+    )
+    assert answer.output_text == "yes"
+    assert answer.status == "completed"
+    assert answer.instructions == "be brief"
+    assert answer.usage is not None
+    assert answer.usage.output_tokens == 4  # and the end
+    assert answer.usage.total_tokens == answer.usage.input_tokens + 4
+
+
+async def test_g05_an_answer_that_is_cut_off_is_incomplete() -> None:
+    answer = await client(Harness()).responses.create(model="tiny", input="hi", max_output_tokens=4)
+    assert answer.status == "incomplete"
+    assert answer.incomplete_details is not None
+    assert answer.incomplete_details.reason == "max_output_tokens"
+
+
+async def test_g05_the_stream_helper_adds_the_events_up() -> None:
+    async with client(saying(f"look: {CALL}")).responses.stream(
+        model="tiny",
+        input="hi",
+        tools=[TOOL],  # type: ignore[list-item]
+    ) as stream:
+        kinds = [event.type async for event in stream]
+        whole = await stream.get_final_response()
+    assert kinds[:2] == ["response.created", "response.in_progress"]
+    assert kinds[-1] == "response.completed"
+    assert (
+        kinds.count("response.output_item.added") == kinds.count("response.output_item.done") == 2
+    )
+    message, call = whole.output
+    assert message.type == "message"
+    assert whole.output_text == "look:"
+    assert call.type == "function_call"
+    assert (call.name, json.loads(call.arguments)) == ("weather", {"city": "Oslo"})
+
+
+async def test_g05_events_are_numbered_and_named() -> None:
+    body = {"model": "tiny", "input": "hi", "stream": True}
+    text = (await saying("yes").post("/v1/responses", body)).text
+    events = [item.split("\n") for item in text.split("\n\n") if item]
+    datas = [json.loads(data.removeprefix("data: ")) for _, data in events]
+    assert [name.removeprefix("event: ") for name, _ in events] == [d["type"] for d in datas]
+    assert [data["sequence_number"] for data in datas] == list(range(len(datas)))
+    assert "".join(data.get("delta", "") for data in datas) == "yes"
+
+
+async def test_g05_a_conversation_with_a_tool_comes_back_as_input() -> None:
+    harness = saying(CALL)
+    speaker = client(harness)
+    first = await speaker.responses.create(model="tiny", input="hi", tools=[TOOL])  # type: ignore[list-item]
+    [call] = first.output
+    assert call.type == "function_call"
+    given: list[Any] = [{"role": "user", "content": "hi"}, call.model_dump()]
+    given.append({"type": "function_call_output", "call_id": call.call_id, "output": "rain"})
+    await speaker.responses.create(model="tiny", input=given, tools=[TOOL])  # type: ignore[list-item]
+    prompt = harness.tokenizer.decode(harness.engine.submitted[1].prompt, skip_special_tokens=False)
+    assert "<|begin|>tool\nrain<|end|>" in prompt
+    assert '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}' in prompt
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": 5}, "input"),
+        ({"input": [5]}, "input[0]"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input[0].content[0]",
+        ),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"background": True}, "background"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"include": ["file_search_call.results"]}, "include"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"max_output_tokens": 0}, "max_tokens"),
+        ({"surprise": 1}, "surprise"),
+    ],
+)
+async def test_g05_what_a_response_cannot_be(fields: dict[str, Any], param: str) -> None:
+    body = {"model": "tiny", "input": "hi"} | fields
+    response = await Harness().post("/v1/responses", body)
+    assert response.status_code == 400
+    assert error_of(response)["param"] == param
+
+
+async def test_g05_logprobs_of_a_response() -> None:
+    answer = await client(Harness()).responses.create(
+        model="tiny",
+        input="hi",
+        max_output_tokens=3,
+        top_logprobs=2,
+        include=["message.output_text.logprobs"],
+    )
+    [message] = answer.output
+    assert message.type == "message"
+    [part] = message.content
+    assert part.type == "output_text"
+    assert part.logprobs is not None
+    assert all(len(item.top_logprobs) == 2 for item in part.logprobs)

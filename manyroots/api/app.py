@@ -11,6 +11,13 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
 from manyroots.api import about
+from manyroots.api.anthropic.route import count_tokens, messages
+from manyroots.api.anthropic.shapes import (
+    CountTokensRequest,
+    MessageAnswer,
+    MessagesRequest,
+    TokenCount,
+)
 from manyroots.api.chat import chat_completions
 from manyroots.api.completions import completions
 from manyroots.api.endpoints import TEXT, Endpoint, post
@@ -79,6 +86,14 @@ def endpoints(settings: ServerSettings) -> list[Endpoint]:
         post(
             "/v1/responses", responses, "Answer, as the Responses API.", ResponsesRequest,
             ResponseObject, streams=True,
+        ),
+        post(
+            "/v1/messages", messages, "Answer, as Anthropic's API.", MessagesRequest,
+            MessageAnswer, streams=True,
+        ),
+        post(
+            "/v1/messages/count_tokens", count_tokens, "How many tokens its prompt has.",
+            CountTokensRequest, TokenCount,
         ),
         post("/tokenize", tokenize, "A text's tokens.", TokenizeRequest, Tokenized),
         post("/detokenize", detokenize, "Tokens' text.", DetokenizeRequest, Detokenized),

@@ -74,8 +74,28 @@ def error_body(error: Exception) -> tuple[int, ErrorBody]:
             return 500, ErrorBody(ErrorDetail(message, "server_error"))
 
 
-def error_response(error: Exception) -> Response:
+ANTHROPIC_PATHS = ("/v1/messages",)
+"""Below these, errors have Anthropic's shape."""
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
+    404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error",
+    503: "overloaded_error",
+}  # fmt: skip
+
+
+def anthropic_error(error: Exception) -> tuple[int, dict[str, object]]:
+    """Status and body for an exception, as Anthropic's clients read them."""
     status, body = error_body(error)
+    kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return status, {"type": "error", "error": {"type": kind, "message": body.error.message}}
+
+
+def error_response(error: Exception, path: str) -> Response:
+    """`path`: the route's, which decides the shape."""
+    body: object
+    status, body = error_body(error)
+    if path.startswith(ANTHROPIC_PATHS):
+        status, body = anthropic_error(error)
     headers: dict[str, str] = {}
     if isinstance(error, OverloadedError):
         headers["retry-after"] = str(error.retry_after_s)
@@ -87,7 +107,7 @@ def error_response(error: Exception) -> Response:
 
 
 async def _answer(request: Request, error: Exception) -> Response:
-    return error_response(error)
+    return error_response(error, request.scope["path"])
 
 
 async def _answer_http(request: Request, error: Exception) -> Response:
@@ -97,7 +117,7 @@ async def _answer_http(request: Request, error: Exception) -> Response:
             error.detail = f"There is no {request.method} {request.url.path[:200]} here."
         case 405:
             error.detail = f"{request.url.path[:200]} does not take {request.method}."
-    return error_response(error)
+    return error_response(error, request.scope["path"])
 
 
 EXCEPTION_HANDLERS: dict[type[Exception] | int, ExceptionHandler] = {

@@ -68,12 +68,12 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._permits:
-            refusal = await _unless_disconnected(receive, self._send_events(send))
-            if refusal is not None:
-                await refusal(scope, receive, send)
+            failure = await _unless_disconnected(receive, self._send_events(send))
+            if failure is not None:
+                await error_response(failure, scope["path"])(scope, receive, send)
 
-    async def _send_events(self, send: Send) -> Response | None:
-        """What to answer in place of a stream, if it failed before its first event."""
+    async def _send_events(self, send: Send) -> Exception | None:
+        """Why there is no stream, if it failed before its first event."""
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         has_begun = False
         async with aclosing(self._events) as events:
@@ -87,7 +87,7 @@ class EventStream(Response):
                 if not isinstance(error, ManyrootsError):
                     logger.exception("a stream failed")
                 if not has_begun:
-                    return error_response(error)
+                    return error
                 # The status is long sent: the stream itself must say it.
                 last = self._last_words(error)
                 await send({"type": "http.response.body", "body": last, "more_body": True})

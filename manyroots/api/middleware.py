@@ -68,7 +68,7 @@ class HeaderLimits:
                     f"The request has {len(headers)} headers of {size} bytes; at most "
                     f"{MAX_HEADERS} headers and {MAX_HEADER_BYTES} bytes are allowed.",
                 )
-                await error_response(error)(scope, receive, send)
+                await error_response(error, scope["path"])(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -113,7 +113,7 @@ class Keys:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error = self._refusal(scope) if scope["type"] == "http" else None
         if error is not None:
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope["path"])(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
@@ -147,13 +147,16 @@ class Hosts:
                 error = HTTPException(
                     400, f"The Host header is {shown!r}; send one, of a host and perhaps a port."
                 )
-                await error_response(error)(scope, receive, send)
+                await error_response(error, scope["path"])(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
 
 def _bearer_token(scope: Scope) -> bytes | None:
     given = [value for name, value in scope["headers"] if name == b"authorization"]
+    plain = [value for name, value in scope["headers"] if name == b"x-api-key"]
+    if not given and len(plain) == 1:  # as Anthropic's clients send it
+        return bytes(plain[0].strip())
     if len(given) != 1:
         return None
     scheme, _, token = given[0].partition(b" ")

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 from manyroots.api.endpoints import HTML, JSON, Endpoint
-from manyroots.api.errors import ErrorBody
+from manyroots.api.errors import ANTHROPIC_PATHS, ErrorBody
 from manyroots.api.middleware import OPEN_PATHS
 from manyroots.api.requests import Ignored, Unsupported
 from manyroots.version import __version__
@@ -76,7 +76,7 @@ def _operation(endpoint: Endpoint, method: str) -> dict[str, Any]:
     operation: dict[str, Any] = {
         "operationId": _name(endpoint.path, method),
         "summary": endpoint.summary + (" Needs the admin key." if endpoint.is_admin else ""),
-        "responses": {"200": good, "4XX": _ERROR, "503": _ERROR},
+        "responses": {"200": good, "4XX": _error(endpoint.path), "503": _error(endpoint.path)},
     }
     parameters = [
         {"name": match[1], "in": "path", "required": True, "schema": {"type": "string"}}
@@ -101,10 +101,12 @@ def _schema(kind: Any) -> dict[str, Any]:
     return {"type": "object"}
 
 
-_ERROR: dict[str, Any] = {
-    "description": "What was wrong, and what to do.",
-    "content": {JSON: {"schema": _schema(ErrorBody)}},
-}
+def _error(path: str) -> dict[str, Any]:
+    kind = dict if path.startswith(ANTHROPIC_PATHS) else ErrorBody
+    return {
+        "description": "What was wrong, and what to do.",
+        "content": {JSON: {"schema": _schema(kind)}},
+    }
 
 
 def _name(path: str, method: str) -> str:

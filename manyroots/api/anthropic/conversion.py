@@ -1,0 +1,200 @@
+"""A request for a message becomes a request for a chat, which the same code carries out.
+
+Takes `MessagesRequest`; gives `ChatRequest`. Raises RequestError naming the block.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from manyroots.api.anthropic.shapes import UNSUPPORTED, MessagesRequest, PromptFields
+from manyroots.api.requests import ChatRequest
+from manyroots.errors import RequestError
+
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+def chat_request(request: PromptFields, template_options: Collection[str]) -> ChatRequest:
+    """`template_options`: what the model's template can be told."""
+    for name in UNSUPPORTED:
+        if getattr(request, name, None):
+            raise RequestError(f"{name} is not supported by this server; remove it.", field=name)
+    choice, parallel = _tool_choice(request.tool_choice)
+    chat = ChatRequest(
+        model=request.model,
+        messages=_messages(request),
+        tools=[_tool(tool, place) for place, tool in enumerate(request.tools or ())] or None,
+        tool_choice=choice,
+        parallel_tool_calls=parallel,
+        response_format=_response_format(request),
+        chat_template_kwargs=_template_kwargs(request, template_options),
+    )
+    if request.output_config is not None:
+        chat.reasoning_effort = request.output_config.effort
+    if isinstance(request, MessagesRequest):
+        chat.max_completion_tokens = request.max_tokens
+        chat.stop = request.stop_sequences
+        for name in ("stream", "temperature", "top_p", "top_k", "min_p", "repetition_penalty",
+                     "seed", "cache_salt", "priority"):  # fmt: skip
+            setattr(chat, name, getattr(request, name))
+    return chat
+
+
+def _template_kwargs(
+    request: PromptFields, template_options: Collection[str]
+) -> dict[str, Any] | None:
+    """Thinking is on or off where the template can be told so."""
+    given = request.chat_template_kwargs
+    if request.thinking is None or "enable_thinking" not in template_options:
+        return given
+    return {"enable_thinking": request.thinking.type != "disabled"} | (given or {})
+
+
+def _response_format(request: PromptFields) -> dict[str, Any] | None:
+    chosen = request.output_format
+    if chosen is None and request.output_config is not None:
+        chosen = request.output_config.format
+    if chosen is None:
+        return None
+    if chosen.get("type") != "json_schema":
+        raise RequestError(
+            f"output_format is of type {chosen.get('type')!r:.60}; give json_schema.",
+            field="output_format",
+        )
+    described = {"name": "answer", "schema": chosen.get("schema")}
+    return {"type": "json_schema", "json_schema": described}
+
+
+def _tool(tool: Any, place: int) -> Any:
+    where = f"tools[{place}]"
+    if not isinstance(tool, Mapping) or tool.get("type") not in (None, "custom"):
+        raise RequestError(
+            f"{where} is no tool with an input_schema; this server runs none of its own.",
+            field=where,
+        )
+    function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
+    for name in ("description", "strict"):
+        if tool.get(name) is not None:
+            function[name] = tool[name]
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(choice: dict[str, Any] | None) -> tuple[Any, bool | None]:
+    """The choice as a chat's, and whether several calls are welcome."""
+    if choice is None:
+        return None, None
+    kind = choice.get("type")
+    parallel = False if choice.get("disable_parallel_tool_use") else None
+    if kind == "tool":
+        return {"type": "function", "function": {"name": choice.get("name")}}, parallel
+    if kind not in _CHOICES:
+        raise RequestError(
+            f"tool_choice.type is {kind!r:.60}; choose auto, any, none or tool.",
+            field="tool_choice.type",
+        )
+    return _CHOICES[kind], parallel
+
+
+def _messages(request: PromptFields) -> list[Any]:
+    messages: list[Any] = []
+    if request.system is not None:
+        messages.append({"role": "system", "content": _text(request.system, "system")})
+    if not request.messages:
+        raise RequestError("messages is empty; give at least one message.", field="messages")
+    for place, message in enumerate(request.messages):
+        where = f"messages[{place}]"
+        role = message.get("role") if isinstance(message, Mapping) else None
+        if role not in ("user", "assistant", "system"):
+            raise RequestError(
+                f"{where}.role is {role!r:.60}; choose user or assistant.", field=f"{where}.role"
+            )
+        content = message.get("content")
+        if isinstance(content, str):
+            messages.append({"role": role, "content": content})
+        elif role == "assistant":
+            messages.append(_answer(content, f"{where}.content"))
+        else:
+            messages += _asked(role, content, f"{where}.content")
+    return messages
+
+
+def _blocks(content: Any, where: str) -> list[tuple[str, Mapping[str, Any], str]]:
+    """Each block's type, the block, and where it is."""
+    if not isinstance(content, list):
+        raise RequestError(f"{where} must be a string or a list of blocks.", field=where)
+    blocks = []
+    for place, block in enumerate(content):
+        kind = block.get("type") if isinstance(block, Mapping) else None
+        if not isinstance(kind, str):
+            raise RequestError(f"{where}[{place}] has no type.", field=f"{where}[{place}]")
+        blocks.append((kind, block, f"{where}[{place}]"))
+    return blocks
+
+
+def _unknown(kind: str, where: str, known: str) -> RequestError:
+    return RequestError(
+        f"{where} is a block of type {kind!r:.60}; this model reads {known}.", field=where
+    )
+
+
+def _text(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    texts: list[str] = []
+    for kind, block, place in _blocks(content, where):
+        if kind != "text" or not isinstance(block.get("text"), str):
+            raise _unknown(kind, place, "text only")
+        texts.append(block["text"])
+    return "\n".join(texts)
+
+
+def _asked(role: str, content: Any, where: str) -> list[dict[str, Any]]:
+    """What a user says: results of tools first, each a message of its own, then the words."""
+    messages: list[dict[str, Any]] = []
+    words: list[Any] = []
+    for kind, block, place in _blocks(content, where):
+        if kind == "tool_result":
+            result = block.get("content")
+            messages.append(
+                {
+                    "role": "tool",
+                    "tool_call_id": block.get("tool_use_id"),
+                    "content": "" if result is None else _text(result, f"{place}.content"),
+                }
+            )
+        elif kind == "text":
+            words.append(_text([block], place))
+        else:
+            raise _unknown(kind, place, "text and tool_result")
+    if words or not messages:
+        messages.append({"role": role, "content": "\n".join(words)})
+    return messages
+
+
+def _answer(content: Any, where: str) -> dict[str, Any]:
+    """What the assistant said, thought and called: one message."""
+    words: list[str] = []
+    thoughts: list[str] = []
+    calls: list[Any] = []
+    for kind, block, place in _blocks(content, where):
+        match kind:
+            case "text":
+                words.append(_text([block], place))
+            case "thinking":
+                thoughts.append(str(block.get("thinking", "")))
+            case "redacted_thinking":
+                pass
+            case "tool_use":
+                arguments = json.dumps(block.get("input"), ensure_ascii=False)
+                function = {"name": block.get("name"), "arguments": arguments}
+                calls.append({"id": block.get("id"), "type": "function", "function": function})
+            case _:
+                raise _unknown(kind, place, "text, thinking and tool_use")
+    message: dict[str, Any] = {"role": "assistant", "content": "\n".join(words) or None}
+    if thoughts:
+        message["reasoning_content"] = "\n".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    return message

@@ -1,0 +1,153 @@
+"""POST /v1/messages and POST /v1/messages/count_tokens
+
+Takes Anthropic's request, gives its message, whole or as events. A chat underneath: the same
+template, tools and parsers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from manyroots.api.answers import TOOL_CALLS, AnswerDelta, answer_deltas
+from manyroots.api.anthropic.conversion import chat_request
+from manyroots.api.anthropic.shapes import (
+    CountTokensRequest,
+    MessageAnswer,
+    MessagesRequest,
+    MessageUsage,
+    TokenCount,
+)
+from manyroots.api.anthropic.writer import BlockEvent, BlockWriter
+from manyroots.api.body import read_request
+from manyroots.api.errors import anthropic_error
+from manyroots.api.events import EventStream, answer, json_response, named_event
+from manyroots.api.generation import UsageCount
+from manyroots.api.jobs import Job, chat_job, encode_chat
+from manyroots.api.state import Service, server_of
+from manyroots.messages import FinishReason
+from manyroots.text.tools import check_tools
+
+
+async def messages(request: Request) -> Response:
+    server = server_of(request)
+    body = await read_request(request, MessagesRequest, max_bytes=server.settings.max_body_bytes)
+    chat = chat_request(body, _template_options(server.accepting))
+    job = await chat_job(server, chat, request.headers)
+    making = _MessageMaking(job, body.model)
+    if body.stream:
+        return EventStream(making.stream(), job.permits, last_words=_failure)
+    with job.permits:
+        return await answer(request, making.whole())
+
+
+async def count_tokens(request: Request) -> Response:
+    """How many tokens a message's prompt has."""
+    server = server_of(request)
+    body = await read_request(request, CountTokensRequest, max_bytes=server.settings.max_body_bytes)
+    service = server.service
+    service.adapters.resolve(body.model)
+    chat = chat_request(body, _template_options(service))
+    use = check_tools(chat.tools, chat.tool_choice, chat.parallel_tool_calls)
+    _, tokens = await asyncio.to_thread(encode_chat, service, chat, use)
+    return json_response(TokenCount(len(tokens)))
+
+
+def _template_options(service: Service) -> frozenset[str]:
+    return frozenset() if service.template is None else frozenset(service.template.options)
+
+
+def _failure(error: Exception) -> bytes:
+    """The last event of a stream that can't go on."""
+    _, body = anthropic_error(error)
+    return named_event("error", body)
+
+
+class _MessageMaking:
+    """One message, as it comes about."""
+
+    def __init__(self, job: Job, model: str) -> None:
+        self._job = job
+        self._blocks = BlockWriter()
+        self._count = UsageCount(job.submits, job.n)
+        self._message = MessageAnswer(
+            id="msg_" + job.id.partition("-")[2], model=model, content=[], usage=self._usage()
+        )
+
+    async def whole(self) -> MessageAnswer:
+        async with aclosing(answer_deltas(self._job)) as batches:
+            async for batch in batches:
+                for delta in batch:
+                    self._take(delta)
+        self._blocks.close()
+        self._message.content = self._blocks.blocks
+        self._message.usage = self._usage()
+        return self._message
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        # With the first output and not before: until then the status can still say what went wrong.
+        data = b""
+        async with aclosing(answer_deltas(self._job)) as batches:
+            async for batch in batches:
+                events: list[BlockEvent] = []
+                for delta in batch:
+                    events += self._take(delta)
+                if not data:
+                    start = {"type": "message_start", "message": self._begun()}
+                    data = named_event("message_start", start)
+                    yield data
+                if events:
+                    yield b"".join(named_event(item["type"], item) for item in events)
+        ending = [
+            *self._blocks.close(),
+            {
+                "type": "message_delta",
+                "delta": {
+                    "stop_reason": self._message.stop_reason,
+                    "stop_sequence": self._message.stop_sequence,
+                },
+                "usage": self._usage(),
+            },
+            {"type": "message_stop"},
+        ]
+        yield b"".join(named_event(item["type"], item) for item in ending)
+
+    def _begun(self) -> dict[str, Any]:
+        """The message before it says anything; what was cached is known by now."""
+        usage = self._usage()
+        usage.output_tokens = 0
+        empty: dict[str, Any] = {"stop_reason": None, "stop_sequence": None, "content": []}
+        known = {name: getattr(self._message, name) for name in ("id", "type", "role", "model")}
+        return known | empty | {"usage": usage}
+
+    def _take(self, added: AnswerDelta) -> list[BlockEvent]:
+        self._count.add(added.index, added.delta)
+        if added.finish_reason is not None:
+            self._end(added)
+        return [event for said in added.events for event in self._blocks.add(said)]
+
+    def _end(self, added: AnswerDelta) -> None:
+        stop = added.delta.stop_reason
+        match added.finish_reason:
+            case FinishReason.LENGTH.value:
+                self._message.stop_reason = "max_tokens"
+            case reason if reason == TOOL_CALLS:
+                self._message.stop_reason = "tool_use"
+            case _ if isinstance(stop, str):
+                self._message.stop_reason, self._message.stop_sequence = "stop_sequence", stop
+            case _:
+                self._message.stop_reason = "end_turn"
+
+    def _usage(self) -> MessageUsage:
+        usage = self._count.usage()
+        num_cached = usage.prompt_tokens_details.cached_tokens
+        return MessageUsage(
+            input_tokens=usage.prompt_tokens - num_cached,
+            output_tokens=usage.completion_tokens,
+            cache_read_input_tokens=num_cached,
+        )

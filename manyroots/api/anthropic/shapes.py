@@ -1,0 +1,89 @@
+"""What `/v1/messages` takes and gives, as Anthropic's clients write and read it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from manyroots.api.requests import Ignored, Unsupported
+
+
+class Thinking(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Whether to think first. How long is the model's choice: the budget is not held."""
+
+    type: str
+    budget_tokens: Ignored = None
+    display: Ignored = None
+
+
+class OutputConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    format: dict[str, Any] | None = None
+    effort: str | None = None
+
+
+class PromptFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What a message and the counting of its tokens have in common."""
+
+    model: str
+    messages: list[Any]
+    system: str | list[Any] | None = None
+    tools: list[Any] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    cache_control: Ignored = None
+    mcp_servers: Unsupported = None
+    context_management: Unsupported = None
+
+
+class MessagesRequest(PromptFields, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/messages"""
+
+    max_tokens: int
+    stream: bool | None = None
+    stop_sequences: list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    metadata: Ignored = None
+    service_tier: Ignored = None
+    inference_geo: Ignored = None
+    container: Unsupported = None
+
+
+class CountTokensRequest(PromptFields, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/messages/count_tokens"""
+
+
+UNSUPPORTED = ("mcp_servers", "context_management", "container")
+
+
+class MessageUsage(msgspec.Struct, kw_only=True):
+    input_tokens: int
+    """Beside those that were cached."""
+    output_tokens: int
+    cache_read_input_tokens: int = 0
+    cache_creation_input_tokens: int = 0
+
+
+class MessageAnswer(msgspec.Struct, kw_only=True):
+    id: str
+    type: str = "message"
+    role: str = "assistant"
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: str | None = None
+    stop_sequence: str | None = None
+    usage: MessageUsage
+
+
+class TokenCount(msgspec.Struct):
+    input_tokens: int

@@ -1,0 +1,172 @@
+"""Anthropic's messages, read by its own client (G05)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anthropic
+import httpx2  # what this client is made with
+import pytest
+
+from tests.unit.api.harness import Harness
+from tests.unit.api.test_responses_route import CALL, saying
+
+pytestmark = pytest.mark.anyio
+
+TOOL: dict[str, Any] = {
+    "name": "weather",
+    "description": "of a city",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
+
+
+def client(harness: Harness, key: str = "k") -> anthropic.AsyncAnthropic:
+    transport = httpx2.ASGITransport(harness.app, raise_app_exceptions=False)
+    web = httpx2.AsyncClient(transport=transport, base_url="http://test")
+    return anthropic.AsyncAnthropic(
+        base_url="http://test", api_key=key, max_retries=0, http_client=web
+    )
+
+
+async def create(harness: Harness, **fields: Any) -> anthropic.types.Message:
+    given: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 64}
+    message = await client(harness).messages.create(model="tiny", **(given | fields))
+    assert isinstance(message, anthropic.types.Message)
+    return message
+
+
+async def test_g05_a_message_and_what_it_took() -> None:
+    message = await create(saying("yes"), system="be brief")
+    [block] = message.content
+    assert block.type == "text"
+    assert block.text == "yes"
+    assert message.stop_reason == "end_turn"
+    assert message.usage.output_tokens == 4  # and the end
+    assert message.usage.input_tokens > 10
+
+
+async def test_g05_why_a_message_ended() -> None:
+    cut = await create(Harness(), max_tokens=3)
+    assert cut.stop_reason == "max_tokens"
+    assert (cut.usage.cache_read_input_tokens, cut.usage.output_tokens) == (2, 3)
+    stopped = await create(saying("yes and no"), stop_sequences=[" and"])
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", " and")
+
+
+async def test_g05_a_message_calls_tools() -> None:
+    message = await create(saying(f"look: {CALL}"), tools=[TOOL], tool_choice={"type": "auto"})
+    words, call = message.content
+    assert words.type == "text"
+    assert call.type == "tool_use"
+    assert (call.name, call.input) == ("weather", {"city": "Oslo"})
+    assert message.stop_reason == "tool_use"
+
+
+async def test_g05_the_stream_helper_adds_up_to_the_message() -> None:
+    harness = saying(f"look: {CALL}")
+    async with client(harness).messages.stream(
+        model="tiny",
+        max_tokens=64,
+        messages=[{"role": "user", "content": "hi"}],
+        tools=[TOOL],  # type: ignore[list-item]
+    ) as stream:
+        text = "".join([piece async for piece in stream.text_stream])
+        streamed = await stream.get_final_message()
+    whole = await create(saying(f"look: {CALL}"), tools=[TOOL])
+    assert text == "look:"
+    assert [block.type for block in streamed.content] == ["text", "tool_use"]
+    assert streamed.content[1].input == {"city": "Oslo"}  # type: ignore[union-attr]
+    assert streamed.stop_reason == whole.stop_reason
+    assert streamed.usage.output_tokens == whole.usage.output_tokens
+
+
+async def test_g05_a_tools_result_comes_back() -> None:
+    harness = saying(CALL)
+    first = await create(harness, tools=[TOOL])
+    [call] = first.content
+    assert call.type == "tool_use"
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "rain"}
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": [block.model_dump() for block in first.content]},
+        {"role": "user", "content": [result, {"type": "text", "text": "and?"}]},
+    ]
+    await create(harness, messages=messages, tools=[TOOL])
+    prompt = harness.tokenizer.decode(harness.engine.submitted[1].prompt, skip_special_tokens=False)
+    assert "<|begin|>tool\nrain<|end|>\n<|begin|>user\nand?<|end|>" in prompt
+    assert '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}' in prompt
+
+
+async def test_g05_arguments_that_are_no_json_are_shown() -> None:
+    bad = '<tool_call>\n{"name": "weather", "arguments": [1]}\n</tool_call>'
+    message = await create(saying(bad), tools=[TOOL])
+    [block] = message.content
+    if block.type == "tool_use":
+        assert block.input == {"_not_an_object": [1]}
+    else:
+        assert block.type == "text"
+
+
+async def test_g05_counting_a_messages_tokens() -> None:
+    harness = saying("yes")
+    count = await client(harness).messages.count_tokens(
+        model="tiny", messages=[{"role": "user", "content": "hi"}], system="be brief"
+    )
+    message = await create(harness, system="be brief")
+    assert count.input_tokens == message.usage.input_tokens
+
+
+async def test_g05_the_key_comes_as_anthropics_clients_send_it() -> None:
+    harness = Harness(api_key="k")
+    assert (await create(harness)).role == "assistant"
+    with pytest.raises(anthropic.AuthenticationError) as caught:
+        await client(harness, "wrong").messages.create(
+            model="tiny", max_tokens=4, messages=[{"role": "user", "content": "hi"}]
+        )
+    assert "x-request-id" in caught.value.response.headers
+
+
+IMAGE = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1:1/x.png"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"messages": []}, "messages is empty"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"system": [IMAGE]}, "system[0]"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]"),
+        ({"tools": [TOOL], "tool_choice": {"type": "maybe"}}, "tool_choice.type"),
+        ({"mcp_servers": [{}]}, "mcp_servers"),
+        ({"surprise": 1}, "surprise"),
+    ],
+)
+async def test_g05_what_a_message_cannot_be(fields: dict[str, Any], says: str) -> None:
+    body = {"model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]}
+    response = await Harness().post("/v1/messages", body | fields)
+    assert response.status_code == 400
+    assert response.json()["type"] == "error"
+    assert response.json()["error"]["type"] == "invalid_request_error"
+    assert says in response.json()["error"]["message"]
+
+
+async def test_g05_errors_of_messages_have_anthropics_shape() -> None:
+    with pytest.raises(anthropic.NotFoundError):
+        await client(Harness()).messages.create(
+            model="nobody", max_tokens=4, messages=[{"role": "user", "content": "hi"}]
+        )
+    response = await Harness().get("/v1/messages")
+    assert response.status_code == 405
+    assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("thinks", [True, False])
+async def test_g05_thinking_is_told_to_a_template_that_knows_it(thinks: bool) -> None:
+    harness = Harness()
+    kind = "enabled" if thinks else "disabled"
+    await create(harness, max_tokens=4, thinking={"type": kind, "budget_tokens": 1024})
+    prompt = harness.tokenizer.decode(harness.engine.submitted[0].prompt, skip_special_tokens=False)
+    assert prompt.endswith("hm ") is thinks

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from manyroots.adapter_names import LoRARequest
 from manyroots.sampling import SamplingParams
+from manyroots.structured_outputs import StructuredOutputsParams
 from manyroots.version import __version__
 
 if TYPE_CHECKING:
     from manyroots.llm import LLM
 
-__all__ = ["LLM", "LoRARequest", "SamplingParams", "__version__"]
+__all__ = ["LLM", "LoRARequest", "SamplingParams", "StructuredOutputsParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

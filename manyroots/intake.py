@@ -18,6 +18,7 @@ from numbers import Integral
 
 from manyroots.config import Policy
 from manyroots.errors import RequestError
+from manyroots.grammar.source import check_structure
 from manyroots.ids import AdapterName, Namespace, RequestId
 from manyroots.messages import EngineInfo, Submit
 from manyroots.sampling import SamplingParams
@@ -91,6 +92,8 @@ class Intake:
         self._check_prompt(tokens, field)
         self._check_token_ids(sampling)
         self._check_priority(priority)
+        if sampling.structured_outputs is not None:
+            check_structure(sampling.structured_outputs)
         sampling = dataclasses.replace(sampling, max_tokens=self._max_tokens(tokens, sampling))
         others = dataclasses.replace(sampling, prompt_logprobs=None)
         stop_ids = self._stop_ids(sampling)

@@ -16,6 +16,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from manyroots.errors import RequestError
+from manyroots.structured_outputs import StructuredOutputsParams
 
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
@@ -65,6 +66,8 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     """The same for prompt tokens; such a request computes its whole prompt."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    structured_outputs: StructuredOutputsParams | None = None
+    """The shape that the completion must have."""
 
     def __post_init__(self) -> None:
         self._set("n", _int("n", self.n, 1, MAX_CHOICES))
@@ -95,6 +98,23 @@ class SamplingParams:
         self._set("stop", _stops(self.stop))
         self._set("stop_token_ids", _stop_token_ids(self.stop_token_ids))
         self._set("logit_bias", _logit_bias(self.logit_bias))
+        self._check_structure()
+
+    def _check_structure(self) -> None:
+        wanted = self.structured_outputs
+        if wanted is None:
+            return
+        if not isinstance(wanted, StructuredOutputsParams):
+            raise RequestError(
+                f"structured_outputs is {_shown(wanted)}; it must be a StructuredOutputsParams.",
+                field="structured_outputs",
+            )
+        if self.ignore_eos:
+            raise RequestError(
+                "ignore_eos is set together with a structure for the output, whose end is the "
+                "text's; remove one of them.",
+                field="ignore_eos",
+            )
 
     def _set(self, name: str, value: object) -> None:
         if value is not getattr(self, name):

@@ -6,6 +6,7 @@ naming the field. Knows nothing of the model: that is the intake's part.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, get_type_hints
 
 import msgspec
@@ -15,11 +16,15 @@ from manyroots.api.requests import (
     ChatRequest,
     CompletionRequest,
     GenerationFields,
+    ResponseFormat,
+    StructuredOutputs,
     Unsupported,
 )
 from manyroots.errors import RequestError
+from manyroots.grammar.source import check_structure
 from manyroots.ids import Namespace
 from manyroots.sampling import MAX_LOGPROBS, SamplingParams
+from manyroots.structured_outputs import KINDS, StructuredOutputsParams
 from manyroots.text.generation_config import NO_DEFAULTS, SamplingDefaults
 
 MAX_SALT_CHARACTERS = 256
@@ -35,6 +40,11 @@ def _unsupported_names(kind: type[msgspec.Struct]) -> tuple[str, ...]:
     return tuple(name for name, hint in hints.items() if hint == Unsupported)
 
 
+_STRUCTURE_FIELDS = (
+    "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
+    "guided_grammar",
+)  # fmt: skip
+_UNSUPPORTED_STRUCTURES = _unsupported_names(StructuredOutputs)
 _UNSUPPORTED: dict[type[GenerationFields], tuple[str, ...]] = {
     kind: _unsupported_names(kind) for kind in (CompletionRequest, ChatRequest)
 }
@@ -66,6 +76,77 @@ def wanted_usage(request: GenerationFields) -> tuple[bool, bool]:
     if options is None:
         return False, False
     return bool(options.include_usage), bool(options.continuous_usage_stats)
+
+
+def wants_structure(request: GenerationFields) -> bool:
+    """Whether `structure_of` has anything to look at."""
+    return any(getattr(request, name) is not None for name in _STRUCTURE_FIELDS)
+
+
+def structure_of(request: GenerationFields) -> tuple[str, StructuredOutputsParams] | None:
+    """The shape that a request wants of its output, and what the request calls it; None for any.
+    Checked: what can't be honoured is refused. May take a moment, for a large schema."""
+    found = [(name, params) for name, params in _structures(request) if params is not None]
+    if len(found) > 1:
+        names = " and ".join(name for name, _ in found)
+        raise RequestError(f"{names} are both given; give one of them.", field=found[1][0])
+    for name, params in found:
+        check_structure(params, name)
+    return found[0] if found else None
+
+
+def _structures(
+    request: GenerationFields,
+) -> Iterator[tuple[str, StructuredOutputsParams | None]]:
+    """By the names of fields."""
+    yield "response_format", _response_format(request.response_format)
+    yield "structured_outputs", _structured_outputs(request.structured_outputs)
+    for name in ("json", "regex", "choice", "grammar"):
+        value = getattr(request, f"guided_{name}")
+        if value is not None:
+            yield f"guided_{name}", _params(f"guided_{name}", **{name: value})
+
+
+def _response_format(wanted: ResponseFormat | None) -> StructuredOutputsParams | None:
+    if wanted is None or wanted.type == "text":
+        return None
+    schema = wanted.schema
+    if wanted.type == "json_schema":
+        schema = None if wanted.json_schema is None else wanted.json_schema.schema
+        if schema is None:
+            raise RequestError(
+                "response_format.json_schema.schema is missing; give the schema there.",
+                field="response_format",
+            )
+    elif wanted.type != "json_object":
+        raise RequestError(
+            f"response_format.type is {wanted.type[:60]!r}; choose 'text', 'json_object' or "
+            "'json_schema'.",
+            field="response_format",
+        )
+    if schema is None:
+        return StructuredOutputsParams(json_object=True)
+    return _params("response_format", json=schema)
+
+
+def _structured_outputs(wanted: StructuredOutputs | None) -> StructuredOutputsParams | None:
+    if wanted is None:
+        return None
+    for name in _UNSUPPORTED_STRUCTURES:
+        if getattr(wanted, name) not in (None, False):
+            field = f"structured_outputs.{name}"
+            raise RequestError(f"{field} is not supported by this server; remove it.", field=field)
+    given = {name: getattr(wanted, name) for name in KINDS}
+    if all(value in (None, False) for value in given.values()):
+        return None
+    return _params("structured_outputs", **given)
+
+
+def _params(field: str, **values: Any) -> StructuredOutputsParams:
+    try:
+        return StructuredOutputsParams(**values)
+    except RequestError as error:
+        raise RequestError(str(error).replace("structured_outputs", field), field=field) from error
 
 
 def namespace_of(request: GenerationFields) -> Namespace:

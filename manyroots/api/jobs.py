@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from manyroots.api.checks import (
@@ -22,15 +22,19 @@ from manyroots.api.checks import (
     completion_sampling,
     namespace_of,
     prompts_of,
+    structure_of,
+    wants_structure,
 )
 from manyroots.api.concurrency import Permits
 from manyroots.api.requests import ChatRequest, CompletionRequest, GenerationFields, TokenizeRequest
 from manyroots.api.state import ServerState, Service
 from manyroots.errors import RequestError
+from manyroots.grammar.source import check_structure
 from manyroots.ids import AdapterName
 from manyroots.messages import Submit
 from manyroots.observe.requests import RequestFacts, RequestWatch
 from manyroots.sampling import SamplingParams
+from manyroots.structured_outputs import StructuredOutputsParams
 from manyroots.text.chat_output import ChatOutput, parse_plain
 from manyroots.text.tools import ToolChoice, ToolUse, check_tools
 
@@ -83,6 +87,10 @@ async def completion_job(
     with ExitStack() as undo:
         permits = undo.enter_context(_admit(server, len(prompts), sampling.n))
         tokens = await _encode_prompts(service, prompts, request.add_special_tokens is not False)
+        if wants_structure(request) and (
+            structure := await asyncio.to_thread(structure_of, request)
+        ):
+            sampling = replace(sampling, structured_outputs=structure[1])
         asked = list(zip(tokens, adapters, strict=True))
         submits = _submits(service, request, sampling, asked, "prompt")
         undo.pop_all()
@@ -99,14 +107,12 @@ async def chat_job(server: ServerState, request: ChatRequest, headers: Mapping[s
     sampling = chat_sampling(request, service.defaults)
     check_logprobs(sampling, server.settings.max_logprobs, "top_logprobs")
     use = check_tools(request.tools, request.tool_choice, request.parallel_tool_calls)
-    if use.choice in (ToolChoice.REQUIRED, ToolChoice.NAMED):
-        raise RequestError(
-            "tool_choice can't force a call yet; choose 'auto' or 'none'.", field="tool_choice"
-        )
     with ExitStack() as undo:
         permits = undo.enter_context(_admit(server, 1, sampling.n))
         # A template is code, however short the messages: never on the event loop.
-        text, tokens = await asyncio.to_thread(encode_chat, service, request, use)
+        text, tokens, structure = await asyncio.to_thread(_prepare_chat, service, request, use)
+        if structure is not None:
+            sampling = replace(sampling, structured_outputs=structure)
         submits = _submits(service, request, sampling, [(tokens, adapter)], "messages")
         undo.pop_all()
     number = _new_id("chatcmpl")
@@ -126,6 +132,27 @@ async def chat_job(server: ServerState, request: ChatRequest, headers: Mapping[s
         new_output=partial(chat_format.output, use, prompt=text, is_continued=is_continued),
         shown_ids=service.tokenizer.ids_of(chat_format.special_tokens(use)),
     )
+
+
+def _prepare_chat(
+    service: Service, request: ChatRequest, use: ToolUse
+) -> tuple[str, list[int], StructuredOutputsParams | None]:
+    """A chat's prompt, and the shape of its answer."""
+    wanted = structure_of(request)
+    must_call = use.choice in (ToolChoice.REQUIRED, ToolChoice.NAMED)
+    if wanted is not None and must_call:
+        raise RequestError(
+            f"tool_choice demands a call, and {wanted[0]} another answer; give one of them.",
+            field=wanted[0],
+        )
+    text, tokens = encode_chat(service, request, use)
+    assert service.template is not None  # else encode_chat has refused
+    structure = service.template.format.structure(
+        None if wanted is None else wanted[1], use, prompt=text, tokenizer=service.tokenizer
+    )
+    if structure is not None and must_call:
+        check_structure(structure, "tools")
+    return text, tokens, structure
 
 
 def encode_chat(

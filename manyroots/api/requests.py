@@ -22,6 +22,36 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: Ignored = None
 
 
+class JsonSchemaFormat(msgspec.Struct, kw_only=True):
+    name: str | None = None
+    description: Ignored = None
+    schema: dict[str, Any] | None = None
+    strict: Ignored = None
+    """What is asked for is honoured exactly in either case."""
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True):
+    type: str
+    json_schema: JsonSchemaFormat | None = None
+    schema: dict[str, Any] | None = None
+    """With json_object, as some servers have it."""
+
+
+class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """As in vLLM; at most one of the first five."""
+
+    json: str | dict[str, Any] | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    disable_fallback: Ignored = None
+    disable_any_whitespace: Unsupported = None
+    disable_additional_properties: Unsupported = None
+    whitespace_pattern: Unsupported = None
+    structural_tag: Unsupported = None
+
+
 class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What completions and chats have in common."""
 
@@ -52,6 +82,12 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     priority: int | None = None
     """With --scheduling-policy priority: the lower, the more important."""
     return_token_ids: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     lora_path: str | list[str | None] | None = None
     """The name of an adapter, or one for each prompt; null is the base model."""
 
@@ -63,6 +99,7 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     prompt_cache_key: Ignored = None
     prompt_cache_retention: Ignored = None
     request_id: Ignored = None
+    guided_decoding_backend: Ignored = None
 
     best_of: Unsupported = None
     use_beam_search: Unsupported = None
@@ -71,12 +108,6 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     bad_words: Unsupported = None
     truncate_prompt_tokens: Unsupported = None
     spaces_between_special_tokens: Unsupported = None
-    response_format: Unsupported = None
-    structured_outputs: Unsupported = None
-    guided_json: Unsupported = None
-    guided_regex: Unsupported = None
-    guided_choice: Unsupported = None
-    guided_grammar: Unsupported = None
     kv_transfer_params: Unsupported = None
     prompt_embeds: Unsupported = None
 
@@ -164,7 +195,6 @@ SAME_AS_ABSENT: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "length_penalty": (1,),
     "spaces_between_special_tokens": (True,),
-    "response_format": ({"type": "text"},),
     "suffix": ("",),
     "functions": ([],),
     "function_call": ("none", "auto"),

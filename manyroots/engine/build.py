@@ -20,6 +20,7 @@ from manyroots.config import EngineSettings
 from manyroots.engine.adapter_directory import AdapterDirectory
 from manyroots.engine.adapter_folders import check_folders
 from manyroots.engine.adapter_runtime import adapter_limits
+from manyroots.engine.grammar_compiles import GrammarCompiles
 from manyroots.engine.loop import EngineLoop, EventSink
 from manyroots.engine.tiers import check_tiers, model_identity, tier_policies
 from manyroots.engine.worker import Executor, execute_alone
@@ -84,6 +85,7 @@ def build_engine(settings: EngineSettings) -> Engine:
         scheduler,
         executor.runner,
         directory=directory,
+        compiles=GrammarCompiles(executor.grammars),
         alarm=executor.alarm,
         events=_make_events(settings, scheduler),
     )

@@ -17,6 +17,7 @@ from typing import Protocol
 from manyroots.adapter_names import LoraModule
 from manyroots.cache.events import CacheEvent
 from manyroots.engine.adapter_directory import AdapterDirectory
+from manyroots.engine.grammar_compiles import GrammarCompiles
 from manyroots.errors import NotFoundError, RequestError, UnavailableError
 from manyroots.ids import RequestId, Tier
 from manyroots.messages import (
@@ -106,16 +107,19 @@ class EngineLoop:
         runner: Runner,
         *,
         directory: AdapterDirectory | None = None,
+        compiles: GrammarCompiles | None = None,
         alarm: Alarm | None = None,
         events: EventSink | None = None,
         depth: int = 1,
     ) -> None:
         """`directory`: None leaves adapters to whoever registers them with the scheduler.
+        `compiles`: None refuses requests whose output has a shape.
         `alarm`: None if the runner can't end outside of a step. `events`: told after each step
         which pages can be found now, and which not any more."""
         self._scheduler = scheduler
         self._runner = runner
         self._directory = directory
+        self._compiles = compiles
         self._alarm = alarm
         self._events = events
         self._depth = depth
@@ -137,15 +141,22 @@ class EngineLoop:
             return True
         if self._alarm is not None and self._alarm.reason is not None:
             return True
+        if self._compiles is not None and self._compiles.has_outcomes:
+            return True
         return self._directory is not None and self._directory.has_outcomes
 
     @property
     def is_reading(self) -> bool:
-        """Whether an adapter's files are being read."""
+        """Whether an adapter's files are being read, or a grammar is being compiled."""
+        if self._compiles is not None and self._compiles.is_compiling:
+            return True
         return self._directory is not None and self._directory.is_reading
 
     def wait_for_read(self, timeout_s: float | None = None) -> None:
         """Sleep until a read is over or the time is; only while `is_reading`."""
+        if self._compiles is not None and self._compiles.is_compiling:
+            self._compiles.reads.wait(timeout_s)
+            return
         assert self._directory is not None
         self._directory.reads.wait(timeout_s)
 
@@ -155,6 +166,8 @@ class EngineLoop:
             self._alarm.wake = wake
         if self._directory is not None:
             self._directory.reads.wake = wake
+        if self._compiles is not None:
+            self._compiles.reads.wake = wake
 
     def note_adapter(self, module: LoraModule) -> None:
         """Know an adapter by name; its files are read when it is first used."""
@@ -178,6 +191,16 @@ class EngineLoop:
                 )
 
     def _submit(self, submit: Submit) -> None:
+        if submit.sampling.structured_outputs is not None:
+            if self._compiles is None:
+                self._refuse(submit, "this engine gives no structured output.", ErrorKind.REQUEST)
+                return
+            if not self._compiles.is_there(submit):
+                return
+        self._submit_complete(submit)
+
+    def _submit_complete(self, submit: Submit) -> None:
+        """One that needs nothing but its adapter."""
         if self._directory is not None and submit.adapter is not None:
             was = self._directory.where(submit.adapter)
             if was is not None:
@@ -188,14 +211,17 @@ class EngineLoop:
             self._scheduler.submit(submit)
         except NotFoundError as error:
             # The intake knew the adapter; it was unloaded on the way here.
-            notice = Notice(error_kind=ErrorKind.NOT_FOUND)
-            self._gathered.outputs.append(
-                Output(
-                    submit.request_id, [], FinishReason.ERROR, 0, error=str(error), notice=notice
-                )
-            )
+            self._refuse(submit, str(error), ErrorKind.NOT_FOUND)
+
+    def _refuse(self, submit: Submit, error: str, kind: ErrorKind) -> None:
+        notice = Notice(error_kind=kind)
+        self._gathered.outputs.append(
+            Output(submit.request_id, [], FinishReason.ERROR, 0, error=error, notice=notice)
+        )
 
     def _abort(self, request_id: RequestId) -> None:
+        if self._compiles is not None and self._compiles.abort(request_id):
+            return
         if self._directory is not None and self._directory.abort(request_id):
             return
         output = self._scheduler.abort(request_id)
@@ -209,6 +235,11 @@ class EngineLoop:
         """
         if self._alarm is not None and self._alarm.reason is not None:
             raise UnavailableError(self._alarm.reason)
+        if self._compiles is not None and self._compiles.has_outcomes:
+            ready, refused = self._compiles.poll()
+            self._gathered.outputs.extend(refused)
+            for submit in ready:
+                self._submit_complete(submit)
         if self._directory is not None:
             self._gathered.outputs.extend(self._directory.poll())
         plan = self._scheduler.schedule()
@@ -224,6 +255,8 @@ class EngineLoop:
         outputs, self._gathered = self._gathered, StepOutputs([])
         if self._adapter_was:
             self._say_where_adapters_were(outputs)
+        if self._compiles is not None:
+            self._compiles.release(outputs.outputs)
         return outputs
 
     def _say_where_adapters_were(self, outputs: StepOutputs) -> None:
@@ -250,6 +283,8 @@ class EngineLoop:
     def close(self) -> None:
         if self._directory is not None:
             self._directory.close()
+        if self._compiles is not None:
+            self._compiles.close()
         self._runner.close()
         if self._events is not None:
             self._events.close()

@@ -20,7 +20,7 @@ from manyroots.distributed.shard import Shard
 from manyroots.distributed.wire import RankMessageKind, StartSteps
 from manyroots.engine.adapter_runtime import AdapterRuntime
 from manyroots.engine.loop import Alarm
-from manyroots.engine.worker import Executor, load_worker
+from manyroots.engine.worker import Executor, load_worker, make_grammars
 from manyroots.models.load import describe
 from manyroots.models.sharding import cut_adapter, rank_spec
 from manyroots.models.source import ModelSource
@@ -55,13 +55,14 @@ def execute_with_ranks(settings: EngineSettings, source: ModelSource) -> Executo
         with stage("meeting of ranks"):
             join_group(shard, ranks.folder, device_type=worker.model.device.type)
         with stage("pages and warm-up"):
-            own = worker.make_runner(settings, sizes, adapters)
+            grammars = make_grammars(settings, source, worker)
+            own = worker.make_runner(settings, sizes, adapters, grammars)
         logger.info("%d ranks; the others are processes %s", shard.size, ranks.pids)
         alarm = Alarm()
         runner = RankedRunner(
             own, ranks, on_adapter=_ear(adapters), on_death=alarm.ring, leave=leave_group
         )
-        return Executor(worker, num_pages, sizes, runner, adapters, alarm)
+        return Executor(worker, num_pages, sizes, runner, adapters, grammars, alarm)
 
 
 def _ear(adapters: AdapterRuntime | None) -> Callable[[int, AdapterLoaded], None]:

@@ -11,6 +11,7 @@ import gc
 import logging
 import os
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,9 +25,11 @@ from manyroots.engine.adapter_runtime import (
     build_adapter_runtime,
     slot_bytes,
 )
+from manyroots.engine.grammar_compiles import load_vocabulary
 from manyroots.engine.memory import FamilyMemory, Sizes, count_pages, count_slots
 from manyroots.engine.tiers import make_tiers, with_host
 from manyroots.errors import ConfigError
+from manyroots.grammar.cache import GrammarCache
 from manyroots.models.decoder import Decoder
 from manyroots.models.kernel_set import check_step, kernel_set
 from manyroots.models.load import describe, load_model
@@ -81,12 +84,16 @@ class Worker:
         )
 
     def make_runner(
-        self, settings: EngineSettings, sizes: Sizes, adapters: AdapterRuntime | None
+        self,
+        settings: EngineSettings,
+        sizes: Sizes,
+        adapters: AdapterRuntime | None,
+        grammars: GrammarCache | None = None,
     ) -> ModelRunner:
-        """Give it pages and rows. Ranks have met by now."""
+        """Give it pages and rows. Ranks have met by now. `grammars`: of the rank that chooses."""
         loader = None if adapters is None else adapters.loader
         capacities = self.capacities(settings, sizes)
-        runner = _runner(settings, self.model, sizes, loader, capacities)
+        runner = _runner(settings, self.model, sizes, loader, capacities, grammars)
         runner.warm_up()
         return runner
 
@@ -103,6 +110,7 @@ class Executor:
     runner: Runner
     adapters: AdapterRuntime | None
     """None without --enable-lora."""
+    grammars: GrammarCache
     alarm: Alarm | None
     """Rung when the runner can't go on; None if nothing outside of a step can end it."""
 
@@ -115,8 +123,19 @@ def execute_alone(settings: EngineSettings, source: ModelSource) -> Executor:
     with stage("adapter slots"):
         adapters = worker.make_adapters(settings, sizes)
     with stage("pages and warm-up"):
-        runner = worker.make_runner(settings, sizes, adapters)
-    return Executor(worker, worker.num_pages, sizes, runner, adapters, alarm=None)
+        grammars = make_grammars(settings, source, worker)
+        runner = worker.make_runner(settings, sizes, adapters, grammars)
+    return Executor(worker, worker.num_pages, sizes, runner, adapters, grammars, alarm=None)
+
+
+def make_grammars(settings: EngineSettings, source: ModelSource, worker: Worker) -> GrammarCache:
+    """Empty; nothing is loaded for it before it is asked."""
+    spec = worker.model.spec
+    return GrammarCache(
+        partial(
+            load_vocabulary, settings.model, str(source.path), spec.vocab_size, spec.eos_token_ids
+        )
+    )
 
 
 def load_worker(settings: EngineSettings, source: ModelSource, shard: Shard) -> Worker:
@@ -182,6 +201,7 @@ def _runner(
     sizes: Sizes,
     loader: AdapterLoader | None,
     capacities: tuple[Capacity, ...] | None = None,
+    grammars: GrammarCache | None = None,
 ) -> ModelRunner:
     """`capacities`: None for a runner that moves nothing."""
     arenas = [
@@ -204,6 +224,7 @@ def _runner(
         max_num_seqs=settings.scheduler.max_num_seqs,
         max_model_len=sizes.max_model_len,
         use_graphs=not settings.model.enforce_eager,
+        grammars=grammars,
     )
 
 

@@ -89,11 +89,12 @@ class Forward:
         decoder.kernels.decode_rows.end(sampled.tokens, views["table_rows"], self.rows.newest)
         return sampled
 
-    def single_tokens(self, views: Views) -> Sampled:
-        """A whole step in which every sequence has one token, and so have all rows a successor."""
+    def single_tokens(self, views: Views) -> Tensor:
+        """Logits of a step in which every sequence has one token, and so have all rows a
+        successor, which `choose` gives."""
         lora = lora_rows(views)
         hidden = self.hidden(views, len(views["tokens"]), lora)
-        return self.choose(self.decoder.logits(hidden, lora), views)
+        return self.decoder.logits(hidden, lora)
 
 
 def lora_rows(views: Views) -> LoraRows | None:

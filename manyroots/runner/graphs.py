@@ -27,19 +27,24 @@ from manyroots.runner.step_arrays import Arrays
 _SMALL_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 _SIZE_STEP = 32
 
-Step = Callable[[Views], Sampled]
-"""Computes a step of single tokens from its arrays on the device."""
+Model = Callable[[Views], Tensor]
+"""Logits of a step of single tokens, from its arrays on the device."""
+Choose = Callable[[Tensor, Views], Sampled]
+"""The tokens that follow."""
 Blank = Callable[[int, bool], Arrays]
 """The arrays of a step that changes nothing, by size and whether it has adapters."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    graph: torch.cuda.CUDAGraph
+    graphs: tuple[torch.cuda.CUDAGraph, ...]
+    """One, or the model's and the choice's."""
     layout: PacketLayout
     inputs: Tensor
-    """The device's side of the inputs, which the graph reads."""
+    """The device's side of the inputs, which the graphs read."""
     sampled: Sampled
+    logits: Tensor | None
+    """Held where there are two: what lies between them is nobody else's memory."""
 
 
 class Graphs:
@@ -47,7 +52,8 @@ class Graphs:
 
     def __init__(
         self,
-        step: Step,
+        model: Model,
+        choose: Choose,
         blank: Blank,
         *,
         max_num_rows: int,
@@ -55,13 +61,15 @@ class Graphs:
         device: torch.device,
         capture: bool,
     ) -> None:
-        self._step = step
+        self._model = model
+        self._choose = choose
         self._blank = blank
         self._sizes = graph_sizes(max_num_rows)
         self._kinds = (False, True) if has_adapters else (False,)
         self._device = device
         self._captures = capture
-        self._graphs: dict[tuple[int, bool], _Captured] = {}
+        self._graphs: dict[tuple[int, bool, bool], _Captured] = {}
+        """By size, whether with adapters, and whether in two."""
         self._memory = torch.cuda.graph_pool_handle() if capture else None
 
     def has_room_for(self, num_rows: int) -> bool:
@@ -71,24 +79,35 @@ class Graphs:
         """To how many rows a step must be padded."""
         return self._sizes[bisect_left(self._sizes, num_rows)]
 
-    def run(self, arrays: Arrays) -> Sampled:
-        """Launch one step. What it gives is valid until the next one is launched."""
+    def run(self, arrays: Arrays, between: Callable[[], None] | None = None) -> Sampled:
+        """Launch one step. What it gives is valid until the next one is launched. `between`: called
+        when the model is launched and the choice is not, whose masks it may still write; such a
+        step is two graphs, captured when they are first needed."""
         if not self._captures:
-            return self._step(send(arrays, self._device))
-        key = (len(arrays["tokens"]), "adapter_slots" in arrays)
+            views = send(arrays, self._device)
+            logits = self._model(views)
+            if between is not None:
+                between()
+            return self._choose(logits, views)
+        key = (len(arrays["tokens"]), "adapter_slots" in arrays, between is not None)
         captured = self._graphs.get(key)
         if captured is None:
             captured = self._graphs[key] = self._capture(*key)
         packed = captured.layout.pack(arrays, pin=True)
         captured.inputs.copy_(packed, non_blocking=True)
-        captured.graph.replay()
+        first, *second = captured.graphs
+        first.replay()
+        if between is not None:
+            between()
+        for graph in second:
+            graph.replay()
         return captured.sampled
 
     def capture_all(self) -> None:
         """Capture every size now, largest first: the smaller ones then share its memory."""
         if not self._captures:
             return
-        keys = [(size, kind) for size in reversed(self._sizes) for kind in self._kinds]
+        keys = [(size, kind, False) for size in reversed(self._sizes) for kind in self._kinds]
         for key in track(keys, total=len(keys), label="Capturing graphs"):
             if key not in self._graphs:
                 self._graphs[key] = self._capture(*key)
@@ -102,22 +121,30 @@ class Graphs:
         for size in self._sizes[:-3:-1]:
             torch.cuda.empty_cache()
             free, _ = torch.cuda.mem_get_info(self._device)
-            self._graphs[size, False] = self._capture(size, False)
+            self._graphs[size, False, False] = self._capture(size, False, False)
             torch.cuda.empty_cache()
             taken.append(free - torch.cuda.mem_get_info(self._device)[0])
         return max(0, taken[0]) + (num_kinds * len(self._sizes) - 1) * max(0, taken[-1])
 
-    def _capture(self, size: int, with_adapters: bool) -> _Captured:
+    def _capture(self, size: int, with_adapters: bool, in_two: bool) -> _Captured:
         blank = self._blank(size, with_adapters)
         layout = PacketLayout(blank)
         inputs = layout.pack(blank, pin=False).to(self._device)
         views = layout.views(inputs)
-        self._step(views)  # compiles, which can't be captured
-        graph = torch.cuda.CUDAGraph()
+        self._choose(self._model(views), views)  # compiles, which can't be captured
+        graphs = [torch.cuda.CUDAGraph() for _ in range(2 if in_two else 1)]
+        with self._captured(graphs[0]):
+            logits = self._model(views)
+            if not in_two:
+                sampled = self._choose(logits, views)
+        if in_two:
+            with self._captured(graphs[1]):
+                sampled = self._choose(logits, views)
+        return _Captured(tuple(graphs), layout, inputs, sampled, logits if in_two else None)
+
+    def _captured(self, graph: torch.cuda.CUDAGraph) -> torch.cuda.graph:
         # Other threads load adapters meanwhile, and may allocate.
-        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-            sampled = self._step(views)
-        return _Captured(graph, layout, inputs, sampled)
+        return torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local")
 
 
 def graph_sizes(max_num_rows: int) -> tuple[int, ...]:

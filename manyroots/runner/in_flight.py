@@ -88,9 +88,9 @@ class PendingTokens:
         self._expected.append(_Expected(step, places, self._owner[rows]))
         self._batch.append(rows, np.full(len(rows), PENDING, np.int32))
 
-    def learn(self) -> None:
-        """Fill in the tokens of steps that are done."""
-        while self._expected and self._expected[0].step.is_done:
+    def learn(self, *, all_of_them: bool = False) -> None:
+        """Fill in the tokens of steps that are done; or wait until all are."""
+        while self._expected and (all_of_them or self._expected[0].step.is_done):
             expected = self._expected.popleft()
             tokens, rows = expected.step.tokens(), expected.step.rows
             same = self._owner[rows] == expected.owners

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from manyroots.grammar.cache import GrammarCache
 from manyroots.ids import Row
 from manyroots.kernels.lora_sites.sites import LoraRows
 from manyroots.kernels.sampling.rows import SamplingTables
@@ -38,6 +40,7 @@ from manyroots.runner.inputs import (
     is_short,
 )
 from manyroots.runner.logprobs import score
+from manyroots.runner.masks import RowMasks
 from manyroots.runner.packet import send
 from manyroots.runner.prompt_scores import PromptScorer, PromptScores
 from manyroots.runner.rehearsal import Rehearsal
@@ -80,10 +83,12 @@ class ModelRunner:
         max_model_len: int,
         use_graphs: bool = True,
         fixed_shapes: bool | None = None,
+        grammars: GrammarCache | None = None,
     ) -> None:
         """`arenas`: one for each of the decoder's families. `adapters`: None for a runner of the
         base model alone. `tiers`: None for the device alone. `fixed_shapes`: whether steps are
-        padded as graphs need it; None for what the device wants."""
+        padded as graphs need it; None for what the device wants. `grammars`: those of
+        requests whose output has a shape; None where another rank chooses tokens."""
         self._decoder, self._device = decoder, decoder.device
         self._arenas = arenas
         self._mover = Mover(adapters, tiers)
@@ -100,7 +105,10 @@ class ModelRunner:
         self._pending = PendingTokens(self._batch)
         self._rows = DeviceRows(self._batch, self._device)
         tables = SamplingTables.zeros(max_num_seqs, decoder.spec.vocab_size, self._device)
-        self._state = SamplingState(max_num_seqs, tables)
+        masks = None
+        if grammars is not None:
+            masks = RowMasks(grammars, self._batch, decoder.spec.vocab_size)
+        self._state = SamplingState(max_num_seqs, tables, masks)
         self._forward = Forward(decoder, self._rows, tables, page_size=page_size)
         self._prompts = PromptScorer(self._batch, self._state, self._logits, self._device)
         is_gpu = self._device.type == "cuda"
@@ -110,6 +118,7 @@ class ModelRunner:
         if fixed_shapes:
             self._graphs = Graphs(
                 self._forward.single_tokens,
+                self._forward.choose,
                 self._blank_arrays,
                 max_num_rows=max_num_seqs,
                 has_adapters=self._pool is not None,
@@ -213,7 +222,8 @@ class ModelRunner:
         """A step of single tokens, in the next larger shape there is."""
         rows = inputs.rows[inputs.sampling]
         arrays = self._decode_arrays(inputs, graphs.size_for(len(inputs.rows)))
-        step = InFlight(rows, graphs.run(arrays), inputs.sampling)
+        between = partial(self._fill_masks, rows) if self._state.has_masks(rows) else None
+        step = InFlight(rows, graphs.run(arrays, between), inputs.sampling)
         return self._answer(plan, inputs, step)
 
     def _blank_arrays(self, size: int, with_adapters: bool) -> Arrays:
@@ -253,10 +263,18 @@ class ModelRunner:
         logits = self._logits(inputs, hidden, inputs.sampled_at, views["sampled_at"])
         # The sampler may change logits; log-probabilities are of the model's own.
         own = logits.float().clone() if self._state.exceeds_graph(rows) else None
+        if self._state.has_masks(rows):
+            self._fill_masks(rows)
         sampled = self._forward.choose(logits, views)
         scores = None if own is None else self._score_samples(own, sampled.tokens, rows)
         step = InFlight(rows, sampled, np.arange(len(rows)))
         return self._answer(plan, inputs, step, scores, prompt_scores)
+
+    def _fill_masks(self, rows: Int32s) -> None:
+        """The masks of rows with a grammar: they depend on the last step's tokens, which arrive
+        while this step's model computes."""
+        self._pending.learn(all_of_them=True)
+        self._state.fill_masks(rows)
 
     def _score_samples(self, logits: Tensor, tokens: Tensor, rows: Int32s) -> Scores:
         """Where a row wants more logprobs than the sampler gives: those of all rows."""

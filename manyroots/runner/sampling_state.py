@@ -20,6 +20,7 @@ from manyroots.kernels.sampling.rows import (
     SamplingTables,
 )
 from manyroots.runner.inputs import Int64s
+from manyroots.runner.masks import RowMasks
 from manyroots.runner.packet import send
 from manyroots.sampling import SamplingParams
 from manyroots.step import Arrival, Int32s
@@ -78,8 +79,12 @@ class _TableEntries:
 class SamplingState:
     """What each row's sequence asked of the sampler."""
 
-    def __init__(self, max_num_seqs: int, tables: SamplingTables) -> None:
+    def __init__(
+        self, max_num_seqs: int, tables: SamplingTables, masks: RowMasks | None = None
+    ) -> None:
+        """`masks`: None where no row has a grammar, or another rank chooses tokens."""
         self.tables = tables
+        self._masks = masks
         num_rows = max_num_seqs + 1
         self.params: list[SamplingParams] = [_GREEDY] * num_rows
         self._seed = np.zeros(num_rows, np.uint64)
@@ -94,6 +99,7 @@ class SamplingState:
         self._num_biases = np.zeros(num_rows, np.int32)
         self._num_stops = np.zeros(num_rows, np.int32)
         self._min_tokens = np.zeros(num_rows, np.int64)
+        self._has_mask = np.zeros(num_rows, np.bool_)
         self._num_top = np.full(num_rows, NO_LOGPROBS, np.int32)
         self._wants_more = np.zeros(num_rows, np.bool_)
         """Rows that want more logprobs than `Sampled` has room for."""
@@ -121,7 +127,8 @@ class SamplingState:
     def arrays(self, rows: Int32s, indices: Int64s) -> dict[str, np.ndarray]:
         """What these rows ask of a step that draws their token number `indices`: the fields of
         `SamplingRows` by name."""
-        is_early = indices < self._min_tokens[rows]
+        # A mask has what min_tokens forbids taken out already.
+        is_early = (indices < self._min_tokens[rows]) & ~self._has_mask[rows]
         return {
             "table_rows": rows.astype(np.int64),
             "temperature": self._temperature[rows],
@@ -135,9 +142,20 @@ class SamplingState:
             "presence": self._presence[rows],
             "num_biases": self._num_biases[rows],
             "num_stops": np.where(is_early, self._num_stops[rows], 0).astype(np.int32),
-            "has_mask": np.zeros(len(rows), np.int32),
+            "has_mask": self._has_mask[rows].astype(np.int32),
             "num_top": self._num_top[rows],
         }
+
+    def fill_masks(self, rows: Int32s) -> None:
+        """Bring the masks of these rows up to date with all of their tokens, for a step whose
+        model is launched and whose choice is not."""
+        masked = rows[self._has_mask[rows]]
+        if len(masked):
+            assert self._masks is not None
+            self.failures.update(self._masks.fill(masked, self.tables))
+
+    def has_masks(self, rows: Int32s) -> bool:
+        return bool(self._has_mask[rows].any())
 
     def failures_of(self, rows: Int32s) -> dict[int, str]:
         """By index, why nothing can be chosen for some of these rows."""
@@ -162,6 +180,9 @@ class SamplingState:
         self._top_p[row], self._min_p[row] = 1.0, 0.0
         self._repetition[row], self._frequency[row], self._presence[row] = 1.0, 0.0, 0.0
         self._num_biases[row] = self._num_stops[row] = self._min_tokens[row] = 0
+        self._has_mask[row] = False
+        if self._masks is not None:
+            self._masks.forget(row)
         self._num_top[row] = NO_LOGPROBS
         self._wants_more[row] = self.wants_prompt_logprobs[row] = False
 
@@ -187,6 +208,9 @@ class SamplingState:
             entries.stop(row, arrival.stop_ids)
             self._num_stops[row] = len(arrival.stop_ids)
             self._min_tokens[row] = params.min_tokens
+        if params.structured_outputs is not None and self._masks is not None:
+            self._masks.begin(arrival)
+            self._has_mask[row] = True
         if params.logprobs is not None:
             self._num_top[row] = min(params.logprobs, MAX_TOP)
             self._wants_more[row] = params.logprobs > MAX_TOP

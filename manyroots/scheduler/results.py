@@ -209,7 +209,12 @@ class Results:
         num_output_tokens = num_tokens - request.num_prompt_tokens
         reason: FinishReason | None = None
         stop_token: int | None = None
-        if token in request.stop_ids and num_output_tokens > request.submit.sampling.min_tokens:
+        sampling = request.submit.sampling
+        # A grammar's end is the text's, however early; the sampler lets no other end through.
+        may_stop = (
+            num_output_tokens > sampling.min_tokens or sampling.structured_outputs is not None
+        )
+        if may_stop and token in request.stop_ids:
             reason, stop_token = FinishReason.STOP, token
         elif num_tokens >= request.max_num_tokens:
             reason = FinishReason.LENGTH

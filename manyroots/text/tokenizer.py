@@ -93,6 +93,11 @@ class Tokenizer:
         """Whether an id is a token's: models have more ids than their tokenizer uses."""
         return self._backend.id_to_token(token) is not None
 
+    def special_id(self, token: str) -> int | None:
+        """The id of a special token; None for what is spelled like other text."""
+        index = self._backend.token_to_id(token)
+        return index if index in self.special_ids else None
+
     def ids_of(self, tokens: Iterable[str]) -> frozenset[int]:
         """The ids of those that are single tokens here."""
         found = (self._backend.token_to_id(token) for token in tokens)

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[2] / "manyroots"
 
 BASE = {
     "ids", "errors", "version", "sampling", "step", "messages", "adapter_names", "config",
-    "gguf_header", "progress", "kv_configs",
+    "gguf_header", "progress", "kv_configs", "structured_outputs",
 }  # fmt: skip
 """Files at the top of the package that any room may import."""
 
@@ -22,7 +22,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ids": set(),
     "errors": set(),
     "version": set(),
-    "sampling": {"errors"},
+    "structured_outputs": {"errors"},
+    "sampling": {"errors", "structured_outputs"},
     "gguf_header": {"errors"},
     "progress": set(),
     "adapter_names": {"errors"},
@@ -40,23 +41,25 @@ MAY_IMPORT: dict[str, set[str]] = {
     "store": BASE | {"models", "kernels", "lora"},
     "layers": BASE | {"kernels", "store", "lora", "distributed"},
     "models": BASE | {"kernels", "store", "layers", "lora", "distributed"},
-    "runner": BASE | {"kernels", "store", "models", "layers", "cache", "distributed"},
+    "runner": BASE | {"grammar", "kernels", "store", "models", "layers", "cache", "distributed"},
     # text and the outside
+    "grammar": BASE,
     "text": BASE,
-    "intake": BASE | {"text"},
-    "engine": BASE | {"scheduler", "cache", "lora", "runner", "store", "models", "distributed"},
+    "intake": BASE | {"text", "grammar"},
+    "engine": BASE
+    | {"text", "grammar", "scheduler", "cache", "lora", "runner", "store", "models", "distributed"},
     "observe": BASE,
     "llm": BASE | {"engine", "text", "intake"},
-    "api": BASE | {"engine", "text", "intake", "observe"},
+    "api": BASE | {"grammar", "engine", "text", "intake", "observe"},
     "bench": BASE | {"llm", "models", "scheduler", "cache", "lora", "engine"},
     "simulate": BASE | {"scheduler", "cache", "lora", "runner", "engine"},
     "cli": BASE | {"llm", "api", "text", "bench", "simulate", "lora", "engine"},
-    "__init__": {"llm", "sampling", "adapter_names", "version"},
+    "__init__": {"llm", "sampling", "structured_outputs", "adapter_names", "version"},
     "__main__": {"cli"},
 }
 
 NEVER_TORCH = {
-    "scheduler", "cache", "lora", "simulate", "text", "intake", "api", "observe",
+    "scheduler", "cache", "lora", "simulate", "text", "intake", "api", "observe", "grammar",
 } | BASE  # fmt: skip
 TORCH = {"torch", "triton"}
 WEB_STACK = {"starlette", "uvicorn", "fastapi", "pydantic", "h11", "httptools"}

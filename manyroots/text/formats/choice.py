@@ -6,15 +6,18 @@ Takes the template's source and the names of parsers (vLLM's); gives a `ChatForm
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from manyroots.errors import ConfigError
+from manyroots.structured_outputs import StructuredOutputsParams
 from manyroots.text.chat_output import ChatOutput, Parse, parse_content, parse_plain
-from manyroots.text.formats.hermes import parse_hermes
-from manyroots.text.formats.thinking import ThinkingMarks, parse_thinking
-from manyroots.text.tools import NO_TOOLS, Tool, ToolUse
+from manyroots.text.formats.hermes import hermes_grammar, parse_hermes
+from manyroots.text.formats.thinking import Mark, ThinkingMarks, parse_thinking
+from manyroots.text.tokenizer import Tokenizer
+from manyroots.text.tools import NO_TOOLS, Tool, ToolChoice, ToolUse
 
 T = TypeVar("T")
 
@@ -26,6 +29,8 @@ class ToolFormat:
     name: str
     """The parser's, as vLLM calls it."""
     parser: Callable[[Sequence[Tool]], Parse]
+    grammar: Callable[[ToolUse, Mark], str]
+    """Lark of an answer that has to call."""
     special_tokens: tuple[str, ...] = ()
     """Special tokens that are part of the format, and so of the text that it reads."""
 
@@ -42,6 +47,27 @@ class ChatFormat:
         marks = () if self.thinking is None else (self.thinking.begin, self.thinking.end)
         return (self.tools.special_tokens if use.is_on else ()) + marks
 
+    def structure(
+        self,
+        wanted: StructuredOutputsParams | None,
+        use: ToolUse,
+        *,
+        prompt: str,
+        tokenizer: Tokenizer,
+    ) -> StructuredOutputsParams | None:
+        """The shape of a whole completion: what a caller wants of the answer, or a call where the
+        choice of tools demands one, behind the reasoning."""
+
+        def mark(text: str) -> str:
+            index = tokenizer.special_id(text)
+            return json.dumps(text) if index is None else f"<[{index}]>"
+
+        if use.choice in (ToolChoice.REQUIRED, ToolChoice.NAMED):
+            wanted = StructuredOutputsParams(grammar=self.tools.grammar(use, mark))
+        if wanted is None or self.thinking is None:
+            return wanted
+        return replace(wanted, prefix=self.thinking.grammar(prompt, mark))
+
     def output(
         self, use: ToolUse = NO_TOOLS, *, prompt: str = "", is_continued: bool = False
     ) -> ChatOutput:
@@ -53,7 +79,7 @@ class ChatFormat:
         return ChatOutput(parse or parse_plain, max_calls=max_calls, is_continued=is_continued)
 
 
-HERMES = ToolFormat("hermes", lambda tools: parse_hermes)
+HERMES = ToolFormat("hermes", lambda tools: parse_hermes, hermes_grammar)
 
 TOOL_FORMATS: dict[str, ToolFormat] = {"hermes": HERMES}
 

@@ -6,9 +6,14 @@ content, marks included.
 
 from __future__ import annotations
 
+import json
+
 from manyroots.text.chat_output import AnswerWriter
+from manyroots.text.formats.call_grammars import json_call, repeated
 from manyroots.text.formats.json_calls import NotACallError, read_call
 from manyroots.text.formats.reader import Reader, Wait
+from manyroots.text.formats.thinking import Mark
+from manyroots.text.tools import ToolUse
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 
@@ -36,3 +41,16 @@ def _calls(reader: Reader, writer: AnswerWriter) -> Wait:
             rest, mark = yield from reader.collect(END)
             writer.content(rest + (mark or ""))
             return
+
+
+def hermes_grammar(use: ToolUse, mark: Mark) -> str:
+    """Calls, and nothing else."""
+    calls = " | ".join(json_call(tool, "arguments") for tool in use.callable_tools)
+    begin, end, line = mark(BEGIN), mark(END), json.dumps("\n")
+    return "\n".join(
+        [
+            f"start: {repeated(use, 'call', f'{line} call')}",
+            f"call: {begin} {line} one {line} {end}",
+            f"one: {calls}",
+        ]
+    )

@@ -1,0 +1,121 @@
+"""Grammars compiled beside the steps, and the requests that wait for them.
+
+In: submissions whose output has a shape. Out: the same ones once their grammar is there, or refused
+with the reason. Nobody else waits meanwhile. A request holds its grammar until it is over.
+
+Called by the loop's thread alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from manyroots.config import ModelSettings
+from manyroots.engine.adapter_reads import Finished, Reads
+from manyroots.errors import RequestError
+from manyroots.grammar.cache import CompiledGrammar, GrammarCache
+from manyroots.grammar.vocabulary import Vocabulary
+from manyroots.ids import RequestId
+from manyroots.messages import ErrorKind, FinishReason, Notice, Output, Submit
+from manyroots.structured_outputs import StructuredOutputsParams
+
+
+class GrammarCompiles:
+    """Who waits for which grammar, and who has one."""
+
+    def __init__(self, grammars: GrammarCache) -> None:
+        self._grammars = grammars
+        self.reads: Reads[CompiledGrammar] = Reads()
+        self._waiting: dict[StructuredOutputsParams, list[Submit]] = {}
+        self._held: dict[RequestId, CompiledGrammar] = {}
+
+    @property
+    def is_compiling(self) -> bool:
+        return self.reads.num_under_way > 0
+
+    @property
+    def has_outcomes(self) -> bool:
+        return self.reads.has_finished
+
+    def is_there(self, submit: Submit) -> bool:
+        """Whether a request can go on now; else it is kept until `poll` gives it back."""
+        wanted = submit.sampling.structured_outputs
+        assert wanted is not None
+        if wanted not in self._waiting:
+            grammar = self._grammars.find(wanted)
+            if grammar is not None:
+                self._held[submit.request_id] = grammar
+                return True
+            self.reads.begin(wanted, lambda: self._grammars.compile(wanted))
+        self._waiting.setdefault(wanted, []).append(submit)
+        return False
+
+    def poll(self) -> tuple[list[Submit], list[Output]]:
+        """Requests whose grammar has come, and the ends of those that can't have theirs."""
+        ready: list[Submit] = []
+        refused: list[Output] = []
+        for finished in self.reads.take():
+            assert isinstance(finished.key, StructuredOutputsParams)
+            submits = self._waiting.pop(finished.key)
+            if finished.result is None:
+                refused += [_refusal(submit, finished) for submit in submits]
+                continue
+            self._held.update((submit.request_id, finished.result) for submit in submits)
+            ready += submits
+        return ready, refused
+
+    def abort(self, request_id: RequestId) -> bool:
+        """Forget a request; whether it waited."""
+        self._held.pop(request_id, None)
+        for submits in self._waiting.values():
+            for submit in submits:
+                if submit.request_id == request_id:
+                    submits.remove(submit)
+                    return True
+        return False
+
+    def release(self, outputs: Iterable[Output]) -> None:
+        """Let go of what finished requests held."""
+        if self._held:
+            for output in outputs:
+                if output.finish_reason is not None:
+                    self._held.pop(output.request_id, None)
+
+    def close(self) -> None:
+        self.reads.close()
+
+
+def _refusal(submit: Submit, finished: Finished[CompiledGrammar]) -> Output:
+    is_theirs = isinstance(finished.error, RequestError)
+    kind = ErrorKind.REQUEST if is_theirs else ErrorKind.ENGINE
+    return Output(
+        submit.request_id,
+        [],
+        FinishReason.ERROR,
+        0,
+        error=str(finished.error),
+        notice=Notice(error_kind=kind),
+    )
+
+
+def load_vocabulary(
+    settings: ModelSettings, model_path: str, vocab_size: int, eos_ids: tuple[int, ...]
+) -> Vocabulary:
+    """The engine's own copy of the tokenizer, for the first grammar."""
+    # Here, because few engines are ever asked for a grammar.
+    from manyroots.text.tokenizer_files import load_tokenizer
+
+    tokenizer = load_tokenizer(settings.tokenizer or model_path, revision=settings.revision)
+    ends = eos_ids or tokenizer.eos_token_ids
+    if not ends or not tokenizer.has_bytes:
+        what = "has no token that ends a text" if tokenizer.has_bytes else "spells no bytes"
+        raise RequestError(
+            f"this model's tokenizer {what}, so that its output can't be given a shape.",
+            field="structured_outputs",
+        )
+    return Vocabulary(
+        pieces=[tokenizer.token_bytes(token) for token in range(vocab_size)],
+        special_ids=frozenset(token for token in tokenizer.special_ids if token < vocab_size),
+        eos_ids=ends,
+        encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
+    )

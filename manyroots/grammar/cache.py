@@ -1,0 +1,94 @@
+"""Compiled grammars: each made once, found again, and no more of them kept than is wise.
+
+Takes `StructuredOutputsParams`; gives `CompiledGrammar`s. Any thread may ask. What a live request
+holds is always found, whatever else comes and goes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from weakref import WeakValueDictionary
+
+from llguidance import LLMatcher, LLTokenizer
+
+from manyroots.errors import RequestError
+from manyroots.grammar.source import grammar_text
+from manyroots.grammar.vocabulary import Vocabulary
+from manyroots.structured_outputs import StructuredOutputsParams
+
+MAX_GRAMMARS = 256
+
+
+class CompiledGrammar:
+    """A grammar for one vocabulary, at its beginning."""
+
+    def __init__(self, matcher: LLMatcher, num_tokens: int) -> None:
+        self._matcher = matcher
+        self.num_tokens = num_tokens
+        """Of the vocabulary."""
+
+    def start(self) -> LLMatcher:
+        """A matcher of its own for one completion."""
+        return self._matcher.deep_copy()
+
+
+class GrammarCache:
+    """All grammars of one engine."""
+
+    def __init__(
+        self, load_vocabulary: Callable[[], Vocabulary], *, max_grammars: int = MAX_GRAMMARS
+    ) -> None:
+        """`load_vocabulary` is called when the first grammar is compiled, on its thread."""
+        self._load_vocabulary = load_vocabulary
+        self._tokenizer: LLTokenizer | None = None
+        self._loading = threading.Lock()
+        self._lock = threading.Lock()
+        self._max_grammars = max_grammars
+        self._recent: OrderedDict[StructuredOutputsParams, CompiledGrammar] = OrderedDict()
+        self._alive: WeakValueDictionary[StructuredOutputsParams, CompiledGrammar] = (
+            WeakValueDictionary()
+        )
+
+    def find(self, params: StructuredOutputsParams) -> CompiledGrammar | None:
+        """One that is there: lately used, or held by somebody."""
+        with self._lock:
+            grammar = self._alive.get(params)
+            if grammar is not None:
+                self._keep(params, grammar)
+            return grammar
+
+    def compile(self, params: StructuredOutputsParams) -> CompiledGrammar:
+        """One that is there, or made now. Raises RequestError with the reason if it can't be."""
+        if grammar := self.find(params):
+            return grammar
+        tokenizer = self._load()
+        try:
+            matcher = LLMatcher(tokenizer, grammar_text(params), log_level=0)
+            reason = matcher.get_error() if matcher.is_error() else ""
+        except ValueError as error:
+            reason = str(error)
+        if reason:
+            raise RequestError(
+                f"structured output by {params.kind} can't be honoured: "
+                f"{' '.join(reason.split())[:600]}",
+                field="structured_outputs",
+            )
+        grammar = CompiledGrammar(matcher, tokenizer.vocab_size)
+        with self._lock:
+            self._alive[params] = grammar
+            self._keep(params, grammar)
+        return grammar
+
+    def _keep(self, params: StructuredOutputsParams, grammar: CompiledGrammar) -> None:
+        self._recent[params] = grammar
+        self._recent.move_to_end(params)
+        while len(self._recent) > self._max_grammars:
+            self._recent.popitem(last=False)
+
+    def _load(self) -> LLTokenizer:
+        with self._loading:
+            if self._tokenizer is None:
+                self._tokenizer = self._load_vocabulary().tokenizer()
+            return self._tokenizer

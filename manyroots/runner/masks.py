@@ -1,0 +1,56 @@
+"""The masks of rows whose output has a shape: made on the host, applied by the sampler.
+
+Takes arrivals with a grammar, and rows whose tokens are all known; writes their masks into the
+sampler's tables, ordered on the stream of the steps.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from manyroots.grammar.cache import GrammarCache
+from manyroots.grammar.rows import GrammarRows
+from manyroots.kernels.sampling.rows import SamplingTables
+from manyroots.runner.batch import PersistentBatch
+from manyroots.step import Arrival, Int32s
+
+
+class RowMasks:
+    """Grammars by row. Used by the thread that launches, alone."""
+
+    def __init__(self, grammars: GrammarCache, batch: PersistentBatch, vocab_size: int) -> None:
+        self._grammars = grammars
+        self._batch = batch
+        self._rows = GrammarRows(vocab_size)
+
+    def begin(self, arrival: Arrival) -> None:
+        """Raises if the grammar is not there."""
+        params = arrival.sampling.structured_outputs
+        assert params is not None
+        grammar = self._grammars.find(params)
+        if grammar is None:
+            raise RuntimeError("the grammar of a running request is gone")
+        self._rows.begin(
+            arrival.row,
+            grammar,
+            arrival.num_prompt_tokens,
+            min_tokens=arrival.sampling.min_tokens,
+            stop_ids=arrival.stop_ids,
+        )
+
+    def forget(self, row: int) -> None:
+        self._rows.forget(row)
+
+    def fill(self, rows: Int32s, tables: SamplingTables) -> dict[int, str]:
+        """The masks behind all tokens of these rows; gives the reasons of those that have none."""
+        known = {row: self._batch.known(row) for row in rows.tolist()}
+        masks, failures = self._rows.masks(known)
+        made, device = torch.from_numpy(masks), tables.masks.device
+        at = torch.from_numpy(rows.astype("int64"))
+        if device.type == "cuda":
+            # Page-locked memory is not used again before its copy is done.
+            made, at = made.pin_memory(), at.pin_memory()
+        tables.masks.index_copy_(
+            0, at.to(device, non_blocking=True), made.to(device, non_blocking=True)
+        )
+        return failures

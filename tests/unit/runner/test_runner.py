@@ -8,6 +8,7 @@ says what is right.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,9 @@ from manyroots.cache.families.attention import attention_families
 from manyroots.cache.planes import CacheLayout, Capacity
 from manyroots.cache.policies import CachePolicies
 from manyroots.config import SchedulerSettings
+from manyroots.engine.grammar_compiles import GrammarCompiles
 from manyroots.engine.loop import EngineLoop
+from manyroots.grammar.cache import GrammarCache
 from manyroots.ids import AdapterName, RequestId
 from manyroots.kernels.choice import reference_kernels
 from manyroots.kernels.sampling import torch_ops
@@ -38,9 +41,11 @@ from manyroots.sampling import SamplingParams
 from manyroots.scheduler.scheduler import Scheduler
 from manyroots.store.adapter_loader import AdapterLoader
 from manyroots.store.adapter_pool import AdapterPool
+from manyroots.structured_outputs import StructuredOutputsParams
 from tests import runners
 from tests.adapter_folders import Recipe, write_adapter
 from tests.deciding import BASE
+from tests.unit.grammar import tiny_grammars
 from tests.unit.models.peft_models import ADAPTERS, make_pair, read
 from tests.unit.models.tiny import MODELS, load_tiny, save_tiny
 
@@ -48,11 +53,13 @@ PAGE_SIZE, NUM_PAGES, MAX_LEN, MAX_SEQS = 4, 120, 64, 6
 CPU = torch.device("cpu")
 
 
-def make_runner(decoder: Decoder, loader: AdapterLoader | None = None) -> ModelRunner:
+def make_runner(
+    decoder: Decoder, loader: AdapterLoader | None = None, grammars: GrammarCache | None = None
+) -> ModelRunner:
     """As on a GPU if the decoder has the references for kernels."""
     return runners.make_runner(
         decoder, loader, num_pages=NUM_PAGES, page_size=PAGE_SIZE, max_num_seqs=MAX_SEQS,
-        max_model_len=MAX_LEN, fixed_shapes=_is_plain(decoder),
+        max_model_len=MAX_LEN, fixed_shapes=_is_plain(decoder), grammars=grammars,
     )  # fmt: skip
 
 
@@ -75,6 +82,7 @@ def run(
     *,
     max_loras: int = 2,
     fails: int | None = None,
+    grammars: GrammarCache | None = None,
 ) -> dict[int, list[Output]]:
     """What the real scheduler and loop get from a runner, by request; of which one may fail."""
     windows = [family.memory.window for family in runner._decoder.families]
@@ -87,7 +95,8 @@ def run(
         Residency(AdapterLimits(max_loras=max_loras, max_cpu_loras=0)),
         max_model_len=MAX_LEN,
     )
-    loop = EngineLoop(scheduler, runner)
+    compiles = None if grammars is None else GrammarCompiles(grammars)
+    loop = EngineLoop(scheduler, runner, compiles=compiles)
     for name, (path, model) in (adapters or {}).items():
         spec, _ = read(path, model)
         scheduler.load_adapter(AdapterName(name), spec, path=str(path))
@@ -326,3 +335,29 @@ def test_adapters_of_experts_in_fixed_shapes_give_the_tokens_of_those_on_a_cpu(
     )
     assert plain == cpu
     assert len({tuple(cpu[i]) for i in range(8)}) > 4
+
+
+@pytest.mark.parametrize("grammar", [{"regex": "[a-f]{2,5}(0|1)"}, {"choice": ("ab", "a", "cd")}])
+def test_g01_masks_are_in_time_for_tokens_that_are_still_on_the_device(
+    tmp_path: Path, padded: None, slow_tokens: None, grammar: dict[str, Any]
+) -> None:
+    """G01: a step's model is launched before the mask of its choice can be known; with rows that
+    have no grammar beside it."""
+    save_tiny(tmp_path, "llama", vocab_size=tiny_grammars.VOCAB)
+    both = Both(tmp_path)
+    wanted = StructuredOutputsParams(**grammar)
+    shaped = [
+        submit(number, [5, 6, number], max_tokens=9, temperature=1.0, structured_outputs=wanted)
+        for number in range(20, 24)
+    ]
+    requests = [replace(r, stop_ids=(tiny_grammars.EOS,)) for r in (*some_requests(), *shaped)]
+    given: list[dict[int, list[int]]] = []
+    for decoder in (both.cpu, both.plain):
+        grammars = tiny_grammars.cache()
+        grammars.compile(wanted)
+        runner = make_runner(decoder, grammars=grammars)
+        given.append(tokens(run(runner, requests, grammars=grammars)))
+    assert given[0] == given[1]
+    for number in range(20, 24):
+        text = b"".join(tiny_grammars.vocabulary().pieces[t] for t in given[0][number][:-1])
+        assert re.fullmatch(grammar.get("regex") or "|".join(grammar["choice"]), text.decode())

@@ -1,0 +1,124 @@
+"""How requests ask for a shape of their output, and what reaches the engine (G01, G02)."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from manyroots.structured_outputs import StructuredOutputsParams
+from tests.unit.api.fake_engine import FakeEngine, script
+from tests.unit.api.harness import Harness, error_of
+from tests.unit.grammar.tiny_grammars import cache
+
+pytestmark = pytest.mark.anyio
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+GRAMMARS = cache()
+
+FIELDS: list[tuple[dict[str, Any], StructuredOutputsParams | None]] = [
+    ({"response_format": {"type": "text"}}, None),
+    ({"response_format": {"type": "json_object"}}, StructuredOutputsParams(json_object=True)),
+    (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": SCHEMA},
+            }
+        },
+        StructuredOutputsParams(json=SCHEMA),
+    ),
+    ({"structured_outputs": {"json": SCHEMA}}, StructuredOutputsParams(json=SCHEMA)),
+    ({"structured_outputs": {"regex": "a+"}}, StructuredOutputsParams(regex="a+")),
+    ({"structured_outputs": {}}, None),
+    ({"guided_json": json.dumps(SCHEMA)}, StructuredOutputsParams(json=json.dumps(SCHEMA))),
+    ({"guided_regex": "a|b"}, StructuredOutputsParams(regex="a|b")),
+    ({"guided_choice": ["x", "y"]}, StructuredOutputsParams(choice=("x", "y"))),
+    ({"guided_grammar": 'start: "x"'}, StructuredOutputsParams(grammar='start: "x"')),
+]
+
+
+@pytest.mark.parametrize(("fields", "wanted"), FIELDS, ids=str)
+async def test_g01_every_way_to_ask_reaches_the_engine(
+    fields: dict[str, Any], wanted: StructuredOutputsParams | None
+) -> None:
+    harness = Harness()
+    for response in (
+        await harness.complete(max_tokens=1, **fields),
+        await harness.chat(max_tokens=1, **fields),
+    ):
+        assert response.status_code == 200, response.text
+    given = [submit.sampling.structured_outputs for submit in harness.engine.submitted]
+    assert given == [wanted, wanted]
+
+
+def follows(params: StructuredOutputsParams, text: str) -> bool:
+    """Whether a whole text is one that the grammar allows."""
+    matcher = GRAMMARS.compile(params).start()
+    tokens = list(text.encode())
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+def tool(name: str, **properties: Any) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": properties, "required": list(properties)}
+    parameters["additionalProperties"] = False
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+TOOLS = [tool("weather", city={"type": "string"}), tool("now")]
+
+
+def call(name: str, arguments: str) -> str:
+    text = f'{{"name": "{name}", "arguments": {arguments}}}'
+    return f"<tool_call>\n{text}\n</tool_call>"
+
+
+KNOWS_TOOLS = "{{ tools | length }}{{ messages[-1].content }}"
+
+
+async def forced(choice: Any, **fields: Any) -> StructuredOutputsParams:
+    harness = Harness(FakeEngine(script(*b"x")), template=KNOWS_TOOLS)
+    response = await harness.chat(tools=TOOLS, tool_choice=choice, **fields)
+    assert response.status_code == 200, response.text
+    wanted = harness.engine.submitted[0].sampling.structured_outputs
+    assert wanted is not None
+    return wanted
+
+
+async def test_g02_a_required_call_is_one_of_the_tools() -> None:
+    wanted = await forced("required")
+    weather, now = call("weather", '{"city": "Oslo"}'), call("now", "{}")
+    assert follows(wanted, weather)
+    assert follows(wanted, f"{now}\n{weather}")
+    assert not follows(wanted, call("weather", '{"town": "Oslo"}'))
+    assert not follows(wanted, call("other", "{}"))
+    assert not follows(wanted, "Oslo")
+    alone = await forced("required", parallel_tool_calls=False)
+    assert follows(alone, now)
+    assert not follows(alone, f"{now}\n{weather}")
+
+
+async def test_g02_a_named_call_is_that_tool() -> None:
+    wanted = await forced({"type": "function", "function": {"name": "now"}})
+    assert follows(wanted, call("now", "{}"))
+    assert not follows(wanted, call("weather", '{"city": "Oslo"}'))
+
+
+async def test_g02_a_forced_call_comes_behind_the_reasoning() -> None:
+    harness = Harness(FakeEngine(script(*b"x")), template=KNOWS_TOOLS + "{# </think> #}")
+    await harness.chat(tools=TOOLS, tool_choice="required")
+    wanted = harness.engine.submitted[0].sampling.structured_outputs
+    assert wanted is not None
+    assert follows(wanted, call("now", "{}"))
+    assert follows(wanted, f"<think>I <must>\n call</think>\n\n{call('now', '{}')}")
+    assert not follows(wanted, f"I must {call('now', '{}')}")
+
+
+async def test_g02_tools_that_cannot_be_honoured_are_refused_where_a_call_is_forced() -> None:
+    odd = tool("odd", a={"type": "array", "uniqueItems": True})
+    harness = Harness(template=KNOWS_TOOLS)
+    response = await harness.chat(tools=[odd], tool_choice="required")
+    assert error_of(response)["param"] == "tools"
+    assert "uniqueItems" in error_of(response)["message"]
+    fields = {"tools": [tool("now")], "tool_choice": "required", "guided_regex": "a"}
+    assert error_of(await harness.chat(**fields))["param"] == "guided_regex"

@@ -1,0 +1,110 @@
+"""Requests that wait for a grammar, and nobody with them (G01)."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from manyroots import LLM, SamplingParams, StructuredOutputsParams
+from manyroots.errors import RequestError
+from manyroots.grammar.cache import CompiledGrammar, GrammarCache
+from manyroots.ids import Namespace, RequestId
+from manyroots.messages import Abort, ErrorKind, FinishReason, Output, Submit
+from tests.patience import PATIENCE_S
+from tests.unit.models.tiny import save_tiny
+from tests.unit.text.tiny_tokenizer import tiny_backend
+
+EOS = 257
+
+
+@pytest.fixture
+def llm(tmp_path: Path) -> Iterator[LLM]:
+    save_tiny(tmp_path, "llama", vocab_size=300, eos_token_id=EOS)
+    tiny_backend().save(str(tmp_path / "tokenizer.json"))
+    with LLM(str(tmp_path), dtype="float32") as made:
+        yield made
+
+
+def submit(number: int, choice: str | None, **more: Any) -> Submit:
+    wanted = None if choice is None else StructuredOutputsParams(choice=(choice,))
+    sampling = SamplingParams(temperature=0, max_tokens=8, structured_outputs=wanted, **more)
+    namespace = Namespace(adapter=None, salt=None)
+    return Submit(RequestId(number), [1, 2, 3], namespace, sampling, number, (EOS,), None)
+
+
+def run(loop: Any, until: Any) -> list[Output]:
+    outputs: list[Output] = []
+    deadline = time.monotonic() + PATIENCE_S
+    while not until(outputs) and time.monotonic() < deadline:
+        if loop.has_work:
+            outputs += loop.step()
+        else:
+            time.sleep(0.001)
+    return outputs
+
+
+def ended(*numbers: int) -> Any:
+    def all_of_them(outputs: list[Output]) -> bool:
+        return {o.request_id for o in outputs if o.finish_reason is not None} >= set(numbers)
+
+    return all_of_them
+
+
+def test_g01_a_grammar_that_is_compiled_holds_up_nobody(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """G01: others begin and end meanwhile; those that want the same grammar wait for one."""
+    gate, compiled = threading.Event(), []
+    compile_now = GrammarCache.compile
+
+    def slowly(self: GrammarCache, params: StructuredOutputsParams) -> CompiledGrammar:
+        gate.wait(PATIENCE_S)
+        compiled.append(params)
+        return compile_now(self, params)
+
+    monkeypatch.setattr(GrammarCache, "compile", slowly)
+    loop = llm._loop
+    for made in (submit(1, "abc"), submit(2, "abc"), submit(3, "gone"), submit(4, None)):
+        loop.handle(made)
+    outputs = run(loop, ended(4))
+    assert {output.request_id for output in outputs} == {4}
+    assert not compiled
+    loop.handle(Abort([RequestId(3)]))
+    gate.set()
+    outputs = run(loop, ended(1, 2))
+    assert {o.request_id for o in outputs} == {1, 2}
+    assert len(compiled) == 2, "one for both, and one that nobody wanted any more"
+    for number in (1, 2):
+        text = bytes(t for o in outputs if o.request_id == number for t in o.tokens if t < 256)
+        assert text == b"abc"
+    loop.handle(submit(5, "abc"))
+    run(loop, ended(5))
+    assert len(compiled) == 2, "found again"
+    assert not loop._compiles._held
+
+
+def test_g01_a_grammar_that_cannot_be_is_one_requests_end(llm: LLM) -> None:
+    loop = llm._loop
+    wanted = StructuredOutputsParams(grammar="start: nowhere")
+    sampling = SamplingParams(max_tokens=4, structured_outputs=wanted)
+    bad = submit(1, "x")
+    loop.handle(Submit(bad.request_id, [1], bad.namespace, sampling, 1, (EOS,), None))
+    loop.handle(submit(2, None))
+    outputs = run(loop, ended(1, 2))
+    [failed] = [output for output in outputs if output.request_id == 1]
+    assert failed.finish_reason is FinishReason.ERROR
+    assert failed.error_kind is ErrorKind.REQUEST
+    assert "nowhere" in str(failed.error)
+
+
+def test_g01_a_tokenizer_without_an_end_is_refused(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama", vocab_size=300, eos_token_id=None)
+    tiny_backend().save(str(tmp_path / "tokenizer.json"))
+    wanted = SamplingParams(structured_outputs=StructuredOutputsParams(choice=("a",)))
+    with LLM(str(tmp_path), dtype="float32") as llm, pytest.raises(RequestError, match="no token"):
+        llm.generate(["x"], wanted)

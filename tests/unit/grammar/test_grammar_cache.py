@@ -1,0 +1,50 @@
+"""Compiled grammars: made once, bounded, and always there for who holds one (G01)."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from manyroots.errors import RequestError
+from manyroots.grammar.cache import GrammarCache
+from manyroots.grammar.vocabulary import Vocabulary
+from manyroots.structured_outputs import StructuredOutputsParams
+from tests.unit.grammar.tiny_grammars import cache, vocabulary
+
+
+def number(n: int) -> StructuredOutputsParams:
+    return StructuredOutputsParams(regex=f"a{{{n}}}")
+
+
+def test_g01_a_grammar_is_compiled_once_and_the_vocabulary_loaded_once() -> None:
+    loads = []
+
+    def load() -> Vocabulary:
+        loads.append(threading.current_thread())
+        return vocabulary()
+
+    grammars = GrammarCache(load)
+    with ThreadPoolExecutor(4) as threads:
+        made = list(threads.map(grammars.compile, [number(1), number(2)] * 4))
+    assert len(loads) == 1
+    assert grammars.compile(number(1)) is grammars.find(number(1))
+    assert len({id(grammar) for grammar in made}) <= 4, "threads may meet, but find what is there"
+
+
+def test_g01_only_so_many_are_kept_and_those_that_are_held() -> None:
+    grammars = cache(max_grammars=2)
+    held = grammars.compile(number(1))
+    for n in range(2, 6):
+        grammars.compile(number(n))
+    gc.collect()
+    assert grammars.find(number(1)) is held
+    assert grammars.find(number(3)) is None
+    assert grammars.find(number(5)) is not None
+
+
+def test_g01_what_cannot_be_compiled_says_why() -> None:
+    with pytest.raises(RequestError, match=r"regex can't be honoured: .*look-around"):
+        cache().compile(StructuredOutputsParams(regex="a(?=b)"))

@@ -114,6 +114,17 @@ class CacheSettings:
         "largest step, which is measured at start; up to 4 GiB on a CPU.",
     )
     num_gpu_blocks_override: int | None = option(None, "Exact number of pages, whatever fits.")
+    checkpoint_memory_bytes: int | None = option(
+        None,
+        "Of models with recurrent layers: bytes for saved states, beside one state for each of "
+        "--max-num-seqs. Default: by what a cached conversation takes of pages and of states.",
+    )
+    checkpoint_interval_tokens: int | None = option(
+        None,
+        "Of models with recurrent layers: save a state at least every so many tokens of a prompt, "
+        "besides those at its end and where prompts part. Default: as many as one step computes, "
+        "or as many as take as much memory as a state.",
+    )
 
     def __post_init__(self) -> None:
         _at_least(self, "block_size", 1)
@@ -128,6 +139,8 @@ class CacheSettings:
             )
         _at_least(self, "kv_cache_memory_bytes", 1)
         _at_least(self, "num_gpu_blocks_override", 1)
+        _at_least(self, "checkpoint_memory_bytes", 0)
+        _at_least(self, "checkpoint_interval_tokens", 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

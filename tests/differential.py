@@ -93,7 +93,9 @@ class Engines:
         for name, recipe in ADAPTERS.items():
             write_adapter(folder / name, decoder.adapter_targets(), recipe)
             self.adapters[name] = str(folder / name)
-        page_bytes = sum(family.page_bytes(PAGE, 4) for family in decoder.families)
+        page_bytes = sum(
+            f.unit_bytes(PAGE, decoder.dtype) for f in decoder.families if not f.is_state
+        )
         needed = 4 * -(-MAX_LEN // PAGE) * page_bytes
         self.warm = self._start(
             kv_cache_memory_bytes=int(needed * KV_BYTES_SHARE),

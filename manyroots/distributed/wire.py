@@ -70,7 +70,7 @@ class Loaded:
 class StartSteps:
     """All ranks have their weights: make room for pages, then follow plans."""
 
-    num_pages: tuple[int, ...]
+    num_units: tuple[int, ...]
     """By family."""
     num_slots: int
     """What fits on every rank."""

@@ -119,12 +119,7 @@ def layout_identity(families: Sequence[LayerFamily], page_size: int, dtype: torc
     """Stands for what a page consists of, by family, in the hashes that other engines and later
     ones know pages by: whatever differs here must never be read as the same page."""
     parts = [f"page of {page_size} tokens in {dtype}"]
-    for family in families:
-        memory = family.memory
-        parts.append(
-            f"layers {family.layers}: {memory.kv_heads} heads of {memory.head_dim}, "
-            f"window {memory.window}"
-        )
+    parts += [f"layers {family.layers}: {family.memory}" for family in families]
     return "; ".join(parts).encode()
 
 

@@ -1,9 +1,10 @@
-"""How many pages fit: memory is counted once, at start, after the weights are loaded.
+"""How many pages and states fit: memory is counted once, at start, after the weights are loaded.
 
-In: settings, what pages take, and what else will be wanted on the device. Out: how many pages of
-all layers there is memory for, which ranks compare; then what each family of layers gets of that,
-or a refusal that names the flags. Everything that is free goes to pages: what nobody runs with now
-is the prefix cache. Where the number of adapters is left open (--max-loras 0), they have a share.
+In: settings, what pages and states take, and what else will be wanted on the device. Out: how many
+pages of all layers there is memory for beside states, which ranks compare; then what each family of
+layers gets, or a refusal that names the flags. Everything that is free goes to these: what nobody
+runs with now is the prefix cache. Where the number of adapters is left open (--max-loras 0), they
+have a share.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 import torch
 
 from manyroots.cache.families.attention import attention_families
+from manyroots.cache.families.family import Family
+from manyroots.cache.families.recurrent import recurrent_families
 from manyroots.cache.planes import Capacity
 from manyroots.cache.split import (
     SHORT,
@@ -26,8 +30,9 @@ from manyroots.cache.split import (
     split,
     told,
 )
+from manyroots.cache.state_share import StateShare
 from manyroots.config import CacheSettings, EngineSettings
-from manyroots.errors import ConfigError
+from manyroots.errors import ConfigError, ModelError
 from manyroots.models.families import LayerFamily
 
 logger = logging.getLogger(__name__)
@@ -51,50 +56,78 @@ LIBRARY_RESERVE_BYTES = 256 * 2**20
 class Sizes:
     """What all ranks have alike."""
 
-    num_pages: tuple[int, ...]
-    """By family of layers."""
+    num_units: tuple[int, ...]
+    """By family of layers: pages, or states."""
     num_slots: int
     """For adapters; 0 without --enable-lora."""
     max_model_len: int
 
 
 class FamilyMemory:
-    """The families of a model's layers, and what one rank's part of their pages takes."""
+    """The families of a model's layers, and what one rank's part of their units takes."""
 
     def __init__(
-        self, settings: EngineSettings, families: Sequence[LayerFamily], itemsize: int
+        self, settings: EngineSettings, families: Sequence[LayerFamily], dtype: torch.dtype
     ) -> None:
-        scheduler = settings.scheduler
-        self._page_size = settings.cache.block_size
+        scheduler, cache = settings.scheduler, settings.cache
+        self._page_size = page_size = cache.block_size
         self._num_step_tokens = scheduler.max_num_batched_tokens
         threshold = scheduler.long_prefill_token_threshold or self._num_step_tokens
         self._num_chunk_tokens = min(self._num_step_tokens, threshold)
         self._is_asked_for = settings.model.max_model_len is not None
         self._families = families
-        self._page_bytes = [f.page_bytes(self._page_size, itemsize) for f in families]
+        self._paged = [f for f in families if not f.is_state]
+        if not self._paged:
+            raise ModelError(
+                "no layer of the model attends; this version serves recurrent layers beside "
+                "attention. Choose another model."
+            )
+        self._page_bytes = [f.unit_bytes(page_size, dtype) for f in self._paged]
         self.page_bytes = sum(self._page_bytes)
-        """Of a page of all layers."""
+        """Of a page of all layers that have any."""
+        self._state_bytes = [f.unit_bytes(page_size, dtype) for f in families if f.is_state]
+        self._interval = 0
+        """In pages."""
+        self.states: StateShare | None = None
+        """None where no layer has a state."""
+        if self._state_bytes:
+            self._interval = -(-self._interval_tokens(cache) // page_size)
+            self.states = StateShare(
+                state_bytes=sum(self._state_bytes),
+                token_bytes=Fraction(self.page_bytes, page_size),
+                num_working=scheduler.max_num_seqs,
+                interval_tokens=self._interval * page_size,
+                checkpoint_bytes=cache.checkpoint_memory_bytes,
+            )
+
+    def _interval_tokens(self, cache: CacheSettings) -> int:
+        """A checkpoint cuts a step's prompts and takes memory: none within what one step computes,
+        and none that takes more than the tokens since the last."""
+        if cache.checkpoint_interval_tokens is not None:
+            return cache.checkpoint_interval_tokens
+        as_many = sum(self._state_bytes) * self._page_size // self.page_bytes
+        return max(self._num_chunk_tokens, as_many)
 
     @property
     def unit_bytes(self) -> list[int]:
         """By family: of one unit."""
-        return self._page_bytes
+        return self._page_bytes + self._state_bytes
 
     def most_tokens(self, num_bytes: int, max_model_len: int) -> int:
         """The longest context worth making room for where there is so much memory. Where no layer
         sees everything, memory alone would set no end to it: then as if all did."""
-        if all(family.memory.window is not None for family in self._families):
+        if all(family.window is not None for family in self._paged):
             return min(max_model_len, num_bytes // self.page_bytes * self._page_size)
         return self._longest(num_bytes, max_model_len)
 
     def _longest(self, num_bytes: int, max_model_len: int) -> int:
-        """The longest request that so much memory holds, at most the full length."""
+        """The longest request whose pages so much memory holds, at most the full length."""
         demand = self._demand(max_model_len)
         return longest_that_fits(self._sizes(demand), num_bytes, demand)
 
     def fit(self, num_all_pages: int, num_slots: int, max_model_len: int) -> Sizes:
-        """Split memory for so many pages of all layers. One request of the full length must fit,
-        or it could never be finished."""
+        """Split memory for so many pages of all layers, and say how many states there are beside
+        them. One request of the full length must fit, or it could never be finished."""
         num_bytes = num_all_pages * self.page_bytes
         longest = self._longest(num_bytes, max_model_len)
         if longest < max_model_len:
@@ -108,23 +141,27 @@ class FamilyMemory:
                            max_model_len, longest)  # fmt: skip
         demand = self._demand(longest)
         units = split(self._sizes(demand), num_bytes, demand)
-        num_pages = tuple(capacity.num_device_units for capacity in units)
-        return Sizes(num_pages, num_slots, longest)
+        num_units = [capacity.num_device_units for capacity in units]
+        if self.states is not None:
+            num_states = self.states.num_states(num_bytes, max_model_len)
+            num_units += [num_states] * len(self._state_bytes)
+        return Sizes(tuple(num_units), num_slots, longest)
 
     def capacities(self, sizes: Sizes) -> tuple[Capacity, ...]:
         """As the cache sees it."""
-        families = [size.family for size in self._sizes(self._demand(sizes.max_model_len))]
-        return tuple(map(Capacity, families, sizes.num_pages))
+        paged: list[Family] = [s.family for s in self._sizes(self._demand(sizes.max_model_len))]
+        states = recurrent_families(len(self._state_bytes), interval=self._interval)
+        return tuple(map(Capacity, [*paged, *states], sizes.num_units))
 
     def told(self, sizes: Sizes, num_ranks: int) -> list[str]:
         """What each family got on all ranks together, and why, line by line."""
         demand = self._demand(sizes.max_model_len)
         own = self._sizes(demand)
         everywhere = [FamilyBytes(size.family, size.unit_bytes * num_ranks) for size in own]
-        lines = told(self.capacities(sizes), everywhere, demand)
+        lines = told(self.capacities(sizes)[: len(own)], everywhere, demand)
         counts = [len(family.layers) for family in self._families]
         layers = ["1 layer" if n == 1 else f"{n} layers" for n in counts]
-        lines = [f"{n}, {line}" for n, line in zip(layers, lines, strict=True)]
+        lines = [f"{n}, {line}" for n, line in zip(layers, lines, strict=False)]
         if len(lines) > 1:
             shares = largest_shares([s.unit_bytes for s in own], [s.family for s in own], demand)
             shortest = min(SHORT, sizes.max_model_len)
@@ -133,7 +170,19 @@ class FamilyMemory:
                 f"of any length from {shortest} to {sizes.max_model_len} tokens, at least "
                 f"{100 / float(sum(shares)):.0f}% fit of those that a split for them would hold"
             )
-        return lines
+        states = zip(
+            layers[len(own) :], self.capacities(sizes)[len(own) :], self._state_bytes, strict=True
+        )
+        return lines + [f"{n}, {self._told_states(c, size * num_ranks)}" for n, c, size in states]
+
+    def _told_states(self, capacity: Capacity, state_bytes: int) -> str:
+        assert self.states is not None
+        num_units, num_working = capacity.num_device_units, self.states.num_working
+        return (
+            f"{capacity.family.name}: {num_working} working states and {num_units - num_working} "
+            f"checkpoints of {state_bytes / 2**20:.3g} MiB, {num_units * state_bytes / 2**30:.2f} "
+            f"GiB; one at least every {self._interval * self._page_size} tokens of a prompt"
+        )
 
     def _demand(self, max_model_len: int) -> Demand:
         return Demand(
@@ -144,27 +193,43 @@ class FamilyMemory:
         )
 
     def _sizes(self, demand: Demand) -> list[FamilyBytes]:
-        windows = [family.memory.window for family in self._families]
         families = attention_families(
-            windows, page_size=demand.page_size, max_model_len=demand.max_model_len
+            [family.window for family in self._paged],
+            page_size=demand.page_size,
+            max_model_len=demand.max_model_len,
         )
         return [FamilyBytes(f, n) for f, n in zip(families, self._page_bytes, strict=True)]
 
 
 def count_pages(
-    settings: EngineSettings, page_bytes: int, device: torch.device, reserved_bytes: int
+    settings: EngineSettings,
+    memory: FamilyMemory,
+    device: torch.device,
+    *,
+    reserved_bytes: int,
+    max_model_len: int,
 ) -> int:
-    """How many pages of all layers, each of so many bytes, there is memory for. `reserved_bytes`:
-    what adapters and steps will take on a GPU."""
+    """How many pages of all layers there is memory for beside states. `reserved_bytes`: what
+    adapters and steps will take on a GPU."""
     cache = settings.cache
     if cache.num_gpu_blocks_override is not None:
         return cache.num_gpu_blocks_override
+    page_bytes, states = memory.page_bytes, memory.states
     if cache.kv_cache_memory_bytes is not None:
         budget, size = cache.kv_cache_memory_bytes, page_bytes
     else:
         num_ranks = settings.model.tensor_parallel_size
         budget = _free_bytes(cache, device, num_ranks) - reserved_bytes
         size = max(page_bytes, LEAST_PAGE_BYTES)
+    if states is not None:
+        whole, budget = budget, states.pages_bytes(budget, max_model_len)
+        if budget < page_bytes:
+            raise ConfigError(
+                f"{whole} bytes are left for the cache, and {states.num_working} states of running "
+                f"requests take {states.working_bytes} of them, checkpoints some, and one page "
+                f"{page_bytes}. Lower --max-num-seqs or --checkpoint-memory-bytes, or raise "
+                "--kv-cache-memory-bytes or --gpu-memory-utilization."
+            )
     num_pages = budget // size
     if num_pages < 1:
         raise ConfigError(

@@ -61,7 +61,7 @@ class _Part:
 
     def start(self, start: StartSteps, tell: follower.Tell) -> _Steps:
         loaded = self.loaded
-        sizes = Sizes(start.num_pages, start.num_slots, start.max_model_len)
+        sizes = Sizes(start.num_units, start.num_slots, start.max_model_len)
         adapters = loaded.make_adapters(self.settings, sizes, partial(FollowingLoader, tell=tell))
         model = loaded.model
         join_group(model.shard, self.folder, device_type=model.device.type)

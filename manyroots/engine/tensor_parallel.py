@@ -43,7 +43,7 @@ def execute_with_ranks(settings: EngineSettings, source: ModelSource) -> Executo
             num_pages = min(worker.num_pages, elsewhere.num_pages)
             num_slots = min(worker.num_slots, elsewhere.num_slots)
             sizes = worker.memory.fit(num_pages, num_slots, worker.max_model_len)
-        start = StartSteps(sizes.num_pages, sizes.num_slots, sizes.max_model_len)
+        start = StartSteps(sizes.num_units, sizes.num_slots, sizes.max_model_len)
         ranks.send(RankMessageKind.START, start)
         make_loader = partial(
             FirstLoader,

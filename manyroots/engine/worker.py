@@ -40,7 +40,6 @@ from manyroots.progress import stage
 from manyroots.runner.runner import ModelRunner
 from manyroots.step import Runner
 from manyroots.store.adapter_loader import AdapterLoader
-from manyroots.store.arena import PageArena
 
 if TYPE_CHECKING:
     from manyroots.engine.loop import Alarm
@@ -158,7 +157,7 @@ def load_worker(settings: EngineSettings, source: ModelSource, shard: Shard) -> 
         shard=shard,
         kernels=kernel_set(spec, device),
     )
-    memory = FamilyMemory(settings, model.families, dtype.itemsize)
+    memory = FamilyMemory(settings, model.families, dtype)
     # No context is longer than what all of the device's memory would hold.
     most_tokens = memory.most_tokens(device_bytes(device), model.spec.max_len)
     max_model_len = _model_length(settings.model, model.spec, most_tokens)
@@ -172,7 +171,9 @@ def load_worker(settings: EngineSettings, source: ModelSource, shard: Shard) -> 
         logger.info("beside weights and pages: %.2f GiB for a step, %.2f GiB for adapters",
                     step / 2**30, slots_bytes / 2**30)  # fmt: skip
         reserved_bytes = step + slots_bytes
-    num_pages = count_pages(settings, memory.page_bytes, device, reserved_bytes)
+    num_pages = count_pages(
+        settings, memory, device, reserved_bytes=reserved_bytes, max_model_len=max_model_len
+    )
     return Worker(model, memory, num_pages, num_slots, max_model_len)
 
 
@@ -204,23 +205,17 @@ def _runner(
     grammars: GrammarCache | None = None,
 ) -> ModelRunner:
     """`capacities`: None for a runner that moves nothing."""
+    page_size = settings.cache.block_size
     arenas = [
-        PageArena(
-            num_pages=num_pages,
-            page_size=settings.cache.block_size,
-            num_layers=len(family.layers),
-            num_kv_heads=family.memory.kv_heads,
-            head_dim=family.memory.head_dim,
-            dtype=model.dtype,
-            device=model.device,
-        )
-        for family, num_pages in zip(model.families, sizes.num_pages, strict=True)
+        family.make_arena(num_units, page_size, model.dtype, model.device)
+        for family, num_units in zip(model.families, sizes.num_units, strict=True)
     ]
     return ModelRunner(
         model,
         arenas,
         loader,
         None if capacities is None else make_tiers(settings.tiers, arenas, capacities),
+        page_size=page_size,
         max_num_seqs=settings.scheduler.max_num_seqs,
         max_model_len=sizes.max_model_len,
         use_graphs=not settings.model.enforce_eager,

@@ -27,6 +27,8 @@ class Kernels:
     moe_pairs: ModuleType
     sampling: ModuleType
     decode_rows: ModuleType
+    recurrent: ModuleType
+    causal_conv: ModuleType
 
     @property
     def ask_nothing(self) -> bool:

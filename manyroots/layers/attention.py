@@ -85,7 +85,7 @@ class Attention:
 
     def weights(self, name: str) -> Fills:
         yield from self.qkv.weights(name)
-        yield from self.o.weights(f"{name}.o_proj")
+        yield from self.o.weights(f"{name}.{self._spec.o_name}")
         if self._qk_norms is not None:
             q_norm, k_norm = self._qk_norms
             yield from q_norm.weights(f"{name}.q_norm")
@@ -95,7 +95,7 @@ class Attention:
 
     def lora_parts(self, name: str) -> Iterator[tuple[str, SitePart]]:
         yield from self.qkv.lora_parts(name)
-        yield from self.o.lora_parts(f"{name}.o_proj")
+        yield from self.o.lora_parts(f"{name}.{self._spec.o_name}")
 
     def products(self) -> Iterator[Linear]:
         yield from (self.qkv, self.o)

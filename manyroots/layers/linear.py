@@ -8,7 +8,8 @@ names. Knows nothing of what the weights mean.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -21,7 +22,7 @@ from manyroots.kernels.lora_sites.sites import LinearSite
 from manyroots.kernels.norm.undivided import UndividedNorm
 from manyroots.layers.product import Product
 from manyroots.layers.step import Step
-from manyroots.layers.weights.fill import Fill, Fills, Side
+from manyroots.layers.weights.fill import Fill, Fills, Section, Side
 from manyroots.layers.weights.weight import Weight
 from manyroots.lora.targets import TargetKind
 from manyroots.store.adapter_sites import LoraSite, SitePart
@@ -37,13 +38,15 @@ class Linear:
         *,
         bias: bool,
         side: Side | None,
+        sections: Sequence[Section] = (),
         shard: Shard,
         dtype: torch.dtype,
         device: torch.device,
         kernels: Kernels,
     ) -> None:
         """`parts`: this rank's width of each projection, by name; "" where there is one. `side`:
-        which side of them ranks divide."""
+        which side of them ranks divide. `sections`: what the one projection's output consists of,
+        where ranks divide that piece by piece."""
         out_features = sum(parts.values())
         self.weight = Weight(in_features, out_features, dtype=dtype, device=device)
         self.bias = torch.empty(out_features, dtype=dtype, device=device) if bias else None
@@ -55,7 +58,7 @@ class Linear:
             name: slice(end - size, end)
             for (name, size), end in zip(parts.items(), ends, strict=True)
         }
-        self._side, self._shard = side, shard
+        self._side, self._shard, self._sections = side, shard, tuple(sections)
         self._kernels = kernels
 
     def __call__(self, x: Tensor | UndividedNorm, step: Step) -> Product:
@@ -82,14 +85,18 @@ class Linear:
         `name`."""
         for part, rows in self._rows.items():
             own = f"{name}.{part}" if part else name
-            yield f"{own}.weight", self.weight.fill(rows, self._side, self._shard)
+            fill = self.weight.fill(rows, self._side, self._shard)
+            yield f"{own}.weight", replace(fill, sections=self._sections)
             if self.bias is None:
                 continue
             if self._side is Side.INPUT:
                 yield f"{own}.bias", Fill(self.bias[rows], shard=self._shard, is_first_only=True)
             else:
                 cut = 0 if self._side is Side.OUTPUT else None
-                yield f"{own}.bias", Fill(self.bias[rows], cut, self._shard)
+                yield (
+                    f"{own}.bias",
+                    Fill(self.bias[rows], cut, self._shard, sections=self._sections),
+                )
 
     def lora_parts(self, name: str) -> Iterator[tuple[str, SitePart]]:
         """What adapters may change of it."""

@@ -34,8 +34,9 @@ class GatedMLP:
         """`spec` is the rank's own."""
         self._activation, self._kernels = spec.activation, kernels
         inner = spec.intermediate_size
+        gate, up, self._down = spec.parts
         self.gate_up = Linear(
-            hidden_size, {"gate_proj": inner, "up_proj": inner}, bias=spec.bias, side=Side.OUTPUT,
+            hidden_size, {gate: inner, up: inner}, bias=spec.bias, side=Side.OUTPUT,
             shard=shard, dtype=dtype, device=device, kernels=kernels,
         )  # fmt: skip
         self.down = Linear(
@@ -58,12 +59,12 @@ class GatedMLP:
     def weights(self, name: str) -> Fills:
         """Where a checkpoint's tensors for the block `name` go."""
         yield from self.gate_up.weights(name)
-        yield from self.down.weights(f"{name}.down_proj")
+        yield from self.down.weights(f"{name}.{self._down}")
 
     def lora_parts(self, name: str) -> Iterator[tuple[str, SitePart]]:
         """What adapters may change of the block `name`."""
         yield from self.gate_up.lora_parts(name)
-        yield from self.down.lora_parts(f"{name}.down_proj")
+        yield from self.down.lora_parts(f"{name}.{self._down}")
 
     def products(self) -> Iterator[Linear]:
         yield from (self.gate_up, self.down)

@@ -7,6 +7,7 @@ a `Product` instead of a plain tensor.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -55,3 +56,10 @@ class Product:
             return self
         whole = self.finished(kernels).to(dtype)
         return replace(self, sums=shard.add_up(whole), lora=None)
+
+
+def sum_of(products: Sequence[Product], kernels: Kernels) -> Product:
+    """Of what several mixers give of one input."""
+    if len(products) == 1:
+        return products[0]
+    return Product(torch.stack([product.finished(kernels) for product in products]).sum(0))

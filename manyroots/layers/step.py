@@ -16,7 +16,10 @@ class Step:
     """The rotation of each token, by the model's kinds of rotation: what the kernel set's
     `rope_write.look_up` gave."""
     kv: tuple[Any, ...]
-    """By family: what the kernel set's `attention.prepare` gave, where keys and values are
-    written and what each query sees. Only that set looks inside."""
+    """By family of pages: what the kernel set's `attention.prepare` gave, where keys and values
+    are written and what each query sees. Only that set looks inside."""
+    states: tuple[Any, ...]
+    """By family of states: what the kernel set's `recurrent.prepare` gave, which states the
+    sequences have and where their tokens lie."""
     lora: LoraRows | None
     """Which adapter each token wants; None if none wants any."""

@@ -1,10 +1,10 @@
 """The decoder, put together from a description: one for every architecture and device.
 
-Takes tokens and a `Step`; writes keys and values into the arenas, gives hidden states and from
-those logits. What differs between architectures is in their `ModelSpec`, what differs between
+Takes tokens and a `Step`; writes keys, values and states into the arenas, gives hidden states and
+from those logits. What differs between architectures is in their `ModelSpec`, what differs between
 devices in the kernel set.
 
-    x -> norm -> mixer -> + x
+    x -> norm -> mixers -> + x
       -> norm -> feed-forward block -> + x
 
 A product is added to the residual stream by the norm behind it; see `layers/product.py`.
@@ -13,6 +13,7 @@ A product is added to the residual stream by the norm behind it; see `layers/pro
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,13 +23,13 @@ from manyroots.kernels.choice import Kernels, kernels_for
 from manyroots.kernels.lora_sites.sites import LoraRows
 from manyroots.kernels.norm.undivided import UndividedNorm
 from manyroots.kernels.rope_write.inputs import RopeTable
-from manyroots.layers.attention import Attention
 from manyroots.layers.embedding import Embedding, LmHead
 from manyroots.layers.linear import Linear
+from manyroots.layers.mixers import make_mixer
 from manyroots.layers.mlp import GatedMLP
 from manyroots.layers.moe import SparseMLP
 from manyroots.layers.norm import RMSNorm
-from manyroots.layers.product import Product
+from manyroots.layers.product import Product, sum_of
 from manyroots.layers.spec import DenseSpec, LayerSpec
 from manyroots.layers.step import Step
 from manyroots.layers.weights.fill import Fill, Fills
@@ -37,25 +38,26 @@ from manyroots.models.families import families
 from manyroots.models.spec import ModelSpec
 from manyroots.store.adapter_pool import AdapterPool
 from manyroots.store.adapter_sites import SitePart
-from manyroots.store.arena import PageArena
+from manyroots.store.arena import PageArena, StateArena
 
 
 class DecoderLayer:
-    """A mixer and a feed-forward block, with the norms in front of them and, perhaps, behind."""
+    """Mixers and a feed-forward block, with the norms in front of them and, perhaps, behind."""
 
     def __init__(
         self,
         model: ModelSpec,
         spec: LayerSpec,
-        family: int,
+        families: Sequence[int],
         *,
         shard: Shard,
         dtype: torch.dtype,
         device: torch.device,
         kernels: Kernels,
     ) -> None:
+        """`families`: of each mixer, which of the step's `kv` or `states` is its."""
         hidden, eps, offset = model.hidden_size, model.rms_norm_eps, model.norm_offset
-        self.spec, self.family = spec, family
+        self.spec = spec
         self._shard, self._kernels, self._dtype = shard, kernels, dtype
 
         def norm() -> RMSNorm:
@@ -65,10 +67,13 @@ class DecoderLayer:
 
         self.input_norm, self.mlp_norm = norm(), norm()
         self._post_norms = (norm(), norm()) if spec.has_post_norms else None
-        self.mixer = Attention(
-            hidden, spec.mixer, family, eps=eps, norm_offset=offset,
-            shard=shard, dtype=dtype, device=device, kernels=kernels,
-        )  # fmt: skip
+        self.mixers = [
+            make_mixer(
+                hidden, mixer, family, eps=eps, norm_offset=offset,
+                shard=shard, dtype=dtype, device=device, kernels=kernels,
+            )
+            for mixer, family in zip(spec.mixers, families, strict=True)
+        ]  # fmt: skip
         block = spec.feed_forward
         self.feed_forward: GatedMLP | SparseMLP
         if isinstance(block, DenseSpec):
@@ -80,12 +85,20 @@ class DecoderLayer:
                 hidden, block, shard=shard, dtype=dtype, device=device, kernels=kernels
             )
 
+    @property
+    def reader(self) -> Linear | None:
+        """The one product that the layer's input is for."""
+        return self.mixers[0].reader if len(self.mixers) == 1 else None
+
     def __call__(
-        self, residual: Tensor, x: Tensor | UndividedNorm, layer_kv: Tensor, step: Step
+        self, residual: Tensor, x: Tensor | UndividedNorm, memories: Sequence[Any], step: Step
     ) -> Product:
-        """`x` is the residual, normalised. Adds the mixer's product onto the residual in place;
-        gives the block's, which the next layer's norm adds."""
-        mixed = self._whole(self.mixer(x, layer_kv, step), 0)
+        """`x` is the residual, normalised; `memories` are the mixers'. Adds the mixers' products
+        onto the residual in place; gives the block's, which the next layer's norm adds."""
+        both = zip(self.mixers, memories, strict=True)
+        mixed = self._whole(
+            sum_of([mixer(x, memory, step) for mixer, memory in both], self._kernels), 0
+        )
         x = self.mlp_norm.after(residual, mixed, self.feed_forward.reader)
         return self._whole(self.feed_forward(x, step), 1)
 
@@ -98,7 +111,8 @@ class DecoderLayer:
 
     def weights(self, name: str) -> Fills:
         yield from self.input_norm.weights(f"{name}.input_layernorm")
-        yield from self.mixer.weights(f"{name}.self_attn")
+        for mixer, spec in zip(self.mixers, self.spec.mixers, strict=True):
+            yield from mixer.weights(f"{name}.{spec.name}")
         if self._post_norms is None:
             yield from self.mlp_norm.weights(f"{name}.post_attention_layernorm")
         else:
@@ -106,14 +120,16 @@ class DecoderLayer:
             yield from after_mixer.weights(f"{name}.post_attention_layernorm")
             yield from self.mlp_norm.weights(f"{name}.pre_feedforward_layernorm")
             yield from after_block.weights(f"{name}.post_feedforward_layernorm")
-        yield from self.feed_forward.weights(f"{name}.mlp")
+        yield from self.feed_forward.weights(f"{name}.{self.spec.feed_forward.name}")
 
     def lora_parts(self, name: str) -> Iterator[tuple[str, SitePart]]:
-        yield from self.mixer.lora_parts(f"{name}.self_attn")
-        yield from self.feed_forward.lora_parts(f"{name}.mlp")
+        for mixer, spec in zip(self.mixers, self.spec.mixers, strict=True):
+            yield from mixer.lora_parts(f"{name}.{spec.name}")
+        yield from self.feed_forward.lora_parts(f"{name}.{self.spec.feed_forward.name}")
 
     def products(self) -> Iterator[Linear]:
-        yield from self.mixer.products()
+        for mixer in self.mixers:
+            yield from mixer.products()
         yield from self.feed_forward.products()
 
 
@@ -135,9 +151,9 @@ class Decoder:
         self.dtype, self.device = dtype, device
         self.kernels = kernels = kernels_for(device) if kernels is None else kernels
         self.families = families(spec.layers)
-        family_of = {
-            index: number for number, family in enumerate(self.families) for index in family.layers
-        }
+        self.num_paged = sum(not family.is_state for family in self.families)
+        """Families of pages; those of states come behind them."""
+        number_of = {family.memory: number for number, family in enumerate(self.families)}
         hidden = spec.hidden_size
         self.embedding = Embedding(
             spec.vocab_size, hidden, scale=spec.embedding_scale,
@@ -145,10 +161,10 @@ class Decoder:
         )  # fmt: skip
         self.layers = [
             DecoderLayer(
-                spec, layer, family_of[index],
+                spec, layer, [self._own_number(number_of[mixer.memory]) for mixer in layer.mixers],
                 shard=shard, dtype=dtype, device=device, kernels=kernels,
             )
-            for index, layer in enumerate(spec.layers)
+            for layer in spec.layers
         ]  # fmt: skip
         self.norm = RMSNorm(
             hidden, eps=spec.rms_norm_eps, offset=spec.norm_offset,
@@ -160,19 +176,25 @@ class Decoder:
         )  # fmt: skip
         self.ropes: tuple[RopeTable, ...] = ()
         """Of every position, by kind; see `attach`."""
-        self._memories: list[Tensor] = []
+        self._memories: list[list[Tensor | tuple[Tensor, ...]]] = []
+
+    def _own_number(self, family: int) -> int:
+        """Among the families of pages, or among those of states."""
+        return family if family < self.num_paged else family - self.num_paged
 
     def attach(
-        self, arenas: Sequence[PageArena], pool: AdapterPool | None, *, max_len: int
+        self, arenas: Sequence[PageArena | StateArena], pool: AdapterPool | None, *, max_len: int
     ) -> None:
         """Give it memory: an arena for each family, the adapters' pool if there is one, and angles
         for so many positions."""
-        place = {
-            index: (number, at)
-            for number, family in enumerate(self.families)
-            for at, index in enumerate(family.layers)
+        arena_of = {
+            family.memory: (arena, family.layers)
+            for family, arena in zip(self.families, arenas, strict=True)
         }
-        self._memories = [arenas[place[i][0]].layer(place[i][1]) for i in range(len(self.layers))]
+        self._memories = []
+        for index, layer in enumerate(self.spec.layers):
+            found = (arena_of[mixer.memory] for mixer in layer.mixers)
+            self._memories.append([arena.layer(layers.index(index)) for arena, layers in found])
         # Half a MiB per thousand positions and kind; a step looks its rows up.
         positions = torch.arange(max_len, device=self.device)
         self.ropes = tuple(
@@ -209,7 +231,7 @@ class Decoder:
             product = layer(residual, x, self._memories[index], step)
             if index < last:
                 following = self.layers[index + 1]
-                x = following.input_norm.after(residual, product, following.mixer.reader)
+                x = following.input_norm.after(residual, product, following.reader)
         return self.norm.rows_after(residual, product)
 
     def logits(self, hidden: Tensor, rows: LoraRows | None) -> Tensor:

@@ -1,8 +1,8 @@
-"""Families: the layers of a model that remember alike.
+"""Families: the mixers of a model that remember alike.
 
 The one place from which everything about memory follows: how many page tables a request has, what
-is in an arena, what a page takes, how memory is split. Order is that of the model's layers, so
-every room numbers families alike.
+is in an arena, what a unit takes, how memory is split. Families of pages come first, those that
+see everything before those with a window, then families of states; every room numbers them alike.
 """
 
 from __future__ import annotations
@@ -10,26 +10,66 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from manyroots.layers.spec import KV, LayerSpec
+import torch
+
+from manyroots.layers.spec import KV, LayerSpec, Memory, State
+from manyroots.store.arena import PageArena, PartShape, StateArena, state_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class LayerFamily:
-    """Layers whose memory is equal."""
+    """Mixers whose memory is equal."""
 
-    memory: KV
+    memory: Memory
     layers: tuple[int, ...]
-    """Their places in the model, in order; a page has its parts in this order, too."""
+    """Their layers' places in the model, in order; a unit has its parts in this order, too."""
 
-    def page_bytes(self, page_size: int, itemsize: int) -> int:
-        """What one page of `page_size` tokens takes, in all layers of the family."""
-        return len(self.layers) * page_size * self.memory.token_bytes(itemsize)
+    @property
+    def is_state(self) -> bool:
+        return isinstance(self.memory, State)
+
+    @property
+    def window(self) -> int | None:
+        """How many tokens a query sees at most; None: all, or a state of all."""
+        return self.memory.window if isinstance(self.memory, KV) else None
+
+    def unit_bytes(self, page_size: int, dtype: torch.dtype) -> int:
+        """What one page of `page_size` tokens takes, or one state, in all layers of the family."""
+        if isinstance(self.memory, State):
+            return state_bytes(part_shapes(self.memory, dtype), len(self.layers))
+        return len(self.layers) * page_size * self.memory.token_bytes(dtype.itemsize)
+
+    def make_arena(
+        self, num_units: int, page_size: int, dtype: torch.dtype, device: torch.device
+    ) -> PageArena | StateArena:
+        """Memory for so many units."""
+        memory, num_layers = self.memory, len(self.layers)
+        if isinstance(memory, State):
+            return StateArena(num_units, part_shapes(memory, dtype), num_layers, device)
+        return PageArena(
+            num_units, page_size, num_layers, memory.kv_heads, memory.head_dim, dtype, device
+        )
+
+
+def part_shapes(state: State, dtype: torch.dtype) -> tuple[PartShape, ...]:
+    """What a state consists of in a model of this dtype."""
+    return tuple(
+        PartShape(part.shape, dtype if part.dtype is None else getattr(torch, part.dtype))
+        for part in state.parts
+    )
 
 
 def families(layers: Sequence[LayerSpec]) -> tuple[LayerFamily, ...]:
-    """Those of a model, the ones that see everything first."""
-    found: dict[KV, list[int]] = {}
+    """Those of a model."""
+    found: dict[Memory, list[int]] = {}
     for index, layer in enumerate(layers):
-        found.setdefault(layer.memory, []).append(index)
-    ordered = sorted(found.items(), key=lambda item: item[0].window is not None)
+        for mixer in layer.mixers:
+            found.setdefault(mixer.memory, []).append(index)
+    ordered = sorted(found.items(), key=lambda item: _order(item[0]))
     return tuple(LayerFamily(memory, tuple(indices)) for memory, indices in ordered)
+
+
+def _order(memory: Memory) -> int:
+    if isinstance(memory, State):
+        return 2
+    return 0 if memory.window is None else 1

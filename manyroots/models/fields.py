@@ -115,6 +115,14 @@ FIELDS: dict[str, Field] = {
         lambda value: value is None or _list_of(lambda one: type(one) is int)(value),
     ),
     "eos_token_id": TOKENS,
+    "norm_eps": _number("a number between 0 and 1", lambda value: 0 <= value <= 1),
+    "conv_L_cache": _whole(2, 64),
+    "conv_bias": _FLAG,
+    "block_auto_adjust_ff_dim": _FLAG,
+    "block_multiple_of": _whole(1, MAX_SIDE),
+    "block_ffn_dim_multiplier": _number(
+        "a number above 0, or null", lambda value: value > 0, or_none=True
+    ),
 }
 
 _POSITIVE_OR_NONE = _number("a number above 0, or null", lambda value: value > 0, or_none=True)

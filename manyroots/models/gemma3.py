@@ -43,7 +43,7 @@ def describe(reader: ConfigReader) -> ModelSpec:
             scale=text.query_pre_attn_scalar**-0.5,
         )
         layers.append(
-            LayerSpec(mixer=mixer, feed_forward=reader.dense(bias=False), has_post_norms=True)
+            LayerSpec(mixers=(mixer,), feed_forward=reader.dense(bias=False), has_post_norms=True)
         )
     return reader.model(
         layers,

@@ -25,8 +25,10 @@ def describe(reader: ConfigReader) -> ModelSpec:
     return reader.model(
         [
             LayerSpec(
-                mixer=reader.attention(
-                    qkv_bias=bias, o_bias=bias, qk_norm=False, window=window, has_sinks=True
+                mixers=(
+                    reader.attention(
+                        qkv_bias=bias, o_bias=bias, qk_norm=False, window=window, has_sinks=True
+                    ),
                 ),
                 feed_forward=block,
             )

@@ -35,9 +35,10 @@ def kernel_set(spec: ModelSpec, device: torch.device) -> Kernels:
 def why_not_triton(spec: ModelSpec) -> str | None:
     """What keeps a model from the GPU's kernels; None if nothing does."""
     for layer in spec.layers:
-        dim = layer.memory.head_dim
-        if dim & (dim - 1) or not LEAST_HEAD_DIM <= dim <= MOST_HEAD_DIM:
-            return f"its heads have {dim} dimensions"
+        if layer.attention is not None:
+            dim = layer.attention.memory.head_dim
+            if dim & (dim - 1) or not LEAST_HEAD_DIM <= dim <= MOST_HEAD_DIM:
+                return f"its heads have {dim} dimensions"
         if isinstance(layer.feed_forward, ExpertsSpec):
             for size in (spec.hidden_size, layer.feed_forward.intermediate_size):
                 if size % EXPERT_SIDE:
@@ -57,7 +58,10 @@ def check_step(
             f"--max-num-batched-tokens is {max_num_tokens}; on a GPU a step has at most "
             f"{MAX_GRID_SIDE} tokens. Lower it."
         )
-    kv_heads = max(layer.memory.kv_heads for layer in spec.layers)
+    attentions = [layer.attention for layer in spec.layers if layer.attention is not None]
+    if not attentions:
+        return
+    kv_heads = max(attention.memory.kv_heads for attention in attentions)
     # A row that attends begins query blocks of its own, each cut into up to four programs.
     most_rows = min(NUM_COUNTERS // kv_heads, MAX_GRID_SIDE // 8)
     if max_num_rows > most_rows:

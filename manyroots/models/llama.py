@@ -11,7 +11,7 @@ def describe(reader: ConfigReader) -> ModelSpec:
     text = reader.text
     bias = text.attention_bias
     layer = LayerSpec(
-        mixer=reader.attention(qkv_bias=bias, o_bias=bias, qk_norm=False, window=None),
+        mixers=(reader.attention(qkv_bias=bias, o_bias=bias, qk_norm=False, window=None),),
         feed_forward=reader.dense(bias=text.mlp_bias),
     )
     return reader.model([layer] * text.num_hidden_layers)

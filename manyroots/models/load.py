@@ -125,8 +125,12 @@ def _weights(
         return dummy.tensors(fills, seed)
     translate = known_architecture(spec.architecture).translate
     if source.kind is SourceKind.GGUF:
-        mixer = spec.layers[0].mixer
-        heads = {"num_heads": mixer.num_heads, "num_kv_heads": mixer.memory.kv_heads}
+        attention = spec.layers[0].attention
+        assert attention is not None, "no architecture of GGUF files has other mixers"
+        heads = {
+            "num_heads": attention.num_heads,
+            "num_kv_heads": attention.memory.kv_heads,
+        }
         return translate(gguf.tensors(GGUFFile(source.path), **heads))
     weights = translate(safetensors.tensors(source.path))
     return tied_head.with_embedding(weights) if spec.tie_word_embeddings else weights

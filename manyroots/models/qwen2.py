@@ -12,7 +12,9 @@ def describe(reader: ConfigReader) -> ModelSpec:
     return reader.model(
         [
             LayerSpec(
-                mixer=reader.attention(qkv_bias=True, o_bias=False, qk_norm=False, window=window),
+                mixers=(
+                    reader.attention(qkv_bias=True, o_bias=False, qk_norm=False, window=window),
+                ),
                 feed_forward=reader.dense(bias=False),
             )
             for window in of_typed_layers(reader.text)

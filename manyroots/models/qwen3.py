@@ -13,7 +13,7 @@ def describe(reader: ConfigReader) -> ModelSpec:
     return reader.model(
         [
             LayerSpec(
-                mixer=reader.attention(qkv_bias=bias, o_bias=bias, qk_norm=True, window=window),
+                mixers=(reader.attention(qkv_bias=bias, o_bias=bias, qk_norm=True, window=window),),
                 feed_forward=reader.dense(bias=False),
             )
             for window in of_typed_layers(reader.text)

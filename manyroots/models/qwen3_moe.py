@@ -24,7 +24,7 @@ def describe(reader: ConfigReader) -> ModelSpec:
     for index, window in enumerate(of_every_layer(text)):
         mixer = reader.attention(qkv_bias=bias, o_bias=bias, qk_norm=True, window=window)
         feed_forward = reader.dense(bias=False) if block is None or index not in sparse else block
-        layers.append(LayerSpec(mixer=mixer, feed_forward=feed_forward))
+        layers.append(LayerSpec(mixers=(mixer,), feed_forward=feed_forward))
     return reader.model(layers)
 
 

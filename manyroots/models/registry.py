@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from manyroots.errors import ModelError
-from manyroots.models import gemma3, gpt_oss, llama, mistral, qwen2, qwen3, qwen3_moe
+from manyroots.models import gemma3, gpt_oss, lfm2, llama, mistral, qwen2, qwen3, qwen3_moe
 from manyroots.models.spec import ConfigReader, ModelSpec
 from manyroots.models.weights.experts import per_expert
 
@@ -38,6 +38,7 @@ ARCHITECTURES = {
     "Gemma3ForCausalLM": Architecture(("gemma3_text",), gemma3.describe, gemma3.translate),
     "Gemma3ForConditionalGeneration": Architecture(("gemma3",), gemma3.describe, gemma3.translate),
     "GptOssForCausalLM": Architecture(("gpt_oss",), gpt_oss.describe, gpt_oss.translate),
+    "Lfm2ForCausalLM": Architecture(("lfm2",), lfm2.describe, lfm2.translate),
 }
 _BY_MODEL_TYPE = {known.model_types[0]: name for name, known in ARCHITECTURES.items()}
 

@@ -8,6 +8,7 @@ weight that it changes: by output B is cut, by input A.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -46,19 +47,12 @@ def rank_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
 
 
 def _rank_layer(layer: LayerSpec, shard: Shard) -> LayerSpec:
-    mixer, block = layer.mixer, layer.feed_forward
+    block, divide = layer.feed_forward, partial(_divide, shard)
     what = "feed-forward width" if isinstance(block, DenseSpec) else "expert width"
-    kv_heads = _divide("number of key-value heads", mixer.memory.kv_heads, shard)
     return replace(
         layer,
-        mixer=replace(
-            mixer,
-            num_heads=mixer.num_heads // shard.size,  # a multiple of the key-value heads
-            memory=replace(mixer.memory, kv_heads=kv_heads),
-        ),
-        feed_forward=replace(
-            block, intermediate_size=_divide(what, block.intermediate_size, shard)
-        ),
+        mixers=tuple(mixer.cut(divide) for mixer in layer.mixers),
+        feed_forward=replace(block, intermediate_size=divide(what, block.intermediate_size)),
     )
 
 
@@ -104,7 +98,7 @@ def _cut_pair(name: str, pair: LoraPair, shard: Shard) -> LoraPair:
             return pair
 
 
-def _divide(what: str, count: int, shard: Shard) -> int:
+def _divide(shard: Shard, what: str, count: int) -> int:
     if count % shard.size:
         raise ConfigError(
             f"--tensor-parallel-size is {shard.size}, and the model's {what} ({count}) can't be "

@@ -102,6 +102,7 @@ class ConfigReader:
         rope: int = 0,
         scale: float | None = None,
         has_sinks: bool = False,
+        o_name: str = "o_proj",
     ) -> AttentionSpec:
         """`scale`: where it is not that of the heads' size."""
         return AttentionSpec(
@@ -113,6 +114,7 @@ class ConfigReader:
             o_bias=o_bias,
             qk_norm=qk_norm,
             has_sinks=has_sinks,
+            o_name=o_name,
         )
 
     @property
@@ -147,8 +149,10 @@ class ConfigReader:
         ropes: Sequence[RopeSpec] | None = None,
         norm_offset: float = 0.0,
         embedding_scale: float = 1.0,
+        eps: float | None = None,
     ) -> ModelSpec:
-        """The whole description; `ropes`: where the layers don't share one."""
+        """The whole description; `ropes`: where the layers don't share one; `eps`: where the config
+        has another name for it."""
         text = self.text
         return ModelSpec(
             architecture=self._architecture,
@@ -156,7 +160,7 @@ class ConfigReader:
             vocab_size=text.vocab_size,
             layers=tuple(layers),
             ropes=(self.rope(),) if ropes is None else tuple(ropes),
-            rms_norm_eps=text.rms_norm_eps,
+            rms_norm_eps=text.rms_norm_eps if eps is None else eps,
             norm_offset=norm_offset,
             embedding_scale=embedding_scale,
             max_position_embeddings=text.max_position_embeddings,

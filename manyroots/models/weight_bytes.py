@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from manyroots.errors import ModelError
-from manyroots.layers.spec import AttentionSpec, DenseSpec, ExpertsSpec
+from manyroots.layers.spec import DenseSpec, ExpertsSpec
 from manyroots.models.spec import ModelSpec
 
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -19,21 +19,13 @@ def num_weights(spec: ModelSpec, num_head_rows: int) -> int:
     """Of a rank's spec; `num_head_rows` is its part of the head."""
     hidden = spec.hidden_size
     layers = sum(
-        _of_mixer(layer.mixer, hidden)
+        sum(mixer.num_weights(hidden) for mixer in layer.mixers)
         + _of_block(layer.feed_forward, hidden)
         + (4 if layer.has_post_norms else 2) * hidden
         for layer in spec.layers
     )
     head = 0 if spec.tie_word_embeddings else num_head_rows * hidden
     return spec.vocab_size * hidden + layers + hidden + head
-
-
-def _of_mixer(spec: AttentionSpec, hidden: int) -> int:
-    dim = spec.memory.head_dim
-    q, kv = spec.num_heads * dim, spec.memory.kv_heads * dim
-    weights = (q + 2 * kv) * hidden + q * hidden
-    biases = (q + 2 * kv) * spec.qkv_bias + hidden * spec.o_bias
-    return weights + biases + 2 * dim * spec.qk_norm + spec.num_heads * spec.has_sinks
 
 
 def _of_block(spec: DenseSpec | ExpertsSpec, hidden: int) -> int:

@@ -7,6 +7,8 @@ together, so that their tokens are one product.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from manyroots.ids import NO_ADAPTER
@@ -15,12 +17,20 @@ from manyroots.step import Arrival, Int32s, Plan
 
 
 class PersistentBatch:
-    """Tokens, progress and page tables by row."""
+    """Tokens, progress, page tables and states by row."""
 
     def __init__(
-        self, *, max_num_seqs: int, max_model_len: int, page_size: int, num_families: int = 1
+        self,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        page_size: int,
+        num_paged: int = 1,
+        spare_units: Sequence[int] = (),
     ) -> None:
-        self._page_size = page_size
+        """`num_paged`: families of pages, which come first. `spare_units`: of each family of
+        states, the unit that is nobody's."""
+        self._page_size, self._num_paged = page_size, num_paged
         # Zeroed memory is not touched until it is used, so long limits cost nothing up front.
         self.tokens = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
         self.num_tokens = np.zeros(max_num_seqs, np.int64)
@@ -29,16 +39,22 @@ class PersistentBatch:
         self._adapter_slot = np.full(max_num_seqs, NO_ADAPTER, np.int64)
         self._adapter_from = np.zeros(max_num_seqs, np.int64)
         max_pages = -(-max_model_len // page_size)
-        self.page_tables = np.zeros((num_families, max_num_seqs + 1, max_pages), np.int32)
+        self.page_tables = np.zeros((num_paged, max_num_seqs + 1, max_pages), np.int32)
         """By family and row; entry i is the page of the tokens from i * page_size on. Those in
         front of a window are whatever they were. The row behind the last is nobody's."""
+        self.units = np.zeros((len(spare_units), max_num_seqs + 1), np.int32)
+        """By family of states and row: where its state is. The row behind the last is nobody's."""
+        self.units[:, -1] = spare_units
 
     def apply(self, plan: Plan) -> None:
         """Take in what changed since the last plan."""
         for arrival in plan.arrivals:
             self._arrive(arrival)
         for growth in plan.new_pages:
-            self.page_tables[growth.family, growth.rows, growth.places] = growth.pages
+            if growth.family < self._num_paged:
+                self.page_tables[growth.family, growth.rows, growth.places] = growth.pages
+            else:
+                self.units[growth.family - self._num_paged, growth.rows] = growth.pages
 
     def _arrive(self, arrival: Arrival) -> None:
         row, count = arrival.row, len(arrival.tokens)
@@ -49,8 +65,11 @@ class PersistentBatch:
         slot = arrival.adapter_slot
         self._adapter_slot[row] = NO_ADAPTER if slot is None else slot
         self._adapter_from[row] = arrival.adapter_from
-        for mine, table in zip(self.page_tables, arrival.page_tables, strict=True):
+        count = self._num_paged
+        for mine, table in zip(self.page_tables, arrival.page_tables[:count], strict=True):
             mine[row, : len(table)] = table
+        for units, table in zip(self.units, arrival.page_tables[count:], strict=True):
+            [units[row]] = table
 
     def inputs(self, plan: Plan) -> StepInputs:
         """Lay a step out flat, and count its tokens as computed."""
@@ -82,6 +101,7 @@ class PersistentBatch:
             num_decodes=int(np.count_nonzero(counts == 1)),
             pages=self.page_tables[:, flat_rows, positions // self._page_size],
             offsets=positions % self._page_size,
+            units=self.units[:, rows],
             token_slots=self._token_slots(flat_rows, positions, slots),
             sampling=np.sort(sampled),
             sampling_order=np.argsort(np.argsort(sampled)),

@@ -1,6 +1,7 @@
 """What the device remembers of each row between steps: its page tables and its newest token.
 
-Everything else about a row the host can count, so it travels with each step. Page tables are too
+Everything else about a row the host can count, so it travels with each step: where its states
+are, too. Page tables are too
 large for that, and the newest token is not known to the host when the next step is launched.
 Takes a plan's deltas; changes nothing else. All writes are ordered on the stream of the steps.
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from manyroots.runner.batch import PersistentBatch
+from manyroots.runner.inputs import SpareRow
 from manyroots.runner.packet import send
 from manyroots.step import Plan
 
@@ -27,11 +29,13 @@ class DeviceRows:
     ) -> None:
         """`shares`: whether the tables are the batch's own; None for what the device allows."""
         tables = torch.from_numpy(batch.page_tables)
+        self._num_paged = len(tables)
         self._shares = device.type == "cpu" if shares is None else shares
         self.page_tables = tables if self._shares else torch.zeros_like(tables, device=device)
-        """int32 [families, rows + 1, max_pages]"""
-        self.spare_row = tables.shape[1] - 1
-        self.newest = torch.zeros(self.spare_row + 1, dtype=torch.int64, device=device)
+        """int32 [families of pages, rows + 1, max_pages]"""
+        row = tables.shape[1] - 1
+        self.spare = SpareRow(row, self._num_paged, batch.units[:, row])
+        self.newest = torch.zeros(row + 1, dtype=torch.int64, device=device)
 
     def apply(self, plan: Plan) -> None:
         """Take in new and grown page tables."""
@@ -41,11 +45,13 @@ class DeviceRows:
         at: list[np.ndarray] = []
         pages: list[np.ndarray] = []
         for arrival in plan.arrivals:
-            for family, table in enumerate(arrival.page_tables):
+            for family, table in enumerate(arrival.page_tables[: self._num_paged]):
                 first = (family * num_rows + arrival.row) * width
                 at.append(np.arange(first, first + len(table)))
                 pages.append(table)
         for growth in plan.new_pages:
+            if growth.family >= self._num_paged:
+                continue  # where a state is travels with each step
             rows = growth.family * num_rows + growth.rows.astype(np.int64)
             at.append(rows * width + growth.places)
             pages.append(growth.pages)

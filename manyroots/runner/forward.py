@@ -1,8 +1,8 @@
 """From a step's arrays on the device to tokens there: the one way every step takes.
 
 Takes the views of a packet (`step_arrays.py`) and the adapters of its tokens; prepares the `Step`
-that all layers read, with a page table per family, runs the decoder, chooses tokens and keeps them
-as their rows' newest. Asks the device nothing, so that it can be captured.
+that all layers read, with a page table or states for each family, runs the decoder, chooses tokens
+and keeps them as their rows' newest. Asks the device nothing, so that it can be captured.
 """
 
 from __future__ import annotations
@@ -32,14 +32,21 @@ class Forward:
         self.rows = rows
         self._tables = tables
         self._page_size = page_size
-        self._windows = [family.memory.window or 0 for family in decoder.families]
+        self._windows = [f.window or 0 for f in decoder.families if not f.is_state]
+        self._num_state_families = len(decoder.families) - decoder.num_paged
 
     def hidden(
-        self, views: Views, num_decodes: int, lora: LoraRows | None, *, max_len: int | None = None
+        self,
+        views: Views,
+        num_decodes: int,
+        lora: LoraRows | None,
+        *,
+        max_chunk: int,
+        max_len: int | None = None,
     ) -> Tensor:
         """Hidden states of all tokens. The first `num_decodes` sequences have one token each; those
-        of a step that has no others need no `rows`, `starts` and `blocks`. `max_len`: the longest
-        context, where it is known."""
+        of a step that has no others need no `rows`, `starts` and `blocks`. `max_chunk`: the most
+        tokens of one sequence; `max_len`: the longest context, where it is known."""
         decoder, kernels = self.decoder, self.decoder.kernels
         rows = views.get("rows", views["token_rows"])
         tokens, tables = kernels.decode_rows.begin(
@@ -67,6 +74,16 @@ class Forward:
                 )
                 for family, window in enumerate(self._windows)
             ),
+            states=tuple(
+                kernels.recurrent.prepare(
+                    views["units"][family],
+                    views["lens"],
+                    views.get("starts"),
+                    num_decodes,
+                    max_chunk,
+                )
+                for family in range(self._num_state_families)
+            ),
             lora=lora,
         )
         hidden: Tensor = decoder.hidden(tokens, step)
@@ -93,7 +110,7 @@ class Forward:
         """Logits of a step in which every sequence has one token, and so have all rows a
         successor, which `choose` gives."""
         lora = lora_rows(views)
-        hidden = self.hidden(views, len(views["tokens"]), lora)
+        hidden = self.hidden(views, len(views["tokens"]), lora, max_chunk=1)
         return self.decoder.logits(hidden, lora)
 
 

@@ -44,9 +44,11 @@ class StepInputs:
     """Tokens that a sequence's last token sees, itself included."""
     num_decodes: int
     pages: Int32s
-    """[families, tokens]: the page each token's keys and values are written to."""
+    """[families of pages, tokens]: the page each token's keys and values are written to."""
     offsets: Int64s
     """The place within that page, in every family the same."""
+    units: Int32s
+    """[families of states, sequences]: where each sequence's state is."""
     token_slots: Int64s | None
     """The adapter slot of each token, or NO_ADAPTER; None if no token has one."""
     sampling: Int64s
@@ -73,7 +75,10 @@ def is_short(inputs: StepInputs) -> bool:
 
 
 def as_single_tokens(inputs: StepInputs) -> StepInputs:
-    """The same step with a row for each token; rows of one adapter lie together here, too."""
+    """The same step with a row for each token; rows of one adapter lie together here, too. Not for
+    layers with states, which take a sequence's tokens one behind the other."""
+    if len(inputs.units):
+        raise ValueError("tokens of a sequence with a state can't be rows of their own")
     num_tokens = len(inputs.tokens)
     order = np.arange(num_tokens)
     if inputs.token_slots is not None:
@@ -94,39 +99,47 @@ def as_single_tokens(inputs: StepInputs) -> StepInputs:
         num_decodes=num_tokens,
         pages=inputs.pages[:, order],
         offsets=inputs.offsets[order],
+        units=np.empty((0, num_tokens), np.int32),
         token_slots=None if inputs.token_slots is None else inputs.token_slots[order],
         sampling=sampling[in_order],
         sampling_order=rank[inputs.sampling_order],
     )
 
 
-def blank_decode(
-    num_rows: int, spare_row: int, *, num_families: int, with_adapters: bool
-) -> StepInputs:
+@dataclass(frozen=True, slots=True)
+class SpareRow:
+    """The row that is nobody's, and what it has of each family."""
+
+    row: int
+    num_paged: int
+    units: Int32s
+    """[families of states]: the spare ones."""
+
+
+def blank_decode(num_rows: int, spare: SpareRow, *, with_adapters: bool) -> StepInputs:
     """Single tokens of the spare row, which nobody samples: to compile and to capture with."""
-    return _blank(np.ones(num_rows, np.int64), spare_row, num_families, with_adapters)
+    return _blank(np.ones(num_rows, np.int64), spare, with_adapters)
 
 
-def blank_prefill(
-    num_tokens: int, spare_row: int, *, num_families: int, with_adapters: bool
-) -> StepInputs:
+def blank_prefill(num_tokens: int, spare: SpareRow, *, with_adapters: bool) -> StepInputs:
     """One sequence of the spare row: to compile and to measure with."""
-    return _blank(np.array([num_tokens]), spare_row, num_families, with_adapters)
+    return _blank(np.array([num_tokens]), spare, with_adapters)
 
 
-def _blank(counts: Int64s, spare_row: int, num_families: int, with_adapters: bool) -> StepInputs:
+def _blank(counts: Int64s, spare: SpareRow, with_adapters: bool) -> StepInputs:
     num_tokens = int(counts.sum())
     nothing = np.empty(0, np.int64)
     return StepInputs(
-        rows=np.full(len(counts), spare_row, np.int32),
-        token_rows=np.full(num_tokens, spare_row, np.int32),
+        rows=np.full(len(counts), spare.row, np.int32),
+        token_rows=np.full(num_tokens, spare.row, np.int32),
         tokens=np.zeros(num_tokens, np.int64),
         positions=np.zeros(num_tokens, np.int64),
         query_starts=np.concatenate(([0], np.cumsum(counts))),
         context_lens=counts,
         num_decodes=int(np.count_nonzero(counts == 1)),
-        pages=np.full((num_families, num_tokens), NOWHERE, np.int32),
+        pages=np.full((spare.num_paged, num_tokens), NOWHERE, np.int32),
         offsets=np.zeros(num_tokens, np.int64),
+        units=np.repeat(spare.units[:, None], len(counts), axis=1),
         token_slots=np.full(num_tokens, NO_ADAPTER) if with_adapters else None,
         sampling=nothing,
         sampling_order=nothing,

@@ -67,15 +67,15 @@ class Rehearsal:
         rows = self._forward.rows
         inputs = blank_prefill(
             num_tokens,
-            rows.spare_row,
-            num_families=len(rows.page_tables),
+            rows.spare,
             with_adapters=with_adapters,
         )
         views = send({**token_arrays(inputs), **sequence_arrays(inputs)}, self._device)
-        self._forward.hidden(views, inputs.num_decodes, self._lora(inputs.token_slots))
+        lora = self._lora(inputs.token_slots)
+        self._forward.hidden(views, inputs.num_decodes, lora, max_chunk=num_tokens)
 
     def _sample(self) -> None:
-        decoder, spare_row = self._forward.decoder, self._forward.rows.spare_row
+        decoder, spare_row = self._forward.decoder, self._forward.rows.spare.row
         rows = np.full(spare_row, spare_row, np.int32)
         arrays = self._state.arrays(rows, np.zeros(len(rows), np.int64))
         arrays["temperature"][:], arrays["top_p"][:] = 1.0, 0.9

@@ -55,7 +55,7 @@ from manyroots.runner.step_arrays import (
 from manyroots.runner.step_timer import Answer, Compute, StepTimer
 from manyroots.step import Int32s, Plan, RowFault, StepResult, TokenLogprobs
 from manyroots.store.adapter_loader import AdapterLoader
-from manyroots.store.arena import PageArena
+from manyroots.store.arena import PageArena, StateArena
 from manyroots.store.device_copies import copy_within_device
 from manyroots.store.mover import Mover
 from manyroots.store.tier_copies import TierCopies
@@ -75,10 +75,11 @@ class ModelRunner:
     def __init__(
         self,
         decoder: Decoder,
-        arenas: Sequence[PageArena],
+        arenas: Sequence[PageArena | StateArena],
         adapters: AdapterLoader | None,
         tiers: TierCopies | None = None,
         *,
+        page_size: int,
         max_num_seqs: int,
         max_model_len: int,
         use_graphs: bool = True,
@@ -94,13 +95,13 @@ class ModelRunner:
         self._mover = Mover(adapters, tiers)
         self._timer = None if tiers is None else StepTimer(self._device)
         self._pool = None if adapters is None else adapters.pool
-        page_size = arenas[0].page_size
         decoder.attach(arenas, self._pool, max_len=max_model_len)
         self._batch = PersistentBatch(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             page_size=page_size,
-            num_families=len(arenas),
+            num_paged=decoder.num_paged,
+            spare_units=[a.spare_unit for a in arenas if isinstance(a, StateArena)],
         )
         self._pending = PendingTokens(self._batch)
         self._rows = DeviceRows(self._batch, self._device)
@@ -230,17 +231,19 @@ class ModelRunner:
         """Of a step that changes nothing; as large, and of the same types, as any other."""
         inputs = blank_decode(
             size,
-            self._rows.spare_row,
-            num_families=len(self._arenas),
+            self._rows.spare,
             with_adapters=with_adapters,
         )
         return self._decode_arrays(inputs, size)
 
     def _decode_arrays(self, inputs: StepInputs, size: int) -> Arrays:
         arrays = decode_arrays(
-            inputs, size=size, num_slots=0 if self._pool is None else self._pool.num_slots
+            inputs,
+            size=size,
+            num_slots=0 if self._pool is None else self._pool.num_slots,
+            spare_units=self._rows.spare.units,
         )
-        rows = sampling_rows(inputs, size=size, spare_row=self._rows.spare_row)
+        rows = sampling_rows(inputs, size=size, spare_row=self._rows.spare.row)
         indices = np.zeros(size, np.int64)
         sampled = inputs.sampling
         indices[sampled] = self._batch.num_output_tokens(inputs.rows[sampled])
@@ -255,7 +258,11 @@ class ModelRunner:
         views = send(arrays, self._device)
         lora = self._lora(inputs.token_slots)
         hidden = self._forward.hidden(
-            views, inputs.num_decodes, lora, max_len=int(inputs.context_lens.max())
+            views,
+            inputs.num_decodes,
+            lora,
+            max_chunk=int(np.diff(inputs.query_starts).max()),
+            max_len=int(inputs.context_lens.max()),
         )
         prompt_scores = self._prompts.score(inputs, hidden)
         if len(rows) == 0:

@@ -29,26 +29,30 @@ def token_arrays(inputs: StepInputs) -> Arrays:
 
 
 def sequence_arrays(inputs: StepInputs) -> Arrays:
-    """What attention needs: decoding sequences first, the others cut into blocks of queries."""
+    """What mixers need: decoding sequences first, the others cut into blocks of queries."""
     lens = inputs.context_lens.astype(np.int32)
+    own = {"lens": lens, "units": inputs.units} if len(inputs.units) else {"lens": lens}
     if inputs.is_decode:
-        return {"lens": lens}
+        return own
     count = inputs.num_decodes
     starts = inputs.query_starts[count:] - inputs.query_starts[count]
     return {
-        "lens": lens,
+        **own,
         "rows": inputs.rows.astype(np.int64),
         "starts": starts.astype(np.int32),
         "blocks": query_blocks(starts.tolist(), lens[count:].tolist()),
     }
 
 
-def decode_arrays(inputs: StepInputs, *, size: int, num_slots: int) -> Arrays:
-    """A step of single tokens, padded to `size`. `num_slots`: how many adapters there may be."""
+def decode_arrays(inputs: StepInputs, *, size: int, num_slots: int, spare_units: Int32s) -> Arrays:
+    """A step of single tokens, padded to `size`. `num_slots`: how many adapters there may be.
+    `spare_units`: whose states padding computes, by family of states."""
     arrays = {**token_arrays(inputs), **sequence_arrays(inputs)}
     padding = size - len(inputs.rows)
     arrays = {name: _padded(array, padding) for name, array in arrays.items()}
     arrays["pages"][:, len(inputs.rows) :] = NOWHERE
+    if "units" in arrays:
+        arrays["units"][:, len(inputs.rows) :] = spare_units[:, None]
     if inputs.token_slots is not None:
         arrays.update(_adapter_arrays(_padded(inputs.token_slots, padding), num_slots))
     return arrays

@@ -1,20 +1,27 @@
-"""The device pages of one family of layers: one tensor, cut into pages.
+"""The device's memory of one family of layers: one tensor, cut into units.
 
-Takes a number of pages and the shape of a family's keys and values; gives a view per layer for
-the kernels to write and read. A page's bytes for all layers lie together, so that moving a page
-between tiers is one contiguous copy. Knows nothing of who owns a page or what it holds.
+Takes a number of units and the shape of what layers remember, keys and values of a page or a state;
+gives views by layer for the kernels to write and read. A unit's bytes for all layers lie together,
+so that moving it, or saving a state, is one contiguous copy. Knows nothing of who owns a unit or
+what it holds.
 """
 
 from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from manyroots.errors import ConfigError
+
+PART_ALIGNMENT = 16
+"""Every part of a state begins at a multiple of so many bytes: what kernels load at once."""
 
 
 class PageArena:
@@ -49,6 +56,58 @@ class PageArena:
     def layer(self, index: int) -> Tensor:
         """A view of one layer: `[num_pages, 2, page_size, num_kv_heads, head_dim]`."""
         return self._layers[index]
+
+
+@dataclass(frozen=True, slots=True)
+class PartShape:
+    """One tensor of a layer's state."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """With what fills it up to where the next one may begin."""
+        size = math.prod(self.shape) * self.dtype.itemsize
+        return -(-size // PART_ALIGNMENT) * PART_ALIGNMENT
+
+
+def state_bytes(parts: Sequence[PartShape], num_layers: int) -> int:
+    """What one unit takes."""
+    return num_layers * sum(part.num_bytes for part in parts)
+
+
+class StateArena:
+    """Owns `data` [num_units + 1, bytes]: states of sequences, working ones and saved ones. The
+    unit behind the last is nobody's; padding writes its states there."""
+
+    def __init__(
+        self, num_units: int, parts: Sequence[PartShape], num_layers: int, device: torch.device
+    ) -> None:
+        self.num_units = num_units
+        self.spare_unit = num_units
+        shape = (num_units + 1, state_bytes(parts, num_layers))
+        try:
+            self.data = _zeros(shape, torch.uint8, device)
+        except (RuntimeError, MemoryError) as error:
+            raise ConfigError(
+                f"{num_units} states need {math.prod(shape) / 2**30:.1f} GiB on {device}, and it "
+                "does not have them; lower --max-num-seqs or --checkpoint-memory-bytes."
+            ) from error
+        self._layers = [
+            tuple(self._views(parts, layer * state_bytes(parts, 1))) for layer in range(num_layers)
+        ]
+
+    def layer(self, index: int) -> tuple[Tensor, ...]:
+        """Of one layer, a view `[num_units + 1, *shape]` for each part."""
+        return self._layers[index]
+
+    def _views(self, parts: Sequence[PartShape], begin: int) -> Iterator[Tensor]:
+        ends = accumulate((part.num_bytes for part in parts), initial=begin)
+        for part, (start, _) in zip(parts, pairwise(ends), strict=True):
+            size = math.prod(part.shape) * part.dtype.itemsize
+            flat = self.data[:, start : start + size].view(part.dtype)
+            yield flat.view(-1, *part.shape)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -37,3 +37,9 @@ class RecurrentState(Family):
 
     def first_needed(self, num_tokens: int) -> int:
         raise TypeError("a state is not read page by page")
+
+
+def recurrent_families(count: int, *, interval: int) -> tuple[RecurrentState, ...]:
+    """One for each kind of states of a model. Names differ."""
+    names = ("state", *(f"state-{number}" for number in range(2, count + 1)))
+    return tuple(RecurrentState(name, interval) for name in names[:count])

@@ -5,6 +5,7 @@ it the whole tensor. What is divided among ranks is said here, once for weights 
 
     q, k, v, gate, up, head   by output   W [out, in] and B are cut by rows; nothing to add up
     o, down                   by input    W and A are cut by columns; ranks add up their products
+    in_proj of a convolution  by output   in three pieces, each cut by rows
     all else                  whole       embeddings, norms, routers
 
 Heads are never cut: a rank has whole key-value heads with all queries that read them. Experts are
@@ -14,7 +15,7 @@ cut like dense blocks, each of them, so that every rank has a part of every expe
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +32,23 @@ class Side(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Section:
+    """One of several pieces that lie one behind the other in a tensor that ranks divide."""
+
+    size: int
+    """What this rank has of it."""
+    is_whole: bool = False
+    """Whether every rank has all of it."""
+
+    def begin(self, shard: Shard) -> int:
+        """Where this rank's part of it begins."""
+        return 0 if self.is_whole else shard.rank * self.size
+
+    def whole_size(self, shard: Shard) -> int:
+        return self.size if self.is_whole else self.size * shard.size
+
+
+@dataclass(frozen=True, slots=True)
 class Fill:
     """One tensor of a checkpoint."""
 
@@ -44,19 +62,25 @@ class Fill:
     is_first_only: bool = False
     """Whether the first rank alone has it, and the others nothing: the sum over ranks must have
     it once."""
+    sections: tuple[Section, ...] = ()
+    """Where ranks divide the tensor piece by piece: all of its pieces, in order."""
 
     def part_of(self, tensor: Tensor) -> Tensor:
         """This rank's part of a whole tensor; of the shape of `place` if both belong together."""
-        if self.cut is not None and self.cut < tensor.ndim:
-            part = self.shard.part(tensor.shape[self.cut])
-            tensor = tensor.narrow(self.cut, part.start, part.stop - part.start)
-        return tensor
+        if self.cut is None or self.cut >= tensor.ndim or self.shard.is_whole:
+            return tensor
+        if self.sections:
+            return section_part(tensor, self.cut, self.sections, self.shard)
+        part = self.shard.part(tensor.shape[self.cut])
+        return tensor.narrow(self.cut, part.start, part.stop - part.start)
 
     @property
     def whole_shape(self) -> list[int]:
         """Of the checkpoint's tensor, if all ranks have as much of it as this one."""
         shape = list(self.place.shape)
-        if self.cut is not None:
+        if self.sections and self.cut is not None:
+            shape[self.cut] = sum(section.whole_size(self.shard) for section in self.sections)
+        elif self.cut is not None:
             shape[self.cut] *= self.shard.size
         return shape
 
@@ -69,6 +93,18 @@ class Fill:
         self.place.copy_(part)
         if self.offset:
             self.place.add_(self.offset)
+
+
+def section_part(tensor: Tensor, dim: int, sections: Sequence[Section], shard: Shard) -> Tensor:
+    """A rank's part of a whole tensor whose `dim` consists of these pieces. A tensor of another
+    size is given back as it is, for the caller to refuse."""
+    sizes = [section.whole_size(shard) for section in sections]
+    if sum(sizes) != tensor.shape[dim]:
+        return tensor
+    pieces = zip(torch.split(tensor, sizes, dim), sections, strict=True)
+    return torch.cat(
+        [piece.narrow(dim, section.begin(shard), section.size) for piece, section in pieces], dim
+    )
 
 
 Fills = Iterator[tuple[str, Fill]]

@@ -99,7 +99,7 @@ class Part:
         return 9 - self.shard.rank
 
     def start(self, start: StartSteps, tell: follower.Tell) -> Steps:
-        assert start.num_pages == (100 - (self.shard.size - 1), 30)
+        assert start.num_units == (100 - (self.shard.size - 1), 30)
         assert start.num_slots == min(7, 9 - (self.shard.size - 1))
         join_group(self.shard, self.folder, device_type="cpu")
         return Steps(self.shard, tell)

@@ -177,7 +177,8 @@ def test_steps_that_no_launch_could_hold_are_refused_at_start(
     kv_heads: int, max_num_tokens: int, max_num_rows: int, flag: str | None
 ) -> None:
     """A grid's sides end at 65,535, and 65,536 counters serve rows times key-value heads."""
-    layer = SimpleNamespace(memory=SimpleNamespace(kv_heads=kv_heads))
+    memory = SimpleNamespace(kv_heads=kv_heads)
+    layer = SimpleNamespace(attention=SimpleNamespace(memory=memory))
     spec: Any = SimpleNamespace(layers=(layer,))
     sizes = {"max_num_tokens": max_num_tokens, "max_num_rows": max_num_rows}
     with nullcontext() if flag is None else pytest.raises(ConfigError, match=flag):

@@ -31,7 +31,7 @@ def settings(**changes: Any) -> EngineSettings:
 
 
 def memory(*families: LayerFamily, **changes: Any) -> FamilyMemory:
-    return FamilyMemory(settings(**changes), families, 2)
+    return FamilyMemory(settings(**changes), families, torch.bfloat16)
 
 
 @pytest.mark.parametrize("window", [None, 512, 40_000])
@@ -40,10 +40,10 @@ def test_f09_one_family_gets_all_pages_that_there_is_memory_for(window: int | No
     alone = memory(LayerFamily(KV(4, 32, window), tuple(range(16))))
     assert alone.page_bytes == 2 * 16 * 16 * 4 * 32 * 2
     given = settings(kv_cache_memory_bytes=1000 * alone.page_bytes + 7)
-    num_pages = count_pages(given, alone.page_bytes, CPU, 0)
+    num_pages = count_pages(given, alone, CPU, reserved_bytes=0, max_model_len=16_000)
     assert num_pages == 1000
     sizes = alone.fit(num_pages, 3, 16_000)
-    assert (sizes.num_pages, sizes.num_slots, sizes.max_model_len) == ((1000,), 3, 16_000)
+    assert (sizes.num_units, sizes.num_slots, sizes.max_model_len) == ((1000,), 3, 16_000)
 
 
 def test_f09_memory_is_split_for_all_that_a_context_needs() -> None:
@@ -52,7 +52,7 @@ def test_f09_memory_is_split_for_all_that_a_context_needs() -> None:
     gemma = memory(FULL, WINDOW)
     sizes = gemma.fit(520, 0, 32768)
     assert sizes.max_model_len == 32768
-    full, window = sizes.num_pages
+    full, window = sizes.num_units
     assert full >= 2048
     assert window >= 162
     assert full * 3 + window * 15 <= 520 * 18
@@ -61,7 +61,7 @@ def test_f09_memory_is_split_for_all_that_a_context_needs() -> None:
         FULL_ATTENTION,
         SlidingWindow("window-512", 512, 16),
     ]
-    assert tuple(capacity.num_device_units for capacity in capacities) == sizes.num_pages
+    assert tuple(capacity.num_device_units for capacity in capacities) == sizes.num_units
 
 
 def test_f09_a_context_is_cut_to_what_memory_holds_unless_it_was_asked_for(
@@ -72,11 +72,11 @@ def test_f09_a_context_is_cut_to_what_memory_holds_unless_it_was_asked_for(
         sizes = memory(FULL, WINDOW).fit(300, 0, 32768)
     assert 300 * 16 < sizes.max_model_len < 32768
     assert f"context cut from 32768 to {sizes.max_model_len} tokens" in caplog.text
-    assert sizes.num_pages[0] * 16 >= sizes.max_model_len
+    assert sizes.num_units[0] * 16 >= sizes.max_model_len
     tiny = memory(FULL, WINDOW)
     sizes = tiny.fit(20, 0, 32768)
     assert sizes.max_model_len == 320
-    assert sizes.num_pages == (20, 20)
+    assert sizes.num_units == (20, 20)
     assert [c.family.name for c in tiny.capacities(sizes)] == ["full", "full-2"]
     with pytest.raises(ConfigError, match=r"--max-model-len is 32768, and the cache holds 320 "):
         memory(FULL, WINDOW, max_model_len=32768).fit(20, 0, 32768)
@@ -88,7 +88,7 @@ def test_f09_windows_alone_hold_contexts_longer_than_their_pages() -> None:
     mistral = memory(LayerFamily(KV(2, 64, 512), tuple(range(18))))
     sizes = mistral.fit(200, 0, 32768)
     assert sizes.max_model_len == 32768
-    assert sizes.num_pages == (200,)
+    assert sizes.num_units == (200,)
     assert mistral.most_tokens(1000 * mistral.page_bytes, 10**18) == 16_000
     hybrid = memory(FULL, WINDOW)
     assert 16_000 < hybrid.most_tokens(1000 * hybrid.page_bytes, 10**18) < 6 * 16_000
@@ -99,10 +99,10 @@ def test_f09_what_each_family_got_and_why_is_told() -> None:
     gemma = memory(FULL, WINDOW)
     sizes = gemma.fit(1000, 0, 32768)
     full, window, why = gemma.told(sizes, num_ranks=2)
-    gib = sizes.num_pages[0] * FULL.page_bytes(16, 2) * 2 / 2**30
-    assert full.startswith(f"3 layers, full: {sizes.num_pages[0]} pages, ")
+    gib = sizes.num_units[0] * FULL.unit_bytes(16, torch.bfloat16) * 2 / 2**30
+    assert full.startswith(f"3 layers, full: {sizes.num_units[0]} pages, ")
     assert f"{gib:.2f} GiB" in full
-    assert window.startswith(f"15 layers, window-512: {sizes.num_pages[1]} pages, ")
+    assert window.startswith(f"15 layers, window-512: {sizes.num_units[1]} pages, ")
     assert "largest share" in why
     [alone] = memory(FULL).told(memory(FULL).fit(1000, 0, 4096), num_ranks=1)
     assert alone.endswith("3.9 requests of 4096 tokens")

@@ -23,7 +23,7 @@ from manyroots.layers.step import Step
 CPU = torch.device("cpu")
 HIDDEN, RANK, EPS, MOST_ROWS = 128, 8, 1e-6, 64
 REFERENCE = reference_kernels()
-NOTHING = Step(ropes=(), kv=(), lora=None)
+NOTHING = Step(ropes=(), kv=(), states=(), lora=None)
 
 
 def is_for(num_rows: int, weight: Tensor, bias: Tensor | None) -> bool:

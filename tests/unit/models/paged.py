@@ -10,11 +10,11 @@ from torch import Tensor
 
 from manyroots.ids import NO_ADAPTER
 from manyroots.kernels.attention.paged import PagedRows, query_blocks
+from manyroots.kernels.recurrent.rows import StateRows
 from manyroots.kernels.rope_write.inputs import KvPlaces
 from manyroots.layers.step import Step
 from manyroots.models.decoder import Decoder
 from manyroots.store.adapter_pool import AdapterPool
-from manyroots.store.arena import PageArena
 
 MAX_LEN = 4096
 
@@ -35,17 +35,11 @@ class PagedModel:
         self.model = model
         self.page_size = page_size
         self.arenas = [
-            PageArena(
-                num_pages,
-                page_size,
-                len(family.layers),
-                family.memory.kv_heads,
-                family.memory.head_dim,
-                model.dtype,
-                model.device,
-            )
+            family.make_arena(num_pages, page_size, model.dtype, model.device)
             for family in model.families
         ]
+        for arena in self.arenas[model.num_paged :]:
+            arena.data.fill_(255)  # NaN: who has no tokens before has no state, whatever is there
         model.attach(self.arenas, pool, max_len=MAX_LEN)
         order = np.random.default_rng(0).permutation(num_pages).tolist()
         self._free = [list(order) for _ in self.arenas]
@@ -90,7 +84,11 @@ class PagedModel:
                     self.page_size,
                     model.dtype,
                 )
-                for family in range(len(self.arenas))
+                for family in range(model.num_paged)
+            ),
+            states=tuple(
+                self._states(family, order, begins, ends)
+                for family in range(model.num_paged, len(self.arenas))
             ),
             lora=lora,
         )
@@ -99,6 +97,24 @@ class PagedModel:
         self._give_back(order)
         pieces = torch.split(logits.cpu(), counts)
         return dict(zip(order, pieces, strict=True))
+
+    def _states(
+        self, family: int, order: list[str], begins: list[int], ends: list[int]
+    ) -> StateRows:
+        tables, free = self._tables[family], self._free[family]
+        units = [tables.setdefault(name, [free.pop()])[0] for name in order]
+        counts = np.array(ends) - np.array(begins)
+        num_decodes = int((counts == 1).sum())
+        starts = np.concatenate(([0], np.cumsum(counts[num_decodes:])))
+
+        def there(values: object) -> Tensor:
+            return torch.tensor(np.asarray(values), dtype=torch.int32, device=self.model.device)
+
+        rows: StateRows = self.model.kernels.recurrent.prepare(
+            there(units), there(ends), there(starts) if num_decodes < len(order) else None,
+            num_decodes, int(counts.max()),
+        )  # fmt: skip
+        return rows
 
     def _rows(
         self,
@@ -136,12 +152,12 @@ class PagedModel:
             query_starts=there(starts) if has_prompts else None,
             blocks=there(blocks) if has_prompts else None,
             places=KvPlaces(there(pages), there([p % size for p in positions])),
-            window=self.model.families[family].memory.window or 0,
+            window=self.model.families[family].window or 0,
         )
 
     def _give_back(self, order: list[str]) -> None:
         for family, arena in zip(self.model.families, self.arenas, strict=True):
-            window = family.memory.window
+            window = family.window
             if window is None:
                 continue
             number = self.model.families.index(family)

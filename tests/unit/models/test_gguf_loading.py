@@ -94,7 +94,7 @@ def test_p09_what_newer_files_of_gemma_say_wins(
     assert windows_of(spec) == windows
     local = {"rope_type": "default", "rope_theta": 500.0}
     assert spec.ropes[1] == tiny_spec(rope_parameters=local, head_dim=16).ropes[0]
-    assert {layer.mixer.rope for layer in spec.layers if layer.memory.window} == {1}
+    assert {layer.attention.rope for layer in spec.layers if layer.attention.memory.window} == {1}
 
 
 def test_the_largest_gemma_scales_its_scores_by_another_number(tmp_path: Path) -> None:
@@ -103,11 +103,11 @@ def test_the_largest_gemma_scales_its_scores_by_another_number(tmp_path: Path) -
         config = tiny_config("gemma3", layer_types=None, num_hidden_layers=layers)
         file = write_gguf(tmp_path / f"{layers}.gguf", config)
         spec = describe(resolve_source(ModelSettings(model=str(file))))
-        assert {layer.mixer.scale for layer in spec.layers} == {scalar**-0.5}
+        assert {layer.attention.scale for layer in spec.layers} == {scalar**-0.5}
 
 
 def windows_of(spec: ModelSpec) -> list[int | None]:
-    return [layer.memory.window for layer in spec.layers]
+    return [layer.attention.memory.window for layer in spec.layers]
 
 
 @pytest.mark.slow
@@ -156,7 +156,7 @@ def test_p09_a_window_in_the_metadata_is_found(kind: str, tmp_path: Path) -> Non
     metadata = {"attention.sliding_window": 32}
     file = write_gguf(tmp_path / "m.gguf", tiny_config(kind), extra_metadata=metadata)
     layers = describe(resolve_source(ModelSettings(model=str(file)))).layers
-    assert {layer.memory.window for layer in layers} == {32}
+    assert {layer.attention.memory.window for layer in layers} == {32}
 
 
 @pytest.mark.parametrize(

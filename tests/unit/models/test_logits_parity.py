@@ -17,6 +17,7 @@ from tests.unit.models.tiny import MODELS, WINDOW, load_tiny, save_tiny
 
 LENGTHS = {"a": 41, "b": 7, "c": 23, "d": 7}
 WITH_WINDOWS = [kind for kind in MODELS if kind.endswith("-window")] + ["gemma3", "gpt-oss"]
+ALL_CHUNKS = ["llama", "qwen3-moe", "lfm2"]
 CHUNKS = range(1, 34)
 """Below, at and above windows, pages, and their multiples."""
 SOME_CHUNKS = (1, 5, 16, 33)
@@ -71,7 +72,7 @@ def test_prefill_chunks_and_decode_give_transformers_logits(kind: str, tmp_path:
     ours = load_tiny(tmp_path)
     wanted = {name: expected(theirs, tokens) for name, tokens in prompts().items()}
     assert_logits(PagedModel(ours).step(prompts()), wanted, "at once")
-    for chunk in CHUNKS if kind in ["llama", "qwen3-moe", *WITH_WINDOWS] else SOME_CHUNKS:
+    for chunk in CHUNKS if kind in [*ALL_CHUNKS, *WITH_WINDOWS] else SOME_CHUNKS:
         got = in_steps(PagedModel(ours), prompts(), lambda _, size=chunk: size)
         assert_logits(got, wanted, f"chunks of {chunk}")
 

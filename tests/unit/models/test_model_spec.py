@@ -22,7 +22,7 @@ from tests.unit.models.tiny import LLAMA3, WINDOW, tiny_config, tiny_source, tin
 
 
 def windows(spec: ModelSpec) -> list[int | None]:
-    return [layer.memory.window for layer in spec.layers]
+    return [layer.attention.memory.window for layer in spec.layers]
 
 
 @pytest.mark.parametrize(
@@ -72,8 +72,8 @@ def test_p09_a_window_in_a_nested_text_config_is_found() -> None:
 
 
 def test_heads_of_their_own_size_are_read() -> None:
-    assert tiny_spec("qwen3", head_dim=16).layers[0].memory.head_dim == 16
-    assert tiny_spec("qwen2").layers[0].memory.head_dim == 8
+    assert tiny_spec("qwen3", head_dim=16).layers[0].attention.memory.head_dim == 16
+    assert tiny_spec("qwen2").layers[0].attention.memory.head_dim == 8
 
 
 @pytest.mark.parametrize(
@@ -155,11 +155,11 @@ def test_what_gemma_and_gpt_oss_could_have_and_is_not_served_is_refused_by_name(
 
 def test_gemma_has_two_rotations_and_two_families_of_layers() -> None:
     spec = tiny_spec("gemma3")
-    assert [layer.mixer.rope for layer in spec.layers] == [1, 1, 0, 1]
+    assert [layer.attention.rope for layer in spec.layers] == [1, 1, 0, 1]
     assert [len(family.layers) for family in families(spec.layers)] == [1, 3]
     assert spec.ropes[0].frequencies[0] == 1 / 8, "the far-sighted layers' is scaled"
     assert spec.ropes[1].frequencies[0] == 1.0
-    assert {layer.mixer.scale for layer in spec.layers} == {24**-0.5}
+    assert {layer.attention.scale for layer in spec.layers} == {24**-0.5}
     assert all(layer.has_post_norms for layer in spec.layers)
     assert spec.embedding_scale == 48**0.5
 
@@ -168,7 +168,7 @@ def test_gpt_oss_has_windows_in_every_other_layer_by_default() -> None:
     spec = tiny_spec("gpt-oss")
     assert windows(spec) == [WINDOW, None, WINDOW]
     assert windows(tiny_spec("gpt-oss", layer_types=["full_attention"] * 3)) == [None] * 3
-    assert all(layer.mixer.has_sinks for layer in spec.layers)
+    assert all(layer.attention.has_sinks for layer in spec.layers)
 
 
 def test_a_quantized_checkpoint_is_refused_by_method() -> None:

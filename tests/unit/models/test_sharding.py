@@ -74,7 +74,7 @@ def test_w16_four_ranks_give_one_ranks_logits(tmp_path: Path) -> None:
 def test_a_rank_has_its_share_of_weights_and_of_keys_and_values(tmp_path: Path) -> None:
     save_tiny(tmp_path)
     whole, part = load_tiny(tmp_path), load_worker(tmp_path, Shard(1, 2))
-    kv_heads = [model.spec.layers[0].memory.kv_heads for model in (part, whole)]
+    kv_heads = [model.spec.layers[0].attention.memory.kv_heads for model in (part, whole)]
     assert kv_heads[0] * 2 == kv_heads[1]
     small, large = part.weights(), whole.weights()
     assert set(small) == set(large)
@@ -101,7 +101,7 @@ def test_a_width_that_does_not_divide_is_refused() -> None:
 
 def test_a_dense_width_that_no_layer_has_is_no_obstacle() -> None:
     spec = rank_spec(tiny_spec("qwen3-moe", intermediate_size=81), Shard(0, 2))
-    assert spec.layers[0].mixer.num_heads == 3
+    assert spec.layers[0].attention.num_heads == 3
 
 
 def test_one_rank_is_the_model_itself() -> None:

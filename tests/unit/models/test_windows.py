@@ -81,7 +81,7 @@ def test_p09_a_family_has_the_window_that_transformers_gives_it(
     wanted = window_of_transformers(tmp_path)
     assert wanted in (None, WINDOW)
     spec = describe(resolve_source(ModelSettings(model=str(tmp_path))))
-    found = {layer.memory.window for layer in spec.layers} - {None}
+    found = {layer.attention.memory.window for layer in spec.layers} - {None}
     assert found == (set() if wanted is None else {wanted})
 
 

@@ -12,6 +12,8 @@ from transformers import (
     Gemma3TextConfig,
     GptOssConfig,
     GptOssForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -88,6 +90,12 @@ GPT_OSS: dict[str, Any] = {
     "sliding_window": WINDOW,
     "rope_parameters": {**YARN, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
 }
+LFM2: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["conv", FULL, "conv", "conv"],
+    "block_multiple_of": 8,
+    "tie_word_embeddings": True,
+}
 
 MODELS: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
@@ -124,6 +132,12 @@ MODELS: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
     ),
     "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM, GEMMA),
     "gpt-oss": (GptOssConfig, GptOssForCausalLM, GPT_OSS),
+    "lfm2": (Lfm2Config, Lfm2ForCausalLM, LFM2),
+    "lfm2-biased": (
+        Lfm2Config,
+        Lfm2ForCausalLM,
+        {**LFM2, "conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False},
+    ),
 }  # fmt: skip
 
 

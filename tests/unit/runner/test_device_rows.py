@@ -34,7 +34,7 @@ class Tables:
 
     def __init__(self, *, num_families: int, shares: bool) -> None:
         self.batch = PersistentBatch(
-            max_num_seqs=3, max_model_len=16, page_size=4, num_families=num_families
+            max_num_seqs=3, max_model_len=16, page_size=4, num_paged=num_families
         )
         self.rows = DeviceRows(self.batch, torch.device("cpu"), shares=shares)
 

@@ -19,7 +19,6 @@ import torch
 
 from manyroots.bench.random_adapters import write_adapters
 from manyroots.cache.cache import PrefixCache
-from manyroots.cache.families.attention import attention_families
 from manyroots.cache.planes import CacheLayout, Capacity
 from manyroots.cache.policies import CachePolicies
 from manyroots.config import SchedulerSettings
@@ -85,8 +84,9 @@ def run(
     grammars: GrammarCache | None = None,
 ) -> dict[int, list[Output]]:
     """What the real scheduler and loop get from a runner, by request; of which one may fail."""
-    windows = [family.memory.window for family in runner._decoder.families]
-    families = attention_families(windows, page_size=PAGE_SIZE, max_model_len=MAX_LEN)
+    families = runners.cache_families(
+        runner._decoder, page_size=PAGE_SIZE, max_len=MAX_LEN, interval=2
+    )
     capacities = tuple(Capacity(family, NUM_PAGES) for family in families)
     cache = PrefixCache(CacheLayout.of(PAGE_SIZE, capacities), CachePolicies())
     scheduler = Scheduler(

@@ -31,6 +31,7 @@ def step(counts: list[int], contexts: list[int], token_slots: list[int] | None) 
         num_decodes=counts.count(1),
         pages=np.stack((positions // 4 + 7, positions // 4 + 30)).astype(np.int32),
         offsets=positions % 4,
+        units=np.empty((0, num_rows), np.int32),
         token_slots=None if token_slots is None else np.array(token_slots),
         sampling=np.arange(num_rows),
         sampling_order=np.arange(num_rows)[::-1],

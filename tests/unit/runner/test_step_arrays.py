@@ -7,7 +7,7 @@ import pytest
 
 from manyroots.ids import AdapterSlot, RequestId, Row, StepId
 from manyroots.runner.batch import PersistentBatch
-from manyroots.runner.inputs import NOWHERE, StepInputs, blank_decode
+from manyroots.runner.inputs import NOWHERE, SpareRow, StepInputs, blank_decode
 from manyroots.runner.step_arrays import decode_arrays, sampling_rows
 from manyroots.sampling import SamplingParams
 from manyroots.step import Arrival, Plan
@@ -18,7 +18,7 @@ SPARE = 40
 
 def decode(slots: list[int | None], begins: list[int]) -> StepInputs:
     """One token each of rows with these adapters, which act from these positions on."""
-    batch = PersistentBatch(max_num_seqs=SPARE, max_model_len=16, page_size=4, num_families=2)
+    batch = PersistentBatch(max_num_seqs=SPARE, max_model_len=16, page_size=4, num_paged=2)
     arrivals = tuple(
         Arrival(
             Row(row), RequestId(row), np.array([5, 6, 7], np.int32), 3, 2,
@@ -37,7 +37,7 @@ def decode(slots: list[int | None], begins: list[int]) -> StepInputs:
 
 
 def arrays_of(inputs: StepInputs, size: int) -> dict[str, np.ndarray]:
-    return decode_arrays(inputs, size=size, num_slots=2)
+    return decode_arrays(inputs, size=size, num_slots=2, spare_units=np.empty(0, np.int32))
 
 
 def test_padding_repeats_the_last_row_and_writes_nowhere() -> None:
@@ -57,7 +57,7 @@ def test_padding_repeats_the_last_row_and_writes_nowhere() -> None:
 def test_a_graphs_arrays_have_the_shapes_it_was_captured_with(slots: list[int | None]) -> None:
     inputs = decode(slots, [0] * len(slots))
     has_adapters = inputs.token_slots is not None
-    blank = blank_decode(8, SPARE, num_families=2, with_adapters=has_adapters)
+    blank = blank_decode(8, SpareRow(SPARE, 2, np.empty(0, np.int32)), with_adapters=has_adapters)
     ours, captured = arrays_of(inputs, 8), arrays_of(blank, 8)
     assert {n: (a.shape, a.dtype) for n, a in ours.items()} == {
         n: (a.shape, a.dtype) for n, a in captured.items()

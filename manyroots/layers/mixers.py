@@ -1,0 +1,66 @@
+"""The ways a layer mixes a token with earlier ones, and which class computes each.
+
+All are made alike and called alike: with the residual stream, normalised, what they remember, and
+the step. A new one is a spec in `spec.py`, a file here and a line below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from manyroots.distributed.shard import Shard
+from manyroots.kernels.choice import Kernels
+from manyroots.kernels.norm.undivided import UndividedNorm
+from manyroots.layers.attention import Attention
+from manyroots.layers.linear import Linear
+from manyroots.layers.product import Product
+from manyroots.layers.short_conv import ShortConv
+from manyroots.layers.spec import AttentionSpec, MixerSpec, ShortConvSpec
+from manyroots.layers.step import Step
+from manyroots.layers.weights.fill import Fills
+from manyroots.store.adapter_sites import SitePart
+
+
+class Mixer(Protocol):
+    """What the decoder needs of one."""
+
+    @property
+    def reader(self) -> Linear | None:
+        """The one product that its input is for; None if there are several."""
+
+    def __call__(self, x: Tensor | UndividedNorm, memory: Any, step: Step) -> Product:
+        """`memory`: what its family's arena has for this layer."""
+
+    def weights(self, name: str) -> Fills: ...
+    def lora_parts(self, name: str) -> Iterator[tuple[str, SitePart]]: ...
+    def products(self) -> Iterator[Linear]: ...
+
+
+_CLASSES: dict[type[MixerSpec], Any] = {
+    AttentionSpec: Attention,
+    ShortConvSpec: ShortConv,
+}
+
+
+def make_mixer(
+    hidden_size: int,
+    spec: MixerSpec,
+    family: int,
+    *,
+    eps: float,
+    norm_offset: float,
+    shard: Shard,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: Kernels,
+) -> Mixer:
+    """`family`: which of the step's `kv`, or of its `states`, is its."""
+    mixer: Mixer = _CLASSES[type(spec)](
+        hidden_size, spec, family, eps=eps, norm_offset=norm_offset,
+        shard=shard, dtype=dtype, device=device, kernels=kernels,
+    )  # fmt: skip
+    return mixer

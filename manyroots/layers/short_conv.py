@@ -1,0 +1,86 @@
+"""A gated short convolution, with its projections: each token with the few before it.
+
+    B, C, x = in_proj(input)
+    out_proj(C * conv(B * x))
+
+What is remembered is the last `width - 1` of B * x. Heads there are none: ranks divide channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from manyroots.distributed.shard import Shard
+from manyroots.kernels.choice import Kernels
+from manyroots.kernels.norm.undivided import UndividedNorm
+from manyroots.layers.linear import Linear
+from manyroots.layers.product import Product
+from manyroots.layers.spec import ShortConvSpec
+from manyroots.layers.step import Step
+from manyroots.layers.weights.fill import Fill, Fills, Section, Side
+from manyroots.store.adapter_sites import SitePart
+
+
+class ShortConv:
+    """in_proj, a causal convolution between two gates, and out_proj."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        spec: ShortConvSpec,
+        family: int,
+        *,
+        eps: float,
+        norm_offset: float,
+        shard: Shard,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernels: Kernels,
+    ) -> None:
+        """`spec` is the rank's own; `family`: which of the step's states are its."""
+        self._family, self._kernels, self._shard = family, kernels, shard
+        channels = spec.channels
+        self.in_proj = Linear(
+            hidden_size, {"": 3 * channels}, bias=spec.bias, side=Side.OUTPUT,
+            sections=(Section(channels),) * 3,
+            shard=shard, dtype=dtype, device=device, kernels=kernels,
+        )  # fmt: skip
+        self.out_proj = Linear(
+            channels, {"": hidden_size}, bias=spec.bias, side=Side.INPUT,
+            shard=shard, dtype=dtype, device=device, kernels=kernels,
+        )  # fmt: skip
+        self._weight = torch.empty(channels, spec.width, dtype=dtype, device=device)
+        self._bias = torch.empty(channels, dtype=dtype, device=device) if spec.bias else None
+
+    @property
+    def reader(self) -> Linear | None:
+        return self.in_proj
+
+    def __call__(
+        self, x: Tensor | UndividedNorm, memory: tuple[Tensor, ...], step: Step
+    ) -> Product:
+        [state] = memory
+        projected = self.in_proj(x, step).finished(self._kernels).to(self._weight.dtype)
+        gate_in, gate_out, value = projected.chunk(3, dim=-1)
+        mixed = self._kernels.causal_conv.conv(
+            gate_in * value, self._weight, self._bias, state, step.states[self._family], None
+        )
+        return self.out_proj(gate_out * mixed, step)
+
+    def weights(self, name: str) -> Fills:
+        yield from self.in_proj.weights(f"{name}.in_proj")
+        yield from self.out_proj.weights(f"{name}.out_proj")
+        # A checkpoint has it as a convolution of one input channel each.
+        yield f"{name}.conv.weight", Fill(self._weight.unsqueeze(1), 0, self._shard)
+        if self._bias is not None:
+            yield f"{name}.conv.bias", Fill(self._bias, 0, self._shard)
+
+    def lora_parts(self, name: str) -> Iterator[tuple[str, SitePart]]:
+        yield from self.in_proj.lora_parts(f"{name}.in_proj")
+        yield from self.out_proj.lora_parts(f"{name}.out_proj")
+
+    def products(self) -> Iterator[Linear]:
+        yield from (self.in_proj, self.out_proj)

@@ -65,7 +65,8 @@ def build_adapter_runtime(
     num_slots: int,
 ) -> AdapterRuntime:
     shard = model.shard
-    targets = whole_targets(model.adapter_targets(), shard, model.spec.vocab_size)
+    own = model.adapter_targets()
+    targets = whole_targets(own, shard, model.spec.vocab_size)
 
     largest = adapter_bytes(targets, settings.max_lora_rank, dtype.itemsize)
     pinned = PinnedMemory(largest) if device.type == "cuda" else None
@@ -85,7 +86,7 @@ def build_adapter_runtime(
 
     def read_part(path: str) -> AdapterWeights:
         # The digest shows whether files that were allowed once have been replaced since.
-        return cut_adapter(read(Path(path), None)[1], shard)
+        return cut_adapter(read(Path(path), None)[1], shard, own)
 
     pool = AdapterPool(
         model.lora_parts(),

@@ -48,7 +48,7 @@ def execute_with_ranks(settings: EngineSettings, source: ModelSource) -> Executo
         make_loader = partial(
             FirstLoader,
             num_ranks=shard.size,
-            cut=partial(cut_adapter, shard=shard),
+            cut=partial(cut_adapter, shard=shard, targets=worker.model.adapter_targets()),
             drop_elsewhere=partial(ranks.send, RankMessageKind.DROP),
         )
         adapters = worker.make_adapters(settings, sizes, make_loader)

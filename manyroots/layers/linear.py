@@ -22,9 +22,9 @@ from manyroots.kernels.lora_sites.sites import LinearSite
 from manyroots.kernels.norm.undivided import UndividedNorm
 from manyroots.layers.product import Product
 from manyroots.layers.step import Step
-from manyroots.layers.weights.fill import Fill, Fills, Section, Side
+from manyroots.layers.weights.fill import Fill, Fills, Side
 from manyroots.layers.weights.weight import Weight
-from manyroots.lora.targets import TargetKind
+from manyroots.lora.targets import OutputPiece, TargetKind
 from manyroots.store.adapter_sites import LoraSite, SitePart
 
 
@@ -38,19 +38,19 @@ class Linear:
         *,
         bias: bool,
         side: Side | None,
-        sections: Sequence[Section] = (),
+        pieces: Sequence[OutputPiece] = (),
         shard: Shard,
         dtype: torch.dtype,
         device: torch.device,
         kernels: Kernels,
     ) -> None:
         """`parts`: this rank's width of each projection, by name; "" where there is one. `side`:
-        which side of them ranks divide. `sections`: what the one projection's output consists of,
+        which side of them ranks divide. `pieces`: what the one projection's output consists of,
         where ranks divide that piece by piece."""
         out_features = sum(parts.values())
         self.weight = Weight(in_features, out_features, dtype=dtype, device=device)
         self.bias = torch.empty(out_features, dtype=dtype, device=device) if bias else None
-        self.site = LoraSite(TargetKind.LINEAR, in_features, parts)
+        self.site = LoraSite(TargetKind.LINEAR, in_features, parts, pieces=pieces)
         self.pooled: LinearSite | None = None
         """Where adapters' weights for it lie; None in a model without adapters."""
         ends = list(accumulate(parts.values()))
@@ -58,7 +58,7 @@ class Linear:
             name: slice(end - size, end)
             for (name, size), end in zip(parts.items(), ends, strict=True)
         }
-        self._side, self._shard, self._sections = side, shard, tuple(sections)
+        self._side, self._shard, self._pieces = side, shard, tuple(pieces)
         self._kernels = kernels
 
     def __call__(self, x: Tensor | UndividedNorm, step: Step) -> Product:
@@ -86,7 +86,7 @@ class Linear:
         for part, rows in self._rows.items():
             own = f"{name}.{part}" if part else name
             fill = self.weight.fill(rows, self._side, self._shard)
-            yield f"{own}.weight", replace(fill, sections=self._sections)
+            yield f"{own}.weight", replace(fill, pieces=self._pieces)
             if self.bias is None:
                 continue
             if self._side is Side.INPUT:
@@ -95,7 +95,7 @@ class Linear:
                 cut = 0 if self._side is Side.OUTPUT else None
                 yield (
                     f"{own}.bias",
-                    Fill(self.bias[rows], cut, self._shard, sections=self._sections),
+                    Fill(self.bias[rows], cut, self._shard, pieces=self._pieces),
                 )
 
     def lora_parts(self, name: str) -> Iterator[tuple[str, SitePart]]:

@@ -20,7 +20,8 @@ from manyroots.layers.linear import Linear
 from manyroots.layers.product import Product
 from manyroots.layers.spec import ShortConvSpec
 from manyroots.layers.step import Step
-from manyroots.layers.weights.fill import Fill, Fills, Section, Side
+from manyroots.layers.weights.fill import Fill, Fills, Side
+from manyroots.lora.targets import OutputPiece
 from manyroots.store.adapter_sites import SitePart
 
 
@@ -45,7 +46,7 @@ class ShortConv:
         channels = spec.channels
         self.in_proj = Linear(
             hidden_size, {"": 3 * channels}, bias=spec.bias, side=Side.OUTPUT,
-            sections=(Section(channels),) * 3,
+            pieces=(OutputPiece(channels),) * 3,
             shard=shard, dtype=dtype, device=device, kernels=kernels,
         )  # fmt: skip
         self.out_proj = Linear(

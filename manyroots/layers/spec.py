@@ -48,7 +48,7 @@ class StatePart:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class StateMemory:
     """One state that stands for all tokens so far."""
 
     parts: tuple[StatePart, ...]
@@ -58,7 +58,7 @@ class State:
         return False
 
 
-Memory = KV | State
+Memory = KV | StateMemory
 
 Divide = Callable[[str, int], int]
 """What a rank has of a number of things, which are named; raises where ranks can't share them."""
@@ -113,8 +113,8 @@ class ShortConvSpec:
     name: str = "conv"
 
     @property
-    def memory(self) -> State:
-        return State((StatePart("conv", (self.channels, self.width - 1), None),))
+    def memory(self) -> StateMemory:
+        return StateMemory((StatePart("conv", (self.channels, self.width - 1), None),))
 
     def cut(self, divide: Divide) -> ShortConvSpec:
         return replace(self, channels=divide("number of channels", self.channels))

@@ -25,6 +25,16 @@ class TargetKind(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class OutputPiece:
+    """One of several that lie one behind the other in a weight's output."""
+
+    size: int
+    """What this rank has of it."""
+    is_whole: bool = False
+    """Whether every rank has all of it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Target:
     """One weight that adapters may change."""
 
@@ -36,6 +46,8 @@ class Target:
     is_interleaved: bool = False
     """With EXPERTS alone: the model's own parameters are [in, out] for each expert, with gate and
     up by turns (gpt-oss). Adapters that PEFT made for such parameters are, too."""
+    pieces: tuple[OutputPiece, ...] = ()
+    """What its output consists of, where ranks divide that piece by piece."""
 
 
 Targets = Mapping[str, Target]

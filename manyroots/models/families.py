@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from manyroots.layers.spec import KV, LayerSpec, Memory, State
+from manyroots.layers.spec import KV, LayerSpec, Memory, StateMemory
 from manyroots.store.arena import PageArena, PartShape, StateArena, state_bytes
 
 
@@ -26,7 +26,7 @@ class LayerFamily:
 
     @property
     def is_state(self) -> bool:
-        return isinstance(self.memory, State)
+        return isinstance(self.memory, StateMemory)
 
     @property
     def window(self) -> int | None:
@@ -35,7 +35,7 @@ class LayerFamily:
 
     def unit_bytes(self, page_size: int, dtype: torch.dtype) -> int:
         """What one page of `page_size` tokens takes, or one state, in all layers of the family."""
-        if isinstance(self.memory, State):
+        if isinstance(self.memory, StateMemory):
             return state_bytes(part_shapes(self.memory, dtype), len(self.layers))
         return len(self.layers) * page_size * self.memory.token_bytes(dtype.itemsize)
 
@@ -44,14 +44,14 @@ class LayerFamily:
     ) -> PageArena | StateArena:
         """Memory for so many units."""
         memory, num_layers = self.memory, len(self.layers)
-        if isinstance(memory, State):
+        if isinstance(memory, StateMemory):
             return StateArena(num_units, part_shapes(memory, dtype), num_layers, device)
         return PageArena(
             num_units, page_size, num_layers, memory.kv_heads, memory.head_dim, dtype, device
         )
 
 
-def part_shapes(state: State, dtype: torch.dtype) -> tuple[PartShape, ...]:
+def part_shapes(state: StateMemory, dtype: torch.dtype) -> tuple[PartShape, ...]:
     """What a state consists of in a model of this dtype."""
     return tuple(
         PartShape(part.shape, dtype if part.dtype is None else getattr(torch, part.dtype))
@@ -70,6 +70,6 @@ def families(layers: Sequence[LayerSpec]) -> tuple[LayerFamily, ...]:
 
 
 def _order(memory: Memory) -> int:
-    if isinstance(memory, State):
+    if isinstance(memory, StateMemory):
         return 2
     return 0 if memory.window is None else 1

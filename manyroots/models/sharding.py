@@ -7,6 +7,7 @@ weight that it changes: by output B is cut, by input A.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -16,8 +17,8 @@ from torch import Tensor
 from manyroots.distributed.shard import Shard
 from manyroots.errors import ConfigError
 from manyroots.layers.spec import DenseSpec, LayerSpec
-from manyroots.layers.weights.fill import Side
-from manyroots.lora.targets import Target, Targets
+from manyroots.layers.weights.fill import Side, piecewise, whole_size
+from manyroots.lora.targets import OutputPiece, Target, Targets
 from manyroots.models.spec import ModelSpec
 from manyroots.store.adapter_weights import AdapterWeights, LoraPair
 
@@ -30,6 +31,11 @@ SIDES = {
     "lm_head": Side.OUTPUT,
     "o_proj": Side.INPUT,
     "down_proj": Side.INPUT,
+    "w1": Side.OUTPUT,
+    "w3": Side.OUTPUT,
+    "w2": Side.INPUT,
+    "in_proj": Side.OUTPUT,
+    "out_proj": Side.INPUT,
 }
 """By the last part of a projection's name; projections that are not here are whole everywhere."""
 
@@ -56,11 +62,15 @@ def _rank_layer(layer: LayerSpec, shard: Shard) -> LayerSpec:
     )
 
 
-def cut_adapter(weights: AdapterWeights, shard: Shard) -> AdapterWeights:
-    """The rank's part of an adapter, in memory of its own; its digest is still the whole one's."""
+def cut_adapter(weights: AdapterWeights, shard: Shard, targets: Targets) -> AdapterWeights:
+    """The rank's part of an adapter, in memory of its own; its digest is still the whole one's.
+    `targets`: what the rank has of each weight."""
     if shard.is_whole:
         return weights
-    cut = {name: _cut_pair(name, pair, shard) for name, pair in weights.pairs.items()}
+    cut = {
+        name: _cut_pair(name, pair, shard, targets[name].pieces)
+        for name, pair in weights.pairs.items()
+    }
     sizes = [half.numel() for pair in cut.values() for half in (pair.a, pair.b)]
     is_pinned = weights.buffer.is_pinned()
     buffer = torch.empty(sum(sizes), dtype=weights.buffer.dtype, pin_memory=is_pinned)
@@ -80,6 +90,13 @@ def whole_targets(targets: Targets, shard: Shard, vocab_size: int) -> dict[str, 
         match side_of(name):
             case Side.OUTPUT if name == "lm_head":
                 target = replace(target, out_features=vocab_size)  # ranks' parts may differ
+            case Side.OUTPUT if target.pieces:
+                pieces = tuple(
+                    piece if piece.is_whole else replace(piece, size=piece.size * shard.size)
+                    for piece in target.pieces
+                )
+                size = whole_size(target.pieces, shard)
+                target = replace(target, out_features=size, pieces=pieces)
             case Side.OUTPUT:
                 target = replace(target, out_features=target.out_features * shard.size)
             case Side.INPUT:
@@ -88,8 +105,10 @@ def whole_targets(targets: Targets, shard: Shard, vocab_size: int) -> dict[str, 
     return whole
 
 
-def _cut_pair(name: str, pair: LoraPair, shard: Shard) -> LoraPair:
+def _cut_pair(name: str, pair: LoraPair, shard: Shard, pieces: Sequence[OutputPiece]) -> LoraPair:
     match side_of(name):
+        case Side.OUTPUT if pieces:
+            return replace(pair, b=piecewise(pair.b, -2, pieces, shard))
         case Side.OUTPUT:
             return replace(pair, b=pair.b[..., shard.part(pair.b.shape[-2]), :])
         case Side.INPUT:

@@ -5,10 +5,10 @@ Made by layers, once; read by whoever puts weights on the device. Holds no tenso
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from manyroots.lora.targets import Target, TargetKind
+from manyroots.lora.targets import OutputPiece, Target, TargetKind
 
 
 class LoraSite:
@@ -27,10 +27,11 @@ class LoraSite:
         num_experts: int | None = None,
         factor: float = 1.0,
         is_interleaved: bool = False,
+        pieces: Sequence[OutputPiece] = (),
     ) -> None:
         """`parts`: the width of each in the output, by name. `factor`: what the model multiplies
         the output with, where an adapter's is multiplied, too (a scaled embedding).
-        `is_interleaved`: see `Target`."""
+        `is_interleaved`, and `pieces` of the one part: see `Target`."""
         self.kind = kind
         self.factor = factor
         self.in_features = in_features
@@ -38,14 +39,16 @@ class LoraSite:
         self.num_experts = num_experts
         self.is_interleaved = is_interleaved
         self._parts = dict(parts)
+        self._pieces = tuple(pieces)
 
     def targets(self, folder: str) -> Iterator[tuple[str, SitePart]]:
         """Its parts by their names in the checkpoint's `folder`."""
         start = 0
         for part, size in self._parts.items():
             target = Target(
-                self.kind, self.in_features, size, self.num_experts, self.is_interleaved
-            )
+                self.kind, self.in_features, size, self.num_experts, self.is_interleaved,
+                self._pieces,
+            )  # fmt: skip
             name = f"{folder}.{part}" if part else folder
             yield name, SitePart(self, slice(start, start + size), target)
             start += size

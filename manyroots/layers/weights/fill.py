@@ -15,13 +15,14 @@ cut like dense blocks, each of them, so that every rank has a part of every expe
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from manyroots.distributed.shard import WHOLE, Shard
+from manyroots.lora.targets import OutputPiece
 
 
 class Side(enum.Enum):
@@ -29,23 +30,6 @@ class Side(enum.Enum):
 
     OUTPUT = "output"
     INPUT = "input"
-
-
-@dataclass(frozen=True, slots=True)
-class Section:
-    """One of several pieces that lie one behind the other in a tensor that ranks divide."""
-
-    size: int
-    """What this rank has of it."""
-    is_whole: bool = False
-    """Whether every rank has all of it."""
-
-    def begin(self, shard: Shard) -> int:
-        """Where this rank's part of it begins."""
-        return 0 if self.is_whole else shard.rank * self.size
-
-    def whole_size(self, shard: Shard) -> int:
-        return self.size if self.is_whole else self.size * shard.size
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +46,15 @@ class Fill:
     is_first_only: bool = False
     """Whether the first rank alone has it, and the others nothing: the sum over ranks must have
     it once."""
-    sections: tuple[Section, ...] = ()
+    pieces: tuple[OutputPiece, ...] = ()
     """Where ranks divide the tensor piece by piece: all of its pieces, in order."""
 
     def part_of(self, tensor: Tensor) -> Tensor:
         """This rank's part of a whole tensor; of the shape of `place` if both belong together."""
         if self.cut is None or self.cut >= tensor.ndim or self.shard.is_whole:
             return tensor
-        if self.sections:
-            return section_part(tensor, self.cut, self.sections, self.shard)
+        if self.pieces:
+            return piecewise(tensor, self.cut, self.pieces, self.shard)
         part = self.shard.part(tensor.shape[self.cut])
         return tensor.narrow(self.cut, part.start, part.stop - part.start)
 
@@ -78,8 +62,8 @@ class Fill:
     def whole_shape(self) -> list[int]:
         """Of the checkpoint's tensor, if all ranks have as much of it as this one."""
         shape = list(self.place.shape)
-        if self.sections and self.cut is not None:
-            shape[self.cut] = sum(section.whole_size(self.shard) for section in self.sections)
+        if self.pieces and self.cut is not None:
+            shape[self.cut] = whole_size(self.pieces, self.shard)
         elif self.cut is not None:
             shape[self.cut] *= self.shard.size
         return shape
@@ -95,16 +79,26 @@ class Fill:
             self.place.add_(self.offset)
 
 
-def section_part(tensor: Tensor, dim: int, sections: Sequence[Section], shard: Shard) -> Tensor:
+def whole_size(pieces: Iterable[OutputPiece], shard: Shard) -> int:
+    """Of an output of these pieces, on all ranks together."""
+    return sum(_whole_size(piece, shard) for piece in pieces)
+
+
+def piecewise(tensor: Tensor, dim: int, pieces: Sequence[OutputPiece], shard: Shard) -> Tensor:
     """A rank's part of a whole tensor whose `dim` consists of these pieces. A tensor of another
     size is given back as it is, for the caller to refuse."""
-    sizes = [section.whole_size(shard) for section in sections]
-    if sum(sizes) != tensor.shape[dim]:
+    if whole_size(pieces, shard) != tensor.shape[dim]:
         return tensor
-    pieces = zip(torch.split(tensor, sizes, dim), sections, strict=True)
-    return torch.cat(
-        [piece.narrow(dim, section.begin(shard), section.size) for piece, section in pieces], dim
-    )
+    parts, end = [], 0
+    for piece in pieces:
+        begin = end if piece.is_whole else end + shard.rank * piece.size
+        parts.append(tensor.narrow(dim, begin, piece.size))
+        end += _whole_size(piece, shard)
+    return torch.cat(parts, dim)
+
+
+def _whole_size(piece: OutputPiece, shard: Shard) -> int:
+    return piece.size if piece.is_whole else piece.size * shard.size
 
 
 Fills = Iterator[tuple[str, Fill]]

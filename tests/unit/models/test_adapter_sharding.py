@@ -24,11 +24,12 @@ from tests.unit.models.peft_models import pool_for
 from tests.unit.models.test_sharding import load_worker
 from tests.unit.models.tiny import load_tiny, save_tiny
 
+TARGETS = tiny_targets(num_experts=4)
+
 
 def read(folder: Path, form: ExpertFormat) -> AdapterWeights:
-    targets = tiny_targets(num_experts=4)
-    write_adapter(folder, targets, Recipe(experts=form))
-    return read_for(folder, targets)
+    write_adapter(folder, TARGETS, Recipe(experts=form))
+    return read_for(folder, TARGETS)
 
 
 def read_for(folder: Path, targets: Targets) -> AdapterWeights:
@@ -43,7 +44,7 @@ def test_w16_parts_of_an_adapter_make_up_the_whole(
 ) -> None:
     """W16: B is cut by output, A by input; side by side the parts are the whole."""
     whole = read(tmp_path, form)
-    parts = [cut_adapter(whole, Shard(rank, size)) for rank in range(size)]
+    parts = [cut_adapter(whole, Shard(rank, size), TARGETS) for rank in range(size)]
     for name, pair in whole.pairs.items():
         own = [part.pairs[name] for part in parts]
         match side_of(name):
@@ -61,7 +62,7 @@ def test_w16_parts_of_an_adapter_make_up_the_whole(
 
 def test_a_part_has_memory_of_its_own_and_the_digest_of_the_whole(tmp_path: Path) -> None:
     whole = read(tmp_path, ExpertFormat.STACKED)
-    part = cut_adapter(whole, Shard(0, 2))
+    part = cut_adapter(whole, Shard(0, 2), TARGETS)
     assert part.digest == whole.digest
     assert part.num_bytes < whole.num_bytes
     assert part.num_bytes == sum(
@@ -76,7 +77,7 @@ def test_a_part_has_memory_of_its_own_and_the_digest_of_the_whole(tmp_path: Path
 
 def test_one_rank_has_the_adapter_itself(tmp_path: Path) -> None:
     whole = read(tmp_path, ExpertFormat.STACKED)
-    assert cut_adapter(whole, WHOLE) is whole
+    assert cut_adapter(whole, WHOLE, TARGETS) is whole
 
 
 def test_files_are_checked_against_the_whole_model() -> None:
@@ -112,7 +113,7 @@ def logits(model: Decoder, adapters: list[AdapterWeights]) -> dict[str, Tensor]:
     """Of requests of the base and of every adapter together: a prefill, then decodes."""
     pool = pool_for(model, num_slots=len(adapters))
     for slot, weights in enumerate(adapters):
-        pool.load(AdapterSlot(slot), cut_adapter(weights, model.shard))
+        pool.load(AdapterSlot(slot), cut_adapter(weights, model.shard, model.adapter_targets()))
     paged = PagedModel(model, pool)
     paged.slot_of = {
         name: request.adapter for name, request in REQUESTS.items() if request.adapter is not None
@@ -128,7 +129,7 @@ def logits(model: Decoder, adapters: list[AdapterWeights]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     ("kind", "form"),
-    [("llama", ExpertFormat.STACKED), ("llama-tied", ExpertFormat.STACKED)]
+    [(kind, ExpertFormat.STACKED) for kind in ("llama", "llama-tied", "lfm2-biased")]
     + [("qwen3-moe-mixed", form) for form in ExpertFormat],
 )
 def test_w16_two_ranks_give_one_ranks_logits_with_adapters(

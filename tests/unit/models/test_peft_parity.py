@@ -95,6 +95,27 @@ def test_all_linear_adapters_of_experts_with_windows_give_pefts_logits_w14(
     run(pair, requests, chunk)
 
 
+@pytest.mark.parametrize("chunk", [None, 1, 7])
+@pytest.mark.parametrize("kind", ["lfm2", "lfm2-biased"])
+def test_f08_adapters_of_recurrent_mixers_give_pefts_logits(
+    kind: str, chunk: int | None, tmp_path: Path
+) -> None:
+    """F08: every product of them and of their feed-forward blocks, by the names of public
+    adapters."""
+    adapters = {
+        "all linear": {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"},
+        "mixers": {"r": 3, "lora_alpha": 4, "target_modules": ["in_proj", "out_proj", "q_proj"]},
+        "block": {"r": 5, "lora_alpha": 8, "target_modules": ["w1", "w2", "w3", "embed_tokens"]},
+    }
+    pair = make_pair(tmp_path, kind, adapters)
+    requests: dict[str, tuple[str | None, list[int]]] = {"base": (None, prompt(50, 29))}
+    for index, name in enumerate(adapters):
+        requests[name] = (name, prompt(index, 17 + 9 * index))
+        moved = pair.expected(name, prompt(1, 19)) - pair.expected(None, prompt(1, 19))
+        assert moved.abs().max() > 0.1, "it changes something"
+    run(pair, requests, chunk)
+
+
 @pytest.mark.parametrize("chunk", [None, 1, 4])
 def test_an_alora_acts_from_its_invocation_on_as_in_peft_n22(
     chunk: int | None, tmp_path: Path

@@ -12,7 +12,7 @@ import torch
 from manyroots.distributed.shard import Shard
 from manyroots.errors import AdapterError
 from manyroots.ids import AdapterDigest, AdapterSlot, Tier
-from manyroots.lora.targets import TargetKind
+from manyroots.lora.targets import Target, TargetKind
 from manyroots.models.sharding import cut_adapter
 from manyroots.step import AdapterIntent, AdapterLoaded, DropAdapter, LoadAdapter, LoadId, SlotRef
 from manyroots.store.adapter_loader import AdapterLoader, Read
@@ -24,6 +24,7 @@ from tests.patience import PATIENCE_S
 from tests.unit.host_copies import host_copy
 
 TARGET = "model.layers.0.self_attn.q_proj"
+TARGETS = {TARGET: Target(TargetKind.LINEAR, 4, 2)}
 
 
 def whole(name: str) -> AdapterWeights:
@@ -44,7 +45,7 @@ class Ranks:
             self._reader(0),
             self._pool(),
             num_ranks=3,
-            cut=lambda weights: cut_adapter(weights, Shard(0, 3)),
+            cut=lambda weights: cut_adapter(weights, Shard(0, 3), TARGETS),
             drop_elsewhere=lambda drop: [each.start([drop]) for each in self.followers] and None,
         )
         for rank in (1, 2):
@@ -71,7 +72,7 @@ class Ranks:
             self.num_reads += 1
             if rank in self.broken:
                 raise AdapterError("the disk is gone; mount it", field="path")
-            return cut_adapter(self.contents[rank], Shard(rank, 3))
+            return cut_adapter(self.contents[rank], Shard(rank, 3), TARGETS)
 
         return read
 

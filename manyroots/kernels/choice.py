@@ -29,6 +29,9 @@ class Kernels:
     decode_rows: ModuleType
     recurrent: ModuleType
     causal_conv: ModuleType
+    delta_rule: ModuleType
+    mamba: ModuleType
+    gated_norm: ModuleType
 
     @property
     def ask_nothing(self) -> bool:

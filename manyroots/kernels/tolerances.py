@@ -47,6 +47,12 @@ TOLERANCES: dict[tuple[str, torch.dtype], Tolerance] = {
     ("experts", torch.bfloat16): Tolerance(
         1.6e-2, 1.6e-2, "8-bit mantissa: each pair is rounded before and after it is weighted"
     ),
+    ("recurrent", torch.float32): Tolerance(
+        5e-5, 5e-5, "a chunk's tokens at once instead of one after the other, over all chunks"
+    ),
+    ("recurrent", torch.bfloat16): Tolerance(
+        4e-2, 2e-2, "operands of the chunks' products are rounded to 8 bits, states are not"
+    ),
     ("lora", torch.float32): Tolerance(2e-5, 2e-5, "products of a few hundred terms reordered"),
     ("lora", torch.bfloat16): Tolerance(
         4e-2, 1.6e-2, "operands and result rounded to 8 bits, with two products between"

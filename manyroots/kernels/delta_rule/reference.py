@@ -1,0 +1,60 @@
+"""The gated delta rule, naive: one token and one head at a time, in float32.
+
+A head's state is a matrix [key_dim, value_dim] that keys read values from. Each token lets it
+decay, then corrects what its key reads towards its value:
+
+    S = exp(g) S;   S = S + k (beta (v - S^T k))^T;   out = S^T q
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from manyroots.kernels.recurrent.rows import StateRows
+
+EPS = 1e-6
+"""Of the lengths of queries and keys, which are divided by them."""
+
+
+def gated_delta(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    rows: StateRows,
+) -> Tensor:
+    """Values [tokens, heads, value_dim] that queries read, in the dtype of v.
+
+    q and k [tokens, key_heads, key_dim] are normalised here; a key head is that of as many heads
+    in a row as there are for each. v [tokens, heads, value_dim]. `decay` and `beta` [tokens, heads]
+    are products as they come: g = -exp(a_log) softplus(decay + dt_bias), and beta's sigmoid counts.
+    `a_log` and `dt_bias` [heads]. `state` [units, heads, key_dim, value_dim] is float32.
+    """
+    heads, dim = v.shape[1], q.shape[2]
+    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    each = heads // q.shape[1]
+    q, k = (_unit(x.float()).repeat_interleave(each, dim=1) for x in (q, k))
+    g = -a_log.float().exp() * F.softplus(decay.float() + dt_bias.float())
+    beta = beta.float().sigmoid()
+    starts, fresh = rows.starts.tolist(), rows.is_fresh.tolist()
+    for seq, unit in enumerate(rows.units.tolist()):
+        kept = torch.zeros_like(state[unit]) if fresh[seq] else state[unit].clone()
+        for t in range(starts[seq], starts[seq + 1]):
+            for head in range(heads):
+                matrix = kept[head] * g[t, head].exp()
+                read = matrix.t() @ k[t, head]
+                matrix = matrix + torch.outer(k[t, head], beta[t, head] * (v[t, head] - read))
+                kept[head] = matrix
+                out[t, head] = (matrix.t() @ q[t, head] * dim**-0.5).to(out.dtype)
+        state[unit] = kept
+    return out
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS)

@@ -1,0 +1,223 @@
+"""The gated delta rule in Triton.
+
+Same signature as `reference.py`; the products are those that `torch_ops.py` writes down.
+
+    decode   a program has some value columns of one head's state: one read, one write of it
+    prompts  `_solve`: each chunk's triangular system, all chunks and heads side by side
+             `_scan`: chunk after chunk through the state, which stays in registers
+
+A system is solved row by row. Its inverse as a product of powers takes fewer steps, but their
+terms grow so large where keys repeat that float32 loses the result. Products of float32 are exact
+to float32, those of half precision to half, as everywhere here.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from manyroots.kernels.delta_rule.reference import EPS
+from manyroots.kernels.launch import launch_options, let_next_begin, wait_for_inputs
+from manyroots.kernels.recurrent.rows import StateRows
+
+CHUNK = 64
+BLOCK_V = 32
+"""Value columns of a program: a matrix [key_dim, BLOCK_V] is what it keeps in registers."""
+
+
+@triton.jit
+def _gates(decay, beta, a_log, dt_bias, rows, row_ok, head, heads, decay_row, beta_row):
+    """g and beta of some tokens; 0 and 0 where there is none, which changes nothing."""
+    raw = tl.load(decay + rows * decay_row + head, mask=row_ok, other=0.0).to(tl.float32)
+    raw += tl.load(dt_bias + head).to(tl.float32)
+    # softplus; beyond 20 it is the number itself in float32.
+    step = tl.where(raw > 20.0, raw, tl.log(1.0 + tl.exp(tl.minimum(raw, 20.0))))
+    g = -tl.exp(tl.load(a_log + head).to(tl.float32)) * step
+    b = tl.sigmoid(tl.load(beta + rows * beta_row + head, mask=row_ok, other=0.0).to(tl.float32))
+    return tl.where(row_ok, g, 0.0), tl.where(row_ok, b, 0.0)
+
+
+@triton.jit
+def _unit_rows(x, rows, row_ok, at, row_stride, EPS: tl.constexpr, DIM: tl.constexpr):
+    """Rows of length 1, [n, DIM] in float32."""
+    d = tl.arange(0, DIM)
+    source = x + rows[:, None] * row_stride + at + d[None, :]
+    value = tl.load(source, mask=row_ok[:, None], other=0.0).to(tl.float32)
+    return value * tl.rsqrt(tl.sum(value * value, axis=1) + EPS)[:, None]
+
+
+@triton.jit
+def _decode(
+    q, k, v, decay, beta, a_log, dt_bias, state, out, units, is_fresh, q_row, k_row, v_row,
+    decay_row, beta_row, state_unit,
+    HEADS: tl.constexpr, EACH: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_V: tl.constexpr, EPS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    let_next_begin(DEPENDENT)
+    cols = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    head, seq = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    unit = tl.load(units + seq).to(tl.int64)
+    fresh = tl.load(is_fresh + seq).to(tl.int32)
+    d = tl.arange(0, KEY_DIM)
+    at = state + unit * state_unit + (head * KEY_DIM + d[:, None]) * VALUE_DIM + cols[None, :]
+    wait_for_inputs(DEPENDENT)
+    matrix = tl.load(at)
+    matrix = tl.where(fresh != 0, 0.0, matrix)
+    row = seq + tl.arange(0, 1)
+    row_ok = row >= 0
+    g, b = _gates(decay, beta, a_log, dt_bias, row, row_ok, head, HEADS, decay_row, beta_row)
+    key = tl.load(k + seq * k_row + (head // EACH) * KEY_DIM + d).to(tl.float32)
+    key *= tl.rsqrt(tl.sum(key * key) + EPS)
+    query = tl.load(q + seq * q_row + (head // EACH) * KEY_DIM + d).to(tl.float32)
+    query *= tl.rsqrt(tl.sum(query * query) + EPS) * (KEY_DIM**-0.5)
+    value = tl.load(v + seq * v_row + head * VALUE_DIM + cols).to(tl.float32)
+    matrix *= tl.exp(g)[:, None]
+    read = tl.sum(matrix * key[:, None], axis=0)
+    matrix += key[:, None] * ((value - read) * b)[None, :]
+    tl.store(at, matrix)
+    result = tl.sum(matrix * query[:, None], axis=0)
+    tl.store(out + (seq * HEADS + head) * VALUE_DIM + cols, result)
+
+
+@triton.jit
+def _chunk_rows(starts, seq, chunk, CHUNK: tl.constexpr):
+    """The tokens of one chunk of a sequence, which of them there are, and how many."""
+    first = tl.load(starts + seq)
+    end = tl.load(starts + seq + 1)
+    rows = first + chunk * CHUNK + tl.arange(0, CHUNK)
+    return rows.to(tl.int64), rows < end, end - first - chunk * CHUNK
+
+
+@triton.jit
+def _solve(
+    k, v, decay, beta, a_log, dt_bias, wanted, reading, starts, k_row, v_row, decay_row, beta_row,
+    HEADS: tl.constexpr, EACH: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    CHUNK: tl.constexpr, EPS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    let_next_begin(DEPENDENT)
+    head = tl.program_id(1)
+    rows, row_ok, left = _chunk_rows(starts, tl.program_id(2), tl.program_id(0), CHUNK)
+    if left <= 0:
+        return
+    wait_for_inputs(DEPENDENT)
+    g, b = _gates(decay, beta, a_log, dt_bias, rows, row_ok, head, HEADS, decay_row, beta_row)
+    sums = tl.cumsum(g, axis=0)
+    key = _unit_rows(k, rows, row_ok, (head // EACH) * KEY_DIM, k_row, EPS, KEY_DIM)
+    operand = key.to(k.dtype.element_ty)
+    i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    # The system's transpose: a row of it is then a column here, which rows of the result multiply.
+    between = tl.exp(tl.where(i < j, sums[None, :] - sums[:, None], float("-inf")))
+    system = tl.dot(operand, tl.trans(operand), input_precision="ieee") * between * b[None, :]
+    inverse = (i == j).to(tl.float32)
+    for row in range(1, CHUNK):
+        factors = tl.sum(tl.where(j == row, system, 0.0), axis=1)
+        found = tl.sum(factors[:, None] * inverse, axis=0)
+        inverse -= tl.where(i == row, found[None, :], 0.0)
+    inverse = inverse.to(k.dtype.element_ty)
+    d, e = tl.arange(0, KEY_DIM), tl.arange(0, VALUE_DIM)
+    source = v + rows[:, None] * v_row + head * VALUE_DIM + e[None, :]
+    value = tl.load(source, mask=row_ok[:, None], other=0.0).to(tl.float32) * b[:, None]
+    value = tl.dot(inverse, value.to(k.dtype.element_ty), input_precision="ieee")
+    place = rows * HEADS + head
+    to = wanted + place[:, None] * VALUE_DIM + e[None, :]
+    tl.store(to, value.to(wanted.dtype.element_ty), mask=row_ok[:, None])
+    weighted = (key * (b * tl.exp(sums))[:, None]).to(k.dtype.element_ty)
+    weighted = tl.dot(inverse, weighted, input_precision="ieee")
+    to = reading + place[:, None] * KEY_DIM + d[None, :]
+    tl.store(to, weighted.to(reading.dtype.element_ty), mask=row_ok[:, None])
+
+
+@triton.jit
+def _scan(
+    q, k, decay, beta, a_log, dt_bias, wanted, reading, state, out, units, starts, is_fresh, q_row,
+    k_row, decay_row, beta_row, state_unit,
+    HEADS: tl.constexpr, EACH: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_V: tl.constexpr, CHUNK: tl.constexpr, EPS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    let_next_begin(DEPENDENT)
+    cols = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    head, seq = tl.program_id(1), tl.program_id(2)
+    unit = tl.load(units + seq).to(tl.int64)
+    fresh = tl.load(is_fresh + seq).to(tl.int32)
+    count = tl.load(starts + seq + 1) - tl.load(starts + seq)
+    d = tl.arange(0, KEY_DIM)
+    at = state + unit * state_unit + (head * KEY_DIM + d[:, None]) * VALUE_DIM + cols[None, :]
+    i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    wait_for_inputs(DEPENDENT)
+    matrix = tl.where(fresh != 0, 0.0, tl.load(at))
+    for chunk in range(tl.cdiv(count, CHUNK)):
+        rows, row_ok, _ = _chunk_rows(starts, seq, chunk, CHUNK)
+        g, _ = _gates(decay, beta, a_log, dt_bias, rows, row_ok, head, HEADS, decay_row, beta_row)
+        sums = tl.cumsum(g, axis=0)
+        last = tl.sum(g, axis=0)
+        kind = k.dtype.element_ty
+        place = rows * HEADS + head
+        read = tl.load(
+            reading + place[:, None] * KEY_DIM + d[None, :], mask=row_ok[:, None], other=0.0
+        )
+        new = tl.load(
+            wanted + place[:, None] * VALUE_DIM + cols[None, :], mask=row_ok[:, None], other=0.0
+        ).to(tl.float32)
+        operand = matrix.to(kind)
+        new -= tl.dot(read, operand, input_precision="ieee")
+        query = _unit_rows(q, rows, row_ok, (head // EACH) * KEY_DIM, q_row, EPS, KEY_DIM)
+        query *= KEY_DIM**-0.5
+        key = _unit_rows(k, rows, row_ok, (head // EACH) * KEY_DIM, k_row, EPS, KEY_DIM)
+        between = tl.exp(tl.where(i >= j, sums[:, None] - sums[None, :], float("-inf")))
+        scores = tl.dot(query.to(kind), tl.trans(key.to(kind)), input_precision="ieee") * between
+        result = tl.dot(scores.to(kind), new.to(kind), input_precision="ieee")
+        since = (query * tl.exp(sums)[:, None]).to(kind)
+        result += tl.dot(since, operand, input_precision="ieee")
+        to = out + place[:, None] * VALUE_DIM + cols[None, :]
+        tl.store(to, result.to(out.dtype.element_ty), mask=row_ok[:, None])
+        until = (key * tl.exp(last - sums)[:, None]).to(kind)
+        matrix = matrix * tl.exp(last)
+        matrix += tl.dot(tl.trans(until), new.to(kind), input_precision="ieee")
+    tl.store(at, matrix)
+
+
+def gated_delta(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    state: Tensor,
+    rows: StateRows,
+) -> Tensor:
+    """Values [tokens, heads, value_dim] that queries read, in the dtype of v. See `reference.py`
+    for the shapes; heads of a token lie side by side, and dimensions are powers of two."""
+    num_tokens, heads, value_dim = v.shape
+    key_dim = q.shape[2]
+    out = torch.empty(num_tokens, heads, value_dim, dtype=v.dtype, device=v.device)
+    gates = (decay, beta, a_log, dt_bias)
+    gate_rows = (decay.stride(0), beta.stride(0))
+    shape = {"HEADS": heads, "EACH": heads // q.shape[1], "KEY_DIM": key_dim}
+    shape |= {"VALUE_DIM": value_dim, **launch_options(v.device)}
+    block_v = min(BLOCK_V, value_dim)
+    count = rows.num_decodes
+    if count:
+        _decode[(value_dim // block_v, heads, count)](
+            q, k, v, *gates, state, out, rows.units, rows.is_fresh, q.stride(0), k.stride(0),
+            v.stride(0), *gate_rows, state.stride(0), BLOCK_V=block_v, EPS=EPS, **shape,
+        )  # fmt: skip
+    num_prompts = len(rows.units) - count
+    if num_prompts:
+        wanted = torch.empty(num_tokens, heads, value_dim, dtype=v.dtype, device=v.device)
+        reading = torch.empty(num_tokens, heads, key_dim, dtype=v.dtype, device=v.device)
+        starts = rows.starts[count:]
+        num_chunks = triton.cdiv(rows.max_len, CHUNK)
+        _solve[(num_chunks, heads, num_prompts)](
+            k, v, *gates, wanted, reading, starts, k.stride(0), v.stride(0), *gate_rows,
+            CHUNK=CHUNK, EPS=EPS, **shape,
+        )  # fmt: skip
+        _scan[(value_dim // block_v, heads, num_prompts)](
+            q, k, *gates, wanted, reading, state, out, rows.units[count:], starts,
+            rows.is_fresh[count:], q.stride(0), k.stride(0), *gate_rows, state.stride(0),
+            BLOCK_V=block_v, CHUNK=CHUNK, EPS=EPS, **shape,
+        )  # fmt: skip
+    return out

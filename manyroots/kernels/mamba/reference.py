@@ -1,0 +1,52 @@
+"""The scan of Mamba-2, naive: one token and one head at a time, in float32.
+
+A head's state is a matrix [head_dim, state_dim], and a head's decay one number per token:
+
+    S = exp(dt a) S + dt x b^T;   out = S c + d x
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from manyroots.kernels.recurrent.rows import StateRows
+
+
+def scan(
+    x: Tensor,
+    dt: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor,
+    state: Tensor,
+    rows: StateRows,
+) -> Tensor:
+    """[tokens, heads, head_dim] of x of that shape, in its dtype.
+
+    `dt` [tokens, heads] is a product as it comes: softplus(dt + dt_bias) counts, and a is
+    -exp(a_log). `a_log`, `dt_bias` and `d` [heads]. b and c [tokens, groups, state_dim]; a group is
+    that of as many heads in a row as there are for each. `state` [units, heads, head_dim,
+    state_dim] is float32.
+    """
+    heads = x.shape[1]
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    each = heads // b.shape[1]
+    b, c = (s.float().repeat_interleave(each, dim=1) for s in (b, c))
+    steps = F.softplus(dt.float() + dt_bias.float())
+    decays = torch.exp(-a_log.float().exp() * steps)
+    starts, fresh = rows.starts.tolist(), rows.is_fresh.tolist()
+    for seq, unit in enumerate(rows.units.tolist()):
+        kept = torch.zeros_like(state[unit]) if fresh[seq] else state[unit].clone()
+        for t in range(starts[seq], starts[seq + 1]):
+            for head in range(heads):
+                value = x[t, head].float()
+                added = torch.outer(steps[t, head] * value, b[t, head])
+                kept[head] = decays[t, head] * kept[head] + added
+                read = kept[head] @ c[t, head] + d[head].float() * value
+                out[t, head] = read.to(out.dtype)
+        state[unit] = kept
+    return out

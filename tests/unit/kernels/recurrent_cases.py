@@ -1,0 +1,130 @@
+"""Steps of recurrent layers: decodes and prompts of odd lengths, states in shuffled units."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from manyroots.kernels.recurrent.rows import StateRows
+
+NUM_UNITS = 9
+
+
+def make_rows(lengths: list[int], fresh: list[bool], device: torch.device) -> StateRows:
+    """`lengths` of 1 in front are decodes."""
+    num_decodes = next((i for i, n in enumerate(lengths) if n != 1), len(lengths))
+    order = torch.randperm(NUM_UNITS, generator=torch.Generator().manual_seed(4))
+    return StateRows(
+        units=order[: len(lengths)].to(device),
+        starts=torch.tensor([0, *lengths], dtype=torch.int32, device=device).cumsum(0).int(),
+        num_decodes=num_decodes,
+        is_fresh=torch.tensor(fresh, device=device),
+        max_len=max(lengths),
+    )
+
+
+def mixed(device: torch.device) -> StateRows:
+    """Two decodes, then prompts: shorter than a convolution, a chunk and more, several chunks."""
+    return make_rows([1, 1, 2, 65, 16, 150], [False, True, False, True, False, False], device)
+
+
+def short(device: torch.device) -> StateRows:
+    """The same for Triton's interpreter, which is slow."""
+    return make_rows([1, 1, 2, 65, 16], [False, True, False, True, False], device)
+
+
+def decodes(device: torch.device) -> StateRows:
+    return make_rows([1, 1, 1], [False, True, False], device)
+
+
+def prompts(device: torch.device) -> StateRows:
+    return make_rows([3, 40], [True, False], device)
+
+
+class Drawn:
+    """Random tensors, one after the other the same whatever the device."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, seed: int = 0) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+        self._device, self._dtype = device, dtype
+
+    def __call__(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        drawn = torch.randn(shape, generator=self._generator)
+        return drawn.to(self._device, dtype or self._dtype)
+
+
+@dataclass
+class DeltaCase:
+    """Inputs of `gated_delta`, as columns of wider products, which is how layers have them."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    decay: Tensor
+    beta: Tensor
+    a_log: Tensor
+    dt_bias: Tensor
+    state: Tensor
+
+    @classmethod
+    def draw(
+        cls, num_tokens: int, draw: Drawn, *, groups: int = 2, each: int = 2, key: int = 16,
+        value: int = 32,
+    ) -> DeltaCase:  # fmt: skip
+        heads = groups * each
+        sizes = [groups * key, groups * key, heads * value]
+        q, k, v = draw(num_tokens, sum(sizes)).split(sizes, dim=1)
+        gates = draw(num_tokens, 2 * heads + 3)
+        return cls(
+            q.unflatten(1, (groups, key)),
+            k.unflatten(1, (groups, key)),
+            v.unflatten(1, (heads, value)),
+            gates[:, :heads],
+            gates[:, heads : 2 * heads],
+            draw(heads, dtype=torch.float32),
+            draw(heads, dtype=torch.float32),
+            draw(NUM_UNITS, 3 * heads, key, value, dtype=torch.float32)[:, heads : 2 * heads],
+        )
+
+    def inputs(self) -> tuple[Tensor, ...]:
+        return (
+            self.q, self.k, self.v, self.decay, self.beta, self.a_log, self.dt_bias,
+        )  # fmt: skip
+
+
+@dataclass
+class ScanCase:
+    """Inputs of Mamba-2's `scan`."""
+
+    x: Tensor
+    dt: Tensor
+    a_log: Tensor
+    dt_bias: Tensor
+    b: Tensor
+    c: Tensor
+    d: Tensor
+    state: Tensor
+
+    @classmethod
+    def draw(
+        cls, num_tokens: int, draw: Drawn, *, groups: int = 2, each: int = 3, dim: int = 16,
+        state: int = 32,
+    ) -> ScanCase:  # fmt: skip
+        heads = groups * each
+        sizes = [heads * dim, groups * state, groups * state]
+        x, b, c = draw(num_tokens, sum(sizes)).split(sizes, dim=1)
+        return cls(
+            x.unflatten(1, (heads, dim)),
+            draw(num_tokens, heads + 3)[:, :heads],
+            draw(heads, dtype=torch.float32),
+            draw(heads, dtype=torch.float32),
+            b.unflatten(1, (groups, state)),
+            c.unflatten(1, (groups, state)) * state**-0.5,
+            draw(heads, dtype=torch.float32),
+            draw(NUM_UNITS, 2 * heads, dim, state, dtype=torch.float32)[:, :heads],
+        )
+
+    def inputs(self) -> tuple[Tensor, ...]:
+        return self.x, self.dt, self.a_log, self.dt_bias, self.b, self.c, self.d

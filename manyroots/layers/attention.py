@@ -8,13 +8,14 @@ sequence fills in the same step.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from manyroots.distributed.shard import Shard
 from manyroots.kernels.choice import Kernels
-from manyroots.kernels.norm.undivided import UndividedNorm
+from manyroots.kernels.norm.undivided import UndividedNorm, whole_rows
 from manyroots.kernels.rope_write.inputs import QkNorm
 from manyroots.layers.linear import Linear
 from manyroots.layers.norm import RMSNorm
@@ -44,7 +45,8 @@ class Attention:
         """`spec` is the rank's own; `family`: which of the step's page tables is its."""
         self._spec, self._family, self._kernels, self._shard = spec, family, kernels, shard
         heads, kv_heads, dim = spec.num_heads, spec.memory.kv_heads, spec.memory.head_dim
-        parts = {"q_proj": heads * dim, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim}
+        queries = (2 if spec.has_gate else 1) * heads * dim
+        parts = {"q_proj": queries, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim}
         self.qkv = Linear(
             hidden_size, parts, bias=spec.qkv_bias, side=Side.OUTPUT,
             shard=shard, dtype=dtype, device=device, kernels=kernels,
@@ -72,7 +74,12 @@ class Attention:
         return self.qkv
 
     def __call__(self, x: Tensor | UndividedNorm, layer_kv: Tensor, step: Step) -> Product:
+        if self._spec.in_factor != 1.0:
+            x = whole_rows(x) * self._spec.in_factor
         qkv = self.qkv(x, step)
+        gates: Tensor | None = None
+        if self._spec.has_gate:
+            qkv, gates = self._without_gates(qkv, layer_kv.dtype)
         attending = step.kv[self._family]
         q = self._kernels.rope_write.rope_write(
             qkv.sums, step.ropes[self._spec.rope], self._qk_norm, layer_kv, attending.places,
@@ -81,7 +88,17 @@ class Attention:
         attended = self._kernels.attention.attend(
             q, layer_kv, attending, self._spec.scale, self._sinks
         )
-        return self.o(attended.flatten(1), step)
+        if gates is not None:
+            attended = self._kernels.gated_norm.sigmoid_gated(attended, gates)
+        given = self.o(attended.flatten(1), step)
+        return replace(given, factor=self._spec.out_factor)
+
+    def _without_gates(self, qkv: Product, dtype: torch.dtype) -> tuple[Product, Tensor]:
+        """Queries, keys and values alone, and gates [num_tokens, heads, head_dim]."""
+        heads, dim = self._spec.num_heads, self._spec.memory.head_dim
+        by_head = qkv.finished(self._kernels).to(dtype).unflatten(1, (-1, dim))
+        both, rest = by_head[:, : 2 * heads], by_head[:, 2 * heads :]
+        return Product(torch.cat((both[:, 0::2], rest), dim=1).flatten(1)), both[:, 1::2]
 
     def weights(self, name: str) -> Fills:
         yield from self.qkv.weights(name)

@@ -31,13 +31,14 @@ class Embedding:
         hidden_size: int,
         *,
         scale: float,
+        rounds_scale: bool,
         dtype: torch.dtype,
         device: torch.device,
         kernels: Kernels,
     ) -> None:
         self.weight = torch.empty(vocab_size, hidden_size, dtype=dtype, device=device)
-        # Rounded as the checkpoint's own code rounds it.
-        self._scale = torch.tensor(scale, dtype=dtype).item()
+        # Rounded where the checkpoint's own code rounds it.
+        self._scale = torch.tensor(scale, dtype=dtype).item() if rounds_scale else scale
         self._kernels = kernels
         self.site = LoraSite(
             TargetKind.EMBEDDING, vocab_size, {"": hidden_size}, factor=self._scale
@@ -75,12 +76,15 @@ class LmHead:
         hidden_size: int,
         *,
         tied_to: Embedding | None,
+        factor: float,
         shard: Shard,
         dtype: torch.dtype,
         device: torch.device,
         kernels: Kernels,
     ) -> None:
+        """`factor`: what logits are multiplied with."""
         rows = shard.part(vocab_size)
+        self._factor = factor
         self._vocab_size, self._shard, self._kernels = vocab_size, shard, kernels
         self._is_tied = tied_to is not None
         self.product = Linear(
@@ -96,6 +100,8 @@ class LmHead:
         rows, not of all tokens of the step."""
         product = self.product(hidden, Step(ropes=(), kv=(), states=(), lora=rows))
         own = product.finished(self._kernels).to(hidden.dtype)
+        if self._factor != 1.0:
+            own = own * self._factor
         return self._shard.join(own, self._vocab_size)
 
     def weights(self, name: str) -> Fills:

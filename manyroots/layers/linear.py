@@ -8,7 +8,7 @@ names. Knows nothing of what the weights mean.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import accumulate
 
@@ -38,15 +38,15 @@ class Linear:
         *,
         bias: bool,
         side: Side | None,
-        pieces: Sequence[OutputPiece] = (),
+        pieces: Mapping[str, tuple[OutputPiece, ...]] | None = None,
         shard: Shard,
         dtype: torch.dtype,
         device: torch.device,
         kernels: Kernels,
     ) -> None:
         """`parts`: this rank's width of each projection, by name; "" where there is one. `side`:
-        which side of them ranks divide. `pieces`: what the one projection's output consists of,
-        where ranks divide that piece by piece."""
+        which side of them ranks divide. `pieces`: what a projection's output consists of, by its
+        name, where ranks divide that piece by piece."""
         out_features = sum(parts.values())
         self.weight = Weight(in_features, out_features, dtype=dtype, device=device)
         self.bias = torch.empty(out_features, dtype=dtype, device=device) if bias else None
@@ -58,7 +58,7 @@ class Linear:
             name: slice(end - size, end)
             for (name, size), end in zip(parts.items(), ends, strict=True)
         }
-        self._side, self._shard, self._pieces = side, shard, tuple(pieces)
+        self._side, self._shard, self._pieces = side, shard, dict(pieces or {})
         self._kernels = kernels
 
     def __call__(self, x: Tensor | UndividedNorm, step: Step) -> Product:
@@ -86,17 +86,15 @@ class Linear:
         for part, rows in self._rows.items():
             own = f"{name}.{part}" if part else name
             fill = self.weight.fill(rows, self._side, self._shard)
-            yield f"{own}.weight", replace(fill, pieces=self._pieces)
+            pieces = self._pieces.get(part, ())
+            yield f"{own}.weight", replace(fill, pieces=pieces)
             if self.bias is None:
                 continue
             if self._side is Side.INPUT:
                 yield f"{own}.bias", Fill(self.bias[rows], shard=self._shard, is_first_only=True)
             else:
                 cut = 0 if self._side is Side.OUTPUT else None
-                yield (
-                    f"{own}.bias",
-                    Fill(self.bias[rows], cut, self._shard, pieces=self._pieces),
-                )
+                yield f"{own}.bias", Fill(self.bias[rows], cut, self._shard, pieces=pieces)
 
     def lora_parts(self, name: str) -> Iterator[tuple[str, SitePart]]:
         """What adapters may change of it."""

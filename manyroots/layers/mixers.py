@@ -16,10 +16,12 @@ from manyroots.distributed.shard import Shard
 from manyroots.kernels.choice import Kernels
 from manyroots.kernels.norm.undivided import UndividedNorm
 from manyroots.layers.attention import Attention
+from manyroots.layers.delta_net import GatedDeltaNet
 from manyroots.layers.linear import Linear
+from manyroots.layers.mamba import Mamba2
 from manyroots.layers.product import Product
 from manyroots.layers.short_conv import ShortConv
-from manyroots.layers.spec import AttentionSpec, MixerSpec, ShortConvSpec
+from manyroots.layers.spec import AttentionSpec, DeltaSpec, MambaSpec, MixerSpec, ShortConvSpec
 from manyroots.layers.step import Step
 from manyroots.layers.weights.fill import Fills
 from manyroots.store.adapter_sites import SitePart
@@ -43,6 +45,8 @@ class Mixer(Protocol):
 _CLASSES: dict[type[MixerSpec], Any] = {
     AttentionSpec: Attention,
     ShortConvSpec: ShortConv,
+    DeltaSpec: GatedDeltaNet,
+    MambaSpec: Mamba2,
 }
 
 

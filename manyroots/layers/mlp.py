@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from manyroots.layers.product import Product
 from manyroots.layers.spec import DenseSpec
 from manyroots.layers.step import Step
 from manyroots.layers.weights.fill import Fills, Side
+from manyroots.lora.targets import OutputPiece
 from manyroots.store.adapter_sites import SitePart
 
 
@@ -32,11 +34,13 @@ class GatedMLP:
         kernels: Kernels,
     ) -> None:
         """`spec` is the rank's own."""
-        self._activation, self._kernels = spec.activation, kernels
+        self._spec, self._kernels = spec, kernels
         inner = spec.intermediate_size
         gate, up, self._down = spec.parts
+        parts = {gate: 2 * inner} if spec.is_fused else {gate: inner, up: inner}
+        pieces = {gate: (OutputPiece(inner),) * 2} if spec.is_fused else None
         self.gate_up = Linear(
-            hidden_size, {gate: inner, up: inner}, bias=spec.bias, side=Side.OUTPUT,
+            hidden_size, parts, bias=spec.bias, side=Side.OUTPUT, pieces=pieces,
             shard=shard, dtype=dtype, device=device, kernels=kernels,
         )  # fmt: skip
         self.down = Linear(
@@ -51,10 +55,15 @@ class GatedMLP:
 
     def __call__(self, x: Tensor | UndividedNorm, step: Step) -> Product:
         both = self.gate_up(x, step)
+        if (
+            self._spec.is_fused
+        ):  # adapters, too, have both in one, which the activation can't expand
+            both = Product(both.finished(self._kernels))
         hidden = self._kernels.activation.gated(
-            both.sums, self._activation, self.down.weight.data, both.lora
-        )
-        return self.down(hidden, step)
+            both.sums, self._spec.activation, self.down.weight.data, both.lora,
+            self._spec.gate_factor,
+        )  # fmt: skip
+        return replace(self.down(hidden, step), factor=self._spec.down_factor)
 
     def weights(self, name: str) -> Fills:
         """Where a checkpoint's tensors for the block `name` go."""

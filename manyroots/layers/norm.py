@@ -50,6 +50,7 @@ class RMSNorm:
         if (
             product.lora is not None
             and product.post is None
+            and product.factor == 1.0
             and reader is not None
             and reader.takes_undivided(residual.shape[0])
             and residual.dtype != torch.float16  # rows not divided yet might be out of its range
@@ -64,8 +65,9 @@ class RMSNorm:
         """The same for readers of any kind."""
         product = product.for_many(self._kernels)
         normed: Tensor = self._kernels.norm.add_rms_norm(
-            residual, product.sums, self.weight, self.eps, product.lora, product.post
-        )
+            residual, product.sums, self.weight, self.eps, product.lora, product.post,
+            product.factor,
+        )  # fmt: skip
         return normed
 
     def weights(self, name: str) -> Fills:

@@ -32,6 +32,8 @@ class Product:
     """What adapters add, not yet expanded."""
     post: Tensor | None = None
     """The weight of a norm that is applied before it is added to anything."""
+    factor: float = 1.0
+    """What it is multiplied with before it is added to anything."""
 
     def finished(self, kernels: Kernels) -> Tensor:
         """Partial sums added up and adapters expanded, [num_tokens, n]; not yet normalised."""
@@ -62,4 +64,10 @@ def sum_of(products: Sequence[Product], kernels: Kernels) -> Product:
     """Of what several mixers give of one input."""
     if len(products) == 1:
         return products[0]
-    return Product(torch.stack([product.finished(kernels) for product in products]).sum(0))
+    total = None
+    for product in products:
+        whole = product.finished(kernels)
+        scaled = whole if product.factor == 1.0 else whole * product.factor
+        total = scaled if total is None else total + scaled
+    assert total is not None
+    return Product(total)

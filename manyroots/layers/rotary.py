@@ -43,21 +43,31 @@ def rope_frequencies(
     head_dim: int,
     factors: Sequence[float] | None = None,
     layer_type: str | None = None,
+    *,
+    is_partial: bool = False,
 ) -> RopeSpec:
     """Read `config.rope_parameters`, or its part for the layers of one type; `factors` (a GGUF's
-    own) divide the frequencies."""
+    own) divide the frequencies. `is_partial`: whether the architecture may turn a part of each head
+    alone."""
     parameters = config.rope_parameters
     if layer_type is not None:
         parameters = parameters[layer_type]
     kind = parameters.get("rope_type", "default")
     check_rope_type(kind)
-    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
+    turned = parameters.get("partial_rotary_factor", 1.0)
+    if turned != 1.0 and not is_partial:
         raise ModelError(
-            f"the model rotates only a part ({parameters['partial_rotary_factor']}) of each head; "
-            "this version serves models that rotate whole heads."
+            f"the model rotates only a part ({turned}) of each head, which models of its "
+            "architecture don't. Check its config.json."
         )
     if kind == "default":
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim
+        dim = int(head_dim * turned)
+        if dim % 2:
+            raise ModelError(
+                f"the model rotates {turned} of heads of {head_dim} dimensions, that is {dim}; "
+                "they are turned in pairs, so it must be an even number. Check its config.json."
+            )
+        exponents = torch.arange(0, dim, 2, dtype=torch.float) / dim
         frequencies, scaling = 1.0 / (parameters["rope_theta"] ** exponents), 1.0
     else:
         try:

@@ -46,7 +46,7 @@ class ShortConv:
         channels = spec.channels
         self.in_proj = Linear(
             hidden_size, {"": 3 * channels}, bias=spec.bias, side=Side.OUTPUT,
-            pieces=(OutputPiece(channels),) * 3,
+            pieces={"": (OutputPiece(channels),) * 3},
             shard=shard, dtype=dtype, device=device, kernels=kernels,
         )  # fmt: skip
         self.out_proj = Linear(

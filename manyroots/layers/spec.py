@@ -10,6 +10,7 @@ folder of the checkpoint they lie (`name`).
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -80,6 +81,12 @@ class AttentionSpec:
     """Whether queries and keys are normalised, head by head, before they are turned."""
     has_sinks: bool = False
     """Whether each head has a score that takes weight and gives nothing."""
+    has_gate: bool = False
+    """Whether what each head gives is multiplied with the sigmoid of a gate, which the product of
+    the queries has behind each head's query."""
+    in_factor: float = 1.0
+    out_factor: float = 1.0
+    """What its input, and what it gives, is multiplied with."""
     name: str = "self_attn"
     o_name: str = "o_proj"
     """What the checkpoint calls the product behind attention."""
@@ -96,8 +103,9 @@ class AttentionSpec:
     def num_weights(self, hidden_size: int) -> int:
         dim = self.memory.head_dim
         q, kv = self.num_heads * dim, self.memory.kv_heads * dim
-        weights = (q + 2 * kv) * hidden_size + q * hidden_size
-        biases = (q + 2 * kv) * self.qkv_bias + hidden_size * self.o_bias
+        rows = (1 + self.has_gate) * q + 2 * kv
+        weights = rows * hidden_size + q * hidden_size
+        biases = rows * self.qkv_bias + hidden_size * self.o_bias
         return weights + biases + 2 * dim * self.qk_norm + self.num_heads * self.has_sinks
 
 
@@ -124,7 +132,127 @@ class ShortConvSpec:
         return weights + self.bias * (4 * self.channels + hidden_size)
 
 
-MixerSpec = AttentionSpec | ShortConvSpec
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaSpec:
+    """A layer that mixes tokens by the gated delta rule, behind a short convolution."""
+
+    key_heads: int
+    num_heads: int
+    """Of values; a multiple of the key heads."""
+    key_dim: int
+    value_dim: int
+    width: int
+    """Tokens that the convolution sees, the newest included."""
+    is_fused: bool
+    """Whether the checkpoint has its input's projections as two, head by head (Qwen3-Next), or as
+    four (Qwen3.5)."""
+    name: str = "linear_attn"
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.num_heads * self.value_dim
+
+    @property
+    def memory(self) -> StateMemory:
+        matrix = (self.num_heads, self.key_dim, self.value_dim)
+        return StateMemory(
+            (
+                StatePart("conv", (self.channels, self.width - 1), None),
+                StatePart("matrix", matrix, "float32"),
+            )
+        )
+
+    def cut(self, divide: Divide) -> DeltaSpec:
+        key_heads = divide("number of key heads", self.key_heads)
+        return replace(
+            self, key_heads=key_heads, num_heads=self.num_heads // self.key_heads * key_heads
+        )
+
+    def num_weights(self, hidden_size: int) -> int:
+        value = self.num_heads * self.value_dim
+        projections = (self.channels + value + 2 * self.num_heads + value) * hidden_size
+        return projections + self.channels * self.width + 2 * self.num_heads + self.value_dim
+
+
+class GatedNormKind(enum.Enum):
+    """What stands between Mamba's scan and its last product."""
+
+    GATE_ONLY = "gate_only"
+    GATE_FIRST = "gate_first"
+    """A norm of what the gate leaves."""
+    NORM_FIRST = "norm_first"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MambaSpec:
+    """A layer that mixes tokens by the scan of Mamba-2, behind a short convolution."""
+
+    num_heads: int
+    head_dim: int
+    groups: int
+    """Of heads that share what they write to and read from a state."""
+    state_dim: int
+    width: int
+    """Tokens that the convolution sees, the newest included."""
+    conv_bias: bool
+    in_bias: bool
+    out_bias: bool
+    norm: GatedNormKind
+    norm_groups: int = 1
+    """How many norms there are, side by side."""
+    in_factor: float = 1.0
+    out_factor: float = 1.0
+    """What its input, and what it gives, is multiplied with."""
+    part_factors: tuple[float, ...] = (1.0,) * 5
+    """What the parts of the first product are: gate, values, what is written, read, and steps."""
+    shares_group: bool = False
+    """Whether all ranks have the one group there is."""
+    spans_ranks: bool = False
+    """Whether the one norm there is goes over all ranks' channels."""
+    name: str = "mamba"
+
+    @property
+    def inner(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: values, what is written and what is read."""
+        return self.inner + 2 * self.groups * self.state_dim
+
+    @property
+    def memory(self) -> StateMemory:
+        matrix = (self.num_heads, self.head_dim, self.state_dim)
+        return StateMemory(
+            (
+                StatePart("conv", (self.channels, self.width - 1), None),
+                StatePart("matrix", matrix, "float32"),
+            )
+        )
+
+    def cut(self, divide: Divide) -> MambaSpec:
+        is_one, has_norm = self.groups == 1, self.norm is not GatedNormKind.GATE_ONLY
+        spans = self.norm_groups == 1 and has_norm
+        norms = divide("number of norms", self.norm_groups) if has_norm and not spans else 1
+        return replace(
+            self,
+            num_heads=divide("number of Mamba heads", self.num_heads),
+            groups=1 if is_one else divide("number of Mamba groups", self.groups),
+            norm_groups=norms,
+            shares_group=is_one,
+            spans_ranks=spans,
+        )
+
+    def num_weights(self, hidden_size: int) -> int:
+        rows = self.inner + self.channels + self.num_heads
+        weights = (rows + self.inner) * hidden_size + self.channels * self.width
+        biases = rows * self.in_bias + hidden_size * self.out_bias + self.channels * self.conv_bias
+        norm = 0 if self.norm is GatedNormKind.GATE_ONLY else self.inner
+        return weights + biases + norm + 3 * self.num_heads
+
+
+MixerSpec = AttentionSpec | ShortConvSpec | DeltaSpec | MambaSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +265,11 @@ class DenseSpec:
     name: str = "mlp"
     parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     """What the checkpoint calls it and its products."""
+    is_fused: bool = False
+    """Whether the checkpoint has gate and up as one product, which the first of `parts` names."""
+    gate_factor: float = 1.0
+    down_factor: float = 1.0
+    """What its gate, and what it gives, is multiplied with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,14 +293,39 @@ class ExpertsSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SharedSpec:
+    """Experts, and a dense block beside them that every token goes through."""
+
+    experts: ExpertsSpec
+    shared: DenseSpec
+    gate: str | None
+    """What the checkpoint calls the product whose sigmoid multiplies what the shared block gives,
+    from the layer on; None: there is none."""
+    name: str = ""
+    """Experts and shared block have their names from the layer on."""
+
+
+BlockSpec = DenseSpec | ExpertsSpec | SharedSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
     """One layer: its mixers, then its feed-forward block, each added onto the residual stream."""
 
     mixers: tuple[MixerSpec, ...]
     """Side by side on one input, where there are several; what they give is added up."""
-    feed_forward: DenseSpec | ExpertsSpec
+    feed_forward: BlockSpec
     has_post_norms: bool = False
     """Whether what either gives is normalised before it is added."""
+    factor: float = 1.0
+    """What both are multiplied with before they are added."""
+
+    @property
+    def experts(self) -> ExpertsSpec | None:
+        """Those of its feed-forward block, if it has any."""
+        block = self.feed_forward
+        block = block.experts if isinstance(block, SharedSpec) else block
+        return block if isinstance(block, ExpertsSpec) else None
 
     @property
     def attention(self) -> AttentionSpec | None:

@@ -30,7 +30,8 @@ from manyroots.layers.mlp import GatedMLP
 from manyroots.layers.moe import SparseMLP
 from manyroots.layers.norm import RMSNorm
 from manyroots.layers.product import Product, sum_of
-from manyroots.layers.spec import DenseSpec, LayerSpec
+from manyroots.layers.shared_moe import SharedExpertMLP
+from manyroots.layers.spec import BlockSpec, DenseSpec, ExpertsSpec, LayerSpec, SharedSpec
 from manyroots.layers.step import Step
 from manyroots.layers.weights.fill import Fill, Fills
 from manyroots.lora.targets import Target
@@ -39,6 +40,12 @@ from manyroots.models.spec import ModelSpec
 from manyroots.store.adapter_pool import AdapterPool
 from manyroots.store.adapter_sites import SitePart
 from manyroots.store.arena import PageArena, StateArena
+
+_BLOCKS: dict[type[BlockSpec], Any] = {
+    DenseSpec: GatedMLP,
+    ExpertsSpec: SparseMLP,
+    SharedSpec: SharedExpertMLP,
+}
 
 
 class DecoderLayer:
@@ -75,15 +82,9 @@ class DecoderLayer:
             for mixer, family in zip(spec.mixers, families, strict=True)
         ]  # fmt: skip
         block = spec.feed_forward
-        self.feed_forward: GatedMLP | SparseMLP
-        if isinstance(block, DenseSpec):
-            self.feed_forward = GatedMLP(
-                hidden, block, shard=shard, dtype=dtype, device=device, kernels=kernels
-            )
-        else:
-            self.feed_forward = SparseMLP(
-                hidden, block, shard=shard, dtype=dtype, device=device, kernels=kernels
-            )
+        self.feed_forward: GatedMLP | SparseMLP | SharedExpertMLP = _BLOCKS[type(block)](
+            hidden, block, shard=shard, dtype=dtype, device=device, kernels=kernels
+        )
 
     @property
     def reader(self) -> Linear | None:
@@ -103,11 +104,11 @@ class DecoderLayer:
         return self._whole(self.feed_forward(x, step), 1)
 
     def _whole(self, product: Product, which: int) -> Product:
-        """The sum over ranks, and with the norm that it is still to have."""
+        """The sum over ranks, and with the norm and the factor that it is still to have."""
         product = product.over_ranks(self._shard, self._kernels, self._dtype)
-        if self._post_norms is None:
-            return product
-        return Product(product.sums, product.lora, self._post_norms[which].weight)
+        factor = product.factor * self.spec.factor
+        post = None if self._post_norms is None else self._post_norms[which].weight
+        return Product(product.sums, product.lora, post, factor)
 
     def weights(self, name: str) -> Fills:
         yield from self.input_norm.weights(f"{name}.input_layernorm")
@@ -120,12 +121,16 @@ class DecoderLayer:
             yield from after_mixer.weights(f"{name}.post_attention_layernorm")
             yield from self.mlp_norm.weights(f"{name}.pre_feedforward_layernorm")
             yield from after_block.weights(f"{name}.post_feedforward_layernorm")
-        yield from self.feed_forward.weights(f"{name}.{self.spec.feed_forward.name}")
+        yield from self.feed_forward.weights(self._block_name(name))
 
     def lora_parts(self, name: str) -> Iterator[tuple[str, SitePart]]:
         for mixer, spec in zip(self.mixers, self.spec.mixers, strict=True):
             yield from mixer.lora_parts(f"{name}.{spec.name}")
-        yield from self.feed_forward.lora_parts(f"{name}.{self.spec.feed_forward.name}")
+        yield from self.feed_forward.lora_parts(self._block_name(name))
+
+    def _block_name(self, name: str) -> str:
+        block = self.spec.feed_forward.name
+        return f"{name}.{block}" if block else name
 
     def products(self) -> Iterator[Linear]:
         for mixer in self.mixers:
@@ -157,7 +162,7 @@ class Decoder:
         hidden = spec.hidden_size
         self.embedding = Embedding(
             spec.vocab_size, hidden, scale=spec.embedding_scale,
-            dtype=dtype, device=device, kernels=kernels,
+            rounds_scale=spec.rounds_embedding_scale, dtype=dtype, device=device, kernels=kernels,
         )  # fmt: skip
         self.layers = [
             DecoderLayer(
@@ -172,7 +177,7 @@ class Decoder:
         )  # fmt: skip
         self.head = LmHead(
             spec.vocab_size, hidden, tied_to=self.embedding if spec.tie_word_embeddings else None,
-            shard=shard, dtype=dtype, device=device, kernels=kernels,
+            factor=spec.logits_factor, shard=shard, dtype=dtype, device=device, kernels=kernels,
         )  # fmt: skip
         self.ropes: tuple[RopeTable, ...] = ()
         """Of every position, by kind; see `attach`."""
@@ -216,6 +221,8 @@ class Decoder:
             linear.pooled = pool.sites.get(linear.site)
         for layer in self.layers:
             block = layer.feed_forward
+            if isinstance(block, SharedExpertMLP):
+                block = block.sparse
             if isinstance(block, SparseMLP):
                 sites = pool.expert_sites
                 gate_up = sites.get(block.experts.gate_up_site)

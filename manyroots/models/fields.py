@@ -55,6 +55,13 @@ def _is_token(value: Any) -> bool:
     return type(value) is int and value >= 0
 
 
+def _numbers(count: int) -> Field:
+    return (
+        f"a list of {count} numbers, or null",
+        lambda value: value is None or (_list_of(_finite)(value) and len(value) == count),
+    )
+
+
 _FLAG: Field = ("true or false", lambda value: type(value) is bool)
 _NAME: Field = ("a name", lambda value: isinstance(value, str))
 TOKENS: Field = (
@@ -115,6 +122,44 @@ FIELDS: dict[str, Field] = {
         lambda value: value is None or _list_of(lambda one: type(one) is int)(value),
     ),
     "eos_token_id": TOKENS,
+    "linear_conv_kernel_dim": _whole(2, 64),
+    "linear_key_head_dim": _whole(1, MAX_SIDE),
+    "linear_value_head_dim": _whole(1, MAX_SIDE),
+    "linear_num_key_heads": _whole(1, MAX_SIDE),
+    "linear_num_value_heads": _whole(1, MAX_SIDE),
+    "shared_expert_intermediate_size": _whole(1, MAX_SIDE),
+    "shared_intermediate_size": _whole(1, MAX_SIDE),
+    "mamba_n_heads": _whole(1, MAX_SIDE),
+    "mamba_d_head": (
+        f"a whole number between 1 and {MAX_SIDE}, or 'auto'",
+        lambda value: value == "auto" or (type(value) is int and 1 <= value <= MAX_SIDE),
+    ),
+    "mamba_n_groups": _whole(1, MAX_SIDE),
+    "mamba_d_state": _whole(1, MAX_SIDE),
+    "mamba_d_conv": _whole(2, 64),
+    "mamba_d_ssm": _whole(1, MAX_SIDE, or_none=True),
+    "mamba_expand": _POSITIVE,
+    "mamba_conv_bias": _FLAG,
+    "mamba_proj_bias": _FLAG,
+    "mamba_rms_norm": _FLAG,
+    "mamba_norm_before_gate": _FLAG,
+    "projectors_bias": _FLAG,
+    "position_embedding_type": (
+        "'rope', 'nope' or null",
+        lambda value: value in ("rope", "nope", None),
+    ),
+    "embedding_multiplier": _POSITIVE,
+    "attention_multiplier": _POSITIVE,
+    "residual_multiplier": _POSITIVE,
+    "logits_scaling": _POSITIVE,
+    "lm_head_multiplier": _POSITIVE,
+    "key_multiplier": _POSITIVE,
+    "attention_in_multiplier": _POSITIVE,
+    "attention_out_multiplier": _POSITIVE,
+    "ssm_in_multiplier": _POSITIVE,
+    "ssm_out_multiplier": _POSITIVE,
+    "mlp_multipliers": _numbers(2),
+    "ssm_multipliers": _numbers(5),
     "norm_eps": _number("a number between 0 and 1", lambda value: 0 <= value <= 1),
     "conv_L_cache": _whole(2, 64),
     "conv_bias": _FLAG,
@@ -140,6 +185,7 @@ ROPE_FIELDS: dict[str, Field] = {
     "mscale": _number("a number, or null", lambda value: True, or_none=True),
     "mscale_all_dim": _number("a number, or null", lambda value: True, or_none=True),
     "truncate": _FLAG,
+    "partial_rotary_factor": _number("a number between 0 and 1", lambda value: 0 < value <= 1),
 }
 
 

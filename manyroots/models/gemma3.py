@@ -50,6 +50,7 @@ def describe(reader: ConfigReader) -> ModelSpec:
         ropes=[reader.rope(kind) for kind in _KINDS],
         norm_offset=1.0,
         embedding_scale=text.hidden_size**0.5,
+        rounds_embedding_scale=True,
     )
 
 

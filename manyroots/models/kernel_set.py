@@ -13,10 +13,11 @@ import torch
 from manyroots.errors import ConfigError
 from manyroots.kernels.choice import Kernels, kernels_for, reference_kernels
 from manyroots.kernels.limits import MAX_GRID_SIDE, NUM_COUNTERS
-from manyroots.layers.spec import ExpertsSpec
+from manyroots.layers.spec import DeltaSpec, MambaSpec, MixerSpec
 from manyroots.models.spec import ModelSpec
 
 LEAST_HEAD_DIM, MOST_HEAD_DIM = 32, 256
+LEAST_STATE_SIDE, MOST_STATE_SIDE = 16, 256
 EXPERT_SIDE = 8
 """Experts' sides are multiples of it, so that rows are whole 16-byte loads."""
 
@@ -39,10 +40,28 @@ def why_not_triton(spec: ModelSpec) -> str | None:
             dim = layer.attention.memory.head_dim
             if dim & (dim - 1) or not LEAST_HEAD_DIM <= dim <= MOST_HEAD_DIM:
                 return f"its heads have {dim} dimensions"
-        if isinstance(layer.feed_forward, ExpertsSpec):
-            for size in (spec.hidden_size, layer.feed_forward.intermediate_size):
+        for mixer in layer.mixers:
+            reason = _why_not_recurrent(mixer)
+            if reason is not None:
+                return reason
+        if layer.experts is not None:
+            for size in (spec.hidden_size, layer.experts.intermediate_size):
                 if size % EXPERT_SIDE:
                     return f"its experts have a side of {size}, no multiple of {EXPERT_SIDE}"
+    return None
+
+
+def _why_not_recurrent(mixer: MixerSpec) -> str | None:
+    """Of a mixer with a state: its sides are those of products in registers."""
+    if isinstance(mixer, DeltaSpec):
+        sides = {"key": mixer.key_dim, "value": mixer.value_dim}
+    elif isinstance(mixer, MambaSpec):
+        sides = {"head": mixer.head_dim, "state": mixer.state_dim}
+    else:
+        return None
+    for what, size in sides.items():
+        if size & (size - 1) or not LEAST_STATE_SIDE <= size <= MOST_STATE_SIDE:
+            return f"its {what} dimension in {mixer.name} is {size}"
     return None
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 
-from manyroots.errors import ModelError
 from manyroots.kernels.activation.kinds import Activation
 from manyroots.layers.spec import DenseSpec, LayerSpec, MixerSpec, ShortConvSpec
 from manyroots.models.spec import ConfigReader, ModelSpec
@@ -31,14 +30,7 @@ def describe(reader: ConfigReader) -> ModelSpec:
         qkv_bias=False, o_bias=False, qk_norm=True, window=None, o_name="out_proj"
     )
     mixers: dict[str, MixerSpec] = {"conv": convolution, "full_attention": attention}
-    kinds = text.layer_types
-    unknown = sorted(set(kinds) - set(mixers))
-    if unknown or len(kinds) != text.num_hidden_layers:
-        raise ModelError(
-            f"the model has {text.num_hidden_layers} layers, and layer_types {len(kinds)} entries"
-            + (f" with {', '.join(unknown)}" if unknown else "")
-            + f"; there must be one of {', '.join(mixers)} for each. Check its config.json."
-        )
+    kinds = reader.layer_types(mixers)
     return reader.model(
         [LayerSpec(mixers=(mixers[kind],), feed_forward=block) for kind in kinds],
         eps=text.norm_eps,

@@ -9,7 +9,20 @@ from typing import Any
 from torch import Tensor
 
 from manyroots.errors import ModelError
-from manyroots.models import gemma3, gpt_oss, lfm2, llama, mistral, qwen2, qwen3, qwen3_moe
+from manyroots.models import (
+    falcon_h1,
+    gemma3,
+    gpt_oss,
+    granite_hybrid,
+    lfm2,
+    llama,
+    mistral,
+    qwen2,
+    qwen3,
+    qwen3_5,
+    qwen3_moe,
+    qwen3_next,
+)
 from manyroots.models.spec import ConfigReader, ModelSpec
 from manyroots.models.weights.experts import per_expert
 
@@ -39,6 +52,23 @@ ARCHITECTURES = {
     "Gemma3ForConditionalGeneration": Architecture(("gemma3",), gemma3.describe, gemma3.translate),
     "GptOssForCausalLM": Architecture(("gpt_oss",), gpt_oss.describe, gpt_oss.translate),
     "Lfm2ForCausalLM": Architecture(("lfm2",), lfm2.describe, lfm2.translate),
+    "FalconH1ForCausalLM": Architecture(("falcon_h1",), falcon_h1.describe, falcon_h1.translate),
+    "GraniteMoeHybridForCausalLM": Architecture(
+        ("granitemoehybrid",), granite_hybrid.describe, granite_hybrid.translate
+    ),
+    "Qwen3NextForCausalLM": Architecture(
+        ("qwen3_next",), qwen3_next.describe, qwen3_next.translate
+    ),
+    "Qwen3_5ForCausalLM": Architecture(("qwen3_5_text",), qwen3_5.describe, qwen3_5.translate),
+    "Qwen3_5ForConditionalGeneration": Architecture(
+        ("qwen3_5",), qwen3_5.describe, qwen3_5.translate
+    ),
+    "Qwen3_5MoeForCausalLM": Architecture(
+        ("qwen3_5_moe_text",), qwen3_5.describe_moe, qwen3_5.translate
+    ),
+    "Qwen3_5MoeForConditionalGeneration": Architecture(
+        ("qwen3_5_moe",), qwen3_5.describe_moe, qwen3_5.translate
+    ),
 }
 _BY_MODEL_TYPE = {known.model_types[0]: name for name, known in ARCHITECTURES.items()}
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from manyroots.distributed.shard import Shard
 from manyroots.errors import ConfigError
-from manyroots.layers.spec import DenseSpec, LayerSpec
+from manyroots.layers.spec import BlockSpec, DenseSpec, Divide, ExpertsSpec, LayerSpec, SharedSpec
 from manyroots.layers.weights.fill import Side, piecewise, whole_size
 from manyroots.lora.targets import OutputPiece, Target, Targets
 from manyroots.models.spec import ModelSpec
@@ -35,7 +35,15 @@ SIDES = {
     "w3": Side.OUTPUT,
     "w2": Side.INPUT,
     "in_proj": Side.OUTPUT,
+    "in_proj_qkvz": Side.OUTPUT,
+    "in_proj_ba": Side.OUTPUT,
+    "in_proj_qkv": Side.OUTPUT,
+    "in_proj_z": Side.OUTPUT,
+    "in_proj_b": Side.OUTPUT,
+    "in_proj_a": Side.OUTPUT,
     "out_proj": Side.INPUT,
+    "input_linear": Side.OUTPUT,
+    "output_linear": Side.INPUT,
 }
 """By the last part of a projection's name; projections that are not here are whole everywhere."""
 
@@ -53,13 +61,32 @@ def rank_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
 
 
 def _rank_layer(layer: LayerSpec, shard: Shard) -> LayerSpec:
-    block, divide = layer.feed_forward, partial(_divide, shard)
-    what = "feed-forward width" if isinstance(block, DenseSpec) else "expert width"
+    divide = partial(_divide, shard)
     return replace(
         layer,
         mixers=tuple(mixer.cut(divide) for mixer in layer.mixers),
-        feed_forward=replace(block, intermediate_size=divide(what, block.intermediate_size)),
+        feed_forward=_rank_block(layer.feed_forward, divide),
     )
+
+
+def _rank_block(block: BlockSpec, divide: Divide) -> BlockSpec:
+    match block:
+        case SharedSpec():
+            experts = _rank_experts(block.experts, divide)
+            return replace(block, experts=experts, shared=_rank_dense(block.shared, divide))
+        case DenseSpec():
+            return _rank_dense(block, divide)
+        case ExpertsSpec():
+            return _rank_experts(block, divide)
+
+
+def _rank_dense(block: DenseSpec, divide: Divide) -> DenseSpec:
+    inner = divide("feed-forward width", block.intermediate_size)
+    return replace(block, intermediate_size=inner)
+
+
+def _rank_experts(block: ExpertsSpec, divide: Divide) -> ExpertsSpec:
+    return replace(block, intermediate_size=divide("expert width", block.intermediate_size))
 
 
 def cut_adapter(weights: AdapterWeights, shard: Shard, targets: Targets) -> AdapterWeights:

@@ -8,7 +8,7 @@ a config. Holds no tensor.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,10 @@ class ModelSpec:
     norm_offset: float = 0.0
     """What is added to the norms' weights, which a checkpoint may have less one."""
     embedding_scale: float = 1.0
+    rounds_embedding_scale: bool = False
+    """Whether that is rounded to the model's dtype before it is multiplied with."""
+    logits_factor: float = 1.0
+    """What logits are multiplied with."""
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
     tie_word_embeddings: bool
@@ -102,6 +106,7 @@ class ConfigReader:
         rope: int = 0,
         scale: float | None = None,
         has_sinks: bool = False,
+        has_gate: bool = False,
         o_name: str = "o_proj",
     ) -> AttentionSpec:
         """`scale`: where it is not that of the heads' size."""
@@ -114,8 +119,21 @@ class ConfigReader:
             o_bias=o_bias,
             qk_norm=qk_norm,
             has_sinks=has_sinks,
+            has_gate=has_gate,
             o_name=o_name,
         )
+
+    def layer_types(self, known: Collection[str]) -> list[str]:
+        """The type of each layer, one of `known`."""
+        kinds, count = list(self.text.layer_types), self.text.num_hidden_layers
+        unknown = sorted(set(kinds) - set(known))
+        if unknown or len(kinds) != count:
+            raise ModelError(
+                f"the model has {count} layers, and layer_types {len(kinds)} entries"
+                + (f" with {', '.join(unknown)[:200]}" if unknown else "")
+                + f"; there must be one of {', '.join(known)} for each. Check its config.json."
+            )
+        return kinds
 
     @property
     def activation(self) -> Activation:
@@ -132,15 +150,18 @@ class ConfigReader:
             intermediate_size=self.text.intermediate_size, activation=self.activation, bias=bias
         )
 
-    def rope(self, layer_type: str | None = None) -> RopeSpec:
-        """The rotation of all layers, or of those of one type where the config has several."""
+    def rope(self, layer_type: str | None = None, *, is_partial: bool = False) -> RopeSpec:
+        """The rotation of all layers, or of those of one type where the config has several.
+        `is_partial`: whether the architecture may turn a part of each head alone."""
         parameters = getattr(self.text, "rope_parameters", None)
         if layer_type is not None and isinstance(parameters, dict) and layer_type in parameters:
             parameters = parameters[layer_type]
         else:
             layer_type = None
         check_rope(parameters, self._architecture)
-        return rope_frequencies(self.text, self.head_dim, self._rope_factors, layer_type)
+        return rope_frequencies(
+            self.text, self.head_dim, self._rope_factors, layer_type, is_partial=is_partial
+        )
 
     def model(
         self,
@@ -149,6 +170,8 @@ class ConfigReader:
         ropes: Sequence[RopeSpec] | None = None,
         norm_offset: float = 0.0,
         embedding_scale: float = 1.0,
+        rounds_embedding_scale: bool = False,
+        logits_factor: float = 1.0,
         eps: float | None = None,
     ) -> ModelSpec:
         """The whole description; `ropes`: where the layers don't share one; `eps`: where the config
@@ -163,6 +186,8 @@ class ConfigReader:
             rms_norm_eps=text.rms_norm_eps if eps is None else eps,
             norm_offset=norm_offset,
             embedding_scale=embedding_scale,
+            rounds_embedding_scale=rounds_embedding_scale,
+            logits_factor=logits_factor,
             max_position_embeddings=text.max_position_embeddings,
             # Those beyond the vocabulary are never sampled, and no row of scores has them.
             eos_token_ids=tuple(t for t in self._eos_token_ids if t < text.vocab_size),

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from manyroots.errors import ModelError
-from manyroots.layers.spec import DenseSpec, ExpertsSpec
+from manyroots.layers.spec import BlockSpec, DenseSpec, SharedSpec
 from manyroots.models.spec import ModelSpec
 
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -28,7 +28,10 @@ def num_weights(spec: ModelSpec, num_head_rows: int) -> int:
     return spec.vocab_size * hidden + layers + hidden + head
 
 
-def _of_block(spec: DenseSpec | ExpertsSpec, hidden: int) -> int:
+def _of_block(spec: BlockSpec, hidden: int) -> int:
+    if isinstance(spec, SharedSpec):
+        gate = 0 if spec.gate is None else hidden
+        return _of_block(spec.experts, hidden) + _of_block(spec.shared, hidden) + gate
     inner = spec.intermediate_size
     one = 3 * hidden * inner + (2 * inner + hidden) * spec.bias
     if isinstance(spec, DenseSpec):

@@ -5,7 +5,7 @@ Made by layers, once; read by whoever puts weights on the device. Holds no tenso
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from manyroots.lora.targets import OutputPiece, Target, TargetKind
@@ -27,11 +27,11 @@ class LoraSite:
         num_experts: int | None = None,
         factor: float = 1.0,
         is_interleaved: bool = False,
-        pieces: Sequence[OutputPiece] = (),
+        pieces: Mapping[str, tuple[OutputPiece, ...]] | None = None,
     ) -> None:
         """`parts`: the width of each in the output, by name. `factor`: what the model multiplies
         the output with, where an adapter's is multiplied, too (a scaled embedding).
-        `is_interleaved`, and `pieces` of the one part: see `Target`."""
+        `is_interleaved`, and `pieces` by part: see `Target`."""
         self.kind = kind
         self.factor = factor
         self.in_features = in_features
@@ -39,7 +39,7 @@ class LoraSite:
         self.num_experts = num_experts
         self.is_interleaved = is_interleaved
         self._parts = dict(parts)
-        self._pieces = tuple(pieces)
+        self._pieces = dict(pieces or {})
 
     def targets(self, folder: str) -> Iterator[tuple[str, SitePart]]:
         """Its parts by their names in the checkpoint's `folder`."""
@@ -47,7 +47,7 @@ class LoraSite:
         for part, size in self._parts.items():
             target = Target(
                 self.kind, self.in_features, size, self.num_experts, self.is_interleaved,
-                self._pieces,
+                self._pieces.get(part, ()),
             )  # fmt: skip
             name = f"{folder}.{part}" if part else folder
             yield name, SitePart(self, slice(start, start + size), target)

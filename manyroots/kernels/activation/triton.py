@@ -32,8 +32,8 @@ MANY_ROWS = 64
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _gated(
-    gate_up, out, hidden, pool, table, slots, blocks, num_rows, n, in_split, in_row,
-    hidden_split, hidden_row,
+    gate_up, out, hidden, pool, table, slots, blocks, num_rows, n, gate_factor,
+    in_split, in_row, hidden_split, hidden_row,
     KIND: tl.constexpr, NUM_SPLITS: tl.constexpr, HIDDEN_SPLITS: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, RANK_BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -73,14 +73,20 @@ def _gated(
                 up, up_ranks, up_b, up_start, up_rank, inside, hidden, hidden_split, hidden_row,
                 rows, r < count, HIDDEN_SPLITS, RANK_BLOCK,
             )  # fmt: skip
-        tl.store(out + rows[:, None] * n + cols[None, :], activated(gate, up, KIND), mask=ok)
+        found = activated(gate * gate_factor, up, KIND)
+        tl.store(out + rows[:, None] * n + cols[None, :], found, mask=ok)
 
 
 def gated(
-    gate_up: Tensor, activation: Activation, like: Tensor, lora: LoraTerm | None = None
+    gate_up: Tensor,
+    activation: Activation,
+    like: Tensor,
+    lora: LoraTerm | None = None,
+    gate_factor: float = 1.0,
 ) -> Tensor:
     """activation(gate, up) of [rows, 2 n] (or partial sums [splits, rows, 2 n]), gates first, in
-    the dtype of `like`. `lora` is of a site with the parts gate and up."""
+    the dtype of `like`. `lora` is of a site with the parts gate and up. Gates are multiplied with
+    `gate_factor` before."""
     parts = as_splits(gate_up)
     num_rows, n = parts.shape[1], parts.shape[2] // 2
     out = torch.empty(num_rows, n, dtype=like.dtype, device=parts.device)
@@ -100,7 +106,7 @@ def gated(
         if num_rows > MANY_ROWS:
             block_r = 32
     _gated[(triton.cdiv(n, block_n), num_programs)](
-        parts, out, *adapters, num_rows, n, parts.stride(0), parts.stride(1), *strides,
+        parts, out, *adapters, num_rows, n, gate_factor, parts.stride(0), parts.stride(1), *strides,
         KIND=activation.value, NUM_SPLITS=parts.shape[0], HIDDEN_SPLITS=splits, BLOCK_R=block_r,
         BLOCK_N=block_n, RANK_BLOCK=RANK_BLOCK, num_warps=num_warps, num_stages=1,
         **launch_options(parts.device),

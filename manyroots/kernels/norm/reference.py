@@ -24,14 +24,15 @@ def add_rms_norm(
     eps: float,
     lora: LoraTerm | None = None,
     post: Tensor | None = None,
+    factor: float = 1.0,
 ) -> Tensor:
     """Add `delta` ([rows, n], or partial sums [splits, rows, n]) and what adapters add onto
     `residual` in place; give the sum, normalised. With `post`, what is added is itself normalised
-    and scaled by it before."""
+    and scaled by it before. What is added is multiplied with `factor`."""
     added = _whole(delta, lora)
     if post is not None:
         added = rms_norm(added, post, eps)
-    return rms_norm(_add(residual, added), weight, eps).to(residual.dtype)
+    return rms_norm(_add(residual, added * factor), weight, eps).to(residual.dtype)
 
 
 def add_norm(

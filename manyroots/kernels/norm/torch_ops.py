@@ -26,13 +26,15 @@ def add_rms_norm(
     eps: float,
     lora: LoraTerm | None = None,
     post: Tensor | None = None,
+    factor: float = 1.0,
 ) -> Tensor:
     """Add `delta` ([rows, n], or partial sums [splits, rows, n]) onto `residual` in place; give the
-    sum, normalised. `post`: the weight of a norm that `delta` has by itself before."""
+    sum, normalised. `post`: the weight of a norm that `delta` has by itself before. What is
+    added is multiplied with `factor`."""
     if lora is not None:
         raise TypeError("a CPU's products come with their adapters in them")
     total = delta if delta.dim() == 2 else delta.sum(0)
     if post is not None:
         total = rms_norm(total, post, eps)
-    residual.add_(total.to(residual.dtype))
+    residual.add_(total.to(residual.dtype), alpha=factor)
     return rms_norm(residual, weight, eps)

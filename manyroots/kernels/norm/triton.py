@@ -59,10 +59,10 @@ def _row_expand(
 
 @triton.jit
 def _add_rms_norm(
-    residual, delta, weight, post, out, slots, hidden, pool, table, n, eps, delta_split, delta_row,
-    hidden_split, hidden_row,
+    residual, delta, weight, post, out, slots, hidden, pool, table, n, eps, factor, delta_split,
+    delta_row, hidden_split, hidden_row,
     NUM_SPLITS: tl.constexpr, HIDDEN_SPLITS: tl.constexpr, RANKS: tl.constexpr,
-    HAS_POST: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    HAS_POST: tl.constexpr, HAS_FACTOR: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     let_next_begin(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
@@ -84,7 +84,7 @@ def _add_rms_norm(
         first_ranks = _ranks(b, rank, 0, cols, ok, RANKS)
     wait_for_inputs(DEPENDENT)
     before = tl.load(residual + row * n + cols, mask=ok, other=0.0).to(tl.float32)
-    total = tl.zeros((BLOCK,), tl.float32) if HAS_POST else before
+    total = tl.zeros((BLOCK,), tl.float32) if HAS_POST or HAS_FACTOR else before
     for split in tl.static_range(NUM_SPLITS):
         at = delta + split * delta_split + row * delta_row + cols
         total += tl.load(at, mask=ok, other=0.0).to(tl.float32)
@@ -100,7 +100,9 @@ def _add_rms_norm(
                     hidden_row, first, rank, HIDDEN_SPLITS, RANKS,
                 )  # fmt: skip
     if HAS_POST:
-        total = before + total * tl.rsqrt(tl.sum(total * total) / n + eps) * post_scale
+        total *= tl.rsqrt(tl.sum(total * total) / n + eps) * post_scale
+    if HAS_POST or HAS_FACTOR:
+        total = before + total * factor
     if NUM_SPLITS:
         tl.store(residual + row * n + cols, total, mask=ok)
     inverse = tl.rsqrt(tl.sum(total * total) / n + eps)
@@ -153,9 +155,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     rows, n = x.shape
     out = torch.empty_like(x)
     _add_rms_norm[(rows,)](
-        x, x, weight, weight, out, x, x, x, x, n, eps, 0, 0, 0, 0,
-        NUM_SPLITS=0, HIDDEN_SPLITS=0, RANKS=8, HAS_POST=False, BLOCK=triton.next_power_of_2(n),
-        num_warps=_warps(n), **launch_options(x.device, plainly=True),
+        x, x, weight, weight, out, x, x, x, x, n, eps, 1.0, 0, 0, 0, 0,
+        NUM_SPLITS=0, HIDDEN_SPLITS=0, RANKS=8, HAS_POST=False, HAS_FACTOR=False,
+        BLOCK=triton.next_power_of_2(n), num_warps=_warps(n),
+        **launch_options(x.device, plainly=True),
     )  # fmt: skip
     return out
 
@@ -167,10 +170,11 @@ def add_rms_norm(
     eps: float,
     lora: LoraTerm | None = None,
     post: Tensor | None = None,
+    factor: float = 1.0,
 ) -> Tensor:
     """Add `delta` ([rows, n], or partial sums [splits, rows, n]) and what adapters add onto
     `residual` in place; give the sum, normalised. With `post`, what is added is itself normalised
-    and scaled by it before."""
+    and scaled by it before. What is added is multiplied with `factor`."""
     rows, n = residual.shape
     parts = as_splits(delta)
     out = torch.empty_like(residual)
@@ -183,10 +187,10 @@ def add_rms_norm(
         strides, splits = (hidden.stride(0), hidden.stride(1)), hidden.shape[0]
     _add_rms_norm[(rows,)](
         residual, parts, weight, weight if post is None else post, out, *adapters, n, eps,
-        parts.stride(0), parts.stride(1), *strides,
+        factor, parts.stride(0), parts.stride(1), *strides,
         NUM_SPLITS=parts.shape[0], HIDDEN_SPLITS=splits, RANKS=8, HAS_POST=post is not None,
-        BLOCK=triton.next_power_of_2(n), num_stages=1, num_warps=_warps(n),
-        **launch_options(residual.device),
+        HAS_FACTOR=factor != 1.0, BLOCK=triton.next_power_of_2(n), num_stages=1,
+        num_warps=_warps(n), **launch_options(residual.device),
     )  # fmt: skip
     return out
 

@@ -22,12 +22,13 @@ class RopeTable:
     """The rotation of one step's tokens, worked out once for all layers."""
 
     cos: Tensor
-    """float32 [num_tokens, head_dim / 2]"""
+    """float32 [num_tokens, pairs]: of a head's first 2 * pairs dimensions, which are turned; all of
+    them in most models, none in some."""
     sin: Tensor
 
     @classmethod
     def at(cls, positions: Tensor, frequencies: Tensor, scaling: float = 1.0) -> RopeTable:
-        """For tokens at `positions`, with float32 `frequencies` [head_dim / 2]."""
+        """For tokens at `positions`, with float32 `frequencies` [pairs]."""
         angles = positions[:, None].float() * frequencies
         return cls(torch.cos(angles) * scaling, torch.sin(angles) * scaling)
 

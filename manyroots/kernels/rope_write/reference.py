@@ -41,9 +41,11 @@ def rope_write(
 
 
 def _rotate(x: Tensor, angles: RopeTable) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
+    pairs = angles.cos.shape[1]
+    first, second, rest = torch.split(x, [pairs, pairs, x.shape[-1] - 2 * pairs], dim=-1)
     cos, sin = angles.cos[:, None], angles.sin[:, None]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    return torch.cat((*turned, rest), dim=-1)
 
 
 def look_up(table: RopeTable, positions: Tensor, dtype: torch.dtype) -> RopeTable:

@@ -22,9 +22,9 @@ class RopeRows:
     """The rotation of a step's tokens, in the model's dtype and laid out as heads are."""
 
     cos: Tensor
-    """[num_tokens, 1, head_dim]; both halves are the same."""
+    """[num_tokens, 1, 2 * pairs]; both halves are the same."""
     sin: Tensor
-    """[num_tokens, 1, head_dim / 2]"""
+    """[num_tokens, 1, pairs]"""
 
 
 def look_up(table: RopeTable, positions: Tensor, dtype: torch.dtype) -> RopeRows:
@@ -67,10 +67,14 @@ def rope_write(
 
 
 def _turned(x: Tensor, rope: RopeRows) -> Tensor:
-    """x [num_tokens, heads, head_dim], whose halves are the two coordinates."""
-    half = x.shape[-1] // 2
-    first, second = x[..., :half], x[..., half:]
-    turned = x * rope.cos
-    turned[..., :half].addcmul_(second, rope.sin, value=-1)
-    turned[..., half:].addcmul_(first, rope.sin)
+    """x [num_tokens, heads, head_dim]; the halves of what is turned are the two coordinates."""
+    pairs = rope.sin.shape[-1]
+    first, second = x[..., :pairs], x[..., pairs : 2 * pairs]
+    if 2 * pairs == x.shape[-1]:
+        turned = x * rope.cos
+    else:
+        turned = x.clone()
+        turned[..., : 2 * pairs] *= rope.cos
+    turned[..., :pairs].addcmul_(second, rope.sin, value=-1)
+    turned[..., pairs : 2 * pairs].addcmul_(first, rope.sin)
     return turned

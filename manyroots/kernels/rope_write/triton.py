@@ -1,7 +1,8 @@
 """Everything between the qkv product and attention in one kernel.
 
 Same signatures as `reference.py`. A program is one head of a tile of tokens that want the same
-adapter. The two halves of a head are two tiles, because a rotation mixes them.
+adapter. The two halves of a head are two tiles, because a rotation mixes them: in each tile first
+the coordinates that are turned, then, in models that turn only a part of a head, half of the rest.
 """
 
 from __future__ import annotations
@@ -28,14 +29,15 @@ MANY_ROWS = 64
 
 @triton.jit
 def _write_tile(
-    first_half, second_half, head, rows, row_ok, d, q_out, layer_kv, pages, offsets, page_stride,
-    part_stride, token_stride, NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr, HALF: tl.constexpr,
+    first_half, second_half, head, rows, row_ok, at_a, at_b, q_out, layer_kv, pages, offsets,
+    page_stride, part_stride, token_stride,
+    NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """Queries to the output, keys and values to their pages."""
     if head < NUM_HEADS:
-        to = q_out + (rows[:, None] * NUM_HEADS + head) * (2 * HALF) + d[None, :]
-        tl.store(to, first_half, mask=row_ok[:, None])
-        tl.store(to + HALF, second_half, mask=row_ok[:, None])
+        to = q_out + (rows[:, None] * NUM_HEADS + head) * (2 * HALF)
+        tl.store(to + at_a[None, :], first_half, mask=row_ok[:, None])
+        tl.store(to + at_b[None, :], second_half, mask=row_ok[:, None])
     else:
         is_value = head >= NUM_HEADS + NUM_KV
         page = tl.load(pages + rows, mask=row_ok, other=-1).to(tl.int64)
@@ -43,9 +45,9 @@ def _write_tile(
         kv_head = (head - NUM_HEADS) % NUM_KV
         base = page * page_stride + offset * token_stride + kv_head * (2 * HALF)
         base += tl.where(is_value, part_stride, 0)
-        to = layer_kv + base[:, None] + d[None, :]
-        tl.store(to, first_half, mask=(page >= 0)[:, None])
-        tl.store(to + HALF, second_half, mask=(page >= 0)[:, None])
+        to = layer_kv + base[:, None]
+        tl.store(to + at_a[None, :], first_half, mask=(page >= 0)[:, None])
+        tl.store(to + at_b[None, :], second_half, mask=(page >= 0)[:, None])
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -54,15 +56,17 @@ def _rope_write(
     hidden, pool, table, slots, blocks,
     num_rows, eps, in_split, in_row, hidden_split, hidden_row, page_stride, part_stride,
     token_stride,
-    NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr,
-    NUM_SPLITS: tl.constexpr, HIDDEN_SPLITS: tl.constexpr, BLOCK_R: tl.constexpr,
-    RANK_BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr,
+    HAS_NORM: tl.constexpr, NUM_SPLITS: tl.constexpr, HIDDEN_SPLITS: tl.constexpr,
+    BLOCK_R: tl.constexpr, RANK_BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     let_next_begin(DEPENDENT)
     head = tl.program_id(0)
     program = tl.program_id(1)
     is_key = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV)
     d = tl.arange(0, HALF)
+    at_a = tl.where(d < PAIRS, d, d + PAIRS)
+    at_b = tl.where(d < PAIRS, d + PAIRS, d + HALF)
     if HIDDEN_SPLITS:
         first, count, slot = rows_of(slots, blocks, program, BLOCK_R)
         if count == 0:
@@ -71,9 +75,10 @@ def _rope_write(
         part = tl.where(head < NUM_HEADS, 0, tl.where(is_key, 1, 2))
         part_head = tl.where(head < NUM_HEADS, head, (head - NUM_HEADS) % NUM_KV)
         start, rank, b_all = part_of(pool, table, slot, part, 3)
-        a_cols = part_head * (2 * HALF) + d
+        a_cols = part_head * (2 * HALF) + at_a
+        b_cols = part_head * (2 * HALF) + at_b
         a_ranks = early_ranks(b_all, rank, a_cols, RANK_BLOCK, DEPENDENT)
-        b_ranks = early_ranks(b_all, rank, a_cols + HALF, RANK_BLOCK, DEPENDENT)
+        b_ranks = early_ranks(b_all, rank, b_cols, RANK_BLOCK, DEPENDENT)
     else:
         first = program * BLOCK_R
         count = tl.minimum(BLOCK_R, num_rows - first)
@@ -83,36 +88,39 @@ def _rope_write(
         row_ok = r < count
         rows = (first + r).to(tl.int64)
         ok = row_ok[:, None] & (d < HALF)[None, :]
-        source = qkv + rows[:, None] * in_row + head * (2 * HALF) + d[None, :]
-        a = tl.load(source, mask=ok, other=0.0).to(tl.float32)
-        b = tl.load(source + HALF, mask=ok, other=0.0).to(tl.float32)
+        source = qkv + rows[:, None] * in_row + head * (2 * HALF)
+        from_a, from_b = source + at_a[None, :], source + at_b[None, :]
+        a = tl.load(from_a, mask=ok, other=0.0).to(tl.float32)
+        b = tl.load(from_b, mask=ok, other=0.0).to(tl.float32)
         for split in tl.static_range(1, NUM_SPLITS):
-            a += tl.load(source + split * in_split, mask=ok, other=0.0).to(tl.float32)
-            b += tl.load(source + split * in_split + HALF, mask=ok, other=0.0).to(tl.float32)
+            a += tl.load(from_a + split * in_split, mask=ok, other=0.0).to(tl.float32)
+            b += tl.load(from_b + split * in_split, mask=ok, other=0.0).to(tl.float32)
         if HIDDEN_SPLITS:
             a = expand_tile(
                 a, a_ranks, b_all, start, rank, a_cols, hidden, hidden_split, hidden_row, rows,
                 row_ok, HIDDEN_SPLITS, RANK_BLOCK,
             )  # fmt: skip
             b = expand_tile(
-                b, b_ranks, b_all, start, rank, a_cols + HALF, hidden, hidden_split, hidden_row,
-                rows, row_ok, HIDDEN_SPLITS, RANK_BLOCK,
+                b, b_ranks, b_all, start, rank, b_cols, hidden, hidden_split, hidden_row, rows,
+                row_ok, HIDDEN_SPLITS, RANK_BLOCK,
             )  # fmt: skip
         if head < NUM_HEADS + NUM_KV:
             if HAS_NORM:
                 weight = tl.where(is_key, k_weight, q_weight)
                 squares = tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)
                 inverse = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
-                a *= inverse * tl.load(weight + d).to(tl.float32)[None, :]
-                b *= inverse * tl.load(weight + HALF + d).to(tl.float32)[None, :]
-            angle = rows[:, None] * HALF + d[None, :]
-            c = tl.load(cos + angle, mask=ok, other=0.0)
-            s = tl.load(sin + angle, mask=ok, other=0.0)
-            turned = a * c - b * s
-            b = b * c + a * s
-            a = turned
+                a *= inverse * tl.load(weight + at_a).to(tl.float32)[None, :]
+                b *= inverse * tl.load(weight + at_b).to(tl.float32)[None, :]
+            if PAIRS:
+                angle = rows[:, None] * PAIRS + d[None, :]
+                is_turned = ok & (d < PAIRS)[None, :]
+                c = tl.load(cos + angle, mask=is_turned, other=1.0)
+                s = tl.load(sin + angle, mask=is_turned, other=0.0)
+                turned = a * c - b * s
+                b = b * c + a * s
+                a = turned
         _write_tile(
-            a, b, head, rows, row_ok, d, q_out, layer_kv, pages, offsets, page_stride,
+            a, b, head, rows, row_ok, at_a, at_b, q_out, layer_kv, pages, offsets, page_stride,
             part_stride, token_stride, NUM_HEADS, NUM_KV, HALF,
         )  # fmt: skip
 
@@ -152,9 +160,10 @@ def rope_write(
         parts, angles.cos, angles.sin, *weights, q_out, layer_kv, slots.pages, slots.offsets,
         *adapters, num_rows, 0.0 if norm is None else norm.eps, parts.stride(0), parts.stride(1),
         *strides, layer_kv.stride(0), layer_kv.stride(1), layer_kv.stride(2),
-        NUM_HEADS=num_heads, NUM_KV=kv_heads, HALF=head_dim // 2, HAS_NORM=norm is not None,
-        NUM_SPLITS=parts.shape[0], HIDDEN_SPLITS=splits, BLOCK_R=block_r, RANK_BLOCK=RANK_BLOCK,
-        num_warps=num_warps, num_stages=1, **launch_options(qkv.device),
+        NUM_HEADS=num_heads, NUM_KV=kv_heads, HALF=head_dim // 2, PAIRS=angles.cos.shape[1],
+        HAS_NORM=norm is not None, NUM_SPLITS=parts.shape[0], HIDDEN_SPLITS=splits,
+        BLOCK_R=block_r, RANK_BLOCK=RANK_BLOCK, num_warps=num_warps, num_stages=1,
+        **launch_options(qkv.device),
     )  # fmt: skip
     return q_out
 
@@ -173,6 +182,8 @@ def look_up(table: RopeTable, positions: Tensor, dtype: torch.dtype) -> RopeTabl
     """The rotation of tokens at `positions`, once per step for all layers that turn alike."""
     num_rows, half = positions.shape[0], table.cos.shape[1]
     cos, sin = table.cos.new_empty(2, num_rows, half)
+    if not half:
+        return RopeTable(cos, sin)
     # Launched plainly: what it writes is a constant to the kernels that follow.
     _look_up[(num_rows,)](
         positions, table.cos, table.sin, cos, sin, half, PADDED_HALF=triton.next_power_of_2(half)

@@ -8,10 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
+    FalconH1Config,
+    FalconH1ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GptOssConfig,
     GptOssForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
     LlamaConfig,
@@ -21,10 +25,16 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 from manyroots.config import ModelSettings
@@ -96,6 +106,53 @@ LFM2: dict[str, Any] = {
     "block_multiple_of": 8,
     "tie_word_embeddings": True,
 }
+RECURRENT = "linear_attention"
+DELTA: dict[str, Any] = {
+    "head_dim": 16,
+    "layer_types": [RECURRENT, FULL, RECURRENT],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.25,
+    },
+}
+MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 6,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 16,
+}
+GRANITE: dict[str, Any] = {
+    "layer_types": [RECURRENT, FULL, RECURRENT],
+    "shared_intermediate_size": 56,
+    "intermediate_size": 24,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 2.0,
+}
+FALCON: dict[str, Any] = {
+    "mamba_d_ssm": 96,
+    "mlp_multipliers": [1.3, 0.8],
+    "ssm_multipliers": [0.9, 1.2, 0.8, 1.1, 0.7],
+    "ssm_in_multiplier": 1.4,
+    "ssm_out_multiplier": 0.7,
+    "attention_in_multiplier": 1.2,
+    "attention_out_multiplier": 0.9,
+    "key_multiplier": 0.6,
+    "embedding_multiplier": 2.1,
+    "lm_head_multiplier": 0.4,
+}
+SHARED: dict[str, Any] = {"shared_expert_intermediate_size": 40}
+ZERO_CENTRED = ("gemma3", "qwen3-next", "qwen3.5", "qwen3.5-moe")
+"""Whose norms' weights are stored less one, but for those of delta nets."""
 
 MODELS: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
@@ -132,6 +189,22 @@ MODELS: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
     ),
     "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM, GEMMA),
     "gpt-oss": (GptOssConfig, GptOssForCausalLM, GPT_OSS),
+    "granite-h": (GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM, {**GRANITE, **MAMBA}),
+    "granite-h-dense": (
+        GraniteMoeHybridConfig,
+        GraniteMoeHybridForCausalLM,
+        {**GRANITE, **MAMBA, "num_local_experts": 0, "position_embedding_type": "rope",
+         "mamba_n_groups": 2, "mamba_proj_bias": True, "tie_word_embeddings": True},
+    ),
+    "falcon-h1": (FalconH1Config, FalconH1ForCausalLM, {**FALCON, **MAMBA}),
+    "falcon-h1-norm": (
+        FalconH1Config,
+        FalconH1ForCausalLM,
+        {**FALCON, **MAMBA, "mamba_rms_norm": True, "mamba_n_groups": 2, "projectors_bias": True},
+    ),
+    "qwen3-next": (Qwen3NextConfig, Qwen3NextForCausalLM, {**DELTA, **EXPERTS, **SHARED}),
+    "qwen3.5": (Qwen3_5TextConfig, Qwen3_5ForCausalLM, DELTA),
+    "qwen3.5-moe": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM, {**DELTA, **EXPERTS, **SHARED}),
     "lfm2": (Lfm2Config, Lfm2ForCausalLM, LFM2),
     "lfm2-biased": (
         Lfm2Config,
@@ -162,7 +235,8 @@ def save_tiny(
             if name.endswith("bias"):
                 parameter.normal_(std=0.2)
             elif "norm" in name:
-                parameter.normal_(mean=0.0 if kind == "gemma3" else 1.0, std=0.2)
+                is_centred = kind in ZERO_CENTRED and "linear_attn" not in name
+                parameter.normal_(mean=0.0 if is_centred else 1.0, std=0.2)
             elif name.endswith("sinks"):
                 parameter.normal_(std=2.0)
             elif name.endswith("experts.gate_up_proj") and kind == "gpt-oss":

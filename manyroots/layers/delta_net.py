@@ -1,0 +1,133 @@
+"""The gated delta net: a linear attention whose state every token corrects.
+
+    q, k, v, z, b, a = in_proj(x)
+    q, k, v = silu(conv(q, k, v))
+    out_proj(norm(gated_delta(q, k, v, decay=a, beta=b)) * silu(z))
+
+What is remembered is the convolution's last inputs, and a matrix for each head in float32. Ranks
+divide key heads, each with the value heads that read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from manyroots.distributed.shard import Shard
+from manyroots.kernels.choice import Kernels
+from manyroots.kernels.norm.undivided import UndividedNorm
+from manyroots.layers.linear import Linear
+from manyroots.layers.product import Product
+from manyroots.layers.spec import DeltaSpec
+from manyroots.layers.step import Step
+from manyroots.layers.weights.fill import Fill, Fills, Side
+from manyroots.lora.targets import OutputPiece
+from manyroots.store.adapter_sites import SitePart
+
+
+class GatedDeltaNet:
+    """The projections as one product, a convolution, the delta rule, a gated norm and out_proj."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        spec: DeltaSpec,
+        family: int,
+        *,
+        eps: float,
+        norm_offset: float,
+        shard: Shard,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernels: Kernels,
+    ) -> None:
+        """`spec` is the rank's own; `family`: which of the step's states are its. Its norm's
+        weights are whole whatever the offset of the others."""
+        self._spec, self._family, self._kernels, self._shard = spec, family, kernels, shard
+        self._eps = eps
+        heads = spec.num_heads
+        key, value = spec.key_heads * spec.key_dim, heads * spec.value_dim
+        self._pieces = (OutputPiece(key), OutputPiece(key), OutputPiece(value))
+        if spec.is_fused:
+            parts = {"in_proj_qkvz": 2 * key + 2 * value, "in_proj_ba": 2 * heads}
+        else:
+            parts = {
+                "in_proj_qkv": 2 * key + value,
+                "in_proj_z": value,
+                "in_proj_b": heads,
+                "in_proj_a": heads,
+            }
+        self.in_proj = Linear(
+            hidden_size, parts, bias=False, side=Side.OUTPUT,
+            pieces=None if spec.is_fused else {"in_proj_qkv": self._pieces},
+            shard=shard, dtype=dtype, device=device, kernels=kernels,
+        )  # fmt: skip
+        self.out_proj = Linear(
+            value, {"": hidden_size}, bias=False, side=Side.INPUT,
+            shard=shard, dtype=dtype, device=device, kernels=kernels,
+        )  # fmt: skip
+        self._filter = torch.empty(spec.channels, spec.width, dtype=dtype, device=device)
+        self._a_log, self._dt_bias = torch.empty(2, heads, dtype=torch.float32, device=device)
+        self._norm = torch.empty(spec.value_dim, dtype=dtype, device=device)
+
+    @property
+    def reader(self) -> Linear | None:
+        """The one product that its input is for."""
+        return self.in_proj
+
+    def __call__(
+        self, x: Tensor | UndividedNorm, memory: tuple[Tensor, ...], step: Step
+    ) -> Product:
+        conv_state, matrix = memory
+        spec, rows = self._spec, step.states[self._family]
+        projected = self.in_proj(x, step).finished(self._kernels).to(self._filter.dtype)
+        qkv, z, beta, decay = self._parts(projected)
+        qkv = self._kernels.causal_conv.conv(qkv, self._filter, None, conv_state, rows, "silu")
+        sizes = [piece.size for piece in self._pieces]
+        q, k, v = torch.split(qkv, sizes, dim=1)
+        keys, values = (spec.key_heads, spec.key_dim), (spec.num_heads, spec.value_dim)
+        read = self._kernels.delta_rule.gated_delta(
+            q.unflatten(1, keys), k.unflatten(1, keys), v.unflatten(1, values), decay, beta,
+            self._a_log, self._dt_bias, matrix, rows,
+        )  # fmt: skip
+        normed = self._kernels.gated_norm.gated_norm(
+            read, z.unflatten(1, values), self._norm, self._eps, gate_first=False
+        )
+        return self.out_proj(normed.flatten(1), step)
+
+    def _parts(self, projected: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values in one; gates; betas; decays."""
+        spec = self._spec
+        heads, groups = spec.num_heads, spec.key_heads
+        value = heads * spec.value_dim
+        if not spec.is_fused:
+            return torch.split(projected, [spec.channels, value, heads, heads], dim=1)
+        # A key head's query, key, values and gates lie together; so do its betas and decays.
+        qkvz, ba = torch.split(projected, [spec.channels + value, 2 * heads], dim=1)
+        sizes = [spec.key_dim, spec.key_dim, value // groups, value // groups]
+        q, k, v, z = torch.split(qkvz.unflatten(1, (groups, -1)), sizes, dim=2)
+        beta, decay = ba.unflatten(1, (groups, -1)).chunk(2, dim=2)
+        qkv = torch.cat([x.flatten(1) for x in (q, k, v)], dim=1)
+        return qkv, z.flatten(1), beta.flatten(1), decay.flatten(1)
+
+    def weights(self, name: str) -> Fills:
+        """Where a checkpoint's tensors for the mixer `name` go."""
+        shard = self._shard
+        yield from self.in_proj.weights(name)
+        yield from self.out_proj.weights(f"{name}.out_proj")
+        # A checkpoint has it as a convolution of one input channel each.
+        place = self._filter.unsqueeze(1)
+        yield f"{name}.conv1d.weight", Fill(place, 0, shard, pieces=self._pieces)
+        yield f"{name}.A_log", Fill(self._a_log, 0, shard)
+        yield f"{name}.dt_bias", Fill(self._dt_bias, 0, shard)
+        yield f"{name}.norm.weight", Fill(self._norm)
+
+    def lora_parts(self, name: str) -> Iterator[tuple[str, SitePart]]:
+        """What adapters may change of the mixer `name`."""
+        yield from self.in_proj.lora_parts(name)
+        yield from self.out_proj.lora_parts(f"{name}.out_proj")
+
+    def products(self) -> Iterator[Linear]:
+        yield from (self.in_proj, self.out_proj)

@@ -1,0 +1,157 @@
+"""Mamba-2: a scan whose heads decay by steps that the token chooses.
+
+    z, x, b, c, dt = in_proj(input)
+    x, b, c = silu(conv(x, b, c))
+    out_proj(norm(scan(x, dt, b, c), z))      a norm before the gate or behind it, or no norm
+
+What is remembered is the convolution's last inputs, and a matrix for each head in float32. Ranks
+divide heads, and groups where there are several; a norm over all channels is one of all ranks'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from manyroots.distributed.shard import Shard
+from manyroots.kernels.choice import Kernels
+from manyroots.kernels.norm.undivided import UndividedNorm, whole_rows
+from manyroots.layers.linear import Linear
+from manyroots.layers.product import Product
+from manyroots.layers.spec import GatedNormKind, MambaSpec
+from manyroots.layers.step import Step
+from manyroots.layers.weights.fill import Fill, Fills, Side
+from manyroots.lora.targets import OutputPiece
+from manyroots.store.adapter_sites import SitePart
+
+
+class Mamba2:
+    """in_proj, a convolution, the scan, a norm beside a gate, and out_proj."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        spec: MambaSpec,
+        family: int,
+        *,
+        eps: float,
+        norm_offset: float,
+        shard: Shard,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernels: Kernels,
+    ) -> None:
+        """`spec` is the rank's own; `family`: which of the step's states are its."""
+        self._spec, self._family, self._kernels, self._shard = spec, family, kernels, shard
+        self._eps = eps
+        heads, inner = spec.num_heads, spec.inner
+        shared = OutputPiece(spec.groups * spec.state_dim, is_whole=spec.shares_group)
+        self._pieces = (OutputPiece(inner), shared, shared)
+        """Of the convolution's channels."""
+        pieces = (OutputPiece(inner), *self._pieces, OutputPiece(heads))
+        self.in_proj = Linear(
+            hidden_size, {"": inner + spec.channels + heads}, bias=spec.in_bias, side=Side.OUTPUT,
+            pieces={"": pieces}, shard=shard, dtype=dtype, device=device, kernels=kernels,
+        )  # fmt: skip
+        self.out_proj = Linear(
+            inner, {"": hidden_size}, bias=spec.out_bias, side=Side.INPUT,
+            shard=shard, dtype=dtype, device=device, kernels=kernels,
+        )  # fmt: skip
+        self._filter = torch.empty(spec.channels, spec.width, dtype=dtype, device=device)
+        self._filter_bias: Tensor | None = None
+        if spec.conv_bias:
+            self._filter_bias = torch.empty(spec.channels, dtype=dtype, device=device)
+        numbers = torch.empty(3, heads, dtype=torch.float32, device=device)
+        self._a_log, self._dt_bias, self._skip = numbers
+        self._norm: Tensor | None = None
+        if spec.norm is not GatedNormKind.GATE_ONLY:
+            self._norm = torch.empty(inner, dtype=dtype, device=device)
+        self._factors: Tensor | None = None
+        if set(spec.part_factors) != {1.0}:
+            pairs = zip(pieces, spec.part_factors, strict=True)
+            factors = [factor for piece, factor in pairs for _ in range(piece.size)]
+            self._factors = torch.tensor(factors, dtype=dtype, device=device)
+
+    @property
+    def reader(self) -> Linear | None:
+        """The one product that its input is for."""
+        return self.in_proj if self._spec.in_factor == 1.0 else None
+
+    def __call__(
+        self, x: Tensor | UndividedNorm, memory: tuple[Tensor, ...], step: Step
+    ) -> Product:
+        conv_state, matrix = memory
+        spec, rows = self._spec, step.states[self._family]
+        if spec.in_factor != 1.0:
+            x = whole_rows(x) * spec.in_factor
+        projected = self.in_proj(x, step).finished(self._kernels).to(self._filter.dtype)
+        if self._factors is not None:
+            projected = projected * self._factors
+        sizes = [spec.inner, spec.channels, spec.num_heads]
+        gate, xbc, dt = torch.split(projected, sizes, dim=1)
+        xbc = self._kernels.causal_conv.conv(
+            xbc, self._filter, self._filter_bias, conv_state, rows, "silu"
+        )
+        values, b, c = torch.split(xbc, [piece.size for piece in self._pieces], dim=1)
+        groups = (spec.groups, spec.state_dim)
+        read = self._kernels.mamba.scan(
+            values.unflatten(1, (spec.num_heads, spec.head_dim)), dt, self._a_log, self._dt_bias,
+            b.unflatten(1, groups), c.unflatten(1, groups), self._skip, matrix, rows,
+        )  # fmt: skip
+        given = self.out_proj(self._normed(read.flatten(1), gate), step)
+        return replace(given, factor=spec.out_factor)
+
+    def _normed(self, read: Tensor, gate: Tensor) -> Tensor:
+        kernels, spec = self._kernels.gated_norm, self._spec
+        if self._norm is None:
+            only: Tensor = kernels.gated(read, gate)
+            return only
+        gate_first = spec.norm is GatedNormKind.GATE_FIRST
+        if spec.spans_ranks and not self._shard.is_whole:
+            return self._normed_over_ranks(read, gate, self._norm, gate_first=gate_first)
+        shape = (spec.norm_groups, -1)
+        normed: Tensor = kernels.gated_norm(
+            read.unflatten(1, shape), gate.unflatten(1, shape), self._norm.view(shape), self._eps,
+            gate_first=gate_first,
+        )  # fmt: skip
+        return normed.flatten(1)
+
+    def _normed_over_ranks(
+        self, read: Tensor, gate: Tensor, weight: Tensor, *, gate_first: bool
+    ) -> Tensor:
+        """The mean square is that of all ranks' channels."""
+        values, opened = read.float(), F.silu(gate.float())
+        if gate_first:
+            values = values * opened
+        squares = self._shard.add_up(values.square().sum(1, keepdim=True))
+        count = values.shape[1] * self._shard.size
+        values = values * torch.rsqrt(squares / count + self._eps) * weight.float()
+        return (values if gate_first else values * opened).to(read.dtype)
+
+    def weights(self, name: str) -> Fills:
+        """Where a checkpoint's tensors for the mixer `name` go."""
+        shard, pieces = self._shard, self._pieces
+        yield from self.in_proj.weights(f"{name}.in_proj")
+        yield from self.out_proj.weights(f"{name}.out_proj")
+        # A checkpoint has it as a convolution of one input channel each.
+        place = self._filter.unsqueeze(1)
+        yield f"{name}.conv1d.weight", Fill(place, 0, shard, pieces=pieces)
+        if self._filter_bias is not None:
+            yield f"{name}.conv1d.bias", Fill(self._filter_bias, 0, shard, pieces=pieces)
+        yield f"{name}.A_log", Fill(self._a_log, 0, shard)
+        yield f"{name}.dt_bias", Fill(self._dt_bias, 0, shard)
+        yield f"{name}.D", Fill(self._skip, 0, shard)
+        if self._norm is not None:
+            yield f"{name}.norm.weight", Fill(self._norm, 0, shard)
+
+    def lora_parts(self, name: str) -> Iterator[tuple[str, SitePart]]:
+        """What adapters may change of the mixer `name`."""
+        yield from self.in_proj.lora_parts(f"{name}.in_proj")
+        yield from self.out_proj.lora_parts(f"{name}.out_proj")
+
+    def products(self) -> Iterator[Linear]:
+        yield from (self.in_proj, self.out_proj)

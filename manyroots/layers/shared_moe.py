@@ -1,0 +1,88 @@
+"""Experts and, beside them, one block that every token goes through, perhaps with a gate.
+
+experts(x) + sigmoid(gate(x)) * shared(x)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from manyroots.distributed.shard import Shard
+from manyroots.kernels.choice import Kernels
+from manyroots.kernels.norm.undivided import UndividedNorm, whole_rows
+from manyroots.layers.linear import Linear
+from manyroots.layers.mlp import GatedMLP
+from manyroots.layers.moe import SparseMLP
+from manyroots.layers.product import Product
+from manyroots.layers.spec import SharedSpec
+from manyroots.layers.step import Step
+from manyroots.layers.weights.fill import Fills
+from manyroots.store.adapter_sites import SitePart
+
+
+class SharedExpertMLP:
+    """In the place of a `SparseMLP`."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        spec: SharedSpec,
+        *,
+        shard: Shard,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernels: Kernels,
+    ) -> None:
+        """`spec` is the rank's own."""
+        self._spec, self._kernels = spec, kernels
+        self.sparse = SparseMLP(
+            hidden_size, spec.experts, shard=shard, dtype=dtype, device=device, kernels=kernels
+        )
+        self.shared = GatedMLP(
+            hidden_size, spec.shared, shard=shard, dtype=dtype, device=device, kernels=kernels
+        )
+        self.gate: Linear | None = None
+        if spec.gate is not None:
+            self.gate = Linear(
+                hidden_size, {"": 1}, bias=False, side=None,
+                shard=shard, dtype=dtype, device=device, kernels=kernels,
+            )  # fmt: skip
+
+    @property
+    def reader(self) -> Linear | None:
+        """None: several products read its input."""
+        return None
+
+    def __call__(self, x: Tensor | UndividedNorm, step: Step) -> Product:
+        x = whole_rows(x)
+        shared = self.shared(x, step).finished(self._kernels)
+        if self.gate is not None:
+            gate = self.gate(x, step).finished(self._kernels)
+            shared = self._kernels.gated_norm.sigmoid_gated(shared, gate)
+        chosen = self.sparse(x, step).finished(self._kernels)
+        return Product(chosen + shared)
+
+    def weights(self, name: str) -> Fills:
+        """Where a checkpoint's tensors for the layer `name` go."""
+        spec = self._spec
+        yield from self.sparse.weights(f"{name}.{spec.experts.name}")
+        yield from self.shared.weights(f"{name}.{spec.shared.name}")
+        if self.gate is not None:
+            yield from self.gate.weights(f"{name}.{spec.gate}")
+
+    def lora_parts(self, name: str) -> Iterator[tuple[str, SitePart]]:
+        """What adapters may change of the layer `name`."""
+        spec = self._spec
+        yield from self.sparse.lora_parts(f"{name}.{spec.experts.name}")
+        yield from self.shared.lora_parts(f"{name}.{spec.shared.name}")
+        if self.gate is not None:
+            yield from self.gate.lora_parts(f"{name}.{spec.gate}")
+
+    def products(self) -> Iterator[Linear]:
+        yield from self.sparse.products()
+        yield from self.shared.products()
+        if self.gate is not None:
+            yield self.gate

@@ -1,0 +1,139 @@
+"""Granite 4 hybrids: many layers of Mamba-2 to one of attention, with experts or without.
+
+Attention turns nothing in most of them. Embeddings, scores, what layers add and logits have factors
+from the config. Beside the experts there is a shared block; in dense models it is all there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from manyroots.errors import ModelError
+from manyroots.kernels.moe_pairs.routing import Scoring
+from manyroots.layers.rotary import RopeSpec
+from manyroots.layers.spec import (
+    BlockSpec,
+    DenseSpec,
+    ExpertsSpec,
+    GatedNormKind,
+    LayerSpec,
+    MambaSpec,
+    MixerSpec,
+    SharedSpec,
+)
+from manyroots.models.spec import ConfigReader, ModelSpec
+from manyroots.models.weights.experts import per_expert
+
+RECURRENT, FULL = "linear_attention", "full_attention"
+_STACKED = {
+    ".block_sparse_moe.input_linear.weight": ".block_sparse_moe.experts.gate_up_proj",
+    ".block_sparse_moe.output_linear.weight": ".block_sparse_moe.experts.down_proj",
+    ".block_sparse_moe.router.layer.weight": ".block_sparse_moe.router.weight",
+}
+"""What published checkpoints call them, and newer ones."""
+
+
+def describe(reader: ConfigReader) -> ModelSpec:
+    """Granite 4.0 H from 350M to Small, and the ones without Mamba of the same architecture."""
+    text, block = reader.text, feed_forward(reader)
+    bias = text.attention_bias
+    attention = reader.attention(
+        qkv_bias=bias, o_bias=bias, qk_norm=False, window=None, scale=text.attention_multiplier
+    )
+    mixers: dict[str, MixerSpec] = {FULL: attention}
+    if RECURRENT in text.layer_types:
+        mixers[RECURRENT] = mamba(text)
+    layers = [
+        LayerSpec(mixers=(mixers[kind],), feed_forward=block, factor=text.residual_multiplier)
+        for kind in reader.layer_types(mixers)
+    ]
+    turns = text.position_embedding_type == "rope"
+    return reader.model(
+        layers,
+        ropes=[reader.rope() if turns else RopeSpec((), 1.0)],
+        embedding_scale=text.embedding_multiplier,
+        logits_factor=1.0 / text.logits_scaling,
+    )
+
+
+def mamba(text: Any) -> MambaSpec:
+    """What a config says of its Mamba-2 layers."""
+    check_mamba(text)
+    return MambaSpec(
+        num_heads=text.mamba_n_heads,
+        head_dim=text.mamba_d_head,
+        groups=text.mamba_n_groups,
+        state_dim=text.mamba_d_state,
+        width=text.mamba_d_conv,
+        conv_bias=text.mamba_conv_bias,
+        in_bias=text.mamba_proj_bias,
+        out_bias=text.mamba_proj_bias,
+        norm=GatedNormKind.GATE_FIRST,
+    )
+
+
+def check_mamba(text: Any) -> None:
+    """Refuse what the kernels don't compute."""
+    heads, groups = text.mamba_n_heads, text.mamba_n_groups
+    if heads % groups:
+        raise ModelError(
+            f"the model's mamba_n_heads is {heads} and its mamba_n_groups {groups}; the first must "
+            "be a multiple of the second. Check its config.json."
+        )
+    if text.hidden_act != "silu":
+        raise ModelError(
+            f"the model's hidden_act is {text.hidden_act!r}; Mamba-2 has 'silu'. Check its "
+            "config.json."
+        )
+    limits = text.time_step_limit
+    if limits is not None and tuple(limits) != (0.0, float("inf")):
+        raise ModelError(
+            f"the model's time_step_limit is {limits}; this version serves models without one "
+            "([0.0, Infinity]). Choose another checkpoint."
+        )
+
+
+def feed_forward(reader: ConfigReader) -> BlockSpec:
+    """The shared block, beside experts where there are any."""
+    text = reader.text
+    shared = DenseSpec(
+        intermediate_size=text.shared_intermediate_size,
+        activation=reader.activation,
+        bias=False,
+        name="shared_mlp",
+        parts=("input_linear", "", "output_linear"),
+        is_fused=True,
+    )
+    count, chosen = text.num_local_experts, text.num_experts_per_tok
+    if not count:
+        return shared
+    if not 1 <= chosen <= count:
+        raise ModelError(
+            f"the model has {count} experts and num_experts_per_tok {chosen}; the second must be "
+            f"between 1 and {count}. Check its config.json."
+        )
+    experts = ExpertsSpec(
+        num_experts=count,
+        experts_per_token=chosen,
+        intermediate_size=text.intermediate_size,
+        activation=reader.activation,
+        scoring=Scoring.SOFTMAX_OF_CHOSEN,
+        router="router",
+        name="block_sparse_moe",
+    )
+    return SharedSpec(experts=experts, shared=shared, gate=None)
+
+
+def translate(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Experts one by one, whichever names their stacks have."""
+    return per_expert(_renamed(weights))
+
+
+def _renamed(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in weights:
+        for theirs, ours in _STACKED.items():
+            name = name.replace(theirs, ours)
+        yield name, tensor

@@ -1,0 +1,106 @@
+"""Qwen3-Next: three layers of gated delta nets to one of gated attention, all with experts.
+
+Attention has a gate for each head in its query product, turns a quarter of each head and, as all
+norms here but the delta net's own, normalises with weights that are stored less one. Beside the
+experts there is a shared one, with a gate of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from manyroots.errors import ModelError
+from manyroots.layers.spec import (
+    BlockSpec,
+    DeltaSpec,
+    DenseSpec,
+    LayerSpec,
+    MixerSpec,
+    SharedSpec,
+)
+from manyroots.models.qwen3_moe import experts, sparse_layers
+from manyroots.models.spec import ConfigReader, ModelSpec
+from manyroots.models.weights.experts import per_expert
+
+LINEAR, FULL = "linear_attention", "full_attention"
+_DRAFTING = "mtp."
+"""What guesses tokens ahead: weights of another model, which is not served."""
+
+
+def describe(reader: ConfigReader) -> ModelSpec:
+    """Qwen3-Next-80B-A3B and its kin."""
+    text, block = reader.text, shared_experts(reader)
+    sparse = sparse_layers(text)
+    blocks: list[BlockSpec] = [
+        block if index in sparse else reader.dense(bias=False)
+        for index in range(text.num_hidden_layers)
+    ]
+    return hybrid(reader, blocks, is_fused=True)
+
+
+def hybrid(reader: ConfigReader, blocks: list[BlockSpec], *, is_fused: bool) -> ModelSpec:
+    """Delta nets and gated attention by `layer_types`, with these feed-forward blocks."""
+    text = reader.text
+    bias = text.attention_bias
+    mixers: dict[str, MixerSpec] = {
+        LINEAR: delta_net(text, is_fused=is_fused),
+        FULL: reader.attention(
+            qkv_bias=bias, o_bias=bias, qk_norm=True, window=None, has_gate=True
+        ),
+    }
+    kinds = reader.layer_types(mixers)
+    layers = [
+        LayerSpec(mixers=(mixers[kind],), feed_forward=block)
+        for kind, block in zip(kinds, blocks, strict=True)
+    ]
+    return reader.model(layers, ropes=[reader.rope(is_partial=True)], norm_offset=1.0)
+
+
+def delta_net(text: Any, *, is_fused: bool) -> DeltaSpec:
+    """What a config says of its delta nets."""
+    heads, key_heads = text.linear_num_value_heads, text.linear_num_key_heads
+    if heads % key_heads:
+        raise ModelError(
+            f"the model's linear_num_value_heads is {heads} and its linear_num_key_heads "
+            f"{key_heads}; the first must be a multiple of the second. Check its config.json."
+        )
+    if text.hidden_act != "silu":
+        raise ModelError(
+            f"the model's hidden_act is {text.hidden_act!r}; delta nets have 'silu'. Check its "
+            "config.json."
+        )
+    return DeltaSpec(
+        key_heads=key_heads,
+        num_heads=heads,
+        key_dim=text.linear_key_head_dim,
+        value_dim=text.linear_value_head_dim,
+        width=text.linear_conv_kernel_dim,
+        is_fused=is_fused,
+    )
+
+
+def shared_experts(reader: ConfigReader) -> SharedSpec:
+    """Experts, and the one that every token goes through."""
+    return SharedSpec(
+        experts=experts(reader),
+        shared=DenseSpec(
+            intermediate_size=reader.text.shared_expert_intermediate_size,
+            activation=reader.activation,
+            bias=False,
+            name="mlp.shared_expert",
+        ),
+        gate="mlp.shared_expert_gate",
+    )
+
+
+def translate(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Without the weights that draft, and experts one by one."""
+    return per_expert((name, tensor) for name, tensor in weights if not is_drafting(name))
+
+
+def is_drafting(name: str) -> bool:
+    """Whether a tensor is of the part that guesses tokens ahead."""
+    return name.removeprefix("model.").startswith(_DRAFTING)

@@ -96,7 +96,8 @@ class Attention:
     def _without_gates(self, qkv: Product, dtype: torch.dtype) -> tuple[Product, Tensor]:
         """Queries, keys and values alone, and gates [num_tokens, heads, head_dim]."""
         heads, dim = self._spec.num_heads, self._spec.memory.head_dim
-        by_head = qkv.finished(self._kernels).to(dtype).unflatten(1, (-1, dim))
+        by_head = qkv.finished(self._kernels).to(dtype)
+        by_head = by_head.view(by_head.shape[0], -1, dim)
         both, rest = by_head[:, : 2 * heads], by_head[:, 2 * heads :]
         return Product(torch.cat((both[:, 0::2], rest), dim=1).flatten(1)), both[:, 1::2]
 

@@ -87,13 +87,14 @@ class GatedDeltaNet:
         qkv = self._kernels.causal_conv.conv(qkv, self._filter, None, conv_state, rows, "silu")
         sizes = [piece.size for piece in self._pieces]
         q, k, v = torch.split(qkv, sizes, dim=1)
-        keys, values = (spec.key_heads, spec.key_dim), (spec.num_heads, spec.value_dim)
+        keys = (-1, spec.key_heads, spec.key_dim)
+        values = (-1, spec.num_heads, spec.value_dim)
         read = self._kernels.delta_rule.gated_delta(
-            q.unflatten(1, keys), k.unflatten(1, keys), v.unflatten(1, values), decay, beta,
+            q.view(keys), k.view(keys), v.view(values), decay, beta,
             self._a_log, self._dt_bias, matrix, rows,
         )  # fmt: skip
         normed = self._kernels.gated_norm.gated_norm(
-            read, z.unflatten(1, values), self._norm, self._eps, gate_first=False
+            read, z.view(values), self._norm, self._eps, gate_first=False
         )
         return self.out_proj(normed.flatten(1), step)
 
@@ -107,8 +108,8 @@ class GatedDeltaNet:
         # A key head's query, key, values and gates lie together; so do its betas and decays.
         qkvz, ba = torch.split(projected, [spec.channels + value, 2 * heads], dim=1)
         sizes = [spec.key_dim, spec.key_dim, value // groups, value // groups]
-        q, k, v, z = torch.split(qkvz.unflatten(1, (groups, -1)), sizes, dim=2)
-        beta, decay = ba.unflatten(1, (groups, -1)).chunk(2, dim=2)
+        q, k, v, z = torch.split(qkvz.view(-1, groups, sum(sizes)), sizes, dim=2)
+        beta, decay = ba.view(-1, groups, 2 * heads // groups).chunk(2, dim=2)
         qkv = torch.cat([x.flatten(1) for x in (q, k, v)], dim=1)
         return qkv, z.flatten(1), beta.flatten(1), decay.flatten(1)
 

@@ -97,10 +97,10 @@ class Mamba2:
             xbc, self._filter, self._filter_bias, conv_state, rows, "silu"
         )
         values, b, c = torch.split(xbc, [piece.size for piece in self._pieces], dim=1)
-        groups = (spec.groups, spec.state_dim)
+        groups = (-1, spec.groups, spec.state_dim)
         read = self._kernels.mamba.scan(
-            values.unflatten(1, (spec.num_heads, spec.head_dim)), dt, self._a_log, self._dt_bias,
-            b.unflatten(1, groups), c.unflatten(1, groups), self._skip, matrix, rows,
+            values.view(-1, spec.num_heads, spec.head_dim), dt, self._a_log, self._dt_bias,
+            b.view(groups), c.view(groups), self._skip, matrix, rows,
         )  # fmt: skip
         given = self.out_proj(self._normed(read.flatten(1), gate), step)
         return replace(given, factor=spec.out_factor)
@@ -113,9 +113,9 @@ class Mamba2:
         gate_first = spec.norm is GatedNormKind.GATE_FIRST
         if spec.spans_ranks and not self._shard.is_whole:
             return self._normed_over_ranks(read, gate, self._norm, gate_first=gate_first)
-        shape = (spec.norm_groups, -1)
+        shape = (-1, spec.norm_groups, spec.inner // spec.norm_groups)
         normed: Tensor = kernels.gated_norm(
-            read.unflatten(1, shape), gate.unflatten(1, shape), self._norm.view(shape), self._eps,
+            read.view(shape), gate.view(shape), self._norm.view(shape[1:]), self._eps,
             gate_first=gate_first,
         )  # fmt: skip
         return normed.flatten(1)

@@ -206,8 +206,8 @@ class MambaSpec:
     """What its input, and what it gives, is multiplied with."""
     part_factors: tuple[float, ...] = (1.0,) * 5
     """What the parts of the first product are: gate, values, what is written, read, and steps."""
-    shares_group: bool = False
-    """Whether all ranks have the one group there is."""
+    shares_group: bool
+    """Whether there is one group, which all ranks have."""
     spans_ranks: bool = False
     """Whether the one norm there is goes over all ranks' channels."""
     name: str = "mamba"
@@ -232,15 +232,14 @@ class MambaSpec:
         )
 
     def cut(self, divide: Divide) -> MambaSpec:
-        is_one, has_norm = self.groups == 1, self.norm is not GatedNormKind.GATE_ONLY
+        has_norm = self.norm is not GatedNormKind.GATE_ONLY
         spans = self.norm_groups == 1 and has_norm
         norms = divide("number of norms", self.norm_groups) if has_norm and not spans else 1
         return replace(
             self,
             num_heads=divide("number of Mamba heads", self.num_heads),
-            groups=1 if is_one else divide("number of Mamba groups", self.groups),
+            groups=1 if self.shares_group else divide("number of Mamba groups", self.groups),
             norm_groups=norms,
-            shares_group=is_one,
             spans_ranks=spans,
         )
 

@@ -66,6 +66,7 @@ def mamba(text: Any) -> MambaSpec:
         num_heads=text.mamba_n_heads,
         head_dim=text.mamba_d_head,
         groups=text.mamba_n_groups,
+        shares_group=text.mamba_n_groups == 1,
         state_dim=text.mamba_d_state,
         width=text.mamba_d_conv,
         conv_bias=text.mamba_conv_bias,

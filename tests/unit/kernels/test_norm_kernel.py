@@ -43,8 +43,9 @@ def test_add_rms_norm_equals_the_reference(
     weight_dtype = torch.float32 if has_post else dtype
     delta, weight = randn(*shape, dtype=dtype, seed=1), randn(96, dtype=weight_dtype, seed=2)
     post = randn(96, seed=3) if has_post else None
-    out = torch_ops.add_rms_norm(residual, delta, weight, EPS, None, post)
-    expected = reference.add_rms_norm(other, delta, weight, EPS, None, post)
+    factor = 0.3 if len(shape) == 3 else 1.0
+    out = torch_ops.add_rms_norm(residual, delta, weight, EPS, None, post, factor)
+    expected = reference.add_rms_norm(other, delta, weight, EPS, None, post, factor)
     assert out.dtype == dtype
     assert_close("norm", out, expected, dtype)
     assert_close("norm", residual, other, dtype)

@@ -54,7 +54,7 @@ def assert_same(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("step", STEPS)
-def test_the_delta_rule_equals_the_reference(
+def test_the_delta_rule_equals_the_reference_f06(
     step: Callable[[torch.device], StateRows], dtype: torch.dtype
 ) -> None:
     """F06: decodes and prompts in chunks share a step; states go on from what they were."""
@@ -65,7 +65,7 @@ def test_the_delta_rule_equals_the_reference(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("step", STEPS)
-def test_the_scan_of_mamba_equals_the_reference(
+def test_the_scan_of_mamba_equals_the_reference_f06(
     step: Callable[[torch.device], StateRows], dtype: torch.dtype
 ) -> None:
     """F06: decodes and prompts in chunks share a step; states go on from what they were."""
@@ -128,7 +128,7 @@ def test_gated_norms_equal_the_reference(gate_first: bool, dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize("kind", ["delta", "mamba"])
-def test_prompts_in_chunks_are_much_faster_than_token_by_token(kind: str) -> None:
+def test_prompts_in_chunks_are_much_faster_than_token_by_token_f06(kind: str) -> None:
     """F06: 2,000 tokens at least 10 times faster than as many single steps."""
     num_tokens, draw = 2000, Drawn(CPU, torch.float32)
     case = DeltaCase.draw(num_tokens, draw) if kind == "delta" else ScanCase.draw(num_tokens, draw)

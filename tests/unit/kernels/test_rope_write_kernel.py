@@ -29,8 +29,8 @@ def copy_of(arena: PageArena) -> Tensor:
     return arena.data.clone()[:, 1]
 
 
-def all_positions(head_dim: int) -> RopeTable:
-    return RopeTable.at(torch.arange(400), 100.0 ** -torch.linspace(0, 1, head_dim // 2))
+def all_positions(num_pairs: int) -> RopeTable:
+    return RopeTable.at(torch.arange(400), 100.0 ** -torch.linspace(0, 1, num_pairs))
 
 
 def positions_of(sequences: list[tuple[int, int]]) -> Tensor:
@@ -42,7 +42,11 @@ SEQUENCES = [(1, 5), (1, 300), (1, 16), (7, 20), (3, 3)]
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("norm", ["none", "of the model's dtype", "wide"])
-def test_rope_write_gives_q_and_fills_exactly_the_places(norm: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("num_pairs", [16, 4, 0])
+def test_rope_write_gives_q_and_fills_exactly_the_places(
+    num_pairs: int, norm: str, dtype: torch.dtype
+) -> None:
+    """Heads are turned whole, in part, or not at all."""
     shape = Shape(heads=6, kv_heads=2, head_dim=32, page_size=4)
     rows, num_pages = make_rows(SEQUENCES, shape.page_size)
     positions = positions_of(SEQUENCES)
@@ -53,7 +57,7 @@ def test_rope_write_gives_q_and_fills_exactly_the_places(norm: str, dtype: torch
     if norm != "none":
         norm_dtype = torch.float32 if norm == "wide" else dtype
         norms = QkNorm(randn(32, dtype=norm_dtype), randn(32, dtype=norm_dtype, seed=3), EPS)
-    table = all_positions(shape.head_dim)
+    table = all_positions(num_pairs)
     places = attention.prepare(rows, shape.page_size, dtype).places
     q = torch_ops.rope_write(
         qkv, torch_ops.look_up(table, positions, dtype), norms, arena.layer(1), places
@@ -81,7 +85,7 @@ def test_rows_that_only_pad_write_nowhere() -> None:
     arena = random_arena(num_pages, shape, torch.float32)
     other = copy_of(arena)
     qkv, positions = randn(5, 10 * shape.head_dim), torch.tensor([9, 0, 17, 18, 19])
-    table = all_positions(shape.head_dim)
+    table = all_positions(shape.head_dim // 2)
     places = attention.prepare(rows, shape.page_size, torch.float32).places
     rope = torch_ops.look_up(table, positions, torch.float32)
     torch_ops.rope_write(qkv, rope, None, arena.layer(1), places)
@@ -113,7 +117,7 @@ def test_a_nan_left_in_a_page_never_reaches_its_next_owner(draw: Draw) -> None:
     arena.data[~live] = float("nan")
     other = copy_of(arena)
     positions = positions_of(sequences)
-    qkv, table = randn(len(positions), 10 * shape.head_dim), all_positions(shape.head_dim)
+    qkv, table = randn(len(positions), 10 * shape.head_dim), all_positions(shape.head_dim // 2)
     fast = attention.prepare(rows, shape.page_size, torch.float32)
     rope = torch_ops.look_up(table, positions, torch.float32)
     q = torch_ops.rope_write(qkv, rope, None, arena.layer(1), fast.places)
@@ -133,7 +137,7 @@ def test_a_row_reads_pages_that_another_row_fills_in_the_same_step() -> None:
     rows, num_pages = make_rows(sequences, shape.page_size, num_shared=2, num_decodes=0)
     arena = random_arena(num_pages, shape, torch.float32)
     other, positions = copy_of(arena), positions_of(sequences)
-    qkv, table = randn(12, 10 * shape.head_dim), all_positions(shape.head_dim)
+    qkv, table = randn(12, 10 * shape.head_dim), all_positions(shape.head_dim // 2)
     fast = attention.prepare(rows, shape.page_size, torch.float32)
     rope = torch_ops.look_up(table, positions, torch.float32)
     q = torch_ops.rope_write(qkv, rope, None, arena.layer(1), fast.places)

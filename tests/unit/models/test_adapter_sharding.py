@@ -103,6 +103,8 @@ class Request:
     tokens: list[int]
 
 
+HYBRIDS = ["qwen3-next", "qwen3.5", "granite-h", "granite-h-dense", "falcon-h1-norm"]
+WITH_EXPERTS = ["qwen3-next", "granite-h"]
 REQUESTS = {
     f"{adapter}, {number}": Request(adapter, [(7 * number + 5 * at) % 90 + 3 for at in range(17)])
     for number, adapter in enumerate([None, 0, 1, 2, 1, None])
@@ -130,18 +132,20 @@ def logits(model: Decoder, adapters: list[AdapterWeights]) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("kind", "form"),
     [(kind, ExpertFormat.STACKED) for kind in ("llama", "llama-tied", "lfm2-biased")]
-    + [("qwen3-moe-mixed", form) for form in ExpertFormat],
+    + [("qwen3-moe-mixed", form) for form in ExpertFormat]
+    + [(kind, ExpertFormat.PER_EXPERT) for kind in HYBRIDS],
 )
 def test_w16_two_ranks_give_one_ranks_logits_with_adapters(
     kind: str, form: ExpertFormat, tmp_path: Path
 ) -> None:
     """W16: every target and every format of experts, mixed with the base in one batch."""
     # Twice an expert's width is not the hidden size: else some formats could be read in two ways.
-    save_tiny(tmp_path, kind, **({"moe_intermediate_size": 20} if "moe" in kind else {}))
+    sizes = {"intermediate_size" if kind == "granite-h" else "moe_intermediate_size": 20}
+    has_experts = kind in WITH_EXPERTS or "moe" in kind
+    save_tiny(tmp_path, kind, **(sizes if has_experts else {}))
     alone = load_tiny(tmp_path)
     targets = alone.adapter_targets()
-    has_experts = any(target.kind is TargetKind.EXPERTS for target in targets.values())
-    assert has_experts == ("moe" in kind)
+    assert has_experts == any(t.kind is TargetKind.EXPERTS for t in targets.values())
     adapters = []
     for rank in (1, 4, 16):
         folder = tmp_path / f"rank {rank}"

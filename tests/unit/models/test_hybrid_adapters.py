@@ -37,8 +37,8 @@ SIZES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", MIXERS)
 def test_adapters_of_hybrids_give_pefts_logits_f08(kind: str, tmp_path: Path) -> None:
-    """F08: each mixer's projections alone, all that PEFT calls all-linear (experts and routers,
-    too), ends, and both with the base in one batch; whole prompts, chunks and decodes."""
+    """F08, W14: each mixer's projections alone, all that PEFT calls all-linear (experts and
+    routers, too), ends, and all with the base in one batch; whole prompts, chunks and decodes."""
     # PEFT refuses what its own word for everything includes there.
     every = [*MIXERS[kind], *ATTENTION, *MLP] if kind == "falcon-h1" else "all-linear"
     adapters: dict[str, dict[str, Any]] = {

@@ -17,7 +17,7 @@ from tests.unit.models.tiny import MODELS, WINDOW, load_tiny, save_tiny
 
 LENGTHS = {"a": 41, "b": 7, "c": 23, "d": 7}
 WITH_WINDOWS = [kind for kind in MODELS if kind.endswith("-window")] + ["gemma3", "gpt-oss"]
-ALL_CHUNKS = ["llama", "qwen3-moe", "lfm2"]
+ALL_CHUNKS = ["llama", "qwen3-moe", "lfm2", "qwen3-next", "qwen3.5", "granite-h", "falcon-h1"]
 CHUNKS = range(1, 34)
 """Below, at and above windows, pages, and their multiples."""
 SOME_CHUNKS = (1, 5, 16, 33)

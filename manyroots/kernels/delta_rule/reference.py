@@ -1,4 +1,4 @@
-"""The gated delta rule, naive: one token and one head at a time, in float32.
+"""The gated delta rule, naive: one token at a time, in float32.
 
 A head's state is a matrix [key_dim, value_dim] that keys read values from. Each token lets it
 decay, then corrects what its key reads towards its value:
@@ -46,12 +46,11 @@ def gated_delta(
     for seq, unit in enumerate(rows.units.tolist()):
         kept = torch.zeros_like(state[unit]) if fresh[seq] else state[unit].clone()
         for t in range(starts[seq], starts[seq + 1]):
-            for head in range(heads):
-                matrix = kept[head] * g[t, head].exp()
-                read = matrix.t() @ k[t, head]
-                matrix = matrix + torch.outer(k[t, head], beta[t, head] * (v[t, head] - read))
-                kept[head] = matrix
-                out[t, head] = (matrix.t() @ q[t, head] * dim**-0.5).to(out.dtype)
+            kept = kept * g[t].exp()[:, None, None]
+            read = torch.einsum("hkv,hk->hv", kept, k[t])
+            written = beta[t, :, None] * (v[t] - read)
+            kept = kept + torch.einsum("hk,hv->hkv", k[t], written)
+            out[t] = (torch.einsum("hkv,hk->hv", kept, q[t]) * dim**-0.5).to(out.dtype)
         state[unit] = kept
     return out
 

@@ -1,4 +1,4 @@
-"""The scan of Mamba-2, naive: one token and one head at a time, in float32.
+"""The scan of Mamba-2, naive: one token at a time, in float32.
 
 A head's state is a matrix [head_dim, state_dim], and a head's decay one number per token:
 
@@ -42,11 +42,10 @@ def scan(
     for seq, unit in enumerate(rows.units.tolist()):
         kept = torch.zeros_like(state[unit]) if fresh[seq] else state[unit].clone()
         for t in range(starts[seq], starts[seq + 1]):
-            for head in range(heads):
-                value = x[t, head].float()
-                added = torch.outer(steps[t, head] * value, b[t, head])
-                kept[head] = decays[t, head] * kept[head] + added
-                read = kept[head] @ c[t, head] + d[head].float() * value
-                out[t, head] = read.to(out.dtype)
+            value = x[t].float()
+            added = torch.einsum("hp,hn->hpn", steps[t, :, None] * value, b[t])
+            kept = decays[t, :, None, None] * kept + added
+            read = torch.einsum("hpn,hn->hp", kept, c[t]) + d.float()[:, None] * value
+            out[t] = read.to(out.dtype)
         state[unit] = kept
     return out

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from manyroots.kernels.recurrent.rows import StateRows
 
@@ -41,6 +43,18 @@ def decodes(device: torch.device) -> StateRows:
 
 def prompts(device: torch.device) -> StateRows:
     return make_rows([3, 40], [True, False], device)
+
+
+class CountedOps(TorchDispatchMode):
+    """Counts what torch computes: how long it takes depends on the machine, this does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
 
 
 class Drawn:

@@ -116,11 +116,13 @@ class LoraReply:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """What only failed sequences, and the first output of an adapter's, have."""
+    """What only failed sequences, embeddings, and the first output of an adapter's, have."""
 
     error_kind: ErrorKind = ErrorKind.ENGINE
     adapter_was: Tier | None = None
     """Where the weights were when the request came."""
+    hidden: tuple[float, ...] = ()
+    """Of a request that asked: the hidden state behind its prompt."""
 
 
 @dataclass(slots=True)

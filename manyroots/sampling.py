@@ -68,6 +68,8 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     structured_outputs: StructuredOutputsParams | None = None
     """The shape that the completion must have."""
+    wants_hidden: bool = False
+    """Also the hidden state behind the prompt: for embeddings, which generate nothing else."""
 
     def __post_init__(self) -> None:
         self._set("n", _int("n", self.n, 1, MAX_CHOICES))

@@ -22,6 +22,7 @@ from manyroots.sampling import SamplingParams
 
 Int32s = npt.NDArray[np.int32]
 Bools = npt.NDArray[np.bool_]
+Floats = npt.NDArray[np.float32]
 
 LoadId = NewType("LoadId", int)
 """One load from the intent to its answer; never used again."""
@@ -219,6 +220,8 @@ class StepResult:
     """For sampling rows that asked for them."""
     prompt_logprobs: dict[Row, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     """For rows that asked: positions this step computed, each scoring the *next* prompt token."""
+    hidden: dict[Row, Floats] = field(default_factory=dict)
+    """For sampling rows that asked: the hidden state that the token was sampled from."""
     faults: tuple[RowFault, ...] = ()
     copies: tuple[CopyDone, ...] = ()
     """Copies between tiers that have ended since the last result."""

@@ -20,6 +20,7 @@ from manyroots.api.anthropic.shapes import (
 )
 from manyroots.api.chat import chat_completions
 from manyroots.api.completions import completions
+from manyroots.api.embeddings import embeddings
 from manyroots.api.endpoints import TEXT, Endpoint, post
 from manyroots.api.errors import EXCEPTION_HANDLERS
 from manyroots.api.lora import LORA_ENDPOINTS
@@ -31,12 +32,14 @@ from manyroots.api.requests import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    EmbeddingsRequest,
     TokenizeRequest,
 )
 from manyroots.api.responses import (
     ChatCompletion,
     Completion,
     Detokenized,
+    EmbeddingList,
     ModelCard,
     ModelList,
     Tokenized,
@@ -94,6 +97,9 @@ def endpoints(settings: ServerSettings) -> list[Endpoint]:
         post(
             "/v1/messages/count_tokens", count_tokens, "How many tokens its prompt has.",
             CountTokensRequest, TokenCount,
+        ),
+        post(
+            "/v1/embeddings", embeddings, "Texts as vectors.", EmbeddingsRequest, EmbeddingList
         ),
         post("/tokenize", tokenize, "A text's tokens.", TokenizeRequest, Tokenized),
         post("/detokenize", detokenize, "Tokens' text.", DetokenizeRequest, Detokenized),

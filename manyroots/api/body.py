@@ -19,6 +19,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 
+from manyroots.api.requests import ResponseFormat
 from manyroots.errors import RequestError, TooLargeError
 
 T = TypeVar("T")
@@ -85,6 +86,14 @@ def parse_request(body: bytes, kind: type[T]) -> T:
         ) from error
     except msgspec.ValidationError as error:
         raise _explain(str(error)) from error
+
+
+def as_format(wanted: dict[str, Any], field: str) -> ResponseFormat:
+    """A `response_format` that came in another API's words, as `field`."""
+    try:
+        return msgspec.convert(wanted, ResponseFormat)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"{field} is not usable: {error}.", field=field) from error
 
 
 def _parse(body: bytes) -> Any:

@@ -22,6 +22,8 @@ from manyroots.step import TokenLogprobs
 from manyroots.text.assembler import TextAssembler, TextDelta
 
 Batch = list[tuple[int, TextDelta]]
+Outputs = AsyncGenerator[Output, None]
+"""What the engine's iterators are: that they can be closed is their documented contract."""
 
 
 async def generate(
@@ -110,7 +112,7 @@ async def _sequence(
                 timer.tokens(len(delta.tokens))
                 if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
                     reason = output.finish_reason
-                    raise _failure(output)
+                    raise failure_of(output)
                 if delta.finish_reason is not None:
                     reason = delta.finish_reason
                 yield delta
@@ -120,7 +122,7 @@ async def _sequence(
         timer.finish(reason.value)
 
 
-def _failure(output: Output) -> ManyrootsError:
+def failure_of(output: Output) -> ManyrootsError:
     """What an unfinished sequence means to its caller."""
     if output.finish_reason is FinishReason.ABORT:
         return UnavailableError("The engine gave up this sequence; try again.")

@@ -151,6 +151,23 @@ class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
     echo: Unsupported = None
 
 
+class EmbeddingsRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/embeddings"""
+
+    model: str
+    input: str | list[Any]
+    encoding_format: str | None = None
+    add_special_tokens: bool | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    lora_path: str | list[str | None] | None = None
+    user: Ignored = None
+    request_id: Ignored = None
+    dimensions: Unsupported = None
+    truncate_prompt_tokens: Unsupported = None
+    messages: Unsupported = None
+
+
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """POST /tokenize, with either a prompt or messages."""
 

@@ -176,6 +176,25 @@ class Tokenized(msgspec.Struct):
     token_strs: list[str] | None = None
 
 
+class EmbeddingsUsage(msgspec.Struct):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddedText(msgspec.Struct, kw_only=True):
+    object: str = "embedding"
+    index: int
+    embedding: list[float] | str
+    """Numbers, or their bytes (float32, little-endian) in base64."""
+
+
+class EmbeddingList(msgspec.Struct, kw_only=True):
+    object: str = "list"
+    data: list[EmbeddedText]
+    model: str
+    usage: EmbeddingsUsage
+
+
 class Detokenized(msgspec.Struct):
     prompt: str
 

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Protocol
 
 from manyroots.adapter_names import LoraModule
@@ -265,7 +266,7 @@ class EngineLoop:
         for output in outputs.outputs:
             was = self._adapter_was.pop(output.request_id, None)
             if was is not None:
-                output.notice = Notice(output.error_kind, was)
+                output.notice = replace(output.notice or Notice(), adapter_was=was)
 
     def take_replies(self) -> list[LoraReply]:
         """Answers to loads and unloads since the last call."""

@@ -53,7 +53,7 @@ from manyroots.runner.step_arrays import (
     token_arrays,
 )
 from manyroots.runner.step_timer import Answer, Compute, StepTimer
-from manyroots.step import Int32s, Plan, RowFault, StepResult, TokenLogprobs
+from manyroots.step import Floats, Int32s, Plan, RowFault, StepResult, TokenLogprobs
 from manyroots.store.adapter_loader import AdapterLoader
 from manyroots.store.arena import PageArena, StateArena
 from manyroots.store.device_copies import copy_within_device
@@ -67,6 +67,8 @@ _NO_ADAPTERS = "a plan names adapters, and this runner was made without them"
 
 T = TypeVar("T")
 Scores = dict[Row, TokenLogprobs]
+KeptHidden = tuple[Int32s, Tensor]
+"""Rows, and the hidden state of each."""
 
 
 class ModelRunner:
@@ -216,8 +218,10 @@ class ModelRunner:
                 return False
             if not graphs.has_room_for(len(inputs.tokens)):
                 return False
-        wants_more = self._state.wants_prompt_logprobs[inputs.rows].any()
-        return not wants_more and not self._state.exceeds_graph(inputs.rows[inputs.sampling])
+        wants_more = self._state.wants_prompt_logprobs | self._state.wants_hidden
+        if wants_more[inputs.rows].any():
+            return False
+        return not self._state.exceeds_graph(inputs.rows[inputs.sampling])
 
     def _begin_graph(self, plan: Plan, inputs: StepInputs, graphs: Graphs) -> Answer:
         """A step of single tokens, in the next larger shape there is."""
@@ -275,7 +279,16 @@ class ModelRunner:
         sampled = self._forward.choose(logits, views)
         scores = None if own is None else self._score_samples(own, sampled.tokens, rows)
         step = InFlight(rows, sampled, np.arange(len(rows)))
-        return self._answer(plan, inputs, step, scores, prompt_scores)
+        kept = self._keep_hidden(hidden, rows, views["sampled_at"])
+        return self._answer(plan, inputs, step, scores, prompt_scores, kept)
+
+    def _keep_hidden(self, hidden: Tensor, rows: Int32s, there: Tensor) -> KeptHidden | None:
+        """The states of rows that asked for theirs, still on the device."""
+        wanted = np.flatnonzero(self._state.wants_hidden[rows])
+        if len(wanted) == 0:
+            return None
+        places = torch.from_numpy(wanted).to(there.device)
+        return rows[wanted], hidden[there[places]]
 
     def _fill_masks(self, rows: Int32s) -> None:
         """The masks of rows with a grammar: they depend on the last step's tokens, which arrive
@@ -315,6 +328,7 @@ class ModelRunner:
         step: InFlight,
         scores: Scores | None = None,
         prompt_scores: PromptScores | None = None,
+        kept: KeptHidden | None = None,
     ) -> Answer:
         """Count a launched step's tokens; gives what waits for them. `scores`: where they are not
         the sampler's."""
@@ -336,6 +350,7 @@ class ModelRunner:
                 if scores is None
                 else scores,
                 prompt_logprobs=prompt_scores or {},
+                hidden=_hidden(kept),
                 faults=tuple(RowFault(Row(int(step.rows[i])), why) for i, why in faults.items()),
                 copies=ends.copies,
                 adapters=ends.adapters,
@@ -357,6 +372,13 @@ class ModelRunner:
             )
 
         return answer
+
+
+def _hidden(kept: KeptHidden | None) -> dict[Row, Floats]:
+    if kept is None:
+        return {}
+    rows, states = kept
+    return dict(zip(map(Row, rows.tolist()), states.float().cpu().numpy(), strict=True))
 
 
 def _resolve(future: Future[StepResult], answer: Answer) -> None:

@@ -104,6 +104,7 @@ class SamplingState:
         self._wants_more = np.zeros(num_rows, np.bool_)
         """Rows that want more logprobs than `Sampled` has room for."""
         self.wants_prompt_logprobs = np.zeros(num_rows, np.bool_)
+        self.wants_hidden = np.zeros(num_rows, np.bool_)
         self.failures: dict[int, str] = {}
         """Rows whose parameters could not be taken in, and why: nothing is chosen for them."""
 
@@ -185,6 +186,7 @@ class SamplingState:
             self._masks.forget(row)
         self._num_top[row] = NO_LOGPROBS
         self._wants_more[row] = self.wants_prompt_logprobs[row] = False
+        self.wants_hidden[row] = False
 
     def _take(self, arrival: Arrival, entries: _TableEntries) -> None:
         row, params = arrival.row, arrival.sampling
@@ -215,3 +217,4 @@ class SamplingState:
             self._num_top[row] = min(params.logprobs, MAX_TOP)
             self._wants_more[row] = params.logprobs > MAX_TOP
         self.wants_prompt_logprobs[row] = params.prompt_logprobs is not None
+        self.wants_hidden[row] = params.wants_hidden

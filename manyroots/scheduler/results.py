@@ -16,7 +16,7 @@ import numpy as np
 from manyroots.cache.cache import PrefixCache
 from manyroots.ids import RequestId, Row, StepId
 from manyroots.lora.residency import Residency
-from manyroots.messages import FinishReason, Output, StepOutputs, Tokens
+from manyroots.messages import FinishReason, Notice, Output, StepOutputs, Tokens
 from manyroots.scheduler.admission import Admission
 from manyroots.scheduler.departures import Departures
 from manyroots.scheduler.plan_builder import Launched
@@ -198,7 +198,10 @@ class Results:
             for row, token, num_before in singled:
                 request, logprobs = self._rows.request_at(row), result.logprobs.get(row)
                 # The newest token lies behind those that are committed.
-                outputs.append(self._tell(request, token, num_before + 1, logprobs))
+                output = self._tell(request, token, num_before + 1, logprobs)
+                if result.hidden and row in result.hidden:
+                    output.notice = Notice(hidden=tuple(result.hidden[Row(row)].tolist()))
+                outputs.append(output)
             rows, tokens = rows[is_plain], tokens[is_plain]
         return Tokens(self._rows.request_ids[rows], tokens, self._rows.num_cached[rows])
 

@@ -10,7 +10,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from manyroots.api.anthropic.shapes import UNSUPPORTED, MessagesRequest, PromptFields
-from manyroots.api.requests import ChatRequest
+from manyroots.api.body import as_format
+from manyroots.api.requests import ChatRequest, ResponseFormat
 from manyroots.errors import RequestError
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -52,7 +53,7 @@ def _template_kwargs(
     return {"enable_thinking": request.thinking.type != "disabled"} | (given or {})
 
 
-def _response_format(request: PromptFields) -> dict[str, Any] | None:
+def _response_format(request: PromptFields) -> ResponseFormat | None:
     chosen = request.output_format
     if chosen is None and request.output_config is not None:
         chosen = request.output_config.format
@@ -64,7 +65,8 @@ def _response_format(request: PromptFields) -> dict[str, Any] | None:
             field="output_format",
         )
     described = {"name": "answer", "schema": chosen.get("schema")}
-    return {"type": "json_schema", "json_schema": described}
+    wanted = {"type": "json_schema", "json_schema": described}
+    return as_format(wanted, "output_format")
 
 
 def _tool(tool: Any, place: int) -> Any:

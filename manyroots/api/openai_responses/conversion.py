@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from manyroots.api.body import as_format
 from manyroots.api.openai_responses.shapes import REMEDIES, ResponsesRequest
-from manyroots.api.requests import ChatRequest
+from manyroots.api.requests import ChatRequest, ResponseFormat
 from manyroots.errors import RequestError
 
 LOGPROBS = "message.output_text.logprobs"
@@ -60,12 +61,15 @@ def _check_supported(request: ResponsesRequest) -> None:
             )
 
 
-def _response_format(request: ResponsesRequest) -> dict[str, Any] | None:
+def _response_format(request: ResponsesRequest) -> ResponseFormat | None:
     chosen = None if request.text is None else request.text.format
-    if chosen is None or chosen.get("type") != "json_schema":
-        return chosen
+    if chosen is None:
+        return None
     described = {name: value for name, value in chosen.items() if name != "type"}
-    return {"type": "json_schema", "json_schema": described}
+    wanted: dict[str, Any] = {"type": chosen.get("type")}
+    if chosen.get("type") == "json_schema":
+        wanted["json_schema"] = described
+    return as_format(wanted, "text.format")
 
 
 def _tool(tool: Any, place: int) -> Any:

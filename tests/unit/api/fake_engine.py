@@ -18,6 +18,7 @@ from manyroots.messages import (
     FinishReason,
     LoadLora,
     LoraReply,
+    Notice,
     Output,
     Stats,
     Submit,
@@ -58,6 +59,7 @@ def repeat_prompt(submit: Submit) -> Iterable[Output]:
         yield Output(
             submit.request_id, [token], finish, num_cached_tokens=2,
             stop_token=token if stops else None, logprobs=scores, prompt_logprobs=prompt_scores,
+            notice=Notice(hidden=(3.0, 4.0)) if sampling.wants_hidden else None,
         )  # fmt: skip
         if stops:
             return

@@ -1,0 +1,138 @@
+"""POST /v1/embeddings
+
+A text's vector is the model's hidden state behind its last token, after the final norm, of length
+1. Each text is a sequence like any other: it shares prefixes, batches and adapters, and its one
+sampled token is dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import dataclasses
+from contextlib import aclosing
+from typing import cast
+
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import Response
+
+from manyroots.api.body import read_request
+from manyroots.api.errors import GenerationError
+from manyroots.api.events import answer
+from manyroots.api.generation import Outputs, failure_of
+from manyroots.api.jobs import Job, completion_job
+from manyroots.api.requests import CompletionRequest, EmbeddingsRequest
+from manyroots.api.responses import EmbeddedText, EmbeddingList, EmbeddingsUsage
+from manyroots.api.state import ServerState, server_of
+from manyroots.errors import RequestError
+from manyroots.messages import FinishReason, Submit
+from manyroots.step import Floats
+
+_FORMATS = ("float", "base64")
+
+
+async def embeddings(request: Request) -> Response:
+    server = server_of(request)
+    body = await read_request(request, EmbeddingsRequest, max_bytes=server.settings.max_body_bytes)
+    _check(body)
+    job = await _job(server, body, request)
+    with job.permits:
+        return await answer(request, _whole(job, body))
+
+
+def _check(request: EmbeddingsRequest) -> None:
+    remedies = {
+        "dimensions": "a hidden state has no shorter form that means the same; remove it",
+        "truncate_prompt_tokens": "shorten the input",
+        "messages": "send the text as input",
+    }
+    for name, remedy in remedies.items():
+        if getattr(request, name) is not None:
+            raise RequestError(f"{name} is not supported by this server: {remedy}.", field=name)
+    if request.encoding_format not in (None, *_FORMATS):
+        raise RequestError(
+            f"encoding_format is {request.encoding_format!r:.60}; choose float or base64.",
+            field="encoding_format",
+        )
+
+
+async def _job(server: ServerState, request: EmbeddingsRequest, web: Request) -> Job:
+    """A completion of one token for each text, which also gives its state."""
+    asked = CompletionRequest(
+        model=request.model,
+        prompt=request.input,
+        max_tokens=1,
+        temperature=0.0,
+        add_special_tokens=request.add_special_tokens,
+        cache_salt=request.cache_salt,
+        priority=request.priority,
+        lora_path=request.lora_path,
+    )
+    try:
+        job = await completion_job(server, asked, web.headers)
+    except RequestError as error:
+        if error.field == "prompt":
+            raise RequestError(str(error).replace("prompt", "input"), field="input") from error
+        raise
+    submits = [
+        dataclasses.replace(
+            submit, sampling=dataclasses.replace(submit.sampling, wants_hidden=True)
+        )
+        for submit in job.submits
+    ]
+    return dataclasses.replace(job, submits=submits)
+
+
+async def _whole(job: Job, request: EmbeddingsRequest) -> EmbeddingList:
+    reason = FinishReason.ERROR
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(_vector(job, submit)) for submit in job.submits]
+        reason = FinishReason.STOP
+    except* Exception as errors:
+        raise errors.exceptions[0] from None
+    finally:
+        job.watch.end(reason.value)
+    num_tokens = sum(len(submit.prompt) for submit in job.submits)
+    return EmbeddingList(
+        data=[
+            EmbeddedText(index=index, embedding=_written(task.result(), request.encoding_format))
+            for index, task in enumerate(tasks)
+        ],
+        model=request.model,
+        usage=EmbeddingsUsage(num_tokens, num_tokens),
+    )
+
+
+async def _vector(job: Job, submit: Submit) -> Floats:
+    service = job.service
+    timer = service.metrics.sequence(submit.request_id, len(submit.prompt), submit.adapter)
+    reason = FinishReason.ERROR
+    outputs = cast(Outputs, service.engine.generate(submit))
+    try:
+        async with aclosing(outputs):
+            async for output in outputs:
+                if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+                    raise failure_of(output)
+                timer.tokens(len(output.tokens))
+                if output.notice is not None and output.notice.hidden:
+                    reason = FinishReason.STOP
+                    return _normalised(output.notice.hidden)
+    finally:
+        timer.finish(reason.value)
+    raise GenerationError("The engine gave no hidden state for this text.")
+
+
+def _normalised(hidden: tuple[float, ...]) -> Floats:
+    vector = np.array(hidden, np.float64)
+    length = float(np.linalg.norm(vector))
+    if not np.isfinite(length) or length == 0.0:
+        raise GenerationError("This text's hidden state has no direction: it is 0 or not finite.")
+    return (vector / length).astype(np.float32)
+
+
+def _written(vector: Floats, encoding: str | None) -> list[float] | str:
+    if encoding == "base64":
+        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+    return [float(value) for value in vector]

@@ -1,0 +1,1 @@
+"""Clients of others, untouched, against a real server: `python -m tests.clients`."""

@@ -1,0 +1,55 @@
+"""Embeddings: the hidden state behind a text, of length 1 (G05)."""
+
+from __future__ import annotations
+
+import base64
+import struct
+from typing import Any
+
+import pytest
+
+from tests.unit.api.harness import Harness, error_of
+
+pytestmark = pytest.mark.anyio
+
+
+async def embed(harness: Harness | None = None, **fields: Any) -> Any:
+    body = {"model": "tiny", "input": "hello"} | fields
+    return await (harness or Harness()).post("/v1/embeddings", body)
+
+
+async def test_g05_each_text_has_a_vector_of_length_one() -> None:
+    harness = Harness()
+    answer = (await embed(harness, input=["hello", "ab"])).json()
+    assert [item["index"] for item in answer["data"]] == [0, 1]
+    assert answer["data"][0]["embedding"] == pytest.approx([0.6, 0.8])
+    assert answer["usage"] == {"prompt_tokens": 3, "total_tokens": 3}
+    assert all(submit.sampling.wants_hidden for submit in harness.engine.submitted)
+    assert harness.state.service.concurrency.num_alive == 0
+
+
+async def test_g05_vectors_as_base64_and_texts_as_tokens() -> None:
+    answer = (await embed(encoding_format="base64", input=[[1, 2], [3]])).json()
+    for item in answer["data"]:
+        assert struct.unpack("<2f", base64.b64decode(item["embedding"])) == pytest.approx(
+            (0.6, 0.8)
+        )
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": ""}, "input"),
+        ({"input": []}, "input"),
+        ({"input": [None]}, "input"),
+        ({"input": [300]}, "input"),
+        ({"input": "a" * 600}, "input"),
+        ({"dimensions": 16}, "dimensions"),
+        ({"encoding_format": "hex"}, "encoding_format"),
+        ({"temperature": 1}, "temperature"),
+    ],
+)
+async def test_g05_what_has_no_vector(fields: dict[str, Any], param: str) -> None:
+    response = await embed(**fields)
+    assert response.status_code == 400
+    assert error_of(response)["param"] == param

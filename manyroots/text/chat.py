@@ -25,6 +25,7 @@ from manyroots.text.tools import NO_TOOLS, ToolUse
 _END_MARK = "\ue000manyroots-end-of-final-message\ue001"
 _MAX_OPTION_CHARACTERS = 1024
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+_HARMONY_EFFORTS = ("low", "medium", "high")
 _SWITCHES = frozenset({"enable_thinking", "thinking"})
 """Options of templates that turn reasoning on and off."""
 
@@ -71,6 +72,7 @@ class ChatTemplate:
                     field="continue_final_message",
                 )
             checked[-1]["content"] += _END_MARK
+        checked = [self._fitted(message) for message in checked]
         declarations = use.declarations if use.is_on else []
         if declarations and not self._knows_tools:
             checked = tell_tools(checked, declarations)
@@ -94,6 +96,18 @@ class ChatTemplate:
                 field="continue_final_message",
             )
         return before
+
+    def _fitted(self, message: dict[str, Any]) -> dict[str, Any]:
+        """A message as this family's template reads it."""
+        fit, calls = self.format.tools.fit_id, message.get("tool_calls")
+        if "tool_call_id" in message:
+            message["tool_call_id"] = fit(message["tool_call_id"])
+        if calls:
+            message["tool_calls"] = [call | {"id": fit(call["id"])} for call in calls]
+        if calls and not message["content"] and "reasoning_content" in message:
+            # As gpt-oss calls it; its reasoning is wanted again while its calls are carried out.
+            message["thinking"] = message["reasoning_content"]
+        return message
 
     def _render(self, values: Mapping[str, Any], messages: list[dict[str, Any]]) -> str:
         try:
@@ -120,6 +134,12 @@ class ChatTemplate:
                 field="reasoning_effort",
             )
         if "reasoning_effort" in self.options:
+            if self.format.tools.prefix is not None and effort not in _HARMONY_EFFORTS:
+                raise RequestError(
+                    f"reasoning_effort is {effort!r}; this model knows "
+                    f"{', '.join(_HARMONY_EFFORTS)}.",
+                    field="reasoning_effort",
+                )
             return {"reasoning_effort": effort}
         if switches := _SWITCHES & self.options:
             return dict.fromkeys(switches, effort != "none")

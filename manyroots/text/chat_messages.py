@@ -55,11 +55,14 @@ def _message(message: Any, where: str, has_developer_role: bool) -> dict[str, An
         "role": "system" if role == "developer" and not has_developer_role else role
     }
     calls = message.get("tool_calls")
-    if calls is not None:
+    if calls is not None and calls != []:
         checked["tool_calls"] = _tool_calls(calls, role, f"{where}.tool_calls")
     # An answer that was all tool calls, or all thoughts, has no content.
     is_answer = role == "assistant"
     checked["content"] = _content(message.get("content"), f"{where}.content", optional=is_answer)
+    thoughts = message.get("reasoning_content", message.get("reasoning"))
+    if is_answer and isinstance(thoughts, str) and thoughts:
+        checked["reasoning_content"] = thoughts  # of which most templates keep the latest
     for name in ("name", "tool_call_id"):
         if message.get(name) is not None:
             checked[name] = _string(message[name], f"{where}.{name}")

@@ -71,16 +71,26 @@ Parse = Callable[[Reader, "AnswerWriter"], Generator[None, None, None]]
 """A format: reads all text, telling the writer what it finds; pauses where text has not come."""
 
 
+def openai_id() -> str:
+    """A new call's, as most clients know them."""
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
 class ChatOutput:
     """One completion's answer, from its first text to its last."""
 
     def __init__(
-        self, parse: Parse, *, max_calls: int | None = None, is_continued: bool = False
+        self,
+        parse: Parse,
+        *,
+        max_calls: int | None = None,
+        is_continued: bool = False,
+        new_id: Callable[[], str] = openai_id,
     ) -> None:
         """`max_calls`: calls beyond these are dropped; None takes all. `is_continued`: the answer
-        began in the prompt, so that space in front is its own."""
+        began in the prompt, so that space in front is its own. `new_id`: of a call."""
         self._reader = Reader()
-        self._writer = AnswerWriter(max_calls, is_continued=is_continued)
+        self._writer = AnswerWriter(max_calls, is_continued=is_continued, new_id=new_id)
         self._parsing = parse(self._reader, self._writer)
 
     @property
@@ -112,7 +122,14 @@ class AnswerWriter:
     """What formats tell of what they read. Space around reasoning and calls is layout, and dropped;
     within a text it stays."""
 
-    def __init__(self, max_calls: int | None = None, *, is_continued: bool = False) -> None:
+    def __init__(
+        self,
+        max_calls: int | None = None,
+        *,
+        is_continued: bool = False,
+        new_id: Callable[[], str] = openai_id,
+    ) -> None:
+        self._new_id = new_id
         self.answer = Answer()
         self._max_calls = max_calls
         self._events: list[ChatEvent] = []
@@ -123,12 +140,18 @@ class AnswerWriter:
         self._is_dropping = False
 
     def reasoning(self, text: str) -> None:
+        is_apart = not self._is_open and self.answer.reasoning is not None
         if text := self._with_space(text):
+            text = f"\n{text}" if is_apart else text
             self.answer.reasoning = (self.answer.reasoning or "") + text
             self._events.append(ReasoningDelta(text))
 
     def end_reasoning(self) -> None:
         self._space, self._is_open = "", False
+
+    def end_content(self) -> None:
+        """What comes next is a text of its own."""
+        self._is_open = False
 
     def content(self, text: str) -> None:
         is_apart = not self._is_open and self.answer.content is not None
@@ -149,7 +172,7 @@ class AnswerWriter:
         self._is_dropping = self._max_calls is not None and len(calls) >= self._max_calls
         if self._is_dropping:
             return
-        call = ToolCall(call_id or f"call_{uuid.uuid4().hex[:24]}", name)
+        call = ToolCall(call_id or self._new_id(), name)
         calls.append(call)
         self._events.append(ToolCallBegins(len(calls) - 1, call.id, name))
 
@@ -163,7 +186,7 @@ class AnswerWriter:
 
     def end(self) -> None:
         """Space at the very end is the answer's own, unless it lies behind a call."""
-        if self._space and self._is_open and not self.answer.tool_calls:
+        if self._space and self.answer.content is not None and not self.answer.tool_calls:
             space, self._space = self._space, ""
             self.plain(space)
 
@@ -185,18 +208,9 @@ class AnswerWriter:
 
 def parse_content(reader: Reader, writer: AnswerWriter) -> Generator[None, None, None]:
     """All text is content, behind something that is not."""
-    while True:
-        writer.content(reader.take())
-        if reader.is_over:
-            return
-        yield
+    yield from reader.rest(writer.content)
 
 
 def parse_plain(reader: Reader, writer: AnswerWriter) -> Generator[None, None, None]:
     """The format of a model that only answers: all text is content."""
-    while True:
-        if text := reader.take():
-            writer.plain(text)
-        if reader.is_over:
-            return
-        yield
+    yield from reader.rest(writer.plain)

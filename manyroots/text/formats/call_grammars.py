@@ -6,9 +6,10 @@ Takes the tools that a choice leaves; gives Lark in which arguments follow their
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from manyroots.text.formats.argument_types import is_text
 from manyroots.text.tools import Tool, ToolUse
 
 MAX_CALLS = 16
@@ -16,18 +17,74 @@ MAX_CALLS = 16
 _COMPACT = {"whitespace_flexible": True, "whitespace_pattern": r"[\x20\x0A]{1,20}"}
 
 
+def schema_rule(schema: Mapping[str, Any], root: Mapping[str, Any] | None = None) -> str:
+    """Lark's terms for JSON that follows a schema, which may refer to definitions of `root`."""
+    shared = {word: root[word] for word in ("$defs", "definitions") if root and word in root}
+    return f"%json {json.dumps({**shared, **schema, 'x-guidance': _COMPACT})}"
+
+
 def arguments_rule(tool: Tool) -> str:
-    """Lark's terms for the arguments of a tool, as JSON."""
+    """Lark's terms for the arguments of a tool, as one JSON object."""
     schema: Mapping[str, Any] = tool.parameters or {"type": "object", "properties": {}}
     if "type" not in schema and "$ref" not in schema:
         schema = {**schema, "type": "object"}
-    return f"%json {json.dumps({**schema, 'x-guidance': _COMPACT})}"
+    return schema_rule(schema)
 
 
 def json_call(tool: Tool, arguments_key: str) -> str:
     """A call as a JSON object, the name first."""
     begin = f'{{"name": {json.dumps(tool.name)}, "{arguments_key}": '
     return f"{json.dumps(begin)} {arguments_rule(tool)} {json.dumps('}')}"
+
+
+def properties_of(tool: Tool) -> list[tuple[str, Mapping[str, Any], bool]]:
+    """Names, schemas, and whether they are required."""
+    parameters = tool.parameters or {}
+    properties = parameters.get("properties") or {}
+    required = parameters.get("required") or ()
+    return [
+        (name, schema if isinstance(schema, Mapping) else {}, name in required)
+        for name, schema in properties.items()
+    ]
+
+
+def text_or_json(
+    tool: Tool, prefix: str, begin: Callable[[str], str], end: str
+) -> tuple[list[str], list[str]]:
+    """Terms for a tool's arguments one after the other, each between `begin` of its name and `end`,
+    plain strings as they are and all else as JSON; and the rules that the terms need. Rules are
+    named by `prefix`."""
+    terms, rules = [], []
+    for place, (key, schema, is_required) in enumerate(properties_of(tool)):
+        name = f"{prefix}_{place}"
+        opening = json.dumps(begin(key))
+        if is_text(schema) and "enum" in schema:
+            choices = " | ".join(json.dumps(value) for value in schema["enum"])
+            rules.append(f"{name}: {opening} ({choices}) {json.dumps(end)}")
+        elif is_text(schema):
+            rules.append(f"{name}: {opening} {name}_text")
+            rules.append(rf"{name}_text[lazy]: /(.|\n)*/ {json.dumps(end)}")
+        else:
+            value = schema_rule(schema, tool.parameters)
+            rules.append(f"{name}: {opening} {value} {json.dumps(end)}")
+        terms.append(name if is_required else f"{name}?")
+    return terms, rules
+
+
+def listed(tool: Tool, prefix: str, term: Callable[[str, Mapping[str, Any]], str]) -> list[str]:
+    """Rules for a tool's arguments with commas between them, those that are not required in or out;
+    the first rule is called `prefix`. `term` gives the Lark of one argument."""
+    found = properties_of(tool)
+    rules = []
+    for place, (key, schema, is_required) in enumerate(found):
+        one = term(key, schema)
+        follow = f"{prefix}_{place + 1}_more"
+        skip = "" if is_required else f" | {prefix}_{place + 1}"
+        skip_more = "" if is_required else f" | {follow}"
+        rules.append(f"{prefix}_{place}: {one} {follow}{skip}")
+        rules.append(f"{prefix}_{place}_more: {json.dumps(', ')} {one} {follow}{skip_more}")
+    rules += [f'{prefix}_{len(found)}: ""', f'{prefix}_{len(found)}_more: ""']
+    return [f"{prefix}: {prefix}_0", *rules]
 
 
 def repeated(use: ToolUse, first: str, more: str) -> str:

@@ -102,6 +102,15 @@ class Reader:
             self._hand_on(self._possible_mark(marks, longest), to)
             yield
 
+    def rest(self, to: Callable[[str], None]) -> Wait:
+        """Hand on all text that is left, as it comes."""
+        while True:
+            if text := self.take():
+                to(text)
+            if self.is_over:
+                return
+            yield
+
     def collect(self, *marks: str) -> Generator[None, None, tuple[str, str | None]]:
         """As `until`, but all the text at once."""
         parts: list[str] = []

@@ -125,6 +125,216 @@ RECORDED = [
     ),
 ]
 
+WEATHER = ("get_weather", CITY)
+SEP, CALLS_BEGIN = "<｜tool▁sep｜>", "<｜tool▁calls▁begin｜>"  # noqa: RUF001
+CALL_BEGIN, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"  # noqa: RUF001
+CALLS_END = "<｜tool▁calls▁end｜>"  # noqa: RUF001
+CODER = (
+    "<tool_call>\n<function=get_weather>\n<parameter=city>\nOslo\n</parameter>\n"
+    "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>"
+)
+FINAL = "<|start|>assistant<|channel|>final<|message|>"
+
+RECORDED += [
+    Recorded(
+        "qwen coder",
+        f"Let me look.\n{CODER}\n{CODER}",
+        "Let me look.",
+        [("get_weather", '{"city": "Oslo", "days": 3}')] * 2,
+        parser="qwen3_coder",
+    ),
+    Recorded(
+        "qwen coder: lines, tags and types",
+        "<tool_call>\n<function=write>\n<parameter=text>\n\na < b\n</tool_call>\n\n</parameter>\n"
+        "<parameter=flag>True</parameter>\n<parameter=items>\n[1, {}]\n</parameter>\n"
+        "<parameter=more>7</parameter>\n<parameter=days>soon</parameter></function></tool_call>",
+        None,
+        [
+            (
+                "write",
+                '{"text": "\\na < b\\n</tool_call>\\n", "flag": true, "items": [1, {}], '
+                '"more": "7", "days": "soon"}',
+            )
+        ],
+        parser="qwen3_coder",
+        tools=[
+            function(
+                "write",
+                text={"type": "string"},
+                flag={"type": "boolean"},
+                items={"type": "array"},
+                days={"type": "integer"},
+            )
+        ],
+    ),
+    Recorded(
+        "qwen coder without outer tags",
+        "<function=now>\n</function>",
+        None,
+        [("now", "{}")],
+        parser="qwen3_coder",
+    ),
+    Recorded(
+        "qwen coder: no call",
+        "<tool_call> is <functional>",
+        "<tool_call> is <functional>",
+        parser="qwen3_coder",
+    ),
+    Recorded(
+        "qwen coder cut short",
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\nOs",
+        None,
+        [("get_weather", '{"city": "Os')],
+        parser="qwen3_coder",
+    ),
+    Recorded(
+        "llama 3",
+        '{"name": "get_weather", "parameters": {"city": "Oslo"}}',
+        None,
+        [WEATHER],
+        parser="llama3_json",
+    ),
+    Recorded(
+        "llama 3 with its tag, twice",
+        '<|python_tag|>{"name": "now", "parameters": {}}; '
+        '{"name": "get_weather", "parameters": {"city": "Oslo"}}',
+        None,
+        [("now", "{}"), WEATHER],
+        parser="llama3_json",
+    ),
+    Recorded(
+        "llama 3: words first",
+        'I will.<|python_tag|>{"name": "now", "parameters": {}}',
+        "I will.",
+        [("now", "{}")],
+        parser="llama3_json",
+    ),
+    Recorded(
+        "llama 3: some JSON",
+        '{"answer": [1, 2]} is it',
+        '{"answer": [1, 2]} is it',
+        parser="llama3_json",
+    ),
+    Recorded("llama 3: python", "<|python_tag|>print(1)", "print(1)", parser="llama3_json"),
+    Recorded(
+        "pythonic",
+        '[get_weather(city="Oslo", days=3), a.b(x=[1, {"k": None}], y=true, z=\'it\\\'s)\')]',
+        None,
+        [
+            ("get_weather", '{"city": "Oslo", "days": 3}'),
+            ("a.b", '{"x": [1, {"k": null}], "y": true, "z": "it\'s)"}'),
+        ],
+        parser="pythonic",
+    ),
+    Recorded(
+        "pythonic: no call", "[1] says so, [2] too", "[1] says so, [2] too", parser="pythonic"
+    ),
+    Recorded("pythonic: half a call", "[now(", "[now(", parser="pythonic"),
+    Recorded("pythonic: code", "[f(x), g()]", "[f(x), g()]", parser="pythonic"),
+    Recorded(
+        "lfm2",
+        'Sure.<|tool_call_start|>[get_weather(city="Oslo")]<|tool_call_end|>Wait.',
+        "Sure.\nWait.",
+        [WEATHER],
+        parser="lfm2",
+    ),
+    Recorded(
+        "mistral's list",
+        '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Oslo"}}, '
+        '{"name": "now", "arguments": {}}]',
+        None,
+        [WEATHER, ("now", "{}")],
+        parser="mistral",
+    ),
+    Recorded(
+        "mistral's names",
+        'Hm.[TOOL_CALLS]get_weather[ARGS]{"city": "Oslo"}[TOOL_CALLS]now{}',
+        "Hm.",
+        [WEATHER, ("now", "{}")],
+        parser="mistral",
+    ),
+    Recorded(
+        "mistral with an id and reasoning",
+        '[THINK]so[/THINK]yes[TOOL_CALLS]now[CALL_ID]abc123def[ARGS]{"a": "]"}',
+        "yes",
+        [("now", '{"a": "]"}')],
+        reasoning="so",
+        parser="mistral",
+        reasoning_parser="mistral",
+    ),
+    Recorded("mistral: no call", "[TOOL_CALLS]no", "[TOOL_CALLS]no", parser="mistral"),
+    Recorded(
+        "deepseek v3.1",
+        f"<think>hm</think>Yes.{CALLS_BEGIN}{CALL_BEGIN}get_weather{SEP}{CITY}{CALL_END}"
+        f"{CALL_BEGIN}now{SEP}{{}}{CALL_END}{CALLS_END}",
+        "Yes.",
+        [WEATHER, ("now", "{}")],
+        reasoning="hm",
+        parser="deepseek_v31",
+        reasoning_parser="deepseek_v3",
+    ),
+    Recorded(
+        "deepseek v3",
+        f"{CALLS_BEGIN}{CALL_BEGIN}function{SEP}get_weather\n```json\n{CITY}\n```{CALL_END}{CALLS_END}",
+        None,
+        [WEATHER],
+        parser="deepseek_v3",
+    ),
+    Recorded(
+        "gemma 4",
+        '<|tool_call>call:get_weather{city:<|"|>Oslo<|"|>,days:3}<tool_call|>'
+        "<|tool_call>call:now{}<tool_call|>",
+        None,
+        [("get_weather", '{"city": "Oslo", "days": 3}'), ("now", "{}")],
+        parser="gemma4",
+    ),
+    Recorded(
+        "gemma 4: nested, with reasoning",
+        '<|channel>thought\nlet me<channel|>Now.<|tool_call>call:f{a:{b:[1,true,<|"|>x},"<|"|>],'
+        "c:{}},d:null,e:-2.5}<tool_call|>",
+        "Now.",
+        [("f", '{"a": {"b": [1, true, "x},\\""], "c": {}}, "d": null, "e": -2.5}')],
+        reasoning="let me",
+        parser="gemma4",
+        reasoning_parser="gemma4",
+    ),
+    Recorded(
+        "function gemma",
+        "<start_function_call>call:get_weather{city:<escape>Oslo<escape>,days:<escape>3<escape>}"
+        "<end_function_call>",
+        None,
+        [("get_weather", '{"city": "Oslo", "days": 3}')],
+        parser="functiongemma",
+    ),
+    Recorded(
+        "harmony",
+        f"<|channel|>analysis<|message|>User asks.<|end|>{FINAL}Hello.",
+        "Hello.",
+        reasoning="User asks.",
+        parser="openai",
+    ),
+    Recorded(
+        "harmony with a preamble and a call",
+        "<|channel|>analysis<|message|>I need it.<|end|><|start|>assistant<|channel|>commentary"
+        "<|message|>Let me look.<|end|><|start|>assistant<|channel|>commentary "
+        'to=functions.get_weather <|constrain|>json<|message|>{"city": "Oslo"}',
+        "Let me look.",
+        [WEATHER],
+        reasoning="I need it.",
+        parser="openai",
+    ),
+    Recorded(
+        "harmony with the recipient first, and two of each",
+        " to=functions.now<|channel|>commentary json<|message|>{}<|call|>"
+        f"{FINAL}a<|end|>{FINAL}b ",
+        "a\nb",
+        [("now", "{}")],
+        parser="openai",
+    ),
+    Recorded("harmony cut short", "<|channel|>ana", None, parser="openai"),
+    Recorded("harmony without marks", "just text", "just text", parser="openai"),
+]
+
 
 def pieces(text: str, rng: random.Random) -> list[str]:
     """The text in pieces, cut at random."""

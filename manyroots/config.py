@@ -63,6 +63,12 @@ class ModelSettings:
         "Arithmetic. 'auto' is float32 on a CPU and the checkpoint's own on a GPU.",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
+    quantization: str = option(
+        "auto",
+        "Weights of products: 'auto' keeps them as the checkpoint has them, 'fp8' rounds "
+        "unquantized ones to FP8 as they are loaded, each row with a scale of its own.",
+        choices=("auto", "fp8"),
+    )
     device: str = option("auto", "Where to compute.", choices=("auto", "cpu", "cuda"))
     tensor_parallel_size: int = option(
         1, "Processes that share each layer's weights: one per GPU, or several on a CPU."

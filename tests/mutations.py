@@ -1089,4 +1089,31 @@ MUTATIONS: tuple[Mutation, ...] = (
         "slow streams count as served well",
         ("unit/bench/test_serve_bench.py::test_b01_a_promise_that_is_not_kept_is_not_goodput",),
     ),
+    Mutation(
+        "models/weights/fp8.py",
+        "return scales.repeat_interleave(format.block[0], 0)[:num_rows]",
+        "return scales.repeat(format.block[0], 1)[:num_rows]",
+        "rows take the scale of another block",
+        (
+            "unit/models/test_fp8_loading.py::"
+            "test_q01_a_checkpoint_gives_the_logits_of_its_numbers[llama-fp8-block]",
+        ),
+    ),
+    Mutation(
+        "layers/linear.py",
+        "may_be_quantized=may_be_quantized,",
+        "",
+        "heads and routers are quantized, too",
+        (
+            "unit/models/test_fp8_loading.py::"
+            "test_q01_weights_are_rounded_as_they_are_loaded_and_nothing_else_is[qwen3-moe]",
+        ),
+    ),
+    Mutation(
+        "models/weights/mxfp4.py",
+        "torch.stack((blocks & 0x0F, blocks >> 4), dim=-1)",
+        "torch.stack((blocks >> 4, blocks & 0x0F), dim=-1)",
+        "the two numbers of a byte change places",
+        ("unit/models/test_fp8_loading.py::test_q02_numbers_are_those_that_transformers_unpacks",),
+    ),
 )

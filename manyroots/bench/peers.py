@@ -11,9 +11,31 @@ import torch
 
 from manyroots.config import ModelSettings
 from manyroots.errors import ConfigError
+from manyroots.models.decoder import Decoder
 from manyroots.models.load import load_model
-from manyroots.models.source import resolve_source
+from manyroots.models.source import ModelSource, resolve_source
 from manyroots.models.weights.experts import per_expert
+
+
+def transformers_model(own: Decoder, source: ModelSource) -> Any:
+    """transformers' model with the numbers of ours."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(source.config, dtype=own.dtype)
+    model.to(own.device).eval()
+    copy_numbers(model, own)
+    return model
+
+
+def copy_numbers(model: Any, own: Decoder) -> None:
+    """Into transformers' model, whatever form ours are kept in."""
+    theirs = model.state_dict()
+    if own.spec.tie_word_embeddings:
+        theirs.pop("lm_head.weight", None)
+    ours = own.weights()
+    for name, tensor in per_expert(theirs.items()):
+        fill = ours[name]
+        tensor.copy_(fill.values - fill.offset)
 
 
 class TransformersPeer:
@@ -29,8 +51,6 @@ class TransformersPeer:
     def __init__(
         self, settings: ModelSettings, dtype: str, device: str, adapters: Mapping[str, Path]
     ) -> None:
-        from transformers import AutoModelForCausalLM
-
         source = resolve_source(settings)
         own = load_model(
             source,
@@ -38,17 +58,10 @@ class TransformersPeer:
             device=torch.device(device),
             load_format=settings.load_format,
             seed=settings.seed,
+            quantization=settings.quantization,
         )
         self._device = device
-        self._model = AutoModelForCausalLM.from_config(source.config, dtype=getattr(torch, dtype))
-        self._model.to(device).eval()
-        theirs = self._model.state_dict()
-        if own.spec.tie_word_embeddings:
-            theirs.pop("lm_head.weight", None)
-        ours = own.weights()
-        for name, tensor in per_expert(theirs.items()):
-            weight = ours[name]
-            tensor.copy_(weight.place - weight.offset)
+        self._model = transformers_model(own, source)
         # Every sequence runs to its full length, as in our own run.
         self._model.generation_config.eos_token_id = None
         self._mixed = self._with_adapters(adapters) if adapters else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from manyroots.bench.model_configs import MODEL_CONFIGS
 from manyroots.cli.bench_traffic import add_serve, add_traffic
 from manyroots.cli.bench_values import check_at_least, check_positive, ints, written
 from manyroots.cli.flags import add_engine_flags, engine_values, with_config_file
-from manyroots.config import ENGINE_ROOMS, flag_name
+from manyroots.config import ENGINE_ROOMS, engine_settings, flag_name
 from manyroots.errors import ConfigError
 
 
@@ -20,6 +21,7 @@ def add_bench_command(commands: Any) -> None:
     _add_decode(kinds)
     add_traffic(kinds)
     add_serve(kinds)
+    _add_quantization(kinds)
     _add_scheduler(kinds)
     _add_cache(kinds)
     _add_adapters(kinds)
@@ -84,6 +86,18 @@ def _add_decode(kinds: Any) -> None:
     )
     group.add_argument("--json", metavar="FILE", help="write the result here")
     decode.set_defaults(run=_decode)
+
+
+def _add_quantization(kinds: Any) -> None:
+    quantization = kinds.add_parser(
+        "quantization", help="how far rounded weights move a model's distributions, on real text"
+    )
+    add_engine_flags(quantization)
+    group = quantization.add_argument_group("workload")
+    group.add_argument("--text", metavar="FILE", help="prose; the package's own by default")
+    group.add_argument("--tokens", type=int, default=2048, metavar="N", help="at most so many")
+    group.add_argument("--json", metavar="FILE", help="write the result here")
+    quantization.set_defaults(run=_quantization)
 
 
 def _add_scheduler(kinds: Any) -> None:
@@ -203,6 +217,29 @@ def _decode(arguments: dict[str, Any]) -> int:
     report = run_decode(
         workload, values["model_config"], engine_values(values), cold=values["adapters_cold"]
     )
+    return written(report, values["json"])
+
+
+def _quantization(arguments: dict[str, Any]) -> int:
+    from manyroots.bench.quantized_logits import run_quantization
+
+    values = with_config_file(arguments, ENGINE_ROOMS.values(), more=set(arguments))
+    check_at_least("tokens", values["tokens"], 16)
+    engine = engine_values(values)
+    dtype = engine.get("dtype", "float32")
+    if dtype == "auto":
+        dtype = "float32"
+    rounded = engine_settings({"quantization": "fp8", **engine}).model
+    if rounded.quantization == "auto":
+        raise ConfigError("--quantization is 'auto', which rounds nothing; choose fp8.")
+    text = None
+    if values["text"] is not None:
+        try:
+            text = Path(values["text"]).read_text(encoding="utf-8")
+        except (OSError, UnicodeError) as error:
+            raise ConfigError(f"--text {values['text']} can't be read: {error}") from error
+    exact = replace(rounded, quantization="auto")
+    report = run_quantization(exact, rounded, dtype, text, values["tokens"])
     return written(report, values["json"])
 
 

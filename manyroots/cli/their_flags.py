@@ -20,6 +20,7 @@ RENAMED: dict[str, str] = {
     # vLLM
     "--model": MODEL,
     "-tp": "--tensor-parallel-size",
+    "-q": "--quantization",
     "--disable-log-stats": "--no-log-stats",
     "--disable-log-requests": "--no-enable-log-requests",
     # SGLang
@@ -47,6 +48,13 @@ RENAMED: dict[str, str] = {
 SYNONYMS: dict[str, dict[str, str]] = {
     "--dtype": {"half": "float16", "float": "float32"},
     "--device": {"gpu": "cuda"},
+    "--quantization": {
+        # What the checkpoint's own config says is enough.
+        "compressed-tensors": "auto",
+        "fbgemm_fp8": "auto",
+        "mxfp4": "auto",
+        "gguf": "auto",
+    },
     "--log-level": {"critical": "error", "trace": "debug"},
     "--generation-config": {"model": "auto"},
 }
@@ -188,8 +196,6 @@ ACCEPTED: dict[str, Accepted] = {
 }
 
 MISSING: dict[str, str] = {
-    "--quantization": "give the path of a .gguf file, or of unquantized weights",
-    "-q": "give the path of a .gguf file, or of unquantized weights",
     "--speculative-config": "there is no speculative decoding here; remove it",
     "--speculative-algorithm": "there is no speculative decoding here; remove it",
     "--kv-transfer-config": "there is no transfer between engines here; remove it",

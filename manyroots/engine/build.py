@@ -111,7 +111,8 @@ def _policies(
         with stage("model identity"):
             weights = model_identity(source, settings.model.load_format, settings.model.seed)
         layout = layout_identity(model.families, page_size, model.dtype)
-        identity = framed(weights, layout, model.device.type.encode())
+        kept = settings.model.quantization.encode()
+        identity = framed(weights, layout, model.device.type.encode(), kept)
     return replace(policies, reuse=settings.cache.enable_prefix_caching, identity=identity)
 
 

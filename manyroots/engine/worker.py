@@ -156,6 +156,7 @@ def load_worker(settings: EngineSettings, source: ModelSource, shard: Shard) -> 
         seed=settings.model.seed,
         shard=shard,
         kernels=kernel_set(spec, device),
+        quantization=settings.model.quantization,
     )
     memory = FamilyMemory(settings, model.families, dtype)
     # No context is longer than what all of the device's memory would hold.

@@ -63,6 +63,7 @@ class GatedDeltaNet:
             hidden_size, parts, bias=False, side=Side.OUTPUT,
             pieces=None if spec.is_fused else {"in_proj_qkv": self._pieces},
             shard=shard, dtype=dtype, device=device, kernels=kernels,
+            may_be_quantized=False,  # decays and gates are among its outputs
         )  # fmt: skip
         self.out_proj = Linear(
             value, {"": hidden_size}, bias=False, side=Side.INPUT,

@@ -90,7 +90,7 @@ class LmHead:
         self.product = Linear(
             hidden_size, {"": rows.stop - rows.start}, bias=False, side=Side.OUTPUT,
             shard=shard, dtype=dtype, device=device if tied_to is None else torch.device("meta"),
-            kernels=kernels,
+            kernels=kernels, may_be_quantized=False,
         )  # fmt: skip
         if tied_to is not None:
             self.product.weight = Weight.tied_to(tied_to.weight[rows])

@@ -13,7 +13,6 @@ from dataclasses import replace
 from itertools import accumulate
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from manyroots.distributed.shard import Shard
@@ -43,12 +42,17 @@ class Linear:
         dtype: torch.dtype,
         device: torch.device,
         kernels: Kernels,
+        may_be_quantized: bool = True,
     ) -> None:
         """`parts`: this rank's width of each projection, by name; "" where there is one. `side`:
         which side of them ranks divide. `pieces`: what a projection's output consists of, by its
-        name, where ranks divide that piece by piece."""
+        name, where ranks divide that piece by piece. `may_be_quantized`: not what few numbers
+        decide."""
         out_features = sum(parts.values())
-        self.weight = Weight(in_features, out_features, dtype=dtype, device=device)
+        self.weight = Weight(
+            in_features, out_features, dtype=dtype, device=device,
+            may_be_quantized=may_be_quantized,
+        )  # fmt: skip
         self.bias = torch.empty(out_features, dtype=dtype, device=device) if bias else None
         self.site = LoraSite(TargetKind.LINEAR, in_features, parts, pieces=pieces)
         self.pooled: LinearSite | None = None
@@ -66,7 +70,7 @@ class Linear:
         gemm, data = self._kernels.gemm, self.weight.data
         if isinstance(x, UndividedNorm) or self._is_own(x.shape[0]):
             return Product(*gemm.linear(x, data, self.pooled, rows, self.bias))
-        sums = F.linear(x, data, self.bias)
+        sums = self.weight.times(x, self.bias)
         if self.pooled is None or rows is None:
             return Product(sums)
         return Product(sums, self._kernels.lora_sites.shrink(x, self.pooled, rows))
@@ -85,9 +89,9 @@ class Linear:
         `name`."""
         for part, rows in self._rows.items():
             own = f"{name}.{part}" if part else name
-            fill = self.weight.fill(rows, self._side, self._shard)
             pieces = self._pieces.get(part, ())
-            yield f"{own}.weight", replace(fill, pieces=pieces)
+            for tensor, fill in self.weight.fills(own, rows, self._side, self._shard):
+                yield tensor, replace(fill, pieces=pieces)
             if self.bias is None:
                 continue
             if self._side is Side.INPUT:

@@ -56,6 +56,7 @@ class Mamba2:
         self.in_proj = Linear(
             hidden_size, {"": inner + spec.channels + heads}, bias=spec.in_bias, side=Side.OUTPUT,
             pieces={"": pieces}, shard=shard, dtype=dtype, device=device, kernels=kernels,
+            may_be_quantized=False,  # steps and gates are among its outputs
         )  # fmt: skip
         self.out_proj = Linear(
             inner, {"": hidden_size}, bias=spec.out_bias, side=Side.INPUT,

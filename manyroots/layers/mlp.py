@@ -60,7 +60,7 @@ class GatedMLP:
         ):  # adapters, too, have both in one, which the activation can't expand
             both = Product(both.finished(self._kernels))
         hidden = self._kernels.activation.gated(
-            both.sums, self._spec.activation, self.down.weight.data, both.lora,
+            both.sums, self._spec.activation, self.down.weight.dtype, both.lora,
             self._spec.gate_factor,
         )  # fmt: skip
         return replace(self.down(hidden, step), factor=self._spec.down_factor)

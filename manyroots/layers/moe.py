@@ -27,7 +27,8 @@ from manyroots.layers.linear import Linear
 from manyroots.layers.product import Product
 from manyroots.layers.spec import ExpertsSpec
 from manyroots.layers.step import Step
-from manyroots.layers.weights.fill import Fill, Fills
+from manyroots.layers.weights.fill import Fill, Fills, Side
+from manyroots.layers.weights.fp8 import empty_matrix, matrix_fills
 from manyroots.lora.targets import TargetKind
 from manyroots.store.adapter_sites import LoraSite, SitePart
 
@@ -45,15 +46,15 @@ class Experts:
         device: torch.device,
     ) -> None:
         self._inner = inner = spec.intermediate_size
-        self._shard = shard
+        self._shard, self._dtype = shard, dtype
         count = spec.num_experts
 
         def empty(*shape: int) -> Tensor:
             return torch.empty(count, *shape, dtype=dtype, device=device)
 
         self.data = ExpertWeights(
-            gate_up=empty(2 * inner, hidden_size),
-            down=empty(hidden_size, inner),
+            gate_up=empty_matrix(count, 2 * inner, hidden_size, dtype=dtype, device=device),
+            down=empty_matrix(count, hidden_size, inner, dtype=dtype, device=device),
             gate_up_bias=empty(2 * inner) if spec.bias else None,
             down_bias=empty(hidden_size) if spec.bias else None,
             activation=spec.activation,
@@ -70,11 +71,14 @@ class Experts:
     def weights(self, name: str) -> Fills:
         """Where a checkpoint's tensors go: each expert's three matrices, as views of the stack."""
         inner, shard, data = self._inner, self._shard, self.data
-        for expert, (gate_up, down) in enumerate(zip(data.gate_up, data.down, strict=True)):
-            own = f"{name}.{expert}"
-            yield f"{own}.gate_proj.weight", Fill(gate_up[:inner], 0, shard)
-            yield f"{own}.up_proj.weight", Fill(gate_up[inner:], 0, shard)
-            yield f"{own}.down_proj.weight", Fill(down, 1, shard)
+        gates, ups, every = slice(0, inner), slice(inner, None), slice(None)
+        for expert in range(data.gate_up.shape[0]):
+            own, gate_up = f"{name}.{expert}", data.gate_up[expert]
+            by_output = (Side.OUTPUT, shard, self._dtype)
+            yield from matrix_fills(f"{own}.gate_proj", gate_up, gates, *by_output)
+            yield from matrix_fills(f"{own}.up_proj", gate_up, ups, *by_output)
+            by_input = (Side.INPUT, shard, self._dtype)
+            yield from matrix_fills(f"{own}.down_proj", data.down[expert], every, *by_input)
         if data.gate_up_bias is None or data.down_bias is None:
             return
         biases = zip(data.gate_up_bias, data.down_bias, strict=True)
@@ -108,7 +112,7 @@ class SparseMLP:
         # Its bias is added by the choice, which reads the scores anyway.
         self.router = Linear(
             hidden_size, {"": spec.num_experts}, bias=False, side=None,
-            shard=shard, dtype=dtype, device=device, kernels=kernels,
+            shard=shard, dtype=dtype, device=device, kernels=kernels, may_be_quantized=False,
         )  # fmt: skip
         count = spec.num_experts
         self._router_bias = torch.empty(count, dtype=dtype, device=device) if spec.bias else None

@@ -47,7 +47,7 @@ class SharedExpertMLP:
         self.gate: Linear | None = None
         if spec.gate is not None:
             self.gate = Linear(
-                hidden_size, {"": 1}, bias=False, side=None,
+                hidden_size, {"": 1}, bias=False, side=None, may_be_quantized=False,
                 shard=shard, dtype=dtype, device=device, kernels=kernels,
             )  # fmt: skip
 

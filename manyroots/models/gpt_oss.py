@@ -15,11 +15,12 @@ from manyroots.kernels.activation.kinds import CLAMP_ALPHA, CLAMP_LIMIT, Activat
 from manyroots.kernels.moe_pairs.routing import Scoring
 from manyroots.layers.spec import ExpertsSpec, LayerSpec
 from manyroots.models.spec import ConfigReader, ModelSpec
+from manyroots.models.weights.mxfp4 import unpacked
 from manyroots.models.windows import of_typed_layers
 
 
 def describe(reader: ConfigReader) -> ModelSpec:
-    """gpt-oss-20b and gpt-oss-120b, unquantized."""
+    """gpt-oss-20b and gpt-oss-120b."""
     text = reader.text
     bias, block = text.attention_bias, experts(reader)
     return reader.model(
@@ -66,22 +67,46 @@ def experts(reader: ConfigReader) -> ExpertsSpec:
 
 
 def translate(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """One matrix and one bias for each projection of each expert, as views.
+    """One matrix and one bias for each projection of each expert.
 
-    A checkpoint has them stacked, matrices as [expert, in, out], and gates and ups by turns.
+    A checkpoint has them stacked, and gates and ups by turns: matrices as [expert, in, out], or in
+    MXFP4 as [expert, out, groups of in], numbers and exponents apart.
     """
+    waiting: dict[str, Tensor] = {}
     for name, tensor in weights:
         block, _, stacked = name.rpartition(".experts.")
         if not block:
             yield name, tensor
             continue
-        projection = stacked.removesuffix("_bias")
-        kind = "weight" if projection == stacked else "bias"
-        for expert, values in enumerate(tensor):
-            own = f"{block}.experts.{expert}"
-            rows = values if kind == "bias" else values.T
-            if projection == "gate_up_proj":
-                yield f"{own}.gate_proj.{kind}", rows[0::2]
-                yield f"{own}.up_proj.{kind}", rows[1::2]
-            else:
-                yield f"{own}.{projection}.{kind}", rows
+        projection, _, kind = stacked.rpartition("_")
+        if kind in ("blocks", "scales"):
+            other = waiting.pop(f"{block}.{projection}", None)
+            if other is None:
+                waiting[f"{block}.{projection}"] = tensor
+                continue
+            packed = (tensor, other) if kind == "blocks" else (other, tensor)
+            for expert, both in enumerate(zip(*packed, strict=True)):
+                yield from _of_expert(f"{block}.experts.{expert}", projection, unpacked(*both))
+        elif kind == "bias":
+            for expert, values in enumerate(tensor):
+                own = f"{block}.experts.{expert}"
+                yield from _of_expert(own, projection, values, "bias")
+        else:
+            for expert, values in enumerate(tensor):
+                yield from _of_expert(f"{block}.experts.{expert}", stacked, values.T)
+    if waiting:
+        raise ModelError(
+            f"of {', '.join(sorted(waiting))} the checkpoint has either the blocks or the scales "
+            "alone; download or copy the missing file."
+        )
+
+
+def _of_expert(
+    own: str, projection: str, rows: Tensor, kind: str = "weight"
+) -> Iterator[tuple[str, Tensor]]:
+    """An expert's projections, as views of its rows of the output."""
+    if projection == "gate_up_proj":
+        yield f"{own}.gate_proj.{kind}", rows[0::2]
+        yield f"{own}.up_proj.{kind}", rows[1::2]
+    else:
+        yield f"{own}.{projection}.{kind}", rows

@@ -16,14 +16,17 @@ from manyroots.distributed.shard import WHOLE, Shard
 from manyroots.errors import ModelError
 from manyroots.kernels.choice import Kernels
 from manyroots.layers.weights.fill import Fill
+from manyroots.layers.weights.fp8 import Fp8Format, weights_kept_as
 from manyroots.models.decoder import Decoder
 from manyroots.models.fields import check_config
+from manyroots.models.quantization import weight_format
 from manyroots.models.registry import architecture_of, known_architecture
 from manyroots.models.sharding import rank_spec
 from manyroots.models.source import ModelSource, SourceKind
 from manyroots.models.spec import ConfigReader, ModelSpec
-from manyroots.models.weight_bytes import check_fits, num_weights
+from manyroots.models.weight_bytes import check_fits, weight_bytes
 from manyroots.models.weights import dummy, gguf, safetensors, tied_head
+from manyroots.models.weights.fp8 import with_scales_by_row
 from manyroots.models.weights.gguf_file import GGUFFile
 from manyroots.progress import track
 
@@ -53,22 +56,30 @@ def load_model(
     seed: int,
     shard: Shard = WHOLE,
     kernels: Kernels | None = None,
+    quantization: str = "auto",
 ) -> Decoder:
-    """Build a rank's part of the model and fill it; `load_format` is that of the settings."""
+    """Build a rank's part of the model and fill it; `load_format` and `quantization` are those of
+    the settings."""
     spec = _as_in_the_checkpoint(describe(source), source, load_format, dtype)
     own = rank_spec(spec, shard)
     rows = shard.part(spec.vocab_size)
-    num_bytes = num_weights(own, rows.stop - rows.start) * dtype.itemsize
+    kept = weight_format(source.config, quantization)
+    if kept is not None and load_format == "dummy":
+        kept = Fp8Format(is_stored=False)
+    num_bytes = weight_bytes(own, rows.stop - rows.start, dtype, kept)
     check_fits(num_bytes, source.name, dtype, device)
     try:
-        model = Decoder(own, dtype=dtype, device=device, shard=shard, kernels=kernels)
+        with weights_kept_as(kept):
+            model = Decoder(own, dtype=dtype, device=device, shard=shard, kernels=kernels)
+            fills = model.weights()
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise ModelError(
             f"{source.name} does not fit into the memory of {device} as {dtype}: {error} "
             "Choose a smaller model or --dtype bfloat16."
         ) from error
-    fills = model.weights()
     weights = _weights(source, spec, fills, load_format, seed)
+    if kept is not None and kept.is_stored:
+        weights = with_scales_by_row(weights, fills, kept)
     fill(fills, track(weights, total=len(fills), label="Loading weights"), source.name)
     return model
 

@@ -17,6 +17,7 @@ from manyroots.kernels.activation.kinds import Activation
 from manyroots.layers.rotary import RopeSpec, rope_frequencies
 from manyroots.layers.spec import KV, AttentionSpec, DenseSpec, LayerSpec
 from manyroots.models.fields import check_rope
+from manyroots.models.quantization import weight_format
 
 MAX_POSITIONS = 2**24
 """Angles are computed in float32, which can't tell positions beyond apart. Configs that mean "no
@@ -79,7 +80,7 @@ class ConfigReader:
         self._architecture = architecture
         self._eos_token_ids = eos_token_ids
         self._rope_factors = rope_factors
-        _refuse_quantized(config)
+        weight_format(config)  # refuses what can't be read
         self.num_heads: int = text.num_attention_heads
         self.num_kv_heads: int = getattr(text, "num_key_value_heads", None) or self.num_heads
         if self.num_heads % self.num_kv_heads:
@@ -193,17 +194,3 @@ class ConfigReader:
             eos_token_ids=tuple(t for t in self._eos_token_ids if t < text.vocab_size),
             tie_word_embeddings=bool(text.tie_word_embeddings),
         )
-
-
-def _refuse_quantized(config: Any) -> None:
-    quantization = getattr(config, "quantization_config", None)
-    if quantization is None:
-        return
-    is_dict = isinstance(quantization, dict)
-    method = quantization.get("quant_method") if is_dict else quantization.quant_method
-    raise ModelError(
-        f"the checkpoint is quantized (method {method or 'unknown'!r}); this version loads "
-        "unquantized safetensors and GGUF files. Use one of these for this model, or save it "
-        "unquantized with transformers (for 'mxfp4': from_pretrained(folder, quantization_config="
-        "Mxfp4Config(dequantize=True)).save_pretrained(new_folder))."
-    )

@@ -9,10 +9,26 @@ import torch
 
 from manyroots.errors import ModelError
 from manyroots.layers.spec import BlockSpec, DenseSpec, SharedSpec
+from manyroots.layers.weights.fp8 import Fp8Format
 from manyroots.models.spec import ModelSpec
 
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 """A container's share of the machine's memory, where there is one."""
+
+
+def weight_bytes(
+    spec: ModelSpec, num_head_rows: int, dtype: torch.dtype, kept: Fp8Format | None
+) -> int:
+    """What a rank's weights take. In FP8, all but the embedding and the head count as bytes: norms,
+    biases and routers are too few to matter."""
+    count = num_weights(spec, num_head_rows)
+    if kept is None:
+        return count * dtype.itemsize
+    head = 0 if spec.tie_word_embeddings else num_head_rows * spec.hidden_size
+    whole = spec.vocab_size * spec.hidden_size + head
+    products = count - whole
+    scales = 0 if kept.block is None else 4 * products // kept.block[1]
+    return whole * dtype.itemsize + products + scales
 
 
 def num_weights(spec: ModelSpec, num_head_rows: int) -> int:

@@ -51,7 +51,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "observe": BASE,
     "llm": BASE | {"engine", "text", "intake"},
     "api": BASE | {"grammar", "engine", "text", "intake", "observe"},
-    "bench": BASE | {"llm", "models", "scheduler", "cache", "lora", "engine"},
+    "bench": BASE | {"llm", "models", "scheduler", "cache", "lora", "engine", "text"},
     "simulate": BASE | {"scheduler", "cache", "lora", "runner", "engine"},
     "cli": BASE | {"llm", "api", "text", "bench", "simulate", "lora", "engine"},
     "__init__": {"llm", "sampling", "structured_outputs", "adapter_names", "version"},

@@ -14,18 +14,18 @@ from manyroots.kernels.lora_sites.sites import LoraTerm
 def gated(
     gate_up: Tensor,
     activation: Activation,
-    like: Tensor,
+    dtype: torch.dtype,
     lora: LoraTerm | None = None,
     gate_factor: float = 1.0,
 ) -> Tensor:
     """activation(gate, up) of [rows, 2 n] (or partial sums [splits, rows, 2 n]), gates first, in
-    the dtype of `like`. `lora` is of a site with the parts gate and up. Gates are multiplied with
+    `dtype`. `lora` is of a site with the parts gate and up. Gates are multiplied with
     `gate_factor` before."""
     total = gate_up.float() if gate_up.dim() == 2 else gate_up.float().sum(0)
     if lora is not None:
         total = total + expanded(lora)
     gate, up = total.chunk(2, dim=-1)
-    return activate(gate * gate_factor, up, activation).to(like.dtype)
+    return activate(gate * gate_factor, up, activation).to(dtype)
 
 
 def activate(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:

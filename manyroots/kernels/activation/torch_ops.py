@@ -17,17 +17,17 @@ from manyroots.kernels.lora_sites.sites import LoraTerm
 def gated(
     gate_up: Tensor,
     activation: Activation,
-    like: Tensor,
+    dtype: torch.dtype,
     lora: LoraTerm | None = None,
     gate_factor: float = 1.0,
 ) -> Tensor:
-    """activation(gate, up) of [rows, 2 n], gates first, in the dtype of `like`. Gates are
+    """activation(gate, up) of [rows, 2 n], gates first, in `dtype`. Gates are
     multiplied with `gate_factor` before."""
     assert lora is None, "products of this set are finished"
     gate, up = gate_up.chunk(2, dim=-1)
     if gate_factor != 1.0:
         gate = gate * gate_factor
-    return activate(gate, up, activation).to(like.dtype)
+    return activate(gate, up, activation).to(dtype)
 
 
 def activate(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:

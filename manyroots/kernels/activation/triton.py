@@ -80,16 +80,16 @@ def _gated(
 def gated(
     gate_up: Tensor,
     activation: Activation,
-    like: Tensor,
+    dtype: torch.dtype,
     lora: LoraTerm | None = None,
     gate_factor: float = 1.0,
 ) -> Tensor:
     """activation(gate, up) of [rows, 2 n] (or partial sums [splits, rows, 2 n]), gates first, in
-    the dtype of `like`. `lora` is of a site with the parts gate and up. Gates are multiplied with
+    `dtype`. `lora` is of a site with the parts gate and up. Gates are multiplied with
     `gate_factor` before."""
     parts = as_splits(gate_up)
     num_rows, n = parts.shape[1], parts.shape[2] // 2
-    out = torch.empty(num_rows, n, dtype=like.dtype, device=parts.device)
+    out = torch.empty(num_rows, n, dtype=dtype, device=parts.device)
     if lora is None:
         adapters = (parts, parts, parts, parts, parts)
         strides, splits = (0, 0), 0

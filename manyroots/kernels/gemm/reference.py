@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from manyroots.kernels.lora_sites.reference import shrink
 from manyroots.kernels.lora_sites.sites import LinearSite, LoraRows, LoraTerm
 from manyroots.kernels.norm.undivided import UndividedNorm
+from manyroots.kernels.scaled import Matrix, plain
 
 
-def is_for(num_rows: int, weight: Tensor, bias: Tensor | None) -> bool:
+def is_for(num_rows: int, weight: Matrix, bias: Tensor | None) -> bool:
     """Whether `linear` computes this."""
     return True
 
 
 def linear(
     x: Tensor | UndividedNorm,
-    weight: Tensor,
+    weight: Matrix,
     site: LinearSite | None = None,
     rows: LoraRows | None = None,
     bias: Tensor | None = None,
@@ -26,7 +28,7 @@ def linear(
     if isinstance(x, UndividedNorm):
         # Not rounded in between: the fused kernel divides the product, not the activations.
         x = x.values.float() * x.factors
-    out = (x.float() @ weight.float().T).unsqueeze(0)
+    out = (x.float() @ plain(weight, torch.float32).float().T).unsqueeze(0)
     if bias is not None:
         out = out + bias.float()
     if site is None or rows is None:

@@ -24,6 +24,7 @@ from manyroots.kernels.launch import (
 )
 from manyroots.kernels.lora_sites.sites import LinearSite, LoraRows, LoraTerm
 from manyroots.kernels.norm.undivided import UndividedNorm
+from manyroots.kernels.scaled import Matrix
 
 MAX_ROWS = 64
 BLOCK_N = 64
@@ -46,11 +47,12 @@ class Tiling:
 
 @triton.jit
 def _product(
-    x, w_rows, row_ok, num_rows, k_size, first, last,
+    x, w_rows, scales, row_ok, num_rows, k_size, first, last,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
-    MASKED: tl.constexpr,
+    MASKED: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """W x^T over [first, last) of the inner dimension: [BLOCK_N, BLOCK_M] in float32."""
+    """W x^T over [first, last) of the inner dimension: [BLOCK_N, BLOCK_M] in float32. With SCALED,
+    W is in FP8, and `scales` is where each row's are: see `scaled_by`."""
     m = tl.arange(0, BLOCK_M)
     k = tl.arange(0, BLOCK_K)
     x_at = x + m[:, None] * k_size + k[None, :]
@@ -69,7 +71,15 @@ def _product(
         else:
             weight = tl.load(w_at + at, mask=weight_mask, other=0.0, eviction_policy="evict_first")
         xs = tl.load(x_at + at, mask=row_mask, other=0.0)
-        acc = tl.dot(weight, tl.trans(xs), acc, input_precision="ieee")
+        if SCALED:
+            weight = weight.to(tl.float8e4nv, bitcast=True).to(xs.dtype)
+        if SCALED > 1:
+            scale = tl.load(scales + at // SCALED, mask=row_ok, other=0.0)
+            acc += tl.dot(weight, tl.trans(xs), input_precision="ieee") * scale[:, None]
+        else:
+            acc = tl.dot(weight, tl.trans(xs), acc, input_precision="ieee")
+    if SCALED == 1:
+        acc *= tl.load(scales, mask=row_ok, other=0.0)[:, None]
     return acc
 
 
@@ -119,8 +129,8 @@ def _shrink_tile(
         if PIECES:
             of_pieces = _squares_of(squares, num_pieces, num_rows, BLOCK_M, PIECES)
         acc = _product(
-            x, w_rows, row_ok, num_rows, k_size, first, last, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K,
-            True,
+            x, w_rows, x, row_ok, num_rows, k_size, first, last, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K,
+            True, 0,
         )  # fmt: skip
         if PIECES:
             acc = _divided(acc, of_pieces, k_size, eps)
@@ -132,11 +142,11 @@ def _shrink_tile(
 
 @triton.jit(do_not_specialize=["num_rows", "lora_tiles"])
 def _linear(
-    x, squares, num_pieces, w, bias, out, hidden, pool, table, scalings, blocks, num_blocks,
-    num_rows, n_size, k_size, eps, width, lora_tiles,
-    HAS_BIAS: tl.constexpr, NUM_PARTS: tl.constexpr, PIECES: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, LINES: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    x, squares, num_pieces, w, w_scales, num_groups, bias, out, hidden, pool, table, scalings,
+    blocks, num_blocks, num_rows, n_size, k_size, eps, width, lora_tiles,
+    SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, NUM_PARTS: tl.constexpr, PIECES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
+    LINES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     let_next_begin(DEPENDENT)
     pid = tl.program_id(0)
@@ -168,8 +178,8 @@ def _linear(
     if PIECES:
         of_pieces = _squares_of(squares, num_pieces, num_rows, BLOCK_M, PIECES)
     acc = _product(
-        x, w_rows, n < n_size, num_rows, k_size, first, last, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K,
-        False,
+        x, w_rows, w_scales + tl.minimum(n, n_size - 1) * num_groups, n < n_size, num_rows, k_size,
+        first, last, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, False, SCALED,
     )  # fmt: skip
     if PIECES:
         acc = _divided(acc, of_pieces, k_size, eps)
@@ -179,15 +189,19 @@ def _linear(
     tl.store(to, tl.trans(acc), mask=(m < num_rows)[:, None] & (n < n_size)[None, :])
 
 
-def is_for(num_rows: int, weight: Tensor, bias: Tensor | None) -> bool:
+def is_for(num_rows: int, weight: Matrix, bias: Tensor | None) -> bool:
     """Whether `linear` computes this. Up to MAX_ROWS a product is bound by reading its weight, and
     it reads that faster than the library does; beyond, it is the library's."""
-    return num_rows <= MAX_ROWS and weight.shape[1] % INNER_STEP == 0
+    if isinstance(weight, Tensor):
+        return num_rows <= MAX_ROWS and weight.shape[1] % INNER_STEP == 0
+    # Rows of bytes are whole 16-byte loads, and a tile lies within a group of columns.
+    fits = weight.has_row_scales or weight.group % BLOCK_K == 0
+    return num_rows <= MAX_ROWS and weight.shape[1] % (2 * INNER_STEP) == 0 and fits
 
 
 def linear(
     x: Tensor | UndividedNorm,
-    weight: Tensor,
+    weight: Matrix,
     site: LinearSite | None = None,
     rows: LoraRows | None = None,
     bias: Tensor | None = None,
@@ -217,16 +231,33 @@ def linear(
         lora_tiles = triton.cdiv(rows.max_blocks * width, tiling.block_n)
         adapters = (hidden, site.pool, site.table, site.scalings, rows.blocks, rows.num_blocks)
     grid = (lora_tiles + triton.cdiv(n_size, tiling.block_n), splits)
+    data, scales, num_groups, scaled = scaled_by(weight, x)
     _linear[grid](
-        x, squares, num_pieces, weight, weight if bias is None else bias, out, *adapters, num_rows,
-        n_size, k_size, eps, width, lora_tiles, HAS_BIAS=bias is not None, NUM_PARTS=num_parts,
+        x, squares, num_pieces, data, scales, num_groups, x if bias is None else bias, out,
+        *adapters, num_rows, n_size, k_size, eps, width, lora_tiles, SCALED=scaled,
+        HAS_BIAS=bias is not None, NUM_PARTS=num_parts,
         PIECES=triton.next_power_of_2(num_pieces) if num_pieces else 0,
         BLOCK_M=max(16, triton.next_power_of_2(num_rows)), BLOCK_N=tiling.block_n,
         BLOCK_K=tiling.block_k, EVEN_K=k_size % tiling.block_k == 0,
-        LINES=max(1, tiling.block_k * x.element_size() // CACHE_LINE_BYTES),
+        LINES=max(1, tiling.block_k * data.element_size() // CACHE_LINE_BYTES),
         num_stages=tiling.num_stages, num_warps=tiling.num_warps, **launch_options(x.device),
     )  # fmt: skip
     return out, term
+
+
+def scaled_by(weight: Matrix, other: Tensor) -> tuple[Tensor, Tensor, int, int]:
+    """What a kernel is given of a weight: its numbers (FP8 as bytes), its scales, how many a row
+    has, and for how many columns each is: 1 stands for all of a row, and 0 for no scales, which is
+    when `other` is given and not read."""
+    if isinstance(weight, Tensor):
+        return weight, other, 0, 0
+    data = weight.data.view(torch.uint8)
+    return (
+        data,
+        weight.scales,
+        weight.scales.shape[-1],
+        1 if weight.has_row_scales else weight.group,
+    )
 
 
 def _parts_of(x: Tensor | UndividedNorm) -> tuple[Tensor, Tensor, int, float]:

@@ -11,6 +11,7 @@ from manyroots.kernels.lora_sites.sites import LoraTerm
 from manyroots.kernels.moe_pairs.adapters import PART_WIDTH, ExpertAdapters, ExpertSite
 from manyroots.kernels.moe_pairs.routing import Routing, Scoring
 from manyroots.kernels.moe_pairs.weights import ExpertWeights
+from manyroots.kernels.scaled import Matrix, plain
 
 
 def route(
@@ -68,8 +69,8 @@ def experts(
     return out.view(num_tokens, top_k, -1).transpose(0, 1)
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, expert: int) -> Tensor:
-    y = weight[expert].float() @ x.float()
+def _product(x: Tensor, weight: Matrix, bias: Tensor | None, expert: int) -> Tensor:
+    y = plain(weight[expert], torch.float32).float() @ x.float()
     return y if bias is None else y + bias[expert].float()
 
 

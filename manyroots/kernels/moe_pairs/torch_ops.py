@@ -17,6 +17,7 @@ from manyroots.kernels.moe_pairs.routing import Routing, Scoring
 from manyroots.kernels.moe_pairs.torch_adapters import add_to_pairs, combine
 from manyroots.kernels.moe_pairs.torch_pairs import PairsByAdapter, SortedPairs
 from manyroots.kernels.moe_pairs.weights import ExpertWeights
+from manyroots.kernels.scaled import Matrix, plain
 
 
 def route(
@@ -85,12 +86,13 @@ def _adapter_pairs(pairs: SortedPairs, adapters: ExpertAdapters) -> PairsByAdapt
     return PairsByAdapter(pairs, batch)
 
 
-def _products(x: Tensor, weight: Tensor, bias: Tensor | None, pairs: SortedPairs) -> Tensor:
+def _products(x: Tensor, weight: Matrix, bias: Tensor | None, pairs: SortedPairs) -> Tensor:
     """Each pair's x [num_pairs, in] times its expert's weight [num_experts, out, in]."""
     out = x.new_empty(x.shape[0], weight.shape[1])
     for expert, own in pairs.segments:
+        one = plain(weight[expert], x.dtype).t()
         if bias is None:
-            torch.mm(x[own], weight[expert].t(), out=out[own])
+            torch.mm(x[own], one, out=out[own])
         else:
-            torch.addmm(bias[expert], x[own], weight[expert].t(), out=out[own])
+            torch.addmm(bias[expert], x[own], one, out=out[own])
     return out

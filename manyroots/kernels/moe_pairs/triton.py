@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from manyroots.kernels.gemm.triton import scaled_by
 from manyroots.kernels.launch import (
     as_splits,
     counters,
@@ -46,6 +47,7 @@ from manyroots.kernels.moe_pairs.triton_products import (
 )
 from manyroots.kernels.moe_pairs.triton_tiles import experts_in_tiles, tile_rows
 from manyroots.kernels.moe_pairs.weights import ExpertWeights
+from manyroots.kernels.scaled import Matrix
 
 _SOFTMAX = tl.constexpr(Scoring.SOFTMAX.value)
 _OF_CHOSEN = tl.constexpr(Scoring.SOFTMAX_OF_CHOSEN.value)
@@ -217,10 +219,10 @@ def route(
 
 @triton.jit(do_not_specialize=["num_pairs", "shrink_rows"])
 def _up(
-    x, gate_up, bias, pairs, groups, out, shrunk, slots, experts, pool, table, scalings, n_size,
-    k_size, top_k, num_pairs, max_rank, shrink_rows,
-    HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
+    x, gate_up, w_scales, num_groups, bias, pairs, groups, out, shrunk, slots, experts, pool, table,
+    scalings, n_size, k_size, top_k, num_pairs, max_rank, shrink_rows,
+    SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """gate and up of an expert's pairs, each at its own pair's place; and what the adapters shrink
     x to."""
@@ -241,8 +243,8 @@ def _up(
         m = first + tl.arange(0, BLOCK_M)
         pair = tl.load(pairs + tl.minimum(m, end - 1)).to(tl.int64)
         gate, up = gate_and_up(
-            x, gate_up, bias, expert, pair // top_k, m < end, n, n_size, k_size, BLOCK_M, BLOCK_N,
-            BLOCK_K, EVEN_K, HAS_BIAS,
+            x, gate_up, w_scales, num_groups, bias, expert, pair // top_k, m < end, n, n_size,
+            k_size, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, HAS_BIAS, SCALED,
         )  # fmt: skip
         ok = (m < end)[:, None] & (n < n_size)[None, :]
         to = out + pair[:, None] * 2 * n_size + n[None, :]
@@ -252,11 +254,11 @@ def _up(
 
 @triton.jit(do_not_specialize=["num_tokens", "expand_rows"])
 def _down(
-    hidden, down, bias, pairs, groups, weights, out, shrunk, slots, experts, pool, table, n_size,
-    k_size, num_tokens, max_rank, expand_rows,
-    HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, TOP_K: tl.constexpr, BLOCK_P: tl.constexpr,
-    NUM_SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    hidden, down, w_scales, num_groups, bias, pairs, groups, weights, out, shrunk, slots, experts,
+    pool, table, n_size, k_size, num_tokens, max_rank, expand_rows,
+    SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, TOP_K: tl.constexpr,
+    BLOCK_P: tl.constexpr, NUM_SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """weight * down(hidden) of an expert's pairs, each at its own pair's place; and behind them
     what the adapters add to each token."""
@@ -277,8 +279,8 @@ def _down(
         m = first + tl.arange(0, BLOCK_M)
         pair = tl.load(pairs + tl.minimum(m, end - 1)).to(tl.int64)
         acc = down_product(
-            hidden, down, bias, expert, pair, m < end, n, n_size, k_size, BLOCK_M, BLOCK_N, BLOCK_K,
-            EVEN_K, HAS_BIAS,
+            hidden, down, w_scales, num_groups, bias, expert, pair, m < end, n, n_size, k_size,
+            BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, HAS_BIAS, SCALED,
         )  # fmt: skip
         value = tl.trans(acc) * tl.load(weights + pair)[:, None]
         ok = (m < end)[:, None] & (n < n_size)[None, :]
@@ -297,13 +299,21 @@ def experts(
     """What adds up to each token's output, float32 [top_k, tokens, hidden]: each pair's weighted
     output. What adapters add to few tokens is one more behind the last."""
     cut = tiling or ExpertTiling()
+    if not (_fits(weights.gate_up, cut.up_k) and _fits(weights.down, cut.down_k)):
+        weights = weights.plain(x.dtype)
     if routing.tiles is not None:
-        by_token = experts_in_tiles(x, routing, weights, adapters)
+        # Of many tokens the products take so long that a plain copy of the weights is no matter.
+        by_token = experts_in_tiles(x, routing, weights.plain(x.dtype), adapters)
     elif adapters is None:
         by_token = _both(x, routing, weights, cut)
     else:
         by_token = _with_adapters(x, routing, weights, adapters, cut)
     return by_token.transpose(0, 1)
+
+
+def _fits(matrix: Matrix, block_k: int) -> bool:
+    """Whether tiles of so many columns have one scale for each row."""
+    return isinstance(matrix, Tensor) or matrix.has_row_scales or matrix.group % block_k == 0
 
 
 def _both(x: Tensor, routing: Routing, weights: ExpertWeights, cut: ExpertTiling) -> Tensor:
@@ -315,10 +325,12 @@ def _both(x: Tensor, routing: Routing, weights: ExpertWeights, cut: ExpertTiling
     down_tiles = triton.cdiv(hidden_size, cut.down_alone_n)
     inner = torch.empty(num_tokens * top_k, n_size, dtype=x.dtype, device=x.device)
     out = torch.empty(num_tokens, top_k, hidden_size, dtype=torch.float32, device=x.device)
+    *gate_up, up_scaled = scaled_by(weights.gate_up, x)
+    *down, down_scaled = scaled_by(weights.down, x)
     both_products[(used * (up_tiles + down_tiles),)](
-        x, weights.gate_up, weights.down, weights.up_bias_or(x), weights.down_bias_or(x),
-        routing.pairs, routing.groups, routing.weights, inner, out, counters(x.device),
-        used * up_tiles, n_size, hidden_size, KIND=weights.activation.value,
+        x, *gate_up, *down, weights.up_bias_or(x), weights.down_bias_or(x), routing.pairs,
+        routing.groups, routing.weights, inner, out, counters(x.device), used * up_tiles, n_size,
+        hidden_size, UP_SCALED=up_scaled, DOWN_SCALED=down_scaled, KIND=weights.activation.value,
         HAS_UP_BIAS=weights.gate_up_bias is not None, HAS_DOWN_BIAS=weights.down_bias is not None,
         EVEN_UP=hidden_size % cut.up_k == 0, EVEN_DOWN=n_size % cut.down_k == 0,
         TOP_K=top_k, UP_TILES=up_tiles, DOWN_TILES=down_tiles, BLOCK_M=block_m, UP_N=cut.up_n,
@@ -349,19 +361,22 @@ def _with_adapters(
     inner = torch.empty(num_pairs, n_size, dtype=x.dtype, device=x.device)
     around = _Around.of(inner, routing, adapters, hidden_size, cut)
     options = launch_options(x.device)
+    *gate_up, up_scaled = scaled_by(weights.gate_up, x)
     _up[(triton.cdiv(n_size, cut.up_n), around.shrink_rows + used)](
-        x, weights.gate_up, weights.up_bias_or(x), routing.pairs, routing.groups, around.product,
+        x, *gate_up, weights.up_bias_or(x), routing.pairs, routing.groups, around.product,
         *around.of_up, n_size, hidden_size, top_k, num_pairs, adapters.gate_up.max_rank,
-        around.shrink_rows, HAS_BIAS=weights.gate_up_bias is not None,
+        around.shrink_rows, SCALED=up_scaled, HAS_BIAS=weights.gate_up_bias is not None,
         EVEN_K=hidden_size % cut.up_k == 0, BLOCK_M=block_m, BLOCK_N=cut.up_n, BLOCK_K=cut.up_k,
         num_stages=cut.up_stages, num_warps=cut.num_warps, **options,
     )  # fmt: skip
     _activate(around, inner, routing, weights, adapters, cut)
     out = torch.empty(num_tokens, top_k + 1, hidden_size, dtype=torch.float32, device=x.device)
+    *down, down_scaled = scaled_by(weights.down, x)
     _down[(triton.cdiv(hidden_size, cut.down_n), around.expand_rows + used)](
-        inner, weights.down, weights.down_bias_or(x), routing.pairs, routing.groups,
+        inner, *down, weights.down_bias_or(x), routing.pairs, routing.groups,
         routing.weights, out, *around.of_down, hidden_size, n_size, num_tokens,
-        adapters.down.max_rank, around.expand_rows, HAS_BIAS=weights.down_bias is not None,
+        adapters.down.max_rank, around.expand_rows, SCALED=down_scaled,
+        HAS_BIAS=weights.down_bias is not None,
         EVEN_K=n_size % cut.down_k == 0, TOP_K=top_k, BLOCK_P=triton.next_power_of_2(top_k),
         NUM_SPLITS=around.num_splits, BLOCK_M=block_m, BLOCK_N=cut.down_n, BLOCK_K=cut.down_k,
         num_stages=cut.down_stages, num_warps=cut.num_warps, **options,

@@ -24,10 +24,24 @@ def group_at(groups, group):
 
 
 @triton.jit
+def add_product(acc, weight, rows, scales, at, SCALED: tl.constexpr):
+    """A tile of a weight times rows, onto `acc`. With SCALED the weight is in FP8, and `scales` is
+    where each of its rows has them, one for SCALED columns; 1: one for all, applied at the end."""
+    if SCALED:
+        weight = weight.to(tl.float8e4nv, bitcast=True).to(rows.dtype)
+    if SCALED > 1:
+        scale = tl.load(scales + at // SCALED)
+        acc += tl.dot(weight, tl.trans(rows), input_precision="ieee") * scale[:, None]
+    else:
+        acc = tl.dot(weight, tl.trans(rows), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
 def gate_and_up(
-    x, gate_up, bias, expert, row, is_pair, n, n_size, k_size,
+    x, gate_up, scales, num_groups, bias, expert, row, is_pair, n, n_size, k_size,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """The gates and ups at `n` of an expert's pairs, whose rows of x are `row`: [n, pairs] each."""
     k = tl.arange(0, BLOCK_K)
@@ -47,8 +61,11 @@ def gate_and_up(
             gates = tl.load(gate_at + at, mask=inside, other=0.0, eviction_policy="evict_first")
             ups = tl.load(up_at + at, mask=inside, other=0.0, eviction_policy="evict_first")
             xs = tl.load(x_at + at, mask=is_pair[:, None] & inside, other=0.0)
-        gate = tl.dot(gates, tl.trans(xs), gate, input_precision="ieee")
-        up = tl.dot(ups, tl.trans(xs), up, input_precision="ieee")
+        gate = add_product(gate, gates, xs, scales + first * num_groups, at, SCALED)
+        up = add_product(up, ups, xs, scales + (first + n_size) * num_groups, at, SCALED)
+    if SCALED == 1:
+        gate *= tl.load(scales + first)[:, None]
+        up *= tl.load(scales + first + n_size)[:, None]
     if HAS_BIAS:
         gate += tl.load(bias + first).to(tl.float32)[:, None]
         up += tl.load(bias + first + n_size).to(tl.float32)[:, None]
@@ -57,9 +74,9 @@ def gate_and_up(
 
 @triton.jit
 def down_product(
-    hidden, down, bias, expert, pair, is_pair, n, n_size, k_size,
+    hidden, down, scales, num_groups, bias, expert, pair, is_pair, n, n_size, k_size,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Rows `n` of an expert's down times its pairs' activations: [n, pairs]."""
     k = tl.arange(0, BLOCK_K)
@@ -76,7 +93,9 @@ def down_product(
             inside = (at + k < k_size)[None, :]
             weight = tl.load(w_at + at, mask=inside, other=0.0, eviction_policy="evict_first")
             hs = tl.load(h_at + at, mask=is_pair[:, None] & inside, other=0.0, cache_modifier=".cg")
-        acc = tl.dot(weight, tl.trans(hs), acc, input_precision="ieee")
+        acc = add_product(acc, weight, hs, scales + row * num_groups, at, SCALED)
+    if SCALED == 1:
+        acc *= tl.load(scales + row)[:, None]
     if HAS_BIAS:
         acc += tl.load(bias + row).to(tl.float32)[:, None]
     return acc
@@ -84,9 +103,10 @@ def down_product(
 
 @triton.jit(do_not_specialize=["num_first"])
 def both_products(
-    x, gate_up, down, up_bias, down_bias, pairs, groups, weights, inner, out, done, num_first,
-    n_size, hidden_size,
-    KIND: tl.constexpr, HAS_UP_BIAS: tl.constexpr, HAS_DOWN_BIAS: tl.constexpr,
+    x, gate_up, up_scales, up_groups, down, down_scales, down_groups, up_bias, down_bias, pairs,
+    groups, weights, inner, out, done, num_first, n_size, hidden_size,
+    UP_SCALED: tl.constexpr, DOWN_SCALED: tl.constexpr, KIND: tl.constexpr,
+    HAS_UP_BIAS: tl.constexpr, HAS_DOWN_BIAS: tl.constexpr,
     EVEN_UP: tl.constexpr, EVEN_DOWN: tl.constexpr, TOP_K: tl.constexpr, UP_TILES: tl.constexpr,
     DOWN_TILES: tl.constexpr, BLOCK_M: tl.constexpr, UP_N: tl.constexpr, UP_K: tl.constexpr,
     DOWN_N: tl.constexpr, DOWN_K: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -105,8 +125,8 @@ def both_products(
             m = first + tl.arange(0, BLOCK_M)
             pair = tl.load(pairs + tl.minimum(m, end - 1)).to(tl.int64)
             gate, up = gate_and_up(
-                x, gate_up, up_bias, expert, pair // TOP_K, m < end, n, n_size, hidden_size,
-                BLOCK_M, UP_N, UP_K, EVEN_UP, HAS_UP_BIAS,
+                x, gate_up, up_scales, up_groups, up_bias, expert, pair // TOP_K, m < end, n,
+                n_size, hidden_size, BLOCK_M, UP_N, UP_K, EVEN_UP, HAS_UP_BIAS, UP_SCALED,
             )  # fmt: skip
             ok = (m < end)[:, None] & (n < n_size)[None, :]
             value = tl.trans(activated(gate, up, KIND))
@@ -127,8 +147,8 @@ def both_products(
         m = first + tl.arange(0, BLOCK_M)
         pair = tl.load(pairs + tl.minimum(m, end - 1)).to(tl.int64)
         acc = down_product(
-            inner, down, down_bias, expert, pair, m < end, n, hidden_size, n_size, BLOCK_M,
-            DOWN_N, DOWN_K, EVEN_DOWN, HAS_DOWN_BIAS,
+            inner, down, down_scales, down_groups, down_bias, expert, pair, m < end, n,
+            hidden_size, n_size, BLOCK_M, DOWN_N, DOWN_K, EVEN_DOWN, HAS_DOWN_BIAS, DOWN_SCALED,
         )  # fmt: skip
         value = tl.trans(acc) * tl.load(weights + pair)[:, None]
         ok = (m < end)[:, None] & (n < hidden_size)[None, :]

@@ -31,6 +31,7 @@ from manyroots.kernels.moe_pairs.triton_tile_adapters import (
     slots_of,
 )
 from manyroots.kernels.moe_pairs.weights import ExpertWeights
+from manyroots.kernels.scaled import Matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,8 +232,9 @@ def _around(
     return rank_block(site.max_rank), shrunk, slots, site.pool, site.table
 
 
-def _described(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
+def _described(matrix: Matrix, rows: int, columns: int) -> TensorDescriptor:
     """A matrix, or one matrix per expert below each other, read in pieces of that size."""
+    assert isinstance(matrix, Tensor), "tiles are of plain numbers"
     return TensorDescriptor.from_tensor(matrix.view(-1, matrix.shape[-1]), [rows, columns])
 
 

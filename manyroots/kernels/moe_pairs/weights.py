@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from manyroots.kernels.activation.kinds import Activation
+from manyroots.kernels.scaled import Matrix, plain
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
     """down(activation(gate, up)) of each expert. Sizes are any multiple of 8."""
 
-    gate_up: Tensor
+    gate_up: Matrix
     """[num_experts, 2 n, hidden]: all gates, then all ups, whatever a checkpoint's order is."""
-    down: Tensor
+    down: Matrix
     """[num_experts, hidden, n]"""
     gate_up_bias: Tensor | None = None
     """[num_experts, 2 n]; adapters add to the same sum, before the activation."""
     down_bias: Tensor | None = None
     """[num_experts, hidden]: of an expert's output, so a token takes as much of it as of that."""
     activation: Activation = Activation.SILU
+
+    def plain(self, dtype: torch.dtype) -> ExpertWeights:
+        """With matrices of plain numbers."""
+        return replace(self, gate_up=plain(self.gate_up, dtype), down=plain(self.down, dtype))
 
     def up_bias_or(self, other: Tensor) -> Tensor:
         """The first bias; where there is none, what a kernel is given and does not read."""

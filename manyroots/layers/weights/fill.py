@@ -59,6 +59,16 @@ class Fill:
         return tensor.narrow(self.cut, part.start, part.stop - part.start)
 
     @property
+    def values(self) -> Tensor:
+        """The numbers that lie there, as products take them."""
+        return self.place
+
+    @property
+    def source_dtype(self) -> torch.dtype:
+        """What a checkpoint's tensor for it is in, where one is made up."""
+        return self.place.dtype
+
+    @property
     def whole_shape(self) -> list[int]:
         """Of the checkpoint's tensor, if all ranks have as much of it as this one."""
         shape = list(self.place.shape)

@@ -1,39 +1,57 @@
-"""The matrix of a product: in what form it is kept, and how it is filled.
+"""The matrix of a product: in what form it is kept, how it is filled, and how it is multiplied.
 
-This is the plain kind, numbers in the model's dtype. Products are computed by `kernels/gemm` from
-`data`; nothing else looks inside.
+Numbers in the model's dtype, or in FP8 with scales (`fp8.py`). Products of few rows are computed by
+`kernels/gemm` from `data`, those of many by `times`; nothing else looks inside.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from manyroots.distributed.shard import Shard
-from manyroots.layers.weights.fill import Fill, Side
+from manyroots.kernels.scaled import Matrix, plain
+from manyroots.layers.weights.fill import Fills, Side
+from manyroots.layers.weights.fp8 import empty_matrix, matrix_fills
 
 
 class Weight:
     """[out, in], as checkpoints store it."""
 
+    data: Matrix
+
     def __init__(
-        self, in_features: int, out_features: int, *, dtype: torch.dtype, device: torch.device
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        may_be_quantized: bool = True,
     ) -> None:
+        self.dtype = dtype
+        """What is computed in; of plain numbers their own."""
+        self.data = empty_matrix(
+            out_features, in_features, dtype=dtype, device=device, may_be_quantized=may_be_quantized
+        )
         # A CPU's float32 weights lie in memory the other way around: products of 4 to 128 rows,
         # which decoding is made of, take a half to four fifths of the time so (measured).
-        if device.type == "cpu" and dtype is torch.float32:
+        is_plain = isinstance(self.data, Tensor)
+        if is_plain and device.type == "cpu" and dtype is torch.float32:
             self.data = torch.empty(in_features, out_features, dtype=dtype, device=device).t()
-        else:
-            self.data = torch.empty(out_features, in_features, dtype=dtype, device=device)
 
     @classmethod
     def tied_to(cls, data: Tensor) -> Weight:
         """Rows that another keeps."""
         weight = cls.__new__(cls)
-        weight.data = data
+        weight.data, weight.dtype = data, data.dtype
         return weight
 
-    def fill(self, rows: slice, side: Side | None, shard: Shard) -> Fill:
+    def times(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x W^T + b of many rows, by the library."""
+        return F.linear(x, plain(self.data, x.dtype), bias)
+
+    def fills(self, name: str, rows: slice, side: Side | None, shard: Shard) -> Fills:
         """For the projection that has these rows of the output."""
-        cut = {Side.OUTPUT: 0, Side.INPUT: 1, None: None}[side]
-        return Fill(self.data[rows], cut, shard)
+        yield from matrix_fills(name, self.data, rows, side, shard, self.dtype)

@@ -26,7 +26,7 @@ def tensors(fills: Mapping[str, Fill], seed: int) -> Iterator[tuple[str, Tensor]
         place = fill.place
         if place.device not in generators:
             generators[place.device] = torch.Generator(place.device).manual_seed(seed)
-        draw = torch.empty(fill.whole_shape, dtype=place.dtype, device=place.device)
+        draw = torch.empty(fill.whole_shape, dtype=fill.source_dtype, device=place.device)
         if name.endswith("norm.weight"):
             yield name, draw.fill_(1.0 - fill.offset)
         else:

@@ -66,7 +66,6 @@ def test_g10_what_is_on_anyway_is_noted(
         ("--max-num-seq 4", "Did you mean --max-num-seqs?"),
         ("--enable-chunked-prefil", "Did you mean --enable-chunked-prefill?"),
         ("--zzz", "--zzz is no flag of serve. See"),
-        ("--quantization fp8", "--quantization can't be had here: give the path of a .gguf"),
         ("--pipeline-parallel-size 2", "only 1 can be had here: use --tensor-parallel-size"),
         ("--kv-cache-dtype fp8", "only auto can be had here"),
         ("--served-model-name a b", "give one name"),

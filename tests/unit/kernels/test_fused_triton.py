@@ -109,8 +109,8 @@ def test_gated_equals_the_reference(
     ranks = [(8, 8), (16, 24), (0, 40)]
     lora = term((150, 150), ranks, dtype, slots) if has_adapters else None
     factor = 0.7 if splits == 2 else 1.0
-    out = activation.gated(gate_up, Activation.SILU, gate_up, lora, factor)
-    expected = activation_reference.gated(gate_up, Activation.SILU, gate_up, lora, factor)
+    out = activation.gated(gate_up, Activation.SILU, dtype, lora, factor)
+    expected = activation_reference.gated(gate_up, Activation.SILU, dtype, lora, factor)
     assert_close("lora", out, expected, dtype)
 
 
@@ -120,13 +120,13 @@ def test_every_activation_equals_the_reference(kind: Activation, dtype: torch.dt
     """Large enough that gates and ups are cut off on every side where they are."""
     gate_up = randn(7, 2 * 150, dtype=dtype) * 2.4
     assert gate_up.float().abs().max() > CLAMP_LIMIT
-    expected = activation_reference.gated(gate_up, kind, gate_up)
-    assert_close("lora", activation.gated(gate_up, kind, gate_up), expected, dtype)
+    expected = activation_reference.gated(gate_up, kind, dtype)
+    assert_close("lora", activation.gated(gate_up, kind, dtype), expected, dtype)
     before = gate_up.clone()
-    out = activation_ops.gated(gate_up.cpu(), kind, gate_up)
+    out = activation_ops.gated(gate_up.cpu(), kind, dtype)
     assert_close("lora", out.to(DEVICE), expected, dtype)
-    out = activation_ops.gated(gate_up.cpu(), kind, gate_up, None, 0.6)
-    expected = activation_reference.gated(gate_up, kind, gate_up, None, 0.6)
+    out = activation_ops.gated(gate_up.cpu(), kind, dtype, None, 0.6)
+    expected = activation_reference.gated(gate_up, kind, dtype, None, 0.6)
     assert_close("lora", out.to(DEVICE), expected, dtype)
     assert torch.equal(gate_up, before)
 

@@ -143,7 +143,7 @@ def test_partial_rotation_is_refused() -> None:
         ("gpt-oss", {"swiglu_limit": 5.0}, r"swiglu_limit is 5\.0"),
         ("gpt-oss", {"swiglu_alpha": 1.0}, r"swiglu_alpha 1\.0"),
         ("gpt-oss", {"num_experts_per_tok": 9}, "between 1 and 8"),
-        ("gpt-oss", {"quantization_config": {"quant_method": "mxfp4"}}, r"'mxfp4'.*dequantize"),
+        ("gemma3", {"quantization_config": {"quant_method": "mxfp4"}}, r"'mxfp4'.*unquantized"),
     ],
 )
 def test_what_gemma_and_gpt_oss_could_have_and_is_not_served_is_refused_by_name(

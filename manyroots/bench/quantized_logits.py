@@ -1,0 +1,111 @@
+"""`manyroots bench quantization`: how far a model's next-token distributions move when its weights
+are rounded, on real text.
+
+The same model twice, once with its weights as they are and once rounded; each distribution of the
+first is compared with the second's at the same place. transformers computes both, from our numbers:
+what is measured is the weights. Products with scales inside are tested against the same numbers.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import manyroots
+from manyroots.bench.machine import describe_machine
+from manyroots.bench.peers import copy_numbers, transformers_model
+from manyroots.bench.spread import percentile
+from manyroots.config import ModelSettings
+from manyroots.errors import ConfigError
+from manyroots.models.decoder import Decoder
+from manyroots.models.load import load_model
+from manyroots.models.source import ModelSource, resolve_source
+from manyroots.text.tokenizer_files import load_tokenizer
+
+WINDOW = 512
+SKIPPED = 8
+"""Of a window, its first tokens: what comes next is anybody's guess there."""
+
+
+def own_text() -> str:
+    """Prose that is at hand wherever the package is: what its decide half says of itself."""
+    rooms = ("scheduler", "cache", "lora", "simulate")
+    pieces = []
+    for room in rooms:
+        package = import_module(f"{manyroots.__name__}.{room}")
+        for module in sorted(pkgutil.iter_modules(package.__path__), key=lambda found: found.name):
+            text = inspect.getdoc(import_module(f"{package.__name__}.{module.name}"))
+            pieces.append(text or "")
+    return "\n\n".join(pieces)
+
+
+def run_quantization(
+    settings: ModelSettings, rounded: ModelSettings, dtype: str, text: str | None, num_tokens: int
+) -> dict[str, Any]:
+    """Compare; prints a line and gives the report."""
+    source = resolve_source(settings)
+    tokens = load_tokenizer(settings.tokenizer or str(source.path)).encode(
+        own_text() if text is None else text, add_special_tokens=False
+    )[:num_tokens]
+    if len(tokens) <= SKIPPED + 1:
+        raise ConfigError(f"the text has {len(tokens)} tokens; give a longer one with --text.")
+    own = _loaded(settings, source, dtype)
+    model = transformers_model(own, source)
+    exact = _log_probabilities(model, tokens)
+    copy_numbers(model, _loaded(rounded, source, dtype))
+    near = _log_probabilities(model, tokens)
+    report = {
+        "bench": "quantization",
+        "model": source.name,
+        "dtype": dtype,
+        "quantization": rounded.quantization,
+        "text": "module docstrings of the package" if text is None else "given",
+        "window": WINDOW,
+        **compare(exact, near),
+        "machine": describe_machine(),
+    }
+    print(
+        f"{source.name} {rounded.quantization} against {dtype}: mean KL {report['mean_kl']:.5f} "
+        f"(p99 {report['p99_kl']:.4f}) over {report['places']} places, greedy agreement "
+        f"{report['greedy_agreement']:.4f}"
+    )
+    return report
+
+
+def compare(exact: Tensor, near: Tensor) -> dict[str, Any]:
+    """Of log probabilities [places, vocabulary]: the mean of KL(exact || near) in nats, and how
+    often both have the same likeliest token."""
+    each = (exact.exp() * (exact - near)).sum(-1)
+    same = (exact.argmax(-1) == near.argmax(-1)).float().mean()
+    return {
+        "places": len(each),
+        "mean_kl": float(each.mean()),
+        "p99_kl": percentile(each.tolist(), 0.99),
+        "greedy_agreement": float(same),
+    }
+
+
+def _loaded(settings: ModelSettings, source: ModelSource, dtype: str) -> Decoder:
+    return load_model(
+        source,
+        dtype=getattr(torch, dtype),
+        device=torch.device("cpu"),
+        load_format=settings.load_format,
+        seed=settings.seed,
+        quantization=settings.quantization,
+    )
+
+
+@torch.inference_mode()
+def _log_probabilities(model: Any, tokens: list[int]) -> Tensor:
+    """Of every place but each window's first few, in float32."""
+    found = []
+    for begin in range(0, len(tokens), WINDOW):
+        window = torch.tensor([tokens[begin : begin + WINDOW]])
+        found.append(model(input_ids=window).logits[0, SKIPPED:].float().log_softmax(-1))
+    return torch.cat(found)

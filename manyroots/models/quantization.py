@@ -1,0 +1,93 @@
+"""What a config says of quantized weights, and which of that can be served.
+
+Takes a config and what the user asks for; gives how products' weights are kept. Three kinds of FP8
+checkpoints: transformers' own `fp8` (scales of blocks or of a tensor), `fbgemm_fp8` (of rows), and
+`compressed-tensors` (of a tensor, of rows or of blocks). `mxfp4` is gpt-oss' own and read by it.
+Activations are never quantized here, so what a config says of them is of no account.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from manyroots.errors import ConfigError, ModelError
+from manyroots.layers.weights.fp8 import Fp8Format
+
+FP8 = "fp8"
+MXFP4 = "mxfp4"
+
+
+def weight_format(config: Any, asked: str = "auto") -> Fp8Format | None:
+    """`asked` is --quantization; None: numbers in the model's dtype."""
+    said = quantization_of(config)
+    stored = None if said is None else _stored(said, config)
+    if stored is not None or asked == "auto":
+        return stored
+    if said is not None:
+        raise ConfigError(
+            f"--quantization is {asked!r}, and the checkpoint is quantized already "
+            f"({said.get('quant_method')}); leave the flag out."
+        )
+    return Fp8Format(is_stored=False)
+
+
+def quantization_of(config: Any) -> dict[str, Any] | None:
+    """The config's own words."""
+    said = getattr(config, "quantization_config", None)
+    if said is None or isinstance(said, dict):
+        return said
+    words: dict[str, Any] = said.to_dict()
+    return words
+
+
+def _stored(said: dict[str, Any], config: Any) -> Fp8Format | None:
+    method: Any = said.get("quant_method")
+    method = getattr(method, "value", method)
+    if method == "fp8" and said.get("fmt", "e4m3") in ("e4m3", "float8_e4m3fn"):
+        return Fp8Format(is_stored=True, block=_block(said.get("weight_block_size")))
+    if method == "fbgemm_fp8":
+        return Fp8Format(is_stored=True)
+    if method == "compressed-tensors":
+        return _compressed(said)
+    if method == MXFP4 and config.model_type == "gpt_oss":
+        return None  # its experts alone, which its own names lead to; see `models/gpt_oss.py`
+    raise ModelError(
+        f"the checkpoint is quantized (method {method or 'unknown'!r}); this version loads FP8 "
+        "(E4M3), gpt-oss' mxfp4, GGUF files and unquantized safetensors. Use one of these for this "
+        "model, or save it unquantized with transformers."
+    )
+
+
+def _compressed(said: dict[str, Any]) -> Fp8Format:
+    """All groups of layers must have the same kind of FP8 weights."""
+    kinds = set()
+    for group in (said.get("config_groups") or {}).values():
+        weights = group.get("weights") or {}
+        is_fp8 = weights.get("num_bits") == 8 and weights.get("type") == "float"
+        strategy, block = weights.get("strategy"), weights.get("block_structure")
+        if not is_fp8 or strategy not in ("tensor", "channel", "block"):
+            raise ModelError(
+                "the checkpoint is quantized (compressed-tensors) with weights of "
+                f"{weights.get('num_bits')} bits, type {weights.get('type')!r}, strategy "
+                f"{strategy!r}; this version reads FP8 by tensor, channel or block. Use such a "
+                "checkpoint, or an unquantized one."
+            )
+        kinds.add(tuple(block) if strategy == "block" and block else None)
+    if len(kinds) != 1:
+        raise ModelError(
+            "the checkpoint is quantized (compressed-tensors) in several ways at once, or in none "
+            "that its config names; use one that has a single group."
+        )
+    return Fp8Format(is_stored=True, block=_block(kinds.pop()))
+
+
+def _block(sizes: Any) -> tuple[int, int] | None:
+    if sizes is None:
+        return None
+    is_pair = isinstance(sizes, list | tuple) and len(sizes) == 2
+    if not is_pair or not all(isinstance(size, int) and size > 0 for size in sizes):
+        raise ModelError(
+            f"the checkpoint's blocks of weights are {sizes!r}; they must be two sizes above 0. "
+            "Correct its config.json."
+        )
+    return sizes[0], sizes[1]

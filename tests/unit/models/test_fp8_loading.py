@@ -1,0 +1,311 @@
+"""Q01, Q02: checkpoints with quantized weights, and weights that are rounded as they are loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from manyroots.config import ModelSettings
+from manyroots.distributed.shard import WHOLE, Shard
+from manyroots.errors import ConfigError, ModelError
+from manyroots.kernels.choice import reference_kernels
+from manyroots.kernels.scaled import LARGEST, ScaledMatrix, quantize_rows
+from manyroots.kernels.tolerances import assert_close
+from manyroots.layers.weights.fp8 import Fp8Format
+from manyroots.models.decoder import Decoder
+from manyroots.models.load import load_model
+from manyroots.models.source import resolve_source
+from manyroots.models.weight_bytes import weight_bytes
+from manyroots.models.weights.mxfp4 import unpacked
+from tests.unit.models.lockstep import LockstepShard, in_lockstep
+from tests.unit.models.paged import PagedModel
+from tests.unit.models.test_logits_parity import expected, prompts
+from tests.unit.models.tiny import save_tiny
+
+BLOCK = (16, 16)
+Quantize = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+def by_tensor(weight: Tensor) -> tuple[Tensor, Tensor]:
+    scale = weight.abs().max() / LARGEST
+    return (weight / scale).to(torch.float8_e4m3fn), scale
+
+
+def by_row(weight: Tensor) -> tuple[Tensor, Tensor]:
+    return quantize_rows(weight)
+
+
+def by_block(weight: Tensor) -> tuple[Tensor, Tensor]:
+    rows, columns = weight.shape
+    scales = torch.empty(-(-rows // BLOCK[0]), -(-columns // BLOCK[1]))
+    data = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            here = slice(16 * i, 16 * i + 16), slice(16 * j, 16 * j + 16)
+            data[here], scales[i, j] = by_tensor(weight[here])
+    return data, scales
+
+
+def compressed(strategy: str, **more: Any) -> dict[str, Any]:
+    weights = {"num_bits": 8, "type": "float", "strategy": strategy, **more}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "ignore": ["lm_head"],
+    }
+
+
+KINDS: dict[str, tuple[Quantize, str, dict[str, Any]]] = {
+    "fp8-tensor": (
+        by_tensor, "weight_scale", {"quant_method": "fp8", "activation_scheme": "static"}
+    ),
+    "fp8-block": (
+        by_block, "weight_scale_inv", {"quant_method": "fp8", "weight_block_size": list(BLOCK)}
+    ),
+    "fbgemm": (by_row, "weight_scale", {"quant_method": "fbgemm_fp8"}),
+    "compressed-channel": (by_row, "weight_scale", compressed("channel")),
+    "compressed-block": (by_block, "weight_scale", compressed("block", block_structure=[16, 16])),
+}  # fmt: skip
+
+
+def is_quantized(name: str) -> bool:
+    return name.endswith("_proj.weight")
+
+
+def save_quantized(folder: Path, model: str, kind: str) -> Any:
+    """A checkpoint of that kind; gives transformers' model with the same numbers."""
+    theirs = save_tiny(folder, model)
+    quantize, suffix, config = KINDS[kind]
+    tensors = {}
+    numbers = theirs.state_dict()
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if not is_quantized(name):
+            tensors[name] = tensor
+            continue
+        data, scales = quantize(tensor)
+        tensors[name] = data
+        tensors[f"{name.removesuffix('weight')}{suffix}"] = scales
+        tensors[f"{name.removesuffix('weight')}input_scale"] = torch.tensor(3.0)
+    save_file(tensors, folder / "model.safetensors")
+    set_config(folder, quantization_config=config)
+    whole = {}
+    for name, tensor in numbers.items():
+        if is_quantized(name):
+            whole[name] = rounded(tensor, quantize)
+        elif name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            parts = 2 if "gate_up" in name else 1
+            whole[name] = torch.stack([
+                torch.cat([rounded(part, quantize) for part in matrix.chunk(parts)])
+                for matrix in tensor
+            ])  # fmt: skip
+        else:
+            whole[name] = tensor
+    theirs.load_state_dict(whole)
+    return theirs
+
+
+def rounded(weight: Tensor, quantize: Quantize) -> Tensor:
+    data, scales = quantize(weight)
+    if scales.numel() > 1 and scales.shape[1] > 1:
+        scales = scales.repeat_interleave(16, 0)[: len(weight)].repeat_interleave(16, 1)
+        scales = scales[:, : weight.shape[1]]
+    return data.float() * scales
+
+
+def set_config(folder: Path, **values: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def load(folder: Path, quantization: str = "auto", shard: Shard = WHOLE, **more: Any) -> Decoder:
+    return load_model(
+        resolve_source(ModelSettings(model=str(folder))), dtype=torch.float32,
+        device=torch.device("cpu"), load_format="auto", seed=0, shard=shard,
+        quantization=quantization, **more,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("model", ["llama", "qwen3-moe"])
+def test_q01_a_checkpoint_gives_the_logits_of_its_numbers(
+    model: str, kind: str, tmp_path: Path
+) -> None:
+    """Q01: dense and experts, and fused projections keep a scale each."""
+    theirs = save_quantized(tmp_path, model, kind)
+    ours = load(tmp_path)
+    assert isinstance(ours.layers[0].mixer.qkv.weight.data, ScaledMatrix)
+    got = PagedModel(ours).step(prompts())
+    for name, tokens in prompts().items():
+        assert_close("logits", got[name], expected(theirs, tokens), torch.float32)
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen3-moe"])
+def test_q01_the_references_give_the_same_logits(model: str, tmp_path: Path) -> None:
+    save_quantized(tmp_path, model, "fp8-block")
+    fast = PagedModel(load(tmp_path)).step(prompts())
+    plain = PagedModel(load(tmp_path, kernels=reference_kernels())).step(prompts())
+    for name, logits in plain.items():
+        assert_close("logits", fast[name], logits, torch.float32)
+
+
+@pytest.mark.parametrize("model", ["llama-biased", "qwen3-moe", "gemma3"])
+def test_q01_weights_are_rounded_as_they_are_loaded_and_nothing_else_is(
+    model: str, tmp_path: Path
+) -> None:
+    theirs = save_tiny(tmp_path, model)
+    ours, plain = load(tmp_path, "fp8"), load(tmp_path)
+    kept, whole = ours.weights(), plain.weights()
+    for name, fill in kept.items():
+        numbers = whole[name].place
+        is_product = fill.place.dtype is torch.float8_e4m3fn
+        assert is_product == name.endswith("_proj.weight"), name
+        wanted = rounded(numbers, by_row) if is_product else numbers
+        assert torch.equal(fill.values, wanted), name
+    exact = PagedModel(plain).step(prompts())
+    near = PagedModel(ours).step(prompts())
+    assert theirs is not None
+    for name, logits in exact.items():
+        assert not torch.equal(near[name], logits)
+
+
+@pytest.mark.parametrize("kind", ["fp8-block", "compressed-channel"])
+def test_q01_two_ranks_give_one_ranks_logits(kind: str, tmp_path: Path) -> None:
+    """Q01: 48 columns in blocks of 16: ranks' halves would cut a block."""
+    save_quantized(tmp_path, "llama", kind)
+    if kind == "fp8-block":
+        with pytest.raises(ConfigError, match=r"24 columns of .*o_proj are no multiple of the 16"):
+            in_lockstep(2, lambda shard: load(tmp_path, shard=shard).dtype)
+        return
+    alone = PagedModel(load(tmp_path)).step(prompts())
+
+    def rank(shard: LockstepShard) -> dict[str, Tensor]:
+        return PagedModel(load(tmp_path, shard=shard)).step(prompts())
+
+    results, _ = in_lockstep(2, rank)
+    for result in results:
+        for name, logits in alone.items():
+            assert_close("logits", result[name], logits, torch.float32)
+
+
+def change(folder: Path, edit: Callable[[dict[str, Tensor]], None]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+QUERY = "model.layers.1.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("edit", "says"),
+    [
+        (lambda t: t.update({f"{QUERY}.weight": torch.zeros(48, 48)}), "q_proj.weight is in"),
+        (lambda t: t.pop(f"{QUERY}.weight_scale"), f"missing {QUERY}.weight_scale"),
+        (lambda t: t.update({f"{QUERY}.weight_scale": torch.ones(7)}), r"has shape \[7\]"),
+        (lambda t: t.update({"lm_head.weight_scale": torch.ones(1)}), "kept unquantized here"),
+        (
+            lambda t: t.update({"lm_head.weight": t["lm_head.weight"].to(torch.float8_e4m3fn)}),
+            "lm_head.weight is in torch.float8",
+        ),
+    ],
+)  # fmt: skip
+def test_q01_a_checkpoint_that_is_not_whole_is_refused_by_name(
+    edit: Callable[[dict[str, Tensor]], None], says: str, tmp_path: Path
+) -> None:
+    save_quantized(tmp_path, "llama", "fp8-tensor")
+    change(tmp_path, edit)
+    with pytest.raises(ModelError, match=says):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"quant_method": "awq"}, "'awq'"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "'fp8'"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, r"\[128\]"),
+        ({"quant_method": "mxfp4"}, "'mxfp4'"),
+        (compressed("channel", num_bits=4), "4 bits"),
+        (compressed("group"), "'group'"),
+        ({"quant_method": "compressed-tensors", "config_groups": {}}, "several ways"),
+    ],
+)
+def test_q01_other_kinds_are_refused_by_name(
+    config: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    save_tiny(tmp_path)
+    set_config(tmp_path, quantization_config=config)
+    with pytest.raises(ModelError, match=says):
+        load(tmp_path)
+
+
+def test_q01_what_is_quantized_in_another_way_is_not_rounded_again(tmp_path: Path) -> None:
+    save_mxfp4(tmp_path)
+    with pytest.raises(ConfigError, match="quantized already"):
+        load(tmp_path, "fp8")
+
+
+def test_q01_bytes_are_counted_as_they_are_kept(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama")
+    model = load(tmp_path, "fp8")
+    kept = Fp8Format(is_stored=False)
+    counted = weight_bytes(model.spec, model.spec.vocab_size, torch.float32, kept)
+    held = sum(fill.place.nbytes for fill in model.weights().values())
+    norms = 3 * sum(f.place.numel() for n, f in model.weights().items() if "norm" in n)
+    assert counted == held - norms
+
+
+def save_mxfp4(folder: Path) -> tuple[Any, dict[str, Tensor]]:
+    """gpt-oss as it is published; gives transformers' model and the packed tensors."""
+    theirs = save_tiny(folder, "gpt-oss", hidden_size=64, intermediate_size=32)
+    draw = torch.Generator().manual_seed(5)
+    tensors, numbers = {}, theirs.state_dict()
+    packed: dict[str, Tensor] = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            tensors[name] = tensor
+            continue
+        experts, columns, rows = tensor.shape
+        shape = (experts, rows, columns // 32)
+        blocks = torch.randint(0, 256, (*shape, 16), generator=draw, dtype=torch.uint8)
+        scales = torch.randint(122, 126, shape, generator=draw, dtype=torch.uint8)
+        packed[f"{name}_blocks"], packed[f"{name}_scales"] = blocks, scales
+        numbers[name] = torch.stack([unpacked(*both) for both in zip(blocks, scales, strict=True)])
+        numbers[name] = numbers[name].float().transpose(1, 2)
+    save_file({**tensors, **packed}, folder / "model.safetensors")
+    set_config(folder, quantization_config={"quant_method": "mxfp4"})
+    theirs.load_state_dict(numbers)
+    return theirs, packed
+
+
+def test_q02_gpt_oss_as_published_gives_the_logits_of_its_numbers(tmp_path: Path) -> None:
+    theirs, _ = save_mxfp4(tmp_path)
+    got = PagedModel(load(tmp_path)).step(prompts())
+    for name, tokens in prompts().items():
+        assert_close("logits", got[name], expected(theirs, tokens), torch.float32)
+
+
+def test_q02_numbers_are_those_that_transformers_unpacks() -> None:
+    """Q02: every byte, and exponents of every size that weights have."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    blocks = torch.arange(256, dtype=torch.uint8).reshape(2, 8, 1, 16)
+    scales = torch.arange(112, 128, dtype=torch.uint8).reshape(2, 8, 1)
+    theirs = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16)
+    ours = torch.stack([unpacked(*both) for both in zip(blocks, scales, strict=True)])
+    assert torch.equal(ours, theirs.transpose(1, 2))
+
+
+def test_q02_half_of_a_matrix_is_refused_by_name(tmp_path: Path) -> None:
+    save_mxfp4(tmp_path)
+    change(tmp_path, lambda tensors: tensors.pop("model.layers.0.mlp.experts.down_proj_scales"))
+    with pytest.raises(ModelError, match=r"layers.0.mlp.down_proj .*blocks or the scales"):
+        load(tmp_path)

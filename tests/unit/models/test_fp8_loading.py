@@ -141,7 +141,8 @@ def test_q01_a_checkpoint_gives_the_logits_of_its_numbers(
     """Q01: dense and experts, and fused projections keep a scale each."""
     theirs = save_quantized(tmp_path, model, kind)
     ours = load(tmp_path)
-    assert isinstance(ours.layers[0].mixer.qkv.weight.data, ScaledMatrix)
+    products = list(ours.layers[0].products())
+    assert isinstance(products[0].weight.data, ScaledMatrix)
     got = PagedModel(ours).step(prompts())
     for name, tokens in prompts().items():
         assert_close("logits", got[name], expected(theirs, tokens), torch.float32)

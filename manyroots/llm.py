@@ -24,6 +24,7 @@ from manyroots.ids import AdapterName, Namespace, RequestId
 from manyroots.intake import Intake
 from manyroots.messages import (
     Abort,
+    CacheUse,
     ErrorKind,
     FinishReason,
     LoadLora,
@@ -76,6 +77,8 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     num_cached_tokens: int = 0
+    cache_use: CacheUse | None = None
+    """Where those were, and why the rest was computed."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
@@ -322,6 +325,7 @@ class LLM:
             sequence.request.prompt_logprobs.extend(delta.prompt_logprobs)
             if sequence.output.index == 0:
                 sequence.request.num_cached_tokens = output.num_cached_tokens
+                sequence.request.cache_use = output.cache_use or sequence.request.cache_use
             if delta.stopped:
                 self._loop.handle(Abort([output.request_id]))
             if delta.finish_reason is not None:

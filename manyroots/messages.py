@@ -115,14 +115,29 @@ class LoraReply:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheUse:
+    """Where a sequence's reused tokens were, and why the rest had to be computed (S07)."""
+
+    num_host_tokens: int
+    """Had to come from the host."""
+    num_storage_tokens: int
+    """Had to come from storage."""
+    limit: str
+    """`nothing` (all but the last token was found), `cold`, `namespace`, `window`, `checkpoint`,
+    `tier` (loading it would take longer than computing) or `off`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Notice:
-    """What only failed sequences, embeddings, and the first output of an adapter's, have."""
+    """What only failed sequences, embeddings, and first outputs have."""
 
     error_kind: ErrorKind = ErrorKind.ENGINE
     adapter_was: Tier | None = None
     """Where the weights were when the request came."""
     hidden: tuple[float, ...] = ()
     """Of a request that asked: the hidden state behind its prompt."""
+    cache_use: CacheUse | None = None
+    """With the first token."""
 
 
 @dataclass(slots=True)
@@ -154,6 +169,10 @@ class Output:
     @property
     def adapter_was(self) -> Tier | None:
         return None if self.notice is None else self.notice.adapter_was
+
+    @property
+    def cache_use(self) -> CacheUse | None:
+        return None if self.notice is None else self.notice.cache_use
 
 
 @dataclass(slots=True)
@@ -259,6 +278,14 @@ class StorageStats:
 
 
 @dataclass(frozen=True, slots=True)
+class SelfCheckStats:
+    """Cache hits that were computed again and compared, since start (R09)."""
+
+    total_checks: int
+    total_differences: int
+
+
+@dataclass(frozen=True, slots=True)
 class LoadTime:
     """An adapter was brought nearer: read from storage to the host, or loaded to the device."""
 
@@ -295,7 +322,13 @@ class Stats:
     page_usage: float = 0.0
     """What share of its pages requests hold, of the family of layers that is nearest to its end."""
     total_host_hit_tokens: int = 0
-    """Of those that were found: had to come from the host."""
+    """Of those that were found: had to come from the host, or by way of it."""
+    total_storage_hit_tokens: int = 0
+    """Of those: from storage."""
+    self_check: SelfCheckStats | None = None
+    """None without --kv-check-share."""
+    num_host_pages: int = 0
+    num_cached_host_pages: int = 0
     num_resting: int = 0
     """Of those that neither run nor wait: begun, and resting while another adapter has their place.
     """

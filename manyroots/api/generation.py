@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from manyroots.api.errors import GenerationError
-from manyroots.api.responses import PromptTokensDetails, Usage
+from manyroots.api.responses import CachedByTier, PromptTokensDetails, Usage
 from manyroots.api.state import Service
 from manyroots.errors import ManyrootsError, NotFoundError, RequestError, UnavailableError
-from manyroots.messages import ErrorKind, FinishReason, Output, Submit
+from manyroots.messages import CacheUse, ErrorKind, FinishReason, Output, Submit
 from manyroots.observe.requests import RequestWatch
 from manyroots.step import TokenLogprobs
 from manyroots.text.assembler import TextAssembler, TextDelta
@@ -167,20 +167,34 @@ class UsageCount:
         self._num_prompt_tokens = sum(len(submit.prompt) for submit in submits[::n])
         self._num_completion_tokens = 0
         self._num_cached_tokens: dict[int, int] = {}
+        self._uses: dict[int, CacheUse] = {}
 
     def add(self, index: int, delta: TextDelta) -> None:
         self._num_completion_tokens += len(delta.tokens)
         # Later choices reuse the first one's prompt; what the request saved is the first's number.
         if index % self._n == 0:
             self._num_cached_tokens[index] = delta.num_cached_tokens
+            if delta.cache_use is not None:
+                self._uses[index] = delta.cache_use
 
     def usage(self) -> Usage:
         return Usage(
             self._num_prompt_tokens,
             self._num_completion_tokens,
             self._num_prompt_tokens + self._num_completion_tokens,
-            PromptTokensDetails(sum(self._num_cached_tokens.values())),
+            self._details(),
         )
+
+    def _details(self) -> PromptTokensDetails:
+        details = PromptTokensDetails(sum(self._num_cached_tokens.values()))
+        uses = list(self._uses.values())
+        if uses:
+            host = sum(use.num_host_tokens for use in uses)
+            stored = sum(use.num_storage_tokens for use in uses)
+            device = details.cached_tokens - host - stored
+            details.cached_by_tier = CachedByTier(device, host, stored)
+            details.uncached_because = uses[0].limit
+        return details
 
 
 async def collect(

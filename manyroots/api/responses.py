@@ -10,8 +10,18 @@ import msgspec
 Finish = str | None
 
 
+class CachedByTier(msgspec.Struct):
+    device: int
+    host: int
+    storage: int
+
+
 class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
+    cached_by_tier: CachedByTier | msgspec.UnsetType = msgspec.UNSET
+    """Where those were."""
+    uncached_because: str | msgspec.UnsetType = msgspec.UNSET
+    """Why the rest had to be computed, of the first prompt; `docs/tiers.md` has the words."""
 
 
 class Usage(msgspec.Struct):

@@ -399,6 +399,26 @@ class PrefixCache:
         known += [ns for ticket in self.prefetcher.tickets() for ns in ticket.key.namespaces]
         return self._evict(dict.fromkeys(ns for ns in known if ns.adapter == digest))
 
+    def evict_prefix(self, key: PrefixKey, tokens: Int32s) -> tuple[bytes, ...]:
+        """Free a prompt's pages and whatever lies behind them, on the device and the host; their
+        hashes, page by page. Who holds them goes on and publishes no more."""
+        walk = self.lookup(key, tokens).walk
+        if not walk.nodes:
+            return ()
+        top = walk.nodes[0]
+        for lease in self.open_leases.values():
+            node: Node | None = lease.cursor
+            while node is not None and node is not top:
+                node = node.parent
+            if node is top:
+                lease.num_allowed_pages = 0
+        for ticket in self.prefetcher.tickets():
+            ticket.is_barred |= ticket.key == key
+        self.index.cut(top, top.first)
+        hasher = self._hasher or PageHasher(self._policies.identity, self.page_size * TOKEN_BYTES)
+        keys = tokens[: walk.depth * self.page_size].tobytes()
+        return tuple(Ticket(key, top, 0, keys, None).hashes(hasher, hasher.root))
+
     def _evict(self, namespaces: Collection[Namespace]) -> Evicted:
         before = [pool.num_free for pool in self.index.pools]
         for namespace in namespaces:

@@ -40,6 +40,8 @@ class Ticket:
     """The hashes that were asked for: as many pages as there was room for."""
     is_whole: bool = False
     """All of those were there, in every family that a page can't do without."""
+    num_useful_pages: int = 0
+    """How many of those, from the front, are of use now."""
     leader: Ticket | None = None
     """Who has asked for its first page already: nothing is asked for then but to be told (T09)."""
 
@@ -61,6 +63,11 @@ class Ticket:
         if self.leader is not None:
             return self.leader.is_done
         return len(self.arrived) == len(self.units)
+
+    @property
+    def num_found_pages(self) -> int:
+        """What storage had of those that were asked for, by this ticket or for it."""
+        return (self.leader or self).num_useful_pages
 
     @property
     def is_worth_going_on(self) -> bool:
@@ -131,6 +138,7 @@ class Prefetcher:
         supports = [arrived for plane, _, arrived in answers if plane.index in spine]
         count = _useful(supports, any(p.family.is_ordered for p in index.layout.spine))
         ticket.is_whole = count == len(ticket.asked)
+        ticket.num_useful_pages = count
         if count and not ticket.is_barred:
             keys = ticket.keys[: count * index.layout.page_size * 4]
             self._publish(ticket, count, keys, answers)

@@ -7,7 +7,7 @@ model or the machine is worked out once, in `worker.py`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,15 +22,17 @@ from manyroots.engine.adapter_folders import check_folders
 from manyroots.engine.adapter_runtime import adapter_limits
 from manyroots.engine.grammar_compiles import GrammarCompiles
 from manyroots.engine.loop import EngineLoop, EventSink
+from manyroots.engine.self_check import SelfCheck
 from manyroots.engine.tiers import check_tiers, model_identity, tier_policies
 from manyroots.engine.worker import Executor, execute_alone
 from manyroots.errors import ConfigError
 from manyroots.lora.residency import Residency
-from manyroots.messages import EngineInfo
+from manyroots.messages import EngineInfo, Submit
 from manyroots.models.decoder import Decoder
 from manyroots.models.families import LayerFamily
 from manyroots.models.source import ModelSource, resolve_source
 from manyroots.progress import stage
+from manyroots.runner.logprobs import same_within
 from manyroots.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -88,8 +90,25 @@ def build_engine(settings: EngineSettings) -> Engine:
         compiles=GrammarCompiles(executor.grammars),
         alarm=executor.alarm,
         events=_make_events(settings, scheduler),
+        make_check=_make_check(settings, scheduler, executor),
     )
     return Engine(loop, info)
+
+
+def _make_check(
+    settings: EngineSettings, scheduler: Scheduler, executor: Executor
+) -> Callable[[Callable[[Submit], None]], SelfCheck] | None:
+    share = settings.tiers.kv_check_share
+    if not share:
+        return None
+    tolerance = same_within(executor.worker.model.dtype)
+
+    def drop(submit: Submit) -> str:
+        hashes = scheduler.drop_prefix(submit)
+        executor.forget(hashes)
+        return f"{len(hashes)} pages, {' '.join(h.hex()[:16] for h in hashes)}, are"
+
+    return lambda submit: SelfCheck(share, tolerance, submit, drop, settings.model.seed)
 
 
 def _make_events(settings: EngineSettings, scheduler: Scheduler) -> EventSink | None:

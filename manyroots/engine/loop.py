@@ -19,6 +19,7 @@ from manyroots.adapter_names import LoraModule
 from manyroots.cache.events import CacheEvent
 from manyroots.engine.adapter_directory import AdapterDirectory
 from manyroots.engine.grammar_compiles import GrammarCompiles
+from manyroots.engine.self_check import SelfCheck
 from manyroots.errors import NotFoundError, RequestError, UnavailableError
 from manyroots.ids import RequestId, Tier
 from manyroots.messages import (
@@ -30,6 +31,7 @@ from manyroots.messages import (
     LoraReply,
     Notice,
     Output,
+    SelfCheckStats,
     Stats,
     StepOutputs,
     Submit,
@@ -111,18 +113,21 @@ class EngineLoop:
         compiles: GrammarCompiles | None = None,
         alarm: Alarm | None = None,
         events: EventSink | None = None,
+        make_check: Callable[[Callable[[Submit], None]], SelfCheck] | None = None,
         depth: int = 1,
     ) -> None:
         """`directory`: None leaves adapters to whoever registers them with the scheduler.
         `compiles`: None refuses requests whose output has a shape.
         `alarm`: None if the runner can't end outside of a step. `events`: told after each step
-        which pages can be found now, and which not any more."""
+        which pages can be found now, and which not any more. `make_check`: takes how it may
+        submit; None checks nothing."""
         self._scheduler = scheduler
         self._runner = runner
         self._directory = directory
         self._compiles = compiles
         self._alarm = alarm
         self._events = events
+        self._check = None if make_check is None else make_check(self._submit)
         self._depth = depth
         self._launched: deque[Future[StepResult]] = deque()
         self._gathered = StepOutputs([])
@@ -180,6 +185,8 @@ class EngineLoop:
         """Take one message from a client."""
         match message:
             case Submit():
+                if self._check is not None:
+                    self._check.note(message)
                 self._submit(message)
             case Abort():
                 for request_id in message.request_ids:
@@ -223,6 +230,8 @@ class EngineLoop:
     def _abort(self, request_id: RequestId) -> None:
         if self._compiles is not None and self._compiles.abort(request_id):
             return
+        if self._check is not None:
+            self._check.forget(request_id)
         if self._directory is not None and self._directory.abort(request_id):
             return
         output = self._scheduler.abort(request_id)
@@ -247,7 +256,7 @@ class EngineLoop:
         if plan is not None:
             self._load_timer.launch(plan)
             if plan.arrivals:
-                self.tell_begun([arrival.request_id for arrival in plan.arrivals])
+                self.tell_begun([a.request_id for a in plan.arrivals if a.request_id > 0])
             self._launched.append(self._runner.launch(plan))
         if len(self._launched) > self._depth or (plan is None and self._launched):
             self._finish_oldest()
@@ -258,6 +267,8 @@ class EngineLoop:
             self._say_where_adapters_were(outputs)
         if self._compiles is not None:
             self._compiles.release(outputs.outputs)
+        if self._check is not None:
+            self._check.take(outputs)
         return outputs
 
     def _say_where_adapters_were(self, outputs: StepOutputs) -> None:
@@ -279,7 +290,12 @@ class EngineLoop:
         return reads + self._load_timer.take()
 
     def stats(self) -> Stats:
-        return self._scheduler.stats()
+        stats = self._scheduler.stats()
+        check = self._check
+        if check is None:
+            return stats
+        checks = SelfCheckStats(check.total_checks, check.total_differences)
+        return replace(stats, self_check=checks)
 
     def close(self) -> None:
         if self._directory is not None:

@@ -62,7 +62,10 @@ def execute_with_ranks(settings: EngineSettings, source: ModelSource) -> Executo
         runner = RankedRunner(
             own, ranks, on_adapter=_ear(adapters), on_death=alarm.ring, leave=leave_group
         )
-        return Executor(worker, num_pages, sizes, runner, adapters, grammars, alarm)
+        # Ranks have no storage: tiers are refused with more than one.
+        return Executor(
+            worker, num_pages, sizes, runner, adapters, grammars, own.forget_stored, alarm
+        )
 
 
 def _ear(adapters: AdapterRuntime | None) -> Callable[[int, AdapterLoaded], None]:

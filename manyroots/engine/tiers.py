@@ -34,8 +34,6 @@ _READ_BYTES = 1 << 24
 def check_tiers(settings: EngineSettings) -> None:
     """Refuse what can't be served together."""
     tiers = settings.tiers
-    if tiers.kv_check_share:
-        raise ConfigError("--kv-check-share is not served yet.")
     if not tiers.is_on:
         return
     flag = "--kv-offloading-size" if tiers.has_host else "--kv-storage"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -110,6 +111,8 @@ class Executor:
     adapters: AdapterRuntime | None
     """None without --enable-lora."""
     grammars: GrammarCache
+    forget: Callable[[Sequence[bytes]], None]
+    """Takes pages out of storage, by hash; returns at once."""
     alarm: Alarm | None
     """Rung when the runner can't go on; None if nothing outside of a step can end it."""
 
@@ -124,7 +127,8 @@ def execute_alone(settings: EngineSettings, source: ModelSource) -> Executor:
     with stage("pages and warm-up"):
         grammars = make_grammars(settings, source, worker)
         runner = worker.make_runner(settings, sizes, adapters, grammars)
-    return Executor(worker, worker.num_pages, sizes, runner, adapters, grammars, alarm=None)
+    forget = runner.forget_stored
+    return Executor(worker, worker.num_pages, sizes, runner, adapters, grammars, forget, alarm=None)
 
 
 def make_grammars(settings: EngineSettings, source: ModelSource, worker: Worker) -> GrammarCache:

@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector
 from manyroots.ids import AdapterName, RequestId, Tier
 from manyroots.messages import LoadTime, Stats
 from manyroots.observe.adapters import AdapterCounts, AdapterMetrics
+from manyroots.observe.tiers import TierCounts
 
 _SECONDS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
@@ -75,6 +76,7 @@ class Metrics:
         self._registry.register(_EngineCounts(self._labels, read_stats, read_life))
         if cache_config is not None:
             self._registry.register(_Collected(lambda: _cache_info(self._labels, cache_config)))
+        self._registry.register(TierCounts(model_name, read_stats))
         self._read_timeouts: Mapping[str, int] = {}
         self._registry.register(_Collected(self._collect_read_timeouts))
         self.adapters = AdapterMetrics(self._registry, model_name, _SECONDS)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from manyroots.kernels.sampling.likeliest import likeliest, order_keys
+from manyroots.kernels.tolerances import TOLERANCES
 from manyroots.step import TokenLogprobs
 
 POSITIONS_AT_ONCE = 256
@@ -29,3 +30,8 @@ def score(logits: Tensor, tokens: Tensor, num_top: list[int]) -> list[TokenLogpr
         TokenLogprobs(token, logprob, rank, tuple(ids[:count]), tuple(values[:count]))
         for token, logprob, rank, ids, values, count in rows
     ]
+
+
+def same_within(dtype: torch.dtype) -> float:
+    """How far log-probabilities of the same tokens may differ between two ways to compute them."""
+    return TOLERANCES["self_check", dtype].atol

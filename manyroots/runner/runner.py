@@ -146,6 +146,10 @@ class ModelRunner:
             self._answers_thread.shutdown(wait=True)
         self._mover.close()
 
+    def forget_stored(self, hashes: Sequence[bytes]) -> None:
+        """Take pages out of storage; nothing to do where there is none. Returns at once."""
+        self._mover.forget_stored(hashes)
+
     def warm_up(self) -> None:
         """Compile and capture now what the first requests would otherwise wait for."""
         if self._device.type == "cuda":

@@ -16,6 +16,7 @@ from manyroots.config import Policy, SchedulerSettings
 from manyroots.ids import AdapterDigest, StepId
 from manyroots.lora.registry import Hold
 from manyroots.lora.residency import Residency
+from manyroots.messages import CacheUse
 from manyroots.scheduler.lanes import Lane
 from manyroots.scheduler.plan_builder import Placer, PlanBuilder
 from manyroots.scheduler.queue import WaitingQueue
@@ -58,6 +59,7 @@ class Admission:
         self._fetching: dict[Request, None] = {}
         self._loading: dict[Request, None] = {}
         self._loaded: deque[Request] = deque()
+        self.total_storage_hit_tokens = 0
 
     def __len__(self) -> int:
         return len(self.waiting) + len(self._fetching) + len(self._loading) + len(self._loaded)
@@ -139,6 +141,7 @@ class Admission:
             if ticket is not None and not ticket.is_done:
                 continue
             if ticket is not None:
+                request.num_fetched_tokens += ticket.num_found_pages * self._cache.page_size
                 # Told of what another had asked for, it may go on to what lies behind.
                 request.ticket = self._cache.prefetch(request.key, request.tokens, ticket)
             if request.ticket is None:
@@ -392,6 +395,11 @@ class Admission:
         is_first = request.num_cached_tokens is None
         if is_first:
             request.num_cached_tokens = lease.num_cached_tokens
+            num_stored = min(request.num_fetched_tokens, lease.num_host_tokens)
+            self.total_storage_hit_tokens += num_stored
+            request.cache_use = CacheUse(
+                lease.num_host_tokens - num_stored, num_stored, lease.limit.name.lower()
+            )
         if not request.wants_prompt_logprobs:
             self._cache.begin(lease, request.num_tokens, is_first)
         num_computed = lease.num_cached_tokens

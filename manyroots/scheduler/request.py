@@ -19,7 +19,7 @@ from manyroots.cache.outcomes import Ending
 from manyroots.cache.prefetch import Ticket
 from manyroots.ids import Namespace, Row, StepId
 from manyroots.lora.registry import Hold
-from manyroots.messages import Submit
+from manyroots.messages import CacheUse, Submit
 from manyroots.sampling import MAX_TOKENS_LIMIT
 from manyroots.step import Int32s, TokenLogprobs
 
@@ -63,6 +63,7 @@ class Request:
         "_rows",
         "_tokens",
         "adapter_from",
+        "cache_use",
         "ending",
         "group",
         "hold",
@@ -72,6 +73,7 @@ class Request:
         "max_num_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_fetched_tokens",
         "num_in_flight_tokens",
         "num_prompt_tokens",
         "prompt_logprobs",
@@ -134,6 +136,10 @@ class Request:
         """Of a request that rests: where it goes on."""
         self.num_cached_tokens: int | None = None
         """What was reused when it first began."""
+        self.cache_use: CacheUse | None = None
+        """The same in detail, till its caller is told."""
+        self.num_fetched_tokens = 0
+        """What storage was found to have of it."""
         self.wants_prompt_logprobs = submit.sampling.prompt_logprobs is not None
         """Till its first token is sampled."""
         self.prompt_logprobs: list[TokenLogprobs] = []

@@ -10,6 +10,7 @@ through one by one.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 
 import numpy as np
 
@@ -200,7 +201,8 @@ class Results:
                 # The newest token lies behind those that are committed.
                 output = self._tell(request, token, num_before + 1, logprobs)
                 if result.hidden and row in result.hidden:
-                    output.notice = Notice(hidden=tuple(result.hidden[Row(row)].tolist()))
+                    hidden = tuple(result.hidden[Row(row)].tolist())
+                    output.notice = replace(output.notice or Notice(), hidden=hidden)
                 outputs.append(output)
             rows, tokens = rows[is_plain], tokens[is_plain]
         return Tokens(self._rows.request_ids[rows], tokens, self._rows.num_cached[rows])
@@ -229,6 +231,9 @@ class Results:
         if request.prompt_logprobs and num_output_tokens == 1:
             output.prompt_logprobs.extend(request.prompt_logprobs)
             request.prompt_logprobs.clear()
+        if request.cache_use is not None:
+            output.notice = Notice(cache_use=request.cache_use)
+            request.cache_use = None
             if request.row is not None:
                 self._rows.scored.discard(request.row)
         if reason is not None:

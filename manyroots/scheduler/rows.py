@@ -127,7 +127,7 @@ class Rows:
         self.computed[row] = self.committed[row] = num_computed
         self.request_ids[row] = request.submit.request_id
         self.num_cached[row] = request.num_cached_tokens or 0
-        if request.prompt_logprobs:
+        if request.prompt_logprobs or request.cache_use is not None:
             self.scored.add(row)
         return row
 

@@ -15,6 +15,7 @@ from manyroots.cache.events import CacheEvent
 from manyroots.cache.lease import Lease
 from manyroots.cache.outcomes import Extension, Refusal
 from manyroots.config import Policy, SchedulerSettings
+from manyroots.errors import NotFoundError
 from manyroots.ids import AdapterDigest, AdapterName, RequestId, StepId, Tier
 from manyroots.lora.registry import AdapterVersion, Unloaded
 from manyroots.lora.residency import Residency
@@ -305,6 +306,19 @@ class Scheduler:
         """Launched steps gave nothing, and none is running any more."""
         return self._results.fail_in_flight(reason)
 
+    def drop_prefix(self, submit: Submit) -> tuple[bytes, ...]:
+        """Let nobody find the pages of a prompt any more, on any tier but storage; their hashes.
+        None for an adapter that is gone, since its pages are, too."""
+        try:
+            hold = None if submit.adapter is None else self._adapters.acquire(submit.adapter)
+        except NotFoundError:
+            return ()
+        request = Request(submit, 0, StepId(0), hold, self._cache.page_size)
+        dropped = self._cache.evict_prefix(request.key, request.tokens)
+        if hold is not None:
+            self._adapters.release(hold)
+        return dropped
+
     def take_events(self) -> list[CacheEvent]:
         """What became findable and what ceased to be, since the last call."""
         return self._cache.take_events()
@@ -316,6 +330,7 @@ class Scheduler:
     def stats(self) -> Stats:
         cache = self._cache.stats()
         pages = cache.planes[0]
+        host = next((plane for plane in cache.planes if plane.tier is Tier.HOST), None)
         on_device = [plane for plane in cache.planes if plane.tier is Tier.DEVICE]
         return Stats(
             num_running=len(self._rows.running),
@@ -331,6 +346,9 @@ class Scheduler:
             total_lookup_tokens=cache.total_lookup_tokens,
             total_hit_tokens=cache.total_hit_tokens,
             total_host_hit_tokens=cache.total_host_hit_tokens,
+            total_storage_hit_tokens=self._admission.total_storage_hit_tokens,
+            num_host_pages=0 if host is None else host.num_units,
+            num_cached_host_pages=0 if host is None else host.num_cached,
             total_steps=self._next_step_id - 1,
             total_step_tokens=self._results.total_step_tokens,
             adapters=self._adapters.stats(),

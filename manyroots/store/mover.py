@@ -9,7 +9,7 @@ lower tiers a copy to or from one is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from manyroots.step import AdapterIntent, AdapterLoaded, Copy, CopyDone
@@ -66,6 +66,11 @@ class Mover:
         parts = [part for part in (self._adapters, self._tiers) if part is not None]
         for part in parts:
             part.wait(timeout_s / len(parts))
+
+    def forget_stored(self, hashes: Sequence[bytes]) -> None:
+        """Take pages out of storage, in the background."""
+        if self._tiers is not None:
+            self._tiers.forget_stored(hashes)
 
     def close(self) -> None:
         """Wait for what is under way; what has not begun never does."""

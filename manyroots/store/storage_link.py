@@ -103,6 +103,12 @@ class StorageLink:
         if not firsts:
             self._end(errand, None)
 
+    def forget(self, hashes: Sequence[bytes]) -> None:
+        """Remove pages of all families, beside whatever is read."""
+        families = range(len(self._host))
+        keys = [self._storage.key(page, family) for page in hashes for family in families]
+        threading.Thread(target=self._try_to_remove, args=(keys,), daemon=True).start()
+
     def give_up_late_ones(self) -> None:
         """Report as failed what has had no answer in time."""
         now = self._clock()
@@ -156,6 +162,9 @@ class StorageLink:
                 "storage has values that are damaged or not this engine's; they count as missing "
                 "and are removed (this is said once)"
             )
+        self._try_to_remove(keys)
+
+    def _try_to_remove(self, keys: list[bytes]) -> None:
         try:
             self._backend.remove(keys)
         except Exception as error:

@@ -48,6 +48,11 @@ class TierCopies:
         else:
             raise RuntimeError(f"copy {copy.copy_id} names storage, and this engine has none")
 
+    def forget_stored(self, hashes: Sequence[bytes]) -> None:
+        """Take pages out of storage, of all families; nothing to do without one."""
+        if self._storage is not None and hashes:
+            self._storage.forget(hashes)
+
     def finished(self) -> tuple[CopyDone, ...]:
         """The ends that nobody has taken yet."""
         if self._storage is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from manyroots.messages import FinishReason, Output
+from manyroots.messages import CacheUse, FinishReason, Output
 from manyroots.sampling import SamplingParams
 from manyroots.step import TokenLogprobs
 from manyroots.text.detokenizer import detokenizer_for
@@ -35,6 +35,8 @@ class TextDelta:
     """With logprobs: for each token, how many characters of the text come before it."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     error: str | None = None
+    cache_use: CacheUse | None = None
+    """With the first tokens."""
 
 
 class TextAssembler:
@@ -96,6 +98,7 @@ class TextAssembler:
             offsets=offsets if wants_logprobs else [],
             prompt_logprobs=output.prompt_logprobs,
             error=output.error,
+            cache_use=output.cache_use,
         )
 
     def _take(self, token: int, *, hide: bool) -> tuple[str, str | None]:

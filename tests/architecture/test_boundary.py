@@ -20,15 +20,17 @@ IMPORTS = {
 BOUNDARY = {
     # What is asked of the cache
     "acknowledge", "announce", "begin", "can_reach", "claim", "clip", "commit", "commit_step",
-    "could_find_more", "evict_adapter", "extend", "fail_step", "has_transfers", "measured_prefill",
+    "could_find_more", "evict_adapter", "evict_prefix", "extend", "fail_step", "has_transfers",
+    "measured_prefill",
     "num_resumable_tokens", "onboard", "page_size", "prefer_own", "prefetch", "release", "stats",
     "take_copies", "take_events", "turn_pages",
     # What a lease, a ticket and a key say of themselves
     "activated", "checkpoints", "has_failed", "is_done", "is_ready", "num_cached_tokens",
-    "num_covered_tokens", "num_published_pages", "onboarding", "patience_steps", "tables",
+    "limit", "num_covered_tokens", "num_found_pages", "num_host_tokens",
+    "num_published_pages", "onboarding", "patience_steps", "tables",
     # Numbers for whoever watches
     "missed_tokens", "num_cached", "num_free", "num_held", "num_units", "planes", "storage",
-    "total_hit_tokens", "total_host_hit_tokens", "total_lookup_tokens",
+    "tier", "total_hit_tokens", "total_host_hit_tokens", "total_lookup_tokens",
 }  # fmt: skip
 CACHE_VARIABLES = {"cache", "_cache", "lease", "ticket"}
 

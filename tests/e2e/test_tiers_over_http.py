@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import time
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from tests.tiny_adapters import TinyAdapters
 
 @pytest.mark.slow
 def test_t06_a_server_started_again_finds_its_storage_warm(tmp_path: Path) -> None:
-    """T06, T07: base model and adapter; the first server is killed, not asked to end."""
+    """T06, T07, S07: base model and adapter; the first server is killed, not asked to end."""
     tiny = TinyAdapters(tmp_path)
     rng = random.Random(1)
     prompt = [rng.randrange(3, 300) for _ in range(60)]
@@ -30,7 +31,16 @@ def test_t06_a_server_started_again_finds_its_storage_warm(tmp_path: Path) -> No
         warm = [server.complete(name, prompt) for name in ("all", "tiny")]
         assert [cached(answer) for answer in warm] == [56, 56]
         assert [tokens(answer) for answer in warm] == [tokens(answer) for answer in cold[::-1]]
+        details = warm[1].json()["usage"]["prompt_tokens_details"]
+        assert details["cached_by_tier"] == {"device": 0, "host": 0, "storage": 56}
+        assert details["uncached_because"] == "nothing"
+        again = server.complete("tiny", prompt).json()["usage"]["prompt_tokens_details"]
+        assert again["cached_by_tier"] == {"device": 56, "host": 0, "storage": 0}
         server.assert_balance()
+        text = server.server.get("/metrics").text
+        found = re.findall(r'hits_by_tier_total{.*tier="(\w+)"} (\S+)', text)
+        assert dict(found) == {"device": "56.0", "host": "0.0", "storage": "112.0"}
+        assert re.search(r"^manyroots:storage_readable{.*} 1.0$", text, re.M)
 
 
 def wait_for_files(folder: Path, count: int) -> None:

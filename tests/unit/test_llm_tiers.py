@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,6 +18,8 @@ from manyroots.cache.matching import path_units
 from manyroots.cache.planes import ABSENT
 from manyroots.errors import ConfigError
 from manyroots.ids import Namespace
+from manyroots.messages import CacheUse, SelfCheckStats
+from manyroots.store.backends.files import Files
 from tests.tiny_adapters import TinyAdapters
 from tests.unit.test_llm_windows import serve
 
@@ -34,6 +39,14 @@ def prompts(seed: int = 1) -> list[list[int]]:
 def ask(llm: LLM, prompt: list[int], **more: Any) -> tuple[list[int], int]:
     [answer] = llm.generate([prompt], GREEDY, **more)
     return answer.outputs[0].token_ids, answer.num_cached_tokens
+
+
+def units_on_device(llm: LLM, prompt: list[int]) -> list[int]:
+    """Of the first family, page by page."""
+    cache: Any = llm._loop._scheduler._cache  # type: ignore[attr-defined]
+    walk = cache.lookup(PrefixKey(Namespace(None, None)), np.array(prompt, np.int32)).walk
+    units: list[int] = path_units(walk.nodes, walk.depth, cache.layout.device[0]).tolist()
+    return units
 
 
 def pages_on_device(llm: LLM, prompt: list[int]) -> Bits:
@@ -146,6 +159,107 @@ def test_t07_adapters_and_salts_stay_apart_in_every_tier(tmp_path: Path) -> None
     with start() as llm:
         assert [run(llm, *owner) for owner in reversed(owners)] == warm[::-1]
         assert run(llm, "all", "three")[1] == 0
+
+
+def test_s07_each_answer_says_where_its_cached_tokens_were_and_why_the_rest_was_computed(
+    tmp_path: Path,
+) -> None:
+    """S07: with the first token, by tier; and the totals agree."""
+    settings = {
+        "kv_storage": f"file://{tmp_path}/kv", "num_gpu_blocks_override": 70, "num_host_pages": 600,
+    }  # fmt: skip
+    one, *others = prompts()
+
+    def use(llm: LLM, prompt: list[int], **more: Any) -> CacheUse | None:
+        return llm.generate([prompt], GREEDY, **more)[0].cache_use
+
+    with serve(tmp_path / "model", "full", **settings) as llm:
+        assert use(llm, one) == CacheUse(0, 0, "cold")
+        assert use(llm, one) == CacheUse(0, 0, "nothing")
+        assert use(llm, one, cache_salt="mine") == CacheUse(0, 0, "cold")
+        for other in others:
+            use(llm, other)
+        assert use(llm, one) == CacheUse(NUM_CACHED, 0, "nothing")
+        [scored] = llm.generate([one], COLD)
+        assert scored.cache_use == CacheUse(0, 0, "off")
+    with serve(tmp_path / "again", "full", **settings) as llm:
+        assert use(llm, one[:60]) == CacheUse(0, 56, "nothing")
+        assert use(llm, one) == CacheUse(0, NUM_CACHED - 60, "nothing")
+        assert llm.stats().total_storage_hit_tokens == 56 + NUM_CACHED - 60
+        assert llm.stats().total_hit_tokens == 56 + NUM_CACHED
+        assert use(llm, one[:50] + others[0][:30]) == CacheUse(0, 0, "cold")
+
+
+def test_t05_throttled_storage_is_tried_once_and_then_left_alone(tmp_path: Path) -> None:
+    """T05: each value takes 30 ms, many times what computing its page does."""
+    settings = {"kv_storage": f"file://{tmp_path}/kv", "num_gpu_blocks_override": 70}
+    with serve(tmp_path / "model", "full", **settings) as llm:
+        cold = [ask(llm, prompt)[0] for prompt in prompts()]
+    real, asked = Files.get, []
+
+    def get(self: Files, keys: Sequence[bytes], num_bytes: int) -> Any:
+        asked.append(len(keys))
+        time.sleep(0.03 * len(keys))
+        return real(self, keys, num_bytes)
+
+    with (
+        mock.patch.object(Files, "get", get),
+        serve(tmp_path / "again", "full", **settings) as llm,
+    ):
+        fresh = prompts()[0][::-1]
+        ask(llm, fresh)  # what computing takes is measured by then, and what a miss does
+        warm = [ask(llm, prompt)[0] for prompt in prompts()]
+        assert warm == cold
+        assert len(asked) <= 2, "storage that is slower than computing was asked again and again"
+
+
+def test_t01_a_working_set_of_ten_devices_hits_on_a_host_of_twelve(tmp_path: Path) -> None:
+    """T01: at least 0.95 of what an endless cache would find, over random requests."""
+    rng = random.Random(4)
+    num_pages, length = 70, 90
+    working = [
+        [rng.randrange(3, 300) for _ in range(length)] for _ in range(10 * num_pages * 4 // length)
+    ]
+    seen: set[int] = set()
+    found = endless = 0
+    with serve(
+        tmp_path, "full", num_gpu_blocks_override=num_pages, num_host_pages=12 * num_pages
+    ) as llm:
+        for _ in range(3 * len(working)):
+            index = rng.randrange(len(working))
+            _, cached = ask(llm, working[index])
+            found += cached
+            endless += NUM_CACHED if index in seen else 0
+            seen.add(index)
+    assert found >= 0.95 * endless, f"{found} of {endless} tokens"
+
+
+def test_r09_hits_are_computed_again_and_what_differs_is_dropped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """R09: every hit is checked; pages that were changed behind the engine's back are found,
+    dropped on every tier, and computed again. Callers are told nothing of the checks."""
+    settings = {
+        "kv_storage": f"file://{tmp_path}/kv", "num_host_pages": 300, "kv_check_share": 1.0,
+        "num_gpu_blocks_override": 200,
+    }  # fmt: skip
+    one, other = prompts()[:2]
+    with serve(tmp_path / "model", "full", **settings) as llm:
+        cold = [ask(llm, one)[0], ask(llm, other)[0]]
+        assert [ask(llm, one), ask(llm, other)] == [(tokens, NUM_CACHED) for tokens in cold]
+        checks = llm.stats().self_check
+        assert checks == SelfCheckStats(2, 0)
+        stored = len(list((tmp_path / "kv").glob("v1/??/*")))
+        arenas: Any = llm._loop._runner._arenas  # type: ignore[attr-defined]
+        for row in units_on_device(llm, one):
+            arenas[0].data[row] *= -3.0
+        ask(llm, one)
+        assert llm.stats().self_check == SelfCheckStats(3, 1)
+        assert "cached pages differ from computed ones" in caplog.text
+        assert ask(llm, one) == (cold[0], 0)
+        assert ask(llm, other) == (cold[1], NUM_CACHED)
+        assert llm.stats().num_held_pages == 0
+        assert stored > 0
 
 
 def test_tiers_that_can_not_be_had_are_refused_by_name(tmp_path: Path) -> None:

@@ -51,20 +51,24 @@ def test_of_requests_equally_cheap_to_resume_the_youngest_is_retracted() -> None
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_plain_tokens_are_columns_and_only_endings_are_outputs(depth: int) -> None:
+def test_plain_tokens_are_columns_and_only_beginnings_and_endings_are_outputs(depth: int) -> None:
     engine = Deciding(depth=depth)
     requests = [submit(number, [number] * 5, max_tokens=6) for number in range(4)]
     for request in requests:
         engine.loop.handle(request)
     tokens: dict[int, list[int]] = {number: [] for number in range(4)}
+    begins: list[int] = []
     ends: list[int] = []
     while engine.loop.has_work:
         news = engine.loop.step()
-        assert all(output.finish_reason is not None for output in news.outputs)
-        ends += [int(output.request_id) for output in news.outputs]
+        ended = [output for output in news.outputs if output.finish_reason is not None]
+        begun = [output for output in news.outputs if output.cache_use is not None]
+        assert len(ended) + len(begun) == len(news.outputs)
+        ends += [int(output.request_id) for output in ended]
+        begins += [int(output.request_id) for output in begun]
         for output in news:
             tokens[output.request_id] += output.tokens
-    assert ends == [0, 1, 2, 3]
+    assert begins == ends == [0, 1, 2, 3]
     assert tokens == {int(r.request_id): expected_tokens(r) for r in requests}
 
 

@@ -1,0 +1,134 @@
+"""Checks a sample of cache hits while serving: computes them again and compares (R09).
+
+Takes requests and their first outputs; for a share of those with cached tokens it asks the engine
+twice for the token behind them, once from the cache and once computed anew, as requests of its own.
+If the log-probabilities differ by more than rounding may, the pages are dropped on every tier, the
+difference is counted, and the log names them. One check at a time; its requests are told to nobody.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from manyroots.ids import RequestId
+from manyroots.messages import FinishReason, Output, StepOutputs, Submit
+from manyroots.sampling import SamplingParams
+from manyroots.step import TokenLogprobs
+
+logger = logging.getLogger(__name__)
+
+_NUM_COMPARED = 5
+"""The likeliest tokens, beside the one that was chosen."""
+_MAX_NOTED = 4096
+_CACHED = SamplingParams(temperature=0.0, max_tokens=1, logprobs=_NUM_COMPARED)
+_COMPUTED = replace(_CACHED, prompt_logprobs=0)
+"""Prompts whose log-probabilities are asked for are computed, whatever is cached."""
+
+
+@dataclass(slots=True)
+class _Check:
+    """One prefix, asked for twice."""
+
+    submit: Submit
+    waits_for: set[RequestId]
+    scores: dict[RequestId, TokenLogprobs] = field(default_factory=dict)
+    num_cached_tokens: int = 0
+
+
+class SelfCheck:
+    """Samples, asks and compares."""
+
+    def __init__(
+        self,
+        share: float,
+        tolerance: float,
+        submit: Callable[[Submit], None],
+        drop: Callable[[Submit], str],
+        seed: int = 0,
+    ) -> None:
+        """`submit` queues a request; `drop` makes a prompt's pages findable no more and names
+        them. `tolerance`: how far log-probabilities may differ."""
+        self._share = share
+        self._tolerance = tolerance
+        self._submit = submit
+        self._drop = drop
+        self._rng = random.Random(seed)
+        self._noted: dict[RequestId, Submit] = {}
+        """Sampled, without output yet."""
+        self._check: _Check | None = None
+        self._next_id = -1
+        self.total_checks = 0
+        self.total_differences = 0
+
+    def note(self, submit: Submit) -> None:
+        """A request comes in."""
+        if self._rng.random() < self._share and len(self._noted) < _MAX_NOTED:
+            self._noted[submit.request_id] = submit
+
+    def forget(self, request_id: RequestId) -> None:
+        """A request is over before its first token."""
+        self._noted.pop(request_id, None)
+
+    def take(self, outputs: StepOutputs) -> None:
+        """Begin a check of what has begun; keep back what answers one."""
+        if not self._noted and self._check is None:
+            return
+        outputs.single_out(self._noted)
+        kept: list[Output] = []
+        for output in outputs.outputs:
+            if output.request_id < 0:
+                self._answer(output)
+                continue
+            kept.append(output)
+            submit = self._noted.pop(output.request_id, None)
+            if submit is not None and output.num_cached_tokens and self._check is None:
+                self._begin(submit, output.num_cached_tokens)
+        outputs.outputs[:] = kept
+
+    def _begin(self, submit: Submit, num_cached_tokens: int) -> None:
+        cached, computed = RequestId(self._next_id), RequestId(self._next_id - 1)
+        self._next_id -= 2
+        prompt = submit.prompt[: num_cached_tokens + 1]
+        asked = replace(submit, prompt=prompt, seed=0, stop_ids=())
+        self._check = _Check(asked, {cached, computed})
+        for request_id, sampling in ((cached, _CACHED), (computed, _COMPUTED)):
+            self._submit(replace(asked, request_id=request_id, sampling=sampling))
+
+    def _answer(self, output: Output) -> None:
+        check = self._check
+        if check is None or output.request_id not in check.waits_for:
+            return
+        if output.logprobs:
+            check.scores[output.request_id] = output.logprobs[0]
+            check.num_cached_tokens = max(check.num_cached_tokens, output.num_cached_tokens)
+        if output.finish_reason is None:
+            return
+        check.waits_for.discard(output.request_id)
+        if output.finish_reason is FinishReason.ERROR:
+            check.scores.clear()  # its adapter may be gone: nothing to compare
+        if check.waits_for:
+            return
+        self._check = None
+        if len(check.scores) == 2 and check.num_cached_tokens:
+            self._compare(check)
+
+    def _compare(self, check: _Check) -> None:
+        self.total_checks += 1
+        one, other = (_by_token(scores) for scores in check.scores.values())
+        far = max((abs(one[t] - other[t]) for t in one.keys() & other.keys()), default=float("inf"))
+        if far <= self._tolerance:
+            return
+        self.total_differences += 1
+        logger.error(
+            "cached pages differ from computed ones: log-probabilities by %.3g, and %.3g is "
+            "allowed. %s dropped, and computed again when wanted",
+            far, self._tolerance, self._drop(check.submit),
+        )  # fmt: skip
+
+
+def _by_token(scores: TokenLogprobs) -> dict[int, float]:
+    tops = zip(scores.top_tokens, scores.top_logprobs, strict=True)
+    return {scores.token: scores.logprob, **dict(tops)}

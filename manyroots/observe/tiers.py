@@ -1,0 +1,83 @@
+"""Tiers for Prometheus: what was found where, why not more, and how storage is.
+
+Takes the engine's newest counts when scraped; gives metrics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from manyroots.messages import Stats
+
+
+class TierCounts(Collector):
+    """By tier and by reason."""
+
+    def __init__(self, model_name: str, read_stats: Callable[[], Stats | None]) -> None:
+        self._model_name = model_name
+        self._read_stats = read_stats
+
+    def collect(self) -> Iterable[Metric]:
+        stats = self._read_stats()
+        if stats is None:
+            return
+        host = stats.total_host_hit_tokens - stats.total_storage_hit_tokens
+        tiers = {
+            "device": stats.total_hit_tokens - stats.total_host_hit_tokens,
+            "host": host,
+            "storage": stats.total_storage_hit_tokens,
+        }
+        yield self._counter(
+            "manyroots:prefix_cache_hits_by_tier", "Prompt tokens found cached.", "tier", tiers
+        )
+        yield self._counter(
+            "manyroots:prefix_cache_misses",
+            "Prompt tokens computed though whole pages of them could have been found.",
+            "reason",
+            stats.missed_tokens,
+        )
+        if stats.num_host_pages:
+            yield self._gauge("manyroots:host_pages_total", "On the host.", stats.num_host_pages)
+            yield self._gauge(
+                "manyroots:host_pages_cached", "With something.", stats.num_cached_host_pages
+            )
+        if stats.self_check is not None:
+            checks = {
+                "same": stats.self_check.total_checks - stats.self_check.total_differences,
+                "different": stats.self_check.total_differences,
+            }
+            yield self._counter(
+                "manyroots:cache_self_checks", "Hits computed again.", "result", checks
+            )
+        storage = stats.storage
+        if storage is None:
+            return
+        lost = {
+            "missing": storage.total_missing_units,
+            "unreachable": storage.total_failed_units,
+            "unwritten": storage.total_unwritten_units,
+        }
+        yield self._counter(
+            "manyroots:storage_units_lost", "Not read or not written.", "reason", lost
+        )
+        yield self._counter(
+            "manyroots:storage_outages", "Times given up.", "kind", {"any": storage.total_outages}
+        )
+        yield self._gauge("manyroots:storage_readable", "1 if used.", int(storage.is_read))
+        yield self._gauge("manyroots:storage_writable", "1 if used.", int(storage.is_written))
+
+    def _counter(
+        self, name: str, text: str, label: str, values: Mapping[str, int]
+    ) -> CounterMetricFamily:
+        counter = CounterMetricFamily(name, text, labels=["model_name", label])
+        for kind, value in values.items():
+            counter.add_metric([self._model_name, kind], value)
+        return counter
+
+    def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
+        gauge = GaugeMetricFamily(name, text, labels=["model_name"])
+        gauge.add_metric([self._model_name], value)
+        return gauge

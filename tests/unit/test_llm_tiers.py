@@ -17,9 +17,11 @@ from manyroots.cache.keys import PrefixKey
 from manyroots.cache.matching import path_units
 from manyroots.cache.planes import ABSENT
 from manyroots.errors import ConfigError
-from manyroots.ids import Namespace
+from manyroots.ids import Namespace, Tier
 from manyroots.messages import CacheUse, SelfCheckStats
+from manyroots.step import Copy
 from manyroots.store.backends.files import Files
+from manyroots.store.tier_copies import TierCopies
 from tests.tiny_adapters import TinyAdapters
 from tests.unit.test_llm_windows import serve
 
@@ -232,6 +234,28 @@ def test_t01_a_working_set_of_ten_devices_hits_on_a_host_of_twelve(tmp_path: Pat
             endless += NUM_CACHED if index in seen else 0
             seen.add(index)
     assert found >= 0.95 * endless, f"{found} of {endless} tokens"
+
+
+def test_t09_t11_a_prefix_on_the_host_is_copied_once_for_all_who_want_it(tmp_path: Path) -> None:
+    """T09, T11: three requests at once; and an engine without work has nothing under way."""
+    real, loads = TierCopies.start, []
+
+    def start(self: TierCopies, copy: Copy) -> None:
+        if copy.target is Tier.DEVICE:
+            loads.extend(copy.source_units.tolist())
+        real(self, copy)
+
+    with (
+        mock.patch.object(TierCopies, "start", start),
+        serve(tmp_path, "full", num_gpu_blocks_override=70, num_host_pages=600) as llm,
+    ):
+        cold = [ask(llm, prompt)[0] for prompt in prompts()]
+        loads.clear()
+        answers = llm.generate([prompts()[0]] * 3, GREEDY)
+        assert [answer.outputs[0].token_ids for answer in answers] == [cold[0]] * 3
+        assert len(loads) == len(set(loads)) == NUM_CACHED // 4
+        assert not llm._loop.has_work
+        assert llm.stats().num_held_pages == 0
 
 
 def test_r09_hits_are_computed_again_and_what_differs_is_dropped(

@@ -35,7 +35,8 @@ def test_g05_the_state_is_that_of_the_last_token(
         def watched() -> StepOutputs:
             outputs = step()
             ended = sorted(outputs, key=lambda output: output.request_id)
-            found.extend(o.notice.hidden for o in ended if o.notice is not None)
+            notices = [output.notice for output in ended if output.notice is not None]
+            found.extend(notice.hidden for notice in notices if notice.hidden)
             return outputs
 
         monkeypatch.setattr(llm._loop, "step", watched)

@@ -226,6 +226,7 @@ def disk_faults(bench: Bench, count: int, name: str, number: int) -> Told:
                     for path in files_of(folder):
                         path.unlink()
                 bench.check(llm, turn % NUM_PROMPTS)
+                rest(llm)
                 turn += 1
             storage = llm.stats().storage
     assert storage is not None

@@ -35,6 +35,14 @@ CPU = torch.device("cpu")
 Pieces = dict[str, Tensor]
 
 
+def _kind_of(name: str) -> str:
+    """Of a call, in the table of tolerances."""
+    if "experts" in name:
+        return "expert_lora"  # between the two products of experts every activation is rounded
+    is_recurrent = name.startswith(("causal_conv", "delta_rule", "mamba"))
+    return "recurrent" if is_recurrent else "step"
+
+
 class Record:
     """What was compared so far."""
 
@@ -58,8 +66,7 @@ class Record:
                 ratio = 0.0 if torch.equal(ours.long(), right.long()) else torch.inf
             else:
                 right = right.float()
-                # Between the two products of experts every activation is rounded.
-                row = TOLERANCES["expert_lora" if "experts" in name else "step", self._dtype]
+                row = TOLERANCES[_kind_of(name), self._dtype]
                 allowed = row.atol + row.rtol * right.abs()
                 error = ((ours.float() - right).abs() / allowed).nan_to_num(torch.inf)
                 ratio = float(error.max()) if error.numel() else 0.0
@@ -164,6 +171,13 @@ RESULTS: dict[str, Callable[[tuple[Any, ...], Any], Pieces]] = {
     "lora_sites.add_embedding": lambda args, out: {"y": args[0]},
     "moe_pairs.route": lambda args, out: _routing(out),
     "moe_pairs.experts": lambda args, out: {"out": out.float().sum(0)},
+    # The last unit is nobody's, as the last row below.
+    "causal_conv.conv": lambda args, out: {"out": out, "state": args[3][:-1]},
+    "delta_rule.gated_delta": lambda args, out: {"out": out, "state": args[7][:-1]},
+    "mamba.scan": lambda args, out: {"out": out, "state": args[7][:-1]},
+    "gated_norm.gated_norm": lambda args, out: {"out": out},
+    "gated_norm.gated": lambda args, out: {"out": out},
+    "gated_norm.sigmoid_gated": lambda args, out: {"out": out},
     "sampling.sample": lambda args, out: _sampled(args[1], out),
     "decode_rows.begin": lambda args, out: {"tokens": out[0], "tables": out[1]},
     # The last row is nobody's, and takes what many write there in any order.

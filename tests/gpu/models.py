@@ -19,9 +19,17 @@ from tests.unit.models.tiny import EXPERTS, save_tiny
 
 KINDS = (
     "llama", "llama-biased", "mistral", "mistral-window", "qwen2", "qwen2-window", "qwen3",
-    "gemma3", "gpt-oss", "qwen3-moe",
+    "gemma3", "gpt-oss", "qwen3-moe", "lfm2", "qwen3-next", "qwen3.5", "granite-h",
+    "falcon-h1-norm",
 )  # fmt: skip
-MIXTURES = {"qwen3-moe": {"moe_intermediate_size": 128}, "gpt-oss": {"intermediate_size": 128}}
+_DELTA = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 32}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen3-moe": {"moe_intermediate_size": 128},
+    "gpt-oss": {"intermediate_size": 128},
+    "qwen3-next": {"moe_intermediate_size": 128, **_DELTA},
+    "granite-h": {"intermediate_size": 128, **_MAMBA},
+}
 """Those with experts, and how wide these are."""
 VOCAB = 97
 """Which no tile of a kernel divides."""
@@ -44,9 +52,16 @@ _ODD_SIZES: dict[str, dict[str, Any]] = {
     **MIXTURES,
     # Its embeddings are scaled up: tied to them, a head would only repeat the token before.
     "gemma3": {"tie_word_embeddings": False},
+    "qwen3.5": _DELTA,
+    "falcon-h1-norm": {"mamba_d_ssm": 256, **_MAMBA},
 }
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-_MLP = ("gate_proj", "up_proj", "down_proj")
+_MLP = ("gate_proj", "up_proj", "down_proj", "input_linear", "output_linear", "w1", "w2", "w3")
+_RECURRENT = (
+    "in_proj", "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a",
+    "out_proj",
+)  # fmt: skip
+"""Modules that a model has not are left out."""
 ROUTER = "gate"
 """Of mixtures alone: other models' adapters have the rest of such a recipe."""
 _STRENGTH = 4.0
@@ -59,12 +74,12 @@ def _recipe(rank: int, modules: tuple[str, ...], seed: int, **more: Any) -> Reci
 
 
 RECIPES = (
-    _recipe(1, (*_ATTENTION, *_MLP), 1),
+    _recipe(1, (*_ATTENTION, *_MLP, *_RECURRENT), 1),
     _recipe(8, _ATTENTION, 2),
     _recipe(12, ("q_proj", "down_proj"), 3, experts=ExpertFormat.SHARED_OUTER),
     _recipe(16, (*_ATTENTION, *_MLP), 4, is_rank_stabilised=True, experts=ExpertFormat.STACKED),
     _recipe(40, _MLP, 5),
-    _recipe(64, (*_ATTENTION, *_MLP), 6, experts=ExpertFormat.SHARED_OUTER),
+    _recipe(64, (*_ATTENTION, *_MLP, *_RECURRENT), 6, experts=ExpertFormat.SHARED_OUTER),
     _recipe(8, (*_ATTENTION, *_MLP, ROUTER), 8),
     _recipe(5, ("embed_tokens", "v_proj", "lm_head"), 7),
 )
@@ -105,7 +120,7 @@ def _decide_experts(path: Path) -> None:
     generator = torch.Generator().manual_seed(3)
     routers = [
         tensor for name, tensor in tensors.items()
-        if name.endswith(("mlp.gate.weight", "mlp.router.weight"))
+        if name.endswith(("mlp.gate.weight", "router.weight", "router.layer.weight"))
     ]  # fmt: skip
     wants = torch.full((VOCAB, len(routers[0])), -6.0)
     for row in wants:

@@ -237,7 +237,9 @@ def save_tiny(
             elif "norm" in name:
                 is_centred = kind in ZERO_CENTRED and "linear_attn" not in name
                 parameter.normal_(mean=0.0 if is_centred else 1.0, std=0.2)
-            elif name.endswith((".D", ".A_log")):
+            elif name.endswith(".A_log"):
+                parameter.normal_(mean=-3.0, std=0.5)  # so that states remember hundreds of tokens
+            elif name.endswith(".D"):
                 parameter.normal_(std=0.5)
             elif name.endswith("sinks"):
                 parameter.normal_(std=2.0)

@@ -1116,4 +1116,52 @@ MUTATIONS: tuple[Mutation, ...] = (
         "the two numbers of a byte change places",
         ("unit/models/test_fp8_loading.py::test_q02_numbers_are_those_that_transformers_unpacks",),
     ),
+    Mutation(
+        "kernels/delta_rule/torch_ops.py",
+        "both = torch.cat((v, k * since), dim=-1).mul_(beta)",
+        "both = torch.cat((v, k), dim=-1).mul_(beta)",
+        "a chunk reads the state before it as if nothing decayed since",
+        (
+            "unit/kernels/test_recurrent_kernels.py::"
+            "test_the_delta_rule_equals_the_reference_f06[mixed-dtype0]",
+        ),
+    ),
+    Mutation(
+        "kernels/mamba/torch_ops.py",
+        "matrix = matrix * through[:, :, chunk] + added[:, :, chunk]",
+        "matrix = matrix + added[:, :, chunk]",
+        "a state does not decay from chunk to chunk",
+        (
+            "unit/kernels/test_recurrent_kernels.py::"
+            "test_the_scan_of_mamba_equals_the_reference_f06[mixed-dtype0]",
+        ),
+    ),
+    Mutation(
+        "layers/delta_net.py",
+        "beta, decay = ba.view(-1, groups, 2 * heads // groups).chunk(2, dim=2)",
+        "decay, beta = ba.view(-1, groups, 2 * heads // groups).chunk(2, dim=2)",
+        "Qwen3-Next's betas and decays change places",
+        (
+            "unit/models/test_logits_parity.py::"
+            "test_prefill_chunks_and_decode_give_transformers_logits[qwen3-next]",
+        ),
+    ),
+    Mutation(
+        "layers/mamba.py",
+        "squares = self._shard.add_up(values.square().sum(1, keepdim=True))",
+        "squares = values.square().sum(1, keepdim=True) * self._shard.size",
+        "each rank normalises its own channels",
+        ("unit/models/test_sharding.py::test_w16_two_ranks_give_one_ranks_logits[granite-h]",),
+    ),
+    Mutation(
+        "models/sharding.py",
+        '"in_proj_qkv": Side.OUTPUT,',
+        "",
+        "every rank has all of an adapter for the delta net's projections",
+        (
+            "unit/models/test_adapter_sharding.py::"
+            "test_w16_two_ranks_give_one_ranks_logits_with_adapters"
+            "[qwen3.5-ExpertFormat.PER_EXPERT]",
+        ),
+    ),
 )

@@ -26,6 +26,8 @@ _LANGUAGE_MODEL = {
     "language_model.model.": "model.",
     "language_model.lm_head": "lm_head",
 }
+_OLDER_NAMES = {".block_sparse_moe.router.layer": ".block_sparse_moe.router"}
+"""What modules were called when adapters were made for them, and what checkpoints call them now."""
 _BASE_COPY = re.compile(r"(?:base_model\.model\.)?(.+)\.base_layer\.weight")
 _KNOWN_PARTS = {
     "lora_magnitude_vector": "belongs to DoRA, which is not served; train with use_dora=False",
@@ -62,7 +64,10 @@ def base_copy_of(name: str) -> str | None:
 
 
 def _of_text(module: str) -> str:
-    """A module of the text model, by the name that it has where there are no images."""
+    """A module of the text model, by the name that it has now and where there are no images."""
+    for older, now in _OLDER_NAMES.items():
+        if module.endswith(older):
+            module = module.removesuffix(older) + now
     for spelled, own in _LANGUAGE_MODEL.items():
         if module.startswith(spelled):
             return own + module.removeprefix(spelled)

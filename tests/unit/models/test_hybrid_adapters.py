@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
+from manyroots.errors import AdapterError
+from manyroots.lora.targets import Targets
+from manyroots.store.adapter_files import read_adapter
+from tests.adapter_folders import Recipe, rewrite_weights, write_adapter
 from tests.unit.models.peft_models import ADAPTERS, ATTENTION, MLP, make_pair
 from tests.unit.models.test_peft_parity import prompt, run
+from tests.unit.models.tiny import load_tiny, save_tiny
 
 MIXERS = {
     "qwen3-next": ["in_proj_qkvz", "in_proj_ba", "out_proj"],
@@ -56,3 +64,73 @@ def test_adapters_of_hybrids_give_pefts_logits_f08(kind: str, tmp_path: Path) ->
         assert moved.abs().max() > 0.05, f"{name} changes something"
     for chunk in (1, 7):
         run(pair, requests, chunk)
+
+
+def respelled(folder: Path, old: str, new: str) -> None:
+    """The adapter's file with other names in it."""
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        for name in list(tensors):
+            if old in name:
+                tensors[name.replace(old, new)] = tensors.pop(name)
+
+    rewrite_weights(folder, change)
+
+
+@pytest.mark.parametrize(
+    ("kind", "modules", "old", "new"),
+    [
+        ("qwen3.5", MIXERS["qwen3.5"], "model.layers.", "model.language_model.layers."),
+        ("qwen3-next", MIXERS["qwen3-next"], "base_model.model.", ""),
+        ("granite-h", ["router"], ".router.lora", ".router.layer.lora"),
+    ],
+)
+def test_other_spellings_of_names_read_the_same_f08(
+    kind: str, modules: list[str], old: str, new: str, tmp_path: Path
+) -> None:
+    """F08: of checkpoints with images, without PEFT's prefix, and of older releases."""
+    targets = tiny_targets_of(kind, tmp_path)
+    recipe = Recipe(rank=4, modules=tuple(modules), config={"target_modules": None})
+    write_adapter(tmp_path / "plain", targets, recipe)
+    write_adapter(tmp_path / "other", targets, recipe)
+    respelled(tmp_path / "other", old, new)
+    plain, other = (
+        read_adapter(tmp_path / name, targets, max_rank=8, dtype=torch.float32, vocab_size=97)[1]
+        for name in ("plain", "other")
+    )
+    assert plain.pairs.keys() == other.pairs.keys()
+    assert len(plain.pairs) >= len(modules)
+    for name, pair in plain.pairs.items():
+        assert torch.equal(pair.a, other.pairs[name].a)
+        assert torch.equal(pair.b, other.pairs[name].b)
+
+
+@pytest.mark.parametrize(
+    ("kind", "module"),
+    [
+        ("qwen3.5", "linear_attn.conv1d"),
+        ("qwen3-next", "linear_attn.in_proj_qkv"),
+        ("granite-h", "mamba.conv1d"),
+        ("falcon-h1", "mamba.dt_bias"),
+    ],
+)
+def test_what_no_adapter_may_change_is_refused_by_its_name_f08(
+    kind: str, module: str, tmp_path: Path
+) -> None:
+    """F08: a convolution, the other model's projection, a number per head; never dropped."""
+    targets = tiny_targets_of(kind, tmp_path)
+    write_adapter(tmp_path / "a", targets, Recipe(rank=4, config={"target_modules": None}))
+    name = f"model.layers.0.{module}"
+
+    def add(tensors: dict[str, Tensor]) -> None:
+        tensors[f"base_model.model.{name}.lora_A.weight"] = torch.ones(4, 48)
+        tensors[f"base_model.model.{name}.lora_B.weight"] = torch.ones(48, 4)
+
+    rewrite_weights(tmp_path / "a", add)
+    with pytest.raises(AdapterError, match=re.escape(name)):
+        read_adapter(tmp_path / "a", targets, max_rank=8, dtype=torch.float32, vocab_size=97)
+
+
+def tiny_targets_of(kind: str, folder: Path) -> Targets:
+    save_tiny(folder / "base", kind)
+    return load_tiny(folder / "base").adapter_targets()

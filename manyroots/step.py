@@ -207,6 +207,8 @@ class RowFault:
 
     row: Row
     reason: str
+    is_of_request: bool = False
+    """What the request asks for can't be done; else the fault is the engine's."""
 
 
 @dataclass(frozen=True, slots=True)

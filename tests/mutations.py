@@ -55,10 +55,71 @@ IMPORTANCE = "unit/scheduler/test_priority.py::"
 PROMISES = "unit/engine/test_adapter_promises.py::"
 RESTING = "unit/scheduler/test_resting.py::"
 WINDOWS = "unit/cache/test_window_eviction.py::"
+GRAMMAR = "unit/grammar/test_grammar_rows.py::"
+ANSWERS = "unit/text/test_chat_output.py::"
 ORDER = "test_l08_the_order_of_a_policy_holds_across_adapters_and_tenants"
 HASHES = "test_n17_plans_and_victims_do_not_depend_on_the_hashes_of_a_process"
 
 MUTATIONS: tuple[Mutation, ...] = (
+    # Structured output, tools and reasoning
+    Mutation(
+        "grammar/rows.py",
+        "tokens[mine.num_consumed :]",
+        "tokens[mine.num_consumed :][:1]",
+        "a sequence that comes back begins its grammar anew",
+        (f"{GRAMMAR}test_g01_a_sequence_that_comes_back_is_where_it_was",),
+    ),
+    Mutation(
+        "grammar/rows.py",
+        "if kept.any():",
+        "if True:",
+        "min_tokens leave nothing to choose behind a grammar's end",
+        (f"{GRAMMAR}test_g01_no_end_before_min_tokens_unless_nothing_else_is_left",),
+    ),
+    Mutation(
+        "grammar/cache.py",
+        "self._alive[params] = grammar",
+        "self._alive.pop(params, None)",
+        "a grammar that a request holds can't be found",
+        (
+            "unit/grammar/test_grammar_cache.py::"
+            "test_g01_only_so_many_are_kept_and_those_that_are_held",
+        ),
+    ),
+    Mutation(
+        "grammar/source.py",
+        '"lenient": False',
+        '"lenient": True',
+        "what a schema says and can't be honoured is left out",
+        (
+            "unit/grammar/test_source.py::"
+            "test_g01_a_schema_is_refused_for_what_it_says_and_cannot_be_honoured",
+        ),
+    ),
+    Mutation(
+        "runner/runner.py",
+        "self._pending.learn(all_of_them=True)",
+        "self._pending.learn()",
+        "a mask is made before the token it depends on is known",
+        (
+            "unit/runner/test_runner.py::"
+            "test_g01_masks_are_in_time_for_tokens_that_are_still_on_the_device[grammar1]",
+        ),
+    ),
+    Mutation(
+        "text/formats/reader.py",
+        "self._hand_on(self._possible_mark(marks, longest), to)",
+        "self._hand_on(len(self._text), to)",
+        "half a mark is shown",
+        (f"{ANSWERS}test_g02_streamed_equals_whole_whatever_the_pieces[one call]",),
+    ),
+    Mutation(
+        "text/formats/thinking.py",
+        "return prompt.rstrip().endswith(self.begin)",
+        "return False",
+        "reasoning that the prompt begins is shown as the answer",
+        (f"{ANSWERS}test_g02_a_recorded_text_means_what_it_says[reasoning begun in the prompt]",),
+    ),
     # Namespaces and hashes
     _cache(
         "tree",

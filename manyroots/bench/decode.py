@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import gc
 import itertools
+import json
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from manyroots.ids import AdapterName, Namespace, RequestId
 from manyroots.messages import Submit
 from manyroots.models.source import resolve_source
 from manyroots.sampling import SamplingParams
+from manyroots.structured_outputs import StructuredOutputsParams
 
 MARGIN_TOKENS = 64
 SAMPLINGS: dict[str, dict[str, Any]] = {
@@ -44,7 +46,24 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
         "temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.1,
         "presence_penalty": 0.5, "frequency_penalty": 0.2, "logprobs": 5,
     },
+    "half of the rows structured": {"temperature": 0},
 }  # fmt: skip
+STRUCTURED = "half of the rows structured"
+_ITEM = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "count": {"type": "integer", "minimum": 0},
+        "kind": {"enum": ["small", "large", "other"]},
+    },
+    "required": ["name", "count", "kind"],
+    "additionalProperties": False,
+}
+# More items than there is time for, so that none comes to an end.
+SHAPE = StructuredOutputsParams(
+    json=json.dumps({"type": "array", "minItems": 10_000, "items": _ITEM})
+)
+"""Of every second row; the others are free, as in the greedy case."""
 COLD_PROMPT_LEN = 16
 PROFILED_STEPS = 16
 
@@ -155,7 +174,14 @@ def _run_cases(
 ) -> None:
     for batch in workload.batches:
         runs = {
-            kind: _Batch(engine, workload.prompt_len, batch, range(num_adapters), SAMPLINGS[kind])
+            kind: _Batch(
+                engine,
+                workload.prompt_len,
+                batch,
+                range(num_adapters),
+                SAMPLINGS[kind],
+                shape=SHAPE if kind == STRUCTURED else None,
+            )
             for kind in workload.samplings
         }
         lines: dict[str, list[Timeline]] = {kind: [] for kind in runs}
@@ -221,7 +247,10 @@ class _Batch:
         size: int,
         adapters: range,
         sampling: dict[str, Any] | None = None,
+        shape: StructuredOutputsParams | None = None,
     ) -> None:
+        """`shape`: of every second row's output."""
+        self._shape = shape
         self._sampling = SAMPLINGS["greedy"] if sampling is None else sampling
         self._engine = engine
         self._prompt_len = prompt_len
@@ -231,7 +260,10 @@ class _Batch:
 
     def run(self, *, num_tokens: int) -> Timeline:
         """Until every sequence of the batch has `num_tokens` tokens."""
-        sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=True, **self._sampling)
+        free = SamplingParams(max_tokens=num_tokens, ignore_eos=True, **self._sampling)
+        shaped = free
+        if self._shape is not None:
+            shaped = replace(free, ignore_eos=False, structured_outputs=self._shape)
         vocabulary = self._engine.info.vocab_size
         shape = (self._size, self._prompt_len)
         prompts = self._rng.integers(0, vocabulary, shape).tolist()
@@ -240,9 +272,9 @@ class _Batch:
         submits = [
             Submit(
                 RequestId(next(self._ids)), prompt, Namespace(adapter=None, salt=None),
-                sampling, 0, (), adapter=name,
+                shaped if place % 2 else free, 0, (), adapter=name,
             )
-            for prompt, name in zip(prompts, names, strict=False)
+            for place, (prompt, name) in enumerate(zip(prompts, names, strict=False))
         ]  # fmt: skip
         return drive(self._engine, submits)
 

@@ -86,6 +86,11 @@ def _add_decode(kinds: Any) -> None:
         action="store_true",
         help="beside greedy: top-p with top-k, and these with penalties and 5 logprobs",
     )
+    group.add_argument(
+        "--structured",
+        action="store_true",
+        help="beside greedy: every second row's output follows a JSON schema (with --tokenizer)",
+    )
     group.add_argument("--json", metavar="FILE", help="write the result here")
     decode.set_defaults(run=_decode)
 
@@ -200,10 +205,15 @@ def _offline(arguments: dict[str, Any]) -> int:
 
 
 def _decode(arguments: dict[str, Any]) -> int:
-    from manyroots.bench.decode import SAMPLINGS, DecodeWorkload, run_decode
+    from manyroots.bench.decode import SAMPLINGS, STRUCTURED, DecodeWorkload, run_decode
 
     values = with_config_file(arguments, ENGINE_ROOMS.values(), more=set(arguments))
     check_positive(values, ("prompt_len", "output_len", "adapter_rank", "repeats"))
+    if values["structured"] and not values.get("tokenizer"):
+        raise ConfigError(
+            "--structured needs a vocabulary, which a shape alone does not have; name a "
+            "tokenizer's folder or hub id with --tokenizer."
+        )
     for name, low in (("batch", 1), ("adapters", 0)):
         check_at_least(name, min(values[name]), low)
     workload = DecodeWorkload(
@@ -213,7 +223,11 @@ def _decode(arguments: dict[str, Any]) -> int:
         adapters=values["adapters"],
         rank=values["adapter_rank"],
         repeats=values["repeats"],
-        samplings=tuple(SAMPLINGS) if values["sampled"] else ("greedy",),
+        samplings=tuple(
+            name
+            for name in SAMPLINGS
+            if name == "greedy" or values["structured" if name == STRUCTURED else "sampled"]
+        ),
         profile=values["profile"],
     )
     report = run_decode(

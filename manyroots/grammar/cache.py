@@ -34,6 +34,17 @@ class CompiledGrammar:
         return self._matcher.deep_copy()
 
 
+def _fault(matcher: LLMatcher) -> str:
+    """Why nothing can be said in a grammar; "" if something can."""
+    if not matcher.is_error():
+        trial = matcher.deep_copy()
+        is_open = any(trial.compute_bitmask())
+        if is_open and not trial.is_error():
+            return ""
+        matcher = trial
+    return matcher.get_error().partition("<state>")[0] or "no text follows it."
+
+
 class GrammarCache:
     """All grammars of one engine."""
 
@@ -66,7 +77,7 @@ class GrammarCache:
         tokenizer = self._load()
         try:
             matcher = LLMatcher(tokenizer, grammar_text(params), log_level=0)
-            reason = matcher.get_error() if matcher.is_error() else ""
+            reason = _fault(matcher)
         except ValueError as error:
             reason = str(error)
         if reason:

@@ -105,4 +105,4 @@ def _take_out(mask: npt.NDArray[np.int32], stops: Sequence[int]) -> None:
 
 def _reason(matcher: LLMatcher) -> str:
     told = " ".join(matcher.get_error().partition("<state>")[0].split())[:300]
-    return f"its grammar can't go on ({told or 'no reason given'})"
+    return f"its structured output can't go on ({told or 'no reason given'})"

@@ -340,6 +340,7 @@ class ModelRunner:
         # The rows may have other owners by the time that the step is done.
         wanted = self._state.num_logprobs(step.rows)
         failures = self._state.failures_of(step.rows)
+        of_requests = self._state.of_requests(step.rows)
         vocab = self._decoder.spec.vocab_size
 
         def answer() -> StepResult:
@@ -355,7 +356,10 @@ class ModelRunner:
                 else scores,
                 prompt_logprobs=prompt_scores or {},
                 hidden=_hidden(kept),
-                faults=tuple(RowFault(Row(int(step.rows[i])), why) for i, why in faults.items()),
+                faults=tuple(
+                    RowFault(Row(int(step.rows[i])), why, is_of_request=i in of_requests)
+                    for i, why in faults.items()
+                ),
                 copies=ends.copies,
                 adapters=ends.adapters,
             )

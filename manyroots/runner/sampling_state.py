@@ -106,7 +106,9 @@ class SamplingState:
         self.wants_prompt_logprobs = np.zeros(num_rows, np.bool_)
         self.wants_hidden = np.zeros(num_rows, np.bool_)
         self.failures: dict[int, str] = {}
-        """Rows whose parameters could not be taken in, and why: nothing is chosen for them."""
+        """Rows whose parameters could not be taken in, or whose grammar ended in nothing, and why:
+        nothing is chosen for them."""
+        self._failed_grammars: set[int] = set()
 
     def apply(self, arrivals: Sequence[Arrival]) -> None:
         """Take in what rows' new sequences ask for. Never fails a step: the intake has checked
@@ -114,6 +116,7 @@ class SamplingState:
         entries = _TableEntries()
         for arrival in arrivals:
             self.failures.pop(arrival.row, None)
+            self._failed_grammars.discard(arrival.row)
             self._forget(arrival.row)
             try:
                 self._take(arrival, entries)
@@ -153,10 +156,19 @@ class SamplingState:
         masked = rows[self._has_mask[rows]]
         if len(masked):
             assert self._masks is not None
-            self.failures.update(self._masks.fill(masked, self.tables))
+            faults = self._masks.fill(masked, self.tables)
+            self.failures.update(faults)
+            self._failed_grammars.update(faults)
 
     def has_masks(self, rows: Int32s) -> bool:
         return bool(self._has_mask[rows].any())
+
+    def of_requests(self, rows: Int32s) -> set[int]:
+        """By index, those of these rows whose failure lies in what their request asks for."""
+        failed = self._failed_grammars
+        return (
+            {index for index, row in enumerate(rows.tolist()) if row in failed} if failed else set()
+        )
 
     def failures_of(self, rows: Int32s) -> dict[int, str]:
         """By index, why nothing can be chosen for some of these rows."""

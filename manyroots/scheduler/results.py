@@ -17,7 +17,7 @@ import numpy as np
 from manyroots.cache.cache import PrefixCache
 from manyroots.ids import RequestId, Row, StepId
 from manyroots.lora.residency import Residency
-from manyroots.messages import FinishReason, Notice, Output, StepOutputs, Tokens
+from manyroots.messages import ErrorKind, FinishReason, Notice, Output, StepOutputs, Tokens
 from manyroots.scheduler.admission import Admission
 from manyroots.scheduler.departures import Departures
 from manyroots.scheduler.plan_builder import Launched
@@ -138,7 +138,7 @@ class Results:
         """Advance what does not simply run on: who has ended or was retracted since the step was
         planned, and whose row gave nothing. Gives, for each row, whether it is left to do."""
         is_left = self._rows.is_live(step.rows, step.tenancies)
-        faults = {fault.row: fault.reason for fault in result.faults}
+        faults = {fault.row: fault for fault in result.faults}
         if faults:
             is_left &= ~np.isin(step.rows, list(faults))
         places = np.cumsum(step.samples) - 1
@@ -160,7 +160,11 @@ class Results:
             if request.state is State.FINISHED:
                 continue
             if row in faults:
-                outputs.append(self.finish(request, FinishReason.ERROR, faults[Row(row)]))
+                fault = faults[Row(row)]
+                output = self.finish(request, FinishReason.ERROR, fault.reason)
+                if fault.is_of_request:
+                    output.notice = Notice(error_kind=ErrorKind.REQUEST)
+                outputs.append(output)
             elif step.samples[index]:
                 token = result.tokens[places[index] : places[index] + 1]
                 request.extend(token)

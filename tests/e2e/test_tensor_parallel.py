@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,10 @@ from manyroots.ids import AdapterName, Namespace, RequestId
 from manyroots.lora.targets import TargetKind
 from manyroots.messages import Output, Submit
 from manyroots.sampling import SamplingParams
+from manyroots.structured_outputs import StructuredOutputsParams
 from tests.adapter_folders import ExpertFormat, Recipe, write_adapter
 from tests.unit.models.tiny import load_tiny, save_tiny
+from tests.unit.text.tiny_tokenizer import tiny_backend
 
 BASE = Namespace(adapter=None, salt=None)
 NUM_NEW_TOKENS = 16
@@ -90,6 +94,29 @@ def test_w16_two_ranks_give_one_ranks_tokens(kind: str, tmp_path: Path) -> None:
     alone = tokens(settings(tmp_path, 1), None)
     assert {len(found) for found in alone.values()} == {NUM_NEW_TOKENS}
     assert tokens(settings(tmp_path, 2), None) == alone
+
+
+def test_g01_two_ranks_follow_one_ranks_grammar(tmp_path: Path) -> None:
+    """G01: the first rank chooses, and so it alone has masks; the others have its tokens."""
+    save_tiny(tmp_path, "llama", vocab_size=300, eos_token_id=257)
+    tiny_backend().save(str(tmp_path / "tokenizer.json"))
+    wanted = StructuredOutputsParams(regex="[a-f]{3,9}(x|y)")
+    shaped = SamplingParams(temperature=1.0, max_tokens=NUM_NEW_TOKENS, structured_outputs=wanted)
+    found = []
+    for size in (1, 2):
+        engine = build_engine(settings(tmp_path, size))
+        try:
+            for number, sampling in enumerate([shaped, SAMPLINGS[0], shaped]):
+                engine.loop.handle(replace(submit(number + 1, sampling), stop_ids=(257,)))
+            given: dict[int, list[int]] = {}
+            for output in finish(engine.loop):
+                assert output.error is None
+                given.setdefault(output.request_id, []).extend(output.tokens)
+        finally:
+            engine.loop.close()
+        found.append(given)
+    assert found[0] == found[1]
+    assert all(re.fullmatch(rb"[a-f]{3,9}[xy]", bytes(found[0][n][:-1])) for n in (1, 3))
 
 
 DENSE = {

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ast
 import json
+import keyword
+import re
 from collections.abc import Generator
 from typing import Any
 
@@ -19,6 +21,16 @@ from manyroots.text.tools import ToolUse
 
 _NAMES = {"true": True, "false": False, "null": None}
 """JSON's words, which some models write here."""
+
+
+_MARK = "__argument"
+_STRING = r"""("(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')"""
+_KEYWORD = re.compile(rf"{_STRING}|\b({'|'.join(keyword.kwlist)})(?=\s*=)", re.DOTALL)
+"""A string, or an argument whose name Python has for itself."""
+
+
+def _marked(found: re.Match[str]) -> str:
+    return found[1] or found[2] + _MARK
 
 
 def parse_pythonic(begin: str | None = None, end: str | None = None) -> Parse:
@@ -96,10 +108,12 @@ def _one_call(reader: Reader) -> Generator[None, None, str]:
 def _read(text: str) -> tuple[str, dict[str, Any]] | None:
     """A call's name and arguments; None for what is no call."""
     try:
-        call = ast.parse(text.strip(), mode="eval").body
+        call = ast.parse(_KEYWORD.sub(_marked, text.strip()), mode="eval").body
         if not isinstance(call, ast.Call) or call.args:
             return None
-        arguments = {word.arg: _value(word.value) for word in call.keywords if word.arg}
+        arguments = {
+            word.arg.removesuffix(_MARK): _value(word.value) for word in call.keywords if word.arg
+        }
         return ast.unparse(call.func), arguments
     except (SyntaxError, ValueError, RecursionError, MemoryError, TypeError):
         return None

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from manyroots.bench.decode import DecodeWorkload, run_decode
+from manyroots.bench.decode import STRUCTURED, DecodeWorkload, run_decode
 from manyroots.bench.model_configs import MODEL_CONFIGS, write_config
 from manyroots.bench.random_adapters import targets_of, write_adapters
 from manyroots.cli.main import main
@@ -16,6 +16,7 @@ from manyroots.config import engine_settings
 from manyroots.lora.files.folder import check_folder
 from manyroots.models.source import resolve_source
 from manyroots.store.adapter_files import read_adapter
+from tests.unit.text.tiny_tokenizer import tiny_backend
 
 WORKLOAD = DecodeWorkload(
     prompt_len=16, output_len=8, batches=(1, 3), adapters=(0, 2), rank=4, repeats=1
@@ -67,3 +68,18 @@ def test_random_adapters_differ_in_content_and_fit_the_model(name: str, tmp_path
         assert len(spec.pairs) == 7 * MODEL_CONFIGS[name]["num_hidden_layers"]
         digests.add(spec.digest)
     assert len(digests) == 3
+
+
+def test_half_of_the_rows_can_have_a_shape(tmp_path: Path) -> None:
+    """For G01's time per token: free rows and shaped ones in the same steps."""
+    tiny_backend().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|end|>"}')
+    target = tmp_path / "decode.json"
+    arguments = [
+        "bench", "decode", "--model-config", "tiny-qwen3", "--batch", "4", "--adapters", "0",
+        "--prompt-len", "8", "--output-len", "6", "--repeats", "1", "--structured",
+    ]  # fmt: skip
+    assert main([*arguments, "--tokenizer", str(tmp_path), "--json", str(target)]) == 0
+    cases = json.loads(target.read_text())["cases"]
+    assert [case["sampling"] for case in cases] == ["greedy", STRUCTURED]
+    assert main(arguments) != 0, "a shape has no vocabulary"

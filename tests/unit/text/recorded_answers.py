@@ -229,6 +229,13 @@ RECORDED += [
     Recorded(
         "pythonic: no call", "[1] says so, [2] too", "[1] says so, [2] too", parser="pythonic"
     ),
+    Recorded(
+        "pythonic: names that Python has for itself",
+        '[f(from=1, text="class=2, from=3")]',
+        None,
+        [("f", '{"from": 1, "text": "class=2, from=3"}')],
+        parser="pythonic",
+    ),
     Recorded("pythonic: half a call", "[now(", "[now(", parser="pythonic"),
     Recorded("pythonic: code", "[f(x), g()]", "[f(x), g()]", parser="pythonic"),
     Recorded(

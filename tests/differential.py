@@ -3,10 +3,11 @@
     python -m tests.differential [--mix NAME] [--traces 500] [--seed 0]
 
 The warm engine reuses prefixes in so little memory that it must evict and retract, with chunked
-prompts and up to four conversations at once. The cold one computes every prompt alone, whole, with
-reuse off. Lengths lie around pages, windows and chunks; three adapters and the base share texts.
-Both must give the same tokens, but where the cold engine's two best tokens are closer than what
-rounding may move them. Prints JSON: what was compared, and how much of it was reused.
+prompts and up to four conversations at once; where layers have states, with fewer checkpoints than
+these make. The cold one computes every prompt alone, whole, with reuse off. Lengths lie around
+pages, windows, chunks and checkpoints; three adapters and the base share texts. Both must give the
+same tokens, but where the cold engine's two best tokens are closer than what rounding may move
+them. Prints JSON: what was compared, and how much of it was reused.
 """
 
 from __future__ import annotations
@@ -31,12 +32,15 @@ from tests.unit.text.tiny_tokenizer import tiny_backend
 PAGE, CHUNK, WINDOW = 4, 24, 11
 MAX_LEN = 160
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+BLOCK = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+RECURRENT = ("in_proj", "out_proj")
 ADAPTERS = {
-    "all": Recipe(rank=8, modules=(*ATTENTION, "gate_proj", "up_proj", "down_proj"), seed=1),
-    "few": Recipe(rank=3, modules=("q_proj", "down_proj"), alpha=4, seed=2),
-    "ends": Recipe(rank=5, modules=(*ATTENTION, "embed_tokens", "lm_head"), seed=3),
+    "all": Recipe(rank=8, modules=(*ATTENTION, *BLOCK, *RECURRENT), seed=1),
+    "few": Recipe(rank=3, modules=("q_proj", "down_proj", "in_proj"), alpha=4, seed=2),
+    "ends": Recipe(rank=5, modules=(*ATTENTION, "out_proj", "embed_tokens", "lm_head"), seed=3),
 }
-TYPES = {"f": "full_attention", "w": "sliding_attention"}
+"""Modules that a model has not are left out."""
+TYPES = {"f": "full_attention", "w": "sliding_attention", "c": "conv"}
 
 
 def _types(pattern: str) -> list[str]:
@@ -58,11 +62,14 @@ MIXES: dict[str, tuple[str, dict[str, Any]]] = {
         "gpt-oss",
         {"sliding_window": WINDOW, "num_hidden_layers": 4, "layer_types": _types("wfwf")},
     ),
+    "convolutions": ("lfm2", {"num_hidden_layers": 4, "layer_types": _types("cfcc")}),
 }
 """A kind of tiny model for each mix of families."""
 
 KV_BYTES_SHARE = 0.35
 """What the warm engine has of the memory that four conversations of full length would take."""
+NUM_CHECKPOINTS, INTERVAL = 7, 3 * PAGE
+"""What it has of saved states, where there are any: fewer than four conversations make."""
 
 
 @dataclass
@@ -96,14 +103,17 @@ class Engines:
         page_bytes = sum(
             f.unit_bytes(PAGE, decoder.dtype) for f in decoder.families if not f.is_state
         )
+        state = sum(f.unit_bytes(PAGE, decoder.dtype) for f in decoder.families if f.is_state)
         needed = 4 * -(-MAX_LEN // PAGE) * page_bytes
         self.warm = self._start(
-            kv_cache_memory_bytes=int(needed * KV_BYTES_SHARE),
+            kv_cache_memory_bytes=int(needed * KV_BYTES_SHARE) + (4 + NUM_CHECKPOINTS) * state,
+            checkpoint_memory_bytes=NUM_CHECKPOINTS * state,
+            checkpoint_interval_tokens=INTERVAL,
             max_num_batched_tokens=CHUNK,
             max_num_seqs=4,
         )
         self.cold = self._start(
-            kv_cache_memory_bytes=4 * needed,
+            kv_cache_memory_bytes=4 * (needed + state),
             max_num_batched_tokens=MAX_LEN,
             max_num_seqs=1,
             enable_prefix_caching=False,

@@ -294,9 +294,12 @@ MUTATIONS: tuple[Mutation, ...] = (
         "pass",
         "chunks are not clipped to where a state is wanted",
     ),
-    _cache("checkpoints", "stops.append(lease.junction)", "pass", "no state where prompts part"),
+    _cache("checkpoints", "last, lease.junction]", "last]", "no state where prompts part"),
     _cache(
-        "checkpoints", "if page > last:", "if page > last + 99:", "no state of the output is kept"
+        "checkpoints",
+        "if num_tokens > lease.num_prompt_tokens:",
+        "if num_tokens > lease.num_prompt_tokens + 999:",
+        "no state of the output is kept",
     ),
     _cache(
         "cache",
@@ -1224,5 +1227,36 @@ MUTATIONS: tuple[Mutation, ...] = (
             "test_w16_two_ranks_give_one_ranks_logits_with_adapters"
             "[qwen3.5-ExpertFormat.PER_EXPERT]",
         ),
+    ),
+    Mutation(
+        "cache/families/recurrent.py",
+        "return 1  # the one state that stands exactly there",
+        "return None",
+        "a hit counts as use of every state on its path",
+        ("unit/peers/test_prefixes.py::test_resuming_is_no_use_of_the_states_before",),
+    ),
+    Mutation(
+        "runner/step_arrays.py",
+        'arrays["units"][:, len(inputs.rows) :] = spare_units[:, None]',
+        "pass",
+        "padding computes the last sequence's state once more",
+        ("unit/runner/test_step_arrays.py::test_f05_padding_has_the_spare_states",),
+    ),
+    Mutation(
+        "kernels/recurrent/reference.py",
+        "is_fresh = context_lens == starts.diff()",
+        "is_fresh = context_lens < 0",
+        "a sequence begins with the state of the unit's last owner",
+        (
+            "unit/models/test_logits_parity.py::"
+            "test_prefill_chunks_and_decode_give_transformers_logits[lfm2-biased]",
+        ),
+    ),
+    Mutation(
+        "layers/weights/fill.py",
+        "begin = end if piece.is_whole else end + shard.rank * piece.size",
+        "begin = end",
+        "every rank has the first part of a product's pieces",
+        ("unit/models/test_sharding.py::test_w16_two_ranks_give_one_ranks_logits[lfm2]",),
     ),
 )

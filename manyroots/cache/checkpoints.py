@@ -1,4 +1,10 @@
-"""Where a recurrent state is saved: at boundaries where reuse will happen (H12, C05)."""
+"""Where a recurrent state is saved: at boundaries where reuse will happen (H12, C05).
+
+Of a prompt every `interval` pages, where others part from it, and at its last boundary that can be
+resumed from at all: a token is always left to compute. Not where too little would be saved beside
+what was found or saved before (`least_saved`): a state may take as much memory as thousands of
+tokens. Behind the prompt the newest state is kept, in one unit that goes along.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +14,15 @@ from manyroots.cache.lease import Lease
 
 
 def next_stop(family: Family, lease: Lease, num_computed: int, page_size: int) -> int | None:
-    """The first token count behind `num_computed` at which a prompt's step must end.
-
-    Every `interval` pages, where others part from this prompt, and at its last whole page.
-    """
+    """The first token count behind `num_computed` at which a prompt's step must end."""
     assert isinstance(family, RecurrentState)
-    last = lease.num_prompt_tokens // page_size
     page = num_computed // page_size
+    last = _last(lease, page_size)
     if page >= last:
         return None
-    stops = [(page // family.interval + 1) * family.interval, last]
-    if lease.junction > page:
-        stops.append(lease.junction)
-    return min(stops) * page_size
+    stops = [(page // family.interval + 1) * family.interval, last, lease.junction]
+    wanted = [stop for stop in stops if page < stop <= last and _saves(family, lease, stop)]
+    return min(wanted) * page_size if wanted else None
 
 
 def is_due(family: Family, lease: Lease, num_tokens: int, page_size: int) -> bool:
@@ -28,8 +30,18 @@ def is_due(family: Family, lease: Lease, num_tokens: int, page_size: int) -> boo
     assert isinstance(family, RecurrentState)
     if num_tokens == 0 or num_tokens % page_size:
         return False
-    page = num_tokens // page_size
-    last = lease.num_prompt_tokens // page_size
-    if page > last:
+    page, last = num_tokens // page_size, _last(lease, page_size)
+    if not _saves(family, lease, page):
+        return False
+    if num_tokens > lease.num_prompt_tokens:
         return True  # the output keeps its newest state, for the next turn (H05)
-    return page in (last, lease.junction) or page % family.interval == 0
+    is_interval = page % family.interval == 0 and page <= last
+    return is_interval or page in (last, lease.junction)
+
+
+def _last(lease: Lease, page_size: int) -> int:
+    return (lease.num_prompt_tokens - 1) // page_size
+
+
+def _saves(family: RecurrentState, lease: Lease, page: int) -> bool:
+    return page - lease.num_saved_pages >= family.least_saved

@@ -47,6 +47,7 @@ class Lease:
         "num_loads",
         "num_prompt_tokens",
         "num_published_pages",
+        "num_saved_pages",
         "num_sure_tokens",
         "onboarding",
         "resumed",
@@ -102,6 +103,8 @@ class Lease:
         while it was open. Part of the lease, so that nothing outlasts it."""
         self.num_published_pages = 0
         """How many pages, from the front, have been offered to the tree."""
+        self.num_saved_pages = 0
+        """Behind how many pages of the prompt there is a state: one found, or one saved."""
         self.ahead: ChildKey | None
         """How the tree would know the page behind those that were found; None if there is none."""
         self.is_open = True

@@ -44,7 +44,7 @@ class Publisher:
         self._tick = 0
         self._paged_planes = [plane.index for plane in self._paged]
         self._has_spine = any(plane.is_ordered for plane in self._paged)
-        self._reach = max(plane.family.reach or 0 for plane in self._paged) if self._paged else 0
+        self._reach = max(plane.family.reach or 0 for plane in index.layout.device)
         near = (p.index for p in index.layout.planes if p.family.reach is not None)
         self._near = [evictors[plane] for plane in near]
         """Of families that keep pages near places to go on from."""
@@ -66,6 +66,12 @@ class Publisher:
             if first < node.end <= end:
                 node.last_resumed = tick
             node = node.parent
+
+    def resumed(self, lease: Lease, boundary: int) -> None:
+        """A state was restored. That is no use of those before it on the path (H12)."""
+        node = self._node_at(lease.cursor, boundary - 1)
+        if node is not None:
+            node.last_resumed = self._tick = self._tick + 1
 
     def arrived(self, nodes: Iterable[Node]) -> None:
         """Copies to the host have ended in these nodes, now."""

@@ -51,6 +51,8 @@ class States:
         lease.states[family] = unit
         saved = lease.resumed.pop(family, None)
         if saved is not None:
+            lease.num_saved_pages = lease.num_cached_tokens // self._page_size
+            self._publisher.resumed(lease, lease.num_saved_pages)
             self._copy(family, saved, unit, is_after_model=False)
             # Steps run in order, so that whoever gets the checkpoint's unit writes it later.
             self._index.pools[family].drop(np.array([saved], np.intp))
@@ -73,6 +75,8 @@ class States:
             unit = int(self._allocator.allocate(family, 1)[0])
             checkpoint = Checkpoint(family, num_tokens // self._page_size, unit, step_id)
             lease.checkpoints += (checkpoint,)
+            if not is_output:
+                lease.num_saved_pages = checkpoint.boundary
         self._copy(family, lease.states[family], checkpoint.unit, is_after_model=True)
 
     def _copy(self, family: int, source: int, target: int, *, is_after_model: bool) -> None:

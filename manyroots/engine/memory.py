@@ -48,6 +48,9 @@ ADAPTER_SHARE = 0.25
 may take as much as pages may, and take it only as they come."""
 MAX_OPEN_SLOTS = 256
 """As many slots as --max-loras 0 makes at most, unless a step may have more rows."""
+LEAST_WORTH = 8
+"""A checkpoint is worth its memory if it saves a request this part of the tokens, or more, whose
+keys and values would take as much."""
 LIBRARY_RESERVE_BYTES = 256 * 2**20
 """On a GPU, left alone for what libraries and compiled kernels take as they go."""
 
@@ -150,7 +153,10 @@ class FamilyMemory:
     def capacities(self, sizes: Sizes) -> tuple[Capacity, ...]:
         """As the cache sees it."""
         paged: list[Family] = [s.family for s in self._sizes(self._demand(sizes.max_model_len))]
-        states = recurrent_families(len(self._state_bytes), interval=self._interval)
+        worth = sum(self._state_bytes) // (self.page_bytes * LEAST_WORTH)
+        states = recurrent_families(
+            len(self._state_bytes), interval=self._interval, least_saved=max(1, worth)
+        )
         return tuple(map(Capacity, [*paged, *states], sizes.num_units))
 
     def told(self, sizes: Sizes, num_ranks: int) -> list[str]:

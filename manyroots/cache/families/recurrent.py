@@ -19,6 +19,8 @@ class RecurrentState(Family):
 
     interval: int
     """A checkpoint at least every so many pages of a prompt."""
+    least_saved: int = 1
+    """Pages that a checkpoint must save whoever resumes from it, beside the one before."""
 
     @property
     def shares_within_step(self) -> bool:
@@ -32,6 +34,10 @@ class RecurrentState(Family):
     def is_state(self) -> bool:
         return True
 
+    @property
+    def reach(self) -> int:
+        return 1  # the one state that stands exactly there
+
     def resumable(self, present: Bools) -> Bools:
         return present
 
@@ -39,7 +45,9 @@ class RecurrentState(Family):
         raise TypeError("a state is not read page by page")
 
 
-def recurrent_families(count: int, *, interval: int) -> tuple[RecurrentState, ...]:
+def recurrent_families(
+    count: int, *, interval: int, least_saved: int = 1
+) -> tuple[RecurrentState, ...]:
     """One for each kind of states of a model. Names differ."""
     names = ("state", *(f"state-{number}" for number in range(2, count + 1)))
-    return tuple(RecurrentState(name, interval) for name in names[:count])
+    return tuple(RecurrentState(name, interval, least_saved) for name in names[:count])

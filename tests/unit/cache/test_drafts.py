@@ -91,7 +91,8 @@ def test_p11_units_behind_the_accepted_tokens_are_used_again() -> None:
 
 @pytest.mark.parametrize("mix", [["state"], ["full", "state"], ["full", "window", "state"]])
 def test_p11_a_family_that_cannot_rewind_refuses_drafts(mix: list[str]) -> None:
-    """P11, C05: an outcome of its own, and nothing has changed; the step without drafts works."""
+    """P11, C05: an outcome of its own, and nothing has changed; the step without drafts works. So
+    no state behind rejected drafts can be cached (vLLM #48375, #57128)."""
     kinds = {"full": FULL_ATTENTION, "window": window(4, 2), "state": recurrent(1)}
     hand = ByHand(*(Capacity(kinds[name], 16) for name in mix))
     sequence = hand.run(KEY, PROMPT)

@@ -301,7 +301,7 @@ def test_h04_one_budget_for_all_families_a_refusal_takes_nothing_of_any() -> Non
         hand = ByHand(Capacity(FULL_ATTENTION, pages), Capacity(recurrent(9), states))
         first = hand.claim(KEY, [1, 2])
         hand.plan(first)
-        second = hand.claim(KEY, [5, 6, 7, 8])
+        second = hand.claim(KEY, [5, 6])
         before = hand.cache.stats()
         assert not hand.cache.can_reach(second.held, 0, 4, 4)
         assert isinstance(hand.cache.extend(second.held, 0, 4, StepId(9)), Refusal)

@@ -416,6 +416,32 @@ def test_a_shared_head_of_any_length_is_found_by_the_third_who_comes(length: int
     assert found == length // 2 * 2
 
 
+def test_a_state_that_only_the_host_has_is_no_reason_to_throw_pages_away() -> None:
+    """vLLM #52773: a hit in full attention was dropped although the store had the state."""
+    hand = ByHand(Capacity(FULL_ATTENTION, 32, 32), Capacity(recurrent(), 8, 16))
+    hand.serve(KEY, PROMPT)
+    hand.settle()
+    hand.cache.evictors[1].evict(counts(hand)[1][1])
+    sequence = hand.run(KEY, PROMPT)
+    assert sequence.held.num_cached_tokens == 8
+    hand.end(sequence)
+    hand.settle()
+    audit(hand.cache)
+
+
+def test_resuming_is_no_use_of_the_states_before() -> None:
+    """SGLang #31643, #31648: a hit made every state of its path the newest, so that whole talks
+    went instead of states that nobody would resume from (26 of these 28 turns found nothing). Four
+    talks keep their newest states in room for those, a working one and the one being saved."""
+    hand = ByHand(Capacity(FULL_ATTENTION, 400), Capacity(recurrent(2), 4 + 2))
+    talks = [[100 * (1 + talk) + i for i in range(5)] for talk in range(4)]
+    for turn in range(8):
+        for talk in talks:
+            found = hand.serve(KEY, talk)
+            assert turn == 0 or found == (len(talk) - 4 - 1) // 2 * 2
+            talk += [1000 * (turn + 1) + talk[0] + i for i in range(4)]
+
+
 # Tiers
 
 

@@ -72,3 +72,26 @@ def test_adapters_that_do_not_act_yet_lie_with_the_base_model() -> None:
     acting = arrays["adapter_slots"]
     assert acting.tolist() == sorted(acting.tolist())
     assert arrays["num_adapter_blocks"][0] == 3
+
+
+def test_f05_padding_has_the_spare_states() -> None:
+    """F05: it repeats the last sequence, and must not compute that one's state a second time."""
+    batch = PersistentBatch(
+        max_num_seqs=3, max_model_len=16, page_size=4, num_paged=1, spare_units=[9]
+    )
+    tables = [(np.array([row], np.int32), np.array([row + 4], np.int32)) for row in range(2)]
+    arrivals = tuple(
+        Arrival(
+            Row(row), RequestId(row), np.array([5, 6, 7], np.int32), 3, 2, pages,
+            SamplingParams(), row, (), None, 0,
+        )
+        for row, pages in enumerate(tables)
+    )  # fmt: skip
+    plan = Plan(
+        StepId(0), arrivals, (), np.arange(2, dtype=np.int32), np.ones(2, np.int32),
+        np.ones(2, np.bool_),
+    )  # fmt: skip
+    batch.apply(plan)
+    inputs = batch.inputs(plan)
+    arrays = decode_arrays(inputs, size=4, num_slots=0, spare_units=batch.units[:, -1])
+    assert arrays["units"].tolist() == [[4, 5, 9, 9]]

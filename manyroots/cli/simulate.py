@@ -88,6 +88,15 @@ def add_simulate_command(commands: Any) -> None:
         help="no time, hit rates alone: each way of evicting beside the best offline policy and "
         "an endless cache, in pools of pages (2000), bytes (100GB) or a share of the trace (5%%)",
     )  # fmt: skip
+    output.add_argument(
+        "--states", metavar="POOL,...",
+        help="as --hit-rates, of a model with recurrent layers: room for so many states (512), or "
+        "a share of those that an endless cache keeps (50%%), and for every page",
+    )  # fmt: skip
+    output.add_argument(
+        "--checkpoint-interval-tokens", type=int, default=2048, metavar="N",
+        help="with --states: a checkpoint at least every so many tokens of a prompt",
+    )  # fmt: skip
     output.add_argument("--json", metavar="FILE", help="write the result here")
     output.add_argument(
         "--sweep", action="append", default=[], metavar="NAME=V1,V2,...",
@@ -105,6 +114,8 @@ def _run(arguments: dict[str, Any]) -> int:
 
     if arguments["hit_rates"]:
         return _hit_rates(arguments)
+    if arguments["states"]:
+        return _state_rates(arguments)
     if len(arguments["trace"]) > 1:
         raise ConfigError("several traces at once are for --hit-rates; give one.")
     arguments["trace"] = arguments["trace"][0]
@@ -235,6 +246,37 @@ def _hit_rates(arguments: dict[str, Any]) -> int:
             bytes_per_token=job.costs.kv_bytes_per_token,
         )
     Console(highlight=False, soft_wrap=True, width=200).print(hit_rate_table(rows))
+    if arguments["json"]:
+        text = json.dumps([asdict(row) for row in rows], indent=2)
+        Path(arguments["json"]).write_text(text + "\n")
+    return 0
+
+
+def _state_rates(arguments: dict[str, Any]) -> int:
+    from dataclasses import asdict
+
+    from rich.console import Console
+
+    from manyroots.errors import ConfigError
+    from manyroots.simulate.state_rates import state_rates
+    from manyroots.simulate.tables import state_rate_table
+
+    if arguments["checkpoint_interval_tokens"] < 1:
+        raise ConfigError(
+            f"--checkpoint-interval-tokens is {arguments['checkpoint_interval_tokens']}; it must "
+            "be at least 1."
+        )
+    rows = []
+    for name in arguments["trace"]:
+        job = _job({**arguments, "trace": name})
+        rows += state_rates(
+            name,
+            job.trace,
+            [text.strip() for text in arguments["states"].split(",")],
+            page_size=job.settings.block_size,
+            interval_tokens=arguments["checkpoint_interval_tokens"],
+        )
+    Console(highlight=False, soft_wrap=True, width=200).print(state_rate_table(rows))
     if arguments["json"]:
         text = json.dumps([asdict(row) for row in rows], indent=2)
         Path(arguments["json"]).write_text(text + "\n")

@@ -61,6 +61,31 @@ def chat(rng: random.Random, num_requests: int) -> list[TraceRequest]:
     return lines
 
 
+def rounds(rng: random.Random, num_requests: int) -> list[TraceRequest]:
+    """128 clients that talk at once: one system prompt, up to 12 rounds each, of odd lengths."""
+    num_clients = 128
+    lines: list[TraceRequest] = []
+    for client in range(num_clients):
+        said, arrival_s = [TraceSegment("system", 701)], rng.uniform(0.0, 5.0)
+        for turn in range(min(12, -(-num_requests // num_clients))):
+            said.append(TraceSegment(f"client-{client}/question-{turn}", rng.randint(100, 300)))
+            reply = TraceSegment(f"client-{client}/answer-{turn}", rng.randint(40, 150))
+            lines.append(
+                TraceRequest(
+                    arrival_s=round(arrival_s, 6),
+                    prompt=tuple(said),
+                    adapter=None,
+                    salt=None,
+                    output_tokens=reply.length,
+                    reply=reply.name,
+                    ends_by=EndsBy.STOP,
+                )
+            )
+            said.append(reply)
+            arrival_s += reply.length * SECONDS_PER_REPLY_TOKEN + rng.expovariate(1 / 2)
+    return lines
+
+
 def rollouts(rng: random.Random, num_requests: int) -> list[TraceRequest]:
     """Reinforcement learning: batches of prompts, 8 samples of each. Every batch has new weights,
     as each follows a training step, so nothing can be carried over."""
@@ -183,5 +208,5 @@ def _answered(
 
 
 SYNTHETIC: dict[str, Maker] = {
-    maker.__name__: maker for maker in (chat, rollouts, agents, scans, documents, reasoning)
+    maker.__name__: maker for maker in (chat, rounds, rollouts, agents, scans, documents, reasoning)
 }

@@ -6,6 +6,7 @@ from rich.table import Table
 
 from manyroots.simulate.hit_rates import HitRates
 from manyroots.simulate.measures import MEASURES
+from manyroots.simulate.state_rates import StateRates
 from manyroots.simulate.summary import Distribution, SequenceGroup, Summary
 from manyroots.simulate.sweep import Point
 
@@ -71,6 +72,20 @@ def hit_rate_table(rows: list[HitRates]) -> Table:
     for row in rows:
         rates = (*row.by_policy.values(), row.best_offline, row.endless)
         table.add_row(row.trace, f"{row.num_pages:,}", *(f"{rate:.4f}" for rate in rates))
+    return table
+
+
+def state_rate_table(rows: list[StateRates]) -> Table:
+    table = _table("trace", "states", "of", "hit rate", "best offline", "endless", "missed for")
+    for row in rows:
+        rates = (row.hit_rate, row.best_offline, row.endless)
+        table.add_row(
+            row.trace,
+            f"{row.num_states:,}",
+            f"{row.num_all_states:,}",
+            *(f"{rate:.4f}" for rate in rates),
+            _counts(row.missed_tokens),
+        )
     return table
 
 

@@ -121,3 +121,15 @@ def _reusable(prompt: list[int], old: list[int]) -> int:
             break
         same += 1
     return same // PAGE * PAGE
+
+
+def test_s07_every_response_says_why_no_more_was_reused(folder: Path) -> None:
+    """S07: cold, no checkpoint where prompts part, nothing more to reuse, another namespace."""
+    rng = random.Random(4)
+    head = text(rng, 60)
+    prompts = [head + text(rng, 20) for _ in range(2)]
+    with serve(folder) as llm:
+        answers = [llm.generate([prompt], GREEDY)[0] for prompt in [*prompts, prompts[1]]]
+        assert [answer.cache_use.limit for answer in answers] == ["cold", "checkpoint", "nothing"]
+        missed = llm.stats().missed_tokens
+        assert missed == {"cold": 64, "checkpoint": 64}

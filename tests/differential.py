@@ -33,10 +33,13 @@ PAGE, CHUNK, WINDOW = 4, 24, 11
 MAX_LEN = 160
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 BLOCK = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
-RECURRENT = ("in_proj", "out_proj")
+RECURRENT = (
+    "in_proj", "out_proj", "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b",
+    "in_proj_a",
+)  # fmt: skip
 ADAPTERS = {
     "all": Recipe(rank=8, modules=(*ATTENTION, *BLOCK, *RECURRENT), seed=1),
-    "few": Recipe(rank=3, modules=("q_proj", "down_proj", "in_proj"), alpha=4, seed=2),
+    "few": Recipe(rank=3, modules=("q_proj", "down_proj", *RECURRENT), alpha=4, seed=2),
     "ends": Recipe(rank=5, modules=(*ATTENTION, "out_proj", "embed_tokens", "lm_head"), seed=3),
 }
 """Modules that a model has not are left out."""
@@ -62,9 +65,17 @@ MIXES: dict[str, tuple[str, dict[str, Any]]] = {
         "gpt-oss",
         {"sliding_window": WINDOW, "num_hidden_layers": 4, "layer_types": _types("wfwf")},
     ),
+}
+RECURRENT_MIXES: dict[str, tuple[str, dict[str, Any]]] = {
     "convolutions": ("lfm2", {"num_hidden_layers": 4, "layer_types": _types("cfcc")}),
+    "delta nets": ("qwen3.5", {}),
+    "delta nets and experts": ("qwen3-next", {"moe_intermediate_size": 20}),
+    "delta nets, other experts": ("qwen3.5-moe", {"moe_intermediate_size": 20}),
+    "mamba": ("granite-h", {}),
+    "mamba beside attention": ("falcon-h1", {}),
 }
 """A kind of tiny model for each mix of families."""
+ALL_MIXES = {**MIXES, **RECURRENT_MIXES}
 
 KV_BYTES_SHARE = 0.35
 """What the warm engine has of the memory that four conversations of full length would take."""
@@ -91,7 +102,7 @@ class Engines:
     """A warm and a cold engine of one mix."""
 
     def __init__(self, folder: Path, mix: str) -> None:
-        kind, changes = MIXES[mix]
+        kind, changes = ALL_MIXES[mix]
         self.model = folder / "model"
         save_tiny(self.model, kind, vocab_size=300, **changes)
         tiny_backend().save(str(self.model / "tokenizer.json"))
@@ -210,11 +221,11 @@ def _compare(warm: Any, cold: Any, found: Found, where: str) -> None:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mix", choices=sorted(MIXES), action="append")
+    parser.add_argument("--mix", choices=sorted(ALL_MIXES), action="append")
     parser.add_argument("--traces", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
-    for mix in options.mix or MIXES:
+    for mix in options.mix or ALL_MIXES:
         seeds = range(options.seed, options.seed + options.traces)
         print(json.dumps(asdict(run(mix, seeds))), flush=True)
     return 0

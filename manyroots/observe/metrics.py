@@ -291,14 +291,6 @@ class _EngineCounts(Collector):
             counter = CounterMetricFamily(name, text, labels=self._names)
             counter.add_metric(self._values, value)
             yield counter
-        missed = CounterMetricFamily(
-            "manyroots:prefix_cache_missed_tokens",
-            "Prompt tokens in whole pages that were not found cached, by the reason why.",
-            labels=(*self._names, "reason"),
-        )
-        for reason, count in sorted((stats.missed_tokens or {}).items()):
-            missed.add_metric((*self._values, reason), count)
-        yield missed
 
 
 class _Collected(Collector):

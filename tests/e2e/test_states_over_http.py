@@ -37,6 +37,6 @@ def test_s07_responses_and_metrics_say_why_a_prompt_was_not_reused(tmp_path: Pat
                 details.append((told["cached_tokens"], told["uncached_because"]))
             text = client.get("/metrics").text
     assert details == [(0, "cold"), (0, "checkpoint"), (36, "cold"), (44, "nothing")]
-    pattern = r'^manyroots:prefix_cache_missed_tokens_total{.*reason="(\w+)"} (\S+)$'
+    pattern = r'^manyroots:prefix_cache_misses_total{.*reason="(\w+)"} (\S+)$'
     missed = {reason: float(count) for reason, count in re.findall(pattern, text, re.M)}
     assert missed == {"cold": 44 + 8, "checkpoint": 44}

@@ -9,8 +9,8 @@ ARGS ?=
 serve: $(VENV)/.installed
 	$(BIN)/manyroots serve $(ARGS)
 
-test: check
-	$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
+test: check  # which has run tests/architecture
+	$(BIN)/python -m pytest -n auto --dist loadfile --ignore tests/architecture $(ARGS)
 
 check: $(VENV)/.installed-test
 	$(BIN)/ruff check .

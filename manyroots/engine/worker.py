@@ -255,11 +255,26 @@ def pick_device(settings: ModelSettings, shard: Shard) -> torch.device:
 def pick_dtype(settings: ModelSettings, source: ModelSource, device: torch.device) -> torch.dtype:
     if settings.dtype != "auto":
         dtype: torch.dtype = getattr(torch, settings.dtype)
+        if device.type == "cpu" and not has_products_of(dtype):
+            logger.warning(
+                "this CPU has no instructions for products in %s, which will be many times slower "
+                "than in float32; leave --dtype out.", settings.dtype,
+            )  # fmt: skip
         return dtype
     if device.type == "cpu":
         return torch.float32
     own = getattr(source.config, "dtype", None)
     return own if isinstance(own, torch.dtype) else torch.bfloat16
+
+
+def has_products_of(dtype: torch.dtype) -> bool:
+    """Whether this CPU multiplies matrices of `dtype` by instructions of its own, as torch sees
+    it."""
+    if dtype is torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if dtype is torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return True
 
 
 def _model_length(settings: ModelSettings, spec: ModelSpec, most_tokens: int) -> int:

@@ -2,7 +2,8 @@
 
 Exits 1 on a difference, with a line for each part that was checked. Parts are `kernels` (each one
 beside its reference), `sampler` (a row alone and among others), `sampled` (graphs with every
-sampling parameter), `launches` (early beside plain), `ranks` (a group of NCCL's beside none),
+sampling parameter), `shaped` (rows with a grammar, in two graphs), `launches` (early beside plain),
+`ranks` (a group of NCCL's beside none),
 `parity` (engines beside the CPU's), `faults` (planted ones, which parity must find), or a part's
 own name as its line begins: `parity:llama:bfloat16`. Most of the time is compilation, which one
 process does on one core; so each part is a process of its own.
@@ -28,12 +29,13 @@ KERNEL_TESTS = (
 
 def parts() -> list[str]:
     """What there is to check, longest first."""
-    from tests.gpu import launches, models, ranks, sampled
+    from tests.gpu import launches, models, ranks, sampled, shaped
 
     return [
         *(f"parity:{kind}:{dtype}" for dtype in DTYPES for kind in reversed(models.KINDS)),
         *(f"launches:{kind}:bfloat16" for kind in launches.KINDS),
         *(f"sampled:{kind}:{dtype}" for dtype in DTYPES for kind in sampled.KINDS),
+        *(f"shaped:{kind}:{dtype}" for dtype in DTYPES for kind in shaped.KINDS),
         *(f"ranks:{kind}:{dtype}" for dtype in DTYPES for kind in ranks.KINDS),
         "faults:llama:bfloat16",
         *(f"kernels:{name}" for name in KERNEL_TESTS),
@@ -52,7 +54,7 @@ def check(part: str) -> str:
         from tests.gpu.without_pytest import check as check_tests
 
         return check_tests(modules[what])
-    from tests.gpu import faults, launches, parity, ranks, sampled
+    from tests.gpu import faults, launches, parity, ranks, sampled, shaped
 
     rooms = {
         "faults": faults,
@@ -60,6 +62,7 @@ def check(part: str) -> str:
         "parity": parity,
         "ranks": ranks,
         "sampled": sampled,
+        "shaped": shaped,
     }
     kind, _, dtype = rest.partition(":")
     with tempfile.TemporaryDirectory() as folder:

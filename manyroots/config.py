@@ -91,6 +91,9 @@ class ModelSettings:
     override_generation_config: str | None = option(
         None, 'JSON of sampling defaults that go before the model\'s, as {"temperature": 0.5}.'
     )
+    weights_dirs: tuple[str, ...] = option(
+        (), "Folders below which other weights of this model may be taken while the server runs."
+    )
     enforce_eager: bool = option(
         False, "On a GPU, launch every kernel of a step by itself instead of one captured graph."
     )
@@ -629,7 +632,7 @@ def _is_many(name: str, value: object) -> bool:
 
 def _as_field(name: str, value: object) -> object:
     """Fields that hold many values may be given as one, or as any kind of list."""
-    if name not in ("lora_modules", "lora_dirs"):
+    if name not in ("lora_modules", "lora_dirs", "weights_dirs"):
         return value
     if value is None:
         return ()

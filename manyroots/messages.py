@@ -79,6 +79,29 @@ class UnloadLora:
     name: AdapterName
 
 
+class ControlKind(enum.Enum):
+    """What whoever runs the engine may ask of all of it."""
+
+    RESET_CACHE = "reset_cache"
+    """Forget what can be reused."""
+    PAUSE = "pause"
+    """Begin no further step; requests keep what they have."""
+    RESUME = "resume"
+    UPDATE_WEIGHTS = "update_weights"
+    """Take other weights of the same model, while paused and nothing runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """Answered by a `ControlReply`."""
+
+    op_id: int
+    """Chosen by the client; the reply carries it."""
+    kind: ControlKind
+    path: str = ""
+    """With UPDATE_WEIGHTS: the folder that has them."""
+
+
 class ErrorKind(enum.Enum):
     """Whose fault an error is."""
 
@@ -125,6 +148,17 @@ class CacheUse:
     limit: str
     """`nothing` (all but the last token was found), `cold`, `namespace`, `window`, `checkpoint`,
     `tier` (loading it would take longer than computing) or `off`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ControlReply:
+    """How a `Control` went."""
+
+    op_id: int
+    error: str | None = None
+    error_kind: ErrorKind = ErrorKind.ENGINE
+    num_pages: int = 0
+    """Of the device, free again now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,3 +377,4 @@ class Batch:
     stats: Stats
     replies: list[LoraReply] = field(default_factory=list)
     loads: list[LoadTime] = field(default_factory=list)
+    controls: list[ControlReply] = field(default_factory=list)

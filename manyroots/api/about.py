@@ -22,7 +22,7 @@ async def health(request: Request) -> Response:
     """Whether it can answer: it has loaded, and its engine is alive. A server that drains still
     answers those it has."""
     server = server_of(request)
-    is_good = server.phase in (Phase.READY, Phase.DRAINING)
+    is_good = server.phase in (Phase.READY, Phase.DRAINING, Phase.ASLEEP)
     return _status(server, 200 if is_good else 503)
 
 

@@ -20,6 +20,7 @@ from manyroots.api.anthropic.shapes import (
 )
 from manyroots.api.chat import chat_completions
 from manyroots.api.completions import completions
+from manyroots.api.control import CONTROL_ENDPOINTS
 from manyroots.api.embeddings import embeddings
 from manyroots.api.endpoints import TEXT, Endpoint, post
 from manyroots.api.errors import EXCEPTION_HANDLERS
@@ -103,6 +104,7 @@ def endpoints(settings: ServerSettings) -> list[Endpoint]:
         ),
         post("/tokenize", tokenize, "A text's tokens.", TokenizeRequest, Tokenized),
         post("/detokenize", detokenize, "Tokens' text.", DetokenizeRequest, Detokenized),
+        *(CONTROL_ENDPOINTS if settings.admin_key is not None else ()),
         *(LORA_ENDPOINTS if settings.enable_lora_endpoints else ()),
     ]  # fmt: skip
     return [*known, *openapi_endpoints(known, root_path=settings.root_path)]

@@ -35,6 +35,8 @@ class Phase(enum.Enum):
     DRAINING = "draining"
     RESTARTING = "restarting"
     """Its engine has died and is being started again."""
+    ASLEEP = "asleep"
+    """Its memory is given back until it is woken."""
     DEAD = "dead"
 
 
@@ -147,6 +149,8 @@ class ServerState:
             return Phase.LOADING
         if self.engine.is_over:
             return Phase.DEAD
+        if self.engine.is_asleep:
+            return Phase.ASLEEP
         if not self.engine.is_alive:
             return Phase.RESTARTING
         return Phase.DRAINING if self.is_draining else Phase.READY
@@ -161,6 +165,8 @@ class ServerState:
                 raise UnavailableError(
                     "The engine has died and is being started again; try again in a moment."
                 )
+            case Phase.ASLEEP:
+                raise UnavailableError("The engine is asleep; it answers when it has been woken.")
             case Phase.DEAD if not self.is_draining:
                 raise UnavailableError("The engine has died; the server is ending.")
         return self.loaded

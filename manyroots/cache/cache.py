@@ -419,6 +419,22 @@ class PrefixCache:
         keys = tokens[: walk.depth * self.page_size].tobytes()
         return tuple(Ticket(key, top, 0, keys, None).hashes(hasher, hasher.root))
 
+    def evict_all(self) -> Evicted:
+        """Evict every namespace: nothing that is computed now will be found later."""
+        known = [*self.index.tree.by_namespace]
+        known += [ns for lease in self.open_leases.values() for ns in lease.key.namespaces]
+        known += [ns for ticket in self.prefetcher.tickets() for ns in ticket.key.namespaces]
+        return self._evict(dict.fromkeys(known))
+
+    def change_weights(self, identity: bytes) -> Evicted:
+        """Other weights compute from now on. What the old ones computed is gone from every tier
+        here, and has other names in storage and in events. Nobody may hold pages."""
+        assert not self.open_leases, "a request would go on with what the old weights computed"
+        evicted = self.evict_all()
+        if self._hasher is not None:
+            self._hasher.identify(identity)
+        return evicted
+
     def _evict(self, namespaces: Collection[Namespace]) -> Evicted:
         before = [pool.num_free for pool in self.index.pools]
         for namespace in namespaces:

@@ -115,9 +115,13 @@ class PageHasher:
 
     def __init__(self, identity: bytes, page_bytes: int) -> None:
         """`identity` stands for model, dtype, page size and families: other bytes, other pages."""
-        self.root = hashlib.blake2b(framed(_DOMAIN, identity), digest_size=HASH_BYTES).digest()
+        self.identify(identity)
         self.page_bytes = page_bytes
         self._seeds: dict[Owner, bytes] = {}
+
+    def identify(self, identity: bytes) -> None:
+        """Pages are another model's from now on."""
+        self.root = hashlib.blake2b(framed(_DOMAIN, identity), digest_size=HASH_BYTES).digest()
 
     def chain(self, parent: bytes, owner: Owner, keys: bytes) -> list[bytes]:
         """The hashes of consecutive pages behind the page hashed `parent`."""

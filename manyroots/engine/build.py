@@ -21,15 +21,17 @@ from manyroots.engine.adapter_directory import AdapterDirectory
 from manyroots.engine.adapter_folders import check_folders
 from manyroots.engine.adapter_runtime import adapter_limits
 from manyroots.engine.grammar_compiles import GrammarCompiles
-from manyroots.engine.loop import EngineLoop, EventSink
+from manyroots.engine.loop import EngineLoop, EventSink, TakeWeights
 from manyroots.engine.self_check import SelfCheck
 from manyroots.engine.tiers import check_tiers, model_identity, tier_policies
+from manyroots.engine.weight_folders import find_weights
 from manyroots.engine.worker import Executor, execute_alone
 from manyroots.errors import ConfigError
 from manyroots.lora.residency import Residency
 from manyroots.messages import EngineInfo, Submit
 from manyroots.models.decoder import Decoder
 from manyroots.models.families import LayerFamily
+from manyroots.models.load import refill
 from manyroots.models.source import ModelSource, resolve_source
 from manyroots.progress import stage
 from manyroots.runner.logprobs import same_within
@@ -91,6 +93,7 @@ def build_engine(settings: EngineSettings) -> Engine:
         alarm=executor.alarm,
         events=_make_events(settings, scheduler),
         make_check=_make_check(settings, scheduler, executor),
+        take_weights=_take_weights(settings, model, page_size),
     )
     return Engine(loop, info)
 
@@ -125,14 +128,37 @@ def _policies(
     settings: EngineSettings, source: ModelSource, model: Decoder, page_size: int
 ) -> CachePolicies:
     policies = tier_policies(settings.tiers)
-    identity = b""
-    if policies.uses_storage or policies.records_events:
-        with stage("model identity"):
-            weights = model_identity(source, settings.model.load_format, settings.model.seed)
-        layout = layout_identity(model.families, page_size, model.dtype)
-        kept = settings.model.quantization.encode()
-        identity = framed(weights, layout, model.device.type.encode(), kept)
+    with stage("model identity"):
+        identity = _identity(settings, source, model, page_size)
     return replace(policies, reuse=settings.cache.enable_prefix_caching, identity=identity)
+
+
+def _identity(
+    settings: EngineSettings, source: ModelSource, model: Decoder, page_size: int
+) -> bytes:
+    """Of the weights and what they compute, where pages have names outside of this process."""
+    policies = tier_policies(settings.tiers)
+    if not policies.uses_storage and not policies.records_events:
+        return b""
+    weights = model_identity(source, settings.model.load_format, settings.model.seed)
+    layout = layout_identity(model.families, page_size, model.dtype)
+    kept = settings.model.quantization.encode()
+    return framed(weights, layout, model.device.type.encode(), kept)
+
+
+def _take_weights(settings: EngineSettings, model: Decoder, page_size: int) -> TakeWeights | None:
+    """None with several ranks: each would have to take its part."""
+    if not model.shard.is_whole:
+        return None
+
+    def take(path: str) -> bytes:
+        folder = find_weights(path, settings.model.weights_dirs)
+        chosen = replace(settings.model, model=str(folder), load_format="auto")
+        source = resolve_source(chosen)
+        refill(model, source)
+        return _identity(replace(settings, model=chosen), source, model, page_size)
+
+    return take
 
 
 def layout_identity(families: Sequence[LayerFamily], page_size: int, dtype: torch.dtype) -> bytes:

@@ -6,12 +6,14 @@ fake through the same protocol.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import AsyncIterator
 from typing import Protocol
 
 from manyroots.errors import ManyrootsError, NotFoundError, RequestError
 from manyroots.ids import AdapterName, RequestId
 from manyroots.messages import (
+    ControlReply,
     EngineInfo,
     ErrorKind,
     LoadTime,
@@ -24,6 +26,17 @@ from manyroots.progress import Progress
 
 NO_COUNTS = Stats(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
 """Of an engine that has nothing: before its first step, and while its process is gone."""
+
+
+class PauseMode(enum.Enum):
+    """What a pause does with sequences that have begun."""
+
+    KEEP = "keep"
+    """They stop where they are, and go on later."""
+    WAIT = "wait"
+    """They finish first."""
+    ABORT = "abort"
+    """They end with an error."""
 
 
 class EngineWatch(Protocol):
@@ -94,6 +107,40 @@ class EngineClient(Protocol):
         """Take no new requests for an adapter. Raises NotFoundError if there is no such name."""
         ...
 
+    @property
+    def is_paused(self) -> bool:
+        """New sequences wait, and none is computed."""
+        ...
+
+    @property
+    def is_asleep(self) -> bool:
+        """Its memory is given back; it can't answer before it is woken."""
+        ...
+
+    async def reset_cache(self) -> ControlReply:
+        """Forget what could be reused."""
+        ...
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Return when no step runs any more; new sequences wait until `resume`."""
+        ...
+
+    async def resume(self) -> None:
+        """Go on."""
+        ...
+
+    async def update_weights(self, path: str) -> ControlReply:
+        """Take other weights of the same model, while paused. Raises why they can't be used."""
+        ...
+
+    async def sleep(self, mode: PauseMode) -> None:
+        """Pause, and give all memory back."""
+        ...
+
+    async def wake(self) -> None:
+        """Return when it serves again."""
+        ...
+
     def watch(self, watch: EngineWatch) -> None:
         """Have `watch` told of what happens."""
         ...
@@ -109,6 +156,15 @@ class EngineClient(Protocol):
     async def close(self) -> None:
         """End the engine and everything it runs."""
         ...
+
+
+def control_error(reply: ControlReply) -> ManyrootsError | None:
+    """What a reply's error means to whoever asked; None if all went well."""
+    if reply.error is None:
+        return None
+    if reply.error_kind is ErrorKind.REQUEST:
+        return RequestError(reply.error, field=None)
+    return ManyrootsError(reply.error)
 
 
 def lora_error(reply: LoraReply) -> ManyrootsError | None:

@@ -20,10 +20,13 @@ from manyroots.cache.events import CacheEvent
 from manyroots.engine.adapter_directory import AdapterDirectory
 from manyroots.engine.grammar_compiles import GrammarCompiles
 from manyroots.engine.self_check import SelfCheck
-from manyroots.errors import NotFoundError, RequestError, UnavailableError
+from manyroots.errors import ManyrootsError, NotFoundError, RequestError, UnavailableError
 from manyroots.ids import RequestId, Tier
 from manyroots.messages import (
     Abort,
+    Control,
+    ControlKind,
+    ControlReply,
     ErrorKind,
     FinishReason,
     LoadLora,
@@ -77,6 +80,11 @@ class _LoadTimer:
         return ended
 
 
+TakeWeights = Callable[[str], bytes]
+"""Fills the model from a folder; gives what stands for the new weights. Raises ManyrootsError
+before anything is changed."""
+
+
 def _nobody_sleeps() -> None:
     """Nobody has to be woken yet."""
 
@@ -114,9 +122,11 @@ class EngineLoop:
         alarm: Alarm | None = None,
         events: EventSink | None = None,
         make_check: Callable[[Callable[[Submit], None]], SelfCheck] | None = None,
+        take_weights: TakeWeights | None = None,
         depth: int = 1,
     ) -> None:
-        """`directory`: None leaves adapters to whoever registers them with the scheduler.
+        """`take_weights`: None where weights can't be updated in place.
+        `directory`: None leaves adapters to whoever registers them with the scheduler.
         `compiles`: None refuses requests whose output has a shape.
         `alarm`: None if the runner can't end outside of a step. `events`: told after each step
         which pages can be found now, and which not any more. `make_check`: takes how it may
@@ -136,6 +146,11 @@ class EngineLoop:
         self._adapter_was: dict[RequestId, Tier] = {}
         """For requests without output yet, where their adapter was when they came."""
         self._load_timer = _LoadTimer()
+        self._take_weights = take_weights
+        self._controls: list[ControlReply] = []
+        self._asked: deque[Control] = deque()
+        """What waits until no step runs."""
+        self._is_paused = False
         self.tell_begun: Callable[[list[RequestId]], None] = _nobody
         """Told who begins to compute, before the step that does it: if that kills the process,
         they were there."""
@@ -143,7 +158,9 @@ class EngineLoop:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do now. What is being read is no work."""
-        if len(self._gathered) > 0 or self._replies or self._scheduler.has_work:
+        if len(self._gathered) > 0 or self._replies or self._controls or self._asked:
+            return True
+        if self._launched or (self._scheduler.has_work and not self._is_paused):
             return True
         if self._alarm is not None and self._alarm.reason is not None:
             return True
@@ -181,9 +198,12 @@ class EngineLoop:
             raise RequestError(_NO_LORA, field="lora_request")
         self._directory.note(module)
 
-    def handle(self, message: Submit | Abort | LoadLora | UnloadLora) -> None:
+    def handle(self, message: Submit | Abort | LoadLora | UnloadLora | Control) -> None:
         """Take one message from a client."""
         match message:
+            case Control():
+                self._is_paused |= message.kind is ControlKind.PAUSE
+                self._asked.append(message)
             case Submit():
                 if self._check is not None:
                     self._check.note(message)
@@ -252,7 +272,7 @@ class EngineLoop:
                 self._submit_complete(submit)
         if self._directory is not None:
             self._gathered.outputs.extend(self._directory.poll())
-        plan = self._scheduler.schedule()
+        plan = None if self._is_paused or self._asked else self._scheduler.schedule()
         if plan is not None:
             self._load_timer.launch(plan)
             if plan.arrivals:
@@ -260,6 +280,9 @@ class EngineLoop:
             self._launched.append(self._runner.launch(plan))
         if len(self._launched) > self._depth or (plan is None and self._launched):
             self._finish_oldest()
+        if not self._launched:
+            while self._asked:
+                self._controls.append(self._carried_out(self._asked.popleft()))
         if self._events is not None:
             self._events.publish(self._scheduler.take_events())
         outputs, self._gathered = self._gathered, StepOutputs([])
@@ -278,6 +301,43 @@ class EngineLoop:
             was = self._adapter_was.pop(output.request_id, None)
             if was is not None:
                 output.notice = replace(output.notice or Notice(), adapter_was=was)
+
+    def _carried_out(self, control: Control) -> ControlReply:
+        """No step runs now."""
+        match control.kind:
+            case ControlKind.PAUSE:
+                pass
+            case ControlKind.RESUME:
+                self._is_paused = False
+            case ControlKind.RESET_CACHE:
+                return ControlReply(control.op_id, num_pages=self._scheduler.reset_cache())
+            case ControlKind.UPDATE_WEIGHTS:
+                return self._update_weights(control)
+        return ControlReply(control.op_id)
+
+    def _update_weights(self, control: Control) -> ControlReply:
+        def refused(why: str) -> ControlReply:
+            return ControlReply(control.op_id, error=why, error_kind=ErrorKind.REQUEST)
+
+        if self._take_weights is None:
+            return refused("weights can't be updated in place here: with one rank alone.")
+        if not self._is_paused:
+            return refused("the engine is not paused; pause it first.")
+        if num_holding := self._scheduler.num_holding_pages:
+            return refused(
+                f"{num_holding} requests have begun with the old weights; pause with mode wait "
+                "or abort first."
+            )
+        try:
+            identity = self._take_weights(control.path)
+        except ManyrootsError as error:
+            return refused(str(error))
+        return ControlReply(control.op_id, num_pages=self._scheduler.change_weights(identity))
+
+    def take_controls(self) -> list[ControlReply]:
+        """Answers to controls since the last call."""
+        controls, self._controls = self._controls, []
+        return controls
 
     def take_replies(self) -> list[LoraReply]:
         """Answers to loads and unloads since the last call."""

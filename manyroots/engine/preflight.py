@@ -15,6 +15,7 @@ from pathlib import Path
 
 from manyroots.config import DEFAULT_MODEL, EngineSettings, LoraSettings, ModelSettings
 from manyroots.engine.adapter_folders import check_folders
+from manyroots.engine.weight_folders import check_weights_dirs
 from manyroots.errors import AdapterError, ConfigError, ModelError
 from manyroots.lora.files.config import read_config
 from manyroots.lora.files.folder import CONFIG_FILE, WEIGHTS_FILE, check_folder, find_file
@@ -40,6 +41,7 @@ def check_start(settings: EngineSettings, *, needed: str | None = None) -> None:
         _check_path("--chat-template", model.chat_template)
     if model.generation_config not in ("auto", "none", "vllm"):
         _check_path("--generation-config", model.generation_config)
+    check_weights_dirs(model.weights_dirs)
     _check_devices(model)
     _check_temporary_folder()
     check_folders(settings.lora, {name, model.served_model_name or name})

@@ -99,7 +99,13 @@ def run(socket: Socket, loop: EngineLoop) -> None:
                 loop.handle(message)
             if loop.has_work:
                 outputs = loop.step()
-                batch = Batch(outputs, loop.stats(), loop.take_replies(), loop.take_loads())
+                batch = Batch(
+                    outputs,
+                    loop.stats(),
+                    loop.take_replies(),
+                    loop.take_loads(),
+                    loop.take_controls(),
+                )
                 socket.send_multipart(encode(MessageKind.BATCH, batch))
 
 

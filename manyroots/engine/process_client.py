@@ -17,13 +17,17 @@ from typing import Any
 
 from manyroots.config import EngineSettings
 from manyroots.engine.child import Child
-from manyroots.engine.client import NO_COUNTS, EngineWatch, lora_error
+from manyroots.engine.client import NO_COUNTS, EngineWatch, PauseMode, control_error, lora_error
+from manyroots.engine.weight_folders import find_weights
 from manyroots.engine.wire import MessageKind
 from manyroots.errors import ManyrootsError, UnavailableError
 from manyroots.ids import AdapterName, RequestId
 from manyroots.messages import (
     Abort,
     Batch,
+    Control,
+    ControlKind,
+    ControlReply,
     EngineInfo,
     LoadLora,
     LoraReply,
@@ -40,6 +44,7 @@ FIRST_PAUSE_S = 1.0
 """Before the first new start; each further one waits twice as long."""
 GOOD_LIFE_S = 300.0
 """A process that served this long had a good life: its death is the first in a row again."""
+POLL_S = 0.02
 SHUTTING_DOWN = "The server is shutting down; ask another one."
 
 
@@ -74,6 +79,13 @@ class ProcessClient:
         self._loads: dict[AdapterName, LoadLora] = {}
         """What was loaded while the engine ran, by the load that gave the name its content."""
         self._watch: EngineWatch | None = None
+        self._controls: dict[int, asyncio.Future[ControlReply]] = {}
+        self._resumed = asyncio.Event()
+        self._resumed.set()
+        self._woken = asyncio.Event()
+        self.is_asleep = False
+        self._weights_path: str | None = None
+        """Where the weights were taken from that are served now, if not from where it started."""
         self._info: EngineInfo | None = None
         self._stats: Stats | None = None
         self._child: Child | None = None
@@ -124,6 +136,8 @@ class ProcessClient:
         return await asyncio.shield(self._over)
 
     async def generate(self, request: Submit) -> AsyncIterator[Output]:
+        self._serving_child()
+        await self._resumed.wait()
         child = self._serving_child()
         mine = self._requests[request.request_id] = _Request(request)
         try:
@@ -159,6 +173,62 @@ class ProcessClient:
         self._settings = replace(self._settings, lora=replace(lora, lora_modules=modules))
         return reply
 
+    @property
+    def is_paused(self) -> bool:
+        return not self._resumed.is_set()
+
+    async def reset_cache(self) -> ControlReply:
+        return await self._control(ControlKind.RESET_CACHE)
+
+    async def pause(self, mode: PauseMode) -> None:
+        self._serving_child()
+        self._resumed.clear()
+        if mode is PauseMode.ABORT and self._requests:
+            self._serving_child().send(MessageKind.ABORT, Abort(list(self._requests)))
+        if mode is not PauseMode.KEEP:
+            while self._requests and self._is_serving and self.is_paused:
+                await asyncio.sleep(POLL_S)
+        await self._control(ControlKind.PAUSE)
+
+    async def resume(self) -> None:
+        await self._control(ControlKind.RESUME)
+        self._resumed.set()
+
+    async def update_weights(self, path: str) -> ControlReply:
+        reply = await self._control(ControlKind.UPDATE_WEIGHTS, path)
+        self._weights_path = str(find_weights(path, self._settings.model.weights_dirs))
+        return reply
+
+    async def sleep(self, mode: PauseMode) -> None:
+        if self.is_asleep:
+            return
+        keeps = mode is PauseMode.KEEP  # nothing could be kept
+        await self.pause(PauseMode.WAIT if keeps else mode)
+        self._woken.clear()
+        self.is_asleep, self._is_serving = True, False
+        assert self._child is not None
+        self._child.send(MessageKind.CLOSE, None)
+
+    async def wake(self) -> None:
+        if self.is_asleep:
+            self._woken.set()
+            while not self._is_serving and not self.is_over:
+                await asyncio.sleep(POLL_S)
+        await self.resume()
+
+    async def _control(self, kind: ControlKind, path: str = "") -> ControlReply:
+        child, number = self._serving_child(), next(self._op_ids)
+        answer: asyncio.Future[ControlReply] = asyncio.get_running_loop().create_future()
+        self._controls[number] = answer
+        try:
+            child.send(MessageKind.CONTROL, Control(number, kind, path))
+            reply = await answer
+        finally:
+            del self._controls[number]
+        if error := control_error(reply):
+            raise error
+        return reply
+
     def watch(self, watch: EngineWatch) -> None:
         self._watch = watch
 
@@ -179,6 +249,8 @@ class ProcessClient:
         if self.is_over:
             assert self._over is not None
             raise UnavailableError(self._over.result())
+        if self.is_asleep:
+            raise UnavailableError("the engine is asleep; wake it with POST /wake_up")
         if self._cause is None:
             raise UnavailableError("the engine is still loading; try again in a moment")
         raise UnavailableError(f"{self._cause}; it is being started again, try again later")
@@ -222,6 +294,10 @@ class ProcessClient:
             if (mine := self._requests.get(output.request_id)) is not None:
                 mine.has_begun = True
                 mine.outputs.put_nowait(output)
+        for control in body.controls:
+            asked = self._controls.get(control.op_id)
+            if asked is not None and not asked.done():
+                asked.set_result(control)
         for reply in body.replies:
             answer = self._ops.get(reply.op_id)
             if answer is not None and not answer.done():
@@ -234,16 +310,24 @@ class ProcessClient:
     # Life after life
 
     async def _supervise(self) -> None:
-        num_in_a_row = 0
+        num_in_a_row, is_first = 0, True
         while True:
             assert self._child is not None
             begin = time.monotonic()
             # Beside the messages: it waits for some of them, and for none once they end.
-            resuming = asyncio.create_task(self._resume(self._child, is_first=not num_in_a_row))
+            resuming = asyncio.create_task(self._resume(self._child, is_first=is_first))
+            is_first = False
             try:
                 cause = await self._child.live(self._take)
             finally:
                 resuming.cancel()
+            if self.is_asleep:
+                await self._child.close()
+                await self._woken.wait()
+                self.is_asleep, num_in_a_row, is_first = False, 0, False
+                if await self._started_again():
+                    continue
+                cause = "the engine could not be woken"
             if time.monotonic() - begin >= GOOD_LIFE_S:
                 num_in_a_row = 0
             self._mourn(cause, self._child.last_lines)
@@ -266,9 +350,15 @@ class ProcessClient:
             if request.has_begun:
                 del self._requests[request_id]
                 request.outputs.put_nowait(cause)
-        for answer in self._ops.values():
+        self._end_operations(cause)
+
+    def _end_operations(self, reason: str) -> None:
+        waiting: list[asyncio.Future[Any]] = [*self._ops.values(), *self._controls.values()]
+        for answer in waiting:
             if not answer.done():
-                answer.set_exception(UnavailableError(cause))
+                answer.set_exception(UnavailableError(reason))
+        # The next process is not paused.
+        self._resumed.set()
 
     async def _restarted(self, number: int) -> bool:
         pause_s = self._first_pause_s * 2 ** (number - 1)
@@ -278,8 +368,14 @@ class ProcessClient:
         )  # fmt: skip
         await asyncio.sleep(pause_s)
         self.num_restarts += 1
+        return await self._started_again()
+
+    async def _started_again(self) -> bool:
+        assert self._info is not None
+        before = self._info
         try:
-            self._info = await self._start_child(self._as_before())
+            info = await self._start_child(self._as_before())
+            self._info = replace(info, model_path=before.model_path, model_name=before.model_name)
         except ManyrootsError as error:
             logger.error("the engine could not be started again: %s", error)
             assert self._child is not None
@@ -291,9 +387,17 @@ class ProcessClient:
         """The same sizes again: requests were let in by them."""
         assert self._info is not None
         settings = self._settings
+        model = replace(settings.model, max_model_len=self._info.max_model_len)
+        if self._weights_path is not None:
+            model = replace(
+                model,
+                model=self._weights_path,
+                load_format="auto",
+                tokenizer=model.tokenizer or self._info.model_path,
+            )
         return replace(
             settings,
-            model=replace(settings.model, max_model_len=self._info.max_model_len),
+            model=model,
             cache=replace(settings.cache, num_gpu_blocks_override=self._info.num_pages),
         )
 
@@ -321,6 +425,4 @@ class ProcessClient:
         for request in self._requests.values():
             request.outputs.put_nowait(reason)
         self._requests.clear()
-        for answer in self._ops.values():
-            if not answer.done():
-                answer.set_exception(UnavailableError(reason))
+        self._end_operations(reason)

@@ -16,7 +16,16 @@ import msgspec
 import numpy as np
 
 from manyroots.config import EngineSettings
-from manyroots.messages import Abort, Batch, EngineInfo, Int64s, LoadLora, Submit, UnloadLora
+from manyroots.messages import (
+    Abort,
+    Batch,
+    Control,
+    EngineInfo,
+    Int64s,
+    LoadLora,
+    Submit,
+    UnloadLora,
+)
 from manyroots.progress import Progress
 
 TOKEN_TYPE = "i"
@@ -31,6 +40,7 @@ class MessageKind(enum.Enum):
     ABORT = b"a"
     LOAD = b"l"
     UNLOAD = b"u"
+    CONTROL = b"c"
     CLOSE = b"q"
     PROGRESS = b"p"
     READY = b"i"
@@ -45,6 +55,7 @@ _TYPES: dict[MessageKind, Any] = {
     MessageKind.ABORT: Abort,
     MessageKind.LOAD: LoadLora,
     MessageKind.UNLOAD: UnloadLora,
+    MessageKind.CONTROL: Control,
     MessageKind.CLOSE: None,
     MessageKind.PROGRESS: Progress,
     MessageKind.READY: EngineInfo,

@@ -84,6 +84,22 @@ def load_model(
     return model
 
 
+def refill(model: Decoder, source: ModelSource) -> None:
+    """Other weights of the same model, into the same places. Everything is looked at before
+    anything is changed: weights that don't fit leave the model as it was."""
+    spec = _as_in_the_checkpoint(describe(source), source, "auto", model.dtype)
+    if rank_spec(spec, model.shard) != model.spec:
+        raise ModelError(
+            f"the config of {source.name} describes another model than the one that is served; "
+            "give weights of the same architecture and sizes."
+        )
+    fills = model.weights()
+    fill(fills, _weights(source, spec, fills, "auto", 0), source.name, is_rehearsal=True)
+    fill(fills, _weights(source, spec, fills, "auto", 0), source.name)
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)
+
+
 def _as_in_the_checkpoint(
     spec: ModelSpec, source: ModelSource, load_format: str, dtype: torch.dtype
 ) -> ModelSpec:
@@ -94,8 +110,15 @@ def _as_in_the_checkpoint(
     return replace(spec, tie_word_embeddings=tied_head.is_tied(source.path, dtype, translate))
 
 
-def fill(fills: Mapping[str, Fill], weights: Iterable[tuple[str, Tensor]], model_name: str) -> None:
-    """Copy each tensor to its place; what is missing, unknown or misshapen is an error."""
+def fill(
+    fills: Mapping[str, Fill],
+    weights: Iterable[tuple[str, Tensor]],
+    model_name: str,
+    *,
+    is_rehearsal: bool = False,
+) -> None:
+    """Copy each tensor to its place; what is missing, unknown or misshapen is an error.
+    `is_rehearsal`: copy nothing."""
     missing = set(fills)
     unexpected = []
     for name, tensor in weights:
@@ -115,7 +138,8 @@ def fill(fills: Mapping[str, Fill], weights: Iterable[tuple[str, Tensor]], model
                 f"the checkpoint of {model_name} has {name} twice, as itself or in a stack of "
                 "experts; it is not clear which one is meant. Export the model again."
             )
-        place.take(part)
+        if not is_rehearsal:
+            place.take(part)
         missing.discard(name)
     if missing or unexpected:
         raise ModelError(

@@ -124,6 +124,21 @@ class Scheduler:
             self._cache.evict_adapter(digest)
         return unloaded
 
+    @property
+    def num_holding_pages(self) -> int:
+        """Requests that hold pages: they have begun, or are about to."""
+        return len(self._cache.open_leases)
+
+    def reset_cache(self) -> int:
+        """Forget all that could be reused; gives how many pages are free again now. Requests keep
+        what they hold, and nobody will find it."""
+        return self._cache.evict_all().num_freed[0]
+
+    def change_weights(self, identity: bytes) -> int:
+        """Other weights compute from now on; nothing of the old ones is found again, on any tier.
+        Nobody may hold pages. Gives how many are free again now."""
+        return self._cache.change_weights(identity).num_freed[0]
+
     def adapter(self, name: AdapterName) -> AdapterVersion | None:
         """What a name means now; None if it takes no requests."""
         return self._adapters.registry.loaded.get(name)

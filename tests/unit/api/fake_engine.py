@@ -10,10 +10,11 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable, Iterable
 
-from manyroots.engine.client import EngineWatch, lora_error
+from manyroots.engine.client import EngineWatch, PauseMode, lora_error
 from manyroots.errors import UnavailableError
 from manyroots.ids import AdapterName, RequestId
 from manyroots.messages import (
+    ControlReply,
     EngineInfo,
     FinishReason,
     LoadLora,
@@ -106,6 +107,9 @@ class FakeEngine:
         self.is_over = False
         self.progress: Progress | None = None
         self.num_restarts = 0
+        self.is_paused = False
+        self.is_asleep = False
+        self.controls: list[str] = []
         self.ended = asyncio.Event()
         self.over_reason = ""
         self.start_error: Exception | None = None
@@ -169,6 +173,30 @@ class FakeEngine:
 
     def watch(self, watch: EngineWatch) -> None:
         self.watcher = watch
+
+    async def pause(self, mode: PauseMode) -> None:
+        self.controls.append(f"pause {mode.value}")
+        self.is_paused = True
+
+    async def resume(self) -> None:
+        self.controls.append("resume")
+        self.is_paused = False
+
+    async def sleep(self, mode: PauseMode) -> None:
+        self.controls.append(f"sleep {mode.value}")
+        self.is_asleep, self.is_alive = True, False
+
+    async def wake(self) -> None:
+        self.controls.append("wake")
+        self.is_asleep, self.is_alive = False, True
+
+    async def reset_cache(self) -> ControlReply:
+        self.controls.append("reset")
+        return ControlReply(1, num_pages=5)
+
+    async def update_weights(self, path: str) -> ControlReply:
+        self.controls.append(f"update {path}")
+        return ControlReply(1, num_pages=6)
 
     async def start(self) -> None:
         if self.start_error is not None:

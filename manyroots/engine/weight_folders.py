@@ -1,0 +1,38 @@
+"""Where other weights of the served model may be: below the folders that --weights-dirs allows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from manyroots.errors import ConfigError, RequestError
+
+_REMEDY = "give a folder below one of --weights-dirs"
+
+
+def check_weights_dirs(folders: Sequence[str]) -> None:
+    """Refuse at start what could never be used."""
+    for folder in folders:
+        if not Path(folder).expanduser().is_dir():
+            raise ConfigError(
+                f"--weights-dirs has {folder!r}, which is not a folder; make it first."
+            )
+
+
+def find_weights(path: str, allowed: Sequence[str]) -> Path:
+    """The folder that a caller's path means, links followed; a relative one is looked up in each
+    allowed folder. Whoever may not look around learns the same of a folder that exists."""
+    roots = [Path(folder).expanduser().resolve() for folder in allowed]
+    if not roots:
+        raise RequestError(
+            "no weights may be loaded: the server was started without --weights-dirs.", field="path"
+        )
+    if path and "\0" not in path:
+        for root in roots:
+            try:
+                found = (root / path).resolve(strict=True)
+            except (OSError, RuntimeError, ValueError):
+                continue
+            if found.is_dir() and any(found.is_relative_to(root) for root in roots):
+                return found
+    raise RequestError(f"path is {path!r:.200}; {_REMEDY} that exists.", field="path")

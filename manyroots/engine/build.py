@@ -147,8 +147,9 @@ def _identity(
 
 
 def _take_weights(settings: EngineSettings, model: Decoder, page_size: int) -> TakeWeights | None:
-    """None with several ranks: each would have to take its part."""
-    if not model.shard.is_whole:
+    """None with several ranks: each would have to take its part. And for weights that are kept
+    quantized, which are not filled twice."""
+    if not model.shard.is_whole or settings.model.quantization != "auto":
         return None
 
     def take(path: str) -> bytes:

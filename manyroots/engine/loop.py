@@ -320,7 +320,9 @@ class EngineLoop:
             return ControlReply(control.op_id, error=why, error_kind=ErrorKind.REQUEST)
 
         if self._take_weights is None:
-            return refused("weights can't be updated in place here: with one rank alone.")
+            return refused(
+                "weights can't be updated in place with several ranks, or with --quantization."
+            )
         if not self._is_paused:
             return refused("the engine is not paused; pause it first.")
         if num_holding := self._scheduler.num_holding_pages:

@@ -87,6 +87,8 @@ def load_model(
 def refill(model: Decoder, source: ModelSource) -> None:
     """Other weights of the same model, into the same places. Everything is looked at before
     anything is changed: weights that don't fit leave the model as it was."""
+    if weight_format(source.config) is not None:
+        raise ModelError(f"{source.name} is quantized; weights are updated in place unquantized.")
     spec = _as_in_the_checkpoint(describe(source), source, "auto", model.dtype)
     if rank_spec(spec, model.shard) != model.spec:
         raise ModelError(

@@ -419,6 +419,11 @@ class PrefixCache:
         keys = tokens[: walk.depth * self.page_size].tobytes()
         return tuple(Ticket(key, top, 0, keys, None).hashes(hasher, hasher.root))
 
+    @property
+    def num_leases(self) -> int:
+        """Requests that hold pages now."""
+        return len(self.open_leases)
+
     def evict_all(self) -> Evicted:
         """Evict every namespace: nothing that is computed now will be found later."""
         known = [*self.index.tree.by_namespace]

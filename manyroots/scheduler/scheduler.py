@@ -127,7 +127,7 @@ class Scheduler:
     @property
     def num_holding_pages(self) -> int:
         """Requests that hold pages: they have begun, or are about to."""
-        return len(self._cache.open_leases)
+        return self._cache.num_leases
 
     def reset_cache(self) -> int:
         """Forget all that could be reused; gives how many pages are free again now. Requests keep

@@ -18,7 +18,7 @@ IMPORTS = {
     "cache.cache", "cache.events", "cache.keys", "cache.lease", "cache.outcomes", "cache.prefetch",
 }  # fmt: skip
 BOUNDARY = {
-    "evict_all", "change_weights", "num_leases",
+    "evict_all", "change_weights", "num_freed", "num_leases",
     # What is asked of the cache
     "acknowledge", "announce", "begin", "can_reach", "claim", "clip", "commit", "commit_step",
     "could_find_more", "evict_adapter", "evict_prefix", "extend", "fail_step", "has_transfers",

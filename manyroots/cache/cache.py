@@ -88,7 +88,7 @@ class PrefixCache:
         self.index.on_loosened = self.publisher.offer
         self.prefetcher = Prefetcher(self.index, self.evictors, self.publisher)
         self.storage = StorageHealth()
-        self.costs = Costs(policies.load_costs)
+        self.costs = Costs(policies.load_costs, _most_units(layout))
         self._writer = WriteBacker(
             self.index, self.evictors, self.transfers, self.publisher, policies, self.storage
         )
@@ -478,3 +478,15 @@ class PrefixCache:
             total_failed_units=self.transfers.num_failed_units,
             storage=self.storage.stats() if self._policies.uses_storage else None,
         )  # fmt: skip
+
+
+def _most_units(layout: CacheLayout) -> dict[int, int]:
+    """By family that does not read everything before: how many units a request resumes from."""
+    far = 1 << 20
+    return {
+        plane.family_index: 1
+        if plane.family.is_state
+        else far - plane.family.first_needed(far * layout.page_size)
+        for plane in layout.device
+        if not plane.family.is_ordered
+    }

@@ -9,6 +9,8 @@ What was never measured costs what the settings say, by default nothing: it is t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from manyroots.cache.policies import LoadCosts
 from manyroots.ids import Tier
 
@@ -38,8 +40,10 @@ class Rate:
 class Costs:
     """What loading from each tier and computing take."""
 
-    def __init__(self, start: LoadCosts) -> None:
+    def __init__(self, start: LoadCosts, most_units: Mapping[int, int] | None = None) -> None:
+        """`most_units`: by family of which a request needs no more, however long it is."""
         self._start = start
+        self._most_units = most_units or {}
         self._prefill = Rate()
         self._loads: dict[Tier, dict[int, Rate]] = {Tier.HOST: {}, Tier.STORAGE: {}}
         """By tier and family: one unit, to the tier above."""
@@ -65,12 +69,12 @@ class Costs:
 
     def is_worth_loading(self, num_pages: int, num_tokens: int) -> bool:
         """Whether pages on the host are there sooner than their tokens would be computed."""
-        return num_pages * self._page_s(Tier.HOST) < num_tokens * self._token_s
+        return self._load_s(num_pages) < num_tokens * self._token_s
 
     def is_worth_fetching(self, num_pages: int, num_tokens: int) -> bool:
         """As `is_worth_loading`, for pages in storage, which come by way of the host."""
-        page_s = self._page_s(Tier.STORAGE) + self._page_s(Tier.HOST)
-        return num_pages * page_s < num_tokens * self._token_s
+        seconds = num_pages * self._page_s(Tier.STORAGE) + self._load_s(num_pages)
+        return seconds < num_tokens * self._token_s
 
     def declined(self, source: Tier) -> None:
         """A request has left this tier alone, because it is slow."""
@@ -78,6 +82,14 @@ class Costs:
         if self._num_declined[source] >= RETRY_AFTER:
             self._num_declined[source] = 0
             self._loads[source].clear()
+
+    def _load_s(self, num_pages: int) -> float:
+        """From the host: of a window's or a state's units only what the request goes on from."""
+        seconds = 0.0
+        for family, rate in self._loads[Tier.HOST].items():
+            num_units = min(num_pages, self._most_units.get(family, num_pages))
+            seconds += num_units * (rate.seconds_per_one or 0.0)
+        return seconds or num_pages * self._page_s(Tier.HOST)
 
     def _page_s(self, source: Tier) -> float:
         """A page is at most one unit of each family."""

@@ -23,7 +23,9 @@ from manyroots.step import Copy
 from manyroots.store.backends.files import Files
 from manyroots.store.tier_copies import TierCopies
 from tests.tiny_adapters import TinyAdapters
+from tests.unit.models.tiny import save_tiny
 from tests.unit.test_llm_windows import serve
+from tests.unit.text.tiny_tokenizer import tiny_backend
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 COLD = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, prompt_logprobs=0)
@@ -118,6 +120,29 @@ def test_t06_t07_a_new_engine_finds_what_another_has_stored(
             both = now.keys() & before.keys()
             assert both, "nothing to compare"
             assert all(now[page] == before[page] for page in both)
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "falcon-h1"])
+def test_t06_saved_states_come_back_from_storage(kind: str, tmp_path: Path) -> None:
+    """T02, T06: recurrent layers beside attention; a new engine resumes from their checkpoints."""
+    save_tiny(tmp_path / "model", kind, vocab_size=300)
+    tiny_backend().save(str(tmp_path / "model" / "tokenizer.json"))
+
+    def start() -> LLM:
+        return LLM(
+            str(tmp_path / "model"), dtype="float32", block_size=4, max_model_len=240,
+            num_gpu_blocks_override=90, num_host_pages=600, kv_storage=f"file://{tmp_path}/kv",
+        )  # fmt: skip
+
+    with start() as llm:
+        cold = [ask(llm, prompt)[0] for prompt in prompts()]
+    with start() as llm:
+        for prompt, tokens in zip(prompts(), cold, strict=True):
+            found, cached = ask(llm, prompt)
+            assert found == tokens
+            assert cached > 0
+        assert llm.stats().total_storage_hit_tokens > 0
+        assert llm.stats().num_held_pages == 0
 
 
 def test_t07_other_weights_find_nothing(tmp_path: Path) -> None:

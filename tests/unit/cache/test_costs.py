@@ -157,3 +157,13 @@ def test_t05_slow_storage_is_not_asked() -> None:
         )
         assert (hand.cache.prefetch(KEY, ints(*PROMPT)) is not None) is is_asked
         hand.settle()
+
+
+def test_t05_of_a_window_or_a_state_only_what_is_resumed_from_counts() -> None:
+    """T05: 100 pages of full attention and one state."""
+    costs = Costs(FREE_LOADS, {1: 1})
+    costs.measured_prefill(1, 1.0)
+    costs.measured_load(Tier.HOST, 0, 100, 1.0)
+    costs.measured_load(Tier.HOST, 1, 1, 5.0)
+    assert costs.is_worth_loading(100, 7)
+    assert not costs.is_worth_loading(100, 6)

@@ -19,7 +19,7 @@ def extract(mode: instructor.Mode) -> Colour:
     plain = OpenAI(base_url=V1, api_key=KEY, max_retries=0, timeout=300)
     client = instructor.from_openai(plain, mode=mode)
     return client.chat.completions.create(
-        model=MODEL, response_model=Colour, max_tokens=200, temperature=0, max_retries=0,
+        model=MODEL, response_model=Colour, max_tokens=600, temperature=0, max_retries=0,
         messages=[{"role": "user", "content": "Name a warm colour."}],
     )  # fmt: skip
 

@@ -48,7 +48,7 @@ def tools() -> None:
         f"openai/{MODEL}", messages=history, tools=[TOOL], tool_choice="required",
         max_tokens=100, temperature=0, **COMMON,
     )  # fmt: skip
-    [call] = answer.choices[0].message.tool_calls
+    call = answer.choices[0].message.tool_calls[0]
     assert call.function.name == "weather"
     history.append(answer.choices[0].message)
     history.append({"role": "tool", "tool_call_id": call.id, "content": "rain"})

@@ -35,7 +35,7 @@ def run(kind: type, stream: bool = False) -> None:
             instructions="Use the tool, then answer.",
             model=kind(model=MODEL, openai_client=client),
             tools=[weather],
-            model_settings=ModelSettings(tool_choice="required", max_tokens=60, temperature=0),
+            model_settings=ModelSettings(tool_choice="required", max_tokens=400, temperature=0),
         )
         if not stream:
             return (await Runner.run(agent, "Weather in Oslo?", max_turns=4)).final_output

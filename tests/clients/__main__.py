@@ -1,0 +1,89 @@
+"""Clients of others, untouched, against a real server with SmolLM2.
+
+    python -m tests.clients [NAME ...] [--folder /tmp/manyroots-clients] [--url http://...]
+
+Each client has a venv of its own, made once in the folder. Prints every check and how it went,
+and exits with 1 if any failed. `docs/clients.md` has the last outcomes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import venv
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.e2e.conftest import running
+
+SCRIPTS = Path(__file__).parent / "scripts"
+CLIENTS = {
+    "openai": ("openai", "pydantic"),
+    "anthropic": ("anthropic",),
+    "langchain_openai": ("langchain-openai",),
+    "litellm": ("litellm", "mcp"),  # its tools import mcp
+    "instructor": ("instructor",),
+    "pydantic_ai": ("pydantic-ai-slim[openai]",),
+    "openai_agents": ("openai-agents",),
+}
+"""By script: what its venv has."""
+FLAGS = (
+    "--max-model-len", "2048", "--num-gpu-blocks-override", "600", "--max-num-seqs", "8",
+    "--max-num-batched-tokens", "512",
+)  # fmt: skip
+
+
+def python_of(folder: Path, name: str) -> str:
+    """The interpreter of a client's venv, which is made if it is not there."""
+    home = folder / name
+    python = str(home / "bin" / "python")
+    if not (home / "made").exists():
+        venv.create(home, with_pip=True)
+        install = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+        subprocess.run([*install, *CLIENTS[name]], check=True)
+        (home / "made").touch()
+    return python
+
+
+def run(name: str, python: str, url: str, *, key: str = "none") -> list[dict[str, object]]:
+    """A client's checks, each with its error or None."""
+    environment = {**os.environ, "MANYROOTS_URL": url, "MANYROOTS_KEY": key}
+    script = [python, str(SCRIPTS / f"use_{name}.py")]
+    done = subprocess.run(script, env=environment, capture_output=True, text=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith('{"check"')]
+    if not lines:
+        return [{"check": "start", "error": done.stderr[-500:], "seconds": 0}]
+    return [json.loads(line) for line in lines]
+
+
+@contextlib.contextmanager
+def served(url: str | None) -> Iterator[str]:
+    if url is not None:
+        yield url
+        return
+    with running(*FLAGS) as server:
+        server.wait_until_ready()
+        yield server.url
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(CLIENTS))
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/manyroots-clients"))
+    parser.add_argument("--url", help="of a server that runs already")
+    given = parser.parse_args()
+    num_failed = 0
+    with served(given.url) as url:
+        for name in given.names or CLIENTS:
+            for check in run(name, python_of(given.folder, name), url):
+                num_failed += check["error"] is not None
+                print(name, check["check"], check["error"] or "passed", flush=True)
+    return 1 if num_failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

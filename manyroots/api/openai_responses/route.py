@@ -6,6 +6,7 @@ template, tools and parsers.
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -28,6 +29,7 @@ from manyroots.api.openai_responses.shapes import (
     ResponseObject,
     ResponsesRequest,
     ResponseUsage,
+    TextOptions,
 )
 from manyroots.api.openai_responses.writer import Event, ItemWriter
 from manyroots.api.requests import ChatRequest
@@ -68,6 +70,7 @@ class _Making:
         self._num_reasoning_tokens = 0
         self._num_events = 0
         self._finish_reason: str | None = None
+        sampling = job.submits[0].sampling
         self._response = ResponseObject(
             id="resp_" + job.id.partition("-")[2],
             created_at=job.created,
@@ -79,12 +82,16 @@ class _Making:
             metadata=request.metadata or {},
             parallel_tool_calls=request.parallel_tool_calls is not False,
             reasoning=request.reasoning,
-            temperature=request.temperature,
-            text=request.text,
+            temperature=sampling.temperature,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            text=TextOptions(format=_format(request)),
             tool_choice=request.tool_choice or "auto",
-            tools=request.tools or [],
-            top_logprobs=request.top_logprobs,
-            top_p=request.top_p,
+            tools=[_shown_tool(tool) for tool in request.tools or ()],
+            top_logprobs=request.top_logprobs or 0,
+            top_p=sampling.top_p,
+            prompt_cache_key=request.prompt_cache_key,
+            safety_identifier=request.safety_identifier,
             user=request.user,
         )
 
@@ -139,6 +146,7 @@ class _Making:
         self._response.status = "incomplete" if is_cut else "completed"
         if is_cut:
             self._response.incomplete_details = IncompleteDetails("max_output_tokens")
+        self._response.completed_at = int(time.time())
         self._response.usage = _usage(self._count.usage(), self._num_reasoning_tokens)
         return events
 
@@ -146,6 +154,16 @@ class _Making:
         number = self._num_events
         self._num_events += 1
         return named_event(kind, {"type": kind, "sequence_number": number} | fields)
+
+
+def _format(request: ResponsesRequest) -> dict[str, Any]:
+    chosen = None if request.text is None else request.text.format
+    return {"type": "text"} if chosen is None else chosen
+
+
+def _shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """With every field that a function has, said or not."""
+    return {"description": None, "parameters": None, "strict": None} | tool
 
 
 def _usage(usage: Usage, num_reasoning_tokens: int) -> ResponseUsage:

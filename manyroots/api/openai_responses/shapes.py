@@ -154,6 +154,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     id: str
     object: str = "response"
     created_at: int
+    completed_at: int | None = None
     status: str
     background: bool = False
     error: ResponseFailure | None = None
@@ -168,12 +169,17 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     reasoning: ReasoningOptions | None = None
     service_tier: str = "default"
     store: bool = False
-    temperature: float | None = None
-    text: TextOptions | None = None
+    temperature: float
+    presence_penalty: float
+    frequency_penalty: float
+    text: TextOptions
     tool_choice: Any = "auto"
     tools: list[Any]
-    top_logprobs: int | None = None
-    top_p: float | None = None
+    max_tool_calls: None = None
+    top_logprobs: int = 0
+    top_p: float
+    prompt_cache_key: Any = None
+    safety_identifier: Any = None
     truncation: str = "disabled"
     usage: ResponseUsage | None = None
     user: Any = None

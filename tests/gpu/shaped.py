@@ -1,7 +1,7 @@
 """Rows whose output has a shape, on a GPU: steps in two graphs beside the same kernels one by one.
 
-Takes an empty folder, a kind of tiny model and a dtype; raises AssertionError on a difference, else says what was
-compared. Free rows are in the same steps.
+Takes an empty folder, a kind of tiny model and a dtype; raises AssertionError on a difference, else
+says what was compared. Free rows are in the same steps.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import socket
 import subprocess
 import time
@@ -16,6 +15,7 @@ from manyroots.ids import CopyId, Tier
 from manyroots.step import Copy, CopyDone
 from manyroots.store.backends.backend import Value
 from manyroots.store.tier_copies import TierCopies
+from tests.debian import command_of
 from tests.patience import PATIENCE_S
 
 
@@ -125,5 +125,5 @@ class RedisServer:
 
 
 def server_program() -> str:
-    """Where it is; empty if this machine has neither Redis nor Valkey."""
-    return shutil.which("redis-server") or shutil.which("valkey-server") or ""
+    """Where it is; empty if this machine has neither Redis nor Valkey, and can't install it."""
+    return command_of("redis-server", "redis-server", "valkey-server") or ""

@@ -6,6 +6,7 @@ Where there is no GPU, too: the GPU's runner computes with the references of its
 from __future__ import annotations
 
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +19,16 @@ from tests.gpu.parity import Parity
 
 pytestmark = pytest.mark.slow
 OF_EXPERTS = "moe_pairs"
+HYBRIDS = {
+    "causal_conv.conv": "qwen3-next",
+    "delta_rule.gated_delta": "qwen3-next",
+    "mamba.scan": "granite-h",
+    "gated_norm.gated_norm": "qwen3-next",
+    "gated_norm.gated": "falcon-h1",
+    "gated_norm.sigmoid_gated": "qwen3-next",
+}
+"""By kernel that a dense model does not call: one that does."""
+OF_DENSE = [op for op in RESULTS if not op.startswith(OF_EXPERTS) and op not in HYBRIDS]
 NOT_CALLED = ("attention.decode_attention", "attention.prefill_attention", "gemm.is_for")
 """By a step: the halves of `attend`, which is compared; and what only says what `linear` takes."""
 
@@ -44,7 +55,7 @@ def test_a_fault_in_the_runners_numbers_is_found_in_half_precision(
     assert verdict(dense, FAULTS[fault]) is not None
 
 
-@pytest.mark.parametrize("op", [name for name in RESULTS if not name.startswith(OF_EXPERTS)])
+@pytest.mark.parametrize("op", OF_DENSE)
 def test_a_kernel_that_computes_something_else_is_found(dense: Parity, op: str) -> None:
     said = kernel_verdict(dense, op)
     assert said is not None
@@ -54,6 +65,14 @@ def test_a_kernel_that_computes_something_else_is_found(dense: Parity, op: str) 
 @pytest.mark.parametrize("op", [name for name in RESULTS if name.startswith(OF_EXPERTS)])
 def test_a_kernel_of_experts_that_computes_something_else_is_found(sparse: Parity, op: str) -> None:
     said = kernel_verdict(sparse, op)
+    assert said is not None
+    assert op in said
+
+
+@pytest.mark.parametrize("op", HYBRIDS)
+def test_a_kernel_of_hybrids_that_computes_something_else_is_found(tmp_path: Path, op: str) -> None:
+    hybrid = Parity(tmp_path, HYBRIDS[op], "bfloat16", Side.REFERENCES)
+    said = kernel_verdict(hybrid, op)
     assert said is not None
     assert op in said
 

@@ -166,6 +166,8 @@ class Notice:
     """What only failed sequences, embeddings, and first outputs have."""
 
     error_kind: ErrorKind = ErrorKind.ENGINE
+    error_field: str | None = None
+    """The caller's field that is at fault, where the engine knows."""
     adapter_was: Tier | None = None
     """Where the weights were when the request came."""
     hidden: tuple[float, ...] = ()

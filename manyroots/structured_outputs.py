@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json as json_text
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from manyroots.errors import RequestError
@@ -36,6 +36,8 @@ class StructuredOutputsParams:
     prefix: str | None = None
     """What may come before the structure, as the Lark rule `prefix` and what it needs: a model's
     reasoning. None for nothing."""
+    asked_as: str = field(default="structured_outputs", compare=False)
+    """What the caller's field is called, for whoever refuses it."""
 
     def __post_init__(self) -> None:
         given = [name for name in KINDS if getattr(self, name) not in (None, False)]

@@ -617,14 +617,14 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _cache(
         "costs",
-        "num_pages * self._page_s(Tier.HOST) <",
-        "num_pages * self._page_s(Tier.HOST) >",
+        "return self._load_s(num_pages) <",
+        "return self._load_s(num_pages) >",
         "a slow tier is preferred",
     ),
     _cache(
         "costs",
-        "self._page_s(Tier.STORAGE) + self._page_s(Tier.HOST)",
-        "self._page_s(Tier.HOST)",
+        "num_pages * self._page_s(Tier.STORAGE) + self._load_s(num_pages)",
+        "self._load_s(num_pages)",
         "storage counts as quick as the host",
     ),
     _cache(

@@ -39,6 +39,7 @@ from manyroots.ids import Namespace, RequestId
 from manyroots.messages import Abort, Submit
 from manyroots.store import storage_link
 from manyroots.store.backends.files import Files
+from tests.patience import PATIENCE_S
 from tests.unit.models.tiny import save_tiny
 from tests.unit.store.tiers import RedisServer, server_program
 from tests.unit.text.tiny_tokenizer import tiny_backend
@@ -228,9 +229,17 @@ def disk_faults(bench: Bench, count: int, name: str, number: int) -> Told:
                 bench.check(llm, turn % NUM_PROMPTS)
                 rest(llm)
                 turn += 1
-            storage = llm.stats().storage
-    assert storage is not None
-    assert outages.num_lines == storage.total_outages > 0, "a line for each outage"
+            # What ended last may not have been counted yet.
+            deadline = time.monotonic() + PATIENCE_S
+            while True:
+                storage = llm.stats().storage
+                assert storage is not None
+                if outages.num_lines == storage.total_outages > 0:
+                    break
+                assert time.monotonic() < deadline, "a line for each outage"
+                bench.check(llm, turn % NUM_PROMPTS)
+                rest(llm)
+                turn += 1
     return {
         "faults": num_faults, "requests": turn, "outages": storage.total_outages,
         "disk": "tmpfs" if is_real and number == errno.ENOSPC else "errors played",

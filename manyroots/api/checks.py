@@ -125,7 +125,7 @@ def _response_format(wanted: ResponseFormat | None) -> StructuredOutputsParams |
             field="response_format",
         )
     if schema is None:
-        return StructuredOutputsParams(json_object=True)
+        return _params("response_format", json_object=True)
     return _params("response_format", json=schema)
 
 
@@ -144,7 +144,7 @@ def _structured_outputs(wanted: StructuredOutputs | None) -> StructuredOutputsPa
 
 def _params(field: str, **values: Any) -> StructuredOutputsParams:
     try:
-        return StructuredOutputsParams(**values)
+        return StructuredOutputsParams(**values, asked_as=field)
     except RequestError as error:
         raise RequestError(str(error).replace("structured_outputs", field), field=field) from error
 

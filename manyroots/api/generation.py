@@ -130,7 +130,8 @@ def failure_of(output: Output) -> ManyrootsError:
         case ErrorKind.NOT_FOUND:
             return NotFoundError(str(output.error), field="model")
         case ErrorKind.REQUEST:
-            return RequestError(str(output.error), field="model")
+            field = None if output.notice is None else output.notice.error_field
+            return RequestError(str(output.error), field=field or "model")
     return GenerationError(f"The engine could not finish this sequence: {output.error}")
 
 

@@ -88,13 +88,15 @@ class GrammarCompiles:
 def _refusal(submit: Submit, finished: Finished[CompiledGrammar]) -> Output:
     is_theirs = isinstance(finished.error, RequestError)
     kind = ErrorKind.REQUEST if is_theirs else ErrorKind.ENGINE
+    wanted = submit.sampling.structured_outputs
+    assert wanted is not None
     return Output(
         submit.request_id,
         [],
         FinishReason.ERROR,
         0,
         error=str(finished.error),
-        notice=Notice(error_kind=kind),
+        notice=Notice(error_kind=kind, error_field=wanted.asked_as),
     )
 
 

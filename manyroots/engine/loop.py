@@ -13,12 +13,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from manyroots.adapter_names import LoraModule
 from manyroots.cache.events import CacheEvent
 from manyroots.engine.adapter_directory import AdapterDirectory
-from manyroots.engine.grammar_compiles import GrammarCompiles
 from manyroots.engine.self_check import SelfCheck
 from manyroots.errors import ManyrootsError, NotFoundError, RequestError, UnavailableError
 from manyroots.ids import RequestId, Tier
@@ -42,6 +41,9 @@ from manyroots.messages import (
 )
 from manyroots.scheduler.scheduler import Scheduler
 from manyroots.step import AdapterLoaded, LoadAdapter, LoadId, Plan, Runner, StepResult
+
+if TYPE_CHECKING:  # simulations have no grammars, and need no library for them
+    from manyroots.engine.grammar_compiles import GrammarCompiles
 
 logger = logging.getLogger(__name__)
 

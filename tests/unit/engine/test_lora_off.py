@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +61,12 @@ def run(
 ) -> tuple[list[bytes], list[Any], list[Output], int]:
     """Plans as bytes, the cache's events with all hashes, what callers get, and retractions."""
     with patch.context() as patches:
-        recorded = partial(CachePolicies, records_events=True, identity=b"model")
-        patches.setattr(build, "CachePolicies", recorded)
+        policies = build._policies
+
+        def recorded(*given: Any) -> CachePolicies:
+            return replace(policies(*given), records_events=True, identity=b"model")
+
+        patches.setattr(build, "_policies", recorded)
         loop = build.build_engine(
             engine_settings(
                 {

@@ -95,7 +95,7 @@ def _refusal(submit: Submit, finished: Finished[CompiledGrammar]) -> Output:
         [],
         FinishReason.ERROR,
         0,
-        error=str(finished.error),
+        error=f"{wanted.asked_as}: {finished.error}",
         notice=Notice(error_kind=kind, error_field=wanted.asked_as),
     )
 

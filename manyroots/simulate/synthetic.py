@@ -45,18 +45,7 @@ def chat(rng: random.Random, num_requests: int) -> list[TraceRequest]:
         for turn in range(rng.randint(1, 8)):
             said.append(TraceSegment(f"talk-{talk}/question-{turn}", rng.randint(10, 200)))
             reply = TraceSegment(f"talk-{talk}/answer-{turn}", rng.randint(30, 300))
-            lines.append(
-                TraceRequest(
-                    arrival_s=round(arrival_s, 6),
-                    prompt=tuple(said),
-                    adapter=adapter,
-                    salt=tenant,
-                    output_tokens=reply.length,
-                    reply=reply.name,
-                    ends_by=EndsBy.STOP,
-                )
-            )
-            said.append(reply)
+            lines.append(_turn(arrival_s, said, reply, adapter, tenant))
             arrival_s += reply.length * SECONDS_PER_REPLY_TOKEN + rng.expovariate(1 / 8)
     return lines
 
@@ -70,20 +59,30 @@ def rounds(rng: random.Random, num_requests: int) -> list[TraceRequest]:
         for turn in range(min(12, -(-num_requests // num_clients))):
             said.append(TraceSegment(f"client-{client}/question-{turn}", rng.randint(100, 300)))
             reply = TraceSegment(f"client-{client}/answer-{turn}", rng.randint(40, 150))
-            lines.append(
-                TraceRequest(
-                    arrival_s=round(arrival_s, 6),
-                    prompt=tuple(said),
-                    adapter=None,
-                    salt=None,
-                    output_tokens=reply.length,
-                    reply=reply.name,
-                    ends_by=EndsBy.STOP,
-                )
-            )
-            said.append(reply)
+            lines.append(_turn(arrival_s, said, reply, None, None))
             arrival_s += reply.length * SECONDS_PER_REPLY_TOKEN + rng.expovariate(1 / 2)
     return lines
+
+
+def _turn(
+    arrival_s: float,
+    said: list[TraceSegment],
+    reply: TraceSegment,
+    adapter: str | None,
+    salt: str | None,
+) -> TraceRequest:
+    """A talk's next turn, which asks with all that was said; the reply is said from then on."""
+    request = TraceRequest(
+        arrival_s=round(arrival_s, 6),
+        prompt=tuple(said),
+        adapter=adapter,
+        salt=salt,
+        output_tokens=reply.length,
+        reply=reply.name,
+        ends_by=EndsBy.STOP,
+    )
+    said.append(reply)
+    return request
 
 
 def rollouts(rng: random.Random, num_requests: int) -> list[TraceRequest]:

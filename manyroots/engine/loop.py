@@ -336,6 +336,8 @@ class EngineLoop:
             identity = self._take_weights(control.path)
         except ManyrootsError as error:
             return refused(str(error))
+        if self._check is not None:
+            self._check.weights_changed()
         return ControlReply(control.op_id, num_pages=self._scheduler.change_weights(identity))
 
     def take_controls(self) -> list[ControlReply]:

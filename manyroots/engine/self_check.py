@@ -36,6 +36,8 @@ class _Check:
     waits_for: set[RequestId]
     scores: dict[RequestId, TokenLogprobs] = field(default_factory=dict)
     num_cached_tokens: int = 0
+    is_void: bool = False
+    """Whether the weights changed in between: its two answers are of different ones."""
 
 
 class SelfCheck:
@@ -71,6 +73,11 @@ class SelfCheck:
     def forget(self, request_id: RequestId) -> None:
         """A request is over before its first token."""
         self._noted.pop(request_id, None)
+
+    def weights_changed(self) -> None:
+        """What is under way is not compared."""
+        if self._check is not None:
+            self._check.is_void = True
 
     def take(self, outputs: StepOutputs) -> None:
         """Begin a check of what has begun; keep back what answers one."""
@@ -112,7 +119,7 @@ class SelfCheck:
         if check.waits_for:
             return
         self._check = None
-        if len(check.scores) == 2 and check.num_cached_tokens:
+        if len(check.scores) == 2 and check.num_cached_tokens and not check.is_void:
             self._compare(check)
 
     def _compare(self, check: _Check) -> None:

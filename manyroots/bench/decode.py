@@ -4,7 +4,8 @@ Through the real scheduler, cache and runner, below text and HTTP. Prefix cache 
 SAMPLINGS says; the kinds are timed in turn, round by round, so that a drift is all kinds'.
 Prefill is the time until the whole batch has its first token; decode is the steps from there on,
 in the same run, up to the first sequence's end. Every figure is a median with its spread.
-Adapters are spread over the batch in turn.
+Adapters are spread over the batch in turn. Beside each figure stands how near it comes to what the
+bytes of a step, or the operations of the prompts, allow at best; see `roofline.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ import numpy as np
 import torch
 
 from manyroots.bench.drive import Timeline, drive
-from manyroots.bench.kernel_profile import kernels_of
+from manyroots.bench.floors import Floors, described
+from manyroots.bench.kernel_profile import KernelTimes, kernels_of
 from manyroots.bench.machine import describe_machine
 from manyroots.bench.model_configs import write_config
 from manyroots.bench.random_adapters import targets_of, write_adapters
@@ -66,13 +68,16 @@ SHAPE = StructuredOutputsParams(
 """Of every second row; the others are free, as in the greedy case."""
 COLD_PROMPT_LEN = 16
 PROFILED_STEPS = 16
+PRINTED_KERNELS = 24
+"""The report has all of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeWorkload:
     """What is run."""
 
-    prompt_len: int
+    prompt_lens: tuple[int, ...]
+    """One for each batch."""
     output_len: int
     batches: tuple[int, ...]
     adapters: tuple[int, ...]
@@ -83,6 +88,13 @@ class DecodeWorkload:
     """Names of SAMPLINGS; one case each."""
     profile: bool = False
     """Also record, after each case was timed, what its kernels took."""
+    adapts_experts: bool = True
+    """Whether adapters change experts, too."""
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """Each batch, and how long its prompts are."""
+        return list(zip(self.batches, self.prompt_lens, strict=True))
 
 
 def run_decode(
@@ -106,15 +118,16 @@ def run_decode(
             "model": str(write_config(model_config, folder)),
             "load_format": "dummy",
             "enable_prefix_caching": False,
-            "max_model_len": workload.prompt_len + workload.output_len + MARGIN_TOKENS,
+            "max_model_len": max(workload.prompt_lens) + workload.output_len + MARGIN_TOKENS,
             "max_num_seqs": max(workload.batches),
             # The whole batch begins in one step, so that decode is decode alone.
-            "max_num_batched_tokens": max(workload.batches) * workload.prompt_len,
+            "max_num_batched_tokens": max(batch * length for batch, length in workload.sizes),
             **engine,
         }
         if 0 in workload.adapters:
             with _engine(settings, report, "start_s") as base:
-                _run_cases(base, workload, 0, "base", report)
+                floors = _floors(settings, base, workload)
+                _run_cases(base, workload, 0, "base", report, floors)
             del base  # its memory is the next one's
         if any(workload.adapters) or cold:
             _with_adapters(workload, settings, folder, report, cold=cold)
@@ -131,7 +144,9 @@ def _with_adapters(
 ) -> None:
     source = resolve_source(engine_settings(settings).model)
     count = max(*workload.adapters, 2)
-    paths = write_adapters(targets_of(source), folder, count, workload.rank)
+    paths = write_adapters(
+        targets_of(source), folder, count, workload.rank, experts=workload.adapts_experts
+    )
     lora = {
         **settings,
         "enable_lora": True,
@@ -140,11 +155,12 @@ def _with_adapters(
         "max_lora_rank": workload.rank,
     }
     with _engine(lora, report, "start_with_lora_s") as engine:
+        floors = _floors(settings, engine, workload)
         if 0 in workload.adapters:
-            _run_cases(engine, workload, 0, "LoRA on, base rows only", report)
+            _run_cases(engine, workload, 0, "LoRA on, base rows only", report, floors)
         for number in workload.adapters:
             if number:
-                _run_cases(engine, workload, number, f"{number} adapters", report)
+                _run_cases(engine, workload, number, f"{number} adapters", report, floors)
     del engine
     if cold:
         # One slot: the second adapter puts the first out, to host memory.
@@ -152,6 +168,11 @@ def _with_adapters(
             report["first_token_s"], report["adapter_moves_s"] = _cold(engine)
             _say(f"first token of an adapter, s: {report['first_token_s']}")
             _say(f"of that, moving it, s: {report['adapter_moves_s']}")
+
+
+def _floors(settings: dict[str, Any], engine: Engine, workload: DecodeWorkload) -> Floors:
+    model = engine_settings(settings).model
+    return Floors(model, engine.info, workload.rank, experts=workload.adapts_experts)
 
 
 @contextmanager
@@ -170,13 +191,18 @@ def _engine(settings: dict[str, Any], report: dict[str, Any], label: str) -> Ite
 
 
 def _run_cases(
-    engine: Engine, workload: DecodeWorkload, num_adapters: int, label: str, report: dict[str, Any]
+    engine: Engine,
+    workload: DecodeWorkload,
+    num_adapters: int,
+    label: str,
+    report: dict[str, Any],
+    floors: Floors,
 ) -> None:
-    for batch in workload.batches:
+    for batch, prompt_len in workload.sizes:
         runs = {
             kind: _Batch(
                 engine,
-                workload.prompt_len,
+                prompt_len,
                 batch,
                 range(num_adapters),
                 SAMPLINGS[kind],
@@ -195,9 +221,11 @@ def _run_cases(
                 "case": label,
                 "sampling": kind,
                 "batch": batch,
+                "prompt_len": prompt_len,
                 "adapters": num_adapters,
                 **decode_figures(lines[kind], batch),
             }
+            case["floors"] = floors.beside(case, workload.output_len)
             report["cases"].append(case)
             ms = case["spread"]["ms_per_step"]
             _say(
@@ -205,8 +233,9 @@ def _run_cases(
                 f"{case['ms_per_step']:7.3f} ms per step ({ms['least']:.3f} to {ms['most']:.3f})  "
                 f"prefill {case['prefill_s']:.4f} s  {kind}"
             )
+            _say(f"{'':>24}  {described(case['floors'])}")
             if workload.profile:
-                case["kernels_per_step"] = _profile(run)
+                case["kernels_per_step"], case["kernels_of_prefill"] = _profile(run)
 
 
 def decode_figures(lines: list[Timeline], batch: int) -> dict[str, Any]:
@@ -225,14 +254,17 @@ def decode_figures(lines: list[Timeline], batch: int) -> dict[str, Any]:
     }
 
 
-def _profile(run: _Batch) -> list[dict[str, Any]]:
-    """What a decode step's kernels take: again the difference of two runs."""
+def _profile(run: _Batch) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """What a decode step's kernels take, again the difference of two runs; and the prefill's."""
     short = kernels_of(lambda: run.run(num_tokens=1))
     long = kernels_of(lambda: run.run(num_tokens=1 + PROFILED_STEPS))
-    rows = short.per_step(long, PROFILED_STEPS)
-    for row in rows:
-        _say(f"{row['us']:12.1f} us {row['launches']:8.2f} x  {row['kernel']}")
-    return rows
+    step = short.per_step(long, PROFILED_STEPS)
+    prefill = KernelTimes().per_step(short, 1)
+    for label, rows in (("a decode step", step), ("prefill", prefill)):
+        _say(f"{label}, {sum(row['launches'] for row in rows):.0f} kernels:")
+        for row in rows[:PRINTED_KERNELS]:
+            _say(f"{row['us']:12.1f} us {row['launches']:8.2f} x  {row['kernel'][:100]}")
+    return step, prefill
 
 
 class _Batch:

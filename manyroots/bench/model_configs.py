@@ -22,6 +22,18 @@ _QWEN3: dict[str, Any] = {
     "torch_dtype": "bfloat16",
 }
 
+_DELTA_NET: dict[str, Any] = {
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+"""What Qwen3-Next and Qwen3.5 have in common."""
+
 MODEL_CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3-8b": {
         **_QWEN3,
@@ -49,6 +61,59 @@ MODEL_CONFIGS: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     },
+    "gpt-oss-20b": {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 24,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "sliding_window": 128,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "vocab_size": 201088,
+        "max_position_embeddings": 131072,
+        "rope_theta": 150000,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "attention_bias": True,
+        "torch_dtype": "bfloat16",
+    },
+    "qwen3-next-80b-a3b-24-layers": {
+        **_QWEN3,
+        **_DELTA_NET,
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "num_hidden_layers": 24,
+        "hidden_size": 2048,
+        "intermediate_size": 5120,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 262144,
+        "rope_theta": 10000000,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    "qwen3.5-9b": {
+        **_QWEN3,
+        **_DELTA_NET,
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "vocab_size": 248320,
+        "max_position_embeddings": 32768,
+    },
     "tiny-qwen3": {
         **_QWEN3,
         "architectures": ["Qwen3ForCausalLM"],
@@ -62,7 +127,8 @@ MODEL_CONFIGS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
     },
 }
-"""`tiny-qwen3` is no public model: it runs anywhere in a second, to try the command itself."""
+"""`qwen3-next-80b-a3b-24-layers` is the first half of its 48 layers: all of them take 160 GB.
+`tiny-qwen3` is no public model: it runs anywhere in a second, to try the command itself."""
 
 
 def write_config(name: str, folder: Path) -> Path:

@@ -18,7 +18,11 @@ from manyroots.models.load import describe
 from manyroots.models.source import ModelSource
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-PROJECTIONS = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
+RECURRENT = (
+    "in_proj", "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a",
+    "out_proj",
+)  # fmt: skip
+PROJECTIONS = (*ATTENTION, *RECURRENT, "gate_proj", "up_proj", "down_proj")
 
 
 def targets_of(source: ModelSource) -> Targets:
@@ -29,6 +33,18 @@ def targets_of(source: ModelSource) -> Targets:
     return model.adapter_targets()
 
 
+def chosen(
+    targets: Targets, projections: tuple[str, ...] = PROJECTIONS, *, experts: bool = True
+) -> Targets:
+    """Those with these names; `experts`: those of experts, too."""
+    return {
+        name: target
+        for name, target in targets.items()
+        if name.rsplit(".", 1)[-1] in projections
+        and (experts or target.kind is not TargetKind.EXPERTS)
+    }
+
+
 def write_adapters(
     targets: Targets,
     folder: Path,
@@ -36,21 +52,22 @@ def write_adapters(
     rank: int,
     *,
     projections: tuple[str, ...] = PROJECTIONS,
+    experts: bool = True,
     first: int = 0,
     stride: int = 1,
 ) -> list[Path]:
-    """`count` adapters of this rank on these projections of every layer, with every `stride`-th
-    number from `first` on; PEFT folders."""
+    """`count` adapters of this rank on these projections of every layer that has them, with every
+    `stride`-th number from `first` on; PEFT folders."""
     generator = torch.Generator().manual_seed(0)
     tensors: dict[str, torch.Tensor] = {}
-    for name, target in targets.items():
-        if name.rsplit(".", 1)[-1] in projections:
-            tensors.update(_pair(name, target, rank, generator))
+    found = chosen(targets, projections, experts=experts)
+    for name, target in found.items():
+        tensors.update(_pair(name, target, rank, generator))
     config = {
         "peft_type": "LORA",
         "r": rank,
         "lora_alpha": rank,
-        "target_modules": list(projections),
+        "target_modules": sorted({name.rsplit(".", 1)[-1] for name in found}),
         "bias": "none",
     }
     changed = next(iter(tensors))

@@ -65,7 +65,10 @@ def _add_decode(kinds: Any) -> None:
     group.add_argument(
         "--model-config", choices=tuple(MODEL_CONFIGS), default="qwen3-8b", help="the shape"
     )
-    group.add_argument("--prompt-len", type=int, default=512, metavar="TOKENS")
+    group.add_argument(
+        "--prompt-len", type=ints, default=(512,), metavar="LIST",
+        help="of all batches, or one for each",
+    )  # fmt: skip
     group.add_argument("--output-len", type=int, default=128, metavar="TOKENS")
     group.add_argument("--batch", type=ints, default=(1, 8, 32, 64), metavar="LIST")
     group.add_argument(
@@ -73,6 +76,10 @@ def _add_decode(kinds: Any) -> None:
         help="how many different ones the batch uses; one case for each, 0 is the base model",
     )  # fmt: skip
     group.add_argument("--adapter-rank", type=int, default=16, metavar="RANK")
+    group.add_argument(
+        "--adapters-without-experts", action="store_true",
+        help="leave experts out of the adapters, whose size they make",
+    )  # fmt: skip
     group.add_argument(
         "--adapters-cold", action="store_true",
         help="also the first token of an adapter that is on disk, in host memory, on the device",
@@ -208,16 +215,22 @@ def _decode(arguments: dict[str, Any]) -> int:
     from manyroots.bench.decode import SAMPLINGS, STRUCTURED, DecodeWorkload, run_decode
 
     values = with_config_file(arguments, ENGINE_ROOMS.values(), more=set(arguments))
-    check_positive(values, ("prompt_len", "output_len", "adapter_rank", "repeats"))
+    check_positive(values, ("output_len", "adapter_rank", "repeats"))
     if values["structured"] and not values.get("tokenizer"):
         raise ConfigError(
             "--structured needs a vocabulary, which a shape alone does not have; name a "
             "tokenizer's folder or hub id with --tokenizer."
         )
-    for name, low in (("batch", 1), ("adapters", 0)):
+    for name, low in (("batch", 1), ("adapters", 0), ("prompt_len", 1)):
         check_at_least(name, min(values[name]), low)
+    lengths, batches = values["prompt_len"], values["batch"]
+    if len(lengths) not in (1, len(batches)):
+        raise ConfigError(
+            f"--prompt-len has {len(lengths)} lengths and --batch {len(batches)} sizes; give one "
+            "length, or one for each batch."
+        )
     workload = DecodeWorkload(
-        prompt_len=values["prompt_len"],
+        prompt_lens=lengths * len(batches) if len(lengths) == 1 else lengths,
         output_len=values["output_len"],
         batches=values["batch"],
         adapters=values["adapters"],
@@ -229,6 +242,7 @@ def _decode(arguments: dict[str, Any]) -> int:
             if name == "greedy" or values["structured" if name == STRUCTURED else "sampled"]
         ),
         profile=values["profile"],
+        adapts_experts=not values["adapters_without_experts"],
     )
     report = run_decode(
         workload, values["model_config"], engine_values(values), cold=values["adapters_cold"]

@@ -19,7 +19,7 @@ from manyroots.store.adapter_files import read_adapter
 from tests.unit.text.tiny_tokenizer import tiny_backend
 
 WORKLOAD = DecodeWorkload(
-    prompt_len=16, output_len=8, batches=(1, 3), adapters=(0, 2), rank=4, repeats=1
+    prompt_lens=(16, 16), output_len=8, batches=(1, 3), adapters=(0, 2), rank=4, repeats=1
 )
 
 
@@ -35,7 +35,41 @@ def test_every_batch_is_run_without_lora_with_it_and_with_adapters_w20() -> None
     assert set(moves["disk"]) == {"to_host", "to_device"}
     assert set(moves["host"]) == {"to_device"}
     assert moves["device"] == {}
-    assert report["workload"]["prompt_len"] == 16
+    assert report["workload"]["prompt_lens"] == (16, 16)
+
+
+TINY = {
+    "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4, "vocab_size": 512,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "num_local_experts": 8,
+    "num_experts": 16, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["gpt-oss-20b", "qwen3-next-80b-a3b-24-layers", "qwen3.5-9b"])
+def test_the_hybrids_shapes_run_with_adapters_too(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cut down to what a test can compute; each batch with prompts of its own length."""
+    whole = MODEL_CONFIGS[name]
+    cut = {**whole, **{key: value for key, value in TINY.items() if key in whole}}
+    monkeypatch.setitem(MODEL_CONFIGS, name, cut)
+    workload = DecodeWorkload(
+        prompt_lens=(24, 8), output_len=4, batches=(1, 2), adapters=(0, 2), rank=4, repeats=1,
+        adapts_experts=name == "gpt-oss-20b",
+    )  # fmt: skip
+    report = run_decode(workload, name, {"device": "cpu"}, cold=False)
+    assert [case["prompt_len"] for case in report["cases"]] == [24, 8] * 3
+    base, adapted = report["cases"][1]["floors"], report["cases"][5]["floors"]
+    assert 0 < base["decode_gb_per_step"] < adapted["decode_gb_per_step"]
+    assert base["prefill_tflop_per_s"] > 0
+    assert "decode_share" not in base, "this device was not measured"
+
+
+def test_a_list_of_lengths_that_is_not_one_for_each_batch_is_refused() -> None:
+    arguments = ["bench", "decode", "--model-config", "tiny-qwen3", "--batch", "1,2,3"]
+    assert main([*arguments, "--prompt-len", "8,16"]) != 0
 
 
 def test_the_command_writes_its_workload_and_machine(tmp_path: Path) -> None:

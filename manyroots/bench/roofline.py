@@ -1,0 +1,137 @@
+"""What a step must read at least, and what a prompt must compute: the floors under a figure.
+
+Takes a model's spec; gives bytes of a decode step and operations of a prompt, counted, not
+measured. A decode step reads every weight of its products once, of experts the number that so many
+tokens are expected to choose; the keys and values that each row sees; each row's state, which it
+also writes; and the adapters of its rows. A prompt's operations are those of its weights' products
+alone: attention and scans are not counted, though their time is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from manyroots.layers.spec import KV, BlockSpec, DenseSpec, ExpertsSpec, SharedSpec
+from manyroots.lora.targets import Target
+from manyroots.models.families import families
+from manyroots.models.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Ceiling:
+    """What a device was measured to reach at best."""
+
+    bytes_per_s: float
+    flops_per_s: float
+    """In the products of bfloat16 matrices."""
+
+
+CEILINGS = {"H200": Ceiling(4.25e12, 790e12)}
+"""By a part of the device's name: a copy on the device, and large products."""
+
+
+def ceiling_of(device_name: str) -> Ceiling | None:
+    """None: nothing was measured on such a device, so no share can be said."""
+    return next((found for name, found in CEILINGS.items() if name in device_name), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """Of one model in one dtype."""
+
+    spec: ModelSpec
+    dtype: torch.dtype
+    weight_itemsize: int
+    """Of the layers' products: less than the dtype's where they are kept in FP8."""
+
+    def decode_bytes(self, batch: int, context: float) -> float:
+        """What a step of `batch` rows reads and writes at least, with so many tokens each."""
+        return self.weight_bytes(batch) + batch * self.row_bytes(context)
+
+    def weight_bytes(self, num_tokens: int) -> float:
+        """The weights that a step of so many tokens is expected to read; of the embedding its
+        tokens' rows alone."""
+        hidden, size = self.spec.hidden_size, self.dtype.itemsize
+        layers = sum(
+            sum(mixer.num_weights(hidden) for mixer in layer.mixers)
+            + _weights_read(layer.feed_forward, hidden, num_tokens)
+            for layer in self.spec.layers
+        )
+        whole = (self.spec.vocab_size + num_tokens) * hidden
+        return layers * self.weight_itemsize + whole * size
+
+    def row_bytes(self, context: float) -> float:
+        """What one row's memory costs a step: keys and values that it sees are read, its states
+        are read and written."""
+        total = 0.0
+        for family in families(self.spec.layers):
+            unit = family.unit_bytes(1, self.dtype)
+            if isinstance(family.memory, KV):
+                total += unit * min(context, family.memory.window or context)
+            else:
+                total += 2 * unit
+        return total
+
+    def adapter_bytes(
+        self, targets: Iterable[Target], rank: int, num_adapters: int, batch: int
+    ) -> float:
+        """What `num_adapters` of this rank on these targets add to a step's reads; of experts the
+        pairs of adapter and expert that are expected."""
+        used = min(num_adapters, batch)
+        if not used:
+            return 0.0
+        chosen = next((layer.experts for layer in self.spec.layers if layer.experts), None)
+        total = 0.0
+        for target in targets:
+            pairs = float(used)
+            if target.num_experts and chosen is not None:
+                pairs *= expected_experts(chosen, batch / used)
+            total += pairs * rank * (target.in_features + target.out_features)
+        return total * self.dtype.itemsize
+
+    def prompt_flops(self, batch: int, prompt_len: int) -> float:
+        """Of the weights' products for `batch` prompts; scores are computed of the last tokens."""
+        hidden = self.spec.hidden_size
+        by_token = sum(
+            sum(mixer.num_weights(hidden) for mixer in layer.mixers)
+            + _weights_used(layer.feed_forward, hidden)
+            for layer in self.spec.layers
+        )
+        return 2.0 * batch * (prompt_len * by_token + self.spec.vocab_size * hidden)
+
+
+def expected_experts(spec: ExpertsSpec, num_tokens: float) -> float:
+    """How many different ones so many tokens choose, if each chooses at random."""
+    missed = 1.0 - spec.experts_per_token / spec.num_experts
+    return spec.num_experts * (1.0 - math.pow(missed, num_tokens))
+
+
+def _weights_read(spec: BlockSpec, hidden: int, num_tokens: int) -> float:
+    if isinstance(spec, SharedSpec):
+        return _weights_read(spec.experts, hidden, num_tokens) + _of_shared(spec, hidden)
+    if isinstance(spec, DenseSpec):
+        return _of_one(spec, hidden)
+    router = spec.num_experts * hidden
+    return router + expected_experts(spec, num_tokens) * _of_one(spec, hidden)
+
+
+def _weights_used(spec: BlockSpec, hidden: int) -> float:
+    """By one token."""
+    if isinstance(spec, SharedSpec):
+        return _weights_used(spec.experts, hidden) + _of_shared(spec, hidden)
+    if isinstance(spec, DenseSpec):
+        return _of_one(spec, hidden)
+    return spec.num_experts * hidden + spec.experts_per_token * _of_one(spec, hidden)
+
+
+def _of_shared(spec: SharedSpec, hidden: int) -> int:
+    return _of_one(spec.shared, hidden) + (0 if spec.gate is None else hidden)
+
+
+def _of_one(spec: DenseSpec | ExpertsSpec, hidden: int) -> int:
+    """A dense block's weights, or one expert's."""
+    return 3 * hidden * spec.intermediate_size

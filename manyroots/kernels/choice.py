@@ -23,6 +23,7 @@ class Kernels:
     attention: ModuleType
     activation: ModuleType
     gemm: ModuleType
+    scaled_gemm: ModuleType
     lora_sites: ModuleType
     moe_pairs: ModuleType
     sampling: ModuleType

@@ -70,7 +70,7 @@ class Linear:
         gemm, data = self._kernels.gemm, self.weight.data
         if isinstance(x, UndividedNorm) or self._is_own(x.shape[0]):
             return Product(*gemm.linear(x, data, self.pooled, rows, self.bias))
-        sums = self.weight.times(x, self.bias)
+        sums = self.weight.times(x, self.bias, self._kernels.scaled_gemm)
         if self.pooled is None or rows is None:
             return Product(sums)
         return Product(sums, self._kernels.lora_sites.shrink(x, self.pooled, rows))

@@ -39,6 +39,8 @@ def _kind_of(name: str) -> str:
     """Of a call, in the table of tolerances."""
     if "experts" in name:
         return "expert_lora"  # between the two products of experts every activation is rounded
+    if name.startswith("scaled_gemm"):
+        return "scaled"
     is_recurrent = name.startswith(("causal_conv", "delta_rule", "mamba"))
     return "recurrent" if is_recurrent else "step"
 
@@ -166,6 +168,7 @@ RESULTS: dict[str, Callable[[tuple[Any, ...], Any], Pieces]] = {
     "attention.attend": lambda args, out: {"out": out},
     "activation.gated": lambda args, out: {"out": out},
     "gemm.linear": lambda args, out: {"out": out[0].float().sum(0), **_shrunk(out[1])},
+    "scaled_gemm.linear": lambda args, out: {"out": out},
     "lora_sites.shrink": lambda args, out: _shrunk(out),
     "lora_sites.expand": lambda args, out: {"y": args[0]},
     "lora_sites.add_embedding": lambda args, out: {"y": args[0]},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from manyroots.adapter_names import LoraModule
 from manyroots.bench.random_adapters import targets_of
 from manyroots.config import engine_settings
+from manyroots.kernels.scaled import quantize_rows
 from manyroots.models.source import resolve_source
 from tests.adapter_folders import ExpertFormat, Recipe, rewrite_weights, write_adapter
 from tests.unit.models.tiny import EXPERTS, save_tiny
@@ -20,8 +22,13 @@ from tests.unit.models.tiny import EXPERTS, save_tiny
 KINDS = (
     "llama", "llama-biased", "mistral", "mistral-window", "qwen2", "qwen2-window", "qwen3",
     "gemma3", "gpt-oss", "qwen3-moe", "lfm2", "qwen3-next", "qwen3.5", "granite-h",
-    "falcon-h1-norm",
+    "falcon-h1-norm", "llama-fp8-row", "qwen3-fp8-block",
 )  # fmt: skip
+FP8: dict[str, dict[str, Any]] = {
+    "-fp8-row": {"quant_method": "fbgemm_fp8"},
+    "-fp8-block": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+}
+"""How a kind's name ends whose layers' weights are in FP8, and what its config says then."""
 _DELTA = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 32}
 MIXTURES: dict[str, dict[str, Any]] = {
@@ -94,16 +101,45 @@ def make_model(folder: Path, kind: str, *, is_decisive: bool, **sizes: Any) -> N
     on every device, and its outputs are then as far apart as two experts' are.
     """
     base = folder / "base"
+    kind, _, fp8 = kind.partition("-fp8")
     save_tiny(base, kind, **{**_SIZES, **_ODD_SIZES.get(kind, {}), **sizes})
     if kind == "gemma3":
         _shrink_embedding(base / "model.safetensors")
     if is_decisive and kind in MIXTURES:
         _decide_experts(base / "model.safetensors")
+    if fp8:
+        _quantize(base, FP8[f"-fp8{fp8}"])
     targets = targets_of(resolve_source(engine_settings({"model": str(base)}).model))
     for name, recipe in zip(NAMES, RECIPES, strict=True):
         pairs = write_adapter(folder / name, targets, recipe)
         if is_decisive and any(target.endswith(f".{ROUTER}") for target in pairs):
             rewrite_weights(folder / name, partial(_decide_adapter, recipe.alpha / recipe.rank))
+
+
+def is_fp8(kind: str) -> bool:
+    return kind.endswith(tuple(FP8))
+
+
+def _quantize(base: Path, said: dict[str, Any]) -> None:
+    """Its layers' projections in FP8, so that whoever loads it has the same numbers."""
+    path, config = base / "model.safetensors", base / "config.json"
+    tensors = {}
+    for name, tensor in load_file(path).items():
+        if not name.endswith("_proj.weight"):
+            tensors[name] = tensor
+            continue
+        stem = name.removesuffix("weight")
+        if "weight_block_size" not in said:
+            tensors[name], tensors[f"{stem}weight_scale"] = quantize_rows(tensor)
+            continue
+        rows, columns = (size // 128 for size in tensor.shape)
+        blocks = tensor.view(rows, 128, columns, 128).transpose(1, 2)
+        data, scales = quantize_rows(blocks.reshape(rows, columns, -1))
+        data = data.view(rows, columns, 128, 128).transpose(1, 2)
+        tensors[name] = data.reshape(tensor.shape).contiguous()
+        tensors[f"{stem}weight_scale_inv"] = scales[..., 0].contiguous()
+    save_file(tensors, path, metadata={"format": "pt"})
+    config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": said}))
 
 
 def _shrink_embedding(path: Path) -> None:

@@ -28,9 +28,13 @@ HYBRIDS = {
     "gated_norm.sigmoid_gated": "qwen3-next",
 }
 """By kernel that a dense model does not call: one that does."""
-OF_DENSE = [op for op in RESULTS if not op.startswith(OF_EXPERTS) and op not in HYBRIDS]
-NOT_CALLED = ("attention.decode_attention", "attention.prefill_attention", "gemm.is_for")
-"""By a step: the halves of `attend`, which is compared; and what only says what `linear` takes."""
+OF_FP8 = "scaled_gemm.linear"
+OF_DENSE = [op for op in RESULTS if not op.startswith(OF_EXPERTS) and op not in (*HYBRIDS, OF_FP8)]
+NOT_CALLED = (
+    "attention.decode_attention", "attention.prefill_attention", "gemm.is_for",
+    "scaled_gemm.is_for", "scaled_gemm.round_rows",
+)  # fmt: skip
+"""By a step: parts of what is compared, and what only says what `linear` takes."""
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +79,15 @@ def test_a_kernel_of_hybrids_that_computes_something_else_is_found(tmp_path: Pat
     said = kernel_verdict(hybrid, op)
     assert said is not None
     assert op in said
+
+
+def test_q01_products_of_fp8_are_compared_and_their_rounding_is_allowed(tmp_path: Path) -> None:
+    """Q01: the comparison takes an engine that rounds rows to FP8, and finds a wrong product."""
+    parity = Parity(tmp_path, "llama-fp8-row", "bfloat16", Side.REFERENCES)
+    parity.against_cpu(parity.compute({"scored": batches()["scored"]}, max_num_seqs=8))
+    said = kernel_verdict(parity, OF_FP8)
+    assert said is not None
+    assert OF_FP8 in said
 
 
 def test_every_kernel_that_has_a_reference_is_compared() -> None:

@@ -6,6 +6,8 @@ Numbers in the model's dtype, or in FP8 with scales (`fp8.py`). Products of few 
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -48,9 +50,14 @@ class Weight:
         weight.data, weight.dtype = data, data.dtype
         return weight
 
-    def times(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x W^T + b of many rows, by the library."""
-        return F.linear(x, plain(self.data, x.dtype), bias)
+    def times(self, x: Tensor, bias: Tensor | None, scaled_gemm: ModuleType) -> Tensor:
+        """x W^T + b of many rows: by the library, or where the weight is in FP8 by `scaled_gemm`,
+        which rounds the rows, too."""
+        data = self.data
+        if isinstance(data, Tensor) or not scaled_gemm.is_for(data, x.dtype):
+            return F.linear(x, plain(data, x.dtype), bias)
+        product: Tensor = scaled_gemm.linear(x, data, bias)
+        return product
 
     def fills(self, name: str, rows: slice, side: Side | None, shard: Shard) -> Fills:
         """For the projection that has these rows of the output."""

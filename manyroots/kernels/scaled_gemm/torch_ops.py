@@ -1,0 +1,8 @@
+"""The same on a CPU, which has no matrix instructions of FP8: a step there does not round its rows
+(`gemm/torch_ops.py`), and this is for those who ask what the rounding does."""
+
+from __future__ import annotations
+
+from manyroots.kernels.scaled_gemm.reference import is_for, linear, round_rows
+
+__all__ = ["is_for", "linear", "round_rows"]

@@ -1,0 +1,74 @@
+"""Q01: products of many rows with FP8 weights in Triton, the rows rounded too, against the naive
+reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.unit.kernels.triton_cases import DEVICE, DTYPES, randn
+
+from manyroots.kernels.scaled_gemm import reference  # isort: skip
+from manyroots.kernels.scaled_gemm import triton as scaled_gemm  # isort: skip
+from manyroots.kernels.scaled import LARGEST, ScaledMatrix  # isort: skip
+from manyroots.kernels.tolerances import assert_close  # isort: skip
+
+
+def scaled(n: int, k: int, group: int | None) -> ScaledMatrix:
+    """Numbers of FP8, and scales that differ widely, so that a wrong one shows."""
+    data = (randn(n, k, seed=1) * 0.5).to(torch.float8_e4m3fn)
+    width = k if group is None else group
+    scales = randn(n, -(-k // width), seed=2).exp() * k**-0.5
+    return ScaledMatrix(data, scales, width)
+
+
+def rows(num_rows: int, k: int, dtype: torch.dtype) -> torch.Tensor:
+    """Of sizes that differ as much as tokens' do; one is zero, one has a number that stands out."""
+    x = randn(num_rows, k) * randn(num_rows, 1, seed=3).exp()
+    x[1] = 0.0
+    x[2, 5] = 300.0
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group", [None, 128])
+@pytest.mark.parametrize("k", [384, 144])
+def test_q01_rows_are_rounded_to_the_references_bits(
+    k: int, group: int | None, dtype: torch.dtype
+) -> None:
+    x = rows(9, k, dtype)
+    expected = reference.round_rows(x, group or k)
+    found = scaled_gemm.round_rows(x, group or k)
+    assert torch.equal(found.scales, expected.scales)
+    assert torch.equal(found.data.view(torch.uint8), expected.data.view(torch.uint8))
+    # Each row's largest number is the largest there is; of a row of zeros, none.
+    assert found.data[0].float().abs().max() == LARGEST
+    assert not found.data[1].float().any()
+
+
+def test_q01_a_row_that_is_no_number_stays_none() -> None:
+    x = rows(4, 144, torch.float32)
+    x[3, 7] = torch.nan
+    found = scaled_gemm.linear(x, scaled(32, 144, None))
+    assert bool(found[3].isnan().all())
+    assert bool(found[:3].isfinite().all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group", [None, 128])
+@pytest.mark.parametrize(("num_rows", "n", "k"), [(70, 72, 256), (130, 144, 144)])
+def test_q01_a_product_of_many_rows_equals_the_reference(
+    num_rows: int, n: int, k: int, group: int | None, dtype: torch.dtype
+) -> None:
+    x, matrix, bias = rows(num_rows, k, dtype), scaled(n, k, group), randn(n, seed=9).to(dtype)
+    expected = reference.linear(x, matrix, bias)
+    assert scaled_gemm.is_for(matrix, dtype)
+    assert_close("scaled", scaled_gemm.linear(x, matrix, bias), expected, dtype)
+    if DEVICE.type == "cuda":  # where some of these were the library's
+        rounded = scaled_gemm.round_rows(x, matrix.group)
+        assert_close("scaled", scaled_gemm.in_tiles(rounded, matrix, bias, dtype), expected, dtype)
+
+
+def test_q01_what_no_tile_can_hold_is_multiplied_as_plain_numbers() -> None:
+    assert not scaled_gemm.is_for(scaled(16, 256, 64), torch.float32)
+    assert not scaled_gemm.is_for(scaled(16, 200, None), torch.float32)

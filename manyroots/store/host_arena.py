@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import weakref
 from typing import Protocol
 
 import numpy as np
@@ -57,10 +58,22 @@ def _allocate(shape: tuple[int, ...], dtype: torch.dtype, *, is_locked: bool) ->
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
         raise MemoryError  # said now, not when the last unit is touched
-    if is_locked:
-        try:
-            return torch.empty(shape, dtype=dtype, pin_memory=True)
-        except RuntimeError as error:
-            logger.warning("host memory can't be page-locked, copies will be slower: %s", error)
     # As the system hands it out: memory that is never used costs nothing.
-    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
+    memory = np.zeros(num_bytes, np.uint8)
+    if is_locked:
+        _lock_pages(memory)
+    return torch.from_numpy(memory).view(dtype).view(shape)
+
+
+def _lock_pages(memory: npt.NDArray[np.uint8]) -> None:
+    """So that a GPU copies from and to it by itself. Not torch's own page-locked memory, which
+    takes the next power of two and never gives it back."""
+    address, runtime = memory.ctypes.data, torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    code = int(runtime.cudaHostRegister(address, memory.nbytes, 0))
+    if code:
+        logger.warning(
+            "host memory can't be page-locked (CUDA error %d), copies will be slower", code
+        )
+        return
+    # Before the memory goes: its addresses may come again.
+    weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False

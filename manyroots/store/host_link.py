@@ -9,21 +9,20 @@ and a thread for each direction copies.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 from manyroots.ids import Tier
-from manyroots.step import Copy, CopyDone, Int32s
+from manyroots.step import Copy, CopyDone
+from manyroots.store.batched_copies import copy_batch, runs
 from manyroots.store.host_arena import UnitArena, rows_of
 from manyroots.store.job_threads import JobThreads
 
 Report = Callable[[CopyDone], None]
 Fenced = tuple[Copy, torch.cuda.Event | None]
 """A copy, and what must have happened on the device before it."""
-Run = tuple[int, int, int]
-"""First source, first target, how many behind each other."""
 
 
 class HostLink:
@@ -82,15 +81,13 @@ class HostLink:
                     if fence is not None:
                         stream.wait_event(fence)
                     begin, end = (
-                        torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+                        # Whoever waits sleeps: a core that spins is one less for the steps.
+                        torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
                         for _ in range(2)
                     )
                     begin.record()
                     source, target = (arena.data for arena in self._ends(copy))
-                    for first, place, count in runs(copy.source_units, copy.target_units):
-                        target[place : place + count].copy_(
-                            source[first : first + count], non_blocking=True
-                        )
+                    copy_batch(source, target, copy.source_units, copy.target_units)
                     end.record()
                 launched.append((copy, begin, end))
             except Exception as error:
@@ -107,19 +104,6 @@ class HostLink:
     def _ends(self, copy: Copy) -> tuple[UnitArena, UnitArena]:
         by_tier = {Tier.DEVICE: self._device, Tier.HOST: self._host}
         return by_tier[copy.source][copy.family], by_tier[copy.target][copy.family]
-
-
-def runs(sources: Int32s, targets: Int32s) -> Iterator[Run]:
-    """Units that lie behind each other at both ends are one copy."""
-    if len(sources) != len(targets):
-        raise ValueError(f"{len(sources)} units are to become {len(targets)}")
-    if len(sources) == 0:
-        return
-    breaks = (np.diff(sources) != 1) | (np.diff(targets) != 1)
-    firsts = np.concatenate(([0], breaks.nonzero()[0] + 1))
-    ends = np.append(firsts[1:], len(sources))
-    for first, end in zip(firsts.tolist(), ends.tolist(), strict=True):
-        yield int(sources[first]), int(targets[first]), end - first
 
 
 def failed(copy: Copy, error: object) -> CopyDone:

@@ -3,7 +3,7 @@
 Exits 1 on a difference, with a line for each part that was checked. Parts are `kernels` (each one
 beside its reference), `sampler` (a row alone and among others), `sampled` (graphs with every
 sampling parameter), `shaped` (rows with a grammar, in two graphs), `launches` (early beside plain),
-`ranks` (a group of NCCL's beside none),
+`ranks` (a group of NCCL's beside none), `tiers` (device, host, files and back),
 `parity` (engines beside the CPU's), `faults` (planted ones, which parity must find), or a part's
 own name as its line begins: `parity:llama:bfloat16`. Most of the time is compilation, which one
 process does on one core; so each part is a process of its own.
@@ -29,7 +29,7 @@ KERNEL_TESTS = (
 
 def parts() -> list[str]:
     """What there is to check, longest first."""
-    from tests.gpu import launches, models, ranks, sampled, shaped
+    from tests.gpu import launches, models, ranks, sampled, shaped, tiers
 
     return [
         *(f"parity:{kind}:{dtype}" for dtype in DTYPES for kind in reversed(models.KINDS)),
@@ -37,6 +37,7 @@ def parts() -> list[str]:
         *(f"sampled:{kind}:{dtype}" for dtype in DTYPES for kind in sampled.KINDS),
         *(f"shaped:{kind}:{dtype}" for dtype in DTYPES for kind in shaped.KINDS),
         *(f"ranks:{kind}:{dtype}" for dtype in DTYPES for kind in ranks.KINDS),
+        *(f"tiers:{kind}:{dtype}" for dtype in DTYPES for kind in tiers.KINDS),
         "faults:llama:bfloat16",
         *(f"kernels:{name}" for name in KERNEL_TESTS),
         "sampler:neighbours",
@@ -54,7 +55,7 @@ def check(part: str) -> str:
         from tests.gpu.without_pytest import check as check_tests
 
         return check_tests(modules[what])
-    from tests.gpu import faults, launches, parity, ranks, sampled, shaped
+    from tests.gpu import faults, launches, parity, ranks, sampled, shaped, tiers
 
     rooms = {
         "faults": faults,
@@ -63,6 +64,7 @@ def check(part: str) -> str:
         "ranks": ranks,
         "sampled": sampled,
         "shaped": shaped,
+        "tiers": tiers,
     }
     kind, _, dtype = rest.partition(":")
     with tempfile.TemporaryDirectory() as folder:

@@ -5,7 +5,11 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import pytest
+import torch
+
 from manyroots.bench.tiers import TierWorkload, run_tiers
+from manyroots.errors import ConfigError
 from manyroots.simulate.trace import Trace, TraceRequest, TraceSegment
 from tests.served_trace import AGREE, BLOCK_TOKENS, compare, thinned
 from tests.unit.models.tiny import save_tiny
@@ -21,6 +25,14 @@ def test_b03_hits_come_from_the_tier_that_is_measured(tmp_path: Path) -> None:
     assert list(report["hits"]) == ["computed", "device", "host", "storage"]
     assert all(tier["seconds"]["median"] > 0 for tier in report["hits"].values())
     assert set(report["misses"]) == {"without", "host", "storage"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a bus to measure")
+def test_b03_copies_are_not_measured_without_a_gpu() -> None:
+    """B03: refused, and nothing made up."""
+    workload = TierWorkload(200, 1, 2, 20, 2, parts=("copies",))
+    with pytest.raises(ConfigError, match="no GPU"):
+        run_tiers(workload, {}, None)
 
 
 def test_b05_a_trace_simulated_and_served_agrees_by_tier(tmp_path: Path) -> None:

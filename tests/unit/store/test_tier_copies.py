@@ -11,8 +11,8 @@ import torch
 
 from manyroots.ids import Tier
 from manyroots.store.backends.files import Files
+from manyroots.store.batched_copies import runs
 from manyroots.store.host_arena import HostArena
-from manyroots.store.host_link import runs
 from manyroots.store.storage_link import UnitStorage
 from manyroots.store.tier_copies import TierCopies
 from tests.unit.store.tiers import Arena, Shelf, copy, end_of

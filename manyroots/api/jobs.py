@@ -141,10 +141,12 @@ def _prepare_chat(
     wanted = structure_of(request)
     must_call = use.choice in (ToolChoice.REQUIRED, ToolChoice.NAMED)
     if wanted is not None and must_call:
-        raise RequestError(
-            f"tool_choice demands a call, and {wanted[0]} another answer; give one of them.",
-            field=wanted[0],
-        )
+        if wanted[0] != "response_format":
+            raise RequestError(
+                f"tool_choice demands a call, and {wanted[0]} another answer; give one of them.",
+                field=wanted[0],
+            )
+        wanted = None  # of what is said beside calls, and nothing is: as agents ask for it
     text, tokens = encode_chat(service, request, use)
     assert service.template is not None  # else encode_chat has refused
     structure = service.template.format.structure(

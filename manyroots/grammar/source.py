@@ -17,6 +17,7 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import any_to_lark
 
 from manyroots.errors import RequestError
+from manyroots.json_schemas import closed
 from manyroots.structured_outputs import StructuredOutputsParams
 
 JSON_OPTIONS: dict[str, Any] = {
@@ -68,7 +69,7 @@ def _schema(schema: Any) -> dict[str, Any]:
         schema = {}
     if not isinstance(schema, dict):
         raise ValueError(f"a schema is an object, not {json.dumps(schema)[:60]}")
-    return {"json_schema": {**schema, "x-guidance": JSON_OPTIONS}}
+    return {"json_schema": {**closed(schema), "x-guidance": JSON_OPTIONS}}
 
 
 def _unanchored(regex: str) -> str:

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[2] / "manyroots"
 
 BASE = {
     "ids", "errors", "version", "sampling", "step", "messages", "adapter_names", "config",
-    "gguf_header", "progress", "kv_configs", "structured_outputs",
+    "gguf_header", "progress", "kv_configs", "structured_outputs", "json_schemas",
 }  # fmt: skip
 """Files at the top of the package that any room may import."""
 
@@ -23,6 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "version": set(),
     "structured_outputs": {"errors"},
+    "json_schemas": set(),
     "sampling": {"errors", "structured_outputs"},
     "gguf_header": {"errors"},
     "progress": set(),

@@ -3,7 +3,8 @@
     python -m tests.clients [NAME ...] [--folder /tmp/manyroots-clients] [--url http://...]
 
 Each client has a venv of its own, made once in the folder. Prints every check and how it went,
-and exits with 1 if any failed. `docs/clients.md` has the last outcomes.
+then a line for each client, and exits with 1 if any failed. `docs/clients.md` has the last
+outcomes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import subprocess
 import sys
 import venv
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tests.e2e.conftest import running
@@ -29,6 +30,9 @@ CLIENTS = {
     "instructor": ("instructor",),
     "pydantic_ai": ("pydantic-ai-slim[openai]",),
     "openai_agents": ("openai-agents",),
+    "llm_comply": ("llm-comply",),
+    "guidellm": ("guidellm", "torch==2.13.0"),  # without the pin: gigabytes of another torch
+    "aiperf": ("aiperf",),
 }
 """By script: what its venv has."""
 FLAGS = (
@@ -49,10 +53,13 @@ def python_of(folder: Path, name: str) -> str:
     return python
 
 
-def run(name: str, python: str, url: str, *, key: str = "none") -> list[dict[str, object]]:
-    """A client's checks, each with its error or None."""
+def run(
+    name: str, python: str, url: str, *, key: str = "none", only: Sequence[str] = ()
+) -> list[dict[str, object]]:
+    """A client's checks, each with its error or None. `only`: the names of some."""
     environment = {**os.environ, "MANYROOTS_URL": url, "MANYROOTS_KEY": key}
-    script = [python, str(SCRIPTS / f"use_{name}.py")]
+    environment.pop("PYTHONPATH", None)  # what this package needs is not the client's
+    script = [python, str(SCRIPTS / f"use_{name}.py"), *only]
     done = subprocess.run(script, env=environment, capture_output=True, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith('{"check"')]
     if not lines:
@@ -76,13 +83,19 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path("/tmp/manyroots-clients"))
     parser.add_argument("--url", help="of a server that runs already")
     given = parser.parse_args()
-    num_failed = 0
+    outcomes: dict[str, list[dict[str, object]]] = {}
     with served(given.url) as url:
         for name in given.names or CLIENTS:
-            for check in run(name, python_of(given.folder, name), url):
-                num_failed += check["error"] is not None
+            outcomes[name] = run(name, python_of(given.folder, name), url)
+            for check in outcomes[name]:
                 print(name, check["check"], check["error"] or "passed", flush=True)
-    return 1 if num_failed else 0
+    for name, checks in outcomes.items():
+        print(f"{name}: {_num_passed(checks)}/{len(checks)}")
+    return 1 if any(_num_passed(checks) < len(checks) for checks in outcomes.values()) else 0
+
+
+def _num_passed(checks: list[dict[str, object]]) -> int:
+    return sum(check["error"] is None for check in checks)
 
 
 if __name__ == "__main__":

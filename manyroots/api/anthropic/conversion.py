@@ -32,6 +32,8 @@ def chat_request(request: PromptFields, template_options: Collection[str]) -> Ch
         response_format=_response_format(request),
         chat_template_kwargs=_template_kwargs(request, template_options),
     )
+    if _is_begun(chat.messages):
+        chat.continue_final_message, chat.add_generation_prompt = True, False
     if request.output_config is not None:
         chat.reasoning_effort = request.output_config.effort
     if isinstance(request, MessagesRequest):
@@ -41,6 +43,12 @@ def chat_request(request: PromptFields, template_options: Collection[str]) -> Ch
                      "seed", "cache_salt", "priority"):  # fmt: skip
             setattr(chat, name, getattr(request, name))
     return chat
+
+
+def _is_begun(messages: list[Any]) -> bool:
+    """Whether the last message is the beginning of the answer, which goes on from there."""
+    last = messages[-1]
+    return last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last
 
 
 def _template_kwargs(

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -19,8 +20,10 @@ from manyroots.api.anthropic.conversion import chat_request
 from manyroots.api.anthropic.shapes import (
     CountTokensRequest,
     MessageAnswer,
+    MessageDeltaUsage,
     MessagesRequest,
     MessageUsage,
+    ThinkingTokens,
     TokenCount,
 )
 from manyroots.api.anthropic.writer import BlockEvent, BlockWriter
@@ -31,7 +34,10 @@ from manyroots.api.generation import UsageCount
 from manyroots.api.jobs import Job, chat_job, encode_chat
 from manyroots.api.state import Service, server_of
 from manyroots.messages import FinishReason
+from manyroots.text.chat_output import ReasoningDelta
 from manyroots.text.tools import check_tools
+
+U = TypeVar("U", bound=MessageDeltaUsage)
 
 
 async def messages(request: Request) -> Response:
@@ -75,8 +81,12 @@ class _MessageMaking:
         self._job = job
         self._blocks = BlockWriter()
         self._count = UsageCount(job.submits, job.n)
+        self._num_thinking_tokens = 0
         self._message = MessageAnswer(
-            id="msg_" + job.id.partition("-")[2], model=model, content=[], usage=self._usage()
+            id="msg_" + job.id.partition("-")[2],
+            model=model,
+            content=[],
+            usage=self._usage(MessageUsage),
         )
 
     async def whole(self) -> MessageAnswer:
@@ -86,7 +96,7 @@ class _MessageMaking:
                     self._take(delta)
         self._blocks.close()
         self._message.content = self._blocks.blocks
-        self._message.usage = self._usage()
+        self._message.usage = self._usage(MessageUsage)
         return self._message
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
@@ -110,23 +120,31 @@ class _MessageMaking:
                 "delta": {
                     "stop_reason": self._message.stop_reason,
                     "stop_sequence": self._message.stop_sequence,
+                    "stop_details": self._message.stop_details,
+                    "container": self._message.container,
                 },
-                "usage": self._usage(),
+                "usage": self._usage(MessageDeltaUsage),
             },
             {"type": "message_stop"},
         ]
         yield b"".join(named_event(item["type"], item) for item in ending)
 
-    def _begun(self) -> dict[str, Any]:
+    def _begun(self) -> MessageAnswer:
         """The message before it says anything; what was cached is known by now."""
-        usage = self._usage()
-        usage.output_tokens = 0
-        empty: dict[str, Any] = {"stop_reason": None, "stop_sequence": None, "content": []}
-        known = {name: getattr(self._message, name) for name in ("id", "type", "role", "model")}
-        return known | empty | {"usage": usage}
+        usage = self._usage(MessageUsage)
+        usage.output_tokens = usage.output_tokens_details.thinking_tokens = 0
+        empty: dict[str, Any] = {
+            "stop_reason": None,
+            "stop_sequence": None,
+            "content": [],
+            "usage": usage,
+        }
+        return msgspec.structs.replace(self._message, **empty)
 
     def _take(self, added: AnswerDelta) -> list[BlockEvent]:
         self._count.add(added.index, added.delta)
+        if any(isinstance(said, ReasoningDelta) for said in added.events):
+            self._num_thinking_tokens += len(added.delta.tokens)
         if added.finish_reason is not None:
             self._end(added)
         return [event for said in added.events for event in self._blocks.add(said)]
@@ -143,11 +161,12 @@ class _MessageMaking:
             case _:
                 self._message.stop_reason = "end_turn"
 
-    def _usage(self) -> MessageUsage:
+    def _usage(self, kind: type[U]) -> U:
         usage = self._count.usage()
         num_cached = usage.prompt_tokens_details.cached_tokens
-        return MessageUsage(
+        return kind(
             input_tokens=usage.prompt_tokens - num_cached,
             output_tokens=usage.completion_tokens,
+            output_tokens_details=ThinkingTokens(self._num_thinking_tokens),
             cache_read_input_tokens=num_cached,
         )

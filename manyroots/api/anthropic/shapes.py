@@ -66,12 +66,33 @@ class CountTokensRequest(PromptFields, kw_only=True, forbid_unknown_fields=True)
 UNSUPPORTED = ("mcp_servers", "context_management", "container")
 
 
-class MessageUsage(msgspec.Struct, kw_only=True):
+class CacheCreation(msgspec.Struct):
+    """Prompts are kept without being asked and without a price, so that nothing is written to."""
+
+    ephemeral_5m_input_tokens: int = 0
+    ephemeral_1h_input_tokens: int = 0
+
+
+class ThinkingTokens(msgspec.Struct):
+    thinking_tokens: int
+
+
+class MessageDeltaUsage(msgspec.Struct, kw_only=True):
+    """So far; what the last event of a stream tells."""
+
     input_tokens: int
     """Beside those that were cached."""
     output_tokens: int
+    output_tokens_details: ThinkingTokens
     cache_read_input_tokens: int = 0
     cache_creation_input_tokens: int = 0
+    server_tool_use: None = None
+
+
+class MessageUsage(MessageDeltaUsage, kw_only=True):
+    cache_creation: CacheCreation = msgspec.field(default_factory=CacheCreation)
+    inference_geo: None = None
+    service_tier: str = "standard"
 
 
 class MessageAnswer(msgspec.Struct, kw_only=True):
@@ -82,6 +103,8 @@ class MessageAnswer(msgspec.Struct, kw_only=True):
     content: list[dict[str, Any]]
     stop_reason: str | None = None
     stop_sequence: str | None = None
+    stop_details: None = None
+    container: None = None
     usage: MessageUsage
 
 

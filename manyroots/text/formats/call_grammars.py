@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from manyroots.json_schemas import closed
 from manyroots.text.formats.argument_types import is_text
 from manyroots.text.tools import Tool, ToolUse
 
@@ -20,7 +21,7 @@ _COMPACT = {"whitespace_flexible": True, "whitespace_pattern": r"[\x20\x0A]{1,20
 def schema_rule(schema: Mapping[str, Any], root: Mapping[str, Any] | None = None) -> str:
     """Lark's terms for JSON that follows a schema, which may refer to definitions of `root`."""
     shared = {word: root[word] for word in ("$defs", "definitions") if root and word in root}
-    return f"%json {json.dumps({**shared, **schema, 'x-guidance': _COMPACT})}"
+    return f"%json {json.dumps({**closed({**shared, **schema}), 'x-guidance': _COMPACT})}"
 
 
 def arguments_rule(tool: Tool) -> str:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import anthropic
 import httpx2  # what this client is made with
 import pytest
 
+from tests.unit.api.fake_engine import FakeEngine, script
 from tests.unit.api.harness import Harness
-from tests.unit.api.test_responses_route import CALL, saying
+from tests.unit.api.test_responses_route import CALL, TOOLS_TEMPLATE, saying
 
 pytestmark = pytest.mark.anyio
 
@@ -170,3 +172,60 @@ async def test_g05_thinking_is_told_to_a_template_that_knows_it(thinks: bool) ->
     await create(harness, max_tokens=4, thinking={"type": kind, "budget_tokens": 1024})
     prompt = harness.tokenizer.decode(harness.engine.submitted[0].prompt, skip_special_tokens=False)
     assert prompt.endswith("hm ") is thinks
+
+
+ASKED: dict[str, Any] = {
+    "model": "tiny",
+    "max_tokens": 64,
+    "messages": [{"role": "user", "content": "hi"}],
+}
+
+
+async def test_g05_a_message_has_every_field_of_the_newest_api() -> None:
+    """Null where this server has nothing to say: clients that check the published schema ask."""
+    message = (await saying("yes").post("/v1/messages", ASKED)).json()
+    assert [message[name] for name in ("stop_details", "container", "stop_sequence")] == [None] * 3
+    usage = message["usage"]
+    assert usage["cache_creation"] == {
+        "ephemeral_5m_input_tokens": 0,
+        "ephemeral_1h_input_tokens": 0,
+    }
+    assert usage["output_tokens_details"] == {"thinking_tokens": 0}
+    assert usage["service_tier"] == "standard"
+    assert {"server_tool_use", "inference_geo", "cache_creation_input_tokens"} <= set(usage)
+
+
+async def test_g05_the_first_and_last_event_tell_the_same_fields() -> None:
+    streamed = await saying("yes").post("/v1/messages", ASKED | {"stream": True})
+    events = [
+        json.loads(line.removeprefix("data: "))
+        for line in streamed.text.splitlines()
+        if line.startswith("data: ")
+    ]
+    start, end = events[0]["message"], events[-2]
+    whole = (await saying("yes").post("/v1/messages", ASKED)).json()
+    assert set(start) == set(whole)
+    assert set(start["usage"]) == set(whole["usage"])
+    assert (start["stop_reason"], start["content"]) == (None, [])
+    assert start["usage"]["output_tokens"] == 0
+    assert set(end["delta"]) == {"stop_reason", "stop_sequence", "stop_details", "container"}
+    assert end["usage"]["output_tokens"] == whole["usage"]["output_tokens"]
+
+
+async def test_g05_what_was_thought_is_counted() -> None:
+    engine = FakeEngine(script(*b"<think>so</think>yes"))
+    harness = Harness(engine, template=TOOLS_TEMPLATE + "{# </think> #}")
+    message = await create(harness)
+    assert [block.type for block in message.content] == ["thinking", "text"]
+    details = message.usage.output_tokens_details
+    assert details is not None
+    assert 2 <= details.thinking_tokens < message.usage.output_tokens
+
+
+async def test_g05_an_answer_that_the_caller_began_goes_on() -> None:
+    harness = saying(") Helios")
+    begun = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "It is (B"}]
+    message = await create(harness, messages=begun)
+    assert message.content[0].text == ") Helios"  # type: ignore[union-attr]
+    prompt = harness.tokenizer.decode(harness.engine.submitted[0].prompt, skip_special_tokens=False)
+    assert prompt.endswith("<|begin|>assistant\nIt is (B")

@@ -122,3 +122,15 @@ async def test_g02_tools_that_cannot_be_honoured_are_refused_where_a_call_is_for
     assert "uniqueItems" in error_of(response)["message"]
     fields = {"tools": [tool("now")], "tool_choice": "required", "guided_regex": "a"}
     assert error_of(await harness.chat(**fields))["param"] == "guided_regex"
+
+
+async def test_g02_a_forced_call_goes_before_the_shape_of_the_last_answer() -> None:
+    """Agents with a type for their result and a tool that must be called first send both."""
+    harness = Harness(template=KNOWS_TOOLS)
+    fields = {"tools": [tool("now")], "tool_choice": "required", "max_tokens": 4}
+    shape = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer"}}}
+    await harness.chat(**fields)
+    await harness.chat(**fields, response_format=shape)
+    alone, both = (submit.sampling.structured_outputs for submit in harness.engine.submitted)
+    assert alone is not None
+    assert both == alone

@@ -33,7 +33,7 @@ def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
     object open, and so does a schema in which parts are joined."""
     if any(_is_joined(part) for part in _parts(schema)):
         return dict(schema)
-    return _closed(schema)
+    return _closed_object(schema)
 
 
 def _is_joined(schema: Mapping[str, Any]) -> bool:
@@ -62,8 +62,10 @@ def _inner(schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _closed(schema: Any) -> Any:
-    if not isinstance(schema, Mapping):
-        return schema
+    return _closed_object(schema) if isinstance(schema, Mapping) else schema
+
+
+def _closed_object(schema: Mapping[str, Any]) -> dict[str, Any]:
     made = dict(schema)
     for word in _SINGLE:
         if word in made:

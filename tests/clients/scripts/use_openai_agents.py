@@ -14,10 +14,17 @@ from agents import (
     set_tracing_disabled,
 )
 from openai import AsyncOpenAI
+from pydantic import BaseModel, Field
 from reporting import KEY, MODEL, V1, main
 
 set_tracing_disabled(True)
 CALLS: list[str] = []
+
+
+class Report(BaseModel):
+    """What the agent ends with: a shape, so that a model of 135M comes to an end."""
+
+    words: str = Field(max_length=20)
 
 
 @function_tool
@@ -35,6 +42,7 @@ def run(kind: type, stream: bool = False) -> None:
             instructions="Use the tool, then answer.",
             model=kind(model=MODEL, openai_client=client),
             tools=[weather],
+            output_type=Report,
             model_settings=ModelSettings(tool_choice="required", max_tokens=400, temperature=0),
         )
         if not stream:
@@ -45,7 +53,7 @@ def run(kind: type, stream: bool = False) -> None:
         return result.final_output
 
     CALLS.clear()
-    assert asyncio.run(go()) is not None
+    assert isinstance(asyncio.run(go()), Report)
     assert CALLS
 
 

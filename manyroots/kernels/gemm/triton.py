@@ -2,9 +2,11 @@
 
 Same signatures as `reference.py`. The weight is the matrix instruction's left operand, so that 16
 rows cost no more than one. The inner dimension may be cut into splits, which give partial sums to
-the next kernel. The adapters' A are further tiles of the same launch: their bytes cost what bytes
-cost, their arithmetic nothing. While the kernel before this one still runs, a program's first tile
-of the weight is already on its way into the cache; asking for more made steps slower.
+the next kernel. FP8 is read four numbers to a word: loads are 16 bytes wide so, and what becomes of
+them in registers lies as the matrix instruction wants it. The adapters' A are further tiles of the
+same launch: their bytes cost what bytes cost, their arithmetic nothing. While the kernel before
+this one still runs, a program's first tile of the weight is already on its way into the cache;
+asking for more made steps slower.
 """
 
 from __future__ import annotations
@@ -46,13 +48,99 @@ class Tiling:
 
 
 @triton.jit
-def _product(
+def _unpacked_bfloat16(words):
+    """Four FP8 numbers of each word. They are converted to float16, whose bits, shifted, are those
+    of a bfloat16 that is 2^112 times too small."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b16 low, high;
+        .reg .b32 first, second, sign1, sign2, most;
+        mov.b32 {low, high}, $4;
+        mov.b32 most, 0x77807780;
+        cvt.rn.f16x2.e4m3x2 first, low;
+        cvt.rn.f16x2.e4m3x2 second, high;
+        and.b32 sign1, first, 0x80008000;
+        and.b32 sign2, second, 0x80008000;
+        shr.b32 first, first, 3;
+        shr.b32 second, second, 3;
+        lop3.b32 first, first, 0x0fff0fff, sign1, 0xea;
+        lop3.b32 second, second, 0x0fff0fff, sign2, 0xea;
+        mul.rn.bf16x2 first, first, most;
+        mul.rn.bf16x2 second, second, most;
+        mov.b32 {$0, $1}, first;
+        mov.b32 {$2, $3}, second;
+        }""",
+        "=h,=h,=h,=h,r", [words],
+        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _number_of(words, which: tl.constexpr, dtype: tl.constexpr):
+    """One FP8 number of each word."""
+    byte = ((words >> (8 * which)) & 255).to(tl.uint8)
+    return byte.to(tl.float8e4nv, bitcast=True).to(dtype)
+
+
+@triton.jit
+def _times_words(words, xs, acc, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, FAST: tl.constexpr):
+    """acc + W x^T, where four columns of W are in a word."""
+    even, odd = tl.split(tl.reshape(xs, (BLOCK_M, BLOCK_K // 4, 2, 2)))
+    x0, x2 = tl.split(even)
+    x1, x3 = tl.split(odd)
+    if FAST and xs.dtype == tl.bfloat16:
+        w0, w1, w2, w3 = _unpacked_bfloat16(words)
+    else:
+        w0, w1 = _number_of(words, 0, xs.dtype), _number_of(words, 1, xs.dtype)
+        w2, w3 = _number_of(words, 2, xs.dtype), _number_of(words, 3, xs.dtype)
+    acc = tl.dot(w0, tl.trans(x0), acc, input_precision="ieee")
+    acc = tl.dot(w1, tl.trans(x1), acc, input_precision="ieee")
+    acc = tl.dot(w2, tl.trans(x2), acc, input_precision="ieee")
+    return tl.dot(w3, tl.trans(x3), acc, input_precision="ieee")
+
+
+@triton.jit
+def _scaled_product(
     x, w_rows, scales, row_ok, num_rows, k_size, first, last,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
-    MASKED: tl.constexpr, SCALED: tl.constexpr,
+    SCALED: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """W x^T over [first, last) of the inner dimension: [BLOCK_N, BLOCK_M] in float32. With SCALED,
-    W is in FP8, and `scales` is where each row's are: see `scaled_by`."""
+    """`_product` with W in FP8, as words of four; `scales` is where each row's are: see
+    `scaled_by`."""
+    m = tl.arange(0, BLOCK_M)
+    k = tl.arange(0, BLOCK_K)
+    word = tl.arange(0, BLOCK_K // 4)
+    x_at = x + m[:, None] * k_size + k[None, :]
+    w_at = w_rows[:, None] + word[None, :]
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for at in range(first, last, BLOCK_K):
+        row_mask = (m < num_rows)[:, None]
+        if EVEN_K:
+            words = tl.load(w_at + at // 4, eviction_policy="evict_first")
+        else:
+            row_mask = row_mask & (at + k < k_size)[None, :]
+            inside = (at + 4 * word < k_size)[None, :]
+            words = tl.load(w_at + at // 4, mask=inside, other=0, eviction_policy="evict_first")
+        xs = tl.load(x_at + at, mask=row_mask, other=0.0)
+        if SCALED > 1:
+            part = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+            part = _times_words(words, xs, part, BLOCK_M, BLOCK_K, FAST)
+            scale = tl.load(scales + at // SCALED, mask=row_ok, other=0.0)
+            acc += part * scale[:, None]
+        else:
+            acc = _times_words(words, xs, acc, BLOCK_M, BLOCK_K, FAST)
+    if SCALED == 1:
+        acc *= tl.load(scales, mask=row_ok, other=0.0)[:, None]
+    return acc
+
+
+@triton.jit
+def _product(
+    x, w_rows, row_ok, num_rows, k_size, first, last,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """W x^T over [first, last) of the inner dimension: [BLOCK_N, BLOCK_M] in float32."""
     m = tl.arange(0, BLOCK_M)
     k = tl.arange(0, BLOCK_K)
     x_at = x + m[:, None] * k_size + k[None, :]
@@ -71,15 +159,7 @@ def _product(
         else:
             weight = tl.load(w_at + at, mask=weight_mask, other=0.0, eviction_policy="evict_first")
         xs = tl.load(x_at + at, mask=row_mask, other=0.0)
-        if SCALED:
-            weight = weight.to(tl.float8e4nv, bitcast=True).to(xs.dtype)
-        if SCALED > 1:
-            scale = tl.load(scales + at // SCALED, mask=row_ok, other=0.0)
-            acc += tl.dot(weight, tl.trans(xs), input_precision="ieee") * scale[:, None]
-        else:
-            acc = tl.dot(weight, tl.trans(xs), acc, input_precision="ieee")
-    if SCALED == 1:
-        acc *= tl.load(scales, mask=row_ok, other=0.0)[:, None]
+        acc = tl.dot(weight, tl.trans(xs), acc, input_precision="ieee")
     return acc
 
 
@@ -129,8 +209,8 @@ def _shrink_tile(
         if PIECES:
             of_pieces = _squares_of(squares, num_pieces, num_rows, BLOCK_M, PIECES)
         acc = _product(
-            x, w_rows, x, row_ok, num_rows, k_size, first, last, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K,
-            True, 0,
+            x, w_rows, row_ok, num_rows, k_size, first, last, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K,
+            True,
         )  # fmt: skip
         if PIECES:
             acc = _divided(acc, of_pieces, k_size, eps)
@@ -164,11 +244,13 @@ def _linear(
             )  # fmt: skip
             return
     n = (pid - lora_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
-    w_rows = w + tl.minimum(n, n_size - 1).to(tl.int64) * k_size
+    # Of FP8, four numbers are a word.
+    width_of: tl.constexpr = 4 if SCALED else 1
+    w_rows = w + tl.minimum(n, n_size - 1).to(tl.int64) * (k_size // width_of)
     line = tl.arange(0, LINES) * (BLOCK_K // LINES)
     if not EVEN_K:
         line = tl.minimum(line, tl.maximum(k_size - 1 - first, 0))
-    prefetch(w_rows[:, None] + first + line[None, :], DEPENDENT)
+    prefetch(w_rows[:, None] + (first + line[None, :]) // width_of, DEPENDENT)
     if HAS_BIAS:
         # Of the first split alone: the others' sums are added to its.
         biased = tl.where(split == 0, n_size, 0)
@@ -177,10 +259,17 @@ def _linear(
     m = tl.arange(0, BLOCK_M)
     if PIECES:
         of_pieces = _squares_of(squares, num_pieces, num_rows, BLOCK_M, PIECES)
-    acc = _product(
-        x, w_rows, w_scales + tl.minimum(n, n_size - 1) * num_groups, n < n_size, num_rows, k_size,
-        first, last, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, False, SCALED,
-    )  # fmt: skip
+    if SCALED:
+        scales = w_scales + tl.minimum(n, n_size - 1) * num_groups
+        acc = _scaled_product(
+            x, w_rows, scales, n < n_size, num_rows, k_size, first, last, BLOCK_M, BLOCK_N,
+            BLOCK_K, EVEN_K, SCALED, DEPENDENT,
+        )  # fmt: skip
+    else:
+        acc = _product(
+            x, w_rows, n < n_size, num_rows, k_size, first, last, BLOCK_M, BLOCK_N, BLOCK_K,
+            EVEN_K, False,
+        )  # fmt: skip
     if PIECES:
         acc = _divided(acc, of_pieces, k_size, eps)
     if HAS_BIAS:
@@ -232,6 +321,9 @@ def linear(
         adapters = (hidden, site.pool, site.table, site.scalings, rows.blocks, rows.num_blocks)
     grid = (lora_tiles + triton.cdiv(n_size, tiling.block_n), splits)
     data, scales, num_groups, scaled = scaled_by(weight, x)
+    row_bytes = tiling.block_k * data.element_size()
+    if scaled:
+        data = data.view(torch.int32)
     _linear[grid](
         x, squares, num_pieces, data, scales, num_groups, x if bias is None else bias, out,
         *adapters, num_rows, n_size, k_size, eps, width, lora_tiles, SCALED=scaled,
@@ -239,7 +331,7 @@ def linear(
         PIECES=triton.next_power_of_2(num_pieces) if num_pieces else 0,
         BLOCK_M=max(16, triton.next_power_of_2(num_rows)), BLOCK_N=tiling.block_n,
         BLOCK_K=tiling.block_k, EVEN_K=k_size % tiling.block_k == 0,
-        LINES=max(1, tiling.block_k * data.element_size() // CACHE_LINE_BYTES),
+        LINES=max(1, row_bytes // CACHE_LINE_BYTES),
         num_stages=tiling.num_stages, num_warps=tiling.num_warps, **launch_options(x.device),
     )  # fmt: skip
     return out, term

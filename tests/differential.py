@@ -1,13 +1,16 @@
 """Cached against cold: random conversations through two real engines around one tiny model.
 
-    python -m tests.differential [--mix NAME] [--traces 500] [--seed 0]
+    python -m tests.differential [--mix NAME] [--traces 500] [--seed 0] [--results FILE]
 
 The warm engine reuses prefixes in so little memory that it must evict and retract, with chunked
 prompts and up to four conversations at once; where layers have states, with fewer checkpoints than
-these make. The cold one computes every prompt alone, whole, with reuse off. Lengths lie around
-pages, windows, chunks and checkpoints; three adapters and the base share texts. Both must give the
-same tokens, but where the cold engine's two best tokens are closer than what rounding may move
-them. Prints JSON: what was compared, and how much of it was reused.
+these make. The cold one computes every prompt alone, with reuse off, the answer behind it, all in
+one step: each token of the answer must be the one that it finds likeliest there, but where its two
+best are closer than what rounding may move them. Lengths lie around pages, windows, chunks and
+checkpoints; three adapters and the base share texts.
+
+Prints JSON: what was compared, and how much of it was reused. Every 25 traces get engines of their
+own and a line in the file of results, if there is one; what is there already is not run again.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import json
 import random
 import sys
 import tempfile
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -77,8 +81,13 @@ RECURRENT_MIXES: dict[str, tuple[str, dict[str, Any]]] = {
 """A kind of tiny model for each mix of families."""
 ALL_MIXES = {**MIXES, **RECURRENT_MIXES}
 
-KV_BYTES_SHARE = 0.35
-"""What the warm engine has of the memory that four conversations of full length would take."""
+KV_BYTES_SHARE = 0.28
+"""What the warm engine has of the memory that four conversations of full length would take: little
+more than one of them, so that answers which grow take each other's pages away."""
+SHORT = (1, 2, PAGE - 1, PAGE, PAGE + 1, 9)
+LONG = (17, 26, 41)
+"""Tokens that are asked for."""
+TRACES_AT_ONCE = 25
 NUM_CHECKPOINTS, INTERVAL = 7, 3 * PAGE
 """What it has of saved states, where there are any: fewer than four conversations make."""
 
@@ -94,8 +103,10 @@ class Found:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     retractions: int = 0
+    evicted_pages: int = 0
+    """At least: those that were filled and that the pool has no room for."""
     near_ties: int = 0
-    """Requests whose tokens part where the cold engine's two best are as good as equal."""
+    """Tokens that are the cold engine's second best, where its two best are as good as equal."""
 
 
 class Engines:
@@ -136,14 +147,22 @@ class Engines:
             max_model_len=MAX_LEN, **settings,
         )  # fmt: skip
 
-    def ask(
-        self, llm: LLM, prompts: list[list[int]], names: list[str | None], count: int
-    ) -> list[Any]:
-        requests = [
+    def answers(self, prompts: list[list[int]], names: list[str | None], count: int) -> list[Any]:
+        """The warm engine's, side by side."""
+        greedy = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+        return self.warm.generate(prompts, greedy, lora_request=self._requests(names))
+
+    def cold_logprobs(self, tokens: list[int], name: str | None) -> list[Any]:
+        """Of the two best tokens behind each of `tokens` but the last."""
+        once = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, prompt_logprobs=2)
+        [output] = self.cold.generate([tokens], once, lora_request=self._requests([name]))
+        found: list[Any] = output.prompt_logprobs
+        return found
+
+    def _requests(self, names: list[str | None]) -> list[LoRARequest | None]:
+        return [
             None if name is None else LoRARequest(name, 1, self.adapters[name]) for name in names
         ]
-        greedy = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, logprobs=2)
-        return llm.generate(prompts, greedy, lora_request=requests)
 
     def close(self) -> None:
         self.warm.close()
@@ -159,7 +178,10 @@ def run(mix: str, seeds: range) -> Found:
             for seed in seeds:
                 _trace(engines, random.Random(f"{mix} {seed}"), found, f"{mix}, seed {seed}")
                 found.traces += 1
-            found.retractions = engines.warm.stats().total_retractions
+            stats = engines.warm.stats()
+            found.retractions = stats.total_retractions
+            computed = found.prompt_tokens - found.cached_tokens
+            found.evicted_pages = max(0, computed // PAGE - stats.num_pages)
         finally:
             engines.close()
     return found
@@ -171,21 +193,22 @@ def _trace(engines: Engines, rng: random.Random, found: Found, where: str) -> No
     names = [rng.choice([None, *ADAPTERS]) for _ in range(rng.randint(1, 4))]
     histories = [list(rng.choice(heads)) for _ in names]
     for _ in range(rng.randint(2, 4)):
-        count = rng.choice([1, 2, PAGE - 1, PAGE, PAGE + 1, 9])
+        count = rng.choice(LONG if rng.random() < 0.4 else SHORT)
         open_ones = []
         for index, history in enumerate(histories):
             history += _text(rng, _length(rng))
-            if len(history) + count <= MAX_LEN:
+            if len(history) + count < MAX_LEN:
                 open_ones.append(index)
         if not open_ones:
             return
         prompts = [histories[index] for index in open_ones]
         asked = [names[index] for index in open_ones]
-        answers = engines.ask(engines.warm, prompts, asked, count)
+        answers = engines.answers(prompts, asked, count)
         for index, answer in zip(open_ones, answers, strict=True):
-            [cold] = engines.ask(engines.cold, [histories[index]], [names[index]], count)
-            _compare(answer, cold, found, f"{where}, {names[index]}, {histories[index]}")
-            histories[index] = histories[index] + cold.outputs[0].token_ids
+            name, whole = names[index], histories[index] + answer.outputs[0].token_ids
+            cold = engines.cold_logprobs(whole, name)[len(histories[index]) - 1 :]
+            _compare(answer, cold, found, f"{where}, {name}, {histories[index]}")
+            histories[index] = whole
         if rng.random() < 0.2:
             # The same text under other weights: it must find nothing of the first.
             names = [rng.choice([None, *ADAPTERS]) for _ in names]
@@ -200,23 +223,24 @@ def _text(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(3, 300) for _ in range(count)]
 
 
-def _compare(warm: Any, cold: Any, found: Found, where: str) -> None:
+def _compare(warm: Any, cold: list[Any], found: Found, where: str) -> None:
+    """`cold`: what was found behind the prompt and behind each token of the answer but the last."""
     found.requests += 1
     found.prompt_tokens += len(warm.prompt_token_ids)
     found.cached_tokens += warm.num_cached_tokens
-    ours, theirs = warm.outputs[0], cold.outputs[0]
     close = 2 * TOLERANCES["logits", torch.float32].atol
-    for at, (token, wanted) in enumerate(zip(ours.token_ids, theirs.token_ids, strict=True)):
-        if token != wanted:
-            best, second = theirs.logprobs[at].top_logprobs[:2]
-            if best - second > close:
-                raise AssertionError(
-                    f"{where}: token {at} is {token} from the cache and {wanted} cold "
-                    f"({ours.token_ids} and {theirs.token_ids})"
-                )
-            found.near_ties += 1
-            return
-        found.tokens += 1
+    tokens = warm.outputs[0].token_ids
+    for at, (token, behind) in enumerate(zip(tokens, cold, strict=True)):
+        if token == behind.top_tokens[0]:
+            found.tokens += 1
+            continue
+        best, second = behind.top_logprobs[:2]
+        if token != behind.top_tokens[1] or best - second > close:
+            raise AssertionError(
+                f"{where}: token {at} of {tokens} is {token} from the cache and "
+                f"{behind.top_tokens[0]} cold"
+            )
+        found.near_ties += 1
 
 
 def main(arguments: list[str]) -> int:
@@ -224,11 +248,38 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--mix", choices=sorted(ALL_MIXES), action="append")
     parser.add_argument("--traces", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--results", type=Path, help="a line for each part, to go on from")
     options = parser.parse_args(arguments)
     for mix in options.mix or ALL_MIXES:
-        seeds = range(options.seed, options.seed + options.traces)
-        print(json.dumps(asdict(run(mix, seeds))), flush=True)
+        print(json.dumps(_whole(mix, options)), flush=True)
     return 0
+
+
+def _whole(mix: str, options: argparse.Namespace) -> dict[str, Any]:
+    """All traces of a mix, those that are among the results without running them again."""
+    total: Counter[str] = Counter()
+    end = options.seed + options.traces
+    for first in range(options.seed, end, TRACES_AT_ONCE):
+        seeds = range(first, min(first + TRACES_AT_ONCE, end))
+        key = {"mix": mix, "first": seeds.start, "end": seeds.stop}
+        part = _known(options.results, key)
+        if part is None:
+            part = {**key, **asdict(run(mix, seeds))}
+            if options.results is not None:
+                with options.results.open("a") as file:
+                    file.write(json.dumps(part) + "\n")
+        total.update({name: part[name] for name in part.keys() - key.keys()})
+    return {"mix": mix, **total}
+
+
+def _known(results: Path | None, key: dict[str, Any]) -> dict[str, Any] | None:
+    if results is None or not results.exists():
+        return None
+    for line in results.read_text().splitlines():
+        part: dict[str, Any] = json.loads(line)
+        if part.items() >= key.items():
+            return part
+    return None
 
 
 if __name__ == "__main__":

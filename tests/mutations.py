@@ -1202,9 +1202,29 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "layers/delta_net.py",
-        "beta, decay = ba.view(-1, groups, 2 * heads // groups).chunk(2, dim=2)",
-        "decay, beta = ba.view(-1, groups, 2 * heads // groups).chunk(2, dim=2)",
+        "beta, decay = _in(ba, groups, -1).chunk(2, dim=2)",
+        "decay, beta = _in(ba, groups, -1).chunk(2, dim=2)",
         "Qwen3-Next's betas and decays change places",
+        (
+            "unit/models/test_logits_parity.py::"
+            "test_prefill_chunks_and_decode_give_transformers_logits[qwen3-next]",
+        ),
+    ),
+    Mutation(
+        "layers/weights/fill.py",
+        "self.place.copy_(part[list(self.order)] if self.order else part)",
+        "self.place.copy_(part)",
+        "Qwen3-Next's filters keep the checkpoint's order, and its channels have another",
+        (
+            "unit/models/test_logits_parity.py::"
+            "test_prefill_chunks_and_decode_give_transformers_logits[qwen3-next]",
+        ),
+    ),
+    Mutation(
+        "layers/shared_moe.py",
+        "return Product(norm.add_gated(chosen.sums, shared.sums, x, weight[0]))",
+        "return Product(norm.add_gated(chosen.sums, shared.sums, x, 0 * weight[0]))",
+        "the shared expert's gate is half open for everybody",
         (
             "unit/models/test_logits_parity.py::"
             "test_prefill_chunks_and_decode_give_transformers_logits[qwen3-next]",

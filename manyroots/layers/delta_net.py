@@ -82,37 +82,60 @@ class GatedDeltaNet:
         self, x: Tensor | UndividedNorm, memory: tuple[Tensor, ...], step: Step
     ) -> Product:
         conv_state, matrix = memory
-        spec, rows = self._spec, step.states[self._family]
+        rows = step.states[self._family]
         projected = self.in_proj(x, step).finished(self._kernels).to(self._filter.dtype)
         qkv, z, beta, decay = self._parts(projected)
         qkv = self._kernels.causal_conv.conv(qkv, self._filter, None, conv_state, rows, "silu")
-        sizes = [piece.size for piece in self._pieces]
-        q, k, v = torch.split(qkv, sizes, dim=1)
-        keys = (-1, spec.key_heads, spec.key_dim)
-        values = (-1, spec.num_heads, spec.value_dim)
+        q, k, v = self._heads(qkv)
         read = self._kernels.delta_rule.gated_delta(
-            q.view(keys), k.view(keys), v.view(values), decay, beta,
-            self._a_log, self._dt_bias, matrix, rows,
-        )  # fmt: skip
+            q, k, v, decay, beta, self._a_log, self._dt_bias, matrix, rows
+        )
         normed = self._kernels.gated_norm.gated_norm(
-            read, z.view(values), self._norm, self._eps, gate_first=False
+            read, z, self._norm, self._eps, gate_first=False
         )
         return self.out_proj(normed.flatten(1), step)
 
     def _parts(self, projected: Tensor) -> tuple[Tensor, ...]:
-        """Queries, keys and values in one; gates; betas; decays."""
+        """Views of a product: what the convolution takes, in groups of channels; then gates, betas
+        and decays, by key head and each one's heads."""
         spec = self._spec
         heads, groups = spec.num_heads, spec.key_heads
-        value = heads * spec.value_dim
-        if not spec.is_fused:
-            return torch.split(projected, [spec.channels, value, heads, heads], dim=1)
-        # A key head's query, key, values and gates lie together; so do its betas and decays.
-        qkvz, ba = torch.split(projected, [spec.channels + value, 2 * heads], dim=1)
-        sizes = [spec.key_dim, spec.key_dim, value // groups, value // groups]
-        q, k, v, z = torch.split(qkvz.view(-1, groups, sum(sizes)), sizes, dim=2)
-        beta, decay = ba.view(-1, groups, 2 * heads // groups).chunk(2, dim=2)
-        qkv = torch.cat([x.flatten(1) for x in (q, k, v)], dim=1)
-        return qkv, z.flatten(1), beta.flatten(1), decay.flatten(1)
+        each, value = heads // groups, heads * spec.value_dim
+        if spec.is_fused:
+            # A key head's query, key, values and gates lie together; so do its betas and decays.
+            qkvz, ba = torch.split(projected, [spec.channels + value, 2 * heads], dim=1)
+            sizes = [spec.channels // groups, value // groups]
+            qkv, z = torch.split(_in(qkvz, groups, -1), sizes, dim=2)
+            beta, decay = _in(ba, groups, -1).chunk(2, dim=2)
+            return qkv, _in(z, each, -1), beta, decay
+        qkv, z, beta, decay = torch.split(projected, [spec.channels, value, heads, heads], dim=1)
+        beta, decay = _in(beta, groups, each), _in(decay, groups, each)
+        return qkv, _in(z, groups, each, -1), beta, decay
+
+    def _heads(self, qkv: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values [num_tokens, key heads, ...] of what the convolution gives,
+        whose channels have the order of its input."""
+        spec = self._spec
+        groups, each = spec.key_heads, spec.num_heads // spec.key_heads
+        sizes = [piece.size for piece in self._pieces]
+        if spec.is_fused:
+            by_group = [size // groups for size in sizes]
+            q, k, v = torch.split(_in(qkv, groups, -1), by_group, dim=2)
+        else:
+            q, k, v = (_in(x, groups, -1) for x in torch.split(qkv, sizes, dim=1))
+        return q, k, _in(v, each, -1)
+
+    def _order(self) -> tuple[int, ...]:
+        """Which of a checkpoint's channels each of the convolution's is: all queries come first
+        there, where a fused product has them key head by key head."""
+        groups = self._spec.key_heads
+        if not self._spec.is_fused:
+            return ()
+        first, pieces = 0, []
+        for piece in self._pieces:
+            pieces.append(torch.arange(first, first + piece.size).view(groups, -1))
+            first += piece.size
+        return tuple(torch.cat(pieces, dim=1).flatten().tolist())
 
     def weights(self, name: str) -> Fills:
         """Where a checkpoint's tensors for the mixer `name` go."""
@@ -121,7 +144,10 @@ class GatedDeltaNet:
         yield from self.out_proj.weights(f"{name}.out_proj")
         # A checkpoint has it as a convolution of one input channel each.
         place = self._filter.unsqueeze(1)
-        yield f"{name}.conv1d.weight", Fill(place, 0, shard, pieces=self._pieces)
+        yield (
+            f"{name}.conv1d.weight",
+            Fill(place, 0, shard, pieces=self._pieces, order=self._order()),
+        )
         yield f"{name}.A_log", Fill(self._a_log, 0, shard)
         yield f"{name}.dt_bias", Fill(self._dt_bias, 0, shard)
         yield f"{name}.norm.weight", Fill(self._norm)
@@ -133,3 +159,8 @@ class GatedDeltaNet:
 
     def products(self) -> Iterator[Linear]:
         yield from (self.in_proj, self.out_proj)
+
+
+def _in(x: Tensor, *sizes: int) -> Tensor:
+    """A view with its last dimension in several."""
+    return x.view(*x.shape[:-1], *sizes)

@@ -58,12 +58,17 @@ class SharedExpertMLP:
 
     def __call__(self, x: Tensor | UndividedNorm, step: Step) -> Product:
         x = whole_rows(x)
-        shared = self.shared(x, step).finished(self._kernels)
-        if self.gate is not None:
-            gate = self.gate(x, step).finished(self._kernels)
-            shared = self._kernels.gated_norm.sigmoid_gated(shared, gate)
-        chosen = self.sparse(x, step).finished(self._kernels)
-        return Product(chosen + shared)
+        shared, chosen = self.shared(x, step), self.sparse(x, step)
+        if self.gate is None:
+            return Product(chosen.finished(self._kernels) + shared.finished(self._kernels))
+        norm = self._kernels.gated_norm
+        weight = self.gate.weight.data
+        if step.lora is None and isinstance(weight, Tensor):
+            # The gate is one number of each token: whoever adds up computes it on the way.
+            return Product(norm.add_gated(chosen.sums, shared.sums, x, weight[0]))
+        gate = self.gate(x, step).finished(self._kernels)
+        gated = norm.sigmoid_gated(shared.finished(self._kernels), gate)
+        return Product(chosen.finished(self._kernels) + gated)
 
     def weights(self, name: str) -> Fills:
         """Where a checkpoint's tensors for the layer `name` go."""

@@ -22,6 +22,7 @@ from manyroots.engine import worker
 from manyroots.kernels.choice import Kernels, reference_kernels
 from manyroots.kernels.lora_sites.sites import LoraTerm, PoolSite
 from manyroots.kernels.moe_pairs.routing import Routing
+from manyroots.kernels.recurrent.rows import StateRows
 from manyroots.kernels.sampling.rows import (
     MAX_TOP,
     NO_FAULT,
@@ -138,6 +139,16 @@ def _routing(routing: Routing) -> Pieces:
     }
 
 
+def _of_states(out: Tensor, state: Tensor, rows: StateRows) -> Pieces:
+    """Without what padding has: the last unit is nobody's, and as many rows as a graph is filled up
+    with read and write it in any order."""
+    is_real = rows.units != len(state) - 1
+    return {
+        "out": out[torch.repeat_interleave(is_real, rows.starts.diff().long())],
+        "state": state[:-1],
+    }
+
+
 def _sampled(rows: SamplingRows, sampled: Sampled) -> Pieces:
     """What means anything of it, and what was counted."""
     is_good = sampled.faults == NO_FAULT
@@ -174,13 +185,13 @@ RESULTS: dict[str, Callable[[tuple[Any, ...], Any], Pieces]] = {
     "lora_sites.add_embedding": lambda args, out: {"y": args[0]},
     "moe_pairs.route": lambda args, out: _routing(out),
     "moe_pairs.experts": lambda args, out: {"out": out.float().sum(0)},
-    # The last unit is nobody's, as the last row below.
-    "causal_conv.conv": lambda args, out: {"out": out, "state": args[3][:-1]},
-    "delta_rule.gated_delta": lambda args, out: {"out": out, "state": args[7][:-1]},
-    "mamba.scan": lambda args, out: {"out": out, "state": args[7][:-1]},
+    "causal_conv.conv": lambda args, out: _of_states(out, args[3], args[4]),
+    "delta_rule.gated_delta": lambda args, out: _of_states(out, args[7], args[8]),
+    "mamba.scan": lambda args, out: _of_states(out, args[7], args[8]),
     "gated_norm.gated_norm": lambda args, out: {"out": out},
     "gated_norm.gated": lambda args, out: {"out": out},
     "gated_norm.sigmoid_gated": lambda args, out: {"out": out},
+    "gated_norm.add_gated": lambda args, out: {"out": out},
     "sampling.sample": lambda args, out: _sampled(args[1], out),
     "decode_rows.begin": lambda args, out: {"tokens": out[0], "tables": out[1]},
     # The last row is nobody's, and takes what many write there in any order.

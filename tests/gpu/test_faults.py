@@ -26,6 +26,7 @@ HYBRIDS = {
     "gated_norm.gated_norm": "qwen3-next",
     "gated_norm.gated": "falcon-h1",
     "gated_norm.sigmoid_gated": "qwen3-next",
+    "gated_norm.add_gated": "qwen3-next",
 }
 """By kernel that a dense model does not call: one that does."""
 OF_FP8 = "scaled_gemm.linear"

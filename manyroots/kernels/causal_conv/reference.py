@@ -22,8 +22,10 @@ def conv(
     rows: StateRows,
     activation: str | None,
 ) -> Tensor:
-    """`x` [num_tokens, channels] -> the same; `weight` [channels, width]; `state` [units, channels,
-    width - 1], read and written in place. `activation`: "silu" or None."""
+    """`x` [num_tokens, channels], or [num_tokens, groups, channels of each] of a wider product ->
+    [num_tokens, channels]; `weight` [channels, width]; `state` [units, channels, width - 1], read
+    and written in place. `activation`: "silu" or None."""
+    x = x.flatten(1)
     y = torch.empty_like(x)
     starts = rows.starts.tolist()
     for i, unit in enumerate(rows.units.tolist()):

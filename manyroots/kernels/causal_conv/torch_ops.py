@@ -21,6 +21,7 @@ def conv(
     rows: StateRows,
     activation: str | None,
 ) -> Tensor:
+    x = x.flatten(1)
     before = state[rows.units].masked_fill(rows.is_fresh[:, None, None], 0.0)
     if rows.is_decode:
         seen = torch.cat([before, x[:, :, None]], dim=2)

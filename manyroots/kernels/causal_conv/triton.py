@@ -21,11 +21,12 @@ BLOCK_T = 32
 
 @triton.jit
 def _input(
-    x, state, unit, first, at, cols, ok, fresh, x_row, state_unit, state_channel,
-    BEFORE: tl.constexpr,
+    x, state, unit, first, at, cols, ok, fresh, x_row, x_group, state_unit, state_channel,
+    GROUP: tl.constexpr, BEFORE: tl.constexpr,
 ):  # fmt: skip
     """The inputs [tokens, channels] at places `at` of a sequence, whose own begin at 0."""
-    own = x + (first + tl.maximum(at, 0)).to(tl.int64)[:, None] * x_row + cols[None, :]
+    column = cols // GROUP * x_group + cols % GROUP
+    own = x + (first + tl.maximum(at, 0)).to(tl.int64)[:, None] * x_row + column[None, :]
     found = tl.load(own, mask=ok & (at >= 0)[:, None], other=0.0).to(tl.float32)
     kept = state + unit * state_unit + cols[None, :] * state_channel
     kept += (tl.minimum(at, -1) + BEFORE)[:, None]
@@ -35,10 +36,11 @@ def _input(
 
 @triton.jit
 def _conv(
-    x, weight, bias, state, out, units, starts, is_fresh, channels, x_row, state_unit,
+    x, weight, bias, state, out, units, starts, is_fresh, channels, x_row, x_group, state_unit,
     state_channel,
-    WIDTH: tl.constexpr, PADDED_BEFORE: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr,
-    KEEPS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, DEPENDENT: tl.constexpr,
+    GROUP: tl.constexpr, WIDTH: tl.constexpr, PADDED_BEFORE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    SILU: tl.constexpr, KEEPS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     let_next_begin(DEPENDENT)
     cols = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -58,30 +60,31 @@ def _conv(
         w = tl.load(weight + cols * WIDTH + tap, mask=col_ok, other=0.0).to(tl.float32)
         at = t + (tap - WIDTH + 1)
         total += w[None, :] * _input(
-            x, state, unit, first, at, cols, ok, fresh, x_row, state_unit, state_channel, WIDTH - 1
-        )
+            x, state, unit, first, at, cols, ok, fresh, x_row, x_group, state_unit, state_channel,
+            GROUP, WIDTH - 1,
+        )  # fmt: skip
     if SILU:
         total *= tl.sigmoid(total)
     rows = (first + t).to(tl.int64)
     tl.store(out + rows[:, None] * channels + cols[None, :], total, mask=ok)
     if KEEPS:
         _move_on(
-            x, state, unit, first, count, cols, col_ok, fresh, x_row, state_unit, state_channel,
-            WIDTH - 1, PADDED_BEFORE,
+            x, state, unit, first, count, cols, col_ok, fresh, x_row, x_group, state_unit,
+            state_channel, GROUP, WIDTH - 1, PADDED_BEFORE,
         )  # fmt: skip
 
 
 @triton.jit
 def _move_on(
-    x, state, unit, first, count, cols, col_ok, fresh, x_row, state_unit, state_channel,
-    BEFORE: tl.constexpr, PADDED_BEFORE: tl.constexpr,
+    x, state, unit, first, count, cols, col_ok, fresh, x_row, x_group, state_unit, state_channel,
+    GROUP: tl.constexpr, BEFORE: tl.constexpr, PADDED_BEFORE: tl.constexpr,
 ):  # fmt: skip
     """The last inputs of a sequence are its state."""
     place = tl.arange(0, PADDED_BEFORE)
     ok = (place < BEFORE)[:, None] & col_ok[None, :]
     found = _input(
-        x, state, unit, first, place + count - BEFORE, cols, ok, fresh, x_row, state_unit,
-        state_channel, BEFORE,
+        x, state, unit, first, place + count - BEFORE, cols, ok, fresh, x_row, x_group, state_unit,
+        state_channel, GROUP, BEFORE,
     )  # fmt: skip
     # All of it is read before any of it is written.
     tl.debug_barrier()
@@ -91,8 +94,8 @@ def _move_on(
 
 @triton.jit
 def _keep(
-    x, state, units, starts, is_fresh, channels, x_row, state_unit, state_channel,
-    BEFORE: tl.constexpr, PADDED_BEFORE: tl.constexpr, BLOCK_C: tl.constexpr,
+    x, state, units, starts, is_fresh, channels, x_row, x_group, state_unit, state_channel,
+    GROUP: tl.constexpr, BEFORE: tl.constexpr, PADDED_BEFORE: tl.constexpr, BLOCK_C: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     let_next_begin(DEPENDENT)
@@ -104,8 +107,8 @@ def _keep(
     count = tl.load(starts + seq + 1) - first
     wait_for_inputs(DEPENDENT)
     _move_on(
-        x, state, unit, first, count, cols, cols < channels, fresh, x_row, state_unit,
-        state_channel, BEFORE, PADDED_BEFORE,
+        x, state, unit, first, count, cols, cols < channels, fresh, x_row, x_group, state_unit,
+        state_channel, GROUP, BEFORE, PADDED_BEFORE,
     )  # fmt: skip
 
 
@@ -117,14 +120,17 @@ def conv(
     rows: StateRows,
     activation: str | None,
 ) -> Tensor:
-    """Of x [tokens, channels] with weight [channels, width], newest token last; gives the same
-    shape. `state` [units, channels, width - 1] has the inputs before a sequence's first token, and
-    afterwards those before its next. `activation`: None or "silu"."""
+    """Of x [tokens, channels], or [tokens, groups, channels of each], with weight [channels,
+    width], newest token last; gives [tokens, channels]. `state` [units, channels, width - 1] has
+    the inputs before a sequence's first token, and afterwards those before its next. `activation`:
+    None or "silu"."""
     channels, width = weight.shape
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if x.dim() == 2:
+        x = x.unsqueeze(1)
+    out = torch.empty(x.shape[0], channels, dtype=x.dtype, device=x.device)
     num_blocks, padded = triton.cdiv(channels, BLOCK_C), triton.next_power_of_2(width - 1)
     options = launch_options(x.device)
-    strides = (channels, x.stride(0), state.stride(0), state.stride(1))
+    strides = (channels, x.stride(0), x.stride(1), state.stride(0), state.stride(1))
     decodes, prompts = slice(0, rows.num_decodes), slice(rows.num_decodes, len(rows.units))
     for part, keeps in ((decodes, True), (prompts, False)):
         count = part.stop - part.start
@@ -136,12 +142,12 @@ def conv(
         num_steps = 1 if keeps else triton.cdiv(rows.max_len, BLOCK_T)
         _conv[(num_blocks, num_steps, count)](
             x, weight, x if bias is None else bias, state, out, *where, *strides,
-            WIDTH=width, PADDED_BEFORE=padded, HAS_BIAS=bias is not None,
+            GROUP=x.shape[2], WIDTH=width, PADDED_BEFORE=padded, HAS_BIAS=bias is not None,
             SILU=activation == "silu", KEEPS=keeps, BLOCK_T=block_t, BLOCK_C=BLOCK_C, **options,
         )  # fmt: skip
         if not keeps:
             _keep[(num_blocks, count)](
-                x, state, *where, *strides, BEFORE=width - 1, PADDED_BEFORE=padded,
-                BLOCK_C=BLOCK_C, **options,
+                x, state, *where, *strides, GROUP=x.shape[2], BEFORE=width - 1,
+                PADDED_BEFORE=padded, BLOCK_C=BLOCK_C, **options,
             )  # fmt: skip
     return out

@@ -31,11 +31,13 @@ def gated_delta(
 ) -> Tensor:
     """Values [tokens, heads, value_dim] that queries read, in the dtype of v.
 
-    q and k [tokens, key_heads, key_dim] are normalised here; a key head is that of as many heads
-    in a row as there are for each. v [tokens, heads, value_dim]. `decay` and `beta` [tokens, heads]
-    are products as they come: g = -exp(a_log) softplus(decay + dt_bias), and beta's sigmoid counts.
-    `a_log` and `dt_bias` [heads]. `state` [units, heads, key_dim, value_dim] is float32.
+    q and k [tokens, key_heads, key_dim] are normalised here. A key head is that of several heads in
+    a row: v [tokens, key_heads, heads of each, value_dim]. `decay` and `beta` [tokens, key_heads,
+    heads of each] are products as they come: g = -exp(a_log) softplus(decay + dt_bias), and beta's
+    sigmoid counts. `a_log` and `dt_bias` [heads]. `state` [units, heads, key_dim, value_dim] is
+    float32.
     """
+    v, decay, beta = v.flatten(1, 2), decay.flatten(1), beta.flatten(1)
     heads, dim = v.shape[1], q.shape[2]
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     each = heads // q.shape[1]

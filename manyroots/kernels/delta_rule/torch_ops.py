@@ -46,6 +46,7 @@ def gated_delta(
 ) -> Tensor:
     """Values [tokens, heads, value_dim] that queries read, in the dtype of v. See `reference.py`
     for the shapes."""
+    v, decay, beta = v.flatten(1, 2), decay.flatten(1), beta.flatten(1)
     q = _unit(q.float()).mul_(q.shape[2] ** -0.5)
     k = _unit(k.float())
     g = F.softplus(decay.float() + dt_bias.float()).mul_(-a_log.float().exp())

@@ -23,19 +23,25 @@ from manyroots.kernels.launch import launch_options, let_next_begin, wait_for_in
 from manyroots.kernels.recurrent.rows import StateRows
 
 CHUNK = 64
+MIN_COLUMNS = 32
+"""Narrower keys or values are multiplied in float32: with keys of 16 in bfloat16 a prompt ended in
+an illegal memory access on an H200 (Triton 3.6). Not explained; no public model has such."""
 BLOCK_V = 32
 """Value columns of a program: a matrix [key_dim, BLOCK_V] is what it keeps in registers."""
 
 
 @triton.jit
-def _gates(decay, beta, a_log, dt_bias, rows, row_ok, head, heads, decay_row, beta_row):
+def _gates(
+    decay, beta, a_log, dt_bias, rows, row_ok, head, gate_row, gate_group, EACH: tl.constexpr
+):
     """g and beta of some tokens; 0 and 0 where there is none, which changes nothing."""
-    raw = tl.load(decay + rows * decay_row + head, mask=row_ok, other=0.0).to(tl.float32)
+    at = rows * gate_row + (head // EACH) * gate_group + head % EACH
+    raw = tl.load(decay + at, mask=row_ok, other=0.0).to(tl.float32)
     raw += tl.load(dt_bias + head).to(tl.float32)
     # softplus; beyond 20 it is the number itself in float32.
     step = tl.where(raw > 20.0, raw, tl.log(1.0 + tl.exp(tl.minimum(raw, 20.0))))
     g = -tl.exp(tl.load(a_log + head).to(tl.float32)) * step
-    b = tl.sigmoid(tl.load(beta + rows * beta_row + head, mask=row_ok, other=0.0).to(tl.float32))
+    b = tl.sigmoid(tl.load(beta + at, mask=row_ok, other=0.0).to(tl.float32))
     return tl.where(row_ok, g, 0.0), tl.where(row_ok, b, 0.0)
 
 
@@ -50,8 +56,8 @@ def _unit_rows(x, rows, row_ok, at, row_stride, EPS: tl.constexpr, DIM: tl.const
 
 @triton.jit
 def _decode(
-    q, k, v, decay, beta, a_log, dt_bias, state, out, units, is_fresh, q_row, k_row, v_row,
-    decay_row, beta_row, state_unit,
+    q, k, v, decay, beta, a_log, dt_bias, state, out, units, is_fresh, qk_row, qk_group,
+    v_row, v_group, gate_row, gate_group, state_unit,
     HEADS: tl.constexpr, EACH: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_V: tl.constexpr, EPS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -67,12 +73,14 @@ def _decode(
     matrix = tl.where(fresh != 0, 0.0, matrix)
     row = seq + tl.arange(0, 1)
     row_ok = row >= 0
-    g, b = _gates(decay, beta, a_log, dt_bias, row, row_ok, head, HEADS, decay_row, beta_row)
-    key = tl.load(k + seq * k_row + (head // EACH) * KEY_DIM + d).to(tl.float32)
+    g, b = _gates(decay, beta, a_log, dt_bias, row, row_ok, head, gate_row, gate_group, EACH)
+    at_key = seq * qk_row + (head // EACH) * qk_group + d
+    key = tl.load(k + at_key).to(tl.float32)
     key *= tl.rsqrt(tl.sum(key * key) + EPS)
-    query = tl.load(q + seq * q_row + (head // EACH) * KEY_DIM + d).to(tl.float32)
+    query = tl.load(q + at_key).to(tl.float32)
     query *= tl.rsqrt(tl.sum(query * query) + EPS) * (KEY_DIM**-0.5)
-    value = tl.load(v + seq * v_row + head * VALUE_DIM + cols).to(tl.float32)
+    at_value = seq * v_row + (head // EACH) * v_group + (head % EACH) * VALUE_DIM
+    value = tl.load(v + at_value + cols).to(tl.float32)
     matrix *= tl.exp(g)[:, None]
     read = tl.sum(matrix * key[:, None], axis=0)
     matrix += key[:, None] * ((value - read) * b)[None, :]
@@ -92,9 +100,10 @@ def _chunk_rows(starts, seq, chunk, CHUNK: tl.constexpr):
 
 @triton.jit
 def _solve(
-    k, v, decay, beta, a_log, dt_bias, wanted, reading, starts, k_row, v_row, decay_row, beta_row,
+    k, v, decay, beta, a_log, dt_bias, wanted, reading, starts, qk_row, qk_group, v_row, v_group,
+    gate_row, gate_group,
     HEADS: tl.constexpr, EACH: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    CHUNK: tl.constexpr, EPS: tl.constexpr, DEPENDENT: tl.constexpr,
+    CHUNK: tl.constexpr, IS_NARROW: tl.constexpr, EPS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     let_next_begin(DEPENDENT)
     head = tl.program_id(1)
@@ -102,10 +111,11 @@ def _solve(
     if left <= 0:
         return
     wait_for_inputs(DEPENDENT)
-    g, b = _gates(decay, beta, a_log, dt_bias, rows, row_ok, head, HEADS, decay_row, beta_row)
+    g, b = _gates(decay, beta, a_log, dt_bias, rows, row_ok, head, gate_row, gate_group, EACH)
     sums = tl.cumsum(g, axis=0)
-    key = _unit_rows(k, rows, row_ok, (head // EACH) * KEY_DIM, k_row, EPS, KEY_DIM)
-    operand = key.to(k.dtype.element_ty)
+    key = _unit_rows(k, rows, row_ok, (head // EACH) * qk_group, qk_row, EPS, KEY_DIM)
+    kind = tl.float32 if IS_NARROW else k.dtype.element_ty
+    operand = key.to(kind)
     i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     # The system's transpose: a row of it is then a column here, which rows of the result multiply.
     between = tl.exp(tl.where(i < j, sums[None, :] - sums[:, None], float("-inf")))
@@ -115,15 +125,16 @@ def _solve(
         factors = tl.sum(tl.where(j == row, system, 0.0), axis=1)
         found = tl.sum(factors[:, None] * inverse, axis=0)
         inverse -= tl.where(i == row, found[None, :], 0.0)
-    inverse = inverse.to(k.dtype.element_ty)
+    inverse = inverse.to(kind)
     d, e = tl.arange(0, KEY_DIM), tl.arange(0, VALUE_DIM)
-    source = v + rows[:, None] * v_row + head * VALUE_DIM + e[None, :]
+    source = v + (head // EACH) * v_group + (head % EACH) * VALUE_DIM
+    source += rows[:, None] * v_row + e[None, :]
     value = tl.load(source, mask=row_ok[:, None], other=0.0).to(tl.float32) * b[:, None]
-    value = tl.dot(inverse, value.to(k.dtype.element_ty), input_precision="ieee")
+    value = tl.dot(inverse, value.to(kind), input_precision="ieee")
     place = rows * HEADS + head
     to = wanted + place[:, None] * VALUE_DIM + e[None, :]
     tl.store(to, value.to(wanted.dtype.element_ty), mask=row_ok[:, None])
-    weighted = (key * (b * tl.exp(sums))[:, None]).to(k.dtype.element_ty)
+    weighted = (key * (b * tl.exp(sums))[:, None]).to(kind)
     weighted = tl.dot(inverse, weighted, input_precision="ieee")
     to = reading + place[:, None] * KEY_DIM + d[None, :]
     tl.store(to, weighted.to(reading.dtype.element_ty), mask=row_ok[:, None])
@@ -131,10 +142,11 @@ def _solve(
 
 @triton.jit
 def _scan(
-    q, k, decay, beta, a_log, dt_bias, wanted, reading, state, out, units, starts, is_fresh, q_row,
-    k_row, decay_row, beta_row, state_unit,
+    q, k, decay, beta, a_log, dt_bias, wanted, reading, state, out, units, starts, is_fresh,
+    qk_row, qk_group, gate_row, gate_group, state_unit,
     HEADS: tl.constexpr, EACH: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    BLOCK_V: tl.constexpr, CHUNK: tl.constexpr, EPS: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK_V: tl.constexpr, CHUNK: tl.constexpr, IS_NARROW: tl.constexpr, EPS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     let_next_begin(DEPENDENT)
     cols = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -149,10 +161,10 @@ def _scan(
     matrix = tl.where(fresh != 0, 0.0, tl.load(at))
     for chunk in range(tl.cdiv(count, CHUNK)):
         rows, row_ok, _ = _chunk_rows(starts, seq, chunk, CHUNK)
-        g, _ = _gates(decay, beta, a_log, dt_bias, rows, row_ok, head, HEADS, decay_row, beta_row)
+        g, _ = _gates(decay, beta, a_log, dt_bias, rows, row_ok, head, gate_row, gate_group, EACH)
         sums = tl.cumsum(g, axis=0)
         last = tl.sum(g, axis=0)
-        kind = k.dtype.element_ty
+        kind = tl.float32 if IS_NARROW else k.dtype.element_ty
         place = rows * HEADS + head
         read = tl.load(
             reading + place[:, None] * KEY_DIM + d[None, :], mask=row_ok[:, None], other=0.0
@@ -161,10 +173,10 @@ def _scan(
             wanted + place[:, None] * VALUE_DIM + cols[None, :], mask=row_ok[:, None], other=0.0
         ).to(tl.float32)
         operand = matrix.to(kind)
-        new -= tl.dot(read, operand, input_precision="ieee")
-        query = _unit_rows(q, rows, row_ok, (head // EACH) * KEY_DIM, q_row, EPS, KEY_DIM)
+        new -= tl.dot(read.to(kind), operand, input_precision="ieee")
+        query = _unit_rows(q, rows, row_ok, (head // EACH) * qk_group, qk_row, EPS, KEY_DIM)
         query *= KEY_DIM**-0.5
-        key = _unit_rows(k, rows, row_ok, (head // EACH) * KEY_DIM, k_row, EPS, KEY_DIM)
+        key = _unit_rows(k, rows, row_ok, (head // EACH) * qk_group, qk_row, EPS, KEY_DIM)
         between = tl.exp(tl.where(i >= j, sums[:, None] - sums[None, :], float("-inf")))
         scores = tl.dot(query.to(kind), tl.trans(key.to(kind)), input_precision="ieee") * between
         result = tl.dot(scores.to(kind), new.to(kind), input_precision="ieee")
@@ -190,20 +202,24 @@ def gated_delta(
     rows: StateRows,
 ) -> Tensor:
     """Values [tokens, heads, value_dim] that queries read, in the dtype of v. See `reference.py`
-    for the shapes; heads of a token lie side by side, and dimensions are powers of two."""
-    num_tokens, heads, value_dim = v.shape
-    key_dim = q.shape[2]
+    for the shapes. Queries and keys lie alike, as do decays and betas, and a key head's heads side
+    by side; dimensions are powers of two."""
+    num_tokens, groups, each, value_dim = v.shape
+    heads, key_dim = groups * each, q.shape[2]
+    assert q.stride() == k.stride()
+    assert decay.stride() == beta.stride()
     out = torch.empty(num_tokens, heads, value_dim, dtype=v.dtype, device=v.device)
     gates = (decay, beta, a_log, dt_bias)
-    gate_rows = (decay.stride(0), beta.stride(0))
-    shape = {"HEADS": heads, "EACH": heads // q.shape[1], "KEY_DIM": key_dim}
+    of_keys, of_values = (q.stride(0), q.stride(1)), (v.stride(0), v.stride(1))
+    of_gates = (decay.stride(0), decay.stride(1))
+    shape = {"HEADS": heads, "EACH": each, "KEY_DIM": key_dim}
     shape |= {"VALUE_DIM": value_dim, **launch_options(v.device)}
     block_v = min(BLOCK_V, value_dim)
     count = rows.num_decodes
     if count:
         _decode[(value_dim // block_v, heads, count)](
-            q, k, v, *gates, state, out, rows.units, rows.is_fresh, q.stride(0), k.stride(0),
-            v.stride(0), *gate_rows, state.stride(0), BLOCK_V=block_v, EPS=EPS, **shape,
+            q, k, v, *gates, state, out, rows.units, rows.is_fresh, *of_keys, *of_values,
+            *of_gates, state.stride(0), BLOCK_V=block_v, EPS=EPS, **shape,
         )  # fmt: skip
     num_prompts = len(rows.units) - count
     if num_prompts:
@@ -211,13 +227,14 @@ def gated_delta(
         reading = torch.empty(num_tokens, heads, key_dim, dtype=v.dtype, device=v.device)
         starts = rows.starts[count:]
         num_chunks = triton.cdiv(rows.max_len, CHUNK)
+        shape |= {"CHUNK": CHUNK, "IS_NARROW": min(key_dim, value_dim) < MIN_COLUMNS}
         _solve[(num_chunks, heads, num_prompts)](
-            k, v, *gates, wanted, reading, starts, k.stride(0), v.stride(0), *gate_rows,
-            CHUNK=CHUNK, EPS=EPS, **shape,
+            k, v, *gates, wanted, reading, starts, *of_keys, *of_values, *of_gates, EPS=EPS,
+            **shape,
         )  # fmt: skip
         _scan[(value_dim // block_v, heads, num_prompts)](
             q, k, *gates, wanted, reading, state, out, rows.units[count:], starts,
-            rows.is_fresh[count:], q.stride(0), k.stride(0), *gate_rows, state.stride(0),
-            BLOCK_V=block_v, CHUNK=CHUNK, EPS=EPS, **shape,
+            rows.is_fresh[count:], *of_keys, *of_gates, state.stride(0), BLOCK_V=block_v,
+            EPS=EPS, **shape,
         )  # fmt: skip
     return out

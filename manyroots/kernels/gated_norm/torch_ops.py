@@ -9,8 +9,9 @@ from torch import Tensor
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gate_first: bool) -> Tensor:
     """Over the last dimension of x [tokens, groups, n]: rms_norm(x) * weight * silu(gate), or with
-    `gate_first` rms_norm(x * silu(gate)) * weight. `weight` [n] or [groups, n]. In x's dtype."""
-    values, opened = x.float(), F.silu(gate.float())
+    `gate_first` rms_norm(x * silu(gate)) * weight. `weight` [n] or [groups, n]. A gate's
+    groups may be in two dimensions. In x's dtype."""
+    values, opened = x.float(), F.silu(gate.reshape(x.shape).float())
     if gate_first:
         values = values * opened
     values = F.rms_norm(values, (x.shape[-1],), None, eps).mul_(weight)
@@ -25,3 +26,14 @@ def gated(x: Tensor, gate: Tensor) -> Tensor:
 def sigmoid_gated(x: Tensor, gate: Tensor) -> Tensor:
     """x * sigmoid(gate), in x's dtype; shapes are broadcast."""
     return (x * torch.sigmoid(gate.float())).to(x.dtype)
+
+
+def add_gated(sums: Tensor, shared: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """`sums` and `shared` are [tokens, n] each, or partial sums of it: the first, and the second
+    times the sigmoid of x [tokens, hidden] times weight [hidden]; float32 [tokens, n]."""
+    gate = torch.sigmoid(x.float() @ weight.float())
+    return _added_up(sums) + gate[:, None] * _added_up(shared)
+
+
+def _added_up(sums: Tensor) -> Tensor:
+    return sums.float().sum(0) if sums.dim() == 3 else sums.float()

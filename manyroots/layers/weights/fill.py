@@ -48,6 +48,8 @@ class Fill:
     it once."""
     pieces: tuple[OutputPiece, ...] = ()
     """Where ranks divide the tensor piece by piece: all of its pieces, in order."""
+    order: tuple[int, ...] = ()
+    """Where this rank has rows in another order: which row of its part each is."""
 
     def part_of(self, tensor: Tensor) -> Tensor:
         """This rank's part of a whole tensor; of the shape of `place` if both belong together."""
@@ -84,7 +86,7 @@ class Fill:
         if self.is_first_only and not self.shard.is_first:
             self.place.zero_()
             return
-        self.place.copy_(part)
+        self.place.copy_(part[list(self.order)] if self.order else part)
         if self.offset:
             self.place.add_(self.offset)
 

@@ -94,9 +94,9 @@ class DeltaCase:
         return cls(
             q.unflatten(1, (groups, key)),
             k.unflatten(1, (groups, key)),
-            v.unflatten(1, (heads, value)),
-            gates[:, :heads],
-            gates[:, heads : 2 * heads],
+            v.unflatten(1, (groups, each, value)),
+            gates[:, :heads].unflatten(1, (groups, each)),
+            gates[:, heads : 2 * heads].unflatten(1, (groups, each)),
             draw(heads, dtype=torch.float32),
             draw(heads, dtype=torch.float32),
             draw(NUM_UNITS, 3 * heads, key, value, dtype=torch.float32)[:, heads : 2 * heads],

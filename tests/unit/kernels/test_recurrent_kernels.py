@@ -91,13 +91,14 @@ def test_the_references_are_what_transformers_computes() -> None:
     state = delta.state.clone()
     got = delta_reference.gated_delta(*delta.inputs(), state, rows)
     q, k = (x.repeat_interleave(2, dim=1)[None] for x in (delta.q, delta.k))
-    g = -delta.a_log.exp() * F.softplus(delta.decay + delta.dt_bias)
+    v, decay, beta = delta.v.flatten(1, 2), delta.decay.flatten(1), delta.beta.flatten(1)
+    g = -delta.a_log.exp() * F.softplus(decay + delta.dt_bias)
     for theirs in (
         their_delta.torch_chunk_gated_delta_rule,
         their_delta.torch_recurrent_gated_delta_rule,
     ):
         wanted, kept = theirs(
-            q, k, delta.v[None], g=g[None], beta=delta.beta.sigmoid()[None],
+            q, k, v[None], g=g[None], beta=beta.sigmoid()[None],
             output_final_state=True, use_qk_l2norm_in_kernel=True,
         )  # fmt: skip
         assert_close("recurrent", got, wanted[0], torch.float32)

@@ -52,6 +52,36 @@ def test_the_convolution_equals_the_reference(
     assert torch.equal(state, other)
 
 
+def test_channels_in_groups_of_a_wider_product_are_convolved_in_place() -> None:
+    rows = short(DEVICE)
+    draw = Drawn(DEVICE, torch.float32)
+    x = draw(int(rows.starts[-1]), 3, 70)[:, :, :50]
+    weight, state = draw(150, 4), draw(NUM_UNITS, 150, 3)
+    other = state.clone()
+    got = conv.conv(x, weight, None, state, rows, "silu")
+    wanted = conv_reference.conv(x, weight, None, other, rows, "silu")
+    assert_close("recurrent", got, wanted, torch.float32)
+    assert torch.equal(state, other)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_heads_that_lie_with_their_key_head_are_read_in_place(step: Step) -> None:
+    """As Qwen3-Next's product has them."""
+    rows, groups, each, dim = step(DEVICE), 2, 2, 16
+    draw = Drawn(DEVICE, torch.float32)
+    num_tokens = int(rows.starts[-1])
+    case = DeltaCase.draw(num_tokens, draw, groups=groups, each=each, key=dim, value=dim)
+    sizes = [dim, dim, each * dim]
+    case.q, case.k, v = draw(num_tokens, groups, sum(sizes) + 7).split([*sizes, 7], dim=2)[:3]
+    case.v = v.unflatten(2, (each, dim))
+    case.beta, case.decay = draw(num_tokens, groups, 2 * each).chunk(2, dim=2)
+    state, other = case.state.clone(), case.state.clone()
+    got = delta.gated_delta(*case.inputs(), state, rows)
+    wanted = delta_reference.gated_delta(*case.inputs(), other, rows)
+    assert_close("recurrent", got, wanted, torch.float32)
+    assert_close("recurrent", state, other, torch.float32)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("step", STEPS)
 def test_the_delta_rule_equals_the_reference(step: Step, dtype: torch.dtype) -> None:
@@ -97,9 +127,26 @@ def test_gates_and_their_norms_equal_the_reference(dtype: torch.dtype) -> None:
             got = norm.gated_norm(x, gate, weight, 1e-5, gate_first=gate_first)
             wanted = norm_reference.gated_norm(x, gate, weight, 1e-5, gate_first=gate_first)
             assert_close("norm", got, wanted, dtype)
+    by_two = draw(70, 3, 50)[:, :, :48].unflatten(2, (2, 24))
+    many, weight = draw(70, 6, 24), draw(24)
+    got = norm.gated_norm(many, by_two, weight, 1e-5, gate_first=False)
+    wanted = norm_reference.gated_norm(many, by_two, weight, 1e-5, gate_first=False)
+    assert_close("norm", got, wanted, dtype)
     assert_close("norm", norm.gated(x, gate), norm_reference.gated(x, gate), dtype)
     wide, one = draw(5, 1500), draw(5, 1)
     got, wanted = norm.sigmoid_gated(wide, one), norm_reference.sigmoid_gated(wide, one)
     assert_close("norm", got, wanted, dtype)
     got, wanted = norm.sigmoid_gated(x, gate), norm_reference.sigmoid_gated(x, gate)
     assert_close("norm", got, wanted, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_a_gate_lets_through_is_added_to_the_experts(dtype: torch.dtype) -> None:
+    draw = Drawn(DEVICE, dtype)
+    by_token = draw(5, 3, 1030, dtype=torch.float32)
+    x, weight = draw(5, 40), draw(40) * 40**-0.5
+    for shared in (draw(5, 1030), draw(2, 5, 1030, dtype=torch.float32)):
+        for sums in (by_token.transpose(0, 1), by_token[:, 0].contiguous()):
+            got = norm.add_gated(sums, shared, x, weight)
+            wanted = norm_reference.add_gated(sums, shared, x, weight)
+            assert_close("norm", got, wanted, dtype)

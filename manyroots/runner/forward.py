@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from manyroots.kernels.attention.paged import PagedRows
+from manyroots.kernels.attention.paged import PagedRows, SharedPrefixes
 from manyroots.kernels.lora_sites.sites import LoraRows
 from manyroots.kernels.rope_write.inputs import KvPlaces
 from manyroots.kernels.sampling.rows import Sampled, SamplingRows, SamplingTables
@@ -32,7 +32,8 @@ class Forward:
         self.rows = rows
         self._tables = tables
         self._page_size = page_size
-        self._windows = [f.window or 0 for f in decoder.families if not f.is_state]
+        self.windows = [f.window or 0 for f in decoder.families if not f.is_state]
+        """Of each family of pages; 0 for none."""
         self._num_state_families = len(decoder.families) - decoder.num_paged
 
     def hidden(
@@ -68,11 +69,12 @@ class Forward:
                         blocks=views.get("blocks"),
                         places=KvPlaces(views["pages"][family], views["offsets"]),
                         window=window,
+                        shared=None if window else shared_prefixes(views, family),
                     ),
                     self._page_size,
                     decoder.dtype,
                 )
-                for family, window in enumerate(self._windows)
+                for family, window in enumerate(self.windows)
             ),
             states=tuple(
                 kernels.recurrent.prepare(
@@ -112,6 +114,17 @@ class Forward:
         lora = lora_rows(views)
         hidden = self.hidden(views, len(views["tokens"]), lora, max_chunk=1)
         return self.decoder.logits(hidden, lora)
+
+
+def shared_prefixes(views: Views, family: int) -> SharedPrefixes | None:
+    """What decoding rows share, if the step's arrays say."""
+    if "shared_lens" not in views:
+        return None
+    return SharedPrefixes(
+        views["shared_lens"][family],
+        views["shared_members"][family],
+        views["shared_blocks"][family],
+    )
 
 
 def lora_rows(views: Views) -> LoraRows | None:

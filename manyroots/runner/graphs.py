@@ -1,8 +1,8 @@
 """Steps of single tokens, captured as CUDA graphs.
 
 Takes a step's arrays; gives what it sampled on the device, without the host ever waiting. There is
-one graph for each batch size and for steps with and without adapters, captured when it is first
-needed or ahead of time. A graph reads its inputs from a buffer of its own and everything else
+one graph for each batch size and kind of step (with and without adapters, ...), captured when it is
+first needed or ahead of time. A graph reads its inputs from a buffer of its own and everything else
 (weights, pages, adapters, the rows' state) from where it always is.
 
 `capture=False` launches the same kernels one by one, padded alike, so that the results are the same
@@ -31,8 +31,20 @@ Model = Callable[[Views], Tensor]
 """Logits of a step of single tokens, from its arrays on the device."""
 Choose = Callable[[Tensor, Views], Sampled]
 """The tokens that follow."""
-Blank = Callable[[int, bool], Arrays]
-"""The arrays of a step that changes nothing, by size and whether it has adapters."""
+Blank = Callable[["GraphKey"], Arrays]
+"""The arrays of a step that changes nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphKey:
+    """What kind of step a graph is for."""
+
+    size: int
+    with_adapters: bool
+    in_two: bool = False
+    """Whether something is written between the model and the choice."""
+    shares: bool = False
+    """Whether rows begin with the same pages, which are read once for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +80,7 @@ class Graphs:
         self._kinds = (False, True) if has_adapters else (False,)
         self._device = device
         self._captures = capture
-        self._graphs: dict[tuple[int, bool, bool], _Captured] = {}
-        """By size, whether with adapters, and whether in two."""
+        self._graphs: dict[GraphKey, _Captured] = {}
         self._memory = torch.cuda.graph_pool_handle() if capture else None
 
     def has_room_for(self, num_rows: int) -> bool:
@@ -89,10 +100,13 @@ class Graphs:
             if between is not None:
                 between()
             return self._choose(logits, views)
-        key = (len(arrays["tokens"]), "adapter_slots" in arrays, between is not None)
+        key = GraphKey(
+            len(arrays["tokens"]), "adapter_slots" in arrays, between is not None,
+            "shared_lens" in arrays,
+        )  # fmt: skip
         captured = self._graphs.get(key)
         if captured is None:
-            captured = self._graphs[key] = self._capture(*key)
+            captured = self._graphs[key] = self._capture(key)
         packed = captured.layout.pack(arrays, pin=True)
         captured.inputs.copy_(packed, non_blocking=True)
         first, *second = captured.graphs
@@ -107,10 +121,10 @@ class Graphs:
         """Capture every size now, largest first: the smaller ones then share its memory."""
         if not self._captures:
             return
-        keys = [(size, kind, False) for size in reversed(self._sizes) for kind in self._kinds]
+        keys = [GraphKey(size, kind) for size in reversed(self._sizes) for kind in self._kinds]
         for key in track(keys, total=len(keys), label="Capturing graphs"):
             if key not in self._graphs:
-                self._graphs[key] = self._capture(*key)
+                self._graphs[key] = self._capture(key)
 
     def measure(self, num_kinds: int) -> int:
         """Bytes that all graphs will take, of so many kinds for each size: the largest one's,
@@ -121,13 +135,14 @@ class Graphs:
         for size in self._sizes[:-3:-1]:
             torch.cuda.empty_cache()
             free, _ = torch.cuda.mem_get_info(self._device)
-            self._graphs[size, False, False] = self._capture(size, False, False)
+            key = GraphKey(size, with_adapters=False)
+            self._graphs[key] = self._capture(key)
             torch.cuda.empty_cache()
             taken.append(free - torch.cuda.mem_get_info(self._device)[0])
         return max(0, taken[0]) + (num_kinds * len(self._sizes) - 1) * max(0, taken[-1])
 
-    def _capture(self, size: int, with_adapters: bool, in_two: bool) -> _Captured:
-        blank = self._blank(size, with_adapters)
+    def _capture(self, key: GraphKey) -> _Captured:
+        blank, in_two = self._blank(key), key.in_two
         layout = PacketLayout(blank)
         inputs = layout.pack(blank, pin=False).to(self._device)
         views = layout.views(inputs)

@@ -30,7 +30,7 @@ from manyroots.runner import choices
 from manyroots.runner.batch import PersistentBatch
 from manyroots.runner.device_rows import DeviceRows
 from manyroots.runner.forward import Forward
-from manyroots.runner.graphs import Graphs
+from manyroots.runner.graphs import GraphKey, Graphs
 from manyroots.runner.in_flight import InFlight, PendingTokens
 from manyroots.runner.inputs import (
     Int64s,
@@ -45,6 +45,7 @@ from manyroots.runner.packet import send
 from manyroots.runner.prompt_scores import PromptScorer, PromptScores
 from manyroots.runner.rehearsal import Rehearsal
 from manyroots.runner.sampling_state import SamplingState
+from manyroots.runner.sharing import Sharing, blank
 from manyroots.runner.step_arrays import (
     Arrays,
     decode_arrays,
@@ -118,7 +119,10 @@ class ModelRunner:
         if fixed_shapes is None:
             fixed_shapes = is_gpu and decoder.kernels.ask_nothing
         self._graphs: Graphs | None = None
+        self._sharing: Sharing | None = None
+        """None where kernels group rows by themselves."""
         if fixed_shapes:
+            self._sharing = Sharing(self._batch, self._forward.windows, page_size)
             self._graphs = Graphs(
                 self._forward.single_tokens,
                 self._forward.choose,
@@ -191,6 +195,8 @@ class ModelRunner:
         self._pending.apply(plan)
         self._state.apply(plan.arrivals)
         self._rows.apply(plan)
+        if self._sharing is not None:
+            self._sharing.apply(plan)
         self._pending.learn()
         self._mover.start(plan.adapters, plan.copies)
         copy_within_device(plan.copies, self._arenas, after_model=False)
@@ -230,19 +236,23 @@ class ModelRunner:
     def _begin_graph(self, plan: Plan, inputs: StepInputs, graphs: Graphs) -> Answer:
         """A step of single tokens, in the next larger shape there is."""
         rows = inputs.rows[inputs.sampling]
-        arrays = self._decode_arrays(inputs, graphs.size_for(len(inputs.rows)))
+        size = graphs.size_for(len(inputs.rows))
+        arrays = {**self._decode_arrays(inputs, size), **self._shared_arrays(inputs, size)}
         between = partial(self._fill_masks, rows) if self._state.has_masks(rows) else None
         step = InFlight(rows, graphs.run(arrays, between), inputs.sampling)
         return self._answer(plan, inputs, step)
 
-    def _blank_arrays(self, size: int, with_adapters: bool) -> Arrays:
+    def _blank_arrays(self, key: GraphKey) -> Arrays:
         """Of a step that changes nothing; as large, and of the same types, as any other."""
-        inputs = blank_decode(
-            size,
-            self._rows.spare,
-            with_adapters=with_adapters,
-        )
-        return self._decode_arrays(inputs, size)
+        inputs = blank_decode(key.size, self._rows.spare, with_adapters=key.with_adapters)
+        arrays = self._decode_arrays(inputs, key.size)
+        if key.shares:
+            arrays |= blank(len(self._forward.windows), key.size)
+        return arrays
+
+    def _shared_arrays(self, inputs: StepInputs, size: int) -> Arrays:
+        """What decoding rows share, if anything worth while; padded to `size`."""
+        return {} if self._sharing is None else self._sharing.arrays(inputs, size)
 
     def _decode_arrays(self, inputs: StepInputs, size: int) -> Arrays:
         arrays = decode_arrays(
@@ -261,6 +271,7 @@ class ModelRunner:
         """A step of any kind, kernel by kernel."""
         rows = inputs.rows[inputs.sampling]
         arrays: Arrays = {**token_arrays(inputs), **sequence_arrays(inputs)}
+        arrays.update(self._shared_arrays(inputs, inputs.num_decodes))
         arrays["sampled_at"] = inputs.sampled_at
         arrays.update(self._state.arrays(rows, self._batch.num_output_tokens(rows)))
         views = send(arrays, self._device)

@@ -25,6 +25,22 @@ from torch import Tensor
 from manyroots.kernels.rope_write.inputs import KvPlaces
 
 QUERY_BLOCK = 128
+MEMBERS = 16
+"""Most rows of a group that read what they share together."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrefixes:
+    """Which rows begin with the same full pages, so that those are read once for all of them. Says
+    how to compute, not what: a kernel may ignore it. Made by `sharing.py`."""
+
+    lens: Tensor
+    """int32 [num_rows]: tokens at a row's beginning that it shares; 0 for none."""
+    members: Tensor
+    """int32 [num_rows]: rows, one group behind the other."""
+    blocks: Tensor
+    """int32 [max_blocks, 3]: the first of `members`, how many, and the tokens that they share; none
+    where a block is not used. At most MEMBERS of a group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +65,8 @@ class PagedRows:
     """Of all tokens."""
     window: int = 0
     """A query sees the last so many tokens, its own included; 0: all."""
+    shared: SharedPrefixes | None = None
+    """Among those that decode; None with a window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +77,7 @@ class DecodeRows:
     """int32 [num_rows, max_pages]"""
     context_lens: Tensor
     """int32 [num_rows]: tokens a row sees, its own included; 0 for a row that only pads."""
+    shared: SharedPrefixes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +108,7 @@ class Attending:
 def prepare(rows: PagedRows, page_size: int, dtype: torch.dtype) -> Attending:
     """What depends on no layer; once per family and step."""
     count, table, lens = rows.num_decodes, rows.page_table, rows.context_lens
-    decodes = DecodeRows(table[:count], lens[:count]) if count else None
+    decodes = DecodeRows(table[:count], lens[:count], rows.shared) if count else None
     prompts = None
     if rows.query_starts is not None and rows.blocks is not None and count < table.shape[0]:
         prompts = PrefillSegments(table[count:], rows.query_starts, lens[count:], rows.blocks)

@@ -58,6 +58,19 @@ def _attend_one(
     return torch.einsum("ht,thd->hd", weights, values).to(q.dtype)
 
 
+def _as_shared(rows: DecodeRows, page_size: int) -> Tensor:
+    """The page table, in which what a row shares is where its group's first member has it."""
+    if rows.shared is None:
+        return rows.page_table
+    table, members = rows.page_table.clone(), rows.shared.members.long()
+    for first, count, num_tokens in rows.shared.blocks.tolist():
+        own = members[first : first + count]
+        assert (rows.shared.lens[own] == num_tokens).all()
+        pages = slice(0, num_tokens // page_size)
+        table[own, pages] = table[members[first], pages]
+    return table
+
+
 def decode_attention(
     q: Tensor,
     layer_kv: Tensor,
@@ -70,9 +83,10 @@ def decode_attention(
     """One query per row, q [num_rows, heads, head_dim]. A row sees its last `window` tokens (0:
     all). `sinks` [heads] are scores that take weight and give nothing."""
     out = torch.zeros_like(q)
+    table = _as_shared(rows, layer_kv.shape[2])
     for row, context_len in enumerate(rows.context_lens.tolist()):
         if context_len:
-            seen = _seen_by(layer_kv, rows.page_table[row], context_len, window)
+            seen = _seen_by(layer_kv, table[row], context_len, window)
             out[row] = _attend_one(q[row], *seen, scale, sinks)
     return out
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from manyroots.kernels.attention.paged import Attending, DecodeRows, prepare
+from manyroots.kernels.attention.paged import MEMBERS, Attending, DecodeRows, prepare
 from manyroots.kernels.attention.triton_prefill import prefill_attention
 from manyroots.kernels.launch import (
     counters,
@@ -27,6 +27,11 @@ __all__ = ["attend", "decode_attention", "prefill_attention", "prepare"]
 
 LOG2_E = math.log2(math.e)
 MAX_SPLITS = 16
+SHARED_PARTS = 8
+"""Into how many parts what rows share is cut at most."""
+SHARED_STEP = 64
+MAX_SHARED_QUERIES = 64
+"""Rows times heads of a program that reads what is shared."""
 FEW_PROGRAMS = 128
 """Fewer rows times heads than this leave a program alone on its multiprocessor, and it must hide
 its own latency; with more, programs hide each other's, and small ones fit in greater number."""
@@ -42,14 +47,16 @@ def _load_tokens(layer_kv, table, t, ok, d, page_stride, token_stride, PAGE_SIZE
 
 @triton.jit
 def _decode(
-    q, layer_kv, page_table, context_lens, sinks, out, partial, sums, counters, scale, window,
-    table_row, page_stride, part_stride, token_stride,
+    q, layer_kv, page_table, context_lens, shared_lens, sinks, out, partial, sums, counters, scale,
+    window, table_row, page_stride, part_stride, token_stride,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, GROUP_POW: tl.constexpr,
     HEAD_DIM: tl.constexpr, PREFETCH_LINES: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_T: tl.constexpr, NUM_SPLITS: tl.constexpr, PAGES_AHEAD: tl.constexpr,
-    HAS_SINKS: tl.constexpr, DEPENDENT: tl.constexpr,
+    HAS_SINKS: tl.constexpr, NUM_SHARED: tl.constexpr, SHARED_STEP: tl.constexpr,
+    MAX_PARTS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One part of a row's history for the heads of a group; who is last merges the parts."""
+    """One part of a row's history for the heads of a group; who is last merges the parts, with
+    those that `_shared` has left of what the row shares."""
     log2_e: tl.constexpr = 1.4426950408889634
     split = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -57,6 +64,10 @@ def _decode(
     let_next_begin(DEPENDENT)
     context = tl.load(context_lens + row)
     begin = tl.where(window > 0, tl.maximum(context - window, 0), 0)
+    num_before = 0
+    if NUM_SHARED > 0:
+        begin = tl.load(shared_lens + row)
+        num_before = num_shared_parts(begin, NUM_SHARED, SHARED_STEP)
     per_split = tl.cdiv(tl.cdiv(context - begin, BLOCK_T), NUM_SPLITS) * BLOCK_T
     if begin + split * per_split >= context:
         return
@@ -112,10 +123,10 @@ def _decode(
         )
         best = higher
     acc = acc / total[:, None]
-    if num_used == 1:
+    if num_before + num_used == 1:
         tl.store(out + row_head[:, None] * HEAD_DIM + d[None, :], acc, mask=(g < GROUP)[:, None])
     else:
-        slot = row_head * NUM_SPLITS + split
+        slot = row_head * MAX_PARTS + num_before + split
         tl.store(partial + slot[:, None] * HEAD_DIM + d[None, :], acc, mask=(g < GROUP)[:, None])
         tl.store(sums + slot, best + tl.log2(total), mask=g < GROUP)
         # All of this program's stores, then the count: who counts last sees everybody's.
@@ -126,9 +137,83 @@ def _decode(
             # Heads past the last are the last once more.
             mine = tl.minimum(tl.arange(0, GROUP_POW), GROUP - 1) + kv_head * GROUP
             _merge(
-                partial, sums, out, row.to(tl.int64) * (NUM_KV * GROUP) + mine, num_used,
-                NUM_SPLITS, GROUP_POW, HEAD_DIM,
+                partial, sums, out, row.to(tl.int64) * (NUM_KV * GROUP) + mine,
+                num_before + num_used, MAX_PARTS, GROUP_POW, HEAD_DIM,
             )  # fmt: skip
+
+
+@triton.jit
+def per_shared_part(num_tokens, NUM_SHARED: tl.constexpr, SHARED_STEP: tl.constexpr):
+    """How many tokens of a shared beginning one program takes."""
+    return tl.cdiv(tl.cdiv(num_tokens, SHARED_STEP), NUM_SHARED) * SHARED_STEP
+
+
+@triton.jit
+def num_shared_parts(num_tokens, NUM_SHARED: tl.constexpr, SHARED_STEP: tl.constexpr):
+    """Into how many parts a shared beginning is cut; 0 if there is none."""
+    each = per_shared_part(num_tokens, NUM_SHARED, SHARED_STEP)
+    return tl.cdiv(num_tokens, tl.maximum(each, 1))
+
+
+@triton.jit
+def _shared(
+    q, layer_kv, page_table, members, blocks, partial, sums, scale, table_row, page_stride,
+    part_stride, token_stride,
+    NUM_KV: tl.constexpr, GROUP: tl.constexpr, GROUP_POW: tl.constexpr, HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, MEMBERS: tl.constexpr, BLOCK_M: tl.constexpr,
+    NUM_SHARED: tl.constexpr, SHARED_STEP: tl.constexpr, MAX_PARTS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """One part of what some rows share, for the heads of a group of each of them."""
+    let_next_begin(DEPENDENT)
+    # Before anybody leaves: the next kernel waits for this one alone.
+    wait_for_inputs(DEPENDENT)
+    split, kv_head = tl.program_id(0), tl.program_id(1)
+    pieces: tl.constexpr = MEMBERS * GROUP_POW // BLOCK_M
+    block, piece = tl.program_id(2) // pieces, tl.program_id(2) % pieces
+    start = tl.load(blocks + 3 * block)
+    count = tl.load(blocks + 3 * block + 1)
+    num_tokens = tl.load(blocks + 3 * block + 2)
+    each = per_shared_part(num_tokens, NUM_SHARED, SHARED_STEP)
+    first = split * each
+    if (piece * (BLOCK_M // GROUP_POW) >= count) | (first >= num_tokens):
+        return
+    last = tl.minimum(num_tokens, first + each)
+    i = piece * BLOCK_M + tl.arange(0, BLOCK_M)
+    member, g = i // GROUP_POW, i % GROUP_POW
+    ok = (member < count) & (g < GROUP)
+    row = tl.load(members + start + member, mask=ok, other=0).to(tl.int64)
+    row_head = row * (NUM_KV * GROUP) + kv_head * GROUP + g
+    d = tl.arange(0, HEAD_DIM)
+    query = tl.load(q + row_head[:, None] * HEAD_DIM + d[None, :], mask=ok[:, None], other=0.0)
+    # All of them have these pages; the first one's table says which.
+    page_table += tl.load(members + start).to(tl.int64) * table_row
+    layer_kv += kv_head * HEAD_DIM
+    best = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
+    for at in range(first, last, SHARED_STEP):
+        t = at + tl.arange(0, SHARED_STEP)
+        seen = t < last
+        keys_at = _load_tokens(
+            layer_kv, page_table, t, seen, d, page_stride, token_stride, PAGE_SIZE
+        )
+        keys = tl.load(keys_at, mask=seen[:, None], other=0.0)
+        values = tl.load(keys_at + part_stride, mask=seen[:, None], other=0.0)
+        scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        higher = tl.maximum(best, tl.max(scores, axis=1))
+        shrink = tl.exp2(best - higher)
+        weights = tl.exp2(scores - higher[:, None])
+        total = total * shrink + tl.sum(weights, axis=1)
+        acc = tl.dot(
+            weights.to(values.dtype), values, acc * shrink[:, None], input_precision="ieee"
+        )
+        best = higher
+    slot = row_head * MAX_PARTS + split
+    to = partial + slot[:, None] * HEAD_DIM + d[None, :]
+    tl.store(to, acc / total[:, None], mask=ok[:, None])
+    tl.store(sums + slot, best + tl.log2(total), mask=ok)
 
 
 @triton.jit
@@ -211,19 +296,36 @@ def decode_attention(
     block_t = block_t or (32 if is_few else 16)
     splits = splits or num_splits(num_rows, kv_heads, triton.cdiv(window, block_t))
     out = torch.empty_like(q) if out is None else out
-    shape = (num_rows * heads * splits,)
+    shared = rows.shared
+    num_shared = 0 if shared is None else SHARED_PARTS
+    max_parts = triton.next_power_of_2(splits + num_shared)
+    shape = (num_rows * heads * max_parts,)
     # Not `scratch`: a captured graph keeps what it allocated, and a buffer that grows would not.
     partial = torch.empty(*shape, head_dim, dtype=torch.float32, device=q.device)
     sums = torch.empty(shape, dtype=torch.float32, device=q.device)
+    group_pow = triton.next_power_of_2(group)
+    strides = (rows.page_table.stride(0), *(layer_kv.stride(i) for i in range(3)))
+    sizes = {
+        "NUM_KV": kv_heads, "GROUP": group, "GROUP_POW": group_pow, "HEAD_DIM": head_dim,
+        "PAGE_SIZE": page_size, "NUM_SHARED": num_shared, "MAX_PARTS": max_parts,
+        "SHARED_STEP": SHARED_STEP, **launch_options(q.device),
+    }  # fmt: skip
+    if shared is not None:
+        # No fewer than a matrix instruction takes, no more than registers hold.
+        block_m = max(16, min(MAX_SHARED_QUERIES, MEMBERS * group_pow))
+        pieces = MEMBERS * group_pow // block_m
+        _shared[(SHARED_PARTS, kv_heads, shared.blocks.shape[0] * pieces)](
+            q, layer_kv, rows.page_table, shared.members, shared.blocks, partial, sums,
+            scale * LOG2_E, *strides, MEMBERS=MEMBERS, BLOCK_M=block_m, num_warps=4,
+            num_stages=2, **sizes,
+        )  # fmt: skip
     _decode[(splits, kv_heads, num_rows)](
-        q, layer_kv, rows.page_table, rows.context_lens, q if sinks is None else sinks, out,
-        partial, sums, counters(q.device), scale * LOG2_E, window,
-        rows.page_table.stride(0), layer_kv.stride(0), layer_kv.stride(1), layer_kv.stride(2),
-        NUM_KV=kv_heads, GROUP=group, GROUP_PAD=max(16, triton.next_power_of_2(group)),
-        GROUP_POW=triton.next_power_of_2(group), HEAD_DIM=head_dim,
-        PREFETCH_LINES=max(1, head_dim * q.element_size() // 128), PAGE_SIZE=page_size,
+        q, layer_kv, rows.page_table, rows.context_lens,
+        rows.context_lens if shared is None else shared.lens, q if sinks is None else sinks, out,
+        partial, sums, counters(q.device), scale * LOG2_E, window, *strides,
+        GROUP_PAD=max(16, group_pow),
+        PREFETCH_LINES=max(1, head_dim * q.element_size() // 128),
         BLOCK_T=block_t, NUM_SPLITS=splits, PAGES_AHEAD=is_few,
-        HAS_SINKS=sinks is not None, num_warps=num_warps, num_stages=num_stages,
-        **launch_options(q.device),
+        HAS_SINKS=sinks is not None, num_warps=num_warps, num_stages=num_stages, **sizes,
     )  # fmt: skip
     return out

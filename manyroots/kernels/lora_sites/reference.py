@@ -26,9 +26,9 @@ def prepare(
     return LoraRows.build(token_slots, device)
 
 
-def shrink(x: Tensor, site: LinearSite, rows: LoraRows, *, num_splits: int = 1) -> LoraTerm:
-    """scaling * x A^T of each row's own adapter, as `num_splits` partial sums."""
-    hidden = torch.zeros(num_splits, x.shape[0], site.width, device=x.device)
+def shrink(x: Tensor, site: LinearSite, rows: LoraRows) -> LoraTerm:
+    """scaling * x A^T of each row's own adapter."""
+    hidden = torch.zeros(1, x.shape[0], site.width, device=x.device)
     for row, slot in enumerate(rows.slots.tolist()):
         if slot < 0:
             continue

@@ -52,9 +52,9 @@ def add_linear(y: Tensor, x: Tensor, site: LinearSite, rows: LoraRows) -> None:
             _add(y[run.tokens], torch.mm(x[run.tokens], low.a.t()), low)
 
 
-def shrink(x: Tensor, site: LinearSite, rows: LoraRows, *, num_splits: int = 1) -> LoraTerm:
+def shrink(x: Tensor, site: LinearSite, rows: LoraRows) -> LoraTerm:
     """x A^T of each row's own adapter, whose B is scaled; all in the first of the partial sums."""
-    hidden = torch.zeros(num_splits, x.shape[0], site.width, device=x.device)
+    hidden = torch.zeros(1, x.shape[0], site.width, device=x.device)
     for run in _batch_of(rows).runs:
         low = run.weights.linears.get(site)
         if low is not None:

@@ -13,7 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from manyroots.kernels.launch import launch_options, let_next_begin, prefetch, wait_for_inputs
+from manyroots.kernels.launch import (
+    counters,
+    launch_options,
+    let_next_begin,
+    prefetch,
+    wait_for_inputs,
+)
 from manyroots.kernels.lora_sites.reference import prepare
 from manyroots.kernels.lora_sites.sites import EmbeddingSite, LinearSite, LoraRows, LoraTerm
 
@@ -25,6 +31,9 @@ WIDE_TILES = 256
 """More tiles of columns than any product has but the head's, which most adapters leave alone."""
 WIDE_PROGRAMS = 2048
 """How many programs look after those: enough to keep a GPU busy, few enough to leave at once."""
+SHRINK_STEP = 64
+"""Of the inner dimension, for each step of a program that shrinks."""
+MIN_SHRINK_STEPS = 4
 LOOKUP_COLUMNS = 256
 """Of a vector, for each program that adds to embeddings."""
 
@@ -116,14 +125,16 @@ def expand_tile(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _shrink(
-    x, hidden, pool, table, scalings, blocks, num_blocks, num_rows, k_size, hidden_row,
-    NUM_PARTS: tl.constexpr, NUM_SPLITS: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
+    x, hidden, partial, counters, pool, table, scalings, blocks, num_blocks, num_rows, k_size,
+    width,
+    NUM_PARTS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    """One part of the inner dimension for a block of rows; who is last adds up the parts."""
     let_next_begin(DEPENDENT)
     wait_for_inputs(DEPENDENT)
-    block = tl.program_id(0)
-    split = tl.program_id(2)
+    block, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    num_splits = tl.num_programs(2)
     if block >= tl.load(num_blocks):
         return
     first = tl.load(blocks + 3 * block)
@@ -133,15 +144,15 @@ def _shrink(
         return
     row_table = table + slot * (2 + 3 * NUM_PARTS)
     total = tl.load(row_table + 1).to(tl.int32)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    if tl.program_id(1) * BLOCK_N >= total:
+    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    if tile * BLOCK_N >= total:
         return
     a = pool + tl.multiple_of(tl.load(row_table), 8)
     r = tl.arange(0, BLOCK_R)
     row = first + tl.minimum(r, count - 1)
     k = tl.arange(0, BLOCK_K)
     acc = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
-    steps = tl.cdiv(tl.cdiv(k_size, BLOCK_K), NUM_SPLITS)
+    steps = tl.cdiv(tl.cdiv(k_size, BLOCK_K), num_splits)
     last = tl.minimum(k_size, (split + 1) * steps * BLOCK_K)
     x_at = x + row[:, None].to(tl.int64) * k_size + k[None, :]
     a_at = a + tl.minimum(n, total - 1)[:, None].to(tl.int64) * k_size + k[None, :]
@@ -150,24 +161,54 @@ def _shrink(
         xs = tl.load(x_at + at, mask=inside, other=0.0)
         weight = tl.load(a_at + at, mask=inside, other=0.0)
         acc = tl.dot(xs, tl.trans(weight), acc, input_precision="ieee")
-    acc *= scale_of(scalings, table, slot, n, NUM_PARTS)[None, :]
-    at = (split * num_rows + row[:, None]) * hidden_row + n[None, :]
-    tl.store(hidden + at, acc, mask=(r < count)[:, None] & (n < total)[None, :])
+    ok = (r < count)[:, None] & (n < total)[None, :]
+    at = row[:, None] * width + n[None, :]
+    scale = scale_of(scalings, table, slot, n, NUM_PARTS)[None, :]
+    if num_splits == 1:
+        tl.store(hidden + at, acc * scale, mask=ok)
+    else:
+        size = num_rows.to(tl.int64) * width
+        tl.store(partial + split * size + at, acc, mask=ok)
+        # All of this program's stores, then the count: who counts last sees everybody's.
+        tl.debug_barrier()
+        counter = counters + block * tl.num_programs(1) + tile
+        if tl.atomic_add(counter, 1, sem="acq_rel") == num_splits - 1:
+            tl.store(counter, 0)
+            sums = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
+            for other in range(num_splits):
+                sums += tl.load(
+                    partial + other * size + at, mask=ok, other=0.0, cache_modifier=".cg"
+                )
+            tl.store(hidden + at, sums * scale, mask=ok)
 
 
-def shrink(x: Tensor, site: LinearSite, rows: LoraRows, *, num_splits: int = 1) -> LoraTerm:
-    """scaling * x A^T of each row's own adapter, as `num_splits` partial sums."""
+def shrink(
+    x: Tensor, site: LinearSite, rows: LoraRows, *, num_splits: int | None = None
+) -> LoraTerm:
+    """scaling * x A^T of each row's own adapter. `num_splits`: into how many parts the inner
+    dimension is cut; None for as many as fill the chip."""
     num_rows, k_size = x.shape
-    hidden = torch.empty(num_splits, num_rows, site.width, dtype=torch.float32, device=x.device)
+    hidden = torch.empty(1, num_rows, site.width, dtype=torch.float32, device=x.device)
     block_n = min(64, max(16, triton.next_power_of_2(site.width)))
-    grid = (rows.max_blocks, triton.cdiv(site.width, block_n), num_splits)
-    _shrink[grid](
-        x, hidden, site.pool, site.table, site.scalings, rows.blocks, rows.num_blocks,
-        num_rows, k_size, site.width,
-        NUM_PARTS=site.num_parts, NUM_SPLITS=num_splits, BLOCK_R=64, BLOCK_N=block_n, BLOCK_K=64,
+    num_tiles = triton.cdiv(site.width, block_n)
+    splits = num_splits or _num_splits(rows.max_blocks * num_tiles, k_size)
+    partial = hidden
+    if splits > 1:
+        partial = torch.empty(splits, num_rows, site.width, dtype=torch.float32, device=x.device)
+    _shrink[(rows.max_blocks, num_tiles, splits)](
+        x, hidden, partial, counters(x.device), site.pool, site.table, site.scalings,
+        rows.blocks, rows.num_blocks, num_rows, k_size, site.width,
+        NUM_PARTS=site.num_parts, BLOCK_R=64, BLOCK_N=block_n, BLOCK_K=SHRINK_STEP,
         num_warps=4, num_stages=4, **launch_options(x.device),
     )  # fmt: skip
     return LoraTerm(hidden, site, rows)
+
+
+def _num_splits(num_programs: int, k_size: int) -> int:
+    """So that about two programs come to each multiprocessor, none with less than a few steps: the
+    inner dimension is long, and a batch has few blocks of rows."""
+    wanted = -(-2 * 132 // num_programs)
+    return max(1, min(wanted, k_size // (MIN_SHRINK_STEPS * SHRINK_STEP)))
 
 
 @triton.jit

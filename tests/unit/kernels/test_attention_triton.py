@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,8 +15,10 @@ from manyroots.kernels.attention.paged import (  # isort: skip
     DecodeRows,
     PagedRows,
     PrefillSegments,
+    SharedPrefixes,
     query_blocks,
 )
+from manyroots.kernels.attention.sharing import Group, shared_arrays  # isort: skip
 from manyroots.kernels.attention.triton_prefill import PrefillTiling  # isort: skip
 from manyroots.kernels.rope_write.inputs import KvPlaces  # isort: skip
 from manyroots.kernels.tolerances import assert_close  # isort: skip
@@ -88,6 +91,34 @@ TILINGS = [
     PrefillTiling(queries=64, tokens=32, num_warps=8, heads=2),
     None,
 ]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "has_sinks", "splits"),
+    [(4, 1, 32, False, 1), (6, 2, 16, True, 2), (16, 1, 16, False, 1)],
+)
+def test_what_rows_share_is_read_once_and_changes_nothing(
+    heads: int, kv_heads: int, dim: int, has_sinks: bool, splits: int, dtype: torch.dtype
+) -> None:
+    """Two groups of different lengths, one of them more than a block, and rows of no group."""
+    lens = [145, 3, *range(70, 88), 141, 142, 160, 0, 30]
+    groups = [Group(np.array([0, 20, 21, 22]), 35), Group(np.arange(2, 20), 17)]
+    layer_kv, table = pages_for(lens, kv_heads, dim, dtype)
+    for group in groups:
+        table[group.members, : group.num_pages] = table[group.members[0], : group.num_pages]
+    arrays = shared_arrays(groups, len(lens), PAGE)
+    shared = SharedPrefixes(*(torch.from_numpy(array).to(DEVICE) for array in arrays))
+    context = torch.tensor(lens, dtype=torch.int32, device=DEVICE)
+    q = randn(len(lens), heads, dim, dtype=dtype)
+    sinks = randn(heads, seed=8) if has_sinks else None
+    wanted = reference.decode_attention(q, layer_kv, DecodeRows(table, context), SCALE, sinks=sinks)
+    is_there = context > 0
+    for _ in range(2):  # the counters must be as they were
+        out = fast.decode_attention(
+            q, layer_kv, DecodeRows(table, context, shared), SCALE, sinks=sinks, splits=splits
+        )
+        assert_close("attention", out[is_there], wanted[is_there], dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from manyroots.bench.random_adapters import write_adapters
 from manyroots.cache.cache import PrefixCache
@@ -26,6 +27,8 @@ from manyroots.engine.grammar_compiles import GrammarCompiles
 from manyroots.engine.loop import EngineLoop
 from manyroots.grammar.cache import GrammarCache
 from manyroots.ids import AdapterName, RequestId
+from manyroots.kernels.attention import reference, sharing
+from manyroots.kernels.attention.paged import DecodeRows
 from manyroots.kernels.choice import reference_kernels
 from manyroots.kernels.sampling import torch_ops
 from manyroots.lora.limits import AdapterLimits
@@ -361,3 +364,27 @@ def test_g01_masks_are_in_time_for_tokens_that_are_still_on_the_device(
     for number in range(20, 24):
         text = b"".join(tiny_grammars.vocabulary().pieces[t] for t in given[0][number][:-1])
         assert re.fullmatch(grammar.get("regex") or "|".join(grammar["choice"]), text.decode())
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral-window"])
+def test_rows_that_share_a_prefix_read_it_together_and_get_their_own_tokens(
+    tmp_path: Path, kind: str, padded: None, slow_tokens: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reference takes what a row shares from its group's first member, as the kernel does."""
+    for name, least in (("SAVED_TOKENS", 0), ("SAVED_SHARE", 0), ("PAGES", 1), ("ROWS", 2)):
+        monkeypatch.setattr(sharing, f"MIN_{name}", least)
+    seen: list[int] = []
+    kept = reference.decode_attention
+
+    def noted(q: Tensor, layer_kv: Tensor, rows: DecodeRows, *args: Any, **options: Any) -> Tensor:
+        if rows.shared is not None:
+            seen.append(int(rows.shared.lens.count_nonzero()))
+        return kept(q, layer_kv, rows, *args, **options)
+
+    monkeypatch.setattr(reference, "decode_attention", noted)
+    save_tiny(tmp_path, kind)
+    both = Both(tmp_path)
+    requests = some_requests()
+    expected = run(make_runner(both.cpu), requests)
+    assert tokens(run(make_runner(both.plain), requests)) == tokens(expected)
+    assert (max(seen, default=0) > 2) == (kind == "llama")

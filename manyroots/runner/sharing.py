@@ -11,7 +11,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from manyroots.kernels.attention.sharing import Group, most_blocks, shared_arrays, shared_groups
+from manyroots.kernels.attention.sharing import (
+    PrefixGroup,
+    most_blocks,
+    shared_arrays,
+    shared_groups,
+)
 from manyroots.runner.batch import PersistentBatch
 from manyroots.runner.inputs import StepInputs
 from manyroots.runner.step_arrays import Arrays
@@ -27,7 +32,7 @@ class Sharing:
         """`windows`: of each family of pages; 0 for none. With one, rows share too little."""
         self._batch, self._windows, self._page_size = batch, windows, page_size
         self._found_for = b""
-        self._groups: list[list[Group]] = []
+        self._groups: list[list[PrefixGroup]] = []
 
     def apply(self, plan: Plan) -> None:
         """Rows may have other owners from now on."""
@@ -48,7 +53,7 @@ class Sharing:
         return packed(self._groups, size, self._page_size) if any(self._groups) else {}
 
 
-def packed(groups: Sequence[Sequence[Group]], size: int, page_size: int) -> Arrays:
+def packed(groups: Sequence[Sequence[PrefixGroup]], size: int, page_size: int) -> Arrays:
     """The arrays of every family, one behind the other."""
     families = [shared_arrays(own, size, page_size) for own in groups]
     return {name: np.stack(arrays) for name, *arrays in zip(NAMES, *families, strict=True)}

@@ -30,7 +30,7 @@ MAX_DEPTH = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class PrefixGroup:
     """Rows that begin with the same pages."""
 
     members: Int64s
@@ -42,7 +42,7 @@ class Group:
         return (len(self.members) - 1) * self.num_pages
 
 
-def shared_groups(table: Int32s, rows: Int32s, lens: Int64s, page_size: int) -> list[Group]:
+def shared_groups(table: Int32s, rows: Int32s, lens: Int64s, page_size: int) -> list[PrefixGroup]:
     """Groups that save much, none of which have a member in common; none where it is not worth
     while. `table` [any rows, pages]; members are places in `rows`, whose sequences see `lens`
     tokens and always have some of their own."""
@@ -60,13 +60,15 @@ def shared_groups(table: Int32s, rows: Int32s, lens: Int64s, page_size: int) -> 
     return groups if is_worth_it else []
 
 
-def _best(table: Int32s, rows: Int32s, most: Int64s, members: Int64s, depth: int) -> list[Group]:
+def _best(
+    table: Int32s, rows: Int32s, most: Int64s, members: Int64s, depth: int
+) -> list[PrefixGroup]:
     """Of members that have the first page in common: one group, or several that share more."""
     limit = int(most[members].min())
     tables = table[rows[members], :limit]
     same = (tables == tables[0]).all(axis=0)
     common = limit if same.all() else int(np.argmin(same))
-    whole = [Group(members, common)] if common >= MIN_PAGES else []
+    whole = [PrefixGroup(members, common)] if common >= MIN_PAGES else []
     if depth == 0:
         return whole
     longer = members[most[members] > common]
@@ -92,7 +94,7 @@ def most_blocks(num_rows: int) -> int:
 
 
 def shared_arrays(
-    groups: Sequence[Group], num_rows: int, page_size: int
+    groups: Sequence[PrefixGroup], num_rows: int, page_size: int
 ) -> tuple[Int32s, Int32s, Int32s]:
     """`lens`, `members` and `blocks` of `SharedPrefixes`; what they have no use for is zero."""
     lens, members = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.int32)

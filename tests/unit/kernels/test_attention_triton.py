@@ -18,7 +18,7 @@ from manyroots.kernels.attention.paged import (  # isort: skip
     SharedPrefixes,
     query_blocks,
 )
-from manyroots.kernels.attention.sharing import Group, shared_arrays  # isort: skip
+from manyroots.kernels.attention.sharing import PrefixGroup, shared_arrays  # isort: skip
 from manyroots.kernels.attention.triton_prefill import PrefillTiling  # isort: skip
 from manyroots.kernels.rope_write.inputs import KvPlaces  # isort: skip
 from manyroots.kernels.tolerances import assert_close  # isort: skip
@@ -103,7 +103,7 @@ def test_what_rows_share_is_read_once_and_changes_nothing(
 ) -> None:
     """Two groups of different lengths, one of them more than a block, and rows of no group."""
     lens = [145, 3, *range(70, 88), 141, 142, 160, 0, 30]
-    groups = [Group(np.array([0, 20, 21, 22]), 35), Group(np.arange(2, 20), 17)]
+    groups = [PrefixGroup(np.array([0, 20, 21, 22]), 35), PrefixGroup(np.arange(2, 20), 17)]
     layer_kv, table = pages_for(lens, kv_heads, dim, dtype)
     for group in groups:
         table[group.members, : group.num_pages] = table[group.members[0], : group.num_pages]

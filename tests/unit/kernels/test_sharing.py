@@ -9,7 +9,12 @@ import pytest
 
 from manyroots.kernels.attention import sharing
 from manyroots.kernels.attention.paged import MEMBERS
-from manyroots.kernels.attention.sharing import Group, most_blocks, shared_arrays, shared_groups
+from manyroots.kernels.attention.sharing import (
+    PrefixGroup,
+    most_blocks,
+    shared_arrays,
+    shared_groups,
+)
 
 PAGE = 4
 ROWS = np.arange(8)
@@ -74,7 +79,10 @@ def test_little_is_not_worth_a_second_launch() -> None:
 
 
 def test_arrays_say_for_each_block_its_rows_and_tokens() -> None:
-    groups = [Group(np.arange(5, 5 + MEMBERS + 3), 7), Group(np.array([1, 0, 2, 30]), 9)]
+    groups = [
+        PrefixGroup(np.arange(5, 5 + MEMBERS + 3), 7),
+        PrefixGroup(np.array([1, 0, 2, 30]), 9),
+    ]
     lens, members, blocks = shared_arrays(groups, 40, PAGE)
     assert blocks.shape == (most_blocks(40), 3)
     assert blocks[:4].tolist() == [
@@ -91,6 +99,8 @@ def test_arrays_say_for_each_block_its_rows_and_tokens() -> None:
 
 def test_there_is_room_for_the_blocks_of_any_groups() -> None:
     for num_rows in range(4, 100):
-        smallest = [Group(np.arange(first, first + 4), 4) for first in range(0, num_rows - 3, 4)]
+        smallest = [
+            PrefixGroup(np.arange(first, first + 4), 4) for first in range(0, num_rows - 3, 4)
+        ]
         shared_arrays(smallest, num_rows, PAGE)
-        shared_arrays([Group(np.arange(num_rows), 4)], num_rows, PAGE)
+        shared_arrays([PrefixGroup(np.arange(num_rows), 4)], num_rows, PAGE)

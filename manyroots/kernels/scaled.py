@@ -13,6 +13,10 @@ import torch
 from torch import Tensor
 
 LARGEST = float(torch.finfo(torch.float8_e4m3fn).max)
+SIDE_STEP = 16
+"""Inner dimensions are multiples of it on a GPU, so that rows are whole 16-byte loads."""
+TILE_COLUMNS = 128
+"""That a tile of FP8 has, which lies within a group."""
 NUM_SCALES = 8
 """That are tried for a row."""
 

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from manyroots.kernels.gemm.triton_words import times_words
 from manyroots.kernels.launch import (
     launch_options,
     let_next_begin,
@@ -26,7 +27,7 @@ from manyroots.kernels.launch import (
 )
 from manyroots.kernels.lora_sites.sites import LinearSite, LoraRows, LoraTerm
 from manyroots.kernels.norm.undivided import UndividedNorm
-from manyroots.kernels.scaled import Matrix
+from manyroots.kernels.scaled import SIDE_STEP, Matrix
 
 MAX_ROWS = 64
 BLOCK_N = 64
@@ -48,65 +49,13 @@ class Tiling:
 
 
 @triton.jit
-def _unpacked_bfloat16(words):
-    """Four FP8 numbers of each word. They are converted to float16, whose bits, shifted, are those
-    of a bfloat16 that is 2^112 times too small."""
-    return tl.inline_asm_elementwise(
-        """{
-        .reg .b16 low, high;
-        .reg .b32 first, second, sign1, sign2, most;
-        mov.b32 {low, high}, $4;
-        mov.b32 most, 0x77807780;
-        cvt.rn.f16x2.e4m3x2 first, low;
-        cvt.rn.f16x2.e4m3x2 second, high;
-        and.b32 sign1, first, 0x80008000;
-        and.b32 sign2, second, 0x80008000;
-        shr.b32 first, first, 3;
-        shr.b32 second, second, 3;
-        lop3.b32 first, first, 0x0fff0fff, sign1, 0xea;
-        lop3.b32 second, second, 0x0fff0fff, sign2, 0xea;
-        mul.rn.bf16x2 first, first, most;
-        mul.rn.bf16x2 second, second, most;
-        mov.b32 {$0, $1}, first;
-        mov.b32 {$2, $3}, second;
-        }""",
-        "=h,=h,=h,=h,r", [words],
-        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def _number_of(words, which: tl.constexpr, dtype: tl.constexpr):
-    """One FP8 number of each word."""
-    byte = ((words >> (8 * which)) & 255).to(tl.uint8)
-    return byte.to(tl.float8e4nv, bitcast=True).to(dtype)
-
-
-@triton.jit
-def _times_words(words, xs, acc, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, FAST: tl.constexpr):
-    """acc + W x^T, where four columns of W are in a word."""
-    even, odd = tl.split(tl.reshape(xs, (BLOCK_M, BLOCK_K // 4, 2, 2)))
-    x0, x2 = tl.split(even)
-    x1, x3 = tl.split(odd)
-    if FAST and xs.dtype == tl.bfloat16:
-        w0, w1, w2, w3 = _unpacked_bfloat16(words)
-    else:
-        w0, w1 = _number_of(words, 0, xs.dtype), _number_of(words, 1, xs.dtype)
-        w2, w3 = _number_of(words, 2, xs.dtype), _number_of(words, 3, xs.dtype)
-    acc = tl.dot(w0, tl.trans(x0), acc, input_precision="ieee")
-    acc = tl.dot(w1, tl.trans(x1), acc, input_precision="ieee")
-    acc = tl.dot(w2, tl.trans(x2), acc, input_precision="ieee")
-    return tl.dot(w3, tl.trans(x3), acc, input_precision="ieee")
-
-
-@triton.jit
 def _scaled_product(
     x, w_rows, scales, row_ok, num_rows, k_size, first, last,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
     SCALED: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """`_product` with W in FP8, as words of four; `scales` is where each row's are: see
-    `scaled_by`."""
+    `words_of`."""
     m = tl.arange(0, BLOCK_M)
     k = tl.arange(0, BLOCK_K)
     word = tl.arange(0, BLOCK_K // 4)
@@ -124,11 +73,11 @@ def _scaled_product(
         xs = tl.load(x_at + at, mask=row_mask, other=0.0)
         if SCALED > 1:
             part = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-            part = _times_words(words, xs, part, BLOCK_M, BLOCK_K, FAST)
+            part = times_words(words, xs, part, BLOCK_M, BLOCK_K, FAST)
             scale = tl.load(scales + at // SCALED, mask=row_ok, other=0.0)
             acc += part * scale[:, None]
         else:
-            acc = _times_words(words, xs, acc, BLOCK_M, BLOCK_K, FAST)
+            acc = times_words(words, xs, acc, BLOCK_M, BLOCK_K, FAST)
     if SCALED == 1:
         acc *= tl.load(scales, mask=row_ok, other=0.0)[:, None]
     return acc
@@ -285,7 +234,7 @@ def is_for(num_rows: int, weight: Matrix, bias: Tensor | None) -> bool:
         return num_rows <= MAX_ROWS and weight.shape[1] % INNER_STEP == 0
     # Rows of bytes are whole 16-byte loads, and a tile lies within a group of columns.
     fits = weight.has_row_scales or weight.group % BLOCK_K == 0
-    return num_rows <= MAX_ROWS and weight.shape[1] % (2 * INNER_STEP) == 0 and fits
+    return num_rows <= MAX_ROWS and weight.shape[1] % SIDE_STEP == 0 and fits
 
 
 def linear(
@@ -320,10 +269,7 @@ def linear(
         lora_tiles = triton.cdiv(rows.max_blocks * width, tiling.block_n)
         adapters = (hidden, site.pool, site.table, site.scalings, rows.blocks, rows.num_blocks)
     grid = (lora_tiles + triton.cdiv(n_size, tiling.block_n), splits)
-    data, scales, num_groups, scaled = scaled_by(weight, x)
-    row_bytes = tiling.block_k * data.element_size()
-    if scaled:
-        data = data.view(torch.int32)
+    data, scales, num_groups, scaled = words_of(weight, x)
     _linear[grid](
         x, squares, num_pieces, data, scales, num_groups, x if bias is None else bias, out,
         *adapters, num_rows, n_size, k_size, eps, width, lora_tiles, SCALED=scaled,
@@ -331,25 +277,20 @@ def linear(
         PIECES=triton.next_power_of_2(num_pieces) if num_pieces else 0,
         BLOCK_M=max(16, triton.next_power_of_2(num_rows)), BLOCK_N=tiling.block_n,
         BLOCK_K=tiling.block_k, EVEN_K=k_size % tiling.block_k == 0,
-        LINES=max(1, row_bytes // CACHE_LINE_BYTES),
+        LINES=max(1, tiling.block_k * (1 if scaled else x.element_size()) // CACHE_LINE_BYTES),
         num_stages=tiling.num_stages, num_warps=tiling.num_warps, **launch_options(x.device),
     )  # fmt: skip
     return out, term
 
 
-def scaled_by(weight: Matrix, other: Tensor) -> tuple[Tensor, Tensor, int, int]:
-    """What a kernel is given of a weight: its numbers (FP8 as bytes), its scales, how many a row
-    has, and for how many columns each is: 1 stands for all of a row, and 0 for no scales, which is
-    when `other` is given and not read."""
+def words_of(weight: Matrix, other: Tensor) -> tuple[Tensor, Tensor, int, int]:
+    """What a kernel is given of a weight: its numbers (FP8 in words of four), its scales, how many
+    a row has, and for how many columns each is: 1 stands for all of a row, and 0 for no scales,
+    which is when `other` is given and not read."""
     if isinstance(weight, Tensor):
         return weight, other, 0, 0
-    data = weight.data.view(torch.uint8)
-    return (
-        data,
-        weight.scales,
-        weight.scales.shape[-1],
-        1 if weight.has_row_scales else weight.group,
-    )
+    group = 1 if weight.has_row_scales else weight.group
+    return weight.data.view(torch.int32), weight.scales, weight.scales.shape[-1], group
 
 
 def _parts_of(x: Tensor | UndividedNorm) -> tuple[Tensor, Tensor, int, float]:

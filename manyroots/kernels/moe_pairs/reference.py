@@ -9,9 +9,10 @@ from manyroots.kernels.activation.reference import activate
 from manyroots.kernels.lora_sites.reference import expanded
 from manyroots.kernels.lora_sites.sites import LoraTerm
 from manyroots.kernels.moe_pairs.adapters import PART_WIDTH, ExpertAdapters, ExpertSite
-from manyroots.kernels.moe_pairs.routing import Routing, Scoring
+from manyroots.kernels.moe_pairs.routing import MAX_FEW_TOKENS, Routing, Scoring
 from manyroots.kernels.moe_pairs.weights import ExpertWeights
 from manyroots.kernels.scaled import Matrix, plain
+from manyroots.kernels.scaled_gemm.reference import round_rows
 
 
 def route(
@@ -50,26 +51,30 @@ def experts(
     x: Tensor, routing: Routing, weights: ExpertWeights, adapters: ExpertAdapters | None = None
 ) -> Tensor:
     """What adds up to each token's output, float32 [top_k, tokens, hidden]: each pair's weighted
-    output."""
+    output. Of many tokens, those that experts in FP8 multiply are rounded to FP8, too."""
     num_tokens, top_k = routing.weights.shape
+    is_many = routing.tiles is not None or num_tokens > MAX_FEW_TOKENS
+    rounds = is_many and weights.has_fp8_tiles
     out = torch.zeros(num_tokens * top_k, x.shape[1], device=x.device)
     pair_weights = routing.weights.flatten()
     for expert, begin, end in routing.groups.tolist():
         for pair in routing.pairs[begin:end].tolist():
             token = pair // top_k
-            both = _product(x[token], weights.gate_up, weights.gate_up_bias, expert)
+            both = _product(x[token], weights.gate_up, weights.gate_up_bias, expert, rounds)
             if adapters is not None:
                 both += _delta(x[token], adapters.gate_up, int(adapters.rows.slots[token]), expert)
             gate, up = both.chunk(2)
             hidden = activate(gate, up, weights.activation).to(x.dtype)
-            y = _product(hidden, weights.down, weights.down_bias, expert)
+            y = _product(hidden, weights.down, weights.down_bias, expert, rounds)
             if adapters is not None:
                 y += _delta(hidden, adapters.down, int(adapters.rows.slots[token]), expert)
             out[pair] = pair_weights[pair] * y
     return out.view(num_tokens, top_k, -1).transpose(0, 1)
 
 
-def _product(x: Tensor, weight: Matrix, bias: Tensor | None, expert: int) -> Tensor:
+def _product(x: Tensor, weight: Matrix, bias: Tensor | None, expert: int, rounds: bool) -> Tensor:
+    if rounds and not isinstance(weight, Tensor):
+        x = round_rows(x[None], weight.group).plain(torch.float32)[0]
     y = plain(weight[expert], torch.float32).float() @ x.float()
     return y if bias is None else y + bias[expert].float()
 

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+MAX_FEW_TOKENS = 128
+"""Most tokens whose pairs are computed pair by pair; those of more, in tiles."""
+
 
 class Scoring(enum.Enum):
     """How a router's scores become the weights of a token's experts."""

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from manyroots.kernels.gemm.triton import scaled_by
+from manyroots.kernels.gemm.triton import words_of
 from manyroots.kernels.launch import (
     as_splits,
     counters,
@@ -29,7 +29,7 @@ from manyroots.kernels.launch import (
 from manyroots.kernels.lora_sites.sites import LoraTerm
 from manyroots.kernels.lora_sites.triton import RANK_BLOCK
 from manyroots.kernels.moe_pairs.adapters import ExpertAdapters
-from manyroots.kernels.moe_pairs.routing import Routing, Scoring
+from manyroots.kernels.moe_pairs.routing import MAX_FEW_TOKENS, Routing, Scoring
 from manyroots.kernels.moe_pairs.triton_adapters import (
     EXPAND_N,
     SHRINK_N,
@@ -47,11 +47,11 @@ from manyroots.kernels.moe_pairs.triton_products import (
 )
 from manyroots.kernels.moe_pairs.triton_tiles import experts_in_tiles, tile_rows
 from manyroots.kernels.moe_pairs.weights import ExpertWeights
-from manyroots.kernels.scaled import Matrix
+from manyroots.kernels.scaled import SIDE_STEP, Matrix
 
 _SOFTMAX = tl.constexpr(Scoring.SOFTMAX.value)
 _OF_CHOSEN = tl.constexpr(Scoring.SOFTMAX_OF_CHOSEN.value)
-MAX_ROUTED_TOKENS = 128
+MAX_ROUTED_TOKENS = MAX_FEW_TOKENS
 """Most tokens whose pairs `route` orders itself; more go through `triton_order.py` and in tiles."""
 
 
@@ -244,7 +244,7 @@ def _up(
         pair = tl.load(pairs + tl.minimum(m, end - 1)).to(tl.int64)
         gate, up = gate_and_up(
             x, gate_up, w_scales, num_groups, bias, expert, pair // top_k, m < end, n, n_size,
-            k_size, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, HAS_BIAS, SCALED,
+            k_size, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, HAS_BIAS, SCALED, DEPENDENT,
         )  # fmt: skip
         ok = (m < end)[:, None] & (n < n_size)[None, :]
         to = out + pair[:, None] * 2 * n_size + n[None, :]
@@ -280,7 +280,7 @@ def _down(
         pair = tl.load(pairs + tl.minimum(m, end - 1)).to(tl.int64)
         acc = down_product(
             hidden, down, w_scales, num_groups, bias, expert, pair, m < end, n, n_size, k_size,
-            BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, HAS_BIAS, SCALED,
+            BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, HAS_BIAS, SCALED, DEPENDENT,
         )  # fmt: skip
         value = tl.trans(acc) * tl.load(weights + pair)[:, None]
         ok = (m < end)[:, None] & (n < n_size)[None, :]
@@ -302,8 +302,7 @@ def experts(
     if not (_fits(weights.gate_up, cut.up_k) and _fits(weights.down, cut.down_k)):
         weights = weights.plain(x.dtype)
     if routing.tiles is not None:
-        # Of many tokens the products take so long that a plain copy of the weights is no matter.
-        by_token = experts_in_tiles(x, routing, weights.plain(x.dtype), adapters)
+        by_token = experts_in_tiles(x, routing, weights, adapters)
     elif adapters is None:
         by_token = _both(x, routing, weights, cut)
     else:
@@ -312,8 +311,12 @@ def experts(
 
 
 def _fits(matrix: Matrix, block_k: int) -> bool:
-    """Whether tiles of so many columns have one scale for each row."""
-    return isinstance(matrix, Tensor) or matrix.has_row_scales or matrix.group % block_k == 0
+    """Whether FP8 is read in words: rows are whole 16-byte loads, and tiles of so many columns
+    have one scale for each row."""
+    if isinstance(matrix, Tensor):
+        return True
+    has_one = matrix.has_row_scales or matrix.group % block_k == 0
+    return has_one and matrix.shape[-1] % SIDE_STEP == 0
 
 
 def _both(x: Tensor, routing: Routing, weights: ExpertWeights, cut: ExpertTiling) -> Tensor:
@@ -325,8 +328,8 @@ def _both(x: Tensor, routing: Routing, weights: ExpertWeights, cut: ExpertTiling
     down_tiles = triton.cdiv(hidden_size, cut.down_alone_n)
     inner = torch.empty(num_tokens * top_k, n_size, dtype=x.dtype, device=x.device)
     out = torch.empty(num_tokens, top_k, hidden_size, dtype=torch.float32, device=x.device)
-    *gate_up, up_scaled = scaled_by(weights.gate_up, x)
-    *down, down_scaled = scaled_by(weights.down, x)
+    *gate_up, up_scaled = words_of(weights.gate_up, x)
+    *down, down_scaled = words_of(weights.down, x)
     both_products[(used * (up_tiles + down_tiles),)](
         x, *gate_up, *down, weights.up_bias_or(x), weights.down_bias_or(x), routing.pairs,
         routing.groups, routing.weights, inner, out, counters(x.device), used * up_tiles, n_size,
@@ -361,7 +364,7 @@ def _with_adapters(
     inner = torch.empty(num_pairs, n_size, dtype=x.dtype, device=x.device)
     around = _Around.of(inner, routing, adapters, hidden_size, cut)
     options = launch_options(x.device)
-    *gate_up, up_scaled = scaled_by(weights.gate_up, x)
+    *gate_up, up_scaled = words_of(weights.gate_up, x)
     _up[(triton.cdiv(n_size, cut.up_n), around.shrink_rows + used)](
         x, *gate_up, weights.up_bias_or(x), routing.pairs, routing.groups, around.product,
         *around.of_up, n_size, hidden_size, top_k, num_pairs, adapters.gate_up.max_rank,
@@ -371,7 +374,7 @@ def _with_adapters(
     )  # fmt: skip
     _activate(around, inner, routing, weights, adapters, cut)
     out = torch.empty(num_tokens, top_k + 1, hidden_size, dtype=torch.float32, device=x.device)
-    *down, down_scaled = scaled_by(weights.down, x)
+    *down, down_scaled = words_of(weights.down, x)
     _down[(triton.cdiv(hidden_size, cut.down_n), around.expand_rows + used)](
         inner, *down, weights.down_bias_or(x), routing.pairs, routing.groups,
         routing.weights, out, *around.of_down, hidden_size, n_size, num_tokens,

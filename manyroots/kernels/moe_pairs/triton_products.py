@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from manyroots.kernels.activation.triton_kinds import activated
+from manyroots.kernels.gemm.triton_words import times_words
 from manyroots.kernels.launch import let_next_begin, wait_for_count, wait_for_inputs
 
 
@@ -24,14 +25,20 @@ def group_at(groups, group):
 
 
 @triton.jit
-def add_product(acc, weight, rows, scales, at, SCALED: tl.constexpr):
-    """A tile of a weight times rows, onto `acc`. With SCALED the weight is in FP8, and `scales` is
-    where each of its rows has them, one for SCALED columns; 1: one for all, applied at the end."""
-    if SCALED:
-        weight = weight.to(tl.float8e4nv, bitcast=True).to(rows.dtype)
+def add_product(
+    acc, weight, rows, scales, at,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SCALED: tl.constexpr,
+    FAST: tl.constexpr,
+):  # fmt: skip
+    """A tile of a weight times rows, onto `acc`. With SCALED the weight is in FP8, in words of
+    four, and `scales` is where each of its rows has them, one for SCALED columns; 1: one for all,
+    applied at the end."""
     if SCALED > 1:
-        scale = tl.load(scales + at // SCALED)
-        acc += tl.dot(weight, tl.trans(rows), input_precision="ieee") * scale[:, None]
+        part = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        part = times_words(weight, rows, part, BLOCK_M, BLOCK_K, FAST)
+        acc += part * tl.load(scales + at // SCALED)[:, None]
+    elif SCALED == 1:
+        acc = times_words(weight, rows, acc, BLOCK_M, BLOCK_K, FAST)
     else:
         acc = tl.dot(weight, tl.trans(rows), acc, input_precision="ieee")
     return acc
@@ -41,28 +48,38 @@ def add_product(acc, weight, rows, scales, at, SCALED: tl.constexpr):
 def gate_and_up(
     x, gate_up, scales, num_groups, bias, expert, row, is_pair, n, n_size, k_size,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
-    HAS_BIAS: tl.constexpr, SCALED: tl.constexpr,
+    HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """The gates and ups at `n` of an expert's pairs, whose rows of x are `row`: [n, pairs] each."""
     k = tl.arange(0, BLOCK_K)
     x_at = x + row[:, None] * k_size + k[None, :]
     first = expert * 2 * n_size + tl.minimum(n, n_size - 1)
-    gate_at = gate_up + first[:, None] * k_size + k[None, :]
-    up_at = gate_at + n_size.to(tl.int64) * k_size
+    word: tl.constexpr = 4 if SCALED else 1
+    w_k = tl.arange(0, BLOCK_K // word)
+    gate_at = gate_up + first[:, None] * (k_size // word) + w_k[None, :]
+    up_at = gate_at + n_size.to(tl.int64) * (k_size // word)
     gate = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for at in range(0, k_size, BLOCK_K):
         if EVEN_K:
-            gates = tl.load(gate_at + at, eviction_policy="evict_first")
-            ups = tl.load(up_at + at, eviction_policy="evict_first")
+            gates = tl.load(gate_at + at // word, eviction_policy="evict_first")
+            ups = tl.load(up_at + at // word, eviction_policy="evict_first")
             xs = tl.load(x_at + at, mask=is_pair[:, None], other=0.0)
         else:
             inside = (at + k < k_size)[None, :]
-            gates = tl.load(gate_at + at, mask=inside, other=0.0, eviction_policy="evict_first")
-            ups = tl.load(up_at + at, mask=inside, other=0.0, eviction_policy="evict_first")
+            is_word = (at + word * w_k < k_size)[None, :]
+            of = at // word
+            gates = tl.load(gate_at + of, mask=is_word, other=0, eviction_policy="evict_first")
+            ups = tl.load(up_at + of, mask=is_word, other=0, eviction_policy="evict_first")
             xs = tl.load(x_at + at, mask=is_pair[:, None] & inside, other=0.0)
-        gate = add_product(gate, gates, xs, scales + first * num_groups, at, SCALED)
-        up = add_product(up, ups, xs, scales + (first + n_size) * num_groups, at, SCALED)
+        gate = add_product(
+            gate, gates, xs, scales + first * num_groups, at, BLOCK_M, BLOCK_N, BLOCK_K, SCALED,
+            FAST,
+        )  # fmt: skip
+        up = add_product(
+            up, ups, xs, scales + (first + n_size) * num_groups, at, BLOCK_M, BLOCK_N, BLOCK_K,
+            SCALED, FAST,
+        )  # fmt: skip
     if SCALED == 1:
         gate *= tl.load(scales + first)[:, None]
         up *= tl.load(scales + first + n_size)[:, None]
@@ -76,24 +93,29 @@ def gate_and_up(
 def down_product(
     hidden, down, scales, num_groups, bias, expert, pair, is_pair, n, n_size, k_size,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
-    HAS_BIAS: tl.constexpr, SCALED: tl.constexpr,
+    HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Rows `n` of an expert's down times its pairs' activations: [n, pairs]."""
     k = tl.arange(0, BLOCK_K)
     row = expert * n_size + tl.minimum(n, n_size - 1)
-    w_at = down + row[:, None] * k_size + k[None, :]
+    word: tl.constexpr = 4 if SCALED else 1
+    w_k = tl.arange(0, BLOCK_K // word)
+    w_at = down + row[:, None] * (k_size // word) + w_k[None, :]
     h_at = hidden + pair[:, None] * k_size + k[None, :]
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for at in range(0, k_size, BLOCK_K):
         # Activations past the first cache, which does not see what other programs write.
         if EVEN_K:
-            weight = tl.load(w_at + at, eviction_policy="evict_first")
+            weight = tl.load(w_at + at // word, eviction_policy="evict_first")
             hs = tl.load(h_at + at, mask=is_pair[:, None], other=0.0, cache_modifier=".cg")
         else:
             inside = (at + k < k_size)[None, :]
-            weight = tl.load(w_at + at, mask=inside, other=0.0, eviction_policy="evict_first")
+            of, is_word = at // word, (at + word * w_k < k_size)[None, :]
+            weight = tl.load(w_at + of, mask=is_word, other=0, eviction_policy="evict_first")
             hs = tl.load(h_at + at, mask=is_pair[:, None] & inside, other=0.0, cache_modifier=".cg")
-        acc = add_product(acc, weight, hs, scales + row * num_groups, at, SCALED)
+        acc = add_product(
+            acc, weight, hs, scales + row * num_groups, at, BLOCK_M, BLOCK_N, BLOCK_K, SCALED, FAST
+        )  # fmt: skip
     if SCALED == 1:
         acc *= tl.load(scales + row)[:, None]
     if HAS_BIAS:
@@ -127,6 +149,7 @@ def both_products(
             gate, up = gate_and_up(
                 x, gate_up, up_scales, up_groups, up_bias, expert, pair // TOP_K, m < end, n,
                 n_size, hidden_size, BLOCK_M, UP_N, UP_K, EVEN_UP, HAS_UP_BIAS, UP_SCALED,
+                DEPENDENT,
             )  # fmt: skip
             ok = (m < end)[:, None] & (n < n_size)[None, :]
             value = tl.trans(activated(gate, up, KIND))
@@ -149,6 +172,7 @@ def both_products(
         acc = down_product(
             inner, down, down_scales, down_groups, down_bias, expert, pair, m < end, n,
             hidden_size, n_size, BLOCK_M, DOWN_N, DOWN_K, EVEN_DOWN, HAS_DOWN_BIAS, DOWN_SCALED,
+            DEPENDENT,
         )  # fmt: skip
         value = tl.trans(acc) * tl.load(weights + pair)[:, None]
         ok = (m < end)[:, None] & (n < hidden_size)[None, :]

@@ -2,10 +2,11 @@
 
 Takes a `Routing` that was cut into tiles (`triton_order.py`). `_up` gathers its rows of x by itself
 and leaves the activations in the order of pairs. `_down` puts each pair's weighted output back into
-the order of tokens, in float32: rounded, what a token's experts cancel would be lost. Weights come
-by tensor descriptors, which cost programs no registers. `_down` has a short inner dimension, so its
-programs stay and take tile after tile: the next one's operands are on their way while the last
-one's output leaves.
+the order of tokens, in float32: rounded, what a token's experts cancel would be lost. With weights
+in FP8 rows are rounded to FP8 before either product, as `scaled_gemm` does; adapters read them as
+they were. Weights come by tensor descriptors, which cost programs no registers. `_down` has a short
+inner dimension, so its programs stay and take tile after tile: the next one's operands are on their
+way while the last one's output leaves.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from manyroots.kernels.moe_pairs.triton_tile_adapters import (
 )
 from manyroots.kernels.moe_pairs.weights import ExpertWeights
 from manyroots.kernels.scaled import Matrix
+from manyroots.kernels.scaled_gemm.triton import round_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,9 @@ SMALL_PAIRS = 56
 read the weights."""
 SMALL = TileShapes(TileShape(128, 64, 4, 4), TileShape(128, 64, 4, 4))
 LARGE = TileShapes(TileShape(128, 64, 4, 8), TileShape(128, 64, 3, 4))
+FP8_SMALL = TileShapes(TileShape(128, 128, 4, 4), TileShape(128, 128, 4, 4))
+FP8_LARGE = TileShapes(TileShape(128, 128, 4, 8), TileShape(128, 128, 3, 4))
+"""Of FP8: the same bytes. Not measured yet."""
 FLOAT32 = TileShapes(TileShape(32, 16, 2, 8), TileShape(32, 16, 2, 8))
 """No matrix units, and half the room."""
 DOWN_PROGRAMS = 2
@@ -69,19 +74,40 @@ def tile_rows(num_pairs: int, num_experts: int) -> int:
     return SMALL_ROWS if num_pairs <= SMALL_PAIRS * num_experts else LARGE_ROWS
 
 
-def _shapes(rows: int, dtype: torch.dtype) -> TileShapes:
+def _shapes(rows: int, dtype: torch.dtype, is_scaled: bool) -> TileShapes:
     """What was fastest on an H200."""
+    if is_scaled:
+        return FP8_SMALL if rows <= SMALL_ROWS else FP8_LARGE
     if dtype == torch.float32:
         return FLOAT32
     return SMALL if rows <= SMALL_ROWS else LARGE
 
 
 @triton.jit
+def _times(
+    acc, xs, weight, x_scales, w_scales, at, x_group, w_group, SCALED: tl.constexpr
+):  # fmt: skip
+    """acc + xs W^T. With SCALED above 1, so many columns of each have a scale of their own."""
+    if SCALED > 1:
+        ours = tl.load(x_scales + at // SCALED * x_group)
+        theirs = tl.load(w_scales + at // SCALED * w_group)
+        return acc + tl.dot(xs, tl.trans(weight)) * (ours[:, None] * theirs[None, :])
+    return tl.dot(xs, tl.trans(weight), acc, input_precision="ieee")
+
+
+@triton.jit
+def _scaled_whole(acc, x_scales, w_scales):
+    """Sums of products whose scales are of whole rows."""
+    return acc * (tl.load(x_scales)[:, None] * tl.load(w_scales)[None, :])
+
+
+@triton.jit
 def _up(
-    x, gate_up, bias, pairs, tiles, num_tiles, inner, shrunk, slots, pool, table, n_size, k_size,
-    top_k,
-    KIND: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, RANK: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
+    x, gate_up, bias, pairs, tiles, num_tiles, inner, shrunk, slots, pool, table, x_scales,
+    w_scales, n_size, k_size, top_k, x_row, x_group, w_row, w_group,
+    KIND: tl.constexpr, SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
+    RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """activation(gate, up) of a tile's pairs."""
     let_next_begin(DEPENDENT)
@@ -98,18 +124,26 @@ def _up(
     token = tl.load(pairs + m, mask=is_pair, other=0) // top_k
     k = tl.arange(0, BLOCK_K)[None, :]
     x_at = x + token[:, None].to(tl.int64) * k_size + k
-    w_row = expert * 2 * n_size + first_n
+    first_row = expert * 2 * n_size + first_n
+    own = x_scales + token * x_row
+    at_n = expert * 2 * n_size + tl.minimum(n, n_size - 1)
+    gate_scales = w_scales + at_n * w_row
+    up_scales = gate_scales + n_size * w_row
     gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for at in range(0, k_size, BLOCK_K):
         # What lies behind the end of a weight's row is read as zeros.
         xs = tl.load(x_at + at) if EVEN_K else tl.load(x_at + at, mask=at + k < k_size, other=0.0)
-        gate = tl.dot(xs, tl.trans(gate_up.load([w_row, at])), gate, input_precision="ieee")
-        up = tl.dot(xs, tl.trans(gate_up.load([w_row + n_size, at])), up, input_precision="ieee")
+        gates = gate_up.load([first_row, at])
+        gate = _times(gate, xs, gates, own, gate_scales, at, x_group, w_group, SCALED)
+        ups = gate_up.load([first_row + n_size, at])
+        up = _times(up, xs, ups, own, up_scales, at, x_group, w_group, SCALED)
+    if SCALED == 1:
+        gate = _scaled_whole(gate, own, gate_scales)
+        up = _scaled_whole(up, own, up_scales)
     if HAS_BIAS:
-        bias_at = bias + expert * 2 * n_size + tl.minimum(n, n_size - 1)
-        gate += tl.load(bias_at).to(tl.float32)[None, :]
-        up += tl.load(bias_at + n_size).to(tl.float32)[None, :]
+        gate += tl.load(bias + at_n).to(tl.float32)[None, :]
+        up += tl.load(bias + at_n + n_size).to(tl.float32)[None, :]
     if RANK:
         left = slots_of(slots, token, is_pair)
         columns: tl.constexpr = RANK if RANK < RANK_BLOCK else RANK_BLOCK
@@ -134,10 +168,10 @@ def _up(
 
 @triton.jit
 def _down(
-    inner, down, bias, pairs, tiles, num_tiles, weights, out, shrunk, slots, pool, table, n_size,
-    k_size, top_k,
-    HAS_BIAS: tl.constexpr, RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
+    inner, down, bias, pairs, tiles, num_tiles, weights, out, shrunk, slots, pool, table, x_scales,
+    w_scales, n_size, k_size, top_k, num_pairs, x_row, x_group, w_row, w_group,
+    SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, RANK: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """weight * down(inner) of one tile's pairs after the other's, each at its own pair's place."""
     let_next_begin(DEPENDENT)
@@ -150,16 +184,21 @@ def _down(
         expert = tl.load(tiles + 3 * tile)
         begin = tl.load(tiles + 3 * tile + 1)
         end = tl.load(tiles + 3 * tile + 2)
+        m = begin + tl.arange(0, BLOCK_M)
+        n = first_n + tl.arange(0, BLOCK_N)
+        at_n = expert * n_size + tl.minimum(n, n_size - 1)
+        own = x_scales + tl.minimum(m, num_pairs - 1) * x_row
+        of_rows = w_scales + at_n * w_row
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for at in range(0, k_size, BLOCK_K):
             weight = down.load([expert * n_size + first_n, at])
-            acc = tl.dot(inner.load([begin, at]), tl.trans(weight), acc, input_precision="ieee")
-        m = begin + tl.arange(0, BLOCK_M)
-        n = first_n + tl.arange(0, BLOCK_N)
+            xs = inner.load([begin, at])
+            acc = _times(acc, xs, weight, own, of_rows, at, x_group, w_group, SCALED)
+        if SCALED == 1:
+            acc = _scaled_whole(acc, own, of_rows)
         pair = tl.load(pairs + m, mask=m < end, other=0)
         if HAS_BIAS:
-            at_n = bias + expert * n_size + tl.minimum(n, n_size - 1)
-            acc += tl.load(at_n).to(tl.float32)[None, :]
+            acc += tl.load(bias + at_n).to(tl.float32)[None, :]
         if RANK:
             left = slots_of(slots, pair // top_k, m < end)
             columns: tl.constexpr = RANK if RANK < RANK_BLOCK else RANK_BLOCK
@@ -193,14 +232,21 @@ def experts_in_tiles(
     assert tiles is not None, "the routing of few tokens has no tiles"
     hidden_size, n_size = weights.down.shape[1:]
     num_tokens, top_k = routing.weights.shape
-    cut = _shapes(tiles.rows, x.dtype)
+    is_scaled = weights.has_fp8_tiles
+    if not is_scaled:
+        weights = weights.plain(x.dtype)
+    cut = _shapes(tiles.rows, x.dtype, is_scaled)
     of_tiles = (routing.pairs, tiles.places, tiles.count)
-    inner = torch.empty(num_tokens * top_k, n_size, dtype=x.dtype, device=x.device)
+    num_pairs = num_tokens * top_k
+    inner = torch.empty(num_pairs, n_size, dtype=x.dtype, device=x.device)
     most_tiles, options = tiles.places.shape[0], launch_options(x.device)
     up_rank, *of_up = _around(x, routing, adapters, is_up=True)
+    operand = _operands(x, weights.gate_up)
     _up[(most_tiles * triton.cdiv(n_size, cut.up.columns),)](
-        x, _described(weights.gate_up, cut.up.columns, cut.up.inner), weights.up_bias_or(x),
-        *of_tiles, inner, *of_up, n_size, hidden_size, top_k, KIND=weights.activation.value,
+        operand.rows, _described(operand.weight, cut.up.columns, cut.up.inner),
+        weights.up_bias_or(x), *of_tiles, inner, *of_up, operand.row_scales,
+        operand.weight_scales, n_size, hidden_size, top_k, *operand.strides,
+        KIND=weights.activation.value, SCALED=operand.scaled,
         HAS_BIAS=weights.gate_up_bias is not None, EVEN_K=hidden_size % cut.up.inner == 0,
         RANK=up_rank, BLOCK_M=tiles.rows, BLOCK_N=cut.up.columns, BLOCK_K=cut.up.inner,
         num_stages=cut.up.num_stages, num_warps=cut.up.num_warps, **options,
@@ -208,15 +254,41 @@ def experts_in_tiles(
     down_rank, *of_down = _around(inner, routing, adapters, is_up=False)
     out = torch.empty(num_tokens, top_k, hidden_size, dtype=torch.float32, device=x.device)
     most = most_tiles * triton.cdiv(hidden_size, cut.down.columns)
+    operand = _operands(inner, weights.down)
     _down[(min(most, _multiprocessors(x.device) * DOWN_PROGRAMS),)](
-        _described(inner, tiles.rows, cut.down.inner),
-        _described(weights.down, cut.down.columns, cut.down.inner), weights.down_bias_or(x),
-        *of_tiles, routing.weights, out, *of_down, hidden_size, n_size, top_k,
+        _described(operand.rows, tiles.rows, cut.down.inner),
+        _described(operand.weight, cut.down.columns, cut.down.inner), weights.down_bias_or(x),
+        *of_tiles, routing.weights, out, *of_down, operand.row_scales, operand.weight_scales,
+        hidden_size, n_size, top_k, num_pairs, *operand.strides, SCALED=operand.scaled,
         HAS_BIAS=weights.down_bias is not None, RANK=down_rank, BLOCK_M=tiles.rows,
         BLOCK_N=cut.down.columns, BLOCK_K=cut.down.inner, num_stages=cut.down.num_stages,
         num_warps=cut.down.num_warps, **options,
     )  # fmt: skip
     return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Operands:
+    """What a product multiplies."""
+
+    rows: Tensor
+    weight: Tensor
+    row_scales: Tensor
+    weight_scales: Tensor
+    strides: tuple[int, ...]
+    """From one row's scale to the next, and from one group's: of rows, and of weights."""
+    scaled: int
+    """For how many columns scales are: 1 stands for all of a row, 0 for no scales."""
+
+
+def _operands(x: Tensor, weight: Matrix) -> _Operands:
+    """Rows and a weight as they are, or where the weight is in FP8 both in it."""
+    if isinstance(weight, Tensor):
+        return _Operands(x, weight, x, weight, (0, 0, 0, 0), 0)
+    rounded = round_rows(x, weight.group)
+    strides = (*rounded.scales.stride(), *weight.scales.stride()[-2:])
+    group = 1 if weight.has_row_scales else weight.group
+    return _Operands(rounded.data, weight.data, rounded.scales, weight.scales, strides, group)
 
 
 def _around(
@@ -232,9 +304,8 @@ def _around(
     return rank_block(site.max_rank), shrunk, slots, site.pool, site.table
 
 
-def _described(matrix: Matrix, rows: int, columns: int) -> TensorDescriptor:
+def _described(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """A matrix, or one matrix per expert below each other, read in pieces of that size."""
-    assert isinstance(matrix, Tensor), "tiles are of plain numbers"
     return TensorDescriptor.from_tensor(matrix.view(-1, matrix.shape[-1]), [rows, columns])
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from manyroots.kernels.activation.kinds import Activation
-from manyroots.kernels.scaled import Matrix, plain
+from manyroots.kernels.scaled import SIDE_STEP, TILE_COLUMNS, Matrix, plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,11 @@ class ExpertWeights:
     """[num_experts, hidden]: of an expert's output, so a token takes as much of it as of that."""
     activation: Activation = Activation.SILU
 
+    @property
+    def has_fp8_tiles(self) -> bool:
+        """Whether tiles of many tokens multiply FP8 with FP8, rows being rounded, too."""
+        return _has_tiles(self.gate_up) and _has_tiles(self.down)
+
     def plain(self, dtype: torch.dtype) -> ExpertWeights:
         """With matrices of plain numbers."""
         return replace(self, gate_up=plain(self.gate_up, dtype), down=plain(self.down, dtype))
@@ -36,3 +41,10 @@ class ExpertWeights:
     def down_bias_or(self, other: Tensor) -> Tensor:
         """The same of the second."""
         return other if self.down_bias is None else self.down_bias
+
+
+def _has_tiles(matrix: Matrix) -> bool:
+    if isinstance(matrix, Tensor):
+        return False
+    has_one = matrix.has_row_scales or matrix.group % TILE_COLUMNS == 0
+    return has_one and matrix.shape[-1] % SIDE_STEP == 0

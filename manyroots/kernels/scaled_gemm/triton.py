@@ -13,13 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from manyroots.kernels.launch import launch_options, let_next_begin, wait_for_inputs
-from manyroots.kernels.scaled import LARGEST, ScaledMatrix
+from manyroots.kernels.scaled import LARGEST, SIDE_STEP, TILE_COLUMNS, ScaledMatrix
 from manyroots.kernels.scaled_gemm.reference import LEAST_SCALE
 
-SIDE_STEP = 16
-"""Both sides of a weight are multiples of it where the library multiplies; the inner one always, so
-that rows are whole 16-byte loads."""
-BLOCK_K = 128
 MOST_COLUMNS = 32_768
 """Of a row that one program rounds."""
 
@@ -93,7 +89,7 @@ def is_for(weight: ScaledMatrix, dtype: torch.dtype) -> bool:
     """Whether `linear` computes this: a tile lies within a group of columns, and a row of groups
     within a program."""
     k_size = weight.shape[1]
-    fits = weight.has_row_scales or weight.group % BLOCK_K == 0
+    fits = weight.has_row_scales or weight.group % TILE_COLUMNS == 0
     return k_size % SIDE_STEP == 0 and k_size <= MOST_COLUMNS and fits
 
 
@@ -149,7 +145,8 @@ def in_tiles(
         rounded.data, rounded.scales, weight.data, weight.scales, out if bias is None else bias,
         out, num_rows, n_size, k_size, *rounded.scales.stride(), *weight.scales.stride(),
         GROUP=0 if weight.has_row_scales else weight.group, HAS_BIAS=bias is not None,
-        EVEN_K=k_size % BLOCK_K == 0, BLOCK_M=block_m, BLOCK_N=128, BLOCK_K=BLOCK_K, BAND=8,
+        EVEN_K=k_size % TILE_COLUMNS == 0, BLOCK_M=block_m, BLOCK_N=128, BLOCK_K=TILE_COLUMNS,
+        BAND=8,
         num_warps=4 if block_m == 64 else 8, num_stages=3, **launch_options(out.device),
     )  # fmt: skip
     return out

@@ -1,10 +1,11 @@
 """Generated bodies for every route of the server's own OpenAPI document: no 5xx, no hang (G11).
 
-    python -m tests.bodies [--seeds 0:1000000] [--state FILE]
+    python -m tests.bodies [--seeds 0:1000000] [--state FILE] [--real]
 
 Each seed is one request: a route, and a body drawn from the document's schema in which values are
 odd now and then, left out, or of another type. The server is a real one but for its engine, which
-repeats prompts. Prints a line for each request that was answered badly, and exits with 1 if there
+repeats prompts; with `--real` it is `manyroots serve` with a tiny model, and several requests are
+under way at once. Prints a line for each request that was answered badly, and exits with 1 if there
 was any. With `--state`, what is done is noted there, and the same command goes on behind it.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import random
 import sys
@@ -22,10 +24,13 @@ from typing import Any
 
 import httpx
 
+from tests.e2e.conftest import HEADERS, Server
 from tests.patience import PATIENCE_S
+from tests.tiny_server import tiny_server
 from tests.unit.api.harness import Harness
 
 SLICE = 500
+NUM_AT_ONCE = 8
 MAX_DEPTH = 6
 ODD: tuple[Any, ...] = (
     None, True, False, 0, -1, 1, 2, 10**18, -(10**30), 0.5, -0.0, 1e308, "", " ", "\x00", "tiny",
@@ -133,14 +138,13 @@ class Fault:
 class Bodies:
     """The routes that take a body, and a server for them."""
 
-    def __init__(self) -> None:
-        self._harness = Harness()
-        self._client = self._harness.client
+    def __init__(self, client: httpx.AsyncClient) -> None:
+        self._client = client
         self.statuses: Counter[int] = Counter()
 
     async def read(self) -> None:
         """Ask the server for its document."""
-        document = (await self._harness.get("/openapi.json")).json()
+        document = (await self._client.get("/openapi.json")).json()
         self._components = document["components"]["schemas"]
         self.routes = [
             (path, of_path["post"]["requestBody"]["content"]["application/json"]["schema"])
@@ -173,32 +177,54 @@ def _fault_of(answer: httpx.Response) -> str | None:
     return None
 
 
-async def run(first: int, end: int) -> tuple[list[Fault], Counter[int]]:
-    """All seeds from `first` to before `end`."""
-    bodies = Bodies()
+async def run(
+    first: int, end: int, client: httpx.AsyncClient | None = None, num_at_once: int = 1
+) -> tuple[list[Fault], Counter[int]]:
+    """All seeds from `first` to before `end`. Without a client: a fake engine, in process."""
+    bodies = Bodies(client or Harness().client)
     await bodies.read()
-    found = [fault for seed in range(first, end) if (fault := await bodies.send(seed))]
-    return found, bodies.statuses
+    seeds = iter(range(first, end))
+
+    async def send() -> list[Fault]:
+        return [fault for seed in seeds if (fault := await bodies.send(seed))]
+
+    found = await asyncio.gather(*(send() for _ in range(num_at_once)))
+    return [fault for one in found for fault in one], bodies.statuses
+
+
+async def run_real(first: int, end: int, server: Server) -> tuple[list[Fault], Counter[int]]:
+    async with httpx.AsyncClient(base_url=server.url, headers=HEADERS, timeout=None) as client:
+        return await run(first, end, client, NUM_AT_ONCE)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", default="0:1000000", help="first:end")
     parser.add_argument("--state", type=Path, help="where to note what is done")
+    parser.add_argument("--real", action="store_true", help="a real engine with a tiny model")
     given = parser.parse_args()
+    with tiny_server() if given.real else contextlib.nullcontext() as server:
+        return _all_slices(given, server)
+
+
+def _all_slices(given: argparse.Namespace, server: Server | None) -> int:
     first, end = map(int, given.seeds.split(":"))
     if given.state is not None and given.state.exists():
         first = max(first, int(given.state.read_text()))
     statuses: Counter[int] = Counter()
     num_faults = 0
     for at in range(first, end, SLICE):
-        found, of_slice = asyncio.run(run(at, min(at + SLICE, end)))
+        last = min(at + SLICE, end)
+        ran = run(at, last) if server is None else run_real(at, last, server)
+        found, of_slice = asyncio.run(ran)
         statuses += of_slice
         num_faults += len(found)
         for fault in found:
             print(fault, flush=True)
         if given.state is not None:
-            given.state.write_text(str(min(at + SLICE, end)))
+            given.state.write_text(str(last))
+    if server is not None:
+        server.wait_until_idle()  # and every page is given back
     print(json.dumps({"seeds": [first, end], "faults": num_faults, "statuses": dict(statuses)}))
     return 1 if num_faults else 0
 

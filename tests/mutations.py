@@ -57,6 +57,10 @@ RESTING = "unit/scheduler/test_resting.py::"
 WINDOWS = "unit/cache/test_window_eviction.py::"
 GRAMMAR = "unit/grammar/test_grammar_rows.py::"
 ANSWERS = "unit/text/test_chat_output.py::"
+RESPONSES = "unit/api/test_responses_route.py::"
+MESSAGES = "unit/api/test_messages_route.py::"
+CONTROL = "unit/api/test_control_routes.py::"
+SHAPES = "unit/api/test_structure_fields.py::"
 ORDER = "test_l08_the_order_of_a_policy_holds_across_adapters_and_tenants"
 HASHES = "test_n17_plans_and_victims_do_not_depend_on_the_hashes_of_a_process"
 
@@ -119,6 +123,141 @@ MUTATIONS: tuple[Mutation, ...] = (
         "return False",
         "reasoning that the prompt begins is shown as the answer",
         (f"{ANSWERS}test_g02_a_recorded_text_means_what_it_says[reasoning begun in the prompt]",),
+    ),
+    # Endpoints
+    Mutation(
+        "api/openai_responses/route.py",
+        'self._response.status = "incomplete" if is_cut else "completed"',
+        'self._response.status = "completed"',
+        "a response that was cut off is called whole",
+        (f"{RESPONSES}test_g05_an_answer_that_is_cut_off_is_incomplete",),
+    ),
+    Mutation(
+        "api/openai_responses/route.py",
+        "        self._num_events += 1\n",
+        "",
+        "every event of a response has the same number",
+        (f"{RESPONSES}test_g05_events_are_numbered_and_named",),
+    ),
+    Mutation(
+        "api/openai_responses/writer.py",
+        "call_item.arguments += said.text",
+        "call_item.arguments = said.text",
+        "a streamed call's arguments are their last piece",
+        (f"{RESPONSES}test_g05_the_stream_helper_adds_the_events_up",),
+    ),
+    Mutation(
+        "api/openai_responses/conversion.py",
+        'last.setdefault("tool_calls", []).extend(message["tool_calls"])',
+        "messages.append(message)",
+        "words and calls of one answer are two messages",
+        (f"{RESPONSES}test_g05_words_and_calls_of_one_answer_are_one_message",),
+    ),
+    Mutation(
+        "api/anthropic/route.py",
+        'self._message.stop_reason = "tool_use"',
+        'self._message.stop_reason = "end_turn"',
+        "an agent is not told that a tool is called",
+        (f"{MESSAGES}test_g05_a_message_calls_tools",),
+    ),
+    Mutation(
+        "api/anthropic/route.py",
+        "input_tokens=usage.prompt_tokens - num_cached,",
+        "input_tokens=usage.prompt_tokens,",
+        "tokens that were cached are counted twice",
+        (f"{MESSAGES}test_g05_what_was_cached_is_counted_once",),
+    ),
+    Mutation(
+        "api/anthropic/conversion.py",
+        "if _is_begun(chat.messages):",
+        "if False:",
+        "an answer that the caller began is begun anew",
+        (f"{MESSAGES}test_g05_an_answer_that_the_caller_began_goes_on",),
+    ),
+    Mutation(
+        "api/anthropic/writer.py",
+        '        if block["type"] == "tool_use":\n',
+        "        if False:\n",
+        "a whole message's call has no arguments",
+        (f"{MESSAGES}test_g05_a_message_calls_tools",),
+    ),
+    Mutation(
+        "api/embeddings.py",
+        "return (vector / length).astype(np.float32)",
+        "return vector.astype(np.float32)",
+        "vectors have the length of their state",
+        ("unit/api/test_embeddings_route.py::test_g05_each_text_has_a_vector_of_length_one",),
+    ),
+    Mutation(
+        "api/embeddings.py",
+        'vector.astype("<f4").tobytes()',
+        'vector.astype("<f8").tobytes()',
+        "base64 holds numbers of another width",
+        ("unit/api/test_embeddings_route.py::test_g05_vectors_as_base64_and_texts_as_tokens",),
+    ),
+    Mutation(
+        "api/control.py",
+        "        if not was_paused:\n            await engine.resume()\n",
+        "        await engine.resume()\n",
+        "new weights end a pause that somebody else began",
+        (f"{CONTROL}test_g06_weights_are_updated_in_a_pause",),
+    ),
+    Mutation(
+        "api/control.py",
+        "mode = PauseMode.ABORT if body.abort_all_requests else PauseMode.WAIT",
+        "mode = PauseMode.ABORT",
+        "new weights end requests that nobody asked to end",
+        (f"{CONTROL}test_g06_weights_are_updated_in_a_pause",),
+    ),
+    Mutation(
+        "api/app.py",
+        "admin_paths=frozenset(endpoint.path for endpoint in known if endpoint.is_admin)",
+        "admin_paths=frozenset()",
+        "whoever has the API's key may do what an admin may",
+        (f"{CONTROL}test_g06_nobody_but_the_admin[/pause]",),
+    ),
+    Mutation(
+        "api/app.py",
+        "            *_cors(settings),\n",
+        "",
+        "no page may call, whatever the operator allows",
+        ("unit/api/test_web.py::test_g10_a_page_of_an_allowed_origin_may_call[origins0]",),
+    ),
+    Mutation(
+        "api/app.py",
+        "allow_origins=settings.allowed_origins,",
+        'allow_origins=("*",),',
+        "a page of any origin may call",
+        ("unit/api/test_web.py::test_g10_a_page_of_another_origin_may_not[origins1]",),
+    ),
+    Mutation(
+        "api/jobs.py",
+        "        if structure is not None:\n"
+        "            sampling = replace(sampling, structured_outputs=structure)\n",
+        "",
+        "a chat's shape does not reach the engine",
+        (f"{SHAPES}test_g02_a_named_call_is_that_tool",),
+    ),
+    Mutation(
+        "api/jobs.py",
+        'if wanted[0] != "response_format":',
+        "if True:",
+        "agents with a typed result can't force a tool",
+        (f"{SHAPES}test_g02_a_forced_call_goes_before_the_shape_of_the_last_answer",),
+    ),
+    Mutation(
+        "json_schemas.py",
+        "    if any(_is_joined(part) for part in _parts(schema)):\n        return dict(schema)\n",
+        "",
+        "what one part of a schema needs another forbids",
+        ("unit/test_json_schemas.py::test_g01_what_must_stay_open_stays_as_it_is[kept8]",),
+    ),
+    Mutation(
+        "json_schemas.py",
+        'made["additionalProperties"] = False',
+        "pass",
+        "objects get properties that nobody named",
+        ("unit/test_json_schemas.py::test_g01_an_object_has_the_properties_that_are_named",),
     ),
     # Namespaces and hashes
     _cache(

@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from manyroots.api.body import read_request
-from manyroots.api.errors import GenerationError
+from manyroots.api.errors import GenerationError, renamed
 from manyroots.api.events import answer
 from manyroots.api.generation import Outputs, failure_of
 from manyroots.api.jobs import Job, completion_job
@@ -69,12 +69,8 @@ async def _job(server: ServerState, request: EmbeddingsRequest, web: Request) ->
         priority=request.priority,
         lora_path=request.lora_path,
     )
-    try:
+    with renamed({"prompt": "input"}):
         job = await completion_job(server, asked, web.headers)
-    except RequestError as error:
-        if error.field == "prompt":
-            raise RequestError(str(error).replace("prompt", "input"), field="input") from error
-        raise
     submits = [
         dataclasses.replace(
             submit, sampling=dataclasses.replace(submit.sampling, wants_hidden=True)

@@ -7,6 +7,9 @@ unknown routes and wrong methods, so that a client never has to parse anything e
 from __future__ import annotations
 
 import logging
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from http import HTTPStatus
 
 import msgspec
@@ -72,6 +75,19 @@ def error_body(error: Exception) -> tuple[int, ErrorBody]:
         case _:
             message = "The server failed on this request; its log says why."
             return 500, ErrorBody(ErrorDetail(message, "server_error"))
+
+
+@contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Faults of a request that became another one name the field as its caller knows it."""
+    try:
+        yield
+    except RequestError as error:
+        if error.field is None or error.field not in names:
+            raise
+        name = names[error.field]
+        text = re.sub(rf"\b{re.escape(error.field)}\b", name, str(error))
+        raise type(error)(text, field=name) from error
 
 
 ANTHROPIC_PATHS = ("/v1/messages",)

@@ -19,6 +19,11 @@ import venv
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from manyroots.config import ModelSettings
+from manyroots.gguf_header import read_metadata
+from manyroots.models.source import resolve_source
+from manyroots.text import gguf_tokenizer
+from manyroots.text.tokenizer_files import load_tokenizer
 from tests.e2e.conftest import running
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -41,23 +46,42 @@ FLAGS = (
 )  # fmt: skip
 
 
-def python_of(folder: Path, name: str) -> str:
-    """The interpreter of a client's venv, which is made if it is not there."""
-    home = folder / name
-    python = str(home / "bin" / "python")
+def venv_of(home: Path, packages: Sequence[str]) -> Path:
+    """The commands of a venv, which is made if it is not there."""
+    commands = home / "bin"
     if not (home / "made").exists():
         venv.create(home, with_pip=True)
-        install = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
-        subprocess.run([*install, *CLIENTS[name]], check=True)
+        install = [commands / "python", "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+        subprocess.run([*install, *packages], check=True)
         (home / "made").touch()
-    return python
+    return commands
+
+
+def tokenizer_of(folder: Path) -> Path:
+    """The model's tokenizer as a folder of transformers', for clients that count tokens."""
+    home = folder / "tokenizer"
+    if not (home / "tokenizer_config.json").exists():
+        home.mkdir(parents=True, exist_ok=True)
+        file = resolve_source(ModelSettings()).path
+        gguf_tokenizer.build(read_metadata(file), file).save(str(home / "tokenizer.json"))
+        special = load_tokenizer(str(file)).special_tokens.for_template()
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
+        (home / "tokenizer_config.json").write_text(json.dumps(config))
+    return home
 
 
 def run(
-    name: str, python: str, url: str, *, key: str = "none", only: Sequence[str] = ()
+    name: str,
+    python: str,
+    url: str,
+    *,
+    key: str = "none",
+    only: Sequence[str] = (),
+    tokenizer: Path | None = None,
 ) -> list[dict[str, object]]:
     """A client's checks, each with its error or None. `only`: the names of some."""
     environment = {**os.environ, "MANYROOTS_URL": url, "MANYROOTS_KEY": key}
+    environment["MANYROOTS_TOKENIZER"] = str(tokenizer)
     environment.pop("PYTHONPATH", None)  # what this package needs is not the client's
     script = [python, str(SCRIPTS / f"use_{name}.py"), *only]
     done = subprocess.run(script, env=environment, capture_output=True, text=True)
@@ -86,7 +110,8 @@ def main() -> int:
     outcomes: dict[str, list[dict[str, object]]] = {}
     with served(given.url) as url:
         for name in given.names or CLIENTS:
-            outcomes[name] = run(name, python_of(given.folder, name), url)
+            python = str(venv_of(given.folder / name, CLIENTS[name]) / "python")
+            outcomes[name] = run(name, python, url, tokenizer=tokenizer_of(given.folder))
             for check in outcomes[name]:
                 print(name, check["check"], check["error"] or "passed", flush=True)
     for name, checks in outcomes.items():

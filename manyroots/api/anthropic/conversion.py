@@ -9,7 +9,12 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from manyroots.api.anthropic.shapes import UNSUPPORTED, MessagesRequest, PromptFields
+from manyroots.api.anthropic.shapes import (
+    SAME_IN_CHATS,
+    UNSUPPORTED,
+    MessagesRequest,
+    PromptFields,
+)
 from manyroots.api.body import as_format
 from manyroots.api.requests import ChatRequest, ResponseFormat
 from manyroots.errors import RequestError
@@ -39,8 +44,7 @@ def chat_request(request: PromptFields, template_options: Collection[str]) -> Ch
     if isinstance(request, MessagesRequest):
         chat.max_completion_tokens = request.max_tokens
         chat.stop = request.stop_sequences
-        for name in ("stream", "temperature", "top_p", "top_k", "min_p", "repetition_penalty",
-                     "seed", "cache_salt", "priority"):  # fmt: skip
+        for name in SAME_IN_CHATS:
             setattr(chat, name, getattr(request, name))
     return chat
 

@@ -18,6 +18,7 @@ from starlette.responses import Response
 from manyroots.api.answers import TOOL_CALLS, AnswerDelta, answer_deltas
 from manyroots.api.anthropic.conversion import chat_request
 from manyroots.api.anthropic.shapes import (
+    NAMES,
     CountTokensRequest,
     MessageAnswer,
     MessageDeltaUsage,
@@ -28,7 +29,7 @@ from manyroots.api.anthropic.shapes import (
 )
 from manyroots.api.anthropic.writer import BlockEvent, BlockWriter
 from manyroots.api.body import read_request
-from manyroots.api.errors import anthropic_error
+from manyroots.api.errors import anthropic_error, renamed
 from manyroots.api.events import EventStream, answer, json_response, named_event
 from manyroots.api.generation import UsageCount
 from manyroots.api.jobs import Job, chat_job, encode_chat
@@ -43,8 +44,9 @@ U = TypeVar("U", bound=MessageDeltaUsage)
 async def messages(request: Request) -> Response:
     server = server_of(request)
     body = await read_request(request, MessagesRequest, max_bytes=server.settings.max_body_bytes)
-    chat = chat_request(body, _template_options(server.accepting))
-    job = await chat_job(server, chat, request.headers)
+    with renamed(NAMES):
+        chat = chat_request(body, _template_options(server.accepting))
+        job = await chat_job(server, chat, request.headers)
     making = _MessageMaking(job, body.model)
     if body.stream:
         return EventStream(making.stream(), job.permits, last_words=_failure)

@@ -45,6 +45,8 @@ class MessagesRequest(PromptFields, kw_only=True, forbid_unknown_fields=True):
     max_tokens: int
     stream: bool | None = None
     stop_sequences: list[str] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -63,6 +65,18 @@ class CountTokensRequest(PromptFields, kw_only=True, forbid_unknown_fields=True)
     """POST /v1/messages/count_tokens"""
 
 
+SAME_IN_CHATS = (
+    "stream", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "min_tokens",
+    "ignore_eos", "cache_salt", "priority",
+)  # fmt: skip
+"""Fields that a chat has, too."""
+NAMES = {
+    "max_completion_tokens": "max_tokens",
+    "stop": "stop_sequences",
+    "response_format": "output_format",
+    "reasoning_effort": "output_config.effort",
+}
+"""What a chat's fields are called here."""
 UNSUPPORTED = ("mcp_servers", "context_management", "container")
 
 

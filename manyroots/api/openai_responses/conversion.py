@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from manyroots.api.body import as_format
-from manyroots.api.openai_responses.shapes import REMEDIES, ResponsesRequest
+from manyroots.api.openai_responses.shapes import REMEDIES, SAME_IN_CHATS, ResponsesRequest
 from manyroots.api.requests import ChatRequest, ResponseFormat
 from manyroots.errors import RequestError
 
@@ -25,26 +25,14 @@ def chat_request(request: ResponsesRequest) -> ChatRequest:
     return ChatRequest(
         model=request.model,
         messages=_messages(request),
-        stream=request.stream,
         max_completion_tokens=request.max_output_tokens,
-        temperature=request.temperature,
-        top_p=request.top_p,
-        top_k=request.top_k,
-        min_p=request.min_p,
-        presence_penalty=request.presence_penalty,
-        frequency_penalty=request.frequency_penalty,
-        repetition_penalty=request.repetition_penalty,
-        seed=request.seed,
-        cache_salt=request.cache_salt,
-        priority=request.priority,
-        chat_template_kwargs=request.chat_template_kwargs,
         reasoning_effort=None if request.reasoning is None else request.reasoning.effort,
         logprobs=True if wants_logprobs else None,
         top_logprobs=request.top_logprobs if wants_logprobs else None,
         response_format=_response_format(request),
         tools=[_tool(tool, place) for place, tool in enumerate(request.tools or ())] or None,
         tool_choice=_tool_choice(request.tool_choice),
-        parallel_tool_calls=request.parallel_tool_calls,
+        **{name: getattr(request, name) for name in SAME_IN_CHATS},
     )
 
 

@@ -16,13 +16,14 @@ from starlette.responses import Response
 
 from manyroots.api.answers import AnswerDelta, answer_deltas
 from manyroots.api.body import read_request
-from manyroots.api.errors import error_body
+from manyroots.api.errors import error_body, renamed
 from manyroots.api.events import EventStream, answer, named_event
 from manyroots.api.generation import UsageCount
 from manyroots.api.jobs import Job, chat_job
 from manyroots.api.logprobs import chat_logprobs
 from manyroots.api.openai_responses.conversion import chat_request
 from manyroots.api.openai_responses.shapes import (
+    NAMES,
     IncompleteDetails,
     InputTokensDetails,
     OutputTokensDetails,
@@ -42,8 +43,9 @@ from manyroots.text.chat_output import ChatEvent, ContentDelta, ReasoningDelta
 async def responses(request: Request) -> Response:
     server = server_of(request)
     body = await read_request(request, ResponsesRequest, max_bytes=server.settings.max_body_bytes)
-    chat = chat_request(body)
-    job = await chat_job(server, chat, request.headers)
+    with renamed(NAMES):
+        chat = chat_request(body)
+        job = await chat_job(server, chat, request.headers)
     making = _Making(job, body, chat)
     if body.stream:
         return EventStream(making.stream(), job.permits, last_words=_failure)

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from manyroots.api.requests import Ignored, Unsupported
+from manyroots.api.requests import Ignored, StructuredOutputs, Unsupported
 
 
 class ReasoningOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -46,7 +46,14 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
     seed: int | None = None
+    min_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
+    lora_path: str | list[str | None] | None = None
     cache_salt: str | None = None
     priority: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -80,6 +87,21 @@ REMEDIES: dict[str, tuple[tuple[Any, ...], str]] = {
     "context_management": ((), "remove it"),
 }
 """Of what can't be had: values that ask for nothing else, and what to do instead."""
+
+SAME_IN_CHATS = (
+    "stream", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "logit_bias", "seed", "min_tokens", "stop", "stop_token_ids",
+    "ignore_eos", "structured_outputs", "lora_path", "cache_salt", "priority",
+    "chat_template_kwargs", "parallel_tool_calls",
+)  # fmt: skip
+"""Fields that a chat has, too."""
+NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+}
+"""What a chat's fields are called here."""
 
 
 class InputTokensDetails(msgspec.Struct):

@@ -17,6 +17,8 @@ URL = os.environ.get("MANYROOTS_URL", "http://127.0.0.1:8000")
 MODEL = os.environ.get("MANYROOTS_MODEL", "smollm2-135m-instruct")
 KEY = os.environ.get("MANYROOTS_KEY", "none")
 V1 = f"{URL}/v1"
+TOKENIZER = os.environ.get("MANYROOTS_TOKENIZER", "")
+"""A folder, for clients that count tokens themselves."""
 
 
 def main(checks: list[Callable[[], None]]) -> None:

@@ -140,6 +140,8 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1:1/x
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         ({"system": [IMAGE]}, "system[0]"),
         ({"max_tokens": 0}, "max_tokens"),
+        ({"stop_sequences": ["x"] * 100}, "stop_sequences"),
+        ({"output_config": {"effort": "huge"}}, "output_config.effort"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]"),
         ({"tools": [TOOL], "tool_choice": {"type": "maybe"}}, "tool_choice.type"),
         ({"mcp_servers": [{}]}, "mcp_servers"),
@@ -229,3 +231,10 @@ async def test_g05_an_answer_that_the_caller_began_goes_on() -> None:
     assert message.content[0].text == ") Helios"  # type: ignore[union-attr]
     prompt = harness.tokenizer.decode(harness.engine.submitted[0].prompt, skip_special_tokens=False)
     assert prompt.endswith("<|begin|>assistant\nIt is (B")
+
+
+async def test_g05_what_was_cached_is_counted_once() -> None:
+    harness = Harness()
+    usage = (await create(harness, max_tokens=3)).usage
+    assert usage.cache_read_input_tokens == 2
+    assert usage.input_tokens + 2 == len(harness.engine.submitted[0].prompt)

@@ -119,7 +119,10 @@ async def test_g05_a_conversation_with_a_tool_comes_back_as_input() -> None:
         ({"truncation": "auto"}, "truncation"),
         ({"include": ["file_search_call.results"]}, "include"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]"),
-        ({"max_output_tokens": 0}, "max_tokens"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"input": "x" * 600}, "input"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format"),
+        ({"ignore_eos": True, "text": {"format": {"type": "json_object"}}}, "ignore_eos"),
         ({"surprise": 1}, "surprise"),
     ],
 )
@@ -128,6 +131,28 @@ async def test_g05_what_a_response_cannot_be(fields: dict[str, Any], param: str)
     response = await Harness().post("/v1/responses", body)
     assert response.status_code == 400
     assert error_of(response)["param"] == param
+
+
+async def test_g05_words_and_calls_of_one_answer_are_one_message() -> None:
+    harness = saying(f"look: {CALL}")
+    body: dict[str, Any] = {"model": "tiny", "input": "hi", "tools": [TOOL]}
+    output = (await harness.post("/v1/responses", body)).json()["output"]
+    assert [item["type"] for item in output] == ["message", "function_call"]
+    result = {"type": "function_call_output", "call_id": output[1]["call_id"], "output": "rain"}
+    history = [{"role": "user", "content": "hi"}, *output, result]
+    await harness.post("/v1/responses", body | {"input": history})
+    prompt = harness.tokenizer.decode(harness.engine.submitted[1].prompt, skip_special_tokens=False)
+    assert "<|begin|>assistant\nlook:<tool_call>" in prompt
+
+
+async def test_g05_what_benchmarks_send_beside_openais_fields() -> None:
+    """As guidellm and aiperf do for answers of one length."""
+    harness = saying("yes")
+    body = {"model": "tiny", "input": "hi", "ignore_eos": True, "stop": None, "min_tokens": 2}
+    answer = (await harness.post("/v1/responses", body | {"max_output_tokens": 6})).json()
+    sampling = harness.engine.submitted[0].sampling
+    assert (sampling.ignore_eos, sampling.min_tokens, sampling.max_tokens) == (True, 2, 6)
+    assert answer["object"] == "response"
 
 
 async def test_g05_logprobs_of_a_response() -> None:

@@ -275,6 +275,12 @@ class TierSettings:
         choices=("best-effort", "wait", "timeout"),
     )
     prefetch_timeout_steps: int = option(32, "With --prefetch timeout, how many steps.")
+    kv_load_overlap: str = option(
+        "auto",
+        "Whether a request that is alone begins while its pages still come from the host, layer by "
+        "layer; auto does on a GPU.",
+        choices=("auto", "on", "off"),
+    )
     kv_check_share: float = option(
         0.0,
         "Share of requests with cached tokens whose prompt is computed again beside traffic and "

@@ -75,7 +75,8 @@ class Copy:
 
     Within the device (a state saved or restored) a copy is part of the step and done when the
     step is. Between tiers it runs beside the steps, and its end is told by a `CopyDone` in some
-    later result; until then both ends stay as they are.
+    later result; until then both ends stay as they are. No step reads a unit on its way, but for
+    the one whose plan brings it and says so.
     """
 
     copy_id: CopyId
@@ -90,6 +91,9 @@ class Copy:
     """With storage at one end: the page's hash for each unit."""
     is_after_model: bool = False
     """Copies run before the model computes, but for states saved at a step's end."""
+    is_overlapped: bool = False
+    """Of pages from the host: this plan's rows read them, each layer when its part is there. If
+    they do not arrive the step fails (T10)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,9 @@ from manyroots.cache.writeback import WriteBacker
 from manyroots.ids import AdapterDigest, Namespace, StepId, Tier
 from manyroots.step import Copy, CopyDone, Int32s
 
+MOST_OVERLAP_S = 0.1
+"""A request begins before its pages are there only if they will be by then."""
+
 
 class Kinds(NamedTuple):
     """Which parts a cache is made of."""
@@ -181,9 +184,18 @@ class PrefixCache:
 
     # Holding
 
-    def onboard(self, lease: Lease) -> Refusal | None:
-        """Start loading what was found on the host; the lease is ready when it has arrived."""
-        return self._onboarding.onboard(lease)
+    def may_overlap(self, lease: Lease) -> bool:
+        """Whether a request that is alone may begin while what it found on the host arrives (T10).
+        Who comes next waits for it, so that it must not take long."""
+        if not self._policies.overlaps_loads or not self._onboarding.may_overlap(lease):
+            return False
+        num_pages = len({page for _, page, _ in lease.onboarding})
+        return self.costs.load_s(num_pages) <= MOST_OVERLAP_S
+
+    def onboard(self, lease: Lease, *, overlaps: bool = False) -> Refusal | None:
+        """Start loading what was found on the host; the lease is ready when it has arrived, or with
+        `overlaps` at once, for the step being planned."""
+        return self._onboarding.onboard(lease, overlaps=overlaps)
 
     def clip(self, lease: Lease, num_computed: int, num_tokens: int) -> int:
         """How many of `num_tokens` to compute so that the step ends where a state is wanted."""

@@ -69,11 +69,11 @@ class Costs:
 
     def is_worth_loading(self, num_pages: int, num_tokens: int) -> bool:
         """Whether pages on the host are there sooner than their tokens would be computed."""
-        return self._load_s(num_pages) < num_tokens * self._token_s
+        return self.load_s(num_pages) < num_tokens * self._token_s
 
     def is_worth_fetching(self, num_pages: int, num_tokens: int) -> bool:
         """As `is_worth_loading`, for pages in storage, which come by way of the host."""
-        seconds = num_pages * self._page_s(Tier.STORAGE) + self._load_s(num_pages)
+        seconds = num_pages * self._page_s(Tier.STORAGE) + self.load_s(num_pages)
         return seconds < num_tokens * self._token_s
 
     def declined(self, source: Tier) -> None:
@@ -83,7 +83,7 @@ class Costs:
             self._num_declined[source] = 0
             self._loads[source].clear()
 
-    def _load_s(self, num_pages: int) -> float:
+    def load_s(self, num_pages: int) -> float:
         """From the host: of a window's or a state's units only what the request goes on from."""
         seconds = 0.0
         for family, rate in self._loads[Tier.HOST].items():

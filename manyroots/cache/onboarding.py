@@ -25,8 +25,19 @@ class Onboarding:
         self._allocator = allocator
         self._transfers = transfers
 
-    def onboard(self, lease: Lease) -> Refusal | None:
-        """Start loading what was found on the host; the lease is ready when it has arrived."""
+    def may_overlap(self, lease: Lease) -> bool:
+        """Whether a step could read what a lease found on the host while it arrives: pages alone,
+        since a state is restored before the first layer, and none that come with another plan."""
+        return not any(
+            self._layout.device[family].family.is_state
+            or (self._layout.host[family].index, unit) in self._transfers.loading
+            for family, _, unit in lease.onboarding
+        )
+
+    def onboard(self, lease: Lease, *, overlaps: bool = False) -> Refusal | None:
+        """Start loading what was found on the host; the lease is ready when it has arrived. With
+        `overlaps` it begins with the step being planned, which is then what fills the pages, and
+        makes them findable as those that it computes."""
         coming: list[tuple[int, int, int]] = []
         missing: dict[int, list[tuple[int, int]]] = {}
         for family, page, unit in lease.onboarding:
@@ -38,7 +49,10 @@ class Onboarding:
             return Refusal.NO_ROOM
         self._share(lease, coming)
         for family, found in missing.items():
-            self._load(lease, family, found)
+            self._load(lease, family, found, overlaps)
+        if overlaps:
+            first = min(page for _, page, _ in lease.onboarding)
+            lease.num_published_pages = min(lease.num_published_pages, first)
         lease.onboarding = ()
         return None
 
@@ -55,14 +69,18 @@ class Onboarding:
         for copy_id in copies:
             self._transfers.join(copy_id, lease)
 
-    def _load(self, lease: Lease, family: int, found: list[tuple[int, int]]) -> None:
+    def _load(
+        self, lease: Lease, family: int, found: list[tuple[int, int]], overlaps: bool
+    ) -> None:
         plane = self._layout.device[family]
         host = self._layout.host_of(plane)
         taken = self._allocator.allocate(family, len(found))
         sources = np.array([unit for _, unit in found], np.intp)
         spots = tuple(Spot(lease.cursor, page) for page, _ in found)
         self._pools[family].hold(taken)  # the lease's own hold, beside the copy's
-        self._transfers.start(spots, host, plane, sources, taken, lease=lease)
+        self._transfers.start(
+            spots, host, plane, sources, taken, lease=lease, is_overlapped=overlaps
+        )
         self._pools[host.index].drop(sources)  # the copy holds them now
         self._put(lease, family, [page for page, _ in found], taken.tolist())
 

@@ -67,6 +67,8 @@ class CachePolicies:
     prefetch_timeout_steps: int = 32
     """With TIMEOUT. In steps, because the decide half has no clock: what a wait costs others is
     counted in steps, and where there are none storage is all there is to wait for."""
+    overlaps_loads: bool = False
+    """Whether a request that is alone may begin while its pages come from the host (T10)."""
     records_events: bool = False
     identity: bytes = b""
     """Stands for model, dtype and layout in page hashes."""

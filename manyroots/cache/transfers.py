@@ -103,6 +103,7 @@ class UnitTransfers:
         lease: Lease | None = None,
         handover: Handover | None = None,
         hashes: tuple[bytes, ...] = (),
+        is_overlapped: bool = False,
     ) -> None:
         """Hold both ends and put the intent out. The target's units are the caller's no longer.
 
@@ -132,6 +133,7 @@ class UnitTransfers:
                 source_units=source_units.astype(np.int32),
                 target_units=target_units.astype(np.int32),
                 hashes=hashes,
+                is_overlapped=is_overlapped,
             )
         )
 

@@ -127,7 +127,7 @@ def _make_events(settings: EngineSettings, scheduler: Scheduler) -> EventSink | 
 def _policies(
     settings: EngineSettings, source: ModelSource, model: Decoder, page_size: int
 ) -> CachePolicies:
-    policies = tier_policies(settings.tiers)
+    policies = tier_policies(settings.tiers, is_gpu=model.device.type == "cuda")
     with stage("model identity"):
         identity = _identity(settings, source, model, page_size)
     return replace(policies, reuse=settings.cache.enable_prefix_caching, identity=identity)

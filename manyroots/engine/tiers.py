@@ -20,6 +20,7 @@ from manyroots.errors import ConfigError
 from manyroots.models.source import ModelSource
 from manyroots.store.backends.choice import open_backend
 from manyroots.store.host_arena import HostArena, UnitArena
+from manyroots.store.layer_arrivals import LayerGroups
 from manyroots.store.storage_link import UnitStorage
 from manyroots.store.tier_copies import TierCopies
 
@@ -80,9 +81,13 @@ def _host_bytes(settings: TierSettings, page_bytes: int) -> int | None:
 
 
 def make_tiers(
-    settings: TierSettings, device: Sequence[UnitArena], capacities: Sequence[Capacity]
+    settings: TierSettings,
+    device: Sequence[UnitArena],
+    capacities: Sequence[Capacity],
+    layers: Sequence[tuple[int, ...]],
 ) -> TierCopies | None:
-    """What carries out copies below the device; None where there is nothing below."""
+    """What carries out copies below the device; None where there is nothing below. `layers`: of
+    each family, where its layers are in the model."""
     if not settings.is_on:
         return None
     host = [
@@ -94,16 +99,18 @@ def make_tiers(
     logger.info("%s: %.2f GiB", kind, num_bytes / 2**30)
     backend = open_backend(settings)
     storage = None if backend is None else UnitStorage(backend, settings.kv_storage_timeout_s)
-    return TierCopies(device, host, storage)
+    return TierCopies(device, host, storage, LayerGroups(tuple(layers)))
 
 
-def tier_policies(settings: TierSettings) -> CachePolicies:
+def tier_policies(settings: TierSettings, *, is_gpu: bool = False) -> CachePolicies:
     """What the cache may do with the tiers there are."""
+    overlap = settings.kv_load_overlap
     return CachePolicies(
         write_back=WriteBack(settings.write_back),
         uses_storage=settings.storage_url is not None,
         prefetch=Prefetch(settings.prefetch),
         prefetch_timeout_steps=settings.prefetch_timeout_steps,
+        overlaps_loads=overlap == "on" or (overlap == "auto" and is_gpu),
         records_events=settings.events() is not None,
     )
 

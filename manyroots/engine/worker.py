@@ -219,7 +219,11 @@ def _runner(
         model,
         arenas,
         loader,
-        None if capacities is None else make_tiers(settings.tiers, arenas, capacities),
+        None
+        if capacities is None
+        else make_tiers(
+            settings.tiers, arenas, capacities, [family.layers for family in model.families]
+        ),
         page_size=page_size,
         max_num_seqs=settings.scheduler.max_num_seqs,
         max_model_len=sizes.max_model_len,

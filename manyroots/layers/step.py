@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,3 +24,5 @@ class Step:
     sequences have and where their tokens lie."""
     lora: LoraRows | None
     """Which adapter each token wants; None if none wants any."""
+    before_layer: Callable[[int], None] | None = None
+    """Called before each layer, where pages come in while the step computes."""

@@ -235,6 +235,8 @@ class Decoder:
         x: Tensor | UndividedNorm = self.layers[0].input_norm.first(residual)
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
+            if step.before_layer is not None:
+                step.before_layer(index)
             product = layer(residual, x, self._memories[index], step)
             if index < last:
                 following = self.layers[index + 1]

@@ -253,9 +253,9 @@ class FakeRunner:
                 tuple(self._memory.get((copy.family, copy.source, unit), ()))
                 for unit in copy.source_units.tolist()
             ]
-        if copy.source is copy.target:
+        if copy.source is copy.target or copy.is_overlapped:
             self._write_copy(copy, contents)
-        else:
+        if copy.source is not copy.target:
             self._under_way.append((copy, contents))
 
     def _end_copies(self) -> tuple[CopyDone, ...]:
@@ -263,6 +263,7 @@ class FakeRunner:
         done = []
         for copy, is_good in self._finish_copies([copy for copy, _ in self._under_way]):
             _, contents = by_id.pop(copy.copy_id)
+            is_good |= copy.is_overlapped  # were it not, the step would have failed
             arrived = np.array([is_good and content != () for content in contents], np.bool_)
             if is_good:
                 self._write_copy(copy, contents)

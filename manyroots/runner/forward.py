@@ -7,7 +7,7 @@ and keeps them as their rows' newest. Asks the device nothing, so that it can be
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
@@ -44,10 +44,12 @@ class Forward:
         *,
         max_chunk: int,
         max_len: int | None = None,
+        before_layer: Callable[[int], None] | None = None,
     ) -> Tensor:
         """Hidden states of all tokens. The first `num_decodes` sequences have one token each; those
         of a step that has no others need no `rows`, `starts` and `blocks`. `max_chunk`: the most
-        tokens of one sequence; `max_len`: the longest context, where it is known."""
+        tokens of one sequence; `max_len`: the longest context, where it is known. `before_layer`:
+        as in `Step`."""
         decoder, kernels = self.decoder, self.decoder.kernels
         rows = views.get("rows", views["token_rows"])
         tokens, tables = kernels.decode_rows.begin(
@@ -87,6 +89,7 @@ class Forward:
                 for family in range(self._num_state_families)
             ),
             lora=lora,
+            before_layer=before_layer,
         )
         hidden: Tensor = decoder.hidden(tokens, step)
         return hidden

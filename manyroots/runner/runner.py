@@ -58,6 +58,7 @@ from manyroots.step import Floats, Int32s, Plan, RowFault, StepResult, TokenLogp
 from manyroots.store.adapter_loader import AdapterLoader
 from manyroots.store.arena import PageArena, StateArena
 from manyroots.store.device_copies import copy_within_device
+from manyroots.store.layer_arrivals import LayerArrivals
 from manyroots.store.mover import Mover
 from manyroots.store.tier_copies import TierCopies
 
@@ -198,14 +199,18 @@ class ModelRunner:
         if self._sharing is not None:
             self._sharing.apply(plan)
         self._pending.learn()
-        self._mover.start(plan.adapters, plan.copies)
+        arrivals = self._mover.start(plan.adapters, plan.copies)
         copy_within_device(plan.copies, self._arenas, after_model=False)
         if len(plan.rows) == 0:
             if plan.waits:
                 self._mover.wait(MAX_WAIT_S)
             answer = self._answer_without_tokens(plan)
         else:
-            answer = self._timed(self._compute)(plan, self._batch.inputs(plan))
+            compute = self._timed(self._compute)
+            if arrivals is not None:
+                # Not timed: most of it may be waiting.
+                compute = partial(self._begin_any, arrivals=arrivals)
+            answer = compute(plan, self._batch.inputs(plan))
         copy_within_device(plan.copies, self._arenas, after_model=True)
         return answer
 
@@ -267,8 +272,10 @@ class ModelRunner:
         indices[sampled] = self._batch.num_output_tokens(inputs.rows[sampled])
         return {**arrays, **self._state.arrays(rows, indices)}
 
-    def _begin_any(self, plan: Plan, inputs: StepInputs) -> Answer:
-        """A step of any kind, kernel by kernel."""
+    def _begin_any(
+        self, plan: Plan, inputs: StepInputs, arrivals: LayerArrivals | None = None
+    ) -> Answer:
+        """A step of any kind, kernel by kernel; perhaps with pages that come while it computes."""
         rows = inputs.rows[inputs.sampling]
         arrays: Arrays = {**token_arrays(inputs), **sequence_arrays(inputs)}
         arrays.update(self._shared_arrays(inputs, inputs.num_decodes))
@@ -282,6 +289,7 @@ class ModelRunner:
             lora,
             max_chunk=int(np.diff(inputs.query_starts).max()),
             max_len=int(inputs.context_lens.max()),
+            before_layer=None if arrivals is None else arrivals.before_layer,
         )
         prompt_scores = self._prompts.score(inputs, hidden)
         if len(rows) == 0:

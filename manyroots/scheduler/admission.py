@@ -354,12 +354,20 @@ class Admission:
             lease = self._find(request)
         if not self._has_place(request, builder):
             return False
-        if lease.onboarding:
-            if self._cache.onboard(lease) is Refusal.NO_ROOM:
-                return False
+        if not lease.onboarding:
+            return self._begin_ready(request, lease, builder)
+        # Alone, it may compute while its pages come; otherwise others would wait for them.
+        is_alone = builder.is_empty and not self._rows.running and not self._resting.by_adapter
+        overlaps = is_alone and self._cache.may_overlap(lease)
+        if self._cache.onboard(lease, overlaps=overlaps) is Refusal.NO_ROOM:
+            return False
+        if not overlaps or not self._begin_ready(request, lease, builder):
             request.state = State.LOADING
             self._loading[request] = None
-            return True
+        return True
+
+    def _begin_ready(self, request: Request, lease: Lease, builder: PlanBuilder) -> bool:
+        """Start a request whose units are there; False if there is no room for what follows."""
         computed = lease.num_cached_tokens
         are_others = self._rows.running or self._resting.by_adapter
         if are_others and not self._could_go_on(request, lease):

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from manyroots.step import AdapterIntent, AdapterLoaded, Copy, CopyDone
 from manyroots.store.adapter_loader import AdapterLoader
 from manyroots.store.device_copies import is_within_device
+from manyroots.store.layer_arrivals import LayerArrivals
 from manyroots.store.tier_copies import TierCopies
 
 
@@ -34,25 +35,33 @@ class Mover:
         self._adapters = adapters
         self._tiers = tiers
 
-    def start(self, intents: Iterable[AdapterIntent], copies: Iterable[Copy]) -> None:
-        """Begin what a plan asks for; returns at once."""
-        for copy in copies:
-            if not is_within_device(copy):
-                self._start_copy(copy)
+    def start(
+        self, intents: Iterable[AdapterIntent], copies: Iterable[Copy]
+    ) -> LayerArrivals | None:
+        """Begin what a plan asks for; returns at once. Gives what the plan's own rows wait for
+        while they compute; None if that is nothing."""
+        arrivals = self._start_copies([copy for copy in copies if not is_within_device(copy)])
         intents = tuple(intents)
-        if not intents:
-            return
-        if self._adapters is None:
-            raise RuntimeError("a plan names adapters, and this runner was made without them")
-        self._adapters.start(intents)
+        if intents:
+            if self._adapters is None:
+                raise RuntimeError("a plan names adapters, and this runner was made without them")
+            self._adapters.start(intents)
+        return arrivals
 
-    def _start_copy(self, copy: Copy) -> None:
+    def _start_copies(self, copies: list[Copy]) -> LayerArrivals | None:
+        if not copies:
+            return None
         if self._tiers is None:
             raise RuntimeError(
-                f"copy {copy.copy_id} is from {copy.source.value} to {copy.target.value}, and "
-                "this engine has no bytes below the device"
+                f"copy {copies[0].copy_id} is from {copies[0].source.value} to "
+                f"{copies[0].target.value}, and this engine has no bytes below the device"
             )
-        self._tiers.start(copy)
+        overlapped = [copy for copy in copies if copy.is_overlapped]
+        arrivals = self._tiers.start_overlapped(overlapped) if overlapped else None
+        for copy in copies:
+            if not copy.is_overlapped:
+                self._tiers.start(copy)
+        return arrivals
 
     def finished(self) -> Ends:
         """The ends that nobody has taken yet."""

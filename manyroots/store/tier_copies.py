@@ -13,6 +13,7 @@ from manyroots.ids import Tier
 from manyroots.step import Copy, CopyDone
 from manyroots.store.host_arena import UnitArena, rows_of
 from manyroots.store.host_link import HostLink
+from manyroots.store.layer_arrivals import LayerArrivals, LayerGroups
 from manyroots.store.storage_link import StorageLink, UnitStorage
 
 
@@ -24,14 +25,16 @@ class TierCopies:
         device: Sequence[UnitArena],
         host: Sequence[UnitArena],
         storage: UnitStorage | None = None,
+        groups: LayerGroups | None = None,
     ) -> None:
-        """By family. `storage`: None without a storage tier."""
+        """By family. `storage`: None without a storage tier. `groups`: None where no step may read
+        what is on its way."""
         self.host = host
         self._changed = threading.Condition()
         # Guarded by it:
         self._ended: list[CopyDone] = []
         self._num_under_way = 0
-        self._link = HostLink(device, host, self._report)
+        self._link = HostLink(device, host, self._report, groups)
         self._storage: StorageLink | None = None
         if storage is not None:
             rows = [rows_of(arena.data) for arena in host]
@@ -47,6 +50,12 @@ class TierCopies:
             self._storage.start(copy)
         else:
             raise RuntimeError(f"copy {copy.copy_id} names storage, and this engine has none")
+
+    def start_overlapped(self, copies: Sequence[Copy]) -> LayerArrivals:
+        """Begin copies from the host that a step reads as they arrive; returns at once."""
+        with self._changed:
+            self._num_under_way += len(copies)
+        return self._link.start_overlapped(copies)
 
     def forget_stored(self, hashes: Sequence[bytes]) -> None:
         """Take pages out of storage, of all families; nothing to do without one."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from manyroots import LLM, LoRARequest, SamplingParams
+from manyroots.cache.costs import Costs
 from manyroots.cache.keys import PrefixKey
 from manyroots.cache.matching import path_units
 from manyroots.cache.planes import ABSENT
@@ -21,6 +22,8 @@ from manyroots.ids import Namespace, Tier
 from manyroots.messages import CacheUse, SelfCheckStats
 from manyroots.step import Copy
 from manyroots.store.backends.files import Files
+from manyroots.store.host_link import HostErrand, HostLink
+from manyroots.store.layer_arrivals import LayerArrivals
 from manyroots.store.tier_copies import TierCopies
 from tests.tiny_adapters import TinyAdapters
 from tests.unit.models.tiny import save_tiny
@@ -280,6 +283,66 @@ def test_t09_t11_a_prefix_on_the_host_is_copied_once_for_all_who_want_it(tmp_pat
         assert [answer.outputs[0].token_ids for answer in answers] == [cold[0]] * 3
         assert len(loads) == len(set(loads)) == NUM_CACHED // 4
         assert not llm._loop.has_work
+        assert llm.stats().num_held_pages == 0
+
+
+@pytest.mark.parametrize(("mix", "num_pages"), [("full", 70), ("window", 24), ("five to one", 24)])
+def test_t10_a_load_overlaps_its_own_requests_computation(
+    mix: str, num_pages: int, tmp_path: Path
+) -> None:
+    """T10: layer by layer, each waiting for its own part, which comes late: the tokens and bits of
+    a cold run."""
+    slowly, waited = HostLink._parts, []
+
+    def parts(self: HostLink, errand: HostErrand) -> Iterator[list[tuple[Copy, slice]]]:
+        for group in slowly(self, errand):
+            if errand.arrivals is not None:
+                time.sleep(0.01)
+            yield group
+
+    def before(self: LayerArrivals, layer: int) -> None:
+        waited.append((layer, self._is_told[self._groups.group_of(layer)].is_set()))
+        real(self, layer)
+
+    real = LayerArrivals.before_layer
+    settings = {"num_gpu_blocks_override": num_pages, "num_host_pages": 600}
+    with (
+        mock.patch.object(HostLink, "_parts", parts),
+        mock.patch.object(LayerArrivals, "before_layer", before),
+        mock.patch.object(Costs, "is_worth_loading", return_value=True),
+        serve(tmp_path, mix, kv_load_overlap="on", **settings) as llm,
+    ):
+        cold = [ask(llm, prompt)[0] for prompt in prompts()]
+        bits = [pages_on_device(llm, prompt) for prompt in prompts()]
+        waited.clear()
+        for prompt, tokens, before_bits in zip(prompts(), cold, bits, strict=True):
+            assert ask(llm, prompt) == (tokens, NUM_CACHED)
+            now = pages_on_device(llm, prompt)
+            assert all(now[p] == before_bits[p] for p in now.keys() & before_bits.keys())
+        assert any(not is_told for _, is_told in waited), "no layer had to wait for its part"
+        assert llm.stats().num_held_pages == 0
+
+
+def test_t10_a_request_whose_pages_do_not_come_fails_alone(tmp_path: Path) -> None:
+    """T10: its step has begun, so that it can't be computed instead; the next one is served."""
+
+    def parts(self: HostLink, errand: HostErrand) -> Iterator[list[tuple[Copy, slice]]]:
+        group, *others = slowly(self, errand)
+        yield group
+        if errand.arrivals is not None:
+            raise OSError("planted")
+        yield from others
+
+    slowly = HostLink._parts
+    settings = {"num_gpu_blocks_override": 70, "num_host_pages": 600}
+    with serve(tmp_path, "full", kv_load_overlap="on", **settings) as llm:
+        cold = [ask(llm, prompt)[0] for prompt in prompts()]
+        with (
+            mock.patch.object(HostLink, "_parts", parts),
+            pytest.raises(RuntimeError, match="planted"),
+        ):
+            ask(llm, prompts()[0])
+        assert [ask(llm, prompt)[0] for prompt in prompts()] == cold
         assert llm.stats().num_held_pages == 0
 
 

@@ -7,6 +7,7 @@ Tokens are compared exactly, and namespaces kept apart, by the cache's own tree.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,27 +53,41 @@ def kept_tokens(sequence: TraceSequence) -> Int32s:
 
 def lay_out(trace: Trace, page_size: int) -> Paths:
     """Everything that a trace reads, one sequence after the other."""
+    return lay_out_served(
+        (
+            (
+                PrefixKey(sequence.namespace()),
+                kept_tokens(sequence),
+                sequence.line.num_prompt_tokens,
+            )
+            for sequence in sequences(trace)
+        ),
+        page_size,
+    )
+
+
+def lay_out_served(served: Iterable[tuple[PrefixKey, Int32s, int]], page_size: int) -> Paths:
+    """The same of sequences as they were served: whose, what each left in pages, and how much of
+    that was its prompt."""
     tree = PrefixTree(page_size, 1)
-    ends: list[tuple[Node, TraceSequence]] = []
-    for sequence in sequences(trace):
-        tokens = kept_tokens(sequence)
+    ends: list[tuple[Node, int]] = []
+    for key, tokens, num_prompt_tokens in served:
         num_pages = len(tokens) // page_size
-        keys, key = tokens[: num_pages * page_size].tobytes(), PrefixKey(sequence.namespace())
+        keys = tokens[: num_pages * page_size].tobytes()
         nodes = tree.insert(tree.root, key, keys, 0, num_pages, StepId(0), lengthen=False)
         end = nodes[-1] if nodes else tree.root
         if end.end > num_pages:
             end = tree.split(end, num_pages)
         # Where a node is cut in two later, its lower part keeps the object: this stays the end.
-        ends.append((end, sequence))
+        ends.append((end, num_prompt_tokens))
     nodes = list(tree.nodes())
     numbers = {id(node): number for number, node in enumerate(nodes)}
     visits = []
-    for end, sequence in ends:
+    for end, num_tokens in ends:
         runs: list[int] = []
         node = end
         while node.parent is not None:
             runs.append(numbers[id(node)])
             node = node.parent
-        num_tokens = sequence.line.num_prompt_tokens
         visits.append(Visit(tuple(reversed(runs)), (num_tokens - 1) // page_size, num_tokens))
     return Paths(page_size, [n.num_pages for n in nodes], [n.first for n in nodes], visits)

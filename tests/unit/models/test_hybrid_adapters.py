@@ -66,6 +66,63 @@ def test_adapters_of_hybrids_give_pefts_logits_f08(kind: str, tmp_path: Path) ->
         run(pair, requests, chunk)
 
 
+PARTS: dict[str, list[list[str]]] = {
+    "qwen3-next": [["in_proj_qkvz"], ["in_proj_ba"]],
+    "qwen3.5": [
+        ["in_proj_qkv"], ["in_proj_z"], ["in_proj_b"], ["in_proj_a"], ["in_proj_z", "in_proj_b"],
+    ],
+    "qwen3.5-moe": [["in_proj_qkv", "in_proj_z"], ["in_proj_b", "in_proj_a"]],
+}  # fmt: skip
+OTHERS = {
+    "qwen3-next": ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"],
+    "qwen3.5": ["in_proj_qkvz", "in_proj_ba"],
+}
+"""What the other of the two calls them."""
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_any_part_of_a_delta_nets_input_may_be_adapted_alone_f08(kind: str, tmp_path: Path) -> None:
+    """F08, SGLang #30168 and #30499, vLLM #47639: adapters of some of these projections crashed at
+    start, were dropped without a word (betas and decays), or crashed where the rest was missing."""
+    adapters: dict[str, dict[str, Any]] = {
+        f"adapter{number}": {"r": 4, "lora_alpha": 64, "target_modules": parts}
+        for number, parts in enumerate(PARTS[kind])
+    }
+    pair = make_pair(tmp_path, kind, adapters, **SIZES.get(kind, {}))
+    requests: dict[str, tuple[str | None, list[int]]] = {"base": (None, prompt(50, 17))}
+    base = pair.expected(None, prompt(1, 19))
+    for index, name in enumerate(adapters):
+        requests[name] = (name, prompt(index, 9 + 3 * index))
+        moved = pair.expected(name, prompt(1, 19)) - base
+        assert moved.abs().max() > 0.01, f"{name} changes something"
+    run(pair, requests, 7)
+
+
+@pytest.mark.parametrize(
+    ("kind", "other"), [(k, name) for k, names in OTHERS.items() for name in names]
+)
+@pytest.mark.parametrize("is_in_file", [True, False])
+def test_the_other_models_projections_are_refused_by_name_f08(
+    kind: str, other: str, is_in_file: bool, tmp_path: Path
+) -> None:
+    """F08, SGLang #30499: never dropped, whether the file has them or the config alone names them.
+    Which of its rows are whose is not said anywhere, so none is guessed."""
+    targets = tiny_targets_of(kind, tmp_path)
+    modules = ("q_proj",) if is_in_file else ("q_proj", other)
+    config = {"target_modules": None if is_in_file else list(modules)}
+    write_adapter(tmp_path / "a", targets, Recipe(rank=4, modules=("q_proj",), config=config))
+
+    def add(tensors: dict[str, Tensor]) -> None:
+        name = f"base_model.model.model.layers.0.linear_attn.{other}"
+        tensors[f"{name}.lora_A.weight"] = torch.ones(4, 48)
+        tensors[f"{name}.lora_B.weight"] = torch.ones(48, 4)
+
+    if is_in_file:
+        rewrite_weights(tmp_path / "a", add)
+    with pytest.raises(AdapterError, match=rf"\b{other}\b"):
+        read_adapter(tmp_path / "a", targets, max_rank=8, dtype=torch.float32, vocab_size=97)
+
+
 def respelled(folder: Path, old: str, new: str) -> None:
     """The adapter's file with other names in it."""
 

@@ -67,9 +67,9 @@ class Linear:
 
     def __call__(self, x: Tensor | UndividedNorm, step: Step) -> Product:
         rows = None if self.pooled is None else step.lora
-        gemm, data = self._kernels.gemm, self.weight.data
+        gemm, operand = self._kernels.gemm, self.weight.operand
         if isinstance(x, UndividedNorm) or self._is_own(x.shape[0]):
-            return Product(*gemm.linear(x, data, self.pooled, rows, self.bias))
+            return Product(*gemm.linear(x, operand, self.pooled, rows, self.bias))
         sums = self.weight.times(x, self.bias, self._kernels.scaled_gemm)
         if self.pooled is None or rows is None:
             return Product(sums)
@@ -81,7 +81,7 @@ class Linear:
 
     def _is_own(self, num_rows: int) -> bool:
         """Whether the kernel set has a product for this, or the library computes it."""
-        own: bool = self._kernels.gemm.is_for(num_rows, self.weight.data, self.bias)
+        own: bool = self._kernels.gemm.is_for(num_rows, self.weight.operand, self.bias)
         return own
 
     def weights(self, name: str) -> Fills:

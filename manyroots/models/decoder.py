@@ -179,6 +179,8 @@ class Decoder:
             spec.vocab_size, hidden, tied_to=self.embedding if spec.tie_word_embeddings else None,
             factor=spec.logits_factor, shard=shard, dtype=dtype, device=device, kernels=kernels,
         )  # fmt: skip
+        self.is_packed = False
+        """Whether products' weights lie in the order of the CPU's library, too."""
         self.ropes: tuple[RopeTable, ...] = ()
         """Of every position, by kind; see `attach`."""
         self._memories: list[list[Tensor | tuple[Tensor, ...]]] = []
@@ -216,8 +218,7 @@ class Decoder:
         if pool is None:
             return
         self.embedding.pooled = pool.embedding_sites.get(self.embedding.site)
-        products = [linear for layer in self.layers for linear in layer.products()]
-        for linear in [*products, self.head.product]:
+        for linear in self._products():
             linear.pooled = pool.sites.get(linear.site)
         for layer in self.layers:
             block = layer.feed_forward
@@ -228,6 +229,17 @@ class Decoder:
                 gate_up = sites.get(block.experts.gate_up_site)
                 down = sites.get(block.experts.down_site)
                 block.pooled = None if gate_up is None or down is None else (gate_up, down)
+
+    def pack_weights(self) -> None:
+        """Put products' weights into the order of the CPU's library, once they are filled."""
+        for linear in self._products():
+            linear.weight.pack()
+        self.is_packed = True
+
+    def _products(self) -> list[Linear]:
+        return [
+            *(linear for layer in self.layers for linear in layer.products()), self.head.product
+        ]  # fmt: skip
 
     def hidden(self, tokens: Tensor, step: Step) -> Tensor:
         """Hidden states [num_tokens, hidden_size] after the final norm."""

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from manyroots.distributed.shard import WHOLE, Shard
 from manyroots.errors import ModelError
-from manyroots.kernels.choice import Kernels
+from manyroots.kernels.choice import Kernels, kernels_for
 from manyroots.layers.weights.fill import Fill
 from manyroots.layers.weights.fp8 import Fp8Format, weights_kept_as
+from manyroots.layers.weights.weight import weights_packed
 from manyroots.models.decoder import Decoder
 from manyroots.models.fields import check_config
 from manyroots.models.quantization import weight_format
@@ -24,7 +25,7 @@ from manyroots.models.registry import architecture_of, known_architecture
 from manyroots.models.sharding import rank_spec
 from manyroots.models.source import ModelSource, SourceKind
 from manyroots.models.spec import ConfigReader, ModelSpec
-from manyroots.models.weight_bytes import check_fits, weight_bytes
+from manyroots.models.weight_bytes import check_fits, may_pack, weight_bytes
 from manyroots.models.weights import dummy, gguf, safetensors, tied_head
 from manyroots.models.weights.fp8 import with_scales_by_row
 from manyroots.models.weights.gguf_file import GGUFFile
@@ -68,8 +69,10 @@ def load_model(
         kept = Fp8Format(is_stored=False)
     num_bytes = weight_bytes(own, rows.stop - rows.start, dtype, kept)
     check_fits(num_bytes, source.name, dtype, device)
+    packs = kept is None and kernels in (None, kernels_for(device))
+    packs = packs and may_pack(num_bytes, dtype, device)
     try:
-        with weights_kept_as(kept):
+        with weights_kept_as(kept), weights_packed(packs):
             model = Decoder(own, dtype=dtype, device=device, shard=shard, kernels=kernels)
             fills = model.weights()
     except (torch.OutOfMemoryError, MemoryError) as error:
@@ -81,6 +84,8 @@ def load_model(
     if kept is not None and kept.is_stored:
         weights = with_scales_by_row(weights, fills, kept)
     fill(fills, track(weights, total=len(fills), label="Loading weights"), source.name)
+    if packs:
+        model.pack_weights()
     return model
 
 
@@ -98,6 +103,8 @@ def refill(model: Decoder, source: ModelSource) -> None:
     fills = model.weights()
     fill(fills, _weights(source, spec, fills, "auto", 0), source.name, is_rehearsal=True)
     fill(fills, _weights(source, spec, fills, "auto", 0), source.name)
+    if model.is_packed:
+        model.pack_weights()
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
 

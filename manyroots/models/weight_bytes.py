@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from manyroots.errors import ModelError
+from manyroots.kernels.packed import can_pack
 from manyroots.layers.spec import BlockSpec, DenseSpec, SharedSpec
 from manyroots.layers.weights.fp8 import Fp8Format
 from manyroots.models.spec import ModelSpec
@@ -64,6 +65,12 @@ def check_fits(num_bytes: int, name: str, dtype: torch.dtype, device: torch.devi
             f"memory of {device} is {most / 2**30:.1f} GiB. Choose a smaller model, --dtype "
             "bfloat16 or a higher --tensor-parallel-size; or correct the config."
         )
+
+
+def may_pack(num_bytes: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether weights of this size may lie in memory twice for faster products (`kernels/packed`):
+    where the machine gains by it and both take an eighth of its memory at most."""
+    return can_pack(device, dtype) and 2 * num_bytes <= device_bytes(device) // 8
 
 
 def device_bytes(device: torch.device) -> int:

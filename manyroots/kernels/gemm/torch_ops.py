@@ -7,23 +7,27 @@ from torch import Tensor
 
 from manyroots.kernels.lora_sites.sites import LinearSite, LoraRows
 from manyroots.kernels.lora_sites.torch_ops import add_linear
+from manyroots.kernels.packed import PackedMatrix
 from manyroots.kernels.scaled import Matrix, plain
 
 
-def is_for(num_rows: int, weight: Matrix, bias: Tensor | None) -> bool:
+def is_for(num_rows: int, weight: Matrix | PackedMatrix, bias: Tensor | None) -> bool:
     """Whether `linear` computes this."""
     return True
 
 
 def linear(
     x: Tensor,
-    weight: Matrix,
+    weight: Matrix | PackedMatrix,
     site: LinearSite | None = None,
     rows: LoraRows | None = None,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, None]:
     """The whole product; nothing is left for a reader to finish."""
-    y = F.linear(x, plain(weight, x.dtype), bias)
+    if isinstance(weight, PackedMatrix):
+        y = weight.times(x, bias)
+    else:
+        y = F.linear(x, plain(weight, x.dtype), bias)
     if site is not None and rows is not None:
         add_linear(y, x, site, rows)
     return y, None

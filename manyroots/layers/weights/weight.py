@@ -1,11 +1,14 @@
 """The matrix of a product: in what form it is kept, how it is filled, and how it is multiplied.
 
 Numbers in the model's dtype, or in FP8 with scales (`fp8.py`). Products of few rows are computed by
-`kernels/gemm` from `data`, those of many by `times`; nothing else looks inside.
+`kernels/gemm` from `operand`, those of many by `times`; nothing else looks inside.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import ModuleType
 
 import torch
@@ -13,15 +16,29 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from manyroots.distributed.shard import Shard
+from manyroots.kernels.packed import PackedMatrix, pack
 from manyroots.kernels.scaled import Matrix, plain
 from manyroots.layers.weights.fill import Fills, Side
 from manyroots.layers.weights.fp8 import empty_matrix, matrix_fills
+
+_packs: ContextVar[bool] = ContextVar("packs", default=False)
+
+
+@contextmanager
+def weights_packed(is_on: bool) -> Iterator[None]:
+    """Of weights that are made inside: whether they will be packed once they are filled."""
+    token = _packs.set(is_on)
+    try:
+        yield
+    finally:
+        _packs.reset(token)
 
 
 class Weight:
     """[out, in], as checkpoints store it."""
 
     data: Matrix
+    _packed: PackedMatrix | None = None
 
     def __init__(
         self,
@@ -37,10 +54,11 @@ class Weight:
         self.data = empty_matrix(
             out_features, in_features, dtype=dtype, device=device, may_be_quantized=may_be_quantized
         )
-        # A CPU's float32 weights lie in memory the other way around: products of 4 to 128 rows,
-        # which decoding is made of, take a half to four fifths of the time so (measured).
+        # A CPU's float32 weights lie in memory the other way around where they are not packed:
+        # products of 4 to 128 rows, which decoding is made of, take a half to four fifths of the
+        # time so (measured).
         is_plain = isinstance(self.data, Tensor)
-        if is_plain and device.type == "cpu" and dtype is torch.float32:
+        if is_plain and device.type == "cpu" and dtype is torch.float32 and not _packs.get():
             self.data = torch.empty(in_features, out_features, dtype=dtype, device=device).t()
 
     @classmethod
@@ -49,6 +67,16 @@ class Weight:
         weight = cls.__new__(cls)
         weight.data, weight.dtype = data, data.dtype
         return weight
+
+    @property
+    def operand(self) -> Matrix | PackedMatrix:
+        """What products are computed with."""
+        return self.data if self._packed is None else self._packed
+
+    def pack(self) -> None:
+        """In the order of the CPU's library, too; again whenever it was filled."""
+        if isinstance(self.data, Tensor):
+            self._packed = pack(self.data)
 
     def times(self, x: Tensor, bias: Tensor | None, scaled_gemm: ModuleType) -> Tensor:
         """x W^T + b of many rows: by the library, or where the weight is in FP8 by `scaled_gemm`,

@@ -1293,6 +1293,16 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("unit/bench/test_serve_bench.py::test_b01_a_promise_that_is_not_kept_is_not_goodput",),
     ),
     Mutation(
+        "bench/serve_workload.py",
+        'f"bench-{self.seed}"',
+        '"bench"',
+        "the second run finds the first one's prompts in the cache",
+        (
+            "unit/bench/test_serve_bench.py::"
+            "test_b01_a_case_of_bench_traffic_is_sent_token_by_token_and_then_at_shares_of_its_rate",
+        ),
+    ),
+    Mutation(
         "models/weights/fp8.py",
         "return scales.repeat_interleave(format.block[0], 0)[:num_rows]",
         "return scales.repeat(format.block[0], 1)[:num_rows]",

@@ -37,11 +37,15 @@ class Arrivals:
     """So many talks at any time, each followed by the next at once."""
     burst: int = 1
     """Talks that come together, at the same mean rate."""
+    load: float | None = None
+    """What share the rate is of the highest that was kept up with, where it was chosen so."""
 
     @property
     def label(self) -> str:
         if self.streams is not None:
             return f"{self.streams} streams"
+        if self.load is not None:
+            return f"{self.rate:g} talks/s, {self.load:.0%} load"
         return f"{self.rate:g} talks/s" + (f" in bursts of {self.burst}" if self.burst > 1 else "")
 
     def due_s(self, num_talks: int, seed: int) -> list[float]:
@@ -89,9 +93,11 @@ def run_serve(
     arrivals: list[Arrivals],
     promise: Promise,
     repeats: int,
+    loads: tuple[float, ...] = (),
 ) -> dict[str, Any]:
-    """Measure every kind of arrival; prints a table as it goes and gives the report."""
-    return asyncio.run(_run(url, api_key, workload, arrivals, promise, repeats))
+    """Measure every kind of arrival, and then arrivals at random at the shares `loads` of the
+    highest rate that was kept up with; prints a table as it goes and gives the report."""
+    return asyncio.run(_run(url, api_key, workload, arrivals, promise, repeats, loads))
 
 
 async def _run(
@@ -101,6 +107,7 @@ async def _run(
     arrivals: list[Arrivals],
     promise: Promise,
     repeats: int,
+    loads: tuple[float, ...],
 ) -> dict[str, Any]:
     streams = HttpStreams(url, api_key)
     if not workload.models:
@@ -116,15 +123,27 @@ async def _run(
     try:
         short = replace(workload, num_requests=WARM_UPS, output_tokens=(2, 2), seed=-1)
         await _Run(streams, short, Arrivals(streams=1)).measured(0)
-        for kind in arrivals:
+        seeds = itertools.count(workload.seed)
+
+        async def measure(kind: Arrivals, num_requests: int) -> None:
+            # Other words each time, so that nobody's cache knows them.
             runs = [
-                # Other words each time, so that nobody's cache knows them.
-                await _Run(streams, replace(workload, seed=workload.seed + i), kind).measured(i)
-                for i in range(repeats)
+                await _Run(
+                    streams, replace(workload, num_requests=num_requests, seed=seed), kind
+                ).measured(seed)
+                for seed in itertools.islice(seeds, repeats)
             ]
             case = {"arrivals": kind.label, **asdict(kind), **_figures(runs, promise)}
             report["cases"].append(case)
             _show(case)
+
+        for kind in arrivals:
+            await measure(kind, workload.num_requests)
+        most = max(case["requests_per_s"]["median"] for case in report["cases"])
+        for load in loads:
+            # Fewer requests where they come more slowly, so that all take about as long.
+            count = max(1, round(min(load, 1.0) * workload.num_requests))
+            await measure(Arrivals(rate=round(load * most, 3), load=load), count)
     finally:
         streams.close()
     return report
@@ -169,7 +188,7 @@ class _Run:
         return _Measured(self._served, self._faults, seconds)
 
     async def _talk(self, talk: Talk, due: float) -> None:
-        history = talk.opening()
+        history: list[dict[str, Any]] = list(talk.opening())
         path = PATHS[self._workload.is_chat]
         for turn in talk.turns:
             body = self._workload.body(talk, history, turn)

@@ -1,16 +1,20 @@
 """What `bench serve` sends: talks of one or more turns, as text, so that any server understands it.
 
 A talk's turns follow each other, each with everything said before. Lengths are counted in words of
-a small vocabulary, most of which are one token; what a server counts is in the report, too.
+a small vocabulary, most of which are one token; what a server counts is in the report, too. Or the
+requests of one of `bench traffic`'s cases, token by token, so that both can be compared.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass
 from typing import Any
 
 from manyroots.bench.offline import TEXT
+from manyroots.bench.traffic_cases import SAMPLED as CASE_SAMPLED
+from manyroots.bench.traffic_cases import TrafficCase
 
 Range = tuple[int, int]
 SAMPLED: dict[str, Any] = {"temperature": 0.7, "top_p": 0.8}
@@ -37,8 +41,14 @@ class ServeWorkload:
     ignore_eos: bool = True
     """Not every server knows the field."""
     seed: int = 0
+    case: TrafficCase | None = None
+    """What is sent instead, by token; each seed has a cache of its own."""
+    vocab_size: int = 0
+    """Of the case's tokens."""
 
     def talks(self) -> list[Talk]:
+        if self.case is not None:
+            return self._case_talks(self.case)
         rng = random.Random(self.seed)
         words = TEXT.split()
 
@@ -60,9 +70,22 @@ class ServeWorkload:
             left -= len(turns)
         return talks
 
-    def body(self, talk: Talk, history: list[dict[str, str]], turn: Turn) -> dict[str, Any]:
+    def _case_talks(self, case: TrafficCase) -> list[Talk]:
+        submits = case.submits(self.vocab_size, "", itertools.count(1), with_adapters=False)
+        return [
+            Talk(number, self.models[0] if self.models else None, "", (turn,))
+            for number, turn in enumerate(
+                Turn(
+                    list(submit.prompt), min(submit.sampling.max_tokens or 1, self.output_tokens[1])
+                )
+                for submit in submits[: self.num_requests]
+            )
+        ]
+
+    def body(self, talk: Talk, history: list[dict[str, Any]], turn: Turn) -> dict[str, Any]:
         """A request for the next turn."""
-        sampling = {**SAMPLED, "seed": talk.number} if self.is_sampled else {"temperature": 0}
+        drawn = SAMPLED if self.case is None else CASE_SAMPLED
+        sampling = {**drawn, "seed": talk.number} if self.is_sampled else {"temperature": 0}
         body: dict[str, Any] = {
             "model": talk.model,
             "max_tokens": turn.output_tokens,
@@ -72,16 +95,19 @@ class ServeWorkload:
         }
         if self.ignore_eos:
             body["ignore_eos"] = True
-        if self.is_chat:
+        if self.case is not None:
+            body |= {"prompt": turn.said, "cache_salt": f"bench-{self.seed}"}
+        elif self.is_chat:
             body["messages"] = [*history, {"role": "user", "content": turn.said}]
         else:
-            body["prompt"] = " ".join([*(message["content"] for message in history), turn.said])
+            said = (*(message["content"] for message in history), turn.said)
+            body["prompt"] = " ".join(map(str, said))
         return body
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    said: str
+    said: str | list[int]
     output_tokens: int
 
 

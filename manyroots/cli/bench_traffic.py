@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from manyroots.bench.model_configs import MODEL_CONFIGS
 from manyroots.cli.bench_values import (
@@ -18,6 +18,9 @@ from manyroots.cli.bench_values import (
 from manyroots.cli.flags import add_engine_flags, engine_values, with_config_file
 from manyroots.config import ENGINE_ROOMS, flag_name
 from manyroots.errors import ConfigError
+
+if TYPE_CHECKING:
+    from manyroots.bench.traffic_cases import TrafficCase
 
 
 def add_traffic(kinds: Any) -> None:
@@ -85,7 +88,19 @@ def add_serve(kinds: Any) -> None:
         "--endpoint", choices=("completions", "chat"), default="completions", help="what is asked"
     )
     group = serve.add_argument_group("workload")
-    group.add_argument("--requests", type=int, default=64, metavar="N")
+    group.add_argument("--requests", type=int, default=None, metavar="N", help="64, or the case's")
+    group.add_argument(
+        "--case", default=None, metavar="NAME",
+        help="the requests of one of bench traffic's cases without adapters, as tokens; the server "
+        "must know cache_salt",
+    )  # fmt: skip
+    group.add_argument(
+        "--vocab-size", type=int, default=None, metavar="N", help="with --case: the model's"
+    )
+    group.add_argument(
+        "--lengths", type=float, default=1.0, metavar="FACTOR",
+        help="with --case: all lengths times this",
+    )  # fmt: skip
     group.add_argument("--prompt-words", type=range_of_ints, default=(64, 256), metavar="LOW-HIGH")
     group.add_argument("--output-len", type=range_of_ints, default=(32, 128), metavar="LOW-HIGH")
     group.add_argument("--turns", type=int, default=1, metavar="N", help="of each talk")
@@ -109,6 +124,10 @@ def add_serve(kinds: Any) -> None:
         "--streams", type=ints, default=(), metavar="LIST",
         help="saturation: so many talks at any time; 64 where no rate is given either",
     )  # fmt: skip
+    group.add_argument(
+        "--loads", type=floats, default=(), metavar="LIST",
+        help="then at these shares of the highest rate that was kept up with; 0.3 is 30%%",
+    )  # fmt: skip
     group.add_argument("--good-first-ms", type=float, default=1000.0, metavar="MS")
     group.add_argument("--good-between-ms", type=float, default=100.0, metavar="MS")
     group.add_argument("--seed", type=int, default=0, metavar="N")
@@ -122,7 +141,12 @@ def _serve(arguments: dict[str, Any]) -> int:
     from manyroots.bench.serve import Arrivals, Promise, run_serve
     from manyroots.bench.serve_workload import ServeWorkload
 
-    check_positive(arguments, ("requests", "turns", "burst", "repeats"))
+    check_positive(arguments, ("turns", "burst", "repeats"))
+    case = _case_of(arguments)
+    num_requests = arguments["requests"]
+    if num_requests is None:
+        num_requests = 64 if case is None else case.num_requests
+    check_at_least("requests", num_requests, 1)
     for name in ("prompt_words", "output_len"):
         check_range(name, arguments[name])
     for name in ("shared_heads", "head_words"):
@@ -132,32 +156,53 @@ def _serve(arguments: dict[str, Any]) -> int:
         streams = (64,)
     if any(rate <= 0 for rate in rates) or any(count < 1 for count in streams):
         raise ConfigError("--rates and --streams must hold numbers above 0.")
+    if any(load <= 0 for load in arguments["loads"]):
+        raise ConfigError("--loads must hold numbers above 0; 0.3 is 30%.")
     plot = arguments["plot"]
     if plot is not None and not (plot.endswith(".html") and Path(plot).absolute().parent.is_dir()):
         raise ConfigError(f"--plot is {plot!r}; give a name that ends in .html, in a folder.")
     workload = ServeWorkload(
-        num_requests=arguments["requests"],
+        num_requests=num_requests,
         prompt_words=arguments["prompt_words"],
-        output_tokens=arguments["output_len"],
+        output_tokens=arguments["output_len"] if case is None else case.output_len,
         turns=arguments["turns"],
         num_heads=arguments["shared_heads"],
         head_words=arguments["head_words"],
         models=tuple(name for name in arguments["ask_for"].split(",") if name),
         zipf=arguments["zipf"],
-        is_sampled=arguments["sampled"],
+        is_sampled=arguments["sampled"] if case is None else case.is_sampled,
         is_chat=arguments["endpoint"] == "chat",
         ignore_eos=not arguments["stop_at_end"],
         seed=arguments["seed"],
+        case=case,
+        vocab_size=arguments["vocab_size"] or 0,
     )
     arrivals = [Arrivals(rate=rate, burst=arguments["burst"]) for rate in rates]
     arrivals += [Arrivals(streams=count) for count in streams]
     promise = Promise(arguments["good_first_ms"] / 1e3, arguments["good_between_ms"] / 1e3)
     report = run_serve(
-        arguments["url"], arguments["api_key"], workload, arrivals, promise, arguments["repeats"]
-    )
+        arguments["url"], arguments["api_key"], workload, arrivals, promise, arguments["repeats"],
+        arguments["loads"],
+    )  # fmt: skip
     if plot is not None:
         _draw(Path(plot), report)
     return written(report, arguments["json"])
+
+
+def _case_of(arguments: dict[str, Any]) -> TrafficCase | None:
+    from manyroots.bench.traffic_cases import CASES
+
+    name = arguments["case"]
+    if name is None:
+        return None
+    if name not in CASES:
+        raise ConfigError(f"--case is {name!r}; choose one of {', '.join(CASES)}.")
+    if arguments["endpoint"] == "chat" or arguments["turns"] > 1:
+        raise ConfigError("--case sends single completions; leave out --endpoint and --turns.")
+    if not arguments["vocab_size"] or arguments["vocab_size"] < 1:
+        raise ConfigError("--case sends tokens; say how many the model knows with --vocab-size.")
+    _check_share("lengths", arguments["lengths"])
+    return CASES[name].shrunk(arguments["requests"], arguments["lengths"])
 
 
 def _draw(path: Path, report: dict[str, Any]) -> None:

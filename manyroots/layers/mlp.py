@@ -54,6 +54,18 @@ class GatedMLP:
         return self.gate_up
 
     def __call__(self, x: Tensor | UndividedNorm, step: Step) -> Product:
+        most = self._kernels.gemm.ROWS_AT_ONCE
+        # Adapters know all rows, not some of them.
+        if most is None or step.lora is not None or isinstance(x, UndividedNorm):
+            return self._product(x, step)
+        if x.shape[0] <= most:
+            return self._product(x, step)
+        pieces = [
+            self._product(rows, step).finished(self._kernels) for rows in torch.split(x, most)
+        ]
+        return Product(torch.cat(pieces), factor=self._spec.down_factor)
+
+    def _product(self, x: Tensor | UndividedNorm, step: Step) -> Product:
         both = self.gate_up(x, step)
         if (
             self._spec.is_fused

@@ -10,6 +10,9 @@ from manyroots.kernels.lora_sites.sites import LinearSite, LoraRows, LoraTerm
 from manyroots.kernels.norm.undivided import UndividedNorm
 from manyroots.kernels.scaled import Matrix, plain
 
+ROWS_AT_ONCE: int | None = None
+"""How many rows a block of products takes at once at most; None: all."""
+
 
 def is_for(num_rows: int, weight: Matrix, bias: Tensor | None) -> bool:
     """Whether `linear` computes this."""

@@ -10,6 +10,10 @@ from manyroots.kernels.lora_sites.torch_ops import add_linear
 from manyroots.kernels.packed import PackedMatrix
 from manyroots.kernels.scaled import Matrix, plain
 
+ROWS_AT_ONCE: int | None = 512
+"""What a feed-forward block has in between then stays in the cache: of 2048 rows of 576 numbers
+this takes 6% less time (Neoverse-N1)."""
+
 
 def is_for(num_rows: int, weight: Matrix | PackedMatrix, bias: Tensor | None) -> bool:
     """Whether `linear` computes this."""

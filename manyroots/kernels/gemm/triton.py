@@ -29,6 +29,7 @@ from manyroots.kernels.lora_sites.sites import LinearSite, LoraRows, LoraTerm
 from manyroots.kernels.norm.undivided import UndividedNorm
 from manyroots.kernels.scaled import SIDE_STEP, Matrix
 
+ROWS_AT_ONCE: int | None = None
 MAX_ROWS = 64
 BLOCK_N = 64
 BLOCK_K = 128

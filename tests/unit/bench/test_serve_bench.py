@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -16,6 +17,7 @@ import pytest
 from manyroots.bench.http_stream import HttpStreamError, HttpStreams
 from manyroots.bench.serve import Arrivals, Promise, run_serve
 from manyroots.bench.serve_workload import ServeWorkload
+from manyroots.bench.traffic_cases import CASES
 from manyroots.cli.main import main
 from tests.patience import PATIENCE_S
 
@@ -209,9 +211,38 @@ def test_b01_the_command_writes_json_and_a_picture(tmp_path: Path) -> None:
     assert bodies[-1]["temperature"] == 0.7
 
 
+def test_b01_a_case_of_bench_traffic_is_sent_token_by_token_and_then_at_shares_of_its_rate(
+    tmp_path: Path,
+) -> None:
+    """B01: every run with a cache of its own, and fewer requests where they come more slowly."""
+    report = tmp_path / "serve.json"
+    with server(tokens) as (url, bodies):
+        flags = (
+            "--case", "mixed-greedy", "--vocab-size", "500", "--requests", "10", "--lengths",
+            "0.05", "--streams", "10", "--loads", "0.4,1.0", "--repeats", "1",
+            "--json", str(report),
+        )  # fmt: skip
+        assert main(["bench", "serve", "--url", url, *flags]) == 0
+    full, part, whole = json.loads(report.read_text())["cases"]
+    assert [case["requests"] for case in (full, part, whole)] == [10, 4, 10]
+    most = full["requests_per_s"]["median"]
+    assert part["rate"] == pytest.approx(0.4 * most, rel=0.01)
+    assert whole["arrivals"].endswith("100% load")
+    case = CASES["mixed-greedy"].shrunk(10, 0.05)
+    submits = case.submits(500, "", itertools.count(), with_adapters=False)
+    sent = [body for body in bodies if body["cache_salt"] == "bench-0"]
+    assert sorted(body["prompt"] for body in sent) == sorted(list(s.prompt) for s in submits)
+    assert {body["max_tokens"] for body in sent} == {s.sampling.max_tokens for s in submits}
+    assert len({body["cache_salt"] for body in bodies}) == 4  # the warm-up has one, too
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
+        (("--case", "none"), "--case is 'none'"),
+        (("--case", "mixed-greedy"), "--vocab-size"),
+        (("--case", "mixed-greedy", "--vocab-size", "9", "--turns", "2"), "leave out --endpoint"),
+        (("--loads", "0"), "--loads must hold"),
         (("--url", "localhost:8000"), "--url is 'localhost:8000'"),
         (("--url", "http://127.0.0.1:1"), "start the server first"),
         (("--rates", "0"), "above 0"),

@@ -22,7 +22,9 @@ from manyroots.kernels.delta_rule.reference import EPS
 from manyroots.kernels.launch import launch_options, let_next_begin, wait_for_inputs
 from manyroots.kernels.recurrent.rows import StateRows
 
-CHUNK = 64
+CHUNK = 32
+"""Tokens that a prompt's kernels take at once. With 64, and with products of groups of warps and a
+pipelined loop, prompts ended in an illegal memory access on an H200 (Triton 3.6). Not explained."""
 MIN_COLUMNS = 32
 """Narrower keys or values are multiplied in float32: with keys of 16 in bfloat16 a prompt ended in
 an illegal memory access on an H200 (Triton 3.6). Not explained; no public model has such."""
@@ -90,12 +92,10 @@ def _decode(
 
 
 @triton.jit
-def _chunk_rows(starts, seq, chunk, CHUNK: tl.constexpr):
-    """The tokens of one chunk of a sequence, which of them there are, and how many."""
-    first = tl.load(starts + seq)
-    end = tl.load(starts + seq + 1)
+def _chunk_rows(first, end, chunk, CHUNK: tl.constexpr):
+    """The tokens of one chunk of a sequence, and which of them there are."""
     rows = first + chunk * CHUNK + tl.arange(0, CHUNK)
-    return rows.to(tl.int64), rows < end, end - first - chunk * CHUNK
+    return rows.to(tl.int64), rows < end
 
 
 @triton.jit
@@ -106,11 +106,12 @@ def _solve(
     CHUNK: tl.constexpr, IS_NARROW: tl.constexpr, EPS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     let_next_begin(DEPENDENT)
-    head = tl.program_id(1)
-    rows, row_ok, left = _chunk_rows(starts, tl.program_id(2), tl.program_id(0), CHUNK)
-    if left <= 0:
-        return
+    chunk, head, seq = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first, end = tl.load(starts + seq), tl.load(starts + seq + 1)
     wait_for_inputs(DEPENDENT)
+    if first + chunk * CHUNK >= end:
+        return
+    rows, row_ok = _chunk_rows(first, end, chunk, CHUNK)
     g, b = _gates(decay, beta, a_log, dt_bias, rows, row_ok, head, gate_row, gate_group, EACH)
     sums = tl.cumsum(g, axis=0)
     key = _unit_rows(k, rows, row_ok, (head // EACH) * qk_group, qk_row, EPS, KEY_DIM)
@@ -153,18 +154,19 @@ def _scan(
     head, seq = tl.program_id(1), tl.program_id(2)
     unit = tl.load(units + seq).to(tl.int64)
     fresh = tl.load(is_fresh + seq).to(tl.int32)
-    count = tl.load(starts + seq + 1) - tl.load(starts + seq)
+    first, end = tl.load(starts + seq), tl.load(starts + seq + 1)
     d = tl.arange(0, KEY_DIM)
-    at = state + unit * state_unit + (head * KEY_DIM + d[:, None]) * VALUE_DIM + cols[None, :]
+    # Transposed: what a chunk adds is then a product of few rows, as the others are.
+    at = state + unit * state_unit + (head * KEY_DIM + d[None, :]) * VALUE_DIM + cols[:, None]
     i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    kind = tl.float32 if IS_NARROW else k.dtype.element_ty
     wait_for_inputs(DEPENDENT)
     matrix = tl.where(fresh != 0, 0.0, tl.load(at))
-    for chunk in range(tl.cdiv(count, CHUNK)):
-        rows, row_ok, _ = _chunk_rows(starts, seq, chunk, CHUNK)
+    for chunk in tl.range(0, tl.cdiv(end - first, CHUNK), num_stages=1):
+        rows, row_ok = _chunk_rows(first, end, chunk, CHUNK)
         g, _ = _gates(decay, beta, a_log, dt_bias, rows, row_ok, head, gate_row, gate_group, EACH)
         sums = tl.cumsum(g, axis=0)
         last = tl.sum(g, axis=0)
-        kind = tl.float32 if IS_NARROW else k.dtype.element_ty
         place = rows * HEADS + head
         read = tl.load(
             reading + place[:, None] * KEY_DIM + d[None, :], mask=row_ok[:, None], other=0.0
@@ -172,21 +174,22 @@ def _scan(
         new = tl.load(
             wanted + place[:, None] * VALUE_DIM + cols[None, :], mask=row_ok[:, None], other=0.0
         ).to(tl.float32)
-        operand = matrix.to(kind)
+        operand = tl.trans(matrix.to(kind))
         new -= tl.dot(read.to(kind), operand, input_precision="ieee")
         query = _unit_rows(q, rows, row_ok, (head // EACH) * qk_group, qk_row, EPS, KEY_DIM)
         query *= KEY_DIM**-0.5
         key = _unit_rows(k, rows, row_ok, (head // EACH) * qk_group, qk_row, EPS, KEY_DIM)
         between = tl.exp(tl.where(i >= j, sums[:, None] - sums[None, :], float("-inf")))
         scores = tl.dot(query.to(kind), tl.trans(key.to(kind)), input_precision="ieee") * between
-        result = tl.dot(scores.to(kind), new.to(kind), input_precision="ieee")
+        written = new.to(kind)
+        result = tl.dot(scores.to(kind), written, input_precision="ieee")
         since = (query * tl.exp(sums)[:, None]).to(kind)
         result += tl.dot(since, operand, input_precision="ieee")
         to = out + place[:, None] * VALUE_DIM + cols[None, :]
         tl.store(to, result.to(out.dtype.element_ty), mask=row_ok[:, None])
         until = (key * tl.exp(last - sums)[:, None]).to(kind)
         matrix = matrix * tl.exp(last)
-        matrix += tl.dot(tl.trans(until), new.to(kind), input_precision="ieee")
+        matrix += tl.dot(tl.trans(written), until, input_precision="ieee")
     tl.store(at, matrix)
 
 

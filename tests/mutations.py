@@ -1428,4 +1428,126 @@ MUTATIONS: tuple[Mutation, ...] = (
         "every rank has the first part of a product's pieces",
         ("unit/models/test_sharding.py::test_w16_two_ranks_give_one_ranks_logits[lfm2]",),
     ),
+    Mutation(
+        "store/host_link.py",
+        "rows = source[first : first + count, part]",
+        "rows = source[place : place + count, part]",
+        "units come from the places where they go to",
+        (
+            "unit/store/test_tier_copies.py::test_t01_t06_device_host_files_and_back_is_bit_identical",
+        ),
+    ),
+    Mutation(
+        "store/batched_copies.py",
+        "breaks = (np.diff(sources) != 1) | (np.diff(targets) != 1)",
+        "breaks = np.diff(targets) != 1",
+        "units that lie together on one side are copied as if they did on both",
+        ("unit/store/test_batched_copies.py::test_t01_pieces_are_the_units_bytes_and_no_others",),
+    ),
+    Mutation(
+        "store/batched_copies.py",
+        "(target.data_ptr() + begin)",
+        "target.data_ptr()",
+        "a part of a unit is put at the unit's beginning",
+        ("unit/store/test_batched_copies.py::test_t01_pieces_are_the_units_bytes_and_no_others",),
+    ),
+    Mutation(
+        "store/layer_arrivals.py",
+        "return slice(members[0] * of_layer, (members[-1] + 1) * of_layer)",
+        "return slice(members[0] * of_layer, members[-1] * of_layer)",
+        "the last layer of a group never comes",
+        ("unit/store/test_layer_arrivals.py::test_t10_groups_cover_every_layers_bytes_once",),
+    ),
+    Mutation(
+        "store/layer_arrivals.py",
+        "while self._num_there <= group:",
+        "while self._num_there < group:",
+        "a layer waits for the groups before its own alone",
+        (
+            "unit/store/test_layer_arrivals.py::test_t10_a_layer_waits_for_its_group_and_those_before",
+        ),
+    ),
+    Mutation(
+        "models/decoder.py",
+        "step.before_layer(index)",
+        "pass",
+        "layers do not wait for pages on their way",
+        ("unit/test_llm_tiers.py::test_t10_a_load_overlaps_its_own_requests_computation",),
+    ),
+    Mutation(
+        "cache/onboarding.py",
+        "lease.num_published_pages = min(lease.num_published_pages, first)",
+        "pass",
+        "what comes while a request computes is not published before what lies behind it",
+        (
+            "unit/scheduler/test_overlapped_loads.py::test_t10_whatever_happens_meanwhile_everybody_has_his_own_tokens",
+        ),
+    ),
+    Mutation(
+        "scheduler/admission.py",
+        "is_alone = builder.is_empty and not self._rows.running and not self._resting.by_adapter",
+        "is_alone = True",
+        "a step of others waits for somebody's pages",
+        (
+            "unit/scheduler/test_overlapped_loads.py::test_t10_others_do_not_wait_for_somebodys_pages",
+        ),
+    ),
+    Mutation(
+        "cache/cache.py",
+        "return self.costs.load_s(num_pages) <= MOST_OVERLAP_S",
+        "return True",
+        "a newcomer waits for a load that takes long",
+        (
+            "unit/scheduler/test_overlapped_loads.py::"
+            "test_t10_what_can_not_or_should_not_overlap_waits[it would take long]",
+        ),
+    ),
+    Mutation(
+        "store/unit_values.py",
+        "return unit if checksum == _checksum(key, unit) else None",
+        "return unit",
+        "a damaged value is a page",
+        ("unit/store/test_unit_values.py::test_t03_every_flipped_bit_is_found",),
+    ),
+    Mutation(
+        "store/unit_values.py",
+        'struct.pack("<III", family, rank, num_ranks)',
+        'struct.pack("<II", family, num_ranks)',
+        "ranks overwrite each other's parts in storage",
+        ("unit/store/test_tier_copies.py::test_families_and_ranks_have_keys_of_their_own",),
+    ),
+    Mutation(
+        "store/storage_link.py",
+        "late = [errand for errand in self._under_way if errand.deadline < now]",
+        "late = []",
+        "storage that hangs is waited for without end",
+        (
+            "unit/store/test_tier_copies.py::test_t03_storage_that_does_not_answer_is_given_up_and_comes_too_late",
+        ),
+    ),
+    Mutation(
+        "store/backends/files.py",
+        "if not self._make_room(size):",
+        "if False:",
+        "a folder grows beyond its limit",
+        (
+            "unit/store/test_backends.py::test_t12_the_folder_stays_within_its_limit_and_loses_what_was_used_longest_ago",
+        ),
+    ),
+    Mutation(
+        "cache/cache.py",
+        "if not self.costs.is_worth_fetching(num_pages, num_pages * self.page_size):",
+        "if False:",
+        "slow storage is asked again and again",
+        ("unit/cache/test_costs.py::test_t05_slow_storage_is_not_asked",),
+    ),
+    Mutation(
+        "cache/keys.py",
+        'fields = framed(_DOMAIN, adapter, salt, struct.pack("<Q", owner.begin))',
+        "fields = framed(_DOMAIN, adapter, salt)",
+        "where an adapter begins is not part of a page's name in storage",
+        (
+            "unit/cache/test_owners_apart.py::test_n04_t07_random_pairs_of_owners_stay_apart_on_every_tier",
+        ),
+    ),
 )

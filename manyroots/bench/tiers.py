@@ -10,6 +10,7 @@ full rate both ways. Engine level, below text and HTTP.
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import random
 import statistics
@@ -17,6 +18,8 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+
+import torch
 
 from manyroots.bench.drive import drive
 from manyroots.bench.machine import describe_machine
@@ -49,7 +52,7 @@ class TierWorkload:
     decode_batch: int = 64
     """How many decode beside copies, `decode_len` tokens behind prompts of `decode_prompt_len`."""
     decode_prompt_len: int = 512
-    decode_len: int = 128
+    decode_len: int = 64
     seed: int = 0
 
 
@@ -170,7 +173,8 @@ def _told_times(workload: TierWorkload, seconds: dict[str, list[float]]) -> dict
         print(
             f"{workload.prompt_len} tokens, {tier:8}: first token after "
             f"{statistics.median(samples):8.4f} s, {share:.3f} of computing, "
-            f"{1 / share:6.1f} times as fast"
+            f"{1 / share:6.1f} times as fast",
+            flush=True,
         )
     return figures
 
@@ -256,6 +260,9 @@ def _submit(prompt: Sequence[int], num_tokens: int) -> Submit:
 
 @contextlib.contextmanager
 def _engine(settings: dict[str, Any]) -> Iterator[Engine]:
+    # What the last engine had must be free before this one asks how much memory is left.
+    gc.collect()
+    torch.cuda.empty_cache()
     engine = build_engine(engine_settings(settings))
     try:
         yield engine

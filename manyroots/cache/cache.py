@@ -111,6 +111,8 @@ class PrefixCache:
         self._copies: list[Copy] = []
         self._missed: Counter[Limit] = Counter()
         self._total_lookup = self._total_hit = self._total_host_hit = 0
+        self.left_storage_alone = False
+        """Whether the last `prefetch` did not ask storage, although it may have something."""
 
     # Finding
 
@@ -337,7 +339,8 @@ class PrefixCache:
             return None
         if not self._policies.uses_storage or not self.layout.host or self._hasher is None:
             return None
-        if not self.storage.may_read:
+        self.left_storage_alone = not self.storage.may_read
+        if self.left_storage_alone:
             return None
         match = self.lookup(key, tokens)
         max_pages = (len(tokens) - 1) // self.page_size
@@ -347,6 +350,7 @@ class PrefixCache:
         num_pages = max_pages - first
         if not self.costs.is_worth_fetching(num_pages, num_pages * self.page_size):
             self.costs.declined(Tier.STORAGE)
+            self.left_storage_alone = True
             return None
         nodes = match.walk.nodes
         cursor = nodes[-1] if nodes else self.index.tree.root

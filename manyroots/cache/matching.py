@@ -25,6 +25,7 @@ class Limit(enum.Enum):
     WINDOW = "the pages of a window were evicted"
     CHECKPOINT = "no state was saved there"
     TIER = "loading the rest would take longer than computing it"
+    STORAGE = "storage, which may have the rest, was left alone: it is too slow, or fails"
     OFF = "nothing is reused: caching is off, or the request wants its whole prompt computed"
 
     __hash__ = object.__hash__

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from manyroots.cache.cache import PrefixCache
 from manyroots.cache.lease import Lease
+from manyroots.cache.matching import Limit
 from manyroots.cache.outcomes import Ending, Refusal
 from manyroots.config import Policy, SchedulerSettings
 from manyroots.ids import AdapterDigest, StepId
@@ -70,6 +71,7 @@ class Admission:
         """A new request: into the queue, or after what storage has for it."""
         if not request.wants_prompt_logprobs:
             request.ticket = self._cache.prefetch(request.key, request.tokens)
+            request.skips_storage = self._cache.left_storage_alone
         if request.ticket is None:
             self.waiting.push(request)
         else:
@@ -294,6 +296,8 @@ class Admission:
         may_reuse = not request.wants_prompt_logprobs
         lease = self._cache.claim(request.key, request.tokens, request.num_tokens, may_reuse)
         request.lease = lease
+        if request.skips_storage and lease.limit is Limit.COLD:
+            lease.limit = Limit.STORAGE
         if self._is_fair:
             self.waiting.charge(request, self._num_known(request, lease))
         return lease

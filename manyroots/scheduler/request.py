@@ -79,6 +79,7 @@ class Request:
         "prompt_logprobs",
         "row",
         "serial",
+        "skips_storage",
         "state",
         "stop_ids",
         "submit",
@@ -140,6 +141,8 @@ class Request:
         """The same in detail, till its caller is told."""
         self.num_fetched_tokens = 0
         """What storage was found to have of it."""
+        self.skips_storage = False
+        """Storage may have more of it and was not asked, being slow or out of order."""
         self.wants_prompt_logprobs = submit.sampling.prompt_logprobs is not None
         """Till its first token is sampled."""
         self.prompt_logprobs: list[TokenLogprobs] = []

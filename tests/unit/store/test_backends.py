@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -123,6 +124,40 @@ def test_t02_redis_keeps_what_it_is_given(tmp_path: Path) -> None:
         with pytest.raises(Exception, match="authenticate"):
             wrong.get([key(0)], SIZE)
         backend.close()
+    finally:
+        server.stop()
+
+
+@needs_redis
+def test_t02_redis_over_tls_with_a_password(tmp_path: Path) -> None:
+    """T02: the server's certificate is checked, and so is the password, from the environment."""
+    certificate, secret = tmp_path / "cert.pem", tmp_path / "key.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",
+         "-nodes", "-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1",
+         "-keyout", str(secret), "-out", str(certificate)],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    tls = ("--tls-cert-file", str(certificate), "--tls-key-file", str(secret),
+           "--tls-ca-cert-file", str(certificate), "--tls-auth-clients", "no")  # fmt: skip
+    server = RedisServer(tmp_path, "--requirepass", "secret", *tls, is_tls=True)
+
+    def open_at(url: str, password: str) -> Backend:
+        with mock.patch.dict("os.environ", MANYROOTS_KV_STORAGE_PASSWORD=password):
+            backend = open_backend(TierSettings(kv_storage=url))
+        assert backend is not None
+        return backend
+
+    try:
+        trusted = f"{server.url}?ssl_ca_certs={certificate}"
+        check_backend(open_at(trusted, "secret"))
+        with pytest.raises(Exception, match="invalid username-password pair"):
+            open_at(trusted, "wrong").get([key(0)], SIZE)
+        with pytest.raises(Exception, match="CERTIFICATE_VERIFY_FAILED"):
+            open_at(server.url, "secret").get([key(0)], SIZE)
+        plain = server.url.replace("rediss://", "redis://:secret@")
+        with pytest.raises(Exception, match=r"(?i)connection"):
+            open_at(plain, "secret").get([key(0)], SIZE)
     finally:
         server.stop()
 

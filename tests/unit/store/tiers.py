@@ -96,13 +96,17 @@ def end_of(copies: TierCopies, *started: Copy) -> dict[int, CopyDone]:
 class RedisServer:
     """Debian's redis-server on a free port, with nothing on disk; ended by its own pid."""
 
-    def __init__(self, folder: Path, *arguments: str, port: int | None = None) -> None:
+    def __init__(
+        self, folder: Path, *arguments: str, port: int | None = None, is_tls: bool = False
+    ) -> None:
         if port is None:
             with socket.create_server(("127.0.0.1", 0)) as probe:
                 port = probe.getsockname()[1]
         self.port = port
+        self._scheme = "rediss" if is_tls else "redis"
+        ports = ["--port", "0", "--tls-port", str(port)] if is_tls else ["--port", str(port)]
         self.process = subprocess.Popen(
-            [server_program(), "--port", str(port), "--bind", "127.0.0.1", "--save", "",
+            [server_program(), *ports, "--bind", "127.0.0.1", "--save", "",
              "--appendonly", "no", "--dir", str(folder), *arguments],
             stdout=subprocess.DEVNULL,
         )  # fmt: skip
@@ -117,7 +121,7 @@ class RedisServer:
 
     @property
     def url(self) -> str:
-        return f"redis://127.0.0.1:{self.port}/0"
+        return f"{self._scheme}://127.0.0.1:{self.port}/0"
 
     def stop(self) -> None:
         self.process.kill()

@@ -45,11 +45,12 @@ class Forward:
         max_chunk: int,
         max_len: int | None = None,
         before_layer: Callable[[int], None] | None = None,
+        is_padded: bool = False,
     ) -> Tensor:
         """Hidden states of all tokens. The first `num_decodes` sequences have one token each; those
         of a step that has no others need no `rows`, `starts` and `blocks`. `max_chunk`: the most
         tokens of one sequence; `max_len`: the longest context, where it is known. `before_layer`:
-        as in `Step`."""
+        as in `Step`. `is_padded`: whether tokens and sequences may be nobody's."""
         decoder, kernels = self.decoder, self.decoder.kernels
         rows = views.get("rows", views["token_rows"])
         tokens, tables = kernels.decode_rows.begin(
@@ -72,6 +73,8 @@ class Forward:
                         places=KvPlaces(views["pages"][family], views["offsets"]),
                         window=window,
                         shared=None if window else shared_prefixes(views, family),
+                        order=views.get("order"),
+                        is_padded=is_padded,
                     ),
                     self._page_size,
                     decoder.dtype,
@@ -111,6 +114,13 @@ class Forward:
         decoder.kernels.decode_rows.end(sampled.tokens, views["table_rows"], self.rows.newest)
         return sampled
 
+    def mixed(self, views: Views, num_decodes: int) -> Tensor:
+        """Logits behind the sampled tokens of a padded step of prompts beside decodes."""
+        hidden = self.hidden(
+            views, num_decodes, lora_rows(views), max_chunk=len(views["tokens"]), is_padded=True
+        )
+        return self.decoder.logits(hidden[views["sampled_at"]], lora_rows(views, "head_"))
+
     def single_tokens(self, views: Views) -> Tensor:
         """Logits of a step in which every sequence has one token, and so have all rows a
         successor, which `choose` gives."""
@@ -130,11 +140,9 @@ def shared_prefixes(views: Views, family: int) -> SharedPrefixes | None:
     )
 
 
-def lora_rows(views: Views) -> LoraRows | None:
-    """The adapters of a step's tokens, if its arrays have any."""
+def lora_rows(views: Views, prefix: str = "") -> LoraRows | None:
+    """The adapters of a step's tokens, if its arrays have any; of others by their arrays' names."""
     if "adapter_slots" not in views:
         return None
-    blocks = views["adapter_blocks"]
-    return LoraRows(
-        views["adapter_slots"], blocks, views["num_adapter_blocks"], max_blocks=blocks.shape[0]
-    )
+    slots, blocks = views[f"{prefix}adapter_slots"], views[f"{prefix}adapter_blocks"]
+    return LoraRows(slots, blocks, views[f"{prefix}num_adapter_blocks"], max_blocks=blocks.shape[0])

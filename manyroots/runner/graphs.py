@@ -1,4 +1,4 @@
-"""Steps of single tokens, captured as CUDA graphs.
+"""Steps captured as CUDA graphs: of single tokens, and of prompts beside them.
 
 Takes a step's arrays; gives what it sampled on the device, without the host ever waiting. There is
 one graph for each batch size and kind of step (with and without adapters, ...), captured when it is
@@ -21,14 +21,17 @@ from torch import Tensor
 from manyroots.kernels.sampling.rows import Sampled
 from manyroots.progress import track
 from manyroots.runner.forward import Views
+from manyroots.runner.mixed import MixedShape
 from manyroots.runner.packet import PacketLayout, send
 from manyroots.runner.step_arrays import Arrays
 
 _SMALL_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 _SIZE_STEP = 32
+_MIXED_IN_USE = 24
+"""Shapes of steps with prompts that room is left for; they are captured when first needed."""
 
-Model = Callable[[Views], Tensor]
-"""Logits of a step of single tokens, from its arrays on the device."""
+Model = Callable[[Views, "GraphKey"], Tensor]
+"""Logits of a step, from its arrays on the device."""
 Choose = Callable[[Tensor, Views], Sampled]
 """The tokens that follow."""
 Blank = Callable[["GraphKey"], Arrays]
@@ -40,11 +43,14 @@ class GraphKey:
     """What kind of step a graph is for."""
 
     size: int
+    """Tokens."""
     with_adapters: bool
     in_two: bool = False
     """Whether something is written between the model and the choice."""
     shares: bool = False
     """Whether rows begin with the same pages, which are read once for them."""
+    mixed: MixedShape | None = None
+    """Of a step with prompts; None for one of single tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,20 +96,25 @@ class Graphs:
         """To how many rows a step must be padded."""
         return self._sizes[bisect_left(self._sizes, num_rows)]
 
-    def run(self, arrays: Arrays, between: Callable[[], None] | None = None) -> Sampled:
+    def run(
+        self,
+        arrays: Arrays,
+        between: Callable[[], None] | None = None,
+        mixed: MixedShape | None = None,
+    ) -> Sampled:
         """Launch one step. What it gives is valid until the next one is launched. `between`: called
         when the model is launched and the choice is not, whose masks it may still write; such a
         step is two graphs, captured when they are first needed."""
+        key = GraphKey(
+            len(arrays["tokens"]), "adapter_slots" in arrays, between is not None,
+            "shared_lens" in arrays, mixed,
+        )  # fmt: skip
         if not self._captures:
             views = send(arrays, self._device)
-            logits = self._model(views)
+            logits = self._model(views, key)
             if between is not None:
                 between()
             return self._choose(logits, views)
-        key = GraphKey(
-            len(arrays["tokens"]), "adapter_slots" in arrays, between is not None,
-            "shared_lens" in arrays,
-        )  # fmt: skip
         captured = self._graphs.get(key)
         if captured is None:
             captured = self._graphs[key] = self._capture(key)
@@ -126,30 +137,35 @@ class Graphs:
             if key not in self._graphs:
                 self._graphs[key] = self._capture(key)
 
-    def measure(self, num_kinds: int) -> int:
-        """Bytes that all graphs will take, of so many kinds for each size: the largest one's,
-        which holds the memory they share, and for each other what a second one takes."""
+    def measure(self, num_kinds: int, mixed: MixedShape | None) -> int:
+        """Bytes that all graphs will take, of so many kinds for each size: the largest ones',
+        which hold the memory they share, and for each other what a further one takes. `mixed`: the
+        largest of steps with prompts; None if there are none."""
         if not self._captures:
             return 0
+        keys = [GraphKey(size, with_adapters=False) for size in self._sizes[:-3:-1]]
+        num_further = num_kinds * len(self._sizes)
+        if mixed is not None:
+            keys.insert(0, GraphKey(mixed.num_tokens, with_adapters=False, mixed=mixed))
+            num_further += num_kinds * _MIXED_IN_USE
         taken = []
-        for size in self._sizes[:-3:-1]:
+        for key in keys:
             torch.cuda.empty_cache()
             free, _ = torch.cuda.mem_get_info(self._device)
-            key = GraphKey(size, with_adapters=False)
             self._graphs[key] = self._capture(key)
             torch.cuda.empty_cache()
-            taken.append(free - torch.cuda.mem_get_info(self._device)[0])
-        return max(0, taken[0]) + (num_kinds * len(self._sizes) - 1) * max(0, taken[-1])
+            taken.append(max(0, free - torch.cuda.mem_get_info(self._device)[0]))
+        return sum(taken[:-1]) + num_further * taken[-1]
 
     def _capture(self, key: GraphKey) -> _Captured:
         blank, in_two = self._blank(key), key.in_two
         layout = PacketLayout(blank)
         inputs = layout.pack(blank, pin=False).to(self._device)
         views = layout.views(inputs)
-        self._choose(self._model(views), views)  # compiles, which can't be captured
+        self._choose(self._model(views, key), views)  # compiles, which can't be captured
         graphs = [torch.cuda.CUDAGraph() for _ in range(2 if in_two else 1)]
         with self._captured(graphs[0]):
-            logits = self._model(views)
+            logits = self._model(views, key)
             if not in_two:
                 sampled = self._choose(logits, views)
         if in_two:

@@ -15,6 +15,7 @@ from manyroots.kernels.lora_sites.sites import LoraRows
 from manyroots.runner.forward import Forward
 from manyroots.runner.graphs import Graphs
 from manyroots.runner.inputs import Int64s, blank_prefill
+from manyroots.runner.mixed import MixedShape, largest
 from manyroots.runner.packet import send
 from manyroots.runner.sampling_state import SamplingState
 from manyroots.runner.step_arrays import sequence_arrays, token_arrays
@@ -60,8 +61,15 @@ class Rehearsal:
         count = min(max_num_tokens, self._max_len)
         hidden = self._peak_bytes(lambda: self._prefill(count, with_adapters=False))
         sampling = self._peak_bytes(self._sample)
-        graphs = 0 if self._graphs is None else self._graphs.measure(num_kinds)
+        graphs = 0
+        if self._graphs is not None:
+            graphs = self._graphs.measure(num_kinds, self._mixed(max_num_tokens))
         return hidden * max_num_tokens // count + sampling + graphs
+
+    def _mixed(self, max_num_tokens: int) -> MixedShape | None:
+        """The largest step of prompts beside decodes that is a graph."""
+        rows = self._forward.rows.spare
+        return None if len(rows.units) else largest(rows.row, max_num_tokens)
 
     def _prefill(self, num_tokens: int, *, with_adapters: bool) -> None:
         rows = self._forward.rows

@@ -29,7 +29,7 @@ from manyroots.models.decoder import Decoder
 from manyroots.runner import choices
 from manyroots.runner.batch import PersistentBatch
 from manyroots.runner.device_rows import DeviceRows
-from manyroots.runner.forward import Forward
+from manyroots.runner.forward import Forward, Views
 from manyroots.runner.graphs import GraphKey, Graphs
 from manyroots.runner.in_flight import InFlight, PendingTokens
 from manyroots.runner.inputs import (
@@ -37,10 +37,12 @@ from manyroots.runner.inputs import (
     StepInputs,
     as_single_tokens,
     blank_decode,
+    blank_prefill,
     is_short,
 )
 from manyroots.runner.logprobs import score
 from manyroots.runner.masks import RowMasks
+from manyroots.runner.mixed import MixedShape, mixed_arrays, sampled_rows, shape_for
 from manyroots.runner.packet import send
 from manyroots.runner.prompt_scores import PromptScorer, PromptScores
 from manyroots.runner.rehearsal import Rehearsal
@@ -125,7 +127,7 @@ class ModelRunner:
         if fixed_shapes:
             self._sharing = Sharing(self._batch, self._forward.windows, page_size)
             self._graphs = Graphs(
-                self._forward.single_tokens,
+                self._model,
                 self._forward.choose,
                 self._blank_arrays,
                 max_num_rows=max_num_seqs,
@@ -133,7 +135,7 @@ class ModelRunner:
                 device=self._device,
                 capture=is_gpu and use_graphs,
             )
-        self._max_len = max_model_len
+        self._max_len, self._max_num_seqs = max_model_len, max_num_seqs
         self._may_split_prompts = all(f.memory.is_by_token for f in decoder.families)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="runner")
         self._answers_thread = (
@@ -223,7 +225,16 @@ class ModelRunner:
             if not inputs.is_decode:
                 inputs = as_single_tokens(inputs)
             return self._begin_graph(plan, inputs, self._graphs)
+        if self._graphs is not None and self._may_pad(inputs):
+            answer = self._begin_mixed(plan, inputs, self._graphs)
+            if answer is not None:
+                return answer
         return self._begin_any(plan, inputs)
+
+    def _model(self, views: Views, key: GraphKey) -> Tensor:
+        if key.mixed is None:
+            return self._forward.single_tokens(views)
+        return self._forward.mixed(views, key.mixed.num_decodes)
 
     def _fits_graph(self, inputs: StepInputs, graphs: Graphs) -> bool:
         """Whether a graph computes all that this step is asked for."""
@@ -233,6 +244,14 @@ class ModelRunner:
                 return False
             if not graphs.has_room_for(len(inputs.tokens)):
                 return False
+        return self._wants_tokens_only(inputs)
+
+    def _may_pad(self, inputs: StepInputs) -> bool:
+        """Whether a graph of prompts beside decodes computes all that this step is asked for."""
+        return not inputs.is_decode and self._may_split_prompts and self._wants_tokens_only(inputs)
+
+    def _wants_tokens_only(self, inputs: StepInputs) -> bool:
+        """And such logprobs as the sampler gives."""
         wants_more = self._state.wants_prompt_logprobs | self._state.wants_hidden
         if wants_more[inputs.rows].any():
             return False
@@ -247,12 +266,46 @@ class ModelRunner:
         step = InFlight(rows, graphs.run(arrays, between), inputs.sampling)
         return self._answer(plan, inputs, step)
 
+    def _begin_mixed(self, plan: Plan, inputs: StepInputs, graphs: Graphs) -> Answer | None:
+        """A step of prompts beside decodes, in the next larger shape; None if there is none."""
+        shape = shape_for(inputs, self._max_num_seqs)
+        arrays = None if shape is None else self._mixed_arrays(inputs, shape)
+        if shape is None or arrays is None:
+            return None
+        rows = inputs.rows[inputs.sampling]
+        arrays |= self._shared_arrays(inputs, shape.num_decodes)
+        between = partial(self._fill_masks, rows) if self._state.has_masks(rows) else None
+        sampled = graphs.run(arrays, between, shape)
+        if len(rows) == 0:
+            return self._answer_without_tokens(plan)
+        return self._answer(plan, inputs, InFlight(rows, sampled, np.arange(len(rows))))
+
+    def _mixed_arrays(self, inputs: StepInputs, shape: MixedShape) -> Arrays | None:
+        spare_row = self._rows.spare.row
+        num_slots = 0 if self._pool is None else self._pool.num_slots
+        arrays = mixed_arrays(inputs, shape, num_slots=num_slots, spare_row=spare_row)
+        if arrays is None:
+            return None
+        indices = np.zeros(shape.num_samples, np.int64)
+        rows = inputs.rows[inputs.sampling]
+        indices[: len(rows)] = self._batch.num_output_tokens(rows)
+        padded = sampled_rows(inputs, shape, spare_row)
+        return {**arrays, **self._state.arrays(padded, indices)}
+
     def _blank_arrays(self, key: GraphKey) -> Arrays:
         """Of a step that changes nothing; as large, and of the same types, as any other."""
-        inputs = blank_decode(key.size, self._rows.spare, with_adapters=key.with_adapters)
-        arrays = self._decode_arrays(inputs, key.size)
+        spare, num_rows = self._rows.spare, key.size
+        if key.mixed is None:
+            inputs = blank_decode(key.size, spare, with_adapters=key.with_adapters)
+            arrays = self._decode_arrays(inputs, key.size)
+        else:
+            num_rows = key.mixed.num_decodes
+            inputs = blank_prefill(2, spare, with_adapters=key.with_adapters)
+            mixed = self._mixed_arrays(inputs, key.mixed)
+            assert mixed is not None, "one run always fits"
+            arrays = mixed
         if key.shares:
-            arrays |= blank(len(self._forward.windows), key.size)
+            arrays |= blank(len(self._forward.windows), num_rows)
         return arrays
 
     def _shared_arrays(self, inputs: StepInputs, size: int) -> Arrays:

@@ -16,6 +16,9 @@ from manyroots.step import Int32s
 
 Arrays = dict[str, np.ndarray]
 
+MANY_ROWS = 64
+"""Beyond, rows that decode begin longest first."""
+
 
 def token_arrays(inputs: StepInputs) -> Arrays:
     """What every token has."""
@@ -31,11 +34,15 @@ def token_arrays(inputs: StepInputs) -> Arrays:
 def sequence_arrays(inputs: StepInputs) -> Arrays:
     """What mixers need: decoding sequences first, the others cut into blocks of queries."""
     lens = inputs.context_lens.astype(np.int32)
-    own = {"lens": lens, "units": inputs.units} if len(inputs.units) else {"lens": lens}
+    own: Arrays = {"lens": lens}
+    if len(inputs.units):
+        own["units"] = inputs.units
+    count = inputs.num_decodes
+    if count > MANY_ROWS:
+        own["order"] = longest_first(lens[:count])
     if inputs.is_decode:
         return own
-    count = inputs.num_decodes
-    starts = inputs.query_starts[count:] - inputs.query_starts[count]
+    starts = inputs.query_starts[count:]
     return {
         **own,
         "rows": inputs.rows.astype(np.int64),
@@ -44,17 +51,27 @@ def sequence_arrays(inputs: StepInputs) -> Arrays:
     }
 
 
+def longest_first(lens: Int32s) -> Int32s:
+    """Rows in the order to begin them: whoever takes longest should not come last."""
+    return np.argsort(-lens, kind="stable").astype(np.int32)
+
+
 def decode_arrays(inputs: StepInputs, *, size: int, num_slots: int, spare_units: Int32s) -> Arrays:
     """A step of single tokens, padded to `size`. `num_slots`: how many adapters there may be.
     `spare_units`: whose states padding computes, by family of states."""
     arrays = {**token_arrays(inputs), **sequence_arrays(inputs)}
+    arrays.pop("order", None)
     padding = size - len(inputs.rows)
     arrays = {name: _padded(array, padding) for name, array in arrays.items()}
+    if size > MANY_ROWS:
+        arrays["order"] = longest_first(arrays["lens"])
     arrays["pages"][:, len(inputs.rows) :] = NOWHERE
     if "units" in arrays:
         arrays["units"][:, len(inputs.rows) :] = spare_units[:, None]
     if inputs.token_slots is not None:
-        arrays.update(_adapter_arrays(_padded(inputs.token_slots, padding), num_slots))
+        own = adapter_arrays(_padded(inputs.token_slots, padding), num_slots)
+        assert own is not None, "rows of one adapter lie together"
+        arrays.update(own)
     return arrays
 
 
@@ -62,11 +79,14 @@ def _padded(array: np.ndarray, count: int) -> np.ndarray:
     return np.pad(array, [*[(0, 0)] * (array.ndim - 1), (0, count)], "edge")
 
 
-def _adapter_arrays(slots: Int64s, num_slots: int) -> Arrays:
-    """Which adapter each token wants, in as many blocks as there may be at most."""
+def adapter_arrays(slots: Int64s, num_runs: int) -> Arrays | None:
+    """Which adapter each token wants, in as many blocks as there may be at most with so many runs
+    of one adapter; None if there are more."""
     size = block_rows_for(len(slots))
     cut = row_blocks(slots, size)
-    blocks = np.zeros((most_blocks(len(slots), num_slots, size), 3), np.int32)
+    blocks = np.zeros((most_blocks(len(slots), num_runs, size), 3), np.int32)
+    if len(cut) > len(blocks):
+        return None
     blocks[: len(cut)] = cut
     return {
         "adapter_slots": slots.astype(np.int32),

@@ -81,10 +81,7 @@ def group_rows(rows: PagedRows, page_size: int, dtype: torch.dtype) -> GroupedRo
         )  # fmt: skip
         prefills = tuple(
             PrefillGroup(
-                tokens=slice(
-                    count + plan.first_token,
-                    count + plan.first_token + plan.num_seqs * plan.num_queries,
-                ),
+                tokens=slice(plan.first_token, plan.first_token + plan.num_seqs * plan.num_queries),
                 num_seqs=plan.num_seqs,
                 num_queries=plan.num_queries,
                 context_len=plan.context_len,

@@ -9,7 +9,7 @@ Sequences lie one after the other, those with one query that only decode first:
 
     tokens            | d0 | d1 | d2 | p0 ........ | p1 .... |
     num_decodes = 3
-    query_starts                     0             9         13
+    query_starts                     3             12        16
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class PagedRows:
     num_decodes: int
     """The first so many sequences have one query each."""
     query_starts: Tensor | None
-    """int32 [num_seqs - num_decodes + 1]: of the others, counted from the first token that is not a
-    decode's; None if all decode."""
+    """int32 [num_seqs - num_decodes + 1]: the first token of each of the others, and the end; None
+    if all decode."""
     blocks: Tensor | None
     """int32 [num_blocks, 2] as `query_blocks` gives them; None if all decode."""
     places: KvPlaces
@@ -67,6 +67,12 @@ class PagedRows:
     """A query sees the last so many tokens, its own included; 0: all."""
     shared: SharedPrefixes | None = None
     """Among those that decode; None with a window."""
+    order: Tensor | None = None
+    """int32 [num_decodes]: rows that decode, in the order to begin them; None: as they come. Says
+    when, not what: where rows are many, the longest should not come last."""
+    is_padded: bool = False
+    """Whether tokens may be nobody's. `num_decodes` then counts rows without context, too, whose
+    place other sequences' tokens may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +84,7 @@ class DecodeRows:
     context_lens: Tensor
     """int32 [num_rows]: tokens a row sees, its own included; 0 for a row that only pads."""
     shared: SharedPrefixes | None = None
+    order: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +94,7 @@ class PrefillSegments:
     page_table: Tensor
     """int32 [num_seqs, max_pages]"""
     query_starts: Tensor
-    """int32 [num_seqs + 1]"""
+    """int32 [num_seqs + 1]: places among the queries."""
     context_lens: Tensor
     """int32 [num_seqs]: tokens a sequence's last query sees."""
     query_blocks: Tensor
@@ -103,16 +110,19 @@ class Attending:
     decodes: DecodeRows | None
     prompts: PrefillSegments | None
     window: int
+    is_padded: bool
 
 
 def prepare(rows: PagedRows, page_size: int, dtype: torch.dtype) -> Attending:
     """What depends on no layer; once per family and step."""
     count, table, lens = rows.num_decodes, rows.page_table, rows.context_lens
-    decodes = DecodeRows(table[:count], lens[:count], rows.shared) if count else None
+    decodes = None
+    if count:
+        decodes = DecodeRows(table[:count], lens[:count], rows.shared, rows.order)
     prompts = None
     if rows.query_starts is not None and rows.blocks is not None and count < table.shape[0]:
         prompts = PrefillSegments(table[count:], rows.query_starts, lens[count:], rows.blocks)
-    return Attending(rows.places, count, decodes, prompts, rows.window)
+    return Attending(rows.places, count, decodes, prompts, rows.window, rows.is_padded)
 
 
 def query_blocks(query_starts: Sequence[int], context_lens: Sequence[int]) -> npt.NDArray[np.int32]:

@@ -19,16 +19,14 @@ def attend(
 ) -> Tensor:
     """Attend: q [num_tokens, heads, head_dim] over the pages, to the same shape. `sinks` [heads]
     are scores that take weight and give nothing."""
-    out = torch.empty_like(q)
+    out = torch.zeros_like(q)
     count, window = attending.num_decodes, attending.window
     if attending.decodes is not None:
         out[:count] = decode_attention(
             q[:count], layer_kv, attending.decodes, scale, window=window, sinks=sinks
         )
-    if attending.prompts is not None:
-        out[count:] = prefill_attention(
-            q[count:], layer_kv, attending.prompts, scale, window=window, sinks=sinks
-        )
+    if attending.prompts is not None:  # where they give something, the others gave zeros
+        out += prefill_attention(q, layer_kv, attending.prompts, scale, window=window, sinks=sinks)
     return out
 
 
@@ -100,7 +98,8 @@ def prefill_attention(
     window: int = 0,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Any number of queries per sequence, q [num_tokens, heads, head_dim]; causal."""
+    """Any number of queries per sequence, q [num_tokens, heads, head_dim]; causal. Zeros for
+    queries of no sequence."""
     out = torch.zeros_like(q)
     starts = segments.query_starts.tolist()
     for seq, context_len in enumerate(segments.context_lens.tolist()):

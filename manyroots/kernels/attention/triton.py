@@ -27,12 +27,14 @@ __all__ = ["attend", "decode_attention", "prefill_attention", "prepare"]
 
 LOG2_E = math.log2(math.e)
 MAX_SPLITS = 16
-SHARED_PARTS = 8
+BLOCK_T = 32
+"""Tokens of a step of a program."""
+SHARED_PARTS = 4
 """Into how many parts what rows share is cut at most."""
 SHARED_STEP = 64
 MAX_SHARED_QUERIES = 64
 """Rows times heads of a program that reads what is shared."""
-FEW_PROGRAMS = 128
+FEW_PROGRAMS = 256
 """Fewer rows times heads than this leave a program alone on its multiprocessor, and it must hide
 its own latency; with more, programs hide each other's, and small ones fit in greater number."""
 
@@ -47,13 +49,13 @@ def _load_tokens(layer_kv, table, t, ok, d, page_stride, token_stride, PAGE_SIZE
 
 @triton.jit
 def _decode(
-    q, layer_kv, page_table, context_lens, shared_lens, sinks, out, partial, sums, counters, scale,
-    window, table_row, page_stride, part_stride, token_stride,
+    q, layer_kv, page_table, context_lens, shared_lens, order, sinks, out, partial, sums, counters,
+    scale, window, table_row, page_stride, part_stride, token_stride,
     NUM_KV: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, GROUP_POW: tl.constexpr,
     HEAD_DIM: tl.constexpr, PREFETCH_LINES: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_T: tl.constexpr, NUM_SPLITS: tl.constexpr, PAGES_AHEAD: tl.constexpr,
-    HAS_SINKS: tl.constexpr, NUM_SHARED: tl.constexpr, SHARED_STEP: tl.constexpr,
-    MAX_PARTS: tl.constexpr, DEPENDENT: tl.constexpr,
+    HAS_ORDER: tl.constexpr, HAS_SINKS: tl.constexpr, NUM_SHARED: tl.constexpr,
+    SHARED_STEP: tl.constexpr, MAX_PARTS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One part of a row's history for the heads of a group; who is last merges the parts, with
     those that `_shared` has left of what the row shares."""
@@ -61,6 +63,8 @@ def _decode(
     split = tl.program_id(0)
     kv_head = tl.program_id(1)
     row = tl.program_id(2)
+    if HAS_ORDER:
+        row = tl.load(order + row)
     let_next_begin(DEPENDENT)
     context = tl.load(context_lens + row)
     begin = tl.where(window > 0, tl.maximum(context - window, 0), 0)
@@ -258,7 +262,8 @@ def attend(
 ) -> Tensor:
     """Attend: q [num_tokens, heads, head_dim] over the pages, to the same shape. `sinks` [heads]
     are scores that take weight and give nothing."""
-    out = torch.empty_like(q)
+    # What is nobody's is zero: a layer behind this one may choose by it.
+    out = torch.zeros_like(q) if attending.is_padded else torch.empty_like(q)
     count, window = attending.num_decodes, attending.window
     if attending.decodes is not None:
         decode_attention(
@@ -267,8 +272,7 @@ def attend(
         )  # fmt: skip
     if attending.prompts is not None:
         prefill_attention(
-            q[count:], layer_kv, attending.prompts, scale, window=window, sinks=sinks,
-            out=out[count:],
+            q, layer_kv, attending.prompts, scale, window=window, sinks=sinks, out=out,
         )  # fmt: skip
     return out
 
@@ -293,7 +297,7 @@ def decode_attention(
     is_few = num_rows * kv_heads < FEW_PROGRAMS
     num_warps, num_stages = (2, 2) if is_few else (1, 3)
     num_warps *= max(1, head_dim // 128)
-    block_t = block_t or (32 if is_few else 16)
+    block_t = block_t or BLOCK_T
     splits = splits or num_splits(num_rows, kv_heads, triton.cdiv(window, block_t))
     out = torch.empty_like(q) if out is None else out
     shared = rows.shared
@@ -321,11 +325,13 @@ def decode_attention(
         )  # fmt: skip
     _decode[(splits, kv_heads, num_rows)](
         q, layer_kv, rows.page_table, rows.context_lens,
-        rows.context_lens if shared is None else shared.lens, q if sinks is None else sinks, out,
+        rows.context_lens if shared is None else shared.lens,
+        rows.context_lens if rows.order is None else rows.order, q if sinks is None else sinks, out,
         partial, sums, counters(q.device), scale * LOG2_E, window, *strides,
         GROUP_PAD=max(16, group_pow),
         PREFETCH_LINES=max(1, head_dim * q.element_size() // 128),
         BLOCK_T=block_t, NUM_SPLITS=splits, PAGES_AHEAD=is_few,
-        HAS_SINKS=sinks is not None, num_warps=num_warps, num_stages=num_stages, **sizes,
+        HAS_ORDER=rows.order is not None, HAS_SINKS=sinks is not None, num_warps=num_warps,
+        num_stages=num_stages, **sizes,
     )  # fmt: skip
     return out

@@ -16,10 +16,10 @@ def prepare(
     max_len: int,
 ) -> StateRows:
     """`units` and `context_lens` int32 [num_seqs]; the second counts a sequence's tokens up to and
-    including this step's. `prompt_starts`: of the sequences behind the decoding ones, counted from
-    their first token; None if there are none."""
+    including this step's. `prompt_starts`: of the sequences behind the decoding ones, the first
+    token of each, and the end; None if there are none."""
     starts = torch.arange(num_decodes + 1, dtype=torch.int32, device=units.device)
     if prompt_starts is not None:
-        starts = torch.cat([starts[:-1], prompt_starts + num_decodes])
+        starts = torch.cat([starts[:-1], prompt_starts])
     is_fresh = context_lens == starts.diff()
     return StateRows(units.long(), starts, num_decodes, is_fresh, max_len)

@@ -60,7 +60,7 @@ def make_rows(
         num_decodes = 0
         while num_decodes < len(sequences) and sequences[num_decodes][0] == 1:
             num_decodes += 1
-    starts = np.cumsum([0, *(num_queries for num_queries, _ in sequences[num_decodes:])])
+    starts = np.cumsum([num_decodes, *(num_queries for num_queries, _ in sequences[num_decodes:])])
     lens = [context for _, context in sequences]
     has_prompts = num_decodes < len(sequences)
     rows = PagedRows(

@@ -171,7 +171,7 @@ def step_of(
         for length, count in zip(lens, counts, strict=True)
     ]
     layer_kv, table = pages_for(lens, kv_heads, dim, dtype, firsts)
-    starts = [0]
+    starts = [len(decodes)]
     for count, _ in prompts:
         starts.append(starts[-1] + count)
     nowhere = torch.full((sum(counts),), -1, dtype=torch.int32, device=DEVICE)

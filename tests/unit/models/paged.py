@@ -138,7 +138,8 @@ class PagedModel:
         lens = np.array(ends, np.int32)
         counts = lens - np.array(begins, np.int32)
         num_decodes = int((counts == 1).sum())
-        starts = np.concatenate(([0], np.cumsum(counts[num_decodes:]))).astype(np.int32)
+        starts = num_decodes + np.concatenate(([0], np.cumsum(counts[num_decodes:])))
+        starts = starts.astype(np.int32)
         has_prompts = num_decodes < len(order)
         blocks = query_blocks(starts.tolist(), lens[num_decodes:].tolist())
 

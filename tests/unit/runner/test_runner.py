@@ -35,6 +35,7 @@ from manyroots.lora.limits import AdapterLimits
 from manyroots.lora.residency import Residency
 from manyroots.messages import FinishReason, Output, Submit
 from manyroots.models.decoder import Decoder
+from manyroots.runner import mixed
 from manyroots.runner.graphs import Graphs
 from manyroots.runner.in_flight import InFlight
 from manyroots.runner.runner import ModelRunner
@@ -388,3 +389,19 @@ def test_rows_that_share_a_prefix_read_it_together_and_get_their_own_tokens(
     expected = run(make_runner(both.cpu), requests)
     assert tokens(run(make_runner(both.plain), requests)) == tokens(expected)
     assert (max(seen, default=0) > 2) == (kind == "llama")
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt-oss", "qwen3-moe"])
+def test_prompts_beside_decodes_run_in_a_graphs_shape_and_give_the_same_tokens(
+    tmp_path: Path, kind: str, slow_tokens: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Padded with tokens and rows that are nobody's; no step runs in its own size."""
+    monkeypatch.setattr(mixed, "TOKENS", (16, 40))
+    monkeypatch.setattr(mixed, "DECODES", (3,))
+    monkeypatch.setattr(Graphs, "has_room_for", lambda self, num_rows: False)
+    save_tiny(tmp_path, kind)
+    both = Both(tmp_path)
+    requests = some_requests(temperature=0.8)
+    expected = run(make_runner(both.cpu), requests)
+    monkeypatch.setattr(ModelRunner, "_begin_any", _refuse)
+    assert tokens(run(make_runner(both.plain), requests)) == tokens(expected)

@@ -5,6 +5,7 @@ ManyrootsError
   ModelError         weights, config or tokenizer can't be used; raised at start
   RequestError       a request can't be served as written (HTTP 400); names the field
     NotFoundError    it names something that does not exist (404)
+    TooLongError     it and its completion don't fit the model's context (400)
     TooLargeError    it is larger than the server takes (413)
     AdapterError     an adapter's files can't be served by this model (400)
   OverloadedError    the queue is full (429); try again later
@@ -42,6 +43,10 @@ class NotFoundError(RequestError):
     """A request that names something this server does not have."""
 
     status = 404
+
+
+class TooLongError(RequestError):
+    """A prompt, with or without its completion, over the model's context length."""
 
 
 class TooLargeError(RequestError):

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from numbers import Integral
 
 from manyroots.config import Policy
-from manyroots.errors import RequestError
+from manyroots.errors import RequestError, TooLongError
 from manyroots.grammar.source import check_structure
 from manyroots.ids import AdapterName, Namespace, RequestId
 from manyroots.messages import EngineInfo, Submit
@@ -65,13 +65,17 @@ class Intake:
         """Tokenize a prompt. One that can't fit however it tokenizes is refused unread."""
         longest = self._info.max_model_len * self._tokenizer.max_piece_bytes
         if len(text) > longest:
-            raise RequestError(
+            raise TooLongError(
                 f"{field} has {len(text)} characters; this model's maximum context length is "
                 f"{self._info.max_model_len} tokens, which are at most {longest} characters. "
                 f"Shorten {field}.",
                 field=field,
             )
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def num_left(self, prompt: Sequence[int]) -> int:
+        """Room for a completion behind this prompt; at least 1, since one without is refused."""
+        return max(1, self._info.max_model_len - len(prompt))
 
     def submits(
         self,
@@ -131,7 +135,7 @@ class Intake:
                 field=field,
             )
         if len(tokens) >= self._info.max_model_len:
-            raise RequestError(
+            raise TooLongError(
                 f"This model's maximum context length is {self._info.max_model_len} tokens, "
                 f"and {field} has {len(tokens)}, which leaves none for the completion. "
                 f"Shorten {field}.",
@@ -180,7 +184,7 @@ class Intake:
             return max_tokens
         total = num_prompt + sampling.max_tokens
         if total > longest:
-            raise RequestError(
+            raise TooLongError(
                 f"This model's maximum context length is {longest} tokens. However, you requested "
                 f"{total} tokens ({num_prompt} in the prompt, {sampling.max_tokens} in the "
                 "completion). Please reduce the length of the prompt or max_tokens.",

@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+WHITE_SPACE = r"\x20{1,2}|\x20?\x0D?\x0A[\x20\x09]{0,32}"
+"""What may stand between JSON's tokens: a space, or the end of a line and the next one's
+indentation. Where more is allowed, a small model writes empty lines without an end."""
 _NAMED = ("properties", "patternProperties", "$defs", "definitions")
 """Keywords whose value has schemas by name."""
 _LISTED = ("anyOf", "prefixItems")

@@ -19,7 +19,7 @@ from manyroots.errors import RequestError
 from manyroots.structured_outputs import StructuredOutputsParams
 
 MAX_CHOICES = 128
-MAX_STOP_STRINGS = 16
+MAX_STOP_STRINGS = 32
 MAX_STOP_LENGTH = 256
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGPROBS = 20

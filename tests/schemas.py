@@ -28,7 +28,7 @@ def schema(draw: Draw, depth: int = 2) -> Schema:
 def _string(draw: Draw, _: int) -> Schema:
     match draw.randrange(4):
         case 0:
-            return {"type": "string", "format": draw.choice(FORMATS)}
+            return {"type": "string", "format": draw.choice(FORMATS), "maxLength": 40}
         case 1:
             return {"type": "string", "pattern": draw.choice(PATTERNS), "maxLength": 8}
     least = draw.randint(0, 3)
@@ -48,6 +48,8 @@ def _integer(draw: Draw, _: int) -> Schema:
 def _number(draw: Draw, _: int) -> Schema:
     made: Schema = {"type": "number", "minimum": draw.randint(-5, 5)}
     made["maximum"] = made["minimum"] + draw.randint(1, 50)
+    if draw.random() < 0.8:  # else there are as many digits as a model likes
+        made["multipleOf"] = draw.choice((0.5, 0.25))
     return made
 
 
@@ -77,7 +79,7 @@ def _object(draw: Draw, depth: int) -> Schema:
     if draw.random() < 0.2:
         made["required"] = names
         made["minProperties"] = len(names) - 1
-    if draw.random() < 0.2:
+    if draw.random() < 0.04:  # as many as a model likes
         made["patternProperties"] = {"^z[0-9]$": {"type": "boolean"}}
     if draw.random() < 0.2:
         made["additionalProperties"] = schema(draw, 0)

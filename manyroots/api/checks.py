@@ -12,6 +12,7 @@ from typing import Any, get_type_hints
 import msgspec
 
 from manyroots.api.requests import (
+    INSTEAD,
     SAME_AS_ABSENT,
     ChatRequest,
     CompletionRequest,
@@ -58,7 +59,8 @@ def check_supported(request: GenerationFields) -> None:
             continue
         if name == "best_of" and value == (request.n or 1):
             continue
-        raise RequestError(f"{name} is not supported by this server; remove it.", field=name)
+        remedy = INSTEAD.get(name, "remove it")
+        raise RequestError(f"{name} is not supported by this server; {remedy}.", field=name)
     if request.stream_options is not None and not request.stream:
         raise RequestError(
             "stream_options is given without stream; set stream to true or remove it.",

@@ -23,6 +23,7 @@ from manyroots.errors import (
     NotFoundError,
     OverloadedError,
     RequestError,
+    TooLongError,
     UnavailableError,
 )
 
@@ -59,7 +60,8 @@ def error_body(error: Exception) -> tuple[int, ErrorBody]:
     """Status and body for an exception."""
     match error:
         case RequestError():
-            code = "model_not_found" if isinstance(error, NotFoundError) else None
+            codes = {NotFoundError: "model_not_found", TooLongError: "context_length_exceeded"}
+            code = codes.get(type(error))
             detail = ErrorDetail(str(error), "invalid_request_error", error.field, code)
             return error.status, ErrorBody(detail)
         case OverloadedError():

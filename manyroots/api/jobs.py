@@ -100,7 +100,14 @@ async def completion_job(
     return Job(number, _now(), service, sampling.n, submits, permits, texts, watch)
 
 
-async def chat_job(server: ServerState, request: ChatRequest, headers: Mapping[str, str]) -> Job:
+async def chat_job(
+    server: ServerState,
+    request: ChatRequest,
+    headers: Mapping[str, str],
+    *,
+    cuts_to_fit: bool = False,
+) -> Job:
+    """`cuts_to_fit`: a limit beyond the model's context is no fault, and the context ends it."""
     service = server.accepting
     [adapter] = service.adapters.choose(request.model, request.lora_path, 1)
     check_supported(request)
@@ -113,6 +120,9 @@ async def chat_job(server: ServerState, request: ChatRequest, headers: Mapping[s
         text, tokens, structure = await asyncio.to_thread(_prepare_chat, service, request, use)
         if structure is not None:
             sampling = replace(sampling, structured_outputs=structure)
+        if cuts_to_fit and sampling.max_tokens is not None:
+            num_left = service.intake.num_left(tokens)
+            sampling = replace(sampling, max_tokens=min(sampling.max_tokens, num_left))
         submits = _submits(service, request, sampling, [(tokens, adapter)], "messages")
         undo.pop_all()
     number = _new_id("chatcmpl")

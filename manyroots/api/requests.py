@@ -216,6 +216,14 @@ SAME_AS_ABSENT: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
+    "verbosity": ("medium",),
     "echo": (False,),
 }
 """Values of unsupported fields that ask for nothing but what happens anyway."""
+INSTEAD = {
+    "functions": "send tools instead",
+    "function_call": "send tool_choice instead",
+    "chat_template": "start the server with --chat-template instead",
+    "documents": "write them into the messages instead",
+}
+"""What to do about unsupported fields, other than to remove them."""

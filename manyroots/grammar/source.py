@@ -17,12 +17,11 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import any_to_lark
 
 from manyroots.errors import RequestError
-from manyroots.json_schemas import closed
+from manyroots.json_schemas import WHITE_SPACE, closed
 from manyroots.structured_outputs import StructuredOutputsParams
 
 JSON_OPTIONS: dict[str, Any] = {
-    # As much space as layout needs. Without an end, a small model would never come to one.
-    "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}",
+    "whitespace_pattern": WHITE_SPACE,
     "whitespace_flexible": True,
     "coerce_one_of": False,
     "lenient": False,

@@ -80,6 +80,8 @@ def check_tools(tools: Any, choice: Any, parallel: Any = None) -> ToolUse:
         )
     checked = tuple(_tool(tool, f"tools[{place}]") for place, tool in enumerate(tools or ()))
     _refuse_twins(checked)
+    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+        checked, choice = _allowed(choice, checked)
     kind, name = _choice(choice, checked)
     if parallel not in (None, True, False):
         raise RequestError(
@@ -143,6 +145,40 @@ def _refuse_twins(tools: Sequence[Tool]) -> None:
         seen.add(tool.name)
 
 
+def _allowed(choice: Mapping[str, Any], tools: Sequence[Tool]) -> tuple[tuple[Tool, ...], Any]:
+    """Some of the tools, and the choice among them. The others are not shown to the model either:
+    it would call what it sees."""
+    within = choice.get("allowed_tools", choice)  # a level deeper in chats than in responses
+    listed = within.get("tools") if isinstance(within, Mapping) else None
+    mode = within.get("mode", "auto") if isinstance(within, Mapping) else None
+    if not isinstance(listed, list) or not listed or mode not in ("auto", "required"):
+        raise RequestError(
+            "tool_choice of type 'allowed_tools' needs tools, a list of functions by name, and "
+            "mode 'auto' or 'required'.",
+            field="tool_choice",
+        )
+    names = [_allowed_name(tool) for tool in listed]
+    for name in names:
+        if all(tool.name != name for tool in tools):
+            raise _not_among(name, tools)
+    return tuple(tool for tool in tools if tool.name in names), mode
+
+
+def _allowed_name(tool: Any) -> Any:
+    if not isinstance(tool, Mapping):
+        return tool
+    function = tool.get("function", tool)
+    return function.get("name") if isinstance(function, Mapping) else None
+
+
+def _not_among(name: Any, tools: Sequence[Tool]) -> RequestError:
+    return RequestError(
+        f"tool_choice names {_brief(name)}, which is not among the tools; choose one of "
+        f"{_brief(', '.join(tool.name for tool in tools))}.",
+        field="tool_choice",
+    )
+
+
 def _choice(choice: Any, tools: Sequence[Tool]) -> tuple[ToolChoice, str | None]:
     if choice is None:
         return (ToolChoice.AUTO if tools else ToolChoice.NONE), None
@@ -165,11 +201,7 @@ def _choice(choice: Any, tools: Sequence[Tool]) -> tuple[ToolChoice, str | None]
     if name is None:
         return ToolChoice.REQUIRED, None
     if all(tool.name != name for tool in tools):
-        raise RequestError(
-            f"tool_choice names {_brief(name)}, which is not among the tools; choose one of "
-            f"{_brief(', '.join(tool.name for tool in tools))}.",
-            field="tool_choice",
-        )
+        raise _not_among(name, tools)
     return ToolChoice.NAMED, name
 
 

@@ -62,7 +62,7 @@ def random_values(rng: random.Random) -> dict[str, Any]:
         is_odd = rng.random() < 0.15
         values[name] = rng.choice(ODD if is_odd else IN_RANGE[name])
         if is_odd and name == "stop":
-            values[name] = rng.choice([values[name], [values[name]], ["x"] * 17, ["x" * 257]])
+            values[name] = rng.choice([values[name], [values[name]], ["x"] * 33, ["x" * 257]])
         if is_odd and name == "stop_token_ids":
             values[name] = rng.choice([values[name], [values[name]], [5, values[name]], range(129)])
         if is_odd and name == "logit_bias":

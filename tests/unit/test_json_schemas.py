@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import jsonschema
@@ -12,6 +13,7 @@ from manyroots.json_schemas import closed
 from manyroots.structured_outputs import StructuredOutputsParams
 from tests.schemas import schema
 from tests.seeded import Draw
+from tests.unit.grammar.tiny_grammars import cache
 
 COLOUR: dict[str, Any] = {
     "type": "object",
@@ -83,3 +85,24 @@ def _without(value: Any, word: str) -> Any:
         for name, one in value.items()
         if not (name == word and one is False)
     }
+
+
+@pytest.mark.parametrize(
+    ("text", "is_allowed"),
+    [
+        ('{"a":1,"b":[1,2]}', True),
+        ('{ "a" : 1, "b": [ 1, 2 ] }', True),
+        (json.dumps({"a": 1, "b": [1, 2]}, indent=4), True),
+        (json.dumps({"a": 1, "b": [1, 2]}, indent="\t").replace("\n", "\r\n"), True),
+        ('{\n\n"a": 1, "b": []}', False),
+        ('{"a":\n\n\n1, "b": []}', False),
+        ('{"a":     1, "b": []}', False),
+    ],
+)
+def test_g01_white_space_is_layout(text: str, is_allowed: bool) -> None:
+    """Empty lines have no end in a small model."""
+    numbers = {"type": "array", "items": {"type": "integer"}}
+    wanted = {"type": "object", "properties": {"a": {"type": "integer"}, "b": numbers}}
+    matcher = cache().compile(StructuredOutputsParams(json=wanted)).start()
+    tokens = list(text.encode())
+    assert (matcher.try_consume_tokens(tokens) == len(tokens)) is is_allowed

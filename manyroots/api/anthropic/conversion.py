@@ -24,6 +24,7 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 def chat_request(request: PromptFields, template_options: Collection[str]) -> ChatRequest:
     """`template_options`: what the model's template can be told."""
+    _check_context_management(request.context_management)
     for name in UNSUPPORTED:
         if getattr(request, name, None):
             raise RequestError(f"{name} is not supported by this server; remove it.", field=name)
@@ -47,6 +48,21 @@ def chat_request(request: PromptFields, template_options: Collection[str]) -> Ch
         for name in SAME_IN_CHATS:
             setattr(chat, name, getattr(request, name))
     return chat
+
+
+def _check_context_management(wanted: dict[str, Any] | None) -> None:
+    """Nothing is ever taken out of a conversation here: fine where that is what is asked for."""
+    edits = (wanted or {}).get("edits") or []
+    if not isinstance(edits, list) or not all(_keeps_all(edit) for edit in edits):
+        raise RequestError(
+            "context_management would take something out of the conversation, which this server "
+            "never does; shorten the messages instead.",
+            field="context_management",
+        )
+
+
+def _keeps_all(edit: Any) -> bool:
+    return isinstance(edit, Mapping) and edit.get("keep") == "all"
 
 
 def _is_begun(messages: list[Any]) -> bool:

@@ -46,8 +46,9 @@ async def messages(request: Request) -> Response:
     body = await read_request(request, MessagesRequest, max_bytes=server.settings.max_body_bytes)
     with renamed(NAMES):
         chat = chat_request(body, _template_options(server.accepting))
-        job = await chat_job(server, chat, request.headers)
-    making = _MessageMaking(job, body.model)
+        # Clients send the most that any model takes, since the field is required.
+        job = await chat_job(server, chat, request.headers, cuts_to_fit=True)
+    making = _MessageMaking(job, body)
     if body.stream:
         return EventStream(making.stream(), job.permits, last_words=_failure)
     with job.permits:
@@ -79,14 +80,15 @@ def _failure(error: Exception) -> bytes:
 class _MessageMaking:
     """One message, as it comes about."""
 
-    def __init__(self, job: Job, model: str) -> None:
+    def __init__(self, job: Job, request: MessagesRequest) -> None:
         self._job = job
+        self._max_tokens = request.max_tokens
         self._blocks = BlockWriter()
         self._count = UsageCount(job.submits, job.n)
         self._num_thinking_tokens = 0
         self._message = MessageAnswer(
             id="msg_" + job.id.partition("-")[2],
-            model=model,
+            model=request.model,
             content=[],
             usage=self._usage(MessageUsage),
         )
@@ -155,7 +157,9 @@ class _MessageMaking:
         stop = added.delta.stop_reason
         match added.finish_reason:
             case FinishReason.LENGTH.value:
-                self._message.stop_reason = "max_tokens"
+                is_full = self._count.usage().completion_tokens < self._max_tokens
+                reason = "model_context_window_exceeded" if is_full else "max_tokens"
+                self._message.stop_reason = reason
             case reason if reason == TOOL_CALLS:
                 self._message.stop_reason = "tool_use"
             case _ if isinstance(stop, str):

@@ -36,7 +36,8 @@ class PromptFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     chat_template_kwargs: dict[str, Any] | None = None
     cache_control: Ignored = None
     mcp_servers: Unsupported = None
-    context_management: Unsupported = None
+    context_management: dict[str, Any] | None = None
+    """Taken where it keeps all."""
 
 
 class MessagesRequest(PromptFields, kw_only=True, forbid_unknown_fields=True):
@@ -77,7 +78,7 @@ NAMES = {
     "reasoning_effort": "output_config.effort",
 }
 """What a chat's fields are called here."""
-UNSUPPORTED = ("mcp_servers", "context_management", "container")
+UNSUPPORTED = ("mcp_servers", "container")
 
 
 class CacheCreation(msgspec.Struct):

@@ -9,19 +9,19 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from manyroots.json_schemas import closed
+from manyroots.json_schemas import WHITE_SPACE, closed
 from manyroots.text.formats.argument_types import is_text
 from manyroots.text.tools import Tool, ToolUse
 
 MAX_CALLS = 16
 """In one answer that has to call: a small model would go on forever."""
-_COMPACT = {"whitespace_flexible": True, "whitespace_pattern": r"[\x20\x0A]{1,20}"}
+_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": WHITE_SPACE}
 
 
 def schema_rule(schema: Mapping[str, Any], root: Mapping[str, Any] | None = None) -> str:
     """Lark's terms for JSON that follows a schema, which may refer to definitions of `root`."""
     shared = {word: root[word] for word in ("$defs", "definitions") if root and word in root}
-    return f"%json {json.dumps({**closed({**shared, **schema}), 'x-guidance': _COMPACT})}"
+    return f"%json {json.dumps({**closed({**shared, **schema}), 'x-guidance': _OPTIONS})}"
 
 
 def arguments_rule(tool: Tool) -> str:

@@ -238,3 +238,22 @@ async def test_g05_what_was_cached_is_counted_once() -> None:
     usage = (await create(harness, max_tokens=3)).usage
     assert usage.cache_read_input_tokens == 2
     assert usage.input_tokens + 2 == len(harness.engine.submitted[0].prompt)
+
+
+async def test_g05_a_limit_beyond_the_context_is_no_fault() -> None:
+    """The field is required, so clients send the most that any model takes."""
+    message = await create(Harness(), max_tokens=4096, extra_body={"ignore_eos": True})
+    assert message.stop_reason == "model_context_window_exceeded"
+    assert 400 < message.usage.output_tokens < 512
+    body = ASKED | {"messages": [{"role": "user", "content": "x" * 600}]}
+    refused = (await Harness().post("/v1/messages", body)).json()
+    assert "maximum context length is 512" in refused["error"]["message"]
+
+
+async def test_g05_a_conversation_that_keeps_all_needs_no_management() -> None:
+    keeps = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    clears = {"edits": [{"type": "clear_tool_uses_20250919"}]}
+    assert (await Harness().post("/v1/messages", ASKED | {"context_management": keeps})).is_success
+    refused = await Harness().post("/v1/messages", ASKED | {"context_management": clears})
+    assert refused.status_code == 400
+    assert "context_management" in refused.json()["error"]["message"]

@@ -121,6 +121,7 @@ async def test_g05_a_conversation_with_a_tool_comes_back_as_input() -> None:
         ({"tools": [{"type": "web_search"}]}, "tools[0]"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"input": "x" * 600}, "input"),
+        ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
         ({"text": {"format": {"type": "xml"}}}, "text.format"),
         ({"ignore_eos": True, "text": {"format": {"type": "json_object"}}}, "ignore_eos"),
         ({"surprise": 1}, "surprise"),

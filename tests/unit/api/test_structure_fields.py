@@ -134,3 +134,35 @@ async def test_g02_a_forced_call_goes_before_the_shape_of_the_last_answer() -> N
     alone, both = (submit.sampling.structured_outputs for submit in harness.engine.submitted)
     assert alone is not None
     assert both == alone
+
+
+def allowed(mode: str, *names: str, deeper: bool = True) -> dict[str, Any]:
+    """OpenAI's choice of some tools, as chats write it and as responses do."""
+    if not deeper:
+        tools = [{"type": "function", "name": name} for name in names]
+        return {"type": "allowed_tools", "mode": mode, "tools": tools}
+    chosen = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": chosen}}
+
+
+@pytest.mark.parametrize("deeper", [True, False])
+async def test_g02_a_choice_among_some_of_the_tools(deeper: bool) -> None:
+    wanted = await forced(allowed("required", "now", deeper=deeper))
+    assert follows(wanted, call("now", "{}"))
+    assert not follows(wanted, call("weather", '{"city": "Oslo"}'))
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        allowed("required", "nobody"),
+        allowed("maybe", "now"),
+        allowed("auto"),
+        {"type": "allowed_tools", "allowed_tools": 5},
+        {"type": "allowed_tools", "mode": "auto", "tools": [5]},
+    ],
+)
+async def test_g02_what_some_of_the_tools_cannot_be(choice: Any) -> None:
+    response = await Harness(template=KNOWS_TOOLS).chat(tools=TOOLS, tool_choice=choice)
+    assert response.status_code == 400
+    assert error_of(response)["param"] == "tool_choice"

@@ -114,6 +114,12 @@ class CacheSettings:
 
     block_size: int = option(16, "Tokens per page.")
     enable_prefix_caching: bool = option(True, "Reuse pages across requests.")
+    kv_cache_dtype: str = option(
+        "auto",
+        "What keys and values are kept in: 'auto' is the model's own, 'fp8' (E4M3) takes half of "
+        "bfloat16's memory and rounds them to three bits behind the first.",
+        choices=("auto", "fp8", "fp8_e4m3"),
+    )
     gpu_memory_utilization: float = option(
         0.9, "Share of a GPU's memory for weights, activations and pages."
     )
@@ -136,6 +142,7 @@ class CacheSettings:
     )
 
     def __post_init__(self) -> None:
+        _one_of_choices(self)
         _at_least(self, "block_size", 1)
         if self.block_size > 1024 or self.block_size & (self.block_size - 1):
             raise ConfigError(

@@ -161,6 +161,7 @@ def load_worker(settings: EngineSettings, source: ModelSource, shard: Shard) -> 
         shard=shard,
         kernels=kernel_set(spec, device),
         quantization=settings.model.quantization,
+        kv_cache_dtype=settings.cache.kv_cache_dtype,
     )
     memory = FamilyMemory(settings, model.families, dtype)
     # No context is longer than what all of the device's memory would hold.

@@ -44,6 +44,7 @@ class Attention:
     ) -> None:
         """`spec` is the rank's own; `family`: which of the step's page tables is its."""
         self._spec, self._family, self._kernels, self._shard = spec, family, kernels, shard
+        self._dtype = dtype
         heads, kv_heads, dim = spec.num_heads, spec.memory.kv_heads, spec.memory.head_dim
         queries = (2 if spec.has_gate else 1) * heads * dim
         parts = {"q_proj": queries, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim}
@@ -79,11 +80,11 @@ class Attention:
         qkv = self.qkv(x, step)
         gates: Tensor | None = None
         if self._spec.has_gate:
-            qkv, gates = self._without_gates(qkv, layer_kv.dtype)
+            qkv, gates = self._without_gates(qkv, self._dtype)
         attending = step.kv[self._family]
         q = self._kernels.rope_write.rope_write(
             qkv.sums, step.ropes[self._spec.rope], self._qk_norm, layer_kv, attending.places,
-            qkv.lora,
+            qkv.lora, self._dtype,
         )  # fmt: skip
         attended = self._kernels.attention.attend(
             q, layer_kv, attending, self._spec.scale, self._sinks

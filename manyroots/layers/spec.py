@@ -26,6 +26,8 @@ class KV:
     head_dim: int
     window: int | None
     """How many tokens a query sees at most, itself included; None: all before it."""
+    dtype: str | None = None
+    """Torch's name of what they are kept in; None is the model's own."""
 
     @property
     def is_by_token(self) -> bool:

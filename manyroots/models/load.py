@@ -19,6 +19,7 @@ from manyroots.layers.weights.fill import Fill
 from manyroots.layers.weights.fp8 import Fp8Format, weights_kept_as
 from manyroots.layers.weights.weight import weights_packed
 from manyroots.models.decoder import Decoder
+from manyroots.models.families import pages_in, with_pages_in
 from manyroots.models.fields import check_config
 from manyroots.models.quantization import weight_format
 from manyroots.models.registry import architecture_of, known_architecture
@@ -58,10 +59,12 @@ def load_model(
     shard: Shard = WHOLE,
     kernels: Kernels | None = None,
     quantization: str = "auto",
+    kv_cache_dtype: str = "auto",
 ) -> Decoder:
-    """Build a rank's part of the model and fill it; `load_format` and `quantization` are those of
-    the settings."""
+    """Build a rank's part of the model and fill it; `load_format`, `quantization` and
+    `kv_cache_dtype` are those of the settings."""
     spec = _as_in_the_checkpoint(describe(source), source, load_format, dtype)
+    spec = with_pages_in(spec, kv_cache_dtype)
     own = rank_spec(spec, shard)
     rows = shard.part(spec.vocab_size)
     kept = weight_format(source.config, quantization)
@@ -95,6 +98,7 @@ def refill(model: Decoder, source: ModelSource) -> None:
     if weight_format(source.config) is not None:
         raise ModelError(f"{source.name} is quantized; weights are updated in place unquantized.")
     spec = _as_in_the_checkpoint(describe(source), source, "auto", model.dtype)
+    spec = with_pages_in(spec, pages_in(model.spec))
     if rank_spec(spec, model.shard) != model.spec:
         raise ModelError(
             f"the config of {source.name} describes another model than the one that is served; "

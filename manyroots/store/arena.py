@@ -25,7 +25,8 @@ PART_ALIGNMENT = 16
 
 
 class PageArena:
-    """Owns `[num_pages, num_layers, 2, page_size, num_kv_heads, head_dim]`; 2 is keys, values."""
+    """Owns `[num_pages, num_layers, 2, page_size, num_kv_heads, head_dim]`; 2 is keys, values. FP8
+    is kept as bytes, which every copy knows."""
 
     def __init__(
         self,
@@ -43,7 +44,7 @@ class PageArena:
         try:
             # Zeros, not empty: kernels read whole pages and mask the tail, and a masked NaN that
             # happened to lie in fresh memory would still poison the sum.
-            self.data = _zeros(shape, dtype, device)
+            self.data = _zeros(shape, torch.uint8 if dtype.itemsize == 1 else dtype, device)
         except (RuntimeError, MemoryError) as error:
             gib = torch.Size(shape).numel() * dtype.itemsize / 2**30
             raise ConfigError(
@@ -51,7 +52,7 @@ class PageArena:
                 "does not have them; lower --kv-cache-memory-bytes, --num-gpu-blocks-override or "
                 "--gpu-memory-utilization."
             ) from error
-        self._layers = self.data.unbind(1)
+        self._layers = self.data.view(dtype).unbind(1)
 
     def layer(self, index: int) -> Tensor:
         """A view of one layer: `[num_pages, 2, page_size, num_kv_heads, head_dim]`."""

@@ -24,6 +24,7 @@ DTYPES = ("float32", "bfloat16")
 KERNEL_TESTS = (
     "attention", "decode_rows", "expert_adapters", "fused", "lora_sites", "moe",
     "moe_biased", "moe_tiles", "recurrent", "sampling", "scaled", "scaled_gemm",
+    "fp8_pages",
 )  # fmt: skip
 
 

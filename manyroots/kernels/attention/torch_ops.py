@@ -62,7 +62,7 @@ def _decode(
         if group.shared_pages.numel():
             attended = _decode_sharing(heads_as_queries, layer_kv, group, scale, sinks)
         else:
-            keys, values = _gather(layer_kv, group.pages, num_rows)
+            keys, values = _gather(layer_kv, group.pages, num_rows, q.dtype)
             attended = _attended(heads_as_queries, keys, values, group.bias, scale, sinks)
         sorted_out[group.rows] = attended.reshape(num_rows, -1, head_dim)
     if order is not None:
@@ -81,10 +81,10 @@ def _decode_sharing(
     """
     rows, kv_heads, per_head, head_dim = q.shape
     fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    keys, values = _gather(layer_kv, group.shared_pages, 1)
+    keys, values = _gather(layer_kv, group.shared_pages, 1, q.dtype)
     together = q.transpose(0, 1).reshape(1, kv_heads, rows * per_head, head_dim)
     common, common_sums = fused(together, keys, values, scale=scale)
-    keys, values = _gather(layer_kv, group.pages, rows)
+    keys, values = _gather(layer_kv, group.pages, rows, q.dtype)
     own, own_sums = fused(q, keys, values, attn_mask=group.bias, scale=scale)
     common = common.reshape(kv_heads, rows, per_head, head_dim).transpose(0, 1)
     common_sums = common_sums.reshape(kv_heads, rows, per_head).transpose(0, 1)
@@ -122,7 +122,7 @@ def _prefill(
     out: Tensor,
 ) -> None:
     page_size, kv_heads, head_dim = layer_kv.shape[-3:]
-    keys, values = _gather(layer_kv, group.pages, group.num_seqs)
+    keys, values = _gather(layer_kv, group.pages, group.num_seqs, q.dtype)
     grouped = (group.num_seqs, group.num_queries, kv_heads, -1, head_dim)
     q, out = q.view(grouped), out.view(grouped)
     num_cached = group.context_len - group.num_queries
@@ -149,13 +149,20 @@ def _prefill(
         out[:, first:last] = by_query.transpose(1, 2)
 
 
-def _gather(layer_kv: Tensor, pages: Tensor, num_seqs: int) -> tuple[Tensor, Tensor]:
+def _gather(
+    layer_kv: Tensor, pages: Tensor, num_seqs: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Keys and values of whole pages, each [num_seqs, kv_heads, num_keys, head_dim]."""
+    kept = layer_kv.dtype
+    if kept is not dtype:  # in FP8, which few operators know
+        layer_kv = layer_kv.view(torch.uint8)
     page_size, kv_heads, head_dim = layer_kv.shape[-3:]
     shape = (pages.shape[0], page_size, kv_heads, head_dim)
     gathered = []
     for part, name in enumerate(("keys", "values")):
         buffer = scratch(name, shape, layer_kv.dtype, layer_kv.device)
         torch.index_select(layer_kv[:, part], 0, pages, out=buffer)
+        if kept is not dtype:
+            buffer = buffer.view(kept).to(dtype)
         gathered.append(buffer.view(num_seqs, -1, kv_heads, head_dim).transpose(1, 2))
     return gathered[0], gathered[1]

@@ -114,8 +114,8 @@ def _decode(
             keys_at = _load_tokens(
                 layer_kv, page_table, t, ok, d, page_stride, token_stride, PAGE_SIZE
             )
-        keys = tl.load(keys_at, mask=ok[:, None], other=0.0)
-        values = tl.load(keys_at + part_stride, mask=ok[:, None], other=0.0)
+        keys = tl.load(keys_at, mask=ok[:, None], other=0.0).to(query.dtype)
+        values = tl.load(keys_at + part_stride, mask=ok[:, None], other=0.0).to(query.dtype)
         scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
         scores = tl.where(ok[None, :], scores, float("-inf"))
         higher = tl.maximum(best, tl.max(scores, axis=1))
@@ -202,8 +202,8 @@ def _shared(
         keys_at = _load_tokens(
             layer_kv, page_table, t, seen, d, page_stride, token_stride, PAGE_SIZE
         )
-        keys = tl.load(keys_at, mask=seen[:, None], other=0.0)
-        values = tl.load(keys_at + part_stride, mask=seen[:, None], other=0.0)
+        keys = tl.load(keys_at, mask=seen[:, None], other=0.0).to(query.dtype)
+        values = tl.load(keys_at + part_stride, mask=seen[:, None], other=0.0).to(query.dtype)
         scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
         scores = tl.where(seen[None, :], scores, float("-inf"))
         higher = tl.maximum(best, tl.max(scores, axis=1))
@@ -329,7 +329,7 @@ def decode_attention(
         rows.context_lens if rows.order is None else rows.order, q if sinks is None else sinks, out,
         partial, sums, counters(q.device), scale * LOG2_E, window, *strides,
         GROUP_PAD=max(16, group_pow),
-        PREFETCH_LINES=max(1, head_dim * q.element_size() // 128),
+        PREFETCH_LINES=max(1, head_dim * layer_kv.element_size() // 128),
         BLOCK_T=block_t, NUM_SPLITS=splits, PAGES_AHEAD=is_few,
         HAS_ORDER=rows.order is not None, HAS_SINKS=sinks is not None, num_warps=num_warps,
         num_stages=num_stages, **sizes,

@@ -67,6 +67,7 @@ def _over_tiles(
             keys_at = kv + (tl.load(page_at).to(tl.int64) * PAGE_STRIDE)[:, None] + to_token
             keys = tl.load(keys_at)
             values = tl.load(keys_at + PART_STRIDE)
+        keys, values = keys.to(query.dtype), values.to(query.dtype)
         scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
         if MASKED:
             seen = t[None, :] <= position[:, None]

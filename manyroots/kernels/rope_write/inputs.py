@@ -7,6 +7,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from manyroots.kernels.scaled import LARGEST
+
+
+def as_kept(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Keys or values as pages of this dtype have them. FP8 has no infinity: what is larger than its
+    largest number becomes that, and what is no number stays none."""
+    if dtype is torch.float8_e4m3fn:
+        x = x.clamp(-LARGEST, LARGEST)
+    return x.to(dtype)
+
 
 @dataclass(frozen=True, slots=True)
 class QkNorm:

@@ -8,7 +8,7 @@ from torch import Tensor
 from manyroots.kernels.lora_sites.reference import expanded
 from manyroots.kernels.lora_sites.sites import LoraTerm
 from manyroots.kernels.norm.reference import rms_norm
-from manyroots.kernels.rope_write.inputs import KvPlaces, QkNorm, RopeTable
+from manyroots.kernels.rope_write.inputs import KvPlaces, QkNorm, RopeTable, as_kept
 
 
 def rope_write(
@@ -18,9 +18,11 @@ def rope_write(
     layer_kv: Tensor,
     slots: KvPlaces,
     lora: LoraTerm | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Give q [tokens, heads, head_dim] of qkv [tokens, (heads + 2 kv_heads) head_dim] (or partial
-    sums of it); write k and v into layer_kv [pages, 2, page_size, kv_heads, head_dim]."""
+    sums of it) in `dtype`; write k and v into layer_kv [pages, 2, page_size, kv_heads, head_dim],
+    whose dtype is the queries', too, if none is given."""
     kv_heads, head_dim = layer_kv.shape[-2:]
     total = qkv.float() if qkv.dim() == 2 else qkv.float().sum(0)
     if lora is not None:
@@ -35,9 +37,9 @@ def rope_write(
         zip(slots.pages.tolist(), slots.offsets.tolist(), strict=True)
     ):
         if page >= 0:
-            layer_kv[page, 0, offset] = k[token].to(layer_kv.dtype)
-            layer_kv[page, 1, offset] = v[token].to(layer_kv.dtype)
-    return q.to(layer_kv.dtype)
+            layer_kv[page, 0, offset] = as_kept(k[token], layer_kv.dtype)
+            layer_kv[page, 1, offset] = as_kept(v[token], layer_kv.dtype)
+    return q.to(dtype or layer_kv.dtype)
 
 
 def _rotate(x: Tensor, angles: RopeTable) -> Tensor:

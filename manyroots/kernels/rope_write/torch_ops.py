@@ -14,7 +14,7 @@ from torch import Tensor
 
 from manyroots.kernels.lora_sites.sites import LoraTerm
 from manyroots.kernels.norm.torch_ops import rms_norm
-from manyroots.kernels.rope_write.inputs import KvPlaces, QkNorm, RopeTable
+from manyroots.kernels.rope_write.inputs import KvPlaces, QkNorm, RopeTable, as_kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,10 @@ def rope_write(
     layer_kv: Tensor,
     places: KvPlaces,
     lora: LoraTerm | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Give q [tokens, heads, head_dim] of qkv [tokens, (heads + 2 kv_heads) head_dim]; write k and
-    v into layer_kv [pages, 2, page_size, kv_heads, head_dim]."""
+    """Give q [tokens, heads, head_dim] of qkv [tokens, (heads + 2 kv_heads) head_dim], in its own
+    dtype; write k and v into layer_kv [pages, 2, page_size, kv_heads, head_dim]."""
     if lora is not None:
         raise TypeError("a CPU's products come with their adapters in them")
     kv_heads, head_dim = layer_kv.shape[-2:]
@@ -56,6 +57,9 @@ def rope_write(
         q, k = torch.split(heads[:, :-kv_heads], counts, dim=1)
         q = _turned(rms_norm(q, norm.q_weight, norm.eps), rope)
         k = _turned(rms_norm(k, norm.k_weight, norm.eps), rope)
+    if layer_kv.dtype is not q.dtype:  # in FP8, which few operators know: written as bytes
+        k, v = (as_kept(x, layer_kv.dtype).view(torch.uint8) for x in (k, v))
+        layer_kv = layer_kv.view(torch.uint8)
     if places.new_pages is not None and places.new_pages.numel():
         layer_kv.index_fill_(0, places.new_pages, 0)
     if places.tokens is not None:

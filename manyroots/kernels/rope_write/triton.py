@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from manyroots.kernels import scaled
 from manyroots.kernels.launch import as_splits, launch_options, let_next_begin, wait_for_inputs
 from manyroots.kernels.lora_sites.sites import LoraTerm
 from manyroots.kernels.lora_sites.triton import (
@@ -23,6 +24,7 @@ from manyroots.kernels.lora_sites.triton import (
 )
 from manyroots.kernels.rope_write.inputs import KvPlaces, QkNorm, RopeTable
 
+LARGEST = tl.constexpr(scaled.LARGEST)
 MANY_ROWS = 64
 """Beyond, a step has more than enough programs, and larger ones read faster."""
 
@@ -46,6 +48,10 @@ def _write_tile(
         base = page * page_stride + offset * token_stride + kv_head * (2 * HALF)
         base += tl.where(is_value, part_stride, 0)
         to = layer_kv + base[:, None]
+        if layer_kv.dtype.element_ty == tl.float8e4nv:
+            # Larger ones than there are become the largest, not none.
+            first_half = tl.clamp(first_half, -LARGEST, LARGEST, tl.PropagateNan.ALL)
+            second_half = tl.clamp(second_half, -LARGEST, LARGEST, tl.PropagateNan.ALL)
         tl.store(to + at_a[None, :], first_half, mask=(page >= 0)[:, None])
         tl.store(to + at_b[None, :], second_half, mask=(page >= 0)[:, None])
 
@@ -132,14 +138,17 @@ def rope_write(
     layer_kv: Tensor,
     slots: KvPlaces,
     lora: LoraTerm | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Give q [tokens, heads, head_dim] of qkv [tokens, (heads + 2 kv_heads) head_dim] (or partial
-    sums of it); write k and v into layer_kv [pages, 2, page_size, kv_heads, head_dim]."""
+    sums of it) in `dtype`; write k and v into layer_kv [pages, 2, page_size, kv_heads, head_dim],
+    whose dtype is the queries', too, if none is given."""
     parts = as_splits(qkv)
     num_rows = parts.shape[1]
     kv_heads, head_dim = layer_kv.shape[-2:]
     num_heads = parts.shape[2] // head_dim - 2 * kv_heads
-    q_out = torch.empty(num_rows, num_heads, head_dim, dtype=layer_kv.dtype, device=qkv.device)
+    kept = dtype or layer_kv.dtype
+    q_out = torch.empty(num_rows, num_heads, head_dim, dtype=kept, device=qkv.device)
     weights = (parts, parts) if norm is None else (norm.q_weight, norm.k_weight)
     if lora is None:
         adapters = (parts, parts, parts, parts, parts)

@@ -33,7 +33,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineSettings, Server
         "--max-model-len 32768 --disable-log-stats --uvicorn-log-level warning",
         "--trust-remote-code Qwen/Qwen3-8B --max_model_len=32768 --tensor_parallel_size=2 "
         "--enable-auto-tool-choice --tool-call-parser hermes --reasoning-parser qwen3 -O3 "
-        "--async-scheduling --pipeline-parallel-size 1 --kv-cache-dtype auto",
+        "--async-scheduling --pipeline-parallel-size 1 --kv-cache-dtype fp8",
         "--model-path Qwen/Qwen3-8B --tp-size 2 --context-length 32768 --mem-fraction-static 0.85 "
         "--chunked-prefill-size 8192 --schedule-policy lpm --enable-metrics --page-size 32 "
         "--max-running-requests 128 --random-seed 1 --attention-backend fa3 --log-level info",
@@ -67,7 +67,7 @@ def test_g10_what_is_on_anyway_is_noted(
         ("--enable-chunked-prefil", "Did you mean --enable-chunked-prefill?"),
         ("--zzz", "--zzz is no flag of serve. See"),
         ("--pipeline-parallel-size 2", "only 1 can be had here: use --tensor-parallel-size"),
-        ("--kv-cache-dtype fp8", "only auto can be had here"),
+        ("--kv-cache-dtype fp8_e5m2", "--kv-cache-dtype"),
         ("--served-model-name a b", "give one name"),
         ("--swap-space", "without a value"),
         ("--max-logprobs 50", "--max-logprobs is 50; it must be from 0 to 20"),

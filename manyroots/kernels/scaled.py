@@ -37,6 +37,10 @@ class ScaledMatrix:
         return self.data.shape
 
     @property
+    def itemsize(self) -> int:
+        return self.data.itemsize
+
+    @property
     def has_row_scales(self) -> bool:
         return self.scales.shape[-1] == 1
 

@@ -67,9 +67,11 @@ TOLERANCES: dict[tuple[str, torch.dtype], Tolerance] = {
         2.0**-9, 2.0**-3, "a number between two of FP8 may become either"
     ),
     ("scaled", torch.float32): Tolerance(
-        1e-4, 1e-3, "equal FP8 operands, whose sums the matrix instructions keep to 14 bits"
+        1e-2,
+        1e-2,
+        "FP8's matrix instructions keep sums to 14 bits; few rows are two numbers of FP8",
     ),
-    ("scaled", torch.bfloat16): Tolerance(1.6e-2, 1.6e-2, "the same, and one rounding to 8 bits"),
+    ("scaled", torch.bfloat16): Tolerance(3e-2, 2e-2, "the same, and one rounding to 8 bits"),
     ("self_check", torch.float32): Tolerance(
         2e-3, 0.0, "a whole model's log-probabilities, its prompt in other chunks and batches"
     ),

@@ -30,18 +30,19 @@ from manyroots.kernels.sampling.rows import (
     Sampled,
     SamplingRows,
 )
+from manyroots.kernels.scaled import ScaledMatrix
 from manyroots.kernels.tolerances import TOLERANCES
 
 CPU = torch.device("cpu")
 Pieces = dict[str, Tensor]
 
 
-def _kind_of(name: str) -> str:
+def _kind_of(name: str, args: tuple[Any, ...]) -> str:
     """Of a call, in the table of tolerances."""
+    if any(isinstance(arg, ScaledMatrix) for arg in args):
+        return "scaled"
     if "experts" in name:
         return "expert_lora"  # between the two products of experts every activation is rounded
-    if name.startswith("scaled_gemm"):
-        return "scaled"
     is_recurrent = name.startswith(("causal_conv", "delta_rule", "mamba"))
     return "recurrent" if is_recurrent else "step"
 
@@ -57,7 +58,7 @@ class Record:
         """Of each result, the largest error in units of what is allowed."""
         self._pools: dict[int, Tensor] = {}
 
-    def compare(self, name: str, actual: Pieces, expected: Pieces) -> None:
+    def compare(self, name: str, kind: str, actual: Pieces, expected: Pieces) -> None:
         self.calls[name] = self.calls.get(name, 0) + 1
         for piece, right in expected.items():
             ours = actual[piece].to(CPU)
@@ -69,7 +70,7 @@ class Record:
                 ratio = 0.0 if torch.equal(ours.long(), right.long()) else torch.inf
             else:
                 right = right.float()
-                row = TOLERANCES[_kind_of(name), self._dtype]
+                row = TOLERANCES[kind, self._dtype]
                 allowed = row.atol + row.rtol * right.abs()
                 error = ((ours.float() - right).abs() / allowed).nan_to_num(torch.inf)
                 ratio = float(error.max()) if error.numel() else 0.0
@@ -228,7 +229,8 @@ def _checked(
         copied_options = {name: record.on_cpu(option) for name, option in options.items()}
         out = fast(*args, **options)
         expected = reference(*copies, **copied_options)
-        record.compare(name, results(args, out), results(copies, expected))
+        kind = _kind_of(name, args)
+        record.compare(name, kind, results(args, out), results(copies, expected))
         return out
 
     return call

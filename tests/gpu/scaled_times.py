@@ -433,7 +433,7 @@ def measure_many(results: list[dict[str, Any]]) -> None:
                     us = microseconds([call] * 4)
                     error = float("nan")
                     if "round" not in name:
-                        right = exact["128" in name or "group" in name]
+                        right = exact["1x128" in name or "group" in name]
                         error = float((call().float() - right).norm() / right.norm())
                 except Exception as reason:
                     first = str(reason).strip().split("\n")[0][:150]

@@ -2,23 +2,22 @@
 
 Same signatures as `reference.py`. The weight is the matrix instruction's left operand, so that 16
 rows cost no more than one. The inner dimension may be cut into splits, which give partial sums to
-the next kernel. FP8 is read four numbers to a word: loads are 16 bytes wide so, and what becomes of
-them in registers lies as the matrix instruction wants it. The adapters' A are further tiles of the
-same launch: their bytes cost what bytes cost, their arithmetic nothing. While the kernel before
-this one still runs, a program's first tile of the weight is already on its way into the cache;
-asking for more made steps slower.
+the next kernel. FP8 weights are multiplied as they are, with rows in two FP8 numbers each
+(`triton_split.py`). The adapters' A are further tiles of the same launch: their bytes cost what
+bytes cost, their arithmetic nothing. While the kernel before this one still runs, a program's first
+tile of the weight is already on its way into the cache; asking for more made steps slower.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from manyroots.kernels.gemm.triton_words import times_words
+from manyroots.kernels.gemm.triton_split import REST, split_rows
 from manyroots.kernels.launch import (
     launch_options,
     let_next_begin,
@@ -36,6 +35,8 @@ BLOCK_K = 128
 INNER_STEP = 8
 """The inner dimension is a multiple of it, so that rows are whole 16-byte loads."""
 CACHE_LINE_BYTES = 128
+MANY_TILES = 264
+"""Of 64 rows of a weight: more than two for each multiprocessor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,37 +52,40 @@ class Tiling:
 
 @triton.jit
 def _scaled_product(
-    x, w_rows, scales, row_ok, num_rows, k_size, first, last,
+    parts, x_scales, w_rows, scales, row_ok, num_rows, k_size, first, last,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
-    SCALED: tl.constexpr, FAST: tl.constexpr,
+    SCALED: tl.constexpr,
 ):  # fmt: skip
-    """`_product` with W in FP8, as words of four; `scales` is where each row's are: see
-    `words_of`."""
+    """`_product` with W in FP8 and rows in two numbers of it each (`triton_split.py`); `scales` is
+    where each row of W has its own, one for SCALED columns; 1: one for all."""
     m = tl.arange(0, BLOCK_M)
     k = tl.arange(0, BLOCK_K)
-    word = tl.arange(0, BLOCK_K // 4)
-    x_at = x + m[:, None] * k_size + k[None, :]
-    w_at = w_rows[:, None] + word[None, :]
+    large_at = parts + m[:, None] * k_size + k[None, :]
+    small_at = large_at + num_rows * k_size
+    w_at = w_rows[:, None] + k[None, :]
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    rest = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for at in range(first, last, BLOCK_K):
         row_mask = (m < num_rows)[:, None]
         if EVEN_K:
-            words = tl.load(w_at + at // 4, eviction_policy="evict_first")
+            weight = tl.load(w_at + at, eviction_policy="evict_first")
         else:
-            row_mask = row_mask & (at + k < k_size)[None, :]
-            inside = (at + 4 * word < k_size)[None, :]
-            words = tl.load(w_at + at // 4, mask=inside, other=0, eviction_policy="evict_first")
-        xs = tl.load(x_at + at, mask=row_mask, other=0.0)
+            inside = (at + k < k_size)[None, :]
+            row_mask = row_mask & inside
+            weight = tl.load(w_at + at, mask=inside, other=0.0, eviction_policy="evict_first")
+        large = tl.trans(tl.load(large_at + at, mask=row_mask, other=0.0))
+        small = tl.trans(tl.load(small_at + at, mask=row_mask, other=0.0))
         if SCALED > 1:
-            part = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-            part = times_words(words, xs, part, BLOCK_M, BLOCK_K, FAST)
             scale = tl.load(scales + at // SCALED, mask=row_ok, other=0.0)
-            acc += part * scale[:, None]
+            acc += tl.dot(weight, large) * scale[:, None]
+            rest += tl.dot(weight, small) * scale[:, None]
         else:
-            acc = times_words(words, xs, acc, BLOCK_M, BLOCK_K, FAST)
+            acc = tl.dot(weight, large, acc)
+            rest = tl.dot(weight, small, rest)
+    acc += rest / REST
     if SCALED == 1:
         acc *= tl.load(scales, mask=row_ok, other=0.0)[:, None]
-    return acc
+    return acc * tl.load(x_scales + m, mask=m < num_rows, other=0.0)[None, :]
 
 
 @triton.jit
@@ -172,8 +176,8 @@ def _shrink_tile(
 
 @triton.jit(do_not_specialize=["num_rows", "lora_tiles"])
 def _linear(
-    x, squares, num_pieces, w, w_scales, num_groups, bias, out, hidden, pool, table, scalings,
-    blocks, num_blocks, num_rows, n_size, k_size, eps, width, lora_tiles,
+    x, parts, x_scales, squares, num_pieces, w, w_scales, num_groups, bias, out, hidden, pool,
+    table, scalings, blocks, num_blocks, num_rows, n_size, k_size, eps, width, lora_tiles,
     SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, NUM_PARTS: tl.constexpr, PIECES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
     LINES: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -194,13 +198,11 @@ def _linear(
             )  # fmt: skip
             return
     n = (pid - lora_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
-    # Of FP8, four numbers are a word.
-    width_of: tl.constexpr = 4 if SCALED else 1
-    w_rows = w + tl.minimum(n, n_size - 1).to(tl.int64) * (k_size // width_of)
+    w_rows = w + tl.minimum(n, n_size - 1).to(tl.int64) * k_size
     line = tl.arange(0, LINES) * (BLOCK_K // LINES)
     if not EVEN_K:
         line = tl.minimum(line, tl.maximum(k_size - 1 - first, 0))
-    prefetch(w_rows[:, None] + (first + line[None, :]) // width_of, DEPENDENT)
+    prefetch(w_rows[:, None] + first + line[None, :], DEPENDENT)
     if HAS_BIAS:
         # Of the first split alone: the others' sums are added to its.
         biased = tl.where(split == 0, n_size, 0)
@@ -212,8 +214,8 @@ def _linear(
     if SCALED:
         scales = w_scales + tl.minimum(n, n_size - 1) * num_groups
         acc = _scaled_product(
-            x, w_rows, scales, n < n_size, num_rows, k_size, first, last, BLOCK_M, BLOCK_N,
-            BLOCK_K, EVEN_K, SCALED, DEPENDENT,
+            parts, x_scales, w_rows, scales, n < n_size, num_rows, k_size, first, last, BLOCK_M,
+            BLOCK_N, BLOCK_K, EVEN_K, SCALED,
         )  # fmt: skip
     else:
         acc = _product(
@@ -254,7 +256,10 @@ def linear(
     n_size = weight.shape[0]
     if tiling is None:
         wanted = 0 if site is None or rows is None else rows.max_blocks * site.width
-        tiling = tiling_for(num_rows, n_size, k_size, triton.cdiv(wanted, BLOCK_N))
+        choose = tiling_for if isinstance(weight, Tensor) else _scaled_tiling
+        tiling = choose(num_rows, n_size, k_size, triton.cdiv(wanted, BLOCK_N))
+        if not isinstance(weight, Tensor) and not weight.has_row_scales:
+            tiling = replace(tiling, block_k=BLOCK_K)
     splits = tiling.num_splits
     out = torch.empty(
         splits, num_rows, n_size, dtype=x.dtype if splits == 1 else torch.float32, device=x.device
@@ -270,28 +275,39 @@ def linear(
         lora_tiles = triton.cdiv(rows.max_blocks * width, tiling.block_n)
         adapters = (hidden, site.pool, site.table, site.scalings, rows.blocks, rows.num_blocks)
     grid = (lora_tiles + triton.cdiv(n_size, tiling.block_n), splits)
-    data, scales, num_groups, scaled = words_of(weight, x)
+    operands = _operands(x, weight)
     _linear[grid](
-        x, squares, num_pieces, data, scales, num_groups, x if bias is None else bias, out,
-        *adapters, num_rows, n_size, k_size, eps, width, lora_tiles, SCALED=scaled,
+        x, *operands.rows, squares, num_pieces, *operands.weight, x if bias is None else bias, out,
+        *adapters, num_rows, n_size, k_size, eps, width, lora_tiles, SCALED=operands.scaled,
         HAS_BIAS=bias is not None, NUM_PARTS=num_parts,
         PIECES=triton.next_power_of_2(num_pieces) if num_pieces else 0,
         BLOCK_M=max(16, triton.next_power_of_2(num_rows)), BLOCK_N=tiling.block_n,
         BLOCK_K=tiling.block_k, EVEN_K=k_size % tiling.block_k == 0,
-        LINES=max(1, tiling.block_k * (1 if scaled else x.element_size()) // CACHE_LINE_BYTES),
+        LINES=max(1, tiling.block_k * weight.itemsize // CACHE_LINE_BYTES),
         num_stages=tiling.num_stages, num_warps=tiling.num_warps, **launch_options(x.device),
     )  # fmt: skip
     return out, term
 
 
-def words_of(weight: Matrix, other: Tensor) -> tuple[Tensor, Tensor, int, int]:
-    """What a kernel is given of a weight: its numbers (FP8 in words of four), its scales, how many
-    a row has, and for how many columns each is: 1 stands for all of a row, and 0 for no scales,
-    which is when `other` is given and not read."""
+@dataclass(frozen=True, slots=True)
+class _Operands:
+    """What a kernel is given of rows and a weight."""
+
+    rows: tuple[Tensor, Tensor]
+    """Rows in FP8 and their scales, of no account where the weight is plain."""
+    weight: tuple[Tensor, Tensor, int]
+    """Its numbers, its scales, and how many of those a row has."""
+    scaled: int
+    """For how many columns each is: 1 stands for all of a row, 0 for no scales."""
+
+
+def _operands(x: Tensor, weight: Matrix) -> _Operands:
     if isinstance(weight, Tensor):
-        return weight, other, 0, 0
+        return _Operands((x, x), (weight, x, 0), 0)
+    rows = split_rows(x)
     group = 1 if weight.has_row_scales else weight.group
-    return weight.data.view(torch.int32), weight.scales, weight.scales.shape[-1], group
+    scales = weight.scales
+    return _Operands((rows.parts, rows.scales), (weight.data, scales, scales.shape[-1]), group)
 
 
 def _parts_of(x: Tensor | UndividedNorm) -> tuple[Tensor, Tensor, int, float]:
@@ -319,6 +335,28 @@ def tiling_for(num_rows: int, n_size: int, k_size: int, lora_tiles: int = 0) -> 
     while tiles * splits < 80 and _can_be_cut(k_size, 2 * splits):
         splits *= 2
     return Tiling(BLOCK_N, BLOCK_K, splits, 6 if num_rows <= 16 else 4, 4)
+
+
+def _scaled_tiling(num_rows: int, n_size: int, k_size: int, lora_tiles: int = 0) -> Tiling:
+    """The same of FP8: half of the bytes, and rows that take as many as in bfloat16."""
+    tiles = triton.cdiv(n_size, BLOCK_N) + lora_tiles
+    splits = 1
+    if num_rows > 16:
+        if tiles > MANY_TILES:
+            return Tiling(2 * BLOCK_N, BLOCK_K, 1, 3, 4)
+        while tiles * splits < 80 and _can_be_cut(k_size, 2 * splits):
+            splits *= 2
+        return Tiling(BLOCK_N, BLOCK_K, splits, 6, 4)
+    # The adapters' A are in bfloat16, and as wide tiles of them would fill the room.
+    block_k = 2 * BLOCK_K if k_size % (2 * BLOCK_K) == 0 and not lora_tiles else BLOCK_K
+    for num_stages, fewest, most in ((5, 110, 136), (3, 300, 400), (4, 190, 270)):
+        for splits in (1, 2, 4):
+            if fewest <= tiles * splits <= most and _can_be_cut(k_size, splits):
+                return Tiling(BLOCK_N, block_k, splits, num_stages, 4)
+    splits = 1
+    while tiles * splits < 80 and _can_be_cut(k_size, 2 * splits):
+        splits *= 2
+    return Tiling(BLOCK_N, block_k, splits, 3, 4)
 
 
 def _can_be_cut(k_size: int, splits: int) -> bool:

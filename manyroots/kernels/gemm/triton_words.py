@@ -1,4 +1,4 @@
-"""FP8 weights as products of few rows read them: words of four numbers.
+"""FP8 weights as experts of few tokens read them: words of four numbers.
 
 Loads are 16 bytes wide so, and a word's numbers are four columns of the weight, each multiplied
 with its own columns of the rows. What they become in registers lies as the matrix instruction wants
@@ -7,8 +7,12 @@ it.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from manyroots.kernels.scaled import Matrix
 
 
 @triton.jit
@@ -61,3 +65,13 @@ def times_words(words, xs, acc, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, FA
     acc = tl.dot(w1, tl.trans(x1), acc, input_precision="ieee")
     acc = tl.dot(w2, tl.trans(x2), acc, input_precision="ieee")
     return tl.dot(w3, tl.trans(x3), acc, input_precision="ieee")
+
+
+def words_of(weight: Matrix, other: Tensor) -> tuple[Tensor, Tensor, int, int]:
+    """What a kernel is given of a weight: its numbers (FP8 in words of four), its scales, how many
+    a row has, and for how many columns each is: 1 stands for all of a row, and 0 for no scales,
+    which is when `other` is given and not read."""
+    if isinstance(weight, Tensor):
+        return weight, other, 0, 0
+    group = 1 if weight.has_row_scales else weight.group
+    return weight.data.view(torch.int32), weight.scales, weight.scales.shape[-1], group

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from manyroots.kernels.gemm.triton import words_of
+from manyroots.kernels.gemm.triton_words import words_of
 from manyroots.kernels.launch import (
     as_splits,
     counters,

@@ -21,8 +21,10 @@ def round_rows(x: Tensor, group: int) -> ScaledMatrix:
     """Activations [rows, k] in FP8, with a scale for each `group` of a row's columns: the smallest
     that holds its largest number. They are rounded once and read once, so no other is tried."""
     pieces = torch.split(x.float(), group, dim=1)
-    scales = [(piece.abs().amax(1, keepdim=True) / LARGEST).clamp(LEAST_SCALE) for piece in pieces]
-    data = [piece / scale for piece, scale in zip(pieces, scales, strict=True)]
+    largest = [piece.abs().amax(1, keepdim=True) for piece in pieces]
+    # By products with inverses, on every device: quotients are not rounded alike everywhere.
+    scales = [(most * (1.0 / LARGEST)).clamp(LEAST_SCALE) for most in largest]
+    data = [piece * scale.reciprocal() for piece, scale in zip(pieces, scales, strict=True)]
     return ScaledMatrix(torch.cat(data, 1).to(torch.float8_e4m3fn), torch.cat(scales, 1), group)
 
 

@@ -22,7 +22,7 @@ MOST_COLUMNS = 32_768
 
 @triton.jit
 def _round_rows(
-    x, data, scales, k_size, group, scale_row, scale_group, largest, least,
+    x, data, scales, k_size, group, scale_row, scale_group, inverse_largest, least,
     GROUPS: tl.constexpr, COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     let_next_begin(DEPENDENT)
@@ -33,9 +33,8 @@ def _round_rows(
     inside = (column < group)[None, :] & (at < k_size)
     wait_for_inputs(DEPENDENT)
     values = tl.load(x + row * k_size + at, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.div_rn(tl.max(tl.abs(values), axis=1), tl.zeros((GROUPS,), tl.float32) + largest)
-    scale = tl.maximum(scale, least)
-    rounded = tl.div_rn(values, tl.broadcast_to(scale[:, None], (GROUPS, COLUMNS)))
+    scale = tl.maximum(tl.max(tl.abs(values), axis=1) * inverse_largest, least)
+    rounded = values * tl.div_rn(tl.full((GROUPS,), 1.0, tl.float32), scale)[:, None]
     tl.store(data + row * k_size + at, rounded.to(tl.float8e4nv), mask=inside)
     to = scales + row * scale_row + which * scale_group
     tl.store(to, scale, mask=which * group < k_size)
@@ -104,7 +103,8 @@ def round_rows(x: Tensor, group: int) -> ScaledMatrix:
     columns = triton.next_power_of_2(min(group, k_size))
     groups = max(1, min(triton.next_power_of_2(num_groups), 8192 // columns))
     _round_rows[(num_rows, triton.cdiv(num_groups, groups))](
-        x, data, scales, k_size, group, scales.stride(0), scales.stride(1), LARGEST, LEAST_SCALE,
+        x, data, scales, k_size, group, scales.stride(0), scales.stride(1), 1.0 / LARGEST,
+        LEAST_SCALE,
         GROUPS=groups, COLUMNS=columns, num_warps=4 if groups * columns <= 4096 else 8,
         **launch_options(x.device),
     )  # fmt: skip
@@ -115,20 +115,24 @@ def linear(x: Tensor, weight: ScaledMatrix, bias: Tensor | None = None) -> Tenso
     """x [rows, k] rounded, times weight [n, k] transposed, and a bias [n], in x's dtype."""
     rounded = round_rows(x.contiguous(), weight.group)
     if _is_librarys(x, weight):
+        # Scales of groups lie side by side there, and are summed up exactly.
+        scales = weight.scales.t().contiguous()
         return torch._scaled_mm(
-            rounded.data, weight.data.t(), rounded.scales, weight.scales.view(1, -1), bias=bias,
-            out_dtype=x.dtype, use_fast_accum=True,
+            rounded.data, weight.data.t(), rounded.scales, scales, bias=bias,
+            out_dtype=x.dtype, use_fast_accum=weight.has_row_scales,
         )  # fmt: skip
     return in_tiles(rounded, weight, bias, x.dtype)
 
 
 def _is_librarys(x: Tensor, weight: ScaledMatrix) -> bool:
-    """Whether the library has such a product: on Hopper, of rows' scales and in bfloat16."""
+    """Whether the library has such a product: on Hopper, of rows' scales or of 128 columns', and in
+    bfloat16."""
     return (
         x.device.type == "cuda"
         and x.dtype is torch.bfloat16
-        and weight.has_row_scales
+        and (weight.has_row_scales or weight.group == TILE_COLUMNS)
         and weight.shape[0] % SIDE_STEP == 0
+        and weight.shape[1] % TILE_COLUMNS == 0
     )
 
 

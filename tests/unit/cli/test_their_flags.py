@@ -67,7 +67,6 @@ def test_g10_what_is_on_anyway_is_noted(
         ("--enable-chunked-prefil", "Did you mean --enable-chunked-prefill?"),
         ("--zzz", "--zzz is no flag of serve. See"),
         ("--pipeline-parallel-size 2", "only 1 can be had here: use --tensor-parallel-size"),
-        ("--kv-cache-dtype fp8_e5m2", "--kv-cache-dtype"),
         ("--served-model-name a b", "give one name"),
         ("--swap-space", "without a value"),
         ("--max-logprobs 50", "--max-logprobs is 50; it must be from 0 to 20"),

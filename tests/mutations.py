@@ -669,7 +669,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     # Tiers
     _cache(
         "transfers",
-        "if not plane.is_ordered or self._index.has_unit_above(node, place, plane.index):",
+        "if not plane.is_ordered or self._index.has_unit_above(node, begin, plane.index):",
         "if True:",
         "a page arrives behind one that has gone",
     ),
@@ -725,8 +725,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     _cache("transfers", "pool.hold(source_units)", "pass", "the source of a copy is not pinned"),
     _cache(
         "transfers",
-        "                if ok:\n",
-        "                if True:\n",
+        "node = spot.find() if arrived[at] else None",
+        "node = spot.find()",
         "a copy that failed is published",
     ),
     _cache("transfers", "lease.num_loads -= 1", "pass", "a lease never hears of its arrival"),
@@ -756,14 +756,14 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _cache(
         "costs",
-        "return self._load_s(num_pages) <",
-        "return self._load_s(num_pages) >",
+        "return self.load_s(num_pages) <",
+        "return self.load_s(num_pages) >",
         "a slow tier is preferred",
     ),
     _cache(
         "costs",
-        "num_pages * self._page_s(Tier.STORAGE) + self._load_s(num_pages)",
-        "self._load_s(num_pages)",
+        "num_pages * self._page_s(Tier.STORAGE) + self.load_s(num_pages)",
+        "self.load_s(num_pages)",
         "storage counts as quick as the host",
     ),
     _cache(
@@ -810,7 +810,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _cache(
         "transfers",
-        "lease.num_published_pages = min(lease.num_published_pages, spot.depth)",
+        "lease.num_published_pages = min(lease.num_published_pages, depth)",
         "pass",
         "a page that came before the one above it is never published, and leaves a hole",
     ),
@@ -822,8 +822,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     _cache(
         "cache",
-        "if not self.storage.may_read:",
-        "if False:",
+        "self.left_storage_alone = not self.storage.may_read",
+        "self.left_storage_alone = False",
         "storage that is dead is asked for ever",
     ),
     _cache(
@@ -859,8 +859,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         "admission",
     ),
     _scheduler(
-        "if lease.onboarding:",
-        "if False:",
+        "if not lease.onboarding:",
+        "if True:",
         "a request begins before its pages are loaded",
         "admission",
     ),

@@ -6,8 +6,9 @@ that wanted it (T08). What did not arrive is published nowhere and frees both en
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,11 +17,10 @@ from manyroots.cache.lease import Lease
 from manyroots.cache.planes import ABSENT, NO_UNITS, Plane, Units
 from manyroots.cache.tree import Node
 from manyroots.ids import CopyId, Tier
-from manyroots.step import Copy, CopyDone
+from manyroots.step import Bools, Copy, CopyDone
 
 
-@dataclass(frozen=True, slots=True)
-class Spot:
+class Spot(NamedTuple):
     """A page of the tree, wherever splits may move it: the node that had it, and its depth."""
 
     node: Node
@@ -170,10 +170,8 @@ class UnitTransfers:
             if move.target.is_ordered:
                 for lease in move.leases:
                     self._hold_path(move, move.target, lease)
-            units = move.target_units.tolist()
-            for spot, unit, ok in zip(move.spots, units, done.arrived, strict=True):
-                if ok:
-                    self._publish(spot, move, unit)
+            for node, first, at, end in _runs(move.spots, done.arrived):
+                self._publish(move, node, first, at, end)
             pools[move.target.index].drop(move.target_units)
         units = move.source_units.tolist()
         pools[move.source.index].drop(move.source_units)
@@ -201,21 +199,26 @@ class UnitTransfers:
         above = self._index.units_above(node, deepest.depth, source.index)
         return above[~np.isin(above, source_units)]
 
-    def _publish(self, spot: Spot, move: Move, unit: int) -> None:
-        node, plane = spot.find(), move.target
+    def _publish(self, move: Move, node: Node, first: int, at: int, end: int) -> None:
+        """Units `at` to `end` of a copy, which are of a node's pages from place `first` on."""
+        plane = move.target
         assert plane is not None
-        if node is None:
+        units = move.target_units[at:end]
+        there = node.units[plane.index][first : first + len(units)]
+        places = first + (there == ABSENT).nonzero()[0]
+        if len(places) == 0:
             return
-        place = spot.depth - node.first
-        there = int(node.units[plane.index][place])
-        if there == ABSENT:
-            if not plane.is_ordered or self._index.has_unit_above(node, place, plane.index):
-                self._index.add(node, plane.index, np.array([place]), np.array([unit], np.intp))
-                return
-            # What it continues has gone, or is to come with another copy that a lease waits for.
-            # Who has the page all the same publishes it with its next one.
-            for lease in self._holders(move, plane, spot.depth, unit):
-                lease.num_published_pages = min(lease.num_published_pages, spot.depth)
+        begin = int(places[0])
+        if not plane.is_ordered or self._index.has_unit_above(node, begin, plane.index):
+            for run in np.split(places, np.flatnonzero(np.diff(places) != 1) + 1):
+                self._index.add(node, plane.index, run, units[run - first])
+            return
+        # What it continues has gone, or is to come with another copy that a lease waits for. Who
+        # has the pages all the same publishes them with its next one.
+        for place in places.tolist():
+            depth = node.first + place
+            for lease in self._holders(move, plane, depth, int(units[place - first])):
+                lease.num_published_pages = min(lease.num_published_pages, depth)
 
     def _hold_path(self, move: Move, plane: Plane, lease: Lease) -> None:
         """Before a lease's units become findable: it holds what others have put above them or in
@@ -226,7 +229,8 @@ class UnitTransfers:
         table = lease.tables[plane.family_index]
         ends = zip(move.spots, move.target_units.tolist(), strict=True)
         own = [s for s, unit in ends if s.depth < len(table) and table[s.depth] == unit]
-        deepest = max((s for s in own if s.find() is not None), key=_depth, default=None)
+        own.sort(key=_depth, reverse=True)
+        deepest = next((s for s in own if s.find() is not None), None)
         node = None if deepest is None else deepest.find()
         if deepest is None or node is None:
             return
@@ -259,6 +263,26 @@ class UnitTransfers:
             place = spot.depth - node.first
             if node.units[source.index][place] == unit:
                 self._index.remove(node, source.index, np.array([place]))
+
+
+def _runs(spots: Sequence[Spot], arrived: Bools) -> Iterator[tuple[Node, int, int, int]]:
+    """Pages behind each other in one node that have arrived: the node, the first one's place in it,
+    and which of the copy's units they are, up to which. Those that have left the tree are not."""
+    at = 0
+    while at < len(spots):
+        spot = spots[at]
+        node = spot.find() if arrived[at] else None
+        end = at + 1
+        if node is not None:
+            while (
+                end < len(spots)
+                and arrived[end]
+                and spots[end] == (spot.node, spot.depth + end - at)
+                and spots[end].depth < node.end
+            ):
+                end += 1
+            yield node, spot.depth - node.first, at, end
+        at = end
 
 
 def _depth(spot: Spot) -> int:

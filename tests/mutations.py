@@ -1293,6 +1293,22 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("unit/bench/test_serve_bench.py::test_b01_a_promise_that_is_not_kept_is_not_goodput",),
     ),
     Mutation(
+        "api/connections.py",
+        'and scope["http_version"] == "1.1"',
+        "",
+        "clients that know no chunks are sent some",
+        ("unit/api/test_short_way.py::test_a_stream_is_whole_chunks_and_older_clients_get_none",),
+    ),
+    Mutation(
+        "text/assembler.py",
+        "self._is_plain = not sampling.stop and sampling.logprobs is None",
+        "self._is_plain = True",
+        "stop strings are not looked for",
+        (
+            "unit/text/test_assembler.py::test_a_stop_string_ends_the_sequence_and_asks_for_its_abort",
+        ),
+    ),
+    Mutation(
         "bench/serve_workload.py",
         'f"bench-{self.seed}"',
         '"bench"',

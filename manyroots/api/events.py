@@ -18,6 +18,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from manyroots.api.concurrency import Permits
+from manyroots.api.connections import WRITER, ChunkWriter
 from manyroots.api.errors import error_body, error_response
 from manyroots.errors import ManyrootsError
 
@@ -68,17 +69,22 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._permits:
-            failure = await _unless_disconnected(receive, self._send_events(send))
+            writer: ChunkWriter | None = scope.get(WRITER)
+            failure = await _unless_disconnected(receive, self._send_events(send, writer))
             if failure is not None:
                 await error_response(failure, scope["path"])(scope, receive, send)
 
-    async def _send_events(self, send: Send) -> Exception | None:
-        """Why there is no stream, if it failed before its first event."""
+    async def _send_events(self, send: Send, writer: ChunkWriter | None) -> Exception | None:
+        """Why there is no stream, if it failed before its first event. The first event goes the
+        usual way; later ones by the `writer`, where the connection has one."""
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         has_begun = False
         async with aclosing(self._events) as events:
             try:
                 async for data in events:
+                    if has_begun and writer is not None and data:
+                        await writer.write(data)
+                        continue
                     if not has_begun:
                         has_begun = True
                         await send(start)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import resource
 import signal
 import socket
 import ssl
@@ -50,6 +51,7 @@ def serve(engine_settings: EngineSettings, server_settings: ServerSettings) -> i
     traces = None if endpoint is None else Traces(endpoint)
     check_certificates(server_settings)
     listener = _listen(server_settings)
+    _allow_connections()
     with Display(is_on=engine_settings.model.progress_bars) as display:
         engine = ProcessClient(
             engine_settings,
@@ -83,6 +85,14 @@ def check_certificates(settings: ServerSettings) -> None:
             f"--ssl-certfile, --ssl-keyfile and --ssl-ca-certs: {named} can't be used ({error}). "
             "They must be PEM files, and the key must be the certificate's."
         ) from error
+
+
+def _allow_connections() -> None:
+    """As many open files as the system allows: each stream is one, and 1024 is a usual limit that
+    any process may raise by itself."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _listen(settings: ServerSettings) -> socket.socket:

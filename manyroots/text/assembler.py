@@ -16,9 +16,10 @@ from manyroots.text.stops import StopChecker
 from manyroots.text.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TextDelta:
-    """What one `Output` added to a sequence."""
+    """What one `Output` added to a sequence. Not frozen, because a step makes hundreds; nobody
+    changes one that has been handed on."""
 
     text: str
     """May lag behind `tokens`: unfinished characters and possible stop strings are held back."""
@@ -42,7 +43,9 @@ class TextDelta:
 class TextAssembler:
     """One sequence's text, from its first token to its last."""
 
-    __slots__ = ("_detokenizer", "_finished", "_length", "_num_tokens", "_sampling", "_stops")
+    __slots__ = (
+        "_detokenizer", "_finished", "_is_plain", "_length", "_num_tokens", "_sampling", "_stops",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -59,6 +62,7 @@ class TextAssembler:
         self._stops = StopChecker(
             sampling.stop, include_in_output=sampling.include_stop_str_in_output
         )
+        self._is_plain = not sampling.stop and sampling.logprobs is None
         self._num_tokens = 0
         self._length = 0
         self._finished = False
@@ -66,6 +70,8 @@ class TextAssembler:
     def push(self, output: Output) -> TextDelta:
         """Take the next output. After a delta with a finish reason there must be no more."""
         assert not self._finished, "push after the end of a sequence"
+        if self._is_plain and output.finish_reason is None and output.notice is None:
+            return self._plain(output)
         pieces: list[str] = []
         offsets: list[int] = []
         stop: str | None = None
@@ -99,6 +105,16 @@ class TextAssembler:
             prompt_logprobs=output.prompt_logprobs,
             error=output.error,
             cache_use=output.cache_use,
+        )
+
+    def _plain(self, output: Output) -> TextDelta:
+        """Nothing can end here and nothing is scored: most outputs of most sequences."""
+        push, tokens = self._detokenizer.push, output.tokens
+        text = push(tokens[0]) if len(tokens) == 1 else "".join([push(token) for token in tokens])
+        self._num_tokens += len(tokens)
+        self._length += len(text)
+        return TextDelta(
+            text, tokens, None, output.num_cached_tokens, prompt_logprobs=output.prompt_logprobs
         )
 
     def _take(self, token: int, *, hide: bool) -> tuple[str, str | None]:

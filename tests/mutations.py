@@ -176,6 +176,13 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "api/anthropic/writer.py",
+        '        self._arguments = ""\n        place',
+        '        self._arguments += ""\n        place',
+        "a second call has the first one's arguments, too",
+        (f"{MESSAGES}test_g05_each_of_several_calls_has_its_own_arguments",),
+    ),
+    Mutation(
+        "api/anthropic/writer.py",
         '        if block["type"] == "tool_use":\n',
         "        if False:\n",
         "a whole message's call has no arguments",

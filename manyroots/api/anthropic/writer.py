@@ -35,13 +35,12 @@ class BlockWriter:
                 self.blocks[-1]["thinking"] += said.text
                 return [*events, self._delta({"type": "thinking_delta", "thinking": said.text})]
             case ContentDelta():
-                events = self._opened({"type": "text", "text": ""})
+                events = self._opened({"type": "text", "text": "", "citations": None})
                 self.blocks[-1]["text"] += said.text
                 return [*events, self._delta({"type": "text_delta", "text": said.text})]
             case ToolCallBegins():
                 block = {"type": "tool_use", "id": said.id, "name": said.name, "input": {}}
-                self._arguments = ""
-                return [*self.close(), self._open(block)]
+                return [*self.close(), self._open(block | {"caller": {"type": "direct"}})]
             case ToolCallArguments():
                 self._arguments += said.text
                 return [self._delta({"type": "input_json_delta", "partial_json": said.text})]
@@ -65,6 +64,7 @@ class BlockWriter:
     def _open(self, block: dict[str, Any]) -> BlockEvent:
         self.blocks.append(block)
         self._is_open = True
+        self._arguments = ""
         place = len(self.blocks) - 1
         return {"type": "content_block_start", "index": place, "content_block": dict(block)}
 

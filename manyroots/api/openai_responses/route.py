@@ -87,7 +87,7 @@ class _Making:
             temperature=sampling.temperature,
             presence_penalty=sampling.presence_penalty,
             frequency_penalty=sampling.frequency_penalty,
-            text=TextOptions(format=_format(request)),
+            text=TextOptions(format=_format(request), verbosity="medium"),
             tool_choice=request.tool_choice or "auto",
             tools=[_shown_tool(tool) for tool in request.tools or ()],
             top_logprobs=request.top_logprobs or 0,

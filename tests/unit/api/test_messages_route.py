@@ -257,3 +257,18 @@ async def test_g05_a_conversation_that_keeps_all_needs_no_management() -> None:
     refused = await Harness().post("/v1/messages", ASKED | {"context_management": clears})
     assert refused.status_code == 400
     assert "context_management" in refused.json()["error"]["message"]
+
+
+async def test_g05_each_of_several_calls_has_its_own_arguments() -> None:
+    other = CALL.replace("Oslo", "Rome")
+    message = await create(saying(f"{CALL}\n{other}"), tools=[TOOL])
+    calls = [block for block in message.content if block.type == "tool_use"]
+    assert [call.input for call in calls] == [{"city": "Oslo"}, {"city": "Rome"}]
+    assert len({call.id for call in calls}) == 2
+
+
+async def test_g05_blocks_have_the_fields_that_the_published_schema_requires() -> None:
+    body = ASKED | {"tools": [TOOL]}
+    words, call = (await saying(f"look: {CALL}").post("/v1/messages", body)).json()["content"]
+    assert words == {"type": "text", "text": "look:", "citations": None}
+    assert call["caller"] == {"type": "direct"}

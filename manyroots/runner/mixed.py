@@ -28,8 +28,9 @@ from manyroots.runner.step_arrays import (
 )
 from manyroots.step import Int32s
 
-TOKENS = (128, 192, 256, 384, 512, 640, 768, 896, 1024, 1152, 1280, 1536, 1792, 2048)
-"""Beyond, a step takes longer than the host needs to launch its kernels one by one."""
+TOKENS = tuple(range(128, 2049, 64))
+"""Close together: what is padded is computed. Beyond, a step takes longer than the host needs to
+launch its kernels one by one."""
 DECODES = (16, 64)
 """And as many as there may be: for few rows, a long history is cut into more parts."""
 MAX_PROMPTS = 32

@@ -105,7 +105,7 @@ class PagedModel:
         units = [tables.setdefault(name, [free.pop()])[0] for name in order]
         counts = np.array(ends) - np.array(begins)
         num_decodes = int((counts == 1).sum())
-        starts = np.concatenate(([0], np.cumsum(counts[num_decodes:])))
+        starts = num_decodes + np.concatenate(([0], np.cumsum(counts[num_decodes:])))
 
         def there(values: object) -> Tensor:
             return torch.tensor(np.asarray(values), dtype=torch.int32, device=self.model.device)

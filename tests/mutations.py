@@ -1435,6 +1435,43 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("unit/runner/test_step_arrays.py::test_f05_padding_has_the_spare_states",),
     ),
     Mutation(
+        "runner/mixed.py",
+        '"pages": _filled(tokens["pages"], shape.num_tokens, NOWHERE),',
+        '"pages": _filled(tokens["pages"], shape.num_tokens, 0),',
+        "tokens that pad a mixed step write into the first page",
+        (
+            "unit/runner/test_mixed.py::"
+            "test_a_shape_holds_its_step_and_every_step_of_a_shape_has_the_same_arrays[0]",
+        ),
+    ),
+    Mutation(
+        "runner/mixed.py",
+        '"starts": _filled(starts, MAX_PROMPTS + 1, starts[-1]),',
+        '"starts": _filled(starts - starts[0], MAX_PROMPTS + 1, starts[-1] - starts[0]),',
+        "prompts of a mixed step attend for the rows that decode",
+        (
+            "unit/runner/test_runner.py::"
+            "test_prompts_beside_decodes_run_in_a_graphs_shape_and_give_the_same_tokens[llama]",
+        ),
+    ),
+    Mutation(
+        "kernels/attention/sharing.py",
+        "common = limit if same.all() else int(np.argmin(same))",
+        "common = limit",
+        "rows read each other's pages behind what they share",
+        ("unit/kernels/test_sharing.py::test_groups_share_what_they_say_and_no_row_is_in_two[1]",),
+    ),
+    Mutation(
+        "runner/sharing.py",
+        'if plan.arrivals:\n            self._found_for = b""',
+        "pass",
+        "a row's new owner reads what the last one shared",
+        (
+            "unit/runner/test_sharing_rows.py::"
+            "test_what_rows_share_is_found_again_when_somebody_arrives",
+        ),
+    ),
+    Mutation(
         "kernels/recurrent/reference.py",
         "is_fresh = context_lens == starts.diff()",
         "is_fresh = context_lens < 0",

@@ -59,4 +59,4 @@ def test_what_rows_share_is_found_again_when_somebody_arrives(
 def test_rows_that_share_little_have_no_arrays_of_it() -> None:
     batch = make_batch()
     batch.page_tables[0, :NUM_ROWS] = alike(groups.MIN_PAGES)
-    assert Sharing(batch, [0, 0], PAGE).arrays(decoding(), 8) == {}
+    assert Sharing(batch, [0, 128], PAGE).arrays(decoding(), 8) == {}

@@ -5,7 +5,7 @@ SAMPLINGS says; the kinds are timed in turn, round by round, so that a drift is 
 Prefill is the time until the whole batch has its first token; decode is the steps from there on,
 in the same run, up to the first sequence's end. Every figure is a median with its spread.
 Adapters are spread over the batch in turn. Beside each figure stands how near it comes to what the
-bytes of a step, or the operations of the prompts, allow at best; see `roofline.py`.
+bytes of a step, or the operations of the prompts, allow at best; see `models/roofline.py`.
 """
 
 from __future__ import annotations

@@ -6,19 +6,38 @@ measured, the shares of them.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 
 from manyroots.bench.random_adapters import chosen, targets_of
-from manyroots.bench.roofline import Ceiling, Roofline, ceiling_of
 from manyroots.config import ModelSettings
 from manyroots.lora.targets import Target
 from manyroots.messages import EngineInfo
 from manyroots.models.load import describe
 from manyroots.models.quantization import weight_format
+from manyroots.models.roofline import Roofline
 from manyroots.models.source import resolve_source
+
+
+@dataclass(frozen=True, slots=True)
+class Ceiling:
+    """What a device was measured to reach at best."""
+
+    bytes_per_s: float
+    flops_per_s: float
+    """In the products of bfloat16 matrices."""
+
+
+CEILINGS = {"H200": Ceiling(4.25e12, 790e12)}
+"""By a part of the device's name: a copy on the device, and large products."""
+
+
+def ceiling_of(device_name: str) -> Ceiling | None:
+    """None: nothing was measured on such a device, so no share can be said."""
+    return next((found for name, found in CEILINGS.items() if name in device_name), None)
 
 
 class Floors:

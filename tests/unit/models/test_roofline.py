@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from manyroots.bench.floors import ceiling_of
 from manyroots.bench.model_configs import MODEL_CONFIGS, write_config
 from manyroots.bench.random_adapters import chosen, targets_of
-from manyroots.bench.roofline import Roofline, ceiling_of, expected_experts
 from manyroots.config import engine_settings
 from manyroots.models.load import describe
+from manyroots.models.roofline import Roofline, expected_experts
 from manyroots.models.source import ModelSource, resolve_source
 
 

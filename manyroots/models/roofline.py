@@ -22,24 +22,6 @@ from manyroots.models.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Ceiling:
-    """What a device was measured to reach at best."""
-
-    bytes_per_s: float
-    flops_per_s: float
-    """In the products of bfloat16 matrices."""
-
-
-CEILINGS = {"H200": Ceiling(4.25e12, 790e12)}
-"""By a part of the device's name: a copy on the device, and large products."""
-
-
-def ceiling_of(device_name: str) -> Ceiling | None:
-    """None: nothing was measured on such a device, so no share can be said."""
-    return next((found for name, found in CEILINGS.items() if name in device_name), None)
-
-
-@dataclass(frozen=True, slots=True)
 class Roofline:
     """Of one model in one dtype."""
 

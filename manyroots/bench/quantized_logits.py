@@ -3,13 +3,16 @@ are rounded, on real text.
 
 The same model twice, once with its weights as they are and once rounded; each distribution of the
 first is compared with the second's at the same place. transformers computes both, from our numbers:
-what is measured is the weights. Products with scales inside are tested against the same numbers.
+what is measured is the weights, and in a third run what a GPU's prompts add to it, whose rows are
+rounded, too. Products with scales inside are tested against the same numbers.
 """
 
 from __future__ import annotations
 
 import inspect
 import pkgutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -24,6 +27,7 @@ from manyroots.config import ModelSettings
 from manyroots.errors import ConfigError
 from manyroots.models.decoder import Decoder
 from manyroots.models.load import load_model
+from manyroots.models.quantization import as_in_prompts
 from manyroots.models.source import ModelSource, resolve_source
 from manyroots.text.tokenizer_files import load_tokenizer
 
@@ -59,6 +63,8 @@ def run_quantization(
     exact = _log_probabilities(model, tokens)
     copy_numbers(model, _loaded(rounded, source, dtype))
     near = _log_probabilities(model, tokens)
+    with _rows_rounded(model):
+        as_prompts = _log_probabilities(model, tokens)
     report = {
         "bench": "quantization",
         "model": source.name,
@@ -67,12 +73,15 @@ def run_quantization(
         "text": "module docstrings of the package" if text is None else "given",
         "window": WINDOW,
         **compare(exact, near),
+        "with_rows_rounded": compare(exact, as_prompts),
         "machine": describe_machine(),
     }
     print(
         f"{source.name} {rounded.quantization} against {dtype}: mean KL {report['mean_kl']:.5f} "
         f"(p99 {report['p99_kl']:.4f}) over {report['places']} places, greedy agreement "
-        f"{report['greedy_agreement']:.4f}"
+        f"{report['greedy_agreement']:.4f}; with rows rounded as in a GPU's prompts "
+        f"{report['with_rows_rounded']['mean_kl']:.5f} and "
+        f"{report['with_rows_rounded']['greedy_agreement']:.4f}"
     )
     return report
 
@@ -99,6 +108,27 @@ def _loaded(settings: ModelSettings, source: ModelSource, dtype: str) -> Decoder
         seed=settings.seed,
         quantization=settings.quantization,
     )
+
+
+@contextmanager
+def _rows_rounded(model: Any) -> Iterator[None]:
+    """What layers multiply with weights is rounded token by token in here, but for the head's."""
+
+    def rounded(module: torch.nn.Linear, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        x, *rest = given
+        return as_in_prompts(x), *rest
+
+    head = model.get_output_embeddings()
+    hooks = [
+        module.register_forward_pre_hook(rounded)
+        for module in model.modules()
+        if isinstance(module, torch.nn.Linear) and module is not head
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @torch.inference_mode()

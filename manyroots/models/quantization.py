@@ -3,14 +3,18 @@
 Takes a config and what the user asks for; gives how products' weights are kept. Three kinds of FP8
 checkpoints: transformers' own `fp8` (scales of blocks or of a tensor), `fbgemm_fp8` (of rows), and
 `compressed-tensors` (of a tensor, of rows or of blocks). `mxfp4` is gpt-oss' own and read by it.
-Activations are never quantized here, so what a config says of them is of no account.
+Activations are rounded where a GPU computes many rows, each by its own largest number, so what a
+config says of them is of no account.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from manyroots.errors import ConfigError, ModelError
+from manyroots.kernels.scaled_gemm.reference import round_rows
 from manyroots.layers.weights.fp8 import Fp8Format
 
 FP8 = "fp8"
@@ -29,6 +33,12 @@ def weight_format(config: Any, asked: str = "auto") -> Fp8Format | None:
             f"({said.get('quant_method')}); leave the flag out."
         )
     return Fp8Format(is_stored=False)
+
+
+def as_in_prompts(x: Tensor) -> Tensor:
+    """Activations [..., k] as products of many rows with FP8 weights take them on a GPU."""
+    rows = round_rows(x.reshape(-1, x.shape[-1]), x.shape[-1])
+    return rows.plain(x.dtype).view(x.shape)
 
 
 def quantization_of(config: Any) -> dict[str, Any] | None:

@@ -21,6 +21,7 @@ def test_q01_fp8_weights_of_the_default_model_keep_its_distributions(tmp_path: P
     report = json.loads(target.read_text())
     assert 0.0 < report["mean_kl"] < MOST_KL
     assert report["greedy_agreement"] > 0.8
+    assert report["mean_kl"] < report["with_rows_rounded"]["mean_kl"] < 2 * MOST_KL
     assert report["places"] == 256 - 8
 
 

@@ -127,7 +127,8 @@ def test_t06_t07_a_new_engine_finds_what_another_has_stored(
 
 @pytest.mark.parametrize("kind", ["lfm2", "falcon-h1"])
 def test_t06_saved_states_come_back_from_storage(kind: str, tmp_path: Path) -> None:
-    """T02, T06: recurrent layers beside attention; a new engine resumes from their checkpoints."""
+    """T02, T06, F05: recurrent layers beside attention; a new engine resumes from their
+    checkpoints, which have the bits that they were saved with, by way of host and files."""
     save_tiny(tmp_path / "model", kind, vocab_size=300)
     tiny_backend().save(str(tmp_path / "model" / "tokenizer.json"))
 
@@ -137,13 +138,22 @@ def test_t06_saved_states_come_back_from_storage(kind: str, tmp_path: Path) -> N
             num_gpu_blocks_override=90, num_host_pages=600, kv_storage=f"file://{tmp_path}/kv",
         )  # fmt: skip
 
+    cold, bits = [], []
     with start() as llm:
-        cold = [ask(llm, prompt)[0] for prompt in prompts()]
+        for prompt in prompts():
+            cold.append(ask(llm, prompt)[0])
+            bits.append(pages_on_device(llm, prompt))
+    num_states = 0
     with start() as llm:
-        for prompt, tokens in zip(prompts(), cold, strict=True):
+        for prompt, tokens, before in zip(prompts(), cold, bits, strict=True):
             found, cached = ask(llm, prompt)
             assert found == tokens
             assert cached > 0
+            now = pages_on_device(llm, prompt)
+            both = now.keys() & before.keys()
+            assert all(now[unit] == before[unit] for unit in both)
+            num_states += sum(family > 0 for family, _ in both)
+        assert num_states >= NUM_PROMPTS
         assert llm.stats().total_storage_hit_tokens > 0
         assert llm.stats().num_held_pages == 0
 

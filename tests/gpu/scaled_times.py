@@ -232,14 +232,19 @@ def run_few(way: Way, x: Tensor, weight: ScaledMatrix, splits: int, num_rows: in
     return out
 
 
+def seeded() -> torch.Generator:
+    return torch.Generator(device="cuda").manual_seed(1)
+
+
 def random_weight(n: int, k: int) -> ScaledMatrix:
-    data = torch.empty(n, k, dtype=torch.uint8, device="cuda").random_(0, 0x70)
-    scales = torch.rand(n, 1, device="cuda") * 0.01
+    data = torch.empty(n, k, dtype=torch.uint8, device="cuda")
+    data.random_(0, 0x70, generator=seeded())
+    scales = torch.rand(n, 1, device="cuda", generator=seeded()) * 0.01
     return ScaledMatrix(data.view(torch.float8_e4m3fn), scales, k)
 
 
 def random_rows(num_rows: int, k: int) -> Tensor:
-    return torch.randn(num_rows, k, device="cuda").bfloat16()
+    return torch.randn(num_rows, k, device="cuda", generator=seeded()).bfloat16()
 
 
 def microseconds(calls: list[Callable[[], Any]]) -> float:
@@ -422,7 +427,8 @@ def measure_many(results: list[dict[str, Any]]) -> None:
         if shape == "head":
             continue
         by_row = random_weight(n, k)
-        scales = torch.rand(n // 128, k // 128, device="cuda").repeat_interleave(128, 0) * 0.01
+        scales = torch.rand(n // 128, k // 128, device="cuda", generator=seeded()) * 0.01
+        scales = scales.repeat_interleave(128, 0)
         by_block = ScaledMatrix(by_row.data, scales, 128)
         for num_rows in MANY:
             x = random_rows(num_rows, k)

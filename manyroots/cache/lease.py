@@ -109,6 +109,11 @@ class Lease:
         """How the tree would know the page behind those that were found; None if there is none."""
         self.is_open = True
 
+    def blame_storage(self) -> None:
+        """What was found nowhere may lie in storage, which was too slow to be asked."""
+        if self.limit is Limit.COLD:
+            self.limit = Limit.STORAGE
+
     def grow(self, family: int, units: Units) -> None:
         """A table gets longer. What others were given of it stays as it is."""
         table, room = self.tables[family], self._rooms[family]

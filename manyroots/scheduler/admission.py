@@ -11,7 +11,6 @@ from collections.abc import Callable
 
 from manyroots.cache.cache import PrefixCache
 from manyroots.cache.lease import Lease
-from manyroots.cache.matching import Limit
 from manyroots.cache.outcomes import Ending, Refusal
 from manyroots.config import Policy, SchedulerSettings
 from manyroots.ids import AdapterDigest, StepId
@@ -296,8 +295,8 @@ class Admission:
         may_reuse = not request.wants_prompt_logprobs
         lease = self._cache.claim(request.key, request.tokens, request.num_tokens, may_reuse)
         request.lease = lease
-        if request.skips_storage and lease.limit is Limit.COLD:
-            lease.limit = Limit.STORAGE
+        if request.skips_storage:
+            lease.blame_storage()
         if self._is_fair:
             self.waiting.charge(request, self._num_known(request, lease))
         return lease

@@ -20,9 +20,10 @@ IMPORTS = {
 BOUNDARY = {
     "evict_all", "change_weights", "num_freed", "num_leases",
     # What is asked of the cache
-    "acknowledge", "announce", "begin", "can_reach", "claim", "clip", "commit", "commit_step",
+    "acknowledge", "announce", "begin", "blame_storage", "can_reach", "claim", "clip", "commit",
+    "commit_step",
     "could_find_more", "evict_adapter", "evict_prefix", "extend", "fail_step", "has_transfers",
-    "measured_prefill",
+    "left_storage_alone", "may_overlap", "measured_prefill",
     "num_resumable_tokens", "onboard", "page_size", "prefer_own", "prefetch", "release", "stats",
     "take_copies", "take_events", "turn_pages",
     # What a lease, a ticket and a key say of themselves

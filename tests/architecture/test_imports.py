@@ -52,7 +52,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "observe": BASE,
     "llm": BASE | {"engine", "text", "intake"},
     "api": BASE | {"grammar", "engine", "text", "intake", "observe"},
-    "bench": BASE | {"llm", "models", "scheduler", "cache", "lora", "engine", "text"},
+    # A bench of copies between tiers drives what moves them.
+    "bench": BASE | {"llm", "models", "scheduler", "cache", "lora", "engine", "text", "store"},
     "simulate": BASE | {"scheduler", "cache", "lora", "runner", "engine"},
     "cli": BASE | {"llm", "api", "text", "bench", "simulate", "lora", "engine"},
     "__init__": {"llm", "sampling", "structured_outputs", "adapter_names", "version"},

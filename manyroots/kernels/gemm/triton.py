@@ -32,6 +32,10 @@ ROWS_AT_ONCE: int | None = None
 MAX_ROWS = 64
 BLOCK_N = 64
 BLOCK_K = 128
+SPLITS_ROWS = False
+"""Whether few rows are multiplied by FP8 weights here, as two FP8 numbers each. Not before
+`python -m tests.gpu.check kernels:scaled` agrees: on an H200, 28 of its 42 cases differed by more
+than a hundredth (2026-11-16), though the interpreter's agree. `scaled_gemm` has the rest."""
 INNER_STEP = 8
 """The inner dimension is a multiple of it, so that rows are whole 16-byte loads."""
 CACHE_LINE_BYTES = 128
@@ -235,6 +239,8 @@ def is_for(num_rows: int, weight: Matrix, bias: Tensor | None) -> bool:
     it reads that faster than the library does; beyond, it is the library's."""
     if isinstance(weight, Tensor):
         return num_rows <= MAX_ROWS and weight.shape[1] % INNER_STEP == 0
+    if not SPLITS_ROWS:
+        return False
     # Rows of bytes are whole 16-byte loads, and a tile lies within a group of columns.
     fits = weight.has_row_scales or weight.group % BLOCK_K == 0
     return num_rows <= MAX_ROWS and weight.shape[1] % SIDE_STEP == 0 and fits

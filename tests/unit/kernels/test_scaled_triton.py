@@ -101,7 +101,11 @@ def test_q01_adapters_read_the_same_rows_and_are_not_scaled(dtype: torch.dtype) 
         assert torch.equal(shrunk.hidden[:, row, :rank], plain.hidden[:, row, :rank])
 
 
-def test_q01_groups_that_tiles_would_cut_are_left_to_the_library() -> None:
+def test_q01_groups_that_tiles_would_cut_are_left_to_the_library(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert not gemm.is_for(8, scaled(16, 256), None)
+    monkeypatch.setattr(gemm, "SPLITS_ROWS", True)
     assert gemm.is_for(8, scaled(16, 256), None)
     assert gemm.is_for(8, scaled(16, 256, group=128), None)
     assert not gemm.is_for(8, scaled(16, 256, group=64), None)

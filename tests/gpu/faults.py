@@ -24,7 +24,7 @@ from manyroots.kernels.lora_sites import reference
 from manyroots.kernels.norm.undivided import UndividedNorm
 from manyroots.kernels.rope_write.inputs import RopeTable
 from manyroots.layers.linear import Linear
-from manyroots.runner import step_arrays
+from manyroots.runner import mixed, step_arrays
 from manyroots.runner.device_rows import DeviceRows
 from manyroots.runner.inputs import NOWHERE
 from manyroots.runner.sampling_state import SamplingState
@@ -84,7 +84,10 @@ def _wrong_slot() -> AbstractContextManager[None]:
     def make(call: Any) -> Any:
         return lambda slots, *rest, **options: call(changed(slots), *rest, **options)
 
-    return _both(patched(step_arrays, "_adapter_arrays", make), patched(reference, "prepare", make))
+    graphs = _both(
+        patched(step_arrays, "adapter_arrays", make), patched(mixed, "adapter_arrays", make)
+    )
+    return _both(graphs, patched(reference, "prepare", make))
 
 
 @contextmanager
@@ -123,7 +126,7 @@ def _lost_token() -> AbstractContextManager[None]:
 
         return wrong
 
-    return patched(runner_module, "token_arrays", make)
+    return _both(patched(runner_module, "token_arrays", make), patched(mixed, "token_arrays", make))
 
 
 def _late_position() -> AbstractContextManager[None]:

@@ -15,6 +15,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 from unittest import mock
 
+import torch
 from torch import Tensor
 
 import manyroots.runner.runner as runner_module
@@ -248,7 +249,8 @@ def verdict(parity: Parity, fault: Fault) -> str | None:
 
 
 def bent(kernels: Kernels, op: str) -> Kernels:
-    """Kernels of which one computes with another first input: half of its last row is off."""
+    """Kernels of which one computes with another first input: half of its last row is off, and of
+    some before it, since the last one may be nobody's."""
     room, _, name = op.partition(".")
     call = getattr(getattr(kernels, room), name)
 
@@ -259,10 +261,11 @@ def bent(kernels: Kernels, op: str) -> Kernels:
             return call(replace(first, squares=squares), *rest, **options)
         if isinstance(first, RopeTable):
             return call(replace(first, cos=first.cos + 4), *rest, **options)
-        changed = first.clone()
-        half = changed.view(-1, changed.shape[-1])[-1, ::2]
-        # Numbers of tokens stay in the vocabulary, or the model would fail before it is compared.
-        half.copy_(half + 4 if half.is_floating_point() else half.abs() // 2)
+        changed = first.clone(memory_format=torch.contiguous_format)
+        rows = changed.view(-1, changed.shape[-1])
+        for half in (rows[-1, ::2], rows[:-1:5, ::2]):
+            # Tokens stay in the vocabulary, or the model would fail before it is compared.
+            half.copy_(half + 4 if half.is_floating_point() else half.abs() // 2)
         given = call(changed, *rest, **options)
         if given is None:  # it changes its input in place
             first.copy_(changed)
@@ -272,12 +275,13 @@ def bent(kernels: Kernels, op: str) -> Kernels:
     return replace(kernels, **{room: cast(ModuleType, module)})
 
 
-def kernel_verdict(parity: Parity, op: str) -> str | None:
-    """What the comparison of single kernels says of an engine with a bent one; None if nothing."""
+def kernel_verdict(parity: Parity, op: str, *, adapted: bool = True) -> str | None:
+    """What the comparison of single kernels says of an engine with a bent one; None if nothing.
+    Without adapters where the kernel is for steps that have none."""
     with patched(checked, "checked_kernels", lambda make: lambda k, r: make(bent(k, op), r)):
         try:
-            few = made.few(count=3, max_tokens=2)
-            parity.check_kernels({"adapted": few})
+            owners = {} if adapted else {"owners": (None,)}
+            parity.check_kernels({"adapted": made.few(**owners, count=3, max_tokens=2)})
         except AssertionError as error:
             return str(error)
     return None

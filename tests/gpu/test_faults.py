@@ -12,6 +12,7 @@ import pytest
 
 from manyroots.kernels import choice
 from manyroots.kernels.choice import Kernels
+from manyroots.runner import mixed
 from tests.gpu.checked import RESULTS
 from tests.gpu.engines import Side
 from tests.gpu.faults import FAULTS, batches, kernel_verdict, verdict
@@ -36,6 +37,12 @@ NOT_CALLED = (
     "scaled_gemm.is_for", "scaled_gemm.round_rows",
 )  # fmt: skip
 """By a step: parts of what is compared, and what only says what `linear` takes."""
+
+
+@pytest.fixture(autouse=True)
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """References take their time for every token, padding's as well."""
+    monkeypatch.setattr(mixed, "TOKENS", range(8, 1025, 8))
 
 
 @pytest.fixture(scope="module")

@@ -36,27 +36,30 @@ def streamed() -> None:
 def tools() -> None:
     for choice in ({"type": "any"}, {"type": "tool", "name": "weather"}):
         answer = client.messages.create(
-            model=MODEL, max_tokens=100, messages=ASK, tools=[TOOL], tool_choice=choice,
+            model=MODEL, max_tokens=200, messages=ASK, tools=[TOOL], tool_choice=choice,
+            temperature=0,
         )  # fmt: skip
-        [call] = [block for block in answer.content if block.type == "tool_use"]
-        assert set(call.input) == {"city"}
+        calls = [block for block in answer.content if block.type == "tool_use"]
+        assert calls, "a call was asked for"
+        assert all(set(call.input) == {"city"} for call in calls)
         assert answer.stop_reason == "tool_use"
-    result = {"type": "tool_result", "tool_use_id": call.id, "content": "rain"}
+    results = [{"type": "tool_result", "tool_use_id": call.id, "content": "rain"} for call in calls]
     blocks = [block.model_dump() for block in answer.content]
     history = [
         *ASK,
         {"role": "assistant", "content": blocks},
-        {"role": "user", "content": [result]},
+        {"role": "user", "content": results},
     ]
     client.messages.create(model=MODEL, max_tokens=12, messages=history, tools=[TOOL])
 
 
 def tools_streamed() -> None:
     with client.messages.stream(
-        model=MODEL, max_tokens=100, messages=ASK, tools=[TOOL], tool_choice={"type": "any"},
+        model=MODEL, max_tokens=200, messages=ASK, tools=[TOOL], tool_choice={"type": "any"},
+        temperature=0,
     ) as stream:  # fmt: skip
         whole = stream.get_final_message()
-    assert [block.name for block in whole.content if block.type == "tool_use"] == ["weather"]
+    assert {block.name for block in whole.content if block.type == "tool_use"} == {"weather"}
 
 
 def counted() -> None:

@@ -147,6 +147,12 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Both:
     return Both(folder)
 
 
+@pytest.fixture(autouse=True)
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """References take their time for every token, padding's as well."""
+    monkeypatch.setattr(mixed, "TOKENS", range(8, 129, 8))
+
+
 @pytest.fixture
 def slow_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """No token reaches the host before somebody waits for it."""

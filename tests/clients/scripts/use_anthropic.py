@@ -37,7 +37,7 @@ def tools() -> None:
     for choice in ({"type": "any"}, {"type": "tool", "name": "weather"}):
         answer = client.messages.create(
             model=MODEL, max_tokens=200, messages=ASK, tools=[TOOL], tool_choice=choice,
-            temperature=0,
+            extra_body={"temperature": 0},
         )  # fmt: skip
         calls = [block for block in answer.content if block.type == "tool_use"]
         assert calls, "a call was asked for"
@@ -56,7 +56,7 @@ def tools() -> None:
 def tools_streamed() -> None:
     with client.messages.stream(
         model=MODEL, max_tokens=200, messages=ASK, tools=[TOOL], tool_choice={"type": "any"},
-        temperature=0,
+        extra_body={"temperature": 0},
     ) as stream:  # fmt: skip
         whole = stream.get_final_message()
     assert {block.name for block in whole.content if block.type == "tool_use"} == {"weather"}

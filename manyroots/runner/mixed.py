@@ -19,10 +19,9 @@ from manyroots.ids import NO_ADAPTER
 from manyroots.kernels.attention.paged import QUERY_BLOCK
 from manyroots.runner.inputs import NOWHERE, StepInputs
 from manyroots.runner.step_arrays import (
-    MANY_ROWS,
     Arrays,
     adapter_arrays,
-    longest_first,
+    decode_order,
     sequence_arrays,
     token_arrays,
 )
@@ -92,8 +91,7 @@ def mixed_arrays(
         "sampled_at": _filled(inputs.sampled_at, shape.num_samples, 0),
     }
     arrays["blocks"][len(sequences["blocks"]) :, 0] = 0
-    if shape.num_decodes > MANY_ROWS:
-        arrays["order"] = longest_first(lens[: shape.num_decodes])
+    arrays |= decode_order(lens[: shape.num_decodes])
     if inputs.token_slots is None:
         return arrays
     slots = _filled(inputs.token_slots, shape.num_tokens, NO_ADAPTER)

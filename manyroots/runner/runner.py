@@ -51,6 +51,7 @@ from manyroots.runner.sharing import Sharing, blank
 from manyroots.runner.step_arrays import (
     Arrays,
     decode_arrays,
+    decode_order,
     sampling_rows,
     sequence_arrays,
     token_arrays,
@@ -330,7 +331,9 @@ class ModelRunner:
     ) -> Answer:
         """A step of any kind, kernel by kernel; perhaps with pages that come while it computes."""
         rows = inputs.rows[inputs.sampling]
-        arrays: Arrays = {**token_arrays(inputs), **sequence_arrays(inputs)}
+        sequences = sequence_arrays(inputs)
+        arrays: Arrays = {**token_arrays(inputs), **sequences}
+        arrays |= decode_order(sequences["lens"][: inputs.num_decodes])
         arrays.update(self._shared_arrays(inputs, inputs.num_decodes))
         arrays["sampled_at"] = inputs.sampled_at
         arrays.update(self._state.arrays(rows, self._batch.num_output_tokens(rows)))

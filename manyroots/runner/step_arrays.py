@@ -37,11 +37,9 @@ def sequence_arrays(inputs: StepInputs) -> Arrays:
     own: Arrays = {"lens": lens}
     if len(inputs.units):
         own["units"] = inputs.units
-    count = inputs.num_decodes
-    if count > MANY_ROWS:
-        own["order"] = longest_first(lens[:count])
     if inputs.is_decode:
         return own
+    count = inputs.num_decodes
     starts = inputs.query_starts[count:]
     return {
         **own,
@@ -51,20 +49,21 @@ def sequence_arrays(inputs: StepInputs) -> Arrays:
     }
 
 
-def longest_first(lens: Int32s) -> Int32s:
-    """Rows in the order to begin them: whoever takes longest should not come last."""
-    return np.argsort(-lens, kind="stable").astype(np.int32)
+def decode_order(lens: Int32s) -> Arrays:
+    """The order to begin rows that decode, if they are many: whoever takes longest should not come
+    last."""
+    if len(lens) <= MANY_ROWS:
+        return {}
+    return {"order": np.argsort(-lens, kind="stable").astype(np.int32)}
 
 
 def decode_arrays(inputs: StepInputs, *, size: int, num_slots: int, spare_units: Int32s) -> Arrays:
     """A step of single tokens, padded to `size`. `num_slots`: how many adapters there may be.
     `spare_units`: whose states padding computes, by family of states."""
     arrays = {**token_arrays(inputs), **sequence_arrays(inputs)}
-    arrays.pop("order", None)
     padding = size - len(inputs.rows)
     arrays = {name: _padded(array, padding) for name, array in arrays.items()}
-    if size > MANY_ROWS:
-        arrays["order"] = longest_first(arrays["lens"])
+    arrays |= decode_order(arrays["lens"])
     arrays["pages"][:, len(inputs.rows) :] = NOWHERE
     if "units" in arrays:
         arrays["units"][:, len(inputs.rows) :] = spare_units[:, None]

@@ -2,10 +2,11 @@
 
 Same signatures as `reference.py`. The weight is the matrix instruction's left operand, so that 16
 rows cost no more than one. The inner dimension may be cut into splits, which give partial sums to
-the next kernel. FP8 weights are multiplied as they are, with rows in two FP8 numbers each
-(`triton_split.py`). The adapters' A are further tiles of the same launch: their bytes cost what
-bytes cost, their arithmetic nothing. While the kernel before this one still runs, a program's first
-tile of the weight is already on its way into the cache; asking for more made steps slower.
+the next kernel. FP8 weights can be multiplied as they are, with rows in two FP8 numbers each
+(`triton_split.py`; see SPLITS_ROWS). The adapters' A are further tiles of the same launch: their
+bytes cost what bytes cost, their arithmetic nothing. While the kernel before this one still runs,
+a program's first tile of the weight is already on its way into the cache; asking for more made
+steps slower.
 """
 
 from __future__ import annotations

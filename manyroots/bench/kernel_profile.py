@@ -8,7 +8,7 @@ began first of those running, since the others wait for it. Own times and idle a
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,8 +58,11 @@ def kernels_of(run: Callable[[], object]) -> KernelTimes:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run()
         torch.cuda.synchronize()
-    return share(
-        (event.time_range.start, event.time_range.end, event.name)
-        for event in profile.events()
-        if event.device_type.name == "CUDA"
-    )
+    return share(kernel_intervals(profile))
+
+
+def kernel_intervals(profile: Any) -> Iterator[tuple[float, float, str]]:
+    """When each kernel of torch's ended record began and ended, and its name."""
+    for event in profile.events():
+        if event.device_type.name == "CUDA":
+            yield event.time_range.start, event.time_range.end, event.name

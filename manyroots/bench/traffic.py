@@ -1,9 +1,10 @@
 """`manyroots bench traffic`: whole requests of mixed sizes through the engine, below text and HTTP.
 
-Prefix cache on; every run has a cold one, by a salt of its own. Warmed up with two runs of the same
+Prefix cache on; every run has a cold one, by a salt of its own. Warmed up with runs of the same
 requests before. What counts is the time until the last request has ended, the median of the runs
 with its spread. With `load`, the same requests come one by one, at random (Poisson), at that share
-of the rate that the engine just kept up with; then time to the first token counts.
+of the rate that the engine just kept up with; then time to the first token counts. With `profile`,
+one more run says where the time went.
 """
 
 from __future__ import annotations
@@ -23,17 +24,19 @@ import numpy as np
 import torch
 
 from manyroots.bench.drive import Timeline, drive
+from manyroots.bench.kernel_profile import KernelTimes
 from manyroots.bench.machine import describe_machine
 from manyroots.bench.model_configs import write_config
 from manyroots.bench.random_adapters import targets_of, write_adapters
 from manyroots.bench.spread import percentile, spread
+from manyroots.bench.step_profile import PROFILED_STEPS, WatchedRunner, show, steps_by_kind
 from manyroots.bench.traffic_cases import TrafficCase, adapter_name
 from manyroots.config import engine_settings
 from manyroots.engine.build import Engine, build_engine
 from manyroots.models.source import resolve_source
+from manyroots.step import Runner
 
 MARGIN_TOKENS = 16
-WARM_UPS = 2
 DEFAULTS: dict[str, Any] = {"max_num_seqs": 256, "max_num_batched_tokens": 8192}
 
 
@@ -46,6 +49,8 @@ class TrafficRuns:
     """Also the same requests without their adapters, turn and turn about."""
     load: float | None
     """None: no run with arrivals."""
+    warm_ups: int = 2
+    profile: bool = False
 
 
 def run_traffic(
@@ -57,7 +62,7 @@ def run_traffic(
         "bench": "traffic",
         "model_config": model_config,
         "engine": {**DEFAULTS, **engine},
-        "warm_ups": WARM_UPS,
+        "warm_ups": runs.warm_ups,
         "prefix_cache": "on, cold for every run",
         "machine": describe_machine(),
         "cases": [],
@@ -70,8 +75,8 @@ def run_traffic(
         for case in cases:
             settings = {**DEFAULTS, "max_model_len": case.max_len + MARGIN_TOKENS, **own, **engine}
             settings |= _adapters(case, settings, folder / case.name)
-            with _engine(settings) as (built, start_s):
-                figures = _Case(case, runs, built).measure()
+            with _engine(settings) as (built, watched, start_s):
+                figures = _Case(case, runs, built, watched).measure()
             report["cases"].append({"start_s": start_s, **figures})
     return report
 
@@ -100,14 +105,20 @@ def _adapters(case: TrafficCase, settings: dict[str, Any], folder: Path) -> dict
 
 
 @contextmanager
-def _engine(settings: dict[str, Any]) -> Iterator[tuple[Engine, float]]:
+def _engine(settings: dict[str, Any]) -> Iterator[tuple[Engine, WatchedRunner, float]]:
     # What the last engine had must be free before this one asks how much memory is left.
     gc.collect()
     torch.cuda.empty_cache()
     began = time.perf_counter()
-    engine = build_engine(engine_settings(settings))
+    watched: list[WatchedRunner] = []
+
+    def watch(runner: Runner) -> Runner:
+        watched.append(WatchedRunner(runner))
+        return watched[0]
+
+    engine = build_engine(engine_settings(settings), watch)
     try:
-        yield engine, round(time.perf_counter() - began, 2)
+        yield engine, watched[0], round(time.perf_counter() - began, 2)
     finally:
         engine.loop.close()
 
@@ -117,15 +128,17 @@ class _Case:
 
     _ids = itertools.count(1)
 
-    def __init__(self, case: TrafficCase, runs: TrafficRuns, engine: Engine) -> None:
-        self._case, self._runs, self._engine = case, runs, engine
+    def __init__(
+        self, case: TrafficCase, runs: TrafficRuns, engine: Engine, watched: WatchedRunner
+    ) -> None:
+        self._case, self._runs, self._engine, self._watched = case, runs, engine, watched
         self._salts = map(str, itertools.count())
         self._num_looked_up = self._num_hit = 0
 
     def measure(self) -> dict[str, Any]:
         case, has_base = self._case, self._runs.with_base and self._case.num_adapters > 0
         kinds = [True, False] if has_base else [True]
-        for _, kind in itertools.product(range(WARM_UPS), kinds):
+        for _, kind in itertools.product(range(self._runs.warm_ups), kinds):
             self._run(with_adapters=kind)
         lines: dict[bool, list[Timeline]] = {kind: [] for kind in kinds}
         for _, kind in itertools.product(range(self._runs.repeats), kinds):
@@ -133,6 +146,8 @@ class _Case:
         figures = {"case": case.name, "workload": case.described(), **_figures(lines[True])}
         figures["hit_rate"] = round(self._num_hit / max(1, self._num_looked_up), 4)
         _show(case.name, figures)
+        if self._runs.profile:
+            figures["profile"] = self._profile()
         if has_base:
             figures["base"] = _figures(lines[False])
             _show("the same without adapters", figures["base"])
@@ -158,6 +173,21 @@ class _Case:
         figures = {"load": self._runs.load, "requests_per_s": round(rate, 4), **_latencies([line])}
         _say(f"{'':>26}  at {self._runs.load:.0%} load  {_shown(figures)}")
         return figures
+
+    def _profile(self) -> dict[str, Any]:
+        """Of the steps of one run; on a GPU of another one's kernels, which are slower to note."""
+        self._watched.watch(range(0))
+        self._run(with_adapters=True)
+        kinds = steps_by_kind(self._watched.steps)
+        kernels: list[dict[str, Any]] = []
+        middle = len(self._watched.steps) // 2
+        if torch.cuda.is_available():
+            self._watched.watch(range(middle, middle + PROFILED_STEPS))
+            self._run(with_adapters=True)
+            if self._watched.kernels is not None:
+                kernels = KernelTimes().per_step(self._watched.kernels, PROFILED_STEPS)
+        show(self._case.name, kinds, kernels)
+        return {"steps": kinds, "kernels_per_step": kernels}
 
     def _run(self, *, with_adapters: bool, due_s: list[float] | None = None) -> Timeline:
         vocab_size = self._engine.info.vocab_size

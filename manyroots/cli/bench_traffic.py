@@ -49,6 +49,11 @@ def add_traffic(kinds: Any) -> None:
         help="also with random arrivals at this share of the rate kept up with; 0.7 is 70%%",
     )  # fmt: skip
     group.add_argument("--repeats", type=int, default=3, metavar="N", help="the median counts")
+    group.add_argument("--warm-ups", type=int, default=2, metavar="N", help="runs before those")
+    group.add_argument(
+        "--profile", action="store_true",
+        help="also where the time goes, by kinds of steps and, on a GPU, by kernels",
+    )  # fmt: skip
     group.add_argument("--json", metavar="FILE", help="write the result here")
     traffic.set_defaults(run=_traffic)
 
@@ -64,12 +69,19 @@ def _traffic(arguments: dict[str, Any]) -> int:
             raise ConfigError(f"--case is {name!r}; choose one of {', '.join(CASES)}.")
     _check_share("lengths", values["lengths"])
     check_at_least("repeats", values["repeats"], 1)
+    check_at_least("warm_ups", values["warm_ups"], 0)
     if values["requests"] is not None:
         check_at_least("requests", values["requests"], 1)
     if values["load"] is not None:
         _check_share("load", values["load"])
     cases = [CASES[name].shrunk(values["requests"], values["lengths"]) for name in names]
-    runs = TrafficRuns(values["repeats"], with_base=values["with_base"], load=values["load"])
+    runs = TrafficRuns(
+        values["repeats"],
+        with_base=values["with_base"],
+        load=values["load"],
+        warm_ups=values["warm_ups"],
+        profile=values["profile"],
+    )
     report = run_traffic(cases, runs, values["model_config"], engine_values(values))
     return written(report, values["json"])
 

@@ -36,6 +36,7 @@ from manyroots.models.source import ModelSource, resolve_source
 from manyroots.progress import stage
 from manyroots.runner.logprobs import same_within
 from manyroots.scheduler.scheduler import Scheduler
+from manyroots.step import Runner
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +49,11 @@ class Engine:
     info: EngineInfo
 
 
-def build_engine(settings: EngineSettings) -> Engine:
-    """Load the model, size the cache and wire everything up."""
+def build_engine(
+    settings: EngineSettings, watch: Callable[[Runner], Runner] | None = None
+) -> Engine:
+    """Load the model, size the cache and wire everything up. `watch`: gives what takes the
+    runner's place, for somebody who wants to see each step."""
     _check_step(settings)
     check_tiers(settings)
     with stage("model files"):
@@ -87,7 +91,7 @@ def build_engine(settings: EngineSettings) -> Engine:
         directory = AdapterDirectory(settings.lora, scheduler, files, base_names=base_names)
     loop = EngineLoop(
         scheduler,
-        executor.runner,
+        executor.runner if watch is None else watch(executor.runner),
         directory=directory,
         compiles=GrammarCompiles(executor.grammars),
         alarm=executor.alarm,

@@ -12,6 +12,7 @@ import pytest
 from manyroots.bench.decode import decode_figures
 from manyroots.bench.drive import RequestTimes, StepMark, Timeline
 from manyroots.bench.spread import percentile, spread
+from manyroots.bench.step_profile import WatchedStep, steps_by_kind
 from manyroots.bench.traffic_cases import CASES
 from manyroots.cli.main import main
 from manyroots.errors import ConfigError
@@ -140,3 +141,31 @@ def test_spread_and_percentiles() -> None:
     assert percentile([5.0, 1.0, 2.0, 3.0, 4.0], 0.5) == 3.0
     assert percentile(list(range(1, 101)), 0.99) == 99
     assert percentile([7.0], 0.99) == 7.0
+
+
+def test_b02_a_profile_has_every_step_and_all_of_the_time(tmp_path: Path, capsys) -> None:
+    report = tmp_path / "traffic.json"
+    main([*SMALL, "--repeats", "1", "--warm-ups", "0", "--profile", "--json", str(report)])
+    case = json.loads(report.read_text())["cases"][0]
+    kinds = case["profile"]["steps"]
+    assert {row["kind"] for row in kinds} == {"decode", "mixed"}
+    # The first token of an output comes with its prompt.
+    decoded = sum(row["decodes"] * row["steps"] for row in kinds)
+    assert decoded == pytest.approx(case["output_tokens"] - 12, abs=len(kinds) * 20)
+    assert case["profile"]["kernels_per_step"] == []
+    assert "steps by kind" in capsys.readouterr().err
+
+
+def test_times_of_steps_and_waits_between_them_add_up_to_the_run() -> None:
+    steps = [
+        WatchedStep(8192, 0, launched_s=0.0, ended_s=0.2),
+        WatchedStep(300, 40, launched_s=0.1, ended_s=0.25),
+        WatchedStep(40, 40, launched_s=0.3, ended_s=0.31),
+        WatchedStep(60, 60, launched_s=0.305, ended_s=0.33),
+    ]
+    kinds = {(row["kind"], row["at_most"]): row for row in steps_by_kind(steps)}
+    assert kinds["mixed", None]["ms"] == 200.0
+    assert kinds["mixed", 512] | {"ms": 50.0, "decodes": 40} == kinds["mixed", 512]
+    decode = kinds["decode", 64]
+    assert (decode["steps"], decode["total_ms"], decode["waiting_ms"]) == (2, 30.0, 50.0)
+    assert sum(row["total_ms"] + row["waiting_ms"] for row in kinds.values()) == pytest.approx(330)

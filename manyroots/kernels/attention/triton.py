@@ -48,6 +48,22 @@ def _load_tokens(layer_kv, table, t, ok, d, page_stride, token_stride, PAGE_SIZE
 
 
 @triton.jit
+def _take_in(query, keys_at, part_stride, ok, best, total, acc, scale):
+    """Take in the tokens at `keys_at` that are `ok` (at least one is): the best score so far, the
+    sum of weights, and of values."""
+    keys = tl.load(keys_at, mask=ok[:, None], other=0.0).to(query.dtype)
+    values = tl.load(keys_at + part_stride, mask=ok[:, None], other=0.0).to(query.dtype)
+    scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
+    scores = tl.where(ok[None, :], scores, float("-inf"))
+    higher = tl.maximum(best, tl.max(scores, axis=1))
+    shrink = tl.exp2(best - higher)
+    weights = tl.exp2(scores - higher[:, None])
+    total = total * shrink + tl.sum(weights, axis=1)
+    acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None], input_precision="ieee")
+    return higher, total, acc
+
+
+@triton.jit
 def _decode(
     q, layer_kv, page_table, context_lens, shared_lens, order, sinks, out, partial, sums, counters,
     scale, window, table_row, page_stride, part_stride, token_stride,
@@ -114,18 +130,7 @@ def _decode(
             keys_at = _load_tokens(
                 layer_kv, page_table, t, ok, d, page_stride, token_stride, PAGE_SIZE
             )
-        keys = tl.load(keys_at, mask=ok[:, None], other=0.0).to(query.dtype)
-        values = tl.load(keys_at + part_stride, mask=ok[:, None], other=0.0).to(query.dtype)
-        scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
-        scores = tl.where(ok[None, :], scores, float("-inf"))
-        higher = tl.maximum(best, tl.max(scores, axis=1))
-        shrink = tl.exp2(best - higher)
-        weights = tl.exp2(scores - higher[:, None])
-        total = total * shrink + tl.sum(weights, axis=1)
-        acc = tl.dot(
-            weights.to(values.dtype), values, acc * shrink[:, None], input_precision="ieee"
-        )
-        best = higher
+        best, total, acc = _take_in(query, keys_at, part_stride, ok, best, total, acc, scale)
     acc = acc / total[:, None]
     if num_before + num_used == 1:
         tl.store(out + row_head[:, None] * HEAD_DIM + d[None, :], acc, mask=(g < GROUP)[:, None])
@@ -202,18 +207,7 @@ def _shared(
         keys_at = _load_tokens(
             layer_kv, page_table, t, seen, d, page_stride, token_stride, PAGE_SIZE
         )
-        keys = tl.load(keys_at, mask=seen[:, None], other=0.0).to(query.dtype)
-        values = tl.load(keys_at + part_stride, mask=seen[:, None], other=0.0).to(query.dtype)
-        scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
-        scores = tl.where(seen[None, :], scores, float("-inf"))
-        higher = tl.maximum(best, tl.max(scores, axis=1))
-        shrink = tl.exp2(best - higher)
-        weights = tl.exp2(scores - higher[:, None])
-        total = total * shrink + tl.sum(weights, axis=1)
-        acc = tl.dot(
-            weights.to(values.dtype), values, acc * shrink[:, None], input_precision="ieee"
-        )
-        best = higher
+        best, total, acc = _take_in(query, keys_at, part_stride, seen, best, total, acc, scale)
     slot = row_head * MAX_PARTS + split
     to = partial + slot[:, None] * HEAD_DIM + d[None, :]
     tl.store(to, acc / total[:, None], mask=ok[:, None])

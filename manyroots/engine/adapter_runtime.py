@@ -22,7 +22,8 @@ from manyroots.lora.spec import AdapterSpec
 from manyroots.lora.targets import Targets, adapter_bytes
 from manyroots.models.sharding import cut_adapter, whole_targets
 from manyroots.models.spec import ModelSpec
-from manyroots.store.adapter_files import read_adapter
+from manyroots.store.adapter_files import read_folder
+from manyroots.store.adapter_layouts import Layouts
 from manyroots.store.adapter_loader import AdapterLoader, Read
 from manyroots.store.adapter_pool import AdapterPool, pooled_rank
 from manyroots.store.adapter_sites import SiteParts
@@ -71,18 +72,14 @@ def build_adapter_runtime(
     largest = adapter_bytes(targets, settings.max_lora_rank, dtype.itemsize)
     pinned = PinnedMemory(largest) if device.type == "cuda" else None
 
+    layouts = Layouts(
+        targets, max_rank=settings.max_lora_rank, dtype=dtype, vocab_size=model.spec.vocab_size
+    )
+
     def read(
         folder: Path, allowed_dirs: Sequence[Path] | None
     ) -> tuple[AdapterSpec, AdapterWeights]:
-        return read_adapter(
-            folder,
-            targets,
-            max_rank=settings.max_lora_rank,
-            dtype=dtype,
-            vocab_size=model.spec.vocab_size,
-            allowed_dirs=allowed_dirs,
-            allocate=pinned or pageable,
-        )
+        return read_folder(folder, layouts, allowed_dirs=allowed_dirs, allocate=pinned or pageable)
 
     def read_part(path: str) -> AdapterWeights:
         # The digest shows whether files that were allowed once have been replaced since.

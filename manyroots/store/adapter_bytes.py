@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
@@ -42,30 +43,43 @@ def places_of(pieces: Sequence[Piece], tensors: Sequence[TensorEntry]) -> Places
     return places
 
 
-class ArrivingBytes:
-    """Memory that a file of one dtype is read into, in another order than the file's.
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """Where the bytes of a file of one dtype belong, in pieces that divide every tensor and every
+    chunk: one call for a chunk, whatever it has of which tensors."""
 
-    Moved in pieces that divide every tensor and every chunk: one call for a chunk, whatever it has
-    of which tensors.
-    """
+    dtype: str
+    step: int
+    """Bytes of a piece."""
+    to: Places
+    """Which piece of memory each of the file's pieces is."""
 
-    def __init__(self, memory: Bytes, tensors: Sequence[TensorEntry], places: Places) -> None:
-        """As many bytes of memory as the file has."""
-        self._dtype = tensors[0].dtype
-        self.is_finite = True
+    @classmethod
+    def between(cls, tensors: Sequence[TensorEntry], places: Places) -> Moves:
+        """From the order of the file to that of memory."""
+        num_bytes = tensors[-1].end
         starts = np.fromiter((tensor.start for tensor in tensors), np.int64, len(tensors))
-        self._step = math.gcd(CHUNK_BYTES, len(memory), int(np.gcd.reduce(starts)))
-        self._kind = np.dtype((np.void, self._step))
+        step = math.gcd(CHUNK_BYTES, num_bytes, int(np.gcd.reduce(starts)))
+        counts = np.diff(starts, append=num_bytes) // step
+        to = np.arange(num_bytes // step)
+        to += np.repeat((places - starts) // step, counts)
+        return cls(tensors[0].dtype, step, to)
+
+
+class ArrivingBytes:
+    """Memory that a file of one dtype is read into, in another order than the file's."""
+
+    def __init__(self, memory: Bytes, moves: Moves) -> None:
+        """As many bytes of memory as the file has."""
+        self._moves = moves
+        self._kind = np.dtype((np.void, moves.step))
         self._memory = memory.view(self._kind)
-        counts = np.diff(starts, append=len(memory)) // self._step
-        self._to = np.arange(len(self._memory))
-        """Where each piece of the file belongs."""
-        self._to += np.repeat((places - starts) // self._step, counts)
+        self.is_finite = True
 
     def take(self, start: int, chunk: memoryview) -> None:
         """The file's bytes from `start` on. Called on any thread."""
-        if not are_finite(chunk, self._dtype):
+        if not are_finite(chunk, self._moves.dtype):
             self.is_finite = False
-        first = start // self._step
+        first = start // self._moves.step
         pieces = np.frombuffer(chunk, self._kind)
-        self._memory[self._to[first : first + len(pieces)]] = pieces
+        self._memory[self._moves.to[first : first + len(pieces)]] = pieces

@@ -20,20 +20,19 @@ import torch
 from torch import Tensor
 
 from manyroots.errors import AdapterError
-from manyroots.lora.files.config import AdapterConfig, check_invocation_tokens, read_config
+from manyroots.lora.files.config import AdapterConfig
 from manyroots.lora.files.digest import content_digest, read_and_hash
 from manyroots.lora.files.folder import CONFIG_FILE, WEIGHTS_FILE, check_folder, find_file
-from manyroots.lora.files.header import Header, read_header
-from manyroots.lora.files.layout import lay_out
+from manyroots.lora.files.header import Header
 from manyroots.lora.files.opened import AdapterFile
 from manyroots.lora.files.pairs import AdapterLayout, Piece
 from manyroots.lora.spec import AdapterSpec, PairSpec
 from manyroots.lora.targets import Targets
-from manyroots.store.adapter_bytes import ArrivingBytes, places_of
+from manyroots.store.adapter_bytes import ArrivingBytes, Moves
+from manyroots.store.adapter_layouts import FILE_DTYPES, FileLayout, Layouts, pieces_of
 from manyroots.store.adapter_weights import AdapterWeights, LoraPair
 from manyroots.store.host_memory import Allocate, pageable
 
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NUM_COPY_THREADS = 4
 
 
@@ -45,28 +44,38 @@ def read_adapter(
     dtype: torch.dtype,
     vocab_size: int,
     allowed_dirs: Sequence[Path] | None = None,
+) -> tuple[AdapterSpec, AdapterWeights]:
+    """Read and check one PEFT folder; AdapterError says why it can't be served.
+
+    With `allowed_dirs`, the files must lie in one of them after all links are followed.
+    """
+    layouts = Layouts(targets, max_rank=max_rank, dtype=dtype, vocab_size=vocab_size)
+    return read_folder(path, layouts, allowed_dirs=allowed_dirs)
+
+
+def read_folder(
+    path: Path,
+    layouts: Layouts,
+    *,
+    allowed_dirs: Sequence[Path] | None = None,
     allocate: Allocate = pageable,
 ) -> tuple[AdapterSpec, AdapterWeights]:
-    """Read and check a PEFT folder; AdapterError says why it can't be served.
-
-    With `allowed_dirs`, the files must lie in one of them after all links are followed. `allocate`
-    gives the memory in which the weights stay.
-    """
+    """One of many adapters. `allocate` gives the memory in which the weights stay."""
     folder = check_folder(path, allowed_dirs)
     with (
         _without_collector(),
         AdapterFile(find_file(folder, CONFIG_FILE, allowed_dirs)) as config_file,
         AdapterFile(find_file(folder, WEIGHTS_FILE, allowed_dirs)) as weights_file,
     ):
-        config = read_config(config_file)
-        check_invocation_tokens(config.invocation_tokens, vocab_size)
-        header = read_header(weights_file)
-        layout = lay_out(header, config, targets, max_rank)
-        read = _read_into_place if _is_canonical(layout, header, dtype) else _read_and_convert
-        found = read(weights_file, header, layout, dtype, allocate)
+        files = layouts.of(config_file, weights_file)
+        if files.moves is not None:
+            found = _read_into_place(weights_file, files, files.moves, layouts.dtype, allocate)
+        else:
+            found = _read_and_convert(weights_file, files, layouts.dtype, allocate)
         weights_file.check_unchanged()
         config_file.check_unchanged()
-    digest = content_digest(config.canonical(), header, found.hashes)
+    config, layout = files.config, files.layout
+    digest = content_digest(config.canonical(), files.header, found.hashes)
     weights = AdapterWeights(digest, found.pairs, found.buffer)
     if not found.is_finite:
         _check_finite(weights)
@@ -107,20 +116,6 @@ class _Found:
     """False: some number is not, or nobody has looked."""
 
 
-def _is_canonical(layout: AdapterLayout, header: Header, dtype: torch.dtype) -> bool:
-    """Whether the file's tensors are of the canonical form, but for their order."""
-    return (
-        not layout.base_copies
-        and {_DTYPES[entry.dtype] for entry in header.tensors} == {dtype}
-        and not any(piece.axes is not None or piece.rows is not None for piece in _pieces(layout))
-    )
-
-
-def _pieces(layout: AdapterLayout) -> list[Piece]:
-    """In the order of memory (see `AdapterWeights.buffer`)."""
-    return [pair.a for pair in layout.pairs] + [pair.b for pair in layout.pairs]
-
-
 def _halves(layout: AdapterLayout, buffer: Tensor) -> list[Tensor]:
     """The same, cut from the buffer."""
     shapes = [pair.a_shape for pair in layout.pairs] + [pair.b_shape for pair in layout.pairs]
@@ -129,20 +124,21 @@ def _halves(layout: AdapterLayout, buffer: Tensor) -> list[Tensor]:
 
 
 def _read_into_place(
-    file: AdapterFile, header: Header, layout: AdapterLayout, dtype: torch.dtype, allocate: Allocate
+    file: AdapterFile, files: FileLayout, moves: Moves, dtype: torch.dtype, allocate: Allocate
 ) -> _Found:
     """Every byte goes from the file, by way of a chunk, to where it stays."""
-    buffer = allocate(header.data_bytes)
-    places = places_of(_pieces(layout), header.tensors)
-    arriving = ArrivingBytes(buffer.numpy(), header.tensors, places)
-    hashes = read_and_hash(file, header, None, arriving.take)
+    buffer = allocate(files.header.data_bytes)
+    arriving = ArrivingBytes(buffer.numpy(), moves)
+    hashes = read_and_hash(file, files.header, None, arriving.take)
     buffer = buffer.view(dtype)
-    return _Found(hashes, buffer, _pairs(layout, _halves(layout, buffer)), arriving.is_finite)
+    pairs = _pairs(files.layout, _halves(files.layout, buffer))
+    return _Found(hashes, buffer, pairs, arriving.is_finite)
 
 
 def _read_and_convert(
-    file: AdapterFile, header: Header, layout: AdapterLayout, dtype: torch.dtype, allocate: Allocate
+    file: AdapterFile, files: FileLayout, dtype: torch.dtype, allocate: Allocate
 ) -> _Found:
+    header, layout = files.header, files.layout
     raw = pageable(header.data_bytes)
     hashes = read_and_hash(file, header, raw.numpy().data)
     tensors = _tensors(raw, header, dtype)
@@ -152,7 +148,7 @@ def _read_and_convert(
     # Torch copies many small tensors on one core.
     with ThreadPoolExecutor(_NUM_COPY_THREADS, thread_name_prefix="adapter-copy") as threads:
         copied = threads.map(
-            lambda half, piece: _copy(half, piece, tensors), halves, _pieces(layout)
+            lambda half, piece: _copy(half, piece, tensors), halves, pieces_of(layout)
         )
         for _ in copied:
             pass
@@ -181,7 +177,7 @@ def _tensors(raw: Tensor, header: Header, dtype: torch.dtype) -> list[Tensor]:
         while last < len(entries) and entries[last].dtype == entries[first].dtype:
             last += 1
         run = entries[first:last]
-        file_dtype = _DTYPES[run[0].dtype]
+        file_dtype = FILE_DTYPES[run[0].dtype]
         piece = raw[run[0].start : run[-1].end]
         if run[0].start % file_dtype.itemsize:
             piece = piece.clone()

@@ -32,6 +32,11 @@ class Header(NamedTuple):
 
 
 def read_header(file: AdapterFile) -> Header:
+    return parse_header(file, header_bytes(file))
+
+
+def header_bytes(file: AdapterFile) -> bytes:
+    """As in the file, without its length."""
     if file.num_bytes < 8:
         raise _broken(file, f"it has {file.num_bytes} bytes, fewer than any safetensors file")
     length = int.from_bytes(file.read(0, 8), "little")
@@ -41,13 +46,17 @@ def read_header(file: AdapterFile) -> Header:
             f"its header claims {length} bytes; the file has {file.num_bytes} and at most "
             f"{MAX_HEADER_BYTES} are read",
         )
-    raw = file.read(8, length)
+    return file.read(8, length)
+
+
+def parse_header(file: AdapterFile, raw: bytes) -> Header:
+    """`raw`: its `header_bytes`."""
     tensors = parse_plain(raw) or _parse(file, raw)
-    data_bytes = file.num_bytes - 8 - length
+    data_bytes = file.num_bytes - 8 - len(raw)
     needed = tensors[-1].end if tensors else 0
     if needed != data_bytes:
         raise _broken(file, f"its tensors need {needed} bytes of data and {data_bytes} are there")
-    return Header(tuple(tensors), raw, 8 + length, data_bytes)
+    return Header(tuple(tensors), raw, 8 + len(raw), data_bytes)
 
 
 def _parse(file: AdapterFile, raw: bytes) -> list[TensorEntry]:

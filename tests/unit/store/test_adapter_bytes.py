@@ -12,7 +12,7 @@ import torch
 from manyroots.lora.files.pairs import Piece
 from manyroots.lora.files.tensors import TensorEntry
 from manyroots.store import adapter_bytes
-from manyroots.store.adapter_bytes import ArrivingBytes, are_finite, places_of
+from manyroots.store.adapter_bytes import ArrivingBytes, Moves, are_finite, places_of
 from tests.seeded import Draw, for_seeds
 
 
@@ -62,7 +62,7 @@ def test_tensors_come_to_their_places_wherever_chunks_are_cut(draw: Draw) -> Non
     data = np.arange(at // 2, dtype=np.int16).view(np.uint8)
     memory = np.zeros(at, np.uint8)
     with mock.patch.object(adapter_bytes, "CHUNK_BYTES", chunk):
-        arriving = ArrivingBytes(memory, tensors, places_of(pieces, tensors))
+        arriving = ArrivingBytes(memory, Moves.between(tensors, places_of(pieces, tensors)))
     for start in range(0, at, chunk):
         arriving.take(start, memoryview(data[start : start + chunk]))
     wanted = [

@@ -1,0 +1,93 @@
+"""What an adapter's files hold, and where it goes: worked out once for adapters that are alike.
+
+Takes an adapter's open files; gives its config, its header and its layout. Adapters of one model
+often have the same tensors in the same order, and describing them takes Python as long as the disk
+takes to read them where a model has experts. So the last few descriptions are kept; they are used
+again where config and header are the same, byte for byte.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from manyroots.lora.files.config import AdapterConfig, check_invocation_tokens, read_config
+from manyroots.lora.files.header import Header, header_bytes, parse_header
+from manyroots.lora.files.layout import lay_out
+from manyroots.lora.files.opened import AdapterFile
+from manyroots.lora.files.pairs import AdapterLayout, Piece
+from manyroots.lora.targets import Targets
+from manyroots.store.adapter_bytes import Moves, places_of
+
+MAX_KEPT = 4
+FILE_DTYPES: Mapping[str, torch.dtype] = {
+    "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+}  # fmt: skip
+
+_Key = tuple[bytes, bytes, int]
+
+
+@dataclass(frozen=True, slots=True)
+class FileLayout:
+    """Of one adapter's files."""
+
+    config: AdapterConfig
+    header: Header
+    layout: AdapterLayout
+    moves: Moves | None
+    """How the file's bytes come into canonical form; None where order is not all that differs."""
+
+
+class Layouts:
+    """Of the adapters of one model, for an engine of one dtype. Called on any thread."""
+
+    def __init__(
+        self, targets: Targets, *, max_rank: int, dtype: torch.dtype, vocab_size: int
+    ) -> None:
+        self._targets, self._max_rank = targets, max_rank
+        self.dtype = dtype
+        self._vocab_size = vocab_size
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[_Key, FileLayout] = OrderedDict()
+        """Guarded by the lock; the last used are last."""
+
+    def of(self, config_file: AdapterFile, weights_file: AdapterFile) -> FileLayout:
+        """AdapterError says why the files can't be served."""
+        config = read_config(config_file)
+        check_invocation_tokens(config.invocation_tokens, self._vocab_size)
+        raw = header_bytes(weights_file)
+        key = (config_file.read(0, config_file.num_bytes), raw, weights_file.num_bytes)
+        with self._lock:
+            found = self._kept.get(key)
+            if found is not None:
+                self._kept.move_to_end(key)
+                return found
+        header = parse_header(weights_file, raw)
+        layout = lay_out(header, config, self._targets, self._max_rank)
+        moves = None
+        if _is_canonical(layout, header, self.dtype):
+            moves = Moves.between(header.tensors, places_of(pieces_of(layout), header.tensors))
+        made = FileLayout(config, header, layout, moves)
+        with self._lock:
+            self._kept[key] = made
+            while len(self._kept) > MAX_KEPT:
+                self._kept.popitem(last=False)
+        return made
+
+
+def _is_canonical(layout: AdapterLayout, header: Header, dtype: torch.dtype) -> bool:
+    """Whether the file's tensors are of the canonical form, but for their order."""
+    return (
+        not layout.base_copies
+        and {FILE_DTYPES[entry.dtype] for entry in header.tensors} == {dtype}
+        and not any(p.axes is not None or p.rows is not None for p in pieces_of(layout))
+    )
+
+
+def pieces_of(layout: AdapterLayout) -> list[Piece]:
+    """In the order of memory (see `AdapterWeights.buffer`)."""
+    return [pair.a for pair in layout.pairs] + [pair.b for pair in layout.pairs]

@@ -1610,4 +1610,20 @@ MUTATIONS: tuple[Mutation, ...] = (
             "unit/cache/test_owners_apart.py::test_n04_t07_random_pairs_of_owners_stay_apart_on_every_tier",
         ),
     ),
+    Mutation(
+        "store/adapter_layouts.py",
+        "key = (config_file.read(0, config_file.num_bytes), raw, weights_file.num_bytes)",
+        'key = (b"", raw, weights_file.num_bytes)',
+        "adapters with the same tensors have the scaling of the first of them",
+        ("unit/store/test_adapter_layouts.py::test_another_config_is_another_layout",),
+    ),
+    Mutation(
+        "store/adapter_layouts.py",
+        "key = (config_file.read(0, config_file.num_bytes), raw, weights_file.num_bytes)",
+        "key = (config_file.read(0, config_file.num_bytes), raw, 0)",
+        "a file that was cut short is read as if it were whole",
+        (
+            "unit/store/test_adapter_layouts.py::test_a_file_cut_short_is_refused_though_its_header_is_known",
+        ),
+    ),
 )

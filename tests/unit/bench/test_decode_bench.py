@@ -34,6 +34,10 @@ def test_every_batch_is_run_without_lora_with_it_and_with_adapters_w20() -> None
     moves = report["adapter_moves_s"]
     assert set(moves["disk"]) == {"to_host", "to_device"}
     assert set(moves["host"]) == {"to_device"}
+    assert {to: len(took) for to, took in moves["disk_burst_of_three"].items()} == {
+        "to_host": 3,
+        "to_device": 3,
+    }
     assert moves["device"] == {}
     assert report["workload"]["prompt_lens"] == (16, 16)
 

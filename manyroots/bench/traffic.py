@@ -4,7 +4,7 @@ Prefix cache on; every run has a cold one, by a salt of its own. Warmed up with 
 requests before. What counts is the time until the last request has ended, the median of the runs
 with its spread. With `load`, the same requests come one by one, at random (Poisson), at that share
 of the rate that the engine just kept up with; then time to the first token counts. With `profile`,
-one more run says where the time went.
+one more run says where the time went. Cases that want the same settings run on one engine.
 """
 
 from __future__ import annotations
@@ -72,19 +72,30 @@ def run_traffic(
         own: dict[str, Any] = {}
         if model_config is not None:
             own = {"model": str(write_config(model_config, folder)), "load_format": "dummy"}
+        groups: list[tuple[dict[str, Any], list[TrafficCase]]] = []
         for case in cases:
             settings = {**DEFAULTS, "max_model_len": case.max_len + MARGIN_TOKENS, **own, **engine}
-            settings |= _adapters(case, settings, folder / case.name)
+            settings |= _adapters(case, settings, folder)
+            alike = next((members for other, members in groups if other == settings), None)
+            if alike is None:
+                groups.append((settings, [case]))
+            else:
+                alike.append(case)
+        for settings, members in groups:
             with _engine(settings) as (built, watched, start_s):
-                figures = _Case(case, runs, built, watched).measure()
-            report["cases"].append({"start_s": start_s, **figures})
+                for case in members:
+                    figures = _Case(case, runs, built, watched).measure()
+                    report["cases"].append({"start_s": start_s, **figures})
     return report
 
 
-def _adapters(case: TrafficCase, settings: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Settings that know the case's adapters, which are written as files."""
+def _adapters(case: TrafficCase, settings: dict[str, Any], home: Path) -> dict[str, Any]:
+    """Settings that know the case's adapters, which are written as files: the same ones for cases
+    that want the same."""
     if case.num_adapters == 0:
         return {}
+    ranks = "-".join(map(str, case.ranks))
+    folder = home / f"{case.num_adapters}-of-rank-{ranks}-on-{len(case.projections)}"
     targets = targets_of(resolve_source(engine_settings(settings).model))
     paths: dict[int, Path] = {}
     stride = len(case.ranks)
@@ -127,12 +138,13 @@ class _Case:
     """One case on its engine."""
 
     _ids = itertools.count(1)
+    _salts = map(str, itertools.count())
+    """Of all cases: those on one engine must not find each other's prompts."""
 
     def __init__(
         self, case: TrafficCase, runs: TrafficRuns, engine: Engine, watched: WatchedRunner
     ) -> None:
         self._case, self._runs, self._engine, self._watched = case, runs, engine, watched
-        self._salts = map(str, itertools.count())
         self._num_looked_up = self._num_hit = 0
 
     def measure(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from manyroots.bench import traffic
 from manyroots.bench.decode import decode_figures
 from manyroots.bench.drive import RequestTimes, StepMark, Timeline
 from manyroots.bench.spread import percentile, spread
@@ -80,6 +81,24 @@ def test_b02_a_case_runs_with_adapters_beside_its_base_and_under_load(tmp_path: 
     assert report["machine"]["cpu"]
 
 
+def test_b02_cases_that_want_the_same_engine_share_it_and_find_nothing_of_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B02: an engine for each kind of settings; cold prompts although both cases have the same."""
+    started = []
+    build = traffic.build_engine
+    monkeypatch.setattr(traffic, "build_engine", lambda *a: started.append(a) or build(*a))
+    target = tmp_path / "traffic.json"
+    cases = ("--case", "mixed-greedy", "--case", "classify", "--case", "mixed-sampled")
+    flags = ("--warm-ups", "0", "--repeats", "1", "--requests", "4", "--json", str(target))
+    assert main([*SMALL, *cases, *flags]) == 0
+    report = json.loads(target.read_text())
+    assert len(started) == 2
+    assert [c["case"] for c in report["cases"]] == ["mixed-greedy", "mixed-sampled", "classify"]
+    assert [c["hit_rate"] for c in report["cases"]] == [0.0, 0.0, 0.0]
+    assert report["warm_ups"] == 0
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
@@ -87,6 +106,7 @@ def test_b02_a_case_runs_with_adapters_beside_its_base_and_under_load(tmp_path: 
         (("--lengths", "0"), "--lengths is 0.0"),
         (("--load", "1.5"), "--load is 1.5"),
         (("--requests", "0"), "--requests is 0"),
+        (("--warm-ups", "-1"), "--warm-ups is -1"),
     ],
 )
 def test_wrong_flags_are_named(

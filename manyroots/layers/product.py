@@ -46,6 +46,10 @@ class Product:
         kernels.lora_sites.expand(whole, self.lora)
         return whole
 
+    def rows(self, at: Tensor, kernels: Kernels) -> Product:
+        """Of some tokens alone."""
+        return replace(self, sums=self.finished(kernels)[at], lora=None)
+
     def for_many(self, kernels: Kernels) -> Product:
         """With its adapters' part if it has many rows."""
         if self.lora is None or self.sums.shape[-2] <= MANY_ROWS:

@@ -6,7 +6,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from manyroots.kernels.lora_sites.sites import LoraRows
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The tokens whose hidden states somebody reads: those behind which one is sampled."""
+
+    at: Tensor
+    """Their places among the step's tokens."""
+    lora: LoraRows | None
+    """Which adapter each of them wants."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,3 +38,5 @@ class Step:
     """Which adapter each token wants; None if none wants any."""
     before_layer: Callable[[int], None] | None = None
     """Called before each layer, where pages come in while the step computes."""
+    wanted: Wanted | None = None
+    """None: all tokens."""

@@ -13,6 +13,7 @@ A product is added to the residual stream by the norm behind it; see `layers/pro
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -91,15 +92,15 @@ class DecoderLayer:
         """The one product that the layer's input is for."""
         return self.mixers[0].reader if len(self.mixers) == 1 else None
 
-    def __call__(
-        self, residual: Tensor, x: Tensor | UndividedNorm, memories: Sequence[Any], step: Step
-    ) -> Product:
-        """`x` is the residual, normalised; `memories` are the mixers'. Adds the mixers' products
-        onto the residual in place; gives the block's, which the next layer's norm adds."""
+    def mix(self, x: Tensor | UndividedNorm, memories: Sequence[Any], step: Step) -> Product:
+        """The layer's first half. `x` is the residual, normalised; `memories` are the mixers'."""
         both = zip(self.mixers, memories, strict=True)
-        mixed = self._whole(
-            sum_of([mixer(x, memory, step) for mixer, memory in both], self._kernels), 0
-        )
+        products = [mixer(x, memory, step) for mixer, memory in both]
+        return self._whole(sum_of(products, self._kernels), 0)
+
+    def feed(self, residual: Tensor, mixed: Product, step: Step) -> Product:
+        """The second half. Adds the first one's product onto the residual in place; gives the
+        block's, which the next layer's norm adds."""
         x = self.mlp_norm.after(residual, mixed, self.feed_forward.reader)
         return self._whole(self.feed_forward(x, step), 1)
 
@@ -242,14 +243,22 @@ class Decoder:
         ]  # fmt: skip
 
     def hidden(self, tokens: Tensor, step: Step) -> Tensor:
-        """Hidden states [num_tokens, hidden_size] after the final norm."""
+        """Hidden states [num_tokens, hidden_size] after the final norm; of the wanted tokens, where
+        the step says which. Behind the last layer's mixers, the others are nobody's business."""
         residual = self.embedding(tokens, step)
         x: Tensor | UndividedNorm = self.layers[0].input_norm.first(residual)
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             if step.before_layer is not None:
                 step.before_layer(index)
-            product = layer(residual, x, self._memories[index], step)
+            mixed = layer.mix(x, self._memories[index], step)
+            if index == last and step.wanted is not None:
+                at = step.wanted.at
+                residual, mixed = residual[at], mixed.rows(at, self.kernels)
+                step = replace(step, lora=step.wanted.lora)
+                if len(at) == 0:
+                    return residual
+            product = layer.feed(residual, mixed, step)
             if index < last:
                 following = self.layers[index + 1]
                 x = following.input_norm.after(residual, product, following.reader)

@@ -15,7 +15,7 @@ from manyroots.kernels.attention.paged import PagedRows, SharedPrefixes
 from manyroots.kernels.lora_sites.sites import LoraRows
 from manyroots.kernels.rope_write.inputs import KvPlaces
 from manyroots.kernels.sampling.rows import Sampled, SamplingRows, SamplingTables
-from manyroots.layers.step import Step
+from manyroots.layers.step import Step, Wanted
 from manyroots.models.decoder import Decoder
 from manyroots.runner.device_rows import DeviceRows
 
@@ -46,10 +46,12 @@ class Forward:
         max_len: int | None = None,
         before_layer: Callable[[int], None] | None = None,
         is_padded: bool = False,
+        wanted: Wanted | None = None,
     ) -> Tensor:
-        """Hidden states of all tokens. The first `num_decodes` sequences have one token each; those
-        of a step that has no others need no `rows`, `starts` and `blocks`. `max_chunk`: the most
-        tokens of one sequence; `max_len`: the longest context, where it is known. `before_layer`:
+        """Hidden states of all tokens or of those that are `wanted`. The first `num_decodes`
+        sequences have one token each; those of a step that has no others need no `rows`, `starts`
+        and `blocks`. `max_chunk`: the most tokens of one sequence; `max_len`: the longest context,
+        where it is known. `before_layer`:
         as in `Step`. `is_padded`: whether tokens and sequences may be nobody's."""
         decoder, kernels = self.decoder, self.decoder.kernels
         rows = views.get("rows", views["token_rows"])
@@ -93,6 +95,7 @@ class Forward:
             ),
             lora=lora,
             before_layer=before_layer,
+            wanted=wanted,
         )
         hidden: Tensor = decoder.hidden(tokens, step)
         return hidden
@@ -116,10 +119,12 @@ class Forward:
 
     def mixed(self, views: Views, num_decodes: int) -> Tensor:
         """Logits behind the sampled tokens of a padded step of prompts beside decodes."""
+        wanted = Wanted(views["sampled_at"], lora_rows(views, "head_"))
         hidden = self.hidden(
-            views, num_decodes, lora_rows(views), max_chunk=len(views["tokens"]), is_padded=True
-        )
-        return self.decoder.logits(hidden[views["sampled_at"]], lora_rows(views, "head_"))
+            views, num_decodes, lora_rows(views), max_chunk=len(views["tokens"]), is_padded=True,
+            wanted=wanted,
+        )  # fmt: skip
+        return self.decoder.logits(hidden, wanted.lora)
 
     def single_tokens(self, views: Views) -> Tensor:
         """Logits of a step in which every sequence has one token, and so have all rows a

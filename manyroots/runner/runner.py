@@ -25,6 +25,7 @@ from manyroots.grammar.cache import GrammarCache
 from manyroots.ids import Row
 from manyroots.kernels.lora_sites.sites import LoraRows
 from manyroots.kernels.sampling.rows import SamplingTables
+from manyroots.layers.step import Wanted
 from manyroots.models.decoder import Decoder
 from manyroots.runner import choices
 from manyroots.runner.batch import PersistentBatch
@@ -339,6 +340,7 @@ class ModelRunner:
         arrays.update(self._state.arrays(rows, self._batch.num_output_tokens(rows)))
         views = send(arrays, self._device)
         lora = self._lora(inputs.token_slots)
+        wanted = self._wanted(inputs, views["sampled_at"])
         hidden = self._forward.hidden(
             views,
             inputs.num_decodes,
@@ -346,11 +348,15 @@ class ModelRunner:
             max_chunk=int(np.diff(inputs.query_starts).max()),
             max_len=int(inputs.context_lens.max()),
             before_layer=None if arrivals is None else arrivals.before_layer,
+            wanted=wanted,
         )
         prompt_scores = self._prompts.score(inputs, hidden)
         if len(rows) == 0:
             return self._answer_without_tokens(plan, prompt_scores)
-        logits = self._logits(inputs, hidden, inputs.sampled_at, views["sampled_at"])
+        if wanted is None:
+            logits = self._logits(inputs, hidden, inputs.sampled_at, views["sampled_at"])
+        else:
+            logits = self._decoder.logits(hidden, wanted.lora)
         # The sampler may change logits; log-probabilities are of the model's own.
         own = logits.float().clone() if self._state.exceeds_graph(rows) else None
         if self._state.has_masks(rows):
@@ -358,16 +364,27 @@ class ModelRunner:
         sampled = self._forward.choose(logits, views)
         scores = None if own is None else self._score_samples(own, sampled.tokens, rows)
         step = InFlight(rows, sampled, np.arange(len(rows)))
-        kept = self._keep_hidden(hidden, rows, views["sampled_at"])
+        places = np.arange(len(rows)) if wanted is not None else inputs.sampled_at
+        kept = self._keep_hidden(hidden, rows, places)
         return self._answer(plan, inputs, step, scores, prompt_scores, kept)
 
-    def _keep_hidden(self, hidden: Tensor, rows: Int32s, there: Tensor) -> KeptHidden | None:
-        """The states of rows that asked for theirs, still on the device."""
-        wanted = np.flatnonzero(self._state.wants_hidden[rows])
-        if len(wanted) == 0:
+    def _wanted(self, inputs: StepInputs, there: Tensor) -> Wanted | None:
+        """The sampled tokens, which are `there` on the device; None where all tokens are sampled,
+        or prompts are to be scored."""
+        at = inputs.sampled_at
+        is_all = len(at) == len(inputs.tokens)
+        if is_all or self._state.wants_prompt_logprobs[inputs.rows].any():
             return None
-        places = torch.from_numpy(wanted).to(there.device)
-        return rows[wanted], hidden[there[places]]
+        slots = None if inputs.token_slots is None else inputs.token_slots[at]
+        return Wanted(there, self._lora(slots))
+
+    def _keep_hidden(self, hidden: Tensor, rows: Int32s, at: Int64s) -> KeptHidden | None:
+        """The states, of those `at` these places, of rows that asked for theirs; still on the
+        device."""
+        asked = np.flatnonzero(self._state.wants_hidden[rows])
+        if len(asked) == 0:
+            return None
+        return rows[asked], hidden[torch.from_numpy(at[asked]).to(hidden.device)]
 
     def _fill_masks(self, rows: Int32s) -> None:
         """The masks of rows with a grammar: they depend on the last step's tokens, which arrive

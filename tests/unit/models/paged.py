@@ -10,9 +10,10 @@ from torch import Tensor
 
 from manyroots.ids import NO_ADAPTER
 from manyroots.kernels.attention.paged import PagedRows, query_blocks
+from manyroots.kernels.lora_sites.sites import LoraRows
 from manyroots.kernels.recurrent.rows import StateRows
 from manyroots.kernels.rope_write.inputs import KvPlaces
-from manyroots.layers.step import Step
+from manyroots.layers.step import Step, Wanted
 from manyroots.models.decoder import Decoder
 from manyroots.store.adapter_pool import AdapterPool
 
@@ -31,7 +32,10 @@ class PagedModel:
         *,
         num_pages: int = 200,
         page_size: int = 4,
+        only_last: bool = False,
     ) -> None:
+        """`only_last`: steps give the logits of each sequence's last token alone."""
+        self._only_last = only_last
         self.model = model
         self.page_size = page_size
         self.arenas = [
@@ -64,7 +68,7 @@ class PagedModel:
         owners = [name for name, count in zip(order, counts, strict=True) for _ in range(count)]
         self._lengths.update(zip(order, ends, strict=True))
         model, device = self.model, self.model.device
-        lora = None
+        lora, slots = None, [NO_ADAPTER] * len(positions)
         if self.pool is not None:
             slots = [
                 self.slot_of.get(name, NO_ADAPTER)
@@ -72,8 +76,15 @@ class PagedModel:
                 else NO_ADAPTER
                 for name, position in zip(owners, positions, strict=True)
             ]
-            lora = model.kernels.lora_sites.prepare(np.array(slots, np.int64), self.pool, device)
+            lora = self._lora(np.array(slots, np.int64))
         at = torch.tensor(positions, device=device)
+        wanted = None
+        if self._only_last:
+            last = np.cumsum(counts) - 1
+            own = np.array(slots, np.int64)[last]
+            lora_of_last = None if lora is None else self._lora(own)
+            wanted = Wanted(torch.tensor(last, device=device), lora_of_last)
+            counts = [1] * len(order)
         step = Step(
             ropes=tuple(
                 model.kernels.rope_write.look_up(rope, at, model.dtype) for rope in model.ropes
@@ -91,12 +102,20 @@ class PagedModel:
                 for family in range(model.num_paged, len(self.arenas))
             ),
             lora=lora,
+            wanted=wanted,
         )
         tokens = torch.tensor([t for name in order for t in new_tokens[name]], device=device)
-        logits = model.logits(model.hidden(tokens, step), lora).float()
+        of_head = lora if wanted is None else wanted.lora
+        logits = model.logits(model.hidden(tokens, step), of_head).float()
         self._give_back(order)
         pieces = torch.split(logits.cpu(), counts)
         return dict(zip(order, pieces, strict=True))
+
+    def _lora(self, slots: np.ndarray) -> LoraRows | None:
+        rows: LoraRows | None = self.model.kernels.lora_sites.prepare(
+            slots, self.pool, self.model.device
+        )
+        return rows
 
     def _states(
         self, family: int, order: list[str], begins: list[int], ends: list[int]

@@ -77,6 +77,18 @@ def test_prefill_chunks_and_decode_give_transformers_logits(kind: str, tmp_path:
         assert_logits(got, wanted, f"chunks of {chunk}")
 
 
+@pytest.mark.parametrize("kind", MODELS)
+def test_what_the_last_layer_leaves_out_is_what_nobody_reads(kind: str, tmp_path: Path) -> None:
+    """F01: where only some tokens' hidden states are wanted, they are those of all tokens."""
+    save_tiny(tmp_path, kind)
+    whole, last = (PagedModel(load_tiny(tmp_path), only_last=only) for only in (False, True))
+    tokens = prompts()
+    for begin, end in ((0, 6), (6, 7), (7, 30), (30, 41)):
+        now = {name: ids[begin:end] for name, ids in tokens.items() if ids[begin:end]}
+        wanted = {name: logits[-1:] for name, logits in whole.step(now).items()}
+        assert_logits(last.step(now), wanted, f"tokens {begin} to {end}")
+
+
 @pytest.mark.parametrize("page_size", [2, 16])
 @pytest.mark.parametrize("kind", WITH_WINDOWS)
 def test_sequences_of_many_windows_cut_at_random_give_transformers_logits(

@@ -1,19 +1,20 @@
 """Offline throughput: prompts that share a prefix, submitted together, greedy.
 
 Every repeat starts with a cold cache (its own salt), so what is reused is what the batch itself
-shares. Output tokens per second count the whole run, prefill included. With adapters, the same
-prompts are run with random adapters in turn over the batch, beside the base model's run; each
-adapter computes the shared prefix for itself.
+shares. Output tokens per second count the whole run, prefill included, on the wall and by processor
+time; where other processes had a part of the machine, processor time counts. With adapters, the
+same prompts are run with random adapters in turn over the batch, beside the base model's run; each
+adapter computes the shared prefix for itself, so more tokens are computed: what that alone leaves
+of base is given, too.
 """
 
 from __future__ import annotations
 
 import itertools
 import random
-import statistics
 import sys
 import tempfile
-import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ from typing import Any
 from manyroots.adapter_names import LoRARequest
 from manyroots.bench.machine import describe_machine
 from manyroots.bench.peers import TransformersPeer
+from manyroots.bench.processor import BUSY, Taken, taken
 from manyroots.bench.random_adapters import targets_of, write_adapters
+from manyroots.bench.spread import spread
 from manyroots.config import engine_settings
 from manyroots.llm import LLM
 from manyroots.models.source import resolve_source
@@ -102,6 +105,20 @@ def _with_adapters(
     return settings, adapters
 
 
+CLOCKS = ("wall", "processor")
+
+
+def counting(others: Iterable[float | None]) -> str:
+    """Which clock's figures count: that of the wall if nobody else used the machine."""
+    return "processor" if any(share is not None and share > BUSY for share in others) else "wall"
+
+
+def _num_computed(run: dict[str, Any], figures: dict[str, Any]) -> int:
+    """Tokens that went through the model."""
+    computed: int = run["prompt_tokens"] - figures["reused_prompt_tokens"] + run["output_tokens"]
+    return computed
+
+
 class _Run:
     """One dtype: our engine and the peer, turn and turn about."""
 
@@ -146,12 +163,19 @@ class _Run:
                     case.run(llm, prompts, peer, workload.output_len, repeat)
                 _say(f"{run['dtype']}: repeat {repeat + 1} of {workload.repeats} done")
         run.update(cases["base"].figures())
+        run["counts"] = counting(case.others for case in cases.values())
         if "adapters" in cases:
             run["adapters"] = cases["adapters"].figures()
-            run["adapters"]["share_of_base"] = round(
-                run["adapters"]["manyroots"]["output_tokens_per_s"]
-                / run["manyroots"]["output_tokens_per_s"],
-                3,
+            run["adapters"]["share_of_base"] = {
+                clock: round(
+                    run["adapters"]["manyroots"]["tokens_per_s"][clock]
+                    / run["manyroots"]["tokens_per_s"][clock],
+                    3,
+                )
+                for clock in CLOCKS
+            }
+            run["adapters"]["share_by_token_counts"] = round(
+                _num_computed(run, run) / _num_computed(run, run["adapters"]), 3
             )
         return run
 
@@ -168,9 +192,15 @@ class _Case:
     def __init__(self, names: list[str] | None, run: dict[str, Any]) -> None:
         self._names = names
         self._num_tokens = run["output_tokens"]
-        self._ours: list[float] = []
-        self._theirs: list[float] = []
+        self._ours: list[Taken] = []
+        self._theirs: list[Taken] = []
         self._facts: dict[str, Any] = {}
+
+    @property
+    def others(self) -> float | None:
+        """The largest share of the machine that others had in any repeat."""
+        known = [time.others for time in self._ours + self._theirs if time.others is not None]
+        return max(known, default=None)
 
     def warm_up(self, llm: LLM, prompts: list[list[int]], peer: TransformersPeer | None) -> None:
         self._generate(llm, prompts, 4, "warm-up")
@@ -186,13 +216,13 @@ class _Case:
         repeat: int,
     ) -> None:
         hits = llm.stats().total_hit_tokens
-        began = time.perf_counter()
-        own = self._generate(llm, prompts, output_len, f"repeat {repeat}")
-        self._ours.append(time.perf_counter() - began)
+        with taken() as time:
+            own = self._generate(llm, prompts, output_len, f"repeat {repeat}")
+        self._ours.append(time)
         self._facts["reused_prompt_tokens"] = llm.stats().total_hit_tokens - hits
         if peer is not None:
-            seconds, tokens = peer.run(prompts, output_len, self._names)
-            self._theirs.append(seconds)
+            time, tokens = peer.run(prompts, output_len, self._names)
+            self._theirs.append(time)
             self._facts["peer_name"] = peer.name
             self._facts["prompts_with_equal_tokens"] = sum(
                 a == b for a, b in zip(own, tokens, strict=True)
@@ -215,36 +245,82 @@ class _Case:
     def figures(self) -> dict[str, Any]:
         facts = dict(self._facts)
         name = facts.pop("peer_name", None)
-        figures = {**facts, "manyroots": _figures(self._ours, self._num_tokens)}
+        figures = {
+            **facts,
+            "others": self.others,
+            "manyroots": _figures(self._ours, self._num_tokens),
+        }
         if self._theirs:
             figures["peer"] = {"name": name, **_figures(self._theirs, self._num_tokens)}
-            figures["ratio"] = statistics.median(self._theirs) / statistics.median(self._ours)
+            # Of the two that ran one behind the other, so that a slow minute hits both.
+            both = list(zip(self._ours, self._theirs, strict=True))
+            figures["ratio"] = {
+                "wall": spread([theirs.wall_s / ours.wall_s for ours, theirs in both], 3),
+                "processor": spread(
+                    [theirs.processor_s / ours.processor_s for ours, theirs in both], 3
+                ),
+            }
         return figures
 
 
-def _figures(seconds: list[float], num_tokens: int) -> dict[str, Any]:
-    return {
-        "seconds": [round(s, 3) for s in seconds],
-        "output_tokens_per_s": round(num_tokens / statistics.median(seconds), 1),
+def _figures(times: list[Taken], num_tokens: int) -> dict[str, Any]:
+    seconds = {
+        "wall": spread([time.wall_s for time in times], 3),
+        "processor": spread([time.processor_s for time in times], 3),
     }
+    rates = {clock: round(num_tokens / seconds[clock]["median"], 1) for clock in CLOCKS}
+    return {"seconds": seconds, "tokens_per_s": rates}
 
 
 def _show(run: dict[str, Any]) -> None:
-    print(_line(run["dtype"], run, run["prompts"]))
+    cases = {run["dtype"]: run}
     if "adapters" in run:
-        line = _line("adapters", run["adapters"], run["prompts"])
-        print(f"{line}   {run['adapters']['share_of_base']:.2f} of base")
-
-
-def _line(label: str, figures: dict[str, Any], num_prompts: int) -> str:
-    line = f"{label:>9}  manyroots {figures['manyroots']['output_tokens_per_s']:8.1f} tok/s"
-    if "peer" in figures:
-        line += (
-            f"   {figures['peer']['name']} {figures['peer']['output_tokens_per_s']:8.1f} tok/s"
-            f"   ratio {figures['ratio']:.2f}"
-            f"   same tokens on {figures['prompts_with_equal_tokens']} of {num_prompts} prompts"
+        cases["adapters"] = run["adapters"]
+    for label, figures in cases.items():
+        for clock in CLOCKS:
+            print(_line(label, clock, figures, counts=run["counts"] == clock))
+    if "prompts_with_equal_tokens" in run:
+        same = ", ".join(
+            f"{label} {figures['prompts_with_equal_tokens']}" for label, figures in cases.items()
         )
+        print(f"of {run['prompts']} prompts the same tokens as the peer: {same}")
+    if "adapters" in run:
+        allowed = run["adapters"]["share_by_token_counts"]
+        print(
+            f"adapters: {_num_computed(run, run['adapters'])} tokens computed, base "
+            f"{_num_computed(run, run)}; the counts alone allow {allowed:.2f} of base"
+        )
+    shares = [figures["others"] for figures in cases.values() if figures["others"] is not None]
+    if shares:
+        print(
+            f"others had up to {max(shares):.0%} of the machine: "
+            f"{_CLOCK_NAMES[run['counts']]} counts"
+        )
+
+
+_CLOCK_NAMES = {"wall": "the clock on the wall", "processor": "processor time"}
+
+
+def _line(label: str, clock: str, figures: dict[str, Any], *, counts: bool) -> str:
+    own = figures["manyroots"]
+    line = (
+        f"{'*' if counts else ' '} {label:>8} {clock:>9}  "
+        f"manyroots {own['tokens_per_s'][clock]:8.1f} tok/s ({_range(own['seconds'][clock])} s)"
+    )
+    if "peer" in figures:
+        peer, ratio = figures["peer"], figures["ratio"][clock]
+        line += (
+            f"   {peer['name']} {peer['tokens_per_s'][clock]:8.1f} tok/s "
+            f"({_range(peer['seconds'][clock])} s)"
+            f"   ratio {ratio['median']:.2f} ({ratio['least']:.2f} to {ratio['most']:.2f})"
+        )
+    if "share_of_base" in figures:
+        line += f"   {figures['share_of_base'][clock]:.2f} of base"
     return line
+
+
+def _range(seconds: dict[str, Any]) -> str:
+    return f"{seconds['least']:.1f} to {seconds['most']:.1f}"
 
 
 def _say(text: str) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from manyroots.bench.processor import Taken, taken
 from manyroots.config import ModelSettings
 from manyroots.errors import ConfigError
 from manyroots.models.decoder import Decoder
@@ -83,8 +83,8 @@ class TransformersPeer:
     @torch.inference_mode()
     def run(
         self, prompts: list[list[int]], num_new_tokens: int, adapters: list[str] | None
-    ) -> tuple[float, list[list[int]]]:
-        """Seconds, and the new tokens of each prompt; `adapters` names one for each prompt."""
+    ) -> tuple[Taken, list[list[int]]]:
+        """What it took, and the new tokens of each prompt; `adapters` names one for each prompt."""
         longest = max(len(prompt) for prompt in prompts)
         padded = [[0] * (longest - len(prompt)) + prompt for prompt in prompts]
         mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
@@ -94,14 +94,13 @@ class TransformersPeer:
         if self._mixed is not None:
             # PEFT keeps its layers in the model; "__base__" is its name for none of them.
             model, options = self._mixed, {"adapter_names": adapters or ["__base__"] * len(prompts)}
-        began = time.perf_counter()
-        output = model.generate(
-            input_ids=inputs,
-            attention_mask=attention_mask,
-            do_sample=False,
-            max_new_tokens=num_new_tokens,
-            pad_token_id=0,
-            **options,
-        )
-        seconds = time.perf_counter() - began
-        return seconds, output[:, longest:].tolist()
+        with taken() as time:
+            output = model.generate(
+                input_ids=inputs,
+                attention_mask=attention_mask,
+                do_sample=False,
+                max_new_tokens=num_new_tokens,
+                pad_token_id=0,
+                **options,
+            )
+        return time, output[:, longest:].tolist()

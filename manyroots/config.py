@@ -66,8 +66,9 @@ class ModelSettings:
     quantization: str = option(
         "auto",
         "Weights of products: 'auto' keeps them as the checkpoint has them, 'fp8' rounds "
-        "unquantized ones to FP8 as they are loaded, each row with a scale of its own.",
-        choices=("auto", "fp8"),
+        "unquantized ones to FP8 as they are loaded, each row with a scale of its own, 'w4a8' "
+        "multiplies a GGUF file's 4-bit blocks as they are with activations of 8 bits (Arm CPUs).",
+        choices=("auto", "fp8", "w4a8"),
     )
     device: str = option("auto", "Where to compute.", choices=("auto", "cpu", "cuda"))
     tensor_parallel_size: int = option(

@@ -263,7 +263,7 @@ def _quantization(arguments: dict[str, Any]) -> int:
         dtype = "float32"
     rounded = engine_settings({"quantization": "fp8", **engine}).model
     if rounded.quantization == "auto":
-        raise ConfigError("--quantization is 'auto', which rounds nothing; choose fp8.")
+        raise ConfigError("--quantization is 'auto', which rounds nothing; choose fp8 or w4a8.")
     text = None
     if values["text"] is not None:
         try:

@@ -231,10 +231,10 @@ class Decoder:
                 down = sites.get(block.experts.down_site)
                 block.pooled = None if gate_up is None or down is None else (gate_up, down)
 
-    def pack_weights(self) -> None:
+    def pack_weights(self, *, as_blocks: bool = False) -> None:
         """Put products' weights into the order of the CPU's library, once they are filled."""
         for linear in self._products():
-            linear.weight.pack()
+            linear.weight.pack(as_blocks=as_blocks)
         self.is_packed = True
 
     def _products(self) -> list[Linear]:

@@ -21,7 +21,7 @@ from manyroots.layers.weights.weight import weights_packed
 from manyroots.models.decoder import Decoder
 from manyroots.models.families import pages_in, with_pages_in
 from manyroots.models.fields import check_config
-from manyroots.models.quantization import weight_format
+from manyroots.models.quantization import keeps_blocks, weight_format
 from manyroots.models.registry import architecture_of, known_architecture
 from manyroots.models.sharding import rank_spec
 from manyroots.models.source import ModelSource, SourceKind
@@ -72,8 +72,9 @@ def load_model(
         kept = Fp8Format(is_stored=False)
     num_bytes = weight_bytes(own, rows.stop - rows.start, dtype, kept)
     check_fits(num_bytes, source.name, dtype, device)
+    as_blocks = keeps_blocks(quantization, source, dtype, device)
     packs = kept is None and kernels in (None, kernels_for(device))
-    packs = packs and may_pack(num_bytes, dtype, device)
+    packs = packs and (as_blocks or may_pack(num_bytes, dtype, device))
     try:
         with weights_kept_as(kept), weights_packed(packs):
             model = Decoder(own, dtype=dtype, device=device, shard=shard, kernels=kernels)
@@ -88,7 +89,7 @@ def load_model(
         weights = with_scales_by_row(weights, fills, kept)
     fill(fills, track(weights, total=len(fills), label="Loading weights"), source.name)
     if packs:
-        model.pack_weights()
+        model.pack_weights(as_blocks=as_blocks)
     return model
 
 

@@ -11,13 +11,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from manyroots.errors import ConfigError, ModelError
+from manyroots.kernels.blocks import can_multiply_blocks
 from manyroots.kernels.scaled_gemm.reference import round_rows
 from manyroots.layers.weights.fp8 import Fp8Format
+from manyroots.models.source import ModelSource, SourceKind
 
 FP8 = "fp8"
+W4A8 = "w4a8"
 MXFP4 = "mxfp4"
 
 
@@ -25,7 +29,7 @@ def weight_format(config: Any, asked: str = "auto") -> Fp8Format | None:
     """`asked` is --quantization; None: numbers in the model's dtype."""
     said = quantization_of(config)
     stored = None if said is None else _stored(said, config)
-    if stored is not None or asked == "auto":
+    if stored is not None or asked in ("auto", W4A8):
         return stored
     if said is not None:
         raise ConfigError(
@@ -33,6 +37,24 @@ def weight_format(config: Any, asked: str = "auto") -> Fp8Format | None:
             f"({said.get('quant_method')}); leave the flag out."
         )
     return Fp8Format(is_stored=False)
+
+
+def keeps_blocks(asked: str, source: ModelSource, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether 4-bit weights are multiplied as they are; `asked` is --quantization."""
+    if asked != W4A8:
+        return False
+    if source.kind is not SourceKind.GGUF:
+        raise ConfigError(
+            f"--quantization is {W4A8!r}, which multiplies the 4-bit blocks of a GGUF file as they "
+            f"are, and {source.name} is none; leave the flag out."
+        )
+    if not can_multiply_blocks(device, dtype):
+        raise ConfigError(
+            f"--quantization is {W4A8!r}, for which torch has a fast operator on Arm CPUs with "
+            f"KleidiAI and --dtype float32 alone, not on this {device.type} in {dtype}; leave the "
+            "flag out."
+        )
+    return True
 
 
 def as_in_prompts(x: Tensor) -> Tensor:

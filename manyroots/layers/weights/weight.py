@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from manyroots.distributed.shard import Shard
-from manyroots.kernels.packed import PackedMatrix, pack
+from manyroots.kernels.blocks import BlockMatrix, pack_blocks
+from manyroots.kernels.packed import PackedMatrix, can_pack, pack
 from manyroots.kernels.scaled import Matrix, plain
 from manyroots.layers.weights.fill import Fills, Side
 from manyroots.layers.weights.fp8 import empty_matrix, matrix_fills
@@ -38,7 +39,7 @@ class Weight:
     """[out, in], as checkpoints store it."""
 
     data: Matrix
-    _packed: PackedMatrix | None = None
+    _packed: PackedMatrix | BlockMatrix | None = None
 
     def __init__(
         self,
@@ -69,13 +70,19 @@ class Weight:
         return weight
 
     @property
-    def operand(self) -> Matrix | PackedMatrix:
+    def operand(self) -> Matrix | PackedMatrix | BlockMatrix:
         """What products are computed with."""
         return self.data if self._packed is None else self._packed
 
-    def pack(self) -> None:
-        """In the order of the CPU's library, too; again whenever it was filled."""
-        if isinstance(self.data, Tensor):
+    def pack(self, *, as_blocks: bool = False) -> None:
+        """In the order of the CPU's library, too; again whenever it was filled. `as_blocks`: as
+        4-bit numbers, where it consists of such."""
+        if not isinstance(self.data, Tensor):
+            return
+        blocks = pack_blocks(self.data) if as_blocks else None
+        if blocks is not None:
+            self._packed = blocks
+        elif can_pack(self.data.device, self.data.dtype):
             self._packed = pack(self.data)
 
     def times(self, x: Tensor, bias: Tensor | None, scaled_gemm: ModuleType) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 
 from manyroots.bench.quantized_logits import compare, own_text
 from manyroots.cli.main import main
+from manyroots.kernels.blocks import can_multiply_blocks
 
 MOST_KL = 0.02
 
@@ -23,6 +24,20 @@ def test_q01_fp8_weights_of_the_default_model_keep_its_distributions(tmp_path: P
     assert report["greedy_agreement"] > 0.8
     assert report["mean_kl"] < report["with_rows_rounded"]["mean_kl"] < 2 * MOST_KL
     assert report["places"] == 256 - 8
+
+
+@pytest.mark.skipif(
+    not can_multiply_blocks(torch.device("cpu"), torch.float32), reason="no such operator here"
+)
+def test_q03_products_of_the_default_models_blocks_keep_its_distributions(tmp_path: Path) -> None:
+    """Q03: rows of 8 bits are all that is rounded."""
+    target = tmp_path / "w4a8.json"
+    flags = ("--quantization", "w4a8", "--tokens", "128", "--json", str(target))
+    assert main(["bench", "quantization", *flags]) == 0
+    report = json.loads(target.read_text())
+    assert 0.0 < report["mean_kl"] < 1.5 * MOST_KL
+    assert report["greedy_agreement"] > 0.8
+    assert report["with_rows_rounded"] is None
 
 
 def test_what_is_compared() -> None:

@@ -12,10 +12,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from manyroots.config import DEFAULT_MODEL, ModelSettings
-from manyroots.errors import ModelError
+from manyroots.errors import ConfigError, ModelError
+from manyroots.kernels.blocks import BlockMatrix, can_multiply_blocks
 from manyroots.kernels.tolerances import assert_close
+from manyroots.layers.mlp import GatedMLP
 from manyroots.layers.rotary import rope_frequencies
 from manyroots.models.load import describe, load_model
+from manyroots.models.quantization import keeps_blocks
 from manyroots.models.source import resolve_source
 from manyroots.models.spec import ModelSpec
 from tests.unit.models.gguf_writing import write_gguf
@@ -218,3 +221,39 @@ def test_a_file_that_is_something_else_is_refused(tmp_path: Path) -> None:
     file.write_bytes(b"PK" * 100)
     with pytest.raises(ModelError, match="begins with b'PKPK' instead of b'GGUF'"):
         resolve_source(ModelSettings(model=str(file)))
+
+
+@pytest.mark.skipif(not can_multiply_blocks(CPU, torch.float32), reason="no such operator here")
+def test_q03_products_of_4_bit_weights_are_multiplied_as_blocks(tmp_path: Path) -> None:
+    """Q03: what lies on 16 places in each group, and nothing else; the numbers stay the file's."""
+    theirs = save_tiny(tmp_path / "folder", "llama", hidden_size=96, intermediate_size=64)
+    state = dict(theirs.state_dict())
+    for name, weight in state.items():
+        if "mlp" in name:
+            codes = torch.randint(0, 16, weight.shape).float()
+            state[name] = 0.01 * codes - 0.05
+    file = write_gguf(tmp_path / "model.gguf", theirs.config, state)
+    model = load_model(
+        resolve_source(ModelSettings(model=str(file))), dtype=torch.float32, device=CPU,
+        load_format="auto", seed=0, quantization="w4a8",
+    )  # fmt: skip
+    layer = model.layers[0]
+    assert isinstance(layer.feed_forward, GatedMLP)
+    for product in layer.feed_forward.products():
+        assert isinstance(product.weight.operand, BlockMatrix)
+    for product in layer.mixers[0].products():
+        assert not isinstance(product.weight.operand, BlockMatrix)
+    name = "model.layers.0.mlp.down_proj.weight"
+    assert torch.equal(model.weights()[name].values, state[name])
+
+
+def test_q03_w4a8_of_other_files_and_machines_is_refused_by_name(tmp_path: Path) -> None:
+    """Q03: the flag names what it needs."""
+    save_tiny(tmp_path, "llama")
+    source = resolve_source(ModelSettings(model=str(tmp_path)))
+    with pytest.raises(ConfigError, match="GGUF"):
+        keeps_blocks("w4a8", source, torch.float32, CPU)
+    file = write_gguf(tmp_path / "m.gguf", save_tiny(tmp_path / "again", "llama").config)
+    with pytest.raises(ConfigError, match="leave the flag out"):
+        keeps_blocks("w4a8", resolve_source(ModelSettings(model=str(file))), torch.bfloat16, CPU)
+    assert not keeps_blocks("auto", source, torch.float32, CPU)

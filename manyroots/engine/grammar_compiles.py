@@ -44,7 +44,7 @@ class GrammarCompiles:
         if wanted not in self._waiting:
             grammar = self._grammars.find(wanted)
             if grammar is not None:
-                self._held[submit.request_id] = grammar
+                self._hold(submit, grammar)
                 return True
             self.reads.begin(wanted, lambda: self._grammars.compile(wanted))
         self._waiting.setdefault(wanted, []).append(submit)
@@ -55,14 +55,22 @@ class GrammarCompiles:
         ready: list[Submit] = []
         refused: list[Output] = []
         for finished in self.reads.take():
+            if isinstance(finished.key, CompiledGrammar):
+                continue  # one lexer more, or not: nobody waits for it
             assert isinstance(finished.key, StructuredOutputsParams)
             submits = self._waiting.pop(finished.key)
             if finished.result is None:
                 refused += [_refusal(submit, finished) for submit in submits]
                 continue
-            self._held.update((submit.request_id, finished.result) for submit in submits)
+            for submit in submits:
+                self._hold(submit, finished.result)
             ready += submits
         return ready, refused
+
+    def _hold(self, submit: Submit, grammar: CompiledGrammar) -> None:
+        self._held[submit.request_id] = grammar
+        for _ in range(grammar.ask()):
+            self.reads.begin(grammar, grammar.add_lexer)
 
     def abort(self, request_id: RequestId) -> bool:
         """Forget a request; whether it waited."""

@@ -25,12 +25,16 @@ _PARALLEL_FROM = 4
 class _RowGrammar:
     """One completion's way through its grammar."""
 
-    __slots__ = ("early_stops", "matcher", "min_tokens", "num_consumed")
+    __slots__ = ("early_stops", "lexer", "matcher", "min_tokens", "num_consumed")
 
     def __init__(
-        self, matcher: LLMatcher, num_prompt_tokens: int, min_tokens: int, stops: Sequence[int]
+        self,
+        grammar: CompiledGrammar,
+        num_prompt_tokens: int,
+        min_tokens: int,
+        stops: Sequence[int],
     ) -> None:
-        self.matcher = matcher
+        self.matcher, self.lexer = grammar.start()
         self.num_consumed = num_prompt_tokens
         """Tokens of the sequence that the matcher has behind it; the prompt's are not its own."""
         self.min_tokens = num_prompt_tokens + min_tokens
@@ -55,8 +59,7 @@ class GrammarRows:
         stop_ids: Sequence[int] = (),
     ) -> None:
         """A sequence takes a row. What it has beyond the prompt is consumed with its next mask."""
-        matcher = grammar.start()
-        self._rows[row] = _RowGrammar(matcher, num_prompt_tokens, min_tokens, stop_ids)
+        self._rows[row] = _RowGrammar(grammar, num_prompt_tokens, min_tokens, stop_ids)
 
     def forget(self, row: int) -> None:
         self._rows.pop(row, None)
@@ -67,13 +70,15 @@ class GrammarRows:
         masks = np.full((len(known), self._num_words), _ALL, np.int32)
         failures: dict[int, str] = {}
         wanted: list[tuple[LLMatcher, int]] = []
+        lexers: list[int] = []
         for place, (row, tokens) in enumerate(known.items()):
             mine = self._rows[row]
             mine.matcher.consume_tokens(tokens[mine.num_consumed :].tolist())
             mine.num_consumed = len(tokens)
             if not mine.matcher.is_error():
                 wanted.append((mine.matcher, place))
-        self._fill(wanted, masks)
+                lexers.append(mine.lexer)
+        self._fill([wanted[i] for i in np.argsort(lexers, kind="stable").tolist()], masks)
         for place, (row, tokens) in enumerate(known.items()):
             mine = self._rows[row]
             if mine.matcher.is_error():
@@ -84,6 +89,7 @@ class GrammarRows:
         return masks, failures
 
     def _fill(self, wanted: list[tuple[LLMatcher, int]], masks: Masks) -> None:
+        """Neighbours have one lexer: a thread takes some in a row, so that few wait for it."""
         if len(wanted) < _PARALLEL_FROM:
             for matcher, place in wanted:
                 fill_next_token_bitmask(matcher, masks, place)

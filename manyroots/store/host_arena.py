@@ -6,10 +6,8 @@ device is a GPU, so that it copies at full speed and by itself. A unit is one ro
 
 from __future__ import annotations
 
-import logging
 import math
 import os
-import weakref
 from typing import Protocol
 
 import numpy as np
@@ -18,8 +16,7 @@ import torch
 from torch import Tensor
 
 from manyroots.errors import ConfigError
-
-logger = logging.getLogger(__name__)
+from manyroots.store.host_memory import lock_pages
 
 UnitRows = npt.NDArray[np.uint8]
 """[num_units, bytes of one unit]; what they mean is nobody's business who moves them."""
@@ -61,19 +58,5 @@ def _allocate(shape: tuple[int, ...], dtype: torch.dtype, *, is_locked: bool) ->
     # As the system hands it out: memory that is never used costs nothing.
     memory = np.zeros(num_bytes, np.uint8)
     if is_locked:
-        _lock_pages(memory)
+        lock_pages(memory)
     return torch.from_numpy(memory).view(dtype).view(shape)
-
-
-def _lock_pages(memory: npt.NDArray[np.uint8]) -> None:
-    """So that a GPU copies from and to it by itself. Not torch's own page-locked memory, which
-    takes the next power of two and never gives it back."""
-    address, runtime = memory.ctypes.data, torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    code = int(runtime.cudaHostRegister(address, memory.nbytes, 0))
-    if code:
-        logger.warning(
-            "host memory can't be page-locked (CUDA error %d), copies will be slower", code
-        )
-        return
-    # Before the memory goes: its addresses may come again.
-    weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False

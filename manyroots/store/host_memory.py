@@ -1,41 +1,98 @@
 """Host memory for adapters: plain, or page-locked so that a GPU copies from it at full speed.
 
-Locking pages takes longer than reading an adapter into them, and whoever asks the system for
-memory meanwhile waits for it. `PinnedMemory` therefore has pieces ready before they are asked for,
-and makes the next ones in quiet times.
+Locking pages takes longer than reading an adapter into them, and the driver launches nothing
+meanwhile. So nobody who asks for memory waits for it: `PinnedMemory` has pieces ready, makes the
+next ones in quiet times, and gives plain memory where none is left, from which a GPU copies more
+slowly. What was locked once stays so, and is used again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import mmap
+import os
 import threading
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
+Bytes = npt.NDArray[np.uint8]
 Allocate = Callable[[int], Tensor]
 """A number of bytes -> that many, as uint8."""
 
 QUIET_S = 1.0
 """How long nobody must have asked for memory before more is made."""
-_SPARE_BYTES = 4 << 30
-_MAX_SPARES = 2
-"""As many adapters as can come at once without waiting; fewer where that is too much memory."""
+_AHEAD_BYTES = 2 << 30
+_MAX_AHEAD = 32
+"""So much is ready for adapters that come at once, in at most so many pieces ..."""
+_LEAST_AHEAD = 4
+_SHARE_OF_MACHINE = 16
+"""... but for so many of the largest adapters, where that is a small part of the machine's."""
 _MAX_SHARES = 8
 """Less than a piece divided by this is not cut from one: it would hold all the rest."""
 _ALIGNMENT_BYTES = 4096
+_TOUCH_BYTES = 64 << 20
 
 
 def pageable(num_bytes: int) -> Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8)
 
 
-def pinned(num_bytes: int) -> Tensor:
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+def locked(num_bytes: int) -> Bytes:
+    """Page-locked memory. Its pages are there before the driver is asked to lock them, which is
+    then quick."""
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a system without them
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    memory = np.frombuffer(pages, np.uint8)
+    for begin in range(0, num_bytes, _TOUCH_BYTES):
+        memory[begin : begin + _TOUCH_BYTES : mmap.PAGESIZE] = 0
+    lock_pages(memory)
+    return memory
+
+
+def lock_pages(memory: Bytes) -> None:
+    """So that a GPU copies from and to it by itself. Not torch's own page-locked memory, which
+    takes the next power of two and never gives it back."""
+    address, runtime = memory.ctypes.data, torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    code = int(runtime.cudaHostRegister(address, memory.nbytes, 0))
+    if code:
+        logger.warning(
+            "host memory can't be page-locked (CUDA error %d), copies will be slower", code
+        )
+        return
+    # Before the memory goes: its addresses may come again.
+    weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
+
+
+@dataclass(slots=True, eq=False)
+class _Piece:
+    """Locked memory, and how much of it is in use."""
+
+    memory: Bytes
+    num_used: int = 0
+    """Bytes from the first one on."""
+    num_cuts: int = 0
+    """What was cut from it and is still alive."""
+
+    def cut(self, num_bytes: int) -> Bytes | None:
+        """None if it has no more room."""
+        if num_bytes > len(self.memory) - self.num_used:
+            return None
+        cut = self.memory[self.num_used : self.num_used + num_bytes]
+        self.num_used += -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        self.num_cuts += 1
+        return cut
 
 
 class PinnedMemory:
@@ -44,68 +101,109 @@ class PinnedMemory:
     What was cut from one piece is free when all of it is.
     """
 
-    def __init__(self, size: int, allocate: Allocate = pinned, *, quiet_s: float = QUIET_S) -> None:
-        """`size` is the most that anybody should ask for; more is made when it is."""
+    def __init__(
+        self,
+        size: int,
+        make: Callable[[int], Bytes] = locked,
+        *,
+        quiet_s: float = QUIET_S,
+        num_ahead: int | None = None,
+    ) -> None:
+        """`size` is the most that anybody should ask for. `num_ahead`: pieces that are to be
+        ready; None for as many as `pieces_ahead` says."""
         self._size = size
-        self._allocate = allocate
+        self._make = make
         self._quiet_s = quiet_s
-        self._num_spares = max(1, min(_MAX_SPARES, _SPARE_BYTES // max(size, 1)))
+        self._num_ahead = pieces_ahead(size) if num_ahead is None else num_ahead
+        self._freed: deque[_Piece] = deque()
+        """Of which a cut has died, one entry for each; filled by whoever lets go of the last."""
         self._changed = threading.Condition()
         # All below are guarded by it.
-        self._spares: list[Tensor] = []
-        self._rest = torch.empty(0, dtype=torch.uint8)
-        """What is left of the piece that was last begun."""
+        self._spares: list[_Piece] = []
+        self._begun: _Piece | None = None
+        """What cuts are taken from."""
         self._quiet_from = time.monotonic()
         self._is_open = True
         threading.Thread(target=self._keep_ready, name="pin", daemon=True).start()
 
     def __call__(self, num_bytes: int) -> Tensor:
+        """Plain memory if none is ready, or if it is too much or too little for a piece."""
         with self._changed:
             self._quiet_from = time.monotonic() + self._quiet_s
+            self._take_back()
             self._changed.notify_all()
-            is_fit = self._size <= num_bytes * _MAX_SHARES and num_bytes <= self._size
-            if is_fit and num_bytes > len(self._rest) and self._spares:
-                self._rest = self._spares.pop()
-            if is_fit and num_bytes <= len(self._rest):
-                used = -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-                taken, self._rest = self._rest[:num_bytes], self._rest[used:]
-                return taken
-        made = self._allocate(num_bytes)
-        with self._changed:
-            self._quiet_from = time.monotonic() + self._quiet_s
-        return made
+            cut = None
+            if self._size <= num_bytes * _MAX_SHARES and num_bytes <= self._size:
+                cut = self._cut(num_bytes)
+            if cut is None:
+                return pageable(num_bytes)
+            owner, memory = cut
+        weakref.finalize(memory, self._freed.append, owner).atexit = False
+        return torch.from_numpy(memory)
 
     def close(self) -> None:
         """Make no more, and let go of what is ready."""
         with self._changed:
             self._is_open = False
             self._spares.clear()
-            self._rest = self._rest[:0].clone()
+            self._begun = None
             self._changed.notify_all()
+
+    def _cut(self, num_bytes: int) -> tuple[_Piece, Bytes] | None:
+        for owner in (self._begun, self._spares[-1] if self._spares else None):
+            memory = None if owner is None else owner.cut(num_bytes)
+            if owner is None or memory is None:
+                continue
+            if owner is not self._begun:
+                self._begun = self._spares.pop()
+            return owner, memory
+        return None
+
+    def _take_back(self) -> None:
+        """Pieces nothing of which is in use any more are as good as new."""
+        while self._freed:
+            piece = self._freed.popleft()
+            piece.num_cuts -= 1
+            if piece.num_cuts:
+                continue
+            piece.num_used = 0
+            if piece is not self._begun and self._is_open:
+                self._spares.append(piece)
 
     def _keep_ready(self) -> None:
         """On a thread of its own."""
         while self._wait_for_need():
             try:
-                piece = self._allocate(self._size)
-            except RuntimeError as error:
+                piece = _Piece(self._make(self._size))
+            except (MemoryError, OSError, RuntimeError) as error:
                 logger.warning(
                     "no page-locked memory ahead of time, adapters load slower: %s", error
                 )
                 return
             with self._changed:
-                self._spares.append(piece)
+                if self._is_open:
+                    self._spares.append(piece)
                 self._changed.notify_all()
 
     def _wait_for_need(self) -> bool:
         """Sleep until it is time to make a piece; False if there will be no need any more."""
         with self._changed:
             while self._is_open:
+                self._take_back()
                 left_s = self._quiet_from - time.monotonic()
-                if len(self._spares) >= self._num_spares:
+                if len(self._spares) >= self._num_ahead:
                     self._changed.wait()
                 elif left_s > 0:
                     self._changed.wait(left_s)
                 else:
                     return True
         return False
+
+
+def pieces_ahead(size: int) -> int:
+    """How many pieces of so many bytes are to be ready."""
+    size = max(size, 1)
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    many = min(_MAX_AHEAD, _AHEAD_BYTES // size)
+    few = min(_LEAST_AHEAD, machine // _SHARE_OF_MACHINE // size)
+    return max(1, many, few)

@@ -1636,4 +1636,18 @@ MUTATIONS: tuple[Mutation, ...] = (
             "unit/store/test_adapter_layouts.py::test_a_file_cut_short_is_refused_though_its_header_is_known",
         ),
     ),
+    Mutation(
+        "store/host_memory.py",
+        "borders = [begin, *range(LOCK_BYTES, end, LOCK_BYTES), end]",
+        "borders = [begin, end]",
+        "a copy crosses what was locked at once, which the driver refuses",
+        ("unit/store/test_host_memory.py::test_nothing_is_copied_across_what_was_locked_at_once",),
+    ),
+    Mutation(
+        "store/host_memory.py",
+        "            if piece.num_cuts:\n                continue\n",
+        "",
+        "memory is given away while an adapter is still in it",
+        ("unit/store/test_host_memory.py::test_small_adapters_share_a_piece_and_none_overlaps",),
+    ),
 )

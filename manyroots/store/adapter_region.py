@@ -16,6 +16,7 @@ from torch import Tensor
 from manyroots.kernels.lora_sites.sites import RANK_STEP, EmbeddingSite, LinearSite
 from manyroots.kernels.moe_pairs.adapters import PART_WIDTH, ExpertSite
 from manyroots.store.adapter_weights import AdapterWeights, LoraPair
+from manyroots.store.host_memory import within_borders
 
 
 def rounded(size: int) -> int:
@@ -49,8 +50,7 @@ class Region:
 
     def fill(self, buffer: Tensor) -> None:
         """Take a whole host copy; its pieces are then where they should be."""
-        place = self._pool[self._next : self._next + buffer.numel()]
-        place.copy_(buffer, non_blocking=True)
+        _copy(self._pool[self._next : self._next + buffer.numel()], buffer)
         self._shift = self._next - int(buffer.storage_offset())
 
     def place(self, site: LinearSite, found: list[LoraPair | None]) -> list[int]:
@@ -102,10 +102,11 @@ class Region:
         self._next += rounded(size)
         # From page-locked memory, and nobody waits for one piece: `load` does for all of them.
         if place.shape == tensor.shape:
-            place.copy_(tensor, non_blocking=True)
+            _copy(place, tensor)
             return at
         place.zero_()
-        whole = tensor.to(place.device, non_blocking=True)
+        whole = place.new_empty(tensor.shape)
+        _copy(whole, tensor)
         place[tuple(slice(size) for size in tensor.shape)].copy_(whole)
         return at
 
@@ -113,3 +114,14 @@ class Region:
 def _step(shape: tuple[int, ...]) -> int:
     """From one expert's matrix to the next one's; 0 if all share it."""
     return 0 if shape[0] == 1 else shape[1] * shape[2]
+
+
+def _copy(place: Tensor, source: Tensor) -> None:
+    """From host memory, and nobody waits for it where that is page-locked."""
+    if not source.is_contiguous():
+        place.copy_(source, non_blocking=True)
+        return
+    at = 0
+    for piece in within_borders(source.view(-1)):
+        place.view(-1)[at : at + len(piece)].copy_(piece, non_blocking=True)
+        at += len(piece)

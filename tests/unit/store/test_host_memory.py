@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from manyroots.store.host_memory import Bytes, PinnedMemory, pieces_ahead
+from manyroots.store.host_memory import Bytes, PinnedMemory, pieces_ahead, within_borders
 from tests.patience import PATIENCE_S
 
 PIECE = 64 * 4096
@@ -110,6 +110,11 @@ def test_small_adapters_share_a_piece_and_none_overlaps() -> None:
     for number, piece in enumerate(taken):
         piece.fill_(number)
     assert all((piece == number).all() for number, piece in enumerate(taken))
+    del taken[0], piece
+    others = [memory(PIECE) for _ in range(3)]  # the last of them is plain
+    for other in others:
+        other.fill_(9)
+    assert all((piece == number).all() for number, piece in enumerate(taken, 1))
     memory.close()
 
 
@@ -151,3 +156,14 @@ def test_several_of_the_largest_and_many_small_ones_are_ready(
     assert pieces_ahead(87_000_000) == 24
     assert pieces_ahead(1_000_000) == 32
     assert pieces_ahead(10**12) == 1
+
+
+def test_nothing_is_copied_across_what_was_locked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("manyroots.store.host_memory.LOCK_BYTES", 4096)
+    flat = torch.arange(20_000, dtype=torch.int16)
+    for first, last in ((0, 20_000), (7, 9), (2048, 2049), (3000, 19_999)):
+        pieces = within_borders(flat[first:last])
+        assert torch.equal(torch.cat(list(pieces)), flat[first:last])
+        for piece in pieces:
+            begin = piece.data_ptr()
+            assert begin // 4096 == (begin + 2 * max(len(piece), 1) - 1) // 4096

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -36,11 +36,23 @@ async def generate(
     `shown_ids`: special tokens that are part of the text."""
     reason = FinishReason.ABORT
     try:
-        async with aclosing(_all(service, submits, shown_ids)) as batches:
+        if len(submits) == 1:
+            # Most have one: no tasks and no queue, and as few generators as can be, each of which
+            # every token passes.
+            sequence = _Sequence(service, submits[0], shown_ids)
+            with closing(sequence):
+                async with aclosing(sequence.outputs) as outputs:
+                    async for output in outputs:
+                        delta = sequence.take(output)
+                        _tell(watch, 0, delta)
+                        yield [(0, delta)]
+                        if delta.finish_reason is not None:
+                            break
+            return
+        async with aclosing(_merged(service, submits, shown_ids)) as batches:
             async for batch in batches:
                 for index, delta in batch:
-                    end = None if delta.finish_reason is None else delta.finish_reason.value
-                    watch.saw(index, len(delta.tokens), delta.num_cached_tokens, end)
+                    _tell(watch, index, delta)
                 yield batch
     except Exception:
         reason = FinishReason.ERROR
@@ -49,17 +61,9 @@ async def generate(
         watch.end(reason.value)
 
 
-async def _all(
-    service: Service, submits: Sequence[Submit], shown_ids: frozenset[int]
-) -> AsyncGenerator[Batch, None]:
-    if len(submits) == 1:  # the common case needs no tasks and no queue
-        async with aclosing(_sequence(service, submits[0], shown_ids)) as deltas:
-            async for delta in deltas:
-                yield [(0, delta)]
-        return
-    async with aclosing(_merged(service, submits, shown_ids)) as batches:
-        async for batch in batches:
-            yield batch
+def _tell(watch: RequestWatch, index: int, delta: TextDelta) -> None:
+    end = None if delta.finish_reason is None else delta.finish_reason.value
+    watch.saw(index, len(delta.tokens), delta.num_cached_tokens, end)
 
 
 async def _merged(
@@ -69,9 +73,14 @@ async def _merged(
 
     async def pump(index: int, submit: Submit) -> None:
         try:
-            async with aclosing(_sequence(service, submit, shown_ids)) as deltas:
-                async for delta in deltas:
-                    ready.put_nowait((index, delta))
+            sequence = _Sequence(service, submit, shown_ids)
+            with closing(sequence):
+                async with aclosing(sequence.outputs) as outputs:
+                    async for output in outputs:
+                        delta = sequence.take(output)
+                        ready.put_nowait((index, delta))
+                        if delta.finish_reason is not None:
+                            break
         except Exception as error:  # raised again below, in the task of the request
             ready.put_nowait((index, error))
 
@@ -95,31 +104,35 @@ async def _merged(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _sequence(
-    service: Service, submit: Submit, shown_ids: frozenset[int]
-) -> AsyncGenerator[TextDelta, None]:
-    assembler = TextAssembler(service.tokenizer, submit.sampling, shown_ids)
-    timer = service.metrics.sequence(submit.request_id, len(submit.prompt), submit.adapter)
-    reason = FinishReason.ABORT
-    # The protocol promises only an iterator; that it can be closed is its documented contract.
-    outputs = cast(AsyncGenerator[Output, None], service.engine.generate(submit))
-    try:
-        async with aclosing(outputs):
-            async for output in outputs:
-                delta = assembler.push(output)
-                if output.adapter_was is not None:
-                    timer.adapter_was = output.adapter_was
-                timer.tokens(len(delta.tokens))
-                if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
-                    reason = output.finish_reason
-                    raise failure_of(output)
-                if delta.finish_reason is not None:
-                    reason = delta.finish_reason
-                yield delta
-                if delta.finish_reason is not None:
-                    return
-    finally:
-        timer.finish(reason.value)
+class _Sequence:
+    """One sequence: the engine's outputs of it, what they say, and how it ended."""
+
+    __slots__ = ("_assembler", "_reason", "_timer", "outputs")
+
+    def __init__(self, service: Service, submit: Submit, shown_ids: frozenset[int]) -> None:
+        self._assembler = TextAssembler(service.tokenizer, submit.sampling, shown_ids)
+        self._timer = service.metrics.sequence(
+            submit.request_id, len(submit.prompt), submit.adapter
+        )
+        self._reason = FinishReason.ABORT
+        # The protocol promises only an iterator; that it can be closed is its documented contract.
+        self.outputs = cast(AsyncGenerator[Output, None], service.engine.generate(submit))
+
+    def take(self, output: Output) -> TextDelta:
+        """Raises what an output says that ends the sequence without an answer."""
+        delta = self._assembler.push(output)
+        if output.adapter_was is not None:
+            self._timer.adapter_was = output.adapter_was
+        self._timer.tokens(len(delta.tokens))
+        if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+            self._reason = output.finish_reason
+            raise failure_of(output)
+        if delta.finish_reason is not None:
+            self._reason = delta.finish_reason
+        return delta
+
+    def close(self) -> None:
+        self._timer.finish(self._reason.value)
 
 
 def failure_of(output: Output) -> ManyrootsError:

@@ -3,8 +3,14 @@
 Starts a server of its own on loopback and an engine in this process, with equal settings, and sends
 both the same prompts (tokens, greedy, all at once), turn and turn about. So a shared machine slows
 both. Each turn gives a ratio of times per token; the median of those is the figure. The load
-generator runs on the same machine, and what it takes counts as the server's. Processor time of the
-server's process that talks HTTP is given, too, by token: that does not depend on who else computes.
+generator runs on the same machine, and what it takes counts as the server's.
+
+Processor time does not depend on who else computes. By token there are three: E of the engine in
+this process, E' of the engine's process of the server, which also packs and sends, and H of the
+process that talks HTTP. Where H has a core of its own, engine and server work at the same time, and
+the slower of them is the pace: what is added is max(E', H) / E - 1. On one core it is
+(E' + H) / E - 1. `is_pinned` gives the engines a core of their own and the rest the others, so that
+the clock on the wall shows the first on a quiet machine.
 """
 
 from __future__ import annotations
@@ -27,6 +33,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from manyroots.bench.cores import Cores, put_on
 from manyroots.bench.drive import Timeline, drive
 from manyroots.bench.http_stream import HttpStreamError, HttpStreams
 from manyroots.bench.machine import describe_machine
@@ -50,6 +57,8 @@ class HttpWorkload:
     prompt_len: int
     output_len: int
     repeats: int
+    is_pinned: bool = False
+    """Whether engines have a core of their own."""
 
     def prompts(self, count: int, vocab_size: int, seed: int) -> list[list[int]]:
         rng = random.Random(seed)
@@ -69,9 +78,14 @@ def run_http(workload: HttpWorkload, engine: dict[str, Any]) -> dict[str, Any]:
         "machine": describe_machine(),
         "cases": [],
     }
+    cores = Cores.divided() if workload.is_pinned else None
     with _server(engine) as server, contextlib.closing(_Engine(engine)) as own:
+        if cores is not None:
+            put_on(server.pid, cores.rest)
+            if server.engine_pid is not None:
+                put_on(server.engine_pid, cores.engine)
         for count in workload.streams:
-            case = _Case(workload, count, server, own).measure()
+            case = _Case(workload, count, server, own, cores).measure()
             report["cases"].append(case)
             _show(case)
     return report
@@ -82,13 +96,27 @@ class _ServerProcess:
     url: str
     pid: int
 
-    def processor_s(self) -> float | None:
-        """Of the process that talks HTTP, so far; None where the system does not say."""
+    @property
+    def engine_pid(self) -> int | None:
+        """The engine's process; None where the system does not say."""
         try:
-            numbers = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+            children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
         except OSError:
             return None
-        return (int(numbers[11]) + int(numbers[12])) / float(os.sysconf("SC_CLK_TCK"))
+        return int(children[0]) if len(children) == 1 else None
+
+    def processor_s(self) -> tuple[float | None, float | None]:
+        """Of the process that talks HTTP and of the engine's, so far."""
+        return _processor_s(self.pid), _processor_s(self.engine_pid)
+
+
+def _processor_s(pid: int | None) -> float | None:
+    """None where the system does not say."""
+    try:
+        numbers = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return (int(numbers[11]) + int(numbers[12])) / float(os.sysconf("SC_CLK_TCK"))
 
 
 @contextlib.contextmanager
@@ -177,25 +205,29 @@ class _Served:
     most_open: int
     """Streams that had begun and not ended, at any one time."""
     processor_s: float | None
+    """Of the process that talks HTTP."""
+    engine_processor_s: float | None
 
 
 class _Case:
     """So many streams at once."""
 
     def __init__(
-        self, workload: HttpWorkload, count: int, server: _ServerProcess, engine: _Engine
+        self,
+        workload: HttpWorkload,
+        count: int,
+        server: _ServerProcess,
+        engine: _Engine,
+        cores: Cores | None,
     ) -> None:
         self._workload, self._count = workload, count
-        self._server, self._engine = server, engine
+        self._server, self._engine, self._cores = server, engine, cores
 
     def measure(self) -> dict[str, Any]:
         self._turn(-1, output_len=2)
         turns = [self._turn(turn, self._workload.output_len) for turn in range(self._repeats)]
         driven, served = [turn[0] for turn in turns], [turn[1] for turn in turns]
         engines = [own.line for own in driven]
-        processor = [
-            1e6 * s.processor_s / s.num_tokens for s in served if s.processor_s is not None
-        ]
         return {
             "streams": self._count,
             "step_ms": spread([1e3 * line.seconds / len(line.marks) for line in engines], 2),
@@ -207,7 +239,7 @@ class _Case:
             "engine_processor_us_per_token": spread(
                 [1e6 * own.processor_s / own.line.num_tokens for own in driven], 1
             ),
-            "http_processor_us_per_token": spread(processor, 1) if processor else None,
+            **_by_processor_time(turns),
             "most_open_streams": min(s.most_open for s in served),
             "time_to_first_token_s": _percentiles([s.first_s for s in served]),
             "time_between_tokens_s": _percentiles([s.gaps_s for s in served]),
@@ -222,10 +254,20 @@ class _Case:
         prompts = self._workload.prompts(self._count, self._engine.vocab_size, turn)
         salt = f"{self._count} streams, turn {turn}"
         if turn % 2:
-            served = asyncio.run(self._serve(prompts, output_len, salt))
-            return self._engine.run(prompts, output_len, salt), served
-        line = self._engine.run(prompts, output_len, salt)
-        return line, asyncio.run(self._serve(prompts, output_len, salt))
+            served = self._over_http(prompts, output_len, salt)
+            return self._without(prompts, output_len, salt), served
+        line = self._without(prompts, output_len, salt)
+        return line, self._over_http(prompts, output_len, salt)
+
+    def _without(self, prompts: list[list[int]], output_len: int, salt: str) -> _Driven:
+        if self._cores is not None:
+            put_on(os.getpid(), self._cores.engine)
+        return self._engine.run(prompts, output_len, salt)
+
+    def _over_http(self, prompts: list[list[int]], output_len: int, salt: str) -> _Served:
+        if self._cores is not None:
+            put_on(os.getpid(), self._cores.rest)
+        return asyncio.run(self._serve(prompts, output_len, salt))
 
     async def _serve(self, prompts: list[list[int]], output_len: int, salt: str) -> _Served:
         streams = HttpStreams(self._server.url, None)
@@ -255,8 +297,33 @@ class _Case:
             most_open=_most_open(
                 [(at[0], answer.end_s) for at, answer in zip(times, answers, strict=True)]
             ),
-            processor_s=None if before is None or after is None else after - before,
+            processor_s=_passed(before[0], after[0]),
+            engine_processor_s=_passed(before[1], after[1]),
         )
+
+
+def _passed(before: float | None, after: float | None) -> float | None:
+    return None if before is None or after is None else after - before
+
+
+def _by_processor_time(turns: list[tuple[_Driven, _Served]]) -> dict[str, Any]:
+    """What each process takes for a token, and what that adds; see the top of this file."""
+    found: dict[str, list[float]] = {}
+    for own, served in turns:
+        http, engine = served.processor_s, served.engine_processor_s
+        if http is None or engine is None:
+            continue
+        base = own.processor_s / own.line.num_tokens
+        http, engine = http / served.num_tokens, engine / served.num_tokens
+        figures = {
+            "http_processor_us_per_token": 1e6 * http,
+            "served_engine_processor_us_per_token": 1e6 * engine,
+            "added_with_a_core_of_its_own": max(engine, http) / base - 1,
+            "added_on_one_core": (engine + http) / base - 1,
+        }
+        for name, value in figures.items():
+            found.setdefault(name, []).append(value)
+    return {name: spread(values, 4) for name, values in found.items()}
 
 
 def _most_open(spans: list[tuple[float, float]]) -> int:
@@ -277,15 +344,27 @@ def _percentiles(runs: list[list[float]]) -> dict[str, Any]:
 
 
 def _show(case: dict[str, Any]) -> None:
-    added, own = case["added_per_token"], case["http_processor_us_per_token"]
-    engine = case["engine_processor_us_per_token"]["median"]
-    cost = "" if own is None else f"  processor time {engine:.0f} + {own['median']:.0f} us a token"
+    added = case["added_per_token"]
     print(
         f"{case['streams']:>6} streams  step {case['step_ms']['median']:.1f} ms  "
         f"engine {case['engine_tokens_per_s']['median']:.1f} tok/s  "
         f"HTTP {case['http_tokens_per_s']['median']:.1f} tok/s  "
-        f"adds {added['median']:.1%} ({added['least']:.1%} to {added['most']:.1%}) a token{cost}  "
+        f"adds {added['median']:.1%} ({added['least']:.1%} to {added['most']:.1%}) a token  "
         f"at most {case['most_open_streams']} streams open at once",
+        file=sys.stderr,
+        flush=True,
+    )
+    if "http_processor_us_per_token" not in case:
+        return
+    engine, served, http = (
+        case[f"{name}processor_us_per_token"]["median"]
+        for name in ("engine_", "served_engine_", "http_")
+    )
+    apart, together = case["added_with_a_core_of_its_own"], case["added_on_one_core"]
+    print(
+        f"        processor time a token: engine {engine:.0f} us, in the server {served:.0f} us, "
+        f"HTTP {http:.0f} us; by that HTTP adds {apart['median']:.1%} ({apart['least']:.1%} to "
+        f"{apart['most']:.1%}) where it has a core of its own, {together['median']:.1%} on one",
         file=sys.stderr,
         flush=True,
     )

@@ -128,7 +128,7 @@ def _multiply_as_blocks(model: Any) -> None:
             continue
         matrix = pack_blocks(module.weight.detach())
         if matrix is not None:
-            module.forward = partial(_product, matrix, module.bias)
+            module.__dict__["forward"] = partial(_product, matrix, module.bias)
             count += 1
     if not count:
         raise ConfigError("no weight of this file consists of 4-bit blocks; choose fp8.")

@@ -22,6 +22,10 @@ def add_http(kinds: Any) -> None:
     group.add_argument("--prompt-len", type=int, default=32, metavar="TOKENS")
     group.add_argument("--output-len", type=int, default=64, metavar="TOKENS")
     group.add_argument("--repeats", type=int, default=3, metavar="N", help="the median counts")
+    group.add_argument(
+        "--pin", action="store_true",
+        help="engines on a core of their own, the server and the load on the others",
+    )  # fmt: skip
     group.add_argument("--json", metavar="FILE", help="write the result here")
     http.set_defaults(run=_http)
 
@@ -37,5 +41,6 @@ def _http(arguments: dict[str, Any]) -> int:
         prompt_len=values["prompt_len"],
         output_len=values["output_len"],
         repeats=values["repeats"],
+        is_pinned=values["pin"],
     )
     return written(run_http(workload, engine_values(values)), values["json"])

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
+from manyroots.bench.cores import Cores
 from manyroots.bench.http_cost import _most_open
 from manyroots.cli.main import main
+from manyroots.errors import ConfigError
 from tests.tiny_adapters import TinyAdapters
 
 
@@ -17,7 +20,7 @@ def test_both_ways_give_every_token_and_the_ratio_is_theirs(tmp_path: Path) -> N
     flags = (
         "--dtype", "float32", "--max-model-len", "64", "--num-gpu-blocks-override", "64",
         "--streams", "2,3", "--prompt-len", "5", "--output-len", "4", "--repeats", "2",
-        "--json", str(report),
+        *(("--pin",) if len(os.sched_getaffinity(0)) > 1 else ()), "--json", str(report),
     )  # fmt: skip
     assert main(["bench", "http", str(model), *flags]) == 0
     two, three = json.loads(report.read_text())["cases"]
@@ -28,8 +31,24 @@ def test_both_ways_give_every_token_and_the_ratio_is_theirs(tmp_path: Path) -> N
         assert len(added["samples"]) == 2
         ratio = case["engine_tokens_per_s"]["samples"][0] / case["http_tokens_per_s"]["samples"][0]
         assert added["samples"][0] == pytest.approx(ratio - 1, rel=0.02, abs=0.01)
-        assert case["http_processor_us_per_token"]["median"] > 0
-        assert case["engine_processor_us_per_token"]["median"] > 0
+        names = ("engine", "served_engine", "http")
+        engine, served, http = (
+            case[f"{name}_processor_us_per_token"]["samples"][0] for name in names
+        )
+        assert engine > 0
+        for name, taken in (
+            ("added_with_a_core_of_its_own", max(served, http)),
+            ("added_on_one_core", served + http),
+        ):
+            assert case[name]["samples"][0] == pytest.approx(taken / engine - 1, rel=0.02, abs=0.01)
+
+
+def test_one_core_can_not_be_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3})
+    with pytest.raises(ConfigError, match="--pin"):
+        Cores.divided()
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 4, 7})
+    assert Cores.divided() == Cores(frozenset({7}), frozenset({3, 4}))
 
 
 def test_streams_are_open_together_where_they_overlap() -> None:

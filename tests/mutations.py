@@ -1465,6 +1465,20 @@ MUTATIONS: tuple[Mutation, ...] = (
         ),
     ),
     Mutation(
+        "kernels/attention/triton_hopper.py",
+        "        and not window\n",
+        "",
+        "prompts of layers with a window see what lies in front of it, on Hopper",
+        ("unit/kernels/test_hopper_triton.py::test_what_is_sent_to_the_kernel_for_hopper",),
+    ),
+    Mutation(
+        "kernels/attention/triton_hopper.py",
+        "q.dtype == layer_kv.dtype == torch.bfloat16",
+        "q.dtype == torch.bfloat16",
+        "FP8 pages are copied as if they were bfloat16, on Hopper",
+        ("unit/kernels/test_hopper_triton.py::test_what_is_sent_to_the_kernel_for_hopper",),
+    ),
+    Mutation(
         "kernels/attention/sharing.py",
         "common = limit if same.all() else int(np.argmin(same))",
         "common = limit",

@@ -20,9 +20,9 @@ from manyroots.runner.packet import send
 from manyroots.runner.sampling_state import SamplingState
 from manyroots.runner.step_arrays import sequence_arrays, token_arrays
 
-WARM_TOKENS = (96, 160, 1024)
+WARM_TOKENS = (96, 160, 1024, 2048)
 """Prompts whose kernels are compiled ahead: more than the skinny products take, and with experts
-many enough for small tiles, and for large ones."""
+many enough for small tiles, and for large ones; and long enough for long prompts' attention."""
 
 Lora = Callable[[Int64s | None], LoraRows | None]
 """The adapters of tokens with these slots."""

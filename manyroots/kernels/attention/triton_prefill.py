@@ -3,7 +3,8 @@
 Same signature as `reference.py`. A program has a block of queries of a few heads that share their
 keys and values, and goes over the tokens they see tile by tile. Only tiles that some query does not
 wholly see are masked: the last ones and, with a window, the first. Reads exactly the tokens a query
-sees; scores are in units of log2, because exp2 is what the chip has.
+sees; scores are in units of log2, because exp2 is what the chip has. What `triton_hopper.py` takes
+goes there.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from manyroots.kernels.attention import triton_hopper
 from manyroots.kernels.attention.paged import QUERY_BLOCK, PrefillSegments
 from manyroots.kernels.launch import launch_options, let_next_begin, wait_for_inputs
 
@@ -166,6 +168,8 @@ def prefill_attention(
     tiling: PrefillTiling | None = None,
 ) -> Tensor:
     """Any number of queries per sequence, q [num_tokens, heads, head_dim]; causal."""
+    if tiling is None and triton_hopper.is_for(q, layer_kv, segments, window=window, sinks=sinks):
+        return triton_hopper.prefill_attention(q, layer_kv, segments, scale, out=out)
     num_heads, head_dim = q.shape[1:]
     page_size, kv_heads = layer_kv.shape[2:4]
     group = num_heads // kv_heads

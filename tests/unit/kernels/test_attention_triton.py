@@ -33,23 +33,24 @@ def pages_for(
     dim: int,
     dtype: torch.dtype,
     firsts: list[int] | None = None,
+    page: int = PAGE,
 ) -> tuple[Tensor, Tensor]:
     """One layer's view of an arena, NaN wherever no sequence's token lies; and page tables.
 
     `firsts`: of each sequence, the first token that a query sees; those before are NaN, and in the
     place of pages that hold no other is one that is another's.
     """
-    counts = [-(-length // PAGE) for length in lens]
-    arena = torch.full((sum(counts) + 2, 2, 2, PAGE, kv_heads, dim), float("nan"), dtype=dtype)
+    counts = [-(-length // page) for length in lens]
+    arena = torch.full((sum(counts) + 2, 2, 2, page, kv_heads, dim), float("nan"), dtype=dtype)
     order = torch.randperm(sum(counts) + 2, generator=torch.Generator().manual_seed(3))
     table = torch.full((len(lens), max(*counts, 1)), int(order[-1]), dtype=torch.int32)
     used = 0
     for row, (length, count) in enumerate(zip(lens, counts, strict=True)):
         first = firsts[row] if firsts else 0
-        table[row, first // PAGE : count] = order[used : used + count - first // PAGE]
+        table[row, first // page : count] = order[used : used + count - first // page]
         used += count
         for token in range(first, length):
-            arena[int(table[row, token // PAGE]), 1, :, token % PAGE] = randn(
+            arena[int(table[row, token // page]), 1, :, token % page] = randn(
                 2, kv_heads, dim, seed=1000 * row + token
             ).to("cpu", dtype)
     return arena.to(DEVICE)[:, 1], table.to(DEVICE)

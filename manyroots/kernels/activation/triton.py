@@ -16,10 +16,11 @@ from manyroots.kernels.activation.triton_kinds import activated
 from manyroots.kernels.launch import as_splits, launch_options, let_next_begin, wait_for_inputs
 from manyroots.kernels.lora_sites.sites import LoraTerm
 from manyroots.kernels.lora_sites.triton import (
-    RANK_BLOCK,
+    NO_RANKS,
     early_ranks,
     expand_tile,
     part_of,
+    rank_constants,
     rows_of,
 )
 
@@ -36,7 +37,7 @@ def _gated(
     in_split, in_row, hidden_split, hidden_row,
     KIND: tl.constexpr, NUM_SPLITS: tl.constexpr, HIDDEN_SPLITS: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, RANK_BLOCK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    MAX_RANK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     let_next_begin(DEPENDENT)
     cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -48,8 +49,8 @@ def _gated(
             return
         gate_start, gate_rank, gate_b = part_of(pool, table, slot, 0, 2)
         up_start, up_rank, up_b = part_of(pool, table, slot, 1, 2)
-        gate_ranks = early_ranks(gate_b, gate_rank, inside, RANK_BLOCK, DEPENDENT)
-        up_ranks = early_ranks(up_b, up_rank, inside, RANK_BLOCK, DEPENDENT)
+        gate_ranks = early_ranks(gate_b, gate_rank, inside, RANK_BLOCK, MAX_RANK, DEPENDENT)
+        up_ranks = early_ranks(up_b, up_rank, inside, RANK_BLOCK, MAX_RANK, DEPENDENT)
     else:
         first = program * BLOCK_R
         count = tl.minimum(BLOCK_R, num_rows - first)
@@ -67,11 +68,11 @@ def _gated(
         if HIDDEN_SPLITS:
             gate = expand_tile(
                 gate, gate_ranks, gate_b, gate_start, gate_rank, inside, hidden, hidden_split,
-                hidden_row, rows, r < count, HIDDEN_SPLITS, RANK_BLOCK,
+                hidden_row, rows, r < count, HIDDEN_SPLITS, RANK_BLOCK, MAX_RANK,
             )  # fmt: skip
             up = expand_tile(
                 up, up_ranks, up_b, up_start, up_rank, inside, hidden, hidden_split, hidden_row,
-                rows, r < count, HIDDEN_SPLITS, RANK_BLOCK,
+                rows, r < count, HIDDEN_SPLITS, RANK_BLOCK, MAX_RANK,
             )  # fmt: skip
         found = activated(gate * gate_factor, up, KIND)
         tl.store(out + rows[:, None] * n + cols[None, :], found, mask=ok)
@@ -92,7 +93,7 @@ def gated(
     out = torch.empty(num_rows, n, dtype=dtype, device=parts.device)
     if lora is None:
         adapters = (parts, parts, parts, parts, parts)
-        strides, splits = (0, 0), 0
+        strides, splits, ranks = (0, 0), 0, NO_RANKS
         block_r, block_n, num_warps = 4, BLOCK_N, 4
         if num_rows > MANY_ROWS:
             block_n, num_warps = 512, 8
@@ -103,12 +104,10 @@ def gated(
         strides, splits = (hidden.stride(0), hidden.stride(1)), hidden.shape[0]
         block_r, num_programs = rows.programs
         block_n, num_warps = ROW_BLOCK_N if block_r == 1 else BLOCK_N, 4
-        if num_rows > MANY_ROWS:
-            block_r = 32
+        ranks = rank_constants(lora.site, block_r)
     _gated[(triton.cdiv(n, block_n), num_programs)](
         parts, out, *adapters, num_rows, n, gate_factor, parts.stride(0), parts.stride(1), *strides,
         KIND=activation.value, NUM_SPLITS=parts.shape[0], HIDDEN_SPLITS=splits, BLOCK_R=block_r,
-        BLOCK_N=block_n, RANK_BLOCK=RANK_BLOCK, num_warps=num_warps, num_stages=1,
-        **launch_options(parts.device),
+        BLOCK_N=block_n, **ranks, num_warps=num_warps, num_stages=1, **launch_options(parts.device),
     )  # fmt: skip
     return out

@@ -25,15 +25,19 @@ from manyroots.kernels.lora_sites.sites import EmbeddingSite, LinearSite, LoraRo
 
 __all__ = ["add_embedding", "expand", "prepare", "shrink"]
 
-RANK_BLOCK = 16
-"""The least inner dimension of a matrix instruction."""
+LEAST_RANKS, MOST_RANKS = 16, 64
+"""That are multiplied at once: the first is the least inner dimension of a matrix instruction."""
 WIDE_TILES = 256
 """More tiles of columns than any product has but the head's, which most adapters leave alone."""
 WIDE_PROGRAMS = 2048
 """How many programs look after those: enough to keep a GPU busy, few enough to leave at once."""
-SHRINK_STEP = 64
+SHRINK_STEP = 128
 """Of the inner dimension, for each step of a program that shrinks."""
-MIN_SHRINK_STEPS = 4
+MIN_SHRINK_STEPS, MAX_SHRINK_SPLITS = 4, 8
+SHRINK_PROGRAMS = 300
+"""At most, for each 4096 of the inner dimension: more have too little to do."""
+EXPAND_COLUMNS = 256
+"""Of a product, for each program that adds to it."""
 LOOKUP_COLUMNS = 256
 """Of a vector, for each program that adds to embeddings."""
 
@@ -73,7 +77,7 @@ def rows_of(slots, blocks, program, BLOCK_R: tl.constexpr):
 def part_of(pool, table, slot, part, NUM_PARTS: tl.constexpr):
     """Where a slot's part begins among the ranks, its rank, and its B. NO_ADAPTER has rank 0."""
     entry = table + tl.maximum(slot, 0) * (2 + 3 * NUM_PARTS) + 2 + 3 * part
-    start = tl.load(entry).to(tl.int32)
+    start = tl.multiple_of(tl.load(entry).to(tl.int32), 8)
     rank = tl.load(entry + 1).to(tl.int32)
     rank = tl.multiple_of(tl.where(slot >= 0, rank, 0), 8)
     return start, rank, pool + tl.multiple_of(tl.load(entry + 2), 8)
@@ -87,54 +91,84 @@ def ranks_of(b, rank, first, cols, RANK_BLOCK: tl.constexpr):
 
 
 @triton.jit
-def early_ranks(b, rank, cols, RANK_BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+def early_ranks(
+    b, rank, cols, RANK_BLOCK: tl.constexpr, MAX_RANK: tl.constexpr, DEPENDENT: tl.constexpr
+):
     """`ranks_of` 0, before a kernel's inputs are there; the others are to be in the cache then."""
-    for first in range(RANK_BLOCK, rank, RANK_BLOCK):
-        prefetch(b + cols * rank + first, DEPENDENT)
+    if MAX_RANK > RANK_BLOCK:
+        for first in range(RANK_BLOCK, rank, RANK_BLOCK):
+            prefetch(b + cols * rank + first, DEPENDENT)
     return ranks_of(b, rank, 0, cols, RANK_BLOCK)
+
+
+@triton.jit
+def _expand_ranks(
+    acc, weight, first, start, rank, hidden, hidden_split, hidden_row, rows, row_ok,
+    NUM_SPLITS: tl.constexpr, RANK_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """acc + hidden[rows] weight^T, where weight is B of the ranks from `first` on.
+
+    One row is multiplied and added up: a matrix instruction would want sixteen, and the weight
+    in another order than it is read in.
+    """
+    r = first + tl.arange(0, RANK_BLOCK)
+    at = hidden + rows[:, None] * hidden_row + start + r[None, :]
+    ok = row_ok[:, None] & (r < rank)[None, :]
+    h = tl.load(at, mask=ok, other=0.0)
+    for split in tl.static_range(1, NUM_SPLITS):
+        h += tl.load(at + split * hidden_split, mask=ok, other=0.0)
+    if acc.shape[0] == 1:
+        products = h.to(weight.dtype).to(tl.float32) * weight.to(tl.float32)
+        acc += tl.sum(products, axis=1)[None, :]
+    else:
+        acc = tl.dot(h.to(weight.dtype), tl.trans(weight), acc, input_precision="ieee")
+    return acc
 
 
 @triton.jit
 def expand_tile(
     acc, first_ranks, b, start, rank, cols, hidden, hidden_split, hidden_row, rows, row_ok,
-    NUM_SPLITS: tl.constexpr, RANK_BLOCK: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, RANK_BLOCK: tl.constexpr, MAX_RANK: tl.constexpr,
 ):  # fmt: skip
     """acc + hidden[rows] B[cols]^T; `cols` count from the part's first, `first_ranks` are
-    `early_ranks`.
-
-    One row is multiplied and added up: a matrix instruction would want sixteen, and the weight
-    in another order than it is read in.
-    """
-    weight = first_ranks
-    for first in range(0, rank, RANK_BLOCK):
-        if first > 0:
-            weight = ranks_of(b, rank, first, cols, RANK_BLOCK)
-        r = first + tl.arange(0, RANK_BLOCK)
-        at = hidden + rows[:, None] * hidden_row + start + r[None, :]
-        ok = row_ok[:, None] & (r < rank)[None, :]
-        h = tl.load(at, mask=ok, other=0.0)
-        for split in tl.static_range(1, NUM_SPLITS):
-            h += tl.load(at + split * hidden_split, mask=ok, other=0.0)
-        if acc.shape[0] == 1:
-            products = h.to(weight.dtype).to(tl.float32) * weight.to(tl.float32)
-            acc += tl.sum(products, axis=1)[None, :]
-        else:
-            acc = tl.dot(h.to(weight.dtype), tl.trans(weight), acc, input_precision="ieee")
+    `early_ranks`. No rank is above MAX_RANK: where RANK_BLOCK is as much, nothing is repeated, and
+    all loads are under way at once."""
+    acc = _expand_ranks(
+        acc, first_ranks, 0, start, rank, hidden, hidden_split, hidden_row, rows, row_ok,
+        NUM_SPLITS, RANK_BLOCK,
+    )  # fmt: skip
+    if MAX_RANK > RANK_BLOCK:
+        for first in range(RANK_BLOCK, rank, RANK_BLOCK):
+            acc = _expand_ranks(
+                acc, ranks_of(b, rank, first, cols, RANK_BLOCK), first, start, rank, hidden,
+                hidden_split, hidden_row, rows, row_ok, NUM_SPLITS, RANK_BLOCK,
+            )  # fmt: skip
     return acc
+
+
+def rank_constants(site: LinearSite, block_r: int) -> dict[str, int]:
+    """Constants of a kernel that calls `expand_tile` with so many rows at a time: one row's
+    products are spread over columns, which leaves less room for ranks."""
+    block = LEAST_RANKS
+    if block_r > 1:
+        block = min(MOST_RANKS, max(block, triton.next_power_of_2(site.max_rank)))
+    return {"RANK_BLOCK": block, "MAX_RANK": site.max_rank}
+
+
+NO_RANKS = {"RANK_BLOCK": LEAST_RANKS, "MAX_RANK": 0}
+"""The same of a launch without adapters."""
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _shrink(
     x, hidden, partial, counters, pool, table, scalings, blocks, num_blocks, num_rows, k_size,
     width,
-    NUM_PARTS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    NUM_PARTS: tl.constexpr, NUM_SPLITS: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One part of the inner dimension for a block of rows; who is last adds up the parts."""
     let_next_begin(DEPENDENT)
-    wait_for_inputs(DEPENDENT)
     block, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    num_splits = tl.num_programs(2)
     if block >= tl.load(num_blocks):
         return
     first = tl.load(blocks + 3 * block)
@@ -149,22 +183,26 @@ def _shrink(
         return
     a = pool + tl.multiple_of(tl.load(row_table), 8)
     r = tl.arange(0, BLOCK_R)
-    row = first + tl.minimum(r, count - 1)
+    row = first + r
     k = tl.arange(0, BLOCK_K)
-    acc = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
-    steps = tl.cdiv(tl.cdiv(k_size, BLOCK_K), num_splits)
+    steps = tl.cdiv(tl.cdiv(k_size, BLOCK_K), NUM_SPLITS)
     last = tl.minimum(k_size, (split + 1) * steps * BLOCK_K)
     x_at = x + row[:, None].to(tl.int64) * k_size + k[None, :]
-    a_at = a + tl.minimum(n, total - 1)[:, None].to(tl.int64) * k_size + k[None, :]
+    a_at = a + n[:, None].to(tl.int64) * k_size + k[None, :]
+    scale = scale_of(scalings, table, slot, n, NUM_PARTS)[None, :]
+    wait_for_inputs(DEPENDENT)
+    acc = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
     for at in range(split * steps * BLOCK_K, last, BLOCK_K):
-        inside = k[None, :] < last - at
-        xs = tl.load(x_at + at, mask=inside, other=0.0)
-        weight = tl.load(a_at + at, mask=inside, other=0.0)
+        row_mask, rank_mask = (r < count)[:, None], (n < total)[:, None]
+        if not EVEN_K:
+            inside = k[None, :] < last - at
+            row_mask, rank_mask = row_mask & inside, rank_mask & inside
+        xs = tl.load(x_at + at, mask=row_mask, other=0.0)
+        weight = tl.load(a_at + at, mask=rank_mask, other=0.0)
         acc = tl.dot(xs, tl.trans(weight), acc, input_precision="ieee")
     ok = (r < count)[:, None] & (n < total)[None, :]
     at = row[:, None] * width + n[None, :]
-    scale = scale_of(scalings, table, slot, n, NUM_PARTS)[None, :]
-    if num_splits == 1:
+    if NUM_SPLITS == 1:
         tl.store(hidden + at, acc * scale, mask=ok)
     else:
         size = num_rows.to(tl.int64) * width
@@ -172,10 +210,10 @@ def _shrink(
         # All of this program's stores, then the count: who counts last sees everybody's.
         tl.debug_barrier()
         counter = counters + block * tl.num_programs(1) + tile
-        if tl.atomic_add(counter, 1, sem="acq_rel") == num_splits - 1:
+        if tl.atomic_add(counter, 1, sem="acq_rel") == NUM_SPLITS - 1:
             tl.store(counter, 0)
             sums = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
-            for other in range(num_splits):
+            for other in tl.static_range(NUM_SPLITS):
                 sums += tl.load(
                     partial + other * size + at, mask=ok, other=0.0, cache_modifier=".cg"
                 )
@@ -188,7 +226,7 @@ def shrink(
     """scaling * x A^T of each row's own adapter. `num_splits`: into how many parts the inner
     dimension is cut; None for as many as fill the chip."""
     num_rows, k_size = x.shape
-    hidden = torch.empty(1, num_rows, site.width, dtype=torch.float32, device=x.device)
+    hidden = torch.empty(1, num_rows, site.width, dtype=site.pool.dtype, device=x.device)
     block_n = min(64, max(16, triton.next_power_of_2(site.width)))
     num_tiles = triton.cdiv(site.width, block_n)
     splits = num_splits or _num_splits(rows.max_blocks * num_tiles, k_size)
@@ -198,28 +236,34 @@ def shrink(
     _shrink[(rows.max_blocks, num_tiles, splits)](
         x, hidden, partial, counters(x.device), site.pool, site.table, site.scalings,
         rows.blocks, rows.num_blocks, num_rows, k_size, site.width,
-        NUM_PARTS=site.num_parts, BLOCK_R=64, BLOCK_N=block_n, BLOCK_K=SHRINK_STEP,
-        num_warps=4, num_stages=4, **launch_options(x.device),
+        NUM_PARTS=site.num_parts, NUM_SPLITS=splits, BLOCK_R=64, BLOCK_N=block_n,
+        BLOCK_K=SHRINK_STEP, EVEN_K=k_size % SHRINK_STEP == 0, num_warps=4, num_stages=4,
+        **launch_options(x.device),
     )  # fmt: skip
     return LoraTerm(hidden, site, rows)
 
 
 def _num_splits(num_programs: int, k_size: int) -> int:
-    """So that about two programs come to each multiprocessor, none with less than a few steps: the
-    inner dimension is long, and a batch has few blocks of rows."""
-    wanted = -(-2 * 132 // num_programs)
-    return max(1, min(wanted, k_size // (MIN_SHRINK_STEPS * SHRINK_STEP)))
+    """The inner dimension is long, and a batch has few blocks of rows: as many as give programs
+    enough to do, and the chip enough programs."""
+    most = max(num_programs, SHRINK_PROGRAMS * k_size // 4096)
+    splits = MAX_SHRINK_SPLITS
+    while splits > 1 and (
+        splits * num_programs > most or splits * MIN_SHRINK_STEPS * SHRINK_STEP > k_size
+    ):
+        splits //= 2
+    return splits
 
 
 @triton.jit
 def _expand(
     y, hidden, pool, table, blocks, num_blocks, y_row, hidden_split, hidden_row, first_col, size,
     PART: tl.constexpr, NUM_PARTS: tl.constexpr, NUM_SPLITS: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_N: tl.constexpr, RANK_BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK_N: tl.constexpr, RANK_BLOCK: tl.constexpr, MAX_RANK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     let_next_begin(DEPENDENT)
-    wait_for_inputs(DEPENDENT)
-    block = tl.program_id(0)
+    block = tl.program_id(1)
     if block >= tl.load(num_blocks):
         return
     first = tl.load(blocks + 3 * block)
@@ -230,20 +274,22 @@ def _expand(
     start, rank, b = part_of(pool, table, slot, PART, NUM_PARTS)
     if rank == 0:
         return
-    for begin in range(tl.program_id(1) * BLOCK_N, size, tl.num_programs(1) * BLOCK_N):
+    wait_for_inputs(DEPENDENT)
+    for begin in range(tl.program_id(0) * BLOCK_N, size, tl.num_programs(0) * BLOCK_N):
         n = begin + tl.arange(0, BLOCK_N)
         inside = tl.minimum(n, size - 1)
         first_ranks = ranks_of(b, rank, 0, inside, RANK_BLOCK)
         for at in range(0, count, BLOCK_R):
             r = at + tl.arange(0, BLOCK_R)
             rows = (first + r).to(tl.int64)
-            acc = expand_tile(
-                tl.zeros((BLOCK_R, BLOCK_N), tl.float32), first_ranks, b, start, rank, inside,
-                hidden, hidden_split, hidden_row, rows, r < count, NUM_SPLITS, RANK_BLOCK,
-            )  # fmt: skip
             ok = (r < count)[:, None] & (n < size)[None, :]
             to = y + rows[:, None] * y_row + first_col + n[None, :]
-            tl.store(to, (tl.load(to, mask=ok, other=0.0).to(tl.float32) + acc), mask=ok)
+            acc = expand_tile(
+                tl.load(to, mask=ok, other=0.0).to(tl.float32), first_ranks, b, start, rank,
+                inside, hidden, hidden_split, hidden_row, rows, r < count, NUM_SPLITS, RANK_BLOCK,
+                MAX_RANK,
+            )  # fmt: skip
+            tl.store(to, acc, mask=ok)
 
 
 def expand(y: Tensor, term: LoraTerm) -> None:
@@ -251,14 +297,14 @@ def expand(y: Tensor, term: LoraTerm) -> None:
     site, rows, hidden = term.site, term.rows, term.hidden
     first_col = 0
     for part, size in enumerate(site.part_sizes):
-        num_columns = triton.cdiv(size, 128)
+        num_columns = triton.cdiv(size, EXPAND_COLUMNS)
         if num_columns > WIDE_TILES:
             num_columns = min(num_columns, max(16, WIDE_PROGRAMS // rows.max_blocks))
-        _expand[(rows.max_blocks, num_columns)](
+        _expand[(num_columns, rows.max_blocks)](
             y, hidden, site.pool, site.table, rows.blocks, rows.num_blocks, y.stride(0),
             hidden.stride(0), hidden.stride(1), first_col, size,
             PART=part, NUM_PARTS=site.num_parts, NUM_SPLITS=hidden.shape[0], BLOCK_R=16,
-            BLOCK_N=128, RANK_BLOCK=RANK_BLOCK, **launch_options(y.device),
+            BLOCK_N=EXPAND_COLUMNS, **rank_constants(site, 16), **launch_options(y.device),
         )  # fmt: skip
         first_col += size
 
@@ -312,6 +358,6 @@ def add_embedding(y: Tensor, tokens: Tensor, site: EmbeddingSite, rows: LoraRows
     n_size = y.shape[1]
     _add_embedding[(rows.max_blocks, triton.cdiv(n_size, LOOKUP_COLUMNS))](
         y, tokens, site.pool, site.table, site.scalings, rows.blocks, rows.num_blocks, n_size,
-        y.stride(0), BLOCK_R=16, BLOCK_N=LOOKUP_COLUMNS, RANK_BLOCK=RANK_BLOCK,
+        y.stride(0), BLOCK_R=16, BLOCK_N=LOOKUP_COLUMNS, RANK_BLOCK=LEAST_RANKS,
         **launch_options(y.device, plainly=True),
     )  # fmt: skip

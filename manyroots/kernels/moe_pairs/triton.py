@@ -27,7 +27,7 @@ from manyroots.kernels.launch import (
     wait_for_inputs,
 )
 from manyroots.kernels.lora_sites.sites import LoraTerm
-from manyroots.kernels.lora_sites.triton import RANK_BLOCK
+from manyroots.kernels.lora_sites.triton import LEAST_RANKS
 from manyroots.kernels.moe_pairs.adapters import ExpertAdapters
 from manyroots.kernels.moe_pairs.routing import MAX_FEW_TOKENS, Routing, Scoring
 from manyroots.kernels.moe_pairs.triton_adapters import (
@@ -205,7 +205,7 @@ def route(
     _route[(triton.cdiv(num_rows, block_r),)](
         parts, parts if bias is None else bias, chosen, weights, ranks, pairs, groups, *adapters,
         counters(device), num_rows, num_experts, parts.stride(0), parts.stride(1), *hidden_strides,
-        NUM_SPLITS=num_splits, LORA_SPLITS=lora_splits, RANK_BLOCK=RANK_BLOCK, TOP_K=top_k,
+        NUM_SPLITS=num_splits, LORA_SPLITS=lora_splits, RANK_BLOCK=LEAST_RANKS, TOP_K=top_k,
         SCORING=scoring.value, HAS_BIAS=bias is not None, BLOCK_C=triton.next_power_of_2(top_k),
         BLOCK_E=triton.next_power_of_2(num_experts), BLOCK_R=block_r,
         BLOCK_T=max(16, triton.next_power_of_2(num_rows)) if is_small else 0,

@@ -22,10 +22,10 @@ from manyroots.kernels.launch import (
 )
 from manyroots.kernels.lora_sites.sites import LoraTerm
 from manyroots.kernels.lora_sites.triton import (
-    RANK_BLOCK,
     early_ranks,
     expand_tile,
     part_of,
+    rank_constants,
     rows_of,
 )
 from manyroots.kernels.norm.undivided import UndividedNorm
@@ -115,7 +115,7 @@ def _add_norm_piece(
     delta_row, hidden_split, hidden_row,
     NUM_SPLITS: tl.constexpr, HIDDEN_SPLITS: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, RANK_BLOCK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    MAX_RANK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     let_next_begin(DEPENDENT)
     piece = tl.program_id(0)
@@ -126,25 +126,26 @@ def _add_norm_piece(
     if count == 0:
         return
     start, rank, b = part_of(pool, table, slot, 0, 1)
-    first_ranks = early_ranks(b, rank, inside, RANK_BLOCK, DEPENDENT)
+    first_ranks = early_ranks(b, rank, inside, RANK_BLOCK, MAX_RANK, DEPENDENT)
     wait_for_inputs(DEPENDENT)
-    r = tl.arange(0, BLOCK_R)
-    rows = (first + r).to(tl.int64)
-    ok = (r < count)[:, None] & (cols < n)[None, :]
-    at = rows[:, None] * n + cols[None, :]
-    total = tl.load(residual + at, mask=ok, other=0.0).to(tl.float32)
-    for split in tl.static_range(NUM_SPLITS):
-        added = delta + split * delta_split + rows[:, None] * delta_row + cols[None, :]
-        total += tl.load(added, mask=ok, other=0.0).to(tl.float32)
-    total = expand_tile(
-        total, first_ranks, b, start, rank, inside, hidden, hidden_split, hidden_row, rows,
-        r < count, HIDDEN_SPLITS, RANK_BLOCK,
-    )  # fmt: skip
-    total = tl.where(ok, total, 0.0)
-    tl.store(residual + at, total, mask=ok)
-    tl.store(out + at, total * scale, mask=ok)
-    of_rows = squares + rows * tl.num_programs(0) + piece
-    tl.store(of_rows, tl.sum(total * total, axis=1), mask=r < count)
+    for begin in range(0, count, BLOCK_R):
+        r = begin + tl.arange(0, BLOCK_R)
+        rows = (first + r).to(tl.int64)
+        ok = (r < count)[:, None] & (cols < n)[None, :]
+        at = rows[:, None] * n + cols[None, :]
+        total = tl.load(residual + at, mask=ok, other=0.0).to(tl.float32)
+        for split in tl.static_range(NUM_SPLITS):
+            added = delta + split * delta_split + rows[:, None] * delta_row + cols[None, :]
+            total += tl.load(added, mask=ok, other=0.0).to(tl.float32)
+        total = expand_tile(
+            total, first_ranks, b, start, rank, inside, hidden, hidden_split, hidden_row, rows,
+            r < count, HIDDEN_SPLITS, RANK_BLOCK, MAX_RANK,
+        )  # fmt: skip
+        total = tl.where(ok, total, 0.0)
+        tl.store(residual + at, total, mask=ok)
+        tl.store(out + at, total * scale, mask=ok)
+        of_rows = squares + rows * tl.num_programs(0) + piece
+        tl.store(of_rows, tl.sum(total * total, axis=1), mask=r < count)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -209,7 +210,7 @@ def add_norm(
         residual, parts, weight, out, squares, hidden, lora.site.pool, lora.site.table, rows.slots,
         rows.blocks, n, parts.stride(0), parts.stride(1), hidden.stride(0), hidden.stride(1),
         NUM_SPLITS=parts.shape[0], HIDDEN_SPLITS=hidden.shape[0], BLOCK_R=block_r, BLOCK_N=PIECE,
-        RANK_BLOCK=RANK_BLOCK, num_warps=2 if block_r == 1 else 8, num_stages=1,
+        **rank_constants(lora.site, block_r), num_warps=2 if block_r == 1 else 4, num_stages=1,
         **launch_options(residual.device),
     )  # fmt: skip
     return UndividedNorm(out, squares, eps)

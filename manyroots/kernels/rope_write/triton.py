@@ -16,10 +16,11 @@ from manyroots.kernels import scaled
 from manyroots.kernels.launch import as_splits, launch_options, let_next_begin, wait_for_inputs
 from manyroots.kernels.lora_sites.sites import LoraTerm
 from manyroots.kernels.lora_sites.triton import (
-    RANK_BLOCK,
+    NO_RANKS,
     early_ranks,
     expand_tile,
     part_of,
+    rank_constants,
     rows_of,
 )
 from manyroots.kernels.rope_write.inputs import KvPlaces, QkNorm, RopeTable
@@ -64,7 +65,8 @@ def _rope_write(
     token_stride,
     NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr,
     HAS_NORM: tl.constexpr, NUM_SPLITS: tl.constexpr, HIDDEN_SPLITS: tl.constexpr,
-    BLOCK_R: tl.constexpr, RANK_BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK_R: tl.constexpr, RANK_BLOCK: tl.constexpr, MAX_RANK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     let_next_begin(DEPENDENT)
     head = tl.program_id(0)
@@ -83,8 +85,8 @@ def _rope_write(
         start, rank, b_all = part_of(pool, table, slot, part, 3)
         a_cols = part_head * (2 * HALF) + at_a
         b_cols = part_head * (2 * HALF) + at_b
-        a_ranks = early_ranks(b_all, rank, a_cols, RANK_BLOCK, DEPENDENT)
-        b_ranks = early_ranks(b_all, rank, b_cols, RANK_BLOCK, DEPENDENT)
+        a_ranks = early_ranks(b_all, rank, a_cols, RANK_BLOCK, MAX_RANK, DEPENDENT)
+        b_ranks = early_ranks(b_all, rank, b_cols, RANK_BLOCK, MAX_RANK, DEPENDENT)
     else:
         first = program * BLOCK_R
         count = tl.minimum(BLOCK_R, num_rows - first)
@@ -104,11 +106,11 @@ def _rope_write(
         if HIDDEN_SPLITS:
             a = expand_tile(
                 a, a_ranks, b_all, start, rank, a_cols, hidden, hidden_split, hidden_row, rows,
-                row_ok, HIDDEN_SPLITS, RANK_BLOCK,
+                row_ok, HIDDEN_SPLITS, RANK_BLOCK, MAX_RANK,
             )  # fmt: skip
             b = expand_tile(
                 b, b_ranks, b_all, start, rank, b_cols, hidden, hidden_split, hidden_row, rows,
-                row_ok, HIDDEN_SPLITS, RANK_BLOCK,
+                row_ok, HIDDEN_SPLITS, RANK_BLOCK, MAX_RANK,
             )  # fmt: skip
         if head < NUM_HEADS + NUM_KV:
             if HAS_NORM:
@@ -152,7 +154,7 @@ def rope_write(
     weights = (parts, parts) if norm is None else (norm.q_weight, norm.k_weight)
     if lora is None:
         adapters = (parts, parts, parts, parts, parts)
-        strides, splits = (0, 0), 0
+        strides, splits, ranks = (0, 0), 0, NO_RANKS
         block_r, num_warps = (1, 1) if num_rows <= 16 else (4, 1)
         if num_rows > MANY_ROWS:
             block_r, num_warps = 16, 4
@@ -165,13 +167,14 @@ def rope_write(
         num_warps = 4 if block_r == 1 else 2
         if num_rows > MANY_ROWS:
             block_r, num_warps = 32, 4
+        ranks = rank_constants(lora.site, block_r)
     _rope_write[(num_heads + 2 * kv_heads, num_programs)](
         parts, angles.cos, angles.sin, *weights, q_out, layer_kv, slots.pages, slots.offsets,
         *adapters, num_rows, 0.0 if norm is None else norm.eps, parts.stride(0), parts.stride(1),
         *strides, layer_kv.stride(0), layer_kv.stride(1), layer_kv.stride(2),
         NUM_HEADS=num_heads, NUM_KV=kv_heads, HALF=head_dim // 2, PAIRS=angles.cos.shape[1],
         HAS_NORM=norm is not None, NUM_SPLITS=parts.shape[0], HIDDEN_SPLITS=splits,
-        BLOCK_R=block_r, RANK_BLOCK=RANK_BLOCK, num_warps=num_warps, num_stages=1,
+        BLOCK_R=block_r, **ranks, num_warps=num_warps, num_stages=1,
         **launch_options(qkv.device),
     )  # fmt: skip
     return q_out

@@ -72,7 +72,7 @@ def test_add_norm_and_a_product_equal_the_whole_norm_and_the_product(
     num_rows = len(slots)
     residual, other = randn(num_rows, size, dtype=dtype), randn(num_rows, size, dtype=dtype)
     delta, weight = randn(splits, num_rows, size, seed=1), randn(size, dtype=dtype, seed=2)
-    lora = term((size,), [(8,), (40,), (0,)], dtype, slots)
+    lora = term((size,), [(8,), (136,), (0,)], dtype, slots)
     normed = norm.add_norm(residual, delta, weight, EPS, lora)
     expected = norm_reference.add_norm(other, delta, weight, EPS, lora)
     assert_close("norm", residual, other, dtype)

@@ -68,7 +68,7 @@ class Linear:
     def __call__(self, x: Tensor | UndividedNorm, step: Step) -> Product:
         rows = None if self.pooled is None else step.lora
         gemm, operand = self._kernels.gemm, self.weight.operand
-        if isinstance(x, UndividedNorm) or self._is_own(x.shape[0]):
+        if isinstance(x, UndividedNorm) or self._is_own(x.shape[0], has_adapters=rows is not None):
             return Product(*gemm.linear(x, operand, self.pooled, rows, self.bias))
         sums = self.weight.times(x, self.bias, self._kernels.scaled_gemm)
         if self.pooled is None or rows is None:
@@ -76,12 +76,15 @@ class Linear:
         return Product(sums, self._kernels.lora_sites.shrink(x, self.pooled, rows))
 
     def takes_undivided(self, num_rows: int) -> bool:
-        """Whether it can read rows of which a norm left the division to it."""
-        return self._is_own(num_rows)
+        """Whether it can read rows, some of them with adapters, of which a norm left the division
+        to it."""
+        return self._is_own(num_rows, has_adapters=self.pooled is not None)
 
-    def _is_own(self, num_rows: int) -> bool:
+    def _is_own(self, num_rows: int, *, has_adapters: bool) -> bool:
         """Whether the kernel set has a product for this, or the library computes it."""
-        own: bool = self._kernels.gemm.is_for(num_rows, self.weight.operand, self.bias)
+        own: bool = self._kernels.gemm.is_for(
+            num_rows, self.weight.operand, self.bias, has_adapters=has_adapters
+        )
         return own
 
     def weights(self, name: str) -> Fills:

@@ -17,9 +17,9 @@ from manyroots.distributed.shard import Shard
 from manyroots.kernels.choice import Kernels
 from manyroots.kernels.lora_sites.sites import LoraTerm
 
-MANY_ROWS = 64
-"""Beyond, a reader with one program per row would read an adapter once per row; it is expanded on
-its own instead."""
+MANY_ROWS, MANY_RANKS = 128, 64 * 64
+"""Beyond so many rows, or so many ranks of all of them, a reader with one program per row would
+read too much, an adapter for each row; it is expanded on its own instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,10 @@ class Product:
 
     def for_many(self, kernels: Kernels) -> Product:
         """With its adapters' part if it has many rows."""
-        if self.lora is None or self.sums.shape[-2] <= MANY_ROWS:
+        num_rows = self.sums.shape[-2]
+        if self.lora is None:
+            return self
+        if num_rows <= MANY_ROWS and num_rows * self.lora.site.max_rank <= MANY_RANKS:
             return self
         return replace(self, sums=self.finished(kernels), lora=None)
 

@@ -4,7 +4,8 @@ Same signatures as `reference.py`. The weight is the matrix instruction's left o
 rows cost no more than one. The inner dimension may be cut into splits, which give partial sums to
 the next kernel. FP8 weights can be multiplied as they are, with rows in two FP8 numbers each
 (`triton_split.py`; see SPLITS_ROWS). The adapters' A are further tiles of the same launch: their
-bytes cost what bytes cost, their arithmetic nothing. While the kernel before this one still runs,
+bytes cost what bytes cost, their arithmetic nothing. So steps of up to 128 rows with adapters are
+multiplied here, too; without, narrow weights alone. While the kernel before this one still runs,
 a program's first tile of the weight is already on its way into the cache; asking for more made
 steps slower.
 """
@@ -30,7 +31,7 @@ from manyroots.kernels.norm.undivided import UndividedNorm
 from manyroots.kernels.scaled import SIDE_STEP, Matrix
 
 ROWS_AT_ONCE: int | None = None
-MAX_ROWS = 64
+MAX_ROWS, MAX_NARROW_ROWS = 64, 128
 BLOCK_N = 64
 BLOCK_K = 128
 SPLITS_ROWS = False
@@ -42,6 +43,8 @@ INNER_STEP = 8
 CACHE_LINE_BYTES = 128
 MANY_TILES = 264
 """Of 64 rows of a weight: more than two for each multiprocessor."""
+NARROW_TILES, WIDEST_TILES = 66, 1024
+"""Of the same: two halves of each fit at once, and more than any product has but the head's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,16 +238,28 @@ def _linear(
     tl.store(to, tl.trans(acc), mask=(m < num_rows)[:, None] & (n < n_size)[None, :])
 
 
-def is_for(num_rows: int, weight: Matrix, bias: Tensor | None) -> bool:
+def is_for(
+    num_rows: int, weight: Matrix, bias: Tensor | None, *, has_adapters: bool = False
+) -> bool:
     """Whether `linear` computes this. Up to MAX_ROWS a product is bound by reading its weight, and
-    it reads that faster than the library does; beyond, it is the library's."""
+    it reads that faster than the library does. Up to MAX_NARROW_ROWS it still does where a weight
+    has few rows, or where the adapters' A come with it; beyond, it is the library's."""
     if isinstance(weight, Tensor):
-        return num_rows <= MAX_ROWS and weight.shape[1] % INNER_STEP == 0
+        if weight.shape[1] % INNER_STEP:
+            return False
+        return num_rows <= MAX_ROWS or _is_for_many(num_rows, weight, has_adapters)
     if not SPLITS_ROWS:
         return False
     # Rows of bytes are whole 16-byte loads, and a tile lies within a group of columns.
     fits = weight.has_row_scales or weight.group % BLOCK_K == 0
     return num_rows <= MAX_ROWS and weight.shape[1] % SIDE_STEP == 0 and fits
+
+
+def _is_for_many(num_rows: int, weight: Tensor, has_adapters: bool) -> bool:
+    if num_rows > MAX_NARROW_ROWS or weight.itemsize > 2:
+        return False
+    tiles = triton.cdiv(weight.shape[0], BLOCK_N)
+    return tiles <= NARROW_TILES or (has_adapters and tiles <= WIDEST_TILES)
 
 
 def linear(
@@ -277,7 +292,9 @@ def linear(
         width, num_parts = 1, 0
     else:
         width, num_parts = site.width, site.num_parts
-        hidden = torch.empty(splits, num_rows, width, dtype=torch.float32, device=x.device)
+        # One sum is as precise as what is multiplied with it; parts are not to be rounded.
+        kept = site.pool.dtype if splits == 1 else torch.float32
+        hidden = torch.empty(splits, num_rows, width, dtype=kept, device=x.device)
         term = LoraTerm(hidden, site, rows)
         lora_tiles = triton.cdiv(rows.max_blocks * width, tiling.block_n)
         adapters = (hidden, site.pool, site.table, site.scalings, rows.blocks, rows.num_blocks)
@@ -338,6 +355,8 @@ def tiling_for(num_rows: int, n_size: int, k_size: int, lora_tiles: int = 0) -> 
             for splits in (1, 2, 4):
                 if fewest <= tiles * splits <= most and _can_be_cut(k_size, splits):
                     return Tiling(BLOCK_N, BLOCK_K, splits, num_stages, 4)
+    if num_rows > MAX_ROWS and tiles > MANY_TILES:
+        return Tiling(2 * BLOCK_N, BLOCK_K // 2, 1, 6, 8)
     splits = 1
     while tiles * splits < 80 and _can_be_cut(k_size, 2 * splits):
         splits *= 2

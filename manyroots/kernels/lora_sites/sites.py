@@ -134,7 +134,8 @@ class LoraTerm:
     """What adapters add to a product: shrunk activations that the next kernel expands."""
 
     hidden: Tensor
-    """float32 [num_splits, num_rows, site.width]: partial sums of scaling * x A^T."""
+    """[num_splits, num_rows, site.width]: partial sums of scaling * x A^T in float32, or one sum in
+    the pool's dtype."""
     site: LinearSite
     rows: LoraRows
 

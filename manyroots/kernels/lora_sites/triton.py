@@ -31,12 +31,13 @@ WIDE_TILES = 256
 """More tiles of columns than any product has but the head's, which most adapters leave alone."""
 WIDE_PROGRAMS = 2048
 """How many programs look after those: enough to keep a GPU busy, few enough to leave at once."""
-SHRINK_STEP = 128
-"""Of the inner dimension, for each step of a program that shrinks."""
-MIN_SHRINK_STEPS, MAX_SHRINK_SPLITS = 4, 8
+LONG_STEP_BYTES, SHORT_STEP_BYTES = 512, 256
+"""Of the inner dimension, for each step of a program that shrinks: few programs take long ones."""
+FEW_PROGRAMS = 100
+MAX_SHRINK_SPLITS = 4
 SHRINK_PROGRAMS = 300
 """At most, for each 4096 of the inner dimension: more have too little to do."""
-EXPAND_COLUMNS = 256
+EXPAND_ROWS, EXPAND_COLUMNS = 32, 128
 """Of a product, for each program that adds to it."""
 LOOKUP_COLUMNS = 256
 """Of a vector, for each program that adds to embeddings."""
@@ -102,27 +103,18 @@ def early_ranks(
 
 
 @triton.jit
-def _expand_ranks(
-    acc, weight, first, start, rank, hidden, hidden_split, hidden_row, rows, row_ok,
+def _shrunk(
+    first, start, rank, hidden, hidden_split, hidden_row, rows, row_ok, like,
     NUM_SPLITS: tl.constexpr, RANK_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """acc + hidden[rows] weight^T, where weight is B of the ranks from `first` on.
-
-    One row is multiplied and added up: a matrix instruction would want sixteen, and the weight
-    in another order than it is read in.
-    """
+    """hidden[rows] of the ranks from `first` on, in the dtype of `like`; zero past the rank."""
     r = first + tl.arange(0, RANK_BLOCK)
     at = hidden + rows[:, None] * hidden_row + start + r[None, :]
     ok = row_ok[:, None] & (r < rank)[None, :]
     h = tl.load(at, mask=ok, other=0.0)
     for split in tl.static_range(1, NUM_SPLITS):
         h += tl.load(at + split * hidden_split, mask=ok, other=0.0)
-    if acc.shape[0] == 1:
-        products = h.to(weight.dtype).to(tl.float32) * weight.to(tl.float32)
-        acc += tl.sum(products, axis=1)[None, :]
-    else:
-        acc = tl.dot(h.to(weight.dtype), tl.trans(weight), acc, input_precision="ieee")
-    return acc
+    return h.to(like.dtype)
 
 
 @triton.jit
@@ -132,18 +124,34 @@ def expand_tile(
 ):  # fmt: skip
     """acc + hidden[rows] B[cols]^T; `cols` count from the part's first, `first_ranks` are
     `early_ranks`. No rank is above MAX_RANK: where RANK_BLOCK is as much, nothing is repeated, and
-    all loads are under way at once."""
-    acc = _expand_ranks(
-        acc, first_ranks, 0, start, rank, hidden, hidden_split, hidden_row, rows, row_ok,
+    all loads are under way at once.
+
+    One row is multiplied and added up: a matrix instruction would want sixteen, and the weight
+    in another order than it is read in. Several are added to `acc` afterwards: as the product's own
+    sums they would have to be brought into its order first, and out of it again. A constant zero
+    to begin with would be seen through.
+    """
+    h = _shrunk(
+        0, start, rank, hidden, hidden_split, hidden_row, rows, row_ok, first_ranks,
         NUM_SPLITS, RANK_BLOCK,
     )  # fmt: skip
+    total = tl.broadcast_to((row_ok.to(tl.float32) * 0.0)[:, None], acc.shape)
+    if acc.shape[0] == 1:
+        total = tl.sum(h.to(tl.float32) * first_ranks.to(tl.float32), axis=1)[None, :]
+    else:
+        total = tl.dot(h, tl.trans(first_ranks), total, input_precision="ieee")
     if MAX_RANK > RANK_BLOCK:
         for first in range(RANK_BLOCK, rank, RANK_BLOCK):
-            acc = _expand_ranks(
-                acc, ranks_of(b, rank, first, cols, RANK_BLOCK), first, start, rank, hidden,
-                hidden_split, hidden_row, rows, row_ok, NUM_SPLITS, RANK_BLOCK,
+            weight = ranks_of(b, rank, first, cols, RANK_BLOCK)
+            h = _shrunk(
+                first, start, rank, hidden, hidden_split, hidden_row, rows, row_ok, weight,
+                NUM_SPLITS, RANK_BLOCK,
             )  # fmt: skip
-    return acc
+            if acc.shape[0] == 1:
+                total += tl.sum(h.to(tl.float32) * weight.to(tl.float32), axis=1)[None, :]
+            else:
+                total = tl.dot(h, tl.trans(weight), total, input_precision="ieee")
+    return acc + total
 
 
 def rank_constants(site: LinearSite, block_r: int) -> dict[str, int]:
@@ -229,28 +237,29 @@ def shrink(
     hidden = torch.empty(1, num_rows, site.width, dtype=site.pool.dtype, device=x.device)
     block_n = min(64, max(16, triton.next_power_of_2(site.width)))
     num_tiles = triton.cdiv(site.width, block_n)
-    splits = num_splits or _num_splits(rows.max_blocks * num_tiles, k_size)
+    num_programs = rows.max_blocks * num_tiles
+    is_few = num_programs <= FEW_PROGRAMS
+    step = (LONG_STEP_BYTES if is_few else SHORT_STEP_BYTES) // x.itemsize
+    splits = num_splits or _num_splits(num_programs, k_size, step)
     partial = hidden
     if splits > 1:
         partial = torch.empty(splits, num_rows, site.width, dtype=torch.float32, device=x.device)
     _shrink[(rows.max_blocks, num_tiles, splits)](
         x, hidden, partial, counters(x.device), site.pool, site.table, site.scalings,
         rows.blocks, rows.num_blocks, num_rows, k_size, site.width,
-        NUM_PARTS=site.num_parts, NUM_SPLITS=splits, BLOCK_R=64, BLOCK_N=block_n,
-        BLOCK_K=SHRINK_STEP, EVEN_K=k_size % SHRINK_STEP == 0, num_warps=4, num_stages=4,
+        NUM_PARTS=site.num_parts, NUM_SPLITS=splits, BLOCK_R=64, BLOCK_N=block_n, BLOCK_K=step,
+        EVEN_K=k_size % step == 0, num_warps=4, num_stages=3 if is_few else 4,
         **launch_options(x.device),
     )  # fmt: skip
     return LoraTerm(hidden, site, rows)
 
 
-def _num_splits(num_programs: int, k_size: int) -> int:
+def _num_splits(num_programs: int, k_size: int, step: int) -> int:
     """The inner dimension is long, and a batch has few blocks of rows: as many as give programs
     enough to do, and the chip enough programs."""
     most = max(num_programs, SHRINK_PROGRAMS * k_size // 4096)
     splits = MAX_SHRINK_SPLITS
-    while splits > 1 and (
-        splits * num_programs > most or splits * MIN_SHRINK_STEPS * SHRINK_STEP > k_size
-    ):
+    while splits > 1 and (splits * num_programs > most or 2 * splits * step > k_size):
         splits //= 2
     return splits
 
@@ -303,8 +312,8 @@ def expand(y: Tensor, term: LoraTerm) -> None:
         _expand[(num_columns, rows.max_blocks)](
             y, hidden, site.pool, site.table, rows.blocks, rows.num_blocks, y.stride(0),
             hidden.stride(0), hidden.stride(1), first_col, size,
-            PART=part, NUM_PARTS=site.num_parts, NUM_SPLITS=hidden.shape[0], BLOCK_R=16,
-            BLOCK_N=EXPAND_COLUMNS, **rank_constants(site, 16), **launch_options(y.device),
+            PART=part, NUM_PARTS=site.num_parts, NUM_SPLITS=hidden.shape[0], BLOCK_R=EXPAND_ROWS,
+            BLOCK_N=EXPAND_COLUMNS, **rank_constants(site, EXPAND_ROWS), **launch_options(y.device),
         )  # fmt: skip
         first_col += size
 

@@ -28,6 +28,8 @@ from manyroots.kernels.rope_write.inputs import KvPlaces, QkNorm, RopeTable
 LARGEST = tl.constexpr(scaled.LARGEST)
 MANY_ROWS = 64
 """Beyond, a step has more than enough programs, and larger ones read faster."""
+MANY_DECODES, FEW_PROMPTS = 128, 512
+"""Between them, rows with adapters are taken 32 at a time; otherwise 16."""
 
 
 @triton.jit
@@ -165,7 +167,9 @@ def rope_write(
         strides, splits = (hidden.stride(0), hidden.stride(1)), hidden.shape[0]
         block_r, num_programs = rows.programs
         num_warps = 4 if block_r == 1 else 2
-        if num_rows > MANY_ROWS:
+        if num_rows > FEW_PROMPTS:
+            block_r, num_warps = 16, 4
+        elif num_rows > MANY_DECODES:
             block_r, num_warps = 32, 4
         ranks = rank_constants(lora.site, block_r)
     _rope_write[(num_heads + 2 * kv_heads, num_programs)](

@@ -19,12 +19,15 @@ from manyroots.kernels.norm import triton as norm  # isort: skip
 from manyroots.kernels.rope_write import reference as rope_reference  # isort: skip
 from manyroots.kernels.rope_write import triton as rope  # isort: skip
 from manyroots.kernels.rope_write.inputs import RopeTable, QkNorm, KvPlaces  # isort: skip
+from manyroots.kernels.lora_sites.sites import block_rows_for  # isort: skip
 from manyroots.kernels.tolerances import assert_close  # isort: skip
 
 EPS = 1e-6
 SLOTS = (-1, -1, 0, 0, 0, 1, 2)
 MANY_SLOTS = (-1, *[0] * 30, 1, 2)
-"""A program per row, and one per block of rows; 30 rows of one adapter are two blocks."""
+FULL_SLOTS = (-1, *[0] * 40, 1, *[2] * 30)
+"""A program per row, and one per block of rows; 30 rows of one adapter are two blocks, but 40 are
+one where a step has more than 64 rows: more than a program has at a time."""
 
 
 def term(
@@ -35,7 +38,7 @@ def term(
 ) -> LoraTerm:
     """Of a graph that has room for more blocks than the step has."""
     site = make_site(32, part_sizes, ranks, dtype)
-    rows = make_rows(*slots)
+    rows = make_rows(*slots, block_rows=block_rows_for(len(slots)))
     empty = rows.blocks.new_zeros(2, 3)
     roomy = LoraRows(
         rows.slots, torch.cat([rows.blocks, empty]), rows.num_blocks, rows.max_blocks + 2
@@ -64,7 +67,7 @@ def test_add_rms_norm_equals_the_reference(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("slots", [SLOTS, MANY_SLOTS])
+@pytest.mark.parametrize("slots", [SLOTS, MANY_SLOTS, FULL_SLOTS])
 @pytest.mark.parametrize(("size", "splits"), [(384, 1), (640, 3)])
 def test_add_norm_and_a_product_equal_the_whole_norm_and_the_product(
     size: int, splits: int, slots: tuple[int, ...], dtype: torch.dtype
@@ -213,7 +216,22 @@ def test_a_product_of_any_inner_size_has_its_bias_once(
     assert_close("lora", out.float().sum(0), expected[0], dtype)
 
 
-@pytest.mark.parametrize("num_rows", [1, 16, 33, 64])
+def test_more_rows_are_for_narrow_weights_and_for_those_with_adapters() -> None:
+    """Of bfloat16; the widest, a head's, is the library's in any case."""
+    narrow, wide, head = (torch.empty(n, 8, dtype=torch.bfloat16) for n in (4096, 6144, 151_936))
+    assert all(gemm.is_for(64, weight, None) for weight in (narrow, wide, head))
+    assert [gemm.is_for(65, weight, None) for weight in (narrow, wide, head)] == [
+        True,
+        False,
+        False,
+    ]
+    of_many = [gemm.is_for(128, weight, None, has_adapters=True) for weight in (narrow, wide, head)]
+    assert of_many == [True, True, False]
+    assert not gemm.is_for(129, narrow, None, has_adapters=True)
+    assert not gemm.is_for(65, narrow.float(), None, has_adapters=True)
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 33, 64, 65, 128])
 @pytest.mark.parametrize("k_size", [576, 640, 1152, 2880, 2048, 4096, 6912, 768, 200])
 @pytest.mark.parametrize("n_size", [32, 1536, 5120, 201088])
 def test_every_split_of_a_product_has_something_to_do(

@@ -26,7 +26,9 @@ REFERENCE = reference_kernels()
 NOTHING = Step(ropes=(), kv=(), states=(), lora=None)
 
 
-def is_for(num_rows: int, weight: Tensor, bias: Tensor | None) -> bool:
+def is_for(
+    num_rows: int, weight: Tensor, bias: Tensor | None, *, has_adapters: bool = False
+) -> bool:
     """As on a GPU."""
     return num_rows <= MOST_ROWS and bias is None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -26,6 +27,8 @@ from manyroots.engine.wire import MessageKind, decode, encode
 from manyroots.errors import ModelError, UnavailableError
 from manyroots.messages import EngineInfo
 from manyroots.progress import Progress
+
+logger = logging.getLogger("manyroots")
 
 CLOSE_TIMEOUT_S = 5.0
 _LAST_WORDS_S = 0.5
@@ -108,12 +111,15 @@ class Child:
         return decode(await self._socket.recv_multipart())
 
     async def live(self, take: Callable[[MessageKind, Any], None]) -> str:
-        """Pass messages to `take` until the process is over; gives why it is."""
+        """Pass messages to `take` until the process is over; gives why it is. One whose messages
+        can't be taken is ended: nobody would hear it again."""
         receiving = asyncio.create_task(self._receive_all(take))
         try:
             await self._unless_it_ends(receiving)
-            if receiving.done():
-                receiving.result()
+            if receiving.done() and (error := receiving.exception()) is not None:
+                logger.error("a message of the engine can't be taken", exc_info=error)
+                self._failure = f"its message can't be taken: {type(error).__name__}: {error}"
+                self.send(MessageKind.CLOSE, None)
             await self._end()
         finally:
             receiving.cancel()

@@ -1,7 +1,8 @@
 """How messages cross between processes: one kind byte, then msgpack by msgspec. Never pickle.
 
-Arrays travel as their bytes, and a prompt in a frame of its own, four bytes a token: both ends
-would spend more on turning numbers into objects and back than on the rest of a message.
+Arrays travel as their bytes with the type of their numbers behind them, and a prompt in a frame of
+its own, four bytes a token: both ends would spend more on turning numbers into objects and back
+than on the rest of a message.
 Only the server's two processes import this; `LLM` passes the same objects by reference.
 """
 
@@ -21,7 +22,6 @@ from manyroots.messages import (
     Batch,
     Control,
     EngineInfo,
-    Int64s,
     LoadLora,
     Submit,
     UnloadLora,
@@ -82,12 +82,15 @@ def decode(frames: list[bytes]) -> tuple[MessageKind, Any]:
 
 def _to_bytes(value: Any) -> bytes:
     if isinstance(value, np.ndarray):
-        return value.tobytes()
+        return value.tobytes() + value.dtype.char.encode()
     raise TypeError(f"{type(value).__name__} can't cross between processes")
 
 
 def _from_bytes(kind: Any, value: bytes) -> Any:
-    return np.frombuffer(value, np.int64 if kind == Int64s else np.int32)
+    """An array, whatever the annotation says of its numbers: what that looks like here depends on
+    the version of numpy."""
+    dtype = np.dtype(chr(value[-1]))
+    return np.frombuffer(value, dtype, count=(len(value) - 1) // dtype.itemsize)
 
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_to_bytes)

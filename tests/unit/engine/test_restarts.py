@@ -16,8 +16,8 @@ import pytest
 from manyroots.config import EngineSettings, engine_settings
 from manyroots.engine.process_client import ProcessClient
 from manyroots.errors import NotFoundError, UnavailableError
-from manyroots.ids import AdapterName, Namespace
-from manyroots.messages import Submit
+from manyroots.ids import AdapterName, Namespace, RequestId
+from manyroots.messages import LoadTime, Stats, Submit
 from manyroots.sampling import SamplingParams
 from tests.slow_steps import slow_steps
 from tests.tiny_adapters import TinyAdapters
@@ -176,3 +176,39 @@ def test_s06_what_is_cut_short_by_closing_is_told_why(
 
     monkeypatch.setenv("PYTHONPATH", slow_steps(tiny.model.parent)["PYTHONPATH"])
     asyncio.run(body())
+
+
+class FaultyWatch:
+    """Fails at the first step that it is told of, as a bug of whoever reads messages would."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+
+    def begun(self, request_id: RequestId) -> None:
+        pass
+
+    def loaded(self, load: LoadTime) -> None:
+        pass
+
+    def stepped(self, stats: Stats) -> None:
+        self.num_steps += 1
+        if self.num_steps == 1:
+            raise ValueError("columns of different lengths")
+
+
+def test_r07_an_engine_whose_messages_cannot_be_taken_is_started_again(
+    tiny: TinyAdapters, caplog: pytest.LogCaptureFixture
+) -> None:
+    """R07: nobody waits for ever because nobody reads; the reason is told, and the next one
+    serves."""
+
+    async def body() -> None:
+        async with started(settings_of(tiny), max_restarts=1) as client:
+            client.watch(FaultyWatch())
+            with pytest.raises(UnavailableError, match="can't be taken: ValueError: columns"):
+                await tokens(client, None)
+            await until(lambda: client.is_alive)
+            assert len(await tokens(client, None)) == 6
+
+    asyncio.run(body())
+    assert "a message of the engine can't be taken" in caplog.text

@@ -72,11 +72,13 @@ COLD_CASES = {
     "disk": range(1),
     "device": range(1),
     "disk_again_other_adapter": range(1, 2),
-    "disk_burst_of_three": range(2, 2 + COLD_SLOTS),
+    "disk_third_in_a_row": range(2, 3),
+    "disk_burst_of_three": range(3, 3 + COLD_SLOTS),
     "host": range(1),
 }
-"""Which adapters are asked for at once. The burst takes every slot, so that the first adapter is in
-host memory alone behind it."""
+NUM_COLD = 3 + COLD_SLOTS
+"""Which adapters are asked for at once, and how many there are. The burst takes every slot, so that
+the first adapter is in host memory alone behind it."""
 PROFILED_STEPS = 16
 PRINTED_KERNELS = 24
 """The report has all of them."""
@@ -153,7 +155,7 @@ def _with_adapters(
     cold: bool,
 ) -> None:
     source = resolve_source(engine_settings(settings).model)
-    count = max(*workload.adapters, 2 + COLD_SLOTS if cold else 1)
+    count = max(*workload.adapters, NUM_COLD if cold else 1)
     paths = write_adapters(
         targets_of(source), folder, count, workload.rank, experts=workload.adapts_experts
     )

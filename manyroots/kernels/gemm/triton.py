@@ -357,8 +357,9 @@ def tiling_for(num_rows: int, n_size: int, k_size: int, lora_tiles: int = 0) -> 
                     return Tiling(BLOCK_N, BLOCK_K, splits, num_stages, 4)
     if num_rows > MAX_ROWS and tiles > MANY_TILES:
         return Tiling(2 * BLOCK_N, BLOCK_K // 2, 1, 6, 8)
+    # By the weight's own tiles: many more of adapters make it no less worth while.
     splits = 1
-    while tiles * splits < 80 and _can_be_cut(k_size, 2 * splits):
+    while (tiles - lora_tiles) * splits < 80 and _can_be_cut(k_size, 2 * splits):
         splits *= 2
     return Tiling(BLOCK_N, BLOCK_K, splits, 6 if num_rows <= 16 else 4, 4)
 

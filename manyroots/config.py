@@ -177,7 +177,7 @@ class SchedulerSettings:
         choices=tuple(policy.value for policy in Policy),
     )
     adapter_patience_steps: int = option(
-        64,
+        32,
         "Steps that an adapter waits for a place among --max-loras; then the adapter with the "
         "fewest running requests makes place for a while.",
     )

@@ -1138,6 +1138,13 @@ MUTATIONS: tuple[Mutation, ...] = (
         (RESTING + "test_l07_new_requests_of_the_others_go_on_beginning_while_some_rest",),
     ),
     Mutation(
+        "scheduler/turns.py",
+        "return rested.is_back and self._adapters.num_seats(rested.adapter) > 0",
+        "return rested.is_back",
+        "those that were back and lost their place again are forgotten",
+        (RESTING + "test_l07_those_that_were_back_and_lost_their_place_again_are_not_forgotten",),
+    ),
+    Mutation(
         "scheduler/scheduler.py",
         "for request in self._admission.turns.returning():",
         "for request in ():",

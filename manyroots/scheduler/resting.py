@@ -49,10 +49,6 @@ class Resting:
     def groups(self) -> list[Rested]:
         return list(self.by_adapter.values())
 
-    def away(self) -> list[Rested]:
-        """Those without a place."""
-        return [rested for rested in self.by_adapter.values() if not rested.is_back]
-
     def find(self, adapter: AdapterDigest) -> Rested | None:
         return self.by_adapter.get(adapter)
 

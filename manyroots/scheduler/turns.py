@@ -96,8 +96,7 @@ class AdapterTurns:
         for other in self._resting.groups() if self._resting else ():
             if other is rested:
                 break
-            has_place = other.is_back and self._adapters.num_seats(other.adapter) > 0
-            num_ahead += not has_place and other.adapter != self._next
+            num_ahead += not self._is_back(other) and other.adapter != self._next
         return self._num_places - self._adapters.slots.num_seated > num_ahead
 
     def open_lanes(self, waiting: WaitingQueue) -> dict[AdapterDigest | None, None]:
@@ -119,6 +118,14 @@ class AdapterTurns:
             len(rested.requests) if rested.is_back else self._num_idle(rested)
             for rested in self._resting.groups()
         )
+
+    def _away(self) -> list[Rested]:
+        """Those that rest without a place: it is lent, or they had it back and the last of them
+        that ran has ended before there was a row for the others."""
+        return [rested for rested in self._resting.groups() if not self._is_back(rested)]
+
+    def _is_back(self, rested: Rested) -> bool:
+        return rested.is_back and self._adapters.num_seats(rested.adapter) > 0
 
     def _num_idle(self, rested: Rested) -> int:
         """Rows that stand idle because these rest: those that their guest does not use."""
@@ -182,7 +189,7 @@ class AdapterTurns:
         if self._next is not None:
             self._keep_place(waiting, loaded)
             return None
-        away = self._resting.away() if self._resting else []
+        away = self._away() if self._resting else []
         # Free places are first for those that rest.
         if self._adapters.slots.num_seated + len(away) < self._num_places:
             self._keep_free_place(waiting, loaded, step_id)
@@ -247,7 +254,7 @@ class AdapterTurns:
         if not self._resting:
             self._lent_to.clear()
             return
-        self._debt += COST * sum(map(self._num_idle, self._resting.away()))
+        self._debt += COST * sum(map(self._num_idle, self._away()))
 
     def forgo(self) -> bool:
         """Nobody runs who could make room for the one that a place is kept for: those that rest

@@ -49,7 +49,7 @@ class SimulationSettings:
     max_loras: int = 0
     max_cpu_loras: int = 0
     scheduling_policy: str = "fcfs"
-    adapter_patience_steps: int = 64
+    adapter_patience_steps: int = 32
     windows: tuple[str, ...] = ()
     """Layers that see a window only, as `512:5/6` (SIZE:SHARE). `num_pages` is then memory for so
     many pages of all layers, split as the engine splits its own."""

@@ -90,6 +90,9 @@ def _decode(
         num_before = num_shared_parts(begin, NUM_SHARED, SHARED_STEP)
     per_split = tl.cdiv(tl.cdiv(context - begin, BLOCK_T), NUM_SPLITS) * BLOCK_T
     if begin + split * per_split >= context:
+        # Not before the kernels in front are done: where no row decodes, nobody else waits for
+        # them, and the next kernel waits for this one alone.
+        wait_for_inputs(DEPENDENT)
         return
     num_used = tl.cdiv(context - begin, per_split)
     g = tl.arange(0, GROUP_PAD)

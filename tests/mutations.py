@@ -1671,4 +1671,22 @@ MUTATIONS: tuple[Mutation, ...] = (
         "memory is given away while an adapter is still in it",
         ("unit/store/test_host_memory.py::test_small_adapters_share_a_piece_and_none_overlaps",),
     ),
+    Mutation(
+        "kernels/lora_sites/triton.py",
+        "total = tl.dot(h, tl.trans(weight), total,",
+        "total = tl.dot(h, tl.trans(first_ranks), total,",
+        "ranks beyond the first 64 are multiplied with the first ones' weights",
+        (
+            "unit/kernels/test_fused_triton.py::test_add_norm_and_a_product_equal_the_whole_norm_and_the_product",
+        ),
+    ),
+    Mutation(
+        "kernels/norm/triton.py",
+        "for begin in range(0, count, BLOCK_R):",
+        "for begin in range(0, BLOCK_R, BLOCK_R):",
+        "of an adapter's rows only the first sixteen are normalised",
+        (
+            "unit/kernels/test_fused_triton.py::test_add_norm_and_a_product_equal_the_whole_norm_and_the_product",
+        ),
+    ),
 )

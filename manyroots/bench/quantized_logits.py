@@ -3,16 +3,18 @@ are rounded, on real text.
 
 The same model twice, once with its weights as they are and once rounded; each distribution of the
 first is compared with the second's at the same place. transformers computes both, from our numbers:
-what is measured is the weights, and in a third run what a GPU's prompts add to it, whose rows are
-rounded, too. Products with scales inside are tested against the same numbers. Of w4a8 the weights
-are those of the file, and what is measured is their product with rows of 8 bits.
+what is measured is the weights, and in further runs what a GPU adds to it, which rounds rows, too:
+those of prompts to one number of FP8, those of tokens that are decoded to two. As it is served: the
+first half of each window is a prompt, the tokens of the second are decoded, and these are compared.
+Products with scales inside are tested against the same numbers. Of w4a8 the weights are those of
+the file, and what is measured is their product with rows of 8 bits.
 """
 
 from __future__ import annotations
 
 import inspect
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
@@ -30,13 +32,14 @@ from manyroots.errors import ConfigError
 from manyroots.kernels.blocks import BlockMatrix, pack_blocks
 from manyroots.models.decoder import Decoder
 from manyroots.models.load import load_model
-from manyroots.models.quantization import W4A8, as_in_prompts
+from manyroots.models.quantization import W4A8, as_in_decodes, as_in_prompts
 from manyroots.models.source import ModelSource, resolve_source
 from manyroots.text.tokenizer_files import load_tokenizer
 
 WINDOW = 512
 SKIPPED = 8
 """Of a window, its first tokens: what comes next is anybody's guess there."""
+ROWS_ROUNDED, AS_SERVED = "with_rows_rounded", "as_served"
 
 
 def own_text() -> str:
@@ -65,13 +68,8 @@ def run_quantization(
     model = transformers_model(own, source)
     exact = _log_probabilities(model, tokens)
     copy_numbers(model, _loaded(rounded, source, dtype))
-    as_prompts = None
     if rounded.quantization == W4A8:
         _multiply_as_blocks(model)
-    near = _log_probabilities(model, tokens)
-    if rounded.quantization != W4A8:
-        with _rows_rounded(model):
-            as_prompts = compare(exact, _log_probabilities(model, tokens))
     report: dict[str, Any] = {
         "bench": "quantization",
         "model": source.name,
@@ -79,8 +77,8 @@ def run_quantization(
         "quantization": rounded.quantization,
         "text": "module docstrings of the package" if text is None else "given",
         "window": WINDOW,
-        **compare(exact, near),
-        "with_rows_rounded": as_prompts,
+        **compare(_guessed(exact), _guessed(_log_probabilities(model, tokens))),
+        **({} if rounded.quantization == W4A8 else _of_a_gpu(model, tokens, exact)),
         "machine": describe_machine(),
     }
     print(
@@ -88,12 +86,23 @@ def run_quantization(
         f"(p99 {report['p99_kl']:.4f}) over {report['places']} places, greedy agreement "
         f"{report['greedy_agreement']:.4f}"
     )
-    if as_prompts is not None:
-        print(
-            f"with rows rounded as in a GPU's prompts {as_prompts['mean_kl']:.5f} and "
-            f"{as_prompts['greedy_agreement']:.4f}"
-        )
+    for name in (ROWS_ROUNDED, AS_SERVED):
+        if name in report:
+            found = report[name]
+            print(
+                f"{name.replace('_', ' ')}: mean KL {found['mean_kl']:.5f} over {found['places']} "
+                f"places, greedy agreement {found['greedy_agreement']:.4f}"
+            )
     return report
+
+
+def _of_a_gpu(model: Any, tokens: list[int], exact: list[Tensor]) -> dict[str, Any]:
+    """What rounded rows add: of prompts everywhere, and as tokens are served."""
+    with _rows_rounded(model, as_in_prompts):
+        as_prompts = compare(_guessed(exact), _guessed(_log_probabilities(model, tokens)))
+    with _rows_rounded(model, _as_served):
+        as_served = compare(_decoded(exact), _decoded(_log_probabilities(model, tokens)))
+    return {ROWS_ROUNDED: as_prompts, AS_SERVED: as_served}
 
 
 def compare(exact: Tensor, near: Tensor) -> dict[str, Any]:
@@ -138,13 +147,23 @@ def _product(matrix: BlockMatrix, bias: Tensor | None, x: Tensor) -> Tensor:
     return matrix.times(x.reshape(-1, x.shape[-1]), bias).view(*x.shape[:-1], -1)
 
 
+def _as_served(x: Tensor) -> Tensor:
+    """Activations [1, places, k] of a window: the first half is a prompt."""
+    prompt, decoded = x.tensor_split([_decoded_from(x.shape[1])], dim=1)
+    return torch.cat((as_in_prompts(prompt), as_in_decodes(decoded)), dim=1)
+
+
+def _decoded_from(num_places: int) -> int:
+    return num_places // 2
+
+
 @contextmanager
-def _rows_rounded(model: Any) -> Iterator[None]:
+def _rows_rounded(model: Any, rounding: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """What layers multiply with weights is rounded token by token in here, but for the head's."""
 
     def rounded(module: torch.nn.Linear, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         x, *rest = given
-        return as_in_prompts(x), *rest
+        return rounding(x), *rest
 
     head = model.get_output_embeddings()
     hooks = [
@@ -160,10 +179,20 @@ def _rows_rounded(model: Any) -> Iterator[None]:
 
 
 @torch.inference_mode()
-def _log_probabilities(model: Any, tokens: list[int]) -> Tensor:
-    """Of every place but each window's first few, in float32."""
+def _log_probabilities(model: Any, tokens: list[int]) -> list[Tensor]:
+    """Of every place of each window, in float32."""
     found = []
     for begin in range(0, len(tokens), WINDOW):
         window = torch.tensor([tokens[begin : begin + WINDOW]])
-        found.append(model(input_ids=window).logits[0, SKIPPED:].float().log_softmax(-1))
-    return torch.cat(found)
+        found.append(model(input_ids=window).logits[0].float().log_softmax(-1))
+    return found
+
+
+def _guessed(windows: list[Tensor]) -> Tensor:
+    """Every place but each window's first few."""
+    return torch.cat([window[SKIPPED:] for window in windows])
+
+
+def _decoded(windows: list[Tensor]) -> Tensor:
+    """Those of tokens that would be decoded."""
+    return torch.cat([window[_decoded_from(len(window)) :] for window in windows])

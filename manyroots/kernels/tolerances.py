@@ -78,6 +78,18 @@ TOLERANCES: dict[tuple[str, torch.dtype], Tolerance] = {
     ("blocks", torch.float32): Tolerance(
         2e-3, 2e-3, "a number between two of 8 bits may become either"
     ),
+    ("fp8_experts", torch.float32): Tolerance(
+        0.15,
+        5e-2,
+        "rows are rounded to FP8 between two products, and those between two numbers to either",
+    ),
+    ("fp8_experts", torch.bfloat16): Tolerance(0.15, 5e-2, "the same"),
+    ("fp8_experts_mean", torch.float32): Tolerance(
+        1e-2, 0.0, "the same for the root mean square of all errors, as a share of the numbers'"
+    ),
+    ("fp8_experts_mean", torch.bfloat16): Tolerance(
+        1e-2, 0.0, "the same, and one rounding to 8 bits of each"
+    ),
     ("self_check", torch.float32): Tolerance(
         2e-3, 0.0, "a whole model's log-probabilities, its prompt in other chunks and batches"
     ),

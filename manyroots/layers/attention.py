@@ -15,7 +15,7 @@ from torch import Tensor
 
 from manyroots.distributed.shard import Shard
 from manyroots.kernels.choice import Kernels
-from manyroots.kernels.norm.undivided import UndividedNorm, whole_rows
+from manyroots.kernels.norm.undivided import Rows, whole_rows
 from manyroots.kernels.rope_write.inputs import QkNorm
 from manyroots.layers.linear import Linear
 from manyroots.layers.norm import RMSNorm
@@ -72,9 +72,9 @@ class Attention:
     @property
     def reader(self) -> Linear | None:
         """The one product that its input is for."""
-        return self.qkv
+        return self.qkv if self._spec.in_factor == 1.0 else None
 
-    def __call__(self, x: Tensor | UndividedNorm, layer_kv: Tensor, step: Step) -> Product:
+    def __call__(self, x: Rows, layer_kv: Tensor, step: Step) -> Product:
         if self._spec.in_factor != 1.0:
             x = whole_rows(x) * self._spec.in_factor
         qkv = self.qkv(x, step)

@@ -13,12 +13,13 @@ from dataclasses import replace
 from itertools import accumulate
 
 import torch
-from torch import Tensor
 
 from manyroots.distributed.shard import Shard
 from manyroots.kernels.choice import Kernels
+from manyroots.kernels.fp8_rows import Fp8Form, values_of
 from manyroots.kernels.lora_sites.sites import LinearSite
-from manyroots.kernels.norm.undivided import UndividedNorm
+from manyroots.kernels.norm.undivided import Rows, UndividedNorm
+from manyroots.kernels.scaled import ScaledMatrix
 from manyroots.layers.product import Product
 from manyroots.layers.step import Step
 from manyroots.layers.weights.fill import Fill, Fills, Side
@@ -65,7 +66,7 @@ class Linear:
         self._side, self._shard, self._pieces = side, shard, dict(pieces or {})
         self._kernels = kernels
 
-    def __call__(self, x: Tensor | UndividedNorm, step: Step) -> Product:
+    def __call__(self, x: Rows, step: Step) -> Product:
         rows = None if self.pooled is None else step.lora
         gemm, operand = self._kernels.gemm, self.weight.operand
         if isinstance(x, UndividedNorm) or self._is_own(x.shape[0], has_adapters=rows is not None):
@@ -73,12 +74,25 @@ class Linear:
         sums = self.weight.times(x, self.bias, self._kernels.scaled_gemm)
         if self.pooled is None or rows is None:
             return Product(sums)
-        return Product(sums, self._kernels.lora_sites.shrink(x, self.pooled, rows))
+        return Product(sums, self._kernels.lora_sites.shrink(values_of(x), self.pooled, rows))
 
     def takes_undivided(self, num_rows: int) -> bool:
         """Whether it can read rows, some of them with adapters, of which a norm left the division
         to it."""
         return self._is_own(num_rows, has_adapters=self.pooled is not None)
+
+    def form(self, num_rows: int) -> Fp8Form | None:
+        """What it wants so many rows in, if not as they are."""
+        operand, keeps = self.weight.operand, self.pooled is not None
+        if not isinstance(operand, ScaledMatrix):
+            return None
+        gemm, scaled_gemm = self._kernels.gemm, self._kernels.scaled_gemm
+        form: Fp8Form | None = None
+        if self._is_own(num_rows, has_adapters=keeps):
+            form = gemm.form_for(num_rows, operand, keeps)
+        elif scaled_gemm.is_for(operand, self.weight.dtype):
+            form = scaled_gemm.form_for(operand, keeps)
+        return form
 
     def _is_own(self, num_rows: int, *, has_adapters: bool) -> bool:
         """Whether the kernel set has a product for this, or the library computes it."""

@@ -10,11 +10,10 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from manyroots.distributed.shard import Shard
 from manyroots.kernels.choice import Kernels
-from manyroots.kernels.norm.undivided import UndividedNorm
+from manyroots.kernels.norm.undivided import Rows
 from manyroots.layers.attention import Attention
 from manyroots.layers.delta_net import GatedDeltaNet
 from manyroots.layers.linear import Linear
@@ -34,7 +33,7 @@ class Mixer(Protocol):
     def reader(self) -> Linear | None:
         """The one product that its input is for; None if there are several."""
 
-    def __call__(self, x: Tensor | UndividedNorm, memory: Any, step: Step) -> Product:
+    def __call__(self, x: Rows, memory: Any, step: Step) -> Product:
         """`memory`: what its family's arena has for this layer."""
 
     def weights(self, name: str) -> Fills: ...

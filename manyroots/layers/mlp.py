@@ -10,7 +10,7 @@ from torch import Tensor
 
 from manyroots.distributed.shard import Shard
 from manyroots.kernels.choice import Kernels
-from manyroots.kernels.norm.undivided import UndividedNorm
+from manyroots.kernels.norm.undivided import Rows
 from manyroots.layers.linear import Linear
 from manyroots.layers.product import Product
 from manyroots.layers.spec import DenseSpec
@@ -53,10 +53,10 @@ class GatedMLP:
         """The one product that its input is for."""
         return self.gate_up
 
-    def __call__(self, x: Tensor | UndividedNorm, step: Step) -> Product:
+    def __call__(self, x: Rows, step: Step) -> Product:
         most = self._kernels.gemm.ROWS_AT_ONCE
         # Adapters know all rows, not some of them.
-        if most is None or step.lora is not None or isinstance(x, UndividedNorm):
+        if most is None or step.lora is not None or not isinstance(x, Tensor):
             return self._product(x, step)
         if x.shape[0] <= most:
             return self._product(x, step)
@@ -65,7 +65,7 @@ class GatedMLP:
         ]
         return Product(torch.cat(pieces), factor=self._spec.down_factor)
 
-    def _product(self, x: Tensor | UndividedNorm, step: Step) -> Product:
+    def _product(self, x: Rows, step: Step) -> Product:
         both = self.gate_up(x, step)
         if (
             self._spec.is_fused
@@ -73,7 +73,7 @@ class GatedMLP:
             both = Product(both.finished(self._kernels))
         hidden = self._kernels.activation.gated(
             both.sums, self._spec.activation, self.down.weight.dtype, both.lora,
-            self._spec.gate_factor,
+            self._spec.gate_factor, self.down.form(both.sums.shape[-2]),
         )  # fmt: skip
         return replace(self.down(hidden, step), factor=self._spec.down_factor)
 

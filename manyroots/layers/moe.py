@@ -22,7 +22,7 @@ from manyroots.distributed.shard import Shard
 from manyroots.kernels.choice import Kernels
 from manyroots.kernels.moe_pairs.adapters import ExpertAdapters, ExpertSite
 from manyroots.kernels.moe_pairs.weights import ExpertWeights
-from manyroots.kernels.norm.undivided import UndividedNorm
+from manyroots.kernels.norm.undivided import Rows
 from manyroots.layers.linear import Linear
 from manyroots.layers.product import Product
 from manyroots.layers.spec import ExpertsSpec
@@ -125,8 +125,8 @@ class SparseMLP:
         """None: the router and the experts read its input."""
         return None
 
-    def __call__(self, x: Tensor | UndividedNorm, step: Step) -> Product:
-        if isinstance(x, UndividedNorm):
+    def __call__(self, x: Rows, step: Step) -> Product:
+        if not isinstance(x, Tensor):
             raise TypeError("experts read rows that are whole")
         scores = self.router(x, step).for_many(self._kernels)
         spec, moe = self._spec, self._kernels.moe_pairs

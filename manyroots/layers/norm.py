@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from manyroots.kernels.choice import Kernels
-from manyroots.kernels.norm.undivided import UndividedNorm
+from manyroots.kernels.fp8_rows import Fp8Form, Fp8Rows
+from manyroots.kernels.norm.undivided import Rows, UndividedNorm
 from manyroots.layers.linear import Linear
 from manyroots.layers.product import Product
 from manyroots.layers.weights.fill import Fill, Fills
@@ -38,15 +39,15 @@ class RMSNorm:
         normed: Tensor = self._kernels.norm.rms_norm(x, self.weight, self.eps)
         return normed
 
-    def after(
-        self, residual: Tensor, product: Product, reader: Linear | None = None
-    ) -> Tensor | UndividedNorm:
+    def after(self, residual: Tensor, product: Product, reader: Linear | None = None) -> Rows:
         """Add a product onto the residual in place; give the sum, normalised.
 
-        `reader`: the one product that reads the result, if nobody else does. What adapters add is
-        then spread over many programs where that is faster, and the reader divides.
+        `reader`: the one product that reads the result, if nobody else does. It gets rows in the
+        form that it wants. What adapters add is then spread over many programs where that is
+        faster, and the reader divides.
         """
         norm = self._kernels.norm
+        form = None if reader is None else reader.form(residual.shape[0])
         if (
             product.lora is not None
             and product.post is None
@@ -56,17 +57,22 @@ class RMSNorm:
             and residual.dtype != torch.float16  # rows not divided yet might be out of its range
         ):
             undivided: UndividedNorm = norm.add_norm(
-                residual, product.sums, self.weight, self.eps, product.lora
+                residual, product.sums, self.weight, self.eps, product.lora, form
             )
             return undivided
-        return self.rows_after(residual, product)
+        return self._normed(residual, product, form)
 
     def rows_after(self, residual: Tensor, product: Product) -> Tensor:
         """The same for readers of any kind."""
+        rows = self._normed(residual, product, None)
+        assert isinstance(rows, Tensor)
+        return rows
+
+    def _normed(self, residual: Tensor, product: Product, form: Fp8Form | None) -> Tensor | Fp8Rows:
         product = product.for_many(self._kernels)
-        normed: Tensor = self._kernels.norm.add_rms_norm(
+        normed: Tensor | Fp8Rows = self._kernels.norm.add_rms_norm(
             residual, product.sums, self.weight, self.eps, product.lora, product.post,
-            product.factor,
+            product.factor, form,
         )  # fmt: skip
         return normed
 

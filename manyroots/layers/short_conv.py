@@ -15,7 +15,7 @@ from torch import Tensor
 
 from manyroots.distributed.shard import Shard
 from manyroots.kernels.choice import Kernels
-from manyroots.kernels.norm.undivided import UndividedNorm
+from manyroots.kernels.norm.undivided import Rows
 from manyroots.layers.linear import Linear
 from manyroots.layers.product import Product
 from manyroots.layers.spec import ShortConvSpec
@@ -60,9 +60,7 @@ class ShortConv:
     def reader(self) -> Linear | None:
         return self.in_proj
 
-    def __call__(
-        self, x: Tensor | UndividedNorm, memory: tuple[Tensor, ...], step: Step
-    ) -> Product:
+    def __call__(self, x: Rows, memory: tuple[Tensor, ...], step: Step) -> Product:
         [state] = memory
         projected = self.in_proj(x, step).finished(self._kernels).to(self._weight.dtype)
         gate_in, gate_out, value = projected.chunk(3, dim=-1)

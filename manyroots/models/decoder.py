@@ -22,7 +22,7 @@ from torch import Tensor
 from manyroots.distributed.shard import WHOLE, Shard
 from manyroots.kernels.choice import Kernels, kernels_for
 from manyroots.kernels.lora_sites.sites import LoraRows
-from manyroots.kernels.norm.undivided import UndividedNorm
+from manyroots.kernels.norm.undivided import Rows
 from manyroots.kernels.rope_write.inputs import RopeTable
 from manyroots.layers.embedding import Embedding, LmHead
 from manyroots.layers.linear import Linear
@@ -92,7 +92,7 @@ class DecoderLayer:
         """The one product that the layer's input is for."""
         return self.mixers[0].reader if len(self.mixers) == 1 else None
 
-    def mix(self, x: Tensor | UndividedNorm, memories: Sequence[Any], step: Step) -> Product:
+    def mix(self, x: Rows, memories: Sequence[Any], step: Step) -> Product:
         """The layer's first half. `x` is the residual, normalised; `memories` are the mixers'."""
         both = zip(self.mixers, memories, strict=True)
         products = [mixer(x, memory, step) for mixer, memory in both]
@@ -246,7 +246,7 @@ class Decoder:
         """Hidden states [num_tokens, hidden_size] after the final norm; of the wanted tokens, where
         the step says which. Behind the last layer's mixers, the others are nobody's business."""
         residual = self.embedding(tokens, step)
-        x: Tensor | UndividedNorm = self.layers[0].input_norm.first(residual)
+        x: Rows = self.layers[0].input_norm.first(residual)
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             if step.before_layer is not None:

@@ -21,7 +21,7 @@ from manyroots.layers.weights.weight import weights_packed
 from manyroots.models.decoder import Decoder
 from manyroots.models.families import pages_in, with_pages_in
 from manyroots.models.fields import check_config
-from manyroots.models.quantization import keeps_blocks, weight_format
+from manyroots.models.quantization import FP8, check_device, keeps_blocks, weight_format
 from manyroots.models.registry import architecture_of, known_architecture
 from manyroots.models.sharding import rank_spec
 from manyroots.models.source import ModelSource, SourceKind
@@ -68,6 +68,8 @@ def load_model(
     own = rank_spec(spec, shard)
     rows = shard.part(spec.vocab_size)
     kept = weight_format(source.config, quantization)
+    has_fp8_pages = pages_in(spec) == FP8
+    check_device(device, has_fp8_weights=kept is not None, has_fp8_pages=has_fp8_pages)
     if kept is not None and load_format == "dummy":
         kept = Fp8Format(is_stored=False)
     num_bytes = weight_bytes(own, rows.stop - rows.start, dtype, kept)
@@ -86,7 +88,7 @@ def load_model(
         ) from error
     weights = _weights(source, spec, fills, load_format, seed)
     if kept is not None and kept.is_stored:
-        weights = with_scales_by_row(weights, fills, kept)
+        weights = with_scales_by_row(weights, fills, kept, has_fp8_pages)
     fill(fills, track(weights, total=len(fills), label="Loading weights"), source.name)
     if packs:
         model.pack_weights(as_blocks=as_blocks)

@@ -3,7 +3,7 @@
 Takes a config and what the user asks for; gives how products' weights are kept. Three kinds of FP8
 checkpoints: transformers' own `fp8` (scales of blocks or of a tensor), `fbgemm_fp8` (of rows), and
 `compressed-tensors` (of a tensor, of rows or of blocks). `mxfp4` is gpt-oss' own and read by it.
-Activations are rounded where a GPU computes many rows, each by its own largest number, so what a
+Activations are rounded where a GPU computes with them, by their own largest numbers, so what a
 config says of them is of no account.
 """
 
@@ -16,13 +16,15 @@ from torch import Tensor
 
 from manyroots.errors import ConfigError, ModelError
 from manyroots.kernels.blocks import can_multiply_blocks
-from manyroots.kernels.scaled_gemm.reference import round_rows
+from manyroots.kernels.fp8_rows import Fp8Form, in_fp8
 from manyroots.layers.weights.fp8 import Fp8Format
 from manyroots.models.source import ModelSource, SourceKind
 
 FP8 = "fp8"
 W4A8 = "w4a8"
 MXFP4 = "mxfp4"
+FP8_CAPABILITY = (8, 9)
+"""Of the first GPUs whose instructions know FP8."""
 
 
 def weight_format(config: Any, asked: str = "auto") -> Fp8Format | None:
@@ -57,10 +59,37 @@ def keeps_blocks(asked: str, source: ModelSource, dtype: torch.dtype, device: to
     return True
 
 
+def check_device(device: torch.device, *, has_fp8_weights: bool, has_fp8_pages: bool) -> None:
+    """Refuse FP8 where a GPU has no instructions for it."""
+    if device.type != "cuda" or not (has_fp8_weights or has_fp8_pages):
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if capability >= FP8_CAPABILITY:
+        return
+    what, remedy = (
+        ("FP8 weights need", "Serve an unquantized checkpoint, and leave --quantization out")
+        if has_fp8_weights
+        else ("--kv-cache-dtype fp8 needs", "Leave it out")
+    )
+    raise ConfigError(
+        f"{what} a GPU of compute capability 8.9 or later (Ada, Hopper, Blackwell); "
+        f"{torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}. {remedy}."
+    )
+
+
 def as_in_prompts(x: Tensor) -> Tensor:
     """Activations [..., k] as products of many rows with FP8 weights take them on a GPU."""
-    rows = round_rows(x.reshape(-1, x.shape[-1]), x.shape[-1])
-    return rows.plain(x.dtype).view(x.shape)
+    return _rounded(x, Fp8Form(1, x.shape[-1]))
+
+
+def as_in_decodes(x: Tensor) -> Tensor:
+    """The same as products of few rows take them."""
+    return _rounded(x, Fp8Form(2, None))
+
+
+def _rounded(x: Tensor, form: Fp8Form) -> Tensor:
+    rows = in_fp8(x.reshape(-1, x.shape[-1]), form)
+    return rows.plain().to(x.dtype).view(x.shape)
 
 
 def quantization_of(config: Any) -> dict[str, Any] | None:

@@ -20,8 +20,10 @@ from torch import Tensor
 
 from manyroots.engine import worker
 from manyroots.kernels.choice import Kernels, reference_kernels
+from manyroots.kernels.fp8_rows import Fp8Rows
 from manyroots.kernels.lora_sites.sites import LoraTerm, PoolSite
 from manyroots.kernels.moe_pairs.routing import Routing
+from manyroots.kernels.moe_pairs.weights import ExpertWeights
 from manyroots.kernels.recurrent.rows import StateRows
 from manyroots.kernels.sampling.rows import (
     MAX_TOP,
@@ -34,6 +36,8 @@ from manyroots.kernels.scaled import ScaledMatrix
 from manyroots.kernels.tolerances import TOLERANCES
 
 CPU = torch.device("cpu")
+IN_FP8 = "in_fp8"
+"""Rows that were rounded to FP8."""
 Pieces = dict[str, Tensor]
 
 
@@ -41,6 +45,8 @@ def _kind_of(name: str, args: tuple[Any, ...]) -> str:
     """Of a call, in the table of tolerances."""
     if any(isinstance(arg, ScaledMatrix) for arg in args):
         return "scaled"
+    if any(isinstance(arg, ExpertWeights) and arg.has_fp8_tiles for arg in args):
+        return "fp8_experts"
     if "experts" in name:
         return "expert_lora"  # between the two products of experts every activation is rounded
     is_recurrent = name.startswith(("causal_conv", "delta_rule", "mamba"))
@@ -71,6 +77,8 @@ class Record:
             else:
                 right = right.float()
                 row = TOLERANCES[kind, self._dtype]
+                if piece == IN_FP8:
+                    row = TOLERANCES["kept", torch.float8_e4m3fn]
                 allowed = row.atol + row.rtol * right.abs()
                 error = ((ours.float() - right).abs() / allowed).nan_to_num(torch.inf)
                 ratio = float(error.max()) if error.numel() else 0.0
@@ -109,6 +117,13 @@ class Record:
         assert self.calls, "no kernel was called"
         far = max(self.worst, key=lambda key: self.worst[key])
         return f"{sum(self.calls.values())} kernel calls, worst {far} {self.worst[far]:.2f}"
+
+
+def _rows(x: Tensor | Fp8Rows | None) -> Pieces:
+    """Rows as they are, as they are in FP8, or as both."""
+    if x is None or isinstance(x, Tensor):
+        return {} if x is None else {"out": x}
+    return {**_rows(x.values), IN_FP8: x.plain()}
 
 
 def _shrunk(term: LoraTerm | None) -> Pieces:
@@ -170,15 +185,16 @@ def _sampled(rows: SamplingRows, sampled: Sampled) -> Pieces:
 
 RESULTS: dict[str, Callable[[tuple[Any, ...], Any], Pieces]] = {
     "norm.rms_norm": lambda args, out: {"out": out},
-    "norm.add_rms_norm": lambda args, out: {"out": out, "residual": args[0]},
+    "norm.add_rms_norm": lambda args, out: {**_rows(out), "residual": args[0]},
     "norm.add_norm": lambda args, out: {
+        **_rows(out.in_fp8),
         "out": out.values.float() * out.factors,
         "residual": args[0],
     },
     "rope_write.rope_write": lambda args, out: {"q": out, "pages": args[3]},
     "rope_write.look_up": lambda args, out: {"cos": out.cos, "sin": out.sin},
     "attention.attend": lambda args, out: {"out": out},
-    "activation.gated": lambda args, out: {"out": out},
+    "activation.gated": lambda args, out: _rows(out),
     "gemm.linear": lambda args, out: {"out": out[0].float().sum(0), **_shrunk(out[1])},
     "scaled_gemm.linear": lambda args, out: {"out": out},
     "lora_sites.shrink": lambda args, out: _shrunk(out),

@@ -16,13 +16,13 @@ from typing import Any, cast
 from unittest import mock
 
 import torch
-from torch import Tensor
 
 import manyroots.runner.runner as runner_module
 from manyroots.kernels.attention import paged
 from manyroots.kernels.choice import Kernels
+from manyroots.kernels.fp8_rows import Fp8Rows
 from manyroots.kernels.lora_sites import reference
-from manyroots.kernels.norm.undivided import UndividedNorm
+from manyroots.kernels.norm.undivided import Rows, UndividedNorm
 from manyroots.kernels.rope_write.inputs import RopeTable
 from manyroots.layers.linear import Linear
 from manyroots.runner import mixed, step_arrays
@@ -254,7 +254,11 @@ def bent(kernels: Kernels, op: str) -> Kernels:
     room, _, name = op.partition(".")
     call = getattr(getattr(kernels, room), name)
 
-    def wrong(first: Tensor | UndividedNorm | RopeTable, *rest: Any, **options: Any) -> Any:
+    def wrong(first: Rows | RopeTable, *rest: Any, **options: Any) -> Any:
+        if isinstance(first, Fp8Rows):
+            bent_values = None if first.values is None else first.values * 4
+            scales = first.scales * 4
+            return call(replace(first, scales=scales, values=bent_values), *rest, **options)
         if isinstance(first, UndividedNorm):
             squares = first.squares.clone()
             squares[-1] *= 4

@@ -132,11 +132,13 @@ def _quantize(base: Path, said: dict[str, Any]) -> None:
         if "weight_block_size" not in said:
             tensors[name], tensors[f"{stem}weight_scale"] = quantize_rows(tensor)
             continue
-        rows, columns = (size // 128 for size in tensor.shape)
-        blocks = tensor.view(rows, 128, columns, 128).transpose(1, 2)
+        rows, columns = (-(-size // 128) for size in tensor.shape)
+        whole = tensor.new_zeros(128 * rows, 128 * columns)  # the last block may have less
+        whole[: tensor.shape[0], : tensor.shape[1]] = tensor
+        blocks = whole.view(rows, 128, columns, 128).transpose(1, 2)
         data, scales = quantize_rows(blocks.reshape(rows, columns, -1))
-        data = data.view(rows, columns, 128, 128).transpose(1, 2)
-        tensors[name] = data.reshape(tensor.shape).contiguous()
+        data = data.view(rows, columns, 128, 128).transpose(1, 2).reshape(whole.shape)
+        tensors[name] = data[: tensor.shape[0], : tensor.shape[1]].contiguous()
         tensors[f"{stem}weight_scale_inv"] = scales[..., 0].contiguous()
     save_file(tensors, path, metadata={"format": "pt"})
     config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": said}))

@@ -35,6 +35,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from manyroots.kernels.fp8_rows import Fp8Form
 from manyroots.kernels.gemm import triton as gemm
 from manyroots.kernels.launch import (
     launch_options,
@@ -44,6 +45,7 @@ from manyroots.kernels.launch import (
 )
 from manyroots.kernels.scaled import ScaledMatrix
 from manyroots.kernels.scaled_gemm import triton as scaled_gemm
+from manyroots.kernels.triton_fp8_rows import in_fp8
 
 SHAPES = {
     "qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288),
@@ -351,7 +353,7 @@ def baselines(
     named["scaled_gemm, rounding too"] = (
         [lambda w=w: scaled_gemm.linear(x, w) for w in weights], size,
     )  # fmt: skip
-    named["round_rows alone"] = ([lambda: scaled_gemm.round_rows(x, x.shape[1])] * 8, x.numel() * 3)
+    named["round_rows alone"] = ([lambda: in_fp8(x, Fp8Form(1, x.shape[1]))] * 8, x.numel() * 3)
     named["F.linear, bf16"] = (
         [lambda w=w: torch.nn.functional.linear(x, w) for w in plain], 2 * size,
     )  # fmt: skip
@@ -390,8 +392,8 @@ def run_tiles(
 
 
 def many_ways(x: Tensor, by_row: ScaledMatrix, by_block: ScaledMatrix) -> dict[str, Any]:
-    rows = scaled_gemm.round_rows(x, x.shape[1])
-    groups = scaled_gemm.round_rows(x, 128)
+    rows = in_fp8(x, Fp8Form(1, x.shape[1])).rounded
+    groups = in_fp8(x, Fp8Form(1, 128)).rounded
     plain = by_row.plain(torch.bfloat16)
     one = torch.ones((), device="cuda")
     scales = by_row.scales.view(1, -1)
@@ -413,8 +415,8 @@ def many_ways(x: Tensor, by_row: ScaledMatrix, by_block: ScaledMatrix) -> dict[s
             groups, by_block.data, groups.scales, per_block.contiguous(), False
         ),
         "library 1x128, 1x128": library(groups, by_block.data, groups.scales, by_column.t(), False),
-        "round by row": lambda: scaled_gemm.round_rows(x, x.shape[1]),
-        "round by group": lambda: scaled_gemm.round_rows(x, 128),
+        "round by row": lambda: in_fp8(x, Fp8Form(1, x.shape[1])),
+        "round by group": lambda: in_fp8(x, Fp8Form(1, 128)),
     }
     for tiling in TILES:
         found[f"tiles by row {tiling}"] = lambda t=tiling: run_tiles(rows, by_row, t)
@@ -433,7 +435,7 @@ def measure_many(results: list[dict[str, Any]]) -> None:
         for num_rows in MANY:
             x = random_rows(num_rows, k)
             exact = {False: scaled_gemm.linear(x, by_row).float()}
-            exact[True] = run_tiles(scaled_gemm.round_rows(x, 128), by_block, TILES[2]).float()
+            exact[True] = run_tiles(in_fp8(x, Fp8Form(1, 128)).rounded, by_block, TILES[2]).float()
             for name, call in many_ways(x, by_row, by_block).items():
                 try:
                     us = microseconds([call] * 4)

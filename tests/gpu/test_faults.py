@@ -34,7 +34,7 @@ OF_FP8 = "scaled_gemm.linear"
 OF_DENSE = [op for op in RESULTS if not op.startswith(OF_EXPERTS) and op not in (*HYBRIDS, OF_FP8)]
 NOT_CALLED = (
     "attention.decode_attention", "attention.prefill_attention", "gemm.is_for",
-    "scaled_gemm.is_for", "scaled_gemm.round_rows",
+    "scaled_gemm.is_for", "gemm.form_for", "scaled_gemm.form_for",
 )  # fmt: skip
 """By a step: parts of what is compared, and what only says what `linear` takes."""
 

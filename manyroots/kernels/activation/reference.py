@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from manyroots.kernels.activation.kinds import CLAMP_ALPHA, CLAMP_LIMIT, Activation
+from manyroots.kernels.fp8_rows import Fp8Form, Fp8Rows, in_fp8
 from manyroots.kernels.lora_sites.reference import expanded
 from manyroots.kernels.lora_sites.sites import LoraTerm
 
@@ -17,15 +18,17 @@ def gated(
     dtype: torch.dtype,
     lora: LoraTerm | None = None,
     gate_factor: float = 1.0,
-) -> Tensor:
+    form: Fp8Form | None = None,
+) -> Tensor | Fp8Rows:
     """activation(gate, up) of [rows, 2 n] (or partial sums [splits, rows, 2 n]), gates first, in
-    `dtype`. `lora` is of a site with the parts gate and up. Gates are multiplied with
-    `gate_factor` before."""
+    `dtype` and in the `form` that its reader wants. `lora` is of a site with the parts gate and up.
+    Gates are multiplied with `gate_factor` before."""
     total = gate_up.float() if gate_up.dim() == 2 else gate_up.float().sum(0)
     if lora is not None:
         total = total + expanded(lora)
     gate, up = total.chunk(2, dim=-1)
-    return activate(gate * gate_factor, up, activation).to(dtype)
+    found = activate(gate * gate_factor, up, activation).to(dtype)
+    return found if form is None else in_fp8(found, form)
 
 
 def activate(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from manyroots.kernels.activation.kinds import Activation
 from manyroots.kernels.activation.triton_kinds import activated
+from manyroots.kernels.fp8_rows import ROW_GROUP, Fp8Form, Fp8Rows
 from manyroots.kernels.launch import as_splits, launch_options, let_next_begin, wait_for_inputs
 from manyroots.kernels.lora_sites.sites import LoraTerm
 from manyroots.kernels.lora_sites.triton import (
@@ -23,21 +24,25 @@ from manyroots.kernels.lora_sites.triton import (
     rank_constants,
     rows_of,
 )
+from manyroots.kernels.triton_fp8_rows import empty_rows, in_fp8, scaled_groups, store_parts
 
 BLOCK_N = 128
 ROW_BLOCK_N = 256
 """Columns of a program: of several rows, and of one, which has room for more."""
 MANY_ROWS = 64
 """Beyond, a step has more than enough programs, and larger ones read faster."""
+MOST_OF_ROW = 16_384
+"""Columns of a row that one program has where all of them share a scale."""
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _gated(
-    gate_up, out, hidden, pool, table, slots, blocks, num_rows, n, gate_factor,
+    gate_up, out, data, scales, hidden, pool, table, slots, blocks, num_rows, n, gate_factor,
     in_split, in_row, hidden_split, hidden_row,
     KIND: tl.constexpr, NUM_SPLITS: tl.constexpr, HIDDEN_SPLITS: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, RANK_BLOCK: tl.constexpr,
-    MAX_RANK: tl.constexpr, DEPENDENT: tl.constexpr,
+    HAS_OUT: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr, RANK_BLOCK: tl.constexpr, MAX_RANK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     let_next_begin(DEPENDENT)
     cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -74,8 +79,46 @@ def _gated(
                 up, up_ranks, up_b, up_start, up_rank, inside, hidden, hidden_split, hidden_row,
                 rows, r < count, HIDDEN_SPLITS, RANK_BLOCK, MAX_RANK,
             )  # fmt: skip
-        found = activated(gate * gate_factor, up, KIND)
-        tl.store(out + rows[:, None] * n + cols[None, :], found, mask=ok)
+        found = activated(gate * gate_factor, up, KIND).to(out.dtype.element_ty)
+        to = rows[:, None] * n + cols[None, :]
+        if HAS_OUT:
+            tl.store(out + to, found, mask=ok)
+        if PARTS:
+            groups: tl.constexpr = BLOCK_N // GROUP
+            values = tl.where(ok, found.to(tl.float32), 0.0)
+            scaled, scale = scaled_groups(tl.reshape(values, (BLOCK_R, groups, GROUP)), 2)
+            scaled = tl.reshape(scaled, (BLOCK_R, BLOCK_N))
+            store_parts(data + to, num_rows.to(tl.int64) * n, scaled, ok, PARTS)
+            group = tl.program_id(0) * groups + tl.arange(0, groups)
+            ok_group = (r < count)[:, None] & (group * GROUP < n)[None, :]
+            tl.store(scales + group[None, :] * num_rows + rows[:, None], scale, mask=ok_group)
+
+
+@triton.jit
+def _gated_row(
+    gate_up, out, data, scales, n, gate_factor, in_split, in_row,
+    KIND: tl.constexpr, NUM_SPLITS: tl.constexpr, HAS_OUT: tl.constexpr, BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """One row, whose numbers share a scale."""
+    let_next_begin(DEPENDENT)
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    ok = cols < n
+    wait_for_inputs(DEPENDENT)
+    source = gate_up + row * in_row + cols
+    gate = tl.load(source, mask=ok, other=0.0).to(tl.float32)
+    up = tl.load(source + n, mask=ok, other=0.0).to(tl.float32)
+    for split in tl.static_range(1, NUM_SPLITS):
+        gate += tl.load(source + split * in_split, mask=ok, other=0.0).to(tl.float32)
+        up += tl.load(source + split * in_split + n, mask=ok, other=0.0).to(tl.float32)
+    found = activated(gate * gate_factor, up, KIND).to(out.dtype.element_ty)
+    if HAS_OUT:
+        tl.store(out + row * n + cols, found, mask=ok)
+    values = tl.where(ok, found.to(tl.float32), 0.0)
+    scaled, scale = scaled_groups(tl.reshape(values, (1, BLOCK)), 1)
+    store_parts(data + row * n + cols, 0, tl.reshape(scaled, (BLOCK,)), ok, 1)
+    tl.store(scales + row + tl.arange(0, 1), scale)
 
 
 def gated(
@@ -84,19 +127,25 @@ def gated(
     dtype: torch.dtype,
     lora: LoraTerm | None = None,
     gate_factor: float = 1.0,
-) -> Tensor:
+    form: Fp8Form | None = None,
+) -> Tensor | Fp8Rows:
     """activation(gate, up) of [rows, 2 n] (or partial sums [splits, rows, 2 n]), gates first, in
-    `dtype`. `lora` is of a site with the parts gate and up. Gates are multiplied with
-    `gate_factor` before."""
+    `dtype` and in the `form` that its reader wants. `lora` is of a site with the parts gate and up.
+    Gates are multiplied with `gate_factor` before."""
     parts = as_splits(gate_up)
     num_rows, n = parts.shape[1], parts.shape[2] // 2
     out = torch.empty(num_rows, n, dtype=dtype, device=parts.device)
+    is_whole = form is not None and form.num_parts == 1 and form.group == n <= MOST_OF_ROW
+    if form is not None and is_whole and lora is None:
+        return _gated_rows(parts, activation, gate_factor, out, form)
     if lora is None:
         adapters = (parts, parts, parts, parts, parts)
         strides, splits, ranks = (0, 0), 0, NO_RANKS
         block_r, block_n, num_warps = 4, BLOCK_N, 4
         if num_rows > MANY_ROWS:
             block_n, num_warps = 512, 8
+        elif form is not None and form.group is None:  # longer groups are fewer for their reader
+            block_r, block_n = 2, ROW_BLOCK_N
         num_programs = triton.cdiv(num_rows, block_r)
     else:
         hidden, rows = lora.hidden, lora.rows
@@ -105,9 +154,35 @@ def gated(
         block_r, num_programs = rows.programs
         block_n, num_warps = ROW_BLOCK_N if block_r == 1 else BLOCK_N, 4
         ranks = rank_constants(lora.site, block_r)
+    found = None
+    if form is not None and (form.group is None or form.group == ROW_GROUP):
+        group = form.group or block_n
+        found = empty_rows(num_rows, n, form, group, out if form.keeps_values else None, out)
+    has_out = found is None or found.values is not None
     _gated[(triton.cdiv(n, block_n), num_programs)](
-        parts, out, *adapters, num_rows, n, gate_factor, parts.stride(0), parts.stride(1), *strides,
-        KIND=activation.value, NUM_SPLITS=parts.shape[0], HIDDEN_SPLITS=splits, BLOCK_R=block_r,
-        BLOCK_N=block_n, **ranks, num_warps=num_warps, num_stages=1, **launch_options(parts.device),
+        parts, out, *((out, out) if found is None else (found.data, found.scales)), *adapters,
+        num_rows, n, gate_factor, parts.stride(0), parts.stride(1), *strides,
+        KIND=activation.value, NUM_SPLITS=parts.shape[0], HIDDEN_SPLITS=splits, HAS_OUT=has_out,
+        PARTS=0 if found is None else len(found.data),
+        GROUP=ROW_GROUP if found is None else found.group, BLOCK_R=block_r, BLOCK_N=block_n,
+        **ranks, num_warps=num_warps, num_stages=1, **launch_options(parts.device),
     )  # fmt: skip
-    return out
+    if found is not None:
+        return found
+    return out if form is None else in_fp8(out, form)
+
+
+def _gated_rows(
+    parts: Tensor, activation: Activation, gate_factor: float, out: Tensor, form: Fp8Form
+) -> Fp8Rows:
+    """`gated` of rows that have a scale each."""
+    num_rows, n = out.shape
+    found = empty_rows(num_rows, n, form, n, out if form.keeps_values else None, out)
+    block = triton.next_power_of_2(n)
+    _gated_row[(num_rows,)](
+        parts, out, found.data, found.scales, n, gate_factor, parts.stride(0), parts.stride(1),
+        KIND=activation.value, NUM_SPLITS=parts.shape[0], HAS_OUT=found.values is not None,
+        BLOCK=block, num_warps=max(1, min(16, block // 512)), num_stages=1,
+        **launch_options(parts.device),
+    )  # fmt: skip
+    return found

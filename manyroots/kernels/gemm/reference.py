@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from manyroots.kernels.fp8_rows import Fp8Rows
 from manyroots.kernels.lora_sites.reference import shrink
 from manyroots.kernels.lora_sites.sites import LinearSite, LoraRows, LoraTerm
 from manyroots.kernels.norm.undivided import UndividedNorm
@@ -21,8 +22,12 @@ def is_for(
     return True
 
 
+def form_for(num_rows: int, weight: Matrix, keeps_values: bool) -> None:
+    """What `linear` wants rows in: as they are."""
+
+
 def linear(
-    x: Tensor | UndividedNorm,
+    x: Tensor | Fp8Rows | UndividedNorm,
     weight: Matrix,
     site: LinearSite | None = None,
     rows: LoraRows | None = None,
@@ -33,6 +38,8 @@ def linear(
     if isinstance(x, UndividedNorm):
         # Not rounded in between: the fused kernel divides the product, not the activations.
         x = x.values.float() * x.factors
+    if isinstance(x, Fp8Rows):
+        x = x.plain() if x.values is None else x.values
     out = (x.float() @ plain(weight, torch.float32).float().T).unsqueeze(0)
     if bias is not None:
         out = out + bias.float()

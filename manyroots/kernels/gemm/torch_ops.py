@@ -27,6 +27,10 @@ def is_for(
     return True
 
 
+def form_for(num_rows: int, weight: Matrix | PackedMatrix, keeps_values: bool) -> None:
+    """What `linear` wants rows in: as they are."""
+
+
 def linear(
     x: Tensor,
     weight: Matrix | PackedMatrix | BlockMatrix,

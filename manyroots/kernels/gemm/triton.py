@@ -2,24 +2,25 @@
 
 Same signatures as `reference.py`. The weight is the matrix instruction's left operand, so that 16
 rows cost no more than one. The inner dimension may be cut into splits, which give partial sums to
-the next kernel. FP8 weights can be multiplied as they are, with rows in two FP8 numbers each
-(`triton_split.py`; see SPLITS_ROWS). The adapters' A are further tiles of the same launch: their
-bytes cost what bytes cost, their arithmetic nothing. So steps of up to 128 rows with adapters are
-multiplied here, too; without, narrow weights alone. While the kernel before this one still runs,
+the next kernel. FP8 weights are multiplied as they are, with rows in two FP8 numbers each
+(`fp8_rows.py`). The adapters' A are further tiles of the same launch: their bytes cost what bytes
+cost, their arithmetic nothing. So steps of up to 128 rows with adapters are multiplied here, too;
+without, narrow weights alone. While the kernel before this one still runs,
 a program's first tile of the weight is already on its way into the cache; asking for more made
 steps slower.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from manyroots.kernels.gemm.triton_split import REST, split_rows
+from manyroots.kernels.fp8_rows import Fp8Form, Fp8Rows, values_of
 from manyroots.kernels.launch import (
     launch_options,
     let_next_begin,
@@ -28,16 +29,17 @@ from manyroots.kernels.launch import (
 )
 from manyroots.kernels.lora_sites.sites import LinearSite, LoraRows, LoraTerm
 from manyroots.kernels.norm.undivided import UndividedNorm
-from manyroots.kernels.scaled import SIDE_STEP, Matrix
+from manyroots.kernels.scaled import SIDE_STEP, Matrix, ScaledMatrix
+from manyroots.kernels.triton_fp8_rows import in_fp8
 
 ROWS_AT_ONCE: int | None = None
 MAX_ROWS, MAX_NARROW_ROWS = 64, 128
 BLOCK_N = 64
 BLOCK_K = 128
-SPLITS_ROWS = False
-"""Whether few rows are multiplied by FP8 weights here, as two FP8 numbers each. Not before
-`python -m tests.gpu.check kernels:scaled` agrees: on an H200, 28 of its 42 cases differed by more
-than a hundredth (2026-11-16), though the interpreter's agree. `scaled_gemm` has the rest."""
+FEW_ROWS = 16
+"""Up to which a product with FP8 adds up in float32 at no cost."""
+SOME_ROWS = 32
+"""Up to which rows leave room for wide tiles."""
 INNER_STEP = 8
 """The inner dimension is a multiple of it, so that rows are whole 16-byte loads."""
 CACHE_LINE_BYTES = 128
@@ -62,38 +64,56 @@ class Tiling:
 def _scaled_product(
     parts, x_scales, w_rows, scales, row_ok, num_rows, k_size, first, last,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
-    SCALED: tl.constexpr,
+    SCALED: tl.constexpr, GROUP: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """`_product` with W in FP8 and rows in two numbers of it each (`triton_split.py`); `scales` is
-    where each row of W has its own, one for SCALED columns; 1: one for all."""
-    m = tl.arange(0, BLOCK_M)
+    """`_product` with W in FP8 and rows in two numbers of it each, which are rows of one operand.
+
+    `scales` is where each row of W has its own, one for SCALED columns; 1: one for all. Rows have a
+    scale for each GROUP columns; 0: one for all. The matrix instructions of FP8 keep sums to some
+    14 bits. Where scales differ from tile to tile, or PRECISE asks for it, a tile's sums are added
+    up in float32; otherwise the error is less than that of a product in bfloat16."""
+    both = tl.arange(0, 2 * BLOCK_M)
+    row = both % BLOCK_M
+    is_row = row < num_rows
     k = tl.arange(0, BLOCK_K)
-    large_at = parts + m[:, None] * k_size + k[None, :]
-    small_at = large_at + num_rows * k_size
+    x_at = parts + (both // BLOCK_M * num_rows + row)[:, None] * k_size + k[None, :]
     w_at = w_rows[:, None] + k[None, :]
-    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    rest = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    acc = tl.zeros((BLOCK_N, 2 * BLOCK_M), tl.float32)
+    # Read a tile ahead: a scale that a sum waited for would cost as much as the tile.
+    if GROUP:
+        own = tl.load(x_scales + first // GROUP * num_rows + row, mask=is_row, other=0.0)
+    if SCALED > 1:
+        theirs = tl.load(scales + first // SCALED, mask=row_ok, other=0.0)
     for at in range(first, last, BLOCK_K):
-        row_mask = (m < num_rows)[:, None]
+        row_mask = is_row[:, None]
+        ahead = tl.minimum(at + BLOCK_K, k_size - 1)
         if EVEN_K:
             weight = tl.load(w_at + at, eviction_policy="evict_first")
         else:
             inside = (at + k < k_size)[None, :]
             row_mask = row_mask & inside
             weight = tl.load(w_at + at, mask=inside, other=0.0, eviction_policy="evict_first")
-        large = tl.trans(tl.load(large_at + at, mask=row_mask, other=0.0))
-        small = tl.trans(tl.load(small_at + at, mask=row_mask, other=0.0))
-        if SCALED > 1:
-            scale = tl.load(scales + at // SCALED, mask=row_ok, other=0.0)
-            acc += tl.dot(weight, large) * scale[:, None]
-            rest += tl.dot(weight, small) * scale[:, None]
+        xs = tl.trans(tl.load(x_at + at, mask=row_mask, other=0.0))
+        if GROUP or SCALED > 1:
+            part = tl.dot(weight, xs)
+            if SCALED > 1:
+                part *= theirs[:, None]
+                theirs = tl.load(scales + ahead // SCALED, mask=row_ok, other=0.0)
+            if GROUP:
+                part *= own[None, :]
+                own = tl.load(x_scales + ahead // GROUP * num_rows + row, mask=is_row, other=0.0)
+            acc += part
+        elif PRECISE:
+            acc = tl.dot(weight, xs, acc, max_num_imprecise_acc=BLOCK_K)
         else:
-            acc = tl.dot(weight, large, acc)
-            rest = tl.dot(weight, small, rest)
-    acc += rest / REST
+            acc = tl.dot(weight, xs, acc)
+    acc = tl.sum(tl.reshape(acc, (BLOCK_N, 2, BLOCK_M)), axis=1)
     if SCALED == 1:
         acc *= tl.load(scales, mask=row_ok, other=0.0)[:, None]
-    return acc * tl.load(x_scales + m, mask=m < num_rows, other=0.0)[None, :]
+    if not GROUP:
+        m = tl.arange(0, BLOCK_M)
+        acc *= tl.load(x_scales + m, mask=m < num_rows, other=0.0)[None, :]
+    return acc
 
 
 @triton.jit
@@ -186,9 +206,9 @@ def _shrink_tile(
 def _linear(
     x, parts, x_scales, squares, num_pieces, w, w_scales, num_groups, bias, out, hidden, pool,
     table, scalings, blocks, num_blocks, num_rows, n_size, k_size, eps, width, lora_tiles,
-    SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, NUM_PARTS: tl.constexpr, PIECES: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
-    LINES: tl.constexpr, DEPENDENT: tl.constexpr,
+    SCALED: tl.constexpr, GROUP: tl.constexpr, PRECISE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    NUM_PARTS: tl.constexpr, PIECES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, LINES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     let_next_begin(DEPENDENT)
     pid = tl.program_id(0)
@@ -223,7 +243,7 @@ def _linear(
         scales = w_scales + tl.minimum(n, n_size - 1) * num_groups
         acc = _scaled_product(
             parts, x_scales, w_rows, scales, n < n_size, num_rows, k_size, first, last, BLOCK_M,
-            BLOCK_N, BLOCK_K, EVEN_K, SCALED,
+            BLOCK_N, BLOCK_K, EVEN_K, SCALED, GROUP, PRECISE,
         )  # fmt: skip
     else:
         acc = _product(
@@ -248,8 +268,6 @@ def is_for(
         if weight.shape[1] % INNER_STEP:
             return False
         return num_rows <= MAX_ROWS or _is_for_many(num_rows, weight, has_adapters)
-    if not SPLITS_ROWS:
-        return False
     # Rows of bytes are whole 16-byte loads, and a tile lies within a group of columns.
     fits = weight.has_row_scales or weight.group % BLOCK_K == 0
     return num_rows <= MAX_ROWS and weight.shape[1] % SIDE_STEP == 0 and fits
@@ -262,8 +280,14 @@ def _is_for_many(num_rows: int, weight: Tensor, has_adapters: bool) -> bool:
     return tiles <= NARROW_TILES or (has_adapters and tiles <= WIDEST_TILES)
 
 
+def form_for(num_rows: int, weight: ScaledMatrix, keeps_values: bool) -> Fp8Form:
+    """What `linear` wants rows in, where it computes this. Up to FEW_ROWS scales of groups of
+    columns cost less than a kernel that finds one for a row."""
+    return Fp8Form(2, None if num_rows <= FEW_ROWS else weight.shape[1], keeps_values)
+
+
 def linear(
-    x: Tensor | UndividedNorm,
+    x: Tensor | Fp8Rows | UndividedNorm,
     weight: Matrix,
     site: LinearSite | None = None,
     rows: LoraRows | None = None,
@@ -273,19 +297,23 @@ def linear(
 ) -> tuple[Tensor, LoraTerm | None]:
     """x [rows, k] times weight [n, k] transposed, and a bias [n], as partial sums [splits, rows, n]
     in float32 or one product in x's dtype; and, given a site, what its adapters shrink x to."""
-    x, squares, num_pieces, eps = _parts_of(x)
-    num_rows, k_size = x.shape
+    rows_in, squares, num_pieces, eps = _parts_of(x)
+    num_rows, k_size = rows_in.shape
     n_size = weight.shape[0]
+    operands = _operands(rows_in, weight)
+    x = operands.x
     if tiling is None:
         wanted = 0 if site is None or rows is None else rows.max_blocks * site.width
-        choose = tiling_for if isinstance(weight, Tensor) else _scaled_tiling
-        tiling = choose(num_rows, n_size, k_size, triton.cdiv(wanted, BLOCK_N))
-        if not isinstance(weight, Tensor) and not weight.has_row_scales:
-            tiling = replace(tiling, block_k=BLOCK_K)
+        lora_tiles = triton.cdiv(wanted, BLOCK_N)
+        if isinstance(weight, Tensor):
+            tiling = tiling_for(num_rows, n_size, k_size, lora_tiles)
+        else:
+            tiling = _scaled_tiling(num_rows, n_size, k_size, lora_tiles, operands.tile_group)
     splits = tiling.num_splits
     out = torch.empty(
-        splits, num_rows, n_size, dtype=x.dtype if splits == 1 else torch.float32, device=x.device
-    )
+        splits, num_rows, n_size, dtype=rows_in.dtype if splits == 1 else torch.float32,
+        device=x.device,
+    )  # fmt: skip
     if site is None or rows is None:
         term, lora_tiles = None, 0
         adapters = (out, x, x, x, x, x)
@@ -299,13 +327,15 @@ def linear(
         lora_tiles = triton.cdiv(rows.max_blocks * width, tiling.block_n)
         adapters = (hidden, site.pool, site.table, site.scalings, rows.blocks, rows.num_blocks)
     grid = (lora_tiles + triton.cdiv(n_size, tiling.block_n), splits)
-    operands = _operands(x, weight)
+    # Of FP8, rows are twice as many; adapters' tiles are as those of a plain weight.
+    least = 8 if operands.scaled and not num_parts else 16
     _linear[grid](
-        x, *operands.rows, squares, num_pieces, *operands.weight, x if bias is None else bias, out,
-        *adapters, num_rows, n_size, k_size, eps, width, lora_tiles, SCALED=operands.scaled,
+        x, *operands.rows, x if squares is None else squares, num_pieces, *operands.weight,
+        x if bias is None else bias, out, *adapters, num_rows, n_size, k_size, eps, width,
+        lora_tiles, SCALED=operands.scaled, GROUP=operands.group, PRECISE=num_rows <= FEW_ROWS,
         HAS_BIAS=bias is not None, NUM_PARTS=num_parts,
         PIECES=triton.next_power_of_2(num_pieces) if num_pieces else 0,
-        BLOCK_M=max(16, triton.next_power_of_2(num_rows)), BLOCK_N=tiling.block_n,
+        BLOCK_M=max(least, triton.next_power_of_2(num_rows)), BLOCK_N=tiling.block_n,
         BLOCK_K=tiling.block_k, EVEN_K=k_size % tiling.block_k == 0,
         LINES=max(1, tiling.block_k * weight.itemsize // CACHE_LINE_BYTES),
         num_stages=tiling.num_stages, num_warps=tiling.num_warps, **launch_options(x.device),
@@ -317,28 +347,45 @@ def linear(
 class _Operands:
     """What a kernel is given of rows and a weight."""
 
+    x: Tensor
+    """Rows as they were; of no account where nobody reads them."""
     rows: tuple[Tensor, Tensor]
     """Rows in FP8 and their scales, of no account where the weight is plain."""
     weight: tuple[Tensor, Tensor, int]
     """Its numbers, its scales, and how many of those a row has."""
     scaled: int
     """For how many columns each is: 1 stands for all of a row, 0 for no scales."""
+    group: int
+    """For how many columns rows have a scale; 0: one for all, or none."""
+
+    @property
+    def tile_group(self) -> int:
+        """Of columns whose scales are the same, of rows and of the weight; 0: all."""
+        return math.gcd(self.group, 0 if self.scaled == 1 else self.scaled)
 
 
-def _operands(x: Tensor, weight: Matrix) -> _Operands:
+def _operands(x: Tensor | Fp8Rows, weight: Matrix) -> _Operands:
     if isinstance(weight, Tensor):
-        return _Operands((x, x), (weight, x, 0), 0)
-    rows = split_rows(x)
+        values = values_of(x)
+        return _Operands(values, (values, values), (weight, values, 0), 0, 0)
+    rows = in_fp8(x, form_for(x.shape[0], weight, True)) if isinstance(x, Tensor) else x
     group = 1 if weight.has_row_scales else weight.group
     scales = weight.scales
-    return _Operands((rows.parts, rows.scales), (weight.data, scales, scales.shape[-1]), group)
+    values = rows.data if rows.values is None else rows.values
+    return _Operands(
+        values, (rows.data, rows.scales), (weight.data, scales, scales.shape[-1]), group,
+        0 if rows.scales.shape[1] == 1 else rows.group,
+    )  # fmt: skip
 
 
-def _parts_of(x: Tensor | UndividedNorm) -> tuple[Tensor, Tensor, int, float]:
-    """Values, sums of squares, how many of those a row has, and what is added to their mean."""
+def _parts_of(
+    x: Tensor | Fp8Rows | UndividedNorm,
+) -> tuple[Tensor | Fp8Rows, Tensor | None, int, float]:
+    """Rows, sums of squares, how many of those a row has, and what is added to their mean."""
     if isinstance(x, UndividedNorm):
-        return x.values, x.squares, x.squares.shape[1], x.eps
-    return x, x, 0, 0.0
+        rows = x.values if x.in_fp8 is None else x.in_fp8
+        return rows, x.squares, x.squares.shape[1], x.eps
+    return x, None, 0, 0.0
 
 
 def tiling_for(num_rows: int, n_size: int, k_size: int, lora_tiles: int = 0) -> Tiling:
@@ -364,26 +411,35 @@ def tiling_for(num_rows: int, n_size: int, k_size: int, lora_tiles: int = 0) -> 
     return Tiling(BLOCK_N, BLOCK_K, splits, 6 if num_rows <= 16 else 4, 4)
 
 
-def _scaled_tiling(num_rows: int, n_size: int, k_size: int, lora_tiles: int = 0) -> Tiling:
-    """The same of FP8: half of the bytes, and rows that take as many as in bfloat16."""
+def _scaled_tiling(
+    num_rows: int, n_size: int, k_size: int, lora_tiles: int = 0, group: int = 0
+) -> Tiling:
+    """The same of FP8: half of the bytes, and rows that take as many as in bfloat16. `group`: of
+    columns that share a scale, in which tiles lie; 0: all do."""
     tiles = triton.cdiv(n_size, BLOCK_N) + lora_tiles
+    # The adapters' A are in bfloat16, and as wide tiles of them would fill the room.
+    is_wide = k_size % (2 * BLOCK_K) == 0 and group % (2 * BLOCK_K) == 0 and not lora_tiles
+    block_k = 2 * BLOCK_K if is_wide else BLOCK_K
     splits = 1
-    if num_rows > 16:
+    if num_rows > FEW_ROWS:
+        is_some = num_rows <= SOME_ROWS
         if tiles > MANY_TILES:
-            return Tiling(2 * BLOCK_N, BLOCK_K, 1, 3, 4)
+            return Tiling(BLOCK_N if is_some else 2 * BLOCK_N, BLOCK_K, 1, 4 if is_some else 3, 4)
+        # Every split is read once more by the next kernel, a row of which has one program.
         while tiles * splits < 80 and _can_be_cut(k_size, 2 * splits):
             splits *= 2
+        if is_some and is_wide:
+            return Tiling(BLOCK_N, block_k, splits, 4, 4)
         return Tiling(BLOCK_N, BLOCK_K, splits, 6, 4)
-    # The adapters' A are in bfloat16, and as wide tiles of them would fill the room.
-    block_k = 2 * BLOCK_K if k_size % (2 * BLOCK_K) == 0 and not lora_tiles else BLOCK_K
-    for num_stages, fewest, most in ((5, 110, 136), (3, 300, 400), (4, 190, 270)):
+    deep = 1 if is_wide or lora_tiles else 2
+    for num_stages, fewest, most in ((3, 300, 400), (4, 190, 270), (5, 110, 136)):
         for splits in (1, 2, 4):
             if fewest <= tiles * splits <= most and _can_be_cut(k_size, splits):
-                return Tiling(BLOCK_N, block_k, splits, num_stages, 4)
+                return Tiling(BLOCK_N, block_k, splits, deep * num_stages, 4)
     splits = 1
     while tiles * splits < 80 and _can_be_cut(k_size, 2 * splits):
         splits *= 2
-    return Tiling(BLOCK_N, block_k, splits, 3, 4)
+    return Tiling(BLOCK_N, block_k, splits, 3 * deep, 4)
 
 
 def _can_be_cut(k_size: int, splits: int) -> bool:

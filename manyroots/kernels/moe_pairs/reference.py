@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from manyroots.kernels.activation.reference import activate
+from manyroots.kernels.fp8_rows import Fp8Form, in_fp8
 from manyroots.kernels.lora_sites.reference import expanded
 from manyroots.kernels.lora_sites.sites import LoraTerm
 from manyroots.kernels.moe_pairs.adapters import PART_WIDTH, ExpertAdapters, ExpertSite
 from manyroots.kernels.moe_pairs.routing import MAX_FEW_TOKENS, Routing, Scoring
 from manyroots.kernels.moe_pairs.weights import ExpertWeights
 from manyroots.kernels.scaled import Matrix, plain
-from manyroots.kernels.scaled_gemm.reference import round_rows
 
 
 def route(
@@ -74,7 +74,7 @@ def experts(
 
 def _product(x: Tensor, weight: Matrix, bias: Tensor | None, expert: int, rounds: bool) -> Tensor:
     if rounds and not isinstance(weight, Tensor):
-        x = round_rows(x[None], weight.group).plain(torch.float32)[0]
+        x = in_fp8(x[None], Fp8Form(1, weight.group)).plain()[0]
     y = plain(weight[expert], torch.float32).float() @ x.float()
     return y if bias is None else y + bias[expert].float()
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from manyroots.kernels.activation.triton_kinds import activated
+from manyroots.kernels.fp8_rows import Fp8Form
 from manyroots.kernels.launch import launch_options, let_next_begin, wait_for_inputs
 from manyroots.kernels.moe_pairs.adapters import ExpertAdapters
 from manyroots.kernels.moe_pairs.routing import Routing
@@ -33,7 +34,7 @@ from manyroots.kernels.moe_pairs.triton_tile_adapters import (
 )
 from manyroots.kernels.moe_pairs.weights import ExpertWeights
 from manyroots.kernels.scaled import Matrix
-from manyroots.kernels.scaled_gemm.triton import round_rows
+from manyroots.kernels.triton_fp8_rows import in_fp8
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +286,7 @@ def _operands(x: Tensor, weight: Matrix) -> _Operands:
     """Rows and a weight as they are, or where the weight is in FP8 both in it."""
     if isinstance(weight, Tensor):
         return _Operands(x, weight, x, weight, (0, 0, 0, 0), 0)
-    rounded = round_rows(x, weight.group)
+    rounded = in_fp8(x, Fp8Form(1, weight.group)).rounded
     strides = (*rounded.scales.stride(), *weight.scales.stride()[-2:])
     group = 1 if weight.has_row_scales else weight.group
     return _Operands(rounded.data, weight.data, rounded.scales, weight.scales, strides, group)

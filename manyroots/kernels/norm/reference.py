@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from manyroots.kernels.fp8_rows import Fp8Form, Fp8Rows, in_fp8
 from manyroots.kernels.lora_sites.reference import expanded
 from manyroots.kernels.lora_sites.sites import LoraTerm
 from manyroots.kernels.norm.undivided import UndividedNorm
@@ -25,23 +26,32 @@ def add_rms_norm(
     lora: LoraTerm | None = None,
     post: Tensor | None = None,
     factor: float = 1.0,
-) -> Tensor:
+    form: Fp8Form | None = None,
+) -> Tensor | Fp8Rows:
     """Add `delta` ([rows, n], or partial sums [splits, rows, n]) and what adapters add onto
-    `residual` in place; give the sum, normalised. With `post`, what is added is itself normalised
-    and scaled by it before. What is added is multiplied with `factor`."""
+    `residual` in place; give the sum, normalised, in the `form` that its reader wants. With `post`,
+    what is added is itself normalised and scaled by it before. What is added is multiplied with
+    `factor`."""
     added = _whole(delta, lora)
     if post is not None:
         added = rms_norm(added, post, eps)
-    return rms_norm(_add(residual, added * factor), weight, eps).to(residual.dtype)
+    normed = rms_norm(_add(residual, added * factor), weight, eps).to(residual.dtype)
+    return normed if form is None else in_fp8(normed, form)
 
 
 def add_norm(
-    residual: Tensor, delta: Tensor, weight: Tensor, eps: float, lora: LoraTerm
+    residual: Tensor,
+    delta: Tensor,
+    weight: Tensor,
+    eps: float,
+    lora: LoraTerm,
+    form: Fp8Form | None = None,
 ) -> UndividedNorm:
     """`add_rms_norm` without its division. Up to 64 rows."""
     total = _add(residual, _whole(delta, lora))
     scaled = (total * weight.float()).to(residual.dtype)
-    return UndividedNorm(scaled, total.square().sum(1, keepdim=True), eps)
+    in_form = None if form is None else in_fp8(scaled, form)
+    return UndividedNorm(scaled, total.square().sum(1, keepdim=True), eps, in_form)
 
 
 def _whole(delta: Tensor, lora: LoraTerm | None) -> Tensor:

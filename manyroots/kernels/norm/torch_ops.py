@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
+from manyroots.kernels.fp8_rows import Fp8Form
 from manyroots.kernels.lora_sites.sites import LoraTerm
 
 
@@ -27,12 +28,13 @@ def add_rms_norm(
     lora: LoraTerm | None = None,
     post: Tensor | None = None,
     factor: float = 1.0,
+    form: Fp8Form | None = None,
 ) -> Tensor:
     """Add `delta` ([rows, n], or partial sums [splits, rows, n]) onto `residual` in place; give the
     sum, normalised. `post`: the weight of a norm that `delta` has by itself before. What is
     added is multiplied with `factor`."""
-    if lora is not None:
-        raise TypeError("a CPU's products come with their adapters in them")
+    if lora is not None or form is not None:
+        raise TypeError("a CPU's products come with their adapters in them, and read plain rows")
     total = delta if delta.dim() == 2 else delta.sum(0)
     if post is not None:
         total = rms_norm(total, post, eps)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from manyroots.kernels.fp8_rows import ROW_GROUP, Fp8Form, Fp8Rows
 from manyroots.kernels.launch import (
     as_splits,
     launch_options,
@@ -29,8 +30,9 @@ from manyroots.kernels.lora_sites.triton import (
     rows_of,
 )
 from manyroots.kernels.norm.undivided import UndividedNorm
+from manyroots.kernels.triton_fp8_rows import empty_rows, in_fp8, scaled_groups, store_parts
 
-PIECE = 128
+PIECE = ROW_GROUP
 """Columns of a program that has a piece of its rows."""
 
 
@@ -57,12 +59,13 @@ def _row_expand(
     return total + tl.sum(weight.to(tl.float32) * h[None, :], axis=1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _add_rms_norm(
-    residual, delta, weight, post, out, slots, hidden, pool, table, n, eps, factor, delta_split,
-    delta_row, hidden_split, hidden_row,
+    residual, delta, weight, post, out, data, scales, slots, hidden, pool, table, num_rows, n, eps,
+    factor, delta_split, delta_row, hidden_split, hidden_row,
     NUM_SPLITS: tl.constexpr, HIDDEN_SPLITS: tl.constexpr, RANKS: tl.constexpr,
-    HAS_POST: tl.constexpr, HAS_FACTOR: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    HAS_POST: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_OUT: tl.constexpr, PARTS: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     let_next_begin(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
@@ -106,14 +109,25 @@ def _add_rms_norm(
     if NUM_SPLITS:
         tl.store(residual + row * n + cols, total, mask=ok)
     inverse = tl.rsqrt(tl.sum(total * total) / n + eps)
-    tl.store(out + row * n + cols, total * inverse * scale, mask=ok)
+    normed = (total * inverse * scale).to(residual.dtype.element_ty)
+    if HAS_OUT:
+        tl.store(out + row * n + cols, normed, mask=ok)
+    if PARTS:
+        groups: tl.constexpr = BLOCK // GROUP
+        values = tl.reshape(normed.to(tl.float32), (groups, GROUP))
+        scaled, of_groups = scaled_groups(values, 1)
+        part_stride = num_rows.to(tl.int64) * n
+        to = data + row * n + cols
+        store_parts(to, part_stride, tl.reshape(scaled, (BLOCK,)), ok, PARTS)
+        group = tl.arange(0, groups)
+        tl.store(scales + group * num_rows + row, of_groups, mask=group * GROUP < n)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _add_norm_piece(
-    residual, delta, weight, out, squares, hidden, pool, table, slots, blocks, n, delta_split,
-    delta_row, hidden_split, hidden_row,
-    NUM_SPLITS: tl.constexpr, HIDDEN_SPLITS: tl.constexpr,
+    residual, delta, weight, out, squares, data, scales, hidden, pool, table, slots, blocks,
+    num_rows, n, delta_split, delta_row, hidden_split, hidden_row,
+    NUM_SPLITS: tl.constexpr, HIDDEN_SPLITS: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, RANK_BLOCK: tl.constexpr,
     MAX_RANK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -143,7 +157,12 @@ def _add_norm_piece(
         )  # fmt: skip
         total = tl.where(ok, total, 0.0)
         tl.store(residual + at, total, mask=ok)
-        tl.store(out + at, total * scale, mask=ok)
+        normed = (total * scale).to(residual.dtype.element_ty)
+        tl.store(out + at, normed, mask=ok)
+        if PARTS:
+            scaled, of_groups = scaled_groups(normed.to(tl.float32), 1)
+            store_parts(data + at, num_rows.to(tl.int64) * n, scaled, ok, PARTS)
+            tl.store(scales + piece * num_rows + rows, of_groups, mask=r < count)
         of_rows = squares + rows * tl.num_programs(0) + piece
         tl.store(of_rows, tl.sum(total * total, axis=1), mask=r < count)
 
@@ -156,9 +175,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     rows, n = x.shape
     out = torch.empty_like(x)
     _add_rms_norm[(rows,)](
-        x, x, weight, weight, out, x, x, x, x, n, eps, 1.0, 0, 0, 0, 0,
-        NUM_SPLITS=0, HIDDEN_SPLITS=0, RANKS=8, HAS_POST=False, HAS_FACTOR=False,
-        BLOCK=triton.next_power_of_2(n), num_warps=_warps(n),
+        x, x, weight, weight, out, x, x, x, x, x, x, rows, n, eps, 1.0, 0, 0, 0, 0,
+        NUM_SPLITS=0, HIDDEN_SPLITS=0, RANKS=8, HAS_POST=False, HAS_FACTOR=False, HAS_OUT=True,
+        PARTS=0, GROUP=ROW_GROUP, BLOCK=triton.next_power_of_2(n), num_warps=_warps(n),
         **launch_options(x.device, plainly=True),
     )  # fmt: skip
     return out
@@ -172,13 +191,22 @@ def add_rms_norm(
     lora: LoraTerm | None = None,
     post: Tensor | None = None,
     factor: float = 1.0,
-) -> Tensor:
+    form: Fp8Form | None = None,
+) -> Tensor | Fp8Rows:
     """Add `delta` ([rows, n], or partial sums [splits, rows, n]) and what adapters add onto
-    `residual` in place; give the sum, normalised. With `post`, what is added is itself normalised
-    and scaled by it before. What is added is multiplied with `factor`."""
+    `residual` in place; give the sum, normalised, in the `form` that its reader wants. With `post`,
+    what is added is itself normalised and scaled by it before. What is added is multiplied with
+    `factor`."""
     rows, n = residual.shape
     parts = as_splits(delta)
-    out = torch.empty_like(residual)
+    block = triton.next_power_of_2(n)
+    is_fused = form is not None and form.group in (None, ROW_GROUP, n) and block >= ROW_GROUP
+    has_out = form is None or form.keeps_values or not is_fused
+    out = torch.empty_like(residual) if has_out else None
+    found = None
+    if form is not None and is_fused:
+        group = form.group or n
+        found = empty_rows(rows, n, form, group, out if form.keeps_values else None, residual)
     if lora is None:
         adapters = (residual, residual, residual, residual)
         strides, splits = (0, 0), 0
@@ -187,17 +215,32 @@ def add_rms_norm(
         adapters = (lora.rows.slots, hidden, lora.site.pool, lora.site.table)
         strides, splits = (hidden.stride(0), hidden.stride(1)), hidden.shape[0]
     _add_rms_norm[(rows,)](
-        residual, parts, weight, weight if post is None else post, out, *adapters, n, eps,
+        residual, parts, weight, weight if post is None else post,
+        residual if out is None else out, *_places(found, residual), *adapters, rows, n, eps,
         factor, parts.stride(0), parts.stride(1), *strides,
         NUM_SPLITS=parts.shape[0], HIDDEN_SPLITS=splits, RANKS=8, HAS_POST=post is not None,
-        HAS_FACTOR=factor != 1.0, BLOCK=triton.next_power_of_2(n), num_stages=1,
-        num_warps=_warps(n), **launch_options(residual.device),
+        HAS_FACTOR=factor != 1.0, HAS_OUT=has_out, PARTS=0 if found is None else len(found.data),
+        GROUP=block if found is not None and found.group == n else ROW_GROUP, BLOCK=block,
+        num_stages=1, num_warps=_warps(n), **launch_options(residual.device),
     )  # fmt: skip
-    return out
+    if found is not None:
+        return found
+    assert out is not None
+    return out if form is None else in_fp8(out, form)
+
+
+def _places(rows: Fp8Rows | None, other: Tensor) -> tuple[Tensor, Tensor]:
+    """Where rows in FP8 are written; where there are none, what a kernel is given instead."""
+    return (other, other) if rows is None else (rows.data, rows.scales)
 
 
 def add_norm(
-    residual: Tensor, delta: Tensor, weight: Tensor, eps: float, lora: LoraTerm
+    residual: Tensor,
+    delta: Tensor,
+    weight: Tensor,
+    eps: float,
+    lora: LoraTerm,
+    form: Fp8Form | None = None,
 ) -> UndividedNorm:
     """`add_rms_norm` without its division. Up to 64 rows."""
     num_rows, n = residual.shape
@@ -206,14 +249,21 @@ def add_norm(
     out = torch.empty_like(residual)
     num_pieces = triton.cdiv(n, PIECE)
     squares = torch.empty(num_rows, num_pieces, dtype=torch.float32, device=residual.device)
+    found = None
+    if form is not None and form.group in (None, PIECE):
+        found = empty_rows(num_rows, n, form, PIECE, out, residual)
     _add_norm_piece[(num_pieces, num_programs)](
-        residual, parts, weight, out, squares, hidden, lora.site.pool, lora.site.table, rows.slots,
-        rows.blocks, n, parts.stride(0), parts.stride(1), hidden.stride(0), hidden.stride(1),
-        NUM_SPLITS=parts.shape[0], HIDDEN_SPLITS=hidden.shape[0], BLOCK_R=block_r, BLOCK_N=PIECE,
+        residual, parts, weight, out, squares, *_places(found, residual), hidden, lora.site.pool,
+        lora.site.table, rows.slots, rows.blocks, num_rows, n, parts.stride(0), parts.stride(1),
+        hidden.stride(0), hidden.stride(1),
+        NUM_SPLITS=parts.shape[0], HIDDEN_SPLITS=hidden.shape[0],
+        PARTS=0 if found is None else len(found.data), BLOCK_R=block_r, BLOCK_N=PIECE,
         **rank_constants(lora.site, block_r), num_warps=2 if block_r == 1 else 4, num_stages=1,
         **launch_options(residual.device),
     )  # fmt: skip
-    return UndividedNorm(out, squares, eps)
+    if form is not None and found is None:
+        found = in_fp8(out, form)
+    return UndividedNorm(out, squares, eps, found)
 
 
 def _warps(n: int) -> int:

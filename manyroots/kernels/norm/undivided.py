@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from manyroots.kernels.fp8_rows import Fp8Rows
+
 
 @dataclass(frozen=True, slots=True)
 class UndividedNorm:
@@ -22,6 +24,8 @@ class UndividedNorm:
     squares: Tensor
     """float32 [num_rows, num_pieces]: sums of the squares of what was normalised."""
     eps: float
+    in_fp8: Fp8Rows | None = None
+    """The same values, for a product with a weight in FP8."""
 
     @property
     def factors(self) -> Tensor:
@@ -30,8 +34,12 @@ class UndividedNorm:
         return torch.rsqrt(mean + self.eps)
 
 
-def whole_rows(x: Tensor | UndividedNorm) -> Tensor:
-    """For readers of any kind, to whom rows come divided."""
-    if isinstance(x, UndividedNorm):
+Rows = Tensor | Fp8Rows | UndividedNorm
+"""What a norm gives to the one product that reads it."""
+
+
+def whole_rows(x: Rows) -> Tensor:
+    """For readers of any kind, to whom rows come divided and as they are."""
+    if not isinstance(x, Tensor):
         raise TypeError("this reader takes rows that are whole")
     return x

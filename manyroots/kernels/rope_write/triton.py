@@ -50,13 +50,13 @@ def _write_tile(
         kv_head = (head - NUM_HEADS) % NUM_KV
         base = page * page_stride + offset * token_stride + kv_head * (2 * HALF)
         base += tl.where(is_value, part_stride, 0)
-        to = layer_kv + base[:, None]
+        place = layer_kv + base[:, None]  # not `to`: that points to another kind of numbers
         if layer_kv.dtype.element_ty == tl.float8e4nv:
             # Larger ones than there are become the largest, not none.
             first_half = tl.clamp(first_half, -LARGEST, LARGEST, tl.PropagateNan.ALL)
             second_half = tl.clamp(second_half, -LARGEST, LARGEST, tl.PropagateNan.ALL)
-        tl.store(to + at_a[None, :], first_half, mask=(page >= 0)[:, None])
-        tl.store(to + at_b[None, :], second_half, mask=(page >= 0)[:, None])
+        tl.store(place + at_a[None, :], first_half, mask=(page >= 0)[:, None])
+        tl.store(place + at_b[None, :], second_half, mask=(page >= 0)[:, None])
 
 
 @triton.jit(do_not_specialize=["num_rows"])

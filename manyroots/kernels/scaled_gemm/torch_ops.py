@@ -3,6 +3,11 @@
 
 from __future__ import annotations
 
-from manyroots.kernels.scaled_gemm.reference import is_for, linear, round_rows
+from manyroots.kernels.scaled import ScaledMatrix
+from manyroots.kernels.scaled_gemm.reference import is_for, linear
 
-__all__ = ["is_for", "linear", "round_rows"]
+__all__ = ["form_for", "is_for", "linear"]
+
+
+def form_for(weight: ScaledMatrix, keeps_values: bool) -> None:
+    """What `linear` wants rows in: as they are, since no kernel here writes others."""

@@ -1,8 +1,8 @@
 """Many rows times a weight in FP8, by the matrix instructions of FP8.
 
-Same signatures as `reference.py`. Rows are rounded by a kernel of their own, to the same bits as
-the reference's. Products with a scale for each row of the weight, in bfloat16, are the library's;
-others are tiles of ours, which scale each group's sums as they are added up.
+Same signatures as `reference.py`. Rows come rounded, or are rounded by a kernel of their own, to
+the same bits as the reference's. Products with a scale for each row of the weight, in bfloat16, are
+the library's; others are tiles of ours, which scale each group's sums as they are added up.
 """
 
 from __future__ import annotations
@@ -12,32 +12,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from manyroots.kernels.launch import launch_options, let_next_begin, wait_for_inputs
-from manyroots.kernels.scaled import LARGEST, SIDE_STEP, TILE_COLUMNS, ScaledMatrix
-from manyroots.kernels.scaled_gemm.reference import LEAST_SCALE
-
-MOST_COLUMNS = 32_768
-"""Of a row that one program rounds."""
-
-
-@triton.jit
-def _round_rows(
-    x, data, scales, k_size, group, scale_row, scale_group, inverse_largest, least,
-    GROUPS: tl.constexpr, COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
-    let_next_begin(DEPENDENT)
-    row = tl.program_id(0).to(tl.int64)
-    which = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-    column = tl.arange(0, COLUMNS)
-    at = which[:, None] * group + column[None, :]
-    inside = (column < group)[None, :] & (at < k_size)
-    wait_for_inputs(DEPENDENT)
-    values = tl.load(x + row * k_size + at, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(values), axis=1) * inverse_largest, least)
-    rounded = values * tl.div_rn(tl.full((GROUPS,), 1.0, tl.float32), scale)[:, None]
-    tl.store(data + row * k_size + at, rounded.to(tl.float8e4nv), mask=inside)
-    to = scales + row * scale_row + which * scale_group
-    tl.store(to, scale, mask=which * group < k_size)
+from manyroots.kernels.fp8_rows import Fp8Form, Fp8Rows
+from manyroots.kernels.launch import (
+    is_dependent,
+    launch_options,
+    let_next_begin,
+    wait_for_inputs,
+)
+from manyroots.kernels.scaled import SIDE_STEP, TILE_COLUMNS, ScaledMatrix
+from manyroots.kernels.triton_fp8_rows import MOST_COLUMNS, in_fp8
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -92,28 +75,16 @@ def is_for(weight: ScaledMatrix, dtype: torch.dtype) -> bool:
     return k_size % SIDE_STEP == 0 and k_size <= MOST_COLUMNS and fits
 
 
-def round_rows(x: Tensor, group: int) -> ScaledMatrix:
-    """Activations [rows, k] in FP8, with a scale for each `group` of a row's columns: the smallest
-    that holds its largest number."""
-    num_rows, k_size = x.shape
-    data = torch.empty(num_rows, k_size, dtype=torch.float8_e4m3fn, device=x.device)
-    num_groups = triton.cdiv(k_size, group)
-    # The scales of one group are side by side: the library wants them so.
-    scales = torch.empty(num_groups, num_rows, dtype=torch.float32, device=x.device).t()
-    columns = triton.next_power_of_2(min(group, k_size))
-    groups = max(1, min(triton.next_power_of_2(num_groups), 8192 // columns))
-    _round_rows[(num_rows, triton.cdiv(num_groups, groups))](
-        x, data, scales, k_size, group, scales.stride(0), scales.stride(1), 1.0 / LARGEST,
-        LEAST_SCALE,
-        GROUPS=groups, COLUMNS=columns, num_warps=4 if groups * columns <= 4096 else 8,
-        **launch_options(x.device),
-    )  # fmt: skip
-    return ScaledMatrix(data, scales, group)
+def form_for(weight: ScaledMatrix, keeps_values: bool) -> Fp8Form:
+    """What `linear` wants rows in: it rounds them itself where they come as they are."""
+    return Fp8Form(1, weight.group, keeps_values)
 
 
-def linear(x: Tensor, weight: ScaledMatrix, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor | Fp8Rows, weight: ScaledMatrix, bias: Tensor | None = None) -> Tensor:
     """x [rows, k] rounded, times weight [n, k] transposed, and a bias [n], in x's dtype."""
-    rounded = round_rows(x.contiguous(), weight.group)
+    if isinstance(x, Tensor):
+        x = in_fp8(x.contiguous(), form_for(weight, False))
+    rounded = x.rounded
     if _is_librarys(x, weight):
         # Scales of groups lie side by side there, and are summed up exactly.
         scales = weight.scales.t().contiguous()
@@ -124,16 +95,17 @@ def linear(x: Tensor, weight: ScaledMatrix, bias: Tensor | None = None) -> Tenso
     return in_tiles(rounded, weight, bias, x.dtype)
 
 
-def _is_librarys(x: Tensor, weight: ScaledMatrix) -> bool:
-    """Whether the library has such a product: on Hopper, of rows' scales or of 128 columns', and in
-    bfloat16."""
-    return (
-        x.device.type == "cuda"
-        and x.dtype is torch.bfloat16
-        and (weight.has_row_scales or weight.group == TILE_COLUMNS)
-        and weight.shape[0] % SIDE_STEP == 0
-        and weight.shape[1] % TILE_COLUMNS == 0
-    )
+def _is_librarys(x: Fp8Rows, weight: ScaledMatrix) -> bool:
+    """Whether the library has such a product: on Hopper, in bfloat16, of rows' scales, or of 128
+    columns' where rows and columns are whole tiles of its."""
+    if not is_dependent(x.data.device) or x.dtype is not torch.bfloat16:
+        return False
+    if weight.shape[1] % TILE_COLUMNS:
+        return False
+    if weight.has_row_scales:
+        return weight.shape[0] % SIDE_STEP == 0
+    is_whole = x.shape[0] % SIDE_STEP == 0 and weight.shape[0] % TILE_COLUMNS == 0
+    return weight.group == TILE_COLUMNS and is_whole
 
 
 def in_tiles(

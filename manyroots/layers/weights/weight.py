@@ -17,6 +17,7 @@ from torch import Tensor
 
 from manyroots.distributed.shard import Shard
 from manyroots.kernels.blocks import BlockMatrix, pack_blocks
+from manyroots.kernels.fp8_rows import Fp8Rows, values_of
 from manyroots.kernels.packed import PackedMatrix, can_pack, pack
 from manyroots.kernels.scaled import Matrix, plain
 from manyroots.layers.weights.fill import Fills, Side
@@ -85,12 +86,12 @@ class Weight:
         elif can_pack(self.data.device, self.data.dtype):
             self._packed = pack(self.data)
 
-    def times(self, x: Tensor, bias: Tensor | None, scaled_gemm: ModuleType) -> Tensor:
+    def times(self, x: Tensor | Fp8Rows, bias: Tensor | None, scaled_gemm: ModuleType) -> Tensor:
         """x W^T + b of many rows: by the library, or where the weight is in FP8 by `scaled_gemm`,
         which rounds the rows, too."""
         data = self.data
         if isinstance(data, Tensor) or not scaled_gemm.is_for(data, x.dtype):
-            return F.linear(x, plain(data, x.dtype), bias)
+            return F.linear(values_of(x), plain(data, x.dtype), bias)
         product: Tensor = scaled_gemm.linear(x, data, bias)
         return product
 

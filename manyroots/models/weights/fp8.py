@@ -5,7 +5,10 @@ by row. A weight that is quantized where none is expected, or the other way arou
 copied as it is, it would be wrong by its scale.
 
     ....weight_scale, ....weight_scale_inv   of a tensor, of rows, or of blocks -> by row and group
-    ....input_scale and the like             of activations, which are not quantized here: left out
+    ....input_scale and the like             of activations, which have scales of their own here:
+                                             left out
+    ....k_scale, ....v_scale                 of keys and values: left out, and refused where pages
+                                             are in FP8, whose numbers have no scales here
 """
 
 from __future__ import annotations
@@ -23,12 +26,24 @@ _SCALES = ("weight_scale", "weight_scale_inv")
 _OF_ACTIVATIONS = ("input_scale", "input_scale_ub", "output_scale", "k_scale", "v_scale", "q_scale")
 
 
+_OF_PAGES = (".k_scale", ".v_scale", ".k_proj.output_scale", ".v_proj.output_scale")
+
+
 def with_scales_by_row(
-    weights: Iterable[tuple[str, Tensor]], fills: Mapping[str, Fill], format: Fp8Format
+    weights: Iterable[tuple[str, Tensor]],
+    fills: Mapping[str, Fill],
+    format: Fp8Format,
+    has_fp8_pages: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
-    """The weights of an FP8 checkpoint."""
+    """The weights of an FP8 checkpoint. `has_fp8_pages`: whether keys and values are kept so."""
     for name, tensor in weights:
         stem, _, kind = name.rpartition(".")
+        if has_fp8_pages and name.endswith(_OF_PAGES) and bool((tensor != 1).any()):
+            raise ModelError(
+                f"--kv-cache-dtype is fp8, and the checkpoint has {name} of "
+                f"{float(tensor.float().max()):g} for it; this version keeps keys and values "
+                "without scales. Leave the flag out: pages are in the model's dtype then."
+            )
         if kind in _OF_ACTIVATIONS:
             continue
         own = f"{stem}.weight_scale"

@@ -8,6 +8,8 @@ import torch
 
 from tests.unit.kernels.triton_cases import DEVICE, DTYPES, randn
 
+from manyroots.kernels import fp8_rows, triton_fp8_rows  # isort: skip
+from manyroots.kernels.fp8_rows import Fp8Form  # isort: skip
 from manyroots.kernels.scaled_gemm import reference  # isort: skip
 from manyroots.kernels.scaled_gemm import triton as scaled_gemm  # isort: skip
 from manyroots.kernels.scaled import LARGEST, ScaledMatrix  # isort: skip
@@ -32,18 +34,23 @@ def rows(num_rows: int, k: int, dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("group", [None, 128])
-@pytest.mark.parametrize("k", [384, 144])
+@pytest.mark.parametrize(("k", "parts"), [(384, 1), (144, 1), (144, 2), (1280, 2)])
 def test_q01_rows_are_rounded_to_the_references_bits(
-    k: int, group: int | None, dtype: torch.dtype
+    k: int, parts: int, group: int | None, dtype: torch.dtype
 ) -> None:
-    x = rows(9, k, dtype)
-    expected = reference.round_rows(x, group or k)
-    found = scaled_gemm.round_rows(x, group or k)
+    x, form = rows(9, k, dtype), Fp8Form(parts, group or k)
+    expected = fp8_rows.in_fp8(x, form)
+    found = triton_fp8_rows.in_fp8(x, form)
     assert torch.equal(found.scales, expected.scales)
-    assert torch.equal(found.data.view(torch.uint8), expected.data.view(torch.uint8))
+    assert torch.equal(found.data[0].view(torch.uint8), expected.data[0].view(torch.uint8))
     # Each row's largest number is the largest there is; of a row of zeros, none.
-    assert found.data[0].float().abs().max() == LARGEST
-    assert not found.data[1].float().any()
+    assert found.data[0, 0].float().abs().max() == LARGEST
+    assert not found.data[:, 1].float().any()
+    # What is left is computed with one rounding less where the two products are one instruction.
+    assert_close("scaled", found.plain(), expected.plain(), torch.float32)
+    assert len(found.data) == parts
+    bound = 2.0 ** -(4 * parts) * x.float().abs() + found.scales.amax(1, keepdim=True) * 2.0**-10
+    assert bool(((found.plain() - x.float()).abs() <= bound).all())
 
 
 def test_q01_a_row_that_is_no_number_stays_none() -> None:
@@ -65,7 +72,7 @@ def test_q01_a_product_of_many_rows_equals_the_reference(
     assert scaled_gemm.is_for(matrix, dtype)
     assert_close("scaled", scaled_gemm.linear(x, matrix, bias), expected, dtype)
     if DEVICE.type == "cuda":  # where some of these were the library's
-        rounded = scaled_gemm.round_rows(x, matrix.group)
+        rounded = triton_fp8_rows.in_fp8(x, Fp8Form(1, matrix.group)).rounded
         assert_close("scaled", scaled_gemm.in_tiles(rounded, matrix, bias, dtype), expected, dtype)
 
 

@@ -7,6 +7,7 @@ import torch
 
 from tests.unit.kernels.triton_cases import DEVICE, DTYPES, make_rows, make_site, randn
 
+from manyroots.kernels.fp8_rows import Fp8Form  # isort: skip
 from manyroots.kernels.gemm import reference as gemm_reference  # isort: skip
 from manyroots.kernels.gemm import torch_ops as gemm_ops  # isort: skip
 from manyroots.kernels.gemm import triton as gemm  # isort: skip
@@ -17,6 +18,7 @@ from manyroots.kernels.moe_pairs.routing import Scoring  # isort: skip
 from manyroots.kernels.moe_pairs.weights import ExpertWeights  # isort: skip
 from manyroots.kernels.scaled import LARGEST, ScaledMatrix, quantize_rows  # isort: skip
 from manyroots.kernels.tolerances import assert_close  # isort: skip
+from manyroots.kernels.triton_fp8_rows import in_fp8  # isort: skip
 
 RENORMALISED = Scoring.SOFTMAX_RENORMALISED
 TILING = moe.ExpertTiling(
@@ -76,8 +78,10 @@ def test_q01_a_product_equals_the_reference(
     x, matrix, bias = randn(rows, k, dtype=dtype), scaled(n, k, group=group), randn(n, seed=9)
     bias = bias.to(dtype)
     expected, _ = gemm_reference.linear(x, matrix, bias=bias)
-    out, _ = gemm.linear(x, matrix, bias=bias, tiling=gemm.Tiling(32, 64, splits, 2, 4))
-    assert_close("scaled", out.float().sum(0), expected[0], dtype)
+    cut = gemm.Tiling(64, 64, splits, 2, 4)
+    for given in (x, in_fp8(x, Fp8Form(2, 128, keeps_values=False))):
+        out, _ = gemm.linear(given, matrix, bias=bias, tiling=cut)
+        assert_close("scaled", out.float().sum(0), expected[0], dtype)
     if DEVICE.type == "cpu":
         whole, _ = gemm_ops.linear(x, matrix, bias=bias)
         assert_close("lora", whole, expected[0], dtype)
@@ -89,7 +93,7 @@ def test_q01_adapters_read_the_same_rows_and_are_not_scaled(dtype: torch.dtype) 
     k, slots = 128, (-1, 0, 0, 1)
     x, matrix = randn(4, k, dtype=dtype), scaled(48, k)
     site, rows = make_site(k, (32, 16), [(8, 16), (40, 8)], dtype), make_rows(*slots)
-    cut = gemm.Tiling(32, 64, 1, 2, 4)
+    cut = gemm.Tiling(64, 64, 1, 2, 4)
     _, plain = gemm.linear(x, matrix.plain(dtype), site, rows, tiling=cut)
     out, shrunk = gemm.linear(x, matrix, site, rows, tiling=cut)
     expected, _ = gemm_reference.linear(x, matrix, site, rows)
@@ -101,11 +105,7 @@ def test_q01_adapters_read_the_same_rows_and_are_not_scaled(dtype: torch.dtype) 
         assert torch.equal(shrunk.hidden[:, row, :rank], plain.hidden[:, row, :rank])
 
 
-def test_q01_groups_that_tiles_would_cut_are_left_to_the_library(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert not gemm.is_for(8, scaled(16, 256), None)
-    monkeypatch.setattr(gemm, "SPLITS_ROWS", True)
+def test_q01_groups_that_tiles_would_cut_are_left_to_the_library() -> None:
     assert gemm.is_for(8, scaled(16, 256), None)
     assert gemm.is_for(8, scaled(16, 256, group=128), None)
     assert not gemm.is_for(8, scaled(16, 256, group=64), None)
@@ -132,7 +132,12 @@ def test_q01_experts_equal_the_reference(
     assert (routing.tiles is None) == (most > 0)
     expected = moe_reference.experts(x, routing, weights)
     out = moe.experts(x, routing, weights, tiling=TILING)
-    assert_close("lora", out, expected, dtype)
+    if most or not weights.has_fp8_tiles:
+        assert_close("lora", out, expected, dtype)
+    else:
+        assert_close("fp8_experts", out, expected, dtype)
+        off = (out - expected).norm() / expected.norm()
+        assert_close("fp8_experts_mean", off, torch.zeros_like(off), dtype)
     if DEVICE.type == "cpu" and most:  # which rounds no rows
         own = moe_ops.route(randn(tokens, experts, seed=3), top_k, scoring=RENORMALISED)
         assert_close("lora", moe_ops.experts(x, own, weights), expected.sum(0), dtype)

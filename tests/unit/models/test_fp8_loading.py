@@ -21,6 +21,7 @@ from manyroots.kernels.tolerances import assert_close
 from manyroots.layers.weights.fp8 import Fp8Format
 from manyroots.models.decoder import Decoder
 from manyroots.models.load import load_model
+from manyroots.models.quantization import check_device
 from manyroots.models.source import resolve_source
 from manyroots.models.weight_bytes import weight_bytes
 from manyroots.models.weights.mxfp4 import unpacked
@@ -310,3 +311,33 @@ def test_q02_half_of_a_matrix_is_refused_by_name(tmp_path: Path) -> None:
     change(tmp_path, lambda tensors: tensors.pop("model.layers.0.mlp.experts.down_proj_scales"))
     with pytest.raises(ModelError, match=r"layers.0.mlp.down_proj .*blocks or the scales"):
         load(tmp_path)
+
+
+def test_q04_scales_of_keys_and_values_are_refused_by_name_where_they_would_count(
+    tmp_path: Path,
+) -> None:
+    """Pages in the model's dtype need none, and a scale of 1 changes nothing."""
+    save_quantized(tmp_path, "llama", "fbgemm")
+    path, name = tmp_path / "model.safetensors", "model.layers.1.self_attn.k_scale"
+    tensors = load_file(path)
+    save_file({**tensors, name: torch.tensor(1.0)}, path)
+    load(tmp_path, kv_cache_dtype="fp8")
+    save_file({**tensors, name: torch.tensor(0.25)}, path)
+    load(tmp_path)
+    with pytest.raises(ModelError, match=r"has model.layers.1.self_attn.k_scale of 0.25 .* Leave"):
+        load(tmp_path, kv_cache_dtype="fp8")
+
+
+def test_q01_a_gpu_without_instructions_of_fp8_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    cuda = torch.device("cuda")
+    check_device(cuda, has_fp8_weights=False, has_fp8_pages=False)
+    with pytest.raises(ConfigError, match=r"FP8 weights need .* 8.9 or later .*; A100 has 8.0"):
+        check_device(cuda, has_fp8_weights=True, has_fp8_pages=False)
+    with pytest.raises(ConfigError, match=r"--kv-cache-dtype fp8 needs .* Leave it out"):
+        check_device(cuda, has_fp8_weights=False, has_fp8_pages=True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    check_device(cuda, has_fp8_weights=True, has_fp8_pages=True)

@@ -41,6 +41,8 @@ class _Connection(asyncio.Protocol):
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
         self._reader: _ResponseReader | None = None
+        self.has_answer = False
+        """Whether anything came back for the last request."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -48,6 +50,7 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._reader is not None:
+            self.has_answer = True
             self._reader.feed(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -65,6 +68,7 @@ class _Connection(asyncio.Protocol):
     async def exchange(self, request: bytes, answer: StreamedAnswer) -> None:
         assert self._transport is not None
         done = asyncio.get_running_loop().create_future()
+        self.has_answer = False
         self._reader = _ResponseReader(answer, done)
         self._transport.write(request)
         try:
@@ -192,21 +196,27 @@ class HttpStreams:
             f"{method} {self._base}{path} HTTP/1.1\r\nhost: {self._host_header}\r\n{self._key}"
             f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         )
-        connection = await self._connection()
         answer = StreamedAnswer(time.perf_counter())
-        try:
-            await connection.exchange(head.encode() + body, answer)
-        except BaseException:
-            connection.close()
-            raise
-        self._idle.append(connection)
-        return answer
+        while True:
+            connection, is_new = await self._connection()
+            try:
+                await connection.exchange(head.encode() + body, answer)
+            except BaseException as error:
+                connection.close()
+                # A server closes what was idle for a while, perhaps as the next request is sent:
+                # one that was never answered is sent again, and its time goes on.
+                if isinstance(error, HttpStreamError) and not is_new and not connection.has_answer:
+                    continue
+                raise
+            self._idle.append(connection)
+            return answer
 
-    async def _connection(self) -> _Connection:
+    async def _connection(self) -> tuple[_Connection, bool]:
+        """One to use, and whether it is new."""
         while self._idle:
             connection = self._idle.pop()
             if connection.is_open:
-                return connection
+                return connection, False
         loop = asyncio.get_running_loop()
         try:
             _, made = await loop.create_connection(
@@ -216,7 +226,7 @@ class HttpStreams:
             raise HttpStreamError(
                 f"nobody answers at {self._host}:{self._port} ({error}); start the server first."
             ) from error
-        return made
+        return made, True
 
     def close(self) -> None:
         for connection in self._idle:

@@ -25,18 +25,11 @@ from manyroots.bench.peers import TransformersPeer
 from manyroots.bench.processor import BUSY, Taken, taken
 from manyroots.bench.random_adapters import targets_of, write_adapters
 from manyroots.bench.spread import spread
+from manyroots.bench.words import TEXT
 from manyroots.config import engine_settings
 from manyroots.llm import LLM
 from manyroots.models.source import resolve_source
 from manyroots.sampling import SamplingParams
-
-TEXT = """
-the of and to in is that for it as was with be by on not he his but at are this have from or
-had an they which one you were all her she there would their we him been has when who will no
-more if out so up said what its about than into them can only other time new some could these
-two may first then do any like my now over such our man me even most made after also river
-stone garden winter letter engine market window silver bridge forest music number
-"""
 
 
 @dataclass(frozen=True, slots=True)

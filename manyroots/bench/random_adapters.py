@@ -12,17 +12,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from manyroots.bench.words import PROJECTIONS
 from manyroots.lora.targets import Target, TargetKind, Targets
 from manyroots.models.decoder import Decoder
 from manyroots.models.load import describe
 from manyroots.models.source import ModelSource
-
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-RECURRENT = (
-    "in_proj", "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a",
-    "out_proj",
-)  # fmt: skip
-PROJECTIONS = (*ATTENTION, *RECURRENT, "gate_proj", "up_proj", "down_proj")
 
 
 def targets_of(source: ModelSource) -> Targets:

@@ -12,9 +12,9 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from manyroots.bench.offline import TEXT
 from manyroots.bench.traffic_cases import SAMPLED as CASE_SAMPLED
 from manyroots.bench.traffic_cases import TrafficCase
+from manyroots.bench.words import TEXT
 
 Range = tuple[int, int]
 SAMPLED: dict[str, Any] = {"temperature": 0.7, "top_p": 0.8}

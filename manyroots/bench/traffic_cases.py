@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from manyroots.bench.random_adapters import ATTENTION, PROJECTIONS
+from manyroots.bench.words import ATTENTION, PROJECTIONS
 from manyroots.ids import AdapterName, Namespace, RequestId
 from manyroots.messages import Submit
 from manyroots.sampling import SamplingParams

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
@@ -274,3 +276,39 @@ def test_a_server_that_hangs_up_in_the_middle_is_named() -> None:
         listening.close()
 
     asyncio.run(both())
+
+
+def test_b01_a_kept_connection_that_the_server_has_closed_is_no_fault() -> None:
+    """B01: servers close what was idle, perhaps as the next request is sent; that one is sent
+    again. One on a connection of its own is not: then the server breaks off."""
+    text = b'{"choices": [{"text": "x"}]}'
+    served: list[int] = []
+
+    async def connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"{}")
+        served.append(1)
+        if len(served) < 3:
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(text) + text)
+            await writer.drain()
+            await reader.readuntil(b"{}")
+        writer.close()
+
+    async def talk() -> None:
+        async with await asyncio.start_server(connection, "127.0.0.1") as listening:
+            port = listening.sockets[0].getsockname()[1]
+            streams = HttpStreams(f"http://127.0.0.1:{port}", None)
+            for _ in range(2):
+                answer = await streams.post("/v1/completions", {})
+                assert answer.events[0][1] == json.loads(text)
+            with pytest.raises(HttpStreamError, match="broke off"):
+                await streams.post("/v1/completions", {})
+            streams.close()
+
+    asyncio.run(talk())
+    assert len(served) == 3
+
+
+def test_b01_the_load_generator_needs_no_torch() -> None:
+    """B01: it starts at once, and where there is none."""
+    code = "import sys, manyroots.bench.serve; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

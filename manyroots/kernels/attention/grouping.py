@@ -72,11 +72,27 @@ def rows_from(table: Int64s, firsts: Int64s, num_pages: Int64s) -> Int64s:
     return np.take_along_axis(table, np.minimum(columns, table.shape[1] - 1), axis=1)
 
 
-def decode_order(num_pages: Int64s) -> Int64s | None:
-    """Rows from the most pages to the fewest, or None where they already lie so."""
-    if (num_pages[:-1] >= num_pages[1:]).all():
-        return None
-    return np.argsort(-num_pages, kind="stable")
+def decode_clusters(table: Int64s, num_pages: Int64s) -> list[Int64s]:
+    """Rows that attend apart from the others, because they begin with the same pages; and all
+    others. Each from the most pages to the fewest; rows without any are in none."""
+    live = np.flatnonzero(num_pages)
+    clusters = _that_share(table, num_pages, live)
+    if len(clusters) > 1 or (clusters and len(clusters[0]) < len(live)):
+        rest = np.setdiff1d(live, np.concatenate(clusters), assume_unique=True)
+        clusters.append(rest)
+    else:
+        clusters = [live]
+    return [rows[np.argsort(-num_pages[rows], kind="stable")] for rows in clusters if len(rows)]
+
+
+def _that_share(table: Int64s, num_pages: Int64s, live: Int64s) -> list[Int64s]:
+    """A page lies behind the same pages in whatever table it is, so one of them tells."""
+    long = live[num_pages[live] > MIN_SHARED_PAGES]
+    if len(long) < MIN_SHARING_ROWS:
+        return []
+    pages = table[long, MIN_SHARED_PAGES - 1]
+    _, which, counts = np.unique(pages, return_inverse=True, return_counts=True)
+    return [long[which == place] for place in np.flatnonzero(counts >= MIN_SHARING_ROWS)]
 
 
 def plan_decodes(

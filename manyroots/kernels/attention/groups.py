@@ -15,7 +15,7 @@ from torch import Tensor
 from manyroots.kernels.attention.grouping import (
     CPU_LIMITS,
     Int64s,
-    decode_order,
+    decode_clusters,
     plan_decodes,
     plan_prefills,
     rows_from,
@@ -61,8 +61,8 @@ class GroupedRows:
     places: KvPlaces
     num_decodes: int
     decode_order: Tensor | None
-    """int64: decoding rows from long to short, without those that only pad; None where all of them
-    already lie so."""
+    """int64: decoding rows by what they begin with and from long to short, without those that only
+    pad; None where all of them already lie so."""
     decode_groups: tuple[DecodeGroup, ...]
     prefill_groups: tuple[PrefillGroup, ...]
     window: int
@@ -102,29 +102,34 @@ def _group_decodes(
     begins = np.maximum(lens - window, 0) if window else np.zeros_like(lens)
     firsts = begins // page_size
     num_pages = -(-lens // page_size) - firsts
-    by_length = decode_order(num_pages)
-    num_live = int(np.count_nonzero(num_pages))
-    is_whole = by_length is None and num_live == len(lens)
-    order = (np.arange(len(lens)) if by_length is None else by_length)[:num_live]
-    num_pages, firsts = num_pages[order], firsts[order]
-    begins, ends = begins[order] - firsts * page_size, lens[order] - firsts * page_size
-    is_cut = begins > 0 if window else None
-    own_table = rows_from(table[order], firsts, num_pages)
-    groups = tuple(
-        DecodeGroup(
-            rows=slice(plan.start, plan.stop),
-            shared_pages=_indices(plan.shared),
-            pages=_indices(plan.pages),
-            bias=_bias(
-                begins[plan.start : plan.stop] if is_cut is not None else None,
-                ends[plan.start : plan.stop] - len(plan.shared) * page_size,
-                plan.pages.shape[1] * page_size,
-                dtype,
-            ),
-        )
-        for plan in plan_decodes(own_table, num_pages, page_size, CPU_LIMITS, is_cut)
-    )
-    return None if is_whole else torch.from_numpy(order), groups
+    if not num_pages.any():
+        return (torch.zeros(0, dtype=torch.int64) if len(lens) else None), ()
+    own_table = rows_from(table, firsts, num_pages)
+    begins, ends = begins - firsts * page_size, lens - firsts * page_size
+    groups: list[DecodeGroup] = []
+    clusters, at = decode_clusters(own_table, num_pages), 0
+    for rows in clusters:
+        is_cut = begins[rows] > 0 if window else None
+        plans = plan_decodes(own_table[rows], num_pages[rows], page_size, CPU_LIMITS, is_cut)
+        for plan in plans:
+            members = rows[plan.start : plan.stop]
+            groups.append(
+                DecodeGroup(
+                    rows=slice(at + plan.start, at + plan.stop),
+                    shared_pages=_indices(plan.shared),
+                    pages=_indices(plan.pages),
+                    bias=_bias(
+                        begins[members] if is_cut is not None else None,
+                        ends[members] - len(plan.shared) * page_size,
+                        plan.pages.shape[1] * page_size,
+                        dtype,
+                    ),
+                )
+            )
+        at += len(rows)
+    order = np.concatenate(clusters)
+    is_whole = np.array_equal(order, np.arange(len(lens)))
+    return None if is_whole else torch.from_numpy(order), tuple(groups)
 
 
 def _bias(begins: Int64s | None, ends: Int64s, num_keys: int, dtype: torch.dtype) -> Tensor:

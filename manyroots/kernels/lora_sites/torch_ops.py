@@ -93,10 +93,10 @@ def _add_group(y: Tensor, x: Tensor, stacked: Stacked, group: Group) -> None:
     a, b = stacked.a, stacked.b
     num_runs = a.shape[0]
     if group.tokens is not None:
-        cells = x[group.tokens].view(num_runs, -1, a.shape[2])
-        h = torch.bmm(cells, a.transpose(1, 2))
+        cells = x[group.tokens].view(num_runs, -1, a.shape[1])
+        h = torch.bmm(cells, a)
         y[group.tokens].view(num_runs, -1, b.shape[2]).baddbmm_(h, b)
         return
-    cells = x.index_select(0, group.cells).view(num_runs, -1, a.shape[2])
-    delta = torch.bmm(torch.bmm(cells, a.transpose(1, 2)), b).view(-1, b.shape[2])
+    cells = x.index_select(0, group.cells).view(num_runs, -1, a.shape[1])
+    delta = torch.bmm(torch.bmm(cells, a), b).view(-1, b.shape[2])
     y.index_add_(0, group.rows, delta.index_select(0, group.places))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from manyroots.kernels.attention.grouping import (
+    MIN_SHARED_PAGES,
+    MIN_SHARING_ROWS,
     GroupingLimits,
-    decode_order,
+    decode_clusters,
     plan_decodes,
     plan_prefills,
 )
@@ -39,16 +41,21 @@ def test_decode_groups_cover_all_rows_once_within_both_limits(draw: Draw) -> Non
 
 
 @for_seeds(200)
-def test_rows_are_sorted_only_where_they_are_not_sorted_yet(draw: Draw) -> None:
-    counts = draw.list_of(lambda: draw.integer(1, 9), most=20)
-    if draw.flag():
-        counts.sort(reverse=True)
-    order = decode_order(np.array(counts, dtype=np.int64))
-    expected = sorted(counts, reverse=True)
-    if order is None:
-        assert counts == expected
-    else:
-        assert [counts[row] for row in order] == expected
+def test_every_row_is_in_one_cluster_from_long_to_short(draw: Draw) -> None:
+    counts = np.array(draw.list_of(lambda: draw.integer(0, 9), most=20), dtype=np.int64)
+    heads = [draw.integer(0, 3) for _ in counts]
+    table = np.arange(20 * len(counts)).reshape(len(counts), 20) + 1000
+    for row, head in enumerate(heads):  # some begin alike; those of head 0 do not
+        if head:
+            table[row, :MIN_SHARED_PAGES] = head * 10 + np.arange(MIN_SHARED_PAGES)
+    clusters = decode_clusters(table, counts)
+    assert sorted(row for rows in clusters for row in rows) == np.flatnonzero(counts).tolist()
+    for rows in clusters:
+        assert (np.diff(counts[rows]) <= 0).all()
+    for head in (1, 2, 3):
+        own = {row for row, h in enumerate(heads) if h == head and counts[row] > MIN_SHARED_PAGES}
+        if len(own) >= MIN_SHARING_ROWS and len(own) < np.count_nonzero(counts):
+            assert any(own == set(rows.tolist()) for rows in clusters)
 
 
 def test_prefill_groups_respect_the_limit_but_never_split_a_sequence() -> None:

@@ -121,6 +121,33 @@ def plan_decodes(
         start = stop
 
 
+def prefixes_together(
+    plans: Sequence[DecodePlan], page_size: int, limits: GroupingLimits
+) -> list[list[DecodePlan]]:
+    """Neighbours that share as many pages, each its own, attend in one: a call costs more than a
+    little padding."""
+    together: list[list[DecodePlan]] = []
+    for plan in plans:
+        if together and _fit_together([*together[-1], plan], page_size, limits):
+            together[-1].append(plan)
+        else:
+            together.append([plan])
+    return together
+
+
+def _fit_together(plans: Sequence[DecodePlan], page_size: int, limits: GroupingLimits) -> bool:
+    num_shared = {len(plan.shared) for plan in plans}
+    if len(num_shared) > 1 or 0 in num_shared:
+        return False
+    counts = [plan.stop - plan.start for plan in plans]
+    longest = max(plan.pages.shape[1] for plan in plans)
+    most = longest * sum(counts)
+    used = sum(plan.pages.size for plan in plans)
+    is_filled = used >= limits.min_fill * most
+    is_even = sum(counts) >= limits.min_fill * max(counts) * len(counts)
+    return is_filled and is_even and most * page_size <= limits.max_tokens
+
+
 def _num_shared(rows: Int64s, fewest_pages: int) -> int:
     """How many pages all rows begin with. A row's last page is never one: it may not be full."""
     most = fewest_pages - 1

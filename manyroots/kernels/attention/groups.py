@@ -6,7 +6,8 @@ masks, in groups. Knows nothing of requests, heads or models.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -14,10 +15,12 @@ from torch import Tensor
 
 from manyroots.kernels.attention.grouping import (
     CPU_LIMITS,
+    DecodePlan,
     Int64s,
     decode_clusters,
     plan_decodes,
     plan_prefills,
+    prefixes_together,
     rows_from,
 )
 from manyroots.kernels.attention.paged import PagedRows
@@ -34,7 +37,14 @@ class DecodeGroup:
     rows: slice
     """Of the decode order."""
     shared_pages: Tensor
-    """int64: full pages that all rows begin with, often none."""
+    """int64 [num_prefixes * num_shared]: full pages that rows begin with, often none."""
+    num_prefixes: int
+    """Rows lie prefix by prefix."""
+    cells: Tensor | None
+    """int64 [num_prefixes * most rows of a prefix]: rows prefix by prefix, padded with some of
+    their own; None where all have as many."""
+    places: Tensor | None
+    """int64: which of the cells are no padding."""
     pages: Tensor
     """int64 [num_rows * num_pages] behind the shared ones."""
     bias: Tensor
@@ -106,30 +116,63 @@ def _group_decodes(
         return (torch.zeros(0, dtype=torch.int64) if len(lens) else None), ()
     own_table = rows_from(table, firsts, num_pages)
     begins, ends = begins - firsts * page_size, lens - firsts * page_size
-    groups: list[DecodeGroup] = []
-    clusters, at = decode_clusters(own_table, num_pages), 0
+    clusters, plans = decode_clusters(own_table, num_pages), []
+    at = 0
     for rows in clusters:
         is_cut = begins[rows] > 0 if window else None
-        plans = plan_decodes(own_table[rows], num_pages[rows], page_size, CPU_LIMITS, is_cut)
-        for plan in plans:
-            members = rows[plan.start : plan.stop]
-            groups.append(
-                DecodeGroup(
-                    rows=slice(at + plan.start, at + plan.stop),
-                    shared_pages=_indices(plan.shared),
-                    pages=_indices(plan.pages),
-                    bias=_bias(
-                        begins[members] if is_cut is not None else None,
-                        ends[members] - len(plan.shared) * page_size,
-                        plan.pages.shape[1] * page_size,
-                        dtype,
-                    ),
-                )
-            )
+        own = plan_decodes(own_table[rows], num_pages[rows], page_size, CPU_LIMITS, is_cut)
+        plans += [replace(plan, start=at + plan.start, stop=at + plan.stop) for plan in own]
         at += len(rows)
     order = np.concatenate(clusters)
+    begins, ends = begins[order], ends[order]
+    groups = tuple(
+        _group(some, begins if window else None, ends, page_size, dtype)
+        for some in prefixes_together(plans, page_size, CPU_LIMITS)
+    )
     is_whole = np.array_equal(order, np.arange(len(lens)))
-    return None if is_whole else torch.from_numpy(order), tuple(groups)
+    return None if is_whole else torch.from_numpy(order), groups
+
+
+def _group(
+    plans: Sequence[DecodePlan],
+    begins: Int64s | None,
+    ends: Int64s,
+    page_size: int,
+    dtype: torch.dtype,
+) -> DecodeGroup:
+    """Of plans that attend together; `begins` and `ends` are in the decode order."""
+    rows = slice(plans[0].start, plans[-1].stop)
+    shared = np.stack([plan.shared for plan in plans])
+    longest = max(plan.pages.shape[1] for plan in plans)
+    pages = np.concatenate([_padded(plan.pages, longest) for plan in plans])
+    counts = np.array([plan.stop - plan.start for plan in plans])
+    cells = places = None
+    if (counts != counts[0]).any():
+        offsets = np.arange(counts.max())
+        starts = np.cumsum(counts) - counts
+        is_real = offsets < counts[:, None]
+        cells = torch.from_numpy(np.where(is_real, starts[:, None] + offsets, starts[:, None]))
+        cells, places = cells.flatten(), torch.from_numpy(np.flatnonzero(is_real))
+    return DecodeGroup(
+        rows=rows,
+        shared_pages=_indices(shared),
+        num_prefixes=len(plans),
+        cells=cells,
+        places=places,
+        pages=_indices(pages),
+        bias=_bias(
+            None if begins is None else begins[rows],
+            ends[rows] - shared.shape[1] * page_size,
+            longest * page_size,
+            dtype,
+        ),
+    )
+
+
+def _padded(pages: Int64s, longest: int) -> Int64s:
+    """With each row's first page repeated, which is its own."""
+    more = longest - pages.shape[1]
+    return np.concatenate((pages, np.repeat(pages[:, :1], more, axis=1)), axis=1)
 
 
 def _bias(begins: Int64s | None, ends: Int64s, num_keys: int, dtype: torch.dtype) -> Tensor:

@@ -74,20 +74,26 @@ def _decode(
 def _decode_sharing(
     q: Tensor, layer_kv: Tensor, group: DecodeGroup, scale: float, sinks: Tensor | None
 ) -> Tensor:
-    """Attend to a common prefix once for all rows, to the rest row by row, and merge.
+    """Attend to a common prefix once for all of its rows, to the rest row by row, and merge.
 
-    The prefix is gathered once instead of once per row, and its queries make one matrix product.
+    A prefix is gathered once instead of once per row, and its queries make one matrix product.
     Softmax over both parts is the parts' own outputs, weighted by their sums of exponentials.
     """
     rows, kv_heads, per_head, head_dim = q.shape
     fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    keys, values = _gather(layer_kv, group.shared_pages, 1, q.dtype)
-    together = q.transpose(0, 1).reshape(1, kv_heads, rows * per_head, head_dim)
+    count = group.num_prefixes
+    keys, values = _gather(layer_kv, group.shared_pages, count, q.dtype)
+    cells = q if group.cells is None else q.index_select(0, group.cells)
+    by_prefix = cells.view(count, -1, kv_heads, per_head, head_dim).transpose(1, 2)
+    together = by_prefix.reshape(count, kv_heads, -1, head_dim)
     common, common_sums = fused(together, keys, values, scale=scale)
     keys, values = _gather(layer_kv, group.pages, rows, q.dtype)
     own, own_sums = fused(q, keys, values, attn_mask=group.bias, scale=scale)
-    common = common.reshape(kv_heads, rows, per_head, head_dim).transpose(0, 1)
-    common_sums = common_sums.reshape(kv_heads, rows, per_head).transpose(0, 1)
+    common = common.reshape(by_prefix.shape).transpose(1, 2).flatten(0, 1)
+    common_sums = common_sums.reshape(by_prefix.shape[:-1]).transpose(1, 2).flatten(0, 1)
+    if group.places is not None:
+        common = common.index_select(0, group.places)
+        common_sums = common_sums.index_select(0, group.places)
     share = torch.sigmoid(common_sums - own_sums).unsqueeze(-1).to(q.dtype)
     merged = torch.lerp(own, common, share)
     if sinks is None:

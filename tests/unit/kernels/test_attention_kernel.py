@@ -71,17 +71,20 @@ def test_a_common_prefix_is_attended_to_once_and_exactly(
     assert_equals_the_reference(rows, num_pages, shape, dtype, has_sinks=False)
 
 
-def test_rows_of_two_prefixes_attend_to_each_of_them_once_and_exactly() -> None:
+@pytest.mark.parametrize("contexts", [[40, 41, 44, 48, 37, 39, 38, 46, 47], [46] * 8, [33, 70] * 4])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_rows_of_two_prefixes_attend_to_each_of_them_once_and_exactly(
+    contexts: list[int], has_sinks: bool
+) -> None:
     """As adapters have it, each of which computes a common beginning for itself."""
     shape = Shape()
-    contexts = [40, 41, 44, 48, 37, 39, 38, 46, 47]
     rows, num_pages = make_rows([(1, n) for n in contexts], shape.page_size, num_shared=6)
     table = rows.page_table
     others = torch.tensor([1, 3, 5, 7])
     table[others, :6] = torch.arange(num_pages, num_pages + 6, dtype=table.dtype)
     groups = torch_ops.prepare(rows, shape.page_size, torch.float32).decode_groups
-    assert sorted(len(group.shared_pages) for group in groups) == [6, 6]
-    assert_equals_the_reference(rows, num_pages + 7, shape, torch.float32, has_sinks=False)
+    assert sum(len(group.shared_pages) for group in groups) == 12
+    assert_equals_the_reference(rows, num_pages + 7, shape, torch.float32, has_sinks=has_sinks)
 
 
 def test_one_long_row_does_not_pad_the_others() -> None:

@@ -71,17 +71,18 @@ def test_q01_an_activation_gives_rows_as_their_reader_wants_them(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group", [None, 256])
 def test_q01_rows_with_adapters_are_divided_by_the_product_that_reads_them(
-    dtype: torch.dtype,
+    group: int | None, dtype: torch.dtype
 ) -> None:
-    """Q01: pieces of a norm are the groups that share a scale; what adapters read is not
-    rounded."""
+    """Q01: pieces of a norm are the groups that share a scale, if no others are asked for; what
+    adapters read is not rounded."""
     n, inner, slots = 256, 64, (-1, 0, 0, 1)
     site, rows = make_site(inner, (n,), [(8,), (16,)], dtype), make_rows(*slots)
     lora = sites.shrink(randn(4, inner, dtype=dtype), site, rows)
     residual, delta = randn(4, n, dtype=dtype), randn(4, n, seed=3)
     weight = randn(n, seed=4).to(dtype)
-    form = Fp8Form(2, None)
+    form = Fp8Form(2, group)
     plain = norm.add_norm(residual.clone(), delta, weight, 1e-6, lora)
     found = norm.add_norm(residual.clone(), delta, weight, 1e-6, lora, form)
     assert torch.equal(found.values, plain.values)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -28,7 +29,7 @@ from manyroots.store.adapter_loader import AdapterLoader, Read
 from manyroots.store.adapter_pool import AdapterPool, pooled_rank
 from manyroots.store.adapter_sites import SiteParts
 from manyroots.store.adapter_weights import AdapterWeights
-from manyroots.store.host_memory import PinnedMemory, pageable
+from manyroots.store.host_memory import PinnedMemory, locked, pageable
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +71,9 @@ def build_adapter_runtime(
     targets = whole_targets(own, shard, model.spec.vocab_size)
 
     largest = adapter_bytes(targets, settings.max_lora_rank, dtype.itemsize)
-    pinned = PinnedMemory(largest) if device.type == "cuda" else None
+    pinned = None
+    if device.type == "cuda":
+        pinned = PinnedMemory(largest, partial(locked, device=device))
 
     layouts = Layouts(
         targets, max_rank=settings.max_lora_rank, dtype=dtype, vocab_size=model.spec.vocab_size

@@ -54,9 +54,10 @@ def pageable(num_bytes: int) -> Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8)
 
 
-def locked(num_bytes: int) -> Bytes:
+def locked(num_bytes: int, device: torch.device) -> Bytes:
     """Page-locked memory. Its pages are there before the driver is asked to lock them, which is
-    then quick, and pauses let steps be launched meanwhile."""
+    then quick, and pauses let steps be launched meanwhile. `device`: the one that the process has,
+    so that no other is woken; a new thread knows of none."""
     size = num_bytes + LOCK_BYTES
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a system without them
@@ -66,7 +67,8 @@ def locked(num_bytes: int) -> Bytes:
     memory = whole[begin : begin + num_bytes]
     for at in range(0, num_bytes, LOCK_BYTES):
         memory[at : at + LOCK_BYTES : mmap.PAGESIZE] = 0
-    lock_pages(memory, LOCK_BYTES, pause_s=PAUSE_S)
+    with torch.cuda.device(device):
+        lock_pages(memory, LOCK_BYTES, pause_s=PAUSE_S)
     return memory
 
 
@@ -125,13 +127,13 @@ class PinnedMemory:
     def __init__(
         self,
         size: int,
-        make: Callable[[int], Bytes] = locked,
+        make: Callable[[int], Bytes],
         *,
         quiet_s: float = QUIET_S,
         num_ahead: int | None = None,
     ) -> None:
-        """`size` is the most that anybody should ask for. `num_ahead`: pieces that are to be
-        ready; None for as many as `pieces_ahead` says."""
+        """`size` is the most that anybody should ask for; `make` gives locked memory. `num_ahead`:
+        pieces that are to be ready; None for as many as `pieces_ahead` says."""
         self._size = size
         self._make = make
         self._quiet_s = quiet_s

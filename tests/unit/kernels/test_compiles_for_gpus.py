@@ -1,0 +1,69 @@
+"""Q01, Q04: kernels of FP8 are compiled for a Hopper GPU, which need not be there. The interpreter
+takes what a compiler does not, such as one name for two kinds of pointers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed: the GPU kernels are NOT tested")
+
+SCRIPT = '''
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from manyroots.kernels import triton_fp8_rows
+from manyroots.kernels.gemm import triton as gemm
+from manyroots.kernels.rope_write import triton as rope
+
+FP8, HALF, FLOAT, LONG = "*fp8e4nv", "*bf16", "*fp32", "*i64"
+
+
+def compiled(kernel, types, **constants):
+    """Machine code for compute capability 9.0; arguments without a type are whole numbers."""
+    names = kernel.arg_names
+    signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
+    places = {(names.index(name),): value for name, value in constants.items()}
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if signature[name].startswith("*") or name in ("k_size", "n_size")
+    }
+    source = ASTSource(kernel, signature, constexprs=places, attrs=aligned)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+
+
+rows = dict(x=HALF, data=FP8, scales=FLOAT)
+code = compiled(triton_fp8_rows._in_fp8, rows, PARTS=2, GROUPS=1, COLUMNS=512, DEPENDENT=True)
+assert "e4m3x2" in code
+
+pages = dict.fromkeys(rope._rope_write.arg_names[:14], HALF)
+pages |= dict(cos=FLOAT, sin=FLOAT, layer_kv=FP8, pages=LONG, offsets=LONG, eps="fp32")
+compiled(
+    rope._rope_write, pages, NUM_HEADS=4, NUM_KV=2, HALF=16, PAIRS=16, HAS_NORM=False,
+    NUM_SPLITS=1, HIDDEN_SPLITS=0, BLOCK_R=4, RANK_BLOCK=16, MAX_RANK=16, DEPENDENT=True,
+)
+
+product = dict.fromkeys(("x", "bias", "pool", "table", "scalings", "blocks", "num_blocks"), HALF)
+product |= dict.fromkeys(("x_scales", "w_scales", "squares", "out", "hidden"), FLOAT)
+product |= dict(parts=FP8, w=FP8, eps="fp32")
+code = compiled(
+    gemm._linear, product, SCALED=1, GROUP=0, PRECISE=True, HAS_BIAS=False, NUM_PARTS=0, PIECES=0,
+    BLOCK_M=8, BLOCK_N=64, BLOCK_K=128, EVEN_K=True, LINES=1, DEPENDENT=True,
+)
+assert "wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3" in code
+print("compiled")
+'''
+
+
+def test_q01_q04_kernels_of_fp8_compile_for_hopper() -> None:
+    """Q01, Q04: and the product is one of FP8's matrix instructions, both numbers in one."""
+    quiet = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    found = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=quiet, capture_output=True, text=True, timeout=300
+    )
+    assert found.stdout.strip() == "compiled", found.stderr[-3000:]

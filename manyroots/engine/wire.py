@@ -82,8 +82,8 @@ def decode(frames: list[bytes]) -> tuple[MessageKind, Any]:
 
 def _to_bytes(value: Any) -> bytes:
     if isinstance(value, np.ndarray):
-        data: bytes = value.tobytes()
-        return data + value.dtype.char.encode()
+        data: bytes = value.tobytes() + value.dtype.char.encode()
+        return data
     raise TypeError(f"{type(value).__name__} can't cross between processes")
 
 

@@ -156,7 +156,7 @@ class ModelRunner:
         self._mover.close()
 
     def forget_stored(self, hashes: Sequence[bytes]) -> None:
-        """Take pages out of storage; nothing to do where there is none. Returns at once."""
+        """Take pages out of storage; nothing to do where there is none."""
         self._mover.forget_stored(hashes)
 
     def warm_up(self) -> None:

@@ -77,7 +77,7 @@ class Mover:
             part.wait(timeout_s / len(parts))
 
     def forget_stored(self, hashes: Sequence[bytes]) -> None:
-        """Take pages out of storage, in the background."""
+        """Take pages out of storage."""
         if self._tiers is not None:
             self._tiers.forget_stored(hashes)
 

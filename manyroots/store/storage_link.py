@@ -65,6 +65,14 @@ _Batch = tuple[_Errand, int, int]
 """Of an errand: from this unit to that."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Removal:
+    """Values that nobody may find again."""
+
+    keys: list[bytes]
+    is_done: threading.Event
+
+
 class StorageLink:
     """Both directions. Units are read and written under the lock of their errand's end alone."""
 
@@ -84,7 +92,7 @@ class StorageLink:
         self._under_way: dict[_Errand, None] = {}
         self._num_bad = 0
         self._readers = JobThreads[_Batch]("from-storage", self._read, num_threads=NUM_READERS)
-        self._writer = JobThreads[_Batch]("to-storage", self._write)
+        self._writer = JobThreads[_Batch | _Removal]("to-storage", self._write)
 
     def start(self, copy: Copy) -> None:
         """Queue a copy; returns at once."""
@@ -104,10 +112,13 @@ class StorageLink:
             self._end(errand, None)
 
     def forget(self, hashes: Sequence[bytes]) -> None:
-        """Remove pages of all families, beside whatever is read."""
+        """Remove pages of all families, behind whatever is being written. Waits for it, as long as
+        storage may take: who asks next must not find them."""
         families = range(len(self._host))
         keys = [self._storage.key(page, family) for page in hashes for family in families]
-        threading.Thread(target=self._try_to_remove, args=(keys,), daemon=True).start()
+        removal = _Removal(keys, threading.Event())
+        self._writer.put(removal)
+        removal.is_done.wait(self._storage.timeout_s)
 
     def give_up_late_ones(self) -> None:
         """Report as failed what has had no answer in time."""
@@ -175,8 +186,13 @@ class StorageLink:
         """Values so far that were damaged, cut short or foreign."""
         return self._num_bad
 
-    def _write(self, batches: list[_Batch]) -> None:
-        for errand, first, end in batches:
+    def _write(self, jobs: list[_Batch | _Removal]) -> None:
+        for job in jobs:
+            if isinstance(job, _Removal):
+                self._try_to_remove(job.keys)
+                job.is_done.set()
+                continue
+            errand, first, end = job
             if self._is_over(errand):
                 continue
             try:

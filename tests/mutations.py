@@ -1232,6 +1232,33 @@ MUTATIONS: tuple[Mutation, ...] = (
         ),
     ),
     Mutation(
+        "kernels/blocks.py",
+        "offsets = low + MIDDLE * scales",
+        "offsets = low + MIDDLE * span",
+        "what a 4-bit block's codes are counted from is wrong",
+        ("unit/kernels/test_blocks.py::test_q03_codes_are_found_in_the_numbers_of_a_file",),
+    ),
+    Mutation(
+        "kernels/attention/groups.py",
+        "ends[rows] - shared.shape[1] * page_size,",
+        "ends[rows],",
+        "a row sees keys behind its end where it shares a prefix",
+        (
+            "unit/kernels/test_attention_kernel.py::"
+            "test_a_common_prefix_is_attended_to_once_and_exactly",
+        ),
+    ),
+    Mutation(
+        "kernels/attention/torch_ops.py",
+        "common = common.index_select(0, group.places)",
+        "common = common[: len(group.places)]",
+        "rows of a prefix take another row's part where prefixes have unequal numbers of rows",
+        (
+            "unit/kernels/test_attention_kernel.py::"
+            "test_rows_of_two_prefixes_attend_to_each_of_them_once_and_exactly",
+        ),
+    ),
+    Mutation(
         "kernels/sampling/cuts.py",
         "ids = likeliest(order_keys(logits), width)",
         "ids = logits.topk(width, dim=-1).indices",

@@ -16,7 +16,6 @@ import inspect
 import pkgutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -29,10 +28,9 @@ from manyroots.bench.peers import copy_numbers, transformers_model
 from manyroots.bench.spread import percentile
 from manyroots.config import ModelSettings
 from manyroots.errors import ConfigError
-from manyroots.kernels.blocks import BlockMatrix, pack_blocks
 from manyroots.models.decoder import Decoder
 from manyroots.models.load import load_model
-from manyroots.models.quantization import W4A8, as_in_decodes, as_in_prompts
+from manyroots.models.quantization import W4A8, as_in_decodes, as_in_prompts, product_of_blocks
 from manyroots.models.source import ModelSource, resolve_source
 from manyroots.text.tokenizer_files import load_tokenizer
 
@@ -135,16 +133,12 @@ def _multiply_as_blocks(model: Any) -> None:
     for module in model.modules():
         if not isinstance(module, torch.nn.Linear):
             continue
-        matrix = pack_blocks(module.weight.detach())
-        if matrix is not None:
-            module.__dict__["forward"] = partial(_product, matrix, module.bias)
+        product = product_of_blocks(module.weight.detach(), module.bias)
+        if product is not None:
+            module.__dict__["forward"] = product
             count += 1
     if not count:
         raise ConfigError("no weight of this file consists of 4-bit blocks; choose fp8.")
-
-
-def _product(matrix: BlockMatrix, bias: Tensor | None, x: Tensor) -> Tensor:
-    return matrix.times(x.reshape(-1, x.shape[-1]), bias).view(*x.shape[:-1], -1)
 
 
 def _as_served(x: Tensor) -> Tensor:

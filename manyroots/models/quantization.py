@@ -9,13 +9,14 @@ config says of them is of no account.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from manyroots.errors import ConfigError, ModelError
-from manyroots.kernels.blocks import can_multiply_blocks
+from manyroots.kernels.blocks import can_multiply_blocks, pack_blocks
 from manyroots.kernels.fp8_rows import Fp8Form, in_fp8
 from manyroots.layers.weights.fp8 import Fp8Format
 from manyroots.models.source import ModelSource, SourceKind
@@ -75,6 +76,19 @@ def check_device(device: torch.device, *, has_fp8_weights: bool, has_fp8_pages: 
         f"{what} a GPU of compute capability 8.9 or later (Ada, Hopper, Blackwell); "
         f"{torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}. {remedy}."
     )
+
+
+def product_of_blocks(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
+    """What computes x W^T + b [..., k] from 4-bit blocks; None where the weight has none."""
+    matrix = pack_blocks(weight)
+    if matrix is None:
+        return None
+    blocks = matrix
+
+    def product(x: Tensor) -> Tensor:
+        return blocks.times(x.reshape(-1, x.shape[-1]), bias).view(*x.shape[:-1], -1)
+
+    return product
 
 
 def as_in_prompts(x: Tensor) -> Tensor:

@@ -227,10 +227,10 @@ def test_a_file_that_is_something_else_is_refused(tmp_path: Path) -> None:
 def test_q03_products_of_4_bit_weights_are_multiplied_as_blocks(tmp_path: Path) -> None:
     """Q03: what lies on 16 places in each group, and nothing else; the numbers stay the file's."""
     theirs = save_tiny(tmp_path / "folder", "llama", hidden_size=96, intermediate_size=64)
-    state = dict(theirs.state_dict())
+    state, draws = dict(theirs.state_dict()), torch.Generator().manual_seed(1)
     for name, weight in state.items():
         if "mlp" in name:
-            codes = torch.randint(0, 16, weight.shape).float()
+            codes = torch.randint(0, 16, weight.shape, generator=draws).float()
             state[name] = 0.01 * codes - 0.05
     file = write_gguf(tmp_path / "model.gguf", theirs.config, state)
     model = load_model(

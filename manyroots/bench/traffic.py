@@ -82,11 +82,18 @@ def run_traffic(
             else:
                 alike.append(case)
         for settings, members in groups:
-            with _engine(settings) as (built, watched, start_s):
-                for case in members:
-                    figures = _Case(case, runs, built, watched).measure()
-                    report["cases"].append({"start_s": start_s, **figures})
+            report["cases"].extend(_measured(settings, members, runs))
     return report
+
+
+def _measured(
+    settings: dict[str, Any], cases: list[TrafficCase], runs: TrafficRuns
+) -> list[dict[str, Any]]:
+    """Of cases on one engine, which nobody holds when this returns."""
+    with _engine(settings) as (engine, watched, start_s):
+        return [
+            {"start_s": start_s, **_Case(case, runs, engine, watched).measure()} for case in cases
+        ]
 
 
 def _adapters(case: TrafficCase, settings: dict[str, Any], home: Path) -> dict[str, Any]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,8 @@ from manyroots.bench.spread import percentile, spread
 from manyroots.bench.step_profile import WatchedStep, steps_by_kind
 from manyroots.bench.traffic_cases import CASES
 from manyroots.cli.main import main
+from manyroots.engine.build import Engine, build_engine
+from manyroots.engine.loop import EngineLoop
 from manyroots.errors import ConfigError
 from manyroots.ids import RequestId
 
@@ -189,3 +193,20 @@ def test_times_of_steps_and_waits_between_them_add_up_to_the_run() -> None:
     decode = kinds["decode", 64]
     assert (decode["steps"], decode["total_ms"], decode["waiting_ms"]) == (2, 30.0, 50.0)
     assert sum(row["total_ms"] + row["waiting_ms"] for row in kinds.values()) == pytest.approx(330)
+
+
+def test_b02_an_engine_is_gone_before_the_next_one_asks_for_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    alive = []
+
+    def counted(*arguments: Any) -> Engine:
+        gc.collect()
+        alive.append(sum(isinstance(one, EngineLoop) for one in gc.get_objects()))
+        return build_engine(*arguments)
+
+    monkeypatch.setattr(traffic, "build_engine", counted)
+    cases = ("--case", "streams-64", "--case", "classify")
+    main([*SMALL, *cases, "--requests", "4", "--repeats", "1", "--warm-ups", "0"])
+    first, second = alive
+    assert second <= first

@@ -153,6 +153,7 @@ class ProcessClient:
         self._info = await self._start_child(self._settings)
         self._is_serving = True
         self._supervisor = asyncio.create_task(self._supervise())
+        self._supervisor.add_done_callback(self._supervision_ended)
 
     async def wait_until_over(self) -> str:
         assert self._over is not None
@@ -339,6 +340,7 @@ class ProcessClient:
             begin = time.monotonic()
             # Beside the messages: it waits for some of them, and for none once they end.
             resuming = asyncio.create_task(self._resume(self._child, is_first=is_first))
+            resuming.add_done_callback(self._supervision_ended)
             is_first = False
             try:
                 cause = await self._child.live(self._take)
@@ -362,6 +364,12 @@ class ProcessClient:
                 num_in_a_row += 1
                 if await self._restarted(num_in_a_row):
                     break
+
+    def _supervision_ended(self, task: asyncio.Task[None]) -> None:
+        """By a fault of our own, nobody would hear the engine again: say so, and let go."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("the engine can't be watched any more", exc_info=error)
+            self._give_up(f"the engine can't be watched any more: {type(error).__name__}: {error}")
 
     def _mourn(self, cause: str, last_lines: list[str]) -> None:
         """Say that it is dead, and fail what died with it."""

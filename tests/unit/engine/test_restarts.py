@@ -212,3 +212,23 @@ def test_r07_an_engine_whose_messages_cannot_be_taken_is_started_again(
 
     asyncio.run(body())
     assert "a message of the engine can't be taken" in caplog.text
+
+
+def test_r07_a_fault_of_whoever_watches_the_engine_ends_the_server_and_not_its_answers(
+    tiny: TinyAdapters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R07: a task that dies without a word would leave every request waiting."""
+
+    async def body() -> None:
+        async with started(settings_of(tiny), max_restarts=1) as client:
+            running = client.generate(request(client, 150))
+            await anext(running)
+            monkeypatch.setattr(client, "_mourn", None)
+            kill(client)
+            with pytest.raises(UnavailableError, match="can't be watched any more: TypeError"):
+                async for _ in running:
+                    pass
+            assert "can't be watched" in await client.wait_until_over()
+
+    monkeypatch.setenv("PYTHONPATH", slow_steps(tiny.model.parent)["PYTHONPATH"])
+    asyncio.run(body())

@@ -59,7 +59,7 @@ def store_parts(data, part_stride, scaled, ok, PARTS: tl.constexpr):
         tl.store(data + part_stride, (scaled - large).to(tl.float8e4nv), mask=ok)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "scale_group"])
 def _in_fp8(
     x, data, scales, num_rows, k_size, group, scale_row, scale_group,
     PARTS: tl.constexpr, GROUPS: tl.constexpr, COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr,

@@ -23,7 +23,7 @@ from manyroots.kernels.scaled import SIDE_STEP, TILE_COLUMNS, ScaledMatrix
 from manyroots.kernels.triton_fp8_rows import MOST_COLUMNS, in_fp8
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "x_group"])
 def _tiles(
     x, x_scales, w, w_scales, bias, out, num_rows, n_size, k_size, x_row, x_group, w_row, w_group,
     GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr,

@@ -109,6 +109,7 @@ def steps_by_kind(steps: Sequence[WatchedStep]) -> list[dict[str, Any]]:
             "kind": kind,
             "at_most": bound or None,
             "steps": len(own),
+            "total_tokens": sum(step.num_tokens for _, _, step in own),
             "tokens": round(sum(step.num_tokens for _, _, step in own) / len(own)),
             "decodes": round(sum(step.num_decodes for _, _, step in own) / len(own)),
             "ms": round(1e3 * sum(took for took, _, _ in own) / len(own), 2),

@@ -1,7 +1,6 @@
 """How the first rank and the others speak: one kind, then msgpack by msgspec. Never pickle.
 
-Arrays cross as (dtype, bytes), of the few dtypes that plans are made of. Imported only where there
-is more than one rank.
+Arrays cross as `arrays.py` has them. Imported only where there is more than one rank.
 """
 
 from __future__ import annotations
@@ -11,9 +10,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from manyroots.config import EngineSettings
+from manyroots.distributed.arrays import flatten, restore
 from manyroots.ids import StepId
 from manyroots.step import (
     AdapterLoaded,
@@ -26,8 +25,6 @@ from manyroots.step import (
     NewPages,
     Plan,
 )
-
-DTYPES = {"<i4": np.dtype(np.int32), "|b1": np.dtype(np.bool_)}
 
 
 class RankMessageKind(enum.Enum):
@@ -142,19 +139,7 @@ def _from_wire(plan: _Plan) -> Plan:
     return Plan(**{name: getattr(plan, name) for name in _FIELDS}, adapters=tuple(intents))
 
 
-def _flatten(value: Any) -> Any:
-    if isinstance(value, np.ndarray) and value.dtype.str in DTYPES and value.ndim == 1:
-        return value.dtype.str, value.tobytes()
-    raise NotImplementedError(f"{type(value)} {getattr(value, 'dtype', '')} does not cross ranks")
-
-
-def _restore(_: type, value: Any) -> Any:
-    dtype, data = value
-    # Read-only, as a plan is frozen.
-    return np.frombuffer(data, DTYPES[dtype])
-
-
-_ENCODER = msgspec.msgpack.Encoder(enc_hook=_flatten)
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=flatten)
 _DECODERS = {
-    kind: msgspec.msgpack.Decoder(type_, dec_hook=_restore) for kind, type_ in _TYPES.items()
+    kind: msgspec.msgpack.Decoder(type_, dec_hook=restore) for kind, type_ in _TYPES.items()
 }

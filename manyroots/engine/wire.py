@@ -1,8 +1,7 @@
 """How messages cross between processes: one kind byte, then msgpack by msgspec. Never pickle.
 
-Arrays travel as their bytes with the type of their numbers behind them, and a prompt in a frame of
-its own, four bytes a token: both ends would spend more on turning numbers into objects and back
-than on the rest of a message.
+Arrays travel as their type and their bytes, and a prompt in a frame of its own, four bytes a token:
+both ends would spend more on turning numbers into objects and back than on the rest of a message.
 Only the server's two processes import this; `LLM` passes the same objects by reference.
 """
 
@@ -14,9 +13,9 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from manyroots.config import EngineSettings
+from manyroots.distributed.arrays import flatten, restore
 from manyroots.messages import (
     Abort,
     Batch,
@@ -80,21 +79,7 @@ def decode(frames: list[bytes]) -> tuple[MessageKind, Any]:
     return kind, body
 
 
-def _to_bytes(value: Any) -> bytes:
-    if isinstance(value, np.ndarray):
-        data: bytes = value.tobytes() + value.dtype.char.encode()
-        return data
-    raise TypeError(f"{type(value).__name__} can't cross between processes")
-
-
-def _from_bytes(kind: Any, value: bytes) -> Any:
-    """An array, whatever the annotation says of its numbers: what that looks like here depends on
-    the version of numpy."""
-    dtype = np.dtype(chr(value[-1]))
-    return np.frombuffer(value, dtype, count=(len(value) - 1) // dtype.itemsize)
-
-
-_ENCODER = msgspec.msgpack.Encoder(enc_hook=_to_bytes)
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=flatten)
 _DECODERS = {
-    kind: msgspec.msgpack.Decoder(type_, dec_hook=_from_bytes) for kind, type_ in _TYPES.items()
+    kind: msgspec.msgpack.Decoder(type_, dec_hook=restore) for kind, type_ in _TYPES.items()
 }

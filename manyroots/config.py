@@ -60,7 +60,9 @@ class ModelSettings:
     )
     dtype: str = option(
         "auto",
-        "Arithmetic. 'auto' is float32 on a CPU and the checkpoint's own on a GPU.",
+        "Arithmetic. 'auto' is the checkpoint's own on a GPU; on a CPU it is bfloat16 where the "
+        "checkpoint is and the chip has instructions for its products (AMX, AVX512-BF16, Arm's "
+        "BF16), and float32 elsewhere.",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     quantization: str = option(

@@ -1753,4 +1753,20 @@ MUTATIONS: tuple[Mutation, ...] = (
             "unit/kernels/test_fused_triton.py::test_add_norm_and_a_product_equal_the_whole_norm_and_the_product",
         ),
     ),
+    Mutation(
+        "kernels/chip.py",
+        "        if not self.library_has_bf16:\n            return None\n",
+        "",
+        "a chip's instructions count where torch's library does not use them",
+        ("unit/kernels/test_chip.py::test_a_library_without_bfloat16_makes_a_chip_one_without",),
+    ),
+    Mutation(
+        "engine/worker.py",
+        "if own is not torch.bfloat16:",
+        "if own is None:",
+        "a float32 checkpoint loses its digits to what the chip is fast at",
+        (
+            "unit/engine/test_picked_dtypes.py::test_auto_is_bfloat16_where_the_checkpoint_is_and_the_chip_is_fast_at_it",
+        ),
+    ),
 )

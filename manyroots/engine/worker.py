@@ -31,9 +31,11 @@ from manyroots.engine.memory import FamilyMemory, Sizes, count_pages, count_slot
 from manyroots.engine.tiers import make_tiers, with_host
 from manyroots.errors import ConfigError
 from manyroots.grammar.cache import GrammarCache
+from manyroots.kernels.chip import Chip, this_chip
 from manyroots.models.decoder import Decoder
 from manyroots.models.kernel_set import check_step, kernel_set
 from manyroots.models.load import describe, load_model
+from manyroots.models.quantization import W4A8
 from manyroots.models.source import ModelSource
 from manyroots.models.spec import ModelSpec
 from manyroots.models.weight_bytes import device_bytes
@@ -257,29 +259,42 @@ def pick_device(settings: ModelSettings, shard: Shard) -> torch.device:
     return device
 
 
-def pick_dtype(settings: ModelSettings, source: ModelSource, device: torch.device) -> torch.dtype:
-    if settings.dtype != "auto":
-        dtype: torch.dtype = getattr(torch, settings.dtype)
-        if device.type == "cpu" and not has_products_of(dtype):
-            logger.warning(
-                "this CPU has no instructions for products in %s, which will be many times slower "
-                "than in float32; leave --dtype out.", settings.dtype,
-            )  # fmt: skip
-        return dtype
-    if device.type == "cpu":
-        return torch.float32
+def pick_dtype(
+    settings: ModelSettings, source: ModelSource, device: torch.device, chip: Chip | None = None
+) -> torch.dtype:
+    """What is computed in. `chip`: what a CPU is, where it is not this machine's own."""
+    asked: torch.dtype | None = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
     own = getattr(source.config, "dtype", None)
-    return own if isinstance(own, torch.dtype) else torch.bfloat16
+    if device.type != "cpu":
+        return asked or (own if isinstance(own, torch.dtype) else torch.bfloat16)
+    chip = chip or this_chip()
+    if asked is None:
+        picked, reason = _fast_on(chip, own, settings.quantization)
+        logger.info("--dtype auto: %s, since %s", _name(picked), reason)
+        return picked
+    if chip.is_slow_at(asked):
+        logger.warning(
+            "this CPU (%s) has no instructions that torch uses for products in %s, which will be "
+            "many times slower than in float32; leave --dtype out.", chip.name, _name(asked),
+        )  # fmt: skip
+    return asked
 
 
-def has_products_of(dtype: torch.dtype) -> bool:
-    """Whether this CPU multiplies matrices of `dtype` by instructions of its own, as torch sees
-    it."""
-    if dtype is torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    if dtype is torch.float16:
-        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
-    return True
+def _fast_on(chip: Chip, own: object, quantization: str) -> tuple[torch.dtype, str]:
+    """What `chip` computes a checkpoint fastest in, and why, in words. `own`: the checkpoint's
+    dtype. Only what is bfloat16 already is computed in it: others would lose digits."""
+    if quantization == W4A8:
+        return torch.float32, f"--quantization {W4A8} multiplies its blocks with float32"
+    if own is not torch.bfloat16:
+        said = _name(own) if isinstance(own, torch.dtype) else "nothing of a dtype"
+        return torch.float32, f"the checkpoint's config says {said}, not bfloat16"
+    if chip.bf16_products is None:
+        return torch.float32, f"this CPU ({chip.name}) has no fast products of bfloat16"
+    return own, f"this CPU ({chip.name}) has {chip.bf16_products} and the checkpoint is bfloat16"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _model_length(settings: ModelSettings, spec: ModelSpec, most_tokens: int) -> int:

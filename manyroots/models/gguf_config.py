@@ -40,6 +40,8 @@ _SERVED = tuple(arch for arch in _CONFIGS if arch != "mistral")
 _WITH_EXPERTS = ("qwen3moe",)
 _THETA = {"gemma3": 1_000_000.0}
 """Rotary bases that files may leave out, where it is not Llama's."""
+_F32 = 0
+"""The number of plain float32 among GGUF's types."""
 _EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
@@ -77,11 +79,17 @@ def config_of(file: GGUFFile) -> PretrainedConfig:
     # Before the config is made: it has a list as long as there are layers.
     check_fields(values, f"the metadata of {file.path}")
     try:
-        return config_class(architectures=[architecture], dtype="bfloat16", **values)
+        return config_class(architectures=[architecture], dtype=_dtype(file), **values)
     except Exception as error:  # transformers has no exception tree of its own for bad configs
         raise ModelError(
             f"the metadata of {file.path} can't be used: {error} Convert the model again."
         ) from error
+
+
+def _dtype(file: GGUFFile) -> str:
+    """float32 if every matrix is written so; else what models that are quantized were made in."""
+    kinds = {tensor.kind for tensor in file.tensors.values() if len(tensor.shape) > 1}
+    return "float32" if kinds == {_F32} else "bfloat16"
 
 
 def eos_token_ids(file: GGUFFile) -> tuple[int, ...]:

@@ -28,6 +28,9 @@ SETTINGS = (
     "--max-queued-requests", "8", "--max-num-batched-tokens", "256", "--api-key", API_KEY,
 )  # fmt: skip
 
+_FLOAT32 = ("--dtype", "float32")
+"""On a chip that is fast at bfloat16, too: texts must not depend on what is computed beside."""
+
 
 class Server:
     """One `manyroots serve`, started with extra flags, ended by its own pid."""
@@ -38,10 +41,11 @@ class Server:
         self.url = f"http://127.0.0.1:{self.port}"
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed in stop()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "manyroots.cli", "serve", "--port", str(self.port), *flags],
+            [sys.executable, "-m", "manyroots.cli", "serve", *_FLOAT32, "--port", str(self.port),
+             *flags],
             stdout=self._log,
             stderr=subprocess.STDOUT,
-        )
+        )  # fmt: skip
 
     def log(self) -> str:
         self._log.seek(0)

@@ -91,7 +91,9 @@ def write_gguf(
         block = _GEMMA_BLOCK if arch == "gemma3" else _BLOCK
         writer.add_tensor(_gguf_name(name, block), np.ascontiguousarray(values))
     for name, array in (extra_tensors or {}).items():
-        writer.add_tensor(name, array, raw_dtype=GGMLQuantizationType.F32)
+        is_half = array.dtype == np.float16
+        kind = GGMLQuantizationType.F16 if is_half else GGMLQuantizationType.F32
+        writer.add_tensor(name, array, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

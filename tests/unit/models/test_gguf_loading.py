@@ -113,6 +113,16 @@ def windows_of(spec: ModelSpec) -> list[int | None]:
     return [layer.attention.memory.window for layer in spec.layers]
 
 
+def test_a_file_of_float32_alone_is_a_float32_checkpoint_and_others_are_bfloat16(
+    tmp_path: Path,
+) -> None:
+    config = tiny_config("llama")
+    halves = {"blk.0.attn_q.weight": np.zeros((64, 64), dtype=np.float16)}
+    for extra, dtype in ((None, torch.float32), (halves, torch.bfloat16)):
+        file = write_gguf(tmp_path / "m.gguf", config, extra_tensors=extra)
+        assert resolve_source(ModelSettings(model=str(file))).config.dtype is dtype
+
+
 @pytest.mark.slow
 def test_the_default_model_equals_transformers_reading_of_it() -> None:
     source = resolve_source(ModelSettings(model=DEFAULT_MODEL))

@@ -1754,11 +1754,11 @@ MUTATIONS: tuple[Mutation, ...] = (
         ),
     ),
     Mutation(
-        "kernels/chip.py",
+        "models/chip.py",
         "        if not self.library_has_bf16:\n            return None\n",
         "",
         "a chip's instructions count where torch's library does not use them",
-        ("unit/kernels/test_chip.py::test_a_library_without_bfloat16_makes_a_chip_one_without",),
+        ("unit/models/test_chip.py::test_a_library_without_bfloat16_makes_a_chip_one_without",),
     ),
     Mutation(
         "engine/worker.py",

@@ -8,7 +8,7 @@ import platform
 import torch
 import transformers
 
-from manyroots.kernels.chip import TELLING, this_chip
+from manyroots.models.chip import TELLING, this_chip
 from manyroots.version import __version__
 
 

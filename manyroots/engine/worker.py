@@ -31,7 +31,7 @@ from manyroots.engine.memory import FamilyMemory, Sizes, count_pages, count_slot
 from manyroots.engine.tiers import make_tiers, with_host
 from manyroots.errors import ConfigError
 from manyroots.grammar.cache import GrammarCache
-from manyroots.kernels.chip import Chip, this_chip
+from manyroots.models.chip import Chip, this_chip
 from manyroots.models.decoder import Decoder
 from manyroots.models.kernel_set import check_step, kernel_set
 from manyroots.models.load import describe, load_model

@@ -14,7 +14,7 @@ from manyroots import LLM, SamplingParams
 from manyroots.config import ModelSettings
 from manyroots.engine import worker
 from manyroots.engine.worker import pick_dtype
-from manyroots.kernels.chip import Chip
+from manyroots.models.chip import Chip
 from manyroots.models.source import ModelSource
 from tests.tiny_adapters import TinyAdapters
 from tests.unit.models.tiny import tiny_source

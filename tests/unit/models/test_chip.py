@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from manyroots.kernels.chip import Chip, describe_chip, read_cpuinfo, this_chip
+from manyroots.models.chip import Chip, describe_chip, read_cpuinfo, this_chip
 
 SAPPHIRE_RAPIDS = {
     "model name": "Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz",

@@ -1,18 +1,23 @@
 """Adapters with random weights, as files that any server could load.
 
 All have the same shapes and the same bytes but for a few, so that writing many large ones is a
-copy each; their contents, and so their digests and namespaces, still differ.
+copy of a file each, several at a time; their contents, and so their digests and namespaces, still
+differ.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
 from manyroots.bench.words import PROJECTIONS
+from manyroots.lora.files.folder import WEIGHTS_FILE
 from manyroots.lora.targets import Target, TargetKind, Targets
 from manyroots.models.decoder import Decoder
 from manyroots.models.load import describe
@@ -64,17 +69,43 @@ def write_adapters(
         "target_modules": sorted({name.rsplit(".", 1)[-1] for name in found}),
         "bias": "none",
     }
-    changed = next(iter(tensors))
-    original = tensors[changed]
-    folders = []
-    for number in range(first, first + count * stride, stride):
-        home = folder / f"adapter-{number}"
+    numbers = range(first, first + count * stride, stride)
+    folders = [folder / f"adapter-{number}" for number in numbers]
+    for home in folders:
         home.mkdir(parents=True, exist_ok=True)
-        tensors[changed] = torch.roll(original, number + 1)
-        save_file(tensors, home / "adapter_model.safetensors")
         (home / "adapter_config.json").write_text(json.dumps(config))
-        folders.append(home)
+    if folders:
+        files = [home / WEIGHTS_FILE for home in folders]
+        save_file(tensors, files[0])
+        changed = next(iter(tensors))
+        _write_alike(files, changed, tensors[changed], numbers)
     return folders
+
+
+def _write_alike(files: list[Path], name: str, tensor: torch.Tensor, numbers: range) -> None:
+    """All files as the first, but for one tensor, which each has rolled by a number of its own."""
+    at = _place_of(files[0], name)
+    flat = tensor.reshape(-1)
+
+    def write(file: Path, number: int) -> None:
+        if file != files[0]:
+            shutil.copyfile(files[0], file)
+        with file.open("r+b") as opened:
+            opened.seek(at)
+            opened.write(torch.roll(flat, number + 1).view(torch.uint8).numpy().tobytes())
+
+    with ThreadPoolExecutor(os.cpu_count() or 1) as threads:
+        list(threads.map(write, files[1:], numbers[1:]))
+    write(files[0], numbers[0])
+
+
+def _place_of(file: Path, name: str) -> int:
+    """Where a tensor's bytes begin in a safetensors file."""
+    with file.open("rb") as opened:
+        header_bytes = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(header_bytes))
+    begin: int = header[name]["data_offsets"][0]
+    return 8 + header_bytes + begin
 
 
 def _pair(

@@ -1730,6 +1730,22 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "store/host_memory.py",
+        "            elif len(piece.memory) >= self._size and piece",
+        "            elif piece",
+        "memory for a small adapter stands for one of the largest",
+        (
+            "unit/store/test_host_memory.py::test_what_was_not_ready_is_locked_when_it_is_full_and_used_again",
+        ),
+    ),
+    Mutation(
+        "store/host_memory.py",
+        "            if not piece.is_locked:\n",
+        "            if False:\n",
+        "pages that nobody locked are given away as if they were",
+        ("unit/store/test_host_memory.py::test_what_nobody_filled_is_not_given_to_others",),
+    ),
+    Mutation(
+        "store/host_memory.py",
         "            if piece.num_cuts:\n                continue\n",
         "",
         "memory is given away while an adapter is still in it",

@@ -29,7 +29,7 @@ from manyroots.store.adapter_loader import AdapterLoader, Read
 from manyroots.store.adapter_pool import AdapterPool, pooled_rank
 from manyroots.store.adapter_sites import SiteParts
 from manyroots.store.adapter_weights import AdapterWeights
-from manyroots.store.host_memory import PinnedMemory, locked, pageable
+from manyroots.store.host_memory import PinnedMemory, lock_filled, locked, pageable
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,9 @@ def build_adapter_runtime(
     largest = adapter_bytes(targets, settings.max_lora_rank, dtype.itemsize)
     pinned = None
     if device.type == "cuda":
-        pinned = PinnedMemory(largest, partial(locked, device=device))
+        pinned = PinnedMemory(
+            largest, partial(locked, device=device), partial(lock_filled, device=device)
+        )
 
     layouts = Layouts(
         targets, max_rank=settings.max_lora_rank, dtype=dtype, vocab_size=model.spec.vocab_size
@@ -82,7 +84,11 @@ def build_adapter_runtime(
     def read(
         folder: Path, allowed_dirs: Sequence[Path] | None
     ) -> tuple[AdapterSpec, AdapterWeights]:
-        return read_folder(folder, layouts, allowed_dirs=allowed_dirs, allocate=pinned or pageable)
+        allocate = pinned or pageable
+        found = read_folder(folder, layouts, allowed_dirs=allowed_dirs, allocate=allocate)
+        if pinned is not None:
+            pinned.lock(found[1].buffer)
+        return found
 
     def read_part(path: str) -> AdapterWeights:
         # The digest shows whether files that were allowed once have been replaced since.

@@ -1,9 +1,10 @@
 """Host memory for adapters: plain, or page-locked so that a GPU copies from it at full speed.
 
-Locking pages takes longer than reading an adapter into them, and the driver launches nothing
-meanwhile. So it is done a little at a time, and nobody who asks for memory waits for it:
-`PinnedMemory` has pieces ready, makes the next ones in quiet times, and gives plain memory where
-none is left, from which a GPU copies more slowly. What was locked once stays so, and is used again.
+Making and locking pages takes longer than reading an adapter into them, and the driver launches
+nothing while it locks. So it is done a little at a time, and nobody who asks for memory waits for
+it: `PinnedMemory` has pieces ready and makes the next ones in quiet times. Where none is left it
+gives pages that are not locked, which whoever has filled them locks: that is quick by then, and a
+GPU copies several times as fast afterwards. What was locked once stays so, and is used again.
 
 What was not locked at once can't be copied at once: see `within_borders`.
 """
@@ -48,6 +49,8 @@ LOCK_BYTES, PAUSE_S = 32 << 20, 0.01
 """Locked at once, at addresses that are multiples of it, and the time to the next. A step that
 meets it takes 2 ms longer; 1.7 GB at once held all steps up for 80 ms, and torch's memory of that
 size for 1 s (H200)."""
+SHORT_PAUSE_S = 0.0005
+"""The same where a request waits for the memory."""
 
 
 def pageable(num_bytes: int) -> Tensor:
@@ -58,18 +61,29 @@ def locked(num_bytes: int, device: torch.device) -> Bytes:
     """Page-locked memory. Its pages are there before the driver is asked to lock them, which is
     then quick, and pauses let steps be launched meanwhile. `device`: the one that the process has,
     so that no other is woken; a new thread knows of none."""
+    memory = mapped(num_bytes)
+    for at in range(0, num_bytes, LOCK_BYTES):
+        memory[at : at + LOCK_BYTES : mmap.PAGESIZE] = 0
+    lock_filled(memory, device, pause_s=PAUSE_S)
+    return memory
+
+
+def mapped(num_bytes: int) -> Bytes:
+    """Memory none of whose pages is there yet, nor locked, from a border on; in large pages, of
+    which threads that fill it make few."""
     size = num_bytes + LOCK_BYTES
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a system without them
         pages.madvise(mmap.MADV_HUGEPAGE)
     whole = np.frombuffer(pages, np.uint8)
     begin = -whole.ctypes.data % LOCK_BYTES
-    memory = whole[begin : begin + num_bytes]
-    for at in range(0, num_bytes, LOCK_BYTES):
-        memory[at : at + LOCK_BYTES : mmap.PAGESIZE] = 0
+    return whole[begin : begin + num_bytes]
+
+
+def lock_filled(memory: Bytes, device: torch.device, *, pause_s: float = SHORT_PAUSE_S) -> None:
+    """Lock `mapped` memory whose pages are there by now."""
     with torch.cuda.device(device):
-        lock_pages(memory, LOCK_BYTES, pause_s=PAUSE_S)
-    return memory
+        lock_pages(memory, LOCK_BYTES, pause_s=pause_s)
 
 
 def lock_pages(memory: Bytes, step: int | None = None, *, pause_s: float = 0.0) -> None:
@@ -103,6 +117,7 @@ class _Piece:
     """Locked memory, and how much of it is in use."""
 
     memory: Bytes
+    is_locked: bool = True
     num_used: int = 0
     """Bytes from the first one on."""
     num_cuts: int = 0
@@ -128,14 +143,17 @@ class PinnedMemory:
         self,
         size: int,
         make: Callable[[int], Bytes],
+        lock: Callable[[Bytes], None] | None = None,
         *,
         quiet_s: float = QUIET_S,
         num_ahead: int | None = None,
     ) -> None:
-        """`size` is the most that anybody should ask for; `make` gives locked memory. `num_ahead`:
-        pieces that are to be ready; None for as many as `pieces_ahead` says."""
+        """`size` is the most that anybody should ask for; `make` gives locked memory, and `lock`
+        locks memory that was filled; None: what was not ready stays as it is. `num_ahead`: pieces
+        that are to be ready; None for as many as `pieces_ahead` says."""
         self._size = size
         self._make = make
+        self._lock = lock
         self._quiet_s = quiet_s
         self._num_ahead = pieces_ahead(size) if num_ahead is None else num_ahead
         self._freed: deque[_Piece] = deque()
@@ -145,24 +163,36 @@ class PinnedMemory:
         self._spares: list[_Piece] = []
         self._begun: _Piece | None = None
         """What cuts are taken from."""
+        self._unlocked: dict[int, _Piece] = {}
+        """By address: pieces that are being filled."""
         self._quiet_from = time.monotonic()
         self._is_open = True
         threading.Thread(target=self._keep_ready, name="pin", daemon=True).start()
 
     def __call__(self, num_bytes: int) -> Tensor:
-        """Plain memory if none is ready, or if it is too much or too little for a piece."""
+        """Memory for `lock`, or plain memory, if none is ready; plain memory if it is too much or
+        too little for a piece."""
         with self._changed:
             self._quiet_from = time.monotonic() + self._quiet_s
             self._take_back()
             self._changed.notify_all()
-            cut = None
-            if self._size <= num_bytes * _MAX_SHARES and num_bytes <= self._size:
-                cut = self._cut(num_bytes)
+            if not self._size <= num_bytes * _MAX_SHARES or num_bytes > self._size:
+                return pageable(num_bytes)
+            cut = self._cut(num_bytes) or self._cut_unlocked(num_bytes)
             if cut is None:
                 return pageable(num_bytes)
             owner, memory = cut
         weakref.finalize(memory, self._freed.append, owner).atexit = False
         return torch.from_numpy(memory)
+
+    def lock(self, filled: Tensor) -> None:
+        """Of memory that was given here and is full now: locked, if it was not before. Called by
+        whoever has filled it, while others may do the same."""
+        with self._changed:
+            piece = self._unlocked.pop(filled.data_ptr(), None)
+        if piece is not None and self._lock is not None:
+            self._lock(piece.memory)
+            piece.is_locked = True
 
     def close(self) -> None:
         """Make no more, and let go of what is ready."""
@@ -182,15 +212,28 @@ class PinnedMemory:
             return owner, memory
         return None
 
+    def _cut_unlocked(self, num_bytes: int) -> tuple[_Piece, Bytes] | None:
+        """A piece of its own, which is locked when it is full."""
+        if self._lock is None or not self._is_open:
+            return None
+        piece = _Piece(mapped(num_bytes), is_locked=False)
+        memory = piece.cut(num_bytes)
+        assert memory is not None
+        self._unlocked[memory.ctypes.data] = piece
+        return piece, memory
+
     def _take_back(self) -> None:
-        """Pieces nothing of which is in use any more are as good as new."""
+        """Pieces nothing of which is in use any more are as good as new; those that nobody locked,
+        or that are too small for others, go."""
         while self._freed:
             piece = self._freed.popleft()
             piece.num_cuts -= 1
             if piece.num_cuts:
                 continue
             piece.num_used = 0
-            if piece is not self._begun and self._is_open:
+            if not piece.is_locked:
+                self._unlocked.pop(piece.memory.ctypes.data, None)
+            elif len(piece.memory) >= self._size and piece is not self._begun and self._is_open:
                 self._spares.append(piece)
 
     def _keep_ready(self) -> None:

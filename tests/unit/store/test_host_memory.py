@@ -73,6 +73,48 @@ def test_nobody_waits_where_none_is_ready() -> None:
     memory.close()
 
 
+def test_what_was_not_ready_is_locked_when_it_is_full_and_used_again() -> None:
+    """A burst of adapters: the last ones are read into new pages, and copied as fast as others."""
+    made, locked = Counted(), list[tuple[int, int]]()
+
+    def lock(filled: Bytes) -> None:
+        assert (filled == 7).all()
+        locked.append((filled.ctypes.data, len(filled)))
+
+    memory = PinnedMemory(PIECE, made, lock, quiet_s=LONG_S, num_ahead=1)
+    ready(made, memory, 1)
+    first, second, small = memory(PIECE), memory(PIECE), memory(PIECE // 2)
+    for taken in (first, second, small):
+        taken.fill_(7)
+        memory.lock(taken)
+        memory.lock(taken)
+    at = second.data_ptr()
+    assert locked == [(at, PIECE), (small.data_ptr(), PIECE // 2)]
+    del taken, second, small
+    third = memory(PIECE)
+    assert (third.data_ptr(), len(memory._spares)) == (at, 0), "the small one serves nobody else"
+    memory.lock(third)
+    assert len(locked) == 2
+    memory.close()
+
+
+def test_what_nobody_filled_is_not_given_to_others() -> None:
+    """A file that can't be read leaves its memory unlocked."""
+    made, locked = Counted(), list[int]()
+    memory = PinnedMemory(
+        PIECE, made, lambda filled: locked.append(len(filled)), quiet_s=LONG_S, num_ahead=1
+    )
+    ready(made, memory, 1)
+    taken, failed = memory(PIECE), memory(PIECE)
+    del failed
+    other = memory(PIECE)
+    assert (made.owner_of(taken), made.owner_of(other)) == (0, None)
+    memory.lock(other)
+    assert locked == [PIECE], "what comes next is locked when it is full"
+    assert not memory._unlocked
+    memory.close()
+
+
 def test_what_nobody_has_any_more_is_used_again() -> None:
     made = Counted()
     memory = PinnedMemory(PIECE, made, quiet_s=LONG_S, num_ahead=2)

@@ -96,7 +96,7 @@ class Worker:
         loader = None if adapters is None else adapters.loader
         capacities = self.capacities(settings, sizes)
         runner = _runner(settings, self.model, sizes, loader, capacities, grammars)
-        runner.warm_up()
+        runner.warm_up(settings.scheduler.max_num_batched_tokens)
         return runner
 
 

@@ -1,9 +1,11 @@
 """Steps captured as CUDA graphs: of single tokens, and of prompts beside them.
 
 Takes a step's arrays; gives what it sampled on the device, without the host ever waiting. There is
-one graph for each batch size and kind of step (with and without adapters, ...), captured when it is
-first needed or ahead of time. A graph reads its inputs from a buffer of its own and everything else
-(weights, pages, adapters, the rows' state) from where it always is.
+one graph for each batch size and kind of step (with and without adapters, ...). Those of all sizes
+are captured when the engine starts; of rare kinds (rows that share pages, masks that come late) a
+size is captured when it is needed again, and the first time its kernels are launched one by one. A
+graph reads its inputs from a buffer of its own and everything else (weights, pages, adapters, the
+rows' state) from where it always is.
 
 `capture=False` launches the same kernels one by one, padded alike, so that the results are the same
 bit by bit: `--enforce-eager`.
@@ -12,7 +14,8 @@ bit by bit: `--enforce-eager`.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,8 +30,11 @@ from manyroots.runner.step_arrays import Arrays
 
 _SMALL_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 _SIZE_STEP = 32
-_MIXED_IN_USE = 24
-"""Shapes of steps with prompts that room is left for; they are captured when first needed."""
+_RARE_IN_USE = 24
+"""Graphs of rare kinds that room is left for."""
+CAPTURED_AT = 2
+"""The time that a rare kind is needed at which it is captured: capturing takes several steps' time,
+and the first of a kind may be the last."""
 
 Model = Callable[[Views, "GraphKey"], Tensor]
 """Logits of a step, from its arrays on the device."""
@@ -87,6 +93,8 @@ class Graphs:
         self._device = device
         self._captures = capture
         self._graphs: dict[GraphKey, _Captured] = {}
+        self._times_needed: Counter[GraphKey] = Counter()
+        """Of kinds that have no graph."""
         self._memory = torch.cuda.graph_pool_handle() if capture else None
 
     def has_room_for(self, num_rows: int) -> bool:
@@ -104,20 +112,18 @@ class Graphs:
     ) -> Sampled:
         """Launch one step. What it gives is valid until the next one is launched. `between`: called
         when the model is launched and the choice is not, whose masks it may still write; such a
-        step is two graphs, captured when they are first needed."""
+        step is two graphs."""
         key = GraphKey(
             len(arrays["tokens"]), "adapter_slots" in arrays, between is not None,
             "shared_lens" in arrays, mixed,
         )  # fmt: skip
-        if not self._captures:
+        captured = self._graph_of(key)
+        if captured is None:
             views = send(arrays, self._device)
             logits = self._model(views, key)
             if between is not None:
                 between()
             return self._choose(logits, views)
-        captured = self._graphs.get(key)
-        if captured is None:
-            captured = self._graphs[key] = self._capture(key)
         packed = captured.layout.pack(arrays, pin=True)
         captured.inputs.copy_(packed, non_blocking=True)
         first, *second = captured.graphs
@@ -128,26 +134,35 @@ class Graphs:
             graph.replay()
         return captured.sampled
 
-    def capture_all(self) -> None:
-        """Capture every size now, largest first: the smaller ones then share its memory."""
+    def _graph_of(self, key: GraphKey) -> _Captured | None:
+        """None while its kernels are launched one by one."""
+        captured = self._graphs.get(key)
+        if captured is None and self._captures:
+            self._times_needed[key] += 1
+            if self._times_needed[key] >= CAPTURED_AT:
+                captured = self._graphs[key] = self._capture(key)
+        return captured
+
+    def capture_all(self, mixed: Sequence[MixedShape]) -> None:
+        """Capture every size of single tokens and all these of steps with prompts now, largest
+        first: the smaller ones then share its memory."""
         if not self._captures:
             return
-        keys = [GraphKey(size, kind) for size in reversed(self._sizes) for kind in self._kinds]
+        keys = [GraphKey(shape.num_tokens, k, mixed=shape) for shape in mixed for k in self._kinds]
+        keys += [GraphKey(size, kind) for size in reversed(self._sizes) for kind in self._kinds]
         for key in track(keys, total=len(keys), label="Capturing graphs"):
             if key not in self._graphs:
                 self._graphs[key] = self._capture(key)
 
-    def measure(self, num_kinds: int, mixed: MixedShape | None) -> int:
+    def measure(self, num_kinds: int, mixed: Sequence[MixedShape]) -> int:
         """Bytes that all graphs will take, of so many kinds for each size: the largest ones',
-        which hold the memory they share, and for each other what a further one takes. `mixed`: the
-        largest of steps with prompts; None if there are none."""
+        which hold the memory they share, and for each other what a further one takes. `mixed`: of
+        steps with prompts, the largest first."""
         if not self._captures:
             return 0
-        keys = [GraphKey(size, with_adapters=False) for size in self._sizes[:-3:-1]]
-        num_further = num_kinds * len(self._sizes)
-        if mixed is not None:
-            keys.insert(0, GraphKey(mixed.num_tokens, with_adapters=False, mixed=mixed))
-            num_further += num_kinds * _MIXED_IN_USE
+        keys = [GraphKey(shape.num_tokens, with_adapters=False, mixed=shape) for shape in mixed[:1]]
+        keys += [GraphKey(size, with_adapters=False) for size in self._sizes[:-3:-1]]
+        num_further = num_kinds * (len(self._sizes) + len(mixed)) + _RARE_IN_USE
         taken = []
         for key in keys:
             torch.cuda.empty_cache()

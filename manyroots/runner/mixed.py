@@ -2,7 +2,8 @@
 
 Takes a step; gives the next larger shape there is, and the step's arrays in that shape. Only the
 number of tokens costs anything when it is padded: sequences that are not there have no tokens, and
-their programs leave at once. So there are many numbers of tokens, and few of rows.
+their programs leave at once. So there are many numbers of tokens, and few of rows. All shapes are
+captured when an engine starts, so they are no more than it takes seconds for.
 
     tokens   | d0 | d1 | p0 .... | p1 .... | nobody's |
     rows     | d0 | d1 | none .. | p0 | p1 | none ... |
@@ -27,11 +28,13 @@ from manyroots.runner.step_arrays import (
 )
 from manyroots.step import Int32s
 
-TOKENS = tuple(range(128, 2049, 64))
+TOKENS = (*range(128, 1024, 64), *range(1024, 2049, 128))
 """Close together: what is padded is computed. Beyond, a step takes longer than the host needs to
 launch its kernels one by one."""
+TOKENS_BESIDE_FEW = (*range(128, 1024, 128), *range(1024, 2049, 256))
+"""Where few rows decode nobody waits for what is padded."""
 DECODES = (16, 64)
-"""And as many as there may be: for few rows, a long history is cut into more parts."""
+"""Few rows; others are as many as there may be. For few, a long history is cut into more parts."""
 MAX_PROMPTS = 32
 
 
@@ -46,10 +49,16 @@ class MixedShape:
     """Tokens behind which something is sampled, at most."""
 
 
-def largest(max_num_seqs: int, max_num_tokens: int) -> MixedShape:
-    """Of steps of at most so many tokens."""
-    tokens = TOKENS[min(bisect_left(TOKENS, max_num_tokens), len(TOKENS) - 1)]
-    return MixedShape(tokens, min(max_num_seqs, tokens), max_num_seqs)
+def all_shapes(max_num_seqs: int, max_num_tokens: int) -> list[MixedShape]:
+    """That steps of at most so many tokens have, the largest first."""
+    most = TOKENS[min(bisect_left(TOKENS, max_num_tokens), len(TOKENS) - 1)]
+    shapes = {
+        _shape(tokens, num_decodes, max_num_seqs)
+        for tokens in TOKENS
+        for num_decodes in (*DECODES, max_num_seqs)
+        if tokens <= most
+    }
+    return sorted(shapes, key=lambda s: (s.num_tokens, s.num_decodes), reverse=True)
 
 
 def shape_for(inputs: StepInputs, max_num_seqs: int) -> MixedShape | None:
@@ -57,7 +66,13 @@ def shape_for(inputs: StepInputs, max_num_seqs: int) -> MixedShape | None:
     num_tokens, num_decodes = len(inputs.tokens), inputs.num_decodes
     if num_tokens > TOKENS[-1] or len(inputs.rows) - num_decodes > MAX_PROMPTS:
         return None
-    tokens = TOKENS[bisect_left(TOKENS, num_tokens)]
+    return _shape(num_tokens, num_decodes, max_num_seqs)
+
+
+def _shape(num_tokens: int, num_decodes: int, max_num_seqs: int) -> MixedShape:
+    """The next larger one."""
+    sizes = TOKENS_BESIDE_FEW if num_decodes <= DECODES[-1] else TOKENS
+    tokens = sizes[bisect_left(sizes, num_tokens)]
     rows = next((count for count in DECODES if count >= num_decodes), max_num_seqs)
     rows = min(rows, max_num_seqs, tokens)
     return MixedShape(tokens, rows, min(rows + MAX_PROMPTS, max_num_seqs))

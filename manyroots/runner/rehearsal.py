@@ -15,7 +15,7 @@ from manyroots.kernels.lora_sites.sites import LoraRows
 from manyroots.runner.forward import Forward
 from manyroots.runner.graphs import Graphs
 from manyroots.runner.inputs import Int64s, blank_prefill
-from manyroots.runner.mixed import MixedShape, largest
+from manyroots.runner.mixed import MixedShape, all_shapes
 from manyroots.runner.packet import send
 from manyroots.runner.sampling_state import SamplingState
 from manyroots.runner.step_arrays import sequence_arrays, token_arrays
@@ -47,10 +47,11 @@ class Rehearsal:
         self._max_len = max_len
         self._device = forward.decoder.device
 
-    def warm_up(self, *, has_adapters: bool) -> None:
-        """Compile and capture what the first requests would otherwise wait for."""
+    def warm_up(self, max_num_tokens: int, *, has_adapters: bool) -> None:
+        """Compile and capture what the first requests would otherwise wait for, with steps of at
+        most so many tokens."""
         if self._graphs is not None:
-            self._graphs.capture_all()
+            self._graphs.capture_all(self._mixed(max_num_tokens))
         for count in sorted({min(tokens, self._max_len) for tokens in WARM_TOKENS}):
             for with_adapters in (False, True) if has_adapters else (False,):
                 self._prefill(count, with_adapters=with_adapters)
@@ -66,10 +67,10 @@ class Rehearsal:
             graphs = self._graphs.measure(num_kinds, self._mixed(max_num_tokens))
         return hidden * max_num_tokens // count + sampling + graphs
 
-    def _mixed(self, max_num_tokens: int) -> MixedShape | None:
-        """The largest step of prompts beside decodes that is a graph."""
+    def _mixed(self, max_num_tokens: int) -> list[MixedShape]:
+        """Steps of prompts beside decodes that are graphs: none where layers remember states."""
         rows = self._forward.rows.spare
-        return None if len(rows.units) else largest(rows.row, max_num_tokens)
+        return [] if len(rows.units) else all_shapes(rows.row, max_num_tokens)
 
     def _prefill(self, num_tokens: int, *, with_adapters: bool) -> None:
         rows = self._forward.rows

@@ -159,11 +159,14 @@ class ModelRunner:
         """Take pages out of storage; nothing to do where there is none."""
         self._mover.forget_stored(hashes)
 
-    def warm_up(self) -> None:
-        """Compile and capture now what the first requests would otherwise wait for."""
+    def warm_up(self, max_num_tokens: int) -> None:
+        """Compile and capture now what the first requests would otherwise wait for, with steps of
+        at most so many tokens."""
         if self._device.type == "cuda":
             has_adapters = self._pool is not None
-            self._rehearse(lambda rehearsal: rehearsal.warm_up(has_adapters=has_adapters))
+            self._rehearse(
+                lambda rehearsal: rehearsal.warm_up(max_num_tokens, has_adapters=has_adapters)
+            )
 
     def measure_step(self, max_num_tokens: int, *, with_adapters: bool) -> int:
         """Bytes that steps of so many tokens take on a GPU beyond what this runner has now, graphs

@@ -10,7 +10,7 @@ from manyroots.runner.inputs import NOWHERE, StepInputs
 from manyroots.runner.mixed import (
     MAX_PROMPTS,
     TOKENS,
-    largest,
+    all_shapes,
     mixed_arrays,
     sampled_rows,
     shape_for,
@@ -89,8 +89,21 @@ def test_what_is_too_large_has_no_shape() -> None:
     assert shape_for(step(3, [TOKENS[-1]]), 64) is None
     assert shape_for(step(0, [2] * (MAX_PROMPTS + 1)), 64) is None
     assert shape_for(step(0, [TOKENS[-1]]), 64) is not None
-    assert largest(256, 8192).num_tokens == TOKENS[-1]
-    assert largest(256, 700).num_tokens == 704
+    assert all_shapes(256, 8192)[0].num_tokens == TOKENS[-1]
+    assert all_shapes(256, 700)[0].num_tokens == 768
+
+
+@pytest.mark.parametrize(("max_num_seqs", "budget"), [(4, 192), (64, 2048), (256, 8192)])
+def test_every_shape_that_a_step_may_have_is_captured_at_start(
+    max_num_seqs: int, budget: int
+) -> None:
+    shapes = all_shapes(max_num_seqs, budget)
+    assert len(shapes) < 50, "each takes a tenth of a second"
+    assert shapes == sorted(shapes, key=lambda s: (s.num_tokens, s.num_decodes), reverse=True)
+    for num_decodes in {0, 1, min(17, max_num_seqs - 1), max_num_seqs - 1}:
+        for num_tokens in range(num_decodes + 2, min(budget, TOKENS[-1]) + 1, 7):
+            shape = shape_for(step(num_decodes, [num_tokens - num_decodes]), max_num_seqs)
+            assert shape in shapes
 
 
 def test_more_runs_than_there_is_room_for_are_no_graph() -> None:

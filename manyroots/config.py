@@ -69,8 +69,9 @@ class ModelSettings:
         "auto",
         "Weights of products: 'auto' keeps them as the checkpoint has them, 'fp8' rounds "
         "unquantized ones to FP8 as they are loaded, each row with a scale of its own, 'w4a8' "
-        "multiplies a GGUF file's 4-bit blocks as they are with activations of 8 bits (Arm CPUs).",
-        choices=("auto", "fp8", "w4a8"),
+        "multiplies a GGUF file's 4-bit blocks as they are with activations of 8 bits (Arm CPUs), "
+        "'mxfp4' keeps gpt-oss' experts in MXFP4 (also on a CPU), and rounds unquantized ones.",
+        choices=("auto", "fp8", "w4a8", "mxfp4"),
     )
     device: str = option("auto", "Where to compute.", choices=("auto", "cpu", "cuda"))
     tensor_parallel_size: int = option(

@@ -1431,7 +1431,51 @@ MUTATIONS: tuple[Mutation, ...] = (
         "torch.stack((blocks & 0x0F, blocks >> 4), dim=-1)",
         "torch.stack((blocks >> 4, blocks & 0x0F), dim=-1)",
         "the two numbers of a byte change places",
-        ("unit/models/test_fp8_loading.py::test_q02_numbers_are_those_that_transformers_unpacks",),
+        (
+            "unit/models/test_mxfp4_loading.py::"
+            "test_q02_numbers_are_those_that_transformers_unpacks",
+        ),
+    ),
+    Mutation(
+        "kernels/moe_pairs/triton_fp4.py",
+        "mul.rn.bf16x2 $2, bits, $12;",
+        "mul.rn.bf16x2 $2, bits, $10;",
+        "a slice of 4-bit numbers has its neighbours' power of two",
+        (
+            "unit/kernels/test_fp4_instructions.py::"
+            "test_q02_instructions_give_every_number_and_every_power_exactly",
+        ),
+    ),
+    Mutation(
+        "kernels/moe_pairs/triton_fp4.py",
+        "power = ((exponents >> (8 * (which // 2))) & 255) << 23",
+        "power = ((exponents >> (8 * (which // 4))) & 255) << 23",
+        "two groups of 4-bit numbers share a power of two",
+        ("unit/kernels/test_fp4_triton.py::test_q02_experts_equal_the_reference[few-1-dtype0]",),
+    ),
+    Mutation(
+        "layers/weights/mxfp4.py",
+        "{Side.OUTPUT: 0, Side.INPUT: 1}[side]",
+        "{Side.OUTPUT: 0, Side.INPUT: 0}[side]",
+        "a rank takes the rows of a 4-bit matrix of which it has columns",
+        ("unit/models/test_mxfp4_loading.py::test_q02_two_ranks_give_one_ranks_logits",),
+    ),
+    Mutation(
+        "models/weight_bytes.py",
+        "return (count - numbers) * dtype.itemsize + packed",
+        "return count * dtype.itemsize + packed",
+        "experts in 4 bits count as unquantized ones, too",
+        (
+            "unit/models/test_mxfp4_loading.py::"
+            "test_q02_what_experts_take_is_counted_before_they_are_loaded",
+        ),
+    ),
+    Mutation(
+        "kernels/mxfp4.py",
+        "codes = torch.where(codes % 2 == 1, above, codes)",
+        "codes = torch.where(codes % 2 == 0, above, codes)",
+        "a number between two of 4 bits goes to the odd one",
+        ("unit/kernels/test_fp4_triton.py::test_q02_numbers_that_are_in_mxfp4_stay_as_they_are",),
     ),
     Mutation(
         "kernels/delta_rule/torch_ops.py",

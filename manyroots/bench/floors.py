@@ -17,7 +17,7 @@ from manyroots.config import ModelSettings
 from manyroots.lora.targets import Target
 from manyroots.messages import EngineInfo
 from manyroots.models.load import describe
-from manyroots.models.quantization import weight_format
+from manyroots.models.quantization import itemsizes_on
 from manyroots.models.roofline import Roofline
 from manyroots.models.source import resolve_source
 
@@ -48,9 +48,10 @@ class Floors:
         self._source = resolve_source(model)
         self._rank, self._experts = rank, experts
         dtype: torch.dtype = getattr(torch, info.dtype)
-        kept = weight_format(self._source.config, model.quantization)
-        itemsize = dtype.itemsize if kept is None else 1
-        self._roofline = Roofline(describe(self._source), dtype, itemsize)
+        sizes = itemsizes_on(
+            torch.device(info.device), self._source.config, model.quantization, dtype
+        )
+        self._roofline = Roofline(describe(self._source), dtype, *sizes)
         self._ceiling: Ceiling | None = None
         if info.device.startswith("cuda"):
             self._ceiling = ceiling_of(torch.cuda.get_device_name(info.device))

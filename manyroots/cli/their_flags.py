@@ -52,7 +52,6 @@ SYNONYMS: dict[str, dict[str, str]] = {
         # What the checkpoint's own config says is enough.
         "compressed-tensors": "auto",
         "fbgemm_fp8": "auto",
-        "mxfp4": "auto",
         "gguf": "auto",
     },
     "--log-level": {"critical": "error", "trace": "debug"},

@@ -8,6 +8,7 @@ rows, so that kernels know one form. Which of these a checkpoint has is its load
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -58,8 +59,14 @@ class ScaledMatrix:
 Matrix = Tensor | ScaledMatrix
 
 
-def plain(matrix: Matrix, dtype: torch.dtype) -> Tensor:
-    """A matrix of either kind as plain numbers; a plain one stays as it is."""
+class OfNumbers(Protocol):
+    """A matrix that is kept in another form than as plain numbers."""
+
+    def plain(self, dtype: torch.dtype) -> Tensor: ...
+
+
+def plain(matrix: Tensor | OfNumbers, dtype: torch.dtype) -> Tensor:
+    """A matrix of any kind as plain numbers; a plain one stays as it is."""
     return matrix if isinstance(matrix, Tensor) else matrix.plain(dtype)
 
 

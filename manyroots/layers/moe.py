@@ -28,7 +28,8 @@ from manyroots.layers.product import Product
 from manyroots.layers.spec import ExpertsSpec
 from manyroots.layers.step import Step
 from manyroots.layers.weights.fill import Fill, Fills, Side
-from manyroots.layers.weights.fp8 import empty_matrix, matrix_fills
+from manyroots.layers.weights.formats import mxfp4_format
+from manyroots.layers.weights.mxfp4 import empty_experts, expert_fills
 from manyroots.lora.targets import TargetKind
 from manyroots.store.adapter_sites import LoraSite, SitePart
 
@@ -46,15 +47,15 @@ class Experts:
         device: torch.device,
     ) -> None:
         self._inner = inner = spec.intermediate_size
-        self._shard, self._dtype = shard, dtype
+        self._shard, self._dtype, self._kept = shard, dtype, mxfp4_format()
         count = spec.num_experts
 
         def empty(*shape: int) -> Tensor:
             return torch.empty(count, *shape, dtype=dtype, device=device)
 
         self.data = ExpertWeights(
-            gate_up=empty_matrix(count, 2 * inner, hidden_size, dtype=dtype, device=device),
-            down=empty_matrix(count, hidden_size, inner, dtype=dtype, device=device),
+            gate_up=empty_experts(count, 2 * inner, hidden_size, dtype=dtype, device=device),
+            down=empty_experts(count, hidden_size, inner, dtype=dtype, device=device),
             gate_up_bias=empty(2 * inner) if spec.bias else None,
             down_bias=empty(hidden_size) if spec.bias else None,
             activation=spec.activation,
@@ -74,11 +75,11 @@ class Experts:
         gates, ups, every = slice(0, inner), slice(inner, None), slice(None)
         for expert in range(data.gate_up.shape[0]):
             own, gate_up = f"{name}.{expert}", data.gate_up[expert]
-            by_output = (Side.OUTPUT, shard, self._dtype)
-            yield from matrix_fills(f"{own}.gate_proj", gate_up, gates, *by_output)
-            yield from matrix_fills(f"{own}.up_proj", gate_up, ups, *by_output)
-            by_input = (Side.INPUT, shard, self._dtype)
-            yield from matrix_fills(f"{own}.down_proj", data.down[expert], every, *by_input)
+            by_output = (Side.OUTPUT, shard, self._dtype, self._kept)
+            yield from expert_fills(f"{own}.gate_proj", gate_up, gates, *by_output)
+            yield from expert_fills(f"{own}.up_proj", gate_up, ups, *by_output)
+            by_input = (Side.INPUT, shard, self._dtype, self._kept)
+            yield from expert_fills(f"{own}.down_proj", data.down[expert], every, *by_input)
         if data.gate_up_bias is None or data.down_bias is None:
             return
         biases = zip(data.gate_up_bias, data.down_bias, strict=True)

@@ -14,8 +14,9 @@ from manyroots.errors import ModelError
 from manyroots.kernels.activation.kinds import CLAMP_ALPHA, CLAMP_LIMIT, Activation
 from manyroots.kernels.moe_pairs.routing import Scoring
 from manyroots.layers.spec import ExpertsSpec, LayerSpec
+from manyroots.layers.weights.mxfp4 import KIND
 from manyroots.models.spec import ConfigReader, ModelSpec
-from manyroots.models.weights.mxfp4 import unpacked
+from manyroots.models.weights.mxfp4 import joined
 from manyroots.models.windows import of_typed_layers
 
 
@@ -86,7 +87,8 @@ def translate(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tens
                 continue
             packed = (tensor, other) if kind == "blocks" else (other, tensor)
             for expert, both in enumerate(zip(*packed, strict=True)):
-                yield from _of_expert(f"{block}.experts.{expert}", projection, unpacked(*both))
+                own = f"{block}.experts.{expert}"
+                yield from _of_expert(own, projection, joined(*both), KIND)
         elif kind == "bias":
             for expert, values in enumerate(tensor):
                 own = f"{block}.experts.{expert}"

@@ -16,12 +16,13 @@ from manyroots.distributed.shard import WHOLE, Shard
 from manyroots.errors import ModelError
 from manyroots.kernels.choice import Kernels, kernels_for
 from manyroots.layers.weights.fill import Fill
-from manyroots.layers.weights.fp8 import Fp8Format, weights_kept_as
+from manyroots.layers.weights.formats import Fp8Format, weights_kept_as
+from manyroots.layers.weights.mxfp4 import KIND
 from manyroots.layers.weights.weight import weights_packed
 from manyroots.models.decoder import Decoder
 from manyroots.models.families import pages_in, with_pages_in
 from manyroots.models.fields import check_config
-from manyroots.models.quantization import FP8, check_device, keeps_blocks, weight_format
+from manyroots.models.quantization import FP8, check_device, format_on, keeps_blocks, weight_format
 from manyroots.models.registry import architecture_of, known_architecture
 from manyroots.models.sharding import rank_spec
 from manyroots.models.source import ModelSource, SourceKind
@@ -30,6 +31,7 @@ from manyroots.models.weight_bytes import check_fits, may_pack, weight_bytes
 from manyroots.models.weights import dummy, gguf, safetensors, tied_head
 from manyroots.models.weights.fp8 import with_scales_by_row
 from manyroots.models.weights.gguf_file import GGUFFile
+from manyroots.models.weights.mxfp4 import as_numbers_where_needed
 from manyroots.progress import track
 
 _MAX_NAMED = 6
@@ -67,11 +69,12 @@ def load_model(
     spec = with_pages_in(spec, kv_cache_dtype)
     own = rank_spec(spec, shard)
     rows = shard.part(spec.vocab_size)
-    kept = weight_format(source.config, quantization)
+    kept = format_on(device, source.config, quantization)
     has_fp8_pages = pages_in(spec) == FP8
-    check_device(device, has_fp8_weights=kept is not None, has_fp8_pages=has_fp8_pages)
+    has_fp8_weights = isinstance(kept, Fp8Format)
+    check_device(device, has_fp8_weights=has_fp8_weights, has_fp8_pages=has_fp8_pages)
     if kept is not None and load_format == "dummy":
-        kept = Fp8Format(is_stored=False)
+        kept = type(kept)(is_stored=False)
     num_bytes = weight_bytes(own, rows.stop - rows.start, dtype, kept)
     check_fits(num_bytes, source.name, dtype, device)
     as_blocks = keeps_blocks(quantization, source, dtype, device)
@@ -87,7 +90,7 @@ def load_model(
             "Choose a smaller model or --dtype bfloat16."
         ) from error
     weights = _weights(source, spec, fills, load_format, seed)
-    if kept is not None and kept.is_stored:
+    if isinstance(kept, Fp8Format) and kept.is_stored:
         weights = with_scales_by_row(weights, fills, kept, has_fp8_pages)
     fill(fills, track(weights, total=len(fills), label="Loading weights"), source.name)
     if packs:
@@ -98,7 +101,7 @@ def load_model(
 def refill(model: Decoder, source: ModelSource) -> None:
     """Other weights of the same model, into the same places. Everything is looked at before
     anything is changed: weights that don't fit leave the model as it was."""
-    if weight_format(source.config) is not None:
+    if isinstance(weight_format(source.config), Fp8Format):
         raise ModelError(f"{source.name} is quantized; weights are updated in place unquantized.")
     spec = _as_in_the_checkpoint(describe(source), source, "auto", model.dtype)
     spec = with_pages_in(spec, pages_in(model.spec))
@@ -108,6 +111,11 @@ def refill(model: Decoder, source: ModelSource) -> None:
             "give weights of the same architecture and sizes."
         )
     fills = model.weights()
+    if weight_format(source.config) is None and any(name.endswith(KIND) for name in fills):
+        raise ModelError(
+            f"{source.name} is unquantized, and the experts that are served are in MXFP4 as their "
+            "checkpoint had them; give weights in MXFP4."
+        )
     fill(fills, _weights(source, spec, fills, "auto", 0), source.name, is_rehearsal=True)
     fill(fills, _weights(source, spec, fills, "auto", 0), source.name)
     if model.is_packed:
@@ -144,7 +152,7 @@ def fill(
             continue
         place = fills[name]
         part = place.part_of(tensor)
-        if part.shape != place.place.shape:
+        if part.shape != place.shape:
             raise ModelError(
                 f"{name} of {model_name} has shape {list(tensor.shape)}, but its config implies "
                 f"{place.whole_shape}; config and weights belong to different models."
@@ -183,7 +191,7 @@ def _weights(
             "num_kv_heads": attention.memory.kv_heads,
         }
         return translate(gguf.tensors(GGUFFile(source.path), **heads))
-    weights = translate(safetensors.tensors(source.path))
+    weights = as_numbers_where_needed(translate(safetensors.tensors(source.path)), fills)
     return tied_head.with_embedding(weights) if spec.tie_word_embeddings else weights
 
 

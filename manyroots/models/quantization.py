@@ -2,7 +2,7 @@
 
 Takes a config and what the user asks for; gives how products' weights are kept. Three kinds of FP8
 checkpoints: transformers' own `fp8` (scales of blocks or of a tensor), `fbgemm_fp8` (of rows), and
-`compressed-tensors` (of a tensor, of rows or of blocks). `mxfp4` is gpt-oss' own and read by it.
+`compressed-tensors` (of a tensor, of rows or of blocks). `mxfp4` is gpt-oss' own, of experts alone.
 Activations are rounded where a GPU computes with them, by their own largest numbers, so what a
 config says of them is of no account.
 """
@@ -18,28 +18,57 @@ from torch import Tensor
 from manyroots.errors import ConfigError, ModelError
 from manyroots.kernels.blocks import can_multiply_blocks, pack_blocks
 from manyroots.kernels.fp8_rows import Fp8Form, in_fp8
-from manyroots.layers.weights.fp8 import Fp8Format
+from manyroots.layers.weights.formats import Fp8Format, Mxfp4Format, WeightFormat
 from manyroots.models.source import ModelSource, SourceKind
 
 FP8 = "fp8"
 W4A8 = "w4a8"
 MXFP4 = "mxfp4"
+_OF_MXFP4 = "gpt_oss"
+"""The one type of model that is published in it."""
+MXFP4_ITEMSIZE = 17 / 32
+"""Half a byte, and a byte for 32 numbers."""
 FP8_CAPABILITY = (8, 9)
 """Of the first GPUs whose instructions know FP8."""
 
 
-def weight_format(config: Any, asked: str = "auto") -> Fp8Format | None:
+def weight_format(config: Any, asked: str = "auto") -> WeightFormat | None:
     """`asked` is --quantization; None: numbers in the model's dtype."""
     said = quantization_of(config)
     stored = None if said is None else _stored(said, config)
-    if stored is not None or asked in ("auto", W4A8):
+    if asked in ("auto", W4A8):
         return stored
+    wanted: WeightFormat = (Mxfp4Format if asked == MXFP4 else Fp8Format)(is_stored=False)
     if said is not None:
+        if type(stored) is type(wanted):
+            return stored
         raise ConfigError(
             f"--quantization is {asked!r}, and the checkpoint is quantized already "
             f"({said.get('quant_method')}); leave the flag out."
         )
-    return Fp8Format(is_stored=False)
+    if asked == MXFP4 and config.model_type != _OF_MXFP4:
+        raise ConfigError(
+            f"--quantization is {MXFP4!r}, which is for the experts of gpt-oss, and the model is "
+            f"{config.model_type!r}; leave the flag out, or choose {FP8!r}."
+        )
+    return wanted
+
+
+def format_on(device: torch.device, config: Any, asked: str) -> WeightFormat | None:
+    """What `weight_format` says, unless the device multiplies other numbers faster: no CPU has
+    operators for MXFP4, so experts are kept in it there if that was asked for."""
+    kept = weight_format(config, asked)
+    is_slow = device.type == "cpu" and asked != MXFP4
+    return None if is_slow and isinstance(kept, Mxfp4Format) else kept
+
+
+def itemsizes_on(
+    device: torch.device, config: Any, asked: str, dtype: torch.dtype
+) -> tuple[int, float]:
+    """Bytes of a number of the layers' products, and of experts'."""
+    kept = format_on(device, config, asked)
+    itemsize = 1 if isinstance(kept, Fp8Format) else dtype.itemsize
+    return itemsize, MXFP4_ITEMSIZE if isinstance(kept, Mxfp4Format) else itemsize
 
 
 def keeps_blocks(asked: str, source: ModelSource, dtype: torch.dtype, device: torch.device) -> bool:
@@ -115,7 +144,7 @@ def quantization_of(config: Any) -> dict[str, Any] | None:
     return words
 
 
-def _stored(said: dict[str, Any], config: Any) -> Fp8Format | None:
+def _stored(said: dict[str, Any], config: Any) -> WeightFormat:
     method: Any = said.get("quant_method")
     method = getattr(method, "value", method)
     if method == "fp8" and said.get("fmt", "e4m3") in ("e4m3", "float8_e4m3fn"):
@@ -124,8 +153,8 @@ def _stored(said: dict[str, Any], config: Any) -> Fp8Format | None:
         return Fp8Format(is_stored=True)
     if method == "compressed-tensors":
         return _compressed(said)
-    if method == MXFP4 and config.model_type == "gpt_oss":
-        return None  # its experts alone, which its own names lead to; see `models/gpt_oss.py`
+    if method == MXFP4 and config.model_type == _OF_MXFP4:
+        return Mxfp4Format(is_stored=True)
     raise ModelError(
         f"the checkpoint is quantized (method {method or 'unknown'!r}); this version loads FP8 "
         "(E4M3), gpt-oss' mxfp4, GGUF files and unquantized safetensors. Use one of these for this "

@@ -29,6 +29,8 @@ class Roofline:
     dtype: torch.dtype
     weight_itemsize: int
     """Of the layers' products: less than the dtype's where they are kept in FP8."""
+    expert_itemsize: float | None = None
+    """Of experts alone; None: the same."""
 
     def decode_bytes(self, batch: int, context: float) -> float:
         """What a step of `batch` rows reads and writes at least, with so many tokens each."""
@@ -44,7 +46,20 @@ class Roofline:
             for layer in self.spec.layers
         )
         whole = (self.spec.vocab_size + num_tokens) * hidden
-        return layers * self.weight_itemsize + whole * size
+        total = layers * self.weight_itemsize + whole * size
+        if self.expert_itemsize is not None:
+            less = self.weight_itemsize - self.expert_itemsize
+            total -= less * self._of_experts(num_tokens)
+        return total
+
+    def _of_experts(self, num_tokens: int) -> float:
+        """Of the layers' weights that are read, those in experts."""
+        blocks = (layer.experts for layer in self.spec.layers)
+        return sum(
+            expected_experts(block, num_tokens) * _of_one(block, self.spec.hidden_size)
+            for block in blocks
+            if block is not None
+        )
 
     def row_bytes(self, context: float) -> float:
         """What one row's memory costs a step: keys and values that it sees are read, its states

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from manyroots.adapter_names import LoraModule
 from manyroots.bench.random_adapters import targets_of
 from manyroots.config import engine_settings
+from manyroots.kernels.mxfp4 import quantize
 from manyroots.kernels.scaled import quantize_rows
 from manyroots.models.source import resolve_source
 from tests.adapter_folders import ExpertFormat, Recipe, rewrite_weights, write_adapter
@@ -22,13 +23,15 @@ from tests.unit.models.tiny import EXPERTS, save_tiny
 KINDS = (
     "llama", "llama-biased", "mistral", "mistral-window", "qwen2", "qwen2-window", "qwen3",
     "gemma3", "gpt-oss", "qwen3-moe", "lfm2", "qwen3-next", "qwen3.5", "granite-h",
-    "falcon-h1-norm", "llama-fp8-row", "qwen3-fp8-block", "qwen3-moe-fp8-row",
+    "falcon-h1-norm", "llama-fp8-row", "qwen3-fp8-block", "qwen3-moe-fp8-row", "gpt-oss-mxfp4",
 )  # fmt: skip
 FP8: dict[str, dict[str, Any]] = {
     "-fp8-row": {"quant_method": "fbgemm_fp8"},
     "-fp8-block": {"quant_method": "fp8", "weight_block_size": [128, 128]},
 }
 """How a kind's name ends whose layers' weights are in FP8, and what its config says then."""
+MXFP4 = "-mxfp4"
+"""The same of experts in MXFP4."""
 _DELTA = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 32}
 MIXTURES: dict[str, dict[str, Any]] = {
@@ -102,6 +105,7 @@ def make_model(folder: Path, kind: str, *, is_decisive: bool, **sizes: Any) -> N
     """
     base = folder / "base"
     kind, _, fp8 = kind.partition("-fp8")
+    is_mxfp4, kind = kind.endswith(MXFP4), kind.removesuffix(MXFP4)
     save_tiny(base, kind, **{**_SIZES, **_ODD_SIZES.get(kind, {}), **sizes})
     if kind == "gemma3":
         _shrink_embedding(base / "model.safetensors")
@@ -109,6 +113,8 @@ def make_model(folder: Path, kind: str, *, is_decisive: bool, **sizes: Any) -> N
         _decide_experts(base / "model.safetensors")
     if fp8:
         _quantize(base, FP8[f"-fp8{fp8}"])
+    if is_mxfp4:
+        pack_experts(base)
     targets = targets_of(resolve_source(engine_settings({"model": str(base)}).model))
     for name, recipe in zip(NAMES, RECIPES, strict=True):
         pairs = write_adapter(folder / name, targets, recipe)
@@ -142,6 +148,21 @@ def _quantize(base: Path, said: dict[str, Any]) -> None:
         tensors[f"{stem}weight_scale_inv"] = scales[..., 0].contiguous()
     save_file(tensors, path, metadata={"format": "pt"})
     config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": said}))
+
+
+def pack_experts(base: Path) -> None:
+    """gpt-oss' experts as they are published: 4 bits, and a power of two for each 32."""
+    path, config = base / "model.safetensors", base / "config.json"
+    tensors = {}
+    for name, tensor in load_file(path).items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            tensors[name] = tensor
+            continue
+        blocks, tensors[f"{name}_scales"] = quantize(tensor.transpose(1, 2).contiguous())
+        tensors[f"{name}_blocks"] = blocks.unflatten(-1, (-1, 16))
+    save_file(tensors, path, metadata={"format": "pt"})
+    said = {"quantization_config": {"quant_method": "mxfp4"}}
+    config.write_text(json.dumps({**json.loads(config.read_text()), **said}))
 
 
 def _shrink_embedding(path: Path) -> None:

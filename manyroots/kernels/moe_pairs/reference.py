@@ -11,8 +11,9 @@ from manyroots.kernels.lora_sites.reference import expanded
 from manyroots.kernels.lora_sites.sites import LoraTerm
 from manyroots.kernels.moe_pairs.adapters import PART_WIDTH, ExpertAdapters, ExpertSite
 from manyroots.kernels.moe_pairs.routing import MAX_FEW_TOKENS, Routing, Scoring
-from manyroots.kernels.moe_pairs.weights import ExpertWeights
-from manyroots.kernels.scaled import Matrix, plain
+from manyroots.kernels.moe_pairs.weights import ExpertMatrix, ExpertWeights
+from manyroots.kernels.mxfp4 import Mxfp4Matrix
+from manyroots.kernels.scaled import plain
 
 
 def route(
@@ -52,6 +53,8 @@ def experts(
 ) -> Tensor:
     """What adds up to each token's output, float32 [top_k, tokens, hidden]: each pair's weighted
     output. Of many tokens, those that experts in FP8 multiply are rounded to FP8, too."""
+    if weights.is_fp4:
+        weights = weights.plain(torch.float32)
     num_tokens, top_k = routing.weights.shape
     is_many = routing.tiles is not None or num_tokens > MAX_FEW_TOKENS
     rounds = is_many and weights.has_fp8_tiles
@@ -72,8 +75,10 @@ def experts(
     return out.view(num_tokens, top_k, -1).transpose(0, 1)
 
 
-def _product(x: Tensor, weight: Matrix, bias: Tensor | None, expert: int, rounds: bool) -> Tensor:
-    if rounds and not isinstance(weight, Tensor):
+def _product(
+    x: Tensor, weight: ExpertMatrix, bias: Tensor | None, expert: int, rounds: bool
+) -> Tensor:
+    if rounds and not isinstance(weight, Tensor | Mxfp4Matrix):
         x = in_fp8(x[None], Fp8Form(1, weight.group)).plain()[0]
     y = plain(weight[expert], torch.float32).float() @ x.float()
     return y if bias is None else y + bias[expert].float()

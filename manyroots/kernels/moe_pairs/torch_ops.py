@@ -16,8 +16,8 @@ from manyroots.kernels.moe_pairs.adapters import ExpertAdapters
 from manyroots.kernels.moe_pairs.routing import Routing, Scoring
 from manyroots.kernels.moe_pairs.torch_adapters import add_to_pairs, combine
 from manyroots.kernels.moe_pairs.torch_pairs import PairsByAdapter, SortedPairs
-from manyroots.kernels.moe_pairs.weights import ExpertWeights
-from manyroots.kernels.scaled import Matrix, plain
+from manyroots.kernels.moe_pairs.weights import ExpertMatrix, ExpertWeights
+from manyroots.kernels.scaled import plain
 
 
 def route(
@@ -86,7 +86,7 @@ def _adapter_pairs(pairs: SortedPairs, adapters: ExpertAdapters) -> PairsByAdapt
     return PairsByAdapter(pairs, batch)
 
 
-def _products(x: Tensor, weight: Matrix, bias: Tensor | None, pairs: SortedPairs) -> Tensor:
+def _products(x: Tensor, weight: ExpertMatrix, bias: Tensor | None, pairs: SortedPairs) -> Tensor:
     """Each pair's x [num_pairs, in] times its expert's weight [num_experts, out, in]."""
     out = x.new_empty(x.shape[0], weight.shape[1])
     for expert, own in pairs.segments:

@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from manyroots.kernels.gemm.triton_words import words_of
 from manyroots.kernels.launch import (
     as_splits,
     counters,
@@ -38,6 +37,7 @@ from manyroots.kernels.moe_pairs.triton_adapters import (
     expand_tile,
     shrink_tile,
 )
+from manyroots.kernels.moe_pairs.triton_fp4 import operand_of
 from manyroots.kernels.moe_pairs.triton_order import ordered
 from manyroots.kernels.moe_pairs.triton_products import (
     both_products,
@@ -46,8 +46,9 @@ from manyroots.kernels.moe_pairs.triton_products import (
     group_at,
 )
 from manyroots.kernels.moe_pairs.triton_tiles import experts_in_tiles, tile_rows
-from manyroots.kernels.moe_pairs.weights import ExpertWeights
-from manyroots.kernels.scaled import SIDE_STEP, Matrix
+from manyroots.kernels.moe_pairs.weights import ExpertMatrix, ExpertWeights
+from manyroots.kernels.mxfp4 import TILE, Mxfp4Matrix
+from manyroots.kernels.scaled import SIDE_STEP
 
 _SOFTMAX = tl.constexpr(Scoring.SOFTMAX.value)
 _OF_CHOSEN = tl.constexpr(Scoring.SOFTMAX_OF_CHOSEN.value)
@@ -70,6 +71,10 @@ class ExpertTiling:
     num_warps: int = 4
     activate_n: int = 128
     """With adapters alone: columns of a pair that one program takes between the products."""
+
+
+FP4_TILING = ExpertTiling(up_stages=4)
+"""Of weights in MXFP4, whose tiles have 128 columns."""
 
 
 @triton.jit
@@ -298,7 +303,7 @@ def experts(
 ) -> Tensor:
     """What adds up to each token's output, float32 [top_k, tokens, hidden]: each pair's weighted
     output. What adapters add to few tokens is one more behind the last."""
-    cut = tiling or ExpertTiling()
+    cut = tiling or (FP4_TILING if weights.is_fp4 else ExpertTiling())
     if not (_fits(weights.gate_up, cut.up_k) and _fits(weights.down, cut.down_k)):
         weights = weights.plain(x.dtype)
     if routing.tiles is not None:
@@ -310,11 +315,13 @@ def experts(
     return by_token.transpose(0, 1)
 
 
-def _fits(matrix: Matrix, block_k: int) -> bool:
+def _fits(matrix: ExpertMatrix, block_k: int) -> bool:
     """Whether FP8 is read in words: rows are whole 16-byte loads, and tiles of so many columns
-    have one scale for each row."""
+    have one scale for each row. Of MXFP4, whether tiles are as it is kept."""
     if isinstance(matrix, Tensor):
         return True
+    if isinstance(matrix, Mxfp4Matrix):
+        return block_k == TILE
     has_one = matrix.has_row_scales or matrix.group % block_k == 0
     return has_one and matrix.shape[-1] % SIDE_STEP == 0
 
@@ -328,8 +335,8 @@ def _both(x: Tensor, routing: Routing, weights: ExpertWeights, cut: ExpertTiling
     down_tiles = triton.cdiv(hidden_size, cut.down_alone_n)
     inner = torch.empty(num_tokens * top_k, n_size, dtype=x.dtype, device=x.device)
     out = torch.empty(num_tokens, top_k, hidden_size, dtype=torch.float32, device=x.device)
-    *gate_up, up_scaled = words_of(weights.gate_up, x)
-    *down, down_scaled = words_of(weights.down, x)
+    *gate_up, up_scaled = operand_of(weights.gate_up, x)
+    *down, down_scaled = operand_of(weights.down, x)
     both_products[(used * (up_tiles + down_tiles),)](
         x, *gate_up, *down, weights.up_bias_or(x), weights.down_bias_or(x), routing.pairs,
         routing.groups, routing.weights, inner, out, counters(x.device), used * up_tiles, n_size,
@@ -364,7 +371,7 @@ def _with_adapters(
     inner = torch.empty(num_pairs, n_size, dtype=x.dtype, device=x.device)
     around = _Around.of(inner, routing, adapters, hidden_size, cut)
     options = launch_options(x.device)
-    *gate_up, up_scaled = words_of(weights.gate_up, x)
+    *gate_up, up_scaled = operand_of(weights.gate_up, x)
     _up[(triton.cdiv(n_size, cut.up_n), around.shrink_rows + used)](
         x, *gate_up, weights.up_bias_or(x), routing.pairs, routing.groups, around.product,
         *around.of_up, n_size, hidden_size, top_k, num_pairs, adapters.gate_up.max_rank,
@@ -374,7 +381,7 @@ def _with_adapters(
     )  # fmt: skip
     _activate(around, inner, routing, weights, adapters, cut)
     out = torch.empty(num_tokens, top_k + 1, hidden_size, dtype=torch.float32, device=x.device)
-    *down, down_scaled = words_of(weights.down, x)
+    *down, down_scaled = operand_of(weights.down, x)
     _down[(triton.cdiv(hidden_size, cut.down_n), around.expand_rows + used)](
         inner, *down, weights.down_bias_or(x), routing.pairs, routing.groups,
         routing.weights, out, *around.of_down, hidden_size, n_size, num_tokens,

@@ -15,6 +15,12 @@ import triton.language as tl
 from manyroots.kernels.activation.triton_kinds import activated
 from manyroots.kernels.gemm.triton_words import times_words
 from manyroots.kernels.launch import let_next_begin, wait_for_count, wait_for_inputs
+from manyroots.kernels.moe_pairs.triton_fp4 import (
+    FOUR_BITS,
+    fp4_numbers,
+    fp4_words,
+    whole_sums,
+)
 
 
 @triton.jit
@@ -32,8 +38,12 @@ def add_product(
 ):  # fmt: skip
     """A tile of a weight times rows, onto `acc`. With SCALED the weight is in FP8, in words of
     four, and `scales` is where each of its rows has them, one for SCALED columns; 1: one for all,
-    applied at the end."""
-    if SCALED > 1:
+    applied at the end. With FOUR_BITS it is in MXFP4, and they are exponents."""
+    if SCALED == FOUR_BITS:
+        exponents = tl.load(scales + at // BLOCK_K)
+        numbers = fp4_numbers(weight, exponents, rows.dtype, BLOCK_N, FAST)
+        acc = tl.dot(numbers, tl.trans(rows), acc, input_precision="ieee")
+    elif SCALED > 1:
         part = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         part = times_words(weight, rows, part, BLOCK_M, BLOCK_K, FAST)
         acc += part * tl.load(scales + at // SCALED)[:, None]
@@ -42,6 +52,38 @@ def add_product(
     else:
         acc = tl.dot(weight, tl.trans(rows), acc, input_precision="ieee")
     return acc
+
+
+@triton.jit
+def _words_at(weight, row, k_size, BLOCK_K: tl.constexpr, SCALED: tl.constexpr):
+    """Where the first tile of a weight's rows is."""
+    if SCALED == FOUR_BITS:
+        at = fp4_words(weight, row, k_size)
+    else:
+        word: tl.constexpr = 4 if SCALED else 1
+        k = tl.arange(0, BLOCK_K // word)
+        at = weight + row[:, None] * (k_size // word) + k[None, :]
+    return at
+
+
+@triton.jit
+def _tile_at(
+    words, at, k_size, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, SCALED: tl.constexpr
+):  # fmt: skip
+    """The tile from column `at` on; what lies behind the end of a row is zeros."""
+    if SCALED == FOUR_BITS:  # which has zeros there
+        tile = tl.load(words + at // 8, eviction_policy="evict_first")
+    else:
+        word: tl.constexpr = 4 if SCALED else 1
+        if EVEN_K:
+            tile = tl.load(words + at // word, eviction_policy="evict_first")
+        else:
+            k = at + word * tl.arange(0, BLOCK_K // word)
+            inside = (k < k_size)[None, :]
+            tile = tl.load(
+                words + at // word, mask=inside, other=0, eviction_policy="evict_first"
+            )  # fmt: skip
+    return tile
 
 
 @triton.jit
@@ -54,23 +96,17 @@ def gate_and_up(
     k = tl.arange(0, BLOCK_K)
     x_at = x + row[:, None] * k_size + k[None, :]
     first = expert * 2 * n_size + tl.minimum(n, n_size - 1)
-    word: tl.constexpr = 4 if SCALED else 1
-    w_k = tl.arange(0, BLOCK_K // word)
-    gate_at = gate_up + first[:, None] * (k_size // word) + w_k[None, :]
-    up_at = gate_at + n_size.to(tl.int64) * (k_size // word)
+    gate_at = _words_at(gate_up, first, k_size, BLOCK_K, SCALED)
+    up_at = _words_at(gate_up, first + n_size, k_size, BLOCK_K, SCALED)
     gate = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for at in range(0, k_size, BLOCK_K):
+        gates = _tile_at(gate_at, at, k_size, BLOCK_K, EVEN_K, SCALED)
+        ups = _tile_at(up_at, at, k_size, BLOCK_K, EVEN_K, SCALED)
         if EVEN_K:
-            gates = tl.load(gate_at + at // word, eviction_policy="evict_first")
-            ups = tl.load(up_at + at // word, eviction_policy="evict_first")
             xs = tl.load(x_at + at, mask=is_pair[:, None], other=0.0)
         else:
             inside = (at + k < k_size)[None, :]
-            is_word = (at + word * w_k < k_size)[None, :]
-            of = at // word
-            gates = tl.load(gate_at + of, mask=is_word, other=0, eviction_policy="evict_first")
-            ups = tl.load(up_at + of, mask=is_word, other=0, eviction_policy="evict_first")
             xs = tl.load(x_at + at, mask=is_pair[:, None] & inside, other=0.0)
         gate = add_product(
             gate, gates, xs, scales + first * num_groups, at, BLOCK_M, BLOCK_N, BLOCK_K, SCALED,
@@ -80,6 +116,9 @@ def gate_and_up(
             up, ups, xs, scales + (first + n_size) * num_groups, at, BLOCK_M, BLOCK_N, BLOCK_K,
             SCALED, FAST,
         )  # fmt: skip
+    if SCALED == FOUR_BITS:
+        gate = whole_sums(gate, x.dtype.element_ty, FAST)
+        up = whole_sums(up, x.dtype.element_ty, FAST)
     if SCALED == 1:
         gate *= tl.load(scales + first)[:, None]
         up *= tl.load(scales + first + n_size)[:, None]
@@ -98,24 +137,22 @@ def down_product(
     """Rows `n` of an expert's down times its pairs' activations: [n, pairs]."""
     k = tl.arange(0, BLOCK_K)
     row = expert * n_size + tl.minimum(n, n_size - 1)
-    word: tl.constexpr = 4 if SCALED else 1
-    w_k = tl.arange(0, BLOCK_K // word)
-    w_at = down + row[:, None] * (k_size // word) + w_k[None, :]
+    w_at = _words_at(down, row, k_size, BLOCK_K, SCALED)
     h_at = hidden + pair[:, None] * k_size + k[None, :]
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for at in range(0, k_size, BLOCK_K):
+        weight = _tile_at(w_at, at, k_size, BLOCK_K, EVEN_K, SCALED)
         # Activations past the first cache, which does not see what other programs write.
         if EVEN_K:
-            weight = tl.load(w_at + at // word, eviction_policy="evict_first")
             hs = tl.load(h_at + at, mask=is_pair[:, None], other=0.0, cache_modifier=".cg")
         else:
             inside = (at + k < k_size)[None, :]
-            of, is_word = at // word, (at + word * w_k < k_size)[None, :]
-            weight = tl.load(w_at + of, mask=is_word, other=0, eviction_policy="evict_first")
             hs = tl.load(h_at + at, mask=is_pair[:, None] & inside, other=0.0, cache_modifier=".cg")
         acc = add_product(
             acc, weight, hs, scales + row * num_groups, at, BLOCK_M, BLOCK_N, BLOCK_K, SCALED, FAST
         )  # fmt: skip
+    if SCALED == FOUR_BITS:
+        acc = whole_sums(acc, hidden.dtype.element_ty, FAST)
     if SCALED == 1:
         acc *= tl.load(scales + row)[:, None]
     if HAS_BIAS:

@@ -25,6 +25,8 @@ from manyroots.kernels.fp8_rows import Fp8Form
 from manyroots.kernels.launch import launch_options, let_next_begin, wait_for_inputs
 from manyroots.kernels.moe_pairs.adapters import ExpertAdapters
 from manyroots.kernels.moe_pairs.routing import Routing
+from manyroots.kernels.moe_pairs.triton_fp4 import FOUR_BITS, operand_of
+from manyroots.kernels.moe_pairs.triton_products import down_product, gate_and_up
 from manyroots.kernels.moe_pairs.triton_tile_adapters import (
     RANK_BLOCK,
     expand_part,
@@ -32,8 +34,8 @@ from manyroots.kernels.moe_pairs.triton_tile_adapters import (
     shrink,
     slots_of,
 )
-from manyroots.kernels.moe_pairs.weights import ExpertWeights
-from manyroots.kernels.scaled import Matrix
+from manyroots.kernels.moe_pairs.weights import ExpertMatrix, ExpertWeights
+from manyroots.kernels.mxfp4 import TILE, Mxfp4Matrix
 from manyroots.kernels.triton_fp8_rows import in_fp8
 
 
@@ -64,6 +66,9 @@ LARGE = TileShapes(TileShape(128, 64, 4, 8), TileShape(128, 64, 3, 4))
 FP8_SMALL = TileShapes(TileShape(128, 128, 4, 4), TileShape(128, 128, 4, 4))
 FP8_LARGE = TileShapes(TileShape(128, 128, 4, 8), TileShape(128, 128, 3, 4))
 """Of FP8: the same bytes. Not measured yet."""
+FP4_SMALL = TileShapes(TileShape(64, TILE, 3, 4), TileShape(128, TILE, 3, 4))
+FP4_LARGE = TileShapes(TileShape(64, TILE, 3, 4), TileShape(128, TILE, 3, 8))
+FP4_FLOAT32 = TileShapes(TileShape(32, TILE, 1, 8), TileShape(32, TILE, 1, 8))
 FLOAT32 = TileShapes(TileShape(32, 16, 2, 8), TileShape(32, 16, 2, 8))
 """No matrix units, and half the room."""
 DOWN_PROGRAMS = 2
@@ -75,9 +80,13 @@ def tile_rows(num_pairs: int, num_experts: int) -> int:
     return SMALL_ROWS if num_pairs <= SMALL_PAIRS * num_experts else LARGE_ROWS
 
 
-def _shapes(rows: int, dtype: torch.dtype, is_scaled: bool) -> TileShapes:
+def _shapes(rows: int, dtype: torch.dtype, weights: ExpertWeights) -> TileShapes:
     """What was fastest on an H200."""
-    if is_scaled:
+    if weights.is_fp4 and dtype == torch.float32:
+        return FP4_FLOAT32
+    if weights.is_fp4:
+        return FP4_SMALL if rows <= SMALL_ROWS else FP4_LARGE
+    if weights.has_fp8_tiles:
         return FP8_SMALL if rows <= SMALL_ROWS else FP8_LARGE
     if dtype == torch.float32:
         return FLOAT32
@@ -110,7 +119,8 @@ def _up(
     RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """activation(gate, up) of a tile's pairs."""
+    """activation(gate, up) of a tile's pairs. With FOUR_BITS weights are the rows of a product that
+    is turned around behind it: what is made in registers can only be those."""
     let_next_begin(DEPENDENT)
     wait_for_inputs(DEPENDENT)
     tiles_n = tl.cdiv(n_size, BLOCK_N)
@@ -123,25 +133,35 @@ def _up(
     m = tl.load(tiles + 3 * tile + 1) + tl.arange(0, BLOCK_M)
     is_pair = m < tl.load(tiles + 3 * tile + 2)
     token = tl.load(pairs + m, mask=is_pair, other=0) // top_k
-    k = tl.arange(0, BLOCK_K)[None, :]
-    x_at = x + token[:, None].to(tl.int64) * k_size + k
-    first_row = expert * 2 * n_size + first_n
-    own = x_scales + token * x_row
     at_n = expert * 2 * n_size + tl.minimum(n, n_size - 1)
-    gate_scales = w_scales + at_n * w_row
-    up_scales = gate_scales + n_size * w_row
-    gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for at in range(0, k_size, BLOCK_K):
-        # What lies behind the end of a weight's row is read as zeros.
-        xs = tl.load(x_at + at) if EVEN_K else tl.load(x_at + at, mask=at + k < k_size, other=0.0)
-        gates = gate_up.load([first_row, at])
-        gate = _times(gate, xs, gates, own, gate_scales, at, x_group, w_group, SCALED)
-        ups = gate_up.load([first_row + n_size, at])
-        up = _times(up, xs, ups, own, up_scales, at, x_group, w_group, SCALED)
-    if SCALED == 1:
-        gate = _scaled_whole(gate, own, gate_scales)
-        up = _scaled_whole(up, own, up_scales)
+    if SCALED == FOUR_BITS:
+        gate, up = gate_and_up(
+            x, gate_up, w_scales, w_row, bias, expert.to(tl.int64), token.to(tl.int64), is_pair, n,
+            n_size, k_size, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, False, SCALED, DEPENDENT,
+        )  # fmt: skip
+        gate, up = tl.trans(gate), tl.trans(up)
+    else:
+        k = tl.arange(0, BLOCK_K)[None, :]
+        x_at = x + token[:, None].to(tl.int64) * k_size + k
+        first_row = expert * 2 * n_size + first_n
+        own = x_scales + token * x_row
+        gate_scales = w_scales + at_n * w_row
+        up_scales = gate_scales + n_size * w_row
+        gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for at in range(0, k_size, BLOCK_K):
+            # What lies behind the end of a weight's row is read as zeros.
+            if EVEN_K:
+                xs = tl.load(x_at + at)
+            else:
+                xs = tl.load(x_at + at, mask=at + k < k_size, other=0.0)
+            gates = gate_up.load([first_row, at])
+            gate = _times(gate, xs, gates, own, gate_scales, at, x_group, w_group, SCALED)
+            ups = gate_up.load([first_row + n_size, at])
+            up = _times(up, xs, ups, own, up_scales, at, x_group, w_group, SCALED)
+        if SCALED == 1:
+            gate = _scaled_whole(gate, own, gate_scales)
+            up = _scaled_whole(up, own, up_scales)
     if HAS_BIAS:
         gate += tl.load(bias + at_n).to(tl.float32)[None, :]
         up += tl.load(bias + at_n + n_size).to(tl.float32)[None, :]
@@ -171,8 +191,8 @@ def _up(
 def _down(
     inner, down, bias, pairs, tiles, num_tiles, weights, out, shrunk, slots, pool, table, x_scales,
     w_scales, n_size, k_size, top_k, num_pairs, x_row, x_group, w_row, w_group,
-    SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, RANK: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
+    SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, RANK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """weight * down(inner) of one tile's pairs after the other's, each at its own pair's place."""
     let_next_begin(DEPENDENT)
@@ -188,15 +208,22 @@ def _down(
         m = begin + tl.arange(0, BLOCK_M)
         n = first_n + tl.arange(0, BLOCK_N)
         at_n = expert * n_size + tl.minimum(n, n_size - 1)
-        own = x_scales + tl.minimum(m, num_pairs - 1) * x_row
-        of_rows = w_scales + at_n * w_row
-        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for at in range(0, k_size, BLOCK_K):
-            weight = down.load([expert * n_size + first_n, at])
-            xs = inner.load([begin, at])
-            acc = _times(acc, xs, weight, own, of_rows, at, x_group, w_group, SCALED)
-        if SCALED == 1:
-            acc = _scaled_whole(acc, own, of_rows)
+        if SCALED == FOUR_BITS:
+            acc = down_product(
+                inner, down, w_scales, w_row, bias, expert.to(tl.int64), m.to(tl.int64), m < end, n,
+                n_size, k_size, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, False, SCALED, DEPENDENT,
+            )  # fmt: skip
+            acc = tl.trans(acc)
+        else:
+            own = x_scales + tl.minimum(m, num_pairs - 1) * x_row
+            of_rows = w_scales + at_n * w_row
+            acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            for at in range(0, k_size, BLOCK_K):
+                weight = down.load([expert * n_size + first_n, at])
+                xs = inner.load([begin, at])
+                acc = _times(acc, xs, weight, own, of_rows, at, x_group, w_group, SCALED)
+            if SCALED == 1:
+                acc = _scaled_whole(acc, own, of_rows)
         pair = tl.load(pairs + m, mask=m < end, other=0)
         if HAS_BIAS:
             acc += tl.load(bias + at_n).to(tl.float32)[None, :]
@@ -233,10 +260,9 @@ def experts_in_tiles(
     assert tiles is not None, "the routing of few tokens has no tiles"
     hidden_size, n_size = weights.down.shape[1:]
     num_tokens, top_k = routing.weights.shape
-    is_scaled = weights.has_fp8_tiles
-    if not is_scaled:
+    if not (weights.has_fp8_tiles or weights.is_fp4):
         weights = weights.plain(x.dtype)
-    cut = _shapes(tiles.rows, x.dtype, is_scaled)
+    cut = _shapes(tiles.rows, x.dtype, weights)
     of_tiles = (routing.pairs, tiles.places, tiles.count)
     num_pairs = num_tokens * top_k
     inner = torch.empty(num_pairs, n_size, dtype=x.dtype, device=x.device)
@@ -244,9 +270,9 @@ def experts_in_tiles(
     up_rank, *of_up = _around(x, routing, adapters, is_up=True)
     operand = _operands(x, weights.gate_up)
     _up[(most_tiles * triton.cdiv(n_size, cut.up.columns),)](
-        operand.rows, _described(operand.weight, cut.up.columns, cut.up.inner),
-        weights.up_bias_or(x), *of_tiles, inner, *of_up, operand.row_scales,
-        operand.weight_scales, n_size, hidden_size, top_k, *operand.strides,
+        operand.rows, operand.described_weight(cut.up), weights.up_bias_or(x), *of_tiles, inner,
+        *of_up, operand.row_scales, operand.weight_scales, n_size, hidden_size, top_k,
+        *operand.strides,
         KIND=weights.activation.value, SCALED=operand.scaled,
         HAS_BIAS=weights.gate_up_bias is not None, EVEN_K=hidden_size % cut.up.inner == 0,
         RANK=up_rank, BLOCK_M=tiles.rows, BLOCK_N=cut.up.columns, BLOCK_K=cut.up.inner,
@@ -257,13 +283,13 @@ def experts_in_tiles(
     most = most_tiles * triton.cdiv(hidden_size, cut.down.columns)
     operand = _operands(inner, weights.down)
     _down[(min(most, _multiprocessors(x.device) * DOWN_PROGRAMS),)](
-        _described(operand.rows, tiles.rows, cut.down.inner),
-        _described(operand.weight, cut.down.columns, cut.down.inner), weights.down_bias_or(x),
+        operand.described_rows(tiles.rows, cut.down), operand.described_weight(cut.down),
+        weights.down_bias_or(x),
         *of_tiles, routing.weights, out, *of_down, operand.row_scales, operand.weight_scales,
         hidden_size, n_size, top_k, num_pairs, *operand.strides, SCALED=operand.scaled,
-        HAS_BIAS=weights.down_bias is not None, RANK=down_rank, BLOCK_M=tiles.rows,
-        BLOCK_N=cut.down.columns, BLOCK_K=cut.down.inner, num_stages=cut.down.num_stages,
-        num_warps=cut.down.num_warps, **options,
+        HAS_BIAS=weights.down_bias is not None, EVEN_K=n_size % cut.down.inner == 0,
+        RANK=down_rank, BLOCK_M=tiles.rows, BLOCK_N=cut.down.columns, BLOCK_K=cut.down.inner,
+        num_stages=cut.down.num_stages, num_warps=cut.down.num_warps, **options,
     )  # fmt: skip
     return out
 
@@ -279,11 +305,26 @@ class _Operands:
     strides: tuple[int, ...]
     """From one row's scale to the next, and from one group's: of rows, and of weights."""
     scaled: int
-    """For how many columns scales are: 1 stands for all of a row, 0 for no scales."""
+    """For how many columns scales are: 1 stands for all of a row, 0 for no scales; or FOUR_BITS."""
+
+    def described_rows(self, rows: int, cut: TileShape) -> Tensor | TensorDescriptor:
+        """As a kernel reads them in tiles."""
+        if self.scaled == FOUR_BITS.value:
+            return self.rows
+        return _described(self.rows, rows, cut.inner)
+
+    def described_weight(self, cut: TileShape) -> Tensor | TensorDescriptor:
+        """The same of the weight."""
+        if self.scaled == FOUR_BITS.value:
+            return self.weight
+        return _described(self.weight, cut.columns, cut.inner)
 
 
-def _operands(x: Tensor, weight: Matrix) -> _Operands:
+def _operands(x: Tensor, weight: ExpertMatrix) -> _Operands:
     """Rows and a weight as they are, or where the weight is in FP8 both in it."""
+    if isinstance(weight, Mxfp4Matrix):
+        words, exponents, in_row, scaled = operand_of(weight, x)
+        return _Operands(x, words, x, exponents, (0, 0, in_row, 1), scaled)
     if isinstance(weight, Tensor):
         return _Operands(x, weight, x, weight, (0, 0, 0, 0), 0)
     rounded = in_fp8(x, Fp8Form(1, weight.group)).rounded

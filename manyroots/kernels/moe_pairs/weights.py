@@ -8,16 +8,20 @@ import torch
 from torch import Tensor
 
 from manyroots.kernels.activation.kinds import Activation
+from manyroots.kernels.mxfp4 import Mxfp4Matrix
 from manyroots.kernels.scaled import SIDE_STEP, TILE_COLUMNS, Matrix, plain
+
+ExpertMatrix = Matrix | Mxfp4Matrix
+"""What experts are multiplied with."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
     """down(activation(gate, up)) of each expert. Sizes are any multiple of 8."""
 
-    gate_up: Matrix
+    gate_up: ExpertMatrix
     """[num_experts, 2 n, hidden]: all gates, then all ups, whatever a checkpoint's order is."""
-    down: Matrix
+    down: ExpertMatrix
     """[num_experts, hidden, n]"""
     gate_up_bias: Tensor | None = None
     """[num_experts, 2 n]; adapters add to the same sum, before the activation."""
@@ -29,6 +33,11 @@ class ExpertWeights:
     def has_fp8_tiles(self) -> bool:
         """Whether tiles of many tokens multiply FP8 with FP8, rows being rounded, too."""
         return _has_tiles(self.gate_up) and _has_tiles(self.down)
+
+    @property
+    def is_fp4(self) -> bool:
+        """Whether both are in MXFP4."""
+        return isinstance(self.gate_up, Mxfp4Matrix) and isinstance(self.down, Mxfp4Matrix)
 
     def plain(self, dtype: torch.dtype) -> ExpertWeights:
         """With matrices of plain numbers."""
@@ -43,8 +52,8 @@ class ExpertWeights:
         return other if self.down_bias is None else self.down_bias
 
 
-def _has_tiles(matrix: Matrix) -> bool:
-    if isinstance(matrix, Tensor):
+def _has_tiles(matrix: ExpertMatrix) -> bool:
+    if isinstance(matrix, Tensor | Mxfp4Matrix):
         return False
     has_one = matrix.has_row_scales or matrix.group % TILE_COLUMNS == 0
     return has_one and matrix.shape[-1] % SIDE_STEP == 0

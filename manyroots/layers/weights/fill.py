@@ -52,13 +52,18 @@ class Fill:
     """Where this rank has rows in another order: which row of its part each is."""
 
     def part_of(self, tensor: Tensor) -> Tensor:
-        """This rank's part of a whole tensor; of the shape of `place` if both belong together."""
+        """This rank's part of a whole tensor; of `shape` if both belong together."""
         if self.cut is None or self.cut >= tensor.ndim or self.shard.is_whole:
             return tensor
         if self.pieces:
             return piecewise(tensor, self.cut, self.pieces, self.shard)
         part = self.shard.part(tensor.shape[self.cut])
         return tensor.narrow(self.cut, part.start, part.stop - part.start)
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of this rank's part of the checkpoint's tensor."""
+        return self.place.shape
 
     @property
     def values(self) -> Tensor:
@@ -73,7 +78,7 @@ class Fill:
     @property
     def whole_shape(self) -> list[int]:
         """Of the checkpoint's tensor, if all ranks have as much of it as this one."""
-        shape = list(self.place.shape)
+        shape = list(self.shape)
         if self.pieces and self.cut is not None:
             shape[self.cut] = whole_size(self.pieces, self.shard)
         elif self.cut is not None:

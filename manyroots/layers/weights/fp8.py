@@ -1,16 +1,11 @@
 """Weights of products in FP8: how they are kept, and how they are filled.
 
 Stored ones come with their scales; others are rounded when they are loaded, each row by its largest
-number. What is quantized is told once, around the making of a decoder (`weights_kept_as`), because
-every layer makes its own products and none should hand on what it does not look at. Embeddings,
-heads, routers, norms and adapters stay in the model's dtype.
+number. Which of the two, `formats.py` is told.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -20,36 +15,14 @@ from manyroots.distributed.shard import Shard
 from manyroots.errors import ConfigError
 from manyroots.kernels.scaled import Matrix, ScaledMatrix, quantize_rows
 from manyroots.layers.weights.fill import Fill, Fills, Side
-
-
-@dataclass(frozen=True, slots=True)
-class Fp8Format:
-    """How products' weights are kept."""
-
-    is_stored: bool
-    """Whether the checkpoint has them so; else they are rounded as they are loaded."""
-    block: tuple[int, int] | None = None
-    """Rows and columns that share a scale; None: a scale for each row, or for all."""
-
-
-_format: ContextVar[Fp8Format | None] = ContextVar("weight_format", default=None)
-
-
-@contextmanager
-def weights_kept_as(format: Fp8Format | None) -> Iterator[None]:
-    """Of products that are made inside; None: numbers in the model's dtype."""
-    token = _format.set(format)
-    try:
-        yield
-    finally:
-        _format.reset(token)
+from manyroots.layers.weights.formats import fp8_format
 
 
 def empty_matrix(
     *shape: int, dtype: torch.dtype, device: torch.device, may_be_quantized: bool = True
 ) -> Matrix:
     """A matrix or a stack of them, in the kind that weights have here and now."""
-    kept = _format.get()
+    kept = fp8_format()
     if kept is None or not may_be_quantized:
         return torch.empty(shape, dtype=dtype, device=device)
     *stack, rows, columns = shape
@@ -71,7 +44,7 @@ def matrix_fills(
         yield f"{name}.weight", Fill(matrix[rows], cut, shard)
         return
     data, scales = matrix.data[rows], matrix.scales[rows]
-    kept = _format.get()
+    kept = fp8_format()
     if kept is None or not kept.is_stored:
         yield f"{name}.weight", RoundingFill(data, cut, shard, scales=scales, dtype=dtype)
         return

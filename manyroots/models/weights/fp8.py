@@ -20,7 +20,7 @@ from torch import Tensor
 
 from manyroots.errors import ModelError
 from manyroots.layers.weights.fill import Fill
-from manyroots.layers.weights.fp8 import Fp8Format
+from manyroots.layers.weights.formats import Fp8Format
 
 _SCALES = ("weight_scale", "weight_scale_inv")
 _OF_ACTIVATIONS = ("input_scale", "input_scale_ub", "output_scale", "k_scale", "v_scale", "q_scale")

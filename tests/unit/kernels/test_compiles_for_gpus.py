@@ -1,5 +1,5 @@
-"""Q01, Q04: kernels of FP8 are compiled for a Hopper GPU, which need not be there. The interpreter
-takes what a compiler does not, such as one name for two kinds of pointers."""
+"""Q01, Q02, Q04: kernels of FP8 and MXFP4 are compiled for a Hopper GPU, which need not be there.
+The interpreter takes what a compiler does not, such as one name for two kinds of pointers."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from triton.compiler import ASTSource
 
 from manyroots.kernels import triton_fp8_rows
 from manyroots.kernels.gemm import triton as gemm
+from manyroots.kernels.moe_pairs import triton_products as moe
 from manyroots.kernels.rope_write import triton as rope
 
-FP8, HALF, FLOAT, LONG = "*fp8e4nv", "*bf16", "*fp32", "*i64"
+FP8, HALF, FLOAT, LONG, INT = "*fp8e4nv", "*bf16", "*fp32", "*i64", "*i32"
 
 
 def compiled(kernel, types, **constants):
@@ -31,7 +32,7 @@ def compiled(kernel, types, **constants):
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(names)
-        if signature[name].startswith("*") or name in ("k_size", "n_size")
+        if signature[name].startswith("*") or name in ("k_size", "n_size", "hidden_size")
     }
     source = ASTSource(kernel, signature, constexprs=places, attrs=aligned)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
@@ -56,12 +57,25 @@ code = compiled(
     BLOCK_M=8, BLOCK_N=64, BLOCK_K=128, EVEN_K=True, LINES=1, DEPENDENT=True,
 )
 assert "wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3" in code
+
+experts = dict.fromkeys(("x", "up_bias", "down_bias", "inner"), HALF)
+experts |= dict.fromkeys(("gate_up", "up_scales", "down", "down_scales"), INT)
+experts |= dict.fromkeys(("pairs", "groups", "done"), INT) | dict(weights=FLOAT, out=FLOAT)
+code = compiled(
+    moe.both_products, experts, UP_SCALED=-4, DOWN_SCALED=-4, KIND="clamped_swiglu",
+    HAS_UP_BIAS=True, HAS_DOWN_BIAS=True, EVEN_UP=False, EVEN_DOWN=False, TOP_K=4, UP_TILES=45,
+    DOWN_TILES=45, BLOCK_M=16, UP_N=64, UP_K=128, DOWN_N=64, DOWN_K=128, DEPENDENT=True,
+)
+assert "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16" in code
+# A product's tile as the first operand, made in registers: 8 words a thread are 32 of two numbers.
+assert code.count("mul.rn.bf16x2") == 3 * 32
 print("compiled")
 '''
 
 
 def test_q01_q04_kernels_of_fp8_compile_for_hopper() -> None:
-    """Q01, Q04: and the product is one of FP8's matrix instructions, both numbers in one."""
+    """Q01, Q02, Q04: and FP8's product is one of its matrix instructions, both numbers in one; that
+    of MXFP4 is one of bfloat16's."""
     quiet = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     found = subprocess.run(
         [sys.executable, "-c", SCRIPT], env=quiet, capture_output=True, text=True, timeout=300

@@ -18,13 +18,12 @@ from manyroots.errors import ConfigError, ModelError
 from manyroots.kernels.choice import reference_kernels
 from manyroots.kernels.scaled import LARGEST, ScaledMatrix, quantize_rows
 from manyroots.kernels.tolerances import assert_close
-from manyroots.layers.weights.fp8 import Fp8Format
+from manyroots.layers.weights.formats import Fp8Format
 from manyroots.models.decoder import Decoder
 from manyroots.models.load import load_model
 from manyroots.models.quantization import check_device
 from manyroots.models.source import resolve_source
 from manyroots.models.weight_bytes import weight_bytes
-from manyroots.models.weights.mxfp4 import unpacked
 from tests.unit.models.lockstep import LockstepShard, in_lockstep
 from tests.unit.models.paged import PagedModel
 from tests.unit.models.test_logits_parity import expected, prompts
@@ -249,12 +248,6 @@ def test_q01_other_kinds_are_refused_by_name(
         load(tmp_path)
 
 
-def test_q01_what_is_quantized_in_another_way_is_not_rounded_again(tmp_path: Path) -> None:
-    save_mxfp4(tmp_path)
-    with pytest.raises(ConfigError, match="quantized already"):
-        load(tmp_path, "fp8")
-
-
 def test_q01_bytes_are_counted_as_they_are_kept(tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama")
     model = load(tmp_path, "fp8")
@@ -263,54 +256,6 @@ def test_q01_bytes_are_counted_as_they_are_kept(tmp_path: Path) -> None:
     held = sum(fill.place.nbytes for fill in model.weights().values())
     norms = 3 * sum(f.place.numel() for n, f in model.weights().items() if "norm" in n)
     assert counted == held - norms
-
-
-def save_mxfp4(folder: Path) -> tuple[Any, dict[str, Tensor]]:
-    """gpt-oss as it is published; gives transformers' model and the packed tensors."""
-    theirs = save_tiny(folder, "gpt-oss", hidden_size=64, intermediate_size=32)
-    draw = torch.Generator().manual_seed(5)
-    tensors, numbers = {}, theirs.state_dict()
-    packed: dict[str, Tensor] = {}
-    for name, tensor in load_file(folder / "model.safetensors").items():
-        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            tensors[name] = tensor
-            continue
-        experts, columns, rows = tensor.shape
-        shape = (experts, rows, columns // 32)
-        blocks = torch.randint(0, 256, (*shape, 16), generator=draw, dtype=torch.uint8)
-        scales = torch.randint(122, 126, shape, generator=draw, dtype=torch.uint8)
-        packed[f"{name}_blocks"], packed[f"{name}_scales"] = blocks, scales
-        numbers[name] = torch.stack([unpacked(*both) for both in zip(blocks, scales, strict=True)])
-        numbers[name] = numbers[name].float().transpose(1, 2)
-    save_file({**tensors, **packed}, folder / "model.safetensors")
-    set_config(folder, quantization_config={"quant_method": "mxfp4"})
-    theirs.load_state_dict(numbers)
-    return theirs, packed
-
-
-def test_q02_gpt_oss_as_published_gives_the_logits_of_its_numbers(tmp_path: Path) -> None:
-    theirs, _ = save_mxfp4(tmp_path)
-    got = PagedModel(load(tmp_path)).step(prompts())
-    for name, tokens in prompts().items():
-        assert_close("logits", got[name], expected(theirs, tokens), torch.float32)
-
-
-def test_q02_numbers_are_those_that_transformers_unpacks() -> None:
-    """Q02: every byte, and exponents of every size that weights have."""
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
-    blocks = torch.arange(256, dtype=torch.uint8).reshape(2, 8, 1, 16)
-    scales = torch.arange(112, 128, dtype=torch.uint8).reshape(2, 8, 1)
-    theirs = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16)
-    ours = torch.stack([unpacked(*both) for both in zip(blocks, scales, strict=True)])
-    assert torch.equal(ours, theirs.transpose(1, 2))
-
-
-def test_q02_half_of_a_matrix_is_refused_by_name(tmp_path: Path) -> None:
-    save_mxfp4(tmp_path)
-    change(tmp_path, lambda tensors: tensors.pop("model.layers.0.mlp.experts.down_proj_scales"))
-    with pytest.raises(ModelError, match=r"layers.0.mlp.down_proj .*blocks or the scales"):
-        load(tmp_path)
 
 
 def test_q04_scales_of_keys_and_values_are_refused_by_name_where_they_would_count(

@@ -12,6 +12,7 @@ from manyroots.bench.model_configs import MODEL_CONFIGS, write_config
 from manyroots.bench.random_adapters import chosen, targets_of
 from manyroots.config import engine_settings
 from manyroots.models.load import describe
+from manyroots.models.quantization import itemsizes_on
 from manyroots.models.roofline import Roofline, expected_experts
 from manyroots.models.source import ModelSource, resolve_source
 
@@ -85,3 +86,15 @@ def test_adapters_add_what_their_rows_use(tmp_path: Path) -> None:
 def test_shares_are_said_of_devices_that_were_measured() -> None:
     assert ceiling_of("NVIDIA H200") is not None
     assert ceiling_of("NVIDIA A100-SXM4-80GB") is None
+
+
+def test_q02_experts_in_mxfp4_are_read_as_they_are(tmp_path: Path) -> None:
+    source = _source("gpt-oss-20b", tmp_path)
+    sizes = itemsizes_on(torch.device("cuda"), source.config, "mxfp4", torch.bfloat16)
+    line = Roofline(describe(source), torch.bfloat16, *sizes)
+    plain = _roofline("gpt-oss-20b", tmp_path)
+    experts = line.spec.layers[0].experts
+    assert experts is not None
+    read = 24 * expected_experts(experts, 8) * 3 * 2880 * 2880
+    less = plain.weight_bytes(8) - line.weight_bytes(8)
+    assert less == pytest.approx(read * (2 - 17 / 32))

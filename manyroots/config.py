@@ -7,25 +7,19 @@ is worked out in `engine/build.py`, once, and never written back here.
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import json
-import re
-import types
-import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Any
 
-from manyroots.adapter_names import LoraModule, lora_modules, name_fault
+from manyroots.adapter_names import LoraModule, name_fault
 from manyroots.errors import ConfigError
 from manyroots.kv_configs import EventsChoice, TransferChoice, parse_events, parse_transfer
-from manyroots.sampling import MAX_LOGPROBS
+from manyroots.options import as_field, at_least, check_choices, flag_name, option, type_fault
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 """Fetched from PyPI on first use; see `models/packaged.py`, which has the others, too."""
-
-T = TypeVar("T")
 
 
 class Policy(enum.Enum):
@@ -35,12 +29,6 @@ class Policy(enum.Enum):
     PRIORITY = "priority"
     PACK = "pack"
     FAIR = "fair"
-
-
-def option(default: T, help: str, *, choices: tuple[str, ...] = (), flag: str = "") -> T:
-    """A field that is also a command-line flag."""
-    metadata = {"help": help, "choices": choices, "flag": flag}
-    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,9 +95,9 @@ class ModelSettings:
     seed: int = option(0, "Seed of dummy weights and of requests that bring none.")
 
     def __post_init__(self) -> None:
-        _at_least(self, "tensor_parallel_size", 1)
-        _at_least(self, "max_model_len", 1)
-        _one_of_choices(self)
+        at_least(self, "tensor_parallel_size", 1)
+        at_least(self, "max_model_len", 1)
+        check_choices(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,8 +134,8 @@ class CacheSettings:
     )
 
     def __post_init__(self) -> None:
-        _one_of_choices(self)
-        _at_least(self, "block_size", 1)
+        check_choices(self)
+        at_least(self, "block_size", 1)
         if self.block_size > 1024 or self.block_size & (self.block_size - 1):
             raise ConfigError(
                 f"--block-size is {self.block_size}; it must be a power of two up to 1024."
@@ -157,10 +145,10 @@ class CacheSettings:
                 f"--gpu-memory-utilization is {self.gpu_memory_utilization}; "
                 "it must be above 0 and at most 1."
             )
-        _at_least(self, "kv_cache_memory_bytes", 1)
-        _at_least(self, "num_gpu_blocks_override", 1)
-        _at_least(self, "checkpoint_memory_bytes", 0)
-        _at_least(self, "checkpoint_interval_tokens", 1)
+        at_least(self, "kv_cache_memory_bytes", 1)
+        at_least(self, "num_gpu_blocks_override", 1)
+        at_least(self, "checkpoint_memory_bytes", 0)
+        at_least(self, "checkpoint_interval_tokens", 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,11 +174,11 @@ class SchedulerSettings:
     )
 
     def __post_init__(self) -> None:
-        _one_of_choices(self)
-        _at_least(self, "max_num_seqs", 1)
-        _at_least(self, "adapter_patience_steps", 0)
-        _at_least(self, "max_num_batched_tokens", 1)
-        _at_least(self, "long_prefill_token_threshold", 1)
+        check_choices(self)
+        at_least(self, "max_num_seqs", 1)
+        at_least(self, "adapter_patience_steps", 0)
+        at_least(self, "max_num_batched_tokens", 1)
+        at_least(self, "long_prefill_token_threshold", 1)
 
 
 MAX_LORA_RANK = 4096
@@ -218,8 +206,8 @@ class LoraSettings:
     )
 
     def __post_init__(self) -> None:
-        _at_least(self, "max_loras", 0)
-        _at_least(self, "max_cpu_loras", 0)
+        at_least(self, "max_loras", 0)
+        at_least(self, "max_cpu_loras", 0)
         if not 1 <= self.max_lora_rank <= MAX_LORA_RANK:
             raise ConfigError(
                 f"--max-lora-rank is {self.max_lora_rank}; it must be from 1 to {MAX_LORA_RANK}."
@@ -307,10 +295,10 @@ class TierSettings:
     )
 
     def __post_init__(self) -> None:
-        _one_of_choices(self)
-        _at_least(self, "num_host_pages", 1)
-        _at_least(self, "prefetch_timeout_steps", 0)
-        _at_least(self, "kv_storage_ttl_s", 1)
+        check_choices(self)
+        at_least(self, "num_host_pages", 1)
+        at_least(self, "prefetch_timeout_steps", 0)
+        at_least(self, "kv_storage_ttl_s", 1)
         for name in ("kv_offloading_size", "kv_storage_size", "kv_storage_timeout_s"):
             value = getattr(self, name)
             if value is not None and not 0.0 < value < 2**30:
@@ -405,156 +393,6 @@ class EngineSettings:
     tiers: TierSettings = field(default_factory=TierSettings)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerSettings:
-    """How the server talks to the outside."""
-
-    host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 for every interface.")
-    port: int = option(8000, "Port to listen on.")
-    root_path: str = option(
-        "", "Where a proxy in front shows this server, as /llm; it may leave the prefix in or out."
-    )
-    allowed_origins: tuple[str, ...] = option(
-        (),
-        "Origins whose pages may call this server, as https://a.example; * is all.",
-    )
-    allowed_methods: tuple[str, ...] = option(("*",), "Methods that those pages may use.")
-    allowed_headers: tuple[str, ...] = option(("*",), "Headers that those pages may send.")
-    allow_credentials: bool = option(False, "Let those pages send cookies; not with origin *.")
-    ssl_certfile: str | None = option(None, "Certificate, with its chain; serves HTTPS.")
-    ssl_keyfile: str | None = option(None, "The certificate's key, where it is not in its file.")
-    ssl_keyfile_password: str | None = option(None, "Password of that key.")
-    ssl_ca_certs: str | None = option(None, "Authorities whose client certificates are trusted.")
-    ssl_cert_reqs: int = option(
-        0, "Client certificates: 0 are not asked for, 1 may and 2 must be sent."
-    )
-    api_key: str | None = option(
-        None, "Callers must send it as a bearer token. Also read from MANYROOTS_API_KEY."
-    )
-    enable_lora_endpoints: bool = option(
-        False, "Let holders of the admin key load and unload adapters while the server runs."
-    )
-    admin_key: str | None = option(
-        None,
-        "Bearer token of those endpoints; another than --api-key. Also read from "
-        "MANYROOTS_ADMIN_KEY.",
-    )
-    max_queued_requests: int = option(
-        1024, "Sequences that may wait beyond --max-num-seqs before callers get 429."
-    )
-    max_body_bytes: int = option(8 * 2**20, "Largest request body.")
-    max_logprobs: int = option(MAX_LOGPROBS, "Most logprobs for each token that a caller may have.")
-    request_read_timeout_s: float = option(
-        60.0, "From a request's first byte to its last; a caller who takes longer gets 408."
-    )
-    max_prompts_per_request: int = option(256, "Most prompts times n in one request.")
-    max_engine_restarts: int = option(
-        3,
-        "Times in a row that an engine process that died is started again, after pauses of 1, 2, "
-        "4... seconds; then the server ends. 0 is never. Five minutes of service end the row.",
-    )
-    drain_timeout_s: float = option(30.0, "After SIGTERM, how long running requests may take.")
-    enable_log_requests: bool = option(
-        False, "Log a line for each request that ends: its tokens, times and finish reason."
-    )
-    log_stats: bool = option(
-        True, "Every ten seconds while busy, log what runs and waits, and tokens per second."
-    )
-    otlp_traces_endpoint: str | None = option(
-        None, "Send a span per request to this OTLP endpoint, as http://host:4318/v1/traces."
-    )
-    log_level: str = option("info", "What to log.", choices=("debug", "info", "warning", "error"))
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"--port is {self.port}; it must be from 0 to 65535.")
-        _check_web(self)
-        _check_tls(self)
-        if not 0 <= self.max_logprobs <= MAX_LOGPROBS:
-            raise ConfigError(
-                f"--max-logprobs is {self.max_logprobs}; it must be from 0 to {MAX_LOGPROBS}, "
-                "which is the most that this engine computes."
-            )
-        _at_least(self, "max_queued_requests", 0)
-        _at_least(self, "max_body_bytes", 1024)
-        _at_least(self, "max_prompts_per_request", 1)
-        _at_least(self, "max_engine_restarts", 0)
-        if not 0.0 < self.request_read_timeout_s <= 86400.0:
-            raise ConfigError(
-                f"--request-read-timeout-s is {self.request_read_timeout_s}; it must be above 0 "
-                "and at most 86400."
-            )
-        if not 0.0 <= self.drain_timeout_s <= 3600.0:
-            raise ConfigError(
-                f"--drain-timeout-s is {self.drain_timeout_s}; it must be from 0 to 3600."
-            )
-        endpoint = self.otlp_traces_endpoint
-        if endpoint is not None and not endpoint.startswith(("http://", "https://")):
-            raise ConfigError(
-                f"--otlp-traces-endpoint is {endpoint!r}; it must be an http:// or https:// URL."
-            )
-        if self.api_key == "":
-            raise ConfigError("--api-key is empty; leave it out to serve without a key.")
-        if self.admin_key == "":
-            raise ConfigError("--admin-key is empty; give one that nobody can guess.")
-        if self.admin_key is not None and self.admin_key == self.api_key:
-            raise ConfigError(
-                "--admin-key and --api-key are the same; whoever may generate could then load "
-                "adapters. Give two."
-            )
-        if self.enable_lora_endpoints and self.admin_key is None:
-            raise ConfigError(
-                "--enable-lora-endpoints needs --admin-key, so that not every caller can load "
-                "and unload adapters."
-            )
-        _one_of_choices(self)
-
-
-def _check_web(settings: ServerSettings) -> None:
-    path = settings.root_path
-    if path and (not path.startswith("/") or path.endswith("/") or "//" in path):
-        raise ConfigError(f"--root-path is {path!r}; write it as /llm, or leave it out.")
-    for origin in settings.allowed_origins:
-        if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin):
-            raise ConfigError(
-                f"--allowed-origins has {origin!r}; an origin is a scheme, a host and perhaps a "
-                "port, as https://a.example:8443, or * for all."
-            )
-    if settings.allow_credentials and "*" in settings.allowed_origins:
-        raise ConfigError(
-            "--allow-credentials is given with the origin *: any page could then use its reader's "
-            "cookies. Name the origins."
-        )
-    if settings.allow_credentials and not settings.allowed_origins:
-        raise ConfigError("--allow-credentials is given without --allowed-origins; give those too.")
-
-
-def _check_tls(settings: ServerSettings) -> None:
-    if settings.ssl_certfile is None:
-        for name in ("ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs"):
-            if getattr(settings, name) is not None:
-                raise ConfigError(
-                    f"{flag_name(name)} is given without --ssl-certfile; give that too."
-                )
-    if settings.ssl_cert_reqs not in (0, 1, 2):
-        raise ConfigError(f"--ssl-cert-reqs is {settings.ssl_cert_reqs}; it must be 0, 1 or 2.")
-    if settings.ssl_cert_reqs and settings.ssl_ca_certs is None:
-        raise ConfigError("--ssl-cert-reqs is given without --ssl-ca-certs; give that too.")
-
-
-def check_together(engine: EngineSettings, server: ServerSettings) -> None:
-    """What only shows when a server's settings meet its engine's."""
-    if not server.enable_lora_endpoints:
-        return
-    if not engine.lora.enable_lora:
-        raise ConfigError("--enable-lora-endpoints is given without --enable-lora; give that too.")
-    if not engine.lora.lora_dirs:
-        raise ConfigError(
-            "--enable-lora-endpoints needs --lora-dirs: the folders below which adapters may be "
-            "loaded."
-        )
-
-
 ENGINE_ROOMS: dict[str, type[Any]] = {
     "model": ModelSettings,
     "cache": CacheSettings,
@@ -577,103 +415,9 @@ def engine_settings(values: Mapping[str, object]) -> EngineSettings:
             )
         if fault := type_fault(ENGINE_ROOMS[known[name]], name, value):
             raise ConfigError(f"{flag_name(name)} is {value!r}; it must be {fault}.")
-        by_room[known[name]][name] = _as_field(name, value)
+        by_room[known[name]][name] = as_field(name, value)
     return EngineSettings(**{room: cls(**by_room[room]) for room, cls in ENGINE_ROOMS.items()})
-
-
-def server_settings(values: Mapping[str, Any]) -> ServerSettings:
-    """Settings of the server from flags or a file. Lists may be written in JSON, as vLLM's are."""
-    many = {spec.name for spec in fields(ServerSettings) if isinstance(spec.default, tuple)}
-    made: dict[str, Any] = {
-        name: _words(name, value) if name in many else value for name, value in values.items()
-    }
-    return ServerSettings(**made)
-
-
-def _words(name: str, value: Any) -> tuple[str, ...]:
-    words: list[str] = []
-    for word in [value] if isinstance(value, str) else value or []:
-        try:
-            listed = json.loads(word) if word.startswith("[") else [word]
-        except ValueError:
-            listed = None
-        if not isinstance(listed, list) or not all(isinstance(item, str) for item in listed):
-            raise ConfigError(f"{flag_name(name)} is {word!r}; write words or a JSON list.")
-        words += listed
-    return tuple(words)
 
 
 _JSON = ("kv_transfer_config", "kv_events_config")
 """Settings that are JSON: in Python they may be given as what it stands for."""
-_KINDS = {bool: "true or false", int: "a whole number", float: "a number"}
-
-
-def type_fault(room: type[Any], name: str, value: object) -> str | None:
-    """What a field must hold instead of `value`, in words; None if that is of the right kind.
-
-    What a flag's word would be turned into must be given as it is: no text for a number, and no
-    number for a text, since a key of 0123 would be another one.
-    """
-    hint = typing.get_type_hints(room)[name]
-    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    [spec] = [spec for spec in fields(room) if spec.name == name]
-    if value is None:
-        # An empty line in a file; for a tuple it is an empty one.
-        return None if type(None) in kinds or typing.get_origin(hint) is tuple else _wanted(kinds)
-    if typing.get_origin(hint) is tuple:
-        if _is_many(name, value):
-            return None
-        each = "name=folder, or name and path" if name == "lora_modules" else "text"
-        return f"a list, each entry {each}"
-    if float in kinds and isinstance(value, int) and not isinstance(value, bool):
-        return None
-    if not any(type(value) is kind for kind in kinds):
-        return _wanted(kinds)
-    choices = spec.metadata["choices"]
-    return f"one of {', '.join(choices)}" if choices and value not in choices else None
-
-
-def _wanted(kinds: Iterable[Any]) -> str:
-    [kind] = [kind for kind in kinds if kind is not type(None)]
-    return _KINDS.get(kind, "text; put it in quotes")
-
-
-def _is_many(name: str, value: object) -> bool:
-    """Whether `_as_field` can make many of it."""
-    entry = str | LoraModule | Mapping if name == "lora_modules" else str
-    if isinstance(value, entry):
-        return True
-    is_list = isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
-    return is_list and all(isinstance(item, entry) for item in value)  # type: ignore[attr-defined]
-
-
-def _as_field(name: str, value: object) -> object:
-    """Fields that hold many values may be given as one, or as any kind of list."""
-    if name not in ("lora_modules", "lora_dirs", "weights_dirs"):
-        return value
-    if value is None:
-        return ()
-    many = [value] if isinstance(value, str | LoraModule | Mapping) else value
-    if not isinstance(many, Iterable):
-        raise ConfigError(f"{flag_name(name)} is {value!r}; it must be a list.")
-    return lora_modules(many) if name == "lora_modules" else tuple(str(item) for item in many)
-
-
-def flag_name(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def _at_least(settings: Any, name: str, low: int) -> None:
-    value = getattr(settings, name)
-    if value is not None and value < low:
-        raise ConfigError(f"{flag_name(name)} is {value}; it must be at least {low}.")
-
-
-def _one_of_choices(settings: Any) -> None:
-    for spec in dataclasses.fields(settings):
-        choices = spec.metadata.get("choices", ())
-        value = getattr(settings, spec.name)
-        if choices and value not in choices:
-            raise ConfigError(
-                f"{flag_name(spec.name)} is {value!r}; choose one of {', '.join(choices)}."
-            )

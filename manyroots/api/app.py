@@ -47,7 +47,7 @@ from manyroots.api.responses import (
 )
 from manyroots.api.state import ServerState
 from manyroots.api.tokenization import detokenize, tokenize
-from manyroots.config import ServerSettings
+from manyroots.server_config import ServerSettings
 
 
 def _cors(settings: ServerSettings) -> list[Middleware]:

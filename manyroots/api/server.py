@@ -24,7 +24,7 @@ from manyroots.api.app import create_app
 from manyroots.api.connections import timed_protocol
 from manyroots.api.middleware import MAX_HEADER_BYTES
 from manyroots.api.state import ServerState, load_local_tokenizer, load_service
-from manyroots.config import EngineSettings, ServerSettings, check_together
+from manyroots.config import EngineSettings
 from manyroots.engine.client import EngineClient
 from manyroots.engine.process_client import ProcessClient
 from manyroots.errors import ConfigError, ManyrootsError, UnavailableError
@@ -32,6 +32,7 @@ from manyroots.observe.requests import Sink
 from manyroots.observe.throughput import INTERVAL_S, Throughput, Totals
 from manyroots.observe.traces import Traces
 from manyroots.progress import Display
+from manyroots.server_config import ServerSettings, check_together
 
 logger = logging.getLogger("manyroots")
 

@@ -16,13 +16,14 @@ from starlette.requests import Request
 
 from manyroots.api.adapters import Adapters
 from manyroots.api.concurrency import ConcurrencyLimit
-from manyroots.config import CacheSettings, EngineSettings, LoraSettings, ServerSettings
+from manyroots.config import CacheSettings, EngineSettings, LoraSettings
 from manyroots.engine.client import EngineClient
 from manyroots.errors import UnavailableError
 from manyroots.intake import Intake
 from manyroots.messages import EngineInfo
 from manyroots.observe.metrics import Metrics
 from manyroots.observe.requests import RequestFacts, RequestWatch, Sink, log_request
+from manyroots.server_config import ServerSettings
 from manyroots.text.chat import ChatTemplate, load_chat_template
 from manyroots.text.generation_config import NO_DEFAULTS, SamplingDefaults, sampling_defaults
 from manyroots.text.tokenizer import Tokenizer

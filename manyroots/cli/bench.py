@@ -12,8 +12,9 @@ from manyroots.cli.bench_tiers import add_tiers
 from manyroots.cli.bench_traffic import add_serve, add_traffic
 from manyroots.cli.bench_values import check_at_least, check_positive, ints, written
 from manyroots.cli.flags import add_engine_flags, engine_values, with_config_file
-from manyroots.config import ENGINE_ROOMS, engine_settings, flag_name
+from manyroots.config import ENGINE_ROOMS, engine_settings
 from manyroots.errors import ConfigError
+from manyroots.options import flag_name
 
 
 def add_bench_command(commands: Any) -> None:

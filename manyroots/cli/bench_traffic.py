@@ -16,8 +16,9 @@ from manyroots.cli.bench_values import (
     written,
 )
 from manyroots.cli.flags import add_engine_flags, engine_values, with_config_file
-from manyroots.config import ENGINE_ROOMS, flag_name
+from manyroots.config import ENGINE_ROOMS
 from manyroots.errors import ConfigError
+from manyroots.options import flag_name
 
 if TYPE_CHECKING:
     from manyroots.bench.traffic_cases import TrafficCase

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from manyroots.config import flag_name
 from manyroots.errors import ConfigError
+from manyroots.options import flag_name
 
 
 def written(report: dict[str, Any], path: str | None) -> int:

@@ -16,8 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from manyroots.config import ENGINE_ROOMS, flag_name, type_fault
+from manyroots.config import ENGINE_ROOMS
 from manyroots.errors import ConfigError
+from manyroots.options import flag_name, type_fault
 
 
 def add_settings(parser: argparse.ArgumentParser, cls: type[Any], title: str) -> None:

@@ -24,14 +24,9 @@ from manyroots.cli.flags import (
 )
 from manyroots.cli.simulate import add_simulate_command
 from manyroots.cli.their_flags import translate
-from manyroots.config import (
-    ENGINE_ROOMS,
-    ServerSettings,
-    check_together,
-    engine_settings,
-    server_settings,
-)
+from manyroots.config import ENGINE_ROOMS, engine_settings
 from manyroots.errors import ManyrootsError
+from manyroots.server_config import ServerSettings, check_together, server_settings
 from manyroots.version import __version__
 
 

@@ -13,8 +13,9 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "manyroots"
 
 BASE = {
-    "ids", "errors", "version", "sampling", "step", "messages", "adapter_names", "config",
-    "gguf_header", "progress", "kv_configs", "structured_outputs", "json_schemas",
+    "ids", "errors", "version", "sampling", "step", "messages", "adapter_names", "options",
+    "config", "server_config", "gguf_header", "progress", "kv_configs",
+    "structured_outputs", "json_schemas",
 }  # fmt: skip
 """Files at the top of the package that any room may import."""
 
@@ -29,7 +30,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "progress": set(),
     "adapter_names": {"errors"},
     "kv_configs": {"errors"},
-    "config": {"errors", "adapter_names", "kv_configs", "sampling"},
+    "options": {"errors", "adapter_names"},
+    "config": {"errors", "options", "adapter_names", "kv_configs"},
+    "server_config": {"errors", "options", "adapter_names", "config", "sampling"},
     "step": {"ids", "sampling"},
     "messages": {"ids", "sampling", "step"},
     # decide

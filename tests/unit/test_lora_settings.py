@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from manyroots.adapter_names import LoraModule
-from manyroots.config import LoraSettings, ServerSettings, check_together, engine_settings
+from manyroots.config import LoraSettings, engine_settings
 from manyroots.engine.adapter_folders import check_folders
 from manyroots.errors import ConfigError
+from manyroots.server_config import ServerSettings, check_together
 
 SQL = LoraModule("sql", "/x/sql")
 

@@ -13,7 +13,8 @@ from starlette.types import Message
 
 from manyroots.api.app import create_app
 from manyroots.api.state import ServerState, Service
-from manyroots.config import LoraSettings, ServerSettings
+from manyroots.config import LoraSettings
+from manyroots.server_config import ServerSettings
 from manyroots.text.chat import load_chat_template
 from manyroots.text.tokenizer import Tokenizer
 from tests.patience import PATIENCE_S

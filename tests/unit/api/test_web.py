@@ -14,8 +14,9 @@ import httpx
 import pytest
 
 from manyroots.api.server import check_certificates
-from manyroots.config import LoraSettings, ServerSettings
+from manyroots.config import LoraSettings
 from manyroots.errors import ConfigError
+from manyroots.server_config import ServerSettings
 from tests.unit.api.harness import Harness, error_of
 from tests.unit.api.test_server_life import BODY, Life
 

@@ -11,15 +11,10 @@ import pytest
 
 from manyroots.adapter_names import LoraModule
 from manyroots.cli.main import main
-from manyroots.config import (
-    ENGINE_ROOMS,
-    EngineSettings,
-    LoraSettings,
-    ServerSettings,
-    engine_settings,
-    flag_name,
-)
+from manyroots.config import ENGINE_ROOMS, EngineSettings, LoraSettings, engine_settings
 from manyroots.errors import ConfigError
+from manyroots.options import flag_name
+from manyroots.server_config import ServerSettings
 
 
 @pytest.fixture

@@ -8,7 +8,8 @@ import pytest
 
 from manyroots.cli import their_flags
 from manyroots.cli.main import main
-from manyroots.config import EngineSettings, ServerSettings
+from manyroots.config import EngineSettings
+from manyroots.server_config import ServerSettings
 
 
 @pytest.fixture

@@ -1,0 +1,189 @@
+"""Settings of the server alone: where it listens, who may ask, and what it tells.
+
+Takes flags or a YAML file's values; gives frozen settings. The engine's are in `config.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from manyroots.config import EngineSettings
+from manyroots.errors import ConfigError
+from manyroots.options import at_least, check_choices, flag_name, option
+from manyroots.sampling import MAX_LOGPROBS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """How the server talks to the outside."""
+
+    host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 for every interface.")
+    port: int = option(8000, "Port to listen on.")
+    root_path: str = option(
+        "", "Where a proxy in front shows this server, as /llm; it may leave the prefix in or out."
+    )
+    allowed_origins: tuple[str, ...] = option(
+        (),
+        "Origins whose pages may call this server, as https://a.example; * is all.",
+    )
+    allowed_methods: tuple[str, ...] = option(("*",), "Methods that those pages may use.")
+    allowed_headers: tuple[str, ...] = option(("*",), "Headers that those pages may send.")
+    allow_credentials: bool = option(False, "Let those pages send cookies; not with origin *.")
+    ssl_certfile: str | None = option(None, "Certificate, with its chain; serves HTTPS.")
+    ssl_keyfile: str | None = option(None, "The certificate's key, where it is not in its file.")
+    ssl_keyfile_password: str | None = option(None, "Password of that key.")
+    ssl_ca_certs: str | None = option(None, "Authorities whose client certificates are trusted.")
+    ssl_cert_reqs: int = option(
+        0, "Client certificates: 0 are not asked for, 1 may and 2 must be sent."
+    )
+    api_key: str | None = option(
+        None, "Callers must send it as a bearer token. Also read from MANYROOTS_API_KEY."
+    )
+    enable_lora_endpoints: bool = option(
+        False, "Let holders of the admin key load and unload adapters while the server runs."
+    )
+    admin_key: str | None = option(
+        None,
+        "Bearer token of those endpoints; another than --api-key. Also read from "
+        "MANYROOTS_ADMIN_KEY.",
+    )
+    max_queued_requests: int = option(
+        1024, "Sequences that may wait beyond --max-num-seqs before callers get 429."
+    )
+    max_body_bytes: int = option(8 * 2**20, "Largest request body.")
+    max_logprobs: int = option(MAX_LOGPROBS, "Most logprobs for each token that a caller may have.")
+    request_read_timeout_s: float = option(
+        60.0, "From a request's first byte to its last; a caller who takes longer gets 408."
+    )
+    max_prompts_per_request: int = option(256, "Most prompts times n in one request.")
+    max_engine_restarts: int = option(
+        3,
+        "Times in a row that an engine process that died is started again, after pauses of 1, 2, "
+        "4... seconds; then the server ends. 0 is never. Five minutes of service end the row.",
+    )
+    drain_timeout_s: float = option(30.0, "After SIGTERM, how long running requests may take.")
+    enable_log_requests: bool = option(
+        False, "Log a line for each request that ends: its tokens, times and finish reason."
+    )
+    log_stats: bool = option(
+        True, "Every ten seconds while busy, log what runs and waits, and tokens per second."
+    )
+    otlp_traces_endpoint: str | None = option(
+        None, "Send a span per request to this OTLP endpoint, as http://host:4318/v1/traces."
+    )
+    log_level: str = option("info", "What to log.", choices=("debug", "info", "warning", "error"))
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"--port is {self.port}; it must be from 0 to 65535.")
+        _check_web(self)
+        _check_tls(self)
+        if not 0 <= self.max_logprobs <= MAX_LOGPROBS:
+            raise ConfigError(
+                f"--max-logprobs is {self.max_logprobs}; it must be from 0 to {MAX_LOGPROBS}, "
+                "which is the most that this engine computes."
+            )
+        at_least(self, "max_queued_requests", 0)
+        at_least(self, "max_body_bytes", 1024)
+        at_least(self, "max_prompts_per_request", 1)
+        at_least(self, "max_engine_restarts", 0)
+        if not 0.0 < self.request_read_timeout_s <= 86400.0:
+            raise ConfigError(
+                f"--request-read-timeout-s is {self.request_read_timeout_s}; it must be above 0 "
+                "and at most 86400."
+            )
+        if not 0.0 <= self.drain_timeout_s <= 3600.0:
+            raise ConfigError(
+                f"--drain-timeout-s is {self.drain_timeout_s}; it must be from 0 to 3600."
+            )
+        endpoint = self.otlp_traces_endpoint
+        if endpoint is not None and not endpoint.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"--otlp-traces-endpoint is {endpoint!r}; it must be an http:// or https:// URL."
+            )
+        if self.api_key == "":
+            raise ConfigError("--api-key is empty; leave it out to serve without a key.")
+        if self.admin_key == "":
+            raise ConfigError("--admin-key is empty; give one that nobody can guess.")
+        if self.admin_key is not None and self.admin_key == self.api_key:
+            raise ConfigError(
+                "--admin-key and --api-key are the same; whoever may generate could then load "
+                "adapters. Give two."
+            )
+        if self.enable_lora_endpoints and self.admin_key is None:
+            raise ConfigError(
+                "--enable-lora-endpoints needs --admin-key, so that not every caller can load "
+                "and unload adapters."
+            )
+        check_choices(self)
+
+
+def _check_web(settings: ServerSettings) -> None:
+    path = settings.root_path
+    if path and (not path.startswith("/") or path.endswith("/") or "//" in path):
+        raise ConfigError(f"--root-path is {path!r}; write it as /llm, or leave it out.")
+    for origin in settings.allowed_origins:
+        if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin):
+            raise ConfigError(
+                f"--allowed-origins has {origin!r}; an origin is a scheme, a host and perhaps a "
+                "port, as https://a.example:8443, or * for all."
+            )
+    if settings.allow_credentials and "*" in settings.allowed_origins:
+        raise ConfigError(
+            "--allow-credentials is given with the origin *: any page could then use its reader's "
+            "cookies. Name the origins."
+        )
+    if settings.allow_credentials and not settings.allowed_origins:
+        raise ConfigError("--allow-credentials is given without --allowed-origins; give those too.")
+
+
+def _check_tls(settings: ServerSettings) -> None:
+    if settings.ssl_certfile is None:
+        for name in ("ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs"):
+            if getattr(settings, name) is not None:
+                raise ConfigError(
+                    f"{flag_name(name)} is given without --ssl-certfile; give that too."
+                )
+    if settings.ssl_cert_reqs not in (0, 1, 2):
+        raise ConfigError(f"--ssl-cert-reqs is {settings.ssl_cert_reqs}; it must be 0, 1 or 2.")
+    if settings.ssl_cert_reqs and settings.ssl_ca_certs is None:
+        raise ConfigError("--ssl-cert-reqs is given without --ssl-ca-certs; give that too.")
+
+
+def check_together(engine: EngineSettings, server: ServerSettings) -> None:
+    """What only shows when a server's settings meet its engine's."""
+    if not server.enable_lora_endpoints:
+        return
+    if not engine.lora.enable_lora:
+        raise ConfigError("--enable-lora-endpoints is given without --enable-lora; give that too.")
+    if not engine.lora.lora_dirs:
+        raise ConfigError(
+            "--enable-lora-endpoints needs --lora-dirs: the folders below which adapters may be "
+            "loaded."
+        )
+
+
+def server_settings(values: Mapping[str, Any]) -> ServerSettings:
+    """Settings of the server from flags or a file. Lists may be written in JSON, as vLLM's are."""
+    many = {spec.name for spec in fields(ServerSettings) if isinstance(spec.default, tuple)}
+    made: dict[str, Any] = {
+        name: _words(name, value) if name in many else value for name, value in values.items()
+    }
+    return ServerSettings(**made)
+
+
+def _words(name: str, value: Any) -> tuple[str, ...]:
+    words: list[str] = []
+    for word in [value] if isinstance(value, str) else value or []:
+        try:
+            listed = json.loads(word) if word.startswith("[") else [word]
+        except ValueError:
+            listed = None
+        if not isinstance(listed, list) or not all(isinstance(item, str) for item in listed):
+            raise ConfigError(f"{flag_name(name)} is {word!r}; write words or a JSON list.")
+        words += listed
+    return tuple(words)

@@ -107,6 +107,9 @@ def test_what_nobody_filled_is_not_given_to_others() -> None:
     ready(made, memory, 1)
     taken, failed = memory(PIECE), memory(PIECE)
     del failed
+    assert memory(1).numel() == 1
+    assert not memory._spares
+    assert not memory._unlocked
     other = memory(PIECE)
     assert (made.owner_of(taken), made.owner_of(other)) == (0, None)
     memory.lock(other)

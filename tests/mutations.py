@@ -1773,6 +1773,15 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("unit/store/test_host_memory.py::test_nothing_is_copied_across_what_was_locked_at_once",),
     ),
     Mutation(
+        "store/adapter_files.py",
+        "with contextlib.suppress(ManyrootsError, OSError), _without_collector():",
+        "with contextlib.suppress(OSError), _without_collector():",
+        "one folder that can't be served keeps those behind it from being foreseen",
+        (
+            "unit/store/test_adapter_layouts.py::test_what_was_foreseen_is_not_described_when_it_is_wanted",
+        ),
+    ),
+    Mutation(
         "store/host_memory.py",
         "            elif len(piece.memory) >= self._size and piece",
         "            elif piece",

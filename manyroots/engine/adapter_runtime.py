@@ -1,6 +1,6 @@
 """What executes adapters, put together: their slots, their loader, and how files are read.
 
-Made once at start from the model; nothing is read yet. Says what the slots may take, so that the
+Made once at start from the model; no weight is read yet. Says what the slots may take, so that the
 cache leaves it alone. Of a model that ranks share, files are of the whole and slots of the part.
 """
 
@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import Protocol
 
 import torch
@@ -23,7 +24,7 @@ from manyroots.lora.spec import AdapterSpec
 from manyroots.lora.targets import Targets, adapter_bytes
 from manyroots.models.sharding import cut_adapter, whole_targets
 from manyroots.models.spec import ModelSpec
-from manyroots.store.adapter_files import read_folder
+from manyroots.store.adapter_files import foresee, read_folder
 from manyroots.store.adapter_layouts import Layouts
 from manyroots.store.adapter_loader import AdapterLoader, Read
 from manyroots.store.adapter_pool import AdapterPool, pooled_rank
@@ -80,6 +81,11 @@ def build_adapter_runtime(
     layouts = Layouts(
         targets, max_rank=settings.max_lora_rank, dtype=dtype, vocab_size=model.spec.vocab_size
     )
+
+    if device.type == "cuda":
+        # Beside the rest of the start, which is nearly all a compiler's.
+        paths = [module.path for module in settings.lora_modules]
+        Thread(target=foresee, args=(paths, layouts), name="foresee", daemon=True).start()
 
     def read(
         folder: Path, allowed_dirs: Sequence[Path] | None

@@ -8,6 +8,7 @@ where the file has them in another form.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from manyroots.errors import AdapterError
+from manyroots.errors import AdapterError, ManyrootsError
 from manyroots.lora.files.config import AdapterConfig
 from manyroots.lora.files.digest import content_digest, read_and_hash
 from manyroots.lora.files.folder import CONFIG_FILE, WEIGHTS_FILE, check_folder, find_file
@@ -29,7 +30,13 @@ from manyroots.lora.files.pairs import AdapterLayout, Piece
 from manyroots.lora.spec import AdapterSpec, PairSpec
 from manyroots.lora.targets import Targets
 from manyroots.store.adapter_bytes import ArrivingBytes, Moves
-from manyroots.store.adapter_layouts import FILE_DTYPES, FileLayout, Layouts, pieces_of
+from manyroots.store.adapter_layouts import (
+    FILE_DTYPES,
+    MAX_KEPT,
+    FileLayout,
+    Layouts,
+    pieces_of,
+)
 from manyroots.store.adapter_weights import AdapterWeights, LoraPair
 from manyroots.store.host_memory import Allocate, pageable
 
@@ -80,6 +87,20 @@ def read_folder(
     if not found.is_finite:
         _check_finite(weights)
     return _spec(weights, layout, config), weights
+
+
+def foresee(folders: Sequence[str], layouts: Layouts) -> None:
+    """Describe what these folders hold, as far as descriptions are kept, without reading a weight:
+    the first request for one of them, or for any that is alike, then waits for its bytes alone.
+    What can't be served is said when it is asked for."""
+    for folder in folders[:MAX_KEPT]:
+        with contextlib.suppress(ManyrootsError, OSError), _without_collector():
+            path = check_folder(Path(folder), None)
+            with (
+                AdapterFile(find_file(path, CONFIG_FILE, None)) as config_file,
+                AdapterFile(find_file(path, WEIGHTS_FILE, None)) as weights_file,
+            ):
+                layouts.of(config_file, weights_file)
 
 
 @contextmanager

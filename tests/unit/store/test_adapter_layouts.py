@@ -11,7 +11,7 @@ import torch
 
 from manyroots.errors import AdapterError
 from manyroots.store import adapter_layouts
-from manyroots.store.adapter_files import read_adapter, read_folder
+from manyroots.store.adapter_files import foresee, read_adapter, read_folder
 from manyroots.store.adapter_layouts import MAX_KEPT, Layouts
 from tests.adapter_folders import Recipe, tiny_targets, write_adapter
 
@@ -50,6 +50,26 @@ def test_the_second_of_two_alike_is_not_described_again_and_has_its_own_weights(
         assert spec == own_spec
         assert torch.equal(weights.buffer, own.buffer)
     assert read[0][0].digest != read[1][0].digest
+
+
+def test_what_was_foreseen_is_not_described_when_it_is_wanted(
+    tmp_path: Path, layouts: Layouts, laid_out: list[int]
+) -> None:
+    for seed in (1, 2):
+        write_adapter(tmp_path / str(seed), TARGETS, Recipe(rank=8, seed=seed))
+    (tmp_path / "empty").mkdir()
+    damaged = tmp_path / "damaged"
+    shutil.copytree(tmp_path / "1", damaged)
+    (damaged / "adapter_model.safetensors").write_bytes(b"nothing of the kind")
+    folders = [str(tmp_path / "gone"), str(tmp_path / "empty"), str(damaged), str(tmp_path / "1")]
+    foresee(folders, layouts)
+    assert len(laid_out) == 1
+    for seed in (1, 2):
+        spec, _ = read_folder(tmp_path / str(seed), layouts)
+        assert spec == read_adapter(tmp_path / str(seed), TARGETS, **SIZES)[0]  # type: ignore[arg-type]
+    assert len(laid_out) == 3, "only those that were read apart"
+    with pytest.raises(AdapterError):
+        read_folder(damaged, layouts)
 
 
 def test_another_config_is_another_layout(

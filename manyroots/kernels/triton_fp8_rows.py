@@ -23,10 +23,16 @@ _ROUNDER = tl.constexpr(1.5 * 2.0**14)
 
 
 @triton.jit
+def scale_of(largest):
+    """Of numbers that are at most so large: their scale, and its inverse."""
+    scale = tl.maximum(largest * _INVERSE, _LEAST)
+    return scale, tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
+
+
+@triton.jit
 def scaled_groups(values, AXIS: tl.constexpr):
     """Values in float32 divided by a scale for each group of them along the last axis, and that."""
-    scale = tl.maximum(tl.max(tl.abs(values), axis=AXIS) * _INVERSE, _LEAST)
-    inverse = tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
+    scale, inverse = scale_of(tl.max(tl.abs(values), axis=AXIS))
     return values * tl.expand_dims(inverse, AXIS), scale
 
 

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from manyroots.kernels.activation.kinds import Activation
-from manyroots.kernels.activation.triton_kinds import activated
+from manyroots.kernels.activation.triton_kinds import activated, fast_bfloat16
 from manyroots.kernels.fp8_rows import ROW_GROUP, Fp8Form, Fp8Rows
 from manyroots.kernels.launch import as_splits, launch_options, let_next_begin, wait_for_inputs
 from manyroots.kernels.lora_sites.sites import LoraTerm
@@ -24,7 +24,13 @@ from manyroots.kernels.lora_sites.triton import (
     rank_constants,
     rows_of,
 )
-from manyroots.kernels.triton_fp8_rows import empty_rows, in_fp8, scaled_groups, store_parts
+from manyroots.kernels.triton_fp8_rows import (
+    empty_rows,
+    in_fp8,
+    scale_of,
+    scaled_groups,
+    store_parts,
+)
 
 BLOCK_N = 128
 ROW_BLOCK_N = 256
@@ -33,6 +39,8 @@ MANY_ROWS = 64
 """Beyond, a step has more than enough programs, and larger ones read faster."""
 MOST_OF_ROW = 16_384
 """Columns of a row that one program has where all of them share a scale."""
+ROW_BLOCK = 4096
+"""Of which it has so many at once: rows are seldom a power of two long."""
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -96,29 +104,40 @@ def _gated(
 
 @triton.jit
 def _gated_row(
-    gate_up, out, data, scales, n, gate_factor, in_split, in_row,
-    KIND: tl.constexpr, NUM_SPLITS: tl.constexpr, HAS_OUT: tl.constexpr, BLOCK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    gate_up, out, data, scales, part_stride, n, gate_factor, in_split, in_row,
+    KIND: tl.constexpr, NUM_SPLITS: tl.constexpr, HAS_OUT: tl.constexpr, PARTS: tl.constexpr,
+    PIECES: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One row, whose numbers share a scale."""
+    """One row, whose numbers share a scale. It is PIECES blocks long."""
+    dtype: tl.constexpr = out.dtype.element_ty
+    fast: tl.constexpr = DEPENDENT and dtype == tl.bfloat16
     let_next_begin(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
-    ok = cols < n
     wait_for_inputs(DEPENDENT)
-    source = gate_up + row * in_row + cols
-    gate = tl.load(source, mask=ok, other=0.0).to(tl.float32)
-    up = tl.load(source + n, mask=ok, other=0.0).to(tl.float32)
-    for split in tl.static_range(1, NUM_SPLITS):
-        gate += tl.load(source + split * in_split, mask=ok, other=0.0).to(tl.float32)
-        up += tl.load(source + split * in_split + n, mask=ok, other=0.0).to(tl.float32)
-    found = activated(gate * gate_factor, up, KIND).to(out.dtype.element_ty)
-    if HAS_OUT:
-        tl.store(out + row * n + cols, found, mask=ok)
-    values = tl.where(ok, found.to(tl.float32), 0.0)
-    scaled, scale = scaled_groups(tl.reshape(values, (1, BLOCK)), 1)
-    store_parts(data + row * n + cols, 0, tl.reshape(scaled, (BLOCK,)), ok, 1)
-    tl.store(scales + row + tl.arange(0, 1), scale)
+    pieces = ()
+    largest = tl.zeros((BLOCK,), tl.float32)
+    for piece in tl.static_range(PIECES):
+        at = piece * BLOCK + cols
+        ok = at < n
+        source = gate_up + row * in_row + at
+        gate = tl.load(source, mask=ok, other=0.0).to(tl.float32)
+        up = tl.load(source + n, mask=ok, other=0.0).to(tl.float32)
+        for split in tl.static_range(1, NUM_SPLITS):
+            gate += tl.load(source + split * in_split, mask=ok, other=0.0).to(tl.float32)
+            up += tl.load(source + split * in_split + n, mask=ok, other=0.0).to(tl.float32)
+        found = activated(gate * gate_factor, up, KIND, fast)
+        if HAS_OUT:
+            tl.store(out + row * n + at, found.to(dtype), mask=ok)
+        found = fast_bfloat16(found) if fast else found.to(dtype).to(tl.float32)
+        found = tl.where(ok, found, 0.0)
+        largest = tl.maximum(largest, tl.abs(found))
+        pieces += (found,)
+    scale, inverse = scale_of(tl.max(largest))
+    for piece in tl.static_range(PIECES):
+        at = piece * BLOCK + cols
+        store_parts(data + row * n + at, part_stride, pieces[piece] * inverse, at < n, PARTS)
+    tl.store(scales + row, scale)
 
 
 def gated(
@@ -135,7 +154,7 @@ def gated(
     parts = as_splits(gate_up)
     num_rows, n = parts.shape[1], parts.shape[2] // 2
     out = torch.empty(num_rows, n, dtype=dtype, device=parts.device)
-    is_whole = form is not None and form.num_parts == 1 and form.group == n <= MOST_OF_ROW
+    is_whole = form is not None and form.group == n <= MOST_OF_ROW
     if form is not None and is_whole and lora is None:
         return _gated_rows(parts, activation, gate_factor, out, form)
     if lora is None:
@@ -178,11 +197,12 @@ def _gated_rows(
     """`gated` of rows that have a scale each."""
     num_rows, n = out.shape
     found = empty_rows(num_rows, n, form, n, out if form.keeps_values else None, out)
-    block = triton.next_power_of_2(n)
+    block = min(ROW_BLOCK, triton.next_power_of_2(n))
     _gated_row[(num_rows,)](
-        parts, out, found.data, found.scales, n, gate_factor, parts.stride(0), parts.stride(1),
+        parts, out, found.data, found.scales, found.data.stride(0), n, gate_factor,
+        parts.stride(0), parts.stride(1),
         KIND=activation.value, NUM_SPLITS=parts.shape[0], HAS_OUT=found.values is not None,
-        BLOCK=block, num_warps=max(1, min(16, block // 512)), num_stages=1,
-        **launch_options(parts.device),
+        PARTS=len(found.data), PIECES=triton.cdiv(n, block), BLOCK=block,
+        num_warps=max(1, min(16, block // 256)), num_stages=1, **launch_options(parts.device),
     )  # fmt: skip
     return found

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from manyroots.kernels.activation.kinds import Activation
 from manyroots.kernels.activation.triton_kinds import activated, fast_bfloat16
-from manyroots.kernels.fp8_rows import ROW_GROUP, Fp8Form, Fp8Rows
+from manyroots.kernels.fp8_rows import ROW_GROUP, Fp8Form, Fp8Rows, run_length, tries_scales
 from manyroots.kernels.launch import as_splits, launch_options, let_next_begin, wait_for_inputs
 from manyroots.kernels.lora_sites.sites import LoraTerm
 from manyroots.kernels.lora_sites.triton import (
@@ -25,8 +25,10 @@ from manyroots.kernels.lora_sites.triton import (
     rows_of,
 )
 from manyroots.kernels.triton_fp8_rows import (
+    best_scale,
     empty_rows,
     in_fp8,
+    scale_errors,
     scale_of,
     scaled_groups,
     store_parts,
@@ -106,7 +108,7 @@ def _gated(
 def _gated_row(
     gate_up, out, data, scales, part_stride, n, gate_factor, in_split, in_row,
     KIND: tl.constexpr, NUM_SPLITS: tl.constexpr, HAS_OUT: tl.constexpr, PARTS: tl.constexpr,
-    PIECES: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    RUN: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One row, whose numbers share a scale. It is PIECES blocks long."""
     dtype: tl.constexpr = out.dtype.element_ty
@@ -133,7 +135,14 @@ def _gated_row(
         found = tl.where(ok, found, 0.0)
         largest = tl.maximum(largest, tl.abs(found))
         pieces += (found,)
-    scale, inverse = scale_of(tl.max(largest))
+    most = tl.max(largest, axis=0)
+    if RUN:
+        errors = scale_errors(pieces[0], most, RUN)
+        for piece in tl.static_range(1, PIECES):
+            errors += scale_errors(pieces[piece], most, RUN)
+        scale, inverse = best_scale(most, errors)
+    else:
+        scale, inverse = scale_of(most)
     for piece in tl.static_range(PIECES):
         at = piece * BLOCK + cols
         store_parts(data + row * n + at, part_stride, pieces[piece] * inverse, at < n, PARTS)
@@ -197,12 +206,14 @@ def _gated_rows(
     """`gated` of rows that have a scale each."""
     num_rows, n = out.shape
     found = empty_rows(num_rows, n, form, n, out if form.keeps_values else None, out)
-    block = min(ROW_BLOCK, triton.next_power_of_2(n))
+    run = run_length(n)
+    block = max(run, min(ROW_BLOCK, triton.next_power_of_2(n)))
     _gated_row[(num_rows,)](
         parts, out, found.data, found.scales, found.data.stride(0), n, gate_factor,
         parts.stride(0), parts.stride(1),
         KIND=activation.value, NUM_SPLITS=parts.shape[0], HAS_OUT=found.values is not None,
-        PARTS=len(found.data), PIECES=triton.cdiv(n, block), BLOCK=block,
+        PARTS=len(found.data), RUN=run if tries_scales(len(found.data), n, n) else 0,
+        PIECES=triton.cdiv(n, block), BLOCK=block,
         num_warps=max(1, min(16, block // 256)), num_stages=1, **launch_options(parts.device),
     )  # fmt: skip
     return found

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from manyroots.kernels.fp8_rows import ROW_GROUP, Fp8Form, Fp8Rows
+from manyroots.kernels.fp8_rows import ROW_GROUP, Fp8Form, Fp8Rows, run_length, tries_scales
 from manyroots.kernels.launch import (
     as_splits,
     launch_options,
@@ -30,7 +30,13 @@ from manyroots.kernels.lora_sites.triton import (
     rows_of,
 )
 from manyroots.kernels.norm.undivided import UndividedNorm
-from manyroots.kernels.triton_fp8_rows import empty_rows, in_fp8, scaled_groups, store_parts
+from manyroots.kernels.triton_fp8_rows import (
+    empty_rows,
+    in_fp8,
+    scaled_groups,
+    scaled_row,
+    store_parts,
+)
 
 PIECE = ROW_GROUP
 """Columns of a program that has a piece of its rows."""
@@ -65,7 +71,7 @@ def _add_rms_norm(
     factor, delta_split, delta_row, hidden_split, hidden_row,
     NUM_SPLITS: tl.constexpr, HIDDEN_SPLITS: tl.constexpr, RANKS: tl.constexpr,
     HAS_POST: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_OUT: tl.constexpr, PARTS: tl.constexpr,
-    GROUP: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    GROUP: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     let_next_begin(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
@@ -113,14 +119,19 @@ def _add_rms_norm(
     if HAS_OUT:
         tl.store(out + row * n + cols, normed, mask=ok)
     if PARTS:
-        groups: tl.constexpr = BLOCK // GROUP
-        values = tl.reshape(normed.to(tl.float32), (groups, GROUP))
-        scaled, of_groups = scaled_groups(values, 1)
         part_stride = num_rows.to(tl.int64) * n
         to = data + row * n + cols
-        store_parts(to, part_stride, tl.reshape(scaled, (BLOCK,)), ok, PARTS)
-        group = tl.arange(0, groups)
-        tl.store(scales + group * num_rows + row, of_groups, mask=group * GROUP < n)
+        if RUN:
+            scaled, of_row = scaled_row(normed.to(tl.float32), RUN)
+            store_parts(to, part_stride, scaled, ok, PARTS)
+            tl.store(scales + row, of_row)
+        else:
+            groups: tl.constexpr = BLOCK // GROUP
+            values = tl.reshape(normed.to(tl.float32), (groups, GROUP))
+            scaled, of_groups = scaled_groups(values, 1)
+            store_parts(to, part_stride, tl.reshape(scaled, (BLOCK,)), ok, PARTS)
+            group = tl.arange(0, groups)
+            tl.store(scales + group * num_rows + row, of_groups, mask=group * GROUP < n)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -177,7 +188,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     _add_rms_norm[(rows,)](
         x, x, weight, weight, out, x, x, x, x, x, x, rows, n, eps, 1.0, 0, 0, 0, 0,
         NUM_SPLITS=0, HIDDEN_SPLITS=0, RANKS=8, HAS_POST=False, HAS_FACTOR=False, HAS_OUT=True,
-        PARTS=0, GROUP=ROW_GROUP, BLOCK=triton.next_power_of_2(n), num_warps=_warps(n),
+        PARTS=0, GROUP=ROW_GROUP, RUN=0, BLOCK=triton.next_power_of_2(n), num_warps=_warps(n),
         **launch_options(x.device, plainly=True),
     )  # fmt: skip
     return out
@@ -207,6 +218,7 @@ def add_rms_norm(
     if form is not None and is_fused:
         group = form.group or n
         found = empty_rows(rows, n, form, group, out if form.keeps_values else None, residual)
+    has_tries = found is not None and tries_scales(len(found.data), found.group, n)
     if lora is None:
         adapters = (residual, residual, residual, residual)
         strides, splits = (0, 0), 0
@@ -220,7 +232,8 @@ def add_rms_norm(
         factor, parts.stride(0), parts.stride(1), *strides,
         NUM_SPLITS=parts.shape[0], HIDDEN_SPLITS=splits, RANKS=8, HAS_POST=post is not None,
         HAS_FACTOR=factor != 1.0, HAS_OUT=has_out, PARTS=0 if found is None else len(found.data),
-        GROUP=block if found is not None and found.group == n else ROW_GROUP, BLOCK=block,
+        GROUP=block if found is not None and found.group == n else ROW_GROUP,
+        RUN=run_length(n) if has_tries else 0, BLOCK=block,
         num_stages=1, num_warps=_warps(n), **launch_options(residual.device),
     )  # fmt: skip
     if found is not None:

@@ -6,6 +6,8 @@ adapter: its weights are read once per tile, and are the larger part of what is 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -117,7 +119,7 @@ def _gated_row(
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     wait_for_inputs(DEPENDENT)
-    pieces = ()
+    pieces: Any = ()
     largest = tl.zeros((BLOCK,), tl.float32)
     for piece in tl.static_range(PIECES):
         at = piece * BLOCK + cols

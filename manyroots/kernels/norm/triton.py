@@ -234,7 +234,7 @@ def add_rms_norm(
         HAS_FACTOR=factor != 1.0, HAS_OUT=has_out, PARTS=0 if found is None else len(found.data),
         GROUP=block if found is not None and found.group == n else ROW_GROUP,
         RUN=run_length(n) if has_tries else 0, BLOCK=block,
-        num_stages=1, num_warps=_warps(n), **launch_options(residual.device),
+        num_stages=1, num_warps=_warps(n // 4 if has_tries else n), **launch_options(residual.device),
     )  # fmt: skip
     if found is not None:
         return found
@@ -280,5 +280,6 @@ def add_norm(
 
 
 def _warps(n: int) -> int:
-    """About eight elements per thread."""
+    """About eight elements per thread. Where scales are tried, of which every warp knows all, four
+    times as many are faster (H200, 8192 rows: 59.6 us instead of 73.7)."""
     return max(1, min(16, (1 << (n - 1).bit_length()) // 256))

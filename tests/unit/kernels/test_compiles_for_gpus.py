@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from manyroots.kernels import triton_fp8_rows
+from manyroots.kernels.activation import triton as activation
 from manyroots.kernels.gemm import triton as gemm
 from manyroots.kernels.moe_pairs import triton_products as moe
 from manyroots.kernels.rope_write import triton as rope
@@ -39,8 +40,18 @@ def compiled(kernel, types, **constants):
 
 
 rows = dict(x=HALF, data=FP8, scales=FLOAT)
-code = compiled(triton_fp8_rows._in_fp8, rows, PARTS=2, GROUPS=1, COLUMNS=512, DEPENDENT=True)
+code = compiled(
+    triton_fp8_rows._in_fp8, rows, PARTS=2, GROUPS=1, COLUMNS=512, RUN=0, DEPENDENT=True
+)
 assert "e4m3x2" in code
+
+gates = dict(gate_up=HALF, out=HALF, data=FP8, scales=FLOAT, part_stride="i64", gate_factor="fp32")
+code = compiled(
+    activation._gated_row, gates, KIND="silu", NUM_SPLITS=1, HAS_OUT=False, PARTS=1, RUN=8,
+    PIECES=3, BLOCK=1024, DEPENDENT=True,
+)
+# Exponentials and quotients by the chip's own approximations, and bfloat16 two at a time.
+assert "ex2.approx.ftz" in code and "rcp.approx.ftz" in code and "cvt.rn.bf16x2" in code
 
 pages = dict.fromkeys(rope._rope_write.arg_names[:14], HALF)
 pages |= dict(cos=FLOAT, sin=FLOAT, layer_kv=FP8, pages=LONG, offsets=LONG, eps="fp32")

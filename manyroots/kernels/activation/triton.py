@@ -6,8 +6,6 @@ adapter: its weights are read once per tile, and are the larger part of what is 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -119,7 +117,7 @@ def _gated_row(
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     wait_for_inputs(DEPENDENT)
-    pieces: Any = ()
+    pieces = ()
     largest = tl.zeros((BLOCK,), tl.float32)
     for piece in tl.static_range(PIECES):
         at = piece * BLOCK + cols
@@ -136,10 +134,10 @@ def _gated_row(
         found = fast_bfloat16(found) if fast else found.to(dtype).to(tl.float32)
         found = tl.where(ok, found, 0.0)
         largest = tl.maximum(largest, tl.abs(found))
-        pieces += (found,)
+        pieces += (found,)  # type: ignore[assignment]
     most = tl.max(largest, axis=0)
     if RUN:
-        errors = scale_errors(pieces[0], most, RUN)
+        errors = scale_errors(pieces[0], most, RUN)  # type: ignore[misc]
         for piece in tl.static_range(1, PIECES):
             errors += scale_errors(pieces[piece], most, RUN)
         scale, inverse = best_scale(most, errors)

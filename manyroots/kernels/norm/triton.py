@@ -233,8 +233,8 @@ def add_rms_norm(
         NUM_SPLITS=parts.shape[0], HIDDEN_SPLITS=splits, RANKS=8, HAS_POST=post is not None,
         HAS_FACTOR=factor != 1.0, HAS_OUT=has_out, PARTS=0 if found is None else len(found.data),
         GROUP=block if found is not None and found.group == n else ROW_GROUP,
-        RUN=run_length(n) if has_tries else 0, BLOCK=block,
-        num_stages=1, num_warps=_warps(n // 4 if has_tries else n), **launch_options(residual.device),
+        RUN=run_length(n) if has_tries else 0, BLOCK=block, num_stages=1,
+        num_warps=_warps(n // 4 if has_tries else n), **launch_options(residual.device),
     )  # fmt: skip
     if found is not None:
         return found

@@ -15,13 +15,14 @@ import random
 import sys
 import tempfile
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from manyroots.adapter_names import LoRARequest
 from manyroots.bench.machine import describe_machine
-from manyroots.bench.peers import TransformersPeer
+from manyroots.bench.peer_process import PeerProcess
 from manyroots.bench.processor import BUSY, Taken, taken
 from manyroots.bench.random_adapters import targets_of, write_adapters
 from manyroots.bench.spread import spread
@@ -146,15 +147,8 @@ class _Run:
                 turns = itertools.cycle(self._adapters)
                 names = [next(turns) for _ in prompts]
                 cases["adapters"] = _Case(names, run)
-            peer = self._peer(llm.info.device)
-            _say(f"{run['dtype']}: warming up")
-            for case in cases.values():
-                case.warm_up(llm, prompts, peer)
-            # Turn and turn about, so that a change of the machine's speed hits all alike.
-            for repeat in range(workload.repeats):
-                for case in cases.values():
-                    case.run(llm, prompts, peer, workload.output_len, repeat)
-                _say(f"{run['dtype']}: repeat {repeat + 1} of {workload.repeats} done")
+            with self._peer(llm.info.device) as peer:
+                self._measure(llm, prompts, cases, peer)
         run.update(cases["base"].figures())
         run["counts"] = counting(case.others for case in cases.values())
         if "adapters" in cases:
@@ -172,11 +166,28 @@ class _Run:
             )
         return run
 
-    def _peer(self, device: str) -> TransformersPeer | None:
+    def _measure(
+        self,
+        llm: LLM,
+        prompts: list[list[int]],
+        cases: dict[str, _Case],
+        peer: PeerProcess | None,
+    ) -> None:
+        """Turn and turn about, so that a change of the machine's speed hits all alike."""
+        dtype, workload = self._settings["dtype"], self._workload
+        _say(f"{dtype}: warming up")
+        for case in cases.values():
+            case.warm_up(llm, prompts, peer)
+        for repeat in range(workload.repeats):
+            for case in cases.values():
+                case.run(llm, prompts, peer, workload.output_len, repeat)
+            _say(f"{dtype}: repeat {repeat + 1} of {workload.repeats} done")
+
+    def _peer(self, device: str) -> AbstractContextManager[PeerProcess | None]:
         if not self._compare:
-            return None
+            return nullcontext()
         model = engine_settings(self._settings).model
-        return TransformersPeer(model, self._settings["dtype"], device, self._adapters)
+        return closing(PeerProcess(model, self._settings["dtype"], device, self._adapters))
 
 
 class _Case:
@@ -195,7 +206,7 @@ class _Case:
         known = [time.others for time in self._ours + self._theirs if time.others is not None]
         return max(known, default=None)
 
-    def warm_up(self, llm: LLM, prompts: list[list[int]], peer: TransformersPeer | None) -> None:
+    def warm_up(self, llm: LLM, prompts: list[list[int]], peer: PeerProcess | None) -> None:
         self._generate(llm, prompts, 4, "warm-up")
         if peer is not None:
             peer.run(prompts[:2], 2, None if self._names is None else self._names[:2])
@@ -204,7 +215,7 @@ class _Case:
         self,
         llm: LLM,
         prompts: list[list[int]],
-        peer: TransformersPeer | None,
+        peer: PeerProcess | None,
         output_len: int,
         repeat: int,
     ) -> None:

@@ -105,9 +105,10 @@ def _serve() -> None:
 
 def _settings(values: dict[str, Any]) -> ModelSettings:
     """JSON has lists where settings have tuples."""
-    return ModelSettings(
-        **{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
-    )
+    given: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
+    }
+    return ModelSettings(**given)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -12,10 +15,8 @@ import torch
 
 import manyroots
 from manyroots.bench import peer_process
-from manyroots.bench.peer_process import PeerProcess
 from manyroots.bench.peers import TransformersPeer
 from manyroots.config import ModelSettings
-from manyroots.errors import ConfigError
 from tests.unit.models.tiny import save_tiny
 
 
@@ -39,9 +40,13 @@ def test_a_peer_has_the_allocators_own_setting_or_the_users_never_ours(
     assert peer_process._environment()["MIMALLOC_PURGE_DELAY"] == given
 
 
-def test_a_peer_that_cannot_start_says_why() -> None:
-    with pytest.raises(ConfigError, match="no such file or folder"):
-        PeerProcess(ModelSettings(model="/no/where"), "float32", "cpu", {})
+def test_a_peer_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = io.StringIO()
+    asked = json.dumps((asdict(ModelSettings(model="/no/where")), "float32", "cpu", {}))
+    monkeypatch.setattr(sys, "stdin", io.StringIO(asked))
+    monkeypatch.setattr(sys, "stdout", said)
+    peer_process._serve()
+    assert "no such file or folder" in json.loads(said.getvalue())["error"]
 
 
 def test_importing_the_package_keeps_freed_memory_for_a_second_unless_the_user_says_otherwise() -> (

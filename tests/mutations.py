@@ -1604,6 +1604,23 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("unit/kernels/test_hopper_triton.py::test_what_is_sent_to_the_kernel_for_hopper",),
     ),
     Mutation(
+        "kernels/gemm/triton_hopper.py",
+        "        or not x.is_contiguous()\n",
+        "",
+        "rows with other numbers between them are read as if they had none, on Hopper",
+        (
+            "unit/kernels/test_hopper_gemm_triton.py::"
+            "test_which_products_are_sent_to_the_kernel_for_hopper",
+        ),
+    ),
+    Mutation(
+        "kernels/gemm/triton_hopper.py",
+        "    if DEPENDENT:\n        gdc_wait()\n    for i in range(early):",
+        "    for i in range(early):",
+        "rows are read before the kernel in front has written them, on Hopper",
+        ("unit/kernels/test_compiles_for_gpus.py::test_products_with_adapters_compile_for_hopper",),
+    ),
+    Mutation(
         "kernels/attention/sharing.py",
         "common = limit if same.all() else int(np.argmin(same))",
         "common = limit",

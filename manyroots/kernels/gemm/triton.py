@@ -7,7 +7,7 @@ the next kernel. FP8 weights are multiplied as they are, with rows in two FP8 nu
 cost, their arithmetic nothing. So steps of up to 128 rows with adapters are multiplied here, too;
 without, narrow weights alone. While the kernel before this one still runs,
 a program's first tile of the weight is already on its way into the cache; asking for more made
-steps slower.
+steps slower. Shapes that `triton_hopper.py` is faster with go there.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import triton.language as tl
 from torch import Tensor
 
 from manyroots.kernels.fp8_rows import Fp8Form, Fp8Rows, values_of
+from manyroots.kernels.gemm import triton_hopper
+from manyroots.kernels.gemm.triton_hopper import RingTiling
 from manyroots.kernels.launch import (
     launch_options,
     let_next_begin,
@@ -293,13 +295,20 @@ def linear(
     rows: LoraRows | None = None,
     bias: Tensor | None = None,
     *,
-    tiling: Tiling | None = None,
+    tiling: Tiling | RingTiling | None = None,
 ) -> tuple[Tensor, LoraTerm | None]:
     """x [rows, k] times weight [n, k] transposed, and a bias [n], as partial sums [splits, rows, n]
     in float32 or one product in x's dtype; and, given a site, what its adapters shrink x to."""
     rows_in, squares, num_pieces, eps = _parts_of(x)
     num_rows, k_size = rows_in.shape
     n_size = weight.shape[0]
+    if isinstance(rows_in, Tensor) and isinstance(weight, Tensor):
+        has_adapters = site is not None and rows is not None
+        tiling = tiling or triton_hopper.tiling_for(rows_in, weight, has_adapters=has_adapters)
+    if isinstance(tiling, RingTiling):
+        assert isinstance(rows_in, Tensor)
+        assert isinstance(weight, Tensor)
+        return triton_hopper.multiply(rows_in, weight, tiling, site, rows, bias, squares, eps)
     operands = _operands(rows_in, weight)
     x = operands.x
     if tiling is None:

@@ -1,5 +1,6 @@
-"""Q01, Q02, Q04: kernels of FP8 and MXFP4 are compiled for a Hopper GPU, which need not be there.
-The interpreter takes what a compiler does not, such as one name for two kinds of pointers."""
+"""Q01, Q02, Q04: kernels of FP8, of MXFP4 and in Gluon are compiled for a Hopper GPU, which need
+not be there. The interpreter takes what a compiler does not, such as one name for two kinds of
+pointers, and takes nothing in Gluon."""
 
 from __future__ import annotations
 
@@ -84,11 +85,63 @@ print("compiled")
 '''
 
 
+IN_GLUON = """
+import re
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from manyroots.kernels.gemm import triton_hopper as gemm
+
+
+class Hopper:
+    class utils:
+        def get_device_properties(device):
+            return {"max_shared_mem": 232448}
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+
+driver.set_active(Hopper())
+rows, whole, place = torch.zeros(8, 64, dtype=torch.bfloat16), torch.zeros(8), torch.zeros(8).int()
+code = gemm._linear.warmup(
+    gemm._describe(rows, 16, 64), gemm._describe(rows, 64, 64), whole, rows, whole, whole, rows,
+    place.long(), whole, place, place, 8, 8, 64, 1e-6, 16, 1, 2, 1, 1, BLOCK_M=16, BLOCK_K=64,
+    PIECES=2, PIECE=64, STAGES=3, STREAMED=False, STAGED=True, HAS_BIAS=True, SQUARES=2,
+    NUM_PARTS=2, REGISTERS=80, COPY_REGISTERS=24, DEPENDENT=True, launch_pdl=True, num_warps=4,
+    maxnreg=64, grid=(1,),
+).asm["ptx"]
+steps = re.findall("cp.async.bulk|griddepcontrol.wait", code)
+first = steps.index("cp.async.bulk")
+# A tile's two pieces, and not its rows.
+assert steps[first : first + 3] == ["cp.async.bulk", "cp.async.bulk", "griddepcontrol.wait"], steps
+assert "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16" in code
+print("compiled")
+"""
+
+
 def test_q01_q04_kernels_of_fp8_compile_for_hopper() -> None:
     """Q01, Q02, Q04: and FP8's product is one of its matrix instructions, both numbers in one; that
     of MXFP4 is one of bfloat16's."""
+    assert_compiles(SCRIPT)
+
+
+def test_products_with_adapters_compile_for_hopper() -> None:
+    """And ask for weights before they wait for the kernel in front."""
+    assert_compiles(IN_GLUON)
+
+
+def assert_compiles(script: str) -> None:
     quiet = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     found = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=quiet, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", script], env=quiet, capture_output=True, text=True, timeout=300
     )
     assert found.stdout.strip() == "compiled", found.stderr[-3000:]

@@ -1,0 +1,600 @@
+"""Some rows times a large weight on Hopper GPUs, in Gluon: weights come before the rows are there.
+
+Same signature as `reference.py`, for what `is_for` takes; the rest goes to `triton.py`. A program
+has a tile of the weight, in parts that run beside each other:
+
+    one warp           asks the copy engine for blocks of the weight and of the rows, into a ring
+    4 warps, 1-3 times multiply what has come with a piece of the tile, which is the matrix
+                       instruction's left operand
+
+Weights are constants of a step. So the ring is filled with them while the kernel in front still
+runs (`launch.py`), and what is between two products costs less of the memory's time. Tiles of many
+rows are wide, so that those are read few times from the level-2 cache. The adapters' A are further
+programs of the same launch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from manyroots.kernels.launch import launch_options
+from manyroots.kernels.lora_sites.sites import LinearSite, LoraRows, LoraTerm
+
+PIECE = 64
+"""Rows of the weight, or of A, that four warps multiply: what one matrix instruction takes."""
+LORA_N = gl.constexpr(PIECE)
+COPY_REGISTERS, ALL_REGISTERS = 24, 512
+"""Of a thread that copies, and of the four warps' share of a multiprocessor's."""
+SPARE_REGISTERS = 56
+"""Of a thread, beside its sums."""
+MAX_ROWS = 64
+INNER_STEP = 8
+"""Rows of the weight begin at multiples of 16 bytes: the copy engine's."""
+BLOCK_K, MOST_STAGES = 128, 12
+SHARED_BYTES = 232_448
+"""Of a program, at most."""
+MULTIPROCESSORS, FEWEST, MANY = 132, 96, 4
+"""Of an H200; fewer programs leave too much of it idle; and how many tiles each must have where
+they are taken in turn."""
+CUTS = ((1, 1), (1, 2), (3, 1))
+"""Pieces of a tile and splits, the first that fits."""
+FEW_ROWS = 16
+"""Up to which tiles of 64 that are not split are faster in `triton.py`."""
+# Triton 3.6's names
+_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+_load_few = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+_meet = getattr(gl, "barrier", None) or gl.thread_barrier
+
+
+@dataclass(frozen=True, slots=True)
+class RingTiling:
+    """How one shape is cut up; found by measurement."""
+
+    pieces: int
+    """Of a tile, at most 3."""
+    block_k: int
+    num_stages: int
+    """Blocks that are there or on their way."""
+    num_splits: int
+    num_programs: int = 0
+    """For all tiles and splits; 0: each has its own. With 2 splits, each program has as many blocks
+    as the others, wherever tiles end; a tile must be two programs' then."""
+    piece: int = PIECE
+
+    @property
+    def tile(self) -> int:
+        return self.pieces * self.piece
+
+    @property
+    def is_streamed(self) -> bool:
+        return self.num_programs > 0 and self.num_splits == 2
+
+    def registers(self, block_m: int) -> tuple[int, int]:
+        """Of a thread that multiplies, and of all when a program begins: no less than one matrix
+        instruction names."""
+        most = min(240, (ALL_REGISTERS - COPY_REGISTERS) // self.pieces // 8 * 8)
+        wanted = min(most, _eights(self.piece * block_m // 128 + SPARE_REGISTERS))
+        mean = (self.pieces * wanted + COPY_REGISTERS) // (self.pieces + 1)
+        return wanted, max(_eights(mean), _eights(min(block_m, 128) // 2 + 27))
+
+
+def _eights(number: int) -> int:
+    return -(-number // 8) * 8
+
+
+@gluon.jit
+def _items(program, num_programs, sizes, STREAMED: gl.constexpr):
+    """The tiles, or splits of tiles, of a program: the first, behind the last, and the step."""
+    num_blocks, num_splits, num_tiles = sizes[3], sizes[4], sizes[5]
+    if STREAMED:
+        begin = program * (num_tiles * num_blocks) // num_programs
+        end = (program + 1) * (num_tiles * num_blocks) // num_programs
+        start, stop, step = begin // num_blocks, gl.cdiv(end, num_blocks), num_splits * 0 + 1
+    else:
+        start, stop, step = program, num_tiles * num_splits, num_programs
+    return start, stop, step
+
+
+@gluon.jit
+def _part(item, program, num_programs, sizes, STREAMED: gl.constexpr):
+    """Of an item: its tile, its split, and its blocks, the first and the one behind the last."""
+    num_blocks, num_splits, num_tiles = sizes[3], sizes[4], sizes[5]
+    if STREAMED:
+        begin = program * (num_tiles * num_blocks) // num_programs - item * num_blocks
+        end = (program + 1) * (num_tiles * num_blocks) // num_programs - item * num_blocks
+        first, last = gl.maximum(begin, 0), gl.minimum(end, num_blocks)
+        tile, split = item, gl.where(first > 0, 1, 0)
+    else:
+        tile, split = item % num_tiles, item // num_tiles
+        first = split * num_blocks // num_splits
+        last = (split + 1) * num_blocks // num_splits
+    return tile, split, first, last
+
+
+@gluon.jit
+def _is_used(tile, lora, PIECES: gl.constexpr):
+    """Whether a tile of the adapters' A has any rows."""
+    return tile * (PIECES * LORA_N) // lora[6] < gl.load(lora[5])
+
+
+@gluon.jit
+def _ask_for_weights(
+    w_desc, ring, stage, n, k, PIECES: gl.constexpr, PIECE: gl.constexpr
+):  # fmt: skip
+    for p in gl.static_range(PIECES):
+        _load(w_desc, [n + p * PIECE, k], ring[2].index(stage), ring[1].index(stage * PIECES + p))
+
+
+@gluon.jit
+def _copy_for_shrink(
+    x_desc, ring, sizes, lora, BLOCK_K: gl.constexpr, PIECES: gl.constexpr, STAGES: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+):  # fmt: skip
+    """Rows alone: A is asked for by those who multiply."""
+    xs, full, empty = ring[0], ring[2], ring[3]
+    lora_tiles = lora[7]
+    if _is_used(gl.program_id(0) % lora_tiles, lora, PIECES):
+        split = gl.program_id(0) // lora_tiles
+        first, last = split * sizes[3] // sizes[4], (split + 1) * sizes[3] // sizes[4]
+        if DEPENDENT:
+            gdc_wait()
+        for at in range(last - first):
+            stage = at % STAGES
+            mbarrier.wait(empty.index(stage), (at // STAGES & 1) ^ 1)
+            mbarrier.expect(full.index(stage), x_desc.block_type.nbytes)
+            _load(x_desc, [0, (first + at) * BLOCK_K], full.index(stage), xs.index(stage))
+
+
+@gluon.jit
+def _copy_for_product(
+    x_desc, w_desc, ring, sizes, program, num_programs, BLOCK_K: gl.constexpr,
+    PIECES: gl.constexpr, PIECE: gl.constexpr, STAGES: gl.constexpr, STREAMED: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+):  # fmt: skip
+    xs, full, empty = ring[0], ring[2], ring[3]
+    num_bytes: gl.constexpr = PIECES * w_desc.block_type.nbytes + x_desc.block_type.nbytes
+    rows: gl.constexpr = PIECES * PIECE
+    start, stop, step = _items(program, num_programs, sizes, STREAMED)
+    tile, _split, first, last = _part(start, program, num_programs, sizes, STREAMED)
+    early = gl.minimum(last - first, STAGES)
+    for i in range(early):
+        mbarrier.expect(full.index(i), num_bytes)
+        _ask_for_weights(w_desc, ring, i, tile * rows, (first + i) * BLOCK_K, PIECES, PIECE)
+    if DEPENDENT:
+        gdc_wait()
+    for i in range(early):
+        _load(x_desc, [0, (first + i) * BLOCK_K], full.index(i), xs.index(i))
+    at = early
+    begin = first + early
+    for item in range(start, stop, step):
+        tile, _split, first, last = _part(item, program, num_programs, sizes, STREAMED)
+        for block in range(gl.where(item == start, begin, first), last):
+            stage = at % STAGES
+            mbarrier.wait(empty.index(stage), (at // STAGES & 1) ^ 1)
+            mbarrier.expect(full.index(stage), num_bytes)
+            _ask_for_weights(w_desc, ring, stage, tile * rows, block * BLOCK_K, PIECES, PIECE)
+            _load(x_desc, [0, block * BLOCK_K], full.index(stage), xs.index(stage))
+            at += 1
+
+
+@gluon.jit
+def _copy(
+    x_desc, w_desc, ring, sizes, lora, BLOCK_K: gl.constexpr, PIECES: gl.constexpr,
+    PIECE: gl.constexpr, STAGES: gl.constexpr, STREAMED: gl.constexpr, NUM_PARTS: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+):  # fmt: skip
+    """The part of the one warp."""
+    others = 0
+    if NUM_PARTS:
+        others = lora[7] * sizes[4]
+    program = gl.program_id(0) - others
+    if program >= 0:
+        _copy_for_product(
+            x_desc, w_desc, ring, sizes, program, gl.num_programs(0) - others, BLOCK_K, PIECES,
+            PIECE, STAGES, STREAMED, DEPENDENT,
+        )  # fmt: skip
+    else:
+        if NUM_PARTS:
+            _copy_for_shrink(x_desc, ring, sizes, lora, BLOCK_K, PIECES, STAGES, DEPENDENT)
+
+
+@gluon.jit
+def _factors(
+    norm, num_rows, k_size, BLOCK_M: gl.constexpr, SQUARES: gl.constexpr, layout: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+):  # fmt: skip
+    """What products with rows that their norm left undivided are multiplied with."""
+    squares, eps = norm
+    if DEPENDENT:
+        gdc_wait()
+    m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))
+    total = gl.zeros([BLOCK_M], gl.float32, gl.SliceLayout(0, layout))
+    for i in gl.static_range(SQUARES):
+        total += gl.load(squares + m * SQUARES + i, mask=m < num_rows, other=0.0)
+    return gl.rsqrt(total / k_size + eps)
+
+
+@gluon.jit
+def _ask_for_a(
+    at, first, count, a_rows, row_ok, tiles, k_size, piece,
+    BLOCK_K: gl.constexpr, PIECES: gl.constexpr, STAGES: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    k = (first + at) * BLOCK_K + gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))
+    # 16 bytes at a time, which all are wanted or none
+    source = gl.multiple_of(gl.max_contiguous(a_rows[:, None] + k[None, :], [1, 8]), [16, 16])
+    wanted = row_ok[:, None] & ((k < k_size) & (at < count))[None, :]
+    _load_few(
+        tiles.index(at % STAGES * PIECES + piece).slice(0, LORA_N), source,
+        mask=gl.max_constancy(wanted, [1, 8]),
+    )  # fmt: skip
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _rows_of_a(first, lora, NUM_PARTS: gl.constexpr, layout: gl.constexpr):
+    """Of each of a piece's rows: its number in its adapter, its slot (of nobody: -1), where the
+    slot's table begins, whether it is one, and the rows of x that are its own: the first, and how
+    many."""
+    table, blocks, num_blocks, width = lora[2], lora[4], lora[5], lora[6]
+    v = first + gl.arange(0, LORA_N, layout)
+    block, n = v // width, v % width
+    is_block = block < gl.load(num_blocks)
+    begin = gl.load(blocks + 3 * block, mask=is_block, other=0)
+    count = gl.load(blocks + 3 * block + 1, mask=is_block, other=0)
+    slot = gl.load(blocks + 3 * block + 2, mask=is_block, other=-1)
+    entry = table + gl.maximum(slot, 0) * (2 + 3 * NUM_PARTS)
+    row_ok = (slot >= 0) & (n < gl.load(entry + 1).to(gl.int32))
+    return n, slot, entry, row_ok, begin, count
+
+
+@gluon.jit
+def _shrink(
+    ring, sizes, lora, norm, piece,
+    BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, PIECES: gl.constexpr, STAGES: gl.constexpr,
+    NUM_PARTS: gl.constexpr, SQUARES: gl.constexpr, DEPENDENT: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """The adapters' A, one block's after the other's, as further tiles of weights. Each of a tile's
+    rows knows its block of rows of x, and is stored for those alone."""
+    xs, tiles, full, empty = ring
+    num_rows, k_size = sizes[0], sizes[2]
+    hidden, pool, scalings, width, lora_tiles = lora[0], lora[1], lora[3], lora[6], lora[7]
+    tile, split = gl.program_id(0) % lora_tiles, gl.program_id(0) // lora_tiles
+    if _is_used(tile, lora, PIECES):
+        first = split * sizes[3] // sizes[4]
+        count = (split + 1) * sizes[3] // sizes[4] - first
+        # 16 bytes of a row for each thread
+        a_layout: gl.constexpr = gl.BlockedLayout(
+            [1, 8], [32 * 8 // BLOCK_K, BLOCK_K // 8], [4, 1], [1, 0]
+        )
+        begin_n = (tile * PIECES + piece) * LORA_N
+        of_a = _rows_of_a(begin_n, lora, NUM_PARTS, gl.SliceLayout(1, a_layout))
+        row_ok = of_a[3]
+        a_rows = pool + gl.load(of_a[2]) + of_a[0].to(gl.int64) * k_size
+        for i in gl.static_range(STAGES - 1):
+            _ask_for_a(
+                i, first, count, a_rows, row_ok, tiles, k_size, piece, BLOCK_K, PIECES, STAGES,
+                a_layout,
+            )  # fmt: skip
+        acc = gl.zeros([LORA_N, BLOCK_M], gl.float32, layout)
+        for at in range(count):
+            _ask_for_a(
+                at + STAGES - 1, first, count, a_rows, row_ok, tiles, k_size, piece, BLOCK_K,
+                PIECES, STAGES, a_layout,
+            )  # fmt: skip
+            stage = at % STAGES
+            async_copy.wait_group(STAGES - 1)
+            fence_async_shared()
+            _meet()
+            mbarrier.wait(full.index(stage), at // STAGES & 1)
+            acc = warpgroup_mma(
+                tiles.index(stage * PIECES + piece).slice(0, LORA_N),
+                xs.index(stage).permute((1, 0)), acc, is_async=True,
+            )  # fmt: skip
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            mbarrier.arrive(empty.index(stage))
+        if SQUARES:
+            factors = _factors(norm, num_rows, k_size, BLOCK_M, SQUARES, layout, DEPENDENT)
+            acc = acc * factors[None, :]
+        rows: gl.constexpr = gl.SliceLayout(1, layout)
+        n, slot, entry, is_row, begin, num = _rows_of_a(begin_n, lora, NUM_PARTS, rows)
+        scale = gl.load(scalings + gl.maximum(slot, 0) * NUM_PARTS)
+        for part in gl.static_range(1, NUM_PARTS):
+            later = gl.load(scalings + gl.maximum(slot, 0) * NUM_PARTS + part)
+            scale = gl.where(n >= gl.load(entry + 2 + 3 * part).to(gl.int32), later, scale)
+        m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))[None, :]
+        mine = is_row[:, None] & (m >= begin[:, None]) & (m < (begin + num)[:, None])
+        to = hidden + (split * num_rows + m) * width + n[:, None]
+        gl.store(to, (acc * scale[:, None]).to(hidden.dtype.element_ty), mask=mine)
+
+
+@gluon.jit
+def _store(total, out, split, first_n, num_rows, n_size, layout: gl.constexpr):
+    """A piece's sums [PIECE, BLOCK_M], a row of `out` for each column."""
+    m = gl.arange(0, total.shape[1], gl.SliceLayout(0, layout))
+    n = first_n + gl.arange(0, total.shape[0], gl.SliceLayout(1, layout))
+    to = out + (split * num_rows + m[None, :]).to(gl.int64) * n_size + n[:, None]
+    gl.store(to, total, mask=(m < num_rows)[None, :] & (n < n_size)[:, None])
+
+
+@gluon.jit
+def _product(
+    ring, sizes, norm, bias, out, program, num_programs, piece,
+    BLOCK_M: gl.constexpr, PIECES: gl.constexpr, PIECE: gl.constexpr, STAGES: gl.constexpr,
+    STREAMED: gl.constexpr, STAGED: gl.constexpr, HAS_BIAS: gl.constexpr, SQUARES: gl.constexpr,
+    DEPENDENT: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    xs, tiles, full, empty = ring
+    num_rows, n_size, k_size = sizes[0], sizes[1], sizes[2]
+    at = 0
+    start, stop, step = _items(program, num_programs, sizes, STREAMED)
+    for item in range(start, stop, step):
+        tile, split, first, last = _part(item, program, num_programs, sizes, STREAMED)
+        acc = gl.zeros([PIECE, BLOCK_M], gl.float32, layout)
+        for block in range(first, last):
+            stage = at % STAGES
+            mbarrier.wait(full.index(stage), at // STAGES & 1)
+            acc = warpgroup_mma(
+                tiles.index(stage * PIECES + piece), xs.index(stage).permute((1, 0)), acc,
+                is_async=True,
+            )  # fmt: skip
+            # The block before this one is multiplied then: its place is free.
+            acc = warpgroup_mma_wait(1, deps=(acc,))
+            mbarrier.arrive(empty.index((at + STAGES - 1) % STAGES), pred=block > first)
+            at += 1
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(empty.index((at + STAGES - 1) % STAGES))
+        first_n = (tile * PIECES + piece) * PIECE
+        if SQUARES:
+            factors = _factors(norm, num_rows, k_size, BLOCK_M, SQUARES, layout, DEPENDENT)
+            acc = acc * factors[None, :]
+        if HAS_BIAS:
+            # Of the first split alone: the others' sums are added to its.
+            n = first_n + gl.arange(0, PIECE, gl.SliceLayout(1, layout))
+            added = gl.load(bias + n, mask=n < gl.where(split == 0, n_size, 0), other=0.0)
+            acc = acc + added.to(gl.float32)[:, None]
+        total = acc.to(out.dtype.element_ty)
+        if STAGED:
+            # 16 bytes of a row for each thread; sums in float32 are whole sectors as they are.
+            by_row: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
+            _store(gl.convert_layout(total, by_row), out, split, first_n, num_rows, n_size, by_row)
+        else:
+            _store(total, out, split, first_n, num_rows, n_size, layout)
+
+
+@gluon.jit
+def _multiply(
+    ring, sizes, lora, norm, bias, out, piece,
+    BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, PIECES: gl.constexpr, PIECE: gl.constexpr,
+    STAGES: gl.constexpr, STREAMED: gl.constexpr, STAGED: gl.constexpr, HAS_BIAS: gl.constexpr,
+    SQUARES: gl.constexpr, NUM_PARTS: gl.constexpr, DEPENDENT: gl.constexpr,
+):  # fmt: skip
+    """The part of four of the other warps."""
+    at_once: gl.constexpr = BLOCK_M if BLOCK_M < 128 else 128
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, at_once, 16])
+    others = 0
+    if NUM_PARTS:
+        others = lora[7] * sizes[4]
+    program = gl.program_id(0) - others
+    if program >= 0:
+        _product(
+            ring, sizes, norm, bias, out, program, gl.num_programs(0) - others, piece, BLOCK_M,
+            PIECES, PIECE, STAGES, STREAMED, STAGED, HAS_BIAS, SQUARES, DEPENDENT, layout,
+        )  # fmt: skip
+    else:
+        if NUM_PARTS:
+            _shrink(
+                ring, sizes, lora, norm, piece, BLOCK_M, BLOCK_K, PIECES, STAGES, NUM_PARTS,
+                SQUARES, DEPENDENT, layout,
+            )  # fmt: skip
+
+
+@gluon.jit
+def _barriers(num: gl.constexpr, count: gl.constexpr):
+    bars = gl.allocate_shared_memory(gl.int64, [num, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(num):
+        mbarrier.init(bars.index(i), count=count)
+    return bars
+
+
+@gluon.jit(
+    # Compiled once for all steps and shapes: it takes seconds.
+    do_not_specialize=[
+        "num_rows", "n_size", "k_size", "num_blocks", "num_splits", "num_tiles", "width",
+        "lora_tiles",
+    ],
+    do_not_specialize_on_alignment=["squares", "bias", "blocks", "num_lora_blocks"],
+)  # fmt: skip
+def _linear(
+    x_desc, w_desc, squares, bias, out, hidden, pool, table, scalings, blocks, num_lora_blocks,
+    num_rows, n_size, k_size, eps, width, num_blocks, num_splits, num_tiles, lora_tiles,
+    BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, PIECES: gl.constexpr, PIECE: gl.constexpr,
+    STAGES: gl.constexpr, STREAMED: gl.constexpr, STAGED: gl.constexpr, HAS_BIAS: gl.constexpr,
+    SQUARES: gl.constexpr, NUM_PARTS: gl.constexpr, REGISTERS: gl.constexpr,
+    COPY_REGISTERS: gl.constexpr, DEPENDENT: gl.constexpr,
+):  # fmt: skip
+    if DEPENDENT:
+        gdc_launch_dependents()
+    dtype: gl.constexpr = w_desc.dtype
+    # Rows, weights, of each block whether it is there, and whether it is multiplied.
+    ring = (
+        gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_K], x_desc.layout),
+        gl.allocate_shared_memory(dtype, [STAGES * PIECES, PIECE, BLOCK_K], w_desc.layout),
+        _barriers(STAGES, 1), _barriers(STAGES, PIECES),
+    )  # fmt: skip
+    fence_async_shared()
+    sizes = (num_rows, n_size, k_size, num_blocks, num_splits, num_tiles)
+    lora = (hidden, pool, table, scalings, blocks, num_lora_blocks, width, lora_tiles)
+    norm = (squares, eps)
+    if PIECES == 1:
+        gl.warp_specialize(
+            [
+                (_multiply, (
+                    ring, sizes, lora, norm, bias, out, 0, BLOCK_M, BLOCK_K, PIECES, PIECE, STAGES,
+                    STREAMED, STAGED, HAS_BIAS, SQUARES, NUM_PARTS, DEPENDENT,
+                )),
+                (_copy, (
+                    x_desc, w_desc, ring, sizes, lora, BLOCK_K, PIECES, PIECE, STAGES, STREAMED,
+                    NUM_PARTS, DEPENDENT,
+                )),
+            ],
+            [1], [COPY_REGISTERS],
+        )  # fmt: skip
+    elif PIECES == 2:
+        gl.warp_specialize(
+            [
+                (_multiply, (
+                    ring, sizes, lora, norm, bias, out, 0, BLOCK_M, BLOCK_K, PIECES, PIECE, STAGES,
+                    STREAMED, STAGED, HAS_BIAS, SQUARES, NUM_PARTS, DEPENDENT,
+                )),
+                (_multiply, (
+                    ring, sizes, lora, norm, bias, out, 1, BLOCK_M, BLOCK_K, PIECES, PIECE, STAGES,
+                    STREAMED, STAGED, HAS_BIAS, SQUARES, NUM_PARTS, DEPENDENT,
+                )),
+                (_copy, (
+                    x_desc, w_desc, ring, sizes, lora, BLOCK_K, PIECES, PIECE, STAGES, STREAMED,
+                    NUM_PARTS, DEPENDENT,
+                )),
+            ],
+            [4, 1], [REGISTERS, COPY_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply, (
+                    ring, sizes, lora, norm, bias, out, 0, BLOCK_M, BLOCK_K, PIECES, PIECE, STAGES,
+                    STREAMED, STAGED, HAS_BIAS, SQUARES, NUM_PARTS, DEPENDENT,
+                )),
+                (_multiply, (
+                    ring, sizes, lora, norm, bias, out, 1, BLOCK_M, BLOCK_K, PIECES, PIECE, STAGES,
+                    STREAMED, STAGED, HAS_BIAS, SQUARES, NUM_PARTS, DEPENDENT,
+                )),
+                (_multiply, (
+                    ring, sizes, lora, norm, bias, out, 2, BLOCK_M, BLOCK_K, PIECES, PIECE, STAGES,
+                    STREAMED, STAGED, HAS_BIAS, SQUARES, NUM_PARTS, DEPENDENT,
+                )),
+                (_copy, (
+                    x_desc, w_desc, ring, sizes, lora, BLOCK_K, PIECES, PIECE, STAGES, STREAMED,
+                    NUM_PARTS, DEPENDENT,
+                )),
+            ],
+            [4, 4, 1], [REGISTERS, REGISTERS, COPY_REGISTERS],
+        )  # fmt: skip
+
+
+@lru_cache(maxsize=8)
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def tiling_for(x: Tensor, weight: Tensor, *, has_adapters: bool) -> RingTiling | None:
+    """How this product is cut up, if this kernel takes it and was measured to be faster."""
+    if (
+        has_adapters
+        or not _is_hopper(x.device)
+        or not x.dtype == weight.dtype == torch.bfloat16
+        or not x.is_contiguous()
+        or not weight.is_contiguous()
+    ):
+        return None
+    return _tiling(x.shape[0], *weight.shape)
+
+
+def _tiling(num_rows: int, n_size: int, k_size: int) -> RingTiling | None:
+    """What was fastest on an H200. A program fills a multiprocessor, and all should have one; many
+    tiles are taken in turn by as many programs as there are."""
+    if num_rows > MAX_ROWS or k_size % INNER_STEP:
+        return None
+    for pieces, splits in CUTS if num_rows > FEW_ROWS else CUTS[1:]:
+        tiles = triton.cdiv(n_size, pieces * PIECE)
+        if FEWEST <= tiles * splits <= MULTIPROCESSORS and k_size >= 4 * splits * BLOCK_K:
+            return RingTiling(pieces, BLOCK_K, _stages(num_rows, pieces), splits)
+    pieces = CUTS[-1][0]
+    if triton.cdiv(n_size, pieces * PIECE) >= MANY * MULTIPROCESSORS:
+        return RingTiling(pieces, BLOCK_K, _stages(num_rows, pieces), 1, MULTIPROCESSORS)
+    return None
+
+
+def _stages(num_rows: int, pieces: int) -> int:
+    """As many as there is room for, beside what stores are put together in."""
+    room = SHARED_BYTES - 1024 - 2048 * pieces
+    return min(MOST_STAGES, room // (2 * BLOCK_K * (pieces * PIECE + _block_m(num_rows))))
+
+
+def _block_m(num_rows: int) -> int:
+    size: int = max(16, triton.next_power_of_2(num_rows))
+    return size
+
+
+def multiply(
+    x: Tensor,
+    weight: Tensor,
+    tiling: RingTiling,
+    site: LinearSite | None,
+    rows: LoraRows | None,
+    bias: Tensor | None,
+    squares: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, LoraTerm | None]:
+    """`gemm.linear` of plain rows, or of those that a norm left undivided, with their squares."""
+    num_rows, k_size = x.shape
+    n_size, splits = weight.shape[0], tiling.num_splits
+    out = torch.empty(
+        splits, num_rows, n_size, dtype=x.dtype if splits == 1 else torch.float32, device=x.device
+    )
+    if site is None or rows is None:
+        term, lora_tiles = None, 0
+        adapters = (out, x, x, out, x, x)
+        width, num_parts = 1, 0
+    else:
+        width, num_parts = site.width, site.num_parts
+        # One sum is as precise as what is multiplied with it; parts are not to be rounded.
+        kept = site.pool.dtype if splits == 1 else torch.float32
+        hidden = torch.empty(splits, num_rows, width, dtype=kept, device=x.device)
+        term = LoraTerm(hidden, site, rows)
+        lora_tiles = triton.cdiv(rows.max_blocks * width, tiling.pieces * PIECE)
+        adapters = (hidden, site.pool, site.table, site.scalings, rows.blocks, rows.num_blocks)
+    num_tiles = triton.cdiv(n_size, tiling.tile)
+    programs = min(tiling.num_programs or num_tiles * splits, num_tiles * splits)
+    block_m = _block_m(num_rows)
+    multiplying, beginning = tiling.registers(block_m)
+    _linear[(lora_tiles * splits + programs,)](
+        _describe(x, block_m, tiling.block_k), _describe(weight, tiling.piece, tiling.block_k),
+        out if squares is None else squares, x if bias is None else bias, out, *adapters, num_rows,
+        n_size, k_size, eps, width, triton.cdiv(k_size, tiling.block_k), splits, num_tiles,
+        lora_tiles, BLOCK_M=block_m, BLOCK_K=tiling.block_k, PIECES=tiling.pieces,
+        PIECE=tiling.piece, STAGES=tiling.num_stages, STREAMED=tiling.is_streamed,
+        STAGED=splits == 1, HAS_BIAS=bias is not None,
+        SQUARES=0 if squares is None else squares.shape[1], NUM_PARTS=num_parts,
+        REGISTERS=multiplying, COPY_REGISTERS=COPY_REGISTERS, num_warps=4, maxnreg=beginning,
+        **launch_options(x.device),
+    )  # fmt: skip
+    return out, term
+
+
+def _describe(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """What the copy engine is told of a matrix: its shape, and boxes of so many rows."""
+    return TensorDescriptor(
+        matrix, list(matrix.shape), list(matrix.stride()), [rows, columns], _layout(rows, columns)
+    )
+
+
+@lru_cache(maxsize=64)
+def _layout(rows: int, columns: int) -> object:
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16)

@@ -1,9 +1,10 @@
 """Chunked prefill over pages on Hopper GPUs, in Gluon: FlashAttention-3's way of dividing the work.
 
 Same signature as `reference.py`, for what `is_for` takes; the rest goes to `triton_prefill.py`.
-A program has a block of 128 queries of one head, in three parts that run beside each other:
+A program has a block of 128 queries of one head, in four parts that run beside each other:
 
-    one warp      asks the copy engine for pages, tile by tile, into a ring of shared memory
+    two warps     ask the copy engine for pages, tile by tile, into rings of shared memory, one of
+                  them for keys and the other for values: to ask takes longer than to copy
     twice 4 warps have 64 queries each: a tile's scores are multiplied while the weights of the tile
                   before are multiplied with its values, and made into weights beside that
 
@@ -106,12 +107,22 @@ def _nth_item(k):
 
 
 @gluon.jit
+def _ask_for_queries(desc, queries, asked, row, column):
+    """Copy an item's queries as soon as nobody needs the last item's."""
+    places, full, empty = queries
+    for half in gl.static_range(2):
+        mbarrier.wait(empty.index(half), (asked & 1) ^ 1)
+        mbarrier.expect(full.index(half), desc.block_type.nbytes)
+        _load(desc, [row + half * HALF, column], full.index(half), places.index(half))
+
+
+@gluon.jit
 def _copy(
-    q_desc, k_desc, v_desc, queries, keys, values, work, page_table, table_row, num_items,
+    q_desc, desc, queries, ring, work, page_table, table_row, num_items,
     NUM_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr,
-    BLOCK_T: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_T: gl.constexpr, STAGES: gl.constexpr, WITH_QUERIES: gl.constexpr,
 ):  # fmt: skip
-    """The part of the one warp. Pages are looked up a tile ahead."""
+    """The part of one warp: keys and queries, or values. Pages are looked up a tile ahead."""
     count, asked = 0, 0
     for k in range(gl.cdiv(num_items, gl.num_programs(0))):
         item = _nth_item(k)
@@ -127,17 +138,10 @@ def _copy(
                 for i in range(num_tiles):
                     tile = num_tiles - 1 - i
                     ahead = _look_up(table, gl.maximum(tile - 1, 0), last_page, PAGE_SIZE, BLOCK_T)
-                    at = count + i
-                    _ask_for(k_desc, keys, at, pages, column, PAGE_SIZE, BLOCK_T, STAGES)
-                    if i == 0:  # not before: the last item's may be in use for some time
-                        for half in gl.static_range(2):
-                            mbarrier.wait(queries[2].index(half), (asked & 1) ^ 1)
-                            mbarrier.expect(queries[1].index(half), q_desc.block_type.nbytes)
-                            _load(
-                                q_desc, [first_row + half * HALF, head * HEAD_DIM],
-                                queries[1].index(half), queries[0].index(half),
-                            )  # fmt: skip
-                    _ask_for(v_desc, values, at, pages, column, PAGE_SIZE, BLOCK_T, STAGES)
+                    _ask_for(desc, ring, count + i, pages, column, PAGE_SIZE, BLOCK_T, STAGES)
+                    if WITH_QUERIES:
+                        if i == 0:  # behind the keys: the last item's may be in use for some time
+                            _ask_for_queries(q_desc, queries, asked, first_row, head * HEAD_DIM)
                     pages = ahead
                 asked += 1
             count += num_tiles
@@ -193,7 +197,8 @@ def _step(
         scores, position, end - 1 - at, best, total, scale, BLOCK_T, MASKED, s_layout
     )
     # The next tile's keys are waited for here because a wait is a branch: the assembler would
-    # make the weights behind the products they should run beside, but not across a branch.
+    # make the weights behind the products they should run beside, but not across a branch. Behind
+    # the last tile it is that one again, whose place is not taken before the queries' is free.
     ahead = gl.minimum(at + 1, end - 1)
     mbarrier.wait(keys[1].index(ahead % STAGES), ahead // STAGES & 1)
     acc, weights = warpgroup_mma_wait(0, deps=(acc, weights))
@@ -343,11 +348,15 @@ def _prefill(
                 NUM_HEADS, HEAD_DIM, BLOCK_T, STAGES,
             )),
             (_copy, (
-                q_desc, k_desc, v_desc, queries, keys, values, work, page_table, table_row,
-                num_items, NUM_HEADS, GROUP, HEAD_DIM, PAGE_SIZE, BLOCK_T, STAGES,
+                q_desc, k_desc, queries, keys, work, page_table, table_row, num_items,
+                NUM_HEADS, GROUP, HEAD_DIM, PAGE_SIZE, BLOCK_T, STAGES, True,
+            )),
+            (_copy, (
+                q_desc, v_desc, queries, values, work, page_table, table_row, num_items,
+                NUM_HEADS, GROUP, HEAD_DIM, PAGE_SIZE, BLOCK_T, STAGES, False,
             )),
         ],
-        [4, 1], [COMPUTE_REGISTERS, COPY_REGISTERS],
+        [4, 1, 1], [COMPUTE_REGISTERS, COPY_REGISTERS, COPY_REGISTERS],
     )  # fmt: skip
 
 

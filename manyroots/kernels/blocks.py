@@ -22,6 +22,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from manyroots.kernels.packed import KeptTwice
+
 GROUP = 32
 """Columns that share a scale and an offset."""
 MIDDLE = 8
@@ -36,21 +38,11 @@ _FIRST_LOOK = 8
 
 
 @dataclass(frozen=True, slots=True)
-class BlockMatrix:
-    """[out, in], in float32 and as blocks."""
+class BlockMatrix(KeptTwice):
+    """As blocks."""
 
-    rows: Tensor
-    packed: Tensor
     offsets: Tensor
     """float32 [groups, out]"""
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.rows.shape
-
-    def plain(self, dtype: torch.dtype) -> Tensor:
-        """The numbers themselves."""
-        return self.rows
 
     def times(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x W^T + b, of rows that are rounded to 8 bits."""

@@ -30,8 +30,8 @@ what comes out fits into memory that is at hand, and fresh pages need not be fet
 
 
 @dataclass(frozen=True, slots=True)
-class PackedMatrix:
-    """[out, in], float32."""
+class KeptTwice:
+    """[out, in], float32, and the same in the form of a library."""
 
     rows: Tensor
     packed: Tensor
@@ -43,6 +43,11 @@ class PackedMatrix:
     def plain(self, dtype: torch.dtype) -> Tensor:
         """The numbers themselves."""
         return self.rows
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMatrix(KeptTwice):
+    """In the order of oneDNN."""
 
     def times(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x W^T + b."""

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from manyroots.engine import worker
+from manyroots.kernels.activation.kinds import Activation
 from manyroots.kernels.choice import Kernels, reference_kernels
 from manyroots.kernels.fp8_rows import Fp8Rows
 from manyroots.kernels.lora_sites.sites import LoraTerm, PoolSite
@@ -39,6 +40,8 @@ CPU = torch.device("cpu")
 IN_FP8 = "in_fp8"
 """Rows that were rounded to FP8."""
 Pieces = dict[str, Tensor]
+_CLAMPED = Activation.CLAMPED_SWIGLU
+"""Whose values are up to 56, and those of others about 1."""
 
 
 def _kind_of(name: str, args: tuple[Any, ...]) -> str:
@@ -47,6 +50,8 @@ def _kind_of(name: str, args: tuple[Any, ...]) -> str:
         return "scaled"
     if any(isinstance(arg, ExpertWeights) and arg.has_fp8_tiles for arg in args):
         return "fp8_experts"
+    if any(isinstance(arg, ExpertWeights) and arg.activation is _CLAMPED for arg in args):
+        return "clamped_experts"
     if "experts" in name:
         return "expert_lora"  # between the two products of experts every activation is rounded
     is_recurrent = name.startswith(("causal_conv", "delta_rule", "mamba"))

@@ -32,10 +32,10 @@ def route(
     if bias is not None:
         total = total + bias.float()
     if scoring is Scoring.SOFTMAX_OF_CHOSEN:
-        chosen, experts = total.topk(top_k, dim=-1)
+        chosen, experts = _largest(total, top_k)
         weights = chosen.softmax(-1)
     else:
-        weights, experts = total.softmax(-1).topk(top_k, dim=-1)
+        weights, experts = _largest(total.softmax(-1), top_k)
     if scoring is Scoring.SOFTMAX_RENORMALISED:
         weights = weights / weights.sum(-1, keepdim=True)
     flat = experts.flatten()
@@ -46,6 +46,12 @@ def route(
     used_first = (counts == 0).int().argsort(stable=True)
     order = flat.argsort(stable=True).int()
     return Routing(weights, order, groups[used_first].int(), experts.int())
+
+
+def _largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The first of equals first, which `topk` does not promise."""
+    values, places = scores.sort(dim=-1, descending=True, stable=True)
+    return values[:, :count], places[:, :count]
 
 
 def experts(

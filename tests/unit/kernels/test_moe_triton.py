@@ -90,6 +90,18 @@ def by_expert(routing: Routing) -> dict[int, list[int]]:
     }
 
 
+@pytest.mark.parametrize("scoring", Scoring)
+def test_of_equally_likely_experts_the_first_are_chosen(scoring: Scoring) -> None:
+    """In half precision scores of two experts are often the same number."""
+    draw = torch.Generator().manual_seed(8)
+    scores = torch.randint(0, 4, (40, 16), generator=draw).to(DEVICE, torch.float32)
+    routing = fast.route(scores, 3, scoring=scoring)
+    expected = reference.route(scores, 3, scoring=scoring)
+    assert torch.equal(routing.experts, expected.experts)
+    best = scores[0].argmax()  # torch's own is the first, too
+    assert int(expected.experts[0, 0]) == int(best)
+
+
 @pytest.mark.parametrize("more", [0, 1])
 def test_tokens_beyond_the_most_are_routed_in_tiles(more: int) -> None:
     logits = randn(fast.MAX_ROUTED_TOKENS + more, 4)

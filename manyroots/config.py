@@ -167,10 +167,10 @@ class SchedulerSettings:
         "and tenants.",
         choices=tuple(policy.value for policy in Policy),
     )
-    adapter_patience_steps: int = option(
-        32,
+    adapter_patience_steps: int | None = option(
+        None,
         "Steps that an adapter waits for a place among --max-loras; then the adapter with the "
-        "fewest running requests makes place for a while.",
+        "fewest running requests makes place for a while. By default as many as a load takes.",
     )
 
     def __post_init__(self) -> None:
@@ -195,7 +195,8 @@ class LoraSettings:
     )
     max_loras: int = option(
         8,
-        "Most distinct adapters in one step, and slots for them on the device; 0: as many as fit "
+        "Most distinct adapters in one step, and slots for them on the device, with one more for "
+        "every four, into which the next ones are loaded; 0: as many as fit "
         "into a quarter of the memory that a GPU has beside the weights (on a CPU: into as much as "
         "the cache's pages may take), at most 256 or --max-num-seqs.",
     )

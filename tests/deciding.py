@@ -97,8 +97,9 @@ class Deciding:
         max_model_len: int | None = None,
         max_loras: int = 0,
         max_cpu_loras: int = 0,
+        num_spare_slots: int = 0,
         policy: str = "fcfs",
-        adapter_patience_steps: int = 64,
+        adapter_patience_steps: int | None = 64,
         finish_loads: Callable[[list[LoadAdapter]], list[AdapterLoaded]] | None = None,
     ) -> None:
         settings = SchedulerSettings(
@@ -120,7 +121,10 @@ class Deciding:
             is_held=self.cache.is_held,
         )
         longest = max_model_len or num_pages * page_size
-        self.adapters = Residency(AdapterLimits(max_loras=max_loras, max_cpu_loras=max_cpu_loras))
+        limits = AdapterLimits(
+            max_loras=max_loras, max_cpu_loras=max_cpu_loras, num_spare_slots=num_spare_slots
+        )
+        self.adapters = Residency(limits)
         self.scheduler = Scheduler(settings, self.cache, self.adapters, max_model_len=longest)
         self.loop = EngineLoop(self.scheduler, _Watched(self.runner, settings), depth=depth)
         self.outputs: dict[int, list[Output]] = {}

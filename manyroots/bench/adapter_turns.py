@@ -19,7 +19,7 @@ from manyroots.bench.our_side import make_cache
 from manyroots.bench.scheduler_trace import MADE_UP_TOKEN
 from manyroots.config import SchedulerSettings
 from manyroots.ids import AdapterDigest, AdapterName, Namespace, RequestId
-from manyroots.lora.limits import AdapterLimits
+from manyroots.lora.limits import SPARE_SLOTS, AdapterLimits
 from manyroots.lora.residency import Residency
 from manyroots.lora.spec import AdapterSpec
 from manyroots.messages import StepOutputs, Submit
@@ -66,7 +66,8 @@ CASES = (
 class Turns:
     """A scheduler under a case's traffic, one step planned ahead."""
 
-    def __init__(self, case: TurnsCase, patience_steps: int) -> None:
+    def __init__(self, case: TurnsCase, patience_steps: int | None) -> None:
+        """`patience_steps`: None is as in the engine, with slots to spare."""
         self._case = case
         self._rng = random.Random(case.seed)
         self._weights = [(n + 1) ** -case.skew for n in range(case.num_adapters)]
@@ -77,7 +78,9 @@ class Turns:
         )
         longest = PROMPT_LEN + max(case.output_len[1], case.rare_output_len) + 16
         cache = make_cache(2 * (case.num_outstanding + 8) * (longest // 16 + 1), 16)
-        self._adapters = Residency(AdapterLimits(max_loras=case.max_loras, max_cpu_loras=0))
+        spare = case.max_loras // SPARE_SLOTS if patience_steps is None else 0
+        limits = AdapterLimits(max_loras=case.max_loras, max_cpu_loras=0, num_spare_slots=spare)
+        self._adapters = Residency(limits)
         self.scheduler = Scheduler(settings, cache, self._adapters, max_model_len=longest)
         for number in range(case.num_adapters + 1):
             spec = AdapterSpec(AdapterDigest(number.to_bytes(4, "big")), rank=8, num_bytes=1)

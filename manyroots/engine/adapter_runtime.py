@@ -103,6 +103,7 @@ def build_adapter_runtime(
     pool = AdapterPool(
         model.lora_parts(),
         num_slots=num_slots,
+        num_at_once=settings.max_loras or num_slots,
         max_rank=settings.max_lora_rank,
         dtype=dtype,
         device=device,
@@ -129,5 +130,11 @@ def _log(settings: LoraSettings, num_slots: int, num_targets: int, size: int) ->
 
 
 def adapter_limits(settings: LoraSettings, num_slots: int) -> AdapterLimits:
-    """`num_slots`: those there are, whether --max-loras says so or left it open."""
-    return AdapterLimits(max_loras=num_slots, max_cpu_loras=settings.max_cpu_loras)
+    """`num_slots`: those there are, some to spare, whether --max-loras says so or left it open; 0
+    without --enable-lora."""
+    num_at_once = min(settings.max_loras or num_slots, num_slots)
+    return AdapterLimits(
+        max_loras=num_at_once,
+        max_cpu_loras=settings.max_cpu_loras,
+        num_spare_slots=num_slots - num_at_once,
+    )

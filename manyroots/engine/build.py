@@ -65,8 +65,8 @@ def build_engine(
     memory, max_model_len = executor.worker.memory, executor.sizes.max_model_len
     layout = CacheLayout.of(page_size, executor.worker.capacities(settings, executor.sizes))
     cache = PrefixCache(layout, _policies(settings, source, model, page_size))
-    num_slots = executor.sizes.num_slots
-    adapters = Residency(adapter_limits(settings.lora, num_slots))
+    limits = adapter_limits(settings.lora, executor.sizes.num_slots)
+    adapters = Residency(limits)
     scheduler = Scheduler(settings.scheduler, cache, adapters, max_model_len=max_model_len)
     logger.info("%s: %s on %s, context %d", source.name, model.dtype, model.device, max_model_len)
     for line in memory.told(executor.sizes, model.shard.size):
@@ -83,7 +83,7 @@ def build_engine(
         dtype=str(model.dtype).removeprefix("torch."),
         device=str(model.device),
         scheduling_policy=settings.scheduler.scheduling_policy,
-        max_loras=num_slots,
+        max_loras=limits.max_loras,
     )
     directory = None
     if executor.adapters is not None:

@@ -33,6 +33,7 @@ from manyroots.cache.split import (
 from manyroots.cache.state_share import StateShare
 from manyroots.config import CacheSettings, EngineSettings
 from manyroots.errors import ConfigError, ModelError
+from manyroots.lora.limits import SPARE_SLOTS
 from manyroots.models.families import LayerFamily
 
 logger = logging.getLogger(__name__)
@@ -48,6 +49,8 @@ ADAPTER_SHARE = 0.25
 may take as much as pages may, and take it only as they come."""
 MAX_OPEN_SLOTS = 256
 """As many slots as --max-loras 0 makes at most, unless a step may have more rows."""
+SPARE_SHARE = 0.01
+"""Of the memory that weights leave, slots to spare take at most this much."""
 LEAST_WORTH = 8
 """A checkpoint is worth its memory if it saves a request this part of the tokens, or more, whose
 keys and values would take as much."""
@@ -249,11 +252,14 @@ def count_pages(
 def count_slots(
     settings: EngineSettings, bytes_per_slot: int, bytes_per_page: int, device: torch.device
 ) -> int:
-    """Slots for adapters on the device: as many as --max-loras says; for 0, as many as fit."""
+    """Slots for adapters on the device: as many as --max-loras says, and some to spare; for 0, as
+    many as fit."""
     lora, cache = settings.lora, settings.cache
-    if lora.max_loras:
-        return lora.max_loras
     free = _free_bytes(cache, device, settings.model.tensor_parallel_size)
+    if lora.max_loras:
+        num_spare = min(lora.max_loras // SPARE_SLOTS, int(SPARE_SHARE * free) // bytes_per_slot)
+        num_slots = lora.max_loras + max(0, num_spare)
+        return min(num_slots, lora.max_cpu_loras or num_slots)
     if device.type == "cuda":
         pages = (cache.num_gpu_blocks_override or 0) * bytes_per_page
         free = int((free - (cache.kv_cache_memory_bytes or pages)) * ADAPTER_SHARE)

@@ -9,6 +9,10 @@ from dataclasses import dataclass
 
 from manyroots.errors import ConfigError
 
+SPARE_SLOTS = 4
+"""For so many adapters that may run at once there is one slot more, into which the next one's
+weights come before anybody makes place for it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterLimits:

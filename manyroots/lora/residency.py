@@ -140,13 +140,16 @@ class Residency:
         num_obtainable = self.num_obtainable
         return num_obtainable is None or num_obtainable > 0 or digest in self.slots.by_owner
 
-    def is_coming(self, digest: AdapterDigest) -> bool:
-        """Whether an adapter is not on the device yet and can be brought there while as many run
-        as do now: there is a slot to spare for it."""
-        slot = self.slots.find(digest)
-        if slot is not None:
-            return slot.is_loading
-        return self.num_obtainable is None or self.num_obtainable > 0
+    def load_steps(self, digest: AdapterDigest) -> int:
+        """For how many steps an adapter could not be used while it came to the device from where
+        it is, as far as the last loads tell."""
+        source = Tier.HOST if digest in self.host else Tier.STORAGE
+        return self.transfers.load_steps[source].expected
+
+    @property
+    def host_load_steps(self) -> int:
+        """The same of one that is in host memory."""
+        return self.transfers.load_steps[Tier.HOST].expected
 
     @property
     def num_obtainable(self) -> int | None:
@@ -208,6 +211,7 @@ class Residency:
     def step_launched(self, step_id: StepId) -> None:
         """A step with the requests that are seated now is on its way."""
         self.slots.step_launched(step_id)
+        self.transfers.step_launched()
 
     def step_done(self, step_id: StepId) -> None:
         """The oldest launched step is over, well or not; it uses no slot any more."""

@@ -6,9 +6,33 @@ needs the room.
 
 from __future__ import annotations
 
+from collections import deque
+
 from manyroots.ids import AdapterDigest, Tier
 from manyroots.lora.registry import AdapterVersion
 from manyroots.step import AdapterIntent, AdapterLoaded, DropAdapter, LoadAdapter, LoadId, SlotRef
+
+NUM_RECENT = 9
+"""So many loads tell how long the next will take."""
+FIRST_GUESS_STEPS = 2
+"""What a short load takes where a step is planned while another runs."""
+
+
+class LoadSteps:
+    """For how many steps adapters could not be used because their weights were on their way."""
+
+    def __init__(self) -> None:
+        self._recent: deque[int] = deque(maxlen=NUM_RECENT)
+
+    def note(self, num_steps: int) -> None:
+        self._recent.append(num_steps)
+
+    @property
+    def expected(self) -> int:
+        """The middle one of the last few."""
+        if not self._recent:
+            return FIRST_GUESS_STEPS
+        return sorted(self._recent)[len(self._recent) // 2]
 
 
 class AdapterTransfers:
@@ -21,7 +45,12 @@ class AdapterTransfers:
         """Those not handed over yet."""
         self.total_loads = {Tier.HOST: 0, Tier.STORAGE: 0}
         self.total_failed_loads = 0
+        self.load_steps = {Tier.HOST: LoadSteps(), Tier.STORAGE: LoadSteps()}
+        """By source, what loads took."""
         self._next_load_id = 1
+        self._num_launched = 0
+        """Steps, so far."""
+        self._asked_at: dict[LoadId, int] = {}
 
     def load(self, version: AdapterVersion, source: Tier, target: SlotRef | None) -> None:
         """`target`: None for a load that ends in host memory."""
@@ -36,6 +65,7 @@ class AdapterTransfers:
             num_bytes=version.spec.num_bytes,
         )
         self.loads[load_id] = load
+        self._asked_at[load_id] = self._num_launched
         self.intents.append(load)
         self.total_loads[source] += 1
 
@@ -57,8 +87,12 @@ class AdapterTransfers:
         load = self.loads.pop(answer.load_id, None)
         if load is None:
             raise RuntimeError(f"load {answer.load_id} was answered, but is not under way")
+        self.load_steps[load.source].note(self._num_launched - self._asked_at.pop(load.load_id))
         self.total_failed_loads += int(answer.error is not None)
         return load
+
+    def step_launched(self) -> None:
+        self._num_launched += 1
 
     def flush(self) -> tuple[AdapterIntent, ...]:
         intents, self.intents = tuple(self.intents), []

@@ -287,7 +287,7 @@ class ModelRunner:
 
     def _mixed_arrays(self, inputs: StepInputs, shape: MixedShape) -> Arrays | None:
         spare_row = self._rows.spare.row
-        num_slots = 0 if self._pool is None else self._pool.num_slots
+        num_slots = 0 if self._pool is None else self._pool.num_at_once
         arrays = mixed_arrays(inputs, shape, num_slots=num_slots, spare_row=spare_row)
         if arrays is None:
             return None
@@ -321,7 +321,7 @@ class ModelRunner:
         arrays = decode_arrays(
             inputs,
             size=size,
-            num_slots=0 if self._pool is None else self._pool.num_slots,
+            num_slots=0 if self._pool is None else self._pool.num_at_once,
             spare_units=self._rows.spare.units,
         )
         rows = sampling_rows(inputs, size=size, spare_row=self._rows.spare.row)

@@ -209,11 +209,17 @@ class Admission:
                 break
         return without_room
 
-    def who_rests(self, step_id: StepId) -> AdapterDigest | None:
-        """The adapter whose requests must rest now, for those of another that have waited."""
+    def who_rests(self, step_id: StepId) -> dict[AdapterDigest, StepId]:
+        """The adapters whose requests must rest now, for those of others that have waited, and
+        since when that counts."""
         num_running = len(self._rows.running)
         loaded = (*self._loaded, *self._loading)
-        return self.turns.who_rests(self.waiting, loaded, step_id, num_running, self._has_room)
+        return self.turns.who_rests(
+            self.waiting, loaded, step_id, num_running, self._has_room, self._is_in_prompt
+        )
+
+    def _is_in_prompt(self, adapter: AdapterDigest) -> bool:
+        return any(request.group[0] == adapter for request in self._rows.prompts)
 
     def prepare_adapters(self, without_room: set[AdapterDigest | None]) -> None:
         """Bring what those need that do not run."""

@@ -58,6 +58,9 @@ class Resting:
         earlier = self.by_adapter.pop(adapter, None)
         rested.requests = dict.fromkeys(requests) | ({} if earlier is None else earlier.requests)
         self.by_adapter[adapter] = rested
+        if any(other.since > since for other in self.by_adapter.values()):
+            ordered = sorted(self.by_adapter.items(), key=lambda item: item[1].since)
+            self.by_adapter = dict(ordered)
         self.total_rests += len(requests)
 
     def remove(self, request: Request) -> None:

@@ -164,9 +164,8 @@ class Scheduler:
         num_retracted = self._departures.num_retractions
         without_room: set[AdapterDigest | None] = set()
         if len(self._admission) or self._resting.by_adapter:
-            adapter = self._admission.who_rests(builder.step_id)
-            if adapter is not None:
-                self._departures.rest(adapter, builder.step_id)
+            for adapter, since in self._admission.who_rests(builder.step_id).items():
+                self._departures.rest(adapter, since)
         # Decodes first: a long prompt must not hold up the tokens of those who are talking.
         growing = builder.decode()
         prompts = list(self._rows.prompts) if self._rows.prompts else ()

@@ -1,16 +1,20 @@
 """Whose adapter's turn it is: the cap on distinct adapters, and that none starves under it.
 
-An adapter has a *place* while requests of it run; there are as many as `--max-loras`. One that asks
-for a place and finds none waits till one is free, or till its patience is over. Then the adapter
-with the fewest rows lends its place: its requests rest (`resting.py`) till the guest has ended or
-has stayed for STAY_STEPS, if they are many more than the guest's. Nobody else is held back.
+An adapter has a *place* while requests of it run; there are as many as `--max-loras`. Where one
+asks for a place and all are taken, the adapter with the fewest rows lends its own: its requests
+rest (`resting.py`). How long one waits before that, and how long it may stay, follows from what its
+coming costs. Where slots are to spare, its weights come before anybody rests, so that it costs
+nothing: it comes at once, for its prompts alone (a *visit*), and rests in its turn till a place is
+free. Where none are, the place stands idle while they come: it waits for as long as that takes, and
+stays for several times as long.
 
 Knows which adapters are on the device, who waits and who rests; not pages or budgets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
 
 from manyroots.ids import AdapterDigest, StepId
 from manyroots.lora.outcomes import Readiness
@@ -21,11 +25,18 @@ from manyroots.scheduler.request import Request
 from manyroots.scheduler.resting import Rested, Resting
 
 AGING_STEPS = 64
-"""A request that has waited for so many steps for its pages keeps others from beginning."""
+"""A request that has waited for so many steps for its pages keeps others from beginning. And where
+as many rest as there are places, and nobody new has begun for so many steps, one has its turn all
+the same."""
 STAY_STEPS = 16
-"""An adapter that has got a place keeps it for so many steps at least; and one that rests has it
-back after as many, if it has twice the rows of whoever must rest for that. Long beside the steps
-that a load takes, short beside what a reader of a stream would notice."""
+"""An adapter that has got a place keeps it for so many steps at least. Short beside what a reader
+of a stream would notice."""
+STAY_SWAPS = 4
+"""And for at least so many times what another's coming takes, so that places are mostly in use."""
+REST_STEPS = 128
+"""One that rests has a turn after so many, if no place was free before."""
+NUM_NEXT = 2
+"""Of those that rest, so many have their weights brought before a place is free."""
 GAP_STEPS = 4
 """An adapter none of whose requests runs for so few steps has kept its place: with short outputs
 all may end at once, and the next begin."""
@@ -46,10 +57,34 @@ def has_aged(request: Request, step_id: StepId) -> bool:
     return step_id - request.waiting_since > AGING_STEPS
 
 
+@dataclass(frozen=True, slots=True)
+class PlaceClaim:
+    """An adapter that lacks a place and whose time has come."""
+
+    adapter: AdapterDigest
+    due: int
+    """The step at which its patience, or its rest, was over."""
+    num_requests: int
+    """Of it, as far as they count: all that rest, or the one that waits."""
+    waiting: Request | None
+    """None: its requests rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptVisit:
+    """An adapter has a place for its prompts alone."""
+
+    lender: AdapterDigest
+    """Who has it back then."""
+    since: StepId | None
+    """Since when the guest's requests had rested, if they had."""
+
+
 class AdapterTurns:
     """Decides who may begin, who rests, and which adapters to bring to the device."""
 
-    def __init__(self, adapters: Residency, resting: Resting, patience_steps: int) -> None:
+    def __init__(self, adapters: Residency, resting: Resting, patience_steps: int | None) -> None:
+        """`patience_steps`: None for what a load takes."""
         self._adapters = adapters
         self._resting = resting
         self._patience_steps = patience_steps
@@ -58,22 +93,21 @@ class AdapterTurns:
         self._seated_since: dict[AdapterDigest, StepId] = {}
         self._ran_at: dict[AdapterDigest, StepId] = {}
         """The last step in which requests of an adapter ran while others waited."""
-        self._next: AdapterDigest | None = None
-        """The adapter that the next free place is for, because others rest for it."""
-        self._first_wanted: AdapterDigest | None = None
-        """The adapter that others would rest for, were its weights there."""
-        self._num_steps_left = 0
-        """How long the place is kept for it once its weights are there."""
-        self._guest: AdapterDigest | None = None
-        """The last one that others rested for."""
+        self._promised: dict[AdapterDigest, int] = {}
+        """Adapters that a place is kept for, mostly because others rest for them: for how many
+        steps, once their weights are there. They do not run."""
+        self._first_wanted: dict[AdapterDigest, None] = {}
+        """Adapters that others would rest for, were their weights there."""
         self._lent_to: dict[AdapterDigest, AdapterDigest] = {}
         """By adapter that rests: who has its place, or had it first."""
-        self._was_for_rested = False
-        """Whether that one had rested itself: those that wait and those that rest take turns."""
+        self._visits: dict[AdapterDigest, PromptVisit] = {}
+        """By guest."""
         self._debt = 0
         """Rows that stood idle for others, times COST, less all that ran; nobody is put to rest for
         a waiting one while it is above 0."""
         self._last_step = StepId(0)
+        self._line_moved_at = StepId(0)
+        """When an adapter that had waited last got a place."""
         self.is_line_held = False
         """Whether one whose turn it is lacks pages: nobody else begins, so that there will be."""
 
@@ -85,18 +119,18 @@ class AdapterTurns:
             return True
         if self._adapters.readiness(adapter) is not Readiness.READY:
             return False
-        if not self._num_places or adapter == self._next:
+        if not self._num_places or adapter in self._promised:
             return True
         rested = self._resting.find(adapter)
         is_away = rested is not None and not rested.is_back
         if not is_away and self._adapters.num_seats(adapter):
             return True
         # It needs a place that is free, behind those that were promised one before.
-        num_ahead = int(self._next is not None and not self._adapters.num_seats(self._next))
+        num_ahead = len(self._promised)
         for other in self._resting.groups() if self._resting else ():
             if other is rested:
                 break
-            num_ahead += not self._is_back(other) and other.adapter != self._next
+            num_ahead += not self._is_back(other) and other.adapter not in self._promised
         return self._num_places - self._adapters.slots.num_seated > num_ahead
 
     def open_lanes(self, waiting: WaitingQueue) -> dict[AdapterDigest | None, None]:
@@ -112,12 +146,11 @@ class AdapterTurns:
     def num_kept_rows(self, adapter: AdapterDigest | None) -> int:
         """Rows that a new request of an adapter leaves free, because those that rest will need
         them: all who are back, and of the others those whose guest would leave too few."""
-        if not self._resting or (adapter is not None and adapter in (self._next, self._guest)):
+        is_guest = adapter in self._promised or adapter in self._lent_to.values()
+        if not self._resting or (adapter is not None and is_guest):
             return 0
-        return sum(
-            len(rested.requests) if rested.is_back else self._num_idle(rested)
-            for rested in self._resting.groups()
-        )
+        num_back = sum(len(r.requests) for r in self._resting.groups() if self._is_back(r))
+        return num_back + self._num_idle()
 
     def _away(self) -> list[Rested]:
         """Those that rest without a place: it is lent, or they had it back and the last of them
@@ -127,12 +160,20 @@ class AdapterTurns:
     def _is_back(self, rested: Rested) -> bool:
         return rested.is_back and self._adapters.num_seats(rested.adapter) > 0
 
-    def _num_idle(self, rested: Rested) -> int:
-        """Rows that stand idle because these rest: those that their guest does not use."""
-        guest = self._lent_to[rested.adapter]
-        num_used = self._adapters.num_seats(guest)
-        is_lent = num_used or guest == self._next or self._adapters.has_place(rested.adapter)
-        return max(0, len(rested.requests) - num_used) if is_lent else 0
+    def _num_idle(self) -> int:
+        """Rows that stand idle because others rest: those of lenders that their guests do not use,
+        and of those that have a place again while their weights are on their way."""
+        num_free = self._num_places - self._adapters.slots.num_seated - len(self._promised)
+        count = 0
+        for rested in self._away():
+            guest = self._lent_to[rested.adapter]
+            num_used = self._adapters.num_seats(guest)
+            if num_used or guest in self._promised:
+                count += max(0, len(rested.requests) - num_used)
+            elif num_free > 0:
+                num_free -= 1
+                count += len(rested.requests)
+        return count
 
     def seated(self, adapter: AdapterDigest, step_id: StepId) -> None:
         """A request of an adapter is about to be seated."""
@@ -142,8 +183,9 @@ class AdapterTurns:
             self._forget_places(step_id)
         if not self._has_kept_place(adapter, step_id):
             self._seated_since[adapter] = step_id
-        if adapter == self._next:
-            self._next = None
+        self._promised.pop(adapter, None)
+        if self._resting.find(adapter) is None:
+            self._line_moved_at = step_id
 
     def _has_kept_place(self, adapter: AdapterDigest, step_id: StepId) -> bool:
         ran_at = self._ran_at.get(adapter)
@@ -176,75 +218,170 @@ class AdapterTurns:
         step_id: StepId,
         num_running: int,
         has_room: Callable[[Request], bool],
-    ) -> AdapterDigest | None:
-        """The adapter whose requests must rest now, if any must. `loaded` do not run yet, but wait
-        in no line either; `has_room` tells whether there are pages for a request to begin."""
+        is_in_prompt: Callable[[AdapterDigest], bool],
+    ) -> dict[AdapterDigest, StepId]:
+        """The adapters whose requests must rest now, and since when that counts: what one had
+        rested before a visit is not forgotten. `loaded` do not run yet, but wait in no line
+        either; `has_room` tells whether there are pages for a request to begin, `is_in_prompt`
+        whether an adapter has rows whose prompts are not computed yet."""
         self.is_line_held = False
-        self._first_wanted = None
+        self._first_wanted.clear()
         if not self._num_places:
-            return None
+            return {}
         self._count_cost(step_id, num_running)
         for adapter, _ in self._adapters.seated():
             self._ran_at[adapter] = step_id
-        if self._next is not None:
-            self._keep_place(waiting, loaded)
-            return None
-        away = self._away() if self._resting else []
-        # Free places are first for those that rest.
-        if self._adapters.slots.num_seated + len(away) < self._num_places:
-            self._keep_free_place(waiting, loaded, step_id)
-            if self._next is not None:
-                return None
-        rested = away[0] if away else None
-        if rested is not None:
-            if self._adapters.has_place(rested.adapter):
-                return None  # it has but to come back
-            victim = self._fewest_rows(step_id, STAY_STEPS)
-            is_gain = victim is not None and 2 * victim[1] <= len(rested.requests)
-            if is_gain and step_id - rested.since >= STAY_STEPS:
-                return self._swap(victim, rested.adapter)
-        # Who has just come is left alone: it may end before it could have been brought back.
-        victim = self._fewest_rows(step_id, max(STAY_STEPS, self._patience_steps))
-        if victim is None or self._debt > 0:
-            return None
-        if rested is not None and step_id - rested.since <= self._patience_steps:
-            rested = None
-        request = self._longest_waiting(
-            waiting, loaded, step_id, lambda adapter: not self._adapters.has_place(adapter)
-        )
-        if request is None or (rested is not None and not self._was_for_rested):
-            return None if rested is None else self._swap(victim, rested.adapter)
-        if not has_room(request):
-            self.is_line_held = True
-            return None
-        return self._swap(victim, request.group[0])
+        if self._promised:
+            self._keep_places(waiting, loaded)
+        leaving = self._end_visits(step_id, is_in_prompt) if self._visits else {}
+        away = [r for r in self._away() if r.adapter not in self._promised] if self._resting else []
+        if self._num_free > 0:
+            self._keep_free_place(waiting, loaded, away, step_id)
+        claims = self._claims(waiting, loaded, away[max(0, self._num_free) :], step_id)
+        victims = self._settled(step_id, leaving) if claims else []
+        swapped = self._swaps(claims, victims, len(away), step_id, has_room)
+        return leaving | dict.fromkeys(swapped, step_id)
+
+    @property
+    def _num_free(self) -> int:
+        """Places that nobody has or was promised; below 0 while who must rest still has its own."""
+        return self._num_places - self._adapters.slots.num_seated - len(self._promised)
+
+    def _end_visits(
+        self, step_id: StepId, is_in_prompt: Callable[[AdapterDigest], bool]
+    ) -> dict[AdapterDigest, StepId]:
+        """Guests whose prompts are computed rest, and those who lent them a place have it back;
+        unless there is a place for both, or the guest has many more rows."""
+        leaving = {}
+        num_free = self._num_free
+        for guest, visit in list(self._visits.items()):
+            if guest in self._promised or is_in_prompt(guest):
+                continue
+            del self._visits[guest]
+            lender = visit.lender
+            rested = self._resting.find(lender)
+            num_rows = self._adapters.num_seats(guest)
+            if rested is None or rested.is_back or lender in self._promised:
+                continue
+            if num_rows >= 2 * len(rested.requests) or num_free >= len(self._away()):
+                continue
+            self._promised[lender] = self._stay_steps
+            if num_rows:
+                self._lent_to[guest] = lender
+                leaving[guest] = step_id if visit.since is None else visit.since
+        return leaving
+
+    def _swaps(
+        self,
+        claims: list[PlaceClaim],
+        victims: list[tuple[AdapterDigest, int]],
+        num_away: int,
+        step_id: StepId,
+        has_room: Callable[[Request], bool],
+    ) -> Iterator[AdapterDigest]:
+        """Who rests for whom, in the order of the claims."""
+        debt, left = self._debt, iter(victims)
+        victim, num_rows = next(left, (None, 0))
+        for claim in claims:
+            if victim is None:
+                return
+            request = claim.waiting
+            is_gain = request is None and 2 * num_rows <= claim.num_requests
+            if not is_gain and (debt > 0 or claim.due > step_id):
+                continue
+            rested = self._resting.find(claim.adapter)
+            is_crowded = rested is None and num_away >= self._num_places
+            if is_crowded and step_id - self._line_moved_at <= AGING_STEPS:
+                continue
+            if self._has_spare and not self._is_there(claim.adapter):
+                if self._can_come_first(claim.adapter):
+                    self._first_wanted[claim.adapter] = None
+                continue
+            if request is not None and not has_room(request):
+                if has_aged(request, step_id):
+                    self.is_line_held = True
+                    return
+                continue
+            num_idle_steps = self._idle_steps(claim.adapter)
+            debt += COST * num_rows * num_idle_steps
+            num_away += rested is None
+            self._promised[claim.adapter] = self._stay_steps
+            if request is not None and num_idle_steps == 0:
+                since = None if rested is None else rested.since
+                self._visits[claim.adapter] = PromptVisit(victim, since)
+            self._lent_to[victim] = claim.adapter
+            self._ran_at.pop(
+                victim, None
+            )  # it does not keep the place: when it is back it has come
+            yield victim
+            victim, num_rows = next(left, (None, 0))
+
+    # What an adapter's coming costs
+
+    def _is_there(self, adapter: AdapterDigest) -> bool:
+        slot = self._adapters.slots.find(adapter)
+        return slot is not None and not slot.is_loading
+
+    @property
+    def _has_spare(self) -> bool:
+        """Whether there are slots beyond the places: weights can come before anyone must rest."""
+        num_obtainable = self._adapters.num_obtainable
+        num_seated = self._adapters.slots.num_seated
+        return num_obtainable is None or num_obtainable + num_seated > self._num_places
+
+    def _can_come_first(self, adapter: AdapterDigest) -> bool:
+        """Whether one of those is left for an adapter."""
+        if self._adapters.slots.find(adapter) is not None:
+            return True  # it is on its way
+        num_obtainable = self._adapters.num_obtainable
+        num_taken = len(self._promised) + len(self._visits) + len(self._first_wanted)
+        return num_obtainable is None or num_obtainable > num_taken
+
+    def _idle_steps(self, adapter: AdapterDigest) -> int:
+        """Steps for which a place would stand idle if an adapter got it now: till the last step
+        that uses its slot is over, and then for the load."""
+        return 0 if self._is_there(adapter) else 1 + self._adapters.load_steps(adapter)
+
+    @property
+    def _stay_steps(self) -> int:
+        idle_steps = 0 if self._has_spare else 1 + self._adapters.host_load_steps
+        return max(STAY_STEPS, STAY_SWAPS * idle_steps)
+
+    def _patience(self, adapter: AdapterDigest, waiting: WaitingQueue) -> int:
+        """Steps for which an adapter waits for a place that is free."""
+        steps = self._patience_steps
+        if steps is None:
+            if self._has_spare and not waiting.packs:
+                return 0
+            steps = self._idle_steps(adapter)
+        return 1 + steps * (PACK_PATIENCE if waiting.packs else 1)
+
+    # Places that are kept, and claims to others'
 
     def _keep_free_place(
-        self, waiting: WaitingQueue, loaded: Collection[Request], step_id: StepId
+        self,
+        waiting: WaitingQueue,
+        loaded: Collection[Request],
+        away: list[Rested],
+        step_id: StepId,
     ) -> None:
-        """Where others' requests are so short that their slots are used in every step and their
-        places never for long, one that is free is kept for who has waited beyond its patience."""
-        slots = self._adapters.slots
-        request = self._longest_waiting(waiting, loaded, step_id, lambda d: slots.find(d) is None)
-        if request is not None:
-            self._next = self._guest = request.group[0]
-            self._num_steps_left = STAY_STEPS
-
-    def _swap(
-        self, victim: tuple[AdapterDigest, int] | None, adapter: AdapterDigest | None
-    ) -> AdapterDigest | None:
-        """The next place is for `adapter`, and the victim must rest; once its weights are there, if
-        they can be brought before."""
-        assert victim is not None
-        assert adapter is not None
-        if self._adapters.is_coming(adapter):
-            self._first_wanted = adapter
-            return None
-        self._was_for_rested = self._resting.find(adapter) is not None
-        self._next = self._guest = self._lent_to[victim[0]] = adapter
-        self._num_steps_left = STAY_STEPS
-        self._ran_at.pop(victim[0], None)  # it does not keep the place: when it is back it has come
-        return victim[0]
+        """Free places are for those that rest. But one is kept for who has waited for longer than
+        any of them; and where others' requests are so short that their slots are used in every step
+        and their places never for long, for who has waited for long."""
+        is_one_left = self._num_free > len(away)
+        for request in self._impatient(waiting, loaded, step_id):
+            adapter = request.group[0]
+            assert adapter is not None
+            if self._resting.find(adapter) is not None:
+                continue
+            if is_one_left:
+                has_waited = step_id - request.waiting_since > STAY_STEPS
+                is_first = has_waited and self._adapters.slots.find(adapter) is None
+            else:
+                is_first = request.waiting_since < away[0].since
+            if is_first:
+                self._promised[adapter] = self._stay_steps
+                return
 
     def _count_cost(self, step_id: StepId, num_running: int) -> None:
         num_steps, self._last_step = step_id - self._last_step, step_id
@@ -254,62 +391,92 @@ class AdapterTurns:
         if not self._resting:
             self._lent_to.clear()
             return
-        self._debt += COST * sum(map(self._num_idle, self._away()))
+        self._debt += COST * self._num_idle()
 
     def forgo(self) -> bool:
-        """Nobody runs who could make room for the one that a place is kept for: those that rest
-        have it back. False if there is none."""
-        if self._next is None:
+        """Nobody runs who could make room for those that places are kept for: those that rest
+        have them back. False if there are none."""
+        if not self._promised:
             return False
-        self._next = None
+        self._promised.clear()
+        self._visits.clear()
         return True
 
-    def _keep_place(self, waiting: WaitingQueue, loaded: Iterable[Request]) -> None:
-        """A place is kept for someone: not if it wants none any more, and not for ever."""
-        adapter = self._next
-        assert adapter is not None
-        if self._adapters.readiness(adapter) is Readiness.READY:
-            self._num_steps_left -= 1
-        is_wanted = (
-            adapter in waiting.lanes
-            or self._resting.find(adapter) is not None
-            or any(request.group[0] == adapter for request in loaded)
-        )
-        if not is_wanted or self._num_steps_left < 0:
-            self._next = None
+    def _keep_places(self, waiting: WaitingQueue, loaded: Iterable[Request]) -> None:
+        """Places are kept for some: not if they want none any more, and not for ever."""
+        of_loaded = {request.group[0] for request in loaded}
+        for adapter in list(self._promised):
+            if self._adapters.readiness(adapter) is Readiness.READY:
+                self._promised[adapter] -= 1
+            is_wanted = (
+                adapter in waiting.lanes
+                or self._resting.find(adapter) is not None
+                or adapter in of_loaded
+            )
+            if not is_wanted or self._promised[adapter] < 0:
+                del self._promised[adapter]
 
-    def _fewest_rows(self, step_id: StepId, num_steps: int) -> tuple[AdapterDigest, int] | None:
-        """Of the adapters that have had a place for some time, the one with the fewest rows."""
+    def _settled(
+        self, step_id: StepId, leaving: Collection[AdapterDigest]
+    ) -> list[tuple[AdapterDigest, int]]:
+        """Adapters that have had a place for some time, with their rows: those with the fewest
+        first, of those whoever has had it for longest."""
+        since, stay = self._seated_since, self._stay_steps
         settled = [
-            (adapter, seats)
+            (seats, since[adapter], adapter)
             for adapter, seats in self._adapters.seated()
-            if step_id - self._seated_since[adapter] >= num_steps
+            if step_id - since[adapter] >= stay
+            and adapter not in leaving
+            and adapter not in self._visits
             and ((rested := self._resting.find(adapter)) is None or rested.is_back)
         ]
-        return min(settled, key=lambda pair: pair[1], default=None)
+        settled.sort(key=lambda each: each[:2])
+        return [(adapter, seats) for seats, _, adapter in settled]
 
-    def _longest_waiting(
+    def _claims(
         self,
         waiting: WaitingQueue,
         loaded: Iterable[Request],
+        lacking: list[Rested],
         step_id: StepId,
-        lacks_place: Callable[[AdapterDigest], bool],
-    ) -> Request | None:
-        """Of the adapters that wait for a place beyond their patience, the first one's request."""
+    ) -> list[PlaceClaim]:
+        """Of adapters that lack a place, those whose time has come: each kind in its own order,
+        and of the two first who is due first. `lacking`: of those that rest."""
+        resting = [
+            PlaceClaim(rested.adapter, rested.since + REST_STEPS, len(rested.requests), None)
+            for rested in lacking
+            if step_id - rested.since >= self._stay_steps
+            and not self._adapters.has_place(rested.adapter)
+        ]
+        resting.reverse()
+        may_come = {rested.adapter for rested in lacking}
+        claims: list[PlaceClaim] = []
+        for request in self._impatient(waiting, loaded, step_id):
+            adapter = request.group[0]
+            assert adapter is not None
+            is_resting = self._resting.find(adapter) is not None
+            if (is_resting and adapter not in may_come) or self._adapters.has_place(adapter):
+                continue
+            due = request.waiting_since + self._patience(adapter, waiting)
+            while resting and resting[-1].due <= due:
+                claims.append(resting.pop())
+            claims.append(PlaceClaim(adapter, due, 1, request))
+        return claims + resting[::-1]
+
+    def _impatient(
+        self, waiting: WaitingQueue, loaded: Iterable[Request], step_id: StepId
+    ) -> Iterator[Request]:
+        """Of adapters that have waited beyond their patience, each one's next request."""
         num_lanes = self._num_places + len(self._resting.groups()) + 2
-        heads = [*loaded, *(lane.head for lane in waiting.first_lanes(num_lanes))]
-        patience = self._patience_steps * (PACK_PATIENCE if waiting.packs else 1)
-        for request in heads:
+        for request in (*loaded, *(lane.head for lane in waiting.first_lanes(num_lanes))):
             adapter = request.group[0]
             if (
                 adapter is not None
-                and step_id - request.waiting_since > patience
+                and adapter not in self._promised
                 and not self._adapters.num_seats(adapter)
-                and self._resting.find(adapter) is None
-                and lacks_place(adapter)
+                and step_id - request.waiting_since >= self._patience(adapter, waiting)
             ):
-                return request
-        return None
+                yield request
 
     # Bringing adapters
 
@@ -322,7 +489,7 @@ class AdapterTurns:
         """Bring what requests that do not run need to the device: first what was promised a place,
         then what those need that hold pages (they rest, or have loaded some), last what has no room
         for its pages, since its weights would lie idle."""
-        is_any_promised = self._next is not None or self._first_wanted is not None
+        is_any_promised = bool(self._promised or self._first_wanted)
         are_adapters_waited_for = len(waiting.lanes) > (None in waiting.lanes)
         if not (is_any_promised or are_adapters_waited_for or loaded or self._resting.by_adapter):
             return
@@ -331,9 +498,12 @@ class AdapterTurns:
             most = len(waiting.lanes)
         # What a place is kept for may have been unloaded since; the next step sees to it.
         known = self._adapters.registry.contents
-        promised = (self._next, self._first_wanted)
+        lenders = (visit.lender for visit in self._visits.values())
+        promised = (*self._promised, *lenders, *self._first_wanted)
         wanted = {adapter: None for adapter in promised if adapter in known}
-        wanted |= dict.fromkeys(rested.adapter for rested in self._resting.groups())
+        resting = [rested.adapter for rested in self._resting.groups()]
+        num_next = max(0, self._num_free) + NUM_NEXT
+        wanted |= dict.fromkeys(resting[:num_next])
         holders = (request.group[0] for request in loaded)
         wanted |= dict.fromkeys(adapter for adapter in holders if adapter is not None)
         count = self._num_places + most + len(without_room) + 1
@@ -341,6 +511,7 @@ class AdapterTurns:
         lanes = [lane.adapter for lane in first]
         lanes.sort(key=without_room.__contains__)
         wanted |= dict.fromkeys(adapter for adapter in lanes if adapter is not None)
+        wanted |= dict.fromkeys(resting[num_next:])
         unseated = [adapter for adapter in wanted if not self._adapters.num_seats(adapter)]
         # Those beyond come as far as the host. Not the ones that have a slot: it is up for others.
         beyond = [d for d in unseated[most:] if self._adapters.slots.find(d) is None]

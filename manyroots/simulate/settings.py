@@ -11,7 +11,7 @@ from manyroots.cache.policies import CachePolicies, Eviction, Prefetch, WriteBac
 from manyroots.cache.split import Demand
 from manyroots.config import CacheSettings, SchedulerSettings
 from manyroots.errors import ConfigError
-from manyroots.lora.limits import AdapterLimits
+from manyroots.lora.limits import SPARE_SLOTS, AdapterLimits
 from manyroots.simulate.costs import CostModel
 from manyroots.simulate.traffic import TraceSequence
 from manyroots.simulate.windows import (
@@ -48,8 +48,10 @@ class SimulationSettings:
     prefetch_timeout_steps: int = 32
     max_loras: int = 0
     max_cpu_loras: int = 0
+    num_spare_slots: int | None = None
+    """Slots beyond --max-loras; None is as many as the engine has, memory aside."""
     scheduling_policy: str = "fcfs"
-    adapter_patience_steps: int = 32
+    adapter_patience_steps: int | None = None
     windows: tuple[str, ...] = ()
     """Layers that see a window only, as `512:5/6` (SIZE:SHARE). `num_pages` is then memory for so
     many pages of all layers, split as the engine splits its own."""
@@ -114,7 +116,16 @@ class SimulationSettings:
         return self.families or (full,)
 
     def adapter_limits(self) -> AdapterLimits:
-        return AdapterLimits(max_loras=self.max_loras, max_cpu_loras=self.max_cpu_loras)
+        num_spare = self.num_spare_slots
+        if num_spare is None:
+            num_spare = self.max_loras // SPARE_SLOTS
+        if self.max_cpu_loras:
+            num_spare = max(0, min(num_spare, self.max_cpu_loras - self.max_loras))
+        return AdapterLimits(
+            max_loras=self.max_loras,
+            max_cpu_loras=self.max_cpu_loras,
+            num_spare_slots=num_spare if self.max_loras else 0,
+        )
 
     def policies(self) -> CachePolicies:
         """What loading and computing cost is measured as the run goes on, as in the engine."""

@@ -43,6 +43,7 @@ class AdapterPool:
         parts: SiteParts,
         *,
         num_slots: int,
+        num_at_once: int | None = None,
         max_rank: int,
         dtype: torch.dtype,
         device: torch.device,
@@ -50,11 +51,13 @@ class AdapterPool:
         max_stack_bytes: int | None = None,
     ) -> None:
         """`parts` are the model's. Room is for `num_slots` adapters of every part and rank.
+        `num_at_once`: how many of them a step has at most; None for all.
 
         `is_turned`: for torch's operators instead of Triton's kernels; it has a default by device,
         as the next one does. `max_stack_bytes`: see `Stacks`.
         """
         self.num_slots = num_slots
+        self.num_at_once = num_slots if num_at_once is None else num_at_once
         self.is_turned = device.type == "cpu" if is_turned is None else is_turned
         self._parts = parts
         self._rank = max_rank if self.is_turned else pooled_rank(max_rank)

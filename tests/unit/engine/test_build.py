@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from manyroots.config import engine_settings
+from manyroots.engine.adapter_runtime import adapter_limits
 from manyroots.engine.build import Engine, build_engine
 from manyroots.engine.memory import (
     LEAST_PAGE_BYTES,
@@ -99,6 +100,29 @@ def test_slots_that_fit_on_a_gpu_take_a_quarter_of_what_weights_and_given_pages_
     settings = engine_settings({"model": "m", "enable_lora": True, "max_loras": 0, **cache})
     gpu = torch.device("cuda")
     assert count_slots(settings, int(slot_gib * 2**30), 2**20, gpu) == expected
+
+
+@pytest.mark.parametrize(
+    ("max_loras", "max_cpu_loras", "slot_gib", "expected"),
+    [(32, 0, 0.01, 40), (8, 0, 0.01, 10), (3, 0, 0.01, 3), (8, 9, 0.01, 9), (32, 0, 0.2, 34),
+     (8, 0, 1.7, 8)],
+)  # fmt: skip
+def test_slots_to_spare_are_a_quarter_of_the_others_where_they_take_next_to_nothing(
+    max_loras: int,
+    max_cpu_loras: int,
+    slot_gib: float,
+    expected: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At most 1% of 40 GiB, and no more than have their copies on the host."""
+    free = 40 * 2**30 + LIBRARY_RESERVE_BYTES
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (free, 0))
+    asked = {"model": "m", "enable_lora": True, "max_loras": max_loras}
+    settings = engine_settings({**asked, "max_cpu_loras": max_cpu_loras})
+    slots = count_slots(settings, int(slot_gib * 2**30), 2**20, torch.device("cuda"))
+    assert slots == expected
+    limits = adapter_limits(settings.lora, slots)
+    assert (limits.max_loras, limits.num_slots) == (max_loras, expected)
 
 
 def test_facts_for_the_door(model: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 from manyroots.ids import AdapterDigest, AdapterName, RequestId
 from manyroots.lora.spec import AdapterSpec
 from manyroots.messages import Abort, FinishReason, Submit
-from manyroots.scheduler.turns import PACK_PATIENCE, STAY_STEPS
+from manyroots.scheduler.turns import AGING_STEPS, PACK_PATIENCE, REST_STEPS, STAY_STEPS
 from manyroots.step import AdapterLoaded, LoadAdapter
 from tests.deciding import Deciding, expected_tokens, submit
 
@@ -225,7 +225,7 @@ def test_l07_those_that_were_back_and_lost_their_place_again_are_not_forgotten()
         engine.step()
     scheduler = engine.engine.scheduler
     [rested] = scheduler._resting.groups()
-    while scheduler._admission.turns._next is not None:
+    while scheduler._admission.turns._promised:
         engine.step()
     rested.is_back = True
     assert scheduler._adapters.num_seats(rested.adapter) == 0
@@ -257,7 +257,7 @@ def test_w10_those_that_rest_fail_where_their_adapter_can_not_be_loaded_again() 
         return [AdapterLoaded(load.load_id, error) for load in loads]
 
     engine, number = rested(max_tokens=60, finish_loads=finish)
-    while engine.num_resting and engine.engine.scheduler._admission.turns._next is not None:
+    while engine.num_resting and engine.engine.scheduler._admission.turns._promised:
         engine.step()
     is_broken = True
     for _ in range(40):
@@ -274,8 +274,9 @@ def test_l07_random_traffic_with_impatient_adapters(seed: int) -> None:
     rng = random.Random(f"resting {seed}")
     engine = Hot(
         hot=rng.choice([1, 2]), max_num_seqs=rng.choice([3, 6]), num_pages=rng.choice([40, 200]),
-        chunk=rng.choice([None, 2]), adapter_patience_steps=rng.choice([0, 3]),
+        chunk=rng.choice([None, 2]), adapter_patience_steps=rng.choice([0, 3, None]),
         depth=rng.choice([0, 1]), reuse=rng.random() < 0.8,
+        num_spare_slots=rng.choice([0, 1, 2]),
     )  # fmt: skip
     names = [*engine.names, *engine.names, "rare", "rarer", None]
     for _ in range(40):
@@ -295,6 +296,121 @@ def test_l07_random_traffic_with_impatient_adapters(seed: int) -> None:
         assert got == (want if is_whole else want[: len(got)])
     assert engine.engine.cache.stats().planes[0].num_held == 0
     assert engine.engine.scheduler.stats().total_rests > 0
+
+
+# Visits: with slots to spare an adapter's prompts are computed at once
+
+
+def visiting(**settings: Any) -> Hot:
+    """With slots to spare and patience as it is by default."""
+    return Hot(adapter_patience_steps=None, num_spare_slots=1, **settings)
+
+
+@pytest.mark.parametrize("hot", [1, 2, 3])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_l06_with_a_slot_to_spare_a_rare_adapter_waits_for_its_load_alone(
+    hot: int, depth: int
+) -> None:
+    """L06: its weights come while others run; whoever makes place pauses for its prompt alone, and
+    all places are taken by requests that outlast the test."""
+    engine = visiting(hot=hot, max_tokens=120, depth=depth)
+    engine.settle()
+    before = {
+        number: len(outputs) for number, outputs in engine.engine.outputs.items()
+        if outputs[-1].finish_reason is None
+    }  # fmt: skip
+    count = engine.steps_until(engine.ask("rare", 40), WITHIN)
+    for number, num_tokens in before.items():
+        missed = num_tokens + count - len(engine.engine.outputs[number])
+        assert missed <= 2 + depth, "more than the steps of the prompt were lost"
+    engine.engine.run()
+    engine.check_tokens()
+    assert engine.engine.scheduler.stats().total_retractions == 0
+
+
+def test_l06_a_visitor_goes_on_when_a_place_is_free_or_after_a_while() -> None:
+    """L06: behind its first token it rests: nobody loses more for it; and it has turns, though all
+    places are taken by requests without end."""
+    engine = visiting(hot=2, max_tokens=250, max_num_seqs=4)
+    engine.settle()
+    rare = engine.ask("rare", 40)
+    engine.steps_until(rare, WITHIN)
+    for _ in range(STAY_STEPS):
+        engine.step()
+    assert engine.num_resting > 0
+    count = len(engine.engine.tokens(rare))
+    assert count <= 4
+    engine.settle(REST_STEPS + STAY_STEPS)
+    assert len(engine.engine.tokens(rare)) > count
+
+
+def test_l06_more_visitors_than_places_are_all_served_while_others_go_on() -> None:
+    """L06: as many rest as there are places, then who comes waits in line, which moves."""
+    engine = visiting(hot=2, max_tokens=30, max_num_seqs=6)
+    names = [f"visitor {number}" for number in range(12)]
+    engine.digests |= {name: engine.load(name) for name in names}
+    engine.settle()
+    asked = [engine.ask(name, 20) for name in names]
+    most = 0
+    for _ in range(3000):
+        engine.step()
+        most = max(most, len(engine.engine.scheduler._resting.groups()))
+        if all(number in engine.engine.outputs for number in asked):
+            break
+    assert all(number in engine.engine.outputs for number in asked), "somebody starves"
+    assert 2 <= most <= 5
+    engine.engine.run()
+    engine.check_tokens()
+
+
+def test_l06_one_more_has_its_turn_where_those_that_rest_do_not_end() -> None:
+    """L06: as many rest as there are places, with outputs that outlast the test."""
+    engine = visiting(hot=1, max_tokens=300, max_num_seqs=4)
+    engine.settle()
+    engine.steps_until(engine.ask("rare", 300), WITHIN)
+    engine.settle(4)
+    assert engine.num_resting > 0
+    engine.steps_until(engine.ask("rarer", 2), AGING_STEPS + WITHIN)
+
+
+def test_l06_new_requests_of_an_adapter_that_rests_bring_it_back() -> None:
+    """L06: they need not wait for a free place, and those that rest go on beside them."""
+    engine = visiting(hot=2, max_tokens=400)
+    engine.settle()
+    first = engine.ask("rare", 60)
+    engine.steps_until(first, WITHIN)
+    for _ in range(2 * STAY_STEPS):
+        engine.step()
+    count = len(engine.engine.tokens(first))
+    engine.steps_until(engine.ask("rare", 2), WITHIN)
+    engine.settle(2)
+    assert len(engine.engine.tokens(first)) > count
+
+
+def test_l06_patience_is_what_a_load_takes_where_no_slot_is_to_spare() -> None:
+    """L06: loads that take ten steps are waited for about as long before anybody rests, since the
+    place stands idle for them; those that take one are not."""
+
+    def wait(num_steps: int) -> int:
+        under_way: dict[int, int] = {}
+
+        def finish(loads: list[LoadAdapter]) -> list[AdapterLoaded]:
+            for load in loads:
+                under_way[load.load_id] = under_way.get(load.load_id, 0) + 1
+            done = [load for load in loads if under_way[load.load_id] >= num_steps]
+            return [AdapterLoaded(load.load_id, None) for load in done]
+
+        engine = Hot(hot=2, max_tokens=400, adapter_patience_steps=None, finish_loads=finish)
+        engine.settle(4 * STAY_STEPS)
+        engine.ask("rare", 4)
+        count = 0
+        while not engine.num_resting:
+            engine.step()
+            count += 1
+        return count
+
+    assert wait(1) <= 6
+    assert 9 <= wait(10) <= 16
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "pack", "fair"])

@@ -7,6 +7,7 @@ of a page never matters. Scores are kept in units of log2, because exp2 is what 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -26,7 +27,8 @@ from manyroots.kernels.launch import (
 __all__ = ["attend", "decode_attention", "prefill_attention", "prepare"]
 
 LOG2_E = math.log2(math.e)
-MAX_SPLITS = 16
+MOST_PARTS = 16
+"""Of a row."""
 BLOCK_T = 32
 """Tokens of a step of a program."""
 SHARED_PARTS = 4
@@ -37,6 +39,8 @@ MAX_SHARED_QUERIES = 64
 FEW_PROGRAMS = 256
 """Fewer rows times heads than this leave a program alone on its multiprocessor, and it must hide
 its own latency; with more, programs hide each other's, and small ones fit in greater number."""
+TWO_PARTS_FIT = 264
+"""Rows times heads of which a chip has room for two programs each that load three tiles ahead."""
 
 
 @triton.jit
@@ -246,11 +250,38 @@ def _merge(
     tl.store(out + head[:, None] * HEAD_DIM + d[None, :], mixed / total[:, None])
 
 
-def num_splits(num_rows: int, kv_heads: int, num_tiles: int = 0) -> int:
-    """Into how many parts a history is cut at most: enough to fill the chip about four times, and
-    no more than there are tiles in a window (0: no window)."""
-    wanted = -(-4 * 132 // (num_rows * kv_heads))
-    most = min(MAX_SPLITS, num_tiles or MAX_SPLITS)
+@dataclass(frozen=True, slots=True)
+class DecodeTiling:
+    """How histories are cut up; found by measurement."""
+
+    parts: int
+    """Of a row, at most."""
+    tokens: int
+    """Of a step of a program."""
+    num_warps: int
+    num_stages: int
+    pages_ahead: bool
+    """Whether pages are looked up a tile before they are read."""
+
+
+def tiling_for(
+    num_rows: int, kv_heads: int, head_dim: int, window: int, is_half: bool
+) -> DecodeTiling:
+    """What was fastest on an H200. `is_half`: queries and pages have one dtype of two bytes."""
+    count = num_rows * kv_heads
+    wide = max(1, head_dim // 128)
+    if FEW_PROGRAMS <= count <= TWO_PARTS_FIT and is_half and wide == 1:
+        return DecodeTiling(_num_parts(2, window, BLOCK_T), BLOCK_T, 1, 4, pages_ahead=True)
+    # Enough parts to fill the chip about four times.
+    parts = _num_parts(-(-4 * 132 // count), window, BLOCK_T)
+    if count < FEW_PROGRAMS:
+        return DecodeTiling(parts, BLOCK_T, 2 * wide, 2, pages_ahead=True)
+    return DecodeTiling(parts, BLOCK_T, wide, 3, pages_ahead=False)
+
+
+def _num_parts(wanted: int, window: int, tokens: int) -> int:
+    """A power of two, and no more than there are tiles in a window (0: no window)."""
+    most = min(MOST_PARTS, triton.cdiv(window, tokens) or MOST_PARTS)
     return 1 << (min(wanted, most) - 1).bit_length()
 
 
@@ -283,23 +314,19 @@ def decode_attention(
     window: int = 0,
     sinks: Tensor | None = None,
     out: Tensor | None = None,
-    splits: int | None = None,
-    block_t: int | None = None,
+    tiling: DecodeTiling | None = None,
 ) -> Tensor:
     """One query per row, q [num_rows, heads, head_dim]. A row sees its last `window` tokens (0:
     all). `sinks` [heads] are scores that take weight and give nothing."""
     num_rows, heads, head_dim = q.shape
     page_size, kv_heads = layer_kv.shape[2:4]
     group = heads // kv_heads
-    is_few = num_rows * kv_heads < FEW_PROGRAMS
-    num_warps, num_stages = (2, 2) if is_few else (1, 3)
-    num_warps *= max(1, head_dim // 128)
-    block_t = block_t or BLOCK_T
-    splits = splits or num_splits(num_rows, kv_heads, triton.cdiv(window, block_t))
+    is_half = q.dtype == layer_kv.dtype and q.element_size() == 2
+    cut = tiling or tiling_for(num_rows, kv_heads, head_dim, window, is_half)
     out = torch.empty_like(q) if out is None else out
     shared = rows.shared
     num_shared = 0 if shared is None else SHARED_PARTS
-    max_parts = triton.next_power_of_2(splits + num_shared)
+    max_parts = triton.next_power_of_2(cut.parts + num_shared)
     shape = (num_rows * heads * max_parts,)
     # Not `scratch`: a captured graph keeps what it allocated, and a buffer that grows would not.
     partial = torch.empty(*shape, head_dim, dtype=torch.float32, device=q.device)
@@ -320,15 +347,15 @@ def decode_attention(
             scale * LOG2_E, *strides, MEMBERS=MEMBERS, BLOCK_M=block_m, num_warps=4,
             num_stages=2, **sizes,
         )  # fmt: skip
-    _decode[(splits, kv_heads, num_rows)](
+    _decode[(cut.parts, kv_heads, num_rows)](
         q, layer_kv, rows.page_table, rows.context_lens,
         rows.context_lens if shared is None else shared.lens,
         rows.context_lens if rows.order is None else rows.order, q if sinks is None else sinks, out,
         partial, sums, counters(q.device), scale * LOG2_E, window, *strides,
         GROUP_PAD=max(16, group_pow),
         PREFETCH_LINES=max(1, head_dim * layer_kv.element_size() // 128),
-        BLOCK_T=block_t, NUM_SPLITS=splits, PAGES_AHEAD=is_few,
-        HAS_ORDER=rows.order is not None, HAS_SINKS=sinks is not None, num_warps=num_warps,
-        num_stages=num_stages, **sizes,
+        BLOCK_T=cut.tokens, NUM_SPLITS=cut.parts, PAGES_AHEAD=cut.pages_ahead,
+        HAS_ORDER=rows.order is not None, HAS_SINKS=sinks is not None, num_warps=cut.num_warps,
+        num_stages=cut.num_stages, **sizes,
     )  # fmt: skip
     return out

@@ -59,20 +59,25 @@ def pages_for(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 1, 32), (6, 2, 16)])
 @pytest.mark.parametrize(("window", "has_sinks"), [(0, False), (9, True)])
-@pytest.mark.parametrize("splits", [1, 4])
-@pytest.mark.parametrize("few", [0, fast.FEW_PROGRAMS], ids=["many programs", "few"])
+@pytest.mark.parametrize(
+    "tiling",
+    [
+        fast.DecodeTiling(1, 16, 1, 3, pages_ahead=False),
+        fast.DecodeTiling(1, 16, 1, 4, pages_ahead=True),
+        fast.DecodeTiling(4, 16, 1, 3, pages_ahead=False),
+        fast.DecodeTiling(4, 16, 2, 2, pages_ahead=True),
+    ],
+    ids=["whole", "whole, pages ahead", "in parts", "in parts, pages ahead"],
+)
 def test_decode_reads_what_a_row_sees_and_nothing_else(
-    few: int,
-    splits: int,
+    tiling: fast.DecodeTiling,
     window: int,
     has_sinks: bool,
     heads: int,
     kv_heads: int,
     dim: int,
     dtype: torch.dtype,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(fast, "FEW_PROGRAMS", few)
     lens = [1, 16, 17, 70, 33, 64]
     layer_kv, table = pages_for(lens, kv_heads, dim, dtype)
     rows = DecodeRows(table, torch.tensor(lens, dtype=torch.int32, device=DEVICE))
@@ -80,10 +85,20 @@ def test_decode_reads_what_a_row_sees_and_nothing_else(
     sinks = randn(heads, seed=8) if has_sinks else None
     for _ in range(2):  # the counters must be as they were
         out = fast.decode_attention(
-            q, layer_kv, rows, SCALE, window=window, sinks=sinks, splits=splits, block_t=16
+            q, layer_kv, rows, SCALE, window=window, sinks=sinks, tiling=tiling
         )
         expected = reference.decode_attention(q, layer_kv, rows, SCALE, window=window, sinks=sinks)
         assert_close("attention", out, expected, dtype)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "kv_heads", "window", "parts"),
+    [(1, 8, 0, 16), (64, 4, 0, 2), (64, 8, 0, 2), (128, 8, 0, 1), (1, 8, 33, 2), (64, 4, 20, 1)],
+)
+def test_as_many_parts_as_fill_a_chip_and_have_a_tile(
+    num_rows: int, kv_heads: int, window: int, parts: int
+) -> None:
+    assert fast.tiling_for(num_rows, kv_heads, 128, window, is_half=True).parts == parts
 
 
 SEGMENTS = [[(5, 5), (1, 30), (20, 45)], [(150, 160)], [(130, 200), (70, 70)]]
@@ -96,11 +111,16 @@ TILINGS = [
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "has_sinks", "splits"),
+    ("heads", "kv_heads", "dim", "has_sinks", "parts"),
     [(4, 1, 32, False, 1), (6, 2, 16, True, 2), (16, 1, 16, False, 1)],
 )
 def test_what_rows_share_is_read_once_and_changes_nothing(
-    heads: int, kv_heads: int, dim: int, has_sinks: bool, splits: int, dtype: torch.dtype
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    has_sinks: bool,
+    parts: int,
+    dtype: torch.dtype,
 ) -> None:
     """Two groups of different lengths, one of them more than a block, and rows of no group."""
     lens = [145, 3, *range(70, 88), 141, 142, 160, 0, 30]
@@ -115,9 +135,10 @@ def test_what_rows_share_is_read_once_and_changes_nothing(
     sinks = randn(heads, seed=8) if has_sinks else None
     wanted = reference.decode_attention(q, layer_kv, DecodeRows(table, context), SCALE, sinks=sinks)
     is_there = context > 0
+    tiling = fast.DecodeTiling(parts, 32, 2, 2, pages_ahead=True)
     for _ in range(2):  # the counters must be as they were
         out = fast.decode_attention(
-            q, layer_kv, DecodeRows(table, context, shared), SCALE, sinks=sinks, splits=splits
+            q, layer_kv, DecodeRows(table, context, shared), SCALE, sinks=sinks, tiling=tiling
         )
         assert_close("attention", out[is_there], wanted[is_there], dtype)
 

@@ -4,6 +4,10 @@ Takes activations [num_tokens, in]; gives a `Product` of [num_tokens, out]. Seve
 one input are kept in one weight, so that they are one product; each is still a destination of its
 own for the loader. Adapters attach here: a product is one site, and `lora_parts` says under which
 names. Knows nothing of what the weights mean.
+
+Where the library computes a product, and the slots are few and their ranks small, all slots' A lie
+behind the weight's rows: one product gives both, at the price of a few columns more. A kernel that
+computes each row's own A alone takes longer to launch and to wait for (`BESIDE_SHARE`).
 """
 
 from __future__ import annotations
@@ -13,11 +17,13 @@ from dataclasses import replace
 from itertools import accumulate
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from manyroots.distributed.shard import Shard
 from manyroots.kernels.choice import Kernels
 from manyroots.kernels.fp8_rows import Fp8Form, values_of
-from manyroots.kernels.lora_sites.sites import LinearSite
+from manyroots.kernels.lora_sites.sites import LinearSite, LoraRows, LoraTerm
 from manyroots.kernels.norm.undivided import Rows, UndividedNorm
 from manyroots.kernels.scaled import ScaledMatrix
 from manyroots.layers.product import Product
@@ -26,6 +32,11 @@ from manyroots.layers.weights.fill import Fill, Fills, Side
 from manyroots.layers.weights.weight import Weight
 from manyroots.lora.targets import OutputPiece, TargetKind
 from manyroots.store.adapter_sites import LoraSite, SitePart
+
+BESIDE_SHARE = 10
+"""All slots' A together have at most one row for so many of the weight."""
+LEAST_BESIDE = 129
+"""Rows of a step; products of fewer are not the library's, where adapters are about."""
 
 
 class Linear:
@@ -58,6 +69,10 @@ class Linear:
         self.site = LoraSite(TargetKind.LINEAR, in_features, parts, pieces=pieces)
         self.pooled: LinearSite | None = None
         """Where adapters' weights for it lie; None in a model without adapters."""
+        self.beside: Tensor | None = None
+        """Memory for all slots' A [num_slots, parts * highest rank, in], behind the weight."""
+        self._wide: Tensor | None = None
+        """The weight and that."""
         ends = list(accumulate(parts.values()))
         self._rows = {
             name: slice(end - size, end)
@@ -71,10 +86,29 @@ class Linear:
         gemm, operand = self._kernels.gemm, self.weight.operand
         if isinstance(x, UndividedNorm) or self._is_own(x.shape[0], has_adapters=rows is not None):
             return Product(*gemm.linear(x, operand, self.pooled, rows, self.bias))
-        sums = self.weight.times(x, self.bias, self._kernels.scaled_gemm)
         if self.pooled is None or rows is None:
-            return Product(sums)
+            return Product(self.weight.times(x, self.bias, self._kernels.scaled_gemm))
+        if self._wide is not None and x.shape[0] >= LEAST_BESIDE:
+            return self._with_all_slots(values_of(x), self._wide, self.pooled, rows)
+        sums = self.weight.times(x, self.bias, self._kernels.scaled_gemm)
         return Product(sums, self._kernels.lora_sites.shrink(values_of(x), self.pooled, rows))
+
+    def _with_all_slots(self, x: Tensor, wide: Tensor, site: LinearSite, rows: LoraRows) -> Product:
+        both = F.linear(x, wide)
+        out_features = sum(site.part_sizes)
+        sums, hidden = both[:, :out_features], both[:, out_features:].unsqueeze(0)
+        return Product(sums, LoraTerm(hidden, site, rows, slot_columns=site.width))
+
+    def make_room_beside(self, num_slots: int, max_rank: int) -> None:
+        """Memory for all slots' A behind its weight, but where they would be too many, or the
+        library does not compute it as it is."""
+        data, width = self.weight.data, len(self._rows) * max_rank
+        is_plain = isinstance(data, Tensor) and data.is_contiguous() and self.bias is None
+        too_many = num_slots * width * BESIDE_SHARE > data.shape[0]
+        if not is_plain or too_many or not self._shard.is_whole or num_slots == 0:
+            return
+        self._wide = self.weight.widen(num_slots * width)
+        self.beside = self._wide[data.shape[0] :].view(num_slots, width, -1)
 
     def takes_undivided(self, num_rows: int) -> bool:
         """Whether it can read rows, some of them with adapters, of which a norm left the division

@@ -164,7 +164,7 @@ def _add_norm_piece(
             total += tl.load(added, mask=ok, other=0.0).to(tl.float32)
         total = expand_tile(
             total, first_ranks, b, start, rank, inside, hidden, hidden_split, hidden_row, rows,
-            r < count, HIDDEN_SPLITS, RANK_BLOCK, MAX_RANK,
+            r < count, 1.0, HIDDEN_SPLITS, RANK_BLOCK, MAX_RANK,
         )  # fmt: skip
         total = tl.where(ok, total, 0.0)
         tl.store(residual + at, total, mask=ok)

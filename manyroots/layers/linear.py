@@ -5,9 +5,9 @@ one input are kept in one weight, so that they are one product; each is still a 
 own for the loader. Adapters attach here: a product is one site, and `lora_parts` says under which
 names. Knows nothing of what the weights mean.
 
-Where the library computes a product, and the slots are few and their ranks small, all slots' A lie
-behind the weight's rows: one product gives both, at the price of a few columns more. A kernel that
-computes each row's own A alone takes longer to launch and to wait for (`BESIDE_SHARE`).
+Where the slots are few and their ranks small (`BESIDE_SHARE`), all slots' A lie behind the weight's
+rows: one product gives both, at the price of a few columns more. To find each row's own A takes a
+kernel of its own longer to launch and to wait for, and tiles of their own more than their bytes.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ from manyroots.store.adapter_sites import LoraSite, SitePart
 
 BESIDE_SHARE = 10
 """All slots' A together have at most one row for so many of the weight."""
-LEAST_BESIDE = 129
-"""Rows of a step; products of fewer are not the library's, where adapters are about."""
+MOST_BESIDE, LEAST_BESIDE = 64, 129
+"""Rows of a step. Between them a kernel multiplies with each block's own A in the same launch, and
+is as fast as the library."""
 
 
 class Linear:
@@ -84,19 +85,28 @@ class Linear:
     def __call__(self, x: Rows, step: Step) -> Product:
         rows = None if self.pooled is None else step.lora
         gemm, operand = self._kernels.gemm, self.weight.operand
+        if self.pooled is not None and rows is not None and self._takes_all_slots(rows):
+            return self._with_all_slots(x, self.pooled, rows)
         if isinstance(x, UndividedNorm) or self._is_own(x.shape[0], has_adapters=rows is not None):
             return Product(*gemm.linear(x, operand, self.pooled, rows, self.bias))
         if self.pooled is None or rows is None:
             return Product(self.weight.times(x, self.bias, self._kernels.scaled_gemm))
-        if self._wide is not None and x.shape[0] >= LEAST_BESIDE:
-            return self._with_all_slots(values_of(x), self._wide, self.pooled, rows)
         sums = self.weight.times(x, self.bias, self._kernels.scaled_gemm)
         return Product(sums, self._kernels.lora_sites.shrink(values_of(x), self.pooled, rows))
 
-    def _with_all_slots(self, x: Tensor, wide: Tensor, site: LinearSite, rows: LoraRows) -> Product:
-        both = F.linear(x, wide)
+    def _takes_all_slots(self, rows: LoraRows) -> bool:
+        num_rows = rows.slots.shape[0]
+        return self._wide is not None and not MOST_BESIDE < num_rows < LEAST_BESIDE
+
+    def _with_all_slots(self, x: Rows, site: LinearSite, rows: LoraRows) -> Product:
+        gemm, wide = self._kernels.gemm, self._wide
+        assert wide is not None
+        if isinstance(x, UndividedNorm) or gemm.is_for(x.shape[0], wide, None):
+            both, _ = gemm.linear(x, wide)
+        else:
+            both = F.linear(values_of(x), wide).unsqueeze(0)
         out_features = sum(site.part_sizes)
-        sums, hidden = both[:, :out_features], both[:, out_features:].unsqueeze(0)
+        sums, hidden = both[..., :out_features], both[..., out_features:]
         return Product(sums, LoraTerm(hidden, site, rows, slot_columns=site.width))
 
     def make_room_beside(self, num_slots: int, max_rank: int) -> None:

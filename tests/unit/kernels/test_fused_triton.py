@@ -200,6 +200,16 @@ def test_of_rows_with_all_slots_sums_each_reads_its_own(
     assert_close("lora", q, rope_reference.rope_write(qkv, angles, None, other, slots, lora), dtype)
     assert_close("lora", arena, other, dtype)
     lora = of_slots((96,), [(8,), (0,), (40,)])
+    delta, weight = randn(tokens, 128, dtype=dtype, seed=4)[:, :96], randn(96, dtype=dtype)
+    residual = randn(tokens, 96, dtype=dtype, seed=5)
+    for op in ("add_rms_norm", "add_norm") if tokens <= 64 else ("add_rms_norm",):
+        sums, other_sums = residual.clone(), residual.clone()
+        got = getattr(norm, op)(sums, delta, weight, EPS, lora)
+        wanted = getattr(norm_reference, op)(other_sums, delta, weight, EPS, lora)
+        if op == "add_norm":
+            got, wanted = (one.values.float() * one.factors for one in (got, wanted))
+        assert_close("norm", got, wanted, dtype)
+        assert_close("norm", sums, other_sums, dtype)
     y, same = randn(2, tokens, 128, dtype=dtype)[:, :, :96].unbind()
     same.copy_(y)
     lora_sites.expand(y, lora)

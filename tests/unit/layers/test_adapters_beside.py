@@ -21,15 +21,20 @@ REFERENCE = reference_kernels()
 KERNELS: Any = SimpleNamespace(
     lora_sites=REFERENCE.lora_sites,
     scaled_gemm=REFERENCE.scaled_gemm,
-    gemm=SimpleNamespace(is_for=lambda *_, **__: False),
+    gemm=SimpleNamespace(
+        is_for=lambda num_rows, *_, **__: num_rows <= MOST, linear=REFERENCE.gemm.linear
+    ),
 )
 SLOTS = (-1, 0, 0, 1, 1, 1, -1, 0)
+MOST = 3
+"""Rows that the kernel set multiplies itself."""
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Made-up products are small beside their adapters."""
     monkeypatch.setattr(linear_module, "BESIDE_SHARE", 0.1)
+    monkeypatch.setattr(linear_module, "MOST_BESIDE", 4)
     monkeypatch.setattr(linear_module, "LEAST_BESIDE", len(SLOTS))
 
 
@@ -72,10 +77,11 @@ def test_a_product_with_all_slots_gives_the_same_through_every_load() -> None:
     for seed, (slot, ranks) in enumerate(loads):
         for of in (pool, wide_pool):
             of.load(AdapterSlot(slot), adapter(ranks, seed, lookup_rank=0))
-        (expected, of_own), (got, of_slots) = given(linear), given(wide)
-        assert (of_own, of_slots) == (0, 48)
-        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
-    assert given(wide, len(SLOTS) - 1)[1] == 0, "few rows are not the library's"
+        for num_rows in (len(SLOTS), 4, 3):
+            (expected, of_own), (got, of_slots) = given(linear, num_rows), given(wide, num_rows)
+            assert (of_own, of_slots) == (0, 48)
+            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    assert given(wide, len(SLOTS) - 1)[1] == 0, "a kernel with each block's own A is as fast"
     x = torch.randn(9, HIDDEN)
     step: Any = SimpleNamespace(lora=None)
     torch.testing.assert_close(wide(x, step).sums, linear(x, step).sums)
@@ -89,6 +95,7 @@ def test_weights_are_filled_again_where_they_lie_then() -> None:
     pool.keep_beside(linear.pooled, linear.beside)
     pool.load(AdapterSlot(0), adapter((8, 8, 8), 3, lookup_rank=0))
     before, _ = given(linear)
+    assert isinstance(linear.weight.data, torch.Tensor)
     linear.weight.data.mul_(2.0)
     after, _ = given(linear)
     torch.manual_seed(2)

@@ -38,6 +38,9 @@ BESIDE_SHARE = 10
 MOST_BESIDE, LEAST_BESIDE = 64, 129
 """Rows of a step. Between them a kernel multiplies with each block's own A in the same launch, and
 is as fast as the library."""
+TILE_ROWS, AT_ONCE = 64, 132
+"""Of a weight in products of few rows, and how many tiles a large GPU has at a time: one more takes
+as long again."""
 
 
 class Linear:
@@ -74,6 +77,8 @@ class Linear:
         """Memory for all slots' A [num_slots, parts * highest rank, in], behind the weight."""
         self._wide: Tensor | None = None
         """The weight and that."""
+        self._fits_beside = False
+        """Whether all tiles of that run at once where those of the weight do."""
         ends = list(accumulate(parts.values()))
         self._rows = {
             name: slice(end - size, end)
@@ -96,7 +101,9 @@ class Linear:
 
     def _takes_all_slots(self, rows: LoraRows) -> bool:
         num_rows = rows.slots.shape[0]
-        return self._wide is not None and not MOST_BESIDE < num_rows < LEAST_BESIDE
+        if self._wide is None or MOST_BESIDE < num_rows < LEAST_BESIDE:
+            return False
+        return num_rows >= LEAST_BESIDE or self._fits_beside
 
     def _with_all_slots(self, x: Rows, site: LinearSite, rows: LoraRows) -> Product:
         gemm, wide = self._kernels.gemm, self._wide
@@ -118,6 +125,8 @@ class Linear:
         if not is_plain or too_many or not self._shard.is_whole or num_slots == 0:
             return
         self._wide = self.weight.widen(num_slots * width)
+        tiles, more = (-(-of.shape[0] // TILE_ROWS) for of in (data, self._wide))
+        self._fits_beside = not any(tiles * cuts <= AT_ONCE < more * cuts for cuts in (1, 2))
         self.beside = self._wide[data.shape[0] :].view(num_slots, width, -1)
 
     def takes_undivided(self, num_rows: int) -> bool:

@@ -200,7 +200,9 @@ def route(
     )
     groups = torch.empty(num_experts, 3, dtype=torch.int32, device=device)
     # With adapters each of a block's rows has a B of its own in registers.
-    block_r, num_warps = (2, 4) if num_rows <= 16 or lora is not None else (8, 8)
+    block_r, num_warps = (2, 4) if num_rows <= 16 else (8, 8)
+    if lora is not None:
+        block_r, num_warps = 1, 8
     if lora is None:
         adapters, hidden_strides, lora_splits = (parts, chosen, parts, chosen), (0, 0), 0
     else:

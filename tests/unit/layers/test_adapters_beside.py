@@ -114,3 +114,20 @@ def test_where_it_is_not_worth_it_nothing_is_laid_beside(
     linear.make_room_beside(num_slots, 16)
     assert linear.beside is None
     assert linear.weight.data.shape[0] == sum(OUTS)
+
+
+def test_few_rows_do_not_take_them_where_a_tile_more_would_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A weight of one tile, and with all slots' A of four."""
+    monkeypatch.setattr(linear_module, "TILE_ROWS", sum(OUTS))
+    for at_once, of_few in ((2, 0), (8, 48)):
+        monkeypatch.setattr(linear_module, "AT_ONCE", at_once)
+        linear, pool = made()
+        linear.make_room_beside(2, 16)
+        assert linear.beside is not None
+        assert linear.pooled is not None
+        pool.keep_beside(linear.pooled, linear.beside)
+        pool.load(AdapterSlot(0), adapter((8, 8, 8), 3, lookup_rank=0))
+        assert given(linear, 4)[1] == of_few
+        assert given(linear)[1] == 48

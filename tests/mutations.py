@@ -91,16 +91,6 @@ MUTATIONS: tuple[Mutation, ...] = (
         ),
     ),
     Mutation(
-        "grammar/cache.py",
-        "number = self._num_started % len(self._matchers)",
-        "number = 0",
-        "all rows of a grammar wait for one lexer",
-        (
-            "unit/grammar/test_grammar_cache.py::"
-            "test_g01_a_grammar_that_is_asked_for_often_has_several_lexers_in_turn",
-        ),
-    ),
-    Mutation(
         "grammar/source.py",
         '"lenient": False',
         '"lenient": True',

@@ -55,8 +55,6 @@ class GrammarCompiles:
         ready: list[Submit] = []
         refused: list[Output] = []
         for finished in self.reads.take():
-            if isinstance(finished.key, CompiledGrammar):
-                continue  # one lexer more, or not: nobody waits for it
             assert isinstance(finished.key, StructuredOutputsParams)
             submits = self._waiting.pop(finished.key)
             if finished.result is None:
@@ -69,8 +67,6 @@ class GrammarCompiles:
 
     def _hold(self, submit: Submit, grammar: CompiledGrammar) -> None:
         self._held[submit.request_id] = grammar
-        for _ in range(grammar.ask()):
-            self.reads.begin(grammar, grammar.add_lexer)
 
     def abort(self, request_id: RequestId) -> bool:
         """Forget a request; whether it waited."""

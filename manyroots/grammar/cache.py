@@ -6,11 +6,9 @@ holds is always found, whatever else comes and goes.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from functools import partial
 from weakref import WeakValueDictionary
 
 from llguidance import LLMatcher, LLTokenizer
@@ -21,51 +19,19 @@ from manyroots.grammar.vocabulary import Vocabulary
 from manyroots.structured_outputs import StructuredOutputsParams
 
 MAX_GRAMMARS = 256
-MAX_LEXERS = 8
-"""Of one grammar: as many of its masks can be made side by side."""
-ASKED_PER_LEXER = 4
-"""Requests for one grammar that are worth a further lexer: most grammars are asked for once."""
 
 
 class CompiledGrammar:
-    """A grammar for one vocabulary, at its beginning.
+    """A grammar for one vocabulary, at its beginning."""
 
-    All copies of one matcher share its lexer, which learns as it goes and which one thread at a
-    time may use. So a grammar that is asked for often is compiled several times, and rows take
-    the lexers in turn.
-    """
-
-    def __init__(self, make: Callable[[], LLMatcher], first: LLMatcher, num_tokens: int) -> None:
-        self._make = make
-        self._matchers = [first]
-        self._max_lexers = min(MAX_LEXERS, os.cpu_count() or 1)
-        self._num_asked = 0
-        self._num_lexers = 1
-        """Those that there are, and those that are being made."""
-        self._num_started = 0
+    def __init__(self, matcher: LLMatcher, num_tokens: int) -> None:
+        self._matcher = matcher
         self.num_tokens = num_tokens
         """Of the vocabulary."""
 
-    def start(self) -> tuple[LLMatcher, int]:
-        """A matcher of its own for one completion, and which lexer it shares with others."""
-        number = self._num_started % len(self._matchers)
-        self._num_started += 1
-        return self._matchers[number].deep_copy(), number
-
-    def ask(self) -> int:
-        """One more request is about to use it: how many lexers should be added for that."""
-        self._num_asked += 1
-        wanted = min(self._max_lexers, self._num_asked // ASKED_PER_LEXER)
-        num_more = max(0, wanted - self._num_lexers)
-        self._num_lexers += num_more
-        return num_more
-
-    def add_lexer(self) -> CompiledGrammar:
-        """Takes as long as compiling did; for a thread beside the steps."""
-        matcher = self._make()
-        if not matcher.is_error():
-            self._matchers.append(matcher)
-        return self
+    def start(self) -> LLMatcher:
+        """A matcher of its own for one completion."""
+        return self._matcher.deep_copy()
 
 
 def _fault(matcher: LLMatcher) -> str:
@@ -110,8 +76,7 @@ class GrammarCache:
             return grammar
         tokenizer = self._load()
         try:
-            make = partial(LLMatcher, tokenizer, grammar_text(params), log_level=0)
-            matcher = make()
+            matcher = LLMatcher(tokenizer, grammar_text(params), log_level=0)
             reason = _fault(matcher)
         except ValueError as error:
             reason = str(error)
@@ -121,7 +86,7 @@ class GrammarCache:
                 f"{' '.join(reason.split())[:600]}",
                 field="structured_outputs",
             )
-        grammar = CompiledGrammar(make, matcher, tokenizer.vocab_size)
+        grammar = CompiledGrammar(matcher, tokenizer.vocab_size)
         with self._lock:
             self._alive[params] = grammar
             self._keep(params, grammar)

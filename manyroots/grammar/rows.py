@@ -1,7 +1,9 @@
 """Where each row is in its grammar, and which tokens may come next.
 
 Takes rows' grammars and their tokens as they become known; gives packed masks. What goes wrong
-with one row's grammar is that row's fault alone. One thread uses it.
+with one row's grammar is that row's fault alone. One thread uses it, and no others make masks: on
+16 cores a pool of them took longer than one thread, be it with a lexer for all rows (copies of a
+matcher share theirs, behind a lock) or with one for every four (each learns anew).
 """
 
 from __future__ import annotations
@@ -10,22 +12,20 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLExecutor, LLMatcher
-from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
+from llguidance import LLMatcher
+from llguidance.numpy import fill_next_token_bitmask
 
 from manyroots.grammar.cache import CompiledGrammar
 
 Masks = npt.NDArray[np.int32]
 _ALL = -1
 """Every bit of a word."""
-_PARALLEL_FROM = 4
-"""Fewer masks are made faster than threads can be woken."""
 
 
 class _RowGrammar:
     """One completion's way through its grammar."""
 
-    __slots__ = ("early_stops", "lexer", "matcher", "min_tokens", "num_consumed")
+    __slots__ = ("early_stops", "matcher", "min_tokens", "num_consumed")
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class _RowGrammar:
         min_tokens: int,
         stops: Sequence[int],
     ) -> None:
-        self.matcher, self.lexer = grammar.start()
+        self.matcher = grammar.start()
         self.num_consumed = num_prompt_tokens
         """Tokens of the sequence that the matcher has behind it; the prompt's are not its own."""
         self.min_tokens = num_prompt_tokens + min_tokens
@@ -47,7 +47,6 @@ class GrammarRows:
     def __init__(self, vocab_size: int) -> None:
         self._num_words = -(-vocab_size // 32)
         self._rows: dict[int, _RowGrammar] = {}
-        self._threads: LLExecutor | None = None
 
     def begin(
         self,
@@ -69,34 +68,18 @@ class GrammarRows:
         reasons of rows that have none."""
         masks = np.full((len(known), self._num_words), _ALL, np.int32)
         failures: dict[int, str] = {}
-        wanted: list[tuple[LLMatcher, int]] = []
-        lexers: list[int] = []
         for place, (row, tokens) in enumerate(known.items()):
             mine = self._rows[row]
             mine.matcher.consume_tokens(tokens[mine.num_consumed :].tolist())
             mine.num_consumed = len(tokens)
             if not mine.matcher.is_error():
-                wanted.append((mine.matcher, place))
-                lexers.append(mine.lexer)
-        self._fill([wanted[i] for i in np.argsort(lexers, kind="stable").tolist()], masks)
-        for place, (row, tokens) in enumerate(known.items()):
-            mine = self._rows[row]
+                fill_next_token_bitmask(mine.matcher, masks, place)
             if mine.matcher.is_error():
                 failures[row] = _reason(mine.matcher)
                 masks[place] = _ALL
             elif len(tokens) < mine.min_tokens:
                 _take_out(masks[place], mine.early_stops)
         return masks, failures
-
-    def _fill(self, wanted: list[tuple[LLMatcher, int]], masks: Masks) -> None:
-        """Neighbours have one lexer: a thread takes some in a row, so that few wait for it."""
-        if len(wanted) < _PARALLEL_FROM:
-            for matcher, place in wanted:
-                fill_next_token_bitmask(matcher, masks, place)
-            return
-        if self._threads is None:
-            self._threads = LLExecutor()
-        fill_next_token_bitmask_par(self._threads, wanted, masks)
 
 
 def _take_out(mask: npt.NDArray[np.int32], stops: Sequence[int]) -> None:

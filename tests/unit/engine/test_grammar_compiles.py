@@ -108,30 +108,3 @@ def test_g01_a_tokenizer_without_an_end_is_refused(tmp_path: Path) -> None:
     wanted = SamplingParams(structured_outputs=StructuredOutputsParams(choice=("a",)))
     with LLM(str(tmp_path), dtype="float32") as llm, pytest.raises(RequestError, match="no token"):
         llm.generate(["x"], wanted)
-
-
-def test_g01_lexers_are_added_beside_the_steps_for_a_grammar_that_many_ask_for(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """G01: on another thread, and what is said stays the same."""
-    made: list[str] = []
-    add = CompiledGrammar.add_lexer
-
-    def noted(grammar: CompiledGrammar) -> CompiledGrammar:
-        made.append(threading.current_thread().name)
-        return add(grammar)
-
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
-    monkeypatch.setattr(CompiledGrammar, "add_lexer", noted)
-    loop = llm._loop
-    for number in range(1, 10):
-        loop.handle(submit(number, "hello"))
-    first = run(loop, ended(*range(1, 10)))
-    for number in range(10, 19):
-        loop.handle(submit(number, "hello"))
-    later = run(loop, ended(*range(10, 19)))
-    assert len(made) == 1
-    assert "adapter-read" in made[0]
-    said = [[t for o in outputs for t in o.tokens] for outputs in (first, later)]
-    assert sorted(said[0]) == sorted(said[1])
-    assert not [o.error for o in (*first, *later) if o.error]

@@ -52,20 +52,3 @@ def test_g01_what_cannot_be_compiled_says_why() -> None:
 def test_g01_a_grammar_in_which_nothing_can_be_said_is_refused() -> None:
     with pytest.raises(RequestError, match="can't be honoured"):
         cache().compile(StructuredOutputsParams(json={"$ref": "#"}))
-
-
-def test_g01_a_grammar_that_is_asked_for_often_has_several_lexers_in_turn(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """G01: copies of one matcher wait for each other; one more for every four that ask."""
-    monkeypatch.setattr("os.cpu_count", lambda: 3)
-    grammar = cache().compile(number(3))
-    wanted = [grammar.ask() for _ in range(32)]
-    assert [place for place, count in enumerate(wanted, 1) if count] == [8, 12]
-    assert sum(wanted) == 2
-    first, _ = grammar.start()
-    for _ in range(2):
-        grammar.add_lexer()
-    started = [grammar.start() for _ in range(6)]
-    assert [lexer for _, lexer in started] == [1, 2, 0, 1, 2, 0]
-    assert {matcher.compute_bitmask() for matcher, _ in started} == {first.compute_bitmask()}

@@ -17,7 +17,7 @@ GRAMMARS = cache()
 
 
 def follows(params: StructuredOutputsParams, text: str) -> bool:
-    matcher, _ = GRAMMARS.compile(params).start()
+    matcher = GRAMMARS.compile(params).start()
     tokens = list(text.encode())
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 

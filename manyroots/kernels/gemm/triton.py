@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from manyroots.kernels.fp8_rows import Fp8Form, Fp8Rows, values_of
-from manyroots.kernels.gemm import triton_hopper
+from manyroots.kernels.gemm import triton_early, triton_hopper
 from manyroots.kernels.gemm.triton_hopper import RingTiling
 from manyroots.kernels.launch import (
     launch_options,
@@ -309,6 +309,10 @@ def linear(
         assert isinstance(rows_in, Tensor)
         assert isinstance(weight, Tensor)
         return triton_hopper.multiply(rows_in, weight, tiling, site, rows, bias, squares, eps)
+    if tiling is None and isinstance(weight, ScaledMatrix):
+        found = _early(rows_in, weight, bias, is_plain=squares is None and rows is None)
+        if found is not None:
+            return found, None
     operands = _operands(rows_in, weight)
     x = operands.x
     if tiling is None:
@@ -350,6 +354,19 @@ def linear(
         num_stages=tiling.num_stages, num_warps=tiling.num_warps, **launch_options(x.device),
     )  # fmt: skip
     return out, term
+
+
+def _early(
+    x: Tensor | Fp8Rows, weight: ScaledMatrix, bias: Tensor | None, *, is_plain: bool
+) -> Tensor | None:
+    """The product by the kernel to which weights come before the rows, where that has it.
+    `is_plain`: without adapters and what a norm left undone."""
+    tiling = triton_early.tiling_for(x, weight) if is_plain and bias is None else None
+    if tiling is None:
+        return None
+    if isinstance(x, Tensor) and not triton_early.takes_plain(x, tiling):
+        x = in_fp8(x, form_for(x.shape[0], weight, False))
+    return triton_early.linear(x, weight, tiling)
 
 
 @dataclass(frozen=True, slots=True)

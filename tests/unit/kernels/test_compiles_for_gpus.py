@@ -88,14 +88,12 @@ print("compiled")
 '''
 
 
-IN_GLUON = """
+ON_HOPPER = """
 import re
 
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
-
-from manyroots.kernels.gemm import triton_hopper as gemm
 
 
 class Hopper:
@@ -114,6 +112,10 @@ class Hopper:
 
 
 driver.set_active(Hopper())
+"""
+IN_GLUON = f"""{ON_HOPPER}
+from manyroots.kernels.gemm import triton_hopper as gemm
+
 rows, whole, place = torch.zeros(8, 64, dtype=torch.bfloat16), torch.zeros(8), torch.zeros(8).int()
 code = gemm._linear.warmup(
     gemm._describe(rows, 16, 64), gemm._describe(rows, 64, 64), whole, rows, whole, whole, rows,
@@ -129,6 +131,31 @@ assert steps[first : first + 3] == ["cp.async.bulk", "cp.async.bulk", "griddepco
 assert "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16" in code
 print("compiled")
 """
+
+
+EARLY = f"""{ON_HOPPER}
+from manyroots.kernels.gemm import triton_early as early
+
+rows, sums = torch.zeros(8, 256, dtype=torch.bfloat16), torch.zeros(8)
+weight = torch.zeros(64, 256, dtype=torch.float8_e4m3fn)
+constants = dict(PRECISE=True, BLOCK_M=8, BLOCK_N=64, BLOCK_K=128, STAGES=2, PLACES=2, WARPS=4)
+for is_rounded in (True, False):
+    data = torch.zeros(2, 8, 256, dtype=torch.float8_e4m3fn) if is_rounded else weight
+    code = early._linear.warmup(
+        *early._descriptors(data, weight, 8, 8, 64), rows, sums, sums, sums, 8, 64, 256, 2,
+        ROUNDED=is_rounded, GROUP=128 if is_rounded else 0, DEPENDENT=True, launch_pdl=True,
+        num_warps=4, grid=(1,), **constants,
+    ).asm["ptx"]
+    steps = " ".join(re.findall("cp.async.bulk|griddepcontrol.wait", code))
+    assert steps.startswith("cp.async.bulk cp.async.bulk griddepcontrol.wait"), steps
+    assert "wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3" in code
+print("compiled")
+"""
+
+
+def test_q01_products_whose_weights_come_early_compile_for_hopper() -> None:
+    """Q01: and ask for all blocks of the weight that they have room for before they wait."""
+    assert_compiles(EARLY)
 
 
 def test_q01_q04_kernels_of_fp8_compile_for_hopper() -> None:

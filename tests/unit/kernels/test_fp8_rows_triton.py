@@ -34,12 +34,14 @@ def assert_same(found: object, plain: object, form: Fp8Form) -> None:
     assert isinstance(found, Fp8Rows)
     assert isinstance(plain, torch.Tensor)
     assert found.group == (form.group or found.group)
+    assert (found.values is None) == (not form.keeps_values)
+    if found.values is not None:
+        # Sums of squares by another number of warps may differ in their last bit.
+        assert_close("scaled", found.values, plain, plain.dtype)
+        plain = found.values
     expected = in_fp8(plain, replace(form, group=found.group))
     assert torch.equal(found.scales, expected.scales)
     assert torch.equal(found.data.view(torch.uint8), expected.data.view(torch.uint8))
-    assert (found.values is None) == (not form.keeps_values)
-    if found.values is not None:
-        assert torch.equal(found.values, plain)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

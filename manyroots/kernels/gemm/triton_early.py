@@ -102,7 +102,7 @@ def _round_rows(
     scale = gl.maximum(gl.max(most, 1) * _INVERSE, _LEAST)
     inverse = 1.0 / scale
     for i in gl.static_range(STEPS):
-        scaled = blocks[i] * inverse[:, None]  # type: ignore[misc]
+        scaled = blocks[i] * inverse[:, None]
         large = _nearest(scaled)
         place = rows.index(i)
         place.slice(0, BLOCK_M).store(large.to(gl.float8e4nv))

@@ -143,11 +143,13 @@ def in_fp8(x: Tensor, form: Fp8Form) -> Fp8Rows:
     num_groups = rows.scales.shape[1]
     columns = max(SHORTEST_RUN, triton.next_power_of_2(min(group, k_size)))
     groups = max(1, min(triton.next_power_of_2(num_groups), 8192 // columns))
+    tries = tries_scales(form.num_parts, group, k_size)
     _in_fp8[(num_rows, triton.cdiv(num_groups, groups))](
         x, rows.data, rows.scales, num_rows, k_size, group, *rows.scales.stride(),
         PARTS=form.num_parts, GROUPS=groups, COLUMNS=columns,
-        RUN=run_length(k_size) if tries_scales(form.num_parts, group, k_size) else 0,
-        num_warps=max(1, min(16, groups * columns // 512)), **launch_options(x.device),
+        RUN=run_length(k_size) if tries else 0,
+        num_warps=max(1, min(16, groups * columns // (1024 if tries else 512))),
+        **launch_options(x.device),
     )  # fmt: skip
     return rows
 

@@ -69,7 +69,8 @@ TOLERANCES: dict[tuple[str, torch.dtype], Tolerance] = {
     ("clamped_experts", torch.bfloat16): Tolerance(
         0.25,
         1.6e-2,
-        "the last bit of an activation of up to 56 (gpt-oss), which may be rounded either way",
+        "as other experts, whose adapters' first halves kernels round or not, times activations of "
+        "up to 56 (gpt-oss), the last bit of which is a quarter",
     ),
     ("kept", torch.float8_e4m3fn): Tolerance(
         2.0**-9, 2.0**-3, "a number between two of FP8 may become either"

@@ -24,7 +24,7 @@ from manyroots.kernels.moe_pairs.weights import ExpertWeights  # isort: skip
 from manyroots.kernels.mxfp4 import Mxfp4Matrix, codes_of, quantize, words_of  # isort: skip
 from manyroots.kernels.tolerances import assert_close  # isort: skip
 
-HIDDEN, INNER = 160, 64
+HIDDEN, INNER = 160, 32
 """Of whole groups, but not of whole tiles."""
 TILING = fast.ExpertTiling(up_n=64, down_n=64, down_alone_n=64, up_stages=2, down_stages=2)
 PATHS = pytest.mark.parametrize("most", [fast.MAX_ROUTED_TOKENS, 0], ids=["few", "tiles"])
@@ -64,7 +64,7 @@ def equal_sums(out: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tokens", [1, 20] if DEVICE.type == "cpu" else [1, 5, 40])
+@pytest.mark.parametrize("tokens", [1, 12] if DEVICE.type == "cpu" else [1, 5, 40])
 @PATHS
 def test_q02_experts_equal_the_reference(
     most: int, tokens: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -88,7 +88,7 @@ def test_q02_adapters_add_to_them_as_to_plain_numbers(
     most: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fast, "MAX_ROUTED_TOKENS", most)
-    slots = [-1, 0, 0, 1]
+    slots = [-1, 0, 1]
     x = randn(len(slots), HIDDEN, dtype=dtype)
     ranks = RANKS["ranks of all sizes"]
     adapters = make_adapters(slots, ranks, SHARED_OUTER, dtype, hidden=HIDDEN, inner=INNER)

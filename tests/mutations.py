@@ -1854,8 +1854,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "kernels/lora_sites/triton.py",
-        "own, scale = hidden + slot * slot_columns, tl.load(scalings + slot * NUM_PARTS + part)",
-        "own, scale = hidden + slot * slot_columns, tl.load(scalings + slot * NUM_PARTS)",
+        "        scale = tl.load(scalings + slot * NUM_PARTS + part)\n    else:",
+        "        scale = tl.load(scalings + slot * NUM_PARTS)\n    else:",
         "of all slots' sums, those for keys are scaled as queries' are",
         ("unit/kernels/test_fused_triton.py::test_of_rows_with_all_slots_sums_each_reads_its_own",),
     ),

@@ -33,8 +33,9 @@ from manyroots.layers.weights.weight import Weight
 from manyroots.lora.targets import OutputPiece, TargetKind
 from manyroots.store.adapter_sites import LoraSite, SitePart
 
-BESIDE_SHARE = 10
-"""All slots' A together have at most one row for so many of the weight."""
+BESIDE_SHARE, BESIDE_NUMBERS = 10, 2_500_000
+"""All slots' A together have at most one row for so many of the weight, and so many numbers: to
+multiply 1280 rows with them takes a large GPU 9 us, and a kernel for the rows' own 13."""
 MOST_BESIDE, LEAST_BESIDE = 64, 129
 """Rows of a step. Between them a kernel multiplies with each block's own A in the same launch, and
 is as fast as the library."""
@@ -121,10 +122,12 @@ class Linear:
         library does not compute it as it is."""
         data, width = self.weight.data, len(self._rows) * max_rank
         is_plain = isinstance(data, Tensor) and data.is_contiguous() and self.bias is None
-        too_many = num_slots * width * BESIDE_SHARE > data.shape[0]
+        num_rows = num_slots * width
+        too_many = num_rows * BESIDE_SHARE > data.shape[0]
+        too_many |= num_rows * data.shape[1] > BESIDE_NUMBERS
         if not is_plain or too_many or not self._shard.is_whole or num_slots == 0:
             return
-        self._wide = self.weight.widen(num_slots * width)
+        self._wide = self.weight.widen(num_rows)
         tiles, more = (-(-of.shape[0] // TILE_ROWS) for of in (data, self._wide))
         self._fits_beside = not any(tiles * cuts <= AT_ONCE < more * cuts for cuts in (1, 2))
         self.beside = self._wide[data.shape[0] :].view(num_slots, width, -1)

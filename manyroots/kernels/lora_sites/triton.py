@@ -124,7 +124,8 @@ def own_hidden(
     """Where a slot's shrunk activations begin, and what a part's are to be multiplied with yet."""
     if OF_SLOTS:
         slot = tl.maximum(slot, 0)
-        own, scale = hidden + slot * slot_columns, tl.load(scalings + slot * NUM_PARTS + part)
+        own = hidden + tl.multiple_of(slot * slot_columns, 8)
+        scale = tl.load(scalings + slot * NUM_PARTS + part)
     else:
         own, scale = hidden, 1.0
     return own, scale

@@ -105,12 +105,17 @@ def test_weights_are_filled_again_where_they_lie_then() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bias", "num_slots", "share"), [(True, 2, 0.1), (False, 2, 10), (False, 0, 0.1)]
-)
+    ("bias", "num_slots", "share", "numbers"),
+    [
+        (True, 2, 0.1, 10**6), (False, 2, 10, 10**6), (False, 0, 0.1, 10**6),
+        (False, 2, 0.1, 96 * HIDDEN - 1),
+    ],
+)  # fmt: skip
 def test_where_it_is_not_worth_it_nothing_is_laid_beside(
-    bias: bool, num_slots: int, share: float, monkeypatch: pytest.MonkeyPatch
+    bias: bool, num_slots: int, share: float, numbers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear_module, "BESIDE_SHARE", share)
+    monkeypatch.setattr(linear_module, "BESIDE_NUMBERS", numbers)
     linear, _ = made(bias=bias)
     linear.make_room_beside(num_slots, 16)
     assert linear.beside is None

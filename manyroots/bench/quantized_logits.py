@@ -30,7 +30,7 @@ from manyroots.config import ModelSettings
 from manyroots.errors import ConfigError
 from manyroots.models.decoder import Decoder
 from manyroots.models.load import load_model
-from manyroots.models.quantization import W4A8, as_in_decodes, as_in_prompts, product_of_blocks
+from manyroots.models.quantization import FP8, W4A8, as_in_decodes, as_in_prompts, product_of_blocks
 from manyroots.models.source import ModelSource, resolve_source
 from manyroots.text.tokenizer_files import load_tokenizer
 
@@ -76,7 +76,7 @@ def run_quantization(
         "text": "module docstrings of the package" if text is None else "given",
         "window": WINDOW,
         **compare(_guessed(exact), _guessed(_log_probabilities(model, tokens))),
-        **({} if rounded.quantization == W4A8 else _of_a_gpu(model, tokens, exact)),
+        **(_of_a_gpu(model, tokens, exact) if rounded.quantization == FP8 else {}),
         "machine": describe_machine(),
     }
     print(

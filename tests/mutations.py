@@ -1642,6 +1642,16 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("unit/kernels/test_compiles_for_gpus.py::test_products_with_adapters_compile_for_hopper",),
     ),
     Mutation(
+        "kernels/attention/triton.py",
+        "most = min(MOST_PARTS, triton.cdiv(window, tokens) or MOST_PARTS)",
+        "most = MOST_PARTS",
+        "a window is cut into more parts than it has tiles",
+        (
+            "unit/kernels/test_attention_triton.py::"
+            "test_as_many_parts_as_fill_a_chip_and_have_a_tile[1-8-33-2]",
+        ),
+    ),
+    Mutation(
         "kernels/attention/sharing.py",
         "common = limit if same.all() else int(np.argmin(same))",
         "common = limit",

@@ -6,13 +6,16 @@ Alone, in a mixed batch, with and without prefix reuse, at every chunk size, aft
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from manyroots import LLM, SamplingParams
+from manyroots.bench.peers import transformers_model
+from manyroots.config import ModelSettings
+from manyroots.models.load import load_model
+from manyroots.models.source import resolve_source
 from manyroots.scheduler.admission import Admission
 from tests.e2e.prompts import PROMPTS
 
@@ -32,25 +35,28 @@ def prompts(llm: LLM) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def expected(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
-    """transformers, each prompt alone: no padding, no batch."""
-    from transformers import AutoModelForCausalLM
+def alone(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
+    """Our tokens, each prompt by itself."""
+    return [run(llm, [prompt], salt=f"alone {i}")[0] for i, prompt in enumerate(prompts)]
 
-    path = Path(llm.info.model_path)
-    model = AutoModelForCausalLM.from_pretrained(
-        str(path.parent), gguf_file=path.name, dtype=torch.float32
+
+@pytest.fixture(scope="module")
+def expected(prompts: list[list[int]], alone: list[list[int]]) -> list[list[int]]:
+    """transformers' choice at each place, given what we chose before it: one pass instead of one
+    for each token. Where all of them are ours, they are its greedy tokens from the first on. Each
+    prompt alone: no padding, no batch. Its weights are our reading of the file, which
+    `unit/models/test_gguf_loading.py` compares with its own."""
+    source = resolve_source(ModelSettings())
+    own = load_model(
+        source, dtype=torch.float32, device=torch.device("cpu"), load_format="auto", seed=0
     )
-    model.generation_config.eos_token_id = None
+    model = transformers_model(own, source)
     tokens = []
-    for prompt in prompts:
-        output = model.generate(
-            input_ids=torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            do_sample=False,
-            max_new_tokens=NUM_NEW_TOKENS,
-            pad_token_id=0,
-        )
-        tokens.append(output[0, len(prompt) :].tolist())
+    for prompt, answer in zip(prompts, alone, strict=True):
+        ids = torch.tensor([[*prompt, *answer[:-1]]])
+        with torch.inference_mode():
+            logits = model(input_ids=ids, use_cache=False, logits_to_keep=len(answer)).logits
+        tokens.append(logits[0].argmax(-1).tolist())
     return tokens
 
 
@@ -68,8 +74,8 @@ def engine(**settings: Any) -> LLM:
     return LLM(dtype="float32", **settings)
 
 
-def test_each_prompt_alone(llm: LLM, prompts: list[list[int]], expected: list[list[int]]) -> None:
-    alone = [run(llm, [prompt], salt=f"alone {i}")[0] for i, prompt in enumerate(prompts)]
+def test_each_prompt_alone(alone: list[list[int]], expected: list[list[int]]) -> None:
+    assert all(len(tokens) == NUM_NEW_TOKENS for tokens in alone)
     assert_same(alone, expected)
 
 

@@ -148,7 +148,7 @@ def _short_context() -> AbstractContextManager[None]:
     """In steps of any kind, decoding rows do not see their own token."""
 
     def make(decode_rows: Any) -> Any:
-        return lambda table, lens: decode_rows(table, (lens - 1).clamp(min=1))
+        return lambda table, lens, *rest: decode_rows(table, (lens - 1).clamp(min=1), *rest)
 
     return patched(paged, "DecodeRows", make)
 

@@ -43,7 +43,8 @@ class GGUFFile:
                 f"tensor {name!r} of {self.path} (type {info.kind}, {info.shape}) can't be read "
                 f"({error}); the file is incomplete, or in a format this version lacks."
             ) from error
-        return np.array(values, dtype=np.float32).reshape(info.shape)
+        # Plain numbers are a view of the file, which nobody may write to.
+        return np.require(values, np.float32, "W").reshape(info.shape)
 
 
 def _gguf_package() -> tuple[Any, Any]:

@@ -303,8 +303,9 @@ def linear(
     num_rows, k_size = rows_in.shape
     n_size = weight.shape[0]
     if isinstance(rows_in, Tensor) and isinstance(weight, Tensor):
-        has_adapters = site is not None and rows is not None
-        tiling = tiling or triton_hopper.tiling_for(rows_in, weight, has_adapters=has_adapters)
+        # Of rows that their norm left undivided its stores would wait for many small reads.
+        is_plain = squares is None and (site is None or rows is None)
+        tiling = tiling or triton_hopper.tiling_for(rows_in, weight, is_plain=is_plain)
     if isinstance(tiling, RingTiling):
         assert isinstance(rows_in, Tensor)
         assert isinstance(weight, Tensor)

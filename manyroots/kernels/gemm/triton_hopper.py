@@ -1,16 +1,14 @@
 """Some rows times a large weight on Hopper GPUs, in Gluon: weights come before the rows are there.
 
 Same signature as `reference.py`, for what `is_for` takes; the rest goes to `triton.py`. A program
-has a tile of the weight, in parts that run beside each other:
+has a tile of the weight, in two parts that run beside each other:
 
-    one warp           asks the copy engine for blocks of the weight and of the rows, into a ring
-    4 warps, 1-3 times multiply what has come with a piece of the tile, which is the matrix
-                       instruction's left operand
+    one warp      asks the copy engine for blocks of the weight and of the rows, into a ring
+    4 or 8 warps  multiply what has come; the weight is the matrix instruction's left operand
 
 Weights are constants of a step. So the ring is filled with them while the kernel in front still
-runs (`launch.py`), and what is between two products costs less of the memory's time. Tiles of many
-rows are wide, so that those are read few times from the level-2 cache. The adapters' A are further
-programs of the same launch.
+runs (`launch.py`), and what is between two products costs less of the memory's time. The adapters'
+A are further programs of the same launch.
 """
 
 from __future__ import annotations
@@ -37,26 +35,23 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from manyroots.kernels.launch import launch_options
 from manyroots.kernels.lora_sites.sites import LinearSite, LoraRows, LoraTerm
 
-PIECE = 64
-"""Rows of the weight, or of A, that four warps multiply: what one matrix instruction takes."""
-LORA_N = gl.constexpr(PIECE)
-COPY_REGISTERS, ALL_REGISTERS = 24, 512
-"""Of a thread that copies, and of the four warps' share of a multiprocessor's."""
-SPARE_REGISTERS = 56
-"""Of a thread, beside its sums."""
-MAX_ROWS = 64
+LORA_N = gl.constexpr(64)
+"""Rows of A that a program takes."""
+COPY_REGISTERS = gl.constexpr(24)
+MAX_ROWS, FEW_ROWS, UNMEASURED_ROWS = 64, 16, 32
+"""Beyond the first other products are faster. Between the second and the third the kernel was not
+measured, and is not used."""
 INNER_STEP = 8
 """Rows of the weight begin at multiples of 16 bytes: the copy engine's."""
-BLOCK_K, MOST_STAGES = 128, 12
+PIECE, BLOCK_K = 64, 128
 SHARED_BYTES = 232_448
 """Of a program, at most."""
 MULTIPROCESSORS, FEWEST, MANY = 132, 96, 4
 """Of an H200; fewer programs leave too much of it idle; and how many tiles each must have where
 they are taken in turn."""
 CUTS = ((1, 1), (1, 2), (3, 1))
-"""Pieces of a tile and splits, the first that fits."""
-FEW_ROWS = 16
-"""Up to which tiles of 64 that are not split are faster in `triton.py`."""
+"""Pieces of a tile and splits, the first that fits. The first is slower than `triton.py` for few
+rows."""
 # Triton 3.6's names
 _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _load_few = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
@@ -68,70 +63,34 @@ class RingTiling:
     """How one shape is cut up; found by measurement."""
 
     pieces: int
-    """Of a tile, at most 3."""
+    """Of a tile; each is a copy and an accumulator of its own."""
+    piece: int
+    """Rows of the weight in each."""
     block_k: int
     num_stages: int
     """Blocks that are there or on their way."""
     num_splits: int
-    num_programs: int = 0
-    """For all tiles and splits; 0: each has its own. With 2 splits, each program has as many blocks
-    as the others, wherever tiles end; a tile must be two programs' then."""
-    piece: int = PIECE
+    num_warps: int
+    registers: int
+    """Of a thread, when the program begins."""
+    max_programs: int = 0
+    """Programs for more tiles than that take several, one after the other; 0: a tile each."""
 
     @property
     def tile(self) -> int:
         return self.pieces * self.piece
 
-    @property
-    def is_streamed(self) -> bool:
-        return self.num_programs > 0 and self.num_splits == 2
 
-    def registers(self, block_m: int) -> tuple[int, int]:
-        """Of a thread that multiplies, and of all when a program begins: no less than one matrix
-        instruction names."""
-        most = min(240, (ALL_REGISTERS - COPY_REGISTERS) // self.pieces // 8 * 8)
-        wanted = min(most, _eights(self.piece * block_m // 128 + SPARE_REGISTERS))
-        mean = (self.pieces * wanted + COPY_REGISTERS) // (self.pieces + 1)
-        return wanted, max(_eights(mean), _eights(min(block_m, 128) // 2 + 27))
-
-
-def _eights(number: int) -> int:
-    return -(-number // 8) * 8
+@gluon.jit
+def _blocks_of(split, num_blocks, num_splits):
+    """Those of the inner dimension that a split has: the first, and the one behind the last."""
+    return split * num_blocks // num_splits, (split + 1) * num_blocks // num_splits
 
 
 @gluon.jit
-def _items(program, num_programs, sizes, STREAMED: gl.constexpr):
-    """The tiles, or splits of tiles, of a program: the first, behind the last, and the step."""
-    num_blocks, num_splits, num_tiles = sizes[3], sizes[4], sizes[5]
-    if STREAMED:
-        begin = program * (num_tiles * num_blocks) // num_programs
-        end = (program + 1) * (num_tiles * num_blocks) // num_programs
-        start, stop, step = begin // num_blocks, gl.cdiv(end, num_blocks), num_splits * 0 + 1
-    else:
-        start, stop, step = program, num_tiles * num_splits, num_programs
-    return start, stop, step
-
-
-@gluon.jit
-def _part(item, program, num_programs, sizes, STREAMED: gl.constexpr):
-    """Of an item: its tile, its split, and its blocks, the first and the one behind the last."""
-    num_blocks, num_splits, num_tiles = sizes[3], sizes[4], sizes[5]
-    if STREAMED:
-        begin = program * (num_tiles * num_blocks) // num_programs - item * num_blocks
-        end = (program + 1) * (num_tiles * num_blocks) // num_programs - item * num_blocks
-        first, last = gl.maximum(begin, 0), gl.minimum(end, num_blocks)
-        tile, split = item, gl.where(first > 0, 1, 0)
-    else:
-        tile, split = item % num_tiles, item // num_tiles
-        first = split * num_blocks // num_splits
-        last = (split + 1) * num_blocks // num_splits
-    return tile, split, first, last
-
-
-@gluon.jit
-def _is_used(tile, lora, PIECES: gl.constexpr):
+def _is_used(tile, lora):
     """Whether a tile of the adapters' A has any rows."""
-    return tile * (PIECES * LORA_N) // lora[6] < gl.load(lora[5])
+    return tile * LORA_N // lora[6] < gl.load(lora[5])
 
 
 @gluon.jit
@@ -144,15 +103,13 @@ def _ask_for_weights(
 
 @gluon.jit
 def _copy_for_shrink(
-    x_desc, ring, sizes, lora, BLOCK_K: gl.constexpr, PIECES: gl.constexpr, STAGES: gl.constexpr,
-    DEPENDENT: gl.constexpr,
+    x_desc, ring, sizes, lora, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, DEPENDENT: gl.constexpr
 ):  # fmt: skip
     """Rows alone: A is asked for by those who multiply."""
     xs, full, empty = ring[0], ring[2], ring[3]
     lora_tiles = lora[7]
-    if _is_used(gl.program_id(0) % lora_tiles, lora, PIECES):
-        split = gl.program_id(0) // lora_tiles
-        first, last = split * sizes[3] // sizes[4], (split + 1) * sizes[3] // sizes[4]
+    if _is_used(gl.program_id(0) % lora_tiles, lora):
+        first, last = _blocks_of(gl.program_id(0) // lora_tiles, sizes[3], sizes[4])
         if DEPENDENT:
             gdc_wait()
         for at in range(last - first):
@@ -165,31 +122,34 @@ def _copy_for_shrink(
 @gluon.jit
 def _copy_for_product(
     x_desc, w_desc, ring, sizes, program, num_programs, BLOCK_K: gl.constexpr,
-    PIECES: gl.constexpr, PIECE: gl.constexpr, STAGES: gl.constexpr, STREAMED: gl.constexpr,
-    DEPENDENT: gl.constexpr,
+    PIECES: gl.constexpr, PIECE: gl.constexpr, STAGES: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     xs, full, empty = ring[0], ring[2], ring[3]
+    num_blocks, num_splits, num_tiles = sizes[3], sizes[4], sizes[5]
     num_bytes: gl.constexpr = PIECES * w_desc.block_type.nbytes + x_desc.block_type.nbytes
-    rows: gl.constexpr = PIECES * PIECE
-    start, stop, step = _items(program, num_programs, sizes, STREAMED)
-    tile, _split, first, last = _part(start, program, num_programs, sizes, STREAMED)
+    tile: gl.constexpr = PIECES * PIECE
+    first, last = _blocks_of(program // num_tiles, num_blocks, num_splits)
     early = gl.minimum(last - first, STAGES)
     for i in range(early):
         mbarrier.expect(full.index(i), num_bytes)
-        _ask_for_weights(w_desc, ring, i, tile * rows, (first + i) * BLOCK_K, PIECES, PIECE)
+        _ask_for_weights(
+            w_desc, ring, i, program % num_tiles * tile, (first + i) * BLOCK_K, PIECES, PIECE
+        )
     if DEPENDENT:
         gdc_wait()
     for i in range(early):
         _load(x_desc, [0, (first + i) * BLOCK_K], full.index(i), xs.index(i))
     at = early
     begin = first + early
-    for item in range(start, stop, step):
-        tile, _split, first, last = _part(item, program, num_programs, sizes, STREAMED)
-        for block in range(gl.where(item == start, begin, first), last):
+    for item in range(program, num_tiles * num_splits, num_programs):
+        first, last = _blocks_of(item // num_tiles, num_blocks, num_splits)
+        for block in range(gl.where(item == program, begin, first), last):
             stage = at % STAGES
             mbarrier.wait(empty.index(stage), (at // STAGES & 1) ^ 1)
             mbarrier.expect(full.index(stage), num_bytes)
-            _ask_for_weights(w_desc, ring, stage, tile * rows, block * BLOCK_K, PIECES, PIECE)
+            _ask_for_weights(
+                w_desc, ring, stage, item % num_tiles * tile, block * BLOCK_K, PIECES, PIECE
+            )
             _load(x_desc, [0, block * BLOCK_K], full.index(stage), xs.index(stage))
             at += 1
 
@@ -197,8 +157,7 @@ def _copy_for_product(
 @gluon.jit
 def _copy(
     x_desc, w_desc, ring, sizes, lora, BLOCK_K: gl.constexpr, PIECES: gl.constexpr,
-    PIECE: gl.constexpr, STAGES: gl.constexpr, STREAMED: gl.constexpr, NUM_PARTS: gl.constexpr,
-    DEPENDENT: gl.constexpr,
+    PIECE: gl.constexpr, STAGES: gl.constexpr, NUM_PARTS: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """The part of the one warp."""
     others = 0
@@ -208,17 +167,17 @@ def _copy(
     if program >= 0:
         _copy_for_product(
             x_desc, w_desc, ring, sizes, program, gl.num_programs(0) - others, BLOCK_K, PIECES,
-            PIECE, STAGES, STREAMED, DEPENDENT,
+            PIECE, STAGES, DEPENDENT,
         )  # fmt: skip
     else:
         if NUM_PARTS:
-            _copy_for_shrink(x_desc, ring, sizes, lora, BLOCK_K, PIECES, STAGES, DEPENDENT)
+            _copy_for_shrink(x_desc, ring, sizes, lora, BLOCK_K, STAGES, DEPENDENT)
 
 
 @gluon.jit
 def _factors(
-    norm, num_rows, k_size, BLOCK_M: gl.constexpr, SQUARES: gl.constexpr, layout: gl.constexpr,
-    DEPENDENT: gl.constexpr,
+    norm, num_rows, k_size, BLOCK_M: gl.constexpr, SQUARES: gl.constexpr,
+    layout: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """What products with rows that their norm left undivided are multiplied with."""
     squares, eps = norm
@@ -233,7 +192,7 @@ def _factors(
 
 @gluon.jit
 def _ask_for_a(
-    at, first, count, a_rows, row_ok, tiles, k_size, piece,
+    at, first, count, a_rows, row_ok, tiles, k_size,
     BLOCK_K: gl.constexpr, PIECES: gl.constexpr, STAGES: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
     k = (first + at) * BLOCK_K + gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))
@@ -241,19 +200,18 @@ def _ask_for_a(
     source = gl.multiple_of(gl.max_contiguous(a_rows[:, None] + k[None, :], [1, 8]), [16, 16])
     wanted = row_ok[:, None] & ((k < k_size) & (at < count))[None, :]
     _load_few(
-        tiles.index(at % STAGES * PIECES + piece).slice(0, LORA_N), source,
+        tiles.index(at % STAGES * PIECES).slice(0, LORA_N), source,
         mask=gl.max_constancy(wanted, [1, 8]),
     )  # fmt: skip
     async_copy.commit_group()
 
 
 @gluon.jit
-def _rows_of_a(first, lora, NUM_PARTS: gl.constexpr, layout: gl.constexpr):
-    """Of each of a piece's rows: its number in its adapter, its slot (of nobody: -1), where the
-    slot's table begins, whether it is one, and the rows of x that are its own: the first, and how
-    many."""
+def _rows_of_a(tile, lora, NUM_PARTS: gl.constexpr, layout: gl.constexpr):
+    """Of each of a tile's rows: its number in its adapter, its slot (of nobody: -1), where the
+    slot's table begins, and the rows of x that are its own: the first, and how many."""
     table, blocks, num_blocks, width = lora[2], lora[4], lora[5], lora[6]
-    v = first + gl.arange(0, LORA_N, layout)
+    v = tile * LORA_N + gl.arange(0, LORA_N, layout)
     block, n = v // width, v % width
     is_block = block < gl.load(num_blocks)
     begin = gl.load(blocks + 3 * block, mask=is_block, other=0)
@@ -266,37 +224,36 @@ def _rows_of_a(first, lora, NUM_PARTS: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _shrink(
-    ring, sizes, lora, norm, piece,
+    ring, sizes, lora, norm,
     BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, PIECES: gl.constexpr, STAGES: gl.constexpr,
-    NUM_PARTS: gl.constexpr, SQUARES: gl.constexpr, DEPENDENT: gl.constexpr, layout: gl.constexpr,
+    WAVES: gl.constexpr, NUM_PARTS: gl.constexpr, SQUARES: gl.constexpr, DEPENDENT: gl.constexpr,
+    layout: gl.constexpr,
 ):  # fmt: skip
     """The adapters' A, one block's after the other's, as further tiles of weights. Each of a tile's
     rows knows its block of rows of x, and is stored for those alone."""
     xs, tiles, full, empty = ring
-    num_rows, k_size = sizes[0], sizes[2]
+    num_rows, k_size, num_blocks, num_splits = sizes[0], sizes[2], sizes[3], sizes[4]
     hidden, pool, scalings, width, lora_tiles = lora[0], lora[1], lora[3], lora[6], lora[7]
     tile, split = gl.program_id(0) % lora_tiles, gl.program_id(0) // lora_tiles
-    if _is_used(tile, lora, PIECES):
-        first = split * sizes[3] // sizes[4]
-        count = (split + 1) * sizes[3] // sizes[4] - first
+    if _is_used(tile, lora):
+        first, last = _blocks_of(split, num_blocks, num_splits)
+        count = last - first
         # 16 bytes of a row for each thread
         a_layout: gl.constexpr = gl.BlockedLayout(
-            [1, 8], [32 * 8 // BLOCK_K, BLOCK_K // 8], [4, 1], [1, 0]
+            [1, 8], [32 * 8 // BLOCK_K, BLOCK_K // 8], [4 * WAVES, 1], [1, 0]
         )
-        begin_n = (tile * PIECES + piece) * LORA_N
-        of_a = _rows_of_a(begin_n, lora, NUM_PARTS, gl.SliceLayout(1, a_layout))
+        of_a = _rows_of_a(tile, lora, NUM_PARTS, gl.SliceLayout(1, a_layout))
         row_ok = of_a[3]
         a_rows = pool + gl.load(of_a[2]) + of_a[0].to(gl.int64) * k_size
         for i in gl.static_range(STAGES - 1):
             _ask_for_a(
-                i, first, count, a_rows, row_ok, tiles, k_size, piece, BLOCK_K, PIECES, STAGES,
-                a_layout,
-            )  # fmt: skip
+                i, first, count, a_rows, row_ok, tiles, k_size, BLOCK_K, PIECES, STAGES, a_layout
+            )
         acc = gl.zeros([LORA_N, BLOCK_M], gl.float32, layout)
         for at in range(count):
             _ask_for_a(
-                at + STAGES - 1, first, count, a_rows, row_ok, tiles, k_size, piece, BLOCK_K,
-                PIECES, STAGES, a_layout,
+                at + STAGES - 1, first, count, a_rows, row_ok, tiles, k_size, BLOCK_K, PIECES,
+                STAGES, a_layout,
             )  # fmt: skip
             stage = at % STAGES
             async_copy.wait_group(STAGES - 1)
@@ -304,8 +261,8 @@ def _shrink(
             _meet()
             mbarrier.wait(full.index(stage), at // STAGES & 1)
             acc = warpgroup_mma(
-                tiles.index(stage * PIECES + piece).slice(0, LORA_N),
-                xs.index(stage).permute((1, 0)), acc, is_async=True,
+                tiles.index(stage * PIECES).slice(0, LORA_N), xs.index(stage).permute((1, 0)), acc,
+                is_async=True,
             )  # fmt: skip
             acc = warpgroup_mma_wait(0, deps=(acc,))
             mbarrier.arrive(empty.index(stage))
@@ -313,7 +270,7 @@ def _shrink(
             factors = _factors(norm, num_rows, k_size, BLOCK_M, SQUARES, layout, DEPENDENT)
             acc = acc * factors[None, :]
         rows: gl.constexpr = gl.SliceLayout(1, layout)
-        n, slot, entry, is_row, begin, num = _rows_of_a(begin_n, lora, NUM_PARTS, rows)
+        n, slot, entry, is_row, begin, num = _rows_of_a(tile, lora, NUM_PARTS, rows)
         scale = gl.load(scalings + gl.maximum(slot, 0) * NUM_PARTS)
         for part in gl.static_range(1, NUM_PARTS):
             later = gl.load(scalings + gl.maximum(slot, 0) * NUM_PARTS + part)
@@ -325,91 +282,94 @@ def _shrink(
 
 
 @gluon.jit
-def _store(total, out, split, first_n, num_rows, n_size, layout: gl.constexpr):
-    """A piece's sums [PIECE, BLOCK_M], a row of `out` for each column."""
-    m = gl.arange(0, total.shape[1], gl.SliceLayout(0, layout))
-    n = first_n + gl.arange(0, total.shape[0], gl.SliceLayout(1, layout))
-    to = out + (split * num_rows + m[None, :]).to(gl.int64) * n_size + n[:, None]
-    gl.store(to, total, mask=(m < num_rows)[None, :] & (n < n_size)[:, None])
+def _all_but(few: gl.constexpr, sums, PIECES: gl.constexpr):
+    """A tile's sums when all but a few products are done."""
+    done = warpgroup_mma_wait(few, deps=sums)
+    return (done,) if PIECES == 1 else done
 
 
 @gluon.jit
 def _product(
-    ring, sizes, norm, bias, out, program, num_programs, piece,
+    ring, sizes, norm, bias, out, program, num_programs,
     BLOCK_M: gl.constexpr, PIECES: gl.constexpr, PIECE: gl.constexpr, STAGES: gl.constexpr,
-    STREAMED: gl.constexpr, STAGED: gl.constexpr, HAS_BIAS: gl.constexpr, SQUARES: gl.constexpr,
-    DEPENDENT: gl.constexpr, layout: gl.constexpr,
+    HAS_BIAS: gl.constexpr, SQUARES: gl.constexpr, DEPENDENT: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
     xs, tiles, full, empty = ring
-    num_rows, n_size, k_size = sizes[0], sizes[1], sizes[2]
+    num_rows, n_size, k_size, num_blocks, num_splits, num_tiles = sizes
     at = 0
-    start, stop, step = _items(program, num_programs, sizes, STREAMED)
-    for item in range(start, stop, step):
-        tile, split, first, last = _part(item, program, num_programs, sizes, STREAMED)
-        acc = gl.zeros([PIECE, BLOCK_M], gl.float32, layout)
+    for item in range(program, num_tiles * num_splits, num_programs):
+        tile, split = item % num_tiles, item // num_tiles
+        first, last = _blocks_of(split, num_blocks, num_splits)
+        acc = ()
+        for _ in gl.static_range(PIECES):
+            acc += (gl.zeros([PIECE, BLOCK_M], gl.float32, layout),)  # type: ignore[assignment]
         for block in range(first, last):
             stage = at % STAGES
             mbarrier.wait(full.index(stage), at // STAGES & 1)
-            acc = warpgroup_mma(
-                tiles.index(stage * PIECES + piece), xs.index(stage).permute((1, 0)), acc,
-                is_async=True,
-            )  # fmt: skip
+            sums = ()
+            for p in gl.static_range(PIECES):
+                sums += (  # type: ignore[assignment]
+                    warpgroup_mma(
+                        tiles.index(stage * PIECES + p), xs.index(stage).permute((1, 0)), acc[p],
+                        is_async=True,
+                    ),
+                )  # fmt: skip
             # The block before this one is multiplied then: its place is free.
-            acc = warpgroup_mma_wait(1, deps=(acc,))
+            acc = _all_but(PIECES, sums, PIECES)
             mbarrier.arrive(empty.index((at + STAGES - 1) % STAGES), pred=block > first)
             at += 1
-        acc = warpgroup_mma_wait(0, deps=(acc,))
+        acc = _all_but(0, acc, PIECES)
         mbarrier.arrive(empty.index((at + STAGES - 1) % STAGES))
-        first_n = (tile * PIECES + piece) * PIECE
+        m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))
         if SQUARES:
             factors = _factors(norm, num_rows, k_size, BLOCK_M, SQUARES, layout, DEPENDENT)
-            acc = acc * factors[None, :]
-        if HAS_BIAS:
-            # Of the first split alone: the others' sums are added to its.
-            n = first_n + gl.arange(0, PIECE, gl.SliceLayout(1, layout))
-            added = gl.load(bias + n, mask=n < gl.where(split == 0, n_size, 0), other=0.0)
-            acc = acc + added.to(gl.float32)[:, None]
-        total = acc.to(out.dtype.element_ty)
-        if STAGED:
-            # 16 bytes of a row for each thread; sums in float32 are whole sectors as they are.
-            by_row: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
-            _store(gl.convert_layout(total, by_row), out, split, first_n, num_rows, n_size, by_row)
-        else:
-            _store(total, out, split, first_n, num_rows, n_size, layout)
+        for p in gl.static_range(PIECES):
+            n = (tile * PIECES + p) * PIECE + gl.arange(0, PIECE, gl.SliceLayout(1, layout))
+            total = acc[p]
+            if SQUARES:
+                total = total * factors[None, :]
+            if HAS_BIAS:
+                # Of the first split alone: the others' sums are added to its.
+                biased = gl.where(split == 0, n_size, 0)
+                total += gl.load(bias + n, mask=n < biased, other=0.0).to(gl.float32)[:, None]
+            to = out + (split * num_rows + m[None, :]).to(gl.int64) * n_size + n[:, None]
+            gl.store(
+                to, total.to(out.dtype.element_ty),
+                mask=(m < num_rows)[None, :] & (n < n_size)[:, None],
+            )  # fmt: skip
 
 
 @gluon.jit
 def _multiply(
-    ring, sizes, lora, norm, bias, out, piece,
+    ring, sizes, lora, norm, bias, out,
     BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, PIECES: gl.constexpr, PIECE: gl.constexpr,
-    STAGES: gl.constexpr, STREAMED: gl.constexpr, STAGED: gl.constexpr, HAS_BIAS: gl.constexpr,
-    SQUARES: gl.constexpr, NUM_PARTS: gl.constexpr, DEPENDENT: gl.constexpr,
+    STAGES: gl.constexpr, WAVES: gl.constexpr, HAS_BIAS: gl.constexpr, SQUARES: gl.constexpr,
+    NUM_PARTS: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
-    """The part of four of the other warps."""
-    at_once: gl.constexpr = BLOCK_M if BLOCK_M < 128 else 128
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, at_once, 16])
+    """The part of the others."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WAVES], [16, BLOCK_M // WAVES, 16])
     others = 0
     if NUM_PARTS:
         others = lora[7] * sizes[4]
     program = gl.program_id(0) - others
     if program >= 0:
         _product(
-            ring, sizes, norm, bias, out, program, gl.num_programs(0) - others, piece, BLOCK_M,
-            PIECES, PIECE, STAGES, STREAMED, STAGED, HAS_BIAS, SQUARES, DEPENDENT, layout,
+            ring, sizes, norm, bias, out, program, gl.num_programs(0) - others, BLOCK_M, PIECES,
+            PIECE, STAGES, HAS_BIAS, SQUARES, DEPENDENT, layout,
         )  # fmt: skip
     else:
         if NUM_PARTS:
             _shrink(
-                ring, sizes, lora, norm, piece, BLOCK_M, BLOCK_K, PIECES, STAGES, NUM_PARTS,
+                ring, sizes, lora, norm, BLOCK_M, BLOCK_K, PIECES, STAGES, WAVES, NUM_PARTS,
                 SQUARES, DEPENDENT, layout,
             )  # fmt: skip
 
 
 @gluon.jit
-def _barriers(num: gl.constexpr, count: gl.constexpr):
+def _barriers(num: gl.constexpr):
     bars = gl.allocate_shared_memory(gl.int64, [num, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(num):
-        mbarrier.init(bars.index(i), count=count)
+        mbarrier.init(bars.index(i), count=1)
     return bars
 
 
@@ -425,9 +385,8 @@ def _linear(
     x_desc, w_desc, squares, bias, out, hidden, pool, table, scalings, blocks, num_lora_blocks,
     num_rows, n_size, k_size, eps, width, num_blocks, num_splits, num_tiles, lora_tiles,
     BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, PIECES: gl.constexpr, PIECE: gl.constexpr,
-    STAGES: gl.constexpr, STREAMED: gl.constexpr, STAGED: gl.constexpr, HAS_BIAS: gl.constexpr,
-    SQUARES: gl.constexpr, NUM_PARTS: gl.constexpr, REGISTERS: gl.constexpr,
-    COPY_REGISTERS: gl.constexpr, DEPENDENT: gl.constexpr,
+    STAGES: gl.constexpr, WAVES: gl.constexpr, HAS_BIAS: gl.constexpr, SQUARES: gl.constexpr,
+    NUM_PARTS: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     if DEPENDENT:
         gdc_launch_dependents()
@@ -436,66 +395,25 @@ def _linear(
     ring = (
         gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_K], x_desc.layout),
         gl.allocate_shared_memory(dtype, [STAGES * PIECES, PIECE, BLOCK_K], w_desc.layout),
-        _barriers(STAGES, 1), _barriers(STAGES, PIECES),
+        _barriers(STAGES), _barriers(STAGES),
     )  # fmt: skip
     fence_async_shared()
     sizes = (num_rows, n_size, k_size, num_blocks, num_splits, num_tiles)
     lora = (hidden, pool, table, scalings, blocks, num_lora_blocks, width, lora_tiles)
     norm = (squares, eps)
-    if PIECES == 1:
-        gl.warp_specialize(
-            [
-                (_multiply, (
-                    ring, sizes, lora, norm, bias, out, 0, BLOCK_M, BLOCK_K, PIECES, PIECE, STAGES,
-                    STREAMED, STAGED, HAS_BIAS, SQUARES, NUM_PARTS, DEPENDENT,
-                )),
-                (_copy, (
-                    x_desc, w_desc, ring, sizes, lora, BLOCK_K, PIECES, PIECE, STAGES, STREAMED,
-                    NUM_PARTS, DEPENDENT,
-                )),
-            ],
-            [1], [COPY_REGISTERS],
-        )  # fmt: skip
-    elif PIECES == 2:
-        gl.warp_specialize(
-            [
-                (_multiply, (
-                    ring, sizes, lora, norm, bias, out, 0, BLOCK_M, BLOCK_K, PIECES, PIECE, STAGES,
-                    STREAMED, STAGED, HAS_BIAS, SQUARES, NUM_PARTS, DEPENDENT,
-                )),
-                (_multiply, (
-                    ring, sizes, lora, norm, bias, out, 1, BLOCK_M, BLOCK_K, PIECES, PIECE, STAGES,
-                    STREAMED, STAGED, HAS_BIAS, SQUARES, NUM_PARTS, DEPENDENT,
-                )),
-                (_copy, (
-                    x_desc, w_desc, ring, sizes, lora, BLOCK_K, PIECES, PIECE, STAGES, STREAMED,
-                    NUM_PARTS, DEPENDENT,
-                )),
-            ],
-            [4, 1], [REGISTERS, COPY_REGISTERS],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (_multiply, (
-                    ring, sizes, lora, norm, bias, out, 0, BLOCK_M, BLOCK_K, PIECES, PIECE, STAGES,
-                    STREAMED, STAGED, HAS_BIAS, SQUARES, NUM_PARTS, DEPENDENT,
-                )),
-                (_multiply, (
-                    ring, sizes, lora, norm, bias, out, 1, BLOCK_M, BLOCK_K, PIECES, PIECE, STAGES,
-                    STREAMED, STAGED, HAS_BIAS, SQUARES, NUM_PARTS, DEPENDENT,
-                )),
-                (_multiply, (
-                    ring, sizes, lora, norm, bias, out, 2, BLOCK_M, BLOCK_K, PIECES, PIECE, STAGES,
-                    STREAMED, STAGED, HAS_BIAS, SQUARES, NUM_PARTS, DEPENDENT,
-                )),
-                (_copy, (
-                    x_desc, w_desc, ring, sizes, lora, BLOCK_K, PIECES, PIECE, STAGES, STREAMED,
-                    NUM_PARTS, DEPENDENT,
-                )),
-            ],
-            [4, 4, 1], [REGISTERS, REGISTERS, COPY_REGISTERS],
-        )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_multiply, (
+                ring, sizes, lora, norm, bias, out, BLOCK_M, BLOCK_K, PIECES, PIECE, STAGES, WAVES,
+                HAS_BIAS, SQUARES, NUM_PARTS, DEPENDENT,
+            )),
+            (_copy, (
+                x_desc, w_desc, ring, sizes, lora, BLOCK_K, PIECES, PIECE, STAGES, NUM_PARTS,
+                DEPENDENT,
+            )),
+        ],
+        [1], [COPY_REGISTERS],
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=8)
@@ -503,10 +421,11 @@ def _is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
-def tiling_for(x: Tensor, weight: Tensor, *, has_adapters: bool) -> RingTiling | None:
-    """How this product is cut up, if this kernel takes it and was measured to be faster."""
+def tiling_for(x: Tensor, weight: Tensor, *, is_plain: bool) -> RingTiling | None:
+    """How this product is cut up, if this kernel takes it and was measured to be faster.
+    `is_plain`: rows are whole, and no adapter's A comes with it."""
     if (
-        has_adapters
+        not is_plain
         or not _is_hopper(x.device)
         or not x.dtype == weight.dtype == torch.bfloat16
         or not x.is_contiguous()
@@ -519,22 +438,26 @@ def tiling_for(x: Tensor, weight: Tensor, *, has_adapters: bool) -> RingTiling |
 def _tiling(num_rows: int, n_size: int, k_size: int) -> RingTiling | None:
     """What was fastest on an H200. A program fills a multiprocessor, and all should have one; many
     tiles are taken in turn by as many programs as there are."""
-    if num_rows > MAX_ROWS or k_size % INNER_STEP:
+    if num_rows > MAX_ROWS or FEW_ROWS < num_rows <= UNMEASURED_ROWS or k_size % INNER_STEP:
         return None
     for pieces, splits in CUTS if num_rows > FEW_ROWS else CUTS[1:]:
         tiles = triton.cdiv(n_size, pieces * PIECE)
         if FEWEST <= tiles * splits <= MULTIPROCESSORS and k_size >= 4 * splits * BLOCK_K:
-            return RingTiling(pieces, BLOCK_K, _stages(num_rows, pieces), splits)
+            return _ring(num_rows, pieces, splits)
     pieces = CUTS[-1][0]
     if triton.cdiv(n_size, pieces * PIECE) >= MANY * MULTIPROCESSORS:
-        return RingTiling(pieces, BLOCK_K, _stages(num_rows, pieces), 1, MULTIPROCESSORS)
+        return _ring(num_rows, pieces, 1, MULTIPROCESSORS)
     return None
 
 
-def _stages(num_rows: int, pieces: int) -> int:
-    """As many as there is room for, beside what stores are put together in."""
-    room = SHARED_BYTES - 1024 - 2048 * pieces
-    return min(MOST_STAGES, room // (2 * BLOCK_K * (pieces * PIECE + _block_m(num_rows))))
+def _ring(num_rows: int, pieces: int, splits: int, max_programs: int = 0) -> RingTiling:
+    """As many stages as there is room for. Registers are those that the sums take and some more,
+    half of them of warps that copy; but no fewer than one matrix instruction names."""
+    block_m = _block_m(num_rows)
+    stages = (SHARED_BYTES - 1024) // (2 * BLOCK_K * (pieces * PIECE + block_m))
+    mean = (pieces * PIECE * block_m // 128 + 56 + COPY_REGISTERS.value) // 2
+    registers = -(-max(48, mean, block_m // 2 + 27) // 8) * 8
+    return RingTiling(pieces, PIECE, BLOCK_K, stages, splits, 4, registers, max_programs)
 
 
 def _block_m(num_rows: int) -> int:
@@ -568,21 +491,21 @@ def multiply(
         kept = site.pool.dtype if splits == 1 else torch.float32
         hidden = torch.empty(splits, num_rows, width, dtype=kept, device=x.device)
         term = LoraTerm(hidden, site, rows)
-        lora_tiles = triton.cdiv(rows.max_blocks * width, tiling.pieces * PIECE)
+        lora_tiles = triton.cdiv(rows.max_blocks * width, LORA_N.value)
         adapters = (hidden, site.pool, site.table, site.scalings, rows.blocks, rows.num_blocks)
     num_tiles = triton.cdiv(n_size, tiling.tile)
-    programs = min(tiling.num_programs or num_tiles * splits, num_tiles * splits)
+    programs = num_tiles * splits
+    if tiling.max_programs:
+        programs = min(programs, tiling.max_programs)
     block_m = _block_m(num_rows)
-    multiplying, beginning = tiling.registers(block_m)
     _linear[(lora_tiles * splits + programs,)](
         _describe(x, block_m, tiling.block_k), _describe(weight, tiling.piece, tiling.block_k),
         out if squares is None else squares, x if bias is None else bias, out, *adapters, num_rows,
         n_size, k_size, eps, width, triton.cdiv(k_size, tiling.block_k), splits, num_tiles,
         lora_tiles, BLOCK_M=block_m, BLOCK_K=tiling.block_k, PIECES=tiling.pieces,
-        PIECE=tiling.piece, STAGES=tiling.num_stages, STREAMED=tiling.is_streamed,
-        STAGED=splits == 1, HAS_BIAS=bias is not None,
-        SQUARES=0 if squares is None else squares.shape[1], NUM_PARTS=num_parts,
-        REGISTERS=multiplying, COPY_REGISTERS=COPY_REGISTERS, num_warps=4, maxnreg=beginning,
+        PIECE=tiling.piece, STAGES=tiling.num_stages, WAVES=tiling.num_warps // 4,
+        HAS_BIAS=bias is not None, SQUARES=0 if squares is None else squares.shape[1],
+        NUM_PARTS=num_parts, num_warps=tiling.num_warps, maxnreg=tiling.registers,
         **launch_options(x.device),
     )  # fmt: skip
     return out, term

@@ -120,9 +120,8 @@ rows, whole, place = torch.zeros(8, 64, dtype=torch.bfloat16), torch.zeros(8), t
 code = gemm._linear.warmup(
     gemm._describe(rows, 16, 64), gemm._describe(rows, 64, 64), whole, rows, whole, whole, rows,
     place.long(), whole, place, place, 8, 8, 64, 1e-6, 16, 1, 2, 1, 1, BLOCK_M=16, BLOCK_K=64,
-    PIECES=2, PIECE=64, STAGES=3, STREAMED=False, STAGED=True, HAS_BIAS=True, SQUARES=2,
-    NUM_PARTS=2, REGISTERS=80, COPY_REGISTERS=24, DEPENDENT=True, launch_pdl=True, num_warps=4,
-    maxnreg=64, grid=(1,),
+    PIECES=2, PIECE=64, STAGES=3, WAVES=1, HAS_BIAS=True, SQUARES=2, NUM_PARTS=2, DEPENDENT=True,
+    launch_pdl=True, num_warps=4, maxnreg=64, grid=(1,),
 ).asm["ptx"]
 steps = re.findall("cp.async.bulk|griddepcontrol.wait", code)
 first = steps.index("cp.async.bulk")

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
 
 from examples.speech.questions import UNSEEN_QUESTIONS
 from examples.speech.styles import STYLES
 from manyroots import LLM, LoRARequest, SamplingParams
+from tests.e2e.theirs import default_model
 
 ADAPTERS = Path(__file__).parents[2] / "examples" / "adapters"
 SPEAKERS = (None, *STYLES)
@@ -25,12 +25,9 @@ MAX_TOKENS = 48
 class Peft:
     """The default model with the shipped adapters, as transformers and PEFT compute it."""
 
-    def __init__(self, path: Path) -> None:
-        base = AutoModelForCausalLM.from_pretrained(
-            str(path.parent), gguf_file=path.name, dtype=torch.float32
-        )
+    def __init__(self) -> None:
         first, *others = STYLES
-        self._model: Any = PeftModel.from_pretrained(base, str(ADAPTERS / first), first)
+        self._model: Any = PeftModel.from_pretrained(default_model(), str(ADAPTERS / first), first)
         for name in others:
             self._model.load_adapter(str(ADAPTERS / name), name)
 
@@ -61,7 +58,7 @@ def test_w17_both_shipped_adapters_and_base_in_one_batch_give_pefts_tokens() -> 
                 for _, name in cases
             ],
         )
-        theirs = Peft(Path(llm.info.model_path))
+        theirs = Peft()
         end_token = llm.tokenizer.eos_token_ids[0]
     for (question, speaker), result in zip(cases, results, strict=True):
         [ours] = result.outputs

@@ -12,12 +12,9 @@ import pytest
 import torch
 
 from manyroots import LLM, SamplingParams
-from manyroots.bench.peers import transformers_model
-from manyroots.config import ModelSettings
-from manyroots.models.load import load_model
-from manyroots.models.source import resolve_source
 from manyroots.scheduler.admission import Admission
 from tests.e2e.prompts import PROMPTS
+from tests.e2e.theirs import default_model
 
 NUM_NEW_TOKENS = 16
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_NEW_TOKENS, ignore_eos=True)
@@ -44,13 +41,8 @@ def alone(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
 def expected(prompts: list[list[int]], alone: list[list[int]]) -> list[list[int]]:
     """transformers' choice at each place, given what we chose before it: one pass instead of one
     for each token. Where all of them are ours, they are its greedy tokens from the first on. Each
-    prompt alone: no padding, no batch. Its weights are our reading of the file, which
-    `unit/models/test_gguf_loading.py` compares with its own."""
-    source = resolve_source(ModelSettings())
-    own = load_model(
-        source, dtype=torch.float32, device=torch.device("cpu"), load_format="auto", seed=0
-    )
-    model = transformers_model(own, source)
+    prompt alone: no padding, no batch."""
+    model = default_model()
     tokens = []
     for prompt, answer in zip(prompts, alone, strict=True):
         ids = torch.tensor([[*prompt, *answer[:-1]]])

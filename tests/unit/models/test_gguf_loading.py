@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from manyroots.config import DEFAULT_MODEL, ModelSettings
 from manyroots.errors import ConfigError, ModelError
 from manyroots.kernels.blocks import BlockMatrix, can_multiply_blocks
+from manyroots.kernels.packed import can_pack
 from manyroots.kernels.tolerances import assert_close
 from manyroots.layers.mlp import GatedMLP
 from manyroots.layers.rotary import rope_frequencies
@@ -267,3 +269,16 @@ def test_q03_w4a8_of_other_files_and_machines_is_refused_by_name(tmp_path: Path)
     with pytest.raises(ConfigError, match="leave the flag out"):
         keeps_blocks("w4a8", resolve_source(ModelSettings(model=str(file))), torch.bfloat16, CPU)
     assert not keeps_blocks("auto", source, torch.float32, CPU)
+
+
+def test_q03_on_x86_nothing_is_packed_and_w4a8_is_refused_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Q03: what is Arm's is asked for on Arm alone."""
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    assert not can_pack(CPU, torch.float32)
+    source = resolve_source(
+        ModelSettings(model=str(write_gguf(tmp_path / "m.gguf", tiny_config("llama"))))
+    )
+    with pytest.raises(ConfigError, match=r"on Arm CPUs with KleidiAI.*leave the flag out"):
+        keeps_blocks("w4a8", source, torch.float32, CPU)

@@ -1871,8 +1871,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "store/adapter_pool.py",
-        "beside[slot, :num_rows] = a",
-        "beside[slot, : num_rows - 1] = a[:-1]",
+        "yield beside[slot, :num_rows], a",
+        "yield beside[slot, : num_rows - 1], a[:-1]",
         "an adapter's last rank is that of whoever was in its slot before",
         (
             "unit/layers/test_adapters_beside.py::test_a_product_with_all_slots_gives_the_same_through_every_load",

@@ -36,9 +36,9 @@ from manyroots.store.adapter_sites import LoraSite, SitePart
 BESIDE_SHARE, BESIDE_NUMBERS = 10, 2_500_000
 """All slots' A together have at most one row for so many of the weight, and so many numbers: to
 multiply 1280 rows with them takes a large GPU 9 us, and a kernel for the rows' own 13."""
-MOST_BESIDE, LEAST_BESIDE = 64, 129
-"""Rows of a step. Between them a kernel multiplies with each block's own A in the same launch, and
-is as fast as the library."""
+MOST_BESIDE, LEAST_BESIDE = 0, 129
+"""Rows of a step. Between them a kernel multiplies with each block's own A in the same launch. For
+up to 64 rows all slots' A were as right, but not measured to be faster by themselves: none are."""
 TILE_ROWS, AT_ONCE = 64, 132
 """Of a weight in products of few rows, and how many tiles a large GPU has at a time: one more takes
 as long again."""

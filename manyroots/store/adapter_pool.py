@@ -12,7 +12,7 @@ weights as views; there a slot takes what its adapter needs, and nothing while i
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
 import torch
@@ -147,21 +147,28 @@ class AdapterPool:
     def _write(
         self, slot: AdapterSlot, weights: AdapterWeights, memory: Region | TurnedRegion
     ) -> None:
+        copies: list[tuple[Tensor, Tensor]] = []
+
         def place(site: LinearSite, found: list[LoraPair | None]) -> list[int]:
             row = memory.place(site, found)
-            self._copy_beside(slot, site, row)
+            copies.extend(self._copies_beside(slot, site, row))
             return row
 
         self._linears.write(slot, weights.pairs, place)
+        if copies:  # at once: one by one they took 7 ms of the 8B model's loads
+            torch._foreach_copy_([to for to, _ in copies], [of for _, of in copies])
         self._lookups.write(slot, weights.pairs, memory.place_embedding)
         self._experts.write(slot, weights.pairs, memory.place_experts)
 
-    def _copy_beside(self, slot: AdapterSlot, site: LinearSite, row: list[int]) -> None:
+    def _copies_beside(
+        self, slot: AdapterSlot, site: LinearSite, row: list[int]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """To, from."""
         beside, (begin, num_rows) = self._beside.get(site), row[:2]
         if beside is not None and num_rows:
             size = beside.shape[2]
             a = self._pool[begin : begin + num_rows * size].view(num_rows, size)
-            beside[slot, :num_rows] = a
+            yield beside[slot, :num_rows], a
 
     def _give_back(self, slot: AdapterSlot) -> None:
         if self._host is not None:

@@ -1107,6 +1107,16 @@ MUTATIONS: tuple[Mutation, ...] = (
     # Resting
     Mutation(
         "scheduler/turns.py",
+        "return is_new and num_rows < num_lenders and self._debt <= 0",
+        "return False",
+        "a short request of a rare adapter pauses behind its first token",
+        (
+            "unit/bench/test_adapter_turns.py::"
+            "test_l07_nobody_pauses_for_long_for_a_short_request_of_a_rare_adapter",
+        ),
+    ),
+    Mutation(
+        "scheduler/turns.py",
         "adapters.limits.max_loras or adapters.limits.num_slots or 0",
         "0",
         "nobody rests for another adapter",

@@ -251,16 +251,18 @@ class AdapterTurns:
         self, step_id: StepId, is_in_prompt: Callable[[AdapterDigest], bool]
     ) -> dict[AdapterDigest, StepId]:
         """Guests whose prompts are computed rest, and those who lent them a place have it back;
-        unless there is a place for both, or the guest has many more rows."""
+        unless there is a place for both, or the guest has many more rows, or may go on."""
         leaving = {}
         num_free = self._num_free
         for guest, visit in list(self._visits.items()):
             if guest in self._promised or is_in_prompt(guest):
                 continue
-            del self._visits[guest]
             lender = visit.lender
             rested = self._resting.find(lender)
             num_rows = self._adapters.num_seats(guest)
+            if rested is not None and self._may_go_on(guest, len(rested.requests), step_id):
+                continue
+            del self._visits[guest]
             if rested is None or rested.is_back or lender in self._promised:
                 continue
             if num_rows >= 2 * len(rested.requests) or num_free >= len(self._away()):
@@ -270,6 +272,14 @@ class AdapterTurns:
                 self._lent_to[guest] = lender
                 leaving[guest] = step_id if visit.since is None else visit.since
         return leaving
+
+    def _may_go_on(self, guest: AdapterDigest, num_lenders: int, step_id: StepId) -> bool:
+        """Whether a guest keeps a place behind its prompts, before those whose it is: for as long
+        as it would have had it without them, if it has fewer rows and what may stand idle is not
+        used up. A short request so ends without a pause."""
+        num_rows = self._adapters.num_seats(guest)
+        is_new = num_rows > 0 and step_id - self._seated_since[guest] < self._stay_steps
+        return is_new and num_rows < num_lenders and self._debt <= 0
 
     def _swaps(
         self,
@@ -449,7 +459,10 @@ class AdapterTurns:
             and not self._adapters.has_place(rested.adapter)
         ]
         resting.reverse()
-        may_come = {rested.adapter for rested in lacking}
+        # Who has just lent its place has it back soon: its line must not take another's for that.
+        may_come = {
+            rested.adapter for rested in lacking if step_id - rested.since >= self._stay_steps
+        }
         claims: list[PlaceClaim] = []
         for request in self._impatient(waiting, loaded, step_id):
             adapter = request.group[0]

@@ -1,0 +1,20 @@
+"""`bench adapters`: what its cases promise about those that give way."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from manyroots.bench.adapter_turns import CASES, Turns
+from manyroots.scheduler.turns import STAY_STEPS
+
+
+def test_l07_nobody_pauses_for_long_for_a_short_request_of_a_rare_adapter() -> None:
+    """L07: with a line behind every place. Neither does the rare one pause behind its first token,
+    nor do those that made room lose their rows to the line."""
+    [case] = [case for case in CASES if case.name == "rare-adapter"]
+    turns = Turns(replace(case, num_steps=1700), patience_steps=None)
+    turns.run()
+    figures = turns.figures()
+    assert figures["rare_requests"] == 2
+    assert figures["rare_wait_max"] < STAY_STEPS
+    assert 0 < figures["pause_max"] < STAY_STEPS

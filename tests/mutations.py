@@ -1874,29 +1874,6 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "kernels/lora_sites/triton.py",
-        "        scale = tl.load(scalings + slot * NUM_PARTS + part)\n    else:",
-        "        scale = tl.load(scalings + slot * NUM_PARTS)\n    else:",
-        "of all slots' sums, those for keys are scaled as queries' are",
-        ("unit/kernels/test_fused_triton.py::test_of_rows_with_all_slots_sums_each_reads_its_own",),
-    ),
-    Mutation(
-        "store/adapter_pool.py",
-        "yield beside[slot, :num_rows], a",
-        "yield beside[slot, : num_rows - 1], a[:-1]",
-        "an adapter's last rank is that of whoever was in its slot before",
-        (
-            "unit/layers/test_adapters_beside.py::test_a_product_with_all_slots_gives_the_same_through_every_load",
-        ),
-    ),
-    Mutation(
-        "layers/weights/weight.py",
-        "self.data = wide[:out_features]",
-        "pass",
-        "weights that are filled again are not those that the library multiplies with",
-        ("unit/layers/test_adapters_beside.py::test_weights_are_filled_again_where_they_lie_then",),
-    ),
-    Mutation(
-        "kernels/lora_sites/triton.py",
         "total = tl.dot(h, tl.trans(weight), total,",
         "total = tl.dot(h, tl.trans(first_ranks), total,",
         "ranks beyond the first 64 are multiplied with the first ones' weights",

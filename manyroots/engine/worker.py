@@ -43,7 +43,6 @@ from manyroots.progress import stage
 from manyroots.runner.runner import ModelRunner
 from manyroots.step import Runner
 from manyroots.store.adapter_loader import AdapterLoader
-from manyroots.store.adapter_pool import pooled_rank
 
 if TYPE_CHECKING:
     from manyroots.engine.loop import Alarm
@@ -175,9 +174,6 @@ def load_worker(settings: EngineSettings, source: ModelSource, shard: Shard) -> 
         per_slot = slot_bytes(settings.lora, model, dtype)
         num_slots = count_slots(settings, per_slot, memory.page_bytes, device)
         slots_bytes = num_slots * per_slot
-        if device.type == "cuda":
-            model.make_room_beside(num_slots, pooled_rank(settings.lora.max_lora_rank))
-            torch.cuda.empty_cache()  # of weights that have moved
     if device.type == "cuda" and settings.cache.kv_cache_memory_bytes is None:
         step = _measured_step_bytes(settings, model, max_model_len)
         logger.info("beside weights and pages: %.2f GiB for a step, %.2f GiB for adapters",

@@ -4,10 +4,6 @@ Takes activations [num_tokens, in]; gives a `Product` of [num_tokens, out]. Seve
 one input are kept in one weight, so that they are one product; each is still a destination of its
 own for the loader. Adapters attach here: a product is one site, and `lora_parts` says under which
 names. Knows nothing of what the weights mean.
-
-Where the slots are few and their ranks small (`BESIDE_SHARE`), all slots' A lie behind the weight's
-rows: one product gives both, at the price of a few columns more. To find each row's own A takes a
-kernel of its own longer to launch and to wait for, and tiles of their own more than their bytes.
 """
 
 from __future__ import annotations
@@ -17,13 +13,11 @@ from dataclasses import replace
 from itertools import accumulate
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from manyroots.distributed.shard import Shard
 from manyroots.kernels.choice import Kernels
 from manyroots.kernels.fp8_rows import Fp8Form, values_of
-from manyroots.kernels.lora_sites.sites import LinearSite, LoraRows, LoraTerm
+from manyroots.kernels.lora_sites.sites import LinearSite
 from manyroots.kernels.norm.undivided import Rows, UndividedNorm
 from manyroots.kernels.scaled import ScaledMatrix
 from manyroots.layers.product import Product
@@ -32,16 +26,6 @@ from manyroots.layers.weights.fill import Fill, Fills, Side
 from manyroots.layers.weights.weight import Weight
 from manyroots.lora.targets import OutputPiece, TargetKind
 from manyroots.store.adapter_sites import LoraSite, SitePart
-
-BESIDE_SHARE, BESIDE_NUMBERS = 10, 2_500_000
-"""All slots' A together have at most one row for so many of the weight, and so many numbers: to
-multiply 1280 rows with them takes a large GPU 9 us, and a kernel for the rows' own 13."""
-MOST_BESIDE, LEAST_BESIDE = 0, 129
-"""Rows of a step. Between them a kernel multiplies with each block's own A in the same launch. For
-up to 64 rows all slots' A were as right, but not measured to be faster by themselves: none are."""
-TILE_ROWS, AT_ONCE = 64, 132
-"""Of a weight in products of few rows, and how many tiles a large GPU has at a time: one more takes
-as long again."""
 
 
 class Linear:
@@ -74,12 +58,6 @@ class Linear:
         self.site = LoraSite(TargetKind.LINEAR, in_features, parts, pieces=pieces)
         self.pooled: LinearSite | None = None
         """Where adapters' weights for it lie; None in a model without adapters."""
-        self.beside: Tensor | None = None
-        """Memory for all slots' A [num_slots, parts * highest rank, in], behind the weight."""
-        self._wide: Tensor | None = None
-        """The weight and that."""
-        self._fits_beside = False
-        """Whether all tiles of that run at once where those of the weight do."""
         ends = list(accumulate(parts.values()))
         self._rows = {
             name: slice(end - size, end)
@@ -91,46 +69,12 @@ class Linear:
     def __call__(self, x: Rows, step: Step) -> Product:
         rows = None if self.pooled is None else step.lora
         gemm, operand = self._kernels.gemm, self.weight.operand
-        if self.pooled is not None and rows is not None and self._takes_all_slots(rows):
-            return self._with_all_slots(x, self.pooled, rows)
         if isinstance(x, UndividedNorm) or self._is_own(x.shape[0], has_adapters=rows is not None):
             return Product(*gemm.linear(x, operand, self.pooled, rows, self.bias))
-        if self.pooled is None or rows is None:
-            return Product(self.weight.times(x, self.bias, self._kernels.scaled_gemm))
         sums = self.weight.times(x, self.bias, self._kernels.scaled_gemm)
+        if self.pooled is None or rows is None:
+            return Product(sums)
         return Product(sums, self._kernels.lora_sites.shrink(values_of(x), self.pooled, rows))
-
-    def _takes_all_slots(self, rows: LoraRows) -> bool:
-        num_rows = rows.slots.shape[0]
-        if self._wide is None or MOST_BESIDE < num_rows < LEAST_BESIDE:
-            return False
-        return num_rows >= LEAST_BESIDE or self._fits_beside
-
-    def _with_all_slots(self, x: Rows, site: LinearSite, rows: LoraRows) -> Product:
-        gemm, wide = self._kernels.gemm, self._wide
-        assert wide is not None
-        if isinstance(x, UndividedNorm) or gemm.is_for(x.shape[0], wide, None):
-            both, _ = gemm.linear(x, wide)
-        else:
-            both = F.linear(values_of(x), wide).unsqueeze(0)
-        out_features = sum(site.part_sizes)
-        sums, hidden = both[..., :out_features], both[..., out_features:]
-        return Product(sums, LoraTerm(hidden, site, rows, slot_columns=site.width))
-
-    def make_room_beside(self, num_slots: int, max_rank: int) -> None:
-        """Memory for all slots' A behind its weight, but where they would be too many, or the
-        library does not compute it as it is."""
-        data, width = self.weight.data, len(self._rows) * max_rank
-        is_plain = isinstance(data, Tensor) and data.is_contiguous() and self.bias is None
-        num_rows = num_slots * width
-        too_many = num_rows * BESIDE_SHARE > data.shape[0]
-        too_many |= num_rows * data.shape[1] > BESIDE_NUMBERS
-        if not is_plain or too_many or not self._shard.is_whole or num_slots == 0:
-            return
-        self._wide = self.weight.widen(num_rows)
-        tiles, more = (-(-of.shape[0] // TILE_ROWS) for of in (data, self._wide))
-        self._fits_beside = not any(tiles * cuts <= AT_ONCE < more * cuts for cuts in (1, 2))
-        self.beside = self._wide[data.shape[0] :].view(num_slots, width, -1)
 
     def takes_undivided(self, num_rows: int) -> bool:
         """Whether it can read rows, some of them with adapters, of which a norm left the division

@@ -24,7 +24,6 @@ from manyroots.kernels.choice import Kernels, kernels_for
 from manyroots.kernels.lora_sites.sites import LoraRows
 from manyroots.kernels.norm.undivided import Rows
 from manyroots.kernels.rope_write.inputs import RopeTable
-from manyroots.layers.attention import Attention
 from manyroots.layers.embedding import Embedding, LmHead
 from manyroots.layers.linear import Linear
 from manyroots.layers.mixers import make_mixer
@@ -221,9 +220,7 @@ class Decoder:
             return
         self.embedding.pooled = pool.embedding_sites.get(self.embedding.site)
         for linear in self._products():
-            linear.pooled = site = pool.sites.get(linear.site)
-            if site is not None and linear.beside is not None:
-                pool.keep_beside(site, linear.beside)
+            linear.pooled = pool.sites.get(linear.site)
         for layer in self.layers:
             block = layer.feed_forward
             if isinstance(block, SharedExpertMLP):
@@ -233,14 +230,6 @@ class Decoder:
                 gate_up = sites.get(block.experts.gate_up_site)
                 down = sites.get(block.experts.down_site)
                 block.pooled = None if gate_up is None or down is None else (gate_up, down)
-
-    def make_room_beside(self, num_slots: int, max_rank: int) -> None:
-        """Memory for adapters' A behind the weights whose readers take in what adapters add."""
-        for layer in self.layers:
-            for block in (*layer.mixers, layer.feed_forward):
-                if isinstance(block, Attention | GatedMLP):
-                    for linear in block.products():
-                        linear.make_room_beside(num_slots, max_rank)
 
     def pack_weights(self, *, as_blocks: bool = False) -> None:
         """Put products' weights into the order of the CPU's library, once they are filled."""

@@ -12,7 +12,7 @@ weights as views; there a slot takes what its adapter needs, and nothing while i
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import torch
@@ -29,7 +29,7 @@ from manyroots.store.adapter_region import Region, lies_as_in_the_pool, rounded
 from manyroots.store.adapter_sites import LoraSite, SitePart, SiteParts
 from manyroots.store.adapter_tables import SiteTables
 from manyroots.store.adapter_turned import TurnedRegion, aligned
-from manyroots.store.adapter_weights import AdapterWeights, LoraPair
+from manyroots.store.adapter_weights import AdapterWeights
 from manyroots.store.untouched_memory import PAGE_BYTES, UntouchedMemory
 
 S = TypeVar("S", bound=PoolSite)
@@ -75,8 +75,6 @@ class AdapterPool:
         self.expert_sites: Mapping[LoraSite, ExpertSite] = self._experts.sites
         limit = default_stack_bytes(device) if max_stack_bytes is None else max_stack_bytes
         self.stacks = Stacks(limit)
-        self._beside: dict[LinearSite, Tensor] = {}
-        """Second copies of all slots' A; see `keep_beside`."""
         self._lock = threading.Lock()
         # Guarded by it: steps read it while loads change it. Of a turned pool.
         self._weights: dict[int, SlotWeights] = {}
@@ -113,12 +111,6 @@ class AdapterPool:
                 self._place(slot, weights)
             self._stream.synchronize()
 
-    def keep_beside(self, site: LinearSite, memory: Tensor) -> None:
-        """Of a site that no load was for yet: every slot's A is to be in `memory` [num_slots,
-        site.width, in], too. Not of a turned pool."""
-        assert not self.is_turned
-        self._beside[site] = memory
-
     def clear(self, slot: AdapterSlot) -> None:
         """Nobody uses what is in a slot any more. Its tables are the next load's to write."""
         with self._lock:
@@ -147,28 +139,9 @@ class AdapterPool:
     def _write(
         self, slot: AdapterSlot, weights: AdapterWeights, memory: Region | TurnedRegion
     ) -> None:
-        copies: list[tuple[Tensor, Tensor]] = []
-
-        def place(site: LinearSite, found: list[LoraPair | None]) -> list[int]:
-            row = memory.place(site, found)
-            copies.extend(self._copies_beside(slot, site, row))
-            return row
-
-        self._linears.write(slot, weights.pairs, place)
-        if copies:  # at once: one by one they took 7 ms of the 8B model's loads
-            torch._foreach_copy_([to for to, _ in copies], [of for _, of in copies])
+        self._linears.write(slot, weights.pairs, memory.place)
         self._lookups.write(slot, weights.pairs, memory.place_embedding)
         self._experts.write(slot, weights.pairs, memory.place_experts)
-
-    def _copies_beside(
-        self, slot: AdapterSlot, site: LinearSite, row: list[int]
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """To, from."""
-        beside, (begin, num_rows) = self._beside.get(site), row[:2]
-        if beside is not None and num_rows:
-            size = beside.shape[2]
-            a = self._pool[begin : begin + num_rows * size].view(num_rows, size)
-            yield beside[slot, :num_rows], a
 
     def _give_back(self, slot: AdapterSlot) -> None:
         if self._host is not None:

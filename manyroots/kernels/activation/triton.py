@@ -20,7 +20,6 @@ from manyroots.kernels.lora_sites.triton import (
     NO_RANKS,
     early_ranks,
     expand_tile,
-    own_hidden,
     part_of,
     rank_constants,
     rows_of,
@@ -48,12 +47,12 @@ ROW_BLOCK = 4096
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _gated(
-    gate_up, out, data, scales, hidden, pool, table, scalings, slots, blocks, num_rows, n,
-    gate_factor, in_split, in_row, hidden_split, hidden_row, slot_columns,
+    gate_up, out, data, scales, hidden, pool, table, slots, blocks, num_rows, n, gate_factor,
+    in_split, in_row, hidden_split, hidden_row,
     KIND: tl.constexpr, NUM_SPLITS: tl.constexpr, HIDDEN_SPLITS: tl.constexpr,
-    OF_SLOTS: tl.constexpr, HAS_OUT: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, RANK_BLOCK: tl.constexpr,
-    MAX_RANK: tl.constexpr, DEPENDENT: tl.constexpr,
+    HAS_OUT: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr, RANK_BLOCK: tl.constexpr, MAX_RANK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     let_next_begin(DEPENDENT)
     cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -67,8 +66,6 @@ def _gated(
         up_start, up_rank, up_b = part_of(pool, table, slot, 1, 2)
         gate_ranks = early_ranks(gate_b, gate_rank, inside, RANK_BLOCK, MAX_RANK, DEPENDENT)
         up_ranks = early_ranks(up_b, up_rank, inside, RANK_BLOCK, MAX_RANK, DEPENDENT)
-        own, gate_scale = own_hidden(hidden, scalings, slot, 0, slot_columns, 2, OF_SLOTS)
-        own, up_scale = own_hidden(hidden, scalings, slot, 1, slot_columns, 2, OF_SLOTS)
     else:
         first = program * BLOCK_R
         count = tl.minimum(BLOCK_R, num_rows - first)
@@ -85,12 +82,12 @@ def _gated(
             up += tl.load(source + split * in_split + n, mask=ok, other=0.0).to(tl.float32)
         if HIDDEN_SPLITS:
             gate = expand_tile(
-                gate, gate_ranks, gate_b, gate_start, gate_rank, inside, own, hidden_split,
-                hidden_row, rows, r < count, gate_scale, HIDDEN_SPLITS, RANK_BLOCK, MAX_RANK,
+                gate, gate_ranks, gate_b, gate_start, gate_rank, inside, hidden, hidden_split,
+                hidden_row, rows, r < count, HIDDEN_SPLITS, RANK_BLOCK, MAX_RANK,
             )  # fmt: skip
             up = expand_tile(
-                up, up_ranks, up_b, up_start, up_rank, inside, own, hidden_split, hidden_row,
-                rows, r < count, up_scale, HIDDEN_SPLITS, RANK_BLOCK, MAX_RANK,
+                up, up_ranks, up_b, up_start, up_rank, inside, hidden, hidden_split, hidden_row,
+                rows, r < count, HIDDEN_SPLITS, RANK_BLOCK, MAX_RANK,
             )  # fmt: skip
         found = activated(gate * gate_factor, up, KIND).to(out.dtype.element_ty)
         to = rows[:, None] * n + cols[None, :]
@@ -170,8 +167,8 @@ def gated(
     if form is not None and is_whole and lora is None:
         return _gated_rows(parts, activation, gate_factor, out, form)
     if lora is None:
-        adapters = (parts, parts, parts, parts, parts, parts)
-        strides, splits, ranks = (0, 0, 0), 0, NO_RANKS
+        adapters = (parts, parts, parts, parts, parts)
+        strides, splits, ranks = (0, 0), 0, NO_RANKS
         block_r, block_n, num_warps = 4, BLOCK_N, 4
         if num_rows > MANY_ROWS:
             block_n, num_warps = 512, 8
@@ -180,10 +177,8 @@ def gated(
         num_programs = triton.cdiv(num_rows, block_r)
     else:
         hidden, rows = lora.hidden, lora.rows
-        site = lora.site
-        adapters = (hidden, site.pool, site.table, site.scalings, rows.slots, rows.blocks)
-        strides = (hidden.stride(0), hidden.stride(1), lora.slot_columns)
-        splits = hidden.shape[0]
+        adapters = (hidden, lora.site.pool, lora.site.table, rows.slots, rows.blocks)
+        strides, splits = (hidden.stride(0), hidden.stride(1)), hidden.shape[0]
         block_r, num_programs = rows.programs
         block_n, num_warps = ROW_BLOCK_N if block_r == 1 else BLOCK_N, 4
         ranks = rank_constants(lora.site, block_r)
@@ -195,8 +190,7 @@ def gated(
     _gated[(triton.cdiv(n, block_n), num_programs)](
         parts, out, *((out, out) if found is None else (found.data, found.scales)), *adapters,
         num_rows, n, gate_factor, parts.stride(0), parts.stride(1), *strides,
-        KIND=activation.value, NUM_SPLITS=parts.shape[0], HIDDEN_SPLITS=splits,
-        OF_SLOTS=lora is not None and lora.slot_columns > 0, HAS_OUT=has_out,
+        KIND=activation.value, NUM_SPLITS=parts.shape[0], HIDDEN_SPLITS=splits, HAS_OUT=has_out,
         PARTS=0 if found is None else len(found.data),
         GROUP=ROW_GROUP if found is None else found.group, BLOCK_R=block_r, BLOCK_N=block_n,
         **ranks, num_warps=num_warps, num_stages=1, **launch_options(parts.device),

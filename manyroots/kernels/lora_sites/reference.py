@@ -44,7 +44,7 @@ def shrink(x: Tensor, site: LinearSite, rows: LoraRows) -> LoraTerm:
 
 def expanded(term: LoraTerm) -> Tensor:
     """What the adapters add, float32 [num_rows, sum of part sizes]."""
-    site, columns = term.site, term.slot_columns
+    site = term.site
     hidden = term.hidden.sum(0).to(site.pool.dtype).float()
     out = torch.zeros(hidden.shape[0], sum(site.part_sizes), device=hidden.device)
     for row, slot in enumerate(term.rows.slots.tolist()):
@@ -54,11 +54,8 @@ def expanded(term: LoraTerm) -> Tensor:
         column = 0
         for part, size in enumerate(site.part_sizes):
             start, rank, offset = parts[3 * part : 3 * part + 3]
-            b, at = site.b(offset, size, rank).float(), slot * columns + start
-            delta = b @ hidden[row, at : at + rank]
-            out[row, column : column + size] = (
-                delta * site.scalings[slot, part] if columns else delta
-            )
+            b = site.b(offset, size, rank)
+            out[row, column : column + size] = b.float() @ hidden[row, start : start + rank]
             column += size
     return out
 

@@ -138,9 +138,6 @@ class LoraTerm:
     the pool's dtype."""
     site: LinearSite
     rows: LoraRows
-    slot_columns: int = 0
-    """Above 0: `hidden` is [1, num_rows, slots * this], of every row x A^T with all slots' A, not
-    scaled. A row's own begin at its slot's number times this."""
 
 
 def _together(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:

@@ -118,25 +118,11 @@ def _shrunk(
 
 
 @triton.jit
-def own_hidden(
-    hidden, scalings, slot, part, slot_columns, NUM_PARTS: tl.constexpr, OF_SLOTS: tl.constexpr
-):
-    """Where a slot's shrunk activations begin, and what a part's are to be multiplied with yet."""
-    if OF_SLOTS:
-        slot = tl.maximum(slot, 0)
-        own = hidden + tl.multiple_of(slot * slot_columns, 8)
-        scale = tl.load(scalings + slot * NUM_PARTS + part)
-    else:
-        own, scale = hidden, 1.0
-    return own, scale
-
-
-@triton.jit
 def expand_tile(
-    acc, first_ranks, b, start, rank, cols, hidden, hidden_split, hidden_row, rows, row_ok, scale,
+    acc, first_ranks, b, start, rank, cols, hidden, hidden_split, hidden_row, rows, row_ok,
     NUM_SPLITS: tl.constexpr, RANK_BLOCK: tl.constexpr, MAX_RANK: tl.constexpr,
 ):  # fmt: skip
-    """acc + scale * hidden[rows] B[cols]^T; `cols` count from the part's first, `first_ranks` are
+    """acc + hidden[rows] B[cols]^T; `cols` count from the part's first, `first_ranks` are
     `early_ranks`. No rank is above MAX_RANK: where RANK_BLOCK is as much, nothing is repeated, and
     all loads are under way at once.
 
@@ -165,7 +151,7 @@ def expand_tile(
                 total += tl.sum(h.to(tl.float32) * weight.to(tl.float32), axis=1)[None, :]
             else:
                 total = tl.dot(h, tl.trans(weight), total, input_precision="ieee")
-    return acc + total * scale
+    return acc + total
 
 
 def rank_constants(site: LinearSite, block_r: int) -> dict[str, int]:
@@ -280,11 +266,10 @@ def _num_splits(num_programs: int, k_size: int, step: int) -> int:
 
 @triton.jit
 def _expand(
-    y, hidden, pool, table, scalings, blocks, num_blocks, y_row, hidden_split, hidden_row,
-    slot_columns, first_col, size,
-    PART: tl.constexpr, NUM_PARTS: tl.constexpr, NUM_SPLITS: tl.constexpr, OF_SLOTS: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, RANK_BLOCK: tl.constexpr,
-    MAX_RANK: tl.constexpr, DEPENDENT: tl.constexpr,
+    y, hidden, pool, table, blocks, num_blocks, y_row, hidden_split, hidden_row, first_col, size,
+    PART: tl.constexpr, NUM_PARTS: tl.constexpr, NUM_SPLITS: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr, RANK_BLOCK: tl.constexpr, MAX_RANK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     let_next_begin(DEPENDENT)
     block = tl.program_id(1)
@@ -298,7 +283,6 @@ def _expand(
     start, rank, b = part_of(pool, table, slot, PART, NUM_PARTS)
     if rank == 0:
         return
-    hidden, scale = own_hidden(hidden, scalings, slot, PART, slot_columns, NUM_PARTS, OF_SLOTS)
     wait_for_inputs(DEPENDENT)
     for begin in range(tl.program_id(0) * BLOCK_N, size, tl.num_programs(0) * BLOCK_N):
         n = begin + tl.arange(0, BLOCK_N)
@@ -311,8 +295,8 @@ def _expand(
             to = y + rows[:, None] * y_row + first_col + n[None, :]
             acc = expand_tile(
                 tl.load(to, mask=ok, other=0.0).to(tl.float32), first_ranks, b, start, rank,
-                inside, hidden, hidden_split, hidden_row, rows, r < count, scale, NUM_SPLITS,
-                RANK_BLOCK, MAX_RANK,
+                inside, hidden, hidden_split, hidden_row, rows, r < count, NUM_SPLITS, RANK_BLOCK,
+                MAX_RANK,
             )  # fmt: skip
             tl.store(to, acc, mask=ok)
 
@@ -326,11 +310,10 @@ def expand(y: Tensor, term: LoraTerm) -> None:
         if num_columns > WIDE_TILES:
             num_columns = min(num_columns, max(16, WIDE_PROGRAMS // rows.max_blocks))
         _expand[(num_columns, rows.max_blocks)](
-            y, hidden, site.pool, site.table, site.scalings, rows.blocks, rows.num_blocks,
-            y.stride(0), hidden.stride(0), hidden.stride(1), term.slot_columns, first_col, size,
-            PART=part, NUM_PARTS=site.num_parts, NUM_SPLITS=hidden.shape[0],
-            OF_SLOTS=term.slot_columns > 0, BLOCK_R=EXPAND_ROWS, BLOCK_N=EXPAND_COLUMNS,
-            **rank_constants(site, EXPAND_ROWS), **launch_options(y.device),
+            y, hidden, site.pool, site.table, rows.blocks, rows.num_blocks, y.stride(0),
+            hidden.stride(0), hidden.stride(1), first_col, size,
+            PART=part, NUM_PARTS=site.num_parts, NUM_SPLITS=hidden.shape[0], BLOCK_R=EXPAND_ROWS,
+            BLOCK_N=EXPAND_COLUMNS, **rank_constants(site, EXPAND_ROWS), **launch_options(y.device),
         )  # fmt: skip
         first_col += size
 

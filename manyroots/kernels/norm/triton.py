@@ -25,7 +25,6 @@ from manyroots.kernels.lora_sites.sites import LoraTerm
 from manyroots.kernels.lora_sites.triton import (
     early_ranks,
     expand_tile,
-    own_hidden,
     part_of,
     rank_constants,
     rows_of,
@@ -53,27 +52,26 @@ def _ranks(b, rank, first, cols, col_ok, RANKS: tl.constexpr):
 
 @triton.jit
 def _row_expand(
-    total, weight, hidden, hidden_split, row, hidden_row, first, rank, scale,
+    total, weight, hidden, hidden_split, row, hidden_row, first, rank,
     NUM_SPLITS: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """total + scale * weight hidden[row], where weight is of the ranks from `first` on."""
+    """total + weight hidden[row], where weight is of the ranks from `first` on."""
     r = first + tl.arange(0, RANKS)
     at = hidden + row * hidden_row + r
     h = tl.load(at, mask=r < rank, other=0.0)
     for split in tl.static_range(1, NUM_SPLITS):
         h += tl.load(at + split * hidden_split, mask=r < rank, other=0.0)
     h = h.to(weight.dtype).to(tl.float32)
-    return total + tl.sum(weight.to(tl.float32) * h[None, :], axis=1) * scale
+    return total + tl.sum(weight.to(tl.float32) * h[None, :], axis=1)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _add_rms_norm(
-    residual, delta, weight, post, out, data, scales, slots, hidden, pool, table, scalings,
-    num_rows, n, eps, factor, delta_split, delta_row, hidden_split, hidden_row, slot_columns,
-    NUM_SPLITS: tl.constexpr, HIDDEN_SPLITS: tl.constexpr, OF_SLOTS: tl.constexpr,
-    RANKS: tl.constexpr, HAS_POST: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_OUT: tl.constexpr,
-    PARTS: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    residual, delta, weight, post, out, data, scales, slots, hidden, pool, table, num_rows, n, eps,
+    factor, delta_split, delta_row, hidden_split, hidden_row,
+    NUM_SPLITS: tl.constexpr, HIDDEN_SPLITS: tl.constexpr, RANKS: tl.constexpr,
+    HAS_POST: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_OUT: tl.constexpr, PARTS: tl.constexpr,
+    GROUP: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     let_next_begin(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
@@ -93,7 +91,6 @@ def _add_rms_norm(
             line = at + tl.arange(0, 512) * 64
             prefetch(b + tl.minimum(line, n * rank - 1), DEPENDENT)
         first_ranks = _ranks(b, rank, 0, cols, ok, RANKS)
-        own, factor_of_own = own_hidden(hidden, scalings, slot, 0, slot_columns, 1, OF_SLOTS)
     wait_for_inputs(DEPENDENT)
     before = tl.load(residual + row * n + cols, mask=ok, other=0.0).to(tl.float32)
     total = tl.zeros((BLOCK,), tl.float32) if HAS_POST or HAS_FACTOR else before
@@ -103,13 +100,13 @@ def _add_rms_norm(
     if HIDDEN_SPLITS:
         if rank > 0:
             total = _row_expand(
-                total, first_ranks, own, hidden_split, row, hidden_row, 0, rank, factor_of_own,
+                total, first_ranks, hidden, hidden_split, row, hidden_row, 0, rank,
                 HIDDEN_SPLITS, RANKS,
             )  # fmt: skip
             for first in range(RANKS, rank, RANKS):
                 total = _row_expand(
-                    total, _ranks(b, rank, first, cols, ok, RANKS), own, hidden_split, row,
-                    hidden_row, first, rank, factor_of_own, HIDDEN_SPLITS, RANKS,
+                    total, _ranks(b, rank, first, cols, ok, RANKS), hidden, hidden_split, row,
+                    hidden_row, first, rank, HIDDEN_SPLITS, RANKS,
                 )  # fmt: skip
     if HAS_POST:
         total *= tl.rsqrt(tl.sum(total * total) / n + eps) * post_scale
@@ -139,10 +136,10 @@ def _add_rms_norm(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _add_norm_piece(
-    residual, delta, weight, out, squares, data, scales, hidden, pool, table, scalings, slots,
-    blocks, num_rows, n, delta_split, delta_row, hidden_split, hidden_row, slot_columns,
-    NUM_SPLITS: tl.constexpr, HIDDEN_SPLITS: tl.constexpr, OF_SLOTS: tl.constexpr,
-    PARTS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, RANK_BLOCK: tl.constexpr,
+    residual, delta, weight, out, squares, data, scales, hidden, pool, table, slots, blocks,
+    num_rows, n, delta_split, delta_row, hidden_split, hidden_row,
+    NUM_SPLITS: tl.constexpr, HIDDEN_SPLITS: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, RANK_BLOCK: tl.constexpr,
     MAX_RANK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     let_next_begin(DEPENDENT)
@@ -155,7 +152,6 @@ def _add_norm_piece(
         return
     start, rank, b = part_of(pool, table, slot, 0, 1)
     first_ranks = early_ranks(b, rank, inside, RANK_BLOCK, MAX_RANK, DEPENDENT)
-    own, factor = own_hidden(hidden, scalings, slot, 0, slot_columns, 1, OF_SLOTS)
     wait_for_inputs(DEPENDENT)
     for begin in range(0, count, BLOCK_R):
         r = begin + tl.arange(0, BLOCK_R)
@@ -167,8 +163,8 @@ def _add_norm_piece(
             added = delta + split * delta_split + rows[:, None] * delta_row + cols[None, :]
             total += tl.load(added, mask=ok, other=0.0).to(tl.float32)
         total = expand_tile(
-            total, first_ranks, b, start, rank, inside, own, hidden_split, hidden_row, rows,
-            r < count, factor, HIDDEN_SPLITS, RANK_BLOCK, MAX_RANK,
+            total, first_ranks, b, start, rank, inside, hidden, hidden_split, hidden_row, rows,
+            r < count, HIDDEN_SPLITS, RANK_BLOCK, MAX_RANK,
         )  # fmt: skip
         total = tl.where(ok, total, 0.0)
         tl.store(residual + at, total, mask=ok)
@@ -190,10 +186,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     rows, n = x.shape
     out = torch.empty_like(x)
     _add_rms_norm[(rows,)](
-        x, x, weight, weight, out, x, x, x, x, x, x, x, rows, n, eps, 1.0, 0, 0, 0, 0, 0,
-        NUM_SPLITS=0, HIDDEN_SPLITS=0, OF_SLOTS=False, RANKS=8, HAS_POST=False, HAS_FACTOR=False,
-        HAS_OUT=True, PARTS=0, GROUP=ROW_GROUP, RUN=0, BLOCK=triton.next_power_of_2(n),
-        num_warps=_warps(n), **launch_options(x.device, plainly=True),
+        x, x, weight, weight, out, x, x, x, x, x, x, rows, n, eps, 1.0, 0, 0, 0, 0,
+        NUM_SPLITS=0, HIDDEN_SPLITS=0, RANKS=8, HAS_POST=False, HAS_FACTOR=False, HAS_OUT=True,
+        PARTS=0, GROUP=ROW_GROUP, RUN=0, BLOCK=triton.next_power_of_2(n), num_warps=_warps(n),
+        **launch_options(x.device, plainly=True),
     )  # fmt: skip
     return out
 
@@ -224,19 +220,17 @@ def add_rms_norm(
         found = empty_rows(rows, n, form, group, out if form.keeps_values else None, residual)
     has_tries = found is not None and tries_scales(len(found.data), found.group, n)
     if lora is None:
-        adapters = (residual, residual, residual, residual, residual)
-        strides, splits = (0, 0, 0), 0
+        adapters = (residual, residual, residual, residual)
+        strides, splits = (0, 0), 0
     else:
-        hidden, site = lora.hidden, lora.site
-        adapters = (lora.rows.slots, hidden, site.pool, site.table, site.scalings)
-        strides = (hidden.stride(0), hidden.stride(1), lora.slot_columns)
-        splits = hidden.shape[0]
+        hidden = lora.hidden
+        adapters = (lora.rows.slots, hidden, lora.site.pool, lora.site.table)
+        strides, splits = (hidden.stride(0), hidden.stride(1)), hidden.shape[0]
     _add_rms_norm[(rows,)](
         residual, parts, weight, weight if post is None else post,
         residual if out is None else out, *_places(found, residual), *adapters, rows, n, eps,
         factor, parts.stride(0), parts.stride(1), *strides,
-        NUM_SPLITS=parts.shape[0], HIDDEN_SPLITS=splits,
-        OF_SLOTS=lora is not None and lora.slot_columns > 0, RANKS=8, HAS_POST=post is not None,
+        NUM_SPLITS=parts.shape[0], HIDDEN_SPLITS=splits, RANKS=8, HAS_POST=post is not None,
         HAS_FACTOR=factor != 1.0, HAS_OUT=has_out, PARTS=0 if found is None else len(found.data),
         GROUP=block if found is not None and found.group == n else ROW_GROUP,
         RUN=run_length(n) if has_tries else 0, BLOCK=block, num_stages=1,
@@ -273,9 +267,9 @@ def add_norm(
         found = empty_rows(num_rows, n, form, PIECE, out, residual)
     _add_norm_piece[(num_pieces, num_programs)](
         residual, parts, weight, out, squares, *_places(found, residual), hidden, lora.site.pool,
-        lora.site.table, lora.site.scalings, rows.slots, rows.blocks, num_rows, n, parts.stride(0),
-        parts.stride(1), hidden.stride(0), hidden.stride(1), lora.slot_columns,
-        NUM_SPLITS=parts.shape[0], HIDDEN_SPLITS=hidden.shape[0], OF_SLOTS=lora.slot_columns > 0,
+        lora.site.table, rows.slots, rows.blocks, num_rows, n, parts.stride(0), parts.stride(1),
+        hidden.stride(0), hidden.stride(1),
+        NUM_SPLITS=parts.shape[0], HIDDEN_SPLITS=hidden.shape[0],
         PARTS=0 if found is None else len(found.data), BLOCK_R=block_r, BLOCK_N=PIECE,
         **rank_constants(lora.site, block_r), num_warps=2 if block_r == 1 else 4, num_stages=1,
         **launch_options(residual.device),

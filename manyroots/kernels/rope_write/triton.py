@@ -19,7 +19,6 @@ from manyroots.kernels.lora_sites.triton import (
     NO_RANKS,
     early_ranks,
     expand_tile,
-    own_hidden,
     part_of,
     rank_constants,
     rows_of,
@@ -63,13 +62,13 @@ def _write_tile(
 @triton.jit(do_not_specialize=["num_rows"])
 def _rope_write(
     qkv, cos, sin, q_weight, k_weight, q_out, layer_kv, pages, offsets,
-    hidden, pool, table, scalings, slots, blocks,
-    num_rows, eps, in_split, in_row, hidden_split, hidden_row, slot_columns, page_stride,
-    part_stride, token_stride,
+    hidden, pool, table, slots, blocks,
+    num_rows, eps, in_split, in_row, hidden_split, hidden_row, page_stride, part_stride,
+    token_stride,
     NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr,
     HAS_NORM: tl.constexpr, NUM_SPLITS: tl.constexpr, HIDDEN_SPLITS: tl.constexpr,
-    OF_SLOTS: tl.constexpr, BLOCK_R: tl.constexpr, RANK_BLOCK: tl.constexpr,
-    MAX_RANK: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK_R: tl.constexpr, RANK_BLOCK: tl.constexpr, MAX_RANK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     let_next_begin(DEPENDENT)
     head = tl.program_id(0)
@@ -90,7 +89,6 @@ def _rope_write(
         b_cols = part_head * (2 * HALF) + at_b
         a_ranks = early_ranks(b_all, rank, a_cols, RANK_BLOCK, MAX_RANK, DEPENDENT)
         b_ranks = early_ranks(b_all, rank, b_cols, RANK_BLOCK, MAX_RANK, DEPENDENT)
-        own, scale = own_hidden(hidden, scalings, slot, part, slot_columns, 3, OF_SLOTS)
     else:
         first = program * BLOCK_R
         count = tl.minimum(BLOCK_R, num_rows - first)
@@ -109,12 +107,12 @@ def _rope_write(
             b += tl.load(from_b + split * in_split, mask=ok, other=0.0).to(tl.float32)
         if HIDDEN_SPLITS:
             a = expand_tile(
-                a, a_ranks, b_all, start, rank, a_cols, own, hidden_split, hidden_row, rows,
-                row_ok, scale, HIDDEN_SPLITS, RANK_BLOCK, MAX_RANK,
+                a, a_ranks, b_all, start, rank, a_cols, hidden, hidden_split, hidden_row, rows,
+                row_ok, HIDDEN_SPLITS, RANK_BLOCK, MAX_RANK,
             )  # fmt: skip
             b = expand_tile(
-                b, b_ranks, b_all, start, rank, b_cols, own, hidden_split, hidden_row, rows,
-                row_ok, scale, HIDDEN_SPLITS, RANK_BLOCK, MAX_RANK,
+                b, b_ranks, b_all, start, rank, b_cols, hidden, hidden_split, hidden_row, rows,
+                row_ok, HIDDEN_SPLITS, RANK_BLOCK, MAX_RANK,
             )  # fmt: skip
         if head < NUM_HEADS + NUM_KV:
             if HAS_NORM:
@@ -157,18 +155,16 @@ def rope_write(
     q_out = torch.empty(num_rows, num_heads, head_dim, dtype=kept, device=qkv.device)
     weights = (parts, parts) if norm is None else (norm.q_weight, norm.k_weight)
     if lora is None:
-        adapters = (parts, parts, parts, parts, parts, parts)
-        strides, splits, ranks = (0, 0, 0), 0, NO_RANKS
+        adapters = (parts, parts, parts, parts, parts)
+        strides, splits, ranks = (0, 0), 0, NO_RANKS
         block_r, num_warps = (1, 1) if num_rows <= 16 else (4, 1)
         if num_rows > MANY_ROWS:
             block_r, num_warps = 16, 4
         num_programs = triton.cdiv(num_rows, block_r)
     else:
         hidden, rows = lora.hidden, lora.rows
-        site = lora.site
-        adapters = (hidden, site.pool, site.table, site.scalings, rows.slots, rows.blocks)
-        strides = (hidden.stride(0), hidden.stride(1), lora.slot_columns)
-        splits = hidden.shape[0]
+        adapters = (hidden, lora.site.pool, lora.site.table, rows.slots, rows.blocks)
+        strides, splits = (hidden.stride(0), hidden.stride(1)), hidden.shape[0]
         block_r, num_programs = rows.programs
         num_warps = 4 if block_r == 1 else 2
         if num_rows > FEW_PROMPTS:
@@ -182,8 +178,8 @@ def rope_write(
         *strides, layer_kv.stride(0), layer_kv.stride(1), layer_kv.stride(2),
         NUM_HEADS=num_heads, NUM_KV=kv_heads, HALF=head_dim // 2, PAIRS=angles.cos.shape[1],
         HAS_NORM=norm is not None, NUM_SPLITS=parts.shape[0], HIDDEN_SPLITS=splits,
-        OF_SLOTS=lora is not None and lora.slot_columns > 0, BLOCK_R=block_r, **ranks,
-        num_warps=num_warps, num_stages=1, **launch_options(qkv.device),
+        BLOCK_R=block_r, **ranks, num_warps=num_warps, num_stages=1,
+        **launch_options(qkv.device),
     )  # fmt: skip
     return q_out
 

@@ -86,16 +86,6 @@ class Weight:
         elif can_pack(self.data.device, self.data.dtype):
             self._packed = pack(self.data)
 
-    def widen(self, num_rows: int) -> Tensor:
-        """Itself with so many rows more behind it, which are the caller's; it lies in there now.
-        Only of plain numbers."""
-        assert isinstance(self.data, Tensor)
-        out_features, in_features = self.data.shape
-        wide = self.data.new_zeros(out_features + num_rows, in_features)
-        wide[:out_features] = self.data
-        self.data = wide[:out_features]
-        return wide
-
     def times(self, x: Tensor | Fp8Rows, bias: Tensor | None, scaled_gemm: ModuleType) -> Tensor:
         """x W^T + b of many rows: by the library, or where the weight is in FP8 by `scaled_gemm`,
         which rounds the rows, too."""

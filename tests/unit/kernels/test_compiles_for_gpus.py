@@ -54,15 +54,12 @@ code = compiled(
 # Exponentials and quotients by the chip's own approximations, and bfloat16 two at a time.
 assert "ex2.approx.ftz" in code and "rcp.approx.ftz" in code and "cvt.rn.bf16x2" in code
 
-pages = dict.fromkeys(rope._rope_write.arg_names[:15], HALF)
+pages = dict.fromkeys(rope._rope_write.arg_names[:14], HALF)
 pages |= dict(cos=FLOAT, sin=FLOAT, layer_kv=FP8, pages=LONG, offsets=LONG, eps="fp32")
-pages |= dict(table=LONG, scalings=FLOAT, slots="*i32", blocks="*i32")
-for splits, of_slots in ((0, False), (1, False), (1, True)):
-    compiled(
-        rope._rope_write, pages, NUM_HEADS=4, NUM_KV=2, HALF=16, PAIRS=16, HAS_NORM=False,
-        NUM_SPLITS=1, HIDDEN_SPLITS=splits, OF_SLOTS=of_slots, BLOCK_R=16, RANK_BLOCK=16,
-        MAX_RANK=16, DEPENDENT=True,
-    )
+compiled(
+    rope._rope_write, pages, NUM_HEADS=4, NUM_KV=2, HALF=16, PAIRS=16, HAS_NORM=False,
+    NUM_SPLITS=1, HIDDEN_SPLITS=0, BLOCK_R=4, RANK_BLOCK=16, MAX_RANK=16, DEPENDENT=True,
+)
 
 product = dict.fromkeys(("x", "bias", "pool", "table", "scalings", "blocks", "num_blocks"), HALF)
 product |= dict.fromkeys(("x_scales", "w_scales", "squares", "out", "hidden"), FLOAT)

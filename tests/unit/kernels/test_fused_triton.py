@@ -13,8 +13,6 @@ from manyroots.kernels.activation import triton as activation  # isort: skip
 from manyroots.kernels.activation.kinds import CLAMP_LIMIT, Activation  # isort: skip
 from manyroots.kernels.gemm import reference as gemm_reference  # isort: skip
 from manyroots.kernels.gemm import triton as gemm  # isort: skip
-from manyroots.kernels.lora_sites import reference as lora_sites_reference  # isort: skip
-from manyroots.kernels.lora_sites import triton as lora_sites  # isort: skip
 from manyroots.kernels.lora_sites.sites import LoraRows, LoraTerm  # isort: skip
 from manyroots.kernels.norm import reference as norm_reference  # isort: skip
 from manyroots.kernels.norm import triton as norm  # isort: skip
@@ -168,53 +166,6 @@ def test_rope_write_gives_q_and_fills_exactly_the_slots(
     assert_close("lora", q, expected, dtype)
     assert_close("lora", arena, other, dtype)
     assert torch.equal(arena[:, 0], other[:, 0])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("row_slots", [MANY_SLOTS, FULL_SLOTS])
-def test_of_rows_with_all_slots_sums_each_reads_its_own(
-    row_slots: tuple[int, ...], dtype: torch.dtype
-) -> None:
-    """As one product with all slots' A gives them: further columns of its rows, not scaled."""
-    tokens = len(row_slots)
-
-    def of_slots(sizes: tuple[int, ...], ranks: list[tuple[int, ...]]) -> LoraTerm:
-        own = term(sizes, ranks, dtype, row_slots)
-        width = own.site.width
-        wide = randn(tokens, 64 + len(ranks) * width, dtype=dtype, seed=8)
-        return LoraTerm(wide[:, 64:].unsqueeze(0), own.site, own.rows, slot_columns=width)
-
-    lora = of_slots((150, 150), [(8, 8), (16, 24), (0, 40)])
-    wide = randn(tokens, 320, dtype=dtype)
-    expected = activation_reference.gated(wide[:, :300], Activation.SILU, dtype, lora)
-    assert_close(
-        "lora", activation.gated(wide[:, :300], Activation.SILU, dtype, lora), expected, dtype
-    )
-    lora = of_slots((64, 32, 32), [(8, 8, 16), (16, 0, 8), (24, 8, 8)])
-    angles = RopeTable.at(torch.arange(tokens, device=DEVICE), randn(16, seed=9).abs())
-    places = torch.arange(tokens, dtype=torch.int32, device=DEVICE)
-    slots = KvPlaces(places // 8, places % 8)
-    arena = torch.zeros(tokens // 8 + 1, 2, 8, 1, 32, dtype=dtype, device=DEVICE)
-    other, qkv = arena.clone(), wide[:, :128]
-    q = rope.rope_write(qkv, angles, None, arena, slots, lora)
-    assert_close("lora", q, rope_reference.rope_write(qkv, angles, None, other, slots, lora), dtype)
-    assert_close("lora", arena, other, dtype)
-    lora = of_slots((96,), [(8,), (0,), (40,)])
-    delta, weight = randn(tokens, 128, dtype=dtype, seed=4)[:, :96], randn(96, dtype=dtype)
-    residual = randn(tokens, 96, dtype=dtype, seed=5)
-    for op in ("add_rms_norm", "add_norm") if tokens <= 64 else ("add_rms_norm",):
-        sums, other_sums = residual.clone(), residual.clone()
-        got = getattr(norm, op)(sums, delta, weight, EPS, lora)
-        wanted = getattr(norm_reference, op)(other_sums, delta, weight, EPS, lora)
-        if op == "add_norm":
-            got, wanted = (one.values.float() * one.factors for one in (got, wanted))
-        assert_close("norm", got, wanted, dtype)
-        assert_close("norm", sums, other_sums, dtype)
-    y, same = randn(2, tokens, 128, dtype=dtype)[:, :, :96].unbind()
-    same.copy_(y)
-    lora_sites.expand(y, lora)
-    lora_sites_reference.expand(same, lora)
-    assert_close("lora", y, same, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -30,9 +30,7 @@ from manyroots.ids import AdapterName, RequestId
 from manyroots.kernels.attention import reference, sharing
 from manyroots.kernels.attention.paged import DecodeRows
 from manyroots.kernels.choice import reference_kernels
-from manyroots.kernels.gemm import reference as gemm
 from manyroots.kernels.sampling import torch_ops
-from manyroots.layers import linear
 from manyroots.lora.limits import AdapterLimits
 from manyroots.lora.residency import Residency
 from manyroots.messages import FinishReason, Output, Submit
@@ -317,39 +315,6 @@ def test_adapters_in_fixed_shapes_give_the_tokens_of_adapters_on_a_cpu_w17(
     paths = {name: (folder / name, adapted.cpu) for name in ADAPTERS}
     expected = run(with_adapters(adapted.cpu, num_slots=3), requests, paths, max_loras=3)
     given = run(with_adapters(adapted.plain, num_slots=3), requests, paths, max_loras=3)
-    assert tokens(given) == tokens(expected)
-
-
-@pytest.mark.parametrize("own_rows", [0, 64])
-def test_adapters_beside_weights_give_the_tokens_of_adapters_on_a_cpu(
-    adapted: Both,
-    folder: Path,
-    own_rows: int,
-    padded: None,
-    slow_tokens: None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """All slots' A behind the weights' rows, in products of the kernels' own and of the library's;
-    of what a GPU's norms leave undivided, too."""
-    monkeypatch.setattr(linear, "BESIDE_SHARE", 0.01)
-    monkeypatch.setattr(linear, "AT_ONCE", 0)
-    monkeypatch.setattr(linear, "LEAST_BESIDE", linear.MOST_BESIDE + 1)
-    monkeypatch.setattr(gemm, "is_for", lambda num_rows, *_, **__: num_rows <= own_rows)
-    decoder = load_tiny(folder / "base", kernels=reference_kernels())
-    for product in decoder._products():
-        data = product.weight.data
-        assert isinstance(data, Tensor)
-        product.weight.data = data.contiguous()
-    decoder.make_room_beside(3, 64)
-    laid = [product for product in decoder._products() if product.beside is not None]
-    assert len(laid) == 4 * len(decoder.layers)
-    requests = [
-        submit(r.request_id, r.prompt, max_tokens=6, adapter=name)
-        for r, name in zip(some_requests(), [None, *ADAPTERS], strict=True)
-    ]
-    paths = {name: (folder / name, adapted.cpu) for name in ADAPTERS}
-    expected = run(with_adapters(adapted.cpu, num_slots=3), requests, paths, max_loras=3)
-    given = run(with_adapters(decoder, num_slots=3), requests, paths, max_loras=3)
     assert tokens(given) == tokens(expected)
 
 

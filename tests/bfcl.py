@@ -186,7 +186,7 @@ def _forced(template: ChatTemplate, use: ToolUse, text: str, grammars: GrammarCa
     schema says, and a grammar has its own order of arguments: then it does not."""
     wanted = StructuredOutputsParams(grammar=template.format.tools.grammar(use, json.dumps))
     try:
-        matcher, _ = grammars.compile(wanted).start()
+        matcher = grammars.compile(wanted).start()
     except RequestError as error:
         return f"no grammar: {str(error)[:100]}"
     tokens = list(text.strip().removesuffix("<|call|>").encode())

@@ -108,6 +108,9 @@ class AdapterTurns:
         self._last_step = StepId(0)
         self._line_moved_at = StepId(0)
         """When an adapter that had waited last got a place."""
+        self._do_resting_come_first = False
+        """Whether who was kept a place for could not begin, till one that rests has gone on: it may
+        hold the pages that the other needs."""
         self.is_line_held = False
         """Whether one whose turn it is lacks pages: nobody else begins, so that there will be."""
 
@@ -186,6 +189,8 @@ class AdapterTurns:
         self._promised.pop(adapter, None)
         if self._resting.find(adapter) is None:
             self._line_moved_at = step_id
+        else:
+            self._do_resting_come_first = False
 
     def _has_kept_place(self, adapter: AdapterDigest, step_id: StepId) -> bool:
         ran_at = self._ran_at.get(adapter)
@@ -235,7 +240,7 @@ class AdapterTurns:
             self._keep_places(waiting, loaded)
         leaving = self._end_visits(step_id, is_in_prompt) if self._visits else {}
         away = [r for r in self._away() if r.adapter not in self._promised] if self._resting else []
-        if self._num_free > 0:
+        if self._num_free > 0 and not self._do_resting_come_first:
             self._keep_free_place(waiting, loaded, away, step_id)
         claims = self._claims(waiting, loaded, away[max(0, self._num_free) :], step_id)
         victims = self._settled(step_id, leaving) if claims else []
@@ -400,6 +405,7 @@ class AdapterTurns:
         )
         if not self._resting:
             self._lent_to.clear()
+            self._do_resting_come_first = False
             return
         self._debt += COST * self._num_idle()
 
@@ -410,6 +416,7 @@ class AdapterTurns:
             return False
         self._promised.clear()
         self._visits.clear()
+        self._do_resting_come_first = bool(self._resting)
         return True
 
     def _keep_places(self, waiting: WaitingQueue, loaded: Iterable[Request]) -> None:

@@ -103,6 +103,6 @@ def test_g01_white_space_is_layout(text: str, is_allowed: bool) -> None:
     """Empty lines have no end in a small model."""
     numbers = {"type": "array", "items": {"type": "integer"}}
     wanted = {"type": "object", "properties": {"a": {"type": "integer"}, "b": numbers}}
-    matcher, _ = cache().compile(StructuredOutputsParams(json=wanted)).start()
+    matcher = cache().compile(StructuredOutputsParams(json=wanted)).start()
     tokens = list(text.encode())
     assert (matcher.try_consume_tokens(tokens) == len(tokens)) is is_allowed

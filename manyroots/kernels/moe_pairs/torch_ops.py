@@ -38,15 +38,21 @@ def route(
     if bias is not None:
         total = total + bias
     if scoring is Scoring.SOFTMAX_OF_CHOSEN:
-        best, chosen = torch.topk(total, top_k, dim=-1)
+        best, chosen = _largest(total, top_k)
         weights = torch.softmax(best, dim=-1)
     else:
-        weights, chosen = torch.topk(torch.softmax(total, dim=-1), top_k, dim=-1)
+        weights, chosen = _largest(torch.softmax(total, dim=-1), top_k)
     if scoring is Scoring.SOFTMAX_RENORMALISED:
         weights = weights / weights.sum(dim=-1, keepdim=True)
     experts = chosen.int()
     pairs, groups = _sorted(experts.numpy().reshape(-1), scores.shape[1])
     return Routing(weights, torch.from_numpy(pairs), torch.from_numpy(groups), experts)
+
+
+def _largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Of equals the first, as the other sets do; `topk` takes any."""
+    values, places = torch.sort(scores, dim=-1, descending=True, stable=True)
+    return values[:, :count], places[:, :count]
 
 
 def _sorted(expert_of_pair: np.ndarray, num_experts: int) -> tuple[np.ndarray, np.ndarray]:

@@ -54,7 +54,7 @@ async def test_g01_every_way_to_ask_reaches_the_engine(
 
 def follows(params: StructuredOutputsParams, text: str) -> bool:
     """Whether a whole text is one that the grammar allows."""
-    matcher, _ = GRAMMARS.compile(params).start()
+    matcher = GRAMMARS.compile(params).start()
     tokens = list(text.encode())
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 

@@ -54,14 +54,15 @@ def test_q04_keys_and_values_are_rounded_into_their_pages(dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("splits", [1, 3])
-def test_q04_decodes_read_fp8(splits: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("parts", [1, 3])
+def test_q04_decodes_read_fp8(parts: int, dtype: torch.dtype) -> None:
     lens = [1, 17, 70]
     layer_kv, table = pages_for(lens, 2, 32, torch.float32)
     layer_kv = layer_kv.to(FP8)
     rows = DecodeRows(table, torch.tensor(lens, dtype=torch.int32, device=DEVICE))
     q = randn(len(lens), 4, 32, dtype=dtype)
-    out = fast.decode_attention(q, layer_kv, rows, SCALE, splits=splits)
+    tiling = fast.DecodeTiling(parts, 16, 1, 2, pages_ahead=True)
+    out = fast.decode_attention(q, layer_kv, rows, SCALE, tiling=tiling)
     assert out.dtype is dtype
     expected = reference.decode_attention(q, layer_kv, rows, SCALE)
     assert_close("attention", out, expected, dtype)

@@ -1649,7 +1649,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "    if DEPENDENT:\n        gdc_wait()\n    for i in range(early):",
         "    for i in range(early):",
         "rows are read before the kernel in front has written them, on Hopper",
-        ("unit/kernels/test_compiles_for_gpus.py::test_products_with_adapters_compile_for_hopper",),
+        ("unit/kernels/test_compiles_for_gpus.py::test_products_of_whole_rows_compile_for_hopper",),
     ),
     Mutation(
         "kernels/attention/triton.py",

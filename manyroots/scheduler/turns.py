@@ -325,9 +325,8 @@ class AdapterTurns:
                 since = None if rested is None else rested.since
                 self._visits[claim.adapter] = PromptVisit(victim, since)
             self._lent_to[victim] = claim.adapter
-            self._ran_at.pop(
-                victim, None
-            )  # it does not keep the place: when it is back it has come
+            # It does not keep the place: when it is back it has come.
+            self._ran_at.pop(victim, None)
             yield victim
             victim, num_rows = next(left, (None, 0))
 

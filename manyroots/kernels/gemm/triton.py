@@ -302,14 +302,12 @@ def linear(
     rows_in, squares, num_pieces, eps = _parts_of(x)
     num_rows, k_size = rows_in.shape
     n_size = weight.shape[0]
-    if isinstance(rows_in, Tensor) and isinstance(weight, Tensor):
-        # Of rows that their norm left undivided its stores would wait for many small reads.
-        is_plain = squares is None and (site is None or rows is None)
-        tiling = tiling or triton_hopper.tiling_for(rows_in, weight, is_plain=is_plain)
-    if isinstance(tiling, RingTiling):
-        assert isinstance(rows_in, Tensor)
-        assert isinstance(weight, Tensor)
-        return triton_hopper.multiply(rows_in, weight, tiling, site, rows, bias, squares, eps)
+    is_whole = squares is None and (site is None or rows is None)
+    if is_whole and isinstance(rows_in, Tensor) and isinstance(weight, Tensor):
+        tiling = tiling or triton_hopper.tiling_for(rows_in, weight)
+        if isinstance(tiling, RingTiling):
+            return triton_hopper.multiply(rows_in, weight, tiling, bias), None
+    assert not isinstance(tiling, RingTiling), "of whole rows without adapters alone"
     if tiling is None and isinstance(weight, ScaledMatrix):
         found = _early(rows_in, weight, bias, is_plain=squares is None and rows is None)
         if found is not None:

@@ -7,8 +7,7 @@ has a tile of the weight, in two parts that run beside each other:
     4 or 8 warps  multiply what has come; the weight is the matrix instruction's left operand
 
 Weights are constants of a step. So the ring is filled with them while the kernel in front still
-runs (`launch.py`), and what is between two products costs less of the memory's time. The adapters'
-A are further programs of the same launch.
+runs (`launch.py`), and what is between two products costs less of the memory's time.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
     fence_async_shared,
     mbarrier,
     tma,
@@ -33,10 +31,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from manyroots.kernels.launch import launch_options
-from manyroots.kernels.lora_sites.sites import LinearSite, LoraRows, LoraTerm
 
-LORA_N = gl.constexpr(64)
-"""Rows of A that a program takes."""
 COPY_REGISTERS = gl.constexpr(24)
 MAX_ROWS, FEW_ROWS, UNMEASURED_ROWS = 64, 16, 32
 """Beyond the first other products are faster. Between the second and the third the kernel was not
@@ -52,10 +47,8 @@ they are taken in turn."""
 CUTS = ((1, 1), (1, 2), (3, 1))
 """Pieces of a tile and splits, the first that fits. The first is slower than `triton.py` for few
 rows."""
-# Triton 3.6's names
+# Triton 3.6's name
 _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-_load_few = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-_meet = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +81,6 @@ def _blocks_of(split, num_blocks, num_splits):
 
 
 @gluon.jit
-def _is_used(tile, lora):
-    """Whether a tile of the adapters' A has any rows."""
-    return tile * LORA_N // lora[6] < gl.load(lora[5])
-
-
-@gluon.jit
 def _ask_for_weights(
     w_desc, ring, stage, n, k, PIECES: gl.constexpr, PIECE: gl.constexpr
 ):  # fmt: skip
@@ -102,30 +89,14 @@ def _ask_for_weights(
 
 
 @gluon.jit
-def _copy_for_shrink(
-    x_desc, ring, sizes, lora, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, DEPENDENT: gl.constexpr
+def _copy(
+    x_desc, w_desc, ring, sizes, BLOCK_K: gl.constexpr, PIECES: gl.constexpr, PIECE: gl.constexpr,
+    STAGES: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
-    """Rows alone: A is asked for by those who multiply."""
+    """The part of the one warp."""
+    program, num_programs = gl.program_id(0), gl.num_programs(0)
     xs, full, empty = ring[0], ring[2], ring[3]
-    lora_tiles = lora[7]
-    if _is_used(gl.program_id(0) % lora_tiles, lora):
-        first, last = _blocks_of(gl.program_id(0) // lora_tiles, sizes[3], sizes[4])
-        if DEPENDENT:
-            gdc_wait()
-        for at in range(last - first):
-            stage = at % STAGES
-            mbarrier.wait(empty.index(stage), (at // STAGES & 1) ^ 1)
-            mbarrier.expect(full.index(stage), x_desc.block_type.nbytes)
-            _load(x_desc, [0, (first + at) * BLOCK_K], full.index(stage), xs.index(stage))
-
-
-@gluon.jit
-def _copy_for_product(
-    x_desc, w_desc, ring, sizes, program, num_programs, BLOCK_K: gl.constexpr,
-    PIECES: gl.constexpr, PIECE: gl.constexpr, STAGES: gl.constexpr, DEPENDENT: gl.constexpr,
-):  # fmt: skip
-    xs, full, empty = ring[0], ring[2], ring[3]
-    num_blocks, num_splits, num_tiles = sizes[3], sizes[4], sizes[5]
+    num_blocks, num_splits, num_tiles = sizes[2], sizes[3], sizes[4]
     num_bytes: gl.constexpr = PIECES * w_desc.block_type.nbytes + x_desc.block_type.nbytes
     tile: gl.constexpr = PIECES * PIECE
     first, last = _blocks_of(program // num_tiles, num_blocks, num_splits)
@@ -155,133 +126,6 @@ def _copy_for_product(
 
 
 @gluon.jit
-def _copy(
-    x_desc, w_desc, ring, sizes, lora, BLOCK_K: gl.constexpr, PIECES: gl.constexpr,
-    PIECE: gl.constexpr, STAGES: gl.constexpr, NUM_PARTS: gl.constexpr, DEPENDENT: gl.constexpr,
-):  # fmt: skip
-    """The part of the one warp."""
-    others = 0
-    if NUM_PARTS:
-        others = lora[7] * sizes[4]
-    program = gl.program_id(0) - others
-    if program >= 0:
-        _copy_for_product(
-            x_desc, w_desc, ring, sizes, program, gl.num_programs(0) - others, BLOCK_K, PIECES,
-            PIECE, STAGES, DEPENDENT,
-        )  # fmt: skip
-    else:
-        if NUM_PARTS:
-            _copy_for_shrink(x_desc, ring, sizes, lora, BLOCK_K, STAGES, DEPENDENT)
-
-
-@gluon.jit
-def _factors(
-    norm, num_rows, k_size, BLOCK_M: gl.constexpr, SQUARES: gl.constexpr,
-    layout: gl.constexpr, DEPENDENT: gl.constexpr,
-):  # fmt: skip
-    """What products with rows that their norm left undivided are multiplied with."""
-    squares, eps = norm
-    if DEPENDENT:
-        gdc_wait()
-    m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))
-    total = gl.zeros([BLOCK_M], gl.float32, gl.SliceLayout(0, layout))
-    for i in gl.static_range(SQUARES):
-        total += gl.load(squares + m * SQUARES + i, mask=m < num_rows, other=0.0)
-    return gl.rsqrt(total / k_size + eps)
-
-
-@gluon.jit
-def _ask_for_a(
-    at, first, count, a_rows, row_ok, tiles, k_size,
-    BLOCK_K: gl.constexpr, PIECES: gl.constexpr, STAGES: gl.constexpr, layout: gl.constexpr,
-):  # fmt: skip
-    k = (first + at) * BLOCK_K + gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))
-    # 16 bytes at a time, which all are wanted or none
-    source = gl.multiple_of(gl.max_contiguous(a_rows[:, None] + k[None, :], [1, 8]), [16, 16])
-    wanted = row_ok[:, None] & ((k < k_size) & (at < count))[None, :]
-    _load_few(
-        tiles.index(at % STAGES * PIECES).slice(0, LORA_N), source,
-        mask=gl.max_constancy(wanted, [1, 8]),
-    )  # fmt: skip
-    async_copy.commit_group()
-
-
-@gluon.jit
-def _rows_of_a(tile, lora, NUM_PARTS: gl.constexpr, layout: gl.constexpr):
-    """Of each of a tile's rows: its number in its adapter, its slot (of nobody: -1), where the
-    slot's table begins, and the rows of x that are its own: the first, and how many."""
-    table, blocks, num_blocks, width = lora[2], lora[4], lora[5], lora[6]
-    v = tile * LORA_N + gl.arange(0, LORA_N, layout)
-    block, n = v // width, v % width
-    is_block = block < gl.load(num_blocks)
-    begin = gl.load(blocks + 3 * block, mask=is_block, other=0)
-    count = gl.load(blocks + 3 * block + 1, mask=is_block, other=0)
-    slot = gl.load(blocks + 3 * block + 2, mask=is_block, other=-1)
-    entry = table + gl.maximum(slot, 0) * (2 + 3 * NUM_PARTS)
-    row_ok = (slot >= 0) & (n < gl.load(entry + 1).to(gl.int32))
-    return n, slot, entry, row_ok, begin, count
-
-
-@gluon.jit
-def _shrink(
-    ring, sizes, lora, norm,
-    BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, PIECES: gl.constexpr, STAGES: gl.constexpr,
-    WAVES: gl.constexpr, NUM_PARTS: gl.constexpr, SQUARES: gl.constexpr, DEPENDENT: gl.constexpr,
-    layout: gl.constexpr,
-):  # fmt: skip
-    """The adapters' A, one block's after the other's, as further tiles of weights. Each of a tile's
-    rows knows its block of rows of x, and is stored for those alone."""
-    xs, tiles, full, empty = ring
-    num_rows, k_size, num_blocks, num_splits = sizes[0], sizes[2], sizes[3], sizes[4]
-    hidden, pool, scalings, width, lora_tiles = lora[0], lora[1], lora[3], lora[6], lora[7]
-    tile, split = gl.program_id(0) % lora_tiles, gl.program_id(0) // lora_tiles
-    if _is_used(tile, lora):
-        first, last = _blocks_of(split, num_blocks, num_splits)
-        count = last - first
-        # 16 bytes of a row for each thread
-        a_layout: gl.constexpr = gl.BlockedLayout(
-            [1, 8], [32 * 8 // BLOCK_K, BLOCK_K // 8], [4 * WAVES, 1], [1, 0]
-        )
-        of_a = _rows_of_a(tile, lora, NUM_PARTS, gl.SliceLayout(1, a_layout))
-        row_ok = of_a[3]
-        a_rows = pool + gl.load(of_a[2]) + of_a[0].to(gl.int64) * k_size
-        for i in gl.static_range(STAGES - 1):
-            _ask_for_a(
-                i, first, count, a_rows, row_ok, tiles, k_size, BLOCK_K, PIECES, STAGES, a_layout
-            )
-        acc = gl.zeros([LORA_N, BLOCK_M], gl.float32, layout)
-        for at in range(count):
-            _ask_for_a(
-                at + STAGES - 1, first, count, a_rows, row_ok, tiles, k_size, BLOCK_K, PIECES,
-                STAGES, a_layout,
-            )  # fmt: skip
-            stage = at % STAGES
-            async_copy.wait_group(STAGES - 1)
-            fence_async_shared()
-            _meet()
-            mbarrier.wait(full.index(stage), at // STAGES & 1)
-            acc = warpgroup_mma(
-                tiles.index(stage * PIECES).slice(0, LORA_N), xs.index(stage).permute((1, 0)), acc,
-                is_async=True,
-            )  # fmt: skip
-            acc = warpgroup_mma_wait(0, deps=(acc,))
-            mbarrier.arrive(empty.index(stage))
-        if SQUARES:
-            factors = _factors(norm, num_rows, k_size, BLOCK_M, SQUARES, layout, DEPENDENT)
-            acc = acc * factors[None, :]
-        rows: gl.constexpr = gl.SliceLayout(1, layout)
-        n, slot, entry, is_row, begin, num = _rows_of_a(tile, lora, NUM_PARTS, rows)
-        scale = gl.load(scalings + gl.maximum(slot, 0) * NUM_PARTS)
-        for part in gl.static_range(1, NUM_PARTS):
-            later = gl.load(scalings + gl.maximum(slot, 0) * NUM_PARTS + part)
-            scale = gl.where(n >= gl.load(entry + 2 + 3 * part).to(gl.int32), later, scale)
-        m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))[None, :]
-        mine = is_row[:, None] & (m >= begin[:, None]) & (m < (begin + num)[:, None])
-        to = hidden + (split * num_rows + m) * width + n[:, None]
-        gl.store(to, (acc * scale[:, None]).to(hidden.dtype.element_ty), mask=mine)
-
-
-@gluon.jit
 def _all_but(few: gl.constexpr, sums, PIECES: gl.constexpr):
     """A tile's sums when all but a few products are done."""
     done = warpgroup_mma_wait(few, deps=sums)
@@ -289,13 +133,15 @@ def _all_but(few: gl.constexpr, sums, PIECES: gl.constexpr):
 
 
 @gluon.jit
-def _product(
-    ring, sizes, norm, bias, out, program, num_programs,
-    BLOCK_M: gl.constexpr, PIECES: gl.constexpr, PIECE: gl.constexpr, STAGES: gl.constexpr,
-    HAS_BIAS: gl.constexpr, SQUARES: gl.constexpr, DEPENDENT: gl.constexpr, layout: gl.constexpr,
+def _multiply(
+    ring, sizes, bias, out, BLOCK_M: gl.constexpr, PIECES: gl.constexpr, PIECE: gl.constexpr,
+    STAGES: gl.constexpr, WAVES: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
+    """The part of the others."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WAVES], [16, BLOCK_M // WAVES, 16])
+    program, num_programs = gl.program_id(0), gl.num_programs(0)
     xs, tiles, full, empty = ring
-    num_rows, n_size, k_size, num_blocks, num_splits, num_tiles = sizes
+    num_rows, n_size, num_blocks, num_splits, num_tiles = sizes
     at = 0
     for item in range(program, num_tiles * num_splits, num_programs):
         tile, split = item % num_tiles, item // num_tiles
@@ -321,13 +167,9 @@ def _product(
         acc = _all_but(0, acc, PIECES)
         mbarrier.arrive(empty.index((at + STAGES - 1) % STAGES))
         m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))
-        if SQUARES:
-            factors = _factors(norm, num_rows, k_size, BLOCK_M, SQUARES, layout, DEPENDENT)
         for p in gl.static_range(PIECES):
             n = (tile * PIECES + p) * PIECE + gl.arange(0, PIECE, gl.SliceLayout(1, layout))
             total = acc[p]
-            if SQUARES:
-                total = total * factors[None, :]
             if HAS_BIAS:
                 # Of the first split alone: the others' sums are added to its.
                 biased = gl.where(split == 0, n_size, 0)
@@ -336,32 +178,6 @@ def _product(
             gl.store(
                 to, total.to(out.dtype.element_ty),
                 mask=(m < num_rows)[None, :] & (n < n_size)[:, None],
-            )  # fmt: skip
-
-
-@gluon.jit
-def _multiply(
-    ring, sizes, lora, norm, bias, out,
-    BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, PIECES: gl.constexpr, PIECE: gl.constexpr,
-    STAGES: gl.constexpr, WAVES: gl.constexpr, HAS_BIAS: gl.constexpr, SQUARES: gl.constexpr,
-    NUM_PARTS: gl.constexpr, DEPENDENT: gl.constexpr,
-):  # fmt: skip
-    """The part of the others."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WAVES], [16, BLOCK_M // WAVES, 16])
-    others = 0
-    if NUM_PARTS:
-        others = lora[7] * sizes[4]
-    program = gl.program_id(0) - others
-    if program >= 0:
-        _product(
-            ring, sizes, norm, bias, out, program, gl.num_programs(0) - others, BLOCK_M, PIECES,
-            PIECE, STAGES, HAS_BIAS, SQUARES, DEPENDENT, layout,
-        )  # fmt: skip
-    else:
-        if NUM_PARTS:
-            _shrink(
-                ring, sizes, lora, norm, BLOCK_M, BLOCK_K, PIECES, STAGES, WAVES, NUM_PARTS,
-                SQUARES, DEPENDENT, layout,
             )  # fmt: skip
 
 
@@ -375,18 +191,13 @@ def _barriers(num: gl.constexpr):
 
 @gluon.jit(
     # Compiled once for all steps and shapes: it takes seconds.
-    do_not_specialize=[
-        "num_rows", "n_size", "k_size", "num_blocks", "num_splits", "num_tiles", "width",
-        "lora_tiles",
-    ],
-    do_not_specialize_on_alignment=["squares", "bias", "blocks", "num_lora_blocks"],
-)  # fmt: skip
+    do_not_specialize=["num_rows", "n_size", "num_blocks", "num_splits", "num_tiles"],
+    do_not_specialize_on_alignment=["bias"],
+)
 def _linear(
-    x_desc, w_desc, squares, bias, out, hidden, pool, table, scalings, blocks, num_lora_blocks,
-    num_rows, n_size, k_size, eps, width, num_blocks, num_splits, num_tiles, lora_tiles,
+    x_desc, w_desc, bias, out, num_rows, n_size, num_blocks, num_splits, num_tiles,
     BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, PIECES: gl.constexpr, PIECE: gl.constexpr,
-    STAGES: gl.constexpr, WAVES: gl.constexpr, HAS_BIAS: gl.constexpr, SQUARES: gl.constexpr,
-    NUM_PARTS: gl.constexpr, DEPENDENT: gl.constexpr,
+    STAGES: gl.constexpr, WAVES: gl.constexpr, HAS_BIAS: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     if DEPENDENT:
         gdc_launch_dependents()
@@ -398,19 +209,11 @@ def _linear(
         _barriers(STAGES), _barriers(STAGES),
     )  # fmt: skip
     fence_async_shared()
-    sizes = (num_rows, n_size, k_size, num_blocks, num_splits, num_tiles)
-    lora = (hidden, pool, table, scalings, blocks, num_lora_blocks, width, lora_tiles)
-    norm = (squares, eps)
+    sizes = (num_rows, n_size, num_blocks, num_splits, num_tiles)
     gl.warp_specialize(
         [
-            (_multiply, (
-                ring, sizes, lora, norm, bias, out, BLOCK_M, BLOCK_K, PIECES, PIECE, STAGES, WAVES,
-                HAS_BIAS, SQUARES, NUM_PARTS, DEPENDENT,
-            )),
-            (_copy, (
-                x_desc, w_desc, ring, sizes, lora, BLOCK_K, PIECES, PIECE, STAGES, NUM_PARTS,
-                DEPENDENT,
-            )),
+            (_multiply, (ring, sizes, bias, out, BLOCK_M, PIECES, PIECE, STAGES, WAVES, HAS_BIAS)),
+            (_copy, (x_desc, w_desc, ring, sizes, BLOCK_K, PIECES, PIECE, STAGES, DEPENDENT)),
         ],
         [1], [COPY_REGISTERS],
     )  # fmt: skip
@@ -421,12 +224,10 @@ def _is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
-def tiling_for(x: Tensor, weight: Tensor, *, is_plain: bool) -> RingTiling | None:
-    """How this product is cut up, if this kernel takes it and was measured to be faster.
-    `is_plain`: rows are whole, and no adapter's A comes with it."""
+def tiling_for(x: Tensor, weight: Tensor) -> RingTiling | None:
+    """How this product is cut up, if this kernel takes it and was measured to be faster."""
     if (
-        not is_plain
-        or not _is_hopper(x.device)
+        not _is_hopper(x.device)
         or not x.dtype == weight.dtype == torch.bfloat16
         or not x.is_contiguous()
         or not weight.is_contiguous()
@@ -465,50 +266,27 @@ def _block_m(num_rows: int) -> int:
     return size
 
 
-def multiply(
-    x: Tensor,
-    weight: Tensor,
-    tiling: RingTiling,
-    site: LinearSite | None,
-    rows: LoraRows | None,
-    bias: Tensor | None,
-    squares: Tensor | None,
-    eps: float,
-) -> tuple[Tensor, LoraTerm | None]:
-    """`gemm.linear` of plain rows, or of those that a norm left undivided, with their squares."""
+def multiply(x: Tensor, weight: Tensor, tiling: RingTiling, bias: Tensor | None) -> Tensor:
+    """`gemm.linear` of whole rows, without adapters."""
     num_rows, k_size = x.shape
     n_size, splits = weight.shape[0], tiling.num_splits
     out = torch.empty(
         splits, num_rows, n_size, dtype=x.dtype if splits == 1 else torch.float32, device=x.device
     )
-    if site is None or rows is None:
-        term, lora_tiles = None, 0
-        adapters = (out, x, x, out, x, x)
-        width, num_parts = 1, 0
-    else:
-        width, num_parts = site.width, site.num_parts
-        # One sum is as precise as what is multiplied with it; parts are not to be rounded.
-        kept = site.pool.dtype if splits == 1 else torch.float32
-        hidden = torch.empty(splits, num_rows, width, dtype=kept, device=x.device)
-        term = LoraTerm(hidden, site, rows)
-        lora_tiles = triton.cdiv(rows.max_blocks * width, LORA_N.value)
-        adapters = (hidden, site.pool, site.table, site.scalings, rows.blocks, rows.num_blocks)
     num_tiles = triton.cdiv(n_size, tiling.tile)
     programs = num_tiles * splits
     if tiling.max_programs:
         programs = min(programs, tiling.max_programs)
     block_m = _block_m(num_rows)
-    _linear[(lora_tiles * splits + programs,)](
+    _linear[(programs,)](
         _describe(x, block_m, tiling.block_k), _describe(weight, tiling.piece, tiling.block_k),
-        out if squares is None else squares, x if bias is None else bias, out, *adapters, num_rows,
-        n_size, k_size, eps, width, triton.cdiv(k_size, tiling.block_k), splits, num_tiles,
-        lora_tiles, BLOCK_M=block_m, BLOCK_K=tiling.block_k, PIECES=tiling.pieces,
+        x if bias is None else bias, out, num_rows, n_size, triton.cdiv(k_size, tiling.block_k),
+        splits, num_tiles, BLOCK_M=block_m, BLOCK_K=tiling.block_k, PIECES=tiling.pieces,
         PIECE=tiling.piece, STAGES=tiling.num_stages, WAVES=tiling.num_warps // 4,
-        HAS_BIAS=bias is not None, SQUARES=0 if squares is None else squares.shape[1],
-        NUM_PARTS=num_parts, num_warps=tiling.num_warps, maxnreg=tiling.registers,
+        HAS_BIAS=bias is not None, num_warps=tiling.num_warps, maxnreg=tiling.registers,
         **launch_options(x.device),
     )  # fmt: skip
-    return out, term
+    return out
 
 
 def _describe(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:

@@ -113,11 +113,10 @@ driver.set_active(Hopper())
 IN_GLUON = f"""{ON_HOPPER}
 from manyroots.kernels.gemm import triton_hopper as gemm
 
-rows, whole, place = torch.zeros(8, 64, dtype=torch.bfloat16), torch.zeros(8), torch.zeros(8).int()
+rows = torch.zeros(8, 64, dtype=torch.bfloat16)
 code = gemm._linear.warmup(
-    gemm._describe(rows, 16, 64), gemm._describe(rows, 64, 64), whole, rows, whole, whole, rows,
-    place.long(), whole, place, place, 8, 8, 64, 1e-6, 16, 1, 2, 1, 1, BLOCK_M=16, BLOCK_K=64,
-    PIECES=2, PIECE=64, STAGES=3, WAVES=1, HAS_BIAS=True, SQUARES=2, NUM_PARTS=2, DEPENDENT=True,
+    gemm._describe(rows, 16, 64), gemm._describe(rows, 64, 64), rows, rows, 8, 8, 1, 2, 1,
+    BLOCK_M=16, BLOCK_K=64, PIECES=2, PIECE=64, STAGES=3, WAVES=1, HAS_BIAS=True, DEPENDENT=True,
     launch_pdl=True, num_warps=4, maxnreg=64, grid=(1,),
 ).asm["ptx"]
 steps = re.findall("cp.async.bulk|griddepcontrol.wait", code)
@@ -160,7 +159,7 @@ def test_q01_q04_kernels_of_fp8_compile_for_hopper() -> None:
     assert_compiles(SCRIPT)
 
 
-def test_products_with_adapters_compile_for_hopper() -> None:
+def test_products_of_whole_rows_compile_for_hopper() -> None:
     """And ask for weights before they wait for the kernel in front."""
     assert_compiles(IN_GLUON)
 

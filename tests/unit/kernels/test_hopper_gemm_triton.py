@@ -9,13 +9,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.unit.kernels.test_fused_triton import EPS, SLOTS, assert_same_hidden, term
-from tests.unit.kernels.triton_cases import DEVICE, make_rows, make_site, randn
+from tests.unit.kernels.triton_cases import DEVICE, randn
 
 from manyroots.kernels.gemm import reference, triton_hopper  # isort: skip
 from manyroots.kernels.gemm import triton as gemm  # isort: skip
 from manyroots.kernels.gemm.triton_hopper import RingTiling  # isort: skip
-from manyroots.kernels.norm import reference as norm_reference  # isort: skip
 from manyroots.kernels.tolerances import assert_close  # isort: skip
 
 IS_HOPPER = DEVICE.type == "cuda" and torch.cuda.get_device_capability()[0] == 9
@@ -23,17 +21,12 @@ DTYPE = torch.bfloat16 if IS_HOPPER else torch.float32
 NARROW, THREE = RingTiling(1, 64, 64, 4, 1, 4, 64), RingTiling(3, 64, 64, 3, 2, 4, 96)
 MANY = RingTiling(1, 128, 64, 4, 3, 8, 96)
 FEW_PROGRAMS = RingTiling(1, 64, 128, 3, 1, 4, 64, 3)
-CASES = [
-    (SLOTS, 192, 72, NARROW),
-    ((-1, *[0] * 40, 1, *[2] * 22), 200, 200, THREE),
-]
+CASES = [(6, 192, 72, NARROW), (64, 200, 200, THREE)]
 if IS_HOPPER:
     CASES += [
-        (SLOTS, 4096, 1000, THREE),
-        ((-1, *[0] * 70, 1, *[2] * 30), 1088, 300, MANY),
-        ((*[0] * 150, *[-1] * 90, 1), 640, 400, MANY),
-        ((*[1] * 20, 2), 520, 640, FEW_PROGRAMS),
-    ]
+        (6, 4096, 1000, THREE), (102, 1088, 300, MANY), (241, 640, 400, MANY),
+        (21, 520, 640, FEW_PROGRAMS),
+    ]  # fmt: skip
 
 
 def tiled(tiling: RingTiling) -> RingTiling | gemm.Tiling:
@@ -41,56 +34,34 @@ def tiled(tiling: RingTiling) -> RingTiling | gemm.Tiling:
     return tiling if IS_HOPPER else gemm.Tiling(32, 64, tiling.num_splits, 2, 4)
 
 
-@pytest.mark.parametrize("has_adapters", [False, True])
-@pytest.mark.parametrize(("slots", "k_size", "n_size", "tiling"), CASES)
+@pytest.mark.parametrize(("num_rows", "k_size", "n_size", "tiling"), CASES)
 def test_products_with_weights_that_come_early_equal_the_reference(
-    slots: tuple[int, ...], k_size: int, n_size: int, tiling: RingTiling, has_adapters: bool
+    num_rows: int, k_size: int, n_size: int, tiling: RingTiling
 ) -> None:
     """Behind the rows lies NaN. Each product follows a kernel that writes its rows, so that weights
     are asked for before those are there."""
-    num_rows = len(slots)
-    rows = make_rows(*slots) if has_adapters else None
-    site = make_site(k_size, (32, 16), [(8, 16), (40, 8), (0, 24)], DTYPE)
     behind = torch.full((num_rows + 1, k_size), float("nan"), dtype=DTYPE, device=DEVICE)
     weight = randn(n_size, k_size, dtype=DTYPE, seed=4) * k_size**-0.5
     bias = randn(n_size, dtype=DTYPE, seed=5) if tiling is not THREE else None
     behind[:-1] = randn(num_rows, k_size, dtype=DTYPE)
     x = behind[:-1]
-    out, shrunk = gemm.linear(x, weight, site, rows, bias, tiling=tiled(tiling))
-    expected, expected_shrunk = reference.linear(x, weight, site, rows, bias)
+    out, _ = gemm.linear(x, weight, None, None, bias, tiling=tiled(tiling))
+    expected, _ = reference.linear(x, weight, None, None, bias)
     assert out.shape == (tiling.num_splits, num_rows, n_size)
     assert_close("lora", out.float().sum(0), expected[0], DTYPE)
-    assert (shrunk is None) == (rows is None)
-    if shrunk is not None and expected_shrunk is not None:
-        assert_same_hidden(shrunk, expected_shrunk, DTYPE)
-
-
-@pytest.mark.parametrize("tiling", [NARROW, THREE])
-def test_rows_that_their_norm_left_undivided_are_divided(tiling: RingTiling) -> None:
-    lora = term((320,), [(8,)] * 3, DTYPE)
-    x = randn(len(SLOTS), 320, dtype=DTYPE)
-    weight = randn(200, 320, dtype=DTYPE, seed=4) * 320**-0.5
-    site = make_site(320, (32, 16), [(8, 16), (40, 8), (0, 24)], DTYPE)
-    of_norm = norm_reference.add_norm(x.clone(), x, randn(320, dtype=DTYPE, seed=6), EPS, lora)
-    out, shrunk = gemm.linear(of_norm, weight, site, lora.rows, tiling=tiled(tiling))
-    expected, expected_shrunk = reference.linear(of_norm, weight, site, lora.rows)
-    assert_close("lora", out.float().sum(0), expected[0], DTYPE)
-    assert shrunk is not None
-    assert expected_shrunk is not None
-    assert_same_hidden(shrunk, expected_shrunk, DTYPE)
 
 
 def test_which_products_are_sent_to_the_kernel_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_hopper, "_is_hopper", lambda device: True)
 
     def sent(
-        num_rows: int, n_size: int, k_size: int = 4096, *, is_plain: bool = True,
+        num_rows: int, n_size: int, k_size: int = 4096, *,
         of_rows: torch.dtype = torch.bfloat16, of_weight: torch.dtype = torch.bfloat16,
         step: int = 1,
     ) -> RingTiling | None:  # fmt: skip
         x = torch.empty(num_rows, k_size * step, dtype=of_rows, device="meta")[:, ::step]
         weight = torch.empty(n_size, k_size, dtype=of_weight, device="meta")
-        return triton_hopper.tiling_for(x, weight, is_plain=is_plain)
+        return triton_hopper.tiling_for(x, weight)
 
     assert sent(64, 4096) == RingTiling(1, 64, 128, 7, 2, 4, 64)
     assert sent(64, 6144) == RingTiling(1, 64, 128, 7, 1, 4, 64)
@@ -104,7 +75,6 @@ def test_which_products_are_sent_to_the_kernel_for_hopper(monkeypatch: pytest.Mo
     assert sent(64, 5120) is None
     assert sent(64, 4096, 4100) is None
     assert sent(64, 4096, 512) is None
-    assert sent(64, 4096, is_plain=False) is None
     assert sent(64, 4096, of_rows=torch.float16) is None
     assert sent(64, 4096, of_weight=torch.float32) is None
     assert sent(64, 4096, step=2) is None

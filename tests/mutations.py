@@ -1906,4 +1906,20 @@ MUTATIONS: tuple[Mutation, ...] = (
             "unit/engine/test_picked_dtypes.py::test_auto_is_bfloat16_where_the_checkpoint_is_and_the_chip_is_fast_at_it",
         ),
     ),
+    Mutation(
+        "bench/kernel_times.py",
+        "agrees = bool((off <= allowed.atol + allowed.rtol * right.abs()).all())",
+        "agrees = bool((off <= allowed.atol + allowed.rtol * right.abs()).any())",
+        "a kernel with one right number agrees with its reference",
+        (
+            "unit/bench/test_kernels_bench.py::test_a_kernel_that_is_wrong_or_fails_is_said_to_and_stops_nobody",
+        ),
+    ),
+    Mutation(
+        "bench/kernel_attention.py",
+        "seen = checked - torch.tensor(starts)[owner] + sequences.before + 1",
+        "seen = checked - torch.tensor(starts)[owner] + 1",
+        "attention over prompts is compared without what is before them",
+        ("unit/bench/test_kernels_bench.py::test_every_kernel_of_a_layer_is_timed_and_compared",),
+    ),
 )

@@ -8,6 +8,7 @@ from typing import Any
 
 from manyroots.bench.model_configs import MODEL_CONFIGS
 from manyroots.cli.bench_http import add_http
+from manyroots.cli.bench_kernels import add_kernels
 from manyroots.cli.bench_tiers import add_tiers
 from manyroots.cli.bench_traffic import add_serve, add_traffic
 from manyroots.cli.bench_values import check_at_least, check_positive, ints, written
@@ -22,6 +23,7 @@ def add_bench_command(commands: Any) -> None:
     kinds = bench.add_subparsers(required=True, metavar="WHAT")
     _add_offline(kinds)
     _add_decode(kinds)
+    add_kernels(kinds)
     add_traffic(kinds)
     add_serve(kinds)
     add_http(kinds)

@@ -24,8 +24,9 @@ def describe(reader: ConfigReader) -> ModelSpec:
 
 
 def describe_moe(reader: ConfigReader) -> ModelSpec:
-    """Qwen3.5-35B-A3B and larger."""
-    block = shared_experts(reader)
+    """Qwen3.5-35B-A3B and larger, whose config has no word on the weights of the chosen experts:
+    they always add up to one."""
+    block = shared_experts(reader, renormalises=True)
     return hybrid(reader, [block] * reader.text.num_hidden_layers, is_fused=False)
 
 

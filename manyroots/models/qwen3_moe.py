@@ -19,7 +19,7 @@ def describe(reader: ConfigReader) -> ModelSpec:
     """Qwen3-30B-A3B, Qwen3-235B-A22B and their kin."""
     text = reader.text
     bias, sparse = text.attention_bias, sparse_layers(text)
-    block = experts(reader) if sparse else None
+    block = experts(reader, renormalises=text.norm_topk_prob) if sparse else None
     layers = []
     for index, window in enumerate(of_every_layer(text)):
         mixer = reader.attention(qkv_bias=bias, o_bias=bias, qk_norm=True, window=window)
@@ -28,8 +28,9 @@ def describe(reader: ConfigReader) -> ModelSpec:
     return reader.model(layers)
 
 
-def experts(reader: ConfigReader) -> ExpertsSpec:
-    """What a config says of its experts."""
+def experts(reader: ConfigReader, *, renormalises: bool) -> ExpertsSpec:
+    """What a config says of its experts. `renormalises`: whether the chosen ones' weights add up
+    to one."""
     config = reader.text
     chosen, count = config.num_experts_per_tok, config.num_experts
     if not 1 <= chosen <= count:
@@ -42,7 +43,7 @@ def experts(reader: ConfigReader) -> ExpertsSpec:
         experts_per_token=chosen,
         intermediate_size=config.moe_intermediate_size,
         activation=reader.activation,
-        scoring=Scoring.SOFTMAX_RENORMALISED if config.norm_topk_prob else Scoring.SOFTMAX,
+        scoring=Scoring.SOFTMAX_RENORMALISED if renormalises else Scoring.SOFTMAX,
     )
 
 

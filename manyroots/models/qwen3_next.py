@@ -32,7 +32,8 @@ _DRAFTING = "mtp."
 
 def describe(reader: ConfigReader) -> ModelSpec:
     """Qwen3-Next-80B-A3B and its kin."""
-    text, block = reader.text, shared_experts(reader)
+    text = reader.text
+    block = shared_experts(reader, renormalises=text.norm_topk_prob)
     sparse = sparse_layers(text)
     blocks: list[BlockSpec] = [
         block if index in sparse else reader.dense(bias=False)
@@ -82,10 +83,10 @@ def delta_net(text: Any, *, is_fused: bool) -> DeltaSpec:
     )
 
 
-def shared_experts(reader: ConfigReader) -> SharedSpec:
+def shared_experts(reader: ConfigReader, *, renormalises: bool) -> SharedSpec:
     """Experts, and the one that every token goes through."""
     return SharedSpec(
-        experts=experts(reader),
+        experts=experts(reader, renormalises=renormalises),
         shared=DenseSpec(
             intermediate_size=reader.text.shared_expert_intermediate_size,
             activation=reader.activation,

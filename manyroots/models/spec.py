@@ -138,11 +138,12 @@ class ConfigReader:
 
     @property
     def activation(self) -> Activation:
-        name = getattr(self.text, "hidden_activation", None) or self.text.hidden_act
+        """By the one field that the architecture's config has for it; others are of no account."""
+        field = "hidden_act" if hasattr(type(self.text), "hidden_act") else "hidden_activation"
+        name = getattr(self.text, field)
         if name not in ACTIVATIONS:
             raise ModelError(
-                f"the model's hidden_act is {name!r}; this version computes "
-                f"{', '.join(ACTIVATIONS)}."
+                f"the model's {field} is {name!r}; this version computes {', '.join(ACTIVATIONS)}."
             )
         return ACTIVATIONS[name]
 

@@ -168,7 +168,8 @@ def _check_target_modules(
     unknown = sorted(named_modules - {name.rpartition(".")[2] for name in targets})
     if unknown:
         file_modules = (factor.module for sides in factors.values() for factor in sides.values())
-        known = {end for name in (*targets, *file_modules) for end in endings(name)}
+        names = (*targets, *file_modules, *config.target_parameters)
+        known = {end for name in names for end in endings(name)}
         unknown = sorted(set(unknown) - known)
     if unknown:
         raise AdapterError(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from transformers import Qwen3MoeForCausalLM
 
+from manyroots.config import ModelSettings
 from manyroots.errors import ModelError
 from manyroots.kernels.activation.kinds import Activation
 from manyroots.kernels.moe_pairs.routing import Scoring
@@ -16,7 +19,8 @@ from manyroots.layers.rotary import rope_frequencies
 from manyroots.layers.spec import ExpertsSpec
 from manyroots.models.families import families
 from manyroots.models.load import describe
-from manyroots.models.registry import architecture_of, known_architecture
+from manyroots.models.registry import ARCHITECTURES, architecture_of, known_architecture
+from manyroots.models.source import resolve_source
 from manyroots.models.spec import ModelSpec
 from tests.unit.models.tiny import LLAMA3, WINDOW, tiny_config, tiny_source, tiny_spec
 
@@ -179,6 +183,25 @@ def test_a_quantized_checkpoint_is_refused_by_method() -> None:
 def test_heads_that_do_not_divide_are_refused() -> None:
     with pytest.raises(ModelError, match="6 attention heads and 4 key-value heads"):
         tiny_spec(num_key_value_heads=4)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_config_with_nothing_but_its_type_is_described(name: str, tmp_path: Path) -> None:
+    """So that no field is read which an architecture's own config does not have."""
+    for model_type in ARCHITECTURES[name].model_types:
+        fields = {"model_type": model_type, "architectures": [name]}
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+        assert describe(resolve_source(ModelSettings(model=str(tmp_path)))).num_layers > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [("llama", {"hidden_activation": "relu"}), ("gemma3", {"hidden_act": "relu"})],
+)
+def test_a_field_that_other_architectures_have_counts_for_nothing(
+    kind: str, changes: dict[str, Any]
+) -> None:
+    assert tiny_spec(kind, **changes) == tiny_spec(kind)
 
 
 def test_an_unknown_activation_is_refused_when_the_model_is_described() -> None:

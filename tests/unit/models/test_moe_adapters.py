@@ -191,6 +191,7 @@ def test_eight_adapters_that_peft_saved_and_the_base_give_pefts_logits_w15_w17(
     [
         {"target_modules": ["q_proj", *EXPERTS]},
         {"target_modules": list(EXPERTS), "use_rslora": True},
+        {"target_modules": r".*layers\.\d+\..*(q_proj|gate_proj|up_proj|down_proj)"},
         {"target_modules": [], "target_parameters": PARAMETERS[:1]},
         {"target_modules": [], "target_parameters": PARAMETERS[1:]},
     ],

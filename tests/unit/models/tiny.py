@@ -204,7 +204,12 @@ MODELS: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
     ),
     "qwen3-next": (Qwen3NextConfig, Qwen3NextForCausalLM, {**DELTA, **EXPERTS, **SHARED}),
     "qwen3.5": (Qwen3_5TextConfig, Qwen3_5ForCausalLM, DELTA),
-    "qwen3.5-moe": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM, {**DELTA, **EXPERTS, **SHARED}),
+    "qwen3.5-moe": (
+        Qwen3_5MoeTextConfig,
+        Qwen3_5MoeForCausalLM,
+        # A field of its forerunner's, which it has no more and which counts for nothing.
+        {**DELTA, **EXPERTS, **SHARED, "norm_topk_prob": False},
+    ),
     "lfm2": (Lfm2Config, Lfm2ForCausalLM, LFM2),
     "lfm2-biased": (
         Lfm2Config,

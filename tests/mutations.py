@@ -126,6 +126,31 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     # Endpoints
     Mutation(
+        "text/chat_output.py",
+        "        if self._must_call:\n            return\n",
+        "",
+        "of a forced call that is cut short its marks are shown as content",
+        (f"{ANSWERS}test_g02_a_forced_call_cut_short_is_never_content[required-one call]",),
+    ),
+    Mutation(
+        "api/checks.py",
+        "        if also != params:",
+        "        if False:",
+        "of two shapes that differ the second is forgotten",
+        (
+            "unit/api/test_structure_fields.py::test_g01_two_shapes_that_differ_are_refused_by_both_names",
+        ),
+    ),
+    Mutation(
+        "api/completions.py",
+        "return _silenced(generated) if is_only_echo(request) else generated",
+        "return generated",
+        "an echo alone says a token more",
+        (
+            "unit/api/test_completions_route.py::test_an_echo_alone_scores_the_prompt_and_says_nothing[1]",
+        ),
+    ),
+    Mutation(
         "api/openai_responses/route.py",
         'self._response.status = "incomplete" if is_cut else "completed"',
         'self._response.status = "completed"',

@@ -60,7 +60,8 @@ def _answer_delta(index: int, output: ChatOutput, delta: TextDelta) -> AnswerDel
 
 async def whole_answers(job: Job) -> tuple[list[WholeAnswer], Usage]:
     """Every choice once it is finished."""
-    collected, usage = await collect(job.service, job.submits, job.n, job.watch, job.shown_ids)
+    generated = generate(job.service, job.submits, job.watch, job.shown_ids)
+    collected, usage = await collect(generated, job.submits, job.n)
     return [_whole(job, made) for made in collected], usage
 
 

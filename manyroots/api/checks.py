@@ -43,8 +43,13 @@ def _unsupported_names(kind: type[msgspec.Struct]) -> tuple[str, ...]:
 
 _STRUCTURE_FIELDS = (
     "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
-    "guided_grammar",
+    "guided_grammar", "regex", "ebnf", "json_schema",
 )  # fmt: skip
+_KINDS_BY_FIELD = {
+    "guided_json": "json", "guided_regex": "regex", "guided_choice": "choice",
+    "guided_grammar": "grammar", "regex": "regex", "ebnf": "grammar", "json_schema": "json",
+}  # fmt: skip
+"""Fields that hold one kind of structure: vLLM's older names, and SGLang's."""
 _UNSUPPORTED_STRUCTURES = _unsupported_names(StructuredOutputs)
 _UNSUPPORTED: dict[type[GenerationFields], tuple[str, ...]] = {
     kind: _unsupported_names(kind) for kind in (CompletionRequest, ChatRequest)
@@ -89,12 +94,17 @@ def structure_of(request: GenerationFields) -> tuple[str, StructuredOutputsParam
     """The shape that a request wants of its output, and what the request calls it; None for any.
     Checked: what can't be honoured is refused. May take a moment, for a large schema."""
     found = [(name, params) for name, params in _structures(request) if params is not None]
-    if len(found) > 1:
-        names = " and ".join(name for name, _ in found)
-        raise RequestError(f"{names} are both given; give one of them.", field=found[1][0])
-    for name, params in found:
-        check_structure(params, name)
-    return found[0] if found else None
+    if not found:
+        return None
+    name, params = found[0]
+    for other, also in found[1:]:
+        # The same twice is one wish, told to servers of two ages.
+        if also != params:
+            raise RequestError(
+                f"{name} and {other} are both given, and differ; give one of them.", field=other
+            )
+    check_structure(params, name)
+    return found[0]
 
 
 def _structures(
@@ -103,10 +113,10 @@ def _structures(
     """By the names of fields."""
     yield "response_format", _response_format(request.response_format)
     yield "structured_outputs", _structured_outputs(request.structured_outputs)
-    for name in ("json", "regex", "choice", "grammar"):
-        value = getattr(request, f"guided_{name}")
+    for name, kind in _KINDS_BY_FIELD.items():
+        value = getattr(request, name)
         if value is not None:
-            yield f"guided_{name}", _params(f"guided_{name}", **{name: value})
+            yield name, _params(name, **{kind: value})
 
 
 def _response_format(wanted: ResponseFormat | None) -> StructuredOutputsParams | None:
@@ -172,13 +182,19 @@ def namespace_of(request: GenerationFields) -> Namespace:
     return Namespace(adapter=None, salt=salt)
 
 
+def is_only_echo(request: CompletionRequest) -> bool:
+    """Whether the prompt itself is all that is wanted, with its logprobs: for scoring texts. The
+    engine makes a token all the same, which nobody sees."""
+    return bool(request.echo) and request.max_tokens == 0
+
+
 def completion_sampling(
     request: CompletionRequest, defaults: SamplingDefaults = NO_DEFAULTS
 ) -> SamplingParams:
     """`defaults`: the model's, for what the request leaves open."""
     more: dict[str, Any] = {"logprobs": request.logprobs}
     if request.max_tokens is not None:
-        more["max_tokens"] = request.max_tokens
+        more["max_tokens"] = 1 if is_only_echo(request) else request.max_tokens
     if request.echo and request.logprobs is not None:
         if request.stream:
             raise RequestError(
@@ -219,6 +235,8 @@ def _sampling(
     request: GenerationFields, more: dict[str, Any], defaults: SamplingDefaults
 ) -> SamplingParams:
     values = {name: getattr(request, name) for name in _SAME_NAMES}
+    if request.no_stop_trim is not None:
+        values["include_stop_str_in_output"] = request.no_stop_trim
     given = {name: value for name, value in values.items() if value is not None}
     stop = request.stop
     return defaults.params(

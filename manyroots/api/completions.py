@@ -8,20 +8,22 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from manyroots.api.body import read_request
-from manyroots.api.checks import wanted_usage
+from manyroots.api.checks import is_only_echo, wanted_usage
 from manyroots.api.events import DONE, EventStream, answer, event
-from manyroots.api.generation import Collected, UsageCount, collect, generate
+from manyroots.api.generation import Batch, Collected, UsageCount, collect, generate
 from manyroots.api.jobs import Job, completion_job
 from manyroots.api.logprobs import completion_logprobs, echoed_logprobs, joined, prompt_logprobs
 from manyroots.api.requests import CompletionRequest
 from manyroots.api.responses import Completion, CompletionChoice, CompletionLogprobs
 from manyroots.api.state import server_of
+from manyroots.messages import FinishReason
 from manyroots.text.assembler import TextDelta
 
 
@@ -35,8 +37,27 @@ async def completions(request: Request) -> Response:
         return await answer(request, _whole(job, body))
 
 
+def _batches(job: Job, request: CompletionRequest) -> AsyncGenerator[Batch, None]:
+    generated = generate(job.service, job.submits, job.watch)
+    return _silenced(generated) if is_only_echo(request) else generated
+
+
+async def _silenced(generated: AsyncGenerator[Batch, None]) -> AsyncGenerator[Batch, None]:
+    """Of sequences that were to say nothing: their prompts' logprobs, and their end."""
+    async with aclosing(generated) as batches:
+        async for batch in batches:
+            yield [(index, _silent(delta)) for index, delta in batch]
+
+
+def _silent(delta: TextDelta) -> TextDelta:
+    reason = delta.finish_reason and FinishReason.LENGTH
+    return replace(
+        delta, text="", tokens=[], logprobs=[], offsets=[], finish_reason=reason, stop_reason=None
+    )
+
+
 async def _whole(job: Job, request: CompletionRequest) -> Completion:
-    collected, usage = await collect(job.service, job.submits, job.n, job.watch)
+    collected, usage = await collect(_batches(job, request), job.submits, job.n)
     choices = [_choice(job, request, collected, index) for index in range(len(collected))]
     return Completion(
         id=job.id, created=job.created, model=request.model, choices=choices, usage=usage
@@ -87,7 +108,7 @@ async def _chunks(job: Job, request: CompletionRequest) -> AsyncGenerator[bytes,
             chunk.choices = [CompletionChoice(index=index, text=job.prompt_text(index // job.n))]
             events.append(event(chunk))
     count = UsageCount(job.submits, job.n)
-    async with aclosing(generate(job.service, job.submits, job.watch)) as batches:
+    async with aclosing(_batches(job, request)) as batches:
         async for batch in batches:
             for index, delta in batch:
                 count.add(index, delta)

@@ -212,16 +212,12 @@ class UsageCount:
 
 
 async def collect(
-    service: Service,
-    submits: Sequence[Submit],
-    n: int,
-    watch: RequestWatch,
-    shown_ids: frozenset[int] = frozenset(),
+    generated: AsyncGenerator[Batch, None], submits: Sequence[Submit], n: int
 ) -> tuple[list[Collected], Usage]:
     """Every choice, whole."""
     choices = [Collected() for _ in submits]
     count = UsageCount(submits, n)
-    async with aclosing(generate(service, submits, watch, shown_ids)) as batches:
+    async with aclosing(generated) as batches:
         async for batch in batches:
             for index, delta in batch:
                 choices[index].add(delta)

@@ -36,7 +36,7 @@ from manyroots.observe.requests import RequestFacts, RequestWatch
 from manyroots.sampling import SamplingParams
 from manyroots.structured_outputs import StructuredOutputsParams
 from manyroots.text.chat_output import ChatOutput, parse_plain
-from manyroots.text.tools import ToolChoice, ToolUse, check_tools
+from manyroots.text.tools import ToolUse, check_tools
 
 _SMALL_CHARACTERS = 4096
 """Tokenized at once: a thread would take longer than the work."""
@@ -149,8 +149,7 @@ def _prepare_chat(
 ) -> tuple[str, list[int], StructuredOutputsParams | None]:
     """A chat's prompt, and the shape of its answer."""
     wanted = structure_of(request)
-    must_call = use.choice in (ToolChoice.REQUIRED, ToolChoice.NAMED)
-    if wanted is not None and must_call:
+    if wanted is not None and use.must_call:
         if wanted[0] != "response_format":
             raise RequestError(
                 f"tool_choice demands a call, and {wanted[0]} another answer; give one of them.",
@@ -162,7 +161,7 @@ def _prepare_chat(
     structure = service.template.format.structure(
         None if wanted is None else wanted[1], use, prompt=text, tokenizer=service.tokenizer
     )
-    if structure is not None and must_call:
+    if structure is not None and use.must_call:
         check_structure(structure, "tools")
     return text, tokens, structure
 

@@ -88,6 +88,11 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    regex: str | None = None
+    """This, `ebnf`, `json_schema` and `no_stop_trim` are SGLang's names."""
+    ebnf: str | None = None
+    json_schema: str | dict[str, Any] | None = None
+    no_stop_trim: bool | None = None
     lora_path: str | list[str | None] | None = None
     """The name of an adapter, or one for each prompt; null is the base model."""
 
@@ -99,6 +104,7 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     prompt_cache_key: Ignored = None
     prompt_cache_retention: Ignored = None
     request_id: Ignored = None
+    rid: Ignored = None
     guided_decoding_backend: Ignored = None
 
     best_of: Unsupported = None
@@ -110,6 +116,11 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     spaces_between_special_tokens: Unsupported = None
     kv_transfer_params: Unsupported = None
     prompt_embeds: Unsupported = None
+    return_tokens_as_token_ids: Unsupported = None
+    guided_whitespace_pattern: Unsupported = None
+    separate_reasoning: Unsupported = None
+    stream_reasoning: Unsupported = None
+    return_hidden_states: Unsupported = None
 
 
 class CompletionRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
@@ -218,12 +229,18 @@ SAME_AS_ABSENT: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "verbosity": ("medium",),
     "echo": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "separate_reasoning": (True,),
+    "stream_reasoning": (True,),
+    "return_hidden_states": (False,),
 }
 """Values of unsupported fields that ask for nothing but what happens anyway."""
 INSTEAD = {
     "functions": "send tools instead",
     "function_call": "send tool_choice instead",
     "chat_template": "start the server with --chat-template instead",
+    "return_tokens_as_token_ids": "send return_token_ids instead",
+    "separate_reasoning": "start the server with --reasoning-parser none instead",
     "documents": "write them into the messages instead",
 }
 """What to do about unsupported fields, other than to remove them."""

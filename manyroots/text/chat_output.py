@@ -84,13 +84,18 @@ class ChatOutput:
         parse: Parse,
         *,
         max_calls: int | None = None,
+        must_call: bool = False,
         is_continued: bool = False,
         new_id: Callable[[], str] = openai_id,
     ) -> None:
-        """`max_calls`: calls beyond these are dropped; None takes all. `is_continued`: the answer
-        began in the prompt, so that space in front is its own. `new_id`: of a call."""
+        """`max_calls`: calls beyond these are dropped; None takes all. `must_call`: there is
+        nothing but calls, so that what looks like content is a call cut short before its name.
+        `is_continued`: the answer began in the prompt, so that space in front is its own.
+        `new_id`: of a call."""
         self._reader = Reader()
-        self._writer = AnswerWriter(max_calls, is_continued=is_continued, new_id=new_id)
+        self._writer = AnswerWriter(
+            max_calls, must_call=must_call, is_continued=is_continued, new_id=new_id
+        )
         self._parsing = parse(self._reader, self._writer)
 
     @property
@@ -126,10 +131,12 @@ class AnswerWriter:
         self,
         max_calls: int | None = None,
         *,
+        must_call: bool = False,
         is_continued: bool = False,
         new_id: Callable[[], str] = openai_id,
     ) -> None:
         self._new_id = new_id
+        self._must_call = must_call
         self.answer = Answer()
         self._max_calls = max_calls
         self._events: list[ChatEvent] = []
@@ -154,6 +161,8 @@ class AnswerWriter:
         self._is_open = False
 
     def content(self, text: str) -> None:
+        if self._must_call:
+            return
         is_apart = not self._is_open and self.answer.content is not None
         if text := self._with_space(text):
             text = f"\n{text}" if is_apart else text  # what calls have parted

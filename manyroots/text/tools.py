@@ -56,6 +56,11 @@ class ToolUse:
         return self.choice is not ToolChoice.NONE
 
     @property
+    def must_call(self) -> bool:
+        """Whether the answer is a call, and nothing else."""
+        return self.choice in (ToolChoice.REQUIRED, ToolChoice.NAMED)
+
+    @property
     def declarations(self) -> list[dict[str, Any]]:
         return [tool.declaration for tool in self.tools]
 

@@ -47,7 +47,7 @@ from manyroots.text.formats.pythonic import parse_pythonic, pythonic_grammar
 from manyroots.text.formats.qwen_coder import parse_qwen_coder, qwen_coder_grammar
 from manyroots.text.formats.thinking import Mark, ThinkingMarks, parse_thinking
 from manyroots.text.tokenizer import Tokenizer
-from manyroots.text.tools import NO_TOOLS, ToolChoice, ToolUse
+from manyroots.text.tools import NO_TOOLS, ToolUse
 
 T = TypeVar("T")
 _LFM2_MARKS = ("<|tool_call_start|>", "<|tool_call_end|>")
@@ -102,7 +102,7 @@ class ChatFormat:
             index = tokenizer.special_id(text)
             return json.dumps(text) if index is None else f"<[{index}]>"
 
-        if use.choice in (ToolChoice.REQUIRED, ToolChoice.NAMED):
+        if use.must_call:
             wanted = StructuredOutputsParams(grammar=self.tools.grammar(use, mark))
             if self.tools.prefix is not None:
                 return wanted
@@ -123,6 +123,7 @@ class ChatFormat:
         return ChatOutput(
             parse or parse_plain,
             max_calls=max_calls,
+            must_call=use.must_call,
             is_continued=is_continued,
             new_id=self.tools.new_id,
         )

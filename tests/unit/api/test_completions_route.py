@@ -182,3 +182,30 @@ async def test_the_engine_receives_what_was_asked() -> None:
     assert sampling.logit_bias == {97: -5}
     assert submit.namespace.salt == "tenant"
     assert submit.stop_ids == ()
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_an_echo_alone_scores_the_prompt_and_says_nothing(n: int) -> None:
+    body = (await Harness().complete("abc", max_tokens=0, echo=True, logprobs=1, n=n)).json()
+    assert len(body["choices"]) == n
+    for choice in body["choices"]:
+        assert (choice["text"], choice["finish_reason"]) == ("abc", "length")
+        assert choice["logprobs"]["tokens"] == ["a", "b", "c"]
+        assert choice["logprobs"]["token_logprobs"] == [None, -0.5, -0.5]
+    assert body["usage"]["completion_tokens"] == 0
+    assert body["usage"]["total_tokens"] == 3
+
+
+async def test_an_echo_alone_may_be_streamed() -> None:
+    response = await Harness().complete("abc", max_tokens=0, echo=True, stream=True)
+    *chunks, done = events(response)
+    assert done == "[DONE]"
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "abc"
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+
+
+async def test_no_stop_trim_is_sglangs_name_of_what_keeps_the_stop_string() -> None:
+    harness = Harness()
+    for fields in ({"no_stop_trim": True}, {"include_stop_str_in_output": True}):
+        body = (await harness.complete("abc", max_tokens=9, stop="c", **fields)).json()
+        assert body["choices"][0]["text"] == "abc"

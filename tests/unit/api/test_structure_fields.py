@@ -35,6 +35,15 @@ FIELDS: list[tuple[dict[str, Any], StructuredOutputsParams | None]] = [
     ({"guided_regex": "a|b"}, StructuredOutputsParams(regex="a|b")),
     ({"guided_choice": ["x", "y"]}, StructuredOutputsParams(choice=("x", "y"))),
     ({"guided_grammar": 'start: "x"'}, StructuredOutputsParams(grammar='start: "x"')),
+    # SGLang's names.
+    ({"regex": "a|b"}, StructuredOutputsParams(regex="a|b")),
+    ({"ebnf": 'root ::= "x"'}, StructuredOutputsParams(grammar='root ::= "x"')),
+    ({"json_schema": json.dumps(SCHEMA)}, StructuredOutputsParams(json=json.dumps(SCHEMA))),
+    # The same for servers of two ages, as guidance sends it.
+    (
+        {"structured_outputs": {"regex": "a+"}, "guided_regex": "a+"},
+        StructuredOutputsParams(regex="a+"),
+    ),
 ]
 
 
@@ -50,6 +59,14 @@ async def test_g01_every_way_to_ask_reaches_the_engine(
         assert response.status_code == 200, response.text
     given = [submit.sampling.structured_outputs for submit in harness.engine.submitted]
     assert given == [wanted, wanted]
+
+
+async def test_g01_two_shapes_that_differ_are_refused_by_both_names() -> None:
+    response = await Harness().chat(structured_outputs={"regex": "a+"}, guided_regex="b+")
+    assert response.status_code == 400
+    error = error_of(response)
+    assert error["param"] == "guided_regex"
+    assert "structured_outputs and guided_regex" in error["message"]
 
 
 def follows(params: StructuredOutputsParams, text: str) -> bool:

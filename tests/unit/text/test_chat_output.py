@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -51,6 +52,21 @@ def test_one_call_is_all_that_is_left_without_parallel_calls() -> None:
     events = output.push(QWEN * 2) + output.finish()
     assert len(joined(events).tool_calls) == 1
     assert plain(joined(events))[2] == [("get_weather", '{"city": "Oslo"}')]
+
+
+@pytest.mark.parametrize(
+    "recorded", [r for r in RECORDED if r.calls and not r.tools], ids=lambda r: r.name
+)
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "now"}}])
+def test_g02_a_forced_call_cut_short_is_never_content(recorded: Recorded, choice: Any) -> None:
+    """However short the text is cut, marks of calls are not shown."""
+    chosen = choose_format(None, recorded.parser, recorded.reasoning_parser)
+    use = check_tools(TOOLS, choice)
+    for end in range(len(recorded.text)):
+        output = chosen.output(use, prompt=recorded.prompt)
+        events = output.push(recorded.text[:end]) + output.finish()
+        assert not [event for event in events if isinstance(event, ContentDelta)]
+        assert output.answer.content is None
 
 
 def test_an_answer_that_goes_on_keeps_the_space_in_front() -> None:

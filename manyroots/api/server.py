@@ -16,7 +16,7 @@ import socket
 import ssl
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import uvicorn
 
@@ -24,6 +24,7 @@ from manyroots.api.app import create_app
 from manyroots.api.connections import timed_protocol
 from manyroots.api.middleware import MAX_HEADER_BYTES
 from manyroots.api.state import ServerState, load_local_tokenizer, load_service
+from manyroots.collector import keep_for_good
 from manyroots.config import EngineSettings
 from manyroots.engine.client import EngineClient
 from manyroots.engine.process_client import ProcessClient
@@ -59,7 +60,7 @@ def serve(engine_settings: EngineSettings, server_settings: ServerSettings) -> i
             max_restarts=server_settings.max_engine_restarts,
             on_progress=display,
         )
-        server = _Server(engine, engine_settings, server_settings, listener)
+        server = _Server(engine, engine_settings, server_settings, listener, on_ready=keep_for_good)
         if traces is None:
             return asyncio.run(server.run())
         server.watch_requests(traces)
@@ -124,7 +125,9 @@ class _Server:
         engine_settings: EngineSettings,
         settings: ServerSettings,
         listener: socket.socket,
+        on_ready: Callable[[], None] = lambda: None,
     ) -> None:
+        self._on_ready = on_ready
         self._engine = engine
         self._engine_settings = engine_settings
         self._settings = settings
@@ -223,6 +226,7 @@ class _Server:
         self._state.loaded = await asyncio.to_thread(
             load_service, self._engine, self._engine_settings, self._settings, early.result()
         )
+        self._on_ready()
         ready_s = time.monotonic() - begin
         logger.info("ready in %.1f s: engine and tokenizer %.1f s, the rest %.1f s",
                     ready_s, engine_s, ready_s - engine_s)  # fmt: skip

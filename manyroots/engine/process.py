@@ -16,6 +16,7 @@ from socket import socketpair
 
 import zmq
 
+from manyroots.collector import keep_for_good
 from manyroots.engine.build import build_engine
 from manyroots.engine.loop import EngineLoop
 from manyroots.engine.wire import MessageKind, decode, encode
@@ -63,6 +64,7 @@ def _serve(socket: Socket, import_s: float) -> int:
         logger.exception("the engine could not start")
         socket.send_multipart(encode(MessageKind.FAILED, f"{type(error).__name__}: {error}"))
         return 1
+    keep_for_good()
     logger.info("engine ready in %.1f s: %s", sum(seconds.values()), in_words(seconds))
     socket.send_multipart(encode(MessageKind.READY, engine.info))
     try:

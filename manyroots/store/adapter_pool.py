@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from manyroots.kernels.moe_pairs.adapters import PART_WIDTH, ExpertSite
 from manyroots.lora.targets import TargetKind
 from manyroots.store.adapter_region import Region, lies_as_in_the_pool, rounded
 from manyroots.store.adapter_sites import LoraSite, SitePart, SiteParts
-from manyroots.store.adapter_tables import SiteTables
+from manyroots.store.adapter_tables import SiteTables, SlotRows
 from manyroots.store.adapter_turned import TurnedRegion, aligned
 from manyroots.store.adapter_weights import AdapterWeights
 from manyroots.store.untouched_memory import PAGE_BYTES, UntouchedMemory
@@ -76,8 +77,14 @@ class AdapterPool:
         limit = default_stack_bytes(device) if max_stack_bytes is None else max_stack_bytes
         self.stacks = Stacks(limit)
         self._lock = threading.Lock()
-        # Guarded by it: steps read it while loads change it. Of a turned pool.
+        # Guarded by it, as the next one: steps read it while loads change it. Of a turned pool.
         self._weights: dict[int, SlotWeights] = {}
+        self._rows: WeakKeyDictionary[AdapterWeights, tuple[list[SlotRows], list[SlotRows]]] = (
+            WeakKeyDictionary()
+        )
+        """Of host copies that come by one copy: their rows of all tables in the first slot and in
+        the second. Working them out takes Python longer than a GPU takes for the copy, and steps
+        wait for whoever keeps Python busy."""
         if device.type == "cuda":
             # Loads have a stream of their own, which knows nothing of the zeros written here.
             torch.cuda.synchronize(device)
@@ -121,14 +128,29 @@ class AdapterPool:
 
     def _place(self, slot: AdapterSlot, weights: AdapterWeights) -> None:
         memory = Region(self._pool, slot * self._region)
-        if lies_as_in_the_pool(weights, self._linears.names.values()):
-            memory.fill(weights.buffer)
-        self._write(slot, weights, memory)
+        with self._lock:
+            known = self._rows.get(weights)
+        if known is None and lies_as_in_the_pool(weights, self._linears.names.values()):
+            known = self._rows_in(0, weights), self._rows_in(1, weights)
+            with self._lock:
+                self._rows[weights] = known
+        if known is None:
+            self._write(slot, self._place_all(weights, memory))
+            return
+        memory.fill(weights.buffer)
+        pairs = zip(*known, strict=True)
+        self._write(slot, [first.moved(further, slot) for first, further in pairs])
+
+    def _rows_in(self, slot: int, weights: AdapterWeights) -> list[SlotRows]:
+        """Of an adapter that would lie in a slot as its host copy does."""
+        memory = Region(self._pool, slot * self._region)
+        memory.lies_here(weights.buffer)
+        return self._place_all(weights, memory)
 
     def _place_turned(self, slot: AdapterSlot, weights: AdapterWeights) -> None:
         memory = TurnedRegion(self._pool, slot * self._region)
         try:
-            self._write(slot, weights, memory)
+            self._write(slot, self._place_all(weights, memory))
             placed = memory.weights()
         except BaseException:
             self._give_back(slot)
@@ -136,12 +158,18 @@ class AdapterPool:
         with self._lock:
             self._weights[slot] = placed
 
-    def _write(
-        self, slot: AdapterSlot, weights: AdapterWeights, memory: Region | TurnedRegion
-    ) -> None:
-        self._linears.write(slot, weights.pairs, memory.place)
-        self._lookups.write(slot, weights.pairs, memory.place_embedding)
-        self._experts.write(slot, weights.pairs, memory.place_experts)
+    def _place_all(self, weights: AdapterWeights, memory: Region | TurnedRegion) -> list[SlotRows]:
+        return [
+            self._linears.rows(weights.pairs, memory.place),
+            self._lookups.rows(weights.pairs, memory.place_embedding),
+            self._experts.rows(weights.pairs, memory.place_experts),
+        ]
+
+    def _write(self, slot: AdapterSlot, rows: list[SlotRows]) -> None:
+        linears, lookups, experts = rows
+        self._linears.write(slot, linears)
+        self._lookups.write(slot, lookups)
+        self._experts.write(slot, experts)
 
     def _give_back(self, slot: AdapterSlot) -> None:
         if self._host is not None:

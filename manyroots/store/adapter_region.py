@@ -51,6 +51,9 @@ class Region:
     def fill(self, buffer: Tensor) -> None:
         """Take a whole host copy; its pieces are then where they should be."""
         _copy(self._pool[self._next : self._next + buffer.numel()], buffer)
+
+    def lies_here(self, buffer: Tensor) -> None:
+        """All that is placed from now on lies here already, as it does in its host copy."""
         self._shift = self._next - int(buffer.storage_offset())
 
     def place(self, site: LinearSite, found: list[LoraPair | None]) -> list[int]:

@@ -8,7 +8,7 @@ gives kernels a `PoolSite` for each. Which columns a table has is the kind's (se
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Generic, TypeVar
 
@@ -24,6 +24,19 @@ S = TypeVar("S", bound=PoolSite)
 
 Place = Callable[[S, list[LoraPair | None]], list[int]]
 """Puts what an adapter has for a site's parts into memory; gives the site's row of the table."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRows:
+    """What an adapter's slot has in the tables of one kind: its row of every site, one after the
+    other."""
+
+    offsets: np.ndarray
+    scalings: np.ndarray
+
+    def moved(self, further: SlotRows, num_slots: int) -> SlotRows:
+        """The same in a slot that is so many slots away, where `further` is one slot away."""
+        return replace(self, offsets=self.offsets + num_slots * (further.offsets - self.offsets))
 
 
 class SiteTables(Generic[S]):
@@ -65,20 +78,24 @@ class SiteTables(Generic[S]):
             for index, (site, of_site) in enumerate(names.items())
         }
 
-    def write(self, slot: int, pairs: Mapping[str, LoraPair], place: Place[S]) -> None:
-        """A slot's row of every site."""
-        if not self.sites:
-            return
+    def rows(self, pairs: Mapping[str, LoraPair], place: Place[S]) -> SlotRows:
+        """Put an adapter into memory; gives its slot's row of every site."""
         rows, scalings = [], []
         for host, site in self.sites.items():
             found = [_scaled(pairs.get(name), host.factor) for name in self.names[host]]
             rows.append(place(site, found))
             scalings.append([self._scaling(pair) for pair in found])
-        offsets = np.array(list(chain.from_iterable(rows)), np.int64)
-        factors = np.array(list(chain.from_iterable(scalings)), np.float32)
+        return SlotRows(
+            np.array(list(chain.from_iterable(rows)), np.int64),
+            np.array(list(chain.from_iterable(scalings)), np.float32),
+        )
+
+    def write(self, slot: int, rows: SlotRows) -> None:
+        if not self.sites:
+            return
         for target, places, values in (
-            (self._offsets, self._offset_places, offsets),
-            (self._scalings, self._scaling_places, factors),
+            (self._offsets, self._offset_places, rows.offsets),
+            (self._scalings, self._scaling_places, rows.scalings),
         ):
             at = torch.from_numpy(places.of(slot)).to(self._device)
             target.index_copy_(0, at, torch.from_numpy(values).to(self._device))

@@ -30,9 +30,9 @@ class LoraPair:
         return int(self.b.shape[-1])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class AdapterWeights:
-    """Everything an adapter adds to the base model."""
+    """Everything an adapter adds to the base model. A host copy is equal to itself alone."""
 
     digest: AdapterDigest
     pairs: Mapping[str, LoraPair]

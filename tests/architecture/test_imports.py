@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[2] / "manyroots"
 
 BASE = {
     "ids", "errors", "version", "sampling", "step", "messages", "adapter_names", "options",
-    "config", "server_config", "gguf_header", "progress", "kv_configs",
+    "config", "server_config", "gguf_header", "progress", "kv_configs", "collector",
     "structured_outputs", "json_schemas",
 }  # fmt: skip
 """Files at the top of the package that any room may import."""
@@ -28,6 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sampling": {"errors", "structured_outputs"},
     "gguf_header": {"errors"},
     "progress": set(),
+    "collector": set(),
     "adapter_names": {"errors"},
     "kv_configs": {"errors"},
     "options": {"errors", "adapter_names"},

@@ -3,6 +3,7 @@ slot is its owner's and shows nothing of who was there before."""
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 from unittest import mock
@@ -204,6 +205,23 @@ def test_every_pair_is_where_the_tables_say(
     assert filled.call_count == (3 if is_one_copy and not is_turned else 0)
     check(pool, 0, first)
     check(pool, 1, second)
+
+
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_an_adapter_moves_from_slot_to_slot(tmp_path: Path, is_turned: bool) -> None:
+    """A host copy that was in one slot before goes to any other, and its rows are not worked out
+    again; once it is gone, nothing is kept of it."""
+    weights = adapter(tmp_path / "a", Recipe(rank=8, modules=ALL, seed=1))
+    pool = make_pool(num_slots=4, is_turned=is_turned)
+    pool.load(AdapterSlot(2), weights)
+    with mock.patch.object(Region, "place", side_effect=AssertionError):
+        for slot in (3, 0, 1):
+            pool.load(AdapterSlot(slot), weights)
+    for slot in range(4):
+        check(pool, slot, weights)
+    del weights
+    gc.collect()
+    assert len(pool._rows) == 0
 
 
 @pytest.mark.parametrize("is_turned", [False, True])

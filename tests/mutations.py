@@ -1947,4 +1947,18 @@ MUTATIONS: tuple[Mutation, ...] = (
         "attention over prompts is compared without what is before them",
         ("unit/bench/test_kernels_bench.py::test_every_kernel_of_a_layer_is_timed_and_compared",),
     ),
+    Mutation(
+        "bench/http_stream.py",
+        '            self._body += b"\\n"  # the last line may have none\n',
+        "",
+        "the last token of a server that ends no line is not counted",
+        ("unit/bench/test_serve_bench.py::test_b01_servers_that_are_not_ours_are_understood",),
+    ),
+    Mutation(
+        "cli/bench_values.py",
+        "    if not path.parent.is_dir():",
+        "    if not path.parent.parent:",
+        "a report's folder is found to be missing when all is measured",
+        ("unit/bench/test_serve_bench.py::test_wrong_flags_are_named",),
+    ),
 )

@@ -25,6 +25,10 @@ class HttpStreamError(ManyrootsError):
     """An answer that is no stream, or one that broke off."""
 
 
+class UnreachableError(HttpStreamError):
+    """There is no server."""
+
+
 @dataclass(slots=True)
 class StreamedAnswer:
     """What came back for one request."""
@@ -86,18 +90,27 @@ class _ResponseReader:
         self._body = bytearray()
         self._status = 0
         self._left: int | None = None
-        """Bytes that a body of known length still has; None: it comes in chunks."""
+        """Bytes that a body of known length still has; None: it comes in chunks, or ends with the
+        connection."""
+        self._is_stream = False
         self._take: Callable[[], bool] = self._head
 
     def feed(self, data: bytes) -> None:
         self._raw += data
+        while not self._done.done() and self._checked(self._take):
+            pass
+
+    def _checked(self, take: Callable[[], bool]) -> bool:
         try:
-            while not self._done.done() and self._take():
-                pass
+            return take()
         except (ValueError, IndexError) as error:
             self._fail(f"an answer can't be read ({error}).")
+            return False
 
     def lost(self, error: Exception | None) -> None:
+        if self._take == self._until_closed and error is None:
+            self._checked(self._end)
+            return
         self._fail(f"the connection broke off before the answer's end ({error or 'closed'}).")
 
     def _head(self) -> bool:
@@ -111,12 +124,23 @@ class _ResponseReader:
             for name, _, value in (line.partition(":") for line in lines)
         }
         self._status = int(status.split(" ", 2)[1])
-        if "chunked" in headers.get("transfer-encoding", ""):
+        kind, length = headers.get("content-type", ""), headers.get("content-length")
+        self._is_stream = "event-stream" in kind or (length is None and "json" not in kind)
+        if "chunked" in headers.get("transfer-encoding", "").lower():
             self._take = self._chunk
-        else:
-            self._left = int(headers.get("content-length", 0))
+        elif length is not None:
+            self._left = int(length)
             self._take = self._counted
+        else:
+            self._take = self._until_closed
         return True
+
+    def _until_closed(self) -> bool:
+        """HTTP/1.0's way, and that of servers which say `connection: close`."""
+        self._body += self._raw
+        self._raw.clear()
+        self._events()
+        return False
 
     def _counted(self) -> bool:
         assert self._left is not None
@@ -137,29 +161,32 @@ class _ResponseReader:
         del self._raw[: line_end + 2 + size + 2]
         if size == 0:
             return self._end()
-        if self._status == 200:
-            self._events()
+        self._events()
         return True
 
     def _events(self) -> None:
+        """Those that are whole. Lines end as the server likes, and comments are nobody's."""
+        if self._status != 200 or not self._is_stream:
+            return
         now = time.perf_counter()
-        while (end := self._body.find(b"\n\n")) >= 0:
-            event = bytes(self._body[:end])
-            del self._body[: end + 2]
-            for line in event.splitlines():
-                data = line.removeprefix(b"data:").strip() if line.startswith(b"data:") else b""
-                if data and data != END:
-                    self._answer.events.append((now, json.loads(data)))
+        while (end := self._body.find(b"\n")) >= 0:
+            line = bytes(self._body[:end]).strip()
+            del self._body[: end + 1]
+            data = line.removeprefix(b"data:").strip() if line.startswith(b"data:") else b""
+            if data and data != END:
+                self._answer.events.append((now, json.loads(data)))
 
     def _end(self) -> bool:
+        if self._status == 200 and self._is_stream:
+            self._body += b"\n"  # the last line may have none
+            self._events()
         self._answer.end_s = time.perf_counter()
         if self._status != 200:
             text = bytes(self._body[:500]).decode(errors="replace")
             self._fail(f"the server answered {self._status}: {text}")
-        elif self._left is not None:
-            self._answer.events.append((self._answer.end_s, json.loads(bytes(self._body))))
-            self._done.set_result(None)
         else:
+            if not self._is_stream:
+                self._answer.events.append((self._answer.end_s, json.loads(bytes(self._body))))
             self._done.set_result(None)
         return False
 
@@ -223,7 +250,7 @@ class HttpStreams:
                 _Connection, self._host, self._port, ssl=self._tls
             )
         except OSError as error:
-            raise HttpStreamError(
+            raise UnreachableError(
                 f"nobody answers at {self._host}:{self._port} ({error}); start the server first."
             ) from error
         return made, True

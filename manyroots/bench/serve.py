@@ -18,11 +18,18 @@ from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from manyroots.bench.http_stream import HttpStreamError, HttpStreams, StreamedAnswer
+from manyroots.bench.http_stream import (
+    HttpStreamError,
+    HttpStreams,
+    StreamedAnswer,
+    UnreachableError,
+)
 from manyroots.bench.serve_workload import ServeWorkload, Talk
 from manyroots.bench.spread import percentile, spread
 from manyroots.errors import RequestError
 
+SAID = ("content", "reasoning_content", "reasoning")
+"""Under which names servers stream what a chat's model says."""
 PATHS = {True: "/v1/chat/completions", False: "/v1/completions"}
 WARM_UPS = 4
 
@@ -111,8 +118,7 @@ async def _run(
 ) -> dict[str, Any]:
     streams = HttpStreams(url, api_key)
     if not workload.models:
-        models = await streams.get("/v1/models")
-        workload = replace(workload, models=(models["data"][0]["id"],))
+        workload = replace(workload, models=(await _first_model(streams),))
     report: dict[str, Any] = {
         "bench": "serve",
         "url": url,
@@ -149,6 +155,18 @@ async def _run(
     return report
 
 
+async def _first_model(streams: HttpStreams) -> str:
+    try:
+        models = await streams.get("/v1/models")
+        return str(models["data"][0]["id"])
+    except UnreachableError:
+        raise
+    except (HttpStreamError, LookupError, TypeError) as error:
+        raise RequestError(
+            f"/v1/models names no model ({error}); name one with --ask-for.", field="url"
+        ) from error
+
+
 @dataclass(frozen=True, slots=True)
 class _Measured:
     """One run's requests, and how long all of it took."""
@@ -181,10 +199,7 @@ class _Run:
         await asyncio.gather(*map(one, talks, due))
         seconds = time.perf_counter() - began
         if not self._served:
-            raise RequestError(
-                f"no request was answered; the first fault: {next(iter(self._faults), 'none')}",
-                field="url",
-            )
+            raise RequestError(_no_answer(next(iter(self._faults), "none")), field="url")
         return _Measured(self._served, self._faults, seconds)
 
     async def _talk(self, talk: Talk, due: float) -> None:
@@ -205,6 +220,16 @@ class _Run:
             due = time.perf_counter()
 
 
+def _no_answer(fault: str) -> str:
+    hint = ""
+    if "answered 4" in fault:
+        hint = (
+            " (--stop-at-end leaves out ignore_eos, which not every server knows; --endpoint and "
+            "--ask-for say what is asked)"
+        )
+    return f"no request was answered; the first fault: {fault}{hint}"
+
+
 def _read(answer: StreamedAnswer, due: float) -> tuple[Served, str]:
     """An answer's times, and its text."""
     at: list[float] = []
@@ -215,8 +240,8 @@ def _read(answer: StreamedAnswer, due: float) -> tuple[Served, str]:
             raise HttpStreamError(f"the stream brought an error: {event['error']}")
         usage = event.get("usage") or usage
         for choice in event.get("choices", ()):
-            delta = choice.get("delta") or {}
-            text = choice.get("text") or delta.get("content") or delta.get("reasoning_content")
+            delta = choice.get("delta") or choice.get("message") or {}
+            text = choice.get("text") or next(filter(None, map(delta.get, SAID)), None)
             if text:
                 at.append(time_s)
                 pieces.append(text)

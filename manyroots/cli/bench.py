@@ -11,7 +11,13 @@ from manyroots.cli.bench_http import add_http
 from manyroots.cli.bench_kernels import add_kernels
 from manyroots.cli.bench_tiers import add_tiers
 from manyroots.cli.bench_traffic import add_serve, add_traffic
-from manyroots.cli.bench_values import check_at_least, check_positive, ints, written
+from manyroots.cli.bench_values import (
+    check_at_least,
+    check_positive,
+    ints,
+    report_file,
+    written,
+)
 from manyroots.cli.flags import add_engine_flags, engine_values, with_config_file
 from manyroots.config import ENGINE_ROOMS, engine_settings
 from manyroots.errors import ConfigError
@@ -19,7 +25,11 @@ from manyroots.options import flag_name
 
 
 def add_bench_command(commands: Any) -> None:
-    bench = commands.add_parser("bench", help="measure throughput and latency")
+    bench = commands.add_parser(
+        "bench", help="measure throughput and latency",
+        description="Tables go to stderr; --json FILE has every sample, the workload and the "
+        "machine. docs/performance.md has what was measured.",
+    )  # fmt: skip
     kinds = bench.add_subparsers(required=True, metavar="WHAT")
     _add_offline(kinds)
     _add_decode(kinds)
@@ -36,14 +46,23 @@ def add_bench_command(commands: Any) -> None:
 
 def _add_offline(kinds: Any) -> None:
     offline = kinds.add_parser(
-        "offline", help="tokens per second of a batch of prompts, beside transformers' generate"
+        "offline",
+        help="tokens per second of a batch of prompts, beside transformers' generate",
+        description="Prints output tokens per second and seconds of processor time of a batch of "
+        "prompts that share a beginning, of ours and of transformers' generate (PEFT's with "
+        "adapters), their ratio, and how many prompts have the same tokens. On a busy machine only "
+        "processor time says anything; the share that others had is printed.",
     )
     add_engine_flags(offline)
     group = offline.add_argument_group("workload")
-    group.add_argument("--num-prompts", type=int, default=32, metavar="N")
-    group.add_argument("--prompt-len", type=int, default=256, metavar="TOKENS", help="on average")
-    group.add_argument("--shared-len", type=int, default=192, metavar="TOKENS")
-    group.add_argument("--output-len", type=int, default=64, metavar="TOKENS")
+    group.add_argument("--num-prompts", type=int, default=32, metavar="N", help="[32]")
+    group.add_argument(
+        "--prompt-len", type=int, default=256, metavar="TOKENS", help="on average [256]"
+    )
+    group.add_argument(
+        "--shared-len", type=int, default=192, metavar="TOKENS", help="that all begin with [192]"
+    )
+    group.add_argument("--output-len", type=int, default=64, metavar="TOKENS", help="of each [64]")
     group.add_argument(
         "--adapters", type=int, default=0, metavar="N",
         help="run the batch again with this many random adapters in turn",
@@ -57,13 +76,17 @@ def _add_offline(kinds: Any) -> None:
         "--compare", choices=("transformers", "none"), default="transformers",
         help="what to run beside it",
     )  # fmt: skip
-    group.add_argument("--json", metavar="FILE", help="write the result here")
+    group.add_argument("--json", type=report_file, metavar="FILE", help="write the result here")
     offline.set_defaults(run=_offline)
 
 
 def _add_decode(kinds: Any) -> None:
     decode = kinds.add_parser(
-        "decode", help="prefill and decode of a public model's shape with random weights"
+        "decode",
+        help="prefill and decode of a public model's shape with random weights",
+        description="Prints for each batch and number of adapters: decoded tokens per second, "
+        "milliseconds of a step (least to most), seconds until all have their first token, and how "
+        "near that comes to what the bytes of a step and the operations of the prompts allow.",
     )
     add_engine_flags(decode)
     group = decode.add_argument_group("workload")
@@ -74,8 +97,16 @@ def _add_decode(kinds: Any) -> None:
         "--prompt-len", type=ints, default=(512,), metavar="LIST",
         help="of all batches, or one for each",
     )  # fmt: skip
-    group.add_argument("--output-len", type=int, default=128, metavar="TOKENS")
-    group.add_argument("--batch", type=ints, default=(1, 8, 32, 64), metavar="LIST")
+    group.add_argument(
+        "--output-len", type=int, default=128, metavar="TOKENS", help="decoded by each [128]"
+    )
+    group.add_argument(
+        "--batch",
+        type=ints,
+        default=(1, 8, 32, 64),
+        metavar="LIST",
+        help="sequences at once; a case for each [1,8,32,64]",
+    )
     group.add_argument(
         "--adapters", type=ints, default=(0, 1, 8), metavar="LIST",
         help="how many different ones the batch uses; one case for each, 0 is the base model",
@@ -103,25 +134,33 @@ def _add_decode(kinds: Any) -> None:
         action="store_true",
         help="beside greedy: every second row's output follows a JSON schema (with --tokenizer)",
     )
-    group.add_argument("--json", metavar="FILE", help="write the result here")
+    group.add_argument("--json", type=report_file, metavar="FILE", help="write the result here")
     decode.set_defaults(run=_decode)
 
 
 def _add_quantization(kinds: Any) -> None:
     quantization = kinds.add_parser(
-        "quantization", help="how far rounded weights move a model's distributions, on real text"
+        "quantization",
+        help="how far rounded weights move a model's distributions, on real text",
+        description="Prints the mean and the 99th percentile of KL divergence, in nats, between a "
+        "model and the same with rounded weights, and how often both have the same likeliest "
+        "token. Computed by transformers on a CPU; what a GPU rounds of activations is in it.",
     )
     add_engine_flags(quantization)
     group = quantization.add_argument_group("workload")
     group.add_argument("--text", metavar="FILE", help="prose; the package's own by default")
     group.add_argument("--tokens", type=int, default=2048, metavar="N", help="at most so many")
-    group.add_argument("--json", metavar="FILE", help="write the result here")
+    group.add_argument("--json", type=report_file, metavar="FILE", help="write the result here")
     quantization.set_defaults(run=_quantization)
 
 
 def _add_scheduler(kinds: Any) -> None:
     scheduler = kinds.add_parser(
-        "scheduler", help="cost of planning without a model, beside other schedulers"
+        "scheduler",
+        help="cost of planning without a model, beside other schedulers",
+        description="Prints hit rates, microseconds a request for submitting, planning and "
+        "advancing, and milliseconds of steps in which everybody decodes, in CPU time of the "
+        "thread.",
     )
     group = scheduler.add_argument_group("workload")
     group.add_argument("--requests", type=int, default=1000, metavar="N")
@@ -144,12 +183,16 @@ def _add_scheduler(kinds: Any) -> None:
         "--peer", action="append", default=[], metavar="DIR",
         help="folder that a tokenspeed-scheduler wheel was installed into; may be repeated",
     )  # fmt: skip
-    group.add_argument("--json", metavar="FILE", help="write the result here")
+    group.add_argument("--json", type=report_file, metavar="FILE", help="write the result here")
     scheduler.set_defaults(run=_scheduler)
 
 
 def _add_cache(kinds: Any) -> None:
-    cache = kinds.add_parser("cache", help="cost and memory of the prefix cache alone")
+    cache = kinds.add_parser(
+        "cache", help="cost and memory of the prefix cache alone",
+        description="Prints microseconds for finding, allocating, publishing and releasing one "
+        "request's pages in a small pool and in a large one, and what the large one takes.",
+    )  # fmt: skip
     group = cache.add_argument_group("workload")
     group.add_argument("--prompt-len", type=int, default=4096, metavar="TOKENS")
     group.add_argument("--shared", type=float, default=0.75, metavar="SHARE", help="of each prompt")
@@ -160,13 +203,16 @@ def _add_cache(kinds: Any) -> None:
     group.add_argument(
         "--large-pages", type=int, default=1_000_000, metavar="N", help="of the large pool"
     )
-    group.add_argument("--json", metavar="FILE", help="write the result here")
+    group.add_argument("--json", type=report_file, metavar="FILE", help="write the result here")
     cache.set_defaults(run=_cache)
 
 
 def _add_adapters(kinds: Any) -> None:
     adapters = kinds.add_parser(
-        "adapters", help="rows and waits where more adapters are asked for than may run at once"
+        "adapters",
+        help="rows and waits where more adapters are asked for than may run at once",
+        description="Counts steps of the scheduler without a model: rows or tokens a step, and "
+        "the longest wait and pause, beside the same with endless patience.",
     )
     group = adapters.add_argument_group("workload")
     group.add_argument(
@@ -174,7 +220,7 @@ def _add_adapters(kinds: Any) -> None:
         help="rare-adapter, rare-and-long or many-adapters; may be repeated, all by default",
     )  # fmt: skip
     group.add_argument("--steps", type=int, default=10_000, metavar="N")
-    group.add_argument("--json", metavar="FILE", help="write the result here")
+    group.add_argument("--json", type=report_file, metavar="FILE", help="write the result here")
     adapters.set_defaults(run=_adapters)
 
 
@@ -194,6 +240,9 @@ def _offline(arguments: dict[str, Any]) -> int:
     from manyroots.bench.offline import OfflineWorkload, run_offline
 
     values = with_config_file(arguments, ENGINE_ROOMS.values(), more=set(arguments))
+    check_positive(values, ("num_prompts", "prompt_len", "output_len", "adapter_rank", "repeats"))
+    for name in ("shared_len", "adapters"):
+        check_at_least(name, values[name], 0)
     if values["shared_len"] >= values["prompt_len"]:
         raise ConfigError(
             f"--shared-len ({values['shared_len']}) must be below --prompt-len "

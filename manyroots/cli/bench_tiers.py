@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from manyroots.bench.model_configs import MODEL_CONFIGS, write_config
-from manyroots.cli.bench_values import check_positive, written
+from manyroots.cli.bench_values import check_positive, report_file, written
 from manyroots.cli.flags import add_engine_flags, engine_values, with_config_file
 from manyroots.config import ENGINE_ROOMS
 
@@ -16,7 +16,12 @@ PARTS = ("copies", "beside", "hits", "misses")
 
 def add_tiers(kinds: Any) -> None:
     tiers = kinds.add_parser(
-        "tiers", help="first tokens from device, host and storage; what tiers cost without hits"
+        "tiers",
+        help="first tokens from device, host and storage; what tiers cost without hits",
+        description="Prints how long the first token of a prompt takes that is computed, or found "
+        "on the device, on the host or in storage (hits); tokens per second with tiers and without "
+        "where nothing is found (misses); GB/s between device and host (copies); and a decode step "
+        "beside such copies (beside).",
     )
     add_engine_flags(tiers)
     group = tiers.add_argument_group("workload")
@@ -31,18 +36,22 @@ def add_tiers(kinds: Any) -> None:
     group.add_argument(
         "--without-storage", action="store_true", help="leave storage out; the host alone"
     )
-    group.add_argument("--prompt-len", type=int, default=2000, metavar="TOKENS")
+    group.add_argument(
+        "--prompt-len", type=int, default=2000, metavar="TOKENS", help="of the part `hits`"
+    )
     group.add_argument("--repeats", type=int, default=3, metavar="N", help="the median counts")
     group.add_argument(
         "--miss-requests", type=int, default=16, metavar="N",
         help="of the load in which no prompt comes twice",
     )  # fmt: skip
-    group.add_argument("--miss-prompt-len", type=int, default=256, metavar="TOKENS")
-    group.add_argument("--miss-output-len", type=int, default=16, metavar="TOKENS")
+    group.add_argument(
+        "--miss-prompt-len", type=int, default=256, metavar="TOKENS", help="of each of those"
+    )
+    group.add_argument("--miss-output-len", type=int, default=16, metavar="TOKENS", help="the same")
     group.add_argument(
         "--decode-batch", type=int, default=64, metavar="N", help="of the part `beside`"
     )
-    group.add_argument("--json", metavar="FILE", help="write the result here")
+    group.add_argument("--json", type=report_file, metavar="FILE", help="write the result here")
     tiers.set_defaults(run=_run)
 
 

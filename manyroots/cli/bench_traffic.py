@@ -13,6 +13,7 @@ from manyroots.cli.bench_values import (
     floats,
     ints,
     range_of_ints,
+    report_file,
     written,
 )
 from manyroots.cli.flags import add_engine_flags, engine_values, with_config_file
@@ -26,13 +27,17 @@ if TYPE_CHECKING:
 
 def add_traffic(kinds: Any) -> None:
     traffic = kinds.add_parser(
-        "traffic", help="whole requests of mixed sizes through the engine, without HTTP"
+        "traffic",
+        help="whole requests of mixed sizes through the engine, without HTTP",
+        description="Prints for each case the seconds until its last request has ended (least to "
+        "most), output tokens per second, and the time to the first token (p50, p99).",
     )
     add_engine_flags(traffic)
     group = traffic.add_argument_group("workload")
     group.add_argument(
         "--case", action="append", default=[], metavar="NAME",
-        help="one of manyroots/bench/traffic_cases.py; may be repeated, the first by default",
+        help="mixed-greedy (the default), mixed-sampled, shared-heads, long-prompts, adapters-8, "
+        "adapters-32, adapters-1000 and others, which a wrong name lists; may be repeated",
     )  # fmt: skip
     group.add_argument(
         "--model-config", choices=tuple(MODEL_CONFIGS), default=None,
@@ -55,7 +60,7 @@ def add_traffic(kinds: Any) -> None:
         "--profile", action="store_true",
         help="also where the time goes, by kinds of steps and, on a GPU, by kernels",
     )  # fmt: skip
-    group.add_argument("--json", metavar="FILE", help="write the result here")
+    group.add_argument("--json", type=report_file, metavar="FILE", help="write the result here")
     traffic.set_defaults(run=_traffic)
 
 
@@ -93,12 +98,26 @@ def _check_share(name: str, value: float) -> None:
 
 
 def add_serve(kinds: Any) -> None:
-    serve = kinds.add_parser("serve", help="HTTP load on this or any other OpenAI server")
+    serve = kinds.add_parser(
+        "serve", help="HTTP load on this or any other OpenAI server",
+        description="Sends talks, each of one or more requests that stream, and prints for every "
+        "kind of arrivals: output tokens per second, time to the first token and between tokens "
+        "(p50, p99), and how many requests a second kept the promise of --good-first-ms and "
+        "--good-between-ms. Without arrivals it keeps 64 talks going.",
+    )  # fmt: skip
     group = serve.add_argument_group("server")
-    group.add_argument("--url", default="http://127.0.0.1:8000", metavar="URL")
-    group.add_argument("--api-key", default=None, metavar="KEY")
     group.add_argument(
-        "--endpoint", choices=("completions", "chat"), default="completions", help="what is asked"
+        "--url",
+        default="http://127.0.0.1:8000",
+        metavar="URL",
+        help="of the server, with /v1 or without [%(default)s]",
+    )
+    group.add_argument("--api-key", default=None, metavar="KEY", help="sent as a bearer token")
+    group.add_argument(
+        "--endpoint",
+        choices=("completions", "chat"),
+        default="completions",
+        help="/v1/completions or /v1/chat/completions [%(default)s]",
     )
     group = serve.add_argument_group("workload")
     group.add_argument("--requests", type=int, default=None, metavar="N", help="64, or the case's")
@@ -114,11 +133,37 @@ def add_serve(kinds: Any) -> None:
         "--lengths", type=float, default=1.0, metavar="FACTOR",
         help="with --case: all lengths times this",
     )  # fmt: skip
-    group.add_argument("--prompt-words", type=range_of_ints, default=(64, 256), metavar="LOW-HIGH")
-    group.add_argument("--output-len", type=range_of_ints, default=(32, 128), metavar="LOW-HIGH")
-    group.add_argument("--turns", type=int, default=1, metavar="N", help="of each talk")
-    group.add_argument("--shared-heads", type=int, default=0, metavar="N", help="different ones")
-    group.add_argument("--head-words", type=int, default=0, metavar="WORDS")
+    group.add_argument(
+        "--prompt-words",
+        type=range_of_ints,
+        default=(64, 256),
+        metavar="LOW-HIGH",
+        help="of each request, drawn evenly [64-256]",
+    )
+    group.add_argument(
+        "--output-len",
+        type=range_of_ints,
+        default=(32, 128),
+        metavar="LOW-HIGH",
+        help="tokens that are asked for, drawn evenly [32-128]",
+    )
+    group.add_argument(
+        "--turns",
+        type=int,
+        default=1,
+        metavar="N",
+        help="requests of each talk, each with all that was said before [1]",
+    )
+    group.add_argument(
+        "--shared-heads",
+        type=int,
+        default=0,
+        metavar="N",
+        help="different beginnings that talks share, in turn, with --head-words [1]",
+    )
+    group.add_argument(
+        "--head-words", type=int, default=0, metavar="WORDS", help="how long those are; 0: none"
+    )
     group.add_argument(
         "--ask-for", default="", metavar="NAMES",
         help="models or adapters by name, separated by commas; the server's first by default",
@@ -131,8 +176,20 @@ def add_serve(kinds: Any) -> None:
         "--stop-at-end", action="store_true",
         help="don't send ignore_eos, which not every server knows",
     )  # fmt: skip
-    group.add_argument("--rates", type=floats, default=(), metavar="LIST", help="talks per second")
-    group.add_argument("--burst", type=int, default=1, metavar="N", help="talks that come together")
+    group.add_argument(
+        "--rates",
+        type=floats,
+        default=(),
+        metavar="LIST",
+        help="talks per second that come at random; a case for each",
+    )
+    group.add_argument(
+        "--burst",
+        type=int,
+        default=1,
+        metavar="N",
+        help="with --rates: talks that come together [1]",
+    )
     group.add_argument(
         "--streams", type=ints, default=(), metavar="LIST",
         help="saturation: so many talks at any time; 64 where no rate is given either",
@@ -141,12 +198,26 @@ def add_serve(kinds: Any) -> None:
         "--loads", type=floats, default=(), metavar="LIST",
         help="then at these shares of the highest rate that was kept up with; 0.3 is 30%%",
     )  # fmt: skip
-    group.add_argument("--good-first-ms", type=float, default=1000.0, metavar="MS")
-    group.add_argument("--good-between-ms", type=float, default=100.0, metavar="MS")
-    group.add_argument("--seed", type=int, default=0, metavar="N")
+    group.add_argument(
+        "--good-first-ms",
+        type=float,
+        default=1000.0,
+        metavar="MS",
+        help="a kept promise: the first token by then [%(default)s]",
+    )
+    group.add_argument(
+        "--good-between-ms",
+        type=float,
+        default=100.0,
+        metavar="MS",
+        help="and so long between tokens on average [%(default)s]",
+    )
+    group.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of words, lengths and arrivals [0]"
+    )
     group.add_argument("--repeats", type=int, default=3, metavar="N", help="the median counts")
-    group.add_argument("--json", metavar="FILE", help="write the result here")
-    group.add_argument("--plot", metavar="FILE.html", help="draw it")
+    group.add_argument("--json", type=report_file, metavar="FILE", help="write the result here")
+    group.add_argument("--plot", metavar="FILE.html", help="draw it as a page")
     serve.set_defaults(run=_serve)
 
 
@@ -164,6 +235,8 @@ def _serve(arguments: dict[str, Any]) -> int:
         check_range(name, arguments[name])
     for name in ("shared_heads", "head_words"):
         check_at_least(name, arguments[name], 0)
+    if arguments["shared_heads"] and not arguments["head_words"]:
+        raise ConfigError("--shared-heads have no words; say how many with --head-words.")
     rates, streams = arguments["rates"], arguments["streams"]
     if not rates and not streams:
         streams = (64,)

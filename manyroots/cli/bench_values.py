@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import json
+from argparse import ArgumentTypeError
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from manyroots.errors import ConfigError
 from manyroots.options import flag_name
+
+Number = TypeVar("Number", int, float)
+
+
+def report_file(text: str) -> str:
+    """What --json names; refused before hours are measured that it could not hold."""
+    path = Path(text).absolute()
+    if path.is_dir():
+        raise ConfigError(f"--json is {text!r}, a folder; name a file in it.")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--json is {text!r}, and there is no folder {path.parent}; make it.")
+    return text
 
 
 def written(report: dict[str, Any], path: str | None) -> int:
@@ -23,18 +36,28 @@ def written(report: dict[str, Any], path: str | None) -> int:
 
 def ints(text: str) -> tuple[int, ...]:
     """`16,64` on the command line."""
-    return tuple(int(part) for part in text.split(","))
+    return _list(text, int, "whole numbers, like 16,64")
 
 
 def floats(text: str) -> tuple[float, ...]:
     """`0.5,2` on the command line."""
-    return tuple(float(part) for part in text.split(","))
+    return _list(text, float, "numbers, like 0.5,2")
+
+
+def _list(text: str, kind: type[Number], wanted: str) -> tuple[Number, ...]:
+    try:
+        return tuple(kind(part) for part in text.split(","))
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r} is no list of {wanted}") from None
 
 
 def range_of_ints(text: str) -> tuple[int, int]:
     """`64-1024` on the command line, or one number for both ends."""
-    low, _, high = text.partition("-")
-    return int(low), int(high or low)
+    low, dash, high = text.partition("-")
+    try:
+        return int(low), int(high if dash else low)
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r} is no range of whole numbers, like 64-1024") from None
 
 
 def check_positive(arguments: dict[str, Any], names: tuple[str, ...]) -> None:

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from manyroots.cli.bench_values import report_file
+
 if TYPE_CHECKING:
     from manyroots.simulate.job import SimulationJob
     from manyroots.simulate.sweep import Axis
@@ -97,7 +99,7 @@ def add_simulate_command(commands: Any) -> None:
         "--checkpoint-interval-tokens", type=int, default=2048, metavar="N",
         help="with --states: a checkpoint at least every so many tokens of a prompt",
     )  # fmt: skip
-    output.add_argument("--json", metavar="FILE", help="write the result here")
+    output.add_argument("--json", type=report_file, metavar="FILE", help="write the result here")
     output.add_argument(
         "--sweep", action="append", default=[], metavar="NAME=V1,V2,...",
         help="compare settings; several give every combination",

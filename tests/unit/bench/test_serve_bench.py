@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -21,6 +22,7 @@ from manyroots.bench.serve import Arrivals, Promise, run_serve
 from manyroots.bench.serve_workload import ServeWorkload
 from manyroots.bench.traffic_cases import CASES
 from manyroots.cli.main import main
+from manyroots.errors import RequestError
 from tests.patience import PATIENCE_S
 
 Answer = Callable[[dict[str, Any]], AsyncIterator[bytes]]
@@ -250,6 +252,9 @@ def test_b01_a_case_of_bench_traffic_is_sent_token_by_token_and_then_at_shares_o
         (("--rates", "0"), "above 0"),
         (("--output-len", "9-3"), "--output-len is 9-3"),
         (("--plot", "serve.png"), "--plot is 'serve.png'"),
+        (("--json", "/no/such/folder/x.json"), "no folder /no/such/folder"),
+        (("--json", "/tmp"), "--json is '/tmp', a folder"),
+        (("--shared-heads", "2"), "--head-words"),
     ],
 )
 def test_wrong_flags_are_named(
@@ -257,6 +262,112 @@ def test_wrong_flags_are_named(
 ) -> None:
     assert main(["bench", "serve", *flags]) == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--rates", "fast"), "--rates: 'fast' is no list of numbers, like 0.5,2"),
+        (("--streams", "1,"), "--streams: '1,' is no list of whole numbers, like 16,64"),
+        (("--output-len", "5-"), "--output-len: '5-' is no range of whole numbers, like 64-1024"),
+    ],
+)
+def test_numbers_that_are_none_are_shown_what_was_wanted(
+    flags: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "serve", *flags])
+    assert says in capsys.readouterr().err
+
+
+SSE = b"content-type: text/event-stream; charset=utf-8\r\n"
+
+
+async def as_sse_starlette(writer: asyncio.StreamWriter) -> None:
+    """What llama-cpp-python and others send: lines end with CRLF, and comments keep it alive."""
+    writer.write(b"HTTP/1.1 200 OK\r\n" + SSE + b"Transfer-Encoding: Chunked\r\n\r\n")
+    writer.write(chunk(b": ping - 2026-11-16\r\n\r\n"))
+    opening = {"choices": [{"delta": {"role": "assistant", "content": None}}]}
+    for part in (opening, *({"choices": [{"delta": {"content": "x"}}]} for _ in range(4))):
+        writer.write(chunk(b"data: " + json.dumps(part).encode() + b"\r\n\r\n"))
+        await asyncio.sleep(0.005)
+    writer.write(chunk(b"data: [DONE]\r\n\r\n") + b"0\r\n\r\n")
+
+
+async def until_closed(writer: asyncio.StreamWriter) -> None:
+    """HTTP/1.0, lines without a space behind the colon, and none behind the last one."""
+    writer.write(b"HTTP/1.0 200 OK\r\n" + SSE + b"\r\n")
+    lines = [b'data:{"choices": [{"delta": {"reasoning": "x"}}]}' for _ in range(4)]
+    for number, line in enumerate(lines):
+        writer.write(line + (b"\n\n" if number < 3 else b""))
+        await writer.drain()
+        await asyncio.sleep(0.005)
+    writer.close()
+
+
+async def whole(writer: asyncio.StreamWriter) -> None:
+    """A server that streams nothing, in chunks of its own."""
+    body = {"choices": [{"message": {"role": "assistant", "content": "xxxx"}}],
+            "usage": {"prompt_tokens": 3, "completion_tokens": 4}}  # fmt: skip
+    text = json.dumps(body).encode()
+    writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n")
+    writer.write(b"transfer-encoding: chunked\r\n\r\n" + chunk(text[:9]) + chunk(text[9:]))
+    writer.write(b"0\r\n\r\n")
+
+
+async def under_others(models: bytes, answer: Callable[..., Any]) -> dict[str, Any]:
+    """A chat's report from a server that is not ours; `models`: what it says to /v1/models."""
+
+    async def connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while not writer.is_closing():
+                head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+                await reader.readexactly(int(head.split("content-length: ")[1].split("\r\n")[0]))
+                if head.startswith("get"):
+                    writer.write(models)
+                else:
+                    await answer(writer)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            writer.close()
+
+    async with await asyncio.start_server(connection, "127.0.0.1") as listening:
+        url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}/v1/"
+        workload = replace(WORKLOAD, models=(), is_chat=True)
+        arrivals = [Arrivals(streams=2)]
+        return await asyncio.to_thread(run_serve, url, None, workload, arrivals, PROMISE, 1)
+
+
+LISTED = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+    + chunk(b'{"data": [{"id": "theirs"}]}')
+    + b"0\r\n\r\n"
+)
+
+
+@pytest.mark.parametrize("answer", [as_sse_starlette, until_closed, whole])
+def test_b01_servers_that_are_not_ours_are_understood(answer: Callable[..., Any]) -> None:
+    """B01: any OpenAI server, whatever its lines, lengths and connections are like."""
+    report = asyncio.run(under_others(LISTED, answer))
+    [case] = report["cases"]
+    assert report["workload"]["models"] == ("theirs",)
+    assert case["faults"] == {}
+    assert case["requests"] == 6
+    rate, seconds = (case[name]["samples"][0] for name in ("output_tokens_per_s", "seconds"))
+    assert rate == pytest.approx(24 / seconds, rel=0.02)
+    gaps = case["time_between_tokens_s"]["p50"]["median"]
+    assert gaps == 0 if answer is whole else gaps >= 0.004, "events have the time of their bytes"
+
+
+def test_b01_a_server_that_cant_be_asked_is_told_with_the_remedy() -> None:
+    none = b"HTTP/1.1 404 Not Found\r\ncontent-length: 2\r\n\r\nno"
+    with pytest.raises(RequestError, match=r"404: no.*name one with --ask-for"):
+        asyncio.run(under_others(none, whole))
+
+    async def strict(writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 422 No\r\ncontent-length: 17\r\n\r\nextra: ignore_eos")
+
+    with pytest.raises(RequestError, match=r"422: extra: ignore_eos .--stop-at-end leaves out"):
+        asyncio.run(under_others(LISTED, strict))
 
 
 def test_a_server_that_hangs_up_in_the_middle_is_named() -> None:

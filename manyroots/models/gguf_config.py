@@ -7,7 +7,7 @@ that the metadata says and this version can't compute is refused here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from transformers import (
 from manyroots.errors import ModelError
 from manyroots.layers.rotary import check_rope_type
 from manyroots.models.fields import check_fields, shown
+from manyroots.models.gguf_unread import refuse_unread
 from manyroots.models.weights.gguf import ROPE_FACTORS
 from manyroots.models.weights.gguf_file import GGUFFile
 from manyroots.models.windows import FULL, SLIDING
@@ -68,6 +69,7 @@ def config_of(file: GGUFFile) -> PretrainedConfig:
     # Files of Mistral are of architecture llama; what tells them apart is the window.
     config_class, architecture = _CONFIGS["mistral" if arch == "llama" and window else arch]
     values = _values(file, arch) | (_experts(file, arch) if has_experts else {})
+    refuse_unread(file, arch, values["head_dim"])
     if architecture == "LlamaForCausalLM":
         values["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
     if arch == "gemma3":
@@ -145,13 +147,13 @@ def _values(file: GGUFFile, arch: str) -> dict[str, Any]:
 
 
 def _experts(file: GGUFFile, arch: str) -> dict[str, Any]:
-    """Such files have experts in every layer, whose weights add up to one: llama.cpp knows no
-    other, and there is no key for it."""
+    """Such files have experts in every layer, whose weights add up to one unless a newer key says
+    otherwise: most have none for it."""
     return {
         "num_experts": _whole(file, f"{arch}.expert_count"),
         "num_experts_per_tok": _whole(file, f"{arch}.expert_used_count"),
         "moe_intermediate_size": _whole(file, f"{arch}.expert_feed_forward_length"),
-        "norm_topk_prob": True,
+        "norm_topk_prob": file.metadata.get(f"{arch}.expert_weights_norm", True),
     }
 
 
@@ -169,19 +171,33 @@ def _gemma3(file: GGUFFile, values: Mapping[str, Any]) -> dict[str, Any]:
     full = values["rope_parameters"]
     base = _number(file, "gemma3.rope.freq_base_swa", default=GEMMA3_LOCAL_THETA)
     layers = range(values["num_hidden_layers"])
-    period = _whole(file, "gemma3.attention.sliding_window_pattern", default=GEMMA3_PERIOD)
+    is_local = _gemma3_pattern(file, len(layers))
     is_27b = values["num_hidden_layers"] == _GEMMA3_27B_LAYERS
     scalar = (
         values["hidden_size"] // values["num_attention_heads"] if is_27b else values["head_dim"]
     )
     return {
         "sliding_window": _whole(file, "gemma3.attention.sliding_window"),
-        "layer_types": [SLIDING if (layer + 1) % period else FULL for layer in layers],
+        "layer_types": [SLIDING if is_local(layer) else FULL for layer in layers],
         "rope_parameters": {FULL: full, SLIDING: {"rope_type": "default", "rope_theta": base}},
         # llama.cpp's rule, too: scores are divided by the root of a head's size, in all but one.
         "query_pre_attn_scalar": scalar,
-        "final_logit_softcapping": file.metadata.get("gemma3.final_logit_softcapping"),
     }
+
+
+def _gemma3_pattern(file: GGUFFile, num_layers: int) -> Callable[[int], bool]:
+    """Which layers have a window: all but every so manieth, or those that a list says."""
+    key = "gemma3.attention.sliding_window_pattern"
+    listed = file.metadata.get(key)
+    if isinstance(listed, list):
+        if len(listed) != num_layers or not all(type(one) is bool for one in listed):
+            raise ModelError(
+                f"{key} of {file.path} is {shown(listed)}; it must have true or false for each of "
+                f"{num_layers} layers. Convert the model again."
+            )
+        return lambda layer: bool(listed[layer])
+    period = _whole(file, key, default=GEMMA3_PERIOD)
+    return lambda layer: (layer + 1) % period != 0
 
 
 def _whole(file: GGUFFile, key: str, *, least: int = 1, default: int | None = None) -> int:
@@ -213,13 +229,19 @@ def _get(file: GGUFFile, key: str, default: Any) -> Any:
 def _rope_parameters(file: GGUFFile, arch: str) -> dict[str, Any]:
     prefix = f"{arch}.rope.scaling"
     theta = _number(file, f"{arch}.rope.freq_base", default=_THETA.get(arch, 10_000.0))
-    kind = file.metadata.get(f"{prefix}.type", "none")
+    older = _number(file, f"{arch}.rope.scale_linear", default=0.0)
+    # Zero is how a file says that there is none.
+    factor = _number(file, f"{prefix}.factor", default=older) or 1.0
+    # llama.cpp's rule: a factor alone is linear.
+    kind = file.metadata.get(f"{prefix}.type", "none" if factor == 1.0 else "linear")
     if kind == "none":
         return {"rope_type": "default", "rope_theta": theta}
     check_rope_type(str(kind))
-    factor = _number(file, f"{prefix}.factor", default=1.0)
     parameters = {"rope_type": kind, "rope_theta": theta, "factor": factor}
     if kind == "yarn":
         original = _whole(file, f"{prefix}.original_context_length")
         parameters["original_max_position_embeddings"] = original
+        for name in ("beta_fast", "beta_slow"):
+            if (key := f"{prefix}.yarn_{name}") in file.metadata:
+                parameters[name] = _number(file, key)
     return parameters

@@ -74,6 +74,10 @@ def write_gguf(
             writer.add_string(f"{arch}.{key}", value)
         elif isinstance(value, float):
             writer.add_float32(f"{arch}.{key}", value)
+        elif isinstance(value, list):
+            writer.add_array(f"{arch}.{key}", value)
+        elif isinstance(value, bool):
+            writer.add_bool(f"{arch}.{key}", value)
         else:
             writer.add_uint32(f"{arch}.{key}", value)
     if state is None:

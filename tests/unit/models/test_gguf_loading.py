@@ -83,6 +83,10 @@ IN_GGUF: dict[str, Any] = {"layer_types": None, "num_hidden_layers": 7, "query_p
     [
         ({}, [WINDOW] * 5 + [None, WINDOW]),
         ({"attention.sliding_window_pattern": 2}, [WINDOW, None] * 3 + [WINDOW]),
+        (
+            {"attention.sliding_window_pattern": [True, False, False, True, True, True, False]},
+            [WINDOW, None, None, WINDOW, WINDOW, WINDOW, None],
+        ),
         ({"attention.sliding_window": 7}, [7] * 5 + [None, 7]),
     ],
 )
@@ -154,6 +158,63 @@ def test_llama3_scaling_comes_from_the_files_own_factors(tmp_path: Path) -> None
     )
 
 
+@pytest.mark.parametrize(
+    ("metadata", "parameters"),
+    [
+        ({"rope.scaling.factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"rope.scale_linear": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"rope.scaling.type": "linear", "rope.scale_linear": 2.0},
+         {"rope_type": "linear", "factor": 2.0}),
+        ({"rope.scaling.factor": 0.0}, {"rope_type": "default"}),
+        ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, {"rope_type": "default"}),
+        ({"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0,
+          "rope.scaling.original_context_length": 64, "rope.scaling.yarn_beta_fast": 8.0,
+          "rope.scaling.yarn_beta_slow": 2.0},
+         {**YARN, "beta_fast": 8.0, "beta_slow": 2.0}),
+    ],
+)  # fmt: skip
+def test_scaling_is_what_llama_cpp_takes_from_the_same_keys(
+    metadata: dict[str, object], parameters: dict[str, Any], tmp_path: Path
+) -> None:
+    """A factor without a type is linear, by its older key, too."""
+    file = write_gguf(tmp_path / "m.gguf", tiny_config(), extra_metadata=metadata)
+    spec = describe(resolve_source(ModelSettings(model=str(file))))
+    assert spec.ropes == tiny_spec(rope_parameters={"rope_theta": 10000.0, **parameters}).ropes
+
+
+UNREAD: list[tuple[str, str, object, object]] = [
+    ("llama", "attention.scale", 0.5, 8**-0.5),
+    ("llama", "logit_scale", 0.25, 1.0),
+    ("llama", "residual_scale", 0.25, 1.0),
+    ("llama", "embedding_scale", 12.0, 0.0),
+    ("llama", "attention.temperature_scale", 0.125, 0.0),
+    ("llama", "attention.clamp_kqv", 8.0, 0.0),
+    ("llama", "attention.value_length", 16, 8),
+    ("llama", "rope.scaling.attn_factor", 0.75, 1.0),
+    ("llama", "rope.scaling.yarn_log_multiplier", 0.125, 0.0),
+    ("qwen2", "final_logit_softcapping", 30.0, 0.0),
+    ("qwen3", "attention.causal", 2, True),
+    ("qwen3-moe", "expert_weights_scale", 2.5, 1.0),
+    ("qwen3-moe", "expert_gating_func", 2, 1),
+    ("qwen3-moe", "expert_shared_count", 1, 0),
+    ("gemma3", "final_logit_softcapping", 30.0, 0.0),
+]
+
+
+@pytest.mark.parametrize(("kind", "key", "value", "neutral"), UNREAD)
+def test_metadata_that_would_be_left_out_of_account_is_refused_by_name(
+    kind: str, key: str, value: object, neutral: object, tmp_path: Path
+) -> None:
+    """What a newer converter writes of a model that computes something more; as long as it says
+    that it does not, it is taken."""
+    config = tiny_config(kind, **(IN_GGUF if kind == "gemma3" else {}))
+    file = write_gguf(tmp_path / "m.gguf", config, extra_metadata={key: value})
+    with pytest.raises(ModelError, match=rf"{key} of .* is {value:g}.*safetensors"):
+        resolve_source(ModelSettings(model=str(file)))
+    file = write_gguf(tmp_path / "m.gguf", config, extra_metadata={key: neutral})
+    describe(resolve_source(ModelSettings(model=str(file))))
+
+
 def test_yarn_metadata_becomes_yarn_parameters(tmp_path: Path) -> None:
     metadata = {
         "rope.scaling.type": "yarn",
@@ -196,6 +257,9 @@ def test_a_mixture_of_experts_has_llama_cpps_routing(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "m.gguf", config)
     layers = describe(resolve_source(ModelSettings(model=str(file)))).layers
     assert layers == tiny_spec("qwen3-moe", norm_topk_prob=True).layers
+    file = write_gguf(tmp_path / "m.gguf", config, extra_metadata={"expert_weights_norm": False})
+    layers = describe(resolve_source(ModelSettings(model=str(file)))).layers
+    assert layers == tiny_spec("qwen3-moe", norm_topk_prob=False).layers
 
 
 def test_an_unknown_architecture_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,80 @@
+"""Metadata of GGUF files that changes what a model computes and that this version does not compute.
+
+Takes an open `GGUFFile`; raises a ModelError that names the key and its value where it is not the
+one that changes nothing. Keys that only describe, and those of other rooms, pass.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from manyroots.errors import ModelError
+from manyroots.models.fields import shown
+from manyroots.models.weights.gguf_file import GGUFFile
+
+_ONE = (1, 1.0)
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "activation_sparsity_scale": (),
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (),
+    "attention.kv_lora_rank": (),
+    "attention.max_alibi_bias": (),
+    "attention.output_scale": _ONE,
+    "attention.q_lora_rank": (),
+    "attention.scale": (),
+    "attention.shared_kv_layers": (),
+    "attention.temperature_length": (),
+    "attention.temperature_scale": (),
+    "attn_logit_softcapping": (),
+    "embedding_scale": _ONE,
+    "expert_gating_func": _ONE,
+    "expert_group_count": _ONE,
+    "expert_group_scale": _ONE,
+    "expert_group_used_count": _ONE,
+    "expert_shared_count": (),
+    "expert_weights_scale": _ONE,
+    "final_logit_softcapping": (),
+    "interleave_moe_layer_step": _ONE,
+    "leading_dense_block_count": (),
+    "logit_scale": _ONE,
+    "moe_every_n_layers": _ONE,
+    "nextn_predict_layers": (),
+    "residual_scale": _ONE,
+    "rope.scaling.alpha": _ONE,
+    "rope.scaling.attn_factor": _ONE,
+    "rope.scaling.yarn_attn_factor": _ONE,
+    "rope.scaling.yarn_ext_factor": (*_ONE, -1.0),
+    "rope.scaling.yarn_log_multiplier": (),
+    "router_logit_softcapping": (),
+    "swiglu_clamp_exp": (),
+    "swiglu_clamp_shexp": (),
+    "use_parallel_residual": (),
+}
+"""By key, without the architecture in front: the values that change nothing, beside zero."""
+_HEAD_SIZES = (
+    "attention.key_length_swa",
+    "attention.value_length",
+    "attention.value_length_swa",
+    "rope.dimension_count_swa",
+)
+"""Those of which there is one size here."""
+
+
+def refuse_unread(file: GGUFFile, arch: str, head_dim: int) -> None:
+    """Of what a file of `arch` says, refuse what would be left out of account."""
+    neutral = _NEUTRAL | dict.fromkeys(_HEAD_SIZES, (head_dim,))
+    neutral["attention.scale"] = (_as_float32(head_dim**-0.5),)
+    for key, values in neutral.items():
+        value = file.metadata.get(f"{arch}.{key}")
+        if value and value not in values:
+            raise ModelError(
+                f"{arch}.{key} of {file.path} is {shown(value)}, which this version does not "
+                "compute. Use the model as safetensors, or a file without it."
+            )
+
+
+def _as_float32(number: float) -> float:
+    """As a file has it."""
+    return float(np.float32(number))

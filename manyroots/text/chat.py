@@ -34,15 +34,21 @@ class ChatTemplate:
     """One model's template, compiled once."""
 
     def __init__(
-        self, source: str, special_tokens: Mapping[str, str], format: ChatFormat | None = None
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        format: ChatFormat | None = None,
+        for_tools: ChatTemplate | None = None,
     ) -> None:
-        """`format`: how the model writes calls and reasoning; told from the source if not given."""
+        """`format`: how the model writes calls and reasoning; told from the source if not given.
+        `for_tools`: the template of chats with tools, where that is another."""
         try:
             self._sandbox = Sandbox(source)
         except (jinja2.TemplateError, RecursionError) as error:
             raise ModelError(
                 f"the chat template can't be used: {error}. Give another with --chat-template."
             ) from error
+        self._for_tools = for_tools
         self._special_tokens = dict(special_tokens)
         self._has_developer_role = "developer" in source
         self._knows_tools = "tools" in self._sandbox.variables
@@ -63,6 +69,15 @@ class ChatTemplate:
         use: ToolUse = NO_TOOLS,
     ) -> str:
         """The prompt. `continue_final_message` leaves the last message open for the model."""
+        if self._for_tools is not None and use.is_on and use.declarations:
+            return self._for_tools.render(
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                options=options,
+                reasoning_effort=reasoning_effort,
+                use=use,
+            )
         checked = check_messages(messages, has_developer_role=self._has_developer_role)
         if continue_final_message:
             if add_generation_prompt:
@@ -190,13 +205,16 @@ def load_chat_template(
 ) -> ChatTemplate | None:
     """The operator's file if there is one, else the model's own; None for a model without. The
     parsers' names are those of the flags."""
-    source = tokenizer.chat_template
+    source, tool_source = tokenizer.chat_template, tokenizer.tool_template
     if path is not None:
+        tool_source = None
         try:
             source = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeError) as error:
             raise ConfigError(f"--chat-template {path!r} can't be read: {error}.") from error
     if source is None:
         return None
-    chosen = choose_format(source, tool_call_parser, reasoning_parser)
-    return ChatTemplate(source, tokenizer.special_tokens.for_template(), chosen)
+    chosen = choose_format(tool_source or source, tool_call_parser, reasoning_parser)
+    names = tokenizer.special_tokens.for_template()
+    for_tools = None if tool_source is None else ChatTemplate(tool_source, names, chosen)
+    return ChatTemplate(source, names, chosen, for_tools)

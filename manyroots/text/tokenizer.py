@@ -42,12 +42,18 @@ class Tokenizer:
         "max_piece_bytes",
         "special_ids",
         "special_tokens",
+        "tool_template",
         "vocab_size",
     )
 
     def __init__(
-        self, backend: Backend, special_tokens: SpecialTokens, chat_template: str | None
+        self,
+        backend: Backend,
+        special_tokens: SpecialTokens,
+        chat_template: str | None,
+        tool_template: str | None = None,
     ) -> None:
+        """`tool_template`: that of chats with tools, where a model has one of its own for them."""
         # A tokenizer file may ask for truncation; a server must never shorten a prompt silently.
         backend.no_truncation()
         backend.no_padding()
@@ -55,6 +61,7 @@ class Tokenizer:
         self._pieces = piece_bytes(backend)
         self.special_tokens = special_tokens
         self.chat_template = chat_template
+        self.tool_template = tool_template
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
         vocabulary = backend.get_vocab(with_added_tokens=True)

@@ -15,6 +15,8 @@ from manyroots.gguf_header import read_metadata
 from manyroots.text import gguf_tokenizer
 from manyroots.text.tokenizer import SpecialTokens, Tokenizer
 
+_PLAIN, _FOR_TOOLS = "default", "tool_use"
+"""What checkpoints with several templates call those of plain chats and of chats with tools."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
@@ -52,10 +54,12 @@ def _from_gguf(path: Path) -> Tokenizer:
         bos=name("bos"), eos=name("eos"), pad=name("padding"), unk=name("unknown")
     )
     template = metadata.get("tokenizer.chat_template")
+    for_tools = metadata.get(f"tokenizer.chat_template.{_FOR_TOOLS}")
     return Tokenizer(
         gguf_tokenizer.build(metadata, path),
         special,
         template if isinstance(template, str) else None,
+        for_tools if isinstance(for_tools, str) else None,
     )
 
 
@@ -79,11 +83,7 @@ def _from_transformers(source: str, **options: Any) -> Tokenizer:
     special = SpecialTokens(
         bos=loaded.bos_token, eos=loaded.eos_token, pad=loaded.pad_token, unk=loaded.unk_token
     )
-    return Tokenizer(backend, special, _default_template(loaded.chat_template))
-
-
-def _default_template(template: str | Mapping[str, str] | None) -> str | None:
-    """A checkpoint may bring several named templates; the plain chat's is called 'default'."""
+    template: str | Mapping[str, str] | None = loaded.chat_template
     if isinstance(template, Mapping):
-        return template.get("default")
-    return template
+        return Tokenizer(backend, special, template.get(_PLAIN), template.get(_FOR_TOOLS))
+    return Tokenizer(backend, special, template)

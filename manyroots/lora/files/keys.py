@@ -6,7 +6,8 @@ tensor is and why it is not served. Knows nothing of shapes.
     [base_model.model.]MODULE.lora_A[.ADAPTER].weight
     [base_model.model.]MODULE.lora_embedding_A[.ADAPTER][.weight]
 
-In a model with images, MODULE names the text model, too: `model.language_model.layers.0...`.
+In a model with images, MODULE names the text model, too: `model.language_model.layers.0...`; of one
+that torch compiled for training, `_orig_mod.` stands in it somewhere.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ _LANGUAGE_MODEL = {
 }
 _OLDER_NAMES = {".block_sparse_moe.router.layer": ".block_sparse_moe.router"}
 """What modules were called when adapters were made for them, and what checkpoints call them now."""
+_COMPILED = "_orig_mod."
+_WHOLE = re.compile(r"(?:base_model\.model\.)?(.+)\.weight")
 _BASE_COPY = re.compile(r"(?:base_model\.model\.)?(.+)\.base_layer\.weight")
 _KNOWN_PARTS = {
     "lora_magnitude_vector": "belongs to DoRA, which is not served; train with use_dora=False",
@@ -50,7 +53,7 @@ class Key(NamedTuple):
 
 def parse_key(name: str) -> Key | None:
     """What `name` means; None if it is not a half of a pair."""
-    match = _KEY.fullmatch(name)
+    match = _KEY.fullmatch(name.replace(_COMPILED, ""))
     if match is None:
         return None
     module, side, adapter, embedding_side, embedding_adapter = match.groups()
@@ -59,7 +62,7 @@ def parse_key(name: str) -> Key | None:
 
 def base_copy_of(name: str) -> str | None:
     """The module whose base weight this tensor repeats, as PEFT saves it beside embeddings."""
-    match = _BASE_COPY.fullmatch(name)
+    match = _BASE_COPY.fullmatch(name.replace(_COMPILED, ""))
     return None if match is None else _of_text(match.group(1))
 
 
@@ -79,6 +82,13 @@ def refuse_key(name: str) -> AdapterError:
     for part, reason in _KNOWN_PARTS.items():
         if part in name:
             return AdapterError(f"the tensor {name[:200]!r} {reason}.")
+    whole = _WHOLE.fullmatch(name)
+    if whole is not None and "lora_" not in name:
+        return AdapterError(
+            f"the tensor {name[:200]!r} is the whole weight of {whole.group(1)[:200]}, not a LoRA "
+            "pair. If it was trained (modules_to_save, or tokens were added), it is not served; if "
+            "not, save the adapter without: save_pretrained(..., save_embedding_layers=False)."
+        )
     return AdapterError(
         f"the tensor {name[:200]!r} is not the weight of a LoRA pair; remove it, or use the file "
         "that PEFT's save_pretrained writes."

@@ -110,12 +110,15 @@ def test_w15_experts_in_many_chunks_are_read_to_their_places(
     assert weights.num_bytes > 20 * 1000
 
 
-@pytest.mark.parametrize("prefix", ["base_model.model.", ""])
+@pytest.mark.parametrize(
+    "prefix",
+    ["base_model.model.", "", "base_model.model._orig_mod.", "_orig_mod.base_model.model."],
+)
 @pytest.mark.parametrize("adapter_name", [None, "default", "my-run_2"])
 def test_w14_every_spelling_of_the_keys_reads_the_same(
     tmp_path: Path, prefix: str, adapter_name: str | None
 ) -> None:
-    """W14: with and without PEFT's prefix, with and without the adapter's name inside."""
+    """W14: with and without PEFT's prefix, that of a compiled model, and the adapter's name."""
     wanted = write_adapter(tmp_path, DENSE, Recipe(prefix=prefix, adapter_name=adapter_name))
     _, weights = read(tmp_path, DENSE)
     check_equal(weights, wanted, DENSE)

@@ -194,8 +194,12 @@ WEIGHT_CHANGES: list[tuple[Callable[[dict[str, Tensor]], None], str]] = [
     (put(f"{Q}.lora_magnitude_vector", torch.zeros(32)), "belongs to DoRA"),
     (put(f"{Q}.lora_B.bias", torch.zeros(32)), "is a bias"),
     (put("base_model.model.lm_head.modules_to_save.weight", torch.zeros(1)), "whole module"),
-    (put("base_model.model.score.weight", torch.zeros(1)), "not the weight of a LoRA pair"),
-    (put("base_model.model.model.embed_tokens.weight", torch.zeros(64, 32)), "not the weight"),
+    (put("base_model.model.score.weight", torch.zeros(1)), "not a LoRA pair"),
+    (
+        put("base_model.model.model.embed_tokens.weight", torch.zeros(64, 32)),
+        "whole weight of model.embed_tokens, .*modules_to_save.*save_embedding_layers=False",
+    ),
+    (put("whatever", torch.zeros(1)), "not the weight of a LoRA pair"),
     (
         put("base_model.model.model.embed_tokens.base_layer.weight", torch.zeros(66, 32)),
         r"\[66, 32\] and the model's own is \[64, 32\].*another vocabulary",

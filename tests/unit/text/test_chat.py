@@ -10,7 +10,8 @@ import pytest
 from manyroots.errors import ConfigError, ModelError, RequestError
 from manyroots.text.chat import ChatTemplate, load_chat_template
 from manyroots.text.tokenizer import Tokenizer
-from tests.unit.text.tiny_tokenizer import TEMPLATE, tiny_tokenizer
+from manyroots.text.tools import check_tools
+from tests.unit.text.tiny_tokenizer import TEMPLATE, tiny_backend, tiny_tokenizer
 
 USER = {"role": "user", "content": "hi"}
 
@@ -146,3 +147,28 @@ def test_the_operators_file_wins_over_the_models(tokenizer: Tokenizer, tmp_path:
     with pytest.raises(ConfigError, match="--chat-template"):
         load_chat_template(tokenizer, str(tmp_path / "missing"))
     assert load_chat_template(tiny_tokenizer(template=None), None) is None
+
+
+FOR_TOOLS = (
+    "{{ tools[0].function.name }}|{% for m in messages %}{{ m.content }}"
+    "{% if m.tool_calls %}[TOOL_CALLS]{{ m.tool_calls | tojson }}{% endif %}{% endfor %}"
+)
+"""As Mistral's write calls."""
+
+
+def test_a_template_of_its_own_for_tools_is_used_with_tools_alone(tmp_path: Path) -> None:
+    """As transformers chooses between them; calls are read as that template writes them."""
+    plain = tiny_tokenizer()
+    both = Tokenizer(tiny_backend(), plain.special_tokens, "{{ messages[0].content }}", FOR_TOOLS)
+    loaded = load_chat_template(both, None)
+    assert loaded is not None
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    assert loaded.render([USER]) == "hi"
+    assert loaded.render([USER], use=check_tools(tools, None)) == "add|hi"
+    assert loaded.render([USER], use=check_tools(tools, "none")) == "hi"
+    assert loaded.format == ChatTemplate(FOR_TOOLS, {}).format != ChatTemplate("", {}).format
+    path = tmp_path / "t.jinja"
+    path.write_text("{{ tools[0].function.name }}!")
+    mine = load_chat_template(both, str(path))
+    assert mine is not None
+    assert mine.render([USER], use=check_tools(tools, None)) == "add!"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,20 @@ def test_a_tokenizer_file_that_truncates_is_told_not_to() -> None:
     assert len(long) == 6
 
 
-def write_gguf(path: Path, *, rule: str = "smollm", add_bos: bool = False) -> None:
+NAMED_TEMPLATES = [
+    {"name": "default", "template": "{{ messages[0].content }}"},
+    {"name": "tool_use", "template": "{{ tools[0].function.name }}"},
+    {"name": "rag", "template": "{{ documents }}"},
+]
+
+
+def write_gguf(
+    path: Path,
+    *,
+    rule: str = "smollm",
+    add_bos: bool = False,
+    template: Any = "{{ messages[0].content }}",
+) -> None:
     vocabulary = sorted(tiny_backend().get_vocab().items(), key=lambda item: item[1])
     writer = GGUFWriter(path, "llama")
     writer.add_tokenizer_model("gpt2")
@@ -72,7 +86,7 @@ def write_gguf(path: Path, *, rule: str = "smollm", add_bos: bool = False) -> No
     writer.add_bos_token_id(256)
     writer.add_eos_token_id(257)
     writer.add_add_bos_token(add_bos)
-    writer.add_chat_template("{{ messages[0].content }}")
+    writer.add_chat_template(template)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
@@ -87,6 +101,18 @@ def test_a_gguf_file_brings_its_tokenizer_and_template(tmp_path: Path) -> None:
         assert loaded.special_tokens.eos == EOS
         assert loaded.eos_token_ids == (257,)
         assert loaded.special_ids == {256, 257}
+
+
+def test_of_several_templates_that_of_chats_with_tools_is_kept_beside_the_plain_one(
+    tmp_path: Path,
+) -> None:
+    write_gguf(tmp_path / "m.gguf", template=NAMED_TEMPLATES)
+    tiny_backend().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": NAMED_TEMPLATES}))
+    for source in (tmp_path / "m.gguf", tmp_path):
+        loaded = load_tokenizer(str(source))
+        assert loaded.chat_template == NAMED_TEMPLATES[0]["template"]
+        assert loaded.tool_template == NAMED_TEMPLATES[1]["template"]
 
 
 def test_a_gguf_file_that_wants_a_first_token_gets_it(tmp_path: Path) -> None:

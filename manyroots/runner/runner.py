@@ -206,9 +206,8 @@ class ModelRunner:
         if self._sharing is not None:
             self._sharing.apply(plan)
         self._pending.learn()
-        # First: a load may fill what a restored state was copied from.
-        copy_within_device(plan.copies, self._arenas, after_model=False)
         arrivals = self._mover.start(plan.adapters, plan.copies)
+        copy_within_device(plan.copies, self._arenas, after_model=False)
         if len(plan.rows) == 0:
             if plan.waits:
                 self._mover.wait(MAX_WAIT_S)

@@ -151,6 +151,20 @@ MUTATIONS: tuple[Mutation, ...] = (
         ),
     ),
     Mutation(
+        "text/chat_messages.py",
+        '    return value if isinstance(value, dict) else {"_not_an_object": value}',
+        "    return value",
+        "a call whose arguments were no object breaks templates that iterate over them",
+        ("unit/text/test_chat.py::test_g04_a_chat_goes_on_whatever_a_call_in_its_history_was",),
+    ),
+    Mutation(
+        "api/middleware.py",
+        'if {b"content-length", b"transfer-encoding"} <= {name for name, _ in headers}:',
+        "if False:",
+        "of two lengths of a body one is forgotten",
+        ("unit/api/test_half_sent.py::test_r03_what_is_no_http_is_told_so_in_json",),
+    ),
+    Mutation(
         "api/openai_responses/route.py",
         'self._response.status = "incomplete" if is_cut else "completed"',
         'self._response.status = "completed"',
@@ -1960,5 +1974,26 @@ MUTATIONS: tuple[Mutation, ...] = (
         "    if not path.parent.parent:",
         "a report's folder is found to be missing when all is measured",
         ("unit/bench/test_serve_bench.py::test_wrong_flags_are_named",),
+    ),
+    Mutation(
+        "engine/loop.py",
+        "in self._check.give_up():",
+        "in self._check.give_up()[:0]:",
+        "new weights are refused as long as a hit is being checked",
+        (
+            "unit/test_llm_weights.py::test_g06_r09_a_check_of_the_cache_does_not_hold_up_new_weights",
+        ),
+    ),
+    Mutation(
+        "runner/runner.py",
+        "        # First: a load may fill what a restored state was copied from.\n"
+        "        copy_within_device(plan.copies, self._arenas, after_model=False)\n"
+        "        arrivals = self._mover.start(plan.adapters, plan.copies)\n",
+        "        arrivals = self._mover.start(plan.adapters, plan.copies)\n"
+        "        copy_within_device(plan.copies, self._arenas, after_model=False)\n",
+        "a request goes on from the state that was loaded for another one",
+        (
+            "unit/runner/test_copies_of_a_step.py::test_h06_t01_a_state_is_restored_before_a_load_takes_its_place",
+        ),
     ),
 )

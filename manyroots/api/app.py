@@ -44,9 +44,10 @@ from manyroots.api.responses import (
     ModelCard,
     ModelList,
     Tokenized,
+    TokenizerInfo,
 )
 from manyroots.api.state import ServerState
-from manyroots.api.tokenization import detokenize, tokenize
+from manyroots.api.tokenization import detokenize, tokenize, tokenizer_info
 from manyroots.server_config import ServerSettings
 
 
@@ -104,6 +105,10 @@ def endpoints(settings: ServerSettings) -> list[Endpoint]:
         ),
         post("/tokenize", tokenize, "A text's tokens.", TokenizeRequest, Tokenized),
         post("/detokenize", detokenize, "Tokens' text.", DetokenizeRequest, Detokenized),
+        Endpoint(
+            "/tokenizer_info", tokenizer_info, "Special tokens, and the chat template.",
+            answer=TokenizerInfo,
+        ),
         *(CONTROL_ENDPOINTS if settings.admin_key is not None else ()),
         *(LORA_ENDPOINTS if settings.enable_lora_endpoints else ()),
     ]  # fmt: skip

@@ -9,6 +9,7 @@ they are null and so ask for nothing.
 
 from __future__ import annotations
 
+import codecs
 import functools
 import json
 import re
@@ -31,6 +32,11 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _PATH = re.compile(r" - at `\$\.?(.*)`$")
 _CONSTANT = re.compile(rb"NaN|Infinity")
 _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*)`$")
+_REMEDIES = {
+    "model": "send one of the names that GET /v1/models lists",
+    "messages": "send the chat so far as a list, for example [{'role': 'user', 'content': 'Hi'}]",
+}
+"""What to do about fields that must be there, other than to send them."""
 _MISSING_FIELD = re.compile(r"Object missing required field `(.*)`$")
 
 
@@ -41,6 +47,11 @@ async def read_request(request: Request, kind: type[T], *, max_bytes: int) -> T:
     wrong = HTTPException(415, f"The content-type is {given[:100]!r}; send application/json.")
     if content_type not in _CONTENT_TYPES and not content_type.endswith("+json"):
         raise wrong
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.strip().lower() not in ("identity", ""):
+        raise HTTPException(
+            415, f"The content-encoding is {encoding[:100]!r}; send the body as plain JSON."
+        )
     body = await _read(request, max_bytes)
     if content_type == _FORM and not body.lstrip().startswith(b"{"):
         raise wrong
@@ -99,7 +110,7 @@ def as_format(wanted: dict[str, Any], field: str) -> ResponseFormat:
 def _parse(body: bytes) -> Any:
     try:
         return json.loads(
-            body.decode("utf-8"),
+            body.removeprefix(codecs.BOM_UTF8).decode("utf-8"),
             object_pairs_hook=_object_without_duplicates,
             parse_constant=_NotANumber,
         )
@@ -199,7 +210,8 @@ def _explain(message: str) -> RequestError:
         assert match is not None
         name = f"{where}.{match[1][:60]}".lstrip(".")
         if missing:
-            return RequestError(f"{name} is missing.", field=name)
+            remedy = _REMEDIES.get(name, "send it too")
+            return RequestError(f"{name} is missing; {remedy}.", field=name)
         return RequestError(f"Unrecognized request argument supplied: {name}", field=name)
     if not where:
         return RequestError(f"The body is not a JSON object: {reason}.", field=None)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any, cast
 
 import h11
@@ -122,10 +123,20 @@ class _TimedProtocol(H11Protocol):
             self._send_408()
         self.transport.close()
 
+    def send_400_response(self, msg: str) -> None:
+        """What is no HTTP gets an answer like every other error, if one can still be sent."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self._send_error(HTTPException(400, f"{msg} Send HTTP/1.1 to this port."))
+        self.transport.close()
+
     def _send_408(self) -> None:
-        error = HTTPException(
-            408, f"The request was not whole after {self._timeout_s:g} s; send it faster."
+        self._send_error(
+            HTTPException(
+                408, f"The request was not whole after {self._timeout_s:g} s; send it faster."
+            )
         )
+
+    def _send_error(self, error: HTTPException) -> None:
         body = msgspec.json.encode(error_body(error)[1])
         headers = [
             (b"content-type", b"application/json"),
@@ -133,7 +144,11 @@ class _TimedProtocol(H11Protocol):
             (b"connection", b"close"),
         ]
         for event in (
-            h11.Response(status_code=408, headers=headers, reason=b"Request Timeout"),
+            h11.Response(
+                status_code=error.status_code,
+                headers=headers,
+                reason=HTTPStatus(error.status_code).phrase.encode(),
+            ),
             h11.Data(data=body),
             h11.EndOfMessage(),
         ):

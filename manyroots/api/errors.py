@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http import HTTPStatus
 
@@ -132,10 +132,27 @@ async def _answer_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     match error.status_code:
         case 404:
-            error.detail = f"There is no {request.method} {request.url.path[:200]} here."
+            path = request.scope["path"]
+            meant = _meant(path, [getattr(r, "path", "") for r in request.app.routes])
+            hint = f"; did you mean {meant}?" if meant else "."
+            error.detail = f"There is no {request.method} {path[:200]} here{hint}"
         case 405:
-            error.detail = f"{request.url.path[:200]} does not take {request.method}."
+            allowed = (error.headers or {}).get("Allow", "")
+            path = request.scope["path"][:200]
+            error.detail = f"{path} does not take {request.method}; send {allowed or 'another'}."
     return error_response(error, request.scope["path"])
+
+
+def _meant(path: str, known: Sequence[str]) -> str | None:
+    """The route that a wrong path is nearest to: a part of its path is missing in front (a base
+    address without /v1), or too much (/v1 twice, a slash at the end)."""
+    wrong = f"/{path.strip('/')}"
+    near = [
+        right
+        for right in known
+        if wrong != "/" and right != "/" and (right.endswith(wrong) or wrong.endswith(right))
+    ]
+    return min(near, key=lambda right: (abs(len(right) - len(wrong)), right), default=None)
 
 
 EXCEPTION_HANDLERS: dict[type[Exception] | int, ExceptionHandler] = {

@@ -53,7 +53,8 @@ class RequestIds:
 
 
 class HeaderLimits:
-    """Refuses requests with too many headers, or too much in them."""
+    """Refuses requests with too many headers, or too much in them, or two lengths: where a proxy
+    goes by one of these and a server by the other, a request may hide in another one's body."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -67,6 +68,14 @@ class HeaderLimits:
                     431,
                     f"The request has {len(headers)} headers of {size} bytes; at most "
                     f"{MAX_HEADERS} headers and {MAX_HEADER_BYTES} bytes are allowed.",
+                )
+                await error_response(error, scope["path"])(scope, receive, send)
+                return
+            if {b"content-length", b"transfer-encoding"} <= {name for name, _ in headers}:
+                error = HTTPException(
+                    400,
+                    "The request has Content-Length and Transfer-Encoding; send one of them.",
+                    {"connection": "close"},
                 )
                 await error_response(error, scope["path"])(scope, receive, send)
                 return

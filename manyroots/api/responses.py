@@ -186,6 +186,18 @@ class Tokenized(msgspec.Struct):
     token_strs: list[str] | None = None
 
 
+class TokenizerInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What a client needs to write prompts itself, named as in `tokenizer_config.json`."""
+
+    tokenizer_class: str
+    bos_token: str | None = None
+    eos_token: str | None = None
+    pad_token: str | None = None
+    unk_token: str | None = None
+    chat_template: str | None = None
+    model_max_length: int
+
+
 class EmbeddingsUsage(msgspec.Struct):
     prompt_tokens: int
     total_tokens: int

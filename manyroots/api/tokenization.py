@@ -1,4 +1,4 @@
-"""POST /tokenize and POST /detokenize, as vLLM has them."""
+"""POST /tokenize, POST /detokenize and GET /tokenizer_info, as vLLM has them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from manyroots.api.body import read_request
 from manyroots.api.events import json_response
 from manyroots.api.jobs import encode_chat
 from manyroots.api.requests import DetokenizeRequest, TokenizeRequest
-from manyroots.api.responses import Detokenized, Tokenized
+from manyroots.api.responses import Detokenized, Tokenized, TokenizerInfo
 from manyroots.api.state import Service, server_of
 from manyroots.errors import RequestError
 from manyroots.text.tools import check_tools
@@ -63,3 +63,17 @@ async def detokenize(request: Request) -> Response:
     decode = service.tokenizer.decode
     text = await asyncio.to_thread(decode, body.tokens, skip_special_tokens=False)
     return json_response(Detokenized(text))
+
+
+async def tokenizer_info(request: Request) -> Response:
+    """The special tokens, and the template that chats are written with."""
+    service = server_of(request).service
+    template = service.template
+    return json_response(
+        TokenizerInfo(
+            tokenizer_class="PreTrainedTokenizerFast",
+            chat_template=None if template is None else template.source,
+            model_max_length=service.engine.info.max_model_len,
+            **service.tokenizer.special_tokens.for_template(),
+        )
+    )

@@ -54,7 +54,8 @@ class States:
             lease.num_saved_pages = lease.num_cached_tokens // self._page_size
             self._publisher.resumed(lease, lease.num_saved_pages)
             self._copy(family, saved, unit, is_after_model=False)
-            # Steps run in order, so that whoever gets the checkpoint's unit writes it later.
+            # Steps run in order, and restore before they load: whoever gets the checkpoint's unit
+            # writes it later.
             self._index.pools[family].drop(np.array([saved], np.intp))
             self._publisher.offer_path(nearest_attached(lease.cursor))
 

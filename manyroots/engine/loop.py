@@ -250,10 +250,11 @@ class EngineLoop:
         )
 
     def _abort(self, request_id: RequestId) -> None:
-        if self._compiles is not None and self._compiles.abort(request_id):
-            return
         if self._check is not None:
             self._check.forget(request_id)
+        if self._compiles is not None and self._compiles.abort(request_id):
+            self._gathered.outputs.append(Output(request_id, [], FinishReason.ABORT, 0))
+            return
         if self._directory is not None and self._directory.abort(request_id):
             return
         output = self._scheduler.abort(request_id)
@@ -327,6 +328,10 @@ class EngineLoop:
             )
         if not self._is_paused:
             return refused("the engine is not paused; pause it first.")
+        if self._check is not None:
+            # Nobody waits for them, and they hold pages.
+            for request_id in self._check.give_up():
+                self._abort(request_id)
         if num_holding := self._scheduler.num_holding_pages:
             return refused(
                 f"{num_holding} requests have begun with the old weights; pause with mode wait "
@@ -336,8 +341,6 @@ class EngineLoop:
             identity = self._take_weights(control.path)
         except ManyrootsError as error:
             return refused(str(error))
-        if self._check is not None:
-            self._check.weights_changed()
         return ControlReply(control.op_id, num_pages=self._scheduler.change_weights(identity))
 
     def take_controls(self) -> list[ControlReply]:

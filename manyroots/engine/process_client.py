@@ -206,12 +206,16 @@ class ProcessClient:
 
     async def pause(self, mode: PauseMode) -> None:
         self._serving_child()
+        if mode is PauseMode.WAIT and self.is_paused and self._requests:
+            await self._control(ControlKind.RESUME)  # for those that a pause has kept
         self._resumed.clear()
         if mode is PauseMode.ABORT and self._requests:
             self._serving_child().send(MessageKind.ABORT, Abort(list(self._requests)))
         if mode is not PauseMode.KEEP:
             while self._requests and self._is_serving and self.is_paused:
                 await asyncio.sleep(POLL_S)
+            if self._is_serving and not self.is_paused:
+                raise UnavailableError("the engine was resumed in the meantime; pause it again")
         await self._control(ControlKind.PAUSE)
 
     async def resume(self) -> None:

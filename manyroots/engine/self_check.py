@@ -37,7 +37,7 @@ class _Check:
     scores: dict[RequestId, TokenLogprobs] = field(default_factory=dict)
     num_cached_tokens: int = 0
     is_void: bool = False
-    """Whether the weights changed in between: its two answers are of different ones."""
+    """Whether it was given up: its answers may be of different weights."""
 
 
 class SelfCheck:
@@ -74,10 +74,12 @@ class SelfCheck:
         """A request is over before its first token."""
         self._noted.pop(request_id, None)
 
-    def weights_changed(self) -> None:
-        """What is under way is not compared."""
-        if self._check is not None:
-            self._check.is_void = True
+    def give_up(self) -> list[RequestId]:
+        """The weights may change: what is under way is not compared. Gives the requests of it."""
+        if self._check is None:
+            return []
+        self._check.is_void = True
+        return list(self._check.waits_for)
 
     def take(self, outputs: StepOutputs) -> None:
         """Begin a check of what has begun; keep back what answers one."""

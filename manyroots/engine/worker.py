@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -48,6 +49,11 @@ if TYPE_CHECKING:
     from manyroots.engine.loop import Alarm
 
 logger = logging.getLogger(__name__)
+
+SWITCH_S = 0.0001
+"""Who launches a kernel lets go of the interpreter, and another thread that takes it may keep it
+for so long. With Python's own 5 ms, steps whose kernels are launched one by one wait for threads
+that read adapters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +152,8 @@ def make_grammars(settings: EngineSettings, source: ModelSource, worker: Worker)
 def load_worker(settings: EngineSettings, source: ModelSource, shard: Shard) -> Worker:
     """Load a rank's weights and count what fits beside them."""
     device = pick_device(settings.model, shard)
+    if device.type == "cuda":
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
     dtype = pick_dtype(settings.model, source, device)
     spec, scheduler = describe(source), settings.scheduler
     check_step(

@@ -206,8 +206,9 @@ class ModelRunner:
         if self._sharing is not None:
             self._sharing.apply(plan)
         self._pending.learn()
-        arrivals = self._mover.start(plan.adapters, plan.copies)
+        # First: a load may fill what a restored state was copied from.
         copy_within_device(plan.copies, self._arenas, after_model=False)
+        arrivals = self._mover.start(plan.adapters, plan.copies)
         if len(plan.rows) == 0:
             if plan.waits:
                 self._mover.wait(MAX_WAIT_S)

@@ -21,13 +21,12 @@ import torch
 from torch import Tensor
 
 from manyroots.errors import AdapterError, ManyrootsError
-from manyroots.lora.files.config import AdapterConfig
 from manyroots.lora.files.digest import content_digest, read_and_hash
 from manyroots.lora.files.folder import CONFIG_FILE, WEIGHTS_FILE, check_folder, find_file
 from manyroots.lora.files.header import Header
 from manyroots.lora.files.opened import AdapterFile
-from manyroots.lora.files.pairs import AdapterLayout, Piece
-from manyroots.lora.spec import AdapterSpec, PairSpec
+from manyroots.lora.files.pairs import Piece
+from manyroots.lora.spec import AdapterSpec
 from manyroots.lora.targets import Targets
 from manyroots.store.adapter_bytes import ArrivingBytes, Moves
 from manyroots.store.adapter_layouts import (
@@ -37,7 +36,7 @@ from manyroots.store.adapter_layouts import (
     Layouts,
     pieces_of,
 )
-from manyroots.store.adapter_weights import AdapterWeights, LoraPair
+from manyroots.store.adapter_weights import AdapterWeights, CutPairs, cut_halves
 from manyroots.store.host_memory import Allocate, pageable
 
 _NUM_COPY_THREADS = 4
@@ -81,12 +80,12 @@ def read_folder(
             found = _read_and_convert(weights_file, files, layouts.dtype, allocate)
         weights_file.check_unchanged()
         config_file.check_unchanged()
-    config, layout = files.config, files.layout
-    digest = content_digest(config.canonical(), files.header, found.hashes)
-    weights = AdapterWeights(digest, found.pairs, found.buffer)
+    digest = content_digest(files.config.canonical(), files.header, found.hashes)
+    pairs = CutPairs(files.layout, found.buffer)
+    weights = AdapterWeights(digest, pairs, found.buffer, files.layout)
     if not found.is_finite:
         _check_finite(weights)
-    return _spec(weights, layout, config), weights
+    return _spec(weights, files), weights
 
 
 def foresee(folders: Sequence[str], layouts: Layouts) -> None:
@@ -116,13 +115,13 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
-def _spec(weights: AdapterWeights, layout: AdapterLayout, config: AdapterConfig) -> AdapterSpec:
+def _spec(weights: AdapterWeights, files: FileLayout) -> AdapterSpec:
     return AdapterSpec(
         digest=weights.digest,
-        rank=max(pair.rank for pair in layout.pairs),
+        rank=max(pair.rank for pair in files.spec_pairs),
         num_bytes=weights.num_bytes,
-        pairs=tuple(PairSpec(pair.target, pair.rank, pair.scaling) for pair in layout.pairs),
-        invocation_tokens=config.invocation_tokens,
+        pairs=files.spec_pairs,
+        invocation_tokens=files.config.invocation_tokens,
     )
 
 
@@ -132,16 +131,8 @@ class _Found:
 
     hashes: list[bytes]
     buffer: Tensor
-    pairs: dict[str, LoraPair]
     is_finite: bool
     """False: some number is not, or nobody has looked."""
-
-
-def _halves(layout: AdapterLayout, buffer: Tensor) -> list[Tensor]:
-    """The same, cut from the buffer."""
-    shapes = [pair.a_shape for pair in layout.pairs] + [pair.b_shape for pair in layout.pairs]
-    cut = torch.split(buffer, [math.prod(shape) for shape in shapes])
-    return [flat.view(shape) for flat, shape in zip(cut, shapes, strict=True)]
 
 
 def _read_into_place(
@@ -151,9 +142,7 @@ def _read_into_place(
     buffer = allocate(files.header.data_bytes)
     arriving = ArrivingBytes(buffer.numpy(), moves)
     hashes = read_and_hash(file, files.header, None, arriving.take)
-    buffer = buffer.view(dtype)
-    pairs = _pairs(files.layout, _halves(files.layout, buffer))
-    return _Found(hashes, buffer, pairs, arriving.is_finite)
+    return _Found(hashes, buffer.view(dtype), arriving.is_finite)
 
 
 def _read_and_convert(
@@ -165,7 +154,7 @@ def _read_and_convert(
     tensors = _tensors(raw, header, dtype)
     size = sum(math.prod(pair.a_shape) + math.prod(pair.b_shape) for pair in layout.pairs)
     buffer = allocate(size * dtype.itemsize).view(dtype)
-    halves = _halves(layout, buffer)
+    halves = cut_halves(layout, buffer)
     # Torch copies many small tensors on one core.
     with ThreadPoolExecutor(_NUM_COPY_THREADS, thread_name_prefix="adapter-copy") as threads:
         copied = threads.map(
@@ -173,15 +162,7 @@ def _read_and_convert(
         )
         for _ in copied:
             pass
-    return _Found(hashes, buffer, _pairs(layout, halves), is_finite=False)
-
-
-def _pairs(layout: AdapterLayout, halves: Sequence[Tensor]) -> dict[str, LoraPair]:
-    count = len(layout.pairs)
-    return {
-        pair.target: LoraPair(a, b, pair.scaling)
-        for pair, a, b in zip(layout.pairs, halves[:count], halves[count:], strict=True)
-    }
+    return _Found(hashes, buffer, is_finite=False)
 
 
 def _tensors(raw: Tensor, header: Header, dtype: torch.dtype) -> list[Tensor]:

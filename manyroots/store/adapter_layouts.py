@@ -20,6 +20,7 @@ from manyroots.lora.files.header import Header, header_bytes, parse_header
 from manyroots.lora.files.layout import lay_out
 from manyroots.lora.files.opened import AdapterFile
 from manyroots.lora.files.pairs import AdapterLayout, Piece
+from manyroots.lora.spec import PairSpec
 from manyroots.lora.targets import Targets
 from manyroots.store.adapter_bytes import Moves, places_of
 
@@ -38,6 +39,8 @@ class FileLayout:
     config: AdapterConfig
     header: Header
     layout: AdapterLayout
+    spec_pairs: tuple[PairSpec, ...]
+    """What is told of its pairs."""
     moves: Moves | None
     """How the file's bytes come into canonical form; None where order is not all that differs."""
 
@@ -71,7 +74,8 @@ class Layouts:
         moves = None
         if _is_canonical(layout, header, self.dtype):
             moves = Moves.between(header.tensors, places_of(pieces_of(layout), header.tensors))
-        made = FileLayout(config, header, layout, moves)
+        told = tuple(PairSpec(pair.target, pair.rank, pair.scaling) for pair in layout.pairs)
+        made = FileLayout(config, header, layout, told, moves)
         with self._lock:
             self._kept[key] = made
             while len(self._kept) > MAX_KEPT:

@@ -25,6 +25,7 @@ from manyroots.kernels.lora_sites.sites import EmbeddingSite, LinearSite, PoolSi
 from manyroots.kernels.lora_sites.stacks import Stacks, default_stack_bytes
 from manyroots.kernels.lora_sites.weights import SlotWeights
 from manyroots.kernels.moe_pairs.adapters import PART_WIDTH, ExpertSite
+from manyroots.lora.files.pairs import AdapterLayout
 from manyroots.lora.targets import TargetKind
 from manyroots.store.adapter_region import Region, lies_as_in_the_pool, rounded
 from manyroots.store.adapter_sites import LoraSite, SitePart, SiteParts
@@ -34,6 +35,7 @@ from manyroots.store.adapter_weights import AdapterWeights
 from manyroots.store.untouched_memory import PAGE_BYTES, UntouchedMemory
 
 S = TypeVar("S", bound=PoolSite)
+_RowsOfTwo = tuple[list[SlotRows], list[SlotRows]]
 
 
 class AdapterPool:
@@ -79,12 +81,12 @@ class AdapterPool:
         self._lock = threading.Lock()
         # Guarded by it, as the next one: steps read it while loads change it. Of a turned pool.
         self._weights: dict[int, SlotWeights] = {}
-        self._rows: WeakKeyDictionary[AdapterWeights, tuple[list[SlotRows], list[SlotRows]]] = (
+        self._rows: WeakKeyDictionary[AdapterLayout | AdapterWeights, _RowsOfTwo] = (
             WeakKeyDictionary()
         )
-        """Of host copies that come by one copy: their rows of all tables in the first slot and in
-        the second. Working them out takes Python longer than a GPU takes for the copy, and steps
-        wait for whoever keeps Python busy."""
+        """Of what comes by one copy: its rows of all tables in the first slot and in the second.
+        Working them out takes Python longer than a GPU takes for the copy, and steps wait for
+        whoever keeps Python busy."""
         if device.type == "cuda":
             # Loads have a stream of their own, which knows nothing of the zeros written here.
             torch.cuda.synchronize(device)
@@ -128,12 +130,13 @@ class AdapterPool:
 
     def _place(self, slot: AdapterSlot, weights: AdapterWeights) -> None:
         memory = Region(self._pool, slot * self._region)
+        form = weights.form or weights
         with self._lock:
-            known = self._rows.get(weights)
+            known = self._rows.get(form)
         if known is None and lies_as_in_the_pool(weights, self._linears.names.values()):
             known = self._rows_in(0, weights), self._rows_in(1, weights)
             with self._lock:
-                self._rows[weights] = known
+                self._rows[form] = known
         if known is None:
             self._write(slot, self._place_all(weights, memory))
             return

@@ -6,12 +6,16 @@ there is a GPU), so that bringing an adapter to the device is one copy.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from manyroots.ids import AdapterDigest
+from manyroots.lora.files.pairs import AdapterLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +44,44 @@ class AdapterWeights:
     buffer: Tensor
     """Where all pairs lie, flat. As files are read: A of every pair, then B of every pair, in the
     order of the model's targets, so that the A of neighbours are one matrix."""
+    form: AdapterLayout | None = None
+    """Adapters of the same one have pairs of the same names, ranks and scalings in the same places
+    of their buffers. None for one that was not read from files."""
 
     @property
     def num_bytes(self) -> int:
         return self.buffer.numel() * self.buffer.element_size()
+
+
+class CutPairs(Mapping[str, LoraPair]):
+    """The pairs of a buffer that was filled from files. They are cut out of it when somebody asks
+    for one: an adapter that goes to a GPU whole is one of hundreds, and nobody looks at its pairs.
+    """
+
+    def __init__(self, layout: AdapterLayout, buffer: Tensor) -> None:
+        self._layout = layout
+        self._buffer = buffer
+
+    def __getitem__(self, target: str) -> LoraPair:
+        return self._cut[target]
+
+    def __iter__(self) -> Iterator[str]:
+        return (pair.target for pair in self._layout.pairs)
+
+    def __len__(self) -> int:
+        return len(self._layout.pairs)
+
+    @cached_property
+    def _cut(self) -> dict[str, LoraPair]:
+        halves, pairs = cut_halves(self._layout, self._buffer), self._layout.pairs
+        return {
+            pair.target: LoraPair(a, b, pair.scaling)
+            for pair, a, b in zip(pairs, halves[: len(pairs)], halves[len(pairs) :], strict=True)
+        }
+
+
+def cut_halves(layout: AdapterLayout, buffer: Tensor) -> list[Tensor]:
+    """A of every pair, then B of every pair."""
+    shapes = [pair.a_shape for pair in layout.pairs] + [pair.b_shape for pair in layout.pairs]
+    cut = torch.split(buffer, [math.prod(shape) for shape in shapes])
+    return [flat.view(shape) for flat, shape in zip(cut, shapes, strict=True)]

@@ -49,6 +49,7 @@ class ChatTemplate:
                 f"the chat template can't be used: {error}. Give another with --chat-template."
             ) from error
         self._for_tools = for_tools
+        self.source = source
         self._special_tokens = dict(special_tokens)
         self._has_developer_role = "developer" in source
         self._knows_tools = "tools" in self._sandbox.variables

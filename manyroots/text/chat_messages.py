@@ -18,6 +18,7 @@ MAX_MESSAGES = 10_000
 _UNSERVED = frozenset({"audio", "documents", "function_call", "images", "partial", "prefix"})
 """What would change the answer and is not served. Every other field is ignored: clients send
 answers back whole, as history, with what other servers and they themselves put there."""
+_INSTEAD = {"function_call": "send tool_calls instead"}
 
 
 def check_messages(messages: Sequence[Any], *, has_developer_role: bool) -> list[dict[str, Any]]:
@@ -48,8 +49,9 @@ def _message(message: Any, where: str, has_developer_role: bool) -> dict[str, An
         )
     for name in sorted(_UNSERVED & message.keys()):
         if message[name] is not None:
+            remedy = _INSTEAD.get(name, "remove it")
             raise RequestError(
-                f"{where}.{name} is not supported; remove it.", field=f"{where}.{name}"
+                f"{where}.{name} is not supported; {remedy}.", field=f"{where}.{name}"
             )
     checked: dict[str, Any] = {
         "role": "system" if role == "developer" and not has_developer_role else role
@@ -108,20 +110,27 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     if not isinstance(function, Mapping):
         raise RequestError(f"{where}.function is missing; name the function.", field=where)
     name = _string(function.get("name"), f"{where}.function.name")
-    text = _string(function.get("arguments"), f"{where}.function.arguments")
-    try:
-        # OpenAI's clients send JSON in a string; templates are written for the object.
-        arguments = json.loads(text) if text else {}
-    except (ValueError, RecursionError) as error:
-        raise RequestError(
-            f"{where}.function.arguments is not JSON: {error}.",
-            field=f"{where}.function.arguments",
-        ) from error
+    given = function.get("arguments")
+    # OpenAI's clients send JSON in a string; templates are written for the object.
+    if not isinstance(given, Mapping):
+        given = parsed_arguments(_string(given or "", f"{where}.function.arguments"))
     return {
         "id": str(call.get("id", "")),
         "type": "function",
-        "function": {"name": name, "arguments": arguments},
+        "function": {"name": name, "arguments": dict(given)},
     }
+
+
+def parsed_arguments(text: str) -> dict[str, Any]:
+    """A call's arguments as an object. A model may write anything, and be cut short anywhere: its
+    caller must see it, and a chat in which it happened must be able to go on."""
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        return {"_not_json": text}
+    if value is None:
+        return {}
+    return value if isinstance(value, dict) else {"_not_an_object": value}
 
 
 def _string(value: Any, where: str) -> str:

@@ -12,7 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from manyroots import LLM, SamplingParams
-from manyroots.messages import Control, ControlKind, ControlReply
+from manyroots.ids import Namespace, RequestId
+from manyroots.messages import Abort, Control, ControlKind, ControlReply, Submit
 from tests.tiny_adapters import TinyAdapters
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -124,6 +125,29 @@ def test_g06_weights_are_taken_only_while_nothing_has_begun(folders: Path) -> No
         reply = control(llm, ControlKind.UPDATE_WEIGHTS, "two")
         assert reply.error is not None
         assert "pause it first" in reply.error
+
+
+def test_g06_r09_a_check_of_the_cache_does_not_hold_up_new_weights(folders: Path) -> None:
+    """G06, R09: nobody who pauses knows of it, or can wait for it."""
+    few = {"max_num_seqs": 4, "max_num_batched_tokens": 8}
+    with start(folders, "one", kv_check_share=1.0, **few) as llm:
+        ask(llm)
+        loop: Any = llm._loop
+        base = Namespace(adapter=None, salt=None)
+        loop.handle(Submit(RequestId(99), PROMPT, base, GREEDY, 0, (), None))
+        while loop._check._check is None:
+            loop.step()
+        loop.handle(Abort([RequestId(99)]))
+        for _ in range(2):
+            loop.step()
+        assert loop._scheduler.num_holding_pages
+        assert take(llm, "two").error is None
+        while loop.has_work:
+            assert all(output.request_id > 0 for output in loop.step())
+        assert loop._check.total_differences == 0
+        ask(llm)
+        ask(llm)
+        assert loop._check.total_checks, "and the next one is checked"
 
 
 def test_g05_a_reset_cache_has_nothing(folders: Path) -> None:

@@ -6,9 +6,9 @@ that they add up to. A whole message is made of the same blocks.
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
+from manyroots.text.chat_messages import parsed_arguments
 from manyroots.text.chat_output import (
     ChatEvent,
     ContentDelta,
@@ -52,7 +52,7 @@ class BlockWriter:
         self._is_open = False
         block = self.blocks[-1]
         if block["type"] == "tool_use":
-            block["input"] = _parsed(self._arguments)
+            block["input"] = parsed_arguments(self._arguments)
         return [{"type": "content_block_stop", "index": len(self.blocks) - 1}]
 
     def _opened(self, block: dict[str, Any]) -> list[BlockEvent]:
@@ -70,12 +70,3 @@ class BlockWriter:
 
     def _delta(self, delta: dict[str, Any]) -> BlockEvent:
         return {"type": "content_block_delta", "index": len(self.blocks) - 1, "delta": delta}
-
-
-def _parsed(arguments: str) -> dict[str, Any]:
-    """A call's arguments as an object. A model may write anything; its caller must see it."""
-    try:
-        value = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
-        return {"_not_json": arguments}
-    return value if isinstance(value, dict) else {"_not_an_object": value}

@@ -44,9 +44,9 @@ class PairLayout(NamedTuple):
     b_shape: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class AdapterLayout:
-    """In the order of the model's targets."""
+    """In the order of the model's targets. Equal to itself alone."""
 
     pairs: tuple[PairLayout, ...]
     base_copies: tuple[tuple[str, int], ...]

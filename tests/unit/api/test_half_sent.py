@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
 import httpx
@@ -91,6 +92,38 @@ async def test_r03_only_what_is_half_sent_has_a_deadline(tmp_path: Path) -> None
         assert await drip(port, b"", b"") == b""
         unread = b"POST /nope HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n{"
         assert (await drip(port, unread, b"")).startswith(b"HTTP/1.1 404 ")
+        life.server._on_signal()
+
+    assert await life.run(script) == 0
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "says"),
+    [
+        (b"\x16\x03\x01\x02\x00\x01", 400, "Invalid HTTP request"),  # HTTPS to a port of HTTP
+        (b"GET /health HTTP/1.1\r\n\r\n", 400, "Invalid HTTP request"),  # no host
+        (HEAD + b"Transfer-Encoding: gzip, chunked\r\n\r\n", 400, "Invalid HTTP request"),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", 400, "Invalid HTTP request"),
+        (
+            HEAD + b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+            400,
+            "send one of them",
+        ),
+    ],
+)
+async def test_r03_what_is_no_http_is_told_so_in_json(
+    tmp_path: Path, sent: bytes, status: int, says: str
+) -> None:
+    """R03: and the connection is closed."""
+    life = Life(tmp_path)
+    port = int(life.url.rpartition(":")[2])
+
+    async def script(client: httpx.AsyncClient) -> None:
+        await life.ready(client)
+        head, _, body = (await drip(port, sent, b"")).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 %d " % status), head
+        assert says in json.loads(body)["error"]["message"]
+        assert (await client.get("/health")).status_code == 200
         life.server._on_signal()
 
     assert await life.run(script) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import time
 from typing import Any
@@ -326,7 +327,52 @@ async def test_unknown_routes_and_methods_use_the_envelope_too() -> None:
     response = await Harness().get("/v1/completions")
     assert response.status_code == 405
     assert "GET" in error_of(response)["message"]
+    assert "send POST" in error_of(response)["message"]
     assert (await Harness().post("/v1/completions/", PROMPT)).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),  # a base address without /v1
+        ("/completions", "/v1/completions"),
+        ("/v1/v1/chat/completions", "/v1/chat/completions"),  # or with two
+        ("/v1/chat/completions/", "/v1/chat/completions"),
+        ("/api/v1/responses", "/v1/responses"),
+        ("/v1/tokenize", "/tokenize"),
+    ],
+)
+async def test_a_wrong_path_is_told_the_nearest(path: str, meant: str) -> None:
+    response = await Harness().post(path, PROMPT)
+    assert response.status_code == 404
+    assert f"did you mean {meant}?" in error_of(response)["message"]
+
+
+@pytest.mark.parametrize("path", ["/", "/nope", "/v1/moderations"])
+async def test_a_path_that_is_near_to_none_is_told_none(path: str) -> None:
+    assert "did you mean" not in error_of(await Harness().post(path, PROMPT))["message"]
+
+
+async def test_a_compressed_body_is_a_415_that_names_the_encoding() -> None:
+    async with Harness().client as client:
+        response = await client.post(
+            "/v1/completions",
+            content=gzip.compress(json.dumps(PROMPT).encode()),
+            headers={"content-type": "application/json", "content-encoding": "gzip"},
+        )
+    assert response.status_code == 415
+    assert "'gzip'" in error_of(response)["message"]
+
+
+async def test_a_byte_order_mark_is_no_part_of_the_body() -> None:
+    """As some editors write it in front of a file that is then sent."""
+    response = await completed("\ufeff" + json.dumps(PROMPT), "application/json")
+    assert response.status_code == 200
+
+
+async def test_what_is_missing_is_named_with_what_to_do() -> None:
+    response = await Harness().post("/v1/completions", {"prompt": "a"})
+    assert error_of(response)["message"].startswith("model is missing; send one of the names")
 
 
 async def test_too_many_or_too_large_headers_are_a_431() -> None:

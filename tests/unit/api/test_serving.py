@@ -12,6 +12,7 @@ from manyroots.progress import Progress
 from tests.patience import PATIENCE_S
 from tests.unit.api.fake_engine import FakeEngine, script
 from tests.unit.api.harness import Harness, error_of, events
+from tests.unit.text.tiny_tokenizer import BOS, EOS, TEMPLATE
 
 pytestmark = pytest.mark.anyio
 
@@ -199,6 +200,16 @@ async def test_the_model_is_listed() -> None:
     assert [model["id"] for model in body["data"]] == ["tiny"]
     assert body["data"][0]["max_model_len"] == 512
     assert (await Harness().get("/v1/models/tiny")).json()["id"] == "tiny"
+
+
+async def test_g05_what_a_client_needs_to_write_prompts_itself() -> None:
+    """As lm-eval's remote tokenizer asks for it."""
+    body = (await Harness().get("/tokenizer_info")).json()
+    assert (body["bos_token"], body["eos_token"]) == (BOS, EOS)
+    assert body["chat_template"] == TEMPLATE
+    assert body["model_max_length"] == 512
+    assert "chat_template" not in (await Harness(template=None).get("/tokenizer_info")).json()
+    assert (await Harness(api_key="k").get("/tokenizer_info")).status_code == 401
 
 
 async def test_tokenize_and_detokenize() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from manyroots.engine.client import PauseMode
+from manyroots.engine.process_client import ProcessClient
 from manyroots.errors import RequestError, UnavailableError
 from tests.tiny_adapters import TinyAdapters
 from tests.unit.engine.test_restarts import request, settings_of, started, tokens, until
@@ -37,8 +38,10 @@ async def test_g06_pause_sleep_and_wake(tmp_path: Path) -> None:
         few = await waiting
         assert await tokens(client, None) == ours
 
-        running = asyncio.create_task(_all(client))
-        await until(lambda: client.stats is not None and client.stats.num_running == 1)
+        await _waits_behind_a_pause_that_kept_requests(client)
+        await _is_resumed_while_a_pause_waits(client)
+
+        running = await _running(client)
         await client.sleep(PauseMode.ABORT)
         assert (await running)[-1] == "abort"
         await until(lambda: client.pid is None or not Path(f"/proc/{client.pid}").exists())
@@ -50,6 +53,37 @@ async def test_g06_pause_sleep_and_wake(tmp_path: Path) -> None:
         assert client.num_restarts == 0
 
 
-async def _all(client: object) -> list[str]:
-    outputs = client.generate(request(client, 220))  # type: ignore[attr-defined, arg-type]
+async def _waits_behind_a_pause_that_kept_requests(client: ProcessClient) -> None:
+    """The remedy for weights that are refused since requests have begun."""
+    running = await _running(client)
+    await client.pause(PauseMode.KEEP)
+    with pytest.raises(RequestError, match="pause with mode wait"):
+        await client.update_weights("model")
+    await client.pause(PauseMode.WAIT)
+    assert await running == ["length"]
+    assert (await client.update_weights("model")).error is None
+    await client.resume()
+
+
+async def _is_resumed_while_a_pause_waits(client: ProcessClient) -> None:
+    """The pause does not come after all, unknown to everybody."""
+    running = await _running(client)
+    pausing = asyncio.create_task(client.pause(PauseMode.WAIT))
+    await asyncio.sleep(0)
+    assert client.is_paused
+    await client.resume()
+    with pytest.raises(UnavailableError, match="resumed in the meantime"):
+        await pausing
+    assert await running == ["length"]
+    assert await _all(client) == ["length"]
+
+
+async def _running(client: ProcessClient) -> asyncio.Task[list[str]]:
+    running = asyncio.create_task(_all(client))
+    await until(lambda: client.stats is not None and client.stats.num_running == 1)
+    return running
+
+
+async def _all(client: ProcessClient) -> list[str]:
+    outputs = client.generate(request(client, 220))
     return [o.finish_reason.value async for o in outputs if o.finish_reason is not None]

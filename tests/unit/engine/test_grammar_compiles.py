@@ -75,6 +75,8 @@ def test_g01_a_grammar_that_is_compiled_holds_up_nobody(
     assert {output.request_id for output in outputs} == {4}
     assert not compiled
     loop.handle(Abort([RequestId(3)]))
+    [aborted] = run(loop, ended(3))
+    assert aborted.finish_reason is FinishReason.ABORT, "whoever aborts everybody waits for it"
     gate.set()
     outputs = run(loop, ended(1, 2))
     assert {o.request_id for o in outputs} == {1, 2}

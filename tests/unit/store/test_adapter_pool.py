@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -18,7 +19,8 @@ from manyroots.kernels.lora_sites import torch_ops
 from manyroots.kernels.lora_sites.sites import EmbeddingSite, LinearSite
 from manyroots.kernels.moe_pairs.adapters import PART_WIDTH, ExpertSite
 from manyroots.lora.targets import TargetKind
-from manyroots.store.adapter_files import read_adapter
+from manyroots.store.adapter_files import read_adapter, read_folder
+from manyroots.store.adapter_layouts import Layouts
 from manyroots.store.adapter_pool import AdapterPool
 from manyroots.store.adapter_region import Region
 from manyroots.store.adapter_sites import LoraSite, SitePart
@@ -209,17 +211,23 @@ def test_every_pair_is_where_the_tables_say(
 
 @pytest.mark.parametrize("is_turned", [False, True])
 def test_an_adapter_moves_from_slot_to_slot(tmp_path: Path, is_turned: bool) -> None:
-    """A host copy that was in one slot before goes to any other, and its rows are not worked out
-    again; once it is gone, nothing is kept of it."""
-    weights = adapter(tmp_path / "a", Recipe(rank=8, modules=ALL, seed=1))
+    """What was in one slot before goes to any other, and so does what is alike; their rows are
+    worked out once. Once all are gone, nothing is kept of them."""
+    recipe = Recipe(rank=8, modules=ALL, seed=1)
+    targets = {name: part.target for name, part in parts().items()}
+    layouts = Layouts(targets, max_rank=32, dtype=torch.float32, vocab_size=VOCAB)
+    alike = []
+    for seed in (1, 2):
+        write_adapter(tmp_path / f"{seed}", targets, replace(recipe, seed=seed))
+        alike.append(read_folder(tmp_path / f"{seed}", layouts)[1])
     pool = make_pool(num_slots=4, is_turned=is_turned)
-    pool.load(AdapterSlot(2), weights)
+    pool.load(AdapterSlot(2), alike[0])
     with mock.patch.object(Region, "place", side_effect=AssertionError):
         for slot in (3, 0, 1):
-            pool.load(AdapterSlot(slot), weights)
+            pool.load(AdapterSlot(slot), alike[slot % 2])
     for slot in range(4):
-        check(pool, slot, weights)
-    del weights
+        check(pool, slot, alike[slot % 2])
+    del alike, layouts
     gc.collect()
     assert len(pool._rows) == 0
 

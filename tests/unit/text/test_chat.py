@@ -62,6 +62,27 @@ def test_tool_history_reaches_the_template_as_objects() -> None:
     assert ChatTemplate(source, {}).render(messages) == "Oslo|rain"
 
 
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ('{"city": "Os', {"_not_json": '{"city": "Os'}),  # cut short by max_tokens
+        ('"Oslo"', {"_not_an_object": "Oslo"}),
+        ("[" * 10_000, {"_not_json": "[" * 10_000}),
+        ("", {}),
+        ("null", {}),
+        (None, {}),
+        ({"city": "Oslo"}, {"city": "Oslo"}),
+    ],
+)
+def test_g04_a_chat_goes_on_whatever_a_call_in_its_history_was(given: Any, shown: Any) -> None:
+    """Templates iterate over the arguments: they are an object in every case."""
+    source = "{% for k, v in messages[1].tool_calls[0].function.arguments.items() %}{{ k }}={{ v }}"
+    calls = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": given}}]
+    messages = [USER, {"role": "assistant", "content": None, "tool_calls": calls}]
+    text = ChatTemplate(source + "{% endfor %}", {}).render(messages)
+    assert text == "".join(f"{key}={value}" for key, value in shown.items())
+
+
 def test_options_are_those_the_template_reads(template: ChatTemplate) -> None:
     assert template.options == {"enable_thinking"}
     assert template.render([USER], options={"enable_thinking": True}).endswith("hm ")

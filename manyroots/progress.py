@@ -65,9 +65,9 @@ def stage(name: str) -> Iterator[None]:
 
 
 def track(items: Iterable[T], *, total: int, label: str) -> Iterator[T]:
-    """Pass `items` on, and tell how many have been taken."""
+    """Pass `items` on, and tell how many have been taken; nothing of a stage that has none."""
     listener = _listener
-    if listener is None:
+    if listener is None or total == 0:
         yield from items
         return
     listener.tell(Progress(label, 0, total))

@@ -89,6 +89,9 @@ def test_s05_the_server_shows_its_engines_progress(tiny: TinyAdapters, is_on: bo
 
 def test_what_is_told_of_a_start() -> None:
     told: list[Progress] = []
+    with told_to(told.append):
+        assert list(track((), total=0, label="adapters")) == []
+    assert told == [], "of nothing there is no news"
     with told_to(told.append) as seconds, stage("one"):
         assert list(track("abc", total=3, label="letters")) == ["a", "b", "c"]
     assert (told[0], told[-1]) == (Progress("letters", 0, 3), Progress("letters", 3, 3))

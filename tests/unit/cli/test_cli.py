@@ -246,3 +246,15 @@ def test_settings_in_python_are_checked_alike() -> None:
         engine_settings({"max_model_len": "512"})
     with pytest.raises(ConfigError, match="--enable-lora is 1; it must be true or false"):
         engine_settings({"enable_lora": 1})
+
+
+def test_s05_every_flag_of_the_server_is_in_the_docs() -> None:
+    """S05: in README or docs, as itself or as --no-..."""
+    root = Path(__file__).parents[3]
+    text = "".join(path.read_text() for path in (root / "README.md", *root.glob("docs/*.md")))
+    rooms = (*ENGINE_ROOMS.values(), ServerSettings)
+    flags = [flag_name(field.name) for room in rooms for field in dataclasses.fields(room)]
+    missing = [
+        flag for flag in flags if flag not in text and flag.replace("--", "--no-", 1) not in text
+    ]
+    assert missing == []

@@ -1684,6 +1684,26 @@ MUTATIONS: tuple[Mutation, ...] = (
         ),
     ),
     Mutation(
+        "kernels/gemm/hopper_tilings.py",
+        "num_blocks * 3 // 4)",
+        "num_blocks * 5 // 8)",
+        "some tiles of a product have a part that nobody writes, on Hopper",
+        (
+            "unit/kernels/test_hopper_gemm_triton.py::"
+            "test_programs_have_every_block_once_and_every_tile_is_in_as_many_parts[6144-4096-64]",
+        ),
+    ),
+    Mutation(
+        "kernels/gemm/hopper_tilings.py",
+        "splits * share, share)",
+        "num_blocks, share)",
+        "splits of an odd number of blocks begin in the tile before theirs, on Hopper",
+        (
+            "unit/kernels/test_hopper_gemm_triton.py::"
+            "test_programs_have_every_block_once_and_every_tile_is_in_as_many_parts[4096-4136-8]",
+        ),
+    ),
+    Mutation(
         "kernels/gemm/triton_hopper.py",
         "    if DEPENDENT:\n        gdc_wait()\n    if ROUNDED:",
         "    if ROUNDED:",

@@ -69,7 +69,7 @@ def test_which_products_are_sent_to_the_kernel_for_hopper() -> None:
     assert sent(64, 24_576) == RingTiling(3, 64, 32, 32, 3)
     assert sent(64, 151_936) == RingTiling(3, 64, 32, 192, 3)
     assert sent(8, 4096) == RingTiling(1, 64, 32, 16, 11)
-    assert sent(8, 4096, 4232) == RingTiling(1, 64, 34, 17, 11)
+    assert sent(8, 4096, 4136) == RingTiling(1, 64, 34, 17, 11)
     assert sent(8, 24_576) == RingTiling(3, 64, 32, 32, 4)
     assert sent(8, 6144) is None
     assert sent(32, 4096) is None
@@ -80,3 +80,23 @@ def test_which_products_are_sent_to_the_kernel_for_hopper() -> None:
     assert sent(64, 4096, of_rows=torch.float16) is None
     assert sent(64, 4096, of_weight=torch.float32) is None
     assert sent(64, 4096, step=2) is None
+
+
+@pytest.mark.parametrize("num_rows", [8, 64])
+@pytest.mark.parametrize("k_size", [1536, 2816, 4096, 4136, 12_288])
+@pytest.mark.parametrize("n_size", [4096, 6144, 6272, 8192, 24_576, 128_256, 151_936])
+def test_programs_have_every_block_once_and_every_tile_is_in_as_many_parts(
+    num_rows: int, n_size: int, k_size: int
+) -> None:
+    """A part that nobody writes would be added up all the same."""
+    x = torch.empty(num_rows, k_size, dtype=torch.bfloat16, device="meta")
+    weight = torch.empty(n_size, k_size, dtype=torch.bfloat16, device="meta")
+    tiling = hopper_tilings.tiling_for(x, weight, on_hopper=True)
+    if tiling is None:
+        return
+    num_tiles = -(-n_size // tiling.tile)
+    parts: dict[int, set[int]] = {tile: set() for tile in range(num_tiles)}
+    for at in range(num_tiles * tiling.num_blocks):
+        parts[at // tiling.num_blocks].add(at // tiling.share)
+    assert {len(programs) for programs in parts.values()} == {tiling.num_splits}
+    assert 0 <= tiling.num_blocks * hopper_tilings.BLOCK_K - k_size < 2 * hopper_tilings.BLOCK_K

@@ -3,7 +3,8 @@
 One request is: match, allocate, insert, free. Measured in a pool so small that every request
 evicts, and in a large one that is full; the two differ by the size of the cache alone, so equal
 figures mean that cost depends on a request's length and on nothing else. Memory is counted in a
-process of its own. Thread CPU time, medians. Prints a table and gives the report.
+process of its own. Thread CPU time, medians; behind a request's stand the least and the most of
+what SLICES parts of the run give by themselves. Prints a table and gives the report.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from manyroots.bench.own_process import Job, answer_from_stdin, run_module
 from manyroots.bench.scheduler_trace import VOCAB_SIZE, clock
 from manyroots.step import Int32s
 
+SLICES = 5
 LENGTH_FACTORS = (0.25, 1.0, 4.0)
 """Prompt lengths, of the workload's own, whose cost in the large pool is compared."""
 
@@ -119,7 +121,7 @@ def _fill(
         cache.free(lease)
 
 
-def _costs(cache: OurCache, prompts: Iterator[Int32s], workload: CacheWorkload) -> dict[str, float]:
+def _costs(cache: OurCache, prompts: Iterator[Int32s], workload: CacheWorkload) -> dict[str, Any]:
     """Microseconds per request, whole and in parts; and how much of each prompt was found."""
     times: dict[str, list[float]] = {
         name: [] for name in ("request", "begin", "insert", "free", "match")
@@ -153,7 +155,16 @@ def _costs(cache: OurCache, prompts: Iterator[Int32s], workload: CacheWorkload) 
     return {
         "hit_rate": num_found / (workload.num_cycles * workload.prompt_len),
         **{f"{name}_us": statistics.median(each) * 1e6 for name, each in times.items()},
+        "spread": {f"{name}_us": _slices(each) for name, each in times.items()},
     }
+
+
+def _slices(seconds: list[float]) -> dict[str, float]:
+    """How much a median of fewer requests differs."""
+    size = max(1, len(seconds) // SLICES)
+    parts = [seconds[begin : begin + size] for begin in range(0, len(seconds), size)]
+    medians = [statistics.median(part) * 1e6 for part in parts]
+    return {"least": min(medians), "most": max(medians)}
 
 
 def _prompts(workload: CacheWorkload) -> Iterator[Int32s]:
@@ -183,7 +194,9 @@ def table(report: dict[str, Any]) -> str:
     for pool in ("small", "large"):
         for kind, figures in report[pool].items():
             cells = "".join(f"{figures[name]:>12.3f}" for name in columns)
-            lines.append(f"{pool + ', ' + kind:<24}{cells}")
+            of_request = figures["spread"]["request_us"]
+            behind = f"   request {of_request['least']:.1f} to {of_request['most']:.1f} us"
+            lines.append(f"{pool + ', ' + kind:<24}{cells}{behind}")
     for kind, figures in report["large"].items():
         lines.append(
             f"memory, {kind}: {figures['num_cached_pages']} cached pages take "

@@ -44,6 +44,8 @@ def measure_tenants(tenants: tuple[int, ...]) -> list[dict[str, Any]]:
                 "tenants": count,
                 "waiting": num_waiting,
                 "plan_ms": plan_ms[count],
+                "least_ms": min(found[count]),
+                "most_ms": max(found[count]),
                 "ratio": plan_ms[count] / plan_ms[tenants[0]],
             }
             for count in tenants
@@ -56,7 +58,8 @@ def tenant_lines(figures: list[dict[str, Any]]) -> list[str]:
     lines = [f"{NUM_BEGINNING} begin in one step, by tenants that wait (requests: all the same)"]
     lines += [
         f"  {each['policy']:<10}{each['tenants']:>8} of {each['waiting']} waiting: "
-        f"{each['plan_ms']:.2f} ms, {each['ratio']:.2f} times one tenant's"
+        f"{each['plan_ms']:.2f} ms ({each['least_ms']:.2f} to {each['most_ms']:.2f}), "
+        f"{each['ratio']:.2f} times one tenant's"
         for each in figures
     ]
     return lines

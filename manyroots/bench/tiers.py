@@ -173,8 +173,8 @@ def _told_times(workload: TierWorkload, seconds: dict[str, list[float]]) -> dict
         }  # fmt: skip
         print(
             f"{workload.prompt_len} tokens, {tier:8}: first token after "
-            f"{statistics.median(samples):8.4f} s, {share:.3f} of computing, "
-            f"{1 / share:6.1f} times as fast",
+            f"{statistics.median(samples):8.4f} s ({min(samples):.4f} to {max(samples):.4f}), "
+            f"{share:.3f} of computing, {1 / share:6.1f} times as fast",
             flush=True,
         )
     return figures
@@ -245,16 +245,17 @@ def _misses(workload: TierWorkload, engine: dict[str, Any], storage: str | None)
     }  # fmt: skip
     for name in list(kinds)[1:]:
         ratios = [a / b for a, b in zip(seconds[name], seconds["without"], strict=True)]
-        cost = statistics.median(ratios) - 1
+        cost, costs = statistics.median(ratios) - 1, spread([ratio - 1 for ratio in ratios])
         # Of all threads; on a GPU, of those that feed it. Says more where others use the machine.
         ratios = [a / b for a, b in zip(busy[name], busy["without"], strict=True)]
         processor_cost = statistics.median(ratios) - 1
         figures[name] = {
-            "seconds": spread(seconds[name]), "cost": round(cost, 4),
+            "seconds": spread(seconds[name]), "cost": round(cost, 4), "costs": costs,
             "processor_seconds": spread(busy[name]), "processor_cost": round(processor_cost, 4),
         }  # fmt: skip
         print(
-            f"nothing hits, tiers down to {name}: {100 * cost:+.2f}% of the time without, "
+            f"nothing hits, tiers down to {name}: {100 * cost:+.2f}% of the time without "
+            f"({100 * costs['least']:+.2f}% to {100 * costs['most']:+.2f}%), "
             f"{100 * processor_cost:+.2f}% of the processor's"
         )
     return figures

@@ -27,8 +27,8 @@ from manyroots.options import flag_name
 def add_bench_command(commands: Any) -> None:
     bench = commands.add_parser(
         "bench", help="measure throughput and latency",
-        description="Tables go to stderr; --json FILE has every sample, the workload and the "
-        "machine. docs/performance.md has what was measured.",
+        description="Each prints a table; --json FILE has every figure with its spread, the "
+        "workload and the machine. docs/performance.md has what was measured.",
     )  # fmt: skip
     kinds = bench.add_subparsers(required=True, metavar="WHAT")
     _add_offline(kinds)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from manyroots.bench.cache import CacheWorkload, measure_large, measure_small
+from manyroots.bench.cache import CacheWorkload, _slices, measure_large, measure_small
 from manyroots.bench.our_side import CACHE_KINDS
 from manyroots.cli.main import main
 
@@ -51,7 +51,17 @@ def test_the_report_holds_the_workload_and_both_pools(
     for kind in CACHE_KINDS:
         assert report["small"][kind]["hit_rate"] == 0.75
         assert {"resident_mb", "bytes_per_page", "by_length"} <= set(report["large"][kind])
-    assert "cached pages take" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "cached pages take" in told
+    spread = report["small"]["plain"]["spread"]["request_us"]
+    assert f"request {spread['least']:.1f} to {spread['most']:.1f} us" in told
+
+
+def test_b04_a_slow_part_of_a_run_shows_in_its_spread() -> None:
+    """B04: five parts, each with a median of its own."""
+    seconds = [*[1e-6] * 8, *[9e-6] * 2]
+    assert _slices(seconds) == {"least": pytest.approx(1.0), "most": pytest.approx(9.0)}
+    assert _slices([2e-6]) == {"least": pytest.approx(2.0), "most": pytest.approx(2.0)}
 
 
 def test_a_pool_too_small_for_its_prefixes_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from manyroots.bench.our_side import OurScheduler
-from manyroots.bench.scheduler import median_of, run_scheduler, table
+from manyroots.bench.scheduler import combined, run_scheduler, table
 from manyroots.bench.scheduler_cases import measure_all, measure_steady
 from manyroots.bench.scheduler_trace import SchedulerWorkload
 from manyroots.cli.main import main
@@ -55,9 +57,28 @@ def test_the_queue_stays_as_long_as_it_is_said_to_be() -> None:
     assert all(each["plan_ms"] > 0 and each["num_steps"] >= 3 for each in figures)
 
 
-def test_the_median_is_taken_number_by_number() -> None:
+def test_b04_the_median_and_the_spread_are_taken_number_by_number() -> None:
+    """B04: least and most have the medians' shape."""
     found = [{"a": 1, "b": [{"c": 5}]}, {"a": 3, "b": [{"c": 1}]}, {"a": 2, "b": [{"c": 9}]}]
-    assert median_of(found) == {"a": 2, "b": [{"c": 5}]}
+    assert combined(found, statistics.median) == {"a": 2, "b": [{"c": 5}]}
+    assert combined(found, min) == {"a": 1, "b": [{"c": 1}]}
+    assert combined(found, max) == {"a": 3, "b": [{"c": 9}]}
+
+
+def test_b04_the_table_shows_the_least_and_the_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """B04: of every cost; hit rates are the same in all repeats."""
+    costs = iter((30.0, 10.0, 20.0))
+    once = measure_all(TINY, 4, OurScheduler)
+
+    def measured(workload: SchedulerWorkload, page_size: int) -> dict[str, Any]:
+        return {**once, "trace": {**once["trace"], "plan_us_per_request": next(costs)}}
+
+    monkeypatch.setattr("manyroots.bench.scheduler.measure_ours", measured)
+    report = run_scheduler(TINY, [4], [], 3)
+    assert "20.0 [10.0-30.0]" in table(report)
+    [run] = report["runs"]
+    plans = [run[key]["manyroots"]["trace"]["plan_us_per_request"] for key in ("least", "most")]
+    assert plans == [10.0, 30.0]
 
 
 def test_the_report_holds_the_workload_and_every_figure(

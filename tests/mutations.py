@@ -2016,4 +2016,11 @@ MUTATIONS: tuple[Mutation, ...] = (
             "unit/runner/test_copies_of_a_step.py::test_h06_t01_a_state_is_restored_before_a_load_takes_its_place",
         ),
     ),
+    Mutation(
+        "scheduler/scheduler.py",
+        "return self._cache.num_leases + num_retracted",
+        "return self._cache.num_leases + 0 * num_retracted",
+        "who was retracted ends its answer with other weights",
+        ("unit/scheduler/test_scheduler.py::test_g06_who_was_retracted_has_begun",),
+    ),
 )

@@ -309,7 +309,7 @@ class EngineLoop:
         """No step runs now."""
         match control.kind:
             case ControlKind.PAUSE:
-                pass
+                self._is_paused = True  # again: a resume may have been asked for before it
             case ControlKind.RESUME:
                 self._is_paused = False
             case ControlKind.RESET_CACHE:
@@ -332,9 +332,9 @@ class EngineLoop:
             # Nobody waits for them, and they hold pages.
             for request_id in self._check.give_up():
                 self._abort(request_id)
-        if num_holding := self._scheduler.num_holding_pages:
+        if num_begun := self._scheduler.num_begun:
             return refused(
-                f"{num_holding} requests have begun with the old weights; pause with mode wait "
+                f"{num_begun} requests have begun with the old weights; pause with mode wait "
                 "or abort first."
             )
         try:

@@ -217,6 +217,7 @@ class ProcessClient:
             if self._is_serving and not self.is_paused:
                 raise UnavailableError("the engine was resumed in the meantime; pause it again")
         await self._control(ControlKind.PAUSE)
+        self._resumed.clear()  # again: a resume that was asked for before it is answered, too
 
     async def resume(self) -> None:
         await self._control(ControlKind.RESUME)

@@ -125,9 +125,12 @@ class Scheduler:
         return unloaded
 
     @property
-    def num_holding_pages(self) -> int:
-        """Requests that hold pages: they have begun, or are about to."""
-        return self._cache.num_leases
+    def num_begun(self) -> int:
+        """Requests that have something of the weights that compute now: pages, or tokens of their
+        answer, as those have that were retracted."""
+        waiting = (r for r in self._requests.values() if r.lease is None)
+        num_retracted = sum(r.num_tokens > r.num_prompt_tokens for r in waiting)
+        return self._cache.num_leases + num_retracted
 
     def reset_cache(self) -> int:
         """Forget all that could be reused; gives how many pages are free again now. Requests keep

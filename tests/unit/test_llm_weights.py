@@ -51,7 +51,7 @@ def control(llm: LLM, kind: ControlKind, path: str = "") -> ControlReply:
     while True:
         llm._loop.step()
         if replies := llm._loop.take_controls():
-            return replies[0]
+            return replies[-1]
 
 
 def take(llm: LLM, path: str) -> ControlReply:
@@ -127,6 +127,14 @@ def test_g06_weights_are_taken_only_while_nothing_has_begun(folders: Path) -> No
         assert "pause it first" in reply.error
 
 
+def test_g06_what_was_asked_last_holds(folders: Path) -> None:
+    """G06: several may ask before a step ends, and all are told that it is done."""
+    with start(folders, "one") as llm:
+        for kind in (ControlKind.PAUSE, ControlKind.RESUME, ControlKind.PAUSE):
+            llm._loop.handle(Control(next(NUMBERS), kind))
+        assert control(llm, ControlKind.UPDATE_WEIGHTS, "two").error is None
+
+
 def test_g06_r09_a_check_of_the_cache_does_not_hold_up_new_weights(folders: Path) -> None:
     """G06, R09: nobody who pauses knows of it, or can wait for it."""
     few = {"max_num_seqs": 4, "max_num_batched_tokens": 8}
@@ -140,7 +148,7 @@ def test_g06_r09_a_check_of_the_cache_does_not_hold_up_new_weights(folders: Path
         loop.handle(Abort([RequestId(99)]))
         for _ in range(2):
             loop.step()
-        assert loop._scheduler.num_holding_pages
+        assert loop._scheduler.num_begun
         assert take(llm, "two").error is None
         while loop.has_work:
             assert all(output.request_id > 0 for output in loop.step())

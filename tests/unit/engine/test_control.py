@@ -76,6 +76,11 @@ async def _is_resumed_while_a_pause_waits(client: ProcessClient) -> None:
         await pausing
     assert await running == ["length"]
     assert await _all(client) == ["length"]
+    for _ in range(2):
+        await asyncio.gather(client.resume(), client.pause(PauseMode.KEEP))
+        assert client.is_paused, "the engine is: that was asked last"
+        assert (await client.update_weights("model")).error is None
+    await client.resume()
 
 
 async def _running(client: ProcessClient) -> asyncio.Task[list[str]]:

@@ -121,6 +121,22 @@ def test_n07_retraction_resumes_exactly(depth: int) -> None:
     assert engine.scheduler.stats().num_held_pages == 0
 
 
+def test_g06_who_was_retracted_has_begun() -> None:
+    """G06: its next tokens must be of the same weights, though it holds no page of them."""
+    engine = Deciding(num_pages=8)
+    for number in range(2):
+        engine.loop.handle(submit(number, [number] * 8, max_tokens=16))
+    assert engine.scheduler.num_begun == 0
+    while not engine.scheduler.stats().total_retractions:
+        engine.step()
+    while engine.loop._launched:
+        engine.loop._finish_oldest()
+    assert engine.cache.num_leases == 1
+    assert engine.scheduler.num_begun == 2
+    engine.run()
+    assert engine.scheduler.num_begun == 0
+
+
 def test_decodes_are_not_held_up_by_a_long_prompt() -> None:
     engine = Deciding(num_pages=200, budget=8, max_num_seqs=4)
     engine.loop.handle(submit(0, [1, 2, 3], max_tokens=30))

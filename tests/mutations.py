@@ -1941,6 +1941,22 @@ MUTATIONS: tuple[Mutation, ...] = (
         ),
     ),
     Mutation(
+        "kernels/activation/triton.py",
+        "up_ranks, up_b, up_start, up_rank, first, 1, 0, cols, num_rows,",
+        "gate_ranks, up_b, up_start, up_rank, first, 1, 0, cols, num_rows,",
+        "a row that is its adapter's only one has the gate's weights for its up",
+        ("unit/kernels/test_fused_triton.py::test_gated_equals_the_reference",),
+    ),
+    Mutation(
+        "kernels/gemm/triton.py",
+        "if tl.max(row_ok.to(tl.int32), axis=0) > 0:",
+        "if tl.min(row_ok.to(tl.int32), axis=0) > 0:",
+        "a tile in which one adapter leaves a product alone is left out for all",
+        (
+            "unit/kernels/test_fused_triton.py::test_linear_gives_partial_sums_of_the_product_and_of_the_adapters_shrink",
+        ),
+    ),
+    Mutation(
         "kernels/norm/triton.py",
         "for begin in range(0, count, BLOCK_R):",
         "for begin in range(0, BLOCK_R, BLOCK_R):",

@@ -17,9 +17,9 @@ from manyroots.distributed.shard import Shard
 from manyroots.kernels.choice import Kernels
 from manyroots.kernels.lora_sites.sites import LoraTerm
 
-MANY_ROWS, MANY_RANKS = 128, 64 * 64
-"""Beyond so many rows, or so many ranks of all of them, a reader with one program per row would
-read too much, an adapter for each row; it is expanded on its own instead."""
+MANY_ROWS, MANY_RANKS = 128, 16
+"""Beyond so many rows, or so high a rank, a reader with one program per row would read too much, an
+adapter for each row; it is expanded on its own instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Product:
         num_rows = self.sums.shape[-2]
         if self.lora is None:
             return self
-        if num_rows <= MANY_ROWS and num_rows * self.lora.site.max_rank <= MANY_RANKS:
+        if num_rows <= MANY_ROWS and self.lora.site.max_rank <= MANY_RANKS:
             return self
         return replace(self, sums=self.finished(kernels), lora=None)
 

@@ -17,6 +17,7 @@ from manyroots.kernels.fp8_rows import ROW_GROUP, Fp8Form, Fp8Rows, run_length, 
 from manyroots.kernels.launch import as_splits, launch_options, let_next_begin, wait_for_inputs
 from manyroots.kernels.lora_sites.sites import LoraTerm
 from manyroots.kernels.lora_sites.triton import (
+    LEAST_RANKS,
     NO_RANKS,
     early_ranks,
     expand_tile,
@@ -36,13 +37,57 @@ from manyroots.kernels.triton_fp8_rows import (
 
 BLOCK_N = 128
 ROW_BLOCK_N = 256
-"""Columns of a program: of several rows, and of one, which has room for more."""
+"""Columns of a program: of several rows, and of one with few ranks, which has room for more."""
 MANY_ROWS = 64
 """Beyond, a step has more than enough programs, and larger ones read faster."""
 MOST_OF_ROW = 16_384
 """Columns of a row that one program has where all of them share a scale."""
 ROW_BLOCK = 4096
 """Of which it has so many at once: rows are seldom a power of two long."""
+
+
+@triton.jit
+def _tile_of_rows(
+    gate_up, out, data, scales, hidden, gate_ranks, gate_b, gate_start, gate_rank, up_ranks, up_b,
+    up_start, up_rank, first, count, begin, cols, num_rows, n, gate_factor, in_split, in_row,
+    hidden_split, hidden_row,
+    KIND: tl.constexpr, NUM_SPLITS: tl.constexpr, HIDDEN_SPLITS: tl.constexpr,
+    HAS_OUT: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr, RANK_BLOCK: tl.constexpr, MAX_RANK: tl.constexpr,
+):  # fmt: skip
+    """The columns `cols` of the rows from `begin` on, of `count` that want one adapter."""
+    inside = tl.minimum(cols, n - 1)
+    r = begin + tl.arange(0, BLOCK_R)
+    rows = (first + r).to(tl.int64)
+    ok = (r < count)[:, None] & (cols < n)[None, :]
+    source = gate_up + rows[:, None] * in_row + cols[None, :]
+    gate = tl.load(source, mask=ok, other=0.0).to(tl.float32)
+    up = tl.load(source + n, mask=ok, other=0.0).to(tl.float32)
+    for split in tl.static_range(1, NUM_SPLITS):
+        gate += tl.load(source + split * in_split, mask=ok, other=0.0).to(tl.float32)
+        up += tl.load(source + split * in_split + n, mask=ok, other=0.0).to(tl.float32)
+    if HIDDEN_SPLITS:
+        gate = expand_tile(
+            gate, gate_ranks, gate_b, gate_start, gate_rank, inside, hidden, hidden_split,
+            hidden_row, rows, r < count, HIDDEN_SPLITS, RANK_BLOCK, MAX_RANK,
+        )  # fmt: skip
+        up = expand_tile(
+            up, up_ranks, up_b, up_start, up_rank, inside, hidden, hidden_split, hidden_row,
+            rows, r < count, HIDDEN_SPLITS, RANK_BLOCK, MAX_RANK,
+        )  # fmt: skip
+    found = activated(gate * gate_factor, up, KIND).to(out.dtype.element_ty)
+    to = rows[:, None] * n + cols[None, :]
+    if HAS_OUT:
+        tl.store(out + to, found, mask=ok)
+    if PARTS:
+        groups: tl.constexpr = BLOCK_N // GROUP
+        values = tl.where(ok, found.to(tl.float32), 0.0)
+        scaled, scale = scaled_groups(tl.reshape(values, (BLOCK_R, groups, GROUP)), 2)
+        scaled = tl.reshape(scaled, (BLOCK_R, BLOCK_N))
+        store_parts(data + to, num_rows.to(tl.int64) * n, scaled, ok, PARTS)
+        group = tl.program_id(0) * groups + tl.arange(0, groups)
+        ok_group = (r < count)[:, None] & (group * GROUP < n)[None, :]
+        tl.store(scales + group[None, :] * num_rows + rows[:, None], scale, mask=ok_group)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -56,52 +101,42 @@ def _gated(
 ):  # fmt: skip
     let_next_begin(DEPENDENT)
     cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = tl.minimum(cols, n - 1)
     program = tl.program_id(1)
     if HIDDEN_SPLITS:
         first, count, slot = rows_of(slots, blocks, program, BLOCK_R)
         if count == 0:
             return
+        inside = tl.minimum(cols, n - 1)
         gate_start, gate_rank, gate_b = part_of(pool, table, slot, 0, 2)
         up_start, up_rank, up_b = part_of(pool, table, slot, 1, 2)
         gate_ranks = early_ranks(gate_b, gate_rank, inside, RANK_BLOCK, MAX_RANK, DEPENDENT)
         up_ranks = early_ranks(up_b, up_rank, inside, RANK_BLOCK, MAX_RANK, DEPENDENT)
+        wait_for_inputs(DEPENDENT)
+        if count == 1:
+            _tile_of_rows(
+                gate_up, out, data, scales, hidden, gate_ranks, gate_b, gate_start, gate_rank,
+                up_ranks, up_b, up_start, up_rank, first, 1, 0, cols, num_rows, n, gate_factor,
+                in_split, in_row, hidden_split, hidden_row, KIND, NUM_SPLITS, HIDDEN_SPLITS,
+                HAS_OUT, PARTS, GROUP, 1, BLOCK_N, RANK_BLOCK, MAX_RANK,
+            )  # fmt: skip
+        elif BLOCK_R > 1:
+            for begin in range(0, count, BLOCK_R):
+                _tile_of_rows(
+                    gate_up, out, data, scales, hidden, gate_ranks, gate_b, gate_start, gate_rank,
+                    up_ranks, up_b, up_start, up_rank, first, count, begin, cols, num_rows, n,
+                    gate_factor, in_split, in_row, hidden_split, hidden_row, KIND, NUM_SPLITS,
+                    HIDDEN_SPLITS, HAS_OUT, PARTS, GROUP, BLOCK_R, BLOCK_N, RANK_BLOCK, MAX_RANK,
+                )  # fmt: skip
     else:
         first = program * BLOCK_R
         count = tl.minimum(BLOCK_R, num_rows - first)
-    wait_for_inputs(DEPENDENT)
-    for at in range(0, count, BLOCK_R):
-        r = at + tl.arange(0, BLOCK_R)
-        rows = (first + r).to(tl.int64)
-        ok = (r < count)[:, None] & (cols < n)[None, :]
-        source = gate_up + rows[:, None] * in_row + cols[None, :]
-        gate = tl.load(source, mask=ok, other=0.0).to(tl.float32)
-        up = tl.load(source + n, mask=ok, other=0.0).to(tl.float32)
-        for split in tl.static_range(1, NUM_SPLITS):
-            gate += tl.load(source + split * in_split, mask=ok, other=0.0).to(tl.float32)
-            up += tl.load(source + split * in_split + n, mask=ok, other=0.0).to(tl.float32)
-        if HIDDEN_SPLITS:
-            gate = expand_tile(
-                gate, gate_ranks, gate_b, gate_start, gate_rank, inside, hidden, hidden_split,
-                hidden_row, rows, r < count, HIDDEN_SPLITS, RANK_BLOCK, MAX_RANK,
-            )  # fmt: skip
-            up = expand_tile(
-                up, up_ranks, up_b, up_start, up_rank, inside, hidden, hidden_split, hidden_row,
-                rows, r < count, HIDDEN_SPLITS, RANK_BLOCK, MAX_RANK,
-            )  # fmt: skip
-        found = activated(gate * gate_factor, up, KIND).to(out.dtype.element_ty)
-        to = rows[:, None] * n + cols[None, :]
-        if HAS_OUT:
-            tl.store(out + to, found, mask=ok)
-        if PARTS:
-            groups: tl.constexpr = BLOCK_N // GROUP
-            values = tl.where(ok, found.to(tl.float32), 0.0)
-            scaled, scale = scaled_groups(tl.reshape(values, (BLOCK_R, groups, GROUP)), 2)
-            scaled = tl.reshape(scaled, (BLOCK_R, BLOCK_N))
-            store_parts(data + to, num_rows.to(tl.int64) * n, scaled, ok, PARTS)
-            group = tl.program_id(0) * groups + tl.arange(0, groups)
-            ok_group = (r < count)[:, None] & (group * GROUP < n)[None, :]
-            tl.store(scales + group[None, :] * num_rows + rows[:, None], scale, mask=ok_group)
+        wait_for_inputs(DEPENDENT)
+        _tile_of_rows(
+            gate_up, out, data, scales, hidden, 0, hidden, 0, 0, 0, hidden, 0, 0, first, count, 0,
+            cols, num_rows, n, gate_factor, in_split, in_row, hidden_split, hidden_row, KIND,
+            NUM_SPLITS, HIDDEN_SPLITS, HAS_OUT, PARTS, GROUP, BLOCK_R, BLOCK_N, RANK_BLOCK,
+            MAX_RANK,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -180,8 +215,9 @@ def gated(
         adapters = (hidden, lora.site.pool, lora.site.table, rows.slots, rows.blocks)
         strides, splits = (hidden.stride(0), hidden.stride(1)), hidden.shape[0]
         block_r, num_programs = rows.programs
-        block_n, num_warps = ROW_BLOCK_N if block_r == 1 else BLOCK_N, 4
-        ranks = rank_constants(lora.site, block_r)
+        ranks = rank_constants(lora.site)
+        has_room = block_r == 1 and ranks["RANK_BLOCK"] == LEAST_RANKS
+        block_n, num_warps = ROW_BLOCK_N if has_room else BLOCK_N, 4
     found = None
     if form is not None and (form.group is None or form.group == ROW_GROUP):
         group = form.group or block_n

@@ -29,7 +29,7 @@ from manyroots.kernels.launch import (
     prefetch,
     wait_for_inputs,
 )
-from manyroots.kernels.lora_sites.sites import LinearSite, LoraRows, LoraTerm
+from manyroots.kernels.lora_sites.sites import RANK_STEP, LinearSite, LoraRows, LoraTerm
 from manyroots.kernels.norm.undivided import UndividedNorm
 from manyroots.kernels.scaled import SIDE_STEP, Matrix, ScaledMatrix
 from manyroots.kernels.triton_fp8_rows import in_fp8
@@ -174,8 +174,9 @@ def _shrink_tile(
     Each of a tile's rows knows its block of rows of x, and is stored for those alone.
     """
     v = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    block = v // width
-    n = v % width
+    # Eight ranks at a time are of one adapter.
+    block = tl.max_constancy(v // width, 8)
+    n = tl.max_contiguous(tl.multiple_of(v % width, 8), 8)
     count_blocks = tl.load(num_blocks)
     if (tile * BLOCK_N) // width < count_blocks:
         is_block = block < count_blocks
@@ -189,19 +190,21 @@ def _shrink_tile(
         for part in tl.static_range(1, NUM_PARTS):
             later = tl.load(scalings + tl.maximum(slot, 0) * NUM_PARTS + part)
             scale = tl.where(n >= tl.load(entry + 2 + 3 * part).to(tl.int32), later, scale)
-        wait_for_inputs(DEPENDENT)
-        if PIECES:
-            of_pieces = _squares_of(squares, num_pieces, num_rows, BLOCK_M, PIECES)
-        acc = _product(
-            x, w_rows, row_ok, num_rows, k_size, first, last, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K,
-            True,
-        )  # fmt: skip
-        if PIECES:
-            acc = _divided(acc, of_pieces, k_size, eps)
-        m = tl.arange(0, BLOCK_M)[:, None]
-        mine = row_ok[None, :] & (m >= begin[None, :]) & (m < (begin + count)[None, :])
-        to = hidden + (split * num_rows + m) * width + n[None, :]
-        tl.store(to, tl.trans(acc * scale[:, None]), mask=mine)
+        # Adapters may leave this product alone.
+        if tl.max(row_ok.to(tl.int32), axis=0) > 0:
+            wait_for_inputs(DEPENDENT)
+            if PIECES:
+                of_pieces = _squares_of(squares, num_pieces, num_rows, BLOCK_M, PIECES)
+            acc = _product(
+                x, w_rows, row_ok, num_rows, k_size, first, last, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K,
+                True,
+            )  # fmt: skip
+            if PIECES:
+                acc = _divided(acc, of_pieces, k_size, eps)
+            m = tl.arange(0, BLOCK_M)[:, None]
+            mine = row_ok[None, :] & (m >= begin[None, :]) & (m < (begin + count)[None, :])
+            to = hidden + (split * num_rows + m) * width + n[None, :]
+            tl.store(to, tl.trans(acc * scale[:, None]), mask=mine)
 
 
 @triton.jit(do_not_specialize=["num_rows", "lora_tiles"])
@@ -330,6 +333,7 @@ def linear(
         width, num_parts = 1, 0
     else:
         width, num_parts = site.width, site.num_parts
+        assert width % RANK_STEP == 0, "adapters' ranks are rounded up"
         # One sum is as precise as what is multiplied with it; parts are not to be rounded.
         kept = site.pool.dtype if splits == 1 else torch.float32
         hidden = torch.empty(splits, num_rows, width, dtype=kept, device=x.device)
@@ -425,6 +429,9 @@ def tiling_for(num_rows: int, n_size: int, k_size: int, lora_tiles: int = 0) -> 
                     return Tiling(BLOCK_N, BLOCK_K, splits, num_stages, 4)
     if num_rows > MAX_ROWS and tiles > MANY_TILES:
         return Tiling(2 * BLOCK_N, BLOCK_K // 2, 1, 6, 8)
+    if lora_tiles and num_rows > SOME_ROWS and tiles - lora_tiles > MANY_TILES:
+        # Half as many tiles read the rows half as often, which are as large as a tile.
+        return Tiling(2 * BLOCK_N, BLOCK_K // 2, 1, 4, 8)
     # By the weight's own tiles: many more of adapters make it no less worth while.
     splits = 1
     while (tiles - lora_tiles) * splits < 80 and _can_be_cut(k_size, 2 * splits):

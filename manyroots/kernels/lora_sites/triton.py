@@ -2,8 +2,9 @@
 
 Same signatures as `reference.py`. Work is by blocks of rows that want the same slot, so an
 adapter's weights are read once per block. `expand_tile` is also what the fused kernels call to add
-an adapter's part to a tile they are computing anyway: of a block of rows or, in a small step, of
-one row.
+an adapter's part to a tile they are computing anyway: of a block of rows, or of one row. A block
+that has only one is taken as such. Where every row has an adapter of its own, B is most of what a
+step reads: programs are to be small then, so that many of them wait for memory at once.
 """
 
 from __future__ import annotations
@@ -154,12 +155,10 @@ def expand_tile(
     return acc + total
 
 
-def rank_constants(site: LinearSite, block_r: int) -> dict[str, int]:
-    """Constants of a kernel that calls `expand_tile` with so many rows at a time: one row's
-    products are spread over columns, which leaves less room for ranks."""
-    block = LEAST_RANKS
-    if block_r > 1:
-        block = min(MOST_RANKS, max(block, triton.next_power_of_2(site.max_rank)))
+def rank_constants(site: LinearSite) -> dict[str, int]:
+    """Constants of a kernel that calls `expand_tile`. All ranks at once where that is possible: in
+    a loop, nothing would be loaded ahead."""
+    block = min(MOST_RANKS, max(LEAST_RANKS, triton.next_power_of_2(site.max_rank)))
     return {"RANK_BLOCK": block, "MAX_RANK": site.max_rank}
 
 
@@ -313,7 +312,7 @@ def expand(y: Tensor, term: LoraTerm) -> None:
             y, hidden, site.pool, site.table, rows.blocks, rows.num_blocks, y.stride(0),
             hidden.stride(0), hidden.stride(1), first_col, size,
             PART=part, NUM_PARTS=site.num_parts, NUM_SPLITS=hidden.shape[0], BLOCK_R=EXPAND_ROWS,
-            BLOCK_N=EXPAND_COLUMNS, **rank_constants(site, EXPAND_ROWS), **launch_options(y.device),
+            BLOCK_N=EXPAND_COLUMNS, **rank_constants(site), **launch_options(y.device),
         )  # fmt: skip
         first_col += size
 

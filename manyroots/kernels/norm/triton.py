@@ -23,6 +23,7 @@ from manyroots.kernels.launch import (
 )
 from manyroots.kernels.lora_sites.sites import LoraTerm
 from manyroots.kernels.lora_sites.triton import (
+    LEAST_RANKS,
     early_ranks,
     expand_tile,
     part_of,
@@ -40,6 +41,9 @@ from manyroots.kernels.triton_fp8_rows import (
 
 PIECE = ROW_GROUP
 """Columns of a program that has a piece of its rows."""
+PIECE_REGISTERS = 128
+"""Of each of its threads, at most, where it has several rows: four such programs fit onto a
+multiprocessor, where it would be three."""
 
 
 @triton.jit
@@ -134,6 +138,39 @@ def _add_rms_norm(
             tl.store(scales + group * num_rows + row, of_groups, mask=group * GROUP < n)
 
 
+@triton.jit
+def _piece_of_rows(
+    residual, delta, scale, out, squares, data, scales, hidden, b, start, rank, first_ranks, first,
+    count, begin, cols, num_rows, n, delta_split, delta_row, hidden_split, hidden_row,
+    NUM_SPLITS: tl.constexpr, HIDDEN_SPLITS: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_R: tl.constexpr, RANK_BLOCK: tl.constexpr, MAX_RANK: tl.constexpr,
+):  # fmt: skip
+    """The columns `cols` of the rows from `begin` on, of `count` that want one adapter."""
+    piece = tl.program_id(0)
+    r = begin + tl.arange(0, BLOCK_R)
+    rows = (first + r).to(tl.int64)
+    ok = (r < count)[:, None] & (cols < n)[None, :]
+    at = rows[:, None] * n + cols[None, :]
+    total = tl.load(residual + at, mask=ok, other=0.0).to(tl.float32)
+    for split in tl.static_range(NUM_SPLITS):
+        added = delta + split * delta_split + rows[:, None] * delta_row + cols[None, :]
+        total += tl.load(added, mask=ok, other=0.0).to(tl.float32)
+    total = expand_tile(
+        total, first_ranks, b, start, rank, tl.minimum(cols, n - 1), hidden, hidden_split,
+        hidden_row, rows, r < count, HIDDEN_SPLITS, RANK_BLOCK, MAX_RANK,
+    )  # fmt: skip
+    total = tl.where(ok, total, 0.0)
+    tl.store(residual + at, total, mask=ok)
+    normed = (total * scale).to(residual.dtype.element_ty)
+    tl.store(out + at, normed, mask=ok)
+    if PARTS:
+        scaled, of_groups = scaled_groups(normed.to(tl.float32), 1)
+        store_parts(data + at, num_rows.to(tl.int64) * n, scaled, ok, PARTS)
+        tl.store(scales + piece * num_rows + rows, of_groups, mask=r < count)
+    of_rows = squares + rows * tl.num_programs(0) + piece
+    tl.store(of_rows, tl.sum(total * total, axis=1), mask=r < count)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _add_norm_piece(
     residual, delta, weight, out, squares, data, scales, hidden, pool, table, slots, blocks,
@@ -143,8 +180,7 @@ def _add_norm_piece(
     MAX_RANK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     let_next_begin(DEPENDENT)
-    piece = tl.program_id(0)
-    cols = piece * BLOCK_N + tl.arange(0, BLOCK_N)
+    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = tl.minimum(cols, n - 1)
     scale = tl.load(weight + inside[None, :]).to(tl.float32)
     first, count, slot = rows_of(slots, blocks, tl.program_id(1), BLOCK_R)
@@ -153,29 +189,20 @@ def _add_norm_piece(
     start, rank, b = part_of(pool, table, slot, 0, 1)
     first_ranks = early_ranks(b, rank, inside, RANK_BLOCK, MAX_RANK, DEPENDENT)
     wait_for_inputs(DEPENDENT)
-    for begin in range(0, count, BLOCK_R):
-        r = begin + tl.arange(0, BLOCK_R)
-        rows = (first + r).to(tl.int64)
-        ok = (r < count)[:, None] & (cols < n)[None, :]
-        at = rows[:, None] * n + cols[None, :]
-        total = tl.load(residual + at, mask=ok, other=0.0).to(tl.float32)
-        for split in tl.static_range(NUM_SPLITS):
-            added = delta + split * delta_split + rows[:, None] * delta_row + cols[None, :]
-            total += tl.load(added, mask=ok, other=0.0).to(tl.float32)
-        total = expand_tile(
-            total, first_ranks, b, start, rank, inside, hidden, hidden_split, hidden_row, rows,
-            r < count, HIDDEN_SPLITS, RANK_BLOCK, MAX_RANK,
+    if count == 1:
+        _piece_of_rows(
+            residual, delta, scale, out, squares, data, scales, hidden, b, start, rank,
+            first_ranks, first, 1, 0, cols, num_rows, n, delta_split, delta_row, hidden_split,
+            hidden_row, NUM_SPLITS, HIDDEN_SPLITS, PARTS, 1, RANK_BLOCK, MAX_RANK,
         )  # fmt: skip
-        total = tl.where(ok, total, 0.0)
-        tl.store(residual + at, total, mask=ok)
-        normed = (total * scale).to(residual.dtype.element_ty)
-        tl.store(out + at, normed, mask=ok)
-        if PARTS:
-            scaled, of_groups = scaled_groups(normed.to(tl.float32), 1)
-            store_parts(data + at, num_rows.to(tl.int64) * n, scaled, ok, PARTS)
-            tl.store(scales + piece * num_rows + rows, of_groups, mask=r < count)
-        of_rows = squares + rows * tl.num_programs(0) + piece
-        tl.store(of_rows, tl.sum(total * total, axis=1), mask=r < count)
+    elif BLOCK_R > 1:
+        for begin in range(0, count, BLOCK_R):
+            _piece_of_rows(
+                residual, delta, scale, out, squares, data, scales, hidden, b, start, rank,
+                first_ranks, first, count, begin, cols, num_rows, n, delta_split, delta_row,
+                hidden_split, hidden_row, NUM_SPLITS, HIDDEN_SPLITS, PARTS, BLOCK_R, RANK_BLOCK,
+                MAX_RANK,
+            )  # fmt: skip
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -259,6 +286,7 @@ def add_norm(
     num_rows, n = residual.shape
     parts, hidden, rows = as_splits(delta), lora.hidden, lora.rows
     block_r, num_programs = rows.programs
+    ranks = rank_constants(lora.site)
     out = torch.empty_like(residual)
     num_pieces = triton.cdiv(n, PIECE)
     squares = torch.empty(num_rows, num_pieces, dtype=torch.float32, device=residual.device)
@@ -271,7 +299,8 @@ def add_norm(
         hidden.stride(0), hidden.stride(1),
         NUM_SPLITS=parts.shape[0], HIDDEN_SPLITS=hidden.shape[0],
         PARTS=0 if found is None else len(found.data), BLOCK_R=block_r, BLOCK_N=PIECE,
-        **rank_constants(lora.site, block_r), num_warps=2 if block_r == 1 else 4, num_stages=1,
+        **ranks, num_warps=2 if block_r == 1 and ranks["RANK_BLOCK"] == LEAST_RANKS else 4,
+        num_stages=1, maxnreg=None if block_r == 1 else PIECE_REGISTERS,
         **launch_options(residual.device),
     )  # fmt: skip
     if form is not None and found is None:

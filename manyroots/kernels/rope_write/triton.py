@@ -33,6 +33,12 @@ MANY_DECODES, FEW_PROMPTS = 128, 512
 
 
 @triton.jit
+def _places_of(d, HALF: tl.constexpr, PAIRS: tl.constexpr):
+    """Where the coordinates of a head's two tiles lie in it."""
+    return tl.where(d < PAIRS, d, d + PAIRS), tl.where(d < PAIRS, d + PAIRS, d + HALF)
+
+
+@triton.jit
 def _write_tile(
     first_half, second_half, head, rows, row_ok, at_a, at_b, q_out, layer_kv, pages, offsets,
     page_stride, part_stride, token_stride,
@@ -59,6 +65,61 @@ def _write_tile(
         tl.store(place + at_b[None, :], second_half, mask=(page >= 0)[:, None])
 
 
+@triton.jit
+def _head_of_rows(
+    qkv, cos, sin, q_weight, k_weight, q_out, layer_kv, pages, offsets, hidden, b_all, start, rank,
+    a_ranks, b_ranks, a_cols, b_cols, first, count, begin, eps, in_split, in_row, hidden_split,
+    hidden_row, page_stride, part_stride, token_stride,
+    NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr,
+    HAS_NORM: tl.constexpr, NUM_SPLITS: tl.constexpr, HIDDEN_SPLITS: tl.constexpr,
+    BLOCK_R: tl.constexpr, RANK_BLOCK: tl.constexpr, MAX_RANK: tl.constexpr,
+):  # fmt: skip
+    """One head of the tokens from `begin` on, of `count` that want one adapter."""
+    head = tl.program_id(0)
+    is_key = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV)
+    d = tl.arange(0, HALF)
+    at_a, at_b = _places_of(d, HALF, PAIRS)
+    r = begin + tl.arange(0, BLOCK_R)
+    row_ok = r < count
+    rows = (first + r).to(tl.int64)
+    ok = row_ok[:, None] & (d < HALF)[None, :]
+    source = qkv + rows[:, None] * in_row + head * (2 * HALF)
+    from_a, from_b = source + at_a[None, :], source + at_b[None, :]
+    a = tl.load(from_a, mask=ok, other=0.0).to(tl.float32)
+    b = tl.load(from_b, mask=ok, other=0.0).to(tl.float32)
+    for split in tl.static_range(1, NUM_SPLITS):
+        a += tl.load(from_a + split * in_split, mask=ok, other=0.0).to(tl.float32)
+        b += tl.load(from_b + split * in_split, mask=ok, other=0.0).to(tl.float32)
+    if HIDDEN_SPLITS:
+        a = expand_tile(
+            a, a_ranks, b_all, start, rank, a_cols, hidden, hidden_split, hidden_row, rows,
+            row_ok, HIDDEN_SPLITS, RANK_BLOCK, MAX_RANK,
+        )  # fmt: skip
+        b = expand_tile(
+            b, b_ranks, b_all, start, rank, b_cols, hidden, hidden_split, hidden_row, rows,
+            row_ok, HIDDEN_SPLITS, RANK_BLOCK, MAX_RANK,
+        )  # fmt: skip
+    if head < NUM_HEADS + NUM_KV:
+        if HAS_NORM:
+            weight = tl.where(is_key, k_weight, q_weight)
+            squares = tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)
+            inverse = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
+            a *= inverse * tl.load(weight + at_a).to(tl.float32)[None, :]
+            b *= inverse * tl.load(weight + at_b).to(tl.float32)[None, :]
+        if PAIRS:
+            angle = rows[:, None] * PAIRS + d[None, :]
+            is_turned = ok & (d < PAIRS)[None, :]
+            c = tl.load(cos + angle, mask=is_turned, other=1.0)
+            s = tl.load(sin + angle, mask=is_turned, other=0.0)
+            turned = a * c - b * s
+            b = b * c + a * s
+            a = turned
+    _write_tile(
+        a, b, head, rows, row_ok, at_a, at_b, q_out, layer_kv, pages, offsets, page_stride,
+        part_stride, token_stride, NUM_HEADS, NUM_KV, HALF,
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _rope_write(
     qkv, cos, sin, q_weight, k_weight, q_out, layer_kv, pages, offsets,
@@ -73,65 +134,46 @@ def _rope_write(
     let_next_begin(DEPENDENT)
     head = tl.program_id(0)
     program = tl.program_id(1)
-    is_key = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV)
-    d = tl.arange(0, HALF)
-    at_a = tl.where(d < PAIRS, d, d + PAIRS)
-    at_b = tl.where(d < PAIRS, d + PAIRS, d + HALF)
     if HIDDEN_SPLITS:
         first, count, slot = rows_of(slots, blocks, program, BLOCK_R)
         if count == 0:
             return
         # The site's parts are q, k, v; rows of B count from the part's own first.
+        is_key = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV)
         part = tl.where(head < NUM_HEADS, 0, tl.where(is_key, 1, 2))
         part_head = tl.where(head < NUM_HEADS, head, (head - NUM_HEADS) % NUM_KV)
         start, rank, b_all = part_of(pool, table, slot, part, 3)
+        at_a, at_b = _places_of(tl.arange(0, HALF), HALF, PAIRS)
         a_cols = part_head * (2 * HALF) + at_a
         b_cols = part_head * (2 * HALF) + at_b
         a_ranks = early_ranks(b_all, rank, a_cols, RANK_BLOCK, MAX_RANK, DEPENDENT)
         b_ranks = early_ranks(b_all, rank, b_cols, RANK_BLOCK, MAX_RANK, DEPENDENT)
+        wait_for_inputs(DEPENDENT)
+        if count == 1:
+            _head_of_rows(
+                qkv, cos, sin, q_weight, k_weight, q_out, layer_kv, pages, offsets, hidden, b_all,
+                start, rank, a_ranks, b_ranks, a_cols, b_cols, first, 1, 0, eps, in_split, in_row,
+                hidden_split, hidden_row, page_stride, part_stride, token_stride, NUM_HEADS,
+                NUM_KV, HALF, PAIRS, HAS_NORM, NUM_SPLITS, HIDDEN_SPLITS, 1, RANK_BLOCK, MAX_RANK,
+            )  # fmt: skip
+        elif BLOCK_R > 1:
+            for begin in range(0, count, BLOCK_R):
+                _head_of_rows(
+                    qkv, cos, sin, q_weight, k_weight, q_out, layer_kv, pages, offsets, hidden,
+                    b_all, start, rank, a_ranks, b_ranks, a_cols, b_cols, first, count, begin, eps,
+                    in_split, in_row, hidden_split, hidden_row, page_stride, part_stride,
+                    token_stride, NUM_HEADS, NUM_KV, HALF, PAIRS, HAS_NORM, NUM_SPLITS,
+                    HIDDEN_SPLITS, BLOCK_R, RANK_BLOCK, MAX_RANK,
+                )  # fmt: skip
     else:
         first = program * BLOCK_R
         count = tl.minimum(BLOCK_R, num_rows - first)
-    wait_for_inputs(DEPENDENT)
-    for at in range(0, count, BLOCK_R):
-        r = at + tl.arange(0, BLOCK_R)
-        row_ok = r < count
-        rows = (first + r).to(tl.int64)
-        ok = row_ok[:, None] & (d < HALF)[None, :]
-        source = qkv + rows[:, None] * in_row + head * (2 * HALF)
-        from_a, from_b = source + at_a[None, :], source + at_b[None, :]
-        a = tl.load(from_a, mask=ok, other=0.0).to(tl.float32)
-        b = tl.load(from_b, mask=ok, other=0.0).to(tl.float32)
-        for split in tl.static_range(1, NUM_SPLITS):
-            a += tl.load(from_a + split * in_split, mask=ok, other=0.0).to(tl.float32)
-            b += tl.load(from_b + split * in_split, mask=ok, other=0.0).to(tl.float32)
-        if HIDDEN_SPLITS:
-            a = expand_tile(
-                a, a_ranks, b_all, start, rank, a_cols, hidden, hidden_split, hidden_row, rows,
-                row_ok, HIDDEN_SPLITS, RANK_BLOCK, MAX_RANK,
-            )  # fmt: skip
-            b = expand_tile(
-                b, b_ranks, b_all, start, rank, b_cols, hidden, hidden_split, hidden_row, rows,
-                row_ok, HIDDEN_SPLITS, RANK_BLOCK, MAX_RANK,
-            )  # fmt: skip
-        if head < NUM_HEADS + NUM_KV:
-            if HAS_NORM:
-                weight = tl.where(is_key, k_weight, q_weight)
-                squares = tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)
-                inverse = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
-                a *= inverse * tl.load(weight + at_a).to(tl.float32)[None, :]
-                b *= inverse * tl.load(weight + at_b).to(tl.float32)[None, :]
-            if PAIRS:
-                angle = rows[:, None] * PAIRS + d[None, :]
-                is_turned = ok & (d < PAIRS)[None, :]
-                c = tl.load(cos + angle, mask=is_turned, other=1.0)
-                s = tl.load(sin + angle, mask=is_turned, other=0.0)
-                turned = a * c - b * s
-                b = b * c + a * s
-                a = turned
-        _write_tile(
-            a, b, head, rows, row_ok, at_a, at_b, q_out, layer_kv, pages, offsets, page_stride,
-            part_stride, token_stride, NUM_HEADS, NUM_KV, HALF,
+        wait_for_inputs(DEPENDENT)
+        _head_of_rows(
+            qkv, cos, sin, q_weight, k_weight, q_out, layer_kv, pages, offsets, hidden, hidden, 0,
+            0, 0, 0, 0, 0, first, count, 0, eps, in_split, in_row, hidden_split, hidden_row,
+            page_stride, part_stride, token_stride, NUM_HEADS, NUM_KV, HALF, PAIRS, HAS_NORM,
+            NUM_SPLITS, HIDDEN_SPLITS, BLOCK_R, RANK_BLOCK, MAX_RANK,
         )  # fmt: skip
 
 
@@ -166,12 +208,12 @@ def rope_write(
         adapters = (hidden, lora.site.pool, lora.site.table, rows.slots, rows.blocks)
         strides, splits = (hidden.stride(0), hidden.stride(1)), hidden.shape[0]
         block_r, num_programs = rows.programs
-        num_warps = 4 if block_r == 1 else 2
+        num_warps = 4
         if num_rows > FEW_PROMPTS:
-            block_r, num_warps = 16, 4
+            block_r = 16
         elif num_rows > MANY_DECODES:
-            block_r, num_warps = 32, 4
-        ranks = rank_constants(lora.site, block_r)
+            block_r = 32
+        ranks = rank_constants(lora.site)
     _rope_write[(num_heads + 2 * kv_heads, num_programs)](
         parts, angles.cos, angles.sin, *weights, q_out, layer_kv, slots.pages, slots.offsets,
         *adapters, num_rows, 0.0 if norm is None else norm.eps, parts.stride(0), parts.stride(1),

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from manyroots.distributed.shard import WHOLE
 from manyroots.kernels.choice import reference_kernels
+from manyroots.kernels.lora_sites.reference import expanded
 from manyroots.kernels.lora_sites.sites import LinearSite, LoraRows, LoraTerm
 from manyroots.kernels.norm.undivided import UndividedNorm
 from manyroots.kernels.tolerances import assert_close
@@ -50,16 +51,18 @@ def reader(*, bias: bool = False, dtype: torch.dtype = torch.float32) -> Linear:
     return linear
 
 
-def product(num_rows: int, *, adapted: bool = True, dtype: torch.dtype = torch.float32) -> Product:
+def product(
+    num_rows: int, *, adapted: bool = True, dtype: torch.dtype = torch.float32, rank: int = RANK
+) -> Product:
     torch.manual_seed(2)
     sums = torch.randn(1, num_rows, HIDDEN)
     if not adapted:
         return Product(sums)
-    pool = torch.randn(2 * RANK * HIDDEN, dtype=dtype)
-    table = torch.tensor([[0, RANK, 0, RANK, RANK * HIDDEN]])
-    site = LinearSite(pool, table, torch.ones(1, 1), (HIDDEN,), RANK)
+    pool = torch.randn(2 * rank * HIDDEN, dtype=dtype)
+    table = torch.tensor([[0, rank, 0, rank, rank * HIDDEN]])
+    site = LinearSite(pool, table, torch.ones(1, 1), (HIDDEN,), rank)
     rows = LoraRows.build([0] * num_rows, CPU, block_rows=16)
-    return Product(sums, LoraTerm(torch.randn(1, num_rows, RANK), site, rows))
+    return Product(sums, LoraTerm(torch.randn(1, num_rows, rank), site, rows))
 
 
 def normed(
@@ -105,3 +108,13 @@ def test_the_norm_divides_in_float16_whose_range_is_small() -> None:
     of = product(5, dtype=torch.float16)
     given, _ = normed(of, reader(dtype=torch.float16), dtype=torch.float16)
     assert isinstance(given, Tensor)
+
+
+def test_what_a_norm_would_read_too_much_of_is_expanded_before() -> None:
+    few, many = product(5, rank=16), product(5, rank=24)
+    assert few.for_many(KERNELS) is few
+    before = many.sums[0].clone()
+    whole = many.for_many(KERNELS)
+    assert whole.lora is None
+    assert many.lora is not None
+    assert_close("lora", whole.sums, before + expanded(many.lora), torch.float32)

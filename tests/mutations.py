@@ -151,6 +151,15 @@ MUTATIONS: tuple[Mutation, ...] = (
         ),
     ),
     Mutation(
+        "text/tools.py",
+        "parallel is True if kind is ToolChoice.NAMED else parallel is not False",
+        "parallel is not False",
+        "a named function is called again and again",
+        (
+            "unit/api/test_structure_fields.py::test_g02_a_named_call_is_one_call_unless_more_are_asked_for",
+        ),
+    ),
+    Mutation(
         "text/chat_messages.py",
         '    return value if isinstance(value, dict) else {"_not_an_object": value}',
         "    return value",

@@ -115,6 +115,17 @@ def endpoints(settings: ServerSettings) -> list[Endpoint]:
     return [*known, *openapi_endpoints(known, root_path=settings.root_path)]
 
 
+def _switched_off(settings: ServerSettings) -> dict[str, str]:
+    """Paths that are not there, and the flags with which they would be."""
+    off: dict[str, str] = {}
+    if settings.admin_key is None:
+        off |= dict.fromkeys((endpoint.path for endpoint in CONTROL_ENDPOINTS), "--admin-key KEY")
+    if not settings.enable_lora_endpoints:
+        flags = "--enable-lora --enable-lora-endpoints --admin-key KEY"
+        off |= dict.fromkeys((endpoint.path for endpoint in LORA_ENDPOINTS), flags)
+    return off
+
+
 def create_app(state: ServerState) -> Starlette:
     settings = state.settings
     known = endpoints(settings)
@@ -138,4 +149,5 @@ def create_app(state: ServerState) -> Starlette:
     # Redirects are built from the Host header, which is the caller's to choose.
     app.router.redirect_slashes = False
     app.state.server = state
+    app.state.switched_off = _switched_off(settings)
     return app

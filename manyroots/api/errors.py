@@ -133,14 +133,21 @@ async def _answer_http(request: Request, error: Exception) -> Response:
     match error.status_code:
         case 404:
             path = request.scope["path"]
-            meant = _meant(path, [getattr(r, "path", "") for r in request.app.routes])
-            hint = f"; did you mean {meant}?" if meant else "."
-            error.detail = f"There is no {request.method} {path[:200]} here{hint}"
+            error.detail = f"There is no {request.method} {path[:200]} here{_hint(request)}"
         case 405:
             allowed = (error.headers or {}).get("Allow", "")
             path = request.scope["path"][:200]
             error.detail = f"{path} does not take {request.method}; send {allowed or 'another'}."
     return error_response(error, request.scope["path"])
+
+
+def _hint(request: Request) -> str:
+    """What to do about a path that is not there."""
+    app, path = request.app, request.scope["path"]
+    if (flags := app.state.switched_off.get(path)) is not None:
+        return f"; start the server with {flags}."
+    meant = _meant(path, [getattr(route, "path", "") for route in app.routes])
+    return f"; did you mean {meant}?" if meant else "."
 
 
 def _meant(path: str, known: Sequence[str]) -> str | None:

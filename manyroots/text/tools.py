@@ -93,7 +93,9 @@ def check_tools(tools: Any, choice: Any, parallel: Any = None) -> ToolUse:
             f"parallel_tool_calls is {_brief(parallel)}; it must be true or false.",
             field="parallel_tool_calls",
         )
-    return ToolUse(checked, kind, name, parallel is not False)
+    # Who names a function wants one call of it: so it is with OpenAI's and vLLM's.
+    is_parallel = parallel is True if kind is ToolChoice.NAMED else parallel is not False
+    return ToolUse(checked, kind, name, is_parallel)
 
 
 def _tool(tool: Any, where: str) -> Tool:

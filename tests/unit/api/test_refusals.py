@@ -348,6 +348,18 @@ async def test_a_wrong_path_is_told_the_nearest(path: str, meant: str) -> None:
     assert f"did you mean {meant}?" in error_of(response)["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "flag"),
+    [("/v1/load_lora_adapter", "--enable-lora-endpoints"), ("/pause", "--admin-key")],
+)
+async def test_a_path_that_is_switched_off_is_told_its_flag(path: str, flag: str) -> None:
+    response = await Harness().post(path, {})
+    assert response.status_code == 404
+    assert f"start the server with {flag}" in error_of(response)["message"].replace(
+        "--enable-lora ", ""
+    )
+
+
 @pytest.mark.parametrize("path", ["/", "/nope", "/v1/moderations"])
 async def test_a_path_that_is_near_to_none_is_told_none(path: str) -> None:
     assert "did you mean" not in error_of(await Harness().post(path, PROMPT))["message"]

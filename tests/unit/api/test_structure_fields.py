@@ -121,6 +121,14 @@ async def test_g02_a_named_call_is_that_tool() -> None:
     assert not follows(wanted, call("weather", '{"city": "Oslo"}'))
 
 
+async def test_g02_a_named_call_is_one_call_unless_more_are_asked_for() -> None:
+    """A small model would go on calling until it is cut short, and agents run no tools then."""
+    named = {"type": "function", "function": {"name": "now"}}
+    twice = f"{call('now', '{}')}\n{call('now', '{}')}"
+    assert not follows(await forced(named), twice)
+    assert follows(await forced(named, parallel_tool_calls=True), twice)
+
+
 async def test_g02_a_forced_call_comes_behind_the_reasoning() -> None:
     harness = Harness(FakeEngine(script(*b"x")), template=KNOWS_TOOLS + "{# </think> #}")
     await harness.chat(tools=TOOLS, tool_choice="required")

@@ -38,6 +38,12 @@ CLIENTS = {
     "llm_comply": ("llm-comply",),
     "guidellm": ("guidellm", "torch==2.13.0"),  # without the pin: gigabytes of another torch
     "aiperf": ("aiperf",),
+    "lm_eval": ("lm-eval[api]", "transformers"),
+    "outlines": ("outlines", "openai"),
+    "guidance": ("guidance", "openai"),
+    "llama_index": ("llama-index-llms-openai-like",),
+    "smolagents": ("smolagents[openai]",),
+    "semantic_kernel": ("semantic-kernel",),
 }
 """By script: what its venv has."""
 FLAGS = (

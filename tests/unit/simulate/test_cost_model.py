@@ -9,7 +9,13 @@ from manyroots.ids import Tier
 from manyroots.simulate.clock import Clock
 from manyroots.simulate.costs import CostModel, StepLoad, with_costs
 from manyroots.simulate.links import Link
-from manyroots.simulate.presets import H200_QWEN3_8B, PRESETS, ROUND_NUMBERS, preset
+from manyroots.simulate.presets import (
+    H200_QWEN3_8B,
+    H200_QWEN3_8B_VLLM,
+    PRESETS,
+    ROUND_NUMBERS,
+    preset,
+)
 
 ROUND = ROUND_NUMBERS.costs
 
@@ -18,12 +24,12 @@ def decode(costs: CostModel, batch: int, context: int) -> float:
     return costs.step_s(StepLoad(0, 0, batch, batch * context))
 
 
-def prefill(costs: CostModel, num_prompts: int, length: int) -> float:
-    """Whole prompts in steps of 2048 tokens."""
-    num_steps = num_prompts * length // 2048
-    per_step = 2048 // length
+def prefill(costs: CostModel, num_prompts: int, length: int, budget: int = 2048) -> float:
+    """Whole prompts in steps of so many tokens."""
+    num_steps = num_prompts * length // budget
+    per_step = budget // length
     pairs = per_step * length * (length + 1) // 2
-    return num_steps * costs.step_s(StepLoad(2048, pairs, 0, 0))
+    return num_steps * costs.step_s(StepLoad(budget, pairs, 0, 0))
 
 
 def test_a_step_adds_up_its_parts() -> None:
@@ -33,15 +39,26 @@ def test_a_step_adds_up_its_parts() -> None:
     assert ROUND.step_s(load) == pytest.approx(0.01 + 0.05 + 0.003 + 0.002)
 
 
-@pytest.mark.parametrize(("batch", "ms"), [(1, 5.18), (8, 5.57), (32, 6.11), (64, 6.94)])
+@pytest.mark.parametrize(("batch", "ms"), [(8, 4.318), (64, 6.096), (128, 7.789), (256, 12.607)])
 def test_the_h200_preset_gives_the_measured_decode_steps(batch: int, ms: float) -> None:
     # Prompts of 512 tokens and 128 new ones: 576 on average.
-    assert 1000 * decode(H200_QWEN3_8B.costs, batch, 576) == pytest.approx(ms, rel=0.02)
+    assert 1000 * decode(H200_QWEN3_8B.costs, batch, 576) == pytest.approx(ms, rel=0.05)
+
+
+@pytest.mark.parametrize(("num_prompts", "seconds"), [(64, 0.738), (128, 1.473), (256, 2.955)])
+def test_the_h200_preset_gives_the_measured_prefills(num_prompts: int, seconds: float) -> None:
+    found = prefill(H200_QWEN3_8B.costs, num_prompts, 512, budget=32768)
+    assert found == pytest.approx(seconds, rel=0.05)
+
+
+@pytest.mark.parametrize(("batch", "ms"), [(1, 5.18), (8, 5.57), (32, 6.11), (64, 6.94)])
+def test_vllms_preset_gives_the_measured_decode_steps(batch: int, ms: float) -> None:
+    assert 1000 * decode(H200_QWEN3_8B_VLLM.costs, batch, 576) == pytest.approx(ms, rel=0.02)
 
 
 @pytest.mark.parametrize(("num_prompts", "seconds"), [(8, 0.108), (32, 0.381), (64, 0.767)])
-def test_the_h200_preset_gives_the_measured_prefills(num_prompts: int, seconds: float) -> None:
-    assert prefill(H200_QWEN3_8B.costs, num_prompts, 512) == pytest.approx(seconds, rel=0.12)
+def test_vllms_preset_gives_the_measured_prefills(num_prompts: int, seconds: float) -> None:
+    assert prefill(H200_QWEN3_8B_VLLM.costs, num_prompts, 512) == pytest.approx(seconds, rel=0.12)
 
 
 def test_transfers_take_latency_and_bandwidth() -> None:

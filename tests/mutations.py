@@ -2048,4 +2048,43 @@ MUTATIONS: tuple[Mutation, ...] = (
         "who was retracted ends its answer with other weights",
         ("unit/scheduler/test_scheduler.py::test_g06_who_was_retracted_has_begun",),
     ),
+    # What strangers bring
+    Mutation(
+        "models/qwen3_5.py",
+        "shared_experts(reader, renormalises=True)",
+        "shared_experts(reader, renormalises=False)",
+        "the chosen experts of Qwen3.5 weigh less than one",
+        (
+            "unit/models/test_hybrids.py::"
+            "test_a_checkpoint_with_images_gives_the_logits_of_its_text_model[qwen3.5-moe-False]",
+        ),
+    ),
+    Mutation(
+        "models/gguf_config.py",
+        '"none" if factor == 1.0 else "linear"',
+        '"none"',
+        "a GGUF file's factor without a type is ignored",
+        (
+            "unit/models/test_gguf_loading.py::"
+            "test_scaling_is_what_llama_cpp_takes_from_the_same_keys[metadata0-parameters0]",
+        ),
+    ),
+    Mutation(
+        "models/gguf_unread.py",
+        "if value and value not in values:",
+        "if False:",
+        "a GGUF file's scale of logits is left out of account",
+        (
+            "unit/models/test_gguf_loading.py::"
+            "test_metadata_that_would_be_left_out_of_account_is_refused_by_name"
+            "[llama-logit_scale-0.25-1.0]",
+        ),
+    ),
+    Mutation(
+        "text/chat.py",
+        "if self._for_tools is not None and use.is_on and use.declarations:",
+        "if False:",
+        "a chat with tools is written by the template of plain chats",
+        ("unit/text/test_chat.py::test_a_template_of_its_own_for_tools_is_used_with_tools_alone",),
+    ),
 )

@@ -80,6 +80,8 @@ class ConfigReader:
         self._architecture = architecture
         self._eos_token_ids = eos_token_ids
         self._rope_factors = rope_factors
+        # The whole model has the head, so where it also sees, its own config says what it is.
+        self._is_tied = bool(getattr(config, "tie_word_embeddings", text.tie_word_embeddings))
         weight_format(config)  # refuses what can't be read
         self.num_heads: int = text.num_attention_heads
         self.num_kv_heads: int = getattr(text, "num_key_value_heads", None) or self.num_heads
@@ -193,5 +195,5 @@ class ConfigReader:
             max_position_embeddings=text.max_position_embeddings,
             # Those beyond the vocabulary are never sampled, and no row of scores has them.
             eos_token_ids=tuple(t for t in self._eos_token_ids if t < text.vocab_size),
-            tie_word_embeddings=bool(text.tie_word_embeddings),
+            tie_word_embeddings=self._is_tied,
         )

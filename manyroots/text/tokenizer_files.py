@@ -7,6 +7,7 @@ False, and a tokenizer that needs it is refused.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,12 @@ def _from_gguf(path: Path) -> Tokenizer:
     )
 
 
+def _lacks_sentencepiece(folder: Path) -> bool:
+    has_other = any((folder / name).exists() for name in ("tokenizer.json", "vocab.json"))
+    is_alone = (folder / "tokenizer.model").exists() and not has_other
+    return is_alone and find_spec("sentencepiece") is None
+
+
 def _from_transformers(source: str, **options: Any) -> Tokenizer:
     # Imported here: it takes seconds, brings torch along, and a GGUF file does not need it.
     from transformers import AutoTokenizer
@@ -70,6 +77,12 @@ def _from_transformers(source: str, **options: Any) -> Tokenizer:
     try:
         loaded = AutoTokenizer.from_pretrained(source, trust_remote_code=False, **options)
     except Exception as error:  # transformers raises whatever the file at hand provokes
+        if _lacks_sentencepiece(Path(source)):
+            raise ModelError(
+                f"{source} has its tokenizer as tokenizer.model alone, and the sentencepiece "
+                "package, which reads it, is not installed; pip install sentencepiece protobuf, or "
+                "name a folder with a tokenizer.json with --tokenizer."
+            ) from error
         raise ModelError(
             f"no tokenizer could be loaded from {source!r}: {error}. "
             "Name another folder or hub id with --tokenizer."

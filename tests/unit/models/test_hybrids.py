@@ -14,6 +14,8 @@ from transformers import (
     AutoConfig,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
     Qwen3_5VisionConfig,
 )
 
@@ -52,21 +54,34 @@ def test_weights_that_draft_are_left_out(kind: str, tmp_path: Path) -> None:
     assert_logits(got, {"a": expected(theirs, tokens["a"])}, "with weights that draft")
 
 
-def test_a_checkpoint_with_images_gives_the_logits_of_its_text_model(tmp_path: Path) -> None:
-    """F01: Qwen3.5 as it is published: `text_config`, `model.language_model`, `model.visual`."""
-    text = tiny_config("qwen3.5")
+WITH_IMAGES: dict[str, tuple[Any, Any]] = {
+    "qwen3.5": (Qwen3_5Config, Qwen3_5ForConditionalGeneration),
+    "qwen3.5-moe": (Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration),
+}
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("kind", ["qwen3.5", "qwen3.5-moe"])
+def test_a_checkpoint_with_images_gives_the_logits_of_its_text_model(
+    kind: str, is_tied: bool, tmp_path: Path
+) -> None:
+    """F01: Qwen3.5 as it is published: `text_config`, `model.language_model`, `model.visual`. The
+    outer config says whether the head is the embedding, whatever the text's says."""
+    text = tiny_config(kind, tie_word_embeddings=False)
     text.rope_parameters = {**text.rope_parameters, "mrope_section": [1, 1, 0]}
     vision = Qwen3_5VisionConfig(
         depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=48
     )
-    config = Qwen3_5Config(
+    config_class, model_class = WITH_IMAGES[kind]
+    config = config_class(
         text_config=text.to_dict(),
         vision_config=vision.to_dict(),
-        architectures=["Qwen3_5ForConditionalGeneration"],
+        architectures=[model_class.__name__],
         dtype="float32",
+        tie_word_embeddings=is_tied,
     )
     torch.manual_seed(0)
-    theirs = Qwen3_5ForConditionalGeneration(config).eval()
+    theirs = model_class(config).eval()
     theirs.save_pretrained(tmp_path)
     assert any("visual" in name for name in load_file(tmp_path / "model.safetensors"))
     tokens = prompts({"a": 23})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from gguf import GGUFWriter
 
 from manyroots.errors import ModelError, RequestError
 from manyroots.gguf_header import read_metadata
+from manyroots.text import tokenizer_files
 from manyroots.text.tokenizer import Tokenizer
 from manyroots.text.tokenizer_files import load_tokenizer
 from tests.seeded import Draw, for_seeds
@@ -158,6 +160,18 @@ def test_a_broken_gguf_file_is_refused_by_name(tmp_path: Path, content: bytes) -
 
 def test_a_folder_without_a_tokenizer_says_so(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"--tokenizer"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_a_sentencepiece_file_alone_says_what_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the package is not there; transformers asks for another then."""
+    (tmp_path / "tokenizer.model").write_bytes(b"\x0a\x0e\x0a\x05<unk>\x15\x00\x00\x00\x00\x18\x02")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    monkeypatch.setattr(tokenizer_files, "find_spec", lambda name: None)
+    with pytest.raises(ModelError, match=r"pip install sentencepiece.*tokenizer\.json"):
         load_tokenizer(str(tmp_path))
 
 

@@ -151,6 +151,15 @@ MUTATIONS: tuple[Mutation, ...] = (
         ),
     ),
     Mutation(
+        "api/logprobs.py",
+        "    num_added = max(0, length - len(text))\n",
+        "    num_added = 0\n",
+        "a tokenizer's first token takes room in an echoed text",
+        (
+            "unit/api/test_completions_route.py::test_offsets_of_an_echoed_prompt_leave_out_what_a_tokenizer_adds",
+        ),
+    ),
+    Mutation(
         "text/tools.py",
         "parallel is True if kind is ToolChoice.NAMED else parallel is not False",
         "parallel is not False",

@@ -82,7 +82,7 @@ def _choice(
         choice.text = echoed + made.text
         if choice.logprobs is not None and request.logprobs is not None:
             prompt = job.submits[index].prompt
-            first = echoed_logprobs(job.service.tokenizer, prompt, scores, request.logprobs)
+            first = echoed_logprobs(job.service.tokenizer, prompt, echoed, scores, request.logprobs)
             choice.logprobs = joined(first, choice.logprobs, len(echoed))
     if request.prompt_logprobs is not None:
         choice.prompt_logprobs = prompt_logprobs(job.service.tokenizer, scores)

@@ -6,6 +6,7 @@ vLLM's form for prompts.
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 
 from manyroots.api.responses import (
@@ -35,20 +36,33 @@ def completion_logprobs(
 
 
 def echoed_logprobs(
-    tokenizer: Tokenizer, prompt: Sequence[int], entries: Sequence[TokenLogprobs], top: int
+    tokenizer: Tokenizer,
+    prompt: Sequence[int],
+    text: str,
+    entries: Sequence[TokenLogprobs],
+    top: int,
 ) -> CompletionLogprobs:
-    """For an echoed prompt. Nothing comes before its first token, so that has none."""
-    offsets: list[int] = []
-    length = 0
-    for token in prompt:
-        offsets.append(length)
-        length += len(tokenizer.token_text(token))
+    """For a prompt that is echoed as `text`. Nothing comes before its first token, so that has
+    none."""
     return CompletionLogprobs(
         tokens=[_name(tokenizer, token) for token in prompt],
         token_logprobs=[None, *(_finite(entry.logprob) for entry in entries)],
         top_logprobs=[None, *(_top_by_name(tokenizer, entry, top) for entry in entries)],
-        text_offset=offsets,
+        text_offset=_offsets(tokenizer, prompt, text),
     )
+
+
+def _offsets(tokenizer: Tokenizer, prompt: Sequence[int], text: str) -> list[int]:
+    """For each token, how many characters of the text come before it; all parts of a character
+    have the same number. What tokenizers add (a first token, a first space) is in front."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    offsets: list[int] = []
+    length = 0
+    for token in prompt:
+        offsets.append(length)
+        length += len(decoder.decode(tokenizer.token_bytes(token)))
+    num_added = max(0, length - len(text))
+    return [min(max(0, offset - num_added), len(text)) for offset in offsets]
 
 
 def joined(first: CompletionLogprobs, second: CompletionLogprobs, shift: int) -> CompletionLogprobs:

@@ -145,4 +145,9 @@ def _exit_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], float(sys.argv[2])))
+    code = main(sys.argv[1], float(sys.argv[2]))
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # What is kept for good is not taken apart either: triton's bindings would list it as leaked.
+    os._exit(code)

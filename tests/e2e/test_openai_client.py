@@ -332,6 +332,7 @@ def test_sigterm_cuts_what_takes_too_long(model: str) -> None:
         with pytest.raises(openai.APIError, match="server is shutting down"):
             list(long)
         assert server.process.wait(PATIENCE_S) == 0
+        assert "leaked" not in server.log()  # what triton's bindings say of a tidy end
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the engine through /proc")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from manyroots.api.logprobs import echoed_logprobs
 from manyroots.messages import FinishReason, Output
-from tests.unit.api.fake_engine import FakeEngine, script
+from tests.unit.api.fake_engine import FakeEngine, logprobs_of, script
 from tests.unit.api.harness import Harness, error_of, events
+from tests.unit.text.tiny_tokenizer import tiny_tokenizer
 
 pytestmark = pytest.mark.anyio
 
@@ -209,3 +211,19 @@ async def test_no_stop_trim_is_sglangs_name_of_what_keeps_the_stop_string() -> N
     for fields in ({"no_stop_trim": True}, {"include_stop_str_in_output": True}):
         body = (await harness.complete("abc", max_tokens=9, stop="c", **fields)).json()
         assert body["choices"][0]["text"] == "abc"
+
+
+async def test_offsets_of_an_echoed_prompt_count_characters() -> None:
+    """Whoever scores the end of a prompt finds it by them: parts of a character have its place, and
+    what follows is where the text has it."""
+    response = await Harness().complete("h\u00e9\u20acx", max_tokens=2, logprobs=1, echo=True)
+    [choice] = response.json()["choices"]
+    assert choice["text"].startswith("h\u00e9\u20acx")
+    assert choice["logprobs"]["text_offset"] == [0, 1, 1, 2, 2, 2, 3, 4, 5]
+
+
+def test_offsets_of_an_echoed_prompt_leave_out_what_a_tokenizer_adds() -> None:
+    entries = [logprobs_of(token, 1) for token in b"ab"]
+    made = echoed_logprobs(tiny_tokenizer(), [256, *b"ab"], "ab", entries, 1)
+    assert made.tokens == ["<|begin|>", "a", "b"]
+    assert made.text_offset == [0, 0, 1]

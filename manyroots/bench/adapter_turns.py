@@ -181,6 +181,23 @@ class Turns:
         }
 
 
+SHOWN = {
+    "mean_rows": "rows a step, mean",
+    "fewest_rows": "rows a step, fewest",
+    "tokens_per_step": "tokens a step, mean",
+    "rare_requests": "requests of the rare adapter",
+    "rare_wait_max": "its longest wait, steps",
+    "wait_p99": "waits of the others, p99, steps",
+    "wait_max": "waits of the others, longest",
+    "still_waiting_max": "waits that are not over, longest",
+    "pause_max": "pause of a request, longest, steps",
+    "pauses": "pauses, number",
+    "adapter_loads": "adapters loaded, number",
+    "retractions": "retractions, number",
+}
+"""Figures as the table calls them."""
+
+
 def run_turns(cases: list[str], num_steps: int) -> dict[str, Any]:
     """Each case as it is and with endless patience; prints a table and gives the report."""
     runs = []
@@ -194,8 +211,8 @@ def run_turns(cases: list[str], num_steps: int) -> dict[str, Any]:
             turns.run()
             figures[name] = turns.figures()
         runs.append({"case": asdict(case), "figures": figures})
-        print(f"{case.name:<18}" + "".join(f"{name:>20}" for name in figures))
-        for label in figures["resting"]:
-            cells = "".join(f"{each[label]:>20.2f}" for each in figures.values())
-            print(f"  {label:<16}{cells}")
+        print(f"{case.name:<34}" + "".join(f"{name:>20}" for name in figures))
+        for name, label in SHOWN.items():
+            cells = "".join(f"{each[name]:>20.2f}" for each in figures.values())
+            print(f"  {label:<32}{cells}")
     return {"runs": runs}

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from manyroots.bench.adapter_turns import CASES, Turns
+import pytest
+
+from manyroots.bench.adapter_turns import CASES, SHOWN, Turns, run_turns
 from manyroots.scheduler.turns import STAY_STEPS
+
+
+def test_the_table_has_every_figure_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    report = run_turns(["rare-adapter"], 1000)
+    [run] = report["runs"]
+    assert set(run["figures"]["resting"]) == set(SHOWN)
+    assert "its longest wait, steps" in capsys.readouterr().out
 
 
 def test_l07_nobody_pauses_for_long_for_a_short_request_of_a_rare_adapter() -> None:

@@ -173,14 +173,14 @@ MUTATIONS: tuple[Mutation, ...] = (
         '    return value if isinstance(value, dict) else {"_not_an_object": value}',
         "    return value",
         "a call whose arguments were no object breaks templates that iterate over them",
-        ("unit/text/test_chat.py::test_g04_a_chat_goes_on_whatever_a_call_in_its_history_was",),
+        ("unit/text/test_chat.py::test_g04_a_chat_goes_on_whatever_its_calls_were[a word]",),
     ),
     Mutation(
         "api/middleware.py",
         'if {b"content-length", b"transfer-encoding"} <= {name for name, _ in headers}:',
         "if False:",
         "of two lengths of a body one is forgotten",
-        ("unit/api/test_half_sent.py::test_r03_what_is_no_http_is_told_so_in_json",),
+        ("unit/api/test_half_sent.py::test_r03_what_is_no_http_is_told_so_in_json[two lengths]",),
     ),
     Mutation(
         "api/openai_responses/route.py",

@@ -110,6 +110,7 @@ async def test_r03_only_what_is_half_sent_has_a_deadline(tmp_path: Path) -> None
             "send one of them",
         ),
     ],
+    ids=["no HTTP", "no host", "an encoding", "a chunk of no size", "two lengths"],
 )
 async def test_r03_what_is_no_http_is_told_so_in_json(
     tmp_path: Path, sent: bytes, status: int, says: str

@@ -73,8 +73,9 @@ def test_tool_history_reaches_the_template_as_objects() -> None:
         (None, {}),
         ({"city": "Oslo"}, {"city": "Oslo"}),
     ],
+    ids=["cut short", "a word", "deep", "empty", "null", "absent", "an object"],
 )
-def test_g04_a_chat_goes_on_whatever_a_call_in_its_history_was(given: Any, shown: Any) -> None:
+def test_g04_a_chat_goes_on_whatever_its_calls_were(given: Any, shown: Any) -> None:
     """Templates iterate over the arguments: they are an object in every case."""
     source = "{% for k, v in messages[1].tool_calls[0].function.arguments.items() %}{{ k }}={{ v }}"
     calls = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": given}}]

@@ -7,7 +7,7 @@ the next kernel. FP8 weights are multiplied as they are, with rows in two FP8 nu
 cost, their arithmetic nothing. So steps of up to 128 rows with adapters are multiplied here, too;
 without, narrow weights alone. While the kernel before this one still runs,
 a program's first tile of the weight is already on its way into the cache; asking for more made
-steps slower. What `hopper_tilings.py` has a tiling for goes to `triton_hopper.py`.
+steps slower. Shapes that `triton_hopper.py` is faster with go there.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import triton.language as tl
 from torch import Tensor
 
 from manyroots.kernels.fp8_rows import Fp8Form, Fp8Rows, values_of
-from manyroots.kernels.gemm import hopper_tilings, triton_hopper
-from manyroots.kernels.gemm.hopper_tilings import RingTiling
+from manyroots.kernels.gemm import triton_early, triton_hopper
+from manyroots.kernels.gemm.triton_hopper import RingTiling
 from manyroots.kernels.launch import (
     launch_options,
     let_next_begin,
@@ -306,13 +306,15 @@ def linear(
     num_rows, k_size = rows_in.shape
     n_size = weight.shape[0]
     is_whole = squares is None and (site is None or rows is None)
-    if is_whole and tiling is None and (bias is None or isinstance(weight, Tensor)):
-        tiling = hopper_tilings.tiling_for(rows_in, weight)
-    if isinstance(tiling, RingTiling):
-        assert is_whole, "of whole rows without adapters alone"
-        return triton_hopper.linear(
-            _for_hopper(rows_in, weight, tiling), weight, tiling, bias
-        ), None
+    if is_whole and isinstance(rows_in, Tensor) and isinstance(weight, Tensor):
+        tiling = tiling or triton_hopper.tiling_for(rows_in, weight)
+        if isinstance(tiling, RingTiling):
+            return triton_hopper.multiply(rows_in, weight, tiling, bias), None
+    assert not isinstance(tiling, RingTiling), "of whole rows without adapters alone"
+    if tiling is None and isinstance(weight, ScaledMatrix):
+        found = _early(rows_in, weight, bias, is_plain=squares is None and rows is None)
+        if found is not None:
+            return found, None
     operands = _operands(rows_in, weight)
     x = operands.x
     if tiling is None:
@@ -357,15 +359,17 @@ def linear(
     return out, term
 
 
-def _for_hopper(
-    x: Tensor | Fp8Rows, weight: Matrix, tiling: RingTiling
-) -> Tensor | Fp8Rows:  # fmt: skip
-    """Rows as the kernel for Hopper takes them: for a weight in FP8 few may be as they are."""
-    if isinstance(weight, Tensor) or isinstance(x, Fp8Rows):
-        return x
-    if hopper_tilings.takes_plain(x.shape[0], tiling):
-        return x
-    return in_fp8(x, form_for(x.shape[0], weight, False))
+def _early(
+    x: Tensor | Fp8Rows, weight: ScaledMatrix, bias: Tensor | None, *, is_plain: bool
+) -> Tensor | None:
+    """The product by the kernel to which weights come before the rows, where that has it.
+    `is_plain`: without adapters and what a norm left undone."""
+    tiling = triton_early.tiling_for(x, weight) if is_plain and bias is None else None
+    if tiling is None:
+        return None
+    if isinstance(x, Tensor) and not triton_early.takes_plain(x, tiling):
+        x = in_fp8(x, form_for(x.shape[0], weight, False))
+    return triton_early.linear(x, weight, tiling)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from tests.unit.kernels.triton_cases import DEVICE, randn
 from manyroots.kernels.fp8_rows import Fp8Form  # isort: skip
 from manyroots.kernels.gemm import reference  # isort: skip
 from manyroots.kernels.gemm import triton as gemm  # isort: skip
-from manyroots.kernels.gemm import hopper_tilings as early  # isort: skip
-from manyroots.kernels.gemm.hopper_tilings import RingTiling  # isort: skip
+from manyroots.kernels.gemm import triton_early as early  # isort: skip
+from manyroots.kernels.gemm.triton_early import EarlyTiling  # isort: skip
 from manyroots.kernels.scaled import ScaledMatrix, quantize_rows  # isort: skip
 from manyroots.kernels.tolerances import assert_close  # isort: skip
 from manyroots.kernels.triton_fp8_rows import in_fp8  # isort: skip
@@ -59,7 +59,7 @@ def test_q01_which_products_have_weights_that_come_early() -> None:
     has as many blocks of the inner dimension, and two at least."""
     x = torch.zeros(8, 4096, dtype=torch.bfloat16)
     weight = matrix(64, 4096)
-    assert early.tiling_for(x, weight, on_hopper=True) == RingTiling(1, 64, 32, 8, 6)
+    assert early.tiling_for(x, weight, on_hopper=True) == EarlyTiling(64, 4, 6)
     assert early.tiling_for(x, weight, on_hopper=False) is None
     assert early.tiling_for(x.float(), weight, on_hopper=True) is None
     assert early.tiling_for(x.repeat(9, 1), weight, on_hopper=True) is None
@@ -70,6 +70,6 @@ def test_q01_which_products_have_weights_that_come_early() -> None:
         assert (None if narrow is None else narrow.num_splits) == splits
     few = early.tiling_for(x, weight, on_hopper=True)
     assert few is not None
-    assert early.takes_plain(8, few)
-    assert not early.takes_plain(24, few)
-    assert not early.takes_plain(8, RingTiling(1, 64, 96, 24, 6))
+    assert early.takes_plain(x, few)
+    assert not early.takes_plain(x.repeat(3, 1), few)
+    assert not early.takes_plain(x.repeat(1, 3), few)

@@ -1,0 +1,918 @@
+"""Everything at once through real engines around tiny models, each request against itself alone.
+
+    python -m tests.mixed_workloads --requests 3000 [--seed 0] [--jobs 1] [--state FILE]
+
+A seed draws a model (full attention, windows, states), how little memory each tier has, and a
+workload: prompts that share and part, samplings of every kind, adapters that are loaded, given
+other weights under their name and unloaded while they are used, more of them than places, other
+weights of the model, pauses, aborts, steps that fail, a storage that is slow, broken, damaged and
+shared by a second engine, engines that are closed and started on what they left. The cache and the
+adapters are audited as it goes on. Each answer must be what the same request gives alone on an
+engine that reuses nothing (tokens, text, log-probabilities); in the end nothing may be held by
+anybody, and closed engines leave no thread and no open file. A failure says its seed; where storage
+is slow, the same seed may go another way the next time.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import itertools
+import logging
+import random
+import shutil
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from manyroots.cache.audit import audit
+from manyroots.cache.costs import Costs
+from manyroots.config import engine_settings
+from manyroots.engine.build import Engine, build_engine
+from manyroots.ids import AdapterName, Namespace, RequestId
+from manyroots.intake import Intake
+from manyroots.kernels.tolerances import TOLERANCES
+from manyroots.lora.audit import audit as audit_adapters
+from manyroots.messages import (
+    Abort,
+    Control,
+    ControlKind,
+    ControlReply,
+    FinishReason,
+    LoadLora,
+    LoraReply,
+    Output,
+    Submit,
+    UnloadLora,
+)  # fmt: skip
+from manyroots.sampling import SamplingParams
+from manyroots.simulate.slices import command
+from manyroots.step import Runner, TokenLogprobs
+from manyroots.store.backends.files import Files
+from manyroots.structured_outputs import StructuredOutputsParams
+from manyroots.text.assembler import TextAssembler
+from manyroots.text.tokenizer_files import load_tokenizer
+from tests.adapter_folders import Recipe, write_adapter
+from tests.differential import ADAPTERS, ALL_MIXES, PAGE, RECURRENT
+from tests.unit.models.tiny import load_tiny, save_tiny
+from tests.unit.text.tiny_tokenizer import tiny_backend
+
+MAX_LEN, VOCAB = 96, 300
+MIXES = (
+    "full", "five to one", "full and window", "sinks and experts", "convolutions", "delta nets",
+    "mamba", "mamba beside attention",
+)  # fmt: skip
+INVOCATION = (7, 8)
+CONTENTS = {
+    **ADAPTERS,
+    "other": Recipe(rank=8, modules=("q_proj", "v_proj", "down_proj", *RECURRENT), seed=4),
+    "invoked": Recipe(rank=4, modules=("q_proj", "o_proj"), invocation_tokens=INVOCATION, seed=5),
+}
+NAMES = ("red", "green", "blue", "black", "white")
+WEIGHTS = ("one", "two")
+HANGS_S = 60.0
+"""Without a single output while somebody waits for one."""
+AUDITED = 0.2
+"""Of the steps: it takes as long as a step."""
+CLOSE = 2 * TOLERANCES["logits", torch.float32].atol
+STRUCTURES = (
+    StructuredOutputsParams(choice=("hello world", "stop", "hello")),
+    StructuredOutputsParams(regex="[a-f]{3,9}(stop)?"),
+    StructuredOutputsParams(
+        json='{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], '
+        '"additionalProperties": false}'
+    ),
+)
+
+
+@dataclass
+class Answer:
+    """What came of one sequence."""
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+    num_cached_tokens: int = 0
+
+
+class World:
+    """A tiny model with two sets of weights, adapters for it, and what each request gives alone."""
+
+    def __init__(self, mix: str) -> None:
+        self.mix = mix
+        self.folder = Path(tempfile.mkdtemp(prefix="manyroots-mixed-"))
+        atexit.register(shutil.rmtree, self.folder, ignore_errors=True)
+        kind, changes = ALL_MIXES[mix]
+        for seed, name in enumerate(WEIGHTS):
+            save_tiny(self.folder / name, kind, seed=seed, vocab_size=VOCAB, **changes)
+            tiny_backend().save(str(self.folder / name / "tokenizer.json"))
+        decoder = load_tiny(self.folder / WEIGHTS[0])
+        self.targets = decoder.adapter_targets()
+        for name, recipe in CONTENTS.items():
+            write_adapter(self.folder / "adapters" / name, self.targets, recipe)
+        pages = [f for f in decoder.families if not f.is_state]
+        self.page_bytes = sum(f.unit_bytes(PAGE, decoder.dtype) for f in pages)
+        self.state_bytes = sum(
+            f.unit_bytes(PAGE, decoder.dtype) for f in decoder.families if f.is_state
+        )
+        self.tokenizer = load_tokenizer(str(self.folder / WEIGHTS[0]))
+        self._cold = {weights: Alone(self, weights) for weights in WEIGHTS}
+        self._answers: dict[Any, Answer] = {}
+
+    def adapter(self, content: str) -> str:
+        return str(self.folder / "adapters" / content)
+
+    def digests(self) -> dict[str, str]:
+        """Contents by digest."""
+        return self._cold[WEIGHTS[0]].digests
+
+    def alone(self, weights: str, content: str | None, submit: Submit) -> Answer:
+        """The same request by itself, cold."""
+        key = (weights, content, tuple(submit.prompt), repr(submit.sampling), submit.seed)
+        if key not in self._answers:
+            self._answers[key] = self._cold[weights].ask(content, submit)
+        return self._answers[key]
+
+
+class Alone:
+    """An engine that computes one request at a time, with everything in one step."""
+
+    def __init__(self, world: World, weights: str) -> None:
+        self._world = world
+        settings = engine_settings({
+            "model": str(world.folder / weights), "dtype": "float32", "enable_lora": True,
+            "max_loras": len(CONTENTS), "block_size": PAGE, "max_model_len": MAX_LEN,
+            "max_num_seqs": 1, "max_num_batched_tokens": MAX_LEN, "enable_prefix_caching": False,
+            "kv_cache_memory_bytes": 4 * MAX_LEN * world.page_bytes + 8 * world.state_bytes,
+            "progress_bars": False,
+        })  # fmt: skip
+        self._loop = build_engine(settings).loop
+        self._ids = itertools.count(1)
+        self.digests: dict[str, str] = {}
+        for content in CONTENTS:
+            self._loop.handle(LoadLora(1, AdapterName(content), world.adapter(content)))
+            replies: list[LoraReply] = []
+            while not replies:
+                self._loop.step()
+                replies = self._loop.take_replies()
+            assert replies[0].error is None, replies[0].error
+            self.digests[replies[0].digest] = content
+
+    def ask(self, content: str | None, submit: Submit) -> Answer:
+        number = RequestId(next(self._ids))
+        name = None if content is None else AdapterName(content)
+        self._loop.handle(replace(submit, request_id=number, adapter=name))
+        answer, assembler = Answer(), TextAssembler(self._world.tokenizer, submit.sampling)
+        while answer.reason is None:
+            if self._loop.is_reading and not self._loop.has_work:
+                self._loop.wait_for_read(0.2)
+            for output in self._loop.step():
+                if output.request_id == number and take(answer, assembler, output):
+                    self._loop.handle(Abort([number]))
+        while self._loop.has_work:
+            self._loop.step()
+        return answer
+
+
+def take(answer: Answer, assembler: TextAssembler, output: Output) -> bool:
+    """Add what an output says; whether the sequence must be aborted, for a stop string."""
+    assert answer.reason is None, "an output behind the last"
+    delta = assembler.push(output)
+    answer.tokens += delta.tokens
+    answer.text += delta.text
+    answer.logprobs += delta.logprobs
+    answer.prompt_logprobs += delta.prompt_logprobs
+    answer.num_cached_tokens = delta.num_cached_tokens
+    answer.reason, answer.stop_reason = delta.finish_reason, delta.stop_reason
+    answer.error = delta.error
+    return delta.stopped
+
+
+@functools.cache
+def world_of(mix: str) -> World:
+    return World(mix)
+
+
+# Faults
+
+
+class Weather:
+    """What storage and steps meet just now."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = random.Random(rng.random())
+        self._lock = threading.Lock()
+        self.fault_share = 0.0
+        self.delay_s = 0.0
+        self.fails_step = False
+
+    def meet(self) -> None:
+        with self._lock:
+            is_bad = self._rng.random() < self.fault_share
+        time.sleep(self.delay_s)
+        if is_bad:
+            raise OSError(5, "planted")
+
+    @contextlib.contextmanager
+    def over(self) -> Iterator[None]:
+        """Every folder of storage meets it."""
+        with contextlib.ExitStack() as stack:
+            for name in ("get", "put", "exists", "remove"):
+                stack.enter_context(mock.patch.object(Files, name, self._meeting(name)))
+            yield
+
+    def _meeting(self, name: str) -> Callable[..., Any]:
+        real = getattr(Files, name)
+
+        def call(files: Files, *arguments: Any) -> Any:
+            self.meet()
+            return real(files, *arguments)
+
+        return call
+
+
+class ShakyModel:
+    """A runner's model, which fails where the weather says so: behind all that a plan begins."""
+
+    def __init__(self, runner: Runner, weather: Weather) -> None:
+        model: Any = runner
+        self._compute, model._compute = model._compute, self._compute_or_fail
+        self._weather = weather
+        self.num_failed = 0
+
+    def _compute_or_fail(self, *arguments: Any) -> Any:
+        if self._weather.fails_step:
+            self._weather.fails_step = False
+            self.num_failed += 1
+            raise RuntimeError("planted")
+        return self._compute(*arguments)
+
+
+# One engine under load
+
+
+@dataclass
+class Live:
+    """A sequence under way, and what it should give."""
+
+    submit: Submit
+    weights: str
+    contents: set[str | None]
+    """One of these."""
+    assembler: TextAssembler
+    answer: Answer = field(default_factory=Answer)
+    is_aborted: bool = False
+    may_fail: bool = False
+
+
+class Driver:
+    """One engine, what it is asked, and what it said."""
+
+    def __init__(self, world: World, rng: random.Random, weather: Weather, **settings: Any) -> None:
+        self.world, self.rng, self.weather = world, rng, weather
+        self.settings = settings
+        self.weights = WEIGHTS[0]
+        self.live: dict[RequestId, Live] = {}
+        self.over: list[Live] = []
+        self.known: dict[str, str] = {}
+        """What each name means, where that is certain."""
+        self.unsure: dict[str, set[str | None]] = {}
+        """What a name may mean while it is read."""
+        self.ops: dict[int, Callable[[Any], None]] = {}
+        self.is_paused = False
+        self.told: Counter[str] = Counter()
+        self.num_outputs = 0
+        self._audits = random.Random(0)
+        self._ids = itertools.count(1)
+        self.start()
+
+    def start(self) -> None:
+        given = engine_settings({
+            "model": str(self.world.folder / self.weights), "dtype": "float32", "block_size": PAGE,
+            "max_model_len": MAX_LEN, "enable_lora": True, "progress_bars": False,
+            "weights_dirs": [str(self.world.folder)], **self.settings,
+        })  # fmt: skip
+        self.models: list[ShakyModel] = []
+
+        def watch(runner: Runner) -> Runner:
+            self.models.append(ShakyModel(runner, self.weather))
+            return runner
+
+        self.engine: Engine = build_engine(given, watch)
+        self.loop = self.engine.loop
+        self.scheduler: Any = self.loop._scheduler
+        self.cache: Any = self.scheduler._cache
+        self.intake = Intake(self.engine.info, self.world.tokenizer, self.rng)
+        self.known.clear()
+        self.unsure.clear()
+        self.is_paused = False
+
+    # What it is asked
+
+    def submit(
+        self, prompt: list[int], sampling: SamplingParams, name: str | None, salt: str | None,
+        priority: int,
+    ) -> None:  # fmt: skip
+        made = self.intake.submits(
+            prompt, sampling, Namespace(adapter=None, salt=salt),
+            lambda: RequestId(next(self._ids)),
+            adapter=None if name is None else AdapterName(name), priority=priority,
+        )  # fmt: skip
+        for submit in made:
+            contents: set[str | None] = {None}
+            if name is not None:
+                contents = self.unsure.get(name, set()) | {self.known.get(name, "nothing")}
+            assembler = TextAssembler(self.world.tokenizer, submit.sampling)
+            live = Live(submit, self.weights, contents, assembler)
+            live.may_fail = "nothing" in contents
+            self.live[submit.request_id] = live
+            self.loop.handle(submit)
+
+    def abort(self, live: Live) -> None:
+        live.is_aborted = True
+        self.loop.handle(Abort([live.submit.request_id]))
+
+    def load(self, name: str, content: str, *, in_place: bool, path: str | None = None) -> None:
+        number = next(self._ids)
+        before = self.known.pop(name, None)
+        self.unsure.setdefault(name, {before or "nothing"}).add(content)
+
+        def end(reply: LoraReply) -> None:
+            self.told["loads" if reply.error is None else "refused loads"] += 1
+            self._settle(name)
+
+        self.ops[number] = end
+        path = path or self.world.adapter(content)
+        is_pinned = self.rng.random() < 0.1
+        self.loop.handle(LoadLora(number, AdapterName(name), path, is_pinned, in_place))
+
+    def unload(self, name: str) -> None:
+        number = next(self._ids)
+        before = self.known.pop(name, None)
+        self.unsure.setdefault(name, {before or "nothing"}).add("nothing")
+        self.ops[number] = lambda reply: self._settle(name)
+        self.loop.handle(UnloadLora(number, AdapterName(name)))
+
+    def _settle(self, name: str) -> None:
+        """What a name means now is what the engine says, if nothing about it is under way."""
+        directory: Any = self.loop._directory
+        entry = directory._entries.get(name)
+        if entry is not None and (entry.is_reading or entry.waiting):
+            return
+        version = self.scheduler.adapter(AdapterName(name))
+        self.unsure.pop(name, None)
+        self.known.pop(name, None)
+        if version is not None:
+            self.known[name] = self.world.digests()[version.digest.hex()]
+
+    def control(self, kind: ControlKind, path: str = "") -> ControlReply:
+        number = next(self._ids)
+        self.loop.handle(Control(number, kind, path))
+        deadline = time.monotonic() + HANGS_S
+        while True:
+            self.step()
+            for reply in self.loop.take_controls():
+                assert reply.op_id == number
+                return reply
+            assert time.monotonic() < deadline, f"{kind} is not answered"
+
+    # What it does
+
+    def step(self) -> None:
+        self._note_contents()
+        outputs = self.loop.step()
+        self.num_outputs += len(outputs)
+        for output in outputs:
+            assert output.request_id > 0, "a check's own output is told"
+            self._take(output)
+        self._note_contents()
+        for reply in self.loop.take_replies():
+            self.ops.pop(reply.op_id)(reply)
+        self.loop.take_loads()
+        if self._audits.random() < AUDITED:
+            audit(self.cache)
+            audit_adapters(self.scheduler._adapters)
+
+    def _note_contents(self) -> None:
+        """Which weights a request got, where its name was being given others."""
+        for number, live in self.live.items():
+            if len(live.contents) > 1:
+                request = self.scheduler._requests.get(number)
+                if request is not None and request.hold is not None:
+                    found = self.world.digests()[request.hold.digest.hex()]
+                    assert found in live.contents, f"{found} is none of {live.contents}"
+                    live.contents, live.may_fail = {found}, False
+
+    def _take(self, output: Output) -> None:
+        live = self.live.get(output.request_id)
+        if live is None:
+            return  # a stop string was found, and the engine says that it has aborted it
+        stopped = take(live.answer, live.assembler, output)
+        if stopped:
+            self.loop.handle(Abort([output.request_id]))
+        if live.answer.reason is not None:
+            del self.live[output.request_id]
+            self.over.append(live)
+
+    def run(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            if self.loop.is_reading and not self.loop.has_work:
+                self.loop.wait_for_read(0.05)
+            self.step()
+
+    def drain(self) -> None:
+        """Until everything has ended."""
+        if self.is_paused:
+            self.resume()
+        said, deadline = -1, 0.0
+        while self.loop.has_work or self.loop.is_reading or self.live:
+            if self.num_outputs > said:
+                said, deadline = self.num_outputs, time.monotonic() + HANGS_S
+            self.run(1)
+            assert time.monotonic() < deadline, f"{len(self.live)} requests hang: {self._stuck()}"
+
+    def _stuck(self) -> str:
+        states = Counter(str(r.state) for r in self.scheduler._requests.values())
+        lives = [(live.submit, live.is_aborted) for live in self.live.values()][:3]
+        return f"{dict(states)}, {lives}, {self.loop.stats()}"
+
+    def pause(self) -> None:
+        assert self.control(ControlKind.PAUSE).error is None
+        self.is_paused = True
+
+    def resume(self) -> None:
+        assert self.control(ControlKind.RESUME).error is None
+        self.is_paused = False
+
+    def take_weights(self, weights: str) -> None:
+        """As a trainer does: pause, end what runs, update, go on."""
+        if not self.is_paused:
+            self.pause()
+        how = self.rng.choice(("abort", "finish"))
+        if how == "abort":
+            for live in list(self.live.values()):
+                self.abort(live)
+            self.step()
+        else:
+            self.resume()
+            self.drain()
+            self.pause()
+        waiting = [live for live in self.live.values() if not live.is_aborted]
+        assert not waiting, "somebody came in between"
+        for _ in range(3):
+            self.step()
+        reply = self.control(ControlKind.UPDATE_WEIGHTS, weights)
+        assert reply.error is None, reply.error
+        self.weights = weights
+        self.told["updates"] += 1
+        self.resume()
+
+    def end(self) -> None:
+        """Nothing may be left of anything."""
+        self.drain()
+        for name in list(self.known):
+            self.unload(name)
+        self.drain()
+        assert self.control(ControlKind.RESET_CACHE).error is None
+        self.drain()
+        stats = self.loop.stats()
+        counts = {
+            "running": stats.num_running, "waiting": stats.num_waiting,
+            "resting": stats.num_resting, "held": stats.num_held_pages,
+            "cached": stats.num_cached_pages, "lost": stats.num_pages - stats.num_free_pages,
+        }  # fmt: skip
+        assert not any(counts.values()), f"left in the end: {counts}"
+        adapters = stats.adapters
+        assert adapters is not None
+        left = {
+            "loaded": adapters.num_loaded, "draining": adapters.num_draining,
+            "loading": adapters.num_loading, "running": adapters.num_running,
+            "on device": adapters.num_on_device, "on host": adapters.num_on_host,
+        }  # fmt: skip
+        assert not any(left.values()), f"adapters left in the end: {left}"
+        self._check_bookkeeping()
+        self._check_counts()
+
+    def _check_bookkeeping(self) -> None:
+        loop: Any = self.loop
+        kept = {
+            "adapter_was": loop._adapter_was, "loads": loop._load_timer._begun,
+            "where": loop._directory._where, "entries": loop._directory._entries,
+            "grammars": loop._compiles._held, "waiting": loop._compiles._waiting,
+            "noted": loop._check._noted if loop._check else {},
+            "requests": self.scheduler._requests,
+            "holds": self.scheduler._adapters.registry.num_holds,
+            "leaving": self.scheduler._departures.leaving,
+            "ops": self.ops,
+        }  # fmt: skip
+        left = {name: len(what) for name, what in kept.items() if len(what)}
+        assert not left, f"bookkeeping left in the end: {left}"
+
+    def _check_counts(self) -> None:
+        stats = self.loop.stats()
+        self.told["failed steps"] += sum(model.num_failed for model in self.models)
+        self.told["retractions"] += stats.total_retractions
+        self.told["rests"] += stats.total_rests
+        self.told["host tokens"] += stats.total_host_hit_tokens
+        self.told["storage tokens"] += stats.total_storage_hit_tokens
+        self.told["hit tokens"] += stats.total_hit_tokens
+        assert stats.total_hit_tokens <= stats.total_lookup_tokens
+        if stats.self_check is not None:
+            self.told["self-checks"] += stats.self_check.total_checks
+            assert not stats.self_check.total_differences, "pages differ from what is computed"
+
+    def close(self) -> None:
+        self.loop.close()
+
+    def restart(self) -> None:
+        """Another engine on what this one left in storage; whoever waited is lost."""
+        for live in list(self.live.values()):
+            self.abort(live)
+        self.loop.handle(Control(0, ControlKind.RESUME))
+        self.drain_quietly()
+        self.close()
+        self.start()
+        self.told["restarts"] += 1
+
+    def drain_quietly(self) -> None:
+        while self.loop.has_work or self.loop.is_reading:
+            self.run(1)
+            self.loop.take_controls()
+
+
+# One seed
+
+
+class Workload:
+    """What a seed asks of its engines, and in what order."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = random.Random(f"mixed {seed}")
+        self.world = world_of(rng.choice(MIXES))
+        self.weather = Weather(rng)
+        self.told: Counter[str] = Counter()
+        self.before = held_by_process()
+        self.heads = [self._text(rng.choice((3, 8, 13, 24, 31, 45))) for _ in range(6)]
+        self.folder = Path(tempfile.mkdtemp(dir=self.world.folder))
+        self.has_storage = rng.random() < 0.5
+        settings = self._settings()
+        self.settings = settings
+        num_engines = 2 if self.has_storage and rng.random() < 0.4 else 1
+        self.drivers = [
+            Driver(self.world, rng, self.weather, **settings) for _ in range(num_engines)
+        ]
+        for driver in self.drivers:
+            self._load_some(driver)
+
+    def _load_some(self, driver: Driver) -> None:
+        for name in NAMES[:4]:
+            driver.load(name, self.rng.choice(list(CONTENTS)), in_place=False)
+
+    def _settings(self) -> dict[str, Any]:
+        rng, world = self.rng, self.world
+        max_num_seqs = rng.choice((1, 3, 4, 6, 8))
+        num_pages = rng.choice((1.1, 1.1, 1.5, 2.5)) * (MAX_LEN // PAGE)
+        num_checkpoints = rng.choice((1, 3, 8))
+        max_loras = rng.choice((1, 2, 2, 3))
+        settings: dict[str, Any] = {
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": rng.choice((max_num_seqs, 9, 24, 64)),
+            "kv_cache_memory_bytes": int(
+                num_pages * world.page_bytes * (1.3 if world.mix != "full" else 1)
+                + (max_num_seqs + num_checkpoints) * world.state_bytes
+            ),
+            "max_loras": max_loras,
+            "max_cpu_loras": rng.choice((0, max_loras, max_loras + 1)),
+            "scheduling_policy": rng.choice(("fcfs", "priority", "pack", "fair")),
+            "adapter_patience_steps": rng.choice((None, 0, 3)),
+            "long_prefill_token_threshold": rng.choice((None, None, 5)),
+        }
+        settings["max_num_batched_tokens"] = max(settings["max_num_batched_tokens"], max_num_seqs)
+        if world.state_bytes:
+            settings["checkpoint_memory_bytes"] = num_checkpoints * world.state_bytes
+            settings["checkpoint_interval_tokens"] = rng.choice((PAGE, 3 * PAGE))
+        if rng.random() < 0.6:
+            settings["num_host_pages"] = rng.choice((3, 20, 80))
+            settings["kv_load_overlap"] = rng.choice(("on", "off"))
+        if self.has_storage:
+            settings |= {
+                "kv_storage": f"file://{self.folder}/store",
+                "kv_storage_timeout_s": rng.choice((0.02, 0.3)),
+                "prefetch": rng.choice(("best-effort", "wait", "timeout")),
+                "prefetch_timeout_steps": rng.choice((0, 2, 8)),
+            }
+            if rng.random() < 0.3:
+                settings["kv_storage_size"] = 40 * 8192 / 2**30
+        if self.has_storage or "num_host_pages" in settings:
+            settings["write_back"] = rng.choice(("through", "reused", "eviction"))
+        if rng.random() < 0.3:
+            settings["kv_check_share"] = 0.5
+        return settings
+
+    def _text(self, count: int) -> list[int]:
+        return [self.rng.randrange(3, VOCAB) for _ in range(count)]
+
+    # What happens
+
+    def run(self, num_events: int) -> None:
+        with self.weather.over():
+            try:
+                for _ in range(num_events):
+                    driver = self.rng.choice(self.drivers)
+                    self._event(driver)
+                    for each in self.drivers:
+                        each.run(self.rng.choice((0, 0, 1, 1, 2, 5)))
+                self._clear_up()
+                for driver in self.drivers:
+                    driver.end()
+                    self.told.update(driver.told)
+            finally:
+                for driver in self.drivers:
+                    driver.close()
+                shutil.rmtree(self.folder, ignore_errors=True)
+        self._check_process()
+        for driver in self.drivers:
+            for live in driver.over:
+                self._compare(live)
+
+    def _check_process(self) -> None:
+        """Closed engines leave no thread and no open file."""
+        deadline = time.monotonic() + HANGS_S
+        while (now := held_by_process()) != self.before and time.monotonic() < deadline:
+            time.sleep(0.02)
+        threads, before = Counter(now[0]), Counter(self.before[0])
+        assert threads <= before, f"threads are left: {threads - before}"
+        assert now[1] <= self.before[1], f"{now[1]} files are open, and {self.before[1]} were"
+
+    def _event(self, driver: Driver) -> None:
+        rng = self.rng
+        draw = rng.random()
+        if draw < 0.62:
+            for _ in range(rng.choice((1, 1, 1, 2, 4))):
+                self._ask(driver)
+        elif draw < 0.70:
+            if driver.live:
+                driver.abort(rng.choice(list(driver.live.values())))
+        elif draw < 0.80:
+            self._change_adapter(driver)
+        elif draw < 0.83:
+            driver.resume() if driver.is_paused else driver.pause()
+        elif draw < 0.85:
+            weights = rng.choice(WEIGHTS)
+            if driver.live and rng.random() < 0.3:
+                self._refused_update(driver, weights)
+            else:
+                driver.take_weights(weights)
+        elif draw < 0.87:
+            assert driver.control(ControlKind.RESET_CACHE).error is None
+        elif draw < 0.89:
+            self.weather.fails_step = not driver.is_paused
+        elif draw < 0.96:
+            if self.has_storage:
+                self._change_weather()
+        elif draw < 0.965:
+            driver.restart()
+            self._load_some(driver)
+        elif draw < 0.98:
+            driver.drain()
+        else:
+            driver.run(30)
+
+    def _refused_update(self, driver: Driver, weights: str) -> None:
+        if not driver.is_paused:
+            driver.pause()
+        num_begun = driver.scheduler.num_begun
+        reply = driver.control(ControlKind.UPDATE_WEIGHTS, weights)
+        if num_begun:
+            assert reply.error is not None
+        elif reply.error is None:
+            driver.weights = weights
+            for live in driver.live.values():
+                live.weights = weights  # nobody had begun
+        driver.resume()
+
+    def _clear_up(self) -> None:
+        self.weather.fails_step, self.weather.fault_share, self.weather.delay_s = False, 0.0, 0.0
+
+    def _change_weather(self) -> None:
+        rng, weather = self.rng, self.weather
+        draw = rng.random()
+        if draw < 0.35:
+            weather.fault_share = rng.choice((0.0, 0.0, 0.3, 1.0))
+        elif draw < 0.6:
+            weather.delay_s = rng.choice((0.0, 0.0, 0.004, 0.03))
+        files = sorted(self.folder.glob("store/v1/??/*"))
+        if draw >= 0.6 and files:
+            path = rng.choice(files)
+            with contextlib.suppress(FileNotFoundError):
+                if draw < 0.75:
+                    path.unlink()
+                elif draw < 0.9:
+                    value = bytearray(path.read_bytes())
+                    if value:
+                        value[rng.randrange(len(value))] ^= 1 << rng.randrange(8)
+                    path.write_bytes(value)
+                else:
+                    path.write_bytes(rng.choice(files).read_bytes())
+        for driver in self.drivers:
+            health: Any = driver.cache.storage
+            for direction in (health._reading, health._writing):
+                direction._rests_until = 0
+
+    def _change_adapter(self, driver: Driver) -> None:
+        rng = self.rng
+        name, content = rng.choice(NAMES), rng.choice(list(CONTENTS))
+        draw = rng.random()
+        if draw < 0.3:
+            driver.unload(name)
+        elif draw < 0.4:
+            driver.load(name, "broken", in_place=True, path=str(self.folder / "nowhere"))
+        elif draw < 0.6:
+            # A folder of this name's own, whose files are replaced while the old are in use.
+            path = self.folder / f"of-{name}"
+            shutil.rmtree(path, ignore_errors=True)
+            shutil.copytree(self.world.adapter(content), path)
+            driver.load(name, content, in_place=True, path=str(path))
+            self._may_fail_to_load(driver, name)
+        else:
+            driver.load(name, content, in_place=rng.random() < 0.7)
+
+    def _may_fail_to_load(self, driver: Driver, name: str) -> None:
+        """Who holds what was in a folder before, and has no copy of it in memory, can't have it."""
+        for live in driver.live.values():
+            live.may_fail |= live.submit.adapter is not None
+
+    def _ask(self, driver: Driver) -> None:
+        rng = self.rng
+        prompt = list(rng.choice(self.heads))
+        old = [live for live in driver.over[-12:] if live.answer.reason is FinishReason.LENGTH]
+        if old and rng.random() < 0.35:
+            said = rng.choice(old)
+            prompt = [*said.submit.prompt, *said.answer.tokens]
+        if rng.random() < 0.8:
+            prompt += self._text(rng.choice((1, 2, 4, 5, 11)))
+        name = rng.choice(NAMES) if rng.random() < 0.6 else None
+        if name is not None and name not in driver.known and rng.random() < 0.8:
+            name = rng.choice(list(driver.known)) if driver.known else None
+        if rng.random() < 0.3:
+            prompt = [*prompt[:30], *INVOCATION, *prompt[30:]]
+        prompt = prompt[: MAX_LEN - 2]
+        salt = rng.choice((None, None, None, "a", "b"))
+        priority = rng.randint(-2, 2) if self.settings["scheduling_policy"] == "priority" else 0
+        driver.submit(prompt, self._sampling(prompt), name, salt, priority)
+
+    def _sampling(self, prompt: list[int]) -> SamplingParams:
+        rng = self.rng
+        room = MAX_LEN - len(prompt)
+        given: dict[str, Any] = {
+            "max_tokens": min(room, rng.choice((1, 2, 5, 9, 17, 30, 45))),
+            "ignore_eos": rng.random() < 0.6,
+            "temperature": 0.0 if rng.random() < 0.6 else rng.choice((0.3, 1.0, 2.0)),
+            "seed": rng.randrange(1000),
+        }
+        if rng.random() < 0.25:
+            given["n"] = rng.choice((2, 3))
+        if rng.random() < 0.3:
+            given |= {"top_k": rng.choice((-1, 1, 5)), "top_p": rng.choice((0.3, 0.9, 1.0)),
+                      "min_p": rng.choice((0.0, 0.1))}  # fmt: skip
+        if rng.random() < 0.3:
+            given |= {"presence_penalty": rng.choice((0, 1.5)),
+                      "frequency_penalty": rng.choice((0, -0.5)),
+                      "repetition_penalty": rng.choice((1.0, 1.3))}  # fmt: skip
+        if rng.random() < 0.5:
+            given["logprobs"] = rng.choice((0, 1, 5, 20))
+        if rng.random() < 0.2:
+            given["prompt_logprobs"] = rng.choice((0, 1, 5))
+        if rng.random() < 0.2:
+            given["logit_bias"] = {rng.randrange(VOCAB): rng.choice((-100, 3, 8)) for _ in "abc"}
+        if rng.random() < 0.2:
+            given["min_tokens"] = rng.randint(0, given["max_tokens"])
+        if rng.random() < 0.3:
+            given["stop_token_ids"] = tuple(rng.sample(range(3, VOCAB), 12))
+        if rng.random() < 0.2:
+            given["stop"] = tuple(
+                rng.choice(("a", "\ufffd\ufffd", "lo", "e", "\x00")) for _ in "ab"
+            )
+            given["include_stop_str_in_output"] = rng.random() < 0.5
+        if rng.random() < 0.1:
+            given |= {"structured_outputs": rng.choice(STRUCTURES), "ignore_eos": False}
+        return SamplingParams(**given)
+
+    # Judgement
+
+    def _compare(self, live: Live) -> None:
+        answer, sampling = live.answer, live.submit.sampling
+        self.told["requests"] += 1
+        self.told["tokens"] += len(answer.tokens)
+        if answer.reason is FinishReason.ERROR:
+            self.told["errors"] += 1
+            error = str(answer.error)
+            is_planted = "planted" in error or live.may_fail
+            assert is_planted, f"{error}: {live}"
+            if not answer.tokens:
+                return
+        if answer.reason is FinishReason.ABORT:
+            self.told["aborts"] += 1
+            assert live.is_aborted, f"nobody has aborted {live}"
+            if not answer.tokens:
+                return
+        assert len(live.contents) == 1, f"nobody knows with which weights: {live}"
+        [content] = live.contents
+        cold = self.world.alone(live.weights, content, live.submit)
+        self.told["compared"] += 1
+        where = f"{self.world.mix}, {live.weights}, {content}, {live.submit}"
+        at = _parting(answer.tokens, cold.tokens)
+        whole = answer.reason in (FinishReason.STOP, FinishReason.LENGTH)
+        if at is None and whole:
+            ends = (len(answer.tokens), answer.reason, answer.stop_reason, answer.text)
+            wanted = (len(cold.tokens), cold.reason, cold.stop_reason, cold.text)
+            assert ends == wanted, f"{ends} from the cache and {wanted} cold: {where}"
+        _check_scores(answer.logprobs[:at], cold.logprobs, where)
+        if sampling.prompt_logprobs is not None and answer.tokens:
+            assert len(answer.prompt_logprobs) == len(cold.prompt_logprobs), where
+            _check_scores(answer.prompt_logprobs, cold.prompt_logprobs, where)
+        if at is not None:
+            self._judge_parting(live, cold, content, at, where)
+
+    def _judge_parting(
+        self, live: Live, cold: Answer, content: str | None, at: int, where: str
+    ) -> None:
+        """Another token is right only where rounding may choose: both scored, hardly apart."""
+        scored = replace(live.submit, sampling=replace(live.submit.sampling, logprobs=20, stop=()))
+        scores = self.world.alone(live.weights, content, scored).logprobs[at]
+        told = f"token {at} is {live.answer.tokens[at]}, and {cold.tokens[at]} cold: {where}"
+        if live.submit.sampling.is_greedy and not live.submit.sampling.has_penalties:
+            tops = dict(zip(scores.top_tokens, scores.top_logprobs, strict=True))
+            mine = tops.get(live.answer.tokens[at], float("-inf"))
+            assert abs(mine - tops.get(cold.tokens[at], 0.0)) <= CLOSE, told
+        else:
+            assert live.answer.logprobs, told
+        self.told["near ties"] += 1
+
+
+def _parting(ours: list[int], theirs: list[int]) -> int | None:
+    """Where two answers part; one may be shorter."""
+    for at, (one, other) in enumerate(zip(ours, theirs, strict=False)):
+        if one != other:
+            return at
+    return None
+
+
+def _check_scores(ours: list[TokenLogprobs], theirs: list[TokenLogprobs], where: str) -> None:
+    assert len(ours) <= len(theirs), where
+    for at, (one, other) in enumerate(zip(ours, theirs, strict=False)):
+        assert one.token == other.token, f"{at}: {where}"
+        far = abs(one.logprob - other.logprob)
+        assert far <= CLOSE * max(1.0, abs(other.logprob)), f"{at}: {one} or {other}: {where}"
+        tops = zip(one.top_logprobs, other.top_logprobs, strict=True)
+        assert all(abs(a - b) <= CLOSE * max(1.0, abs(b)) for a, b in tops), f"{at}: {where}"
+
+
+def held_by_process() -> tuple[list[str], int]:
+    """The names of its threads, and how many files it has open."""
+    names = sorted(thread.name.rpartition("_")[0] for thread in threading.enumerate())
+    return names, len(list(Path("/proc/self/fd").iterdir()))
+
+
+NUM_EVENTS = 60
+
+
+def run_seed(seed: int, num_events: int = NUM_EVENTS) -> tuple[dict[str, int], str | None]:
+    """One workload: counts, and what was wrong."""
+    logging.disable()  # what is made to fail says so
+    try:
+        with (
+            mock.patch.object(Costs, "is_worth_fetching", return_value=True),
+            mock.patch.object(Costs, "is_worth_loading", return_value=True),
+        ):
+            workload = Workload(seed)
+            workload.run(num_events)
+    except Exception:
+        return {}, traceback.format_exc()
+    finally:
+        logging.disable(logging.NOTSET)
+    return dict(workload.told), None
+
+
+def main(argv: list[str] | None = None) -> int:
+    what = "tests.mixed_workloads"
+    return command(what, run_seed, "requests", description=__doc__, argv=argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

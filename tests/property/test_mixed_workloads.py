@@ -1,0 +1,18 @@
+"""Everything at once, each request against itself alone: a slice of `tests.mixed_workloads`."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.mixed_workloads import run_seed
+
+SEEDS, NUM_EVENTS = (1008, 1010), 20
+"""Without storage: its answers take their time."""
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_h13_whatever_happens_beside_it_a_request_gets_its_own_answer(seed: int) -> None:
+    """H13: adapters, tiers, weights, aborts and faults; nothing is left in the end."""
+    counts, failure = run_seed(seed, NUM_EVENTS)
+    assert failure is None, failure
+    assert counts["compared"] > 10

@@ -157,6 +157,11 @@ def fill(
                 f"{name} of {model_name} has shape {list(tensor.shape)}, but its config implies "
                 f"{place.whole_shape}; config and weights belong to different models."
             )
+        if not tensor.is_floating_point() and place.place.is_floating_point():
+            raise ModelError(
+                f"{name} of {model_name} is in {tensor.dtype}: its weights are quantized, and its "
+                "config does not say how. Use an unquantized checkpoint."
+            )
         if name not in missing:
             raise ModelError(
                 f"the checkpoint of {model_name} has {name} twice, as itself or in a stack of "

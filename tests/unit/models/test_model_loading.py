@@ -124,6 +124,18 @@ def test_experts_of_another_number_or_size_are_named(tmp_path: Path) -> None:
         load_tiny(tmp_path)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32, torch.bool])
+def test_whole_numbers_that_no_config_explains_are_not_taken_for_weights(
+    dtype: torch.dtype, folder: Path
+) -> None:
+    name = "model.layers.1.self_attn.q_proj.weight"
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name] = (100 * tensors[name]).to(dtype)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ModelError, match=rf"{name} of .* is in {dtype}.*quantized"):
+        load_tiny(folder)
+
+
 def test_extras_that_follow_from_the_config_are_ignored(tmp_path: Path) -> None:
     save_tiny(tmp_path, "llama-tied")
 

@@ -606,8 +606,8 @@ class Workload:
         if world.state_bytes:
             settings["checkpoint_memory_bytes"] = num_checkpoints * world.state_bytes
             settings["checkpoint_interval_tokens"] = rng.choice((PAGE, 3 * PAGE))
-        if rng.random() < 0.6:
-            settings["num_host_pages"] = rng.choice((3, 20, 80))
+        if rng.random() < 0.7:
+            settings["num_host_pages"] = rng.choice((3, 20, 80, 80))
             settings["kv_load_overlap"] = rng.choice(("on", "off"))
         if self.has_storage:
             settings |= {
@@ -619,7 +619,7 @@ class Workload:
             if rng.random() < 0.3:
                 settings["kv_storage_size"] = 40 * 8192 / 2**30
         if self.has_storage or "num_host_pages" in settings:
-            settings["write_back"] = rng.choice(("through", "reused", "eviction"))
+            settings["write_back"] = rng.choice(("through", "through", "reused", "eviction"))
         if rng.random() < 0.3:
             settings["kv_check_share"] = 0.5
         return settings

@@ -19,6 +19,7 @@ from manyroots.lora.residency import Residency
 from manyroots.messages import Output, Submit
 from manyroots.runner.fake import FakeRunner, fake_next_token
 from manyroots.sampling import SamplingParams
+from manyroots.scheduler.audit import audit as audit_turns
 from manyroots.scheduler.scheduler import Scheduler
 from manyroots.step import AdapterLoaded, Copy, LoadAdapter, Plan, StepResult
 
@@ -134,6 +135,7 @@ class Deciding:
             self.outputs.setdefault(int(output.request_id), []).append(output)
         audit(self.cache)
         audit_adapters(self.adapters)
+        audit_turns(self.scheduler.turns)
 
     def run(self, max_steps: int = 10_000) -> None:
         for _ in range(max_steps):

@@ -54,6 +54,9 @@ FAIR = "unit/scheduler/test_fair.py::"
 IMPORTANCE = "unit/scheduler/test_priority.py::"
 PROMISES = "unit/engine/test_adapter_promises.py::"
 RESTING = "unit/scheduler/test_resting.py::"
+TURNS = (
+    "property/test_adapter_turns.py::test_l07_a_stream_pauses_for_a_stated_number_of_steps_at_most"
+)
 WINDOWS = "unit/cache/test_window_eviction.py::"
 GRAMMAR = "unit/grammar/test_grammar_rows.py::"
 ANSWERS = "unit/text/test_chat_output.py::"
@@ -1164,8 +1167,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     # Resting
     Mutation(
         "scheduler/turns.py",
-        "return is_new and num_rows < num_lenders and self._debt <= 0",
-        "return False",
+        "        return step_id - place.since < num_steps\n",
+        "        return False\n",
         "a short request of a rare adapter pauses behind its first token",
         (
             "unit/bench/test_adapter_turns.py::"
@@ -1189,52 +1192,75 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "scheduler/turns.py",
-        "if not is_away and self._adapters.num_seats(adapter):",
-        "if not is_away and self._adapters.num_seats(adapter) and not self._resting:",
+        "d for d in few if d in lanes and self.is_open(d)",
+        "d for d in few if d in lanes and self.is_open(d) and not self.resting",
         "adapters that run are held back while others rest",
         (RESTING + "test_l07_new_requests_of_the_others_go_on_beginning_while_some_rest",),
     ),
     Mutation(
-        "scheduler/turns.py",
-        "return rested.is_back and self._adapters.num_seats(rested.adapter) > 0",
-        "return rested.is_back",
+        "scheduler/places.py",
+        "return None if place is None or self.is_free(place) else place",
+        "return place",
         "those that were back and lost their place again are forgotten",
-        (RESTING + "test_l07_those_that_were_back_and_lost_their_place_again_are_not_forgotten",),
+        (
+            "unit/scheduler/test_places.py::test_l07_who_was_back_and_has_no_row_any_more_has_no_place_either",
+        ),
     ),
     Mutation(
         "scheduler/scheduler.py",
-        "for request in self._admission.turns.returning():",
+        "for request in self.turns.returning():",
         "for request in ():",
         "those that rest never go on",
         (RESTING + "test_l07_the_fewest_rows_rest_and_only_for_as_long_as_the_guest_runs",),
     ),
     Mutation(
         "scheduler/turns.py",
-        "return self._num_places - self._adapters.slots.num_seated > num_ahead",
+        "return self.resting.find(adapter) is None and bool(self.places.free())",
         "return True",
         "the place is taken back before the guest has had it",
         (RESTING + "test_l06_a_rare_adapters_first_token_does_not_depend_on_others_lengths[1-1]",),
     ),
     Mutation(
         "scheduler/turns.py",
-        "            if guest in self._promised or is_in_prompt(guest):\n",
+        "            if place.kept_steps is not None or self._is_in_prompt(visitor):\n",
         "            if True:\n",
         "a visitor stays, and who lent it a place waits for its end",
         (RESTING + "test_l06_a_visitor_goes_on_when_a_place_is_free_or_after_a_while",),
     ),
     Mutation(
         "scheduler/turns.py",
-        "if is_crowded and step_id - self._line_moved_at <= AGING_STEPS:",
-        "if is_crowded:",
+        "return is_crowded and step_id - self._line_moved_at <= AGING_STEPS",
+        "return is_crowded",
         "where as many rest as there are places, nobody else ever begins",
         (RESTING + "test_l06_one_more_has_its_turn_where_those_that_rest_do_not_end",),
     ),
     Mutation(
-        "scheduler/turns.py",
-        "            if self._has_spare and not waiting.packs:\n                return 0\n",
+        "scheduler/swap_costs.py",
+        "            if self.has_spare and not packs:\n                return 0\n",
         "            return 0\n",
         "a place stands idle for a load that nobody waited for",
         (RESTING + "test_l06_patience_is_what_a_load_takes_where_no_slot_is_to_spare",),
+    ),
+    Mutation(
+        "scheduler/turns.py",
+        "return lent if lent in settled else None",
+        "return None",
+        "who has rested for long waits on till those in its place have fewer rows",
+        (RESTING + "test_l06_a_visitor_goes_on_when_a_place_is_free_or_after_a_while",),
+    ),
+    Mutation(
+        "scheduler/turns.py",
+        "        return self.places.num_rows_of_others(adapter)\n",
+        "        return 0\n",
+        "new requests take the rows of those that rest",
+        (TURNS + "[0]",),
+    ),
+    Mutation(
+        "scheduler/places.py",
+        "return num_free_rows + num_freed >= sum(kept)",
+        "return True",
+        "who comes back elsewhere takes the rows of others that rest",
+        ("unit/scheduler/test_places.py::test_l07_rows_go_with_places",),
     ),
     Mutation(
         "engine/adapter_runtime.py",

@@ -152,6 +152,11 @@ class Residency:
         return self.transfers.load_steps[Tier.HOST].expected
 
     @property
+    def longest_load_steps(self) -> int:
+        """The most steps that one of the last loads took, wherever from."""
+        return max(steps.longest for steps in self.transfers.load_steps.values())
+
+    @property
     def num_obtainable(self) -> int | None:
         """Slots that `prepare` can give to others sooner or later: not used by anyone who runs,
         nor pinned. None for no limit."""

@@ -34,6 +34,11 @@ class LoadSteps:
             return FIRST_GUESS_STEPS
         return sorted(self._recent)[len(self._recent) // 2]
 
+    @property
+    def longest(self) -> int:
+        """The longest of the last few."""
+        return max(self._recent, default=FIRST_GUESS_STEPS)
+
 
 class AdapterTransfers:
     """What the execute half is asked and has not answered."""

@@ -24,7 +24,7 @@ from manyroots.scheduler.ranking import Ranking
 from manyroots.scheduler.request import Request, State
 from manyroots.scheduler.resting import Resting
 from manyroots.scheduler.rows import Rows
-from manyroots.scheduler.turns import AdapterTurns, has_aged
+from manyroots.scheduler.turns import AdapterTurns, Rest, has_aged
 
 MakeWay = Callable[[Request, PlanBuilder], bool]
 """Retracts somebody less important than a request; False if nobody is."""
@@ -50,11 +50,17 @@ class Admission:
         self._rows = rows
         self._resting = resting
         self._placer = Placer(settings, cache)
-        self.turns = AdapterTurns(adapters, resting, settings.adapter_patience_steps)
         self._max_model_len = max_model_len
         policy = Policy(settings.scheduling_policy)
         self._is_fair = policy is Policy.FAIR
-        self._by_priority = policy is Policy.PRIORITY
+        # Where importance counts no row is kept for those that rest: they may be less important.
+        self.turns = AdapterTurns(
+            adapters,
+            resting,
+            rows,
+            settings.adapter_patience_steps,
+            keeps_rows=policy is not Policy.PRIORITY,
+        )
         self.waiting = WaitingQueue(policy)
         self._fetching: dict[Request, None] = {}
         self._loading: dict[Request, None] = {}
@@ -209,17 +215,10 @@ class Admission:
                 break
         return without_room
 
-    def who_rests(self, step_id: StepId) -> dict[AdapterDigest, StepId]:
-        """The adapters whose requests must rest now, for those of others that have waited, and
-        since when that counts."""
-        num_running = len(self._rows.running)
+    def take_turns(self, step_id: StepId, rest: Rest) -> None:
+        """Put the requests of some adapters to rest, for those of others that have waited."""
         loaded = (*self._loaded, *self._loading)
-        return self.turns.who_rests(
-            self.waiting, loaded, step_id, num_running, self._has_room, self._is_in_prompt
-        )
-
-    def _is_in_prompt(self, adapter: AdapterDigest) -> bool:
-        return any(request.group[0] == adapter for request in self._rows.prompts)
+        self.turns.take_turns(self.waiting, loaded, step_id, self._has_room, rest)
 
     def prepare_adapters(self, without_room: set[AdapterDigest | None]) -> None:
         """Bring what those need that do not run."""
@@ -277,7 +276,7 @@ class Admission:
             head = lane.head
             if head.submit.priority > least:
                 break
-            num_kept = self._num_kept_rows(lane.adapter) if self._resting.by_adapter else 0
+            num_kept = self.turns.num_kept_rows(lane.adapter) if self._resting.by_adapter else 0
             is_kept = num_kept > 0 and num_free - len(claimed) <= num_kept
             if head.num_in_flight_tokens > 0 or is_kept:
                 # Retracted a moment ago, and its last token is not known yet; or the rows that are
@@ -344,15 +343,12 @@ class Admission:
     def _has_place(self, request: Request, builder: PlanBuilder) -> bool:
         """Whether a request could begin now but for its pages."""
         adapter = request.group[0]
-        num_kept = self._num_kept_rows(adapter) if self._resting.by_adapter else 0
-        if len(self._rows.free) <= num_kept or builder.num_tokens_left == 0:
+        if (
+            len(self._rows.free) <= self.turns.num_kept_rows(adapter)
+            or builder.num_tokens_left == 0
+        ):
             return False
         return adapter is None or self.turns.is_open(adapter)
-
-    def _num_kept_rows(self, adapter: AdapterDigest | None) -> int:
-        """Rows that are not for new requests of an adapter, but for those that rest. Where
-        importance counts none are: whoever rests may be less important."""
-        return 0 if self._by_priority else self.turns.num_kept_rows(adapter)
 
     def _begin(self, request: Request, builder: PlanBuilder) -> bool:
         """Start a claimed request, or start loading what it found; False if there is no room."""

@@ -91,7 +91,7 @@ class Departures:
         self._admission.queue_again(request, step_id)
         self.num_retractions += 1
 
-    def rest(self, adapter: AdapterDigest, since: StepId) -> None:
+    def rest(self, adapter: AdapterDigest, since: StepId, place: int) -> None:
         """All that run with an adapter rest: their place is for another. They keep their pages."""
         requests = [r for r in self._rows.running if r.group[0] == adapter]
         for request in requests:
@@ -104,7 +104,7 @@ class Departures:
             self._rows.leave(request)
             request.state = State.RESTING
         if requests:  # else all that have seats are over, and make place by themselves
-            self._resting.add(adapter, requests, since)
+            self._resting.add(adapter, requests, since, place)
 
     def _wake(self, request: Request, ending: Ending) -> None:
         """A request that rests will not go on from there."""

@@ -16,15 +16,16 @@ from manyroots.scheduler.request import Request
 class Rested:
     """Requests of one adapter."""
 
-    __slots__ = ("adapter", "is_back", "requests", "since")
+    __slots__ = ("adapter", "place", "requests", "since")
 
-    def __init__(self, adapter: AdapterDigest, since: StepId) -> None:
+    def __init__(self, adapter: AdapterDigest, since: StepId, place: int) -> None:
         self.adapter = adapter
         self.since = since
+        self.place = place
+        """The number of the one that they lent; of the one that they have, once they are back and
+        wait for tokens alone."""
         self.requests: dict[Request, None] = {}
         """In the order in which they began."""
-        self.is_back = False
-        """Whether the adapter has a place again, and these wait for rows or tokens alone."""
 
 
 class Resting:
@@ -52,15 +53,14 @@ class Resting:
     def find(self, adapter: AdapterDigest) -> Rested | None:
         return self.by_adapter.get(adapter)
 
-    def add(self, adapter: AdapterDigest, requests: list[Request], since: StepId) -> None:
+    def add(
+        self, adapter: AdapterDigest, requests: list[Request], since: StepId, place: int
+    ) -> None:
         """An adapter gives up its place. Those of it that had not come back yet rest on."""
-        rested = Rested(adapter, since)
+        rested = Rested(adapter, since, place)
         earlier = self.by_adapter.pop(adapter, None)
         rested.requests = dict.fromkeys(requests) | ({} if earlier is None else earlier.requests)
         self.by_adapter[adapter] = rested
-        if any(other.since > since for other in self.by_adapter.values()):
-            ordered = sorted(self.by_adapter.items(), key=lambda item: item[1].since)
-            self.by_adapter = dict(ordered)
         self.total_rests += len(requests)
 
     def remove(self, request: Request) -> None:
@@ -69,11 +69,6 @@ class Resting:
         del rested.requests[request]
         if not rested.requests:
             del self.by_adapter[rested.adapter]
-
-    def back(self, request: Request) -> None:
-        """A request runs again, and so has its adapter a place."""
-        self._of(request).is_back = True
-        self.remove(request)
 
     def _of(self, request: Request) -> Rested:
         adapter, _ = request.group

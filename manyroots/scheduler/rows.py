@@ -39,6 +39,7 @@ class Rows:
     """Who sits where. All columns are indexed by row; those of a free row are zero."""
 
     def __init__(self, count: int, page_size: int) -> None:
+        self.count = count
         self._page_size = page_size
         self._one_page = np.array(page_size, np.int64)
         self.free = [Row(row) for row in range(count - 1, -1, -1)]

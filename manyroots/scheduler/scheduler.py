@@ -28,6 +28,7 @@ from manyroots.scheduler.request import Request, State
 from manyroots.scheduler.resting import Resting
 from manyroots.scheduler.results import Results
 from manyroots.scheduler.rows import Int64s, Rows
+from manyroots.scheduler.turns import AdapterTurns
 from manyroots.scheduler.victims import Victims
 from manyroots.step import Plan, StepResult
 
@@ -70,6 +71,11 @@ class Scheduler:
         )
         self._next_step_id = 1
         self._next_serial = 1
+
+    @property
+    def turns(self) -> AdapterTurns:
+        """Whose adapter's turn it is."""
+        return self._admission.turns
 
     @property
     def has_work(self) -> bool:
@@ -167,8 +173,7 @@ class Scheduler:
         num_retracted = self._departures.num_retractions
         without_room: set[AdapterDigest | None] = set()
         if len(self._admission) or self._resting.by_adapter:
-            for adapter, since in self._admission.who_rests(builder.step_id).items():
-                self._departures.rest(adapter, since)
+            self._admission.take_turns(builder.step_id, self._departures.rest)
         # Decodes first: a long prompt must not hold up the tokens of those who are talking.
         growing = builder.decode()
         prompts = list(self._rows.prompts) if self._rows.prompts else ()
@@ -187,7 +192,7 @@ class Scheduler:
                 without_room = self._admission.admit(builder, make_way)
         if len(self._admission) or self._resting.by_adapter:
             self._admission.prepare_adapters(without_room)
-        if self._resting.by_adapter and self._is_stalled(builder) and self._admission.turns.forgo():
+        if self._resting.by_adapter and self._is_stalled(builder) and self.turns.forgo():
             self._resume(builder)
             self._admission.prepare_adapters(without_room)
         copies = self._cache.take_copies()
@@ -269,7 +274,7 @@ class Scheduler:
 
     def _resume(self, builder: PlanBuilder) -> None:
         """Those whose adapter has its place again go on where they were."""
-        for request in self._admission.turns.returning():
+        for request in self.turns.returning():
             if not self._rows.free or builder.num_tokens_left == 0:
                 return
             lease, computed = request.lease, request.num_computed_tokens
@@ -282,7 +287,7 @@ class Scheduler:
             if self._extend(request, lease, computed, computed + num_tokens, builder) is None:
                 return
             self._admission.seat(request.hold, builder.step_id)
-            self._resting.back(request)
+            self._resting.remove(request)
             request.state = State.RUNNING
             row = self._rows.sit(request, computed)
             builder.arrive(request, row, lease, computed)

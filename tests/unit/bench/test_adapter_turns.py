@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from manyroots.bench.adapter_turns import CASES, SHOWN, Turns, run_turns
-from manyroots.scheduler.turns import STAY_STEPS
+from manyroots.scheduler.swap_costs import STAY_STEPS
 
 
 def test_the_table_has_every_figure_in_words(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,8 @@ import pytest
 
 from manyroots.ids import AdapterDigest, AdapterName
 from manyroots.lora.spec import AdapterSpec
-from manyroots.scheduler.turns import AGING_STEPS, PACK_PATIENCE
+from manyroots.scheduler.swap_costs import PACK_PATIENCE
+from manyroots.scheduler.turns import AGING_STEPS
 from tests.deciding import Deciding, submit
 
 NUM_REQUESTS = 240

@@ -10,7 +10,9 @@ import pytest
 from manyroots.ids import AdapterDigest, AdapterName, RequestId
 from manyroots.lora.spec import AdapterSpec
 from manyroots.messages import Abort, FinishReason, Submit
-from manyroots.scheduler.turns import AGING_STEPS, PACK_PATIENCE, REST_STEPS, STAY_STEPS
+from manyroots.scheduler.claims import REST_STEPS
+from manyroots.scheduler.swap_costs import PACK_PATIENCE, STAY_STEPS
+from manyroots.scheduler.turns import AGING_STEPS
 from manyroots.step import AdapterLoaded, LoadAdapter
 from tests.deciding import Deciding, expected_tokens, submit
 
@@ -215,27 +217,6 @@ def test_l07_one_that_rests_can_be_aborted() -> None:
     assert engine.engine.cache.stats().planes[0].num_held == 0
 
 
-def test_l07_those_that_were_back_and_lost_their_place_again_are_not_forgotten() -> None:
-    """L07: the last of them that ran may end before the others have a row; a guest without end
-    does not keep them waiting for its own."""
-    engine = Hot(max_tokens=400)
-    engine.settle()
-    engine.ask("rare", 600)
-    while not engine.num_resting:
-        engine.step()
-    scheduler = engine.engine.scheduler
-    [rested] = scheduler._resting.groups()
-    while scheduler._admission.turns._promised:
-        engine.step()
-    rested.is_back = True
-    assert scheduler._adapters.num_seats(rested.adapter) == 0
-    number = int(next(iter(rested.requests)).submit.request_id)
-    count = len(engine.engine.tokens(number))
-    for _ in range(PATIENCE + STAY_STEPS + WITHIN):
-        engine.step()
-    assert len(engine.engine.tokens(number)) > count
-
-
 def test_l07_the_adapter_of_one_that_rests_can_be_unloaded() -> None:
     """L07: its requests go on with it, after its weights have left the device."""
     engine, number = rested(max_tokens=60)
@@ -257,7 +238,7 @@ def test_w10_those_that_rest_fail_where_their_adapter_can_not_be_loaded_again() 
         return [AdapterLoaded(load.load_id, error) for load in loads]
 
     engine, number = rested(max_tokens=60, finish_loads=finish)
-    while engine.num_resting and engine.engine.scheduler._admission.turns._promised:
+    while engine.num_resting and engine.engine.scheduler._admission.turns.places.kept():
         engine.step()
     is_broken = True
     for _ in range(40):

@@ -1,0 +1,63 @@
+"""One function per invariant of places and turns; each raises AssertionError saying what is wrong.
+
+For tests and the simulator, which call `audit` after every step. Reads everything.
+"""
+
+from __future__ import annotations
+
+from manyroots.scheduler.turns import AdapterTurns
+
+
+def audit(turns: AdapterTurns) -> None:
+    """Every invariant."""
+    if len(turns.places):
+        who_runs_has_a_place(turns)
+        nobody_has_two_places(turns)
+        places_are_kept_for_those_that_do_not_run(turns)
+        who_rests_lent_a_place(turns)
+        who_rests_has_its_rows(turns)
+        nobody_rests_for_too_long(turns)
+
+
+def who_runs_has_a_place(turns: AdapterTurns) -> None:
+    places = turns.places
+    for request in turns.rows.running:
+        adapter = request.group[0]
+        assert adapter is None or places.of(adapter) is not None, "an adapter runs without a place"
+
+
+def nobody_has_two_places(turns: AdapterTurns) -> None:
+    holders = [p.holder for p in turns.places.all if p.holder is not None]
+    assert len(set(holders)) == len(holders), "an adapter holds two places"
+    for place in turns.places.all:
+        is_listed = place.holder is None or turns.places.last_of(place.holder) is place
+        assert is_listed, f"place {place.number} and its holder disagree"
+
+
+def places_are_kept_for_those_that_do_not_run(turns: AdapterTurns) -> None:
+    running = {request.group[0] for request in turns.rows.running}
+    for place in turns.places.kept():
+        assert place.holder is not None, f"place {place.number} is kept for nobody"
+        assert place.holder not in running, f"place {place.number} is kept for one that runs"
+
+
+def who_rests_lent_a_place(turns: AdapterTurns) -> None:
+    places = turns.places
+    for rested in turns.resting.groups():
+        assert rested.requests, "an adapter rests without requests"
+        place = places.of(rested.adapter)
+        assert place is None or place is places.lent(rested), "one is back in another's place"
+
+
+def who_rests_has_its_rows(turns: AdapterTurns) -> None:
+    """Where importance counts none are kept: whoever rests may be less important."""
+    if turns.keeps_rows:
+        num_free, num_kept = len(turns.rows.free), turns.places.num_kept_rows()
+        assert num_free >= num_kept, f"{num_kept} rows are kept for those that rest, of {num_free}"
+
+
+def nobody_rests_for_too_long(turns: AdapterTurns) -> None:
+    """A stream pauses for a stated number of steps at most."""
+    for rested in turns.resting.groups():
+        num_steps, most = turns.step_id - rested.since, turns.longest_rest(rested)
+        assert num_steps <= most, f"some rest for {num_steps} steps, of {most} at most"

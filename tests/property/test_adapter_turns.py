@@ -1,0 +1,123 @@
+"""Many more adapters than places, at random: nobody's stream pauses for longer than is stated.
+
+Each step is audited (`scheduler/audit.py`): places, rows kept for those that rest, how long they
+have rested. What callers see is measured beside it, by counting steps between two tokens. Everybody
+ends, with its own tokens. `python -m tests.property.test_adapter_turns 100 400` runs more seeds.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+
+import pytest
+
+from manyroots.ids import AdapterDigest, AdapterName, RequestId
+from manyroots.lora.spec import AdapterSpec
+from manyroots.messages import Abort, FinishReason, Submit
+from manyroots.scheduler.claims import REST_STEPS
+from manyroots.step import AdapterLoaded, LoadAdapter
+from tests.deciding import Deciding, expected_tokens, submit
+
+
+class Crowd:
+    """An engine with few places, asked for many adapters at once, some of them all the time."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = random.Random(f"turns {seed}")
+        self.load_steps = rng.choice([1, 1, 3, 10])
+        self._asked: dict[int, int] = {}
+        self._num_steps = 0
+        num_places = rng.choice([1, 2, 3, 5])
+        self.engine = Deciding(
+            max_loras=num_places,
+            num_spare_slots=rng.choice([0, 1, 2]),
+            max_num_seqs=rng.choice([4, 8, 16]),
+            num_pages=rng.choice([120, 2000]),
+            budget=64,
+            chunk=rng.choice([None, 4]),
+            depth=rng.choice([0, 1]),
+            policy=rng.choice(["fcfs", "fcfs", "fair", "pack"]),
+            adapter_patience_steps=rng.choice([None, None, 0, 8]),
+            finish_loads=self._finish_loads,
+        )
+        self.names = [f"adapter {n}" for n in range(num_places * rng.randint(2, 12))]
+        for name in self.names:
+            spec = AdapterSpec(AdapterDigest(name.encode()), 8, 100)
+            self.engine.scheduler.load_adapter(AdapterName(name), spec, path=name)
+        self.longest = rng.choice([12, 60, 150])
+        self.requests: dict[int, tuple[Submit, str | None]] = {}
+        self.pauses: list[int] = []
+        self._last: dict[int, tuple[int, int]] = {}
+
+    def _finish_loads(self, loads: list[LoadAdapter]) -> list[AdapterLoaded]:
+        for load in loads:
+            self._asked.setdefault(load.load_id, self._num_steps)
+        done = [x for x in loads if self._num_steps - self._asked[x.load_id] >= self.load_steps - 1]
+        return [AdapterLoaded(load.load_id, None) for load in done]
+
+    def ask(self) -> None:
+        rng, number = self.rng, len(self.requests)
+        popularity = [(n + 1) ** -rng.choice([0.0, 1.0]) for n in range(len(self.names))]
+        [name] = rng.choices(self.names, popularity) if rng.random() < 0.95 else [None]
+        prompt = [number % 50, number // 50, *range(rng.randint(1, 30))]
+        request = submit(number, prompt, max_tokens=rng.randint(1, self.longest), adapter=name)
+        self.requests[number] = (request, name)
+        self.engine.loop.handle(request)
+
+    def step(self) -> None:
+        self._num_steps += 1
+        self.engine.step()
+        retracted = self.engine.scheduler.stats().total_retractions
+        for number, outputs in self.engine.outputs.items():
+            count, at = self._last.get(number, (0, self._num_steps))
+            if len(outputs) > count:
+                if count and not retracted:
+                    self.pauses.append(self._num_steps - at)
+                self._last[number] = (len(outputs), self._num_steps)
+
+    def run(self, num_requests: int) -> None:
+        while len(self.requests) < num_requests:
+            self.ask()
+            for _ in range(self.rng.choice([0, 0, 1, 1, 12])):
+                self.step()
+            if self.rng.random() < 0.05:
+                self.engine.loop.handle(Abort([RequestId(self.rng.randrange(len(self.requests)))]))
+        for _ in range(200_000):
+            if not self.engine.loop.has_work:
+                break
+            self.step()
+        assert not self.engine.loop.has_work, "not done"
+
+    def check(self) -> None:
+        for number, (request, name) in self.requests.items():
+            want = expected_tokens(request, None if name is None else name.encode())
+            if self.engine.last(number).finish_reason is FinishReason.LENGTH:
+                assert self.engine.tokens(number) == want
+        assert self.engine.cache.stats().planes[0].num_held == 0
+
+
+def check_seed(seed: int, num_requests: int) -> Crowd:
+    crowd = Crowd(seed)
+    crowd.run(num_requests)
+    crowd.check()
+    return crowd
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_l07_a_stream_pauses_for_a_stated_number_of_steps_at_most(seed: int) -> None:
+    """L07: with more adapters for each place than can be served, places, loads and lengths of any
+    kind; the audit after every step holds the bound of each, and L06: everybody is served."""
+    check_seed(seed, 60)
+
+
+if __name__ == "__main__":
+    for seed in range(int(sys.argv[1]), int(sys.argv[2])):
+        try:
+            crowd = check_seed(seed, 150)
+        except BaseException as error:
+            print(seed, repr(error)[:300], flush=True)
+            continue
+        most = max(crowd.pauses, default=0)
+        rests = crowd.engine.scheduler.stats().total_rests
+        print(seed, crowd._num_steps, "rests", rests, "longest pause", most, most > REST_STEPS)

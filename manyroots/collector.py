@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 def keep_for_good() -> None:
@@ -10,3 +12,13 @@ def keep_for_good() -> None:
     some 400,000 objects, and everybody waits while all of them are looked through: 0.1 s."""
     gc.collect()
     gc.freeze()
+
+
+@contextmanager
+def taken_apart_at_exit() -> Iterator[None]:
+    """Around a process's whole life: what was kept is garbage like all else when it ends. Bindings
+    (triton's) list whatever is left by then as leaked."""
+    try:
+        yield
+    finally:
+        gc.unfreeze()

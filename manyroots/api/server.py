@@ -24,7 +24,7 @@ from manyroots.api.app import create_app
 from manyroots.api.connections import timed_protocol
 from manyroots.api.middleware import MAX_HEADER_BYTES
 from manyroots.api.state import ServerState, load_local_tokenizer, load_service
-from manyroots.collector import keep_for_good
+from manyroots.collector import keep_for_good, taken_apart_at_exit
 from manyroots.config import EngineSettings
 from manyroots.engine.client import EngineClient
 from manyroots.engine.process_client import ProcessClient
@@ -54,7 +54,10 @@ def serve(engine_settings: EngineSettings, server_settings: ServerSettings) -> i
     check_certificates(server_settings)
     listener = _listen(server_settings)
     _allow_connections()
-    with Display(is_on=engine_settings.model.progress_bars) as display:
+    with (
+        Display(is_on=engine_settings.model.progress_bars) as display,
+        taken_apart_at_exit(),
+    ):
         engine = ProcessClient(
             engine_settings,
             max_restarts=server_settings.max_engine_restarts,

@@ -16,7 +16,7 @@ from socket import socketpair
 
 import zmq
 
-from manyroots.collector import keep_for_good
+from manyroots.collector import keep_for_good, taken_apart_at_exit
 from manyroots.engine.build import build_engine
 from manyroots.engine.loop import EngineLoop
 from manyroots.engine.wire import MessageKind, decode, encode
@@ -145,9 +145,5 @@ def _exit_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1], float(sys.argv[2]))
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # What is kept for good is not taken apart either: triton's bindings would list it as leaked.
-    os._exit(code)
+    with taken_apart_at_exit():
+        sys.exit(main(sys.argv[1], float(sys.argv[2])))

@@ -156,7 +156,7 @@ BROKEN: dict[str, tuple[Spoil, str]] = {
     "dora": (config(use_dora=True), "DoRA"),
     "dora tensors": (tensor(f"{Q}.lora_magnitude_vector", torch.zeros(48)), "DoRA"),
     "modules to save": (config(modules_to_save=["lm_head"]), "modules_to_save"),
-    "whole module": (tensor("base_model.model.score.weight", torch.zeros(1)), "not the weight"),
+    "whole module": (tensor("base_model.model.score.weight", torch.zeros(1)), "the whole weight"),
     "extra vocabulary": (
         tensor(f"{EMBEDDING}.base_layer.weight", torch.zeros(302, 48)), "another vocabulary",
     ),

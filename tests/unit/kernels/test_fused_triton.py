@@ -24,10 +24,11 @@ from manyroots.kernels.tolerances import assert_close  # isort: skip
 
 EPS = 1e-6
 SLOTS = (-1, -1, 0, 0, 0, 1, 2)
-MANY_SLOTS = (-1, *[0] * 30, 1, 2)
+MANY_SLOTS = (-1, *[0] * 30, 1, 1, 2)
 FULL_SLOTS = (-1, *[0] * 40, 1, *[2] * 30)
 """A program per row, and one per block of rows; 30 rows of one adapter are two blocks, but 40 are
-one where a step has more than 64 rows: more than a program has at a time."""
+one where a step has more than 64 rows: more than a program has at a time. Of the adapter with most
+ranks there are two rows in one of them and one in another, which are multiplied differently."""
 
 
 def term(

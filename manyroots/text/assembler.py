@@ -15,6 +15,8 @@ from manyroots.text.detokenizer import detokenizer_for
 from manyroots.text.stops import StopChecker
 from manyroots.text.tokenizer import Tokenizer
 
+_OWN_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
+
 
 @dataclass(slots=True)
 class TextDelta:
@@ -88,7 +90,7 @@ class TextAssembler:
         if reason is not None:
             self._finished = True
             if stop is None:
-                tail, stop = self._finish()
+                tail, stop = self._finish(ends_itself=reason in _OWN_ENDS)
                 pieces.append(tail)
                 if stop is not None:
                     reason = FinishReason.STOP
@@ -127,9 +129,10 @@ class TextAssembler:
         checked = self._stops.push(text, may_stop=may_stop)
         return checked.text, checked.stop
 
-    def _finish(self) -> tuple[str, str | None]:
-        """The text still underway at the end, which may complete a stop string."""
-        may_stop = self._num_tokens > self._sampling.min_tokens
+    def _finish(self, *, ends_itself: bool) -> tuple[str, str | None]:
+        """The text still underway at the end, which may complete a stop string; but not of a
+        sequence that was cut off, which must not be told as one that ended."""
+        may_stop = ends_itself and self._num_tokens > self._sampling.min_tokens
         checked = self._stops.push(self._detokenizer.flush(), may_stop=may_stop)
         if checked.stop is not None:
             return checked.text, checked.stop

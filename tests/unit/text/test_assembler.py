@@ -81,6 +81,20 @@ def test_an_unfinished_character_is_shown_at_the_end(tokenizer: Tokenizer) -> No
     assert assembler.push(news([], FinishReason.LENGTH)).text == "\ufffd"
 
 
+@pytest.mark.parametrize("cut_off", [FinishReason.ABORT, FinishReason.ERROR])
+def test_what_is_cut_off_is_not_told_as_stopped(
+    tokenizer: Tokenizer, cut_off: FinishReason
+) -> None:
+    """An unfinished character at the end is shown, and completes a stop string where the sequence
+    ended by itself alone."""
+    for reason, expected in ((cut_off, cut_off), (FinishReason.LENGTH, FinishReason.STOP)):
+        assembler = TextAssembler(tokenizer, SamplingParams(stop=("x\ufffd",)))
+        assembler.push(news([*b"x", 0xE2]))
+        end = assembler.push(news([], reason))
+        assert end.finish_reason is expected
+        assert end.text == ("" if expected is FinishReason.STOP else "x\ufffd")
+
+
 def test_nothing_comes_after_the_end(tokenizer: Tokenizer) -> None:
     assembler = TextAssembler(tokenizer, SamplingParams())
     assembler.push(news([], FinishReason.LENGTH))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from manyroots.bench.kernel_times import KernelCase, measured, num_copies
 from manyroots.errors import ConfigError
-from manyroots.kernels.attention.paged import DecodeRows, PagedRows, query_blocks
+from manyroots.kernels.attention.paged import DecodeRows, PagedRows, longest_first, query_blocks
 from manyroots.kernels.choice import Kernels, reference_kernels
 from manyroots.kernels.rope_write.inputs import KvPlaces
 from manyroots.layers.spec import AttentionSpec
@@ -70,8 +70,7 @@ def measure_decodes(
     lens = np.array([sequences.before + length for length in sequences.lens])
     step = _Pages(spec, lens, dtype, device)
     q = _randn(step.generator, len(lens), spec.num_heads, spec.memory.head_dim, dtype=dtype)
-    # As the runner has it: whoever takes longest begins first.
-    order = np.argsort(-lens, kind="stable").astype(np.int32) if np.ptp(lens) else None
+    order = longest_first(lens.astype(np.int32))
     rows = PagedRows(
         page_table=step.table,
         context_lens=step.lens,

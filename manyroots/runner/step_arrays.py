@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from manyroots.kernels.attention.paged import query_blocks
+from manyroots.kernels.attention.paged import longest_first, query_blocks
 from manyroots.kernels.lora_sites.sites import block_rows_for, most_blocks, row_blocks
 from manyroots.runner.inputs import NOWHERE, Int64s, StepInputs
 from manyroots.step import Int32s
 
 Arrays = dict[str, np.ndarray]
-
-MANY_ROWS = 64
-"""Beyond, rows that decode begin longest first."""
 
 
 def token_arrays(inputs: StepInputs) -> Arrays:
@@ -50,11 +47,9 @@ def sequence_arrays(inputs: StepInputs) -> Arrays:
 
 
 def decode_order(lens: Int32s) -> Arrays:
-    """The order to begin rows that decode, if they are many: whoever takes longest should not come
-    last."""
-    if len(lens) <= MANY_ROWS:
-        return {}
-    return {"order": np.argsort(-lens, kind="stable").astype(np.int32)}
+    """The order to begin rows that decode, if they are many."""
+    order = longest_first(lens)
+    return {} if order is None else {"order": order}
 
 
 def decode_arrays(inputs: StepInputs, *, size: int, num_slots: int, spare_units: Int32s) -> Arrays:

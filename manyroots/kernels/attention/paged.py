@@ -24,6 +24,8 @@ from torch import Tensor
 
 from manyroots.kernels.rope_write.inputs import KvPlaces
 
+MANY_DECODES = 64
+"""Beyond, rows that decode begin longest first."""
 QUERY_BLOCK = 128
 MEMBERS = 16
 """Most rows of a group that read what they share together."""
@@ -134,3 +136,11 @@ def query_blocks(query_starts: Sequence[int], context_lens: Sequence[int]) -> np
     ]
     blocks.sort(key=lambda block: counts[block[0]] - context_lens[block[0]] - block[1])
     return np.array(blocks, dtype=np.int32).reshape(-1, 2)
+
+
+def longest_first(context_lens: npt.NDArray[np.int32]) -> npt.NDArray[np.int32] | None:
+    """`PagedRows.order` of rows that decode: whoever takes longest should not come last. None
+    where they are few."""
+    if len(context_lens) <= MANY_DECODES:
+        return None
+    return np.argsort(-context_lens, kind="stable").astype(np.int32)

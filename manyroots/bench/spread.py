@@ -11,15 +11,24 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+# A run of two milliseconds is told as exactly as one of two minutes.
+LEAST_FIGURES = 5
+
 
 def spread(samples: Sequence[float], digits: int = 4) -> dict[str, Any]:
-    """Median, least, most and every sample, rounded."""
+    """Median, least, most and every sample, rounded to `digits` places, or to more if small."""
     return {
-        "median": round(statistics.median(samples), digits),
-        "least": round(min(samples), digits),
-        "most": round(max(samples), digits),
-        "samples": [round(sample, digits) for sample in samples],
+        "median": _rounded(statistics.median(samples), digits),
+        "least": _rounded(min(samples), digits),
+        "most": _rounded(max(samples), digits),
+        "samples": [_rounded(sample, digits) for sample in samples],
     }
+
+
+def _rounded(value: float, digits: int) -> float:
+    if value == 0 or not math.isfinite(value):
+        return value
+    return round(value, max(digits, LEAST_FIGURES - 1 - math.floor(math.log10(abs(value)))))
 
 
 def percentile(values: Sequence[float], share: float) -> float:

@@ -143,6 +143,16 @@ def test_b04_a_slow_prompt_does_not_make_decoding_look_faster() -> None:
     assert decode_figures(calm, 4)["decode_tokens_per_s"] == pytest.approx(400.0)
 
 
+def test_b04_a_short_run_is_told_as_exactly_as_a_long_one() -> None:
+    """B04: 24 tokens in 2.246 ms are 10,686 a second, and not the 10,909 of 2.2 ms."""
+    assert spread([0.0022459, 0.0, 123.456789], 4) == {
+        "median": 0.0022459,
+        "least": 0.0,
+        "most": 123.4568,
+        "samples": [0.0022459, 0.0, 123.4568],
+    }
+
+
 def test_b04_a_slow_sample_shows_in_the_spread_and_never_lowers_the_figure() -> None:
     figures = decode_figures([timeline(0.1, s) for s in (0.010, 0.050, 0.011)], 4)
     assert figures["ms_per_step"] == pytest.approx(11.0)

@@ -66,6 +66,12 @@ def is_dependent(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+@lru_cache(maxsize=8)
+def is_hopper(device: torch.device) -> bool:
+    """Whether it has the matrix and copy instructions that kernels in Gluon are written for."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
 LAUNCH_EARLY = True
 """Tests clear it: each kernel then begins when the one before it is done, and results must be the
 same bit by bit. It is read at every launch, and when a graph is captured."""

@@ -32,6 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from manyroots.kernels.attention.paged import QUERY_BLOCK, PrefillSegments
+from manyroots.kernels.launch import is_hopper
 
 LOG2_E = math.log2(math.e)
 HALF = gl.constexpr(QUERY_BLOCK // 2)
@@ -361,11 +362,6 @@ def _prefill(
 
 
 @lru_cache(maxsize=8)
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-
-
-@lru_cache(maxsize=8)
 def _num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
@@ -382,7 +378,7 @@ def is_for(
     numbers, no window and no sinks, pages that fill tiles, and long prompts."""
     page_size = layer_kv.shape[2]
     return (
-        _is_hopper(q.device)
+        is_hopper(q.device)
         and q.dtype == layer_kv.dtype == torch.bfloat16
         and q.shape[2] == HEAD_DIM
         and not window

@@ -29,7 +29,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from manyroots.kernels.fp8_rows import LEAST_SCALE, Fp8Rows
-from manyroots.kernels.launch import launch_options
+from manyroots.kernels.launch import is_hopper, launch_options
 from manyroots.kernels.scaled import LARGEST, ScaledMatrix
 
 MAX_ROWS = 64
@@ -190,11 +190,6 @@ def _linear(
     to = out + (split * num_rows + m)[None, :].to(gl.int64) * n_size + at[:, None]
     is_ours = (m < num_rows)[None, :] & (at < n_size)[:, None]
     gl.store(to, total.to(out.dtype.element_ty), mask=is_ours)
-
-
-@lru_cache(maxsize=8)
-def is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def tiling_for(

@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from manyroots.kernels.launch import launch_options
+from manyroots.kernels.launch import is_hopper, launch_options
 
 COPY_REGISTERS = gl.constexpr(24)
 MAX_ROWS, FEW_ROWS, UNMEASURED_ROWS = 64, 16, 32
@@ -219,15 +219,10 @@ def _linear(
     )  # fmt: skip
 
 
-@lru_cache(maxsize=8)
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-
-
 def tiling_for(x: Tensor, weight: Tensor) -> RingTiling | None:
     """How this product is cut up, if this kernel takes it and was measured to be faster."""
     if (
-        not _is_hopper(x.device)
+        not is_hopper(x.device)
         or not x.dtype == weight.dtype == torch.bfloat16
         or not x.is_contiguous()
         or not weight.is_contiguous()

@@ -52,7 +52,7 @@ def test_products_with_weights_that_come_early_equal_the_reference(
 
 
 def test_which_products_are_sent_to_the_kernel_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_hopper, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(triton_hopper, "is_hopper", lambda device: True)
 
     def sent(
         num_rows: int, n_size: int, k_size: int = 4096, *,

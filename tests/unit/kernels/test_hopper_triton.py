@@ -62,7 +62,7 @@ def test_long_prompts_see_what_they_should_and_nothing_else(
 
 
 def test_what_is_sent_to_the_kernel_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_hopper, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(triton_hopper, "is_hopper", lambda device: True)
 
     def takes(
         pages: torch.dtype = torch.bfloat16,

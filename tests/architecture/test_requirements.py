@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
@@ -48,6 +49,7 @@ def named_in(cell: str) -> list[tuple[str, str]]:
     ]
 
 
+@cache
 def named_ids() -> dict[tuple[str, str], set[str]]:
     """(file, test) -> ids in its name or docstring."""
     found = {}

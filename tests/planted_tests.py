@@ -1,11 +1,11 @@
 """Named tests with a fault planted, each fault in a process forked from one that is warm.
 
 `python -m tests.planted_tests [TEXT]`, run in a copy of the package and its tests, plants each
-fault that names tests (those whose name has the text) in the copy's file and runs these tests;
-first it runs all of them without any fault. What takes most of a test process's start is imported
-once, before the forks; of the package itself nothing is, so each process reads the file as it then
-is, and so do tests that read the source or start processes. Each line printed is JSON: the fault's
-name (null without), and how each test ended.
+fault that names tests (those whose name has the text) in the copy's file and runs these tests, each
+up to its first case that fails; in the end, those cases without any fault. What takes most of a
+test process's start is imported once, before the forks; of the package itself nothing is, so each
+process reads the file as it then is, and so do tests that read the source or start processes. Each
+line printed is JSON: the fault's name (null without), and how each case ended.
 """
 
 from __future__ import annotations
@@ -28,20 +28,40 @@ from tests.mutations import MUTATIONS
 WARM = (
     "numpy", "torch", "triton", "transformers", "tokenizers", "safetensors.torch", "fastapi",
     "fastapi.testclient", "uvicorn", "httpx", "openai", "zmq", "msgspec", "anyio.pytest_plugin",
-    "xdist.plugin", "transformers.models.llama.modeling_llama",
+    "xdist.plugin", "transformers.models.llama.modeling_llama", "transformers.models.auto",
+    "peft", "anthropic", "anthropic.types", "openai.types.responses", "gguf", "llguidance",
+    "llguidance.numpy", "jsonschema", "prometheus_client", "starlette.applications", "execnet",
+    "xml.dom.minidom", "_pytest.junitxml",
 )  # fmt: skip
 """What is not there, or is not needed, costs nothing but time."""
 
 
 class _Outcomes:
-    """How each test ended."""
+    """How each case ended, of each of these tests up to the first that fails."""
 
-    def __init__(self) -> None:
+    def __init__(self, nodes: Iterable[str]) -> None:
         self.found: dict[str, str] = {}
+        self._nodes = nodes
+        self._noticed: set[str] = set()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
+        """True: leave it out."""
+        return self._node(item.nodeid) in self._noticed or None
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed or report.when == "call":
             self.found[report.nodeid.removeprefix("tests/")] = report.outcome
+        if report.failed:
+            self._noticed.add(self._node(report.nodeid))
+
+    def _node(self, case: str) -> str:
+        return next(node for node in self._nodes if is_of(case.removeprefix("tests/"), node))
+
+
+def is_of(case: str, node: str) -> bool:
+    """Whether a test's name means this case, by itself or with all of its parameters."""
+    return case == node or case.startswith(f"{node}[")
 
 
 def warm_up() -> None:
@@ -69,7 +89,7 @@ def outcomes(nodes: Iterable[str]) -> dict[str, str]:
 def _run_and_tell(nodes: list[str], path: str) -> None:
     try:
         sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  until this process ends
-        told = _Outcomes()
+        told = _Outcomes(nodes)
         # The copy has no settings of ours; files of one name in two folders need this one.
         options = ["-q", "--tb=no", "--no-header", "--assert=plain", "--import-mode=importlib"]
         options += [part for name in PLUGINS_LEFT_OUT for part in ("-p", f"no:{name}")]
@@ -89,13 +109,16 @@ def main() -> int:
     sys.dont_write_bytecode = True  # of a file with a fault, nothing compiled may remain
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
     warm_up()
-    tell(None, outcomes(node for each in chosen for node in each.noticed_by))
+    noticed = set()
     for mutation in chosen:
         path = Path("manyroots") / mutation.file
         whole = path.read_text()
         path.write_text(mutation.applied_to(whole))
-        tell(mutation.name, outcomes(mutation.noticed_by))
+        ended = outcomes(mutation.noticed_by)
+        tell(mutation.name, ended)
+        noticed.update(case for case, how in ended.items() if how == "failed")
         path.write_text(whole)
+    tell(None, outcomes(noticed))
     return 0
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from tests.mutations import MUTATIONS, Mutation
+from tests.planted_tests import is_of
 
 ROOT = Path(__file__).parents[2]
 TEXT = os.environ.get("MANYROOTS_MUTATIONS", "")
@@ -48,7 +49,8 @@ def test_the_tests_that_must_notice_a_fault_exist() -> None:
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ended]:
-    """By fault (None: without any), how the tests that it names ended in a copy of the package."""
+    """By fault, how the tests that it names ended in a copy of the package; and by None, how those
+    that noticed one end without."""
     folder = tmp_path_factory.mktemp("copy")
     for name in ("manyroots", "tests"):
         shutil.copytree(ROOT / name, folder / name)
@@ -65,13 +67,12 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ended]:
 @pytest.mark.slow
 @pytest.mark.parametrize("mutation", NAMING, ids=lambda mutation: mutation.breaks)
 def test_a_fault_is_noticed_by_the_tests_of_its_promise(mutation: Mutation, ended: Ended) -> None:
-    """Each of them fails with the fault, and passes without."""
+    """Of each of them a case fails with the fault, and passes without."""
+    with_fault = ended[mutation.name]
     for node in mutation.noticed_by:
-        cases = [found for found in ended[None] if found == node or found.startswith(f"{node}[")]
-        assert cases, f"{node}: it did not run: {ended[None]}"
-        assert {ended[None][case] for case in cases} == {"passed"}, ended[None]
-        with_fault = ended[mutation.name]
-        assert any(with_fault.get(case) == "failed" for case in cases), f"{node}: {with_fault}"
+        noticed = [c for c, how in with_fault.items() if how == "failed" and is_of(c, node)]
+        assert noticed, f"{node}: {with_fault}"
+        assert {ended[None].get(case) for case in noticed} == {"passed"}, noticed
 
 
 def environment(folder: Path) -> dict[str, str]:

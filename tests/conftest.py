@@ -3,11 +3,13 @@
 With several test processes, each computes on one thread: torch's threads wait for each other by
 spinning, and two processes with two threads each on two cores would spend most of their time so.
 Without a GPU, Triton's kernels run in its interpreter, which is chosen when triton is imported.
-Servers that tests start inherit both.
+Servers that tests start inherit both. `-n auto` means as many processes as this one may use cores
+and memory has room for. What was imported to find the tests is not looked through for garbage.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -27,3 +29,33 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     Draw.only_seed = config.getoption("--seed")
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
+
+
+GIB_PER_PROCESS = 1.5
+"""Most of them take less: a model of 0.5 GB, transformers' beside it, a server with the same."""
+
+
+@pytest.hookimpl(optionalhook=True)  # of xdist, which need not be there
+def pytest_xdist_auto_num_workers() -> int:
+    """Not the machine's cores, as xdist would say in a container that may use two of them."""
+    gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return max(1, min(_cores(), int(gib // GIB_PER_PROCESS)))
+
+
+def _cores() -> int:
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return max(1, min(cores, round(int(quota) / int(period))))
+    except (OSError, ValueError):  # no limit, or none that is told
+        return cores

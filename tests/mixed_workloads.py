@@ -65,6 +65,7 @@ from manyroots.text.assembler import TextAssembler
 from manyroots.text.tokenizer_files import load_tokenizer
 from tests.adapter_folders import Recipe, write_adapter
 from tests.differential import ADAPTERS, ALL_MIXES, PAGE, RECURRENT
+from tests.patience import PATIENCE_S
 from tests.unit.models.tiny import load_tiny, save_tiny
 from tests.unit.text.tiny_tokenizer import tiny_backend
 
@@ -81,7 +82,7 @@ CONTENTS = {
 }
 NAMES = ("red", "green", "blue", "black", "white")
 WEIGHTS = ("one", "two")
-HANGS_S = 60.0
+HANGS_S = PATIENCE_S
 """Without a single output while somebody waits for one."""
 AUDITED = 0.2
 """Of the steps: it takes as long as a step."""

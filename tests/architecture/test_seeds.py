@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -62,33 +63,83 @@ def test_r06_whatever_a_test_draws_has_a_seed_of_its_own(path: Path) -> None:
     assert list(problems(ast.parse(path.read_text()))) == []
 
 
-def short_waits(tree: ast.Module) -> Iterator[str]:
-    """Where a test gives up on something sooner than a busy machine may need for it.
+SHORT_S = 100
+"""Less is for what must not happen, more is patience (`tests.patience`)."""
+AT_ONCE = "AT_ONCE_S"
+"""What is shorter than a timeout of the product's own that would hide a fault; each says which."""
+WAITS = {"wait", "wait_for", "join", "result", "timeout", "communicate"}
+OF_HTTPX = {f"httpx.{name}" for name in ("Client", "AsyncClient", "get", "post", "stream", "put")}
+CLOCKS = {"time.monotonic()", "time.perf_counter()", "time.time()"}
 
-    Waits of less than a second are for what must not happen.
-    """
+
+def short_waits(tree: ast.Module) -> Iterator[str]:
+    """Where a test gives up on something sooner than a busy machine may need for it."""
+    constants = {
+        target.id: node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name) and target.id != AT_ONCE
+    }
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
         name = ast.unparse(call.func)
         limits = [keyword.value for keyword in call.keywords if keyword.arg == "timeout"]
-        if name in ("asyncio.timeout", "asyncio.wait_for") or name.endswith(".wait"):
+        if name in OF_HTTPX and not limits and "transport" not in {k.arg for k in call.keywords}:
+            yield f"line {call.lineno}: {name} gives up after httpx's own 5 s"
+        room, _, function = name.rpartition(".")
+        if room and function in WAITS and len(call.args) == 1 + (function == "wait_for"):
             limits += call.args[-1:]
         for limit in limits:
-            value = limit.value if isinstance(limit, ast.Constant) else None
-            if isinstance(value, int | float) and 1 <= value < 30:
+            given = constants.get(limit.id) if isinstance(limit, ast.Name) else limit
+            value = given.value if isinstance(given, ast.Constant) else None
+            if isinstance(value, int | float) and 1 <= value < SHORT_S:
                 yield f"line {call.lineno}: {name} gives up after {value} s"
+
+
+def held_against_the_clock(tree: ast.Module) -> Iterator[str]:
+    """Where a test asserts that something took less than so long on this machine."""
+    for node in (each for each in ast.walk(tree) if isinstance(each, ast.Assert)):
+        for compare in (each for each in ast.walk(node.test) if isinstance(each, ast.Compare)):
+            sides = [compare.left, *compare.comparators]
+            is_taken = any(
+                isinstance(side, ast.BinOp)
+                and isinstance(side.op, ast.Sub)
+                and CLOCKS & {ast.unparse(part) for part in (side.left, side.right)}
+                for side in sides
+            )
+            if is_taken and not {"PATIENCE_S", AT_ONCE} & set(
+                re.findall(r"\w+", ast.unparse(node))
+            ):
+                yield f"line {node.lineno}: {ast.unparse(compare)}"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(TESTS).as_posix())
 def test_r06_what_must_happen_is_waited_for_patiently(path: Path) -> None:
-    """R06: with `tests.patience`, or as long."""
-    assert list(short_waits(ast.parse(path.read_text()))) == []
+    """R06: with `tests.patience`, or as long; and no clock on the wall decides."""
+    tree = ast.parse(path.read_text())
+    assert [*short_waits(tree), *held_against_the_clock(tree)] == []
 
 
 def test_the_check_sees_short_waits() -> None:
-    for code in ("event.wait(5)", "asyncio.timeout(10)", "httpx.get(url, timeout=1)"):
+    for code in (
+        "event.wait(5)", "asyncio.timeout(10)", "httpx.get(url, timeout=1)", "httpx.get(url)",
+        "LIMIT_S = 60\nasyncio.wait_for(done, LIMIT_S)", "future.result(45.0)", "thread.join(60)",
+    ):  # fmt: skip
         assert list(short_waits(ast.parse(code))), code
-    for code in ("event.wait(0.1)", "event.wait()", "event.wait(PATIENCE_S)"):
+    for code in (
+        "event.wait(0.1)", "event.wait()", "event.wait(PATIENCE_S)", "', '.join(names)",
+        "AT_ONCE_S = 45\nevent.wait(AT_ONCE_S)", "httpx.AsyncClient(transport=app)",
+    ):  # fmt: skip
         assert not list(short_waits(ast.parse(code))), code
+
+
+def test_the_check_sees_what_is_held_against_the_clock() -> None:
+    for code in ("assert time.monotonic() - begin < 0.35", "assert 3 > time.time() - begin"):
+        assert list(held_against_the_clock(ast.parse(code))), code
+    for code in (
+        "assert time.monotonic() < deadline", "assert time.monotonic() - begin < PATIENCE_S / 2",
+    ):  # fmt: skip
+        assert not list(held_against_the_clock(ast.parse(code))), code
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 
 from tests.e2e.conftest import API_KEY, HEADERS, Server, running
+from tests.patience import PATIENCE_S
 from tests.tiny_adapters import TinyAdapters
 
 ADMIN = {"authorization": "Bearer the-admin"}
@@ -128,5 +129,5 @@ def serving(tiny: TinyAdapters, *modules: str, **flags: int | str) -> Iterator[A
     ) as server:  # fmt: skip
         server.wait_until_ready()
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-        with httpx.Client(base_url=server.url, timeout=120, limits=limits) as client:
+        with httpx.Client(base_url=server.url, timeout=PATIENCE_S, limits=limits) as client:
             yield AdapterServer(server, client)

@@ -15,6 +15,7 @@ import pytest
 
 from tests.adapter_folders import WEIGHTS, rewrite_config, rewrite_header, rewrite_weights
 from tests.e2e.conftest import API_KEY, HEADERS, Server, running
+from tests.patience import PATIENCE_S
 from tests.tiny_adapters import RECIPES, TinyAdapters
 
 ADMIN = {"authorization": "Bearer the-admin"}
@@ -46,7 +47,7 @@ def server(tiny: TinyAdapters) -> Iterator[Server]:
 
 
 def post(server: Server, path: str, body: Any, headers: dict[str, str] = HEADERS) -> httpx.Response:
-    return httpx.post(server.url + path, json=body, headers=headers, timeout=60)
+    return httpx.post(server.url + path, json=body, headers=headers, timeout=PATIENCE_S)
 
 
 def complete(server: Server, **fields: Any) -> httpx.Response:
@@ -136,7 +137,7 @@ def test_w04_unloading_in_mid_stream_changes_nothing_for_the_stream(
     got: list[int] = []
     status = None
     with httpx.stream(
-        "POST", f"{server.url}/v1/completions", json=body, headers=HEADERS, timeout=60
+        "POST", f"{server.url}/v1/completions", json=body, headers=HEADERS, timeout=PATIENCE_S
     ) as stream:
         for line in stream.iter_lines():
             if not line.startswith("data: {"):

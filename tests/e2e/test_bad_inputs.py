@@ -18,6 +18,7 @@ import httpx
 import pytest
 
 from tests.e2e.conftest import CONTEXT, HEADERS, Server
+from tests.patience import PATIENCE_S
 
 T = TypeVar("T")
 
@@ -47,7 +48,11 @@ class GoodLoad:
             "stream": True, "ignore_eos": True,
         }  # fmt: skip
         with httpx.stream(
-            "POST", f"{self.server.url}/v1/completions", json=body, headers=HEADERS, timeout=60
+            "POST",
+            f"{self.server.url}/v1/completions",
+            json=body,
+            headers=HEADERS,
+            timeout=PATIENCE_S,
         ) as response:
             data = [line.removeprefix("data: ") for line in response.iter_lines() if line]
         return "".join(json.loads(item)["choices"][0]["text"] for item in data[:-1])
@@ -72,7 +77,7 @@ def good_load(server: Server, model: str) -> Iterator[GoodLoad]:
     yield load
     load.stop.set()
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE_S)
     assert not load.wrong
     assert load.num_finished >= len(GOOD_PROMPTS)
     server.wait_until_idle()
@@ -101,7 +106,8 @@ def refused(server: Server, path: str, body: Any, *, status: int = 400) -> dict[
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = HEADERS | {"content-type": "application/json"}
     response = quickly(
-        server, lambda: httpx.post(server.url + path, content=content, headers=headers, timeout=60)
+        server,
+        lambda: httpx.post(server.url + path, content=content, headers=headers, timeout=PATIENCE_S),
     )
     assert response.status_code == status, response.text
     error: dict[str, Any] = response.json()["error"]
@@ -113,7 +119,7 @@ def raw(server: Server, request: bytes, *, end: bool = False) -> int:
     """Send bytes as they are; the status of the answer, 0 if the server just hung up."""
 
     def ask() -> bytes:
-        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as connection:
             connection.sendall(request)
             if end:
                 connection.shutdown(socket.SHUT_WR)
@@ -240,6 +246,7 @@ def test_a_wrong_content_type_is_a_415(server: Server, model: str) -> None:
         f"{server.url}/v1/completions",
         data={"model": model, "prompt": "hi"},
         headers=HEADERS,
+        timeout=PATIENCE_S,
     )
     assert response.status_code == 415
     assert "application/json" in response.json()["error"]["message"]
@@ -252,7 +259,7 @@ def test_what_curl_sends_is_accepted(server: Server, model: str, kind: str) -> N
     content = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{KEY_LINE}{kind}"
     head += f"Content-Length: {len(content)}\r\nConnection: close\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as connection:
         connection.sendall(head.encode() + content)
         assert connection.recv(64).startswith(b"HTTP/1.1 200 ")
 
@@ -267,7 +274,7 @@ def test_a_client_that_sends_all_100_mb_still_reads_the_413(server: Server) -> N
     """R03"""
     headers = HEADERS | {"content-type": "application/json"}
     url = f"{server.url}/v1/completions"
-    response = httpx.post(url, content=b"x" * 100_000_000, headers=headers, timeout=120)
+    response = httpx.post(url, content=b"x" * 100_000_000, headers=headers, timeout=PATIENCE_S)
     assert response.status_code == 413
     assert "8388608 bytes" in response.json()["error"]["message"]
 
@@ -277,7 +284,7 @@ def test_an_endless_chunked_body_is_a_413(server: Server) -> None:
     head = post_head("/v1/completions", "Transfer-Encoding: chunked")
 
     def ask() -> bytes:
-        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as connection:
             connection.sendall(head)
             for _ in range(9):
                 connection.sendall(b"100000\r\n" + b" " * 2**20 + b"\r\n")
@@ -328,7 +335,7 @@ def test_the_same_request_id_twice_at_once_is_two_requests(server: Server, model
 
     def ask() -> None:
         url = f"{server.url}/v1/completions"
-        answers.append(httpx.post(url, json=body, headers=headers, timeout=60))
+        answers.append(httpx.post(url, json=body, headers=headers, timeout=PATIENCE_S))
 
     threads = [threading.Thread(target=ask) for _ in range(3)]
     for thread in threads:

@@ -71,6 +71,7 @@ def test_prompts_as_lists_and_as_tokens(server: Server, client: openai.OpenAI, m
         f"{server.url}/tokenize",
         json={"prompt": STORY},
         headers=HEADERS,
+        timeout=PATIENCE_S,
     ).json()["tokens"]
     expected = text(client, model)
     assert text(client, model, prompt=tokens) == expected
@@ -231,7 +232,7 @@ def test_a_client_that_leaves_frees_its_pages(server: Server, model: str, stream
     if stream:
         with httpx.stream(
             "POST", f"{server.url}/v1/completions", json=fields | {"stream": True},
-            headers=HEADERS, timeout=60,
+            headers=HEADERS, timeout=PATIENCE_S,
         ) as response:  # fmt: skip
             assert next(response.iter_lines()).startswith("data: ")
             server.wait_for("manyroots:pages_held", lambda value: value > 0)
@@ -239,7 +240,7 @@ def test_a_client_that_leaves_frees_its_pages(server: Server, model: str, stream
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(
                 f"{server.url}/v1/completions", json=fields, headers=HEADERS,
-                timeout=httpx.Timeout(60, read=1.0),
+                timeout=httpx.Timeout(PATIENCE_S, read=1.0),
             )  # fmt: skip
     server.wait_until_idle()
 
@@ -249,9 +250,9 @@ def test_a_wrong_key_is_a_401(server: Server) -> None:
     stranger = openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0)
     with pytest.raises(openai.AuthenticationError):
         stranger.models.list()
-    assert httpx.get(f"{server.url}/metrics").status_code == 401
+    assert httpx.get(f"{server.url}/metrics", timeout=PATIENCE_S).status_code == 401
     for path in ("/health", "/ready"):
-        assert httpx.get(server.url + path).status_code == 200
+        assert httpx.get(server.url + path, timeout=PATIENCE_S).status_code == 200
 
 
 def test_metrics_and_version(server: Server, client: openai.OpenAI, model: str) -> None:
@@ -361,7 +362,7 @@ def test_a_dead_engine_fails_its_requests_and_is_started_again(model: str) -> No
         assert complete(client, model, max_tokens=2).choices[0].finish_reason == "length"
         assert server.metric("manyroots:engine_restarts_total") == 1
         kill_in_mid_stream()
-        assert server.process.wait(60) == 1
+        assert server.process.wait(PATIENCE_S) == 1
         assert server.log().count("killed by SIGKILL") >= 2
         assert "starting the engine again in 1 s (1 of 1 in a row)" in server.log()
 

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from tests.e2e.conftest import API_KEY, HEADERS, Server, running
+from tests.patience import PATIENCE_S
 from tests.unit.models.tiny import save_tiny
 from tests.unit.text.tiny_tokenizer import TEMPLATE, tiny_backend
 
@@ -51,7 +52,9 @@ def tokens(server: Server, **fields: Any) -> list[int]:
         "model": "tiny", "prompt": PROMPT, "seed": 3, "ignore_eos": True, "return_token_ids": True,
         "max_tokens": 12,
     }  # fmt: skip
-    answer = httpx.post(f"{server.url}/v1/completions", json=body | fields, headers=HEADERS)
+    answer = httpx.post(
+        f"{server.url}/v1/completions", json=body | fields, headers=HEADERS, timeout=PATIENCE_S
+    )
     assert answer.status_code == 200, answer.text
     found: list[int] = answer.json()["choices"][0]["token_ids"]
     return found
@@ -61,7 +64,9 @@ def chat_length(server: Server, **fields: Any) -> int:
     body = {
         "model": "tiny", "messages": [{"role": "user", "content": "hi"}], "ignore_eos": True,
     }  # fmt: skip
-    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body | fields, headers=HEADERS)
+    answer = httpx.post(
+        f"{server.url}/v1/chat/completions", json=body | fields, headers=HEADERS, timeout=PATIENCE_S
+    )
     assert answer.status_code == 200, answer.text
     return int(answer.json()["usage"]["completion_tokens"])
 

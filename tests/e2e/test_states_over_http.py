@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from tests.e2e.conftest import API_KEY, HEADERS, running
+from tests.patience import PATIENCE_S
 from tests.unit.models.tiny import save_tiny
 from tests.unit.text.tiny_tokenizer import tiny_backend
 
@@ -27,7 +28,7 @@ def test_s07_responses_and_metrics_say_why_a_prompt_was_not_reused(tmp_path: Pat
         "--max-num-seqs", "8",
     ) as server:  # fmt: skip
         server.wait_until_ready()
-        with httpx.Client(base_url=server.url, timeout=120, headers=HEADERS) as client:
+        with httpx.Client(base_url=server.url, timeout=PATIENCE_S, headers=HEADERS) as client:
             details = []
             for prompt in [*prompts, prompts[2]]:
                 body = {"model": "tiny", "prompt": prompt, "max_tokens": 5, "ignore_eos": True}

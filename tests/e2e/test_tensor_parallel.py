@@ -25,6 +25,7 @@ from manyroots.messages import Output, Submit
 from manyroots.sampling import SamplingParams
 from manyroots.structured_outputs import StructuredOutputsParams
 from tests.adapter_folders import ExpertFormat, Recipe, write_adapter
+from tests.patience import PATIENCE_S
 from tests.unit.models.tiny import load_tiny, save_tiny
 from tests.unit.text.tiny_tokenizer import tiny_backend
 
@@ -231,7 +232,7 @@ def test_r04_an_engine_in_ones_own_process_raises_when_a_rank_has_died(tmp_path:
 
 
 def run(test: Callable[[], Coroutine[None, None, None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 120))
+    asyncio.run(asyncio.wait_for(test(), 2 * PATIENCE_S))
 
 
 @pytest.mark.parametrize("is_busy", [True, False], ids=["busy", "idle"])

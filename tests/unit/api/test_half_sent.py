@@ -9,13 +9,15 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.unit.api.test_server_life import BODY, Life
 
 pytestmark = pytest.mark.anyio
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 TIMEOUT_S = 1.0
-LIMIT_S = 60
+QUICK_S = 0.2
+"""Where it must pass, not be kept."""
 
 
 async def drip(port: int, start: bytes, drop: bytes) -> bytes:
@@ -25,13 +27,13 @@ async def drip(port: int, start: bytes, drop: bytes) -> bytes:
 
     async def go_on() -> None:
         while drop:
-            await asyncio.sleep(TIMEOUT_S / 10)
+            await asyncio.sleep(QUICK_S / 10)
             writer.write(drop)
             await writer.drain()
 
     dripping = asyncio.create_task(go_on())
     try:
-        return await asyncio.wait_for(reader.read(), LIMIT_S)
+        return await asyncio.wait_for(reader.read(), PATIENCE_S)
     except ConnectionError:
         return b"reset"
     finally:
@@ -55,14 +57,16 @@ async def test_r03_a_half_sent_request_is_a_408(
     tmp_path: Path, start: bytes, drop: bytes, part: str
 ) -> None:
     """R03: however it is dripped; others are served meanwhile, and it is counted."""
-    life = Life(tmp_path, request_read_timeout_s=TIMEOUT_S)
+    life = Life(tmp_path, request_read_timeout_s=QUICK_S)
     port = int(life.url.rpartition(":")[2])
 
     async def script(client: httpx.AsyncClient) -> None:
         await life.ready(client)
         answer = await drip(port, start, drop)
-        assert answer.startswith(b"HTTP/1.1 408 "), answer
-        assert b"not whole after 1 s" in answer
+        # A drop that meets a closed connection has the answer thrown away before it is read.
+        if not (drop and answer == b"reset"):
+            assert answer.startswith(b"HTTP/1.1 408 "), answer
+            assert b"not whole after 0.2 s" in answer
         text = (await client.get("/metrics")).text
         line = f'manyroots:request_read_timeouts_total{{model_name="tiny",part="{part}"}} 1.0'
         assert line in text

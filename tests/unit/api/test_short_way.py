@@ -9,11 +9,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.unit.api.test_server_life import BODY, Life
 
 pytestmark = pytest.mark.anyio
-
-LIMIT_S = 60
 
 
 async def answer_to(port: int, version: str, headers: str = "") -> tuple[bytes, bytes]:
@@ -22,7 +21,7 @@ async def answer_to(port: int, version: str, headers: str = "") -> tuple[bytes, 
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     head = f"POST /v1/completions HTTP/{version}\r\nHost: x\r\nContent-Type: application/json\r\n"
     writer.write(f"{head}{headers}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-    raw = await asyncio.wait_for(reader.read(), LIMIT_S)
+    raw = await asyncio.wait_for(reader.read(), PATIENCE_S)
     writer.close()
     first, _, rest = raw.partition(b"\r\n\r\n")
     return first, rest

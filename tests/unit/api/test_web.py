@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 import signal
 import ssl
@@ -17,6 +16,7 @@ from manyroots.api.server import check_certificates
 from manyroots.config import LoraSettings
 from manyroots.errors import ConfigError
 from manyroots.server_config import ServerSettings
+from tests.patience import PATIENCE_S
 from tests.unit.api.harness import Harness, error_of
 from tests.unit.api.test_server_life import BODY, Life
 
@@ -103,11 +103,11 @@ async def test_g10_https(tmp_path: Path, certificate: tuple[str, str]) -> None:
 
     async def script(_: httpx.AsyncClient) -> None:
         url = life.url.replace("http:", "https:")
-        async with httpx.AsyncClient(base_url=url, verify=trusting) as client:
+        async with httpx.AsyncClient(base_url=url, verify=trusting, timeout=PATIENCE_S) as client:
             await life.ready(client)
             assert (await client.post("/v1/completions", json=BODY)).status_code == 200
         with pytest.raises(httpx.TransportError):
-            await asyncio.wait_for(httpx.AsyncClient().get(f"{life.url}/health"), 30)
+            await httpx.AsyncClient(timeout=PATIENCE_S).get(f"{life.url}/health")
         signal.raise_signal(signal.SIGTERM)
 
     assert await life.run(script) == 0

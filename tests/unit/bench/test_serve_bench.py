@@ -27,7 +27,9 @@ from tests.patience import PATIENCE_S
 
 Answer = Callable[[dict[str, Any]], AsyncIterator[bytes]]
 WORKLOAD = ServeWorkload(num_requests=6, prompt_words=(3, 5), output_tokens=(4, 4), models=("m",))
-PROMISE = Promise(first_token_s=1.0, between_tokens_s=0.5)
+PROMISE = Promise(first_token_s=PATIENCE_S, between_tokens_s=PATIENCE_S)
+GAP_S = 0.05
+"""Between two tokens of a server. Who reads may be late, and find two of them at once."""
 
 
 def event(body: dict[str, Any]) -> bytes:
@@ -98,16 +100,17 @@ def server(answer: Answer, *, cut: int = 0, status: int = 200) -> Iterator[tuple
 
 def test_b01_times_and_tokens_are_those_of_the_server() -> None:
     """B01: and a warm-up is not counted."""
-    with server(lambda body: tokens(body, 0.02)) as (url, bodies):
+    with server(lambda body: tokens(body, GAP_S)) as (url, bodies):
         report = run_serve(url, None, WORKLOAD, [Arrivals(streams=6)], PROMISE, 2)
     [case] = report["cases"]
     assert case["requests"] == 12
     assert len(bodies) == 12 + 4
     assert case["faults"] == {}
     first = case["time_to_first_token_s"]["p50"]
-    assert 0.02 <= first["least"] < 1.0
+    longest = case["seconds"]["most"]
+    assert 0.9 * GAP_S <= first["least"] < longest
     assert len(first["samples"]) == 2
-    assert 0.015 <= case["time_between_tokens_s"]["p50"]["median"] < 0.5
+    assert GAP_S / 10 <= case["time_between_tokens_s"]["p50"]["median"] < longest
     rate = case["output_tokens_per_s"]
     assert rate["samples"][0] == pytest.approx(24 / case["seconds"]["samples"][0], rel=0.02)
     assert case["goodput_requests_per_s"] == case["requests_per_s"]
@@ -120,9 +123,9 @@ def test_b01_bytes_may_come_in_any_pieces() -> None:
     assert report["cases"][0]["faults"] == {}
 
 
-def test_b01_a_promise_that_is_not_kept_is_not_goodput() -> None:
-    strict = Promise(first_token_s=1.0, between_tokens_s=0.001)
-    with server(lambda body: tokens(body, 0.02)) as (url, _):
+@pytest.mark.parametrize("strict", [Promise(GAP_S / 2, PATIENCE_S), Promise(PATIENCE_S, 0.001)])
+def test_b01_a_promise_that_is_not_kept_is_not_goodput(strict: Promise) -> None:
+    with server(lambda body: tokens(body, GAP_S)) as (url, _):
         report = run_serve(url, None, WORKLOAD, [Arrivals(streams=6)], strict, 1)
     assert report["cases"][0]["goodput_requests_per_s"]["median"] == 0.0
 
@@ -290,7 +293,7 @@ async def as_sse_starlette(writer: asyncio.StreamWriter) -> None:
     opening = {"choices": [{"delta": {"role": "assistant", "content": None}}]}
     for part in (opening, *({"choices": [{"delta": {"content": "x"}}]} for _ in range(4))):
         writer.write(chunk(b"data: " + json.dumps(part).encode() + b"\r\n\r\n"))
-        await asyncio.sleep(0.005)
+        await asyncio.sleep(GAP_S)
     writer.write(chunk(b"data: [DONE]\r\n\r\n") + b"0\r\n\r\n")
 
 
@@ -301,7 +304,7 @@ async def until_closed(writer: asyncio.StreamWriter) -> None:
     for number, line in enumerate(lines):
         writer.write(line + (b"\n\n" if number < 3 else b""))
         await writer.drain()
-        await asyncio.sleep(0.005)
+        await asyncio.sleep(GAP_S)
     writer.close()
 
 
@@ -355,7 +358,9 @@ def test_b01_servers_that_are_not_ours_are_understood(answer: Callable[..., Any]
     rate, seconds = (case[name]["samples"][0] for name in ("output_tokens_per_s", "seconds"))
     assert rate == pytest.approx(24 / seconds, rel=0.02)
     gaps = case["time_between_tokens_s"]["p50"]["median"]
-    assert gaps == 0 if answer is whole else gaps >= 0.004, "events have the time of their bytes"
+    assert gaps == 0 if answer is whole else gaps >= GAP_S / 10, (
+        "events have the time of their bytes"
+    )
 
 
 def test_b01_a_server_that_cant_be_asked_is_told_with_the_remedy() -> None:

@@ -13,6 +13,7 @@ import pytest
 from manyroots.config import engine_settings
 from manyroots.engine import preflight
 from manyroots.errors import ConfigError
+from tests.patience import PATIENCE_S
 
 WITHOUT_TORCH = """
 import sys
@@ -64,7 +65,11 @@ def test_what_cannot_work_is_told_without_torch(case: str, files: Path) -> None:
     arguments = command.replace("ROOT", str(files)).split()
     code = WITHOUT_TORCH.format(gpus=gpus, arguments=arguments)
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
     )
     assert done.returncode == 2, done.stderr
     assert expected in done.stderr

@@ -56,8 +56,8 @@ class Ranked:
         self.deaths.append(reason)
         self.died.set()
 
-    def result(self, step_id: int) -> list[int]:
-        return self.runner.launch(fake_rank.plan(step_id)).result(AT_ONCE_S).tokens.tolist()
+    def tokens(self, step_id: int) -> list[int]:
+        return self.runner.launch(fake_rank.plan(step_id)).result(PATIENCE_S).tokens.tolist()
 
 
 @contextmanager
@@ -80,7 +80,7 @@ def test_w16_ranks_sum_join_and_agree(size: int) -> None:
         futures = [it.runner.launch(fake_rank.plan(step)) for step in range(1, 6)]
         for step, future in enumerate(futures, start=1):
             total = step * size * (size + 1) // 2
-            assert future.result(AT_ONCE_S).tokens.tolist() == [total, 0, 1, 2, 3, 4, 42]
+            assert future.result(PATIENCE_S).tokens.tolist() == [total, 0, 1, 2, 3, 4, 42]
     assert it.deaths == []
 
 
@@ -88,7 +88,7 @@ def test_what_other_ranks_load_is_told_with_their_number() -> None:
     with ranked(3) as it:
         target = SlotRef(AdapterSlot(0), 1)
         load = LoadAdapter(LoadId(4), AdapterDigest(b"d"), Tier.STORAGE, target, "/a", 8)
-        it.runner.launch(fake_rank.plan(1, adapters=(load,))).result(AT_ONCE_S)
+        it.runner.launch(fake_rank.plan(1, adapters=(load,))).result(PATIENCE_S)
     assert sorted(rank for rank, _ in it.answers) == [1, 2]
     assert {answer.load_id for _, answer in it.answers} == {LoadId(4)}
 
@@ -106,7 +106,7 @@ def test_r04_a_rank_that_fails_in_a_step_fails_every_step_under_way(
 ) -> None:
     """R04: a rank's crash fails its requests with the reason instead of hanging the others."""
     with ranked(2) as it:
-        assert it.result(1)[0] == 3
+        assert it.tokens(1)[0] == 3
         began = time.monotonic()
         futures = [it.runner.launch(fake_rank.plan(step)) for step in (step_id, 2)]
         for future in futures:

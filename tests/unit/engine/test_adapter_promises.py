@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,8 +21,8 @@ from tests.adapter_engine import AdapterEngine, TinyWorld, Watched
 from tests.adapter_folders import Recipe
 
 RECIPES = {name: Recipe(rank=2, modules=("q_proj",), seed=i) for i, name in enumerate("abc")}
-PATIENCE_S = 20
-"""How long a load is held up for those that would wait for it; nobody else waits as long."""
+MANY = 200
+"""As many times as long as steps take without a load, one is held up for those that would wait."""
 
 
 @pytest.fixture(scope="module")
@@ -78,9 +79,13 @@ def test_w20_a_load_holds_up_nobody_else(
     """W20: base rows go on while an adapter is brought to the device, however long that takes."""
     is_base_done, waited = threading.Event(), []
     load = engine.pool.load
+    engine.submit(3, [5, 6, 7])
+    begin = time.monotonic()
+    engine.run()
+    patience_s = 1.0 + MANY * (time.monotonic() - begin)
 
     def slow(slot: AdapterSlot, weights: AdapterWeights) -> None:
-        waited.append(is_base_done.wait(PATIENCE_S))
+        waited.append(is_base_done.wait(patience_s))
         load(slot, weights)
 
     monkeypatch.setattr(engine.pool, "load", slow)

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from manyroots.distributed.shard import Shard
+from tests.patience import PATIENCE_S
 
 T = TypeVar("T")
-MEETING_TIMEOUT_S = 60.0
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class Meeting:
     num_meetings: int = 0
 
     def __post_init__(self) -> None:
-        self.barrier = Barrier(self.size, timeout=MEETING_TIMEOUT_S)
+        self.barrier = Barrier(self.size, timeout=PATIENCE_S)
         self.brought = [None] * self.size
 
     def exchange(self, rank: int, own: Tensor) -> list[Tensor]:

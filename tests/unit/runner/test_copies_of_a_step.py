@@ -12,6 +12,7 @@ from manyroots.runner.runner import ModelRunner
 from manyroots.step import Copy, Plan
 from manyroots.store.host_arena import HostArena
 from manyroots.store.tier_copies import TierCopies
+from tests.patience import PATIENCE_S
 from tests.runners import arenas_for
 from tests.unit.models.tiny import load_tiny, save_tiny
 
@@ -38,7 +39,7 @@ def test_h06_t01_a_state_is_restored_before_a_load_takes_its_place(
 
     def start_and_wait(copy: Copy) -> None:
         start(copy)
-        tiers.wait(60.0)
+        tiers.wait(PATIENCE_S)
 
     monkeypatch.setattr(tiers, "start", start_and_wait)
     runner = ModelRunner(

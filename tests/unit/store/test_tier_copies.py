@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from manyroots.store.batched_copies import runs
 from manyroots.store.host_arena import HostArena
 from manyroots.store.storage_link import UnitStorage
 from manyroots.store.tier_copies import TierCopies
+from tests.patience import PATIENCE_S
 from tests.unit.store.tiers import Arena, Shelf, copy, end_of
 
 DEVICE, HOST, STORAGE = Tier.DEVICE, Tier.HOST, Tier.STORAGE
@@ -110,18 +111,26 @@ def test_t03_storage_that_does_not_answer_is_given_up_and_comes_too_late() -> No
     """T03, T04: the answer to a copy that was given up changes nothing."""
     shelf, host = Shelf(), HostArena(3, Arena(1).data)
     host.data.copy_(Arena(3, seed=5).data)
-    copies = TierCopies([Arena(3)], [host], UnitStorage(shelf, 0.1))
-    end_of(copies, copy(1, HOST, STORAGE, [0], [], HASHES[:1]))
-    shelf.delay_s = 0.4
-    begin = time.monotonic()
-    done = end_of(copies, copy(2, STORAGE, HOST, [], [2], HASHES[:1]))[2]
-    assert time.monotonic() - begin < 0.35
-    assert "no answer in 0.1 s" in (done.error or "")
+    copies = TierCopies([Arena(3)], [host], UnitStorage(shelf, 5.0))
+    clock = mock.Mock(return_value=100.0)
+    copies._storage._clock = clock  # type: ignore[union-attr]
+    assert end_of(copies, copy(1, HOST, STORAGE, [0], [], HASHES[:1]))[1].error is None
+    for event in (shelf.is_open, shelf.was_asked, shelf.has_answered):
+        event.clear()
+    copies.start(copy(2, STORAGE, HOST, [], [2], HASHES[:1]))
+    assert shelf.was_asked.wait(PATIENCE_S)
+    clock.return_value = 104.9
+    assert copies.finished() == ()
+    clock.return_value = 105.1
+    [done] = copies.finished()
+    assert "no answer in 5 s" in (done.error or "")
     host.data[2] = 7.0  # somebody else's now
-    time.sleep(0.5)
+    assert not shelf.has_answered.is_set()
+    shelf.is_open.set()
+    assert shelf.has_answered.wait(PATIENCE_S)
+    copies.close()  # waits for who reads
     assert (host.data[2] == 7.0).all()
     assert copies.finished() == ()
-    copies.close()
 
 
 def test_what_is_stored_already_is_not_written_again() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,7 +39,9 @@ class Shelf:
     def __init__(self) -> None:
         self.values: dict[bytes, bytes] = {}
         self.fault: Exception | None = None
-        self.delay_s = 0.0
+        self.is_open, self.was_asked, self.has_answered = (threading.Event() for _ in range(3))
+        self.is_open.set()
+        """Cleared: nobody is answered before it is set."""
 
     def get(self, keys: Sequence[bytes], num_bytes: int) -> list[Value | None]:
         self._pass()
@@ -62,7 +65,9 @@ class Shelf:
         pass
 
     def _pass(self) -> None:
-        time.sleep(self.delay_s)
+        self.was_asked.set()
+        self.is_open.wait(PATIENCE_S)
+        self.has_answered.set()
         if self.fault is not None:
             raise self.fault
 

@@ -132,7 +132,7 @@ class World:
             f.unit_bytes(PAGE, decoder.dtype) for f in decoder.families if f.is_state
         )
         self.tokenizer = load_tokenizer(str(self.folder / WEIGHTS[0]))
-        self._cold = {weights: Alone(self, weights) for weights in WEIGHTS}
+        self._cold: dict[str, Alone] = {}
         self._answers: dict[Any, Answer] = {}
 
     def adapter(self, content: str) -> str:
@@ -140,14 +140,19 @@ class World:
 
     def digests(self) -> dict[str, str]:
         """Contents by digest."""
-        return self._cold[WEIGHTS[0]].digests
+        return self._engine(WEIGHTS[0]).digests
 
     def alone(self, weights: str, content: str | None, submit: Submit) -> Answer:
         """The same request by itself, cold."""
         key = (weights, content, tuple(submit.prompt), repr(submit.sampling), submit.seed)
         if key not in self._answers:
-            self._answers[key] = self._cold[weights].ask(content, submit)
+            self._answers[key] = self._engine(weights).ask(content, submit)
         return self._answers[key]
+
+    def _engine(self, weights: str) -> Alone:
+        if weights not in self._cold:
+            self._cold[weights] = Alone(self, weights)
+        return self._cold[weights]
 
 
 class Alone:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -24,14 +25,14 @@ from manyroots.engine.grammar_compiles import GrammarCompiles
 from manyroots.engine.loop import EngineLoop, EventSink, TakeWeights
 from manyroots.engine.self_check import SelfCheck
 from manyroots.engine.tiers import check_tiers, model_identity, tier_policies
-from manyroots.engine.weight_folders import find_weights
+from manyroots.engine.weight_folders import file_states, find_weights
 from manyroots.engine.worker import Executor, execute_alone
-from manyroots.errors import ConfigError
+from manyroots.errors import ConfigError, ManyrootsError, UnavailableError
 from manyroots.lora.residency import Residency
 from manyroots.messages import EngineInfo, Submit
 from manyroots.models.decoder import Decoder
 from manyroots.models.families import LayerFamily
-from manyroots.models.load import refill
+from manyroots.models.load import refill, rehearse
 from manyroots.models.source import ModelSource, resolve_source
 from manyroots.progress import stage
 from manyroots.runner.logprobs import same_within
@@ -160,10 +161,26 @@ def _take_weights(settings: EngineSettings, model: Decoder, page_size: int) -> T
         folder = find_weights(path, settings.model.weights_dirs)
         chosen = replace(settings.model, model=str(folder), load_format="auto")
         source = resolve_source(chosen)
-        refill(model, source)
-        return _identity(replace(settings, model=chosen), source, model, page_size)
+        before = file_states(source.path)
+        rehearse(model, source)
+        try:
+            refill(model, source)
+            identity = _identity(replace(settings, model=chosen), source, model, page_size)
+            has_changed = file_states(source.path) != before
+        except (ManyrootsError, OSError) as error:
+            raise UnavailableError(_changed_meanwhile(folder)) from error
+        if has_changed:
+            raise UnavailableError(_changed_meanwhile(folder))
+        return identity
 
     return take
+
+
+def _changed_meanwhile(folder: Path) -> str:
+    return (
+        f"the files in {folder} changed while they were read, so that nobody knows which weights "
+        "these are; write a folder completely before it is named."
+    )
 
 
 def layout_identity(families: Sequence[LayerFamily], page_size: int, dtype: torch.dtype) -> bytes:

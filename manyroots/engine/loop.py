@@ -84,7 +84,7 @@ class _LoadTimer:
 
 TakeWeights = Callable[[str], bytes]
 """Fills the model from a folder; gives what stands for the new weights. Raises ManyrootsError
-before anything is changed."""
+before anything is changed, and UnavailableError where that went wrong half way."""
 
 
 def _nobody_sleeps() -> None:
@@ -339,6 +339,8 @@ class EngineLoop:
             )
         try:
             identity = self._take_weights(control.path)
+        except UnavailableError:
+            raise  # the model is neither the old nor the new one
         except ManyrootsError as error:
             return refused(str(error))
         return ControlReply(control.op_id, num_pages=self._scheduler.change_weights(identity))

@@ -352,6 +352,7 @@ class ProcessClient:
             finally:
                 resuming.cancel()
             if self.is_asleep:
+                self._end_operations("the engine was put to sleep meanwhile; wake it and try again")
                 await self._child.close()
                 await self._woken.wait()
                 self.is_asleep, num_in_a_row, is_first = False, 0, False
@@ -387,14 +388,14 @@ class ProcessClient:
                 del self._requests[request_id]
                 request.outputs.put(cause)
         self._end_operations(cause)
+        self._resumed.set()  # the next process is not paused
 
     def _end_operations(self, reason: str) -> None:
+        """Nobody will answer them any more."""
         waiting: list[asyncio.Future[Any]] = [*self._ops.values(), *self._controls.values()]
         for answer in waiting:
             if not answer.done():
                 answer.set_exception(UnavailableError(reason))
-        # The next process is not paused.
-        self._resumed.set()
 
     async def _restarted(self, number: int) -> bool:
         pause_s = self._first_pause_s * 2 ** (number - 1)
@@ -462,3 +463,4 @@ class ProcessClient:
             request.outputs.put(reason)
         self._requests.clear()
         self._end_operations(reason)
+        self._resumed.set()

@@ -1,4 +1,7 @@
-"""Where other weights of the served model may be: below the folders that --weights-dirs allows."""
+"""Where other weights of the served model may be: below the folders that --weights-dirs allows.
+
+Sees, too, whether files stayed as they were while they were read: a trainer may write the next ones
+into the same folder."""
 
 from __future__ import annotations
 
@@ -36,3 +39,13 @@ def find_weights(path: str, allowed: Sequence[str]) -> Path:
             if found.is_dir() and any(found.is_relative_to(root) for root in roots):
                 return found
     raise RequestError(f"path is {path!r:.200}; {_REMEDY} that exists.", field="path")
+
+
+FileStates = tuple[tuple[str, int, int, int], ...]
+
+
+def file_states(path: Path) -> FileStates:
+    """Of a file, or of all in a folder: name, number, size and time of the last change."""
+    files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.is_file())
+    stats = [(file.name, file.stat()) for file in files]
+    return tuple((name, s.st_ino, s.st_size, s.st_mtime_ns) for name, s in stats)

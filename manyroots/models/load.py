@@ -98,13 +98,12 @@ def load_model(
     return model
 
 
-def refill(model: Decoder, source: ModelSource) -> None:
-    """Other weights of the same model, into the same places. Everything is looked at before
-    anything is changed: weights that don't fit leave the model as it was."""
+def rehearse(model: Decoder, source: ModelSource) -> None:
+    """Look at other weights of the same model as `refill` will, and change nothing: what does not
+    fit is told here."""
     if isinstance(weight_format(source.config), Fp8Format):
         raise ModelError(f"{source.name} is quantized; weights are updated in place unquantized.")
-    spec = _as_in_the_checkpoint(describe(source), source, "auto", model.dtype)
-    spec = with_pages_in(spec, pages_in(model.spec))
+    spec = _spec_for(model, source)
     if rank_spec(spec, model.shard) != model.spec:
         raise ModelError(
             f"the config of {source.name} describes another model than the one that is served; "
@@ -117,11 +116,22 @@ def refill(model: Decoder, source: ModelSource) -> None:
             "checkpoint had them; give weights in MXFP4."
         )
     fill(fills, _weights(source, spec, fills, "auto", 0), source.name, is_rehearsal=True)
-    fill(fills, _weights(source, spec, fills, "auto", 0), source.name)
+
+
+def refill(model: Decoder, source: ModelSource) -> None:
+    """Other weights of the same model, into the same places; only after `rehearse`, since whatever
+    fails here leaves a model that is neither."""
+    fills = model.weights()
+    fill(fills, _weights(source, _spec_for(model, source), fills, "auto", 0), source.name)
     if model.is_packed:
         model.pack_weights()
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
+
+
+def _spec_for(model: Decoder, source: ModelSource) -> ModelSpec:
+    spec = _as_in_the_checkpoint(describe(source), source, "auto", model.dtype)
+    return with_pages_in(spec, pages_in(model.spec))
 
 
 def _as_in_the_checkpoint(

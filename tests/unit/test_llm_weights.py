@@ -12,8 +12,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from manyroots import LLM, SamplingParams
+from manyroots.engine import build
+from manyroots.errors import UnavailableError
 from manyroots.ids import Namespace, RequestId
 from manyroots.messages import Abort, Control, ControlKind, ControlReply, Submit
+from manyroots.models import load
 from tests.tiny_adapters import TinyAdapters
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -118,6 +121,30 @@ def test_g06_weights_that_cannot_be_taken_change_nothing(
         assert error is not None
         assert says in error
         assert ask(llm) == (ours, 36)
+
+
+@pytest.mark.parametrize("moment", ["while it is filled", "before it is named"])
+def test_g06_files_that_change_while_they_are_read_end_the_engine(
+    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """G06: a trainer that writes the next weights into the same folder; nobody may go on with a
+    mixture of both, or keep its pages under the name of one of them."""
+    folder = tmp_path / "latest"
+    shutil.copytree(folders / "two", folder)
+    real = load.refill
+
+    def refill(model: Any, source: Any) -> None:
+        if moment == "while it is filled":
+            (folder / "model.safetensors").write_bytes(b"half")
+        real(model, source)
+        shutil.copy(folders / "one" / "model.safetensors", folder)
+
+    monkeypatch.setattr(build, "refill", refill)
+    weights = [str(folders), str(tmp_path)]
+    with start(folders, "one", weights_dirs=weights, kv_storage=f"file://{tmp_path}/kv") as llm:
+        ask(llm)
+        with pytest.raises(UnavailableError, match="changed while they were read"):
+            take(llm, "latest")
 
 
 def test_g06_weights_are_taken_only_while_nothing_has_begun(folders: Path) -> None:

@@ -6,7 +6,7 @@ goes when there is no room: use is a file's modification time, so that it outlas
 
 Writers take turns by a lock on `used`, which holds how many bytes all files take: counted before a
 file is written, so that the limit holds whoever dies when, and counted anew at each start. Readers
-need no lock.
+need no lock. Whoever empties the folder meanwhile loses what was in it, and nothing else.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import struct
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from manyroots.errors import ConfigError
 from manyroots.store.backends.backend import Value
@@ -45,7 +46,7 @@ class Files:
         self._used = self._folder / "used"
         self._made: set[str] = set()
         try:
-            self._aside.mkdir(parents=True, exist_ok=True)
+            self._make_folders()
             with self._locked():
                 self._tidy()
         except OSError as error:
@@ -102,12 +103,11 @@ class Files:
         aside = self._aside / f"{os.getpid()}-{path.name}"
         self._count(size)
         try:
-            if path.parent.name not in self._made:
-                path.parent.mkdir(exist_ok=True)
-                self._made.add(path.parent.name)
-            aside.write_bytes(value)
-            before = path.stat().st_size if path.exists() else None
-            aside.rename(path)
+            try:
+                before = self._place(aside, path, value)
+            except FileNotFoundError:
+                self._make_folders()
+                before = self._place(aside, path, value)
         except OSError:
             with contextlib.suppress(OSError):
                 aside.unlink(missing_ok=True)
@@ -118,6 +118,24 @@ class Files:
             self._count(-_size(before))
         return True
 
+    def _place(self, aside: Path, path: Path, value: bytes) -> int | None:
+        """Write a file; gives how long the one was that it takes the place of."""
+        if path.parent.name not in self._made:
+            path.parent.mkdir(exist_ok=True)
+            self._made.add(path.parent.name)
+        aside.write_bytes(value)
+        try:
+            before = path.stat().st_size
+        except FileNotFoundError:
+            before = None
+        aside.rename(path)
+        return before
+
+    def _make_folders(self) -> None:
+        """At the start, and after somebody has taken them away."""
+        self._made.clear()
+        self._aside.mkdir(parents=True, exist_ok=True)
+
     def _drop(self, path: Path) -> None:
         with contextlib.suppress(FileNotFoundError):
             size = path.stat().st_size
@@ -127,17 +145,29 @@ class Files:
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         """This server's turn to write; raises if others take too long."""
-        with open(self._used, "a+b") as file:
-            deadline = time.monotonic() + _LOCK_WAIT_S
-            while True:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError as error:
-                    if time.monotonic() > deadline:
-                        raise TimeoutError(f"{self._used} is locked by another server") from error
-                    time.sleep(0.002)
-            yield  # closing the file gives the lock back
+        deadline = time.monotonic() + _LOCK_WAIT_S
+        while True:
+            with self._open_used() as file:
+                if _is_taken(file) and self._is_there(file):
+                    yield  # closing the file gives the lock back
+                    return
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{self._used} is locked by another server")
+            time.sleep(0.002)
+
+    def _open_used(self) -> BinaryIO:
+        try:
+            return open(self._used, "a+b")
+        except FileNotFoundError:
+            self._make_folders()
+            return open(self._used, "a+b")
+
+    def _is_there(self, file: BinaryIO) -> bool:
+        """Whether everybody's lock is this one: the file may have been removed meanwhile."""
+        try:
+            return os.path.samestat(os.fstat(file.fileno()), self._used.stat())
+        except FileNotFoundError:
+            return False
 
     def _count(self, change: int) -> None:
         """All files take so much more; only while locked."""
@@ -183,11 +213,21 @@ class Files:
         for shard in os.scandir(self._folder):
             if not shard.is_dir() or len(shard.name) != 2:
                 continue
-            for entry in os.scandir(shard):
-                with contextlib.suppress(FileNotFoundError):
-                    stat = entry.stat()
-                    found.append((stat.st_mtime_ns, _size(stat.st_size), Path(entry.path)))
+            with contextlib.suppress(FileNotFoundError):
+                for entry in os.scandir(shard):
+                    if entry.is_file(follow_symlinks=False):
+                        stat = entry.stat()
+                        found.append((stat.st_mtime_ns, _size(stat.st_size), Path(entry.path)))
         return found, sum(size for _, size, _ in found)
+
+
+def _is_taken(file: BinaryIO) -> bool:
+    """Lock a file, if nobody else has."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _touch(path: Path) -> bool:

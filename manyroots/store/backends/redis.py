@@ -48,14 +48,18 @@ class Redis:
             if self._ttl_s is not None:
                 for key in keys:
                     pipe.expire(_PREFIX + key, self._ttl_s)
-            values: list[Value | None] = pipe.execute()[0]
+            # A replica that can only be read does not move the end of a value's time.
+            values: list[Value | None] = _checked(pipe.execute(raise_on_error=False)[:1])[0]
         return values
 
     def put(self, items: Sequence[tuple[bytes, bytes]]) -> list[bool]:
         with self._server.pipeline(transaction=False) as pipe:
             for key, value in items:
                 pipe.set(_PREFIX + key, value, ex=self._ttl_s)
-            return [bool(answer) for answer in pipe.execute()]
+            answers = pipe.execute(raise_on_error=False)
+        if not any(answer is True for answer in answers):
+            _checked(answers)
+        return [answer is True for answer in answers]
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
         with self._server.pipeline(transaction=False) as pipe:
@@ -64,10 +68,19 @@ class Redis:
                     pipe.exists(_PREFIX + key)
                 else:
                     pipe.expire(_PREFIX + key, self._ttl_s)
-            return [bool(answer) for answer in pipe.execute()]
+            return [bool(answer) for answer in _checked(pipe.execute(raise_on_error=False))]
 
     def remove(self, keys: Sequence[bytes]) -> None:
         self._server.delete(*(_PREFIX + key for key in keys))
 
     def close(self) -> None:
         self._server.close()
+
+
+def _checked(answers: list[Any]) -> list[Any]:
+    """Raises the first that is an error: as the server said it, since the package's own would quote
+    keys and values, which have no place in a log."""
+    for answer in answers:
+        if isinstance(answer, Exception):
+            raise answer
+    return answers

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from manyroots.engine.client import PauseMode
 from manyroots.engine.process_client import ProcessClient
 from manyroots.errors import RequestError, UnavailableError
+from manyroots.ids import AdapterName
+from manyroots.messages import LoraReply
 from tests.tiny_adapters import TinyAdapters
 from tests.unit.engine.test_restarts import request, settings_of, started, tokens, until
 
@@ -42,8 +45,10 @@ async def test_g06_pause_sleep_and_wake(tmp_path: Path) -> None:
         await _is_resumed_while_a_pause_waits(client)
 
         running = await _running(client)
-        await client.sleep(PauseMode.ABORT)
+        load = await _asleep_with_a_load_under_way(client, tiny.path("all"))
         assert (await running)[-1] == "abort"
+        with pytest.raises(UnavailableError, match="put to sleep meanwhile"):
+            await load
         await until(lambda: client.pid is None or not Path(f"/proc/{client.pid}").exists())
         with pytest.raises(UnavailableError, match="asleep"):
             await tokens(client, None)
@@ -81,6 +86,24 @@ async def _is_resumed_while_a_pause_waits(client: ProcessClient) -> None:
         assert client.is_paused, "the engine is: that was asked last"
         assert (await client.update_weights("model")).error is None
     await client.resume()
+
+
+async def _asleep_with_a_load_under_way(
+    client: ProcessClient, path: str
+) -> asyncio.Task[LoraReply]:
+    """The last message before the engine is told to end: it would be answered by nobody."""
+    loads: list[asyncio.Task[LoraReply]] = []
+    real = client.pause
+
+    async def pause(mode: PauseMode) -> None:
+        await real(mode)
+        load = client.load_adapter(AdapterName("late"), path, is_pinned=False, in_place=False)
+        loads.append(asyncio.create_task(load))
+        await asyncio.sleep(0)
+
+    with mock.patch.object(client, "pause", pause):
+        await client.sleep(PauseMode.ABORT)
+    return loads[0]
 
 
 async def _running(client: ProcessClient) -> asyncio.Task[list[str]]:

@@ -18,7 +18,7 @@ from manyroots.kernels.tolerances import assert_close
 from manyroots.layers.moe import SparseMLP
 from manyroots.layers.weights.formats import Mxfp4Format
 from manyroots.models.decoder import Decoder
-from manyroots.models.load import refill
+from manyroots.models.load import refill, rehearse
 from manyroots.models.quantization import format_on
 from manyroots.models.source import resolve_source
 from manyroots.models.weight_bytes import weight_bytes
@@ -203,7 +203,9 @@ def test_q02_experts_in_4_bits_are_updated_in_place_from_such_a_checkpoint(tmp_p
     save_mxfp4(other, seed=6)
     model = load(one, "mxfp4")
     before = [m.words.clone() for m in experts_of(model)]
-    refill(model, resolve_source(ModelSettings(model=str(other))))
+    source = resolve_source(ModelSettings(model=str(other)))
+    rehearse(model, source)
+    refill(model, source)
     wanted = experts_of(load(other, "mxfp4"))
     assert all(
         torch.equal(m.words, w.words) for m, w in zip(experts_of(model), wanted, strict=True)
@@ -211,4 +213,4 @@ def test_q02_experts_in_4_bits_are_updated_in_place_from_such_a_checkpoint(tmp_p
     assert not torch.equal(before[0], wanted[0].words)
     save_tiny(tmp_path / "plain", "gpt-oss", hidden_size=64, intermediate_size=32)
     with pytest.raises(ModelError, match=r"is unquantized, .* give weights in MXFP4"):
-        refill(model, resolve_source(ModelSettings(model=str(tmp_path / "plain"))))
+        rehearse(model, resolve_source(ModelSettings(model=str(tmp_path / "plain"))))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import BinaryIO
 from unittest import mock
 
 import pytest
@@ -110,6 +112,47 @@ def test_t12_a_wrong_count_is_made_good_at_the_next_start(tmp_path: Path) -> Non
     assert files.exists([key(i) for i in range(4)]) == [True] * 4
 
 
+@pytest.mark.parametrize("gone", ["", "v1", "v1/aside", "v1/used", "v1/00"])
+def test_t12_a_folder_that_somebody_empties_is_written_to_again(tmp_path: Path, gone: str) -> None:
+    """T12: all of it, or what a cleaner of old files takes; the limit holds as before."""
+    folder = tmp_path / "kv"
+    files = Files(folder, 4 * ROOM)
+    files.put([(key(i), value(i)) for i in range(3)])
+    lost = folder / gone
+    lost.unlink() if lost.is_file() else shutil.rmtree(lost)
+    assert files.put([(key(3), value(3))]) == [True]
+    assert files.get([key(3)], SIZE) == [value(3)]
+    assert files.put([(key(i), value(i)) for i in range(4, 12)]) == [True] * 8
+    assert used(folder) <= 4 * ROOM
+    files.remove([key(11)])
+    assert files.exists([key(11)]) == [False]
+
+
+def test_t12_a_lock_on_a_file_that_is_gone_is_nobodys(tmp_path: Path) -> None:
+    """T12: whoever waits for it takes the one that everybody else sees."""
+    one, other = Files(tmp_path, None), Files(tmp_path, None)
+    with one._locked():
+        opened, real = [], Files._open_used
+
+        def open_used(files: Files) -> BinaryIO:
+            opened.append(real(files))
+            if len(opened) == 1:  # it waits for the lock, and the folder is emptied meanwhile
+                shutil.rmtree(tmp_path / "v1")
+            return opened[-1]
+
+        with mock.patch.object(Files, "_open_used", open_used), other._locked():
+            assert os.path.samestat(os.fstat(opened[-1].fileno()), other._used.stat())
+    assert len(opened) == 2
+
+
+def test_t12_what_is_no_file_is_not_counted(tmp_path: Path) -> None:
+    """T12: and does not keep others from being removed."""
+    files = Files(tmp_path, 3 * ROOM)
+    (tmp_path / "v1" / "00" / "not-ours").mkdir(parents=True)
+    assert files.put([(key(i), value(i)) for i in range(6)]) == [True] * 6
+    assert files.exists([key(5)]) == [True]
+
+
 @needs_redis
 def test_t02_redis_keeps_what_it_is_given(tmp_path: Path) -> None:
     """T02: with a password, and for as long as was said."""
@@ -123,6 +166,51 @@ def test_t02_redis_keeps_what_it_is_given(tmp_path: Path) -> None:
         assert wrong is not None
         with pytest.raises(Exception, match="authenticate"):
             wrong.get([key(0)], SIZE)
+        backend.close()
+    finally:
+        server.stop()
+
+
+@needs_redis
+def test_t02_a_full_redis_says_so_without_what_it_was_given(tmp_path: Path) -> None:
+    """T02: keys and values are the prompts of users in another form, and have no place in a log."""
+    import redis
+
+    server = RedisServer(tmp_path)
+    try:
+        with redis.Redis(port=server.port) as admin:
+            backend = open_backend(TierSettings(kv_storage=server.url))
+            assert backend is not None
+            admin.config_set("maxmemory", 1)
+            with pytest.raises(Exception, match="maxmemory") as caught:
+                backend.put([(key(i), b"secret" * 200) for i in range(3)])
+            assert "secret" not in str(caught.value)
+            assert "manyroots:1:" not in str(caught.value)
+            admin.config_set("maxmemory", 0)
+            assert backend.put([(key(1), value(1))]) == [True]
+            backend.close()
+    finally:
+        server.stop()
+
+
+@needs_redis
+def test_t02_a_redis_that_can_only_be_read_is_read(tmp_path: Path) -> None:
+    """T02: a replica, which refuses to move the end of a value's time."""
+    import redis
+
+    server = RedisServer(tmp_path)
+    try:
+        backend = open_backend(TierSettings(kv_storage=server.url, kv_storage_ttl_s=30))
+        assert backend is not None
+        backend.put([(key(1), value(1))])
+        with redis.Redis(port=server.port) as admin:
+            admin.acl_setuser(
+                "default", enabled=True, nopass=True, keys="*", reset=True,
+                commands=["+@all", "-expire", "-set"],
+            )  # fmt: skip
+        assert backend.get([key(1), key(2)], SIZE) == [value(1), None]
+        with pytest.raises(Exception, match="no permissions"):
+            backend.put([(key(2), value(2))])
         backend.close()
     finally:
         server.stop()

@@ -34,7 +34,9 @@ class ControlDone(msgspec.Struct, kw_only=True):
 
 
 async def pause(request: Request) -> Response:
-    await _engine(request).pause(_mode(request, PauseMode.ABORT))
+    engine, mode = _engine(request), _mode(request, PauseMode.ABORT)
+    server_of(request).num_pauses += 1
+    await engine.pause(mode)
     return json_response(ControlDone(message="paused"))
 
 
@@ -64,15 +66,16 @@ async def update_weights(request: Request) -> Response:
         request, UpdateWeightsRequest, max_bytes=server.settings.max_body_bytes
     )
     engine = _engine(request)
-    was_paused = engine.is_paused
     mode = PauseMode.ABORT if body.abort_all_requests else PauseMode.WAIT
-    if not was_paused:
-        await engine.pause(mode)
-    try:
-        reply = await engine.update_weights(body.model_path)
-    finally:
+    async with server.updating:
+        was_paused, num_pauses = engine.is_paused, server.num_pauses
         if not was_paused:
-            await engine.resume()
+            await engine.pause(mode)
+        try:
+            reply = await engine.update_weights(body.model_path)
+        finally:
+            if not was_paused and server.num_pauses == num_pauses:
+                await engine.resume()
     return json_response(ControlDone(message="updated", freed_pages=reply.num_pages))
 
 

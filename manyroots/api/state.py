@@ -6,6 +6,7 @@ draining; an engine that is dead, or being started again, shows through the engi
 
 from __future__ import annotations
 
+import asyncio
 import enum
 import random
 import time
@@ -133,6 +134,10 @@ class ServerState:
         self.settings = settings
         self.loaded: Service | None = None
         self.is_draining = False
+        self.updating = asyncio.Lock()
+        """Held by whoever gives the model other weights: one after the other."""
+        self.num_pauses = 0
+        """That were asked for, so that none is ended by somebody else's update."""
         self.read_timeouts: Tally[str] = Tally({"headers": 0, "body": 0})
         """Requests that were given up half sent, by what was missing."""
 

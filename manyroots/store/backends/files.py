@@ -82,7 +82,7 @@ class Files:
     def _read(self, path: Path, num_bytes: int) -> Value | None:
         try:
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
+        except (FileNotFoundError, PermissionError):  # not there, or another user's own
             return None
         try:
             value = bytearray(num_bytes + 1)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from manyroots.messages import ControlReply
 from tests.unit.api.harness import Harness, error_of
 
 pytestmark = pytest.mark.anyio
@@ -48,6 +51,45 @@ async def test_g06_weights_are_updated_in_a_pause() -> None:
     harness.engine.controls.clear()
     await harness.post("/update_weights_from_disk", body, headers=ADMIN)
     assert harness.engine.controls == ["update step-2"], "a pause that was there stays"
+
+
+async def test_g06_updates_at_once_come_one_after_the_other() -> None:
+    """G06: the second would find a pause that is the first one's, and not there yet."""
+    harness = Harness(admin_key="a")
+    engine = harness.engine
+    real = engine.update_weights
+
+    async def update(path: str) -> ControlReply:
+        await asyncio.sleep(0.01)
+        return await real(path)
+
+    with mock.patch.object(engine, "update_weights", update):
+        async with harness.client as client:
+            asked = [
+                client.post("/update_weights", json={"model_path": path}, headers=ADMIN)
+                for path in ("one", "two")
+            ]
+            assert [answer.status_code for answer in await asyncio.gather(*asked)] == [200, 200]
+    assert engine.controls == [
+        "pause wait", "update one", "resume", "pause wait", "update two", "resume",
+    ]  # fmt: skip
+
+
+async def test_g06_an_update_does_not_end_a_pause_that_was_asked_for_meanwhile() -> None:
+    harness = Harness(admin_key="a")
+    engine = harness.engine
+    async with harness.client as client:
+
+        async def update(path: str) -> ControlReply:
+            await client.post("/pause?mode=keep", headers=ADMIN)
+            return ControlReply(1)
+
+        with mock.patch.object(engine, "update_weights", update):
+            body = {"model_path": "one"}
+            answer = await client.post("/update_weights", json=body, headers=ADMIN)
+    assert answer.status_code == 200
+    assert engine.controls == ["pause wait", "pause keep"]
+    assert engine.is_paused
 
 
 async def test_g06_modes_and_states() -> None:

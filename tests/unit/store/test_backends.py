@@ -145,6 +145,21 @@ def test_t12_a_lock_on_a_file_that_is_gone_is_nobodys(tmp_path: Path) -> None:
     assert len(opened) == 2
 
 
+def test_t02_a_file_that_only_its_owner_may_read_is_missing(tmp_path: Path) -> None:
+    """T02: of a server that runs as another user; the rest of a batch is read."""
+    files = Files(tmp_path, None)
+    files.put([(key(i), value(i)) for i in range(2)])
+    real = os.open
+
+    def denied(path: Path, *rest: int) -> int:
+        if path == files._path(key(0)):
+            raise PermissionError(13, "Permission denied")
+        return real(path, *rest)
+
+    with mock.patch.object(os, "open", denied):
+        assert files.get([key(0), key(1)], SIZE) == [None, value(1)]
+
+
 def test_t12_what_is_no_file_is_not_counted(tmp_path: Path) -> None:
     """T12: and does not keep others from being removed."""
     files = Files(tmp_path, 3 * ROOM)

@@ -58,6 +58,7 @@ TURNS = (
     "property/test_adapter_turns.py::test_l07_a_stream_pauses_for_a_stated_number_of_steps_at_most"
 )
 WINDOWS = "unit/cache/test_window_eviction.py::"
+CONFIGS = "property/test_config_fields.py::"
 GRAMMAR = "unit/grammar/test_grammar_rows.py::"
 ANSWERS = "unit/text/test_chat_output.py::"
 RESPONSES = "unit/api/test_responses_route.py::"
@@ -68,6 +69,37 @@ ORDER = "test_l08_the_order_of_a_policy_holds_across_adapters_and_tenants"
 HASHES = "test_n17_plans_and_victims_do_not_depend_on_the_hashes_of_a_process"
 
 MUTATIONS: tuple[Mutation, ...] = (
+    # Configs and adapters of strangers
+    Mutation(
+        "models/fields.py",
+        "lambda value: value is True,\n",
+        "lambda value: type(value) is bool,\n",
+        "a model that sees what follows is served as if it did not",
+        (f"{CONFIGS}test_f01_each_value_of_a_field_is_transformers_or_refused_by_name",),
+    ),
+    Mutation(
+        "models/weights/safetensors.py",
+        "    if (folder / SINGLE_FILE).is_file():\n",
+        "    if not (folder / INDEX_FILE).is_file():\n",
+        "an index that is left over goes before the file that transformers reads",
+        ("unit/models/test_model_loading.py::test_shards_load_as_one_file_does",),
+    ),
+    Mutation(
+        "lora/files/layout.py",
+        "if config.layers is not None and (layer is None or int(layer[1]) not in config.layers):",
+        "if config.layers is not None and layer is None:",
+        "weights of layers that PEFT leaves alone are used",
+        (
+            "unit/lora/test_adapter_files_refused.py::test_w12_weights_that_peft_would_not_use_are_refused",
+        ),
+    ),
+    Mutation(
+        "models/spec.py",
+        '"gelu_new": "gelu_pytorch_tanh"',
+        '"gelu_new": "gelu"',
+        "an activation of another name is another one",
+        ("unit/models/test_model_spec.py::test_activations_go_by_all_their_names",),
+    ),
     # Structured output, tools and reasoning
     Mutation(
         "grammar/rows.py",

@@ -64,8 +64,9 @@ def rope_frequencies(
         dim = int(head_dim * turned)
         if dim % 2:
             raise ModelError(
-                f"the model rotates {turned} of heads of {head_dim} dimensions, that is {dim}; "
-                "they are turned in pairs, so it must be an even number. Check its config.json."
+                f"the model's partial_rotary_factor is {turned} and its head_dim {head_dim}, so "
+                f"that it rotates {dim} dimensions of each head; they are turned in pairs, so it "
+                "must be an even number. Check its config.json."
             )
         exponents = torch.arange(0, dim, 2, dtype=torch.float) / dim
         frequencies, scaling = 1.0 / (parameters["rope_theta"] ** exponents), 1.0

@@ -98,6 +98,11 @@ FIELDS: dict[str, Field] = {
     "hidden_activation": _NAME,
     "query_pre_attn_scalar": _POSITIVE,
     "swiglu_limit": _POSITIVE,
+    # Transformers' masks follow it, of whatever model: embedders made of decoders say false.
+    "is_causal": (
+        "true: what sees the tokens behind it can't generate",
+        lambda value: value is True,
+    ),
     "tie_word_embeddings": _FLAG,
     "attention_bias": _FLAG,
     "mlp_bias": _FLAG,
@@ -169,6 +174,12 @@ FIELDS: dict[str, Field] = {
         "a number above 0, or null", lambda value: value > 0, or_none=True
     ),
 }
+
+WRITTEN_FIELDS: dict[str, Field] = FIELDS | {
+    "per_layer_config": ("empty: layers that differ here are told by layer_types", lambda v: not v),
+    "transformers_weights": ("absent: weights are read from the usual files", lambda v: v is None),
+}
+"""Those of a config.json: some have another meaning once transformers has read them."""
 
 _POSITIVE_OR_NONE = _number("a number above 0, or null", lambda value: value > 0, or_none=True)
 ROPE_FIELDS: dict[str, Field] = {

@@ -19,6 +19,7 @@ from manyroots.errors import ConfigError, ModelError
 from manyroots.kernels.blocks import can_multiply_blocks, pack_blocks
 from manyroots.kernels.fp8_rows import Fp8Form, in_fp8
 from manyroots.layers.weights.formats import Fp8Format, Mxfp4Format, WeightFormat
+from manyroots.models.fields import shown
 from manyroots.models.source import ModelSource, SourceKind
 
 FP8 = "fp8"
@@ -162,8 +163,19 @@ def _stored(said: dict[str, Any], config: Any) -> WeightFormat:
     )
 
 
+_CHANGES_PRODUCTS = ("transform_config", "sparsity_config")
+"""Of compressed-tensors: weights that were turned, whose inputs must be, too; or left out."""
+
+
 def _compressed(said: dict[str, Any]) -> Fp8Format:
     """All groups of layers must have the same kind of FP8 weights."""
+    for name in _CHANGES_PRODUCTS:
+        value = said.get(name)
+        if value and value != {"format": "dense"}:
+            raise ModelError(
+                f"the checkpoint is quantized (compressed-tensors) with a {name} ({shown(value)}), "
+                "which this version does not compute. Use a checkpoint without it."
+            )
     kinds = set()
     for group in (said.get("config_groups") or {}).values():
         weights = group.get("weights") or {}

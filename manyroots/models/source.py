@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import json
+import logging
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +18,15 @@ from transformers import AutoConfig, PretrainedConfig
 from manyroots.config import ModelSettings
 from manyroots.errors import ModelError
 from manyroots.models import gguf_config
-from manyroots.models.fields import TOKENS, check_fields
+from manyroots.models.fields import TOKENS, WRITTEN_FIELDS, check_fields
 from manyroots.models.hub import download_folder
 from manyroots.models.packaged import PACKAGED, packaged_model_path
 from manyroots.models.weights.gguf_file import GGUFFile
 
+logger = logging.getLogger(__name__)
+
 MAX_CONFIG_BYTES = 16 << 20
+_OF_ADAPTERS = "adapter_config.json"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
@@ -73,6 +77,11 @@ def _local(path: Path, name: str, settings: ModelSettings) -> ModelSource:
     if file is not None:
         return _from_gguf(file, name)
     if not (path / "config.json").is_file():
+        if (path / _OF_ADAPTERS).is_file():
+            raise ModelError(
+                f"{path} holds an adapter and no model; pass the model that it was trained for "
+                f"with --model, and this folder with --lora-modules NAME={path}."
+            )
         raise ModelError(
             f"{path} has neither a config.json nor exactly one .gguf file; point --model at a "
             "model's folder or at the .gguf file itself."
@@ -114,11 +123,16 @@ def _from_gguf(path: Path, name: str) -> ModelSource:
 def _from_folder(path: Path, name: str) -> ModelSource:
     file, generation_file = path / "config.json", path / "generation_config.json"
     generation = _read_json(generation_file)
+    if (path / _OF_ADAPTERS).is_file():
+        logger.warning(
+            "%s holds an adapter beside the model (%s), which is not applied; pass it with "
+            "--lora-modules, or remove it.", path, _OF_ADAPTERS,
+        )  # fmt: skip
     check_fields(generation, str(generation_file), {"eos_token_id": TOKENS})
     written = _read_json(file)
-    check_fields(written, str(file))
+    check_fields(written, str(file), WRITTEN_FIELDS)
     if isinstance(written.get("text_config"), dict):
-        check_fields(written["text_config"], f"the text_config of {file}")
+        check_fields(written["text_config"], f"the text_config of {file}", WRITTEN_FIELDS)
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         text = config.get_text_config()

@@ -30,6 +30,15 @@ ACTIVATIONS = {
     "relu": Activation.RELU,
 }
 """By their names in configs."""
+_OTHER_NAMES = {
+    "swish": "silu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_pytorch_tanh",
+    "gelu_fast": "gelu_pytorch_tanh",
+    "gelu_accurate": "gelu_pytorch_tanh",
+    "gelu_python_tanh": "gelu_pytorch_tanh",
+}
+"""What transformers also calls them; some compute the same in more steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +152,7 @@ class ConfigReader:
         """By the one field that the architecture's config has for it; others are of no account."""
         field = "hidden_act" if hasattr(type(self.text), "hidden_act") else "hidden_activation"
         name = getattr(self.text, field)
+        name = _OTHER_NAMES.get(name, name)
         if name not in ACTIVATIONS:
             raise ModelError(
                 f"the model's {field} is {name!r}; this version computes {', '.join(ACTIVATIONS)}."

@@ -36,6 +36,10 @@ class AdapterConfig:
     """Names or endings of names; None where the file has an expression or nothing."""
     is_partial: bool
     """Some of the modules that `target_modules` names were left out on purpose."""
+    layers: tuple[int, ...] | None
+    """Those that were trained; None: all, or the file says it otherwise."""
+    excluded: tuple[str, ...]
+    """Names or endings of names of modules that were not."""
     target_parameters: tuple[str, ...]
     """Stacked weights of experts that were trained as parameters."""
     invocation_tokens: tuple[int, ...] | None
@@ -107,6 +111,8 @@ def parse_config(fields: Mapping[str, Any]) -> AdapterConfig:
         alphas=Patterns("alpha_pattern", _pattern(fields, "alpha_pattern", _alpha)),
         target_modules=_target_modules(fields.get("target_modules")),
         is_partial=any(fields.get(name) not in (None, [], "") for name in left_out),
+        layers=_layers(fields.get("layers_to_transform")),
+        excluded=_excluded(fields.get("exclude_modules")),
         target_parameters=_strings("target_parameters", fields.get("target_parameters") or []),
         invocation_tokens=_invocation_tokens(fields.get("alora_invocation_tokens")),
         base_model=_base_model(fields.get("base_model_name_or_path")),
@@ -190,6 +196,22 @@ def _invocation_tokens(value: Any) -> tuple[int, ...] | None:
             "at least one."
         )
     return tuple(value)
+
+
+def _layers(value: Any) -> tuple[int, ...] | None:
+    if value is None or value == []:
+        return None
+    found = value if isinstance(value, list) else [value]
+    if not all(type(layer) is int for layer in found):
+        raise AdapterError(
+            f"layers_to_transform is {repr(value)[:100]}; it must be a layer or a list of layers."
+        )
+    return tuple(found)
+
+
+def _excluded(value: Any) -> tuple[str, ...]:
+    """An expression says nothing of what is in the file."""
+    return () if value is None or isinstance(value, str) else _strings("exclude_modules", value)
 
 
 def _base_model(value: Any) -> str | None:

@@ -77,6 +77,18 @@ def _of_text(module: str) -> str:
     return module
 
 
+def spellings(module: str) -> list[str]:
+    """What a module of the text model may be called where an adapter was made, its name here
+    first."""
+    found = [module]
+    for older, now in _OLDER_NAMES.items():
+        if module.endswith(now):
+            found.append(module.removesuffix(now) + older)
+    for spelled, own in _LANGUAGE_MODEL.items():
+        found += [spelled + name.removeprefix(own) for name in found if name.startswith(own)]
+    return found
+
+
 def refuse_key(name: str) -> AdapterError:
     """For a tensor that is neither."""
     for part, reason in _KNOWN_PARTS.items():

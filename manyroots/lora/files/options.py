@@ -74,6 +74,7 @@ _REFUSED = {
 
 _INITS_THAT_CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """The adapter is a difference to base weights that its start has changed."""
+_OTHER_INITS = ("gaussian", "eva", "orthogonal", "mica")
 
 
 def refuse_unsupported(fields: Mapping[str, Any]) -> None:
@@ -108,6 +109,11 @@ def _refuse_changed_base(init: Any) -> None:
             f"init_lora_weights is {_short(init)}: training began by changing the base weights, so "
             "on the base model itself this adapter would compute something else. Save it "
             "converted (PEFT: save_pretrained with path_initial_model_for_weight_conversion)."
+        )
+    if not (init is None or isinstance(init, bool)) and str(init).lower() not in _OTHER_INITS:
+        raise AdapterError(
+            f"init_lora_weights is {_short(init)}, and this version does not know whether that "
+            "changes the base weights. If it does not, set it to true in the config."
         )
 
 

@@ -46,7 +46,10 @@ def _of_file(file: Path, endings: tuple[str, ...] | None) -> Iterator[tuple[str,
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that make up the checkpoint; they all exist."""
+    """The files that make up the checkpoint; they all exist. Where there are both, the single file
+    counts, as for transformers: an index beside it is left over."""
+    if (folder / SINGLE_FILE).is_file():
+        return [folder / SINGLE_FILE]
     index = folder / INDEX_FILE
     if index.is_file():
         files = [folder / name for name in _shards(index)]
@@ -57,8 +60,6 @@ def weight_files(folder: Path) -> list[Path]:
                 "copy the missing files."
             )
         return files
-    if (folder / SINGLE_FILE).is_file():
-        return [folder / SINGLE_FILE]
     raise ModelError(_nothing_to_load(folder))
 
 

@@ -236,7 +236,33 @@ def test_w12_a_module_that_the_config_trains_and_the_file_lacks_is_refused(folde
 
     rewrite_weights(folder, lose)
     refused(folder, "layers.0.self_attn.q_proj, for which the file has no weights")
-    rewrite_config(folder, layers_to_transform=[1])
+    rewrite_config(folder, exclude_modules=["layers.0.self_attn.q_proj"])
+    read_adapter(folder, DENSE, max_rank=16, dtype=torch.float32, vocab_size=64)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"target_modules": ["k_proj", "v_proj", "o_proj", "lm_head", "embed_tokens"]},
+        {"exclude_modules": ["self_attn.q_proj"]},
+        {"layers_to_transform": [1]},
+        {"layers_to_transform": 1},
+    ],
+    ids=lambda option: next(iter(option)),
+)
+def test_w12_weights_that_peft_would_not_use_are_refused(
+    folder: Path, option: dict[str, Any]
+) -> None:
+    """W12: of modules that the config leaves out; used all the same, they would change answers."""
+    rewrite_config(folder, **option)
+    refused(folder, "the file has weights for .*which its config leaves out")
+
+
+def test_w12_a_start_that_nobody_here_knows_is_refused(folder: Path) -> None:
+    """W12: it may have changed the base weights, as PiSSA does."""
+    rewrite_config(folder, init_lora_weights="an_init_of_tomorrow")
+    refused(folder, "init_lora_weights is 'an_init_of_tomorrow'.*changes the base weights")
+    rewrite_config(folder, init_lora_weights="orthogonal")
     read_adapter(folder, DENSE, max_rank=16, dtype=torch.float32, vocab_size=64)
 
 

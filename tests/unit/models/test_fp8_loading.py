@@ -53,6 +53,12 @@ def by_block(weight: Tensor) -> tuple[Tensor, Tensor]:
     return data, scales
 
 
+OTHER_METHODS = (
+    "aqlm", "auto-round", "awq", "bitnet", "bitsandbytes", "eetq", "fpquant", "gptq", "higgs",
+    "hqq", "modelopt", "quanto", "quark", "spqr", "torchao", "vptq",
+)  # fmt: skip
+
+
 def compressed(strategy: str, **more: Any) -> dict[str, Any]:
     weights = {"num_bits": 8, "type": "float", "strategy": strategy, **more}
     return {
@@ -237,6 +243,9 @@ def test_q01_a_checkpoint_that_is_not_whole_is_refused_by_name(
         (compressed("channel", num_bits=4), "4 bits"),
         (compressed("group"), "'group'"),
         ({"quant_method": "compressed-tensors", "config_groups": {}}, "several ways"),
+        ({**compressed("channel"), "transform_config": {"config_groups": {"R1": {}}}}, "transform"),
+        ({**compressed("channel"), "sparsity_config": {"format": "sparse-24"}}, "sparsity_config"),
+        *(({"quant_method": name}, name) for name in OTHER_METHODS),
     ],
 )
 def test_q01_other_kinds_are_refused_by_name(

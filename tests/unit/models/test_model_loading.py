@@ -44,6 +44,12 @@ def test_shards_load_as_one_file_does(folder: Path) -> None:
     sharded = tensors_of(load_tiny(folder))
     assert all(torch.equal(whole[name], sharded[name]) for name in whole)
 
+    # Of a folder with both, transformers reads the single file.
+    save_file({name: tensor * 2 for name, tensor in tensors.items()}, folder / SINGLE_FILE)
+    doubled = tensors_of(load_tiny(folder))
+    assert all(torch.equal(whole[name] * 2, doubled[name]) for name in whole)
+    (folder / SINGLE_FILE).unlink()
+
     (folder / "two.safetensors").unlink()
     with pytest.raises(ModelError, match=r"two\.safetensors.*copy the missing files"):
         load_tiny(folder)
@@ -51,6 +57,7 @@ def test_shards_load_as_one_file_does(folder: Path) -> None:
 
 @pytest.mark.parametrize("text", ["{", "{}", '{"weight_map": {"a": "../../secret"}}'])
 def test_a_broken_or_hostile_index_is_refused(folder: Path, text: str) -> None:
+    (folder / SINGLE_FILE).unlink()
     (folder / INDEX_FILE).write_text(text)
     with pytest.raises(ModelError, match=r"index\.json"):
         load_tiny(folder)

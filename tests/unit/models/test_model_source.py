@@ -131,3 +131,18 @@ def test_a_packaged_models_name_means_its_file(
     monkeypatch.setattr(source, "packaged_model_path", {name: file}.__getitem__)
     found = resolve(name)
     assert (found.path, found.name) == (file, name)
+
+
+def test_an_adapters_folder_is_told_from_a_models(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"holds an adapter and no model.*--lora-modules"):
+        resolve(tmp_path)
+
+
+def test_an_adapter_beside_a_model_is_said_to_be_left_out(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Transformers would apply it."""
+    (folder / "adapter_config.json").write_text("{}")
+    resolve(folder)
+    assert "adapter beside the model" in caplog.text

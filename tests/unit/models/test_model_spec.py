@@ -9,19 +9,22 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 from transformers import Qwen3MoeForCausalLM
+from transformers.activations import ACT2FN
 
 from manyroots.config import ModelSettings
 from manyroots.errors import ModelError
 from manyroots.kernels.activation.kinds import Activation
 from manyroots.kernels.moe_pairs.routing import Scoring
 from manyroots.layers.rotary import rope_frequencies
-from manyroots.layers.spec import ExpertsSpec
+from manyroots.layers.spec import DenseSpec, ExpertsSpec
 from manyroots.models.families import families
 from manyroots.models.load import describe
 from manyroots.models.registry import ARCHITECTURES, architecture_of, known_architecture
 from manyroots.models.source import resolve_source
-from manyroots.models.spec import ModelSpec
+from manyroots.models.spec import ACTIVATIONS, ModelSpec
 from tests.unit.models.tiny import LLAMA3, WINDOW, tiny_config, tiny_source, tiny_spec
 
 
@@ -221,3 +224,26 @@ def test_a_config_without_architectures_goes_by_its_model_type() -> None:
     config = tiny_config("qwen3-moe")
     config.architectures = None
     assert architecture_of(config) == "Qwen3MoeForCausalLM"
+
+
+@pytest.mark.parametrize("name", sorted(ACT2FN))
+def test_activations_go_by_all_their_names(name: str) -> None:
+    """Those that transformers computes alike are one here; the others are refused by name."""
+    x = torch.linspace(-15, 15, 97)
+    alike = [
+        known
+        for known in ACTIVATIONS
+        if torch.allclose(compute(known, x), compute(name, x), atol=1e-5)
+    ]
+    if not alike:
+        with pytest.raises(ModelError, match=f"hidden_act is '{name}'"):
+            tiny_spec(hidden_act=name)
+        return
+    block = tiny_spec(hidden_act=name).layers[0].feed_forward
+    assert isinstance(block, DenseSpec)
+    assert block.activation is ACTIVATIONS[alike[0]]
+
+
+def compute(name: str, x: Tensor) -> Tensor:
+    values: Tensor = ACT2FN[name](x)
+    return values.detach()

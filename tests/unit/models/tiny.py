@@ -234,24 +234,30 @@ def save_tiny(
     config = tiny_config(kind, **changes)
     model: PreTrainedModel = MODELS[kind][1]._from_config(config, attn_implementation="eager")
     model.eval()
-    with torch.no_grad():
-        # Biases and norms start as zeros and ones, which would hide that they are not read.
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                parameter.normal_(std=0.2)
-            elif "norm" in name:
-                is_centred = kind in ZERO_CENTRED and "linear_attn" not in name
-                parameter.normal_(mean=0.0 if is_centred else 1.0, std=0.2)
-            elif name.endswith(".A_log"):
-                parameter.normal_(mean=-3.0, std=0.5)  # so that states remember hundreds of tokens
-            elif name.endswith(".D"):
-                parameter.normal_(std=0.5)
-            elif name.endswith("sinks"):
-                parameter.normal_(std=2.0)
-            elif name.endswith("experts.gate_up_proj") and kind == "gpt-oss":
-                parameter.mul_(5.0)  # so that some are cut off
+    randomise(model, kind, torch.default_generator)  # seeded above
     model.save_pretrained(folder)
     return model
+
+
+@torch.no_grad()
+def randomise(model: PreTrainedModel, kind: str, rng: torch.Generator) -> None:
+    """Numbers that show whether they are read: biases and norms start as zeros and ones, which
+    would hide it."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.normal_(std=0.2, generator=rng)
+        elif "norm" in name:
+            is_centred = kind in ZERO_CENTRED and "linear_attn" not in name
+            parameter.normal_(mean=0.0 if is_centred else 1.0, std=0.2, generator=rng)
+        elif name.endswith(".A_log"):
+            # So that states remember hundreds of tokens.
+            parameter.normal_(mean=-3.0, std=0.5, generator=rng)
+        elif name.endswith(".D"):
+            parameter.normal_(std=0.5, generator=rng)
+        elif name.endswith("sinks"):
+            parameter.normal_(std=2.0, generator=rng)
+        elif name.endswith("experts.gate_up_proj") and kind == "gpt-oss":
+            parameter.mul_(5.0)  # so that some are cut off
 
 
 def load_tiny(

@@ -46,9 +46,11 @@ def name_fault(name: str) -> str | None:
         )
     if not name.isprintable() or name != name.strip():
         return f"the adapter name {name!r} has blanks around it or control characters; remove them."
-    if "/" in name or "\\" in name or ".." in name or name == ".":
+    # A slash is part of a hub's names, as in team/adapter.
+    if "\\" in name or ".." in name or {"", "."} & set(name.split("/")):
         return (
-            f"the adapter name {name!r} reads like a path; use letters, digits, '-', '_' and '.'."
+            f"the adapter name {name!r} reads like a path; use letters, digits, '-', '_' and '.', "
+            "and '/' between them."
         )
     return None
 

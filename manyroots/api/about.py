@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -70,6 +71,8 @@ async def list_models(request: Request) -> Response:
 
 
 async def show_model(request: Request) -> Response:
+    if not request.path_params["name"]:
+        raise HTTPException(404)  # a slash too many
     service = server_of(request).service
     name = service.adapters.resolve(request.path_params["name"])
     adapter = None if name is None else service.adapters.get(name)

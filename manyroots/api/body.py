@@ -20,7 +20,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 
-from manyroots.api.requests import ResponseFormat
+from manyroots.api.requests import ELSEWHERE, ResponseFormat
 from manyroots.errors import RequestError, TooLargeError
 
 T = TypeVar("T")
@@ -90,7 +90,7 @@ def parse_request(body: bytes, kind: type[T]) -> T:
         value = _parse(body)
         if _SURROGATE.search(body) or _CONSTANT.search(body):
             _refuse_unusable(value, "")
-        return msgspec.convert(_without_unknown_nulls(value, kind), kind)
+        return msgspec.convert(_fitted(value, kind), kind)
     except RecursionError as error:
         raise RequestError(
             "The body is nested too deeply; no request needs more than a few levels.", field=None
@@ -126,28 +126,40 @@ def _parse(body: bytes) -> Any:
         raise RequestError(f"The body holds too long a number: {error}.", field=None) from error
 
 
-def _without_unknown_nulls(value: Any, kind: Any) -> Any:
+def _fitted(value: Any, kind: Any) -> Any:
     """A body without fields that are null and mean nothing here: clients send those of every server
-    that they know. The same for the objects inside that have a shape of their own."""
+    that they know. Whole numbers are integers, however they are written: some languages write 4 as
+    4.0. The same for the objects inside that have a shape of their own."""
     if not isinstance(value, dict):
         return value
     known = _shapes(kind)
     return {
-        name: item if known.get(name) is None else _without_unknown_nulls(item, known[name])
+        name: _whole(item) if known.get(name) is int else _fitted_inside(item, known.get(name))
         for name, item in value.items()
         if item is not None or name in known
     }
 
 
+def _fitted_inside(item: Any, kind: Any) -> Any:
+    return item if kind is None else _fitted(item, kind)
+
+
+def _whole(item: Any) -> Any:
+    if isinstance(item, list):
+        return [_whole(entry) for entry in item]
+    return int(item) if isinstance(item, float) and item.is_integer() else item
+
+
 @functools.cache
 def _shapes(kind: Any) -> dict[str, Any]:
-    """A struct's fields, each with the struct that it may hold or None."""
+    """A struct's fields, each with the struct that it may hold, `int` for integers, or None."""
     shapes: dict[str, Any] = {}
     for field in msgspec.structs.fields(kind):
         kinds = [field.type, *typing.get_args(field.type)]
         structs = [item for item in kinds if isinstance(item, type)]
         structs = [item for item in structs if issubclass(item, msgspec.Struct)]
-        shapes[field.encode_name] = structs[0] if structs else None
+        integers = {int, list[int]}.intersection(item for item in kinds if item is not Any)
+        shapes[field.encode_name] = structs[0] if structs else int if integers else None
     return shapes
 
 
@@ -212,7 +224,8 @@ def _explain(message: str) -> RequestError:
         if missing:
             remedy = _REMEDIES.get(name, "send it too")
             return RequestError(f"{name} is missing; {remedy}.", field=name)
-        return RequestError(f"Unrecognized request argument supplied: {name}", field=name)
+        hint = f"; {ELSEWHERE[name]}." if name in ELSEWHERE else ""
+        return RequestError(f"Unrecognized request argument supplied: {name}{hint}", field=name)
     if not where:
         return RequestError(f"The body is not a JSON object: {reason}.", field=None)
     return RequestError(f"{where} has the wrong type: {reason}.", field=where)

@@ -173,4 +173,7 @@ def _delta(event: ChatEvent) -> ChatDelta:
 
 
 def _logprobs(job: Job, request: ChatRequest, made: Collected | TextDelta) -> ChatLogprobs | None:
-    return chat_logprobs(job.service.tokenizer, made.logprobs) if request.logprobs else None
+    if not request.logprobs:
+        return None
+    by_id = request.return_tokens_as_token_ids
+    return chat_logprobs(job.service.tokenizer, made.logprobs, by_id=by_id)

@@ -273,7 +273,7 @@ def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
     """The prompts, one or many, each text or token ids."""
     prompt = request.prompt
     if prompt is None or prompt == []:
-        raise RequestError("prompt is missing or empty; give a text to complete.", field="prompt")
+        raise RequestError("prompt is missing or empty; give a text.", field="prompt")
     if isinstance(prompt, str):
         return [prompt]
     if _are_ids(prompt):

@@ -19,7 +19,14 @@ from manyroots.api.checks import is_only_echo, wanted_usage
 from manyroots.api.events import DONE, EventStream, answer, event
 from manyroots.api.generation import Batch, Collected, UsageCount, collect, generate
 from manyroots.api.jobs import Job, completion_job
-from manyroots.api.logprobs import completion_logprobs, echoed_logprobs, joined, prompt_logprobs
+from manyroots.api.logprobs import (
+    Naming,
+    completion_logprobs,
+    echoed_logprobs,
+    joined,
+    naming,
+    prompt_logprobs,
+)
 from manyroots.api.requests import CompletionRequest
 from manyroots.api.responses import Completion, CompletionChoice, CompletionLogprobs
 from manyroots.api.state import server_of
@@ -82,7 +89,10 @@ def _choice(
         choice.text = echoed + made.text
         if choice.logprobs is not None and request.logprobs is not None:
             prompt = job.submits[index].prompt
-            first = echoed_logprobs(job.service.tokenizer, prompt, echoed, scores, request.logprobs)
+            first = echoed_logprobs(
+                job.service.tokenizer, prompt, echoed, scores, request.logprobs,
+                _naming(job, request),
+            )  # fmt: skip
             choice.logprobs = joined(first, choice.logprobs, len(echoed))
     if request.prompt_logprobs is not None:
         choice.prompt_logprobs = prompt_logprobs(job.service.tokenizer, scores)
@@ -149,4 +159,8 @@ def _logprobs(
 ) -> CompletionLogprobs | None:
     if request.logprobs is None:
         return None
-    return completion_logprobs(job.service.tokenizer, made.logprobs, made.offsets)
+    return completion_logprobs(made.logprobs, made.offsets, _naming(job, request))
+
+
+def _naming(job: Job, request: CompletionRequest) -> Naming:
+    return naming(job.service.tokenizer, by_id=request.return_tokens_as_token_ids)

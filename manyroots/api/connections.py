@@ -11,6 +11,7 @@ its way from the application to the socket (see `ChunkWriter`).
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, cast
@@ -126,7 +127,8 @@ class _TimedProtocol(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """What is no HTTP gets an answer like every other error, if one can still be sent."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            self._send_error(HTTPException(400, f"{msg} Send HTTP/1.1 to this port."))
+            why = f"The request is no HTTP/1.1: {sys.exception() or msg}"
+            self._send_error(HTTPException(400, f"{why.rstrip('.')}; send HTTP/1.1 to this port."))
         self.transport.close()
 
     def _send_408(self) -> None:

@@ -44,7 +44,6 @@ async def embeddings(request: Request) -> Response:
 def _check(request: EmbeddingsRequest) -> None:
     remedies = {
         "dimensions": "a hidden state has no shorter form that means the same; remove it",
-        "truncate_prompt_tokens": "shorten the input",
         "messages": "send the text as input",
     }
     for name, remedy in remedies.items():
@@ -67,6 +66,7 @@ async def _job(server: ServerState, request: EmbeddingsRequest, web: Request) ->
         add_special_tokens=request.add_special_tokens,
         cache_salt=request.cache_salt,
         priority=request.priority,
+        truncate_prompt_tokens=request.truncate_prompt_tokens,
         lora_path=request.lora_path,
     )
     with renamed({"prompt": "input"}):
@@ -81,12 +81,13 @@ async def _job(server: ServerState, request: EmbeddingsRequest, web: Request) ->
 
 
 async def _whole(job: Job, request: EmbeddingsRequest) -> EmbeddingList:
-    reason = FinishReason.ERROR
+    reason = FinishReason.ABORT  # if its caller goes away
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(_vector(job, submit)) for submit in job.submits]
         reason = FinishReason.STOP
     except* Exception as errors:
+        reason = FinishReason.ERROR
         raise errors.exceptions[0] from None
     finally:
         job.watch.end(reason.value)
@@ -104,12 +105,13 @@ async def _whole(job: Job, request: EmbeddingsRequest) -> EmbeddingList:
 async def _vector(job: Job, submit: Submit) -> Floats:
     service = job.service
     timer = service.metrics.sequence(submit.request_id, len(submit.prompt), submit.adapter)
-    reason = FinishReason.ERROR
+    reason = FinishReason.ABORT
     outputs = cast(Outputs, service.engine.generate(submit))
     try:
         async with aclosing(outputs):
             async for output in outputs:
                 if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+                    reason = output.finish_reason
                     raise failure_of(output)
                 timer.tokens(len(output.tokens))
                 if output.notice is not None and output.notice.hidden:

@@ -147,7 +147,36 @@ def _hint(request: Request) -> str:
     if (flags := app.state.switched_off.get(path)) is not None:
         return f"; start the server with {flags}."
     meant = _meant(path, [getattr(route, "path", "") for route in app.routes])
-    return f"; did you mean {meant}?" if meant else "."
+    if meant:
+        return f"; did you mean {meant}?"
+    instead = next((said for start, said in _INSTEAD.items() if path.startswith(start)), None)
+    return f"; {instead}." if instead else "; /docs lists what there is."
+
+
+_NOT_STORED = "nothing is stored here: send whole conversations, and keep answers yourself"
+_TEXT_ALONE = "this server's models read and write text alone"
+_INSTEAD = {
+    "/v1/responses/": _NOT_STORED,
+    "/v1/chat/completions/": _NOT_STORED,
+    "/v1/conversations": _NOT_STORED,
+    "/v1/assistants": _NOT_STORED,
+    "/v1/threads": _NOT_STORED,
+    "/v1/files": _NOT_STORED,
+    "/v1/batches": "send the requests themselves; they are batched as they come",
+    "/v1/messages/batches": "send the requests themselves; they are batched as they come",
+    "/v1/audio": _TEXT_ALONE,
+    "/v1/images": _TEXT_ALONE,
+    "/v1/realtime": "stream from /v1/chat/completions or /v1/responses",
+    "/v1/engines/": "name the model in the body of /v1/completions",
+    "/openai/deployments/": "name the model in the body of /v1/chat/completions",
+    "/generate": "send prompts to /v1/completions",
+    "/inference/v1/generate": "send token ids as the prompt of /v1/completions",
+    "/api/generate": "send prompts to /v1/completions",
+    "/api/chat": "send messages to /v1/chat/completions",
+    "/api/tags": "GET /v1/models lists the models",
+    "/invocations": "send chats to /v1/chat/completions",
+}
+"""What stands here for routes that other servers have, by how they begin."""
 
 
 def _meant(path: str, known: Sequence[str]) -> str | None:

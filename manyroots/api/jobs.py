@@ -59,7 +59,7 @@ class Job:
     """n for each prompt, in order."""
     permits: Permits
     texts: list[str | None]
-    """The prompts as the caller wrote them; None for those given as token ids."""
+    """The prompts as the caller wrote them; None for those given as token ids, or truncated."""
     watch: RequestWatch
     new_output: Callable[[], ChatOutput] = no_format
     """For each choice of a chat: what reads its text."""
@@ -91,10 +91,12 @@ async def completion_job(
             structure := await asyncio.to_thread(structure_of, request)
         ):
             sampling = replace(sampling, structured_outputs=structure[1])
+        tokens = [_truncated(service, request, sampling, prompt) for prompt in tokens]
         asked = list(zip(tokens, adapters, strict=True))
         submits = _submits(service, request, sampling, asked, "prompt")
         undo.pop_all()
-    texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
+    is_whole = request.truncate_prompt_tokens is None
+    texts = [prompt if isinstance(prompt, str) and is_whole else None for prompt in prompts]
     number = _new_id("cmpl")
     watch = server.watch(RequestFacts(number, request.model, sampling.n, submits, headers))
     return Job(number, _now(), service, sampling.n, submits, permits, texts, watch)
@@ -120,6 +122,7 @@ async def chat_job(
         text, tokens, structure = await asyncio.to_thread(_prepare_chat, service, request, use)
         if structure is not None:
             sampling = replace(sampling, structured_outputs=structure)
+        tokens = _truncated(service, request, sampling, tokens)
         if cuts_to_fit and sampling.max_tokens is not None:
             num_left = service.intake.num_left(tokens)
             sampling = replace(sampling, max_tokens=min(sampling.max_tokens, num_left))
@@ -203,6 +206,25 @@ async def _encode_prompts(
 
     size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
     return encode() if size <= _SMALL_CHARACTERS else await asyncio.to_thread(encode)
+
+
+def _truncated(
+    service: Service, request: GenerationFields, sampling: SamplingParams, tokens: list[int]
+) -> list[int]:
+    """A prompt's last tokens, as many as the request wants to keep."""
+    wanted = request.truncate_prompt_tokens
+    if wanted is None:
+        return tokens
+    longest = service.engine.info.max_model_len
+    if not (wanted == -1 or 1 <= wanted < longest):
+        raise RequestError(
+            f"truncate_prompt_tokens is {wanted}; it must be an integer from 1 to {longest - 1}, "
+            "or -1 for as many as fit.",
+            field="truncate_prompt_tokens",
+        )
+    if wanted == -1:
+        wanted = max(1, longest - (sampling.max_tokens or 1))
+    return tokens[-wanted:]
 
 
 def _admit(server: ServerState, num_prompts: int, n: int) -> Permits:

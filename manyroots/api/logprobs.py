@@ -7,7 +7,8 @@ vLLM's form for prompts.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from manyroots.api.responses import (
     ChatLogprob,
@@ -24,13 +25,22 @@ _LOWEST = -9999.0
 """Stands for minus infinity, which JSON can't say; OpenAI and vLLM use the same number."""
 
 
+Naming = Callable[[int], str]
+"""What a token is called."""
+
+
+def naming(tokenizer: Tokenizer, *, by_id: bool | None) -> Naming:
+    """`by_id`: as vLLM names tokens that its caller wants to tell apart."""
+    return _id_name if by_id else partial(_name, tokenizer)
+
+
 def completion_logprobs(
-    tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], offsets: Sequence[int]
+    entries: Sequence[TokenLogprobs], offsets: Sequence[int], name: Naming
 ) -> CompletionLogprobs:
     return CompletionLogprobs(
-        tokens=[_name(tokenizer, entry.token) for entry in entries],
+        tokens=[name(entry.token) for entry in entries],
         token_logprobs=[_finite(entry.logprob) for entry in entries],
-        top_logprobs=[_top_by_name(tokenizer, entry) for entry in entries],
+        top_logprobs=[_top_by_name(entry, name) for entry in entries],
         text_offset=list(offsets),
     )
 
@@ -41,13 +51,14 @@ def echoed_logprobs(
     text: str,
     entries: Sequence[TokenLogprobs],
     top: int,
+    name: Naming,
 ) -> CompletionLogprobs:
     """For a prompt that is echoed as `text`. Nothing comes before its first token, so that has
     none."""
     return CompletionLogprobs(
-        tokens=[_name(tokenizer, token) for token in prompt],
+        tokens=[name(token) for token in prompt],
         token_logprobs=[None, *(_finite(entry.logprob) for entry in entries)],
-        top_logprobs=[None, *(_top_by_name(tokenizer, entry, top) for entry in entries)],
+        top_logprobs=[None, *(_top_by_name(entry, name, top) for entry in entries)],
         text_offset=_offsets(tokenizer, prompt, text),
     )
 
@@ -75,8 +86,12 @@ def joined(first: CompletionLogprobs, second: CompletionLogprobs, shift: int) ->
     )
 
 
-def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> ChatLogprobs:
-    return ChatLogprobs(content=[_chat_entry(tokenizer, entry) for entry in entries])
+def chat_logprobs(
+    tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], *, by_id: bool | None = None
+) -> ChatLogprobs:
+    """`by_id`: tokens are named as `naming` says; their bytes are their own all the same."""
+    name = _id_name if by_id else tokenizer.token_text
+    return ChatLogprobs(content=[_chat_entry(tokenizer, entry, name) for entry in entries])
 
 
 def prompt_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> PromptLogprobs:
@@ -84,16 +99,14 @@ def prompt_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> P
     return [None, *(_scored(tokenizer, entry) for entry in entries)]
 
 
-def _chat_entry(tokenizer: Tokenizer, entry: TokenLogprobs) -> ChatLogprob:
+def _chat_entry(tokenizer: Tokenizer, entry: TokenLogprobs, name: Naming) -> ChatLogprob:
     tops = zip(entry.top_tokens, entry.top_logprobs, strict=True)
     return ChatLogprob(
-        token=tokenizer.token_text(entry.token),
+        token=name(entry.token),
         logprob=_finite(entry.logprob),
         bytes=list(tokenizer.token_bytes(entry.token)),
         top_logprobs=[
-            ChatTopLogprob(
-                tokenizer.token_text(token), _finite(logprob), list(tokenizer.token_bytes(token))
-            )
+            ChatTopLogprob(name(token), _finite(logprob), list(tokenizer.token_bytes(token)))
             for token, logprob in tops
         ],
     )
@@ -110,12 +123,14 @@ def _scored(tokenizer: Tokenizer, entry: TokenLogprobs) -> dict[str, ScoredToken
     return {str(entry.token): own} | scored
 
 
-def _top_by_name(
-    tokenizer: Tokenizer, entry: TokenLogprobs, limit: int | None = None
-) -> dict[str, float]:
+def _top_by_name(entry: TokenLogprobs, name: Naming, limit: int | None = None) -> dict[str, float]:
     pairs = list(zip(entry.top_tokens, entry.top_logprobs, strict=True))[:limit]
-    top = {_name(tokenizer, token): _finite(logprob) for token, logprob in pairs}
-    return top | {_name(tokenizer, entry.token): _finite(entry.logprob)}
+    top = {name(token): _finite(logprob) for token, logprob in pairs}
+    return top | {name(entry.token): _finite(entry.logprob)}
+
+
+def _id_name(token: int) -> str:
+    return f"token_id:{token}"
 
 
 def _name(tokenizer: Tokenizer, token: int) -> str:

@@ -14,13 +14,14 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from manyroots.adapter_names import name_fault
 from manyroots.api.body import read_request
 from manyroots.api.endpoints import post
 from manyroots.api.events import json_response
 from manyroots.api.requests import LoadLoraRequest, UnloadLoraRequest
 from manyroots.api.responses import LoraLoaded, LoraUnloaded
 from manyroots.api.state import Service, server_of
-from manyroots.errors import NotFoundError
+from manyroots.errors import NotFoundError, RequestError
 from manyroots.ids import AdapterName
 
 
@@ -42,6 +43,8 @@ async def _to_the_end(work: Coroutine[Any, Any, msgspec.Struct]) -> Response:
 
 
 async def _load(service: Service, request: LoadLoraRequest) -> LoraLoaded:
+    if fault := name_fault(request.lora_name):
+        raise RequestError(fault, field="lora_name")
     reply = await service.engine.load_adapter(
         AdapterName(request.lora_name),
         request.lora_path,

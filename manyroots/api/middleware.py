@@ -23,6 +23,7 @@ OPEN_PATHS = frozenset({"/live", "/health", "/ready", "/ping", "/openapi.json", 
 
 _HOST = re.compile(r"([^\s/?#@\\\[\]:]*|\[[0-9A-Za-z:.%]+\])(:[0-9]*)?")
 """A name or an address; one of IPv6 has brackets."""
+_WITH_HOST = re.compile(r"\Ahttps?://[^/]*/?", re.IGNORECASE)
 _SANE_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
@@ -83,7 +84,8 @@ class HeaderLimits:
 
 
 class RootPath:
-    """Takes the prefix off under which a proxy shows this server, where the proxy has left it on.
+    """Takes off what proxies write in front of a path: the prefix under which one shows this
+    server, where it has left it on, and scheme and host, which HTTP allows there.
 
     Before anything is decided by the path: the keys and the routes see the same one.
     """
@@ -93,10 +95,11 @@ class RootPath:
         self._prefix = root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._prefix:
-            path: str = scope["path"]
-            if path.startswith(f"{self._prefix}/"):
-                scope = {**scope, "path": path.removeprefix(self._prefix)}
+        if scope["type"] == "http":
+            path: str = _WITH_HOST.sub("/", scope["path"])
+            if self._prefix and path.startswith(f"{self._prefix}/"):
+                path = path.removeprefix(self._prefix)
+            scope = {**scope, "path": path}
         await self._app(scope, receive, send)
 
 

@@ -82,6 +82,10 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     priority: int | None = None
     """With --scheduling-policy priority: the lower, the more important."""
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    """Logprobs name tokens as `token_id:42` instead of by their text."""
+    truncate_prompt_tokens: int | None = None
+    """Keep this many of the prompt's last tokens; -1 is as many as fit."""
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, Any] | None = None
@@ -112,15 +116,16 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     length_penalty: Unsupported = None
     allowed_token_ids: Unsupported = None
     bad_words: Unsupported = None
-    truncate_prompt_tokens: Unsupported = None
     spaces_between_special_tokens: Unsupported = None
     kv_transfer_params: Unsupported = None
     prompt_embeds: Unsupported = None
-    return_tokens_as_token_ids: Unsupported = None
     guided_whitespace_pattern: Unsupported = None
     separate_reasoning: Unsupported = None
     stream_reasoning: Unsupported = None
     return_hidden_states: Unsupported = None
+    vllm_xargs: Unsupported = None
+    mm_processor_kwargs: Unsupported = None
+    media_io_kwargs: Unsupported = None
 
 
 class CompletionRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
@@ -174,8 +179,8 @@ class EmbeddingsRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     lora_path: str | list[str | None] | None = None
     user: Ignored = None
     request_id: Ignored = None
+    truncate_prompt_tokens: int | None = None
     dimensions: Unsupported = None
-    truncate_prompt_tokens: Unsupported = None
     messages: Unsupported = None
 
 
@@ -229,7 +234,12 @@ SAME_AS_ABSENT: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "verbosity": ("medium",),
     "echo": (False,),
-    "return_tokens_as_token_ids": (False,),
+    "bad_words": ([],),
+    "documents": ([],),
+    "kv_transfer_params": ({},),
+    "vllm_xargs": ({},),
+    "mm_processor_kwargs": ({},),
+    "media_io_kwargs": ({},),
     "separate_reasoning": (True,),
     "stream_reasoning": (True,),
     "return_hidden_states": (False,),
@@ -239,8 +249,19 @@ INSTEAD = {
     "functions": "send tools instead",
     "function_call": "send tool_choice instead",
     "chat_template": "start the server with --chat-template instead",
-    "return_tokens_as_token_ids": "send return_token_ids instead",
     "separate_reasoning": "start the server with --reasoning-parser none instead",
     "documents": "write them into the messages instead",
 }
 """What to do about unsupported fields, other than to remove them."""
+ELSEWHERE = {
+    "extra_body": "an argument of OpenAI's Python client: put its fields beside the others",
+    "extra_headers": "an argument of OpenAI's Python client: send them as headers",
+    "sampling_params": "put its fields beside the others",
+    "parameters": "put its fields beside the others",
+    "max_new_tokens": "send max_tokens",
+    "enable_thinking": "send it in chat_template_kwargs",
+    "prompt": "/v1/completions takes it",
+    "messages": "/v1/chat/completions takes it",
+    "input": "/v1/responses and /v1/embeddings take it",
+}
+"""Where fields belong that callers put where they are not known."""

@@ -169,6 +169,8 @@ class ChatTemplate:
 
     def _checked_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in options.items():
+            if name in _SWITCHES and value is False and self.format.thinking is None:
+                continue  # what happens anyway
             if name not in self.options:
                 known = ", ".join(sorted(self.options)) or "none"
                 raise RequestError(

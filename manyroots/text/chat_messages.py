@@ -18,6 +18,8 @@ MAX_MESSAGES = 10_000
 _UNSERVED = frozenset({"audio", "documents", "function_call", "images", "partial", "prefix"})
 """What would change the answer and is not served. Every other field is ignored: clients send
 answers back whole, as history, with what other servers and they themselves put there."""
+_TEXT_PARTS = ("text", "input_text", "output_text")
+"""The last two are the Responses API's words, which agents keep in their histories."""
 _INSTEAD = {"function_call": "send tool_calls instead"}
 
 
@@ -85,10 +87,12 @@ def _content(content: Any, where: str, *, optional: bool) -> str:
 
 
 def _part(part: Any, where: str) -> str:
+    if isinstance(part, str):
+        return part
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind == "refusal":  # part of an answer, sent back
         return _string(part.get("refusal"), f"{where}.refusal")
-    if kind != "text":
+    if kind not in _TEXT_PARTS:
         raise RequestError(
             f"{where} is a part of type {_brief(kind)}; this model reads text only. "
             "Send parts of type 'text'.",

@@ -324,7 +324,7 @@ def test_names_and_unloads_that_make_no_sense_are_refused_while_others_stream(
     """S03: taken names, the model's own, paths; unknown names, and those unloaded already."""
     with good_streams(server, quiet):
         for name, saying in {
-            "few": "exists already", MODEL: "base model", "a/b": "like a path", "..": "like a path",
+            "few": "exists already", MODEL: "base model", "a//b": "like a path", "..": "a path",
             "": "has 0 characters", "x" * 200: "has 200 characters", "a\nb": "control",
         }.items():  # fmt: skip
             assert fault(server.load(name, "other"), saying) is None, name

@@ -35,7 +35,7 @@ class BlockWriter:
                 self.blocks[-1]["thinking"] += said.text
                 return [*events, self._delta({"type": "thinking_delta", "thinking": said.text})]
             case ContentDelta():
-                events = self._opened({"type": "text", "text": "", "citations": None})
+                events = self._opened({"type": "text", "text": "", "citations": []})
                 self.blocks[-1]["text"] += said.text
                 return [*events, self._delta({"type": "text_delta", "text": said.text})]
             case ToolCallBegins():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from manyroots.api.logprobs import echoed_logprobs
+from manyroots.api.logprobs import echoed_logprobs, naming
 from manyroots.messages import FinishReason, Output
 from tests.unit.api.fake_engine import FakeEngine, logprobs_of, script
 from tests.unit.api.harness import Harness, error_of, events
@@ -224,6 +224,8 @@ async def test_offsets_of_an_echoed_prompt_count_characters() -> None:
 
 def test_offsets_of_an_echoed_prompt_leave_out_what_a_tokenizer_adds() -> None:
     entries = [logprobs_of(token, 1) for token in b"ab"]
-    made = echoed_logprobs(tiny_tokenizer(), [256, *b"ab"], "ab", entries, 1)
+    tokenizer = tiny_tokenizer()
+    name = naming(tokenizer, by_id=False)
+    made = echoed_logprobs(tokenizer, [256, *b"ab"], "ab", entries, 1, name)
     assert made.tokens == ["<|begin|>", "a", "b"]
     assert made.text_offset == [0, 0, 1]

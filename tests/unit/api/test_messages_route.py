@@ -270,5 +270,5 @@ async def test_g05_each_of_several_calls_has_its_own_arguments() -> None:
 async def test_g05_blocks_have_the_fields_that_the_published_schema_requires() -> None:
     body = ASKED | {"tools": [TOOL]}
     words, call = (await saying(f"look: {CALL}").post("/v1/messages", body)).json()["content"]
-    assert words == {"type": "text", "text": "look:", "citations": None}
+    assert words == {"type": "text", "text": "look:", "citations": []}
     assert call["caller"] == {"type": "direct"}

@@ -1,0 +1,146 @@
+"""Habits of clients that were written for other servers: how they write numbers, what they call
+things, which routes they expect (G04). Found by trying them; `docs/clients.md` says which."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from manyroots.adapter_names import LoraModule
+from manyroots.config import LoraSettings
+from tests.unit.api.fake_engine import FakeEngine
+from tests.unit.api.harness import Harness, error_of
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"max_tokens": 4.0}, {"n": 1.0, "seed": 3.0, "top_k": -1.0}, {"stop_token_ids": [5.0]}],
+)
+async def test_g04_whole_numbers_are_integers_however_they_are_written(fields: Any) -> None:
+    assert (await Harness().complete(**fields)).status_code == 200
+    assert (await Harness().chat(**fields)).status_code == 200
+
+
+@pytest.mark.parametrize("value", [4.5, 1e30, "4", True])
+async def test_g04_other_numbers_are_none(value: Any) -> None:
+    response = await Harness().complete(max_tokens=value)
+    assert response.status_code == 400
+    assert error_of(response)["param"] == "max_tokens"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"bad_words": [], "kv_transfer_params": {}, "documents": []},
+        {"mm_processor_kwargs": {}, "vllm_xargs": {}, "media_io_kwargs": {}},
+    ],
+)
+async def test_g04_what_asks_for_what_happens_anyway_is_taken(fields: Any) -> None:
+    assert (await Harness().chat(**fields)).status_code == 200
+
+
+async def test_g04_thinking_that_can_not_be_had_is_refused() -> None:
+    harness = Harness(template="{% for message in messages %}{{ message.content }}{% endfor %}")
+    assert (await harness.chat(chat_template_kwargs={"thinking": False})).status_code == 200
+    response = await harness.chat(chat_template_kwargs={"enable_thinking": True})
+    assert response.status_code == 400
+    assert error_of(response)["param"] == "chat_template_kwargs"
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [("extra_body", "beside the others"), ("enable_thinking", "chat_template_kwargs"),
+     ("max_new_tokens", "max_tokens"), ("prompt", "/v1/completions"), ("zzz", "zzz")],
+)  # fmt: skip
+async def test_g04_unknown_fields_are_told_where_they_belong(name: str, remedy: str) -> None:
+    response = await Harness().chat(**{name: 1})
+    assert response.status_code == 400
+    assert error_of(response)["message"].startswith("Unrecognized request argument supplied")
+    assert remedy in error_of(response)["message"]
+
+
+@pytest.mark.parametrize(
+    "content", [["hi"], [{"type": "input_text", "text": "hi"}], [{"type": "text", "text": "hi"}]]
+)
+async def test_g04_parts_of_a_text_by_any_of_their_names(content: Any) -> None:
+    harness = Harness()
+    body = {"model": "tiny", "messages": [{"role": "user", "content": content}], "max_tokens": 1}
+    plain = (await harness.chat("hi", max_tokens=1, return_token_ids=True)).json()
+    response = await harness.post("/v1/chat/completions", body | {"return_token_ids": True})
+    assert response.json()["prompt_token_ids"] == plain["prompt_token_ids"]
+
+
+@pytest.mark.parametrize(("wanted", "kept"), [(3, 3), (400, 10), (-1, 10)])
+async def test_g04_prompts_keep_their_last_tokens(wanted: int, kept: int) -> None:
+    ids = list(range(40, 50))
+    fields = {"truncate_prompt_tokens": wanted, "return_token_ids": True, "max_tokens": 2}
+    choice = (await Harness().complete(ids, **fields)).json()["choices"][0]
+    assert choice["prompt_token_ids"] == ids[-kept:]
+
+
+async def test_g04_as_much_of_a_prompt_as_fits() -> None:
+    fields = {
+        "truncate_prompt_tokens": -1,
+        "return_token_ids": True,
+        "max_tokens": 12,
+        "echo": True,
+    }
+    [choice] = (await Harness().complete("a" * 600 + "b", **fields)).json()["choices"]
+    assert len(choice["prompt_token_ids"]) == 500
+    assert choice["text"].startswith("a" * 499 + "b")
+    chat = await Harness().chat("a" * 600, truncate_prompt_tokens=-1, max_tokens=12)
+    assert chat.json()["usage"]["prompt_tokens"] == 500
+
+
+@pytest.mark.parametrize("wanted", [0, -2, 512])
+async def test_g04_a_prompt_can_not_be_cut_to_anything(wanted: int) -> None:
+    response = await Harness().complete(truncate_prompt_tokens=wanted)
+    assert response.status_code == 400
+    assert error_of(response)["param"] == "truncate_prompt_tokens"
+
+
+async def test_g04_logprobs_name_tokens_by_id_if_asked() -> None:
+    fields = {"return_tokens_as_token_ids": True, "max_tokens": 2}
+    [choice] = (await Harness().complete([70, 71], logprobs=1, echo=True, **fields)).json()[
+        "choices"
+    ]
+    scores = choice["logprobs"]
+    assert scores["tokens"] == ["token_id:70", "token_id:71", "token_id:70", "token_id:71"]
+    assert "token_id:70" in scores["top_logprobs"][2]
+    chat = await Harness().chat(logprobs=True, top_logprobs=1, **fields)
+    [_, second] = chat.json()["choices"][0]["logprobs"]["content"]
+    assert second["token"] == second["top_logprobs"][0]["token"]
+    assert second["token"] == f"token_id:{second['bytes'][0]}"  # a token is a byte here
+
+
+@pytest.mark.parametrize(
+    ("path", "remedy"),
+    [("/v1/responses/resp_1", "stored"), ("/v1/audio/speech", "text alone"),
+     ("/generate", "/v1/completions"), ("/api/chat", "/v1/chat/completions"),
+     ("/v1/models/", "did you mean /v1/models?"), ("/", "/docs"), ("/score", "/docs")],
+)  # fmt: skip
+async def test_g04_routes_of_other_servers_say_what_stands_here(path: str, remedy: str) -> None:
+    response = await Harness().get(path)
+    assert response.status_code == 404
+    assert remedy in error_of(response)["message"]
+
+
+async def test_g10_a_proxy_may_write_scheme_and_host_in_front_of_a_path() -> None:
+    harness = Harness(api_key="k")
+    for path, status in (("/v1/models", 401), ("/health", 200), ("", 401)):
+        async with harness.connected(f"http://evil/{path.lstrip('/')}", {}) as connection:
+            connection.scope["method"] = "GET"
+            assert (await connection.sent.get())["status"] == status
+
+
+async def test_s03_an_adapters_name_may_have_a_slash_as_the_hubs_have() -> None:
+    lora = LoraSettings(enable_lora=True, lora_modules=(LoraModule("team/sql", "/x"),))
+    harness = Harness(FakeEngine(), lora=lora)
+    response = await harness.get("/v1/models/team/sql")
+    assert response.json()["id"] == "team/sql"
+    assert (await harness.get("/v1/models/team%2Fsql")).json()["id"] == "team/sql"
+    for name in ("team/sql", "tiny:team/sql"):
+        assert (await harness.complete(model=name)).status_code == 200

@@ -14,6 +14,7 @@ def audit(residency: Residency) -> None:
     """Every invariant."""
     holds_are_counted(residency)
     contents_are_those_of_versions(residency)
+    pins_are_counted(residency)
     draining_versions_are_held(residency)
     every_slot_is_in_one_state(residency)
     no_adapter_owns_two_slots(residency)
@@ -45,6 +46,12 @@ def contents_are_those_of_versions(residency: Residency) -> None:
     for digest, content in registry.contents.items():
         assert content.num_loaded == loaded[digest]
         assert len(content.versions) == loaded[digest] + draining[digest]
+
+
+def pins_are_counted(residency: Residency) -> None:
+    registry = residency.registry
+    pinned = Counter(v.digest for v in registry.loaded.values() if v.is_pinned)
+    assert registry.pinned == pinned, f"pinned {registry.pinned}, by name {pinned}"
 
 
 def draining_versions_are_held(residency: Residency) -> None:

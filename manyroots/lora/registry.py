@@ -10,6 +10,7 @@ Knows nothing of where weights are.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from manyroots.errors import NotFoundError
@@ -92,6 +93,8 @@ class Registry:
         self.open_holds: set[Hold] = set()
         self.num_holds: dict[int, int] = {}
         """Open holds by serial number, of every version that is loaded or draining."""
+        self.pinned: Counter[AdapterDigest] = Counter()
+        """Contents that stay on the device, each with how many names want it there."""
         self._next_serial = 1
 
     def register(
@@ -102,11 +105,16 @@ class Registry:
         old = self.loaded.get(name)
         if old is not None and old.digest == spec.digest:
             same = replace(old, path=path, is_pinned=is_pinned)
+            self._unpin(old)
+            self._pin(same)
             self.loaded[name] = self.contents[spec.digest].versions[old.serial] = same
             return Registered(same, ())
         version = AdapterVersion(name, self._next_serial, spec, path, is_pinned)
         self._next_serial += 1
         self.loaded.pop(name, None)
+        if old is not None:
+            self._unpin(old)
+        self._pin(version)
         self.loaded[name] = version
         self.num_holds[version.serial] = 0
         content = self.contents.setdefault(spec.digest, Content())
@@ -122,6 +130,7 @@ class Registry:
                 f"adapter {name!r} is not loaded; GET /v1/models lists those that are.",
                 field="lora_name",
             )
+        self._unpin(version)
         return Unloaded(version, self.num_holds[version.serial], self._retire(version))
 
     def acquire(self, name: AdapterName) -> Hold:
@@ -158,11 +167,18 @@ class Registry:
 
     def is_pinned(self, digest: AdapterDigest) -> bool:
         """Whether a name that is loaded wants this content to stay on the device."""
-        content = self.contents.get(digest)
-        return content is not None and any(
-            version.is_pinned and self.loaded.get(version.name) is version
-            for version in content.versions.values()
-        )
+        return digest in self.pinned
+
+    def _pin(self, version: AdapterVersion) -> None:
+        if version.is_pinned:
+            self.pinned[version.digest] += 1
+
+    def _unpin(self, version: AdapterVersion) -> None:
+        """A name does not want it any more."""
+        if version.is_pinned:
+            self.pinned[version.digest] -= 1
+            if not self.pinned[version.digest]:
+                del self.pinned[version.digest]
 
     def source(self, digest: AdapterDigest) -> AdapterVersion:
         """The version whose files to read: of those with this content, the one loaded last.

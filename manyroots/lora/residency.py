@@ -162,8 +162,9 @@ class Residency:
         nor pinned. None for no limit."""
         if self.slots.num_slots is None:
             return None
-        owners = self.slots.by_owner.items()
-        num_pinned = sum(s.num_seats == 0 and self.registry.is_pinned(d) for d, s in owners)
+        owners = self.slots.by_owner
+        pinned = (owners[d] for d in self.registry.pinned if d in owners)
+        num_pinned = sum(slot.num_seats == 0 for slot in pinned)
         return self.slots.num_slots - self.slots.num_seated - num_pinned
 
     def seat(self, hold: Hold) -> AdapterSlot:
@@ -310,8 +311,7 @@ class Residency:
     def _make_room_on_device(
         self, count: int, keep: Collection[AdapterDigest]
     ) -> list[tuple[AdapterDigest, SlotRef]]:
-        pinned = [d for d in self.slots.by_owner if self.registry.is_pinned(d)]
-        put_out = self.slots.make_room(count, {*keep, *pinned})
+        put_out = self.slots.make_room(count, {*keep, *self.registry.pinned})
         for digest, _ in put_out:
             self.host.loosen(digest)
             self._total_device_evictions += 1

@@ -24,9 +24,10 @@ REST_STEPS = 128
 """One that rests has a turn after so many, if no place was free before."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PlaceClaim:
-    """An adapter that lacks a place and whose time has come."""
+    """An adapter that lacks a place and whose time has come. Nobody changes one; a step makes
+    dozens, and freezing each would cost most."""
 
     adapter: AdapterDigest
     due: int
@@ -73,12 +74,11 @@ class Claims:
         ]
         # Who has just lent its place has it back soon: its line must not take another's for that.
         may_come = {claim.adapter for claim in claims}
-        for request in self.impatient(waiting, loaded, step_id):
+        for request, due in self.impatient(waiting, loaded, step_id):
             adapter = request.group[0]
             assert adapter is not None
             rested = self._resting.find(adapter)
             if rested is None or adapter in may_come:
-                due = request.waiting_since + self._costs.patience(adapter, packs=waiting.packs)
                 lane = waiting.lanes.get(adapter)
                 num_requests = 1 if lane is None else len(lane)
                 claims.append(PlaceClaim(adapter, due, num_requests, rested, request))
@@ -86,14 +86,14 @@ class Claims:
 
     def impatient(
         self, waiting: WaitingQueue, loaded: Collection[Request], step_id: StepId
-    ) -> Iterator[Request]:
+    ) -> Iterator[tuple[Request, int]]:
         """Of adapters without a place that have waited beyond their patience, each one's next
-        request."""
+        request, and the step at which it was over."""
         num_lanes = len(self._places) + len(self._resting.by_adapter) + 2
         for request in (*loaded, *(lane.head for lane in waiting.first_lanes(num_lanes))):
             adapter = request.group[0]
             if adapter is None or self._places.of(adapter) is not None:
                 continue
-            patience = self._costs.patience(adapter, packs=waiting.packs)
-            if step_id - request.waiting_since >= patience:
-                yield request
+            due = request.waiting_since + self._costs.patience(adapter, packs=waiting.packs)
+            if step_id >= due:
+                yield request, due

@@ -46,7 +46,7 @@ class AdapterPlaces:
     """All places. With none, adapters need none: as many run as are asked for."""
 
     def __init__(self, count: int, adapters: Residency, resting: Resting) -> None:
-        self._adapters = adapters
+        self._slot_of = adapters.slots.by_owner.get
         self._resting = resting
         self.all = [AdapterPlace(number) for number in range(count)]
         self._by_holder: dict[AdapterDigest, AdapterPlace] = {}
@@ -162,7 +162,9 @@ class AdapterPlaces:
         return sum(num_rows - self._num_used(self.all[n]) for n, num_rows in most.items())
 
     def _num_used(self, place: AdapterPlace) -> int:
-        return 0 if place.holder is None else self._adapters.num_seats(place.holder)
+        holder = place.holder
+        slot = None if holder is None else self._slot_of(holder)
+        return 0 if slot is None else slot.num_seats
 
     def num_rows_of_others(self, adapter: AdapterDigest | None) -> int:
         """Of those, what a new request of an adapter must leave: all but its own place's, and there

@@ -34,13 +34,16 @@ Entry = tuple[Rank, int, T]
 class Ranking(Generic[T]):
     """Each thing has one entry that counts, which is not above its rank."""
 
-    __slots__ = ("_entries", "_heap", "_next_number")
+    __slots__ = ("_entries", "_few", "_heap", "_next_number", "_num_few")
 
     def __init__(self, things: Iterable[T] = ()) -> None:
         self._heap: list[Entry[T]] = []
         self._entries: dict[T, Entry[T]] = {}
         """The entry that counts of each; others in the heap are out of date."""
         self._next_number = 0
+        self._few: list[Entry[T]] = []
+        self._num_few = 0
+        """The first so many when somebody last asked; none if a thing may have come before them."""
         for thing in things:
             self.note(thing)
 
@@ -59,6 +62,7 @@ class Ranking(Generic[T]):
         known = self._entries.get(thing)
         if known is None or rank < known[0]:
             heapq.heappush(self._heap, self._entry(rank, thing))
+            self._num_few = 0
             self._tidy()
 
     def forget(self, thing: T) -> None:
@@ -93,12 +97,21 @@ class Ranking(Generic[T]):
 
     def first_few(self, count: int) -> list[T]:
         """The first so many, in order."""
-        few: list[Entry[T]] = []
-        while len(few) < count and self._top() is not None:
-            few.append(heapq.heappop(self._heap))
-        for entry in few:
-            heapq.heappush(self._heap, entry)
-        return [thing for _, _, thing in few]
+        if count > self._num_few or not all(map(self._is_true, self._few)):
+            few: list[Entry[T]] = []
+            while len(few) < count and self._top() is not None:
+                few.append(heapq.heappop(self._heap))
+            for entry in few:
+                heapq.heappush(self._heap, entry)
+            self._few, self._num_few = few, count
+        return [thing for _, _, thing in self._few[:count]]
+
+    def _is_true(self, entry: Entry[T]) -> bool:
+        rank, _, thing = entry
+        if self._entries.get(thing) is not entry:
+            return False
+        now = thing.rank
+        return now is rank or now == rank
 
     def _entry(self, rank: Rank, thing: T) -> Entry[T]:
         """From now on the one that counts."""

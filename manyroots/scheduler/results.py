@@ -191,10 +191,8 @@ class Results:
         stops = self._rows.stops
         if stops and not stops.keys().isdisjoint(tokens.tolist()):
             is_plain &= ~np.isin(tokens, list(stops))
-        if result.logprobs:
-            is_plain &= ~np.isin(rows, list(result.logprobs))
-        if self._rows.scored:
-            is_plain &= ~np.isin(rows, list(self._rows.scored))
+        if result.logprobs or self._rows.scored:
+            is_plain &= ~self._rows.are_among(rows, [*result.logprobs, *self._rows.scored])
         special = np.logical_not(is_plain).nonzero()[0]
         if len(special):
             others = rows[special]

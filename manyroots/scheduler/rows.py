@@ -255,6 +255,12 @@ class Rows:
         """Whether a launched step computes tokens of this row."""
         return self.computed.item(row) != self.committed.item(row)
 
+    def are_among(self, rows: Int64s, some: list[int]) -> Bools:
+        """For each of `rows`: whether it is one of `some`."""
+        is_one = np.zeros(self.count, np.bool_)
+        is_one[some] = True
+        return is_one[rows]
+
     def is_live(self, rows: Int64s, tenancies: Int64s) -> Bools:
         """For each row of a launched step: whether its sequence runs there still."""
         return np.equal(self.tenancy[rows], tenancies)

@@ -153,13 +153,22 @@ class AdapterTurns:
         self._end_keeping(waiting, loaded)
         self._end_visits(step_id, rest)
         self._fill_free_places(waiting, loaded, step_id)
+        settled: list[AdapterPlace] | None = None
+        is_crowded = False
         for claim in self._claims.in_order(waiting, loaded, step_id):
-            place = self._place_for(claim, step_id)
-            if place is None or not self._can_come(claim, step_id, has_room):
-                if self.is_line_held:
-                    return
+            if settled is None:
+                settled = self.places.settled(step_id, self._costs.stay_steps)
+                is_crowded = self._is_crowded(step_id)
+            if claim.is_newcomer and is_crowded:
                 continue
-            self._swap(claim, place, step_id, rest)
+            place = self._place_for(claim, settled, step_id)
+            if place is None:
+                continue
+            if self._can_come(claim, step_id, has_room):
+                self._swap(claim, place, step_id, rest)
+                settled = None  # others hold places now
+            elif self.is_line_held:
+                return
 
     def _end_keeping(self, waiting: WaitingQueue, loaded: Collection[Request]) -> None:
         """Places are kept for some: not if they want none any more, and not for ever."""
@@ -244,8 +253,8 @@ class AdapterTurns:
             return
         latest = step_id - STAY_STEPS if len(free) > len(away) else away[0].since
         is_any_overdue = bool(away) and step_id - away[0].since >= REST_STEPS
-        older = [] if is_any_overdue else self._claims.impatient(waiting, loaded, step_id)
-        for request in older:
+        older = () if is_any_overdue else self._claims.impatient(waiting, loaded, step_id)
+        for request, _ in older:
             adapter = request.group[0]
             assert adapter is not None
             if request.waiting_since < latest and self.resting.find(adapter) is None:
@@ -266,14 +275,14 @@ class AdapterTurns:
 
     # Places that are taken
 
-    def _place_for(self, claim: PlaceClaim, step_id: StepId) -> AdapterPlace | None:
-        """The place that an adapter can have from its holder: the one with the fewest rows, if
-        they are few enough; where those that rest are overdue, at any rate the one they lent."""
-        if claim.is_newcomer and self._is_crowded(step_id):
-            return None
+    def _place_for(
+        self, claim: PlaceClaim, settled: list[AdapterPlace], step_id: StepId
+    ) -> AdapterPlace | None:
+        """Of places that can be taken, the one that an adapter can have from its holder: with the
+        fewest rows, if they are few enough; where those that rest are overdue, at any rate the one
+        they lent."""
         rested, num_free_rows = claim.rested, len(self.rows.free)
         most = self._most_rows_for(claim, step_id)
-        settled = self.places.settled(step_id, self._costs.stay_steps)
         for place in settled:
             assert place.holder is not None
             if self._adapters.num_seats(place.holder) > most:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 
 from manyroots.errors import ConfigError
-from manyroots.ids import Tier
+from manyroots.ids import AdapterName, Tier
+from manyroots.lora.audit import audit
 from manyroots.lora.limits import AdapterLimits
-from tests.unit.lora.adapters import Adapters, named
+from manyroots.lora.residency import Residency
+from manyroots.lora.spec import AdapterSpec
+from tests.unit.lora.adapters import Adapters, content, named
 
 
 @pytest.mark.parametrize(("max_loras", "max_cpu_loras"), [(4, 3), (2, 1), (-1, 0), (1, -1)])
@@ -115,3 +118,23 @@ def test_w11_host_copies_that_old_requests_need_go_last() -> None:
     assert adapters.on_host() == {"a", "c"}
     adapters.bring("a")
     adapters.end(retracted)
+
+
+def test_a_slot_is_up_for_others_again_when_no_name_pins_its_adapter_any_more() -> None:
+    residency = Residency(AdapterLimits(max_loras=3, max_cpu_loras=0))
+
+    def register(name: str, text: str, *, is_pinned: bool) -> int | None:
+        spec = AdapterSpec(content(text), 8, 1000)
+        residency.register(AdapterName(name), spec, path=name, is_pinned=is_pinned)
+        audit(residency)
+        return residency.num_obtainable
+
+    assert register("a", "same", is_pinned=False) == 3
+    assert register("b", "same", is_pinned=True) == 2
+    assert register("c", "same", is_pinned=True) == 2
+    assert register("b", "same", is_pinned=False) == 2
+    residency.unload(AdapterName("c"))
+    audit(residency)
+    assert residency.num_obtainable == 3
+    assert register("b", "same", is_pinned=True) == 2
+    assert register("b", "other", is_pinned=False) == 3

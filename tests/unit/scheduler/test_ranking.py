@@ -1,0 +1,40 @@
+"""Things come in the order of their ranks, whatever happened to those since somebody last asked."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from manyroots.scheduler.ranking import Ranking
+
+
+class Thing:
+    def __init__(self, rank: tuple[int, int]) -> None:
+        self.rank: tuple[int, int] | None = rank
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_first_few_are_those_with_the_lowest_ranks_now(seed: int) -> None:
+    rng = random.Random(seed)
+    ranking: Ranking[Thing] = Ranking()
+    things: list[Thing] = []
+    for number in range(300):
+        what = rng.randrange(6)
+        if what <= 1 or not things:
+            things.append(Thing((rng.randrange(50), number)))
+            ranking.note(things[-1])
+        elif what == 2:  # grows, and nobody says so
+            thing = rng.choice(things)
+            thing.rank = (thing.rank[0] + rng.randrange(20), number)
+        elif what == 3:
+            thing = rng.choice(things)
+            thing.rank = (thing.rank[0] - rng.randrange(20), number)
+            ranking.note(thing)
+        elif what == 4:
+            thing = things.pop(rng.randrange(len(things)))
+            thing.rank = None
+            ranking.forget(thing)
+        count = rng.randrange(1, 8)
+        assert ranking.first_few(count) == sorted(things, key=lambda t: t.rank)[:count]
+        assert ranking.first_few(count) == sorted(things, key=lambda t: t.rank)[:count]

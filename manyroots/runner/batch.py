@@ -74,23 +74,23 @@ class PersistentBatch:
     def inputs(self, plan: Plan) -> StepInputs:
         """Lay a step out flat, and count its tokens as computed."""
         slots = self._adapter_slot[plan.rows]
-        # By the adapter that acts: before it is invoked, an aLoRA's tokens are the base model's.
-        last = self._num_computed[plan.rows] + plan.num_tokens - 1
-        acting = np.where(last >= self._adapter_from[plan.rows], slots, NO_ADAPTER)
-        order = np.lexsort((acting, plan.num_tokens != 1))  # stable; the last key counts most
+        order, every = self._order(plan, slots), np.arange(len(slots) + 1)
         rows, counts = plan.rows[order], plan.num_tokens[order].astype(np.int64)
-        starts = np.zeros(len(rows) + 1, np.int64)
-        np.cumsum(counts, out=starts[1:])
         begin = self._num_computed[rows]
         context_lens = begin + counts
-
-        flat_rows = np.repeat(rows, counts)
-        positions = np.arange(starts[-1]) - np.repeat(starts[:-1] - begin, counts)
         self._num_computed[rows] = context_lens
+        num_decodes = int(np.count_nonzero(counts == 1))
+        if num_decodes == len(rows):
+            starts, flat_rows, positions = every, rows, begin
+        else:
+            starts = np.zeros(len(rows) + 1, np.int64)
+            np.cumsum(counts, out=starts[1:])
+            flat_rows = np.repeat(rows, counts)
+            positions = np.arange(starts[-1]) - np.repeat(starts[:-1] - begin, counts)
 
+        is_sampled = plan.samples[order]
         place = np.empty(len(order), np.int64)
-        place[order] = np.arange(len(order))
-        sampled = place[plan.samples]
+        place[order] = np.cumsum(is_sampled) - 1
         return StepInputs(
             rows=rows,
             token_rows=flat_rows,
@@ -98,14 +98,24 @@ class PersistentBatch:
             positions=positions,
             query_starts=starts,
             context_lens=context_lens,
-            num_decodes=int(np.count_nonzero(counts == 1)),
+            num_decodes=num_decodes,
             pages=self.page_tables[:, flat_rows, positions // self._page_size],
             offsets=positions % self._page_size,
             units=self.units[:, rows],
             token_slots=self._token_slots(flat_rows, positions, slots),
-            sampling=np.sort(sampled),
-            sampling_order=np.argsort(np.argsort(sampled)),
+            sampling=is_sampled.nonzero()[0],
+            sampling_order=place[plan.samples],
         )
+
+    def _order(self, plan: Plan, slots: Int64s) -> Int64s:
+        """Of the plan's rows, as they are laid out; `slots` are their adapters'."""
+        is_longer = plan.num_tokens != 1
+        if not len(slots) or slots.max() == NO_ADAPTER:
+            return np.argsort(is_longer, kind="stable")
+        # By the adapter that acts: before it is invoked, an aLoRA's tokens are the base model's.
+        last = self._num_computed[plan.rows] + plan.num_tokens - 1
+        acting = np.where(last >= self._adapter_from[plan.rows], slots, NO_ADAPTER)
+        return np.lexsort((acting, is_longer))  # stable; the last key counts most
 
     def _token_slots(self, flat_rows: Int32s, positions: Int64s, slots: Int64s) -> Int64s | None:
         if not len(slots) or slots.max() == NO_ADAPTER:
@@ -113,10 +123,12 @@ class PersistentBatch:
         acts = positions >= self._adapter_from[flat_rows]
         return np.where(acts, self._adapter_slot[flat_rows], NO_ADAPTER)
 
-    def append(self, rows: Int32s, tokens: Int32s) -> None:
-        """Sampled tokens become known."""
-        self.tokens[rows, self.num_tokens[rows]] = tokens
-        self.num_tokens[rows] += 1
+    def append(self, rows: Int32s, token: int) -> Int64s:
+        """Each of these rows has one token more; gives their places."""
+        places = self.num_tokens[rows]
+        self.tokens[rows, places] = token
+        self.num_tokens[rows] = places + 1
+        return places
 
     def num_output_tokens(self, rows: Int32s) -> Int64s:
         return self.num_tokens[rows] - self.num_prompt_tokens[rows]

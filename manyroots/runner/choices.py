@@ -32,13 +32,13 @@ def faults(sampled: Sampled, at: Int64s) -> dict[int, str]:
 
 
 def logprobs(
-    rows: Int32s, sampled: Sampled, at: Int64s, num_top: list[int | None], vocab: int
+    rows: Int32s, sampled: Sampled, at: Int64s, num_top: dict[int, int], vocab: int
 ) -> dict[Row, TokenLogprobs]:
-    """Of the rows at these indices, those that want so many of the likeliest beside their token,
-    and have one."""
-    wanted = [place for place, count in enumerate(num_top) if count is not None]
-    if not wanted:
+    """Of the rows at these indices, those that want so many of the likeliest beside their token
+    (by place in `at`), and have one."""
+    if not num_top:
         return {}
+    wanted = list(num_top)
     here = Sampled(sampled.packed[:, torch.from_numpy(at[wanted])])
     columns = zip(
         wanted, here.faults.tolist(), here.tokens.tolist(), here.logprobs.tolist(),
@@ -47,7 +47,7 @@ def logprobs(
     given = {}
     for place, fault, token, logprob, rank, ids, values in columns:
         if fault == NO_FAULT:
-            count = min(num_top[place] or 0, vocab)
+            count = min(num_top[place], vocab)
             entry = TokenLogprobs(token, logprob, rank, tuple(ids[:count]), tuple(values[:count]))
             given[Row(int(rows[place]))] = entry
     return given

@@ -17,6 +17,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -59,9 +60,17 @@ class GraphKey:
     """Of a step with prompts; None for one of single tokens."""
 
 
+class Replayed(Protocol):
+    """A graph, as far as steps use it."""
+
+    def replay(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
-class _Captured:
-    graphs: tuple[torch.cuda.CUDAGraph, ...]
+class Captured:
+    """A step that can be replayed."""
+
+    graphs: tuple[Replayed, ...]
     """One, or the model's and the choice's."""
     layout: PacketLayout
     inputs: Tensor
@@ -92,7 +101,7 @@ class Graphs:
         self._kinds = (False, True) if has_adapters else (False,)
         self._device = device
         self._captures = capture
-        self._graphs: dict[GraphKey, _Captured] = {}
+        self._graphs: dict[GraphKey, Captured] = {}
         self._times_needed: Counter[GraphKey] = Counter()
         """Of kinds that have no graph."""
         self._memory = torch.cuda.graph_pool_handle() if capture else None
@@ -124,7 +133,7 @@ class Graphs:
             if between is not None:
                 between()
             return self._choose(logits, views)
-        packed = captured.layout.pack(arrays, pin=True)
+        packed = captured.layout.pack(arrays, pin=self._device.type == "cuda")
         captured.inputs.copy_(packed, non_blocking=True)
         first, *second = captured.graphs
         first.replay()
@@ -134,7 +143,7 @@ class Graphs:
             graph.replay()
         return captured.sampled
 
-    def _graph_of(self, key: GraphKey) -> _Captured | None:
+    def _graph_of(self, key: GraphKey) -> Captured | None:
         """None while its kernels are launched one by one."""
         captured = self._graphs.get(key)
         if captured is None and self._captures:
@@ -172,7 +181,7 @@ class Graphs:
             taken.append(max(0, free - torch.cuda.mem_get_info(self._device)[0]))
         return sum(taken[:-1]) + num_further * taken[-1]
 
-    def _capture(self, key: GraphKey) -> _Captured:
+    def _capture(self, key: GraphKey) -> Captured:
         blank, in_two = self._blank(key), key.in_two
         layout = PacketLayout(blank)
         inputs = layout.pack(blank, pin=False).to(self._device)
@@ -186,7 +195,7 @@ class Graphs:
         if in_two:
             with self._captured(graphs[1]):
                 sampled = self._choose(logits, views)
-        return _Captured(tuple(graphs), layout, inputs, sampled, logits if in_two else None)
+        return Captured(tuple(graphs), layout, inputs, sampled, logits if in_two else None)
 
     def _captured(self, graph: torch.cuda.CUDAGraph) -> torch.cuda.graph:
         # Other threads load adapters meanwhile, and may allocate.

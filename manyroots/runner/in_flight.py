@@ -84,14 +84,15 @@ class PendingTokens:
     def expect(self, step: InFlight) -> None:
         """Its tokens are counted from now on."""
         rows = step.rows
-        places = self._batch.num_tokens[rows]
+        places = self._batch.append(rows, PENDING)
         self._expected.append(_Expected(step, places, self._owner[rows]))
-        self._batch.append(rows, np.full(len(rows), PENDING, np.int32))
 
     def learn(self, *, all_of_them: bool = False) -> None:
         """Fill in the tokens of steps that are done; or wait until all are."""
         while self._expected and (all_of_them or self._expected[0].step.is_done):
             expected = self._expected.popleft()
-            tokens, rows = expected.step.tokens(), expected.step.rows
+            tokens, rows, places = expected.step.tokens(), expected.step.rows, expected.places
             same = self._owner[rows] == expected.owners
-            self._batch.tokens[rows[same], expected.places[same]] = tokens[same]
+            if not same.all():
+                tokens, rows, places = tokens[same], rows[same], places[same]
+            self._batch.tokens[rows, places] = tokens

@@ -43,8 +43,7 @@ class PacketLayout:
         buffer = torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=pin)
         raw = buffer.numpy()
         for name, (at, dtype, shape) in self._places.items():
-            place = raw[at : at + math.prod(shape) * dtype.itemsize]
-            place.view(dtype).reshape(shape)[...] = arrays[name]
+            np.ndarray(shape, dtype, raw, at)[...] = arrays[name]
         return buffer
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:

@@ -93,11 +93,13 @@ class ModelRunner:
         use_graphs: bool = True,
         fixed_shapes: bool | None = None,
         grammars: GrammarCache | None = None,
+        make_graphs: type[Graphs] = Graphs,
     ) -> None:
         """`arenas`: one for each of the decoder's families. `adapters`: None for a runner of the
         base model alone. `tiers`: None for the device alone. `fixed_shapes`: whether steps are
         padded as graphs need it; None for what the device wants. `grammars`: those of
-        requests whose output has a shape; None where another rank chooses tokens."""
+        requests whose output has a shape; None where another rank chooses tokens. `make_graphs`:
+        what runs steps of fixed shapes."""
         self._decoder, self._device = decoder, decoder.device
         self._arenas = arenas
         self._mover = Mover(adapters, tiers)
@@ -128,7 +130,7 @@ class ModelRunner:
         """None where kernels group rows by themselves."""
         if fixed_shapes:
             self._sharing = Sharing(self._batch, self._forward.windows, page_size)
-            self._graphs = Graphs(
+            self._graphs = make_graphs(
                 self._model,
                 self._forward.choose,
                 self._blank_arrays,
@@ -399,9 +401,8 @@ class ModelRunner:
     def _score_samples(self, logits: Tensor, tokens: Tensor, rows: Int32s) -> Scores:
         """Where a row wants more logprobs than the sampler gives: those of all rows."""
         wanted = self._state.num_logprobs(rows)
-        scores = score(logits, tokens.long(), [count or 0 for count in wanted])
-        of_rows = zip(rows.tolist(), scores, wanted, strict=True)
-        return {Row(row): entry for row, entry, count in of_rows if count is not None}
+        scores = score(logits, tokens.long(), [wanted.get(i, 0) for i in range(len(rows))])
+        return {Row(int(rows[index])): scores[index] for index in wanted}
 
     def _lora(self, slots: Int64s | None, *, all_layers: bool = True) -> LoraRows | None:
         """The adapters of tokens with these slots."""

@@ -88,19 +88,19 @@ class SamplingState:
         num_rows = max_num_seqs + 1
         self.params: list[SamplingParams] = [_GREEDY] * num_rows
         self._seed = np.zeros(num_rows, np.uint64)
-        self._temperature = np.zeros(num_rows, np.float32)
-        """0 for greedy rows."""
-        self._top_p = np.ones(num_rows, np.float64)
-        self._top_k = np.zeros(num_rows, np.int32)
-        self._min_p = np.zeros(num_rows, np.float64)
-        self._repetition = np.ones(num_rows, np.float32)
-        self._frequency = np.zeros(num_rows, np.float32)
-        self._presence = np.zeros(num_rows, np.float32)
-        self._num_biases = np.zeros(num_rows, np.int32)
-        self._num_stops = np.zeros(num_rows, np.int32)
+        # Columns of one type lie together: a step takes its rows of all of them at once.
+        self._floats = np.zeros((4, num_rows), np.float32)
+        self._temperature, self._repetition, self._frequency, self._presence = self._floats
+        """The temperature is 0 for greedy rows."""
+        self._repetition[:] = 1.0
+        self._shares = np.zeros((2, num_rows), np.float64)
+        self._top_p, self._min_p = self._shares
+        self._top_p[:] = 1.0
+        self._counts = np.zeros((4, num_rows), np.int32)
+        self._top_k, self._num_biases, self._num_stops, self._num_top = self._counts
+        self._num_top[:] = NO_LOGPROBS
         self._min_tokens = np.zeros(num_rows, np.int64)
         self._has_mask = np.zeros(num_rows, np.bool_)
-        self._num_top = np.full(num_rows, NO_LOGPROBS, np.int32)
         self._wants_more = np.zeros(num_rows, np.bool_)
         """Rows that want more logprobs than `Sampled` has room for."""
         self.wants_prompt_logprobs = np.zeros(num_rows, np.bool_)
@@ -131,23 +131,28 @@ class SamplingState:
     def arrays(self, rows: Int32s, indices: Int64s) -> dict[str, np.ndarray]:
         """What these rows ask of a step that draws their token number `indices`: the fields of
         `SamplingRows` by name."""
-        # A mask has what min_tokens forbids taken out already.
-        is_early = (indices < self._min_tokens[rows]) & ~self._has_mask[rows]
+        temperature, repetition, frequency, presence = self._floats.take(rows, axis=1)
+        top_p, min_p = self._shares.take(rows, axis=1)
+        top_k, num_biases, num_stops, num_top = self._counts.take(rows, axis=1)
+        has_mask = self._has_mask[rows]
+        if num_stops.any():
+            # A mask has what min_tokens forbids taken out already.
+            num_stops[(indices >= self._min_tokens[rows]) | has_mask] = 0
         return {
             "table_rows": rows.astype(np.int64),
-            "temperature": self._temperature[rows],
-            "top_k": self._top_k[rows],
-            "top_p": self._top_p[rows],
-            "min_p": self._min_p[rows],
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "min_p": min_p,
             "seeds": self._seed[rows].view(np.int64),
             "indices": indices.astype(np.int64),
-            "repetition": self._repetition[rows],
-            "frequency": self._frequency[rows],
-            "presence": self._presence[rows],
-            "num_biases": self._num_biases[rows],
-            "num_stops": np.where(is_early, self._num_stops[rows], 0).astype(np.int32),
-            "has_mask": self._has_mask[rows].astype(np.int32),
-            "num_top": self._num_top[rows],
+            "repetition": repetition,
+            "frequency": frequency,
+            "presence": presence,
+            "num_biases": num_biases,
+            "num_stops": num_stops,
+            "has_mask": has_mask.astype(np.int32),
+            "num_top": num_top,
         }
 
     def fill_masks(self, rows: Int32s) -> None:
@@ -177,9 +182,11 @@ class SamplingState:
         reasons = ((index, self.failures.get(row)) for index, row in enumerate(rows.tolist()))
         return {index: reason for index, reason in reasons if reason is not None}
 
-    def num_logprobs(self, rows: Int32s) -> list[int | None]:
-        """How many of the likeliest each row wants beside its token; None for no logprobs."""
-        return [self.params[row].logprobs for row in rows.tolist()]
+    def num_logprobs(self, rows: Int32s) -> dict[int, int]:
+        """By index, those of these rows that want logprobs: how many of the likeliest beside their
+        token."""
+        wanting = (self._num_top[rows] != NO_LOGPROBS).nonzero()[0].tolist()
+        return {index: self.params[rows[index]].logprobs or 0 for index in wanting}
 
     def exceeds_graph(self, rows: Int32s) -> bool:
         """Whether one of these rows wants more logprobs than `Sampled` has room for: the runner

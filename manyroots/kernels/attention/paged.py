@@ -131,11 +131,13 @@ def query_blocks(query_starts: Sequence[int], context_lens: Sequence[int]) -> np
     """Every sequence's queries cut into blocks of QUERY_BLOCK: int32 [num_blocks, 2], the sequence
     and its first query in the block. The longest contexts come first."""
     counts = np.diff(np.asarray(query_starts))
-    blocks = [
-        (seq, first) for seq, count in enumerate(counts) for first in range(0, count, QUERY_BLOCK)
-    ]
-    blocks.sort(key=lambda block: counts[block[0]] - context_lens[block[0]] - block[1])
-    return np.array(blocks, dtype=np.int32).reshape(-1, 2)
+    num_blocks = -(-counts // QUERY_BLOCK)
+    seqs = np.repeat(np.arange(len(counts)), num_blocks)
+    before = np.cumsum(num_blocks) - num_blocks
+    firsts = (np.arange(len(seqs)) - before[seqs]) * QUERY_BLOCK
+    seen = np.asarray(context_lens)[seqs] - counts[seqs] + firsts
+    order = np.argsort(-seen, kind="stable")
+    return np.stack((seqs[order], firsts[order]), axis=1).astype(np.int32)
 
 
 def longest_first(context_lens: npt.NDArray[np.int32]) -> npt.NDArray[np.int32] | None:

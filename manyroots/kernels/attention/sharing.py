@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -83,9 +82,10 @@ def _best(
 def _alike(members: Int64s, pages: Int32s) -> list[Int64s]:
     """The members of each page that enough of them have."""
     order = np.argsort(pages, kind="stable")
-    ends = np.flatnonzero(np.diff(pages[order])) + 1
-    bounds = pairwise([0, *ends.tolist(), len(order)])
-    return [members[order[begin:end]] for begin, end in bounds if end - begin >= MIN_ROWS]
+    changes = np.flatnonzero(np.diff(pages[order])) + 1
+    bounds = np.concatenate(([0], changes, [len(order)]))
+    begins = np.flatnonzero(np.diff(bounds) >= MIN_ROWS).tolist()
+    return [members[order[bounds[i] : bounds[i + 1]]] for i in begins]
 
 
 def most_blocks(num_rows: int) -> int:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -167,10 +166,10 @@ def most_blocks(num_rows: int, max_slots: int, block_rows: int) -> int:
 def row_blocks(slots: np.ndarray, block_rows: int) -> np.ndarray:
     """Runs of equal slots, cut to at most `block_rows` rows: int32 [num_blocks, 3]."""
     changes = np.flatnonzero(np.diff(slots)) + 1
-    bounds = [0, *changes.tolist(), len(slots)]
-    blocks = [
-        (first, min(block_rows, end - first), int(slots[begin]))
-        for begin, end in pairwise(bounds)
-        for first in range(begin, end, block_rows)
-    ]
-    return np.array(blocks, dtype=np.int32).reshape(-1, 3)
+    bounds = np.concatenate(([0], changes, [len(slots)]))
+    num_blocks = -(-np.diff(bounds) // block_rows)
+    runs = np.repeat(np.arange(len(num_blocks)), num_blocks)
+    before = np.cumsum(num_blocks) - num_blocks
+    firsts = bounds[runs] + (np.arange(len(runs)) - before[runs]) * block_rows
+    sizes = np.minimum(block_rows, bounds[runs + 1] - firsts)
+    return np.stack((firsts, sizes, slots[firsts]), axis=1).astype(np.int32)

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from manyroots.ids import AdapterSlot, RequestId, Row, StepId
+from manyroots.kernels.attention.paged import QUERY_BLOCK, query_blocks
+from manyroots.kernels.lora_sites.sites import row_blocks
 from manyroots.runner.batch import PersistentBatch
 from manyroots.runner.inputs import NOWHERE, SpareRow, StepInputs, blank_decode
 from manyroots.runner.step_arrays import decode_arrays, sampling_rows
@@ -95,3 +97,47 @@ def test_f05_padding_has_the_spare_states() -> None:
     inputs = batch.inputs(plan)
     arrays = decode_arrays(inputs, size=4, num_slots=0, spare_units=batch.units[:, -1])
     assert arrays["units"].tolist() == [[4, 5, 9, 9]]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_prompts_are_cut_into_blocks_of_which_the_longest_contexts_come_first(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    counts = rng.integers(1, 5 * QUERY_BLOCK, rng.integers(1, 9))
+    lens = counts + rng.integers(0, 300, len(counts)) * rng.integers(0, 2, len(counts))
+    wanted = [
+        (seq, first) for seq, count in enumerate(counts) for first in range(0, count, QUERY_BLOCK)
+    ]
+    # Of those that see as much, in the order of the sequences.
+    wanted.sort(key=lambda block: counts[block[0]] - lens[block[0]] - block[1])
+    starts = [7, *(7 + np.cumsum(counts)).tolist()]
+    blocks = query_blocks(starts, lens.tolist())
+    assert blocks.dtype == np.int32
+    assert blocks.tolist() == [list(block) for block in wanted]
+    assert query_blocks([3], []).shape == (0, 2)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_runs_of_an_adapter_are_cut_into_blocks(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    slots = np.repeat(rng.integers(-1, 4, 6), rng.integers(1, 40, 6)).astype(np.int64)
+    blocks = row_blocks(slots, 16)
+    assert blocks.dtype == np.int32
+    covered = np.concatenate([np.arange(first, first + count) for first, count, _ in blocks])
+    assert covered.tolist() == list(range(len(slots)))
+    changes = np.flatnonzero(np.diff(slots)) + 1
+    for first, count, slot in blocks.tolist():
+        assert 1 <= count <= 16
+        assert set(slots[first : first + count].tolist()) == {slot}
+        # Only a run's last block may be smaller than a block.
+        assert count == 16 or first + count in {*changes.tolist(), len(slots)}
+    assert row_blocks(np.empty(0, np.int64), 16).shape == (0, 3)
+
+
+def test_tokens_come_back_in_the_order_of_the_plan_whatever_the_layout() -> None:
+    slots: list[int | None] = [2, None, 1, 2, None, 1]
+    inputs = decode(slots, [0] * len(slots))
+    sampled_rows = inputs.rows[inputs.sampling]
+    assert sorted(inputs.sampling.tolist()) == inputs.sampling.tolist()
+    # All but row 1 sample, and the plan has them in the order of rows.
+    assert sampled_rows[inputs.sampling_order].tolist() == [0, 2, 3, 4, 5]
+    assert sampled_rows.tolist() != [0, 2, 3, 4, 5]

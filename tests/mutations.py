@@ -1184,10 +1184,40 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "runner/batch.py",
-        "if not len(slots) or slots.max() == NO_ADAPTER:",
-        "if not len(slots):",
+        "        if not len(slots) or slots.max() == NO_ADAPTER:\n            return None\n",
+        "        if not len(slots):\n            return None\n",
         "every step of base rows is given adapter slots",
         (PROMISES + "test_w18_a_step_of_base_rows_is_given_no_adapters",),
+    ),
+    Mutation(
+        "runner/batch.py",
+        "place[order] = np.cumsum(is_sampled) - 1",
+        "place[:] = np.cumsum(is_sampled) - 1",
+        "tokens come back in the order of the layout",
+        (
+            "unit/runner/test_step_arrays.py::"
+            "test_tokens_come_back_in_the_order_of_the_plan_whatever_the_layout",
+        ),
+    ),
+    Mutation(
+        "lora/registry.py",
+        "        self._unpin(version)\n        return Unloaded",
+        "        return Unloaded",
+        "an adapter that was unloaded stays pinned",
+        (
+            "unit/lora/test_adapter_limits.py::"
+            "test_a_slot_is_up_for_others_again_when_no_name_pins_its_adapter_any_more",
+        ),
+    ),
+    Mutation(
+        "scheduler/ranking.py",
+        "            self._num_few = 0\n",
+        "",
+        "a line that is first now is not seen among the first few",
+        (
+            "unit/scheduler/test_ranking.py::"
+            "test_the_first_few_are_those_with_the_lowest_ranks_now[0]",
+        ),
     ),
     Mutation(
         "runner/runner.py",

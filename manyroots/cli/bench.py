@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from manyroots.bench.model_configs import MODEL_CONFIGS
+from manyroots.cli.bench_host import add_host
 from manyroots.cli.bench_http import add_http
 from manyroots.cli.bench_kernels import add_kernels
 from manyroots.cli.bench_tiers import add_tiers
@@ -39,6 +40,7 @@ def add_bench_command(commands: Any) -> None:
     add_http(kinds)
     _add_quantization(kinds)
     add_tiers(kinds)
+    add_host(kinds)
     _add_scheduler(kinds)
     _add_cache(kinds)
     _add_adapters(kinds)

@@ -56,10 +56,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "observe": BASE,
     "llm": BASE | {"engine", "text", "intake"},
     "api": BASE | {"grammar", "engine", "text", "intake", "observe"},
-    # A bench of copies between tiers drives what moves them, one of kernels single layers.
+    # A bench of copies between tiers drives what moves them, one of kernels single layers, one of
+    # the processor's share of a step a runner without a device.
     "bench": BASE
     | {"llm", "models", "scheduler", "cache", "lora", "engine", "text", "store"}
-    | {"layers", "kernels", "distributed"},
+    | {"layers", "kernels", "distributed", "runner"},
     "simulate": BASE | {"scheduler", "cache", "lora", "runner", "engine"},
     "cli": BASE | {"llm", "api", "text", "bench", "simulate", "lora", "engine"},
     "__init__": {"llm", "sampling", "structured_outputs", "adapter_names", "version"},

@@ -1,0 +1,43 @@
+"""`manyroots bench host`: what a step costs the processor, without a device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from manyroots.cli.bench_values import check_at_least, report_file, written
+from manyroots.errors import ConfigError
+
+
+def add_host(kinds: Any) -> None:
+    host = kinds.add_parser(
+        "host",
+        help="the processor's share of a step, with a device that costs nothing",
+        description="Prints microseconds of processor time a step, by kind of step and by part of "
+        "the engine: planning, laying out inputs, packing them, reading results, publishing. "
+        "Whole requests through the real engine below text and HTTP; kernels are not launched.",
+    )
+    group = host.add_argument_group("workload")
+    group.add_argument(
+        "--case", action="append", default=[], metavar="NAME",
+        help="mixed (the default), decode-256, adapters-32, adapters-1000, long-prompts and "
+        "others, which a wrong name lists; may be repeated",
+    )  # fmt: skip
+    group.add_argument("--requests", type=int, default=None, metavar="N", help="at most so many")
+    group.add_argument("--repeats", type=int, default=3, metavar="N", help="the median counts")
+    group.add_argument("--json", type=report_file, metavar="FILE", help="write the result here")
+    host.set_defaults(run=_host)
+
+
+def _host(arguments: dict[str, Any]) -> int:
+    check_at_least("repeats", arguments["repeats"], 1)
+    if arguments["requests"] is not None:
+        check_at_least("requests", arguments["requests"], 1)
+
+    from manyroots.bench.host import HOST_CASES, run_host
+
+    names = arguments["case"] or [next(iter(HOST_CASES))]
+    for name in names:
+        if name not in HOST_CASES:
+            raise ConfigError(f"--case is {name!r}; choose one of {', '.join(HOST_CASES)}.")
+    cases = [HOST_CASES[name].shrunk(arguments["requests"]) for name in names]
+    return written(run_host(cases, arguments["repeats"]), arguments["json"])

@@ -123,7 +123,9 @@ class Bench:
 
     def __init__(self, folder: Path, kind: str) -> None:
         self.kind = kind
-        self._base = save_tiny(folder, kind)
+        # Of sizes that tell an expert's gate and up from its down.
+        sizes = {"moe_intermediate_size": 20} if "moe" in kind else {}
+        self._base = save_tiny(folder, kind, **sizes)
         if hasattr(self._base.config, "num_experts_per_tok"):
             self._base.set_experts_implementation("eager")
         self._ours = load_tiny(folder)

@@ -8,6 +8,7 @@ the likeliest tokens asks for temperature 0.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,33 @@ FILE = "generation_config.json"
 AUTO = "auto"
 OFF = ("none", "vllm")
 """The second is what vLLM calls it: the engine's own defaults."""
+logger = logging.getLogger(__name__)
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "bad_words_ids": (),
+    "begin_suppress_tokens": (),
+    "diversity_penalty": (0,),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "exponential_decay_length_penalty": (),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
+    "guidance_scale": (1,),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "no_repeat_ngram_size": (0,),
+    "num_beams": (1,),
+    "penalty_alpha": (0,),
+    "sequence_bias": (),
+    "stop_strings": (),
+    "suppress_tokens": (),
+    "token_healing": (False,),
+    "top_h": (),
+    "typical_p": (1,),
+    "watermarking_config": (),
+}
+"""What transformers would do that is not done here, and the values with which it does nothing,
+beside null and nothing."""
 _NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -74,7 +102,22 @@ def _of_setting(model_path: str, setting: str) -> SamplingDefaults:
     file = path / FILE if path.is_dir() else path
     if setting == AUTO and (file.name != FILE or not file.is_file()):
         return NO_DEFAULTS  # a .gguf file, or a folder without
-    return _defaults(file, _read(file))
+    content = _read(file)
+    _say_what_is_left_out(file, content)
+    return _defaults(file, content)
+
+
+def _say_what_is_left_out(file: Path, content: Mapping[str, Any]) -> None:
+    names = [
+        name
+        for name, neutral in _NEUTRAL.items()
+        if content.get(name) not in (None, [], {}, "") and content[name] not in neutral
+    ]
+    if names:
+        logger.warning(
+            "%s sets %s, which this server does not apply; a request may ask for what it has a "
+            "parameter for.", file, ", ".join(names),
+        )  # fmt: skip
 
 
 def _read(file: Path) -> dict[str, Any]:

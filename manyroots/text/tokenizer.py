@@ -88,6 +88,12 @@ class Tokenizer:
                 "replace it (text.encode('utf-8', 'replace')).",
                 field="prompt",
             ) from error
+        except Exception as error:  # the only kind that the tokenizers package raises
+            raise RequestError(
+                f"the model's tokenizer can't encode the text ({error}); it lacks a token for it. "
+                "Ask whoever runs the server for another --tokenizer.",
+                field="prompt",
+            ) from error
         ids = list(encoding.ids)
         is_twice = add_special_tokens and self._first and ids[:2] == self._first * 2
         return ids[1:] if is_twice else ids

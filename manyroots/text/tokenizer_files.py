@@ -6,6 +6,7 @@ False, and a tokenizer that needs it is refused.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +20,9 @@ from manyroots.text.tokenizer import SpecialTokens, Tokenizer
 _PLAIN, _FOR_TOOLS = "default", "tool_use"
 """What checkpoints with several templates call those of plain chats and of chats with tools."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+_TEKKEN = "tekken.json"
+_OF_PROCESSORS = "chat_template.json"
+"""Where checkpoints that also see have their template, some of them there alone."""
 
 
 def load_tokenizer(source: str, *, revision: str | None = None) -> Tokenizer:
@@ -33,6 +37,12 @@ def load_tokenizer(source: str, *, revision: str | None = None) -> Tokenizer:
 
 def _only_gguf(folder: Path) -> Path:
     files = sorted(folder.glob("*.gguf"))
+    if (folder / _TEKKEN).exists() and not files:
+        raise ModelError(
+            f"{folder} has its tokenizer as {_TEKKEN} alone, a format that this version does not "
+            "read. Name a folder or hub id of the same model with a tokenizer.json with "
+            "--tokenizer."
+        )
     if len(files) != 1:
         raise ModelError(
             f"{folder} holds none of {', '.join(_TOKENIZER_FILES)} and {len(files)} .gguf files. "
@@ -96,7 +106,30 @@ def _from_transformers(source: str, **options: Any) -> Tokenizer:
     special = SpecialTokens(
         bos=loaded.bos_token, eos=loaded.eos_token, pad=loaded.pad_token, unk=loaded.unk_token
     )
-    template: str | Mapping[str, str] | None = loaded.chat_template
+    _refuse_empty(backend, special, source)
+    template: str | Mapping[str, str] | None = loaded.chat_template or _of_processor(source)
     if isinstance(template, Mapping):
         return Tokenizer(backend, special, template.get(_PLAIN), template.get(_FOR_TOOLS))
     return Tokenizer(backend, special, template)
+
+
+def _refuse_empty(backend: Any, special: SpecialTokens, source: str) -> None:
+    """Without a file of tokens, transformers makes a tokenizer that has the special ones alone."""
+    added = {token.content for token in backend.get_added_tokens_decoder().values()}
+    names = {special.bos, special.eos, special.pad, special.unk, *added}
+    if not set(backend.get_vocab(with_added_tokens=True)) - names:
+        raise ModelError(
+            f"the tokenizer of {source!r} has no tokens but special ones; its tokenizer.json or "
+            "tokenizer.model is missing. Download or copy it, or name another with --tokenizer."
+        )
+
+
+def _of_processor(source: str) -> str | None:
+    file = Path(source) / _OF_PROCESSORS
+    try:
+        template = json.loads(file.read_text())["chat_template"] if file.is_file() else None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(
+            f"{file} is no JSON object with a chat_template ({error!r}); repair or remove it."
+        ) from error
+    return template if isinstance(template, str) else None

@@ -17,6 +17,10 @@ from manyroots.errors import ModelError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+_MODEL = "model."
+_WITHOUT_HEAD = ("embed_tokens.", "layers.", "norm.", "embedding_norm.", "final_layernorm.")
+"""How names begin where a decoder was saved without its head, as embedders are; transformers gives
+them the prefix, too."""
 
 
 def tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
@@ -37,7 +41,8 @@ def _of_file(file: Path, endings: tuple[str, ...] | None) -> Iterator[tuple[str,
         with safe_open(file, framework="pt") as shard:
             for name in shard.keys():  # noqa: SIM118 - a safetensors handle is no mapping
                 if endings is None or name.endswith(endings):
-                    yield name, shard.get_tensor(name)
+                    prefix = _MODEL if name.startswith(_WITHOUT_HEAD) else ""
+                    yield prefix + name, shard.get_tensor(name)
     except (SafetensorError, OSError) as error:
         raise ModelError(
             f"{file} can't be read ({error}); it is damaged or incomplete. Download or copy "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -195,3 +196,16 @@ def test_dummy_weights_need_no_files_and_depend_on_the_seed_alone(kind: str) -> 
     assert first["model.norm.weight"].eq(1).all()
     assert first["model.layers.0.self_attn.q_norm.weight"].eq(1).all()
     assert all(weight.isfinite().all() for weight in first.values())
+
+
+@pytest.mark.parametrize("kind", ["llama-tied", "lfm2", "falcon-h1"])
+def test_a_decoder_that_was_saved_without_its_head_loads(kind: str, tmp_path: Path) -> None:
+    """Its names lack the prefix, as transformers writes them of a model without a head."""
+    model: Any = save_tiny(tmp_path, kind, tie_word_embeddings=True)
+    whole = tensors_of(load_tiny(tmp_path))
+    config = (tmp_path / "config.json").read_text()
+    model.base_model.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(config)
+    assert not any(name.startswith("model.") for name in load_file(tmp_path / SINGLE_FILE))
+    bare = tensors_of(load_tiny(tmp_path))
+    assert all(torch.equal(whole[name], bare[name]) for name in whole)

@@ -72,3 +72,11 @@ def test_g10_an_override_goes_before_the_models_file(tmp_path: Path) -> None:
     for bad in ("{", "[]", '{"temp": 1}', '{"top_p": 7}'):
         with pytest.raises(ConfigError, match="--override-generation-config"):
             sampling_defaults(path, "auto", bad)
+
+
+def test_what_is_not_applied_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    usual = {"num_beams": 1, "typical_p": 1.0, "suppress_tokens": None, "no_repeat_ngram_size": 0}
+    sampling_defaults(write(tmp_path, usual), "auto")
+    assert caplog.text == ""
+    sampling_defaults(write(tmp_path, {**usual, "suppress_tokens": [3], "num_beams": 4}), "auto")
+    assert "sets num_beams, suppress_tokens, which this server does not apply" in caplog.text

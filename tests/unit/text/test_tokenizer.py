@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 from gguf import GGUFWriter
+from tokenizers import Tokenizer as Backend
+from tokenizers.models import WordLevel
 
 from manyroots.errors import ModelError, RequestError
 from manyroots.gguf_header import read_metadata
 from manyroots.text import tokenizer_files
-from manyroots.text.tokenizer import Tokenizer
+from manyroots.text.tokenizer import SpecialTokens, Tokenizer
 from manyroots.text.tokenizer_files import load_tokenizer
 from tests.seeded import Draw, for_seeds
 from tests.unit.text.tiny_tokenizer import BOS, EOS, tiny_backend, tiny_tokenizer
@@ -186,3 +188,40 @@ def test_a_transformers_folder_loads(tmp_path: Path) -> None:
     assert loaded.encode(f"hello{EOS}", add_special_tokens=False)[-1] == 257
     assert loaded.chat_template == "{{ messages[0].content }}"
     assert loaded.eos_token_ids == (257,)
+
+
+def test_a_folder_that_lost_its_tokens_says_so(tmp_path: Path) -> None:
+    """Transformers makes a tokenizer of the special ones, which reads every text as nothing."""
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    with pytest.raises(ModelError, match=r"no tokens but special ones; its tokenizer\.json"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_tekken_alone_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "tekken.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"tekken\.json alone.*--tokenizer"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_a_template_of_a_processor_counts_where_there_is_no_other(tmp_path: Path) -> None:
+    """Some checkpoints that also see have theirs in chat_template.json alone."""
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer: Any = PreTrainedTokenizerFast  # transformers has no types
+    tokenizer(tokenizer_object=tiny_backend(), eos_token=EOS).save_pretrained(tmp_path)
+    assert load_tokenizer(str(tmp_path)).chat_template is None
+    file = tmp_path / "chat_template.json"
+    file.write_text('{"chat_template": "{{ messages[0].content }}"}')
+    assert load_tokenizer(str(tmp_path)).chat_template == "{{ messages[0].content }}"
+    file.write_text("[]")
+    with pytest.raises(ModelError, match=r"chat_template\.json is no JSON object"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_a_text_that_the_tokenizer_has_no_token_for_is_refused() -> None:
+    """Its unknown token is named and not there."""
+    backend = Backend(WordLevel({"hello": 0}, unk_token="<unk>"))
+    tokenizer = Tokenizer(backend, SpecialTokens(), None)
+    assert tokenizer.encode("hello", add_special_tokens=False) == [0]
+    with pytest.raises(RequestError, match="can't encode the text"):
+        tokenizer.encode("goodbye", add_special_tokens=False)

@@ -147,6 +147,16 @@ class Bench:
     def model(self) -> Any:
         return deepcopy(self._base)
 
+    def _loaded(self, folder: Path) -> Any:
+        return PeftModel.from_pretrained(deepcopy(self._base), folder).eval()
+
+    def _can_load(self, folder: Path) -> bool:
+        try:
+            self._loaded(folder)
+        except Exception:
+            return False
+        return True
+
     def compare(self, field: str, folder: Path, good: Path | None = None) -> Ending:
         """What we make of a folder, and what PEFT does of it, or of one with the same adapter that
         it can read."""
@@ -157,11 +167,12 @@ class Bench:
             )  # fmt: skip
         except AdapterError as error:
             words = str(error)
-            is_named = any(part in words for part in NAMES.get(field, (field,)))
-            return Ending("refused by name" if is_named else "REFUSED, NOT BY NAME", words[:400])
+            if any(part in words for part in NAMES.get(field, (field,))):
+                return Ending("refused by name", words[:400])
+            how = "REFUSED, NOT BY NAME" if self._can_load(folder) else "refused, by PEFT as well"
+            return Ending(how, words[:400])
         try:
-            loaded = PeftModel.from_pretrained(deepcopy(self._base), good or folder).eval()
-            theirs = Theirs(loaded)
+            theirs = Theirs(self._loaded(good or folder))
             wanted = theirs.logits(TOKENS["a"])
         except Exception as error:
             return Ending("served, not by PEFT", f"{type(error).__name__} {error}"[:300])
@@ -310,8 +321,8 @@ FILES: dict[str, tuple[Change, str]] = {
     "one half missing": (without("layers.0.self_attn.q_proj.lora_A"), "lora_B without lora_A"),
     "one layer missing": (without("layers.1"), "layers.1"),
     "a layer too many": (with_another_layer, "layers.3"),
-    "transposed": (transposed, "shape"),
-    "another rank": (lambda tensors, config: (tensors, {**config, "r": 8}), "shape"),
+    "transposed": (transposed, "shape|fit no reading"),
+    "another rank": (lambda tensors, config: (tensors, {**config, "r": 8}), "shape|fit no"),
     "empty": (lambda tensors, config: ({}, config), "no "),
     "not a number": (times(float("nan")), "NaN|finite"),
 }

@@ -94,6 +94,13 @@ MUTATIONS: tuple[Mutation, ...] = (
         ),
     ),
     Mutation(
+        "text/tokenizer_files.py",
+        "    _refuse_empty(backend, special, source)\n",
+        "",
+        "a folder without tokens is served with a tokenizer that knows none",
+        ("unit/text/test_tokenizer.py::test_a_folder_that_lost_its_tokens_says_so",),
+    ),
+    Mutation(
         "models/spec.py",
         '"gelu_new": "gelu_pytorch_tanh"',
         '"gelu_new": "gelu"',

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from gguf import GGML_QUANT_SIZES, GGUFWriter, quants
 from gguf import GGMLQuantizationType as Kind
-from gguf import GGUFWriter
 
+from manyroots.errors import ModelError
 from manyroots.models.weights.gguf_file import GGUFFile
 
 f32 = np.float32
@@ -85,6 +86,17 @@ BLOCKS: dict[Kind, tuple[Callable[[bytes], Iterator[np.float32]], int, tuple[int
 the packaged models have."""
 
 
+def write(path: Path, raw: np.ndarray, kind: Kind) -> GGUFFile:
+    """A file with one tensor of these bytes."""
+    writer = GGUFWriter(path, "llama")
+    writer.add_tensor("some", raw, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return GGUFFile(path)
+
+
 @pytest.mark.parametrize("kind", BLOCKS, ids=lambda kind: kind.name)
 def test_blocks_are_what_llama_cpp_makes_of_them(kind: Kind, tmp_path: Path) -> None:
     formula, size, halves = BLOCKS[kind]
@@ -94,14 +106,27 @@ def test_blocks_are_what_llama_cpp_makes_of_them(kind: Kind, tmp_path: Path) -> 
     for at in halves:
         scales = rng.normal(0, 0.05, num_blocks).astype(np.float16)
         raw[:, at : at + 2] = scales.view(np.uint8).reshape(num_blocks, 2)
-    writer = GGUFWriter(tmp_path / "m.gguf", "llama")
-    writer.add_tensor("some", raw.reshape(4, -1), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    ours = GGUFFile(tmp_path / "m.gguf").read("some")
+    ours = write(tmp_path / "m.gguf", raw.reshape(4, -1), kind).read("some")
     theirs = np.array([value for block in raw for value in formula(block.tobytes())], np.float32)
     assert ours.dtype == np.float32
     assert ours.shape == (4, len(theirs) // 4)
     assert np.array_equal(ours.reshape(-1).view(np.uint32), theirs.view(np.uint32))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numbers that no file would have
+@pytest.mark.parametrize("kind", Kind, ids=lambda kind: kind.name)
+def test_tensors_of_every_type_are_read_or_refused_by_name(kind: Kind, tmp_path: Path) -> None:
+    """Read as gguf's own dequantizer does; what it can't is refused with the tensor's name."""
+    per_block, block_bytes = GGML_QUANT_SIZES[kind]
+    rng = np.random.default_rng(kind)
+    raw = rng.integers(0, 256, (3, 512 // per_block * block_bytes), dtype=np.uint8)
+    file = write(tmp_path / "m.gguf", raw, kind)
+    try:
+        theirs = quants.dequantize(raw, kind)
+    except NotImplementedError:
+        with pytest.raises(ModelError, match=f"'some' of .*type {kind.value},"):
+            file.read("some")
+        return
+    ours = file.read("some")
+    assert ours.shape == (3, 512)
+    assert np.array_equal(ours, theirs.reshape(3, 512).astype(np.float32), equal_nan=True)

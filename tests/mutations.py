@@ -1449,6 +1449,27 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("unit/kernels/test_sampling.py::test_a_row_that_leaves_takes_what_it_asked_for_with_it",),
     ),
     Mutation(
+        "kernels/lora_sites/batch.py",
+        "if group is None or first > 0 or int(group.rows.max()) >= last:",
+        "if group is None or int(group.rows.max()) >= last:",
+        "a later piece of a step adds the decoding rows' adapters to its own rows",
+        (
+            "unit/kernels/test_lora_kernel.py::"
+            "test_a_step_cut_into_pieces_adds_the_same_as_the_whole[a long run among short "
+            "ones-True]",
+        ),
+    ),
+    Mutation(
+        "kernels/lora_sites/stacks.py",
+        "a[index, :, first : first + rank] = member.a[own.ranks].t()",
+        "a[index, :, own.ranks] = member.a[own.ranks].t()",
+        "adapters of unequal ranks are stacked in each other's columns",
+        (
+            "unit/kernels/test_lora_kernel.py::"
+            "test_mixed_ranks_and_base_rows_equal_the_naive_sum_w17[even decodes-True-dtype0]",
+        ),
+    ),
+    Mutation(
         "kernels/sampling/torch_ops.py",
         "for index in self._good(penalized).tolist():",
         "for index in []:",

@@ -8,7 +8,6 @@ sequence fills in the same step.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -91,8 +90,7 @@ class Attention:
         )
         if gates is not None:
             attended = self._kernels.gated_norm.sigmoid_gated(attended, gates)
-        given = self.o(attended.flatten(1), step)
-        return replace(given, factor=self._spec.out_factor)
+        return self.o(attended.flatten(1), step).with_factor(self._spec.out_factor)
 
     def _without_gates(self, qkv: Product, dtype: torch.dtype) -> tuple[Product, Tensor]:
         """Queries, keys and values alone, and gates [num_tokens, heads, head_dim]."""

@@ -11,7 +11,6 @@ divide heads, and groups where there are several; a norm over all channels is on
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -102,7 +101,7 @@ class Mamba2:
             b.view(groups), c.view(groups), self._skip, matrix, rows,
         )  # fmt: skip
         given = self.out_proj(self._normed(read.flatten(1), gate), step)
-        return replace(given, factor=spec.out_factor)
+        return given.with_factor(spec.out_factor)
 
     def _normed(self, read: Tensor, gate: Tensor) -> Tensor:
         kernels, spec = self._kernels.gated_norm, self._spec

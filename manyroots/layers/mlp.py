@@ -55,14 +55,15 @@ class GatedMLP:
 
     def __call__(self, x: Rows, step: Step) -> Product:
         most = self._kernels.gemm.ROWS_AT_ONCE
-        # Adapters know all rows, not some of them.
-        if most is None or step.lora is not None or not isinstance(x, Tensor):
+        if most is None or not isinstance(x, Tensor) or x.shape[0] <= most:
             return self._product(x, step)
-        if x.shape[0] <= most:
-            return self._product(x, step)
-        pieces = [
-            self._product(rows, step).finished(self._kernels) for rows in torch.split(x, most)
-        ]
+        pieces = []
+        for first in range(0, x.shape[0], most):
+            rows = x[first : first + most]
+            own = step
+            if step.lora is not None:
+                own = replace(step, lora=step.lora.between(first, first + len(rows)))
+            pieces.append(self._product(rows, own).finished(self._kernels))
         return Product(torch.cat(pieces), factor=self._spec.down_factor)
 
     def _product(self, x: Rows, step: Step) -> Product:
@@ -75,7 +76,7 @@ class GatedMLP:
             both.sums, self._spec.activation, self.down.weight.dtype, both.lora,
             self._spec.gate_factor, self.down.form(both.sums.shape[-2]),
         )  # fmt: skip
-        return replace(self.down(hidden, step), factor=self._spec.down_factor)
+        return self.down(hidden, step).with_factor(self._spec.down_factor)
 
     def weights(self, name: str) -> Fills:
         """Where a checkpoint's tensors for the block `name` go."""

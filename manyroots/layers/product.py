@@ -46,6 +46,10 @@ class Product:
         kernels.lora_sites.expand(whole, self.lora)
         return whole
 
+    def with_factor(self, factor: float) -> Product:
+        """Itself where that changes nothing, as in most models: it is a part of every step."""
+        return self if factor == self.factor else replace(self, factor=factor)
+
     def rows(self, at: Tensor, kernels: Kernels) -> Product:
         """Of some tokens alone."""
         return replace(self, sums=self.finished(kernels)[at], lora=None)

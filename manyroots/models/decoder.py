@@ -108,7 +108,9 @@ class DecoderLayer:
         """The sum over ranks, and with the norm and the factor that it is still to have."""
         product = product.over_ranks(self._shard, self._kernels, self._dtype)
         factor = product.factor * self.spec.factor
-        post = None if self._post_norms is None else self._post_norms[which].weight
+        if self._post_norms is None:
+            return product.with_factor(factor)
+        post = self._post_norms[which].weight
         return Product(product.sums, product.lora, post, factor)
 
     def weights(self, name: str) -> Fills:

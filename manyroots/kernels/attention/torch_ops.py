@@ -13,13 +13,15 @@ group sees are not read at all.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from manyroots.kernels.attention.causal import block_size, causal_bias
 from manyroots.kernels.attention.groups import DecodeGroup, GroupedRows, PrefillGroup, group_rows
 from manyroots.kernels.attention.paged import PagedRows
 from manyroots.kernels.scratch import scratch
+
+_fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+"""What `F.scaled_dot_product_attention` comes to on a CPU, with the sums of exponentials."""
 
 
 def prepare(rows: PagedRows, page_size: int, dtype: torch.dtype) -> GroupedRows:
@@ -32,12 +34,13 @@ def attend(
 ) -> Tensor:
     """Attend: q [num_tokens, heads, head_dim] over the pages, to the same shape. `sinks` [heads]
     are scores that take weight and give nothing."""
-    out = torch.empty_like(q)
-    kv_heads = layer_kv.shape[-2]
-    by_kv_head = None if sinks is None else sinks.float().view(kv_heads, -1)
+    by_kv_head = None if sinks is None else sinks.float().view(layer_kv.shape[-2], -1)
     count = attending.num_decodes
+    if not attending.prefill_groups and count == len(q):
+        return _decode(q, layer_kv, attending, scale, by_kv_head)
+    out = torch.empty_like(q)
     if count:
-        _decode(q[:count], layer_kv, attending, scale, by_kv_head, out[:count])
+        out[:count] = _decode(q[:count], layer_kv, attending, scale, by_kv_head)
     for group in attending.prefill_groups:
         at = group.tokens
         _prefill(q[at], layer_kv, group, attending.window, scale, by_kv_head, out[at])
@@ -45,30 +48,33 @@ def attend(
 
 
 def _decode(
-    q: Tensor,
-    layer_kv: Tensor,
-    rows: GroupedRows,
-    scale: float,
-    sinks: Tensor | None,
-    out: Tensor,
-) -> None:
+    q: Tensor, layer_kv: Tensor, rows: GroupedRows, scale: float, sinks: Tensor | None
+) -> Tensor:
     order = rows.decode_order
     sorted_q = q if order is None else q.index_select(0, order)
-    sorted_out = out if order is None else torch.empty_like(sorted_q)
-    kv_heads, head_dim = layer_kv.shape[-2:]
-    for group in rows.decode_groups:
-        num_rows = group.rows.stop - group.rows.start
-        heads_as_queries = sorted_q[group.rows].view(num_rows, kv_heads, -1, head_dim)
-        if group.shared_pages.numel():
-            attended = _decode_sharing(heads_as_queries, layer_kv, group, scale, sinks)
-        else:
-            keys, values = _gather(layer_kv, group.pages, num_rows, q.dtype)
-            attended = _attended(heads_as_queries, keys, values, group.bias, scale, sinks)
-        sorted_out[group.rows] = attended.reshape(num_rows, -1, head_dim)
-    if order is not None:
-        if len(order) < len(out):  # rows that only pad see nothing
-            out.zero_()
-        out.index_copy_(0, order, sorted_out)
+    pieces = [
+        _decode_group(sorted_q[group.rows], layer_kv, group, scale, sinks)
+        for group in rows.decode_groups
+    ]
+    if order is None and len(pieces) == 1:
+        return pieces[0]
+    if order is None:
+        return torch.cat(pieces)
+    # Rows that only pad see nothing.
+    out = torch.empty_like(q) if len(order) == len(q) else torch.zeros_like(q)
+    return out.index_copy_(0, order, torch.cat(pieces)) if pieces else out
+
+
+def _decode_group(
+    q: Tensor, layer_kv: Tensor, group: DecodeGroup, scale: float, sinks: Tensor | None
+) -> Tensor:
+    heads_as_queries = q.view(len(q), layer_kv.shape[-2], -1, q.shape[-1])
+    if group.shared_pages.numel():
+        attended = _decode_sharing(heads_as_queries, layer_kv, group, scale, sinks)
+    else:
+        keys, values = _gather(layer_kv, group.pages, len(q), q.dtype)
+        attended = _attended(heads_as_queries, keys, values, group.bias, scale, sinks)
+    return attended.reshape(q.shape).to(q.dtype)  # beside sinks it is in float32
 
 
 def _decode_sharing(
@@ -80,15 +86,14 @@ def _decode_sharing(
     Softmax over both parts is the parts' own outputs, weighted by their sums of exponentials.
     """
     rows, kv_heads, per_head, head_dim = q.shape
-    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     count = group.num_prefixes
     keys, values = _gather(layer_kv, group.shared_pages, count, q.dtype)
     cells = q if group.cells is None else q.index_select(0, group.cells)
     by_prefix = cells.view(count, -1, kv_heads, per_head, head_dim).transpose(1, 2)
     together = by_prefix.reshape(count, kv_heads, -1, head_dim)
-    common, common_sums = fused(together, keys, values, scale=scale)
+    common, common_sums = _fused(together, keys, values, scale=scale)
     keys, values = _gather(layer_kv, group.pages, rows, q.dtype)
-    own, own_sums = fused(q, keys, values, attn_mask=group.bias, scale=scale)
+    own, own_sums = _fused(q, keys, values, attn_mask=group.bias, scale=scale)
     common = common.reshape(by_prefix.shape).transpose(1, 2).flatten(0, 1)
     common_sums = common_sums.reshape(by_prefix.shape[:-1]).transpose(1, 2).flatten(0, 1)
     if group.places is not None:
@@ -105,11 +110,8 @@ def _attended(
     q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scale: float, sinks: Tensor | None
 ) -> Tensor:
     """q [seqs, kv_heads, queries, head_dim]; `sinks` [kv_heads, queries], or for any seq alike."""
-    if sinks is None:
-        return F.scaled_dot_product_attention(q, keys, values, attn_mask=bias, scale=scale)
-    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    attended, sums = fused(q, keys, values, attn_mask=bias, scale=scale)
-    return _beside_sinks(attended, sums, sinks)
+    attended, sums = _fused(q, keys, values, attn_mask=bias, scale=scale)
+    return attended if sinks is None else _beside_sinks(attended, sums, sinks)
 
 
 def _beside_sinks(attended: Tensor, sums: Tensor, sinks: Tensor) -> Tensor:

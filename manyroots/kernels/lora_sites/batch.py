@@ -12,7 +12,7 @@ where their weights are stacked, all others one by one.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -105,6 +105,28 @@ class AdapterBatch:
         chosen = set(map(id, together))
         alone = tuple(run for run in runs if id(run) not in chosen)
         return cls(runs, alone, _group(together, stack, device))
+
+    def between(self, first: int, last: int) -> AdapterBatch | None:
+        """Of the tokens [first, last) alone; None if none of them has an adapter. Decodes, which
+        come first, stay together if all of them are among these."""
+        runs = _clipped(self.runs, first, last)
+        if not runs:
+            return None
+        group = self.group
+        if group is None or first > 0 or int(group.rows.max()) >= last:
+            return AdapterBatch(runs, runs, None)
+        return AdapterBatch(runs, _clipped(self.alone, first, last), group)
+
+
+def _clipped(runs: Sequence[Run], first: int, last: int) -> tuple[Run, ...]:
+    return tuple(
+        replace(
+            run,
+            tokens=slice(max(run.tokens.start, first) - first, min(run.tokens.stop, last) - first),
+        )
+        for run in runs
+        if run.tokens.start < last and run.tokens.stop > first
+    )
 
 
 def _runs(token_slots: Slots, weights: Mapping[int, SlotWeights]) -> list[Run]:

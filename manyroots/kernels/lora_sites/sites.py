@@ -105,6 +105,15 @@ class LoraRows:
             return 1, num_rows
         return DECODE_BLOCK_ROWS, self.max_blocks
 
+    def between(self, first: int, last: int) -> LoraRows | None:
+        """Of the rows [first, last) alone, prepared by the torch set; None if these are all the
+        base model's."""
+        assert self.batch is not None, "these rows were not prepared by the torch set"
+        batch = self.batch.between(first, last)
+        if batch is None:
+            return None
+        return LoraRows.build(self.slots[first:last].numpy(), self.slots.device, batch=batch)
+
     @classmethod
     def build(
         cls,

@@ -6,6 +6,9 @@ there is no `add_norm`, which exists for adapters that are not yet expanded.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -15,9 +18,25 @@ from manyroots.kernels.lora_sites.sites import LoraTerm
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight, over the last dimension."""
+    if x.dtype is weight.dtype is torch.float32:
+        return _rms_norm(x, weight, eps)
     if weight.dtype is x.dtype:
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
     return F.rms_norm(x.float(), (x.shape[-1],), weight, eps).to(x.dtype)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """In fewer passes than torch's own, which is put together from six operators: two thirds of its
+    time (Neoverse-N1, 1 to 192 rows of 576)."""
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    mean = torch.addcmul(_number(eps), length, length, value=1 / x.shape[-1])
+    return (x * mean.rsqrt_()).mul_(weight)
+
+
+@lru_cache(maxsize=8)
+def _number(value: float) -> Tensor:
+    """A tensor of it: of a plain number every operator makes one."""
+    return torch.tensor([value])
 
 
 def add_rms_norm(

@@ -116,6 +116,37 @@ def test_mixed_ranks_and_base_rows_equal_the_naive_sum_w17(
         assert_close("lora", vector, x.float() + vectors, dtype)
 
 
+@pytest.mark.parametrize("with_stacks", [False, True])
+@pytest.mark.parametrize("step", STEPS)
+def test_a_step_cut_into_pieces_adds_the_same_as_the_whole(step: str, with_stacks: bool) -> None:
+    """Pieces in which a run begins or ends, and such without an adapter."""
+    slots = STEPS[step]
+    x, base = torch.randn(len(slots), HIDDEN), torch.randn(len(slots), sum(OUTS))
+    pool = pool_for()
+    rows = prepare(slots, pool, stacked=with_stacks)
+    whole, pieces = base.clone(), base.clone()
+    torch_ops.add_linear(whole, x, qkv(pool), rows)
+    for size in (1, 3, len(slots) - 1, len(slots)):
+        pieces.copy_(base)
+        for first in range(0, len(slots), size):
+            at = slice(first, min(first + size, len(slots)))
+            own = rows.between(at.start, at.stop)
+            assert (own is None) == all(slot == NO_ADAPTER for slot in slots[at])
+            if own is not None:
+                assert own.slots.tolist() == slots[at]
+                torch_ops.add_linear(pieces[at], x[at], qkv(pool), own)
+        assert_close("lora", pieces, whole, torch.float32)
+
+
+def test_decodes_stay_together_in_the_piece_that_has_all_of_them() -> None:
+    rows = prepare([0, 0, 1, 1, 2, 2, *[3] * 40], pool_for(), stacked=True)
+    for last, is_together in ((4, False), (6, True), (20, True)):
+        own = rows.between(0, last)
+        assert own is not None
+        assert own.batch is not None
+        assert (own.batch.group is not None) == is_together
+
+
 def test_a_site_that_no_adapter_changes_is_left_exactly_alone() -> None:
     torch.manual_seed(0)
     pool = pool_for()
@@ -168,14 +199,19 @@ def test_stacks_stay_within_their_memory_and_give_way_when_unused() -> None:
     pool = pool_for()
     weights = [pool.weights(slot) for slot in range(4)]
     first, second = (weights[0], weights[1]), (weights[0], weights[3])
-    size = 2 * 12 * (HIDDEN + sum(OUTS)) * 4  # the ranks of slot 0 add up to 12
+    ranks = {1: (4, 4, 8), 3: (7, 4, 4)}  # the highest of each projection, with slot 0's
+    sizes = {
+        slot: 2 * sum(rank * (HIDDEN + out) for rank, out in zip(own, OUTS, strict=True)) * 4
+        for slot, own in ranks.items()
+    }
+    size = max(sizes.values())
     stacks = Stacks(size)
     assert stacks.find(first) is None, "the first time is not worth a copy"
     assert stacks.find(first) is not None
-    assert stacks.num_bytes == size
+    assert stacks.num_bytes == sizes[1]
     assert [stacks.find(second) for _ in range(NUM_REMEMBERED)] == [None] * NUM_REMEMBERED
     assert stacks.find(second) is not None, "the first was not used for long enough"
-    assert stacks.num_bytes == size
+    assert stacks.num_bytes == sizes[3]
     assert stacks.find(first) is None
 
 

@@ -25,7 +25,7 @@ from manyroots.api.embeddings import embeddings
 from manyroots.api.endpoints import TEXT, Endpoint, post
 from manyroots.api.errors import EXCEPTION_HANDLERS
 from manyroots.api.lora import LORA_ENDPOINTS
-from manyroots.api.middleware import HeaderLimits, Hosts, Keys, RequestIds, RootPath
+from manyroots.api.middleware import Farewells, HeaderLimits, Hosts, Keys, RequestIds, RootPath
 from manyroots.api.openai_responses.route import responses
 from manyroots.api.openai_responses.shapes import ResponseObject, ResponsesRequest
 from manyroots.api.openapi import openapi_endpoints
@@ -133,6 +133,7 @@ def create_app(state: ServerState) -> Starlette:
         routes=[endpoint.route() for endpoint in known],
         middleware=[
             Middleware(RequestIds),
+            Middleware(Farewells, is_draining=lambda: state.is_draining),
             Middleware(HeaderLimits),
             Middleware(RootPath, root_path=settings.root_path),
             *_cors(settings),

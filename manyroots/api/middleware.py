@@ -1,4 +1,5 @@
-"""What every request passes on its way in: a request id, header limits, the keys, a sane host.
+"""What every request passes on its way in: a request id, header limits, the keys, a sane host; and
+its answer on the way out while the server drains.
 
 Plain ASGI, outermost first in the order of the classes. Decides by the routed path alone
 (`scope["path"]`), never by the Host header or a reconstructed address.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import hmac
 import re
 import uuid
+from collections.abc import Callable
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -51,6 +53,23 @@ class RequestIds:
             await send(message)
 
         await self._app(scope, receive, send_with_id)
+
+
+class Farewells:
+    """While the server drains, every answer is its connection's last: callers keep connections open
+    for their next request, which another server is to have."""
+
+    def __init__(self, app: ASGIApp, is_draining: Callable[[], bool]) -> None:
+        self._app = app
+        self._is_draining = is_draining
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_last(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["connection"] = "close"
+            await send(message)
+
+        await self._app(scope, receive, send_last if self._is_draining() else send)
 
 
 class HeaderLimits:

@@ -104,12 +104,14 @@ async def test_while_draining() -> None:
     body = {"model": "tiny", "prompt": "ab", "max_tokens": 2}
     async with harness.connected("/v1/completions", body) as connection:
         await until(lambda: harness.engine.running)
+        assert "connection" not in (await harness.get("/ready")).headers
         harness.state.is_draining = True
         assert (await harness.get("/ready")).status_code == 503
         assert (await harness.get("/health")).status_code == 200
         response = await harness.complete()
         assert response.status_code == 503
         assert response.headers["retry-after"]
+        assert response.headers["connection"] == "close"  # another server has the next one
         harness.engine.gate.set()
         assert (await connection.sent.get())["status"] == 200
 

@@ -59,6 +59,7 @@ TURNS = (
 )
 WINDOWS = "unit/cache/test_window_eviction.py::"
 CONFIGS = "property/test_config_fields.py::"
+REAL = "unit/engine/test_real_"
 GRAMMAR = "unit/grammar/test_grammar_rows.py::"
 ANSWERS = "unit/text/test_chat_output.py::"
 RESPONSES = "unit/api/test_responses_route.py::"
@@ -2207,5 +2208,38 @@ MUTATIONS: tuple[Mutation, ...] = (
         "if False:",
         "a chat with tools is written by the template of plain chats",
         ("unit/text/test_chat.py::test_a_template_of_its_own_for_tools_is_used_with_tools_alone",),
+    ),
+    # Shown with real bytes
+    Mutation(
+        "store/storage_link.py",
+        "self._storage.key(page, copy.family)",
+        "self._storage.key(page, 0)",
+        "families of one page overwrite each other in storage",
+        (
+            f"{REAL}namespaces.py::test_n08_n09_what_an_adapter_left_on_lower_tiers_comes_back_to_"
+            "it_alone[five to one]",
+        ),
+    ),
+    Mutation(
+        "engine/kv_events.py",
+        "[tuple(extra)] * len(hashes) if extra",
+        "[tuple(extra)] if extra",
+        "of pages that come together only the first says whose it is",
+        (
+            f"{REAL}namespaces.py::test_n11_p06_names_outside_of_the_process_carry_the_namespace_on"
+            "_every_page[full]",
+        ),
+    ),
+    Mutation(
+        "store/device_copies.py",
+        "copy_units(arenas[copy.family], copy.source_units, copy.target_units)",
+        "copy_units(arenas[copy.family], copy.target_units, copy.source_units)",
+        "a checkpoint overwrites the state that it should keep",
+        (
+            f"{REAL}families.py::test_h02_with_holes_in_any_family_a_request_resumes_where_all_of_"
+            "them_can[convolutions-device]",
+            f"{REAL}families.py::test_p10_a_publication_that_is_skipped_leaves_no_state_behind"
+            "[device]",
+        ),
     ),
 )

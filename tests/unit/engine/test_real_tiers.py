@@ -1,0 +1,231 @@
+"""Copies between tiers through the whole engine, with real bytes: late, failing and side by side.
+
+Every step is audited (`tests/real_engine.py`), and what can be found is compared with cold numbers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from manyroots.ids import Tier
+from manyroots.step import Copy
+from manyroots.store.host_link import HostErrand, HostLink
+from tests.by_hand import resident
+from tests.real_engine import MAX_LEN, PAGE, VOCAB, RealEngine, RealWorld
+
+NEED = MAX_LEN // PAGE
+
+
+def text(seed: int, count: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, VOCAB) for _ in range(count)]
+
+
+PROMPT = text(1, 42)
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    made: list[RealWorld] = []
+
+    @cache
+    def world(mix: str) -> RealWorld:
+        made.append(RealWorld(tmp_path_factory.mktemp("world"), mix))
+        return made[-1]
+
+    yield world
+    for each in made:
+        each.close()
+
+
+def start(world: RealWorld, **settings: Any) -> RealEngine:
+    given = {
+        "num_gpu_blocks_override": NEED, "num_host_pages": 300, "max_num_seqs": 4, "names": (),
+        "max_num_batched_tokens": 24,
+    }  # fmt: skip
+    return RealEngine(world, **{**given, **settings})
+
+
+def on_host(engine: RealEngine, prompt: list[int]) -> list[int]:
+    """By family, how many units of a prompt can be found on the host."""
+    begin = np.array(prompt, np.int32).tobytes()
+    counts = [0] * len(engine.cache.layout.host)
+    for plane, path in resident(engine.cache):
+        if plane >= len(counts) and begin.startswith(b"".join(page for _, page in path)):
+            counts[plane - len(counts)] += 1
+    return counts
+
+
+class HeldBack:
+    """The ends of copies that a test wants to be told of later. Their bytes are there."""
+
+    def __init__(self, engine: RealEngine, is_held: Callable[[Copy], bool]) -> None:
+        self._link: Any = engine.runner._mover._tiers._link
+        self._tell, self._start = self._link._report, self._link.start
+        self._is_held = is_held
+        self._ids: set[Any] = set()
+        self.ends: list[Any] = []
+        self.num_told = 0
+        self._link._report, self._link.start = self._report, self._begin
+
+    def _begin(self, copy: Copy) -> None:
+        if self._is_held(copy):
+            self._ids.add(copy.copy_id)
+        self._start(copy)
+
+    def _report(self, done: Any) -> None:
+        if done.copy_id in self._ids:
+            self.ends.append(done)
+        else:
+            self.num_told += 1
+            self._tell(done)
+
+    def hold_no_more(self) -> None:
+        """Copies from now on are told of as they end."""
+        self._is_held = lambda copy: False
+
+    def release(self) -> None:
+        self.hold_no_more()
+        self._ids.clear()
+        for done in self.ends:
+            self._tell(done)
+
+
+@pytest.mark.parametrize("late", [0, 1], ids=["pages late", "others late"])
+@pytest.mark.parametrize("mix", ["five to one", "convolutions"])
+def test_h07_pages_and_states_of_one_request_arrive_on_the_host_together(
+    worlds: Any, mix: str, late: int
+) -> None:
+    """H07: while the copy of one family is not acknowledged, nothing of the request is found on the
+    host, though the other's bytes are there; then all of it at once. Other requests go on."""
+    engine = start(worlds(mix), max_num_batched_tokens=160)
+    held = HeldBack(engine, lambda copy: copy.family == late and copy.target is Tier.HOST)
+    busy = engine.submit(text(9, 4), max_tokens=60)
+    answered = engine.submit(PROMPT, max_tokens=1)
+    while not held.ends or not held.num_told:
+        assert engine.said[busy].reason is None, "no copy ended while it ran"
+        engine.step()
+    for _ in range(5):
+        engine.step()
+    assert engine.said[answered].reason is not None
+    assert on_host(engine, PROMPT) == [0, 0]
+    held.release()
+    seen = set()
+    while engine.loop.has_work:
+        engine.step()
+        seen.add(tuple(on_host(engine, PROMPT)))
+    assert max(seen) == tuple(on_host(engine, PROMPT))
+    assert min(max(seen)) > 0
+    assert all(each == max(seen) or each == (0, 0) for each in seen), f"in parts: {seen}"
+    engine.check_units()
+    engine.close()
+
+
+def test_h07_what_arrived_on_the_host_last_is_not_the_first_to_go(worlds: Any) -> None:
+    """H07: the older prompt's copy is acknowledged later than the newer one's; when the host is
+    full, the newer one's pages go."""
+    engine = start(worlds("full"), max_model_len=64, num_host_pages=34, max_num_batched_tokens=160)
+    one, two, three = (text(seed, 33) for seed in (1, 2, 3))
+    held = HeldBack(engine, lambda copy: len(copy.target_units) == 8)
+    engine.submit(one, max_tokens=2)
+    busy = engine.submit(text(4, 3), max_tokens=60)
+    while not held.ends:
+        assert engine.said[busy].reason is None, "no copy ended while it ran"
+        engine.step()
+    held.hold_no_more()
+    engine.submit(two, max_tokens=2)
+    while on_host(engine, two) != [8]:
+        assert engine.said[busy].reason is None, "no copy ended while it ran"
+        engine.step()
+    engine.abort(busy)
+    engine.step()
+    assert on_host(engine, one) == [0]
+    held.release()
+    engine.run()
+    assert (on_host(engine, one), on_host(engine, two)) == ([8], [8])
+    for seed in itertools.count(10):  # until the host has no room for the next
+        [_, host] = engine.cache.stats().planes
+        if host.num_free < 8:
+            break
+        engine.ask(text(seed, 33), max_tokens=2)
+    engine.ask(three, max_tokens=2)
+    assert on_host(engine, one) == on_host(engine, three) == [8]
+    assert on_host(engine, two)[0] < 8
+    engine.check_units()
+    engine.close()
+
+
+@pytest.mark.parametrize("mix", ["full", "five to one", "convolutions"])
+def test_h11_a_failed_write_back_leaves_nothing_on_the_host_and_frees_both_ends(
+    worlds: Any, mix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """H11: answers and the device's pages are as they were; once the host can be written to again,
+    it is."""
+    engine = start(worlds(mix))
+    real, is_broken = HostLink._parts, [True]
+
+    def parts(self: HostLink, errand: HostErrand) -> Iterator[list[tuple[Copy, slice]]]:
+        for group in real(self, errand):
+            if is_broken[0] and errand.copies[0].target is Tier.HOST:
+                for copy, _ in group:  # some of it was written when it failed
+                    _, target = self._ends(copy)
+                    target.data[copy.target_units.tolist()] = 7
+                raise OSError("planted")
+            yield group
+
+    monkeypatch.setattr(HostLink, "_parts", parts)
+    cold = engine.ask(PROMPT)
+    planes = engine.cache.stats().planes
+    host = [plane for plane in planes if plane.tier is Tier.HOST]
+    assert [plane.num_free for plane in host] == [plane.num_units for plane in host]
+    assert all(plane.num_held == 0 for plane in planes)
+    assert engine.cache.stats().total_failed_units > 0
+    assert (engine.ask(PROMPT).tokens, engine.found(PROMPT)) == (cold.tokens, 40)
+    engine.check_units()
+    is_broken[0] = False
+    other = text(2, 42)
+    engine.ask(other)
+    assert on_host(engine, other)[0] == 10
+    engine.check_units()
+    engine.close()
+
+
+@pytest.mark.parametrize("write_back", ["through", "eviction"])
+def test_c01_with_the_host_full_no_request_takes_anothers_hit(worlds: Any, write_back: str) -> None:
+    """C01: three requests come at once whose prefixes are on a full host, used there longest ago;
+    making room for one costs no other its hit, and each is loaded, not computed."""
+    engine = start(
+        worlds("full"), max_model_len=64, num_gpu_blocks_override=32, num_host_pages=56,
+        write_back=write_back, max_num_batched_tokens=160,
+    )  # fmt: skip
+    prompts = [text(seed, 33) for seed in range(3)]
+    cold = [engine.ask(prompt, max_tokens=2).tokens for prompt in prompts]
+    seed = 10
+    while True:
+        hosts = [plane for plane in engine.cache.stats().planes if plane.tier is Tier.HOST]
+        if hosts[0].num_free == 0:
+            break
+        engine.ask(text(seed, 33 if hosts[0].num_free >= 8 else 5), max_tokens=2)
+        seed += 1
+    matches = [engine.match(prompt) for prompt in prompts]
+    assert [match.num_device_pages for match in matches] == [0, 0, 0]
+    wanted = [match.num_pages * PAGE for match in matches]
+    assert min(wanted) >= 24
+    engine.plans.clear()
+    numbers = [engine.submit(prompt, max_tokens=2) for prompt in prompts]
+    engine.run()
+    for number, tokens, num_found in zip(numbers, cold, wanted, strict=True):
+        said = engine.said[number]
+        assert (said.tokens, said.num_cached) == (tokens, num_found)
+        assert said.cache_use is not None
+        assert said.cache_use.num_host_tokens == num_found
+    assert sum(plan.total_tokens for plan in engine.plans) == 3 * (33 + 1) - sum(wanted)
+    engine.check_units()
+    engine.close()

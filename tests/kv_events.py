@@ -28,7 +28,7 @@ from manyroots.cache.keys import HASH_BYTES, PrefixKey
 from manyroots.cache.outcomes import Ending, Refusal
 from manyroots.cache.planes import ABSENT, CacheLayout, Capacity
 from manyroots.cache.policies import CachePolicies
-from manyroots.engine.kv_events import END, EventPublisher, short_hash
+from manyroots.engine.kv_events import END, MEDIA, EventPublisher, short_hash
 from manyroots.ids import AdapterDigest, AdapterName, Namespace, StepId
 from manyroots.kv_configs import EventsChoice
 from manyroots.step import CopyDone
@@ -90,21 +90,23 @@ class Traffic:
                 arrived = np.array([self._rng.random() < 0.97 for _ in copy.target_units], np.bool_)
                 self.cache.acknowledge(CopyDone(copy.copy_id, arrived))
 
-    def resident(self) -> Mirrored:
-        """What the index has."""
-        found: Mirrored = {"GPU": {}, "CPU": {}}
-        for node in self.cache.index.tree.nodes():
-            assert node.parent is not None
-            pages = np.frombuffer(bytes(node.keys), np.int32).reshape(-1, PAGE)
-            before = node.parent.hashes[-HASH_BYTES:]
-            parent = short_hash(before) if node.parent.num_pages else None
-            for place, tokens in enumerate(pages.tolist()):
-                number = short_hash(self.cache.index.hash_of(node, place))
-                for plane, medium in enumerate(found):
-                    if node.units[plane][place] != ABSENT:
-                        found[medium][number] = (tuple(tokens), parent)
-                parent = number
-        return found
+
+def resident(cache: PrefixCache) -> Mirrored:
+    """What the index of a cache has that records events."""
+    found: Mirrored = {"GPU": {}, "CPU": {}}
+    index = cache.index
+    for node in index.tree.nodes():
+        assert node.parent is not None
+        pages = np.frombuffer(bytes(node.keys), np.int32).reshape(-1, cache.page_size)
+        before = node.parent.hashes[-HASH_BYTES:]
+        parent = short_hash(before) if node.parent.num_pages else None
+        for place, tokens in enumerate(pages.tolist()):
+            number = short_hash(index.hash_of(node, place))
+            for plane, tier in index._event_planes.items():
+                if node.units[plane][place] != ABSENT:
+                    found[MEDIA[tier]][number] = (tuple(tokens), parent)
+            parent = number
+    return found
 
 
 class Consumer:
@@ -214,7 +216,7 @@ def run(num_events: int, seed: int, folder: str) -> dict[str, int]:
             if not has_lost and consumer.num_events >= num_events // 2:
                 consumer.lose, has_lost = 100, True
             consumer.catch_up(last)
-            assert consumer.pages == traffic.resident()
+            assert consumer.pages == resident(traffic.cache)
     finally:
         publisher.close()
         consumer.close()

@@ -5,10 +5,11 @@
 A seed draws a model (full attention, windows, states), how little memory each tier has, and a
 workload: prompts that share and part, samplings of every kind, adapters that are loaded, given
 other weights under their name and unloaded while they are used, more of them than places, other
-weights of the model, pauses, aborts, steps that fail, a storage that is slow, broken, damaged and
-shared by a second engine, engines that are closed and started on what they left. The cache and the
-adapters are audited as it goes on. Each answer must be what the same request gives alone on an
-engine that reuses nothing (tokens, text, log-probabilities); in the end nothing may be held by
+weights of the model, pauses, aborts, steps that fail, a storage (files or Redis) that is slow,
+broken, damaged and shared by a second engine, engines that are closed and started on what they
+left. The cache and the adapters are audited as it goes on, and what a router mirrors from the
+events of an engine is what its cache has. Each answer must be what the same request gives alone on
+an engine that reuses nothing (tokens, text, log-probabilities); in the end nothing may be held by
 anybody, and closed engines leave no thread and no open file. A failure says its seed; where storage
 is slow, the same seed may go another way the next time.
 """
@@ -19,6 +20,7 @@ import atexit
 import contextlib
 import functools
 import itertools
+import json
 import logging
 import random
 import shutil
@@ -34,6 +36,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import redis
 import torch
 
 from manyroots.cache.audit import audit
@@ -60,13 +63,16 @@ from manyroots.sampling import SamplingParams
 from manyroots.simulate.slices import command
 from manyroots.step import Runner, TokenLogprobs
 from manyroots.store.backends.files import Files
+from manyroots.store.backends.redis import Redis
 from manyroots.structured_outputs import StructuredOutputsParams
 from manyroots.text.assembler import TextAssembler
 from manyroots.text.tokenizer_files import load_tokenizer
 from tests.adapter_folders import Recipe, write_adapter
 from tests.differential import ADAPTERS, ALL_MIXES, PAGE, RECURRENT
+from tests.kv_events import Consumer, resident
 from tests.patience import PATIENCE_S
 from tests.unit.models.tiny import load_tiny, save_tiny
+from tests.unit.store.tiers import RedisServer, server_program
 from tests.unit.text.tiny_tokenizer import tiny_backend
 
 MAX_LEN, VOCAB = 96, 300
@@ -140,16 +146,16 @@ class World:
 
     def digests(self) -> dict[str, str]:
         """Contents by digest."""
-        return self._engine(WEIGHTS[0]).digests
+        return self.engine(WEIGHTS[0]).digests
 
     def alone(self, weights: str, content: str | None, submit: Submit) -> Answer:
         """The same request by itself, cold."""
         key = (weights, content, tuple(submit.prompt), repr(submit.sampling), submit.seed)
         if key not in self._answers:
-            self._answers[key] = self._engine(weights).ask(content, submit)
+            self._answers[key] = self.engine(weights).ask(content, submit)
         return self._answers[key]
 
-    def _engine(self, weights: str) -> Alone:
+    def engine(self, weights: str) -> Alone:
         if weights not in self._cold:
             self._cold[weights] = Alone(self, weights)
         return self._cold[weights]
@@ -238,16 +244,17 @@ class Weather:
     def over(self) -> Iterator[None]:
         """Every folder of storage meets it."""
         with contextlib.ExitStack() as stack:
-            for name in ("get", "put", "exists", "remove"):
-                stack.enter_context(mock.patch.object(Files, name, self._meeting(name)))
+            for kind in (Files, Redis):
+                for name in ("get", "put", "exists", "remove"):
+                    stack.enter_context(mock.patch.object(kind, name, self._meeting(kind, name)))
             yield
 
-    def _meeting(self, name: str) -> Callable[..., Any]:
-        real = getattr(Files, name)
+    def _meeting(self, kind: type, name: str) -> Callable[..., Any]:
+        real = getattr(kind, name)
 
-        def call(files: Files, *arguments: Any) -> Any:
+        def call(backend: Any, *arguments: Any) -> Any:
             self.meet()
-            return real(files, *arguments)
+            return real(backend, *arguments)
 
         return call
 
@@ -267,6 +274,14 @@ class ShakyModel:
             self.num_failed += 1
             raise RuntimeError("planted")
         return self._compute(*arguments)
+
+
+@functools.cache
+def redis_server() -> RedisServer:
+    """One for all seeds, each of which empties it."""
+    server = RedisServer(Path(tempfile.gettempdir()))
+    atexit.register(server.stop)
+    return server
 
 
 # One engine under load
@@ -289,8 +304,13 @@ class Live:
 class Driver:
     """One engine, what it is asked, and what it said."""
 
-    def __init__(self, world: World, rng: random.Random, weather: Weather, **settings: Any) -> None:
+    def __init__(
+        self, world: World, rng: random.Random, weather: Weather, events_folder: Path | None,
+        **settings: Any,
+    ) -> None:  # fmt: skip
+        """`events_folder`: of the sockets that events are published on; None is nowhere."""
         self.world, self.rng, self.weather = world, rng, weather
+        self.events_folder = events_folder
         self.settings = settings
         self.weights = WEIGHTS[0]
         self.live: dict[RequestId, Live] = {}
@@ -305,13 +325,14 @@ class Driver:
         self.num_outputs = 0
         self._audits = random.Random(0)
         self._ids = itertools.count(1)
+        self.router: Consumer | None = None
         self.start()
 
     def start(self) -> None:
         given = engine_settings({
             "model": str(self.world.folder / self.weights), "dtype": "float32", "block_size": PAGE,
             "max_model_len": MAX_LEN, "enable_lora": True, "progress_bars": False,
-            "weights_dirs": [str(self.world.folder)], **self.settings,
+            "weights_dirs": [str(self.world.folder)], **self.settings, **self._events(),
         })  # fmt: skip
         self.models: list[ShakyModel] = []
 
@@ -323,10 +344,32 @@ class Driver:
         self.loop = self.engine.loop
         self.scheduler: Any = self.loop._scheduler
         self.cache: Any = self.scheduler._cache
+        if self.events_folder is not None:
+            address = f"ipc://{self.events_folder}"
+            self.router = Consumer(f"{address}/events", f"{address}/replay", b"")
         self.intake = Intake(self.engine.info, self.world.tokenizer, self.rng)
         self.known.clear()
         self.unsure.clear()
         self.is_paused = False
+
+    def _events(self) -> dict[str, Any]:
+        if self.events_folder is None:
+            return {}
+        address = f"ipc://{self.events_folder}"
+        choice = {
+            "enable_kv_cache_events": True, "endpoint": f"{address}/events",
+            "replay_endpoint": f"{address}/replay",
+        }  # fmt: skip
+        return {"kv_events_config": json.dumps(choice)}
+
+    def _mirror(self) -> None:
+        """A router knows what the cache has, and nothing else."""
+        if self.router is None:
+            return
+        loop: Any = self.loop
+        self.router.catch_up(loop._events._next - 1)
+        self.told["mirrored events"] = self.router.num_events
+        assert self.router.pages == resident(self.cache), "a router's pages are not the cache's"
 
     # What it is asked
 
@@ -451,6 +494,7 @@ class Driver:
                 said, deadline = self.num_outputs, time.monotonic() + HANGS_S
             self.run(1)
             assert time.monotonic() < deadline, f"{len(self.live)} requests hang: {self._stuck()}"
+        self._mirror()
 
     def _stuck(self) -> str:
         states = Counter(str(r.state) for r in self.scheduler._requests.values())
@@ -544,6 +588,8 @@ class Driver:
 
     def close(self) -> None:
         self.loop.close()
+        if self.router is not None:
+            self.router.close()
 
     def restart(self) -> None:
         """Another engine on what this one left in storage; whoever waited is lost."""
@@ -572,22 +618,39 @@ class Workload:
         self.world = world_of(rng.choice(MIXES))
         self.weather = Weather(rng)
         self.told: Counter[str] = Counter()
+        for weights in WEIGHTS:
+            self.world.engine(weights)  # its threads are not the workload's
+        if server_program():
+            redis_server()
         self.before = held_by_process()
-        self.heads = [self._text(rng.choice((3, 8, 13, 24, 31, 45))) for _ in range(6)]
         self.folder = Path(tempfile.mkdtemp(dir=self.world.folder))
-        self.has_storage = rng.random() < 0.5
+        self.has_storage = rng.random() < 0.65
+        self.uses_redis = self.has_storage and bool(server_program()) and rng.random() < 0.35
+        # Where there is storage, requests are so much alike that another engine's pages are found.
+        num_heads, lengths = (2, (24, 31, 45)) if self.has_storage else (6, (3, 8, 13, 24, 31, 45))
+        self.heads = [self._text(rng.choice(lengths)) for _ in range(num_heads)]
+        self.contents = rng.sample(list(CONTENTS), 2 if self.has_storage else len(CONTENTS))
+        self.salts = (None,) * 9 + ("a",) if self.has_storage else (None, None, None, "a", "b")
         settings = self._settings()
         self.settings = settings
         num_engines = 2 if self.has_storage and rng.random() < 0.4 else 1
         self.drivers = [
-            Driver(self.world, rng, self.weather, **settings) for _ in range(num_engines)
+            Driver(self.world, rng, self.weather, self._events_folder(number), **settings)
+            for number in range(num_engines)
         ]
         for driver in self.drivers:
             self._load_some(driver)
 
+    def _events_folder(self, number: int) -> Path | None:
+        if self.rng.random() < 0.5:
+            return None
+        folder = self.folder / f"e{number}"
+        folder.mkdir()
+        return folder
+
     def _load_some(self, driver: Driver) -> None:
         for name in NAMES[:4]:
-            driver.load(name, self.rng.choice(list(CONTENTS)), in_place=False)
+            driver.load(name, self.rng.choice(self.contents), in_place=False)
 
     def _settings(self) -> dict[str, Any]:
         rng, world = self.rng, self.world
@@ -613,22 +676,33 @@ class Workload:
             settings["checkpoint_memory_bytes"] = num_checkpoints * world.state_bytes
             settings["checkpoint_interval_tokens"] = rng.choice((PAGE, 3 * PAGE))
         if rng.random() < 0.7:
-            settings["num_host_pages"] = rng.choice((3, 20, 80, 80))
+            settings["num_host_pages"] = rng.choice((1, 3, 20, 80))
             settings["kv_load_overlap"] = rng.choice(("on", "off"))
         if self.has_storage:
             settings |= {
-                "kv_storage": f"file://{self.folder}/store",
-                "kv_storage_timeout_s": rng.choice((0.02, 0.3)),
+                "kv_storage": self._storage(),
+                "kv_storage_timeout_s": rng.choice((0.02, 0.3, 5.0)),
                 "prefetch": rng.choice(("best-effort", "wait", "timeout")),
                 "prefetch_timeout_steps": rng.choice((0, 2, 8)),
             }
-            if rng.random() < 0.3:
+            if rng.random() < 0.3 and not self.uses_redis:
                 settings["kv_storage_size"] = 40 * 8192 / 2**30
+            if rng.random() < 0.5:  # so that much of it comes from there
+                settings |= {"prefetch": "wait", "kv_storage_timeout_s": 5.0}
+                settings.pop("num_host_pages", None)
         if self.has_storage or "num_host_pages" in settings:
             settings["write_back"] = rng.choice(("through", "through", "reused", "eviction"))
         if rng.random() < 0.3:
             settings["kv_check_share"] = 0.5
         return settings
+
+    def _storage(self) -> str:
+        if not self.uses_redis:
+            return f"file://{self.folder}/store"
+        server = redis_server()
+        with redis.Redis(port=server.port) as client:
+            client.flushall()
+        return server.url
 
     def _text(self, count: int) -> list[int]:
         return [self.rng.randrange(3, VOCAB) for _ in range(count)]
@@ -691,7 +765,7 @@ class Workload:
         elif draw < 0.96:
             if self.has_storage:
                 self._change_weather()
-        elif draw < 0.965:
+        elif draw < (0.975 if self.has_storage else 0.965):
             driver.restart()
             self._load_some(driver)
         elif draw < 0.98:
@@ -722,27 +796,48 @@ class Workload:
             weather.fault_share = rng.choice((0.0, 0.0, 0.3, 1.0))
         elif draw < 0.6:
             weather.delay_s = rng.choice((0.0, 0.0, 0.004, 0.03))
-        files = sorted(self.folder.glob("store/v1/??/*"))
-        if draw >= 0.6 and files:
-            path = rng.choice(files)
-            with contextlib.suppress(FileNotFoundError):
-                if draw < 0.75:
-                    path.unlink()
-                elif draw < 0.9:
-                    value = bytearray(path.read_bytes())
-                    if value:
-                        value[rng.randrange(len(value))] ^= 1 << rng.randrange(8)
-                    path.write_bytes(value)
-                else:
-                    path.write_bytes(rng.choice(files).read_bytes())
+        if draw >= 0.6:
+            self._spoil_redis(draw) if self.uses_redis else self._spoil_files(draw)
         for driver in self.drivers:
             health: Any = driver.cache.storage
             for direction in (health._reading, health._writing):
                 direction._rests_until = 0
 
+    def _spoil_files(self, draw: float) -> None:
+        files = sorted(self.folder.glob("store/v1/??/*"))
+        if draw >= 0.97:  # by whoever wants the room
+            shutil.rmtree(self.folder / "store", ignore_errors=True)
+        elif files:
+            path = self.rng.choice(files)
+            with contextlib.suppress(FileNotFoundError):
+                if draw < 0.75:
+                    path.unlink()
+                elif draw < 0.9:
+                    path.write_bytes(self._damaged(path.read_bytes()))
+                else:
+                    path.write_bytes(self.rng.choice(files).read_bytes())
+
+    def _spoil_redis(self, draw: float) -> None:
+        with redis.Redis(port=redis_server().port) as client:
+            found: Any = client.keys("manyroots:*")
+            keys = sorted(found)
+            if draw >= 0.97:
+                client.flushall()
+            elif keys:
+                value: Any = client.get(self.rng.choice(keys))
+                client.set(self.rng.choice(keys), value if draw < 0.8 else self._damaged(value))
+
+    def _damaged(self, value: bytes) -> bytes:
+        changed = bytearray(value)
+        if changed and self.rng.random() < 0.3:
+            return bytes(changed[: self.rng.randrange(len(changed))])
+        if changed:
+            changed[self.rng.randrange(len(changed))] ^= 1 << self.rng.randrange(8)
+        return bytes(changed)
+
     def _change_adapter(self, driver: Driver) -> None:
         rng = self.rng
-        name, content = rng.choice(NAMES), rng.choice(list(CONTENTS))
+        name, content = rng.choice(NAMES), rng.choice(self.contents)
         draw = rng.random()
         if draw < 0.3:
             driver.unload(name)
@@ -778,7 +873,7 @@ class Workload:
         if rng.random() < 0.3:
             prompt = [*prompt[:30], *INVOCATION, *prompt[30:]]
         prompt = prompt[: MAX_LEN - 2]
-        salt = rng.choice((None, None, None, "a", "b"))
+        salt = rng.choice(self.salts)
         priority = rng.randint(-2, 2) if self.settings["scheduling_policy"] == "priority" else 0
         driver.submit(prompt, self._sampling(prompt), name, salt, priority)
 

@@ -11,8 +11,12 @@ from __future__ import annotations
 
 import gc
 import os
+import ssl
+from functools import cache
 from pathlib import Path
+from typing import Any
 
+import certifi
 import pytest
 
 from tests.seeded import Draw
@@ -21,6 +25,19 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+_new_context, _shared_context = ssl.create_default_context, cache(ssl.create_default_context)
+
+
+def _context(*args: Any, **options: Any) -> ssl.SSLContext:
+    """httpx reads everybody's certificates for each call, which takes longer than the call."""
+    usual = (certifi.where(), os.environ.get("SSL_CERT_FILE"))
+    is_httpx = not args and options in [{"cafile": path} for path in usual]
+    return (_shared_context if is_httpx else _new_context)(*args, **options)
+
+
+ssl.create_default_context = _context
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,24 +1,16 @@
-"""Gemma 3 270M: a slice of `python -m tests.e2e.gemma`, and the server with it."""
+"""Gemma 3 270M on a server: a slice of `python -m tests.e2e.gemma`, and its tokenizer."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterator
+from typing import Any
 
 import httpx
+import pytest
 
-from manyroots import LLM
-from tests.e2e.conftest import HEADERS, SETTINGS, running
-from tests.e2e.gemma import (
-    ACROSS,
-    BEYOND,
-    NAME,
-    WINDOW,
-    encoded,
-    greedy,
-    judge,
-    reference,
-)
-from tests.e2e.gemma import SETTINGS as ENGINE
+from manyroots.models.packaged import packaged_model_path
+from tests.e2e.conftest import HEADERS, SETTINGS, Server, running
+from tests.e2e.gemma import ACROSS, BEYOND, NAME, WINDOW, judge, reference
 from tests.patience import PATIENCE_S
 
 NUM_NEW_TOKENS = 12
@@ -30,23 +22,43 @@ SLICE = [
 ]
 
 
-def test_greedy_tokens_beyond_the_window_are_transformers_cold_and_cached() -> None:
+@pytest.fixture(scope="module")
+def gemma() -> Iterator[Server]:
+    with running(NAME, *SETTINGS) as server:
+        server.wait_until_ready()
+        yield server
+
+
+def post(server: Server, path: str, **body: object) -> httpx.Response:
+    return httpx.post(
+        server.url + path, json={"model": NAME, **body}, headers=HEADERS, timeout=PATIENCE_S
+    )
+
+
+def answers(server: Server, prompts: list[list[int]]) -> tuple[list[list[int]], int]:
+    """Greedy ones, in one batch, and how many of the prompts' tokens were in the cache."""
+    found: dict[str, Any] = post(
+        server, "/v1/completions", prompt=prompts, max_tokens=NUM_NEW_TOKENS, temperature=0,
+        ignore_eos=True, return_token_ids=True,
+    ).json()  # fmt: skip
+    cached = found["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return [choice["token_ids"] for choice in found["choices"]], cached
+
+
+def test_greedy_tokens_beyond_the_window_are_transformers_cold_and_cached(gemma: Server) -> None:
     """F01: sixteen tokens a page, so that windows begin in the middle of one."""
-    with LLM(NAME, **ENGINE) as llm:
-        prompts = encoded(llm, SLICE)
-        cold = greedy(llm, prompts, NUM_NEW_TOKENS)
-        hits = llm.stats().total_hit_tokens
-        cached = greedy(llm, prompts, NUM_NEW_TOKENS)
-        reused = llm.stats().total_hit_tokens - hits
-        path = Path(llm.info.model_path)
-        assert llm.stats().num_held_pages == 0
+    prompts = [post(gemma, "/tokenize", prompt=text).json()["tokens"] for text in SLICE]
+    cold, _ = answers(gemma, prompts)
+    cached, reused = answers(gemma, prompts)
+    gemma.wait_until_idle()
     lengths = [len(prompt) for prompt in prompts]
     assert lengths[2] <= WINDOW < lengths[2] + NUM_NEW_TOKENS
     assert lengths[3] > WINDOW
     assert cached == cold
     assert reused >= sum((length - 1) // 16 * 16 for length in lengths)
-    model = reference(path)
+    model = reference(packaged_model_path(NAME))
     for prompt, answer in zip(prompts, cold, strict=True):
+        assert len(answer) == NUM_NEW_TOKENS
         assert judge(model, prompt, answer).wanted == answer
 
 
@@ -65,27 +77,18 @@ TOKENS = {
 """As the `sentencepiece` package cuts them with Gemma's vocabulary."""
 
 
-def test_the_server_serves_it_with_its_first_token_once_and_refuses_chats() -> None:
+def test_the_server_serves_it_with_its_first_token_once_and_refuses_chats(gemma: Server) -> None:
     """A base model: it completes texts and has no template for chats."""
-    with running(NAME, *SETTINGS) as server:
-        server.wait_until_ready()
-
-        def post(path: str, **body: object) -> httpx.Response:
-            return httpx.post(
-                server.url + path, json={"model": NAME, **body}, headers=HEADERS,
-                timeout=PATIENCE_S,
-            )  # fmt: skip
-
-        texts = []
-        for prompt in ("The capital of France is", "<bos>The capital of France is"):
-            options = {"prompt": prompt, "max_tokens": 8, "temperature": 0}
-            answer = post("/v1/completions", **options).json()
-            assert answer["usage"]["prompt_tokens"] == 6
-            texts.append(answer["choices"][0]["text"])
-        assert texts == [" the capital of the country of France."] * 2
-        for text, tokens in TOKENS.items():
-            assert post("/tokenize", prompt=text).json()["tokens"] == [2, *tokens], repr(text)
-            assert post("/detokenize", tokens=tokens).json()["prompt"] == text
-        chat = post("/v1/chat/completions", messages=[{"role": "user", "content": "Hi"}])
-        assert chat.status_code == 400
-        assert "no chat template" in chat.json()["error"]["message"]
+    texts = []
+    for prompt in ("The capital of France is", "<bos>The capital of France is"):
+        options = {"prompt": prompt, "max_tokens": 8, "temperature": 0}
+        answer = post(gemma, "/v1/completions", **options).json()
+        assert answer["usage"]["prompt_tokens"] == 6
+        texts.append(answer["choices"][0]["text"])
+    assert texts == [" the capital of the country of France."] * 2
+    for text, tokens in TOKENS.items():
+        assert post(gemma, "/tokenize", prompt=text).json()["tokens"] == [2, *tokens], repr(text)
+        assert post(gemma, "/detokenize", tokens=tokens).json()["prompt"] == text
+    chat = post(gemma, "/v1/chat/completions", messages=[{"role": "user", "content": "Hi"}])
+    assert chat.status_code == 400
+    assert "no chat template" in chat.json()["error"]["message"]

@@ -9,7 +9,7 @@ import pytest
 from manyroots.cache.policies import WriteBack
 from tests.property.cache_oracle import Call, Machine, Setting, Walk
 
-NUM_RULES = 20_000
+NUM_RULES = 12_000
 
 
 def test_r02_the_cache_agrees_with_a_dictionary_over_families_tiers_namespaces_and_salts() -> None:

@@ -53,7 +53,7 @@ works = [
     load,
 ]
 num_interrupted = [0, 0, 0]
-for turn in range(60):
+for turn in range(36):
     which = turn % 3
     begun = threading.Event()
 
@@ -82,7 +82,7 @@ for turn in range(60):
     stats = llm.stats()
     assert stats.num_running == stats.num_waiting == stats.num_held_pages == 0, stats
 assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-assert min(num_interrupted) >= 10, num_interrupted
+assert min(num_interrupted) >= 6, num_interrupted
 llm.close()
 print("fine")
 """
@@ -96,7 +96,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyAdapters:
 
 
 def test_r08_an_interrupted_llm_gives_pages_back_and_right_tokens(tiny: TinyAdapters) -> None:
-    """R08: 60 signals, in generate, in a stream and while adapters load."""
+    """R08: 36 signals, in generate, in a stream and while adapters load."""
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tiny.model), tiny.path("few"), "1"],
         capture_output=True, text=True, timeout=PATIENCE_S, check=False,

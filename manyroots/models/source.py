@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 MAX_CONFIG_BYTES = 16 << 20
 _OF_ADAPTERS = "adapter_config.json"
+_OF_MODELOPT = "hf_quant_config.json"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
@@ -131,6 +132,12 @@ def _from_folder(path: Path, name: str) -> ModelSource:
     check_fields(generation, str(generation_file), {"eos_token_id": TOKENS})
     written = _read_json(file)
     check_fields(written, str(file), WRITTEN_FIELDS)
+    if (path / _OF_MODELOPT).is_file() and not written.get("quantization_config"):
+        raise ModelError(
+            f"{path} was quantized by ModelOpt ({_OF_MODELOPT}), and its config.json does not say "
+            "how; this version reads FP8 checkpoints of transformers, FBGEMM and compressed-"
+            "tensors. Use one of these, or an unquantized one."
+        )
     if isinstance(written.get("text_config"), dict):
         check_fields(written["text_config"], f"the text_config of {file}", WRITTEN_FIELDS)
     try:

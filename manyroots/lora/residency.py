@@ -160,12 +160,14 @@ class Residency:
     def num_obtainable(self) -> int | None:
         """Slots that `prepare` can give to others sooner or later: not used by anyone who runs,
         nor pinned. None for no limit."""
-        if self.slots.num_slots is None:
+        slots, pinned = self.slots, self.registry.pinned
+        if slots.num_slots is None:
             return None
-        owners = self.slots.by_owner
-        pinned = (owners[d] for d in self.registry.pinned if d in owners)
-        num_pinned = sum(slot.num_seats == 0 for slot in pinned)
-        return self.slots.num_slots - self.slots.num_seated - num_pinned
+        num_left = slots.num_slots - slots.num_seated
+        if pinned:  # seldom, and this is asked for every adapter that waits
+            owners = [slots.by_owner[d] for d in pinned if d in slots.by_owner]
+            num_left -= sum(slot.num_seats == 0 for slot in owners)
+        return num_left
 
     def seat(self, hold: Hold) -> AdapterSlot:
         """The request runs from now on; its weights stay in this slot meanwhile."""

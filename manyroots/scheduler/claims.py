@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 
 from manyroots.ids import AdapterDigest, StepId
 from manyroots.lora.residency import Residency
@@ -49,6 +50,9 @@ class PlaceClaim:
         return self.waiting is None and self.due <= step_id
 
 
+_DUE = attrgetter("due")
+
+
 class Claims:
     """Who claims a place, read anew in every step."""
 
@@ -65,15 +69,15 @@ class Claims:
     ) -> list[PlaceClaim]:
         """Who has rested for long; then who is due first."""
         stay_steps = self._costs.stay_steps
-        claims = [
-            PlaceClaim(
-                rested.adapter, rested.since + REST_STEPS, len(rested.requests), rested, None
-            )
-            for rested in self._places.away()
-            if step_id - rested.since >= stay_steps
-        ]
+        overdue: list[PlaceClaim] = []
+        claims: list[PlaceClaim] = []
+        for away in self._places.away():
+            if step_id - away.since >= stay_steps:
+                due, num_requests = away.since + REST_STEPS, len(away.requests)
+                claim = PlaceClaim(away.adapter, due, num_requests, away, None)
+                (overdue if claim.is_overdue(step_id) else claims).append(claim)
         # Who has just lent its place has it back soon: its line must not take another's for that.
-        may_come = {claim.adapter for claim in claims}
+        may_come = {claim.adapter for claim in (*overdue, *claims)}
         for request, due in self.impatient(waiting, loaded, step_id):
             adapter = request.group[0]
             assert adapter is not None
@@ -82,7 +86,7 @@ class Claims:
                 lane = waiting.lanes.get(adapter)
                 num_requests = 1 if lane is None else len(lane)
                 claims.append(PlaceClaim(adapter, due, num_requests, rested, request))
-        return sorted(claims, key=lambda c: (not c.is_overdue(step_id), c.due))
+        return sorted(overdue, key=_DUE) + sorted(claims, key=_DUE)
 
     def impatient(
         self, waiting: WaitingQueue, loaded: Collection[Request], step_id: StepId

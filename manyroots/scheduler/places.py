@@ -69,7 +69,8 @@ class AdapterPlaces:
         return place.kept_steps is None and self._num_used(place) == 0
 
     def free(self) -> list[AdapterPlace]:
-        return [place for place in self.all if self.is_free(place)]
+        used = self._num_used
+        return [place for place in self.all if place.kept_steps is None and not used(place)]
 
     def kept(self) -> list[AdapterPlace]:
         """Those whose holders do not run yet."""
@@ -82,11 +83,11 @@ class AdapterPlaces:
         """Those that their holders have had for so long: with the fewest rows first, of those
         whichever was had for longest."""
         settled = [
-            (self._num_used(place), place.since, place.number)
+            (num_used, place.since, place.number)
             for place in self.all
-            if not self.is_free(place)
-            and place.kept_steps is None
+            if place.kept_steps is None
             and step_id - place.since >= stay_steps
+            and (num_used := self._num_used(place))
         ]
         return [self.all[number] for _, _, number in sorted(settled)]
 

@@ -124,7 +124,8 @@ class Bench:
     def __init__(self, folder: Path, kind: str) -> None:
         self.kind = kind
         # Of sizes that tell an expert's gate and up from its down.
-        sizes = {"moe_intermediate_size": 20} if "moe" in kind else {}
+        has_experts = "moe" in kind or kind == "qwen3-next"
+        sizes = {"moe_intermediate_size": 20} if has_experts else {}
         self._base = save_tiny(folder, kind, **sizes)
         if hasattr(self._base.config, "num_experts_per_tok"):
             self._base.set_experts_implementation("eager")
@@ -221,6 +222,32 @@ def of_options(
                 yield field, value, Ending("not by PEFT", f"{type(error).__name__} {error}"[:120])
                 continue
             yield field, value, bench.compare(field, own)
+
+
+def of_modules(
+    bench: Bench, folder: Path, fields: list[str] | None
+) -> Iterator[tuple[str, Any, Ending]]:
+    """Every module of the architecture, alone and with all others, in some layers or in all."""
+    if fields is not None and "modules" not in fields:
+        return
+    modules = bench.model().named_modules()
+    leaves = {name.rpartition(".")[2] for name, one in modules if isinstance(one, torch.nn.Linear)}
+    leaves = sorted(leaves - ({"out_proj"} if "falcon" in bench.kind else set()))  # not by PEFT
+    choices: list[dict[str, Any]] = [{"target_modules": [leaf]} for leaf in leaves]
+    choices += [
+        {"target_modules": "all-linear"},
+        {"target_modules": [*leaves, "embed_tokens"]},
+        {"target_modules": leaves, "layers_to_transform": [0]},
+        {"target_modules": leaves, "exclude_modules": leaves[:1]},
+    ]
+    for number, options in enumerate(choices):
+        own = folder / str(number)
+        try:
+            bench.make(own, options)
+        except Exception as error:
+            yield "modules", options, Ending("not by PEFT", f"{type(error).__name__} {error}"[:120])
+            continue
+        yield "modules", options, bench.compare("modules", own)
 
 
 def of_written(
@@ -354,6 +381,14 @@ def of_files(
         yield "files", name, ending
 
 
+OF_ALL_OPTIONS = ("llama", "llama-tied", "llama-biased", "qwen3-moe")
+OF_MODULES = (
+    "mistral", "qwen2", "qwen3", "gemma3", "gpt-oss", "lfm2", "qwen3-next", "qwen3.5",
+    "qwen3.5-moe", "granite-h", "granite-h-dense", "falcon-h1",
+)  # fmt: skip
+"""Models whose modules alone are tried; options mean the same in all."""
+
+
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--field", action="append")
@@ -362,11 +397,12 @@ def main(arguments: list[str]) -> int:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     endings: Counter[str] = Counter()
-    for kind in options.kind or ("llama", "llama-tied", "llama-biased", "qwen3-moe"):
+    for kind in options.kind or (*OF_ALL_OPTIONS, *OF_MODULES):
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             bench = Bench(folder / "base", kind)
-            for part in (of_options, of_written, of_kinds, of_files):
+            rest = () if kind in OF_MODULES else (of_options, of_written, of_kinds, of_files)
+            for part in (of_modules, *rest):
                 for field, value, ending in part(bench, folder / part.__name__, options.field):
                     endings[ending.how] += 1
                     shown = json.dumps(value, default=str)[:100]

@@ -206,13 +206,18 @@ def _refuse_untrained(config: AdapterConfig, trained: set[str], names: list[str]
     excluded, parameters = set(config.excluded), set(config.target_parameters)
 
     def is_trained(name: str) -> bool:
-        ends = {end for spelled in spellings(name) for end in endings(spelled)}
+        names = spellings(name)
+        ends = {end for spelled in names for end in endings(spelled)}
         if any(f"{end}.weight" in parameters for end in ends):
             return True
+        if not excluded.isdisjoint(ends):
+            return False
+        if not trained.isdisjoint(names):
+            return True  # by its whole name, as the head is: in whichever layer
         layer = _LAYER.search(name)
         if config.layers is not None and (layer is None or int(layer[1]) not in config.layers):
             return False
-        return not trained.isdisjoint(ends) and excluded.isdisjoint(ends)
+        return not trained.isdisjoint(ends)
 
     left_out = [name for name in names if not is_trained(name)]
     if left_out:

@@ -258,6 +258,14 @@ def test_w12_weights_that_peft_would_not_use_are_refused(
     refused(folder, r"the file has weights for .*layers\.0.*which its config leaves out")
 
 
+def test_w12_the_head_is_trained_beside_certain_layers(tmp_path: Path) -> None:
+    """W12: PEFT takes a module by its whole name whatever layers_to_transform says."""
+    targets = {name: DENSE[name] for name in ("model.layers.1.self_attn.q_proj", "lm_head")}
+    write_adapter(tmp_path, targets)
+    rewrite_config(tmp_path, target_modules=["q_proj", "lm_head"], layers_to_transform=[1])
+    read_adapter(tmp_path, DENSE, max_rank=16, dtype=torch.float32, vocab_size=64)
+
+
 def test_w12_a_start_that_nobody_here_knows_is_refused(folder: Path) -> None:
     """W12: it may have changed the base weights, as PiSSA does."""
     rewrite_config(folder, init_lora_weights="an_init_of_tomorrow")

@@ -33,7 +33,7 @@ TOOL: Any = {"type": "function", "function": {"name": "look_up", "parameters": A
 def test_g01_an_answer_follows_its_schema_in_another_process(
     client: openai.OpenAI, model: str
 ) -> None:
-    """G01: a masked row of the engine's own process, with choices of a free one beside it."""
+    """G01, S01: a masked row of the engine's own process, with choices of a free one beside it."""
     wanted: Any = {"type": "json_schema", "json_schema": {"name": "town", "schema": SCHEMA}}
     answer = client.chat.completions.create(
         model=model, messages=MESSAGES, response_format=wanted, max_tokens=120, n=2, seed=5,
@@ -60,6 +60,7 @@ def test_g01_a_schema_that_cannot_be_honoured_is_a_400_with_the_reason(
 def test_g02_a_forced_call_is_streamed_and_whole_the_same(
     client: openai.OpenAI, model: str
 ) -> None:
+    """G02, S01: by a real server."""
     asked: dict[str, Any] = {
         "model": model, "messages": MESSAGES, "tools": [TOOL], "max_tokens": 150, "temperature": 0,
         "tool_choice": {"type": "function", "function": {"name": "look_up"}},

@@ -12,7 +12,7 @@ NUM_RECURRENT_TRACES = 3
 
 @pytest.mark.parametrize("mix", MIXES)
 def test_cached_tokens_are_cold_tokens_for_every_mix_of_families(mix: str) -> None:
-    """F01: eviction, retraction, chunks and three adapters included."""
+    """F01, H13: eviction, retraction, chunks and three adapters included."""
     found = run(mix, range(NUM_TRACES))
     assert found.cached_tokens > found.prompt_tokens // 10, "hardly anything was reused"
     assert found.near_ties <= found.requests // 50

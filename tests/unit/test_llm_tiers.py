@@ -125,7 +125,7 @@ def test_t06_t07_a_new_engine_finds_what_another_has_stored(
             assert all(now[page] == before[page] for page in both)
 
 
-@pytest.mark.parametrize("kind", ["lfm2", "falcon-h1"])
+@pytest.mark.parametrize("kind", ["lfm2", "falcon-h1", "granite-h", "qwen3.5", "qwen3-next"])
 def test_t06_saved_states_come_back_from_storage(kind: str, tmp_path: Path) -> None:
     """T02, T06, F05: recurrent layers beside attention; a new engine resumes from their
     checkpoints, which have the bits that they were saved with, by way of host and files."""

@@ -164,7 +164,7 @@ async def test_w10_an_adapter_that_cannot_be_used_fails_its_requests_with_the_re
 
 
 async def test_s02_models_lists_adapters_with_their_parent() -> None:
-    """S02"""
+    """S01, S02"""
     server = harness()
     models = (await server.get("/v1/models")).json()["data"]
     shown = [(model["id"], model["root"], model["parent"]) for model in models]

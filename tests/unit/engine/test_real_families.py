@@ -113,8 +113,8 @@ def test_h02_with_holes_in_any_family_a_request_resumes_where_all_of_them_can(
 def test_c06_with_several_windows_the_usable_prefix_is_the_smallest(
     worlds: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """C06: a model whose layers have windows of 7, 11 and 19 tokens, served; each window in turn
-    has lost a page that the others do not need, or all need."""
+    """C06, S07: a model whose layers have windows of 7, 11 and 19 tokens, served; each window in
+    turn has lost a page that the others do not need, or all need."""
     described = load.describe
 
     def several(source: Any) -> Any:
@@ -150,6 +150,8 @@ def test_c06_with_several_windows_the_usable_prefix_is_the_smallest(
         wanted = max(set.intersection(*usable)) * PAGE
         said = engine.ask(PROMPT)
         assert (said.tokens, said.num_cached) == (cold, wanted)
+        assert said.cache_use is not None
+        assert said.cache_use.limit == ("window" if wanted < 40 else "nothing")
         found.add(wanted)
     assert len(found) > 2, "the windows made no difference"
     engine.check_units()
@@ -271,8 +273,8 @@ def test_h09_making_room_never_evicts_what_the_request_resumes_from(
 
 
 def test_h06_a_request_without_a_checkpoint_goes_on_and_says_so(worlds: Any) -> None:
-    """H06: with a state for each running request and none to save one in; counted, and what lacks
-    it is named as the reason when the prompt comes again."""
+    """H06, S07: with a state for each running request and none to save one in; counted, and what
+    lacks it is named as the reason when the prompt comes again."""
     engine = start(worlds("convolutions"), checkpoint_memory_bytes=0, max_num_seqs=2, names=())
     prompts = [text(seed, 42) for seed in (1, 2)]
     alone = [engine.ask(prompt, salt="alone").tokens for prompt in prompts]

@@ -65,7 +65,7 @@ def tiers(engine: RealEngine, prompt: list[int], adapter: str | None) -> tuple[i
 def test_n08_n09_what_an_adapter_left_on_lower_tiers_comes_back_to_it_alone(
     world: RealWorld, tmp_path: Path
 ) -> None:
-    """N08, N09, H03: a request that matched nothing is written to the host and to storage; its
+    """N08, N09, H03, S07: a request that matched nothing is written to the host and to storage; its
     pages come back from either by copies, into its own namespace, with their own numbers."""
     engine = start(world, tmp_path)
     first = engine.ask(PROMPT, "a")
@@ -83,6 +83,7 @@ def test_n08_n09_what_an_adapter_left_on_lower_tiers_comes_back_to_it_alone(
     assert tiers(engine, PROMPT, "a") == (NUM_CACHED // PAGE, NUM_CACHED // PAGE)
     others = {name: engine.ask(PROMPT, name) for name in (None, "b")}
     assert [other.num_cached for other in others.values()] == [0, 0]
+    assert {other.cache_use.limit for other in others.values() if other.cache_use} == {"namespace"}
     assert engine.check_units() > 3 * NUM_CACHED // PAGE
     assert engine.check_storage(stored_values(tmp_path / "kv")) > 3 * NUM_CACHED // PAGE
     engine.close()

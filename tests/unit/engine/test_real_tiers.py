@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from manyroots.ids import Tier
+from manyroots.messages import CacheUse
 from manyroots.step import Copy
 from manyroots.store.host_link import HostErrand, HostLink
 from tests.by_hand import resident
@@ -227,5 +228,64 @@ def test_c01_with_the_host_full_no_request_takes_anothers_hit(worlds: Any, write
         assert said.cache_use is not None
         assert said.cache_use.num_host_tokens == num_found
     assert sum(plan.total_tokens for plan in engine.plans) == 3 * (33 + 1) - sum(wanted)
+    engine.check_units()
+    engine.close()
+
+
+def test_s07_a_prefix_that_is_quicker_to_compute_than_to_load_is_computed_and_that_is_said(
+    worlds: Any,
+) -> None:
+    """S07: of a host that is too slow, the tier is named; once it is quick, nothing is missing."""
+    engine = start(worlds("full"))
+    cold = engine.ask(PROMPT)
+    engine.ask(text(2, MAX_LEN - 5))
+    costs: Any = engine.cache.costs
+    costs.is_worth_loading = lambda *_: False
+    assert engine.match(PROMPT).num_device_pages == 0
+    slow = engine.ask(PROMPT)
+    assert (slow.tokens, slow.num_cached, slow.cache_use) == (
+        cold.tokens, 0, CacheUse(0, 0, "tier"),
+    )  # fmt: skip
+    engine.ask(text(2, MAX_LEN - 5))
+    costs.is_worth_loading = lambda *_: True
+    quick = engine.ask(PROMPT)
+    assert (quick.tokens, quick.cache_use) == (cold.tokens, CacheUse(40, 0, "nothing"))
+    engine.close()
+
+
+@pytest.mark.parametrize("mix", ["full", "five to one", "convolutions"])
+def test_c02_what_is_computed_is_what_was_planned_under_host_pressure(
+    worlds: Any, mix: str
+) -> None:
+    """C02: random prompts that share and part, more than device and host hold; no step computes
+    more than the budget, and the model is given exactly as many tokens as were planned."""
+    budget, rng = 24, random.Random(mix)
+    engine = start(worlds(mix), num_host_pages=45, max_num_batched_tokens=budget)
+    decoder = engine.runner._decoder
+    hidden, given = decoder.hidden, []
+
+    def counted(tokens: Any, *rest: Any) -> Any:
+        given.append(len(tokens))
+        return hidden(tokens, *rest)
+
+    decoder.hidden = counted
+    heads = [text(seed, rng.choice([12, 22, 33])) for seed in range(6)]
+    engine.plans.clear()
+    for _ in range(30):
+        prompt = rng.choice(heads)[: rng.randint(5, 33)] + text(
+            rng.randrange(4), rng.randint(1, 30)
+        )
+        engine.submit(prompt, max_tokens=rng.choice([1, 3, 9]))
+        for _ in range(rng.randrange(4)):
+            if engine.loop.has_work:
+                engine.step()
+    engine.run()
+    planned = [plan.total_tokens for plan in engine.plans if len(plan.rows)]
+    assert given == planned
+    assert max(planned) <= budget
+    stats = engine.loop.stats()
+    assert stats.total_host_hit_tokens > 0
+    assert all(plane.num_held == 0 for plane in engine.cache.stats().planes)
+    assert all(said.error is None for said in engine.said.values())
     engine.check_units()
     engine.close()

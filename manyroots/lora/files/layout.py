@@ -172,7 +172,7 @@ def _check_target_modules(
     if unknown:
         file_modules = (factor.module for sides in factors.values() for factor in sides.values())
         names = (*targets, *file_modules, *config.target_parameters)
-        known = {end for name in names for end in endings(name)}
+        known = {end for name in names for one in spellings(name) for end in endings(one)}
         unknown = sorted(set(unknown) - known)
     if unknown:
         raise AdapterError(

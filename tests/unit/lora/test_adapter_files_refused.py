@@ -266,6 +266,16 @@ def test_w12_the_head_is_trained_beside_certain_layers(tmp_path: Path) -> None:
     read_adapter(tmp_path, DENSE, max_rank=16, dtype=torch.float32, vocab_size=64)
 
 
+@pytest.mark.parametrize("part", ["language_model.", ""])
+def test_w12_modules_may_be_named_as_in_a_model_with_images(tmp_path: Path, part: str) -> None:
+    """W12: their whole names have a part that the text model's here have not."""
+    name = "model.layers.1.self_attn.q_proj"
+    recipe = Recipe(prefix=f"base_model.model.{part}")
+    write_adapter(tmp_path, {name: DENSE[name]}, recipe)
+    rewrite_config(tmp_path, target_modules=[part + name])
+    read_adapter(tmp_path, DENSE, max_rank=16, dtype=torch.float32, vocab_size=64)
+
+
 def test_w12_a_start_that_nobody_here_knows_is_refused(folder: Path) -> None:
     """W12: it may have changed the base weights, as PiSSA does."""
     rewrite_config(folder, init_lora_weights="an_init_of_tomorrow")

@@ -66,6 +66,7 @@ RESPONSES = "unit/api/test_responses_route.py::"
 MESSAGES = "unit/api/test_messages_route.py::"
 CONTROL = "unit/api/test_control_routes.py::"
 SHAPES = "unit/api/test_structure_fields.py::"
+HABITS = "unit/api/test_other_habits.py::"
 ORDER = "test_l08_the_order_of_a_policy_holds_across_adapters_and_tenants"
 HASHES = "test_n17_plans_and_victims_do_not_depend_on_the_hashes_of_a_process"
 
@@ -2241,5 +2242,26 @@ MUTATIONS: tuple[Mutation, ...] = (
             f"{REAL}families.py::test_p10_a_publication_that_is_skipped_leaves_no_state_behind"
             "[device]",
         ),
+    ),
+    Mutation(
+        "api/events.py",
+        "    if not data.isascii():\n",
+        "    if False:\n",
+        "a stream's event is cut in two where a text has a line end of Unicode's own",
+        (f"{HABITS}test_g04_an_event_is_one_line_for_whoever_reads_lines[/v1/completions]",),
+    ),
+    Mutation(
+        "api/middleware.py",
+        "send_last if self._is_draining() else send",
+        "send",
+        "callers keep their connections to a server that takes nothing new",
+        ("unit/api/test_serving.py::test_while_draining",),
+    ),
+    Mutation(
+        "api/jobs.py",
+        "    return tokens[-wanted:]\n",
+        "    return tokens[:wanted]\n",
+        "a prompt that is cut keeps its beginning",
+        (f"{HABITS}test_g04_prompts_keep_their_last_tokens[3-3]",),
     ),
 )

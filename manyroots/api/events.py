@@ -30,12 +30,24 @@ DONE = b"data: [DONE]\n\n"
 
 
 def event(value: msgspec.Struct) -> bytes:
-    return b"data: " + encode(value) + b"\n\n"
+    return b"data: " + _on_one_line(encode(value)) + b"\n\n"
 
 
 def named_event(name: str, value: Any) -> bytes:
     """An event as Responses and Anthropic's messages send them: with its type in front."""
-    return b"event: " + name.encode() + b"\ndata: " + encode(value) + b"\n\n"
+    return b"event: " + name.encode() + b"\ndata: " + _on_one_line(encode(value)) + b"\n\n"
+
+
+_LINE_ENDS = {char.encode(): b"\\u%04x" % ord(char) for char in "\x85\u2028\u2029"}
+
+
+def _on_one_line(data: bytes) -> bytes:
+    """JSON with Unicode's own line ends as escapes: many clients' readers of lines (Python's
+    `splitlines`, and so httpx) would take an event apart there."""
+    if not data.isascii():
+        for raw, escape in _LINE_ENDS.items():
+            data = data.replace(raw, escape)
+    return data
 
 
 def _error_event(error: Exception) -> bytes:

@@ -44,6 +44,9 @@ CLIENTS = {
     "llama_index": ("llama-index-llms-openai-like",),
     "smolagents": ("smolagents[openai]",),
     "semantic_kernel": ("semantic-kernel",),
+    "inspect_ai": ("inspect-ai", "openai", "anthropic"),
+    "haystack": ("haystack-ai",),
+    "magentic": ("magentic",),
 }
 """By script: what its venv has."""
 FLAGS = (

@@ -3,6 +3,7 @@ things, which routes they expect (G04). Found by trying them; `docs/clients.md` 
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -11,8 +12,11 @@ from manyroots.adapter_names import LoraModule
 from manyroots.config import LoraSettings
 from tests.unit.api.fake_engine import FakeEngine
 from tests.unit.api.harness import Harness, error_of
+from tests.unit.api.test_responses_route import saying
 
 pytestmark = pytest.mark.anyio
+
+USER = {"role": "user", "content": "hi"}
 
 
 @pytest.mark.parametrize(
@@ -126,6 +130,24 @@ async def test_g04_routes_of_other_servers_say_what_stands_here(path: str, remed
     response = await Harness().get(path)
     assert response.status_code == 404
     assert remedy in error_of(response)["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages"])
+async def test_g04_an_event_is_one_line_for_whoever_reads_lines(path: str) -> None:
+    said = "a\u2028b\u2029c\x85d é"
+    body: dict[str, Any] = {"model": "tiny", "stream": True, "max_tokens": 40}
+    body |= {"prompt": said} if path == "/v1/completions" else {"messages": [USER]}
+    response = await saying(said).post(path, body)
+    lines = [line for line in response.text.splitlines() if line.startswith("data: {")]
+    text = "".join(_text_of(json.loads(line.removeprefix("data: "))) for line in lines)
+    assert text.startswith(said)
+    assert "é" in response.text  # other letters are sent as they are
+
+
+def _text_of(chunk: dict[str, Any]) -> str:
+    for choice in chunk.get("choices", ()):
+        return str(choice.get("text") or choice.get("delta", {}).get("content") or "")
+    return str(chunk.get("delta", {}).get("text") or "")
 
 
 async def test_g10_a_proxy_may_write_scheme_and_host_in_front_of_a_path() -> None:

@@ -60,7 +60,8 @@ async def test_g04_thinking_that_can_not_be_had_is_refused() -> None:
      ("max_new_tokens", "max_tokens"), ("prompt", "/v1/completions"), ("zzz", "zzz")],
 )  # fmt: skip
 async def test_g04_unknown_fields_are_told_where_they_belong(name: str, remedy: str) -> None:
-    response = await Harness().chat(**{name: 1})
+    fields: dict[str, Any] = {name: 1}
+    response = await Harness().chat(**fields)
     assert response.status_code == 400
     assert error_of(response)["message"].startswith("Unrecognized request argument supplied")
     assert remedy in error_of(response)["message"]
@@ -107,7 +108,7 @@ async def test_g04_a_prompt_can_not_be_cut_to_anything(wanted: int) -> None:
 
 
 async def test_g04_logprobs_name_tokens_by_id_if_asked() -> None:
-    fields = {"return_tokens_as_token_ids": True, "max_tokens": 2}
+    fields: dict[str, Any] = {"return_tokens_as_token_ids": True, "max_tokens": 2}
     [choice] = (await Harness().complete([70, 71], logprobs=1, echo=True, **fields)).json()[
         "choices"
     ]

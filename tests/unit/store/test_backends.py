@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
@@ -131,13 +132,15 @@ def test_t12_a_folder_that_somebody_empties_is_written_to_again(tmp_path: Path, 
 def test_t12_a_lock_on_a_file_that_is_gone_is_nobodys(tmp_path: Path) -> None:
     """T12: whoever waits for it takes the one that everybody else sees."""
     one, other = Files(tmp_path, None), Files(tmp_path, None)
-    with one._locked():
-        opened, real = [], Files._open_used
+    opened, real = [], Files._open_used
+    with contextlib.ExitStack() as held:
+        held.enter_context(one._locked())
 
         def open_used(files: Files) -> BinaryIO:
             opened.append(real(files))
-            if len(opened) == 1:  # it waits for the lock, and the folder is emptied meanwhile
+            if len(opened) == 1:  # it waits; the folder is emptied, and the lock given back
                 shutil.rmtree(tmp_path / "v1")
+                held.close()
             return opened[-1]
 
         with mock.patch.object(Files, "_open_used", open_used), other._locked():

@@ -111,7 +111,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "http://169.254.169.254/"}}
         ([{"role": "user"}], "messages[0].content"),
         ([{"role": "user", "content": 5}], "messages[0].content"),
         ([{"role": "user", "content": [IMAGE]}], "messages[0].content[0]"),
-        ([{"role": "user", "content": ["x"]}], "messages[0].content[0]"),
+        ([{"role": "user", "content": [5]}], "messages[0].content[0]"),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
         ([{"role": "user", "content": "x", "audio": {}}], "messages[0].audio"),
         ([{"role": "user", "content": "x", "name": 5}], "messages[0].name"),

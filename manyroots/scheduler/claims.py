@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from operator import attrgetter
 
 from manyroots.ids import AdapterDigest, StepId
 from manyroots.lora.residency import Residency
@@ -50,7 +49,8 @@ class PlaceClaim:
         return self.waiting is None and self.due <= step_id
 
 
-_DUE = attrgetter("due")
+def _due(claim: PlaceClaim) -> int:
+    return claim.due
 
 
 class Claims:
@@ -86,7 +86,7 @@ class Claims:
                 lane = waiting.lanes.get(adapter)
                 num_requests = 1 if lane is None else len(lane)
                 claims.append(PlaceClaim(adapter, due, num_requests, rested, request))
-        return sorted(overdue, key=_DUE) + sorted(claims, key=_DUE)
+        return sorted(overdue, key=_due) + sorted(claims, key=_due)
 
     def impatient(
         self, waiting: WaitingQueue, loaded: Collection[Request], step_id: StepId

@@ -291,6 +291,7 @@ class RealEngine:
 
     def finish_loads(self) -> None:
         """Wait for adapters on their way, so that steps are not counted by this machine's speed."""
+        self.runner._thread.submit(int).result(PATIENCE_S)  # All that was launched has begun.
         loader = self.runner._mover._adapters
         with loader._changed:
             assert loader._changed.wait_for(lambda: not loader._num_under_way, PATIENCE_S)

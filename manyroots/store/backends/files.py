@@ -213,12 +213,20 @@ class Files:
         for shard in os.scandir(self._folder):
             if not shard.is_dir() or len(shard.name) != 2:
                 continue
-            with contextlib.suppress(FileNotFoundError):
-                for entry in os.scandir(shard):
+            for entry in _entries(shard):
+                with contextlib.suppress(FileNotFoundError):  # that one alone has gone
                     if entry.is_file(follow_symlinks=False):
                         stat = entry.stat()
                         found.append((stat.st_mtime_ns, _size(stat.st_size), Path(entry.path)))
         return found, sum(size for _, size, _ in found)
+
+
+def _entries(folder: os.DirEntry[str]) -> list[os.DirEntry[str]]:
+    """What is in a folder; nothing if it has gone meanwhile."""
+    try:
+        return list(os.scandir(folder))
+    except FileNotFoundError:
+        return []
 
 
 def _is_taken(file: BinaryIO) -> bool:

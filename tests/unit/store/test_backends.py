@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 from unittest import mock
 
 import pytest
@@ -169,6 +169,23 @@ def test_t12_what_is_no_file_is_not_counted(tmp_path: Path) -> None:
     (tmp_path / "v1" / "00" / "not-ours").mkdir(parents=True)
     assert files.put([(key(i), value(i)) for i in range(6)]) == [True] * 6
     assert files.exists([key(5)]) == [True]
+
+
+def test_t12_a_file_that_goes_while_all_are_counted_hides_no_other(tmp_path: Path) -> None:
+    """T12: servers that share a folder remove what each of them likes."""
+    Files(tmp_path, 8 * ROOM).put([(key(i), value(i)) for i in range(6)])
+    real = os.scandir
+
+    def one_goes(folder: Any) -> list[Any]:
+        entries = sorted(real(folder), key=lambda entry: entry.name)
+        if Path(folder).name == "00":
+            Path(entries[2].path).unlink()
+        return entries
+
+    with mock.patch.object(os, "scandir", one_goes):
+        files = Files(tmp_path, 8 * ROOM)
+    assert int.from_bytes((tmp_path / "v1" / "used").read_bytes(), "little") == 5 * ROOM
+    assert files.exists([key(i) for i in range(6)]) == [True, True, False, True, True, True]
 
 
 @needs_redis

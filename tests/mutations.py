@@ -2252,8 +2252,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "api/middleware.py",
-        "send_last if self._is_draining() else send",
-        "send",
+        'message["type"] == "http.response.start" and self._is_draining()',
+        "False",
         "callers keep their connections to a server that takes nothing new",
         ("unit/api/test_serving.py::test_while_draining",),
     ),

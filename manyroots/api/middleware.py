@@ -65,11 +65,11 @@ class Farewells:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_last(message: Message) -> None:
-            if message["type"] == "http.response.start":
+            if message["type"] == "http.response.start" and self._is_draining():
                 MutableHeaders(scope=message)["connection"] = "close"
             await send(message)
 
-        await self._app(scope, receive, send_last if self._is_draining() else send)
+        await self._app(scope, receive, send_last)
 
 
 class HeaderLimits:

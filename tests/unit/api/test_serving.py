@@ -113,7 +113,9 @@ async def test_while_draining() -> None:
         assert response.headers["retry-after"]
         assert response.headers["connection"] == "close"  # another server has the next one
         harness.engine.gate.set()
-        assert (await connection.sent.get())["status"] == 200
+        start = await connection.sent.get()
+        assert start["status"] == 200
+        assert (b"connection", b"close") in start["headers"]  # of what had begun before, too
 
 
 async def test_a_dead_engine_fails_requests_and_says_so() -> None:

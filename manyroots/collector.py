@@ -15,6 +15,16 @@ def keep_for_good() -> None:
 
 
 @contextmanager
+def kept_meanwhile() -> Iterator[None]:
+    """The same for a while, in which something is measured."""
+    keep_for_good()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@contextmanager
 def taken_apart_at_exit() -> Iterator[None]:
     """Around a process's whole life: what was kept is garbage like all else when it ends. Bindings
     (triton's) list whatever is left by then as leaked."""

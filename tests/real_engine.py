@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -54,6 +55,14 @@ from tests.unit.models.tiny import load_tiny, save_tiny
 from tests.unit.text.tiny_tokenizer import tiny_backend
 
 VOCAB, MAX_LEN = 300, 160
+
+
+def text(seed: int, count: int) -> list[int]:
+    """A prompt."""
+    rng = random.Random(seed)
+    return [rng.randrange(3, VOCAB) for _ in range(count)]
+
+
 MODULES = (*ATTENTION, *BLOCK, *RECURRENT)
 ADAPTERS = {name: Recipe(rank=4, modules=MODULES, seed=i) for i, name in enumerate("abc", start=1)}
 ROUNDING = 10

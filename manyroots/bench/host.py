@@ -11,12 +11,10 @@ what takes longer than the device makes a step longer.
 
 from __future__ import annotations
 
-import gc
 import itertools
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from manyroots.bench.machine import describe_machine
 from manyroots.bench.part_times import PartTimes
 from manyroots.bench.spread import percentile, spread
 from manyroots.bench.traffic_cases import CASES, TrafficCase
+from manyroots.collector import kept_meanwhile
 from manyroots.config import SchedulerSettings
 from manyroots.messages import Batch, FinishReason, Stats, StepOutputs, Submit
 from manyroots.runner.mixed import TOKENS
@@ -132,21 +131,10 @@ def _run(case: HostCase, *, in_parts: bool) -> list[HostStep]:
             watch(engine, times)
             encode = times.counted(encode, "encode")
         try:
-            with _start_kept():
+            with kept_meanwhile():  # as in a server's process
                 return _drive(engine, case.submits(), times, encode)
         finally:
             engine.loop.close()
-
-
-@contextmanager
-def _start_kept() -> Iterator[None]:
-    """As in a server's process, what is there now is not looked through for garbage."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def _drive(

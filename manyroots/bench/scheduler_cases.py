@@ -6,10 +6,8 @@ scheduler it drives nor how.
 
 from __future__ import annotations
 
-import gc
 import statistics
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +18,7 @@ from manyroots.bench.scheduler_trace import (
     StepTimes,
     clock,
 )
+from manyroots.collector import kept_meanwhile
 
 Make = Callable[[SchedulerLimits], DrivenScheduler]
 
@@ -49,7 +48,7 @@ def measure_trace(workload: SchedulerWorkload, page_size: int, make: Make) -> di
     count, groups = workload.num_requests, min(workload.groups, workload.num_requests)
     prompts = workload.prompts(count, groups, page_size)
     scheduler = make(_limits(workload, page_size, count, workload.output_len))
-    with _quiet():
+    with kept_meanwhile():
         submit_s = scheduler.submit(prompts, workload.output_len)
         steps = _run(scheduler)
     plan_s = sum(step.plan_s for step in steps)
@@ -111,7 +110,7 @@ def measure_steady(
         if more:
             scheduler.submit(more, STEADY_OUTPUT_LEN)
         num_waiting = target
-        with _quiet():
+        with kept_meanwhile():
             steps = _watch(scheduler, workload.steady_steps)
         figures.append({"batch": steps[-1].num_rows, "waiting": num_waiting, **_medians(steps)})
     return figures
@@ -178,14 +177,3 @@ def _medians(steps: list[StepTimes]) -> dict[str, Any]:
         "plan_and_advance_ms": statistics.median(step.plan_s + step.advance_s for step in steps)
         * 1e3,
     }
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep the garbage collector on, but away from what was prepared before."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()

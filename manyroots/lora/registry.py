@@ -165,10 +165,6 @@ class Registry:
         content = self.contents.get(digest)
         return content is not None and content.num_loaded == 0
 
-    def is_pinned(self, digest: AdapterDigest) -> bool:
-        """Whether a name that is loaded wants this content to stay on the device."""
-        return digest in self.pinned
-
     def _pin(self, version: AdapterVersion) -> None:
         if version.is_pinned:
             self.pinned[version.digest] += 1

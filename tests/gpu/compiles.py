@@ -35,8 +35,6 @@ import torch
 import torch.nn.functional as F
 import triton
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from manyroots.bench.model_configs import write_config
@@ -54,10 +52,9 @@ from manyroots.runner.mixed import MixedShape
 from manyroots.runner.runner import ModelRunner
 from manyroots.store.adapter_pool import AdapterPool
 from tests.gpu import odd_sizes
+from tests.gpu.hopper import SHARED_BYTES, compile_for_hopper
 from tests.unit.models.tiny import save_tiny
 
-SHARED_BYTES = 232448
-"""Of one program on a Hopper GPU."""
 MOST_PROGRAMS = (2**31 - 1, 65535, 65535)
 NUM_MULTIPROCESSORS = 132
 NUM_LAYERS = 4
@@ -67,24 +64,6 @@ DEFAULT_RANK = 16
 MODELS = (
     "qwen3-8b", "qwen3-8b+r64", "qwen3-8b+fp8", "qwen3-30b-a3b", "gpt-oss-20b", "qwen3.5-9b",
 )  # fmt: skip
-
-
-class _Hopper:
-    """What a compiler asks of a driver."""
-
-    class utils:  # noqa: N801
-        @staticmethod
-        def get_device_properties(device: int) -> dict[str, int]:
-            return {"max_shared_mem": SHARED_BYTES}
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
 
 
 @dataclass(slots=True)
@@ -164,7 +143,7 @@ def for_hopper() -> Iterator[Compiled]:
     def launched(self: JITFunction, *args: Any, **options: Any) -> None:
         compiled.launch(self, run, *args, **options)
 
-    driver.set_active(_Hopper())
+    compile_for_hopper()
     with ExitStack() as patches:
         for place, name, new in (
             (JITFunction, "run", launched),

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,7 @@ from manyroots.ids import Namespace
 from manyroots.messages import FinishReason
 from manyroots.models import load
 from tests.by_hand import ints, longest, path_of, resident
-from tests.real_engine import MAX_LEN, PAGE, VOCAB, RealEngine, RealWorld
+from tests.real_engine import MAX_LEN, PAGE, RealEngine, RealWorld, text
 
 BASE = PrefixKey(Namespace(None, None))
 NEED = MAX_LEN // PAGE
@@ -30,26 +28,7 @@ MANY = 4 * NEED
 """Pages of more than all prompts here."""
 
 
-def text(seed: int, count: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(3, VOCAB) for _ in range(count)]
-
-
 PROMPT = text(1, 42)
-
-
-@pytest.fixture(scope="module")
-def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    made: list[RealWorld] = []
-
-    @cache
-    def world(mix: str) -> RealWorld:
-        made.append(RealWorld(tmp_path_factory.mktemp("world"), mix))
-        return made[-1]
-
-    yield world
-    for each in made:
-        each.close()
 
 
 def start(world: RealWorld, **settings: Any) -> RealEngine:

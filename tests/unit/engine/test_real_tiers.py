@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterator
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -19,31 +18,12 @@ from manyroots.messages import CacheUse
 from manyroots.step import Copy
 from manyroots.store.host_link import HostErrand, HostLink
 from tests.by_hand import resident
-from tests.real_engine import MAX_LEN, PAGE, VOCAB, RealEngine, RealWorld
+from tests.real_engine import MAX_LEN, PAGE, RealEngine, RealWorld, text
 
 NEED = MAX_LEN // PAGE
 
 
-def text(seed: int, count: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(3, VOCAB) for _ in range(count)]
-
-
 PROMPT = text(1, 42)
-
-
-@pytest.fixture(scope="module")
-def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    made: list[RealWorld] = []
-
-    @cache
-    def world(mix: str) -> RealWorld:
-        made.append(RealWorld(tmp_path_factory.mktemp("world"), mix))
-        return made[-1]
-
-    yield world
-    for each in made:
-        each.close()
 
 
 def start(world: RealWorld, **settings: Any) -> RealEngine:

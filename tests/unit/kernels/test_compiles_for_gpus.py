@@ -7,9 +7,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parents[3]
 pytest.importorskip("triton", reason="triton is not installed: the GPU kernels are NOT tested")
 
 SCRIPT = '''
@@ -89,26 +91,10 @@ ON_HOPPER = """
 import re
 
 import torch
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
 
+from tests.gpu.hopper import compile_for_hopper
 
-class Hopper:
-    class utils:
-        def get_device_properties(device):
-            return {"max_shared_mem": 232448}
-
-    def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device):
-        return 0
-
-
-driver.set_active(Hopper())
+compile_for_hopper()
 """
 IN_GLUON = f"""{ON_HOPPER}
 from manyroots.kernels.gemm import triton_hopper as gemm
@@ -167,6 +153,11 @@ def test_products_of_whole_rows_compile_for_hopper() -> None:
 def assert_compiles(script: str) -> None:
     quiet = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     found = subprocess.run(
-        [sys.executable, "-c", script], env=quiet, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", script],
+        env=quiet,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=ROOT,
     )
     assert found.stdout.strip() == "compiled", found.stderr[-3000:]

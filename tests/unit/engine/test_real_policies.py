@@ -134,6 +134,10 @@ class Hot:
         return first - before
 
 
+KNOWN = 40
+"""Steps till a rare adapter's first token once its coming was measured: a step or two."""
+
+
 def test_l06_a_rare_adapter_has_its_turn_whatever_others_ask_for(world: RealWorld) -> None:
     """L06: by default, under a full cap and endless traffic of two others; the bound is the same
     for answers of 30 and of 150 tokens. Without it, it waits for as long as they come. While it is
@@ -146,3 +150,4 @@ def test_l06_a_rare_adapter_has_its_turn_whatever_others_ask_for(world: RealWorl
         bound = COST * (1 + hot.engine.scheduler._adapters.longest_load_steps)
         hot.engine.close()
         assert max(steps) <= bound, f"{steps} with answers of {max_tokens}"
+        assert max(steps[1:]) <= KNOWN, f"{steps} with answers of {max_tokens}"

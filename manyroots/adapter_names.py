@@ -31,10 +31,15 @@ class LoRARequest:
 
     lora_name: str
     lora_int_id: int | None = None
-    """Accepted for the sake of existing scripts, without effect: an adapter is known by its name,
-    and its cache by its content."""
+    """Another number for a name than before says that its files are others now: they are read
+    again. An adapter is known by its name, and its cache by its content."""
     lora_path: str = ""
-    """The folder with its files; may be left out once the name is known."""
+    """The folder with its files; may be left out once the name is known. Another one than before
+    gives the name what is there."""
+    base_model_name: str | None = None
+    """Accepted for the sake of existing scripts, without effect."""
+    load_inplace: bool = False
+    """Read the files again, whatever the name means now."""
 
 
 def name_fault(name: str) -> str | None:

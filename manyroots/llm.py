@@ -29,6 +29,7 @@ from manyroots.messages import (
     FinishReason,
     LoadLora,
     LoraReply,
+    Output,
     Stats,
     StepOutputs,
     Submit,
@@ -121,6 +122,13 @@ class LLM:
         self._interrupts = Interrupts()
         self._under_way: set[RequestId] = set()
         """Submitted, and not known to be over."""
+        self._missed: list[Output] = []
+        """What came while nobody looked at outputs."""
+        self._adapters = {
+            module.name: LoRARequest(module.name, lora_path=module.path)
+            for module in resolved.lora.lora_modules
+        }
+        """What each name was last said to be."""
 
     def generate(
         self,
@@ -142,7 +150,7 @@ class LLM:
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         params = _per_prompt(sampling_params, len(batch))
-        adapters = [self._note(item) for item in _lora_per_prompt(lora_request, len(batch))]
+        adapters = self._note(_lora_per_prompt(lora_request, len(batch)))
         priorities = _priority_per_prompt(priority, len(batch))
         namespace = Namespace(adapter=None, salt=cache_salt)
         sequences: dict[RequestId, _Sequence] = {}
@@ -204,7 +212,7 @@ class LLM:
         """Answer one conversation piece by piece. Leaving early ends the answer."""
         namespace = Namespace(adapter=None, salt=None)
         tokens = self._render(messages)
-        adapter = self._note(lora_request)
+        [adapter] = self._note([lora_request])
         [submit] = self._intake.submits(
             tokens, sampling_params, namespace, self._next_id, adapter=adapter
         )
@@ -248,29 +256,47 @@ class LLM:
 
         Not needed before `generate(lora_request=...)`, which reads what it has not seen.
         """
-        load = LoadLora(next(self._ids), AdapterName(name), path, pinned, load_inplace)
-        return self._ask(load)
+        load = LoadLora(next(self._ids), AdapterName(name), str(path), pinned, load_inplace)
+        reply = self._ask(load)
+        self._adapters[name] = LoRARequest(name, lora_path=str(path))
+        return reply
 
     def unload_adapter(self, name: str) -> LoraReply:
         """Forget an adapter; gives what was freed."""
+        self._adapters.pop(name, None)
         return self._ask(UnloadLora(next(self._ids), AdapterName(name)))
 
     def _ask(self, message: LoadLora | UnloadLora) -> LoraReply:
         with self._interrupts.held():
             self._loop.handle(message)
             while True:
-                self._turn()
+                # A stream may be under way: what it gets meanwhile is still its own.
+                self._missed.extend(self._turn())
                 # Others are of a call that was interrupted while it waited.
                 for reply in self._loop.take_replies():
                     if reply.op_id == message.op_id:
                         return _checked(reply)
                 self._interrupts.let_through()
 
-    def _note(self, request: LoRARequest | None) -> AdapterName | None:
-        if request is None:
-            return None
-        self._loop.note_adapter(LoraModule(request.lora_name, request.lora_path))
-        return AdapterName(request.lora_name)
+    def _note(self, requests: Sequence[LoRARequest | None]) -> list[AdapterName | None]:
+        """The names of one call's adapters. A name that comes with another number or folder than
+        before gets what is there now: so a loop that trains says that it has other weights."""
+        for name, request in _by_name(requests).items():
+            known = self._adapters.get(name)
+            path = str(request.lora_path or (known.lora_path if known else ""))
+            number = request.lora_int_id
+            is_other = known is not None and (
+                path != known.lora_path
+                or (number is not None and known.lora_int_id not in (None, number))
+            )
+            if is_other or request.load_inplace:
+                self.load_adapter(name, path, load_inplace=True)
+            elif known is None:
+                self._loop.note_adapter(LoraModule(name, path))
+            if number is None and known is not None:
+                number = known.lora_int_id
+            self._adapters[name] = LoRARequest(name, number, path)
+        return [None if item is None else AdapterName(item.lora_name) for item in requests]
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What `generate` and `chat` use where they are given none; see `--generation-config`."""
@@ -307,6 +333,7 @@ class LLM:
             self._loop.step()
             self._loop.take_replies()  # of a load that nobody waits for any more
         self._under_way.clear()
+        self._missed.clear()
 
     def _turn(self) -> StepOutputs:
         """A step, after waiting for an adapter's files if there is nothing else to do."""
@@ -316,7 +343,8 @@ class LLM:
         return self._loop.step()
 
     def _step(self, sequences: dict[RequestId, _Sequence]) -> None:
-        for output in self._turn():
+        outputs, self._missed = [*self._missed, *self._turn()], []
+        for output in outputs:
             sequence = sequences.get(output.request_id)
             if sequence is None:
                 continue
@@ -388,3 +416,29 @@ def _lora_per_prompt(
             field="lora_request",
         )
     return list(given)
+
+
+def _by_name(requests: Sequence[LoRARequest | None]) -> dict[str, LoRARequest]:
+    """What each adapter's name means in one call. One that says no more than the name means what
+    the others of that name do."""
+    found: dict[str, LoRARequest] = {}
+    for request in requests:
+        if request is None:
+            continue
+        name = request.lora_name
+        one = found.get(name, request)
+        for what in ("lora_int_id", "lora_path"):
+            mine, other = getattr(request, what), getattr(one, what)
+            if mine and other and mine != other:
+                raise RequestError(
+                    f"adapter {name!r} comes with the {what} {other!r} and {mine!r} in one call; "
+                    "give each its own name.",
+                    field="lora_request",
+                )
+        found[name] = LoRARequest(
+            name,
+            one.lora_int_id if one.lora_int_id is not None else request.lora_int_id,
+            one.lora_path or request.lora_path,
+            load_inplace=one.load_inplace or request.load_inplace,
+        )
+    return found

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -122,3 +124,54 @@ def test_an_engine_without_lora_takes_no_adapter(tiny: TinyAdapters) -> None:
 def test_lora_requests_must_be_one_or_one_per_prompt(tiny: TinyAdapters, llm: LLM) -> None:
     with pytest.raises(RequestError, match="2 prompts came with 1"):
         tokens(llm, [PROMPT, PROMPT], [request(tiny, "all")])
+
+
+def test_s05_another_number_or_folder_says_that_a_name_has_other_weights(
+    tiny: TinyAdapters, llm: LLM
+) -> None:
+    """N20: as loops that train do it, into a folder for each step or into one. The number had no
+    effect, so that files that were written over gave the old weights' answers."""
+    out = tiny.dirs / "out"
+    for number, name in enumerate(("all", "other", "stable"), start=1):
+        shutil.rmtree(out, ignore_errors=True)
+        shutil.copytree(tiny.dirs / name, out)
+        wanted = [tiny.greedy(PROMPT, name, COUNT)]
+        assert tokens(llm, [PROMPT], LoRARequest("policy", number, str(out))) == wanted
+        assert tokens(llm, [PROMPT], LoRARequest("policy", number, tiny.path(name))) == wanted
+        assert tokens(llm, [PROMPT], LoRARequest("policy")) == wanted
+    again = LoRARequest("policy", lora_path=tiny.path("few"), load_inplace=True)
+    assert tokens(llm, [PROMPT], again) == [tiny.greedy(PROMPT, "few", COUNT)]
+    with pytest.raises(RequestError, match="lora_int_id 7 and 8 in one call"):
+        two = [LoRARequest("policy", number, tiny.path("few")) for number in (7, 8)]
+        tokens(llm, [PROMPT, PROMPT], two)
+
+
+def test_a_number_that_does_not_change_reads_nothing(tiny: TinyAdapters, llm: LLM) -> None:
+    """And a folder that can't be read leaves the name what it was."""
+    it = LoRARequest("it", 1, tiny.path("few"))
+    wanted = [tiny.greedy(PROMPT, "few", COUNT)]
+    assert tokens(llm, [PROMPT], it) == wanted
+    num_reads = len(llm._loop.take_loads())
+    assert num_reads > 0
+    assert tokens(llm, [PROMPT, PROMPT], [it, LoRARequest("it")]) == wanted * 2
+    assert llm._loop.take_loads() == []
+    with pytest.raises(RequestError, match="nowhere"):
+        tokens(llm, [PROMPT], LoRARequest("it", 2, "/nowhere"))
+    assert tokens(llm, [PROMPT], LoRARequest("it")) == wanted
+
+
+def test_a_stream_keeps_what_comes_while_an_adapter_is_loaded(
+    tiny: TinyAdapters, tmp_path: Path
+) -> None:
+    """Those tokens were lost, and the text went on behind them."""
+    template = tmp_path / "plain.jinja"
+    template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    chat = [{"role": "user", "content": "hello"}]
+    long = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    with start(tiny, chat_template=str(template)) as llm:
+        wanted = llm.chat(chat, long)[0].outputs[0].text
+        stream = llm.stream_chat(chat, long)
+        text = next(stream)
+        llm.load_adapter("few", tiny.path("few"))
+        llm.unload_adapter("few")
+        assert text + "".join(stream) == wanted

@@ -8,23 +8,28 @@ boundary. Ctrl-C ends the call that runs, and the next one finds the engine in o
 from __future__ import annotations
 
 import itertools
+import logging
+import os
 import random
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field
-from numbers import Integral
+from dataclasses import dataclass, replace
 from typing import Any
 
 from manyroots.adapter_names import LoraModule, LoRARequest
 from manyroots.config import engine_settings
-from manyroots.engine.build import build_engine
+from manyroots.engine.build import build_engine, free_memory
 from manyroots.engine.client import lora_error
 from manyroots.engine.interrupts import Interrupts
-from manyroots.errors import RequestError
+from manyroots.engine.loop import EngineLoop
+from manyroots.errors import RequestError, UnavailableError
 from manyroots.ids import AdapterName, Namespace, RequestId
 from manyroots.intake import Intake
+from manyroots.llm_inputs import Prompt, adapters_by_name, per_prompt, prompts_of
+from manyroots.llm_outputs import CompletionOutput, RequestOutput, by_token
 from manyroots.messages import (
     Abort,
-    CacheUse,
+    Control,
+    ControlKind,
     ErrorKind,
     FinishReason,
     LoadLora,
@@ -37,50 +42,19 @@ from manyroots.messages import (
 )
 from manyroots.progress import Display, told_to
 from manyroots.sampling import SamplingParams
-from manyroots.step import TokenLogprobs
-from manyroots.text.assembler import TextAssembler, TextDelta
-from manyroots.text.chat import load_chat_template
+from manyroots.text.assembler import TextAssembler
+from manyroots.text.chat import ChatTemplate, load_chat_template
 from manyroots.text.generation_config import sampling_defaults
 from manyroots.text.tokenizer_files import load_tokenizer
+from manyroots.text.tools import check_tools
+from manyroots.their_flags import translate_settings
 
-Prompt = str | Sequence[int]
+logger = logging.getLogger(__name__)
+
 Message = Mapping[str, Any]
 
 _READ_WAIT_S = 0.2
 """How long Ctrl-C may wait for an adapter's files."""
-
-
-@dataclass(slots=True)
-class CompletionOutput:
-    """One completion of a prompt."""
-
-    index: int
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-
-    def add(self, delta: TextDelta) -> None:
-        self.text += delta.text
-        self.token_ids.extend(delta.tokens)
-        self.logprobs.extend(delta.logprobs)
-        if delta.finish_reason is not None:
-            self.finish_reason = delta.finish_reason.value
-            self.stop_reason = delta.stop_reason
-
-
-@dataclass(slots=True)
-class RequestOutput:
-    """A prompt and its completions."""
-
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    num_cached_tokens: int = 0
-    cache_use: CacheUse | None = None
-    """Where those were, and why the rest was computed."""
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -93,18 +67,20 @@ class _Sequence:
 
 
 class LLM:
-    """A model, loaded and ready. Keyword arguments are the server's flags."""
+    """A model, loaded and ready. Keyword arguments are the server's flags, in vLLM's names and
+    SGLang's, too."""
 
-    def __init__(self, model: str | None = None, **settings: Any) -> None:
+    def __init__(self, model: str | os.PathLike[str] | None = None, **settings: Any) -> None:
         if model is not None:
             settings["model"] = model
-        resolved = engine_settings(settings)
-        with Display(is_on=resolved.model.progress_bars) as display, told_to(display):
-            engine = build_engine(resolved)
-        self._loop = engine.loop
-        self.info = engine.info
+        ours, notes = translate_settings(settings)
+        for note in notes:
+            logger.info("%s", note)
+        resolved = engine_settings(ours)
+        self._settings = resolved
+        self._build()
         self.tokenizer = load_tokenizer(
-            resolved.model.tokenizer or engine.info.model_path, revision=resolved.model.revision
+            resolved.model.tokenizer or self.info.model_path, revision=resolved.model.revision
         )
         self._template = load_chat_template(
             self.tokenizer,
@@ -113,15 +89,17 @@ class LLM:
             reasoning_parser=resolved.model.reasoning_parser,
         )
         self._defaults = sampling_defaults(
-            engine.info.model_path,
+            self.info.model_path,
             resolved.model.generation_config,
             resolved.model.override_generation_config,
         )
-        self._intake = Intake(engine.info, self.tokenizer, random.Random(resolved.model.seed))
+        self._intake = Intake(self.info, self.tokenizer, random.Random(resolved.model.seed))
         self._ids = itertools.count(1)
         self._interrupts = Interrupts()
         self._under_way: set[RequestId] = set()
         """Submitted, and not known to be over."""
+        self._weights: str | None = None
+        """Those that were taken last, where they are not the model's own."""
         self._missed: list[Output] = []
         """What came while nobody looked at outputs."""
         self._adapters = {
@@ -130,46 +108,66 @@ class LLM:
         }
         """What each name was last said to be."""
 
+    def _build(self) -> None:
+        with Display(is_on=self._settings.model.progress_bars) as display, told_to(display):
+            engine = build_engine(self._settings)
+        self._engine: EngineLoop | None = engine.loop
+        self.info = engine.info
+
+    @property
+    def _loop(self) -> EngineLoop:
+        if self._engine is None:
+            raise UnavailableError("this LLM is asleep; call wake_up() first.")
+        return self._engine
+
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Any] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        use_tqdm: object = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         cache_salt: str | None = None,
-        priority: int | Sequence[int] = 0,
+        priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete each prompt; together, so that they share steps and prefixes.
 
-        `sampling_params`: by default those that the model's makers recommend.
+        `prompts`: texts, token ids, or mappings with `prompt` or `prompt_token_ids`, and maybe a
+        `cache_salt` of their own. `prompt_token_ids`: the same as ids alone, as older scripts have
+        it. `sampling_params`: by default those that the model's makers recommend; what of
+        max_tokens does not fit behind a prompt is cut off.
         `lora_request`: one adapter for all, or one per prompt with None for the base model.
         `priority`: with scheduling_policy="priority", one for all or one per prompt; the lower,
-        the more important.
+        the more important. `use_tqdm`: has no effect, nothing is drawn.
         """
-        batch = _as_list(prompts)
+        batch = prompts_of(prompts if prompt_token_ids is None else prompt_token_ids)
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
-        params = _per_prompt(sampling_params, len(batch))
-        adapters = self._note(_lora_per_prompt(lora_request, len(batch)))
-        priorities = _priority_per_prompt(priority, len(batch))
-        namespace = Namespace(adapter=None, salt=cache_salt)
+        params = per_prompt("sampling_params", sampling_params, SamplingParams, len(batch))
+        loras = per_prompt("lora_request", lora_request, LoRARequest, len(batch))
+        adapters = self._note(loras)
+        priorities = per_prompt("priority", priority or 0, int, len(batch))
         sequences: dict[RequestId, _Sequence] = {}
         submits: list[Submit] = []
         results: list[RequestOutput] = []
-        asked = zip(batch, params, adapters, priorities, strict=True)
-        for prompt, sampling, adapter, importance in asked:
-            text = prompt if isinstance(prompt, str) else None
-            tokens = self._intake.encode(prompt) if isinstance(prompt, str) else list(prompt)
-            result = RequestOutput(text, tokens, [])
-            results.append(result)
+        asked = zip(batch, params, loras, adapters, priorities, strict=True)
+        for prompt, sampling, lora, adapter, importance in asked:
+            tokens = prompt.tokens
+            if tokens is None:
+                tokens = self._intake.encode(str(prompt.text))
+            namespace = Namespace(adapter=None, salt=prompt.cache_salt or cache_salt)
+            sampling = self._fitted(sampling, len(tokens))
             made = self._intake.submits(
                 tokens, sampling, namespace, self._next_id, adapter=adapter, priority=importance
             )
+            result = RequestOutput(str(len(results)), prompt.text, list(made[0].prompt), [])
+            result.lora_request = lora
+            if sampling.prompt_logprobs is not None:
+                result.prompt_logprobs = [None]
+            results.append(result)
             for index, submit in enumerate(made):
-                output = CompletionOutput(index)
-                result.outputs.append(output)
-                assembler = TextAssembler(self.tokenizer, submit.sampling)
-                sequences[submit.request_id] = _Sequence(result, output, assembler)
+                sequences[submit.request_id] = self._sequence(result, index, submit)
             submits.extend(made)
         with self._interrupts.held():
             self._begin(submits)
@@ -181,21 +179,58 @@ class LLM:
                 self._end()
         return results
 
+    def _fitted(self, sampling: SamplingParams, num_prompt: int) -> SamplingParams:
+        """Parameters whose max_tokens fit behind the prompt: one of many prompts that is longer
+        than its author thought ends early, and does not end the whole batch."""
+        room = self.info.max_model_len - num_prompt
+        if sampling.max_tokens is None or sampling.max_tokens <= room or room < 1:
+            return sampling
+        return replace(sampling, max_tokens=room, min_tokens=min(sampling.min_tokens, room))
+
+    def _sequence(self, result: RequestOutput, index: int, submit: Submit) -> _Sequence:
+        output = CompletionOutput(index, lora_request=result.lora_request)
+        if submit.sampling.logprobs is not None:
+            output.logprobs, output.cumulative_logprob = [], 0.0
+        result.outputs.append(output)
+        return _Sequence(result, output, TextAssembler(self.tokenizer, submit.sampling))
+
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
+        use_tqdm: object = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         cache_salt: str | None = None,
-        priority: int | Sequence[int] = 0,
+        priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Answer each conversation, by the model's chat template. The rest is as in `generate`."""
+        """Answer each conversation, by the model's chat template or the text of another one. With
+        `continue_final_message` (and add_generation_prompt=False) the last message goes on. What
+        the model writes to call `tools` is in the text as it writes it. The rest is as in
+        `generate`."""
         chats: list[Sequence[Message]]
         chats = [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)  # type: ignore[arg-type,list-item]
-        prompts = [self._render(chat) for chat in chats]
+        template = self._template
+        if chat_template is not None:
+            template = ChatTemplate(chat_template, self.tokenizer.special_tokens.for_template())
+        rendered = [
+            self._render(
+                chat,
+                template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                options=chat_template_kwargs,
+                use=check_tools(tools, None),
+            )
+            for chat in chats
+        ]
         return self.generate(
-            prompts,
+            rendered,
             sampling_params,
             lora_request=lora_request,
             cache_salt=cache_salt,
@@ -211,14 +246,13 @@ class LLM:
     ) -> Generator[str]:
         """Answer one conversation piece by piece. Leaving early ends the answer."""
         namespace = Namespace(adapter=None, salt=None)
-        tokens = self._render(messages)
+        tokens = self._render(messages, self._template)["prompt_token_ids"]
         [adapter] = self._note([lora_request])
         [submit] = self._intake.submits(
             tokens, sampling_params, namespace, self._next_id, adapter=adapter
         )
-        output = CompletionOutput(0)
-        assembler = TextAssembler(self.tokenizer, submit.sampling)
-        under_way = {submit.request_id: _Sequence(RequestOutput(None, [], []), output, assembler)}
+        sequence = self._sequence(RequestOutput("0", None, [], []), 0, submit)
+        under_way, output = {submit.request_id: sequence}, sequence.output
         # Never held while the caller works: between the pieces Ctrl-C is the caller's own.
         try:
             with self._interrupts.held():
@@ -240,14 +274,19 @@ class LLM:
                 if self._under_way <= {submit.request_id}:  # else another call has taken over
                     self._end()
 
-    def _render(self, messages: Sequence[Message]) -> list[int]:
-        if self._template is None:
+    def _render(
+        self, messages: Sequence[Message], template: ChatTemplate | None, **how: Any
+    ) -> dict[str, Any]:
+        """A chat as a prompt, with its ids: the template has written all special tokens."""
+        if template is None:
             raise RequestError(
                 "this model has no chat template; pass chat_template=FILE to LLM, or use "
                 "generate().",
                 field="messages",
             )
-        return self._intake.encode(self._template.render(messages), add_special_tokens=False)
+        text = template.render(messages, **how)
+        tokens = self._intake.encode(text, add_special_tokens=False)
+        return {"prompt": text, "prompt_token_ids": tokens}
 
     def load_adapter(
         self, name: str, path: str, *, pinned: bool = False, load_inplace: bool = False
@@ -281,7 +320,7 @@ class LLM:
     def _note(self, requests: Sequence[LoRARequest | None]) -> list[AdapterName | None]:
         """The names of one call's adapters. A name that comes with another number or folder than
         before gets what is there now: so a loop that trains says that it has other weights."""
-        for name, request in _by_name(requests).items():
+        for name, request in adapters_by_name(requests).items():
             known = self._adapters.get(name)
             path = str(request.lora_path or (known.lora_path if known else ""))
             number = request.lora_int_id
@@ -302,12 +341,64 @@ class LLM:
         """What `generate` and `chat` use where they are given none; see `--generation-config`."""
         return self._defaults.params()
 
+    def get_tokenizer(self) -> Any:
+        """The model's tokenizer as transformers has it, a copy: `tokenizer` is the engine's."""
+        return self.tokenizer.for_transformers()
+
+    def reset_prefix_cache(self) -> bool:
+        """Have nothing that was computed so far be found again."""
+        self._control(ControlKind.RESET_CACHE)
+        return True
+
+    def update_weights(self, model_path: str) -> None:
+        """Take other weights of the same model from a folder, for everything from now on; nothing
+        that the old ones computed is found again. What does not fit changes nothing."""
+        self._control(ControlKind.PAUSE)
+        try:
+            self._control(ControlKind.UPDATE_WEIGHTS, str(model_path))
+        finally:
+            self._control(ControlKind.RESUME)
+        self._weights = str(model_path)
+
+    def sleep(self, level: int = 1) -> None:
+        """Give all memory back until `wake_up`, whatever the level."""
+        if self._engine is not None:
+            with self._interrupts.held():
+                self._end()
+                self._engine.close()
+                self._engine = None
+            free_memory()
+
+    def wake_up(self, tags: object = None) -> None:
+        """Load again, with the newest weights; adapters are read again when they are next named.
+        Takes as long as a start. `tags`: all at once, whatever is named."""
+        if self._engine is not None:
+            return
+        self._build()
+        if self._weights is not None:
+            self.update_weights(self._weights)
+        for adapter in self._adapters.values():
+            self._loop.note_adapter(LoraModule(adapter.lora_name, adapter.lora_path))
+
+    def _control(self, kind: ControlKind, path: str = "") -> None:
+        control = Control(next(self._ids), kind, path)
+        with self._interrupts.held():
+            self._loop.handle(control)
+            while True:
+                self._missed.extend(self._loop.step())
+                for reply in self._loop.take_controls():
+                    if reply.op_id == control.op_id:
+                        if reply.error is not None:
+                            raise RequestError(reply.error, field=None)
+                        return
+
     def stats(self) -> Stats:
         return self._loop.stats()
 
     def close(self) -> None:
         """Give the model's thread and memory back."""
-        self._loop.close()
+        if self._engine is not None:
+            self._engine.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -349,8 +440,11 @@ class LLM:
             if sequence is None:
                 continue
             delta = sequence.assembler.push(output)
-            sequence.output.add(delta)
-            sequence.request.prompt_logprobs.extend(delta.prompt_logprobs)
+            spell = self.tokenizer.token_text
+            sequence.output.add(delta, spell)
+            if sequence.request.prompt_logprobs is not None:
+                scores = [by_token(item, spell) for item in delta.prompt_logprobs]
+                sequence.request.prompt_logprobs.extend(scores)
             if sequence.output.index == 0:
                 sequence.request.num_cached_tokens = output.num_cached_tokens
                 sequence.request.cache_use = output.cache_use or sequence.request.cache_use
@@ -369,76 +463,3 @@ def _checked(reply: LoraReply) -> LoraReply:
     if error := lora_error(reply):
         raise error
     return reply
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    if len(prompts) and isinstance(prompts[0], Integral):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
-
-
-def _per_prompt(
-    params: SamplingParams | Sequence[SamplingParams], count: int
-) -> list[SamplingParams]:
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    if len(params) != count:
-        raise RequestError(
-            f"{count} prompts came with {len(params)} sampling_params; give one for all, or one "
-            "each.",
-            field="sampling_params",
-        )
-    return list(params)
-
-
-def _priority_per_prompt(given: int | Sequence[int], count: int) -> list[int]:
-    if not isinstance(given, Sequence):
-        return [given] * count
-    if len(given) != count:
-        raise RequestError(
-            f"{count} prompts came with {len(given)} priorities; give one for all, or one each.",
-            field="priority",
-        )
-    return list(given)
-
-
-def _lora_per_prompt(
-    given: LoRARequest | Sequence[LoRARequest | None] | None, count: int
-) -> list[LoRARequest | None]:
-    if given is None or isinstance(given, LoRARequest):
-        return [given] * count
-    if len(given) != count:
-        raise RequestError(
-            f"{count} prompts came with {len(given)} lora_requests; give one for all, or one each "
-            "with None for the base model.",
-            field="lora_request",
-        )
-    return list(given)
-
-
-def _by_name(requests: Sequence[LoRARequest | None]) -> dict[str, LoRARequest]:
-    """What each adapter's name means in one call. One that says no more than the name means what
-    the others of that name do."""
-    found: dict[str, LoRARequest] = {}
-    for request in requests:
-        if request is None:
-            continue
-        name = request.lora_name
-        one = found.get(name, request)
-        for what in ("lora_int_id", "lora_path"):
-            mine, other = getattr(request, what), getattr(one, what)
-            if mine and other and mine != other:
-                raise RequestError(
-                    f"adapter {name!r} comes with the {what} {other!r} and {mine!r} in one call; "
-                    "give each its own name.",
-                    field="lora_request",
-                )
-        found[name] = LoRARequest(
-            name,
-            one.lora_int_id if one.lora_int_id is not None else request.lora_int_id,
-            one.lora_path or request.lora_path,
-            load_inplace=one.load_inplace or request.load_inplace,
-        )
-    return found

@@ -23,10 +23,10 @@ from manyroots.cli.flags import (
     with_config_file,
 )
 from manyroots.cli.simulate import add_simulate_command
-from manyroots.cli.their_flags import translate
 from manyroots.config import ENGINE_ROOMS, engine_settings
 from manyroots.errors import ManyrootsError
 from manyroots.server_config import ServerSettings, check_together, server_settings
+from manyroots.their_flags import translate
 from manyroots.version import __version__
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
@@ -101,6 +102,18 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Text of `ids`; ids without a token add nothing."""
         return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    def for_transformers(self) -> Any:
+        """A copy of it as a tokenizer of transformers."""
+        # Imported here: it takes seconds, and only who wants one needs it.
+        from transformers import PreTrainedTokenizerFast
+
+        backend = Backend.from_str(self._backend.to_str())
+        made = PreTrainedTokenizerFast(
+            tokenizer_object=backend, **self.special_tokens.for_template()
+        )
+        made.chat_template = self.chat_template
+        return made
 
     def has_token(self, token: int) -> bool:
         """Whether an id is a token's: models have more ids than their tokenizer uses."""

@@ -54,7 +54,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": BASE
     | {"text", "grammar", "scheduler", "cache", "lora", "runner", "store", "models", "distributed"},
     "observe": BASE,
-    "llm": BASE | {"engine", "text", "intake"},
+    "llm_inputs": {"errors", "adapter_names"},
+    "llm_outputs": {"adapter_names", "messages", "step", "text"},
+    "their_flags": {"errors", "options", "config"},
+    "llm": BASE | {"their_flags", "engine", "text", "intake", "llm_inputs", "llm_outputs"},
     "api": BASE | {"grammar", "engine", "text", "intake", "observe"},
     # A bench of copies between tiers drives what moves them, one of kernels single layers, one of
     # the processor's share of a step a runner without a device.
@@ -62,7 +65,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"llm", "models", "scheduler", "cache", "lora", "engine", "text", "store"}
     | {"layers", "kernels", "distributed", "runner"},
     "simulate": BASE | {"scheduler", "cache", "lora", "runner", "engine"},
-    "cli": BASE | {"llm", "api", "text", "bench", "simulate", "lora", "engine"},
+    "cli": BASE | {"their_flags", "llm", "api", "text", "bench", "simulate", "lora", "engine"},
     "__init__": {"llm", "sampling", "structured_outputs", "adapter_names", "version"},
     "__main__": {"cli"},
 }

@@ -122,7 +122,7 @@ def test_an_engine_without_lora_takes_no_adapter(tiny: TinyAdapters) -> None:
 
 
 def test_lora_requests_must_be_one_or_one_per_prompt(tiny: TinyAdapters, llm: LLM) -> None:
-    with pytest.raises(RequestError, match="2 prompts came with 1"):
+    with pytest.raises(RequestError, match="2 prompts came with 1 entries of lora_request"):
         tokens(llm, [PROMPT, PROMPT], [request(tiny, "all")])
 
 
@@ -141,8 +141,8 @@ def test_s05_another_number_or_folder_says_that_a_name_has_other_weights(
         assert tokens(llm, [PROMPT], LoRARequest("policy")) == wanted
     again = LoRARequest("policy", lora_path=tiny.path("few"), load_inplace=True)
     assert tokens(llm, [PROMPT], again) == [tiny.greedy(PROMPT, "few", COUNT)]
+    two = [LoRARequest("policy", number, tiny.path("few")) for number in (7, 8)]
     with pytest.raises(RequestError, match="lora_int_id 7 and 8 in one call"):
-        two = [LoRARequest("policy", number, tiny.path("few")) for number in (7, 8)]
         tokens(llm, [PROMPT, PROMPT], two)
 
 
@@ -160,7 +160,7 @@ def test_a_number_that_does_not_change_reads_nothing(tiny: TinyAdapters, llm: LL
     assert tokens(llm, [PROMPT], LoRARequest("it")) == wanted
 
 
-def test_a_stream_keeps_what_comes_while_an_adapter_is_loaded(
+def test_s05_a_stream_keeps_what_comes_while_an_adapter_is_loaded(
     tiny: TinyAdapters, tmp_path: Path
 ) -> None:
     """Those tokens were lost, and the text went on behind them."""

@@ -58,6 +58,6 @@ def test_l08_priority_is_refused_where_it_would_have_no_effect(model: Path) -> N
     with start(model) as llm:
         with pytest.raises(RequestError, match=r"priority is 2.*scheduling-policy priority"):
             llm.generate(PROMPTS, GREEDY, priority=2)
-        with pytest.raises(RequestError, match="4 prompts came with 2 priorities"):
+        with pytest.raises(RequestError, match="4 prompts came with 2 entries of priority"):
             llm.generate(PROMPTS, GREEDY, priority=[0, 0])
         assert len(llm.generate(PROMPTS, GREEDY, priority=0)) == 4

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from manyroots.cli import their_flags
+from manyroots import their_flags
 from manyroots.cli.main import main
 from manyroots.config import EngineSettings
 from manyroots.server_config import ServerSettings

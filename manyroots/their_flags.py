@@ -1,17 +1,23 @@
 """Flags as users of vLLM and SGLang paste them, turned into ours.
 
-Takes the words behind `manyroots serve`; gives words that our own parser knows, and a note for
-each flag that has no effect here because what it asks for is on anyway. A flag whose effect is
-missing here, and one that nobody knows, is a ConfigError that says what to write instead.
+Takes the words behind `manyroots serve`, or the keyword arguments of `LLM`; gives those that are
+known here, and a note for each flag that has no effect here because what it asks for is on anyway.
+A flag whose effect is missing here, and one that nobody knows, is a ConfigError that says what to
+write instead.
 """
 
 from __future__ import annotations
 
 import difflib
+import json
+import os
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
+from manyroots.config import ENGINE_ROOMS
 from manyroots.errors import ConfigError
+from manyroots.options import flag_name
 
 MODEL = ""
 """In `RENAMED`: the flag's value is the model, which has no flag here."""
@@ -105,6 +111,11 @@ ACCEPTED: dict[str, Accepted] = {
     "--disable-custom-all-reduce": Accepted(_ONE_FORM),
     "--disable-cascade-attn": Accepted(_ONE_FORM),
     "--enable-expert-parallel": Accepted("experts are split with --tensor-parallel-size"),
+    "--enable-sleep-mode": Accepted(_ALWAYS + ": sleep() and wake_up(), or POST /sleep"),
+    "--disable-async-output-proc": Accepted(_ONE_FORM),
+    "--logprobs-mode": Accepted(
+        "", True, ("raw_logprobs",), "logprobs are those before temperature and cuts; remove it"
+    ),
     "--use-tqdm-on-load": Accepted("--progress-bars, which is on"),
     "--fully-sharded-loras": Accepted("adapters are always split over the ranks"),
     "--enable-tower-connector-lora": Accepted("no model with a tower is served"),
@@ -200,6 +211,8 @@ MISSING: dict[str, str] = {
     "--enable-hierarchical-cache": "the server has no host tier yet; remove it",
     "--download-dir": "set HF_HOME for hub downloads, or give the model's folder",
     "--hf-token": "set HF_TOKEN in the environment",
+    "--worker-extension-cls": "no code is loaded by name; update_weights takes a folder",
+    "--enable-prompt-embeds": "prompts are text or token ids; remove it",
     "--skip-tokenizer-init": "every request here goes through the tokenizer; remove it",
     "--ssl-refresh": "restart the server for a new certificate; remove it",
     "--enable-ssl-refresh": "restart the server for a new certificate; remove it",
@@ -213,6 +226,50 @@ MISSING: dict[str, str] = {
     "--json-model-override-args": "edit the model's config.json",
 }
 """Flags whose effect is missing here: what to do instead."""
+
+
+_OF_SERVERS = ("--log-stats", "--enable-log-requests", "--log-level", "--max-logprobs")
+"""Flags of `serve` that scripts hand to an engine in their own process, too."""
+
+
+def translate_settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The same for keyword arguments of `LLM`: those that are none of theirs as they are, and
+    notes. None asks for the default, and False for nothing where the thing can't be had."""
+    known = {flag_name(spec.name) for room in ENGINE_ROOMS.values() for spec in fields(room)}
+    ours: dict[str, Any] = {}
+    notes: list[str] = []
+    for name, value in given.items():
+        flag = RENAMED.get(flag_name(name), flag_name(name)) or "--model"
+        if flag.startswith("--no-"):
+            flag, value = f"--{flag[5:]}", not value
+        if value is None:
+            continue
+        if flag in known:
+            value = _plain_value(flag, value)
+            if str(value) not in UNSET.get(flag, ()):
+                ours[flag[2:].replace("-", "_")] = value
+        elif flag in _OF_SERVERS:
+            notes.append(f"{name} has no effect: it is of servers.")
+        elif flag in ACCEPTED:
+            notes.append(_accepted(flag, [_as_word(value)], []))
+        elif flag not in MISSING:
+            ours[name] = value
+        elif value is not False:
+            raise _unknown(flag, known)
+    return ours, notes
+
+
+def _plain_value(flag: str, value: Any) -> Any:
+    """A path, torch's name of a dtype and other words for the same."""
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if flag == "--dtype":
+        value = str(value).removeprefix("torch.")
+    return SYNONYMS.get(flag, {}).get(value, value) if isinstance(value, str) else value
+
+
+def _as_word(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def translate(words: Iterable[str], known: Mapping[str, bool]) -> tuple[list[str], list[str]]:

@@ -19,9 +19,10 @@ from manyroots.models.weights.experts import per_expert
 
 def transformers_model(own: Decoder, source: ModelSource) -> Any:
     """transformers' model with the numbers of ours."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_config(source.config, dtype=own.dtype)
+    config = AutoConfig.for_model(**source.config.to_dict())
+    model = AutoModelForCausalLM.from_config(config, dtype=own.dtype)
     model.to(own.device).eval()
     copy_numbers(model, own)
     return model

@@ -1,6 +1,6 @@
 """Rotary position embedding.
 
-`rope_frequencies` takes a transformers config and gives plain numbers, once, at load. What turns
+`rope_frequencies` takes a config and gives plain numbers, once, at load. What turns
 queries and keys by them is in `kernels/rope_write`.
 """
 
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from manyroots.errors import ModelError
+from manyroots.layers.rope_scaling import SCALINGS
 
-SUPPORTED_TYPES = ("default", "linear", "llama3", "yarn")
+SUPPORTED_TYPES = tuple(SCALINGS)
 """Those whose angles depend on the position alone. The others (dynamic, longrope) change with
 the length of the sequence, so keys cached at one length would be wrong at another."""
 
@@ -60,31 +60,28 @@ def rope_frequencies(
             f"the model rotates only a part ({turned}) of each head, which models of its "
             "architecture don't. Check its config.json."
         )
-    if kind == "default":
-        dim = int(head_dim * turned)
-        if dim % 2:
-            raise ModelError(
-                f"the model's partial_rotary_factor is {turned} and its head_dim {head_dim}, so "
-                f"that it rotates {dim} dimensions of each head; they are turned in pairs, so it "
-                "must be an even number. Check its config.json."
-            )
-        exponents = torch.arange(0, dim, 2, dtype=torch.float) / dim
-        frequencies, scaling = 1.0 / (parameters["rope_theta"] ** exponents), 1.0
-    else:
-        try:
-            frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](
-                config, torch.device("cpu"), layer_type=layer_type
-            )
-        except KeyError as error:
-            raise ModelError(
-                f"the model's rope_parameters ({parameters}) have type {kind!r} but lack {error}; "
-                "complete them in its config.json."
-            ) from error
-        except (ArithmeticError, TypeError, ValueError, RuntimeError) as error:
-            raise ModelError(
-                f"the model's rope_parameters ({parameters}) can't be computed ({error}); correct "
-                "them in its config.json."
-            ) from error
+    dim = int(head_dim * turned)
+    if dim % 2:
+        raise ModelError(
+            f"the model's partial_rotary_factor is {turned} and its head_dim {head_dim}, so "
+            f"that it rotates {dim} dimensions of each head; they are turned in pairs, so it "
+            "must be an even number. Check its config.json."
+        )
+    if layer_type is not None:
+        # Transformers looks for it beside the types of layers, not within them.
+        parameters = {**parameters, "truncate": config.rope_parameters.get("truncate", True)}
+    try:
+        frequencies, scaling = SCALINGS[kind](parameters, dim, config.max_position_embeddings)
+    except KeyError as error:
+        raise ModelError(
+            f"the model's rope_parameters ({parameters}) have type {kind!r} but lack {error}; "
+            "complete them in its config.json."
+        ) from error
+    except (ArithmeticError, TypeError, ValueError, RuntimeError) as error:
+        raise ModelError(
+            f"the model's rope_parameters ({parameters}) can't be computed ({error}); correct "
+            "them in its config.json."
+        ) from error
     if factors is not None:
         if len(factors) != len(frequencies):
             raise ModelError(

@@ -1,6 +1,6 @@
 """Every number and name that is read from a config, with what it may be: the one place.
 
-Takes a config's fields, as a file has them or as transformers completed them; raises a ModelError
+Takes a config's fields, as a file has them or as they are completed; raises a ModelError
 that names the field, its value and what it may be. Done before anything is made of them: a config
 class makes a list as long as there are layers, and a model memory as large as its sides.
 """
@@ -177,9 +177,10 @@ FIELDS: dict[str, Field] = {
 
 WRITTEN_FIELDS: dict[str, Field] = FIELDS | {
     "per_layer_config": ("empty: layers that differ here are told by layer_types", lambda v: not v),
+    "quantization_config": ("an object, or null", lambda v: v is None or isinstance(v, dict)),
     "transformers_weights": ("absent: weights are read from the usual files", lambda v: v is None),
 }
-"""Those of a config.json: some have another meaning once transformers has read them."""
+"""Those of a config.json: some have another meaning once it is completed."""
 
 _POSITIVE_OR_NONE = _number("a number above 0, or null", lambda value: value > 0, or_none=True)
 ROPE_FIELDS: dict[str, Field] = {
@@ -213,7 +214,7 @@ def check_fields(
 
 
 def check_config(config: Any, where: str) -> None:
-    """The same of a config that transformers made: its own, or its text model's."""
+    """The same of a completed config: a model's own, or its text model's."""
     values = {name: getattr(config, name) for name in FIELDS if hasattr(config, name)}
     check_fields(values, where)
 

@@ -32,7 +32,7 @@ def describe(reader: ConfigReader) -> ModelSpec:
     """Gemma 3 from 270M to 27B; of the larger ones the text part."""
     text = reader.text
     _refuse_variants(text)
-    layers = []
+    layers, block = [], reader.dense(bias=False, activation="hidden_activation")
     for window in of_typed_layers(text):
         mixer = reader.attention(
             qkv_bias=text.attention_bias,
@@ -42,9 +42,7 @@ def describe(reader: ConfigReader) -> ModelSpec:
             rope=_KINDS.index(FULL if window is None else SLIDING),
             scale=text.query_pre_attn_scalar**-0.5,
         )
-        layers.append(
-            LayerSpec(mixers=(mixer,), feed_forward=reader.dense(bias=False), has_post_norms=True)
-        )
+        layers.append(LayerSpec(mixers=(mixer,), feed_forward=block, has_post_norms=True))
     return reader.model(
         layers,
         ropes=[reader.rope(kind) for kind in _KINDS],

@@ -1,4 +1,4 @@
-"""A transformers config from a GGUF file's metadata.
+"""A config from a GGUF file's metadata.
 
 Takes an open `GGUFFile`; gives what a `config.json` and a `generation_config.json` would have
 said: the config object, the end-of-sequence tokens and the file's own rotary factors. Everything
@@ -11,32 +11,25 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-from transformers import (
-    Gemma3TextConfig,
-    LlamaConfig,
-    MistralConfig,
-    PretrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
 
 from manyroots.errors import ModelError
 from manyroots.layers.rotary import check_rope_type
+from manyroots.models.configs import Config, complete
 from manyroots.models.fields import check_fields, shown
 from manyroots.models.gguf_unread import refuse_unread
 from manyroots.models.weights.gguf import ROPE_FACTORS
 from manyroots.models.weights.gguf_file import GGUFFile
 from manyroots.models.windows import FULL, SLIDING
 
-_CONFIGS: dict[str, tuple[type[PretrainedConfig], str]] = {
-    "llama": (LlamaConfig, "LlamaForCausalLM"),
-    "mistral": (MistralConfig, "MistralForCausalLM"),
-    "qwen2": (Qwen2Config, "Qwen2ForCausalLM"),
-    "qwen3": (Qwen3Config, "Qwen3ForCausalLM"),
-    "qwen3moe": (Qwen3MoeConfig, "Qwen3MoeForCausalLM"),
-    "gemma3": (Gemma3TextConfig, "Gemma3ForCausalLM"),
+_CONFIGS = {
+    "llama": ("llama", "LlamaForCausalLM"),
+    "mistral": ("mistral", "MistralForCausalLM"),
+    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+    "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
+    "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
 }
+"""The model type and the architecture's name, by GGUF's."""
 _SERVED = tuple(arch for arch in _CONFIGS if arch != "mistral")
 _WITH_EXPERTS = ("qwen3moe",)
 _THETA = {"gemma3": 1_000_000.0}
@@ -46,7 +39,7 @@ _F32 = 0
 _EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
-def config_of(file: GGUFFile) -> PretrainedConfig:
+def config_of(file: GGUFFile) -> Config:
     """The config of the model in `file`."""
     arch = str(file.metadata.get("general.architecture"))
     if arch not in _SERVED:
@@ -67,7 +60,7 @@ def config_of(file: GGUFFile) -> PretrainedConfig:
         )
     window = _whole(file, f"{arch}.attention.sliding_window", least=0, default=0)
     # Files of Mistral are of architecture llama; what tells them apart is the window.
-    config_class, architecture = _CONFIGS["mistral" if arch == "llama" and window else arch]
+    model_type, architecture = _CONFIGS["mistral" if arch == "llama" and window else arch]
     values = _values(file, arch) | (_experts(file, arch) if has_experts else {})
     refuse_unread(file, arch, values["head_dim"])
     if architecture == "LlamaForCausalLM":
@@ -81,8 +74,10 @@ def config_of(file: GGUFFile) -> PretrainedConfig:
     # Before the config is made: it has a list as long as there are layers.
     check_fields(values, f"the metadata of {file.path}")
     try:
-        return config_class(architectures=[architecture], dtype=_dtype(file), **values)
-    except Exception as error:  # transformers has no exception tree of its own for bad configs
+        return complete(
+            model_type, {"architectures": [architecture], "dtype": _dtype(file), **values}
+        )
+    except ValueError as error:
         raise ModelError(
             f"the metadata of {file.path} can't be used: {error} Convert the model again."
         ) from error

@@ -102,7 +102,7 @@ def feed_forward(reader: ConfigReader) -> BlockSpec:
     text = reader.text
     shared = DenseSpec(
         intermediate_size=text.shared_intermediate_size,
-        activation=reader.activation,
+        activation=reader.activation(),
         bias=False,
         name="shared_mlp",
         parts=("input_linear", "", "output_linear"),
@@ -120,7 +120,7 @@ def feed_forward(reader: ConfigReader) -> BlockSpec:
         num_experts=count,
         experts_per_token=chosen,
         intermediate_size=text.intermediate_size,
-        activation=reader.activation,
+        activation=reader.activation(),
         scoring=Scoring.SOFTMAX_OF_CHOSEN,
         router="router",
         name="block_sparse_moe",

@@ -42,7 +42,7 @@ def experts(reader: ConfigReader, *, renormalises: bool) -> ExpertsSpec:
         num_experts=count,
         experts_per_token=chosen,
         intermediate_size=config.moe_intermediate_size,
-        activation=reader.activation,
+        activation=reader.activation(),
         scoring=Scoring.SOFTMAX_RENORMALISED if renormalises else Scoring.SOFTMAX,
     )
 

@@ -89,7 +89,7 @@ def shared_experts(reader: ConfigReader, *, renormalises: bool) -> SharedSpec:
         experts=experts(reader, renormalises=renormalises),
         shared=DenseSpec(
             intermediate_size=reader.text.shared_expert_intermediate_size,
-            activation=reader.activation,
+            activation=reader.activation(),
             bias=False,
             name="mlp.shared_expert",
         ),

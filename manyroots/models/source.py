@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PretrainedConfig
-
 from manyroots.config import ModelSettings
 from manyroots.errors import ModelError
 from manyroots.models import gguf_config
+from manyroots.models.configs import Config, complete
 from manyroots.models.fields import TOKENS, WRITTEN_FIELDS, check_fields
 from manyroots.models.hub import download_folder
 from manyroots.models.packaged import PACKAGED, packaged_model_path
@@ -46,7 +45,7 @@ class ModelSource:
 
     kind: SourceKind
     path: Path
-    config: PretrainedConfig
+    config: Config
     name: str
     """What to call it where the user gave no other name."""
     eos_token_ids: tuple[int, ...]
@@ -140,15 +139,14 @@ def _from_folder(path: Path, name: str) -> ModelSource:
         )
     if isinstance(written.get("text_config"), dict):
         check_fields(written["text_config"], f"the text_config of {file}", WRITTEN_FIELDS)
+    if not isinstance(written.get("model_type"), str):
+        raise ModelError(f"{file} can't be used: it has no model_type. Check the file.")
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        text = config.get_text_config()
-    except Exception as error:  # transformers has no exception tree of its own for bad configs
-        raise ModelError(
-            f"{file} can't be used: {error} Check the file, or that this version of transformers "
-            "knows the model."
-        ) from error
-    if not isinstance(text, PretrainedConfig):
+        config = complete(written["model_type"], written)
+    except Exception as error:  # whatever a value of the wrong type provokes
+        raise ModelError(f"{file} can't be used: {_in_words(error)} Check the file.") from error
+    text = config.get_text_config()
+    if text is config and written.get("text_config") is not None:
         raise ModelError(
             f"{file} has a text_config, which models of type {config.model_type!r} don't have; "
             "remove it, or correct model_type."
@@ -162,6 +160,10 @@ def _from_folder(path: Path, name: str) -> ModelSource:
         eos_token_ids=tuple(dict.fromkeys(eos)),
         rope_factors=None,
     )
+
+
+def _in_words(error: Exception) -> str:
+    return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}."
 
 
 def _ids(value: Any) -> list[int]:

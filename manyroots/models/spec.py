@@ -1,7 +1,7 @@
 """What a model is, in plain frozen numbers.
 
 `ModelSpec` describes every layer; families of memory, weights, page tables and graphs follow from
-it. `ConfigReader` takes a transformers config and makes the parts of a description, the same for
+it. `ConfigReader` takes a config and makes the parts of a description, the same for
 all architectures; how an architecture puts them together is in its own file. No other room reads
 a config. Holds no tensor.
 """
@@ -147,10 +147,8 @@ class ConfigReader:
             )
         return kinds
 
-    @property
-    def activation(self) -> Activation:
+    def activation(self, field: str = "hidden_act") -> Activation:
         """By the one field that the architecture's config has for it; others are of no account."""
-        field = "hidden_act" if hasattr(type(self.text), "hidden_act") else "hidden_activation"
         name = getattr(self.text, field)
         name = _OTHER_NAMES.get(name, name)
         if name not in ACTIVATIONS:
@@ -159,9 +157,12 @@ class ConfigReader:
             )
         return ACTIVATIONS[name]
 
-    def dense(self, *, bias: bool) -> DenseSpec:
+    def dense(self, *, bias: bool, activation: str = "hidden_act") -> DenseSpec:
+        """`activation`: the field that names it."""
         return DenseSpec(
-            intermediate_size=self.text.intermediate_size, activation=self.activation, bias=bias
+            intermediate_size=self.text.intermediate_size,
+            activation=self.activation(activation),
+            bias=bias,
         )
 
     def rope(self, layer_type: str | None = None, *, is_partial: bool = False) -> RopeSpec:

@@ -6,12 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from manyroots.config import DEFAULT_MODEL, ModelSettings
 from manyroots.errors import ModelError
-from manyroots.models import hub, source
+from manyroots.models import source
+from manyroots.models.load import describe
 from manyroots.models.source import ModelSource, SourceKind, resolve_source
 from tests.unit.models.gguf_writing import write_gguf
 from tests.unit.models.tiny import tiny_config
@@ -48,11 +50,17 @@ def test_a_broken_generation_config_is_named(folder: Path, text: str) -> None:
         resolve(folder)
 
 
-@pytest.mark.parametrize("text", ["{", '{"model_type": "no-such-model"}'])
+@pytest.mark.parametrize("text", ["{", "{}", '{"model_type": "llama", "dtype": "float7"}'])
 def test_a_broken_config_is_named(folder: Path, text: str) -> None:
     (folder / "config.json").write_text(text)
     with pytest.raises(ModelError, match=r"config\.json can't be used"):
         resolve(folder)
+
+
+def test_a_model_type_that_is_not_served_is_named(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "no-such-model"}')
+    with pytest.raises(ModelError, match=r"is 'no-such-model'; this version serves LlamaFor"):
+        describe(resolve(folder))
 
 
 def test_a_gguf_file_and_a_folder_with_only_it_are_the_same(tmp_path: Path) -> None:
@@ -104,7 +112,7 @@ def test_a_hub_id_fetches_weights_only_where_they_are_needed(
         asked.append(allow_patterns)
         return str(folder)
 
-    monkeypatch.setattr(hub, "snapshot_download", snapshot)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     assert resolve("org/name", revision="v1").name == "org/name"
     resolve("org/name", revision="v1", load_format="dummy")
     assert "*.safetensors" in asked[0]
@@ -118,7 +126,7 @@ def test_a_hub_id_that_can_not_be_fetched_names_it_and_the_remedy(
     def offline(*_: object, **__: object) -> str:
         raise LocalEntryNotFoundError("cannot find the requested files")
 
-    monkeypatch.setattr(hub, "snapshot_download", offline)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
     with pytest.raises(ModelError, match=r"'org/name' at revision 'v2'.*pass the folder"):
         resolve("org/name", revision="v2")
 

@@ -1,0 +1,64 @@
+"""What a start leaves alone: modules that take longer to import than what they are good for."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.unit.models.tiny import save_tiny
+
+NEVER = {
+    "transformers", "torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy",
+    "huggingface_hub", "peft", "pandas", "scipy", "matplotlib",
+}  # fmt: skip
+
+FRONT = """
+import manyroots.cli.main, manyroots.api.server, manyroots.engine.preflight
+import manyroots.text.generation_config
+"""
+ENGINE = """
+import sys
+import manyroots.engine.process
+from manyroots.config import engine_settings
+from manyroots.engine.build import build_engine
+engine = build_engine(engine_settings({
+    "model": sys.argv[1], "device": "cpu", "num_gpu_blocks_override": 32, "max_model_len": 64,
+    "enable_lora": True, "max_loras": 1, "max_lora_rank": 8,
+}))
+engine.loop.close()
+"""
+TELL = """
+import json, sys
+print(json.dumps(sorted(sys.modules)))
+"""
+
+
+def modules_after(code: str, *arguments: str) -> set[str]:
+    """What a fresh process has imported when it has run `code`."""
+    run = subprocess.run(
+        [sys.executable, "-c", code + TELL, *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return set(json.loads(run.stdout.splitlines()[-1]))
+
+
+def test_the_front_starts_without_torch() -> None:
+    found = modules_after(FRONT)
+    assert "manyroots.api.server" in found
+    assert not found & (NEVER | {"torch"})
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_an_engine_starts_without_what_configs_of_transformers_import(
+    kind: str, tmp_path: Path
+) -> None:
+    save_tiny(tmp_path, kind)
+    found = modules_after(ENGINE, str(tmp_path))
+    assert "torch" in found
+    assert not found & NEVER

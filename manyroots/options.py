@@ -88,7 +88,7 @@ def _is_many(name: str, value: object) -> bool:
 
 def as_field(name: str, value: object) -> object:
     """Fields that hold many values may be given as one, or as any kind of list."""
-    if name not in ("lora_modules", "lora_dirs", "weights_dirs"):
+    if name not in ("lora_modules", "lora_dirs", "lora_target_modules", "weights_dirs"):
         return value
     if value is None:
         return ()

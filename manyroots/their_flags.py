@@ -190,7 +190,6 @@ ACCEPTED: dict[str, Accepted] = {
     "--grammar-backend": Accepted(_ONE_FORM, has_value=True),
     "--sampling-backend": Accepted(_ONE_FORM, has_value=True),
     "--lora-backend": Accepted(_ONE_FORM, has_value=True),
-    "--lora-target-modules": Accepted("every weight may have an adapter", has_value=True),
     "--prefill-attention-backend": Accepted(_ONE_FORM, has_value=True),
     "--decode-attention-backend": Accepted(_ONE_FORM, has_value=True),
     "--log-level-http": Accepted("there is no access log here", has_value=True),

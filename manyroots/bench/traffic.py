@@ -31,7 +31,8 @@ from manyroots.bench.random_adapters import targets_of, write_adapters
 from manyroots.bench.spread import percentile, spread
 from manyroots.bench.step_profile import PROFILED_STEPS, WatchedRunner, show, steps_by_kind
 from manyroots.bench.traffic_cases import TrafficCase, adapter_name
-from manyroots.config import engine_settings
+from manyroots.bench.words import PROJECTIONS
+from manyroots.config import EVERY_MODULE, engine_settings
 from manyroots.engine.build import Engine, build_engine
 from manyroots.models.source import resolve_source
 from manyroots.step import Runner
@@ -119,6 +120,10 @@ def _adapters(case: TrafficCase, settings: dict[str, Any], home: Path) -> dict[s
         "lora_modules": tuple(modules),
         "max_loras": case.num_slots or case.num_adapters,
         "max_lora_rank": max(case.ranks),
+        # As one who runs a server with such adapters alone would say.
+        "lora_target_modules": (
+            EVERY_MODULE if case.projections == PROJECTIONS else case.projections
+        ),
     }
 
 

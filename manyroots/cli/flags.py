@@ -50,6 +50,7 @@ def add_settings(parser: argparse.ArgumentParser, cls: type[Any], title: str) ->
 
 _METAVARS = {
     "lora_modules": "NAME=FOLDER",
+    "lora_target_modules": "MODULE",
     "lora_dirs": "FOLDER",
     "weights_dirs": "FOLDER",
     "allowed_origins": "ORIGIN",

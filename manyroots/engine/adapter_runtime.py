@@ -28,7 +28,7 @@ from manyroots.store.adapter_files import foresee, read_folder
 from manyroots.store.adapter_layouts import Layouts
 from manyroots.store.adapter_loader import AdapterLoader, Read
 from manyroots.store.adapter_pool import AdapterPool, pooled_rank
-from manyroots.store.adapter_sites import SiteParts
+from manyroots.store.adapter_sites import SiteParts, parts_named, targets_in
 from manyroots.store.adapter_weights import AdapterWeights
 from manyroots.store.host_memory import PinnedMemory, lock_filled, locked, pageable
 
@@ -70,8 +70,10 @@ def build_adapter_runtime(
     shard = model.shard
     own = model.adapter_targets()
     targets = whole_targets(own, shard, model.spec.vocab_size)
+    parts = parts_named(model.lora_parts(), settings.lora_target_modules)
+    served = {name: target for name, target in targets.items() if name in parts}
 
-    largest = adapter_bytes(targets, settings.max_lora_rank, dtype.itemsize)
+    largest = adapter_bytes(served, settings.max_lora_rank, dtype.itemsize)
     pinned = None
     if device.type == "cuda":
         pinned = PinnedMemory(
@@ -79,8 +81,9 @@ def build_adapter_runtime(
         )
 
     layouts = Layouts(
-        targets, max_rank=settings.max_lora_rank, dtype=dtype, vocab_size=model.spec.vocab_size
-    )
+        targets, max_rank=settings.max_lora_rank, dtype=dtype, vocab_size=model.spec.vocab_size,
+        served=frozenset(served),
+    )  # fmt: skip
 
     if device.type == "cuda":
         # Beside the rest of the start, which is nearly all a compiler's.
@@ -101,7 +104,7 @@ def build_adapter_runtime(
         return cut_adapter(read(Path(path), None)[1], shard, own)
 
     pool = AdapterPool(
-        model.lora_parts(),
+        parts,
         num_slots=num_slots,
         num_at_once=settings.max_loras or num_slots,
         max_rank=settings.max_lora_rank,
@@ -109,7 +112,7 @@ def build_adapter_runtime(
         device=device,
     )
     loader = make_loader(read_part, pool)
-    _log(settings, num_slots, len(targets), slot_bytes(settings, model, dtype))
+    _log(settings, num_slots, len(served), slot_bytes(settings, model, dtype))
     files = AdapterFiles(read, loader.keep)
     return AdapterRuntime(loader, files if pinned is None else replace(files, close=pinned.close))
 
@@ -117,12 +120,13 @@ def build_adapter_runtime(
 def slot_bytes(settings: LoraSettings, model: Adaptable, dtype: torch.dtype) -> int:
     """What a slot takes, on this rank, when it holds the largest adapter."""
     rank = pooled_rank(settings.max_lora_rank)
-    return adapter_bytes(model.adapter_targets(), rank, dtype.itemsize)
+    parts = parts_named(model.lora_parts(), settings.lora_target_modules)
+    return adapter_bytes(targets_in(parts), rank, dtype.itemsize)
 
 
 def _log(settings: LoraSettings, num_slots: int, num_targets: int, size: int) -> None:
     logger.info(
-        "adapters: %d slots%s of up to %.1f MiB (rank %d in all of %d weights), %.1f MiB in all; "
+        "adapters: %d slots%s of up to %.1f MiB (rank %d in each of %d weights), %.1f MiB in all; "
         "%d names",
         num_slots, "" if settings.max_loras else " (as many as fit: --max-loras 0)", size / 2**20,
         settings.max_lora_rank, num_targets, num_slots * size / 2**20, len(settings.lora_modules),

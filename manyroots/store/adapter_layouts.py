@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 import torch
 
+from manyroots.errors import AdapterError
 from manyroots.lora.files.config import AdapterConfig, check_invocation_tokens, read_config
 from manyroots.lora.files.header import Header, header_bytes, parse_header
 from manyroots.lora.files.layout import lay_out
@@ -49,9 +50,17 @@ class Layouts:
     """Of the adapters of one model, for an engine of one dtype. Called on any thread."""
 
     def __init__(
-        self, targets: Targets, *, max_rank: int, dtype: torch.dtype, vocab_size: int
+        self,
+        targets: Targets,
+        *,
+        max_rank: int,
+        dtype: torch.dtype,
+        vocab_size: int,
+        served: Set[str] | None = None,
     ) -> None:
+        """`served`: which of the targets this engine has slots for; None: all."""
         self._targets, self._max_rank = targets, max_rank
+        self._served = targets.keys() if served is None else served
         self.dtype = dtype
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
@@ -71,6 +80,7 @@ class Layouts:
                 return found
         header = parse_header(weights_file, raw)
         layout = lay_out(header, config, self._targets, self._max_rank)
+        self._check_served(layout)
         moves = None
         if _is_canonical(layout, header, self.dtype):
             moves = Moves.between(header.tensors, places_of(pieces_of(layout), header.tensors))
@@ -81,6 +91,15 @@ class Layouts:
             while len(self._kept) > MAX_KEPT:
                 self._kept.popitem(last=False)
         return made
+
+    def _check_served(self, layout: AdapterLayout) -> None:
+        left_out = [pair.target for pair in layout.pairs if pair.target not in self._served]
+        if left_out:
+            modules = dict.fromkeys(name.rpartition(".")[2] for name in left_out)
+            raise AdapterError(
+                f"the adapter changes {', '.join(modules)}, which --lora-target-modules leaves "
+                "out; start the server with these named there, too, or without that flag."
+            )
 
 
 def _is_canonical(layout: AdapterLayout, header: Header, dtype: torch.dtype) -> bool:

@@ -5,9 +5,10 @@ Made by layers, once; read by whoever puts weights on the device. Holds no tenso
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from manyroots.errors import ConfigError
 from manyroots.lora.targets import OutputPiece, Target, TargetKind
 
 
@@ -66,3 +67,40 @@ class SitePart:
 
 SiteParts = Mapping[str, SitePart]
 """By target name, in the order of the model."""
+
+_EVERY = {"all", "all-linear"}
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""As others name what they compute in one product."""
+
+
+def parts_named(parts: SiteParts, modules: Sequence[str]) -> SiteParts:
+    """Those that adapters may change, where an operator names them: each name is the end of a
+    target's. Products are taken whole, and a layer's experts, too, whose products are one kernel's.
+    ConfigError if a name is of no target."""
+    if not modules or _EVERY & set(modules):
+        return parts
+    sites: set[LoraSite | str] = set()
+    for module in modules:
+        ends = [f".{one}" for one in _FUSED.get(module, (module,))]
+        found = {
+            _together(name, part)
+            for name, part in parts.items()
+            if any(f".{name}".endswith(end) for end in ends)
+        }
+        if not found:
+            known = dict.fromkeys(name.rpartition(".")[2] for name in parts)
+            raise ConfigError(
+                f"--lora-target-modules names {module!r}, which this model does not let adapters "
+                f"change; it has {', '.join(known)}."
+            )
+        sites |= found
+    return {name: part for name, part in parts.items() if _together(name, part) in sites}
+
+
+def _together(name: str, part: SitePart) -> LoraSite | str:
+    """What is served or left out as one."""
+    return name.rpartition(".")[0] if part.site.kind is TargetKind.EXPERTS else part.site
+
+
+def targets_in(parts: SiteParts) -> dict[str, Target]:
+    return {name: part.target for name, part in parts.items()}

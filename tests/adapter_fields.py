@@ -110,8 +110,11 @@ WRITTEN: dict[str, list[Any]] = {
     "merge_weights": [True], "use_mora": [True], "init_lora_weights": ["an init of tomorrow"],
     "bias": ["some"], "use_rslora": ["yes", 1], "r": ["4", 4.0, True, 0, None],
     "lora_alpha": ["8", None], "rank_pattern": [None, [], {"q_proj": "2"}],
-    "target_modules": [["q_proj"], ["nothing"], ["q_proj", "x_proj"], ["layers.0.mlp.up_proj"]],
-    "layers_to_transform": [[0], 1], "exclude_modules": [["q_proj"]],
+    "target_modules": [
+        ["q_proj"], ["nothing"], ["q_proj", "x_proj"], ["layers.0.mlp.up_proj"], None,
+        "all-linear", r".*_proj", r".*\.(q|v)_proj", r"q_proj",
+    ],
+    "layers_to_transform": [[0], 1], "exclude_modules": [["q_proj"], r".*\.q_proj", "q_proj"],
     "modules_to_save": [None, []], "scaling": [3.0], "lora_scale": [3.0],
 }  # fmt: skip
 """What may stand in the file of an adapter that is otherwise usual, whoever wrote it: the weights

@@ -32,14 +32,15 @@ class AdapterConfig:
     """rsLoRA: alpha / sqrt(rank)."""
     ranks: Patterns[int]
     alphas: Patterns[float]
-    target_modules: tuple[str, ...] | None
-    """Names or endings of names; None where the file has an expression or nothing."""
+    target_modules: tuple[str, ...] | str | None
+    """Names or endings of names; or an expression for whole names, or PEFT's word for all linear
+    modules; None: PEFT's defaults."""
     is_partial: bool
     """Some of the modules that `target_modules` names were left out on purpose."""
     layers: tuple[int, ...] | None
     """Those that were trained; None: all, or the file says it otherwise."""
-    excluded: tuple[str, ...]
-    """Names or endings of names of modules that were not."""
+    excluded: tuple[str, ...] | str
+    """Names or endings of names of modules that were not, or an expression for whole names."""
     target_parameters: tuple[str, ...]
     """Stacked weights of experts that were trained as parameters."""
     invocation_tokens: tuple[int, ...] | None
@@ -109,10 +110,10 @@ def parse_config(fields: Mapping[str, Any]) -> AdapterConfig:
         is_rank_stabilised=_flag(fields, "use_rslora"),
         ranks=Patterns("rank_pattern", _pattern(fields, "rank_pattern", _rank)),
         alphas=Patterns("alpha_pattern", _pattern(fields, "alpha_pattern", _alpha)),
-        target_modules=_target_modules(fields.get("target_modules")),
+        target_modules=_target_modules(fields),
         is_partial=any(fields.get(name) not in (None, [], "") for name in left_out),
         layers=_layers(fields.get("layers_to_transform")),
-        excluded=_excluded(fields.get("exclude_modules")),
+        excluded=_named("exclude_modules", fields.get("exclude_modules")) or (),
         target_parameters=_strings("target_parameters", fields.get("target_parameters") or []),
         invocation_tokens=_invocation_tokens(fields.get("alora_invocation_tokens")),
         base_model=_base_model(fields.get("base_model_name_or_path")),
@@ -168,11 +169,19 @@ def _pattern(fields: Mapping[str, Any], name: str, check: Any) -> dict[str, Any]
     return {key: check(f"{name}[{key[:200]!r}]", value) for key, value in values.items()}
 
 
-def _target_modules(value: Any) -> tuple[str, ...] | None:
-    """A single string is an expression, or PEFT's word for all linears: the weights tell."""
-    if value is None or isinstance(value, str):
-        return None
-    return _strings("target_modules", value)
+def _target_modules(fields: Mapping[str, Any]) -> tuple[str, ...] | str | None:
+    value = fields.get("target_modules")
+    if isinstance(value, str) and fields.get("layers_to_transform") is not None:
+        raise AdapterError(
+            f"layers_to_transform is {repr(fields['layers_to_transform'])[:100]} and "
+            f"target_modules an expression ({value[:200]!r}); PEFT takes it with a list of names "
+            "alone. Remove it, or list the modules' names."
+        )
+    return _named("target_modules", value)
+
+
+def _named(field: str, value: Any) -> tuple[str, ...] | str | None:
+    return value if value is None or isinstance(value, str) else _strings(field, value)
 
 
 def _strings(name: str, value: Any) -> tuple[str, ...]:
@@ -207,11 +216,6 @@ def _layers(value: Any) -> tuple[int, ...] | None:
             f"layers_to_transform is {repr(value)[:100]}; it must be a layer or a list of layers."
         )
     return tuple(found)
-
-
-def _excluded(value: Any) -> tuple[str, ...]:
-    """An expression says nothing of what is in the file."""
-    return () if value is None or isinstance(value, str) else _strings("exclude_modules", value)
 
 
 def _base_model(value: Any) -> str | None:

@@ -7,14 +7,13 @@ the model has. Nothing is cut, padded or left out. Touches no weight.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from manyroots.errors import AdapterError
 from manyroots.lora.files.config import AdapterConfig
 from manyroots.lora.files.experts import expert_pairs
 from manyroots.lora.files.header import Header
-from manyroots.lora.files.keys import base_copy_of, parse_key, refuse_key, spellings
+from manyroots.lora.files.keys import base_copy_of, parse_key, refuse_key
 from manyroots.lora.files.modules import Place, module_names, place_of
 from manyroots.lora.files.pairs import (
     AdapterLayout,
@@ -26,11 +25,9 @@ from manyroots.lora.files.pairs import (
     check_shape,
     named,
 )
-from manyroots.lora.files.patterns import endings
 from manyroots.lora.files.tensors import TensorEntry
+from manyroots.lora.files.trained import check_trained
 from manyroots.lora.targets import Target, TargetKind, Targets
-
-_LAYER = re.compile(r"\.(\d{1,9})\.")
 
 
 def lay_out(
@@ -54,7 +51,7 @@ def lay_out(
                 )
             _check_rank(pair, max_rank)
             pairs[pair.target] = pair
-    _check_target_modules(config, targets, factors, pairs)
+    check_trained(config, targets, factors, pairs)
     config.refuse_unused_patterns(module_names(targets))
     ordered = tuple(pairs[name] for name in targets if name in pairs)
     return AdapterLayout(ordered, tuple(base_copies))
@@ -158,71 +155,4 @@ def _check_rank(pair: PairLayout, max_rank: int) -> None:
         raise AdapterError(
             f"{pair.target} has rank {pair.rank}, above --max-lora-rank {max_rank}; start the "
             f"server with --max-lora-rank {pair.rank}."
-        )
-
-
-def _check_target_modules(
-    config: AdapterConfig, targets: Targets, factors: Factors, pairs: dict[str, PairLayout]
-) -> None:
-    """What the config says was trained exists in the model, and is in the file."""
-    if config.target_modules is None:
-        return
-    named_modules = set(config.target_modules)
-    unknown = sorted(named_modules - {name.rpartition(".")[2] for name in targets})
-    if unknown:
-        file_modules = (factor.module for sides in factors.values() for factor in sides.values())
-        names = (*targets, *file_modules, *config.target_parameters)
-        known = {end for name in names for one in spellings(name) for end in endings(one)}
-        unknown = sorted(set(unknown) - known)
-    if unknown:
-        raise AdapterError(
-            f"target_modules names {named(unknown)}, which this model does not let adapters "
-            "change. Use an adapter that was trained for this model."
-        )
-    _refuse_untrained(config, named_modules, [name for name in pairs if _is_plain(targets[name])])
-    if config.is_partial:
-        return
-    missing = [
-        name
-        for name, target in targets.items()
-        if name not in pairs
-        and _is_plain(target)
-        and any(end in named_modules for end in endings(name))
-    ]
-    if missing:
-        raise AdapterError(
-            f"target_modules includes {named(missing)}, for which the file has no weights; it is "
-            "incomplete. Save the adapter again."
-        )
-
-
-def _is_plain(target: Target) -> bool:
-    """Whether its module has one name; experts' have many."""
-    return target.kind is not TargetKind.EXPERTS
-
-
-def _refuse_untrained(config: AdapterConfig, trained: set[str], names: list[str]) -> None:
-    """Weights that PEFT would not use, because its config does not name their modules."""
-    excluded, parameters = set(config.excluded), set(config.target_parameters)
-
-    def is_trained(name: str) -> bool:
-        names = spellings(name)
-        ends = {end for spelled in names for end in endings(spelled)}
-        if any(f"{end}.weight" in parameters for end in ends):
-            return True
-        if not excluded.isdisjoint(ends):
-            return False
-        if not trained.isdisjoint(names):
-            return True  # by its whole name, as the head is: in whichever layer
-        layer = _LAYER.search(name)
-        if config.layers is not None and (layer is None or int(layer[1]) not in config.layers):
-            return False
-        return not trained.isdisjoint(ends)
-
-    left_out = [name for name in names if not is_trained(name)]
-    if left_out:
-        raise AdapterError(
-            f"the file has weights for {named(left_out)}, which its config leaves out "
-            "(target_modules, layers_to_transform, exclude_modules): PEFT would not use them. "
-            "Correct the config, or remove the weights."
         )

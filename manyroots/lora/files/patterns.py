@@ -1,4 +1,4 @@
-"""PEFT's `rank_pattern` and `alpha_pattern`: values by module name.
+"""PEFT's `rank_pattern` and `alpha_pattern`: values by module name; and names by expression.
 
 A key is a regular expression that the end of a module's name must match, beginning at a dot or at
 the start; the first key that matches counts, in the order of the file. Nearly all keys are names,
@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 from manyroots.errors import AdapterError
 from manyroots.lora.files.automaton import Automaton
-from manyroots.lora.files.expressions import Refused, parse
+from manyroots.lora.files.expressions import Concatenation, Refused, Start, parse
 
 Value = TypeVar("Value", int, float)
 
@@ -99,6 +99,38 @@ class Patterns(Generic[Value]):
                 "plainly."
             ) from reason
         self._has_expressions = True
+
+
+class WholeName:
+    """An expression that a module's whole name must match, as PEFT's `target_modules` and
+    `exclude_modules` are where they are strings."""
+
+    def __init__(self, field: str, expression: str) -> None:
+        self._field = field
+        self._automaton = Automaton()
+        self.can_match = True
+        """Whether it can be told in bounded time what matches: not with look-around and the like,
+        which are valid in PEFT."""
+        if len(expression) > _MAX_KEY_CHARS:
+            self.can_match = False
+            return
+        try:
+            re.compile(expression)
+        except (re.error, OverflowError, RecursionError) as error:
+            raise AdapterError(
+                f"{field} is {expression[:200]!r}, which is not a regular expression ({error}). "
+                "Correct it, or list the modules' names."
+            ) from error
+        try:
+            self._automaton.add(0, Concatenation((Start(), parse(expression))))
+        except Refused:
+            self.can_match = False
+
+    def matches(self, module: str) -> bool:
+        try:
+            return bool(self._automaton.matches(module))
+        except Refused as reason:
+            raise AdapterError(f"{self._field} {reason}; list the modules' names.") from reason
 
 
 class _PlainKeys:

@@ -1,0 +1,163 @@
+"""Which modules an adapter's config says were trained, held against those in its file.
+
+Takes the config, the model's targets and the file's pairs. Weights that PEFT would not use are
+refused, and so are modules that were trained and of which the file has no weights.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from manyroots.errors import AdapterError
+from manyroots.lora.files.config import AdapterConfig
+from manyroots.lora.files.keys import spellings
+from manyroots.lora.files.pairs import Factors, PairLayout, named
+from manyroots.lora.files.patterns import WholeName, endings
+from manyroots.lora.targets import Target, TargetKind, Targets
+
+DEFAULTS = ("q_proj", "v_proj")
+"""What PEFT takes where `target_modules` is null, of every model type for which it has a word."""
+ALL_LINEAR = "all-linear"
+"""PEFT's word for every linear module but the head."""
+_HEAD = "lm_head"
+_LAYER = re.compile(r"\.(\d{1,9})\.")
+
+Named = Callable[[str], bool]
+"""Whether the config takes a module of the model, by its name."""
+
+
+def check_trained(
+    config: AdapterConfig, targets: Targets, factors: Factors, pairs: dict[str, PairLayout]
+) -> None:
+    """What the config says was trained exists in the model, and is in the file."""
+    chosen = config.target_modules
+    if chosen is None:
+        _check_defaults(config, targets, pairs)
+    elif isinstance(chosen, tuple):
+        _refuse_unknown(config, chosen, targets, factors)
+        _check_named(config, targets, pairs, lambda name: _in_list(name, chosen, config.layers))
+    elif chosen.lower() == ALL_LINEAR:
+        # Which routers and experts are linear modules depends on transformers' version, so that
+        # nobody can tell what is missing.
+        _refuse_left_out(config, _plain(pairs, targets), lambda name: _is_linear(name, targets))
+    elif (expression := WholeName("target_modules", chosen)).can_match:
+        _check_named(
+            config, targets, pairs, lambda name: any(map(expression.matches, spellings(name)))
+        )
+
+
+def _check_defaults(config: AdapterConfig, targets: Targets, pairs: dict[str, PairLayout]) -> None:
+    def is_default(name: str) -> bool:
+        return _in_list(name, DEFAULTS, config.layers)
+
+    others = [
+        name
+        for name in pairs
+        if not (is_default(name) or _is_parameter(name, config))
+        and (targets[name].kind is not TargetKind.EXPERTS or not config.target_parameters)
+    ]
+    if others:
+        raise AdapterError(
+            f"target_modules is null, by which PEFT means {' and '.join(DEFAULTS)}, and the file "
+            f"has weights for {named(others)}: PEFT would not use them. Name the modules that were "
+            "trained in target_modules."
+        )
+    if config.target_parameters:
+        # PEFT has no defaults for some models, and then these are all there is.
+        _refuse_left_out(config, _plain(pairs, targets), is_default)
+    else:
+        _check_named(config, targets, pairs, is_default)
+
+
+def _check_named(
+    config: AdapterConfig, targets: Targets, pairs: dict[str, PairLayout], is_named: Named
+) -> None:
+    """Both ways: nothing beside what is named, and all of it unless some was left out."""
+    _refuse_left_out(config, _plain(pairs, targets), is_named)
+    if config.is_partial:
+        return
+    missing = [
+        name
+        for name, target in targets.items()
+        if name not in pairs and _is_plain(target) and is_named(name)
+    ]
+    if missing:
+        raise AdapterError(
+            f"target_modules includes {named(missing)}, for which the file has no weights; it is "
+            "incomplete. Save the adapter again."
+        )
+
+
+def _refuse_unknown(
+    config: AdapterConfig, chosen: tuple[str, ...], targets: Targets, factors: Factors
+) -> None:
+    unknown = sorted(set(chosen) - {name.rpartition(".")[2] for name in targets})
+    if unknown:
+        file_modules = (factor.module for sides in factors.values() for factor in sides.values())
+        names = (*targets, *file_modules, *config.target_parameters)
+        known = {end for name in names for end in _all_endings(name)}
+        unknown = sorted(set(unknown) - known)
+    if unknown:
+        raise AdapterError(
+            f"target_modules names {named(unknown)}, which this model does not let adapters "
+            "change. Use an adapter that was trained for this model."
+        )
+
+
+def _refuse_left_out(config: AdapterConfig, names: list[str], is_named: Named) -> None:
+    """Weights that PEFT would not use, because its config does not name their modules."""
+    is_excluded = _excluded(config)
+    left_out = [
+        name
+        for name in names
+        if not _is_parameter(name, config) and (is_excluded(name) or not is_named(name))
+    ]
+    if left_out:
+        raise AdapterError(
+            f"the file has weights for {named(left_out)}, which its config leaves out "
+            "(target_modules, layers_to_transform, exclude_modules): PEFT would not use them. "
+            "Correct the config, or remove the weights."
+        )
+
+
+def _excluded(config: AdapterConfig) -> Named:
+    excluded = config.excluded
+    if isinstance(excluded, tuple):
+        return lambda name: not _all_endings(name).isdisjoint(excluded)
+    expression = WholeName("exclude_modules", excluded)
+    if not expression.can_match:
+        return lambda name: False
+    return lambda name: any(map(expression.matches, spellings(name)))
+
+
+def _in_list(name: str, chosen: tuple[str, ...], layers: tuple[int, ...] | None) -> bool:
+    if not set(spellings(name)).isdisjoint(chosen):
+        return True  # by its whole name, as the head is: in whichever layer
+    layer = _LAYER.search(name)
+    if layers is not None and (layer is None or int(layer[1]) not in layers):
+        return False
+    return not _all_endings(name).isdisjoint(chosen)
+
+
+def _is_parameter(name: str, config: AdapterConfig) -> bool:
+    """Whether it was trained as a parameter, which its module need not be named for."""
+    parameters = set(config.target_parameters)
+    return any(f"{end}.weight" in parameters for end in _all_endings(name))
+
+
+def _is_linear(name: str, targets: Targets) -> bool:
+    return targets[name].kind is TargetKind.LINEAR and name != _HEAD
+
+
+def _plain(pairs: dict[str, PairLayout], targets: Targets) -> list[str]:
+    return [name for name in pairs if _is_plain(targets[name])]
+
+
+def _is_plain(target: Target) -> bool:
+    """Whether its module has one name; experts' have many."""
+    return target.kind is not TargetKind.EXPERTS
+
+
+def _all_endings(name: str) -> set[str]:
+    return {end for spelled in spellings(name) for end in endings(spelled)}

@@ -137,13 +137,17 @@ def _resumes(
     family: Family, index: int, key: PrefixKey, tokens: list[int], boundary: int, size: int,
     has: Callable[[int, Path], bool],
 ) -> bool:  # fmt: skip
-    if family.is_state:
-        needed = [boundary - 1]
-    else:
-        # The next token sees itself and the window - 1 before it.
-        seen = getattr(family, "window", math.inf) - 1
-        needed = [p for p in range(boundary) if (p + 1) * size > boundary * size - seen]
+    needed = needed_pages(family, boundary, size)
     return all(has(index, path_of(key, tokens, page + 1, size)) for page in needed)
+
+
+def needed_pages(family: Family, boundary: int, size: int) -> list[int]:
+    """The pages that a family must have to resume at a boundary."""
+    if family.is_state:
+        return [boundary - 1]
+    # The next token sees itself and the window - 1 before it.
+    seen = getattr(family, "window", math.inf) - 1
+    return [p for p in range(boundary) if (p + 1) * size > boundary * size - seen]
 
 
 @dataclass(eq=False)

@@ -135,7 +135,7 @@ class Deciding:
             self.outputs.setdefault(int(output.request_id), []).append(output)
         audit(self.cache)
         audit_adapters(self.adapters)
-        audit_turns(self.scheduler.turns)
+        audit_turns(self.scheduler.turns, self.scheduler.fetches)
 
     def run(self, max_steps: int = 10_000) -> None:
         for _ in range(max_steps):

@@ -904,17 +904,53 @@ MUTATIONS: tuple[Mutation, ...] = (
         "leader = None",
         "storage is asked for a page once for each request that wants it",
     ),
-    _cache(
-        "cache",
-        "if before is not None and not before.is_worth_going_on:",
-        "if False:",
+    _scheduler(
+        "if not (t.is_worth_going_on and self._ask_or_stand(r))",
+        "if not self._ask_or_stand(r)",
         "storage is asked again for what it does not have",
+        "fetches",
     ),
     _scheduler(
-        "request.ticket = self._cache.prefetch(request.key, request.tokens, ticket)",
-        "request.ticket = None",
+        "over = [r for r, t in done if not (t.is_worth_going_on and self._ask_or_stand(r))]",
+        "over = [r for r, t in done]",
         "who shares an answer of storage does not go on to what lies behind",
+        "fetches",
+    ),
+    _scheduler(
+        "            self._keep(request)\n            if ticket.kept is not None:",
+        "            if ticket.kept is not None:",
+        "what came from storage for one that waits is not kept for it",
+        "fetches",
+    ),
+    _scheduler(
+        "        self.fetches.end(request)\n        request.state = State.FINISHED",
+        "        request.state = State.FINISHED",
+        "what was kept for one that is over is never let go of",
         "admission",
+    ),
+    _scheduler(
+        "if self.in_line and self._num_stalled_steps > MOST_STALLED_STEPS:",
+        "if False:",
+        "one stands in line behind those that do not begin, for as long as they do not",
+        "fetches",
+    ),
+    _scheduler(
+        "elif self._is_busy or not self._take_back(request, step_id):",
+        "else:",
+        "an important request waits for the room of those that are not",
+        "fetches",
+    ),
+    _cache(
+        "keeping",
+        "if not keep.cursor.is_attached:",
+        "if False:",
+        "what was evicted by name is kept for those that will never find it",
+    ),
+    _cache(
+        "prefetch",
+        "has_room &= is_alone or num_taken + num_pages <= MOST_KEPT * plane.num_units",
+        "pass",
+        "all of the host is kept for those that wait, and nothing new reaches storage",
     ),
     _cache(
         "transfers",
@@ -978,10 +1014,10 @@ MUTATIONS: tuple[Mutation, ...] = (
         "a request waits for storage beyond its time",
     ),
     _scheduler(
-        "if step_id - request.waiting_since >= ticket.patience_steps:",
-        "if step_id - request.waiting_since > ticket.patience_steps:",
+        "if step_id - r.waiting_since >= patience",
+        "if step_id - r.waiting_since > patience",
         "best effort waits for a step",
-        "admission",
+        "fetches",
     ),
     _scheduler(
         "if not self._line or place > self._line[-1]:",

@@ -296,7 +296,7 @@ class RealEngine:
     def audit(self) -> None:
         audit(self.cache)
         audit_adapters(self.scheduler._adapters)
-        audit_turns(self.scheduler.turns)
+        audit_turns(self.scheduler.turns, self.scheduler.fetches)
 
     def finish_loads(self) -> None:
         """Wait for adapters on their way, so that steps are not counted by this machine's speed."""

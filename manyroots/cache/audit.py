@@ -16,6 +16,7 @@ from manyroots.cache.keys import HASH_BYTES
 from manyroots.cache.lease import Lease
 from manyroots.cache.planes import ABSENT, Plane, Units
 from manyroots.cache.tree import TOKEN_BYTES, Node
+from manyroots.ids import Tier
 from manyroots.step import Bools
 
 Int64s = npt.NDArray[np.int64]
@@ -61,7 +62,7 @@ class View:
 def audit(cache: PrefixCache) -> None:
     """Every invariant."""
     units_balance(cache)
-    holders_are_leases_and_transfers(cache)
+    holders_are_leases_transfers_and_keeps(cache)
     free_units_are_nobodys(cache)
     view = View(cache)
     nodes_are_linked(view)
@@ -93,7 +94,7 @@ def units_balance(cache: PrefixCache) -> None:
         assert pool.num_free + cached + held == pool.num_units, where
 
 
-def holders_are_leases_and_transfers(cache: PrefixCache) -> None:
+def holders_are_leases_transfers_and_keeps(cache: PrefixCache) -> None:
     counted: list[list[int]] = [[] for _ in cache.layout.planes]
     for lease in cache.open_leases.values():
         _count_lease(cache, lease, counted)
@@ -104,6 +105,10 @@ def holders_are_leases_and_transfers(cache: PrefixCache) -> None:
     for ticket in cache.prefetcher.tickets():
         for plane, units in ticket.units.values():
             counted[plane.index] += units.tolist()
+    for keep in cache.keeper.open:
+        for plane_index, units in keep.units.items():
+            assert cache.layout.planes[plane_index].tier is Tier.HOST, "a waiting one keeps device"
+            counted[plane_index] += units.tolist()
     for plane, pool, held in zip(cache.layout.planes, cache.index.pools, counted, strict=True):
         count = np.bincount(np.array(held, int), minlength=pool.num_units)
         wrong = np.flatnonzero(count != pool.holders)

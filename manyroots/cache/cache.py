@@ -21,6 +21,7 @@ from manyroots.cache.fork_share import ForkShare
 from manyroots.cache.growth import Growth
 from manyroots.cache.holding import NO_WALK, Holder
 from manyroots.cache.index import Index
+from manyroots.cache.keeping import Keep, Keeper
 from manyroots.cache.keys import ENDLESS, PageHasher, PrefixKey
 from manyroots.cache.lease import Checkpoint, Lease
 from manyroots.cache.matching import Limit, Match
@@ -36,7 +37,7 @@ from manyroots.cache.outcomes import (
 )
 from manyroots.cache.planes import CacheLayout, Units
 from manyroots.cache.policies import CachePolicies, Eviction
-from manyroots.cache.prefetch import Prefetcher, Ticket
+from manyroots.cache.prefetch import Prefetcher, Share, Ticket
 from manyroots.cache.publishing import Publisher, nearest_attached
 from manyroots.cache.sole import SoleGrowth, SoleHolder, SolePublisher
 from manyroots.cache.states import States
@@ -89,7 +90,6 @@ class PrefixCache:
             self.index, self.evictors, self.forks, reuse=policies.reuse
         )
         self.index.on_loosened = self.publisher.offer
-        self.prefetcher = Prefetcher(self.index, self.evictors, self.publisher)
         self.storage = StorageHealth()
         self.costs = Costs(policies.load_costs, _most_units(layout))
         self._writer = WriteBacker(
@@ -101,6 +101,10 @@ class PrefixCache:
         )
         self._growth = kinds.growth(self.index, self._allocator, self._states, self.publisher)
         self._holder = kinds.holder(self.index, self.costs, reuse=policies.reuse)
+        self.keeper = Keeper(self.index, self._holder, self.publisher)
+        self.prefetcher = Prefetcher(
+            self.index, self.evictors, self.publisher, self.keeper, hasher, self.transfers.next_id
+        )
         self._onboarding = Onboarding(self.index, self._allocator, self.transfers)
         self._tree = self.index.tree
         self._num_families = len(layout.device)
@@ -108,7 +112,6 @@ class PrefixCache:
         self._learns_turns = any(plane.family.reach is not None for plane in layout.device)
         self._next_serial = 1
         self._committed_step = StepId(0)
-        self._copies: list[Copy] = []
         self._missed: Counter[Limit] = Counter()
         self._total_lookup = self._total_hit = self._total_host_hit = 0
         self.left_storage_alone = False
@@ -329,40 +332,47 @@ class PrefixCache:
 
     # Tiers
 
-    def prefetch(
-        self, key: PrefixKey, tokens: Int32s, before: Ticket | None = None
-    ) -> Ticket | None:
-        """Ask storage for what neither device nor host has; None if there is nothing to ask. What
-        another has asked for is not asked for again: the ticket waits for that answer, and when it
-        has come, `before` may ask for what lies behind (T09)."""
-        if before is not None and not before.is_worth_going_on:
-            return None
-        if not self._policies.uses_storage or not self.layout.host or self._hasher is None:
+    def prefetch(self, key: PrefixKey, tokens: Int32s, room: Share = Share.ANY) -> Ticket | None:
+        """Ask storage for what neither device nor host has; None if there is nothing to ask, or no
+        room for an answer. With less than `Share.ANY` the ticket may say why it was not asked. What
+        another has asked for is not asked for again: the ticket waits for that answer (T09)."""
+        if not self._policies.uses_storage or not self.layout.host:
             return None
         self.left_storage_alone = not self.storage.may_read
         if self.left_storage_alone:
             return None
-        match = self.lookup(key, tokens)
-        max_pages = (len(tokens) - 1) // self.page_size
-        first = match.walk.depth
-        if first >= max_pages or (before is not None and first <= before.first):
+        walk = self.lookup(key, tokens).walk
+        num_pages = (len(tokens) - 1) // self.page_size - walk.depth
+        if num_pages <= 0:
             return None
-        num_pages = max_pages - first
         if not self.costs.is_worth_fetching(num_pages, num_pages * self.page_size):
             self.costs.declined(Tier.STORAGE)
             self.left_storage_alone = True
             return None
-        nodes = match.walk.nodes
-        cursor = nodes[-1] if nodes else self.index.tree.root
-        keys = tokens[first * self.page_size : max_pages * self.page_size].tobytes()
-        parent = self._hasher.root
-        if nodes:
-            parent = self.index.hash_of(cursor, first - 1 - cursor.first)
-        patience_steps = self._policies.patience_steps
-        ticket = Ticket(key, cursor, first, keys, patience_steps)
-        copy_ids = [self.transfers.next_id() for _ in self.layout.host]
-        self._copies += self.prefetcher.ask(ticket, ticket.hashes(self._hasher, parent), copy_ids)
-        return ticket if ticket.units or ticket.leader is not None else None
+        return self.prefetcher.ask(key, tokens, walk, room)
+
+    def keep(self, key: PrefixKey, tokens: Int32s) -> Keep:
+        """Keep what the host has of a request that waits, until it is let go of (T04)."""
+        return self.keeper.keep(key, tokens)
+
+    def let_go(self, keep: Keep) -> None:
+        """A request begins, or is over: what was kept for it stays until its room is needed."""
+        self.keeper.let_go(keep)
+
+    @property
+    def num_keeps(self) -> int:
+        """Keeps that were not let go of; for audits."""
+        return len(self.keeper.open)
+
+    @property
+    def host_room(self) -> list[tuple[int, int]]:
+        """What keeps and questions to storage are refused by: the same answer while it is equal."""
+        return [self.prefetcher.room(plane) for plane in self.layout.host]
+
+    @property
+    def patience_steps(self) -> int | None:
+        """For how many steps a request waits for storage; None is as long as it takes."""
+        return self._policies.patience_steps
 
     def acknowledge(self, done: CopyDone) -> None:
         """A copy between tiers has ended."""
@@ -393,7 +403,7 @@ class PrefixCache:
     def take_copies(self) -> tuple[Copy, ...]:
         """Copies for the step being planned, in the order they must run."""
         self._writer.sent()
-        copies, self._copies = self._states.take_copies() + tuple(self._copies), []
+        copies = self._states.take_copies() + self.prefetcher.take_intents()
         return copies + self.transfers.take_intents()
 
     @property
@@ -431,9 +441,10 @@ class PrefixCache:
         for ticket in self.prefetcher.tickets():
             ticket.is_barred |= ticket.key == key
         self.index.cut(top, top.first)
+        self.keeper.drop_lost()
         hasher = self._hasher or PageHasher(self._policies.identity, self.page_size * TOKEN_BYTES)
         keys = tokens[: walk.depth * self.page_size].tobytes()
-        return tuple(Ticket(key, top, 0, keys, None).hashes(hasher, hasher.root))
+        return tuple(Ticket(key, top, 0, keys).hashes(hasher, hasher.root))
 
     @property
     def num_leases(self) -> int:
@@ -468,6 +479,7 @@ class PrefixCache:
                 lease.num_allowed_pages = min(lease.num_allowed_pages, allowed)
             for ticket in self.prefetcher.tickets():
                 ticket.is_barred |= ticket.key.first_page_of(namespaces) < ENDLESS
+            self.keeper.drop_lost()
         after = [pool.num_free for pool in self.index.pools]
         return Evicted(tuple(b - a for a, b in zip(before, after, strict=True)))
 

@@ -14,6 +14,8 @@ class Refusal(enum.Enum):
     """Why the cache could not do as asked; nothing has changed then."""
 
     NO_ROOM = "no room"
+    TOO_LARGE = "there will never be room for all of it"
+    """To questions to storage alone (T04)."""
     CANNOT_REWIND = "a family of layers keeps one state, which can't be taken back"
     """To drafts alone (P11): computing a token changes the state for good."""
 

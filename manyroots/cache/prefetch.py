@@ -2,22 +2,39 @@
 
 Whether storage has a page is known only when it answers. A ticket asks for every page behind what
 was found, family by family; when all answers are in, what arrived becomes findable on the host.
+Who asks for all or nothing keeps meanwhile what the host has of it already (`keeping.py`).
 """
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from manyroots.cache.eviction import Evictor
 from manyroots.cache.index import Index
+from manyroots.cache.keeping import MOST_KEPT, Keep, Keeper
 from manyroots.cache.keys import PageHasher, PrefixKey
+from manyroots.cache.outcomes import Refusal
 from manyroots.cache.planes import ABSENT, Plane, Units
 from manyroots.cache.publishing import Publisher
-from manyroots.cache.tree import Node
+from manyroots.cache.tree import Node, Walk
 from manyroots.ids import CopyId, StepId, Tier
-from manyroots.step import Bools, Copy, CopyDone
+from manyroots.step import Bools, Copy, CopyDone, Int32s
+
+
+class Share(enum.Enum):
+    """What a question may take of the host's room."""
+
+    ANY = "any"
+    """As many pages as there is room for; what lies behind them is not asked for."""
+    WHOLE = "whole"
+    """Room for all that it asks for, or it is not asked. Kept beside it: what the host has of the
+    same prompt."""
+    NONE = "none"
+    """None, since others come first: it is asked only if another has asked the same already."""
 
 
 @dataclass(slots=True)
@@ -29,9 +46,10 @@ class Ticket:
     first: int
     keys: bytes
     """Tokens of the pages from `first` on."""
-    patience_steps: int | None
-    """For how many steps the request should wait for it; None is as long as it takes. Whether or
-    not it does, the answer is taken when it comes."""
+    kept: Keep | None = None
+    """What the host has of the same prompt, till whoever asked lets go of it."""
+    refusal: Refusal | None = None
+    """Why it was not asked."""
     units: dict[CopyId, tuple[Plane, Units]] = field(default_factory=dict)
     arrived: dict[CopyId, Bools] = field(default_factory=dict)
     is_barred: bool = False
@@ -79,10 +97,23 @@ class Ticket:
 class Prefetcher:
     """Questions under way."""
 
-    def __init__(self, index: Index, evictors: list[Evictor], publisher: Publisher) -> None:
+    def __init__(
+        self,
+        index: Index,
+        evictors: list[Evictor],
+        publisher: Publisher,
+        keeper: Keeper,
+        hasher: PageHasher | None,
+        next_id: Callable[[], CopyId],
+    ) -> None:
+        """`hasher`: None where nothing will be asked."""
         self._index = index
         self._evictors = evictors
         self._publisher = publisher
+        self._keeper = keeper
+        self._hasher = hasher
+        self._next_id = next_id
+        self._outbox: list[Copy] = []
         self._tickets: dict[CopyId, Ticket] = {}
         self._asked: dict[bytes, Ticket] = {}
         """By the hash of a page that storage was asked for and has not answered."""
@@ -91,32 +122,83 @@ class Prefetcher:
         """For audits."""
         return list({id(ticket): ticket for ticket in self._tickets.values()}.values())
 
-    def ask(self, ticket: Ticket, hashes: list[bytes], copy_ids: list[CopyId]) -> list[Copy]:
-        """Take host units for as many pages as there is room for; the intents to send. None if
-        another has asked for the first of them, whose answer the ticket then waits for."""
+    def take_intents(self) -> tuple[Copy, ...]:
+        """Questions to be sent with the step being planned."""
+        intents, self._outbox = tuple(self._outbox), []
+        return intents
+
+    def ask(self, key: PrefixKey, tokens: Int32s, walk: Walk, room: Share) -> Ticket | None:
+        """Ask for all whole pages behind what was found, or as many as `room` allows. If another
+        has asked for the first of them, the ticket waits for that answer. None: no room at all."""
+        hasher, page_size = self._hasher, self._index.layout.page_size
+        assert hasher is not None
+        cursor, parent = self._index.tree.root, hasher.root
+        if walk.nodes:
+            cursor = walk.nodes[-1]
+            parent = self._index.hash_of(cursor, walk.depth - 1 - cursor.first)
+        max_pages = (len(tokens) - 1) // page_size
+        keys = tokens[walk.depth * page_size : max_pages * page_size].tobytes()
+        ticket = Ticket(key, cursor, walk.depth, keys)
+        hashes = ticket.hashes(hasher, parent)
         leader = self._asked.get(hashes[0])
         if leader is not None and not leader.is_barred:
             ticket.leader = leader
-            return []
+            return ticket
+        if room is Share.NONE:
+            ticket.refusal = Refusal.NO_ROOM
+        elif room is Share.WHOLE:
+            ticket.kept = self._keeper.keep(key, tokens)
+            ticket.refusal = self._refusal(ticket.kept, len(hashes))
+            if ticket.refusal is not None:
+                self._keeper.let_go(ticket.kept)
+                ticket.kept = None
+        if ticket.refusal is not None:
+            return ticket
+        return ticket if self._take(ticket, hashes) else None
+
+    def _take(self, ticket: Ticket, hashes: list[bytes]) -> bool:
+        """Take host units for as many pages as there is room for; False if there is none."""
         host = self._index.layout.host
         count = min(len(hashes), *(self._index.pools[p.index].num_available for p in host))
         if count == 0:
-            return []
+            return False
         ticket.asked = tuple(hashes[:count])
         self._asked.update(dict.fromkeys(ticket.asked, ticket))
-        intents = []
-        for plane, copy_id in zip(host, copy_ids, strict=True):
-            pool = self._index.pools[plane.index]
+        for plane in host:
+            pool, copy_id = self._index.pools[plane.index], self._next_id()
             if count > pool.num_free:
                 self._evictors[plane.index].evict(count - pool.num_free)
             units = pool.take(count)
             ticket.units[copy_id] = (plane, units)
             self._tickets[copy_id] = ticket
-            intents.append(
+            self._outbox.append(
                 Copy(copy_id, plane.family_index, Tier.STORAGE, Tier.HOST,
                      np.empty(0, np.int32), units.astype(np.int32), ticket.asked)
             )  # fmt: skip
-        return intents
+        return True
+
+    def _refusal(self, own: Keep, num_pages: int) -> Refusal | None:
+        """Why there is no room for so many pages, if there is none on some plane: now, beside what
+        others keep and fetch, or ever, beside what is its own."""
+        has_room = True
+        for plane in self._index.layout.host:
+            num_own = len(own.units.get(plane.index, ()))
+            if num_own + num_pages > plane.num_units:
+                return Refusal.TOO_LARGE
+            num_taken, num_available = self.room(plane)
+            is_alone = num_taken == num_own
+            has_room &= num_pages <= num_available
+            has_room &= is_alone or num_taken + num_pages <= MOST_KEPT * plane.num_units
+        return None if has_room else Refusal.NO_ROOM
+
+    def room(self, plane: Plane) -> tuple[int, int]:
+        """Units of a plane of the host that are kept or being fetched, and those that could be
+        taken."""
+        fetched = sum(
+            len(units) for t in self.tickets() for p, units in t.units.values() if p is plane
+        )
+        kept = self._keeper.num_kept(plane.index)
+        return kept + fetched, self._index.pools[plane.index].num_available
 
     def acknowledge(self, done: CopyDone) -> int | None:
         """Take an answer; gives its family, or None if it is not one of ours."""

@@ -17,6 +17,7 @@ from manyroots.ids import AdapterDigest, StepId
 from manyroots.lora.registry import Hold
 from manyroots.lora.residency import Residency
 from manyroots.messages import CacheUse
+from manyroots.scheduler.fetches import Fetches
 from manyroots.scheduler.lanes import Lane
 from manyroots.scheduler.plan_builder import Placer, PlanBuilder
 from manyroots.scheduler.queue import WaitingQueue
@@ -62,27 +63,23 @@ class Admission:
             keeps_rows=policy is not Policy.PRIORITY,
         )
         self.waiting = WaitingQueue(policy)
-        self._fetching: dict[Request, None] = {}
+        self.fetches = Fetches(cache, self.waiting, self.turns, rows, policy)
         self._loading: dict[Request, None] = {}
         self._loaded: deque[Request] = deque()
         self.total_storage_hit_tokens = 0
 
     def __len__(self) -> int:
-        return len(self.waiting) + len(self._fetching) + len(self._loading) + len(self._loaded)
+        return len(self.waiting) + len(self.fetches) + len(self._loading) + len(self._loaded)
 
     # Coming and going
 
     def queue(self, request: Request) -> None:
         """A new request: into the queue, or after what storage has for it."""
-        if not request.wants_prompt_logprobs:
-            request.ticket = self._cache.prefetch(request.key, request.tokens)
-            request.skips_storage = self._cache.left_storage_alone
-        if request.ticket is None:
-            self.waiting.push(request)
-        else:
+        if not request.wants_prompt_logprobs and self.fetches.begin(request):
             # Storage answers while others run; only this request waits for it (T04).
             request.state = State.FETCHING
-            self._fetching[request] = None
+        else:
+            self.waiting.push(request)
 
     def queue_again(self, request: Request, step_id: StepId) -> None:
         """A request lost its row while `step_id` was planned."""
@@ -95,7 +92,6 @@ class Admission:
         if request.state is State.WAITING:
             self.waiting.remove(request)
         elif request.state is State.FETCHING:
-            del self._fetching[request]
             self.waiting.close(request)
         else:
             # What is on its way is held by the transfer, not by the lease (T08).
@@ -105,21 +101,22 @@ class Admission:
                 self._loaded.remove(request)
             self._drop_claim(request)
             self.waiting.close(request)
+        self.fetches.end(request)
         request.state = State.FINISHED
 
     def copies_ended(self) -> None:
         """Requests whose units are all there can go on."""
-        self._sort_fetching()
+        self._push_all(self.fetches.take_answers())
         self._sort_loading()
 
     def lose_patience(self, step_id: StepId) -> None:
         """Requests that have waited for storage long enough go on without it."""
-        for request in list(self._fetching):
-            ticket = request.ticket
-            if ticket is None or ticket.patience_steps is None:
-                continue
-            if step_id - request.waiting_since >= ticket.patience_steps:
-                self._end_fetching(request)
+        self._push_all(self.fetches.lose_patience(step_id))
+
+    def fetch(self, step_id: StepId) -> None:
+        """Storage is asked for those for which there is room now."""
+        if self.fetches.in_line:
+            self._push_all(self.fetches.ask_in_order(step_id))
 
     def start_over(self) -> None:
         """What those that load have found may never have been filled: they look again."""
@@ -142,23 +139,11 @@ class Admission:
         self._give_up([request])
         return True
 
-    def _sort_fetching(self) -> None:
-        for request in list(self._fetching):
-            ticket = request.ticket
-            if ticket is not None and not ticket.is_done:
-                continue
-            if ticket is not None:
-                request.num_fetched_tokens += ticket.num_found_pages * self._cache.page_size
-                # Told of what another had asked for, it may go on to what lies behind.
-                request.ticket = self._cache.prefetch(request.key, request.tokens, ticket)
-            if request.ticket is None:
-                self._end_fetching(request)
-
-    def _end_fetching(self, request: Request) -> None:
-        del self._fetching[request]
-        request.ticket = None
-        request.state = State.WAITING
-        self.waiting.push(request)
+    def _push_all(self, requests: list[Request]) -> None:
+        """These wait for storage no more."""
+        for request in requests:
+            request.state = State.WAITING
+            self.waiting.push(request)
 
     def _sort_loading(self) -> None:
         for request in list(self._loading):
@@ -369,6 +354,7 @@ class Admission:
         if not overlaps or not self._begin_ready(request, lease, builder):
             request.state = State.LOADING
             self._loading[request] = None
+            self.fetches.loads(request)
         return True
 
     def _begin_ready(self, request: Request, lease: Lease, builder: PlanBuilder) -> bool:
@@ -403,6 +389,8 @@ class Admission:
         if request.hold is not None:
             self.seat(request.hold, builder.step_id)
         request.state = State.RUNNING
+        if self.fetches.has_any:
+            self.fetches.end(request)
         if request.prompt_logprobs:
             request.prompt_logprobs.clear()
         is_first = request.num_cached_tokens is None

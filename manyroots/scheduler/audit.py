@@ -1,15 +1,21 @@
-"""One function per invariant of places and turns; each raises AssertionError saying what is wrong.
+"""One function per invariant of places, turns and fetches; each raises AssertionError saying what
+is wrong.
 
 For tests and the simulator, which call `audit` after every step. Reads everything.
 """
 
 from __future__ import annotations
 
+from manyroots.scheduler.fetches import Fetches
+from manyroots.scheduler.request import State
 from manyroots.scheduler.turns import AdapterTurns
 
 
-def audit(turns: AdapterTurns) -> None:
+def audit(turns: AdapterTurns, fetches: Fetches) -> None:
     """Every invariant."""
+    who_keeps_has_not_begun(fetches)
+    keeps_are_somebodys(fetches)
+    who_waits_for_storage_is_asked_for_or_in_line(fetches)
     if len(turns.places):
         who_runs_has_a_place(turns)
         nobody_has_two_places(turns)
@@ -64,3 +70,31 @@ def nobody_rests_for_too_long(turns: AdapterTurns) -> None:
     for rested in turns.resting.groups():
         num_steps, most = turns.step_id - rested.since, turns.longest_rest(rested)
         assert num_steps <= most, f"some rest for {num_steps} steps, of {most} at most"
+
+
+def who_keeps_has_not_begun(fetches: Fetches) -> None:
+    """T04: what came for a request is kept until it begins or is over, and no longer."""
+    for request in fetches.kept:
+        is_waiting = request.state in (State.FETCHING, State.WAITING, State.LOADING)
+        assert is_waiting, f"something is kept for one that is {request.state.value}"
+
+
+def keeps_are_somebodys(fetches: Fetches) -> None:
+    """T04: nothing is kept that nobody will let go of."""
+    num_keeps = len(fetches.kept) + sum(t.kept is not None for t in fetches.asked.values())
+    assert num_keeps == fetches.num_open_keeps, "something is kept for nobody"
+
+
+def who_waits_for_storage_is_asked_for_or_in_line(fetches: Fetches) -> None:
+    for request in fetches.fetching:
+        assert request.state is State.FETCHING, "one waits for storage and is elsewhere"
+        is_known = request in fetches.asked or request in fetches.in_line
+        assert is_known, "one waits for storage that nobody will ask"
+    for request in fetches.asked:
+        is_waiting = request.state in (State.FETCHING, State.WAITING, State.LOADING)
+        assert is_waiting, f"storage is to answer for one that is {request.state.value}"
+    for request in fetches.in_line:
+        is_waiting = request.state in (State.FETCHING, State.WAITING)
+        assert is_waiting, f"storage is to be asked for one that is {request.state.value}"
+    assert fetches.in_line.isdisjoint(fetches.asked), "one is asked for and in line"
+    assert fetches.in_line.isdisjoint(fetches.kept), "one in line keeps something"

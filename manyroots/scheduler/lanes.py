@@ -176,6 +176,11 @@ class Accounts:
     def __getitem__(self, group: GroupKey) -> Account:
         return self._accounts[group]
 
+    def num_served_tokens(self, group: GroupKey) -> int:
+        """What a tenant was served; none, if no request of it is in the queue or the batch."""
+        account = self._accounts.get(group)
+        return 0 if account is None else account.num_served_tokens
+
     def arrive(self, request: Request, first: Place | None) -> None:
         """A request is about to be pushed; `first` is the lowest place of those that wait. One
         that lost its place in the batch is no arrival: its tenant never stopped waiting."""

@@ -16,7 +16,6 @@ import numpy as np
 from manyroots.cache.keys import PrefixKey
 from manyroots.cache.lease import Lease
 from manyroots.cache.outcomes import Ending
-from manyroots.cache.prefetch import Ticket
 from manyroots.ids import Namespace, Row, StepId
 from manyroots.lora.registry import Hold
 from manyroots.messages import CacheUse, Submit
@@ -39,9 +38,9 @@ class State(enum.Enum):
     """Where a sequence is; each state owns what it holds."""
 
     FETCHING = "fetching"
-    """Not in the queue yet: storage has been asked for its prefix."""
+    """Not in the queue yet: storage has been asked for its prefix, or will be (`fetches.py`)."""
     WAITING = "waiting"
-    """In the queue; holds nothing."""
+    """In the queue; holds nothing but what came from storage for it."""
     LOADING = "loading"
     """Holds a lease whose units are on their way to the device."""
     RUNNING = "running"
@@ -84,7 +83,6 @@ class Request:
         "stop_ids",
         "submit",
         "tenancy",
-        "ticket",
         "waiting_since",
         "wants_prompt_logprobs",
     )
@@ -154,8 +152,6 @@ class Request:
         self.tenancy = 0
         """Its newest tenancy of a row, by number."""
         self.lease: Lease | None = None
-        self.ticket: Ticket | None = None
-        """What it asked storage for."""
 
     @property
     def tokens(self) -> Int32s:

@@ -23,6 +23,7 @@ from manyroots.lora.spec import AdapterSpec
 from manyroots.messages import FinishReason, Output, Stats, StepOutputs, Submit
 from manyroots.scheduler.admission import Admission
 from manyroots.scheduler.departures import Departures
+from manyroots.scheduler.fetches import Fetches
 from manyroots.scheduler.plan_builder import Placer, PlanBuilder
 from manyroots.scheduler.request import Request, State
 from manyroots.scheduler.resting import Resting
@@ -76,6 +77,11 @@ class Scheduler:
     def turns(self) -> AdapterTurns:
         """Whose adapter's turn it is."""
         return self._admission.turns
+
+    @property
+    def fetches(self) -> Fetches:
+        """Who waits for storage, and what is kept for whom."""
+        return self._admission.fetches
 
     @property
     def has_work(self) -> bool:
@@ -190,6 +196,7 @@ class Scheduler:
             make_way = self._make_way if self._by_priority else None
             if self._departures.num_retractions == num_retracted:
                 without_room = self._admission.admit(builder, make_way)
+            self._admission.fetch(builder.step_id)
         if len(self._admission) or self._resting.by_adapter:
             self._admission.prepare_adapters(without_room)
         if self._resting.by_adapter and self._is_stalled(builder) and self.turns.forgo():

@@ -29,7 +29,7 @@ class SimulatedEngine:
         """Every invariant; raises AssertionError saying which does not hold."""
         audit(self.cache)
         audit_adapters(self.adapters)
-        audit_turns(self.scheduler.turns)
+        audit_turns(self.scheduler.turns, self.scheduler.fetches)
 
 
 def build_engine(settings: SimulationSettings, runner: Runner) -> SimulatedEngine:

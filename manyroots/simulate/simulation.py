@@ -289,6 +289,9 @@ class _Simulation:
         stats = self.engine.loop.stats()
         if stats.num_held_pages or stats.num_running or stats.num_waiting:
             raise SimulationError(f"all requests have ended, and yet: {stats}")
+        for plane in self.engine.cache.stats().planes:
+            if plane.num_held:
+                raise SimulationError(f"all requests have ended, and yet: {plane}")
 
 
 @contextmanager

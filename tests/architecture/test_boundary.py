@@ -15,7 +15,8 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "manyroots"
 SCHEDULER = sorted((PACKAGE / "scheduler").glob("*.py"))
 IMPORTS = {
-    "cache.cache", "cache.events", "cache.keys", "cache.lease", "cache.outcomes", "cache.prefetch",
+    "cache.cache", "cache.events", "cache.keeping", "cache.keys", "cache.lease", "cache.outcomes",
+    "cache.prefetch",
 }  # fmt: skip
 BOUNDARY = {
     "evict_all", "change_weights", "num_freed", "num_leases",
@@ -23,11 +24,12 @@ BOUNDARY = {
     "acknowledge", "announce", "begin", "blame_storage", "can_reach", "claim", "clip", "commit",
     "commit_step",
     "could_find_more", "evict_adapter", "evict_prefix", "extend", "fail_step", "has_transfers",
-    "left_storage_alone", "may_overlap", "measured_prefill",
-    "num_resumable_tokens", "onboard", "page_size", "prefer_own", "prefetch", "release", "stats",
-    "take_copies", "take_events", "turn_pages",
+    "host_room", "keep", "left_storage_alone", "let_go", "may_overlap", "measured_prefill",
+    "num_keeps", "num_resumable_tokens", "onboard", "page_size", "prefer_own", "prefetch",
+    "release", "stats", "take_copies", "take_events", "turn_pages",
     # What a lease, a ticket and a key say of themselves
-    "activated", "checkpoints", "has_failed", "is_done", "is_ready", "num_cached_tokens",
+    "activated", "checkpoints", "has_failed", "is_done", "is_ready", "is_worth_going_on", "kept",
+    "num_cached_tokens", "refusal",
     "limit", "num_covered_tokens", "num_found_pages", "num_host_tokens",
     "num_published_pages", "onboarding", "patience_steps", "tables",
     # Numbers for whoever watches

@@ -14,14 +14,18 @@ from dataclasses import dataclass
 from functools import cache as memoized
 from typing import NamedTuple
 
+import numpy as np
+
 from manyroots.cache.audit import audit
 from manyroots.cache.events import PagesStored
 from manyroots.cache.families.family import Family
 from manyroots.cache.families.full import FULL_ATTENTION
+from manyroots.cache.keeping import Keep
 from manyroots.cache.keys import Owner, PageHasher, PrefixKey
-from manyroots.cache.outcomes import Ending
+from manyroots.cache.outcomes import Ending, PlaneStats, Refusal
 from manyroots.cache.planes import ABSENT, Capacity, Plane
 from manyroots.cache.policies import FREE_LOADS, CachePolicies, LoadCosts, WriteBack
+from manyroots.cache.prefetch import Share, Ticket
 from manyroots.ids import Namespace, StepId, Tier
 from manyroots.step import Copy
 from tests.by_hand import (
@@ -35,6 +39,7 @@ from tests.by_hand import (
     content_of,
     ints,
     longest,
+    needed_pages,
     path_of,
     recurrent,
     resident,
@@ -51,7 +56,8 @@ MIXES = (
 )  # fmt: skip
 ACTIONS = (
     *["plan"] * 6, *["claim"] * 5, *["commit"] * 5, *["acknowledge"] * 5, *["release"] * 5,
-    *["onboard"] * 3, *["prefetch"] * 2, *["guess"] * 2, "lookup", "fail", "evict_namespace",
+    *["onboard"] * 3, *["prefetch"] * 2, *["guess"] * 2, *["keep"] * 2, "let_go", "lookup", "fail",
+    "evict_namespace",
 )  # fmt: skip
 PATTERNS = (0, 0b1111111111, 0b10000, 0b1111110011)
 Entry = tuple[int, Path]
@@ -209,6 +215,8 @@ class Machine:
         """By copy that has ended: how, till the others of its hand-over have."""
         self.unsure: set[Path] = set()
         """Of those: paths that lost something while it was under way."""
+        self.kept: list[tuple[Keep, Resident]] = []
+        """What is kept for those that wait."""
         self.mirror: dict[Tier, dict[bytes, Path]] = {Tier.DEVICE: {}, Tier.HOST: {}}
         self.now: Resident = {}
         self.was_held: set[tuple[int, int, int, int]] = set()
@@ -233,7 +241,11 @@ class Machine:
         elif action == "evict_namespace" and b < 64:
             self.evict_namespace(NAMESPACES[a % 3])
         elif action == "prefetch" and self.policies.uses_storage:
-            self.prefetch(a % 5, b, c)
+            self.prefetch(a % 5, b, c, (Share.ANY, Share.WHOLE, Share.WHOLE, Share.NONE)[a % 4])
+        elif action == "keep" and self.layout.host and len(self.kept) < 4:
+            self.keep((0, 0, 0, 0, 1, 2, 3, 4)[a % 8], b, c)
+        elif action == "let_go" and self.kept:
+            self.let_go(a)
         elif action == "guess" and self.guessing():
             self.guess(a, [b >> i & 1 for i in range(1 + c % 4)])
         elif action == "lookup":
@@ -438,15 +450,63 @@ class Machine:
             assert not gained, "found before the rest of its hand-over has arrived"
         self.drop_failed()
 
-    def prefetch(self, key: int, bits: int, count: int) -> None:
+    def prefetch(self, key: int, bits: int, count: int, room: Share) -> None:
         tokens = prompt(bits, count)
-        ticket = self.cache.prefetch(self.key(key), ints(*tokens))
+        own = self.wanted_of_host(self.key(key), tokens)
+        before = self.cache.stats().planes
+        reserved = {plane.index: self.reserved(plane.index) for plane in self.layout.host}
+        loose = {plane.index: self.loose(plane.index) for plane in self.layout.host}
+        ticket = self.cache.prefetch(self.key(key), ints(*tokens), room)
         if ticket is not None:
             evicted: set[Namespace] = set()
             self.asked |= dict.fromkeys(ticket.units, evicted)
+            if ticket.leader is None and room is Share.WHOLE:
+                self.check_room(ticket, own, before, reserved, loose)
+            assert room is not Share.NONE or not ticket.units
+            if ticket.kept is not None:
+                self.kept.append((ticket.kept, own))
         lost, gained = self.changed("prefetch")
         assert not gained
         self.only_host_pressure(lost)
+
+    def check_room(
+        self, ticket: Ticket, own: Resident, before: tuple[PlaneStats, ...],
+        reserved: dict[int, set[int]], loose: dict[int, set[int]],
+    ) -> None:  # fmt: skip
+        """All of it or nothing, and nothing only where there is no room beside what others keep."""
+        wanted = len(ticket.keys) // (4 * self.hand.page_size)
+        assert len(ticket.asked) == (wanted if ticket.refusal is None else 0)
+        is_too_large, has_room = False, True
+        for plane in self.layout.host:
+            mine = {unit for (index, _), unit in own.items() if index == plane.index}
+            counts, taken = before[plane.index], reserved[plane.index] | mine
+            is_too_large |= len(mine) + wanted > plane.num_units
+            # What is its own and lies loose is not for the answer.
+            room = counts.num_free + counts.num_cached - len(mine & loose[plane.index])
+            has_room &= wanted <= room
+            has_room &= taken == mine or 4 * (len(taken) + wanted) <= 3 * plane.num_units
+        if is_too_large:
+            assert ticket.refusal is Refusal.TOO_LARGE
+        else:
+            assert ticket.refusal is (None if has_room else Refusal.NO_ROOM)
+
+    def keep(self, key: int, bits: int, count: int) -> None:
+        tokens = prompt(bits, count)
+        wanted = self.wanted_of_host(self.key(key), tokens)
+        keep = self.cache.keep(self.key(key), ints(*tokens))
+        units = {(plane, unit) for plane, units in keep.units.items() for unit in units.tolist()}
+        assert units == {(plane, unit) for (plane, _), unit in wanted.items()}
+        self.kept.append((keep, wanted))
+        lost, gained = self.changed("keep")
+        assert not lost
+        assert not gained
+
+    def let_go(self, index: int) -> None:
+        keep, _ = self.kept.pop(index % len(self.kept))
+        self.cache.let_go(keep)
+        lost, gained = self.changed("let_go")
+        assert not lost
+        assert not gained
 
     def finish(self) -> None:
         """Everybody ends, and nothing is left over."""
@@ -455,6 +515,9 @@ class Machine:
         for sequence in list(self.sequences):
             self.drop(sequence, Ending.FINISHED)
         self.hand.settle()
+        for keep, _ in self.kept:
+            self.cache.let_go(keep)
+        audit(self.cache)
         for plane in self.cache.stats().planes:
             assert plane.num_held == 0, "held, and nobody is left"
 
@@ -482,7 +545,46 @@ class Machine:
         if name in ("claim", "onboard", "plan", "commit", "prefetch", "release"):
             for (plane, _), unit in lost.items():
                 assert (plane, unit) not in kept, "evicted from under a request"
+            self.check_kept(lost)
         return lost, gained
+
+    def check_kept(self, lost: Resident) -> None:
+        """What is kept for one that waits goes only with a page that leads to it and has lost what
+        it can't do without: where that was on the device alone, nobody kept it."""
+        held = {pair for keep, entries in self.kept if keep.units for pair in entries.items()}
+        ordered = {plane.index for plane in self.layout.planes if plane.family.is_ordered}
+        cuts = {entry[1] for entry, unit in lost.items()
+                if entry[0] in ordered and (entry, unit) not in held}  # fmt: skip
+        for (plane, path), _ in held & lost.items():
+            end = len(path) + (plane not in ordered)
+            is_cut = any(path[:n] in cuts for n in range(1, end))
+            assert is_cut, "evicted while it was kept for a request"
+
+    def wanted_of_host(self, key: PrefixKey, tokens: list[int]) -> Resident:
+        """What the host has of all that a request would resume from now."""
+        on_device, anywhere = self.naive(key, tokens)
+        boundary = anywhere if self.policies.load_costs is FREE_LOADS else on_device
+        size, found = self.hand.page_size, {}
+        for plane in self.layout.device if boundary else ():
+            for page in needed_pages(plane.family, boundary, size):
+                entry = (
+                    plane.index + len(self.layout.device),
+                    path_of(key, tokens, page + 1, size),
+                )
+                if entry in self.now:
+                    found[entry] = self.now[entry]
+        return found
+
+    def reserved(self, plane: int) -> set[int]:
+        """Units that are kept for anybody, or that an answer of storage is to fill."""
+        kept = [units.tolist() for k, _ in self.kept for p, units in k.units.items() if p == plane]
+        tickets = self.cache.prefetcher.tickets()
+        asked = [u.tolist() for t in tickets for p, u in t.units.values() if p.index == plane]
+        return {unit for units in kept + asked for unit in units}
+
+    def loose(self, plane: int) -> set[int]:
+        """Units that nobody holds."""
+        return set(np.flatnonzero(self.cache.index.pools[plane].holders == 0).tolist())
 
     def check_contents(self) -> None:
         promised = {

@@ -11,6 +11,7 @@ from manyroots.cache.keys import Owner, PrefixKey
 from manyroots.cache.outcomes import Ending, Refusal
 from manyroots.cache.planes import Capacity
 from manyroots.cache.policies import CachePolicies, LoadCosts, WriteBack
+from manyroots.cache.prefetch import Share
 from manyroots.ids import Tier
 from manyroots.step import Copy
 from tests.by_hand import ADAPTER_A, BASE, ByHand, Path, ints, path_of, recurrent, resident, window
@@ -604,6 +605,43 @@ class TestPrefetch:
         assert new.cache.prefetch(KEY, ints(9, 9, 9)) is None  # no room at all
         new.settle()
         assert new.found(KEY, PROMPT) == 4
+
+    def test_t04_what_is_kept_is_not_evicted_until_it_is_let_go_of(self) -> None:
+        """T04: others are refused its room, also by write-back; then it goes as all else does."""
+        _, new = self.warm(Capacity(FULL_ATTENTION, 16, 4))
+        new.cache.prefetch(KEY, ints(*PROMPT))
+        new.settle()
+        keep = new.cache.keep(KEY, ints(*PROMPT))
+        assert held(new) == [0, 3]
+        new.serve(KEY, [9, 9, 8, 8, 7, 7, 6])
+        new.settle()
+        assert new.found(KEY, PROMPT) == 6
+        ticket = new.cache.prefetch(KEY, ints(5, 5, 5, 5, 5), Share.WHOLE)
+        assert ticket is not None
+        assert (ticket.refusal, held(new)) == (Refusal.NO_ROOM, [0, 3])
+        new.cache.let_go(keep)
+        assert held(new) == [0, 0]
+        ticket = new.cache.prefetch(KEY, ints(5, 5, 5, 5, 5, 5, 5, 5, 5), Share.WHOLE)
+        assert ticket is not None
+        assert ticket.refusal is None
+        new.settle()
+        assert new.found(KEY, PROMPT) < 6
+
+    def test_t04_n12_what_is_evicted_by_name_is_kept_for_nobody(self) -> None:
+        """T04, N12: the room of an evicted namespace, or prompt, is free at once."""
+        for by_prompt in (False, True):
+            _, new = self.warm(Capacity(FULL_ATTENTION, 16, 4))
+            new.cache.prefetch(KEY, ints(*PROMPT))
+            new.settle()
+            keep = new.cache.keep(KEY, ints(*PROMPT))
+            if by_prompt:
+                new.cache.evict_prefix(KEY, ints(*PROMPT))
+            else:
+                assert new.cache.evict_namespace(BASE).num_freed == (0, 3)
+            audit(new.cache)
+            assert held(new) == [0, 0]
+            new.cache.let_go(keep)
+            audit(new.cache)
 
     def test_n08_a_page_computed_meanwhile_is_not_replaced(self) -> None:
         """N08, P05: the request did not wait; what arrives late finds its place taken or fills the

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -267,5 +268,33 @@ def test_c02_what_is_computed_is_what_was_planned_under_host_pressure(
     assert stats.total_host_hit_tokens > 0
     assert all(plane.num_held == 0 for plane in engine.cache.stats().planes)
     assert all(said.error is None for said in engine.said.values())
+    engine.check_units()
+    engine.close()
+
+
+@pytest.mark.parametrize("mix", ["full", "five to one"])
+def test_t04_a_burst_larger_than_host_memory_finds_all_that_files_have(
+    worlds: Any, tmp_path: Path, mix: str
+) -> None:
+    """T04: 16 prompts of 10 pages at once through 16 host pages, by a new engine: everything but
+    the last token of each comes from files, and answers are those of an engine without a cache."""
+    world = worlds(mix)
+    prompts = [text(100 + number, 10 * PAGE + 1) for number in range(16)]
+    storage = f"file://{tmp_path}/kv"
+    sizes = {"max_model_len": 64, "num_gpu_blocks_override": 300, "max_num_seqs": 16}
+    plain = start(world, **{**sizes, "num_host_pages": None, "enable_prefix_caching": False})
+    cold = [plain.ask(prompt).tokens for prompt in prompts]
+    plain.close()
+    old = start(world, **sizes, kv_storage=storage)
+    for prompt in prompts:
+        old.ask(prompt)
+    old.close()
+    engine = start(world, **{**sizes, "num_host_pages": 16}, kv_storage=storage)
+    numbers = [engine.submit(prompt) for prompt in prompts]
+    engine.run()
+    assert [engine.said[number].tokens for number in numbers] == cold
+    assert [engine.said[number].num_cached for number in numbers] == [10 * PAGE] * 16
+    assert sum(u.num_storage_tokens for n in numbers if (u := engine.said[n].cache_use)) == 640
+    assert all(plane.num_held == 0 for plane in engine.cache.stats().planes)
     engine.check_units()
     engine.close()

@@ -1,0 +1,251 @@
+"""What storage has of requests that wait: who it is asked for, and who keeps what came (T04).
+
+In: new requests, answers, who begins and who is over. Out: who need not wait for storage (any
+more). What came for a request is kept on the host until it begins or is over. Where the host has no
+room for a question, its request stands in line, and is asked for in order as room comes.
+
+Nobody waits here for ever, and no two for each other:
+
+- Who stands in line keeps nothing: room for all that a request lacks is taken at once or not.
+- Who keeps something waits for rows, pages and its adapter, which those that stand in line have
+  none of.
+- Room that is kept by those whose turn does not come (they are less important, or their adapter has
+  no place) goes to the first in line. And where those that keep it do not begin although there are
+  rows, all in line go on to the queue: they are still asked for as room comes, if that is in time.
+- A prompt that is larger than the host waits for what is under way alone, and takes what fits.
+"""
+
+from __future__ import annotations
+
+from manyroots.cache.cache import PrefixCache
+from manyroots.cache.keeping import Keep
+from manyroots.cache.outcomes import Refusal
+from manyroots.cache.prefetch import Share, Ticket
+from manyroots.config import Policy
+from manyroots.ids import StepId
+from manyroots.scheduler.lanes import GroupKey, Line
+from manyroots.scheduler.queue import WaitingQueue
+from manyroots.scheduler.request import Request
+from manyroots.scheduler.rows import Rows
+from manyroots.scheduler.turns import AdapterTurns, has_aged
+
+MOST_STALLED_STEPS = 64
+"""Steps in which nothing comes from storage, nobody that keeps something begins although there are
+rows, and the first in line finds no room: then nobody waits in line."""
+
+
+class Fetches:
+    """Requests that wait for storage, and what is kept for those that wait for their turn."""
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        waiting: WaitingQueue,
+        turns: AdapterTurns,
+        rows: Rows,
+        policy: Policy,
+    ) -> None:
+        self._cache = cache
+        self._waiting = waiting
+        self._turns = turns
+        self._rows = rows
+        self._by_priority = policy is Policy.PRIORITY
+        self.fetching: dict[Request, None] = {}
+        """Who is not in the queue yet, because of storage."""
+        self.asked: dict[Request, Ticket] = {}
+        """What storage has not answered yet, be it that its request has lost patience."""
+        self.kept: dict[Request, Keep] = {}
+        """What came for requests that have not begun."""
+        self._lines: dict[GroupKey, Line] = {}
+        """By adapter and tenant: who is not asked for yet, be it that it waits in the queue."""
+        self.in_line: set[Request] = set()
+        self._num_stalled_steps = 0
+        self._refused: tuple[Request, bool, list[tuple[int, int]]] | None = None
+        """Who found no room last, whether anything was under way, and how much room there was."""
+
+    def __len__(self) -> int:
+        return len(self.fetching)
+
+    # Coming and going
+
+    def begin(self, request: Request) -> bool:
+        """A new request: ask for it, in its order. False if it need not wait for that."""
+        is_waiting = self._ask_or_stand(request)
+        if is_waiting:
+            self.fetching[request] = None
+        return is_waiting
+
+    def end(self, request: Request) -> None:
+        """A request begins, or is over."""
+        self.fetching.pop(request, None)
+        if request in self.in_line:
+            self._leave_line(request)
+        ticket = self.asked.pop(request, None)
+        if ticket is not None and ticket.kept is not None:
+            self._cache.let_go(ticket.kept)
+        self._let_go(request)
+
+    def loads(self, request: Request) -> None:
+        """A request loads what was found: nothing more is asked for, and what came is kept till it
+        begins, since it may have to wait again."""
+        if request in self.in_line:
+            self._leave_line(request)
+
+    @property
+    def has_any(self) -> bool:
+        """Whether anybody is known here."""
+        return bool(self.in_line or self.asked or self.kept)
+
+    @property
+    def num_open_keeps(self) -> int:
+        """All that is kept, for whomever; for audits."""
+        return self._cache.num_keeps
+
+    # Answers
+
+    def take_answers(self) -> list[Request]:
+        """Storage may have answered; gives who need not wait for it any more."""
+        done = [(request, ticket) for request, ticket in self.asked.items() if ticket.is_done]
+        # All keep what has come for them before anybody asks for more.
+        for request, ticket in done:
+            del self.asked[request]
+            request.num_fetched_tokens += ticket.num_found_pages * self._cache.page_size
+            self._keep(request)
+            if ticket.kept is not None:
+                self._cache.let_go(ticket.kept)
+        # Told of what another had asked for, one may go on to what lies behind.
+        over = [r for r, t in done if not (t.is_worth_going_on and self._ask_or_stand(r))]
+        return self._go_on(over)
+
+    def lose_patience(self, step_id: StepId) -> list[Request]:
+        """A step is planned; gives who has waited for storage long enough. It may still be in time
+        for them, while they are in the queue."""
+        patience = self._cache.patience_steps
+        if patience is None:
+            return []
+        return self._go_on([r for r in self.fetching if step_id - r.waiting_since >= patience])
+
+    def ask_in_order(self, step_id: StepId) -> list[Request]:
+        """All have begun that can in this step, and may have left room: ask for those in line until
+        one finds none. Gives who has nothing to wait for."""
+        over: list[Request] = []
+        while (request := self._first(step_id)) is not None:
+            ticket, is_refused = self._ask_first(request)
+            if not is_refused:
+                self._leave_line(request)
+                self._num_stalled_steps = 0
+                if ticket is None:
+                    over.append(request)
+            elif self._is_busy or not self._take_back(request, step_id):
+                break
+        if self.in_line and not self._is_busy and self._rows.free:
+            self._num_stalled_steps += 1
+        if self.in_line and self._num_stalled_steps > MOST_STALLED_STEPS:
+            over += [r for r in self.fetching if r in self.in_line]
+        return self._go_on(over)
+
+    def _go_on(self, requests: list[Request]) -> list[Request]:
+        """Of these, those that waited for storage; they do so no more."""
+        waited = [request for request in dict.fromkeys(requests) if request in self.fetching]
+        for request in waited:
+            del self.fetching[request]
+        return waited
+
+    # Asking
+
+    def _ask_or_stand(self, request: Request) -> bool:
+        """Ask for a request, or have it stand in line; False if there is nothing to ask."""
+        room = Share.NONE if self.in_line else Share.WHOLE
+        ticket = self._ask(request, room)
+        if ticket is None:
+            return False
+        if ticket.refusal is not None:
+            self._let_go(request)
+            self._lines.setdefault(request.group, Line(by_priority=self._by_priority)).push(request)
+            self.in_line.add(request)
+        return True
+
+    def _ask(self, request: Request, room: Share) -> Ticket | None:
+        ticket = self._cache.prefetch(request.key, request.tokens, room)
+        request.skips_storage = self._cache.left_storage_alone
+        if ticket is not None and ticket.refusal is None:
+            self.asked[request] = ticket
+            if ticket.kept is not None:
+                self._let_go(request)  # the ticket keeps the same
+        return ticket
+
+    def _ask_first(self, request: Request) -> tuple[Ticket | None, bool]:
+        """Ask for the first in line; what came of it, and whether it must go on standing there."""
+        is_busy = self._is_busy
+        tried = (request, is_busy, self._cache.host_room)
+        if tried == self._refused:
+            return None, True
+        ticket = self._ask(request, Share.WHOLE)
+        if ticket is None or ticket.refusal is None:
+            return ticket, False
+        if ticket.refusal is Refusal.TOO_LARGE and not is_busy:
+            self._keep(request)
+            return self._ask(request, Share.ANY), False
+        self._refused = tried
+        return None, True
+
+    @property
+    def _is_busy(self) -> bool:
+        """Whether anything is on its way that will make room: from storage, or to the device for
+        those that keep it."""
+        if self.asked:
+            return True
+        return any(r.lease is not None and not r.lease.is_ready for r in self.kept)
+
+    # Order
+
+    def _first(self, step_id: StepId) -> Request | None:
+        """Who is asked for next: one whose adapter has its turn, then as the queue has it."""
+        heads = [line.rank[2] for line in self._lines.values() if line.rank is not None]
+        if len(heads) < 2:
+            return heads[0] if heads else None
+        accounts = self._waiting.accounts
+
+        def rank(request: Request) -> tuple[tuple[bool, int], int, int]:
+            num_served = 0 if accounts is None else accounts.num_served_tokens(request.group)
+            return self._standing(request, step_id), num_served, request.serial
+
+        return min(heads, key=rank)
+
+    def _standing(self, request: Request, step_id: StepId) -> tuple[bool, int]:
+        """The least comes first, whenever it came. Who has waited for long counts as one whose
+        turn it is: its adapter may not be brought before it is in the queue."""
+        is_later = not self._turns.is_open(request.group[0]) and not has_aged(request, step_id)
+        return is_later, request.submit.priority if self._by_priority else 0
+
+    def _take_back(self, request: Request, step_id: StepId) -> bool:
+        """Let go of what is kept for one whose turn does not come, for one in line that stands
+        before it; False if there is none. It computes what is gone when its turn comes."""
+        standings = [(self._standing(r, step_id), r.serial, r) for r in self.kept]
+        if not standings:
+            return False
+        standing, _, last = max(standings, key=lambda place: place[:2])
+        if standing <= self._standing(request, step_id):
+            return False
+        self._let_go(last)
+        return True
+
+    def _leave_line(self, request: Request) -> None:
+        self.in_line.remove(request)
+        line = self._lines[request.group]
+        line.discard(request)
+        if line.rank is None:
+            del self._lines[request.group]
+        if not self.in_line:
+            self._num_stalled_steps = 0
+
+    def _keep(self, request: Request) -> None:
+        """Keep what the host has of a request now, in place of what it had."""
+        keep = self._cache.keep(request.key, request.tokens)
+        self._let_go(request)
+        self.kept[request] = keep
+
+    def _let_go(self, request: Request) -> None:
+        keep = self.kept.pop(request, None)
+        if keep is not None:
+            self._cache.let_go(keep)

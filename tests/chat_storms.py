@@ -139,7 +139,7 @@ class Storm:
             "max-num-batched-tokens": rng.choice((48, 128, 512)),
             "max-loras": rng.choice((1, 2)), "num-host-pages": rng.choice((8, 40, 120)),
             "kv-storage": f"file://{world.folder}/store", "kv-storage-size":
-            rng.choice((40, 100, 400)) * unit / 2**30, "prefetch": "wait",
+            rng.choice((80, 400, 1000)) * unit / 2**30, "prefetch": "wait",
             "write-back": rng.choice(("through",) * 4 + ("reused", "eviction")),
         }  # fmt: skip
         if world.state_bytes:

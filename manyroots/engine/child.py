@@ -37,7 +37,7 @@ _NUM_LAST_LINES = 20
 
 
 class Child:
-    """Owns one process, its socket, and the folder of that."""
+    """Owns one process, its socket, and until they are connected the folder of that."""
 
     def __init__(self) -> None:
         # A folder of our own, so that nobody else on the machine can reach the socket.
@@ -87,6 +87,9 @@ class Child:
         await self._socket.send_multipart(encode(MessageKind.SETTINGS, settings))
         while True:
             kind, body = await self.receive()
+            # It has connected, and nobody else may: gone now, the folder is not left behind by a
+            # server that is killed.
+            self._folder.cleanup()
             match kind:
                 case MessageKind.PROGRESS:
                     on_progress(body)

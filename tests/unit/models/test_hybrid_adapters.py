@@ -147,7 +147,7 @@ def test_other_spellings_of_names_read_the_same_f08(
 ) -> None:
     """F08: of checkpoints with images, without PEFT's prefix, and of older releases."""
     targets = tiny_targets_of(kind, tmp_path)
-    recipe = Recipe(rank=4, modules=tuple(modules), config={"target_modules": None})
+    recipe = Recipe(rank=4, modules=tuple(modules), config={"target_modules": "all-linear"})
     write_adapter(tmp_path / "plain", targets, recipe)
     write_adapter(tmp_path / "other", targets, recipe)
     respelled(tmp_path / "other", old, new)

@@ -45,7 +45,11 @@ NEAR = {
     "cache/keeping.py": ["scheduler/test_storage_bursts.py", "cache/test_tiers.py"],
     "cache/keys.py": ["cache/test_namespaces.py"],
     "cache/onboarding.py": ["scheduler/test_reuse.py"],
-    "cache/prefetch.py": ["cache/test_tiers.py", "scheduler/test_reuse.py"],
+    "cache/prefetch.py": [
+        "cache/test_tiers.py",
+        "scheduler/test_reuse.py",
+        "scheduler/test_storage_bursts.py",
+    ],
     "cache/publishing.py": ["cache/test_cache.py", "cache/test_drafts.py"],
     "cache/sole.py": ["cache/test_cache.py", "cache/test_namespaces.py"],
     "cache/states.py": ["cache/test_families.py"],

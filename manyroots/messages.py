@@ -369,6 +369,8 @@ class Stats:
     """Of those that neither run nor wait: begun, and resting while another adapter has their place.
     """
     total_rests: int = 0
+    total_skipped_checkpoints: int = 0
+    """States of recurrent layers that were not saved, for want of room."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -279,6 +279,10 @@ class _EngineCounts(Collector):
         }
         counters = {
             "manyroots:engine_restarts": ("Dead engines started again.", num_restarts),
+            "manyroots:checkpoints_skipped": (
+                "States of recurrent layers not saved for want of room.",
+                stats.total_skipped_checkpoints,
+            ),
             "vllm:num_preemptions": ("Sequences retracted for memory.", stats.total_retractions),
             "vllm:prefix_cache_queries": ("Prompt tokens looked up.", stats.total_lookup_tokens),
             "vllm:prefix_cache_hits": ("Prompt tokens found cached.", stats.total_hit_tokens),

@@ -383,4 +383,5 @@ class Scheduler:
             adapters=self._adapters.stats(),
             storage=cache.storage,
             missed_tokens=cache.missed_tokens,
+            total_skipped_checkpoints=cache.total_skipped_checkpoints,
         )

@@ -35,6 +35,7 @@ BOUNDARY = {
     # Numbers for whoever watches
     "missed_tokens", "num_cached", "num_free", "num_held", "num_units", "planes", "storage",
     "tier", "total_hit_tokens", "total_host_hit_tokens", "total_lookup_tokens",
+    "total_skipped_checkpoints",
 }  # fmt: skip
 CACHE_VARIABLES = {"cache", "_cache", "lease", "ticket"}
 

@@ -19,6 +19,7 @@ from manyroots.cache.planes import ABSENT, Plane
 from manyroots.ids import Namespace
 from manyroots.messages import FinishReason
 from manyroots.models import load
+from manyroots.observe.metrics import Metrics
 from tests.by_hand import ints, longest, path_of, resident
 from tests.real_engine import MAX_LEN, PAGE, RealEngine, RealWorld, text
 
@@ -261,7 +262,10 @@ def test_h06_a_request_without_a_checkpoint_goes_on_and_says_so(worlds: Any) -> 
     numbers = [engine.submit(prompt) for prompt in prompts]
     engine.run()
     assert [engine.said[number].tokens for number in numbers] == alone
-    assert engine.cache.stats().total_skipped_checkpoints >= before + 2
+    num_skipped = engine.cache.stats().total_skipped_checkpoints
+    assert num_skipped >= before + 2
+    page = Metrics("tiny", engine.loop.stats).render().decode()
+    assert f'manyroots:checkpoints_skipped_total{{model_name="tiny"}} {num_skipped}.0\n' in page
     states = engine.cache.stats().planes[1]
     assert states.num_held == 0
     for prompt, tokens in zip(prompts, alone, strict=True):

@@ -59,7 +59,7 @@ MOST_PROGRAMS = (2**31 - 1, 65535, 65535)
 NUM_MULTIPROCESSORS = 132
 NUM_LAYERS = 4
 """One of each kind, of the models that are named here."""
-NUM_ADAPTERS = 2
+NUM_ADAPTERS, MAX_LEN = 2, 4096
 DEFAULT_RANK = 16
 MODELS = (
     "qwen3-8b", "qwen3-8b+r64", "qwen3-8b+fp8", "qwen3-30b-a3b", "gpt-oss-20b", "qwen3.5-9b",
@@ -178,7 +178,7 @@ def _write(name: str, folder: Path) -> Path:
     """The folder of a model without weights, with a few layers."""
     if name in odd_sizes.MODELS:
         kind, sizes = odd_sizes.MODELS[name]
-        save_tiny(folder, kind, **sizes)
+        save_tiny(folder, kind, **sizes | {"max_position_embeddings": MAX_LEN})
         return folder
     home = write_config(name, folder)
     described = json.loads((home / "config.json").read_text())
@@ -202,7 +202,7 @@ def compile_model(name: str, folder: Path) -> Compiled:
         "device": "cpu",
         "dtype": "bfloat16",
         "quantization": "fp8" if "fp8" in options else "auto",
-        "max_model_len": 4096,
+        "max_model_len": MAX_LEN,
         "max_num_seqs": 256,
         "max_num_batched_tokens": 8192,
         "num_gpu_blocks_override": 512,

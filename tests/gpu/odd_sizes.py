@@ -25,7 +25,8 @@ from torch import Tensor
 from manyroots.config import ModelSettings
 from manyroots.ids import AdapterSlot
 from manyroots.models.decoder import Decoder
-from manyroots.models.load import load_model
+from manyroots.models.kernel_set import kernel_set
+from manyroots.models.load import describe, load_model
 from manyroots.models.source import resolve_source
 from manyroots.store.adapter_files import read_adapter
 from manyroots.store.adapter_pool import AdapterPool
@@ -165,8 +166,9 @@ def check(name: str, dtype: torch.dtype, device: torch.device) -> str:
 def load(folder: Path, dtype: torch.dtype, device: torch.device, quantization: str) -> Decoder:
     source = resolve_source(ModelSettings(model=str(folder)))
     return load_model(
-        source, dtype=dtype, device=device, load_format="auto", seed=0, quantization=quantization
-    )
+        source, dtype=dtype, device=device, load_format="auto", seed=0, quantization=quantization,
+        kernels=kernel_set(describe(source), device),
+    )  # fmt: skip
 
 
 def steps(model: Decoder, adapter: Path | None) -> Iterator[Tensor]:

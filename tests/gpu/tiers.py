@@ -45,35 +45,41 @@ def check(folder: Path, kind: str, dtype: str, device: str = "cuda") -> str:
     rng = random.Random(3)
     prompts = [[rng.randrange(3, 300) for _ in range(PROMPT_LEN)] for _ in range(NUM_PROMPTS)]
 
-    def start() -> LLM:
+    def start(overlap: str) -> LLM:
         return LLM(
             str(folder / "model"), device=device, dtype=dtype, block_size=PAGE_SIZE,
             max_model_len=256, num_gpu_blocks_override=NUM_PAGES, num_host_pages=400,
-            kv_storage=f"file://{folder}/kv",
+            kv_storage=f"file://{folder}/{overlap}", kv_load_overlap=overlap,
         )  # fmt: skip
 
-    with start() as llm:
-        if device == "cuda":
-            _check_locked(llm)
-        cold, warm, bits = [], [], []
-        for prompt in prompts:
-            cold.append(_ask(llm, prompt, COLD)[0])
-            bits.append(_on_device(llm, prompt))
-            warm.append(_ask(llm, prompt, GREEDY))
-        same = sum(tokens == found for tokens, (found, _) in zip(cold, warm, strict=True))
-        # Other kernels compute few tokens than many, which rounds differently in half precision.
-        assert same == NUM_PROMPTS or dtype != "float32", f"{same} of {NUM_PROMPTS} as cold"
-        from_host = _again(llm, prompts, warm, bits)
-        assert llm.stats().total_host_hit_tokens > 0, "nothing came from the host"
-        assert llm.stats().num_held_pages == 0
-    with start() as llm:
-        from_files = _again(llm, prompts, warm, bits)
-        assert llm.stats().total_storage_hit_tokens > 0, "nothing came from the files"
-        assert llm.stats().num_held_pages == 0
-    return (
-        f"{from_host} units by way of the host and {from_files} by way of files, bit by bit; "
-        f"tokens as from the device, of {same} of {NUM_PROMPTS} prompts as computed"
-    )
+    told = []
+    for overlap in ("off", "on"):
+        with start(overlap) as llm:
+            if device == "cuda":
+                _check_locked(llm)
+            cold, warm, bits = [], [], []
+            for prompt in prompts:
+                cold.append(_ask(llm, prompt, COLD)[0])
+                bits.append(_on_device(llm, prompt))
+                warm.append(_ask(llm, prompt, GREEDY))
+            same = sum(tokens == found for tokens, (found, _) in zip(cold, warm, strict=True))
+            # Other kernels compute few tokens than many, which rounds differently in half
+            # precision. So does a step that reads pages while they come, which is no graph.
+            assert same == NUM_PROMPTS or dtype != "float32", f"{same} of {NUM_PROMPTS} as cold"
+            is_exact = overlap == "off" or dtype == "float32"
+            from_host = _again(llm, prompts, warm, bits, is_exact=is_exact)
+            assert llm.stats().total_host_hit_tokens > 0, "nothing came from the host"
+            assert llm.stats().num_held_pages == 0
+        with start(overlap) as llm:
+            from_files = _again(llm, prompts, warm, bits, is_exact=is_exact)
+            assert llm.stats().total_storage_hit_tokens > 0, "nothing came from the files"
+            assert llm.stats().num_held_pages == 0
+        tokens = "tokens as from the device, " if is_exact else ""
+        told.append(
+            f"overlap {overlap}: {from_host} units by way of the host and {from_files} by way of "
+            f"files, bit by bit; {tokens}of {same} of {NUM_PROMPTS} prompts as computed"
+        )
+    return "; ".join(told)
 
 
 def _ask(llm: LLM, prompt: list[int], sampling: SamplingParams) -> tuple[list[int], int]:
@@ -82,10 +88,16 @@ def _ask(llm: LLM, prompt: list[int], sampling: SamplingParams) -> tuple[list[in
 
 
 def _again(
-    llm: LLM, prompts: list[list[int]], warm: list[tuple[list[int], int]], bits: list[Bits]
+    llm: LLM,
+    prompts: list[list[int]],
+    warm: list[tuple[list[int], int]],
+    bits: list[Bits],
+    *,
+    is_exact: bool,
 ) -> int:
-    """Ask for everything again: the same tokens, and as many cached, as from the device. Gives
-    how many units were compared."""
+    """Ask for everything again: as many tokens cached as from the device, and the same answers, or
+    if not `is_exact` the same first tokens, behind which two that are as likely may part them.
+    Gives how many units were compared."""
     compared = 0
     for prompt, expected, before in zip(prompts, warm, bits, strict=True):
         found = _ask(llm, prompt, GREEDY)
@@ -93,7 +105,9 @@ def _again(
         both = now.keys() & before.keys()
         different = [unit for unit in both if now[unit] != before[unit]]
         assert not different, f"units (family, page) {sorted(different)} of {len(both)} differ"
-        assert found == expected, f"tokens and how many cached: {found}, from the device {expected}"
+        count = None if is_exact else 1
+        same = found[1] == expected[1] and found[0][:count] == expected[0][:count]
+        assert same, f"tokens and how many cached: {found}, from the device {expected}"
         compared += len(both)
     assert compared, "nothing to compare"
     return compared

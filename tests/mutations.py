@@ -87,9 +87,9 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("unit/models/test_model_loading.py::test_shards_load_as_one_file_does",),
     ),
     Mutation(
-        "lora/files/layout.py",
-        "if config.layers is not None and (layer is None or int(layer[1]) not in config.layers):",
-        "if config.layers is not None and layer is None:",
+        "lora/files/trained.py",
+        "if layers is not None and (layer is None or int(layer[1]) not in layers):",
+        "if layers is not None and layer is None:",
         "weights of layers that PEFT leaves alone are used",
         (
             "unit/lora/test_adapter_files_refused.py::test_w12_weights_that_peft_would_not_use_are_refused",

@@ -25,7 +25,7 @@ from manyroots.scheduler.ranking import Ranking
 from manyroots.scheduler.request import Request, State
 from manyroots.scheduler.resting import Resting
 from manyroots.scheduler.rows import Rows
-from manyroots.scheduler.turns import AdapterTurns, Rest, has_aged
+from manyroots.scheduler.turns import AdapterTurns, PutToRest, has_aged
 
 MakeWay = Callable[[Request, PlanBuilder], bool]
 """Retracts somebody less important than a request; False if nobody is."""
@@ -200,10 +200,10 @@ class Admission:
                 break
         return without_room
 
-    def take_turns(self, step_id: StepId, rest: Rest) -> None:
+    def take_turns(self, step_id: StepId, put_to_rest: PutToRest) -> None:
         """Put the requests of some adapters to rest, for those of others that have waited."""
         loaded = (*self._loaded, *self._loading)
-        self.turns.take_turns(self.waiting, loaded, step_id, self._has_room, rest)
+        self.turns.take_turns(self.waiting, loaded, step_id, self._has_room, put_to_rest)
 
     def prepare_adapters(self, without_room: set[AdapterDigest | None]) -> None:
         """Bring what those need that do not run."""
@@ -261,7 +261,7 @@ class Admission:
             head = lane.head
             if head.submit.priority > least:
                 break
-            num_kept = self.turns.num_kept_rows(lane.adapter) if self._resting.by_adapter else 0
+            num_kept = self.turns.num_kept_rows(lane.adapter)
             is_kept = num_kept > 0 and num_free - len(claimed) <= num_kept
             if head.num_in_flight_tokens > 0 or is_kept:
                 # Retracted a moment ago, and its last token is not known yet; or the rows that are
@@ -347,7 +347,7 @@ class Admission:
         if not lease.onboarding:
             return self._begin_ready(request, lease, builder)
         # Alone, it may compute while its pages come; otherwise others would wait for them.
-        is_alone = builder.is_empty and not self._rows.running and not self._resting.by_adapter
+        is_alone = builder.is_empty and not self._rows.running and not self._resting
         overlaps = is_alone and self._cache.may_overlap(lease)
         if self._cache.onboard(lease, overlaps=overlaps) is Refusal.NO_ROOM:
             return False
@@ -360,7 +360,7 @@ class Admission:
     def _begin_ready(self, request: Request, lease: Lease, builder: PlanBuilder) -> bool:
         """Start a request whose units are there; False if there is no room for what follows."""
         computed = lease.num_cached_tokens
-        are_others = self._rows.running or self._resting.by_adapter
+        are_others = self._rows.running or self._resting
         if are_others and not self._could_go_on(request, lease):
             return False
         num_tokens = self._placer.chunk(request, lease, computed, builder)

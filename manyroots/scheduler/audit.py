@@ -23,6 +23,8 @@ def audit(turns: AdapterTurns, fetches: Fetches) -> None:
         who_rests_lent_a_place(turns)
         who_rests_has_its_rows(turns)
         nobody_rests_for_too_long(turns)
+        who_lent_a_row_rests_alone(turns)
+        nobody_lends_a_row_for_too_long(turns)
 
 
 def who_runs_has_a_place(turns: AdapterTurns) -> None:
@@ -98,3 +100,24 @@ def who_waits_for_storage_is_asked_for_or_in_line(fetches: Fetches) -> None:
         assert is_waiting, f"storage is to be asked for one that is {request.state.value}"
     assert fetches.in_line.isdisjoint(fetches.asked), "one is asked for and in line"
     assert fetches.in_line.isdisjoint(fetches.kept), "one in line keeps something"
+
+
+def who_lent_a_row_rests_alone(turns: AdapterTurns) -> None:
+    """Rows are lent to those who come into a place: never more than there are places, but for
+    those that are free again."""
+    loans, num_free = turns.resting.loans, len(turns.rows.free)
+    assert len(loans) - num_free <= len(turns.places), f"{len(loans)} rows are lent"
+    num_reserved = sum(place.has_row for place in turns.places.all)
+    assert num_reserved == turns.places.num_reserved_rows, "rows are reserved for nobody"
+    for request in loans:
+        assert request.state is State.RESTING, "one has lent its row and does not rest"
+        assert request.row is None, "one has lent its row and has it"
+        rested = None if request.group[0] is None else turns.resting.find(request.group[0])
+        assert rested is None or request not in rested.requests, "one rests twice"
+
+
+def nobody_lends_a_row_for_too_long(turns: AdapterTurns) -> None:
+    most = turns.longest_loan
+    for since in turns.resting.loans.values():
+        num_steps = turns.step_id - since
+        assert num_steps <= most, f"a row is lent for {num_steps} steps, of {most} at most"

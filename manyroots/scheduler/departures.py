@@ -95,16 +95,24 @@ class Departures:
         """All that run with an adapter rest: their place is for another. They keep their pages."""
         requests = [r for r in self._rows.running if r.group[0] == adapter]
         for request in requests:
-            row, hold = request.row, request.hold
-            assert row is not None
-            assert hold is not None
-            request.num_computed_tokens = int(self._rows.computed[row])
-            self._stand_up(request)
-            self._adapters.unseat(hold, is_in_flight=request.num_in_flight_tokens > 0)
-            self._rows.leave(request)
-            request.state = State.RESTING
+            self._pause(request)
         if requests:  # else all that have seats are over, and make place by themselves
             self._resting.add(adapter, requests, since, place)
+
+    def lend(self, request: Request, since: StepId) -> None:
+        """A request rests alone: its row is for another."""
+        self._pause(request)
+        self._resting.lend(request, since)
+
+    def _pause(self, request: Request) -> None:
+        row, hold = request.row, request.hold
+        assert row is not None
+        request.num_computed_tokens = int(self._rows.computed[row])
+        self._stand_up(request)
+        if hold is not None:
+            self._adapters.unseat(hold, is_in_flight=request.num_in_flight_tokens > 0)
+        self._rows.leave(request)
+        request.state = State.RESTING
 
     def _wake(self, request: Request, ending: Ending) -> None:
         """A request that rests will not go on from there."""

@@ -25,7 +25,7 @@ all may end at once, and the next begin."""
 class AdapterPlace:
     """One of those. Only `AdapterPlaces` changes it."""
 
-    __slots__ = ("holder", "kept_steps", "lender", "number", "ran_at", "since")
+    __slots__ = ("has_row", "holder", "kept_steps", "lender", "number", "ran_at", "since")
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -40,6 +40,8 @@ class AdapterPlace:
         holder has begun."""
         self.lender: AdapterDigest | None = None
         """Who has it back when the holder's prompts are computed: the holder is a *visitor*."""
+        self.has_row = False
+        """Whether a row is reserved for its holder, till it begins."""
 
 
 class AdapterPlaces:
@@ -50,6 +52,7 @@ class AdapterPlaces:
         self._resting = resting
         self.all = [AdapterPlace(number) for number in range(count)]
         self._by_holder: dict[AdapterDigest, AdapterPlace] = {}
+        self.num_reserved_rows = 0
 
     def __len__(self) -> int:
         return len(self.all)
@@ -113,11 +116,13 @@ class AdapterPlaces:
         """A place is kept for an adapter; whoever ran in it rests or has ended."""
         if place.holder != adapter:
             self._hand_over(place, adapter)
+        self._free_row(place)
         place.ran_at = None  # when it is back it has come
         place.kept_steps = num_steps
 
     def vacate(self, place: AdapterPlace) -> None:
         """A place is kept no more for whom it was."""
+        self._free_row(place)
         place.kept_steps = place.lender = None
 
     def begin(self, adapter: AdapterDigest, step_id: StepId) -> bool:
@@ -130,6 +135,7 @@ class AdapterPlaces:
                 self._hand_over(place, adapter)
         elif place.kept_steps is None:
             return False
+        self._free_row(place)
         place.kept_steps = None
         if place.ran_at is None or step_id - place.ran_at > GAP_STEPS:
             place.since = step_id
@@ -151,8 +157,31 @@ class AdapterPlaces:
 
     # Rows
 
+    def reserve_row(self, place: AdapterPlace) -> None:
+        """A row that is free is for whom a place is kept."""
+        if not place.has_row:
+            place.has_row = True
+            self.num_reserved_rows += 1
+
+    def _free_row(self, place: AdapterPlace) -> None:
+        if place.has_row:
+            place.has_row = False
+            self.num_reserved_rows -= 1
+
+    def may_lend_row(self, adapter: AdapterDigest) -> bool:
+        """Whether one row less in an adapter's place would leave enough for each who lent it."""
+        place = self.of(adapter)
+        if place is None:
+            return False
+        num_used = self._num_used(place)
+        return all(
+            len(rested.requests) < num_used
+            for rested in self._resting.groups()
+            if rested.place == place.number and rested.adapter != adapter
+        )
+
     def num_kept_rows(self) -> int:
-        """Rows that stand free because those that rest will need them."""
+        """Rows that stand free because those that rest will need them, or who is about to come."""
         return sum(self._kept_rows(self._resting.groups()))
 
     def num_idle_rows(self) -> int:
@@ -170,8 +199,10 @@ class AdapterPlaces:
     def num_rows_of_others(self, adapter: AdapterDigest | None) -> int:
         """Of those, what a new request of an adapter must leave: all but its own place's, and there
         those of its own that rest."""
-        kept = self._kept_rows(self._resting.groups())
         place = None if adapter is None else self.of(adapter)
+        if not self._resting.by_adapter:  # asked for each request that begins
+            return self.num_reserved_rows - (place is not None and place.has_row)
+        kept = self._kept_rows(self._resting.groups())
         if place is None or adapter is None:
             return sum(kept)
         returning = self._resting.find(adapter)
@@ -199,6 +230,8 @@ class AdapterPlaces:
             if self.of(rested.adapter) is not None:
                 num_rows += used[number]  # they come back to those that are
             wanted[number] = max(wanted[number], num_rows)
+        for place in self.all if self.num_reserved_rows else ():
+            wanted[place.number] = max(wanted[place.number], int(place.has_row))
         return [most - now for most, now in zip(wanted, used, strict=True)]
 
 

@@ -1,4 +1,5 @@
-"""Requests that rest: their adapter has lent its place to another for a few steps.
+"""Requests that rest: their adapter has lent its place to another for a few steps, or they alone
+have lent their rows.
 
 They keep their pages and how far they are. Their seats and rows they give up, since whoever runs
 instead needs both; they come back as arrivals, on any row and with their adapter in any slot, so
@@ -33,19 +34,30 @@ class Resting:
 
     def __init__(self) -> None:
         self.by_adapter: dict[AdapterDigest, Rested] = {}
-        """Who has rested longest comes first. Empty, nearly always: ask that before anything."""
+        """Who has rested longest comes first."""
+        self.loans: dict[Request, StepId] = {}
+        """Who has lent its row alone, and since when, while its adapter keeps its place. Who has
+        rested longest comes first."""
         self.total_rests = 0
         """Requests that were put to rest, each as often as it was."""
 
     def __len__(self) -> int:
-        return sum(len(rested.requests) for rested in self.by_adapter.values())
+        return len(self.loans) + sum(len(rested.requests) for rested in self.by_adapter.values())
 
     def __bool__(self) -> bool:
-        return bool(self.by_adapter)
+        """False, nearly always: ask that before anything."""
+        return bool(self.by_adapter or self.loans)
 
     def __iter__(self) -> Iterator[Request]:
         for rested in self.by_adapter.values():
             yield from rested.requests
+        yield from self.loans
+
+    def requests_of(self, adapter: AdapterDigest) -> list[Request]:
+        """All of an adapter's that rest."""
+        rested = self.by_adapter.get(adapter)
+        lent = [request for request in self.loans if request.group[0] == adapter]
+        return lent if rested is None else [*rested.requests, *lent]
 
     def groups(self) -> list[Rested]:
         return list(self.by_adapter.values())
@@ -63,8 +75,15 @@ class Resting:
         self.by_adapter[adapter] = rested
         self.total_rests += len(requests)
 
+    def lend(self, request: Request, since: StepId) -> None:
+        """A request gives up its row alone."""
+        self.loans[request] = since
+        self.total_rests += 1
+
     def remove(self, request: Request) -> None:
         """A request rests no more."""
+        if self.loans.pop(request, None) is not None:
+            return
         rested = self._of(request)
         del rested.requests[request]
         if not rested.requests:

@@ -110,9 +110,7 @@ class Results:
             if outcome.error is not None:
                 reason = f"the adapter could not be loaded: {outcome.error}"
                 waiting = self._admission.waiting.requests_of(outcome.digest)
-                rested = self._resting.find(outcome.digest)
-                if rested is not None:
-                    waiting += rested.requests
+                waiting += self._resting.requests_of(outcome.digest)
                 outputs += [self.finish(r, FinishReason.ERROR, reason) for r in waiting]
         for done in result.copies:
             self._cache.acknowledge(done)

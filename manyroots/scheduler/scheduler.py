@@ -178,8 +178,8 @@ class Scheduler:
         )
         num_retracted = self._departures.num_retractions
         without_room: set[AdapterDigest | None] = set()
-        if len(self._admission) or self._resting.by_adapter:
-            self._admission.take_turns(builder.step_id, self._departures.rest)
+        if len(self._admission) or self._resting:
+            self._admission.take_turns(builder.step_id, self._departures)
         # Decodes first: a long prompt must not hold up the tokens of those who are talking.
         growing = builder.decode()
         prompts = list(self._rows.prompts) if self._rows.prompts else ()
@@ -187,7 +187,7 @@ class Scheduler:
             self._continue_by_importance(growing, builder)
         elif len(growing):
             self._turn_pages(growing, builder)
-        if self._resting.by_adapter:
+        if self._resting:
             self._resume(builder)
         for request in () if self._by_priority else prompts:
             self._continue(request, builder)
@@ -197,9 +197,9 @@ class Scheduler:
             if self._departures.num_retractions == num_retracted:
                 without_room = self._admission.admit(builder, make_way)
             self._admission.fetch(builder.step_id)
-        if len(self._admission) or self._resting.by_adapter:
+        if len(self._admission) or self._resting:
             self._admission.prepare_adapters(without_room)
-        if self._resting.by_adapter and self._is_stalled(builder) and self.turns.forgo():
+        if self._resting and self._is_stalled(builder) and self.turns.forgo():
             self._resume(builder)
             self._admission.prepare_adapters(without_room)
         copies = self._cache.take_copies()
@@ -280,7 +280,7 @@ class Scheduler:
         return extension
 
     def _resume(self, builder: PlanBuilder) -> None:
-        """Those whose adapter has its place again go on where they were."""
+        """Those whose adapter has its place again, or who have a row, go on where they were."""
         for request in self.turns.returning():
             if not self._rows.free or builder.num_tokens_left == 0:
                 return
@@ -288,12 +288,14 @@ class Scheduler:
             # One may have been retracted for another; or its last token is not known yet.
             if request.state is not State.RESTING or request.num_in_flight_tokens:
                 continue
+            if request in self._resting.loans and not self.turns.has_row(request):
+                continue
             assert lease is not None
-            assert request.hold is not None
             num_tokens = self._placer.chunk(request, lease, computed, builder)
             if self._extend(request, lease, computed, computed + num_tokens, builder) is None:
                 return
-            self._admission.seat(request.hold, builder.step_id)
+            if request.hold is not None:
+                self._admission.seat(request.hold, builder.step_id)
             self._resting.remove(request)
             request.state = State.RUNNING
             row = self._rows.sit(request, computed)

@@ -4,15 +4,18 @@ Where an adapter asks for a place and all are taken, the one with the fewest row
 its requests rest. Where slots are to spare, the newcomer's weights come before anybody rests, so
 that it costs nothing: it comes at once, for its prompts alone (a *visit*), and rests in its turn
 till a place is free. Where none are, the place stands idle while they come: it waits for as long as
-that takes, and stays for several times as long.
+that takes, and stays for several times as long. Where places are free and rows are not, one row is
+lent, and no place.
 
 `places.py` knows who has which place, `claims.py` who lacks one, `swap_costs.py` what a change
-costs; here they are weighed against each other. Knows nothing of pages and budgets of tokens.
+costs, `row_loans.py` who lends a row; here they are weighed against each other. Knows nothing of
+pages and budgets of tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from typing import Protocol
 
 from manyroots.ids import AdapterDigest, StepId
 from manyroots.lora.outcomes import Readiness
@@ -23,6 +26,7 @@ from manyroots.scheduler.places import AdapterPlace, AdapterPlaces
 from manyroots.scheduler.queue import WaitingQueue
 from manyroots.scheduler.request import Request
 from manyroots.scheduler.resting import Rested, Resting
+from manyroots.scheduler.row_loans import RowLoans
 from manyroots.scheduler.rows import Rows
 from manyroots.scheduler.swap_costs import STAY_STEPS, IdleBudget, SwapCosts
 
@@ -36,8 +40,18 @@ MIN_VISIT_STEPS = 4
 for STAY_STEPS while the budget of idle rows is not spent. So a short request ends without a pause,
 and one that had rested for long goes on for a few tokens at least."""
 
-Rest = Callable[[AdapterDigest, StepId, int], None]
-"""Puts the requests of an adapter to rest: since when, and who lent which place by its number."""
+HasRoom = Callable[[Request], bool]
+"""Whether there are pages for a request to begin."""
+
+
+class PutToRest(Protocol):
+    """Who makes requests rest."""
+
+    def rest(self, adapter: AdapterDigest, since: StepId, place: int) -> None:
+        """All of an adapter, which lends a place by its number."""
+
+    def lend(self, request: Request, since: StepId) -> None:
+        """One, which lends its row."""
 
 
 def has_aged(request: Request, step_id: StepId) -> bool:
@@ -66,6 +80,7 @@ class AdapterTurns:
         self._costs = SwapCosts(adapters, num_places, patience_steps)
         self._budget = IdleBudget()
         self._claims = Claims(adapters, resting, self.places, self._costs)
+        self._loans = RowLoans(resting, rows, self.places)
         self._prefetch = AdapterPrefetch(adapters, resting, self.places)
         self._line_moved_at = StepId(0)
         """When an adapter that had waited last got a place."""
@@ -101,10 +116,19 @@ class AdapterTurns:
         return is_open
 
     def num_kept_rows(self, adapter: AdapterDigest | None) -> int:
-        """Rows that a new request of an adapter leaves free, for those that rest."""
-        if not self.keeps_rows or not self.resting.by_adapter:
+        """Rows that a new request of an adapter leaves free, for those that rest or are about to
+        come."""
+        if not (self.resting or self.places.num_reserved_rows) or not self.keeps_rows:
             return 0
-        return self.places.num_rows_of_others(adapter)
+        num_kept = self.places.num_rows_of_others(adapter)
+        place = None if adapter is None else self.places.of(adapter)
+        if self.resting.loans and (place is None or not place.has_row):
+            num_kept += self._loans.num_in_line(self.is_open)
+        return num_kept
+
+    def has_row(self, request: Request) -> bool:
+        """Whether there is a row for a request that has lent its own."""
+        return self._loans.has_row(request.group[0])
 
     def seated(self, adapter: AdapterDigest, step_id: StepId) -> None:
         """A request of an adapter is about to be seated."""
@@ -114,12 +138,13 @@ class AdapterTurns:
 
     def returning(self) -> list[Request]:
         """Who rests and may run again, once there is a row for it."""
-        return [
+        back = [
             request
             for rested in self.resting.groups()
             if self.is_open(rested.adapter)
             for request in rested.requests
         ]
+        return back + [request for request in self.resting.loans if self.is_open(request.group[0])]
 
     def prepare(
         self,
@@ -128,7 +153,7 @@ class AdapterTurns:
         without_room: set[AdapterDigest | None],
     ) -> None:
         """Bring what requests that do not run need to the device."""
-        self._prefetch.ask(waiting, loaded, without_room)
+        self._prefetch.ask(waiting, (*loaded, *self.resting.loans), without_room)
 
     # Who rests
 
@@ -137,12 +162,11 @@ class AdapterTurns:
         waiting: WaitingQueue,
         loaded: Collection[Request],
         step_id: StepId,
-        has_room: Callable[[Request], bool],
-        rest: Rest,
+        has_room: HasRoom,
+        put_to_rest: PutToRest,
     ) -> None:
-        """Give places to those whose turn it is, and put to rest who must make them. `loaded` do
-        not run yet, but wait in no line either; `has_room` tells whether there are pages for a
-        request to begin."""
+        """Give places and rows to those whose turn it is, and put to rest who must make them.
+        `loaded` do not run yet, but wait in no line either."""
         self.step_id = step_id
         self.is_line_held = self._is_slot_owed = False
         self._prefetch.begin_step()
@@ -150,25 +174,41 @@ class AdapterTurns:
             return
         self._budget.count(step_id, len(self.rows.running), self.places.num_idle_rows())
         self.places.note_running(step_id)
+        if self.resting.loans:
+            loaded = (*loaded, *self.resting.loans)
+            self._loans.keep_places(self._costs.stay_steps)
         self._end_keeping(waiting, loaded)
-        self._end_visits(step_id, rest)
+        self._end_visits(step_id, put_to_rest)
         self._fill_free_places(waiting, loaded, step_id)
+        if self.resting.loans:
+            self._loans.hand_on(step_id, self.is_open, put_to_rest.lend)
+        self._give_rows(waiting, loaded, step_id, has_room, put_to_rest)
         settled: list[AdapterPlace] | None = None
         is_crowded = False
+        free: list[AdapterPlace] = []
         for claim in self._claims.in_order(waiting, loaded, step_id):
             if settled is None:
                 settled = self.places.settled(step_id, self._costs.stay_steps)
                 is_crowded = self._is_crowded(step_id)
+                free = self._free_places()
             if claim.is_newcomer and is_crowded:
                 continue
-            place = self._place_for(claim, settled, step_id)
+            comes_freely = claim.is_newcomer and bool(free)
+            if comes_freely and not self._costs.is_there(claim.adapter):
+                continue  # with a place free its weights come as any others do
+            place = free[0] if comes_freely else self._place_for(claim, settled, step_id)
             if place is None:
                 continue
-            if self._can_come(claim, step_id, has_room):
-                self._swap(claim, place, step_id, rest)
+            if not self._can_come(claim, step_id, has_room):
+                if self.is_line_held:
+                    return
+            elif not comes_freely:
+                self._swap(claim, place, step_id, put_to_rest)
                 settled = None  # others hold places now
-            elif self.is_line_held:
-                return
+            elif self._lacks_row(claim.adapter):
+                self.places.keep(place, claim.adapter, self._costs.stay_steps)
+                self._give_row(place, step_id, put_to_rest)
+                free.remove(place)
 
     def _end_keeping(self, waiting: WaitingQueue, loaded: Collection[Request]) -> None:
         """Places are kept for some: not if they want none any more, and not for ever."""
@@ -201,9 +241,16 @@ class AdapterTurns:
         ahead = [r for r in groups if r.place == rested.place and r.since <= rested.since]
         return REST_STEPS + len(ahead) * self._costs.turn_steps
 
+    @property
+    def longest_loan(self) -> int:
+        """Steps for which a row is lent at the most. It is a stay, and where its adapter lends its
+        place meanwhile, as long as that may rest."""
+        num_turns = 1 + len(self.resting.by_adapter)
+        return STAY_STEPS + REST_STEPS + num_turns * self._costs.turn_steps
+
     # Visits
 
-    def _end_visits(self, step_id: StepId, rest: Rest) -> None:
+    def _end_visits(self, step_id: StepId, put_to_rest: PutToRest) -> None:
         """Visitors whose prompts are computed rest, and those who lent them a place have it back;
         unless there is a place for both, or the visitor has many more rows, or may go on."""
         for place in self.places.visited():
@@ -221,7 +268,7 @@ class AdapterTurns:
             elif num_rows >= 2 * len(rested.requests) or self._is_place_for_all:
                 place.lender = None
             else:
-                self._pass_on(place, lender, step_id, rest)
+                self._pass_on(place, lender, step_id, put_to_rest)
 
     def _is_in_prompt(self, adapter: AdapterDigest) -> bool:
         return any(request.group[0] == adapter for request in self.rows.prompts)
@@ -273,6 +320,47 @@ class AdapterTurns:
                     self.places.keep(place, rested.adapter, self._costs.stay_steps)
                     break
 
+    def _free_places(self) -> list[AdapterPlace]:
+        """Places that nobody who rests has lent, for those none of whose requests has begun, where
+        rows are short: one is lent. None if nobody can lend one."""
+        free = self.places.free() if self.keeps_rows else []
+        if not free or not self._lacks_row(None) or not self._loans.can_lend:
+            return []
+        lent = {rested.place for rested in self.places.away()}
+        return [place for place in free if place.number not in lent]
+
+    # Rows
+
+    def _lacks_row(self, adapter: AdapterDigest | None) -> bool:
+        """Whether no row is free for an adapter. Who has one that is, the policy says."""
+        return len(self.rows.free) <= self.num_kept_rows(adapter)
+
+    def _give_rows(
+        self,
+        waiting: WaitingQueue,
+        loaded: Collection[Request],
+        step_id: StepId,
+        has_room: HasRoom,
+        put_to_rest: PutToRest,
+    ) -> None:
+        """Those whose weights are there and for whom a place is kept have a row, too."""
+        for place in self.places.kept():
+            adapter = place.holder
+            assert adapter is not None
+            if place.has_row or place.lender is not None or self.resting.find(adapter) is not None:
+                continue
+            if not self._costs.is_there(adapter) or not self._lacks_row(adapter):
+                continue
+            lane = waiting.lanes.get(adapter)
+            first = next((r for r in loaded if r.group[0] == adapter), None)
+            request = lane.head if first is None and lane is not None else first
+            if request is not None and has_room(request):
+                self._give_row(place, step_id, put_to_rest)
+
+    def _give_row(self, place: AdapterPlace, step_id: StepId, put_to_rest: PutToRest) -> None:
+        if self.keeps_rows:
+            self._loans.lend_to(place, step_id, put_to_rest.lend)
+
     # Places that are taken
 
     def _place_for(
@@ -310,9 +398,7 @@ class AdapterTurns:
         is_crowded = len(self.places.away()) >= len(self.places)
         return is_crowded and step_id - self._line_moved_at <= AGING_STEPS
 
-    def _can_come(
-        self, claim: PlaceClaim, step_id: StepId, has_room: Callable[[Request], bool]
-    ) -> bool:
+    def _can_come(self, claim: PlaceClaim, step_id: StepId, has_room: HasRoom) -> bool:
         """Whether an adapter could run if it had a place; if not, what it lacks is seen to."""
         request = claim.waiting
         if self._costs.has_spare:
@@ -328,22 +414,24 @@ class AdapterTurns:
         self.is_line_held = has_aged(request, step_id)
         return False
 
-    def _swap(self, claim: PlaceClaim, place: AdapterPlace, step_id: StepId, rest: Rest) -> None:
+    def _swap(
+        self, claim: PlaceClaim, place: AdapterPlace, step_id: StepId, put_to_rest: PutToRest
+    ) -> None:
         """A holder rests, for who claims its place."""
         holder = place.holder
         assert holder is not None
         num_rows = self._adapters.num_seats(holder)
         num_idle_steps = self._costs.idle_steps(claim.adapter)
         self._budget.spend(num_rows * num_idle_steps)
-        self._pass_on(place, claim.adapter, step_id, rest)
+        self._pass_on(place, claim.adapter, step_id, put_to_rest)
         if num_idle_steps == 0 and (claim.waiting or claim.num_requests < num_rows):
             place.lender = holder
 
     def _pass_on(
-        self, place: AdapterPlace, adapter: AdapterDigest, step_id: StepId, rest: Rest
+        self, place: AdapterPlace, adapter: AdapterDigest, step_id: StepId, put_to_rest: PutToRest
     ) -> None:
         holder = place.holder
         assert holder is not None
         if self._adapters.num_seats(holder):
-            rest(holder, step_id, place.number)
+            put_to_rest.rest(holder, step_id, place.number)
         self.places.keep(place, adapter, self._costs.stay_steps)

@@ -1291,9 +1291,9 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "scheduler/departures.py",
-        "            request.state = State.RESTING\n",
-        "            request.state = State.RESTING\n"
-        "            self._cache.release(request.lease, Ending.DROPPED)\n",
+        "        request.state = State.RESTING\n",
+        "        request.state = State.RESTING\n"
+        "        self._cache.release(request.lease, Ending.DROPPED)\n",
         "the pages of those that rest are given back",
         (RESTING + "test_l06_a_rare_adapters_first_token_does_not_depend_on_others_lengths[1-1]",),
     ),
@@ -1357,8 +1357,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "scheduler/turns.py",
-        "        return self.places.num_rows_of_others(adapter)\n",
-        "        return 0\n",
+        "        num_kept = self.places.num_rows_of_others(adapter)\n",
+        "        num_kept = 0\n",
         "new requests take the rows of those that rest",
         (TURNS + "[0]",),
     ),
@@ -1963,7 +1963,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "scheduler/admission.py",
-        "is_alone = builder.is_empty and not self._rows.running and not self._resting.by_adapter",
+        "is_alone = builder.is_empty and not self._rows.running and not self._resting",
         "is_alone = True",
         "a step of others waits for somebody's pages",
         (

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Gemma3ForCausalLM
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from manyroots import LLM, SamplingParams
 from manyroots.models import gguf_config
@@ -58,7 +58,7 @@ def reference(path: Path, *, their_reading: bool = False) -> Any:
         folder, name = str(path.parent), path.name
         return Gemma3ForCausalLM.from_pretrained(folder, gguf_file=name, **settings).eval()
     file = GGUFFile(path)
-    config = gguf_config.config_of(file)
+    config = Gemma3TextConfig(**gguf_config.config_of(file).to_dict())
     heads = {"num_heads": config.num_attention_heads, "num_kv_heads": config.num_key_value_heads}
     model = Gemma3ForCausalLM.from_pretrained(
         None, config=config, state_dict=dict(gguf.tensors(file, **heads)), **settings

@@ -10,7 +10,6 @@ bytes of a step, or the operations of the prompts, allow at best; see `models/ro
 
 from __future__ import annotations
 
-import gc
 import itertools
 import json
 import sys
@@ -23,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from manyroots.bench.drive import Timeline, drive
 from manyroots.bench.floors import Floors, described
@@ -33,7 +31,7 @@ from manyroots.bench.model_configs import write_config
 from manyroots.bench.random_adapters import targets_of, write_adapters
 from manyroots.bench.spread import spread
 from manyroots.config import engine_settings
-from manyroots.engine.build import Engine, build_engine
+from manyroots.engine.build import Engine, build_engine, free_memory
 from manyroots.ids import AdapterName, Namespace, RequestId
 from manyroots.messages import Submit
 from manyroots.models.source import resolve_source
@@ -189,8 +187,7 @@ def _floors(settings: dict[str, Any], engine: Engine, workload: DecodeWorkload) 
 @contextmanager
 def _engine(settings: dict[str, Any], report: dict[str, Any], label: str) -> Iterator[Engine]:
     # What the last engine had must be free before this one asks how much memory is left.
-    gc.collect()
-    torch.cuda.empty_cache()
+    free_memory()
     began = time.perf_counter()
     engine = build_engine(engine_settings(settings))
     report[label] = round(time.perf_counter() - began, 2)

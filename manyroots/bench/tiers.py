@@ -10,7 +10,6 @@ full rate both ways. Engine level, below text and HTTP.
 from __future__ import annotations
 
 import contextlib
-import gc
 import itertools
 import random
 import statistics
@@ -20,14 +19,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-
 from manyroots.bench.drive import drive
 from manyroots.bench.machine import describe_machine
 from manyroots.bench.spread import spread
 from manyroots.bench.tier_copies import UNIT_SHAPES, BusyLink, UnitBatches, run_copies
 from manyroots.config import engine_settings
-from manyroots.engine.build import Engine, build_engine
+from manyroots.engine.build import Engine, build_engine, free_memory
 from manyroots.errors import ConfigError
 from manyroots.ids import Namespace, RequestId
 from manyroots.messages import Stats, Submit
@@ -279,8 +276,7 @@ def _submit(prompt: Sequence[int], num_tokens: int) -> Submit:
 @contextlib.contextmanager
 def _engine(settings: dict[str, Any]) -> Iterator[Engine]:
     # What the last engine had must be free before this one asks how much memory is left.
-    gc.collect()
-    torch.cuda.empty_cache()
+    free_memory()
     engine = build_engine(engine_settings(settings))
     try:
         yield engine

@@ -9,7 +9,6 @@ one more run says where the time went. Cases that want the same settings run on 
 
 from __future__ import annotations
 
-import gc
 import itertools
 import sys
 import tempfile
@@ -33,7 +32,7 @@ from manyroots.bench.step_profile import PROFILED_STEPS, WatchedRunner, show, st
 from manyroots.bench.traffic_cases import TrafficCase, adapter_name
 from manyroots.bench.words import PROJECTIONS
 from manyroots.config import EVERY_MODULE, engine_settings
-from manyroots.engine.build import Engine, build_engine
+from manyroots.engine.build import Engine, build_engine, free_memory
 from manyroots.models.source import resolve_source
 from manyroots.step import Runner
 
@@ -130,8 +129,7 @@ def _adapters(case: TrafficCase, settings: dict[str, Any], home: Path) -> dict[s
 @contextmanager
 def _engine(settings: dict[str, Any]) -> Iterator[tuple[Engine, WatchedRunner, float]]:
     # What the last engine had must be free before this one asks how much memory is left.
-    gc.collect()
-    torch.cuda.empty_cache()
+    free_memory()
     began = time.perf_counter()
     watched: list[WatchedRunner] = []
 

@@ -42,7 +42,9 @@ import torch
 from manyroots.cache.audit import audit
 from manyroots.cache.costs import Costs
 from manyroots.config import engine_settings
+from manyroots.engine import adapter_directory
 from manyroots.engine.build import Engine, build_engine
+from manyroots.grammar.cache import GrammarCache
 from manyroots.ids import AdapterName, Namespace, RequestId
 from manyroots.intake import Intake
 from manyroots.kernels.tolerances import TOLERANCES
@@ -95,7 +97,7 @@ AUDITED = 0.2
 CLOSE = 2 * TOLERANCES["logits", torch.float32].atol
 STRUCTURES = (
     StructuredOutputsParams(choice=("hello world", "stop", "hello")),
-    StructuredOutputsParams(regex="[a-f]{3,9}(stop)?"),
+    *(StructuredOutputsParams(regex=f"[a-f]{{3,{most}}}(stop)?") for most in range(4, 12)),
     StructuredOutputsParams(
         json='{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], '
         '"additionalProperties": false}'
@@ -244,10 +246,24 @@ class Weather:
     def over(self) -> Iterator[None]:
         """Every folder of storage meets it."""
         with contextlib.ExitStack() as stack:
+            for kind, name in ((GrammarCache, "compile"), (adapter_directory, "find_folder")):
+                stack.enter_context(mock.patch.object(kind, name, self._late(kind, name)))
             for kind in (Files, Redis):
                 for name in ("get", "put", "exists", "remove"):
                     stack.enter_context(mock.patch.object(kind, name, self._meeting(kind, name)))
             yield
+
+    def _late(self, kind: object, name: str) -> Callable[..., Any]:
+        """Done beside the steps: whatever comes meanwhile comes in any order with its end."""
+        real = getattr(kind, name)
+
+        def call(*arguments: Any) -> Any:
+            with self._lock:
+                late_s = self._rng.choice((0.0, 0.0, 0.005, 0.03))
+            time.sleep(late_s)
+            return real(*arguments)
+
+        return call
 
     def _meeting(self, kind: type, name: str) -> Callable[..., Any]:
         real = getattr(kind, name)
@@ -564,6 +580,7 @@ class Driver:
             "adapter_was": loop._adapter_was, "loads": loop._load_timer._begun,
             "where": loop._directory._where, "entries": loop._directory._entries,
             "grammars": loop._compiles._held, "waiting": loop._compiles._waiting,
+            "held for them": loop._holds,
             "noted": loop._check._noted if loop._check else {},
             "requests": self.scheduler._requests,
             "holds": self.scheduler._adapters.registry.num_holds,

@@ -80,6 +80,8 @@ class AdapterDirectory:
         base_names: Collection[str],
     ) -> None:
         """`base_names`: what the base model is called, which no adapter may be."""
+        self.submit: Callable[[Submit], None] = scheduler.submit
+        """Where requests go whose adapter the scheduler knows."""
         self._lora_dirs = settings.lora_dirs
         self._scheduler = scheduler
         self._files = files
@@ -123,7 +125,7 @@ class AdapterDirectory:
             and self._scheduler.adapter(entry.name) is not None
             and not entry.waiting.has_unload
         ):
-            self._scheduler.submit(message)
+            self.submit(message)
         elif entry.is_reading:
             entry.waiting.append(message)
         else:
@@ -191,7 +193,7 @@ class AdapterDirectory:
         """Nothing of this name is under way."""
         match message:
             case Submit() if self._scheduler.adapter(entry.name) is not None:
-                self._scheduler.submit(message)
+                self.submit(message)
             case Submit() if entry.module is not None:
                 entry.waiting.append_first(message)
                 self._begin(entry, entry.module.path, None)

@@ -37,17 +37,22 @@ class GrammarCompiles:
     def has_outcomes(self) -> bool:
         return self.reads.has_finished
 
+    def begin(self, wanted: StructuredOutputsParams) -> None:
+        """Compile a grammar, unless it is there or on its way."""
+        if wanted not in self._waiting and self._grammars.find(wanted) is None:
+            self._waiting[wanted] = []
+            self.reads.begin(wanted, lambda: self._grammars.compile(wanted))
+
     def is_there(self, submit: Submit) -> bool:
         """Whether a request can go on now; else it is kept until `poll` gives it back."""
         wanted = submit.sampling.structured_outputs
         assert wanted is not None
-        if wanted not in self._waiting:
-            grammar = self._grammars.find(wanted)
-            if grammar is not None:
-                self._hold(submit, grammar)
-                return True
-            self.reads.begin(wanted, lambda: self._grammars.compile(wanted))
-        self._waiting.setdefault(wanted, []).append(submit)
+        grammar = None if wanted in self._waiting else self._grammars.find(wanted)
+        if grammar is not None:
+            self._hold(submit, grammar)
+            return True
+        self.begin(wanted)
+        self._waiting[wanted].append(submit)
         return False
 
     def poll(self) -> tuple[list[Submit], list[Output]]:

@@ -21,6 +21,7 @@ from manyroots.engine.adapter_directory import AdapterDirectory
 from manyroots.engine.self_check import SelfCheck
 from manyroots.errors import ManyrootsError, NotFoundError, RequestError, UnavailableError
 from manyroots.ids import RequestId, Tier
+from manyroots.lora.registry import Hold
 from manyroots.messages import (
     Abort,
     Control,
@@ -136,6 +137,8 @@ class EngineLoop:
         self._scheduler = scheduler
         self._runner = runner
         self._directory = directory
+        if directory is not None:
+            directory.submit = self._queue
         self._compiles = compiles
         self._alarm = alarm
         self._events = events
@@ -147,6 +150,8 @@ class EngineLoop:
         self._failures_in_a_row = 0
         self._adapter_was: dict[RequestId, Tier] = {}
         """For requests without output yet, where their adapter was when they came."""
+        self._holds: dict[RequestId, Hold] = {}
+        """What the adapters meant of those that wait for a grammar, when they came."""
         self._load_timer = _LoadTimer()
         self._take_weights = take_weights
         self._controls: list[ControlReply] = []
@@ -225,12 +230,7 @@ class EngineLoop:
             if self._compiles is None:
                 self._refuse(submit, "this engine gives no structured output.", ErrorKind.REQUEST)
                 return
-            if not self._compiles.is_there(submit):
-                return
-        self._submit_complete(submit)
-
-    def _submit_complete(self, submit: Submit) -> None:
-        """One that needs nothing but its adapter."""
+            self._compiles.begin(submit.sampling.structured_outputs)
         if self._directory is not None and submit.adapter is not None:
             was = self._directory.where(submit.adapter)
             if was is not None:
@@ -238,10 +238,37 @@ class EngineLoop:
             self._directory.handle(submit)
             return
         try:
-            self._scheduler.submit(submit)
+            self._queue(submit)
         except NotFoundError as error:
             # The intake knew the adapter; it was unloaded on the way here.
             self._refuse(submit, str(error), ErrorKind.NOT_FOUND)
+
+    def _queue(self, submit: Submit) -> None:
+        """One whose adapter is known, once its grammar is there. Until then it holds the adapter:
+        who came before an unload or a reload is served as if nobody had to wait."""
+        if submit.sampling.structured_outputs is None:
+            self._scheduler.submit(submit)
+            return
+        assert self._compiles is not None
+        hold = None if submit.adapter is None else self._scheduler.hold_adapter(submit.adapter)
+        if self._compiles.is_there(submit):
+            self._scheduler.submit(submit, hold)
+        elif hold is not None:
+            self._holds[submit.request_id] = hold
+
+    def _take_grammars(self, compiles: GrammarCompiles) -> None:
+        ready, refused = compiles.poll()
+        for submit in ready:
+            self._scheduler.submit(submit, self._holds.pop(submit.request_id, None))
+        for output in refused:
+            self._release_adapter(output.request_id)
+        self._gathered.outputs.extend(refused)
+
+    def _release_adapter(self, request_id: RequestId) -> None:
+        """Of one that waits for a grammar no more, and is not queued."""
+        hold = self._holds.pop(request_id, None)
+        if hold is not None:
+            self._scheduler.release_adapter(hold)
 
     def _refuse(self, submit: Submit, error: str, kind: ErrorKind) -> None:
         notice = Notice(error_kind=kind)
@@ -253,6 +280,7 @@ class EngineLoop:
         if self._check is not None:
             self._check.forget(request_id)
         if self._compiles is not None and self._compiles.abort(request_id):
+            self._release_adapter(request_id)
             self._gathered.outputs.append(Output(request_id, [], FinishReason.ABORT, 0))
             return
         if self._directory is not None and self._directory.abort(request_id):
@@ -269,10 +297,7 @@ class EngineLoop:
         if self._alarm is not None and self._alarm.reason is not None:
             raise UnavailableError(self._alarm.reason)
         if self._compiles is not None and self._compiles.has_outcomes:
-            ready, refused = self._compiles.poll()
-            self._gathered.outputs.extend(refused)
-            for submit in ready:
-                self._submit_complete(submit)
+            self._take_grammars(self._compiles)
         if self._directory is not None:
             self._gathered.outputs.extend(self._directory.poll())
         plan = None if self._is_paused or self._asked else self._scheduler.schedule()

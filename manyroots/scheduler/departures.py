@@ -11,6 +11,7 @@ from __future__ import annotations
 from manyroots.cache.cache import PrefixCache
 from manyroots.cache.outcomes import Ending
 from manyroots.ids import AdapterDigest, StepId
+from manyroots.lora.registry import Hold
 from manyroots.lora.residency import Residency
 from manyroots.messages import FinishReason
 from manyroots.scheduler.admission import Admission
@@ -77,8 +78,12 @@ class Departures:
         """A request is over: its adapter may be, too, and then so are its pages."""
         hold, request.hold = request.hold, None
         if hold is not None:
-            for digest in self._adapters.release(hold):
-                self._cache.evict_adapter(digest)
+            self.release(hold)
+
+    def release(self, hold: Hold) -> None:
+        """Nobody holds this any more: what only it needed is gone from the cache, too."""
+        for digest in self._adapters.release(hold):
+            self._cache.evict_adapter(digest)
 
     def retract(self, request: Request, step_id: StepId) -> None:
         """Back to the head of the queue. What it published stays findable, so that it resumes

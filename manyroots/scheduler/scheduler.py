@@ -17,7 +17,7 @@ from manyroots.cache.outcomes import Extension, Refusal
 from manyroots.config import Policy, SchedulerSettings
 from manyroots.errors import NotFoundError
 from manyroots.ids import AdapterDigest, AdapterName, RequestId, StepId, Tier
-from manyroots.lora.registry import AdapterVersion, Unloaded
+from manyroots.lora.registry import AdapterVersion, Hold, Unloaded
 from manyroots.lora.residency import Residency
 from manyroots.lora.spec import AdapterSpec
 from manyroots.messages import FinishReason, Output, Stats, StepOutputs, Submit
@@ -99,14 +99,25 @@ class Scheduler:
             or self._adapters.is_loading
         )
 
-    def submit(self, submit: Submit) -> None:
+    def hold_adapter(self, name: AdapterName) -> Hold:
+        """What `name` means now, for a request that can't be queued yet: a later load or unload
+        does not change it. Raises NotFoundError for an adapter that is not loaded (any more)."""
+        return self._adapters.acquire(name)
+
+    def release_adapter(self, hold: Hold) -> None:
+        """Such a request will not come. An adapter that was unloaded meanwhile may be over."""
+        self._departures.release(hold)
+
+    def submit(self, submit: Submit, hold: Hold | None = None) -> None:
         """Queue a sequence. The intake has checked that it can be served at all.
 
-        Raises NotFoundError for an adapter that is not loaded (any more).
+        `hold`: what its adapter meant when it came; None takes what it means now, and raises
+        NotFoundError if it is not loaded (any more).
         """
         if submit.request_id in self._requests:
             raise RuntimeError(f"request {submit.request_id} was submitted twice")
-        hold = None if submit.adapter is None else self._adapters.acquire(submit.adapter)
+        if hold is None and submit.adapter is not None:
+            hold = self._adapters.acquire(submit.adapter)
         request = Request(
             submit, self._next_serial, StepId(self._next_step_id), hold, self._cache.page_size
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,19 @@ import pytest
 from manyroots import LLM, SamplingParams, StructuredOutputsParams
 from manyroots.errors import RequestError
 from manyroots.grammar.cache import CompiledGrammar, GrammarCache
-from manyroots.ids import Namespace, RequestId
-from manyroots.messages import Abort, ErrorKind, FinishReason, Output, Submit
+from manyroots.ids import AdapterName, Namespace, RequestId
+from manyroots.messages import (
+    Abort,
+    ErrorKind,
+    FinishReason,
+    LoadLora,
+    Output,
+    Submit,
+    UnloadLora,
+)
+from tests.adapter_folders import write_adapter
 from tests.patience import PATIENCE_S
-from tests.unit.models.tiny import save_tiny
+from tests.unit.models.tiny import load_tiny, save_tiny
 from tests.unit.text.tiny_tokenizer import tiny_backend
 
 EOS = 257
@@ -26,15 +36,39 @@ EOS = 257
 def llm(tmp_path: Path) -> Iterator[LLM]:
     save_tiny(tmp_path, "llama", vocab_size=300, eos_token_id=EOS)
     tiny_backend().save(str(tmp_path / "tokenizer.json"))
-    with LLM(str(tmp_path), dtype="float32") as made:
+    write_adapter(tmp_path / "adapter", load_tiny(tmp_path).adapter_targets())
+    with LLM(str(tmp_path), dtype="float32", enable_lora=True) as made:
         yield made
 
 
-def submit(number: int, choice: str | None, **more: Any) -> Submit:
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Until it is set, no grammar is compiled."""
+    opened, compile_now = threading.Event(), GrammarCache.compile
+
+    def later(self: GrammarCache, params: StructuredOutputsParams) -> CompiledGrammar:
+        opened.wait(PATIENCE_S)
+        return compile_now(self, params)
+
+    monkeypatch.setattr(GrammarCache, "compile", later)
+    return opened
+
+
+def submit(number: int, choice: str | None, adapter: str | None = None) -> Submit:
     wanted = None if choice is None else StructuredOutputsParams(choice=(choice,))
-    sampling = SamplingParams(temperature=0, max_tokens=8, structured_outputs=wanted, **more)
+    sampling = SamplingParams(temperature=0, max_tokens=8, structured_outputs=wanted)
     namespace = Namespace(adapter=None, salt=None)
-    return Submit(RequestId(number), [1, 2, 3], namespace, sampling, number, (EOS,), None)
+    name = None if adapter is None else AdapterName(adapter)
+    return Submit(RequestId(number), [1, 2, 3], namespace, sampling, number, (EOS,), name)
+
+
+def load(loop: Any, number: int, name: str, folder: Path) -> None:
+    loop.handle(LoadLora(number, AdapterName(name), str(folder / "adapter"), False, False))
+    while loop.is_reading:
+        loop.wait_for_read(PATIENCE_S)
+        loop.step()
+    [reply] = loop.take_replies()
+    assert reply.error is None, reply.error
 
 
 def run(loop: Any, until: Any) -> list[Output]:
@@ -88,6 +122,46 @@ def test_g01_a_grammar_that_is_compiled_holds_up_nobody(
     run(loop, ended(5))
     assert len(compiled) == 2, "found again"
     assert not loop._compiles._held
+
+
+def test_g01_n13_who_waits_for_a_grammar_holds_the_adapter_it_came_for(
+    llm: LLM, tmp_path: Path, gate: threading.Event
+) -> None:
+    """N13: an unload that comes behind a request takes nothing from it, whatever it waits for."""
+    loop: Any = llm._loop
+    load(loop, 1, "a", tmp_path)
+    for made in (submit(1, "abc", "a"), submit(2, "gone", "a")):
+        loop.handle(made)
+    loop.handle(UnloadLora(2, AdapterName("a")))
+    loop.handle(submit(3, "abc", "a"))
+    [late] = run(loop, ended(3))
+    assert late.error_kind is ErrorKind.NOT_FOUND, "this one came behind it"
+    [reply] = loop.take_replies()
+    assert reply.num_requests == 2
+    loop.handle(Abort([RequestId(2)]))
+    run(loop, ended(2))
+    gate.set()
+    outputs = run(loop, ended(1))
+    assert outputs[-1].finish_reason is FinishReason.STOP, outputs[-1].error
+    assert bytes(t for o in outputs for t in o.tokens if t < 256) == b"abc"
+    while loop.has_work:
+        loop.step()
+    registry = loop._scheduler._adapters.registry
+    assert not registry.open_holds
+    assert not registry.contents, "it was unloaded, and nobody holds it any more"
+    assert not loop._holds
+
+
+def test_g01_a_grammar_that_cannot_be_lets_go_of_the_adapter(llm: LLM, tmp_path: Path) -> None:
+    loop: Any = llm._loop
+    load(loop, 1, "a", tmp_path)
+    wanted = StructuredOutputsParams(grammar="start: nowhere")
+    made = submit(1, None, "a")
+    loop.handle(replace(made, sampling=replace(made.sampling, structured_outputs=wanted)))
+    loop.handle(UnloadLora(2, AdapterName("a")))
+    [failed] = run(loop, ended(1))
+    assert "nowhere" in str(failed.error)
+    assert not loop._scheduler._adapters.registry.contents
 
 
 def test_g01_a_grammar_that_cannot_be_is_one_requests_end(llm: LLM) -> None:

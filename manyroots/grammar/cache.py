@@ -9,14 +9,17 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
-from llguidance import LLMatcher, LLTokenizer
-
 from manyroots.errors import RequestError
+from manyroots.grammar.library import matchers
 from manyroots.grammar.source import grammar_text
 from manyroots.grammar.vocabulary import Vocabulary
 from manyroots.structured_outputs import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
 
 MAX_GRAMMARS = 256
 
@@ -74,9 +77,9 @@ class GrammarCache:
         """One that is there, or made now. Raises RequestError with the reason if it can't be."""
         if grammar := self.find(params):
             return grammar
-        tokenizer = self._load()
+        make, tokenizer = matchers(), self._load()
         try:
-            matcher = LLMatcher(tokenizer, grammar_text(params), log_level=0)
+            matcher = make(tokenizer, grammar_text(params), log_level=0)
             reason = _fault(matcher)
         except ValueError as error:
             reason = str(error)

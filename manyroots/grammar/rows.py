@@ -9,13 +9,15 @@ matcher share theirs, behind a lock) or with one for every four (each learns ane
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLMatcher
-from llguidance.numpy import fill_next_token_bitmask
 
 from manyroots.grammar.cache import CompiledGrammar
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 Masks = npt.NDArray[np.int32]
 _ALL = -1
@@ -66,6 +68,9 @@ class GrammarRows:
     def masks(self, known: Mapping[int, npt.NDArray[np.int32]]) -> tuple[Masks, dict[int, str]]:
         """A mask for each row, in the order of `known`, which has all of its tokens so far; and the
         reasons of rows that have none."""
+        # Here, as a machine may lack it on which nobody asks for a shape.
+        from llguidance.numpy import fill_next_token_bitmask
+
         masks = np.full((len(known), self._num_words), _ALL, np.int32)
         failures: dict[int, str] = {}
         for place, (row, tokens) in enumerate(known.items()):

@@ -13,10 +13,8 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from llguidance import LLMatcher
-from llguidance.gbnf_to_lark import any_to_lark
-
 from manyroots.errors import RequestError
+from manyroots.grammar.library import matchers
 from manyroots.json_schemas import WHITE_SPACE, closed
 from manyroots.structured_outputs import StructuredOutputsParams
 
@@ -31,6 +29,7 @@ _MAX_REASON_CHARACTERS = 600
 
 def check_structure(params: StructuredOutputsParams, field: str = "structured_outputs") -> None:
     """Raise RequestError if this can't be honoured. `field` is what the caller called it."""
+    matchers(field)
     fault = _fault(replace(params, prefix=None))
     if fault is not None:
         raise RequestError(f"{field} can't be honoured: {fault}", field=field)
@@ -53,14 +52,18 @@ def _answer(params: StructuredOutputsParams) -> dict[str, Any]:
         case "json_object":
             return _schema({"type": "object"})
         case "regex":
-            made = LLMatcher.grammar_from_regex(_unanchored(params.regex or ""))
+            made = matchers().grammar_from_regex(_unanchored(params.regex or ""))
             return {"lark_grammar": json.loads(made)["grammars"][0]["lark_grammar"]}
         case "choice":
             choices = " | ".join(json.dumps(text) for text in params.choice or ())
             return {"lark_grammar": f"start: {choices}"}
     text = params.grammar or ""
     # Lark's rules have a colon; GBNF's have two and an equals sign.
-    return {"lark_grammar": any_to_lark(text) if "::=" in text else text}
+    if "::=" not in text:
+        return {"lark_grammar": text}
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    return {"lark_grammar": any_to_lark(text)}
 
 
 def _schema(schema: Any) -> dict[str, Any]:
@@ -82,7 +85,7 @@ def _unanchored(regex: str) -> str:
 def _fault(params: StructuredOutputsParams) -> str | None:
     """Why it can't be honoured; None if it can."""
     try:
-        reason = LLMatcher.validate_grammar(grammar_text(params))
+        reason = matchers().validate_grammar(grammar_text(params))
     except RecursionError:
         reason = "it is nested too deeply."
     except Exception as error:  # whatever a caller's text provokes in a parser

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from llguidance import LLTokenizer
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,9 @@ class Vocabulary:
 
     def tokenizer(self) -> LLTokenizer:
         """Takes a moment."""
+        # Here, as a machine may lack it on which nobody asks for a shape.
+        from llguidance import LLTokenizer
+
         return LLTokenizer(_Wrapper(self), eos_token=list(self.eos_ids))  # type: ignore[arg-type]
 
 

@@ -19,7 +19,9 @@ from manyroots.text.tokenizer import SpecialTokens, Tokenizer
 
 _PLAIN, _FOR_TOOLS = "default", "tool_use"
 """What checkpoints with several templates call those of plain chats and of chats with tools."""
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+_WHOLE = "tokenizer.json"
+"""The file that has a tokenizer with all its rules."""
+_TOKENIZER_FILES = (_WHOLE, "tokenizer.model", "vocab.json", "tokenizer_config.json")
 _TEKKEN = "tekken.json"
 _OF_PROCESSORS = "chat_template.json"
 """Where checkpoints that also see have their template, some of them there alone."""
@@ -74,18 +76,33 @@ def _from_gguf(path: Path) -> Tokenizer:
     )
 
 
+def _has_own_rules(source: str, options: Mapping[str, Any]) -> bool:
+    """Whether there is a tokenizer.json, in a folder or on the hub."""
+    from transformers.utils import cached_file
+
+    if "gguf_file" in options:
+        return False
+    try:
+        return cached_file(source, _WHOLE, revision=options["revision"]) is not None
+    except (OSError, ValueError):  # of no such file, or name: told by who loads it
+        return False
+
+
 def _lacks_sentencepiece(folder: Path) -> bool:
-    has_other = any((folder / name).exists() for name in ("tokenizer.json", "vocab.json"))
+    has_other = any((folder / name).exists() for name in (_WHOLE, "vocab.json"))
     is_alone = (folder / "tokenizer.model").exists() and not has_other
     return is_alone and find_spec("sentencepiece") is None
 
 
 def _from_transformers(source: str, **options: Any) -> Tokenizer:
     # Imported here: it takes seconds, brings torch along, and a GGUF file does not need it.
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    # The other one chooses a class by the names in two configs, and most classes take the tokens
+    # of the file alone and bring their own rules for splitting and decoding, whatever it says.
+    kind: Any = PreTrainedTokenizerFast if _has_own_rules(source, options) else AutoTokenizer
     try:
-        loaded = AutoTokenizer.from_pretrained(source, trust_remote_code=False, **options)
+        loaded = kind.from_pretrained(source, trust_remote_code=False, **options)
     except Exception as error:  # transformers raises whatever the file at hand provokes
         if _lacks_sentencepiece(Path(source)):
             raise ModelError(
@@ -109,7 +126,8 @@ def _from_transformers(source: str, **options: Any) -> Tokenizer:
     _refuse_empty(backend, special, source)
     template: str | Mapping[str, str] | None = loaded.chat_template or _of_processor(source)
     if isinstance(template, Mapping):
-        return Tokenizer(backend, special, template.get(_PLAIN), template.get(_FOR_TOOLS))
+        [only] = template.values() if len(template) == 1 else [None]
+        return Tokenizer(backend, special, template.get(_PLAIN, only), template.get(_FOR_TOOLS))
     return Tokenizer(backend, special, template)
 
 

@@ -8,6 +8,7 @@ once, so that the engine need not doubt what it is sent.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import operator
 import os
@@ -58,6 +59,8 @@ class Intake:
         self._tokenizer = tokenizer
         self._rng = rng
         self._default_max_tokens = default_max_tokens
+        # Callers send the same list with every request.
+        self._bad_token_ids = functools.lru_cache(maxsize=64)(self._encode_bad_words)
 
     def encode(
         self, text: str, *, add_special_tokens: bool = True, field: str = "prompt"
@@ -98,7 +101,11 @@ class Intake:
         self._check_priority(priority)
         if sampling.structured_outputs is not None:
             check_structure(sampling.structured_outputs)
-        sampling = dataclasses.replace(sampling, max_tokens=self._max_tokens(tokens, sampling))
+        sampling = dataclasses.replace(
+            sampling,
+            max_tokens=self._max_tokens(tokens, sampling),
+            bad_token_ids=self._bad_token_ids(sampling.bad_words) if sampling.bad_words else (),
+        )
         others = dataclasses.replace(sampling, prompt_logprobs=None)
         stop_ids = self._stop_ids(sampling)
         if sampling.min_tokens and len(stop_ids) >= self._info.vocab_size:
@@ -107,6 +114,8 @@ class Intake:
                 "the text; give fewer stop_token_ids, or min_tokens 0.",
                 field="min_tokens",
             )
+        if sampling.has_token_rules:
+            self._check_something_left(sampling, stop_ids)
         return [
             Submit(
                 request_id=next_request_id(),
@@ -143,7 +152,11 @@ class Intake:
             )
 
     def _check_token_ids(self, sampling: SamplingParams) -> None:
-        named = {"logit_bias": sampling.logit_bias, "stop_token_ids": sampling.stop_token_ids}
+        named = {
+            "logit_bias": sampling.logit_bias,
+            "stop_token_ids": sampling.stop_token_ids,
+            "allowed_token_ids": sampling.allowed_token_ids or (),
+        }
         for name, tokens in named.items():
             for token in tokens:
                 if token >= self._info.vocab_size:
@@ -152,6 +165,42 @@ class Intake:
                         f"this model's ids are from 0 to {self._info.vocab_size - 1}.",
                         field=name,
                     )
+
+    def _encode_bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        """Sequences of tokens, by vLLM's rule: a word as a text begins with it, and as it follows a
+        space where that is other tokens and as many."""
+        encode = functools.partial(self._tokenizer.encode, add_special_tokens=False)
+        sequences: list[tuple[int, ...]] = []
+        for word in words:
+            bare = word.lstrip()
+            first, spaced = tuple(encode(bare)), tuple(encode(" " + bare))
+            sequences.append(first)
+            if spaced[:1] != first[:1] and len(spaced) == len(first):
+                sequences.append(spaced)
+        return tuple(dict.fromkeys(tokens for tokens in sequences if tokens))
+
+    def _check_something_left(self, sampling: SamplingParams, stop_ids: Sequence[int]) -> None:
+        """What can be said of the first token: later ones depend on those before them."""
+        forbidden = {ids[0] for ids in sampling.bad_token_ids if len(ids) == 1}
+        field = "bad_words" if sampling.allowed_token_ids is None else "allowed_token_ids"
+        if not self._num_left(sampling, forbidden):
+            raise RequestError(
+                f"{field} leaves no token that may be said, since bad_words forbids the others; "
+                "forbid fewer.",
+                field=field,
+            )
+        if sampling.min_tokens and not self._num_left(sampling, forbidden.union(stop_ids)):
+            raise RequestError(
+                f"{field} leaves none but tokens that end the text, and min_tokens is "
+                f"{sampling.min_tokens}; allow others, or set min_tokens to 0.",
+                field=field,
+            )
+
+    def _num_left(self, sampling: SamplingParams, without: set[int]) -> int:
+        """How many tokens may come, but for these."""
+        if sampling.allowed_token_ids is None:
+            return self._info.vocab_size - len(without)
+        return len(set(sampling.allowed_token_ids) - without)
 
     def _check_priority(self, priority: int) -> None:
         """Refused where it would have no effect: a caller must not think that it had."""

@@ -24,6 +24,8 @@ MAX_STOP_LENGTH = 256
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
+MAX_ALLOWED_TOKEN_IDS = 1 << 20
+MAX_BAD_WORDS = 1024
 MAX_TOKENS_LIMIT = 2**31 - 1
 GREEDY_BELOW = 1e-5
 """Temperatures below this are 0, as in vLLM: a quotient by less is beyond what numbers hold."""
@@ -66,6 +68,12 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     """The same for prompt tokens; such a request computes its whole prompt."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] | None = None
+    """Nothing else is sampled, the text's end neither unless it is one of them; None for all."""
+    bad_words: tuple[str, ...] = ()
+    """Never said by the tokens that spell them, at the beginning or behind a space."""
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()
+    """The same in tokens, of which none is sampled behind the others; the intake's to fill in."""
     structured_outputs: StructuredOutputsParams | None = None
     """The shape that the completion must have."""
     wants_hidden: bool = False
@@ -89,7 +97,8 @@ class SamplingParams:
         self._set("min_tokens", _int("min_tokens", self.min_tokens, 0, MAX_TOKENS_LIMIT))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
-                f"min_tokens ({self.min_tokens}) is larger than max_tokens ({self.max_tokens}).",
+                f"min_tokens ({self.min_tokens}) is larger than max_tokens ({self.max_tokens}); "
+                "lower it.",
                 field="min_tokens",
             )
         for name in ("logprobs", "prompt_logprobs"):
@@ -100,6 +109,8 @@ class SamplingParams:
         self._set("stop", _stops(self.stop))
         self._set("stop_token_ids", _stop_token_ids(self.stop_token_ids))
         self._set("logit_bias", _logit_bias(self.logit_bias))
+        self._set("allowed_token_ids", _allowed_token_ids(self.allowed_token_ids))
+        self._set("bad_words", _bad_words(self.bad_words))
         self._check_structure()
 
     def _check_structure(self) -> None:
@@ -134,6 +145,16 @@ class SamplingParams:
             or self.repetition_penalty != 1.0
         )
 
+    @property
+    def has_token_rules(self) -> bool:
+        """Whether single tokens are allowed or forbidden."""
+        return self.allowed_token_ids is not None or bool(self.bad_token_ids)
+
+    @property
+    def needs_mask(self) -> bool:
+        """Whether what may come next is to be worked out for each token."""
+        return self.structured_outputs is not None or self.has_token_rules
+
 
 # What is given may be of any type: a value from somebody's script, numpy's numbers among them.
 
@@ -167,29 +188,58 @@ def _bool(name: str, value: Any) -> bool:
 
 def _stops(given: Any) -> tuple[str, ...]:
     stops = (given,) if isinstance(given, str) else _items("stop", given, MAX_STOP_STRINGS)
-    for text in stops:
-        if not isinstance(text, str):
+    return tuple(_text("stop", text) for text in stops)
+
+
+def _bad_words(given: Any) -> tuple[str, ...]:
+    words = tuple(_text("bad_words", word) for word in _items("bad_words", given, MAX_BAD_WORDS))
+    for word in words:
+        if word.isspace():
             raise RequestError(
-                f"stop holds {_shown(text)}; it must be a string or strings.", field="stop"
+                f"bad_words holds {_shown(word)}, white space alone, and words are forbidden with "
+                "and without a space before them; forbid its tokens by logit_bias instead.",
+                field="bad_words",
             )
-        if not text:
-            raise RequestError("stop holds an empty string; remove it.", field="stop")
-        if len(text) > MAX_STOP_LENGTH:
-            raise RequestError(
-                f"a stop string has {len(text)} characters; at most {MAX_STOP_LENGTH} are allowed.",
-                field="stop",
-            )
-        if any("\ud800" <= character <= "\udfff" for character in text):
-            raise RequestError(
-                f"stop holds {_shown(text)}, a lone surrogate, which no text has; remove it.",
-                field="stop",
-            )
-    return tuple(str(text) for text in stops)
+    return words
+
+
+def _text(name: str, text: Any) -> str:
+    if not isinstance(text, str):
+        raise RequestError(f"{name} holds {_shown(text)}; it must be strings.", field=name)
+    if not text:
+        raise RequestError(f"{name} holds an empty string; remove it.", field=name)
+    if len(text) > MAX_STOP_LENGTH:
+        raise RequestError(
+            f"{name} holds a string of {len(text)} characters; at most {MAX_STOP_LENGTH} are "
+            "allowed.",
+            field=name,
+        )
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise RequestError(
+            f"{name} holds {_shown(text)}, a lone surrogate, which no text has; remove it.",
+            field=name,
+        )
+    return str(text)
 
 
 def _stop_token_ids(given: Any) -> tuple[int, ...]:
     items = _items("stop_token_ids", given, MAX_STOP_TOKEN_IDS)
     return tuple(_token_id("stop_token_ids", token) for token in items)
+
+
+def _allowed_token_ids(given: Any) -> tuple[int, ...] | None:
+    if given is None:
+        return None
+    items = _items("allowed_token_ids", given, MAX_ALLOWED_TOKEN_IDS)
+    if not items:
+        raise RequestError(
+            "allowed_token_ids is empty, so that nothing could be said; name some, or leave it "
+            "out.",
+            field="allowed_token_ids",
+        )
+    if set(map(type, items)) == {int} and min(items) >= 0 and max(items) < 2**31:
+        return items  # nearly always, and there may be as many as the vocabulary has
+    return tuple(_token_id("allowed_token_ids", token) for token in items)
 
 
 def _logit_bias(given: Any) -> dict[int, float]:

@@ -119,10 +119,24 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "grammar/rows.py",
-        "if kept.any():",
+        "if kept.any() or mine.matcher is None:",
         "if True:",
         "min_tokens leave nothing to choose behind a grammar's end",
         (f"{GRAMMAR}test_g01_no_end_before_min_tokens_unless_nothing_else_is_left",),
+    ),
+    Mutation(
+        "grammar/token_rules.py",
+        "tuple(output[-len(before) :].tolist()) == before",
+        "True",
+        "a bad word's last token is forbidden behind the last but one alone",
+        ("unit/grammar/test_token_rules.py::test_masks_leave_what_no_rule_forbids",),
+    ),
+    Mutation(
+        "runner/masks.py",
+        "if sampling.has_token_rules:",
+        "if False:",
+        "allowed_token_ids and bad_words pass the door and do nothing",
+        ("unit/test_llm_token_rules.py::test_allowed_token_ids_are_a_bias_of_all_others_away",),
     ),
     Mutation(
         "grammar/cache.py",

@@ -32,7 +32,7 @@ MAX_SALT_CHARACTERS = 256
 _SAME_NAMES = (
     "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "seed", "min_tokens", "ignore_eos", "include_stop_str_in_output",
-    "skip_special_tokens", "prompt_logprobs",
+    "skip_special_tokens", "prompt_logprobs", "allowed_token_ids", "bad_words",
 )  # fmt: skip
 
 

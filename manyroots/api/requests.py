@@ -73,6 +73,10 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     min_tokens: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
+    allowed_token_ids: list[int] | None = None
+    """Nothing else is sampled; the text's end neither, unless it is one of them."""
+    bad_words: list[str] | None = None
+    """Not said by the tokens that spell them."""
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -114,8 +118,6 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     best_of: Unsupported = None
     use_beam_search: Unsupported = None
     length_penalty: Unsupported = None
-    allowed_token_ids: Unsupported = None
-    bad_words: Unsupported = None
     spaces_between_special_tokens: Unsupported = None
     kv_transfer_params: Unsupported = None
     prompt_embeds: Unsupported = None
@@ -234,7 +236,6 @@ SAME_AS_ABSENT: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "verbosity": ("medium",),
     "echo": (False,),
-    "bad_words": ([],),
     "documents": ([],),
     "kv_transfer_params": ({},),
     "vllm_xargs": ({},),

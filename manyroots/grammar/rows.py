@@ -1,9 +1,10 @@
 """Where each row is in its grammar, and which tokens may come next.
 
-Takes rows' grammars and their tokens as they become known; gives packed masks. What goes wrong
-with one row's grammar is that row's fault alone. One thread uses it, and no others make masks: on
-16 cores a pool of them took longer than one thread, be it with a lexer for all rows (copies of a
-matcher share theirs, behind a lock) or with one for every four (each learns anew).
+Takes rows' grammars, their rules for single tokens and their tokens as they become known; gives
+packed masks. What goes wrong with one row's grammar is that row's fault alone. One thread uses it,
+and no others make masks: on 16 cores a pool of them took longer than one thread, be it with a lexer
+for all rows (copies of a matcher share theirs, behind a lock) or with one for every four (each
+learns anew).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from manyroots.grammar.cache import CompiledGrammar
+from manyroots.grammar.token_rules import TokenRules, take_out
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -24,19 +26,34 @@ _ALL = -1
 """Every bit of a word."""
 
 
-class _RowGrammar:
-    """One completion's way through its grammar."""
+_NOTHING_LEFT = (
+    "allowed_token_ids, bad_words and what else is asked of its output leave no token to go on with"
+)
 
-    __slots__ = ("early_stops", "matcher", "min_tokens", "num_consumed")
+
+class _RowGrammar:
+    """One completion's way through its grammar, if it has one, and its rules for tokens."""
+
+    __slots__ = (
+        "early_stops",
+        "matcher",
+        "min_tokens",
+        "num_consumed",
+        "num_prompt_tokens",
+        "rules",
+    )
 
     def __init__(
         self,
-        grammar: CompiledGrammar,
+        grammar: CompiledGrammar | None,
+        rules: TokenRules | None,
         num_prompt_tokens: int,
         min_tokens: int,
         stops: Sequence[int],
     ) -> None:
-        self.matcher = grammar.start()
+        self.matcher = None if grammar is None else grammar.start()
+        self.rules = rules
+        self.num_prompt_tokens = num_prompt_tokens
         self.num_consumed = num_prompt_tokens
         """Tokens of the sequence that the matcher has behind it; the prompt's are not its own."""
         self.min_tokens = num_prompt_tokens + min_tokens
@@ -53,14 +70,16 @@ class GrammarRows:
     def begin(
         self,
         row: int,
-        grammar: CompiledGrammar,
+        grammar: CompiledGrammar | None,
         num_prompt_tokens: int,
         *,
+        rules: TokenRules | None = None,
         min_tokens: int = 0,
         stop_ids: Sequence[int] = (),
     ) -> None:
         """A sequence takes a row. What it has beyond the prompt is consumed with its next mask."""
-        self._rows[row] = _RowGrammar(grammar, num_prompt_tokens, min_tokens, stop_ids)
+        mine = _RowGrammar(grammar, rules, num_prompt_tokens, min_tokens, stop_ids)
+        self._rows[row] = mine
 
     def forget(self, row: int) -> None:
         self._rows.pop(row, None)
@@ -75,26 +94,42 @@ class GrammarRows:
         failures: dict[int, str] = {}
         for place, (row, tokens) in enumerate(known.items()):
             mine = self._rows[row]
-            mine.matcher.consume_tokens(tokens[mine.num_consumed :].tolist())
-            mine.num_consumed = len(tokens)
-            if not mine.matcher.is_error():
-                fill_next_token_bitmask(mine.matcher, masks, place)
-            if mine.matcher.is_error():
-                failures[row] = _reason(mine.matcher)
+            reason = _follow(mine, tokens, masks, place)
+            if reason is None:
+                reason = _narrow(mine, tokens, masks[place].view(np.uint32))
+            if reason is not None:
+                failures[row] = reason
                 masks[place] = _ALL
-            elif len(tokens) < mine.min_tokens:
-                _take_out(masks[place], mine.early_stops)
         return masks, failures
 
 
-def _take_out(mask: npt.NDArray[np.int32], stops: Sequence[int]) -> None:
-    """No end before min_tokens, unless nothing else is left: the grammar's end is the text's."""
-    bits = mask.view(np.uint32)
-    kept = bits.copy()
-    for token in stops:
-        kept[token // 32] &= np.uint32(~(1 << token % 32) & 0xFFFFFFFF)
-    if kept.any():
-        bits[:] = kept
+def _follow(
+    mine: _RowGrammar, tokens: npt.NDArray[np.int32], masks: Masks, place: int
+) -> str | None:
+    """Fill in what a row's grammar allows; why it can't, or None."""
+    if mine.matcher is None:
+        return None
+    mine.matcher.consume_tokens(tokens[mine.num_consumed :].tolist())
+    mine.num_consumed = len(tokens)
+    if not mine.matcher.is_error():
+        fill_next_token_bitmask(mine.matcher, masks, place)
+    return _reason(mine.matcher) if mine.matcher.is_error() else None
+
+
+def _narrow(
+    mine: _RowGrammar, tokens: npt.NDArray[np.int32], mask: npt.NDArray[np.uint32]
+) -> str | None:
+    """Take out what the row's rules forbid, and ends that would come too early; why nothing is
+    left, or None."""
+    if mine.rules is not None:
+        mine.rules.narrow(mask, tokens[mine.num_prompt_tokens :])
+    if len(tokens) < mine.min_tokens:
+        kept = mask.copy()
+        take_out(kept, mine.early_stops)
+        # The end of a grammar is the text's, before min_tokens too.
+        if kept.any() or mine.matcher is None:
+            mask[:] = kept
+    return _NOTHING_LEFT if mine.rules is not None and not mask.any() else None
 
 
 def _reason(matcher: LLMatcher) -> str:

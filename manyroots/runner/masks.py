@@ -1,7 +1,8 @@
-"""The masks of rows whose output has a shape: made on the host, applied by the sampler.
+"""The masks of rows whose output has a shape, or that may say some tokens alone: made on the host,
+applied by the sampler.
 
-Takes arrivals with a grammar, and rows whose tokens are all known; writes their masks into the
-sampler's tables, ordered on the stream of the steps.
+Takes arrivals with a grammar or with rules for tokens, and rows whose tokens are all known; writes
+their masks into the sampler's tables, ordered on the stream of the steps.
 """
 
 from __future__ import annotations
@@ -10,31 +11,38 @@ import torch
 
 from manyroots.grammar.cache import GrammarCache
 from manyroots.grammar.rows import GrammarRows
+from manyroots.grammar.token_rules import TokenRules
 from manyroots.kernels.sampling.rows import SamplingTables
 from manyroots.runner.batch import PersistentBatch
 from manyroots.step import Arrival, Int32s
 
 
 class RowMasks:
-    """Grammars by row. Used by the thread that launches, alone."""
+    """Grammars and rules by row. Used by the thread that launches, alone."""
 
     def __init__(self, grammars: GrammarCache, batch: PersistentBatch, vocab_size: int) -> None:
         self._grammars = grammars
         self._batch = batch
+        self._vocab_size = vocab_size
         self._rows = GrammarRows(vocab_size)
 
     def begin(self, arrival: Arrival) -> None:
         """Raises if the grammar is not there."""
-        params = arrival.sampling.structured_outputs
-        assert params is not None
-        grammar = self._grammars.find(params)
-        if grammar is None:
-            raise RuntimeError("the grammar of a running request is gone")
+        sampling = arrival.sampling
+        grammar = rules = None
+        if sampling.structured_outputs is not None:
+            grammar = self._grammars.find(sampling.structured_outputs)
+            if grammar is None:
+                raise RuntimeError("the grammar of a running request is gone")
+        if sampling.has_token_rules:
+            allowed, forbidden = sampling.allowed_token_ids, sampling.bad_token_ids
+            rules = TokenRules(self._vocab_size, allowed, forbidden)
         self._rows.begin(
             arrival.row,
             grammar,
             arrival.num_prompt_tokens,
-            min_tokens=arrival.sampling.min_tokens,
+            rules=rules,
+            min_tokens=sampling.min_tokens,
             stop_ids=arrival.stop_ids,
         )
 

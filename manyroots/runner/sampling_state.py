@@ -82,7 +82,7 @@ class SamplingState:
     def __init__(
         self, max_num_seqs: int, tables: SamplingTables, masks: RowMasks | None = None
     ) -> None:
-        """`masks`: None where no row has a grammar, or another rank chooses tokens."""
+        """`masks`: None where no row needs one, or another rank chooses tokens."""
         self.tables = tables
         self._masks = masks
         num_rows = max_num_seqs + 1
@@ -229,7 +229,7 @@ class SamplingState:
             entries.stop(row, arrival.stop_ids)
             self._num_stops[row] = len(arrival.stop_ids)
             self._min_tokens[row] = params.min_tokens
-        if params.structured_outputs is not None and self._masks is not None:
+        if params.needs_mask and self._masks is not None:
             self._masks.begin(arrival)
             self._has_mask[row] = True
         if params.logprobs is not None:

@@ -52,6 +52,7 @@ IN_RANGE: dict[str, list[Any]] = {
     "prompt_logprobs": [0, 20], "ignore_eos": [True], "include_stop_str_in_output": [True],
     "skip_special_tokens": [False], "stop": ["x", None, ["a", "b"]],
     "stop_token_ids": [None, [0], list(range(128)), {5}], "logit_bias": [None, {5: 100, 7: -100}],
+    "allowed_token_ids": [None, [5], range(200), {7, 8}], "bad_words": [None, ["a", "b c"], []],
 }  # fmt: skip
 
 

@@ -51,6 +51,8 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     min_tokens: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
     ignore_eos: bool | None = None
     structured_outputs: StructuredOutputs | None = None
     lora_path: str | list[str | None] | None = None
@@ -91,8 +93,8 @@ REMEDIES: dict[str, tuple[tuple[Any, ...], str]] = {
 SAME_IN_CHATS = (
     "stream", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "logit_bias", "seed", "min_tokens", "stop", "stop_token_ids",
-    "ignore_eos", "structured_outputs", "lora_path", "cache_salt", "priority",
-    "chat_template_kwargs", "parallel_tool_calls",
+    "allowed_token_ids", "bad_words", "ignore_eos", "structured_outputs", "lora_path",
+    "cache_salt", "priority", "chat_template_kwargs", "parallel_tool_calls",
 )  # fmt: skip
 """Fields that a chat has, too."""
 NAMES = {

@@ -35,6 +35,31 @@ async def test_g04_other_numbers_are_none(value: Any) -> None:
     assert error_of(response)["param"] == "max_tokens"
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+async def test_g04_tokens_that_may_or_may_not_be_said_reach_the_engine(path: str) -> None:
+    engine = FakeEngine()
+    body: dict[str, Any] = {"model": "tiny", "allowed_token_ids": [7, 9.0], "bad_words": ["ab"]}
+    asked = {"/v1/completions": {"prompt": "hi"}, "/v1/responses": {"input": "hi"}}
+    body |= asked.get(path, {"messages": [USER]})
+    response = await Harness(engine).post(path, body)
+    assert response.status_code == 200, response.text
+    sampling = engine.submitted[0].sampling
+    assert sampling.allowed_token_ids == (7, 9)
+    assert sampling.bad_token_ids == ((ord("a"), ord("b")),)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("allowed_token_ids", []), ("allowed_token_ids", [-1]), ("allowed_token_ids", [10**6]),
+     ("allowed_token_ids", "5"), ("bad_words", [""]), ("bad_words", [" "]), ("bad_words", "ab"),
+     ("bad_words", ["x"] * 1025), ("bad_words", ["x" * 257])],
+)  # fmt: skip
+async def test_g04_rules_for_tokens_that_can_not_be_kept_are_refused(name: str, value: Any) -> None:
+    response = await Harness().chat(**{name: value})
+    assert response.status_code == 400
+    assert error_of(response)["param"] == name
+
+
 @pytest.mark.parametrize(
     "fields",
     [

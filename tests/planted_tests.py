@@ -77,9 +77,14 @@ def warm_up() -> None:
 
 def outcomes(nodes: Iterable[str]) -> dict[str, str]:
     """How each of these tests ends in a process forked for them."""
-    with tempfile.NamedTemporaryFile("r") as told:
+    # What a process leaves that ends at once, or with a fault, goes with the folder.
+    with (
+        tempfile.TemporaryDirectory(prefix="mr-") as home,
+        tempfile.NamedTemporaryFile("r") as told,
+    ):
         child = os.fork()
         if not child:
+            tempfile.tempdir = os.environ["TMPDIR"] = home
             _run_and_tell(sorted(set(nodes)), told.name)
         os.waitpid(child, 0)
         found: dict[str, str] = json.loads(told.read() or "{}")

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import queue
+import shutil
 import socket
 import sys
 import threading
@@ -113,12 +114,18 @@ def _follow(inbox: queue.SimpleQueue[tuple[RankMessageKind, Any]], steps: Steps)
 
 
 def _receive(channel: Channel, inbox: queue.SimpleQueue[tuple[RankMessageKind, Any]]) -> None:
+    folder = ""
     while True:
         try:
-            inbox.put(decode(channel.receive()))
+            kind, body = decode(channel.receive())
         except ClosedError:
-            # The first rank is gone, and with it everyone who waited for this one.
+            # The first rank is gone, and with it everyone who waited for this one. It was killed:
+            # it would have cleared up.
+            shutil.rmtree(folder, ignore_errors=True)
             os._exit(1)
+        if kind is RankMessageKind.JOIN:
+            folder = body.folder
+        inbox.put((kind, body))
 
 
 def _standard_input() -> socket.socket:

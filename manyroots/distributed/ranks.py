@@ -28,7 +28,8 @@ CLOSE_TIMEOUT_S = 5.0
 
 
 class Ranks:
-    """Owns the processes of ranks 1 and up, and the folder in which all ranks meet."""
+    """Owns the processes of ranks 1 and up, and the folder in which all ranks meet. They look for
+    each other there as long as the group is there; if this process is killed, they remove it."""
 
     def __init__(
         self, size: int, settings: EngineSettings, *, command: Sequence[str] = RANK_COMMAND

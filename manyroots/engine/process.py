@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import time
+from pathlib import Path
 from socket import socketpair
 
 import zmq
@@ -36,7 +37,7 @@ def main(address: str, begin: float) -> int:
         level=os.environ.get("MANYROOTS_LOG_LEVEL", "INFO").upper(),
         format="%(asctime)s engine %(levelname)s %(message)s",
     )
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(address,), daemon=True).start()
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)
     socket.connect(address)
@@ -136,11 +137,16 @@ class _Bell:
         self.ear.close()
 
 
-def _exit_with_parent() -> None:
-    """Standard input is a pipe that the parent holds open; its end means the parent is gone."""
+def _exit_with_parent(address: str) -> None:
+    """Standard input is a pipe that the parent holds open; its end means the parent is gone. If
+    that was before we had connected, the folder of its socket is there still."""
     # os.read, not sys.stdin: a thread inside a buffered reader makes the interpreter's exit abort.
     while os.read(0, 4096):
         pass
+    socket = Path(address.removeprefix("ipc://"))
+    with contextlib.suppress(OSError):
+        socket.unlink(missing_ok=True)
+        socket.parent.rmdir()
     os._exit(1)
 
 

@@ -150,7 +150,8 @@ def test_a_rank_that_cannot_load_says_why(model: str, reason: str) -> None:
         ranks.close()
 
 
-def test_ranks_end_with_the_process_that_started_them() -> None:
+def test_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
+    """And take the folder along in which they met: nobody else is left to."""
     code = """
 import os
 from tests.unit.distributed.test_ranks import Ranked
@@ -164,9 +165,11 @@ os._exit(0)
         check=True,
         timeout=PATIENCE_S,
         cwd=root,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
     )  # fmt: skip
     pid = int(done.stdout)
     deadline = time.monotonic() + AT_ONCE_S
     while Path(f"/proc/{pid}").exists():
         assert time.monotonic() < deadline, f"rank {pid} outlives its parent"
         time.sleep(0.05)
+    assert list(tmp_path.iterdir()) == []

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 Masks = npt.NDArray[np.int32]
 _ALL = -1
 """Every bit of a word."""
-
-
 _NOTHING_LEFT = (
     "allowed_token_ids, bad_words and what else is asked of its output leave no token to go on with"
 )
@@ -87,9 +85,6 @@ class GrammarRows:
     def masks(self, known: Mapping[int, npt.NDArray[np.int32]]) -> tuple[Masks, dict[int, str]]:
         """A mask for each row, in the order of `known`, which has all of its tokens so far; and the
         reasons of rows that have none."""
-        # Here, as a machine may lack it on which nobody asks for a shape.
-        from llguidance.numpy import fill_next_token_bitmask
-
         masks = np.full((len(known), self._num_words), _ALL, np.int32)
         failures: dict[int, str] = {}
         for place, (row, tokens) in enumerate(known.items()):
@@ -109,6 +104,9 @@ def _follow(
     """Fill in what a row's grammar allows; why it can't, or None."""
     if mine.matcher is None:
         return None
+    # Here, as a machine may lack it on which nobody asks for a shape.
+    from llguidance.numpy import fill_next_token_bitmask
+
     mine.matcher.consume_tokens(tokens[mine.num_consumed :].tolist())
     mine.num_consumed = len(tokens)
     if not mine.matcher.is_error():

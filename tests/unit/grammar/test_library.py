@@ -30,7 +30,9 @@ def test_g01_without_its_library_a_shape_is_refused_and_all_else_is_served(tmp_p
         with pytest.raises(RequestError, match="pip install llguidance"):
             llm.generate(["hello"], SamplingParams(max_tokens=2, structured_outputs=wanted))
         [plain] = llm.generate(["hello"], SamplingParams(temperature=0, max_tokens=2))
+        [ruled] = llm.generate(["hello"], SamplingParams(max_tokens=3, allowed_token_ids=(7,)))
     assert len(plain.outputs[0].token_ids) > 0
+    assert list(ruled.outputs[0].token_ids) == [7, 7, 7]
 
 
 @pytest.mark.usefixtures("absent")

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from manyroots.lora.targets import Target, TargetKind, Targets
+from manyroots.lora.targets import Side, Target, TargetKind, Targets
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -91,20 +91,20 @@ def tiny_targets(
     targets = {"model.embed_tokens": Target(TargetKind.EMBEDDING, vocab, hidden)}
     for layer in range(num_layers):
         attention = f"model.layers.{layer}.self_attn"
-        targets[f"{attention}.q_proj"] = Target(linear, hidden, hidden)
-        targets[f"{attention}.k_proj"] = Target(linear, hidden, kv)
-        targets[f"{attention}.v_proj"] = Target(linear, hidden, kv)
-        targets[f"{attention}.o_proj"] = Target(linear, hidden, hidden)
+        targets[f"{attention}.q_proj"] = Target(linear, hidden, hidden, side=Side.OUTPUT)
+        targets[f"{attention}.k_proj"] = Target(linear, hidden, kv, side=Side.OUTPUT)
+        targets[f"{attention}.v_proj"] = Target(linear, hidden, kv, side=Side.OUTPUT)
+        targets[f"{attention}.o_proj"] = Target(linear, hidden, hidden, side=Side.INPUT)
         kind = linear if num_experts is None else TargetKind.EXPERTS
         mlp = f"model.layers.{layer}.mlp" + ("" if num_experts is None else ".experts")
         if num_experts is not None:
             targets[f"model.layers.{layer}.mlp.gate"] = Target(linear, hidden, num_experts)
-        into = Target(kind, hidden, intermediate, num_experts, is_interleaved)
+        into = Target(kind, hidden, intermediate, num_experts, is_interleaved, side=Side.OUTPUT)
         targets[f"{mlp}.gate_proj"] = targets[f"{mlp}.up_proj"] = into
         targets[f"{mlp}.down_proj"] = Target(
-            kind, intermediate, hidden, num_experts, is_interleaved
+            kind, intermediate, hidden, num_experts, is_interleaved, side=Side.INPUT
         )
-    targets["lm_head"] = Target(linear, hidden, vocab)
+    targets["lm_head"] = Target(linear, hidden, vocab, side=Side.OUTPUT)
     return targets
 
 

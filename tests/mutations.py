@@ -1801,10 +1801,10 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("unit/models/test_sharding.py::test_w16_two_ranks_give_one_ranks_logits[granite-h]",),
     ),
     Mutation(
-        "models/sharding.py",
-        '"in_proj_qkv": Side.OUTPUT,',
-        "",
-        "every rank has all of an adapter for the delta net's projections",
+        "layers/linear.py",
+        "parts, pieces=pieces, side=side)",
+        "parts, pieces=pieces)",
+        "every rank has all of an adapter",
         (
             "unit/models/test_adapter_sharding.py::"
             "test_w16_two_ranks_give_one_ranks_logits_with_adapters"

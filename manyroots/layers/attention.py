@@ -21,7 +21,8 @@ from manyroots.layers.norm import RMSNorm
 from manyroots.layers.product import Product
 from manyroots.layers.spec import AttentionSpec
 from manyroots.layers.step import Step
-from manyroots.layers.weights.fill import Fill, Fills, Side
+from manyroots.layers.weights.fill import Fill, Fills
+from manyroots.lora.targets import Side
 from manyroots.store.adapter_sites import SitePart
 
 

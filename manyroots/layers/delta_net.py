@@ -22,8 +22,8 @@ from manyroots.layers.linear import Linear
 from manyroots.layers.product import Product
 from manyroots.layers.spec import DeltaSpec
 from manyroots.layers.step import Step
-from manyroots.layers.weights.fill import Fill, Fills, Side
-from manyroots.lora.targets import OutputPiece
+from manyroots.layers.weights.fill import Fill, Fills
+from manyroots.lora.targets import OutputPiece, Side
 from manyroots.store.adapter_sites import SitePart
 
 

@@ -16,9 +16,9 @@ from manyroots.kernels.choice import Kernels
 from manyroots.kernels.lora_sites.sites import EmbeddingSite, LoraRows
 from manyroots.layers.linear import Linear
 from manyroots.layers.step import Step
-from manyroots.layers.weights.fill import Fill, Fills, Side
+from manyroots.layers.weights.fill import Fill, Fills
 from manyroots.layers.weights.weight import Weight
-from manyroots.lora.targets import TargetKind
+from manyroots.lora.targets import Side, TargetKind
 from manyroots.store.adapter_sites import LoraSite, SitePart
 
 

@@ -22,9 +22,9 @@ from manyroots.kernels.norm.undivided import Rows, UndividedNorm
 from manyroots.kernels.scaled import ScaledMatrix
 from manyroots.layers.product import Product
 from manyroots.layers.step import Step
-from manyroots.layers.weights.fill import Fill, Fills, Side
+from manyroots.layers.weights.fill import Fill, Fills
 from manyroots.layers.weights.weight import Weight
-from manyroots.lora.targets import OutputPiece, TargetKind
+from manyroots.lora.targets import OutputPiece, Side, TargetKind
 from manyroots.store.adapter_sites import LoraSite, SitePart
 
 
@@ -55,7 +55,7 @@ class Linear:
             may_be_quantized=may_be_quantized,
         )  # fmt: skip
         self.bias = torch.empty(out_features, dtype=dtype, device=device) if bias else None
-        self.site = LoraSite(TargetKind.LINEAR, in_features, parts, pieces=pieces)
+        self.site = LoraSite(TargetKind.LINEAR, in_features, parts, pieces=pieces, side=side)
         self.pooled: LinearSite | None = None
         """Where adapters' weights for it lie; None in a model without adapters."""
         ends = list(accumulate(parts.values()))

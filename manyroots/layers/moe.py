@@ -27,10 +27,10 @@ from manyroots.layers.linear import Linear
 from manyroots.layers.product import Product
 from manyroots.layers.spec import ExpertsSpec
 from manyroots.layers.step import Step
-from manyroots.layers.weights.fill import Fill, Fills, Side
+from manyroots.layers.weights.fill import Fill, Fills
 from manyroots.layers.weights.formats import mxfp4_format
 from manyroots.layers.weights.mxfp4 import empty_experts, expert_fills
-from manyroots.lora.targets import TargetKind
+from manyroots.lora.targets import Side, TargetKind
 from manyroots.store.adapter_sites import LoraSite, SitePart
 
 
@@ -62,12 +62,14 @@ class Experts:
         )
         kind, both = TargetKind.EXPERTS, {"gate_proj": inner, "up_proj": inner}
 
-        def site(in_features: int, parts: dict[str, int]) -> LoraSite:
+        def site(in_features: int, parts: dict[str, int], side: Side) -> LoraSite:
             turns = spec.is_interleaved
-            return LoraSite(kind, in_features, parts, num_experts=count, is_interleaved=turns)
+            return LoraSite(
+                kind, in_features, parts, num_experts=count, is_interleaved=turns, side=side
+            )
 
-        self.gate_up_site = site(hidden_size, both)
-        self.down_site = site(inner, {"down_proj": hidden_size})
+        self.gate_up_site = site(hidden_size, both, Side.OUTPUT)
+        self.down_site = site(inner, {"down_proj": hidden_size}, Side.INPUT)
 
     def weights(self, name: str) -> Fills:
         """Where a checkpoint's tensors go: each expert's three matrices, as views of the stack."""

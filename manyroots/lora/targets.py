@@ -24,6 +24,14 @@ class TargetKind(enum.Enum):
     """LINEAR, once per expert; either side may be one matrix shared by all of them."""
 
 
+class Side(enum.Enum):
+    """What of a projection is divided among ranks. An adapter's delta B A follows the weight that
+    it changes: by output B is divided, by input A."""
+
+    OUTPUT = "output"
+    INPUT = "input"
+
+
 @dataclass(frozen=True, slots=True)
 class OutputPiece:
     """One of several that lie one behind the other in a weight's output."""
@@ -48,6 +56,8 @@ class Target:
     up by turns (gpt-oss). Adapters that PEFT made for such parameters are, too."""
     pieces: tuple[OutputPiece, ...] = ()
     """What its output consists of, where ranks divide that piece by piece."""
+    side: Side | None = None
+    """What ranks divide of it; None: all have the whole."""
 
 
 Targets = Mapping[str, Target]

@@ -1,13 +1,12 @@
 """A rank's part of a description and of an adapter.
 
 Takes whole things (a spec, an adapter's pairs) and a rank's place; gives that rank's part. Which
-side of a weight is cut is told in `layers/weights/fill.py`; an adapter's delta B A follows the
-weight that it changes: by output B is cut, by input A.
+side of a weight is cut its layer says, to checkpoints (`layers/weights/fill.py`) and to adapters
+(`lora/targets.py`) alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -17,40 +16,10 @@ from torch import Tensor
 from manyroots.distributed.shard import Shard
 from manyroots.errors import ConfigError
 from manyroots.layers.spec import BlockSpec, DenseSpec, Divide, ExpertsSpec, LayerSpec, SharedSpec
-from manyroots.layers.weights.fill import Side, piecewise, whole_size
-from manyroots.lora.targets import OutputPiece, Target, Targets
+from manyroots.layers.weights.fill import piecewise, whole_size
+from manyroots.lora.targets import Side, Target, Targets
 from manyroots.models.spec import ModelSpec
 from manyroots.store.adapter_weights import AdapterWeights, LoraPair
-
-SIDES = {
-    "q_proj": Side.OUTPUT,
-    "k_proj": Side.OUTPUT,
-    "v_proj": Side.OUTPUT,
-    "gate_proj": Side.OUTPUT,
-    "up_proj": Side.OUTPUT,
-    "lm_head": Side.OUTPUT,
-    "o_proj": Side.INPUT,
-    "down_proj": Side.INPUT,
-    "w1": Side.OUTPUT,
-    "w3": Side.OUTPUT,
-    "w2": Side.INPUT,
-    "in_proj": Side.OUTPUT,
-    "in_proj_qkvz": Side.OUTPUT,
-    "in_proj_ba": Side.OUTPUT,
-    "in_proj_qkv": Side.OUTPUT,
-    "in_proj_z": Side.OUTPUT,
-    "in_proj_b": Side.OUTPUT,
-    "in_proj_a": Side.OUTPUT,
-    "out_proj": Side.INPUT,
-    "input_linear": Side.OUTPUT,
-    "output_linear": Side.INPUT,
-}
-"""By the last part of a projection's name; projections that are not here are whole everywhere."""
-
-
-def side_of(target: str) -> Side | None:
-    """Of a projection, by its checkpoint name without `.weight`."""
-    return SIDES.get(target.rpartition(".")[2])
 
 
 def rank_spec(spec: ModelSpec, shard: Shard) -> ModelSpec:
@@ -94,10 +63,7 @@ def cut_adapter(weights: AdapterWeights, shard: Shard, targets: Targets) -> Adap
     `targets`: what the rank has of each weight."""
     if shard.is_whole:
         return weights
-    cut = {
-        name: _cut_pair(name, pair, shard, targets[name].pieces)
-        for name, pair in weights.pairs.items()
-    }
+    cut = {name: _cut_pair(pair, shard, targets[name]) for name, pair in weights.pairs.items()}
     sizes = [half.numel() for pair in cut.values() for half in (pair.a, pair.b)]
     is_pinned = weights.buffer.is_pinned()
     buffer = torch.empty(sum(sizes), dtype=weights.buffer.dtype, pin_memory=is_pinned)
@@ -114,7 +80,7 @@ def whole_targets(targets: Targets, shard: Shard, vocab_size: int) -> dict[str, 
     """What adapters may change of the whole model, given a rank's part: files are of the whole."""
     whole = {}
     for name, target in targets.items():
-        match side_of(name):
+        match target.side:
             case Side.OUTPUT if name == "lm_head":
                 target = replace(target, out_features=vocab_size)  # ranks' parts may differ
             case Side.OUTPUT if target.pieces:
@@ -132,10 +98,10 @@ def whole_targets(targets: Targets, shard: Shard, vocab_size: int) -> dict[str, 
     return whole
 
 
-def _cut_pair(name: str, pair: LoraPair, shard: Shard, pieces: Sequence[OutputPiece]) -> LoraPair:
-    match side_of(name):
-        case Side.OUTPUT if pieces:
-            return replace(pair, b=piecewise(pair.b, -2, pieces, shard))
+def _cut_pair(pair: LoraPair, shard: Shard, target: Target) -> LoraPair:
+    match target.side:
+        case Side.OUTPUT if target.pieces:
+            return replace(pair, b=piecewise(pair.b, -2, target.pieces, shard))
         case Side.OUTPUT:
             return replace(pair, b=pair.b[..., shard.part(pair.b.shape[-2]), :])
         case Side.INPUT:

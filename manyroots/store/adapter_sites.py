@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from manyroots.errors import ConfigError
-from manyroots.lora.targets import OutputPiece, Target, TargetKind
+from manyroots.lora.targets import OutputPiece, Side, Target, TargetKind
 
 
 class LoraSite:
@@ -29,16 +29,18 @@ class LoraSite:
         factor: float = 1.0,
         is_interleaved: bool = False,
         pieces: Mapping[str, tuple[OutputPiece, ...]] | None = None,
+        side: Side | None = None,
     ) -> None:
         """`parts`: the width of each in the output, by name. `factor`: what the model multiplies
         the output with, where an adapter's is multiplied, too (a scaled embedding).
-        `is_interleaved`, and `pieces` by part: see `Target`."""
+        `is_interleaved`, `side`, and `pieces` by part: see `Target`."""
         self.kind = kind
         self.factor = factor
         self.in_features = in_features
         self.out_features = sum(parts.values())
         self.num_experts = num_experts
         self.is_interleaved = is_interleaved
+        self._side = side
         self._parts = dict(parts)
         self._pieces = dict(pieces or {})
 
@@ -48,7 +50,7 @@ class LoraSite:
         for part, size in self._parts.items():
             target = Target(
                 self.kind, self.in_features, size, self.num_experts, self.is_interleaved,
-                self._pieces.get(part, ()),
+                self._pieces.get(part, ()), self._side,
             )  # fmt: skip
             name = f"{folder}.{part}" if part else folder
             yield name, SitePart(self, slice(start, start + size), target)

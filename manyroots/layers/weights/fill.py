@@ -1,7 +1,7 @@
 """Where a checkpoint's tensor goes, and which part of it this rank has.
 
 A layer gives one `Fill` for each tensor that it takes from a checkpoint, by name; the loader hands
-it the whole tensor. What is divided among ranks is said here, once for weights and for adapters:
+it the whole tensor. What is divided among ranks, of weights and of adapters for them:
 
     q, k, v, gate, up, head   by output   W [out, in] and B are cut by rows; nothing to add up
     o, down                   by input    W and A are cut by columns; ranks add up their products
@@ -14,7 +14,6 @@ cut like dense blocks, each of them, so that every rank has a part of every expe
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -23,13 +22,6 @@ from torch import Tensor
 
 from manyroots.distributed.shard import WHOLE, Shard
 from manyroots.lora.targets import OutputPiece
-
-
-class Side(enum.Enum):
-    """What of a projection is divided among ranks."""
-
-    OUTPUT = "output"
-    INPUT = "input"
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,9 @@ from torch import Tensor
 from manyroots.distributed.shard import Shard
 from manyroots.errors import ConfigError
 from manyroots.kernels.scaled import Matrix, ScaledMatrix, quantize_rows
-from manyroots.layers.weights.fill import Fill, Fills, Side
+from manyroots.layers.weights.fill import Fill, Fills
 from manyroots.layers.weights.formats import fp8_format
+from manyroots.lora.targets import Side
 
 
 def empty_matrix(

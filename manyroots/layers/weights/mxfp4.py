@@ -23,9 +23,10 @@ from manyroots.kernels.mxfp4 import (
     Mxfp4Matrix,
     quantize,
 )
-from manyroots.layers.weights.fill import Fill, Fills, Side
+from manyroots.layers.weights.fill import Fill, Fills
 from manyroots.layers.weights.formats import Mxfp4Format, mxfp4_format
 from manyroots.layers.weights.fp8 import empty_matrix, matrix_fills
+from manyroots.lora.targets import Side
 
 KIND = "weight_mxfp4"
 """How a checkpoint's name ends behind a projection: uint8 [rows, groups, 16 bytes of two numbers

@@ -20,8 +20,9 @@ from manyroots.kernels.blocks import BlockMatrix, pack_blocks
 from manyroots.kernels.fp8_rows import Fp8Rows, values_of
 from manyroots.kernels.packed import PackedMatrix, can_pack, pack
 from manyroots.kernels.scaled import Matrix, plain
-from manyroots.layers.weights.fill import Fills, Side
+from manyroots.layers.weights.fill import Fills
 from manyroots.layers.weights.fp8 import empty_matrix, matrix_fills
+from manyroots.lora.targets import Side
 
 _packs: ContextVar[bool] = ContextVar("packs", default=False)
 

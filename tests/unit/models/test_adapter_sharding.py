@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,9 @@ from torch import Tensor
 from manyroots.distributed.shard import WHOLE, Shard
 from manyroots.ids import AdapterSlot
 from manyroots.kernels.tolerances import assert_close
-from manyroots.lora.targets import Target, TargetKind, Targets
+from manyroots.lora.targets import Side, Target, TargetKind, Targets
 from manyroots.models.decoder import Decoder
-from manyroots.models.sharding import Side, cut_adapter, side_of, whole_targets
+from manyroots.models.sharding import cut_adapter, whole_targets
 from manyroots.store.adapter_files import read_adapter
 from manyroots.store.adapter_weights import AdapterWeights
 from tests.adapter_folders import ExpertFormat, Recipe, tiny_targets, write_adapter
@@ -47,7 +48,7 @@ def test_w16_parts_of_an_adapter_make_up_the_whole(
     parts = [cut_adapter(whole, Shard(rank, size), TARGETS) for rank in range(size)]
     for name, pair in whole.pairs.items():
         own = [part.pairs[name] for part in parts]
-        match side_of(name):
+        match TARGETS[name].side:
             case Side.OUTPUT:
                 assert all(torch.equal(part.a, pair.a) for part in own)
                 assert torch.equal(torch.cat([part.b for part in own], -2), pair.b)
@@ -81,19 +82,20 @@ def test_one_rank_has_the_adapter_itself(tmp_path: Path) -> None:
 
 
 def test_files_are_checked_against_the_whole_model() -> None:
+    by_output, by_input = (partial(Target, side=side) for side in (Side.OUTPUT, Side.INPUT))
     part = {
         "model.embed_tokens": Target(TargetKind.EMBEDDING, 97, 48),
-        "model.layers.0.self_attn.q_proj": Target(TargetKind.LINEAR, 48, 24),
-        "model.layers.0.self_attn.o_proj": Target(TargetKind.LINEAR, 24, 48),
-        "model.layers.0.mlp.experts.down_proj": Target(TargetKind.EXPERTS, 12, 48, 8),
-        "lm_head": Target(TargetKind.LINEAR, 48, 49),
+        "model.layers.0.self_attn.q_proj": by_output(TargetKind.LINEAR, 48, 24),
+        "model.layers.0.self_attn.o_proj": by_input(TargetKind.LINEAR, 24, 48),
+        "model.layers.0.mlp.experts.down_proj": by_input(TargetKind.EXPERTS, 12, 48, 8),
+        "lm_head": by_output(TargetKind.LINEAR, 48, 49),
     }
     assert whole_targets(part, Shard(0, 2), vocab_size=97) == {
         "model.embed_tokens": Target(TargetKind.EMBEDDING, 97, 48),
-        "model.layers.0.self_attn.q_proj": Target(TargetKind.LINEAR, 48, 48),
-        "model.layers.0.self_attn.o_proj": Target(TargetKind.LINEAR, 48, 48),
-        "model.layers.0.mlp.experts.down_proj": Target(TargetKind.EXPERTS, 24, 48, 8),
-        "lm_head": Target(TargetKind.LINEAR, 48, 97),
+        "model.layers.0.self_attn.q_proj": by_output(TargetKind.LINEAR, 48, 48),
+        "model.layers.0.self_attn.o_proj": by_input(TargetKind.LINEAR, 48, 48),
+        "model.layers.0.mlp.experts.down_proj": by_input(TargetKind.EXPERTS, 24, 48, 8),
+        "lm_head": by_output(TargetKind.LINEAR, 48, 97),
     }
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from manyroots.ids import AdapterSlot
 from manyroots.kernels.moe_pairs import torch_ops
 from manyroots.kernels.tolerances import assert_close
-from manyroots.lora.targets import Target, TargetKind
+from manyroots.lora.targets import Side, Target, TargetKind
 from manyroots.models.decoder import Decoder
 from manyroots.scheduler.request import invoked_at
 from tests.adapter_folders import ExpertFormat, Recipe, write_adapter
@@ -266,5 +266,5 @@ def test_targets_of_experts_are_one_per_projection_of_each_sparse_layer_w14(
             assert targets[f"{mlp}.gate"] == Target(TargetKind.LINEAR, 48, 8)
             mlp, size, kind_here, count = f"{mlp}.experts", 24, TargetKind.EXPERTS, 8
         for name in ("gate_proj", "up_proj"):
-            assert targets[f"{mlp}.{name}"] == Target(kind_here, 48, size, count)
-        assert targets[f"{mlp}.down_proj"] == Target(kind_here, size, 48, count)
+            assert targets[f"{mlp}.{name}"] == Target(kind_here, 48, size, count, side=Side.OUTPUT)
+        assert targets[f"{mlp}.down_proj"] == Target(kind_here, size, 48, count, side=Side.INPUT)

@@ -12,7 +12,7 @@ import torch
 from manyroots.distributed.shard import Shard
 from manyroots.errors import AdapterError
 from manyroots.ids import AdapterDigest, AdapterSlot, Tier
-from manyroots.lora.targets import Target, TargetKind
+from manyroots.lora.targets import Side, Target, TargetKind
 from manyroots.models.sharding import cut_adapter
 from manyroots.step import AdapterIntent, AdapterLoaded, DropAdapter, LoadAdapter, LoadId, SlotRef
 from manyroots.store.adapter_loader import AdapterLoader, Read
@@ -24,7 +24,7 @@ from tests.patience import PATIENCE_S
 from tests.unit.host_copies import host_copy
 
 TARGET = "model.layers.0.self_attn.q_proj"
-TARGETS = {TARGET: Target(TargetKind.LINEAR, 4, 2)}
+TARGETS = {TARGET: Target(TargetKind.LINEAR, 4, 2, side=Side.OUTPUT)}
 
 
 def whole(name: str) -> AdapterWeights:

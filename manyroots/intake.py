@@ -61,6 +61,9 @@ class Intake:
         self._default_max_tokens = default_max_tokens
         # Callers send the same list with every request.
         self._bad_token_ids = functools.lru_cache(maxsize=64)(self._encode_bad_words)
+        own = (token for token in tokenizer.eos_token_ids if token < info.vocab_size)
+        # Who trains a model on chats often changes the tokenizer's end alone; as in vLLM, both end.
+        self._ends = tuple(dict.fromkeys((*info.eos_token_ids, *own)))
 
     def encode(
         self, text: str, *, add_special_tokens: bool = True, field: str = "prompt"
@@ -242,7 +245,7 @@ class Intake:
         return sampling.max_tokens
 
     def _stop_ids(self, sampling: SamplingParams) -> tuple[int, ...]:
-        own = () if sampling.ignore_eos else self._info.eos_token_ids
+        own = () if sampling.ignore_eos else self._ends
         return tuple(dict.fromkeys((*own, *sampling.stop_token_ids)))
 
     def _seed(self, seed: int | None, choice: int) -> int:

@@ -117,7 +117,8 @@ def load_vocabulary(
     from manyroots.text.tokenizer_files import load_tokenizer
 
     tokenizer = load_tokenizer(settings.tokenizer or model_path, revision=settings.revision)
-    ends = eos_ids or tokenizer.eos_token_ids
+    own = (token for token in tokenizer.eos_token_ids if token < vocab_size)
+    ends = tuple(dict.fromkeys((*eos_ids, *own)))
     if not ends or not tokenizer.has_bytes:
         what = "has no token that ends a text" if tokenizer.has_bytes else "spells no bytes"
         raise RequestError(

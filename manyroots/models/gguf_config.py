@@ -37,6 +37,12 @@ _THETA = {"gemma3": 1_000_000.0}
 _F32 = 0
 """The number of plain float32 among GGUF's types."""
 _EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+_ENDS = frozenset({
+    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>",
+    "<|end_of_text|>", "<end_of_utterance>", "<EOT>", "_<EOT>",
+})  # fmt: skip
+"""Tokens that end a sequence by their text: llama.cpp's rule, on which converters rely. Files of
+Gemma name <eos> alone, and a turn of its ends with another."""
 
 
 def config_of(file: GGUFFile) -> Config:
@@ -93,6 +99,9 @@ def eos_token_ids(file: GGUFFile) -> tuple[int, ...]:
     """Tokens that end a sequence, the tokenizer's own first."""
     keys = (f"tokenizer.ggml.{key}" for key in _EOS_KEYS)
     found = [_whole(file, key, least=0) for key in keys if key in file.metadata]
+    tokens = file.metadata.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, list):
+        found += [index for index, token in enumerate(tokens) if token in _ENDS]
     return tuple(dict.fromkeys(found))
 
 

@@ -87,6 +87,14 @@ def test_stop_ids_are_the_models_unless_ignored_and_the_callers(asker: Asker) ->
     assert asker.ask([1], stop_token_ids=(5,), ignore_eos=True)[0].stop_ids == (5,)
 
 
+def test_the_tokenizers_end_ends_what_the_configs_do_not_name(tokenizer: Tokenizer) -> None:
+    """Of a model that was trained on chats and whose config.json is the base model's."""
+    assert Asker(tokenizer, eos_token_ids=(7,)).ask([1])[0].stop_ids == (7, 257)
+    assert Asker(tokenizer, eos_token_ids=()).ask([1])[0].stop_ids == (257,)
+    assert Asker(tokenizer, eos_token_ids=(7,), vocab_size=257).ask([1])[0].stop_ids == (7,)
+    assert Asker(tokenizer).ask([1], ignore_eos=True)[0].stop_ids == ()
+
+
 @pytest.mark.parametrize(
     ("prompt", "sampling", "field", "message"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ from typing import Any
 import pytest
 
 from manyroots import LLM, SamplingParams, StructuredOutputsParams
+from manyroots.config import ModelSettings
+from manyroots.engine.grammar_compiles import load_vocabulary
 from manyroots.errors import RequestError
 from manyroots.grammar.cache import CompiledGrammar, GrammarCache
 from manyroots.ids import AdapterName, Namespace, RequestId
@@ -27,6 +30,7 @@ from manyroots.messages import (
 from tests.adapter_folders import write_adapter
 from tests.patience import PATIENCE_S
 from tests.unit.models.tiny import load_tiny, save_tiny
+from tests.unit.text.tiny_tokenizer import EOS as END
 from tests.unit.text.tiny_tokenizer import tiny_backend
 
 EOS = 257
@@ -184,3 +188,12 @@ def test_g01_a_tokenizer_without_an_end_is_refused(tmp_path: Path) -> None:
     wanted = SamplingParams(structured_outputs=StructuredOutputsParams(choice=("a",)))
     with LLM(str(tmp_path), dtype="float32") as llm, pytest.raises(RequestError, match="no token"):
         llm.generate(["x"], wanted)
+
+
+def test_a_shape_ends_with_whatever_ends_a_text(tmp_path: Path) -> None:
+    """The model's own ends and the tokenizer's, as without a shape."""
+    tiny_backend().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": END}))
+    settings = ModelSettings(model=str(tmp_path))
+    for vocab_size, ends in ((300, (7, EOS)), (257, (7,))):
+        assert load_vocabulary(settings, str(tmp_path), vocab_size, (7,)).eos_ids == ends

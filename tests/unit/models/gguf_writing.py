@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ def write_gguf(
     *,
     extra_metadata: Mapping[str, object] | None = None,
     extra_tensors: Mapping[str, np.ndarray] | None = None,
+    tokens: Sequence[str] | None = None,
 ) -> Path:
     """Write a model as llama.cpp's converter would, in float32; only an embedding by default."""
     arch = _ARCHITECTURES.get(config.model_type, config.model_type)
@@ -65,6 +66,8 @@ def write_gguf(
     writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_eos_token_id(2)
+    if tokens is not None:
+        writer.add_token_list(tokens)
     if arch == "qwen3moe":
         writer.add_expert_count(config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)

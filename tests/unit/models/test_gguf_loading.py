@@ -141,8 +141,15 @@ def test_the_default_model_equals_transformers_reading_of_it() -> None:
     for name, weight in slots.items():
         assert torch.equal(weight, theirs[name]), name
     assert ours.spec.tie_word_embeddings
-    assert ours.spec.eos_token_ids == (2,)
+    assert ours.spec.eos_token_ids == (2, 0)  # <|im_end|>, and <|endoftext|> by its text
     assert ours.spec.ropes == (rope_frequencies(source.config, 64),)
+
+
+def test_tokens_that_end_a_turn_are_known_by_their_text(tmp_path: Path) -> None:
+    """As to llama.cpp: files of Gemma name <eos> alone, and its turns end with another."""
+    names = ["<eos>", "<start_of_turn>", "</s>", "<end_of_turn>", "end", "<|eot_id|>"]
+    file = write_gguf(tmp_path / "m.gguf", tiny_config(), tokens=names)
+    assert resolve_source(ModelSettings(model=str(file))).eos_token_ids == (2, 3, 5)
 
 
 def test_llama3_scaling_comes_from_the_files_own_factors(tmp_path: Path) -> None:

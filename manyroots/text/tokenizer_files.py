@@ -94,14 +94,23 @@ def _lacks_sentencepiece(folder: Path) -> bool:
     return is_alone and find_spec("sentencepiece") is None
 
 
-def _from_transformers(source: str, **options: Any) -> Tokenizer:
-    # Imported here: it takes seconds, brings torch along, and a GGUF file does not need it.
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+def _kind_of(source: str, options: Mapping[str, Any]) -> Any:
+    """The class of transformers that reads a tokenizer. Each is imported where it is needed: a GGUF
+    file needs neither, and the second one takes seconds and brings torch along."""
+    if _has_own_rules(source, options):
+        from transformers import PreTrainedTokenizerFast
 
-    # The other one chooses a class by the names in two configs, and most classes take the tokens
-    # of the file alone and bring their own rules for splitting and decoding, whatever it says.
-    kind: Any = PreTrainedTokenizerFast if _has_own_rules(source, options) else AutoTokenizer
+        return PreTrainedTokenizerFast
+    # Chooses a class by the names in two configs, and most classes take the tokens of the file
+    # alone and bring their own rules for splitting and decoding, whatever it says.
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
+
+
+def _from_transformers(source: str, **options: Any) -> Tokenizer:
     try:
+        kind = _kind_of(source, options)
         loaded = kind.from_pretrained(source, trust_remote_code=False, **options)
     except Exception as error:  # transformers raises whatever the file at hand provokes
         if _lacks_sentencepiece(Path(source)):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.models.tiny import save_tiny
+from tests.unit.text.tiny_tokenizer import tiny_backend
 
 NEVER = {
     "transformers", "torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy",
@@ -19,6 +20,11 @@ NEVER = {
 FRONT = """
 import manyroots.cli.main, manyroots.api.server, manyroots.engine.preflight
 import manyroots.text.generation_config
+"""
+TOKENIZER = """
+import sys
+from manyroots.text.tokenizer_files import load_tokenizer
+load_tokenizer(sys.argv[1])
 """
 ENGINE = """
 import sys
@@ -52,6 +58,14 @@ def test_the_front_starts_without_torch() -> None:
     found = modules_after(FRONT)
     assert "manyroots.api.server" in found
     assert not found & (NEVER | {"torch"})
+
+
+def test_the_front_reads_a_folders_tokenizer_without_torch(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "llama", vocab_size=300)
+    tiny_backend().save(str(tmp_path / "tokenizer.json"))
+    found = modules_after(f"{FRONT}{TOKENIZER}", str(tmp_path))
+    assert "tokenizers" in found
+    assert "torch" not in found
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])

@@ -53,10 +53,10 @@ def _projection(
 
 def _rank_and_scaling(name: str, factor: Factor, config: AdapterConfig) -> tuple[int, float]:
     """Of all experts: one matrix product serves them all."""
-    modules = [factor.module]
+    modules = [factor.spelled]
     if config.has_patterns:
         numbers = [expert for expert in factor.tensors if expert is not None]
-        modules += [with_expert(factor.module, expert) for expert in numbers]
+        modules += [with_expert(factor.spelled, expert) for expert in numbers]
     found = {(config.rank_of(module), config.scaling_of(module)) for module in modules}
     if len(found) > 1:
         raise AdapterError(
@@ -131,7 +131,8 @@ def _gate_up(
 ) -> Iterator[PairLayout]:
     gate = targets[f"{experts}.gate_proj"]
     name = f"{experts}.gate_up_proj"
-    rank, scaling = config.rank_of(name), config.scaling_of(name)
+    spelled = sides["A"].spelled
+    rank, scaling = config.rank_of(spelled), config.scaling_of(spelled)
     both = replace(gate, out_features=2 * gate.out_features)
     a = _stacked(name, sides["A"], tensors, (rank, both.in_features), both)
     b = _stacked(name, sides["B"], tensors, (both.out_features, rank), both)
@@ -164,10 +165,12 @@ def _parameter(
     [a_index] = sides["A"].tensors.values()
     [b_index] = sides["B"].tensors.values()
     a, b = tensors[a_index], tensors[b_index]
-    parameter, is_swapped = _which_parameter(experts, a, b, config, targets)
+    spelled = sides["A"].spelled.removesuffix(".base_layer")
+    parameter, is_swapped = _which_parameter(experts, spelled, a, b, config, targets)
     gate, down = targets[f"{experts}.gate_proj"], targets[f"{experts}.down_proj"]
     name = f"{experts}.{parameter}"
-    rank, scaling = config.rank_of(name), config.scaling_of(name)
+    rank = config.rank_of(f"{spelled}.{parameter}")
+    scaling = config.scaling_of(f"{spelled}.{parameter}")
     num_experts = gate.num_experts or 1
     a_seen = (num_experts, rank, a.shape[1])
     b_seen = (b.shape[0], rank, num_experts)
@@ -195,9 +198,15 @@ def _parameter(
 
 
 def _which_parameter(
-    experts: str, a: TensorEntry, b: TensorEntry, config: AdapterConfig, targets: Targets
+    experts: str,
+    spelled: str,
+    a: TensorEntry,
+    b: TensorEntry,
+    config: AdapterConfig,
+    targets: Targets,
 ) -> tuple[str, bool]:
-    """The parameter's name, and whether PEFT read it as [in, out]."""
+    """The parameter's name, and whether PEFT read it as [in, out]. `spelled`: the experts, as the
+    file calls them."""
     gate, down = targets[f"{experts}.gate_proj"], targets[f"{experts}.down_proj"]
     sizes = {
         "gate_up_proj": (gate.in_features, 2 * gate.out_features),
@@ -205,8 +214,8 @@ def _which_parameter(
     }
     found = []
     for parameter, (num_in, num_out) in sizes.items():
-        wide_rank = (gate.num_experts or 1) * config.rank_of(f"{experts}.{parameter}")
-        if not is_named(f"{experts}.{parameter}", config.target_parameters):
+        wide_rank = (gate.num_experts or 1) * config.rank_of(f"{spelled}.{parameter}")
+        if not is_named(f"{spelled}.{parameter}", config.target_parameters):
             continue
         for is_swapped, (first, last) in ((False, (num_in, num_out)), (True, (num_out, num_in))):
             if is_swapped and gate.is_interleaved:

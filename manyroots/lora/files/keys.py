@@ -13,6 +13,7 @@ that torch compiled for training, `_orig_mod.` stands in it somewhere.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from manyroots.errors import AdapterError
@@ -22,11 +23,6 @@ _KEY = re.compile(
     r"([AB])(?:\.([^.]+))?\.weight"
     r"|embedding_([AB])(?:\.weight|\.([^.]+)(?:\.weight)?)?)"
 )
-_LANGUAGE_MODEL = {
-    "model.language_model.": "model.",
-    "language_model.model.": "model.",
-    "language_model.lm_head": "lm_head",
-}
 _OLDER_NAMES = {".block_sparse_moe.router.layer": ".block_sparse_moe.router"}
 """What modules were called when adapters were made for them, and what checkpoints call them now."""
 _COMPILED = "_orig_mod."
@@ -49,6 +45,37 @@ class Key(NamedTuple):
     """`A` or `B`."""
     adapter: str | None
     """The name that the adapter had in training, where the file has it."""
+    spelled: str
+    """What the file calls the module, by which PEFT's patterns go."""
+
+
+class Spelling(NamedTuple):
+    """How a file calls the modules of the text model."""
+
+    beginnings: tuple[tuple[str, str], ...]
+    """Of names that are others here: in the file, and here."""
+
+    @property
+    def has_images(self) -> bool:
+        """Whether the model has more parts than its text model."""
+        return bool(self.beginnings)
+
+    def names(self, module: str) -> list[str]:
+        """What a module may be called there, by its name now and by older ones."""
+        return [self._name(one) for one in _with_older(module)]
+
+    def _name(self, module: str) -> str:
+        for there, here in self.beginnings:
+            if module.startswith(here):
+                return there + module.removeprefix(here)
+        return module
+
+
+_OWN = Spelling(())
+_WITH_IMAGES = (
+    Spelling((("model.language_model.", "model."),)),
+    Spelling((("language_model.model.", "model."), ("language_model.lm_head", "lm_head"))),
+)
 
 
 def parse_key(name: str) -> Key | None:
@@ -57,7 +84,7 @@ def parse_key(name: str) -> Key | None:
     if match is None:
         return None
     module, side, adapter, embedding_side, embedding_adapter = match.groups()
-    return Key(_of_text(module), side or embedding_side, adapter or embedding_adapter)
+    return Key(_of_text(module), side or embedding_side, adapter or embedding_adapter, module)
 
 
 def base_copy_of(name: str) -> str | None:
@@ -71,21 +98,35 @@ def _of_text(module: str) -> str:
     for older, now in _OLDER_NAMES.items():
         if module.endswith(older):
             module = module.removesuffix(older) + now
-    for spelled, own in _LANGUAGE_MODEL.items():
-        if module.startswith(spelled):
-            return own + module.removeprefix(spelled)
+    for spelling in _WITH_IMAGES:
+        for there, here in spelling.beginnings:
+            if module.startswith(there):
+                return here + module.removeprefix(there)
     return module
+
+
+def spelling_of(spelled: Iterable[str]) -> Spelling:
+    """Of a file, by what it calls some of the modules."""
+    names = list(spelled)
+    for spelling in _WITH_IMAGES:
+        beginnings = tuple(there for there, _ in spelling.beginnings)
+        if any(name.startswith(beginnings) for name in names):
+            return spelling
+    return _OWN
 
 
 def spellings(module: str) -> list[str]:
     """What a module of the text model may be called where an adapter was made, its name here
     first."""
+    found = (name for one in (_OWN, *_WITH_IMAGES) for name in one.names(module))
+    return list(dict.fromkeys(found))
+
+
+def _with_older(module: str) -> list[str]:
     found = [module]
     for older, now in _OLDER_NAMES.items():
         if module.endswith(now):
             found.append(module.removesuffix(now) + older)
-    for spelled, own in _LANGUAGE_MODEL.items():
-        found += [spelled + name.removeprefix(own) for name in found if name.startswith(own)]
     return found
 
 

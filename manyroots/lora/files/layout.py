@@ -13,7 +13,7 @@ from manyroots.errors import AdapterError
 from manyroots.lora.files.config import AdapterConfig
 from manyroots.lora.files.experts import expert_pairs
 from manyroots.lora.files.header import Header
-from manyroots.lora.files.keys import base_copy_of, parse_key, refuse_key
+from manyroots.lora.files.keys import base_copy_of, parse_key, refuse_key, spelling_of
 from manyroots.lora.files.modules import Place, module_names, place_of
 from manyroots.lora.files.pairs import (
     AdapterLayout,
@@ -51,8 +51,11 @@ def lay_out(
                 )
             _check_rank(pair, max_rank)
             pairs[pair.target] = pair
-    check_trained(config, targets, factors, pairs)
-    config.refuse_unused_patterns(module_names(targets))
+    spelling = spelling_of(one.spelled for sides in factors.values() for one in sides.values())
+    check_trained(config, targets, factors, pairs, spelling)
+    if not spelling.has_images:
+        # Else they may be meant for the part that sees, whose modules nobody here knows.
+        config.refuse_unused_patterns(module_names(targets))
     ordered = tuple(pairs[name] for name in targets if name in pairs)
     return AdapterLayout(ordered, tuple(base_copies))
 
@@ -67,7 +70,7 @@ def _plain_pair(
     target = targets[name]
     [a_index] = sides["A"].tensors.values()
     [b_index] = sides["B"].tensors.values()
-    module = config.pattern_name(name)
+    module = config.pattern_name(sides["A"].spelled)
     rank = config.rank_of(module)
     a_wanted, b_wanted = (rank, target.in_features), (target.out_features, rank)
     check_shape(tensors[a_index], a_wanted, name)
@@ -103,7 +106,7 @@ def _sorted_by_home(header: Header, targets: Targets) -> tuple[Factors, list[tup
         if home is None:
             unknown.append(key.module)
             continue
-        factor = factors.setdefault(home, {}).setdefault(key.side, Factor(key.module))
+        factor = factors.setdefault(home, {}).setdefault(key.side, Factor(key.module, key.spelled))
         factor.put(expert, index, entry.name)
         if expert is not None:
             of_experts.learn(entry.name, factor)

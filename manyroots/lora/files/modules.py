@@ -82,6 +82,8 @@ def module_names(targets: Targets) -> Iterator[str]:
     for name, target in targets.items():
         yield name
         experts, _, leaf = name.rpartition(".")
+        if has_experts(f"{experts}.experts", targets):
+            yield f"{name}.weight"  # a router, which PEFT may take as a parameter
         if target.kind is TargetKind.EXPERTS:
             for expert in range(target.num_experts or 1):
                 yield f"{experts}.{expert}.{leaf}"

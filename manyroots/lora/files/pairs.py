@@ -56,10 +56,12 @@ class AdapterLayout:
 class Factor:
     """The tensors of one side of one module, by expert (None: no expert in the name)."""
 
-    __slots__ = ("module", "tensors")
+    __slots__ = ("module", "spelled", "tensors")
 
-    def __init__(self, module: str) -> None:
+    def __init__(self, module: str, spelled: str) -> None:
         self.module = module
+        self.spelled = spelled
+        """The module as the file calls it."""
         self.tensors: dict[int | None, int] = {}
 
     def put(self, expert: int | None, index: int, name: str) -> None:

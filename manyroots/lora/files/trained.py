@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from manyroots.errors import AdapterError
 from manyroots.lora.files.config import AdapterConfig
-from manyroots.lora.files.keys import spellings
+from manyroots.lora.files.keys import Spelling, spellings
 from manyroots.lora.files.pairs import Factors, PairLayout, named
 from manyroots.lora.files.patterns import WholeName, endings
 from manyroots.lora.targets import Target, TargetKind, Targets
@@ -23,38 +23,54 @@ ALL_LINEAR = "all-linear"
 _HEAD = "lm_head"
 _LAYER = re.compile(r"\.(\d{1,9})\.")
 
-Named = Callable[[str], bool]
-"""Whether the config takes a module of the model, by its name."""
+Named = Callable[[list[str]], bool]
+"""Whether the config takes a module of the model, by what it may be called."""
 
 
 def check_trained(
-    config: AdapterConfig, targets: Targets, factors: Factors, pairs: dict[str, PairLayout]
+    config: AdapterConfig,
+    targets: Targets,
+    factors: Factors,
+    pairs: dict[str, PairLayout],
+    spelling: Spelling,
 ) -> None:
-    """What the config says was trained exists in the model, and is in the file."""
+    """What the config says was trained exists in the model, and is in the file, whose spelling of
+    names is given."""
     chosen = config.target_modules
     if chosen is None:
-        _check_defaults(config, targets, pairs)
+        _check_defaults(config, targets, pairs, spelling)
     elif isinstance(chosen, tuple):
-        _refuse_unknown(config, chosen, targets, factors)
-        _check_named(config, targets, pairs, lambda name: _in_list(name, chosen, config.layers))
+        if not (spelling.has_images and config.is_partial):
+            # Else they may be of the part that sees, and left out.
+            _refuse_unknown(config, chosen, targets, factors)
+        _check_named(
+            config, targets, pairs, spelling, lambda names: _in_list(names, chosen, config.layers)
+        )
     elif chosen.lower() == ALL_LINEAR:
         # Which routers and experts are linear modules depends on transformers' version, so that
         # nobody can tell what is missing.
-        _refuse_left_out(config, _plain(pairs, targets), lambda name: _is_linear(name, targets))
+        _refuse_left_out(
+            config,
+            _plain(pairs, targets),
+            spelling,
+            lambda names: _is_linear(names[0], targets),
+        )
     elif (expression := WholeName("target_modules", chosen)).can_match:
         _check_named(
-            config, targets, pairs, lambda name: any(map(expression.matches, spellings(name)))
+            config, targets, pairs, spelling, lambda names: any(map(expression.matches, names))
         )
 
 
-def _check_defaults(config: AdapterConfig, targets: Targets, pairs: dict[str, PairLayout]) -> None:
-    def is_default(name: str) -> bool:
-        return _in_list(name, DEFAULTS, config.layers)
+def _check_defaults(
+    config: AdapterConfig, targets: Targets, pairs: dict[str, PairLayout], spelling: Spelling
+) -> None:
+    def is_default(names: list[str]) -> bool:
+        return _in_list(names, DEFAULTS, config.layers)
 
     others = [
         name
         for name in pairs
-        if not (is_default(name) or _is_parameter(name, config))
+        if not (is_default(spellings(name)) or _is_parameter(name, config))
         and (targets[name].kind is not TargetKind.EXPERTS or not config.target_parameters)
     ]
     if others:
@@ -65,22 +81,26 @@ def _check_defaults(config: AdapterConfig, targets: Targets, pairs: dict[str, Pa
         )
     if config.target_parameters:
         # PEFT has no defaults for some models, and then these are all there is.
-        _refuse_left_out(config, _plain(pairs, targets), is_default)
+        _refuse_left_out(config, _plain(pairs, targets), spelling, is_default)
     else:
-        _check_named(config, targets, pairs, is_default)
+        _check_named(config, targets, pairs, spelling, is_default)
 
 
 def _check_named(
-    config: AdapterConfig, targets: Targets, pairs: dict[str, PairLayout], is_named: Named
+    config: AdapterConfig,
+    targets: Targets,
+    pairs: dict[str, PairLayout],
+    spelling: Spelling,
+    is_named: Named,
 ) -> None:
     """Both ways: nothing beside what is named, and all of it unless some was left out."""
-    _refuse_left_out(config, _plain(pairs, targets), is_named)
+    _refuse_left_out(config, _plain(pairs, targets), spelling, is_named)
     if config.is_partial:
         return
     missing = [
         name
         for name, target in targets.items()
-        if name not in pairs and _is_plain(target) and is_named(name)
+        if name not in pairs and _is_plain(target) and is_named(spelling.names(name))
     ]
     if missing:
         raise AdapterError(
@@ -105,13 +125,16 @@ def _refuse_unknown(
         )
 
 
-def _refuse_left_out(config: AdapterConfig, names: list[str], is_named: Named) -> None:
+def _refuse_left_out(
+    config: AdapterConfig, names: list[str], spelling: Spelling, is_named: Named
+) -> None:
     """Weights that PEFT would not use, because its config does not name their modules."""
     is_excluded = _excluded(config)
     left_out = [
         name
         for name in names
-        if not _is_parameter(name, config) and (is_excluded(name) or not is_named(name))
+        if not _is_parameter(name, config)
+        and (is_excluded(spelling.names(name)) or not is_named(spellings(name)))
     ]
     if left_out:
         raise AdapterError(
@@ -124,20 +147,20 @@ def _refuse_left_out(config: AdapterConfig, names: list[str], is_named: Named) -
 def _excluded(config: AdapterConfig) -> Named:
     excluded = config.excluded
     if isinstance(excluded, tuple):
-        return lambda name: not _all_endings(name).isdisjoint(excluded)
+        return lambda names: not _endings_of(names).isdisjoint(excluded)
     expression = WholeName("exclude_modules", excluded)
     if not expression.can_match:
-        return lambda name: False
-    return lambda name: any(map(expression.matches, spellings(name)))
+        return lambda names: False
+    return lambda names: any(map(expression.matches, names))
 
 
-def _in_list(name: str, chosen: tuple[str, ...], layers: tuple[int, ...] | None) -> bool:
-    if not set(spellings(name)).isdisjoint(chosen):
+def _in_list(names: list[str], chosen: tuple[str, ...], layers: tuple[int, ...] | None) -> bool:
+    if not set(names).isdisjoint(chosen):
         return True  # by its whole name, as the head is: in whichever layer
-    layer = _LAYER.search(name)
+    layer = _LAYER.search(names[0])
     if layers is not None and (layer is None or int(layer[1]) not in layers):
         return False
-    return not _all_endings(name).isdisjoint(chosen)
+    return not _endings_of(names).isdisjoint(chosen)
 
 
 def _is_parameter(name: str, config: AdapterConfig) -> bool:
@@ -160,4 +183,8 @@ def _is_plain(target: Target) -> bool:
 
 
 def _all_endings(name: str) -> set[str]:
-    return {end for spelled in spellings(name) for end in endings(spelled)}
+    return _endings_of(spellings(name))
+
+
+def _endings_of(names: list[str]) -> set[str]:
+    return {end for name in names for end in endings(name)}

@@ -136,6 +136,11 @@ def test_an_alora_has_its_invocation_tokens(tmp_path: Path) -> None:
             "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
             "rank_pattern": {"experts.down_proj": 2},
         },
+        {
+            "target_modules": [],
+            "target_parameters": ["mlp.experts.down_proj"],
+            "alpha_pattern": {"mlp.gate.weight": 2},
+        },
     ],
 )
 def test_w15_parameters_of_experts_read_as_the_factors_peft_computes_with(

@@ -50,6 +50,8 @@ WRITTEN: list[dict[str, Any]] = [
     {"target_modules": LINEAR, "exclude_modules": r"(k|o)_proj"},
     {"target_modules": LINEAR, "exclude_modules": r"model\.layers\.1\..*"},
     {"target_modules": r".*_proj", "layers_to_transform": [0]},
+    {"target_modules": r".*\.(q_proj|lm_head)"},
+    {"target_modules": [*LINEAR, "lm_head"], "exclude_modules": r".*\.lm_head"},
     {"target_modules": r"(q_proj"},
     {"target_modules": LINEAR, "exclude_modules": r"["},
 ]

@@ -7,16 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 from manyroots.errors import AdapterError
+from manyroots.ids import AdapterSlot
 from manyroots.kernels.tolerances import assert_close
 from manyroots.models.weights.safetensors import SINGLE_FILE
-from tests.adapter_folders import Recipe, rewrite_weights, write_adapter
+from tests.adapter_folders import Recipe, rewrite_config, rewrite_weights, write_adapter
 from tests.unit.models.paged import PagedModel
-from tests.unit.models.peft_models import read
+from tests.unit.models.peft_models import pool_for, read
 from tests.unit.models.test_logits_parity import expected, prompts
 from tests.unit.models.tiny import load_tiny, tiny_config
 
@@ -119,4 +121,62 @@ def test_adapters_of_the_part_that_sees_are_refused_by_name(tmp_path: Path) -> N
 
     rewrite_weights(tmp_path / "a", change)
     with pytest.raises(AdapterError, match="vision_tower"):
+        read(tmp_path / "a", ours)
+
+
+TEXT = r".*language_model.*\.(q_proj|up_proj)"
+FIRST = "layers.0.self_attn.q_proj"
+OPTIONS: list[dict[str, Any]] = [
+    {"target_modules": ["q_proj", "up_proj"], "exclude_modules": r".*vision_tower.*"},
+    {"target_modules": "all-linear", "exclude_modules": r".*(vision_tower|multi_modal).*"},
+    {"target_modules": [f"model.language_model.{FIRST}", "language_model.layers.1.mlp.up_proj"]},
+    {"target_modules": TEXT, "alpha_pattern": {f"^model.language_model.{FIRST}": 64}},
+    {"target_modules": TEXT, "alpha_pattern": {f"language_model.{FIRST}": 64}},
+    {"target_modules": TEXT, "alpha_pattern": {f"^model.{FIRST}": 64, "up_proj": 3}},
+    {"target_modules": TEXT, "alpha_pattern": {f"model.{FIRST}": 64}},
+    {"target_modules": TEXT, "rank_pattern": {r".*language_model.*q_proj": 2}},
+    {"target_modules": TEXT, "rank_pattern": {r".*vision_tower.*q_proj": 2}},
+    {"target_modules": rf"{TEXT}|lm_head", "alpha_pattern": {"lm_head": 1}},
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@torch.no_grad()
+def test_w13_patterns_go_by_the_names_of_the_model_that_was_trained(tmp_path: Path) -> None:
+    """W13: they have a part that names of the text model alone have not; keys without it match
+    nothing there, and none of ours."""
+    theirs = save(tmp_path / "base")
+    ours = load_tiny(tmp_path / "base")
+    pool = pool_for(ours, num_slots=len(OPTIONS))
+    paged = PagedModel(ours, pool)
+    tokens = [1, 2, 3, 7, 8, 4, 5, 6, 9, 33, 21]
+    wanted, base = {}, expected(theirs, tokens)
+    for slot, options in enumerate(OPTIONS):
+        torch.manual_seed(slot)
+        config = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, **options)
+        adapted = get_peft_model(theirs, config)
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter += torch.randn_like(parameter) * 0.1
+        adapted.save_pretrained(tmp_path / str(slot))
+        wanted[str(slot)] = adapted.eval()(input_ids=torch.tensor([tokens])).logits[0]
+        theirs = adapted.unload()
+        pool.load(AdapterSlot(slot), read(tmp_path / str(slot), ours)[1])
+        paged.slot_of[str(slot)] = slot
+    for name, logits in paged.step(dict.fromkeys(wanted, tokens)).items():
+        assert (wanted[name] - base).abs().max() > 0.1, OPTIONS[int(name)]
+        assert_close("logits", logits, wanted[name], torch.float32)
+
+
+def test_w12_a_module_of_the_text_model_that_the_file_lacks_is_missed(tmp_path: Path) -> None:
+    """W12: what may be of the part that sees is not."""
+    save(tmp_path / "base")
+    ours = load_tiny(tmp_path / "base")
+    recipe = Recipe(modules=("q_proj",), prefix="base_model.model.model.language_model.")
+    names = [name.removeprefix("model.") for name in ours.adapter_targets() if "q_proj" in name]
+    targets = {name: ours.adapter_targets()[f"model.{name}"] for name in names}
+    write_adapter(tmp_path / "a", targets, recipe)
+    read(tmp_path / "a", ours)
+    rewrite_config(tmp_path / "a", target_modules=r".*language_model.*\.(q|v)_proj")
+    with pytest.raises(AdapterError, match="v_proj, for which the file has no weights"):
         read(tmp_path / "a", ours)

@@ -192,19 +192,32 @@ class ConfigReader:
         """The whole description; `ropes`: where the layers don't share one; `eps`: where the config
         has another name for it."""
         text = self.text
+        ropes = (self.rope(),) if ropes is None else tuple(ropes)
         return ModelSpec(
             architecture=self._architecture,
             hidden_size=text.hidden_size,
             vocab_size=text.vocab_size,
             layers=tuple(layers),
-            ropes=(self.rope(),) if ropes is None else tuple(ropes),
+            ropes=ropes,
             rms_norm_eps=text.rms_norm_eps if eps is None else eps,
             norm_offset=norm_offset,
             embedding_scale=embedding_scale,
             rounds_embedding_scale=rounds_embedding_scale,
             logits_factor=logits_factor,
-            max_position_embeddings=text.max_position_embeddings,
+            max_position_embeddings=self._num_positions(
+                is_turned=any(rope.frequencies for rope in ropes)
+            ),
             # Those beyond the vocabulary are never sampled, and no row of scores has them.
             eos_token_ids=tuple(t for t in self._eos_token_ids if t < text.vocab_size),
             tie_word_embeddings=self._is_tied,
         )
+
+    def _num_positions(self, *, is_turned: bool) -> int:
+        """What the config says, or what YaRN stretches it to: who adds that to a config, as Qwen's
+        makers advise, leaves the length as it was. `is_turned`: whether there are rotations."""
+        said: int = self.text.max_position_embeddings
+        rope = self.text.rope_parameters if is_turned else {}
+        if rope.get("rope_type") != "yarn" or rope.get("factor") is None:
+            return said
+        length = min(rope["original_max_position_embeddings"], MAX_POSITIONS)
+        return max(said, int(min(length * rope["factor"], MAX_POSITIONS)))

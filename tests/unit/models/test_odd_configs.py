@@ -148,7 +148,7 @@ USUAL: dict[str, tuple[dict[str, Any], int]] = {
         {**QWEN, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128,
          "attention_bias": False, "rope_scaling": {
              "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768,
-         }}, 40960,
+         }}, 131072,
     ),
     "a Qwen3-MoE": (
         {**QWEN, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe",
@@ -179,6 +179,35 @@ def test_a_config_without_an_end_of_positions_is_served_up_to_where_they_are_exa
     )
     assert spec.max_position_embeddings == longest
     assert spec.max_len == MAX_POSITIONS
+
+
+@pytest.mark.parametrize(
+    ("scaling", "longest"),
+    [
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 200}, 800),
+        ({"rope_type": "yarn", "factor": 2.0}, 512),
+        ({"rope_type": "yarn", "factor": 1.1, "original_max_position_embeddings": 32}, 256),
+        ({"rope_type": "linear", "factor": 4.0}, 256),
+        (None, 256),
+    ],
+    ids=["as Qwen advises", "without a length", "shorter", "linear", "none"],
+)
+def test_a_context_that_yarn_stretches_is_as_long(
+    scaling: dict[str, Any] | None, longest: int, tmp_path: Path
+) -> None:
+    """Such configs keep the length before; nobody could ask for more. What `linear` means of it,
+    makers disagree on: Gemma 3's and DeepSeek's have it in their length already."""
+    folder = write(tmp_path, max_position_embeddings=256, rope_scaling=scaling)
+    assert describe(resolve_source(ModelSettings(model=str(folder)))).max_len == longest
+
+
+def test_layers_without_positions_are_stretched_by_nothing(tmp_path: Path) -> None:
+    """Nor is what their config says of rotations looked at."""
+    config = json.loads(tiny_config("granite-h").to_json_string())
+    config |= {"position_embedding_type": "nope", "max_position_embeddings": 256}
+    config["rope_parameters"] = {"rope_type": "yarn", "rope_theta": 1e4, "factor": "four"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert describe(resolve_source(ModelSettings(model=str(tmp_path)))).max_len == 256
 
 
 def test_an_end_token_beyond_the_vocabulary_is_none(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def check_supported(request: GenerationFields) -> None:
             continue
         remedy = INSTEAD.get(name, "remove it")
         raise RequestError(f"{name} is not supported by this server; {remedy}.", field=name)
-    if request.stream_options is not None and not request.stream:
+    if not request.stream and any(wanted_usage(request)):
         raise RequestError(
             "stream_options is given without stream; set stream to true or remove it.",
             field="stream_options",
@@ -83,6 +83,18 @@ def wanted_usage(request: GenerationFields) -> tuple[bool, bool]:
     if options is None:
         return False, False
     return bool(options.include_usage), bool(options.continuous_usage_stats)
+
+
+def check_spaces(request: GenerationFields, *, joins_by_spaces: bool) -> None:
+    """Where special tokens are not shown, or tokens spell their own spaces, there are none to leave
+    out. `joins_by_spaces`: the tokenizer's decoder writes some between tokens."""
+    unwanted = request.spaces_between_special_tokens is False
+    if unwanted and request.skip_special_tokens is False and joins_by_spaces:
+        raise RequestError(
+            "spaces_between_special_tokens is false, and this model's tokenizer joins tokens by "
+            "spaces; leave it out.",
+            field="spaces_between_special_tokens",
+        )
 
 
 def wants_structure(request: GenerationFields) -> bool:

@@ -18,6 +18,7 @@ from manyroots.api.checks import (
     chat_sampling,
     check_count,
     check_logprobs,
+    check_spaces,
     check_supported,
     completion_sampling,
     namespace_of,
@@ -80,6 +81,7 @@ async def completion_job(
     service = server.accepting
     service.adapters.resolve(request.model)
     check_supported(request)
+    check_spaces(request, joins_by_spaces=not service.tokenizer.has_bytes)
     sampling = completion_sampling(request, service.defaults)
     check_logprobs(sampling, server.settings.max_logprobs, "logprobs")
     prompts = prompts_of(request)
@@ -113,6 +115,7 @@ async def chat_job(
     service = server.accepting
     [adapter] = service.adapters.choose(request.model, request.lora_path, 1)
     check_supported(request)
+    check_spaces(request, joins_by_spaces=not service.tokenizer.has_bytes)
     sampling = chat_sampling(request, service.defaults)
     check_logprobs(sampling, server.settings.max_logprobs, "top_logprobs")
     use = check_tools(request.tools, request.tool_choice, request.parallel_tool_calls)

@@ -80,6 +80,8 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    """False where no tokenizer's decoder would put any: texts are what tokens spell."""
     prompt_logprobs: int | None = None
     add_special_tokens: bool | None = None
     cache_salt: str | None = None
@@ -118,7 +120,6 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     best_of: Unsupported = None
     use_beam_search: Unsupported = None
     length_penalty: Unsupported = None
-    spaces_between_special_tokens: Unsupported = None
     kv_transfer_params: Unsupported = None
     prompt_embeds: Unsupported = None
     guided_whitespace_pattern: Unsupported = None
@@ -229,7 +230,6 @@ class UnloadLoraRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 SAME_AS_ABSENT: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "length_penalty": (1,),
-    "spaces_between_special_tokens": (True,),
     "suffix": ("",),
     "functions": ([],),
     "function_call": ("none", "auto"),

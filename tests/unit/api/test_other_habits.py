@@ -7,9 +7,12 @@ import json
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers.models import WordLevel
 
 from manyroots.adapter_names import LoraModule
 from manyroots.config import LoraSettings
+from manyroots.text.tokenizer import SpecialTokens, Tokenizer
 from tests.unit.api.fake_engine import FakeEngine
 from tests.unit.api.harness import Harness, error_of
 from tests.unit.api.test_responses_route import saying
@@ -65,10 +68,28 @@ async def test_g04_rules_for_tokens_that_can_not_be_kept_are_refused(name: str, 
     [
         {"bad_words": [], "kv_transfer_params": {}, "documents": []},
         {"mm_processor_kwargs": {}, "vllm_xargs": {}, "media_io_kwargs": {}},
+        {"stream_options": {}},
+        {"stream_options": {"include_usage": False}, "spaces_between_special_tokens": True},
+        {"skip_special_tokens": False, "spaces_between_special_tokens": False},
     ],
 )
 async def test_g04_what_asks_for_what_happens_anyway_is_taken(fields: Any) -> None:
     assert (await Harness().chat(**fields)).status_code == 200
+
+
+async def test_g04_spaces_that_a_tokenizer_writes_are_not_left_out() -> None:
+    """Of one that spells no bytes: its decoder joins words."""
+    harness = Harness()
+    backend = Backend(WordLevel({"[UNK]": 0, "hi": 1}, unk_token="[UNK]"))
+    words = Tokenizer(backend, SpecialTokens(bos=None, eos=None), None)
+    assert not words.has_bytes
+    assert harness.state.loaded is not None
+    harness.state.loaded.tokenizer = words
+    unwanted: dict[str, Any] = {"spaces_between_special_tokens": False}
+    response = await harness.complete([1], skip_special_tokens=False, **unwanted)
+    assert response.status_code == 400
+    assert error_of(response)["param"] == "spaces_between_special_tokens"
+    assert (await harness.complete([1], max_tokens=1, **unwanted)).status_code == 200
 
 
 async def test_g04_thinking_that_can_not_be_had_is_refused() -> None:

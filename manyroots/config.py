@@ -182,6 +182,7 @@ class SchedulerSettings:
 
 
 EVERY_MODULE = ("all",)
+"""What stands for all weights that adapters can change."""
 MAX_LORA_RANK = 4096
 """Beyond this an adapter is larger than the weights it changes."""
 
@@ -421,9 +422,10 @@ def engine_settings(values: Mapping[str, object]) -> EngineSettings:
             raise ConfigError(
                 f"unknown setting {name!r}; the engine knows {', '.join(sorted(known))}."
             )
-        if fault := type_fault(ENGINE_ROOMS[known[name]], name, value):
+        room = known[name]
+        if fault := type_fault(ENGINE_ROOMS[room], name, value):
             raise ConfigError(f"{flag_name(name)} is {value!r}; it must be {fault}.")
-        by_room[known[name]][name] = as_field(name, value)
+        by_room[room][name] = as_field(ENGINE_ROOMS[room], name, value)
     return EngineSettings(**{room: cls(**by_room[room]) for room, cls in ENGINE_ROOMS.items()})
 
 

@@ -60,9 +60,10 @@ def type_fault(room: type[Any], name: str, value: object) -> str | None:
         # An empty line in a file; for a tuple it is an empty one.
         return None if type(None) in kinds or typing.get_origin(hint) is tuple else _wanted(kinds)
     if typing.get_origin(hint) is tuple:
-        if _is_many(name, value):
+        holds_modules = LoraModule in typing.get_args(hint)
+        if _is_many(value, str | LoraModule | Mapping if holds_modules else str):
             return None
-        each = "name=folder, or name and path" if name == "lora_modules" else "text"
+        each = "name=folder, or name and path" if holds_modules else "text"
         return f"a list, each entry {each}"
     if float in kinds and isinstance(value, int) and not isinstance(value, bool):
         return None
@@ -77,22 +78,23 @@ def _wanted(kinds: Iterable[Any]) -> str:
     return _KINDS.get(kind, "text; put it in quotes")
 
 
-def _is_many(name: str, value: object) -> bool:
-    """Whether `as_field` can make many of it."""
-    entry = str | LoraModule | Mapping if name == "lora_modules" else str
+def _is_many(value: object, entry: Any) -> bool:
+    """Whether `as_field` can make many of it, each an `entry`."""
     if isinstance(value, entry):
         return True
     is_list = isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
     return is_list and all(isinstance(item, entry) for item in value)  # type: ignore[attr-defined]
 
 
-def as_field(name: str, value: object) -> object:
+def as_field(room: type[Any], name: str, value: object) -> object:
     """Fields that hold many values may be given as one, or as any kind of list."""
-    if name not in ("lora_modules", "lora_dirs", "lora_target_modules", "weights_dirs"):
+    hint = typing.get_type_hints(room)[name]
+    if typing.get_origin(hint) is not tuple:
         return value
     if value is None:
         return ()
     many = [value] if isinstance(value, str | LoraModule | Mapping) else value
     if not isinstance(many, Iterable):
         raise ConfigError(f"{flag_name(name)} is {value!r}; it must be a list.")
-    return lora_modules(many) if name == "lora_modules" else tuple(str(item) for item in many)
+    holds_modules = LoraModule in typing.get_args(hint)
+    return lora_modules(many) if holds_modules else tuple(str(item) for item in many)

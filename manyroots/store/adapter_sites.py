@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from manyroots.config import EVERY_MODULE
 from manyroots.errors import ConfigError
 from manyroots.lora.targets import OutputPiece, Side, Target, TargetKind
 
@@ -70,7 +71,7 @@ class SitePart:
 SiteParts = Mapping[str, SitePart]
 """By target name, in the order of the model."""
 
-_EVERY = {"all", "all-linear"}
+_EVERY = {*EVERY_MODULE, "all-linear"}
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """As others name what they compute in one product."""
 

@@ -71,6 +71,7 @@ def config_of(file: GGUFFile) -> Config:
     refuse_unread(file, arch, values["head_dim"])
     if architecture == "LlamaForCausalLM":
         values["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
+        values["mlp_bias"] = "blk.0.ffn_gate.bias" in file.tensors
     if arch == "gemma3":
         check_fields(values, f"the metadata of {file.path}")  # which has a list by layers, too
         values |= _gemma3(file, values)

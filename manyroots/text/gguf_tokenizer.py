@@ -31,6 +31,12 @@ _LLAMA3 = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""That of Mistral's models since Nemo."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +50,9 @@ class _Rule:
     nfc: bool = False
     whole_words: bool = False
     """A word that is a token is taken as it is, without merging."""
+    adds_bos: bool = False
+    """What a file means that does not say whether texts have a first token: Llama 3's converter
+    wrote none. All of these models were trained with it."""
 
     def pre_tokenizer(self) -> Any:
         steps: list[Any] = []
@@ -57,11 +66,20 @@ class _Rule:
         return pre_tokenizers.Sequence(steps)
 
 
+_OF_LLAMA3 = _Rule(_LLAMA3, whole_words=True, adds_bos=True)
+_OF_SMOLLM = _Rule(None, single_digits=True)
 _RULES = {
     "gpt-2": _Rule(None),
-    "smollm": _Rule(None, single_digits=True),
-    "llama-bpe": _Rule(_LLAMA3, whole_words=True),
+    "smollm": _OF_SMOLLM,
+    "starcoder": _OF_SMOLLM,
+    "refact": _OF_SMOLLM,
+    "llama-bpe": _OF_LLAMA3,
+    "llama3": _OF_LLAMA3,
+    "llama-v3": _OF_LLAMA3,
+    "smaug-bpe": _Rule(_LLAMA3),
     "qwen2": _Rule(_QWEN2, nfc=True),
+    "deepseek-r1-qwen": _Rule(_QWEN2),
+    "tekken": _Rule(_TEKKEN, whole_words=True, adds_bos=True),
 }
 
 
@@ -159,12 +177,9 @@ def _add_marked_tokens(tokenizer: Tokenizer, tokens: list[str], kinds: list[int]
 
 def _add_bos(tokenizer: Tokenizer, tokens: list[str], metadata: Mapping[str, Any]) -> None:
     bos = metadata.get("tokenizer.ggml.bos_token_id")
-    # What files without the flag mean: Llama 3's converter wrote none, and llama.cpp takes the
-    # token for granted with SentencePiece. All of these models were trained with it.
-    taken_for_granted = (
-        metadata.get("tokenizer.ggml.pre") == "llama-bpe"
-        or metadata["tokenizer.ggml.model"] == _SENTENCEPIECE
-    )
+    # llama.cpp takes it for granted with SentencePiece, too.
+    is_sentencepiece = metadata["tokenizer.ggml.model"] == _SENTENCEPIECE
+    taken_for_granted = is_sentencepiece or _RULES[metadata["tokenizer.ggml.pre"]].adds_bos
     wanted = metadata.get("tokenizer.ggml.add_bos_token", taken_for_granted)
     if wanted and isinstance(bos, int) and 0 <= bos < len(tokens):
         tokenizer.post_processor = TemplateProcessing(

@@ -77,7 +77,7 @@ def write_gguf(
     path: Path,
     *,
     rule: str = "smollm",
-    add_bos: bool = False,
+    add_bos: bool | None = False,
     template: Any = "{{ messages[0].content }}",
 ) -> None:
     vocabulary = sorted(tiny_backend().get_vocab().items(), key=lambda item: item[1])
@@ -89,7 +89,8 @@ def write_gguf(
     writer.add_token_merges(["h e", "he l", "hel l", "hell o"])
     writer.add_bos_token_id(256)
     writer.add_eos_token_id(257)
-    writer.add_add_bos_token(add_bos)
+    if add_bos is not None:
+        writer.add_add_bos_token(add_bos)
     writer.add_chat_template(template)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -132,6 +133,30 @@ def test_digits_are_split_off_before_spaces_are_joined(tmp_path: Path) -> None:
     backend = load_tokenizer(str(tmp_path / "m.gguf"))._backend
     pieces = [piece for piece, _ in backend.pre_tokenizer.pre_tokenize_str("a  42")]
     assert pieces == ["a", "ĠĠ", "4", "2"]
+
+
+@pytest.mark.parametrize(
+    ("rule", "pieces"),
+    [
+        ("llama-bpe", ["iPhone", "'S", "Ġ", "123", "4", "Ġa", ".//Ċ", "/"]),
+        ("llama3", ["iPhone", "'S", "Ġ", "123", "4", "Ġa", ".//Ċ", "/"]),
+        ("smaug-bpe", ["iPhone", "'S", "Ġ", "123", "4", "Ġa", ".//Ċ", "/"]),
+        ("qwen2", ["iPhone", "'S", "Ġ", "1", "2", "3", "4", "Ġa", ".//Ċ", "/"]),
+        ("deepseek-r1-qwen", ["iPhone", "'S", "Ġ", "1", "2", "3", "4", "Ġa", ".//Ċ", "/"]),
+        ("tekken", ["i", "Phone", "'S", "Ġ", "1", "2", "3", "4", "Ġa", ".//Ċ/"]),
+        ("starcoder", ["iPhone", "'", "S", "Ġ", "1", "2", "3", "4", "Ġa", ".//", "Ċ", "/"]),
+    ],
+)
+def test_a_file_splits_text_by_the_rule_that_it_names(
+    rule: str, pieces: list[str], tmp_path: Path
+) -> None:
+    """And those that were trained with a first token get it where the file does not say."""
+    write_gguf(tmp_path / "m.gguf", rule=rule, add_bos=None)
+    loaded = load_tokenizer(str(tmp_path / "m.gguf"))
+    split = loaded._backend.pre_tokenizer.pre_tokenize_str("iPhone'S 1234 a.//\n/")
+    assert [piece for piece, _ in split] == pieces
+    first = [256] * (rule in ("llama-bpe", "llama3", "tekken"))
+    assert loaded.encode("hello", add_special_tokens=True) == [*first, 261]
 
 
 def test_an_unknown_splitting_rule_is_refused_with_a_remedy(tmp_path: Path) -> None:

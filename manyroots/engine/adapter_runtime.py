@@ -7,7 +7,7 @@ cache leaves it alone. Of a model that ranks share, files are of the whole and s
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from manyroots.lora.spec import AdapterSpec
 from manyroots.lora.targets import Targets, adapter_bytes
 from manyroots.models.sharding import cut_adapter, whole_targets
 from manyroots.models.spec import ModelSpec
+from manyroots.store.adapter_base import BaseRows
 from manyroots.store.adapter_files import foresee, read_folder
 from manyroots.store.adapter_layouts import Layouts
 from manyroots.store.adapter_loader import AdapterLoader, Read
@@ -48,6 +49,8 @@ class Adaptable(Protocol):
     def lora_parts(self) -> SiteParts: ...
 
     def adapter_targets(self) -> Targets: ...
+
+    def base_rows(self) -> Mapping[str, BaseRows]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +97,9 @@ def build_adapter_runtime(
         folder: Path, allowed_dirs: Sequence[Path] | None
     ) -> tuple[AdapterSpec, AdapterWeights]:
         allocate = pinned or pageable
-        found = read_folder(folder, layouts, allowed_dirs=allowed_dirs, allocate=allocate)
+        found = read_folder(
+            folder, layouts, allowed_dirs=allowed_dirs, allocate=allocate, base=model.base_rows()
+        )
         if pinned is not None:
             pinned.lock(found[1].buffer)
         return found

@@ -14,11 +14,13 @@ from torch import Tensor
 from manyroots.distributed.shard import Shard
 from manyroots.kernels.choice import Kernels
 from manyroots.kernels.lora_sites.sites import EmbeddingSite, LoraRows
+from manyroots.kernels.scaled import plain
 from manyroots.layers.linear import Linear
 from manyroots.layers.step import Step
 from manyroots.layers.weights.fill import Fill, Fills
 from manyroots.layers.weights.weight import Weight
 from manyroots.lora.targets import Side, TargetKind
+from manyroots.store.adapter_base import BaseRows
 from manyroots.store.adapter_sites import LoraSite, SitePart
 
 
@@ -84,6 +86,7 @@ class LmHead:
     ) -> None:
         """`factor`: what logits are multiplied with."""
         rows = shard.part(vocab_size)
+        self._first = rows.start
         self._factor = factor
         self._vocab_size, self._shard, self._kernels = vocab_size, shard, kernels
         self._is_tied = tied_to is not None
@@ -112,3 +115,7 @@ class LmHead:
     def lora_parts(self, name: str) -> Iterator[tuple[str, SitePart]]:
         """What adapters may change of the head `name`."""
         yield from self.product.lora_parts(name)
+
+    def base_rows(self) -> BaseRows:
+        """The rank's rows, which are never quantized."""
+        return BaseRows(plain(self.product.weight.data, self.product.weight.dtype), self._first)

@@ -38,6 +38,7 @@ from manyroots.layers.weights.fill import Fill, Fills
 from manyroots.lora.targets import Target
 from manyroots.models.families import families
 from manyroots.models.spec import ModelSpec
+from manyroots.store.adapter_base import BaseRows
 from manyroots.store.adapter_pool import AdapterPool
 from manyroots.store.adapter_sites import SitePart
 from manyroots.store.arena import PageArena, StateArena
@@ -291,6 +292,13 @@ class Decoder:
     def adapter_targets(self) -> dict[str, Target]:
         """What adapters may change, for whoever checks their files."""
         return {name: part.target for name, part in self._lora_parts()}
+
+    def base_rows(self) -> dict[str, BaseRows]:
+        """Weights that adapters' files may repeat: what this rank has of them."""
+        return {
+            "model.embed_tokens": BaseRows(self.embedding.weight, 0),
+            "lm_head": self.head.base_rows(),
+        }
 
     def _lora_parts(self) -> Iterator[tuple[str, SitePart]]:
         yield from self.embedding.lora_parts("model.embed_tokens")

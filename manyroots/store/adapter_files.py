@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +28,7 @@ from manyroots.lora.files.opened import AdapterFile
 from manyroots.lora.files.pairs import Piece
 from manyroots.lora.spec import AdapterSpec
 from manyroots.lora.targets import Targets
+from manyroots.store.adapter_base import BaseRows, check_copy
 from manyroots.store.adapter_bytes import ArrivingBytes, Moves
 from manyroots.store.adapter_layouts import (
     FILE_DTYPES,
@@ -50,13 +51,15 @@ def read_adapter(
     dtype: torch.dtype,
     vocab_size: int,
     allowed_dirs: Sequence[Path] | None = None,
+    base: Mapping[str, BaseRows] | None = None,
 ) -> tuple[AdapterSpec, AdapterWeights]:
     """Read and check one PEFT folder; AdapterError says why it can't be served.
 
-    With `allowed_dirs`, the files must lie in one of them after all links are followed.
+    With `allowed_dirs`, the files must lie in one of them after all links are followed. `base`:
+    weights of the model that files may repeat, by target.
     """
     layouts = Layouts(targets, max_rank=max_rank, dtype=dtype, vocab_size=vocab_size)
-    return read_folder(path, layouts, allowed_dirs=allowed_dirs)
+    return read_folder(path, layouts, allowed_dirs=allowed_dirs, base=base)
 
 
 def read_folder(
@@ -65,6 +68,7 @@ def read_folder(
     *,
     allowed_dirs: Sequence[Path] | None = None,
     allocate: Allocate = pageable,
+    base: Mapping[str, BaseRows] | None = None,
 ) -> tuple[AdapterSpec, AdapterWeights]:
     """One of many adapters. `allocate` gives the memory in which the weights stay."""
     folder = check_folder(path, allowed_dirs)
@@ -77,7 +81,7 @@ def read_folder(
         if files.moves is not None:
             found = _read_into_place(weights_file, files, files.moves, layouts.dtype, allocate)
         else:
-            found = _read_and_convert(weights_file, files, layouts.dtype, allocate)
+            found = _read_and_convert(weights_file, files, layouts.dtype, allocate, base or {})
         weights_file.check_unchanged()
         config_file.check_unchanged()
     digest = content_digest(files.config.canonical(), files.header, found.hashes)
@@ -146,12 +150,20 @@ def _read_into_place(
 
 
 def _read_and_convert(
-    file: AdapterFile, files: FileLayout, dtype: torch.dtype, allocate: Allocate
+    file: AdapterFile,
+    files: FileLayout,
+    dtype: torch.dtype,
+    allocate: Allocate,
+    base: Mapping[str, BaseRows],
 ) -> _Found:
     header, layout = files.header, files.layout
     raw = pageable(header.data_bytes)
     hashes = read_and_hash(file, header, raw.numpy().data)
     tensors = _tensors(raw, header, dtype)
+    for target, index in layout.base_copies:
+        if target in base:
+            entry = header.tensors[index]
+            check_copy(entry.name, tensors[index].view(entry.shape), base[target])
     size = sum(math.prod(pair.a_shape) + math.prod(pair.b_shape) for pair in layout.pairs)
     buffer = allocate(size * dtype.itemsize).view(dtype)
     halves = cut_halves(layout, buffer)

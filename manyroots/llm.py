@@ -455,7 +455,8 @@ class LLM:
                 self._under_way.discard(output.request_id)
             if delta.finish_reason is FinishReason.ERROR:
                 if output.error_kind is not ErrorKind.ENGINE:
-                    raise RequestError(str(delta.error), field="lora_request")
+                    field = None if output.notice is None else output.notice.error_field
+                    raise RequestError(str(delta.error), field=field or "lora_request")
                 raise RuntimeError(f"request failed: {delta.error}")
 
 

@@ -151,6 +151,15 @@ class SamplingParams:
         return self.allowed_token_ids is not None or bool(self.bad_token_ids)
 
     @property
+    def mask_field(self) -> str | None:
+        """Of what needs one, what the caller calls it: at fault where no token is left."""
+        if self.allowed_token_ids is not None:
+            return "allowed_token_ids"
+        if self.bad_words:
+            return "bad_words"
+        return None if self.structured_outputs is None else self.structured_outputs.asked_as
+
+    @property
     def needs_mask(self) -> bool:
         """Whether what may come next is to be worked out for each token."""
         return self.structured_outputs is not None or self.has_token_rules

@@ -25,7 +25,8 @@ Masks = npt.NDArray[np.int32]
 _ALL = -1
 """Every bit of a word."""
 _NOTHING_LEFT = (
-    "allowed_token_ids, bad_words and what else is asked of its output leave no token to go on with"
+    "allowed_token_ids, bad_words and what else is asked of the output leave no token to go on "
+    "with; allow more"
 )
 
 

@@ -161,7 +161,8 @@ class Results:
                 fault = faults[Row(row)]
                 output = self.finish(request, FinishReason.ERROR, fault.reason)
                 if fault.is_of_request:
-                    output.notice = Notice(error_kind=ErrorKind.REQUEST)
+                    field = request.submit.sampling.mask_field
+                    output.notice = Notice(error_kind=ErrorKind.REQUEST, error_field=field)
                 outputs.append(output)
             elif step.samples[index]:
                 token = result.tokens[places[index] : places[index] + 1]

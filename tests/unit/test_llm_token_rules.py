@@ -112,6 +112,7 @@ def test_who_can_never_choose_is_refused_by_name(llm: LLM) -> None:
         assert caught.value.field == field
     # Behind the first token only: that request's failure, and nobody else's.
     stuck = SamplingParams(max_tokens=5, allowed_token_ids=(97,), bad_words=("aa",))
-    with pytest.raises(Exception, match="leave no token"):
+    with pytest.raises(RequestError, match="leave no token") as caught:
         llm.generate([PROMPT, PROMPT], [stuck, SamplingParams(max_tokens=5, ignore_eos=True)])
+    assert caught.value.field == "allowed_token_ids"
     assert len(said(llm, SamplingParams(max_tokens=5, ignore_eos=True))[0]) == 5

@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 
 from manyroots.ids import Row, StepId
-from manyroots.messages import FinishReason, Submit
+from manyroots.messages import ErrorKind, FinishReason, Submit
 from manyroots.scheduler.plan_builder import PlanBuilder
 from manyroots.step import Plan, RowFault
+from manyroots.structured_outputs import StructuredOutputsParams
 from tests.deciding import Deciding, expected_tokens, submit
 
 
@@ -130,6 +131,26 @@ def test_a_row_that_gave_nothing_fails_alone_and_its_page_is_not_published() -> 
     engine.run()
     assert engine.last(2).num_cached_tokens == 4
     assert engine.scheduler.stats().num_held_pages == 0
+
+
+def test_a_row_without_a_token_to_choose_names_the_field_that_left_none() -> None:
+    """Not the model, which is what a request is refused for that names no adapter that is there."""
+    shape = StructuredOutputsParams(choice=("a",), asked_as="guided_choice")
+    for number, (values, field) in enumerate((
+        ({"allowed_token_ids": (5,), "structured_outputs": shape}, "allowed_token_ids"),
+        ({"bad_words": ("a",)}, "bad_words"),
+        ({"structured_outputs": shape}, "guided_choice"),
+    )):  # fmt: skip
+        engine = Deciding(page_size=4)
+        request = submit(number, [5] * 7)
+        sampling = replace(request.sampling, **values)  # type: ignore[arg-type]
+        engine.scheduler.submit(replace(request, sampling=sampling))
+        result = engine.runner.execute(plan_of(engine))
+        fault = RowFault(Row(0), "nothing left", is_of_request=True)
+        [failed] = engine.scheduler.advance(replace(result, faults=(fault,))).outputs
+        assert failed.error_kind is ErrorKind.REQUEST
+        assert failed.notice is not None
+        assert failed.notice.error_field == field
 
 
 def test_an_aborted_prompt_publishes_only_what_was_computed() -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from manyroots.errors import ModelError
+from manyroots.git_lfs import remedy_of
 
 DEFAULT_ALIGNMENT = 32
 _MAGIC = b"GGUF"
@@ -87,7 +88,8 @@ def read_header(path: Path, data: mmap.mmap) -> GGUFHeader:
 
 
 def _unreadable(path: Path, error: Exception) -> ModelError:
-    return ModelError(f"{path} is not a readable GGUF file ({error}); download or copy it again.")
+    remedy = remedy_of(path, "download or copy it again")
+    return ModelError(f"{path} is not a readable GGUF file ({error}); {remedy}.")
 
 
 class _Cursor:

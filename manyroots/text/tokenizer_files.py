@@ -14,6 +14,7 @@ from typing import Any
 
 from manyroots.errors import ModelError
 from manyroots.gguf_header import read_metadata
+from manyroots.git_lfs import remedy_of
 from manyroots.text import gguf_tokenizer
 from manyroots.text.tokenizer import SpecialTokens, Tokenizer
 
@@ -119,9 +120,12 @@ def _from_transformers(source: str, **options: Any) -> Tokenizer:
                 "package, which reads it, is not installed; pip install sentencepiece protobuf, or "
                 "name a folder with a tokenizer.json with --tokenizer."
             ) from error
+        remedy = "Name another folder or hub id with --tokenizer"
+        for name in _TOKENIZER_FILES:
+            if (said := remedy_of(Path(source) / name, remedy)) != remedy:
+                remedy = f"Of {name}: {said}"
         raise ModelError(
-            f"no tokenizer could be loaded from {source!r}: {error}. "
-            "Name another folder or hub id with --tokenizer."
+            f"no tokenizer could be loaded from {source!r}: {error}. {remedy}."
         ) from error
     backend = getattr(loaded, "backend_tokenizer", None)
     if backend is None:

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[2] / "manyroots"
 
 BASE = {
     "ids", "errors", "version", "sampling", "step", "messages", "adapter_names", "options",
-    "config", "server_config", "gguf_header", "progress", "kv_configs", "collector",
+    "config", "server_config", "gguf_header", "git_lfs", "progress", "kv_configs", "collector",
     "structured_outputs", "json_schemas",
 }  # fmt: skip
 """Files at the top of the package that any room may import."""
@@ -26,7 +26,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "structured_outputs": {"errors"},
     "json_schemas": set(),
     "sampling": {"errors", "structured_outputs"},
-    "gguf_header": {"errors"},
+    "git_lfs": set(),
+    "gguf_header": {"errors", "git_lfs"},
     "progress": set(),
     "collector": set(),
     "adapter_names": {"errors"},

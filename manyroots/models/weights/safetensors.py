@@ -14,9 +14,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from manyroots.errors import ModelError
+from manyroots.git_lfs import remedy_of
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+_MAX_NAMED = 3
 _MODEL = "model."
 _WITHOUT_HEAD = ("embed_tokens.", "layers.", "norm.", "embedding_norm.", "final_layernorm.")
 """How names begin where a decoder was saved without its head, as embedders are; transformers gives
@@ -44,10 +46,8 @@ def _of_file(file: Path, endings: tuple[str, ...] | None) -> Iterator[tuple[str,
                     prefix = _MODEL if name.startswith(_WITHOUT_HEAD) else ""
                     yield prefix + name, shard.get_tensor(name)
     except (SafetensorError, OSError) as error:
-        raise ModelError(
-            f"{file} can't be read ({error}); it is damaged or incomplete. Download or copy "
-            "it again."
-        ) from error
+        remedy = remedy_of(file, "it is damaged or incomplete. Download or copy it again")
+        raise ModelError(f"{file} can't be read ({error}); {remedy}.") from error
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -82,10 +82,17 @@ def _shards(index: Path) -> list[str]:
 
 
 def _nothing_to_load(folder: Path) -> str:
-    pickles = sorted(file.name for file in folder.glob("*.bin"))
+    shards = _named(folder, "*.safetensors")
+    if shards:
+        return (
+            f"{folder} has {shards}, and neither {SINGLE_FILE} nor {INDEX_FILE}, which says what "
+            "belongs together. Download or copy the index, too; a whole model in one file is "
+            f"called {SINGLE_FILE}."
+        )
+    pickles = _named(folder, "*.bin", "*.pth", "*.pt")
     if pickles:
         return (
-            f"{folder} has its weights only as pickles ({', '.join(pickles[:3])}), which can run "
+            f"{folder} has its weights only as pickles ({pickles}), which can run "
             "code when opened and are never loaded. Convert it: "
             "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)."
         )
@@ -93,3 +100,9 @@ def _nothing_to_load(folder: Path) -> str:
         f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; point --model at a folder with "
         "weights, or use --load-format dummy."
     )
+
+
+def _named(folder: Path, *patterns: str) -> str:
+    """The first of the files that are called so; nothing where there are none."""
+    names = sorted(file.name for pattern in patterns for file in folder.glob(pattern))
+    return ", ".join(names[:_MAX_NAMED]) + (" and others" if len(names) > _MAX_NAMED else "")

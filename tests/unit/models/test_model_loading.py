@@ -15,6 +15,7 @@ from torch import Tensor
 from manyroots.errors import ModelError
 from manyroots.models.load import load_model
 from manyroots.models.weights.safetensors import INDEX_FILE, SINGLE_FILE
+from manyroots.text.tokenizer_files import load_tokenizer
 from tests.unit.models.tiny import load_tiny, save_tiny, tensors_of, tiny_source
 
 CPU = torch.device("cpu")
@@ -165,6 +166,34 @@ def test_a_truncated_file_is_named(folder: Path) -> None:
     file = folder / SINGLE_FILE
     file.write_bytes(file.read_bytes()[:-1000])
     with pytest.raises(ModelError, match=r"model\.safetensors can't be read.*again"):
+        load_tiny(folder)
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12345\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "load"),
+    [
+        ("model.safetensors", load_tiny),
+        ("m.gguf", lambda folder: load_tiny(folder / "m.gguf")),
+        ("tokenizer.json", lambda folder: load_tokenizer(str(folder))),
+    ],
+)
+def test_a_file_that_was_cloned_without_lfs_says_so(
+    name: str, load: Callable[[Path], Any], folder: Path
+) -> None:
+    (folder / name).write_text(POINTER)
+    with pytest.raises(ModelError, match=f"{name}.*pointer of Git LFS.*git lfs pull"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    "name", ["model-00001-of-00002.safetensors", "consolidated.safetensors"], ids=["shard", "own"]
+)
+def test_weights_without_an_index_are_named(name: str, folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / name)
+    with pytest.raises(ModelError, match=f"has {name}, and neither.*Download or copy the index"):
         load_tiny(folder)
 
 

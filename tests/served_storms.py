@@ -47,6 +47,7 @@ from tests.mixed_workloads import (
     VOCAB,
     WEIGHTS,
     World,
+    hairs,
     world_of,
 )  # fmt: skip
 from tests.patience import PATIENCE_S
@@ -693,15 +694,14 @@ class Storm:
         at = _parting(ours["token_ids"], theirs["token_ids"])
         if at is None:
             return False
-        if asked.body["temperature"]:
-            return self.rng.random() < 0.02  # told apart by seeds that fail again
-        body = {
-            "model": content or MODEL, "prompt": [*asked.body["prompt"], *ours["token_ids"][:at]],
-            "max_tokens": 1, "temperature": 0, "logprobs": 5, "return_token_ids": True,
-        }  # fmt: skip
-        scores = (await cold.client.post("/v1/completions", json=body)).json()["choices"][0]
-        best = sorted(scores["logprobs"]["top_logprobs"][0].values())[-2:]
-        return bool(best[1] - best[0] <= CLOSE)
+        tokens = ours["token_ids"][: at + 1]
+        for more in hairs(tokens[at], theirs["token_ids"][at]):
+            biases = {str(token): by for token, by in more.items()}
+            body = asked.body | {"model": content or MODEL, "logit_bias": biases}
+            choices = (await cold.client.post("/v1/completions", json=body)).json()["choices"]
+            if choices[ours["index"]]["token_ids"][: at + 1] == tokens:
+                return True
+        return False
 
 
 def _parting(ours: list[int], theirs: list[int]) -> int | None:

@@ -117,7 +117,11 @@ def who_lent_a_row_rests_alone(turns: AdapterTurns) -> None:
 
 
 def nobody_lends_a_row_for_too_long(turns: AdapterTurns) -> None:
-    most = turns.longest_loan
-    for since in turns.resting.loans.values():
+    """Be it alone, or since its adapter has lent its place beside."""
+    resting, most = turns.resting, turns.longest_loan
+    lent = list(resting.loans.values())
+    for rested in resting.groups():
+        lent += [since for since in rested.requests.values() if since < rested.since]
+    for since in lent:
         num_steps = turns.step_id - since
         assert num_steps <= most, f"a row is lent for {num_steps} steps, of {most} at most"

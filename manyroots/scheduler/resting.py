@@ -25,8 +25,8 @@ class Rested:
         self.place = place
         """The number of the one that they lent; of the one that they have, once they are back and
         wait for tokens alone."""
-        self.requests: dict[Request, None] = {}
-        """In the order in which they began."""
+        self.requests: dict[Request, StepId] = {}
+        """And since when each of them rests: one that had lent its row before, for longer."""
 
 
 class Resting:
@@ -68,11 +68,16 @@ class Resting:
     def add(
         self, adapter: AdapterDigest, requests: list[Request], since: StepId, place: int
     ) -> None:
-        """An adapter gives up its place. Those of it that had not come back yet rest on."""
+        """An adapter gives up its place. Those of it that had not come back yet rest on. Those that
+        had lent their rows go on first when it is back, in the stead of as many that ran."""
         rested = Rested(adapter, since, place)
         earlier = self.by_adapter.pop(adapter, None)
-        rested.requests = dict.fromkeys(requests) | ({} if earlier is None else earlier.requests)
+        lent = [request for request in self.loans if request.group[0] == adapter][: len(requests)]
+        rested.requests = {request: self.loans.pop(request) for request in lent}
+        rested.requests |= dict.fromkeys(requests[len(lent) :], since)
+        rested.requests |= {} if earlier is None else earlier.requests
         self.by_adapter[adapter] = rested
+        self.loans |= dict.fromkeys(requests[: len(lent)], since)
         self.total_rests += len(requests)
 
     def lend(self, request: Request, since: StepId) -> None:

@@ -184,11 +184,13 @@ class AdapterTurns:
             self._loans.hand_on(step_id, self.is_open, put_to_rest.lend)
         self._give_rows(waiting, loaded, step_id, has_room, put_to_rest)
         settled: list[AdapterPlace] | None = None
+        owed: list[AdapterPlace] = []
         is_crowded = False
         free: list[AdapterPlace] = []
         for claim in self._claims.in_order(waiting, loaded, step_id):
             if settled is None:
                 settled = self.places.settled(step_id, self._costs.stay_steps)
+                settled = [place for place in settled if place not in owed]
                 is_crowded = self._is_crowded(step_id)
                 free = self._free_places()
             if claim.is_newcomer and is_crowded:
@@ -202,6 +204,10 @@ class AdapterTurns:
             if not self._can_come(claim, step_id, has_room):
                 if self.is_line_held:
                     return
+                if claim.rested is not None and claim.is_overdue(step_id):
+                    # Till its weights are there the holder goes on, and nobody else comes between.
+                    owed.append(self.places.lent(claim.rested))
+                    settled = [place for place in settled if place not in owed]
             elif not comes_freely:
                 self._swap(claim, place, step_id, put_to_rest)
                 settled = None  # others hold places now

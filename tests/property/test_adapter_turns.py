@@ -111,6 +111,13 @@ def test_l07_a_stream_pauses_for_a_stated_number_of_steps_at_most(seed: int) -> 
     check_seed(seed, 60)
 
 
+@pytest.mark.parametrize("seed", [2026, 3080])
+def test_l07_mixes_in_which_a_pause_was_too_long(seed: int) -> None:
+    """L07: one behind took the place of one that was overdue and whose weights were on their way;
+    one that had lent its row never went on when its adapter came for a step at a time."""
+    check_seed(seed, 150)
+
+
 if __name__ == "__main__":
     for seed in range(int(sys.argv[1]), int(sys.argv[2])):
         try:

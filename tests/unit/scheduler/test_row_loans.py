@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import pytest
 
 from manyroots.bench.adapter_turns import ENDLESS, Turns, TurnsCase
-from manyroots.ids import AdapterDigest, AdapterName, RequestId
+from manyroots.ids import AdapterDigest, AdapterName, RequestId, StepId
 from manyroots.lora.spec import AdapterSpec
 from manyroots.messages import Abort, FinishReason
+from manyroots.scheduler.resting import Resting
 from manyroots.scheduler.swap_costs import STAY_STEPS
 from tests.deciding import Deciding, expected_tokens, submit
 
@@ -123,6 +124,26 @@ def test_l07_one_that_has_lent_its_row_can_be_aborted() -> None:
     full.steps(2)
     assert full.resting() == []
     full.check()
+
+
+@pytest.mark.parametrize("num_running", [1, 2, 3])
+def test_l07_who_had_lent_a_row_goes_on_before_those_that_ran(num_running: int) -> None:
+    """L07: an adapter may come for a step at a time; who has lent a row is not left out of each."""
+    adapter = AdapterDigest(b"a")
+    first, second, *running = Full(["a"] * NUM_ROWS).engine.scheduler._rows.running
+    running, resting = running[:num_running], Resting()
+    resting.lend(first, StepId(5))
+    resting.lend(second, StepId(6))
+    resting.add(adapter, running, StepId(9), place=0)
+    since = {first: 5, second: 6}
+    assert list(resting.by_adapter[adapter].requests.items()) == [
+        *list(since.items())[:num_running],
+        *((request, 9) for request in running[2:]),
+    ]
+    assert list(resting.loans.items()) == [
+        *list(since.items())[num_running:],
+        *((request, 9) for request in running[:2]),
+    ]
 
 
 class Waves(Turns):

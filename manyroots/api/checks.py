@@ -208,10 +208,6 @@ def completion_sampling(
     if request.max_tokens is not None:
         more["max_tokens"] = 1 if is_only_echo(request) else request.max_tokens
     if request.echo and request.logprobs is not None:
-        if request.stream:
-            raise RequestError(
-                "echo with logprobs can't be streamed; set stream to false.", field="echo"
-            )
         # The echoed prompt's tokens need their logprobs too.
         more["prompt_logprobs"] = max(request.logprobs, request.prompt_logprobs or 0)
     return _sampling(request, more, defaults)

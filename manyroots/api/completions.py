@@ -6,7 +6,7 @@ prompt: with n = 2, choices 2 and 3 belong to the second prompt.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -31,6 +31,7 @@ from manyroots.api.requests import CompletionRequest
 from manyroots.api.responses import Completion, CompletionChoice, CompletionLogprobs
 from manyroots.api.state import server_of
 from manyroots.messages import FinishReason
+from manyroots.step import TokenLogprobs
 from manyroots.text.assembler import TextDelta
 
 
@@ -46,7 +47,32 @@ async def completions(request: Request) -> Response:
 
 def _batches(job: Job, request: CompletionRequest) -> AsyncGenerator[Batch, None]:
     generated = generate(job.service, job.submits, job.watch)
-    return _silenced(generated) if is_only_echo(request) else generated
+    if is_only_echo(request):
+        generated = _silenced(generated)
+    is_scored = request.stream and request.echo and request.logprobs is not None
+    return _first_choices_first(generated, job.n) if is_scored and job.n > 1 else generated
+
+
+async def _first_choices_first(
+    generated: AsyncGenerator[Batch, None], n: int
+) -> AsyncGenerator[Batch, None]:
+    """A prompt's later choices wait for its first one, which alone has the prompt's logprobs."""
+    told: set[int] = set()
+    waiting: dict[int, Batch] = {}
+    async with aclosing(generated) as batches:
+        async for batch in batches:
+            ready: Batch = []
+            for index, delta in batch:
+                place = index // n
+                if index % n == 0 and place not in told:
+                    told.add(place)
+                    ready += [(index, delta), *waiting.pop(place, [])]
+                elif place in told:
+                    ready.append((index, delta))
+                else:
+                    waiting.setdefault(place, []).append((index, delta))
+            if ready:
+                yield ready
 
 
 async def _silenced(generated: AsyncGenerator[Batch, None]) -> AsyncGenerator[Batch, None]:
@@ -85,21 +111,37 @@ def _choice(
         stop_reason=made.stop_reason,
     )
     if request.echo:
-        echoed = job.prompt_text(index // job.n)
-        choice.text = echoed + made.text
-        if choice.logprobs is not None and request.logprobs is not None:
-            prompt = job.submits[index].prompt
-            first = echoed_logprobs(
-                job.service.tokenizer, prompt, echoed, scores, request.logprobs,
-                _naming(job, request),
-            )  # fmt: skip
-            choice.logprobs = joined(first, choice.logprobs, len(echoed))
+        echo = _echo(job, request, index, scores)
+        choice.text = echo.text + made.text
+        if choice.logprobs is not None and echo.logprobs is not None:
+            choice.logprobs = joined(echo.logprobs, choice.logprobs, len(echo.text))
     if request.prompt_logprobs is not None:
         choice.prompt_logprobs = prompt_logprobs(job.service.tokenizer, scores)
     if request.return_token_ids:
         choice.token_ids = made.tokens
         choice.prompt_token_ids = list(job.submits[index].prompt)
     return choice
+
+
+def _echo(
+    job: Job, request: CompletionRequest, index: int, scores: Sequence[TokenLogprobs]
+) -> CompletionChoice:
+    """A choice's prompt, as the beginning of its text."""
+    choice = CompletionChoice(index=index, text=job.prompt_text(index // job.n))
+    if request.logprobs is not None:
+        choice.logprobs = echoed_logprobs(
+            job.service.tokenizer, job.submits[index].prompt, choice.text, scores,
+            request.logprobs, _naming(job, request),
+        )  # fmt: skip
+    return choice
+
+
+def _echoes(
+    job: Job, request: CompletionRequest, place: int, scores: Sequence[TokenLogprobs]
+) -> list[CompletionChoice]:
+    """Of a prompt's choices: each begins with it."""
+    first = _echo(job, request, place * job.n, scores)
+    return [msgspec.structs.replace(first, index=first.index + choice) for choice in range(job.n)]
 
 
 async def _chunks(job: Job, request: CompletionRequest) -> AsyncGenerator[bytes, None]:
@@ -113,10 +155,7 @@ async def _chunks(job: Job, request: CompletionRequest) -> AsyncGenerator[bytes,
     )
     # With the first output and not before: until then the status can still say what went wrong.
     events: list[bytes] = []
-    if request.echo:
-        for index in range(len(job.submits)):
-            chunk.choices = [CompletionChoice(index=index, text=job.prompt_text(index // job.n))]
-            events.append(event(chunk))
+    to_echo = set(range(len(job.submits) // job.n)) if request.echo else set()
     count = UsageCount(job.submits, job.n)
     async with aclosing(_batches(job, request)) as batches:
         async for batch in batches:
@@ -124,6 +163,11 @@ async def _chunks(job: Job, request: CompletionRequest) -> AsyncGenerator[bytes,
                 count.add(index, delta)
                 if is_continuous:
                     chunk.usage = count.usage()
+                if to_echo and index // job.n in to_echo:
+                    to_echo.discard(index // job.n)
+                    for choice in _echoes(job, request, index // job.n, delta.prompt_logprobs):
+                        chunk.choices = [choice]
+                        events.append(event(chunk))
                 if _is_worth_sending(delta, request):
                     chunk.choices = [_chunk_choice(job, request, index, delta)]
                     events.append(event(chunk))
@@ -144,10 +188,13 @@ def _is_worth_sending(delta: TextDelta, request: CompletionRequest) -> bool:
 def _chunk_choice(
     job: Job, request: CompletionRequest, index: int, delta: TextDelta
 ) -> CompletionChoice:
+    logprobs = _logprobs(job, request, delta)
+    if request.echo and logprobs is not None:
+        _behind_echo(job, index, logprobs)
     return CompletionChoice(
         index=index,
         text=delta.text,
-        logprobs=_logprobs(job, request, delta),
+        logprobs=logprobs,
         finish_reason=delta.finish_reason.value if delta.finish_reason else None,
         stop_reason=delta.stop_reason,
         token_ids=delta.tokens if request.return_token_ids else msgspec.UNSET,
@@ -160,6 +207,12 @@ def _logprobs(
     if request.logprobs is None:
         return None
     return completion_logprobs(made.logprobs, made.offsets, _naming(job, request))
+
+
+def _behind_echo(job: Job, index: int, logprobs: CompletionLogprobs) -> None:
+    """Offsets in a text that begins with its prompt."""
+    shift = len(job.prompt_text(index // job.n))
+    logprobs.text_offset = [shift + offset for offset in logprobs.text_offset]
 
 
 def _naming(job: Job, request: CompletionRequest) -> Naming:

@@ -252,6 +252,7 @@ INSTEAD = {
     "chat_template": "start the server with --chat-template instead",
     "separate_reasoning": "start the server with --reasoning-parser none instead",
     "documents": "write them into the messages instead",
+    "echo": "put the last message in front of the answer yourself",
 }
 """What to do about unsupported fields, other than to remove them."""
 ELSEWHERE = {

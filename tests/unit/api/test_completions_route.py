@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
+from typing import Any
+
 import pytest
 
+from manyroots.api.completions import _first_choices_first
+from manyroots.api.generation import Batch
 from manyroots.api.logprobs import echoed_logprobs, naming
 from manyroots.messages import FinishReason, Output
+from manyroots.text.assembler import TextDelta
 from tests.unit.api.fake_engine import FakeEngine, logprobs_of, script
 from tests.unit.api.harness import Harness, error_of, events
 from tests.unit.text.tiny_tokenizer import tiny_tokenizer
@@ -122,6 +128,37 @@ async def test_echo_with_logprobs_scores_the_prompt() -> None:
         assert logprobs["tokens"] == ["a", "b", "c", "a"]
         assert logprobs["token_logprobs"] == [None, -0.5, -0.5, -0.5]
         assert logprobs["text_offset"] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("max_tokens", [0, 4])
+@pytest.mark.parametrize("n", [1, 3])
+async def test_an_echo_with_logprobs_streams_what_it_is_whole(n: int, max_tokens: int) -> None:
+    """vLLM's and OpenAI's servers stream it, too: all lists, joined, are those of one answer."""
+    fields: dict[str, Any] = {"max_tokens": max_tokens, "logprobs": 1, "echo": True, "n": n}
+    prompts = ["h\u00e9x", "ab"]
+    whole = (await Harness().complete(prompts, **fields)).json()["choices"]
+    *chunks, _ = events(await Harness().complete(prompts, stream=True, **fields))
+    for choice in whole:
+        parts = [part for c in chunks for part in c["choices"] if part["index"] == choice["index"]]
+        assert "".join(part["text"] for part in parts) == choice["text"]
+        assert parts[-1]["finish_reason"] == "length"
+        for name, values in choice["logprobs"].items():
+            scored = [part["logprobs"] for part in parts if part["logprobs"] is not None]
+            assert [value for part in scored for value in part[name]] == values, name
+
+
+async def test_choices_that_come_before_their_prompts_logprobs_wait_for_them() -> None:
+    def delta(text: str) -> TextDelta:
+        return TextDelta(text, [], None, 0)
+
+    async def generated() -> AsyncGenerator[Batch, None]:
+        yield [(1, delta("b")), (3, delta("d"))]
+        yield [(1, delta("B")), (2, delta("c"))]
+        yield [(3, delta("D")), (0, delta("a"))]
+        yield [(0, delta("A"))]
+
+    got = [[item.text for _, item in batch] async for batch in _first_choices_first(generated(), 2)]
+    assert got == [["c", "d"], ["D", "a", "b", "B"], ["A"]]
 
 
 async def test_prompt_logprobs_are_keyed_by_token() -> None:

@@ -74,7 +74,6 @@ CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
         ({"logprobs": -1}, "logprobs"),
         ({"prompt_logprobs": 10**6}, "prompt_logprobs"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
-        ({"echo": True, "logprobs": 1, "stream": True}, "echo"),
         ({"min_tokens": 20, "max_tokens": 10}, "min_tokens"),
         ({"cache_salt": ""}, "cache_salt"),
         ({"cache_salt": "x" * 2**20}, "cache_salt"),

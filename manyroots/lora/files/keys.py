@@ -6,8 +6,9 @@ tensor is and why it is not served. Knows nothing of shapes.
     [base_model.model.]MODULE.lora_A[.ADAPTER].weight
     [base_model.model.]MODULE.lora_embedding_A[.ADAPTER][.weight]
 
-In a model with images, MODULE names the text model, too: `model.language_model.layers.0...`; of one
-that torch compiled for training, `_orig_mod.` stands in it somewhere.
+In a model with images, MODULE names the text model, too: `model.language_model.layers.0...`; in one
+without a head it begins with `layers.0...`; of one that torch compiled for training, `_orig_mod.`
+stands in it somewhere. Tinker has names of its own for attention and head.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from manyroots.errors import AdapterError
+from manyroots.lora.files.folder import CONVERT_MLX
 
 _KEY = re.compile(
     r"(?:base_model\.model\.)?(.+?)\.lora_(?:"
@@ -29,6 +31,7 @@ _COMPILED = "_orig_mod."
 _WHOLE = re.compile(r"(?:base_model\.model\.)?(.+)\.weight")
 _BASE_COPY = re.compile(r"(?:base_model\.model\.)?(.+)\.base_layer\.weight")
 _KNOWN_PARTS = {
+    ".lora_a": f"is a factor as MLX writes it; {CONVERT_MLX.removesuffix('.')}",
     "lora_magnitude_vector": "belongs to DoRA, which is not served; train with use_dora=False",
     "modules_to_save": "replaces a whole module, which is not served; train without it",
     "original_module": "replaces a whole module, which is not served; train without it",
@@ -54,11 +57,10 @@ class Spelling(NamedTuple):
 
     beginnings: tuple[tuple[str, str], ...]
     """Of names that are others here: in the file, and here."""
-
-    @property
-    def has_images(self) -> bool:
-        """Whether the model has more parts than its text model."""
-        return bool(self.beginnings)
+    has_images: bool = False
+    """Whether the model has more parts than its text model."""
+    is_head_linear: bool = False
+    """Whether `all-linear` is meant with the head; PEFT means it without."""
 
     def names(self, module: str) -> list[str]:
         """What a module may be called there, by its name now and by older ones."""
@@ -72,10 +74,16 @@ class Spelling(NamedTuple):
 
 
 _OWN = Spelling(())
-_WITH_IMAGES = (
-    Spelling((("model.language_model.", "model."),)),
-    Spelling((("language_model.model.", "model."), ("language_model.lm_head", "lm_head"))),
+_OTHERS = (
+    Spelling((("model.language_model.", "model."),), has_images=True),
+    Spelling(
+        (("language_model.model.", "model."), ("language_model.lm_head", "lm_head")),
+        has_images=True,
+    ),
+    Spelling((("layers.", "model.layers."), ("embed_tokens", "model.embed_tokens"))),
+    Spelling((("model.unembed_tokens", "lm_head"),), is_head_linear=True),
 )
+_TINKERS_ATTENTION = re.compile(r"(model\.layers\.\d+)\.attn\.(.+)")
 
 
 def parse_key(name: str) -> Key | None:
@@ -98,7 +106,10 @@ def _of_text(module: str) -> str:
     for older, now in _OLDER_NAMES.items():
         if module.endswith(older):
             module = module.removesuffix(older) + now
-    for spelling in _WITH_IMAGES:
+    attention = _TINKERS_ATTENTION.fullmatch(module)
+    if attention is not None:
+        return f"{attention[1]}.self_attn.{attention[2]}"
+    for spelling in _OTHERS:
         for there, here in spelling.beginnings:
             if module.startswith(there):
                 return here + module.removeprefix(there)
@@ -108,7 +119,7 @@ def _of_text(module: str) -> str:
 def spelling_of(spelled: Iterable[str]) -> Spelling:
     """Of a file, by what it calls some of the modules."""
     names = list(spelled)
-    for spelling in _WITH_IMAGES:
+    for spelling in _OTHERS:
         beginnings = tuple(there for there, _ in spelling.beginnings)
         if any(name.startswith(beginnings) for name in names):
             return spelling
@@ -116,10 +127,10 @@ def spelling_of(spelled: Iterable[str]) -> Spelling:
 
 
 def spellings(module: str) -> list[str]:
-    """What a module of the text model may be called where an adapter was made, its name here
-    first."""
-    found = (name for one in (_OWN, *_WITH_IMAGES) for name in one.names(module))
-    return list(dict.fromkeys(found))
+    """What a module may be called where an adapter was made, its name here first: files are
+    renamed for text models, and their configs stay as they were."""
+    known = (_OWN, *(one for one in _OTHERS if one.has_images))
+    return list(dict.fromkeys(name for one in known for name in one.names(module)))
 
 
 def _with_older(module: str) -> list[str]:

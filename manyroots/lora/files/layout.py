@@ -55,7 +55,8 @@ def lay_out(
     check_trained(config, targets, factors, pairs, spelling)
     if not spelling.has_images:
         # Else they may be meant for the part that sees, whose modules nobody here knows.
-        config.refuse_unused_patterns(module_names(targets))
+        names = (one for name in module_names(targets) for one in spelling.names(name))
+        config.refuse_unused_patterns(names)
     ordered = tuple(pairs[name] for name in targets if name in pairs)
     return AdapterLayout(ordered, tuple(base_copies))
 

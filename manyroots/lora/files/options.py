@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from manyroots.errors import AdapterError
+from manyroots.lora.files.folder import CONVERT_MLX
 
 _HONOURED = frozenset(
     {
@@ -80,8 +81,18 @@ _OTHER_INITS = ("gaussian", "eva", "orthogonal", "mica")
 def refuse_unsupported(fields: Mapping[str, Any]) -> None:
     """Refuse what would change the output and is not honoured."""
     kind = fields.get("peft_type")
+    if kind is None and "lora_parameters" in fields:
+        raise AdapterError(f"lora_parameters is an option of MLX; {CONVERT_MLX}")
+    if kind is None:
+        raise AdapterError(
+            "peft_type is None; only LORA adapters are served. If this is one, say so in the "
+            'config: "peft_type": "LORA".'
+        )
     if kind != "LORA":
-        raise AdapterError(f"peft_type is {_short(kind)}; only LORA adapters are served.")
+        raise AdapterError(
+            f"peft_type is {_short(kind)}; only LORA adapters are served. Train one of that kind, "
+            "or merge this one into the base model and serve that."
+        )
     bias = fields.get("bias", "none")
     if bias not in ("none", None):
         raise AdapterError(

@@ -119,8 +119,24 @@ def check_shape(entry: TensorEntry, wanted: Sequence[int], target: str) -> None:
     if entry.shape != tuple(wanted):
         raise AdapterError(
             f"{entry.name!r} has shape {list(entry.shape)}; {target} of this model and the "
-            f"config's rank need {list(wanted)}. Use an adapter that was trained for this model."
+            f"config's rank need {list(wanted)}. {_remedy(entry, wanted)}"
         )
+
+
+def _remedy(entry: TensorEntry, wanted: Sequence[int]) -> str:
+    if len(entry.shape) < 2 or 0 in entry.shape:
+        return (
+            "It is one process' part of the weight: gather it (DeepSpeed: GatheredParameters; "
+            "FSDP: summon_full_params) and save the adapter again."
+        )
+    rank = -2 if ".lora_A" in entry.name or ".lora_embedding_A" in entry.name else -1
+    sizes, others = list(entry.shape), list(wanted)
+    if len(sizes) == len(others) and others.pop(rank) != sizes.pop(rank) and sizes == others:
+        return (
+            "Correct r or rank_pattern in the config: of its keys the first that matches counts, "
+            "and PEFT saves them in alphabetical order."
+        )
+    return "Use an adapter that was trained for this model."
 
 
 def named(names: Iterable[str]) -> str:

@@ -53,7 +53,10 @@ def check_trained(
             config,
             _plain(pairs, targets),
             spelling,
-            lambda names: _is_linear(names[0], targets),
+            lambda names: (
+                targets[names[0]].kind is TargetKind.LINEAR
+                and (names[0] != _HEAD or spelling.is_head_linear)
+            ),
         )
     elif (expression := WholeName("target_modules", chosen)).can_match:
         _check_named(
@@ -134,7 +137,10 @@ def _refuse_left_out(
         name
         for name in names
         if not _is_parameter(name, config)
-        and (is_excluded(spelling.names(name)) or not is_named(spellings(name)))
+        and (
+            is_excluded(spelling.names(name))
+            or not is_named([*spellings(name), *spelling.names(name)])
+        )
     ]
     if left_out:
         raise AdapterError(
@@ -167,10 +173,6 @@ def _is_parameter(name: str, config: AdapterConfig) -> bool:
     """Whether it was trained as a parameter, which its module need not be named for."""
     parameters = set(config.target_parameters)
     return any(f"{end}.weight" in parameters for end in _all_endings(name))
-
-
-def _is_linear(name: str, targets: Targets) -> bool:
-    return targets[name].kind is TargetKind.LINEAR and name != _HEAD
 
 
 def _plain(pairs: dict[str, PairLayout], targets: Targets) -> list[str]:

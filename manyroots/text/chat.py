@@ -8,6 +8,7 @@ never from a request. What keeps it off Python is `sandbox.py`.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,9 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 _HARMONY_EFFORTS = ("low", "medium", "high")
 _SWITCHES = frozenset({"enable_thinking", "thinking"})
 """Options of templates that turn reasoning on and off."""
+
+
+_ASKS_FOR_NONE = re.compile(r"""\bcontent(['"]\])?\s*(is|==)\s*[nN]one\b""")
 
 
 class ChatTemplate:
@@ -54,6 +58,7 @@ class ChatTemplate:
         self._has_developer_role = "developer" in source
         self._knows_tools = "tools" in self._sandbox.variables
         self._knows_calls = "tool_calls" in source
+        self._asks_for_none = _ASKS_FOR_NONE.search(source) is not None
         self.format = format or choose_format(source)
         reserved = {"messages", "tools", "documents", "add_generation_prompt", *special_tokens}
         self.options = self._sandbox.variables - reserved
@@ -123,6 +128,9 @@ class ChatTemplate:
         if calls and not message["content"] and "reasoning_content" in message:
             # As gpt-oss calls it; its reasoning is wanted again while its calls are carried out.
             message["thinking"] = message["reasoning_content"]
+        if calls and not message["content"] and self._asks_for_none:
+            # DeepSeek's knows calls by it; most others would print it.
+            message["content"] = None
         return message
 
     def _render(self, values: Mapping[str, Any], messages: list[dict[str, Any]]) -> str:

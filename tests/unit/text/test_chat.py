@@ -62,6 +62,44 @@ def test_tool_history_reaches_the_template_as_objects() -> None:
     assert ChatTemplate(source, {}).render(messages) == "Oslo|rain"
 
 
+AS_DEEPSEEKS = (
+    "{%- for m in messages -%}"
+    "{%- if m['role'] == 'assistant' and m['content'] is none -%}"
+    "{%- for c in m['tool_calls'] %}<call>{{ c['function']['name'] + c['function']['arguments'] }}"
+    "{%- endfor -%}"
+    "{%- elif m['content'] is not none -%}<{{ m['role'] }}>{{ m['content'] }}{%- endif -%}"
+    "{%- endfor -%}"
+)
+PRINTED = (
+    "{%- for m in messages -%}<{{ m.role }}>{{ m.content }}{%- if m.content is not none -%}!"
+    "{%- endif -%}{%- for c in m.tool_calls or [] %}<call>{{ c.function.name }}{% endfor %}"
+    "{%- endfor -%}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "shown"),
+    [
+        (AS_DEEPSEEKS, '<user>hi<call>f{"a": 1}<tool>42<assistant>ok'),
+        (PRINTED, "<user>hi!<assistant>!<call>f<tool>42!<assistant>ok!"),
+    ],
+    ids=["told by none", "printed"],
+)
+def test_g04_calls_without_content_reach_templates_that_know_them_by_it(
+    source: str, shown: str
+) -> None:
+    """The templates of DeepSeek's R1 distilled into Qwen and Llama dropped them else."""
+    function = {"name": "f", "arguments": '{"a": 1}'}
+    calls = [{"id": "c", "type": "function", "function": function}]
+    messages = [
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "c", "content": "42"},
+        {"role": "assistant", "content": "ok"},
+    ]
+    assert ChatTemplate(source, {}).render(messages) == shown
+
+
 @pytest.mark.parametrize(
     ("given", "shown"),
     [

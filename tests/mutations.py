@@ -201,8 +201,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "api/completions.py",
-        "return _silenced(generated) if is_only_echo(request) else generated",
-        "return generated",
+        "generated = _silenced(generated)",
+        "pass",
         "an echo alone says a token more",
         (
             "unit/api/test_completions_route.py::test_an_echo_alone_scores_the_prompt_and_says_nothing[1]",

@@ -41,6 +41,8 @@ class AdapterConfig:
     """Those that were trained; None: all, or the file says it otherwise."""
     excluded: tuple[str, ...] | str
     """Names or endings of names of modules that were not, or an expression for whole names."""
+    ties_head: bool
+    """A tied head has the embedding's adapter, turned around; both are in the file."""
     target_parameters: tuple[str, ...]
     """Stacked weights of experts that were trained as parameters."""
     invocation_tokens: tuple[int, ...] | None
@@ -114,6 +116,7 @@ def parse_config(fields: Mapping[str, Any]) -> AdapterConfig:
         is_partial=any(fields.get(name) not in (None, [], "") for name in left_out),
         layers=_layers(fields.get("layers_to_transform")),
         excluded=_named("exclude_modules", fields.get("exclude_modules")) or (),
+        ties_head=_flag(fields, "ensure_weight_tying"),
         target_parameters=_strings("target_parameters", fields.get("target_parameters") or []),
         invocation_tokens=_invocation_tokens(fields.get("alora_invocation_tokens")),
         base_model=_base_model(fields.get("base_model_name_or_path")),

@@ -12,6 +12,7 @@ _HONOURED = frozenset(
     {
         "alora_invocation_tokens",
         "alpha_pattern",
+        "ensure_weight_tying",
         "lora_alpha",
         "r",
         "rank_pattern",
@@ -56,7 +57,6 @@ _WITHOUT_EFFECT = frozenset(
 _REFUSED = {
     "arrow_config": "routes between adapters (Arrow)",
     "enable_lora": "is an option of long ago",
-    "ensure_weight_tying": "ties adapter weights of several layers",
     "fan_in_fan_out": "is for layers with transposed weights, which no model here has",
     "invocation_string": "is an aLoRA of before PEFT; give alora_invocation_tokens instead",
     "kasa_config": "adds singular values to the adapter (KaSA)",

@@ -20,7 +20,7 @@ DEFAULTS = ("q_proj", "v_proj")
 """What PEFT takes where `target_modules` is null, of every model type for which it has a word."""
 ALL_LINEAR = "all-linear"
 """PEFT's word for every linear module but the head."""
-_HEAD = "lm_head"
+_HEAD, _EMBEDDING = "lm_head", "model.embed_tokens"
 _LAYER = re.compile(r"\.(\d{1,9})\.")
 
 Named = Callable[[list[str]], bool]
@@ -133,10 +133,18 @@ def _refuse_left_out(
 ) -> None:
     """Weights that PEFT would not use, because its config does not name their modules."""
     is_excluded = _excluded(config)
+    has_tied = config.ties_head and _EMBEDDING in names
+    if has_tied and _HEAD not in names:
+        raise AdapterError(
+            f"ensure_weight_tying is True and the file has weights for {_EMBEDDING} alone, not for "
+            f"{_HEAD}; it is incomplete. Save the adapter again, or set ensure_weight_tying to "
+            "false if it was trained on a model whose head is not tied."
+        )
     left_out = [
         name
         for name in names
-        if not _is_parameter(name, config)
+        if not (has_tied and name == _HEAD)
+        and not _is_parameter(name, config)
         and (
             is_excluded(spelling.names(name))
             or not is_named([*spellings(name), *spelling.names(name)])

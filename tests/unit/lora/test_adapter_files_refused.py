@@ -111,7 +111,7 @@ CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"monteclora_config": {"a": 1}}, "monteclora_config"),
     ({"arrow_config": {"a": 1}}, "arrow_config"),
     ({"use_bdlora": {"a": 1}}, "use_bdlora"),
-    ({"ensure_weight_tying": True}, "ensure_weight_tying"),
+    ({"ensure_weight_tying": "yes"}, "ensure_weight_tying is 'yes'"),
     ({"invocation_string": "hello"}, "invocation_string"),
     ({"use_tomorrows_lora": True}, "'use_tomorrows_lora' is True, and this version"),
     ({"init_lora_weights": "pissa_niter_4"}, "pissa_niter_4.*changing the base weights"),

@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 import torch
 from peft import EvaConfig, LoraConfig, get_peft_model, initialize_lora_eva_weights
+from torch import Tensor
 
+from manyroots.errors import AdapterError
 from manyroots.ids import AdapterSlot
 from manyroots.kernels.tolerances import assert_close
+from tests.adapter_folders import rewrite_weights
 from tests.unit.models.paged import PagedModel
 from tests.unit.models.peft_models import ATTENTION, MLP, pool_for, read
 from tests.unit.models.test_peft_parity import prompt
@@ -127,18 +130,14 @@ FORMS: dict[str, Callable[[Any, Path], tuple[Any, Path]]] = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("kind", ["llama", "gemma3"])
-def test_w13_however_peft_makes_an_adapter_its_logits_are_ours(
-    form: str, kind: str, tmp_path: Path
+def compare(
+    base: Any, model: Path, make: Callable[[Any, Path], tuple[Any, Path]], adapter: Path
 ) -> None:
-    """W13."""
-    base = save_tiny(tmp_path / "base", kind)
-    ours = load_tiny(tmp_path / "base")
+    ours = load_tiny(model)
     tokens = prompt(1, 23)
     with torch.no_grad():
         before = base(input_ids=torch.tensor([tokens])).logits[0]
-    theirs, folder = FORMS[form](base, tmp_path / "adapter")
+    theirs, folder = make(base, adapter)
     with torch.no_grad():
         wanted = theirs.eval()(input_ids=torch.tensor([tokens])).logits[0]
     assert (wanted - before).abs().max() > 0.1, "it changes something"
@@ -147,3 +146,43 @@ def test_w13_however_peft_makes_an_adapter_its_logits_are_ours(
     paged = PagedModel(ours, pool)
     paged.slot_of = {"a": 0}
     assert_close("logits", paged.step({"a": tokens})["a"], wanted, torch.float32)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_w13_however_peft_makes_an_adapter_its_logits_are_ours(
+    form: str, kind: str, tmp_path: Path
+) -> None:
+    """W13."""
+    base = save_tiny(tmp_path / "base", kind)
+    compare(base, tmp_path / "base", FORMS[form], tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("modules", [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]])
+@pytest.mark.parametrize("kind", ["llama-tied", "gemma3"])
+def test_w14_a_head_that_has_the_embeddings_adapter_gives_pefts_logits(
+    modules: list[str], kind: str, tmp_path: Path
+) -> None:
+    """W14: ensure_weight_tying, which PEFT asks for where a tied layer is adapted. Its config names
+    the embedding alone; its file has both, and without the head's it is not whole."""
+
+    def make(base: Any, folder: Path) -> tuple[Any, Path]:
+        options = {"target_modules": [*modules, "q_proj"], "ensure_weight_tying": True}
+        model: Any = get_peft_model(base, config(**options))
+        torch.manual_seed(1)
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.data += torch.randn_like(parameter) * 0.03
+        model.save_pretrained(folder)
+        return model, folder
+
+    base = save_tiny(tmp_path / "base", kind)
+    compare(base, tmp_path / "base", make, tmp_path / "adapter")
+
+    def lose(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if "lm_head.lora" in name]:
+            del tensors[name]
+
+    rewrite_weights(tmp_path / "adapter", lose)
+    with pytest.raises(AdapterError, match=r"ensure_weight_tying is True .*not for lm_head"):
+        read(tmp_path / "adapter", load_tiny(tmp_path / "base"))

@@ -272,7 +272,9 @@ def pick_dtype(
 ) -> torch.dtype:
     """What is computed in. `chip`: what a CPU is, where it is not this machine's own."""
     asked: torch.dtype | None = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
-    own = getattr(source.config, "dtype", None)
+    # Some models that also see say it of their parts alone.
+    said = (source.config, source.config.get_text_config())
+    own = next((one.dtype for one in said if getattr(one, "dtype", None) is not None), None)
     if device.type != "cpu":
         return asked or (own if isinstance(own, torch.dtype) else torch.bfloat16)
     chip = chip or this_chip()

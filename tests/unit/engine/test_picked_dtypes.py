@@ -15,7 +15,7 @@ from manyroots.config import ModelSettings
 from manyroots.engine import worker
 from manyroots.engine.worker import pick_dtype
 from manyroots.models.chip import Chip
-from manyroots.models.source import ModelSource
+from manyroots.models.source import ModelSource, resolve_source
 from tests.tiny_adapters import TinyAdapters
 from tests.unit.models.tiny import tiny_source
 
@@ -48,6 +48,16 @@ def test_auto_is_bfloat16_where_the_checkpoint_is_and_the_chip_is_fast_at_it(
     assert f"--dtype auto: {'bfloat16' if is_fast else 'float32'}, since" in caplog.text
     assert (chip.name in caplog.text) == (own is torch.bfloat16)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("said", ["dtype", "torch_dtype"])
+def test_a_text_model_that_alone_says_its_dtype_is_heard(said: str, tmp_path: Path) -> None:
+    """Of checkpoints that also see: on a CPU they took twice the memory."""
+    text = {"model_type": "gemma3_text", said: "bfloat16"}
+    config = {"model_type": "gemma3", "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    settings = ModelSettings(model=str(tmp_path))
+    assert pick_dtype(settings, resolve_source(settings), CPU, XEON) is torch.bfloat16
 
 
 def test_blocks_of_4_bits_are_multiplied_with_float32_on_every_chip() -> None:

@@ -525,8 +525,9 @@ class Driver:
         assert self.control(ControlKind.RESUME).error is None
         self.is_paused = False
 
-    def take_weights(self, weights: str) -> None:
-        """As a trainer does: pause, end what runs, update, go on."""
+    def take_weights(self, weights: str, ask: Callable[[], None]) -> None:
+        """As a trainer does: pause, end what runs, update, go on. Who comes meanwhile waits: for
+        its adapter's files, for a grammar, or for the end of the pause."""
         if not self.is_paused:
             self.pause()
         how = self.rng.choice(("abort", "finish"))
@@ -540,11 +541,15 @@ class Driver:
             self.pause()
         waiting = [live for live in self.live.values() if not live.is_aborted]
         assert not waiting, "somebody came in between"
-        for _ in range(3):
+        for _ in range(self.rng.choice((0, 0, 2, 4))):
+            ask()
+        for _ in range(self.rng.choice((0, 3))):
             self.step()
         reply = self.control(ControlKind.UPDATE_WEIGHTS, weights)
         assert reply.error is None, reply.error
         self.weights = weights
+        for live in self.live.values():
+            live.weights = weights
         self.told["updates"] += 1
         self.resume()
 
@@ -774,7 +779,7 @@ class Workload:
             if driver.live and rng.random() < 0.3:
                 self._refused_update(driver, weights)
             else:
-                driver.take_weights(weights)
+                driver.take_weights(weights, lambda: self._ask(driver))
         elif draw < 0.87:
             assert driver.control(ControlKind.RESET_CACHE).error is None
         elif draw < 0.89:

@@ -170,16 +170,11 @@ class Intake:
                     )
 
     def _encode_bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        """Sequences of tokens, by vLLM's rule: a word as a text begins with it, and as it follows a
-        space where that is other tokens and as many."""
+        """Sequences of tokens: a word as a text begins with it, and as it follows a space. (vLLM
+        leaves the second one out where it has more tokens or fewer: " Lisbon" would be said.)"""
         encode = functools.partial(self._tokenizer.encode, add_special_tokens=False)
-        sequences: list[tuple[int, ...]] = []
-        for word in words:
-            bare = word.lstrip()
-            first, spaced = tuple(encode(bare)), tuple(encode(" " + bare))
-            sequences.append(first)
-            if spaced[:1] != first[:1] and len(spaced) == len(first):
-                sequences.append(spaced)
+        bare = [word.lstrip() for word in words]
+        sequences = (tuple(encode(text)) for word in bare for text in (word, f" {word}"))
         return tuple(dict.fromkeys(tokens for tokens in sequences if tokens))
 
     def _check_something_left(self, sampling: SamplingParams, stop_ids: Sequence[int]) -> None:

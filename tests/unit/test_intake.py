@@ -54,6 +54,16 @@ def asker(tokenizer: Tokenizer) -> Asker:
     return Asker(tokenizer)
 
 
+def test_bad_words_are_forbidden_behind_a_space_too_however_many_tokens_that_is(
+    asker: Asker, tokenizer: Tokenizer
+) -> None:
+    alone, behind = (tuple(tokenizer.encode(text, add_special_tokens=False))
+                     for text in ("world", " world"))  # fmt: skip
+    assert len(alone) != len(behind)
+    [submit] = asker.ask([1, 2], bad_words=("world",))
+    assert submit.sampling.bad_token_ids == (alone, behind)
+
+
 def test_n_choices_are_n_sequences(asker: Asker) -> None:
     submits = asker.ask([1, 2], n=3, seed=7, prompt_logprobs=0)
     assert [s.request_id for s in submits] == [1, 2, 3]

@@ -61,9 +61,7 @@ class Intake:
         self._default_max_tokens = default_max_tokens
         # Callers send the same list with every request.
         self._bad_token_ids = functools.lru_cache(maxsize=64)(self._encode_bad_words)
-        own = (token for token in tokenizer.eos_token_ids if token < info.vocab_size)
-        # Who trains a model on chats often changes the tokenizer's end alone; as in vLLM, both end.
-        self._ends = tuple(dict.fromkeys((*info.eos_token_ids, *own)))
+        self._ends = tokenizer.ends_with(info.eos_token_ids, info.vocab_size)
 
     def encode(
         self, text: str, *, add_special_tokens: bool = True, field: str = "prompt"

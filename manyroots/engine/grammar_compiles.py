@@ -117,8 +117,7 @@ def load_vocabulary(
     from manyroots.text.tokenizer_files import load_tokenizer
 
     tokenizer = load_tokenizer(settings.tokenizer or model_path, revision=settings.revision)
-    own = (token for token in tokenizer.eos_token_ids if token < vocab_size)
-    ends = tuple(dict.fromkeys((*eos_ids, *own)))
+    ends = tokenizer.ends_with(eos_ids, vocab_size)
     if not ends or not tokenizer.has_bytes:
         what = "has no token that ends a text" if tokenizer.has_bytes else "spells no bytes"
         raise RequestError(

@@ -75,6 +75,12 @@ class Tokenizer:
         self._first: list[int] = added_first if added_first == [bos] else []
         """The token that begins every text, where there is one."""
 
+    def ends_with(self, models: Iterable[int], vocab_size: int) -> tuple[int, ...]:
+        """Tokens that end a text: the model's and the tokenizer's. Who trains on chats often
+        changes the second alone; as in vLLM, both end."""
+        own = (token for token in self.eos_token_ids if token < vocab_size)
+        return tuple(dict.fromkeys((*models, *own)))
+
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`. Special tokens spelled out in it become those tokens; a first one
         that is spelled out is not added once more."""

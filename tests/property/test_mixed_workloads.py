@@ -6,13 +6,13 @@ import pytest
 
 from tests.mixed_workloads import run_seed
 
-SEEDS, NUM_EVENTS = (3026, 3037), 15
+SEEDS, NUM_EVENTS, NUM_ANSWERS = (3026, 3037), 15, 20
 """Without storage: its answers take their time."""
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_h13_whatever_happens_beside_it_a_request_gets_its_own_answer(seed: int) -> None:
     """H13: adapters, tiers, weights, aborts and faults; nothing is left in the end."""
-    counts, failure = run_seed(seed, NUM_EVENTS)
+    counts, failure = run_seed(seed, NUM_EVENTS, NUM_ANSWERS)
     assert failure is None, failure
-    assert counts["compared"] > 10
+    assert counts["compared"] >= NUM_ANSWERS

@@ -78,7 +78,8 @@ class ModelSettings:
     generation_config: str = option(
         "auto",
         "What requests leave open of sampling: 'auto' takes it from the model's "
-        "generation_config.json, 'none' (or 'vllm') does not, a path takes it from there.",
+        "generation_config.json, or a GGUF file's own keys for it, 'none' (or 'vllm') does not, "
+        "a path takes it from there.",
     )
     override_generation_config: str | None = option(
         None, 'JSON of sampling defaults that go before the model\'s, as {"temperature": 0.5}.'

@@ -1,4 +1,5 @@
-"""How a model's makers would sample from it: the `generation_config.json` beside its weights.
+"""How a model's makers would sample from it: the `generation_config.json` beside its weights, or
+what a GGUF file's metadata has of it.
 
 Takes a model's path and what --generation-config says; gives values for what a request leaves
 open. What a request says always counts. As in vLLM, `do_sample` is not read: a request that wants
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from manyroots.errors import ConfigError, ModelError, RequestError
+from manyroots.gguf_header import read_metadata
 from manyroots.sampling import SamplingParams
 
 FILE = "generation_config.json"
@@ -35,9 +37,12 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "guidance_scale": (1,),
     "min_length": (0,),
     "min_new_tokens": (0,),
+    "mirostat": (0,),
     "no_repeat_ngram_size": (0,),
     "num_beams": (1,),
     "penalty_alpha": (0,),
+    "penalty_last_n": (-1,),
+    "sequence": (),
     "sequence_bias": (),
     "stop_strings": (),
     "suppress_tokens": (),
@@ -45,10 +50,14 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_h": (),
     "typical_p": (1,),
     "watermarking_config": (),
+    "xtc_probability": (0,),
 }
-"""What transformers would do that is not done here, and the values with which it does nothing,
-beside null and nothing."""
+"""What transformers or llama.cpp would do that is not done here, and the values with which it does
+nothing, beside null and nothing."""
 _NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_GGUF = "general.sampling."
+_GGUF_NAMES = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
+"""Where llama.cpp's names are not transformers', whose files its converter takes values from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +109,9 @@ def _of_setting(model_path: str, setting: str) -> SamplingDefaults:
         return NO_DEFAULTS
     path = Path(model_path if setting == AUTO else setting).expanduser()
     file = path / FILE if path.is_dir() else path
-    if setting == AUTO and (file.name != FILE or not file.is_file()):
-        return NO_DEFAULTS  # a .gguf file, or a folder without
-    content = _read(file)
+    if setting == AUTO and not file.is_file():
+        return NO_DEFAULTS  # a folder without
+    content = _read_gguf(file) if file.suffix == ".gguf" else _read(file)
     _say_what_is_left_out(file, content)
     return _defaults(file, content)
 
@@ -130,6 +139,20 @@ def _read(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ModelError(f"{file} does not hold a JSON object; repair or remove it.")
     return content
+
+
+def _read_gguf(file: Path) -> dict[str, Any]:
+    found = {
+        key.removeprefix(_GGUF): value
+        for key, value in read_metadata(file).items()
+        if key.startswith(_GGUF)
+    }
+    return {_GGUF_NAMES.get(name, name): _as_written(value) for name, value in found.items()}
+
+
+def _as_written(value: Any) -> Any:
+    """Of a number in single precision what it was rounded from: 0.95, not 0.949999988."""
+    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def _defaults(file: Path, content: Mapping[str, Any]) -> SamplingDefaults:

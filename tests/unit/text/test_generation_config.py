@@ -1,4 +1,4 @@
-"""Sampling defaults from a model's generation_config.json."""
+"""Sampling defaults from a model's generation_config.json, or a GGUF file's metadata."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf import GGUFWriter
 
 from manyroots.errors import ConfigError, ModelError
 from manyroots.sampling import SamplingParams
@@ -48,8 +49,41 @@ def test_another_folder_or_file_can_be_named(tmp_path: Path) -> None:
 
 def test_a_model_without_the_file_has_no_defaults(tmp_path: Path) -> None:
     assert sampling_defaults(str(tmp_path), "auto") is NO_DEFAULTS
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    assert sampling_defaults(str(tmp_path / "model.gguf"), "auto") is NO_DEFAULTS
+    assert sampling_defaults(write_gguf(tmp_path), "auto") == NO_DEFAULTS
+
+
+def write_gguf(folder: Path, **values: float | int | str) -> str:
+    """A GGUF file with these sampling keys and no tensor, by the methods of llama.cpp's package."""
+    writer = GGUFWriter(folder / "model.gguf", "llama")
+    for name, value in values.items():
+        getattr(writer, f"add_sampling_{name}")(value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return str(folder / "model.gguf")
+
+
+def test_a_gguf_file_has_them_in_its_metadata(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path, temp=0.7, top_p=0.95, top_k=20, min_p=0.01, penalty_repeat=1.05)
+    own = {
+        "temperature": 0.7, "top_p": 0.95, "top_k": 20, "min_p": 0.01, "repetition_penalty": 1.05,
+    }  # fmt: skip
+    assert sampling_defaults(path, "auto") == SamplingDefaults(own)
+    assert sampling_defaults(path, "none") is NO_DEFAULTS
+    assert sampling_defaults(path, "auto", '{"top_k": 7}') == SamplingDefaults({**own, "top_k": 7})
+    # Named by itself, for another model.
+    assert sampling_defaults(str(tmp_path), path) == SamplingDefaults(own)
+
+
+def test_what_of_a_gguf_file_cannot_be_applied_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sampling_defaults(write_gguf(tmp_path, mirostat=0, xtc_probability=0.0), "auto")
+    assert caplog.text == ""
+    sampling_defaults(write_gguf(tmp_path, mirostat=2, mirostat_tau=5.0, sequence="kp"), "auto")
+    assert "sets mirostat, sequence, which this server does not apply" in caplog.text
+    with pytest.raises(ModelError, match=r"model\.gguf: .*top_p.*--generation-config none"):
+        sampling_defaults(write_gguf(tmp_path, top_p=3.0), "auto")
 
 
 @pytest.mark.parametrize("content", ["{", "[]", {"top_p": 3}, {"temperature": "hot"}])

@@ -17,6 +17,7 @@ from manyroots.config import DEFAULT_MODEL, EngineSettings, LoraSettings, ModelS
 from manyroots.engine.adapter_folders import check_folders
 from manyroots.engine.weight_folders import check_weights_dirs
 from manyroots.errors import AdapterError, ConfigError, ModelError
+from manyroots.gguf_parts import model_files, model_name
 from manyroots.lora.files.config import read_config
 from manyroots.lora.files.folder import CONFIG_FILE, WEIGHTS_FILE, check_folder, find_file
 from manyroots.lora.files.header import read_header
@@ -65,8 +66,8 @@ def _check_model(settings: ModelSettings) -> str:
                 f"--model is the file {path}; only .gguf files are loaded by themselves. For "
                 "safetensors pass the folder with config.json."
             )
-        return path.resolve().stem
-    if not (path / "config.json").is_file() and len(list(path.glob("*.gguf"))) != 1:
+        return model_name(path)
+    if not (path / "config.json").is_file() and len(model_files(path)) != 1:
         raise ModelError(
             f"{path} has neither a config.json nor exactly one .gguf file; point --model at a "
             "model's folder or at the .gguf file itself."

@@ -17,6 +17,8 @@ from manyroots.cache.planes import Capacity
 from manyroots.cache.policies import CachePolicies, Prefetch, WriteBack
 from manyroots.config import EngineSettings, TierSettings
 from manyroots.errors import ConfigError
+from manyroots.gguf_header import read_metadata
+from manyroots.gguf_parts import parts_of
 from manyroots.models.source import ModelSource
 from manyroots.store.backends.choice import open_backend
 from manyroots.store.host_arena import HostArena, UnitArena
@@ -131,9 +133,10 @@ def model_identity(source: ModelSource, load_format: str, seed: int) -> bytes:
 
 
 def _weight_files(path: Path) -> list[Path]:
-    """In a folder: the config and whatever may hold weights, by name."""
+    """In a folder: the config and whatever may hold weights, by name. Of a .gguf file: all parts
+    of the model that begins with it."""
     if path.is_file():
-        return [path]
+        return parts_of(path, read_metadata(path))
     kinds = (".safetensors", ".gguf", ".bin")
     return sorted(p for p in path.iterdir() if p.name == "config.json" or p.suffix in kinds)
 

@@ -53,11 +53,6 @@ def config_of(file: GGUFFile) -> Config:
             f"{file.path} holds a model of architecture {arch!r}; this version serves GGUF files "
             f"of {', '.join(_SERVED)}."
         )
-    if file.metadata.get("split.count", 1) not in (0, 1):
-        raise ModelError(
-            f"{file.path} is one of {file.metadata['split.count']} parts; join them with "
-            "llama-gguf-split --merge and pass the joined file."
-        )
     has_experts = arch in _WITH_EXPERTS
     if file.metadata.get(f"{arch}.expert_count", 0) and not has_experts:
         raise ModelError(

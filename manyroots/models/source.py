@@ -15,6 +15,7 @@ from typing import Any
 
 from manyroots.config import ModelSettings
 from manyroots.errors import ModelError
+from manyroots.gguf_parts import model_files, model_name
 from manyroots.models import gguf_config
 from manyroots.models.configs import Config, complete
 from manyroots.models.fields import TOKENS, WRITTEN_FIELDS, check_fields
@@ -36,7 +37,7 @@ class SourceKind(enum.Enum):
     FOLDER = "folder"
     """A Hugging Face folder with a config.json."""
     GGUF = "gguf"
-    """One .gguf file."""
+    """One .gguf file, or the first of several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ def resolve_source(settings: ModelSettings) -> ModelSource:
     name = settings.model
     path = Path(name).expanduser()
     if path.exists():
-        own_name = path.resolve().stem if path.is_file() else path.resolve().name
+        own_name = model_name(path) if path.is_file() else path.resolve().name
         return _local(path, own_name, settings)
     if name in PACKAGED:
         return _local(packaged_model_path(name), name, settings)
@@ -98,7 +99,7 @@ def _gguf_file(path: Path, load_format: str) -> Path | None:
                 "--load-format auto or gguf. For safetensors pass the folder with config.json."
             )
         return path
-    files = sorted(path.glob("*.gguf"))
+    files = model_files(path)
     wanted = load_format == "gguf" or not (path / "config.json").is_file()
     if wanted and len(files) > 1:
         names = ", ".join(file.name for file in files)

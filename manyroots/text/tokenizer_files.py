@@ -14,6 +14,7 @@ from typing import Any
 
 from manyroots.errors import ModelError
 from manyroots.gguf_header import read_metadata
+from manyroots.gguf_parts import model_files
 from manyroots.git_lfs import remedy_of
 from manyroots.text import gguf_tokenizer
 from manyroots.text.tokenizer import SpecialTokens, Tokenizer
@@ -39,7 +40,7 @@ def load_tokenizer(source: str, *, revision: str | None = None) -> Tokenizer:
 
 
 def _only_gguf(folder: Path) -> Path:
-    files = sorted(folder.glob("*.gguf"))
+    files = model_files(folder)
     if (folder / _TEKKEN).exists() and not files:
         raise ModelError(
             f"{folder} has its tokenizer as {_TEKKEN} alone, a format that this version does not "

@@ -14,8 +14,8 @@ PACKAGE = Path(__file__).parents[2] / "manyroots"
 
 BASE = {
     "ids", "errors", "version", "sampling", "step", "messages", "adapter_names", "options",
-    "config", "server_config", "gguf_header", "git_lfs", "progress", "kv_configs", "collector",
-    "structured_outputs", "json_schemas",
+    "config", "server_config", "gguf_header", "gguf_parts", "git_lfs", "progress", "kv_configs",
+    "collector", "structured_outputs", "json_schemas",
 }  # fmt: skip
 """Files at the top of the package that any room may import."""
 
@@ -28,6 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sampling": {"errors", "structured_outputs"},
     "git_lfs": set(),
     "gguf_header": {"errors", "git_lfs"},
+    "gguf_parts": {"errors"},
     "progress": set(),
     "collector": set(),
     "adapter_names": {"errors"},

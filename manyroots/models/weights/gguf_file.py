@@ -1,12 +1,14 @@
 """One GGUF file: its metadata, and its tensors by name.
 
-Takes a path; reads the header at once and tensors when asked, as float32. Knows the file format
-and no model. Undoing the quantization is left to the `gguf` package.
+Takes a path; reads the header at once and tensors when asked, as float32. Of a model in several
+files it is the first's path, and all of them are read as one. Knows the file format and no model.
+Undoing the quantization is left to the `gguf` package.
 """
 
 from __future__ import annotations
 
 import math
+import mmap
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from manyroots.errors import ModelError
-from manyroots.gguf_header import open_mapped, read_header
+from manyroots.gguf_header import GGUFHeader, TensorInfo, open_mapped, read_header
+from manyroots.gguf_parts import check_part, check_tensors, parts_of
 
 
 class GGUFFile:
@@ -22,10 +25,21 @@ class GGUFFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._bytes = open_mapped(path)
-        header = read_header(path, self._bytes)
-        self.metadata, self.tensors = header.metadata, header.tensors
-        self._data_start = header.data_start
+        self.tensors: dict[str, TensorInfo] = {}
+        self._places: dict[str, tuple[mmap.mmap, int]] = {}
+        """Of each tensor: its file's bytes, and where in them tensors begin."""
+        self.metadata = self._open(path).metadata
+        parts = parts_of(path, self.metadata)
+        for number, part in enumerate(parts[1:], start=1):
+            check_part(part, self._open(part).metadata, number, len(parts))
+        check_tensors(path, self.metadata, len(self.tensors))
+
+    def _open(self, path: Path) -> GGUFHeader:
+        data = open_mapped(path)
+        header = read_header(path, data)
+        self.tensors |= header.tensors
+        self._places |= dict.fromkeys(header.tensors, (data, header.data_start))
+        return header
 
     def read(self, name: str) -> npt.NDArray[np.float32]:
         """One tensor, dequantized."""
@@ -34,9 +48,9 @@ class GGUFFile:
         try:
             kind = kinds(info.kind)
             shape = quants.quant_shape_to_byte_shape(info.shape, kind)
-            start = self._data_start + info.offset
+            data, data_start = self._places[name]
             count = math.prod(shape)
-            raw = np.frombuffer(self._bytes, dtype=np.uint8, count=count, offset=start)
+            raw = np.frombuffer(data, np.uint8, count=count, offset=data_start + info.offset)
             values = quants.dequantize(raw.reshape(shape), kind)
         except (ValueError, NotImplementedError, ArithmeticError, IndexError) as error:
             raise ModelError(

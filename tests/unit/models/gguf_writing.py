@@ -44,10 +44,12 @@ def write_gguf(
     extra_metadata: Mapping[str, object] | None = None,
     extra_tensors: Mapping[str, np.ndarray] | None = None,
     tokens: Sequence[str] | None = None,
+    tensors_per_part: int = 0,
 ) -> Path:
-    """Write a model as llama.cpp's converter would, in float32; only an embedding by default."""
+    """Write a model as llama.cpp's converter would, in float32; only an embedding by default. In
+    parts if they may have so many tensors, and gives the first's path then."""
     arch = _ARCHITECTURES.get(config.model_type, config.model_type)
-    writer = GGUFWriter(path, arch)
+    writer = GGUFWriter(path, arch, split_max_tensors=tensors_per_part)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -105,7 +107,7 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+    return min(path.parent.glob(f"{path.stem}-00001-of-*.gguf")) if tensors_per_part else path
 
 
 def _experts_apart(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

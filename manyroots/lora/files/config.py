@@ -96,6 +96,7 @@ def read_config(file: AdapterFile) -> AdapterConfig:
             f"{file.path} has {file.num_bytes} bytes; a config has at most {MAX_CONFIG_BYTES}. "
             "Check that it is the file that PEFT wrote."
         )
+    file.refuse_pointer()
     fields = parse_object(file.read(0, file.num_bytes), str(file.path))
     try:
         return parse_config(fields)

@@ -41,6 +41,7 @@ def header_bytes(file: AdapterFile) -> bytes:
         raise _broken(file, f"it has {file.num_bytes} bytes, fewer than any safetensors file")
     length = int.from_bytes(file.read(0, 8), "little")
     if length > min(MAX_HEADER_BYTES, file.num_bytes - 8):
+        file.refuse_pointer()
         raise _broken(
             file,
             f"its header claims {length} bytes; the file has {file.num_bytes} and at most "

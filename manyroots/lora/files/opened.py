@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 
 from manyroots.errors import AdapterError
+from manyroots.git_lfs import NUM_BYTES, remedy_by_bytes
 
 
 class AdapterFile:
@@ -58,6 +59,12 @@ class AdapterFile:
             if count == 0:
                 raise self._changed()
             num_read += count
+
+    def refuse_pointer(self) -> None:
+        """Tell a file that was cloned without Git LFS by name, not as a damaged one."""
+        first = self.read(0, min(NUM_BYTES, self.num_bytes))
+        if remedy := remedy_by_bytes(first, self.path):
+            raise AdapterError(f"{self.path} can't be read: {remedy}.")
 
     def check_unchanged(self) -> None:
         """To be called after the last read: what was read is one state of the file."""

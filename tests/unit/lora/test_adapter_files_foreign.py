@@ -54,6 +54,17 @@ def as_mlx(tensors: dict[str, Tensor]) -> None:
                 tensors[own] = tensors.pop(name).T.contiguous()
 
 
+@pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
+def test_w12_a_file_that_was_cloned_without_lfs_is_called_so(name: str, tmp_path: Path) -> None:
+    """W12: by its name, with the command that fetches it."""
+    write_adapter(tmp_path, DENSE, Recipe(modules=("q_proj",)))
+    (tmp_path / name).write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12345\n"
+    )
+    with pytest.raises(AdapterError, match=f"{name}.*pointer of Git LFS.*git lfs pull in"):
+        read(tmp_path)
+
+
 def test_w12_an_adapter_of_mlx_is_called_so(tmp_path: Path) -> None:
     """W12: by its file, by its config where the file was renamed, and by its tensors."""
     write_adapter(tmp_path, DENSE, Recipe(modules=("q_proj",)))

@@ -100,6 +100,8 @@ class DecodeWorkload:
     """Also record, after each case was timed, what its kernels took."""
     adapts_experts: bool = True
     """Whether adapters change experts, too."""
+    num_layers: int | None = None
+    """At most so many of the model's; None: all."""
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
@@ -125,7 +127,7 @@ def run_decode(
     with tempfile.TemporaryDirectory(prefix="manyroots-bench-") as home:
         folder = Path(home)
         settings = {
-            "model": str(write_config(model_config, folder)),
+            "model": str(write_config(model_config, folder, workload.num_layers)),
             "load_format": "dummy",
             "enable_prefix_caching": False,
             "max_model_len": max(workload.prompt_lens) + workload.output_len + MARGIN_TOKENS,

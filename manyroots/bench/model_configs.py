@@ -131,9 +131,12 @@ MODEL_CONFIGS: dict[str, dict[str, Any]] = {
 `tiny-qwen3` is no public model: it runs anywhere in a second, to try the command itself."""
 
 
-def write_config(name: str, folder: Path) -> Path:
-    """A folder that `--model` takes, with the shape called `name`."""
+def write_config(name: str, folder: Path, num_layers: int | None = None) -> Path:
+    """A folder that `--model` takes, with the shape called `name`, or its first layers alone."""
     target = folder / name
     target.mkdir(parents=True, exist_ok=True)
-    (target / "config.json").write_text(json.dumps(MODEL_CONFIGS[name]))
+    config = dict(MODEL_CONFIGS[name])
+    if num_layers is not None:
+        config["num_hidden_layers"] = min(num_layers, config["num_hidden_layers"])
+    (target / "config.json").write_text(json.dumps(config))
     return target

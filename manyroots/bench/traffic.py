@@ -51,6 +51,8 @@ class TrafficRuns:
     """None: no run with arrivals."""
     warm_ups: int = 2
     profile: bool = False
+    num_layers: int | None = None
+    """At most so many of the `model_config`'s; None: all."""
 
 
 def run_traffic(
@@ -61,6 +63,7 @@ def run_traffic(
     report: dict[str, Any] = {
         "bench": "traffic",
         "model_config": model_config,
+        "num_layers": runs.num_layers or "all",
         "engine": {**DEFAULTS, **engine},
         "warm_ups": runs.warm_ups,
         "prefix_cache": "on, cold for every run",
@@ -71,7 +74,8 @@ def run_traffic(
         folder = Path(home)
         own: dict[str, Any] = {}
         if model_config is not None:
-            own = {"model": str(write_config(model_config, folder)), "load_format": "dummy"}
+            model = write_config(model_config, folder, runs.num_layers)
+            own = {"model": str(model), "load_format": "dummy"}
         groups: list[tuple[dict[str, Any], list[TrafficCase]]] = []
         for case in cases:
             settings = {**DEFAULTS, "max_model_len": case.max_len + MARGIN_TOKENS, **own, **engine}

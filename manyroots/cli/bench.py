@@ -10,10 +10,13 @@ from manyroots.bench.model_configs import MODEL_CONFIGS
 from manyroots.cli.bench_host import add_host
 from manyroots.cli.bench_http import add_http
 from manyroots.cli.bench_kernels import add_kernels
+from manyroots.cli.bench_table import add_table
 from manyroots.cli.bench_tiers import add_tiers
 from manyroots.cli.bench_traffic import add_serve, add_traffic
 from manyroots.cli.bench_values import (
+    add_layers,
     check_at_least,
+    check_layers,
     check_positive,
     ints,
     report_file,
@@ -36,6 +39,7 @@ def add_bench_command(commands: Any) -> None:
     _add_decode(kinds)
     add_kernels(kinds)
     add_traffic(kinds)
+    add_table(kinds)
     add_serve(kinds)
     add_http(kinds)
     _add_quantization(kinds)
@@ -95,6 +99,7 @@ def _add_decode(kinds: Any) -> None:
     group.add_argument(
         "--model-config", choices=tuple(MODEL_CONFIGS), default="qwen3-8b", help="the shape"
     )
+    add_layers(group)
     group.add_argument(
         "--prompt-len", type=ints, default=(512,), metavar="LIST",
         help="of all batches, or one for each",
@@ -268,10 +273,9 @@ def _offline(arguments: dict[str, Any]) -> int:
 
 
 def _decode(arguments: dict[str, Any]) -> int:
-    from manyroots.bench.decode import SAMPLINGS, STRUCTURED, DecodeWorkload, run_decode
-
     values = with_config_file(arguments, ENGINE_ROOMS.values(), more=set(arguments))
     check_positive(values, ("output_len", "adapter_rank", "repeats"))
+    check_layers(values)
     if values["structured"] and not values.get("tokenizer"):
         raise ConfigError(
             "--structured needs a vocabulary, which a shape alone does not have; name a "
@@ -285,6 +289,9 @@ def _decode(arguments: dict[str, Any]) -> int:
             f"--prompt-len has {len(lengths)} lengths and --batch {len(batches)} sizes; give one "
             "length, or one for each batch."
         )
+
+    from manyroots.bench.decode import SAMPLINGS, STRUCTURED, DecodeWorkload, run_decode
+
     workload = DecodeWorkload(
         prompt_lens=lengths * len(batches) if len(lengths) == 1 else lengths,
         output_len=values["output_len"],
@@ -299,6 +306,7 @@ def _decode(arguments: dict[str, Any]) -> int:
         ),
         profile=values["profile"],
         adapts_experts=not values["adapters_without_experts"],
+        num_layers=values["layers"],
     )
     report = run_decode(
         workload, values["model_config"], engine_values(values), cold=values["adapters_cold"]

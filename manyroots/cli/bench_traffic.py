@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from manyroots.bench.model_configs import MODEL_CONFIGS
 from manyroots.cli.bench_values import (
+    add_layers,
     check_at_least,
+    check_layers,
     check_positive,
     check_range,
     floats,
@@ -43,6 +45,7 @@ def add_traffic(kinds: Any) -> None:
         "--model-config", choices=tuple(MODEL_CONFIGS), default=None,
         help="a public model's shape with random weights, in the place of MODEL",
     )  # fmt: skip
+    add_layers(group)
     group.add_argument("--requests", type=int, default=None, metavar="N", help="at most so many")
     group.add_argument(
         "--lengths", type=float, default=1.0, metavar="FACTOR", help="all lengths times this"
@@ -65,7 +68,6 @@ def add_traffic(kinds: Any) -> None:
 
 
 def _traffic(arguments: dict[str, Any]) -> int:
-    from manyroots.bench.traffic import TrafficRuns, run_traffic
     from manyroots.bench.traffic_cases import CASES
 
     values = with_config_file(arguments, ENGINE_ROOMS.values(), more=set(arguments))
@@ -73,6 +75,7 @@ def _traffic(arguments: dict[str, Any]) -> int:
     for name in names:
         if name not in CASES:
             raise ConfigError(f"--case is {name!r}; choose one of {', '.join(CASES)}.")
+    check_layers(values)
     _check_share("lengths", values["lengths"])
     check_at_least("repeats", values["repeats"], 1)
     check_at_least("warm_ups", values["warm_ups"], 0)
@@ -81,12 +84,16 @@ def _traffic(arguments: dict[str, Any]) -> int:
     if values["load"] is not None:
         _check_share("load", values["load"])
     cases = [CASES[name].shrunk(values["requests"], values["lengths"]) for name in names]
+
+    from manyroots.bench.traffic import TrafficRuns, run_traffic
+
     runs = TrafficRuns(
         values["repeats"],
         with_base=values["with_base"],
         load=values["load"],
         warm_ups=values["warm_ups"],
         profile=values["profile"],
+        num_layers=values["layers"],
     )
     report = run_traffic(cases, runs, values["model_config"], engine_values(values))
     return written(report, values["json"])

@@ -23,6 +23,21 @@ def report_file(text: str) -> str:
     return text
 
 
+def add_layers(group: Any) -> None:
+    """Beside --model-config."""
+    group.add_argument(
+        "--layers", type=int, default=None, metavar="N",
+        help="only its first ones: to compile what a GPU runs, or to try a case",
+    )  # fmt: skip
+
+
+def check_layers(values: dict[str, Any]) -> None:
+    if values["layers"] is not None:
+        check_at_least("layers", values["layers"], 1)
+        if values["model_config"] is None:
+            raise ConfigError("--layers is of --model-config alone; name one, or leave it out.")
+
+
 def written(report: dict[str, Any], path: str | None) -> int:
     """Write the report where asked, saying what it was measured on."""
     if path is not None:

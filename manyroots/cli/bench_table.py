@@ -1,0 +1,63 @@
+"""`manyroots bench table`: all figures that have goals, in one command."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from manyroots.cli.bench_values import check_at_least, report_file, written
+from manyroots.errors import ConfigError
+
+
+def add_table(kinds: Any) -> None:
+    table = kinds.add_parser(
+        "table",
+        help="every figure that has a goal, beside the goal and vLLM's (one H200, an hour)",
+        description="Runs `bench decode` and `bench traffic` with the workloads of "
+        "docs/performance.md, each in a process of its own, and prints every figure with its "
+        "spread, the goal and what vLLM takes. The goals are of one H200.",
+    )
+    table.add_argument(
+        "--only", action="append", default=[], metavar="NAME",
+        help="this run; may be repeated, and a wrong name lists them",
+    )  # fmt: skip
+    table.add_argument(
+        "--compile-jobs", type=int, default=0, metavar="N",
+        help="first run all of them with few layers, N at a time, so that kernels are compiled",
+    )  # fmt: skip
+    table.add_argument(
+        "--minutes", type=float, default=None, metavar="M", help="begin none later than that"
+    )
+    table.add_argument(
+        "--folder", type=Path, default=None, metavar="DIR",
+        help="for the report and the log of every run; one of its own by default",
+    )  # fmt: skip
+    table.add_argument(
+        "--with", dest="more", default="", metavar="ARGUMENTS",
+        help="further arguments of every run, as one word: --with='--repeats 1'",
+    )  # fmt: skip
+    table.add_argument("--json", type=report_file, metavar="FILE", help="write the result here")
+    table.set_defaults(run=_table)
+
+
+def _table(arguments: dict[str, Any]) -> int:
+    from manyroots.bench.table import TableOptions, run_table
+    from manyroots.bench.table_rows import RUNS
+
+    check_at_least("compile_jobs", arguments["compile_jobs"], 0)
+    minutes = arguments["minutes"]
+    if minutes is not None and not minutes > 0:
+        raise ConfigError(f"--minutes is {minutes}; it must be above 0.")
+    known = {run.name: run for run in RUNS}
+    for name in arguments["only"]:
+        if name not in known:
+            raise ConfigError(f"--only is {name!r}; choose one of {', '.join(known)}.")
+    chosen = [run for name, run in known.items() if name in (arguments["only"] or known)]
+    how = TableOptions(arguments["compile_jobs"], minutes, tuple(arguments["more"].split()))
+    folder = arguments["folder"] or Path(tempfile.mkdtemp(prefix="manyroots-table-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    report = run_table(chosen, how, folder)
+    written(report, arguments["json"])
+    print(f"reports and logs of all runs: {folder}")
+    return 1 if report["failed"] else 0

@@ -73,11 +73,12 @@ def _module(module: ModuleSummary) -> dict[str, Any]:
 def _on_model(folder: Path, model: str, max_rank: int) -> dict[str, Any]:
     from manyroots.engine.adapter_inspection import check_adapter
 
-    # Shapes are all that is needed: nothing is to be downloaded but the config.
+    # Shapes are nearly all that is needed: nothing is to be downloaded but the config.
     settings = ModelSettings(model=model, load_format="dummy")
 
-    spec = check_adapter(folder, settings, max_rank)
-    return {"loads_as": {"rank": spec.rank, "num_pairs": len(spec.pairs)}}
+    found = check_adapter(folder, settings, max_rank)
+    loads_as = {"rank": found.spec.rank, "num_pairs": len(found.spec.pairs)}
+    return {"loads_as": loads_as, "unchecked_base_weights": list(found.unchecked)}
 
 
 def _print(report: dict[str, Any]) -> None:
@@ -133,4 +134,11 @@ def _verdict(report: dict[str, Any]) -> str:
     if "loads_as" not in report:
         return "Files are in order. Whether a model would serve it: ask with --model."
     loaded = report["loads_as"]
-    return f"Loads on {report['model']}: {loaded['num_pairs']} pairs, rank {loaded['rank']}."
+    verdict = f"Loads on {report['model']}: {loaded['num_pairs']} pairs, rank {loaded['rank']}."
+    if report["unchecked_base_weights"]:
+        names = " and ".join(report["unchecked_base_weights"])
+        verdict += (
+            f" Its file repeats {names} of the model, whose weights are not here: a server refuses "
+            "the adapter if they differ."
+        )
+    return verdict

@@ -1,32 +1,46 @@
 """Whether a model on this machine would serve an adapter: asked without starting an engine.
 
 Takes a folder and the model's settings; gives what reading the adapter would give. The model is
-built without memory for its weights, so that only its shapes are there.
+built without memory for its weights, so that only its shapes are there; embedding and head are read
+where the adapter's file repeats them.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from manyroots.config import ModelSettings
 from manyroots.lora.spec import AdapterSpec
+from manyroots.models.base_weights import base_rows
 from manyroots.models.decoder import Decoder
 from manyroots.models.load import describe
 from manyroots.models.source import resolve_source
-from manyroots.store.adapter_files import read_adapter
+from manyroots.store.adapter_files import read_folder
+from manyroots.store.adapter_layouts import Layouts
 
 
-def check_adapter(folder: Path, settings: ModelSettings, max_rank: int) -> AdapterSpec:
-    """The adapter as this model serves it; AdapterError says why it would not."""
-    spec = describe(resolve_source(settings))
-    model = Decoder(spec, dtype=torch.bfloat16, device=torch.device("meta"))
-    adapter, _ = read_adapter(
-        folder,
-        model.adapter_targets(),
-        max_rank=max_rank,
-        dtype=torch.bfloat16,
-        vocab_size=spec.vocab_size,
-    )
-    return adapter
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """An adapter as a model serves it."""
+
+    spec: AdapterSpec
+    unchecked: tuple[str, ...]
+    """Base weights that its file repeats, where the model's own are not here to be compared."""
+
+
+def check_adapter(folder: Path, settings: ModelSettings, max_rank: int) -> Inspection:
+    """AdapterError says why the model would not serve it."""
+    source = resolve_source(settings)
+    spec, dtype = describe(source), torch.bfloat16
+    targets = Decoder(spec, dtype=dtype, device=torch.device("meta")).adapter_targets()
+    layouts = Layouts(targets, max_rank=max_rank, dtype=dtype, vocab_size=spec.vocab_size)
+    adapter, weights = read_folder(folder, layouts)
+    assert weights.form is not None, "it was read from files"
+    repeated = [target for target, _ in weights.form.base_copies]
+    own = base_rows(source, spec, dtype) if repeated else None
+    if own is not None:
+        read_folder(folder, layouts, base=own)
+    return Inspection(adapter, tuple(name for name in repeated if name not in (own or {})))

@@ -17,6 +17,8 @@ from manyroots.models.weights.gguf_file import GGUFFile
 
 ROPE_FACTORS = "rope_freqs.weight"
 """Not a weight: divides the rotary frequencies. Read with the config."""
+OF_TOKENS = ("token_embd.weight", "output.weight")
+"""Embedding and head; models that tie them have the first alone."""
 
 _TOP = {
     "token_embd": "model.embed_tokens",

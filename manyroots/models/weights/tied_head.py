@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
+ENDINGS = ("embed_tokens.weight", HEAD)
+"""Of their names in any checkpoint."""
 Translate = Callable[[Iterable[tuple[str, Tensor]]], Iterable[tuple[str, Tensor]]]
 _ROWS_AT_ONCE = 4096
 """Of a large vocabulary, a few ten megabytes."""
@@ -27,7 +29,7 @@ _ROWS_AT_ONCE = 4096
 
 def is_tied(folder: Path, dtype: torch.dtype, translate: Translate) -> bool:
     """Of a folder whose config says that it is; `translate` gives its tensors the names here."""
-    found = dict(translate(safetensors.ending_with(folder, ("embed_tokens.weight", HEAD))))
+    found = dict(translate(safetensors.ending_with(folder, ENDINGS)))
     if not {EMBEDDING, HEAD} <= found.keys():
         return True
     if _are_equal(found[EMBEDDING], found[HEAD], dtype):

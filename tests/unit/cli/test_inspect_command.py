@@ -8,11 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from manyroots.cli.main import main
 from manyroots.store.adapter_files import read_adapter
-from tests.adapter_folders import Recipe, rewrite_config, tiny_targets, write_adapter
+from tests.adapter_folders import (
+    Recipe,
+    rewrite_config,
+    rewrite_weights,
+    tiny_targets,
+    write_adapter,
+)
+from tests.unit.models.gguf_writing import write_gguf
 
 TARGETS = tiny_targets()
 
@@ -113,3 +121,34 @@ def test_with_a_model_it_says_why_that_would_not_serve_it(
     assert code == 1
     assert "trained for this model" in report["refused"]
     assert report["rank"] == 4
+
+
+@pytest.mark.parametrize("kind", ["folder", "tied folder", "gguf"])
+@pytest.mark.parametrize("module", ["model.embed_tokens", "lm_head"])
+def test_w12_base_weights_that_the_file_repeats_are_held_against_the_models(
+    folder: Path, model: Path, kind: str, module: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """W12: as an engine does, where the model's weights are there."""
+    config = LlamaConfig.from_pretrained(model, tie_word_embeddings=kind == "tied folder")
+    theirs: Any = LlamaForCausalLM(config)
+    weight = theirs.state_dict()[f"{module}.weight"].clone()
+
+    def repeat(tensors: dict[str, Tensor]) -> None:
+        tensors[f"base_model.model.{module}.base_layer.weight"] = weight
+
+    rewrite_weights(folder, repeat)
+    code, report = inspected(capsys, folder, "--model", model)
+    assert (code, report["unchecked_base_weights"]) == (0, [module])
+    assert main(["adapters", "inspect", str(folder), "--model", str(model)]) == 0
+    assert f"repeats {module} of the model, whose weights are not here" in capsys.readouterr().out
+    if kind == "gguf":
+        model = write_gguf(model.parent / "model.gguf", config, theirs.state_dict())
+    else:
+        theirs.save_pretrained(model)
+    code, report = inspected(capsys, folder, "--model", model)
+    assert (code, report["unchecked_base_weights"]) == (0, [])
+    weight[[7, 60]] *= 3
+    rewrite_weights(folder, repeat)
+    code, report = inspected(capsys, folder, "--model", model)
+    assert code == 1
+    assert "differ from this model's for the tokens 7, 60:" in report["refused"]

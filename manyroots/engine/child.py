@@ -32,7 +32,7 @@ logger = logging.getLogger("manyroots")
 
 CLOSE_TIMEOUT_S = 5.0
 _LAST_WORDS_S = 0.5
-"""How long messages and lines of a dead process may still be on their way."""
+"""How long lines of a dead process may still be on their way."""
 _NUM_LAST_LINES = 20
 
 
@@ -111,7 +111,11 @@ class Child:
             sent.result()
 
     async def receive(self) -> tuple[MessageKind, Any]:
-        return decode(await self._socket.recv_multipart())
+        kind, body = decode(await self._socket.recv_multipart())
+        if kind is MessageKind.FAILED:
+            # It stays until it knows that this was heard.
+            self.send(MessageKind.CLOSE, None)
+        return kind, body
 
     async def live(self, take: Callable[[MessageKind, Any], None]) -> str:
         """Pass messages to `take` until the process is over; gives why it is. One whose messages

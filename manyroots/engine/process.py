@@ -59,11 +59,11 @@ def _serve(socket: Socket, import_s: float) -> int:
             seconds["process and imports"] = import_s
             engine = build_engine(settings)
     except ManyrootsError as error:
-        socket.send_multipart(encode(MessageKind.FAILED, str(error)))
+        _say_why(socket, str(error))
         return 1
     except Exception as error:
         logger.exception("the engine could not start")
-        socket.send_multipart(encode(MessageKind.FAILED, f"{type(error).__name__}: {error}"))
+        _say_why(socket, f"{type(error).__name__}: {error}")
         return 1
     keep_for_good()
     logger.info("engine ready in %.1f s: %s", sum(seconds.values()), in_words(seconds))
@@ -72,11 +72,19 @@ def _serve(socket: Socket, import_s: float) -> int:
         run(socket, engine.loop)
     except Exception as error:
         logger.exception("the engine died")
-        socket.send_multipart(encode(MessageKind.FAILED, str(error)))
+        _say_why(socket, str(error))
         return 1
     finally:
         engine.loop.close()
     return 0
+
+
+def _say_why(socket: Socket, reason: str) -> None:
+    """And stay until that is heard, which CLOSE says: a parent on a busy machine may see the
+    process's end before its last message. One that is gone itself ends us, too."""
+    socket.send_multipart(encode(MessageKind.FAILED, reason))
+    while decode(socket.recv_multipart())[0] is not MessageKind.CLOSE:
+        pass
 
 
 def run(socket: Socket, loop: EngineLoop) -> None:

@@ -51,6 +51,7 @@ def _scheduler(old: str, new: str, breaks: str, file: str = "scheduler") -> Muta
 
 
 FAIR = "unit/scheduler/test_fair.py::"
+GRAMMARS = "unit/engine/test_grammar_compiles.py::"
 IMPORTANCE = "unit/scheduler/test_priority.py::"
 PROMISES = "unit/engine/test_adapter_promises.py::"
 RESTING = "unit/scheduler/test_resting.py::"
@@ -2313,5 +2314,19 @@ MUTATIONS: tuple[Mutation, ...] = (
         "    return tokens[:wanted]\n",
         "a prompt that is cut keeps its beginning",
         (f"{HABITS}test_g04_prompts_keep_their_last_tokens[3-3]",),
+    ),
+    Mutation(
+        "engine/loop.py",
+        "self._scheduler.submit(submit, self._holds.pop(submit.request_id, None))",
+        "self._scheduler.submit(submit)",
+        "who waits for a grammar gets what its adapter's name means when that is there",
+        (f"{GRAMMARS}test_g01_n13_who_waits_for_a_grammar_holds_the_adapter_it_came_for",),
+    ),
+    Mutation(
+        "engine/loop.py",
+        "            self._release_adapter(output.request_id)\n        self._gathered",
+        "            pass\n        self._gathered",
+        "a grammar that can't be compiled keeps its request's adapter for good",
+        (f"{GRAMMARS}test_g01_a_grammar_that_cannot_be_lets_go_of_the_adapter",),
     ),
 )

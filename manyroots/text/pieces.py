@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from tokenizers import Tokenizer
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_SPACE_MARKER = "\u2581"
 
 
 def piece_bytes(tokenizer: Tokenizer) -> list[bytes] | None:
     """For each token id its bytes; ids without a token give b""."""
-    kinds = _decoder_kinds(tokenizer)
+    steps = _decoder_steps(tokenizer)
+    kinds = {step.get("type") for step in steps}
+    spell: Callable[[str], bytes]
     if "ByteLevel" in kinds:
         spell = _from_byte_level
     elif "ByteFallback" in kinds:
-        spell = _from_sentencepiece
+        spell = _sentencepiece_by(steps)
     else:
         return None
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
@@ -33,10 +35,10 @@ def piece_bytes(tokenizer: Tokenizer) -> list[bytes] | None:
     return pieces
 
 
-def _decoder_kinds(tokenizer: Tokenizer) -> set[str]:
+def _decoder_steps(tokenizer: Tokenizer) -> list[dict[str, Any]]:
     decoder: Any = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder else {}
-    steps = decoder.get("decoders", [decoder])
-    return {step.get("type", "") for step in steps}
+    steps: list[dict[str, Any]] = decoder.get("decoders", [decoder])
+    return steps
 
 
 def _byte_level_alphabet() -> dict[str, int]:
@@ -58,8 +60,24 @@ def _from_byte_level(token: str) -> bytes:
         return token.encode()
 
 
-def _from_sentencepiece(token: str) -> bytes:
-    match = _BYTE_PIECE.fullmatch(token)
-    if match:
-        return bytes([int(match[1], 16)])
-    return token.replace(_SPACE_MARKER, " ").encode()
+def _sentencepiece_by(steps: list[dict[str, Any]]) -> Callable[[str], bytes]:
+    """With this decoder's own marker of spaces; most have the same one, a few none."""
+    replaced = list(_replacements(steps))
+
+    def spell(token: str) -> bytes:
+        match = _BYTE_PIECE.fullmatch(token)
+        if match:
+            return bytes([int(match[1], 16)])
+        for marker, content in replaced:
+            token = token.replace(marker, content)
+        return token.encode()
+
+    return spell
+
+
+def _replacements(steps: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    for step in steps:
+        if step["type"] == "Metaspace":
+            yield step["replacement"], " "
+        elif step["type"] == "Replace" and "String" in step["pattern"]:
+            yield step["pattern"]["String"], step["content"]

@@ -44,6 +44,18 @@ def sentencepiece_stripped() -> Backend:
     return backend
 
 
+def sentencepiece_of_another_marker() -> Backend:
+    backend = sentencepiece()
+    backend.decoder = decoders.Sequence([decoders.Replace("!", " "), *SPELLED[1:]])
+    return backend
+
+
+def sentencepiece_without_marker() -> Backend:
+    backend = sentencepiece()
+    backend.decoder = decoders.Sequence(SPELLED[1:])
+    return backend
+
+
 def unigram() -> Backend:
     backend = Backend(models.Unigram([(word, -1.0) for word in WORDS], unk_id=0))
     backend.decoder = decoders.Metaspace()
@@ -84,8 +96,9 @@ def without_decoder() -> Backend:
 
 
 KINDS: list[Callable[[], Backend]] = [
-    byte_level, sentencepiece, sentencepiece_stripped, unigram, unigram_with_bytes, wordpiece,
-    wordpiece_as_spelled, word_ends, without_decoder,
+    byte_level, sentencepiece, sentencepiece_stripped, sentencepiece_of_another_marker,
+    sentencepiece_without_marker, unigram, unigram_with_bytes, wordpiece, wordpiece_as_spelled,
+    word_ends, without_decoder,
 ]  # fmt: skip
 
 

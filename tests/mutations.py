@@ -53,6 +53,7 @@ def _scheduler(old: str, new: str, breaks: str, file: str = "scheduler") -> Muta
 FAIR = "unit/scheduler/test_fair.py::"
 GRAMMARS = "unit/engine/test_grammar_compiles.py::"
 IMPORTANCE = "unit/scheduler/test_priority.py::"
+PACK = "unit/scheduler/test_pack.py::"
 PROMISES = "unit/engine/test_adapter_promises.py::"
 RESTING = "unit/scheduler/test_resting.py::"
 TURNS = (
@@ -1215,16 +1216,16 @@ MUTATIONS: tuple[Mutation, ...] = (
         ),
     ),
     Mutation(
-        "scheduler/admission.py",
-        "lane = order.first()",
-        "lane = max((n for n in order if n.rank), key=lambda n: n.rank[1], default=None)",
+        "scheduler/queue.py",
+        "first = order.first()",
+        "first = max((n for n in order if n.rank), key=lambda n: n.rank[1], default=None)",
         "first come, last served between adapters",
         ("unit/scheduler/test_adapters.py::" + ORDER + "[fcfs-order0]",),
     ),
     Mutation(
-        "scheduler/admission.py",
-        "lane = order.first()",
-        "lane = min((n for n in order if n.rank), key=lambda n: n.rank[1], default=None)",
+        "scheduler/queue.py",
+        "first = order.first()",
+        "first = min((n for n in order if n.rank), key=lambda n: n.rank[1], default=None)",
         "priority counts for nothing between adapters",
         ("unit/scheduler/test_adapters.py::" + ORDER + "[priority-order1]",),
     ),
@@ -1564,7 +1565,28 @@ MUTATIONS: tuple[Mutation, ...] = (
         "self.packs = policy is Policy.PACK",
         "self.packs = False",
         "packing is first come, first served",
-        ("unit/scheduler/test_pack.py::test_l08_packing_loads_adapters_less_often[0]",),
+        (PACK + "test_l08_packing_loads_adapters_less_often[0]",),
+    ),
+    Mutation(
+        "scheduler/queue.py",
+        "if lane is not None and lane.head.serial <= self._group_end:",
+        "if lane is not None:",
+        "an adapter that is asked for without end is packed without end",
+        (PACK + "test_l08_who_comes_while_its_adapter_has_its_turn_is_of_its_next_group",),
+    ),
+    Mutation(
+        "scheduler/queue.py",
+        ", Policy.PACK: begun_first}",
+        "}",
+        "who was retracted waits for a group of others",
+        (PACK + "test_l08_who_was_retracted_goes_on_before_the_group",),
+    ),
+    Mutation(
+        "scheduler/swap_costs.py",
+        "return 1 + max(PACK_STEPS, PACK_PATIENCE * steps)",
+        "return 1 + PACK_PATIENCE * steps",
+        "who waits for its group to begin has a row lent at once",
+        (PACK + "test_l08_fewer_adapters_run_at_once_where_all_are_on_the_device",),
     ),
     Mutation(
         "progress.py",

@@ -17,7 +17,7 @@ import numpy as np
 
 from manyroots.bench.our_side import make_cache
 from manyroots.bench.scheduler_trace import MADE_UP_TOKEN
-from manyroots.config import SchedulerSettings
+from manyroots.config import Policy, SchedulerSettings
 from manyroots.ids import AdapterDigest, AdapterName, Namespace, RequestId
 from manyroots.lora.limits import SPARE_SLOTS, AdapterLimits
 from manyroots.lora.residency import Residency
@@ -52,6 +52,7 @@ class TurnsCase:
     rare_output_len: int = 4
     load_steps: int = 1
     """Results between a load's intent and its answer."""
+    policy: str = Policy.FCFS.value
     num_steps: int = 10_000
     seed: int = 0
 
@@ -60,6 +61,8 @@ CASES = (
     TurnsCase("rare-adapter", 64, 4, 4, 96, (200, 800), rare_every=1000),
     TurnsCase("rare-and-long", 64, 4, 4, 96, (200, 800), rare_every=1000, rare_output_len=400),
     TurnsCase("many-adapters", 32, 4, 50, 200, (8, 40), skew=1.0),
+    TurnsCase("on-device", 32, 8, 8, 96, (50, 150)),
+    TurnsCase("on-device-packed", 32, 8, 8, 96, (50, 150), policy=Policy.PACK.value),
 )
 
 
@@ -74,6 +77,7 @@ class Turns:
         settings = SchedulerSettings(
             max_num_seqs=case.max_num_seqs,
             max_num_batched_tokens=2048,
+            scheduling_policy=case.policy,
             adapter_patience_steps=patience_steps,
         )
         longest = PROMPT_LEN + max(case.output_len[1], case.rare_output_len) + 16
@@ -97,6 +101,8 @@ class Turns:
         self._last_token: dict[RequestId, int] = {}
         self.rows: list[int] = []
         self.tokens: list[int] = []
+        self.adapters: list[int] = []
+        """How many run."""
         self._next_id = 0
         self._outstanding: set[RequestId] = set()
 
@@ -128,6 +134,7 @@ class Turns:
         if plan is not None:
             self.rows.append(len(plan.rows))
             self.tokens.append(plan.total_tokens)
+            self.adapters.append(self._adapters.slots.num_seated)
             self._loads += [
                 (self._step + self._case.load_steps, intent)
                 for intent in plan.adapters if isinstance(intent, LoadAdapter)
@@ -169,6 +176,7 @@ class Turns:
             "mean_rows": sum(self.rows[warm:]) / len(self.rows[warm:]),
             "fewest_rows": min(self.rows[warm:]),
             "tokens_per_step": sum(self.tokens[warm:]) / len(self.tokens[warm:]),
+            "adapters_per_step": sum(self.adapters[warm:]) / len(self.adapters[warm:]),
             "rare_requests": len(rare),
             "rare_wait_max": max(rare, default=0),
             "wait_p99": often[len(often) * 99 // 100],
@@ -185,6 +193,7 @@ SHOWN = {
     "mean_rows": "rows a step, mean",
     "fewest_rows": "rows a step, fewest",
     "tokens_per_step": "tokens a step, mean",
+    "adapters_per_step": "adapters a step, mean",
     "rare_requests": "requests of the rare adapter",
     "rare_wait_max": "its longest wait, steps",
     "wait_p99": "waits of the others, p99, steps",

@@ -218,13 +218,14 @@ def _add_adapters(kinds: Any) -> None:
     adapters = kinds.add_parser(
         "adapters",
         help="rows and waits where more adapters are asked for than may run at once",
-        description="Counts steps of the scheduler without a model: rows or tokens a step, and "
-        "the longest wait and pause, beside the same with endless patience.",
+        description="Counts steps of the scheduler without a model: rows, tokens and adapters a "
+        "step, and the longest wait and pause, beside the same with endless patience.",
     )
     group = adapters.add_argument_group("workload")
     group.add_argument(
         "--case", action="append", default=[], metavar="NAME",
-        help="rare-adapter, rare-and-long or many-adapters; may be repeated, all by default",
+        help="rare-adapter, rare-and-long, many-adapters, on-device or on-device-packed; may be "
+        "repeated, all by default",
     )  # fmt: skip
     group.add_argument("--steps", type=int, default=10_000, metavar="N")
     group.add_argument("--json", type=report_file, metavar="FILE", help="write the result here")

@@ -18,10 +18,8 @@ from manyroots.lora.registry import Hold
 from manyroots.lora.residency import Residency
 from manyroots.messages import CacheUse
 from manyroots.scheduler.fetches import Fetches
-from manyroots.scheduler.lanes import Lane
 from manyroots.scheduler.plan_builder import Placer, PlanBuilder
 from manyroots.scheduler.queue import WaitingQueue
-from manyroots.scheduler.ranking import Ranking
 from manyroots.scheduler.request import Request, State
 from manyroots.scheduler.resting import Resting
 from manyroots.scheduler.rows import Rows
@@ -253,9 +251,9 @@ class Admission:
         claimed: list[Request] = []
         waiting, num_free = self.waiting, len(self._rows.free)
         num_tokens_left = builder.num_tokens_left
-        order = self._order(is_open)
+        order = waiting.lanes_in_order(is_open)
         while len(claimed) < (num_free or 1) and num_tokens_left > 0:
-            lane = order.first()
+            lane = waiting.next_lane(order, is_open)
             if lane is None:
                 break
             head = lane.head
@@ -267,7 +265,7 @@ class Admission:
                 # Retracted a moment ago, and its last token is not known yet; or the rows that are
                 # left are of those that rest.
                 del is_open[lane.adapter]
-                order = self._order(is_open)
+                order = waiting.lanes_in_order(is_open)
                 continue
             if num_free == 0 and not (make_way and make_way(head, builder)):
                 break
@@ -276,10 +274,6 @@ class Admission:
             num_tokens_left -= request.num_tokens - lease.num_cached_tokens
             claimed.append(request)
         return claimed
-
-    def _order(self, is_open: dict[AdapterDigest | None, None]) -> Ranking[Lane]:
-        lanes = self.waiting.lanes
-        return Ranking(lanes[adapter] for adapter in is_open if adapter in lanes)
 
     def _find(self, request: Request) -> Lease:
         may_reuse = not request.wants_prompt_logprobs

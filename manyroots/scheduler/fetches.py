@@ -23,7 +23,7 @@ from manyroots.cache.outcomes import Refusal
 from manyroots.cache.prefetch import Share, Ticket
 from manyroots.config import Policy
 from manyroots.ids import StepId
-from manyroots.scheduler.lanes import GroupKey, Line
+from manyroots.scheduler.lanes import GroupKey, Line, priority_of
 from manyroots.scheduler.queue import WaitingQueue
 from manyroots.scheduler.request import Request
 from manyroots.scheduler.rows import Rows
@@ -49,7 +49,7 @@ class Fetches:
         self._waiting = waiting
         self._turns = turns
         self._rows = rows
-        self._by_priority = policy is Policy.PRIORITY
+        self._importance = priority_of if policy is Policy.PRIORITY else None
         self.fetching: dict[Request, None] = {}
         """Who is not in the queue yet, because of storage."""
         self.asked: dict[Request, Ticket] = {}
@@ -161,7 +161,7 @@ class Fetches:
             return False
         if ticket.refusal is not None:
             self._let_go(request)
-            self._lines.setdefault(request.group, Line(by_priority=self._by_priority)).push(request)
+            self._lines.setdefault(request.group, Line(self._importance)).push(request)
             self.in_line.add(request)
         return True
 
@@ -216,7 +216,7 @@ class Fetches:
         """The least comes first, whenever it came. Who has waited for long counts as one whose
         turn it is: its adapter may not be brought before it is in the queue."""
         is_later = not self._turns.is_open(request.group[0]) and not has_aged(request, step_id)
-        return is_later, request.submit.priority if self._by_priority else 0
+        return is_later, 0 if self._importance is None else self._importance(request)
 
     def _take_back(self, request: Request, step_id: StepId) -> bool:
         """Let go of what is kept for one whose turn does not come, for one in line that stands

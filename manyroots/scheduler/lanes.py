@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from manyroots.ids import AdapterDigest
 from manyroots.scheduler.ranking import MAX_STALE, Ranking
@@ -20,15 +20,26 @@ Place = tuple[int, int, Request]
 """What the policy goes by, then the order of arrival, and whose place it is."""
 GroupKey = tuple[AdapterDigest | None, str | None]
 """Adapter and tenant."""
+Importance = Callable[[Request], int]
+"""What a request goes by before its arrival; the less, the sooner."""
+
+
+def priority_of(request: Request) -> int:
+    return request.submit.priority
+
+
+def begun_first(request: Request) -> int:
+    """Who was retracted goes on before anybody else begins."""
+    return 0 if request.num_cached_tokens is None else -1
 
 
 class Line:
     """Requests by arrival, behind importance where that counts."""
 
-    __slots__ = ("_by_priority", "_gone", "_late", "_line", "rank")
+    __slots__ = ("_gone", "_importance", "_late", "_line", "rank")
 
-    def __init__(self, *, by_priority: bool = False) -> None:
-        self._by_priority = by_priority
+    def __init__(self, importance: Importance | None = None) -> None:
+        self._importance = importance
         self._line: deque[Place] = deque()
         """Who came behind all that stood in line: nearly everybody."""
         self._late: list[Place] = []
@@ -44,7 +55,7 @@ class Line:
         return len(self._line) + len(self._late)
 
     def push(self, request: Request) -> None:
-        importance = request.submit.priority if self._by_priority else 0
+        importance = 0 if self._importance is None else self._importance(request)
         place = (importance, request.serial, request)
         if not self._line or place > self._line[-1]:
             self._line.append(place)
@@ -129,8 +140,8 @@ class PlainLane(Line, Lane):
 
     __slots__ = ("adapter",)
 
-    def __init__(self, adapter: AdapterDigest | None, *, by_priority: bool) -> None:
-        super().__init__(by_priority=by_priority)
+    def __init__(self, adapter: AdapterDigest | None, importance: Importance | None) -> None:
+        super().__init__(importance)
         self.adapter = adapter
 
 

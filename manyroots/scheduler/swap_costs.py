@@ -17,6 +17,9 @@ STAY_SWAPS = 4
 """And for at least so many times what another's coming takes, so that places are mostly in use."""
 PACK_PATIENCE = 4
 """With the pack policy patience is so many times as long: what is on the device is used first."""
+PACK_STEPS = 512
+"""And by default so long at least: an answer's length. Whoever has its turn sooner runs beside the
+others for that long, and nothing is grouped."""
 
 COST = 40
 """While anyone rests, one row in so many may stand idle for it, on average. It is what resting
@@ -70,6 +73,8 @@ class SwapCosts:
             if self.has_spare and not packs:
                 return 0
             steps = self.idle_steps(adapter)
+            if packs:
+                return 1 + max(PACK_STEPS, PACK_PATIENCE * steps)
         return 1 + steps * (PACK_PATIENCE if packs else 1)
 
 

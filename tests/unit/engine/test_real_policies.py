@@ -79,11 +79,13 @@ def order(
 
 def test_l08_each_policy_has_its_own_order(world: RealWorld) -> None:
     """L08: with a place for one adapter the requests of each are taken together, in the order of
-    their arrival, and `pack` takes those first of which there are most; `fair` takes turns between
-    tenants, however many requests one has sent; else the first is first."""
+    their arrival, and `pack` takes those first of which there are most; with all of them on the
+    device it groups them, that of the oldest first; `fair` takes turns between tenants, however
+    many requests one has sent; else the first is first."""
     packed: list[Asked] = [(name, None) for name in "cababb"]
     assert order(world, "fcfs", packed, max_loras=3) == ([0, 1, 2, 3, 4, 5], 0)
     assert order(world, "fcfs", packed, max_loras=1) == ([0, 1, 3, 2, 4, 5], 2)
+    assert order(world, "pack", packed, max_loras=3) == ([0, 1, 3, 2, 4, 5], 0)
     assert order(world, "pack", packed, max_loras=1) == ([0, 2, 4, 5, 1, 3], 2)
     unequal: list[Asked] = [("a", "many")] * 8 + [("a", "few")] * 2 + [(None, None)]
     assert order(world, "fcfs", unequal)[0] == list(range(11))

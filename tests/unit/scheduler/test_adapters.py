@@ -156,12 +156,14 @@ def test_l07_running_decodes_keep_their_adapter() -> None:
     [
         ("fcfs", [0, 1, 2, 3, 4, 5, 6, 7]),
         ("priority", [4, 1, 5, 7, 0, 2, 3, 6]),
+        ("pack", [0, 3, 6, 1, 4, 7, 2, 5]),
     ],
 )
 def test_l08_the_order_of_a_policy_holds_across_adapters_and_tenants(
     policy: str, order: list[int]
 ) -> None:
-    """L08: first come; by priority, and then first come. Nobody waits for weights here."""
+    """L08: first come; by priority, and then first come; by adapter, that of the first first, and
+    first come within each. Nobody waits for weights here."""
     engine = Deciding(policy=policy, max_num_seqs=1, max_loras=2, depth=0)
     for number, name in enumerate("ab", 98):
         load(engine, name)

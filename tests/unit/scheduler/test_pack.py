@@ -1,14 +1,17 @@
-"""The pack policy (L08): adapters are loaded less often than by order of arrival."""
+"""The pack policy (L08): adapters are loaded less often than by order of arrival, and fewer of them
+run at once."""
 
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
+from manyroots.bench.adapter_turns import CASES, Turns, TurnsCase
 from manyroots.ids import AdapterDigest, AdapterName
 from manyroots.lora.spec import AdapterSpec
-from manyroots.scheduler.swap_costs import PACK_PATIENCE
+from manyroots.scheduler.swap_costs import PACK_PATIENCE, PACK_STEPS
 from manyroots.scheduler.turns import AGING_STEPS
 from tests.deciding import Deciding, submit
 
@@ -90,3 +93,84 @@ def test_l08_packing_starves_nobody() -> None:
         if any(int(output.request_id) == 10_000 for output in engine.loop.step()):
             return
     raise AssertionError("adapter 2 was starved")
+
+
+def on_device(policy: str, num_adapters: int, rows: int, num_pages: int = 64) -> Deciding:
+    """An engine that has all its adapters on the device."""
+    engine = Deciding(
+        policy=policy, max_loras=num_adapters, max_num_seqs=rows, depth=0, reuse=False,
+        adapter_patience_steps=None, num_pages=num_pages,
+    )  # fmt: skip
+    for number in range(num_adapters):
+        name, digest = AdapterName(str(number)), AdapterDigest(str(number).encode())
+        engine.scheduler.load_adapter(name, AdapterSpec(digest, 8, 100), path=str(number))
+        engine.loop.handle(submit(1000 + number, [9], max_tokens=1, adapter=str(number)))
+        engine.run()
+    return engine
+
+
+def test_l08_who_comes_while_its_adapter_has_its_turn_is_of_its_next_group() -> None:
+    """L08: endless requests of one adapter keep nobody waiting for longer than a group takes."""
+    engine = on_device("pack", 2, 1)
+    for number, name in enumerate("0101"):
+        engine.loop.handle(submit(number, [number], max_tokens=1, adapter=name))
+    engine.step()
+    for number in range(4, 20):
+        engine.loop.handle(submit(number, [number], max_tokens=1, adapter="0"))
+    engine.run()
+    order = [number for number in engine.outputs if number < 1000]
+    assert order == [0, 2, 1, 3, *range(4, 20)]
+
+
+def test_l08_who_was_retracted_goes_on_before_the_group() -> None:
+    """L08: a stream does not pause till all that wait for another adapter have begun."""
+    engine = on_device("pack", 2, 3, num_pages=8)
+    engine.loop.handle(submit(0, [1, 2, 3], max_tokens=24, adapter="0"))
+    for _ in range(4):
+        engine.step()
+    engine.loop.handle(submit(1, [4, 5], max_tokens=20, adapter="1"))
+    engine.step()
+    engine.loop.handle(submit(2, [7], max_tokens=1, adapter="0"))
+    for number in range(3, 8):
+        engine.loop.handle(submit(number, [*range(number, number + 19)], adapter="0"))
+    seen: list[set[int]] = []
+    while engine.loop.has_work:
+        engine.step()
+        running = {int(r.submit.request_id) for r in engine.scheduler._rows.running}
+        if seen[-1:] != [running]:
+            seen.append(running)
+    assert engine.scheduler.stats().total_retractions == 1
+    in_order = [running for running in seen if running and running != {0}]
+    assert in_order[:2] == [{0, 1}, {1}]
+
+
+def figures(case: TurnsCase) -> dict[str, float]:
+    turns = Turns(replace(case, num_steps=1500), patience_steps=None)
+    turns.run()
+    return turns.figures()
+
+
+def test_l08_fewer_adapters_run_at_once_where_all_are_on_the_device() -> None:
+    """L08: as many rows run, of half as many adapters; no stream pauses for it, and nobody waits
+    for twice as long."""
+    [by_arrival, packed] = [figures(case) for case in CASES if case.name.startswith("on-device")]
+    assert by_arrival["adapters_per_step"] > 7.5
+    assert packed["adapters_per_step"] < 0.6 * by_arrival["adapters_per_step"]
+    assert packed["mean_rows"] >= 0.995 * by_arrival["mean_rows"]
+    assert packed["pauses"] == 0
+    assert packed["wait_max"] < 2 * by_arrival["wait_max"]
+
+
+def test_l08_packing_leaves_a_rare_adapter_its_turn_where_all_are_on_the_device() -> None:
+    """L08, L06: places are free, rows are not, and answers are longer than anybody's patience."""
+    engine = on_device("pack", 4, 4, num_pages=2048)
+    for number in range(12):
+        name = str(number % 2)
+        engine.loop.handle(submit(number, [number], max_tokens=3 * PACK_STEPS, adapter=name))
+    engine.step()
+    engine.loop.handle(submit(99, [7, 7], max_tokens=2, adapter="3"))
+    for _ in range(PACK_STEPS + 4):
+        engine.step()
+        if engine.outputs.get(99):
+            return
+    raise AssertionError("adapter 3 was starved")

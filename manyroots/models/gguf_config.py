@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from manyroots.errors import ModelError
+from manyroots.gguf_tokens import special_token
 from manyroots.layers.rotary import check_rope_type
 from manyroots.models.configs import Config, complete
 from manyroots.models.fields import check_fields, shown
@@ -95,6 +96,9 @@ def eos_token_ids(file: GGUFFile) -> tuple[int, ...]:
     """Tokens that end a sequence, the tokenizer's own first."""
     keys = (f"tokenizer.ggml.{key}" for key in _EOS_KEYS)
     found = [_whole(file, key, least=0) for key in keys if key in file.metadata]
+    named = "tokenizer.ggml.eos_token_id" in file.metadata
+    if not named and (meant := special_token(file.metadata, "eos")) is not None:
+        found.insert(0, meant)
     tokens = file.metadata.get("tokenizer.ggml.tokens")
     if isinstance(tokens, list):
         found += [index for index, token in enumerate(tokens) if token in _ENDS]

@@ -14,8 +14,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, normalizers
 from tokenizers.models import BPE
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
-"""What `tokenizer.ggml.token_type` says of a piece."""
+from manyroots.gguf_tokens import BYTE, NORMAL, USER_DEFINED, special_token
 
 _SPACE = "\u2581"
 """How pieces spell a space."""
@@ -28,7 +27,7 @@ def build(
     metadata: Mapping[str, Any],
 ) -> Tokenizer:
     """The tokenizer, without its marked tokens and its first one."""
-    unknown = metadata.get("tokenizer.ggml.unknown_token_id", -1)
+    unknown = special_token(metadata, "unknown")
     is_known = isinstance(unknown, int) and 0 <= unknown < len(pieces)
     tokenizer = Tokenizer(
         BPE(

@@ -18,11 +18,17 @@ from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
 from manyroots.errors import ModelError
+from manyroots.gguf_tokens import (
+    BYTE_LEVEL,
+    CONTROL,
+    NORMAL,
+    SENTENCEPIECE,
+    UNKNOWN,
+    USER_DEFINED,
+    special_token,
+)
 from manyroots.text import gguf_sentencepiece
-from manyroots.text.gguf_sentencepiece import CONTROL, NORMAL, UNKNOWN, USER_DEFINED
 
-_BYTE_LEVEL, _SENTENCEPIECE = "gpt2", "llama"
-"""What `tokenizer.ggml.model` calls them."""
 _SPECIAL, _UNSPLIT = (CONTROL, UNKNOWN), (USER_DEFINED,)
 T = TypeVar("T")
 
@@ -85,13 +91,13 @@ _RULES = {
 
 def can_build(metadata: Mapping[str, Any]) -> bool:
     """Whether this file's tokenizer is of a kind that `build` can make."""
-    return metadata.get("tokenizer.ggml.model") in (_BYTE_LEVEL, _SENTENCEPIECE)
+    return metadata.get("tokenizer.ggml.model") in (BYTE_LEVEL, SENTENCEPIECE)
 
 
 def build(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
     """The tokenizer that the file describes; `path` is for error messages only."""
     tokens = _listed(metadata, "tokenizer.ggml.tokens", path, str)
-    is_sentencepiece = metadata["tokenizer.ggml.model"] == _SENTENCEPIECE
+    is_sentencepiece = metadata["tokenizer.ggml.model"] == SENTENCEPIECE
     if is_sentencepiece or "tokenizer.ggml.token_type" in metadata:
         kinds = _listed(metadata, "tokenizer.ggml.token_type", path, int, size=len(tokens))
     else:
@@ -176,9 +182,9 @@ def _add_marked_tokens(tokenizer: Tokenizer, tokens: list[str], kinds: list[int]
 
 
 def _add_bos(tokenizer: Tokenizer, tokens: list[str], metadata: Mapping[str, Any]) -> None:
-    bos = metadata.get("tokenizer.ggml.bos_token_id")
+    bos = special_token(metadata, "bos")
     # llama.cpp takes it for granted with SentencePiece, too.
-    is_sentencepiece = metadata["tokenizer.ggml.model"] == _SENTENCEPIECE
+    is_sentencepiece = metadata["tokenizer.ggml.model"] == SENTENCEPIECE
     taken_for_granted = is_sentencepiece or _RULES[metadata["tokenizer.ggml.pre"]].adds_bos
     wanted = metadata.get("tokenizer.ggml.add_bos_token", taken_for_granted)
     if wanted and isinstance(bos, int) and 0 <= bos < len(tokens):

@@ -15,6 +15,7 @@ from typing import Any
 from manyroots.errors import ModelError
 from manyroots.gguf_header import read_metadata
 from manyroots.gguf_parts import model_files
+from manyroots.gguf_tokens import special_token
 from manyroots.git_lfs import remedy_of
 from manyroots.text import gguf_tokenizer
 from manyroots.text.tokenizer import SpecialTokens, Tokenizer
@@ -62,7 +63,7 @@ def _from_gguf(path: Path) -> Tokenizer:
     tokens = metadata.get("tokenizer.ggml.tokens", [])
 
     def name(kind: str) -> str | None:
-        index = metadata.get(f"tokenizer.ggml.{kind}_token_id")
+        index = special_token(metadata, kind)
         return tokens[index] if isinstance(index, int) and 0 <= index < len(tokens) else None
 
     special = SpecialTokens(

@@ -14,8 +14,8 @@ PACKAGE = Path(__file__).parents[2] / "manyroots"
 
 BASE = {
     "ids", "errors", "version", "sampling", "step", "messages", "adapter_names", "options",
-    "config", "server_config", "gguf_header", "gguf_parts", "git_lfs", "progress", "kv_configs",
-    "collector", "structured_outputs", "json_schemas",
+    "config", "server_config", "gguf_header", "gguf_parts", "gguf_tokens", "git_lfs", "progress",
+    "kv_configs", "collector", "structured_outputs", "json_schemas",
 }  # fmt: skip
 """Files at the top of the package that any room may import."""
 
@@ -29,6 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "git_lfs": set(),
     "gguf_header": {"errors", "git_lfs"},
     "gguf_parts": {"errors"},
+    "gguf_tokens": set(),
     "progress": set(),
     "collector": set(),
     "adapter_names": {"errors"},

@@ -19,10 +19,12 @@ from manyroots.kernels.packed import can_pack
 from manyroots.kernels.tolerances import assert_close
 from manyroots.layers.mlp import GatedMLP
 from manyroots.layers.rotary import rope_frequencies
+from manyroots.models.gguf_config import eos_token_ids
 from manyroots.models.load import describe, load_model
 from manyroots.models.quantization import keeps_blocks
 from manyroots.models.source import resolve_source
 from manyroots.models.spec import ModelSpec
+from manyroots.models.weights.gguf_file import GGUFFile
 from tests.unit.models.gguf_writing import write_gguf
 from tests.unit.models.tiny import (
     LLAMA3,
@@ -34,6 +36,7 @@ from tests.unit.models.tiny import (
     tiny_config,
     tiny_spec,
 )
+from tests.unit.text.plain_sentencepiece import EOS, vocabulary, write_file
 
 CPU = torch.device("cpu")
 
@@ -149,6 +152,11 @@ def test_tokens_that_end_a_turn_are_known_by_their_text(tmp_path: Path) -> None:
     names = ["<eos>", "<start_of_turn>", "</s>", "<end_of_turn>", "end", "<|eot_id|>"]
     file = write_gguf(tmp_path / "m.gguf", tiny_config(), tokens=names)
     assert resolve_source(ModelSettings(model=str(file))).eos_token_ids == (2, 3, 5)
+
+
+def test_a_sentencepiece_file_that_names_no_end_means_llamas(tmp_path: Path) -> None:
+    file = write_file(tmp_path / "m.gguf", vocabulary(["a"], []), has_ids=False)
+    assert eos_token_ids(GGUFFile(file)) == (EOS,)
 
 
 def test_llama3_scaling_comes_from_the_files_own_factors(tmp_path: Path) -> None:

@@ -98,8 +98,11 @@ def _ids(symbol: str, is_defined: bool, words: Vocabulary) -> list[int]:
     return [byte for byte in spelled if byte is not None]
 
 
-def write_file(path: Path, words: Vocabulary, *, add_bos: bool | None = None) -> Path:
-    """A GGUF file with nothing but this tokenizer; `add_bos`: None writes no such key."""
+def write_file(
+    path: Path, words: Vocabulary, *, add_bos: bool | None = None, has_ids: bool = True
+) -> Path:
+    """A GGUF file with nothing but this tokenizer; `add_bos`: None writes no such key, nor any id
+    of a special token if there are to be none."""
     writer = GGUFWriter(path, "llama")
     writer.add_tokenizer_model("llama")
     writer.add_tokenizer_pre("default")
@@ -107,8 +110,9 @@ def write_file(path: Path, words: Vocabulary, *, add_bos: bool | None = None) ->
     writer.add_token_scores(words.scores)
     writer.add_token_types(words.kinds)
     writer.add_unk_token_id(UNK)
-    writer.add_bos_token_id(BOS)
-    writer.add_eos_token_id(EOS)
+    if has_ids:
+        writer.add_bos_token_id(BOS)
+        writer.add_eos_token_id(EOS)
     writer.add_add_space_prefix(words.has_prefix)
     if add_bos is not None:
         writer.add_add_bos_token(add_bos)

@@ -9,6 +9,9 @@ import pytest
 from gguf import GGUFWriter
 
 from manyroots.errors import ModelError
+from manyroots.gguf_header import read_metadata
+from manyroots.gguf_tokens import NORMAL as NORMAL_KIND
+from manyroots.gguf_tokens import special_token
 from manyroots.text.detokenizer import detokenizer_for
 from manyroots.text.tokenizer import Tokenizer
 from manyroots.text.tokenizer_files import load_tokenizer
@@ -87,6 +90,23 @@ def test_special_tokens_are_known_by_name_and_left_out_of_texts(tmp_path: Path) 
     assert EOS in ids
     assert tokenizer.decode(ids, skip_special_tokens=True) == "ab\n\n"
     assert tokenizer.chat_template is None
+
+
+def test_a_file_that_names_no_special_tokens_means_those_of_llama(tmp_path: Path) -> None:
+    """As to llama.cpp, unless other tokens are in their places."""
+    words = vocabulary(NORMAL, DEFINED)
+    tokenizer = load(tmp_path, words, has_ids=False)
+    rest = tokenizer.encode("the ab", add_special_tokens=False)
+    assert tokenizer.encode("the ab", add_special_tokens=True) == [BOS, *rest]
+    assert tokenizer.eos_token_ids == (EOS,)
+    metadata = read_metadata(tmp_path / "m.gguf")
+    assert [special_token(metadata, kind) for kind in ("unknown", "bos", "eos", "eot")] == [
+        plain.UNK, BOS, EOS, None,
+    ]  # fmt: skip
+    kinds = [NORMAL_KIND] * len(metadata["tokenizer.ggml.token_type"])
+    assert special_token({**metadata, "tokenizer.ggml.token_type": kinds}, "bos") is None
+    assert special_token({**metadata, "tokenizer.ggml.model": "gpt2"}, "bos") is None
+    assert special_token({**metadata, "tokenizer.ggml.bos_token_id": 7}, "bos") == 7
 
 
 @pytest.mark.parametrize("key", ["scores", "token_type"])

@@ -22,15 +22,19 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MAX_GRAMMARS = 256
+MAX_CHARACTERS = 2 << 20
+"""Of all texts together: compiled, each takes 30 to 130 bytes."""
 
 
 class CompiledGrammar:
     """A grammar for one vocabulary, at its beginning."""
 
-    def __init__(self, matcher: LLMatcher, num_tokens: int) -> None:
+    def __init__(self, matcher: LLMatcher, num_tokens: int, num_characters: int) -> None:
         self._matcher = matcher
         self.num_tokens = num_tokens
         """Of the vocabulary."""
+        self.num_characters = num_characters
+        """Of the text that it was compiled from."""
 
     def start(self) -> LLMatcher:
         """A matcher of its own for one completion."""
@@ -52,14 +56,20 @@ class GrammarCache:
     """All grammars of one engine."""
 
     def __init__(
-        self, load_vocabulary: Callable[[], Vocabulary], *, max_grammars: int = MAX_GRAMMARS
+        self,
+        load_vocabulary: Callable[[], Vocabulary],
+        *,
+        max_grammars: int = MAX_GRAMMARS,
+        max_characters: int = MAX_CHARACTERS,
     ) -> None:
         """`load_vocabulary` is called when the first grammar is compiled, on its thread."""
         self._load_vocabulary = load_vocabulary
         self._tokenizer: LLTokenizer | None = None
         self._loading = threading.Lock()
         self._lock = threading.Lock()
-        self._max_grammars = max_grammars
+        self._max_grammars, self._max_characters = max_grammars, max_characters
+        self._num_characters = 0
+        """Of those that are kept."""
         self._recent: OrderedDict[StructuredOutputsParams, CompiledGrammar] = OrderedDict()
         self._alive: WeakValueDictionary[StructuredOutputsParams, CompiledGrammar] = (
             WeakValueDictionary()
@@ -79,7 +89,8 @@ class GrammarCache:
             return grammar
         make, tokenizer = matchers(), self._load()
         try:
-            matcher = make(tokenizer, grammar_text(params), log_level=0)
+            text = grammar_text(params)
+            matcher = make(tokenizer, text, log_level=0)
             reason = _fault(matcher)
         except ValueError as error:
             reason = str(error)
@@ -89,17 +100,21 @@ class GrammarCache:
                 f"{' '.join(reason.split())[:600]}",
                 field="structured_outputs",
             )
-        grammar = CompiledGrammar(matcher, tokenizer.vocab_size)
+        grammar = CompiledGrammar(matcher, tokenizer.vocab_size, len(text))
         with self._lock:
             self._alive[params] = grammar
             self._keep(params, grammar)
         return grammar
 
     def _keep(self, params: StructuredOutputsParams, grammar: CompiledGrammar) -> None:
+        old = self._recent.pop(params, None)
+        self._num_characters += grammar.num_characters - (old.num_characters if old else 0)
         self._recent[params] = grammar
-        self._recent.move_to_end(params)
-        while len(self._recent) > self._max_grammars:
-            self._recent.popitem(last=False)
+        while self._recent and (
+            len(self._recent) > self._max_grammars or self._num_characters > self._max_characters
+        ):
+            _, dropped = self._recent.popitem(last=False)
+            self._num_characters -= dropped.num_characters
 
     def _load(self) -> LLTokenizer:
         with self._loading:

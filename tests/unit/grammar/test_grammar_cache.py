@@ -44,6 +44,29 @@ def test_g01_only_so_many_are_kept_and_those_that_are_held() -> None:
     assert grammars.find(number(5)) is not None
 
 
+def test_g01_only_so_much_text_is_kept() -> None:
+    """G01: of large grammars fewer, since each takes memory by its size; none twice."""
+    grammars = cache(max_characters=1000)
+
+    def large(number: int) -> StructuredOutputsParams:
+        return StructuredOutputsParams(choice=[f"{number} " + "a" * 300])
+
+    for n in (1, 2, 3, 4, 3, 3, 3):
+        grammars.compile(large(n))
+    gc.collect()
+    kept = [n for n in range(1, 5) if grammars.find(large(n)) is not None]
+    assert kept == [3, 4]
+    small = [number(n) for n in range(5)]
+    for each in small:
+        grammars.compile(each)
+    gc.collect()
+    assert all(grammars.find(each) is not None for each in small)
+    held = grammars.compile(StructuredOutputsParams(choice=["b" * 2000]))
+    gc.collect()
+    assert grammars.find(StructuredOutputsParams(choice=["b" * 2000])) is held
+    assert [grammars.find(each) for each in small] == [None] * 5
+
+
 def test_g01_what_cannot_be_compiled_says_why() -> None:
     with pytest.raises(RequestError, match=r"regex can't be honoured: .*look-around"):
         cache().compile(StructuredOutputsParams(regex="a(?=b)"))

@@ -40,7 +40,6 @@ import redis
 import torch
 
 from manyroots.cache.audit import audit
-from manyroots.cache.costs import Costs
 from manyroots.config import engine_settings
 from manyroots.engine import adapter_directory
 from manyroots.engine.build import Engine, build_engine
@@ -73,6 +72,7 @@ from tests.adapter_folders import Recipe, write_adapter
 from tests.differential import ADAPTERS, ALL_MIXES, PAGE, RECURRENT
 from tests.kv_events import Consumer, resident
 from tests.patience import PATIENCE_S
+from tests.quick_tiers import worth_loading
 from tests.unit.models.tiny import load_tiny, save_tiny
 from tests.unit.store.tiers import RedisServer, server_program
 from tests.unit.text.tiny_tokenizer import tiny_backend
@@ -1035,10 +1035,7 @@ def run_seed(
     """One workload: counts, and what was wrong."""
     logging.disable()  # what is made to fail says so
     try:
-        with (
-            mock.patch.object(Costs, "is_worth_fetching", return_value=True),
-            mock.patch.object(Costs, "is_worth_loading", return_value=True),
-        ):
+        with worth_loading():
             workload = Workload(seed)
             workload.run(num_events, num_answers)
     except Exception:

@@ -30,6 +30,7 @@ from manyroots.store.host_arena import HostArena
 from manyroots.store.storage_link import UnitStorage
 from manyroots.store.tier_copies import TierCopies
 from tests.by_hand import ByHand
+from tests.patience import PATIENCE_S
 from tests.unit.store.tiers import Arena, copy, end_of
 
 PAGE, NUM_PAGES, BATCH = 4, 3, 50
@@ -121,7 +122,7 @@ def check_storage(wanted: Iterator[Pair], folder: Path) -> int:
     arena, rng = Arena(BATCH * NUM_PAGES), np.random.default_rng(0)
     host = HostArena(BATCH * NUM_PAGES, arena.data)
     backend = Files(folder, None)
-    copies = TierCopies([arena], [host], UnitStorage(backend, 60.0))
+    copies = TierCopies([arena], [host], UnitStorage(backend, PATIENCE_S))
     rows = host.data.view(len(host.data), -1).numpy().view(np.uint8)
     stored: dict[PageName, bytes] = {}
     """By whose a page is, not by its hash: that is what is tried here."""

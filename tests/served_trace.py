@@ -27,6 +27,7 @@ from manyroots.simulate.simulation import simulate
 from manyroots.simulate.summary import summarize
 from manyroots.simulate.trace import Trace, TraceSegment
 from manyroots.simulate.trace_file import read_trace
+from tests.quick_tiers import quick_tiers
 from tests.unit.models.tiny import save_tiny
 from tests.unit.text.tiny_tokenizer import tiny_backend
 
@@ -70,7 +71,7 @@ def served(trace: Trace, num_pages: int, num_host_pages: int, folder: Path) -> d
     save_tiny(folder, "llama", vocab_size=VOCAB, max_position_embeddings=MAX_LEN)
     tiny_backend().save(str(folder / "tokenizer.json"))
     greedy = SamplingParams(temperature=0, max_tokens=REPLY, ignore_eos=True)
-    with LLM(
+    with quick_tiers(), LLM(
         str(folder), dtype="float32", block_size=PAGE, num_gpu_blocks_override=num_pages,
         num_host_pages=num_host_pages, max_model_len=MAX_LEN, progress_bars=False,
     ) as llm:  # fmt: skip

@@ -11,6 +11,7 @@ import pytest
 
 from tests.e2e.adapter_server import PAGE_SIZE, cached, serving, tokens
 from tests.patience import PATIENCE_S
+from tests.quick_tiers import worth_loading_there
 from tests.tiny_adapters import TinyAdapters
 
 
@@ -20,14 +21,17 @@ def test_t06_a_server_started_again_finds_its_storage_warm(tmp_path: Path) -> No
     tiny = TinyAdapters(tmp_path)
     rng = random.Random(1)
     prompt = [rng.randrange(3, 300) for _ in range(60)]
-    more = {"kv-storage": f"file://{tmp_path}/kv", "num-host-pages": 40}
+    more: dict[str, int | str] = {
+        "kv-storage": f"file://{tmp_path}/kv", "kv-storage-timeout-s": int(PATIENCE_S),
+        "num-host-pages": 40,
+    }  # fmt: skip
     module = f"all={tiny.path('all')}"
     with serving(tiny, module, **more) as server:
         cold = [server.complete(name, prompt) for name in ("tiny", "all")]
         assert [cached(answer) for answer in cold] == [0, 0]
         wait_for_files(tmp_path / "kv", 2 * (60 // PAGE_SIZE))
         server.server.process.kill()
-    with serving(tiny, module, **more) as server:
+    with serving(tiny, module, env=worth_loading_there(tiny.model.parent), **more) as server:
         warm = [server.complete(name, prompt) for name in ("all", "tiny")]
         assert [cached(answer) for answer in warm] == [56, 56]
         assert [tokens(answer) for answer in warm] == [tokens(answer) for answer in cold[::-1]]

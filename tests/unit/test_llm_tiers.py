@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from manyroots import LLM, LoRARequest, SamplingParams
-from manyroots.cache.costs import Costs
 from manyroots.cache.keys import PrefixKey
 from manyroots.cache.matching import path_units
 from manyroots.cache.planes import ABSENT
@@ -21,10 +20,10 @@ from manyroots.errors import ConfigError
 from manyroots.ids import Namespace, Tier
 from manyroots.messages import CacheUse, SelfCheckStats
 from manyroots.step import Copy
-from manyroots.store.backends.files import Files
 from manyroots.store.host_link import HostErrand, HostLink
 from manyroots.store.layer_arrivals import LayerArrivals
 from manyroots.store.tier_copies import TierCopies
+from tests.quick_tiers import quick_tiers
 from tests.tiny_adapters import TinyAdapters
 from tests.unit.models.tiny import save_tiny
 from tests.unit.test_llm_windows import serve
@@ -36,6 +35,12 @@ COLD = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, prompt_logpr
 NUM_PROMPTS, PROMPT_LEN, NUM_CACHED = 8, 90, 88
 Bits = dict[tuple[int, int], bytes]
 """By (family, page)."""
+
+
+@pytest.fixture(autouse=True)
+def quick() -> Iterator[None]:
+    with quick_tiers():
+        yield
 
 
 def prompts(seed: int = 1) -> list[list[int]]:
@@ -230,34 +235,6 @@ def test_s07_each_answer_says_where_its_cached_tokens_were_and_why_the_rest_was_
         assert use(llm, one[:50] + others[0][:30]) == CacheUse(0, 0, "cold")
 
 
-def test_t05_throttled_storage_is_tried_once_and_then_left_alone(tmp_path: Path) -> None:
-    """T05: each value takes 30 ms, many times what computing its page does."""
-    settings = {"kv_storage": f"file://{tmp_path}/kv", "num_gpu_blocks_override": 70}
-    with serve(tmp_path / "model", "full", **settings) as llm:
-        cold = [ask(llm, prompt)[0] for prompt in prompts()]
-    real, asked = Files.get, []
-
-    def get(self: Files, keys: Sequence[bytes], num_bytes: int) -> Any:
-        asked.append(len(keys))
-        time.sleep(0.03 * len(keys))
-        return real(self, keys, num_bytes)
-
-    with (
-        mock.patch.object(Files, "get", get),
-        serve(tmp_path / "again", "full", **settings) as llm,
-    ):
-        fresh = prompts()[0][::-1]
-        ask(llm, fresh)  # what computing takes is measured by then, and what a miss does
-        warm, uses = [], []
-        for prompt in prompts():
-            [answer] = llm.generate([prompt], GREEDY)
-            warm.append(answer.outputs[0].token_ids)
-            uses.append(answer.cache_use)
-        assert warm == cold
-        assert len(asked) <= 2, "storage that is slower than computing was asked again and again"
-        assert {use.limit for use in uses[1:] if use is not None} == {"storage"}
-
-
 def test_t01_a_working_set_of_ten_devices_hits_on_a_host_of_twelve(tmp_path: Path) -> None:
     """T01: at least 0.95 of what an endless cache would find, over random requests."""
     rng = random.Random(4)
@@ -324,7 +301,6 @@ def test_t10_a_load_overlaps_its_own_requests_computation(
     with (
         mock.patch.object(HostLink, "_parts", parts),
         mock.patch.object(LayerArrivals, "before_layer", before),
-        mock.patch.object(Costs, "is_worth_loading", return_value=True),
         serve(tmp_path, mix, kv_load_overlap="on", **settings) as llm,
     ):
         cold = [ask(llm, prompt)[0] for prompt in prompts()]

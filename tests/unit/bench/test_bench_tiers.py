@@ -11,6 +11,7 @@ import torch
 from manyroots.bench.tiers import TierWorkload, run_tiers
 from manyroots.errors import ConfigError
 from manyroots.simulate.trace import Trace, TraceRequest, TraceSegment
+from tests.quick_tiers import quick_tiers
 from tests.served_trace import AGREE, BLOCK_TOKENS, compare, thinned
 from tests.unit.models.tiny import save_tiny
 
@@ -21,7 +22,8 @@ def test_b03_hits_come_from_the_tier_that_is_measured(tmp_path: Path) -> None:
     workload = TierWorkload(
         prompt_len=200, repeats=1, miss_requests=2, miss_prompt_len=20, miss_output_len=2
     )
-    report = run_tiers(workload, {"model": str(tmp_path), "block_size": 4}, None)
+    with quick_tiers():
+        report = run_tiers(workload, {"model": str(tmp_path), "block_size": 4}, None)
     assert list(report["hits"]) == ["computed", "device", "host", "storage"]
     assert all(tier["seconds"]["median"] > 0 for tier in report["hits"].values())
     assert set(report["misses"]) == {"without", "host", "storage"}

@@ -17,6 +17,7 @@ from manyroots.models.decoder import Decoder
 from manyroots.models.load import load_model
 from manyroots.models.source import resolve_source
 from manyroots.sampling import SamplingParams
+from tests.quick_tiers import quick_tiers
 from tests.unit.models.paged import PagedModel
 from tests.unit.models.tiny import save_tiny
 from tests.unit.text.tiny_tokenizer import tiny_backend
@@ -73,7 +74,7 @@ def test_q04_pages_come_back_from_storage_and_never_as_another_kind(
     greedy = SamplingParams(temperature=0.0, max_tokens=6)
 
     def ask(kept: str) -> tuple[list[int], int]:
-        with LLM(
+        with quick_tiers(), LLM(
             str(folder), kv_cache_dtype=kept, num_gpu_blocks_override=30, block_size=4,
             max_model_len=64, num_host_pages=100, kv_storage=f"file://{tmp_path}/kv",
             device="cpu", dtype="float32",

@@ -30,7 +30,7 @@ def test_t01_t06_device_host_files_and_back_is_bit_identical(
     """T01, T02, T06: for every dtype, NaNs included, through a second set of tiers."""
     device = Arena(7, dtype)
     before = [device.bits(unit) for unit in range(7)]
-    storage = UnitStorage(Files(tmp_path, None), 5.0)
+    storage = UnitStorage(Files(tmp_path, None), PATIENCE_S)
     first = TierCopies([device], [HostArena(5, device.data)], storage)
     done = end_of(first, copy(1, DEVICE, HOST, [4, 0, 6], [3, 1, 2]))
     assert done[1].arrived.all()
@@ -38,7 +38,7 @@ def test_t01_t06_device_host_files_and_back_is_bit_identical(
     assert end_of(first, copy(2, HOST, STORAGE, [3, 1, 2], [], HASHES))[2].arrived.all()
     first.close()
     other = Arena(7, dtype, seed=9)
-    storage = UnitStorage(Files(tmp_path, None), 5.0)
+    storage = UnitStorage(Files(tmp_path, None), PATIENCE_S)
     second = TierCopies([other], [HostArena(4, other.data)], storage)
     assert end_of(second, copy(3, STORAGE, HOST, [], [0, 3, 1], HASHES))[3].arrived.all()
     assert end_of(second, copy(4, HOST, DEVICE, [0, 3, 1], [5, 6, 0]))[4].arrived.all()
@@ -72,7 +72,7 @@ def test_t03_what_storage_does_not_have_whole_is_missing_and_removed() -> None:
     """T03: one value is whole, others are damaged, another's, cut short, or were never there."""
     shelf, host = Shelf(), HostArena(6, Arena(1).data)
     host.data.copy_(Arena(6, seed=3).data)
-    copies = TierCopies([Arena(6)], [host], UnitStorage(shelf, 5.0))
+    copies = TierCopies([Arena(6)], [host], UnitStorage(shelf, PATIENCE_S))
     hashes = tuple(bytes([i]) * 32 for i in range(5))
     end_of(copies, copy(1, HOST, STORAGE, [0, 1, 2, 3], [], hashes[:4]))
     keys = list(shelf.values)
@@ -93,7 +93,7 @@ def test_t03_storage_that_fails_says_why_and_touches_no_unit() -> None:
     """T03: reading and writing, each reported once."""
     shelf, host = Shelf(), HostArena(3, Arena(1).data)
     before = host.data.clone()
-    copies = TierCopies([Arena(3)], [host], UnitStorage(shelf, 5.0))
+    copies = TierCopies([Arena(3)], [host], UnitStorage(shelf, PATIENCE_S))
     shelf.fault = OSError("the disk is on fire")
     done = end_of(
         copies,
@@ -135,7 +135,7 @@ def test_t03_storage_that_does_not_answer_is_given_up_and_comes_too_late() -> No
 
 def test_what_is_stored_already_is_not_written_again() -> None:
     shelf, host = Shelf(), HostArena(2, Arena(1).data)
-    copies = TierCopies([Arena(2)], [host], UnitStorage(shelf, 5.0))
+    copies = TierCopies([Arena(2)], [host], UnitStorage(shelf, PATIENCE_S))
     end_of(copies, copy(1, HOST, STORAGE, [0], [], HASHES[:1]))
     first = dict(shelf.values)
     assert end_of(copies, copy(2, HOST, STORAGE, [0, 1], [], HASHES[:2]))[2].arrived.all()

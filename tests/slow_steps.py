@@ -9,16 +9,18 @@ from pathlib import Path
 STEP_S = 0.25
 
 
-def slow_steps(folder: Path) -> dict[str, str]:
+def slow_steps(folder: Path, *, while_there: Path | None = None) -> dict[str, str]:
     """An environment for them; `folder` is for a file that their interpreter finds. Each step is
-    told on stderr, counted from the last moment without work."""
-    (folder / "sitecustomize.py").write_text(_PATCH)
+    told on stderr, counted from the last moment without work. `while_there`: only while this file
+    exists."""
+    file = "/" if while_there is None else str(while_there)
+    (folder / "sitecustomize.py").write_text(_PATCH.replace("FILE", repr(file)))
     path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
     return {**os.environ, "PYTHONPATH": path}
 
 
 _PATCH = f"""
-import sys, time
+import os, sys, time
 from importlib.abc import MetaPathFinder
 
 class Patch(MetaPathFinder):
@@ -38,7 +40,8 @@ def slow_step(self):
     if self.has_work:
         count += 1
         print("step", count, file=sys.stderr, flush=True)
-        time.sleep({STEP_S})
+        if os.path.exists(FILE):
+            time.sleep({STEP_S})
     else:
         count = 0
     return news

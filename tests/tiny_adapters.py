@@ -28,6 +28,8 @@ class TinyAdapters:
     def __init__(self, folder: Path) -> None:
         self.model = folder / "model"
         self.dirs = folder / "adapters"
+        self.slow = folder / "slow"
+        """For `slow_steps`, by tests that make it."""
         self._theirs: Any = save_tiny(self.model, "llama", vocab_size=300)
         self._theirs.generation_config.eos_token_id = None
         tiny_backend().save(str(self.model / "tokenizer.json"))

@@ -117,7 +117,9 @@ def cached(answer: httpx.Response) -> int:
 
 
 @contextlib.contextmanager
-def serving(tiny: TinyAdapters, *modules: str, **flags: int | str) -> Iterator[AdapterServer]:
+def serving(
+    tiny: TinyAdapters, *modules: str, env: dict[str, str] | None = None, **flags: int | str
+) -> Iterator[AdapterServer]:
     """`modules` are `name=folder`; two slots, host memory for three, small pages."""
     given = {"max-loras": 2, "max-cpu-loras": 3, "num-gpu-blocks-override": 512} | flags
     numbers = [text for name, value in given.items() for text in (f"--{name}", str(value))]
@@ -126,6 +128,7 @@ def serving(tiny: TinyAdapters, *modules: str, **flags: int | str) -> Iterator[A
         "--block-size", str(PAGE_SIZE), "--max-num-seqs", "40", "--max-lora-rank", str(MAX_RANK),
         *numbers, "--enable-lora", *(["--lora-modules", *modules] if modules else []),
         "--enable-lora-endpoints", "--admin-key", "the-admin", "--lora-dirs", str(tiny.dirs),
+        env=env,
     ) as server:  # fmt: skip
         server.wait_until_ready()
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)

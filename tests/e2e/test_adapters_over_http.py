@@ -16,6 +16,7 @@ import pytest
 from tests.adapter_folders import WEIGHTS, rewrite_config, rewrite_header, rewrite_weights
 from tests.e2e.conftest import API_KEY, HEADERS, Server, running
 from tests.patience import PATIENCE_S
+from tests.slow_steps import slow_steps
 from tests.tiny_adapters import RECIPES, TinyAdapters
 
 ADMIN = {"authorization": "Bearer the-admin"}
@@ -41,6 +42,7 @@ def server(tiny: TinyAdapters) -> Iterator[Server]:
     with running(
         *flags(tiny), "--lora-modules", f"all={tiny.path('all')}", f"few={tiny.path('few')}",
         "--enable-lora-endpoints", "--admin-key", "the-admin", "--lora-dirs", str(tiny.dirs),
+        env=slow_steps(tiny.model.parent, while_there=tiny.slow),
     ) as server:  # fmt: skip
         server.wait_until_ready()
         yield server
@@ -136,6 +138,7 @@ def test_w04_unloading_in_mid_stream_changes_nothing_for_the_stream(
     }  # fmt: skip
     got: list[int] = []
     status = None
+    tiny.slow.touch()  # so that the stream is not over before the adapter is unloaded
     with httpx.stream(
         "POST", f"{server.url}/v1/completions", json=body, headers=HEADERS, timeout=PATIENCE_S
     ) as stream:
@@ -147,6 +150,7 @@ def test_w04_unloading_in_mid_stream_changes_nothing_for_the_stream(
                 status = unload(server, "it").json()["status"]
                 assert complete(server, model="it").status_code == 404
                 assert load(server, "it", tiny.path("other")).status_code == 200
+                tiny.slow.unlink()
                 assert tokens(complete(server, model="it")) == [tiny.greedy(PROMPT, "other", COUNT)]
     assert status == "draining"
     assert got == wanted

@@ -16,6 +16,7 @@ from tests.e2e.adapter_server import (
     serving,
     tokens,
 )
+from tests.slow_steps import slow_steps
 from tests.tiny_adapters import ATTENTION, TinyAdapters
 
 COUNT = 8
@@ -33,7 +34,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyAdapters:
 @pytest.fixture(scope="module")
 def server(tiny: TinyAdapters) -> Iterator[AdapterServer]:
     modules = [f"{name}={tiny.path(name)}" for name in ("all", "few", "activated")]
-    with serving(tiny, *modules) as server:
+    env = slow_steps(tiny.model.parent, while_there=tiny.slow)
+    with serving(tiny, *modules, env=env) as server:
         yield server
 
 
@@ -90,6 +92,7 @@ def test_n13_unloading_in_mid_stream_keeps_exactly_what_the_stream_holds(
     assert tokens(server.complete("it", prompt(4), COUNT))
     got: list[int] = []
     unloaded = None
+    tiny.slow.touch()  # so that the stream is not over before the adapter is unloaded
     for event in server.stream(completion("it", prompt(5), count)):
         got += event["choices"][0].get("token_ids") or []
         if unloaded is None:
@@ -98,6 +101,7 @@ def test_n13_unloading_in_mid_stream_keeps_exactly_what_the_stream_holds(
             # Held is the stream's own: what others left is gone.
             assert pages.cached == before.cached
             assert pages.held == before.free - pages.free > 0
+            tiny.slow.unlink()
             assert server.complete("it", prompt(5), COUNT).status_code == 404
     assert unloaded is not None
     assert (unloaded["status"], unloaded["draining_requests"]) == ("draining", 1)

@@ -26,6 +26,7 @@ from manyroots.sampling import SamplingParams
 from manyroots.structured_outputs import StructuredOutputsParams
 from tests.adapter_folders import ExpertFormat, Recipe, write_adapter
 from tests.patience import PATIENCE_S
+from tests.slow_steps import slow_steps
 from tests.unit.models.tiny import load_tiny, save_tiny
 from tests.unit.text.tiny_tokenizer import tiny_backend
 
@@ -237,10 +238,11 @@ def run(test: Callable[[], Coroutine[None, None, None]]) -> None:
 
 @pytest.mark.parametrize("is_busy", [True, False], ids=["busy", "idle"])
 def test_r04_a_dead_rank_fails_its_requests_and_readiness_at_once(
-    is_busy: bool, tmp_path: Path
+    is_busy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """R04: with requests under way and without, nobody waits for the ranks' timeout."""
     save_tiny(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", slow_steps(tmp_path)["PYTHONPATH"])
 
     async def body() -> None:
         client = ProcessClient(settings(tmp_path, 2))

@@ -13,6 +13,7 @@ from manyroots.engine.process_client import ProcessClient
 from manyroots.errors import RequestError, UnavailableError
 from manyroots.ids import AdapterName
 from manyroots.messages import LoraReply
+from tests.slow_steps import slow_steps
 from tests.tiny_adapters import TinyAdapters
 from tests.unit.engine.test_restarts import request, settings_of, started, tokens, until
 
@@ -24,9 +25,12 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-async def test_g06_pause_sleep_and_wake(tmp_path: Path) -> None:
+async def test_g06_pause_sleep_and_wake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """G06: who comes in a pause waits; sleep ends the process, and waking brings it back whole."""
     tiny = TinyAdapters(tmp_path)
+    slow = tiny.slow
+    env = slow_steps(tiny.model.parent, while_there=slow)
+    monkeypatch.setenv("PYTHONPATH", env["PYTHONPATH"])
     settings = settings_of(tiny, weights_dirs=[str(tmp_path)])
     async with started(settings, max_restarts=0) as client:
         ours = await tokens(client, None)
@@ -41,11 +45,12 @@ async def test_g06_pause_sleep_and_wake(tmp_path: Path) -> None:
         few = await waiting
         assert await tokens(client, None) == ours
 
-        await _waits_behind_a_pause_that_kept_requests(client)
-        await _is_resumed_while_a_pause_waits(client)
+        await _waits_behind_a_pause_that_kept_requests(client, slow)
+        await _is_resumed_while_a_pause_waits(client, slow)
 
-        running = await _running(client)
+        running = await _running(client, slow)
         load = await _asleep_with_a_load_under_way(client, tiny.path("all"))
+        slow.unlink()
         assert (await running)[-1] == "abort"
         with pytest.raises(UnavailableError, match="put to sleep meanwhile"):
             await load
@@ -58,10 +63,11 @@ async def test_g06_pause_sleep_and_wake(tmp_path: Path) -> None:
         assert client.num_restarts == 0
 
 
-async def _waits_behind_a_pause_that_kept_requests(client: ProcessClient) -> None:
+async def _waits_behind_a_pause_that_kept_requests(client: ProcessClient, slow: Path) -> None:
     """The remedy for weights that are refused since requests have begun."""
-    running = await _running(client)
+    running = await _running(client, slow)
     await client.pause(PauseMode.KEEP)
+    slow.unlink()
     with pytest.raises(RequestError, match="pause with mode wait"):
         await client.update_weights("model")
     await client.pause(PauseMode.WAIT)
@@ -70,15 +76,16 @@ async def _waits_behind_a_pause_that_kept_requests(client: ProcessClient) -> Non
     await client.resume()
 
 
-async def _is_resumed_while_a_pause_waits(client: ProcessClient) -> None:
+async def _is_resumed_while_a_pause_waits(client: ProcessClient, slow: Path) -> None:
     """The pause does not come after all, unknown to everybody."""
-    running = await _running(client)
+    running = await _running(client, slow)
     pausing = asyncio.create_task(client.pause(PauseMode.WAIT))
     await asyncio.sleep(0)
     assert client.is_paused
     await client.resume()
     with pytest.raises(UnavailableError, match="resumed in the meantime"):
         await pausing
+    slow.unlink()
     assert await running == ["length"]
     assert await _all(client) == ["length"]
     for _ in range(2):
@@ -106,7 +113,9 @@ async def _asleep_with_a_load_under_way(
     return loads[0]
 
 
-async def _running(client: ProcessClient) -> asyncio.Task[list[str]]:
+async def _running(client: ProcessClient, slow: Path) -> asyncio.Task[list[str]]:
+    """One that is not over before `slow` is gone, which makes each step take its time."""
+    slow.touch()
     running = asyncio.create_task(_all(client))
     await until(lambda: client.stats is not None and client.stats.num_running == 1)
     return running

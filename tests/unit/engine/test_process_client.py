@@ -18,6 +18,7 @@ from manyroots.ids import Namespace
 from manyroots.messages import FinishReason, Submit
 from manyroots.sampling import SamplingParams
 from tests.patience import PATIENCE_S
+from tests.slow_steps import slow_steps
 
 BASE = Namespace(adapter=None, salt=None)
 
@@ -92,7 +93,9 @@ def test_s06_leaving_early_aborts_and_frees(settings: EngineSettings) -> None:
     run(body)
 
 
-def test_r04_a_dead_engine_fails_its_requests_at_once(settings: EngineSettings) -> None:
+def test_r04_a_dead_engine_fails_its_requests_at_once(
+    settings: EngineSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """R04: a killed engine process fails running requests and is reported not alive."""
 
     async def body() -> None:
@@ -108,6 +111,7 @@ def test_r04_a_dead_engine_fails_its_requests_at_once(settings: EngineSettings) 
             with pytest.raises(UnavailableError):
                 await anext(client.generate(request(client)))
 
+    monkeypatch.setenv("PYTHONPATH", slow_steps(tmp_path)["PYTHONPATH"])
     run(body)
 
 

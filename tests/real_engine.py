@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -175,7 +176,8 @@ class RealEngine:
         self.events: list[CacheEvent] = []
         given = {
             "model": str(world.model), "dtype": "float32", "block_size": PAGE,
-            "max_model_len": MAX_LEN, "enable_lora": True, "progress_bars": False, **settings,
+            "max_model_len": MAX_LEN, "enable_lora": True, "progress_bars": False,
+            "kv_storage_timeout_s": PATIENCE_S, **settings,
         }  # fmt: skip
         self.runner: Any = None
 
@@ -306,12 +308,20 @@ class RealEngine:
             assert loader._changed.wait_for(lambda: not loader._num_under_way, PATIENCE_S)
 
     def run(self, *, max_steps: int = 5000) -> None:
-        """Until nothing is left to do."""
-        for _ in range(max_steps):
-            if not self.loop.has_work and not self.loop.is_reading:
-                return
+        """Until nothing is left to do. Steps beside loads and copies don't count: how many there
+        are is this machine's affair."""
+        deadline, num_steps = time.monotonic() + PATIENCE_S, 0
+        while self.loop.has_work or self.loop.is_reading:
+            is_over = num_steps >= max_steps or time.monotonic() > deadline
+            assert not is_over, f"not done after {num_steps} steps"
+            num_steps += not self._is_moving
             self.step()
-        raise AssertionError(f"not done after {max_steps} steps")
+
+    @property
+    def _is_moving(self) -> bool:
+        mover = self.runner._mover
+        parts = [part for part in (mover._adapters, mover._tiers) if part is not None]
+        return any(part._num_under_way for part in parts)
 
     def close(self) -> None:
         self.loop.close()

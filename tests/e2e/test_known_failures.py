@@ -129,6 +129,7 @@ def test_no_slot_is_rotated_under_a_running_request(
         # The next one of `a` comes before this one is over: the slot is in use all the time.
         while len(engine.tokens(running[-1])) < 20:
             engine.step()
+            engine.finish_loads()
         stats = engine.loop.stats().adapters
         assert stats is not None
         num_evictions = stats.total_device_evictions
@@ -199,7 +200,7 @@ def test_the_cap_counts_adapters_whose_prompts_are_computed_in_chunks(world: Tin
     wanted = {name: alone(world, name)[:8] for name in "abcd"}
     for number, adapter in enumerate("abcdabcd"):
         engine.submit(number, PROMPT, adapter)
-    engine.run()
+    engine.run_with_quick_loads()
     for number, adapter in enumerate("abcdabcd"):
         assert engine.tokens(number) == wanted[adapter]
     assert set(engine.runner.num_adapters) == {0, 1, 2}

@@ -223,10 +223,12 @@ def test_whatever_happens_beside_it_a_request_gives_what_it_gives_alone(
 
 
 def test_the_interleavings_are_as_rough_as_they_should_be(alone: Alone) -> None:
-    """Or the test above would show little."""
+    """Or the test above would show little. What happens in one depends on when files are read."""
+    wanted = {"retractions", "hit tokens", "device evictions", "host evictions", "mixed steps",
+              "refused", "aborted", "certain"}  # fmt: skip
     seen: Counter[str] = Counter()
-    for seed in range(200, 210):
+    for seed in range(200, 300):
         seen += interleave(seed, alone)
-    for what in ("retractions", "hit tokens", "device evictions", "host evictions", "mixed steps",
-                 "refused", "aborted", "certain"):  # fmt: skip
-        assert seen[what] > 0, f"{what}: {seen}"
+        if wanted <= seen.keys():
+            return
+    raise AssertionError(f"{wanted - seen.keys()} is missing: {seen}")

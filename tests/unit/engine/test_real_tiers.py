@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from manyroots.messages import CacheUse
 from manyroots.step import Copy
 from manyroots.store.host_link import HostErrand, HostLink
 from tests.by_hand import resident
+from tests.patience import PATIENCE_S
 from tests.real_engine import MAX_LEN, PAGE, RealEngine, RealWorld, text
 
 NEED = MAX_LEN // PAGE
@@ -49,15 +51,19 @@ class HeldBack:
     """The ends of copies that a test wants to be told of later. Their bytes are there."""
 
     def __init__(self, engine: RealEngine, is_held: Callable[[Copy], bool]) -> None:
+        self._thread = engine.runner._thread
         self._link: Any = engine.runner._mover._tiers._link
         self._tell, self._start = self._link._report, self._link.start
         self._is_held = is_held
         self._ids: set[Any] = set()
         self.ends: list[Any] = []
-        self.num_told = 0
+        self.num_told = self._num_under_way = 0
+        self._changed = threading.Condition()
         self._link._report, self._link.start = self._report, self._begin
 
     def _begin(self, copy: Copy) -> None:
+        with self._changed:
+            self._num_under_way += 1
         if self._is_held(copy):
             self._ids.add(copy.copy_id)
         self._start(copy)
@@ -68,6 +74,15 @@ class HeldBack:
         else:
             self.num_told += 1
             self._tell(done)
+        with self._changed:
+            self._num_under_way -= 1
+            self._changed.notify_all()
+
+    def settle(self) -> None:
+        """Wait for all that was begun: how many steps it takes must not depend on this machine."""
+        self._thread.submit(int).result(PATIENCE_S)  # All that was launched has begun.
+        with self._changed:
+            assert self._changed.wait_for(lambda: not self._num_under_way, PATIENCE_S)
 
     def hold_no_more(self) -> None:
         """Copies from now on are told of as they end."""
@@ -94,6 +109,7 @@ def test_h07_pages_and_states_of_one_request_arrive_on_the_host_together(
     while not held.ends or not held.num_told:
         assert engine.said[busy].reason is None, "no copy ended while it ran"
         engine.step()
+        held.settle()
     for _ in range(5):
         engine.step()
     assert engine.said[answered].reason is not None
@@ -121,11 +137,13 @@ def test_h07_what_arrived_on_the_host_last_is_not_the_first_to_go(worlds: Any) -
     while not held.ends:
         assert engine.said[busy].reason is None, "no copy ended while it ran"
         engine.step()
+        held.settle()
     held.hold_no_more()
     engine.submit(two, max_tokens=2)
     while on_host(engine, two) != [8]:
         assert engine.said[busy].reason is None, "no copy ended while it ran"
         engine.step()
+        held.settle()
     engine.abort(busy)
     engine.step()
     assert on_host(engine, one) == [0]

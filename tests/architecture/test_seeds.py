@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,11 @@ TORCH_DRAWS = {
     "bernoulli", "multinomial", "normal", "rand", "rand_like", "randint", "randint_like", "randn",
     "randn_like", "randperm", "bernoulli_", "exponential_", "normal_", "random_", "uniform_",
 }  # fmt: skip
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def problems(tree: ast.Module) -> Iterator[str]:
@@ -60,7 +66,7 @@ def unseeded(calls: list[ast.Call]) -> Iterator[str]:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(TESTS).as_posix())
 def test_r06_whatever_a_test_draws_has_a_seed_of_its_own(path: Path) -> None:
     """R06."""
-    assert list(problems(ast.parse(path.read_text()))) == []
+    assert list(problems(tree_of(path))) == []
 
 
 SHORT_S = 100
@@ -116,8 +122,70 @@ def held_against_the_clock(tree: ast.Module) -> Iterator[str]:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(TESTS).as_posix())
 def test_r06_what_must_happen_is_waited_for_patiently(path: Path) -> None:
     """R06: with `tests.patience`, or as long; and no clock on the wall decides."""
-    tree = ast.parse(path.read_text())
+    tree = tree_of(path)
     assert [*short_waits(tree), *held_against_the_clock(tree)] == []
+
+
+TIERS = {"num_host_pages", "kv_storage", "kv_offloading_size"}
+ENGINES = {"LLM", "build_engine", "serve", "serving", "running", "run_tiers", "RealEngine"}
+QUICK = {"quick_tiers", "worth_loading", "worth_loading_there", "RealEngine", "is_worth_loading"}
+MEASURED = {
+    "unit/test_llm_slow_storage.py": "what is measured is what it tests",
+    "unit/test_llm_weights.py": "all that it finds is on the device",
+    "unit/engine/test_kv_events.py": "nothing is loaded",
+}
+
+
+def measured_tiers(tree: ast.Module) -> bool:
+    """Whether engines load from tiers if this machine was quick enough so far, which on a busy one
+    they are not."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    names = {ast.unparse(call.func).rpartition(".")[2] for call in calls}
+    said = {keyword.arg for call in calls for keyword in call.keywords}
+    said |= {
+        str(key.value).replace("-", "_")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Dict)
+        for key in node.keys
+        if isinstance(key, ast.Constant)
+    }
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    used |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    return bool(TIERS & said and ENGINES & names and not QUICK & used)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(TESTS).as_posix())
+def test_r06_whether_a_tier_is_used_is_not_measured(path: Path) -> None:
+    """R06: with `tests.quick_tiers`. Checks on a GPU are no part of `make test`."""
+    name = path.relative_to(TESTS).as_posix()
+    is_measured = measured_tiers(tree_of(path))
+    assert is_measured == (name in MEASURED) or name.startswith("gpu/")
+
+
+def test_the_check_sees_measured_tiers() -> None:
+    engine = "with LLM(model, num_host_pages=5) as llm: pass"
+    assert measured_tiers(ast.parse(engine))
+    assert measured_tiers(ast.parse("more = {'kv-storage': 'file://x'}\nwith serving(tiny): pass"))
+    assert not measured_tiers(ast.parse(f"with quick_tiers():\n    {engine}"))
+    assert not measured_tiers(ast.parse("SimulationSettings(num_host_pages=5)"))
+
+
+PROBED = {"unit/store/tiers.py": "tries again with another one", "machine.py": "uses none"}
+
+
+def probed_ports(tree: ast.Module) -> Iterator[str]:
+    """Where a free port is looked for, to be opened later by somebody else."""
+    for node in (each for each in ast.walk(tree) if isinstance(each, ast.Call)):
+        is_bound = ast.unparse(node.func).rpartition(".")[2] in ("create_server", "bind")
+        if is_bound and node.args and re.fullmatch(r"\(.*, 0\)", ast.unparse(node.args[0])):
+            yield f"line {node.lineno}: {ast.unparse(node)}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(TESTS).as_posix())
+def test_r06_ports_are_opened_by_who_chooses_them(path: Path) -> None:
+    """R06: between a look and the opening another test's server may take it."""
+    found = list(probed_ports(tree_of(path)))
+    assert bool(found) == (path.relative_to(TESTS).as_posix() in PROBED), found
 
 
 def test_the_check_sees_short_waits() -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import cached_property
 
 import httpx
 import openai
@@ -35,21 +36,34 @@ _FLOAT32 = ("--dtype", "float32")
 class Server:
     """One `manyroots serve`, started with extra flags, ended by its own pid."""
 
-    def __init__(self, *flags: str) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.port: int = probe.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
+    def __init__(self, *flags: str, env: dict[str, str] | None = None) -> None:
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed in stop()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "manyroots.cli", "serve", *_FLOAT32, "--port", str(self.port),
-             *flags],
+            [sys.executable, "-m", "manyroots.cli", "serve", *_FLOAT32, "--port", "0", *flags],
             stdout=self._log,
             stderr=subprocess.STDOUT,
+            env=env,
         )  # fmt: skip
 
+    @cached_property
+    def port(self) -> int:
+        """Which it has chosen, as its log says."""
+        deadline = time.monotonic() + START_LIMIT_S
+        while not (found := re.search(r"listening on \S+:(\d+)", self.log())):
+            is_alive = self.process.poll() is None and time.monotonic() < deadline
+            if not is_alive and "listening on" not in self.log():
+                pytest.fail(f"the server listens nowhere:\n{self.log()}")
+            time.sleep(0.05)
+        return int(found[1])
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
     def log(self) -> str:
-        self._log.seek(0)
-        return self._log.read()
+        # Its place in the file is the server's, too, which writes there.
+        size = os.fstat(self._log.fileno()).st_size
+        return os.pread(self._log.fileno(), size, 0).decode(errors="replace")
 
     def status(self, path: str) -> int:
         return self.get(path).status_code
@@ -111,8 +125,8 @@ class Server:
 
 
 @contextlib.contextmanager
-def running(*flags: str) -> Iterator[Server]:
-    server = Server(*flags)
+def running(*flags: str, env: dict[str, str] | None = None) -> Iterator[Server]:
+    server = Server(*flags, env=env)
     try:
         yield server
     finally:

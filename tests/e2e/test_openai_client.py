@@ -344,7 +344,8 @@ def test_a_dead_engine_fails_its_requests_and_is_started_again(model: str) -> No
         client = server.client()
 
         def kill_in_mid_stream() -> None:
-            chunks = iter(complete(client, model, max_tokens=1000, stream=True))
+            options: dict[str, Any] = {"stream": True, "extra_body": {"ignore_eos": True}}
+            chunks = iter(complete(client, model, max_tokens=1000, **options))
             next(chunks)
             [engine] = server.children()
             os.kill(engine, signal.SIGKILL)

@@ -36,25 +36,30 @@ def right():
     return [r.outputs[0].token_ids for r in llm.generate(prompts, greedy, lora_request=loras)]
 
 
-def stream(params):
-    for piece in llm.stream_chat(chat, params):
+def stream():
+    for piece in llm.stream_chat(chat, endless):
         pass
 
 
-def load():
-    while True:
-        llm.load_adapter("more", adapter, load_inplace=True)
-
-
-wanted = right()
 works = [
     lambda: llm.generate(prompts, endless, lora_request=loras),
-    lambda: stream(endless),
-    load,
+    stream,
+    lambda: llm.load_adapter("more", adapter, load_inplace=True),
 ]
-num_interrupted = [0, 0, 0]
+is_working = False
+
+
+def interrupt(number, frame):
+    global is_working
+    if is_working:  # the others of three signals may come when the work is over
+        is_working = False
+        raise KeyboardInterrupt
+
+
+signal.signal(signal.SIGINT, interrupt)
+wanted = right()
+num_interrupted = 0
 for turn in range(36):
-    which = turn % 3
     begun = threading.Event()
 
     def strike():
@@ -66,23 +71,18 @@ for turn in range(36):
     thread = threading.Thread(target=strike)
     thread.start()
     try:
+        is_working = True
         begun.set()
-        works[which]()
+        while True:
+            works[turn % 3]()
     except KeyboardInterrupt:
-        num_interrupted[which] += 1
-    # A signal that comes late is not what is tested here.
-    while True:
-        try:
-            thread.join()
-            time.sleep(0.01)
-            break
-        except KeyboardInterrupt:
-            pass
+        num_interrupted += 1
+    thread.join()
     assert right() == wanted, turn
     stats = llm.stats()
     assert stats.num_running == stats.num_waiting == stats.num_held_pages == 0, stats
-assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-assert min(num_interrupted) >= 6, num_interrupted
+assert signal.getsignal(signal.SIGINT) is interrupt
+assert num_interrupted == 36
 llm.close()
 print("fine")
 """
@@ -99,7 +99,7 @@ def test_r08_an_interrupted_llm_gives_pages_back_and_right_tokens(tiny: TinyAdap
     """R08: 36 signals, in generate, in a stream and while adapters load."""
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tiny.model), tiny.path("few"), "1"],
-        capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+        capture_output=True, text=True, timeout=5 * PATIENCE_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip().endswith("fine")

@@ -29,7 +29,7 @@ Answer = Callable[[dict[str, Any]], AsyncIterator[bytes]]
 WORKLOAD = ServeWorkload(num_requests=6, prompt_words=(3, 5), output_tokens=(4, 4), models=("m",))
 PROMISE = Promise(first_token_s=PATIENCE_S, between_tokens_s=PATIENCE_S)
 GAP_S = 0.05
-"""Between two tokens of a server. Who reads may be late, and find two of them at once."""
+"""Between two tokens of a server. Who reads may be late, and find all but two of them at once."""
 
 
 def event(body: dict[str, Any]) -> bytes:
@@ -110,7 +110,7 @@ def test_b01_times_and_tokens_are_those_of_the_server() -> None:
     longest = case["seconds"]["most"]
     assert 0.9 * GAP_S <= first["least"] < longest
     assert len(first["samples"]) == 2
-    assert GAP_S / 10 <= case["time_between_tokens_s"]["p50"]["median"] < longest
+    assert GAP_S / 10 <= case["time_between_tokens_s"]["p99"]["median"] < longest
     rate = case["output_tokens_per_s"]
     assert rate["samples"][0] == pytest.approx(24 / case["seconds"]["samples"][0], rel=0.02)
     assert case["goodput_requests_per_s"] == case["requests_per_s"]
@@ -358,7 +358,7 @@ def test_b01_servers_that_are_not_ours_are_understood(answer: Callable[..., Any]
     assert case["requests"] == 6
     rate, seconds = (case[name]["samples"][0] for name in ("output_tokens_per_s", "seconds"))
     assert rate == pytest.approx(24 / seconds, rel=0.02)
-    gaps = case["time_between_tokens_s"]["p50"]["median"]
+    gaps = case["time_between_tokens_s"]["p99"]["median"]
     assert gaps == 0 if answer is whole else gaps >= GAP_S / 10, (
         "events have the time of their bytes"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from manyroots.errors import ConfigError
 from manyroots.ids import AdapterDigest, AdapterName, Namespace, Tier
 from manyroots.kv_configs import EventsChoice
 from tests import kv_events
+from tests.patience import PATIENCE_S
 from tests.unit.test_llm_windows import serve
 
 
@@ -64,7 +66,7 @@ def test_k01_an_engine_publishes_what_it_has(tmp_path: Path) -> None:
     settings = {"kv_events_config": json.dumps(choice), "num_host_pages": 50}
     with serve(tmp_path / "model", "full", **settings) as llm:
         llm.generate([prompt], greedy)
-        seen = replayed(str(choice["replay_endpoint"]))
+        seen = replayed(str(choice["replay_endpoint"]), llm._loop)
     assert seen[0] == {"type": "AllBlocksCleared"}
     for medium in ("GPU", "CPU"):
         stored = [e for e in seen[1:] if e["type"] == "BlockStored" and e["medium"] == medium]
@@ -73,18 +75,21 @@ def test_k01_an_engine_publishes_what_it_has(tmp_path: Path) -> None:
         assert stored[0]["parent_block_hash"] is None
 
 
-def replayed(endpoint: str) -> list[dict[str, Any]]:
-    """All that an engine has published."""
+def replayed(endpoint: str, loop: Any) -> list[dict[str, Any]]:
+    """All that an engine has published, the last of it included, which a thread sends in its own
+    time."""
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
     socket.connect(endpoint)
-    socket.send_multipart((b"", (0).to_bytes(8, "big")))
-    seen: list[dict[str, Any]] = []
-    while True:
-        *_, payload = socket.recv_multipart()
-        if not payload:
-            break
-        seen += msgspec.msgpack.decode(payload)[1]
+    deadline = time.monotonic() + PATIENCE_S
+    last = -1
+    while last < loop._events._next - 1:
+        assert time.monotonic() < deadline, f"message {last} stays the last one"
+        socket.send_multipart((b"", (0).to_bytes(8, "big")))
+        seen: list[dict[str, Any]] = []
+        while (frames := socket.recv_multipart())[-1]:
+            last = int.from_bytes(frames[-2], "big")
+            seen += msgspec.msgpack.decode(frames[-1])[1]
     context.destroy(linger=0)
     return seen
 

@@ -147,7 +147,7 @@ def test_n11_p06_names_outside_of_the_process_carry_the_namespace_on_every_page(
 
 def check_wire(engine: RealEngine, folder: Path) -> None:
     """What routers read names the adapter, its digest and the tenant with every page."""
-    [cleared, *wired] = replayed(f"ipc://{folder}/ipc/r")
+    [cleared, *wired] = replayed(f"ipc://{folder}/ipc/r", engine.loop)
     assert cleared == {"type": "AllBlocksCleared"}
     assert len(wired) == len(engine.events)
     for told, event in zip(wired, engine.events, strict=True):

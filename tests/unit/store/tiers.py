@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import subprocess
 import threading
@@ -104,25 +105,25 @@ class RedisServer:
     def __init__(
         self, folder: Path, *arguments: str, port: int | None = None, is_tls: bool = False
     ) -> None:
-        if port is None:
-            with socket.create_server(("127.0.0.1", 0)) as probe:
-                port = probe.getsockname()[1]
-        self.port = port
         self._scheme = "rediss" if is_tls else "redis"
-        ports = ["--port", "0", "--tls-port", str(port)] if is_tls else ["--port", str(port)]
-        self.process = subprocess.Popen(
-            [server_program(), *ports, "--bind", "127.0.0.1", "--save", "",
-             "--appendonly", "no", "--dir", str(folder), *arguments],
-            stdout=subprocess.DEVNULL,
-        )  # fmt: skip
         deadline = time.monotonic() + PATIENCE_S
         while True:
-            try:
-                socket.create_connection(("127.0.0.1", port), 1.0).close()
-                return
-            except OSError:
+            self.port = free_port() if port is None else port
+            ports = ["--port", str(self.port)]
+            if is_tls:
+                ports = ["--port", "0", "--tls-port", str(self.port)]
+            self.process = subprocess.Popen(
+                [server_program(), *ports, "--bind", "127.0.0.1", "--save", "",
+                 "--appendonly", "no", "--dir", str(folder), *arguments],
+                stdout=subprocess.DEVNULL,
+            )  # fmt: skip
+            while self.process.poll() is None:  # else somebody was quicker to take the port
                 assert time.monotonic() < deadline, "redis-server did not start"
+                with contextlib.suppress(OSError):
+                    socket.create_connection(("127.0.0.1", self.port), 1.0).close()
+                    return
                 time.sleep(0.02)
+            assert time.monotonic() < deadline, "redis-server did not start"
 
     @property
     def url(self) -> str:
@@ -131,6 +132,13 @@ class RedisServer:
     def stop(self) -> None:
         self.process.kill()
         self.process.wait()
+
+
+def free_port() -> int:
+    """Which somebody else may take before it is used."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+    return port
 
 
 def server_program() -> str:

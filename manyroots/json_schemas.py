@@ -7,6 +7,7 @@ type has two fields wants two. Knows no grammar.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -31,12 +32,29 @@ _OF_OTHERS = ("additionalProperties", "patternProperties", "minProperties", "max
 """Keywords that speak of properties without a name."""
 
 
+_REFERENCE = re.compile(r"([\w.~:/?#@!$&'()*+,;=-]|%[0-9A-Fa-f]{2})*", re.ASCII)
+_NEWEST = re.compile(r"https?://json-schema\.org/schema#?")
+
+
 def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
     """The schema without properties that it does not name. `additionalProperties: true` keeps an
     object open, and so does a schema in which parts are joined."""
+    schema = _without_bad_names(schema)
     if any(_is_joined(part) for part in _parts(schema)):
         return dict(schema)
     return _closed_object(schema)
+
+
+def _without_bad_names(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Without an `$id` that is no URI and to which nothing can refer: programs write titles there.
+    Nor with the `$schema` that stands for the newest dialect, which is meant without it, too."""
+    name, dialect = schema.get("$id"), schema.get("$schema")
+    left_out = set()
+    if isinstance(name, str) and not _REFERENCE.fullmatch(name):
+        left_out.add("$id")
+    if isinstance(dialect, str) and _NEWEST.fullmatch(dialect):
+        left_out.add("$schema")
+    return {word: value for word, value in schema.items() if word not in left_out}
 
 
 def _is_joined(schema: Mapping[str, Any]) -> bool:

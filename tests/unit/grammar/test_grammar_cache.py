@@ -49,7 +49,7 @@ def test_g01_only_so_much_text_is_kept() -> None:
     grammars = cache(max_characters=1000)
 
     def large(number: int) -> StructuredOutputsParams:
-        return StructuredOutputsParams(choice=[f"{number} " + "a" * 300])
+        return StructuredOutputsParams(choice=(f"{number} " + "a" * 300,))
 
     for n in (1, 2, 3, 4, 3, 3, 3):
         grammars.compile(large(n))
@@ -61,9 +61,9 @@ def test_g01_only_so_much_text_is_kept() -> None:
         grammars.compile(each)
     gc.collect()
     assert all(grammars.find(each) is not None for each in small)
-    held = grammars.compile(StructuredOutputsParams(choice=["b" * 2000]))
+    held = grammars.compile(StructuredOutputsParams(choice=("b" * 2000,)))
     gc.collect()
-    assert grammars.find(StructuredOutputsParams(choice=["b" * 2000])) is held
+    assert grammars.find(StructuredOutputsParams(choice=("b" * 2000,))) is held
     assert [grammars.find(each) for each in small] == [None] * 5
 
 

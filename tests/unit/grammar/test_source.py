@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -28,6 +29,20 @@ def test_g01_a_schema_is_refused_for_what_it_says_and_cannot_be_honoured(refused
     with pytest.raises(RequestError, match=r"my_field can't be honoured: .+") as caught:
         check_structure(StructuredOutputsParams(json=wanted), "my_field")
     assert caught.value.field == "my_field"
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"$id": "Output Format"}, {"$id": "日本 50%"}, {"$id": "urn:a:b"}, {"$id": "https://a.b/c"},
+        {"$schema": "http://json-schema.org/schema#"},
+        {"$schema": "https://json-schema.org/draft/2020-12/schema"},
+    ],
+)  # fmt: skip
+def test_g01_titles_in_the_place_of_names_are_no_fault(names: dict[str, str]) -> None:
+    """G01: griptape writes one as `$id`, genson the address of whatever dialect is newest."""
+    inner = {"$defs": {"city": {"type": "string"}}, "properties": {"a": {"$ref": "#/$defs/city"}}}
+    check_structure(StructuredOutputsParams(json=json.dumps({"type": "object", **inner, **names})))
 
 
 def test_g01_a_caller_cannot_make_a_schema_lenient() -> None:

@@ -19,7 +19,6 @@ import json
 import random
 import shutil
 import sys
-import tempfile
 import traceback
 from collections import Counter
 from dataclasses import dataclass, field
@@ -36,6 +35,7 @@ from manyroots.simulate.slices import command
 from tests.adapter_folders import Recipe, write_adapter
 from tests.e2e.conftest import API_KEY, HEADERS, Server
 from tests.patience import PATIENCE_S
+from tests.storm_folders import storm_folder
 from tests.unit.models.tiny import load_tiny, save_tiny
 from tests.unit.text.tiny_tokenizer import tiny_backend
 
@@ -63,7 +63,7 @@ class World:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.folder = Path(tempfile.mkdtemp(prefix="manyroots-chats-"))
+        self.folder = storm_folder("chats")
         self.model = name
         if name in KINDS:
             self.model = str(self.folder / "model")

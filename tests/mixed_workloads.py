@@ -73,6 +73,7 @@ from tests.differential import ADAPTERS, ALL_MIXES, PAGE, RECURRENT
 from tests.kv_events import Consumer, resident
 from tests.patience import PATIENCE_S
 from tests.quick_tiers import worth_loading
+from tests.storm_folders import storm_folder
 from tests.unit.models.tiny import load_tiny, save_tiny
 from tests.unit.store.tiers import RedisServer, server_program
 from tests.unit.text.tiny_tokenizer import tiny_backend
@@ -124,8 +125,7 @@ class World:
 
     def __init__(self, mix: str) -> None:
         self.mix = mix
-        self.folder = Path(tempfile.mkdtemp(prefix="manyroots-mixed-"))
-        atexit.register(shutil.rmtree, self.folder, ignore_errors=True)
+        self.folder = storm_folder("mixed")
         kind, changes = ALL_MIXES[mix]
         for seed, name in enumerate(WEIGHTS):
             save_tiny(self.folder / name, kind, seed=seed, vocab_size=VOCAB, **changes)

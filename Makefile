@@ -11,6 +11,8 @@ serve: $(VENV)/.installed
 	$(BIN)/manyroots serve $(ARGS)
 
 # Files go to whoever is free in the order of their names: the long ones, of e2e to property, first.
+# Hundreds of processes are started, which find the package compiled, whatever the environment says.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: $(VENV)/.installed-test
 	@$(BIN)/python -c '' || { echo "$(VENV) has no Python that runs; make clean, and again"; exit 1; }
 	$(BIN)/python -m tests.machine

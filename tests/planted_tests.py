@@ -4,12 +4,14 @@
 fault that names tests (those whose name has the text) in the copy's file and runs these tests, each
 up to its first case that fails; in the end, those cases without any fault. What takes most of a
 test process's start is imported once, before the forks; of the package itself nothing is, so each
-process reads the file as it then is, and so do tests that read the source or start processes. Each
-line printed is JSON: the fault's name (null without), and how each case ended.
+process reads the file as it then is, and so do tests that read the source or start processes. It is
+compiled once, and what was compiled is known by the text that it was made of. Each line printed is
+JSON: the fault's name (null without), and how each case ended.
 """
 
 from __future__ import annotations
 
+import compileall
 import gc
 import importlib
 import json
@@ -18,6 +20,7 @@ import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
+from py_compile import PycInvalidationMode
 
 import pytest
 
@@ -114,6 +117,9 @@ def main() -> int:
     sys.dont_write_bytecode = True  # of a file with a fault, nothing compiled may remain
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
     warm_up()
+    for folder in ("manyroots", "tests"):
+        by_text = PycInvalidationMode.CHECKED_HASH
+        compileall.compile_dir(folder, quiet=1, force=True, invalidation_mode=by_text)
     noticed = set()
     for mutation in chosen:
         path = Path("manyroots") / mutation.file

@@ -21,6 +21,7 @@ import re
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,9 @@ class Served:
     """Tokens that whole pages could have had, by what the response says of them."""
 
 
-async def _talk(client: httpx.AsyncClient, plan: Plan, number: int, served: Served) -> None:
+async def _talk(
+    client: httpx.AsyncClient, plan: Plan, number: int, served: Served
+) -> AsyncIterator[None]:
     """One client, round by round."""
     said = list(plan.system)
     for question, length in zip(plan.questions[number], plan.lengths[number], strict=True):
@@ -111,16 +114,26 @@ async def _talk(client: httpx.AsyncClient, plan: Plan, number: int, served: Serv
         kept = np.array(said + tokens[:-1], np.int32)
         served.sequences.append((BASE, kept, len(said)))
         said = said + tokens
+        yield
 
 
-async def _all_talks(url: str, plan: Plan) -> tuple[Served, str]:
+async def _to_its_end(talk: AsyncIterator[None]) -> None:
+    async for _ in talk:
+        pass
+
+
+async def _all_talks(url: str, plan: Plan, is_in_turn: bool) -> tuple[Served, str]:
     served = Served()
     limits = httpx.Limits(max_connections=len(plan.questions))
     async with httpx.AsyncClient(
         base_url=url, headers=HEADERS, timeout=600, limits=limits
     ) as client:
-        clients = range(len(plan.questions))
-        await asyncio.gather(*(_talk(client, plan, number, served) for number in clients))
+        talks = [_talk(client, plan, number, served) for number in range(len(plan.questions))]
+        if is_in_turn:
+            for _ in plan.questions[0]:
+                for talk in talks:
+                    await anext(talk)
+        await asyncio.gather(*map(_to_its_end, talks))
         metrics = (await client.get("/metrics")).text
     return served, metrics
 
@@ -156,7 +169,9 @@ def best_offline(paths: Paths, page_bytes: int, state_bytes: int, num_bytes: int
     return best
 
 
-def run(kind: str, plan: Plan, share: float) -> dict[str, Any]:
+def run(kind: str, plan: Plan, share: float, *, is_in_turn: bool = False) -> dict[str, Any]:
+    """`is_in_turn`: the clients wait for each other, so that what is found depends on nothing but
+    what they ask."""
     with tempfile.TemporaryDirectory() as home:
         folder = Path(home)
         save_tiny(folder, kind, vocab_size=VOCAB, max_position_embeddings=plan.max_len, **SIZES)
@@ -172,7 +187,7 @@ def run(kind: str, plan: Plan, share: float) -> dict[str, Any]:
             "--kv-cache-memory-bytes", str(num_bytes + MAX_ROWS * sizes[True]),
         ) as server:  # fmt: skip
             server.wait_until_ready()
-            served, metrics = asyncio.run(_all_talks(server.url, plan))
+            served, metrics = asyncio.run(_all_talks(server.url, plan, is_in_turn))
     paths = lay_out_served(served.sequences, PAGE)
     best = best_offline(paths, sizes[False], sizes[True], num_bytes)
     pattern = r'^manyroots:prefix_cache_misses_total{.*reason="(\w+)"} (\S+)$'

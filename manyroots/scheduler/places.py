@@ -120,6 +120,12 @@ class AdapterPlaces:
         place.ran_at = None  # when it is back it has come
         place.kept_steps = num_steps
 
+    def hold(self, place: AdapterPlace, num_steps: int) -> None:
+        """The holder's last row changes hands: its place is its own meanwhile, and its stay goes
+        on."""
+        if self.is_free(place):
+            place.kept_steps = num_steps
+
     def vacate(self, place: AdapterPlace) -> None:
         """A place is kept no more for whom it was."""
         self._free_row(place)

@@ -52,8 +52,9 @@ class RowLoans:
             if self._places.is_free(place) and self._resting.find(adapter) is None:
                 self._places.keep(place, adapter, num_steps)
 
-    def hand_on(self, step_id: StepId, is_open: IsOpen, lend: Lend) -> None:
-        """Who has lent its row for long has another: one of its own adapter's, if any runs."""
+    def hand_on(self, step_id: StepId, num_steps: int, is_open: IsOpen, lend: Lend) -> None:
+        """Who has lent its row for long has another: one of its own adapter's, if any runs. Where
+        all of those rest for it, their place is kept till it runs."""
         num_given = 0
         for request, since in list(self._resting.loans.items()):
             if step_id - since < STAY_STEPS:
@@ -65,7 +66,10 @@ class RowLoans:
                 lender = self._first_of(adapter) or self._lender()
                 if lender is None:
                     continue
+                place = None if adapter is None else self._places.of(adapter)
                 lend(lender, step_id)
+                if place is not None:
+                    self._places.hold(place, num_steps)
             num_given += 1
 
     @property

@@ -180,9 +180,21 @@ class AdapterTurns:
         self._end_keeping(waiting, loaded)
         self._end_visits(step_id, put_to_rest)
         self._fill_free_places(waiting, loaded, step_id)
-        if self.resting.loans:
-            self._loans.hand_on(step_id, self.is_open, put_to_rest.lend)
         self._give_rows(waiting, loaded, step_id, has_room, put_to_rest)
+        self._give_places(waiting, loaded, step_id, has_room, put_to_rest)
+        if self.resting.loans:
+            # Last, since whose adapter rests in this step has no row to hand on.
+            self._loans.hand_on(step_id, self._costs.stay_steps, self.is_open, put_to_rest.lend)
+
+    def _give_places(
+        self,
+        waiting: WaitingQueue,
+        loaded: Collection[Request],
+        step_id: StepId,
+        has_room: HasRoom,
+        put_to_rest: PutToRest,
+    ) -> None:
+        """Those who claim a place have it, in their order, from whom it can be taken."""
         settled: list[AdapterPlace] | None = None
         owed: list[AdapterPlace] = []
         is_crowded = False
@@ -360,6 +372,8 @@ class AdapterTurns:
             lane = waiting.lanes.get(adapter)
             first = next((r for r in loaded if r.group[0] == adapter), None)
             request = lane.head if first is None and lane is not None else first
+            if request in self.resting.loans and self._loans.has_row(adapter):
+                continue
             if request is not None and has_room(request):
                 self._give_row(place, step_id, put_to_rest)
 

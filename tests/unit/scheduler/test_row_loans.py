@@ -180,3 +180,30 @@ def test_l06_waves_of_two_adapters_and_a_rare_third_leave_rows_in_use(
     if num_places > 2:
         assert turns.figures()["rare_wait_max"] <= WITHIN
         assert turns.figures()["pause_max"] <= STAY_STEPS + 2
+
+
+@pytest.mark.parametrize("num_places", [2, 3])
+def test_l07_an_adapter_whose_last_row_changes_hands_keeps_its_place(num_places: int) -> None:
+    """L07: while two requests of it take turns in one row it claims nobody else's place: others
+    rested for it, and rows were lent without end."""
+    engine = Deciding(
+        max_loras=num_places, num_spare_slots=1, max_num_seqs=2, num_pages=1024, depth=0,
+        adapter_patience_steps=None,
+    )  # fmt: skip
+    for name in ("a", "rare"):
+        spec = AdapterSpec(AdapterDigest(name.encode()), 8, 100)
+        engine.scheduler.load_adapter(AdapterName(name), spec, path=name)
+    names = ["a", "a", "rare"]
+    requests = [submit(n, [n, 1], max_tokens=LONG, adapter=name) for n, name in enumerate(names)]
+    for request in requests[:2]:
+        engine.loop.handle(request)
+    engine.step()
+    engine.loop.handle(requests[2])
+    while len(engine.outputs.get(2, [])) < LONG:
+        engine.step()
+        assert not engine.scheduler._resting.by_adapter, "an adapter rests, with a place for each"
+        assert len(engine.scheduler._resting.loans) <= 1
+    assert engine.scheduler._resting.total_rests >= 4, "their row did not change hands"
+    engine.run()
+    for number, request in enumerate(requests):
+        assert engine.tokens(number) == expected_tokens(request, names[number].encode())

@@ -279,8 +279,9 @@ class AdapterTurns:
                 continue
             rested = self.resting.find(lender)
             num_rows = self._adapters.num_seats(visitor)
-            if rested is None or self.places.of(lender) is not None:
-                place.lender = None
+            is_back = self.places.of(lender) is not None
+            if rested is None or is_back or rested.place != place.number:
+                place.lender = None  # or it has been back, and rests for another
             elif self._may_go_on(place, num_rows, len(rested.requests), step_id):
                 continue
             elif num_rows >= 2 * len(rested.requests) or self._is_place_for_all:

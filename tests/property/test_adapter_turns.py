@@ -97,6 +97,66 @@ class Crowd:
         assert self.engine.cache.stats().planes[0].num_held == 0
 
 
+class Lenders(Crowd):
+    """One adapter has all rows, and lends them to others that come one by one."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = random.Random(f"loans2 {seed}")
+        self.load_steps = rng.choice([1, 1, 2])
+        self._asked = {}
+        self._num_steps = 0
+        self._num_places = rng.choice([3, 4, 6, 8])
+        self._num_rows = self._num_places + rng.choice([0, 0, 1, 2])
+        self.engine = Deciding(
+            max_loras=self._num_places,
+            num_spare_slots=rng.choice([0, 1, 2]),
+            max_num_seqs=self._num_rows,
+            num_pages=1000,
+            budget=256,
+            depth=rng.choice([0, 1]),
+            policy=rng.choice(["fcfs", "fcfs", "fair"]),
+            adapter_patience_steps=rng.choice([None, None, 0, 4]),
+            finish_loads=self._finish_loads,
+        )
+        self.names = [f"adapter {n}" for n in range(self._num_places + rng.choice([1, 2, 4, 8]))]
+        for name in self.names:
+            spec = AdapterSpec(AdapterDigest(name.encode()), 8, 100)
+            self.engine.scheduler.load_adapter(AdapterName(name), spec, path=name)
+        self.requests = {}
+        self.pauses = []
+        self._last = {}
+
+    def _submit(self, name: str, max_tokens: int) -> None:
+        number = len(self.requests)
+        request = submit(
+            number, [number % 50, number // 50, 1], max_tokens=max_tokens, adapter=name
+        )
+        self.requests[number] = (request, name)
+        self.engine.loop.handle(request)
+
+    def _steps(self, count: int) -> None:
+        for _ in range(count):
+            self.step()
+
+    def run(self, num_requests: int) -> None:
+        rng = self.rng
+        for _ in range(self._num_rows):
+            self._submit(self.names[0], 400)
+        self._steps(rng.randint(5, 30))
+        longest = rng.choice([20, 200, 1000])
+        for name in self.names[1 : self._num_places]:
+            self._submit(name, min(rng.randint(longest // 2, longest), 400))
+            self._steps(rng.choice([0, 2, 20]))
+        gap, longest = rng.choice([2, 5, 15]), rng.choice([5, 40, 200])
+        width = rng.choice([1, 2, 3])
+        while len(self.requests) < num_requests:
+            name = rng.choice(self.names[1:])
+            for _ in range(rng.randint(1, width)):
+                self._submit(name, rng.randint(1, longest))
+            self._steps(rng.randint(1, 2 * gap))
+        self.engine.run()
+
+
 def check_seed(seed: int, num_requests: int) -> Crowd:
     crowd = Crowd(seed)
     crowd.run(num_requests)
@@ -116,6 +176,15 @@ def test_l07_mixes_in_which_a_pause_was_too_long(seed: int) -> None:
     """L07: one behind took the place of one that was overdue and whose weights were on their way;
     one that had lent its row never went on when its adapter came for a step at a time."""
     check_seed(seed, 150)
+
+
+@pytest.mark.parametrize("seed", [0, 127])
+def test_l07_mixes_in_which_rows_were_not_there_or_lent_too_often(seed: int) -> None:
+    """L07: a visitor's place went back to who had lent it and had rested in another's since, where
+    its rows were kept."""
+    lenders = Lenders(seed)
+    lenders.run(30)
+    lenders.check()
 
 
 if __name__ == "__main__":

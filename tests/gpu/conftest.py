@@ -13,6 +13,7 @@ from torch import Tensor
 
 from manyroots.kernels.attention import torch_ops as attention
 from manyroots.models.chip import this_chip
+from manyroots.runner import mixed
 
 PRODUCTS = ((F, "linear"), (torch, "mm"), (torch, "bmm"), (torch, "addmm"), (torch, "baddbmm"))
 IN_PLACE = ("addmm_", "baddbmm_")
@@ -30,6 +31,13 @@ def quick_products() -> Iterator[None]:
             product, kept = getattr(torch, name.removesuffix("_")), getattr(Tensor, name)
             patch.setattr(Tensor, name, _in_place(product, kept))
         yield
+
+
+@pytest.fixture
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """References take their time for every token, padding's as well."""
+    for name in ("TOKENS", "TOKENS_BESIDE_FEW"):
+        monkeypatch.setattr(mixed, name, range(8, 1025, 8))
 
 
 def _is_slow(value: Any) -> bool:

@@ -12,13 +12,12 @@ import pytest
 
 from manyroots.kernels import choice
 from manyroots.kernels.choice import Kernels
-from manyroots.runner import mixed
 from tests.gpu.checked import RESULTS
 from tests.gpu.engines import Side
 from tests.gpu.faults import FAULTS, batches, kernel_verdict, verdict
 from tests.gpu.parity import Parity
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("small_steps")]
 OF_EXPERTS = "moe_pairs"
 HYBRIDS = {
     "causal_conv.conv": "qwen3-next",
@@ -37,12 +36,6 @@ NOT_CALLED = (
     "scaled_gemm.is_for", "gemm.form_for", "scaled_gemm.form_for",
 )  # fmt: skip
 """By a step: parts of what is compared, and what only says what `linear` takes."""
-
-
-@pytest.fixture(autouse=True)
-def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """References take their time for every token, padding's as well."""
-    monkeypatch.setattr(mixed, "TOKENS", range(8, 1025, 8))
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 from tests.gpu import sampled
 from tests.gpu.engines import Side
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("small_steps")]
 
 
 def test_each_parameter_is_sampled_as_on_the_cpu(tmp_path: Path) -> None:

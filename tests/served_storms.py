@@ -83,7 +83,7 @@ class Serving:
         self.weights = {WEIGHTS[0]}
         self.contents: dict[str, set[str | None]] = {}
         self.live: dict[int, Asked] = {}
-        self.num_disruptions = 0
+        self.num_disruptions = self.num_replaced = 0
         """Operations under way that may fail requests."""
         self.is_down = False
         self.told: Counter[str] = Counter()
@@ -123,15 +123,14 @@ class Serving:
     async def load(self, name: str, content: str, rng: random.Random) -> None:
         before = self.contents.get(name, {None})
         self._may_be(name, before | {content})
-        path = self.folder / f"of-{name}"
-        if rng.random() < 0.5:
-            path = Path(self.world.adapter(content))
-        else:  # its files are replaced while the old ones are in use
+        path, replaced = Path(self.world.adapter(content)), contextlib.nullcontext()
+        if rng.random() >= 0.5:  # its files are replaced while the old ones are in use
+            path, replaced = self.folder / f"of-{name}", self._replaced()
             shutil.rmtree(path, ignore_errors=True)
             shutil.copytree(self.world.adapter(content), path)
-            self._disrupt_live(name)
         body = {"lora_name": name, "lora_path": str(path), "load_inplace": True}
-        answer = await self.admin("/v1/load_lora_adapter", body)
+        with replaced:
+            answer = await self.admin("/v1/load_lora_adapter", body)
         assert answer.status_code in (200, 503), answer.text
         if answer.status_code == 200:
             self.contents[name] = {content}
@@ -142,9 +141,22 @@ class Serving:
             if asked.name == name:
                 asked.contents |= contents
 
-    def _disrupt_live(self, name: str | None = None) -> None:
+    @contextlib.contextmanager
+    def _replaced(self) -> Iterator[None]:
+        """Until the engine knows of the new files, a name means what was in the old ones, and who
+        has no copy of that in memory can't have it."""
+        self.num_replaced += 1
         for asked in self.live.values():
-            asked.may_fail |= name is None or asked.name is not None
+            self._disturb(asked)
+        try:
+            yield
+        finally:
+            self.num_replaced -= 1
+
+    def _disturb(self, asked: Asked) -> None:
+        """What happens just now may be felt by this one."""
+        has_adapter = asked.name is not None
+        asked.may_fail |= self.num_disruptions > 0 or (self.num_replaced > 0 and has_adapter)
 
     @contextlib.contextmanager
     def down(self) -> Iterator[None]:
@@ -160,11 +172,11 @@ class Serving:
     def disrupted(self) -> Iterator[None]:
         """Whoever is there in this time may be told that it failed."""
         self.num_disruptions += 1
-        self._disrupt_live()
+        for asked in self.live.values():
+            self._disturb(asked)
         try:
             yield
         finally:
-            self._disrupt_live()
             self.num_disruptions -= 1
 
     async def update(self, weights: str, *, aborts: bool) -> None:
@@ -182,7 +194,7 @@ class Serving:
 
     async def ask(self, asked: Asked, goes_after_s: float | None, streams: bool) -> None:
         self.live[id(asked)] = asked
-        asked.may_fail |= self.num_disruptions > 0
+        self._disturb(asked)
         try:
             async with asyncio.timeout(goes_after_s):
                 await (self._stream(asked) if streams else self._complete(asked))
@@ -194,7 +206,7 @@ class Serving:
             asked.status = -1
         finally:
             del self.live[id(asked)]
-            asked.may_fail |= self.num_disruptions > 0
+            self._disturb(asked)
 
     async def _complete(self, asked: Asked) -> None:
         answer = await self.client.post("/v1/completions", json=asked.body)

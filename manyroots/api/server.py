@@ -39,6 +39,9 @@ logger = logging.getLogger("manyroots")
 
 _LAST_WORDS_S = 5
 """After the drain, how long responses that are ending may take to be sent."""
+_KEEP_ALIVE_S = 75
+"""How long a connection may be idle. Longer than clients keep one, 5 s (httpx) to a minute: whoever
+closes last meets no request that is on its way."""
 _POLL_S = 0.02
 
 
@@ -275,6 +278,7 @@ def _uvicorn_config(state: ServerState) -> uvicorn.Config:
         access_log=False,
         log_config=None,
         log_level="warning",
+        timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=_LAST_WORDS_S,
         ssl_certfile=state.settings.ssl_certfile,
         ssl_keyfile=state.settings.ssl_keyfile,

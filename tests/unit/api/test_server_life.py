@@ -66,6 +66,20 @@ async def test_it_serves_and_ends_on_sigterm(tmp_path: Path) -> None:
     assert life.engine.is_closed
 
 
+async def test_clients_close_idle_connections_before_the_server_does(tmp_path: Path) -> None:
+    """Else one that it just closes may be sent a request, which fails."""
+    life = Life(tmp_path)
+
+    async def script(client: httpx.AsyncClient) -> None:
+        await life.ready(client)
+        web: Any = life.server._web
+        theirs = (httpx.Limits().keepalive_expiry, 15.0, 60.0)  # aiohttp's, and proxies'
+        assert web.config.timeout_keep_alive > max(theirs)
+        signal.raise_signal(signal.SIGTERM)
+
+    assert await life.run(script) == 0
+
+
 async def test_what_runs_may_finish(tmp_path: Path) -> None:
     life = Life(tmp_path)
     life.engine.gate.clear()

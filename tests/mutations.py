@@ -2351,4 +2351,11 @@ MUTATIONS: tuple[Mutation, ...] = (
         "a grammar that can't be compiled keeps its request's adapter for good",
         (f"{GRAMMARS}test_g01_a_grammar_that_cannot_be_lets_go_of_the_adapter",),
     ),
+    Mutation(
+        "scheduler/turns.py",
+        "        if not self._by_priority or claim.waiting is None:\n",
+        "        if True:\n",
+        "an important stream rests for an unimportant newcomer",
+        (f"{RESTING}test_l08_nobody_rests_for_one_that_is_less_important",),
+    ),
 )

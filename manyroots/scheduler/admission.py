@@ -52,13 +52,12 @@ class Admission:
         self._max_model_len = max_model_len
         policy = Policy(settings.scheduling_policy)
         self._is_fair = policy is Policy.FAIR
-        # Where importance counts no row is kept for those that rest: they may be less important.
         self.turns = AdapterTurns(
             adapters,
             resting,
             rows,
             settings.adapter_patience_steps,
-            keeps_rows=policy is not Policy.PRIORITY,
+            by_priority=policy is Policy.PRIORITY,
         )
         self.waiting = WaitingQueue(policy)
         self.fetches = Fetches(cache, self.waiting, self.turns, rows, policy)

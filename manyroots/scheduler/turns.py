@@ -68,10 +68,10 @@ class AdapterTurns:
         rows: Rows,
         patience_steps: int | None,
         *,
-        keeps_rows: bool,
+        by_priority: bool,
     ) -> None:
-        """`patience_steps`: None for what a load takes. `keeps_rows`: whether those that rest have
-        their rows when they are back, whoever waits."""
+        """`patience_steps`: None for what a load takes. `by_priority`: whether importance counts
+        before all else."""
         self._adapters = adapters
         self.resting = resting
         self.rows = rows
@@ -86,7 +86,10 @@ class AdapterTurns:
         """When an adapter that had waited last got a place."""
         self._is_slot_owed = False
         """Whether those that are overdue need the slots that are left: nobody else comes."""
-        self.keeps_rows = keeps_rows
+        self._by_priority = by_priority
+        self.keeps_rows = not by_priority
+        """Whether those that rest have their rows when they are back, whoever waits: not where who
+        waits may be more important."""
         self.step_id = StepId(0)
         """The last step in which anybody waited or rested."""
         self.is_line_held = False
@@ -392,11 +395,9 @@ class AdapterTurns:
         they lent."""
         rested, num_free_rows = claim.rested, len(self.rows.free)
         most = self._most_rows_for(claim, step_id)
-        for place in settled:
+        for place in self._least_important(claim, settled):
             assert place.holder is not None
-            if self._adapters.num_seats(place.holder) > most:
-                break
-            if place.lender is not None:
+            if place.lender is not None or self._adapters.num_seats(place.holder) > most:
                 continue
             if rested is None or self.places.have_rows(rested, place, num_free_rows):
                 return place
@@ -404,6 +405,22 @@ class AdapterTurns:
             return None
         lent = self.places.lent(rested)
         return lent if lent in settled else None
+
+    def _least_important(
+        self, claim: PlaceClaim, settled: list[AdapterPlace]
+    ) -> list[AdapterPlace]:
+        """Where importance counts nobody rests for a newcomer that is less important, and the
+        least important first. How long a stream rests has its bound there, too."""
+        if not self._by_priority or claim.waiting is None:
+            return settled
+        importance: dict[AdapterDigest | None, int] = {}
+        for request in self.rows.running:
+            adapter, priority = request.group[0], request.submit.priority
+            importance[adapter] = min(importance.get(adapter, priority), priority)
+        own = claim.waiting.submit.priority
+        of_places = [(place, importance.get(place.holder, own)) for place in settled]
+        of_places.sort(key=lambda of: -of[1])
+        return [place for place, priority in of_places if priority >= own]
 
     def _most_rows_for(self, claim: PlaceClaim, step_id: StepId) -> int:
         """So many rows may rest for a claim: any number while the budget allows it; else no more

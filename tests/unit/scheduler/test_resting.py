@@ -45,11 +45,13 @@ class Hot:
         )
         return digest
 
-    def ask(self, name: str | None, max_tokens: int, prompt_len: int = 3) -> int:
+    def ask(self, name: str | None, max_tokens: int, prompt_len: int = 3, priority: int = 0) -> int:
         number = self._next
         self._next += 1
         prompt = [number % 50, number // 50, *range(prompt_len - 2)]
-        self.requests[number] = submit(number, prompt, max_tokens=max_tokens, adapter=name)
+        self.requests[number] = submit(
+            number, prompt, max_tokens=max_tokens, adapter=name, priority=priority
+        )
         self.submitted[number] = (name, max_tokens)
         self.engine.loop.handle(self.requests[number])
         return number
@@ -128,6 +130,29 @@ def test_l07_the_fewest_rows_rest_and_only_for_as_long_as_the_guest_runs() -> No
     assert engine.num_resting == 0
     assert engine.rows[-1] == 8
     engine.engine.run()
+    engine.check_tokens()
+
+
+@pytest.mark.parametrize("num_spare_slots", [0, 2])
+def test_l08_nobody_rests_for_one_that_is_less_important(num_spare_slots: int) -> None:
+    """L08: of two that hold all places the less important rests, for its equals."""
+    engine = Hot(hot=2, policy="priority", num_spare_slots=num_spare_slots)
+    chief, other = engine.ask("hot 0", 150, priority=-2), engine.ask("hot 1", 150, priority=0)
+    for _ in range(2 * STAY_STEPS):
+        engine.step(keeps_asking=False)
+    low = engine.ask("rare", 4, priority=1)
+    for _ in range(3 * PATIENCE + WITHIN):
+        engine.step(keeps_asking=False)
+        assert engine.num_resting == 0
+    assert not engine.engine.outputs.get(low), "both that run are more important"
+    even = engine.ask("rarer", 4, priority=0)
+    num_told = len(engine.engine.tokens(chief))
+    for count in range(PATIENCE + 2 * WITHIN):
+        engine.step(keeps_asking=False)
+        assert len(engine.engine.tokens(chief)) > num_told + count - WITHIN, "the chief rests"
+    assert engine.engine.tokens(even)
+    engine.engine.run()
+    assert len(engine.engine.tokens(other)) == 150
     engine.check_tokens()
 
 

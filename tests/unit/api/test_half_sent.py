@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from manyroots.api import server
 from tests.patience import PATIENCE_S
 from tests.unit.api.test_server_life import BODY, Life
 
@@ -142,9 +143,10 @@ async def test_r03_only_what_is_half_sent_has_a_deadline(tmp_path: Path) -> None
     ids=["no HTTP", "no host", "an encoding", "a chunk of no size", "two lengths"],
 )
 async def test_r03_what_is_no_http_is_told_so_in_json(
-    tmp_path: Path, sent: bytes, status: int, says: str
+    tmp_path: Path, sent: bytes, status: int, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """R03: and the connection is closed."""
+    monkeypatch.setattr(server, "_KEEP_ALIVE_S", 1)  # one that would stay is not waited for
     life = Life(tmp_path)
     port = int(life.url.rpartition(":")[2])
 

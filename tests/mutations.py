@@ -2353,8 +2353,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "scheduler/turns.py",
-        "        if not self._by_priority or claim.waiting is None:\n",
-        "        if True:\n",
+        "    if importance is None or claim.waiting is None:\n",
+        "    if True:\n",
         "an important stream rests for an unimportant newcomer",
         (f"{RESTING}test_l08_nobody_rests_for_one_that_is_less_important",),
     ),

@@ -22,6 +22,7 @@ from manyroots.lora.outcomes import Readiness
 from manyroots.lora.residency import Residency
 from manyroots.scheduler.adapter_prefetch import AdapterPrefetch
 from manyroots.scheduler.claims import REST_STEPS, Claims, PlaceClaim
+from manyroots.scheduler.lanes import priority_of
 from manyroots.scheduler.places import AdapterPlace, AdapterPlaces
 from manyroots.scheduler.queue import WaitingQueue
 from manyroots.scheduler.request import Request
@@ -56,6 +57,22 @@ class PutToRest(Protocol):
 
 def has_aged(request: Request, step_id: StepId) -> bool:
     return step_id - request.waiting_since > AGING_STEPS
+
+
+def _yielding(
+    claim: PlaceClaim,
+    settled: list[AdapterPlace],
+    importance: dict[AdapterDigest | None, int] | None,
+) -> list[AdapterPlace]:
+    """Whose places a claim may have, the first one first. Where importance counts, nobody rests for
+    one who waits and is less important, and the least important does. Those that rest go by their
+    bound alone."""
+    if importance is None or claim.waiting is None:
+        return settled
+    own = priority_of(claim.waiting)
+    found = [(importance.get(place.holder, own), place) for place in settled]
+    found.sort(key=lambda each: -each[0])
+    return [place for of_holder, place in found if of_holder >= own]
 
 
 class AdapterTurns:
@@ -200,12 +217,14 @@ class AdapterTurns:
         """Those who claim a place have it, in their order, from whom it can be taken."""
         settled: list[AdapterPlace] | None = None
         owed: list[AdapterPlace] = []
+        importance: dict[AdapterDigest | None, int] | None = None
         is_crowded = False
         free: list[AdapterPlace] = []
         for claim in self._claims.in_order(waiting, loaded, step_id):
             if settled is None:
                 settled = self.places.settled(step_id, self._costs.stay_steps)
                 settled = [place for place in settled if place not in owed]
+                importance = self._importance()
                 is_crowded = self._is_crowded(step_id)
                 free = self._free_places()
             if claim.is_newcomer and is_crowded:
@@ -213,7 +232,11 @@ class AdapterTurns:
             comes_freely = claim.is_newcomer and bool(free)
             if comes_freely and not self._costs.is_there(claim.adapter):
                 continue  # with a place free its weights come as any others do
-            place = free[0] if comes_freely else self._place_for(claim, settled, step_id)
+            if comes_freely:
+                place: AdapterPlace | None = free[0]
+            else:
+                yielding = _yielding(claim, settled, importance)
+                place = self._place_for(claim, settled, yielding, step_id)
             if place is None:
                 continue
             if not self._can_come(claim, step_id, has_room):
@@ -388,14 +411,18 @@ class AdapterTurns:
     # Places that are taken
 
     def _place_for(
-        self, claim: PlaceClaim, settled: list[AdapterPlace], step_id: StepId
+        self,
+        claim: PlaceClaim,
+        settled: list[AdapterPlace],
+        yielding: list[AdapterPlace],
+        step_id: StepId,
     ) -> AdapterPlace | None:
-        """Of places that can be taken, the one that an adapter can have from its holder: with the
-        fewest rows, if they are few enough; where those that rest are overdue, at any rate the one
-        they lent."""
+        """Of `settled` places, the one that an adapter can have from its holder: the first of those
+        `yielding` to it whose rows are few enough; where those that rest are overdue, at any rate
+        the one they lent."""
         rested, num_free_rows = claim.rested, len(self.rows.free)
         most = self._most_rows_for(claim, step_id)
-        for place in self._least_important(claim, settled):
+        for place in yielding:
             assert place.holder is not None
             if place.lender is not None or self._adapters.num_seats(place.holder) > most:
                 continue
@@ -406,21 +433,15 @@ class AdapterTurns:
         lent = self.places.lent(rested)
         return lent if lent in settled else None
 
-    def _least_important(
-        self, claim: PlaceClaim, settled: list[AdapterPlace]
-    ) -> list[AdapterPlace]:
-        """Where importance counts nobody rests for a newcomer that is less important, and the
-        least important first. How long a stream rests has its bound there, too."""
-        if not self._by_priority or claim.waiting is None:
-            return settled
-        importance: dict[AdapterDigest | None, int] = {}
+    def _importance(self) -> dict[AdapterDigest | None, int] | None:
+        """Of adapters that run, that of their most important request; None where none counts."""
+        if not self._by_priority:
+            return None
+        found: dict[AdapterDigest | None, int] = {}
         for request in self.rows.running:
-            adapter, priority = request.group[0], request.submit.priority
-            importance[adapter] = min(importance.get(adapter, priority), priority)
-        own = claim.waiting.submit.priority
-        of_places = [(place, importance.get(place.holder, own)) for place in settled]
-        of_places.sort(key=lambda of: -of[1])
-        return [place for place, priority in of_places if priority >= own]
+            adapter, importance = request.group[0], priority_of(request)
+            found[adapter] = min(found.get(adapter, importance), importance)
+        return found
 
     def _most_rows_for(self, claim: PlaceClaim, step_id: StepId) -> int:
         """So many rows may rest for a claim: any number while the budget allows it; else no more

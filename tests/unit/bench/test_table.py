@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from manyroots.bench.table_rows import (
 )
 from manyroots.cli.main import _parser, main
 
+ROOT = Path(__file__).parents[3]
 SMALL = ("--model-config", "tiny-qwen3", "--device", "cpu")
 
 
@@ -100,3 +103,20 @@ def test_a_wrong_name_lists_the_runs(capsys: pytest.CaptureFixture[str]) -> None
     said = capsys.readouterr().err
     assert "--only is 'mixes'" in said
     assert all(run.name in said for run in RUNS)
+
+
+def test_goals_are_those_of_the_docs() -> None:
+    """Both are written by hand, and one is looked at while the other is run."""
+    lines = (ROOT / "docs" / "performance.md").read_text().splitlines()
+    begin = lines.index("| workload | goal | vLLM | manyroots | commit | command |")
+    cells = [line.split("|")[2:4] for line in itertools.takewhile(bool, lines[begin:])]
+    goals, theirs = ({number for cell in column for number in numbers(cell)} for column in
+                     zip(*cells, strict=True))  # fmt: skip
+    rows = [row for run in RUNS for row in run.rows if "p99" not in row.name]  # "twice base's"
+    assert {row.goal for row in rows} <= goals
+    plain = [row for row in rows if row.vllm is not None and "of base" not in row.name]
+    assert {row.vllm for row in plain} <= theirs
+
+
+def numbers(text: str) -> list[float]:
+    return [float(found.replace(",", "")) for found in re.findall(r"\d[\d,.]*", text)]

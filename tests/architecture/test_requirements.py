@@ -18,14 +18,18 @@ ROWS = {
     "P": 11,
     "H": 13,
     "C": 7,
-    "T": 12,
+    "T": 14,
     "K": 2,
     "S": 7,
     "R": 9,
-    "F": 9,
+    "F": 10,
     "Q": 4,
     "G": 11,
     "B": 5,
+    "V": 7,
+    "A": 7,
+    "M": 6,
+    "D": 5,
 }
 """How many rows each section has: ids are counted from 01 and keep their meaning for ever."""
 

@@ -48,6 +48,7 @@ FOUND = [(page.name, command) for page in PAGES for command in dict.fromkeys(com
 
 @pytest.mark.parametrize(("page", "command"), FOUND)
 def test_a_command_in_the_docs_is_one(page: str, command: str) -> None:
+    """D01."""
     words = shlex.split(command, comments=True)
     if words[-1:] == ["--help"] or words == ["bench", "WHAT"]:
         return
@@ -60,6 +61,7 @@ def test_a_command_in_the_docs_is_one(page: str, command: str) -> None:
 
 
 def test_modules_that_the_docs_have_run_are_there() -> None:
+    """D01."""
     named = {
         module
         for page in (*PAGES, ROOT / "docs/requirements.md")

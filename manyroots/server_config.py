@@ -55,6 +55,9 @@ class ServerSettings:
         1024, "Sequences that may wait beyond --max-num-seqs before callers get 429."
     )
     max_body_bytes: int = option(8 * 2**20, "Largest request body.")
+    strict_requests: bool = option(
+        False, "Refuse request fields that this server does not know; else they are logged once."
+    )
     max_logprobs: int = option(MAX_LOGPROBS, "Most logprobs for each token that a caller may have.")
     request_read_timeout_s: float = option(
         60.0, "From a request's first byte to its last; a caller who takes longer gets 408."

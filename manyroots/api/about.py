@@ -19,6 +19,11 @@ from manyroots.version import __version__
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
+async def root(request: Request) -> Response:
+    """Where agents knock before they send anything."""
+    return JSONResponse({"name": "manyroots", "version": __version__, "docs": "/docs"})
+
+
 async def health(request: Request) -> Response:
     """Whether it can answer: it has loaded, and its engine is alive. A server that drains still
     answers those it has."""

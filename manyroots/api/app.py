@@ -70,6 +70,7 @@ def _cors(settings: ServerSettings) -> list[Middleware]:
 def endpoints(settings: ServerSettings) -> list[Endpoint]:
     """Everything that this server answers."""
     known = [
+        Endpoint("/", about.root, "What this is."),
         Endpoint("/live", about.live, "Whether the process is up."),
         Endpoint("/health", about.health, "Whether it can answer."),
         Endpoint("/ready", about.ready, "Whether to send requests here."),

@@ -3,8 +3,8 @@
 Takes a Starlette request and a msgspec type; gives an instance of it, or a RequestError that
 names the field. Stricter than JSON parsers usually are, and always in the same way: NaN and
 Infinity, lone surrogates and duplicate keys are refused (with duplicates, two readers of one
-body could disagree on what was asked), and so are unknown fields, as OpenAI's server does, unless
-they are null and so ask for nothing.
+body could disagree on what was asked). Unknown fields are dropped and logged once, since clients
+send those of every server that they know; --strict-requests refuses them unless they are null.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 
-from manyroots.api.requests import ELSEWHERE, ResponseFormat
+from manyroots.api.notices import Notices
+from manyroots.api.requests import ELSEWHERE, Ignored, ResponseFormat
 from manyroots.errors import RequestError, TooLargeError
 
 T = TypeVar("T")
@@ -40,8 +41,10 @@ _REMEDIES = {
 _MISSING_FIELD = re.compile(r"Object missing required field `(.*)`$")
 
 
-async def read_request(request: Request, kind: type[T], *, max_bytes: int) -> T:
-    """The body as a `kind`."""
+async def read_request(
+    request: Request, kind: type[T], *, max_bytes: int, notices: Notices | None = None
+) -> T:
+    """The body as a `kind`. Without `notices` unknown fields are refused."""
     given = request.headers.get("content-type", "")
     content_type = given.partition(";")[0].strip().lower()
     wrong = HTTPException(415, f"The content-type is {given[:100]!r}; send application/json.")
@@ -55,7 +58,7 @@ async def read_request(request: Request, kind: type[T], *, max_bytes: int) -> T:
     body = await _read(request, max_bytes)
     if content_type == _FORM and not body.lstrip().startswith(b"{"):
         raise wrong
-    return parse_request(body, kind)
+    return parse_request(body, kind, notices)
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:
@@ -84,13 +87,13 @@ def _too_large(max_bytes: int) -> TooLargeError:
     )
 
 
-def parse_request(body: bytes, kind: type[T]) -> T:
-    """Parse strictly, then convert to `kind`."""
+def parse_request(body: bytes, kind: type[T], notices: Notices | None = None) -> T:
+    """Parse strictly, then convert to `kind`. Without `notices` unknown fields are refused."""
     try:
         value = _parse(body)
         if _SURROGATE.search(body) or _CONSTANT.search(body):
             _refuse_unusable(value, "")
-        return msgspec.convert(_fitted(value, kind), kind)
+        return msgspec.convert(_fitted(value, kind, notices), kind)
     except RecursionError as error:
         raise RequestError(
             "The body is nested too deeply; no request needs more than a few levels.", field=None
@@ -126,22 +129,31 @@ def _parse(body: bytes) -> Any:
         raise RequestError(f"The body holds too long a number: {error}.", field=None) from error
 
 
-def _fitted(value: Any, kind: Any) -> Any:
-    """A body without fields that are null and mean nothing here: clients send those of every server
-    that they know. Whole numbers are integers, however they are written: some languages write 4 as
-    4.0. The same for the objects inside that have a shape of their own."""
+def _fitted(value: Any, kind: Any, notices: Notices | None, where: str = "") -> Any:
+    """A body without the fields that mean nothing here. Whole numbers are integers, also where they
+    are written as 4.0. The same for the objects inside that have a shape."""
     if not isinstance(value, dict):
         return value
-    known = _shapes(kind)
-    return {
-        name: _whole(item) if known.get(name) is int else _fitted_inside(item, known.get(name))
-        for name, item in value.items()
-        if item is not None or name in known
-    }
-
-
-def _fitted_inside(item: Any, kind: Any) -> Any:
-    return item if kind is None else _fitted(item, kind)
+    known, drops_unknown = _shapes(kind), notices is not None and not notices.refuses_unknown
+    fitted: dict[str, Any] = {}
+    for name, item in value.items():
+        if name in known:
+            shape = known[name]
+            if shape is int:
+                item = _whole(item)
+            elif shape is Ignored and item is not None and notices is not None:
+                notices.tell(where + name, "is accepted without effect")
+            elif isinstance(shape, type):
+                item = _fitted(item, shape, notices, f"{where}{name}.")
+        elif item is None:
+            continue
+        elif drops_unknown:
+            assert notices is not None
+            hint = f" ({ELSEWHERE[where + name]})" if where + name in ELSEWHERE else ""
+            notices.tell(where + name, f"is a field that this server does not know{hint}")
+            continue
+        fitted[name] = item
+    return fitted
 
 
 def _whole(item: Any) -> Any:
@@ -152,9 +164,14 @@ def _whole(item: Any) -> Any:
 
 @functools.cache
 def _shapes(kind: Any) -> dict[str, Any]:
-    """A struct's fields, each with the struct that it may hold, `int` for integers, or None."""
+    """A struct's fields, each with the struct that it may hold, `int` for integers, `Ignored` for
+    those without effect, or None."""
     shapes: dict[str, Any] = {}
+    hints = typing.get_type_hints(kind, include_extras=True)
     for field in msgspec.structs.fields(kind):
+        if hints[field.name] == Ignored:
+            shapes[field.encode_name] = Ignored
+            continue
         kinds = [field.type, *typing.get_args(field.type)]
         structs = [item for item in kinds if isinstance(item, type)]
         structs = [item for item in structs if issubclass(item, msgspec.Struct)]

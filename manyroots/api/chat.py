@@ -13,7 +13,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from manyroots.api.answers import AnswerDelta, WholeAnswer, answer_deltas, whole_answers
-from manyroots.api.body import read_request
 from manyroots.api.checks import wanted_usage
 from manyroots.api.events import DONE, EventStream, answer, event
 from manyroots.api.generation import Collected, UsageCount
@@ -46,7 +45,7 @@ from manyroots.text.chat_output import (
 
 async def chat_completions(request: Request) -> Response:
     server = server_of(request)
-    body = await read_request(request, ChatRequest, max_bytes=server.settings.max_body_bytes)
+    body = await server.read(request, ChatRequest)
     job = await chat_job(server, body, request.headers)
     if body.stream:
         return EventStream(_chunks(job, body), job.permits)
@@ -105,12 +104,14 @@ async def _chunks(job: Job, request: ChatRequest) -> AsyncGenerator[bytes, None]
         choices=[],
         usage=None if wants_usage else msgspec.UNSET,
     )
+    count = UsageCount(job.submits, job.n)
+    if is_continuous:
+        chunk.usage = count.usage()
     # With the first output and not before: until then the status can still say what went wrong.
     events: list[bytes] = []
     for index in range(len(job.submits)):
         chunk.choices = [ChatChunkChoice(index=index, delta=ChatDelta("assistant", ""))]
         events.append(event(chunk))
-    count = UsageCount(job.submits, job.n)
     async with aclosing(answer_deltas(job)) as batches:
         async for batch in batches:
             for delta in batch:

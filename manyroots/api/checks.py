@@ -205,7 +205,7 @@ def completion_sampling(
 ) -> SamplingParams:
     """`defaults`: the model's, for what the request leaves open."""
     more: dict[str, Any] = {"logprobs": request.logprobs}
-    if request.max_tokens is not None:
+    if request.max_tokens is not msgspec.UNSET:
         more["max_tokens"] = 1 if is_only_echo(request) else request.max_tokens
     if request.echo and request.logprobs is not None:
         # The echoed prompt's tokens need their logprobs too.

@@ -14,7 +14,6 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from manyroots.api.body import read_request
 from manyroots.api.checks import is_only_echo, wanted_usage
 from manyroots.api.events import DONE, EventStream, answer, event
 from manyroots.api.generation import Batch, Collected, UsageCount, collect, generate
@@ -37,7 +36,7 @@ from manyroots.text.assembler import TextDelta
 
 async def completions(request: Request) -> Response:
     server = server_of(request)
-    body = await read_request(request, CompletionRequest, max_bytes=server.settings.max_body_bytes)
+    body = await server.read(request, CompletionRequest)
     job = await completion_job(server, body, request.headers)
     if body.stream:
         return EventStream(_chunks(job, body), job.permits)

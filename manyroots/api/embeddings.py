@@ -17,7 +17,6 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
-from manyroots.api.body import read_request
 from manyroots.api.errors import GenerationError, renamed
 from manyroots.api.events import answer
 from manyroots.api.generation import Outputs, failure_of
@@ -34,7 +33,7 @@ _FORMATS = ("float", "base64")
 
 async def embeddings(request: Request) -> Response:
     server = server_of(request)
-    body = await read_request(request, EmbeddingsRequest, max_bytes=server.settings.max_body_bytes)
+    body = await server.read(request, EmbeddingsRequest)
     _check(body)
     job = await _job(server, body, request)
     with job.permits:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -27,6 +26,8 @@ from manyroots.api.checks import (
     wants_structure,
 )
 from manyroots.api.concurrency import Permits
+from manyroots.api.middleware import id_or_new
+from manyroots.api.offered_tools import tool_use
 from manyroots.api.requests import ChatRequest, CompletionRequest, GenerationFields, TokenizeRequest
 from manyroots.api.state import ServerState, Service
 from manyroots.errors import RequestError
@@ -37,7 +38,7 @@ from manyroots.observe.requests import RequestFacts, RequestWatch
 from manyroots.sampling import SamplingParams
 from manyroots.structured_outputs import StructuredOutputsParams
 from manyroots.text.chat_output import ChatOutput, parse_plain
-from manyroots.text.tools import ToolUse, check_tools
+from manyroots.text.tools import ToolUse
 
 _SMALL_CHARACTERS = 4096
 """Tokenized at once: a thread would take longer than the work."""
@@ -99,7 +100,7 @@ async def completion_job(
         undo.pop_all()
     is_whole = request.truncate_prompt_tokens is None
     texts = [prompt if isinstance(prompt, str) and is_whole else None for prompt in prompts]
-    number = _new_id("cmpl")
+    number = _new_id("cmpl", headers)
     watch = server.watch(RequestFacts(number, request.model, sampling.n, submits, headers))
     return Job(number, _now(), service, sampling.n, submits, permits, texts, watch)
 
@@ -118,7 +119,8 @@ async def chat_job(
     check_spaces(request, joins_by_spaces=not service.tokenizer.has_bytes)
     sampling = chat_sampling(request, service.defaults)
     check_logprobs(sampling, server.settings.max_logprobs, "top_logprobs")
-    use = check_tools(request.tools, request.tool_choice, request.parallel_tool_calls)
+    use = tool_use(request, server.notices)
+    notice_effort(server, request)
     with ExitStack() as undo:
         permits = undo.enter_context(_admit(server, 1, sampling.n))
         # A template is code, however short the messages: never on the event loop.
@@ -131,7 +133,7 @@ async def chat_job(
             sampling = replace(sampling, max_tokens=min(sampling.max_tokens, num_left))
         submits = _submits(service, request, sampling, [(tokens, adapter)], "messages")
         undo.pop_all()
-    number = _new_id("chatcmpl")
+    number = _new_id("chatcmpl", headers)
     watch = server.watch(RequestFacts(number, request.model, sampling.n, submits, headers))
     assert service.template is not None  # else encode_chat has refused
     chat_format = service.template.format
@@ -148,6 +150,13 @@ async def chat_job(
         new_output=partial(chat_format.output, use, prompt=text, is_continued=is_continued),
         shown_ids=service.tokenizer.ids_of(chat_format.special_tokens(use)),
     )
+
+
+def notice_effort(server: ServerState, request: ChatRequest) -> None:
+    """Log an effort that the model's template can't be told; it is a hint."""
+    template, effort = server.service.template, request.reasoning_effort
+    if template is not None and effort is not None and not template.follows_effort(effort):
+        server.notices.tell("reasoning_effort", "is no choice of this model's chat template")
 
 
 def _prepare_chat(
@@ -259,8 +268,10 @@ def _submits(
     ]
 
 
-def _new_id(prefix: str) -> str:
-    return f"{prefix}-{uuid.uuid4().hex}"
+def _new_id(prefix: str, headers: Mapping[str, str]) -> str:
+    """With the caller's own id in it, so that its logs and its answers can be joined."""
+    given = headers.get("x-request-id")
+    return f"{prefix}-{id_or_new(() if given is None else (given,))}"
 
 
 def _now() -> int:

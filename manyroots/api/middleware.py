@@ -10,7 +10,7 @@ from __future__ import annotations
 import hmac
 import re
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -20,7 +20,7 @@ from manyroots.api.errors import error_response
 
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 32 * 1024
-OPEN_PATHS = frozenset({"/live", "/health", "/ready", "/ping", "/openapi.json", "/docs"})
+OPEN_PATHS = frozenset({"/", "/live", "/health", "/ready", "/ping", "/openapi.json", "/docs"})
 """What an orchestrator asks, which has no key; and what a page of a browser loads first."""
 
 _HOST = re.compile(r"([^\s/?#@\\\[\]:]*|\[[0-9A-Za-z:.%]+\])(:[0-9]*)?")
@@ -29,8 +29,15 @@ _WITH_HOST = re.compile(r"\Ahttps?://[^/]*/?", re.IGNORECASE)
 _SANE_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
+def id_or_new(given: Sequence[str]) -> str:
+    """The id that a caller gave, or a new one where it gave none that is sane."""
+    is_sane = len(given) == 1 and _SANE_ID.fullmatch(given[0])
+    return given[0] if is_sane else uuid.uuid4().hex
+
+
 class RequestIds:
-    """Answers carry an id: the caller's own if it is a sane one, else a new one.
+    """Answers carry an id: the caller's own if it is a sane one, else a new one. The caller's own
+    is part of the body's `id`, too.
 
     It is only for the caller's logs. Nothing inside is looked up by it, so two requests with the
     same id have nothing to do with each other.
@@ -43,9 +50,7 @@ class RequestIds:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).getlist("x-request-id")
-        sane = len(given) == 1 and _SANE_ID.fullmatch(given[0])
-        request_id = given[0] if sane else uuid.uuid4().hex
+        request_id = id_or_new(Headers(scope=scope).getlist("x-request-id"))
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

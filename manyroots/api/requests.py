@@ -135,6 +135,8 @@ class CompletionRequest(GenerationFields, kw_only=True, forbid_unknown_fields=Tr
     """POST /v1/completions"""
 
     prompt: str | list[Any] | None = None
+    max_tokens: int | msgspec.UnsetType | None = msgspec.UNSET  # type: ignore[assignment]
+    """Left out it is 16; null is as many as fit, as in chats."""
     echo: bool | None = None
     logprobs: int | None = None
     suffix: Unsupported = None
@@ -158,6 +160,7 @@ class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
     parallel_tool_calls: bool | None = None
 
     prediction: Ignored = None
+    verbosity: Ignored = None
 
     functions: Unsupported = None
     function_call: Unsupported = None
@@ -165,7 +168,6 @@ class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
     documents: Unsupported = None
     modalities: Unsupported = None
     audio: Unsupported = None
-    verbosity: Unsupported = None
     web_search_options: Unsupported = None
     echo: Unsupported = None
 
@@ -234,7 +236,6 @@ SAME_AS_ABSENT: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
-    "verbosity": ("medium",),
     "echo": (False,),
     "documents": ([],),
     "kv_transfer_params": ({},),

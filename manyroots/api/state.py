@@ -12,11 +12,14 @@ import random
 import time
 from collections import Counter as Tally
 from pathlib import Path
+from typing import TypeVar
 
 from starlette.requests import Request
 
 from manyroots.api.adapters import Adapters
+from manyroots.api.body import read_request
 from manyroots.api.concurrency import ConcurrencyLimit
+from manyroots.api.notices import Notices
 from manyroots.config import CacheSettings, EngineSettings, LoraSettings
 from manyroots.engine.client import EngineClient
 from manyroots.errors import UnavailableError
@@ -29,6 +32,8 @@ from manyroots.text.chat import ChatTemplate, load_chat_template
 from manyroots.text.generation_config import NO_DEFAULTS, SamplingDefaults, sampling_defaults
 from manyroots.text.tokenizer import Tokenizer
 from manyroots.text.tokenizer_files import load_tokenizer
+
+T = TypeVar("T")
 
 
 class Phase(enum.Enum):
@@ -132,6 +137,7 @@ class ServerState:
     def __init__(self, engine: EngineClient, settings: ServerSettings) -> None:
         self.engine = engine
         self.settings = settings
+        self.notices = Notices(refuses_unknown=settings.strict_requests)
         self.loaded: Service | None = None
         self.is_draining = False
         self.updating = asyncio.Lock()
@@ -145,6 +151,12 @@ class ServerState:
 
     def watch(self, facts: RequestFacts) -> RequestWatch:
         return RequestWatch(facts, self.request_sinks)
+
+    async def read(self, request: Request, kind: type[T]) -> T:
+        """The body of a caller's request."""
+        return await read_request(
+            request, kind, max_bytes=self.settings.max_body_bytes, notices=self.notices
+        )
 
     def count_read_timeout(self, part: str) -> None:
         self.read_timeouts[part] += 1

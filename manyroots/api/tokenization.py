@@ -7,24 +7,23 @@ import asyncio
 from starlette.requests import Request
 from starlette.responses import Response
 
-from manyroots.api.body import read_request
 from manyroots.api.events import json_response
 from manyroots.api.jobs import encode_chat
+from manyroots.api.offered_tools import tool_use
 from manyroots.api.requests import DetokenizeRequest, TokenizeRequest
 from manyroots.api.responses import Detokenized, Tokenized, TokenizerInfo
-from manyroots.api.state import Service, server_of
+from manyroots.api.state import ServerState, Service, server_of
 from manyroots.errors import RequestError
-from manyroots.text.tools import check_tools
 
 
 async def tokenize(request: Request) -> Response:
     """A prompt's or a chat's token ids."""
     server = server_of(request)
-    body = await read_request(request, TokenizeRequest, max_bytes=server.settings.max_body_bytes)
+    body = await server.read(request, TokenizeRequest)
     service = server.service
     if body.model is not None:
         service.adapters.resolve(body.model)
-    tokens = await asyncio.to_thread(_encode, service, body)
+    tokens = await asyncio.to_thread(_encode, server, service, body)
     texts = [service.tokenizer.token_text(token) for token in tokens]
     return json_response(
         Tokenized(
@@ -36,11 +35,11 @@ async def tokenize(request: Request) -> Response:
     )
 
 
-def _encode(service: Service, request: TokenizeRequest) -> list[int]:
+def _encode(server: ServerState, service: Service, request: TokenizeRequest) -> list[int]:
     if (request.prompt is None) == (request.messages is None):
         raise RequestError("give either prompt or messages.", field="prompt")
     if request.prompt is None:
-        use = check_tools(request.tools, request.tool_choice)
+        use = tool_use(request, server.notices)
         return encode_chat(service, request, use)[1]
     add_special_tokens = request.add_special_tokens is not False
     return service.intake.encode(request.prompt, add_special_tokens=add_special_tokens)
@@ -49,7 +48,7 @@ def _encode(service: Service, request: TokenizeRequest) -> list[int]:
 async def detokenize(request: Request) -> Response:
     """The text of token ids, special ones included."""
     server = server_of(request)
-    body = await read_request(request, DetokenizeRequest, max_bytes=server.settings.max_body_bytes)
+    body = await server.read(request, DetokenizeRequest)
     service = server.service
     if body.model is not None:
         service.adapters.resolve(body.model)

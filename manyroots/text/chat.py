@@ -7,6 +7,7 @@ never from a request. What keeps it off Python is `sandbox.py`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,8 @@ from typing import Any
 import jinja2
 
 from manyroots.errors import ConfigError, ModelError, RequestError
-from manyroots.text.chat_messages import check_messages
+from manyroots.text.chat_messages import ROLES, check_messages
+from manyroots.text.folded_messages import foldings
 from manyroots.text.formats.choice import ChatFormat, choose_format
 from manyroots.text.sandbox import Sandbox
 from manyroots.text.tokenizer import Tokenizer
@@ -25,12 +27,15 @@ from manyroots.text.tools import NO_TOOLS, ToolUse
 
 _END_MARK = "\ue000manyroots-end-of-final-message\ue001"
 _MAX_OPTION_CHARACTERS = 1024
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
-_HARMONY_EFFORTS = ("low", "medium", "high")
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+_HARMONY_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
+"""gpt-oss knows low, medium and high; others become the nearest."""
 _SWITCHES = frozenset({"enable_thinking", "thinking"})
 """Options of templates that turn reasoning on and off."""
 
 
+_ROLE = re.compile(r"""role(?:['"]\])?\s*(?:==|!=)\s*['"](\w+)['"]""")
+"""A role that a template asks for by name."""
 _ASKS_FOR_NONE = re.compile(r"""\bcontent(['"]\])?\s*(is|==)\s*[nN]one\b""")
 
 
@@ -55,7 +60,7 @@ class ChatTemplate:
         self._for_tools = for_tools
         self.source = source
         self._special_tokens = dict(special_tokens)
-        self._has_developer_role = "developer" in source
+        self._known_roles = frozenset(_ROLE.findall(source)) - set(ROLES)
         self._knows_tools = "tools" in self._sandbox.variables
         self._knows_calls = "tool_calls" in source
         self._asks_for_none = _ASKS_FOR_NONE.search(source) is not None
@@ -84,7 +89,7 @@ class ChatTemplate:
                 reasoning_effort=reasoning_effort,
                 use=use,
             )
-        checked = check_messages(messages, has_developer_role=self._has_developer_role)
+        checked = check_messages(messages, known_roles=self._known_roles)
         if continue_final_message:
             if add_generation_prompt:
                 raise RequestError(
@@ -106,7 +111,7 @@ class ChatTemplate:
             "tools": declarations or None,
             "add_generation_prompt": add_generation_prompt,
         }
-        text = self._render(values, checked)
+        text = self._render_folded(values, checked)
         if not continue_final_message:
             return text
         before, mark, _ = text.rpartition(_END_MARK)
@@ -133,6 +138,17 @@ class ChatTemplate:
             message["content"] = None
         return message
 
+    def _render_folded(self, values: Mapping[str, Any], messages: list[dict[str, Any]]) -> str:
+        """Rendered as they are, or else with fewer roles where that is what the template takes."""
+        try:
+            return self._render(values, messages)
+        except RequestError:
+            for folded in foldings(messages):
+                if folded != messages:
+                    with contextlib.suppress(RequestError):
+                        return self._render(values, folded)
+            raise
+
     def _render(self, values: Mapping[str, Any], messages: list[dict[str, Any]]) -> str:
         try:
             try:
@@ -148,8 +164,15 @@ class ChatTemplate:
                 f"the chat template refuses these messages: {str(error)[:500]}", field="messages"
             ) from error
 
+    def follows_effort(self, effort: str) -> bool:
+        """Whether `reasoning_effort` changes what this template writes. Where it does not, it is
+        ignored: it is a hint, and agents send it to every model."""
+        if effort == "none" and self.format.thinking is None:
+            return True  # what happens anyway
+        return "reasoning_effort" in self.options or bool(_SWITCHES & self.options)
+
     def _effort(self, effort: str | None) -> dict[str, Any]:
-        """What `reasoning_effort` means to this template: its own word, or a switch."""
+        """What `reasoning_effort` means to this template: its own word, a switch, or nothing."""
         if effort is None:
             return {}
         if effort not in EFFORTS:
@@ -158,22 +181,10 @@ class ChatTemplate:
                 field="reasoning_effort",
             )
         if "reasoning_effort" in self.options:
-            if self.format.tools.prefix is not None and effort not in _HARMONY_EFFORTS:
-                raise RequestError(
-                    f"reasoning_effort is {effort!r}; this model knows "
-                    f"{', '.join(_HARMONY_EFFORTS)}.",
-                    field="reasoning_effort",
-                )
+            if self.format.tools.prefix is not None:
+                effort = _HARMONY_EFFORTS.get(effort, effort)
             return {"reasoning_effort": effort}
-        if switches := _SWITCHES & self.options:
-            return dict.fromkeys(switches, effort != "none")
-        if effort == "none" and self.format.thinking is None:
-            return {}
-        raise RequestError(
-            f"reasoning_effort is {effort!r}, and this model's chat template has no such choice, "
-            "so that it would have no effect; leave it out.",
-            field="reasoning_effort",
-        )
+        return dict.fromkeys(_SWITCHES & self.options, effort != "none")
 
     def _checked_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in options.items():

@@ -8,12 +8,14 @@ ever fetched from an address in a request.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from manyroots.errors import RequestError
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLES = ("system", "user", "assistant", "tool")
+_ALIASES = {"developer": "system", "function": "tool", "model": "assistant"}
+"""Roles of other APIs and times, for templates that do not ask for them by name."""
 MAX_MESSAGES = 10_000
 _UNSERVED = frozenset({"audio", "documents", "function_call", "images", "partial", "prefix"})
 """What would change the answer and is not served. Every other field is ignored: clients send
@@ -23,8 +25,10 @@ _TEXT_PARTS = ("text", "input_text", "output_text")
 _INSTEAD = {"function_call": "send tool_calls instead"}
 
 
-def check_messages(messages: Sequence[Any], *, has_developer_role: bool) -> list[dict[str, Any]]:
-    """Messages for the template. Without a developer role of its own, it sees system messages."""
+def check_messages(
+    messages: Sequence[Any], *, known_roles: Collection[str] = ()
+) -> list[dict[str, Any]]:
+    """Messages for the template. `known_roles`: beside the usual ones, those that it asks for."""
     if not messages:
         raise RequestError("messages is empty; give at least one message.", field="messages")
     if len(messages) > MAX_MESSAGES:
@@ -33,31 +37,24 @@ def check_messages(messages: Sequence[Any], *, has_developer_role: bool) -> list
             field="messages",
         )
     return [
-        _message(message, f"messages[{place}]", has_developer_role)
+        _message(message, f"messages[{place}]", known_roles)
         for place, message in enumerate(messages)
     ]
 
 
-def _message(message: Any, where: str, has_developer_role: bool) -> dict[str, Any]:
+def _message(message: Any, where: str, known_roles: Collection[str]) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise RequestError(
             f"{where} is not an object; write {{'role': ..., 'content': ...}}.", field=where
         )
-    role = message.get("role")
-    if role not in ROLES:
-        raise RequestError(
-            f"{where}.role is {_brief(role)}; choose one of {', '.join(ROLES)}.",
-            field=f"{where}.role",
-        )
+    role = _role(message.get("role"), where, known_roles)
     for name in sorted(_UNSERVED & message.keys()):
         if message[name] is not None:
             remedy = _INSTEAD.get(name, "remove it")
             raise RequestError(
                 f"{where}.{name} is not supported; {remedy}.", field=f"{where}.{name}"
             )
-    checked: dict[str, Any] = {
-        "role": "system" if role == "developer" and not has_developer_role else role
-    }
+    checked: dict[str, Any] = {"role": role}
     calls = message.get("tool_calls")
     if calls is not None and calls != []:
         checked["tool_calls"] = _tool_calls(calls, role, f"{where}.tool_calls")
@@ -71,6 +68,20 @@ def _message(message: Any, where: str, has_developer_role: bool) -> dict[str, An
         if message.get(name) is not None:
             checked[name] = _string(message[name], f"{where}.{name}")
     return checked
+
+
+def _role(role: Any, where: str, known_roles: Collection[str]) -> str:
+    if isinstance(role, str):
+        if role in ROLES or role in known_roles:
+            return role
+        if role in _ALIASES:
+            return _ALIASES[role]
+    choices = ", ".join((*ROLES, *sorted({*_ALIASES, *known_roles})))
+    raise RequestError(
+        f"{where}.role is {_brief(role)}, which this model's chat template does not know; choose "
+        f"one of {choices}.",
+        field=f"{where}.role",
+    )
 
 
 def _content(content: Any, where: str, *, optional: bool) -> str:

@@ -24,7 +24,6 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 def chat_request(request: PromptFields, template_options: Collection[str]) -> ChatRequest:
     """`template_options`: what the model's template can be told."""
-    _check_context_management(request.context_management)
     for name in UNSUPPORTED:
         if getattr(request, name, None):
             raise RequestError(f"{name} is not supported by this server; remove it.", field=name)
@@ -48,21 +47,6 @@ def chat_request(request: PromptFields, template_options: Collection[str]) -> Ch
         for name in SAME_IN_CHATS:
             setattr(chat, name, getattr(request, name))
     return chat
-
-
-def _check_context_management(wanted: dict[str, Any] | None) -> None:
-    """Nothing is ever taken out of a conversation here: fine where that is what is asked for."""
-    edits = (wanted or {}).get("edits") or []
-    if not isinstance(edits, list) or not all(_keeps_all(edit) for edit in edits):
-        raise RequestError(
-            "context_management would take something out of the conversation, which this server "
-            "never does; shorten the messages instead.",
-            field="context_management",
-        )
-
-
-def _keeps_all(edit: Any) -> bool:
-    return isinstance(edit, Mapping) and edit.get("keep") == "all"
 
 
 def _is_begun(messages: list[Any]) -> bool:
@@ -99,11 +83,12 @@ def _response_format(request: PromptFields) -> ResponseFormat | None:
 
 def _tool(tool: Any, place: int) -> Any:
     where = f"tools[{place}]"
-    if not isinstance(tool, Mapping) or tool.get("type") not in (None, "custom"):
+    if not isinstance(tool, Mapping):
         raise RequestError(
-            f"{where} is no tool with an input_schema; this server runs none of its own.",
-            field=where,
+            f"{where} is not an object; give a name and an input_schema.", field=where
         )
+    if tool.get("type") not in (None, "custom"):
+        return tool  # one that a server runs: left out where functions are known
     function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
     for name in ("description", "strict"):
         if tool.get(name) is not None:

@@ -28,22 +28,21 @@ from manyroots.api.anthropic.shapes import (
     TokenCount,
 )
 from manyroots.api.anthropic.writer import BlockEvent, BlockWriter
-from manyroots.api.body import read_request
 from manyroots.api.errors import anthropic_error, renamed
 from manyroots.api.events import EventStream, answer, json_response, named_event
 from manyroots.api.generation import UsageCount
 from manyroots.api.jobs import Job, chat_job, encode_chat
+from manyroots.api.offered_tools import tool_use
 from manyroots.api.state import Service, server_of
 from manyroots.messages import FinishReason
 from manyroots.text.chat_output import ReasoningDelta
-from manyroots.text.tools import check_tools
 
 U = TypeVar("U", bound=MessageDeltaUsage)
 
 
 async def messages(request: Request) -> Response:
     server = server_of(request)
-    body = await read_request(request, MessagesRequest, max_bytes=server.settings.max_body_bytes)
+    body = await server.read(request, MessagesRequest)
     with renamed(NAMES):
         chat = chat_request(body, _template_options(server.accepting))
         # Clients send the most that any model takes, since the field is required.
@@ -58,11 +57,11 @@ async def messages(request: Request) -> Response:
 async def count_tokens(request: Request) -> Response:
     """How many tokens a message's prompt has."""
     server = server_of(request)
-    body = await read_request(request, CountTokensRequest, max_bytes=server.settings.max_body_bytes)
+    body = await server.read(request, CountTokensRequest)
     service = server.service
     service.adapters.resolve(body.model)
     chat = chat_request(body, _template_options(service))
-    use = check_tools(chat.tools, chat.tool_choice, chat.parallel_tool_calls)
+    use = tool_use(chat, server.notices)
     _, tokens = await asyncio.to_thread(encode_chat, service, chat, use)
     return json_response(TokenCount(len(tokens)))
 

@@ -36,8 +36,8 @@ class PromptFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     chat_template_kwargs: dict[str, Any] | None = None
     cache_control: Ignored = None
     mcp_servers: Unsupported = None
-    context_management: dict[str, Any] | None = None
-    """Taken where it keeps all."""
+    context_management: Ignored = None
+    """Nothing is ever taken out of a conversation here."""
 
 
 class MessagesRequest(PromptFields, kw_only=True, forbid_unknown_fields=True):

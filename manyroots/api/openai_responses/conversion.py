@@ -1,26 +1,29 @@
 """A request for a response becomes a request for a chat, which the same code carries out.
 
-Takes `ResponsesRequest`; gives `ChatRequest`. Raises RequestError naming the item.
+Takes `ResponsesRequest`; gives `ChatRequest`. Raises RequestError naming the item. A chat has no
+namespaces: a function in one is called `namespace__function` there, and by its own name outside.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from manyroots.api.body import as_format
+from manyroots.api.notices import Notices
 from manyroots.api.openai_responses.shapes import REMEDIES, SAME_IN_CHATS, ResponsesRequest
 from manyroots.api.requests import ChatRequest, ResponseFormat
 from manyroots.errors import RequestError
 
 LOGPROBS = "message.output_text.logprobs"
-_INCLUDED = {LOGPROBS, "reasoning.encrypted_content"}
-"""What may be asked for beside the answer. There is no encrypted reasoning: it comes as it is."""
+_INCLUDED = (LOGPROBS, "reasoning.encrypted_content")
+"""What is given beside the answer. There is no encrypted reasoning: it comes as it is."""
+_SEPARATOR = "__"
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 
 
-def chat_request(request: ResponsesRequest) -> ChatRequest:
-    _check_supported(request)
+def chat_request(request: ResponsesRequest, notices: Notices) -> ChatRequest:
+    _check_supported(request, notices)
     wants_logprobs = LOGPROBS in (request.include or ()) or bool(request.top_logprobs)
     return ChatRequest(
         model=request.model,
@@ -30,23 +33,20 @@ def chat_request(request: ResponsesRequest) -> ChatRequest:
         logprobs=True if wants_logprobs else None,
         top_logprobs=request.top_logprobs if wants_logprobs else None,
         response_format=_response_format(request),
-        tools=[_tool(tool, place) for place, tool in enumerate(request.tools or ())] or None,
-        tool_choice=_tool_choice(request.tool_choice),
+        tools=[_chat_tool(tool, space) for tool, space in _flat(request.tools or ())] or None,
+        tool_choice=_tool_choice(request.tool_choice, request.tools or ()),
         **{name: getattr(request, name) for name in SAME_IN_CHATS},
     )
 
 
-def _check_supported(request: ResponsesRequest) -> None:
+def _check_supported(request: ResponsesRequest, notices: Notices) -> None:
     for name, (harmless, remedy) in REMEDIES.items():
         value = getattr(request, name)
         if value is not None and value not in harmless:
             raise RequestError(f"{name} is not supported by this server: {remedy}.", field=name)
     for name in request.include or ():
         if name not in _INCLUDED:
-            raise RequestError(
-                f"include has {name[:60]!r}; this server knows {', '.join(sorted(_INCLUDED))}.",
-                field="include",
-            )
+            notices.tell(f"include: {name}", "is nothing that this server has")
 
 
 def _response_format(request: ResponsesRequest) -> ResponseFormat | None:
@@ -60,24 +60,67 @@ def _response_format(request: ResponsesRequest) -> ResponseFormat | None:
     return as_format(wanted, "text.format")
 
 
-def _tool(tool: Any, place: int) -> Any:
-    """Its function's fields lie beside its type here, and one level deeper in a chat."""
-    kind = tool.get("type") if isinstance(tool, Mapping) else None
-    if kind != "function":
-        raise RequestError(
-            f"tools[{place}] is of type {kind!r:.60}; this server takes functions, which their "
-            "caller carries out.",
-            field=f"tools[{place}]",
-        )
+def namespaces(request: ResponsesRequest) -> dict[str, tuple[str, str]]:
+    """By a function's name in the chat: its namespace, and its name there."""
+    return {
+        _in_chat(tool["name"], space): (space, tool["name"])
+        for tool, space in _flat(request.tools or ())
+        if space is not None and isinstance(tool, Mapping) and isinstance(tool.get("name"), str)
+    }
+
+
+def _flat(tools: Iterable[Any]) -> Iterator[tuple[Any, str | None]]:
+    """Tools, and those inside of namespaces, each with its namespace."""
+    for tool in tools:
+        inner = tool.get("tools") if isinstance(tool, Mapping) else None
+        if isinstance(inner, list) and tool.get("type") == "namespace":
+            for held in inner:
+                yield held, str(tool.get("name"))
+        else:
+            yield tool, None
+
+
+def _in_chat(name: str, namespace: str | None) -> str:
+    return name if namespace is None else f"{namespace}{_SEPARATOR}{name}"
+
+
+def _chat_tool(tool: Any, namespace: str | None) -> Any:
+    """A function's fields lie beside its type here, and one level deeper in a chat. Tools of other
+    types go on as they are."""
+    if not isinstance(tool, Mapping) or tool.get("type") != "function":
+        return tool
     names = ("name", "description", "parameters", "strict")
     function = {name: tool[name] for name in names if tool.get(name) is not None}
+    if isinstance(function.get("name"), str):
+        function["name"] = _in_chat(function["name"], namespace)
     return {"type": "function", "function": function}
 
 
-def _tool_choice(choice: Any) -> Any:
-    if isinstance(choice, Mapping) and choice.get("type") == "function":
-        return {"type": "function", "function": {"name": choice.get("name")}}
+def _tool_choice(choice: Any, tools: Iterable[Any]) -> Any:
+    if not isinstance(choice, Mapping):
+        return choice
+    if choice.get("type") == "function":
+        return {"type": "function", "function": {"name": _chosen(choice, tools)}}
+    if choice.get("type") == "allowed_tools" and isinstance(choice.get("tools"), list):
+        listed = [
+            {**tool, "name": _chosen(tool, tools)} if isinstance(tool, Mapping) else tool
+            for tool in choice["tools"]
+        ]
+        return {**choice, "tools": listed}
     return choice
+
+
+def _chosen(choice: Mapping[str, Any], tools: Iterable[Any]) -> Any:
+    """What a chat calls the function that a choice names, with its namespace or without."""
+    name, wanted = choice.get("name"), choice.get("namespace")
+    spaces = [
+        space
+        for tool, space in _flat(tools)
+        if isinstance(tool, Mapping) and tool.get("name") == name and wanted in (None, space)
+    ]
+    if not spaces or None in spaces or not isinstance(name, str):
+        return name
+    return _in_chat(name, spaces[0])
 
 
 def _messages(request: ResponsesRequest) -> list[Any]:
@@ -102,7 +145,10 @@ def _add_item(messages: list[dict[str, Any]], item: Any, where: str) -> None:
             content = _content(item.get("content"), f"{where}.content")
             _answer_or_new(messages, {"role": item.get("role"), "content": content})
         case "function_call":
-            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            name = item.get("name")
+            if isinstance(name, str) and isinstance(item.get("namespace"), str):
+                name = _in_chat(name, item["namespace"])
+            function = {"name": name, "arguments": item.get("arguments")}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
             _answer_or_new(messages, {"role": "assistant", "content": None, "tool_calls": [call]})
         case "function_call_output":

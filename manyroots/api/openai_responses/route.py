@@ -15,13 +15,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from manyroots.api.answers import AnswerDelta, answer_deltas
-from manyroots.api.body import read_request
 from manyroots.api.errors import error_body, renamed
 from manyroots.api.events import EventStream, answer, named_event
 from manyroots.api.generation import UsageCount
 from manyroots.api.jobs import Job, chat_job
 from manyroots.api.logprobs import chat_logprobs
-from manyroots.api.openai_responses.conversion import chat_request
+from manyroots.api.openai_responses.conversion import chat_request, namespaces
 from manyroots.api.openai_responses.shapes import (
     NAMES,
     IncompleteDetails,
@@ -42,9 +41,9 @@ from manyroots.text.chat_output import ChatEvent, ContentDelta, ReasoningDelta
 
 async def responses(request: Request) -> Response:
     server = server_of(request)
-    body = await read_request(request, ResponsesRequest, max_bytes=server.settings.max_body_bytes)
+    body = await server.read(request, ResponsesRequest)
     with renamed(NAMES):
-        chat = chat_request(body)
+        chat = chat_request(body, server.notices)
         job = await chat_job(server, chat, request.headers)
     making = _Making(job, body, chat)
     if body.stream:
@@ -67,7 +66,7 @@ class _Making:
     def __init__(self, job: Job, request: ResponsesRequest, chat: ChatRequest) -> None:
         self._job = job
         self._chat = chat
-        self._items = ItemWriter()
+        self._items = ItemWriter(namespaces(request))
         self._count = UsageCount(job.submits, job.n)
         self._num_reasoning_tokens = 0
         self._num_events = 0
@@ -165,6 +164,8 @@ def _format(request: ResponsesRequest) -> dict[str, Any]:
 
 def _shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
     """With every field that a function has, said or not."""
+    if tool.get("type") != "function":
+        return tool
     return {"description": None, "parameters": None, "strict": None} | tool
 
 

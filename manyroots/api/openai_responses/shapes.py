@@ -69,14 +69,17 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     prompt_cache_key: Ignored = None
     prompt_cache_retention: Ignored = None
     request_id: Ignored = None
+    client_metadata: Ignored = None
+    truncation: Ignored = None
+    """A prompt that does not fit is refused, with its length and the context's."""
+    max_tool_calls: Ignored = None
+    """Of tools that a server runs; this one runs none."""
+    context_management: Ignored = None
 
     previous_response_id: Unsupported = None
     conversation: Unsupported = None
     prompt: Unsupported = None
     background: Unsupported = None
-    truncation: Unsupported = None
-    max_tool_calls: Unsupported = None
-    context_management: Unsupported = None
 
 
 REMEDIES: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -84,9 +87,6 @@ REMEDIES: dict[str, tuple[tuple[Any, ...], str]] = {
     "conversation": ((), "nothing is stored here; send the whole conversation as input"),
     "prompt": ((), "no prompts are stored here; send instructions and input"),
     "background": ((False,), "stream the answer, or wait for it"),
-    "truncation": (("disabled",), "shorten the input"),
-    "max_tool_calls": ((), "callers carry tools out themselves; remove it"),
-    "context_management": ((), "remove it"),
 }
 """Of what can't be had: values that ask for nothing else, and what to do instead."""
 
@@ -157,6 +157,8 @@ class OutputCall(msgspec.Struct, kw_only=True):
     call_id: str
     name: str
     arguments: str = ""
+    namespace: str | msgspec.UnsetType = msgspec.UNSET
+    """Of a function that a tool of type `namespace` holds."""
     type: str = "function_call"
     status: str = "completed"
 

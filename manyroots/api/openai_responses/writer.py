@@ -7,6 +7,7 @@ they add up to. A whole response is made of the same items.
 from __future__ import annotations
 
 import uuid
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -34,7 +35,9 @@ Event = tuple[str, dict[str, Any]]
 class ItemWriter:
     """One answer, from its first event to its last."""
 
-    def __init__(self) -> None:
+    def __init__(self, namespaces: Mapping[str, tuple[str, str]]) -> None:
+        """`namespaces`: of functions that the chat knows by longer names than their caller."""
+        self._namespaces = namespaces
         self.items: list[OutputItem] = []
         self._is_open = False
 
@@ -53,6 +56,8 @@ class ItemWriter:
                 return [*events, (kind, fields | {"logprobs": logprobs})]
             case ToolCallBegins():
                 call = OutputCall(id=_new_id("fc"), call_id=said.id, name=said.name)
+                if said.name in self._namespaces:
+                    call.namespace, call.name = self._namespaces[said.name]
                 return [*self.close(), self._open(call)]
             case ToolCallArguments():
                 call_item = self.items[-1]

@@ -199,6 +199,5 @@ async def test_g03_reasoning_effort_reaches_the_template() -> None:
     assert own.tokenizer.decode(prompt, skip_special_tokens=False) == "highhi"
     without = Harness(template="{{ messages[0].content }}")
     assert (await without.chat(reasoning_effort="none", max_tokens=1)).status_code == 200
-    for server, effort in ((without, "high"), (own, "much")):
-        refused = await server.chat(reasoning_effort=effort)
-        assert error_of(refused)["param"] == "reasoning_effort"
+    refused = await own.chat(reasoning_effort="much")
+    assert error_of(refused)["param"] == "reasoning_effort"

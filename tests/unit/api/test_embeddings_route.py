@@ -46,7 +46,6 @@ async def test_g05_vectors_as_base64_and_texts_as_tokens() -> None:
         ({"input": "a" * 600}, "input"),
         ({"dimensions": 16}, "dimensions"),
         ({"encoding_format": "hex"}, "encoding_format"),
-        ({"temperature": 1}, "temperature"),
     ],
 )
 async def test_g05_what_has_no_vector(fields: dict[str, Any], param: str) -> None:

@@ -142,10 +142,9 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1:1/x
         ({"max_tokens": 0}, "max_tokens"),
         ({"stop_sequences": ["x"] * 100}, "stop_sequences"),
         ({"output_config": {"effort": "huge"}}, "output_config.effort"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]"),
+        ({"tools": [5]}, "tools[0]"),
         ({"tools": [TOOL], "tool_choice": {"type": "maybe"}}, "tool_choice.type"),
         ({"mcp_servers": [{}]}, "mcp_servers"),
-        ({"surprise": 1}, "surprise"),
     ],
 )
 async def test_g05_what_a_message_cannot_be(fields: dict[str, Any], says: str) -> None:
@@ -250,13 +249,11 @@ async def test_g05_a_limit_beyond_the_context_is_no_fault() -> None:
     assert "maximum context length is 512" in refused["error"]["message"]
 
 
-async def test_g05_a_conversation_that_keeps_all_needs_no_management() -> None:
-    keeps = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
-    clears = {"edits": [{"type": "clear_tool_uses_20250919"}]}
-    assert (await Harness().post("/v1/messages", ASKED | {"context_management": keeps})).is_success
-    refused = await Harness().post("/v1/messages", ASKED | {"context_management": clears})
-    assert refused.status_code == 400
-    assert "context_management" in refused.json()["error"]["message"]
+@pytest.mark.parametrize("kind", ["clear_thinking_20251015", "clear_tool_uses_20250919"])
+async def test_g05_nothing_is_taken_out_of_a_conversation(kind: str) -> None:
+    management = {"edits": [{"type": kind}]}
+    body = ASKED | {"context_management": management}
+    assert (await Harness().post("/v1/messages", body)).is_success
 
 
 async def test_g05_each_of_several_calls_has_its_own_arguments() -> None:

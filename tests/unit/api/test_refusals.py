@@ -81,7 +81,6 @@ CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
         ({"cache_salt": "a\x00b"}, "cache_salt"),
         ({"cache_salt": "a\nb"}, "cache_salt"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
-        ({"stream": True, "stream_options": {"bogus": 1}}, "stream_options.bogus"),
         ({"stream": "yes"}, "stream"),
         ({"prompt_embeds": "AAAA"}, "prompt_embeds"),
         ({"suffix": "x"}, "suffix"),
@@ -107,8 +106,6 @@ CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
         ({"response_format": "json"}, "response_format"),
         ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
-        ({"surprise": 1}, "surprise"),
-        ({"messages": []}, "messages"),
     ],
 )
 async def test_a_bad_completion_names_its_field(fields: dict[str, Any], param: str) -> None:
@@ -145,7 +142,8 @@ CHOICE = {"type": "function", "function": {"name": "g"}}
         ({"tools": "x"}, "tools"),
         ({"tools": [TOOL] * 2000}, "tools"),
         ({"tools": [TOOL, TOOL]}, "tools"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [{"type": 5}]}, "tools[0]"),
         ({"tools": [{"function": {"name": "a b"}}]}, "tools[0].function.name"),
         ({"tools": [{"function": {"name": "f", "strict": 3}}]}, "tools[0].function.strict"),
         ({"tools": [{"function": {"name": "f", "parameters": 3}}]}, "tools[0].function.parameters"),
@@ -161,7 +159,6 @@ CHOICE = {"type": "function", "function": {"name": "g"}}
         ({"top_logprobs": 5}, "top_logprobs"),
         ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
         ({"logprobs": 3}, "logprobs"),
-        ({"prompt": "x"}, "prompt"),
     ],
 )
 async def test_a_bad_chat_names_its_field(fields: dict[str, Any], param: str) -> None:
@@ -281,10 +278,6 @@ async def test_a_plain_host_is_accepted(host: str) -> None:
 async def test_null_fields_ask_for_nothing_whatever_their_name() -> None:
     assert (await Harness().complete(surprise=None, logits_processors=None)).status_code == 200
     assert (await Harness().chat(surprise=None, reasoning=None)).status_code == 200
-    for harness in (Harness().complete(surprise=0), Harness().chat(surprise=[])):
-        response = await harness
-        assert response.status_code == 400
-        assert error_of(response)["param"] == "surprise"
     response = await Harness().complete(model=None)
     assert response.status_code == 400
     assert error_of(response)["param"] == "model"

@@ -1,0 +1,60 @@
+"""Roles become those that a template knows, or are refused by name (G04)."""
+
+from __future__ import annotations
+
+import pytest
+
+from manyroots.errors import RequestError
+from manyroots.text.chat import ChatTemplate
+
+ALTERNATING = (
+    "{% for m in messages %}"
+    "{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate user/assistant') }}{% endif %}"
+    "[{{ m['role'] }}] {{ m['content'] }}{% endfor %}"
+)
+ONE_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('a system message must be the first') }}{% endif %}"
+    "[{{ m.role }}] {{ m.content }}{% endfor %}"
+)
+AGENT = [
+    {"role": "developer", "content": "a"},
+    {"role": "system", "content": "b"},
+    {"role": "user", "content": "c"},
+    {"role": "system", "content": "d"},
+    {"role": "assistant", "content": "e"},
+    {"role": "user", "content": "f"},
+]
+
+
+def test_g04_several_system_messages_become_one_in_front() -> None:
+    text = ChatTemplate(ONE_SYSTEM, {}).render(AGENT)
+    assert text == "[system] a\n\nb[user] c\n\nd[assistant] e[user] f"
+
+
+def test_g04_a_template_without_system_messages_sees_the_users() -> None:
+    text = ChatTemplate(ALTERNATING, {}).render(AGENT)
+    assert text == "[user] a\n\nb\n\nc\n\nd[assistant] e[user] f"
+
+
+def test_g04_a_refusal_of_other_reasons_stays() -> None:
+    template = ChatTemplate("{{ raise_exception('never') }}", {})
+    with pytest.raises(RequestError, match="never"):
+        template.render(AGENT)
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"), [("developer", "system"), ("function", "tool"), ("model", "assistant")]
+)
+def test_g04_roles_of_other_apis_are_mapped(given: str, shown: str) -> None:
+    template = ChatTemplate("{% for m in messages %}{{ m.role }}{% endfor %}{# tool_calls #}", {})
+    assert template.render([{"role": given, "content": "x"}]) == shown
+
+
+def test_g04_a_role_that_the_template_asks_for_is_passed_on() -> None:
+    source = "{% for m in messages if m['role'] == 'observation' %}{{ m.content }}{% endfor %}"
+    template = ChatTemplate(source, {})
+    assert template.render([{"role": "observation", "content": "x"}]) == "x"
+    with pytest.raises(RequestError, match=r"messages\[0\]\.role is 'wizard'.*observation"):
+        template.render([{"role": "wizard", "content": "x"}])

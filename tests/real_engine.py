@@ -217,7 +217,7 @@ class RealEngine:
 
     def submit(
         self, prompt: list[int], adapter: str | None = None, *, salt: str | None = None,
-        max_tokens: int = 5, priority: int = 0, **sampling: Any,
+        max_tokens: int = 5, priority: int = 0, stop_ids: tuple[int, ...] = (), **sampling: Any,
     ) -> int:  # fmt: skip
         number = next(self._ids)
         params = SamplingParams(
@@ -227,7 +227,7 @@ class RealEngine:
         namespace = Namespace(adapter=None, salt=salt)
         self.said[number] = Said()
         self.loop.handle(
-            Submit(RequestId(number), prompt, namespace, params, number, (), name, priority)
+            Submit(RequestId(number), prompt, namespace, params, number, stop_ids, name, priority)
         )
         return number
 

@@ -320,9 +320,16 @@ class PrefixCache:
 
     def _end_checkpoints(self, lease: Lease, ending: Ending) -> None:
         """States that the lease has saved: kept for the next turn, or given back."""
-        for checkpoint in lease.checkpoints:
+        self._states.forget(lease)
+        has_newer: set[int] = set()
+        for checkpoint in reversed(lease.checkpoints):
             is_saved = checkpoint.step_id <= self._committed_step
-            if ending is Ending.FINISHED and is_saved and self._policies.reuse:
+            is_passed = checkpoint.family in has_newer and self._states.is_of_output(
+                lease, checkpoint
+            )
+            is_worth = ending is Ending.LEFT or (ending is Ending.FINISHED and not is_passed)
+            if is_worth and is_saved and self._policies.reuse:
+                has_newer.add(checkpoint.family)
                 node = self.publisher.publish_checkpoint(lease, checkpoint)
                 if node is not None:
                     self._writer.published(lease.serial, [node])

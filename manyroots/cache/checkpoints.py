@@ -3,7 +3,8 @@
 Of a prompt every `interval` pages, where others part from it, and at its last boundary that can be
 resumed from at all: a token is always left to compute. Not where too little would be saved beside
 what was found or saved before (`least_saved`): a state may take as much memory as thousands of
-tokens. Behind the prompt the newest state is kept, in one unit that goes along.
+tokens. After the prompt the two newest states are kept, in two units that take turns. The older one
+is for an answer that was cut within its last page: a stop string is found late.
 """
 
 from __future__ import annotations

@@ -145,15 +145,20 @@ class Growth:
     def _grow(self, lease: Lease, family: int, count: int) -> Units:
         if count == 0:
             return NO_UNITS
+        is_state = bool(self._stateful) and self._layout.device[family].family.is_state
+        if is_state:
+            self._states.make_room(family)
         units = self._allocator.allocate(family, count)
         lease.grow(family, units)
-        if self._stateful and self._layout.device[family].family.is_state:
+        if is_state:
             self._states.start(lease, family, int(units[0]))
         return units
 
     def _credit(self, lease: Lease, plane: Plane, num_computed: int) -> int:
         """Units of one family that `extend` gives back to the pool before it takes any."""
-        if plane.family.is_state or plane.family.is_ordered:
+        if plane.family.is_state:
+            return self._states.num_passed(plane.index)
+        if plane.family.is_ordered:
             return 0
         return self._held_alone(lease, plane, plane.family.first_needed(num_computed))
 

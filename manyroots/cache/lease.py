@@ -75,7 +75,7 @@ class Lease:
         self.resumed: dict[int, int] = {}
         """By family: the checkpoint to restore the working state from, held till then."""
         self.checkpoints: tuple[Checkpoint, ...] = ()
-        """Saved by a launched step, or the newest one of the output; held."""
+        """Saved by a launched step, or the newest two of the output, oldest first; held."""
         self.duplicates: tuple[tuple[int, Units], ...] = ()
         """By plane: units of others that the tree leads through in place of ours, because they
         computed the same tokens first. Held too: what is held must have only held ones above."""

@@ -24,9 +24,13 @@ class Ending(enum.Enum):
     """How a lease ends."""
 
     FINISHED = "finished"
-    """The next turn may come: the newest state is worth keeping (H05)."""
+    """It goes on from its last token, as a next turn or after a retraction: the newest state is
+    worth keeping (H05)."""
+    LEFT = "left"
+    """Ended from outside, by a stop string or a client: the next turn may lack the last tokens, so
+    that the state before the newest one is worth keeping, too."""
     DROPPED = "dropped"
-    """Aborted, failed or retracted."""
+    """Failed, or never begun."""
 
 
 Extension = tuple[tuple[int, Units], ...]

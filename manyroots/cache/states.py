@@ -38,6 +38,8 @@ class States:
         self._publisher = publisher
         self._reuse = reuse
         self._copies: list[Copy] = []
+        self._doubled: dict[int, dict[int, Lease]] = {}
+        """By family and serial: leases that hold two states of their output."""
         self.num_skipped = 0
         """Checkpoints that there was no room for."""
 
@@ -64,21 +66,50 @@ class States:
         plane = self._layout.device[family]
         if not self._reuse or not is_due(plane.family, lease, num_tokens, self._page_size):
             return
-        newest = [c for c in lease.checkpoints if c.family == family]
-        is_output = num_tokens > lease.num_prompt_tokens
-        if is_output and newest and newest[-1].boundary * self._page_size > lease.num_prompt_tokens:
-            checkpoint = newest[-1]  # the output keeps its newest state only: same unit again
-            checkpoint.boundary, checkpoint.step_id = num_tokens // self._page_size, step_id
-        elif self._index.pools[family].num_available == 0:
+        self.make_room(family)
+        saved = [c for c in lease.checkpoints if c.family == family and self.is_of_output(lease, c)]
+        has_room = self._index.pools[family].num_available > 0
+        if len(saved) > 1 or (saved and not has_room):
+            unit = saved[0].unit  # the output keeps its two newest states: same unit again
+            lease.checkpoints = tuple([c for c in lease.checkpoints if c is not saved[0]])
+        elif has_room:
+            unit = int(self._allocator.allocate(family, 1)[0])
+            if saved:
+                self._doubled.setdefault(family, {})[lease.serial] = lease
+        else:
             self.num_skipped += 1
             return
-        else:
-            unit = int(self._allocator.allocate(family, 1)[0])
-            checkpoint = Checkpoint(family, num_tokens // self._page_size, unit, step_id)
-            lease.checkpoints += (checkpoint,)
-            if not is_output:
-                lease.num_saved_pages = checkpoint.boundary
+        checkpoint = Checkpoint(family, num_tokens // self._page_size, unit, step_id)
+        lease.checkpoints += (checkpoint,)
+        if num_tokens <= lease.num_prompt_tokens:
+            lease.num_saved_pages = checkpoint.boundary
         self._copy(family, lease.states[family], checkpoint.unit, is_after_model=True)
+
+    def is_of_output(self, lease: Lease, checkpoint: Checkpoint) -> bool:
+        """Whether a state stands for tokens after the prompt."""
+        return checkpoint.boundary * self._page_size > lease.num_prompt_tokens
+
+    def num_passed(self, family: int) -> int:
+        """Units of states that an output has passed: given up where units are short."""
+        return len(self._doubled.get(family, ()))
+
+    def make_room(self, family: int) -> None:
+        """Where no unit is available, give up a state that an output has passed, if there is one:
+        working states and newest ones come first."""
+        doubled = self._doubled.get(family)
+        if not doubled or self._index.pools[family].num_available:
+            return
+        lease = doubled.pop(next(iter(doubled)))
+        passed = next(
+            c for c in lease.checkpoints if c.family == family and self.is_of_output(lease, c)
+        )
+        lease.checkpoints = tuple([c for c in lease.checkpoints if c is not passed])
+        self._index.pools[family].drop(np.array([passed.unit], np.intp))
+
+    def forget(self, lease: Lease) -> None:
+        """A lease ends."""
+        for doubled in self._doubled.values():
+            doubled.pop(lease.serial, None)
 
     def _copy(self, family: int, source: int, target: int, *, is_after_model: bool) -> None:
         self._copies.append(

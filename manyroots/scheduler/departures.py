@@ -19,6 +19,14 @@ from manyroots.scheduler.request import Request, State
 from manyroots.scheduler.resting import Resting
 from manyroots.scheduler.rows import Rows
 
+ENDINGS = {
+    FinishReason.STOP: Ending.FINISHED,
+    FinishReason.LENGTH: Ending.FINISHED,
+    FinishReason.ABORT: Ending.LEFT,
+    FinishReason.ERROR: Ending.DROPPED,
+}
+"""What is kept of a request for the next turn, by how it ended (H05)."""
+
 
 class Departures:
     """Takes rows, pages and adapters back."""
@@ -44,8 +52,7 @@ class Departures:
         """The request is over for its caller; its pages go when no launched step writes them."""
         if request.state is State.RESTING:
             self._admission.waiting.close(request)
-            is_whole = reason in (FinishReason.STOP, FinishReason.LENGTH)
-            self._wake(request, Ending.FINISHED if is_whole else Ending.DROPPED)
+            self._wake(request, ENDINGS[reason])
             request.state = State.FINISHED
             self._let_go(request)
         elif request.row is None:
@@ -54,8 +61,7 @@ class Departures:
         else:
             self._admission.waiting.close(request)
             self._rows.settle(request)
-            if reason in (FinishReason.STOP, FinishReason.LENGTH):
-                request.ending = Ending.FINISHED
+            request.ending = ENDINGS[reason]
             if self._rows.is_in_flight(request.row):
                 request.state = State.DRAINING
                 self.leaving[request.tenancy] = request
@@ -70,7 +76,7 @@ class Departures:
 
     def _close(self, request: Request) -> None:
         """A request is over, and nothing computes it."""
-        self._give_back(request, request.ending)
+        self._give_back(request, Ending.DROPPED if request.is_broken else request.ending)
         request.state = State.FINISHED
         self._let_go(request)
 
@@ -89,10 +95,10 @@ class Departures:
         """Back to the head of the queue. What it published stays findable, so that it resumes
         from there; its draws depend on (seed, position), so its tokens stay the same."""
         if request.state is State.RESTING:
-            self._wake(request, Ending.DROPPED)
+            self._wake(request, Ending.FINISHED)
         else:
             self._stand_up(request)
-            self._give_back(request, Ending.DROPPED)
+            self._give_back(request, Ending.FINISHED)
         self._admission.queue_again(request, step_id)
         self.num_retractions += 1
 

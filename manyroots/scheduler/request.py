@@ -145,7 +145,7 @@ class Request:
         """Till its first token is sampled."""
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.ending = Ending.DROPPED
-        """What its lease is released with: whether its newest state is worth keeping."""
+        """What its lease is released with: which of its states are worth keeping."""
         self.is_broken = False
         """A step computed something of it that is no use: its pages must not be published."""
         self.row: Row | None = None

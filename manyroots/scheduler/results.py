@@ -144,9 +144,14 @@ class Results:
             row, num_tokens = int(step.rows[index]), int(step.num_tokens[index])
             request = self._departures.member(row, int(step.tenancies[index]))
             if request.state is State.DRAINING:
-                # The step that was under way when it ended computed its last token's page.
+                # The step that was under way when it ended computed its last token's page. Its own
+                # token may be computed by another: what that leaves is of use with it alone.
                 self._rows.committed[row] += num_tokens
+                request.is_broken |= row in faults
                 if not request.is_broken:
+                    if step.samples[index]:
+                        self._rows.hand_over(request)
+                        request.extend(result.tokens[places[index] : places[index] + 1])
                     self._publish(request, step.step_id)
                 self._departures.drained(request)
                 continue

@@ -133,3 +133,35 @@ def test_s07_every_response_says_why_no_more_was_reused(folder: Path) -> None:
         assert [answer.cache_use.limit for answer in answers] == ["cold", "checkpoint", "nothing"]
         missed = llm.stats().missed_tokens
         assert missed == {"cold": 64, "checkpoint": 64}
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "qwen3.5", "granite-h", "falcon-h1"])
+def test_h05_a_stop_string_leaves_the_next_turn_as_much_as_an_end_by_length(
+    kind: str, tmp_path: Path
+) -> None:
+    """H05: three tokens are a stop string, found when they and more are computed. Wherever in a
+    page they stand, the next turn finds all whole pages before them, and gives cold tokens."""
+    save_tiny(tmp_path, kind, vocab_size=300)
+    tiny_backend().save(str(tmp_path / "tokenizer.json"))
+    letters = {
+        "temperature": 1, "seed": 5, "ignore_eos": True,
+        "allowed_token_ids": list(range(97, 123)),
+    }  # fmt: skip
+    prompt = text(random.Random(5), 35)
+    with serve(tmp_path) as llm:
+        [whole] = llm.generate([prompt], SamplingParams(max_tokens=60, **letters))
+        tokens, spelled = said(whole), whole.outputs[0].text
+        assert len(tokens) == len(spelled) == 60
+        for length in (26, 28, 29, 31, 44):
+            stop = spelled[length : length + 3]
+            assert spelled.index(stop) == length
+            talk = [*prompt, *tokens[:length], *text(random.Random(length), 9)]
+            llm.reset_prefix_cache()
+            [cold] = llm.generate([talk], GREEDY)
+            llm.reset_prefix_cache()
+            stopping = SamplingParams(max_tokens=60, stop=[stop], **letters)
+            [answer] = llm.generate([prompt], stopping)
+            assert answer.outputs[0].text == spelled[:length]
+            [again] = llm.generate([talk], GREEDY)
+            assert again.num_cached_tokens == (len(prompt) + length) // PAGE * PAGE
+            assert said(again) == said(cold)

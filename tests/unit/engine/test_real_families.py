@@ -323,3 +323,38 @@ def test_p10_a_publication_that_is_skipped_leaves_no_state_behind(
 def sum_of_saves(engine: RealEngine) -> int:
     """States that plans have saved so far."""
     return sum(copy.is_after_model for plan in engine.plans for copy in plan.copies)
+
+
+@pytest.mark.parametrize("mix", ["convolutions", "delta nets", "mamba", "mamba beside attention"])
+def test_h05_however_an_answer_ends_the_next_turn_resumes_from_its_state(
+    worlds: Any, mix: str
+) -> None:
+    """H05: by a stop token, by an abort while a step is under way, before and after a page is
+    full. The next turn finds as much as after an end by length, its tokens are cold ones, and all
+    that can be found has the numbers of its own tokens."""
+    engine = start(worlds(mix))
+    whole = engine.ask(PROMPT, max_tokens=16, salt="whole").tokens
+    stops = [n for n in range(6, 16) if whole[n - 1] not in whole[: n - 1]][:2]
+    assert stops, "every token comes twice"
+    endings = [*itertools.product(("abort",), (6, 7, 8)), *itertools.product(("stop",), stops)]
+    for ending, length in endings:
+        talk, found = [*PROMPT, *whole[:length], *text(2, 3)], []
+        for how in ("length", ending):
+            salt = f"{how} before {ending} {length}"
+            number = engine.submit(
+                PROMPT,
+                salt=salt,
+                max_tokens=length if how == "length" else 16,
+                stop_ids=(whole[length - 1],) if how == "stop" else (),
+            )
+            if how == "abort":
+                while len(engine.said[number].tokens) < length:
+                    engine.step()
+                engine.abort(number)
+            engine.run()
+            assert engine.said[number].tokens == whole[:length]
+            found.append(engine.ask(talk, salt=salt))
+        assert found[1].num_cached >= found[0].num_cached > 0
+        assert found[1].tokens == engine.ask(talk, salt=f"cold {salt}").tokens
+    engine.check_units()
+    engine.close()

@@ -68,6 +68,13 @@ class Admission:
     def __len__(self) -> int:
         return len(self.waiting) + len(self.fetches) + len(self._loading) + len(self._loaded)
 
+    @property
+    def most_important(self) -> int:
+        """The priority of the most important request that is queued or loaded."""
+        first = [lane.head for lane in self.waiting.first_lanes(1)]
+        priorities = [request.submit.priority for request in (*first, *self._loaded)]
+        return min(priorities, default=LEAST_IMPORTANT)
+
     # Coming and going
 
     def queue(self, request: Request) -> None:
@@ -157,24 +164,27 @@ class Admission:
     # Beginning
 
     def admit(
-        self, builder: PlanBuilder, make_way: MakeWay | None = None
+        self,
+        builder: PlanBuilder,
+        make_way: MakeWay | None = None,
+        least: int = LEAST_IMPORTANT,
     ) -> set[AdapterDigest | None]:
         """Start those whose units have arrived, then waiting requests in order, until one does
         not fit. All that may begin are claimed before any is given room (C01). Gives the adapters
         whose requests found no room.
 
         `make_way`: with it, importance counts. A request takes the place of those less important,
-        and while one finds no room, nobody less important begins.
+        and while one finds no room, nobody less important begins. `least`: nor does what is less
+        important than this.
         """
         without_room: set[AdapterDigest | None] = set()
-        if self._loaded and not self._begin_loaded(builder):
+        if self._loaded and not self._begin_loaded(builder, least):
             return without_room
         if not len(self.waiting) or not (self._rows.free or make_way):
             return without_room
         if self.turns.is_line_held:
             return without_room
         is_open = self.turns.open_lanes(self.waiting)
-        least = LEAST_IMPORTANT
         while builder.num_tokens_left > 0 and (
             claimed := self._claim(builder, is_open, make_way, least)
         ):
@@ -215,13 +225,16 @@ class Admission:
         self._drop_claim(request)
         return has_room
 
-    def _begin_loaded(self, builder: PlanBuilder) -> bool:
+    def _begin_loaded(self, builder: PlanBuilder, least: int) -> bool:
         """Start those whose units have arrived, in that order, but for those whose adapter has no
-        place now. False if one finds no room: what runs will make some."""
+        place now, or that are less important than `least`. False if one finds no room: what runs
+        will make some."""
         for request in list(self._loaded):
             if not self._rows.free or builder.num_tokens_left == 0:
                 return False
-            if request not in self._loaded or not self.turns.is_open(request.group[0]):
+            if request not in self._loaded or request.submit.priority > least:
+                continue
+            if not self.turns.is_open(request.group[0]):
                 continue
             self._loaded.remove(request)
             if self._begin(request, builder):

@@ -10,6 +10,8 @@ but decoding costs a few operations on columns (`rows.py`), however many decode.
 
 from __future__ import annotations
 
+from itertools import groupby
+
 from manyroots.cache.cache import PrefixCache
 from manyroots.cache.events import CacheEvent
 from manyroots.cache.lease import Lease
@@ -24,6 +26,7 @@ from manyroots.messages import FinishReason, Output, Stats, StepOutputs, Submit
 from manyroots.scheduler.admission import Admission
 from manyroots.scheduler.departures import Departures
 from manyroots.scheduler.fetches import Fetches
+from manyroots.scheduler.lanes import priority_of
 from manyroots.scheduler.plan_builder import Placer, PlanBuilder
 from manyroots.scheduler.request import Request, State
 from manyroots.scheduler.resting import Resting
@@ -194,19 +197,25 @@ class Scheduler:
         # Decodes first: a long prompt must not hold up the tokens of those who are talking.
         growing = builder.decode()
         prompts = list(self._rows.prompts) if self._rows.prompts else ()
+        later: list[Request] = []
         if self._by_priority and (len(growing) or prompts):
-            self._continue_by_importance(growing, builder)
+            later = self._continue_by_importance(growing, builder)
         elif len(growing):
             self._turn_pages(growing, builder)
         if self._resting:
             self._resume(builder)
         for request in () if self._by_priority else prompts:
             self._continue(request, builder)
+        make_way = self._make_way if self._by_priority else None
+        for importance, yielding in groupby(later, priority_of):
+            if self._departures.num_retractions == num_retracted:
+                without_room |= self._admission.admit(builder, make_way, importance - 1)
+            for request in yielding:
+                self._continue(request, builder)
         if len(self._admission):
             self._admission.lose_patience(builder.step_id)
-            make_way = self._make_way if self._by_priority else None
             if self._departures.num_retractions == num_retracted:
-                without_room = self._admission.admit(builder, make_way)
+                without_room |= self._admission.admit(builder, make_way)
             self._admission.fetch(builder.step_id)
         if len(self._admission) or self._resting:
             self._admission.prepare_adapters(without_room)
@@ -247,15 +256,21 @@ class Scheduler:
         for request in growing:
             self._continue(request, builder)
 
-    def _continue_by_importance(self, growing: Int64s, builder: PlanBuilder) -> None:
-        """Place all who need pages, the most important first: whoever comes behind can still
-        give way to them."""
+    def _continue_by_importance(self, growing: Int64s, builder: PlanBuilder) -> list[Request]:
+        """Place all that need pages, the most important first: those that come later can still
+        give way to them. Gives, in that order, the prompts that are not placed yet because
+        something more important waits: it comes first, or a long prompt would take every step's
+        budget until its end."""
         if not self._rows.prompts:
             self._turn_pages(growing, builder)
-            return
-        members = [*self._rows.requests_at(growing), *self._rows.prompts]
-        for request in sorted(members, key=lambda r: r.submit.priority):
+            return []
+        first = self._admission.most_important
+        members = [*self._rows.requests_at(growing)]
+        members += [r for r in self._rows.prompts if r.submit.priority <= first]
+        later = [r for r in self._rows.prompts if r.submit.priority > first]
+        for request in sorted(members, key=priority_of):
             self._continue(request, builder)
+        return sorted(later, key=priority_of)
 
     def _continue(self, request: Request, builder: PlanBuilder) -> None:
         """Place a running request's next tokens, making room at others' cost if need be."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from concurrent.futures import Future
 
 import pytest
 
 from manyroots.ids import RequestId
 from manyroots.messages import Abort
 from manyroots.scheduler.request import Request
+from manyroots.step import Plan, StepResult
 from tests.deciding import Deciding, expected_tokens, submit
 
 MAX_TOKENS = 24
@@ -26,6 +28,22 @@ def watch_retractions(engine: Deciding) -> list[tuple[int, list[int]]]:
         retract(request, step_id)  # type: ignore[arg-type]
 
     departures.retract = watched  # type: ignore[method-assign,assignment]
+    return seen
+
+
+def watch_plans(engine: Deciding) -> list[list[tuple[int, int]]]:
+    """For each step to come: whose tokens it computes, and how many."""
+    seen: list[list[tuple[int, int]]] = []
+    launch = engine.runner.launch
+    sitting: dict[int, int] = {}
+
+    def watched(plan: Plan) -> Future[StepResult]:
+        sitting.update({int(a.row): int(a.request_id) for a in plan.arrivals})
+        parts = zip(plan.rows.tolist(), plan.num_tokens.tolist(), strict=True)
+        seen.append([(sitting[row], num_tokens) for row, num_tokens in parts])
+        return launch(plan)
+
+    engine.runner.launch = watched  # type: ignore[method-assign]
     return seen
 
 
@@ -180,3 +198,48 @@ def test_l08_one_that_finds_no_room_keeps_the_less_important_out() -> None:
     engine.run()
     assert list(engine.outputs) == [0, 1, 2]
     assert engine.scheduler.stats().total_retractions == 0
+
+
+@pytest.mark.parametrize("policy", ["priority", "fcfs"])
+def test_l08_an_important_arrival_comes_before_the_rest_of_a_long_prompt(policy: str) -> None:
+    """L08: a budget of 8 and a prompt of 150 that is under way. With `priority` the important
+    arrival of 6 tokens is in the next step, and the long prompt has the 2 that are left; with any
+    other policy the prompt goes on as if nothing had come."""
+    engine = Deciding(policy=policy, budget=8, num_pages=128)
+    is_by_priority = policy == "priority"
+    long = submit(1, [n % 50 for n in range(150)], priority=int(is_by_priority))
+    short = submit(2, [7, 8, 9, 10, 11, 12], max_tokens=2)
+    plans = watch_plans(engine)
+    engine.loop.handle(long)
+    engine.step()
+    engine.step()
+    plans.clear()
+    engine.loop.handle(short)
+    engine.step()
+    assert plans[0] == ([(2, 6), (1, 2)] if is_by_priority else [(1, 8)])
+    engine.run()
+    for request in (long, short):
+        assert engine.tokens(int(request.request_id)) == expected_tokens(request)
+    assert engine.scheduler.stats().total_retractions == 0
+
+
+def test_l08_prompts_under_way_and_arrivals_share_a_step_by_importance() -> None:
+    """L08: prompts of importance 1 and 3 are under way, requests of 0, 2 and 4 arrive. The step's
+    budget goes to them in this order, and each gives what it gives alone."""
+    engine = Deciding(policy="priority", budget=14, chunk=3, num_pages=256)
+    requests = [
+        submit(number, [number] * (40 if number % 2 else 3), priority=number)
+        for number in (1, 3, 0, 2, 4)
+    ]
+    plans = watch_plans(engine)
+    for request in requests[:2]:
+        engine.loop.handle(request)
+    engine.step()
+    plans.clear()
+    for request in requests[2:]:
+        engine.loop.handle(request)
+    engine.step()
+    assert plans[0] == [(0, 3), (1, 3), (2, 3), (3, 3), (4, 2)]
+    engine.run()
+    for request in requests:
+        assert engine.tokens(int(request.request_id)) == expected_tokens(request)

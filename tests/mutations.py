@@ -179,7 +179,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "text/formats/thinking.py",
-        "return prompt.rstrip().endswith(self.begin)",
+        "return prompt.rstrip().endswith(ends)",
         "return False",
         "reasoning that the prompt begins is shown as the answer",
         (f"{ANSWERS}test_g02_a_recorded_text_means_what_it_says[reasoning begun in the prompt]",),

@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 
+from manyroots.text.content_marks import ContentMarks, ContentPiece, ReasoningMarks
 from manyroots.text.formats.reader import Reader
 
 
@@ -145,6 +146,11 @@ class AnswerWriter:
         self._is_open = is_continued
         """The last thing said was text of the same kind, so that space belongs to it."""
         self._is_dropping = False
+        self._marks: ContentMarks | None = None
+
+    def hide(self, marks: ReasoningMarks) -> None:
+        """Content may have these marks in it, which are not to be shown."""
+        self._marks = ContentMarks(marks)
 
     def reasoning(self, text: str) -> None:
         is_apart = not self._is_open and self.answer.reasoning is not None
@@ -161,6 +167,23 @@ class AnswerWriter:
         self._is_open = False
 
     def content(self, text: str) -> None:
+        if self._marks is None:
+            self._content(text)
+            return
+        for piece in self._marks.push(text):
+            self._tell_piece(piece)
+
+    def _tell_piece(self, piece: ContentPiece) -> None:
+        (self.reasoning if piece.is_reasoning else self._content)(piece.text)
+        if piece.is_last:
+            (self.end_reasoning if piece.is_reasoning else self.end_content)()
+
+    def _release(self) -> None:
+        """The content is over here, so that what was held back is no mark."""
+        if self._marks is not None:
+            self._tell_piece(self._marks.finish())
+
+    def _content(self, text: str) -> None:
         if self._must_call:
             return
         is_apart = not self._is_open and self.answer.content is not None
@@ -176,6 +199,7 @@ class AnswerWriter:
 
     def call(self, name: str, call_id: str | None = None) -> None:
         """A call begins."""
+        self._release()
         self._space, self._is_open = "", False
         calls = self.answer.tool_calls
         self._is_dropping = self._max_calls is not None and len(calls) >= self._max_calls
@@ -195,6 +219,7 @@ class AnswerWriter:
 
     def end(self) -> None:
         """Space at the very end is the answer's own, unless it lies behind a call."""
+        self._release()
         if self._space and self.answer.content is not None and not self.answer.tool_calls:
             space, self._space = self._space, ""
             self.plain(space)

@@ -61,6 +61,11 @@ class ToolUse:
         return self.choice in (ToolChoice.REQUIRED, ToolChoice.NAMED)
 
     @property
+    def names(self) -> frozenset[str]:
+        """Of all tools that the model is told of."""
+        return frozenset(tool.name for tool in self.tools)
+
+    @property
     def declarations(self) -> list[dict[str, Any]]:
         return [tool.declaration for tool in self.tools]
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from manyroots.json_schemas import WHITE_SPACE, closed
-from manyroots.text.formats.argument_types import is_text
+from manyroots.text.formats.argument_types import ArgumentSchema
 from manyroots.text.tools import Tool, ToolUse
 
 MAX_CALLS = 16
@@ -50,19 +50,20 @@ def properties_of(tool: Tool) -> list[tuple[str, Mapping[str, Any], bool]]:
 
 
 def text_or_json(
-    tool: Tool, prefix: str, begin: Callable[[str], str], end: str
+    tool: Tool, prefix: str, begin: Callable[[str, ArgumentSchema], str], end: str
 ) -> tuple[list[str], list[str]]:
     """Terms for a tool's arguments one after the other, each between `begin` of its name and `end`,
-    plain strings as they are and all else as JSON; and the rules that the terms need. Rules are
-    named by `prefix`."""
+    what may be a string as plain text and all else as JSON; and the rules that the terms need.
+    Rules are named by `prefix`."""
     terms, rules = [], []
     for place, (key, schema, is_required) in enumerate(properties_of(tool)):
         name = f"{prefix}_{place}"
-        opening = json.dumps(begin(key))
-        if is_text(schema) and "enum" in schema:
-            choices = " | ".join(json.dumps(value) for value in schema["enum"])
+        argument = ArgumentSchema(schema, tool.parameters or {})
+        opening = json.dumps(begin(key, argument))
+        choices = text_choices(argument)
+        if choices is not None:
             rules.append(f"{name}: {opening} ({choices}) {json.dumps(end)}")
-        elif is_text(schema):
+        elif argument.may_be_text:
             rules.append(f"{name}: {opening} {name}_text")
             rules.append(rf"{name}_text[lazy]: /(.|\n)*/ {json.dumps(end)}")
         else:
@@ -70,6 +71,15 @@ def text_or_json(
             rules.append(f"{name}: {opening} {value} {json.dumps(end)}")
         terms.append(name if is_required else f"{name}?")
     return terms, rules
+
+
+def text_choices(argument: ArgumentSchema) -> str | None:
+    """Lark's alternatives for an `enum` of strings, as plain text; None for other arguments."""
+    choices = argument.choices()
+    if not choices or not argument.may_be_text:
+        return None
+    spelled = (value if isinstance(value, str) else json.dumps(value) for value in choices)
+    return " | ".join(map(json.dumps, spelled))
 
 
 def listed(tool: Tool, prefix: str, term: Callable[[str, Mapping[str, Any]], str]) -> list[str]:

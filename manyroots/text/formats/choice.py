@@ -7,69 +7,61 @@ Takes the template's source and the names of parsers (vLLM's); gives a `ChatForm
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from manyroots.errors import ConfigError
 from manyroots.structured_outputs import StructuredOutputsParams
-from manyroots.text.chat_output import (
-    ChatOutput,
-    Parse,
-    openai_id,
-    parse_content,
-    parse_plain,
-)
-from manyroots.text.formats import deepseek, harmony, mistral
-from manyroots.text.formats.deepseek import (
-    deepseek_fenced_grammar,
-    deepseek_grammar,
-    parse_deepseek,
-)
-from manyroots.text.formats.gemma import (
-    FUNCTION_GEMMA,
-    GEMMA_4,
-    GemmaMarks,
-    gemma_grammar,
-    parse_gemma,
-)
-from manyroots.text.formats.harmony import harmony_grammar, harmony_prefix, parse_harmony
-from manyroots.text.formats.hermes import hermes_grammar, parse_hermes
-from manyroots.text.formats.llama import PYTHON_TAG, llama_grammar, parse_llama
-from manyroots.text.formats.mistral import (
-    as_mistral_id,
-    mistral_grammar,
-    mistral_id,
-    mistral_named_grammar,
-    parse_mistral,
-)
-from manyroots.text.formats.pythonic import parse_pythonic, pythonic_grammar
-from manyroots.text.formats.qwen_coder import parse_qwen_coder, qwen_coder_grammar
-from manyroots.text.formats.thinking import Mark, ThinkingMarks, parse_thinking
+from manyroots.text.chat_output import ChatOutput, parse_content, parse_plain
+from manyroots.text.formats.deepseek import DEEPSEEK, DEEPSEEK_FENCED
+from manyroots.text.formats.dsml import DSML
+from manyroots.text.formats.gemma import FUNCTIONGEMMA, GEMMA
+from manyroots.text.formats.glm import GLM
+from manyroots.text.formats.harmony import HARMONY
+from manyroots.text.formats.hermes import HERMES
+from manyroots.text.formats.json_lists import GRANITE, NEMOTRON, PHI_4_MINI, XLAM
+from manyroots.text.formats.kimi import KIMI
+from manyroots.text.formats.llama import LLAMA
+from manyroots.text.formats.mistral import MISTRAL, MISTRAL_NAMED
+from manyroots.text.formats.pythonic import LFM2, OLMO_3, PYTHONIC
+from manyroots.text.formats.qwen_coder import QWEN_CODER
+from manyroots.text.formats.thinking import ThinkingMarks, parse_thinking
+from manyroots.text.formats.tool_format import ToolFormat
 from manyroots.text.tokenizer import Tokenizer
 from manyroots.text.tools import NO_TOOLS, ToolUse
 
 T = TypeVar("T")
-_LFM2_MARKS = ("<|tool_call_start|>", "<|tool_call_end|>")
 
+_REGISTRY: tuple[ToolFormat, ...] = (
+    HARMONY,
+    XLAM,
+    MISTRAL_NAMED,
+    MISTRAL,
+    DSML,
+    DEEPSEEK_FENCED,
+    DEEPSEEK,
+    KIMI,
+    GLM,
+    QWEN_CODER,
+    NEMOTRON,
+    GRANITE,
+    HERMES,
+    LFM2,
+    OLMO_3,
+    GEMMA,
+    FUNCTIONGEMMA,
+    PHI_4_MINI,
+    PYTHONIC,
+    LLAMA,
+)
+"""Every format. The first that a template's words tell counts, so that a format comes before those
+whose words its templates have, too."""
 
-@dataclass(frozen=True, slots=True)
-class ToolFormat:
-    """How a model writes calls."""
-
-    name: str
-    """The parser's, as vLLM calls it."""
-    parser: Callable[[ToolUse], Parse]
-    grammar: Callable[[ToolUse, Mark], str]
-    """Lark of an answer that has to call."""
-    special_tokens: tuple[str, ...] = ()
-    """Special tokens that are part of the format, and so of the text that it reads."""
-    prefix: Callable[[Mark], str] | None = None
-    """Of a format that has reasoning of its own, and so reads answers without tools, too: Lark's
-    rule for what comes before an answer of some shape."""
-    new_id: Callable[[], str] = openai_id
-    fit_id: Callable[[str], str] = str
-    """An id of a call in the history, as the template takes them."""
+TOOL_FORMATS: dict[str, ToolFormat] = {
+    name: made for made in reversed(_REGISTRY) for name in (made.name, *made.aliases)
+}
+"""By vLLM's names, and a few of SGLang's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +111,8 @@ class ChatFormat:
         max_calls = None if use.is_parallel else 1
         parse = self.tools.parser(use) if self._reads_tools(use) else None
         if self.thinking is not None:
-            parse = parse_thinking(self.thinking, prompt, parse or parse_content)
+            begins = () if parse is None else self.tools.begins
+            parse = parse_thinking(self.thinking, prompt, parse or parse_content, begins)
         return ChatOutput(
             parse or parse_plain,
             max_calls=max_calls,
@@ -129,87 +122,9 @@ class ChatFormat:
         )
 
 
-HERMES = ToolFormat("hermes", lambda use: parse_hermes, hermes_grammar)
-QWEN_CODER = ToolFormat("qwen3_coder", lambda use: parse_qwen_coder(use.tools), qwen_coder_grammar)
-LLAMA = ToolFormat("llama3_json", lambda use: parse_llama, llama_grammar, (PYTHON_TAG,))
-PYTHONIC = ToolFormat("pythonic", lambda use: parse_pythonic(), pythonic_grammar)
-LLAMA_4 = replace(PYTHONIC, name="llama4_pythonic")
-LFM2 = ToolFormat(
-    "lfm2",
-    lambda use: parse_pythonic(*_LFM2_MARKS),
-    lambda use, mark: pythonic_grammar(use, mark, *_LFM2_MARKS),
-    _LFM2_MARKS,
-)
-MISTRAL = ToolFormat(
-    "mistral",
-    lambda use: parse_mistral,
-    mistral_grammar,
-    (mistral.CALLS, mistral.ARGUMENTS, mistral.CALL_ID),
-    new_id=mistral_id,
-    fit_id=as_mistral_id,
-)
-MISTRAL_NAMED = replace(MISTRAL, grammar=mistral_named_grammar)
-DEEPSEEK = ToolFormat("deepseek_v31", lambda use: parse_deepseek, deepseek_grammar, deepseek.MARKS)
-DEEPSEEK_FENCED = replace(DEEPSEEK, name="deepseek_v3", grammar=deepseek_fenced_grammar)
-HARMONY = ToolFormat(
-    "openai",
-    lambda use: parse_harmony(with_calls=use.is_on),
-    harmony_grammar,
-    harmony.MARKS,
-    prefix=harmony_prefix,
-)
-
-
-def _gemma(name: str, marks: GemmaMarks) -> ToolFormat:
-    return ToolFormat(
-        name,
-        lambda use: parse_gemma(marks, use.tools),
-        lambda use, mark: gemma_grammar(marks, use, mark),
-        (marks.begin, marks.end, marks.quote),
-    )
-
-
-GEMMA = _gemma("gemma4", GEMMA_4)
-FUNCTIONGEMMA = _gemma("functiongemma", FUNCTION_GEMMA)
-
-TOOL_FORMATS: dict[str, ToolFormat] = {
-    **{
-        made.name: made
-        for made in (
-            HERMES, QWEN_CODER, LLAMA, PYTHONIC, LLAMA_4, LFM2, MISTRAL, DEEPSEEK, DEEPSEEK_FENCED,
-            HARMONY, GEMMA, FUNCTIONGEMMA,
-        )
-    },
-    "qwen": HERMES,
-    "qwen25": HERMES,
-    "qwen3_xml": QWEN_CODER,
-    "llama4_json": LLAMA,
-    "llama3": LLAMA,
-    "gpt-oss": HARMONY,
-}  # fmt: skip
-"""By vLLM's names, and a few of SGLang's."""
-
-_TOLD_BY: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (
-    (("<|channel|>", "<|message|>"), HARMONY),
-    (("[TOOL_CALLS]", "[ARGS]"), MISTRAL_NAMED),
-    (("[TOOL_CALLS]",), MISTRAL),
-    ((deepseek.CALLS_BEGIN, "```json"), DEEPSEEK_FENCED),
-    ((deepseek.CALLS_BEGIN,), DEEPSEEK),
-    (("<function=", "<parameter="), QWEN_CODER),
-    (("<tool_call>",), HERMES),
-    ((_LFM2_MARKS[0],), LFM2),
-    ((GEMMA_4.begin,), GEMMA),
-    ((FUNCTION_GEMMA.begin,), FUNCTIONGEMMA),
-    (("[func_name1(",), PYTHONIC),
-    (('"parameters": dictionary of argument',), LLAMA),
-    ((PYTHON_TAG,), LLAMA),
-)
-"""Words of a template, all of which must be there, and the format that they tell; the first that
-fits counts."""
-
 _THINK = ThinkingMarks("<think>", "</think>")
 _BRACKETS = ThinkingMarks("[THINK]", "[/THINK]")
-_CHANNEL = ThinkingMarks("<|channel>thought\n", "<channel|>")
+_CHANNEL = ThinkingMarks("<|channel>", "<channel|>", label="thought\n", is_anywhere=True)
 _SEED = ThinkingMarks("<seed:think>", "</seed:think>")
 REASONING_FORMATS: dict[str, ThinkingMarks | None] = {
     "none": None,
@@ -218,6 +133,8 @@ REASONING_FORMATS: dict[str, ThinkingMarks | None] = {
     "deepseek_v3": _THINK,
     "glm45": _THINK,
     "kimi_k2": _THINK,
+    "nemotron_v3": _THINK,
+    "olmo3": _THINK,
     "mistral": _BRACKETS,
     "gemma4": _CHANNEL,
     "seed_oss": _SEED,
@@ -243,15 +160,12 @@ def choose_format(
 
 
 def _told_format(source: str) -> ToolFormat:
-    for words, made in _TOLD_BY:
-        if all(word in source for word in words):
-            return made
-    return HERMES
+    return next((made for made in _REGISTRY if made.is_told_by(source)), HERMES)
 
 
 def _told_marks(source: str) -> ThinkingMarks | None:
     for marks in (_THINK, _BRACKETS, _SEED, _CHANNEL):
-        if marks.end in source and marks.begin.rstrip() in source:
+        if marks.end in source and marks.begin in source:
             return marks
     return _THINK if _THINK.end in source else None
 

@@ -7,12 +7,15 @@ A format: reads text, tells calls and content.
 from __future__ import annotations
 
 import json
+from collections.abc import Generator
+from dataclasses import replace
 
 from manyroots.text.chat_output import AnswerWriter
 from manyroots.text.formats.call_grammars import arguments_rule, repeated
 from manyroots.text.formats.json_calls import copy_value
 from manyroots.text.formats.reader import Reader, Wait
 from manyroots.text.formats.thinking import Mark
+from manyroots.text.formats.tool_format import ToolFormat
 from manyroots.text.tools import ToolUse
 
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"  # noqa: RUF001
@@ -23,32 +26,38 @@ _FENCE = "```json"
 
 
 def parse_deepseek(reader: Reader, writer: AnswerWriter) -> Wait:
-    while (yield from reader.until(CALLS_BEGIN, to=writer.content)):
-        while True:
-            _, mark = yield from reader.collect(CALL_BEGIN, CALLS_END)
-            if mark != CALL_BEGIN:
-                break
-            yield from _call(reader, writer)
+    # The outermost mark is sometimes left out.
+    mark = yield from reader.until(CALLS_BEGIN, CALL_BEGIN, to=writer.content)
+    while mark is not None:
+        if mark == CALL_BEGIN:
+            mark = yield from _call(reader, writer)
+        elif mark == CALLS_END:
+            mark = yield from reader.until(CALLS_BEGIN, CALL_BEGIN, to=writer.content)
+        else:
+            text, mark = yield from reader.collect(CALL_BEGIN, CALLS_END)
+            writer.content(text.strip())
 
 
-def _call(reader: Reader, writer: AnswerWriter) -> Wait:
+def _call(reader: Reader, writer: AnswerWriter) -> Generator[None, None, str | None]:
+    """Behind its mark; gives the mark behind it."""
     head, mark = yield from reader.collect(SEPARATOR, CALL_END)
     if mark != SEPARATOR:
         writer.content(f"{CALL_BEGIN}{head}{mark or ''}")
-        return
+        return mark
     name = head.strip()
     if name == "function":
         name, mark = yield from reader.collect(_FENCE, CALL_END)
         if mark != _FENCE:
             writer.content(name)
-            return
+            return mark
     writer.call(name.strip())
     yield from reader.skip_space()
     if (yield from reader.peek()) == "{":
-        yield from copy_value(reader, writer.arguments)
+        yield from copy_value(reader, writer.arguments, is_closed=True)
     else:
         writer.arguments("{}")
-    yield from reader.collect(CALL_END)
+    _, mark = yield from reader.collect(CALL_END, CALL_BEGIN, CALLS_END)
+    return mark
 
 
 def deepseek_grammar(use: ToolUse, mark: Mark) -> str:
@@ -76,3 +85,21 @@ def _grammar(use: ToolUse, mark: Mark, one: str, more: str) -> str:
         f"start: {mark(CALLS_BEGIN)} {calls} {mark(CALLS_END)}\n"
         f"call: {mark(CALL_BEGIN)} ({one}) {mark(CALL_END)}"
     )
+
+
+DEEPSEEK = ToolFormat(
+    "deepseek_v31",
+    lambda use: parse_deepseek,
+    deepseek_grammar,
+    told_by=((CALLS_BEGIN,),),
+    aliases=("deepseekv31",),
+    begins=(CALLS_BEGIN, CALL_BEGIN),
+    special_tokens=MARKS,
+)
+DEEPSEEK_FENCED = replace(
+    DEEPSEEK,
+    name="deepseek_v3",
+    grammar=deepseek_fenced_grammar,
+    told_by=((CALLS_BEGIN, _FENCE),),
+    aliases=("deepseekv3",),
+)

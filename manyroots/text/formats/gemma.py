@@ -13,15 +13,17 @@ from dataclasses import dataclass
 
 from manyroots.text.chat_output import AnswerWriter, Parse
 from manyroots.text.formats.argument_types import (
+    ArgumentSchema,
+    arguments_of,
     as_json,
-    find_tool,
     inside_text,
-    is_text,
-    property_schema,
+    word_as_json,
 )
-from manyroots.text.formats.call_grammars import listed, repeated, schema_rule
+from manyroots.text.formats.call_grammars import listed, repeated, schema_rule, text_choices
+from manyroots.text.formats.json_calls import copy_value
 from manyroots.text.formats.reader import Reader, Wait
 from manyroots.text.formats.thinking import Mark
+from manyroots.text.formats.tool_format import ToolFormat
 from manyroots.text.tools import Tool, ToolUse
 
 _MAX_DEPTH = 60
@@ -41,7 +43,9 @@ FUNCTION_GEMMA = GemmaMarks("<start_function_call>", "<end_function_call>", "<es
 
 def parse_gemma(marks: GemmaMarks, tools: Sequence[Tool]) -> Parse:
     def parse(reader: Reader, writer: AnswerWriter) -> Wait:
-        while (yield from reader.until(marks.begin, to=writer.content)):
+        while mark := (yield from reader.until(marks.begin, marks.end, to=writer.content)):
+            if mark == marks.end:
+                continue  # of nothing
             space = yield from reader.skip_space()
             if not (yield from reader.begins(_CALL)):
                 writer.content(marks.begin + space)
@@ -54,94 +58,115 @@ def parse_gemma(marks: GemmaMarks, tools: Sequence[Tool]) -> Parse:
             if mark == marks.end:
                 writer.arguments("{}")
                 continue
-            arguments = _Arguments(reader, writer, marks, find_tool(tools, name.strip()))
-            yield from arguments.read_object(0)
+            arguments = _Arguments(reader, writer, marks)
+            yield from arguments.read(arguments_of(tools, name.strip()))
             yield from reader.skip_space()
-            yield from reader.begins(marks.end)
 
     return parse
+
+
+class _OverError(Exception):
+    """The call ends before its brackets do."""
 
 
 class _Arguments:
     """Copies Gemma's values as JSON."""
 
-    def __init__(
-        self, reader: Reader, writer: AnswerWriter, marks: GemmaMarks, tool: Tool | None
-    ) -> None:
+    def __init__(self, reader: Reader, writer: AnswerWriter, marks: GemmaMarks) -> None:
         self._reader = reader
         self._tell = writer.arguments
         self._marks = marks
-        self._tool = tool
+        self._open = ""
+        """Brackets that close what is open."""
 
-    def read_object(self, depth: int) -> Wait:
-        """Behind its opening bracket."""
-        before = "{"
-        while True:
-            yield from self._reader.skip_space()
-            character = yield from self._reader.peek()
-            if character == ",":
-                self._reader.skip()
-                continue
-            if character in ("}", ""):
-                if character:
-                    self._reader.skip()
-                    self._tell("{}" if before == "{" else "}")
-                return
+    def read(self, schema: ArgumentSchema) -> Wait:
+        """Behind the opening bracket."""
+        try:
+            yield from self._object(schema)
+        except _OverError:
+            self._tell(self._open[::-1])
+
+    def _object(self, schema: ArgumentSchema) -> Wait:
+        self._tell("{")
+        self._open += "}"
+        before = ""
+        while not (yield from self._closes("}")):
             key = yield from self._key()
-            if key is None:
-                return
             self._tell(f"{before}{json.dumps(key, ensure_ascii=False)}: ")
             before = ", "
-            yield from self._value(depth, key if depth == 0 else None)
+            yield from self._value(schema.property(key))
 
-    def _key(self) -> Generator[None, None, str | None]:
-        key, mark = yield from self._reader.collect(":", "}")
-        if mark != ":":
-            return None
-        return key.strip().removeprefix(self._marks.quote).removesuffix(self._marks.quote)
+    def _list(self, schema: ArgumentSchema) -> Wait:
+        self._tell("[")
+        self._open += "]"
+        before = ""
+        while not (yield from self._closes("]")):
+            self._tell(before)
+            before = ", "
+            yield from self._value(schema)
 
-    def _list(self, depth: int) -> Wait:
-        before = "["
+    def _closes(self, bracket: str) -> Generator[None, None, bool]:
+        """Whether an object or a list is over, with its bracket, which is told then."""
         while True:
             yield from self._reader.skip_space()
             character = yield from self._reader.peek()
             if character == ",":
                 self._reader.skip()
                 continue
-            if character in ("]", ""):
-                if character:
-                    self._reader.skip()
-                    self._tell("[]" if before == "[" else "]")
-                return
-            self._tell(before)
-            before = ", "
-            yield from self._value(depth, None)
+            if character == bracket:
+                self._reader.skip()
+                self._tell(bracket)
+                self._open = self._open[:-1]
+                return True
+            if character == "":
+                self._open = ""  # cut short; it is told as far as it goes
+                raise _OverError
+            yield from self._check_mark()
+            return False
 
-    def _value(self, depth: int, argument: str | None) -> Wait:
-        """`argument`: the name of one that the tool's schema may speak of."""
+    def _check_mark(self) -> Wait:
+        if (yield from self._reader.begins(self._marks.end)):
+            raise _OverError
+
+    def _key(self) -> Generator[None, None, str]:
+        for quote in (self._marks.quote, '"'):
+            if (yield from self._reader.begins(quote)):
+                key, _ = yield from self._reader.collect(quote)
+                yield from self._reader.collect(":")
+                return key
+        key, mark = yield from self._reader.collect(":", "}", self._marks.end)
+        if mark is None:
+            self._open = ""
+        if mark != ":":
+            raise _OverError
+        return key.strip()
+
+    def _value(self, schema: ArgumentSchema) -> Wait:
         yield from self._reader.skip_space()
         if (yield from self._reader.begins(self._marks.quote)):
-            yield from self._text(argument)
+            yield from self._text(schema)
             return
         character = yield from self._reader.peek()
-        if character in ("{", "[") and depth < _MAX_DEPTH:
+        if character in ("{", "[") and len(self._open) < _MAX_DEPTH:
             self._reader.skip()
-            if character == "{":
-                yield from self.read_object(depth + 1)
-            else:
-                yield from self._list(depth + 1)
+            yield from self._object(schema) if character == "{" else self._list(schema.item())
+            return
+        if character == '"':
+            yield from copy_value(self._reader, self._tell)
             return
         word = ""
         while (character := (yield from self._reader.peek())) and character not in ",}]":
+            if character == "<" and (yield from self._reader.begins(self._marks.end)):
+                self._tell(word_as_json(word.strip(), schema))
+                raise _OverError
             word += character
             self._reader.skip()
-        self._tell(as_json(word.strip(), {"type": "any"}))
+        if character:
+            self._tell(word_as_json(word.strip(), schema))
 
-    def _text(self, argument: str | None) -> Wait:
-        """Behind its opening quote. One that is meant to be a number is written like a string by
-        some."""
-        schema = {} if argument is None else property_schema(self._tool, argument)
-        if is_text(schema):
+    def _text(self, schema: ArgumentSchema) -> Wait:
+        """Behind its opening quote. A number is written like a string by some."""
+        if schema.may_be_text:
             self._tell('"')
             ended = yield from self._reader.until(
                 self._marks.quote, to=lambda text: self._tell(inside_text(text))
@@ -176,7 +201,9 @@ def gemma_grammar(marks: GemmaMarks, use: ToolUse, mark: Mark) -> str:
             for rule in listed(
                 tool,
                 name,
-                lambda key, schema: f"{json.dumps(key + ':')} {_value_rule(schema, quote)}",
+                lambda key, schema, root=tool.parameters or {}: (  # type: ignore[misc]
+                    f"{json.dumps(key + ':')} {_value_rule(ArgumentSchema(schema, root), quote)}"
+                ),
             )
         ]
         calls.append(f"{json.dumps(_CALL + tool.name + '{')} {name} {json.dumps('}')}")
@@ -184,13 +211,26 @@ def gemma_grammar(marks: GemmaMarks, use: ToolUse, mark: Mark) -> str:
     return "\n".join([*rules, f"call: {mark(marks.begin)} ({one}) {mark(marks.end)}"])
 
 
-def _value_rule(schema: object, quote: str) -> str:
-    assert isinstance(schema, dict)
-    if is_text(schema) and schema:
-        if "enum" in schema:
-            choices = " | ".join(json.dumps(value) for value in schema["enum"])
-            return f"{quote} ({choices}) {quote}"
-        return "text"
-    if schema.get("type") in ("integer", "number", "boolean", "null"):
-        return schema_rule(schema)  # which is written as in JSON
+def _value_rule(argument: ArgumentSchema, quote: str) -> str:
+    types = argument.types
+    if types is not None and argument.is_text:
+        choices = text_choices(argument)
+        return "text" if choices is None else f"{quote} ({choices}) {quote}"
+    if types is not None and types <= {"integer", "number", "boolean", "null"}:
+        return schema_rule(argument.schema, argument.root)  # which is written as in JSON
     return "value"
+
+
+def _gemma(name: str, marks: GemmaMarks) -> ToolFormat:
+    return ToolFormat(
+        name,
+        lambda use: parse_gemma(marks, use.tools),
+        lambda use, mark: gemma_grammar(marks, use, mark),
+        told_by=((marks.begin,),),
+        begins=(marks.begin,),
+        special_tokens=(marks.begin, marks.end, marks.quote),
+    )
+
+
+GEMMA = _gemma("gemma4", GEMMA_4)
+FUNCTIONGEMMA = _gemma("functiongemma", FUNCTION_GEMMA)

@@ -17,6 +17,7 @@ from manyroots.text.chat_output import AnswerWriter, Parse
 from manyroots.text.formats.call_grammars import arguments_rule
 from manyroots.text.formats.reader import Reader, Wait
 from manyroots.text.formats.thinking import Mark
+from manyroots.text.formats.tool_format import ToolFormat
 from manyroots.text.tools import ToolUse
 
 START, END, MESSAGE, CHANNEL = "<|start|>", "<|end|>", "<|message|>", "<|channel|>"
@@ -91,3 +92,14 @@ def harmony_grammar(use: ToolUse, mark: Mark) -> str:
         for tool in use.callable_tools
     )
     return "\n".join([f"start: thoughts {mark(CHANNEL)} ({calls})", *_thoughts(mark)])
+
+
+HARMONY = ToolFormat(
+    "openai",
+    lambda use: parse_harmony(with_calls=use.is_on),
+    harmony_grammar,
+    told_by=((CHANNEL, MESSAGE),),
+    aliases=("gpt-oss",),
+    special_tokens=MARKS,
+    prefix=harmony_prefix,
+)

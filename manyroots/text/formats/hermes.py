@@ -8,39 +8,13 @@ from __future__ import annotations
 
 import json
 
-from manyroots.text.chat_output import AnswerWriter
 from manyroots.text.formats.call_grammars import json_call, repeated
-from manyroots.text.formats.json_calls import NotACallError, read_call
-from manyroots.text.formats.reader import Reader, Wait
+from manyroots.text.formats.json_calls import parse_marked
 from manyroots.text.formats.thinking import Mark
+from manyroots.text.formats.tool_format import ToolFormat
 from manyroots.text.tools import ToolUse
 
 BEGIN, END = "<tool_call>", "</tool_call>"
-
-
-def parse_hermes(reader: Reader, writer: AnswerWriter) -> Wait:
-    while (yield from reader.until(BEGIN, to=writer.content)):
-        yield from _calls(reader, writer)
-
-
-def _calls(reader: Reader, writer: AnswerWriter) -> Wait:
-    """What is between two marks: usually one call."""
-    has_call = False
-    while True:
-        yield from reader.skip_space()
-        if (yield from reader.begins(END)):
-            return
-        try:
-            yield from read_call(reader, writer)
-            has_call = True
-        except NotACallError as error:
-            if has_call:  # nothing after a call is part of the answer
-                yield from reader.collect(END)
-                return
-            writer.content(BEGIN + error.text)
-            rest, mark = yield from reader.collect(END)
-            writer.content(rest + (mark or ""))
-            return
 
 
 def hermes_grammar(use: ToolUse, mark: Mark) -> str:
@@ -54,3 +28,13 @@ def hermes_grammar(use: ToolUse, mark: Mark) -> str:
             f"one: {calls}",
         ]
     )
+
+
+HERMES = ToolFormat(
+    "hermes",
+    lambda use: parse_marked((BEGIN,), (END,)),
+    hermes_grammar,
+    told_by=((BEGIN,),),
+    aliases=("qwen", "qwen25", "granite4"),
+    begins=(BEGIN,),
+)

@@ -1,42 +1,21 @@
-"""Calls as Llama 3 writes them: {"name": ..., "parameters": {...}}, the whole answer or behind
-<|python_tag|>; several are parted by semicolons.
+"""Calls as Llama 3 writes them: {"name": ..., "parameters": {...}}, alone, among other text or
+behind <|python_tag|>; several are parted by semicolons.
 
-A format: reads text, tells calls and content. An answer that begins like a call and is none is
-content.
+A format: reads text, tells calls and content. An object that does not name one of the tools, or has
+no arguments, is content.
 """
 
 from __future__ import annotations
 
 import json
 
-from manyroots.text.chat_output import AnswerWriter
 from manyroots.text.formats.call_grammars import json_call, repeated
-from manyroots.text.formats.json_calls import NotACallError, read_call
-from manyroots.text.formats.reader import Reader, Wait
+from manyroots.text.formats.json_calls import parse_unmarked
 from manyroots.text.formats.thinking import Mark
+from manyroots.text.formats.tool_format import ToolFormat
 from manyroots.text.tools import ToolUse
 
 PYTHON_TAG = "<|python_tag|>"
-
-
-def parse_llama(reader: Reader, writer: AnswerWriter) -> Wait:
-    space = yield from reader.skip_space()
-    is_call = (yield from reader.peek()) == "{"
-    if not is_call:
-        writer.content(space)
-        is_call = bool((yield from reader.until(PYTHON_TAG, to=writer.content)))
-    while is_call:
-        yield from reader.skip_space()
-        try:
-            yield from read_call(reader, writer)
-        except NotACallError as error:
-            writer.content(error.text)
-            break
-        while (yield from reader.peek()) in tuple(" \n\t;,"):
-            reader.skip()
-        is_call = bool((yield from reader.peek()))
-        yield from reader.begins(PYTHON_TAG)
-    yield from reader.rest(writer.content)
 
 
 def llama_grammar(use: ToolUse, mark: Mark) -> str:
@@ -44,3 +23,14 @@ def llama_grammar(use: ToolUse, mark: Mark) -> str:
     calls = " | ".join(json_call(tool, "parameters") for tool in use.callable_tools)
     more = f"{json.dumps('; ')} call"
     return f"start: {repeated(use, 'call', more)}\ncall: {calls}"
+
+
+LLAMA = ToolFormat(
+    "llama3_json",
+    lambda use: parse_unmarked(use.names, hidden=(PYTHON_TAG,)),
+    llama_grammar,
+    told_by=(('"parameters": dictionary of argument',), (PYTHON_TAG,)),
+    aliases=("llama4_json", "llama3"),
+    begins=(PYTHON_TAG,),
+    special_tokens=(PYTHON_TAG,),
+)

@@ -10,12 +10,14 @@ import hashlib
 import json
 import secrets
 import string
+from dataclasses import replace
 
 from manyroots.text.chat_output import AnswerWriter
 from manyroots.text.formats.call_grammars import arguments_rule, json_call, repeated
-from manyroots.text.formats.json_calls import NotACallError, copy_value, read_call
+from manyroots.text.formats.json_calls import copy_value, read_list
 from manyroots.text.formats.reader import Reader, Wait
 from manyroots.text.formats.thinking import Mark
+from manyroots.text.formats.tool_format import ToolFormat
 from manyroots.text.tools import ToolUse
 
 CALLS, ARGUMENTS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
@@ -37,32 +39,11 @@ def as_mistral_id(text: str) -> str:
 def parse_mistral(reader: Reader, writer: AnswerWriter) -> Wait:
     while (yield from reader.until(CALLS, to=writer.content)):
         space = yield from reader.skip_space()
-        if (yield from reader.peek()) == "[":
-            yield from _list(reader, writer)
+        if (yield from reader.peek()) in ("[", "{"):
+            has_call, text = yield from read_list(reader, writer)
+            writer.content(text if has_call else CALLS + space + text)
         else:
             yield from _named(reader, writer, space)
-
-
-def _list(reader: Reader, writer: AnswerWriter) -> Wait:
-    reader.skip()
-    text = f"{CALLS}["
-    while True:
-        yield from reader.skip_space()
-        character = yield from reader.peek()
-        if not character:
-            return
-        if character == "]":
-            reader.skip()
-            return
-        if character == ",":
-            reader.skip()
-            continue
-        try:
-            yield from read_call(reader, writer)
-            text = ""
-        except NotACallError as error:
-            writer.content(text + error.text)
-            return
 
 
 def _named(reader: Reader, writer: AnswerWriter, space: str) -> Wait:
@@ -98,3 +79,16 @@ def mistral_named_grammar(use: ToolUse, mark: Mark) -> str:
         for tool in use.callable_tools
     )
     return f"start: {repeated(use, 'call', 'call')}\ncall: {mark(CALLS)} ({one})"
+
+
+MISTRAL = ToolFormat(
+    "mistral",
+    lambda use: parse_mistral,
+    mistral_grammar,
+    told_by=((CALLS,),),
+    begins=(CALLS,),
+    special_tokens=(CALLS, ARGUMENTS, CALL_ID),
+    new_id=mistral_id,
+    fit_id=as_mistral_id,
+)
+MISTRAL_NAMED = replace(MISTRAL, grammar=mistral_named_grammar, told_by=((CALLS, ARGUMENTS),))

@@ -30,6 +30,11 @@ class Reader:
     def close(self) -> None:
         self.is_over = True
 
+    def unread(self, text: str) -> None:
+        """Give back text that was taken, to be read again."""
+        self._text = text + self._text[self._place :]
+        self._place = 0
+
     def take(self) -> str:
         """All that is there."""
         text = self._text[self._place :]

@@ -12,9 +12,12 @@ from manyroots.text.chat_output import ContentDelta, ToolCallArguments, ToolCall
 from manyroots.text.formats.choice import choose_format
 from manyroots.text.tools import NO_TOOLS, check_tools
 from tests.unit.text.recorded_answers import QWEN, RECORDED, TOOLS, Recorded, joined, pieces, plain
+from tests.unit.text.recorded_slips import SLIPS
+
+ALL = RECORDED + SLIPS
 
 
-@pytest.mark.parametrize("recorded", RECORDED, ids=lambda recorded: recorded.name)
+@pytest.mark.parametrize("recorded", ALL, ids=lambda recorded: recorded.name)
 def test_g02_a_recorded_text_means_what_it_says(recorded: Recorded) -> None:
     output = recorded.output()
     events = output.push(recorded.text) + output.finish()
@@ -22,7 +25,7 @@ def test_g02_a_recorded_text_means_what_it_says(recorded: Recorded) -> None:
     assert joined(events) == output.answer
 
 
-@pytest.mark.parametrize("recorded", RECORDED, ids=lambda recorded: recorded.name)
+@pytest.mark.parametrize("recorded", ALL, ids=lambda recorded: recorded.name)
 def test_g02_streamed_equals_whole_whatever_the_pieces(recorded: Recorded) -> None:
     rng = random.Random(recorded.name)
     cuts = [list(recorded.text)] + [pieces(recorded.text, rng) for _ in range(30)]

@@ -68,11 +68,11 @@ def test_g02_a_format_is_chosen_by_the_template(name: str) -> None:
         ("<think> </think>", ("<think>", "</think>")),
         ("{% set x = m.split('</think>') %}", ("<think>", "</think>")),
         ("[THINK] [/THINK]", ("[THINK]", "[/THINK]")),
-        ("<|channel>thought <channel|>", ("<|channel>thought\n", "<channel|>")),
+        ("<|channel>thought <channel|>", ("<|channel>", "<channel|>", "thought\n", True)),
         ("nothing", None),
     ],
 )
-def test_g03_reasoning_is_chosen_by_the_template(words: str, marks: tuple[str, str] | None) -> None:
+def test_g03_reasoning_is_chosen_by_the_template(words: str, marks: tuple[Any, ...] | None) -> None:
     chosen = choose_format(words)
     assert chosen.thinking == (None if marks is None else ThinkingMarks(*marks))
     assert choose_format(words, None, "none").thinking is None

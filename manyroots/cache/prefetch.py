@@ -2,6 +2,8 @@
 
 Whether storage has a page is known only when it answers. A ticket asks for every page behind what
 was found, family by family; when all answers are in, what arrived becomes findable on the host.
+One state is enough to resume from. Where the host has fewer units for states than a prompt has
+pages, states are asked for after the pages: the newest ones of what storage has.
 Who asks for all or nothing keeps meanwhile what the host has of it already (`keeping.py`).
 """
 
@@ -51,6 +53,10 @@ class Ticket:
     refusal: Refusal | None = None
     """Why it was not asked."""
     units: dict[CopyId, tuple[Plane, Units]] = field(default_factory=dict)
+    begins: dict[CopyId, int] = field(default_factory=dict)
+    """The first page, of those asked for, that each copy is of."""
+    late: tuple[Plane, ...] = ()
+    """Of states that are asked for when it is known how many pages storage has."""
     arrived: dict[CopyId, Bools] = field(default_factory=dict)
     is_barred: bool = False
     """A namespace of it was evicted since: the answer is published nowhere."""
@@ -159,29 +165,61 @@ class Prefetcher:
     def _take(self, ticket: Ticket, hashes: list[bytes]) -> bool:
         """Take host units for as many pages as there is room for; False if there is none."""
         host = self._index.layout.host
-        count = min(len(hashes), *(self._index.pools[p.index].num_available for p in host))
+        ticket.late = tuple(p for p in host if self._num_states(p, len(hashes)) < len(hashes))
+        at_once = [plane for plane in host if plane not in ticket.late]
+        count = min(len(hashes), *(self._index.pools[p.index].num_available for p in at_once))
         if count == 0:
             return False
         ticket.asked = tuple(hashes[:count])
         self._asked.update(dict.fromkeys(ticket.asked, ticket))
-        for plane in host:
-            pool, copy_id = self._index.pools[plane.index], self._next_id()
-            if count > pool.num_free:
-                self._evictors[plane.index].evict(count - pool.num_free)
-            units = pool.take(count)
-            ticket.units[copy_id] = (plane, units)
-            self._tickets[copy_id] = ticket
-            self._outbox.append(
-                Copy(copy_id, plane.family_index, Tier.STORAGE, Tier.HOST,
-                     np.empty(0, np.int32), units.astype(np.int32), ticket.asked)
-            )  # fmt: skip
+        for plane in at_once:
+            self._send(ticket, plane, 0, count)
         return True
+
+    def _send(self, ticket: Ticket, plane: Plane, begin: int, end: int) -> None:
+        """Ask for some of a ticket's pages, of one family."""
+        pool, copy_id, count = self._index.pools[plane.index], self._next_id(), end - begin
+        if count > pool.num_free:
+            self._evictors[plane.index].evict(count - pool.num_free)
+        units = pool.take(count)
+        ticket.units[copy_id], ticket.begins[copy_id] = (plane, units), begin
+        self._tickets[copy_id] = ticket
+        self._outbox.append(
+            Copy(copy_id, plane.family_index, Tier.STORAGE, Tier.HOST,
+                 np.empty(0, np.int32), units.astype(np.int32), ticket.asked[begin:end])
+        )  # fmt: skip
+
+    def _num_states(self, plane: Plane, num_pages: int) -> int:
+        """How many states to ask for, of so many pages: where pages of another family say how far
+        storage has them, no more than leaves room for others. Of other families, all."""
+        is_led = any(p.family.is_ordered for p in self._index.layout.spine)
+        if not plane.family.is_state or not is_led:
+            return num_pages
+        num_taken, num_available = self.room(plane)
+        most = max(1, int(MOST_KEPT * plane.num_units) - num_taken)
+        return min(num_pages, num_available, most)
+
+    def _ask_states(self, ticket: Ticket) -> None:
+        """It is known how many pages storage has: ask for the newest states of those."""
+        late, ticket.late = ticket.late, ()
+        count = 0 if ticket.is_barred else self._count_useful(ticket)
+        for plane in late:
+            num_states = self._num_states(plane, count)
+            if num_states:
+                self._send(ticket, plane, count - num_states, count)
+
+    def _count_useful(self, ticket: Ticket) -> int:
+        """How many of the pages that were asked for, from the front, are worth a place."""
+        spine = self._index.layout.spine
+        supports = [ticket.arrived[i] for i, (plane, _) in ticket.units.items() if plane in spine]
+        return _useful(supports, any(p.family.is_ordered for p in spine))
 
     def _refusal(self, own: Keep, num_pages: int) -> Refusal | None:
         """Why there is no room for so many pages, if there is none on some plane: now, beside what
         others keep and fetch, or ever, beside what is its own."""
-        has_room = True
+        has_room, num_asked = True, num_pages
         for plane in self._index.layout.host:
+            num_pages = max(1, self._num_states(plane, num_asked))
             num_own = len(own.units.get(plane.index, ()))
             if num_own + num_pages > plane.num_units:
                 return Refusal.TOO_LARGE
@@ -206,6 +244,8 @@ class Prefetcher:
         if ticket is None:
             return None
         ticket.arrived[done.copy_id] = np.asarray(done.arrived)
+        if ticket.is_done and ticket.late:
+            self._ask_states(ticket)
         if ticket.is_done:
             self._settle(ticket)
         return ticket.units[done.copy_id][0].family_index
@@ -215,22 +255,17 @@ class Prefetcher:
             if self._asked.get(digest) is ticket:
                 del self._asked[digest]
         index = self._index
-        spine = {plane.index for plane in index.layout.spine}
-        answers = [(plane, units, ticket.arrived[i]) for i, (plane, units) in ticket.units.items()]
-        supports = [arrived for plane, _, arrived in answers if plane.index in spine]
-        count = _useful(supports, any(p.family.is_ordered for p in index.layout.spine))
+        count = self._count_useful(ticket)
         ticket.is_whole = count == len(ticket.asked)
         ticket.num_useful_pages = count
         if count and not ticket.is_barred:
             keys = ticket.keys[: count * index.layout.page_size * 4]
-            self._publish(ticket, count, keys, answers)
-        for plane, units, _ in answers:
+            self._publish(ticket, count, keys)
+        for plane, units in ticket.units.values():
             index.pools[plane.index].drop(units)
         self._publisher.offer_path(ticket.cursor)
 
-    def _publish(
-        self, ticket: Ticket, count: int, keys: bytes, answers: list[tuple[Plane, Units, Bools]]
-    ) -> None:
+    def _publish(self, ticket: Ticket, count: int, keys: bytes) -> None:
         cursor = ticket.cursor
         while not cursor.is_attached and cursor.parent is not None:
             cursor = cursor.parent
@@ -244,8 +279,11 @@ class Prefetcher:
             self._index.fill_hashes(node)
             for depth in range(max(ticket.first, node.first), min(end, node.end)):
                 place = depth - node.first
-                for plane, units, arrived in answers:
-                    at = depth - ticket.first
+                for copy_id, (plane, units) in ticket.units.items():
+                    at = depth - ticket.first - ticket.begins[copy_id]
+                    arrived = ticket.arrived[copy_id]
+                    if not 0 <= at < len(units):
+                        continue
                     if arrived[at] and node.units[plane.index][place] == ABSENT:
                         self._index.add(node, plane.index, np.array([place]), units[at : at + 1])
         ticket.cursor = path[-1]

@@ -551,6 +551,25 @@ class TestPrefetch:
         assert new.serve(KEY, PROMPT) == 6
         assert held(new) == [0] * len(new.layout.planes)
 
+    @pytest.mark.parametrize("num_states", [1, 2])
+    def test_t06_states_come_back_where_the_host_has_fewer_units_than_the_prompt_has_pages(
+        self, num_states: int
+    ) -> None:
+        """T06: pages first, then the newest states of those that storage has; for a longer
+        prompt, too, of which storage has the beginning alone."""
+        old, _ = self.warm(Capacity(FULL_ATTENTION, 16, 16), Capacity(recurrent(1), 16, 16))
+        few = (Capacity(FULL_ATTENTION, 16, 16), Capacity(recurrent(1), 16, num_states))
+        for prompt in (PROMPT, [*PROMPT, *range(30, 36)]):
+            new = ByHand(*few, policies=CachePolicies(uses_storage=True), storage=old.storage)
+            assert new.cache.prefetch(KEY, ints(*prompt)) is not None
+            for _ in range(3):
+                new.settle()
+            assert not new.cache.has_transfers
+            assert new.serve(KEY, prompt) == 6
+            for _ in range(3):
+                new.settle()
+            assert held(new) == [0] * len(new.layout.planes)
+
     def test_t04_only_what_neither_device_nor_host_has_is_asked_for(self) -> None:
         """T04: nothing for a prompt that is all there."""
         old, new = self.warm(Capacity(FULL_ATTENTION, 16, 16))

@@ -75,6 +75,11 @@ class ServerSettings:
     log_stats: bool = option(
         True, "Every ten seconds while busy, log what runs and waits, and tokens per second."
     )
+    page: bool = option(
+        True,
+        "Show the cache, the scheduler and the adapters at /. Its data needs the admin key, or "
+        "without one a browser on this machine.",
+    )
     otlp_traces_endpoint: str | None = option(
         None, "Send a span per request to this OTLP endpoint, as http://host:4318/v1/traces."
     )

@@ -235,6 +235,8 @@ class StepResult:
     """Loads that have ended since the last result, in any order."""
     seconds: float = 0.0
     """How long the model computed; 0 where nobody measured."""
+    is_graph: bool = False
+    """Whether a captured graph computed it, and not kernel by kernel."""
 
 
 class Runner(Protocol):

@@ -22,13 +22,22 @@ from manyroots.api.chat import chat_completions
 from manyroots.api.completions import completions
 from manyroots.api.control import CONTROL_ENDPOINTS
 from manyroots.api.embeddings import embeddings
-from manyroots.api.endpoints import TEXT, Endpoint, post
+from manyroots.api.endpoints import HTML, JSON, TEXT, Endpoint, post
 from manyroots.api.errors import EXCEPTION_HANDLERS
 from manyroots.api.lora import LORA_ENDPOINTS
-from manyroots.api.middleware import Farewells, HeaderLimits, Hosts, Keys, RequestIds, RootPath
+from manyroots.api.middleware import (
+    OPEN_PATHS,
+    Farewells,
+    HeaderLimits,
+    Hosts,
+    Keys,
+    RequestIds,
+    RootPath,
+)
 from manyroots.api.openai_responses.route import responses
 from manyroots.api.openai_responses.shapes import ResponseObject, ResponsesRequest
 from manyroots.api.openapi import openapi_endpoints
+from manyroots.api.page.routes import page_endpoints, page_files, show_root
 from manyroots.api.requests import (
     ChatRequest,
     CompletionRequest,
@@ -70,7 +79,8 @@ def _cors(settings: ServerSettings) -> list[Middleware]:
 def endpoints(settings: ServerSettings) -> list[Endpoint]:
     """Everything that this server answers."""
     known = [
-        Endpoint("/", about.root, "What this is."),
+        Endpoint("/", show_root if settings.page else about.root, "What this is; the page.",
+                 media=(JSON, HTML) if settings.page else (JSON,)),
         Endpoint("/live", about.live, "Whether the process is up."),
         Endpoint("/health", about.health, "Whether it can answer."),
         Endpoint("/ready", about.ready, "Whether to send requests here."),
@@ -110,6 +120,7 @@ def endpoints(settings: ServerSettings) -> list[Endpoint]:
             "/tokenizer_info", tokenizer_info, "Special tokens, and the chat template.",
             answer=TokenizerInfo,
         ),
+        *page_endpoints(settings),
         *(CONTROL_ENDPOINTS if settings.admin_key is not None else ()),
         *(LORA_ENDPOINTS if settings.enable_lora_endpoints else ()),
     ]  # fmt: skip
@@ -143,6 +154,7 @@ def create_app(state: ServerState) -> Starlette:
                 api_key=settings.api_key,
                 admin_key=settings.admin_key,
                 admin_paths=frozenset(endpoint.path for endpoint in known if endpoint.is_admin),
+                open_paths=OPEN_PATHS | (page_files().keys() if settings.page else set()),
             ),
             Middleware(Hosts),
         ],

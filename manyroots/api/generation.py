@@ -63,7 +63,7 @@ async def generate(
 
 def _tell(watch: RequestWatch, index: int, delta: TextDelta) -> None:
     end = None if delta.finish_reason is None else delta.finish_reason.value
-    watch.saw(index, len(delta.tokens), delta.num_cached_tokens, end)
+    watch.saw(index, delta.tokens, delta.num_cached_tokens, end)
 
 
 async def _merged(
@@ -123,6 +123,8 @@ class _Sequence:
         delta = self._assembler.push(output)
         if output.adapter_was is not None:
             self._timer.adapter_was = output.adapter_was
+        if output.cache_use is not None:
+            self._timer.reused(output.num_cached_tokens)
         self._timer.tokens(len(delta.tokens))
         if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
             self._reason = output.finish_reason

@@ -74,6 +74,7 @@ async def _unload(service: Service, name: str) -> LoraUnloaded:
             service.adapters.put_back(removed)
         raise
     service.metrics.adapters.forget(name)
+    service.metrics.reuse.forget(name)
     return LoraUnloaded(
         lora_name=name,
         status="draining" if reply.num_requests else "unloaded",

@@ -139,12 +139,14 @@ class Keys:
         api_key: str | None,
         admin_key: str | None,
         admin_paths: frozenset[str],
+        open_paths: frozenset[str] = OPEN_PATHS,
     ) -> None:
         assert admin_key is not None or not admin_paths
         self._app = app
         self._api_key = None if api_key is None else api_key.encode()
         self._admin_key = b"" if admin_key is None else admin_key.encode()
         self._admin_paths = admin_paths
+        self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error = self._refusal(scope) if scope["type"] == "http" else None
@@ -163,7 +165,9 @@ class Keys:
                     403, "This needs the admin key; the API key is for generating alone."
                 )
             return _unauthorized("admin key")
-        if self._api_key is None or scope["path"] in OPEN_PATHS or _is_same(given, self._api_key):
+        if self._api_key is None or scope["path"] in self._open_paths:
+            return None
+        if _is_same(given, self._api_key):
             return None
         return _unauthorized("API key")
 

@@ -169,6 +169,8 @@ class _Server:
         finally:
             if stats is not None:
                 stats.cancel()
+            if self._state.page is not None:
+                self._state.page.close()
             # Requests that still run end with an error when their engine closes.
             await self._engine.close()
             self._web.should_exit = True
@@ -232,6 +234,8 @@ class _Server:
         self._state.loaded = await asyncio.to_thread(
             load_service, self._engine, self._engine_settings, self._settings, early.result()
         )
+        if self._settings.page:
+            self._state.keep_traffic(self._engine.info.page_size)
         self._on_ready()
         ready_s = time.monotonic() - begin
         logger.info("ready in %.1f s: engine and tokenizer %.1f s, the rest %.1f s",

@@ -12,7 +12,7 @@ import random
 import time
 from collections import Counter as Tally
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from starlette.requests import Request
 
@@ -27,11 +27,15 @@ from manyroots.intake import Intake
 from manyroots.messages import EngineInfo
 from manyroots.observe.metrics import Metrics
 from manyroots.observe.requests import RequestFacts, RequestWatch, Sink, log_request
+from manyroots.observe.traffic import TrafficRing
 from manyroots.server_config import ServerSettings
 from manyroots.text.chat import ChatTemplate, load_chat_template
 from manyroots.text.generation_config import NO_DEFAULTS, SamplingDefaults, sampling_defaults
 from manyroots.text.tokenizer import Tokenizer
 from manyroots.text.tokenizer_files import load_tokenizer
+
+if TYPE_CHECKING:
+    from manyroots.api.page.hub import PageHub
 
 T = TypeVar("T")
 
@@ -147,7 +151,16 @@ class ServerState:
         self.read_timeouts: Tally[str] = Tally({"headers": 0, "body": 0})
         """Requests that were given up half sent, by what was missing."""
 
+        self.page: PageHub | None = None
+        """Made when a page is first opened."""
+        self.traffic: TrafficRing | None = None
+        """The last requests without their texts, once the model is loaded; None without a page."""
         self.request_sinks: list[Sink] = [log_request] if settings.enable_log_requests else []
+
+    def keep_traffic(self, page_size: int) -> None:
+        """Remember the last requests for the page, without their texts."""
+        self.traffic = TrafficRing(page_size)
+        self.request_sinks.append(self.traffic.take)
 
     def watch(self, facts: RequestFacts) -> RequestWatch:
         return RequestWatch(facts, self.request_sinks)

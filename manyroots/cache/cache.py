@@ -11,7 +11,7 @@ Order within a step (C01): claim every request that may begin, then onboard and 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from manyroots.cache.costs import Costs
@@ -21,6 +21,7 @@ from manyroots.cache.fork_share import ForkShare
 from manyroots.cache.growth import Growth
 from manyroots.cache.holding import NO_WALK, Holder
 from manyroots.cache.index import Index
+from manyroots.cache.inspection import TreeWalk, plane_views
 from manyroots.cache.keeping import Keep, Keeper
 from manyroots.cache.keys import ENDLESS, PageHasher, PrefixKey
 from manyroots.cache.lease import Checkpoint, Lease
@@ -46,6 +47,7 @@ from manyroots.cache.transfers import UnitTransfers
 from manyroots.cache.tree import TOKEN_BYTES, Node
 from manyroots.cache.writeback import WriteBacker
 from manyroots.ids import AdapterDigest, Namespace, StepId, Tier
+from manyroots.snapshot import PlaneView
 from manyroots.step import Copy, CopyDone, Int32s
 
 MOST_OVERLAP_S = 0.1
@@ -160,8 +162,10 @@ class PrefixCache:
         num_cached = lease.num_cached_tokens
         if num_cached and self.layout.host:
             self._writer.reused(lease.serial, nearest_attached(lease.cursor))
-        if is_first and num_cached and lease.ahead is None:
-            self.publisher.asked_again(lease)
+        if is_first and num_cached:
+            nearest_attached(lease.cursor).num_hits += 1
+            if lease.ahead is None:
+                self.publisher.asked_again(lease)
         if not is_first or not self._policies.reuse:
             return
         if self._learns_turns and lease.junction:
@@ -497,6 +501,30 @@ class PrefixCache:
     def take_events(self) -> list[CacheEvent]:
         events, self.index.events = self.index.events, []
         return events
+
+    # Looking, which changes nothing
+
+    def walk_tree(self, number: Callable[[Namespace], int]) -> TreeWalk:
+        """A walk over what is indexed; `number` stands for a namespace."""
+        return TreeWalk(self.index, number)
+
+    def held_by(self, lease: Lease) -> tuple[int, int]:
+        """Pages of the first family that a lease holds, and the node that its path ends in."""
+        return len(lease.tables[0]) - lease.first_live[0], nearest_attached(lease.cursor).serial
+
+    def plane_views(self) -> list[PlaneView]:
+        """Counts of every plane, which balance."""
+        return plane_views(self.index)
+
+    def next_evicted(self, most: int) -> list[tuple[int, int]]:
+        """(node, pages) of the device's first plane, in the order in which they would go, by at
+        most so many nodes."""
+        return [(node.serial, node.counts[0]) for node in self.evictors[0].in_order(most)]
+
+    @property
+    def num_uses(self) -> int:
+        """The clock by which nodes remember their last use."""
+        return self.publisher.num_uses
 
     def stats(self) -> CacheStats:
         return CacheStats(

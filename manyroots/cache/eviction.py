@@ -152,15 +152,21 @@ class Evictor:
     def next_nodes(self, count: int) -> list[Node]:
         """Nodes whose units would go next, up to `count` units; changes nothing."""
         nodes: list[Node] = []
-        others, kept = self._others.in_order(), self._kept.in_order()
-        ahead = heapq.merge(others, kept) if self._excess() > 0 else chain(others, kept)
-        for _, _, node, _ in islice(ahead, LOOK_AHEAD):
+        for node in self.in_order(LOOK_AHEAD):
             if count <= 0:
                 break
-            if self._can_go(node):
-                nodes.append(node)
-                count -= node.counts[self._plane.index]
+            nodes.append(node)
+            count -= node.counts[self._plane.index]
         return nodes
+
+    def in_order(self, most_entries: int) -> Iterator[Node]:
+        """Nodes in the order in which their units would go, by so many entries of the queues;
+        changes nothing."""
+        others, kept = self._others.in_order(), self._kept.in_order()
+        ahead = heapq.merge(others, kept) if self._excess() > 0 else chain(others, kept)
+        for _, _, node, _ in islice(ahead, most_entries):
+            if self._can_go(node):
+                yield node
 
     def loose(self, node: Node, count: int) -> Indices:
         """Pages of a node whose units can go, ascending: the `count` that should go first."""

@@ -49,6 +49,11 @@ class Publisher:
         self._near = [evictors[plane] for plane in near]
         """Of families that keep pages near places to go on from."""
 
+    @property
+    def num_uses(self) -> int:
+        """Uses of the cache so far."""
+        return self._tick
+
     def asked_again(self, lease: Lease) -> None:
         """A prompt was found as far as it can be, so that nothing of it will be new. Once that may
         be a talk's next turn of less than a page; the second time it is a prompt that is shared."""

@@ -45,6 +45,7 @@ class Node:
         "last_arrived",
         "last_resumed",
         "last_used",
+        "num_hits",
         "num_pages",
         "owner",
         "parent",
@@ -98,6 +99,8 @@ class Node:
         where a family reads only what is near."""
         self.last_arrived = 0
         """When a copy to the host last ended here or below; counts as use there alone."""
+        self.num_hits = 0
+        """Requests that resumed from here, or from what has gone from below it."""
         self.is_fork = False
         """Whether requests have gone on from here in more ways than one, or have asked for it
         again as it is; or from anything that has gone from below it."""
@@ -335,6 +338,7 @@ class PrefixTree:
                 del self.first_pages[known]
         parent.last_used = max(parent.last_used, *(gone.last_used for gone in removed))
         parent.is_fork = parent.is_fork or any(gone.is_fork for gone in removed)
+        parent.num_hits += sum(gone.num_hits for gone in removed)
         for plane in range(self._num_planes):
             parent.below[plane] -= int(node.counts[plane] > 0)
         for gone in removed:

@@ -140,6 +140,10 @@ class AdapterDirectory:
         self._outputs.append(Output(request_id, [], FinishReason.ABORT, 0))
         return True
 
+    def waiting(self) -> list[Submit]:
+        """Requests that wait until their adapter's files are read."""
+        return [m for e in self._entries.values() for m in e.waiting if isinstance(m, Submit)]
+
     def where(self, name: AdapterName) -> Tier | None:
         """Where a request that comes now finds the weights; None if the name means nothing."""
         if name not in self._entries:

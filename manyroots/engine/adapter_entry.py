@@ -7,6 +7,7 @@ as many adapters, and taking one out walks over none of the others. Knows no rea
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from manyroots.adapter_names import LoraModule
@@ -28,6 +29,9 @@ class WaitingMessages:
 
     def __len__(self) -> int:
         return len(self._messages)
+
+    def __iter__(self) -> Iterator[Message]:
+        return iter(self._messages.values())
 
     @property
     def has_unload(self) -> bool:

@@ -21,10 +21,11 @@ from manyroots.cache.policies import CachePolicies
 from manyroots.config import EngineSettings
 from manyroots.engine.adapter_directory import AdapterDirectory
 from manyroots.engine.adapter_folders import check_folders
-from manyroots.engine.adapter_runtime import adapter_limits
+from manyroots.engine.adapter_runtime import adapter_limits, slot_bytes
 from manyroots.engine.grammar_compiles import GrammarCompiles
 from manyroots.engine.loop import EngineLoop, EventSink, TakeWeights
 from manyroots.engine.self_check import SelfCheck
+from manyroots.engine.snapshots import EngineMemory, EngineParts
 from manyroots.engine.tiers import check_tiers, model_identity, tier_policies
 from manyroots.engine.weight_folders import file_states, find_weights
 from manyroots.engine.worker import Executor, execute_alone
@@ -49,6 +50,8 @@ class Engine:
 
     loop: EngineLoop
     info: EngineInfo
+    parts: EngineParts
+    """What snapshots are taken of."""
 
 
 def build_engine(
@@ -91,17 +94,33 @@ def build_engine(
     if executor.adapters is not None:
         files = executor.adapters.files
         directory = AdapterDirectory(settings.lora, scheduler, files, base_names=base_names)
+    compiles = GrammarCompiles(executor.grammars)
     loop = EngineLoop(
         scheduler,
         executor.runner if watch is None else watch(executor.runner),
         directory=directory,
-        compiles=GrammarCompiles(executor.grammars),
+        compiles=compiles,
         alarm=executor.alarm,
         events=_make_events(settings, scheduler),
         make_check=_make_check(settings, scheduler, executor),
         take_weights=_take_weights(settings, model, page_size),
     )
-    return Engine(loop, info)
+    ranks = model.shard.size
+    parts = EngineParts(
+        scheduler,
+        cache,
+        adapters,
+        directory,
+        compiles,
+        EngineMemory(
+            ranks * model.num_bytes,
+            ranks * (slot_bytes(settings.lora, model, model.dtype) if directory else 0),
+            [ranks * size for size in memory.unit_bytes],
+        ),
+        settings.scheduler.max_num_seqs,
+        settings.scheduler.max_num_batched_tokens,
+    )
+    return Engine(loop, info, parts)
 
 
 def free_memory() -> None:

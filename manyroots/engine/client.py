@@ -23,6 +23,7 @@ from manyroots.messages import (
     Submit,
 )
 from manyroots.progress import Progress
+from manyroots.snapshot import Snapshot
 
 NO_COUNTS = Stats(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
 """Of an engine that has nothing: before its first step, and while its process is gone."""
@@ -139,6 +140,16 @@ class EngineClient(Protocol):
 
     async def wake(self) -> None:
         """Return when it serves again."""
+        ...
+
+    async def look(
+        self, *, since_step: int = 0, wants_tree: bool = False, explain_step: int | None = None
+    ) -> Snapshot:
+        """What the engine does now. Raises UnavailableError if it is gone, or goes meanwhile."""
+        ...
+
+    def abort(self, request_id: RequestId) -> bool:
+        """End a sequence: its caller is told that the engine gave it up. False if it is unknown."""
         ...
 
     def watch(self, watch: EngineWatch) -> None:

@@ -70,6 +70,10 @@ class GrammarCompiles:
             ready += submits
         return ready, refused
 
+    def waiting(self) -> list[Submit]:
+        """Requests whose grammar is being compiled."""
+        return [submit for submits in self._waiting.values() for submit in submits]
+
     def _hold(self, submit: Submit, grammar: CompiledGrammar) -> None:
         self._held[submit.request_id] = grammar
 

@@ -40,6 +40,7 @@ from manyroots.messages import (
     Submit,
     UnloadLora,
 )
+from manyroots.observe.steps import StepRing
 from manyroots.scheduler.scheduler import Scheduler
 from manyroots.step import AdapterLoaded, LoadAdapter, LoadId, Plan, Runner, StepResult
 
@@ -158,6 +159,8 @@ class EngineLoop:
         self._asked: deque[Control] = deque()
         """What waits until no step runs."""
         self._is_paused = False
+        self.ring: StepRing | None = None
+        """Notes each step; None where no page will ask."""
         self.tell_begun: Callable[[list[RequestId]], None] = _nobody
         """Told who begins to compute, before the step that does it: if that kills the process,
         they were there."""
@@ -174,6 +177,11 @@ class EngineLoop:
         if self._compiles is not None and self._compiles.has_outcomes:
             return True
         return self._directory is not None and self._directory.has_outcomes
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether no step begins until somebody resumes."""
+        return self._is_paused
 
     @property
     def is_reading(self) -> bool:
@@ -306,6 +314,8 @@ class EngineLoop:
             if plan.arrivals:
                 self.tell_begun([a.request_id for a in plan.arrivals if a.request_id > 0])
             self._launched.append(self._runner.launch(plan))
+            if self.ring is not None:
+                self.ring.launched(plan)
         if len(self._launched) > self._depth or (plan is None and self._launched):
             self._finish_oldest()
         if not self._launched:
@@ -409,6 +419,8 @@ class EngineLoop:
             self._recover(error)
             return
         self._failures_in_a_row = 0
+        if self.ring is not None:
+            self.ring.done(result)
         self._load_timer.answer(result.adapters)
         made = self._scheduler.advance(result)
         self._gathered.outputs.extend(made.outputs)

@@ -20,10 +20,12 @@ import zmq
 from manyroots.collector import keep_for_good, taken_apart_at_exit
 from manyroots.engine.build import build_engine
 from manyroots.engine.loop import EngineLoop
+from manyroots.engine.snapshots import Snapshots
 from manyroots.engine.wire import MessageKind, decode, encode
 from manyroots.errors import ManyrootsError
 from manyroots.ids import RequestId
 from manyroots.messages import Batch
+from manyroots.observe.steps import StepRing
 from manyroots.progress import Progress, in_words, told_to
 
 logger = logging.getLogger(__name__)
@@ -69,7 +71,8 @@ def _serve(socket: Socket, import_s: float) -> int:
     logger.info("engine ready in %.1f s: %s", sum(seconds.values()), in_words(seconds))
     socket.send_multipart(encode(MessageKind.READY, engine.info))
     try:
-        run(socket, engine.loop)
+        engine.loop.ring = StepRing(engine.info.max_num_seqs)
+        run(socket, engine.loop, Snapshots(engine.parts, engine.loop, engine.loop.ring))
     except Exception as error:
         logger.exception("the engine died")
         _say_why(socket, str(error))
@@ -87,7 +90,7 @@ def _say_why(socket: Socket, reason: str) -> None:
         pass
 
 
-def run(socket: Socket, loop: EngineLoop) -> None:
+def run(socket: Socket, loop: EngineLoop, snapshots: Snapshots | None = None) -> None:
     """Take messages whenever there are any, step whenever there is work, and sleep otherwise."""
     with _Bell() as bell:
         loop.wake_by(bell.ring)
@@ -100,14 +103,19 @@ def run(socket: Socket, loop: EngineLoop) -> None:
         sleeper.register(socket, zmq.POLLIN)
         sleeper.register(bell.ear, zmq.POLLIN)
         while True:
-            if not loop.has_work:
+            is_asked = snapshots is not None and snapshots.is_asked
+            if not loop.has_work and not is_asked:
                 sleeper.poll()
                 bell.hush()
             while socket.poll(0):
                 kind, message = decode(socket.recv_multipart())
                 if kind is MessageKind.CLOSE:
                     return
-                loop.handle(message)
+                if kind is MessageKind.SNAPSHOT:
+                    assert snapshots is not None
+                    snapshots.ask(message)
+                else:
+                    loop.handle(message)
             if loop.has_work:
                 outputs = loop.step()
                 batch = Batch(
@@ -118,6 +126,17 @@ def run(socket: Socket, loop: EngineLoop) -> None:
                     loop.take_controls(),
                 )
                 socket.send_multipart(encode(MessageKind.BATCH, batch))
+            if snapshots is not None and snapshots.is_asked:
+                _show(socket, snapshots)
+
+
+def _show(socket: Socket, snapshots: Snapshots) -> None:
+    """Answer the page's oldest question, or go on with it after the next step."""
+    snapshot = snapshots.answer()
+    if snapshot is not None:
+        begin_s = time.thread_time()
+        socket.send_multipart(encode(MessageKind.SEEN, snapshot))
+        snapshots.encode_cpu_s = time.thread_time() - begin_s
 
 
 class _Bell:

@@ -38,6 +38,7 @@ from manyroots.messages import (
     UnloadLora,
 )
 from manyroots.progress import Progress
+from manyroots.snapshot import Snapshot, SnapshotAsk
 
 logger = logging.getLogger("manyroots")
 
@@ -103,6 +104,7 @@ class ProcessClient:
         """What was loaded while the engine ran, by the load that gave the name its content."""
         self._watch: EngineWatch | None = None
         self._controls: dict[int, asyncio.Future[ControlReply]] = {}
+        self._looks: dict[int, asyncio.Future[Snapshot]] = {}
         self._resumed = asyncio.Event()
         self._resumed.set()
         self._woken = asyncio.Event()
@@ -258,6 +260,25 @@ class ProcessClient:
             raise error
         return reply
 
+    async def look(
+        self, *, since_step: int = 0, wants_tree: bool = False, explain_step: int | None = None
+    ) -> Snapshot:
+        child, number = self._serving_child(), next(self._op_ids)
+        answer: asyncio.Future[Snapshot] = asyncio.get_running_loop().create_future()
+        self._looks[number] = answer
+        try:
+            ask = SnapshotAsk(number, since_step, wants_tree, explain_step)
+            child.send(MessageKind.SNAPSHOT, ask)
+            return await answer
+        finally:
+            del self._looks[number]
+
+    def abort(self, request_id: RequestId) -> bool:
+        if request_id not in self._requests or not self._is_serving:
+            return False
+        self._serving_child().send(MessageKind.ABORT, Abort([request_id]))
+        return True
+
     def watch(self, watch: EngineWatch) -> None:
         self._watch = watch
 
@@ -316,6 +337,11 @@ class ProcessClient:
                     mine.has_begun = True
                     if self._watch is not None:
                         self._watch.begun(request_id)
+            return
+        if kind is MessageKind.SEEN:
+            look = self._looks.get(body.op_id)
+            if look is not None and not look.done():
+                look.set_result(body)
             return
         assert isinstance(body, Batch)
         self._stats = body.stats
@@ -392,7 +418,11 @@ class ProcessClient:
 
     def _end_operations(self, reason: str) -> None:
         """Nobody will answer them any more."""
-        waiting: list[asyncio.Future[Any]] = [*self._ops.values(), *self._controls.values()]
+        waiting: list[asyncio.Future[Any]] = [
+            *self._ops.values(),
+            *self._controls.values(),
+            *self._looks.values(),
+        ]
         for answer in waiting:
             if not answer.done():
                 answer.set_exception(UnavailableError(reason))

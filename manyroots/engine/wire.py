@@ -26,6 +26,7 @@ from manyroots.messages import (
     UnloadLora,
 )
 from manyroots.progress import Progress
+from manyroots.snapshot import Snapshot, SnapshotAsk
 
 TOKEN_TYPE = "i"
 """As `array` calls a 32-bit integer."""
@@ -40,11 +41,13 @@ class MessageKind(enum.Enum):
     LOAD = b"l"
     UNLOAD = b"u"
     CONTROL = b"c"
+    SNAPSHOT = b"n"
     CLOSE = b"q"
     PROGRESS = b"p"
     READY = b"i"
     BEGUN = b"g"
     BATCH = b"b"
+    SEEN = b"v"
     FAILED = b"f"
 
 
@@ -55,11 +58,13 @@ _TYPES: dict[MessageKind, Any] = {
     MessageKind.LOAD: LoadLora,
     MessageKind.UNLOAD: UnloadLora,
     MessageKind.CONTROL: Control,
+    MessageKind.SNAPSHOT: SnapshotAsk,
     MessageKind.CLOSE: None,
     MessageKind.PROGRESS: Progress,
     MessageKind.READY: EngineInfo,
     MessageKind.BEGUN: list[int],
     MessageKind.BATCH: Batch,
+    MessageKind.SEEN: Snapshot,
     MessageKind.FAILED: str,
 }
 

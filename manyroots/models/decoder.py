@@ -183,6 +183,8 @@ class Decoder:
             spec.vocab_size, hidden, tied_to=self.embedding if spec.tie_word_embeddings else None,
             factor=spec.logits_factor, shard=shard, dtype=dtype, device=device, kernels=kernels,
         )  # fmt: skip
+        self.num_bytes = 0
+        """What its weights take; known once they are loaded."""
         self.is_packed = False
         """Whether products' weights lie in the order of the CPU's library, too."""
         self.ropes: tuple[RopeTable, ...] = ()

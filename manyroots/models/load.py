@@ -83,6 +83,7 @@ def load_model(
     try:
         with weights_kept_as(kept), weights_packed(packs):
             model = Decoder(own, dtype=dtype, device=device, shard=shard, kernels=kernels)
+            model.num_bytes = num_bytes
             fills = model.weights()
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise ModelError(

@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector
 from manyroots.ids import AdapterName, RequestId, Tier
 from manyroots.messages import LoadTime, Stats
 from manyroots.observe.adapters import AdapterCounts, AdapterMetrics
+from manyroots.observe.recent import RecentTimes, ReuseByAdapter
 from manyroots.observe.tiers import TierCounts
 
 _SECONDS = (
@@ -80,6 +81,9 @@ class Metrics:
         self._read_timeouts: Mapping[str, int] = {}
         self._registry.register(_Collected(self._collect_read_timeouts))
         self.adapters = AdapterMetrics(self._registry, model_name, _SECONDS)
+        self.recent_first_tokens = RecentTimes(512)
+        self.recent_gaps = RecentTimes(4096)
+        self.reuse = ReuseByAdapter()
         if max_loras is not None:
             self._registry.register(
                 AdapterCounts(
@@ -121,6 +125,11 @@ class Metrics:
         num_steps = stats.total_steps - steps
         for _ in range(num_steps):
             self._step_tokens.observe((stats.total_step_tokens - tokens) / num_steps)
+
+    def age_s(self, request_id: RequestId) -> float | None:
+        """Since a sequence came; None if it is not here."""
+        timer = self._timers.get(request_id)
+        return None if timer is None else time.monotonic() - timer.start_s
 
     def finished(self, request_id: RequestId, reason: str) -> None:
         del self._timers[request_id]
@@ -189,6 +198,14 @@ class SequenceTimer:
         self._num_tokens = 0
         self._start = self._last = time.monotonic()
 
+    @property
+    def start_s(self) -> float:
+        return self._start
+
+    def reused(self, num_cached_tokens: int) -> None:
+        """So much of its prompt was found; told with the first token."""
+        self._metrics.reuse.count(self._adapter, self._num_prompt_tokens, num_cached_tokens)
+
     def begin(self) -> None:
         """It has left the queue, for the first time or again."""
         if self._begun is None:
@@ -202,6 +219,7 @@ class SequenceTimer:
         if not self._num_tokens:
             self._first = now
             self._metrics.first_token.observe(now - self._start)
+            self._metrics.recent_first_tokens.add(now - self._start)
             if self._adapter is not None:
                 was, seconds = self.adapter_was, now - self._start
                 self._metrics.adapters.first_token(self._adapter, was, seconds)
@@ -209,6 +227,7 @@ class SequenceTimer:
             self._metrics.total_prompt_tokens += self._num_prompt_tokens
         else:
             self._metrics.inter_token.observe((now - self._last) / count)
+            self._metrics.recent_gaps.add((now - self._last) / count)
         self._metrics.generation_tokens.inc(count)
         self._metrics.total_generation_tokens += count
         self._num_tokens += count

@@ -36,6 +36,10 @@ class RequestFacts:
     total_s: float = 0.0
     finish_reasons: tuple[str, ...] = ()
     """The choices', each once, in order."""
+    outputs: dict[int, list[int]] = field(default_factory=dict)
+    """The tokens of each choice that gave any, by its place in `submits`."""
+    cached: dict[int, int] = field(default_factory=dict)
+    """Prompt tokens that were reused, by the place of a prompt's first choice."""
 
     @property
     def adapters(self) -> list[str]:
@@ -52,20 +56,22 @@ class RequestWatch:
         self._facts = facts
         self._sinks = sinks
         self._begin = time.monotonic()
-        self._cached: dict[int, int] = {}
         self._reasons: dict[int, str] = {}
         facts.begin_ns = time.time_ns()
         # A prompt counts once, however many choices it has.
         facts.num_prompt_tokens = sum(len(submit.prompt) for submit in facts.submits[:: facts.n])
 
-    def saw(self, index: int, num_tokens: int, num_cached: int, reason: str | None) -> None:
+    def saw(self, index: int, tokens: Sequence[int], num_cached: int, reason: str | None) -> None:
         """An output of one choice."""
         facts = self._facts
-        if num_tokens and facts.first_token_s is None:
-            facts.first_token_s = time.monotonic() - self._begin
-        facts.num_output_tokens += num_tokens
+        if tokens:
+            if facts.first_token_s is None:
+                facts.first_token_s = time.monotonic() - self._begin
+            if self._sinks:
+                facts.outputs.setdefault(index, []).extend(tokens)
+        facts.num_output_tokens += len(tokens)
         if index % facts.n == 0:
-            self._cached[index] = num_cached
+            facts.cached[index] = num_cached
         if reason is not None:
             self._reasons[index] = reason
 
@@ -73,7 +79,7 @@ class RequestWatch:
         """It is over; `reason` is that of the choices that have none of their own."""
         facts = self._facts
         facts.total_s = time.monotonic() - self._begin
-        facts.num_cached_tokens = sum(self._cached.values())
+        facts.num_cached_tokens = sum(facts.cached.values())
         reasons = [self._reasons.get(index, reason) for index in range(len(facts.submits))]
         facts.finish_reasons = tuple(dict.fromkeys(reasons))
         for sink in self._sinks:

@@ -101,6 +101,8 @@ class Graphs:
         self._kinds = (False, True) if has_adapters else (False,)
         self._device = device
         self._captures = capture
+        self.was_replayed = False
+        """Whether the newest step was a graph, and not launched kernel by kernel."""
         self._graphs: dict[GraphKey, Captured] = {}
         self._times_needed: Counter[GraphKey] = Counter()
         """Of kinds that have no graph."""
@@ -127,6 +129,7 @@ class Graphs:
             "shared_lens" in arrays, mixed,
         )  # fmt: skip
         captured = self._graph_of(key)
+        self.was_replayed = captured is not None
         if captured is None:
             views = send(arrays, self._device)
             logits = self._model(views, key)

@@ -272,7 +272,7 @@ class ModelRunner:
         arrays = {**self._decode_arrays(inputs, size), **self._shared_arrays(inputs, size)}
         between = partial(self._fill_masks, rows) if self._state.has_masks(rows) else None
         step = InFlight(rows, graphs.run(arrays, between), inputs.sampling)
-        return self._answer(plan, inputs, step)
+        return self._answer(plan, inputs, step, is_graph=graphs.was_replayed)
 
     def _begin_mixed(self, plan: Plan, inputs: StepInputs, graphs: Graphs) -> Answer | None:
         """A step of prompts beside decodes, in the next larger shape; None if there is none."""
@@ -286,7 +286,8 @@ class ModelRunner:
         sampled = graphs.run(arrays, between, shape)
         if len(rows) == 0:
             return self._answer_without_tokens(plan)
-        return self._answer(plan, inputs, InFlight(rows, sampled, np.arange(len(rows))))
+        step = InFlight(rows, sampled, np.arange(len(rows)))
+        return self._answer(plan, inputs, step, is_graph=graphs.was_replayed)
 
     def _mixed_arrays(self, inputs: StepInputs, shape: MixedShape) -> Arrays | None:
         spare_row = self._rows.spare.row
@@ -430,6 +431,7 @@ class ModelRunner:
         scores: Scores | None = None,
         prompt_scores: PromptScores | None = None,
         kept: KeptHidden | None = None,
+        is_graph: bool = False,
     ) -> Answer:
         """Count a launched step's tokens; gives what waits for them. `scores`: where they are not
         the sampler's."""
@@ -459,6 +461,7 @@ class ModelRunner:
                 ),
                 copies=ends.copies,
                 adapters=ends.adapters,
+                is_graph=is_graph,
             )
 
         return answer

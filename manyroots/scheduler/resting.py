@@ -8,6 +8,7 @@ that a runner knows nothing of resting. Knows who rests and since when, not who 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from manyroots.ids import AdapterDigest, StepId
@@ -40,6 +41,8 @@ class Resting:
         rested longest comes first."""
         self.total_rests = 0
         """Requests that were put to rest, each as often as it was."""
+        self.num_pauses: Counter[AdapterDigest] = Counter()
+        """How often each adapter lent its place, since it was last loaded."""
 
     def __len__(self) -> int:
         return len(self.loans) + sum(len(rested.requests) for rested in self.by_adapter.values())
@@ -79,6 +82,7 @@ class Resting:
         self.by_adapter[adapter] = rested
         self.loans |= dict.fromkeys(requests[: len(lent)], since)
         self.total_rests += len(requests)
+        self.num_pauses[adapter] += 1
 
     def lend(self, request: Request, since: StepId) -> None:
         """A request gives up its row alone."""

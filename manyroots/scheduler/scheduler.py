@@ -10,7 +10,8 @@ but decoding costs a few operations on columns (`rows.py`), however many decode.
 
 from __future__ import annotations
 
-from itertools import groupby
+from collections import Counter
+from itertools import groupby, islice
 
 from manyroots.cache.cache import PrefixCache
 from manyroots.cache.events import CacheEvent
@@ -26,6 +27,12 @@ from manyroots.messages import FinishReason, Output, Stats, StepOutputs, Submit
 from manyroots.scheduler.admission import Admission
 from manyroots.scheduler.departures import Departures
 from manyroots.scheduler.fetches import Fetches
+from manyroots.scheduler.inspection import (
+    SchedulerInspection,
+    TenantNumber,
+    WaitingCauses,
+    count_by_adapter,
+)
 from manyroots.scheduler.lanes import priority_of
 from manyroots.scheduler.plan_builder import Placer, PlanBuilder
 from manyroots.scheduler.request import Request, State
@@ -34,6 +41,7 @@ from manyroots.scheduler.results import Results
 from manyroots.scheduler.rows import Int64s, Rows
 from manyroots.scheduler.turns import AdapterTurns
 from manyroots.scheduler.victims import Victims
+from manyroots.snapshot import RequestView
 from manyroots.step import Plan, StepResult
 
 
@@ -75,6 +83,10 @@ class Scheduler:
         )
         self._next_step_id = 1
         self._next_serial = 1
+        self._without_room: set[AdapterDigest | None] = set()
+        """Adapters whose next request found no room when the last step was planned."""
+        self._has_retracted = False
+        """Whether requests were retracted when the last step was planned."""
 
     @property
     def turns(self) -> AdapterTurns:
@@ -222,6 +234,8 @@ class Scheduler:
         if self._resting and self._is_stalled(builder) and self.turns.forgo():
             self._resume(builder)
             self._admission.prepare_adapters(without_room)
+        self._without_room = without_room
+        self._has_retracted = self._departures.num_retractions > num_retracted
         copies = self._cache.take_copies()
         intents = self._adapters.flush()
         waits = builder.is_empty and not self._results.in_flight and self._is_waiting
@@ -383,6 +397,29 @@ class Scheduler:
     def adapter_name(self, digest: AdapterDigest) -> AdapterName | None:
         """What this content is called; None if nobody holds it any more."""
         return self._adapters.registry.name_of(digest)
+
+    # Looking
+
+    def inspect(self, tenant: TenantNumber, *, most: int, is_paused: bool) -> list[RequestView]:
+        """What each request does and waits for, the oldest first, at most so many."""
+        causes = WaitingCauses(
+            is_paused, self._has_retracted, self._without_room, self._by_priority
+        )
+        inspection = SchedulerInspection(self._cache, self._rows, self._adapters, causes, tenant)
+        return inspection.views(list(islice(self._requests.values(), most)))
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that are not over."""
+        return len(self._requests)
+
+    def count_by_adapter(self) -> dict[AdapterDigest, Counter[str]]:
+        """Requests by adapter and state."""
+        return count_by_adapter(self._requests.values())
+
+    def num_pauses(self, digest: AdapterDigest) -> int:
+        """How often an adapter's requests were paused together."""
+        return self._resting.num_pauses[digest]
 
     def stats(self) -> Stats:
         cache = self._cache.stats()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -50,6 +51,9 @@ class TraceRequest:
     """Segment that the (first) completion consists of, so that later prompts can quote it.
     None is a reply that nothing else shares."""
     ends_by: EndsBy = EndsBy.LENGTH
+    whole: tuple[TraceSegment, ...] = ()
+    """Prompt and reply together, of a trace that knows the pages of both; the last may be longer
+    than they are. `reply` is None then."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -57,12 +61,15 @@ class TraceRequest:
 
     def prompt_tokens(self) -> Int32s:
         segments = [part for part in self.prompt if isinstance(part, TraceSegment)]
-        if not segments:
-            return np.array(self.prompt, np.int32)
-        return np.concatenate([segment_tokens(part.name, part.length) for part in segments])
+        return joined(segments) if segments else np.array(self.prompt, np.int32)
 
 
 Trace = tuple[TraceRequest, ...]
+
+
+def joined(segments: Sequence[TraceSegment]) -> Int32s:
+    """The tokens of segments, one after the other."""
+    return np.concatenate([segment_tokens(part.name, part.length) for part in segments])
 
 
 def sped_up(trace: Trace, factor: float) -> Trace:

@@ -7,7 +7,8 @@
 out; `adapter` may not, so that nobody simulates the base model by a slip. Whatever is wrong is
 refused with the file, the line and the field.
 
-A file whose first line has `hash_ids` is in Mooncake's format (`mooncake.py`) from end to end.
+A file whose first line has `hash_ids` is in Mooncake's format (`mooncake.py`) from end to end, and
+one whose first line has `page_size` is a server's trace of its own traffic (`page_trace.py`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 from manyroots.errors import ConfigError
 from manyroots.sampling import MAX_CHOICES, MAX_TOKENS_LIMIT
 from manyroots.simulate.mooncake import is_mooncake, parse_mooncake
+from manyroots.simulate.page_trace import is_page_trace, page_values, parse_page_line
 from manyroots.simulate.trace import EndsBy, Trace, TraceRequest, TraceSegment
 
 MAX_TOKEN_ID = 2**31 - 1
@@ -54,8 +56,15 @@ def _lines(file: Iterable[str], path: Path) -> Iterator[TraceRequest]:
         where = f"{path}, line {number}"
         values = _object(text, where)
         if parse is None:
-            parse = parse_mooncake if is_mooncake(values) else parse_values
+            parse = _parser_of(values)
         yield parse(values, where)
+
+
+def _parser_of(values: dict[str, Any]) -> Callable[[dict[str, Any], str], TraceRequest]:
+    """By a file's first line."""
+    if is_mooncake(values):
+        return parse_mooncake
+    return parse_page_line if is_page_trace(values) else parse_values
 
 
 def write_trace(path: Path, trace: Iterable[TraceRequest]) -> None:
@@ -66,6 +75,8 @@ def write_trace(path: Path, trace: Iterable[TraceRequest]) -> None:
 
 
 def format_line(line: TraceRequest) -> str:
+    if line.whole:
+        return json.dumps(page_values(line))
     values = {
         "arrival": line.arrival_s,
         "prompt": [

@@ -12,7 +12,7 @@ from manyroots.ids import AdapterDigest, AdapterName, Namespace, RequestId
 from manyroots.messages import Submit
 from manyroots.sampling import SamplingParams
 from manyroots.simulate.segments import END_OF_TEXT, segment_tokens
-from manyroots.simulate.trace import EndsBy, Trace, TraceRequest
+from manyroots.simulate.trace import EndsBy, Trace, TraceRequest, joined
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,8 @@ class TraceSequence:
         name = self.line.reply if self.line.reply is not None else f"reply to {self.request_id}"
         name = name if self.sample == 0 else f"{name}, sample {self.sample}"
         tokens: list[int] = segment_tokens(name, self.line.output_tokens).tolist()
+        if self.line.whole and self.sample == 0:
+            tokens = joined(self.line.whole)[self.line.num_prompt_tokens : self.num_tokens].tolist()
         if self.line.ends_by is EndsBy.STOP:
             tokens[-1] = END_OF_TEXT
         return tokens

@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[2] / "manyroots"
 BASE = {
     "ids", "errors", "version", "sampling", "step", "messages", "adapter_names", "options",
     "config", "server_config", "gguf_header", "gguf_parts", "gguf_tokens", "git_lfs", "progress",
-    "kv_configs", "collector", "structured_outputs", "json_schemas",
+    "kv_configs", "collector", "structured_outputs", "json_schemas", "snapshot",
 }  # fmt: skip
 """Files at the top of the package that any room may import."""
 
@@ -39,6 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server_config": {"errors", "options", "adapter_names", "config", "sampling"},
     "step": {"ids", "sampling"},
     "messages": {"ids", "sampling", "step"},
+    "snapshot": {"messages"},
     # decide
     "cache": BASE,
     "lora": BASE,
@@ -55,7 +56,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "text": BASE,
     "intake": BASE | {"text", "grammar"},
     "engine": BASE
-    | {"text", "grammar", "scheduler", "cache", "lora", "runner", "store", "models", "distributed"},
+    | {"text", "grammar", "scheduler", "cache", "lora", "runner", "store", "models", "distributed"}
+    | {"observe"},
     "observe": BASE,
     "llm_inputs": {"errors", "adapter_names"},
     "llm_outputs": {"adapter_names", "messages", "step", "text"},

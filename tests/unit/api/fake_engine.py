@@ -10,7 +10,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable, Iterable
 
-from manyroots.engine.client import EngineWatch, PauseMode, lora_error
+from manyroots.engine.client import NO_COUNTS, EngineWatch, PauseMode, lora_error
 from manyroots.errors import UnavailableError
 from manyroots.ids import AdapterName, RequestId
 from manyroots.messages import (
@@ -26,6 +26,7 @@ from manyroots.messages import (
     UnloadLora,
 )
 from manyroots.progress import Progress
+from manyroots.snapshot import PlaneView, Snapshot, TreeView
 from manyroots.step import TokenLogprobs
 
 Rule = Callable[[Submit], Iterable[Output]]
@@ -90,6 +91,13 @@ def accept(message: LoadLora | UnloadLora) -> LoraReply:
     )
 
 
+def nothing_to_see(since_step: int, wants_tree: bool, explain_step: int | None) -> Snapshot:
+    """An engine that does nothing."""
+    planes = [PlaneView("full", "full", "device", 1024, 1000, 24, 0)]
+    tree = TreeView(16, 1, planes, [], [], []) if wants_tree else None
+    return Snapshot(1, NO_COUNTS, 0.0, False, 0, [], [], {}, [], [], tree=tree)
+
+
 class FakeEngine:
     """Implements `EngineClient`."""
 
@@ -117,6 +125,22 @@ class FakeEngine:
         self.lora_rule: Callable[[LoadLora | UnloadLora], LoraReply] = accept
         self.lora_gate = asyncio.Event()
         self.lora_gate.set()
+        self.looks: list[tuple[int, bool, int | None]] = []
+        self.snapshot: Callable[[int, bool, int | None], Snapshot] = nothing_to_see
+
+    async def look(
+        self, *, since_step: int = 0, wants_tree: bool = False, explain_step: int | None = None
+    ) -> Snapshot:
+        self.looks.append((since_step, wants_tree, explain_step))
+        if not self.is_alive:
+            raise UnavailableError("the engine is gone")
+        return self.snapshot(since_step, wants_tree, explain_step)
+
+    def abort(self, request_id: RequestId) -> bool:
+        is_here = request_id in self.running
+        if is_here:
+            self.aborted.add(request_id)
+        return is_here
 
     @property
     def info(self) -> EngineInfo:

@@ -1,0 +1,1 @@
+"""The page at `/`: what the cache, the scheduler and the adapters do, live."""

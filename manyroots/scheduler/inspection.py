@@ -1,0 +1,147 @@
+"""What the scheduler's requests do now, and what those that do not compute wait for; read-only.
+
+Takes the scheduler's parts as they are between two steps; gives rows of a table. Everything that
+the page knows of the scheduler is read here. Changes nothing, and keeps nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+
+from manyroots.cache.cache import PrefixCache
+from manyroots.ids import AdapterDigest
+from manyroots.lora.outcomes import Readiness
+from manyroots.lora.residency import Residency
+from manyroots.scheduler.request import Request, State
+from manyroots.scheduler.rows import Rows
+from manyroots.snapshot import RequestView, Wait
+
+TenantNumber = Callable[[str | None], int]
+"""Of a salt: a number that stands for it."""
+
+_WAITS_FOR = {
+    State.FETCHING: (Wait.LOAD, "storage is asked for its pages"),
+    State.LOADING: (Wait.LOAD, "its pages are on their way to the device"),
+    State.RESTING: (Wait.ADAPTER, "paused while another adapter runs"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingCauses:
+    """What the last step planned says of requests that did not begin."""
+
+    is_paused: bool
+    is_short_of_pages: bool
+    """A request that runs lacked a page, so that none was begun."""
+    without_room: Collection[AdapterDigest | None]
+    """Adapters whose next request found no room for its pages."""
+    by_priority: bool
+
+
+class SchedulerInspection:
+    """Looks at requests, one after the other."""
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        rows: Rows,
+        adapters: Residency,
+        causes: WaitingCauses,
+        tenant: TenantNumber,
+    ) -> None:
+        self._cache = cache
+        self._rows = rows
+        self._adapters = adapters
+        self._causes = causes
+        self._tenant = tenant
+        self._by_adapter: dict[AdapterDigest | None, tuple[Wait, str]] = {}
+        """What the next waiting request of each adapter waits for."""
+
+    def views(self, requests: Iterable[Request]) -> list[RequestView]:
+        waiting = [r for r in requests if r.state is State.WAITING]
+        first = min((r.submit.priority for r in waiting), default=0)
+        return [self._view(request, first) for request in requests]
+
+    def _view(self, request: Request, first_priority: int) -> RequestView:
+        submit, lease, row = request.submit, request.lease, request.row
+        wait, reason = self._wait(request, first_priority)
+        num_prompt = request.num_prompt_tokens
+        if row is not None:
+            computed = self._rows.computed.item(row)
+            num_known = max(num_prompt, self._rows.committed.item(row) + 1)
+        else:
+            computed, num_known = request.num_computed_tokens, request.num_tokens
+        host = num_stored = num_pages = node = 0
+        limit = ""
+        if lease is not None:
+            num_stored = min(request.num_fetched_tokens, lease.num_host_tokens)
+            host = lease.num_host_tokens - num_stored
+            num_pages, node = self._cache.held_by(lease)
+            if request.num_cached_tokens is not None:
+                limit = lease.limit.name.lower()
+        return RequestView(
+            submit.request_id,
+            submit.adapter,
+            self._tenant(submit.namespace.salt),
+            request.state.value,
+            wait.value,
+            reason,
+            submit.priority,
+            num_prompt,
+            min(computed, num_known),
+            num_known - num_prompt,
+            request.max_num_tokens - num_prompt,
+            request.num_cached_tokens or 0,
+            host,
+            num_stored,
+            limit,
+            num_pages,
+            node,
+        )
+
+    def _wait(self, request: Request, first_priority: int) -> tuple[Wait, str]:
+        if request.state in _WAITS_FOR:
+            return _WAITS_FOR[request.state]
+        if request.state is not State.WAITING:
+            return Wait.NOTHING, ""
+        causes = self._causes
+        if causes.is_paused:
+            return Wait.PAUSED, "the engine is paused"
+        if causes.by_priority and request.submit.priority > first_priority:
+            return Wait.PRIORITY, f"a request of priority {first_priority} waits before it"
+        adapter = request.group[0]
+        known = self._by_adapter.get(adapter)
+        if known is None:
+            known = self._by_adapter[adapter] = self._next_waits_for(adapter)
+        return known
+
+    def _next_waits_for(self, adapter: AdapterDigest | None) -> tuple[Wait, str]:
+        if adapter is not None:
+            match self._adapters.readiness(adapter):
+                case Readiness.LOADING:
+                    return Wait.LOAD, "its adapter's weights are on their way to the device"
+                case Readiness.CAPPED:
+                    most = self._adapters.limits.max_loras
+                    return Wait.ADAPTER, f"{most} other adapters run, as many as --max-loras allows"
+                case Readiness.ABSENT:
+                    return Wait.LOAD, "its adapter's weights are not on the device yet"
+        causes = self._causes
+        if causes.is_short_of_pages:
+            return Wait.MEMORY, "requests that run need all pages that can be had"
+        if adapter in causes.without_room:
+            return Wait.MEMORY, "there are not enough pages for its prompt and its first output"
+        if not self._rows.free:
+            return Wait.BUDGET, f"all {self._rows.count} rows are taken (--max-num-seqs)"
+        return Wait.BUDGET, "the step's tokens went to requests before it"
+
+
+def count_by_adapter(requests: Iterable[Request]) -> dict[AdapterDigest, Counter[str]]:
+    """How many of each adapter's requests are in each state."""
+    counts: dict[AdapterDigest, Counter[str]] = {}
+    for request in requests:
+        adapter = request.group[0]
+        if adapter is not None:
+            counts.setdefault(adapter, Counter())[request.state.value] += 1
+    return counts

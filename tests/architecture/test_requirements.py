@@ -1,4 +1,5 @@
-"""docs/requirements.md is true: every row is there once, and the tests it names carry its id."""
+"""docs/requirements.md is true: every row is there once, the tests it names carry its id, and a row
+that is met names a test that drives a real engine."""
 
 from __future__ import annotations
 
@@ -7,6 +8,10 @@ import re
 from collections import Counter
 from functools import cache
 from pathlib import Path
+
+import pytest
+
+from tests.reaches import Sources
 
 TESTS = Path(__file__).parents[1]
 DOC = TESTS.parent / "docs" / "requirements.md"
@@ -35,12 +40,35 @@ ROWS = {
 
 ROW = re.compile(rf"^\| ([A-Z]\d\d) \| .* \| ({'|'.join(STATES)}) \| (.*?) ?\|$", re.M)
 ID = re.compile(rf"\b[{''.join(ROWS)}]\d\d\b")
+ENGINES = {
+    "manyroots.LLM",
+    "manyroots.llm.LLM",
+    "manyroots.engine.build.build_engine",
+    "manyroots.runner.runner.ModelRunner",
+    "manyroots.bench.tiers.run_tiers",
+    "tests.e2e.conftest.Server",
+    "tests.unit.test_interrupts.Terminal",
+}
+"""What computes with a model's real weights and pages, here or in a process of its own."""
+NO_ENGINE = {
+    "N10": "signatures",
+    "H01": "the scheduler's sources",
+    "P09": "configs as they are read, with transformers' masks beside them",
+    "R01": "the simulator",
+    "R02": "the oracle",
+    "F02": "a model's description and what is made of it",
+    "B04": "arithmetic with samples",
+}
+"""Rows that promise nothing of a running engine, and what they are about. Their tests show that."""
+
+Row = tuple[str, str, str]
+
 NAMED = re.compile(r"`([\w/]+\.py)`: ((?:`\w+`(?:, )?)+)")
 
 
-def rows() -> list[tuple[str, str, str]]:
+def rows() -> list[Row]:
     """Id, state and last cell of each row."""
-    found: list[tuple[str, str, str]] = ROW.findall(DOC.read_text())
+    found: list[Row] = ROW.findall(DOC.read_text())
     return found
 
 
@@ -54,15 +82,41 @@ def named_in(cell: str) -> list[tuple[str, str]]:
 
 
 @cache
+def sources() -> Sources:
+    return Sources(TESTS)
+
+
+@cache
 def named_ids() -> dict[tuple[str, str], set[str]]:
     """(file, test) -> ids in its name or docstring."""
     found = {}
-    for path in TESTS.rglob("test_*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for file, source in sources().sources.items():
+        if not file.rsplit("/")[-1].startswith("test_"):
+            continue
+        for node in ast.walk(source.tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 text = f"{ast.get_docstring(node)} {node.name.upper().replace('_', ' ')}"
-                name = path.relative_to(TESTS).as_posix()
-                found[name, node.name] = set(ID.findall(text))
+                found[file, node.name] = set(ID.findall(text))
+    return found
+
+
+def drives_an_engine(files: Sources, file: str, test: str) -> bool:
+    """Whether the test, a fixture or a helper of it names one of `ENGINES`, or what is in it."""
+    reached = files.reached(file, test)
+    return any(name == root or name.startswith(f"{root}.") for name in reached for root in ENGINES)
+
+
+def wrong_states(ledger: list[Row], files: Sources) -> list[str]:
+    """Rows whose state is not what their tests run on."""
+    found = []
+    for row, state, cell in ledger:
+        real = [test for file, test in named_in(cell) if drives_an_engine(files, file, test)]
+        if state == "met" and not real and row not in NO_ENGINE:
+            found.append(f"{row} is met, and no test it names drives a real engine: decided?")
+        if state == "met" and real and row in NO_ENGINE:
+            found.append(f"{row} is in NO_ENGINE, and {real[0]} drives an engine")
+        if state == "decided" and real:
+            found.append(f"{row} is decided, and {real[0]} drives a real engine: met, or part?")
     return found
 
 
@@ -89,3 +143,122 @@ def test_every_id_in_a_test_is_in_the_requirements() -> None:
     for key, ids in named_ids().items():
         for row in ids & set(listed):
             assert key in listed[row], f"{row} does not list {key}"
+
+
+def test_a_row_is_met_only_if_a_test_it_names_drives_a_real_engine() -> None:
+    assert wrong_states(rows(), sources()) == []
+
+
+PLANTED = {
+    "conftest.py": """
+import pytest
+from manyroots import LLM
+
+@pytest.fixture
+def llm():
+    return LLM("model")
+
+@pytest.fixture
+def fake():
+    from manyroots.runner.fake import FakeRunner
+    return FakeRunner()
+""",
+    "helpers.py": """
+from manyroots.engine import build
+from manyroots.llm import LLM
+
+class Engine:
+    def __init__(self):
+        self.loop = build.build_engine({}).loop
+
+def started():
+    return Engine()
+
+def pages(llm: LLM) -> LLM:
+    return llm
+""",
+    "unit/test_it.py": """
+import subprocess
+import pytest
+import tests.helpers
+from tests import helpers
+from tests.helpers import pages, started
+
+SCRIPT = '''
+from manyroots import LLM
+LLM("model")
+'''
+
+@pytest.fixture(name="whole")
+def _whole(llm):
+    return llm
+
+@pytest.fixture
+def small(fake):
+    return fake
+
+def test_fixture(llm): ...
+def test_fixture_of_a_fixture(whole): ...
+def test_helper(): started()
+def test_attribute(): helpers.started()
+def test_dotted(): tests.helpers.Engine()
+@pytest.mark.usefixtures("whole")
+def test_named_fixture(): ...
+def test_script(): subprocess.run(["python", "-c", SCRIPT])
+def test_module(): subprocess.run(["python", "-m", "tests.helpers"])
+
+def test_fake(small): pages(small)
+def test_annotation(fake: "tests.helpers.Engine") -> helpers.Engine: ...
+def test_object(): assert len([1]) == 1
+""",
+    "other/test_that.py": """
+import pytest
+
+@pytest.fixture
+def llm():
+    return None
+
+def test_fixture_of_the_same_name(llm): ...
+""",
+}
+REAL = [
+    "test_fixture", "test_fixture_of_a_fixture", "test_helper", "test_attribute", "test_dotted",
+    "test_named_fixture", "test_script", "test_module",
+]  # fmt: skip
+UNREAL = ["test_fake", "test_annotation", "test_object"]
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory: pytest.TempPathFactory) -> Sources:
+    folder = tmp_path_factory.mktemp("planted") / "tests"
+    for file, text in PLANTED.items():
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).write_text(text)
+    return Sources(folder)
+
+
+def told(planted: Sources, row: str, state: str, *tests: str) -> list[str]:
+    """Of a ledger of one row that names these tests."""
+    cell = "`unit/test_it.py`: " + ", ".join(f"`{test}`" for test in tests)
+    return wrong_states([(row, state, cell)], planted)
+
+
+@pytest.mark.parametrize("test", REAL)
+def test_the_check_sees_what_drives_an_engine(planted: Sources, test: str) -> None:
+    assert told(planted, "P01", "met", *UNREAL, test) == []
+    [fault] = told(planted, "P01", "decided", test)
+    assert fault.startswith(f"P01 is decided, and {test} drives")
+    [fault] = told(planted, "N10", "met", test)
+    assert fault.startswith("N10 is in NO_ENGINE")
+
+
+@pytest.mark.parametrize("test", UNREAL)
+def test_the_check_sees_a_row_that_is_met_on_fakes_alone(planted: Sources, test: str) -> None:
+    [fault] = told(planted, "P01", "met", test)
+    assert fault.startswith("P01 is met, and no test")
+    assert told(planted, "P01", "decided", test) == told(planted, "N10", "met", test) == []
+
+
+def test_the_check_takes_the_nearest_fixture(planted: Sources) -> None:
+    file, test = "other/test_that.py", "test_fixture_of_the_same_name"
+    assert not drives_an_engine(planted, file, test)

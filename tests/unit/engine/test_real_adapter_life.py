@@ -27,11 +27,24 @@ RECIPES = {
     name: Recipe(rank=4, modules=("q_proj", "v_proj", "o_proj"), scale=0.5, seed=seed)
     for seed, name in enumerate(NAMES)
 }
+Q_PROJ = "model.layers.0.self_attn.q_proj"
+FORMS = {
+    "plain": Recipe(rank=4, modules=("q_proj", "v_proj"), scale=0.5, seed=10),
+    "rank-stabilised": Recipe(
+        rank=4, modules=("q_proj", "v_proj"), scale=0.5, seed=10, is_rank_stabilised=True
+    ),
+    "ranks": Recipe(rank=4, ranks={Q_PROJ: 2}, modules=("q_proj", "v_proj"), scale=0.5, seed=11),
+    "alphas": Recipe(
+        rank=4, modules=("q_proj", "v_proj"), scale=0.5, seed=10,
+        config={"alpha_pattern": {"q_proj": 2.0}},
+    ),
+    "every module": Recipe(rank=3, scale=0.4, seed=12),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> TinyWorld:
-    return TinyWorld(tmp_path_factory.mktemp("world"), RECIPES)
+    return TinyWorld(tmp_path_factory.mktemp("world"), RECIPES | FORMS)
 
 
 class Kept:
@@ -242,3 +255,19 @@ def test_w07_a_deferred_unload_leaves_a_slot_that_has_another_owner(
         engine.unload(name)
     engine.run()
     engine.assert_nothing_of_adapters_is_left()
+
+
+def test_w13_w14_scalings_ranks_and_modules_are_pefts(world: TinyWorld) -> None:
+    """W13, W14: plain and rank-stabilised scaling, a rank and an alpha of a module's own, and every
+    module with embedding and head, side by side in the same steps."""
+    engine = AdapterEngine(world, names={name: name for name in FORMS}, max_loras=len(FORMS))
+    prompt = [5, 6, 7, 11, 40]
+    asked = {number: (prompt, name) for number, name in enumerate(FORMS, start=1)}
+    for number, (_, name) in asked.items():
+        engine.submit(number, prompt, name, sampling=asked_for(16))
+    engine.submit(9, prompt, sampling=asked_for(16))
+    engine.run()
+    assert engine.runner.num_adapters[len(FORMS)], "they never ran together"
+    assert_pefts(world, engine, asked, 16)
+    assert len({tuple(engine.tokens(number)) for number in (*asked, 9)}) == len(FORMS) + 1
+    engine.close()

@@ -1,4 +1,5 @@
-"""Identities. Each is a type of its own, looked up once at intake and passed on unchanged.
+"""Identities. Each is a type of its own, looked up once by the input processor and passed on
+unchanged.
 
 Knows nothing of tensors, HTTP or text.
 """

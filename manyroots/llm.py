@@ -22,8 +22,9 @@ from manyroots.engine.client import lora_error
 from manyroots.engine.interrupts import Interrupts
 from manyroots.engine.loop import EngineLoop
 from manyroots.errors import RequestError, UnavailableError
+from manyroots.flag_aliases import translate_settings
 from manyroots.ids import AdapterName, Namespace, RequestId
-from manyroots.intake import Intake
+from manyroots.input_processor import InputProcessor
 from manyroots.llm_inputs import Prompt, adapters_by_name, per_prompt, prompts_of
 from manyroots.llm_outputs import CompletionOutput, RequestOutput, by_token
 from manyroots.messages import (
@@ -47,7 +48,6 @@ from manyroots.text.chat import ChatTemplate, load_chat_template
 from manyroots.text.generation_config import sampling_defaults
 from manyroots.text.tokenizer_files import load_tokenizer
 from manyroots.text.tools import check_tools
-from manyroots.their_flags import translate_settings
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,9 @@ class LLM:
             resolved.model.generation_config,
             resolved.model.override_generation_config,
         )
-        self._intake = Intake(self.info, self.tokenizer, random.Random(resolved.model.seed))
+        self._input_processor = InputProcessor(
+            self.info, self.tokenizer, random.Random(resolved.model.seed)
+        )
         self._ids = itertools.count(1)
         self._interrupts = Interrupts()
         self._under_way: set[RequestId] = set()
@@ -155,10 +157,10 @@ class LLM:
         for prompt, sampling, lora, adapter, importance in asked:
             tokens = prompt.tokens
             if tokens is None:
-                tokens = self._intake.encode(str(prompt.text))
+                tokens = self._input_processor.encode(str(prompt.text))
             namespace = Namespace(adapter=None, salt=prompt.cache_salt or cache_salt)
             sampling = self._fitted(sampling, len(tokens))
-            made = self._intake.submits(
+            made = self._input_processor.submits(
                 tokens, sampling, namespace, self._next_id, adapter=adapter, priority=importance
             )
             result = RequestOutput(str(len(results)), prompt.text, list(made[0].prompt), [])
@@ -248,7 +250,7 @@ class LLM:
         namespace = Namespace(adapter=None, salt=None)
         tokens = self._render(messages, self._template)["prompt_token_ids"]
         [adapter] = self._note([lora_request])
-        [submit] = self._intake.submits(
+        [submit] = self._input_processor.submits(
             tokens, sampling_params, namespace, self._next_id, adapter=adapter
         )
         sequence = self._sequence(RequestOutput("0", None, [], []), 0, submit)
@@ -285,7 +287,7 @@ class LLM:
                 field="messages",
             )
         text = template.render(messages, **how)
-        tokens = self._intake.encode(text, add_special_tokens=False)
+        tokens = self._input_processor.encode(text, add_special_tokens=False)
         return {"prompt": text, "prompt_token_ids": tokens}
 
     def load_adapter(

@@ -39,7 +39,7 @@ class Submit:
     namespace: Namespace
     sampling: SamplingParams
     seed: int
-    """Unsigned 64-bit; drawn at intake for requests that bring none."""
+    """Unsigned 64-bit; drawn by the input processor for requests that bring none."""
     stop_ids: tuple[int, ...]
     """End-of-sequence tokens (unless ignored) and the caller's stop_token_ids."""
     adapter: AdapterName | None
@@ -254,7 +254,7 @@ class StepOutputs:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What the intake needs to know of the engine to refuse what can't be served."""
+    """What the input processor needs to know of the engine to refuse what can't be served."""
 
     model_path: str
     """Folder or file the weights came from (after any download)."""

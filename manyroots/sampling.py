@@ -1,4 +1,4 @@
-"""What a caller may ask of the sampler, checked once at intake.
+"""What a caller may ask of the sampler, checked once by the input processor.
 
 Takes numbers from a request; gives a frozen, valid `SamplingParams` of plain Python values, which
 cross between processes and which the sampler can carry out: no parameter of one request may fail a
@@ -73,7 +73,8 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()
     """Never said by the tokens that spell them, at the beginning or behind a space."""
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
-    """The same in tokens, of which none is sampled behind the others; the intake's to fill in."""
+    """The same in tokens, of which none is sampled behind the others; the input processor's to fill
+    in."""
     structured_outputs: StructuredOutputsParams | None = None
     """The shape that the completion must have."""
     wants_hidden: bool = False

@@ -155,11 +155,11 @@ def detect_nothing(checks: list[str]) -> str | None:
 
 
 def try_seeds(seeds: Iterable[int]) -> str | None:
-    from tests.deciding import Deciding
     from tests.property.cache_oracle import Walk
     from tests.property.test_families_and_tiers import run
+    from tests.scheduler_harness import SchedulerHarness
 
-    Deciding.run.__defaults__ = (MOST_STEPS,)
+    SchedulerHarness.run.__defaults__ = (MOST_STEPS,)
     for seed in seeds:
         try:
             Walk.of(seed, 120).run()

@@ -45,7 +45,7 @@ from manyroots.engine import adapter_directory
 from manyroots.engine.build import Engine, build_engine
 from manyroots.grammar.cache import GrammarCache
 from manyroots.ids import AdapterName, Namespace, RequestId
-from manyroots.intake import Intake
+from manyroots.input_processor import InputProcessor
 from manyroots.kernels.tolerances import TOLERANCES
 from manyroots.lora.audit import audit as audit_adapters
 from manyroots.messages import (
@@ -363,7 +363,7 @@ class Driver:
         if self.events_folder is not None:
             address = f"ipc://{self.events_folder}"
             self.router = Consumer(f"{address}/events", f"{address}/replay", b"")
-        self.intake = Intake(self.engine.info, self.world.tokenizer, self.rng)
+        self.input_processor = InputProcessor(self.engine.info, self.world.tokenizer, self.rng)
         self.known.clear()
         self.unsure.clear()
         self.is_paused = False
@@ -393,7 +393,7 @@ class Driver:
         self, prompt: list[int], sampling: SamplingParams, name: str | None, salt: str | None,
         priority: int,
     ) -> None:  # fmt: skip
-        made = self.intake.submits(
+        made = self.input_processor.submits(
             prompt, sampling, Namespace(adapter=None, salt=salt),
             lambda: RequestId(next(self._ids)),
             adapter=None if name is None else AdapterName(name), priority=priority,

@@ -355,7 +355,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("unit/api/test_web.py::test_g10_a_page_of_another_origin_may_not[origins1]",),
     ),
     Mutation(
-        "api/jobs.py",
+        "api/preprocess.py",
         "        if structure is not None:\n"
         "            sampling = replace(sampling, structured_outputs=structure)\n",
         "",
@@ -363,7 +363,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         (f"{SHAPES}test_g02_a_named_call_is_that_tool",),
     ),
     Mutation(
-        "api/jobs.py",
+        "api/preprocess.py",
         'if wanted[0] != "response_format":',
         "if True:",
         "agents with a typed result can't force a tool",
@@ -1503,7 +1503,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("unit/kernels/test_sampling.py::test_a_row_that_leaves_takes_what_it_asked_for_with_it",),
     ),
     Mutation(
-        "kernels/lora_sites/batch.py",
+        "kernels/lora_ops/batch.py",
         "if group is None or first > 0 or int(group.rows.max()) >= last:",
         "if group is None or int(group.rows.max()) >= last:",
         "a later piece of a step adds the decoding rows' adapters to its own rows",
@@ -1514,7 +1514,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         ),
     ),
     Mutation(
-        "kernels/lora_sites/stacks.py",
+        "kernels/lora_ops/stacks.py",
         "a[index, :, first : first + rank] = member.a[own.ranks].t()",
         "a[index, :, own.ranks] = member.a[own.ranks].t()",
         "adapters of unequal ranks are stacked in each other's columns",
@@ -1699,7 +1699,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         ),
     ),
     Mutation(
-        "kernels/rope_write/triton.py",
+        "kernels/qk_rope_kv_write/triton.py",
         "place = layer_kv + base[:, None]  #",
         "to = place = layer_kv + base[:, None]  #",
         "keys and values in FP8 do not compile for a GPU",
@@ -1726,7 +1726,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         ),
     ),
     Mutation(
-        "kernels/moe_pairs/triton_fp4.py",
+        "kernels/fused_moe/triton_fp4.py",
         "mul.rn.bf16x2 $2, bits, $12;",
         "mul.rn.bf16x2 $2, bits, $10;",
         "a slice of 4-bit numbers has its neighbours' power of two",
@@ -1736,7 +1736,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         ),
     ),
     Mutation(
-        "kernels/moe_pairs/triton_fp4.py",
+        "kernels/fused_moe/triton_fp4.py",
         "power = ((exponents >> (8 * (which // 2))) & 255) << 23",
         "power = ((exponents >> (8 * (which // 4))) & 255) << 23",
         "two groups of 4-bit numbers share a power of two",
@@ -1808,8 +1808,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "layers/shared_moe.py",
-        "return Product(norm.add_gated(chosen.sums, shared.sums, x, weight[0]))",
-        "return Product(norm.add_gated(chosen.sums, shared.sums, x, 0 * weight[0]))",
+        "return DeferredOutput(norm.add_gated(chosen.sums, shared.sums, x, weight[0]))",
+        "return DeferredOutput(norm.add_gated(chosen.sums, shared.sums, x, 0 * weight[0]))",
         "the shared expert's gate is half open for everybody",
         (
             "unit/models/test_logits_parity.py::"
@@ -2137,7 +2137,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("unit/store/test_host_memory.py::test_small_adapters_share_a_piece_and_none_overlaps",),
     ),
     Mutation(
-        "kernels/lora_sites/triton.py",
+        "kernels/lora_ops/triton.py",
         "total = tl.dot(h, tl.trans(weight), total,",
         "total = tl.dot(h, tl.trans(first_ranks), total,",
         "ranks beyond the first 64 are multiplied with the first ones' weights",
@@ -2331,7 +2331,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("unit/api/test_serving.py::test_while_draining",),
     ),
     Mutation(
-        "api/jobs.py",
+        "api/preprocess.py",
         "    return tokens[-wanted:]\n",
         "    return tokens[:wanted]\n",
         "a prompt that is cut keeps its beginning",

@@ -29,7 +29,7 @@ from manyroots.store.backends.files import Files
 from manyroots.store.host_arena import HostArena
 from manyroots.store.storage_link import UnitStorage
 from manyroots.store.tier_copies import TierCopies
-from tests.by_hand import ByHand
+from tests.cache_harness import CacheHarness
 from tests.patience import PATIENCE_S
 from tests.unit.store.tiers import Arena, copy, end_of
 
@@ -104,7 +104,9 @@ def shared_pages(one: PrefixKey, other: PrefixKey) -> int:
 def check_index(wanted: Iterator[Pair]) -> None:
     """Device and host: what one has, the other finds only as far as the owner is the same."""
     for batch in _batches(wanted):
-        hand = ByHand(Capacity(FULL_ATTENTION, 12, 1000), page_size=PAGE, policies=CachePolicies())
+        hand = CacheHarness(
+            Capacity(FULL_ATTENTION, 12, 1000), page_size=PAGE, policies=CachePolicies()
+        )
         for one, other in batch:
             shared = shared_pages(one, other)
             before = hand.found(other, TOKENS)

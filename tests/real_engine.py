@@ -47,8 +47,8 @@ from manyroots.scheduler.audit import audit as audit_turns
 from manyroots.step import Plan, Runner, StepResult
 from manyroots.store.unit_values import unit_key, unpack
 from tests.adapter_folders import Recipe, write_adapter
-from tests.by_hand import Path as PagePath
-from tests.by_hand import resident
+from tests.cache_harness import Path as PagePath
+from tests.cache_harness import resident
 from tests.differential import ALL_MIXES, ATTENTION, BLOCK, RECURRENT
 from tests.differential import PAGE as PAGE
 from tests.patience import PATIENCE_S

@@ -27,7 +27,7 @@ from manyroots.api.errors import EXCEPTION_HANDLERS
 from manyroots.api.lora import LORA_ENDPOINTS
 from manyroots.api.middleware import (
     OPEN_PATHS,
-    Farewells,
+    CloseOnDrain,
     HeaderLimits,
     Hosts,
     Keys,
@@ -145,7 +145,7 @@ def create_app(state: ServerState) -> Starlette:
         routes=[endpoint.route() for endpoint in known],
         middleware=[
             Middleware(RequestIds),
-            Middleware(Farewells, is_draining=lambda: state.is_draining),
+            Middleware(CloseOnDrain, is_draining=lambda: state.is_draining),
             Middleware(HeaderLimits),
             Middleware(RootPath, root_path=settings.root_path),
             *_cors(settings),

@@ -12,12 +12,12 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from manyroots.api.answers import AnswerDelta, WholeAnswer, answer_deltas, whole_answers
+from manyroots.api.chat_stream import AnswerDelta, WholeAnswer, answer_deltas, whole_answers
 from manyroots.api.checks import wanted_usage
 from manyroots.api.events import DONE, EventStream, answer, event
 from manyroots.api.generation import Collected, UsageCount
-from manyroots.api.jobs import Job, chat_job
 from manyroots.api.logprobs import chat_logprobs, prompt_logprobs
+from manyroots.api.preprocess import Job, chat_job
 from manyroots.api.requests import ChatRequest
 from manyroots.api.responses import (
     CalledFunction,

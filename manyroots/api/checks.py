@@ -1,7 +1,7 @@
 """Checks of requests that types alone can't make.
 
 Takes typed requests; gives `SamplingParams`, a namespace, a list of prompts; raises RequestError
-naming the field. Knows nothing of the model: that is the intake's part.
+naming the field. Knows nothing of the model: that is the input processor's part.
 """
 
 from __future__ import annotations

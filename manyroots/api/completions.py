@@ -17,7 +17,6 @@ from starlette.responses import Response
 from manyroots.api.checks import is_only_echo, wanted_usage
 from manyroots.api.events import DONE, EventStream, answer, event
 from manyroots.api.generation import Batch, Collected, UsageCount, collect, generate
-from manyroots.api.jobs import Job, completion_job
 from manyroots.api.logprobs import (
     Naming,
     completion_logprobs,
@@ -26,6 +25,7 @@ from manyroots.api.logprobs import (
     naming,
     prompt_logprobs,
 )
+from manyroots.api.preprocess import Job, completion_job
 from manyroots.api.requests import CompletionRequest
 from manyroots.api.responses import Completion, CompletionChoice, CompletionLogprobs
 from manyroots.api.state import server_of

@@ -20,7 +20,7 @@ from starlette.responses import Response
 from manyroots.api.errors import GenerationError, renamed
 from manyroots.api.events import answer
 from manyroots.api.generation import Outputs, failure_of
-from manyroots.api.jobs import Job, completion_job
+from manyroots.api.preprocess import Job, completion_job
 from manyroots.api.requests import CompletionRequest, EmbeddingsRequest
 from manyroots.api.responses import EmbeddedText, EmbeddingList, EmbeddingsUsage
 from manyroots.api.state import ServerState, server_of

@@ -60,7 +60,7 @@ class RequestIds:
         await self._app(scope, receive, send_with_id)
 
 
-class Farewells:
+class CloseOnDrain:
     """While the server drains, every answer is its connection's last: callers keep connections open
     for their next request, which another server is to have."""
 

@@ -23,7 +23,7 @@ from manyroots.api.notices import Notices
 from manyroots.config import CacheSettings, EngineSettings, LoraSettings
 from manyroots.engine.client import EngineClient
 from manyroots.errors import UnavailableError
-from manyroots.intake import Intake
+from manyroots.input_processor import InputProcessor
 from manyroots.messages import EngineInfo
 from manyroots.observe.metrics import Metrics
 from manyroots.observe.requests import RequestFacts, RequestWatch, Sink, log_request
@@ -73,7 +73,9 @@ class Service:
         self.model_name = model_name
         self.created = int(time.time())
         self.defaults = defaults
-        self.intake = Intake(engine.info, tokenizer, rng, default_max_tokens=defaults.max_tokens)
+        self.input_processor = InputProcessor(
+            engine.info, tokenizer, rng, default_max_tokens=defaults.max_tokens
+        )
         self.concurrency = ConcurrencyLimit(engine.info.max_num_seqs + server.max_queued_requests)
         self.adapters = Adapters(model_name, lora.lora_modules)
         self.metrics = Metrics(

@@ -8,8 +8,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from manyroots.api.events import json_response
-from manyroots.api.jobs import encode_chat
 from manyroots.api.offered_tools import tool_use
+from manyroots.api.preprocess import encode_chat
 from manyroots.api.requests import DetokenizeRequest, TokenizeRequest
 from manyroots.api.responses import Detokenized, Tokenized, TokenizerInfo
 from manyroots.api.state import ServerState, Service, server_of
@@ -42,7 +42,7 @@ def _encode(server: ServerState, service: Service, request: TokenizeRequest) -> 
         use = tool_use(request, server.notices)
         return encode_chat(service, request, use)[1]
     add_special_tokens = request.add_special_tokens is not False
-    return service.intake.encode(request.prompt, add_special_tokens=add_special_tokens)
+    return service.input_processor.encode(request.prompt, add_special_tokens=add_special_tokens)
 
 
 async def detokenize(request: Request) -> Response:

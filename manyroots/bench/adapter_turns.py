@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from manyroots.bench.our_side import make_cache
+from manyroots.bench.manyroots_driver import make_cache
 from manyroots.bench.scheduler_trace import MADE_UP_TOKEN
 from manyroots.config import Policy, SchedulerSettings
 from manyroots.ids import AdapterDigest, AdapterName, Namespace, RequestId

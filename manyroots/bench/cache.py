@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from manyroots.bench.our_side import CACHE_KINDS, OurCache
+from manyroots.bench.manyroots_driver import CACHE_KINDS, CacheDriver
 from manyroots.bench.own_process import Job, answer_from_stdin, run_module
 from manyroots.bench.scheduler_trace import VOCAB_SIZE, clock
 from manyroots.step import Int32s
@@ -74,7 +74,7 @@ def run_cache(workload: CacheWorkload) -> dict[str, Any]:
 
 def measure_small(workload: CacheWorkload, kind: str) -> dict[str, Any]:
     """A pool under constant eviction."""
-    cache = OurCache(workload.num_pages, workload.page_size, kind)
+    cache = CacheDriver(workload.num_pages, workload.page_size, kind)
     prompts = _prompts(workload)
     _fill(cache, prompts, workload.num_pages, workload)
     return _costs(cache, prompts, workload)
@@ -87,7 +87,7 @@ def measure_large(workload: CacheWorkload, kind: str) -> dict[str, Any]:
         replace(workload, num_cycles=1), kind
     )  # what is imported or kept once is not ours
     before = _resident_bytes()
-    cache = OurCache(workload.num_large_pages, workload.page_size, kind)
+    cache = CacheDriver(workload.num_large_pages, workload.page_size, kind)
     _fill(cache, prompts, workload.num_large_pages, workload)
     grown = _resident_bytes() - before
     return {
@@ -102,7 +102,9 @@ def measure_large(workload: CacheWorkload, kind: str) -> dict[str, Any]:
     }
 
 
-def _cost_of_length(cache: OurCache, workload: CacheWorkload, prompt_len: int) -> dict[str, float]:
+def _cost_of_length(
+    cache: CacheDriver, workload: CacheWorkload, prompt_len: int
+) -> dict[str, float]:
     """What a request of another length costs in a cache of the same size."""
     other = replace(workload, prompt_len=prompt_len, prefixes=1)
     prompts = _prompts(other)
@@ -111,7 +113,7 @@ def _cost_of_length(cache: OurCache, workload: CacheWorkload, prompt_len: int) -
 
 
 def _fill(
-    cache: OurCache, prompts: Iterator[Int32s], num_pages: int, workload: CacheWorkload
+    cache: CacheDriver, prompts: Iterator[Int32s], num_pages: int, workload: CacheWorkload
 ) -> None:
     """Requests until the pool is full, and a few more."""
     for _ in range(num_pages // max(1, workload.num_private_pages) + 2 * workload.prefixes):
@@ -121,7 +123,9 @@ def _fill(
         cache.free(lease)
 
 
-def _costs(cache: OurCache, prompts: Iterator[Int32s], workload: CacheWorkload) -> dict[str, Any]:
+def _costs(
+    cache: CacheDriver, prompts: Iterator[Int32s], workload: CacheWorkload
+) -> dict[str, Any]:
     """Microseconds per request, whole and in parts; and how much of each prompt was found."""
     times: dict[str, list[float]] = {
         name: [] for name in ("request", "begin", "insert", "free", "match")

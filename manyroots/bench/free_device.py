@@ -30,7 +30,7 @@ from manyroots.config import ModelSettings, SchedulerSettings
 from manyroots.engine.loop import EngineLoop
 from manyroots.ids import AdapterDigest, Tier
 from manyroots.kernels.choice import Kernels, reference_kernels
-from manyroots.kernels.lora_sites.sites import LoraRows
+from manyroots.kernels.lora_ops.sites import LoraRows
 from manyroots.kernels.sampling.rows import NO_FAULT, Sampled
 from manyroots.layers.step import Step
 from manyroots.lora.limits import SPARE_SLOTS, AdapterLimits
@@ -123,7 +123,7 @@ class _FreeDecoder(Decoder):
     """Gives tensors of the right shape."""
 
     def hidden(self, tokens: Tensor, step: Step) -> Tensor:
-        at = tokens if step.wanted is None else step.wanted.at
+        at = tokens if step.logits_indices is None else step.logits_indices.at
         return torch.empty(len(at), 0)
 
     def logits(self, hidden: Tensor, rows: LoraRows | None) -> Tensor:
@@ -132,13 +132,18 @@ class _FreeDecoder(Decoder):
 
 def _free_kernels() -> Kernels:
     """The references, without what steps launch around the model."""
-    rope_write, sampling, decode_rows = (ModuleType(name) for name in ("rope", "sample", "rows"))
-    rope_write.look_up = lambda table, positions, dtype: None  # type: ignore[attr-defined]
+    qk_rope_kv_write, sampling, decode_rows = (
+        ModuleType(name) for name in ("rope", "sample", "rows")
+    )
+    qk_rope_kv_write.look_up = lambda table, positions, dtype: None  # type: ignore[attr-defined]
     sampling.sample = lambda logits, rows: _same_token(len(logits))  # type: ignore[attr-defined]
     decode_rows.begin = _begin  # type: ignore[attr-defined]
     decode_rows.end = lambda tokens, rows, newest: None  # type: ignore[attr-defined]
     return replace(
-        reference_kernels(), rope_write=rope_write, sampling=sampling, decode_rows=decode_rows
+        reference_kernels(),
+        qk_rope_kv_write=qk_rope_kv_write,
+        sampling=sampling,
+        decode_rows=decode_rows,
     )
 
 
@@ -246,7 +251,7 @@ def _make_loader(
         max_rank=rank,
         dtype=decoder.dtype,
         device=CPU,
-        is_turned=False,
+        is_transposed=False,
     )
     return _LoaderOfOne(weights, pool), spec
 

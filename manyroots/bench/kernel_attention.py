@@ -19,9 +19,14 @@ from torch import Tensor
 
 from manyroots.bench.kernel_times import KernelCase, measured, num_copies
 from manyroots.errors import ConfigError
-from manyroots.kernels.attention.paged import DecodeRows, PagedRows, longest_first, query_blocks
+from manyroots.kernels.attention.paged import (
+    AttentionMetadata,
+    DecodeRows,
+    longest_first,
+    query_blocks,
+)
 from manyroots.kernels.choice import Kernels, reference_kernels
-from manyroots.kernels.rope_write.inputs import KvPlaces
+from manyroots.kernels.qk_rope_kv_write.inputs import SlotMapping
 from manyroots.layers.spec import AttentionSpec
 from manyroots.store.arena import PageArena
 
@@ -71,13 +76,13 @@ def measure_decodes(
     step = _Pages(spec, lens, dtype, device)
     q = _randn(step.generator, len(lens), spec.num_heads, spec.memory.head_dim, dtype=dtype)
     order = longest_first(lens.astype(np.int32))
-    rows = PagedRows(
+    rows = AttentionMetadata(
         page_table=step.table,
         context_lens=step.lens,
         num_decodes=len(lens),
         query_starts=None,
         blocks=None,
-        places=_nowhere(len(lens), device),
+        slot_mapping=_nowhere(len(lens), device),
         order=None if order is None else torch.from_numpy(order).to(device),
     )
     checked = _spread_out(len(lens))
@@ -102,13 +107,13 @@ def measure_prompts(
     step = _Pages(spec, lens, dtype, device)
     starts = [0, *accumulate(counts.tolist())]
     q = _randn(step.generator, starts[-1], spec.num_heads, spec.memory.head_dim, dtype=dtype)
-    rows = PagedRows(
+    rows = AttentionMetadata(
         page_table=step.table,
         context_lens=step.lens,
         num_decodes=0,
         query_starts=torch.tensor(starts, dtype=torch.int32, device=device),
         blocks=torch.from_numpy(query_blocks(starts, lens.tolist())).to(device),
-        places=_nowhere(starts[-1], device),
+        slot_mapping=_nowhere(starts[-1], device),
     )
     # A prompt's query sees what a decoding one would behind as many tokens.
     checked = _spread_out(starts[-1])
@@ -155,7 +160,7 @@ def _measured(
     sequences: Sequences,
     step: _Pages,
     q: Tensor,
-    rows: PagedRows,
+    rows: AttentionMetadata,
     kernels: Kernels,
     repeats: int,
     checked: Tensor,
@@ -191,10 +196,10 @@ def _spread_out(count: int) -> Tensor:
     return torch.linspace(0, count - 1, min(count, MOST_CHECKED)).round().long()
 
 
-def _nowhere(count: int, device: torch.device) -> KvPlaces:
+def _nowhere(count: int, device: torch.device) -> SlotMapping:
     """Nothing is written: keys and values lie there."""
     none = torch.full((count,), -1, dtype=torch.int32, device=device)
-    return KvPlaces(none, none)
+    return SlotMapping(none, none)
 
 
 def _randn(generator: torch.Generator, *shape: int, dtype: torch.dtype) -> Tensor:

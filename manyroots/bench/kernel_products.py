@@ -22,11 +22,11 @@ from manyroots.bench.kernel_times import KernelCase, measured, num_copies
 from manyroots.distributed.shard import WHOLE
 from manyroots.kernels.choice import Kernels, reference_kernels
 from manyroots.kernels.fp8_rows import Fp8Rows, in_fp8
-from manyroots.kernels.lora_sites.sites import LinearSite, LoraRows
+from manyroots.kernels.lora_ops.sites import LinearSite, LoraRows
 from manyroots.kernels.packed import can_pack
 from manyroots.kernels.scaled import plain
+from manyroots.layers.deferred_output import DeferredOutput
 from manyroots.layers.linear import Linear
-from manyroots.layers.product import Product
 from manyroots.layers.spec import AttentionSpec, DenseSpec
 from manyroots.layers.step import Step
 from manyroots.layers.weights.formats import Fp8Format, weights_kept_as
@@ -196,7 +196,7 @@ class Products:
             tolerance=self._tolerance(shape),
         )  # fmt: skip
 
-        def compare(product: Product) -> tuple[Tensor, Tensor]:
+        def compare(product: DeferredOutput) -> tuple[Tensor, Tensor]:
             return self._compared(product, linears[0], x, slots)
 
         make = partial(self._calls, linears, given, step)
@@ -217,7 +217,7 @@ class Products:
     @staticmethod
     def _calls(
         linears: list[Linear], given: Tensor | Fp8Rows, step: Step
-    ) -> list[Callable[[], Product]]:
+    ) -> list[Callable[[], DeferredOutput]]:
         return [partial(linear, given, step) for linear in linears]
 
     def _library(
@@ -245,7 +245,7 @@ class Products:
         return at.to(self.device)
 
     def _compared(
-        self, product: Product, linear: Linear, x: Tensor, slots: np.ndarray | None
+        self, product: DeferredOutput, linear: Linear, x: Tensor, slots: np.ndarray | None
     ) -> tuple[Tensor, Tensor]:
         """Some rows of a product, finished by its set of kernels, and the reference's."""
         reference, at = reference_kernels(), self.checked(len(x))
@@ -255,9 +255,9 @@ class Products:
             rows = replace(in_fp8(x[at], form), values=None)
         lora = None if slots is None else LoraRows.build(slots[at.cpu().numpy()], self.device)
         sums, _ = reference.gemm.linear(rows, linear.weight.data)
-        right = Product(sums.to(self.dtype) if lora is None else sums)
+        right = DeferredOutput(sums.to(self.dtype) if lora is None else sums)
         if lora is not None and linear.pooled is not None:
-            right = replace(right, lora=reference.lora_sites.shrink(x[at], linear.pooled, lora))
+            right = replace(right, lora=reference.lora_ops.shrink(x[at], linear.pooled, lora))
         mine = product.finished(self.kernels)[at]
         return mine.to(self.dtype), right.finished(reference)
 
@@ -278,11 +278,11 @@ class Products:
             tolerance=self._tolerance(shapes[-1]),
         )  # fmt: skip
 
-        def one(place: int) -> Product:
+        def one(place: int) -> DeferredOutput:
             made = [linears[place](rows, step) for linears, rows in zip(sets, given, strict=True)]
             return made[-1]
 
-        def compare(last: Product) -> tuple[Tensor, Tensor]:
+        def compare(last: DeferredOutput) -> tuple[Tensor, Tensor]:
             return self._compared(last, sets[-1][0], xs[-1], slots)
 
         calls = [partial(one, place) for place in range(len(sets[0]))]

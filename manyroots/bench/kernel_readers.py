@@ -17,10 +17,10 @@ from torch import Tensor
 from manyroots.bench.kernel_products import Products, ProductShape
 from manyroots.bench.kernel_times import Calls, KernelCase, measured, num_copies
 from manyroots.kernels.choice import reference_kernels
-from manyroots.kernels.norm.undivided import UndividedNorm
+from manyroots.kernels.norm.deferred import DeferredRMSNorm
+from manyroots.layers.deferred_output import DeferredOutput
 from manyroots.layers.linear import Linear
 from manyroots.layers.norm import RMSNorm
-from manyroots.layers.product import Product
 from manyroots.layers.spec import DenseSpec
 from manyroots.models.spec import ModelSpec
 
@@ -50,11 +50,11 @@ class Readers:
         for num_rows in rows:
             yield self._norm(by_name["down"], down, gate_up, num_rows)
 
-    def _product(self, shape: ProductShape, linear: Linear, num_rows: int) -> Product:
+    def _product(self, shape: ProductShape, linear: Linear, num_rows: int) -> DeferredOutput:
         x, slots = self.products.x(num_rows, shape.in_features), self.products.slots(num_rows)
         return linear(x, self.products.step(slots))
 
-    def _finished(self, product: Product) -> Tensor:
+    def _finished(self, product: DeferredOutput) -> Tensor:
         """Of a copy: adapters are added in place."""
         return replace(product, sums=product.sums.clone()).finished(self.products.kernels)
 
@@ -62,7 +62,7 @@ class Readers:
         kernels, dtype = self.products.kernels, self.products.dtype
         product = self._product(shape, linear, num_rows)
 
-        def one(given: Product) -> Tensor:
+        def one(given: DeferredOutput) -> Tensor:
             out: Tensor = kernels.activation.gated(
                 given.sums, self.dense.activation, dtype, given.lora
             )
@@ -95,7 +95,7 @@ class Readers:
         self,
         name: str,
         num_rows: int,
-        product: Product,
+        product: DeferredOutput,
         right: Tensor,
         calls: Calls,
         num_columns: int,
@@ -109,14 +109,14 @@ class Readers:
         )  # fmt: skip
 
         def compare(out: Any) -> tuple[Tensor, Tensor]:
-            if isinstance(out, UndividedNorm):  # the product that reads it would divide
+            if isinstance(out, DeferredRMSNorm):  # the product that reads it would divide
                 out = (out.values.float() * out.factors).to(right.dtype)
             return out, right
 
         return measured(case, lambda: calls, compare, self.products.repeats, self.products.device)
 
 
-def _copies(product: Product) -> list[Product]:
+def _copies(product: DeferredOutput) -> list[DeferredOutput]:
     """The same, elsewhere in memory, often enough that each is cold."""
     count = num_copies(_num_bytes(product.sums))
     return [product, *(replace(product, sums=product.sums.clone()) for _ in range(count - 1))]

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from manyroots.bench.our_side import OurScheduler
+from manyroots.bench.manyroots_driver import SchedulerDriver
 from manyroots.bench.own_process import Job, answer_from_stdin, run_module
 from manyroots.bench.peer_schedulers import measure_peer, peer_name
 from manyroots.bench.scheduler_cases import measure_all
@@ -132,7 +132,7 @@ def _step(figures: dict[str, Any], least: dict[str, Any], most: dict[str, Any]) 
 
 def _work(job: Job) -> dict[str, Any]:
     workload = SchedulerWorkload.from_json(job["workload"])
-    return measure_all(workload, job["page_size"], OurScheduler)
+    return measure_all(workload, job["page_size"], SchedulerDriver)
 
 
 if __name__ == "__main__":

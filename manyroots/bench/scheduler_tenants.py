@@ -11,7 +11,7 @@ import statistics
 from array import array
 from typing import Any
 
-from manyroots.bench.our_side import make_cache
+from manyroots.bench.manyroots_driver import make_cache
 from manyroots.bench.scheduler_trace import clock
 from manyroots.config import SchedulerSettings
 from manyroots.ids import Namespace, RequestId

@@ -1,9 +1,9 @@
 """`manyroots bench serve`: HTTP load on any server of OpenAI's completions or chat.
 
-Talks come in at random (Poisson), in bursts, or so many at a time without a pause (saturation).
-An arrival is never put off because the server or this program is behind: waiting counts from when
-a request was due. Every figure is the median of the repeats with its spread; a request that fails
-is counted and named, and never a fast one.
+Conversations come in at random (Poisson), in bursts, or so many at a time without a pause
+(saturation). An arrival is never put off because the server or this program is behind: waiting
+counts from when a request was due. Every figure is the median of the repeats with its spread; a
+request that fails is counted and named, and never a fast one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from manyroots.bench.http_stream import (
     StreamedAnswer,
     UnreachableError,
 )
-from manyroots.bench.serve_workload import ServeWorkload, Talk
+from manyroots.bench.serve_workload import Conversation, ServeWorkload
 from manyroots.bench.spread import percentile, spread
 from manyroots.errors import RequestError
 
@@ -36,14 +36,14 @@ WARM_UPS = 4
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """How talks come in: one of the two."""
+    """How conversations come in: one of the two."""
 
     rate: float | None = None
-    """Talks per second, at random."""
+    """Conversations per second, at random."""
     streams: int | None = None
-    """So many talks at any time, each followed by the next at once."""
+    """So many conversations at any time, each followed by the next at once."""
     burst: int = 1
-    """Talks that come together, at the same mean rate."""
+    """Conversations that come together, at the same mean rate."""
     load: float | None = None
     """What share the rate is of the highest that was kept up with, where it was chosen so."""
 
@@ -52,15 +52,17 @@ class Arrivals:
         if self.streams is not None:
             return f"{self.streams} streams"
         if self.load is not None:
-            return f"{self.rate:g} talks/s, {self.load:.0%} load"
-        return f"{self.rate:g} talks/s" + (f" in bursts of {self.burst}" if self.burst > 1 else "")
+            return f"{self.rate:g} conversations/s, {self.load:.0%} load"
+        return f"{self.rate:g} conversations/s" + (
+            f" in bursts of {self.burst}" if self.burst > 1 else ""
+        )
 
-    def due_s(self, num_talks: int, seed: int) -> list[float]:
+    def due_s(self, num_conversations: int, seed: int) -> list[float]:
         if self.rate is None:
-            return [0.0] * num_talks
+            return [0.0] * num_conversations
         rng = random.Random(seed)
         due, at = [], 0.0
-        for number in range(num_talks):
+        for number in range(num_conversations):
             if number % self.burst == 0:
                 at += rng.expovariate(self.rate / self.burst)
             due.append(at)
@@ -185,28 +187,30 @@ class _Run:
         self._faults: Counter[str] = Counter()
 
     async def measured(self, seed: int) -> _Measured:
-        talks = self._workload.talks()
-        due = self._arrivals.due_s(len(talks), seed)
-        limit = asyncio.Semaphore(self._arrivals.streams or len(talks))
+        conversations = self._workload.conversations()
+        due = self._arrivals.due_s(len(conversations), seed)
+        limit = asyncio.Semaphore(self._arrivals.streams or len(conversations))
         began = time.perf_counter()
 
-        async def one(talk: Talk, due_s: float) -> None:
+        async def one(conversation: Conversation, due_s: float) -> None:
             await asyncio.sleep(max(0.0, began + due_s - time.perf_counter()))
             async with limit:
                 is_open = self._arrivals.rate is not None
-                await self._talk(talk, began + due_s if is_open else time.perf_counter())
+                await self._conversation(
+                    conversation, began + due_s if is_open else time.perf_counter()
+                )
 
-        await asyncio.gather(*map(one, talks, due))
+        await asyncio.gather(*map(one, conversations, due))
         seconds = time.perf_counter() - began
         if not self._served:
             raise RequestError(_no_answer(next(iter(self._faults), "none")), field="url")
         return _Measured(self._served, self._faults, seconds)
 
-    async def _talk(self, talk: Talk, due: float) -> None:
-        history: list[dict[str, Any]] = list(talk.opening())
+    async def _conversation(self, conversation: Conversation, due: float) -> None:
+        history: list[dict[str, Any]] = list(conversation.opening())
         path = PATHS[self._workload.is_chat]
-        for turn in talk.turns:
-            body = self._workload.body(talk, history, turn)
+        for turn in conversation.turns:
+            body = self._workload.body(conversation, history, turn)
             try:
                 answer = await self._streams.post(path, body)
                 served, text = _read(answer, due)

@@ -1,8 +1,10 @@
-"""What `bench serve` sends: talks of one or more turns, as text, so that any server understands it.
+"""What `bench serve` sends: conversations of one or more turns, as text, so that any server
+understands it.
 
-A talk's turns follow each other, each with everything said before. Lengths are counted in words of
-a small vocabulary, most of which are one token; what a server counts is in the report, too. Or the
-requests of one of `bench traffic`'s cases, token by token, so that both can be compared.
+A conversation's turns follow each other, each with everything said before. Lengths are counted in
+words of a small vocabulary, most of which are one token; what a server counts is in the report,
+too. Or the requests of one of `bench traffic`'s cases, token by token, so that both can be
+compared.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ class ServeWorkload:
     """Drawn evenly from ranges, from one seed."""
 
     num_requests: int
-    """Turns of all talks together."""
+    """Turns of all conversations together."""
     prompt_words: Range
     output_tokens: Range
     turns: int = 1
@@ -46,9 +48,9 @@ class ServeWorkload:
     vocab_size: int = 0
     """Of the case's tokens."""
 
-    def talks(self) -> list[Talk]:
+    def conversations(self) -> list[Conversation]:
         if self.case is not None:
-            return self._case_talks(self.case)
+            return self._case_conversations(self.case)
         rng = random.Random(self.seed)
         words = TEXT.split()
 
@@ -57,23 +59,23 @@ class ServeWorkload:
 
         heads = [said(self.head_words) for _ in range(max(1, self.num_heads))]
         popularity = [(i + 1) ** -self.zipf for i in range(len(self.models))]
-        talks: list[Talk] = []
+        conversations: list[Conversation] = []
         left = self.num_requests
         while left > 0:
-            number = len(talks)
+            number = len(conversations)
             model = rng.choices(self.models, popularity)[0] if self.models else None
             turns = tuple(
                 Turn(said(rng.randint(*self.prompt_words)), rng.randint(*self.output_tokens))
                 for _ in range(min(self.turns, left))
             )
-            talks.append(Talk(number, model, heads[number % len(heads)], turns))
+            conversations.append(Conversation(number, model, heads[number % len(heads)], turns))
             left -= len(turns)
-        return talks
+        return conversations
 
-    def _case_talks(self, case: TrafficCase) -> list[Talk]:
+    def _case_conversations(self, case: TrafficCase) -> list[Conversation]:
         submits = case.submits(self.vocab_size, "", itertools.count(1), with_adapters=False)
         return [
-            Talk(number, self.models[0] if self.models else None, "", (turn,))
+            Conversation(number, self.models[0] if self.models else None, "", (turn,))
             for number, turn in enumerate(
                 Turn(
                     list(submit.prompt), min(submit.sampling.max_tokens or 1, self.output_tokens[1])
@@ -82,12 +84,14 @@ class ServeWorkload:
             )
         ]
 
-    def body(self, talk: Talk, history: list[dict[str, Any]], turn: Turn) -> dict[str, Any]:
+    def body(
+        self, conversation: Conversation, history: list[dict[str, Any]], turn: Turn
+    ) -> dict[str, Any]:
         """A request for the next turn."""
         drawn = SAMPLED if self.case is None else CASE_SAMPLED
-        sampling = {**drawn, "seed": talk.number} if self.is_sampled else {"temperature": 0}
+        sampling = {**drawn, "seed": conversation.number} if self.is_sampled else {"temperature": 0}
         body: dict[str, Any] = {
-            "model": talk.model,
+            "model": conversation.model,
             "max_tokens": turn.output_tokens,
             "stream": True,
             "stream_options": {"include_usage": True},
@@ -112,7 +116,7 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Talk:
+class Conversation:
     number: int
     model: str | None
     head: str

@@ -230,10 +230,10 @@ class PrefixCache:
         To be followed by `accept`."""
         return self._growth.draft(lease, num_computed, num_sure, num_tokens, step_id)
 
-    def turn_pages(self, leases: list[Lease]) -> list[Units] | None:
+    def next_pages(self, leases: list[Lease]) -> list[Units] | None:
         """One more page for each lease, all of which are full: by family, the unit that each got.
         None if they must be extended one by one."""
-        return self._growth.turn_pages(leases)
+        return self._growth.next_pages(leases)
 
     def prefer_own(self, lease: Lease) -> bool:
         """Give back copies by others of pages that the lease has computed itself: a request that

@@ -104,7 +104,7 @@ class Growth:
             lease.num_sure_tokens = num_sure
         return extension
 
-    def turn_pages(self, leases: list[Lease]) -> list[Units] | None:
+    def next_pages(self, leases: list[Lease]) -> list[Units] | None:
         """One more page for each lease, all of which are full: by family, the unit that each got.
 
         None if they must be extended one by one: there is not room for all, or a family has more

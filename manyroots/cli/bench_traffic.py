@@ -107,10 +107,10 @@ def _check_share(name: str, value: float) -> None:
 def add_serve(kinds: Any) -> None:
     serve = kinds.add_parser(
         "serve", help="HTTP load on this or any other OpenAI server",
-        description="Sends talks, each of one or more requests that stream, and prints for every "
-        "kind of arrivals: output tokens per second, time to the first token and between tokens "
-        "(p50, p99), and how many requests a second kept the promise of --good-first-ms and "
-        "--good-between-ms. Without arrivals it keeps 64 talks going.",
+        description="Sends conversations, each of one or more requests that stream, and prints for "
+        "every kind of arrivals: output tokens per second, time to the first token and between "
+        "tokens (p50, p99), and how many requests a second kept the promise of --good-first-ms "
+        "and --good-between-ms. Without arrivals it keeps 64 conversations going.",
     )  # fmt: skip
     group = serve.add_argument_group("server")
     group.add_argument(
@@ -159,14 +159,14 @@ def add_serve(kinds: Any) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="requests of each talk, each with all that was said before [1]",
+        help="requests of each conversation, each with all that was said before [1]",
     )
     group.add_argument(
         "--shared-heads",
         type=int,
         default=0,
         metavar="N",
-        help="different beginnings that talks share, in turn, with --head-words [1]",
+        help="different beginnings that conversations share, in turn, with --head-words [1]",
     )
     group.add_argument(
         "--head-words", type=int, default=0, metavar="WORDS", help="how long those are; 0: none"
@@ -188,18 +188,18 @@ def add_serve(kinds: Any) -> None:
         type=floats,
         default=(),
         metavar="LIST",
-        help="talks per second that come at random; a case for each",
+        help="conversations per second that come at random; a case for each",
     )
     group.add_argument(
         "--burst",
         type=int,
         default=1,
         metavar="N",
-        help="with --rates: talks that come together [1]",
+        help="with --rates: conversations that come together [1]",
     )
     group.add_argument(
         "--streams", type=ints, default=(), metavar="LIST",
-        help="saturation: so many talks at any time; 64 where no rate is given either",
+        help="saturation: so many conversations at any time; 64 where no rate is given either",
     )  # fmt: skip
     group.add_argument(
         "--loads", type=floats, default=(), metavar="LIST",

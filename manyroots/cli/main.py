@@ -25,8 +25,8 @@ from manyroots.cli.flags import (
 from manyroots.cli.simulate import add_simulate_command
 from manyroots.config import ENGINE_ROOMS, engine_settings
 from manyroots.errors import ManyrootsError
+from manyroots.flag_aliases import translate
 from manyroots.server_config import ServerSettings, check_together, server_settings
-from manyroots.their_flags import translate
 from manyroots.version import __version__
 
 

@@ -1,7 +1,7 @@
 """The composition root: the only place that knows every room of the engine.
 
-In: settings. Out: a loop ready to run, and what the intake must know of it. What depends on the
-model or the machine is worked out once, in `worker.py`.
+In: settings. Out: a loop ready to run, and what the input processor must know of it. What depends
+on the model or the machine is worked out once, in `worker.py`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """A loop and what the intake must know of it."""
+    """A loop and what the input processor must know of it."""
 
     loop: EngineLoop
     info: EngineInfo

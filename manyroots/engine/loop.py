@@ -248,7 +248,7 @@ class EngineLoop:
         try:
             self._queue(submit)
         except NotFoundError as error:
-            # The intake knew the adapter; it was unloaded on the way here.
+            # The input processor knew the adapter; it was unloaded on the way here.
             self._refuse(submit, str(error), ErrorKind.NOT_FOUND)
 
     def _queue(self, submit: Submit) -> None:

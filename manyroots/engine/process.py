@@ -17,12 +17,12 @@ from socket import socketpair
 
 import zmq
 
-from manyroots.collector import keep_for_good, taken_apart_at_exit
 from manyroots.engine.build import build_engine
 from manyroots.engine.loop import EngineLoop
 from manyroots.engine.snapshots import Snapshots
 from manyroots.engine.wire import MessageKind, decode, encode
 from manyroots.errors import ManyrootsError
+from manyroots.gc_tuning import keep_for_good, taken_apart_at_exit
 from manyroots.ids import RequestId
 from manyroots.messages import Batch
 from manyroots.observe.steps import StepRing

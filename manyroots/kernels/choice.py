@@ -19,13 +19,13 @@ class Kernels:
     """One module per operation; see each one's `reference.py` for what it computes."""
 
     norm: ModuleType
-    rope_write: ModuleType
+    qk_rope_kv_write: ModuleType
     attention: ModuleType
     activation: ModuleType
     gemm: ModuleType
     scaled_gemm: ModuleType
-    lora_sites: ModuleType
-    moe_pairs: ModuleType
+    lora_ops: ModuleType
+    fused_moe: ModuleType
     sampling: ModuleType
     decode_rows: ModuleType
     recurrent: ModuleType

@@ -9,7 +9,7 @@ them where a bfloat16 has them:
     number    0  3  3  1  3  3  2  0  0  0  1  1  1  2  2  2
               s  s  e  s  e  m  s  e  e  m  e  e  m  e  e  m
 
-What they become is the number itself; see `moe_pairs/triton_fp4.py`.
+What they become is the number itself; see `fused_moe/triton_fp4.py`.
 """
 
 from __future__ import annotations

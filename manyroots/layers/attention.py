@@ -14,11 +14,11 @@ from torch import Tensor
 
 from manyroots.distributed.shard import Shard
 from manyroots.kernels.choice import Kernels
-from manyroots.kernels.norm.undivided import Rows, whole_rows
-from manyroots.kernels.rope_write.inputs import QkNorm
+from manyroots.kernels.norm.deferred import Rows, whole_rows
+from manyroots.kernels.qk_rope_kv_write.inputs import QkNorm
+from manyroots.layers.deferred_output import DeferredOutput
 from manyroots.layers.linear import Linear
 from manyroots.layers.norm import RMSNorm
-from manyroots.layers.product import Product
 from manyroots.layers.spec import AttentionSpec
 from manyroots.layers.step import Step
 from manyroots.layers.weights.fill import Fill, Fills
@@ -74,32 +74,34 @@ class Attention:
         """The one product that its input is for."""
         return self.qkv if self._spec.in_factor == 1.0 else None
 
-    def __call__(self, x: Rows, layer_kv: Tensor, step: Step) -> Product:
+    def __call__(self, x: Rows, layer_kv: Tensor, step: Step) -> DeferredOutput:
         if self._spec.in_factor != 1.0:
             x = whole_rows(x) * self._spec.in_factor
         qkv = self.qkv(x, step)
         gates: Tensor | None = None
         if self._spec.has_gate:
             qkv, gates = self._without_gates(qkv, self._dtype)
-        attending = step.kv[self._family]
-        q = self._kernels.rope_write.rope_write(
-            qkv.sums, step.ropes[self._spec.rope], self._qk_norm, layer_kv, attending.places,
+        metadata = step.kv[self._family]
+        q = self._kernels.qk_rope_kv_write.qk_rope_kv_write(
+            qkv.sums, step.ropes[self._spec.rope], self._qk_norm, layer_kv, metadata.slot_mapping,
             qkv.lora, self._dtype,
         )  # fmt: skip
         attended = self._kernels.attention.attend(
-            q, layer_kv, attending, self._spec.scale, self._sinks
+            q, layer_kv, metadata, self._spec.scale, self._sinks
         )
         if gates is not None:
             attended = self._kernels.gated_norm.sigmoid_gated(attended, gates)
         return self.o(attended.flatten(1), step).with_factor(self._spec.out_factor)
 
-    def _without_gates(self, qkv: Product, dtype: torch.dtype) -> tuple[Product, Tensor]:
+    def _without_gates(
+        self, qkv: DeferredOutput, dtype: torch.dtype
+    ) -> tuple[DeferredOutput, Tensor]:
         """Queries, keys and values alone, and gates [num_tokens, heads, head_dim]."""
         heads, dim = self._spec.num_heads, self._spec.memory.head_dim
         by_head = qkv.finished(self._kernels).to(dtype)
         by_head = by_head.view(by_head.shape[0], -1, dim)
         both, rest = by_head[:, : 2 * heads], by_head[:, 2 * heads :]
-        return Product(torch.cat((both[:, 0::2], rest), dim=1).flatten(1)), both[:, 1::2]
+        return DeferredOutput(torch.cat((both[:, 0::2], rest), dim=1).flatten(1)), both[:, 1::2]
 
     def weights(self, name: str) -> Fills:
         yield from self.qkv.weights(name)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from manyroots.distributed.shard import Shard
 from manyroots.kernels.choice import Kernels
-from manyroots.kernels.lora_sites.sites import EmbeddingSite, LoraRows
+from manyroots.kernels.lora_ops.sites import EmbeddingSite, LoraRows
 from manyroots.kernels.scaled import plain
 from manyroots.layers.linear import Linear
 from manyroots.layers.step import Step
@@ -53,7 +53,7 @@ class Embedding:
         if self._scale != 1.0:
             rows *= self._scale
         if step.lora is not None and self.pooled is not None:
-            self._kernels.lora_sites.add_embedding(rows, tokens, self.pooled, step.lora)
+            self._kernels.lora_ops.add_embedding(rows, tokens, self.pooled, step.lora)
         return rows
 
     def weights(self, name: str) -> Fills:

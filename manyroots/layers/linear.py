@@ -1,9 +1,9 @@
 """Products with weights, the one place that multiplies by one.
 
-Takes activations [num_tokens, in]; gives a `Product` of [num_tokens, out]. Several projections of
-one input are kept in one weight, so that they are one product; each is still a destination of its
-own for the loader. Adapters attach here: a product is one site, and `lora_parts` says under which
-names. Knows nothing of what the weights mean.
+Takes activations [num_tokens, in]; gives a `DeferredOutput` of [num_tokens, out]. Several
+projections of one input are kept in one weight, so that they are one product; each is still a
+destination of its own for the loader. Adapters attach here: a product is one site, and `lora_parts`
+says under which names. Knows nothing of what the weights mean.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch
 from manyroots.distributed.shard import Shard
 from manyroots.kernels.choice import Kernels
 from manyroots.kernels.fp8_rows import Fp8Form, values_of
-from manyroots.kernels.lora_sites.sites import LinearSite
-from manyroots.kernels.norm.undivided import Rows, UndividedNorm
+from manyroots.kernels.lora_ops.sites import LinearSite
+from manyroots.kernels.norm.deferred import DeferredRMSNorm, Rows
 from manyroots.kernels.scaled import ScaledMatrix
-from manyroots.layers.product import Product
+from manyroots.layers.deferred_output import DeferredOutput
 from manyroots.layers.step import Step
 from manyroots.layers.weights.fill import Fill, Fills
 from manyroots.layers.weights.weight import Weight
@@ -66,17 +66,19 @@ class Linear:
         self._side, self._shard, self._pieces = side, shard, dict(pieces or {})
         self._kernels = kernels
 
-    def __call__(self, x: Rows, step: Step) -> Product:
+    def __call__(self, x: Rows, step: Step) -> DeferredOutput:
         rows = None if self.pooled is None else step.lora
         gemm, operand = self._kernels.gemm, self.weight.operand
-        if isinstance(x, UndividedNorm) or self._is_own(x.shape[0], has_adapters=rows is not None):
-            return Product(*gemm.linear(x, operand, self.pooled, rows, self.bias))
+        if isinstance(x, DeferredRMSNorm) or self._is_own(
+            x.shape[0], has_adapters=rows is not None
+        ):
+            return DeferredOutput(*gemm.linear(x, operand, self.pooled, rows, self.bias))
         sums = self.weight.times(x, self.bias, self._kernels.scaled_gemm)
         if self.pooled is None or rows is None:
-            return Product(sums)
-        return Product(sums, self._kernels.lora_sites.shrink(values_of(x), self.pooled, rows))
+            return DeferredOutput(sums)
+        return DeferredOutput(sums, self._kernels.lora_ops.shrink(values_of(x), self.pooled, rows))
 
-    def takes_undivided(self, num_rows: int) -> bool:
+    def takes_deferred_norm(self, num_rows: int) -> bool:
         """Whether it can read rows, some of them with adapters, of which a norm left the division
         to it."""
         return self._is_own(num_rows, has_adapters=self.pooled is not None)

@@ -13,12 +13,12 @@ import torch
 
 from manyroots.distributed.shard import Shard
 from manyroots.kernels.choice import Kernels
-from manyroots.kernels.norm.undivided import Rows
+from manyroots.kernels.norm.deferred import Rows
 from manyroots.layers.attention import Attention
+from manyroots.layers.deferred_output import DeferredOutput
 from manyroots.layers.delta_net import GatedDeltaNet
 from manyroots.layers.linear import Linear
 from manyroots.layers.mamba import Mamba2
-from manyroots.layers.product import Product
 from manyroots.layers.short_conv import ShortConv
 from manyroots.layers.spec import AttentionSpec, DeltaSpec, MambaSpec, MixerSpec, ShortConvSpec
 from manyroots.layers.step import Step
@@ -33,7 +33,7 @@ class Mixer(Protocol):
     def reader(self) -> Linear | None:
         """The one product that its input is for; None if there are several."""
 
-    def __call__(self, x: Rows, memory: Any, step: Step) -> Product:
+    def __call__(self, x: Rows, memory: Any, step: Step) -> DeferredOutput:
         """`memory`: what its family's arena has for this layer."""
 
     def weights(self, name: str) -> Fills: ...

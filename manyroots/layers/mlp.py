@@ -10,9 +10,9 @@ from torch import Tensor
 
 from manyroots.distributed.shard import Shard
 from manyroots.kernels.choice import Kernels
-from manyroots.kernels.norm.undivided import Rows
+from manyroots.kernels.norm.deferred import Rows
+from manyroots.layers.deferred_output import DeferredOutput
 from manyroots.layers.linear import Linear
-from manyroots.layers.product import Product
 from manyroots.layers.spec import DenseSpec
 from manyroots.layers.step import Step
 from manyroots.layers.weights.fill import Fills
@@ -53,7 +53,7 @@ class GatedMLP:
         """The one product that its input is for."""
         return self.gate_up
 
-    def __call__(self, x: Rows, step: Step) -> Product:
+    def __call__(self, x: Rows, step: Step) -> DeferredOutput:
         most = self._kernels.gemm.ROWS_AT_ONCE
         if most is None or not isinstance(x, Tensor) or x.shape[0] <= most:
             return self._product(x, step)
@@ -64,14 +64,14 @@ class GatedMLP:
             if step.lora is not None:
                 own = replace(step, lora=step.lora.between(first, first + len(rows)))
             pieces.append(self._product(rows, own).finished(self._kernels))
-        return Product(torch.cat(pieces), factor=self._spec.down_factor)
+        return DeferredOutput(torch.cat(pieces), factor=self._spec.down_factor)
 
-    def _product(self, x: Rows, step: Step) -> Product:
+    def _product(self, x: Rows, step: Step) -> DeferredOutput:
         both = self.gate_up(x, step)
         if (
             self._spec.is_fused
         ):  # adapters, too, have both in one, which the activation can't expand
-            both = Product(both.finished(self._kernels))
+            both = DeferredOutput(both.finished(self._kernels))
         hidden = self._kernels.activation.gated(
             both.sums, self._spec.activation, self.down.weight.dtype, both.lora,
             self._spec.gate_factor, self.down.form(both.sums.shape[-2]),

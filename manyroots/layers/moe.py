@@ -1,7 +1,7 @@
 """The feed-forward block of experts: each token goes through the few that its router chooses.
 
 Takes [num_tokens, hidden_size], normalised. Every expert is a gated block of its own, but their
-weights are kept stacked, and a step computes them together; see `kernels/moe_pairs`.
+weights are kept stacked, and a step computes them together; see `kernels/fused_moe`.
 
     x -> router -> pairs of (token, expert)
       -> gate, up -> activation -> down          of each pair, with its expert's weights
@@ -20,11 +20,11 @@ from torch import Tensor
 
 from manyroots.distributed.shard import Shard
 from manyroots.kernels.choice import Kernels
-from manyroots.kernels.moe_pairs.adapters import ExpertAdapters, ExpertSite
-from manyroots.kernels.moe_pairs.weights import ExpertWeights
-from manyroots.kernels.norm.undivided import Rows
+from manyroots.kernels.fused_moe.adapters import ExpertAdapters, ExpertSite
+from manyroots.kernels.fused_moe.weights import ExpertWeights
+from manyroots.kernels.norm.deferred import Rows
+from manyroots.layers.deferred_output import DeferredOutput
 from manyroots.layers.linear import Linear
-from manyroots.layers.product import Product
 from manyroots.layers.spec import ExpertsSpec
 from manyroots.layers.step import Step
 from manyroots.layers.weights.fill import Fill, Fills
@@ -128,16 +128,16 @@ class SparseMLP:
         """None: the router and the experts read its input."""
         return None
 
-    def __call__(self, x: Rows, step: Step) -> Product:
+    def __call__(self, x: Rows, step: Step) -> DeferredOutput:
         if not isinstance(x, Tensor):
             raise TypeError("experts read rows that are whole")
         scores = self.router(x, step).for_many(self._kernels)
-        spec, moe = self._spec, self._kernels.moe_pairs
+        spec, moe = self._spec, self._kernels.fused_moe
         routing = moe.route(
             scores.sums, spec.experts_per_token, scores.lora,
             scoring=spec.scoring, bias=self._router_bias,
         )  # fmt: skip
-        return Product(moe.experts(x, routing, self.experts.data, self._adapters(step)))
+        return DeferredOutput(moe.experts(x, routing, self.experts.data, self._adapters(step)))
 
     def _adapters(self, step: Step) -> ExpertAdapters | None:
         if step.lora is None or self.pooled is None:

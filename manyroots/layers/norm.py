@@ -7,9 +7,9 @@ from torch import Tensor
 
 from manyroots.kernels.choice import Kernels
 from manyroots.kernels.fp8_rows import Fp8Form, Fp8Rows
-from manyroots.kernels.norm.undivided import Rows, UndividedNorm
+from manyroots.kernels.norm.deferred import DeferredRMSNorm, Rows
+from manyroots.layers.deferred_output import DeferredOutput
 from manyroots.layers.linear import Linear
-from manyroots.layers.product import Product
 from manyroots.layers.weights.fill import Fill, Fills
 
 
@@ -39,7 +39,9 @@ class RMSNorm:
         normed: Tensor = self._kernels.norm.rms_norm(x, self.weight, self.eps)
         return normed
 
-    def after(self, residual: Tensor, product: Product, reader: Linear | None = None) -> Rows:
+    def after(
+        self, residual: Tensor, product: DeferredOutput, reader: Linear | None = None
+    ) -> Rows:
         """Add a product onto the residual in place; give the sum, normalised.
 
         `reader`: the one product that reads the result, if nobody else does. It gets rows in the
@@ -53,22 +55,24 @@ class RMSNorm:
             and product.post is None
             and product.factor == 1.0
             and reader is not None
-            and reader.takes_undivided(residual.shape[0])
+            and reader.takes_deferred_norm(residual.shape[0])
             and residual.dtype != torch.float16  # rows not divided yet might be out of its range
         ):
-            undivided: UndividedNorm = norm.add_norm(
+            undivided: DeferredRMSNorm = norm.add_norm(
                 residual, product.sums, self.weight, self.eps, product.lora, form
             )
             return undivided
         return self._normed(residual, product, form)
 
-    def rows_after(self, residual: Tensor, product: Product) -> Tensor:
+    def rows_after(self, residual: Tensor, product: DeferredOutput) -> Tensor:
         """The same for readers of any kind."""
         rows = self._normed(residual, product, None)
         assert isinstance(rows, Tensor)
         return rows
 
-    def _normed(self, residual: Tensor, product: Product, form: Fp8Form | None) -> Tensor | Fp8Rows:
+    def _normed(
+        self, residual: Tensor, product: DeferredOutput, form: Fp8Form | None
+    ) -> Tensor | Fp8Rows:
         product = product.for_many(self._kernels)
         normed: Tensor | Fp8Rows = self._kernels.norm.add_rms_norm(
             residual, product.sums, self.weight, self.eps, product.lora, product.post,

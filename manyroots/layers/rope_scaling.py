@@ -1,6 +1,6 @@
 """Rotary frequencies that are scaled for contexts longer than those of training.
 
-Each takes `rope_parameters`, how many dimensions of a head are turned and the model's longest
+Each takes `rope_parameters`, how many dimensions of a head are rotated and the model's longest
 context; gives the frequencies and what cosines and sines are multiplied with. The arithmetic is
 transformers', to the last bit (`tests/unit/models/test_configs.py`).
 """

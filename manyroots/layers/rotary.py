@@ -1,7 +1,7 @@
 """Rotary position embedding.
 
 `rope_frequencies` takes a config and gives plain numbers, once, at load. What turns
-queries and keys by them is in `kernels/rope_write`.
+queries and keys by them is in `kernels/qk_rope_kv_write`.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ def rope_frequencies(
         parameters = parameters[layer_type]
     kind = parameters.get("rope_type", "default")
     check_rope_type(kind)
-    turned = parameters.get("partial_rotary_factor", 1.0)
-    if turned != 1.0 and not is_partial:
+    rotated = parameters.get("partial_rotary_factor", 1.0)
+    if rotated != 1.0 and not is_partial:
         raise ModelError(
-            f"the model rotates only a part ({turned}) of each head, which models of its "
+            f"the model rotates only a part ({rotated}) of each head, which models of its "
             "architecture don't. Check its config.json."
         )
-    dim = int(head_dim * turned)
+    dim = int(head_dim * rotated)
     if dim % 2:
         raise ModelError(
-            f"the model's partial_rotary_factor is {turned} and its head_dim {head_dim}, so "
-            f"that it rotates {dim} dimensions of each head; they are turned in pairs, so it "
+            f"the model's partial_rotary_factor is {rotated} and its head_dim {head_dim}, so "
+            f"that it rotates {dim} dimensions of each head; they are rotated in pairs, so it "
             "must be an even number. Check its config.json."
         )
     if layer_type is not None:

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from manyroots.distributed.shard import Shard
 from manyroots.kernels.choice import Kernels
-from manyroots.kernels.norm.undivided import Rows, whole_rows
+from manyroots.kernels.norm.deferred import Rows, whole_rows
+from manyroots.layers.deferred_output import DeferredOutput
 from manyroots.layers.linear import Linear
 from manyroots.layers.mlp import GatedMLP
 from manyroots.layers.moe import SparseMLP
-from manyroots.layers.product import Product
 from manyroots.layers.spec import SharedSpec
 from manyroots.layers.step import Step
 from manyroots.layers.weights.fill import Fills
@@ -56,19 +56,19 @@ class SharedExpertMLP:
         """None: several products read its input."""
         return None
 
-    def __call__(self, x: Rows, step: Step) -> Product:
+    def __call__(self, x: Rows, step: Step) -> DeferredOutput:
         x = whole_rows(x)
         shared, chosen = self.shared(x, step), self.sparse(x, step)
         if self.gate is None:
-            return Product(chosen.finished(self._kernels) + shared.finished(self._kernels))
+            return DeferredOutput(chosen.finished(self._kernels) + shared.finished(self._kernels))
         norm = self._kernels.gated_norm
         weight = self.gate.weight.data
         if step.lora is None and isinstance(weight, Tensor):
             # The gate is one number of each token: whoever adds up computes it on the way.
-            return Product(norm.add_gated(chosen.sums, shared.sums, x, weight[0]))
+            return DeferredOutput(norm.add_gated(chosen.sums, shared.sums, x, weight[0]))
         gate = self.gate(x, step).finished(self._kernels)
         gated = norm.sigmoid_gated(shared.finished(self._kernels), gate)
-        return Product(chosen.finished(self._kernels) + gated)
+        return DeferredOutput(chosen.finished(self._kernels) + gated)
 
     def weights(self, name: str) -> Fills:
         """Where a checkpoint's tensors for the layer `name` go."""

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from manyroots.kernels.activation.kinds import Activation
-from manyroots.kernels.moe_pairs.routing import Scoring
+from manyroots.kernels.fused_moe.routing import Scoring
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class AttentionSpec:
     qkv_bias: bool
     o_bias: bool
     qk_norm: bool
-    """Whether queries and keys are normalised, head by head, before they are turned."""
+    """Whether queries and keys are normalised, head by head, before they are rotated."""
     has_sinks: bool = False
     """Whether each head has a score that takes weight and gives nothing."""
     has_gate: bool = False

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from manyroots.kernels.lora_sites.sites import LoraRows
+from manyroots.kernels.lora_ops.sites import LoraRows
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class LogitsIndices:
     """The tokens whose hidden states somebody reads: those behind which one is sampled."""
 
     at: Tensor
@@ -27,7 +27,7 @@ class Step:
 
     ropes: tuple[Any, ...]
     """The rotation of each token, by the model's kinds of rotation: what the kernel set's
-    `rope_write.look_up` gave."""
+    `qk_rope_kv_write.look_up` gave."""
     kv: tuple[Any, ...]
     """By family of pages: what the kernel set's `attention.prepare` gave, where keys and values
     are written and what each query sees. Only that set looks inside."""
@@ -38,5 +38,5 @@ class Step:
     """Which adapter each token wants; None if none wants any."""
     before_layer: Callable[[int], None] | None = None
     """Called before each layer, where pages come in while the step computes."""
-    wanted: Wanted | None = None
+    logits_indices: LogitsIndices | None = None
     """None: all tokens."""

@@ -7,7 +7,7 @@ devices in the kernel set.
     x -> norm -> mixers -> + x
       -> norm -> feed-forward block -> + x
 
-A product is added to the residual stream by the norm behind it; see `layers/product.py`.
+A product is added to the residual stream by the norm behind it; see `layers/deferred_output.py`.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from torch import Tensor
 
 from manyroots.distributed.shard import WHOLE, Shard
 from manyroots.kernels.choice import Kernels, kernels_for
-from manyroots.kernels.lora_sites.sites import LoraRows
-from manyroots.kernels.norm.undivided import Rows
-from manyroots.kernels.rope_write.inputs import RopeTable
+from manyroots.kernels.lora_ops.sites import LoraRows
+from manyroots.kernels.norm.deferred import Rows
+from manyroots.kernels.qk_rope_kv_write.inputs import RopeTable
+from manyroots.layers.deferred_output import DeferredOutput, sum_of
 from manyroots.layers.embedding import Embedding, LmHead
 from manyroots.layers.linear import Linear
 from manyroots.layers.mixers import make_mixer
 from manyroots.layers.mlp import GatedMLP
 from manyroots.layers.moe import SparseMLP
 from manyroots.layers.norm import RMSNorm
-from manyroots.layers.product import Product, sum_of
 from manyroots.layers.shared_moe import SharedExpertMLP
 from manyroots.layers.spec import BlockSpec, DenseSpec, ExpertsSpec, LayerSpec, SharedSpec
 from manyroots.layers.step import Step
@@ -93,26 +93,26 @@ class DecoderLayer:
         """The one product that the layer's input is for."""
         return self.mixers[0].reader if len(self.mixers) == 1 else None
 
-    def mix(self, x: Rows, memories: Sequence[Any], step: Step) -> Product:
+    def mix(self, x: Rows, memories: Sequence[Any], step: Step) -> DeferredOutput:
         """The layer's first half. `x` is the residual, normalised; `memories` are the mixers'."""
         both = zip(self.mixers, memories, strict=True)
         products = [mixer(x, memory, step) for mixer, memory in both]
         return self._whole(sum_of(products, self._kernels), 0)
 
-    def feed(self, residual: Tensor, mixed: Product, step: Step) -> Product:
+    def feed(self, residual: Tensor, mixed: DeferredOutput, step: Step) -> DeferredOutput:
         """The second half. Adds the first one's product onto the residual in place; gives the
         block's, which the next layer's norm adds."""
         x = self.mlp_norm.after(residual, mixed, self.feed_forward.reader)
         return self._whole(self.feed_forward(x, step), 1)
 
-    def _whole(self, product: Product, which: int) -> Product:
+    def _whole(self, product: DeferredOutput, which: int) -> DeferredOutput:
         """The sum over ranks, and with the norm and the factor that it is still to have."""
         product = product.over_ranks(self._shard, self._kernels, self._dtype)
         factor = product.factor * self.spec.factor
         if self._post_norms is None:
             return product.with_factor(factor)
         post = self._post_norms[which].weight
-        return Product(product.sums, product.lora, post, factor)
+        return DeferredOutput(product.sums, product.lora, post, factor)
 
     def weights(self, name: str) -> Fills:
         yield from self.input_norm.weights(f"{name}.input_layernorm")
@@ -248,8 +248,9 @@ class Decoder:
         ]  # fmt: skip
 
     def hidden(self, tokens: Tensor, step: Step) -> Tensor:
-        """Hidden states [num_tokens, hidden_size] after the final norm; of the wanted tokens, where
-        the step says which. Behind the last layer's mixers, the others are nobody's business."""
+        """Hidden states [num_tokens, hidden_size] after the final norm; of the tokens at
+        `logits_indices`, where the step says which. Behind the last layer's mixers, the others are
+        nobody's business."""
         residual = self.embedding(tokens, step)
         x: Rows = self.layers[0].input_norm.first(residual)
         last = len(self.layers) - 1
@@ -257,10 +258,10 @@ class Decoder:
             if step.before_layer is not None:
                 step.before_layer(index)
             mixed = layer.mix(x, self._memories[index], step)
-            if index == last and step.wanted is not None:
-                at = step.wanted.at
+            if index == last and step.logits_indices is not None:
+                at = step.logits_indices.at
                 residual, mixed = residual[at], mixed.rows(at, self.kernels)
-                step = replace(step, lora=step.wanted.lora)
+                step = replace(step, lora=step.logits_indices.lora)
                 if len(at) == 0:
                     return residual
             product = layer.feed(residual, mixed, step)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from manyroots.errors import ModelError
 from manyroots.kernels.activation.kinds import CLAMP_ALPHA, CLAMP_LIMIT, Activation
-from manyroots.kernels.moe_pairs.routing import Scoring
+from manyroots.kernels.fused_moe.routing import Scoring
 from manyroots.layers.spec import ExpertsSpec, LayerSpec
 from manyroots.layers.weights.mxfp4 import KIND
 from manyroots.models.spec import ConfigReader, ModelSpec

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from manyroots.errors import ModelError
-from manyroots.kernels.moe_pairs.routing import Scoring
+from manyroots.kernels.fused_moe.routing import Scoring
 from manyroots.layers.rotary import RopeSpec
 from manyroots.layers.spec import (
     BlockSpec,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from manyroots.errors import ModelError
-from manyroots.kernels.moe_pairs.routing import Scoring
+from manyroots.kernels.fused_moe.routing import Scoring
 from manyroots.layers.spec import ExpertsSpec, LayerSpec
 from manyroots.models.spec import ConfigReader, ModelSpec
 from manyroots.models.windows import of_every_layer

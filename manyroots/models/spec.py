@@ -104,7 +104,7 @@ class ConfigReader:
         if self.head_dim < 2 or self.head_dim % 2:
             raise ModelError(
                 f"the model has {self.num_heads} attention heads for a hidden size of "
-                f"{text.hidden_size}, {self.head_dim} dimensions each; they are turned in pairs, "
+                f"{text.hidden_size}, {self.head_dim} dimensions each; they are rotated in pairs, "
                 "so it must be an even number. Check its config.json."
             )
 
@@ -205,18 +205,18 @@ class ConfigReader:
             rounds_embedding_scale=rounds_embedding_scale,
             logits_factor=logits_factor,
             max_position_embeddings=self._num_positions(
-                is_turned=any(rope.frequencies for rope in ropes)
+                is_rotated=any(rope.frequencies for rope in ropes)
             ),
             # Those beyond the vocabulary are never sampled, and no row of scores has them.
             eos_token_ids=tuple(t for t in self._eos_token_ids if t < text.vocab_size),
             tie_word_embeddings=self._is_tied,
         )
 
-    def _num_positions(self, *, is_turned: bool) -> int:
+    def _num_positions(self, *, is_rotated: bool) -> int:
         """What the config says, or what YaRN stretches it to: who adds that to a config, as Qwen's
-        makers advise, leaves the length as it was. `is_turned`: whether there are rotations."""
+        makers advise, leaves the length as it was. `is_rotated`: whether there are rotations."""
         said: int = self.text.max_position_embeddings
-        rope = self.text.rope_parameters if is_turned else {}
+        rope = self.text.rope_parameters if is_rotated else {}
         if rope.get("rope_type") != "yarn" or rope.get("factor") is None:
             return said
         length = min(rope["original_max_position_embeddings"], MAX_POSITIONS)

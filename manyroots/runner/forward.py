@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from manyroots.kernels.attention.paged import PagedRows, SharedPrefixes
-from manyroots.kernels.lora_sites.sites import LoraRows
-from manyroots.kernels.rope_write.inputs import KvPlaces
+from manyroots.kernels.attention.paged import AttentionMetadata, SharedPrefixes
+from manyroots.kernels.lora_ops.sites import LoraRows
+from manyroots.kernels.qk_rope_kv_write.inputs import SlotMapping
 from manyroots.kernels.sampling.rows import Sampled, SamplingRows, SamplingTables
-from manyroots.layers.step import Step, Wanted
+from manyroots.layers.step import LogitsIndices, Step
 from manyroots.models.decoder import Decoder
 from manyroots.runner.device_rows import DeviceRows
 
@@ -46,9 +46,9 @@ class Forward:
         max_len: int | None = None,
         before_layer: Callable[[int], None] | None = None,
         is_padded: bool = False,
-        wanted: Wanted | None = None,
+        logits_indices: LogitsIndices | None = None,
     ) -> Tensor:
-        """Hidden states of all tokens or of those that are `wanted`. The first `num_decodes`
+        """Hidden states of all tokens or of those at `logits_indices`. The first `num_decodes`
         sequences have one token each; those of a step that has no others need no `rows`, `starts`
         and `blocks`. `max_chunk`: the most tokens of one sequence; `max_len`: the longest context,
         where it is known. `before_layer`:
@@ -61,18 +61,18 @@ class Forward:
         )  # fmt: skip
         step = Step(
             ropes=tuple(
-                kernels.rope_write.look_up(table, views["positions"], decoder.dtype)
+                kernels.qk_rope_kv_write.look_up(table, views["positions"], decoder.dtype)
                 for table in decoder.ropes
             ),
             kv=tuple(
                 kernels.attention.prepare(
-                    PagedRows(
+                    AttentionMetadata(
                         page_table=tables[family],
                         context_lens=views["lens"],
                         num_decodes=num_decodes,
                         query_starts=views.get("starts"),
                         blocks=views.get("blocks"),
-                        places=KvPlaces(views["pages"][family], views["offsets"]),
+                        slot_mapping=SlotMapping(views["pages"][family], views["offsets"]),
                         window=window,
                         shared=None if window else shared_prefixes(views, family),
                         order=views.get("order"),
@@ -95,7 +95,7 @@ class Forward:
             ),
             lora=lora,
             before_layer=before_layer,
-            wanted=wanted,
+            logits_indices=logits_indices,
         )
         hidden: Tensor = decoder.hidden(tokens, step)
         return hidden
@@ -119,12 +119,12 @@ class Forward:
 
     def mixed(self, views: Views, num_decodes: int) -> Tensor:
         """Logits behind the sampled tokens of a padded step of prompts beside decodes."""
-        wanted = Wanted(views["sampled_at"], lora_rows(views, "head_"))
+        logits_indices = LogitsIndices(views["sampled_at"], lora_rows(views, "head_"))
         hidden = self.hidden(
             views, num_decodes, lora_rows(views), max_chunk=len(views["tokens"]), is_padded=True,
-            wanted=wanted,
+            logits_indices=logits_indices,
         )  # fmt: skip
-        return self.decoder.logits(hidden, wanted.lora)
+        return self.decoder.logits(hidden, logits_indices.lora)
 
     def single_tokens(self, views: Views) -> Tensor:
         """Logits of a step in which every sequence has one token, and so have all rows a

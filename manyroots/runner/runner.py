@@ -23,9 +23,9 @@ from torch import Tensor
 
 from manyroots.grammar.cache import GrammarCache
 from manyroots.ids import Row
-from manyroots.kernels.lora_sites.sites import LoraRows
+from manyroots.kernels.lora_ops.sites import LoraRows
 from manyroots.kernels.sampling.rows import SamplingTables
-from manyroots.layers.step import Wanted
+from manyroots.layers.step import LogitsIndices
 from manyroots.models.decoder import Decoder
 from manyroots.runner import choices
 from manyroots.runner.batch import PersistentBatch
@@ -46,7 +46,6 @@ from manyroots.runner.masks import RowMasks
 from manyroots.runner.mixed import MixedShape, mixed_arrays, sampled_rows, shape_for
 from manyroots.runner.packet import send
 from manyroots.runner.prompt_scores import PromptScorer, PromptScores
-from manyroots.runner.rehearsal import Rehearsal
 from manyroots.runner.sampling_state import SamplingState
 from manyroots.runner.sharing import Sharing, blank
 from manyroots.runner.step_arrays import (
@@ -58,6 +57,7 @@ from manyroots.runner.step_arrays import (
     token_arrays,
 )
 from manyroots.runner.step_timer import Answer, Compute, StepTimer
+from manyroots.runner.warmup import Warmup
 from manyroots.step import Floats, Int32s, Plan, RowFault, StepResult, TokenLogprobs
 from manyroots.store.adapter_loader import AdapterLoader
 from manyroots.store.arena import PageArena, StateArena
@@ -166,21 +166,19 @@ class ModelRunner:
         at most so many tokens."""
         if self._device.type == "cuda":
             has_adapters = self._pool is not None
-            self._rehearse(
-                lambda rehearsal: rehearsal.warm_up(max_num_tokens, has_adapters=has_adapters)
+            self._in_warmup(
+                lambda warmup: warmup.warm_up(max_num_tokens, has_adapters=has_adapters)
             )
 
     def measure_step(self, max_num_tokens: int, *, with_adapters: bool) -> int:
         """Bytes that steps of so many tokens take on a GPU beyond what this runner has now, graphs
         included (twice as many with adapters)."""
         num_kinds = 2 if with_adapters else 1
-        return self._rehearse(lambda rehearsal: rehearsal.measure(max_num_tokens, num_kinds))
+        return self._in_warmup(lambda warmup: warmup.measure(max_num_tokens, num_kinds))
 
-    def _rehearse(self, what: Callable[[Rehearsal], T]) -> T:
-        rehearsal = Rehearsal(
-            self._forward, self._graphs, self._state, self._lora, max_len=self._max_len
-        )
-        return self._thread.submit(torch.inference_mode()(what), rehearsal).result()
+    def _in_warmup(self, what: Callable[[Warmup], T]) -> T:
+        warmup = Warmup(self._forward, self._graphs, self._state, self._lora, max_len=self._max_len)
+        return self._thread.submit(torch.inference_mode()(what), warmup).result()
 
     @torch.inference_mode()
     def execute(self, plan: Plan) -> StepResult:
@@ -347,7 +345,7 @@ class ModelRunner:
         arrays.update(self._state.arrays(rows, self._batch.num_output_tokens(rows)))
         views = send(arrays, self._device)
         lora = self._lora(inputs.token_slots)
-        wanted = self._wanted(inputs, views["sampled_at"])
+        logits_indices = self._logits_indices(inputs, views["sampled_at"])
         hidden = self._forward.hidden(
             views,
             inputs.num_decodes,
@@ -355,15 +353,15 @@ class ModelRunner:
             max_chunk=int(np.diff(inputs.query_starts).max()),
             max_len=int(inputs.context_lens.max()),
             before_layer=None if arrivals is None else arrivals.before_layer,
-            wanted=wanted,
+            logits_indices=logits_indices,
         )
         prompt_scores = self._prompts.score(inputs, hidden)
         if len(rows) == 0:
             return self._answer_without_tokens(plan, prompt_scores)
-        if wanted is None:
+        if logits_indices is None:
             logits = self._logits(inputs, hidden, inputs.sampled_at, views["sampled_at"])
         else:
-            logits = self._decoder.logits(hidden, wanted.lora)
+            logits = self._decoder.logits(hidden, logits_indices.lora)
         # The sampler may change logits; log-probabilities are of the model's own.
         own = logits.float().clone() if self._state.exceeds_graph(rows) else None
         if self._state.has_masks(rows):
@@ -371,11 +369,11 @@ class ModelRunner:
         sampled = self._forward.choose(logits, views)
         scores = None if own is None else self._score_samples(own, sampled.tokens, rows)
         step = InFlight(rows, sampled, np.arange(len(rows)))
-        places = np.arange(len(rows)) if wanted is not None else inputs.sampled_at
+        places = np.arange(len(rows)) if logits_indices is not None else inputs.sampled_at
         kept = self._keep_hidden(hidden, rows, places)
         return self._answer(plan, inputs, step, scores, prompt_scores, kept)
 
-    def _wanted(self, inputs: StepInputs, there: Tensor) -> Wanted | None:
+    def _logits_indices(self, inputs: StepInputs, there: Tensor) -> LogitsIndices | None:
         """The sampled tokens, which are `there` on the device; None where all tokens are sampled,
         or prompts are to be scored."""
         at = inputs.sampled_at
@@ -383,7 +381,7 @@ class ModelRunner:
         if is_all or self._state.wants_prompt_logprobs[inputs.rows].any():
             return None
         slots = None if inputs.token_slots is None else inputs.token_slots[at]
-        return Wanted(there, self._lora(slots))
+        return LogitsIndices(there, self._lora(slots))
 
     def _keep_hidden(self, hidden: Tensor, rows: Int32s, at: Int64s) -> KeptHidden | None:
         """The states, of those `at` these places, of rows that asked for theirs; still on the
@@ -411,7 +409,7 @@ class ModelRunner:
             return None
         if self._pool is None:
             raise RuntimeError(_NO_ADAPTERS)
-        rows: LoraRows | None = self._decoder.kernels.lora_sites.prepare(
+        rows: LoraRows | None = self._decoder.kernels.lora_ops.prepare(
             slots, self._pool, self._device, all_layers=all_layers
         )
         return rows

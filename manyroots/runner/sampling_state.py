@@ -111,8 +111,8 @@ class SamplingState:
         self._failed_grammars: set[int] = set()
 
     def apply(self, arrivals: Sequence[Arrival]) -> None:
-        """Take in what rows' new sequences ask for. Never fails a step: the intake has checked
-        everything, and what it missed is one request's failure."""
+        """Take in what rows' new sequences ask for. Never fails a step: the input processor has
+        checked everything, and what it missed is one request's failure."""
         entries = _TableEntries()
         for arrival in arrivals:
             self.failures.pop(arrival.row, None)

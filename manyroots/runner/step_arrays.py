@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from manyroots.kernels.attention.paged import longest_first, query_blocks
-from manyroots.kernels.lora_sites.sites import block_rows_for, most_blocks, row_blocks
+from manyroots.kernels.lora_ops.sites import block_rows_for, most_blocks, row_blocks
 from manyroots.runner.inputs import NOWHERE, Int64s, StepInputs
 from manyroots.step import Int32s
 

@@ -73,9 +73,9 @@ class PlanBuilder:
         self.num_tokens_left -= len(self._decoding)
         return growing
 
-    def turn_pages(self, rows: Int64s, units: list[npt.NDArray[np.intp]]) -> None:
+    def next_pages(self, rows: Int64s, units: list[npt.NDArray[np.intp]]) -> None:
         """Place the next token of rows that got one page each, by family."""
-        places, rows_int32 = self._rows.turn_pages(rows).astype(np.int32), rows.astype(np.int32)
+        places, rows_int32 = self._rows.next_pages(rows).astype(np.int32), rows.astype(np.int32)
         self._decoding = np.concatenate((self._decoding, rows))
         self.num_tokens_left -= len(rows)
         for family, pages in enumerate(units):

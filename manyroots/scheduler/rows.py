@@ -179,7 +179,7 @@ class Rows:
         self.computed[rows] = computed[rows] + _ONE
         return rows, growing
 
-    def turn_pages(self, rows: Int64s) -> Int64s:
+    def next_pages(self, rows: Int64s) -> Int64s:
         """Each has one page more, and computes one token there; gives which page of its sequence
         it is."""
         computed = self.computed[rows]

@@ -124,7 +124,7 @@ class Scheduler:
         self._departures.release(hold)
 
     def submit(self, submit: Submit, hold: Hold | None = None) -> None:
-        """Queue a sequence. The intake has checked that it can be served at all.
+        """Queue a sequence. The input processor has checked that it can be served at all.
 
         `hold`: what its adapter meant when it came; None takes what it means now, and raises
         NotFoundError if it is not loaded (any more).
@@ -213,7 +213,7 @@ class Scheduler:
         if self._by_priority and (len(growing) or prompts):
             later = self._continue_by_importance(growing, builder)
         elif len(growing):
-            self._turn_pages(growing, builder)
+            self._next_pages(growing, builder)
         if self._resting:
             self._resume(builder)
         for request in () if self._by_priority else prompts:
@@ -256,14 +256,14 @@ class Scheduler:
     def _is_waiting(self) -> bool:
         return self._cache.has_transfers or self._adapters.is_loading
 
-    def _turn_pages(self, rows: Int64s, builder: PlanBuilder) -> None:
+    def _next_pages(self, rows: Int64s, builder: PlanBuilder) -> None:
         """Place those who decode and have filled their pages: all at once where there is room
         for all, else one after the other, as far as it goes."""
         growing = self._rows.requests_at(rows)
         if len(growing) <= builder.num_tokens_left:
-            units = self._cache.turn_pages([r.lease for r in growing if r.lease is not None])
+            units = self._cache.next_pages([r.lease for r in growing if r.lease is not None])
             if units is not None:
-                builder.turn_pages(rows, units)
+                builder.next_pages(rows, units)
                 return
         if self._by_priority:
             growing.sort(key=lambda request: request.submit.priority)
@@ -276,7 +276,7 @@ class Scheduler:
         something more important waits: it comes first, or a long prompt would take every step's
         budget until its end."""
         if not self._rows.prompts:
-            self._turn_pages(growing, builder)
+            self._next_pages(growing, builder)
             return []
         first = self._admission.most_important
         members = [*self._rows.requests_at(growing)]

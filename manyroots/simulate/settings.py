@@ -180,7 +180,7 @@ class SimulationSettings:
         )
 
     def check_fits(self, sequence: TraceSequence) -> None:
-        """Refuse, as the intake would, what could never finish."""
+        """Refuse, as the input processor would, what could never finish."""
         if sequence.num_tokens > self.num_cache_tokens:
             raise ConfigError(
                 f"a request of the trace (arrival {sequence.line.arrival_s}) has "

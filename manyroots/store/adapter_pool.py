@@ -5,7 +5,7 @@ graph holds the addresses of the pool and of the tables, so both stay where they
 load only changes what they hold. That is safe without waiting: whoever decides loads gives no slot
 that a launched step uses, and lets no step use it before the load is answered.
 
-On a CPU regions are laid out for torch's operators (`adapter_turned.py`), which get each slot's
+On a CPU regions are laid out for torch's operators (`adapter_transposed.py`), which get each slot's
 weights as views; there a slot takes what its adapter needs, and nothing while it is empty.
 """
 
@@ -21,16 +21,16 @@ from torch import Tensor
 
 from manyroots.errors import ConfigError
 from manyroots.ids import AdapterSlot
-from manyroots.kernels.lora_sites.sites import EmbeddingSite, LinearSite, PoolSite
-from manyroots.kernels.lora_sites.stacks import Stacks, default_stack_bytes
-from manyroots.kernels.lora_sites.weights import SlotWeights
-from manyroots.kernels.moe_pairs.adapters import PART_WIDTH, ExpertSite
+from manyroots.kernels.fused_moe.adapters import PART_WIDTH, ExpertSite
+from manyroots.kernels.lora_ops.sites import EmbeddingSite, LinearSite, PoolSite
+from manyroots.kernels.lora_ops.stacks import Stacks, default_stack_bytes
+from manyroots.kernels.lora_ops.weights import SlotWeights
 from manyroots.lora.files.pairs import AdapterLayout
 from manyroots.lora.targets import TargetKind
 from manyroots.store.adapter_region import Region, lies_as_in_the_pool, rounded
 from manyroots.store.adapter_sites import LoraSite, SitePart, SiteParts
 from manyroots.store.adapter_tables import SiteTables, SlotRows
-from manyroots.store.adapter_turned import TurnedRegion, aligned
+from manyroots.store.adapter_transposed import TransposedRegion, aligned
 from manyroots.store.adapter_weights import AdapterWeights
 from manyroots.store.untouched_memory import PAGE_BYTES, UntouchedMemory
 
@@ -50,20 +50,20 @@ class AdapterPool:
         max_rank: int,
         dtype: torch.dtype,
         device: torch.device,
-        is_turned: bool | None = None,
+        is_transposed: bool | None = None,
         max_stack_bytes: int | None = None,
     ) -> None:
         """`parts` are the model's. Room is for `num_slots` adapters of every part and rank.
         `num_at_once`: how many of them a step has at most; None for all.
 
-        `is_turned`: for torch's operators instead of Triton's kernels; it has a default by device,
-        as the next one does. `max_stack_bytes`: see `Stacks`.
+        `is_transposed`: for torch's operators instead of Triton's kernels; it has a default by
+        device, as the next one does. `max_stack_bytes`: see `Stacks`.
         """
         self.num_slots = num_slots
         self.num_at_once = num_slots if num_at_once is None else num_at_once
-        self.is_turned = device.type == "cpu" if is_turned is None else is_turned
+        self.is_transposed = device.type == "cpu" if is_transposed is None else is_transposed
         self._parts = parts
-        self._rank = max_rank if self.is_turned else pooled_rank(max_rank)
+        self._rank = max_rank if self.is_transposed else pooled_rank(max_rank)
         self._region = sum(self._elements(part, dtype) for part in parts.values())
         if device.type == "cpu":
             self._region = -(-self._region // PAGE_BYTES) * PAGE_BYTES
@@ -79,7 +79,7 @@ class AdapterPool:
         limit = default_stack_bytes(device) if max_stack_bytes is None else max_stack_bytes
         self.stacks = Stacks(limit)
         self._lock = threading.Lock()
-        # Guarded by it, as the next one: steps read it while loads change it. Of a turned pool.
+        # Guarded by it, as the next one: steps read it while loads change it. Of a transposed pool.
         self._weights: dict[int, SlotWeights] = {}
         self._rows: WeakKeyDictionary[AdapterLayout | AdapterWeights, _RowsOfTwo] = (
             WeakKeyDictionary()
@@ -93,12 +93,12 @@ class AdapterPool:
 
     @property
     def used_bytes(self) -> int:
-        """Memory of the adapters that are in slots now; of a turned pool."""
+        """Memory of the adapters that are in slots now; of a transposed pool."""
         with self._lock:
             return sum(weights.num_bytes for weights in self._weights.values())
 
     def weights(self, slot: int) -> SlotWeights:
-        """What is in a slot, by the sites of this pool; of a turned pool."""
+        """What is in a slot, by the sites of this pool; of a transposed pool."""
         with self._lock:
             weights = self._weights.get(slot)
         if weights is None:
@@ -111,8 +111,8 @@ class AdapterPool:
         if unknown:
             raise RuntimeError(f"the adapter changes {unknown[0]}, which this model does not have")
         self.clear(slot)
-        if self.is_turned:
-            self._place_turned(slot, weights)
+        if self.is_transposed:
+            self._place_transposed(slot, weights)
         elif self._stream is None:
             self._place(slot, weights)
         else:
@@ -150,8 +150,8 @@ class AdapterPool:
         memory.lies_here(weights.buffer)
         return self._place_all(weights, memory)
 
-    def _place_turned(self, slot: AdapterSlot, weights: AdapterWeights) -> None:
-        memory = TurnedRegion(self._pool, slot * self._region)
+    def _place_transposed(self, slot: AdapterSlot, weights: AdapterWeights) -> None:
+        memory = TransposedRegion(self._pool, slot * self._region)
         try:
             self._write(slot, self._place_all(weights, memory))
             placed = memory.weights()
@@ -161,7 +161,9 @@ class AdapterPool:
         with self._lock:
             self._weights[slot] = placed
 
-    def _place_all(self, weights: AdapterWeights, memory: Region | TurnedRegion) -> list[SlotRows]:
+    def _place_all(
+        self, weights: AdapterWeights, memory: Region | TransposedRegion
+    ) -> list[SlotRows]:
         return [
             self._linears.rows(weights.pairs, memory.place),
             self._lookups.rows(weights.pairs, memory.place_embedding),
@@ -208,7 +210,7 @@ class AdapterPool:
             num_slots=self.num_slots,
             max_rank=self._rank,
             width=width,
-            is_turned=self.is_turned,
+            is_transposed=self.is_transposed,
         )
 
     def _elements(self, part: SitePart, dtype: torch.dtype) -> int:
@@ -216,7 +218,7 @@ class AdapterPool:
         target = part.target
         count = self._rank * (target.num_experts or 1)
         halves = (count * target.in_features, count * target.out_features)
-        if self.is_turned:
+        if self.is_transposed:
             return sum(aligned(half, dtype) for half in halves)
         return sum(rounded(half) for half in halves)
 

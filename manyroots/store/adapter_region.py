@@ -13,8 +13,8 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from manyroots.kernels.lora_sites.sites import RANK_STEP, EmbeddingSite, LinearSite
-from manyroots.kernels.moe_pairs.adapters import PART_WIDTH, ExpertSite
+from manyroots.kernels.fused_moe.adapters import PART_WIDTH, ExpertSite
+from manyroots.kernels.lora_ops.sites import RANK_STEP, EmbeddingSite, LinearSite
 from manyroots.store.adapter_weights import AdapterWeights, LoraPair
 from manyroots.store.host_memory import within_borders
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manyroots.kernels.lora_sites.sites import PoolSite
+from manyroots.kernels.lora_ops.sites import PoolSite
 from manyroots.store.adapter_sites import LoraSite, SiteParts
 from manyroots.store.adapter_weights import LoraPair
 
@@ -52,12 +52,12 @@ class SiteTables(Generic[S]):
         num_slots: int,
         max_rank: int,
         width: Callable[[int], int],
-        is_turned: bool,
+        is_transposed: bool,
     ) -> None:
         """`names`: of each site's parts. `width`: of a slot's row, by the number of parts."""
         self.names = names
         self._device = pool.device
-        self._is_turned = is_turned
+        self._is_transposed = is_transposed
         counts = [len(of_site) for of_site in names.values()]
         widths = [width(count) for count in counts]
         self._offsets = torch.zeros(num_slots * sum(widths), dtype=torch.int64, device=pool.device)
@@ -73,7 +73,7 @@ class SiteTables(Generic[S]):
                 scalings=scalings[index],
                 part_sizes=tuple(parts[name].target.out_features for name in of_site),
                 max_rank=max_rank,
-                is_turned=is_turned,
+                is_transposed=is_transposed,
             )
             for index, (site, of_site) in enumerate(names.items())
         }
@@ -103,7 +103,7 @@ class SiteTables(Generic[S]):
     def _scaling(self, pair: LoraPair | None) -> float:
         if pair is None:
             return 0.0
-        return 1.0 if self._is_turned else pair.scaling
+        return 1.0 if self._is_transposed else pair.scaling
 
 
 class _Places:

@@ -22,8 +22,8 @@ from manyroots.text.folded_messages import foldings
 from manyroots.text.formats.choice import ChatFormat, choose_format
 from manyroots.text.sandbox import Sandbox
 from manyroots.text.tokenizer import Tokenizer
-from manyroots.text.told_tools import tell_calls, tell_tools
 from manyroots.text.tools import NO_TOOLS, ToolUse
+from manyroots.text.tools_as_text import tell_calls, tell_tools
 
 _END_MARK = "\ue000manyroots-end-of-final-message\ue001"
 _MAX_OPTION_CHARACTERS = 1024

@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[2] / "manyroots"
 BASE = {
     "ids", "errors", "version", "sampling", "step", "messages", "adapter_names", "options",
     "config", "server_config", "gguf_header", "gguf_parts", "gguf_tokens", "git_lfs", "progress",
-    "kv_configs", "collector", "structured_outputs", "json_schemas", "snapshot",
+    "kv_configs", "gc_tuning", "structured_outputs", "json_schemas", "snapshot",
 }  # fmt: skip
 """Files at the top of the package that any room may import."""
 
@@ -31,7 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "gguf_parts": {"errors"},
     "gguf_tokens": set(),
     "progress": set(),
-    "collector": set(),
+    "gc_tuning": set(),
     "adapter_names": {"errors"},
     "kv_configs": {"errors"},
     "options": {"errors", "adapter_names"},
@@ -54,29 +54,31 @@ MAY_IMPORT: dict[str, set[str]] = {
     # text and the outside
     "grammar": BASE,
     "text": BASE,
-    "intake": BASE | {"text", "grammar"},
+    "input_processor": BASE | {"text", "grammar"},
     "engine": BASE
     | {"text", "grammar", "scheduler", "cache", "lora", "runner", "store", "models", "distributed"}
     | {"observe"},
     "observe": BASE,
     "llm_inputs": {"errors", "adapter_names"},
     "llm_outputs": {"adapter_names", "messages", "step", "text"},
-    "their_flags": {"errors", "options", "config"},
-    "llm": BASE | {"their_flags", "engine", "text", "intake", "llm_inputs", "llm_outputs"},
-    "api": BASE | {"grammar", "engine", "text", "intake", "observe"},
+    "flag_aliases": {"errors", "options", "config"},
+    "llm": BASE
+    | {"flag_aliases", "engine", "text", "input_processor", "llm_inputs", "llm_outputs"},
+    "api": BASE | {"grammar", "engine", "text", "input_processor", "observe"},
     # A bench of copies between tiers drives what moves them, one of kernels single layers, one of
     # the processor's share of a step a runner without a device.
     "bench": BASE
     | {"llm", "models", "scheduler", "cache", "lora", "engine", "text", "store"}
     | {"layers", "kernels", "distributed", "runner"},
     "simulate": BASE | {"scheduler", "cache", "lora", "runner", "engine"},
-    "cli": BASE | {"their_flags", "llm", "api", "text", "bench", "simulate", "lora", "engine"},
+    "cli": BASE | {"flag_aliases", "llm", "api", "text", "bench", "simulate", "lora", "engine"},
     "__init__": {"llm", "sampling", "structured_outputs", "adapter_names", "version"},
     "__main__": {"cli"},
 }
 
 NEVER_TORCH = {
-    "scheduler", "cache", "lora", "simulate", "text", "intake", "api", "observe", "grammar",
+    "scheduler", "cache", "lora", "simulate", "text", "input_processor", "api", "observe",
+    "grammar",
 } | BASE  # fmt: skip
 TORCH = {"torch", "triton"}
 WEB_STACK = {"starlette", "uvicorn", "fastapi", "pydantic", "h11", "httptools"}

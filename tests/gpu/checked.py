@@ -22,9 +22,9 @@ from manyroots.engine import worker
 from manyroots.kernels.activation.kinds import Activation
 from manyroots.kernels.choice import Kernels, reference_kernels
 from manyroots.kernels.fp8_rows import Fp8Rows
-from manyroots.kernels.lora_sites.sites import LoraTerm, PoolSite
-from manyroots.kernels.moe_pairs.routing import Routing
-from manyroots.kernels.moe_pairs.weights import ExpertWeights
+from manyroots.kernels.fused_moe.routing import Routing
+from manyroots.kernels.fused_moe.weights import ExpertWeights
+from manyroots.kernels.lora_ops.sites import LoraTerm, PoolSite
 from manyroots.kernels.recurrent.rows import StateRows
 from manyroots.kernels.sampling.rows import (
     MAX_TOP,
@@ -196,17 +196,17 @@ RESULTS: dict[str, Callable[[tuple[Any, ...], Any], Pieces]] = {
         "out": out.values.float() * out.factors,
         "residual": args[0],
     },
-    "rope_write.rope_write": lambda args, out: {"q": out, "pages": args[3]},
-    "rope_write.look_up": lambda args, out: {"cos": out.cos, "sin": out.sin},
+    "qk_rope_kv_write.qk_rope_kv_write": lambda args, out: {"q": out, "pages": args[3]},
+    "qk_rope_kv_write.look_up": lambda args, out: {"cos": out.cos, "sin": out.sin},
     "attention.attend": lambda args, out: {"out": out},
     "activation.gated": lambda args, out: _rows(out),
     "gemm.linear": lambda args, out: {"out": out[0].float().sum(0), **_shrunk(out[1])},
     "scaled_gemm.linear": lambda args, out: {"out": out},
-    "lora_sites.shrink": lambda args, out: _shrunk(out),
-    "lora_sites.expand": lambda args, out: {"y": args[0]},
-    "lora_sites.add_embedding": lambda args, out: {"y": args[0]},
-    "moe_pairs.route": lambda args, out: _routing(out),
-    "moe_pairs.experts": lambda args, out: {"out": out.float().sum(0)},
+    "lora_ops.shrink": lambda args, out: _shrunk(out),
+    "lora_ops.expand": lambda args, out: {"y": args[0]},
+    "lora_ops.add_embedding": lambda args, out: {"y": args[0]},
+    "fused_moe.route": lambda args, out: _routing(out),
+    "fused_moe.experts": lambda args, out: {"out": out.float().sum(0)},
     "causal_conv.conv": lambda args, out: _of_states(out, args[3], args[4]),
     "delta_rule.gated_delta": lambda args, out: _of_states(out, args[7], args[8]),
     "mamba.scan": lambda args, out: _of_states(out, args[7], args[8]),

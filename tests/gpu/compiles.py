@@ -158,7 +158,7 @@ def for_hopper() -> Iterator[Compiled]:
             (F, "embedding", _lookup),
             (torch, "_scaled_mm", _scaled_product),
             (worker, "ModelRunner", partial(ModelRunner, fixed_shapes=True)),
-            (adapter_runtime, "AdapterPool", partial(AdapterPool, is_turned=False)),
+            (adapter_runtime, "AdapterPool", partial(AdapterPool, is_transposed=False)),
             (Graphs, "capture_all", _all_steps),
         ):
             patches.enter_context(mock.patch.object(place, name, new))
@@ -215,7 +215,7 @@ def compile_model(name: str, folder: Path) -> Compiled:
         engine = build_engine(engine_settings(settings))
         try:
             runner = cast(ModelRunner, engine.loop._runner)
-            runner._rehearse(lambda rehearsal: rehearsal.warm_up(8192, has_adapters=True))
+            runner._in_warmup(lambda warmup: warmup.warm_up(8192, has_adapters=True))
         finally:
             engine.loop.close()
     return compiled

@@ -92,7 +92,9 @@ def _as_on_a_gpu() -> Iterator[None]:
     with (
         mock.patch.object(kernel_set, "kernels_for", return_value=_references()),
         mock.patch.object(worker, "ModelRunner", partial(ModelRunner, fixed_shapes=True)),
-        mock.patch.object(adapter_runtime, "AdapterPool", partial(AdapterPool, is_turned=False)),
+        mock.patch.object(
+            adapter_runtime, "AdapterPool", partial(AdapterPool, is_transposed=False)
+        ),
     ):
         yield
 

@@ -21,9 +21,9 @@ import manyroots.runner.runner as runner_module
 from manyroots.kernels.attention import paged
 from manyroots.kernels.choice import Kernels
 from manyroots.kernels.fp8_rows import Fp8Rows
-from manyroots.kernels.lora_sites import reference
-from manyroots.kernels.norm.undivided import Rows, UndividedNorm
-from manyroots.kernels.rope_write.inputs import RopeTable
+from manyroots.kernels.lora_ops import reference
+from manyroots.kernels.norm.deferred import DeferredRMSNorm, Rows
+from manyroots.kernels.qk_rope_kv_write.inputs import RopeTable
 from manyroots.layers.linear import Linear
 from manyroots.runner import mixed, step_arrays
 from manyroots.runner.device_rows import DeviceRows
@@ -265,7 +265,7 @@ def bent(kernels: Kernels, op: str) -> Kernels:
             bent_values = None if first.values is None else first.values * 4
             scales = first.scales * 4
             return call(replace(first, scales=scales, values=bent_values), *rest, **options)
-        if isinstance(first, UndividedNorm):
+        if isinstance(first, DeferredRMSNorm):
             squares = first.squares.clone()
             squares[-1] *= 4
             return call(replace(first, squares=squares), *rest, **options)

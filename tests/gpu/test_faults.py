@@ -18,7 +18,7 @@ from tests.gpu.faults import FAULTS, batches, kernel_verdict, verdict
 from tests.gpu.parity import Parity
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("small_steps")]
-OF_EXPERTS = "moe_pairs"
+OF_EXPERTS = "fused_moe"
 HYBRIDS = {
     "causal_conv.conv": "qwen3-next",
     "delta_rule.gated_delta": "qwen3-next",

@@ -28,10 +28,10 @@ from manyroots.cache.policies import FREE_LOADS, CachePolicies, LoadCosts, Write
 from manyroots.cache.prefetch import Share, Ticket
 from manyroots.ids import Namespace, StepId, Tier
 from manyroots.step import Copy
-from tests.by_hand import (
+from tests.cache_harness import (
     ADAPTER_A,
     BASE,
-    ByHand,
+    CacheHarness,
     Content,
     Path,
     Sequence,
@@ -194,7 +194,7 @@ class Machine:
             records_events=bool(options & 2),
             identity=b"model",
         )
-        self.hand = ByHand(
+        self.hand = CacheHarness(
             *(Capacity(family(name, page_size, size), 2 + device if name == "recurrent" else pages,
                        host) for name in mix),
             page_size=page_size,

@@ -17,7 +17,7 @@ from manyroots.lora.spec import AdapterSpec
 from manyroots.messages import Abort, FinishReason, Submit
 from manyroots.scheduler.claims import REST_STEPS
 from manyroots.step import AdapterLoaded, LoadAdapter
-from tests.deciding import Deciding, expected_tokens, submit
+from tests.scheduler_harness import SchedulerHarness, expected_tokens, submit
 
 
 class Crowd:
@@ -29,7 +29,7 @@ class Crowd:
         self._asked: dict[int, int] = {}
         self._num_steps = 0
         num_places = rng.choice([1, 2, 3, 5])
-        self.engine = Deciding(
+        self.engine = SchedulerHarness(
             max_loras=num_places,
             num_spare_slots=rng.choice([0, 1, 2]),
             max_num_seqs=rng.choice([4, 8, 16]),
@@ -107,7 +107,7 @@ class Lenders(Crowd):
         self._num_steps = 0
         self._num_places = rng.choice([3, 4, 6, 8])
         self._num_rows = self._num_places + rng.choice([0, 0, 1, 2])
-        self.engine = Deciding(
+        self.engine = SchedulerHarness(
             max_loras=self._num_places,
             num_spare_slots=rng.choice([0, 1, 2]),
             max_num_seqs=self._num_rows,

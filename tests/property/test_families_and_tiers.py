@@ -15,7 +15,7 @@ from manyroots.ids import AdapterDigest, AdapterName, Namespace, RequestId
 from manyroots.lora.spec import AdapterSpec
 from manyroots.messages import Abort, FinishReason
 from manyroots.step import AdapterLoaded, Copy, LoadAdapter
-from tests.deciding import Deciding, expected_tokens, submit
+from tests.scheduler_harness import SchedulerHarness, expected_tokens, submit
 
 LONGEST = 40
 
@@ -48,11 +48,11 @@ def test_every_mix_gives_each_request_its_own_tokens(seed: int) -> None:
     run(seed)
 
 
-def load(engine: Deciding, name: str, digest: AdapterDigest) -> None:
+def load(engine: SchedulerHarness, name: str, digest: AdapterDigest) -> None:
     engine.scheduler.load_adapter(AdapterName(name), AdapterSpec(digest, 8, 100), path=name)
 
 
-def run(seed: int, num_requests: int = 25) -> Deciding:
+def run(seed: int, num_requests: int = 25) -> SchedulerHarness:
     rng = random.Random(seed)
     page_size = rng.choice([1, 2, 4])
     max_seqs = rng.randint(1, 5)
@@ -68,7 +68,7 @@ def run(seed: int, num_requests: int = 25) -> Deciding:
         done = [load for load in loads if rng.random() >= slow] or loads[:1]
         return [AdapterLoaded(load.load_id, None) for load in done]
 
-    engine = Deciding(
+    engine = SchedulerHarness(
         page_size=page_size,
         max_num_seqs=max_seqs,
         budget=rng.choice([6, 8, 17, 64]),

@@ -1,5 +1,5 @@
-"""No parameter of one request can fail a step: each odd value is refused at intake by name, or
-samples a token of the vocabulary, and the neighbours' tokens are what they are without it.
+"""No parameter of one request can fail a step: each odd value is refused by the input processor by
+name, or samples a token of the vocabulary, and the neighbours' tokens are what they are without it.
 
 The values are drawn from seeds of our own, so that the same ones are tried every time (R06).
 """
@@ -23,7 +23,7 @@ from manyroots.distributed import wire as ranks
 from manyroots.engine import wire
 from manyroots.errors import RequestError
 from manyroots.ids import Namespace, RequestId, Row, StepId
-from manyroots.intake import Intake
+from manyroots.input_processor import InputProcessor
 from manyroots.kernels.sampling import torch_ops
 from manyroots.kernels.sampling.rows import Sampled, SamplingRows, SamplingTables
 from manyroots.messages import Submit
@@ -32,7 +32,7 @@ from manyroots.runner.packet import send
 from manyroots.runner.sampling_state import SamplingState
 from manyroots.step import Arrival, Plan
 from tests.unit.models.tiny import save_tiny
-from tests.unit.test_intake import info
+from tests.unit.test_input_processor import info
 from tests.unit.text.tiny_tokenizer import tiny_backend, tiny_tokenizer
 
 VOCAB = 300
@@ -77,7 +77,9 @@ class Asker:
     """What a request becomes on its way to the sampler."""
 
     def __init__(self) -> None:
-        self.intake = Intake(info(vocab_size=VOCAB), tiny_tokenizer(), random.Random(0))
+        self.input_processor = InputProcessor(
+            info(vocab_size=VOCAB), tiny_tokenizer(), random.Random(0)
+        )
         self.refusals: Counter[str | None] = Counter()
 
     def ask(self, values: dict[str, Any]) -> list[Submit]:
@@ -94,7 +96,7 @@ class Asker:
 
     def _submits(self, values: dict[str, Any]) -> list[Submit]:
         ids = map(RequestId, itertools.count(1))
-        return self.intake.submits(
+        return self.input_processor.submits(
             [3, 4, 4, 5], SamplingParams(**values), Namespace(adapter=None, salt=None),
             lambda: next(ids), adapter=None,
         )  # fmt: skip
@@ -205,11 +207,11 @@ def test_numpys_numbers_and_none_are_taken_as_what_they_mean() -> None:
 
 def test_a_request_that_could_never_choose_is_refused_at_the_door() -> None:
     """Every token would end the text, and none may before min_tokens."""
-    intake = Intake(info(vocab_size=8), tiny_tokenizer())
+    input_processor = InputProcessor(info(vocab_size=8), tiny_tokenizer())
     params = SamplingParams(min_tokens=1, stop_token_ids=tuple(range(8)))
     namespace = Namespace(adapter=None, salt=None)
     with pytest.raises(RequestError, match="stop_token_ids") as caught:
-        intake.submits([1], params, namespace, lambda: RequestId(1), adapter=None)
+        input_processor.submits([1], params, namespace, lambda: RequestId(1), adapter=None)
     assert caught.value.field == "min_tokens"
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from manyroots.ids import Namespace, RequestId
 from manyroots.messages import Abort, FinishReason
-from tests.deciding import Deciding, expected_tokens, submit
+from tests.scheduler_harness import SchedulerHarness, expected_tokens, submit
 
 
 @pytest.mark.parametrize("seed", range(100))
@@ -18,7 +18,7 @@ def test_random_traffic_gives_each_request_its_own_tokens(seed: int) -> None:
     rng = random.Random(seed)
     page_size = rng.choice([1, 2, 4, 8])
     longest = 40
-    engine = Deciding(
+    engine = SchedulerHarness(
         num_pages=rng.randint(longest // page_size + 2, 120),
         page_size=page_size,
         max_num_seqs=rng.randint(1, 6),

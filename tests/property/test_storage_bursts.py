@@ -19,8 +19,8 @@ from manyroots.lora.spec import AdapterSpec
 from manyroots.messages import Abort, FinishReason, Submit
 from manyroots.scheduler import fetches
 from manyroots.step import Copy
-from tests.by_hand import recurrent, window
-from tests.deciding import Deciding, expected_tokens, submit
+from tests.cache_harness import recurrent, window
+from tests.scheduler_harness import SchedulerHarness, expected_tokens, submit
 
 PAGE = 4
 LONGEST = 24 * PAGE
@@ -38,7 +38,7 @@ class Case:
         self.error_share = rng.choice([0.0, 0.0, 0.1, 1.0])
         self.slowness = rng.choice([0.0, 0.5, 0.9])
         num_device = rng.choice([26, 40, 120])
-        self.engine = Deciding(
+        self.engine = SchedulerHarness(
             capacities=tuple(Capacity(kinds[k], num_device, rng.randint(6, 24)) for k in mix),
             page_size=PAGE, max_model_len=LONGEST, max_num_seqs=rng.choice([1, 3, 12]),
             budget=rng.choice([24, 256]), depth=rng.choice([0, 1]),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from manyroots.ids import AdapterSlot
-from manyroots.kernels.lora_sites.sites import EmbeddingSite, LinearSite
+from manyroots.kernels.lora_ops.sites import EmbeddingSite, LinearSite
 from manyroots.lora.targets import TargetKind
 from manyroots.store.adapter_pool import AdapterPool
 from manyroots.store.adapter_sites import LoraSite
@@ -52,7 +52,7 @@ def make_pool(
     adapters: Sequence[AdapterWeights],
     dtype: torch.dtype = torch.float32,
     *,
-    is_turned: bool,
+    is_transposed: bool,
     device: torch.device = CPU,
     max_stack_bytes: int | None = None,
 ) -> AdapterPool:
@@ -68,7 +68,7 @@ def make_pool(
         max_rank=16,
         dtype=dtype,
         device=device,
-        is_turned=is_turned,
+        is_transposed=is_transposed,
         max_stack_bytes=max_stack_bytes,
     )
     for slot, weights in enumerate(adapters):

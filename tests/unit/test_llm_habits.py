@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from manyroots import LLM, LoRARequest, SamplingParams
 from manyroots.config import engine_settings
 from manyroots.errors import ConfigError, RequestError, UnavailableError
-from manyroots.their_flags import translate_settings
+from manyroots.flag_aliases import translate_settings
 from tests.tiny_adapters import TinyAdapters
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)

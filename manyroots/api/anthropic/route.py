@@ -15,7 +15,6 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from manyroots.api.answers import TOOL_CALLS, AnswerDelta, answer_deltas
 from manyroots.api.anthropic.conversion import chat_request
 from manyroots.api.anthropic.shapes import (
     NAMES,
@@ -28,11 +27,12 @@ from manyroots.api.anthropic.shapes import (
     TokenCount,
 )
 from manyroots.api.anthropic.writer import BlockEvent, BlockWriter
+from manyroots.api.chat_stream import TOOL_CALLS, AnswerDelta, answer_deltas
 from manyroots.api.errors import anthropic_error, renamed
 from manyroots.api.events import EventStream, answer, json_response, named_event
 from manyroots.api.generation import UsageCount
-from manyroots.api.jobs import Job, chat_job, encode_chat
 from manyroots.api.offered_tools import tool_use
+from manyroots.api.preprocess import Job, chat_job, encode_chat
 from manyroots.api.state import Service, server_of
 from manyroots.messages import FinishReason
 from manyroots.text.chat_output import ReasoningDelta

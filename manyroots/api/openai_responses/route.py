@@ -14,11 +14,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from manyroots.api.answers import AnswerDelta, answer_deltas
+from manyroots.api.chat_stream import AnswerDelta, answer_deltas
 from manyroots.api.errors import error_body, renamed
 from manyroots.api.events import EventStream, answer, named_event
 from manyroots.api.generation import UsageCount
-from manyroots.api.jobs import Job, chat_job
 from manyroots.api.logprobs import chat_logprobs
 from manyroots.api.openai_responses.conversion import chat_request, namespaces
 from manyroots.api.openai_responses.shapes import (
@@ -32,6 +31,7 @@ from manyroots.api.openai_responses.shapes import (
     TextOptions,
 )
 from manyroots.api.openai_responses.writer import Event, ItemWriter
+from manyroots.api.preprocess import Job, chat_job
 from manyroots.api.requests import ChatRequest
 from manyroots.api.responses import Usage
 from manyroots.api.state import server_of

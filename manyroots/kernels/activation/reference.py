@@ -8,8 +8,8 @@ from torch import Tensor
 
 from manyroots.kernels.activation.kinds import CLAMP_ALPHA, CLAMP_LIMIT, Activation
 from manyroots.kernels.fp8_rows import Fp8Form, Fp8Rows, in_fp8
-from manyroots.kernels.lora_sites.reference import expanded
-from manyroots.kernels.lora_sites.sites import LoraTerm
+from manyroots.kernels.lora_ops.reference import expanded
+from manyroots.kernels.lora_ops.sites import LoraTerm
 
 
 def gated(

@@ -15,8 +15,8 @@ from manyroots.kernels.activation.kinds import Activation
 from manyroots.kernels.activation.triton_kinds import activated, fast_bfloat16
 from manyroots.kernels.fp8_rows import ROW_GROUP, Fp8Form, Fp8Rows, run_length, tries_scales
 from manyroots.kernels.launch import as_splits, launch_options, let_next_begin, wait_for_inputs
-from manyroots.kernels.lora_sites.sites import LoraTerm
-from manyroots.kernels.lora_sites.triton import (
+from manyroots.kernels.lora_ops.sites import LoraTerm
+from manyroots.kernels.lora_ops.triton import (
     LEAST_RANKS,
     NO_RANKS,
     early_ranks,

@@ -1,7 +1,7 @@
 """One step as torch's attention sees it, planned on the host once per family and step.
 
-Takes `PagedRows` whose tensors are on a CPU; gives what every layer of the family gathers and
-masks, in groups. Knows nothing of requests, heads or models.
+Takes `AttentionMetadata` whose tensors are on a CPU; gives what every layer of the family gathers
+and masks, in groups. Knows nothing of requests, heads or models.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from manyroots.kernels.attention.grouping import (
     prefixes_together,
     rows_from,
 )
-from manyroots.kernels.attention.paged import PagedRows
-from manyroots.kernels.rope_write.inputs import KvPlaces
+from manyroots.kernels.attention.paged import AttentionMetadata
+from manyroots.kernels.qk_rope_kv_write.inputs import SlotMapping
 
 SEEN, HIDDEN = np.float32(0), np.float32(-np.inf)
 """What is added to a score."""
@@ -66,9 +66,9 @@ class PrefillGroup:
 
 @dataclass(frozen=True, slots=True)
 class GroupedRows:
-    """`PagedRows`, in groups that attend together."""
+    """`AttentionMetadata`, in groups that attend together."""
 
-    places: KvPlaces
+    slot_mapping: SlotMapping
     num_decodes: int
     decode_order: Tensor | None
     """int64: decoding rows by what they begin with and from long to short, without those that only
@@ -78,7 +78,7 @@ class GroupedRows:
     window: int
 
 
-def group_rows(rows: PagedRows, page_size: int, dtype: torch.dtype) -> GroupedRows:
+def group_rows(rows: AttentionMetadata, page_size: int, dtype: torch.dtype) -> GroupedRows:
     """What depends on no layer; `dtype` is the queries'."""
     table, lens = _int64s(rows.page_table), _int64s(rows.context_lens)
     count = rows.num_decodes
@@ -99,7 +99,9 @@ def group_rows(rows: PagedRows, page_size: int, dtype: torch.dtype) -> GroupedRo
             )
             for plan in plans
         )
-    return GroupedRows(_places(rows.places), count, order, decodes, prefills, rows.window)
+    return GroupedRows(
+        _slot_mapping(rows.slot_mapping), count, order, decodes, prefills, rows.window
+    )
 
 
 def _group_decodes(
@@ -185,14 +187,14 @@ def _bias(begins: Int64s | None, ends: Int64s, num_keys: int, dtype: torch.dtype
     return bias.to(dtype)[:, None, None, :]
 
 
-def _places(places: KvPlaces) -> KvPlaces:
-    pages, offsets = (_int64s(tensor) for tensor in (places.pages, places.offsets))
+def _slot_mapping(slot_mapping: SlotMapping) -> SlotMapping:
+    pages, offsets = (_int64s(tensor) for tensor in (slot_mapping.pages, slot_mapping.offsets))
     tokens = None
     if pages.min(initial=0) < 0:
         kept = np.flatnonzero(pages >= 0)
         tokens, pages, offsets = torch.from_numpy(kept), pages[kept], offsets[kept]
     new_pages = torch.from_numpy(pages[offsets == 0])
-    return KvPlaces(torch.from_numpy(pages), torch.from_numpy(offsets), new_pages, tokens)
+    return SlotMapping(torch.from_numpy(pages), torch.from_numpy(offsets), new_pages, tokens)
 
 
 def _int64s(tensor: Tensor) -> Int64s:

@@ -1,9 +1,9 @@
 """One step as the layers of one family see it: tensors on the device, nothing grouped.
 
-`PagedRows` is what attention is told of a step, once per family of layers that share a page table
-and a window; each set of kernels prepares it in its own way. `Attending` is what the reference and
-Triton make of it: nothing in it depends on the lengths' values, so that a captured graph serves any
-of them.
+`AttentionMetadata` is what attention is told of a step, once per family of layers that share a page
+table and a window; each set of kernels prepares it in its own way. `PreparedAttention` is what the
+reference and Triton make of it: nothing in it depends on the lengths' values, so that a captured
+graph serves any of them.
 
 Sequences lie one after the other, those with one query that only decode first:
 
@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from manyroots.kernels.rope_write.inputs import KvPlaces
+from manyroots.kernels.qk_rope_kv_write.inputs import SlotMapping
 
 MANY_DECODES = 64
 """Beyond, rows that decode begin longest first."""
@@ -46,7 +46,7 @@ class SharedPrefixes:
 
 
 @dataclass(frozen=True, slots=True)
-class PagedRows:
+class AttentionMetadata:
     """What each sequence of a step sees through one family's page table, and where its tokens'
     keys and values go."""
 
@@ -63,7 +63,7 @@ class PagedRows:
     if all decode."""
     blocks: Tensor | None
     """int32 [num_blocks, 2] as `query_blocks` gives them; None if all decode."""
-    places: KvPlaces
+    slot_mapping: SlotMapping
     """Of all tokens."""
     window: int = 0
     """A query sees the last so many tokens, its own included; 0: all."""
@@ -104,10 +104,10 @@ class PrefillSegments:
 
 
 @dataclass(frozen=True, slots=True)
-class Attending:
-    """`PagedRows`, cut once per step into what decodes and what does not."""
+class PreparedAttention:
+    """`AttentionMetadata`, cut once per step into what decodes and what does not."""
 
-    places: KvPlaces
+    slot_mapping: SlotMapping
     num_decodes: int
     decodes: DecodeRows | None
     prompts: PrefillSegments | None
@@ -115,7 +115,7 @@ class Attending:
     is_padded: bool
 
 
-def prepare(rows: PagedRows, page_size: int, dtype: torch.dtype) -> Attending:
+def prepare(rows: AttentionMetadata, page_size: int, dtype: torch.dtype) -> PreparedAttention:
     """What depends on no layer; once per family and step."""
     count, table, lens = rows.num_decodes, rows.page_table, rows.context_lens
     decodes = None
@@ -124,7 +124,9 @@ def prepare(rows: PagedRows, page_size: int, dtype: torch.dtype) -> Attending:
     prompts = None
     if rows.query_starts is not None and rows.blocks is not None and count < table.shape[0]:
         prompts = PrefillSegments(table[count:], rows.query_starts, lens[count:], rows.blocks)
-    return Attending(rows.places, count, decodes, prompts, rows.window, rows.is_padded)
+    return PreparedAttention(
+        rows.slot_mapping, count, decodes, prompts, rows.window, rows.is_padded
+    )
 
 
 def query_blocks(query_starts: Sequence[int], context_lens: Sequence[int]) -> npt.NDArray[np.int32]:
@@ -141,8 +143,8 @@ def query_blocks(query_starts: Sequence[int], context_lens: Sequence[int]) -> np
 
 
 def longest_first(context_lens: npt.NDArray[np.int32]) -> npt.NDArray[np.int32] | None:
-    """`PagedRows.order` of rows that decode: whoever takes longest should not come last. None
-    where they are few."""
+    """`AttentionMetadata.order` of rows that decode: whoever takes longest should not come last.
+    None where they are few."""
     if len(context_lens) <= MANY_DECODES:
         return None
     return np.argsort(-context_lens, kind="stable").astype(np.int32)

@@ -9,24 +9,33 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from manyroots.kernels.attention.paged import Attending, DecodeRows, PrefillSegments, prepare
+from manyroots.kernels.attention.paged import (
+    DecodeRows,
+    PrefillSegments,
+    PreparedAttention,
+    prepare,
+)
 
 __all__ = ["attend", "decode_attention", "prefill_attention", "prepare"]
 
 
 def attend(
-    q: Tensor, layer_kv: Tensor, attending: Attending, scale: float, sinks: Tensor | None = None
+    q: Tensor,
+    layer_kv: Tensor,
+    metadata: PreparedAttention,
+    scale: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend: q [num_tokens, heads, head_dim] over the pages, to the same shape. `sinks` [heads]
     are scores that take weight and give nothing."""
     out = torch.zeros_like(q)
-    count, window = attending.num_decodes, attending.window
-    if attending.decodes is not None:
+    count, window = metadata.num_decodes, metadata.window
+    if metadata.decodes is not None:
         out[:count] = decode_attention(
-            q[:count], layer_kv, attending.decodes, scale, window=window, sinks=sinks
+            q[:count], layer_kv, metadata.decodes, scale, window=window, sinks=sinks
         )
-    if attending.prompts is not None:  # where they give something, the others gave zeros
-        out += prefill_attention(q, layer_kv, attending.prompts, scale, window=window, sinks=sinks)
+    if metadata.prompts is not None:  # where they give something, the others gave zeros
+        out += prefill_attention(q, layer_kv, metadata.prompts, scale, window=window, sinks=sinks)
     return out
 
 

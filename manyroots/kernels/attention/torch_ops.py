@@ -5,9 +5,9 @@ torch's fused attention. The query heads that share a kv head are laid out as fu
 that head (measured on a CPU: half the time of `enable_gqa` for decoding, the same for prefill).
 
 Whole pages are read and their tails masked. That is exact only if what lies there is finite, so
-`rope_write` clears a page when its first token is written: a sequence that went to NaN can spoil
-its own output, never that of the next owner of its pages. Of a window, pages that no query of a
-group sees are not read at all.
+`qk_rope_kv_write` clears a page when its first token is written: a sequence that went to NaN can
+spoil its own output, never that of the next owner of its pages. Of a window, pages that no query of
+a group sees are not read at all.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from torch import Tensor
 
 from manyroots.kernels.attention.causal import block_size, causal_bias
 from manyroots.kernels.attention.groups import DecodeGroup, GroupedRows, PrefillGroup, group_rows
-from manyroots.kernels.attention.paged import PagedRows
+from manyroots.kernels.attention.paged import AttentionMetadata
 from manyroots.kernels.scratch import scratch
 
 _fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 """What `F.scaled_dot_product_attention` comes to on a CPU, with the sums of exponentials."""
 
 
-def prepare(rows: PagedRows, page_size: int, dtype: torch.dtype) -> GroupedRows:
+def prepare(rows: AttentionMetadata, page_size: int, dtype: torch.dtype) -> GroupedRows:
     """What depends on no layer; once per family and step."""
     return group_rows(rows, page_size, dtype)
 
 
 def attend(
-    q: Tensor, layer_kv: Tensor, attending: GroupedRows, scale: float, sinks: Tensor | None = None
+    q: Tensor, layer_kv: Tensor, metadata: GroupedRows, scale: float, sinks: Tensor | None = None
 ) -> Tensor:
     """Attend: q [num_tokens, heads, head_dim] over the pages, to the same shape. `sinks` [heads]
     are scores that take weight and give nothing."""
     by_kv_head = None if sinks is None else sinks.float().view(layer_kv.shape[-2], -1)
-    count = attending.num_decodes
-    if not attending.prefill_groups and count == len(q):
-        return _decode(q, layer_kv, attending, scale, by_kv_head)
+    count = metadata.num_decodes
+    if not metadata.prefill_groups and count == len(q):
+        return _decode(q, layer_kv, metadata, scale, by_kv_head)
     out = torch.empty_like(q)
     if count:
-        out[:count] = _decode(q[:count], layer_kv, attending, scale, by_kv_head)
-    for group in attending.prefill_groups:
+        out[:count] = _decode(q[:count], layer_kv, metadata, scale, by_kv_head)
+    for group in metadata.prefill_groups:
         at = group.tokens
-        _prefill(q[at], layer_kv, group, attending.window, scale, by_kv_head, out[at])
+        _prefill(q[at], layer_kv, group, metadata.window, scale, by_kv_head, out[at])
     return out
 
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from manyroots.kernels.attention.paged import MEMBERS, Attending, DecodeRows, prepare
+from manyroots.kernels.attention.paged import MEMBERS, DecodeRows, PreparedAttention, prepare
 from manyroots.kernels.attention.triton_prefill import prefill_attention
 from manyroots.kernels.launch import (
     counters,
@@ -286,21 +286,25 @@ def _num_parts(wanted: int, window: int, tokens: int) -> int:
 
 
 def attend(
-    q: Tensor, layer_kv: Tensor, attending: Attending, scale: float, sinks: Tensor | None = None
+    q: Tensor,
+    layer_kv: Tensor,
+    metadata: PreparedAttention,
+    scale: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend: q [num_tokens, heads, head_dim] over the pages, to the same shape. `sinks` [heads]
     are scores that take weight and give nothing."""
     # What is nobody's is zero: a layer behind this one may choose by it.
-    out = torch.zeros_like(q) if attending.is_padded else torch.empty_like(q)
-    count, window = attending.num_decodes, attending.window
-    if attending.decodes is not None:
+    out = torch.zeros_like(q) if metadata.is_padded else torch.empty_like(q)
+    count, window = metadata.num_decodes, metadata.window
+    if metadata.decodes is not None:
         decode_attention(
-            q[:count], layer_kv, attending.decodes, scale, window=window, sinks=sinks,
+            q[:count], layer_kv, metadata.decodes, scale, window=window, sinks=sinks,
             out=out[:count],
         )  # fmt: skip
-    if attending.prompts is not None:
+    if metadata.prompts is not None:
         prefill_attention(
-            q, layer_kv, attending.prompts, scale, window=window, sinks=sinks, out=out,
+            q, layer_kv, metadata.prompts, scale, window=window, sinks=sinks, out=out,
         )  # fmt: skip
     return out
 

@@ -12,7 +12,7 @@ turn.
     S' = exp(G_last) S + (exp(G_last - G) k)^T N
 
 A batch of small products is many times slower where the second factor is a transposed view
-(measured with OpenBLAS), so such factors are turned first.
+(measured with OpenBLAS), so such factors are transposed first.
 """
 
 from __future__ import annotations
@@ -94,12 +94,12 @@ def _chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, kept: Tens
     g = chunks_by_head(g, size, groups).cumsum(-1)
     between, since = decay_between(g), g.exp()[..., None]
     # Neither the system's diagonal nor what is above it is read.
-    turned = k.transpose(-1, -2).contiguous()
-    system = (between * torch.matmul(k, turned)).mul_(beta)
+    transposed = k.transpose(-1, -2).contiguous()
+    system = (between * torch.matmul(k, transposed)).mul_(beta)
     both = torch.cat((v, k * since), dim=-1).mul_(beta)
     both = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True)
     wanted, reading = (x.contiguous() for x in both.split([value_dim, key_dim], dim=-1))
-    scores = between.mul_(torch.matmul(q, turned))
+    scores = between.mul_(torch.matmul(q, transposed))
     queries = q * since
     writing = (k * (g[..., -1:] - g).exp_()[..., None]).transpose(-1, -2)
     through = g[..., -1, None, None].exp()

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from manyroots.kernels.fp8_rows import Fp8Rows
-from manyroots.kernels.lora_sites.reference import shrink
-from manyroots.kernels.lora_sites.sites import LinearSite, LoraRows, LoraTerm
-from manyroots.kernels.norm.undivided import UndividedNorm
+from manyroots.kernels.lora_ops.reference import shrink
+from manyroots.kernels.lora_ops.sites import LinearSite, LoraRows, LoraTerm
+from manyroots.kernels.norm.deferred import DeferredRMSNorm
 from manyroots.kernels.scaled import Matrix, plain
 
 ROWS_AT_ONCE: int | None = None
@@ -27,7 +27,7 @@ def form_for(num_rows: int, weight: Matrix, keeps_values: bool) -> None:
 
 
 def linear(
-    x: Tensor | Fp8Rows | UndividedNorm,
+    x: Tensor | Fp8Rows | DeferredRMSNorm,
     weight: Matrix,
     site: LinearSite | None = None,
     rows: LoraRows | None = None,
@@ -35,7 +35,7 @@ def linear(
 ) -> tuple[Tensor, LoraTerm | None]:
     """x [rows, k] times weight [n, k] transposed, and a bias [n], as partial sums [splits, rows, n]
     in float32 or one product in x's dtype; and, given a site, what its adapters shrink x to."""
-    if isinstance(x, UndividedNorm):
+    if isinstance(x, DeferredRMSNorm):
         # Not rounded in between: the fused kernel divides the product, not the activations.
         x = x.values.float() * x.factors
     if isinstance(x, Fp8Rows):

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from manyroots.kernels.blocks import BlockMatrix
-from manyroots.kernels.lora_sites.sites import LinearSite, LoraRows
-from manyroots.kernels.lora_sites.torch_ops import add_linear
+from manyroots.kernels.lora_ops.sites import LinearSite, LoraRows
+from manyroots.kernels.lora_ops.torch_ops import add_linear
 from manyroots.kernels.packed import PIECE, PackedMatrix
 from manyroots.kernels.scaled import Matrix, plain
 

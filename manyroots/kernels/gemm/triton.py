@@ -29,8 +29,8 @@ from manyroots.kernels.launch import (
     prefetch,
     wait_for_inputs,
 )
-from manyroots.kernels.lora_sites.sites import RANK_STEP, LinearSite, LoraRows, LoraTerm
-from manyroots.kernels.norm.undivided import UndividedNorm
+from manyroots.kernels.lora_ops.sites import RANK_STEP, LinearSite, LoraRows, LoraTerm
+from manyroots.kernels.norm.deferred import DeferredRMSNorm
 from manyroots.kernels.scaled import SIDE_STEP, Matrix, ScaledMatrix
 from manyroots.kernels.triton_fp8_rows import in_fp8
 
@@ -292,7 +292,7 @@ def form_for(num_rows: int, weight: ScaledMatrix, keeps_values: bool) -> Fp8Form
 
 
 def linear(
-    x: Tensor | Fp8Rows | UndividedNorm,
+    x: Tensor | Fp8Rows | DeferredRMSNorm,
     weight: Matrix,
     site: LinearSite | None = None,
     rows: LoraRows | None = None,
@@ -408,10 +408,10 @@ def _operands(x: Tensor | Fp8Rows, weight: Matrix) -> _Operands:
 
 
 def _parts_of(
-    x: Tensor | Fp8Rows | UndividedNorm,
+    x: Tensor | Fp8Rows | DeferredRMSNorm,
 ) -> tuple[Tensor | Fp8Rows, Tensor | None, int, float]:
     """Rows, sums of squares, how many of those a row has, and what is added to their mean."""
-    if isinstance(x, UndividedNorm):
+    if isinstance(x, DeferredRMSNorm):
         rows = x.values if x.in_fp8 is None else x.in_fp8
         return rows, x.squares, x.squares.shape[1], x.eps
     return x, None, 0, 0.0

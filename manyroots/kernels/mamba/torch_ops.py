@@ -74,14 +74,14 @@ def _chunks(x: Tensor, decays: Tensor, b: Tensor, c: Tensor, kept: Tensor) -> Te
     groups, state_dim = b.shape[1:]
     size = min(CHUNK, num_tokens)
     b, c = chunks_by_group(b, size), chunks_by_group(c, size)
-    turned = b.transpose(-1, -2).contiguous()
+    transposed = b.transpose(-1, -2).contiguous()
     x, sums = chunks_by_head(x, size, groups), chunks_by_head(decays, size, groups).cumsum(-1)
-    weights = decay_between(sums).mul_(torch.matmul(c, turned))
+    weights = decay_between(sums).mul_(torch.matmul(c, transposed))
     out = torch.matmul(weights, x)
     reading = c * sums.exp()[..., None]
-    added = torch.matmul(turned, x * (sums[..., -1:] - sums).exp_()[..., None])
+    added = torch.matmul(transposed, x * (sums[..., -1:] - sums).exp_()[..., None])
     through = sums[..., -1, None, None].exp()
-    # Turned, [state_dim, head_dim]: see `delta_rule/torch_ops.py` on second factors.
+    # Transposed, [state_dim, head_dim]: see `delta_rule/torch_ops.py` on second factors.
     matrix = kept.view(groups, -1, dim, state_dim).transpose(-1, -2).contiguous()
     for chunk in range(x.shape[2]):
         out[:, :, chunk] += torch.matmul(reading[:, :, chunk], matrix)

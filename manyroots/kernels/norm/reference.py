@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from manyroots.kernels.fp8_rows import Fp8Form, Fp8Rows, in_fp8
-from manyroots.kernels.lora_sites.reference import expanded
-from manyroots.kernels.lora_sites.sites import LoraTerm
-from manyroots.kernels.norm.undivided import UndividedNorm
+from manyroots.kernels.lora_ops.reference import expanded
+from manyroots.kernels.lora_ops.sites import LoraTerm
+from manyroots.kernels.norm.deferred import DeferredRMSNorm
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -46,12 +46,12 @@ def add_norm(
     eps: float,
     lora: LoraTerm,
     form: Fp8Form | None = None,
-) -> UndividedNorm:
+) -> DeferredRMSNorm:
     """`add_rms_norm` without its division. Up to 64 rows."""
     total = _add(residual, _whole(delta, lora))
     scaled = (total * weight.float()).to(residual.dtype)
     in_form = None if form is None else in_fp8(scaled, form)
-    return UndividedNorm(scaled, total.square().sum(1, keepdim=True), eps, in_form)
+    return DeferredRMSNorm(scaled, total.square().sum(1, keepdim=True), eps, in_form)
 
 
 def _whole(delta: Tensor, lora: LoraTerm | None) -> Tensor:

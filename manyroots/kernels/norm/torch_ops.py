@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from manyroots.kernels.fp8_rows import Fp8Form
-from manyroots.kernels.lora_sites.sites import LoraTerm
+from manyroots.kernels.lora_ops.sites import LoraTerm
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

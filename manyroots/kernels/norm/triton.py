@@ -21,8 +21,8 @@ from manyroots.kernels.launch import (
     prefetch,
     wait_for_inputs,
 )
-from manyroots.kernels.lora_sites.sites import LoraTerm
-from manyroots.kernels.lora_sites.triton import (
+from manyroots.kernels.lora_ops.sites import LoraTerm
+from manyroots.kernels.lora_ops.triton import (
     LEAST_RANKS,
     early_ranks,
     expand_tile,
@@ -30,7 +30,7 @@ from manyroots.kernels.lora_sites.triton import (
     rank_constants,
     rows_of,
 )
-from manyroots.kernels.norm.undivided import UndividedNorm
+from manyroots.kernels.norm.deferred import DeferredRMSNorm
 from manyroots.kernels.triton_fp8_rows import (
     empty_rows,
     in_fp8,
@@ -281,7 +281,7 @@ def add_norm(
     eps: float,
     lora: LoraTerm,
     form: Fp8Form | None = None,
-) -> UndividedNorm:
+) -> DeferredRMSNorm:
     """`add_rms_norm` without its division. Up to 64 rows."""
     num_rows, n = residual.shape
     parts, hidden, rows = as_splits(delta), lora.hidden, lora.rows
@@ -305,7 +305,7 @@ def add_norm(
     )  # fmt: skip
     if form is not None and found is None:
         found = in_fp8(out, form)
-    return UndividedNorm(out, squares, eps, found)
+    return DeferredRMSNorm(out, squares, eps, found)
 
 
 def _warps(n: int) -> int:

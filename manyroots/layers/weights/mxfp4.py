@@ -14,7 +14,7 @@ from torch import Tensor
 
 from manyroots.distributed.shard import Shard
 from manyroots.errors import ConfigError, ModelError
-from manyroots.kernels.moe_pairs.weights import ExpertMatrix
+from manyroots.kernels.fused_moe.weights import ExpertMatrix
 from manyroots.kernels.mxfp4 import (
     BIAS,
     GROUP,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from manyroots.bench.cache import CacheWorkload, _slices, measure_large, measure_small
-from manyroots.bench.our_side import CACHE_KINDS
+from manyroots.bench.manyroots_driver import CACHE_KINDS
 from manyroots.cli.main import main
 
 TINY = CacheWorkload(

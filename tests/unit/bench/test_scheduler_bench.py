@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from manyroots.bench.our_side import OurScheduler
+from manyroots.bench.manyroots_driver import SchedulerDriver
 from manyroots.bench.scheduler import combined, run_scheduler, table
 from manyroots.bench.scheduler_cases import measure_all, measure_steady
 from manyroots.bench.scheduler_trace import SchedulerWorkload
@@ -32,7 +32,7 @@ TINY = SchedulerWorkload(
 
 @pytest.mark.parametrize("page_size", [4, 16])
 def test_our_hit_rates_are_the_best_possible_ones(page_size: int) -> None:
-    figures = measure_all(TINY, page_size, OurScheduler)
+    figures = measure_all(TINY, page_size, SchedulerDriver)
     assert figures["trace"]["hit_rate"] == (12 - 3) * 48 / (12 * 64)
     assert figures["trace"]["hit_rate"] == figures["trace"]["best_hit_rate"]
     burst = figures["burst"]
@@ -52,7 +52,7 @@ def test_heads_are_shared_in_whole_pages() -> None:
 
 
 def test_the_queue_stays_as_long_as_it_is_said_to_be() -> None:
-    figures = measure_steady(TINY, 4, OurScheduler, TINY.batch, TINY.waiting)
+    figures = measure_steady(TINY, 4, SchedulerDriver, TINY.batch, TINY.waiting)
     assert [(each["batch"], each["waiting"]) for each in figures] == [(6, 0), (6, 5), (6, 20)]
     assert all(each["plan_ms"] > 0 and each["num_steps"] >= 3 for each in figures)
 
@@ -68,7 +68,7 @@ def test_b04_the_median_and_the_spread_are_taken_number_by_number() -> None:
 def test_b04_the_table_shows_the_least_and_the_most(monkeypatch: pytest.MonkeyPatch) -> None:
     """B04: of every cost; hit rates are the same in all repeats."""
     costs = iter((30.0, 10.0, 20.0))
-    once = measure_all(TINY, 4, OurScheduler)
+    once = measure_all(TINY, 4, SchedulerDriver)
 
     def measured(workload: SchedulerWorkload, page_size: int) -> dict[str, Any]:
         return {**once, "trace": {**once["trace"], "plan_us_per_request": next(costs)}}

@@ -152,7 +152,7 @@ def test_b01_a_server_that_refuses_or_breaks_off_is_no_fast_server() -> None:
 
 
 def test_b01_talks_carry_what_was_said_and_names_follow_zipf() -> None:
-    talk = ServeWorkload(
+    conversation = ServeWorkload(
         num_requests=4, prompt_words=(2, 2), output_tokens=(3, 3), turns=2, num_heads=1,
         head_words=5, models=("m",), is_chat=True, ignore_eos=False,
     )  # fmt: skip
@@ -162,7 +162,7 @@ def test_b01_talks_carry_what_was_said_and_names_follow_zipf() -> None:
         yield event({"choices": [{"delta": {"content": "yes"}}]})
 
     with server(chat) as (url, bodies):
-        run_serve(url, None, talk, [Arrivals(streams=1)], PROMISE, 1)
+        run_serve(url, None, conversation, [Arrivals(streams=1)], PROMISE, 1)
     first, second = bodies[4:6]
     assert "ignore_eos" not in first
     assert [message["role"] for message in first["messages"]] == ["system", "user"]
@@ -175,7 +175,7 @@ def test_b01_talks_carry_what_was_said_and_names_follow_zipf() -> None:
     many = ServeWorkload(
         num_requests=400, prompt_words=(1, 1), output_tokens=(1, 1), models=names, zipf=1.0
     )
-    asked = Counter(talk.model for talk in many.talks())
+    asked = Counter(conversation.model for conversation in many.conversations())
     assert asked["a0"] > 2 * asked["a3"] > 0
 
 
@@ -212,7 +212,7 @@ def test_b01_the_command_writes_json_and_a_picture(tmp_path: Path) -> None:
         assert main(["bench", "serve", "--url", url, *flags]) == 0
     found = json.loads(report.read_text())
     labels = [case["arrivals"] for case in found["cases"]]
-    assert labels == ["50 talks/s", "100 talks/s", "2 streams"]
+    assert labels == ["50 conversations/s", "100 conversations/s", "2 streams"]
     assert found["workload"]["models"] == ["first"]
     assert "<svg" in picture.read_text()
     assert bodies[-1]["temperature"] == 0.7
@@ -410,7 +410,7 @@ def test_b01_a_kept_connection_that_the_server_has_closed_is_no_fault() -> None:
             await reader.readuntil(b"{}")
         writer.close()
 
-    async def talk() -> None:
+    async def conversation() -> None:
         async with await asyncio.start_server(connection, "127.0.0.1") as listening:
             port = listening.sockets[0].getsockname()[1]
             streams = HttpStreams(f"http://127.0.0.1:{port}", None)
@@ -421,7 +421,7 @@ def test_b01_a_kept_connection_that_the_server_has_closed_is_no_fault() -> None:
                 await streams.post("/v1/completions", {})
             streams.close()
 
-    asyncio.run(talk())
+    asyncio.run(conversation())
     assert len(served) == 3
 
 

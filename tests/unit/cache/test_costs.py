@@ -14,28 +14,28 @@ from manyroots.cache.planes import Capacity
 from manyroots.cache.policies import FREE_LOADS, CachePolicies, LoadCosts
 from manyroots.ids import Tier
 from manyroots.step import CopyDone
-from tests.by_hand import BASE, ByHand, ints, recurrent
+from tests.cache_harness import BASE, CacheHarness, ints, recurrent
 
 KEY = PrefixKey(BASE)
 PROMPT = [1, 2, 3, 4, 5, 6, 7]
 
 
-def warm_host(*capacities: Capacity) -> ByHand:
+def warm_host(*capacities: Capacity) -> CacheHarness:
     """A prompt's three pages are on the host alone."""
-    hand = ByHand(*capacities or (Capacity(FULL_ATTENTION, 16, 16),))
+    hand = CacheHarness(*capacities or (Capacity(FULL_ATTENTION, 16, 16),))
     hand.serve(KEY, PROMPT)
     hand.settle()
     push_out(hand)
     return hand
 
 
-def push_out(hand: ByHand) -> None:
+def push_out(hand: CacheHarness) -> None:
     for plane in hand.layout.device:
         pool = hand.cache.index.pools[plane.index]
         hand.cache.evictors[plane.index].evict(pool.num_cached)
 
 
-def load(hand: ByHand, seconds: float) -> None:
+def load(hand: CacheHarness, seconds: float) -> None:
     """A request loads the prompt, and the copy says how long it took."""
     sequence = hand.claim(KEY, PROMPT)
     assert hand.cache.onboard(sequence.held) is None
@@ -151,7 +151,7 @@ def test_t05_slow_storage_is_not_asked() -> None:
     """T05: not even with best effort, since its answers would be of no use."""
     for per_page, is_asked in [(3.0, False), (1.0, True)]:
         costs = LoadCosts(0.0, 1.0, storage_seconds_per_page=per_page)
-        hand = ByHand(
+        hand = CacheHarness(
             Capacity(FULL_ATTENTION, 16, 16),
             policies=CachePolicies(uses_storage=True, load_costs=costs),
         )

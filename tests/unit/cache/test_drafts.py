@@ -10,13 +10,22 @@ from manyroots.cache.keys import PrefixKey
 from manyroots.cache.outcomes import Ending, Refusal
 from manyroots.cache.planes import Capacity
 from manyroots.ids import StepId
-from tests.by_hand import BASE, ByHand, Sequence, ints, path_of, recurrent, resident, window
+from tests.cache_harness import (
+    BASE,
+    CacheHarness,
+    Sequence,
+    ints,
+    path_of,
+    recurrent,
+    resident,
+    window,
+)
 
 KEY = PrefixKey(BASE)
 PROMPT = [1, 2, 3, 4, 5]
 
 
-def right_drafts(hand: ByHand, sequence: Sequence, count: int) -> list[int]:
+def right_drafts(hand: CacheHarness, sequence: Sequence, count: int) -> list[int]:
     """What the model will say next."""
     ahead = Sequence(sequence.key, list(sequence.tokens), 0, None, 0, 0)
     for _ in range(count):
@@ -24,7 +33,7 @@ def right_drafts(hand: ByHand, sequence: Sequence, count: int) -> list[int]:
     return ahead.tokens[len(sequence.tokens) :]
 
 
-def drafts(hand: ByHand, sequence: Sequence, num_right: int, num_wrong: int) -> list[int]:
+def drafts(hand: CacheHarness, sequence: Sequence, num_right: int, num_wrong: int) -> list[int]:
     right = right_drafts(hand, sequence, num_right + 1)
     return [*right[:-1], *[1 - right[-1]] * num_wrong]
 
@@ -33,7 +42,7 @@ def drafts(hand: ByHand, sequence: Sequence, num_right: int, num_wrong: int) -> 
 @pytest.mark.parametrize("page_size", [1, 2, 4])
 def test_p11_only_accepted_tokens_are_published(num_right: int, page_size: int) -> None:
     """P11: whole pages of what was right, when the step is done; nothing of the rest, ever."""
-    hand = ByHand(Capacity(FULL_ATTENTION, 32), page_size=page_size)
+    hand = CacheHarness(Capacity(FULL_ATTENTION, 32), page_size=page_size)
     sequence = hand.run(KEY, PROMPT)
     known = len(sequence.tokens)
     guesses = drafts(hand, sequence, num_right, 5 - num_right)
@@ -57,7 +66,7 @@ def test_p11_a_lease_goes_on_from_what_was_accepted_with_other_tokens(
 ) -> None:
     """P11: beside a window of any size, which gives nothing back that the tokens behind the
     accepted ones read; every read is checked, here and by whoever reuses the pages."""
-    hand = ByHand(Capacity(FULL_ATTENTION, 32), Capacity(window(size, 2), 32))
+    hand = CacheHarness(Capacity(FULL_ATTENTION, 32), Capacity(window(size, 2), 32))
     sequence = hand.run(KEY, PROMPT)
     for _ in range(4):
         hand.guess(sequence, drafts(hand, sequence, num_right, 6 - num_right))
@@ -67,7 +76,7 @@ def test_p11_a_lease_goes_on_from_what_was_accepted_with_other_tokens(
     hand.commit()
     said = sequence.tokens
     hand.end(sequence)
-    alone = ByHand(Capacity(FULL_ATTENTION, 64))
+    alone = CacheHarness(Capacity(FULL_ATTENTION, 64))
     assert alone.run(KEY, PROMPT, max_output=len(said) - len(PROMPT) - 1).tokens == said
     assert hand.serve(KEY, said, max_output=2) == (len(said) - 1) // 2 * 2
 
@@ -75,7 +84,7 @@ def test_p11_a_lease_goes_on_from_what_was_accepted_with_other_tokens(
 def test_p11_units_behind_the_accepted_tokens_are_used_again() -> None:
     """P11: the runner's tables stay as they are: no unit is given back and none is added for
     tokens that there is room for."""
-    hand = ByHand(Capacity(FULL_ATTENTION, 8))
+    hand = CacheHarness(Capacity(FULL_ATTENTION, 8))
     sequence = hand.run(KEY, PROMPT)
     hand.guess(sequence, drafts(hand, sequence, 0, 6))
     table = sequence.held.tables[0].tolist()
@@ -94,7 +103,7 @@ def test_p11_a_family_that_cannot_rewind_refuses_drafts(mix: list[str]) -> None:
     """P11, C05: an outcome of its own, and nothing has changed; the step without drafts works. So
     no state behind rejected drafts can be cached (vLLM #48375, #57128)."""
     kinds = {"full": FULL_ATTENTION, "window": window(4, 2), "state": recurrent(1)}
-    hand = ByHand(*(Capacity(kinds[name], 16) for name in mix))
+    hand = CacheHarness(*(Capacity(kinds[name], 16) for name in mix))
     sequence = hand.run(KEY, PROMPT)
     before = hand.cache.stats()
     refusal = hand.cache.draft(sequence.held, 5, 6, 8, StepId(99))
@@ -106,7 +115,7 @@ def test_p11_a_family_that_cannot_rewind_refuses_drafts(mix: list[str]) -> None:
 
 
 def test_p11_drafts_without_room_are_refused_and_change_nothing() -> None:
-    hand = ByHand(Capacity(FULL_ATTENTION, 3))
+    hand = CacheHarness(Capacity(FULL_ATTENTION, 3))
     sequence = hand.run(KEY, PROMPT)
     assert hand.cache.draft(sequence.held, 5, 6, 9, StepId(99)) is Refusal.NO_ROOM
     assert hand.plan(sequence).parts  # as if nothing had been asked
@@ -116,7 +125,7 @@ def test_p11_drafts_without_room_are_refused_and_change_nothing() -> None:
 
 def test_p11_a_lease_grows_no_further_before_its_drafts_are_settled() -> None:
     """P11: how far it is, and so what a window may give back, is not known."""
-    hand = ByHand()
+    hand = CacheHarness()
     sequence = hand.run(KEY, PROMPT)
     hand.guess(sequence, [0, 1])
     with pytest.raises(RuntimeError, match="drafts behind token 6"):
@@ -129,7 +138,7 @@ def test_p11_a_lease_grows_no_further_before_its_drafts_are_settled() -> None:
 
 @pytest.mark.parametrize("fails", [True, False])
 def test_p11_a_request_that_ends_while_drafts_are_computed_leaves_nothing(fails: bool) -> None:
-    hand = ByHand()
+    hand = CacheHarness()
     sequence = hand.run(KEY, PROMPT)
     hand.guess(sequence, [0, 1, 0, 1])
     if fails:

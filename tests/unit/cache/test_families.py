@@ -12,10 +12,10 @@ from manyroots.cache.outcomes import Ending, Refusal
 from manyroots.cache.planes import Capacity
 from manyroots.cache.policies import CachePolicies
 from manyroots.ids import StepId
-from tests.by_hand import (
+from tests.cache_harness import (
     ADAPTER_A,
     BASE,
-    ByHand,
+    CacheHarness,
     Path,
     ints,
     longest,
@@ -29,11 +29,11 @@ KEY = PrefixKey(BASE)
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9]
 
 
-def cached(hand: ByHand) -> list[int]:
+def cached(hand: CacheHarness) -> list[int]:
     return [plane.num_cached for plane in hand.cache.stats().planes]
 
 
-def evict(hand: ByHand, plane: int, pages: list[int]) -> None:
+def evict(hand: CacheHarness, plane: int, pages: list[int]) -> None:
     """Take single units of the prompt's pages out of the index, as an eviction would."""
     for page in pages:
         path = path_of(KEY, PROMPT, page + 1, hand.page_size)
@@ -59,7 +59,7 @@ def test_h02_a_hit_is_the_longest_boundary_that_every_family_can_resume_from(
 ) -> None:
     """H02: with holes in full attention (all before must be there), in a window of 4 tokens (the
     page before the boundary, and the one before that) and in the states (the one at it)."""
-    hand = ByHand(
+    hand = CacheHarness(
         Capacity(FULL_ATTENTION, 16), Capacity(window(4, 2), 16), Capacity(recurrent(1), 16)
     )
     hand.serve(KEY, PROMPT)
@@ -76,7 +76,7 @@ def test_h02_a_hit_is_the_longest_boundary_that_every_family_can_resume_from(
 
 def test_h02_the_reason_names_the_family_in_the_way() -> None:
     """H02, S07: a missing checkpoint, a window evicted, a cold index."""
-    hand = ByHand(
+    hand = CacheHarness(
         Capacity(FULL_ATTENTION, 16), Capacity(window(4, 2), 16), Capacity(recurrent(1), 16)
     )
     assert hand.cache.lookup(KEY, ints(*PROMPT)).limit is Limit.COLD
@@ -91,7 +91,7 @@ def test_h02_the_reason_names_the_family_in_the_way() -> None:
 
 def test_c06_with_several_windows_the_usable_prefix_is_the_smallest() -> None:
     """C06: the wide window lost a page that the narrow one does not need."""
-    hand = ByHand(
+    hand = CacheHarness(
         Capacity(FULL_ATTENTION, 16), Capacity(window(3, 2), 16), Capacity(window(5, 2, "wide"), 16)
     )
     hand.serve(KEY, PROMPT)
@@ -112,7 +112,7 @@ def test_p07_a_window_publishes_and_matches_what_it_can_resume_from(
     one token before and behind every page boundary."""
     tokens = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13]
     for length in range(1, len(tokens) + 1):
-        hand = ByHand(
+        hand = CacheHarness(
             Capacity(FULL_ATTENTION, 32), Capacity(window(size, page_size), 32), page_size=page_size
         )
         assert hand.serve(KEY, tokens[:length]) == 0
@@ -122,7 +122,7 @@ def test_p07_a_window_publishes_and_matches_what_it_can_resume_from(
 
 def test_p07_a_request_holds_no_page_that_its_window_has_left() -> None:
     """P07: pages behind the window go back, also of a request that runs on."""
-    hand = ByHand(Capacity(FULL_ATTENTION, 32), Capacity(window(4, 2), 32))
+    hand = CacheHarness(Capacity(FULL_ATTENTION, 32), Capacity(window(4, 2), 32))
     sequence = hand.run(KEY, PROMPT, max_output=9)
     assert sequence.num_computed == 18
     assert hand.plan(sequence).parts
@@ -134,7 +134,7 @@ def test_p07_a_request_holds_no_page_that_its_window_has_left() -> None:
 
 def test_p03_pages_are_published_at_a_chunks_end_at_the_prompts_and_while_decoding() -> None:
     """P03: each when its step commits, not before for a token that was not known."""
-    hand = ByHand()
+    hand = CacheHarness()
     sequence = hand.claim(KEY, [1, 2, 3, 4, 5])
     found = []
     for _ in range(6):
@@ -154,7 +154,7 @@ def test_p03_pages_are_published_at_a_chunks_end_at_the_prompts_and_while_decodi
 def test_p03_a_failed_step_publishes_nothing_in_any_family(mix: str) -> None:
     """P03: not its pages, not its states, and no hole that it filled in older pages."""
     kinds = {"full": FULL_ATTENTION, "window": window(4, 2), "state": recurrent(1)}
-    hand = ByHand(*(Capacity(kinds[name], 16) for name in mix.split("+")))
+    hand = CacheHarness(*(Capacity(kinds[name], 16) for name in mix.split("+")))
     hand.serve(KEY, [1, 2, 3, 4, 9])
     before = resident(hand.cache)
     sequence = hand.claim(KEY, PROMPT)
@@ -168,7 +168,7 @@ def test_p03_a_failed_step_publishes_nothing_in_any_family(mix: str) -> None:
 
 def test_p03_a_failed_step_takes_out_only_what_it_put_into_older_pages() -> None:
     """P03: a request that may not reuse computes a page again whose window part was evicted."""
-    hand = ByHand(Capacity(FULL_ATTENTION, 16), Capacity(window(4, 2), 16))
+    hand = CacheHarness(Capacity(FULL_ATTENTION, 16), Capacity(window(4, 2), 16))
     hand.serve(KEY, PROMPT)
     evict(hand, 1, [3])
     before = resident(hand.cache)
@@ -182,7 +182,7 @@ def test_p03_a_failed_step_takes_out_only_what_it_put_into_older_pages() -> None
 
 def test_p10_a_skipped_publication_drops_its_checkpoint_without_leaking() -> None:
     """P10: the namespace is gone, or another request's state is there already."""
-    hand = ByHand(Capacity(FULL_ATTENTION, 16), Capacity(recurrent(1), 8))
+    hand = CacheHarness(Capacity(FULL_ATTENTION, 16), Capacity(recurrent(1), 8))
     one, two = hand.claim(KEY, PROMPT[:5]), hand.claim(KEY, PROMPT[:5])
     for _ in range(3):
         hand.plan(one, two)
@@ -199,7 +199,7 @@ def test_p10_a_skipped_publication_drops_its_checkpoint_without_leaking() -> Non
 
 def test_p10_a_dropped_lease_drops_the_checkpoint_of_its_launched_step() -> None:
     """P10, T08: aborted between the plan and its result."""
-    hand = ByHand(Capacity(FULL_ATTENTION, 16), Capacity(recurrent(1), 8))
+    hand = CacheHarness(Capacity(FULL_ATTENTION, 16), Capacity(recurrent(1), 8))
     sequence = hand.claim(KEY, PROMPT)
     hand.plan(sequence)
     assert hand.cache.stats().planes[1].num_held == 2
@@ -212,7 +212,7 @@ def test_p10_a_dropped_lease_drops_the_checkpoint_of_its_launched_step() -> None
 def test_h10_a_request_gets_by_with_one_copy_of_each_page_where_there_is_no_room_for_two() -> None:
     """H10: it holds the copy that the tree leads through beside its own; giving that one back, it
     is found by its own pages from its next one on. Else it could never use all the room alone."""
-    hand = ByHand(Capacity(FULL_ATTENTION, 6), Capacity(recurrent(1), 8))
+    hand = CacheHarness(Capacity(FULL_ATTENTION, 6), Capacity(recurrent(1), 8))
     one, two = hand.claim(KEY, PROMPT[:5]), hand.claim(KEY, PROMPT[:5])
     for _ in range(3):
         hand.plan(one, two)
@@ -236,7 +236,7 @@ def test_h10_a_request_gets_by_with_one_copy_of_each_page_where_there_is_no_room
 
 def test_h04_a_request_is_credited_with_the_window_pages_it_gives_back() -> None:
     """H04: with no free window page left, a decode crosses a page by giving one back."""
-    hand = ByHand(Capacity(FULL_ATTENTION, 16), Capacity(window(3, 2), 3))
+    hand = CacheHarness(Capacity(FULL_ATTENTION, 16), Capacity(window(3, 2), 3))
     sequence = hand.run(KEY, [1, 2, 3, 4, 5, 6], max_output=8)
     assert len(sequence.tokens) == 15
     other = hand.claim(KEY, [9, 9, 9, 9])
@@ -257,7 +257,7 @@ def test_h04_room_for_each_step_is_room_for_a_long_prompt(
     prompt = list(range(1, 60))
 
     def steps(num_units: int) -> list[bool]:
-        hand = ByHand(Capacity(family, num_units), page_size=page_size)
+        hand = CacheHarness(Capacity(family, num_units), page_size=page_size)
         sequence = hand.claim(KEY, prompt)
         is_granted = hand.cache.can_reach(sequence.held, 0, len(prompt) + 1, most)
         assert is_granted == (num_units >= needed)
@@ -277,7 +277,7 @@ def test_h04_room_for_each_step_is_room_for_a_long_prompt(
 
 def test_h04_there_is_no_credit_for_a_page_that_another_request_holds_too() -> None:
     """H04: giving it back makes no room; refused until the other has let go of it."""
-    hand = ByHand(Capacity(FULL_ATTENTION, 16), Capacity(window(3, 2), 4))
+    hand = CacheHarness(Capacity(FULL_ATTENTION, 16), Capacity(window(3, 2), 4))
     hand.serve(KEY, [1, 2, 3, 4, 5])
     one, two = hand.claim(KEY, [1, 2, 3, 4, 5, 6, 7]), hand.claim(KEY, [1, 2, 3, 4, 5, 6, 7])
     hand.plan(one, most=2)
@@ -298,7 +298,7 @@ def test_h04_there_is_no_credit_for_a_page_that_another_request_holds_too() -> N
 def test_h04_one_budget_for_all_families_a_refusal_takes_nothing_of_any() -> None:
     """H04: enough pages but no state, or the other way round: refused whole."""
     for pages, states in [(2, 8), (16, 1)]:
-        hand = ByHand(Capacity(FULL_ATTENTION, pages), Capacity(recurrent(9), states))
+        hand = CacheHarness(Capacity(FULL_ATTENTION, pages), Capacity(recurrent(9), states))
         first = hand.claim(KEY, [1, 2])
         hand.plan(first)
         second = hand.claim(KEY, [5, 6])
@@ -313,7 +313,7 @@ def test_h05_the_final_state_of_a_finished_output_is_saved_for_the_next_turn() -
     """H05: the output ends within a page; the next turn hits the last whole page of the output,
     although no checkpoint interval falls there. A dropped request keeps none."""
     for ending, found in [(Ending.FINISHED, 8), (Ending.DROPPED, 4)]:
-        hand = ByHand(Capacity(FULL_ATTENTION, 16), Capacity(recurrent(100), 8))
+        hand = CacheHarness(Capacity(FULL_ATTENTION, 16), Capacity(recurrent(100), 8))
         sequence = hand.run(KEY, [1, 2, 3, 4, 5], max_output=4)
         tokens = sequence.tokens
         hand.end(sequence, ending)
@@ -324,7 +324,7 @@ def test_h05_the_final_state_of_a_finished_output_is_saved_for_the_next_turn() -
 
 def test_h05_a_state_whose_step_has_not_committed_is_not_saved() -> None:
     """H05, P03: released as finished while the step that saves it still runs."""
-    hand = ByHand(Capacity(FULL_ATTENTION, 16), Capacity(recurrent(100), 8))
+    hand = CacheHarness(Capacity(FULL_ATTENTION, 16), Capacity(recurrent(100), 8))
     sequence = hand.run(KEY, [1, 2, 3, 4, 5])
     hand.plan(sequence)  # fills page 2 and saves the state behind it
     assert hand.cache.stats().planes[1].num_held == 2
@@ -336,7 +336,7 @@ def test_h05_a_state_whose_step_has_not_committed_is_not_saved() -> None:
 
 def test_h06_a_request_goes_on_without_a_checkpoint_where_there_is_no_room() -> None:
     """H06: counted, never an error, and nothing is published in its place."""
-    hand = ByHand(Capacity(FULL_ATTENTION, 16), Capacity(recurrent(1), 1))
+    hand = CacheHarness(Capacity(FULL_ATTENTION, 16), Capacity(recurrent(1), 1))
     sequence = hand.run(KEY, PROMPT, max_output=3)
     assert hand.cache.stats().total_skipped_checkpoints >= 4
     hand.end(sequence)
@@ -347,7 +347,7 @@ def test_h06_a_request_goes_on_without_a_checkpoint_where_there_is_no_room() -> 
 
 def test_h08_losing_a_page_takes_the_states_and_windows_beyond_it_along() -> None:
     """H08: nothing can resume through it, so nothing behind it is kept."""
-    hand = ByHand(
+    hand = CacheHarness(
         Capacity(FULL_ATTENTION, 16), Capacity(window(4, 2), 16), Capacity(recurrent(1), 16)
     )
     hand.serve(KEY, PROMPT)
@@ -359,7 +359,7 @@ def test_h08_losing_a_page_takes_the_states_and_windows_beyond_it_along() -> Non
 
 def test_h08_a_state_may_go_alone_and_the_pages_stay_usable() -> None:
     """H08: under pressure on states alone, pages stay, up to the states that are left."""
-    hand = ByHand(Capacity(FULL_ATTENTION, 64), Capacity(recurrent(1), 6))
+    hand = CacheHarness(Capacity(FULL_ATTENTION, 64), Capacity(recurrent(1), 6))
     hand.serve(KEY, PROMPT)
     assert cached(hand) == [4, 4]
     hand.serve(KEY, [21, 22, 23, 24, 25, 26, 27])
@@ -377,7 +377,7 @@ def test_h09_making_room_never_evicts_what_the_request_resumes_from(mix: str) ->
     """H09: the found pages are the least recently used and all that could be evicted is needed."""
     kinds = {"full": FULL_ATTENTION, "window": window(4, 2), "state": recurrent(1)}
     units = {"full": 6, "window": 6, "state": 4}
-    hand = ByHand(*(Capacity(kinds[name], units[name]) for name in mix.split("+")))
+    hand = CacheHarness(*(Capacity(kinds[name], units[name]) for name in mix.split("+")))
     hand.serve(KEY, [1, 2, 3, 4, 5])
     hand.serve(KEY, [21, 22, 23])
     sequence = hand.claim(KEY, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11])
@@ -389,7 +389,7 @@ def test_h09_making_room_never_evicts_what_the_request_resumes_from(mix: str) ->
     hand.end(sequence)
 
 
-def stops(hand: ByHand, tokens: list[int], key: PrefixKey = KEY) -> list[int]:
+def stops(hand: CacheHarness, tokens: list[int], key: PrefixKey = KEY) -> list[int]:
     """Where the steps of a prompt end."""
     sequence = hand.claim(key, tokens)
     ends = []
@@ -402,7 +402,7 @@ def stops(hand: ByHand, tokens: list[int], key: PrefixKey = KEY) -> list[int]:
 
 def test_h12_checkpoints_are_taken_by_interval_at_the_prompts_end_and_where_prompts_part() -> None:
     """H12: so that a shared prefix of a hybrid model really hits."""
-    hand = ByHand(Capacity(FULL_ATTENTION, 64), Capacity(recurrent(3), 32))
+    hand = CacheHarness(Capacity(FULL_ATTENTION, 64), Capacity(recurrent(3), 32))
     assert stops(hand, PROMPT) == [6, 8, 9]
     shared = [1, 2, 3, 4]
     second = [*shared, 31, 32, 33, 34, 35, 36, 37]
@@ -415,7 +415,7 @@ def test_h12_checkpoints_are_taken_by_interval_at_the_prompts_end_and_where_prom
 
 def test_c05_a_chunk_that_passes_a_resumable_point_is_refused() -> None:
     """C05: told how far it may go, and nothing is taken."""
-    hand = ByHand(Capacity(FULL_ATTENTION, 16), Capacity(recurrent(2), 8))
+    hand = CacheHarness(Capacity(FULL_ATTENTION, 16), Capacity(recurrent(2), 8))
     sequence = hand.claim(KEY, PROMPT)
     before = hand.cache.stats()
     assert hand.cache.clip(sequence.held, 0, 9) == 4
@@ -429,7 +429,7 @@ def test_c05_a_chunk_that_passes_a_resumable_point_is_refused() -> None:
 
 def test_c04_reuse_and_miss_counts_are_the_requests_own() -> None:
     """C04: each lease knows what it found and where; totals count a request once, as it begins."""
-    hand = ByHand()
+    hand = CacheHarness()
     hand.serve(KEY, PROMPT)
     one, two = hand.claim(KEY, PROMPT), hand.claim(PrefixKey(ADAPTER_A), PROMPT)
     three = hand.claim(KEY, [1, 2, 3, 4, 0])
@@ -444,7 +444,7 @@ def test_c04_reuse_and_miss_counts_are_the_requests_own() -> None:
 
 
 def test_reuse_can_be_switched_off_for_every_family() -> None:
-    hand = ByHand(
+    hand = CacheHarness(
         Capacity(FULL_ATTENTION, 16), Capacity(window(4, 2), 16), Capacity(recurrent(1), 4),
         policies=CachePolicies(reuse=False),
     )  # fmt: skip
@@ -457,7 +457,7 @@ def test_reuse_can_be_switched_off_for_every_family() -> None:
 def test_a_page_is_published_behind_its_own_tokens_whoever_took_its_parents_place() -> None:
     """One request's page is evicted behind its window, another lengthens the same leaf in its
     place; the first one's next page must not be found behind the other's tokens."""
-    hand = ByHand(Capacity(window(2, 2), 3), page_size=2)
+    hand = CacheHarness(Capacity(window(2, 2), 3), page_size=2)
     cache = hand.cache
     ours, theirs = [1, 1, 2, 2, 3, 3], [1, 1, 4, 4]
     one = cache.claim(KEY, ints(*ours), 6, may_reuse=True)

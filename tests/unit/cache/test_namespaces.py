@@ -21,11 +21,11 @@ from manyroots.cache.policies import CachePolicies, WriteBack
 from manyroots.ids import AdapterDigest, Namespace, RequestId, Tier
 from manyroots.messages import Submit
 from manyroots.sampling import SamplingParams
-from tests.by_hand import (
+from tests.cache_harness import (
     ADAPTER_A,
     ADAPTER_B,
     BASE,
-    ByHand,
+    CacheHarness,
     ints,
     path_of,
     recurrent,
@@ -68,7 +68,7 @@ def activated_capacities(mix: str) -> list[Capacity]:
     return [Capacity(families[name], 64) for name in MIXES[mix]]
 
 
-def free(hand: ByHand) -> list[int]:
+def free(hand: CacheHarness) -> list[int]:
     return [plane.num_free for plane in hand.cache.stats().planes]
 
 
@@ -78,7 +78,7 @@ def test_n05_a_cold_adapter_matches_nothing_and_computes_exactly_its_prompt(
     mix: str, host: int
 ) -> None:
     """N05: however warm the others are, in every mix of families."""
-    hand = ByHand(*capacities(mix, host=host))
+    hand = CacheHarness(*capacities(mix, host=host))
     for key in (PLAIN, B):
         hand.serve(key, PROMPT)
     hand.settle()
@@ -99,7 +99,7 @@ def test_n02_the_base_model_behaves_the_same_whether_or_not_adapters_are_used() 
     """N02: its hashes, events, hits and units in the tree's order are the same bytes."""
 
     def base_side(*, with_adapters: bool) -> tuple[object, ...]:
-        hand = ByHand(
+        hand = CacheHarness(
             Capacity(FULL_ATTENTION, 64, 64),
             policies=CachePolicies(records_events=True, uses_storage=True, identity=b"m"),
         )
@@ -120,7 +120,7 @@ def test_n02_the_base_model_behaves_the_same_whether_or_not_adapters_are_used() 
 @pytest.mark.parametrize("mix", MIXES)
 def test_n06_the_namespace_follows_a_request_through_chunks_and_decode_pages(mix: str) -> None:
     """N06: three chunks and decode pages; base and the other adapter find none, A finds all."""
-    hand = ByHand(*capacities(mix))
+    hand = CacheHarness(*capacities(mix))
     sequence = hand.claim(A, PROMPT)
     while sequence.num_computed < len(PROMPT) + 5:
         hand.plan(sequence, most=3)
@@ -135,10 +135,10 @@ def test_n06_the_namespace_follows_a_request_through_chunks_and_decode_pages(mix
 def test_n08_pages_prefetched_from_storage_land_in_the_requests_namespace() -> None:
     """N08: a new server asks the storage tier for A's pages; A hits, base and B miss."""
     policies = CachePolicies(uses_storage=True)
-    old = ByHand(Capacity(FULL_ATTENTION, 16, 16), policies=policies)
+    old = CacheHarness(Capacity(FULL_ATTENTION, 16, 16), policies=policies)
     old.serve(A, PROMPT)
     old.settle()
-    new = ByHand(Capacity(FULL_ATTENTION, 16, 16), policies=policies, storage=old.storage)
+    new = CacheHarness(Capacity(FULL_ATTENTION, 16, 16), policies=policies, storage=old.storage)
     for key in (PLAIN, B):
         new.cache.prefetch(key, ints(*PROMPT))
         new.settle()
@@ -153,7 +153,7 @@ def test_n08_pages_prefetched_from_storage_land_in_the_requests_namespace() -> N
 @pytest.mark.parametrize("mix", MIXES)
 def test_n09_write_back_and_reload_work_for_an_adapter_that_matched_nothing(mix: str) -> None:
     """N09, H03: written to the host, evicted from the device, loaded again, never recomputed."""
-    hand = ByHand(*capacities(mix, device=4, host=16))
+    hand = CacheHarness(*capacities(mix, device=4, host=16))
     assert hand.serve(A, PROMPT) == 0
     hand.settle()
     before = hand.found(A, PROMPT)
@@ -198,7 +198,7 @@ def test_n10_no_namespace_key_or_field_of_it_has_a_default() -> None:
         assert parameter.default is inspect.Parameter.empty, method
 
 
-def stored(hand: ByHand) -> list[PagesStored]:
+def stored(hand: CacheHarness) -> list[PagesStored]:
     return [event for event in hand.cache.take_events() if isinstance(event, PagesStored)]
 
 
@@ -206,7 +206,7 @@ def test_n11_every_pages_hash_carries_the_namespace_and_parents_chain() -> None:
     """N11: also where the prompt is shorter than a page and the chain starts while decoding."""
     hashes = {}
     for key in (PLAIN, A, B, PrefixKey(Namespace(adapter=ADAPTER_A.adapter, salt="t"))):
-        hand = ByHand(policies=CachePolicies(records_events=True))
+        hand = CacheHarness(policies=CachePolicies(records_events=True))
         sequence = hand.claim(key, [1])
         # The same tokens for all, whatever each would have sampled.
         for token in (2, 3, 4, 5, 6, 7):
@@ -227,13 +227,13 @@ def test_n11_p06_storage_keys_are_the_hashes_of_the_events() -> None:
     """N11, P06: hashes are set when a page is published, so the keys of an extended prompt are
     those of the same prompt computed at once."""
     policies = CachePolicies(records_events=True, uses_storage=True)
-    whole = ByHand(Capacity(FULL_ATTENTION, 16, 16), policies=policies)
+    whole = CacheHarness(Capacity(FULL_ATTENTION, 16, 16), policies=policies)
     whole.serve(A, [1, 2, 3, 4, 5, 6, 7])
     whole.settle()
-    grown = ByHand(Capacity(FULL_ATTENTION, 16, 16), policies=policies)
+    grown = CacheHarness(Capacity(FULL_ATTENTION, 16, 16), policies=policies)
     for length in (3, 5, 7):
         grown.serve(A, [1, 2, 3, 4, 5, 6, 7][:length])
-    other = ByHand(Capacity(FULL_ATTENTION, 16, 16), policies=policies)
+    other = CacheHarness(Capacity(FULL_ATTENTION, 16, 16), policies=policies)
     other.serve(B, [1, 2, 3, 4, 5, 6, 7])
     grown.settle()
     other.settle()
@@ -246,7 +246,7 @@ def test_n11_p06_storage_keys_are_the_hashes_of_the_events() -> None:
 
 def test_p06_a_page_is_hashed_the_same_on_every_tier_and_after_a_split() -> None:
     """P06: where prompts part, the run is split; what was hashed before stays as it is."""
-    hand = ByHand(
+    hand = CacheHarness(
         Capacity(FULL_ATTENTION, 16, 16), policies=CachePolicies(records_events=True)
     )  # fmt: skip
     hand.serve(A, PROMPT)
@@ -267,7 +267,7 @@ def test_p06_a_page_is_hashed_the_same_on_every_tier_and_after_a_split() -> None
 @pytest.mark.parametrize("mix", MIXES)
 def test_n12_n16_evicting_a_namespace_frees_all_it_has_at_once(mix: str, host: int) -> None:
     """N12, N16: pages, window pages and states, on device and host; the others keep theirs."""
-    hand = ByHand(*capacities(mix, host=host))
+    hand = CacheHarness(*capacities(mix, host=host))
     hand.serve(PLAIN, PROMPT)
     hand.settle()
     before, kept = free(hand), hand.found(PLAIN, PROMPT)
@@ -285,10 +285,10 @@ def test_n12_n16_evicting_a_namespace_frees_all_it_has_at_once(mix: str, host: i
 def test_n12_an_answer_from_storage_that_was_asked_for_before_lands_nowhere() -> None:
     """N12: a prefetch under way does not bring an evicted namespace back."""
     policies = CachePolicies(uses_storage=True)
-    old = ByHand(Capacity(FULL_ATTENTION, 16, 16), policies=policies)
+    old = CacheHarness(Capacity(FULL_ATTENTION, 16, 16), policies=policies)
     old.serve(A, PROMPT)
     old.settle()
-    hand = ByHand(Capacity(FULL_ATTENTION, 16, 16), policies=policies, storage=old.storage)
+    hand = CacheHarness(Capacity(FULL_ATTENTION, 16, 16), policies=policies, storage=old.storage)
     before = free(hand)
     assert hand.cache.prefetch(A, ints(*PROMPT)) is not None
     hand.take_copies()
@@ -300,7 +300,7 @@ def test_n12_an_answer_from_storage_that_was_asked_for_before_lands_nowhere() ->
 
 def test_n12_a_write_back_under_way_does_not_bring_an_evicted_namespace_back() -> None:
     """N12: both ends of the copy are free once it has ended."""
-    hand = ByHand(Capacity(FULL_ATTENTION, 16, 16))
+    hand = CacheHarness(Capacity(FULL_ATTENTION, 16, 16))
     hand.serve(A, PROMPT)
     hand.take_copies()
     hand.cache.evict_namespace(ADAPTER_A)
@@ -312,7 +312,7 @@ def test_n12_a_write_back_under_way_does_not_bring_an_evicted_namespace_back() -
 @pytest.mark.parametrize("mix", MIXES)
 def test_n13_what_a_running_request_holds_stays_and_goes_when_it_ends(mix: str) -> None:
     """N13: it computes on unharmed, publishes no more, and no second call is needed."""
-    hand = ByHand(*capacities(mix))
+    hand = CacheHarness(*capacities(mix))
     done = hand.run(A, [1, 2, 3, 4, 9])
     hand.end(done)
     running = hand.run(A, PROMPT)
@@ -335,7 +335,7 @@ def test_n13_what_a_running_request_holds_stays_and_goes_when_it_ends(mix: str) 
 
 def test_n13_a_request_that_began_after_the_eviction_publishes_again() -> None:
     """N13, N14: the same content loaded again is a new life of the namespace."""
-    hand = ByHand()
+    hand = CacheHarness()
     old = hand.run(A, PROMPT)
     hand.cache.evict_namespace(ADAPTER_A)
     new = hand.run(A, PROMPT)
@@ -349,7 +349,9 @@ def test_n13_a_request_that_began_after_the_eviction_publishes_again() -> None:
 
 def test_n14_one_removal_for_each_page_and_the_stores_again_after_a_reload() -> None:
     """N14: per tier; removed are exactly the pages that were stored."""
-    hand = ByHand(Capacity(FULL_ATTENTION, 16, 16), policies=CachePolicies(records_events=True))
+    hand = CacheHarness(
+        Capacity(FULL_ATTENTION, 16, 16), policies=CachePolicies(records_events=True)
+    )
     hand.serve(PLAIN, PROMPT)
     hand.settle()
     hand.cache.take_events()
@@ -374,7 +376,9 @@ def test_n14_one_removal_for_each_page_and_the_stores_again_after_a_reload() -> 
 
 def test_n15_evicting_again_or_an_unknown_namespace_changes_nothing() -> None:
     """N15: idempotent and harmless, also with requests in flight."""
-    hand = ByHand(Capacity(FULL_ATTENTION, 16, 16), policies=CachePolicies(records_events=True))
+    hand = CacheHarness(
+        Capacity(FULL_ATTENTION, 16, 16), policies=CachePolicies(records_events=True)
+    )
     hand.serve(PLAIN, PROMPT)
     running = hand.run(PLAIN, [8, 8, 8])
     hand.serve(A, PROMPT)
@@ -394,7 +398,7 @@ def test_n15_evicting_again_or_an_unknown_namespace_changes_nothing() -> None:
 def test_n18_a_namespace_has_nothing_of_its_own_that_could_be_evicted() -> None:
     """N18: with every page of an adapter evicted, it works as before: no root page, no sentinel,
     nothing to load first, and as many pages as the base model can have."""
-    hand = ByHand(Capacity(FULL_ATTENTION, 4))
+    hand = CacheHarness(Capacity(FULL_ATTENTION, 4))
     assert hand.serve(A, PROMPT) == 0
     assert hand.serve(PLAIN, [20, 21, 22, 23, 24, 25, 26]) == 0  # takes every page
     assert hand.found(A, PROMPT) == 0
@@ -408,7 +412,7 @@ def test_n20_other_content_under_the_same_name_never_hits_and_the_same_content_m
     """N20: the namespace is the digest. Device pages go with an unload; what storage has is found
     again by the same content, and by no other."""
     policies = CachePolicies(uses_storage=True)
-    hand = ByHand(Capacity(FULL_ATTENTION, 16, 16), policies=policies)
+    hand = CacheHarness(Capacity(FULL_ATTENTION, 16, 16), policies=policies)
     hand.serve(A, PROMPT)
     hand.settle()
     hand.cache.evict_namespace(ADAPTER_A)
@@ -428,14 +432,14 @@ class TestActivated:
     @pytest.mark.parametrize("mix", MIXES)
     def test_n22_pages_before_the_invocation_are_shared_with_base(self, mix: str) -> None:
         """N22: both ways, and nothing behind it is."""
-        hand = ByHand(*capacities(mix))
+        hand = CacheHarness(*capacities(mix))
         hand.serve(PLAIN, PROMPT)
         assert hand.found(self.KEY, PROMPT) == 4
         assert hand.serve(self.KEY, PROMPT) == 4
         assert hand.found(self.KEY, PROMPT) == 6
         assert hand.found(PLAIN, PROMPT) == 6
         assert hand.found(A, PROMPT) == 0
-        other = ByHand(*capacities(mix))
+        other = CacheHarness(*capacities(mix))
         other.serve(self.KEY, PROMPT)
         assert other.found(PLAIN, PROMPT) == other.found(self.KEY, [*PROMPT[:4], 0]) == 4
         assert other.found(self.KEY, PROMPT) == 6
@@ -443,7 +447,7 @@ class TestActivated:
     def test_n22_what_comes_behind_the_invocation_lies_below_its_own_pages(self) -> None:
         """N22: where base computed the very same tokens before, the adapter's pages part from
         base's at the invocation, not where the tokens do."""
-        hand = ByHand()
+        hand = CacheHarness()
         hand.serve(PLAIN, [1, 2, 3, 4, 5, 6, 7, 8, 9])
         hand.serve(self.KEY, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11])
         expected = {path_of(PLAIN, [1, 2, 3, 4, 5, 6, 7, 8], n, 2) for n in range(1, 5)}
@@ -455,7 +459,7 @@ class TestActivated:
     def test_n22_the_adapter_never_fills_a_page_of_base(self) -> None:
         """N22: base's window pages were evicted; the adapter computes the same tokens. What base
         finds afterwards was computed by base."""
-        hand = ByHand(Capacity(FULL_ATTENTION, 32), Capacity(window(3, 2), 6))
+        hand = CacheHarness(Capacity(FULL_ATTENTION, 32), Capacity(window(3, 2), 6))
         tokens = [1, 2, 3, 4, 5, 6, 7, 8, 9]
         hand.serve(PLAIN, tokens)
         hand.serve(B, [31, 32, 33, 34, 35])
@@ -468,7 +472,7 @@ class TestActivated:
 
     def test_n22_evicting_the_adapter_leaves_bases_pages(self) -> None:
         """N22, N12: and evicting base takes what was built on it along."""
-        hand = ByHand()
+        hand = CacheHarness()
         hand.serve(self.KEY, PROMPT)
         hand.cache.evict_namespace(ADAPTER_A)
         assert hand.found(PLAIN, PROMPT) == 4
@@ -491,7 +495,7 @@ class TestActivated:
         prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9]
         keys = [PrefixKey.activated(BASE, ADAPTER_A, begin, page_size=4) for begin in range(9)]
         for one in range(9):
-            hand = ByHand(*activated_capacities(mix), page_size=4)
+            hand = CacheHarness(*activated_capacities(mix), page_size=4)
             hand.serve(keys[one], prompt)
             for other in range(9):
                 alike = min(one, other) // 4 * 4 if one != other else 8
@@ -503,7 +507,7 @@ class TestActivated:
     def test_n23_pages_behind_are_found_below_their_own_beginning_only(self) -> None:
         """N23: they have the adapter's key and the same tokens, and differ by what leads there."""
         prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]
-        hand = ByHand(Capacity(FULL_ATTENTION, 64))
+        hand = CacheHarness(Capacity(FULL_ATTENTION, 64))
         begins = [PrefixKey.activated(BASE, ADAPTER_A, begin, 2) for begin in (3, 2, 1, 0)]
         for number, key in enumerate(begins):
             hand.serve(key, prompt)
@@ -524,7 +528,7 @@ class TestActivated:
         )
         pages: dict[int, list[bytes]] = {}
         for begin in range(4):
-            hand = ByHand(Capacity(FULL_ATTENTION, 16, 16), policies=policies, page_size=4)
+            hand = CacheHarness(Capacity(FULL_ATTENTION, 16, 16), policies=policies, page_size=4)
             key = PrefixKey.activated(BASE, ADAPTER_A, begin, page_size=4)
             hand.serve(key, [1, 2, 3, 4, 5, 6, 7, 8, 9])
             hand.settle()
@@ -543,12 +547,14 @@ class TestActivated:
     def test_n22_hashes_chain_across_the_invocation(self) -> None:
         """N22, N11: storage gives back both parts, to the same key only."""
         policies = CachePolicies(uses_storage=True, write_back=WriteBack.THROUGH)
-        old = ByHand(Capacity(FULL_ATTENTION, 16, 16), policies=policies)
+        old = CacheHarness(Capacity(FULL_ATTENTION, 16, 16), policies=policies)
         old.serve(self.KEY, PROMPT)
         old.settle()
         found: list[int] = []
         for key in (self.KEY, PLAIN, A):
-            new = ByHand(Capacity(FULL_ATTENTION, 16, 16), policies=policies, storage=old.storage)
+            new = CacheHarness(
+                Capacity(FULL_ATTENTION, 16, 16), policies=policies, storage=old.storage
+            )
             new.cache.prefetch(key, ints(*PROMPT))
             new.settle()
             found.append(new.found(key, PROMPT))
@@ -577,7 +583,7 @@ def test_n11_no_field_of_a_namespace_can_be_mistaken_for_another(
 
 def test_n07_a_dropped_lease_leaves_its_pages_in_its_own_namespace() -> None:
     """N07: what a retracted request published is found by it, and by nobody else."""
-    hand = ByHand()
+    hand = CacheHarness()
     hand.end(hand.run(A, PROMPT, max_output=3), Ending.DROPPED)
     assert hand.found(A, PROMPT) == 6
     assert hand.found(PLAIN, PROMPT) == hand.found(B, PROMPT) == 0
@@ -590,7 +596,7 @@ def test_n03_an_adapter_finds_and_takes_what_base_does(mix: str) -> None:
     prompts = [PROMPT, PROMPT, [*PROMPT, 8, 9, 10], PROMPT[:5], [1, 2, 3, 9, 9, 9], PROMPT[:3]]
 
     def side(key: PrefixKey) -> list[object]:
-        hand = ByHand(*capacities(mix))
+        hand = CacheHarness(*capacities(mix))
         seen: list[object] = []
         for prompt in prompts:
             seen.append(hand.found(key, prompt))
@@ -609,7 +615,7 @@ def test_n03_an_adapter_finds_and_takes_what_base_does(mix: str) -> None:
 def test_n13_leases_that_go_on_do_not_slow_down_those_that_came_after_an_eviction() -> None:
     """N13: what an eviction forbids ends with the leases that were open then. On a busy server
     some lease is always open; new ones publish in the quick way all the same."""
-    hand = ByHand(Capacity(FULL_ATTENTION, 64))
+    hand = CacheHarness(Capacity(FULL_ATTENTION, 64))
     before, bases = hand.claim(A, PROMPT), hand.claim(PLAIN, [9, 9, 9])
     hand.cache.evict_namespace(ADAPTER_A)
     others = [before, bases]

@@ -12,13 +12,13 @@ from manyroots.cache.outcomes import Ending
 from manyroots.cache.planes import Capacity
 from manyroots.cache.policies import CachePolicies, LoadCosts
 from manyroots.ids import Namespace
-from tests.by_hand import ADAPTER_A, ADAPTER_B, BASE, ByHand, ints, recurrent, window
+from tests.cache_harness import ADAPTER_A, ADAPTER_B, BASE, CacheHarness, ints, recurrent, window
 
 KEY = PrefixKey(BASE)
 PROMPT = [1, 2, 3, 4, 5, 6, 7]
 
 
-def why(hand: ByHand, tokens: list[int], key: PrefixKey = KEY) -> Limit:
+def why(hand: CacheHarness, tokens: list[int], key: PrefixKey = KEY) -> Limit:
     """What a request is told: by its lease, as by looking."""
     limit = hand.cache.lookup(key, ints(*tokens)).limit
     lease = hand.cache.claim(key, ints(*tokens), len(tokens), may_reuse=True)
@@ -28,13 +28,13 @@ def why(hand: ByHand, tokens: list[int], key: PrefixKey = KEY) -> Limit:
     return limit
 
 
-def push_out(hand: ByHand, plane: int) -> None:
+def push_out(hand: CacheHarness, plane: int) -> None:
     hand.cache.evictors[plane].evict(hand.cache.index.pools[plane].num_cached)
 
 
 @pytest.mark.parametrize("capacities", [(), (Capacity(FULL_ATTENTION, 16, 16),)])
 def test_s07_cold(capacities: tuple[Capacity, ...]) -> None:
-    hand = ByHand(*capacities)
+    hand = CacheHarness(*capacities)
     assert why(hand, PROMPT) is Limit.COLD
     hand.serve(KEY, PROMPT)
     assert why(hand, PROMPT) is Limit.NOTHING
@@ -45,7 +45,7 @@ def test_s07_cold(capacities: tuple[Capacity, ...]) -> None:
 @pytest.mark.parametrize("capacities", [(), (Capacity(FULL_ATTENTION, 16, 16),)])
 def test_s07_other_namespace(capacities: tuple[Capacity, ...]) -> None:
     """S07: known with other weights only; no longer when that has gone."""
-    hand = ByHand(*capacities)
+    hand = CacheHarness(*capacities)
     hand.serve(PrefixKey(ADAPTER_A), PROMPT)
     assert why(hand, PROMPT) is Limit.NAMESPACE
     assert why(hand, PROMPT, PrefixKey(ADAPTER_B)) is Limit.NAMESPACE
@@ -58,7 +58,7 @@ def test_s07_other_namespace(capacities: tuple[Capacity, ...]) -> None:
 
 def test_s07_a_tenant_is_not_told_what_another_has() -> None:
     """S07, N02: a salt keeps apart, and that something is cached is itself something to know."""
-    hand = ByHand()
+    hand = CacheHarness()
     mine, theirs = Namespace(None, "mine"), Namespace(None, "theirs")
     hand.serve(PrefixKey(theirs), PROMPT)
     assert why(hand, PROMPT, PrefixKey(mine)) is Limit.COLD
@@ -71,7 +71,7 @@ def test_s07_a_tenant_is_not_told_what_another_has() -> None:
 @pytest.mark.parametrize("longer", [True, False])
 def test_s07_other_namespace_where_an_adapter_takes_over(longer: bool) -> None:
     """S07, N22: base has the rest, in one run with what is shared or in a node of its own."""
-    hand = ByHand()
+    hand = CacheHarness()
     if not longer:
         hand.serve(KEY, PROMPT[:5])
         hand.serve(KEY, [*PROMPT[:4], 9, 9, 9])
@@ -83,14 +83,14 @@ def test_s07_other_namespace_where_an_adapter_takes_over(longer: bool) -> None:
 
 
 def test_s07_window_evicted() -> None:
-    hand = ByHand(Capacity(FULL_ATTENTION, 16), Capacity(window(4, 2), 16))
+    hand = CacheHarness(Capacity(FULL_ATTENTION, 16), Capacity(window(4, 2), 16))
     hand.serve(KEY, PROMPT)
     push_out(hand, 1)
     assert why(hand, PROMPT) is Limit.WINDOW
 
 
 def test_s07_checkpoint_missing() -> None:
-    hand = ByHand(Capacity(FULL_ATTENTION, 16), Capacity(recurrent(1), 16))
+    hand = CacheHarness(Capacity(FULL_ATTENTION, 16), Capacity(recurrent(1), 16))
     hand.serve(KEY, PROMPT)
     push_out(hand, 1)
     assert why(hand, PROMPT) is Limit.CHECKPOINT
@@ -98,7 +98,7 @@ def test_s07_checkpoint_missing() -> None:
 
 def test_s07_tier_too_slow() -> None:
     slow = CachePolicies(load_costs=LoadCosts(seconds_per_page=3.0, seconds_per_token=1.0))
-    hand = ByHand(Capacity(FULL_ATTENTION, 16, 16), policies=slow)
+    hand = CacheHarness(Capacity(FULL_ATTENTION, 16, 16), policies=slow)
     hand.serve(KEY, PROMPT)
     hand.settle()
     assert why(hand, PROMPT) is Limit.NOTHING
@@ -107,9 +107,9 @@ def test_s07_tier_too_slow() -> None:
 
 
 def test_s07_nothing_is_said_to_be_missing_where_nothing_is_reused() -> None:
-    hand = ByHand(policies=CachePolicies(reuse=False))
+    hand = CacheHarness(policies=CachePolicies(reuse=False))
     assert why(hand, PROMPT) is Limit.OFF
-    hand = ByHand()
+    hand = CacheHarness()
     hand.serve(KEY, PROMPT)
     whole = hand.claim(KEY, PROMPT, may_reuse=False)
     assert whole.held.limit is Limit.OFF
@@ -118,7 +118,7 @@ def test_s07_nothing_is_said_to_be_missing_where_nothing_is_reused() -> None:
 
 def test_s07_the_tokens_that_were_not_reused_are_counted_by_the_reason() -> None:
     """S07: of whole pages, once per request that begins; what could never be is not counted."""
-    hand = ByHand(Capacity(FULL_ATTENTION, 16), Capacity(recurrent(1), 16))
+    hand = CacheHarness(Capacity(FULL_ATTENTION, 16), Capacity(recurrent(1), 16))
 
     def begin(key: PrefixKey, tokens: list[int]) -> None:
         sequence = hand.run(key, tokens)

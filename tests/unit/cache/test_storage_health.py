@@ -19,23 +19,23 @@ from manyroots.cache.storage_health import (
 from manyroots.ids import StepId, Tier
 from manyroots.messages import StorageStats
 from manyroots.step import Copy
-from tests.by_hand import BASE, ByHand, ints
+from tests.cache_harness import BASE, CacheHarness, ints
 
 KEY = PrefixKey(BASE)
 
 
-def with_storage() -> ByHand:
+def with_storage() -> CacheHarness:
     policies = CachePolicies(uses_storage=True)
-    return ByHand(Capacity(FULL_ATTENTION, 64, 64), policies=policies)
+    return CacheHarness(Capacity(FULL_ATTENTION, 64, 64), policies=policies)
 
 
-def stats(hand: ByHand) -> StorageStats:
+def stats(hand: CacheHarness) -> StorageStats:
     found = hand.cache.stats().storage
     assert found is not None
     return found
 
 
-def ask(hand: ByHand, number: int) -> Copy | None:
+def ask(hand: CacheHarness, number: int) -> Copy | None:
     """Three pages that nobody has."""
     if hand.cache.prefetch(KEY, ints(100 + number, *range(7))) is None:
         return None
@@ -43,14 +43,14 @@ def ask(hand: ByHand, number: int) -> Copy | None:
     return copy
 
 
-def break_down(hand: ByHand) -> None:
+def break_down(hand: CacheHarness) -> None:
     for number in range(MAX_FAILURES):
         copy = ask(hand, number)
         assert copy is not None
         hand.acknowledge(copy, error="connection refused")
 
 
-def pass_steps(hand: ByHand, count: int) -> None:
+def pass_steps(hand: CacheHarness, count: int) -> None:
     for _ in range(count):
         hand.plan()
         hand.commit()

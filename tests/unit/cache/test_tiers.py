@@ -14,20 +14,30 @@ from manyroots.cache.policies import CachePolicies, LoadCosts, WriteBack
 from manyroots.cache.prefetch import Share
 from manyroots.ids import Tier
 from manyroots.step import Copy
-from tests.by_hand import ADAPTER_A, BASE, ByHand, Path, ints, path_of, recurrent, resident, window
+from tests.cache_harness import (
+    ADAPTER_A,
+    BASE,
+    CacheHarness,
+    Path,
+    ints,
+    path_of,
+    recurrent,
+    resident,
+    window,
+)
 
 KEY = PrefixKey(BASE)
 PROMPT = [1, 2, 3, 4, 5, 6, 7]
 
 
-def tiered(device: int = 16, host: int = 16, **policies: object) -> ByHand:
-    return ByHand(
+def tiered(device: int = 16, host: int = 16, **policies: object) -> CacheHarness:
+    return CacheHarness(
         Capacity(FULL_ATTENTION, device, host),
         policies=CachePolicies(**policies),  # type: ignore[arg-type]
     )
 
 
-def push_out(hand: ByHand, *, keep: int = 0) -> None:
+def push_out(hand: CacheHarness, *, keep: int = 0) -> None:
     """Evict from the device all that nobody holds, but for `keep` units of each family."""
     for plane in hand.layout.device:
         pool = hand.cache.index.pools[plane.index]
@@ -35,15 +45,15 @@ def push_out(hand: ByHand, *, keep: int = 0) -> None:
     audit(hand.cache)
 
 
-def held(hand: ByHand) -> list[int]:
+def held(hand: CacheHarness) -> list[int]:
     return [plane.num_held for plane in hand.cache.stats().planes]
 
 
-def on_host(hand: ByHand) -> int:
+def on_host(hand: CacheHarness) -> int:
     return hand.cache.stats().planes[-1].num_cached
 
 
-def under_way(hand: ByHand) -> list[Copy]:
+def under_way(hand: CacheHarness) -> list[Copy]:
     hand.take_copies()
     return [copy for copy, _ in hand.under_way.values()]
 
@@ -166,7 +176,7 @@ def test_t01_a_page_is_not_copied_before_it_is_filled() -> None:
 def test_h03_a_prefix_that_is_only_on_the_host_is_loaded_not_computed(mix: str) -> None:
     """H03: claimed, loaded back, and then only the rest is computed; counted as host tokens."""
     kinds = {"full": FULL_ATTENTION, "window": window(4, 2), "state": recurrent(1)}
-    hand = ByHand(*(Capacity(kinds[name], 16, 16) for name in mix.split("+")))
+    hand = CacheHarness(*(Capacity(kinds[name], 16, 16) for name in mix.split("+")))
     hand.serve(KEY, PROMPT)
     hand.settle()
     push_out(hand)
@@ -309,7 +319,7 @@ def test_h07_pages_and_states_of_one_request_are_acknowledged_together(
 ) -> None:
     """H07: till the last copy of what was handed over has ended, nothing of it is found on the host
     and both ends of all copies stay held; then everything that arrived is found at once."""
-    hand = ByHand(
+    hand = CacheHarness(
         *(Capacity(kind, 8, 8) for kind in (FULL_ATTENTION, window(4, 2), recurrent(3))),
         policies=CachePolicies(write_back=policy),
     )
@@ -333,7 +343,7 @@ def test_h07_pages_and_states_of_one_request_are_acknowledged_together(
 
 def test_h07_one_requests_copies_do_not_wait_for_anothers() -> None:
     """H07: two requests of one step; each hand-over ends when its own copies have."""
-    hand = ByHand(Capacity(FULL_ATTENTION, 16, 16), Capacity(recurrent(2), 8, 8))
+    hand = CacheHarness(Capacity(FULL_ATTENTION, 16, 16), Capacity(recurrent(2), 8, 8))
     one, two = hand.claim(KEY, [1, 2, 3, 4]), hand.claim(KEY, [11, 12, 13, 14])
     hand.plan(one, two)
     hand.commit()
@@ -353,7 +363,7 @@ def test_h07_one_requests_copies_do_not_wait_for_anothers() -> None:
 
 def test_h07_what_arrived_of_a_hand_over_is_found_though_the_rest_failed() -> None:
     """H07, H11: the state did not arrive; the pages did, and lead to where others resume."""
-    hand = ByHand(Capacity(FULL_ATTENTION, 16, 16), Capacity(recurrent(3), 8, 8))
+    hand = CacheHarness(Capacity(FULL_ATTENTION, 16, 16), Capacity(recurrent(3), 8, 8))
     hand.serve(KEY, PROMPT)
     pages, state = under_way(hand)
     hand.acknowledge(state, [False])
@@ -527,14 +537,14 @@ def test_t08_an_abort_during_write_back_leaks_nothing() -> None:
 class TestPrefetch:
     """The cache's side of asking storage."""
 
-    def warm(self, *capacities: Capacity) -> tuple[ByHand, ByHand]:
+    def warm(self, *capacities: Capacity) -> tuple[CacheHarness, CacheHarness]:
         """A server that has filled a storage tier, and a new one beside it."""
         policies = CachePolicies(uses_storage=True)
-        old = ByHand(*capacities, policies=policies)
+        old = CacheHarness(*capacities, policies=policies)
         old.serve(KEY, PROMPT)
         old.settle()
         assert old.storage
-        return old, ByHand(*capacities, policies=policies, storage=old.storage)
+        return old, CacheHarness(*capacities, policies=policies, storage=old.storage)
 
     @pytest.mark.parametrize("mix", ["full", "window", "full+window", "full+state"])
     def test_t04_t06_a_new_server_finds_the_storage_tier_warm(self, mix: str) -> None:
@@ -560,7 +570,7 @@ class TestPrefetch:
         old, _ = self.warm(Capacity(FULL_ATTENTION, 16, 16), Capacity(recurrent(1), 16, 16))
         few = (Capacity(FULL_ATTENTION, 16, 16), Capacity(recurrent(1), 16, num_states))
         for prompt in (PROMPT, [*PROMPT, *range(30, 36)]):
-            new = ByHand(*few, policies=CachePolicies(uses_storage=True), storage=old.storage)
+            new = CacheHarness(*few, policies=CachePolicies(uses_storage=True), storage=old.storage)
             assert new.cache.prefetch(KEY, ints(*prompt)) is not None
             for _ in range(3):
                 new.settle()
@@ -610,7 +620,7 @@ class TestPrefetch:
     def test_t03_a_storage_that_knows_nothing_is_a_miss(self) -> None:
         """T03: no request is harmed, and every unit comes back."""
         policies = CachePolicies(uses_storage=True)
-        hand = ByHand(Capacity(FULL_ATTENTION, 16, 16), policies=policies)
+        hand = CacheHarness(Capacity(FULL_ATTENTION, 16, 16), policies=policies)
         assert hand.cache.prefetch(KEY, ints(*PROMPT)) is not None
         hand.settle()
         assert hand.serve(KEY, PROMPT) == 0
@@ -683,7 +693,7 @@ class Mirror:
             Tier.DEVICE: {}, Tier.HOST: {},
         }  # fmt: skip
 
-    def take(self, hand: ByHand) -> None:
+    def take(self, hand: CacheHarness) -> None:
         for event in hand.cache.take_events():
             pages = self.pages[event.tier]
             if isinstance(event, PagesRemoved):
@@ -716,7 +726,7 @@ def test_k02_a_consumer_of_the_events_mirrors_the_index_exactly_on_each_tier(
 ) -> None:
     """K02: stored minus removed is what is resident, after every request, eviction, failed copy,
     failed step and unload, tokens and parents included."""
-    hand = ByHand(  # with room for a request beside four copies under way, which hold their paths
+    hand = CacheHarness(  # with room for a request beside four copies under way
         Capacity(FULL_ATTENTION, 16, 6), Capacity(window(4, 2), 16, 6),
         policies=CachePolicies(records_events=True, write_back=policy, low_water=0.3),
     )  # fmt: skip

@@ -13,7 +13,7 @@ import pytest
 from manyroots.config import engine_settings
 from manyroots.engine.build import build_engine
 from manyroots.ids import AdapterName, AdapterSlot, Namespace, RequestId
-from manyroots.kernels.lora_sites import torch_ops as lora_sites
+from manyroots.kernels.lora_ops import torch_ops as lora_ops
 from manyroots.messages import Submit
 from manyroots.sampling import SamplingParams
 from manyroots.store.adapter_weights import AdapterWeights
@@ -45,7 +45,7 @@ def test_w18_a_step_of_base_rows_is_given_no_adapters(
     """W18: neither the layers nor the head, though adapters are in their slots; nor is it worked
     out which they would be."""
     given: list[bool] = []
-    prepare, hidden, logits = lora_sites.prepare, engine.model.hidden, engine.model.logits
+    prepare, hidden, logits = lora_ops.prepare, engine.model.hidden, engine.model.logits
 
     def worked_out(*args: Any, **kwargs: Any) -> Any:
         given.append(True)
@@ -59,7 +59,7 @@ def test_w18_a_step_of_base_rows_is_given_no_adapters(
         given.append(adapters is not None)
         return logits(rows, adapters)
 
-    monkeypatch.setattr(lora_sites, "prepare", worked_out)
+    monkeypatch.setattr(lora_ops, "prepare", worked_out)
     monkeypatch.setattr(engine.model, "hidden", watched_layers)
     monkeypatch.setattr(engine.model, "logits", watched_head)
     engine.submit(1, [5, 6, 7], "a")

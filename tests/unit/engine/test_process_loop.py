@@ -15,8 +15,8 @@ from manyroots.engine.process import run
 from manyroots.engine.wire import MessageKind, decode, encode
 from manyroots.ids import AdapterName
 from manyroots.messages import Batch, LoadLora, UnloadLora
-from tests.deciding import submit
 from tests.patience import PATIENCE_S
+from tests.scheduler_harness import submit
 from tests.unit.engine.directory import Directory, expected
 
 

@@ -20,7 +20,7 @@ from manyroots.ids import Namespace
 from manyroots.messages import FinishReason
 from manyroots.models import load
 from manyroots.observe.metrics import Metrics
-from tests.by_hand import ints, longest, path_of, resident
+from tests.cache_harness import ints, longest, path_of, resident
 from tests.real_engine import MAX_LEN, PAGE, RealEngine, RealWorld, text
 
 BASE = PrefixKey(Namespace(None, None))

@@ -14,7 +14,7 @@ import pytest
 from manyroots.cache.events import CacheEvent, PagesRemoved, PagesStored
 from manyroots.engine.kv_events import short_hash
 from manyroots.ids import Tier
-from tests.by_hand import ints
+from tests.cache_harness import ints
 from tests.real_engine import (
     MAX_LEN,
     PAGE,

@@ -20,7 +20,7 @@ from manyroots.cache.families.window import SlidingWindow
 from manyroots.ids import Namespace
 from manyroots.messages import FinishReason
 from manyroots.step import Plan
-from tests.by_hand import resident
+from tests.cache_harness import resident
 from tests.real_engine import MAX_LEN, PAGE, RealEngine, RealWorld, events_to, paths_of, text
 from tests.unit.engine.test_real_turns import Steady
 

@@ -19,7 +19,7 @@ from manyroots.ids import Tier
 from manyroots.messages import CacheUse
 from manyroots.step import Copy
 from manyroots.store.host_link import HostErrand, HostLink
-from tests.by_hand import resident
+from tests.cache_harness import resident
 from tests.patience import PATIENCE_S
 from tests.real_engine import MAX_LEN, PAGE, RealEngine, RealWorld, text
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manyroots.kernels.attention.paged import PagedRows, query_blocks
-from manyroots.kernels.rope_write.inputs import KvPlaces
+from manyroots.kernels.attention.paged import AttentionMetadata, query_blocks
+from manyroots.kernels.qk_rope_kv_write.inputs import SlotMapping
 from manyroots.store.arena import PageArena
 
 CPU = torch.device("cpu")
@@ -34,7 +34,7 @@ def make_rows(
     num_shared: int = 0,
     num_decodes: int | None = None,
     seed: int = 0,
-) -> tuple[PagedRows, int]:
+) -> tuple[AttentionMetadata, int]:
     """A step of (num_queries, context_len) sequences, decodes first; and how many pages it has.
 
     All sequences begin with the same `num_shared` pages. Pages that no query of a sequence sees are
@@ -63,7 +63,7 @@ def make_rows(
     starts = np.cumsum([num_decodes, *(num_queries for num_queries, _ in sequences[num_decodes:])])
     lens = [context for _, context in sequences]
     has_prompts = num_decodes < len(sequences)
-    rows = PagedRows(
+    rows = AttentionMetadata(
         page_table=torch.from_numpy(table),
         context_lens=torch.tensor(lens, dtype=torch.int32),
         num_decodes=num_decodes,
@@ -71,7 +71,7 @@ def make_rows(
         blocks=torch.from_numpy(query_blocks(starts.tolist(), lens[num_decodes:]))
         if has_prompts
         else None,
-        places=KvPlaces(
+        slot_mapping=SlotMapping(
             torch.from_numpy(np.concatenate(pages).astype(np.int32)),
             torch.from_numpy(np.concatenate(offsets).astype(np.int32)),
         ),

@@ -7,7 +7,7 @@ import torch
 
 from manyroots.kernels.attention import reference, torch_ops
 from manyroots.kernels.attention.grouping import MIN_PIECE
-from manyroots.kernels.attention.paged import PagedRows
+from manyroots.kernels.attention.paged import AttentionMetadata
 from manyroots.kernels.tolerances import assert_close
 from tests.seeded import Draw, for_seeds
 from tests.unit.kernels.attention_cases import Shape, make_rows, random_arena, random_q
@@ -25,12 +25,12 @@ def steps(draw: Draw) -> list[tuple[int, int]]:
 
 
 def assert_equals_the_reference(
-    rows: PagedRows, num_pages: int, shape: Shape, dtype: torch.dtype, *, has_sinks: bool
+    rows: AttentionMetadata, num_pages: int, shape: Shape, dtype: torch.dtype, *, has_sinks: bool
 ) -> None:
     """Over pages of random tokens; the last page is nobody's and holds NaN."""
     arena = random_arena(num_pages, shape, dtype)
     arena.data[-1] = float("nan")
-    num_tokens = len(rows.places.pages)
+    num_tokens = len(rows.slot_mapping.pages)
     q = random_q(num_tokens, shape, dtype)
     sinks = None
     if has_sinks:
@@ -174,7 +174,7 @@ def test_rows_that_only_pad_see_nothing_and_write_nowhere(window: int) -> None:
     sequences = [(1, 9), (1, 0), (1, 30), (1, 0), (7, 20)]
     rows, num_pages = make_rows(sequences, shape.page_size, window=window)
     assert_equals_the_reference(rows, num_pages, shape, torch.float32, has_sinks=True)
-    places = torch_ops.prepare(rows, shape.page_size, torch.float32).places
-    assert places.tokens is not None
-    assert places.tokens.tolist() == [0, 2, *range(4, 11)]
-    assert places.pages.tolist() == rows.places.pages[places.tokens].tolist()
+    slot_mapping = torch_ops.prepare(rows, shape.page_size, torch.float32).slot_mapping
+    assert slot_mapping.tokens is not None
+    assert slot_mapping.tokens.tolist() == [0, 2, *range(4, 11)]
+    assert slot_mapping.pages.tolist() == rows.slot_mapping.pages[slot_mapping.tokens].tolist()

@@ -13,14 +13,14 @@ from manyroots.kernels.attention import reference  # isort: skip
 from manyroots.kernels.attention import triton as fast  # isort: skip
 from manyroots.kernels.attention.paged import (  # isort: skip
     DecodeRows,
-    PagedRows,
+    AttentionMetadata,
     PrefillSegments,
     SharedPrefixes,
     query_blocks,
 )
 from manyroots.kernels.attention.sharing import PrefixGroup, shared_arrays  # isort: skip
 from manyroots.kernels.attention.triton_prefill import PrefillTiling  # isort: skip
-from manyroots.kernels.rope_write.inputs import KvPlaces  # isort: skip
+from manyroots.kernels.qk_rope_kv_write.inputs import SlotMapping  # isort: skip
 from manyroots.kernels.tolerances import assert_close  # isort: skip
 
 SCALE = 0.3
@@ -183,7 +183,7 @@ def step_of(
     window: int,
     shape: tuple[int, int, int],
     dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, PagedRows]:
+) -> tuple[Tensor, Tensor, AttentionMetadata]:
     """Queries, pages and rows of a step: the contexts of decodes, then (queries, context)."""
     heads, kv_heads, dim = shape
     lens = [*decodes, *(context for _, context in prompts)]
@@ -198,13 +198,13 @@ def step_of(
         starts.append(starts[-1] + count)
     nowhere = torch.full((sum(counts),), -1, dtype=torch.int32, device=DEVICE)
     blocks = query_blocks(starts, lens[len(decodes) :])
-    rows = PagedRows(
+    rows = AttentionMetadata(
         page_table=table,
         context_lens=torch.tensor(lens, dtype=torch.int32, device=DEVICE),
         num_decodes=len(decodes),
         query_starts=torch.tensor(starts, dtype=torch.int32, device=DEVICE) if prompts else None,
         blocks=torch.from_numpy(blocks).to(DEVICE) if prompts else None,
-        places=KvPlaces(nowhere, nowhere),
+        slot_mapping=SlotMapping(nowhere, nowhere),
         window=window,
     )
     return randn(sum(counts), heads, dim, dtype=dtype), layer_kv, rows
@@ -232,8 +232,8 @@ def test_a_window_reads_nothing_in_front_of_it(
     another's by now."""
     q, layer_kv, rows = step_of(*step, window, (4, 2, 16), dtype)
     sinks = randn(4, seed=8) if has_sinks else None
-    attending = fast.prepare(rows, PAGE, q.dtype)
-    out = fast.attend(q, layer_kv, attending, SCALE, sinks)
+    metadata = fast.prepare(rows, PAGE, q.dtype)
+    out = fast.attend(q, layer_kv, metadata, SCALE, sinks)
     expected = reference.attend(q, layer_kv, reference.prepare(rows, PAGE, q.dtype), SCALE, sinks)
     live = torch.ones(len(q), dtype=torch.bool)
     live[: len(step[0])] = torch.tensor(step[0]) > 0

@@ -22,8 +22,8 @@ from triton.compiler import ASTSource
 from manyroots.kernels import triton_fp8_rows
 from manyroots.kernels.activation import triton as activation
 from manyroots.kernels.gemm import triton as gemm
-from manyroots.kernels.moe_pairs import triton_products as moe
-from manyroots.kernels.rope_write import triton as rope
+from manyroots.kernels.fused_moe import triton_products as moe
+from manyroots.kernels.qk_rope_kv_write import triton as rope
 
 FP8, HALF, FLOAT, LONG, INT = "*fp8e4nv", "*bf16", "*fp32", "*i64", "*i32"
 
@@ -56,10 +56,10 @@ code = compiled(
 # Exponentials and quotients by the chip's own approximations, and bfloat16 two at a time.
 assert "ex2.approx.ftz" in code and "rcp.approx.ftz" in code and "cvt.rn.bf16x2" in code
 
-pages = dict.fromkeys(rope._rope_write.arg_names[:14], HALF)
+pages = dict.fromkeys(rope._qk_rope_kv_write.arg_names[:14], HALF)
 pages |= dict(cos=FLOAT, sin=FLOAT, layer_kv=FP8, pages=LONG, offsets=LONG, eps="fp32")
 compiled(
-    rope._rope_write, pages, NUM_HEADS=4, NUM_KV=2, HALF=16, PAIRS=16, HAS_NORM=False,
+    rope._qk_rope_kv_write, pages, NUM_HEADS=4, NUM_KV=2, HALF=16, PAIRS=16, HAS_NORM=False,
     NUM_SPLITS=1, HIDDEN_SPLITS=0, BLOCK_R=4, RANK_BLOCK=16, MAX_RANK=16, DEPENDENT=True,
 )
 

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from tests.unit.kernels.triton_cases import DEVICE, DTYPES, make_rows, randn
 
-from manyroots.kernels.moe_pairs import reference  # isort: skip
-from manyroots.kernels.moe_pairs import triton as fast  # isort: skip
-from manyroots.kernels.moe_pairs.adapters import PART_WIDTH, ExpertAdapters, ExpertSite  # isort: skip
-from manyroots.kernels.moe_pairs.routing import Scoring  # isort: skip
-from manyroots.kernels.moe_pairs.weights import ExpertWeights  # isort: skip
+from manyroots.kernels.fused_moe import reference  # isort: skip
+from manyroots.kernels.fused_moe import triton as fast  # isort: skip
+from manyroots.kernels.fused_moe.adapters import PART_WIDTH, ExpertAdapters, ExpertSite  # isort: skip
+from manyroots.kernels.fused_moe.routing import Scoring  # isort: skip
+from manyroots.kernels.fused_moe.weights import ExpertWeights  # isort: skip
 from manyroots.kernels.tolerances import assert_close  # isort: skip
 
 EXPERTS, HIDDEN, INNER, TOP_K = 4, 64, 48, 2

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed: the GPU kernels are NOT tested")
 
-from manyroots.kernels.moe_pairs import triton_fp4
+from manyroots.kernels.fused_moe import triton_fp4
 from manyroots.kernels.mxfp4 import LARGEST_EXPONENT, LEAST_EXPONENT, Mxfp4Matrix
 
 Registers = dict[str, np.ndarray]

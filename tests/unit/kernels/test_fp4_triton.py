@@ -16,11 +16,11 @@ from tests.unit.kernels.test_expert_adapters_triton import (  # isort: skip
     make_adapters,
 )
 from manyroots.kernels.activation.kinds import Activation  # isort: skip
-from manyroots.kernels.moe_pairs import reference  # isort: skip
-from manyroots.kernels.moe_pairs import torch_ops  # isort: skip
-from manyroots.kernels.moe_pairs import triton as fast  # isort: skip
-from manyroots.kernels.moe_pairs.routing import Routing, Scoring  # isort: skip
-from manyroots.kernels.moe_pairs.weights import ExpertWeights  # isort: skip
+from manyroots.kernels.fused_moe import reference  # isort: skip
+from manyroots.kernels.fused_moe import torch_ops  # isort: skip
+from manyroots.kernels.fused_moe import triton as fast  # isort: skip
+from manyroots.kernels.fused_moe.routing import Routing, Scoring  # isort: skip
+from manyroots.kernels.fused_moe.weights import ExpertWeights  # isort: skip
 from manyroots.kernels.mxfp4 import Mxfp4Matrix, codes_of, quantize, words_of  # isort: skip
 from manyroots.kernels.tolerances import assert_close  # isort: skip
 

@@ -14,10 +14,10 @@ from manyroots.kernels.attention.paged import (  # isort: skip
     PrefillSegments,
     query_blocks,
 )
-from manyroots.kernels.rope_write import reference as rope_reference  # isort: skip
-from manyroots.kernels.rope_write import torch_ops as rope_ops  # isort: skip
-from manyroots.kernels.rope_write import triton as rope  # isort: skip
-from manyroots.kernels.rope_write.inputs import KvPlaces, RopeTable  # isort: skip
+from manyroots.kernels.qk_rope_kv_write import reference as rope_reference  # isort: skip
+from manyroots.kernels.qk_rope_kv_write import torch_ops as rope_ops  # isort: skip
+from manyroots.kernels.qk_rope_kv_write import triton as rope  # isort: skip
+from manyroots.kernels.qk_rope_kv_write.inputs import SlotMapping, RopeTable  # isort: skip
 from manyroots.kernels.scaled import LARGEST  # isort: skip
 from manyroots.kernels.tolerances import assert_close  # isort: skip
 from tests.unit.kernels.test_attention_triton import SCALE, pages_for  # isort: skip
@@ -31,7 +31,7 @@ def test_q04_keys_and_values_are_rounded_into_their_pages(dtype: torch.dtype) ->
     qkv = randn(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype) * 3
     qkv[3, -1] = 2.0**12
     angles = RopeTable.at(torch.arange(tokens, device=DEVICE), randn(dim // 2, seed=9).abs())
-    places = KvPlaces(
+    slot_mapping = SlotMapping(
         torch.tensor([4, 0, 2, 1, 3, 2, -1], device=DEVICE),
         torch.tensor([1, 2, 3, 0, 3, 0, 0], device=DEVICE),
     )
@@ -39,8 +39,8 @@ def test_q04_keys_and_values_are_rounded_into_their_pages(dtype: torch.dtype) ->
         torch.zeros(5, 2, 4, kv_heads, dim, dtype=torch.uint8, device=DEVICE).view(FP8)
         for _ in range(2)
     )
-    q = rope.rope_write(qkv, angles, None, ours, places, None, dtype)
-    expected = rope_reference.rope_write(qkv, angles, None, theirs, places, None, dtype)
+    q = rope.qk_rope_kv_write(qkv, angles, None, ours, slot_mapping, None, dtype)
+    expected = rope_reference.qk_rope_kv_write(qkv, angles, None, theirs, slot_mapping, None, dtype)
     assert q.dtype is dtype
     assert_close("lora", q, expected, dtype)
     assert_close("kept", ours.float(), theirs.float(), FP8)
@@ -48,8 +48,10 @@ def test_q04_keys_and_values_are_rounded_into_their_pages(dtype: torch.dtype) ->
     if DEVICE.type == "cpu":
         ops = torch.zeros_like(theirs.view(torch.uint8)).view(FP8)
         rows = rope_ops.look_up(angles, torch.arange(tokens), dtype)
-        real = KvPlaces(places.pages[:-1], places.offsets[:-1], tokens=torch.arange(tokens - 1))
-        assert_close("lora", rope_ops.rope_write(qkv, rows, None, ops, real), expected, dtype)
+        real = SlotMapping(
+            slot_mapping.pages[:-1], slot_mapping.offsets[:-1], tokens=torch.arange(tokens - 1)
+        )
+        assert_close("lora", rope_ops.qk_rope_kv_write(qkv, rows, None, ops, real), expected, dtype)
         assert_close("kept", ops.float(), theirs.float(), FP8)
 
 

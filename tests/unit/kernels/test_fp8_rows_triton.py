@@ -15,9 +15,9 @@ from manyroots.kernels.activation.kinds import Activation  # isort: skip
 from manyroots.kernels.fp8_rows import Fp8Form, Fp8Rows  # isort: skip
 from manyroots.kernels.gemm import reference as gemm_reference  # isort: skip
 from manyroots.kernels.gemm import triton as gemm  # isort: skip
-from manyroots.kernels.lora_sites import reference as sites  # isort: skip
+from manyroots.kernels.lora_ops import reference as sites  # isort: skip
 from manyroots.kernels.norm import triton as norm  # isort: skip
-from manyroots.kernels.norm.undivided import UndividedNorm  # isort: skip
+from manyroots.kernels.norm.deferred import DeferredRMSNorm  # isort: skip
 from manyroots.kernels.scaled import ScaledMatrix, quantize_rows  # isort: skip
 from manyroots.kernels.tolerances import assert_close  # isort: skip
 from manyroots.kernels.triton_fp8_rows import in_fp8  # isort: skip
@@ -95,5 +95,5 @@ def test_q01_rows_with_adapters_are_divided_by_the_product_that_reads_them(
     out, _ = gemm.linear(found, matrix, tiling=gemm.Tiling(64, 64, 1, 2, 4))
     expected, _ = gemm_reference.linear(plain, matrix)
     assert_close("scaled", out[0], expected[0].to(dtype), dtype)
-    assert isinstance(found, UndividedNorm)
+    assert isinstance(found, DeferredRMSNorm)
     assert out.device.type == DEVICE.type

@@ -13,13 +13,13 @@ from manyroots.kernels.activation import triton as activation  # isort: skip
 from manyroots.kernels.activation.kinds import CLAMP_LIMIT, Activation  # isort: skip
 from manyroots.kernels.gemm import reference as gemm_reference  # isort: skip
 from manyroots.kernels.gemm import triton as gemm  # isort: skip
-from manyroots.kernels.lora_sites.sites import LoraRows, LoraTerm  # isort: skip
+from manyroots.kernels.lora_ops.sites import LoraRows, LoraTerm  # isort: skip
 from manyroots.kernels.norm import reference as norm_reference  # isort: skip
 from manyroots.kernels.norm import triton as norm  # isort: skip
-from manyroots.kernels.rope_write import reference as rope_reference  # isort: skip
-from manyroots.kernels.rope_write import triton as rope  # isort: skip
-from manyroots.kernels.rope_write.inputs import RopeTable, QkNorm, KvPlaces  # isort: skip
-from manyroots.kernels.lora_sites.sites import block_rows_for  # isort: skip
+from manyroots.kernels.qk_rope_kv_write import reference as rope_reference  # isort: skip
+from manyroots.kernels.qk_rope_kv_write import triton as rope  # isort: skip
+from manyroots.kernels.qk_rope_kv_write.inputs import RopeTable, QkNorm, SlotMapping  # isort: skip
+from manyroots.kernels.lora_ops.sites import block_rows_for  # isort: skip
 from manyroots.kernels.tolerances import assert_close  # isort: skip
 
 EPS = 1e-6
@@ -139,7 +139,7 @@ def test_every_activation_equals_the_reference(kind: Activation, dtype: torch.dt
 @pytest.mark.parametrize("has_adapters", [False, True])
 @pytest.mark.parametrize("norm_of", ["none", "the model's dtype", "float32"])
 @pytest.mark.parametrize("row_slots", [SLOTS, MANY_SLOTS])
-def test_rope_write_gives_q_and_fills_exactly_the_slots(
+def test_qk_rope_kv_write_gives_q_and_fills_exactly_the_slots(
     row_slots: tuple[int, ...], norm_of: str, has_adapters: bool, dtype: torch.dtype
 ) -> None:
     heads, kv_heads, dim, tokens = 6, 2, 32, len(row_slots)
@@ -160,10 +160,10 @@ def test_rope_write_gives_q_and_fills_exactly_the_slots(
     places = torch.randperm(36, generator=torch.Generator().manual_seed(6))[:tokens].int()
     pages, offsets = places // 4, places % 4
     pages[-1] = -1
-    slots = KvPlaces(pages.to(DEVICE), offsets.to(DEVICE))
+    slots = SlotMapping(pages.to(DEVICE), offsets.to(DEVICE))
     args = (qkv, angles, None if norm_of == "none" else norms)
-    q = rope.rope_write(*args, arena[:, 1], slots, lora)
-    expected = rope_reference.rope_write(*args, other[:, 1], slots, lora)
+    q = rope.qk_rope_kv_write(*args, arena[:, 1], slots, lora)
+    expected = rope_reference.qk_rope_kv_write(*args, other[:, 1], slots, lora)
     assert_close("lora", q, expected, dtype)
     assert_close("lora", arena, other, dtype)
     assert torch.equal(arena[:, 0], other[:, 0])

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from manyroots.ids import AdapterDigest, AdapterSlot
 from manyroots.kernels.gemm import reference, torch_ops
-from manyroots.kernels.lora_sites.reference import expanded
-from manyroots.kernels.lora_sites.torch_ops import prepare
+from manyroots.kernels.lora_ops.reference import expanded
+from manyroots.kernels.lora_ops.torch_ops import prepare
 from manyroots.kernels.tolerances import assert_close
 from manyroots.lora.targets import TargetKind
 from manyroots.store.adapter_pool import AdapterPool

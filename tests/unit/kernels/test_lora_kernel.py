@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from manyroots.ids import NO_ADAPTER
-from manyroots.kernels.lora_sites import reference, torch_ops
-from manyroots.kernels.lora_sites.sites import LoraRows
-from manyroots.kernels.lora_sites.stacks import NUM_REMEMBERED, Stacks
+from manyroots.kernels.lora_ops import reference, torch_ops
+from manyroots.kernels.lora_ops.sites import LoraRows
+from manyroots.kernels.lora_ops.stacks import NUM_REMEMBERED, Stacks
 from manyroots.kernels.tolerances import assert_close
 from manyroots.store.adapter_pool import AdapterPool
 from manyroots.store.adapter_weights import AdapterWeights
@@ -43,7 +43,9 @@ def adapters_for(dtype: torch.dtype = torch.float32) -> list[AdapterWeights]:
 
 
 def pool_for(dtype: torch.dtype = torch.float32, max_stack_bytes: int | None = None) -> AdapterPool:
-    return make_pool(adapters_for(dtype), dtype, is_turned=True, max_stack_bytes=max_stack_bytes)
+    return make_pool(
+        adapters_for(dtype), dtype, is_transposed=True, max_stack_bytes=max_stack_bytes
+    )
 
 
 def prepare(token_slots: list[int], pool: AdapterPool, *, stacked: bool) -> LoraRows:
@@ -107,8 +109,8 @@ def test_mixed_ranks_and_base_rows_equal_the_naive_sum_w17(
     if not no_adapter.all():
         assert not torch.equal(ours, base)
 
-    for is_turned in (False, True):
-        other = make_pool(adapters_for(dtype), dtype, is_turned=is_turned)
+    for is_transposed in (False, True):
+        other = make_pool(adapters_for(dtype), dtype, is_transposed=is_transposed)
         naive, vector = base.clone(), x.clone()
         reference.expand(naive, reference.shrink(x, qkv(other), rows))
         reference.add_embedding(vector, tokens, embedding(other), rows)

@@ -17,9 +17,9 @@ from tests.unit.kernels.test_expert_adapters_triton import (  # isort: skip
     make_adapters,
     weights,
 )
-from manyroots.kernels.moe_pairs import reference, triton_order, triton_tiles  # isort: skip
-from manyroots.kernels.moe_pairs import triton as fast  # isort: skip
-from manyroots.kernels.moe_pairs.routing import Scoring  # isort: skip
+from manyroots.kernels.fused_moe import reference, triton_order, triton_tiles  # isort: skip
+from manyroots.kernels.fused_moe import triton as fast  # isort: skip
+from manyroots.kernels.fused_moe.routing import Scoring  # isort: skip
 from manyroots.kernels.tolerances import assert_close  # isort: skip
 
 

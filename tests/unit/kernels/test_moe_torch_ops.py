@@ -9,12 +9,12 @@ from torch import Tensor
 
 from manyroots.ids import AdapterDigest, AdapterSlot
 from manyroots.kernels.activation.kinds import Activation
-from manyroots.kernels.lora_sites.torch_ops import prepare
-from manyroots.kernels.moe_pairs import reference, torch_adapters, torch_ops
-from manyroots.kernels.moe_pairs.adapters import ExpertAdapters
-from manyroots.kernels.moe_pairs.routing import Routing, Scoring
-from manyroots.kernels.moe_pairs.torch_pairs import ExpertSlice, PairsByAdapter, SortedPairs
-from manyroots.kernels.moe_pairs.weights import ExpertWeights
+from manyroots.kernels.fused_moe import reference, torch_adapters, torch_ops
+from manyroots.kernels.fused_moe.adapters import ExpertAdapters
+from manyroots.kernels.fused_moe.routing import Routing, Scoring
+from manyroots.kernels.fused_moe.torch_pairs import ExpertSlice, PairsByAdapter, SortedPairs
+from manyroots.kernels.fused_moe.weights import ExpertWeights
+from manyroots.kernels.lora_ops.torch_ops import prepare
 from manyroots.kernels.tolerances import assert_close
 from manyroots.lora.targets import TargetKind
 from manyroots.store.adapter_pool import AdapterPool

@@ -7,12 +7,12 @@ import torch
 
 from tests.unit.kernels.triton_cases import DEVICE, DTYPES, make_rows, make_site, randn
 
-from manyroots.kernels.lora_sites import reference as sites  # isort: skip
-from manyroots.kernels.lora_sites.sites import LoraTerm  # isort: skip
-from manyroots.kernels.moe_pairs import reference  # isort: skip
-from manyroots.kernels.moe_pairs import triton as fast  # isort: skip
-from manyroots.kernels.moe_pairs.routing import Routing, Scoring  # isort: skip
-from manyroots.kernels.moe_pairs.weights import ExpertWeights  # isort: skip
+from manyroots.kernels.lora_ops import reference as sites  # isort: skip
+from manyroots.kernels.lora_ops.sites import LoraTerm  # isort: skip
+from manyroots.kernels.fused_moe import reference  # isort: skip
+from manyroots.kernels.fused_moe import triton as fast  # isort: skip
+from manyroots.kernels.fused_moe.routing import Routing, Scoring  # isort: skip
+from manyroots.kernels.fused_moe.weights import ExpertWeights  # isort: skip
 from manyroots.kernels.norm import triton as norm  # isort: skip
 from manyroots.kernels.tolerances import assert_close  # isort: skip
 
@@ -20,7 +20,7 @@ from manyroots.lora.targets import TargetKind  # isort: skip
 from manyroots.store.adapter_pool import AdapterPool  # isort: skip
 from manyroots.store.adapter_sites import LoraSite  # isort: skip
 from manyroots.store.adapter_weights import AdapterWeights, LoraPair  # isort: skip
-from manyroots.kernels.moe_pairs.adapters import ExpertAdapters  # isort: skip
+from manyroots.kernels.fused_moe.adapters import ExpertAdapters  # isort: skip
 from manyroots.ids import AdapterDigest, AdapterSlot  # isort: skip
 
 RENORMALISED = Scoring.SOFTMAX_RENORMALISED
@@ -143,7 +143,9 @@ def pool_of_adapters(dtype: torch.dtype) -> tuple[AdapterPool, LoraSite, LoraSit
     both = LoraSite(TargetKind.EXPERTS, HIDDEN, {"gate": INNER, "up": INNER}, num_experts=EXPERTS)
     down = LoraSite(TargetKind.EXPERTS, INNER, {"down": HIDDEN}, num_experts=EXPERTS)
     parts = {**dict(both.targets("m")), **dict(down.targets("m"))}
-    pool = AdapterPool(parts, num_slots=3, max_rank=20, dtype=dtype, device=DEVICE, is_turned=False)
+    pool = AdapterPool(
+        parts, num_slots=3, max_rank=20, dtype=dtype, device=DEVICE, is_transposed=False
+    )
     for slot, (rank, names) in enumerate([(20, SHAPES), (5, SHAPES), (8, ["gate"])]):
         pairs = {}
         for seed, name in enumerate(names):

@@ -11,11 +11,11 @@ from manyroots.kernels.fp8_rows import Fp8Form  # isort: skip
 from manyroots.kernels.gemm import reference as gemm_reference  # isort: skip
 from manyroots.kernels.gemm import torch_ops as gemm_ops  # isort: skip
 from manyroots.kernels.gemm import triton as gemm  # isort: skip
-from manyroots.kernels.moe_pairs import reference as moe_reference  # isort: skip
-from manyroots.kernels.moe_pairs import torch_ops as moe_ops  # isort: skip
-from manyroots.kernels.moe_pairs import triton as moe  # isort: skip
-from manyroots.kernels.moe_pairs.routing import Scoring  # isort: skip
-from manyroots.kernels.moe_pairs.weights import ExpertWeights  # isort: skip
+from manyroots.kernels.fused_moe import reference as moe_reference  # isort: skip
+from manyroots.kernels.fused_moe import torch_ops as moe_ops  # isort: skip
+from manyroots.kernels.fused_moe import triton as moe  # isort: skip
+from manyroots.kernels.fused_moe.routing import Scoring  # isort: skip
+from manyroots.kernels.fused_moe.weights import ExpertWeights  # isort: skip
 from manyroots.kernels.scaled import LARGEST, ScaledMatrix, quantize_rows  # isort: skip
 from manyroots.kernels.tolerances import assert_close  # isort: skip
 from manyroots.kernels.triton_fp8_rows import in_fp8  # isort: skip

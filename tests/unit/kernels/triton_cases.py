@@ -20,7 +20,7 @@ pytest.importorskip("triton", reason="triton is not installed: the GPU kernels a
 if DEVICE.type == "cpu":
     import tests.unit.kernels.quick_interpreter  # noqa: F401
 
-from manyroots.kernels.lora_sites.sites import LinearSite, LoraRows  # noqa: E402
+from manyroots.kernels.lora_ops.sites import LinearSite, LoraRows  # noqa: E402
 
 DTYPES = [torch.float32, torch.bfloat16] if DEVICE.type == "cuda" else [torch.float32]
 """The interpreter's bfloat16 products are wrong, so bfloat16 is for real devices only."""

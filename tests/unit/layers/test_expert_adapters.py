@@ -14,7 +14,7 @@ from manyroots.distributed.shard import WHOLE
 from manyroots.ids import AdapterSlot
 from manyroots.kernels.activation.kinds import Activation
 from manyroots.kernels.choice import kernels_for
-from manyroots.kernels.moe_pairs.routing import Scoring
+from manyroots.kernels.fused_moe.routing import Scoring
 from manyroots.kernels.tolerances import assert_close
 from manyroots.layers.moe import SparseMLP
 from manyroots.layers.spec import ExpertsSpec
@@ -93,7 +93,7 @@ def compute(
 ) -> Tensor:
     lora = None
     if pool is not None:
-        lora = kernels_for(CPU).lora_sites.prepare(np.asarray(slots, np.int64), pool, CPU)
+        lora = kernels_for(CPU).lora_ops.prepare(np.asarray(slots, np.int64), pool, CPU)
     return made(x, Step(ropes=(), kv=(), states=(), lora=lora)).sums
 
 

@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import (
 from manyroots.distributed.shard import WHOLE
 from manyroots.errors import ModelError
 from manyroots.kernels.choice import kernels_for
-from manyroots.kernels.rope_write.inputs import KvPlaces, RopeTable
+from manyroots.kernels.qk_rope_kv_write.inputs import RopeTable, SlotMapping
 from manyroots.kernels.tolerances import assert_close
 from manyroots.layers.linear import Linear
 from manyroots.layers.norm import RMSNorm
@@ -36,12 +36,12 @@ def test_rotary_equals_transformers(parameters: dict[str, object], dtype: torch.
     x = torch.randn(6, 4, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
     rope = rope_frequencies(config, 8)
     table = RopeTable.at(torch.arange(256), torch.tensor(rope.frequencies), rope.attention_scaling)
-    kernels = kernels_for(CPU).rope_write
+    kernels = kernels_for(CPU).qk_rope_kv_write
     layer_kv = torch.zeros(1, 2, 8, 1, 8, dtype=dtype)
-    places = KvPlaces(torch.zeros(6, dtype=torch.int64), torch.arange(6))
+    slot_mapping = SlotMapping(torch.zeros(6, dtype=torch.int64), torch.arange(6))
     qkv = torch.cat((x, x[:, :2]), dim=1).flatten(1)
     rows = kernels.look_up(table, positions, dtype)
-    ours = kernels.rope_write(qkv, rows, None, layer_kv, places)
+    ours = kernels.qk_rope_kv_write(qkv, rows, None, layer_kv, slot_mapping)
     assert torch.equal(layer_kv[0, 0, :6, 0], ours[:, 0])
     cos, sin = LlamaRotaryEmbedding(config)(x, positions[None])
     theirs, _ = apply_rotary_pos_emb(x.transpose(0, 1)[None], x.transpose(0, 1)[None], cos, sin)

@@ -12,7 +12,7 @@ from manyroots.distributed.shard import WHOLE
 from manyroots.ids import NO_ADAPTER, AdapterSlot
 from manyroots.kernels.activation.kinds import Activation
 from manyroots.kernels.choice import kernels_for
-from manyroots.kernels.lora_sites.torch_ops import prepare
+from manyroots.kernels.lora_ops.torch_ops import prepare
 from manyroots.kernels.scaled import plain
 from manyroots.kernels.tolerances import assert_close
 from manyroots.layers.mlp import GatedMLP

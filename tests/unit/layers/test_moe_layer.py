@@ -9,7 +9,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 from manyroots.distributed.shard import WHOLE
 from manyroots.kernels.activation.kinds import Activation
 from manyroots.kernels.choice import kernels_for
-from manyroots.kernels.moe_pairs.routing import Scoring
+from manyroots.kernels.fused_moe.routing import Scoring
 from manyroots.kernels.tolerances import assert_close
 from manyroots.layers.moe import Experts, SparseMLP
 from manyroots.layers.spec import ExpertsSpec
@@ -67,7 +67,7 @@ def test_the_router_chooses_and_weighs_exactly_as_transformers_does(
     x = torch.randn(50, HIDDEN, generator=torch.Generator().manual_seed(1)).to(dtype)
     _, weights, experts = theirs(x)
     scoring = spec(norm_topk_prob).scoring
-    routing = kernels_for(CPU).moe_pairs.route(ours(x, NOTHING).sums, 3, scoring=scoring)
+    routing = kernels_for(CPU).fused_moe.route(ours(x, NOTHING).sums, 3, scoring=scoring)
     assert torch.equal(routing.experts.long(), experts)
     assert torch.equal(routing.weights.to(dtype), weights.to(dtype))
 

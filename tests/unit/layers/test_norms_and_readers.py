@@ -12,13 +12,13 @@ from torch import Tensor
 
 from manyroots.distributed.shard import WHOLE
 from manyroots.kernels.choice import reference_kernels
-from manyroots.kernels.lora_sites.reference import expanded
-from manyroots.kernels.lora_sites.sites import LinearSite, LoraRows, LoraTerm
-from manyroots.kernels.norm.undivided import UndividedNorm
+from manyroots.kernels.lora_ops.reference import expanded
+from manyroots.kernels.lora_ops.sites import LinearSite, LoraRows, LoraTerm
+from manyroots.kernels.norm.deferred import DeferredRMSNorm
 from manyroots.kernels.tolerances import assert_close
+from manyroots.layers.deferred_output import DeferredOutput
 from manyroots.layers.linear import Linear
 from manyroots.layers.norm import RMSNorm
-from manyroots.layers.product import Product
 from manyroots.layers.step import Step
 
 CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ def is_for(
 
 KERNELS: Any = SimpleNamespace(
     norm=REFERENCE.norm,
-    lora_sites=REFERENCE.lora_sites,
+    lora_ops=REFERENCE.lora_ops,
     gemm=SimpleNamespace(is_for=is_for, linear=REFERENCE.gemm.linear),
 )
 
@@ -53,21 +53,21 @@ def reader(*, bias: bool = False, dtype: torch.dtype = torch.float32) -> Linear:
 
 def product(
     num_rows: int, *, adapted: bool = True, dtype: torch.dtype = torch.float32, rank: int = RANK
-) -> Product:
+) -> DeferredOutput:
     torch.manual_seed(2)
     sums = torch.randn(1, num_rows, HIDDEN)
     if not adapted:
-        return Product(sums)
+        return DeferredOutput(sums)
     pool = torch.randn(2 * rank * HIDDEN, dtype=dtype)
     table = torch.tensor([[0, rank, 0, rank, rank * HIDDEN]])
     site = LinearSite(pool, table, torch.ones(1, 1), (HIDDEN,), rank)
     rows = LoraRows.build([0] * num_rows, CPU, block_rows=16)
-    return Product(sums, LoraTerm(torch.randn(1, num_rows, rank), site, rows))
+    return DeferredOutput(sums, LoraTerm(torch.randn(1, num_rows, rank), site, rows))
 
 
 def normed(
-    of: Product, by: Linear | None, *, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor | UndividedNorm, Tensor]:
+    of: DeferredOutput, by: Linear | None, *, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor | DeferredRMSNorm, Tensor]:
     torch.manual_seed(3)
     residual = torch.randn(of.sums.shape[1:]).to(dtype)
     norm = RMSNorm(HIDDEN, eps=EPS, offset=0.0, dtype=dtype, device=CPU, kernels=KERNELS)
@@ -79,7 +79,7 @@ def normed(
 def test_the_one_product_that_reads_rows_with_adapters_divides_and_gets_the_same() -> None:
     linear = reader()
     left, whole = normed(product(5), linear)
-    assert isinstance(left, UndividedNorm)
+    assert isinstance(left, DeferredRMSNorm)
     expected = linear(whole, NOTHING).sums
     assert_close("lora", linear(left, NOTHING).sums, expected, torch.float32)
 
@@ -98,7 +98,7 @@ def test_the_one_product_that_reads_rows_with_adapters_divides_and_gets_the_same
         ),
     ],
 )
-def test_otherwise_the_norm_divides(of: Product, by: Linear | None) -> None:
+def test_otherwise_the_norm_divides(of: DeferredOutput, by: Linear | None) -> None:
     given, whole = normed(of, by)
     assert isinstance(given, Tensor)
     assert torch.equal(given, whole)

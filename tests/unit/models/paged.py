@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from manyroots.ids import NO_ADAPTER
-from manyroots.kernels.attention.paged import PagedRows, query_blocks
-from manyroots.kernels.lora_sites.sites import LoraRows
+from manyroots.kernels.attention.paged import AttentionMetadata, query_blocks
+from manyroots.kernels.lora_ops.sites import LoraRows
+from manyroots.kernels.qk_rope_kv_write.inputs import SlotMapping
 from manyroots.kernels.recurrent.rows import StateRows
-from manyroots.kernels.rope_write.inputs import KvPlaces
-from manyroots.layers.step import Step, Wanted
+from manyroots.layers.step import LogitsIndices, Step
 from manyroots.models.decoder import Decoder
 from manyroots.store.adapter_pool import AdapterPool
 
@@ -78,16 +78,17 @@ class PagedModel:
             ]
             lora = self._lora(np.array(slots, np.int64))
         at = torch.tensor(positions, device=device)
-        wanted = None
+        logits_indices = None
         if self._only_last:
             last = np.cumsum(counts) - 1
             own = np.array(slots, np.int64)[last]
             lora_of_last = None if lora is None else self._lora(own)
-            wanted = Wanted(torch.tensor(last, device=device), lora_of_last)
+            logits_indices = LogitsIndices(torch.tensor(last, device=device), lora_of_last)
             counts = [1] * len(order)
         step = Step(
             ropes=tuple(
-                model.kernels.rope_write.look_up(rope, at, model.dtype) for rope in model.ropes
+                model.kernels.qk_rope_kv_write.look_up(rope, at, model.dtype)
+                for rope in model.ropes
             ),
             kv=tuple(
                 model.kernels.attention.prepare(
@@ -102,17 +103,17 @@ class PagedModel:
                 for family in range(model.num_paged, len(self.arenas))
             ),
             lora=lora,
-            wanted=wanted,
+            logits_indices=logits_indices,
         )
         tokens = torch.tensor([t for name in order for t in new_tokens[name]], device=device)
-        of_head = lora if wanted is None else wanted.lora
+        of_head = lora if logits_indices is None else logits_indices.lora
         logits = model.logits(model.hidden(tokens, step), of_head).float()
         self._give_back(order)
         pieces = torch.split(logits.cpu(), counts)
         return dict(zip(order, pieces, strict=True))
 
     def _lora(self, slots: np.ndarray) -> LoraRows | None:
-        rows: LoraRows | None = self.model.kernels.lora_sites.prepare(
+        rows: LoraRows | None = self.model.kernels.lora_ops.prepare(
             slots, self.pool, self.model.device
         )
         return rows
@@ -143,7 +144,7 @@ class PagedModel:
         ends: list[int],
         owners: list[str],
         positions: list[int],
-    ) -> PagedRows:
+    ) -> AttentionMetadata:
         tables, free, size = self._tables[family], self._free[family], self.page_size
         for name, end in zip(order, ends, strict=True):
             table = tables.setdefault(name, [])
@@ -165,13 +166,13 @@ class PagedModel:
         def there(values: object) -> Tensor:
             return torch.tensor(np.asarray(values), dtype=torch.int32, device=self.model.device)
 
-        return PagedRows(
+        return AttentionMetadata(
             page_table=there(table_array),
             context_lens=there(lens),
             num_decodes=num_decodes,
             query_starts=there(starts) if has_prompts else None,
             blocks=there(blocks) if has_prompts else None,
-            places=KvPlaces(there(pages), there([p % size for p in positions])),
+            slot_mapping=SlotMapping(there(pages), there([p % size for p in positions])),
             window=self.model.families[family].window or 0,
         )
 

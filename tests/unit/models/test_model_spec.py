@@ -17,7 +17,7 @@ from transformers.activations import ACT2FN
 from manyroots.config import ModelSettings
 from manyroots.errors import ModelError
 from manyroots.kernels.activation.kinds import Activation
-from manyroots.kernels.moe_pairs.routing import Scoring
+from manyroots.kernels.fused_moe.routing import Scoring
 from manyroots.layers.rotary import rope_frequencies
 from manyroots.layers.spec import DenseSpec, ExpertsSpec
 from manyroots.models.families import families

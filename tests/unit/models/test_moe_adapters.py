@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from manyroots.ids import AdapterSlot
-from manyroots.kernels.moe_pairs import torch_ops
+from manyroots.kernels.fused_moe import torch_ops
 from manyroots.kernels.tolerances import assert_close
 from manyroots.lora.targets import Side, Target, TargetKind
 from manyroots.models.decoder import Decoder

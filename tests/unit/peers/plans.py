@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from manyroots.messages import Submit
 from manyroots.step import Plan
-from tests.deciding import Deciding
+from tests.scheduler_harness import SchedulerHarness
 
 
-class Stepping(Deciding):
+class Stepping(SchedulerHarness):
     """An engine whose plans are kept; each step ends before the next is planned."""
 
     def __init__(self, **settings: object) -> None:

@@ -9,18 +9,18 @@ from manyroots.errors import NotFoundError, RequestError
 from manyroots.ids import AdapterDigest, AdapterName, Namespace, Tier
 from manyroots.lora.spec import AdapterSpec
 from manyroots.messages import FinishReason
-from tests.deciding import Deciding, expected_tokens, submit
+from tests.scheduler_harness import SchedulerHarness, expected_tokens, submit
 from tests.unit.lora.adapters import Adapters, content
 
 
-def known(engine: Deciding, *names: str) -> None:
+def known(engine: SchedulerHarness, *names: str) -> None:
     for name in names:
         engine.scheduler.load_adapter(
             AdapterName(name), AdapterSpec(AdapterDigest(name.encode()), 4, 1), path=name
         )
 
 
-def ask(engine: Deciding, number: int, name: str | None, **settings: int) -> list[int]:
+def ask(engine: SchedulerHarness, number: int, name: str | None, **settings: int) -> list[int]:
     """Submits. Gives what the request gives alone."""
     digest = None if name is None else AdapterDigest(name.encode())
     namespace = Namespace(adapter=digest, salt=None)
@@ -133,7 +133,7 @@ def test_the_order_in_which_a_step_names_adapters_does_not_decide_who_leaves(
 
 
 def test_rows_of_many_adapters_and_of_base_run_in_one_step_each_with_its_own() -> None:
-    engine = Deciding(max_loras=4, budget=64)
+    engine = SchedulerHarness(max_loras=4, budget=64)
     known(engine, "a", "b", "c")
     wanted = {n: ask(engine, n, name) for n, name in enumerate(["a", None, "b", "c", "a", None])}
     engine.run()
@@ -142,7 +142,7 @@ def test_rows_of_many_adapters_and_of_base_run_in_one_step_each_with_its_own() -
 
 
 def test_base_requests_never_wait_for_an_adapter() -> None:
-    engine = Deciding(max_loras=1, budget=64, finish_loads=lambda loads: [])
+    engine = SchedulerHarness(max_loras=1, budget=64, finish_loads=lambda loads: [])
     known(engine, "a")
     ask(engine, 0, "a")
     tokens = ask(engine, 1, None)
@@ -154,7 +154,7 @@ def test_base_requests_never_wait_for_an_adapter() -> None:
 
 def test_an_adapter_that_is_unloaded_in_the_queue_is_still_served_to_who_waits() -> None:
     """SGLang's registry counts who is in flight; new ones are refused at once."""
-    engine = Deciding(max_loras=1, max_num_seqs=1, budget=64)
+    engine = SchedulerHarness(max_loras=1, max_num_seqs=1, budget=64)
     known(engine, "a")
     wanted = {n: ask(engine, n, "a") for n in range(3)}
     engine.step()
@@ -167,7 +167,7 @@ def test_an_adapter_that_is_unloaded_in_the_queue_is_still_served_to_who_waits()
 
 
 def test_unloading_while_its_load_runs_fails_nobody_who_came_before() -> None:
-    engine = Deciding(max_loras=1, budget=64)
+    engine = SchedulerHarness(max_loras=1, budget=64)
     known(engine, "a")
     tokens = ask(engine, 0, "a")
     plan = engine.scheduler.schedule()
@@ -180,7 +180,7 @@ def test_unloading_while_its_load_runs_fails_nobody_who_came_before() -> None:
 
 
 def test_more_adapters_than_slots_all_get_their_turn() -> None:
-    engine = Deciding(max_loras=2, budget=64, max_num_seqs=4)
+    engine = SchedulerHarness(max_loras=2, budget=64, max_num_seqs=4)
     names = [f"n{number}" for number in range(9)]
     known(engine, *names)
     wanted = {n: ask(engine, n, name, max_tokens=6) for n, name in enumerate(names)}
@@ -190,7 +190,7 @@ def test_more_adapters_than_slots_all_get_their_turn() -> None:
 
 
 def test_an_adapters_hit_is_its_own_whatever_base_and_others_have() -> None:
-    engine = Deciding(max_loras=4, budget=64)
+    engine = SchedulerHarness(max_loras=4, budget=64)
     known(engine, "a", "b")
     found = []
     for number, name in enumerate([None, "a", "b", None, "a", "b"]):
@@ -201,7 +201,7 @@ def test_an_adapters_hit_is_its_own_whatever_base_and_others_have() -> None:
 
 
 def test_a_name_that_was_never_loaded_is_an_error_and_not_base() -> None:
-    engine = Deciding(max_loras=1)
+    engine = SchedulerHarness(max_loras=1)
     ask(engine, 0, "ghost")
     engine.run()
     assert engine.last(0).finish_reason is FinishReason.ERROR

@@ -16,11 +16,11 @@ from manyroots.cache.outcomes import Ending, Refusal
 from manyroots.cache.planes import Capacity
 from manyroots.cache.policies import CachePolicies
 from manyroots.ids import Namespace, Tier
-from tests.by_hand import (
+from tests.cache_harness import (
     ADAPTER_A,
     ADAPTER_B,
     BASE,
-    ByHand,
+    CacheHarness,
     Path,
     ints,
     longest,
@@ -33,11 +33,13 @@ KEY = PrefixKey(BASE)
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9]
 
 
-def full(num_pages: int = 16, num_host: int = 0, **policies: bool) -> ByHand:
-    return ByHand(Capacity(FULL_ATTENTION, num_pages, num_host), policies=CachePolicies(**policies))
+def full(num_pages: int = 16, num_host: int = 0, **policies: bool) -> CacheHarness:
+    return CacheHarness(
+        Capacity(FULL_ATTENTION, num_pages, num_host), policies=CachePolicies(**policies)
+    )
 
 
-def counts(hand: ByHand) -> list[tuple[int, int, int]]:
+def counts(hand: CacheHarness) -> list[tuple[int, int, int]]:
     """(free, cached, held) of each plane."""
     return [(p.num_free, p.num_cached, p.num_held) for p in hand.cache.stats().planes]
 
@@ -286,8 +288,8 @@ def test_events_of_an_adapter_carry_it() -> None:
 # Windows
 
 
-def windowed(size: int = 4, num_pages: int = 16) -> ByHand:
-    return ByHand(Capacity(FULL_ATTENTION, num_pages), Capacity(window(size, 2), num_pages))
+def windowed(size: int = 4, num_pages: int = 16) -> CacheHarness:
+    return CacheHarness(Capacity(FULL_ATTENTION, num_pages), Capacity(window(size, 2), num_pages))
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 6, 8])
@@ -349,13 +351,13 @@ def test_window_pages_of_a_launched_step_are_not_given_away_before_it_is_done() 
 # States
 
 
-def now_has(hand: ByHand) -> Callable[[int, Path], bool]:
+def now_has(hand: CacheHarness) -> Callable[[int, Path], bool]:
     units = resident(hand.cache)
     return lambda plane, path: (plane, path) in units
 
 
-def stateful(interval: int = 1, num_states: int = 8) -> ByHand:
-    return ByHand(Capacity(FULL_ATTENTION, 32), Capacity(recurrent(interval), num_states))
+def stateful(interval: int = 1, num_states: int = 8) -> CacheHarness:
+    return CacheHarness(Capacity(FULL_ATTENTION, 32), Capacity(recurrent(interval), num_states))
 
 
 def test_two_that_resume_from_one_state_do_not_share_the_one_they_work_on() -> None:
@@ -409,7 +411,7 @@ def test_with_no_state_to_spare_requests_still_run() -> None:
 def test_a_shared_head_of_any_length_is_found_by_the_third_who_comes(length: int) -> None:
     """vLLM #45238: 1500 shared tokens hit nothing where 1600 did. The second request shows where
     prompts part; from there the third resumes."""
-    hand = ByHand(Capacity(FULL_ATTENTION, 200), Capacity(recurrent(8), 40))
+    hand = CacheHarness(Capacity(FULL_ATTENTION, 200), Capacity(recurrent(8), 40))
     head = [1 + i % 40 for i in range(length)]
     for number in range(3):
         found = hand.serve(KEY, [*head, 50 + number, 60 + number, 70 + number])
@@ -418,7 +420,7 @@ def test_a_shared_head_of_any_length_is_found_by_the_third_who_comes(length: int
 
 def test_a_state_that_only_the_host_has_is_no_reason_to_throw_pages_away() -> None:
     """vLLM #52773: a hit in full attention was dropped although the store had the state."""
-    hand = ByHand(Capacity(FULL_ATTENTION, 32, 32), Capacity(recurrent(), 8, 16))
+    hand = CacheHarness(Capacity(FULL_ATTENTION, 32, 32), Capacity(recurrent(), 8, 16))
     hand.serve(KEY, PROMPT)
     hand.settle()
     hand.cache.evictors[1].evict(counts(hand)[1][1])
@@ -433,7 +435,7 @@ def test_resuming_is_no_use_of_the_states_before() -> None:
     """SGLang #31643, #31648: a hit made every state of its path the newest, so that whole talks
     went instead of states that nobody would resume from (26 of these 28 turns found nothing). Four
     talks keep their newest states in room for those, a working one and the one being saved."""
-    hand = ByHand(Capacity(FULL_ATTENTION, 400), Capacity(recurrent(2), 4 + 2))
+    hand = CacheHarness(Capacity(FULL_ATTENTION, 400), Capacity(recurrent(2), 4 + 2))
     talks = [[100 * (1 + talk) + i for i in range(5)] for talk in range(4)]
     for turn in range(8):
         for talk in talks:

@@ -10,7 +10,7 @@ import pytest
 from manyroots.errors import RequestError
 from manyroots.ids import RequestId
 from manyroots.messages import Abort, FinishReason
-from tests.deciding import Deciding, expected_tokens, submit
+from tests.scheduler_harness import SchedulerHarness, expected_tokens, submit
 from tests.unit.peers.plans import Stepping
 
 
@@ -84,7 +84,7 @@ def test_a_request_that_lacks_pages_is_not_passed_by_a_smaller_one_for_ever() ->
 def test_exactly_so_many_tokens_come_whether_or_not_steps_overlap(
     depth: int, max_tokens: int
 ) -> None:
-    engine = Deciding(depth=depth)
+    engine = SchedulerHarness(depth=depth)
     request = submit(0, [5, 6, 7], max_tokens=max_tokens)
     engine.loop.handle(request)
     engine.run()
@@ -97,7 +97,7 @@ def test_exactly_so_many_tokens_come_whether_or_not_steps_overlap(
 def test_a_stop_token_ends_a_request_and_is_its_last_token(depth: int) -> None:
     alone = expected_tokens(submit(0, [3, 4], max_tokens=20))
     stop = alone[6]
-    engine = Deciding(depth=depth)
+    engine = SchedulerHarness(depth=depth)
     engine.loop.handle(submit(0, [3, 4], max_tokens=20, stop_ids=(stop,)))
     engine.run()
     assert engine.tokens(0) == alone[: alone.index(stop) + 1]
@@ -106,7 +106,7 @@ def test_a_stop_token_ends_a_request_and_is_its_last_token(depth: int) -> None:
 
 def test_only_the_request_with_the_stop_token_ends_by_it() -> None:
     alone = expected_tokens(submit(0, [3, 4], max_tokens=12))
-    engine = Deciding()
+    engine = SchedulerHarness()
     engine.loop.handle(submit(0, [3, 4], max_tokens=12, stop_ids=(alone[2],)))
     engine.loop.handle(submit(1, [3, 4], max_tokens=12))
     engine.run()
@@ -115,7 +115,7 @@ def test_only_the_request_with_the_stop_token_ends_by_it() -> None:
 
 
 def test_a_request_ends_where_the_context_ends() -> None:
-    engine = Deciding(max_model_len=20)
+    engine = SchedulerHarness(max_model_len=20)
     engine.loop.handle(submit(0, [1] * 15, max_tokens=5))
     engine.run()
     assert len(engine.tokens(0)) == 5
@@ -123,7 +123,7 @@ def test_a_request_ends_where_the_context_ends() -> None:
 
 
 def test_two_requests_cannot_have_one_id() -> None:
-    engine = Deciding()
+    engine = SchedulerHarness()
     engine.loop.handle(submit(0, [1, 2]))
     with pytest.raises((RequestError, RuntimeError, ValueError)):
         engine.scheduler.submit(submit(0, [3, 4]))
@@ -133,7 +133,7 @@ def test_two_requests_cannot_have_one_id() -> None:
 @pytest.mark.parametrize("depth", [0, 1])
 def test_an_abort_at_any_moment_leaves_nothing_and_harms_nobody(depth: int, num_steps: int) -> None:
     """Waiting, in the middle of a prompt, with a step in flight, decoding, over."""
-    engine = Deciding(budget=8, depth=depth, num_pages=32)
+    engine = SchedulerHarness(budget=8, depth=depth, num_pages=32)
     other = submit(1, [9, 8, 7, 6, 5], max_tokens=6)
     engine.loop.handle(submit(0, list(range(20)), max_tokens=3))
     engine.loop.handle(other)
@@ -148,7 +148,7 @@ def test_an_abort_at_any_moment_leaves_nothing_and_harms_nobody(depth: int, num_
 
 
 def test_an_abort_of_an_unknown_or_ended_request_says_nothing_and_changes_nothing() -> None:
-    engine = Deciding()
+    engine = SchedulerHarness()
     engine.loop.handle(submit(0, [1, 2, 3]))
     engine.run()
     before = engine.scheduler.stats()
@@ -158,7 +158,7 @@ def test_an_abort_of_an_unknown_or_ended_request_says_nothing_and_changes_nothin
 
 
 def test_many_aborted_at_once_give_all_pages_back() -> None:
-    engine = Deciding(max_num_seqs=8, budget=64, num_pages=64)
+    engine = SchedulerHarness(max_num_seqs=8, budget=64, num_pages=64)
     for number in range(30):
         engine.loop.handle(submit(number, [number, 1, 2, 3, 4], max_tokens=9))
     engine.step()
@@ -175,7 +175,7 @@ def test_many_aborted_at_once_give_all_pages_back() -> None:
 @pytest.mark.parametrize("depth", [0, 1])
 def test_pages_of_an_aborted_request_are_not_used_again_before_its_step_is_done(depth: int) -> None:
     """vLLM's deferred free: the runner still writes them, and the fake one's memory would show."""
-    engine = Deciding(num_pages=6, page_size=4, depth=depth, max_num_seqs=2)
+    engine = SchedulerHarness(num_pages=6, page_size=4, depth=depth, max_num_seqs=2)
     for number in range(12):
         request = submit(number, [number + 1] * 9, max_tokens=8)
         engine.loop.handle(request)
@@ -191,7 +191,7 @@ def test_pages_of_an_aborted_request_are_not_used_again_before_its_step_is_done(
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_token_that_comes_for_a_retracted_request_is_kept_once(depth: int) -> None:
     """vLLM: preempted while its step runs. Nothing is lost, nothing comes twice."""
-    engine = Deciding(num_pages=9, page_size=4, depth=depth, max_num_seqs=3)
+    engine = SchedulerHarness(num_pages=9, page_size=4, depth=depth, max_num_seqs=3)
     requests = [submit(i, [i + 1] * 7, max_tokens=15) for i in range(3)]
     for request in requests:
         engine.loop.handle(request)
@@ -202,7 +202,7 @@ def test_a_token_that_comes_for_a_retracted_request_is_kept_once(depth: int) -> 
 
 
 def test_a_retracted_request_can_be_aborted_while_it_waits() -> None:
-    engine = Deciding(num_pages=9, page_size=4, max_num_seqs=3)
+    engine = SchedulerHarness(num_pages=9, page_size=4, max_num_seqs=3)
     for number in range(3):
         engine.loop.handle(submit(number, [number + 1] * 7, max_tokens=15))
     while engine.scheduler.stats().total_retractions == 0:
@@ -214,7 +214,7 @@ def test_a_retracted_request_can_be_aborted_while_it_waits() -> None:
 
 
 def test_with_room_for_all_nobody_is_retracted() -> None:
-    engine = Deciding(num_pages=64, page_size=4, max_num_seqs=8, budget=64)
+    engine = SchedulerHarness(num_pages=64, page_size=4, max_num_seqs=8, budget=64)
     for number in range(8):
         engine.loop.handle(submit(number, [number] * 8, max_tokens=20))
     engine.run()
@@ -222,7 +222,7 @@ def test_with_room_for_all_nobody_is_retracted() -> None:
 
 
 def test_one_request_that_fills_the_whole_pool_is_served() -> None:
-    engine = Deciding(num_pages=8, page_size=4, budget=16, max_model_len=32)
+    engine = SchedulerHarness(num_pages=8, page_size=4, budget=16, max_model_len=32)
     request = submit(0, list(range(20)), max_tokens=12)
     engine.loop.handle(request)
     engine.run()
@@ -231,7 +231,7 @@ def test_one_request_that_fills_the_whole_pool_is_served() -> None:
 
 def test_after_everything_all_pages_are_free_or_cached() -> None:
     """vLLM's memory leak test: a mix of ends, retractions, aborts and stops."""
-    engine = Deciding(num_pages=16, page_size=4, max_num_seqs=4, budget=12)
+    engine = SchedulerHarness(num_pages=16, page_size=4, max_num_seqs=4, budget=12)
     for number in range(40):
         stop = (number % 50,) if number % 3 == 0 else ()
         engine.loop.handle(submit(number, [number % 7] * (3 + number % 9), stop_ids=stop))
@@ -255,7 +255,7 @@ def test_the_same_prompt_twice_in_one_step_is_computed_once_but_for_its_end() ->
 
 
 def test_a_second_turn_finds_the_first_turns_answer_too() -> None:
-    engine = Deciding(page_size=4, budget=64)
+    engine = SchedulerHarness(page_size=4, budget=64)
     engine.loop.handle(submit(0, list(range(10)), max_tokens=9))
     engine.run()
     history = [*range(10), *engine.tokens(0)]
@@ -266,7 +266,7 @@ def test_a_second_turn_finds_the_first_turns_answer_too() -> None:
 
 
 def test_ten_turns_find_all_but_what_is_new() -> None:
-    engine = Deciding(page_size=4, budget=64, num_pages=128)
+    engine = SchedulerHarness(page_size=4, budget=64, num_pages=128)
     history, num_known = list(range(7)), 1
     for turn in range(10):
         engine.loop.handle(submit(turn, history, max_tokens=5))
@@ -278,7 +278,7 @@ def test_ten_turns_find_all_but_what_is_new() -> None:
 
 
 def test_a_failed_step_does_not_stop_those_that_wait() -> None:
-    engine = Deciding(max_num_seqs=1)
+    engine = SchedulerHarness(max_num_seqs=1)
     engine.loop.handle(submit(0, [1, 2, 3]))
     engine.loop.handle(submit(1, [4, 5, 6]))
     engine.runner.fail_next = "planted"
@@ -289,7 +289,7 @@ def test_a_failed_step_does_not_stop_those_that_wait() -> None:
 
 def test_lookups_are_counted_once_however_often_a_request_is_tried() -> None:
     """vLLM: a request that finds no room is looked up again every step, and counts once."""
-    engine = Deciding(num_pages=8, page_size=4, max_num_seqs=4, budget=64)
+    engine = SchedulerHarness(num_pages=8, page_size=4, max_num_seqs=4, budget=64)
     engine.loop.handle(submit(0, [1] * 20, max_tokens=12))
     engine.loop.handle(submit(1, [2] * 20, max_tokens=2))
     engine.run()
@@ -297,7 +297,7 @@ def test_lookups_are_counted_once_however_often_a_request_is_tried() -> None:
 
 
 def test_nothing_is_counted_as_looked_up_with_caching_off() -> None:
-    engine = Deciding(reuse=False)
+    engine = SchedulerHarness(reuse=False)
     for number in range(3):
         engine.loop.handle(submit(number, [1, 2, 3, 4, 5, 6, 7, 8, 9]))
         engine.run()
@@ -369,7 +369,9 @@ def test_who_was_put_out_by_a_more_important_one_resumes_exactly() -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_priorities_at_random_under_pressure_all_end_with_their_own_tokens(seed: int) -> None:
     rng = random.Random(seed)
-    engine = Deciding(num_pages=14, page_size=4, max_num_seqs=4, budget=16, policy="priority")
+    engine = SchedulerHarness(
+        num_pages=14, page_size=4, max_num_seqs=4, budget=16, policy="priority"
+    )
     requests = []
     for number in range(25):
         prompt = [rng.randrange(50) for _ in range(rng.randint(1, 14))]

@@ -47,7 +47,7 @@ from manyroots.store.adapter_pool import AdapterPool
 from manyroots.structured_outputs import StructuredOutputsParams
 from tests import runners
 from tests.adapter_folders import Recipe, write_adapter
-from tests.deciding import BASE
+from tests.scheduler_harness import BASE
 from tests.unit.grammar import tiny_grammars
 from tests.unit.models.peft_models import ADAPTERS, make_pair, read
 from tests.unit.models.tiny import MODELS, load_tiny, save_tiny
@@ -288,7 +288,7 @@ def with_adapters(decoder: Decoder, *, num_slots: int, max_rank: int = 64) -> Mo
     """In a pool as a GPU has it, if the decoder has the references for kernels."""
     pool = AdapterPool(
         decoder.lora_parts(), num_slots=num_slots, max_rank=max_rank, dtype=torch.float32,
-        device=CPU, is_turned=not _is_plain(decoder),
+        device=CPU, is_transposed=not _is_plain(decoder),
     )  # fmt: skip
     loader = AdapterLoader(lambda path: read(Path(path), decoder)[1], pool)
     return make_runner(decoder, loader)

@@ -7,7 +7,7 @@ import pytest
 
 from manyroots.ids import AdapterSlot, RequestId, Row, StepId
 from manyroots.kernels.attention.paged import QUERY_BLOCK, query_blocks
-from manyroots.kernels.lora_sites.sites import row_blocks
+from manyroots.kernels.lora_ops.sites import row_blocks
 from manyroots.runner.batch import PersistentBatch
 from manyroots.runner.inputs import NOWHERE, SpareRow, StepInputs, blank_decode
 from manyroots.runner.step_arrays import decode_arrays, sampling_rows

@@ -9,27 +9,27 @@ from manyroots.lora.spec import AdapterSpec
 from manyroots.messages import FinishReason
 from manyroots.scheduler.turns import AGING_STEPS
 from manyroots.step import AdapterLoaded, LoadAdapter
-from tests.deciding import Deciding, expected_tokens, submit
+from tests.scheduler_harness import SchedulerHarness, expected_tokens, submit
 
 
-def load(engine: Deciding, name: str, content: str | None = None) -> AdapterDigest:
+def load(engine: SchedulerHarness, name: str, content: str | None = None) -> AdapterDigest:
     digest = AdapterDigest((content or name).encode())
     engine.scheduler.load_adapter(AdapterName(name), AdapterSpec(digest, 8, 100), path=name)
     return digest
 
 
-def running(engine: Deciding) -> list[int]:
+def running(engine: SchedulerHarness) -> list[int]:
     return [int(r.submit.request_id) for r in engine.scheduler._rows.running]
 
 
-def running_adapters(engine: Deciding) -> set[AdapterDigest]:
+def running_adapters(engine: SchedulerHarness) -> set[AdapterDigest]:
     return {r.hold.digest for r in engine.scheduler._rows.running if r.hold is not None}
 
 
 def test_n19_each_request_is_computed_with_the_adapter_it_names() -> None:
     """N19, N01: base, two adapters and the same prompt; tokens are each one's own, and no page of
     one is reused by another."""
-    engine = Deciding(max_loras=2)
+    engine = SchedulerHarness(max_loras=2)
     digests = {name: load(engine, name) for name in ("a", "b")}
     prompt = list(range(17))
     for number, name in enumerate([None, "a", "b", None, "a", "b"]):
@@ -42,7 +42,7 @@ def test_n19_each_request_is_computed_with_the_adapter_it_names() -> None:
 
 def test_n19_an_unknown_adapter_is_an_error_never_base_output() -> None:
     """N19: the name is looked up in the engine, where an unload takes effect at once."""
-    engine = Deciding()
+    engine = SchedulerHarness()
     engine.loop.handle(submit(0, [1, 2, 3], adapter="nobody"))
     engine.run()
     assert engine.last(0).finish_reason is FinishReason.ERROR
@@ -52,7 +52,7 @@ def test_n19_an_unknown_adapter_is_an_error_never_base_output() -> None:
 
 def test_l01_at_most_max_loras_adapters_run_and_others_are_not_held_back() -> None:
     """L01: four adapters under a cap of two; base and more requests of the two run with them."""
-    engine = Deciding(max_loras=2, max_num_seqs=8)
+    engine = SchedulerHarness(max_loras=2, max_num_seqs=8)
     for name in "abcd":
         load(engine, name)
     names = ["a", "b", "c", "d", None, "a", "b", None]
@@ -68,7 +68,7 @@ def test_l01_at_most_max_loras_adapters_run_and_others_are_not_held_back() -> No
 
 def test_l02_zero_is_no_cap() -> None:
     """L02: with max_loras 0 any number of adapters runs at once."""
-    engine = Deciding(max_loras=0, max_num_seqs=8)
+    engine = SchedulerHarness(max_loras=0, max_num_seqs=8)
     for number in range(8):
         load(engine, str(number))
         engine.loop.handle(submit(number, [1, 2, 3], max_tokens=9, adapter=str(number)))
@@ -81,7 +81,7 @@ def test_l02_zero_is_no_cap() -> None:
 
 def test_l03_an_adapter_blocked_on_memory_does_not_use_up_the_cap() -> None:
     """L03: cap 1; A's request does not fit beside a base request, B's does and runs."""
-    engine = Deciding(num_pages=12, page_size=4, max_loras=1, max_cpu_loras=4)
+    engine = SchedulerHarness(num_pages=12, page_size=4, max_loras=1, max_cpu_loras=4)
     load(engine, "a")
     load(engine, "b")
     engine.loop.handle(submit(0, list(range(20)), max_tokens=12))
@@ -98,7 +98,7 @@ def test_l03_an_adapter_blocked_on_memory_does_not_use_up_the_cap() -> None:
 
 def test_l04_a_held_back_request_causes_no_empty_plan_and_no_retraction() -> None:
     """L04: every plan computes something (the harness refuses empty ones); nobody is retracted."""
-    engine = Deciding(max_loras=1)
+    engine = SchedulerHarness(max_loras=1)
     load(engine, "a")
     load(engine, "b")
     engine.loop.handle(submit(0, [1, 2, 3], max_tokens=20, adapter="a"))
@@ -112,7 +112,7 @@ def test_l04_a_held_back_request_causes_no_empty_plan_and_no_retraction() -> Non
 def test_l06_no_adapter_starves_under_endless_traffic_of_another() -> None:
     """L06: cap 1 and a new request of A every step: B's first token comes within AGING_STEPS plus
     what the running requests of A still take plus its load."""
-    engine = Deciding(max_loras=1, max_num_seqs=4, num_pages=256)
+    engine = SchedulerHarness(max_loras=1, max_num_seqs=4, num_pages=256)
     load(engine, "a")
     load(engine, "b")
     number = 0
@@ -134,7 +134,7 @@ def test_l06_no_adapter_starves_under_endless_traffic_of_another() -> None:
 
 def test_l07_running_decodes_keep_their_adapter() -> None:
     """L07: a new adapter never pauses those that run; chunked prefills count against the cap."""
-    engine = Deciding(max_loras=1, chunk=4, num_pages=128)
+    engine = SchedulerHarness(max_loras=1, chunk=4, num_pages=128)
     load(engine, "a")
     load(engine, "b")
     engine.loop.handle(submit(0, list(range(40)), max_tokens=10, adapter="a"))
@@ -164,7 +164,7 @@ def test_l08_the_order_of_a_policy_holds_across_adapters_and_tenants(
 ) -> None:
     """L08: first come; by priority, and then first come; by adapter, that of the first first, and
     first come within each. Nobody waits for weights here."""
-    engine = Deciding(policy=policy, max_num_seqs=1, max_loras=2, depth=0)
+    engine = SchedulerHarness(policy=policy, max_num_seqs=1, max_loras=2, depth=0)
     for number, name in enumerate("ab", 98):
         load(engine, name)
         engine.loop.handle(submit(number, [9], max_tokens=1, adapter=name))
@@ -185,7 +185,7 @@ def test_l08_the_order_of_a_policy_holds_across_adapters_and_tenants(
 
 def test_l08_packing_keeps_to_an_adapter() -> None:
     """L08: grouped by adapter with arrival order kept within each."""
-    engine = Deciding(policy="pack", max_num_seqs=1, max_loras=1, depth=0)
+    engine = SchedulerHarness(policy="pack", max_num_seqs=1, max_loras=1, depth=0)
     load(engine, "a")
     load(engine, "b")
     # Adapter a is on the device already: packing starts with it.
@@ -199,7 +199,7 @@ def test_l08_packing_keeps_to_an_adapter() -> None:
 
 def test_l08_fair_shares_between_tenants_that_ask_unequally() -> None:
     """L08: a tenant with many requests does not keep another from its share."""
-    engine = Deciding(policy="fair", max_num_seqs=1, depth=0)
+    engine = SchedulerHarness(policy="fair", max_num_seqs=1, depth=0)
     many, few = Namespace(adapter=None, salt="many"), Namespace(adapter=None, salt="few")
     for number in range(20):
         engine.loop.handle(submit(number, [number], max_tokens=2, namespace=many))
@@ -213,7 +213,7 @@ def test_l08_fair_shares_between_tenants_that_ask_unequally() -> None:
 def test_w04_unload_in_mid_decode_lets_running_requests_finish() -> None:
     """W04, N12, N13: new requests are refused at once, running ones finish unchanged, then
     weights and pages go with no second call."""
-    engine = Deciding(max_loras=1)
+    engine = SchedulerHarness(max_loras=1)
     digest = load(engine, "a")
     request = submit(0, list(range(10)), max_tokens=12, adapter="a")
     engine.loop.handle(request)
@@ -232,7 +232,7 @@ def test_w04_unload_in_mid_decode_lets_running_requests_finish() -> None:
 def test_n13_the_last_request_of_an_unloaded_adapter_takes_its_pages_along() -> None:
     """N13: one that began after the unload publishes what it computes, since others of the version
     may still come to it; when the last is over all of it goes, with no second call."""
-    engine = Deciding(max_loras=1, max_num_seqs=1)
+    engine = SchedulerHarness(max_loras=1, max_num_seqs=1)
     digest = load(engine, "a")
     requests = [submit(number, list(range(10)), adapter="a") for number in range(3)]
     for request in requests:
@@ -253,7 +253,7 @@ def test_n03_an_adapters_request_finds_as_much_as_bases() -> None:
     prompts = [list(range(length)) for length in (9, 9, 17, 8, 16, 4, 30)]
     sides = []
     for name in (None, "a"):
-        engine = Deciding(max_loras=1, num_pages=32)
+        engine = SchedulerHarness(max_loras=1, num_pages=32)
         load(engine, "a")
         seen: list[tuple[int, int, int]] = []
         for number, prompt in enumerate(prompts):
@@ -269,7 +269,7 @@ def test_n03_an_adapters_request_finds_as_much_as_bases() -> None:
 
 def test_w05_a_retracted_request_of_an_unloading_adapter_resumes_with_it() -> None:
     """W05: retraction keeps the hold on the old version."""
-    engine = Deciding(num_pages=8, page_size=4, max_loras=2)
+    engine = SchedulerHarness(num_pages=8, page_size=4, max_loras=2)
     digest = load(engine, "a")
     requests = [submit(n, [n, 1, 2, 3, 4], max_tokens=16, adapter="a") for n in range(3)]
     for request in requests:
@@ -285,7 +285,7 @@ def test_w05_a_retracted_request_of_an_unloading_adapter_resumes_with_it() -> No
 
 def test_w06_the_same_name_with_other_weights_never_hits_old_pages() -> None:
     """W06, N20: old requests keep the old weights, new ones get the new and start cold."""
-    engine = Deciding(max_loras=2, num_pages=128)
+    engine = SchedulerHarness(max_loras=2, num_pages=128)
     old = load(engine, "a", "old")
     prompt = list(range(17))
     first = submit(0, prompt, max_tokens=20, adapter="a")
@@ -313,7 +313,7 @@ def test_w10_a_failed_load_fails_only_its_own_requests_and_can_be_retried() -> N
             done.append(AdapterLoaded(request.load_id, error))
         return done
 
-    engine = Deciding(max_loras=2, finish_loads=finish)
+    engine = SchedulerHarness(max_loras=2, finish_loads=finish)
     good, bad = load(engine, "good"), load(engine, "bad")
     engine.loop.handle(submit(0, [1, 2, 3], max_tokens=8, adapter="good"))
     engine.loop.handle(submit(1, [1, 2, 3], max_tokens=8, adapter="bad"))

@@ -12,16 +12,16 @@ from manyroots.messages import ErrorKind, FinishReason, Submit
 from manyroots.scheduler.plan_builder import PlanBuilder
 from manyroots.step import Plan, RowFault
 from manyroots.structured_outputs import StructuredOutputsParams
-from tests.deciding import Deciding, expected_tokens, submit
+from tests.scheduler_harness import SchedulerHarness, expected_tokens, submit
 
 
-def plan_of(engine: Deciding) -> Plan:
+def plan_of(engine: SchedulerHarness) -> Plan:
     plan = engine.scheduler.schedule()
     assert plan is not None
     return plan
 
 
-def next_victim(engine: Deciding) -> int:
+def next_victim(engine: SchedulerHarness) -> int:
     """Whom a step that has placed nobody yet would retract first."""
     builder = PlanBuilder(StepId(99), 32, engine.scheduler._rows)
     anyone = next(iter(engine.scheduler._rows.running))
@@ -32,7 +32,7 @@ def next_victim(engine: Deciding) -> int:
 
 def test_the_request_that_is_cheapest_to_resume_is_retracted_first() -> None:
     """With pages of 4, these have 1, 0 and 2 tokens behind their last published page."""
-    engine = Deciding(depth=0, page_size=4)
+    engine = SchedulerHarness(depth=0, page_size=4)
     for number, length in enumerate([9, 8, 10]):
         engine.loop.handle(submit(number, [number] * length, max_tokens=9))
     engine.step()
@@ -44,7 +44,7 @@ def test_the_request_that_is_cheapest_to_resume_is_retracted_first() -> None:
 
 
 def test_of_requests_equally_cheap_to_resume_the_youngest_is_retracted() -> None:
-    engine = Deciding(depth=0, page_size=4)
+    engine = SchedulerHarness(depth=0, page_size=4)
     for number in range(3):
         engine.loop.handle(submit(number, [number] * 9, max_tokens=9))
     engine.step()
@@ -53,7 +53,7 @@ def test_of_requests_equally_cheap_to_resume_the_youngest_is_retracted() -> None
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_plain_tokens_are_columns_and_only_beginnings_and_endings_are_outputs(depth: int) -> None:
-    engine = Deciding(depth=depth)
+    engine = SchedulerHarness(depth=depth)
     requests = [submit(number, [number] * 5, max_tokens=6) for number in range(4)]
     for request in requests:
         engine.loop.handle(request)
@@ -76,7 +76,7 @@ def test_plain_tokens_are_columns_and_only_beginnings_and_endings_are_outputs(de
 def test_a_prompt_may_be_an_array_and_is_never_written_to() -> None:
     numbers = [3, 1, 4, 1, 5, 9]
     prompt = array("i", numbers)
-    engine = Deciding()
+    engine = SchedulerHarness()
     plain = submit(0, numbers, max_tokens=20)
     engine.loop.handle(replace(plain, prompt=prompt))
     engine.run()
@@ -85,7 +85,7 @@ def test_a_prompt_may_be_an_array_and_is_never_written_to() -> None:
 
 
 def test_with_a_small_budget_those_who_began_first_decode_first() -> None:
-    engine = Deciding(budget=3, max_num_seqs=8, depth=0)
+    engine = SchedulerHarness(budget=3, max_num_seqs=8, depth=0)
     requests: list[Submit] = [submit(n, [n, 7], max_tokens=10) for n in range(6)]
     for request in requests:
         engine.loop.handle(request)
@@ -96,7 +96,7 @@ def test_with_a_small_budget_those_who_began_first_decode_first() -> None:
 
 
 def test_stop_tokens_are_watched_for_only_as_long_as_somebody_runs_who_has_them() -> None:
-    engine = Deciding(depth=0)
+    engine = SchedulerHarness(depth=0)
     engine.loop.handle(submit(0, [1, 2, 3], max_tokens=3, stop_ids=(901, 902)))
     engine.loop.handle(submit(1, [1, 2, 3], max_tokens=9, stop_ids=(902,)))
     rows = engine.scheduler._rows
@@ -111,7 +111,7 @@ def test_stop_tokens_are_watched_for_only_as_long_as_somebody_runs_who_has_them(
 
 def test_a_row_that_gave_nothing_fails_alone_and_its_page_is_not_published() -> None:
     """The page that it was filling could not be trusted, though a later step wrote to it too."""
-    engine = Deciding(page_size=4)
+    engine = SchedulerHarness(page_size=4)
     broken, good = submit(0, [5] * 7, max_tokens=9), submit(1, [6] * 7, max_tokens=4)
     for request in (broken, good):
         engine.loop.handle(request)
@@ -141,7 +141,7 @@ def test_a_row_without_a_token_to_choose_names_the_field_that_left_none() -> Non
         ({"bad_words": ("a",)}, "bad_words"),
         ({"structured_outputs": shape}, "guided_choice"),
     )):  # fmt: skip
-        engine = Deciding(page_size=4)
+        engine = SchedulerHarness(page_size=4)
         request = submit(number, [5] * 7)
         sampling = replace(request.sampling, **values)  # type: ignore[arg-type]
         engine.scheduler.submit(replace(request, sampling=sampling))
@@ -155,7 +155,7 @@ def test_a_row_without_a_token_to_choose_names_the_field_that_left_none() -> Non
 
 def test_an_aborted_prompt_publishes_only_what_was_computed() -> None:
     """P03: aborted in the middle of its prompt, with a step in flight."""
-    engine = Deciding(page_size=4, chunk=6, depth=1)
+    engine = SchedulerHarness(page_size=4, chunk=6, depth=1)
     engine.loop.handle(submit(0, list(range(30)), max_tokens=2))
     engine.step()
     engine.step()
@@ -171,17 +171,17 @@ def test_an_aborted_prompt_publishes_only_what_was_computed() -> None:
     ("engine", "lengths"),
     [
         (
-            Deciding(num_pages=10, page_size=1, depth=2, max_num_seqs=4),
+            SchedulerHarness(num_pages=10, page_size=1, depth=2, max_num_seqs=4),
             [(4, 5), (3, 2), (2, 5), (4, 1), (2, 8)],
         ),
         (
-            Deciding(num_pages=9, page_size=2, depth=3, budget=4, max_num_seqs=3),
+            SchedulerHarness(num_pages=9, page_size=2, depth=3, budget=4, max_num_seqs=3),
             [(7, 10), (1, 9), (6, 12)],
         ),
     ],
 )
 def test_a_retracted_request_begins_again_only_when_its_tokens_under_way_have_come(
-    engine: Deciding, lengths: list[tuple[int, int]]
+    engine: SchedulerHarness, lengths: list[tuple[int, int]]
 ) -> None:
     """Several steps are in flight, and somebody ends just when another was retracted, so that there
     is room for it at once."""
@@ -198,7 +198,7 @@ def test_a_retracted_request_begins_again_only_when_its_tokens_under_way_have_co
 def test_a_requests_tokens_are_always_current(depth: int) -> None:
     """However it was last looked at, in the middle of a page too: what it was told is what it has;
     and who is over is no longer one of the scheduler's."""
-    engine = Deciding(page_size=8, depth=depth)
+    engine = SchedulerHarness(page_size=8, depth=depth)
     requests = [submit(i, [i] * (3 + i), max_tokens=14) for i in range(3)]
     for request in requests:
         engine.loop.handle(request)

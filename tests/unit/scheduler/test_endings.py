@@ -11,8 +11,8 @@ import pytest
 from manyroots.cache.families.full import FULL_ATTENTION
 from manyroots.cache.planes import Capacity
 from manyroots.ids import RequestId
-from tests.by_hand import recurrent, window
-from tests.deciding import Deciding, expected_tokens, submit
+from tests.cache_harness import recurrent, window
+from tests.scheduler_harness import SchedulerHarness, expected_tokens, submit
 
 PAGE = 4
 PROMPT = [1, 2, 3, 4, 5, 6]
@@ -30,7 +30,7 @@ LENGTHS = range(5, 5 + PAGE)
 STEPS_AHEAD = [("full", 1), ("window", 1), ("state", 0), ("state", 1), ("window and state", 2)]
 
 
-def found(engine: Deciding, number: int, prompt: list[int]) -> int:
+def found(engine: SchedulerHarness, number: int, prompt: list[int]) -> int:
     """What a request finds; its tokens are those of a cold engine."""
     request = submit(number, prompt, max_tokens=3)
     engine.scheduler.submit(request)
@@ -43,13 +43,13 @@ def answer(length: int) -> list[int]:
     return expected_tokens(submit(1, PROMPT, max_tokens=length))
 
 
-def run_until(engine: Deciding, num_tokens: int) -> None:
+def run_until(engine: SchedulerHarness, num_tokens: int) -> None:
     while not engine.outputs.get(1) or len(engine.tokens(1)) < num_tokens:
         engine.step()
 
 
 def after_length(families: str, depth: int, length: int) -> int:
-    engine = Deciding(capacities=FAMILIES[families], depth=depth)
+    engine = SchedulerHarness(capacities=FAMILIES[families], depth=depth)
     engine.scheduler.submit(submit(1, PROMPT, max_tokens=length))
     engine.run()
     return found(engine, 2, [*PROMPT, *answer(length), *NEXT])
@@ -62,7 +62,7 @@ def test_h05_an_abort_keeps_as_much_as_an_end_by_length(families: str, depth: in
     for length in LENGTHS:
         least = after_length(families, depth, length)
         for num_unseen in (0, 1, PAGE - 1):
-            engine = Deciding(capacities=FAMILIES[families], depth=depth)
+            engine = SchedulerHarness(capacities=FAMILIES[families], depth=depth)
             engine.scheduler.submit(submit(1, PROMPT, max_tokens=40))
             run_until(engine, length + num_unseen)
             engine.scheduler.abort(RequestId(1))
@@ -77,7 +77,7 @@ def test_h05_a_stop_token_keeps_as_much_as_an_end_by_length(families: str) -> No
         said = answer(length)
         if said[-1] in said[:-1]:
             continue  # it would stop earlier
-        engine = Deciding(capacities=FAMILIES[families])
+        engine = SchedulerHarness(capacities=FAMILIES[families])
         engine.scheduler.submit(submit(1, PROMPT, max_tokens=40, stop_ids=(said[-1],)))
         engine.run()
         assert engine.tokens(1) == said
@@ -91,7 +91,7 @@ def test_h05_what_was_computed_past_an_abort_is_kept_under_its_own_tokens(
     """H05: launched steps go on past the abort. A request with the same tokens finds all whole
     pages that they filled, since their states and their sampled tokens belong together."""
     for length in LENGTHS:
-        engine = Deciding(capacities=FAMILIES[families], depth=depth)
+        engine = SchedulerHarness(capacities=FAMILIES[families], depth=depth)
         engine.scheduler.submit(submit(1, PROMPT, max_tokens=40))
         run_until(engine, length)
         engine.scheduler.abort(RequestId(1))
@@ -106,7 +106,7 @@ def test_h05_a_retracted_request_goes_on_from_its_newest_state(families: str, de
     """H05: a more important arrival takes the only row; what gave way computes less than a
     page again, unless the step under way saved its state: then less than two."""
     for length in LENGTHS:
-        engine = Deciding(
+        engine = SchedulerHarness(
             capacities=FAMILIES[families], depth=depth, max_num_seqs=1, policy="priority"
         )
         first = submit(1, PROMPT, max_tokens=24, priority=1)
@@ -123,7 +123,7 @@ def test_h05_a_retracted_request_goes_on_from_its_newest_state(families: str, de
 
 def test_h05_states_that_answers_have_passed_never_keep_a_request_out() -> None:
     """H05: with two states for each row, all rows run at once."""
-    engine = Deciding(capacities=(FULL, Capacity(recurrent(100), 8)), max_num_seqs=4)
+    engine = SchedulerHarness(capacities=(FULL, Capacity(recurrent(100), 8)), max_num_seqs=4)
     requests = [submit(n, [n, *PROMPT], max_tokens=40) for n in range(1, 5)]
     for request in requests:
         engine.scheduler.submit(request)

@@ -11,7 +11,7 @@ import pytest
 from manyroots.ids import AdapterDigest, AdapterName, Namespace
 from manyroots.lora.spec import AdapterSpec
 from manyroots.step import Plan
-from tests.deciding import Deciding, submit
+from tests.scheduler_harness import SchedulerHarness, submit
 
 MOST_STEPS = 10_000
 
@@ -20,7 +20,9 @@ class Shares:
     """An engine that notes, after every step, what each tenant was served and who waits."""
 
     def __init__(self, **settings: int) -> None:
-        self.engine = Deciding(policy="fair", num_pages=128, depth=0, reuse=False, **settings)  # type: ignore[arg-type]
+        self.engine = SchedulerHarness(
+            policy="fair", num_pages=128, depth=0, reuse=False, **settings
+        )  # type: ignore[arg-type]
         self.tenants: dict[int, str] = {}
         self.rows: dict[int, str] = {}
         self.served: Counter[str] = Counter()
@@ -57,7 +59,7 @@ class Shares:
             return plan
 
         scheduler.schedule = watched  # type: ignore[method-assign]
-        for output in self.engine.loop.step():  # without the audits of `Deciding.step`
+        for output in self.engine.loop.step():  # without the audits of `SchedulerHarness.step`
             if output.finish_reason is not None:
                 self.order.append(int(output.request_id))
         scheduler.schedule = schedule  # type: ignore[method-assign]

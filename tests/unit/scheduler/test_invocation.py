@@ -9,7 +9,7 @@ import pytest
 from manyroots.ids import AdapterDigest, AdapterName
 from manyroots.lora.spec import AdapterSpec
 from manyroots.scheduler.request import NEVER, invoked_at
-from tests.deciding import Deciding, expected_tokens, submit
+from tests.scheduler_harness import SchedulerHarness, expected_tokens, submit
 
 INVOCATION = (7, 8)
 
@@ -31,16 +31,16 @@ def test_a_prompt_without_the_invocation_is_the_base_models_n22() -> None:
     assert invoked_at([8], (7, 8)) == NEVER
 
 
-def with_alora(**options: int) -> tuple[Deciding, AdapterDigest]:
+def with_alora(**options: int) -> tuple[SchedulerHarness, AdapterDigest]:
     """An engine whose runner notices a token computed with other weights than its own."""
-    engine = Deciding(max_loras=1, **options)
+    engine = SchedulerHarness(max_loras=1, **options)
     digest = AdapterDigest(b"activated")
     spec = AdapterSpec(digest, 8, 100, invocation_tokens=INVOCATION)
     engine.scheduler.load_adapter(AdapterName("a"), spec, path="a")
     return engine, digest
 
 
-def ask(engine: Deciding, digest: AdapterDigest, number: int, prompt: list[int]) -> int:
+def ask(engine: SchedulerHarness, digest: AdapterDigest, number: int, prompt: list[int]) -> int:
     """Serve a request of the adapter, check its tokens; gives how many were cached."""
     request = submit(number, prompt, adapter="a", max_tokens=6)
     engine.loop.handle(request)

@@ -15,7 +15,7 @@ from manyroots.cache.policies import CachePolicies, LoadCosts
 from manyroots.ids import RequestId
 from manyroots.messages import Abort, FinishReason
 from manyroots.step import Copy
-from tests.deciding import Deciding, expected_tokens, submit
+from tests.scheduler_harness import SchedulerHarness, expected_tokens, submit
 
 FULL = Capacity(FULL_ATTENTION, 12, 80)
 WINDOW = Capacity(SlidingWindow("window", 6, 4), 12, 80)
@@ -31,7 +31,7 @@ class Slow:
         self.rng = random.Random(1)
         self.share = 1.0
         self.overlapped: set[int] = set()
-        self.engine = Deciding(
+        self.engine = SchedulerHarness(
             capacities=capacities or (FULL,),
             policies=CachePolicies(overlaps_loads=True, **policies),  # type: ignore[arg-type]
             finish_copies=self._finish,

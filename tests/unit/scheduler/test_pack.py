@@ -13,13 +13,13 @@ from manyroots.ids import AdapterDigest, AdapterName
 from manyroots.lora.spec import AdapterSpec
 from manyroots.scheduler.swap_costs import PACK_PATIENCE, PACK_STEPS
 from manyroots.scheduler.turns import AGING_STEPS
-from tests.deciding import Deciding, submit
+from tests.scheduler_harness import SchedulerHarness, submit
 
 NUM_REQUESTS = 240
 
 
-def make(policy: str, *, num_adapters: int, cap: int, rows: int) -> Deciding:
-    engine = Deciding(
+def make(policy: str, *, num_adapters: int, cap: int, rows: int) -> SchedulerHarness:
+    engine = SchedulerHarness(
         policy=policy, max_loras=cap, max_num_seqs=rows, num_pages=256, budget=64, reuse=False
     )
     for number in range(num_adapters):
@@ -68,7 +68,7 @@ def test_l08_packing_loads_adapters_less_often(seed: int) -> None:
         assert by_arrival_order == sorted(by_arrival_order)
 
 
-def num_steps(engine: Deciding) -> int:
+def num_steps(engine: SchedulerHarness) -> int:
     return engine.scheduler.stats().total_steps
 
 
@@ -95,9 +95,9 @@ def test_l08_packing_starves_nobody() -> None:
     raise AssertionError("adapter 2 was starved")
 
 
-def on_device(policy: str, num_adapters: int, rows: int, num_pages: int = 64) -> Deciding:
+def on_device(policy: str, num_adapters: int, rows: int, num_pages: int = 64) -> SchedulerHarness:
     """An engine that has all its adapters on the device."""
-    engine = Deciding(
+    engine = SchedulerHarness(
         policy=policy, max_loras=num_adapters, max_num_seqs=rows, depth=0, reuse=False,
         adapter_patience_steps=None, num_pages=num_pages,
     )  # fmt: skip

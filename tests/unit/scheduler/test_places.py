@@ -11,7 +11,7 @@ from manyroots.scheduler.places import GAP_STEPS, AdapterPlaces
 from manyroots.scheduler.request import Request
 from manyroots.scheduler.resting import Resting
 from manyroots.step import AdapterLoaded
-from tests.deciding import submit
+from tests.scheduler_harness import submit
 
 
 class Ledger:

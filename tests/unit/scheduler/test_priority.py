@@ -11,12 +11,12 @@ from manyroots.ids import RequestId
 from manyroots.messages import Abort
 from manyroots.scheduler.request import Request
 from manyroots.step import Plan, StepResult
-from tests.deciding import Deciding, expected_tokens, submit
+from tests.scheduler_harness import SchedulerHarness, expected_tokens, submit
 
 MAX_TOKENS = 24
 
 
-def watch_retractions(engine: Deciding) -> list[tuple[int, list[int]]]:
+def watch_retractions(engine: SchedulerHarness) -> list[tuple[int, list[int]]]:
     """For each retraction to come: whose priority, and the priorities of those that ran on."""
     seen: list[tuple[int, list[int]]] = []
     departures = engine.scheduler._departures
@@ -31,7 +31,7 @@ def watch_retractions(engine: Deciding) -> list[tuple[int, list[int]]]:
     return seen
 
 
-def watch_plans(engine: Deciding) -> list[list[tuple[int, int]]]:
+def watch_plans(engine: SchedulerHarness) -> list[list[tuple[int, int]]]:
     """For each step to come: whose tokens it computes, and how many."""
     seen: list[list[tuple[int, int]]] = []
     launch = engine.runner.launch
@@ -47,7 +47,7 @@ def watch_plans(engine: Deciding) -> list[list[tuple[int, int]]]:
     return seen
 
 
-def running(engine: Deciding) -> list[int]:
+def running(engine: SchedulerHarness) -> list[int]:
     return sorted(int(r.submit.request_id) for r in engine.scheduler._rows.running)
 
 
@@ -57,7 +57,7 @@ def test_l08_under_memory_pressure_the_important_request_stays(seed: int) -> Non
     that are less important are, and all give what each gives alone."""
     rng = random.Random(seed)
     page_size = rng.choice([1, 2, 4])
-    engine = Deciding(
+    engine = SchedulerHarness(
         policy="priority",
         num_pages=48 // page_size,
         page_size=page_size,
@@ -91,7 +91,7 @@ def test_l08_under_memory_pressure_the_important_request_stays(seed: int) -> Non
 def test_l08_nobody_is_retracted_while_somebody_less_important_runs_on(seed: int) -> None:
     """L08: many levels, arrivals at any time, rows and pages both short, aborts between."""
     rng = random.Random(seed)
-    engine = Deciding(
+    engine = SchedulerHarness(
         policy="priority",
         num_pages=rng.choice([12, 16, 24]),
         page_size=4,
@@ -122,7 +122,7 @@ def test_l08_nobody_is_retracted_while_somebody_less_important_runs_on(seed: int
 def test_l08_an_important_arrival_takes_the_least_important_row() -> None:
     """L08: all rows are taken; at once the arrival runs in place of the least important, which
     resumes later and gives the same tokens."""
-    engine = Deciding(policy="priority", max_num_seqs=3, num_pages=128)
+    engine = SchedulerHarness(policy="priority", max_num_seqs=3, num_pages=128)
     requests = [
         submit(number, [number, 1, 2], max_tokens=MAX_TOKENS, priority=priority)
         for number, priority in enumerate([2, 3, 1])
@@ -144,7 +144,7 @@ def test_l08_an_important_arrival_takes_the_least_important_row() -> None:
 
 
 def test_l08_a_burst_of_important_arrivals_takes_as_many_rows_in_one_step() -> None:
-    engine = Deciding(policy="priority", max_num_seqs=4, num_pages=128)
+    engine = SchedulerHarness(policy="priority", max_num_seqs=4, num_pages=128)
     for number in range(4):
         engine.loop.handle(submit(number, [number, 1], max_tokens=30, priority=5))
     for _ in range(4):
@@ -158,7 +158,7 @@ def test_l08_a_burst_of_important_arrivals_takes_as_many_rows_in_one_step() -> N
 
 def test_l08_an_important_arrival_takes_pages() -> None:
     """L08: rows are free, pages are not."""
-    engine = Deciding(policy="priority", max_num_seqs=8, num_pages=12, page_size=4)
+    engine = SchedulerHarness(policy="priority", max_num_seqs=8, num_pages=12, page_size=4)
     for number in range(3):
         engine.loop.handle(submit(number, [number] * 12, max_tokens=4, priority=1 + number))
     for _ in range(2):
@@ -175,7 +175,7 @@ def test_l08_an_important_arrival_takes_pages() -> None:
 @pytest.mark.parametrize("policy", ["priority", "fcfs", "pack", "fair"])
 def test_l08_equals_never_take_each_others_place(policy: str) -> None:
     """L08: without strict importance, rows change hands only when they are given up."""
-    engine = Deciding(policy=policy, max_num_seqs=2, num_pages=128)
+    engine = SchedulerHarness(policy=policy, max_num_seqs=2, num_pages=128)
     for number in range(12):
         engine.loop.handle(submit(number, [number, 1, 2], max_tokens=9, priority=3))
         engine.step()
@@ -186,7 +186,7 @@ def test_l08_equals_never_take_each_others_place(policy: str) -> None:
 def test_l08_one_that_finds_no_room_keeps_the_less_important_out() -> None:
     """L08: the important one waits for an equal's pages; what is less important and would fit
     does not begin, since it would only be in the way again."""
-    engine = Deciding(policy="priority", max_num_seqs=8, num_pages=12, page_size=4)
+    engine = SchedulerHarness(policy="priority", max_num_seqs=8, num_pages=12, page_size=4)
     engine.loop.handle(submit(0, [0] * 28, max_tokens=12, priority=0))
     engine.step()
     engine.step()
@@ -205,7 +205,7 @@ def test_l08_an_important_arrival_comes_before_the_rest_of_a_long_prompt(policy:
     """L08: a budget of 8 and a prompt of 150 that is under way. With `priority` the important
     arrival of 6 tokens is in the next step, and the long prompt has the 2 that are left; with any
     other policy the prompt goes on as if nothing had come."""
-    engine = Deciding(policy=policy, budget=8, num_pages=128)
+    engine = SchedulerHarness(policy=policy, budget=8, num_pages=128)
     is_by_priority = policy == "priority"
     long = submit(1, [n % 50 for n in range(150)], priority=int(is_by_priority))
     short = submit(2, [7, 8, 9, 10, 11, 12], max_tokens=2)
@@ -226,7 +226,7 @@ def test_l08_an_important_arrival_comes_before_the_rest_of_a_long_prompt(policy:
 def test_l08_prompts_under_way_and_arrivals_share_a_step_by_importance() -> None:
     """L08: prompts of importance 1 and 3 are under way, requests of 0, 2 and 4 arrive. The step's
     budget goes to them in this order, and each gives what it gives alone."""
-    engine = Deciding(policy="priority", budget=14, chunk=3, num_pages=256)
+    engine = SchedulerHarness(policy="priority", budget=14, chunk=3, num_pages=256)
     requests = [
         submit(number, [number] * (40 if number % 2 else 3), priority=number)
         for number in (1, 3, 0, 2, 4)

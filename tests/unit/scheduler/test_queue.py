@@ -10,7 +10,7 @@ from manyroots.scheduler.lanes import FairLane, PlainLane
 from manyroots.scheduler.queue import WaitingQueue
 from manyroots.scheduler.ranking import MAX_STALE
 from manyroots.scheduler.request import Request
-from tests.deciding import submit
+from tests.scheduler_harness import submit
 
 PAGE = 4
 

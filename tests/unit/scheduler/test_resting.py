@@ -14,7 +14,7 @@ from manyroots.scheduler.claims import REST_STEPS
 from manyroots.scheduler.swap_costs import PACK_PATIENCE, STAY_STEPS
 from manyroots.scheduler.turns import AGING_STEPS
 from manyroots.step import AdapterLoaded, LoadAdapter
-from tests.deciding import Deciding, expected_tokens, submit
+from tests.scheduler_harness import SchedulerHarness, expected_tokens, submit
 
 PATIENCE = 8
 WITHIN = 8
@@ -29,7 +29,7 @@ class Hot:
             "max_loras": hot, "max_num_seqs": 8, "num_pages": 1024, "page_size": 4, "budget": 64,
             "adapter_patience_steps": PATIENCE,
         } | settings  # fmt: skip
-        self.engine = Deciding(**options)
+        self.engine = SchedulerHarness(**options)
         self.names = [f"hot {number}" for number in range(hot)]
         self.digests = {name: self.load(name) for name in [*self.names, "rare", "rarer"]}
         self.submitted: dict[int, tuple[str | None, int]] = {}

@@ -14,7 +14,7 @@ from manyroots.cache.policies import CachePolicies, Prefetch, WriteBack
 from manyroots.ids import Namespace, RequestId, Tier
 from manyroots.messages import Abort, FinishReason, Submit
 from manyroots.step import Copy, Plan
-from tests.deciding import BASE, Deciding, expected_tokens, submit
+from tests.scheduler_harness import BASE, SchedulerHarness, expected_tokens, submit
 
 SALTED = Namespace(adapter=None, salt="tenant")
 OTHER = Namespace(adapter=None, salt="other")
@@ -32,13 +32,13 @@ def hybrid(num_device: int, num_host: int = 0) -> tuple[Capacity, ...]:
     )
 
 
-def cached(engine: Deciding, number: int, prompt: list[int], namespace: Namespace) -> int:
+def cached(engine: SchedulerHarness, number: int, prompt: list[int], namespace: Namespace) -> int:
     engine.loop.handle(submit(number, prompt, namespace=namespace, max_tokens=1))
     engine.run()
     return engine.last(number).num_cached_tokens
 
 
-def push_out(engine: Deciding) -> None:
+def push_out(engine: SchedulerHarness) -> None:
     """Evict from the device all that nobody holds."""
     for plane in engine.cache.layout.device:
         pool = engine.cache.index.pools[plane.index]
@@ -48,7 +48,7 @@ def push_out(engine: Deciding) -> None:
 @pytest.mark.parametrize("is_hybrid", [False, True])
 def test_n05_a_cold_namespaces_first_plan_starts_at_token_0(is_hybrid: bool) -> None:
     """N05: with base warm; all steps together compute exactly the prompt."""
-    engine = Deciding(capacities=hybrid(64) if is_hybrid else None, budget=64, depth=0)
+    engine = SchedulerHarness(capacities=hybrid(64) if is_hybrid else None, budget=64, depth=0)
     assert cached(engine, 0, PROMPT, BASE) == 0
     engine.loop.handle(submit(1, PROMPT, namespace=SALTED, max_tokens=1))
     plans: list[Plan] = []
@@ -64,7 +64,7 @@ def test_n05_a_cold_namespaces_first_plan_starts_at_token_0(is_hybrid: bool) -> 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_n06_later_chunks_and_decode_pages_are_the_namespaces_own(depth: int) -> None:
     """N06: a prompt in three chunks and decode pages; base hits none, the tenant all."""
-    engine = Deciding(chunk=6, depth=depth)
+    engine = SchedulerHarness(chunk=6, depth=depth)
     request = submit(0, PROMPT, namespace=SALTED, max_tokens=9)
     engine.loop.handle(request)
     engine.run()
@@ -76,7 +76,7 @@ def test_n06_later_chunks_and_decode_pages_are_the_namespaces_own(depth: int) ->
 def test_n07_a_retracted_request_resumes_from_its_own_prefix() -> None:
     """N07: requests of several namespaces with the same tokens are retracted under pressure; each
     finds its own pages again and gives its own tokens."""
-    engine = Deciding(num_pages=15, page_size=4, depth=0)
+    engine = SchedulerHarness(num_pages=15, page_size=4, depth=0)
     requests = [
         submit(i, [1, 2, 3, 4, 5, 6, 7, 8, 9], max_tokens=14, namespace=namespace)
         for i, namespace in enumerate([BASE, SALTED, OTHER])
@@ -105,7 +105,7 @@ def test_h03_a_prefix_on_the_host_is_loaded_by_a_plan_and_not_computed(is_hybrid
     """H03, N09: an adapter's prompt, evicted from the device; the plan carries the copies, the
     request begins when they are there and computes only the rest."""
     capacities = hybrid(32, 32) if is_hybrid else (Capacity(FULL_ATTENTION, 32, 32),)
-    engine = Deciding(capacities=capacities, depth=0, max_model_len=64)
+    engine = SchedulerHarness(capacities=capacities, depth=0, max_model_len=64)
     request = submit(0, PROMPT, namespace=SALTED)
     assert cached(engine, 0, PROMPT, SALTED) == 0
     cached(engine, 1, [40, 41], BASE)  # a step more, so that the copies have ended
@@ -130,7 +130,7 @@ def test_c01_with_the_host_full_every_claimed_hit_of_a_step_is_loaded() -> None:
     """C01: three requests whose prefixes are on a full host begin together; making room for one
     does not cost another its hit."""
     prompts = [[10 * i + j for j in range(9)] for i in range(3)]
-    engine = Deciding(
+    engine = SchedulerHarness(
         capacities=(Capacity(FULL_ATTENTION, 12, 6),), depth=0, max_model_len=32, budget=64
     )
     for number, prompt in enumerate(prompts):
@@ -147,7 +147,7 @@ def test_c01_with_the_host_full_every_claimed_hit_of_a_step_is_loaded() -> None:
 
 def test_c03_claims_of_requests_that_do_not_fit_are_given_back() -> None:
     """C03: the second finds pages but has no room; it waits holding nothing."""
-    engine = Deciding(num_pages=8, page_size=4, depth=0)
+    engine = SchedulerHarness(num_pages=8, page_size=4, depth=0)
     assert cached(engine, 0, [1] * 9, BASE) == 0
     engine.loop.handle(submit(1, [2] * 15, max_tokens=8))
     engine.step()
@@ -169,9 +169,9 @@ def test_c07_without_pressure_batched_and_single_admission_give_the_same_plan(
     pages, tokens and tables."""
     prompts = [[*PROMPT[: 4 * i], 30 + i, 31 + i] for i in range(4)]
 
-    def engine() -> Deciding:
+    def engine() -> SchedulerHarness:
         capacities = hybrid(64) if is_hybrid else None
-        found = Deciding(num_pages=64, capacities=capacities, budget=512, depth=0)
+        found = SchedulerHarness(num_pages=64, capacities=capacities, budget=512, depth=0)
         cached(found, 90, PROMPT, BASE)
         return found
 
@@ -205,7 +205,7 @@ def test_c07_without_pressure_batched_and_single_admission_give_the_same_plan(
 
 def test_c04_each_output_reports_its_own_reuse() -> None:
     """C04: three requests in one step with different hits."""
-    engine = Deciding(budget=64)
+    engine = SchedulerHarness(budget=64)
     cached(engine, 0, PROMPT, BASE)
     for number, prompt in [(1, PROMPT), (2, [*PROMPT[:8], 0]), (3, [9, 9, 9])]:
         engine.loop.handle(submit(number, prompt))
@@ -221,7 +221,7 @@ def test_t03_what_does_not_arrive_from_the_host_is_computed() -> None:
     def finish(copies: list[Copy]) -> list[tuple[Copy, bool]]:
         return [(copy, not is_bad[0] or copy.target is not Tier.DEVICE) for copy in copies]
 
-    engine = Deciding(
+    engine = SchedulerHarness(
         capacities=(Capacity(FULL_ATTENTION, 12, 12),), finish_copies=finish, max_model_len=40
     )
     cached(engine, 0, PROMPT, BASE)
@@ -252,7 +252,7 @@ def test_t11_an_idle_engine_finishes_copies_and_gives_both_ends_back(
             asked[copy.copy_id] = asked.get(copy.copy_id, -1) + 1
         return [(copy, True) for copy in copies if asked[copy.copy_id] >= delay]
 
-    engine = Deciding(
+    engine = SchedulerHarness(
         capacities=hybrid(16, 16), max_model_len=64, finish_copies=late,
         policies=CachePolicies(uses_storage=True, write_back=write_back),
     )  # fmt: skip
@@ -279,7 +279,7 @@ class Counted:
         self.copies: Counter[tuple[int, Tier, object]] = Counter()
         """By family, source, and unit or hash."""
         self.seen: set[int] = set()
-        self.engine = Deciding(
+        self.engine = SchedulerHarness(
             capacities=hybrid(64, 64), max_model_len=96, depth=0, finish_copies=self._finish,
             policies=CachePolicies(uses_storage=uses_storage), budget=64,
         )  # fmt: skip
@@ -386,7 +386,9 @@ def test_t09_what_storage_does_not_have_is_asked_for_once() -> None:
 
 def test_c03_who_has_loaded_and_does_not_run_gives_way_to_who_runs() -> None:
     """C03: its pages are still on the host, while one that runs would compute its own again."""
-    engine = Deciding(capacities=(Capacity(FULL_ATTENTION, 8, 12),), max_model_len=32, depth=0)
+    engine = SchedulerHarness(
+        capacities=(Capacity(FULL_ATTENTION, 8, 12),), max_model_len=32, depth=0
+    )
     cached(engine, 0, PROMPT, BASE)
     cached(engine, 1, [40, 41], BASE)  # a step more, so that copies to the host have ended
     push_out(engine)
@@ -405,7 +407,7 @@ class SlowStorage:
 
     def __init__(self, prefetch: Prefetch, timeout_steps: int = 5) -> None:
         self.is_slow = False
-        self.engine = Deciding(
+        self.engine = SchedulerHarness(
             capacities=(Capacity(FULL_ATTENTION, 32, 32),), max_model_len=64, depth=0,
             policies=CachePolicies(
                 uses_storage=True, prefetch=prefetch, prefetch_timeout_steps=timeout_steps
@@ -528,7 +530,7 @@ def test_t08_aborting_a_request_that_waits_for_its_pages_leaks_nothing(arrives: 
     def finish(copies: list[Copy]) -> list[tuple[Copy, bool]]:
         return [] if held_back[0] else [(copy, arrives) for copy in copies]
 
-    engine = Deciding(
+    engine = SchedulerHarness(
         capacities=(Capacity(FULL_ATTENTION, 12, 12),), depth=0, finish_copies=None,
         max_model_len=40,
     )  # fmt: skip
@@ -559,7 +561,7 @@ def test_p03_a_request_that_waits_for_a_load_does_not_rely_on_pages_of_a_failed_
     def finish(copies: list[Copy]) -> list[tuple[Copy, bool]]:
         return [] if is_slow[0] else [(copy, True) for copy in copies]
 
-    engine = Deciding(
+    engine = SchedulerHarness(
         capacities=(
             Capacity(FULL_ATTENTION, 32, 32),
             Capacity(RecurrentState("recurrent", interval=100), 8, 8),
@@ -592,7 +594,7 @@ def test_n02_plans_for_base_do_not_depend_on_what_other_namespaces_have(
     namespace: Namespace,
 ) -> None:
     """N02: the same requests get the same tokens, chunks and hits, whoever was served before."""
-    engine = Deciding(num_pages=128, depth=0, policies=CachePolicies(records_events=True))
+    engine = SchedulerHarness(num_pages=128, depth=0, policies=CachePolicies(records_events=True))
     if namespace is not BASE:
         cached(engine, 90, PROMPT, namespace)
         engine.cache.take_events()
@@ -610,7 +612,7 @@ def test_n02_plans_for_base_do_not_depend_on_what_other_namespaces_have(
 
 def test_c04_a_request_that_resumes_is_not_counted_again() -> None:
     """C04: lookups and hits are of requests that come, whatever is retracted meanwhile."""
-    engine = Deciding(num_pages=12, max_num_seqs=4)
+    engine = SchedulerHarness(num_pages=12, max_num_seqs=4)
     for number in range(4):
         engine.loop.handle(submit(number, [number, 1, 2, 3, 4], max_tokens=16))
     engine.run()
@@ -621,7 +623,7 @@ def test_c04_a_request_that_resumes_is_not_counted_again() -> None:
 
 def test_c04_without_reuse_nothing_is_looked_up() -> None:
     """C04: with caching off there is no hit rate, rather than one of 0."""
-    engine = Deciding(reuse=False)
+    engine = SchedulerHarness(reuse=False)
     engine.loop.handle(submit(0, PROMPT))
     engine.run()
     stats = engine.scheduler.stats()

@@ -12,7 +12,7 @@ from manyroots.lora.spec import AdapterSpec
 from manyroots.messages import Abort, FinishReason
 from manyroots.scheduler.resting import Resting
 from manyroots.scheduler.swap_costs import STAY_STEPS
-from tests.deciding import Deciding, expected_tokens, submit
+from tests.scheduler_harness import SchedulerHarness, expected_tokens, submit
 
 NUM_ROWS = 8
 WITHIN = 8
@@ -26,7 +26,7 @@ class Full:
     def __init__(
         self, names: Sequence[str | None], *, num_pages: int = 1024, depth: int = 1
     ) -> None:
-        self.engine = Deciding(
+        self.engine = SchedulerHarness(
             max_loras=4, num_spare_slots=1, max_num_seqs=NUM_ROWS, num_pages=num_pages,
             budget=64, adapter_patience_steps=None, depth=depth,
         )  # fmt: skip
@@ -186,7 +186,7 @@ def test_l06_waves_of_two_adapters_and_a_rare_third_leave_rows_in_use(
 def test_l07_an_adapter_whose_last_row_changes_hands_keeps_its_place(num_places: int) -> None:
     """L07: while two requests of it take turns in one row it claims nobody else's place: others
     rested for it, and rows were lent without end."""
-    engine = Deciding(
+    engine = SchedulerHarness(
         max_loras=num_places, num_spare_slots=1, max_num_seqs=2, num_pages=1024, depth=0,
         adapter_patience_steps=None,
     )  # fmt: skip

@@ -9,13 +9,13 @@ from manyroots.cache.families.window import SlidingWindow
 from manyroots.cache.planes import Capacity
 from manyroots.ids import AdapterDigest, Namespace, RequestId
 from manyroots.messages import Abort, FinishReason
-from tests.deciding import Deciding, expected_tokens, submit
+from tests.scheduler_harness import SchedulerHarness, expected_tokens, submit
 
 
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("chunk", [1, 3, 4, None])
 def test_tokens_do_not_depend_on_chunking_or_overlap(depth: int, chunk: int | None) -> None:
-    engine = Deciding(depth=depth, chunk=chunk)
+    engine = SchedulerHarness(depth=depth, chunk=chunk)
     requests = [submit(i, list(range(i, i + 7 + i)), max_tokens=5 + i) for i in range(6)]
     for request in requests:
         engine.loop.handle(request)
@@ -32,7 +32,7 @@ def test_n01_namespaces_never_share_and_the_same_one_hits_every_full_page() -> N
     adapter_a = Namespace(adapter=AdapterDigest(b"a" * 32), salt=None)
     adapter_b = Namespace(adapter=AdapterDigest(b"b" * 32), salt=None)
     base = Namespace(adapter=None, salt=None)
-    engine = Deciding()
+    engine = SchedulerHarness()
     engine.loop.handle(submit(0, prompt, namespace=adapter_a))
     engine.run()
     for number, namespace, cached in [(1, adapter_b, 0), (2, base, 0), (3, adapter_a, 16)]:
@@ -44,7 +44,7 @@ def test_n01_namespaces_never_share_and_the_same_one_hits_every_full_page() -> N
 def test_n21_a_salt_separates_tenants() -> None:
     """N21: the same tokens under another salt, an empty salt or none are not shared."""
     prompt = list(range(12))
-    engine = Deciding()
+    engine = SchedulerHarness()
     for number, salt in enumerate([None, "", "tenant", "Tenant"]):
         engine.loop.handle(submit(number, prompt, namespace=Namespace(adapter=None, salt=salt)))
         engine.run()
@@ -57,7 +57,7 @@ def test_n21_a_salt_separates_tenants() -> None:
 def test_p01_a_running_requests_pages_are_reused() -> None:
     """P01: B with A's prompt reuses A's full pages while A still decodes."""
     prompt = [i % 50 for i in range(338)]
-    engine = Deciding(num_pages=64, page_size=64, budget=512)
+    engine = SchedulerHarness(num_pages=64, page_size=64, budget=512)
     engine.loop.handle(submit(0, prompt, max_tokens=50))
     for _ in range(5):
         engine.step()
@@ -71,7 +71,7 @@ def test_p01_a_running_requests_pages_are_reused() -> None:
 def test_p02_a_burst_computes_a_shared_prefix_once_within_one_step() -> None:
     """P02: N same-prefix requests in one step; the shared pages are computed by the first."""
     shared = [7] * 32
-    engine = Deciding(budget=64, page_size=4)
+    engine = SchedulerHarness(budget=64, page_size=4)
     for number in range(8):
         engine.loop.handle(submit(number, [*shared, number], max_tokens=2))
     plan = engine.scheduler.schedule()
@@ -81,7 +81,7 @@ def test_p02_a_burst_computes_a_shared_prefix_once_within_one_step() -> None:
 
 def test_p03_a_failed_step_publishes_nothing_and_fails_only_its_own() -> None:
     """P03: pages of a failed step are not findable afterwards; waiting requests go on."""
-    engine = Deciding(max_num_seqs=2)
+    engine = SchedulerHarness(max_num_seqs=2)
     requests = [submit(i, [i] * 9, max_tokens=6) for i in range(3)]
     for request in requests:
         engine.loop.handle(request)
@@ -99,7 +99,7 @@ def test_p03_a_failed_step_publishes_nothing_and_fails_only_its_own() -> None:
 
 def test_p05_the_same_page_computed_twice_is_indexed_once() -> None:
     """P05: without sharing inside the step both compute; one copy is indexed, nothing leaks."""
-    engine = Deciding(page_size=4, budget=9, chunk=3)
+    engine = SchedulerHarness(page_size=4, budget=9, chunk=3)
     for number in range(2):
         engine.loop.handle(submit(number, [1, 2, 3, 4, 5, 6, 7, 8, 9], max_tokens=3))
     engine.run()
@@ -110,7 +110,7 @@ def test_p05_the_same_page_computed_twice_is_indexed_once() -> None:
 @pytest.mark.parametrize("depth", [0, 1])
 def test_n07_retraction_resumes_exactly(depth: int) -> None:
     """N07: under memory pressure requests are retracted, and resume with the same tokens."""
-    engine = Deciding(num_pages=12, page_size=4, depth=depth)
+    engine = SchedulerHarness(num_pages=12, page_size=4, depth=depth)
     requests = [submit(i, [i, 2, 3, 4, 5, 6], max_tokens=20) for i in range(4)]
     for request in requests:
         engine.loop.handle(request)
@@ -123,7 +123,7 @@ def test_n07_retraction_resumes_exactly(depth: int) -> None:
 
 def test_g06_who_was_retracted_has_begun() -> None:
     """G06: its next tokens must be of the same weights, though it holds no page of them."""
-    engine = Deciding(num_pages=8)
+    engine = SchedulerHarness(num_pages=8)
     for number in range(2):
         engine.loop.handle(submit(number, [number] * 8, max_tokens=16))
     assert engine.scheduler.num_begun == 0
@@ -138,7 +138,7 @@ def test_g06_who_was_retracted_has_begun() -> None:
 
 
 def test_decodes_are_not_held_up_by_a_long_prompt() -> None:
-    engine = Deciding(num_pages=200, budget=8, max_num_seqs=4)
+    engine = SchedulerHarness(num_pages=200, budget=8, max_num_seqs=4)
     engine.loop.handle(submit(0, [1, 2, 3], max_tokens=30))
     engine.step()
     engine.step()
@@ -152,7 +152,7 @@ def test_decodes_are_not_held_up_by_a_long_prompt() -> None:
 def test_stop_tokens_end_a_request_and_min_tokens_delays_them() -> None:
     plain = submit(0, [3, 1, 4], max_tokens=12)
     stop = expected_tokens(plain)[1]
-    engine = Deciding()
+    engine = SchedulerHarness()
     engine.loop.handle(submit(1, [3, 1, 4], max_tokens=12, stop_ids=(stop,)))
     late = submit(2, [3, 1, 4], max_tokens=12, min_tokens=6, stop_ids=(stop,))
     engine.loop.handle(late)
@@ -166,7 +166,7 @@ def test_stop_tokens_end_a_request_and_min_tokens_delays_them() -> None:
 
 def test_s06_abort_frees_pages_also_with_a_step_in_flight() -> None:
     """S06: aborting waiting, running and unknown requests leaves nothing held."""
-    engine = Deciding(max_num_seqs=2)
+    engine = SchedulerHarness(max_num_seqs=2)
     for number in range(4):
         engine.loop.handle(submit(number, [number] * 10, max_tokens=100))
     engine.step()
@@ -181,7 +181,7 @@ def test_s06_abort_frees_pages_also_with_a_step_in_flight() -> None:
 
 
 def test_without_prefix_caching_nothing_is_reused() -> None:
-    engine = Deciding(reuse=False)
+    engine = SchedulerHarness(reuse=False)
     for number in range(2):
         engine.loop.handle(submit(number, list(range(20))))
         engine.run()
@@ -193,7 +193,7 @@ def test_n17_two_engines_fed_the_same_calls_make_the_same_plans() -> None:
     """N17: plans, pages and victims are identical."""
 
     def transcript() -> list[object]:
-        engine = Deciding(num_pages=14, depth=0)
+        engine = SchedulerHarness(num_pages=14, depth=0)
         plans: list[object] = []
         for number in range(10):
             engine.loop.handle(submit(number, [number % 3] * (5 + number), max_tokens=6))
@@ -214,7 +214,7 @@ def test_h04_a_prompt_longer_than_a_windows_pool_begins_beside_others(beside: bo
     """H04: each chunk fits, since what lies behind the window is given back on the way. It begins
     while others run, computes chunk by chunk, and nobody is retracted."""
     family = SlidingWindow("window", 6, 4)
-    engine = Deciding(
+    engine = SchedulerHarness(
         page_size=4, budget=12, max_model_len=256, depth=0,
         capacities=(Capacity(FULL_ATTENTION, 128), Capacity(family, 12)) if beside
         else (Capacity(family, 12),),

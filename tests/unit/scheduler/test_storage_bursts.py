@@ -24,8 +24,8 @@ from manyroots.messages import Abort, FinishReason, Submit
 from manyroots.scheduler import fetches
 from manyroots.scheduler.request import State
 from manyroots.step import AdapterLoaded, Copy, LoadAdapter
-from tests.by_hand import recurrent, window
-from tests.deciding import BASE, Deciding, expected_tokens, submit
+from tests.cache_harness import recurrent, window
+from tests.scheduler_harness import BASE, SchedulerHarness, expected_tokens, submit
 
 PAGE = 4
 NUM_PAGES = 10
@@ -70,8 +70,8 @@ class Burst:
         self.engine = self._start(self.num_host, self.prefetch)
         self.engine.runner._storage.update(warm.runner._storage)
 
-    def _start(self, num_host: int, prefetch: Prefetch) -> Deciding:
-        return Deciding(
+    def _start(self, num_host: int, prefetch: Prefetch) -> SchedulerHarness:
+        return SchedulerHarness(
             capacities=tuple(Capacity(KINDS[k], self.num_device, num_host) for k in self.kinds),
             page_size=PAGE, max_num_seqs=self.max_num_seqs, budget=256, depth=1, policy=self.policy,
             policies=CachePolicies(uses_storage=True, prefetch=prefetch),

@@ -12,21 +12,21 @@ from manyroots.ids import RequestId, Row, StepId
 from manyroots.runner.fake import FakeRunner
 from manyroots.sampling import SamplingParams
 from manyroots.step import Arrival, NewPages, Plan
-from tests.deciding import Deciding, expected_tokens, submit
+from tests.scheduler_harness import SchedulerHarness, expected_tokens, submit
 
 WINDOW, PAGE, BUDGET = 512, 16, 2048
 
 
-def held(deciding: Deciding) -> list[int]:
-    return [plane.num_held for plane in deciding.cache.stats().planes]
+def held(harness: SchedulerHarness) -> list[int]:
+    return [plane.num_held for plane in harness.cache.stats().planes]
 
 
-def peaks(deciding: Deciding) -> list[list[int]]:
+def peaks(harness: SchedulerHarness) -> list[list[int]]:
     """Run to the end; what was held after each step, by family."""
     found = []
-    while deciding.loop.has_work:
-        deciding.step()
-        found.append(held(deciding))
+    while harness.loop.has_work:
+        harness.step()
+        found.append(held(harness))
     return found
 
 
@@ -40,13 +40,13 @@ def test_f04_a_long_request_holds_a_quarter_of_what_full_attention_would_at_its_
     sizes = [FamilyBytes(family, n) for family, n in zip(families, (1, 5), strict=True)]
     least = sum(demand.least(size.family) * size.unit_bytes for size in sizes)
     capacities = split(sizes, least, demand)
-    deciding = Deciding(
+    harness = SchedulerHarness(
         page_size=PAGE, budget=BUDGET, capacities=capacities, max_model_len=32768
     )  # fmt: skip
     request = submit(1, [n % 49 for n in range(32768 - 8)], max_tokens=8)
-    deciding.scheduler.submit(request)
-    steps = peaks(deciding)
-    assert deciding.tokens(1) == expected_tokens(request)
+    harness.scheduler.submit(request)
+    steps = peaks(harness)
+    assert harness.tokens(1) == expected_tokens(request)
     full_attention = 32768 // PAGE * 6
     most = max(full + 5 * window for full, window in steps)
     assert most < 0.25 * full_attention
@@ -62,13 +62,13 @@ def test_f04_windows_give_pages_back_between_the_chunks_of_a_prompt_and_while_de
     """F04: never more than the window and one step's tokens; then what decoding needs."""
     families = attention_families(windows, page_size=4, max_model_len=600)
     capacities = tuple(Capacity(family, 200) for family in families)
-    deciding = Deciding(
+    harness = SchedulerHarness(
         page_size=4, budget=32, capacities=capacities, max_model_len=600, depth=depth
     )  # fmt: skip
     request = submit(1, [n % 47 for n in range(400)], max_tokens=60)
-    deciding.scheduler.submit(request)
-    steps = peaks(deciding)
-    assert deciding.tokens(1) == expected_tokens(request)
+    harness.scheduler.submit(request)
+    steps = peaks(harness)
+    assert harness.tokens(1) == expected_tokens(request)
     for index, family in enumerate(families):
         in_prompt, decoding = family.most_needed(32), family.most_needed(1)
         if in_prompt is None or decoding is None:
@@ -88,7 +88,7 @@ def test_p07_turns_of_talks_under_pressure_give_what_they_give_alone(
     capacities = tuple(
         Capacity(family, 34 if family.most_needed(1) is None else 22) for family in families
     )
-    deciding = Deciding(page_size=4, budget=16, capacities=capacities, max_model_len=120)
+    harness = SchedulerHarness(page_size=4, budget=16, capacities=capacities, max_model_len=120)
     said = {talk: [talk * 7 % 50, *range(10)] for talk in range(5)}
     number = 0
     for _ in range(3):
@@ -96,12 +96,12 @@ def test_p07_turns_of_talks_under_pressure_give_what_they_give_alone(
         for talk, prompt in said.items():
             number += 1
             asked[number] = (talk, submit(number, prompt, max_tokens=11))
-            deciding.scheduler.submit(asked[number][1])
-        deciding.run()
+            harness.scheduler.submit(asked[number][1])
+        harness.run()
         for each, (talk, request) in asked.items():
-            assert deciding.tokens(each) == expected_tokens(request)
-            said[talk] = [*request.prompt, *deciding.tokens(each), 1, 2, 3]
-    assert held(deciding) == [0] * len(families)
+            assert harness.tokens(each) == expected_tokens(request)
+            said[talk] = [*request.prompt, *harness.tokens(each), 1, 2, 3]
+    assert held(harness) == [0] * len(families)
 
 
 @pytest.mark.parametrize("windows", [(None, 12), (12,), (None, 6, 20)])
@@ -111,15 +111,15 @@ def test_f04_requests_that_share_a_windows_pages_leave_them_together(
     """F04: of a page that several hold each gives up its own hold, in one step, and it is nobody's
     only then."""
     families = attention_families(windows, page_size=4, max_model_len=120)
-    deciding = Deciding(
+    harness = SchedulerHarness(
         page_size=4, capacities=tuple(Capacity(f, 120) for f in families), max_model_len=120
     )
     requests = [submit(i, list(range(30)), max_tokens=40) for i in range(4)]
     for request in requests:
-        deciding.scheduler.submit(request)
-    steps = peaks(deciding)
+        harness.scheduler.submit(request)
+    steps = peaks(harness)
     for request in requests:
-        assert deciding.tokens(int(request.request_id)) == expected_tokens(request)
+        assert harness.tokens(int(request.request_id)) == expected_tokens(request)
     for index, family in enumerate(families):
         most = family.most_needed(1)
         if most is not None:

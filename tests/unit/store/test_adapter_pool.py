@@ -15,9 +15,9 @@ from torch import Tensor
 
 from manyroots.errors import AdapterError, ConfigError
 from manyroots.ids import AdapterSlot
-from manyroots.kernels.lora_sites import torch_ops
-from manyroots.kernels.lora_sites.sites import EmbeddingSite, LinearSite
-from manyroots.kernels.moe_pairs.adapters import PART_WIDTH, ExpertSite
+from manyroots.kernels.fused_moe.adapters import PART_WIDTH, ExpertSite
+from manyroots.kernels.lora_ops import torch_ops
+from manyroots.kernels.lora_ops.sites import EmbeddingSite, LinearSite
 from manyroots.lora.targets import TargetKind
 from manyroots.store.adapter_files import read_adapter, read_folder
 from manyroots.store.adapter_layouts import Layouts
@@ -88,7 +88,7 @@ def check_b(
     own = wanted.shape[1]
     b = site.b(offset, wanted.shape[0], rank)
     assert not b[:, own:].any()
-    if site.is_turned:
+    if site.is_transposed:
         assert rank == own
         assert b.t().is_contiguous()
         assert torch.equal(b, wanted * scaling)
@@ -136,7 +136,7 @@ def check(pool: AdapterPool, slot: int, weights: AdapterWeights) -> None:
         check_experts(expert_site, slot, [weights.pairs.get(name) for name in names[host]])
     [embedding] = pool.embedding_sites.values()
     check_embedding(embedding, slot, weights.pairs.get("model.embed_tokens"))
-    if pool.is_turned:
+    if pool.is_transposed:
         check_views(pool, slot, weights)
 
 
@@ -176,7 +176,7 @@ def make_pool(
     *,
     num_slots: int = 1,
     max_rank: int = 16,
-    is_turned: bool = True,
+    is_transposed: bool = True,
     dtype: torch.dtype = torch.float32,
 ) -> AdapterPool:
     return AdapterPool(
@@ -185,32 +185,32 @@ def make_pool(
         max_rank=max_rank,
         dtype=dtype,
         device=CPU,
-        is_turned=is_turned,
+        is_transposed=is_transposed,
     )
 
 
-@pytest.mark.parametrize("is_turned", [False, True])
+@pytest.mark.parametrize("is_transposed", [False, True])
 @pytest.mark.parametrize("modules", [ALL, ALL[:-1], ("q_proj", "v_proj", "up_proj")])
 @pytest.mark.parametrize(("rank", "is_one_copy"), [(8, True), (16, True), (5, False)])
 def test_every_pair_is_where_the_tables_say(
-    tmp_path: Path, modules: tuple[str, ...], rank: int, is_one_copy: bool, is_turned: bool
+    tmp_path: Path, modules: tuple[str, ...], rank: int, is_one_copy: bool, is_transposed: bool
 ) -> None:
     """Two slots, the second with another adapter; ranks that need no padding come by one copy,
     unless they must be turned."""
     first = adapter(tmp_path / "a", Recipe(rank=rank, modules=modules, seed=1))
     second = adapter(tmp_path / "b", Recipe(rank=rank, modules=modules, seed=2))
-    pool = make_pool(num_slots=2, is_turned=is_turned)
+    pool = make_pool(num_slots=2, is_transposed=is_transposed)
     with mock.patch.object(Region, "fill", autospec=True, side_effect=Region.fill) as filled:
         pool.load(AdapterSlot(0), first)
         pool.load(AdapterSlot(1), second)
         pool.load(AdapterSlot(0), first)
-    assert filled.call_count == (3 if is_one_copy and not is_turned else 0)
+    assert filled.call_count == (3 if is_one_copy and not is_transposed else 0)
     check(pool, 0, first)
     check(pool, 1, second)
 
 
-@pytest.mark.parametrize("is_turned", [False, True])
-def test_an_adapter_moves_from_slot_to_slot(tmp_path: Path, is_turned: bool) -> None:
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_an_adapter_moves_from_slot_to_slot(tmp_path: Path, is_transposed: bool) -> None:
     """What was in one slot before goes to any other, and so does what is alike; their rows are
     worked out once. Once all are gone, nothing is kept of them."""
     recipe = Recipe(rank=8, modules=ALL, seed=1)
@@ -220,7 +220,7 @@ def test_an_adapter_moves_from_slot_to_slot(tmp_path: Path, is_turned: bool) -> 
     for seed in (1, 2):
         write_adapter(tmp_path / f"{seed}", targets, replace(recipe, seed=seed))
         alike.append(read_folder(tmp_path / f"{seed}", layouts)[1])
-    pool = make_pool(num_slots=4, is_turned=is_turned)
+    pool = make_pool(num_slots=4, is_transposed=is_transposed)
     pool.load(AdapterSlot(2), alike[0])
     with mock.patch.object(Region, "place", side_effect=AssertionError):
         for slot in (3, 0, 1):
@@ -232,8 +232,8 @@ def test_an_adapter_moves_from_slot_to_slot(tmp_path: Path, is_turned: bool) -> 
     assert len(pool._rows) == 0
 
 
-@pytest.mark.parametrize("is_turned", [False, True])
-def test_halves_in_another_order_come_one_by_one(tmp_path: Path, is_turned: bool) -> None:
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_halves_in_another_order_come_one_by_one(tmp_path: Path, is_transposed: bool) -> None:
     """A host copy that was not read from files may lie in any way."""
     read = adapter(tmp_path, Recipe(rank=8, modules=ALL[:4]))
     flat = [half.flatten() for pair in read.pairs.values() for half in (pair.b, pair.a)]
@@ -243,7 +243,7 @@ def test_halves_in_another_order_come_one_by_one(tmp_path: Path, is_turned: bool
     for name, pair in read.pairs.items():
         b, a = next(cut).view(pair.b.shape), next(cut).view(pair.a.shape)
         pairs[name] = LoraPair(a, b, pair.scaling)
-    pool = make_pool(max_rank=8, is_turned=is_turned)
+    pool = make_pool(max_rank=8, is_transposed=is_transposed)
     pool.load(AdapterSlot(0), AdapterWeights(read.digest, pairs, buffer))
     check(pool, 0, read)
 
@@ -267,8 +267,8 @@ def test_experts_may_share_halves(shared: str) -> None:
         },
         shared,
     )
-    for is_turned in (False, True):
-        pool = make_pool(is_turned=is_turned)
+    for is_transposed in (False, True):
+        pool = make_pool(is_transposed=is_transposed)
         pool.load(SLOT, weights)
         check(pool, 0, weights)
     gate_up = next(iter(pool.expert_sites.values()))
@@ -335,14 +335,14 @@ def test_a_reused_slot_shows_nothing_in_stacks_either_w09() -> None:
     assert torch.equal(after[2:], before[2:])
 
 
-@pytest.mark.parametrize("is_turned", [False, True])
+@pytest.mark.parametrize("is_transposed", [False, True])
 def test_an_adapter_that_comes_again_is_the_same_bit_by_bit(
-    tmp_path: Path, is_turned: bool
+    tmp_path: Path, is_transposed: bool
 ) -> None:
     """Whatever was in the slot meanwhile."""
     first = adapter(tmp_path / "a", Recipe(rank=5, modules=ALL, seed=1))
     other = adapter(tmp_path / "b", Recipe(rank=16, modules=ALL, seed=2))
-    pool = make_pool(is_turned=is_turned)
+    pool = make_pool(is_transposed=is_transposed)
     pool.load(SLOT, first)
     sites = [*pool.sites.values(), *pool.embedding_sites.values(), *pool.expert_sites.values()]
     tables = [site.table.clone() for site in sites]

@@ -36,7 +36,7 @@ def test_a_load_ends_beside_the_steps_and_whoever_waits_is_woken() -> None:
         assert may_end.wait(PATIENCE_S)
         return WEIGHTS
 
-    pool = make_pool([adapter((0, 0, 0), 0)], is_turned=True)
+    pool = make_pool([adapter((0, 0, 0), 0)], is_transposed=True)
     mover = Mover(AdapterLoader(read, pool))
     mover.start([a_load()], [a_copy(Tier.DEVICE, Tier.DEVICE)])
     mover.wait(0.01)
@@ -58,7 +58,7 @@ def test_a_copy_between_tiers_is_refused_before_anything_begins(source: Tier, ta
     def read(path: str) -> AdapterWeights:
         raise AssertionError("a load began")
 
-    mover = Mover(AdapterLoader(read, make_pool([WEIGHTS], is_turned=True)))
+    mover = Mover(AdapterLoader(read, make_pool([WEIGHTS], is_transposed=True)))
     message = f"copy 7 is from {source.value} to {target.value}"
     with pytest.raises(RuntimeError, match=message):
         mover.start([a_load()], [a_copy(Tier.DEVICE, Tier.DEVICE), a_copy(source, target)])

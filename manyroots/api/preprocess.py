@@ -1,0 +1,278 @@
+"""From a typed request to sequences that are ready to run.
+
+Takes a request and the loaded model; gives a `Job`: admitted, tokenized, checked by the input
+processor. Large texts are tokenized, and templates are rendered, off the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+
+from manyroots.api.checks import (
+    chat_sampling,
+    check_count,
+    check_logprobs,
+    check_spaces,
+    check_supported,
+    completion_sampling,
+    namespace_of,
+    prompts_of,
+    structure_of,
+    wants_structure,
+)
+from manyroots.api.concurrency import Permits
+from manyroots.api.middleware import id_or_new
+from manyroots.api.offered_tools import tool_use
+from manyroots.api.requests import ChatRequest, CompletionRequest, GenerationFields, TokenizeRequest
+from manyroots.api.state import ServerState, Service
+from manyroots.errors import RequestError
+from manyroots.grammar.source import check_structure
+from manyroots.ids import AdapterName
+from manyroots.messages import Submit
+from manyroots.observe.requests import RequestFacts, RequestWatch
+from manyroots.sampling import SamplingParams
+from manyroots.structured_outputs import StructuredOutputsParams
+from manyroots.text.chat_output import ChatOutput, parse_plain
+from manyroots.text.tools import ToolUse
+
+_SMALL_CHARACTERS = 4096
+"""Tokenized at once: a thread would take longer than the work."""
+
+
+def no_format() -> ChatOutput:
+    """A completion's text is all content."""
+    return ChatOutput(parse_plain)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One admitted request. Whoever runs it releases its permits."""
+
+    id: str
+    created: int
+    service: Service
+    n: int
+    submits: list[Submit]
+    """n for each prompt, in order."""
+    permits: Permits
+    texts: list[str | None]
+    """The prompts as the caller wrote them; None for those given as token ids, or truncated."""
+    watch: RequestWatch
+    new_output: Callable[[], ChatOutput] = no_format
+    """For each choice of a chat: what reads its text."""
+    shown_ids: frozenset[int] = frozenset()
+    """Special tokens that are part of that text."""
+
+    def prompt_text(self, place: int) -> str:
+        text = self.texts[place]
+        if text is not None:
+            return text
+        prompt = self.submits[place * self.n].prompt
+        return self.service.tokenizer.decode(prompt, skip_special_tokens=False)
+
+
+async def completion_job(
+    server: ServerState, request: CompletionRequest, headers: Mapping[str, str]
+) -> Job:
+    service = server.accepting
+    service.adapters.resolve(request.model)
+    check_supported(request)
+    check_spaces(request, joins_by_spaces=not service.tokenizer.has_bytes)
+    sampling = completion_sampling(request, service.defaults)
+    check_logprobs(sampling, server.settings.max_logprobs, "logprobs")
+    prompts = prompts_of(request)
+    adapters = service.adapters.choose(request.model, request.lora_path, len(prompts))
+    with ExitStack() as undo:
+        permits = undo.enter_context(_admit(server, len(prompts), sampling.n))
+        tokens = await _encode_prompts(service, prompts, request.add_special_tokens is not False)
+        if wants_structure(request) and (
+            structure := await asyncio.to_thread(structure_of, request)
+        ):
+            sampling = replace(sampling, structured_outputs=structure[1])
+        tokens = [_truncated(service, request, sampling, prompt) for prompt in tokens]
+        asked = list(zip(tokens, adapters, strict=True))
+        submits = _submits(service, request, sampling, asked, "prompt")
+        undo.pop_all()
+    is_whole = request.truncate_prompt_tokens is None
+    texts = [prompt if isinstance(prompt, str) and is_whole else None for prompt in prompts]
+    number = _new_id("cmpl", headers)
+    watch = server.watch(RequestFacts(number, request.model, sampling.n, submits, headers))
+    return Job(number, _now(), service, sampling.n, submits, permits, texts, watch)
+
+
+async def chat_job(
+    server: ServerState,
+    request: ChatRequest,
+    headers: Mapping[str, str],
+    *,
+    cuts_to_fit: bool = False,
+) -> Job:
+    """`cuts_to_fit`: a limit beyond the model's context is no fault, and the context ends it."""
+    service = server.accepting
+    [adapter] = service.adapters.choose(request.model, request.lora_path, 1)
+    check_supported(request)
+    check_spaces(request, joins_by_spaces=not service.tokenizer.has_bytes)
+    sampling = chat_sampling(request, service.defaults)
+    check_logprobs(sampling, server.settings.max_logprobs, "top_logprobs")
+    use = tool_use(request, server.notices)
+    notice_effort(server, request)
+    with ExitStack() as undo:
+        permits = undo.enter_context(_admit(server, 1, sampling.n))
+        # A template is code, however short the messages: never on the event loop.
+        text, tokens, structure = await asyncio.to_thread(_prepare_chat, service, request, use)
+        if structure is not None:
+            sampling = replace(sampling, structured_outputs=structure)
+        tokens = _truncated(service, request, sampling, tokens)
+        if cuts_to_fit and sampling.max_tokens is not None:
+            num_left = service.input_processor.num_left(tokens)
+            sampling = replace(sampling, max_tokens=min(sampling.max_tokens, num_left))
+        submits = _submits(service, request, sampling, [(tokens, adapter)], "messages")
+        undo.pop_all()
+    number = _new_id("chatcmpl", headers)
+    watch = server.watch(RequestFacts(number, request.model, sampling.n, submits, headers))
+    assert service.template is not None  # else encode_chat has refused
+    chat_format = service.template.format
+    is_continued = bool(request.continue_final_message)
+    return Job(
+        number,
+        _now(),
+        service,
+        sampling.n,
+        submits,
+        permits,
+        [None],
+        watch,
+        new_output=partial(chat_format.output, use, prompt=text, is_continued=is_continued),
+        shown_ids=service.tokenizer.ids_of(chat_format.special_tokens(use)),
+    )
+
+
+def notice_effort(server: ServerState, request: ChatRequest) -> None:
+    """Log an effort that the model's template can't be told; it is a hint."""
+    template, effort = server.service.template, request.reasoning_effort
+    if template is not None and effort is not None and not template.follows_effort(effort):
+        server.notices.tell("reasoning_effort", "is no choice of this model's chat template")
+
+
+def _prepare_chat(
+    service: Service, request: ChatRequest, use: ToolUse
+) -> tuple[str, list[int], StructuredOutputsParams | None]:
+    """A chat's prompt, and the shape of its answer."""
+    wanted = structure_of(request)
+    if wanted is not None and use.must_call:
+        if wanted[0] != "response_format":
+            raise RequestError(
+                f"tool_choice demands a call, and {wanted[0]} another answer; give one of them.",
+                field=wanted[0],
+            )
+        wanted = None  # of what is said beside calls, and nothing is: as agents ask for it
+    text, tokens = encode_chat(service, request, use)
+    assert service.template is not None  # else encode_chat has refused
+    structure = service.template.format.structure(
+        None if wanted is None else wanted[1], use, prompt=text, tokenizer=service.tokenizer
+    )
+    if structure is not None and use.must_call:
+        check_structure(structure, "tools")
+    return text, tokens, structure
+
+
+def encode_chat(
+    service: Service, request: ChatRequest | TokenizeRequest, use: ToolUse
+) -> tuple[str, list[int]]:
+    """A chat as one prompt, by the model's template: its text and its tokens."""
+    if service.template is None:
+        raise RequestError(
+            "this model has no chat template, so it can't take messages; use /v1/completions, "
+            "or start the server with --chat-template.",
+            field="messages",
+        )
+    text = service.template.render(
+        request.messages or [],
+        add_generation_prompt=request.add_generation_prompt is not False,
+        continue_final_message=bool(request.continue_final_message),
+        options=request.chat_template_kwargs,
+        reasoning_effort=request.reasoning_effort,
+        use=use,
+    )
+    # The template writes the special tokens itself.
+    add_special_tokens = bool(request.add_special_tokens)
+    encode = service.input_processor.encode
+    return text, encode(text, add_special_tokens=add_special_tokens, field="messages")
+
+
+async def _encode_prompts(
+    service: Service, prompts: list[str | list[int]], add_special_tokens: bool
+) -> list[list[int]]:
+    def encode() -> list[list[int]]:
+        return [
+            service.input_processor.encode(prompt, add_special_tokens=add_special_tokens)
+            if isinstance(prompt, str)
+            else prompt
+            for prompt in prompts
+        ]
+
+    size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+    return encode() if size <= _SMALL_CHARACTERS else await asyncio.to_thread(encode)
+
+
+def _truncated(
+    service: Service, request: GenerationFields, sampling: SamplingParams, tokens: list[int]
+) -> list[int]:
+    """A prompt's last tokens, as many as the request wants to keep."""
+    wanted = request.truncate_prompt_tokens
+    if wanted is None:
+        return tokens
+    longest = service.engine.info.max_model_len
+    if not (wanted == -1 or 1 <= wanted < longest):
+        raise RequestError(
+            f"truncate_prompt_tokens is {wanted}; it must be an integer from 1 to {longest - 1}, "
+            "or -1 for as many as fit.",
+            field="truncate_prompt_tokens",
+        )
+    if wanted == -1:
+        wanted = max(1, longest - (sampling.max_tokens or 1))
+    return tokens[-wanted:]
+
+
+def _admit(server: ServerState, num_prompts: int, n: int) -> Permits:
+    count = check_count(num_prompts, n, server.settings.max_prompts_per_request)
+    return server.service.concurrency.admit(count)
+
+
+def _submits(
+    service: Service,
+    request: GenerationFields,
+    sampling: SamplingParams,
+    prompts: list[tuple[list[int], AdapterName | None]],
+    field: str,
+) -> list[Submit]:
+    namespace = namespace_of(request)
+    next_id = service.engine.next_request_id
+    return [
+        submit
+        for prompt, adapter in prompts
+        for submit in service.input_processor.submits(
+            prompt,
+            sampling,
+            namespace,
+            next_id,
+            adapter=adapter,
+            priority=request.priority or 0,
+            field=field,
+        )
+    ]
+
+
+def _new_id(prefix: str, headers: Mapping[str, str]) -> str:
+    """With the caller's own id in it, so that its logs and its answers can be joined."""
+    given = headers.get("x-request-id")
+    return f"{prefix}-{id_or_new(() if given is None else (given,))}"
+
+
+def _now() -> int:
+    return int(time.time())

@@ -1,0 +1,107 @@
+"""Mixture of experts, naive: one token and one expert at a time, in float32."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from manyroots.kernels.activation.reference import activate
+from manyroots.kernels.fp8_rows import Fp8Form, in_fp8
+from manyroots.kernels.fused_moe.adapters import PART_WIDTH, ExpertAdapters, ExpertSite
+from manyroots.kernels.fused_moe.routing import MAX_FEW_TOKENS, Routing, Scoring
+from manyroots.kernels.fused_moe.weights import ExpertMatrix, ExpertWeights
+from manyroots.kernels.lora_ops.reference import expanded
+from manyroots.kernels.lora_ops.sites import LoraTerm
+from manyroots.kernels.mxfp4 import Mxfp4Matrix
+from manyroots.kernels.scaled import plain
+
+
+def route(
+    scores: Tensor,
+    top_k: int,
+    lora: LoraTerm | None = None,
+    *,
+    scoring: Scoring,
+    bias: Tensor | None = None,
+) -> Routing:
+    """From a router's scores [tokens, experts] (or partial sums of them), what adapters add and
+    the router's bias [experts]."""
+    total = scores.float() if scores.dim() == 2 else scores.float().sum(0)
+    if lora is not None:
+        total = total + expanded(lora)
+    if bias is not None:
+        total = total + bias.float()
+    if scoring is Scoring.SOFTMAX_OF_CHOSEN:
+        chosen, experts = _largest(total, top_k)
+        weights = chosen.softmax(-1)
+    else:
+        weights, experts = _largest(total.softmax(-1), top_k)
+    if scoring is Scoring.SOFTMAX_RENORMALISED:
+        weights = weights / weights.sum(-1, keepdim=True)
+    flat = experts.flatten()
+    counts = torch.bincount(flat, minlength=total.shape[1])
+    ends = counts.cumsum(0)
+    ids = torch.arange(len(counts), device=flat.device)
+    groups = torch.stack((ids, ends - counts, ends), dim=1)
+    used_first = (counts == 0).int().argsort(stable=True)
+    order = flat.argsort(stable=True).int()
+    return Routing(weights, order, groups[used_first].int(), experts.int())
+
+
+def _largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The first of equals first, which `topk` does not promise."""
+    values, places = scores.sort(dim=-1, descending=True, stable=True)
+    return values[:, :count], places[:, :count]
+
+
+def experts(
+    x: Tensor, routing: Routing, weights: ExpertWeights, adapters: ExpertAdapters | None = None
+) -> Tensor:
+    """What adds up to each token's output, float32 [top_k, tokens, hidden]: each pair's weighted
+    output. Of many tokens, those that experts in FP8 multiply are rounded to FP8, too."""
+    if weights.is_fp4:
+        weights = weights.plain(torch.float32)
+    num_tokens, top_k = routing.weights.shape
+    is_many = routing.tiles is not None or num_tokens > MAX_FEW_TOKENS
+    rounds = is_many and weights.has_fp8_tiles
+    out = torch.zeros(num_tokens * top_k, x.shape[1], device=x.device)
+    pair_weights = routing.weights.flatten()
+    for expert, begin, end in routing.groups.tolist():
+        for pair in routing.pairs[begin:end].tolist():
+            token = pair // top_k
+            both = _product(x[token], weights.gate_up, weights.gate_up_bias, expert, rounds)
+            if adapters is not None:
+                both += _delta(x[token], adapters.gate_up, int(adapters.rows.slots[token]), expert)
+            gate, up = both.chunk(2)
+            hidden = activate(gate, up, weights.activation).to(x.dtype)
+            y = _product(hidden, weights.down, weights.down_bias, expert, rounds)
+            if adapters is not None:
+                y += _delta(hidden, adapters.down, int(adapters.rows.slots[token]), expert)
+            out[pair] = pair_weights[pair] * y
+    return out.view(num_tokens, top_k, -1).transpose(0, 1)
+
+
+def _product(
+    x: Tensor, weight: ExpertMatrix, bias: Tensor | None, expert: int, rounds: bool
+) -> Tensor:
+    if rounds and not isinstance(weight, Tensor | Mxfp4Matrix):
+        x = in_fp8(x[None], Fp8Form(1, weight.group)).plain()[0]
+    y = plain(weight[expert], torch.float32).float() @ x.float()
+    return y if bias is None else y + bias[expert].float()
+
+
+def _delta(x: Tensor, site: ExpertSite, slot: int, expert: int) -> Tensor:
+    """What a slot adds to one expert's product of x."""
+    found = []
+    for part, size in enumerate(site.part_sizes):
+        if slot < 0:
+            found.append(torch.zeros(size, device=x.device))
+            continue
+        entry = site.table[slot, PART_WIDTH * part : PART_WIDTH * (part + 1)].tolist()
+        a_offset, a_step, rank, b_offset, b_step = entry
+        a_at, b_at = a_offset + expert * a_step, b_offset + expert * b_step
+        a = site.pool[a_at : a_at + rank * len(x)].view(rank, len(x))
+        b = site.b(b_at, size, rank)
+        h = site.scalings[slot, part] * (a.float() @ x.float())
+        found.append(b.float() @ h.to(b.dtype).float())
+    return torch.cat(found)

@@ -1,0 +1,463 @@
+"""Mixture of experts in two launches, or four with adapters, without a word from the host.
+
+Same signatures as `reference.py`. `route` chooses in parallel, and the last program to choose
+makes the experts' lists. The two products read each chosen expert's weights once for up to BLOCK_M
+of its pairs, and leave the sum over a token's experts to the next kernel: [tokens, top_k, hidden],
+transposed, is what `add_rms_norm` takes as partial sums. Without adapters, both are one launch of
+`triton_products.py`. With adapters each is a kernel of its own, here, made of the same tiles; what
+adapters need of them is in `triton_adapters.py`. That is for few tokens: the pairs of many are put
+in order by `triton_order.py`, and multiplied by `triton_tiles.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from manyroots.kernels.fused_moe.adapters import ExpertAdapters
+from manyroots.kernels.fused_moe.routing import MAX_FEW_TOKENS, Routing, Scoring
+from manyroots.kernels.fused_moe.triton_adapters import (
+    EXPAND_N,
+    SHRINK_N,
+    activate,
+    add_to_scores,
+    expand_tile,
+    shrink_tile,
+)
+from manyroots.kernels.fused_moe.triton_fp4 import operand_of
+from manyroots.kernels.fused_moe.triton_order import ordered
+from manyroots.kernels.fused_moe.triton_products import (
+    both_products,
+    down_product,
+    gate_and_up,
+    group_at,
+)
+from manyroots.kernels.fused_moe.triton_tiles import experts_in_tiles, tile_rows
+from manyroots.kernels.fused_moe.weights import ExpertMatrix, ExpertWeights
+from manyroots.kernels.launch import (
+    as_splits,
+    counters,
+    launch_options,
+    let_next_begin,
+    wait_for_inputs,
+)
+from manyroots.kernels.lora_ops.sites import LoraTerm
+from manyroots.kernels.lora_ops.triton import LEAST_RANKS
+from manyroots.kernels.mxfp4 import TILE, Mxfp4Matrix
+from manyroots.kernels.scaled import SIDE_STEP
+
+_SOFTMAX = tl.constexpr(Scoring.SOFTMAX.value)
+_OF_CHOSEN = tl.constexpr(Scoring.SOFTMAX_OF_CHOSEN.value)
+MAX_ROUTED_TOKENS = MAX_FEW_TOKENS
+"""Most tokens whose pairs `route` orders itself; more go through `triton_order.py` and in tiles."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTiling:
+    """How the two products are cut up; found by measurement."""
+
+    up_n: int = 64
+    up_k: int = 128
+    up_stages: int = 3
+    down_n: int = 64
+    down_k: int = 128
+    down_stages: int = 3
+    down_alone_n: int = 128
+    """Where both products are one launch, which has `up_stages`; instead of `down_n`."""
+    num_warps: int = 4
+    activate_n: int = 128
+    """With adapters alone: columns of a pair that one program takes between the products."""
+
+
+FP4_TILING = ExpertTiling(up_stages=4)
+"""Of weights in MXFP4, whose tiles have 128 columns."""
+
+
+@triton.jit
+def _choose(
+    logits, bias, chosen, weights, ranks, hidden, slots, pool, table, r, num_rows, num_experts,
+    in_split, in_row, hidden_split, hidden_row,
+    NUM_SPLITS: tl.constexpr, LORA_SPLITS: tl.constexpr, RANK_BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr, SCORING: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, ORDERS: tl.constexpr,
+):  # fmt: skip
+    """The likeliest experts of a block of tokens, the first of equals first."""
+    e = tl.arange(0, BLOCK_E)
+    ok = (r < num_rows)[:, None] & (e < num_experts)[None, :]
+    at = logits + r[:, None] * in_row + e[None, :]
+    scores = tl.load(at, mask=ok, other=float("-inf")).to(tl.float32)
+    for split in tl.static_range(1, NUM_SPLITS):
+        scores += tl.load(at + split * in_split, mask=ok, other=0.0).to(tl.float32)
+    if LORA_SPLITS:
+        scores = add_to_scores(
+            scores, hidden, slots, pool, table, r, e, num_rows, num_experts, hidden_split,
+            hidden_row, LORA_SPLITS, RANK_BLOCK,
+        )  # fmt: skip
+    if HAS_BIAS:
+        scores += tl.load(bias + e, mask=e < num_experts, other=0.0).to(tl.float32)[None, :]
+    scores = tl.where((r < num_rows)[:, None], scores, 0.0)
+    if SCORING == _OF_CHOSEN:
+        left = scores
+    else:
+        left = tl.exp(scores - tl.max(scores, axis=1)[:, None])
+        left = left / tl.sum(left, axis=1)[:, None]
+    c = tl.arange(0, BLOCK_C)
+    experts = tl.zeros((BLOCK_R, BLOCK_C), tl.int32)
+    best = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
+    rank = tl.full((BLOCK_R, BLOCK_E), -1, tl.int32)
+    for i in range(TOP_K):
+        which = tl.argmax(left, axis=1)
+        is_this = c[None, :] == i
+        experts = tl.where(is_this, which[:, None], experts)
+        best = tl.where(is_this, tl.max(left, axis=1)[:, None], best)
+        is_that = e[None, :] == which[:, None]
+        rank = tl.where(is_that, i, rank)
+        left = tl.where(is_that, float("-inf"), left)
+    if SCORING == _OF_CHOSEN:
+        best = tl.where(c[None, :] < TOP_K, best, float("-inf"))
+        best = tl.exp(best - tl.max(best, axis=1)[:, None])
+    if SCORING != _SOFTMAX:
+        best = best / tl.sum(best, axis=1)[:, None]
+    to = r[:, None] * TOP_K + c[None, :]
+    is_pair = (r < num_rows)[:, None] & (c < TOP_K)[None, :]
+    tl.store(weights + to, best, mask=is_pair)
+    tl.store(chosen + to, experts, mask=is_pair)
+    if ORDERS:
+        tl.store(ranks + e[None, :] * num_rows + r[:, None], rank, mask=ok)
+
+
+@triton.jit
+def _list(
+    ranks, pairs, groups, num_rows, num_experts,
+    TOP_K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Each expert's pairs into a list of its own, with room for one of every token."""
+    e = tl.arange(0, BLOCK_E)
+    t = tl.arange(0, BLOCK_T)
+    ok = (e < num_experts)[:, None] & (t < num_rows)[None, :]
+    at = e[:, None] * num_rows + t[None, :]
+    rank = tl.load(ranks + at, mask=ok, other=-1, cache_modifier=".cg")
+    mine = (rank >= 0).to(tl.int32)
+    place = tl.cumsum(mine, axis=1) - mine
+    pair = t[None, :] * TOP_K + rank
+    tl.store(pairs + e[:, None] * num_rows + place, pair, mask=ok & (rank >= 0))
+    count = tl.sum(mine, axis=1)
+    used = (count > 0).to(tl.int32)
+    used_before = tl.cumsum(used, axis=0) - used
+    to = groups + 3 * tl.where(count > 0, used_before, tl.sum(used) + e - used_before)
+    tl.store(to, e, mask=e < num_experts)
+    tl.store(to + 1, e * num_rows, mask=e < num_experts)
+    tl.store(to + 2, e * num_rows + count, mask=e < num_experts)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _route(
+    logits, bias, chosen, weights, ranks, pairs, groups, hidden, slots, pool, table, counter,
+    num_rows, num_experts, in_split, in_row, hidden_split, hidden_row,
+    NUM_SPLITS: tl.constexpr, LORA_SPLITS: tl.constexpr, RANK_BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr, SCORING: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Each program chooses for a few tokens; with BLOCK_T, the last one makes the lists."""
+    let_next_begin(DEPENDENT)
+    wait_for_inputs(DEPENDENT)
+    _choose(
+        logits, bias, chosen, weights, ranks, hidden, slots, pool, table,
+        tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R), num_rows, num_experts, in_split, in_row,
+        hidden_split, hidden_row, NUM_SPLITS, LORA_SPLITS, RANK_BLOCK, TOP_K, SCORING, HAS_BIAS,
+        BLOCK_C, BLOCK_E, BLOCK_R, BLOCK_T > 0,
+    )  # fmt: skip
+    if BLOCK_T:
+        tl.debug_barrier()
+        arrived = tl.atomic_add(counter, 1, sem="acq_rel")
+        if arrived == tl.num_programs(0) - 1:
+            tl.store(counter, 0)
+            _list(ranks, pairs, groups, num_rows, num_experts, TOP_K, BLOCK_E, BLOCK_T)
+
+
+def route(
+    scores: Tensor,
+    top_k: int,
+    lora: LoraTerm | None = None,
+    *,
+    scoring: Scoring,
+    bias: Tensor | None = None,
+) -> Routing:
+    """From a router's scores [tokens, experts] (or partial sums of them), what adapters add and
+    the router's bias [experts]."""
+    parts = as_splits(scores)
+    num_splits, num_rows, num_experts = parts.shape
+    device = scores.device
+    weights = torch.empty(num_rows, top_k, dtype=torch.float32, device=device)
+    chosen = torch.empty(num_rows, top_k, dtype=torch.int32, device=device)
+    is_small = num_rows <= MAX_ROUTED_TOKENS
+    ranks, pairs = torch.empty(
+        2, num_experts * num_rows if is_small else 0, dtype=torch.int32, device=device
+    )
+    groups = torch.empty(num_experts, 3, dtype=torch.int32, device=device)
+    # With adapters each of a block's rows has a B of its own in registers.
+    block_r, num_warps = (2, 4) if num_rows <= 16 else (8, 8)
+    if lora is not None:
+        block_r, num_warps = 1, 8
+    if lora is None:
+        adapters, hidden_strides, lora_splits = (parts, chosen, parts, chosen), (0, 0), 0
+    else:
+        hidden, site = lora.hidden, lora.site
+        adapters = (hidden, lora.rows.slots, site.pool, site.table)
+        hidden_strides, lora_splits = (hidden.stride(0), hidden.stride(1)), hidden.shape[0]
+    _route[(triton.cdiv(num_rows, block_r),)](
+        parts, parts if bias is None else bias, chosen, weights, ranks, pairs, groups, *adapters,
+        counters(device), num_rows, num_experts, parts.stride(0), parts.stride(1), *hidden_strides,
+        NUM_SPLITS=num_splits, LORA_SPLITS=lora_splits, RANK_BLOCK=LEAST_RANKS, TOP_K=top_k,
+        SCORING=scoring.value, HAS_BIAS=bias is not None, BLOCK_C=triton.next_power_of_2(top_k),
+        BLOCK_E=triton.next_power_of_2(num_experts), BLOCK_R=block_r,
+        BLOCK_T=max(16, triton.next_power_of_2(num_rows)) if is_small else 0,
+        num_warps=num_warps, **launch_options(device),
+    )  # fmt: skip
+    if is_small:
+        return Routing(weights, pairs, groups, chosen)
+    rows = tile_rows(num_rows * top_k, num_experts)
+    return ordered(chosen, weights, num_experts, tile_rows=rows)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "shrink_rows"])
+def _up(
+    x, gate_up, w_scales, num_groups, bias, pairs, groups, out, shrunk, slots, experts, pool, table,
+    scalings, n_size, k_size, top_k, num_pairs, max_rank, shrink_rows,
+    SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """gate and up of an expert's pairs, each at its own pair's place; and what the adapters shrink
+    x to."""
+    group = tl.program_id(1)
+    if group < shrink_rows:
+        shrink_tile(
+            x, shrunk, slots, experts, pool, table, scalings,
+            group * tl.num_programs(0) + tl.program_id(0), num_pairs, top_k, k_size, max_rank,
+            2, BLOCK_K, EVEN_K, DEPENDENT,
+        )  # fmt: skip
+        return
+    group -= shrink_rows
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    wait_for_inputs(DEPENDENT)
+    let_next_begin(DEPENDENT)
+    expert, begin, end = group_at(groups, group)
+    for first in range(begin, end, BLOCK_M):
+        m = first + tl.arange(0, BLOCK_M)
+        pair = tl.load(pairs + tl.minimum(m, end - 1)).to(tl.int64)
+        gate, up = gate_and_up(
+            x, gate_up, w_scales, num_groups, bias, expert, pair // top_k, m < end, n, n_size,
+            k_size, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, HAS_BIAS, SCALED, DEPENDENT,
+        )  # fmt: skip
+        ok = (m < end)[:, None] & (n < n_size)[None, :]
+        to = out + pair[:, None] * 2 * n_size + n[None, :]
+        tl.store(to, tl.trans(gate), mask=ok)
+        tl.store(to + n_size, tl.trans(up), mask=ok)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "expand_rows"])
+def _down(
+    hidden, down, w_scales, num_groups, bias, pairs, groups, weights, out, shrunk, slots, experts,
+    pool, table, n_size, k_size, num_tokens, max_rank, expand_rows,
+    SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, TOP_K: tl.constexpr,
+    BLOCK_P: tl.constexpr, NUM_SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """weight * down(hidden) of an expert's pairs, each at its own pair's place; and behind them
+    what the adapters add to each token."""
+    let_next_begin(DEPENDENT)
+    group = tl.program_id(1)
+    if group < expand_rows:
+        expand_tile(
+            out, shrunk, weights, experts, slots, pool, table,
+            group * tl.num_programs(0) + tl.program_id(0), num_tokens, n_size, max_rank,
+            TOP_K, BLOCK_P, NUM_SPLITS, DEPENDENT,
+        )  # fmt: skip
+        return
+    group -= expand_rows
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    wait_for_inputs(DEPENDENT)
+    expert, begin, end = group_at(groups, group)
+    for first in range(begin, end, BLOCK_M):
+        m = first + tl.arange(0, BLOCK_M)
+        pair = tl.load(pairs + tl.minimum(m, end - 1)).to(tl.int64)
+        acc = down_product(
+            hidden, down, w_scales, num_groups, bias, expert, pair, m < end, n, n_size, k_size,
+            BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, HAS_BIAS, SCALED, DEPENDENT,
+        )  # fmt: skip
+        value = tl.trans(acc) * tl.load(weights + pair)[:, None]
+        ok = (m < end)[:, None] & (n < n_size)[None, :]
+        place = pair // TOP_K * (TOP_K + 1) + pair % TOP_K
+        tl.store(out + place[:, None] * n_size + n[None, :], value, mask=ok)
+
+
+def experts(
+    x: Tensor,
+    routing: Routing,
+    weights: ExpertWeights,
+    adapters: ExpertAdapters | None = None,
+    *,
+    tiling: ExpertTiling | None = None,
+) -> Tensor:
+    """What adds up to each token's output, float32 [top_k, tokens, hidden]: each pair's weighted
+    output. What adapters add to few tokens is one more behind the last."""
+    cut = tiling or (FP4_TILING if weights.is_fp4 else ExpertTiling())
+    if not (_fits(weights.gate_up, cut.up_k) and _fits(weights.down, cut.down_k)):
+        weights = weights.plain(x.dtype)
+    if routing.tiles is not None:
+        by_token = experts_in_tiles(x, routing, weights, adapters)
+    elif adapters is None:
+        by_token = _both(x, routing, weights, cut)
+    else:
+        by_token = _with_adapters(x, routing, weights, adapters, cut)
+    return by_token.transpose(0, 1)
+
+
+def _fits(matrix: ExpertMatrix, block_k: int) -> bool:
+    """Whether FP8 is read in words: rows are whole 16-byte loads, and tiles of so many columns
+    have one scale for each row. Of MXFP4, whether tiles are as it is kept."""
+    if isinstance(matrix, Tensor):
+        return True
+    if isinstance(matrix, Mxfp4Matrix):
+        return block_k == TILE
+    has_one = matrix.has_row_scales or matrix.group % block_k == 0
+    return has_one and matrix.shape[-1] % SIDE_STEP == 0
+
+
+def _both(x: Tensor, routing: Routing, weights: ExpertWeights, cut: ExpertTiling) -> Tensor:
+    """The base model's experts: both products in one launch."""
+    num_experts, hidden_size, n_size = weights.down.shape
+    num_tokens, top_k = routing.weights.shape
+    used, block_m = _blocks(num_tokens, top_k, num_experts)
+    up_tiles = triton.cdiv(n_size, cut.up_n)
+    down_tiles = triton.cdiv(hidden_size, cut.down_alone_n)
+    inner = torch.empty(num_tokens * top_k, n_size, dtype=x.dtype, device=x.device)
+    out = torch.empty(num_tokens, top_k, hidden_size, dtype=torch.float32, device=x.device)
+    *gate_up, up_scaled = operand_of(weights.gate_up, x)
+    *down, down_scaled = operand_of(weights.down, x)
+    both_products[(used * (up_tiles + down_tiles),)](
+        x, *gate_up, *down, weights.up_bias_or(x), weights.down_bias_or(x), routing.pairs,
+        routing.groups, routing.weights, inner, out, counters(x.device), used * up_tiles, n_size,
+        hidden_size, UP_SCALED=up_scaled, DOWN_SCALED=down_scaled, KIND=weights.activation.value,
+        HAS_UP_BIAS=weights.gate_up_bias is not None, HAS_DOWN_BIAS=weights.down_bias is not None,
+        EVEN_UP=hidden_size % cut.up_k == 0, EVEN_DOWN=n_size % cut.down_k == 0,
+        TOP_K=top_k, UP_TILES=up_tiles, DOWN_TILES=down_tiles, BLOCK_M=block_m, UP_N=cut.up_n,
+        UP_K=cut.up_k, DOWN_N=cut.down_alone_n, DOWN_K=cut.down_k, num_stages=cut.up_stages,
+        num_warps=cut.num_warps, **launch_options(x.device),
+    )  # fmt: skip
+    return out
+
+
+def _blocks(num_tokens: int, top_k: int, num_experts: int) -> tuple[int, int]:
+    """How many experts a step may use, and how many pairs of one a program takes at once."""
+    num_pairs = num_tokens * top_k
+    return min(num_experts, num_pairs), 16 if num_pairs <= 8 * num_experts else 64
+
+
+def _with_adapters(
+    x: Tensor,
+    routing: Routing,
+    weights: ExpertWeights,
+    adapters: ExpertAdapters,
+    cut: ExpertTiling,
+) -> Tensor:
+    """Each product in a launch of its own, with what adapters need of it, and one between them."""
+    num_experts, hidden_size, n_size = weights.down.shape
+    num_tokens, top_k = routing.weights.shape
+    num_pairs = num_tokens * top_k
+    used, block_m = _blocks(num_tokens, top_k, num_experts)
+    inner = torch.empty(num_pairs, n_size, dtype=x.dtype, device=x.device)
+    around = _Around.of(inner, routing, adapters, hidden_size, cut)
+    options = launch_options(x.device)
+    *gate_up, up_scaled = operand_of(weights.gate_up, x)
+    _up[(triton.cdiv(n_size, cut.up_n), around.shrink_rows + used)](
+        x, *gate_up, weights.up_bias_or(x), routing.pairs, routing.groups, around.product,
+        *around.of_up, n_size, hidden_size, top_k, num_pairs, adapters.gate_up.max_rank,
+        around.shrink_rows, SCALED=up_scaled, HAS_BIAS=weights.gate_up_bias is not None,
+        EVEN_K=hidden_size % cut.up_k == 0, BLOCK_M=block_m, BLOCK_N=cut.up_n, BLOCK_K=cut.up_k,
+        num_stages=cut.up_stages, num_warps=cut.num_warps, **options,
+    )  # fmt: skip
+    _activate(around, inner, routing, weights, adapters, cut)
+    out = torch.empty(num_tokens, top_k + 1, hidden_size, dtype=torch.float32, device=x.device)
+    *down, down_scaled = operand_of(weights.down, x)
+    _down[(triton.cdiv(hidden_size, cut.down_n), around.expand_rows + used)](
+        inner, *down, weights.down_bias_or(x), routing.pairs, routing.groups,
+        routing.weights, out, *around.of_down, hidden_size, n_size, num_tokens,
+        adapters.down.max_rank, around.expand_rows, SCALED=down_scaled,
+        HAS_BIAS=weights.down_bias is not None,
+        EVEN_K=n_size % cut.down_k == 0, TOP_K=top_k, BLOCK_P=triton.next_power_of_2(top_k),
+        NUM_SPLITS=around.num_splits, BLOCK_M=block_m, BLOCK_N=cut.down_n, BLOCK_K=cut.down_k,
+        num_stages=cut.down_stages, num_warps=cut.num_warps, **options,
+    )  # fmt: skip
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Around:
+    """What the two products are given of adapters, and leave for them."""
+
+    product: Tensor
+    """What `_up` writes: gates and ups, float32 [num_pairs, 2 n]."""
+    of_up: tuple[Tensor, ...]
+    """First what x is shrunk to, float32 [num_pairs, ranks of gate and up]."""
+    of_down: tuple[Tensor, ...]
+    """First what activations are shrunk to, float32 [num_splits, num_pairs, ranks of down]."""
+    num_splits: int
+    """Partial sums that this is in."""
+    shrink_rows: int
+    """Rows of further tiles in the grid of `_up`: the first ones, so that what ends last is
+    short."""
+    expand_rows: int
+    """And in that of `_down`."""
+
+    @classmethod
+    def of(
+        cls,
+        inner: Tensor,
+        routing: Routing,
+        adapters: ExpertAdapters,
+        hidden_size: int,
+        cut: ExpertTiling,
+    ) -> _Around:
+        num_pairs, n_size = inner.shape
+        up, down, slots = adapters.gate_up, adapters.down, adapters.rows.slots
+
+        def empty(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=torch.float32, device=inner.device)
+
+        num_splits = triton.cdiv(n_size, cut.activate_n)
+        up_shrunk = empty(num_pairs, up.width)
+        down_shrunk = empty(num_splits, num_pairs, down.width)
+        shrink_tiles = triton.cdiv(num_pairs * up.width, SHRINK_N.value)
+        expand_tiles = len(slots) * triton.cdiv(hidden_size, EXPAND_N.value)
+        return cls(
+            product=empty(num_pairs, 2 * n_size),
+            of_up=(up_shrunk, slots, routing.experts, up.pool, up.table, up.scalings),
+            of_down=(down_shrunk, slots, routing.experts, down.pool, down.table),
+            num_splits=num_splits,
+            shrink_rows=triton.cdiv(shrink_tiles, triton.cdiv(n_size, cut.up_n)),
+            expand_rows=triton.cdiv(expand_tiles, triton.cdiv(hidden_size, cut.down_n)),
+        )
+
+
+def _activate(
+    around: _Around,
+    inner: Tensor,
+    routing: Routing,
+    weights: ExpertWeights,
+    adapters: ExpertAdapters,
+    cut: ExpertTiling,
+) -> None:
+    num_pairs, n_size = inner.shape
+    up, down = adapters.gate_up, adapters.down
+    activate[(num_pairs, around.num_splits)](
+        around.product, around.of_up[0], inner, around.of_down[0], adapters.rows.slots,
+        routing.experts, down.pool, up.table, down.table, down.scalings, num_pairs,
+        routing.weights.shape[1], n_size, up.max_rank, down.max_rank,
+        KIND=weights.activation.value, BLOCK_N=cut.activate_n, num_warps=4,
+        **launch_options(inner.device),
+    )  # fmt: skip

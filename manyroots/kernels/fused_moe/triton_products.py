@@ -1,0 +1,218 @@
+"""The experts' two products: the tiles they are made of, and both in one launch.
+
+Without adapters nothing lies between the products, so `both_products` has the programs of both: the
+second's come behind the first's, and each waits for its own expert alone. That one was done long
+ago, but for the last few: memory stays busy from the first product's beginning to the second's end.
+A program waits only for programs before it, and programs begin in order: whoever is waited for has
+begun, and waits for nobody.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from manyroots.kernels.activation.triton_kinds import activated
+from manyroots.kernels.fused_moe.triton_fp4 import (
+    FOUR_BITS,
+    fp4_numbers,
+    fp4_words,
+    whole_sums,
+)
+from manyroots.kernels.gemm.triton_words import times_words
+from manyroots.kernels.launch import let_next_begin, wait_for_count, wait_for_inputs
+
+
+@triton.jit
+def group_at(groups, group):
+    """A group's expert, and where its pairs begin and end."""
+    at = groups + 3 * group
+    return tl.load(at).to(tl.int64), tl.load(at + 1), tl.load(at + 2)
+
+
+@triton.jit
+def add_product(
+    acc, weight, rows, scales, at,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SCALED: tl.constexpr,
+    FAST: tl.constexpr,
+):  # fmt: skip
+    """A tile of a weight times rows, onto `acc`. With SCALED the weight is in FP8, in words of
+    four, and `scales` is where each of its rows has them, one for SCALED columns; 1: one for all,
+    applied at the end. With FOUR_BITS it is in MXFP4, and they are exponents."""
+    if SCALED == FOUR_BITS:
+        exponents = tl.load(scales + at // BLOCK_K)
+        numbers = fp4_numbers(weight, exponents, rows.dtype, BLOCK_N, FAST)
+        acc = tl.dot(numbers, tl.trans(rows), acc, input_precision="ieee")
+    elif SCALED > 1:
+        part = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        part = times_words(weight, rows, part, BLOCK_M, BLOCK_K, FAST)
+        acc += part * tl.load(scales + at // SCALED)[:, None]
+    elif SCALED == 1:
+        acc = times_words(weight, rows, acc, BLOCK_M, BLOCK_K, FAST)
+    else:
+        acc = tl.dot(weight, tl.trans(rows), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def _words_at(weight, row, k_size, BLOCK_K: tl.constexpr, SCALED: tl.constexpr):
+    """Where the first tile of a weight's rows is."""
+    if SCALED == FOUR_BITS:
+        at = fp4_words(weight, row, k_size)
+    else:
+        word: tl.constexpr = 4 if SCALED else 1
+        k = tl.arange(0, BLOCK_K // word)
+        at = weight + row[:, None] * (k_size // word) + k[None, :]
+    return at
+
+
+@triton.jit
+def _tile_at(
+    words, at, k_size, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, SCALED: tl.constexpr
+):  # fmt: skip
+    """The tile from column `at` on; what lies behind the end of a row is zeros."""
+    if SCALED == FOUR_BITS:  # which has zeros there
+        tile = tl.load(words + at // 8, eviction_policy="evict_first")
+    else:
+        word: tl.constexpr = 4 if SCALED else 1
+        if EVEN_K:
+            tile = tl.load(words + at // word, eviction_policy="evict_first")
+        else:
+            k = at + word * tl.arange(0, BLOCK_K // word)
+            inside = (k < k_size)[None, :]
+            tile = tl.load(
+                words + at // word, mask=inside, other=0, eviction_policy="evict_first"
+            )  # fmt: skip
+    return tile
+
+
+@triton.jit
+def gate_and_up(
+    x, gate_up, scales, num_groups, bias, expert, row, is_pair, n, n_size, k_size,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """The gates and ups at `n` of an expert's pairs, whose rows of x are `row`: [n, pairs] each."""
+    k = tl.arange(0, BLOCK_K)
+    x_at = x + row[:, None] * k_size + k[None, :]
+    first = expert * 2 * n_size + tl.minimum(n, n_size - 1)
+    gate_at = _words_at(gate_up, first, k_size, BLOCK_K, SCALED)
+    up_at = _words_at(gate_up, first + n_size, k_size, BLOCK_K, SCALED)
+    gate = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for at in range(0, k_size, BLOCK_K):
+        gates = _tile_at(gate_at, at, k_size, BLOCK_K, EVEN_K, SCALED)
+        ups = _tile_at(up_at, at, k_size, BLOCK_K, EVEN_K, SCALED)
+        if EVEN_K:
+            xs = tl.load(x_at + at, mask=is_pair[:, None], other=0.0)
+        else:
+            inside = (at + k < k_size)[None, :]
+            xs = tl.load(x_at + at, mask=is_pair[:, None] & inside, other=0.0)
+        gate = add_product(
+            gate, gates, xs, scales + first * num_groups, at, BLOCK_M, BLOCK_N, BLOCK_K, SCALED,
+            FAST,
+        )  # fmt: skip
+        up = add_product(
+            up, ups, xs, scales + (first + n_size) * num_groups, at, BLOCK_M, BLOCK_N, BLOCK_K,
+            SCALED, FAST,
+        )  # fmt: skip
+    if SCALED == FOUR_BITS:
+        gate = whole_sums(gate, x.dtype.element_ty, FAST)
+        up = whole_sums(up, x.dtype.element_ty, FAST)
+    if SCALED == 1:
+        gate *= tl.load(scales + first)[:, None]
+        up *= tl.load(scales + first + n_size)[:, None]
+    if HAS_BIAS:
+        gate += tl.load(bias + first).to(tl.float32)[:, None]
+        up += tl.load(bias + first + n_size).to(tl.float32)[:, None]
+    return gate, up
+
+
+@triton.jit
+def down_product(
+    hidden, down, scales, num_groups, bias, expert, pair, is_pair, n, n_size, k_size,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """Rows `n` of an expert's down times its pairs' activations: [n, pairs]."""
+    k = tl.arange(0, BLOCK_K)
+    row = expert * n_size + tl.minimum(n, n_size - 1)
+    w_at = _words_at(down, row, k_size, BLOCK_K, SCALED)
+    h_at = hidden + pair[:, None] * k_size + k[None, :]
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for at in range(0, k_size, BLOCK_K):
+        weight = _tile_at(w_at, at, k_size, BLOCK_K, EVEN_K, SCALED)
+        # Activations past the first cache, which does not see what other programs write.
+        if EVEN_K:
+            hs = tl.load(h_at + at, mask=is_pair[:, None], other=0.0, cache_modifier=".cg")
+        else:
+            inside = (at + k < k_size)[None, :]
+            hs = tl.load(h_at + at, mask=is_pair[:, None] & inside, other=0.0, cache_modifier=".cg")
+        acc = add_product(
+            acc, weight, hs, scales + row * num_groups, at, BLOCK_M, BLOCK_N, BLOCK_K, SCALED, FAST
+        )  # fmt: skip
+    if SCALED == FOUR_BITS:
+        acc = whole_sums(acc, hidden.dtype.element_ty, FAST)
+    if SCALED == 1:
+        acc *= tl.load(scales + row)[:, None]
+    if HAS_BIAS:
+        acc += tl.load(bias + row).to(tl.float32)[:, None]
+    return acc
+
+
+@triton.jit(do_not_specialize=["num_first"])
+def both_products(
+    x, gate_up, up_scales, up_groups, down, down_scales, down_groups, up_bias, down_bias, pairs,
+    groups, weights, inner, out, done, num_first, n_size, hidden_size,
+    UP_SCALED: tl.constexpr, DOWN_SCALED: tl.constexpr, KIND: tl.constexpr,
+    HAS_UP_BIAS: tl.constexpr, HAS_DOWN_BIAS: tl.constexpr,
+    EVEN_UP: tl.constexpr, EVEN_DOWN: tl.constexpr, TOP_K: tl.constexpr, UP_TILES: tl.constexpr,
+    DOWN_TILES: tl.constexpr, BLOCK_M: tl.constexpr, UP_N: tl.constexpr, UP_K: tl.constexpr,
+    DOWN_N: tl.constexpr, DOWN_K: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """weight * down(activation(gate, up)) of each pair, at its own place. The first `num_first`
+    programs compute the first product; `done` counts each group's tiles, and is zero again at the
+    end."""
+    let_next_begin(DEPENDENT)
+    tile = tl.program_id(0)
+    if tile < num_first:
+        group = tile // UP_TILES
+        n = tile % UP_TILES * UP_N + tl.arange(0, UP_N)
+        wait_for_inputs(DEPENDENT)
+        expert, begin, end = group_at(groups, group)
+        for first in range(begin, end, BLOCK_M):
+            m = first + tl.arange(0, BLOCK_M)
+            pair = tl.load(pairs + tl.minimum(m, end - 1)).to(tl.int64)
+            gate, up = gate_and_up(
+                x, gate_up, up_scales, up_groups, up_bias, expert, pair // TOP_K, m < end, n,
+                n_size, hidden_size, BLOCK_M, UP_N, UP_K, EVEN_UP, HAS_UP_BIAS, UP_SCALED,
+                DEPENDENT,
+            )  # fmt: skip
+            ok = (m < end)[:, None] & (n < n_size)[None, :]
+            value = tl.trans(activated(gate, up, KIND))
+            tl.store(inner + pair[:, None] * n_size + n[None, :], value, mask=ok)
+        if end > begin:
+            # All of this program's stores, then the count.
+            tl.debug_barrier()
+            tl.atomic_add(done + group, 1, sem="release")
+        return
+    group = (tile - num_first) // DOWN_TILES
+    n = (tile - num_first) % DOWN_TILES * DOWN_N + tl.arange(0, DOWN_N)
+    wait_for_inputs(DEPENDENT)
+    expert, begin, end = group_at(groups, group)
+    if begin == end:
+        return
+    wait_for_count(done + group, UP_TILES)
+    for first in range(begin, end, BLOCK_M):
+        m = first + tl.arange(0, BLOCK_M)
+        pair = tl.load(pairs + tl.minimum(m, end - 1)).to(tl.int64)
+        acc = down_product(
+            inner, down, down_scales, down_groups, down_bias, expert, pair, m < end, n,
+            hidden_size, n_size, BLOCK_M, DOWN_N, DOWN_K, EVEN_DOWN, HAS_DOWN_BIAS, DOWN_SCALED,
+            DEPENDENT,
+        )  # fmt: skip
+        value = tl.trans(acc) * tl.load(weights + pair)[:, None]
+        ok = (m < end)[:, None] & (n < hidden_size)[None, :]
+        tl.store(out + pair[:, None] * hidden_size + n[None, :], value, mask=ok)
+    if tl.atomic_add(done + group, 1, sem="relaxed") == UP_TILES + DOWN_TILES - 1:
+        tl.store(done + group, 0)

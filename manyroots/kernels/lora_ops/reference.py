@@ -1,0 +1,77 @@
+"""Adapters, naive: one row and one part at a time, in float32.
+
+Obviously right and slow; every other file of this folder that computes has the same signatures
+and is compared with it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from manyroots.ids import NO_ADAPTER
+from manyroots.kernels.lora_ops.batch import AdapterMemory, Slots
+from manyroots.kernels.lora_ops.sites import EmbeddingSite, LinearSite, LoraRows, LoraTerm
+
+
+def prepare(
+    token_slots: Slots, pool: AdapterMemory, device: torch.device, *, all_layers: bool = True
+) -> LoraRows | None:
+    """A step's adapters from the slot of each of its tokens; None if all are the base model's.
+
+    `all_layers`: whether these tokens pass the whole model, or its head alone.
+    """
+    if (token_slots == NO_ADAPTER).all():
+        return None
+    return LoraRows.build(token_slots, device)
+
+
+def shrink(x: Tensor, site: LinearSite, rows: LoraRows) -> LoraTerm:
+    """scaling * x A^T of each row's own adapter."""
+    hidden = torch.zeros(1, x.shape[0], site.width, device=x.device)
+    for row, slot in enumerate(rows.slots.tolist()):
+        if slot < 0:
+            continue
+        a_offset, total, *parts = site.table[slot].tolist()
+        a = site.pool[a_offset : a_offset + total * x.shape[1]].view(total, x.shape[1])
+        for part in range(site.num_parts):
+            start, rank, _ = parts[3 * part : 3 * part + 3]
+            hidden[0, row, start : start + rank] = site.scalings[slot, part] * (
+                a[start : start + rank].float() @ x[row].float()
+            )
+    return LoraTerm(hidden, site, rows)
+
+
+def expanded(term: LoraTerm) -> Tensor:
+    """What the adapters add, float32 [num_rows, sum of part sizes]."""
+    site = term.site
+    hidden = term.hidden.sum(0).to(site.pool.dtype).float()
+    out = torch.zeros(hidden.shape[0], sum(site.part_sizes), device=hidden.device)
+    for row, slot in enumerate(term.rows.slots.tolist()):
+        if slot < 0:
+            continue
+        parts = site.table[slot].tolist()[2:]
+        column = 0
+        for part, size in enumerate(site.part_sizes):
+            start, rank, offset = parts[3 * part : 3 * part + 3]
+            b = site.b(offset, size, rank)
+            out[row, column : column + size] = b.float() @ hidden[row, start : start + rank]
+            column += size
+    return out
+
+
+def expand(y: Tensor, term: LoraTerm) -> None:
+    """Add what the adapters add onto y [num_rows, sum of part sizes], in place."""
+    y.copy_(y.float() + expanded(term))
+
+
+def add_embedding(y: Tensor, tokens: Tensor, site: EmbeddingSite, rows: LoraRows) -> None:
+    """Add scaling * B A[token] of each row's own adapter onto its vector y [num_rows, hidden]."""
+    for row, slot in enumerate(rows.slots.tolist()):
+        if slot < 0:
+            continue
+        a_offset, rank, b_offset = site.table[slot].tolist()
+        at = a_offset + int(tokens[row]) * rank
+        hidden = site.pool[at : at + rank].float()
+        delta = site.b(b_offset, y.shape[1], rank).float() @ hidden
+        y[row] = y[row].float() + site.scalings[slot, 0] * delta

@@ -1,0 +1,184 @@
+"""Where the adapters' weights lie on the device, and which rows want which.
+
+A *site* is one product of the model that adapters change: a layer's qkv, o, gate_up or down. Its
+*parts* are the projections in it (q, k, v). All adapters' weights lie in one flat pool; a site's
+table says, for each slot, where. A kernel follows the table: loading an adapter writes the pool
+and one row per site, and no captured graph has to change.
+
+Ranks are the adapters' own, rounded up to a multiple of `RANK_STEP` with zeros, so that rows are
+whole 16-byte loads. Nothing is padded to the largest rank.
+
+In the memory of a CPU sites are *transposed*: ranks are exact, and a B lies as [rank, part size]
+with its scaling in it, because torch's products are a third faster so. `PoolSite.b` reads both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from manyroots.kernels.lora_ops.batch import AdapterBatch
+
+RANK_STEP = 8
+
+DECODE_BLOCK_ROWS = 16
+PREFILL_BLOCK_ROWS = 64
+"""Most rows that one program takes: few, so that many programs share a decode step's work; many,
+so that a prefill's weights are read seldom."""
+MOST_SINGLE_ROWS = 32
+"""Up to here a program of the fused kernels has one row: what rows share is in the cache, and a
+program of several is large, so that not all of them fit onto the chip at once."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PoolSite:
+    """A product that adapters may change, and where each slot's weights for it lie in the pool.
+
+    No two are equal, so that weights can be kept by site.
+    """
+
+    pool: Tensor
+    """[num_elements] of the model's dtype; every offset is a multiple of 8 (but of an A among a
+    transposed site's)."""
+    table: Tensor
+    """int64 [num_slots, what the kind of site says]. A slot that does not change it has ranks 0."""
+    scalings: Tensor
+    """float32 [num_slots, num_parts]; 1 where B has it in it already."""
+    part_sizes: tuple[int, ...]
+    max_rank: int
+    """The largest rank that a part of any slot may have."""
+    is_transposed: bool = False
+    """Whether a B lies as [rank, part size], scaled. Triton's kernels read no such sites."""
+
+    @property
+    def num_parts(self) -> int:
+        return len(self.part_sizes)
+
+    @property
+    def width(self) -> int:
+        """Columns of shrunk activations: `max_rank` for each part, enough for any slot."""
+        return self.num_parts * self.max_rank
+
+    def b(self, offset: int, size: int, rank: int) -> Tensor:
+        """A part's B [size, rank], whichever way it lies."""
+        flat = self.pool[offset : offset + size * rank]
+        return flat.view(rank, size).t() if self.is_transposed else flat.view(size, rank)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LinearSite(PoolSite):
+    """A dense product. `table` has 2 + 3 * num_parts columns: the offset of A [sum of ranks, in]
+    and the sum of ranks; then for each part where its ranks begin among them, its rank, and the
+    offset of its B [part size, rank]."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EmbeddingSite(PoolSite):
+    """The table of tokens' vectors, one part. `table` has 3 columns: the offset of A [vocabulary,
+    rank], the rank, and the offset of B [hidden, rank]."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoraRows:
+    """Which slot each row of a step wants; rows of one slot lie together."""
+
+    slots: Tensor
+    """int32 [num_rows]; NO_ADAPTER for rows of the base model."""
+    blocks: Tensor
+    """int32 [max_blocks, 3]: first row, number of rows, slot. The first `num_blocks` cover every
+    row, those of the base model, too; the others have no rows."""
+    num_blocks: Tensor
+    """int32 [1], on the device: a captured graph serves any number up to `max_blocks`."""
+    max_blocks: int
+    batch: AdapterBatch | None = None
+    """The same as the torch set computes it, where that has prepared the step."""
+
+    @property
+    def programs(self) -> tuple[int, int]:
+        """How many rows a program of a fused kernel takes at a time, and how many programs."""
+        num_rows = self.slots.shape[0]
+        if num_rows <= MOST_SINGLE_ROWS:
+            return 1, num_rows
+        return DECODE_BLOCK_ROWS, self.max_blocks
+
+    def between(self, first: int, last: int) -> LoraRows | None:
+        """Of the rows [first, last) alone, prepared by the torch set; None if these are all the
+        base model's."""
+        assert self.batch is not None, "these rows were not prepared by the torch set"
+        batch = self.batch.between(first, last)
+        if batch is None:
+            return None
+        return LoraRows.build(self.slots[first:last].numpy(), self.slots.device, batch=batch)
+
+    @classmethod
+    def build(
+        cls,
+        slots: Sequence[int] | np.ndarray,
+        device: torch.device,
+        *,
+        block_rows: int | None = None,
+        batch: AdapterBatch | None = None,
+    ) -> LoraRows:
+        """For a step whose rows are known now; `block_rows` has a default by their number."""
+        wanted = np.array(slots, dtype=np.int32)
+        blocks = row_blocks(wanted, block_rows or block_rows_for(len(wanted)))
+        count = np.array([len(blocks)], dtype=np.int32)
+        there = _together([wanted, blocks.reshape(-1), count], device)
+        return cls(
+            slots=there[0],
+            blocks=there[1].view(-1, 3),
+            num_blocks=there[2],
+            max_blocks=len(blocks),
+            batch=batch,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LoraTerm:
+    """What adapters add to a product: shrunk activations that the next kernel expands."""
+
+    hidden: Tensor
+    """[num_splits, num_rows, site.width]: partial sums of scaling * x A^T in float32, or one sum in
+    the pool's dtype."""
+    site: LinearSite
+    rows: LoraRows
+
+
+def _together(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+    """Flat int32 arrays on `device`; on a GPU by one copy that nobody waits for."""
+    if device.type != "cuda":
+        return [torch.from_numpy(array).to(device) for array in arrays]
+    # Each begins at a multiple of 16 bytes, which kernels are compiled for.
+    sizes = [-(-len(array) // 4) * 4 for array in arrays]
+    packed = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=True)
+    pieces = torch.split(packed, sizes)
+    for piece, array in zip(pieces, arrays, strict=True):
+        piece[: len(array)] = torch.from_numpy(array)
+    moved = torch.split(packed.to(device, non_blocking=True), sizes)
+    return [piece[: len(array)] for piece, array in zip(moved, arrays, strict=True)]
+
+
+def block_rows_for(num_rows: int) -> int:
+    """How many rows of one adapter a program takes, in a step of so many."""
+    return DECODE_BLOCK_ROWS if num_rows <= PREFILL_BLOCK_ROWS else PREFILL_BLOCK_ROWS
+
+
+def most_blocks(num_rows: int, max_slots: int, block_rows: int) -> int:
+    """How many blocks a step of `num_rows` with up to `max_slots` adapters can have."""
+    return min(num_rows, max_slots + 1 + num_rows // block_rows)
+
+
+def row_blocks(slots: np.ndarray, block_rows: int) -> np.ndarray:
+    """Runs of equal slots, cut to at most `block_rows` rows: int32 [num_blocks, 3]."""
+    changes = np.flatnonzero(np.diff(slots)) + 1
+    bounds = np.concatenate(([0], changes, [len(slots)]))
+    num_blocks = -(-np.diff(bounds) // block_rows)
+    runs = np.repeat(np.arange(len(num_blocks)), num_blocks)
+    before = np.cumsum(num_blocks) - num_blocks
+    firsts = bounds[runs] + (np.arange(len(runs)) - before[runs]) * block_rows
+    sizes = np.minimum(block_rows, bounds[runs + 1] - firsts)
+    return np.stack((firsts, sizes, slots[firsts]), axis=1).astype(np.int32)

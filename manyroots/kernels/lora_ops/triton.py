@@ -1,0 +1,371 @@
+"""Shrink, expand and embeddings in Triton, one launch for all adapters of a step.
+
+Same signatures as `reference.py`. Work is by blocks of rows that want the same slot, so an
+adapter's weights are read once per block. `expand_tile` is also what the fused kernels call to add
+an adapter's part to a tile they are computing anyway: of a block of rows, or of one row. A block
+that has only one is taken as such. Where every row has an adapter of its own, B is most of what a
+step reads: programs are to be small then, so that many of them wait for memory at once.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from manyroots.kernels.launch import (
+    counters,
+    launch_options,
+    let_next_begin,
+    prefetch,
+    wait_for_inputs,
+)
+from manyroots.kernels.lora_ops.reference import prepare
+from manyroots.kernels.lora_ops.sites import EmbeddingSite, LinearSite, LoraRows, LoraTerm
+
+__all__ = ["add_embedding", "expand", "prepare", "shrink"]
+
+LEAST_RANKS, MOST_RANKS = 16, 64
+"""That are multiplied at once: the first is the least inner dimension of a matrix instruction."""
+WIDE_TILES = 256
+"""More tiles of columns than any product has but the head's, which most adapters leave alone."""
+WIDE_PROGRAMS = 2048
+"""How many programs look after those: enough to keep a GPU busy, few enough to leave at once."""
+LONG_STEP_BYTES, SHORT_STEP_BYTES = 512, 256
+"""Of the inner dimension, for each step of a program that shrinks: few programs take long ones."""
+FEW_PROGRAMS = 100
+MAX_SHRINK_SPLITS = 4
+SHRINK_PROGRAMS = 300
+"""At most, for each 4096 of the inner dimension: more have too little to do."""
+EXPAND_ROWS, EXPAND_COLUMNS = 32, 128
+"""Of a product, for each program that adds to it."""
+LOOKUP_COLUMNS = 256
+"""Of a vector, for each program that adds to embeddings."""
+
+
+@triton.jit
+def scale_of(scalings, table, slot, columns, NUM_PARTS: tl.constexpr):
+    """The scaling of each of these columns of the shrunk activations."""
+    scale = tl.load(scalings + slot * NUM_PARTS)
+    row = table + slot * (2 + 3 * NUM_PARTS)
+    scales = tl.zeros_like(columns).to(tl.float32) + scale
+    for part in tl.static_range(1, NUM_PARTS):
+        start = tl.load(row + 2 + 3 * part)
+        scale = tl.load(scalings + slot * NUM_PARTS + part)
+        scales = tl.where(columns >= start, scale, scales)
+    return scales
+
+
+@triton.jit
+def rows_of(slots, blocks, program, BLOCK_R: tl.constexpr):
+    """The first row of a fused kernel's program, how many it has, and the slot they want.
+
+    A program has a block of rows or, where a tile has room for no more, one row. Of blocks there
+    may be fewer than programs; what is left over has no rows.
+    """
+    if BLOCK_R == 1:
+        first = program
+        count = 1
+        slot = tl.load(slots + program)
+    else:
+        first = tl.load(blocks + 3 * program)
+        count = tl.load(blocks + 3 * program + 1)
+        slot = tl.load(blocks + 3 * program + 2)
+    return first, count, slot
+
+
+@triton.jit
+def part_of(pool, table, slot, part, NUM_PARTS: tl.constexpr):
+    """Where a slot's part begins among the ranks, its rank, and its B. NO_ADAPTER has rank 0."""
+    entry = table + tl.maximum(slot, 0) * (2 + 3 * NUM_PARTS) + 2 + 3 * part
+    start = tl.multiple_of(tl.load(entry).to(tl.int32), 8)
+    rank = tl.load(entry + 1).to(tl.int32)
+    rank = tl.multiple_of(tl.where(slot >= 0, rank, 0), 8)
+    return start, rank, pool + tl.multiple_of(tl.load(entry + 2), 8)
+
+
+@triton.jit
+def ranks_of(b, rank, first, cols, RANK_BLOCK: tl.constexpr):
+    """B[cols] of the ranks from `first` on, [cols, RANK_BLOCK]; zero past the rank."""
+    r = first + tl.arange(0, RANK_BLOCK)
+    return tl.load(b + cols[:, None] * rank + r[None, :], mask=(r < rank)[None, :], other=0.0)
+
+
+@triton.jit
+def early_ranks(
+    b, rank, cols, RANK_BLOCK: tl.constexpr, MAX_RANK: tl.constexpr, DEPENDENT: tl.constexpr
+):
+    """`ranks_of` 0, before a kernel's inputs are there; the others are to be in the cache then."""
+    if MAX_RANK > RANK_BLOCK:
+        for first in range(RANK_BLOCK, rank, RANK_BLOCK):
+            prefetch(b + cols * rank + first, DEPENDENT)
+    return ranks_of(b, rank, 0, cols, RANK_BLOCK)
+
+
+@triton.jit
+def _shrunk(
+    first, start, rank, hidden, hidden_split, hidden_row, rows, row_ok, like,
+    NUM_SPLITS: tl.constexpr, RANK_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """hidden[rows] of the ranks from `first` on, in the dtype of `like`; zero past the rank."""
+    r = first + tl.arange(0, RANK_BLOCK)
+    at = hidden + rows[:, None] * hidden_row + start + r[None, :]
+    ok = row_ok[:, None] & (r < rank)[None, :]
+    h = tl.load(at, mask=ok, other=0.0)
+    for split in tl.static_range(1, NUM_SPLITS):
+        h += tl.load(at + split * hidden_split, mask=ok, other=0.0)
+    return h.to(like.dtype)
+
+
+@triton.jit
+def expand_tile(
+    acc, first_ranks, b, start, rank, cols, hidden, hidden_split, hidden_row, rows, row_ok,
+    NUM_SPLITS: tl.constexpr, RANK_BLOCK: tl.constexpr, MAX_RANK: tl.constexpr,
+):  # fmt: skip
+    """acc + hidden[rows] B[cols]^T; `cols` count from the part's first, `first_ranks` are
+    `early_ranks`. No rank is above MAX_RANK: where RANK_BLOCK is as much, nothing is repeated, and
+    all loads are under way at once.
+
+    One row is multiplied and added up: a matrix instruction would want sixteen, and the weight
+    in another order than it is read in. Several are added to `acc` afterwards: as the product's own
+    sums they would have to be brought into its order first, and out of it again. A constant zero
+    to begin with would be seen through.
+    """
+    h = _shrunk(
+        0, start, rank, hidden, hidden_split, hidden_row, rows, row_ok, first_ranks,
+        NUM_SPLITS, RANK_BLOCK,
+    )  # fmt: skip
+    total = tl.broadcast_to((row_ok.to(tl.float32) * 0.0)[:, None], acc.shape)
+    if acc.shape[0] == 1:
+        total = tl.sum(h.to(tl.float32) * first_ranks.to(tl.float32), axis=1)[None, :]
+    else:
+        total = tl.dot(h, tl.trans(first_ranks), total, input_precision="ieee")
+    if MAX_RANK > RANK_BLOCK:
+        for first in range(RANK_BLOCK, rank, RANK_BLOCK):
+            weight = ranks_of(b, rank, first, cols, RANK_BLOCK)
+            h = _shrunk(
+                first, start, rank, hidden, hidden_split, hidden_row, rows, row_ok, weight,
+                NUM_SPLITS, RANK_BLOCK,
+            )  # fmt: skip
+            if acc.shape[0] == 1:
+                total += tl.sum(h.to(tl.float32) * weight.to(tl.float32), axis=1)[None, :]
+            else:
+                total = tl.dot(h, tl.trans(weight), total, input_precision="ieee")
+    return acc + total
+
+
+def rank_constants(site: LinearSite) -> dict[str, int]:
+    """Constants of a kernel that calls `expand_tile`. All ranks at once where that is possible: in
+    a loop, nothing would be loaded ahead."""
+    block = min(MOST_RANKS, max(LEAST_RANKS, triton.next_power_of_2(site.max_rank)))
+    return {"RANK_BLOCK": block, "MAX_RANK": site.max_rank}
+
+
+NO_RANKS = {"RANK_BLOCK": LEAST_RANKS, "MAX_RANK": 0}
+"""The same of a launch without adapters."""
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _shrink(
+    x, hidden, partial, counters, pool, table, scalings, blocks, num_blocks, num_rows, k_size,
+    width,
+    NUM_PARTS: tl.constexpr, NUM_SPLITS: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """One part of the inner dimension for a block of rows; who is last adds up the parts."""
+    let_next_begin(DEPENDENT)
+    block, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if block >= tl.load(num_blocks):
+        return
+    first = tl.load(blocks + 3 * block)
+    count = tl.load(blocks + 3 * block + 1)
+    slot = tl.load(blocks + 3 * block + 2)
+    if slot < 0:
+        return
+    row_table = table + slot * (2 + 3 * NUM_PARTS)
+    total = tl.load(row_table + 1).to(tl.int32)
+    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    if tile * BLOCK_N >= total:
+        return
+    a = pool + tl.multiple_of(tl.load(row_table), 8)
+    r = tl.arange(0, BLOCK_R)
+    row = first + r
+    k = tl.arange(0, BLOCK_K)
+    steps = tl.cdiv(tl.cdiv(k_size, BLOCK_K), NUM_SPLITS)
+    last = tl.minimum(k_size, (split + 1) * steps * BLOCK_K)
+    x_at = x + row[:, None].to(tl.int64) * k_size + k[None, :]
+    a_at = a + n[:, None].to(tl.int64) * k_size + k[None, :]
+    scale = scale_of(scalings, table, slot, n, NUM_PARTS)[None, :]
+    wait_for_inputs(DEPENDENT)
+    acc = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
+    for at in range(split * steps * BLOCK_K, last, BLOCK_K):
+        row_mask, rank_mask = (r < count)[:, None], (n < total)[:, None]
+        if not EVEN_K:
+            inside = k[None, :] < last - at
+            row_mask, rank_mask = row_mask & inside, rank_mask & inside
+        xs = tl.load(x_at + at, mask=row_mask, other=0.0)
+        weight = tl.load(a_at + at, mask=rank_mask, other=0.0)
+        acc = tl.dot(xs, tl.trans(weight), acc, input_precision="ieee")
+    ok = (r < count)[:, None] & (n < total)[None, :]
+    at = row[:, None] * width + n[None, :]
+    if NUM_SPLITS == 1:
+        tl.store(hidden + at, acc * scale, mask=ok)
+    else:
+        size = num_rows.to(tl.int64) * width
+        tl.store(partial + split * size + at, acc, mask=ok)
+        # All of this program's stores, then the count: who counts last sees everybody's.
+        tl.debug_barrier()
+        counter = counters + block * tl.num_programs(1) + tile
+        if tl.atomic_add(counter, 1, sem="acq_rel") == NUM_SPLITS - 1:
+            tl.store(counter, 0)
+            sums = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
+            for other in tl.static_range(NUM_SPLITS):
+                sums += tl.load(
+                    partial + other * size + at, mask=ok, other=0.0, cache_modifier=".cg"
+                )
+            tl.store(hidden + at, sums * scale, mask=ok)
+
+
+def shrink(
+    x: Tensor, site: LinearSite, rows: LoraRows, *, num_splits: int | None = None
+) -> LoraTerm:
+    """scaling * x A^T of each row's own adapter. `num_splits`: into how many parts the inner
+    dimension is cut; None for as many as fill the chip."""
+    num_rows, k_size = x.shape
+    hidden = torch.empty(1, num_rows, site.width, dtype=site.pool.dtype, device=x.device)
+    block_n = min(64, max(16, triton.next_power_of_2(site.width)))
+    num_tiles = triton.cdiv(site.width, block_n)
+    num_programs = rows.max_blocks * num_tiles
+    is_few = num_programs <= FEW_PROGRAMS
+    step = (LONG_STEP_BYTES if is_few else SHORT_STEP_BYTES) // x.itemsize
+    splits = num_splits or _num_splits(num_programs, k_size, step)
+    partial = hidden
+    if splits > 1:
+        partial = torch.empty(splits, num_rows, site.width, dtype=torch.float32, device=x.device)
+    _shrink[(rows.max_blocks, num_tiles, splits)](
+        x, hidden, partial, counters(x.device), site.pool, site.table, site.scalings,
+        rows.blocks, rows.num_blocks, num_rows, k_size, site.width,
+        NUM_PARTS=site.num_parts, NUM_SPLITS=splits, BLOCK_R=64, BLOCK_N=block_n, BLOCK_K=step,
+        EVEN_K=k_size % step == 0, num_warps=4, num_stages=3 if is_few else 4,
+        **launch_options(x.device),
+    )  # fmt: skip
+    return LoraTerm(hidden, site, rows)
+
+
+def _num_splits(num_programs: int, k_size: int, step: int) -> int:
+    """The inner dimension is long, and a batch has few blocks of rows: as many as give programs
+    enough to do, and the chip enough programs."""
+    most = max(num_programs, SHRINK_PROGRAMS * k_size // 4096)
+    splits = MAX_SHRINK_SPLITS
+    while splits > 1 and (splits * num_programs > most or 2 * splits * step > k_size):
+        splits //= 2
+    return splits
+
+
+@triton.jit
+def _expand(
+    y, hidden, pool, table, blocks, num_blocks, y_row, hidden_split, hidden_row, first_col, size,
+    PART: tl.constexpr, NUM_PARTS: tl.constexpr, NUM_SPLITS: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr, RANK_BLOCK: tl.constexpr, MAX_RANK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    let_next_begin(DEPENDENT)
+    block = tl.program_id(1)
+    if block >= tl.load(num_blocks):
+        return
+    first = tl.load(blocks + 3 * block)
+    count = tl.load(blocks + 3 * block + 1)
+    slot = tl.load(blocks + 3 * block + 2)
+    if slot < 0:
+        return
+    start, rank, b = part_of(pool, table, slot, PART, NUM_PARTS)
+    if rank == 0:
+        return
+    wait_for_inputs(DEPENDENT)
+    for begin in range(tl.program_id(0) * BLOCK_N, size, tl.num_programs(0) * BLOCK_N):
+        n = begin + tl.arange(0, BLOCK_N)
+        inside = tl.minimum(n, size - 1)
+        first_ranks = ranks_of(b, rank, 0, inside, RANK_BLOCK)
+        for at in range(0, count, BLOCK_R):
+            r = at + tl.arange(0, BLOCK_R)
+            rows = (first + r).to(tl.int64)
+            ok = (r < count)[:, None] & (n < size)[None, :]
+            to = y + rows[:, None] * y_row + first_col + n[None, :]
+            acc = expand_tile(
+                tl.load(to, mask=ok, other=0.0).to(tl.float32), first_ranks, b, start, rank,
+                inside, hidden, hidden_split, hidden_row, rows, r < count, NUM_SPLITS, RANK_BLOCK,
+                MAX_RANK,
+            )  # fmt: skip
+            tl.store(to, acc, mask=ok)
+
+
+def expand(y: Tensor, term: LoraTerm) -> None:
+    """Add what the adapters add onto y [num_rows, sum of part sizes], in place."""
+    site, rows, hidden = term.site, term.rows, term.hidden
+    first_col = 0
+    for part, size in enumerate(site.part_sizes):
+        num_columns = triton.cdiv(size, EXPAND_COLUMNS)
+        if num_columns > WIDE_TILES:
+            num_columns = min(num_columns, max(16, WIDE_PROGRAMS // rows.max_blocks))
+        _expand[(num_columns, rows.max_blocks)](
+            y, hidden, site.pool, site.table, rows.blocks, rows.num_blocks, y.stride(0),
+            hidden.stride(0), hidden.stride(1), first_col, size,
+            PART=part, NUM_PARTS=site.num_parts, NUM_SPLITS=hidden.shape[0], BLOCK_R=EXPAND_ROWS,
+            BLOCK_N=EXPAND_COLUMNS, **rank_constants(site), **launch_options(y.device),
+        )  # fmt: skip
+        first_col += size
+
+
+@triton.jit
+def _add_embedding(
+    y, tokens, pool, table, scalings, blocks, num_blocks, n_size, y_row,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, RANK_BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    let_next_begin(DEPENDENT)
+    wait_for_inputs(DEPENDENT)
+    block = tl.program_id(0)
+    if block >= tl.load(num_blocks):
+        return
+    slot = tl.load(blocks + 3 * block + 2)
+    if slot < 0:
+        return
+    rank = tl.multiple_of(tl.load(table + 3 * slot + 1).to(tl.int32), 8)
+    if rank == 0:
+        return
+    first = tl.load(blocks + 3 * block)
+    count = tl.load(blocks + 3 * block + 1)
+    a = pool + tl.multiple_of(tl.load(table + 3 * slot), 8)
+    b = pool + tl.multiple_of(tl.load(table + 3 * slot + 2), 8)
+    scale = tl.load(scalings + slot)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = tl.minimum(n, n_size - 1)
+    for at in range(0, count, BLOCK_R):
+        r = at + tl.arange(0, BLOCK_R)
+        rows = (first + r).to(tl.int64)
+        row_ok = r < count
+        token = tl.load(tokens + rows, mask=row_ok, other=0)
+        acc = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
+        for begin in range(0, rank, RANK_BLOCK):
+            k = begin + tl.arange(0, RANK_BLOCK)
+            ok = row_ok[:, None] & (k < rank)[None, :]
+            h = tl.load(a + token[:, None] * rank + k[None, :], mask=ok, other=0.0)
+            weight = ranks_of(b, rank, begin, inside, RANK_BLOCK)
+            acc = tl.dot(h, tl.trans(weight), acc, input_precision="ieee")
+        ok = row_ok[:, None] & (n < n_size)[None, :]
+        to = y + rows[:, None] * y_row + n[None, :]
+        tl.store(to, tl.load(to, mask=ok, other=0.0).to(tl.float32) + scale * acc, mask=ok)
+
+
+def add_embedding(y: Tensor, tokens: Tensor, site: EmbeddingSite, rows: LoraRows) -> None:
+    """Add scaling * B A[token] of each row's own adapter onto its vector y [num_rows, hidden].
+
+    Before a step's first `rms_norm`: what it writes is a constant to all that follow.
+    """
+    n_size = y.shape[1]
+    _add_embedding[(rows.max_blocks, triton.cdiv(n_size, LOOKUP_COLUMNS))](
+        y, tokens, site.pool, site.table, site.scalings, rows.blocks, rows.num_blocks, n_size,
+        y.stride(0), BLOCK_R=16, BLOCK_N=LOOKUP_COLUMNS, RANK_BLOCK=LEAST_RANKS,
+        **launch_options(y.device, plainly=True),
+    )  # fmt: skip

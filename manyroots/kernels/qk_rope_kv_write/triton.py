@@ -1,0 +1,250 @@
+"""Everything between the qkv product and attention in one kernel.
+
+Same signatures as `reference.py`. A program is one head of a tile of tokens that want the same
+adapter. The two halves of a head are two tiles, because a rotation mixes them: in each tile first
+the coordinates that are rotated, then, in models that turn only a part of a head, half of the rest.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from manyroots.kernels import scaled
+from manyroots.kernels.launch import as_splits, launch_options, let_next_begin, wait_for_inputs
+from manyroots.kernels.lora_ops.sites import LoraTerm
+from manyroots.kernels.lora_ops.triton import (
+    NO_RANKS,
+    early_ranks,
+    expand_tile,
+    part_of,
+    rank_constants,
+    rows_of,
+)
+from manyroots.kernels.qk_rope_kv_write.inputs import QkNorm, RopeTable, SlotMapping
+
+LARGEST = tl.constexpr(scaled.LARGEST)
+MANY_ROWS = 64
+"""Beyond, a step has more than enough programs, and larger ones read faster."""
+MANY_DECODES, FEW_PROMPTS = 128, 512
+"""Between them, rows with adapters are taken 32 at a time; otherwise 16."""
+
+
+@triton.jit
+def _places_of(d, HALF: tl.constexpr, PAIRS: tl.constexpr):
+    """Where the coordinates of a head's two tiles lie in it."""
+    return tl.where(d < PAIRS, d, d + PAIRS), tl.where(d < PAIRS, d + PAIRS, d + HALF)
+
+
+@triton.jit
+def _write_tile(
+    first_half, second_half, head, rows, row_ok, at_a, at_b, q_out, layer_kv, pages, offsets,
+    page_stride, part_stride, token_stride,
+    NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """Queries to the output, keys and values to their pages."""
+    if head < NUM_HEADS:
+        to = q_out + (rows[:, None] * NUM_HEADS + head) * (2 * HALF)
+        tl.store(to + at_a[None, :], first_half, mask=row_ok[:, None])
+        tl.store(to + at_b[None, :], second_half, mask=row_ok[:, None])
+    else:
+        is_value = head >= NUM_HEADS + NUM_KV
+        page = tl.load(pages + rows, mask=row_ok, other=-1).to(tl.int64)
+        offset = tl.load(offsets + rows, mask=row_ok, other=0).to(tl.int64)
+        kv_head = (head - NUM_HEADS) % NUM_KV
+        base = page * page_stride + offset * token_stride + kv_head * (2 * HALF)
+        base += tl.where(is_value, part_stride, 0)
+        place = layer_kv + base[:, None]  # not `to`: that points to another kind of numbers
+        if layer_kv.dtype.element_ty == tl.float8e4nv:
+            # Larger ones than there are become the largest, not none.
+            first_half = tl.clamp(first_half, -LARGEST, LARGEST, tl.PropagateNan.ALL)
+            second_half = tl.clamp(second_half, -LARGEST, LARGEST, tl.PropagateNan.ALL)
+        tl.store(place + at_a[None, :], first_half, mask=(page >= 0)[:, None])
+        tl.store(place + at_b[None, :], second_half, mask=(page >= 0)[:, None])
+
+
+@triton.jit
+def _head_of_rows(
+    qkv, cos, sin, q_weight, k_weight, q_out, layer_kv, pages, offsets, hidden, b_all, start, rank,
+    a_ranks, b_ranks, a_cols, b_cols, first, count, begin, eps, in_split, in_row, hidden_split,
+    hidden_row, page_stride, part_stride, token_stride,
+    NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr,
+    HAS_NORM: tl.constexpr, NUM_SPLITS: tl.constexpr, HIDDEN_SPLITS: tl.constexpr,
+    BLOCK_R: tl.constexpr, RANK_BLOCK: tl.constexpr, MAX_RANK: tl.constexpr,
+):  # fmt: skip
+    """One head of the tokens from `begin` on, of `count` that want one adapter."""
+    head = tl.program_id(0)
+    is_key = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV)
+    d = tl.arange(0, HALF)
+    at_a, at_b = _places_of(d, HALF, PAIRS)
+    r = begin + tl.arange(0, BLOCK_R)
+    row_ok = r < count
+    rows = (first + r).to(tl.int64)
+    ok = row_ok[:, None] & (d < HALF)[None, :]
+    source = qkv + rows[:, None] * in_row + head * (2 * HALF)
+    from_a, from_b = source + at_a[None, :], source + at_b[None, :]
+    a = tl.load(from_a, mask=ok, other=0.0).to(tl.float32)
+    b = tl.load(from_b, mask=ok, other=0.0).to(tl.float32)
+    for split in tl.static_range(1, NUM_SPLITS):
+        a += tl.load(from_a + split * in_split, mask=ok, other=0.0).to(tl.float32)
+        b += tl.load(from_b + split * in_split, mask=ok, other=0.0).to(tl.float32)
+    if HIDDEN_SPLITS:
+        a = expand_tile(
+            a, a_ranks, b_all, start, rank, a_cols, hidden, hidden_split, hidden_row, rows,
+            row_ok, HIDDEN_SPLITS, RANK_BLOCK, MAX_RANK,
+        )  # fmt: skip
+        b = expand_tile(
+            b, b_ranks, b_all, start, rank, b_cols, hidden, hidden_split, hidden_row, rows,
+            row_ok, HIDDEN_SPLITS, RANK_BLOCK, MAX_RANK,
+        )  # fmt: skip
+    if head < NUM_HEADS + NUM_KV:
+        if HAS_NORM:
+            weight = tl.where(is_key, k_weight, q_weight)
+            squares = tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)
+            inverse = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
+            a *= inverse * tl.load(weight + at_a).to(tl.float32)[None, :]
+            b *= inverse * tl.load(weight + at_b).to(tl.float32)[None, :]
+        if PAIRS:
+            angle = rows[:, None] * PAIRS + d[None, :]
+            is_rotated = ok & (d < PAIRS)[None, :]
+            c = tl.load(cos + angle, mask=is_rotated, other=1.0)
+            s = tl.load(sin + angle, mask=is_rotated, other=0.0)
+            rotated = a * c - b * s
+            b = b * c + a * s
+            a = rotated
+    _write_tile(
+        a, b, head, rows, row_ok, at_a, at_b, q_out, layer_kv, pages, offsets, page_stride,
+        part_stride, token_stride, NUM_HEADS, NUM_KV, HALF,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _qk_rope_kv_write(
+    qkv, cos, sin, q_weight, k_weight, q_out, layer_kv, pages, offsets,
+    hidden, pool, table, slots, blocks,
+    num_rows, eps, in_split, in_row, hidden_split, hidden_row, page_stride, part_stride,
+    token_stride,
+    NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr,
+    HAS_NORM: tl.constexpr, NUM_SPLITS: tl.constexpr, HIDDEN_SPLITS: tl.constexpr,
+    BLOCK_R: tl.constexpr, RANK_BLOCK: tl.constexpr, MAX_RANK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    let_next_begin(DEPENDENT)
+    head = tl.program_id(0)
+    program = tl.program_id(1)
+    if HIDDEN_SPLITS:
+        first, count, slot = rows_of(slots, blocks, program, BLOCK_R)
+        if count == 0:
+            return
+        # The site's parts are q, k, v; rows of B count from the part's own first.
+        is_key = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV)
+        part = tl.where(head < NUM_HEADS, 0, tl.where(is_key, 1, 2))
+        part_head = tl.where(head < NUM_HEADS, head, (head - NUM_HEADS) % NUM_KV)
+        start, rank, b_all = part_of(pool, table, slot, part, 3)
+        at_a, at_b = _places_of(tl.arange(0, HALF), HALF, PAIRS)
+        a_cols = part_head * (2 * HALF) + at_a
+        b_cols = part_head * (2 * HALF) + at_b
+        a_ranks = early_ranks(b_all, rank, a_cols, RANK_BLOCK, MAX_RANK, DEPENDENT)
+        b_ranks = early_ranks(b_all, rank, b_cols, RANK_BLOCK, MAX_RANK, DEPENDENT)
+        wait_for_inputs(DEPENDENT)
+        if count == 1:
+            _head_of_rows(
+                qkv, cos, sin, q_weight, k_weight, q_out, layer_kv, pages, offsets, hidden, b_all,
+                start, rank, a_ranks, b_ranks, a_cols, b_cols, first, 1, 0, eps, in_split, in_row,
+                hidden_split, hidden_row, page_stride, part_stride, token_stride, NUM_HEADS,
+                NUM_KV, HALF, PAIRS, HAS_NORM, NUM_SPLITS, HIDDEN_SPLITS, 1, RANK_BLOCK, MAX_RANK,
+            )  # fmt: skip
+        elif BLOCK_R > 1:
+            for begin in range(0, count, BLOCK_R):
+                _head_of_rows(
+                    qkv, cos, sin, q_weight, k_weight, q_out, layer_kv, pages, offsets, hidden,
+                    b_all, start, rank, a_ranks, b_ranks, a_cols, b_cols, first, count, begin, eps,
+                    in_split, in_row, hidden_split, hidden_row, page_stride, part_stride,
+                    token_stride, NUM_HEADS, NUM_KV, HALF, PAIRS, HAS_NORM, NUM_SPLITS,
+                    HIDDEN_SPLITS, BLOCK_R, RANK_BLOCK, MAX_RANK,
+                )  # fmt: skip
+    else:
+        first = program * BLOCK_R
+        count = tl.minimum(BLOCK_R, num_rows - first)
+        wait_for_inputs(DEPENDENT)
+        _head_of_rows(
+            qkv, cos, sin, q_weight, k_weight, q_out, layer_kv, pages, offsets, hidden, hidden, 0,
+            0, 0, 0, 0, 0, first, count, 0, eps, in_split, in_row, hidden_split, hidden_row,
+            page_stride, part_stride, token_stride, NUM_HEADS, NUM_KV, HALF, PAIRS, HAS_NORM,
+            NUM_SPLITS, HIDDEN_SPLITS, BLOCK_R, RANK_BLOCK, MAX_RANK,
+        )  # fmt: skip
+
+
+def qk_rope_kv_write(
+    qkv: Tensor,
+    angles: RopeTable,
+    norm: QkNorm | None,
+    layer_kv: Tensor,
+    slot_mapping: SlotMapping,
+    lora: LoraTerm | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Give q [tokens, heads, head_dim] of qkv [tokens, (heads + 2 kv_heads) head_dim] (or partial
+    sums of it) in `dtype`; write k and v into layer_kv [pages, 2, page_size, kv_heads, head_dim],
+    whose dtype is the queries', too, if none is given."""
+    parts = as_splits(qkv)
+    num_rows = parts.shape[1]
+    kv_heads, head_dim = layer_kv.shape[-2:]
+    num_heads = parts.shape[2] // head_dim - 2 * kv_heads
+    kept = dtype or layer_kv.dtype
+    q_out = torch.empty(num_rows, num_heads, head_dim, dtype=kept, device=qkv.device)
+    weights = (parts, parts) if norm is None else (norm.q_weight, norm.k_weight)
+    if lora is None:
+        adapters = (parts, parts, parts, parts, parts)
+        strides, splits, ranks = (0, 0), 0, NO_RANKS
+        block_r, num_warps = (1, 1) if num_rows <= 16 else (4, 1)
+        if num_rows > MANY_ROWS:
+            block_r, num_warps = 16, 4
+        num_programs = triton.cdiv(num_rows, block_r)
+    else:
+        hidden, rows = lora.hidden, lora.rows
+        adapters = (hidden, lora.site.pool, lora.site.table, rows.slots, rows.blocks)
+        strides, splits = (hidden.stride(0), hidden.stride(1)), hidden.shape[0]
+        block_r, num_programs = rows.programs
+        num_warps = 4
+        if num_rows > FEW_PROMPTS:
+            block_r = 16
+        elif num_rows > MANY_DECODES:
+            block_r = 32
+        ranks = rank_constants(lora.site)
+    _qk_rope_kv_write[(num_heads + 2 * kv_heads, num_programs)](
+        parts, angles.cos, angles.sin, *weights, q_out, layer_kv, slot_mapping.pages,
+        slot_mapping.offsets, *adapters, num_rows, 0.0 if norm is None else norm.eps,
+        parts.stride(0), parts.stride(1), *strides,
+        layer_kv.stride(0), layer_kv.stride(1), layer_kv.stride(2),
+        NUM_HEADS=num_heads, NUM_KV=kv_heads, HALF=head_dim // 2, PAIRS=angles.cos.shape[1],
+        HAS_NORM=norm is not None, NUM_SPLITS=parts.shape[0], HIDDEN_SPLITS=splits,
+        BLOCK_R=block_r, **ranks, num_warps=num_warps, num_stages=1,
+        **launch_options(qkv.device),
+    )  # fmt: skip
+    return q_out
+
+
+@triton.jit
+def _look_up(positions, all_cos, all_sin, cos, sin, half, PADDED_HALF: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, PADDED_HALF)
+    ok = d < half
+    at = tl.load(positions + i) * half + d
+    tl.store(cos + i * half + d, tl.load(all_cos + at, mask=ok), mask=ok)
+    tl.store(sin + i * half + d, tl.load(all_sin + at, mask=ok), mask=ok)
+
+
+def look_up(table: RopeTable, positions: Tensor, dtype: torch.dtype) -> RopeTable:
+    """The rotation of tokens at `positions`, once per step for all layers that turn alike."""
+    num_rows, half = positions.shape[0], table.cos.shape[1]
+    cos, sin = table.cos.new_empty(2, num_rows, half)
+    if not half:
+        return RopeTable(cos, sin)
+    # Launched plainly: what it writes is a constant to the kernels that follow.
+    _look_up[(num_rows,)](
+        positions, table.cos, table.sin, cos, sin, half, PADDED_HALF=triton.next_power_of_2(half)
+    )
+    return RopeTable(cos, sin)

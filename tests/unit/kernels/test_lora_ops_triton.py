@@ -1,0 +1,115 @@
+"""Adapters' shrink and expand in Triton against the naive reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.unit.kernels.triton_cases import DEVICE, DTYPES, make_rows, make_site, randn
+from tests.unit.pools import HIDDEN, VOCABULARY, adapter, embedding, make_pool, plain_embedding
+
+from manyroots.kernels.lora_ops import reference  # isort: skip
+from manyroots.kernels.lora_ops import triton as fast  # isort: skip
+from manyroots.kernels.lora_ops.sites import LoraTerm, most_blocks, row_blocks  # isort: skip
+from manyroots.kernels.tolerances import assert_close  # isort: skip
+
+RANKS = [(8, 16, 24), (0, 8, 0), (40, 8, 8)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_shrink_is_each_rows_own_product_and_nothing_else(
+    dtype: torch.dtype, num_splits: int
+) -> None:
+    site = make_site(192, (32, 16, 16), RANKS, dtype)
+    rows = make_rows(-1, -1, 0, 0, 0, 1, 2, 2)
+    x = randn(8, 192, dtype=dtype, seed=1)
+    hidden = fast.shrink(x, site, rows, num_splits=num_splits).hidden.sum(0)
+    expected = reference.shrink(x, site, rows).hidden[0]
+    for row, slot in enumerate(rows.slots.tolist()):
+        if slot >= 0:
+            total = sum(RANKS[slot])
+            assert_close("lora", hidden[row, :total], expected[row, :total], dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_expand_adds_each_rows_own_parts_and_leaves_base_rows_alone(dtype: torch.dtype) -> None:
+    site = make_site(64, (32, 200, 16), RANKS, dtype)
+    rows = make_rows(-1, *[0] * 19, 1, 2, 2, -1, block_rows=64)
+    hidden = randn(2, len(rows.slots), site.width, seed=2)
+    y = randn(len(rows.slots), 248, dtype=dtype, seed=3)
+    expected = y.clone()
+    fast.expand(y, LoraTerm(hidden, site, rows))
+    before = expected.clone()
+    reference.expand(expected, LoraTerm(hidden, site, rows))
+    assert_close("lora", y, expected, dtype)
+    assert torch.equal(y[0], before[0])
+    assert torch.equal(y[-1], before[-1])
+
+
+def test_a_product_of_more_columns_than_programs_is_expanded_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A head: each program has many tiles, and an adapter without one changes nothing."""
+    monkeypatch.setattr(fast, "WIDE_TILES", 3)
+    monkeypatch.setattr(fast, "WIDE_PROGRAMS", 40)
+    site = make_site(64, (20 * 128 + 5,), [(8,), (0,), (16,)])
+    rows = make_rows(-1, 0, 0, 1, 2)
+    y = randn(5, 20 * 128 + 5, seed=3)
+    expected, before = y.clone(), y.clone()
+    term = reference.shrink(randn(5, 64, seed=4), site, rows)
+    fast.expand(y, term)
+    reference.expand(expected, term)
+    assert_close("lora", y, expected, torch.float32)
+    assert torch.equal(y[[0, 3]], before[[0, 3]])
+    assert not torch.equal(y[[1, 2, 4]], before[[1, 2, 4]])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("slots", [[0], [-1, 0, 0, 1, 2, 2], [-1] * 3 + [2] * 70 + [1] * 20])
+def test_embeddings_equal_the_reference_and_pefts_formula(
+    slots: list[int], dtype: torch.dtype
+) -> None:
+    """Ranks that are no multiple of anything, and an adapter that leaves the embedding alone."""
+    ranks = (3, 0, 13)
+    adapters = [adapter((4, 0, 0), i, dtype, lookup_rank=r) for i, r in enumerate(ranks)]
+    pool = make_pool(adapters, dtype, is_transposed=False, device=DEVICE)
+    rows = fast.prepare(torch.tensor(slots).numpy(), pool, DEVICE)
+    assert rows is not None
+    y = randn(len(slots), HIDDEN, dtype=dtype, seed=5)
+    tokens = torch.arange(len(slots), device=DEVICE) * 7 % VOCABULARY
+    expected, before = y.clone(), y.clone()
+    fast.add_embedding(y, tokens, embedding(pool), rows)
+    reference.add_embedding(expected, tokens, embedding(pool), rows)
+    assert_close("lora", y, expected, dtype)
+    for row, slot in enumerate(slots):
+        if slot in (-1, 1):
+            assert torch.equal(y[row], before[row])
+        else:
+            added = plain_embedding(adapters[slot], tokens[row : row + 1].cpu())[0]
+            assert_close("lora", y[row].cpu(), before[row].float().cpu() + added, dtype)
+            assert not torch.equal(y[row], before[row])
+
+
+@pytest.mark.parametrize("block_rows", [1, 16, 64])
+def test_blocks_cover_every_row_once_and_never_mix_slots(block_rows: int) -> None:
+    slots = torch.tensor([-1] * 3 + [4] * 69 + [2], dtype=torch.int32).numpy()
+    blocks = row_blocks(slots, block_rows)
+    assert len(blocks) <= most_blocks(len(slots), 2, block_rows)
+    covered = [row for first, count, _ in blocks for row in range(first, first + count)]
+    assert covered == list(range(len(slots)))
+    for first, count, slot in blocks:
+        assert count <= block_rows
+        assert (slots[first : first + count] == slot).all()
+
+
+def test_a_graph_with_room_for_more_blocks_ignores_the_empty_ones() -> None:
+    site = make_site(64, (16,), [(8,)])
+    rows = make_rows(0, 0)
+    roomy = type(rows)(
+        rows.slots, torch.cat([rows.blocks, rows.blocks.new_zeros(3, 3)]), rows.num_blocks, 4
+    )
+    x = randn(2, 64)
+    hidden = fast.shrink(x, site, roomy).hidden
+    assert_close("lora", hidden, reference.shrink(x, site, rows).hidden, torch.float32)
+    assert hidden.device.type == DEVICE.type

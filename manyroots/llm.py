@@ -51,7 +51,7 @@ from manyroots.text.tools import check_tools
 
 logger = logging.getLogger(__name__)
 
-Message = Mapping[str, Any]
+MessageMapping = Mapping[str, Any]
 
 _READ_WAIT_S = 0.2
 """How long Ctrl-C may wait for an adapter's files."""
@@ -198,7 +198,7 @@ class LLM:
 
     def chat(
         self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        messages: Sequence[MessageMapping] | Sequence[Sequence[MessageMapping]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: object = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
@@ -215,7 +215,7 @@ class LLM:
         `continue_final_message` (and add_generation_prompt=False) the last message goes on. What
         the model writes to call `tools` is in the text as it writes it. The rest is as in
         `generate`."""
-        chats: list[Sequence[Message]]
+        chats: list[Sequence[MessageMapping]]
         chats = [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)  # type: ignore[arg-type,list-item]
         template = self._template
         if chat_template is not None:
@@ -241,7 +241,7 @@ class LLM:
 
     def stream_chat(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[MessageMapping],
         sampling_params: SamplingParams,
         *,
         lora_request: LoRARequest | None = None,
@@ -277,7 +277,7 @@ class LLM:
                     self._end()
 
     def _render(
-        self, messages: Sequence[Message], template: ChatTemplate | None, **how: Any
+        self, messages: Sequence[MessageMapping], template: ChatTemplate | None, **how: Any
     ) -> dict[str, Any]:
         """A chat as a prompt, with its ids: the template has written all special tokens."""
         if template is None:

@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from manyroots.api.checks import is_only_echo, wanted_usage
 from manyroots.api.events import DONE, EventStream, answer, event
-from manyroots.api.generation import Batch, Collected, UsageCount, collect, generate
+from manyroots.api.generation import Collected, TextBatch, UsageCount, collect, generate
 from manyroots.api.logprobs import (
     Naming,
     completion_logprobs,
@@ -44,7 +44,7 @@ async def completions(request: Request) -> Response:
         return await answer(request, _whole(job, body))
 
 
-def _batches(job: Job, request: CompletionRequest) -> AsyncGenerator[Batch, None]:
+def _batches(job: Job, request: CompletionRequest) -> AsyncGenerator[TextBatch, None]:
     generated = generate(job.service, job.submits, job.watch)
     if is_only_echo(request):
         generated = _silenced(generated)
@@ -53,14 +53,14 @@ def _batches(job: Job, request: CompletionRequest) -> AsyncGenerator[Batch, None
 
 
 async def _first_choices_first(
-    generated: AsyncGenerator[Batch, None], n: int
-) -> AsyncGenerator[Batch, None]:
+    generated: AsyncGenerator[TextBatch, None], n: int
+) -> AsyncGenerator[TextBatch, None]:
     """A prompt's later choices wait for its first one, which alone has the prompt's logprobs."""
     told: set[int] = set()
-    waiting: dict[int, Batch] = {}
+    waiting: dict[int, TextBatch] = {}
     async with aclosing(generated) as batches:
         async for batch in batches:
-            ready: Batch = []
+            ready: TextBatch = []
             for index, delta in batch:
                 place = index // n
                 if index % n == 0 and place not in told:
@@ -74,7 +74,7 @@ async def _first_choices_first(
                 yield ready
 
 
-async def _silenced(generated: AsyncGenerator[Batch, None]) -> AsyncGenerator[Batch, None]:
+async def _silenced(generated: AsyncGenerator[TextBatch, None]) -> AsyncGenerator[TextBatch, None]:
     """Of sequences that were to say nothing: their prompts' logprobs, and their end."""
     async with aclosing(generated) as batches:
         async for batch in batches:

@@ -21,7 +21,7 @@ from manyroots.observe.requests import RequestWatch
 from manyroots.step import TokenLogprobs
 from manyroots.text.assembler import TextAssembler, TextDelta
 
-Batch = list[tuple[int, TextDelta]]
+TextBatch = list[tuple[int, TextDelta]]
 Outputs = AsyncGenerator[Output, None]
 """What the engine's iterators are: that they can be closed is their documented contract."""
 
@@ -31,7 +31,7 @@ async def generate(
     submits: Sequence[Submit],
     watch: RequestWatch,
     shown_ids: frozenset[int] = frozenset(),
-) -> AsyncGenerator[Batch, None]:
+) -> AsyncGenerator[TextBatch, None]:
     """Deltas of all sequences until each has finished. The index is the place in `submits`.
     `shown_ids`: special tokens that are part of the text."""
     reason = FinishReason.ABORT
@@ -68,7 +68,7 @@ def _tell(watch: RequestWatch, index: int, delta: TextDelta) -> None:
 
 async def _merged(
     service: Service, submits: Sequence[Submit], shown_ids: frozenset[int]
-) -> AsyncGenerator[Batch, None]:
+) -> AsyncGenerator[TextBatch, None]:
     ready: asyncio.Queue[tuple[int, TextDelta | Exception]] = asyncio.Queue()
 
     async def pump(index: int, submit: Submit) -> None:
@@ -91,7 +91,7 @@ async def _merged(
             items = [await ready.get()]
             while not ready.empty():
                 items.append(ready.get_nowait())
-            batch: Batch = []
+            batch: TextBatch = []
             for index, item in items:
                 if isinstance(item, Exception):
                     raise item
@@ -214,7 +214,7 @@ class UsageCount:
 
 
 async def collect(
-    generated: AsyncGenerator[Batch, None], submits: Sequence[Submit], n: int
+    generated: AsyncGenerator[TextBatch, None], submits: Sequence[Submit], n: int
 ) -> tuple[list[Collected], Usage]:
     """Every choice, whole."""
     choices = [Collected() for _ in submits]

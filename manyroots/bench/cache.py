@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from manyroots.bench.manyroots_driver import CACHE_KINDS, CacheDriver
-from manyroots.bench.own_process import Job, answer_from_stdin, run_module
+from manyroots.bench.own_process import JobArguments, answer_from_stdin, run_module
 from manyroots.bench.scheduler_trace import VOCAB_SIZE, clock
 from manyroots.step import Int32s
 
@@ -214,7 +214,7 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _work(job: Job) -> dict[str, Any]:
+def _work(job: JobArguments) -> dict[str, Any]:
     return measure_large(CacheWorkload(**job["workload"]), job["kind"])
 
 

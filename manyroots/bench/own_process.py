@@ -15,10 +15,10 @@ from typing import Any
 
 import manyroots
 
-Job = dict[str, Any]
+JobArguments = dict[str, Any]
 
 
-def run_module(module: str, job: Job, *, extra_path: str | None = None) -> dict[str, Any]:
+def run_module(module: str, job: JobArguments, *, extra_path: str | None = None) -> dict[str, Any]:
     """Run `python -m module` on a job; `extra_path` comes first on its import path."""
     package_home = str(Path(manyroots.__file__).parents[1])
     paths = [package_home] if extra_path is None else [extra_path, package_home]
@@ -36,6 +36,6 @@ def run_module(module: str, job: Job, *, extra_path: str | None = None) -> dict[
     return answer
 
 
-def answer_from_stdin(work: Callable[[Job], dict[str, Any]]) -> None:
+def answer_from_stdin(work: Callable[[JobArguments], dict[str, Any]]) -> None:
     """The other end: what a module run that way does."""
     print(json.dumps(work(json.load(sys.stdin))))

@@ -13,7 +13,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-from manyroots.bench.own_process import Job, answer_from_stdin, run_module
+from manyroots.bench.own_process import JobArguments, answer_from_stdin, run_module
 from manyroots.bench.scheduler_cases import measure_all
 from manyroots.bench.scheduler_trace import (
     MADE_UP_TOKEN,
@@ -156,7 +156,7 @@ class TokenSpeedScheduler:
         return config
 
 
-def _work(job: Job) -> dict[str, Any]:
+def _work(job: JobArguments) -> dict[str, Any]:
     workload = SchedulerWorkload.from_json(job["workload"])
     return measure_all(workload, job["page_size"], TokenSpeedScheduler)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from manyroots.bench.manyroots_driver import SchedulerDriver
-from manyroots.bench.own_process import Job, answer_from_stdin, run_module
+from manyroots.bench.own_process import JobArguments, answer_from_stdin, run_module
 from manyroots.bench.peer_schedulers import measure_peer, peer_name
 from manyroots.bench.scheduler_cases import measure_all
 from manyroots.bench.scheduler_tenants import measure_tenants, tenant_lines
@@ -30,7 +30,7 @@ PER_REQUEST = {
     "plan + advance": "plan_and_advance_us_per_request",
 }
 
-Measure = Callable[[SchedulerWorkload, int], dict[str, Any]]
+MeasureFunction = Callable[[SchedulerWorkload, int], dict[str, Any]]
 
 
 def run_scheduler(
@@ -41,7 +41,7 @@ def run_scheduler(
     tenants: tuple[int, ...] = (),
 ) -> dict[str, Any]:
     """Measure every page size; the report holds the workload and every figure."""
-    systems: dict[str, Measure] = {OURS: measure_ours}
+    systems: dict[str, MeasureFunction] = {OURS: measure_ours}
     systems |= {peer_name(folder): partial(measure_peer, folder) for folder in peers}
     runs = []
     for page_size in page_sizes:
@@ -130,7 +130,7 @@ def _step(figures: dict[str, Any], least: dict[str, Any], most: dict[str, Any]) 
     return f"{figures[whole]:.3f} ({figures['plan_ms']:.3f}) [{least[whole]:.3f}-{most[whole]:.3f}]"
 
 
-def _work(job: Job) -> dict[str, Any]:
+def _work(job: JobArguments) -> dict[str, Any]:
     workload = SchedulerWorkload.from_json(job["workload"])
     return measure_all(workload, job["page_size"], SchedulerDriver)
 

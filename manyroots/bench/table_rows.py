@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-Report = dict[str, Any]
-Found = tuple[float, float, float]
+RunReport = dict[str, Any]
+FigureSpread = tuple[float, float, float]
 """A median, the least and the most."""
 
 
@@ -21,7 +21,7 @@ class TableRow:
 
     name: str
     goal: float
-    read: Callable[[Report], Found]
+    read: Callable[[RunReport], FigureSpread]
     """From the report of its run."""
     more_is_better: bool = False
     vllm: float | None = None
@@ -44,8 +44,8 @@ class TableRun:
     rows: tuple[TableRow, ...]
 
 
-def tokens_per_s(batch: int, adapters: int = 0) -> Callable[[Report], Found]:
-    def read(report: Report) -> Found:
+def tokens_per_s(batch: int, adapters: int = 0) -> Callable[[RunReport], FigureSpread]:
+    def read(report: RunReport) -> FigureSpread:
         case = _decoded(report, batch, adapters)
         ms = case["spread"]["ms_per_step"]
         return case["decode_tokens_per_s"], 1e3 * batch / ms["most"], 1e3 * batch / ms["least"]
@@ -53,8 +53,8 @@ def tokens_per_s(batch: int, adapters: int = 0) -> Callable[[Report], Found]:
     return read
 
 
-def share_of_base(batch: int, adapters: int) -> Callable[[Report], Found]:
-    def read(report: Report) -> Found:
+def share_of_base(batch: int, adapters: int) -> Callable[[RunReport], FigureSpread]:
+    def read(report: RunReport) -> FigureSpread:
         base = _decoded(report, batch, 0)["decode_tokens_per_s"]
         median, least, most = tokens_per_s(batch, adapters)(report)
         return median / base, least / base, most / base
@@ -62,28 +62,28 @@ def share_of_base(batch: int, adapters: int) -> Callable[[Report], Found]:
     return read
 
 
-def seconds(case: str) -> Callable[[Report], Found]:
-    def read(report: Report) -> Found:
+def seconds(case: str) -> Callable[[RunReport], FigureSpread]:
+    def read(report: RunReport) -> FigureSpread:
         found = _of_traffic(report, case)["seconds"]
         return found["median"], found["least"], found["most"]
 
     return read
 
 
-def share_of_time(case: str) -> Callable[[Report], Found]:
+def share_of_time(case: str) -> Callable[[RunReport], FigureSpread]:
     """The base's seconds of those with adapters."""
 
-    def read(report: Report) -> Found:
+    def read(report: RunReport) -> FigureSpread:
         share = _of_traffic(report, case)["share_of_base"]
         return share, share, share
 
     return read
 
 
-def slowest_first(case: str) -> Callable[[Report], Found]:
+def slowest_first(case: str) -> Callable[[RunReport], FigureSpread]:
     """p99 of the first token with adapters, as a multiple of the base's, under load."""
 
-    def read(report: Report) -> Found:
+    def read(report: RunReport) -> FigureSpread:
         found = _of_traffic(report, case)["poisson"]
         p99 = {kind: of["time_to_first_token_s"]["p99"]["median"] for kind, of in found.items()}
         share = p99["with adapters"] / p99["base"]
@@ -92,22 +92,22 @@ def slowest_first(case: str) -> Callable[[Report], Found]:
     return read
 
 
-def first_token(case: str) -> Callable[[Report], Found]:
-    def read(report: Report) -> Found:
+def first_token(case: str) -> Callable[[RunReport], FigureSpread]:
+    def read(report: RunReport) -> FigureSpread:
         taken = report["first_token_s"][case]
         return taken, taken, taken
 
     return read
 
 
-def _decoded(report: Report, batch: int, adapters: int) -> dict[str, Any]:
+def _decoded(report: RunReport, batch: int, adapters: int) -> dict[str, Any]:
     """Without adapters there are two cases, and the one of an engine that has none comes first."""
     found = (c for c in report["cases"] if (c["batch"], c["adapters"]) == (batch, adapters))
     case: dict[str, Any] = next(found)
     return case
 
 
-def _of_traffic(report: Report, name: str) -> dict[str, Any]:
+def _of_traffic(report: RunReport, name: str) -> dict[str, Any]:
     [case] = (case for case in report["cases"] if case["case"] == name)
     return dict(case)
 

@@ -37,7 +37,7 @@ LOOK_AHEAD = 32
 MIN_SWEEP = 1024
 """Entries that a queue may have before it is worth looking for those of nodes that are gone."""
 
-Entry = tuple[int, int, Node, int]
+QueueEntry = tuple[int, int, Node, int]
 """Last use, order of creation, whose, and how many units it had when it was queued."""
 
 
@@ -45,7 +45,7 @@ class Queue:
     """Nodes of one plane by last use, brought up to date as entries are looked at."""
 
     def __init__(self) -> None:
-        self.entries: list[Entry] = []
+        self.entries: list[QueueEntry] = []
         self.num_units = 0
         """Units of all entries, as many as each had when it was queued."""
         self._sweep_at = MIN_SWEEP
@@ -61,7 +61,7 @@ class Queue:
         self.num_units -= num_units
         return node
 
-    def in_order(self) -> Iterator[Entry]:
+    def in_order(self) -> Iterator[QueueEntry]:
         """The entries, smallest first, without taking them out: O(log n) for the n-th."""
         ahead = [(self.entries[0], 0)] if self.entries else []
         while ahead:
@@ -222,7 +222,7 @@ class Evictor:
             return self._kept, min(count, excess)
         return self._others, count
 
-    def _head(self, queue: Queue) -> Entry | None:
+    def _head(self, queue: Queue) -> QueueEntry | None:
         """A queue's first entry, once those that are no longer true are out of its way."""
         while queue.entries:
             entry = queue.entries[0]

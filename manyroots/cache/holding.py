@@ -17,10 +17,10 @@ from manyroots.cache.planes import ABSENT
 from manyroots.cache.tree import ChildKey, Node, Walk
 from manyroots.step import Int32s
 
-Found = tuple[list[Node], int, ChildKey | None, Limit]
+FoundPath = tuple[list[Node], int, ChildKey | None, Limit]
 """The nodes of a walk, how many pages it is, how the tree would know the next one, and why there is
 no more."""
-NO_WALK: Found = ([], 0, None, Limit.OFF)
+NO_WALK: FoundPath = ([], 0, None, Limit.OFF)
 """Of a request that may reuse nothing."""
 
 

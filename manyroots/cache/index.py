@@ -14,7 +14,7 @@ from manyroots.cache.events import CacheEvent, PagesRemoved, PagesStored
 from manyroots.cache.keys import HASH_BYTES, PageHasher
 from manyroots.cache.planes import ABSENT, CacheLayout, Units
 from manyroots.cache.pool import UnitPool
-from manyroots.cache.tree import TOKEN_BYTES, ChildKey, Indices, Node, Places, PrefixTree, absent
+from manyroots.cache.tree import TOKEN_BYTES, ChildKey, Indices, Node, PageRange, PrefixTree, absent
 from manyroots.ids import StepId
 
 
@@ -42,7 +42,7 @@ class Index:
         self.on_loosened: Callable[[Node], None] = lambda node: None
         """Told of nodes that may have units that can be evicted now; set by the cache."""
 
-    def add(self, node: Node, plane: int, places: Places, units: Units) -> None:
+    def add(self, node: Node, plane: int, places: PageRange, units: Units) -> None:
         """Units that someone holds can now be found at these pages, which had none."""
         self.tree.set_units(node, plane, places, units)
         self.pools[plane].index(units)
@@ -202,7 +202,7 @@ class Index:
         parent = node.parent
         return parent.hashes[-HASH_BYTES:] if parent.num_pages else self._hasher.root
 
-    def _stored(self, node: Node, plane: int, places: Places) -> PagesStored:
+    def _stored(self, node: Node, plane: int, places: PageRange) -> PagesStored:
         assert node.owner is not None
         consecutive = np.arange(node.num_pages)[places]
         first, last = int(consecutive[0]), int(consecutive[-1])

@@ -24,7 +24,7 @@ TOKEN_BYTES = 4
 
 ChildKey = tuple[Owner, bytes]
 Indices = npt.NDArray[np.intp]
-Places = slice | Indices
+PageRange = slice | Indices
 """Pages of one node, counted from its own first."""
 
 
@@ -239,7 +239,7 @@ class PrefixTree:
             depth = run_end
         return path
 
-    def set_units(self, node: Node, plane: int, places: Places, units: Units) -> None:
+    def set_units(self, node: Node, plane: int, places: PageRange, units: Units) -> None:
         """Put units into pages of a node that have none on this plane."""
         was = node.counts[plane]
         node.units[plane][places] = units

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from manyroots.adapter_names import LoraModule, name_fault
 from manyroots.config import LoraSettings
-from manyroots.engine.adapter_entry import AdapterEntry, Message, WaitingMessages
+from manyroots.engine.adapter_entry import AdapterEntry, AdapterMessage, WaitingMessages
 from manyroots.engine.adapter_folders import find_folder
 from manyroots.engine.adapter_reads import Finished, Reads
 from manyroots.errors import ManyrootsError, NotFoundError, RequestError
@@ -115,7 +115,7 @@ class AdapterDirectory:
                 field="lora_path",
             )
 
-    def handle(self, message: Message) -> None:
+    def handle(self, message: AdapterMessage) -> None:
         """Carry out a message, now or when its turn in the name's entry has come."""
         entry = self._entry_of(message)
         if entry is None:
@@ -180,7 +180,7 @@ class AdapterDirectory:
 
     # Inside
 
-    def _entry_of(self, message: Message) -> AdapterEntry | None:
+    def _entry_of(self, message: AdapterMessage) -> AdapterEntry | None:
         name = message.adapter if isinstance(message, Submit) else message.name
         assert name is not None
         entry = self._entries.get(name)
@@ -193,7 +193,7 @@ class AdapterDirectory:
             return f"{name!r} is what the base model is called; give the adapter another name."
         return name_fault(name)
 
-    def _carry_out(self, entry: AdapterEntry, message: Message) -> None:
+    def _carry_out(self, entry: AdapterEntry, message: AdapterMessage) -> None:
         """Nothing of this name is under way."""
         match message:
             case Submit() if self._scheduler.adapter(entry.name) is not None:
@@ -292,7 +292,7 @@ class AdapterDirectory:
         if not entry.waiting:
             del self._entries[entry.name]
 
-    def _refuse_unknown(self, message: Message) -> None:
+    def _refuse_unknown(self, message: AdapterMessage) -> None:
         if isinstance(message, Submit):
             reason = (
                 f"model {message.adapter!r} does not exist; GET /v1/models lists those that do."
@@ -305,7 +305,7 @@ class AdapterDirectory:
             reason = self._name_fault(message.name) or "the name can't be used"
             self._reply_error(message.op_id, reason, ErrorKind.REQUEST)
 
-    def _refuse(self, message: Message, reason: str, kind: ErrorKind) -> None:
+    def _refuse(self, message: AdapterMessage, reason: str, kind: ErrorKind) -> None:
         assert isinstance(message, Submit)
         notice = Notice(error_kind=kind)
         self._outputs.append(

@@ -14,8 +14,8 @@ from manyroots.adapter_names import LoraModule
 from manyroots.ids import AdapterName, RequestId
 from manyroots.messages import LoadLora, Submit, UnloadLora
 
-Message = Submit | LoadLora | UnloadLora
-Key = tuple[bool, int]
+AdapterMessage = Submit | LoadLora | UnloadLora
+MessageKey = tuple[bool, int]
 """Whether it is a request, and its number."""
 
 
@@ -24,13 +24,13 @@ class WaitingMessages:
 
     def __init__(self, where: dict[RequestId, WaitingMessages]) -> None:
         self._where = where
-        self._messages: OrderedDict[Key, Message] = OrderedDict()
+        self._messages: OrderedDict[MessageKey, AdapterMessage] = OrderedDict()
         self._num_unloads = 0
 
     def __len__(self) -> int:
         return len(self._messages)
 
-    def __iter__(self) -> Iterator[Message]:
+    def __iter__(self) -> Iterator[AdapterMessage]:
         return iter(self._messages.values())
 
     @property
@@ -38,21 +38,21 @@ class WaitingMessages:
         return self._num_unloads > 0
 
     @property
-    def first(self) -> Message:
+    def first(self) -> AdapterMessage:
         """The next one; there is at least one."""
         return next(iter(self._messages.values()))
 
-    def append(self, message: Message) -> None:
+    def append(self, message: AdapterMessage) -> None:
         self._messages[_key(message)] = message
         if isinstance(message, Submit):
             self._where[message.request_id] = self
         self._num_unloads += isinstance(message, UnloadLora)
 
-    def append_first(self, message: Message) -> None:
+    def append_first(self, message: AdapterMessage) -> None:
         self.append(message)
         self._messages.move_to_end(_key(message), last=False)
 
-    def pop(self) -> Message:
+    def pop(self) -> AdapterMessage:
         """Take the next one."""
         _, message = self._messages.popitem(last=False)
         if isinstance(message, Submit):
@@ -80,7 +80,7 @@ class AdapterEntry:
     """What the read under way was asked by; None if by a request."""
 
 
-def _key(message: Message) -> Key:
+def _key(message: AdapterMessage) -> MessageKey:
     if isinstance(message, Submit):
         return True, message.request_id
     return False, message.op_id

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from manyroots.distributed.shard import Shard
 from manyroots.kernels.choice import Kernels
-from manyroots.kernels.norm.deferred import Rows, whole_rows
+from manyroots.kernels.norm.deferred import NormedRows, whole_rows
 from manyroots.kernels.qk_rope_kv_write.inputs import QkNorm
 from manyroots.layers.deferred_output import DeferredOutput
 from manyroots.layers.linear import Linear
@@ -74,7 +74,7 @@ class Attention:
         """The one product that its input is for."""
         return self.qkv if self._spec.in_factor == 1.0 else None
 
-    def __call__(self, x: Rows, layer_kv: Tensor, step: Step) -> DeferredOutput:
+    def __call__(self, x: NormedRows, layer_kv: Tensor, step: Step) -> DeferredOutput:
         if self._spec.in_factor != 1.0:
             x = whole_rows(x) * self._spec.in_factor
         qkv = self.qkv(x, step)

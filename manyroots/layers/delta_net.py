@@ -17,7 +17,7 @@ from torch import Tensor
 
 from manyroots.distributed.shard import Shard
 from manyroots.kernels.choice import Kernels
-from manyroots.kernels.norm.deferred import Rows
+from manyroots.kernels.norm.deferred import NormedRows
 from manyroots.layers.deferred_output import DeferredOutput
 from manyroots.layers.linear import Linear
 from manyroots.layers.spec import DeltaSpec
@@ -78,7 +78,7 @@ class GatedDeltaNet:
         """The one product that its input is for."""
         return self.in_proj
 
-    def __call__(self, x: Rows, memory: tuple[Tensor, ...], step: Step) -> DeferredOutput:
+    def __call__(self, x: NormedRows, memory: tuple[Tensor, ...], step: Step) -> DeferredOutput:
         conv_state, matrix = memory
         rows = step.states[self._family]
         projected = self.in_proj(x, step).finished(self._kernels).to(self._filter.dtype)

@@ -18,7 +18,7 @@ from manyroots.distributed.shard import Shard
 from manyroots.kernels.choice import Kernels
 from manyroots.kernels.fp8_rows import Fp8Form, values_of
 from manyroots.kernels.lora_ops.sites import LinearSite
-from manyroots.kernels.norm.deferred import DeferredRMSNorm, Rows
+from manyroots.kernels.norm.deferred import DeferredRMSNorm, NormedRows
 from manyroots.kernels.scaled import ScaledMatrix
 from manyroots.layers.deferred_output import DeferredOutput
 from manyroots.layers.step import Step
@@ -66,7 +66,7 @@ class Linear:
         self._side, self._shard, self._pieces = side, shard, dict(pieces or {})
         self._kernels = kernels
 
-    def __call__(self, x: Rows, step: Step) -> DeferredOutput:
+    def __call__(self, x: NormedRows, step: Step) -> DeferredOutput:
         rows = None if self.pooled is None else step.lora
         gemm, operand = self._kernels.gemm, self.weight.operand
         if isinstance(x, DeferredRMSNorm) or self._is_own(

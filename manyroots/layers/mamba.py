@@ -18,7 +18,7 @@ from torch import Tensor
 
 from manyroots.distributed.shard import Shard
 from manyroots.kernels.choice import Kernels
-from manyroots.kernels.norm.deferred import Rows, whole_rows
+from manyroots.kernels.norm.deferred import NormedRows, whole_rows
 from manyroots.layers.deferred_output import DeferredOutput
 from manyroots.layers.linear import Linear
 from manyroots.layers.spec import GatedNormKind, MambaSpec
@@ -81,7 +81,7 @@ class Mamba2:
         """The one product that its input is for."""
         return self.in_proj if self._spec.in_factor == 1.0 else None
 
-    def __call__(self, x: Rows, memory: tuple[Tensor, ...], step: Step) -> DeferredOutput:
+    def __call__(self, x: NormedRows, memory: tuple[Tensor, ...], step: Step) -> DeferredOutput:
         conv_state, matrix = memory
         spec, rows = self._spec, step.states[self._family]
         if spec.in_factor != 1.0:

@@ -13,7 +13,7 @@ import torch
 
 from manyroots.distributed.shard import Shard
 from manyroots.kernels.choice import Kernels
-from manyroots.kernels.norm.deferred import Rows
+from manyroots.kernels.norm.deferred import NormedRows
 from manyroots.layers.attention import Attention
 from manyroots.layers.deferred_output import DeferredOutput
 from manyroots.layers.delta_net import GatedDeltaNet
@@ -33,7 +33,7 @@ class Mixer(Protocol):
     def reader(self) -> Linear | None:
         """The one product that its input is for; None if there are several."""
 
-    def __call__(self, x: Rows, memory: Any, step: Step) -> DeferredOutput:
+    def __call__(self, x: NormedRows, memory: Any, step: Step) -> DeferredOutput:
         """`memory`: what its family's arena has for this layer."""
 
     def weights(self, name: str) -> Fills: ...

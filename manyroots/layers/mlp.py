@@ -10,7 +10,7 @@ from torch import Tensor
 
 from manyroots.distributed.shard import Shard
 from manyroots.kernels.choice import Kernels
-from manyroots.kernels.norm.deferred import Rows
+from manyroots.kernels.norm.deferred import NormedRows
 from manyroots.layers.deferred_output import DeferredOutput
 from manyroots.layers.linear import Linear
 from manyroots.layers.spec import DenseSpec
@@ -53,7 +53,7 @@ class GatedMLP:
         """The one product that its input is for."""
         return self.gate_up
 
-    def __call__(self, x: Rows, step: Step) -> DeferredOutput:
+    def __call__(self, x: NormedRows, step: Step) -> DeferredOutput:
         most = self._kernels.gemm.ROWS_AT_ONCE
         if most is None or not isinstance(x, Tensor) or x.shape[0] <= most:
             return self._product(x, step)
@@ -66,7 +66,7 @@ class GatedMLP:
             pieces.append(self._product(rows, own).finished(self._kernels))
         return DeferredOutput(torch.cat(pieces), factor=self._spec.down_factor)
 
-    def _product(self, x: Rows, step: Step) -> DeferredOutput:
+    def _product(self, x: NormedRows, step: Step) -> DeferredOutput:
         both = self.gate_up(x, step)
         if (
             self._spec.is_fused

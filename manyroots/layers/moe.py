@@ -22,7 +22,7 @@ from manyroots.distributed.shard import Shard
 from manyroots.kernels.choice import Kernels
 from manyroots.kernels.fused_moe.adapters import ExpertAdapters, ExpertSite
 from manyroots.kernels.fused_moe.weights import ExpertWeights
-from manyroots.kernels.norm.deferred import Rows
+from manyroots.kernels.norm.deferred import NormedRows
 from manyroots.layers.deferred_output import DeferredOutput
 from manyroots.layers.linear import Linear
 from manyroots.layers.spec import ExpertsSpec
@@ -128,7 +128,7 @@ class SparseMLP:
         """None: the router and the experts read its input."""
         return None
 
-    def __call__(self, x: Rows, step: Step) -> DeferredOutput:
+    def __call__(self, x: NormedRows, step: Step) -> DeferredOutput:
         if not isinstance(x, Tensor):
             raise TypeError("experts read rows that are whole")
         scores = self.router(x, step).for_many(self._kernels)

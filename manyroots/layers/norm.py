@@ -7,7 +7,7 @@ from torch import Tensor
 
 from manyroots.kernels.choice import Kernels
 from manyroots.kernels.fp8_rows import Fp8Form, Fp8Rows
-from manyroots.kernels.norm.deferred import DeferredRMSNorm, Rows
+from manyroots.kernels.norm.deferred import DeferredRMSNorm, NormedRows
 from manyroots.layers.deferred_output import DeferredOutput
 from manyroots.layers.linear import Linear
 from manyroots.layers.weights.fill import Fill, Fills
@@ -41,7 +41,7 @@ class RMSNorm:
 
     def after(
         self, residual: Tensor, product: DeferredOutput, reader: Linear | None = None
-    ) -> Rows:
+    ) -> NormedRows:
         """Add a product onto the residual in place; give the sum, normalised.
 
         `reader`: the one product that reads the result, if nobody else does. It gets rows in the

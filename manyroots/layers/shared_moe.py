@@ -12,7 +12,7 @@ from torch import Tensor
 
 from manyroots.distributed.shard import Shard
 from manyroots.kernels.choice import Kernels
-from manyroots.kernels.norm.deferred import Rows, whole_rows
+from manyroots.kernels.norm.deferred import NormedRows, whole_rows
 from manyroots.layers.deferred_output import DeferredOutput
 from manyroots.layers.linear import Linear
 from manyroots.layers.mlp import GatedMLP
@@ -56,7 +56,7 @@ class SharedExpertMLP:
         """None: several products read its input."""
         return None
 
-    def __call__(self, x: Rows, step: Step) -> DeferredOutput:
+    def __call__(self, x: NormedRows, step: Step) -> DeferredOutput:
         x = whole_rows(x)
         shared, chosen = self.shared(x, step), self.sparse(x, step)
         if self.gate is None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from manyroots.distributed.shard import Shard
 from manyroots.kernels.choice import Kernels
-from manyroots.kernels.norm.deferred import Rows
+from manyroots.kernels.norm.deferred import NormedRows
 from manyroots.layers.deferred_output import DeferredOutput
 from manyroots.layers.linear import Linear
 from manyroots.layers.spec import ShortConvSpec
@@ -60,7 +60,7 @@ class ShortConv:
     def reader(self) -> Linear | None:
         return self.in_proj
 
-    def __call__(self, x: Rows, memory: tuple[Tensor, ...], step: Step) -> DeferredOutput:
+    def __call__(self, x: NormedRows, memory: tuple[Tensor, ...], step: Step) -> DeferredOutput:
         [state] = memory
         projected = self.in_proj(x, step).finished(self._kernels).to(self._weight.dtype)
         gate_in, gate_out, value = projected.chunk(3, dim=-1)

@@ -22,7 +22,7 @@ from torch import Tensor
 from manyroots.distributed.shard import WHOLE, Shard
 from manyroots.kernels.choice import Kernels, kernels_for
 from manyroots.kernels.lora_ops.sites import LoraRows
-from manyroots.kernels.norm.deferred import Rows
+from manyroots.kernels.norm.deferred import NormedRows
 from manyroots.kernels.qk_rope_kv_write.inputs import RopeTable
 from manyroots.layers.deferred_output import DeferredOutput, sum_of
 from manyroots.layers.embedding import Embedding, LmHead
@@ -93,7 +93,7 @@ class DecoderLayer:
         """The one product that the layer's input is for."""
         return self.mixers[0].reader if len(self.mixers) == 1 else None
 
-    def mix(self, x: Rows, memories: Sequence[Any], step: Step) -> DeferredOutput:
+    def mix(self, x: NormedRows, memories: Sequence[Any], step: Step) -> DeferredOutput:
         """The layer's first half. `x` is the residual, normalised; `memories` are the mixers'."""
         both = zip(self.mixers, memories, strict=True)
         products = [mixer(x, memory, step) for mixer, memory in both]
@@ -252,7 +252,7 @@ class Decoder:
         `logits_indices`, where the step says which. Behind the last layer's mixers, the others are
         nobody's business."""
         residual = self.embedding(tokens, step)
-        x: Rows = self.layers[0].input_norm.first(residual)
+        x: NormedRows = self.layers[0].input_norm.first(residual)
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             if step.before_layer is not None:

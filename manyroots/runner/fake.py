@@ -32,7 +32,7 @@ from manyroots.step import (
     StepResult,
 )
 
-Content = tuple[int | None, ...]
+PageContent = tuple[int | None, ...]
 """What a unit holds: a digest per token of a page, or one for a state."""
 
 
@@ -79,8 +79,8 @@ class FakeRunner:
         self._finish_copies = finish_copies or (lambda copies: [(copy, True) for copy in copies])
         self._memory: dict[tuple[int, Tier, int], list[int | None]] = {}
         """(family, tier, unit) -> content."""
-        self._storage: dict[tuple[int, bytes], Content] = {}
-        self._under_way: deque[tuple[Copy, list[Content]]] = deque()
+        self._storage: dict[tuple[int, bytes], PageContent] = {}
+        self._under_way: deque[tuple[Copy, list[PageContent]]] = deque()
         self._is_held = is_held or (lambda family, unit: True)
         self._finish_loads = finish_loads or _finish_all
         self._loads: dict[LoadId, LoadAdapter] = {}
@@ -245,7 +245,7 @@ class FakeRunner:
     def _begin_copy(self, copy: Copy) -> None:
         """Read the sources now: whoever reuses them later must not change what is copied."""
         if copy.source is Tier.STORAGE:
-            contents: list[Content] = [
+            contents: list[PageContent] = [
                 self._storage.get((copy.family, digest), ()) for digest in copy.hashes
             ]
         else:
@@ -272,7 +272,7 @@ class FakeRunner:
         self._under_way = deque(by_id.values())
         return tuple(done)
 
-    def _write_copy(self, copy: Copy, contents: list[Content]) -> None:
+    def _write_copy(self, copy: Copy, contents: list[PageContent]) -> None:
         if copy.target is Tier.STORAGE:
             for digest, content in zip(copy.hashes, contents, strict=True):
                 self._storage[copy.family, digest] = content

@@ -27,7 +27,7 @@ from manyroots.progress import track
 from manyroots.runner.forward import Views
 from manyroots.runner.mixed import MixedShape
 from manyroots.runner.packet import PacketLayout, send
-from manyroots.runner.step_arrays import Arrays
+from manyroots.runner.step_arrays import NamedArrays
 
 _SMALL_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 _SIZE_STEP = 32
@@ -41,7 +41,7 @@ Model = Callable[[Views, "GraphKey"], Tensor]
 """Logits of a step, from its arrays on the device."""
 Choose = Callable[[Tensor, Views], Sampled]
 """The tokens that follow."""
-Blank = Callable[["GraphKey"], Arrays]
+Blank = Callable[["GraphKey"], NamedArrays]
 """The arrays of a step that changes nothing."""
 
 
@@ -117,7 +117,7 @@ class Graphs:
 
     def run(
         self,
-        arrays: Arrays,
+        arrays: NamedArrays,
         between: Callable[[], None] | None = None,
         mixed: MixedShape | None = None,
     ) -> Sampled:

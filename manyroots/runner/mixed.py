@@ -20,7 +20,7 @@ from manyroots.ids import NO_ADAPTER
 from manyroots.kernels.attention.paged import QUERY_BLOCK
 from manyroots.runner.inputs import NOWHERE, StepInputs
 from manyroots.runner.step_arrays import (
-    Arrays,
+    NamedArrays,
     adapter_arrays,
     decode_order,
     sequence_arrays,
@@ -80,7 +80,7 @@ def _shape(num_tokens: int, num_decodes: int, max_num_seqs: int) -> MixedShape:
 
 def mixed_arrays(
     inputs: StepInputs, shape: MixedShape, *, num_slots: int, spare_row: int
-) -> Arrays | None:
+) -> NamedArrays | None:
     """A step in a shape that it fits into; None where its adapters do not: one that begins within
     a prompt may cut it into more blocks than there is room for."""
     count, tokens = inputs.num_decodes, token_arrays(inputs)

@@ -49,14 +49,14 @@ from manyroots.runner.prompt_scores import PromptScorer, PromptScores
 from manyroots.runner.sampling_state import SamplingState
 from manyroots.runner.sharing import Sharing, blank
 from manyroots.runner.step_arrays import (
-    Arrays,
+    NamedArrays,
     decode_arrays,
     decode_order,
     sampling_rows,
     sequence_arrays,
     token_arrays,
 )
-from manyroots.runner.step_timer import Answer, Compute, StepTimer
+from manyroots.runner.step_timer import Compute, StepTimer, TakeResult
 from manyroots.runner.warmup import Warmup
 from manyroots.step import Floats, Int32s, Plan, RowFault, StepResult, TokenLogprobs
 from manyroots.store.adapter_loader import AdapterLoader
@@ -197,7 +197,7 @@ class ModelRunner:
             else:
                 self._answers_thread.submit(_resolve, future, answer)
 
-    def _begin(self, plan: Plan) -> Answer:
+    def _begin(self, plan: Plan) -> TakeResult:
         """Launch a step; gives what waits for it."""
         self._batch.apply(plan)
         self._pending.apply(plan)
@@ -226,7 +226,7 @@ class ModelRunner:
         """With how long the model took, where tiers are chosen by it (T05)."""
         return compute if self._timer is None else self._timer.timed(compute)
 
-    def _compute(self, plan: Plan, inputs: StepInputs) -> Answer:
+    def _compute(self, plan: Plan, inputs: StepInputs) -> TakeResult:
         if self._graphs is not None and self._fits_graph(inputs, self._graphs):
             if not inputs.is_decode:
                 inputs = as_single_tokens(inputs)
@@ -263,7 +263,7 @@ class ModelRunner:
             return False
         return not self._state.exceeds_graph(inputs.rows[inputs.sampling])
 
-    def _begin_graph(self, plan: Plan, inputs: StepInputs, graphs: Graphs) -> Answer:
+    def _begin_graph(self, plan: Plan, inputs: StepInputs, graphs: Graphs) -> TakeResult:
         """A step of single tokens, in the next larger shape there is."""
         rows = inputs.rows[inputs.sampling]
         size = graphs.size_for(len(inputs.rows))
@@ -272,7 +272,7 @@ class ModelRunner:
         step = InFlight(rows, graphs.run(arrays, between), inputs.sampling)
         return self._answer(plan, inputs, step, is_graph=graphs.was_replayed)
 
-    def _begin_mixed(self, plan: Plan, inputs: StepInputs, graphs: Graphs) -> Answer | None:
+    def _begin_mixed(self, plan: Plan, inputs: StepInputs, graphs: Graphs) -> TakeResult | None:
         """A step of prompts beside decodes, in the next larger shape; None if there is none."""
         shape = shape_for(inputs, self._max_num_seqs)
         arrays = None if shape is None else self._mixed_arrays(inputs, shape)
@@ -287,7 +287,7 @@ class ModelRunner:
         step = InFlight(rows, sampled, np.arange(len(rows)))
         return self._answer(plan, inputs, step, is_graph=graphs.was_replayed)
 
-    def _mixed_arrays(self, inputs: StepInputs, shape: MixedShape) -> Arrays | None:
+    def _mixed_arrays(self, inputs: StepInputs, shape: MixedShape) -> NamedArrays | None:
         spare_row = self._rows.spare.row
         num_slots = 0 if self._pool is None else self._pool.num_at_once
         arrays = mixed_arrays(inputs, shape, num_slots=num_slots, spare_row=spare_row)
@@ -299,7 +299,7 @@ class ModelRunner:
         padded = sampled_rows(inputs, shape, spare_row)
         return {**arrays, **self._state.arrays(padded, indices)}
 
-    def _blank_arrays(self, key: GraphKey) -> Arrays:
+    def _blank_arrays(self, key: GraphKey) -> NamedArrays:
         """Of a step that changes nothing; as large, and of the same types, as any other."""
         spare, num_rows = self._rows.spare, key.size
         if key.mixed is None:
@@ -315,11 +315,11 @@ class ModelRunner:
             arrays |= blank(len(self._forward.windows), num_rows)
         return arrays
 
-    def _shared_arrays(self, inputs: StepInputs, size: int) -> Arrays:
+    def _shared_arrays(self, inputs: StepInputs, size: int) -> NamedArrays:
         """What decoding rows share, if anything worth while; padded to `size`."""
         return {} if self._sharing is None else self._sharing.arrays(inputs, size)
 
-    def _decode_arrays(self, inputs: StepInputs, size: int) -> Arrays:
+    def _decode_arrays(self, inputs: StepInputs, size: int) -> NamedArrays:
         arrays = decode_arrays(
             inputs,
             size=size,
@@ -334,11 +334,11 @@ class ModelRunner:
 
     def _begin_any(
         self, plan: Plan, inputs: StepInputs, arrivals: LayerArrivals | None = None
-    ) -> Answer:
+    ) -> TakeResult:
         """A step of any kind, kernel by kernel; perhaps with pages that come while it computes."""
         rows = inputs.rows[inputs.sampling]
         sequences = sequence_arrays(inputs)
-        arrays: Arrays = {**token_arrays(inputs), **sequences}
+        arrays: NamedArrays = {**token_arrays(inputs), **sequences}
         arrays |= decode_order(sequences["lens"][: inputs.num_decodes])
         arrays.update(self._shared_arrays(inputs, inputs.num_decodes))
         arrays["sampled_at"] = inputs.sampled_at
@@ -430,7 +430,7 @@ class ModelRunner:
         prompt_scores: PromptScores | None = None,
         kept: KeptHidden | None = None,
         is_graph: bool = False,
-    ) -> Answer:
+    ) -> TakeResult:
         """Count a launched step's tokens; gives what waits for them. `scores`: where they are not
         the sampler's."""
         self._pending.expect(step)
@@ -466,7 +466,7 @@ class ModelRunner:
 
     def _answer_without_tokens(
         self, plan: Plan, prompt_scores: PromptScores | None = None
-    ) -> Answer:
+    ) -> TakeResult:
         def answer() -> StepResult:
             ends = self._mover.finished()
             return StepResult(
@@ -487,7 +487,7 @@ def _hidden(kept: KeptHidden | None) -> dict[Row, Floats]:
     return dict(zip(map(Row, rows.tolist()), states.float().cpu().numpy(), strict=True))
 
 
-def _resolve(future: Future[StepResult], answer: Answer) -> None:
+def _resolve(future: Future[StepResult], answer: TakeResult) -> None:
     try:
         result = answer()
     except BaseException as error:

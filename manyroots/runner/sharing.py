@@ -19,7 +19,7 @@ from manyroots.kernels.attention.sharing import (
 )
 from manyroots.runner.batch import PersistentBatch
 from manyroots.runner.inputs import StepInputs
-from manyroots.runner.step_arrays import Arrays
+from manyroots.runner.step_arrays import NamedArrays
 from manyroots.step import Plan
 
 NAMES = ("shared_lens", "shared_members", "shared_blocks")
@@ -39,7 +39,7 @@ class Sharing:
         if plan.arrivals:
             self._found_for = b""
 
-    def arrays(self, inputs: StepInputs, size: int) -> Arrays:
+    def arrays(self, inputs: StepInputs, size: int) -> NamedArrays:
         """Of the rows that decode, padded to `size`; {} if they share nothing worth while."""
         count = inputs.num_decodes
         rows, lens = inputs.rows[:count], inputs.context_lens[:count]
@@ -53,13 +53,13 @@ class Sharing:
         return packed(self._groups, size, self._page_size) if any(self._groups) else {}
 
 
-def packed(groups: Sequence[Sequence[PrefixGroup]], size: int, page_size: int) -> Arrays:
+def packed(groups: Sequence[Sequence[PrefixGroup]], size: int, page_size: int) -> NamedArrays:
     """The arrays of every family, one behind the other."""
     families = [shared_arrays(own, size, page_size) for own in groups]
     return {name: np.stack(arrays) for name, *arrays in zip(NAMES, *families, strict=True)}
 
 
-def blank(num_families: int, size: int) -> Arrays:
+def blank(num_families: int, size: int) -> NamedArrays:
     """Of a step in which nobody shares anything."""
     blocks = np.zeros((num_families, most_blocks(size), 3), np.int32)
     lens = np.zeros((num_families, size), np.int32)

@@ -14,10 +14,10 @@ from manyroots.kernels.lora_ops.sites import block_rows_for, most_blocks, row_bl
 from manyroots.runner.inputs import NOWHERE, Int64s, StepInputs
 from manyroots.step import Int32s
 
-Arrays = dict[str, np.ndarray]
+NamedArrays = dict[str, np.ndarray]
 
 
-def token_arrays(inputs: StepInputs) -> Arrays:
+def token_arrays(inputs: StepInputs) -> NamedArrays:
     """What every token has."""
     return {
         "tokens": inputs.tokens,
@@ -28,10 +28,10 @@ def token_arrays(inputs: StepInputs) -> Arrays:
     }
 
 
-def sequence_arrays(inputs: StepInputs) -> Arrays:
+def sequence_arrays(inputs: StepInputs) -> NamedArrays:
     """What mixers need: decoding sequences first, the others cut into blocks of queries."""
     lens = inputs.context_lens.astype(np.int32)
-    own: Arrays = {"lens": lens}
+    own: NamedArrays = {"lens": lens}
     if len(inputs.units):
         own["units"] = inputs.units
     if inputs.is_decode:
@@ -46,13 +46,15 @@ def sequence_arrays(inputs: StepInputs) -> Arrays:
     }
 
 
-def decode_order(lens: Int32s) -> Arrays:
+def decode_order(lens: Int32s) -> NamedArrays:
     """The order to begin rows that decode, if they are many."""
     order = longest_first(lens)
     return {} if order is None else {"order": order}
 
 
-def decode_arrays(inputs: StepInputs, *, size: int, num_slots: int, spare_units: Int32s) -> Arrays:
+def decode_arrays(
+    inputs: StepInputs, *, size: int, num_slots: int, spare_units: Int32s
+) -> NamedArrays:
     """A step of single tokens, padded to `size`. `num_slots`: how many adapters there may be.
     `spare_units`: whose states padding computes, by family of states."""
     arrays = {**token_arrays(inputs), **sequence_arrays(inputs)}
@@ -78,7 +80,7 @@ def _padded(array: np.ndarray, count: int) -> np.ndarray:
     return padded
 
 
-def adapter_arrays(slots: Int64s, num_runs: int) -> Arrays | None:
+def adapter_arrays(slots: Int64s, num_runs: int) -> NamedArrays | None:
     """Which adapter each token wants, in as many blocks as there may be at most with so many runs
     of one adapter; None if there are more."""
     size = block_rows_for(len(slots))

@@ -15,9 +15,9 @@ import torch
 from manyroots.runner.inputs import StepInputs
 from manyroots.step import Plan, StepResult
 
-Answer = Callable[[], StepResult]
+TakeResult = Callable[[], StepResult]
 """Waits for a launched step and gives its result."""
-Compute = Callable[[Plan, StepInputs], Answer]
+Compute = Callable[[Plan, StepInputs], TakeResult]
 """Launches a step."""
 
 
@@ -31,7 +31,7 @@ class StepTimer:
         return self._by_events(compute) if self._is_gpu else _by_clock(compute)
 
     def _by_events(self, compute: Compute) -> Compute:
-        def launch(plan: Plan, inputs: StepInputs) -> Answer:
+        def launch(plan: Plan, inputs: StepInputs) -> TakeResult:
             begin, end = (
                 torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
                 for _ in range(2)
@@ -52,7 +52,7 @@ class StepTimer:
 
 
 def _by_clock(compute: Compute) -> Compute:
-    def launch(plan: Plan, inputs: StepInputs) -> Answer:
+    def launch(plan: Plan, inputs: StepInputs) -> TakeResult:
         begin = time.perf_counter()
         answer = compute(plan, inputs)
         seconds = time.perf_counter() - begin

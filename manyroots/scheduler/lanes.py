@@ -16,7 +16,7 @@ from manyroots.ids import AdapterDigest
 from manyroots.scheduler.ranking import MAX_STALE, Ranking
 from manyroots.scheduler.request import Request
 
-Place = tuple[int, int, Request]
+LaneEntry = tuple[int, int, Request]
 """What the policy goes by, then the order of arrival, and whose place it is."""
 GroupKey = tuple[AdapterDigest | None, str | None]
 """Adapter and tenant."""
@@ -40,13 +40,13 @@ class Line:
 
     def __init__(self, importance: Importance | None = None) -> None:
         self._importance = importance
-        self._line: deque[Place] = deque()
+        self._line: deque[LaneEntry] = deque()
         """Who came behind all that stood in line: nearly everybody."""
-        self._late: list[Place] = []
+        self._late: list[LaneEntry] = []
         """A heap of the others, who came back or are more important."""
         self._gone: set[Request] = set()
         """Of those, who waits no more; never the head."""
-        self.rank: Place | None = None
+        self.rank: LaneEntry | None = None
         """The place of the next request; None if there is none. Kept, as it is read more often
         than it changes."""
 
@@ -108,7 +108,7 @@ class Lane(ABC):
 
     @property
     @abstractmethod
-    def rank(self) -> Place | None:
+    def rank(self) -> LaneEntry | None:
         """The place of the next request; None if there is none."""
 
     @property
@@ -158,7 +158,7 @@ class Account:
         """Who left the line for the batch and is not over."""
 
     @property
-    def rank(self) -> Place | None:
+    def rank(self) -> LaneEntry | None:
         place = self.line.rank
         return None if place is None else (self.num_served_tokens, place[1], place[2])
 
@@ -192,7 +192,7 @@ class Accounts:
         account = self._accounts.get(group)
         return 0 if account is None else account.num_served_tokens
 
-    def arrive(self, request: Request, first: Place | None) -> None:
+    def arrive(self, request: Request, first: LaneEntry | None) -> None:
         """A request is about to be pushed; `first` is the lowest place of those that wait. One
         that lost its place in the batch is no arrival: its tenant never stopped waiting."""
         account = self._accounts.get(request.group)
@@ -245,7 +245,7 @@ class FairLane(Lane):
         self._tenants: Ranking[Account] = Ranking()
 
     @property
-    def rank(self) -> Place | None:
+    def rank(self) -> LaneEntry | None:
         first = self._tenants.first()
         return None if first is None else first.rank
 

@@ -27,7 +27,7 @@ class Ranked(Protocol):
 
 
 T = TypeVar("T", bound=Ranked)
-Entry = tuple[Rank, int, T]
+RankedEntry = tuple[Rank, int, T]
 """A rank that a thing had, and a number of its own that keeps things from being compared."""
 
 
@@ -37,11 +37,11 @@ class Ranking(Generic[T]):
     __slots__ = ("_entries", "_few", "_heap", "_next_number", "_num_few")
 
     def __init__(self, things: Iterable[T] = ()) -> None:
-        self._heap: list[Entry[T]] = []
-        self._entries: dict[T, Entry[T]] = {}
+        self._heap: list[RankedEntry[T]] = []
+        self._entries: dict[T, RankedEntry[T]] = {}
         """The entry that counts of each; others in the heap are out of date."""
         self._next_number = 0
-        self._few: list[Entry[T]] = []
+        self._few: list[RankedEntry[T]] = []
         self._num_few = 0
         """The first so many when somebody last asked; none if a thing may have come before them."""
         for thing in things:
@@ -98,7 +98,7 @@ class Ranking(Generic[T]):
     def first_few(self, count: int) -> list[T]:
         """The first so many, in order."""
         if count > self._num_few or not all(map(self._is_true, self._few)):
-            few: list[Entry[T]] = []
+            few: list[RankedEntry[T]] = []
             while len(few) < count and self._top() is not None:
                 few.append(heapq.heappop(self._heap))
             for entry in few:
@@ -106,14 +106,14 @@ class Ranking(Generic[T]):
             self._few, self._num_few = few, count
         return [thing for _, _, thing in self._few[:count]]
 
-    def _is_true(self, entry: Entry[T]) -> bool:
+    def _is_true(self, entry: RankedEntry[T]) -> bool:
         rank, _, thing = entry
         if self._entries.get(thing) is not entry:
             return False
         now = thing.rank
         return now is rank or now == rank
 
-    def _entry(self, rank: Rank, thing: T) -> Entry[T]:
+    def _entry(self, rank: Rank, thing: T) -> RankedEntry[T]:
         """From now on the one that counts."""
         self._next_number += 1
         entry = self._entries[thing] = (rank, self._next_number, thing)

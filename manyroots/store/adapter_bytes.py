@@ -17,8 +17,8 @@ from manyroots.lora.files.digest import CHUNK_BYTES
 from manyroots.lora.files.pairs import Piece
 from manyroots.lora.files.tensors import TensorEntry
 
-Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
-Places = np.ndarray[tuple[int], np.dtype[np.int64]]
+FlatBytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
+ByteOffsets = np.ndarray[tuple[int], np.dtype[np.int64]]
 """Where each tensor of the file begins in memory, in bytes."""
 
 _SIGNED = {"F32": np.int32, "F16": np.int16, "BF16": np.int16}
@@ -34,7 +34,7 @@ def are_finite(raw: memoryview, dtype: str) -> bool:
     return bool(bits.max() < infinity and bits.view(_UNSIGNED[dtype]).max() < sign + infinity)
 
 
-def places_of(pieces: Sequence[Piece], tensors: Sequence[TensorEntry]) -> Places:
+def places_of(pieces: Sequence[Piece], tensors: Sequence[TensorEntry]) -> ByteOffsets:
     """One half after the other, and the tensors of each in its own order."""
     order = list(chain.from_iterable(piece.tensors for piece in pieces))
     sizes = np.array([tensors[index].end - tensors[index].start for index in order], np.int64)
@@ -51,11 +51,11 @@ class Moves:
     dtype: str
     step: int
     """Bytes of a piece."""
-    to: Places
+    to: ByteOffsets
     """Which piece of memory each of the file's pieces is."""
 
     @classmethod
-    def between(cls, tensors: Sequence[TensorEntry], places: Places) -> Moves:
+    def between(cls, tensors: Sequence[TensorEntry], places: ByteOffsets) -> Moves:
         """From the order of the file to that of memory."""
         num_bytes = tensors[-1].end
         starts = np.fromiter((tensor.start for tensor in tensors), np.int64, len(tensors))
@@ -69,7 +69,7 @@ class Moves:
 class ArrivingBytes:
     """Memory that a file of one dtype is read into, in another order than the file's."""
 
-    def __init__(self, memory: Bytes, moves: Moves) -> None:
+    def __init__(self, memory: FlatBytes, moves: Moves) -> None:
         """As many bytes of memory as the file has."""
         self._moves = moves
         self._kind = np.dtype((np.void, moves.step))

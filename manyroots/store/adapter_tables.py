@@ -22,7 +22,7 @@ from manyroots.store.adapter_weights import LoraPair
 
 S = TypeVar("S", bound=PoolSite)
 
-Place = Callable[[S, list[LoraPair | None]], list[int]]
+PlaceFunction = Callable[[S, list[LoraPair | None]], list[int]]
 """Puts what an adapter has for a site's parts into memory; gives the site's row of the table."""
 
 
@@ -78,7 +78,7 @@ class SiteTables(Generic[S]):
             for index, (site, of_site) in enumerate(names.items())
         }
 
-    def rows(self, pairs: Mapping[str, LoraPair], place: Place[S]) -> SlotRows:
+    def rows(self, pairs: Mapping[str, LoraPair], place: PlaceFunction[S]) -> SlotRows:
         """Put an adapter into memory; gives its slot's row of every site."""
         rows, scalings = [], []
         for host, site in self.sites.items():

@@ -23,7 +23,7 @@ from manyroots.store.adapter_weights import LoraPair
 ALIGNMENT_BYTES = 64
 """Where a tensor may begin: a cache line, and enough for wide loads."""
 
-Found = Sequence[LoraPair | None]
+FoundPairs = Sequence[LoraPair | None]
 """What an adapter has for the parts of one site."""
 
 
@@ -62,7 +62,7 @@ class TransposedRegion:
             buffer=buffer,
         )
 
-    def place(self, site: LinearSite, found: Found) -> list[int]:
+    def place(self, site: LinearSite, found: FoundPairs) -> list[int]:
         """A site's parts; gives its row of the table (see `LinearSite.table`)."""
         pairs = _present(found)
         if not pairs:
@@ -84,7 +84,7 @@ class TransposedRegion:
         self._linears[site] = LowRank(a, tuple(parts), sum(site.part_sizes))
         return row
 
-    def place_embedding(self, site: EmbeddingSite, found: Found) -> list[int]:
+    def place_embedding(self, site: EmbeddingSite, found: FoundPairs) -> list[int]:
         """The same of an embedding (see `EmbeddingSite.table`)."""
         [pair] = found
         if pair is None:
@@ -95,7 +95,7 @@ class TransposedRegion:
         self._lookups[site] = LowRank(a, (Part(slice(pair.rank), columns, b),), b.shape[1])
         return [_offset(a), pair.rank, _offset(b)]
 
-    def place_experts(self, site: ExpertSite, found: Found) -> list[int]:
+    def place_experts(self, site: ExpertSite, found: FoundPairs) -> list[int]:
         """The same of experts (see `ExpertSite.table`)."""
         pairs = _present(found)
         rows = [[0] * PART_WIDTH for _ in found]
@@ -146,7 +146,7 @@ def _is_finite(buffer: Tensor) -> bool:
     return math.isfinite(low.item()) and math.isfinite(high.item())
 
 
-def _present(found: Found) -> dict[int, LoraPair]:
+def _present(found: FoundPairs) -> dict[int, LoraPair]:
     """By their place among the parts."""
     return {index: pair for index, pair in enumerate(found) if pair is not None}
 

@@ -26,7 +26,7 @@ from manyroots.step import Int32s
 logger = logging.getLogger(__name__)
 
 Addresses = npt.NDArray[np.uint64]
-Run = tuple[int, int, int]
+CopyRun = tuple[int, int, int]
 """First source, first target, how many behind each other."""
 _IN_STREAM_ORDER = 1
 _BESIDE_COMPUTATION = 1
@@ -54,7 +54,7 @@ class Pieces:
     """In bytes."""
 
 
-def runs(sources: Int32s, targets: Int32s) -> Iterator[Run]:
+def runs(sources: Int32s, targets: Int32s) -> Iterator[CopyRun]:
     """Units that lie behind each other at both ends are one copy."""
     firsts, counts = _runs(sources, targets)
     for first, count in zip(firsts.tolist(), counts.tolist(), strict=True):

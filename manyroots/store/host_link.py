@@ -24,7 +24,7 @@ from manyroots.store.host_arena import UnitArena, rows_of
 from manyroots.store.job_threads import JobThreads
 from manyroots.store.layer_arrivals import LayerArrivals, LayerGroups
 
-Report = Callable[[CopyDone], None]
+ReportCopy = Callable[[CopyDone], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class HostLink:
         self,
         device: Sequence[UnitArena],
         host: Sequence[UnitArena],
-        report: Report,
+        report: ReportCopy,
         groups: LayerGroups | None = None,
     ) -> None:
         self._device = device

@@ -19,7 +19,7 @@ from manyroots.ids import Tier
 from manyroots.step import Bools, Copy, CopyDone
 from manyroots.store.backends.backend import Backend
 from manyroots.store.host_arena import UnitRows
-from manyroots.store.host_link import Report, failed
+from manyroots.store.host_link import ReportCopy, failed
 from manyroots.store.job_threads import JobThreads
 from manyroots.store.unit_values import HEADER_BYTES, pack, unit_key, unpack
 
@@ -80,7 +80,7 @@ class StorageLink:
         self,
         host: Sequence[UnitRows],
         storage: UnitStorage,
-        report: Report,
+        report: ReportCopy,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._host = host

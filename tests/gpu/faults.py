@@ -22,7 +22,7 @@ from manyroots.kernels.attention import paged
 from manyroots.kernels.choice import Kernels
 from manyroots.kernels.fp8_rows import Fp8Rows
 from manyroots.kernels.lora_ops import reference
-from manyroots.kernels.norm.deferred import DeferredRMSNorm, Rows
+from manyroots.kernels.norm.deferred import DeferredRMSNorm, NormedRows
 from manyroots.kernels.qk_rope_kv_write.inputs import RopeTable
 from manyroots.layers.linear import Linear
 from manyroots.runner import mixed, step_arrays
@@ -260,7 +260,7 @@ def bent(kernels: Kernels, op: str) -> Kernels:
     room, _, name = op.partition(".")
     call = getattr(getattr(kernels, room), name)
 
-    def wrong(first: Rows | RopeTable, *rest: Any, **options: Any) -> Any:
+    def wrong(first: NormedRows | RopeTable, *rest: Any, **options: Any) -> Any:
         if isinstance(first, Fp8Rows):
             bent_values = None if first.values is None else first.values * 4
             scales = first.scales * 4

@@ -34,11 +34,11 @@ class DeferredRMSNorm:
         return torch.rsqrt(mean + self.eps)
 
 
-Rows = Tensor | Fp8Rows | DeferredRMSNorm
+NormedRows = Tensor | Fp8Rows | DeferredRMSNorm
 """What a norm gives to the one product that reads it."""
 
 
-def whole_rows(x: Rows) -> Tensor:
+def whole_rows(x: NormedRows) -> Tensor:
     """For readers of any kind, to whom rows come divided and as they are."""
     if not isinstance(x, Tensor):
         raise TypeError("this reader takes rows that are whole")

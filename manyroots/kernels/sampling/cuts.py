@@ -32,7 +32,7 @@ WIDTHS = (64, 1024, 16384)
 """How many of the likeliest tokens are looked at before all are: a top-k has its own width, and a
 top-p tries the second, which nearly always holds what it keeps."""
 
-Floats = npt.NDArray[np.float32 | np.float64]
+AnyFloats = npt.NDArray[np.float32 | np.float64]
 Ints = npt.NDArray[np.int64]
 
 
@@ -41,16 +41,16 @@ class Cuts:
     """Parameters of some rows. A temperature is above 0; a `top_k` of 0 and a `top_p` of 1 keep
     everything."""
 
-    temperature: Floats
+    temperature: AnyFloats
     top_k: Ints
-    top_p: Floats
-    min_p: Floats
+    top_p: AnyFloats
+    min_p: AnyFloats
 
     def of(self, rows: Ints) -> Cuts:
         return Cuts(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows])
 
 
-def draw(logits: Tensor, cuts: Cuts, numbers: Floats) -> Ints:
+def draw(logits: Tensor, cuts: Cuts, numbers: AnyFloats) -> Ints:
     """One token for each row."""
     vocab = logits.shape[-1]
     has_k = (cuts.top_k > 0) & (cuts.top_k < vocab)
@@ -70,7 +70,7 @@ def draw(logits: Tensor, cuts: Cuts, numbers: Floats) -> Ints:
     return tokens
 
 
-def _draw_any(logits: Tensor, cuts: Cuts, numbers: Floats) -> Ints:
+def _draw_any(logits: Tensor, cuts: Cuts, numbers: AnyFloats) -> Ints:
     """From the whole vocabulary, which needs no order."""
     scale = 2.0 ** scale_bits(logits.shape[-1])
     weights = _weights(logits, logits.amax(-1, keepdim=True), cuts.temperature, scale)
@@ -78,7 +78,7 @@ def _draw_any(logits: Tensor, cuts: Cuts, numbers: Floats) -> Ints:
 
 
 def _draw_cut(
-    logits: Tensor, cuts: Cuts, numbers: Floats, has_k: npt.NDArray[np.bool_], width: int
+    logits: Tensor, cuts: Cuts, numbers: AnyFloats, has_k: npt.NDArray[np.bool_], width: int
 ) -> Ints:
     """From the `width` likeliest tokens; -1 for rows of which top-p keeps more."""
     device, scale = logits.device, 2.0 ** scale_bits(logits.shape[-1])
@@ -104,7 +104,7 @@ def _draw_cut(
     return np.where(holds_all, picked[:, 0].cpu().numpy(), -1)
 
 
-def _weights(logits: Tensor, best: Tensor, temperature: Floats, scale: float) -> Tensor:
+def _weights(logits: Tensor, best: Tensor, temperature: AnyFloats, scale: float) -> Tensor:
     """`exact.weights` of some rows. Factors of two change no rounding, so the polynomial is scaled
     as it is evaluated."""
     per_logit = _column(np.float32(LOG2_E) / temperature.astype(np.float32), logits.device)
@@ -120,12 +120,12 @@ def _weights(logits: Tensor, best: Tensor, temperature: Floats, scale: float) ->
     return power.to(torch.int64)
 
 
-def _drop_small(weights: Tensor, min_p: Floats, scale: float) -> Tensor:
+def _drop_small(weights: Tensor, min_p: AnyFloats, scale: float) -> Tensor:
     floor = np.ceil(min_p.astype(np.float64) * scale).astype(np.int64)
     return weights.masked_fill_(weights < _column(floor, weights.device), 0)
 
 
-def _pick(weights: Tensor, numbers: Floats) -> Tensor:
+def _pick(weights: Tensor, numbers: AnyFloats) -> Tensor:
     """For each row [rows, 1], the first place whose running sum exceeds number x total."""
     sums = weights.cumsum(-1)
     total = sums[:, -1:].contiguous()
@@ -134,7 +134,7 @@ def _pick(weights: Tensor, numbers: Floats) -> Tensor:
     return torch.searchsorted(sums, torch.minimum(targets, total - 1), right=True)
 
 
-def _pick_by_id(ids: Tensor, weights: Tensor, numbers: Floats, vocab: int) -> Tensor:
+def _pick_by_id(ids: Tensor, weights: Tensor, numbers: AnyFloats, vocab: int) -> Tensor:
     """`_pick` among some tokens, in the order of their ids; gives the token."""
     if ids.shape[-1] == vocab:
         return _pick(torch.empty_like(weights).scatter_(-1, ids, weights), numbers)

@@ -15,7 +15,7 @@ from manyroots.lora.files.expressions import (
     Choice,
     Concatenation,
     End,
-    Node,
+    PatternNode,
     Refused,
     Repeat,
     Single,
@@ -61,7 +61,7 @@ class Automaton:
         self._first: int | None = None
         self._num_visits = 0
 
-    def add(self, number: int, node: Node) -> None:
+    def add(self, number: int, node: PatternNode) -> None:
         """An expression; all are added before the first name is matched."""
         end = self._state(_State(accepts=number))
         self._begins.append(self._emit(node, end))
@@ -125,7 +125,7 @@ class Automaton:
         self._states.append(state)
         return len(self._states) - 1
 
-    def _emit(self, node: Node, then: int) -> int:
+    def _emit(self, node: PatternNode, then: int) -> int:
         """States for `node` that lead on to `then`; gives the first."""
         match node:
             case Single(source):
@@ -144,7 +144,7 @@ class Automaton:
             case Repeat(part, least, most):
                 return self._emit_repeat(part, least, most, then)
 
-    def _emit_repeat(self, part: Node, least: int, most: int | None, then: int) -> int:
+    def _emit_repeat(self, part: PatternNode, least: int, most: int | None, then: int) -> int:
         if most is None:
             loop = self._state(_State(free=[("", then)]))
             self._states[loop].free.append(("", self._emit(part, loop)))

@@ -33,23 +33,23 @@ class End(NamedTuple):
 
 
 class Concatenation(NamedTuple):
-    parts: tuple[Node, ...]
+    parts: tuple[PatternNode, ...]
 
 
 class Choice(NamedTuple):
-    options: tuple[Node, ...]
+    options: tuple[PatternNode, ...]
 
 
 class Repeat(NamedTuple):
-    part: Node
+    part: PatternNode
     least: int
     most: int | None
 
 
-Node = Single | Start | End | Concatenation | Choice | Repeat
+PatternNode = Single | Start | End | Concatenation | Choice | Repeat
 
 
-def parse(key: str) -> Node:
+def parse(key: str) -> PatternNode:
     """What PEFT's `(.*\\.)?(KEY)$` has in the place of KEY."""
     try:
         with warnings.catch_warnings():
@@ -67,25 +67,25 @@ class _Parser:
         self._text = text
         self._at = 0
 
-    def whole(self) -> Node:
+    def whole(self) -> PatternNode:
         node = self._choice()
         if self._at < len(self._text):  # valid only between PEFT's own brackets
             raise Refused("closes a bracket that it has not opened")
         return node
 
-    def _choice(self) -> Node:
+    def _choice(self) -> PatternNode:
         options = [self._sequence()]
         while self._takes("|"):
             options.append(self._sequence())
         return options[0] if len(options) == 1 else Choice(tuple(options))
 
-    def _sequence(self) -> Node:
-        parts: list[Node] = []
+    def _sequence(self) -> PatternNode:
+        parts: list[PatternNode] = []
         while self._at < len(self._text) and self._text[self._at] not in "|)":
             parts.append(self._repeats(self._one()))
         return Concatenation(tuple(parts))
 
-    def _one(self) -> Node:
+    def _one(self) -> PatternNode:
         start = self._at
         character = self._next()
         if character == "^":
@@ -105,7 +105,7 @@ class _Parser:
             return Single(self._text[start : self._at])
         return Single("." if character == "." else re.escape(character))
 
-    def _group(self) -> Node:
+    def _group(self) -> PatternNode:
         if self._takes("?"):
             if self._takes("P<"):
                 self._at = self._text.index(">", self._at) + 1
@@ -116,7 +116,7 @@ class _Parser:
             raise Refused("opens a bracket that it does not close")
         return node
 
-    def _escape(self) -> Node:
+    def _escape(self) -> PatternNode:
         character = self._next()
         if character == "A":
             return Start()
@@ -126,7 +126,7 @@ class _Parser:
             raise Refused(f"uses \\{character}")
         return Single(f"\\{character}")
 
-    def _repeats(self, part: Node) -> Node:
+    def _repeats(self, part: PatternNode) -> PatternNode:
         least: int
         most: int | None
         count = _COUNT.match(self._text, self._at)

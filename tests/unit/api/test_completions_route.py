@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from manyroots.api.completions import _first_choices_first
-from manyroots.api.generation import Batch
+from manyroots.api.generation import TextBatch
 from manyroots.api.logprobs import echoed_logprobs, naming
 from manyroots.messages import FinishReason, Output
 from manyroots.text.assembler import TextDelta
@@ -151,7 +151,7 @@ async def test_choices_that_come_before_their_prompts_logprobs_wait_for_them() -
     def delta(text: str) -> TextDelta:
         return TextDelta(text, [], None, 0)
 
-    async def generated() -> AsyncGenerator[Batch, None]:
+    async def generated() -> AsyncGenerator[TextBatch, None]:
         yield [(1, delta("b")), (3, delta("d"))]
         yield [(1, delta("B")), (2, delta("c"))]
         yield [(3, delta("D")), (0, delta("a"))]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from manyroots.runner.graphs import GraphKey, Graphs, graph_sizes
-from manyroots.runner.step_arrays import Arrays
+from manyroots.runner.step_arrays import NamedArrays
 
 
 @pytest.mark.parametrize("most", [1, 5, 64, 100, 256])
@@ -29,7 +29,7 @@ def test_a_kind_that_was_not_captured_at_start_is_when_it_is_needed_again(
     replayed: list[int] = []
 
     class Layout:
-        def pack(self, arrays: Arrays, *, pin: bool) -> torch.Tensor:
+        def pack(self, arrays: NamedArrays, *, pin: bool) -> torch.Tensor:
             return torch.from_numpy(arrays["tokens"])
 
     class Graph:

@@ -22,7 +22,7 @@ BASE_MODEL = -1
 """In place of an adapter's number."""
 
 
-class Wait(enum.Enum):
+class WaitReason(enum.Enum):
     """What a request that does not compute waits for."""
 
     NOTHING = ""
@@ -105,7 +105,7 @@ class RequestView(NamedTuple):
     """0 without a salt."""
     state: str
     wait: str
-    """A `Wait`."""
+    """A `WaitReason`."""
     reason: str
     """The same in words."""
     priority: int

@@ -31,7 +31,7 @@ from manyroots.snapshot import (
     Snapshot,
     SnapshotAsk,
     TreeView,
-    Wait,
+    WaitReason,
 )
 
 SLICE_NODES = 500
@@ -153,11 +153,11 @@ class Snapshots:
         reads = [] if directory is None else directory.waiting()
         grammars = [] if compiles is None else compiles.waiting()
         for submit in reads[: MAX_REQUESTS // 2]:
-            yield self._before(submit, Wait.LOAD, "its adapter's files are being read")
+            yield self._before(submit, WaitReason.LOAD, "its adapter's files are being read")
         for submit in grammars[: MAX_REQUESTS // 2]:
-            yield self._before(submit, Wait.GRAMMAR, "its grammar is being compiled")
+            yield self._before(submit, WaitReason.GRAMMAR, "its grammar is being compiled")
 
-    def _before(self, submit: Submit, wait: Wait, reason: str) -> RequestView:
+    def _before(self, submit: Submit, wait: WaitReason, reason: str) -> RequestView:
         return RequestView(
             submit.request_id, submit.adapter, self._tenant(submit.namespace.salt), "preparing",
             wait.value, reason, submit.priority, len(submit.prompt), 0, 0,

@@ -16,15 +16,15 @@ from manyroots.lora.outcomes import Readiness
 from manyroots.lora.residency import Residency
 from manyroots.scheduler.request import Request, State
 from manyroots.scheduler.rows import Rows
-from manyroots.snapshot import RequestView, Wait
+from manyroots.snapshot import RequestView, WaitReason
 
 TenantNumber = Callable[[str | None], int]
 """Of a salt: a number that stands for it."""
 
 _WAITS_FOR = {
-    State.FETCHING: (Wait.LOAD, "storage is asked for its pages"),
-    State.LOADING: (Wait.LOAD, "its pages are on their way to the device"),
-    State.RESTING: (Wait.ADAPTER, "paused while another adapter runs"),
+    State.FETCHING: (WaitReason.LOAD, "storage is asked for its pages"),
+    State.LOADING: (WaitReason.LOAD, "its pages are on their way to the device"),
+    State.RESTING: (WaitReason.ADAPTER, "paused while another adapter runs"),
 }
 
 
@@ -56,7 +56,7 @@ class SchedulerInspection:
         self._adapters = adapters
         self._causes = causes
         self._tenant = tenant
-        self._by_adapter: dict[AdapterDigest | None, tuple[Wait, str]] = {}
+        self._by_adapter: dict[AdapterDigest | None, tuple[WaitReason, str]] = {}
         """What the next waiting request of each adapter waits for."""
 
     def views(self, requests: Iterable[Request]) -> list[RequestView]:
@@ -101,40 +101,46 @@ class SchedulerInspection:
             node,
         )
 
-    def _wait(self, request: Request, first_priority: int) -> tuple[Wait, str]:
+    def _wait(self, request: Request, first_priority: int) -> tuple[WaitReason, str]:
         if request.state in _WAITS_FOR:
             return _WAITS_FOR[request.state]
         if request.state is not State.WAITING:
-            return Wait.NOTHING, ""
+            return WaitReason.NOTHING, ""
         causes = self._causes
         if causes.is_paused:
-            return Wait.PAUSED, "the engine is paused"
+            return WaitReason.PAUSED, "the engine is paused"
         if causes.by_priority and request.submit.priority > first_priority:
-            return Wait.PRIORITY, f"a request of priority {first_priority} waits before it"
+            return WaitReason.PRIORITY, f"a request of priority {first_priority} waits before it"
         adapter = request.group[0]
         known = self._by_adapter.get(adapter)
         if known is None:
             known = self._by_adapter[adapter] = self._next_waits_for(adapter)
         return known
 
-    def _next_waits_for(self, adapter: AdapterDigest | None) -> tuple[Wait, str]:
+    def _next_waits_for(self, adapter: AdapterDigest | None) -> tuple[WaitReason, str]:
         if adapter is not None:
             match self._adapters.readiness(adapter):
                 case Readiness.LOADING:
-                    return Wait.LOAD, "its adapter's weights are on their way to the device"
+                    return WaitReason.LOAD, "its adapter's weights are on their way to the device"
                 case Readiness.CAPPED:
                     most = self._adapters.limits.max_loras
-                    return Wait.ADAPTER, f"{most} other adapters run, as many as --max-loras allows"
+                    return (
+                        WaitReason.ADAPTER,
+                        f"{most} other adapters run, as many as --max-loras allows",
+                    )
                 case Readiness.ABSENT:
-                    return Wait.LOAD, "its adapter's weights are not on the device yet"
+                    return WaitReason.LOAD, "its adapter's weights are not on the device yet"
         causes = self._causes
         if causes.is_short_of_pages:
-            return Wait.MEMORY, "requests that run need all pages that can be had"
+            return WaitReason.MEMORY, "requests that run need all pages that can be had"
         if adapter in causes.without_room:
-            return Wait.MEMORY, "there are not enough pages for its prompt and its first output"
+            return (
+                WaitReason.MEMORY,
+                "there are not enough pages for its prompt and its first output",
+            )
         if not self._rows.free:
-            return Wait.BUDGET, f"all {self._rows.count} rows are taken (--max-num-seqs)"
-        return Wait.BUDGET, "the step's tokens went to requests before it"
+            return WaitReason.BUDGET, f"all {self._rows.count} rows are taken (--max-num-seqs)"
+        return WaitReason.BUDGET, "the step's tokens went to requests before it"
 
 
 def count_by_adapter(requests: Iterable[Request]) -> dict[AdapterDigest, Counter[str]]:

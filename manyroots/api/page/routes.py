@@ -29,7 +29,7 @@ from manyroots.errors import NotFoundError, RequestError, UnavailableError
 from manyroots.ids import RequestId
 from manyroots.server_config import ServerSettings
 
-Handler = Callable[[Request], Awaitable[Response]]
+PageHandler = Callable[[Request], Awaitable[Response]]
 
 INDEX = "index.html"
 LINES = "application/jsonl"
@@ -81,7 +81,7 @@ def page_endpoints(settings: ServerSettings) -> list[Endpoint]:
         return []
     has_key = settings.admin_key is not None
 
-    def data(path: str, handler: Handler, text: str, **more: object) -> Endpoint:
+    def data(path: str, handler: PageHandler, text: str, **more: object) -> Endpoint:
         shown = handler if has_key else _for_this_machine(handler)
         return Endpoint(path, shown, text, is_admin=has_key, **more)  # type: ignore[arg-type]
 
@@ -184,7 +184,7 @@ def hub_of(server: ServerState) -> PageHub:
     return server.page
 
 
-def _for_this_machine(handler: Handler) -> Handler:
+def _for_this_machine(handler: PageHandler) -> PageHandler:
     async def checked(request: Request) -> Response:
         check_local(request)
         return await handler(request)

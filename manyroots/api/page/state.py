@@ -20,8 +20,8 @@ RATE_WINDOW_S = 4.0
 MAX_POINTS = 600
 """Of the charts: five minutes, at two a second."""
 
-Rows = dict[str, list[Any]]
-Section = dict[str, Rows]
+TableRows = dict[str, list[Any]]
+Section = dict[str, TableRows]
 
 
 class PageState:
@@ -40,7 +40,7 @@ class PageState:
         self._history: deque[list[float]] = deque(maxlen=MAX_POINTS)
         self._totals: deque[tuple[float, int, int, int, int]] = deque()
         self.tree: dict[str, Any] | None = None
-        self._nodes: Rows = {}
+        self._nodes: TableRows = {}
 
     @property
     def since_step(self) -> int:
@@ -60,8 +60,8 @@ class PageState:
             self._rows = {"requests": {}, "adapters": {}}
             self._nodes, self.tree = {}, None
             change["anew"] = True
-        requests: Rows = {}
-        adapters: Rows = {}
+        requests: TableRows = {}
+        adapters: TableRows = {}
         if snapshot is not None and service is not None:
             requests = _requests(snapshot, service)
             adapters = _adapters(snapshot.adapters, service)
@@ -211,14 +211,14 @@ class PageState:
         return facts
 
 
-def difference(before: Rows, after: Rows) -> tuple[Rows, list[str]]:
+def difference(before: TableRows, after: TableRows) -> tuple[TableRows, list[str]]:
     """Rows that are new or have changed, and the keys of those that are gone."""
     changed = {key: row for key, row in after.items() if before.get(key) != row}
     return changed, [key for key in before if key not in after]
 
 
-def _requests(snapshot: Snapshot, service: Service) -> Rows:
-    rows: Rows = {}
+def _requests(snapshot: Snapshot, service: Service) -> TableRows:
+    rows: TableRows = {}
     for view in snapshot.requests:
         age_s = service.metrics.age_s(RequestId(view.request_id))
         if age_s is None and view.request_id <= 0:
@@ -229,9 +229,9 @@ def _requests(snapshot: Snapshot, service: Service) -> Rows:
     return rows
 
 
-def _adapters(views: list[AdapterView], service: Service) -> Rows:
+def _adapters(views: list[AdapterView], service: Service) -> TableRows:
     """What the engine knows, and names whose files were not read yet."""
-    rows: Rows = {}
+    rows: TableRows = {}
     paths = {adapter.name: adapter.path for adapter in service.adapters.all()}
     for view in views:
         name = AdapterName(view.name)

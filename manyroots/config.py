@@ -66,6 +66,11 @@ class ModelSettings:
         1, "Processes that share each layer's weights: one per GPU, or several on a CPU."
     )
     max_model_len: int | None = option(None, "Longest prompt plus output, in tokens.")
+    yarn_factor: float | None = option(
+        None,
+        "Stretch the model's context by this factor with YaRN, as 4; the model was not trained "
+        "for it, and answers to short prompts change a little, too.",
+    )
     chat_template: str | None = option(None, "File with a Jinja chat template, for the model's.")
     tool_call_parser: str | None = option(
         None, "How the model writes tool calls, by vLLM's name; by default told from its template."
@@ -98,6 +103,8 @@ class ModelSettings:
     def __post_init__(self) -> None:
         at_least(self, "tensor_parallel_size", 1)
         at_least(self, "max_model_len", 1)
+        if self.yarn_factor is not None and not 1.0 <= self.yarn_factor <= 64.0:
+            raise ConfigError(f"--yarn-factor is {self.yarn_factor}; it must be from 1 to 64.")
         check_choices(self)
 
 

@@ -165,7 +165,7 @@ ACCEPTED: dict[str, Accepted] = {
     "--nnodes": Accepted("", True, _ONE, "one machine is served; remove it"),
     "--stream-interval": Accepted("", True, _ONE, "every token is streamed; remove it"),
     "--hf-overrides": Accepted("", True, ("{}",), "edit the model's config.json"),
-    "--rope-scaling": Accepted("", True, ("{}", "null"), "edit the model's config.json"),
+    "--rope-scaling": Accepted("", True, ("{}", "null"), "use --yarn-factor or edit config.json"),
     # SGLang
     "--enable-metrics": Accepted(_ALWAYS + ": GET /metrics"),
     "--enable-cache-report": Accepted(_ALWAYS),

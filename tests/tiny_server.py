@@ -29,8 +29,8 @@ TEMPLATE = (
 )
 
 
-def write_model(folder: Path) -> None:
-    save_tiny(folder, "llama", vocab_size=300, max_position_embeddings=CONTEXT)
+def write_model(folder: Path, context: int = CONTEXT) -> None:
+    save_tiny(folder, "llama", vocab_size=300, max_position_embeddings=context)
     tiny_backend().save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -42,13 +42,13 @@ def write_model(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def tiny_server(*flags: str) -> Iterator[Server]:
+def tiny_server(*flags: str, context: int = CONTEXT, num_pages: int = 512) -> Iterator[Server]:
     """Answers are short unless their request says otherwise."""
     with tempfile.TemporaryDirectory(prefix="manyroots-tiny-") as home:
-        write_model(Path(home))
+        write_model(Path(home), context)
         with running(
             home, "--served-model-name", MODEL, "--api-key", API_KEY, "--dtype", "float32",
-            "--num-gpu-blocks-override", "512", "--max-num-seqs", "16",
+            "--num-gpu-blocks-override", str(num_pages), "--max-num-seqs", "16",
             "--override-generation-config", json.dumps({"max_new_tokens": 8}), *flags,
         ) as server:  # fmt: skip
             server.wait_until_ready()

@@ -175,7 +175,9 @@ def _identity(
     weights = model_identity(source, settings.model.load_format, settings.model.seed)
     layout = layout_identity(model.families, page_size, model.dtype)
     kept = settings.model.quantization.encode()
-    return framed(weights, layout, model.device.type.encode(), kept)
+    parts = (weights, layout, model.device.type.encode(), kept)
+    factor = settings.model.yarn_factor
+    return framed(*parts) if factor is None else framed(*parts, f"yarn {factor}".encode())
 
 
 def _take_weights(settings: EngineSettings, model: Decoder, page_size: int) -> TakeWeights | None:

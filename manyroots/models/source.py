@@ -60,9 +60,10 @@ def resolve_source(settings: ModelSettings) -> ModelSource:
     path = Path(name).expanduser()
     if path.exists():
         own_name = model_name(path) if path.is_file() else path.resolve().name
-        return _local(path, own_name, settings)
+        return _stretched(_local(path, own_name, settings), settings.yarn_factor)
     if name in PACKAGED:
-        return _local(packaged_model_path(name), name, settings)
+        source = _local(packaged_model_path(name), name, settings)
+        return _stretched(source, settings.yarn_factor)
     if not HUB_ID.fullmatch(name) or path.suffix == ".gguf":
         raise ModelError(
             f"--model is {name!r}; there is no such file or folder, and it is not a hub id "
@@ -70,7 +71,25 @@ def resolve_source(settings: ModelSettings) -> ModelSource:
         )
     with_weights = settings.load_format != "dummy"
     folder = download_folder(name, settings.revision, with_weights=with_weights)
-    return _local(folder, name, settings)
+    return _stretched(_local(folder, name, settings), settings.yarn_factor)
+
+
+def _stretched(source: ModelSource, factor: float | None) -> ModelSource:
+    """With YaRN in its config, as the makers of models write it there."""
+    if factor is None:
+        return source
+    text = source.config.get_text_config()
+    rope = getattr(text, "rope_parameters", None)
+    kind = rope.get("rope_type") if isinstance(rope, dict) else None
+    if not isinstance(rope, dict) or kind != "default" or source.rope_factors is not None:
+        raise ModelError(
+            f"--yarn-factor is {factor}, and {source.name} can't be stretched: its config has "
+            f"rope_parameters of {kind or 'several kinds'}. Leave it out, or edit the config."
+        )
+    length = text.max_position_embeddings
+    yarn = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": length}
+    setattr(text, "rope_parameters", rope | yarn)  # noqa: B010  configs have no declared fields
+    return source
 
 
 def _local(path: Path, name: str, settings: ModelSettings) -> ModelSource:

@@ -2,9 +2,9 @@
 
     python -m tests.clients [NAME ...] [--folder /tmp/manyroots-clients] [--url http://...]
 
-Each client has a venv of its own, made once in the folder. Prints every check and how it went,
-then a line for each client, and exits with 1 if any failed. `docs/clients.md` has the last
-outcomes.
+Each client has a venv of its own, made once in the folder; agents of npm are installed there.
+Prints every check and how it went, then a line for each client, and exits with 1 if any failed.
+`docs/clients.md` has the last outcomes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 import subprocess
 import sys
 import venv
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from manyroots.config import ModelSettings
@@ -24,6 +24,7 @@ from manyroots.gguf_header import read_metadata
 from manyroots.models.source import resolve_source
 from manyroots.text import gguf_tokenizer
 from manyroots.text.tokenizer_files import load_tokenizer
+from tests.clients.agent_model import CONTEXT, write_agent_model
 from tests.e2e.conftest import running
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -49,6 +50,20 @@ CLIENTS = {
     "magentic": ("magentic",),
 }
 """By script: what its venv has."""
+AGENTS = {
+    "claude_code": "@anthropic-ai/claude-code",
+    "codex": "@openai/codex",
+    "qwen_code": "@qwen-code/qwen-code",
+    "aider": ("aider-chat",),
+    "open_webui": ("open-webui",),
+}
+"""By script: an npm package, or what its venv has. Their prompts are long, so that they talk to a
+small random model; named alone, and never part of a run of all."""
+EXECUTABLES = {"claude_code": "claude", "codex": "codex", "qwen_code": "qwen"}
+AGENT_FLAGS = (
+    "--served-model-name", "local", "--max-model-len", str(CONTEXT), "--max-num-seqs", "8",
+    "--num-gpu-blocks-override", "9000",
+)  # fmt: skip
 FLAGS = (
     "--max-model-len", "2048", "--num-gpu-blocks-override", "600", "--max-num-seqs", "8",
     "--max-num-batched-tokens", "512", "--override-generation-config", '{"temperature": 0}',
@@ -65,6 +80,13 @@ def venv_of(home: Path, packages: Sequence[str]) -> Path:
         subprocess.run([*install, *packages], check=True)
         (home / "made").touch()
     return commands
+
+
+def agent_of(home: Path, package: str, executable: str) -> Path:
+    """An npm package's command, which is installed if it is not there."""
+    if not (home / "node_modules").exists():
+        subprocess.run(["npm", "install", "--silent", "--prefix", str(home), package], check=True)
+    return home / "node_modules" / ".bin" / executable
 
 
 def tokenizer_of(folder: Path) -> Path:
@@ -88,10 +110,12 @@ def run(
     key: str = "none",
     only: Sequence[str] = (),
     tokenizer: Path | None = None,
+    more: Mapping[str, str] | None = None,
 ) -> list[dict[str, object]]:
     """A client's checks, each with its error or None. `only`: the names of some."""
     environment = {**os.environ, "MANYROOTS_URL": url, "MANYROOTS_KEY": key}
     environment["MANYROOTS_TOKENIZER"] = str(tokenizer)
+    environment |= more or {}
     environment.pop("PYTHONPATH", None)  # what this package needs is not the client's
     script = [python, str(SCRIPTS / f"use_{name}.py"), *only]
     done = subprocess.run(script, env=environment, capture_output=True, text=True)
@@ -101,30 +125,48 @@ def run(
     return [json.loads(line) for line in lines]
 
 
+def run_agent(name: str, folder: Path, url: str) -> list[dict[str, object]]:
+    """Three turns of an agent."""
+    more, python, package = {"MANYROOTS_MODEL": "local"}, sys.executable, AGENTS[name]
+    if isinstance(package, str):
+        more["MANYROOTS_AGENT"] = str(agent_of(folder / name, package, EXECUTABLES[name]))
+    else:
+        python = str(venv_of(folder / name, package) / "python")
+    return run(name, python, url, more=more)
+
+
 @contextlib.contextmanager
-def served(url: str | None) -> Iterator[str]:
+def served(url: str | None, *flags: str) -> Iterator[str]:
     if url is not None:
         yield url
         return
-    with running(*FLAGS) as server:
+    with running(*flags) as server:
         server.wait_until_ready()
         yield server.url
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(CLIENTS))
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join((*CLIENTS, *AGENTS)))
     parser.add_argument("--folder", type=Path, default=Path("/tmp/manyroots-clients"))
     parser.add_argument("--url", help="of a server that runs already")
     given = parser.parse_args()
     outcomes: dict[str, list[dict[str, object]]] = {}
-    with served(given.url) as url:
-        for name in given.names or CLIENTS:
+    agents = [name for name in given.names if name in AGENTS]
+    if agents:
+        model = given.folder / "agent-model"
+        write_agent_model(model, tokenizer_of(given.folder))
+        with served(given.url, str(model), *AGENT_FLAGS) as url:
+            for name in agents:
+                outcomes[name] = run_agent(name, given.folder, url)
+    others = [name for name in given.names or CLIENTS if name not in AGENTS]
+    with served(given.url, *FLAGS) if others else contextlib.nullcontext("") as url:
+        for name in others:
             python = str(venv_of(given.folder / name, CLIENTS[name]) / "python")
             outcomes[name] = run(name, python, url, tokenizer=tokenizer_of(given.folder))
-            for check in outcomes[name]:
-                print(name, check["check"], check["error"] or "passed", flush=True)
     for name, checks in outcomes.items():
+        for check in checks:
+            print(name, check["check"], check["error"] or "passed")
         print(f"{name}: {_num_passed(checks)}/{len(checks)}")
     return 1 if any(_num_passed(checks) < len(checks) for checks in outcomes.values()) else 0
 

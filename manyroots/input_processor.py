@@ -19,7 +19,7 @@ from numbers import Integral
 
 from manyroots.config import Policy
 from manyroots.errors import RequestError, TooLongError
-from manyroots.grammar.source import check_structure
+from manyroots.grammar.checks import check_structure
 from manyroots.ids import AdapterName, Namespace, RequestId
 from manyroots.messages import EngineInfo, Submit
 from manyroots.sampling import SamplingParams
@@ -40,6 +40,17 @@ def _token_ids(prompt: Sequence[int], field: str) -> list[int]:
                 field=field,
             )
     return [operator.index(token) for token in tokens]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CheckedSampling:
+    """What a request's prompts share, checked against the model."""
+
+    first: SamplingParams
+    """Of each prompt's first choice."""
+    others: SamplingParams
+    stop_ids: tuple[int, ...]
+    priority: int
 
 
 class InputProcessor:
@@ -81,33 +92,16 @@ class InputProcessor:
         """Room for a completion behind this prompt; at least 1, since one without is refused."""
         return max(1, self._info.max_model_len - len(prompt))
 
-    def submits(
-        self,
-        prompt: Sequence[int],
-        sampling: SamplingParams,
-        namespace: Namespace,
-        next_request_id: Callable[[], RequestId],
-        *,
-        adapter: AdapterName | None,
-        priority: int = 0,
-        field: str = "prompt",
-    ) -> list[Submit]:
-        """One message for each of the n choices. `field` is what the caller called the prompt.
-
-        Prompt logprobs are the same for every choice, so only the first computes them.
-        """
-        tokens = _token_ids(prompt, field)
-        self._check_prompt(tokens, field)
+    def check(self, sampling: SamplingParams, *, priority: int = 0) -> CheckedSampling:
+        """Everything that the prompts of a request share, once for all of them. May take a moment:
+        words are tokenized and structures tried."""
         self._check_token_ids(sampling)
         self._check_priority(priority)
         if sampling.structured_outputs is not None:
             check_structure(sampling.structured_outputs)
-        sampling = dataclasses.replace(
-            sampling,
-            max_tokens=self._max_tokens(tokens, sampling),
-            bad_token_ids=self._bad_token_ids(sampling.bad_words) if sampling.bad_words else (),
-        )
-        others = dataclasses.replace(sampling, prompt_logprobs=None)
+        if sampling.bad_words:
+            words = self._bad_token_ids(sampling.bad_words)
+            sampling = dataclasses.replace(sampling, bad_token_ids=words)
         stop_ids = self._stop_ids(sampling)
         if sampling.min_tokens and len(stop_ids) >= self._info.vocab_size:
             raise RequestError(
@@ -117,18 +111,44 @@ class InputProcessor:
             )
         if sampling.has_token_rules:
             self._check_something_left(sampling, stop_ids)
+        # Prompt logprobs are the same for every choice, so only the first computes them.
+        others = sampling
+        if sampling.prompt_logprobs is not None:
+            others = dataclasses.replace(sampling, prompt_logprobs=None)
+        return CheckedSampling(sampling, others, stop_ids, priority)
+
+    def submits(
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams | CheckedSampling,
+        namespace: Namespace,
+        next_request_id: Callable[[], RequestId],
+        *,
+        adapter: AdapterName | None,
+        priority: int = 0,
+        field: str = "prompt",
+    ) -> list[Submit]:
+        """One message for each of the n choices. `field` is what the caller called the prompt.
+        A request of many prompts gives what `check` gave, in which the priority is."""
+        tokens = _token_ids(prompt, field)
+        self._check_prompt(tokens, field)
+        if isinstance(sampling, SamplingParams):
+            sampling = self.check(sampling, priority=priority)
+        asked = sampling.first
+        max_tokens = self._max_tokens(tokens, asked)
         return [
             Submit(
                 request_id=next_request_id(),
                 prompt=tokens,
                 namespace=namespace,
-                sampling=sampling if choice == 0 else others,
-                seed=self._seed(sampling.seed, choice),
-                stop_ids=stop_ids,
+                sampling=asked if choice == 0 else sampling.others,
+                seed=self._seed(asked.seed, choice),
+                stop_ids=sampling.stop_ids,
                 adapter=adapter,
-                priority=priority,
+                priority=sampling.priority,
+                max_tokens=max_tokens if asked.max_tokens is None else None,
             )
-            for choice in range(sampling.n)
+            for choice in range(asked.n)
         ]
 
     def _check_prompt(self, tokens: list[int], field: str) -> None:
@@ -159,13 +179,12 @@ class InputProcessor:
             "allowed_token_ids": sampling.allowed_token_ids or (),
         }
         for name, tokens in named.items():
-            for token in tokens:
-                if token >= self._info.vocab_size:
-                    raise RequestError(
-                        f"{name} names the token id {token}; "
-                        f"this model's ids are from 0 to {self._info.vocab_size - 1}.",
-                        field=name,
-                    )
+            if (token := max(tokens, default=0)) >= self._info.vocab_size:
+                raise RequestError(
+                    f"{name} names the token id {token}; "
+                    f"this model's ids are from 0 to {self._info.vocab_size - 1}.",
+                    field=name,
+                )
 
     def _encode_bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """Sequences of tokens: a word as a text begins with it, and as it follows a space. (vLLM

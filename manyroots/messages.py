@@ -48,6 +48,9 @@ class Submit:
     too."""
     priority: int = 0
     """With the priority policy: the lower, the more important. 0 with every other."""
+    max_tokens: int | None = None
+    """Most tokens of the output where the sampling leaves it open: what is left of the context.
+    Here, so that all sequences of a request share one `sampling`."""
 
 
 @dataclass(frozen=True, slots=True)

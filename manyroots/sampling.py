@@ -26,6 +26,8 @@ MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_ALLOWED_TOKEN_IDS = 1 << 20
 MAX_BAD_WORDS = 1024
+MAX_BAD_CHARACTERS = 1 << 16
+"""Of all bad words together."""
 MAX_TOKENS_LIMIT = 2**31 - 1
 GREEDY_BELOW = 1e-5
 """Temperatures below this are 0, as in vLLM: a quotient by less is beyond what numbers hold."""
@@ -203,6 +205,13 @@ def _stops(given: Any) -> tuple[str, ...]:
 
 def _bad_words(given: Any) -> tuple[str, ...]:
     words = tuple(_text("bad_words", word) for word in _items("bad_words", given, MAX_BAD_WORDS))
+    words = tuple(dict.fromkeys(words)) if len(set(words)) < len(words) else words
+    if (length := sum(map(len, words))) > MAX_BAD_CHARACTERS:
+        raise RequestError(
+            f"bad_words has {length} characters; at most {MAX_BAD_CHARACTERS} are allowed in all. "
+            "Send fewer or shorter words.",
+            field="bad_words",
+        )
     for word in words:
         if word.isspace():
             raise RequestError(
@@ -224,12 +233,20 @@ def _text(name: str, text: Any) -> str:
             "allowed.",
             field=name,
         )
-    if any("\ud800" <= character <= "\udfff" for character in text):
+    if not _is_encodable(text):
         raise RequestError(
             f"{name} holds {_shown(text)}, a lone surrogate, which no text has; remove it.",
             field=name,
         )
     return str(text)
+
+
+def _is_encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _stop_token_ids(given: Any) -> tuple[int, ...]:
@@ -247,9 +264,13 @@ def _allowed_token_ids(given: Any) -> tuple[int, ...] | None:
             "out.",
             field="allowed_token_ids",
         )
-    if set(map(type, items)) == {int} and min(items) >= 0 and max(items) < 2**31:
-        return items  # nearly always, and there may be as many as the vocabulary has
-    return tuple(_token_id("allowed_token_ids", token) for token in items)
+    if set(map(type, items)) != {int}:
+        items = tuple(_token_id("allowed_token_ids", token) for token in items)
+    # As a set: there may be as many as the vocabulary has, and repeats beyond that.
+    wanted = sorted(set(items))
+    for token in (wanted[0], wanted[-1]):
+        _token_id("allowed_token_ids", token)
+    return items if len(wanted) == len(items) else tuple(wanted)
 
 
 def _logit_bias(given: Any) -> dict[int, float]:

@@ -22,7 +22,7 @@ from manyroots.api.requests import (
     Unsupported,
 )
 from manyroots.errors import RequestError
-from manyroots.grammar.source import check_structure
+from manyroots.grammar.checks import check_structure
 from manyroots.ids import Namespace
 from manyroots.sampling import MAX_LOGPROBS, SamplingParams
 from manyroots.structured_outputs import KINDS, StructuredOutputsParams

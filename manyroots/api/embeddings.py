@@ -70,12 +70,8 @@ async def _job(server: ServerState, request: EmbeddingsRequest, web: Request) ->
     )
     with renamed({"prompt": "input"}):
         job = await completion_job(server, asked, web.headers)
-    submits = [
-        dataclasses.replace(
-            submit, sampling=dataclasses.replace(submit.sampling, wants_hidden=True)
-        )
-        for submit in job.submits
-    ]
+    sampling = dataclasses.replace(job.submits[0].sampling, wants_hidden=True)
+    submits = [dataclasses.replace(submit, sampling=sampling) for submit in job.submits]
     return dataclasses.replace(job, submits=submits)
 
 

@@ -31,7 +31,7 @@ from manyroots.api.offered_tools import tool_use
 from manyroots.api.requests import ChatRequest, CompletionRequest, GenerationFields, TokenizeRequest
 from manyroots.api.state import ServerState, Service
 from manyroots.errors import RequestError
-from manyroots.grammar.source import check_structure
+from manyroots.grammar.checks import check_structure
 from manyroots.ids import AdapterName
 from manyroots.messages import Submit
 from manyroots.observe.requests import RequestFacts, RequestWatch
@@ -253,17 +253,12 @@ def _submits(
 ) -> list[Submit]:
     namespace = namespace_of(request)
     next_id = service.engine.next_request_id
+    checked = service.input_processor.check(sampling, priority=request.priority or 0)
     return [
         submit
         for prompt, adapter in prompts
         for submit in service.input_processor.submits(
-            prompt,
-            sampling,
-            namespace,
-            next_id,
-            adapter=adapter,
-            priority=request.priority or 0,
-            field=field,
+            prompt, checked, namespace, next_id, adapter=adapter, field=field
         )
     ]
 

@@ -23,9 +23,9 @@ import zmq
 import zmq.asyncio
 
 from manyroots.config import EngineSettings
-from manyroots.engine.wire import MessageKind, decode, encode
+from manyroots.engine.wire import MessageKind, SubmitWriter, decode, encode
 from manyroots.errors import ModelError, UnavailableError
-from manyroots.messages import EngineInfo
+from manyroots.messages import EngineInfo, Submit
 from manyroots.progress import Progress
 
 logger = logging.getLogger("manyroots")
@@ -50,6 +50,7 @@ class Child:
         self._lines: deque[str] = deque(maxlen=_NUM_LAST_LINES)
         self._reader: asyncio.Task[None] | None = None
         self._failure: str | None = None
+        self._submits = SubmitWriter()
 
     @property
     def pid(self) -> int | None:
@@ -102,10 +103,10 @@ class Child:
 
     def send(self, kind: MessageKind, body: object) -> None:
         """Hand a message over; one to a process that is gone is lost, as its end will tell."""
+        frames = self._submits.encode(body) if isinstance(body, Submit) else encode(kind, body)
         # Through the socket of asyncio, which must see every call; done when it returns.
         sent = cast(
-            "asyncio.Future[object]",
-            self._socket.send_multipart(encode(kind, body), flags=zmq.NOBLOCK),
+            "asyncio.Future[object]", self._socket.send_multipart(frames, flags=zmq.NOBLOCK)
         )
         if not isinstance(sent.exception(), zmq.Again):
             sent.result()

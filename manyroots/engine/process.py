@@ -20,7 +20,7 @@ import zmq
 from manyroots.engine.build import build_engine
 from manyroots.engine.loop import EngineLoop
 from manyroots.engine.snapshots import Snapshots
-from manyroots.engine.wire import MessageKind, decode, encode
+from manyroots.engine.wire import MessageKind, SubmitReader, decode, encode
 from manyroots.errors import ManyrootsError
 from manyroots.gc_tuning import keep_for_good, taken_apart_at_exit
 from manyroots.ids import RequestId
@@ -99,6 +99,7 @@ def run(socket: Socket, loop: EngineLoop, snapshots: Snapshots | None = None) ->
             socket.send_multipart(encode(MessageKind.BEGUN, request_ids))
 
         loop.tell_begun = tell_begun
+        submits = SubmitReader()
         sleeper = zmq.Poller()
         sleeper.register(socket, zmq.POLLIN)
         sleeper.register(bell.ear, zmq.POLLIN)
@@ -108,7 +109,11 @@ def run(socket: Socket, loop: EngineLoop, snapshots: Snapshots | None = None) ->
                 sleeper.poll()
                 bell.hush()
             while socket.poll(0):
-                kind, message = decode(socket.recv_multipart())
+                frames = socket.recv_multipart()
+                if frames[0] == MessageKind.SUBMIT.value:
+                    loop.handle(submits.decode(frames))
+                    continue
+                kind, message = decode(frames)
                 if kind is MessageKind.CLOSE:
                     return
                 if kind is MessageKind.SNAPSHOT:

@@ -2,6 +2,8 @@
 
 Arrays travel as their type and their bytes, and a prompt in a frame of its own, four bytes a token:
 both ends would spend more on turning numbers into objects and back than on the rest of a message.
+Sequences of one request share their sampling parameters, which may be a megabyte: they cross once
+(`SubmitWriter`, `SubmitReader`).
 Only the server's two processes import this; `LLM` passes the same objects by reference.
 """
 
@@ -26,8 +28,11 @@ from manyroots.messages import (
     UnloadLora,
 )
 from manyroots.progress import Progress
+from manyroots.sampling import SamplingParams
 from manyroots.snapshot import Snapshot, SnapshotAsk
 
+NUM_KEPT = 16
+"""Sampling parameters that a connection keeps: of as many requests that are sent side by side."""
 TOKEN_TYPE = "i"
 """As `array` calls a 32-bit integer."""
 
@@ -70,20 +75,52 @@ _TYPES: dict[MessageKind, Any] = {
 
 
 def encode(kind: MessageKind, body: object) -> list[bytes]:
-    if isinstance(body, Submit):
-        prompt = array(TOKEN_TYPE, body.prompt).tobytes()
-        return [kind.value, _ENCODER.encode(replace(body, prompt=())), prompt]
+    """Every message but SUBMIT, which a `SubmitWriter` encodes."""
+    assert kind is not MessageKind.SUBMIT
     return [kind.value, _ENCODER.encode(body)]
 
 
 def decode(frames: list[bytes]) -> tuple[MessageKind, Any]:
     kind = MessageKind(frames[0])
-    body = _DECODERS[kind].decode(frames[1])
-    if isinstance(body, Submit):
-        body = replace(body, prompt=array(TOKEN_TYPE, frames[2]))
-    return kind, body
+    return kind, _DECODERS[kind].decode(frames[1])
 
 
+class SubmitWriter:
+    """Encodes the submissions of one connection. Both ends keep the sampling parameters sent last,
+    in the same places: those that are there already are named by their place."""
+
+    def __init__(self) -> None:
+        self._kept: list[SamplingParams | None] = [None] * NUM_KEPT
+        self._next = 0
+
+    def encode(self, submit: Submit) -> list[bytes]:
+        sampling, shared = submit.sampling, b""
+        place = next((i for i, kept in enumerate(self._kept) if kept is sampling), None)
+        if place is None:
+            place, self._next = self._next, (self._next + 1) % NUM_KEPT
+            self._kept[place] = sampling
+            shared = _ENCODER.encode(sampling)
+        prompt = array(TOKEN_TYPE, submit.prompt).tobytes()
+        plain = _ENCODER.encode(replace(submit, prompt=(), sampling=_PLAIN))
+        return [MessageKind.SUBMIT.value, plain, prompt, bytes([place]), shared]
+
+
+class SubmitReader:
+    """The other end of a `SubmitWriter`."""
+
+    def __init__(self) -> None:
+        self._kept: list[SamplingParams] = [_PLAIN] * NUM_KEPT
+
+    def decode(self, frames: list[bytes]) -> Submit:
+        _, plain, prompt, [place], shared = frames
+        if shared:
+            self._kept[place] = _SAMPLING_DECODER.decode(shared)
+        submit: Submit = _DECODERS[MessageKind.SUBMIT].decode(plain)
+        return replace(submit, prompt=array(TOKEN_TYPE, prompt), sampling=self._kept[place])
+
+
+_PLAIN = SamplingParams()
+_SAMPLING_DECODER = msgspec.msgpack.Decoder(SamplingParams, dec_hook=restore)
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=flatten)
 _DECODERS = {
     kind: msgspec.msgpack.Decoder(type_, dec_hook=restore) for kind, type_ in _TYPES.items()

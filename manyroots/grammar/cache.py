@@ -9,21 +9,28 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, TypeVar
 from weakref import WeakValueDictionary
 
 from manyroots.errors import RequestError
 from manyroots.grammar.library import matchers
 from manyroots.grammar.source import grammar_text
+from manyroots.grammar.trial import GrammarTrial, first_fault, short
 from manyroots.grammar.vocabulary import Vocabulary
+from manyroots.helper_process import STACK_BYTES
 from manyroots.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
+T = TypeVar("T")
+
 MAX_GRAMMARS = 256
 MAX_CHARACTERS = 2 << 20
 """Of all texts together: compiled, each takes 30 to 130 bytes."""
+_STACKS = threading.Lock()
+"""The size of new stacks is one setting for all threads."""
 
 
 class CompiledGrammar:
@@ -41,15 +48,35 @@ class CompiledGrammar:
         return self._matcher.deep_copy()
 
 
-def _fault(matcher: LLMatcher) -> str:
-    """Why nothing can be said in a grammar; "" if something can."""
-    if not matcher.is_error():
-        trial = matcher.deep_copy()
-        is_open = any(trial.compute_bitmask())
-        if is_open and not trial.is_error():
-            return ""
-        matcher = trial
-    return matcher.get_error().partition("<state>")[0] or "no text follows it."
+def _compiled(tokenizer: LLTokenizer, params: StructuredOutputsParams) -> CompiledGrammar | str:
+    """A grammar, or why there is none."""
+    try:
+        text = grammar_text(params)
+        matcher = matchers()(tokenizer, text, log_level=0)
+        reason = first_fault(matcher)
+    except ValueError as error:
+        reason = str(error)
+    return short(reason) if reason else CompiledGrammar(matcher, tokenizer.vocab_size, len(text))
+
+
+def _deep(job: Callable[[], T]) -> T:
+    """What a job gives on a stack far deeper than the trial's, which it has passed."""
+    results: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            results.set_result(job())
+        except BaseException as error:
+            results.set_exception(error)
+
+    with _STACKS:
+        usual = threading.stack_size(4 * STACK_BYTES)
+        try:
+            thread = threading.Thread(target=run, name="grammar")
+            thread.start()
+        finally:
+            threading.stack_size(usual)
+    return results.result()
 
 
 class GrammarCache:
@@ -64,7 +91,7 @@ class GrammarCache:
     ) -> None:
         """`load_vocabulary` is called when the first grammar is compiled, on its thread."""
         self._load_vocabulary = load_vocabulary
-        self._tokenizer: LLTokenizer | None = None
+        self._loaded: tuple[GrammarTrial, LLTokenizer] | None = None
         self._loading = threading.Lock()
         self._lock = threading.Lock()
         self._max_grammars, self._max_characters = max_grammars, max_characters
@@ -87,24 +114,18 @@ class GrammarCache:
         """One that is there, or made now. Raises RequestError with the reason if it can't be."""
         if grammar := self.find(params):
             return grammar
-        make, tokenizer = matchers(), self._load()
-        try:
-            text = grammar_text(params)
-            matcher = make(tokenizer, text, log_level=0)
-            reason = _fault(matcher)
-        except ValueError as error:
-            reason = str(error)
-        if reason:
+        matchers()
+        trial, tokenizer = self._load()
+        made = trial.fault(params) or _deep(lambda: _compiled(tokenizer, params))
+        if isinstance(made, str):
             raise RequestError(
-                f"structured output by {params.kind} can't be honoured: "
-                f"{' '.join(reason.split())[:600]}",
+                f"structured output by {params.kind} can't be honoured: {made}",
                 field="structured_outputs",
             )
-        grammar = CompiledGrammar(matcher, tokenizer.vocab_size, len(text))
         with self._lock:
-            self._alive[params] = grammar
-            self._keep(params, grammar)
-        return grammar
+            self._alive[params] = made
+            self._keep(params, made)
+        return made
 
     def _keep(self, params: StructuredOutputsParams, grammar: CompiledGrammar) -> None:
         old = self._recent.pop(params, None)
@@ -116,8 +137,9 @@ class GrammarCache:
             _, dropped = self._recent.popitem(last=False)
             self._num_characters -= dropped.num_characters
 
-    def _load(self) -> LLTokenizer:
+    def _load(self) -> tuple[GrammarTrial, LLTokenizer]:
         with self._loading:
-            if self._tokenizer is None:
-                self._tokenizer = self._load_vocabulary().tokenizer()
-            return self._tokenizer
+            if self._loaded is None:
+                vocabulary = self._load_vocabulary()
+                self._loaded = GrammarTrial(vocabulary), vocabulary.tokenizer()
+            return self._loaded

@@ -1,19 +1,16 @@
 """What a caller asks for, as one grammar of `llguidance`.
 
-Takes `StructuredOutputsParams`; gives the grammar's text, checked without a vocabulary, or raises
-RequestError with the reason. What a JSON schema says and can't be honoured is refused, never left
-out.
+Takes `StructuredOutputsParams`; gives the grammar's text, within the bounds of depth, or raises
+ValueError. What a JSON schema says and can't be honoured is refused, never left out.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
-from manyroots.errors import RequestError
+from manyroots.grammar.bounds import check_lark, check_schema
 from manyroots.grammar.library import matchers
 from manyroots.json_schemas import WHITE_SPACE, closed
 from manyroots.structured_outputs import StructuredOutputsParams
@@ -24,20 +21,14 @@ JSON_OPTIONS: dict[str, Any] = {
     "coerce_one_of": False,
     "lenient": False,
 }
-_MAX_REASON_CHARACTERS = 600
-
-
-def check_structure(params: StructuredOutputsParams, field: str = "structured_outputs") -> None:
-    """Raise RequestError if this can't be honoured. `field` is what the caller called it."""
-    matchers(field)
-    fault = _fault(replace(params, prefix=None))
-    if fault is not None:
-        raise RequestError(f"{field} can't be honoured: {fault}", field=field)
 
 
 def grammar_text(params: StructuredOutputsParams) -> str:
     """The whole grammar. Raises ValueError for what is none."""
-    grammars = [{**_answer(params), "name": "answer"}]
+    answer = _answer(params)
+    if "lark_grammar" in answer:
+        check_lark(answer["lark_grammar"])
+    grammars = [{**answer, "name": "answer"}]
     if params.prefix is not None:
         lark = f"start: prefix @answer\n{params.prefix}"
         grammars.insert(0, {"name": "main", "lark_grammar": lark})
@@ -61,6 +52,8 @@ def _answer(params: StructuredOutputsParams) -> dict[str, Any]:
     # Lark's rules have a colon; GBNF's have two and an equals sign.
     if "::=" not in text:
         return {"lark_grammar": text}
+    # Before it is translated, which takes the square of a chain's length.
+    check_lark(text.replace("::=", ":").replace("-", "_"))
     from llguidance.gbnf_to_lark import any_to_lark
 
     return {"lark_grammar": any_to_lark(text)}
@@ -71,6 +64,7 @@ def _schema(schema: Any) -> dict[str, Any]:
         schema = {}
     if not isinstance(schema, dict):
         raise ValueError(f"a schema is an object, not {json.dumps(schema)[:60]}")
+    check_schema(schema)
     return {"json_schema": {**closed(schema), "x-guidance": JSON_OPTIONS}}
 
 
@@ -79,17 +73,3 @@ def _unanchored(regex: str) -> str:
     regex = regex.removeprefix("^")
     backslashes = re.search(r"(\\*)\$$", regex)
     return regex[:-1] if backslashes and len(backslashes[1]) % 2 == 0 else regex
-
-
-@lru_cache(maxsize=256)
-def _fault(params: StructuredOutputsParams) -> str | None:
-    """Why it can't be honoured; None if it can."""
-    try:
-        reason = matchers().validate_grammar(grammar_text(params))
-    except RecursionError:
-        reason = "it is nested too deeply."
-    except Exception as error:  # whatever a caller's text provokes in a parser
-        reason = str(error) or type(error).__name__
-    if not reason or reason.startswith("WARNING"):
-        return None
-    return " ".join(reason.split())[:_MAX_REASON_CHARACTERS]

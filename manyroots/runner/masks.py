@@ -7,6 +7,8 @@ their masks into the sampler's tables, ordered on the stream of the steps.
 
 from __future__ import annotations
 
+from collections import deque
+
 import torch
 
 from manyroots.grammar.cache import GrammarCache
@@ -14,7 +16,11 @@ from manyroots.grammar.rows import GrammarRows
 from manyroots.grammar.token_rules import TokenRules
 from manyroots.kernels.sampling.rows import SamplingTables
 from manyroots.runner.batch import PersistentBatch
+from manyroots.sampling import SamplingParams
 from manyroots.step import Arrival, Int32s
+
+NUM_RULES = 8
+"""Rules that are kept for further sequences of their requests."""
 
 
 class RowMasks:
@@ -25,6 +31,7 @@ class RowMasks:
         self._batch = batch
         self._vocab_size = vocab_size
         self._rows = GrammarRows(vocab_size)
+        self._rules: deque[tuple[SamplingParams, TokenRules]] = deque(maxlen=NUM_RULES)
 
     def begin(self, arrival: Arrival) -> None:
         """Raises if the grammar is not there."""
@@ -35,8 +42,7 @@ class RowMasks:
             if grammar is None:
                 raise RuntimeError("the grammar of a running request is gone")
         if sampling.has_token_rules:
-            allowed, forbidden = sampling.allowed_token_ids, sampling.bad_token_ids
-            rules = TokenRules(self._vocab_size, allowed, forbidden)
+            rules = self._rules_of(sampling)
         self._rows.begin(
             arrival.row,
             grammar,
@@ -45,6 +51,15 @@ class RowMasks:
             min_tokens=sampling.min_tokens,
             stop_ids=arrival.stop_ids,
         )
+
+    def _rules_of(self, sampling: SamplingParams) -> TokenRules:
+        """Sequences of one request have the same object, and share what is made of it."""
+        for known, rules in self._rules:
+            if known is sampling:
+                return rules
+        made = TokenRules(self._vocab_size, sampling.allowed_token_ids, sampling.bad_token_ids)
+        self._rules.append((sampling, made))
+        return made
 
     def forget(self, row: int) -> None:
         self._rows.forget(row)

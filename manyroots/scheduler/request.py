@@ -119,6 +119,8 @@ class Request:
         self.num_prompt_tokens = len(submit.prompt)
         self._num_tokens = self.num_prompt_tokens
         max_tokens = submit.sampling.max_tokens
+        if max_tokens is None:
+            max_tokens = submit.max_tokens
         self.max_num_tokens = self.num_prompt_tokens + (
             MAX_TOKENS_LIMIT if max_tokens is None else max_tokens
         )

@@ -16,6 +16,7 @@ BASE = {
     "ids", "errors", "version", "sampling", "step", "messages", "adapter_names", "options",
     "config", "server_config", "gguf_header", "gguf_parts", "gguf_tokens", "git_lfs", "progress",
     "kv_configs", "gc_tuning", "structured_outputs", "json_schemas", "snapshot",
+    "helper_process",
 }  # fmt: skip
 """Files at the top of the package that any room may import."""
 
@@ -25,6 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "version": set(),
     "structured_outputs": {"errors"},
     "json_schemas": set(),
+    "helper_process": set(),
     "sampling": {"errors", "structured_outputs"},
     "git_lfs": set(),
     "gguf_header": {"errors", "git_lfs"},

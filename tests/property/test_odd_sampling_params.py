@@ -142,7 +142,7 @@ def test_an_odd_value_is_refused_by_name_or_samples_a_token(seed: int) -> None:
     for begin in range(0, len(accepted), 16):
         some = [plain, *accepted[begin : begin + 16]]
         for submit in some[1:]:
-            _, arrived = wire.decode(wire.encode(wire.MessageKind.SUBMIT, submit))
+            arrived = wire.SubmitReader().decode(wire.SubmitWriter().encode(submit))
             assert arrived.sampling == submit.sampling
         spread = rng.choice([0.0, 1e-40, 1.0, 1e4, 1e30, 3e37])
         logits = torch.randn(len(some), VOCAB, generator=generator) * spread

@@ -86,9 +86,9 @@ def test_unseeded_requests_draw_from_the_given_source(tokenizer: Tokenizer) -> N
 
 
 def test_max_tokens_defaults_to_the_rest_of_the_context(tokenizer: Tokenizer) -> None:
-    assert Asker(tokenizer).ask([1] * 10, max_tokens=None)[0].sampling.max_tokens == 54
+    assert Asker(tokenizer).ask([1] * 10, max_tokens=None)[0].max_tokens == 54
     small = Asker(tokenizer, max_model_len=20)
-    assert small.ask([1] * 10, max_tokens=None)[0].sampling.max_tokens == 10
+    assert small.ask([1] * 10, max_tokens=None)[0].max_tokens == 10
 
 
 def test_stop_ids_are_the_models_unless_ignored_and_the_callers(asker: Asker) -> None:

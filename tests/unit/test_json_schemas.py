@@ -8,7 +8,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from manyroots.grammar.source import check_structure
+from manyroots.grammar.checks import check_structure
 from manyroots.json_schemas import closed
 from manyroots.structured_outputs import StructuredOutputsParams
 from tests.schemas import schema

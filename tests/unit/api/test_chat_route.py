@@ -23,7 +23,7 @@ async def test_a_chat_is_answered() -> None:
     [submit] = harness.engine.submitted
     text = harness.tokenizer.decode(submit.prompt, skip_special_tokens=False)
     assert text == "<|begin|>user\nhi<|end|>\n<|begin|>assistant\n"
-    assert submit.sampling.max_tokens == 512 - len(submit.prompt), "the rest of the context"
+    assert submit.max_tokens == 512 - len(submit.prompt), "the rest of the context"
 
 
 async def test_a_streamed_chat_begins_with_the_role_and_ends_with_the_reason() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from manyroots.engine.wire import MessageKind, decode, encode
+from manyroots.engine.wire import SubmitReader, SubmitWriter
 from tests.unit.api.fake_engine import INFO, FakeEngine
 from tests.unit.api.harness import Harness, error_of
 
@@ -27,9 +27,7 @@ async def test_l08_priority_reaches_the_engine(priority: int | None) -> None:
     wanted = priority or 0
     assert [submit.priority for submit in server.engine.submitted] == [wanted] * 5
     for submit in server.engine.submitted:
-        kind, crossed = decode(encode(MessageKind.SUBMIT, submit))
-        assert kind is MessageKind.SUBMIT
-        assert crossed.priority == wanted
+        assert SubmitReader().decode(SubmitWriter().encode(submit)).priority == wanted
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "pack", "fair"])

@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from manyroots.engine.process import run
-from manyroots.engine.wire import MessageKind, decode, encode
+from manyroots.engine.wire import MessageKind, SubmitWriter, decode, encode
 from manyroots.ids import AdapterName
 from manyroots.messages import Batch, LoadLora, UnloadLora
 from tests.patience import PATIENCE_S
@@ -25,6 +25,7 @@ class Engine:
 
     def __init__(self, directory: Directory) -> None:
         self.directory = directory
+        self._submits = SubmitWriter()
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.PAIR)
         self.socket.bind("inproc://engine")
@@ -34,7 +35,8 @@ class Engine:
         self.thread.start()
 
     def send(self, kind: MessageKind, message: Any) -> None:
-        self.socket.send_multipart(encode(kind, message))
+        frames = self._submits.encode(message) if kind is MessageKind.SUBMIT else None
+        self.socket.send_multipart(frames or encode(kind, message))
 
     def receive(self) -> Batch:
         assert self.socket.poll(PATIENCE_S * 1000), "the engine says nothing"

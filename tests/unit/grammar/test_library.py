@@ -9,7 +9,7 @@ import pytest
 
 from manyroots import LLM, SamplingParams, StructuredOutputsParams
 from manyroots.errors import RequestError
-from manyroots.grammar.source import check_structure
+from manyroots.grammar.checks import check_structure
 from tests.unit.models.tiny import save_tiny
 from tests.unit.text.tiny_tokenizer import tiny_backend
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from manyroots.errors import RequestError
-from manyroots.grammar.source import check_structure
+from manyroots.grammar.checks import check_structure
 from manyroots.structured_outputs import StructuredOutputsParams
 from tests.schemas import REFUSED, schema
 from tests.seeded import Draw

@@ -1,0 +1,25 @@
+"""A helper process that answers, or ends as its caller says."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from manyroots.helper_process import Message, answer_calls
+
+
+def handle(message: Message) -> Message:
+    match message[0]:
+        case b"crash":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        case b"spin":
+            while True:
+                pass
+        case b"grow":
+            hoard = [bytearray(1 << 26) for _ in range(1 << 10)]
+            return [str(len(hoard)).encode()]
+    return [b"heard", *message]
+
+
+if __name__ == "__main__":
+    answer_calls(handle, cpu_s=0, memory_bytes=1 << 28)

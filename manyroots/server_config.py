@@ -68,6 +68,11 @@ class ServerSettings:
         "Times in a row that an engine process that died is started again, after pauses of 1, 2, "
         "4... seconds; then the server ends. 0 is never. Five minutes of service end the row.",
     )
+    max_api_restarts: int = option(
+        3,
+        "Times in a row that an API process that crashed is started again, after pauses of 0, 1, "
+        "2... seconds; then the server ends. 0 is never. Five minutes of service end the row.",
+    )
     drain_timeout_s: float = option(30.0, "After SIGTERM, how long running requests may take.")
     enable_log_requests: bool = option(
         False, "Log a line for each request that ends: its tokens, times and finish reason."
@@ -99,6 +104,7 @@ class ServerSettings:
         at_least(self, "max_body_bytes", 1024)
         at_least(self, "max_prompts_per_request", 1)
         at_least(self, "max_engine_restarts", 0)
+        at_least(self, "max_api_restarts", 0)
         if not 0.0 < self.request_read_timeout_s <= 86400.0:
             raise ConfigError(
                 f"--request-read-timeout-s is {self.request_read_timeout_s}; it must be above 0 "

@@ -604,7 +604,7 @@ class Storm:
                 await asyncio.sleep(0.05)
 
     def _held(self, serving: Serving) -> tuple[int, dict[str, int]]:
-        pids = {"server": serving.server.process.pid, "engine": serving.engine_pid()}
+        pids = {"server": serving.server.api_pid, "engine": serving.engine_pid()}
         held = {}
         for who, pid in pids.items():
             held[f"{who} threads"] = len(os.listdir(f"/proc/{pid}/task"))

@@ -65,7 +65,9 @@ async def metrics(request: Request) -> Response:
     server = server_of(request)
     text = b""
     if server.loaded is not None:
-        text = server.loaded.metrics.render(read_timeouts=server.read_timeouts)
+        text = server.loaded.metrics.render(
+            read_timeouts=server.read_timeouts, num_api_restarts=server.num_api_restarts
+        )
     return Response(text, media_type=_METRICS_TYPE)
 
 

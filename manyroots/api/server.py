@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import resource
 import signal
 import socket
@@ -24,6 +25,7 @@ from manyroots.api.app import create_app
 from manyroots.api.connections import timed_protocol
 from manyroots.api.middleware import MAX_HEADER_BYTES
 from manyroots.api.state import ServerState, load_local_tokenizer, load_service
+from manyroots.api.supervisor import Life, supervise
 from manyroots.config import EngineSettings
 from manyroots.engine.client import EngineClient
 from manyroots.engine.process_client import ProcessClient
@@ -43,20 +45,35 @@ _KEEP_ALIVE_S = 75
 """How long a connection may be idle. Longer than clients keep one, 5 s (httpx) to a minute: whoever
 closes last meets no request that is on its way."""
 _POLL_S = 0.02
+_SWITCH_INTERVAL_S = 0.001
 
 
 def serve(engine_settings: EngineSettings, server_settings: ServerSettings) -> int:
     """Serve until told to stop. 0 after a drain; 1 if the engine could not start, or died too
-    often."""
+    often, or the API process did."""
     check_together(engine_settings, server_settings)
     logging.basicConfig(
         level=server_settings.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s"
     )
-    endpoint = server_settings.otlp_traces_endpoint
-    traces = None if endpoint is None else Traces(endpoint)
     check_certificates(server_settings)
     listener = _listen(server_settings)
     _allow_connections()
+    return supervise(
+        lambda life: _serve_one_life(engine_settings, server_settings, listener, life),
+        max_restarts=server_settings.max_api_restarts,
+    )
+
+
+def _serve_one_life(
+    engine_settings: EngineSettings,
+    server_settings: ServerSettings,
+    listener: socket.socket,
+    life: Life,
+) -> int:
+    endpoint = server_settings.otlp_traces_endpoint
+    traces = None if endpoint is None else Traces(endpoint)
+    # Threads that work on large requests let the event loop in sooner.
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     with (
         Display(is_on=engine_settings.model.progress_bars) as display,
         taken_apart_at_exit(),
@@ -66,7 +83,9 @@ def serve(engine_settings: EngineSettings, server_settings: ServerSettings) -> i
             max_restarts=server_settings.max_engine_restarts,
             on_progress=display,
         )
-        server = _Server(engine, engine_settings, server_settings, listener, on_ready=keep_for_good)
+        server = _Server(
+            engine, engine_settings, server_settings, listener, on_ready=keep_for_good, life=life
+        )
         if traces is None:
             return asyncio.run(server.run())
         server.watch_requests(traces)
@@ -132,13 +151,18 @@ class _Server:
         settings: ServerSettings,
         listener: socket.socket,
         on_ready: Callable[[], None] = lambda: None,
+        life: Life | None = None,
     ) -> None:
+        """`life`: of a supervised process, which is told to stop through a pipe; without one,
+        signals do."""
         self._on_ready = on_ready
+        self._life = life
         self._engine = engine
         self._engine_settings = engine_settings
         self._settings = settings
         self._listener = listener
         self._state = ServerState(engine, settings)
+        self._state.num_api_restarts = 0 if life is None else life.num_restarts
         self._web = _Uvicorn(_uvicorn_config(self._state))
         self._num_signals = 0
         self._stop = asyncio.Event()
@@ -149,8 +173,11 @@ class _Server:
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal)
+        if self._life is not None:
+            loop.add_reader(self._life.orders, self._on_order, self._life.orders)
+        else:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, self._on_signal)
         web = asyncio.create_task(self._web.serve(sockets=[self._listener]))
         host, port = self._listener.getsockname()[:2]
         scheme = "http" if self._settings.ssl_certfile is None else "https"
@@ -241,6 +268,13 @@ class _Server:
         logger.info("ready in %.1f s: engine and tokenizer %.1f s, the rest %.1f s",
                     ready_s, engine_s, ready_s - engine_s)  # fmt: skip
         logger.info("serving %s", self._state.loaded.model_name)
+
+    def _on_order(self, orders: int) -> None:
+        told = os.read(orders, 64)
+        if not told:
+            os._exit(1)  # the parent is gone, and with it whoever could stop this process
+        for _ in told:
+            self._on_signal()
 
     def _on_signal(self) -> None:
         self._num_signals += 1

@@ -150,6 +150,8 @@ class ServerState:
         """Held by whoever gives the model other weights: one after the other."""
         self.num_pauses = 0
         """That were asked for, so that none is ended by somebody else's update."""
+        self.num_api_restarts = 0
+        """API processes before this one that a signal ended."""
         self.read_timeouts: Tally[str] = Tally({"headers": 0, "body": 0})
         """Requests that were given up half sent, by what was missing."""
 

@@ -79,7 +79,8 @@ class Metrics:
             self._registry.register(_Collected(lambda: _cache_info(self._labels, cache_config)))
         self._registry.register(TierCounts(model_name, read_stats))
         self._read_timeouts: Mapping[str, int] = {}
-        self._registry.register(_Collected(self._collect_read_timeouts))
+        self._num_api_restarts = 0
+        self._registry.register(_Collected(self._collect_of_server))
         self.adapters = AdapterMetrics(self._registry, model_name, _SECONDS)
         self.recent_first_tokens = RecentTimes(512)
         self.recent_gaps = RecentTimes(4096)
@@ -135,12 +136,15 @@ class Metrics:
         del self._timers[request_id]
         self._success.labels(**self._labels, finished_reason=reason).inc()
 
-    def render(self, *, read_timeouts: Mapping[str, int] | None = None) -> bytes:
+    def render(
+        self, *, read_timeouts: Mapping[str, int] | None = None, num_api_restarts: int = 0
+    ) -> bytes:
         """`read_timeouts`: requests given up half sent, by what was missing."""
         self._read_timeouts = read_timeouts or {}
+        self._num_api_restarts = num_api_restarts
         return generate_latest(self._registry)
 
-    def _collect_read_timeouts(self) -> Iterable[Metric]:
+    def _collect_of_server(self) -> Iterable[Metric]:
         counter = CounterMetricFamily(
             "manyroots:request_read_timeouts", "Requests given up half sent, by what was missing.",
             labels=["model_name", "part"],
@@ -148,6 +152,11 @@ class Metrics:
         for part, count in self._read_timeouts.items():
             counter.add_metric([*self._labels.values(), part], count)
         yield counter
+        restarts = CounterMetricFamily(
+            "manyroots:api_restarts", "Dead API processes started again.", labels=["model_name"]
+        )
+        restarts.add_metric([*self._labels.values()], self._num_api_restarts)
+        yield restarts
 
     def _counter(self, name: str, help: str) -> Counter:
         counter = Counter(f"vllm:{name}", help, ("model_name",), registry=self._registry)

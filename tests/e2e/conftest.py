@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import cached_property
+from pathlib import Path
 
 import httpx
 import openai
@@ -31,6 +32,18 @@ SETTINGS = (
 
 _FLOAT32 = ("--dtype", "float32")
 """On a chip that is fast at bfloat16, too: texts must not depend on what is computed beside."""
+
+
+def children_of(pid: int) -> list[int]:
+    """Of any of its threads."""
+    found: list[int] = []
+    for listed in Path(f"/proc/{pid}/task").glob("*/children"):
+        found += map(int, listed.read_text().split())
+    return found
+
+
+def command_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
 
 
 class Server:
@@ -104,15 +117,19 @@ class Server:
             base_url=f"{self.url}/v1", api_key=API_KEY, max_retries=0, timeout=PATIENCE_S
         )
 
+    @property
+    def api_pid(self) -> int:
+        """Of the process that answers, a child of the one that was started."""
+        [pid] = children_of(self.process.pid)
+        return pid
+
     def children(self) -> list[int]:
-        """Pids of the processes that the server has started: its engine."""
-        pid = self.process.pid
-        with open(f"/proc/{pid}/task/{pid}/children") as file:
-            return [int(child) for child in file.read().split()]
+        """Pids of the engines that the server has started: one, mostly."""
+        return [pid for pid in children_of(self.api_pid) if "engine.process" in command_of(pid)]
 
     def cpu_seconds(self) -> float:
         """Processor time of the server and its engine so far."""
-        return cpu_seconds([self.process.pid, *self.children()])
+        return cpu_seconds([self.api_pid, *self.children()])
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)

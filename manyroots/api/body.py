@@ -9,9 +9,7 @@ send those of every server that they know; --strict-requests refuses them unless
 
 from __future__ import annotations
 
-import codecs
 import functools
-import json
 import re
 import typing
 from typing import Any, TypeVar
@@ -20,6 +18,8 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 
+from manyroots.api.aside import aside
+from manyroots.api.json_body import LargeBodies, is_small, parse_json
 from manyroots.api.notices import Notices
 from manyroots.api.requests import ELSEWHERE, Ignored, ResponseFormat
 from manyroots.errors import RequestError, TooLargeError
@@ -29,9 +29,7 @@ T = TypeVar("T")
 _FORM = "application/x-www-form-urlencoded"
 _CONTENT_TYPES = ("application/json", "", _FORM)
 """What says JSON, what says nothing, and what `curl -d` says whatever it sends."""
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _PATH = re.compile(r" - at `\$\.?(.*)`$")
-_CONSTANT = re.compile(rb"NaN|Infinity")
 _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*)`$")
 _REMEDIES = {
     "model": "send one of the names that GET /v1/models lists",
@@ -58,7 +56,9 @@ async def read_request(
     body = await _read(request, max_bytes)
     if content_type == _FORM and not body.lstrip().startswith(b"{"):
         raise wrong
-    return parse_request(body, kind, notices)
+    if is_small(body):
+        return parse_request(body, kind, notices)
+    return await aside(lambda: _typed(_large().parse(body), kind, notices))
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:
@@ -89,10 +89,11 @@ def _too_large(max_bytes: int) -> TooLargeError:
 
 def parse_request(body: bytes, kind: type[T], notices: Notices | None = None) -> T:
     """Parse strictly, then convert to `kind`. Without `notices` unknown fields are refused."""
+    return _typed(parse_json(body), kind, notices)
+
+
+def _typed(value: Any, kind: type[T], notices: Notices | None) -> T:
     try:
-        value = _parse(body)
-        if _SURROGATE.search(body) or _CONSTANT.search(body):
-            _refuse_unusable(value, "")
         return msgspec.convert(_fitted(value, kind, notices), kind)
     except RecursionError as error:
         raise RequestError(
@@ -102,31 +103,17 @@ def parse_request(body: bytes, kind: type[T], notices: Notices | None = None) ->
         raise _explain(str(error)) from error
 
 
+@functools.cache
+def _large() -> LargeBodies:
+    return LargeBodies()
+
+
 def as_format(wanted: dict[str, Any], field: str) -> ResponseFormat:
     """A `response_format` that came in another API's words, as `field`."""
     try:
         return msgspec.convert(wanted, ResponseFormat)
     except msgspec.ValidationError as error:
         raise RequestError(f"{field} is not usable: {error}.", field=field) from error
-
-
-def _parse(body: bytes) -> Any:
-    try:
-        return json.loads(
-            body.removeprefix(codecs.BOM_UTF8).decode("utf-8"),
-            object_pairs_hook=_object_without_duplicates,
-            parse_constant=_NotANumber,
-        )
-    except UnicodeDecodeError as error:
-        raise RequestError(
-            f"The body is not UTF-8: {error.reason} at byte {error.start}.", field=None
-        ) from error
-    except json.JSONDecodeError as error:
-        raise RequestError(
-            f"The body is not JSON: {error.msg} at character {error.pos}.", field=None
-        ) from error
-    except ValueError as error:  # an integer of thousands of digits
-        raise RequestError(f"The body holds too long a number: {error}.", field=None) from error
 
 
 def _fitted(value: Any, kind: Any, notices: Notices | None, where: str = "") -> Any:
@@ -158,7 +145,8 @@ def _fitted(value: Any, kind: Any, notices: Notices | None, where: str = "") -> 
 
 def _whole(item: Any) -> Any:
     if isinstance(item, list):
-        return [_whole(entry) for entry in item]
+        # Nearly always, and there may be a million.
+        return item if set(map(type, item)) == {int} else [_whole(entry) for entry in item]
     return int(item) if isinstance(item, float) and item.is_integer() else item
 
 
@@ -178,54 +166,6 @@ def _shapes(kind: Any) -> dict[str, Any]:
         integers = {int, list[int]}.intersection(item for item in kinds if item is not Any)
         shapes[field.encode_name] = structs[0] if structs else int if integers else None
     return shapes
-
-
-def _object_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) == len(pairs):
-        return value
-    seen: set[str] = set()
-    for name, _ in pairs:
-        if name in seen:
-            raise RequestError(
-                f"{name[:60]!r} is given twice in the same object; give it once.", field=name[:60]
-            )
-        seen.add(name)
-    raise AssertionError("an object with fewer names than pairs has a duplicate")
-
-
-class _NotANumber:
-    """Stands for NaN or Infinity until the whole is parsed and its place is known."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-
-def _refuse_unusable(value: Any, where: str) -> None:
-    """Python's parser takes NaN, and half a character spelled as an escape; nothing here can."""
-    match value:
-        case _NotANumber():
-            raise RequestError(
-                f"{where or 'The body'} is {value.name}; JSON has no such number, "
-                "send a finite one.",
-                field=where or None,
-            )
-        case str():
-            try:
-                value.encode()
-            except UnicodeEncodeError as error:
-                raise RequestError(
-                    f"{where or 'The body'} holds the lone surrogate "
-                    f"\\u{ord(value[error.start]):04x}, which is not a character; remove it.",
-                    field=where or None,
-                ) from error
-        case dict():
-            for name, item in value.items():
-                _refuse_unusable(name, where)
-                _refuse_unusable(item, f"{where}.{name[:60]}".lstrip("."))
-        case list():
-            for place, item in enumerate(value):
-                _refuse_unusable(item, f"{where}[{place}]")
 
 
 def _explain(message: str) -> RequestError:

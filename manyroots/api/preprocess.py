@@ -12,7 +12,9 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, TypeVar
 
+from manyroots.api.aside import aside, grammar_aside
 from manyroots.api.checks import (
     chat_sampling,
     check_count,
@@ -39,6 +41,8 @@ from manyroots.sampling import SamplingParams
 from manyroots.structured_outputs import StructuredOutputsParams
 from manyroots.text.chat_output import ChatOutput, parse_plain
 from manyroots.text.tools import ToolUse
+
+T = TypeVar("T")
 
 _SMALL_CHARACTERS = 4096
 """Tokenized at once: a thread would take longer than the work."""
@@ -83,20 +87,22 @@ async def completion_job(
     service.adapters.resolve(request.model)
     check_supported(request)
     check_spaces(request, joins_by_spaces=not service.tokenizer.has_bytes)
-    sampling = completion_sampling(request, service.defaults)
+    run = aside if _is_large(request) or _is_long(request.prompt) else _at_once
+    sampling = await run(lambda: completion_sampling(request, service.defaults))
     check_logprobs(sampling, server.settings.max_logprobs, "logprobs")
-    prompts = prompts_of(request)
+    prompts = await run(lambda: prompts_of(request))
     adapters = service.adapters.choose(request.model, request.lora_path, len(prompts))
     with ExitStack() as undo:
         permits = undo.enter_context(_admit(server, len(prompts), sampling.n))
         tokens = await _encode_prompts(service, prompts, request.add_special_tokens is not False)
         if wants_structure(request) and (
-            structure := await asyncio.to_thread(structure_of, request)
+            structure := await grammar_aside(lambda: structure_of(request))
         ):
             sampling = replace(sampling, structured_outputs=structure[1])
         tokens = [_truncated(service, request, sampling, prompt) for prompt in tokens]
         asked = list(zip(tokens, adapters, strict=True))
-        submits = _submits(service, request, sampling, asked, "prompt")
+        run = run if sampling.structured_outputs is None else grammar_aside
+        submits = await run(lambda: _submits(service, request, sampling, asked, "prompt"))
         undo.pop_all()
     is_whole = request.truncate_prompt_tokens is None
     texts = [prompt if isinstance(prompt, str) and is_whole else None for prompt in prompts]
@@ -117,21 +123,32 @@ async def chat_job(
     [adapter] = service.adapters.choose(request.model, request.lora_path, 1)
     check_supported(request)
     check_spaces(request, joins_by_spaces=not service.tokenizer.has_bytes)
-    sampling = chat_sampling(request, service.defaults)
+    run = aside if _is_large(request) or request.tools else _at_once
+    sampling = await run(lambda: chat_sampling(request, service.defaults))
     check_logprobs(sampling, server.settings.max_logprobs, "top_logprobs")
-    use = tool_use(request, server.notices)
+    use = await run(lambda: tool_use(request, server.notices))
     notice_effort(server, request)
     with ExitStack() as undo:
         permits = undo.enter_context(_admit(server, 1, sampling.n))
         # A template is code, however short the messages: never on the event loop.
-        text, tokens, structure = await asyncio.to_thread(_prepare_chat, service, request, use)
+        wanted = None
+        if wants_structure(request):
+            wanted = await grammar_aside(lambda: structure_of(request))
+        text, tokens, structure = await asyncio.to_thread(
+            _prepare_chat, service, request, use, wanted
+        )
         if structure is not None:
+            run = grammar_aside
             sampling = replace(sampling, structured_outputs=structure)
         tokens = _truncated(service, request, sampling, tokens)
         if cuts_to_fit and sampling.max_tokens is not None:
             num_left = service.input_processor.num_left(tokens)
             sampling = replace(sampling, max_tokens=min(sampling.max_tokens, num_left))
-        submits = _submits(service, request, sampling, [(tokens, adapter)], "messages")
+        if structure is not None and use.must_call:
+            await grammar_aside(lambda: check_structure(structure, "tools"))
+        submits = await run(
+            lambda: _submits(service, request, sampling, [(tokens, adapter)], "messages")
+        )
         undo.pop_all()
     number = _new_id("chatcmpl", headers)
     watch = server.watch(RequestFacts(number, request.model, sampling.n, submits, headers))
@@ -159,11 +176,31 @@ def notice_effort(server: ServerState, request: ChatRequest) -> None:
         server.notices.tell("reasoning_effort", "is no choice of this model's chat template")
 
 
+async def _at_once(job: Callable[[], T]) -> T:
+    return job()
+
+
+def _is_large(request: GenerationFields) -> bool:
+    """Whether what a request says of sampling may take long to check."""
+    lists = (request.allowed_token_ids, request.stop_token_ids, request.logit_bias, request.stop)
+    return bool(request.bad_words) or sum(len(given or ()) for given in lists) > _SMALL_CHARACTERS
+
+
+def _is_long(prompt: Any) -> bool:
+    """Whether prompts in token ids, or very many, take long to look through."""
+    if not isinstance(prompt, list):
+        return False
+    return sum(len(one) if isinstance(one, list) else 1 for one in prompt) > _SMALL_CHARACTERS
+
+
 def _prepare_chat(
-    service: Service, request: ChatRequest, use: ToolUse
+    service: Service,
+    request: ChatRequest,
+    use: ToolUse,
+    wanted: tuple[str, StructuredOutputsParams] | None,
 ) -> tuple[str, list[int], StructuredOutputsParams | None]:
-    """A chat's prompt, and the shape of its answer."""
-    wanted = structure_of(request)
+    """A chat's prompt, and the shape of its answer. `wanted`: the shape that the request asks
+    for."""
     if wanted is not None and use.must_call:
         if wanted[0] != "response_format":
             raise RequestError(
@@ -176,8 +213,6 @@ def _prepare_chat(
     structure = service.template.format.structure(
         None if wanted is None else wanted[1], use, prompt=text, tokenizer=service.tokenizer
     )
-    if structure is not None and use.must_call:
-        check_structure(structure, "tools")
     return text, tokens, structure
 
 

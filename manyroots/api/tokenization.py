@@ -7,13 +7,14 @@ import asyncio
 from starlette.requests import Request
 from starlette.responses import Response
 
+from manyroots.api.aside import aside
 from manyroots.api.events import json_response
 from manyroots.api.offered_tools import tool_use
 from manyroots.api.preprocess import encode_chat
 from manyroots.api.requests import DetokenizeRequest, TokenizeRequest
 from manyroots.api.responses import Detokenized, Tokenized, TokenizerInfo
 from manyroots.api.state import ServerState, Service, server_of
-from manyroots.errors import RequestError
+from manyroots.errors import RequestError, TooLongError
 
 
 async def tokenize(request: Request) -> Response:
@@ -24,15 +25,11 @@ async def tokenize(request: Request) -> Response:
     if body.model is not None:
         service.adapters.resolve(body.model)
     tokens = await asyncio.to_thread(_encode, server, service, body)
-    texts = [service.tokenizer.token_text(token) for token in tokens]
-    return json_response(
-        Tokenized(
-            len(tokens),
-            service.engine.info.max_model_len,
-            tokens,
-            texts if body.return_token_strs else None,
-        )
-    )
+    texts = None
+    if body.return_token_strs:
+        spell = service.tokenizer.token_text
+        texts = await aside(lambda: [spell(token) for token in tokens])
+    return json_response(Tokenized(len(tokens), service.engine.info.max_model_len, tokens, texts))
 
 
 def _encode(server: ServerState, service: Service, request: TokenizeRequest) -> list[int]:
@@ -52,16 +49,26 @@ async def detokenize(request: Request) -> Response:
     service = server.service
     if body.model is not None:
         service.adapters.resolve(body.model)
-    vocab_size = service.engine.info.vocab_size
-    for place, token in enumerate(body.tokens):
-        if not 0 <= token < vocab_size:
-            raise RequestError(
-                f"tokens[{place}] is {token}; this model's ids are from 0 to {vocab_size - 1}.",
-                field="tokens",
-            )
-    decode = service.tokenizer.decode
-    text = await asyncio.to_thread(decode, body.tokens, skip_special_tokens=False)
+    text = await aside(lambda: _decode(service, body.tokens))
     return json_response(Detokenized(text))
+
+
+def _decode(service: Service, tokens: list[int]) -> str:
+    vocab_size = service.engine.info.vocab_size
+    if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
+        place = next(i for i, token in enumerate(tokens) if not 0 <= token < vocab_size)
+        raise RequestError(
+            f"tokens[{place}] is {tokens[place]}; this model's ids are from 0 to {vocab_size - 1}.",
+            field="tokens",
+        )
+    longest = service.engine.info.max_model_len
+    if len(tokens) > longest:
+        raise TooLongError(
+            f"tokens has {len(tokens)} ids; this model's maximum context length is {longest}. "
+            "Send fewer at a time.",
+            field="tokens",
+        )
+    return service.tokenizer.decode(tokens, skip_special_tokens=False)
 
 
 async def tokenizer_info(request: Request) -> Response:

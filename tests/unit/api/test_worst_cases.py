@@ -1,0 +1,70 @@
+"""The worst bodies of every field: refused or answered, and `/live` meanwhile (R03)."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from manyroots.api.json_body import MAX_CONTAINERS, MAX_VALUES, LargeBodies, parse_json
+from manyroots.errors import RequestError, TooLargeError
+from tests.unit.api.harness import Harness
+from tests.worst_cases import Asked, run_seed
+
+pytestmark = pytest.mark.anyio
+PLAIN = {"model": "tiny", "prompt": "hi", "max_tokens": 1}
+MANY = PLAIN | {"prompt": ["hi"] * 256}
+
+
+def test_r03_worst_bodies_are_answered_and_live_meanwhile() -> None:
+    """A slice of `python -m tests.worst_cases`."""
+    for seed in range(200):
+        assert run_seed(seed)[1] is None
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (MANY | {"allowed_token_ids": [5] * 1_000_000}, 200),
+        (MANY | {"allowed_token_ids": [5, 6, 7] * 330_000 + [300]}, 400),
+        (MANY | {"bad_words": ["ab " * 85] * 1024}, 200),
+        (MANY | {"bad_words": [f"{i} " + "ab " * 80 for i in range(1024)]}, 400),
+        (PLAIN | {"prompt": [5] * 1_000_000}, 400),
+        (PLAIN | {"allowed_token_ids": [5] * 2_600_000}, 413),
+        (PLAIN | {"metadata": [{}] * 1_800_000}, 413),
+        (PLAIN | {"user": "a, [b], {c} " * 600_000}, 200),
+    ],
+    ids=["ids", "unknown id", "one word", "words", "prompt", "values", "objects", "text"],
+)
+async def test_r03_a_large_body_leaves_live_quick(body: Any, status: int) -> None:
+    """R03: these took the event loop seconds to minutes."""
+    asked = Asked(Harness().client)
+    await asked.ask("/v1/completions", json.dumps(PLAIN | {"user": "x" * 2_000_000}).encode())
+    answered, why = await asked.ask("/v1/completions", json.dumps(body).encode())
+    assert why is None
+    assert answered == status
+
+
+def test_r03_a_large_body_is_read_as_a_small_one_is() -> None:
+    """The helper process says of a body what this one would."""
+    large, padding = LargeBodies(), " " * (1 << 16)
+    good = {"a": [1, 2.5, None, True, "\u00e4\U0001f33f"], "b": {"": {}}}
+    told = (json.dumps(good) + padding).encode()
+    assert large.parse(told) == parse_json(told) == good
+    twice, nan, half = '{"a": 1, "a": 2}', '{"a": [NaN]}', '{"a": "\\ud800"}'
+    for bad in (twice, nan, half, "{", "[" * 100_000, "1" * 9000):
+        bad_body = (padding + bad).encode()
+        with pytest.raises(RequestError) as here:
+            parse_json(bad_body)
+        with pytest.raises(RequestError) as there:
+            large.parse(bad_body)
+        assert (str(there.value), there.value.field) == (str(here.value), here.value.field)
+
+
+@pytest.mark.parametrize("item", [b"5,", b"[],", b"{},"])
+def test_r03_a_body_of_too_many_values_is_told_so(item: bytes) -> None:
+    most = MAX_VALUES if item == b"5," else MAX_CONTAINERS
+    with pytest.raises(TooLargeError, match=f"at most {MAX_VALUES} values and {MAX_CONTAINERS}"):
+        parse_json(b"[" + item * (most + 1) + b"5]")
+    parse_json(b'["' + b"a," * most + b'"]')

@@ -55,6 +55,8 @@ def serve(engine_settings: EngineSettings, server_settings: ServerSettings) -> i
     logging.basicConfig(
         level=server_settings.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s"
     )
+    if server_settings.otlp_traces_endpoint is not None:
+        Traces(server_settings.otlp_traces_endpoint).close()  # what can't be is told at once
     check_certificates(server_settings)
     listener = _listen(server_settings)
     _allow_connections()

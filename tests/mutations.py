@@ -50,11 +50,15 @@ def _scheduler(old: str, new: str, breaks: str, file: str = "scheduler") -> Muta
     return Mutation(f"scheduler/{file}.py", old, new, breaks)
 
 
+ADAPTERS = "unit/scheduler/test_adapters.py::"
+BACKENDS = "unit/store/test_backends.py::"
 FAIR = "unit/scheduler/test_fair.py::"
 GRAMMARS = "unit/engine/test_grammar_compiles.py::"
 IMPORTANCE = "unit/scheduler/test_priority.py::"
 PACK = "unit/scheduler/test_pack.py::"
 PROMISES = "unit/engine/test_adapter_promises.py::"
+REUSE = "unit/scheduler/test_reuse.py::"
+TIERS = "unit/test_llm_tiers.py::"
 RESTING = "unit/scheduler/test_resting.py::"
 TURNS = (
     "property/test_adapter_turns.py::test_l07_a_stream_pauses_for_a_stated_number_of_steps_at_most"
@@ -2357,5 +2361,112 @@ MUTATIONS: tuple[Mutation, ...] = (
         "    if True:\n",
         "an important stream rests for an unimportant newcomer",
         (f"{RESTING}test_l08_nobody_rests_for_one_that_is_less_important",),
+    ),
+    # What the tests of a row once missed
+    Mutation(
+        "scheduler/admission.py",
+        "while len(claimed) < (num_free or 1) and",
+        "while len(claimed) < 1 and",
+        "requests of one step are claimed one at a time",
+        (f"{REUSE}test_c01_c07_room_for_one_request_of_a_step_costs_no_other_its_hit",),
+    ),
+    Mutation(
+        "engine/tiers.py",
+        'p.name == "config.json" or p.suffix in kinds',
+        "p.suffix in kinds",
+        "the same weights with another config find stored pages",
+        (f"{TIERS}test_t02_t07_the_same_weights_with_another_config_find_nothing",),
+    ),
+    Mutation(
+        "scheduler/plan_builder.py",
+        "            self.num_tokens_left += 1\n",
+        "            self.num_tokens_left += 3\n",
+        "a decode that is taken back leaves two tokens too many to the budget",
+        (f"{IMPORTANCE}test_c02_a_decode_that_is_taken_back_leaves_its_one_token_to_the_budget",),
+    ),
+    Mutation(
+        "scheduler/admission.py",
+        "is_open.pop(adapter, None)",
+        "is_open.clear()",
+        "a request without room holds back every lane",
+        (f"{ADAPTERS}test_l03_l04_a_request_without_room_holds_back_no_other_adapter",),
+    ),
+    Mutation(
+        "scheduler/admission.py",
+        "least = request.submit.priority",
+        "pass",
+        "less important requests begin while an important one finds no room",
+        (
+            f"{IMPORTANCE}"
+            "test_l08_one_that_finds_no_room_keeps_the_less_important_of_other_adapters_out",
+        ),
+    ),
+    Mutation(
+        "scheduler/departures.py",
+        "FinishReason.STOP: Ending.FINISHED",
+        "FinishReason.STOP: Ending.DROPPED",
+        "an answer that ends by a stop token loses its state",
+        (
+            "unit/test_llm_states.py::"
+            "test_h05_h12_an_answer_that_ends_by_a_stop_token_keeps_its_state",
+        ),
+    ),
+    Mutation(
+        "scheduler/departures.py",
+        "in_flight = request.num_in_flight_tokens > 0",
+        "in_flight = False",
+        "the slot of a retracted request is given away while its step is in flight",
+        (f"{ADAPTERS}test_w03_w05_w09_a_slot_stays_as_it_is_while_a_launched_step_reads_it",),
+    ),
+    Mutation(
+        "cache/cache.py",
+        "self.costs.measured_load if is_whole else self.costs.measured_miss",
+        "self.costs.measured_load",
+        "misses count as quick loads",
+        ("unit/cache/test_costs.py::test_t05_quick_misses_do_not_make_slow_storage_worth_asking",),
+    ),
+    Mutation(
+        "cache/cache.py",
+        "        known += [ns for ticket in self.prefetcher.tickets() for ns in "
+        "ticket.key.namespaces]\n"
+        "        return self._evict(dict.fromkeys(ns for ns in known if ns.adapter == digest))",
+        "        return self._evict(dict.fromkeys(ns for ns in known if ns.adapter == digest))",
+        "an unload does not bar an answer of storage that is still to come",
+        (
+            "unit/cache/test_namespaces.py::"
+            "test_n12_n13_an_unload_bars_an_answer_of_a_namespace_that_has_nothing_else[adapter]",
+        ),
+    ),
+    Mutation(
+        "store/backends/redis.py",
+        "pipe.set(_PREFIX + key, value, ex=self._ttl_s)",
+        "pipe.set(_PREFIX + key, value)",
+        "values in Redis have no time to live",
+        (f"{BACKENDS}test_t02_a_value_in_redis_goes_so_long_after_its_last_use",),
+    ),
+    Mutation(
+        "store/backends/redis.py",
+        "return [answer is True for answer in answers]",
+        "return [True for answer in answers]",
+        "values that Redis refused count as written",
+        (f"{BACKENDS}test_t03_t12_a_redis_that_refuses_a_part_says_which",),
+    ),
+    Mutation(
+        "store/storage_link.py",
+        "kept[wanted] = self._backend.put(values) if values else []",
+        "kept[wanted] = [True for _ in self._backend.put(values)] if values else []",
+        "values that storage refused count as written",
+        (
+            "unit/store/test_tier_copies.py::"
+            "test_t03_t12_what_storage_refuses_is_not_reported_as_written",
+            f"{TIERS}test_t03_t12_a_folder_without_room_takes_nothing_and_that_is_said",
+        ),
+    ),
+    Mutation(
+        "cache/storage_health.py",
+        "if done.error is None and count < len(done.arrived):",
+        "if done.error is None:",
+        "storage that takes nothing is written to for ever",
+        (f"{TIERS}test_t03_t12_a_folder_without_room_takes_nothing_and_that_is_said",),
     ),
 )

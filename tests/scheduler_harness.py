@@ -12,7 +12,7 @@ from manyroots.cache.planes import CacheLayout, Capacity
 from manyroots.cache.policies import CachePolicies
 from manyroots.config import SchedulerSettings
 from manyroots.engine.loop import EngineLoop
-from manyroots.ids import AdapterName, Namespace, RequestId
+from manyroots.ids import AdapterName, AdapterSlot, Namespace, RequestId
 from manyroots.lora.audit import audit as audit_adapters
 from manyroots.lora.limits import AdapterLimits
 from manyroots.lora.residency import Residency
@@ -61,19 +61,44 @@ def expected_tokens(
     return output
 
 
+class _Launched(Future[StepResult]):
+    """A step that runs until its result is asked for, and the adapter slots that it reads."""
+
+    def __init__(self, future: Future[StepResult], slots: set[AdapterSlot]) -> None:
+        super().__init__()
+        self._future = future
+        self.slots = slots
+
+    def result(self, timeout: float | None = None) -> StepResult:
+        self.slots = set()
+        return self._future.result(timeout)
+
+
 class _Watched:
-    """A runner that checks every plan against the step's limits before passing it on."""
+    """A runner that checks every plan against the step's limits before passing it on, and that no
+    adapter is loaded into a slot that a launched step reads: the fake runner computes a step when
+    it is launched, and could not see that (W09)."""
 
     def __init__(self, runner: FakeRunner, settings: SchedulerSettings) -> None:
         self._runner = runner
         self._settings = settings
+        self._slot_of: dict[int, AdapterSlot | None] = {}
+        """By row."""
+        self._launched: list[_Launched] = []
 
     def launch(self, plan: Plan) -> Future[StepResult]:
         assert plan.total_tokens <= self._settings.max_num_batched_tokens
         assert len(set(plan.rows.tolist())) == len(plan.rows) <= self._settings.max_num_seqs
         assert (plan.num_tokens > 0).all()
         assert len(plan.rows) or plan.copies or plan.adapters or plan.waits, "an empty plan"
-        return self._runner.launch(plan)
+        self._launched = [step for step in self._launched if step.slots]
+        read = {slot for step in self._launched for slot in step.slots}
+        changed = {intent.target.slot for intent in plan.adapters if intent.target is not None}
+        assert not changed & read, f"slots {changed & read} are changed under a launched step"
+        self._slot_of |= {int(arrival.row): arrival.adapter_slot for arrival in plan.arrivals}
+        slots = {slot for row in plan.rows.tolist() if (slot := self._slot_of.get(row)) is not None}
+        self._launched.append(_Launched(self._runner.launch(plan), slots))
+        return self._launched[-1]
 
     def close(self) -> None:
         self._runner.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -165,3 +166,25 @@ def test_h05_a_stop_string_leaves_the_next_turn_as_much_as_an_end_by_length(
             [again] = llm.generate([talk], GREEDY)
             assert again.num_cached_tokens == (len(prompt) + length) // PAGE * PAGE
             assert said(again) == said(cold)
+
+
+def test_h05_h12_an_answer_that_ends_by_a_stop_token_keeps_its_state(
+    folder: Path, cold: LLM
+) -> None:
+    """H05, H12: the next turn finds all whole pages of the prompt and the answer, as after an end
+    by length, and says what a cold engine says."""
+    rng = random.Random(7)
+    prompt = text(rng, 37)
+    whole = said(cold.generate([prompt], replace(GREEDY, max_tokens=60))[0])
+    ends = [n for n in range(30, 60) if whole[n - 1] not in whole[: n - 1]]
+    assert ends, "every token comes twice"
+    end = ends[0]
+    stopped = replace(GREEDY, max_tokens=60, stop_token_ids=[whole[end - 1]])
+    with serve(folder) as llm:
+        [answer] = llm.generate([prompt], stopped)
+        assert answer.outputs[0].finish_reason == "stop"
+        assert said(answer) == whole[:end]
+        longer = prompt + whole[:end] + text(rng, 5)
+        [after] = llm.generate([longer], GREEDY)
+        assert after.num_cached_tokens == (len(prompt) + end - 1) // PAGE * PAGE
+        assert said(after) == said(cold.generate([longer], GREEDY)[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from manyroots.step import Copy
 from manyroots.store.host_link import HostErrand, HostLink
 from manyroots.store.layer_arrivals import LayerArrivals
 from manyroots.store.tier_copies import TierCopies
+from tests.differential import PAGE
 from tests.quick_tiers import quick_tiers
 from tests.tiny_adapters import TinyAdapters
 from tests.unit.models.tiny import save_tiny
@@ -174,6 +176,48 @@ def test_t07_other_weights_find_nothing(tmp_path: Path) -> None:
     assert [tokens for tokens, _ in others] != mine
     with serve(tmp_path / "again", "full", seed=1, **settings) as llm:
         assert [ask(llm, prompt) for prompt in prompts()] == [(t, NUM_CACHED) for t in mine]
+
+
+def test_t03_t12_a_folder_without_room_takes_nothing_and_that_is_said(tmp_path: Path) -> None:
+    """T03, T12: not one page fits below the limit. Pages count as unwritten, the engine writes
+    no more, and the next engine finds nothing."""
+    settings = {
+        "kv_storage": f"file://{tmp_path}/kv", "kv_storage_size": 1e-6, "num_host_pages": 300,
+        "num_gpu_blocks_override": 200,
+    }  # fmt: skip
+    with serve(tmp_path / "model", "full", **settings) as llm:
+        cold = [ask(llm, prompt)[0] for prompt in prompts()]
+        storage = llm.stats().storage
+    assert storage is not None
+    assert storage.total_unwritten_units > 0
+    assert (storage.is_read, storage.is_written, storage.total_outages) == (True, False, 1)
+    with serve(tmp_path / "again", "full", **settings) as llm:
+        assert [ask(llm, prompt) for prompt in prompts()] == [(tokens, 0) for tokens in cold]
+
+
+def test_t02_t07_the_same_weights_with_another_config_find_nothing(tmp_path: Path) -> None:
+    """T02, T07: a rotation of another base turns the same weights into another model, although
+    nothing of it is in the files of weights or in the layout of a page."""
+    folder, prompt = tmp_path / "model", prompts()[0]
+    save_tiny(folder, "llama", vocab_size=300)
+    tiny_backend().save(str(folder / "tokenizer.json"))
+    config = folder / "config.json"
+    texts = {"mine": config.read_text()}
+    changed = json.loads(texts["mine"])
+    changed["rope_parameters"]["rope_theta"] *= 2
+    texts["other"] = json.dumps(changed)
+    said = []
+    for name in ("mine", "other", "mine", "other"):
+        config.write_text(texts[name])
+        with LLM(
+            str(folder), dtype="float32", block_size=PAGE, max_model_len=200,
+            num_gpu_blocks_override=60, kv_storage=f"file://{tmp_path}/kv",
+        ) as llm:  # fmt: skip
+            said.append(ask(llm, prompt))
+    assert [num_cached for _, num_cached in said] == [0, 0, NUM_CACHED, NUM_CACHED]
+    mine, other = said[0][0], said[1][0]
+    assert mine != other
+    assert [tokens for tokens, _ in said] == [mine, other, mine, other]
 
 
 def test_t07_adapters_and_salts_stay_apart_in_every_tier(tmp_path: Path) -> None:

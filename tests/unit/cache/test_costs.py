@@ -159,6 +159,30 @@ def test_t05_slow_storage_is_not_asked() -> None:
         hand.settle()
 
 
+def test_t05_quick_misses_do_not_make_slow_storage_worth_asking() -> None:
+    """T05: storage brings three pages in 3 s, ten times what computing them takes, and says at
+    once that it lacks others. It is not asked again, however often it said that."""
+    policies = CachePolicies(uses_storage=True)
+    old = CacheHarness(Capacity(FULL_ATTENTION, 16, 16), policies=policies)
+    old.serve(KEY, PROMPT)
+    old.settle()
+    hand = CacheHarness(Capacity(FULL_ATTENTION, 16, 64), policies=policies, storage=old.storage)
+    hand.cache.measured_prefill(20, 1.0)
+    unknown = [[8 + i, *PROMPT[1:]] for i in range(12)]
+    for prompt in (PROMPT, *unknown):  # all are asked for before any answer comes
+        assert hand.cache.prefetch(KEY, ints(*prompt)) is not None
+    found = []
+    for copy in hand.take_copies():
+        _, contents = hand.under_way.pop(copy.copy_id)
+        arrived = np.array([content != () for content in contents], np.bool_)
+        found.append(int(arrived.sum()))
+        seconds = 3.0 if arrived.all() else 1e-6
+        hand.cache.acknowledge(CopyDone(copy.copy_id, arrived, seconds=seconds))
+    assert found == [3] + [0] * 12
+    assert hand.cache.prefetch(KEY, ints(30, *PROMPT[1:])) is None
+    assert hand.cache.left_storage_alone
+
+
 def test_t05_of_a_window_or_a_state_only_what_is_resumed_from_counts() -> None:
     """T05: 100 pages of full attention and one state."""
     costs = Costs(FREE_LOADS, {1: 1})

@@ -298,6 +298,35 @@ def test_n12_an_answer_from_storage_that_was_asked_for_before_lands_nowhere() ->
     assert free(hand) == before
 
 
+@pytest.mark.parametrize("evict", ["adapter", "all"])
+def test_n12_n13_an_unload_bars_an_answer_of_a_namespace_that_has_nothing_else(evict: str) -> None:
+    """N12, N13: an adapter that has neither pages nor requests here, only a question to storage
+    under way. A request of the same tokens that comes after the unload asks anew and finds its
+    own answer."""
+    policies = CachePolicies(uses_storage=True)
+    old = CacheHarness(Capacity(FULL_ATTENTION, 16, 16), policies=policies)
+    old.serve(A, PROMPT)
+    old.serve(B, PROMPT)
+    old.settle()
+    hand = CacheHarness(Capacity(FULL_ATTENTION, 16, 16), policies=policies, storage=old.storage)
+    before = free(hand)
+    for key in (A, B):
+        assert hand.cache.prefetch(key, ints(*PROMPT)) is not None
+    hand.take_copies()
+    if evict == "adapter":
+        assert ADAPTER_A.adapter is not None
+        hand.cache.evict_adapter(ADAPTER_A.adapter)
+    else:
+        hand.cache.evict_all()
+    hand.settle()
+    assert (hand.found(A, PROMPT), hand.found(B, PROMPT)) == (0, 6 if evict == "adapter" else 0)
+    hand.cache.evict_namespace(ADAPTER_B)
+    assert free(hand) == before
+    assert hand.cache.prefetch(A, ints(*PROMPT)) is not None
+    hand.settle()
+    assert hand.found(A, PROMPT) == 6
+
+
 def test_n12_a_write_back_under_way_does_not_bring_an_evicted_namespace_back() -> None:
     """N12: both ends of the copy are free once it has ended."""
     hand = CacheHarness(Capacity(FULL_ATTENTION, 16, 16))

@@ -96,6 +96,30 @@ def test_l03_an_adapter_blocked_on_memory_does_not_use_up_the_cap() -> None:
     assert engine.last(1).finish_reason is FinishReason.LENGTH
 
 
+def test_l03_l04_a_request_without_room_holds_back_no_other_adapter() -> None:
+    """L03, L04: A's request, which came first, does not fit beside what runs. All adapters are on
+    the device: requests of B, of C and of the base model begin in the same step, and none is
+    retracted."""
+    engine = SchedulerHarness(num_pages=16, page_size=4, max_loras=4, depth=0)
+    for number, name in enumerate("abc"):
+        load(engine, name)
+        engine.loop.handle(submit(number, [40, number], max_tokens=1, adapter=name))
+        engine.run()
+    engine.loop.handle(submit(10, list(range(20)), max_tokens=12))
+    engine.step()
+    engine.loop.handle(submit(11, list(range(40)), max_tokens=4, adapter="a"))
+    for number, name in [(12, "b"), (13, None), (14, "c")]:
+        engine.loop.handle(submit(number, [5, number], max_tokens=2, adapter=name))
+    plan = engine.scheduler.schedule()
+    assert plan is not None
+    assert sorted(int(arrival.request_id) for arrival in plan.arrivals) == [12, 13, 14]
+    for output in engine.scheduler.advance(engine.runner.execute(plan)):
+        engine.outputs.setdefault(int(output.request_id), []).append(output)
+    engine.run()
+    assert engine.last(11).finish_reason is FinishReason.LENGTH
+    assert engine.scheduler.stats().total_retractions == 0
+
+
 def test_l04_a_held_back_request_causes_no_empty_plan_and_no_retraction() -> None:
     """L04: every plan computes something (the harness refuses empty ones); nobody is retracted."""
     engine = SchedulerHarness(max_loras=1)
@@ -265,6 +289,34 @@ def test_n03_an_adapters_request_finds_as_much_as_bases() -> None:
         sides.append(seen)
     assert [cached for cached, _, _ in sides[0]] == [0, 8, 8, 4, 12, 0, 16]
     assert sides[1] == sides[0]
+
+
+def test_w03_w05_w09_a_slot_stays_as_it_is_while_a_launched_step_reads_it() -> None:
+    """W03, W05, W09: one slot and one row. A's request loses its row to an important one of the
+    base model while a step that computes it is under way; B's weights, which are wanted next, come
+    when that step is done (the harness looks at every plan). A's request goes on with its own
+    weights, although A is unloaded by then."""
+    engine = SchedulerHarness(
+        policy="priority", max_loras=1, max_cpu_loras=4, max_num_seqs=1, depth=1
+    )
+    digests = {"a": load(engine, "a"), "b": load(engine, "b")}
+    requests = [
+        submit(0, [1, 2, 3], max_tokens=12, priority=2, adapter="a"),
+        submit(1, [4, 5], max_tokens=3, priority=0),
+        submit(2, [6, 7], max_tokens=3, priority=1, adapter="b"),
+    ]
+    engine.loop.handle(requests[0])
+    while not engine.outputs:
+        engine.step()
+    for request in requests[1:]:
+        engine.loop.handle(request)
+    engine.scheduler.unload_adapter(AdapterName("a"))
+    engine.run()
+    assert engine.scheduler.stats().total_retractions >= 1
+    assert list(engine.outputs) == [0, 1, 2]
+    for request in requests:
+        digest = None if request.adapter is None else digests[request.adapter]
+        assert engine.tokens(int(request.request_id)) == expected_tokens(request, digest)
 
 
 def test_w05_a_retracted_request_of_an_unloading_adapter_resumes_with_it() -> None:

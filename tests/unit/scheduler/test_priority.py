@@ -12,6 +12,7 @@ from manyroots.messages import Abort
 from manyroots.scheduler.request import Request
 from manyroots.step import Plan, StepResult
 from tests.scheduler_harness import SchedulerHarness, expected_tokens, submit
+from tests.unit.scheduler.test_adapters import load
 
 MAX_TOKENS = 24
 
@@ -243,3 +244,48 @@ def test_l08_prompts_under_way_and_arrivals_share_a_step_by_importance() -> None
     engine.run()
     for request in requests:
         assert engine.tokens(int(request.request_id)) == expected_tokens(request)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_l08_one_that_finds_no_room_keeps_the_less_important_of_other_adapters_out(
+    depth: int,
+) -> None:
+    """L08: as above, where the less important request has an adapter and so its own lane."""
+    engine = SchedulerHarness(
+        policy="priority", num_pages=12, page_size=4, max_loras=2, depth=depth
+    )
+    load(engine, "a")
+    engine.loop.handle(submit(9, [9, 9], max_tokens=1, adapter="a"))
+    engine.run()  # its weights are on the device from now on
+    engine.loop.handle(submit(0, [0] * 28, max_tokens=12, priority=0))
+    engine.step()
+    engine.loop.handle(submit(1, [1] * 20, max_tokens=4, priority=0))
+    engine.loop.handle(submit(2, [2] * 2, max_tokens=2, priority=1, adapter="a"))
+    engine.loop.handle(submit(3, [3] * 2, max_tokens=2, priority=0, adapter="a"))
+    engine.run()
+    first_outputs = [number for number in engine.outputs if number != 9]
+    assert first_outputs == [0, 3, 1, 2], "an equal may begin, the less important one may not"
+    assert engine.scheduler.stats().total_retractions == 0
+
+
+@pytest.mark.parametrize("num_rows", [2, 3, 5])
+def test_c02_a_decode_that_is_taken_back_leaves_its_one_token_to_the_budget(num_rows: int) -> None:
+    """C02: an important prompt takes the row of a request whose decode this step has planned. The
+    step computes as many tokens as the budget allows, and not one more."""
+    budget = 8
+    engine = SchedulerHarness(
+        policy="priority", max_num_seqs=num_rows, num_pages=128, budget=budget, depth=0
+    )
+    for number in range(num_rows):
+        engine.loop.handle(submit(number, [number, 1], max_tokens=30, priority=1))
+    while len(engine.outputs) < num_rows:
+        engine.step()
+    engine.loop.handle(submit(9, [9] * 40, max_tokens=4, priority=0))
+    plan = engine.scheduler.schedule()
+    assert plan is not None
+    assert [int(arrival.request_id) for arrival in plan.arrivals] == [9]
+    assert int(plan.num_tokens.sum()) == budget
+    assert sorted(plan.num_tokens.tolist()) == [1] * (num_rows - 1) + [budget - num_rows + 1]
+    engine.scheduler.advance(engine.runner.execute(plan))
+    engine.run()
+    assert engine.scheduler.stats().total_retractions == 1

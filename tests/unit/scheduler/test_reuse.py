@@ -628,3 +628,31 @@ def test_c04_without_reuse_nothing_is_looked_up() -> None:
     engine.run()
     stats = engine.scheduler.stats()
     assert (stats.total_lookup_tokens, stats.missed_tokens) == (0, {})
+
+
+@pytest.mark.parametrize("is_on_host", [False, True], ids=["computed", "loaded"])
+def test_c01_c07_room_for_one_request_of_a_step_costs_no_other_its_hit(is_on_host: bool) -> None:
+    """C01, C07: two requests arrive together. The prefix of the second is the first page that
+    eviction would take; room for the first is made elsewhere, and both find what they find alone.
+    """
+    first, second = [10 + i for i in range(17)], [30 + i for i in range(9)]
+    num_found = [16 if is_on_host else 0, 8]
+    engine = SchedulerHarness(
+        capacities=(Capacity(FULL_ATTENTION, 12, 32 if is_on_host else 0),),
+        depth=0, max_model_len=48, budget=64,
+    )  # fmt: skip
+    if is_on_host:
+        cached(engine, 0, first, BASE)
+        cached(engine, 1, [49, 49], BASE)  # a step more, so that the copies have ended
+        push_out(engine)
+    cached(engine, 2, second, BASE)  # used longest ago, and still on the device
+    cached(engine, 3, [1] * 16, BASE)
+    cached(engine, 4, [2] * 16, BASE)
+    engine.loop.handle(submit(5, first, max_tokens=1))
+    engine.loop.handle(submit(6, second, max_tokens=1))
+    engine.run()
+    assert [engine.last(number).num_cached_tokens for number in (5, 6)] == num_found
+    assert engine.last(6).cache_use is not None
+    assert engine.last(6).cache_use.num_host_tokens == 0, "it was on the device all the time"
+    for number, prompt in [(5, first), (6, second)]:
+        assert engine.tokens(number) == expected_tokens(submit(number, prompt, max_tokens=1))

@@ -212,6 +212,59 @@ def test_t02_redis_keeps_what_it_is_given(tmp_path: Path) -> None:
 
 
 @needs_redis
+def test_t02_a_value_in_redis_goes_so_long_after_its_last_use(tmp_path: Path) -> None:
+    """T02: what is written has its time to live; to be read or asked for begins it anew."""
+    import redis
+
+    server = RedisServer(tmp_path)
+    try:
+        backend = open_backend(TierSettings(kv_storage=server.url, kv_storage_ttl_s=300))
+        endless = open_backend(TierSettings(kv_storage=server.url))
+        assert backend is not None
+        assert endless is not None
+        with redis.Redis(port=server.port) as admin:
+
+            def times() -> list[int]:
+                """What each value has left, in seconds, by key; -1 is for ever."""
+                return [admin.ttl(name) for name in sorted(admin.keys())]
+
+            backend.put([(key(i), value(i)) for i in range(3)])
+            assert len(times()) == 3
+            assert all(290 <= left <= 300 for left in times())
+            for number in range(3):
+                admin.expire(b"manyroots:1:" + key(number), 50)
+            backend.get([key(0)], SIZE)
+            backend.exists([key(1)])
+            assert [left > 50 for left in times()] == [True, True, False]
+            endless.put([(key(9), value(9))])
+            assert times()[-1] == -1
+        backend.close()
+        endless.close()
+    finally:
+        server.stop()
+
+
+@needs_redis
+def test_t03_t12_a_redis_that_refuses_a_part_says_which(tmp_path: Path) -> None:
+    """T03, T12: of one batch, one value may be written and others may not."""
+    import redis
+
+    server = RedisServer(tmp_path)
+    try:
+        backend = open_backend(TierSettings(kv_storage=server.url))
+        assert backend is not None
+        with redis.Redis(port=server.port) as admin:
+            admin.acl_setuser(
+                "default", enabled=True, nopass=True, keys=["*\x01"], commands=["+@all"], reset=True
+            )
+        assert backend.put([(key(i), value(10 + i)) for i in range(3)]) == [False, True, False]
+        assert backend.get([key(1)], SIZE) == [value(11)]
+        backend.close()
+    finally:
+        server.stop()
+
+
+@needs_redis
 def test_t02_a_full_redis_says_so_without_what_it_was_given(tmp_path: Path) -> None:
     """T02: keys and values are the prompts of users in another form, and have no place in a log."""
     import redis

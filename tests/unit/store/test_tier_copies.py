@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -105,6 +106,22 @@ def test_t03_storage_that_fails_says_why_and_touches_no_unit() -> None:
         assert not done[number].arrived.any()
         assert "the disk is on fire" in (done[number].error or "")
     assert host.data.equal(before)
+
+
+def test_t03_t12_what_storage_refuses_is_not_reported_as_written() -> None:
+    """T03, T12: storage is full after one value; what it has already counts as written."""
+    shelf, host = Shelf(), HostArena(3, Arena(1).data)
+    copies = TierCopies([Arena(3)], [host], UnitStorage(shelf, PATIENCE_S))
+    end_of(copies, copy(1, HOST, STORAGE, [1], [], HASHES[1:2]))
+
+    def put(items: Sequence[tuple[bytes, bytes]]) -> list[bool]:
+        shelf.values.update(items[:1])
+        return [True] + [False] * (len(items) - 1)
+
+    with mock.patch.object(shelf, "put", put):
+        done = end_of(copies, copy(2, HOST, STORAGE, [0, 1, 2], [], HASHES))[2]
+    copies.close()
+    assert (done.arrived.tolist(), done.error) == ([True, True, False], None)
 
 
 def test_t03_storage_that_does_not_answer_is_given_up_and_comes_too_late() -> None:

@@ -48,6 +48,23 @@ _LINE = "{{ '\\n' if not loop.last }}"
 _COMMA = "{{ ', ' if not loop.last }}"
 _LLAMA = '{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}'
 _JSON = '{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}'
+_GLM = (
+    "{{ '<tool_call>' ~ f.name }}BREAK{% for k, v in f.arguments.items() %}"
+    "{{ '<arg_key>' ~ k }}</arg_key>BREAK<arg_value>"
+    "{{ v if v is string else v | tojson }}</arg_value>BREAK{% endfor %}</tool_call>"
+)
+_BAR = "｜DSML｜"  # noqa: RUF001
+_DSML = (
+    f"{{{{ '<{_BAR}invoke name=\"' ~ f.name ~ '\">\\n' }}}}"
+    "{% for k, v in f.arguments.items() %}"
+    f"{{{{ '<{_BAR}parameter name=\"' ~ k ~ '\" string=\"' }}}}"
+    "{{ 'true' if v is string else 'false' }}{{ '\">' }}{{ v if v is string else v | tojson }}"
+    f"{{{{ '</{_BAR}parameter>\\n' }}}}{{% endfor %}}{{{{ '</{_BAR}invoke>\\n' }}}}"
+)
+_KIMI = (
+    "<|tool_call_begin|>functions.{{ f.name }}:{{ loop.index0 }}<|tool_call_argument_begin|>"
+    "{{ f.arguments | tojson }}<|tool_call_end|>"
+)
 _HARMONY = (
     "{{ '<|start|>assistant' if not loop.first }}<|channel|>commentary to=functions.{{ f.name }} "
     "<|constrain|>json<|message|>{{ f.arguments | tojson }}<|call|>"
@@ -77,5 +94,24 @@ TEMPLATES: dict[str, str] = {
     "gemma4": _chat(f"<|tool_call>{_GEMMA}<tool_call|>", quote='<|"|>'),
     "functiongemma": _chat(f"<start_function_call>{_GEMMA}<end_function_call>", quote="<escape>"),
     "openai": _chat(_HARMONY),
+    "kimi_k2": _chat(_KIMI, around=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")),
+    "glm45": _chat(_GLM.replace("BREAK", "{{ '\\n' }}") + _LINE),
+    "glm47": _chat(_GLM.replace("BREAK", "")),
+    "deepseek_v32": _chat(
+        _DSML, around=(f"<{_BAR}function_calls>{{{{ '\\n' }}}}", f"</{_BAR}function_calls>")
+    ),
+    "granite": _chat(_JSON + _COMMA, around=("<|tool_call|>[", "]")) + "{# <|start_of_role|> #}",
+    "phi4_mini_json": _chat(_JSON + _COMMA, around=("functools[", "]")),
+    "nemotron_json": _chat(_JSON + _COMMA, around=("<TOOLCALL>[", "]</TOOLCALL>")),
+    "xlam": _chat(_JSON + _COMMA, around=("[", "]")) + "{# xLAM: a single JSON array #}",
+    "olmo3": _chat(
+        "{{ f.name }}(" + _ARGUMENTS + ")" + _LINE,
+        around=("<function_calls>", "</function_calls>"),
+    ),
 }
 """By the parser that must be chosen for it."""
+
+OTHER_SPELLINGS: dict[str, str] = {
+    "lfm2, as JSON": _chat(_JSON + _COMMA, around=("<|tool_call_start|>[", "]<|tool_call_end|>")),
+}
+"""What is read and not forced: forms that a family writes when it is asked to."""

@@ -14,6 +14,18 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 
+_LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16, 20, 30)
+_LETTER = r'[^"\\\x00-\x1F\x7F]'
+SLICES = (
+    r"[\x20\x0A\x0D\x09]+",
+    *(f"{_LETTER}{{1,{length}}}" for length in _LENGTHS),
+    f"{_LETTER}+",
+)
+"""Sets of tokens that are allowed together wherever a string's text may go on, so that none of them
+is looked at. llguidance's own sets begin at 10 characters: inside of a string with a `maxLength`
+and fewer left, it walked the whole vocabulary for each mask."""
+
+
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
     """Everything that grammars need to know of a tokenizer."""
@@ -31,7 +43,8 @@ class Vocabulary:
         # Here, as a machine may lack it on which nobody asks for a shape.
         from llguidance import LLTokenizer
 
-        return LLTokenizer(_Wrapper(self), eos_token=list(self.eos_ids))  # type: ignore[arg-type]
+        wrapper, ends = _Wrapper(self), list(self.eos_ids)
+        return LLTokenizer(wrapper, eos_token=ends, slices=list(SLICES))  # type: ignore[arg-type]
 
 
 class _Wrapper:

@@ -17,7 +17,7 @@ from manyroots.text.chat_output import ChatOutput, parse_content, parse_plain
 from manyroots.text.formats.deepseek import DEEPSEEK, DEEPSEEK_FENCED
 from manyroots.text.formats.dsml import DSML
 from manyroots.text.formats.gemma import FUNCTIONGEMMA, GEMMA
-from manyroots.text.formats.glm import GLM
+from manyroots.text.formats.glm import GLM, GLM_47
 from manyroots.text.formats.harmony import HARMONY
 from manyroots.text.formats.hermes import HERMES
 from manyroots.text.formats.json_lists import GRANITE, NEMOTRON, PHI_4_MINI, XLAM
@@ -42,6 +42,7 @@ _REGISTRY: tuple[ToolFormat, ...] = (
     DEEPSEEK_FENCED,
     DEEPSEEK,
     KIMI,
+    GLM_47,
     GLM,
     QWEN_CODER,
     NEMOTRON,

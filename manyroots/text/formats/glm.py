@@ -1,4 +1,4 @@
-"""Calls as GLM 4.5 to 4.7 write them, with line breaks between the tags or without:
+"""Calls as GLM 4.5 and 4.6 write them; 4.7 leaves out the line breaks between the tags:
 
     <tool_call>NAME
     <arg_key>KEY</arg_key>
@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
 
 from manyroots.text.chat_output import AnswerWriter, Parse
 from manyroots.text.formats.argument_types import arguments_of
@@ -75,17 +76,18 @@ def _call(
     return mark
 
 
-def glm_grammar(use: ToolUse, mark: Mark) -> str:
-    """Calls, and nothing else. Arguments come in the order of the schema."""
-    rules = [f"start: {repeated(use, 'call', f'{json.dumps(chr(10))} call')}"]
+def glm_grammar(use: ToolUse, mark: Mark, line: str = "\n") -> str:
+    """Calls, and nothing else. Arguments come in the order of the schema. `line`: what stands
+    between tags."""
+    rules = [f"start: {repeated(use, 'call', f'{json.dumps(line)} call')}"]
     names = []
     for place, tool in enumerate(use.callable_tools):
         name = f"call_{place}"
         names.append(name)
         terms, more = text_or_json(
-            tool, name, lambda key, _: f"{KEY}{key}{KEY_END}\n{VALUE}", f"{VALUE_END}\n"
+            tool, name, lambda key, _: f"{KEY}{key}{KEY_END}{line}{VALUE}", f"{VALUE_END}{line}"
         )
-        head = json.dumps(f"{tool.name}\n")
+        head = json.dumps(tool.name + line)
         rules.append(f"{name}: {mark(BEGIN)} {head} {' '.join(terms)} {mark(END)}")
         rules += more
     rules.append(f"call: {' | '.join(names)}")
@@ -97,7 +99,14 @@ GLM = ToolFormat(
     lambda use: parse_glm(use.tools),
     glm_grammar,
     told_by=((KEY, VALUE),),
-    aliases=("glm47", "glm"),
+    aliases=("glm",),
     begins=(BEGIN,),
     special_tokens=(BEGIN, END, KEY, KEY_END, VALUE, VALUE_END),
+)
+GLM_47 = replace(
+    GLM,
+    name="glm47",
+    grammar=lambda use, mark: glm_grammar(use, mark, ""),
+    told_by=((KEY_END + VALUE,),),
+    aliases=(),
 )

@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 from manyroots.text.chat_output import AnswerWriter, Parse
 from manyroots.text.formats.call_grammars import arguments_rule
+from manyroots.text.formats.json_calls import copy_value
 from manyroots.text.formats.reader import Reader, Wait
 from manyroots.text.formats.thinking import Mark
 from manyroots.text.formats.tool_format import ToolFormat
@@ -51,6 +52,10 @@ def _message(reader: Reader, writer: AnswerWriter, header: str, with_calls: bool
     if is_call and recipient is not None:
         writer.call(recipient[1].removeprefix(_FUNCTIONS))
         tell = writer.arguments
+        yield from reader.skip_space()
+        if (yield from reader.peek()) == "{":  # in whose strings a mark ends nothing
+            yield from copy_value(reader, writer.arguments, is_closed=True)
+            tell = _nothing
     elif channel == ["analysis"]:
         tell = writer.reasoning
     else:
@@ -60,6 +65,10 @@ def _message(reader: Reader, writer: AnswerWriter, header: str, with_calls: bool
         writer.end_reasoning()
     elif tell == writer.content:
         writer.end_content()
+
+
+def _nothing(text: str) -> None:
+    """Told of what stands behind arguments."""
 
 
 _THOUGHTS = r"thoughts: ({channel} HEAD {message} TEXT {end} {start} {assistant})*"

@@ -53,6 +53,7 @@ NEMOTRON = ToolFormat(
     lambda use: parse_marked((_NEMOTRON,), (_NEMOTRON_END,)),
     lambda use, mark: list_grammar(use, mark, _NEMOTRON, _NEMOTRON_END),
     told_by=((_NEMOTRON,),),
+    aliases=("llama_nemotron_json",),
     begins=(_NEMOTRON,),
     special_tokens=(_NEMOTRON, _NEMOTRON_END),
 )

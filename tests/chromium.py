@@ -25,6 +25,8 @@ FLAGS = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-dev-shm-usage",
     "--remote-debugging-pipe", "--hide-scrollbars", "--mute-audio", "--disable-extensions",
     "--disable-background-networking", "--force-color-profile=srgb",
+    "--disable-renderer-backgrounding", "--disable-backgrounding-occluded-windows",
+    "--disable-background-timer-throttling",
 )  # fmt: skip
 
 
@@ -88,6 +90,7 @@ class Browser:
         tab = Tab(self, session, target)
         for domain in ("Page", "Runtime", "Log", "Network"):
             tab.call(f"{domain}.enable")
+        tab.call("Page.bringToFront")
         tab.resize(width, height)
         tab.go(url)
         return tab

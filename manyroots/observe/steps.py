@@ -1,29 +1,57 @@
 """The last steps of an engine, in a ring of fixed size.
 
 Takes plans as they are launched and results as they come; gives the steps as the page shows them.
-Noting a step costs a few microseconds and takes no memory: what it needs of a row is copied into
-columns that are made once. It keeps neither tokens nor prompts.
+Noting a step costs about a microsecond: it keeps the plan's own columns of rows and counts, which
+are never changed, and neither tokens nor prompts.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
 from manyroots.ids import AdapterDigest, Tier
+from manyroots.messages import Int64s
 from manyroots.snapshot import BASE_MODEL, MAX_STEPS, StepExplained, StepRow, StepView
-from manyroots.step import Copy, LoadAdapter, Plan, StepResult
+from manyroots.step import Copy, Int32s, LoadAdapter, Plan, StepResult
 
 SIZE = MAX_STEPS + 12
 """Some more than are shown, since two steps may be under way."""
 MAX_ROWS = 512
-"""Rows of one step that are noted one by one."""
+"""Rows of one step that are explained one by one."""
 MAX_NOTED = 16
 """Copies and loads of one step that are noted one by one."""
 MAX_ADAPTERS = 65_536
 """Adapters that get a number of their own; those that come later share the last one."""
+
+
+class _Noted(NamedTuple):
+    """A step when it was launched. Arrays are those of the plan, and those of the ring as they were
+    then: nothing is copied for a step in which no request begins."""
+
+    step_id: int
+    begin_s: float
+    rows: Int32s
+    num_tokens: Int32s
+    requests: Int64s
+    """By row of the batch."""
+    adapters: Int32s
+    prompts: Int64s | None
+    """For each of `rows`, how many of its tokens are of its prompt; None if none is."""
+    arrived: tuple[int, ...]
+    num_arrivals: int
+    copies: tuple[tuple[str, str, int], ...]
+    loads: tuple[tuple[int, str], ...]
+    waits: bool
+
+
+_NOTHING = np.zeros(0, np.int32)
+_NONE = _Noted(
+    0, 0.0, _NOTHING, _NOTHING, np.zeros(0, np.int64), _NOTHING, None, (), 0, (), (), False
+)
 
 
 class StepRing:
@@ -39,103 +67,73 @@ class StepRing:
         self._number_in_slot: dict[int, int] = {}
         self.loads: dict[int, int] = {}
         """By the adapter's number: loads to the device since start."""
-        # What sits on each row of the batch.
+        # What sits on each row of the batch. Replaced when requests arrive, never changed: steps
+        # that were noted before keep what it was then.
         self._request_of = np.zeros(max_num_seqs, np.int64)
         self._adapter_of = np.full(max_num_seqs, BASE_MODEL, np.int32)
         self._left_of = np.zeros(max_num_seqs, np.int64)
         """Known tokens that no plan has computed yet."""
         self._num_left = 0
-        # One entry for each step of the ring.
-        self._step_ids = [0] * SIZE
-        self._begins = [0.0] * SIZE
-        self._times = [(0.0, 0.0)] * SIZE
-        self._counts = [(0, 0, 0, 0, 0, 0, False)] * SIZE
-        self._graphs = [False] * SIZE
-        self._copies: list[tuple[tuple[str, str, int], ...]] = [()] * SIZE
-        self._loads: list[tuple[tuple[int, str], ...]] = [()] * SIZE
-        self._arrived: list[tuple[int, ...]] = [()] * SIZE
-        width = min(max_num_seqs, MAX_ROWS)
-        self._width = width
-        self._requests = np.zeros((SIZE, width), np.int64)
-        self._adapters = np.zeros((SIZE, width), np.int32)
-        self._tokens = np.zeros((SIZE, width), np.int32)
-        self._prompts = np.zeros((SIZE, width), np.int32)
+        self._noted = [_NONE] * SIZE
+        self._done = [(0, 0.0, False)] * SIZE
+        """The step's number, its seconds, and whether it was a graph."""
 
     def launched(self, plan: Plan) -> None:
         """A step is on its way."""
-        at = plan.step_id % SIZE
-        if plan.adapters:
-            self._note_loads(plan, at)
-        else:
-            self._loads[at] = ()
-        self._copies[at] = _copied(plan.copies) if plan.copies else ()
+        loads = self._note_loads(plan) if plan.adapters else ()
+        copies = _copied(plan.copies) if plan.copies else ()
         arrivals = plan.arrivals
+        arrived: tuple[int, ...] = ()
         if arrivals:
+            arrived = tuple([a.request_id for a in arrivals[:MAX_ROWS]])
             self._seat(plan)
-            self._arrived[at] = tuple([a.request_id for a in arrivals[: self._width]])
-        else:
-            self._arrived[at] = ()
-        rows, num_tokens = plan.rows, plan.num_tokens
-        count = len(rows)
-        num_prompt = 0
-        total = count
-        if count:
-            few = rows if count <= self._width else rows[: self._width]
-            end = len(few)
-            self._requests[at, :end] = self._request_of[few]
-            self._adapters[at, :end] = self._adapter_of[few]
-            if self._num_left:
-                left = self._left_of[rows]
-                prompts = np.minimum(left, num_tokens)
-                self._left_of[rows] = left - prompts
-                num_prompt = int(prompts.sum())
-                self._num_left -= num_prompt
-                total = int(num_tokens.sum())
-                self._tokens[at, :end] = num_tokens[:end]
-                self._prompts[at, :end] = prompts[:end]
-            else:
-                self._tokens[at, :end] = 1
-                self._prompts[at, :end] = 0
-        num_units = sum(units for _, _, units in self._copies[at])
-        self._counts[at] = (
-            count, num_prompt, total - num_prompt, len(arrivals), num_units, len(self._loads[at]),
-            plan.waits,
+        prompts = None
+        if self._num_left:
+            left = self._left_of[plan.rows]
+            prompts = np.minimum(left, plan.num_tokens)
+            self._left_of[plan.rows] = left - prompts
+            self._num_left -= int(prompts.sum())
+        self._noted[plan.step_id % SIZE] = _Noted(
+            plan.step_id, self._clock(), plan.rows, plan.num_tokens, self._request_of,
+            self._adapter_of, prompts, arrived, len(arrivals), copies, loads, plan.waits,
         )  # fmt: skip
-        self._graphs[at] = False
-        self._times[at] = (0.0, 0.0)
-        self._begins[at] = self._clock()
-        self._step_ids[at] = plan.step_id
 
     def done(self, result: StepResult) -> None:
         """A step has given its result."""
+        now, last = self._clock(), self._last_end_s
+        self._last_end_s = now
         at = result.step_id % SIZE
-        now = self._clock()
-        begin = self._begins[at]
-        last, self._last_end_s = self._last_end_s, now
-        self._times[at] = (begin, now - (begin if begin > last else last))
-        self._graphs[at] = result.is_graph
+        begin = self._noted[at].begin_s
+        seconds = now - (begin if begin > last else last)
+        self._done[at] = (result.step_id, seconds, result.is_graph)
 
     def since(self, step_id: int) -> list[StepView]:
         """The steps after this one, oldest first: at most as many as are shown."""
-        known = sorted(number for number in self._step_ids if number > step_id)
+        known = sorted(noted.step_id for noted in self._noted if noted.step_id > step_id)
         return [self._view(number) for number in known[-MAX_STEPS:]]
 
     def explain(self, step_id: int) -> StepExplained | None:
         """One step row by row; None if it is not in the ring (any more)."""
-        at = step_id % SIZE
-        if step_id < 1 or self._step_ids[at] != step_id:
+        noted = self._noted[step_id % SIZE]
+        if step_id < 1 or noted.step_id != step_id:
             return None
-        count = self._counts[at][0]
-        end = min(count, self._width)
-        arrived = set(self._arrived[at])
-        columns = (self._requests, self._adapters, self._tokens, self._prompts)
-        rows = [
+        rows, arrived = noted.rows[:MAX_ROWS], set(noted.arrived)
+        prompts = np.zeros(len(rows), np.int64) if noted.prompts is None else noted.prompts
+        columns = (
+            noted.requests[rows],
+            noted.adapters[rows],
+            noted.num_tokens[:MAX_ROWS],
+            prompts[:MAX_ROWS],
+        )
+        explained = [
             StepRow(request, adapter, tokens, prompt, request in arrived)
             for request, adapter, tokens, prompt in zip(
-                *(column[at, :end].tolist() for column in columns), strict=True
+                *(column.tolist() for column in columns), strict=True
             )
         ]
-        return StepExplained(step_id, rows, count, list(self._copies[at]), list(self._loads[at]))
+        return StepExplained(
+            step_id, explained, len(noted.rows), list(noted.copies), list(noted.loads)
+        )
 
     def number_of(self, digest: AdapterDigest) -> int:
         """An adapter's number, the same for as long as the engine lives."""
@@ -150,29 +148,31 @@ class StepRing:
         return number
 
     def _view(self, step_id: int) -> StepView:
-        at = step_id % SIZE
-        count, num_prompt, num_decode, num_arrivals, num_units, num_loads, waits = self._counts[at]
-        begin, seconds = self._times[at]
+        noted = self._noted[step_id % SIZE]
+        done_id, seconds, is_graph = self._done[step_id % SIZE]
+        is_done = done_id == step_id
+        num_prompt = 0 if noted.prompts is None else int(noted.prompts.sum())
         # The base model's number is -1.
-        adapters = np.bincount(self._adapters[at, : min(count, self._width)] + 1)
+        adapters = np.bincount(noted.adapters[noted.rows] + 1)
         numbers = adapters.nonzero()[0]
         return StepView(
             step_id,
-            round((begin or self._begins[at]) - self._start_s, 4),
-            round(1000 * seconds, 3),
-            count,
+            round(noted.begin_s - self._start_s, 4),
+            max(round(1000 * seconds, 3), 0.001) if is_done else 0.0,
+            len(noted.rows),
             num_prompt,
-            num_decode,
+            int(noted.num_tokens.sum()) - num_prompt,
             0,  # speculation would draft here
-            num_arrivals,
-            num_units,
-            num_loads,
-            self._graphs[at],
-            waits,
+            noted.num_arrivals,
+            sum(units for _, _, units in noted.copies),
+            len(noted.loads),
+            is_graph and is_done,
+            noted.waits,
             list(zip((numbers - 1).tolist(), adapters[numbers].tolist(), strict=True)),
         )
 
     def _seat(self, plan: Plan) -> None:
+        self._request_of, self._adapter_of = self._request_of.copy(), self._adapter_of.copy()
         for arrival in plan.arrivals:
             row, slot = arrival.row, arrival.adapter_slot
             self._request_of[row] = arrival.request_id
@@ -182,7 +182,7 @@ class StepRing:
             self._num_left += left - int(self._left_of[row])
             self._left_of[row] = left
 
-    def _note_loads(self, plan: Plan, at: int) -> None:
+    def _note_loads(self, plan: Plan) -> tuple[tuple[int, str], ...]:
         noted: list[tuple[int, str]] = []
         for intent in plan.adapters:
             if isinstance(intent, LoadAdapter):
@@ -191,7 +191,7 @@ class StepRing:
                     self._number_in_slot[intent.target.slot] = number
                     self.loads[number] = self.loads.get(number, 0) + 1
                 noted.append((number, intent.source.value))
-        self._loads[at] = tuple(noted[:MAX_NOTED])
+        return tuple(noted[:MAX_NOTED])
 
 
 def _copied(copies: tuple[Copy, ...]) -> tuple[tuple[str, str, int], ...]:

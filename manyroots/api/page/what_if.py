@@ -29,7 +29,7 @@ LIMIT_S = 180.0
 MAX_VARIANTS = 6
 MIN_STEPS = 8
 _PROGRAM = (
-    "import os, sys; os.nice(10); from manyroots.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    "import os, sys; os.nice(5); from manyroots.cli.main import main; sys.exit(main(sys.argv[1:]))"
 )
 
 

@@ -39,7 +39,7 @@ export function cacheView() {
   function scale() {
     const shown = view || WHOLE(tree());
     const left = gutter();
-    return { ...shown, left, sx: (canvas.clientWidth - left - 4) / shown.width, sy: (canvas.clientHeight - 18) / shown.height };
+    return { ...shown, left, sx: (canvas.clientWidth - left - 4) / shown.width, sy: Math.min((canvas.clientHeight - 18) / shown.height, 44) };
   }
 
   function find(px, py) {
@@ -213,7 +213,7 @@ function drawLegend(legend, tree) {
   if (tree.planes.some((plane) => plane[2] === "host")) entries.push(["--host", "on the host"]);
   if (tree.planes.some((plane) => plane[1] === "window")) entries.push(["--c6", "window kept"]);
   if (tree.planes.some((plane) => plane[1] === "state")) entries.push(["--states", "state saved"]);
-  legend.replaceChildren(...entries.map(([variable, text]) => h("span", {}, swatch(`var(${variable})`), text)), h("span", {}, "brighter: used longer ago"));
+  legend.replaceChildren(...entries.map(([variable, text]) => h("span", {}, swatch(`var(${variable})`), text)), h("span", {}, "fainter: used longer ago"));
 }
 
 // Colours by tier and age, mixed with the background: the older, the nearer to it.
@@ -319,12 +319,7 @@ function drawBands(context, tree, s, bottom) {
     context.rect(0, 0, s.left - 10, bottom);
     context.clip();
     context.fillStyle = colour("--ink");
-    context.fillText(space.adapter ?? "base model", 0, space.tenant && end - top > 26 ? middle - 7 : middle);
-    if (space.tenant && end - top > 26) {
-      context.fillStyle = colour("--muted");
-      context.fillText(`tenant ${space.tenant}`, 0, middle + 7);
-      free += 7;
-    }
+    context.fillText(`${space.adapter ?? "base model"}${space.tenant ? ` · tenant ${space.tenant}` : ""}`, 0, middle);
     context.restore();
   }
 }

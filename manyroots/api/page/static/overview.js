@@ -12,7 +12,7 @@ const TILES = [
   ["Waiting", (now) => count(now.waiting), (now) => `${count(now.retractions)} retractions`],
   ["First token", (now) => milliseconds(now.first_token_ms[0]), (now) => `p99 ${milliseconds(now.first_token_ms[2])}`],
   ["Between tokens", (now) => milliseconds(now.between_ms[0]), (now) => `p99 ${milliseconds(now.between_ms[2])}`],
-  ["Prompt tokens reused", (now) => percent(...now.recent_hits), (now) => `${percent(now.hits, now.lookups)} since start`],
+  ["Prompt reused", (now) => percent(...now.recent_hits), (now) => `${percent(now.hits, now.lookups)} since start`],
 ];
 
 const USES = {

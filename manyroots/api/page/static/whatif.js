@@ -93,7 +93,7 @@ export function whatIf() {
       panel(
         "Side by side",
         table.node,
-        h("p", { class: "muted" }, `${plural(result.num_requests, "request")} of the last ${Math.round(result.seconds)} s. Steps are modelled by the times of the last ${count(result.num_steps)}: ${result.costs.map(([name, value]) => `${name} ${value}`).join(", ")}.`),
+        h("p", { class: "muted" }, `${plural(result.num_requests, "request")} of the last ${Math.round(result.seconds)} s. Steps are modelled by the times of the last ${count(result.num_steps)}: ${result.costs.filter(([, value]) => Number(value) > 0).map(([name, value]) => `${name} ${value}`).join(", ")}.`),
       ),
     );
   }

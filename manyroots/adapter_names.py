@@ -7,12 +7,14 @@ knows nothing of what is loaded.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 
 from manyroots.errors import ConfigError
 
 MAX_NAME_CHARACTERS = 128
+_NAME = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +51,13 @@ def name_fault(name: str) -> str | None:
             f"the adapter name {name[:60]!r} has {len(name)} characters; "
             f"it must have from 1 to {MAX_NAME_CHARACTERS}."
         )
-    if not name.isprintable() or name != name.strip():
-        return f"the adapter name {name!r} has blanks around it or control characters; remove them."
-    # A slash is part of a hub's names, as in team/adapter.
-    if "\\" in name or ".." in name or {"", "."} & set(name.split("/")):
+    # A slash is part of a hub's names, as in team/adapter. A colon would part the base from the
+    # adapter, and the rest would have to be quoted in URLs, labels and logs.
+    reads_as_path = ".." in name or bool({"", "."} & set(name.replace("\\", "/").split("/")))
+    if _NAME.fullmatch(name) is None or reads_as_path:
+        what = "reads like a path" if reads_as_path else "has other characters than are allowed"
         return (
-            f"the adapter name {name!r} reads like a path; use letters, digits, '-', '_' and '.', "
+            f"the adapter name {name!r} {what}; use letters (a to z), digits, '-', '_' and '.', "
             "and '/' between them."
         )
     return None

@@ -51,6 +51,11 @@ class ServerSettings:
         "Bearer token of those endpoints; another than --api-key. Also read from "
         "MANYROOTS_ADMIN_KEY.",
     )
+    metrics_key: str | None = option(
+        None,
+        "Bearer token for figures by adapter at /metrics; without it a caller gets the server's "
+        "own alone. Also read from MANYROOTS_METRICS_KEY.",
+    )
     max_queued_requests: int = option(
         1024, "Sequences that may wait beyond --max-num-seqs before callers get 429."
     )
@@ -123,6 +128,8 @@ class ServerSettings:
             raise ConfigError("--api-key is empty; leave it out to serve without a key.")
         if self.admin_key == "":
             raise ConfigError("--admin-key is empty; give one that nobody can guess.")
+        if self.metrics_key == "":
+            raise ConfigError("--metrics-key is empty; leave it out to show all figures.")
         if self.admin_key is not None and self.admin_key == self.api_key:
             raise ConfigError(
                 "--admin-key and --api-key are the same; whoever may generate could then load "

@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 from manyroots.api.adapters import Adapter
 from manyroots.api.errors import RETRY_WHEN_UNAVAILABLE_S
 from manyroots.api.events import json_response
+from manyroots.api.middleware import brings
 from manyroots.api.responses import ModelCard, ModelList
 from manyroots.api.state import Phase, ServerState, Service, server_of
 from manyroots.version import __version__
@@ -65,8 +66,11 @@ async def metrics(request: Request) -> Response:
     server = server_of(request)
     text = b""
     if server.loaded is not None:
+        key = server.settings.metrics_key
         text = server.loaded.metrics.render(
-            read_timeouts=server.read_timeouts, num_api_restarts=server.num_api_restarts
+            read_timeouts=server.read_timeouts,
+            num_api_restarts=server.num_api_restarts,
+            with_adapters=key is None or brings(request.scope, key),
         )
     return Response(text, media_type=_METRICS_TYPE)
 

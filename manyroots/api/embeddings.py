@@ -66,6 +66,7 @@ async def _job(server: ServerState, request: EmbeddingsRequest, web: Request) ->
         cache_salt=request.cache_salt,
         priority=request.priority,
         truncate_prompt_tokens=request.truncate_prompt_tokens,
+        truncation_side=request.truncation_side,
         lora_path=request.lora_path,
     )
     with renamed({"prompt": "input"}):

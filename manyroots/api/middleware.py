@@ -20,7 +20,9 @@ from manyroots.api.errors import error_response
 
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 32 * 1024
-OPEN_PATHS = frozenset({"/", "/live", "/health", "/ready", "/ping", "/openapi.json", "/docs"})
+OPEN_PATHS = frozenset(
+    {"/", "/live", "/health", "/ready", "/ping", "/metrics", "/openapi.json", "/docs"}
+)
 """What an orchestrator asks, which has no key; and what a page of a browser loads first."""
 
 _HOST = re.compile(r"([^\s/?#@\\\[\]:]*|\[[0-9A-Za-z:.%]+\])(:[0-9]*)?")
@@ -190,6 +192,11 @@ class Hosts:
                 await error_response(error, scope["path"])(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+def brings(scope: Scope, key: str) -> bool:
+    """Whether a request has this key."""
+    return _is_same(_bearer_token(scope), key.encode())
 
 
 def _bearer_token(scope: Scope) -> bytes | None:

@@ -258,8 +258,12 @@ async def _encode_prompts(
 def _truncated(
     service: Service, request: GenerationFields, sampling: SamplingParams, tokens: list[int]
 ) -> list[int]:
-    """A prompt's last tokens, as many as the request wants to keep."""
-    wanted = request.truncate_prompt_tokens
+    """A prompt's last or first tokens, as many as the request wants to keep."""
+    wanted, side = request.truncate_prompt_tokens, request.truncation_side
+    if side not in (None, "left", "right"):
+        raise RequestError(
+            f"truncation_side is {side[:60]!r}; choose left or right.", field="truncation_side"
+        )
     if wanted is None:
         return tokens
     longest = service.engine.info.max_model_len
@@ -271,7 +275,7 @@ def _truncated(
         )
     if wanted == -1:
         wanted = max(1, longest - (sampling.max_tokens or 1))
-    return tokens[-wanted:]
+    return tokens[:wanted] if side == "right" else tokens[-wanted:]
 
 
 def _admit(server: ServerState, num_prompts: int, n: int) -> Permits:

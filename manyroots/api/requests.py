@@ -92,6 +92,8 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     """Logprobs name tokens as `token_id:42` instead of by their text."""
     truncate_prompt_tokens: int | None = None
     """Keep this many of the prompt's last tokens; -1 is as many as fit."""
+    truncation_side: str | None = None
+    """Where those are cut: 'left' keeps the last tokens, 'right' the first."""
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, Any] | None = None
@@ -185,6 +187,7 @@ class EmbeddingsRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     user: Ignored = None
     request_id: Ignored = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
     dimensions: Unsupported = None
     messages: Unsupported = None
 

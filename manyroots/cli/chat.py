@@ -1,7 +1,8 @@
 """`manyroots chat`: a conversation in the terminal, streamed word by word.
 
 A line is a message; /reset forgets the conversation, /exit or Ctrl-D leaves. Ctrl-C ends the
-answer under way, and at the prompt it leaves. Earlier turns are found in the prefix cache.
+answer under way. At the prompt it clears a line that is half typed, and leaves at an empty one.
+Earlier turns are found in the prefix cache.
 """
 
 from __future__ import annotations
@@ -16,6 +17,11 @@ from manyroots.adapter_names import LoRARequest
 from manyroots.errors import RequestError
 from manyroots.llm import LLM
 from manyroots.sampling import SamplingParams
+
+try:
+    import readline
+except ImportError:  # not on every platform
+    readline = None  # type: ignore[assignment]
 
 
 def chat(
@@ -33,7 +39,12 @@ def chat(
         while True:
             try:
                 line = console.input("[bold green]> [/bold green]").strip()
-            except (EOFError, KeyboardInterrupt):
+            except KeyboardInterrupt:
+                console.print()
+                if _half_typed():
+                    continue
+                return 0
+            except EOFError:
                 console.print()
                 return 0
             if line == "/exit":
@@ -51,6 +62,11 @@ def chat(
                     messages.pop()
                     continue
                 messages.append({"role": "assistant", "content": said})
+
+
+def _half_typed() -> str:
+    """What stood on the line that an interrupt ended; nothing without an editor of lines."""
+    return "" if readline is None else readline.get_line_buffer()
 
 
 def _answer(console: Console, pieces: Generator[str]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import re
 import types
 import typing
@@ -115,13 +116,44 @@ def naming_file(arguments: Mapping[str, Any], rooms: Iterable[type[Any]]) -> Ite
         raise ConfigError(f"--config {path}: {error}") from error
 
 
+def _meant(unknown: Iterable[str], known: Collection[str]) -> str:
+    """The nearest names, for those that have one."""
+    found = {name: difflib.get_close_matches(name, known, 1) for name in unknown}
+    pairs = [f"{near[0]} for {name}" for name, near in found.items() if near]
+    return f"; did you mean {', '.join(pairs)}?" if pairs else ""
+
+
+def unique_keys_loader() -> type[Any]:
+    """YAML's safe loader, which refuses a key that is given twice: its last value would win
+    silently."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    def mapping(loader: Any, node: Any) -> dict[Any, Any]:
+        loader.flatten_mapping(node)
+        seen: set[str] = set()
+        for key, _ in node.value:
+            name = str(key.value).replace("-", "_")
+            if name in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{key.value} is given twice; give it once", key.start_mark
+                )
+            seen.add(name)
+        return dict(yaml.SafeLoader.construct_mapping(loader, node, deep=True))
+
+    Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, mapping)
+    return Loader
+
+
 def _read_file(
     path: Path, rooms: Iterable[type[Any]], more: Collection[str] = ()
 ) -> dict[str, Any]:
     import yaml
 
     try:
-        loaded = yaml.safe_load(path.read_text())
+        loaded = yaml.load(path.read_text(), Loader=unique_keys_loader())
     except (OSError, UnicodeError, yaml.YAMLError) as error:
         raise ConfigError(f"--config {path} can't be read: {error}") from error
     if loaded is None:
@@ -133,8 +165,8 @@ def _read_file(
     unknown = sorted(set(values) - set(by_name) - set(more))
     if unknown:
         raise ConfigError(
-            f"--config {path} names {', '.join(unknown)}, which no flag is called. "
-            "See `manyroots serve --help`."
+            f"--config {path} names {', '.join(unknown)}, which no flag is called"
+            f"{_meant(unknown, {*by_name, *more})}. See `manyroots serve --help`."
         )
     for name, value in values.items():
         if name in by_name and (fault := type_fault(by_name[name], name, value)):

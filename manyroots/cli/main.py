@@ -133,7 +133,7 @@ def _serve(arguments: dict[str, Any]) -> int:
     rooms = (*ENGINE_ROOMS.values(), ServerSettings)
     values = with_config_file(arguments, rooms)
     server = {name: values[name] for name in _known(ServerSettings) if name in values}
-    for name in ("api_key", "admin_key"):
+    for name in ("api_key", "admin_key", "metrics_key"):
         from_environment = os.environ.get(f"MANYROOTS_{name.upper()}")
         if name not in server and from_environment:
             server[name] = from_environment

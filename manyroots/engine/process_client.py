@@ -433,7 +433,9 @@ class ProcessClient:
             "starting the engine again in %g s (%d of %d in a row); %d requests wait",
             pause_s, number, self._max_restarts, len(self._requests),
         )  # fmt: skip
+        self.progress = Progress("Waiting to start the engine again", 0, 1)
         await asyncio.sleep(pause_s)
+        self.progress = Progress("Starting the engine again", 0, 1)
         self.num_restarts += 1
         return await self._started_again()
 

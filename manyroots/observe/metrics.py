@@ -137,12 +137,19 @@ class Metrics:
         self._success.labels(**self._labels, finished_reason=reason).inc()
 
     def render(
-        self, *, read_timeouts: Mapping[str, int] | None = None, num_api_restarts: int = 0
+        self,
+        *,
+        read_timeouts: Mapping[str, int] | None = None,
+        num_api_restarts: int = 0,
+        with_adapters: bool = True,
     ) -> bytes:
-        """`read_timeouts`: requests given up half sent, by what was missing."""
+        """`read_timeouts`: requests given up half sent, by what was missing. `with_adapters`: also
+        what has the name of an adapter."""
         self._read_timeouts = read_timeouts or {}
         self._num_api_restarts = num_api_restarts
-        return generate_latest(self._registry)
+        if with_adapters:
+            return generate_latest(self._registry)
+        return generate_latest(_WithoutAdapters(self._registry))
 
     def _collect_of_server(self) -> Iterable[Metric]:
         counter = CounterMetricFamily(
@@ -270,6 +277,23 @@ def _cache_info(labels: Mapping[str, str], config: Mapping[str, str]) -> Iterabl
     )
     gauge.add_metric([*labels.values(), *config.values()], 1)
     yield gauge
+
+
+_ADAPTER_LABELS = frozenset({"adapter", "waiting_lora_adapters", "running_lora_adapters"})
+
+
+class _WithoutAdapters:
+    """A registry's metrics without the samples that name an adapter."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterable[Metric]:
+        for metric in self._registry.collect():
+            metric.samples = [
+                sample for sample in metric.samples if not _ADAPTER_LABELS & sample.labels.keys()
+            ]
+            yield metric
 
 
 class _EngineCounts(Collector):

@@ -57,7 +57,7 @@ def test_a_path_may_hold_an_equals_sign_and_json_a_parent() -> None:
         ({"enable_lora": True, "lora_modules": [3]}, "name and path"),
         ({"enable_lora": True, "lora_modules": 3}, "must be a list"),
         ({"enable_lora": True, "lora_modules": ["a//b=c"]}, "reads like a path"),
-        ({"enable_lora": True, "lora_modules": ["a\n=c"]}, "control characters"),
+        ({"enable_lora": True, "lora_modules": ["a\n=c"]}, "other characters than"),
         ({"enable_lora": True, "lora_modules": ["x" * 129 + "=c"]}, "129 characters"),
         ({"max_loras": -1}, "--max-loras is -1"),
         ({"max_cpu_loras": -1}, "--max-cpu-loras is -1"),

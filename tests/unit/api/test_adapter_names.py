@@ -31,7 +31,7 @@ LORA = LoraSettings(
     enable_lora=True,
     lora_modules=(
         LoraModule("sql", "/adapters/sql"),
-        LoraModule("v:2", "/adapters/v2", base_model_name="grandparent"),
+        LoraModule("v-2", "/adapters/v2", base_model_name="grandparent"),
     ),
 )
 
@@ -54,8 +54,8 @@ def asked(server: Harness) -> list[str | None]:
         ({"model": "sql", "lora_path": "sql"}, "sql"),
         ({"model": "tiny:sql", "lora_path": "sql"}, "sql"),
         ({"model": "tiny", "lora_path": None}, None),
-        ({"model": "v:2"}, "v:2"),
-        ({"model": "tiny:v:2"}, "v:2"),
+        ({"model": "v-2"}, "v-2"),
+        ({"model": "tiny:v-2"}, "v-2"),
     ],
 )
 async def test_s02_adapters_are_named_three_ways(
@@ -103,16 +103,16 @@ async def test_s02_in_a_batch_each_prompt_may_have_its_own() -> None:
     """S02: null is the base model."""
     server = harness()
     answer = await server.complete(
-        ["ab", "cd", "ef"], lora_path=["sql", None, "v:2"], n=2, max_tokens=1
+        ["ab", "cd", "ef"], lora_path=["sql", None, "v-2"], n=2, max_tokens=1
     )
     assert answer.status_code == 200
-    assert asked(server) == ["sql", "sql", None, None, "v:2", "v:2"]
+    assert asked(server) == ["sql", "sql", None, None, "v-2", "v-2"]
 
 
 @pytest.mark.parametrize(
     "fields",
     [
-        {"model": "sql", "lora_path": "v:2"},
+        {"model": "sql", "lora_path": "v-2"},
         {"model": "sql", "lora_path": ["sql", None]},
         {"model": "tiny", "lora_path": ["sql"]},
         {"model": "tiny", "lora_path": []},
@@ -171,7 +171,7 @@ async def test_s02_models_lists_adapters_with_their_parent() -> None:
     assert shown == [
         ("tiny", "tiny", None),
         ("sql", "/adapters/sql", "tiny"),
-        ("v:2", "/adapters/v2", "grandparent"),
+        ("v-2", "/adapters/v2", "grandparent"),
     ]
     one = await server.get("/v1/models/sql")
     assert one.json() == models[1]

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from manyroots.adapter_names import LoraModule
 from manyroots.api.notices import MAX_TOPICS
+from manyroots.config import LoraSettings
 from tests.unit.api.fake_engine import FakeEngine, script
 from tests.unit.api.harness import Harness, error_of, events
 
@@ -201,3 +203,34 @@ async def test_g04_agents_knock_at_the_root() -> None:
     async with Harness(api_key="k").client as client:
         assert (await client.head("/")).status_code == 200
         assert (await client.get("/")).json()["name"] == "manyroots"
+
+
+@pytest.mark.parametrize(
+    ("side", "kept"), [("left", [48, 49]), ("right", [40, 41]), (None, [48, 49])]
+)
+async def test_g04_a_prompt_is_cut_on_the_side_that_is_asked_for(
+    side: Any, kept: list[int]
+) -> None:
+    fields = {"truncate_prompt_tokens": 2, "truncation_side": side, "return_token_ids": True}
+    response = await Harness().complete(list(range(40, 50)), max_tokens=1, **fields)
+    assert response.json()["choices"][0]["prompt_token_ids"] == kept
+    refused = await Harness().complete(truncation_side="top")
+    assert error_of(refused)["param"] == "truncation_side"
+
+
+async def test_s04_metrics_need_no_key_and_name_no_adapter_without_theirs() -> None:
+    lora = LoraSettings(enable_lora=True, lora_modules=(LoraModule("sql", "/x"),))
+    open_to_all = Harness(lora=lora, api_key="k")
+    guarded = Harness(lora=lora, api_key="k", metrics_key="m")
+    for harness in (open_to_all, guarded):
+        headers = {"authorization": "Bearer k"}
+        body = {"model": "sql", "prompt": "ab", "max_tokens": 1}
+        assert (await harness.post("/v1/completions", body, headers=headers)).status_code == 200
+    assert 'adapter="sql"' in (await open_to_all.get("/metrics")).text
+    for headers in ({}, {"authorization": "Bearer k"}, {"authorization": "Bearer wrong"}):
+        bare = await guarded.get("/metrics", headers=headers)
+        assert bare.status_code == 200
+        assert "vllm:num_requests_running" in bare.text
+        assert "sql" not in bare.text
+    whole = await guarded.get("/metrics", headers={"authorization": "Bearer m"})
+    assert 'adapter="sql"' in whole.text

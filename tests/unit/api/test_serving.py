@@ -156,7 +156,7 @@ async def test_while_its_engine_is_started_again() -> None:
 KEY = "sécret-κλειδί"
 
 
-@pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/version", "/nope", "/health/"])
+@pytest.mark.parametrize("path", ["/v1/models", "/load", "/version", "/nope", "/health/"])
 async def test_every_route_but_health_needs_the_key(path: str) -> None:
     """R05"""
     harness = Harness(api_key=KEY)

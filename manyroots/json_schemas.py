@@ -28,6 +28,7 @@ _JOINING = {
 }  # fmt: skip
 """Keywords through which several schemas judge one value: what one leaves open another may need."""
 
+_NEEDLESS = ("uniqueItems", False)
 _OF_OTHERS = ("additionalProperties", "patternProperties", "minProperties", "maxProperties")
 """Keywords that speak of properties without a name."""
 
@@ -39,7 +40,7 @@ _NEWEST = re.compile(r"https?://json-schema\.org/schema#?")
 def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
     """The schema without properties that it does not name. `additionalProperties: true` keeps an
     object open, and so does a schema in which parts are joined."""
-    schema = _without_bad_names(schema)
+    schema = _without_needless(_without_bad_names(schema))
     if any(_is_joined(part) for part in _parts(schema)):
         return dict(schema)
     return _closed_object(schema)
@@ -55,6 +56,23 @@ def _without_bad_names(schema: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(dialect, str) and _NEWEST.fullmatch(dialect):
         left_out.add("$schema")
     return {word: value for word, value in schema.items() if word not in left_out}
+
+
+def _without_needless(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Without `uniqueItems: false`, which asks for nothing and which grammars do not know."""
+    made = {word: value for word, value in schema.items() if (word, value) != _NEEDLESS}
+    for word, value in made.items():
+        if word in (*_NAMED, "dependentSchemas") and isinstance(value, Mapping):
+            made[word] = {name: _needed(one) for name, one in value.items()}
+        elif word in (*_LISTED, "allOf", "oneOf") and isinstance(value, list):
+            made[word] = [_needed(one) for one in value]
+        elif word in (*_SINGLE, "not", "if", "then", "else"):
+            made[word] = _needed(value)
+    return made
+
+
+def _needed(schema: Any) -> Any:
+    return _without_needless(schema) if isinstance(schema, Mapping) else schema
 
 
 def _is_joined(schema: Mapping[str, Any]) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+from manyroots.errors import RequestError
 from manyroots.grammar.checks import check_structure
 from manyroots.json_schemas import closed
 from manyroots.structured_outputs import StructuredOutputsParams
@@ -106,3 +107,18 @@ def test_g01_white_space_is_layout(text: str, is_allowed: bool) -> None:
     matcher = cache().compile(StructuredOutputsParams(json=wanted)).start()
     tokens = list(text.encode())
     assert (matcher.try_consume_tokens(tokens) == len(tokens)) is is_allowed
+
+
+@pytest.mark.parametrize("wraps", [lambda one: one, lambda one: {"allOf": [one]}])
+def test_g01_items_that_need_not_differ_are_accepted(wraps: Any) -> None:
+    items = {"type": "array", "items": {"type": "integer"}, "uniqueItems": False}
+    named = {"type": "object", "properties": {"uniqueItems": items, "b": False}}
+    for wanted in (items, named):
+        check_structure(StructuredOutputsParams(json=wraps(wanted)))
+    assert closed(named)["properties"]["uniqueItems"] == {k: items[k] for k in ("type", "items")}
+
+
+def test_g01_items_that_must_differ_are_refused_by_name() -> None:
+    wanted = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+    with pytest.raises(RequestError, match="uniqueItems"):
+        check_structure(StructuredOutputsParams(json=wanted))

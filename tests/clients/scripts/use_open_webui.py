@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -37,6 +37,9 @@ class WebUi:
     """One `open-webui serve` with data of its own, ended by its pid."""
 
     def __init__(self, upstream: str, folder: str) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        self._url = f"http://127.0.0.1:{port}"
         self._token = ""
         self._log = Path(folder, "log")
         environment = {
@@ -48,17 +51,12 @@ class WebUi:
             "DO_NOT_TRACK": "true", "ANONYMIZED_TELEMETRY": "False",
         }  # fmt: skip
         self._process = subprocess.Popen(
-            [COMMAND, "serve", "--host", "127.0.0.1", "--port", "0"],
+            [COMMAND, "serve", "--host", "127.0.0.1", "--port", str(port)],
             stdout=self._log.open("w"), stderr=subprocess.STDOUT, env=environment, cwd=folder,
         )  # fmt: skip
 
     def wait(self) -> None:
         deadline = time.monotonic() + START_LIMIT_S
-        while not (found := re.search(r"running on (http://127.0.0.1:\d+)", self._log.read_text())):
-            alive = self._process.poll() is None and time.monotonic() < deadline
-            assert alive, self._log.read_text()[-600:]
-            time.sleep(1)
-        self._url = found[1]
         while True:
             try:
                 self.call("GET", "/health")

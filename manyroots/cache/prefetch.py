@@ -3,7 +3,8 @@
 Whether storage has a page is known only when it answers. A ticket asks for every page behind what
 was found, family by family; when all answers are in, what arrived becomes findable on the host.
 One state is enough to resume from. Where the host has fewer units for states than a prompt has
-pages, states are asked for after the pages: the newest ones of what storage has.
+pages, states are asked for after the pages: the newest ones of what storage has, then older ones
+until one is there, in a bounded number of questions.
 Who asks for all or nothing keeps meanwhile what the host has of it already (`keeping.py`).
 """
 
@@ -25,6 +26,10 @@ from manyroots.cache.publishing import Publisher
 from manyroots.cache.tree import Node, Walk
 from manyroots.ids import CopyId, StepId, Tier
 from manyroots.step import Bools, Copy, CopyDone, Int32s
+
+MOST_QUESTIONS = 4
+"""For the states of one prompt. A request waits for each of them, and a state that lies so far
+before the last page that storage has saves little."""
 
 
 class Share(enum.Enum):
@@ -57,6 +62,8 @@ class Ticket:
     """The first page, of those asked for, that each copy is of."""
     late: tuple[Plane, ...] = ()
     """Of states that are asked for when it is known how many pages storage has."""
+    num_questions: int = 0
+    """For those states, so far."""
     arrived: dict[CopyId, Bools] = field(default_factory=dict)
     is_barred: bool = False
     """A namespace of it was evicted since: the answer is published nowhere."""
@@ -200,13 +207,23 @@ class Prefetcher:
         return min(num_pages, num_available, most)
 
     def _ask_states(self, ticket: Ticket) -> None:
-        """It is known how many pages storage has: ask for the newest states of those."""
-        late, ticket.late = ticket.late, ()
-        count = 0 if ticket.is_barred else self._count_useful(ticket)
-        for plane in late:
-            num_states = self._num_states(plane, count)
+        """It is known how many pages storage has: ask for the newest states of those. If none of
+        them was there, ask for the states before them, in the same units."""
+        end = 0 if ticket.is_barred else self._count_useful(ticket)
+        answered = [i for i, (plane, _) in ticket.units.items() if plane in ticket.late]
+        has_states = bool(answered) and all(ticket.arrived[i].any() for i in answered)
+        if has_states or ticket.num_questions == MOST_QUESTIONS:
+            return
+        for copy_id in answered:
+            plane, units = ticket.units.pop(copy_id)
+            self._index.pools[plane.index].drop(units)
+            del ticket.arrived[copy_id]
+            end = min(end, ticket.begins.pop(copy_id))
+        ticket.num_questions += 1
+        for plane in ticket.late:
+            num_states = self._num_states(plane, end)
             if num_states:
-                self._send(ticket, plane, count - num_states, count)
+                self._send(ticket, plane, end - num_states, end)
 
     def _count_useful(self, ticket: Ticket) -> int:
         """How many of the pages that were asked for, from the front, are worth a place."""
@@ -244,11 +261,12 @@ class Prefetcher:
         if ticket is None:
             return None
         ticket.arrived[done.copy_id] = np.asarray(done.arrived)
+        family = ticket.units[done.copy_id][0].family_index
         if ticket.is_done and ticket.late:
             self._ask_states(ticket)
         if ticket.is_done:
             self._settle(ticket)
-        return ticket.units[done.copy_id][0].family_index
+        return family
 
     def _settle(self, ticket: Ticket) -> None:
         for digest in ticket.asked:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from manyroots.ids import Tier
 from manyroots.messages import CacheUse
@@ -22,6 +24,7 @@ from manyroots.store.host_link import HostErrand, HostLink
 from tests.cache_harness import resident
 from tests.patience import PATIENCE_S
 from tests.real_engine import MAX_LEN, PAGE, RealEngine, RealWorld, text
+from tests.unit.models.tiny import load_tiny
 
 NEED = MAX_LEN // PAGE
 
@@ -316,3 +319,42 @@ def test_t04_a_burst_larger_than_host_memory_finds_all_that_files_have(
     assert all(plane.num_held == 0 for plane in engine.cache.stats().planes)
     engine.check_units()
     engine.close()
+
+
+@pytest.mark.parametrize("mix", ["convolutions", "delta nets", "mamba"])
+def test_t06_states_come_back_where_the_host_has_fewer_units_than_the_prompt_has_pages(
+    worlds: Any, tmp_path: Path, mix: str
+) -> None:
+    """T06, T07, F05: new engines whose host holds 5 states find all that another has written to
+    files of a prompt of 30 pages. The second prompt parts from it 9 pages after its last state,
+    which the fourth question for states reaches. Tokens are those of an engine without a cache."""
+    world = worlds(mix)
+    families = load_tiny(world.model).families
+    state_bytes = sum(f.unit_bytes(PAGE, torch.float32) for f in families if f.is_state)
+    page_bytes = sum(f.unit_bytes(PAGE, torch.float32) for f in families if not f.is_state)
+    head = text(7, 30 * PAGE)
+    prompts = {30: [*head, 5], 16: [*head[: 25 * PAGE], *text(8, 9)]}
+    sizes = {
+        "num_gpu_blocks_override": 80, "max_num_seqs": 2,
+        "checkpoint_interval_tokens": 16 * PAGE, "checkpoint_memory_bytes": 8 * state_bytes,
+    }  # fmt: skip
+    half = (40 * page_bytes + 5 * state_bytes) / 2**30
+    old = start(world, **sizes, kv_storage=f"file://{tmp_path}/kv")
+    old.ask(prompts[30])
+    old.close()
+    plain = start(world, num_host_pages=None, enable_prefix_caching=False)
+    for num_pages, prompt in prompts.items():
+        shutil.copytree(tmp_path / "kv", tmp_path / f"{num_pages}")
+        engine = start(
+            world, **sizes, num_host_pages=None, kv_offloading_size=half,
+            kv_storage=f"file://{tmp_path}/{num_pages}",
+        )  # fmt: skip
+        assert [plane.num_units for plane in engine.cache.layout.host] == [40, 5]
+        said = engine.ask(prompt)
+        assert (said.tokens, said.num_cached) == (plain.ask(prompt).tokens, num_pages * PAGE)
+        assert said.cache_use is not None
+        assert said.cache_use.num_storage_tokens == num_pages * PAGE
+        assert all(plane.num_held == 0 for plane in engine.cache.stats().planes)
+        engine.check_units()
+        engine.close()
+    plain.close()

@@ -29,8 +29,8 @@ TEMPLATE = (
 )
 
 
-def write_model(folder: Path, context: int = CONTEXT) -> None:
-    save_tiny(folder, "llama", vocab_size=300, max_position_embeddings=context)
+def write_model(folder: Path, context: int = CONTEXT, *, kind: str = "llama") -> None:
+    save_tiny(folder, kind, vocab_size=300, max_position_embeddings=context)
     tiny_backend().save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

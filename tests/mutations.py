@@ -52,7 +52,9 @@ def _scheduler(old: str, new: str, breaks: str, file: str = "scheduler") -> Muta
 
 ADAPTERS = "unit/scheduler/test_adapters.py::"
 BACKENDS = "unit/store/test_backends.py::"
+ENDINGS = "unit/scheduler/test_endings.py::"
 FAIR = "unit/scheduler/test_fair.py::"
+FEW_STATES = "states_come_back_where_the_host_has_fewer_units_than_the_prompt_has_pages"
 GRAMMARS = "unit/engine/test_grammar_compiles.py::"
 IMPORTANCE = "unit/scheduler/test_priority.py::"
 PACK = "unit/scheduler/test_pack.py::"
@@ -62,6 +64,9 @@ TIERS = "unit/test_llm_tiers.py::"
 RESTING = "unit/scheduler/test_resting.py::"
 TURNS = (
     "property/test_adapter_turns.py::test_l07_a_stream_pauses_for_a_stated_number_of_steps_at_most"
+)
+OLDER_STATES = (
+    "unit/cache/test_tiers.py::test_t06_older_states_are_asked_for_until_one_is_there[8-6]"
 )
 WINDOWS = "unit/cache/test_window_eviction.py::"
 CONFIGS = "property/test_config_fields.py::"
@@ -2468,5 +2473,54 @@ MUTATIONS: tuple[Mutation, ...] = (
         "if done.error is None:",
         "storage that takes nothing is written to for ever",
         (f"{TIERS}test_t03_t12_a_folder_without_room_takes_nothing_and_that_is_said",),
+    ),
+    # Endings, states in storage, and arrivals beside long prompts
+    Mutation(
+        "scheduler/departures.py",
+        "FinishReason.ABORT: Ending.LEFT",
+        "FinishReason.ABORT: Ending.DROPPED",
+        "an abort drops the states of its answer",
+        (f"{ENDINGS}test_h05_an_abort_keeps_as_much_as_an_end_by_length[state-1]",),
+    ),
+    Mutation(
+        "cache/cache.py",
+        "is_worth = ending is Ending.LEFT or (ending is Ending.FINISHED and not is_passed)",
+        "is_worth = ending is not Ending.DROPPED and not is_passed",
+        "the older state of an answer is not published after an abort",
+        (f"{ENDINGS}test_h05_an_abort_keeps_as_much_as_an_end_by_length[state-1]",),
+    ),
+    Mutation(
+        "cache/prefetch.py",
+        "if not plane.family.is_state or not is_led:",
+        "if True:",
+        "storage is asked for as many pages as the host has units for states",
+        (f"{REAL}tiers.py::test_t06_{FEW_STATES}[mamba]",),
+    ),
+    Mutation(
+        "cache/prefetch.py",
+        "self._send(ticket, plane, end - num_states, end)",
+        "self._send(ticket, plane, end - 1, end)",
+        "a question for states takes one unit, however many there are",
+        (OLDER_STATES,),
+    ),
+    Mutation(
+        "cache/prefetch.py",
+        "if has_states or ticket.num_questions == MOST_QUESTIONS:",
+        "if ticket.num_questions:",
+        "storage is asked for states once, whether or not one is there",
+        (
+            OLDER_STATES,
+            f"{REAL}tiers.py::test_t06_{FEW_STATES}[mamba]",
+        ),
+    ),
+    Mutation(
+        "scheduler/scheduler.py",
+        "first = self._admission.most_important",
+        "first = 1 << 62",
+        "a long prompt that is under way goes before an important arrival",
+        (
+            f"{IMPORTANCE}test_l08_an_important_arrival_comes_before_the_rest_of_a_long_prompt[priority]",
+            f"{IMPORTANCE}test_l08_prompts_under_way_and_arrivals_share_a_step_by_importance",
+        ),
     ),
 )

@@ -580,31 +580,6 @@ class TestPrefetch:
                 new.settle()
             assert held(new) == [0] * len(new.layout.planes)
 
-    @pytest.mark.parametrize(("num_pages", "found"), [(1, 6), (8, 6), (9, 0)])
-    def test_t06_older_states_are_asked_for_until_one_is_there(
-        self, num_pages: int, found: int
-    ) -> None:
-        """T06: a prompt shares pages with a stored one that has no state where they part. Of
-        three units a question takes two, so four questions reach eight pages back."""
-        stored = [*PROMPT[:6], *range(100, 120)]
-        old = CacheHarness(
-            Capacity(FULL_ATTENTION, 32, 32), Capacity(recurrent(100), 32, 32),
-            policies=CachePolicies(uses_storage=True),
-        )  # fmt: skip
-        for prompt in (PROMPT, stored):
-            old.serve(KEY, prompt)
-            old.settle()
-        few = (Capacity(FULL_ATTENTION, 32, 32), Capacity(recurrent(100), 32, 3))
-        new = CacheHarness(*few, policies=CachePolicies(uses_storage=True), storage=old.storage)
-        asked = [*stored[: 6 + 2 * (num_pages - 1)], *range(200, 204)]
-        ticket = new.cache.prefetch(KEY, ints(*asked))
-        assert ticket is not None
-        new.settle()
-        assert ticket.is_done
-        assert new.serve(KEY, asked) == found
-        new.settle()
-        assert held(new) == [0] * len(new.layout.planes)
-
     def test_t04_only_what_neither_device_nor_host_has_is_asked_for(self) -> None:
         """T04: nothing for a prompt that is all there."""
         old, new = self.warm(Capacity(FULL_ATTENTION, 16, 16))
@@ -788,3 +763,29 @@ def test_k02_a_consumer_of_the_events_mirrors_the_index_exactly_on_each_tier(
         hand.cache.evict_namespace(namespace)
     check()
     assert mirror.pages == {Tier.DEVICE: {}, Tier.HOST: {}}
+
+
+@pytest.mark.parametrize(("num_states_back", "found"), [(1, 6), (8, 6), (9, 0)])
+def test_t06_older_states_are_asked_for_until_one_is_there(
+    num_states_back: int, found: int
+) -> None:
+    """T06: a prompt shares pages with a stored one that has no state where they part. Of
+    three units a question takes two, so four questions reach eight pages back."""
+    stored = [*PROMPT[:6], *range(100, 120)]
+    old = CacheHarness(
+        Capacity(FULL_ATTENTION, 32, 32), Capacity(recurrent(100), 32, 32),
+        policies=CachePolicies(uses_storage=True),
+    )  # fmt: skip
+    for prompt in (PROMPT, stored):
+        old.serve(KEY, prompt)
+        old.settle()
+    few = (Capacity(FULL_ATTENTION, 32, 32), Capacity(recurrent(100), 32, 3))
+    new = CacheHarness(*few, policies=CachePolicies(uses_storage=True), storage=old.storage)
+    asked = [*stored[: 6 + 2 * (num_states_back - 1)], *range(200, 204)]
+    ticket = new.cache.prefetch(KEY, ints(*asked))
+    assert ticket is not None
+    new.settle()
+    assert ticket.is_done
+    assert new.serve(KEY, asked) == found
+    new.settle()
+    assert held(new) == [0] * len(new.layout.planes)

@@ -108,9 +108,13 @@ class Parity:
         try:
             for batch in made.loads() if loads_first else []:
                 run(loop, batch)
-            computed = [(name, batch, run(loop, batch)) for name, batch in batches.items()]
-            if "grown" in batches:
-                computed.append(_resume(loop, batches["grown"], computed))
+            computed: Computed = []
+            for name, batch in batches.items():
+                computed.append((name, batch, run(loop, batch)))
+                if name == "grown":
+                    # At once: a window has 58 pages for 80 rows, and another batch would evict
+                    # the ends of these answers.
+                    computed.append(_resume(loop, *computed[-1][1:]))
             return computed
         finally:
             loop.close()
@@ -172,11 +176,10 @@ class Parity:
 
 
 def _resume(
-    loop: EngineLoop, grown: list[Submit], computed: Computed
+    loop: EngineLoop, grown: list[Submit], answers: Outputs
 ) -> tuple[str, list[Submit], Outputs]:
-    """Go on behind what was generated, over the pages that decode steps filled."""
-    [tokens] = [tokens_of(news) for name, _, news in computed if name == "grown"]
-    resumed = made.resumed(grown, tokens)
+    """Continue after what was generated, over the pages that decode steps filled."""
+    resumed = made.resumed(grown, tokens_of(answers))
     outputs: Outputs = {}
     for request in resumed:  # alone: few tokens are computed, not as many as all have together
         outputs |= run(loop, [request])

@@ -5,14 +5,20 @@ Where there is no GPU, too: the GPU's runner computes with the references of its
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
-from manyroots.kernels import choice
+from manyroots.kernels import choice, fp8_rows
 from manyroots.kernels.choice import Kernels
-from tests.gpu.checked import RESULTS
+from manyroots.kernels.fp8_rows import Fp8Form, Fp8Rows
+from manyroots.kernels.scaled import ScaledMatrix, quantize_rows
+from tests.gpu.checked import RESULTS, Record, checked_kernels
 from tests.gpu.engines import Side
 from tests.gpu.faults import FAULTS, batches, kernel_verdict, verdict
 from tests.gpu.parity import Parity
@@ -29,8 +35,8 @@ HYBRIDS = {
     "gated_norm.add_gated": "qwen3-next",
 }
 """By kernel that a dense model does not call: one that does."""
-OF_FP8 = "scaled_gemm.linear"
-OF_DENSE = [op for op in RESULTS if not op.startswith(OF_EXPERTS) and op not in (*HYBRIDS, OF_FP8)]
+OF_FP8 = ("scaled_gemm.linear", "scaled_gemm.in_fp8")
+OF_DENSE = [op for op in RESULTS if not op.startswith(OF_EXPERTS) and op not in {*HYBRIDS, *OF_FP8}]
 NOT_CALLED = (
     "attention.decode_attention", "attention.prefill_attention", "gemm.is_for",
     "scaled_gemm.is_for", "gemm.form_for", "scaled_gemm.form_for",
@@ -86,9 +92,41 @@ def test_q01_products_of_fp8_are_compared_and_their_rounding_is_allowed(tmp_path
     """Q01: the comparison takes an engine that rounds rows to FP8, and finds a wrong product."""
     parity = Parity(tmp_path, "llama-fp8-row", "bfloat16", Side.REFERENCES)
     parity.against_cpu(parity.compute({"scored": batches()["scored"]}, max_num_seqs=8))
-    said = kernel_verdict(parity, OF_FP8)
-    assert said is not None
-    assert OF_FP8 in said
+    for op in OF_FP8:
+        said = kernel_verdict(parity, op)
+        assert said is not None
+        assert op in said
+
+
+def test_q01_rows_may_be_rounded_by_another_scale_and_their_product_is_held_to_its_bound() -> None:
+    """Q01: of two scales with equal errors a kernel may take the other one. The product is compared
+    on the rows that the kernel rounded, so it is not wrong for that; a wrong product still is."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(64, 128, generator=generator).bfloat16()
+    weight = ScaledMatrix(*quantize_rows(torch.randn(96, 128, generator=generator) / 4), 128)
+    references = choice.reference_kernels()
+
+    def rounded(rows: Tensor, form: Fp8Form) -> Fp8Rows:
+        scales = fp8_rows.in_fp8(rows, form).scales * 1.0625
+        data = (rows.float() / scales).to(torch.float8_e4m3fn)
+        return Fp8Rows(data[None], scales, rows.shape[1], rows.dtype)
+
+    def verdict_on(factor: float) -> Record:
+        def linear(rows: Any, *rest: Any) -> Tensor:
+            given = rounded(rows, Fp8Form(1, 128)) if isinstance(rows, Tensor) else rows
+            return references.scaled_gemm.linear(given, *rest) * factor
+
+        room = SimpleNamespace(
+            **{**vars(references.scaled_gemm), "linear": linear, "in_fp8": rounded}
+        )
+        record = Record(torch.bfloat16)
+        record.is_on = True
+        checked_kernels(replace(references, scaled_gemm=room), record).scaled_gemm.linear(x, weight)
+        return record
+
+    verdict_on(1.0).check()
+    with pytest.raises(AssertionError, match=r"scaled_gemm\.linear"):
+        verdict_on(1.2).check()
 
 
 def test_every_kernel_that_has_a_reference_is_compared() -> None:

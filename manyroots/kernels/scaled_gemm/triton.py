@@ -1,7 +1,8 @@
 """Many rows times a weight in FP8, by the matrix instructions of FP8.
 
 Same signatures as `reference.py`. Rows come rounded, or are rounded by a kernel of their own, to
-the same bits as the reference's. Products with a scale for each row of the weight, in bfloat16, are
+the same bits as the reference's; where two scales leave the same error, up to the order in which it
+is summed, either may be chosen. Products with a scale for each row of the weight, in bfloat16, are
 the library's; others are tiles of ours, which scale each group's sums as they are added up.
 """
 

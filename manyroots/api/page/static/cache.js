@@ -108,7 +108,7 @@ export function cacheView() {
       let pages = 0;
       let hidden = 0;
       for (let i = 0; i < known.size; i += 1) {
-        pages += c.device[i] + (c.device[i] < c.pages[i] ? 0 : 0);
+        pages += c.device[i];
         if (c.nodes[i] > 1) hidden += c.nodes[i];
       }
       setText(lead, `${plural(known.size, "run")} of pages, ${count(pages)} pages on the device${hidden ? `; ${count(hidden)} short runs are counted together` : ""}. ${known.planes.map((p) => `${p[0]} on the ${p[2]}: ${count(p[6])} held, ${count(p[5])} cached, ${count(p[4])} free`).join("; ")}.`);
@@ -121,9 +121,11 @@ export function cacheView() {
   function holders(node) {
     const c = tree().columns;
     const found = [];
-    const places = new Map();
-    for (let i = node; i <= node + c.below[node]; i += 1) places.set(c.id[i], i);
-    for (const row of store.requests.values()) if (row[REQUEST.node] && places.has(row[REQUEST.node])) found.push(row[REQUEST.id]);
+    for (const row of store.requests.values()) {
+      // What is below a run comes right after it.
+      const place = row[REQUEST.node] ? c.id.indexOf(row[REQUEST.node], node) : -1;
+      if (place >= node && place <= node + c.below[node]) found.push(row[REQUEST.id]);
+    }
     return found;
   }
 
@@ -243,12 +245,19 @@ export function drawTree(canvas, tree, s) {
     if (style !== last) context.fillStyle = last = style;
     context.fillRect(x, y, w, h);
   };
+  const rows = new Int32Array(Math.ceil(width) + 2).fill(-1); // by column: the last row drawn there
   for (let i = 0; i < tree.size; i += 1) {
     const y = (c.y[i] - s.y) * s.sy;
     const h = c.leaves[i] * s.sy;
     const x = s.left + (c.x[i] - s.x) * s.sx;
     const w = c.pages[i] * s.sx;
     if (y > bottom || y + h < 0 || x > width || x + w < s.left) continue;
+    if (h < 1) {
+      // Thinner than a pixel: one run stands for all that begin at the same place.
+      const column = Math.max(0, Math.floor(x));
+      if (rows[column] === Math.floor(y)) continue;
+      rows[column] = Math.floor(y);
+    }
     const level = Math.min(LEVELS - 1, Math.floor(oldest(tree.tick - c.used[i]) * LEVELS));
     const gapY = h > 3 ? 1 : 0;
     const gapX = w > 3 ? 1 : 0;

@@ -1,35 +1,66 @@
 """manyroots: one base model, any number of LoRA adapters, an exact prefix cache.
 
-`LLM` is imported only when asked for: it brings torch along, and the server's front process and
-the decide half must not.
-
-Sets MIMALLOC_PURGE_DELAY, unless it is set: torch's allocator on Arm, which reads it when torch is
-imported, else gives what is freed back to the system after 10 ms and fetches it anew, page by page,
-when the next layer wants it. That was 6% of a batch's processor time (SmolLM2-135M, Neoverse-N1).
+What `__all__` names is the public interface. `LLM` and its outputs are imported on first use:
+`LLM` imports torch, which the server's front process and the decide half must not do. Importing
+this package changes no environment variable.
 """
 
 from __future__ import annotations
 
-import os
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from manyroots.adapter_names import LoRARequest
+from manyroots.errors import (
+    AdapterError,
+    ConfigError,
+    ManyrootsError,
+    ModelError,
+    NotFoundError,
+    OverloadedError,
+    RequestError,
+    TooLargeError,
+    TooLongError,
+    UnavailableError,
+)
 from manyroots.sampling import SamplingParams
 from manyroots.structured_outputs import StructuredOutputsParams
 from manyroots.version import __version__
 
-sets_purge_delay = "MIMALLOC_PURGE_DELAY" not in os.environ
-os.environ.setdefault("MIMALLOC_PURGE_DELAY", "1000")
-
 if TYPE_CHECKING:
     from manyroots.llm import LLM
+    from manyroots.llm_outputs import CompletionOutput, Logprob, RequestOutput
 
-__all__ = ["LLM", "LoRARequest", "SamplingParams", "StructuredOutputsParams", "__version__"]
+__all__ = [
+    "LLM",
+    "AdapterError",
+    "CompletionOutput",
+    "ConfigError",
+    "LoRARequest",
+    "Logprob",
+    "ManyrootsError",
+    "ModelError",
+    "NotFoundError",
+    "OverloadedError",
+    "RequestError",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "TooLargeError",
+    "TooLongError",
+    "UnavailableError",
+    "__version__",
+]
+
+_ON_FIRST_USE = {
+    "LLM": "manyroots.llm",
+    "CompletionOutput": "manyroots.llm_outputs",
+    "Logprob": "manyroots.llm_outputs",
+    "RequestOutput": "manyroots.llm_outputs",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "LLM":
-        from manyroots.llm import LLM
-
-        return LLM
+    if name in _ON_FIRST_USE:
+        return getattr(import_module(_ON_FIRST_USE[name]), name)
     raise AttributeError(f"module 'manyroots' has no attribute {name!r}")

@@ -31,10 +31,10 @@ import torch
 from manyroots.config import ModelSettings
 from manyroots.kernels.tolerances import TOLERANCES
 from manyroots.models.source import resolve_source
-from manyroots.simulate.slices import command
 from tests.adapter_folders import Recipe, write_adapter
 from tests.e2e.conftest import API_KEY, HEADERS, Server
 from tests.patience import PATIENCE_S
+from tests.slices import command
 from tests.storm_folders import storm_folder
 from tests.unit.models.tiny import load_tiny, save_tiny
 from tests.unit.text.tiny_tokenizer import tiny_backend

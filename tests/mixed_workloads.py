@@ -61,7 +61,6 @@ from manyroots.messages import (
     UnloadLora,
 )  # fmt: skip
 from manyroots.sampling import SamplingParams
-from manyroots.simulate.slices import command
 from manyroots.step import Runner, TokenLogprobs
 from manyroots.store.backends.files import Files
 from manyroots.store.backends.redis import Redis
@@ -73,6 +72,7 @@ from tests.differential import ADAPTERS, ALL_MIXES, PAGE, RECURRENT
 from tests.kv_events import Consumer, resident
 from tests.patience import PATIENCE_S
 from tests.quick_tiers import worth_loading
+from tests.slices import command
 from tests.storm_folders import storm_folder
 from tests.unit.models.tiny import load_tiny, save_tiny
 from tests.unit.store.tiers import RedisServer, server_program

@@ -35,7 +35,6 @@ from unittest import mock
 
 import httpx
 
-from manyroots.simulate.slices import command
 from tests.differential import PAGE
 from tests.e2e.conftest import API_KEY, HEADERS, Server
 from tests.mixed_workloads import (
@@ -51,6 +50,7 @@ from tests.mixed_workloads import (
     world_of,
 )  # fmt: skip
 from tests.patience import PATIENCE_S
+from tests.slices import command
 from tests.unit.store.tiers import RedisServer, server_program
 
 ADMIN = {"authorization": "Bearer the-admin"}

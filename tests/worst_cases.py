@@ -27,10 +27,10 @@ from typing import Any
 
 import httpx
 
-from manyroots.simulate.slices import command
 from tests.bodies import USUAL
 from tests.e2e.conftest import HEADERS, Server
 from tests.patience import PATIENCE_S
+from tests.slices import command
 from tests.tiny_server import tiny_server
 from tests.unit.api.harness import Harness
 

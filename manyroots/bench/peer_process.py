@@ -1,6 +1,6 @@
 """transformers' peer in a process of its own, as its users run it: with torch's own settings.
 
-What importing this package sets for torch's allocator would make the peer faster than it is
+What the `manyroots` command sets for torch's allocator would make the peer faster than it is
 elsewhere. Takes and gives one line of JSON for each run, over pipes; the same two methods as
 `TransformersPeer`. A line on stderr is the peer's own.
 """
@@ -20,9 +20,7 @@ import manyroots
 from manyroots.bench.processor import Taken
 from manyroots.config import ModelSettings
 from manyroots.errors import ConfigError, ManyrootsError
-
-PURGE_DELAY = "MIMALLOC_PURGE_DELAY"
-_ALLOCATORS_OWN_MS = "10"
+from manyroots.torch_allocator import callers_environment
 
 
 class PeerProcess:
@@ -71,11 +69,9 @@ class PeerProcess:
 
 
 def _environment() -> dict[str, str]:
-    """Ours, but for what this package has set in it."""
+    """The caller's, with this package on the path."""
     home = str(Path(manyroots.__file__).parents[1])
-    found = dict(os.environ)
-    if manyroots.sets_purge_delay:
-        found[PURGE_DELAY] = _ALLOCATORS_OWN_MS
+    found = callers_environment()
     found["PYTHONPATH"] = os.pathsep.join(filter(None, (home, found.get("PYTHONPATH"))))
     return found
 

@@ -8,7 +8,6 @@ everything with few layers, that many at a time, which leaves the same kernels i
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from typing import Any
 
 from manyroots.bench.machine import describe_machine
 from manyroots.bench.table_rows import TableRow, TableRun
+from manyroots.torch_allocator import callers_environment
 
 COMPILED = ("--layers", "4", "--repeats", "1", "--num-gpu-blocks-override", "16384")
 """Behind a run's own arguments. So many pages, because several engines share the memory."""
@@ -85,7 +85,11 @@ def _bench(arguments: Sequence[str], target: Path, log: Path, *, quiet: bool = F
     few = {"OMP_NUM_THREADS": "1"} if quiet else {}
     with log.open("w") as file:
         return subprocess.run(
-            command, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, **few}, check=False
+            command,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env={**callers_environment(), **few},
+            check=False,
         ).returncode
 
 

@@ -27,11 +27,15 @@ from manyroots.config import ENGINE_ROOMS, engine_settings
 from manyroots.errors import ManyrootsError
 from manyroots.flag_aliases import translate
 from manyroots.server_config import ServerSettings, check_together, server_settings
+from manyroots.torch_allocator import keep_freed_memory
 from manyroots.version import __version__
 
 
 def main(argv: list[str] | None = None) -> int:
-    words = sys.argv[1:] if argv is None else argv
+    words = argv
+    if words is None:
+        words = sys.argv[1:]
+        keep_freed_memory()  # a process of our own, in which torch is not imported yet
     try:
         arguments = _parse(words)
         return int(arguments.run(vars(arguments)) or 0)

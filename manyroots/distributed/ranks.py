@@ -8,7 +8,6 @@ of what the messages are for.
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from manyroots.config import EngineSettings
 from manyroots.distributed.channel import Channel, ClosedError
 from manyroots.distributed.wire import Join, Loaded, RankMessageKind, decode, encode
 from manyroots.errors import ModelError
+from manyroots.torch_allocator import engine_environment
 
 RANK_COMMAND = (sys.executable, "-m", "manyroots.engine.rank_process")
 CLOSE_TIMEOUT_S = 5.0
@@ -46,7 +46,7 @@ class Ranks:
                 # Its standard input is the channel: its end means that the parent is gone. A
                 # session of its own, so that Ctrl-C in a terminal reaches only the parent.
                 process = subprocess.Popen(
-                    command, stdin=there.fileno(), start_new_session=True, env=os.environ
+                    command, stdin=there.fileno(), start_new_session=True, env=engine_environment()
                 )
             self._processes.append(process)
             self._channels.append(Channel(here))

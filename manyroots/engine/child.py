@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import signal
 import sys
 import tempfile
@@ -27,6 +26,7 @@ from manyroots.engine.wire import MessageKind, SubmitWriter, decode, encode
 from manyroots.errors import ModelError, UnavailableError
 from manyroots.messages import EngineInfo, Submit
 from manyroots.progress import Progress
+from manyroots.torch_allocator import engine_environment
 
 logger = logging.getLogger("manyroots")
 
@@ -70,7 +70,7 @@ class Child:
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "manyroots.engine.process", address, str(time.monotonic()),
             stdin=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-            start_new_session=True, env=os.environ,
+            start_new_session=True, env=engine_environment(),
         )  # fmt: skip
         self._reader = asyncio.create_task(self._pass_lines_on())
         greeting = asyncio.create_task(self._greet(settings, on_progress))

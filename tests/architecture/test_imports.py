@@ -16,7 +16,7 @@ BASE = {
     "ids", "errors", "version", "sampling", "step", "messages", "adapter_names", "options",
     "config", "server_config", "gguf_header", "gguf_parts", "gguf_tokens", "git_lfs", "progress",
     "kv_configs", "gc_tuning", "structured_outputs", "json_schemas", "snapshot",
-    "helper_process",
+    "helper_process", "torch_allocator",
 }  # fmt: skip
 """Files at the top of the package that any room may import."""
 
@@ -34,6 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "gguf_tokens": set(),
     "progress": set(),
     "gc_tuning": set(),
+    "torch_allocator": set(),
     "adapter_names": {"errors"},
     "kv_configs": {"errors"},
     "options": {"errors", "adapter_names"},
@@ -74,7 +75,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {"layers", "kernels", "distributed", "runner"},
     "simulate": BASE | {"scheduler", "cache", "lora", "runner", "engine"},
     "cli": BASE | {"flag_aliases", "llm", "api", "text", "bench", "simulate", "lora", "engine"},
-    "__init__": {"llm", "sampling", "structured_outputs", "adapter_names", "version"},
+    "__init__": {"llm", "llm_outputs", "errors", "sampling", "structured_outputs", "adapter_names"}
+    | {"version"},
     "__main__": {"cli"},
 }
 

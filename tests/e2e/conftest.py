@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -49,13 +49,20 @@ def command_of(pid: int) -> str:
 class Server:
     """One `manyroots serve`, started with extra flags, ended by its own pid."""
 
-    def __init__(self, *flags: str, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        *flags: str,
+        env: dict[str, str] | None = None,
+        command: Sequence[str] = (sys.executable, "-m", "manyroots.cli"),
+        cwd: Path | None = None,
+    ) -> None:
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed in stop()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "manyroots.cli", "serve", *_FLOAT32, "--port", "0", *flags],
+            [*command, "serve", *_FLOAT32, "--port", "0", *flags],
             stdout=self._log,
             stderr=subprocess.STDOUT,
             env=env,
+            cwd=cwd,
         )  # fmt: skip
 
     @cached_property
@@ -142,8 +149,13 @@ class Server:
 
 
 @contextlib.contextmanager
-def running(*flags: str, env: dict[str, str] | None = None) -> Iterator[Server]:
-    server = Server(*flags, env=env)
+def running(
+    *flags: str,
+    env: dict[str, str] | None = None,
+    command: Sequence[str] = (sys.executable, "-m", "manyroots.cli"),
+    cwd: Path | None = None,
+) -> Iterator[Server]:
+    server = Server(*flags, env=env, command=command, cwd=cwd)
     try:
         yield server
     finally:

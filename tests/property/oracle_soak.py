@@ -2,7 +2,7 @@
 is asked (R02).
 
 Runs walks seed after seed until that many rules were checked. A walk that fails is told as the code
-that replays it, made as short as it can be. Needs nothing but numpy; `manyroots.simulate.slices`
+that replays it, made as short as it can be. Needs nothing but numpy; `tests.slices`
 has the other options: processes, and a file to go on from.
 """
 
@@ -11,8 +11,8 @@ from __future__ import annotations
 import logging
 import sys
 
-from manyroots.simulate.slices import command
 from tests.property.cache_oracle import Walk
+from tests.slices import command
 
 
 def run_seed(seed: int) -> tuple[dict[str, int], str | None]:

@@ -1,6 +1,6 @@
 """Random faulty traffic through the simulator, audited after every step, and replayed exactly.
 
-`python -m manyroots.simulate.soak` runs more of the same.
+`python -m tests.property.engine_soak` runs more of the same.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import pytest
 
 from manyroots.simulate.random_case import random_case
 from manyroots.simulate.simulation import SimulationRun, simulate
-from manyroots.simulate.soak import run_seed, soak
+from tests.property.engine_soak import run_seed, soak
 
 NUM_SEEDS = 100
 NUM_STEPS = 20_000

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -13,10 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-import manyroots
+from manyroots import torch_allocator
 from manyroots.bench import peer_process
 from manyroots.bench.peers import TransformersPeer
 from manyroots.config import ModelSettings
+from manyroots.torch_allocator import PURGE_DELAY
 from tests.unit.models.tiny import save_tiny
 
 
@@ -31,13 +31,17 @@ def test_the_transformers_peer_has_our_weights(kind: str, tmp_path: Path) -> Non
     assert len(tokens[0]) == 4
 
 
-@pytest.mark.parametrize(("is_ours", "given"), [(True, "10"), (False, "77")])
-def test_a_peer_has_the_allocators_own_setting_or_the_users_never_ours(
-    is_ours: bool, given: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("given", [None, "77"])
+def test_a_peer_has_the_callers_allocator_setting_never_ours(
+    given: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(manyroots, "sets_purge_delay", is_ours)
-    monkeypatch.setenv("MIMALLOC_PURGE_DELAY", "1000" if is_ours else "77")
-    assert peer_process._environment()["MIMALLOC_PURGE_DELAY"] == given
+    monkeypatch.delenv(PURGE_DELAY, raising=False)
+    monkeypatch.setattr(torch_allocator, "_is_set_here", False)
+    if given is not None:
+        monkeypatch.setenv(PURGE_DELAY, given)
+    torch_allocator.keep_freed_memory()
+    assert os.environ[PURGE_DELAY] == (given or "1000")
+    assert peer_process._environment().get(PURGE_DELAY) == given
 
 
 def test_a_peer_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,16 +51,3 @@ def test_a_peer_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(sys, "stdout", said)
     peer_process._serve()
     assert "no such file or folder" in json.loads(said.getvalue())["error"]
-
-
-def test_importing_the_package_keeps_freed_memory_for_a_second_unless_the_user_says_otherwise() -> (
-    None
-):
-    code = "import manyroots, os; print(os.environ['MIMALLOC_PURGE_DELAY'])"
-    for set_before, found in ((None, "1000"), ("5", "5")):
-        env = {name: value for name, value in os.environ.items() if "MIMALLOC" not in name}
-        env |= {} if set_before is None else {"MIMALLOC_PURGE_DELAY": set_before}
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
-        )
-        assert done.stdout.strip() == found

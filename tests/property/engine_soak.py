@@ -1,4 +1,4 @@
-"""`python -m manyroots.simulate.soak --steps N`: random faulty traffic, audited after every step.
+"""`python -m tests.property.engine_soak --steps N`: random faulty traffic, audited at every step.
 
 Runs seed after seed until that many steps were audited; says how many seeds, steps and seconds it
 took, and every seed that failed. A seed replays alone with `--seed S --steps 1`. `slices` has the
@@ -12,7 +12,7 @@ import sys
 from manyroots.messages import FinishReason
 from manyroots.simulate.random_case import random_case
 from manyroots.simulate.simulation import simulate
-from manyroots.simulate.slices import Tally, command, run_slices
+from tests.slices import Tally, command, run_slices
 
 
 def run_seed(seed: int) -> tuple[dict[str, int], str | None]:
@@ -51,7 +51,7 @@ def soak(*, first_seed: int, num_steps: int, num_seeds: int, jobs: int = 1) -> T
 
 
 def main(argv: list[str] | None = None) -> int:
-    return command("manyroots.simulate.soak", run_seed, "steps", description=__doc__, argv=argv)
+    return command("tests.property.engine_soak", run_seed, "steps", description=__doc__, argv=argv)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 
+import manyroots
 from manyroots.errors import ManyrootsError
 
 SEEDS_PER_SLICE = 10
@@ -114,7 +115,7 @@ class SliceFile:
 @cache
 def code_digest() -> str:
     """Which code this is: a number of all the package's source."""
-    package = Path(__file__).parents[1]
+    package = Path(manyroots.__file__).parent
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         digest.update(f"{path.relative_to(package)} {path.stat().st_size}\n".encode())

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from manyroots.errors import ManyrootsError
-from manyroots.simulate.slices import (
+from tests.slices import (
     SEEDS_PER_SLICE,
     UNFINISHED,
     SliceFile,
@@ -20,7 +20,7 @@ from manyroots.simulate.slices import (
     run_slices,
 )
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 ran: list[int] = []
 ONLY_NUMPY = """
 import sys
@@ -120,7 +120,7 @@ def test_the_exit_status_tells_what_came_of_it(
     "arguments",
     [
         ("tests.property.oracle_soak", "--rules", "100"),
-        ("manyroots.simulate.soak", "--steps", "100"),
+        ("tests.property.engine_soak", "--steps", "100"),
     ],
 )
 def test_long_runs_need_nothing_but_numpy(arguments: tuple[str, ...], tmp_path: Path) -> None:

@@ -5,7 +5,13 @@ BIN := $(VENV)/bin
 ARGS ?=
 PIP_FLAGS := --quiet --disable-pip-version-check --retries 10 --timeout 60
 
-.PHONY: serve test check lint types architecture bench clean
+.PHONY: serve test quick check lint types architecture files bench clean
+
+# One file a subject: cache, scheduler, a real engine with adapters, the HTTP routes, the docs.
+QUICK := tests/architecture tests/unit/cache/test_cache.py tests/unit/cache/test_namespaces.py \
+	tests/unit/scheduler/test_scheduler.py tests/unit/scheduler/test_endings.py \
+	tests/unit/engine/test_real_namespaces.py tests/unit/api/test_completions_route.py \
+	tests/unit/test_package.py tests/unit/test_docs_facts.py
 
 serve: $(VENV)/.installed
 	$(BIN)/manyroots serve $(ARGS)
@@ -19,7 +25,11 @@ test: $(VENV)/.installed-test
 	$(MAKE) --jobs=2 check
 	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --ignore tests/architecture $(ARGS)
 
-check: lint types architecture
+# For the loop of editing and looking: lint, types and the tests that matter most.
+quick: lint types
+	$(BIN)/python -m pytest -q -n auto --dist loadfile $(QUICK) $(ARGS)
+
+check: lint types architecture files
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
@@ -30,6 +40,14 @@ types: $(VENV)/.installed-test
 
 architecture: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -q tests/architecture
+
+# What is not Python: each kind of file by its own linter.
+SCHEMA := $(BIN)/python -m check_jsonschema --builtin-schema
+files: $(VENV)/.installed-test
+	$(BIN)/python -m yamllint --strict .
+	$(SCHEMA) vendor.github-workflows .github/workflows/*.yml
+	$(SCHEMA) vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
+	$(SCHEMA) vendor.github-issue-forms .github/ISSUE_TEMPLATE/bug.yml .github/ISSUE_TEMPLATE/idea.yml
 
 bench: $(VENV)/.installed
 	$(BIN)/manyroots bench offline --compare transformers $(ARGS)

@@ -45,6 +45,9 @@ architecture: $(VENV)/.installed-test
 SCHEMA := $(BIN)/python -m check_jsonschema --builtin-schema
 files: $(VENV)/.installed-test
 	$(BIN)/python -m yamllint --strict .
+	$(BIN)/hadolint deploy/Dockerfile.*
+	$(BIN)/python -m kubernetes_validate --strict --quiet deploy/kubernetes/*.yaml
+	$(SCHEMA) vendor.compose-spec deploy/compose.yaml
 	$(SCHEMA) vendor.github-workflows .github/workflows/*.yml
 	$(SCHEMA) vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
 	$(SCHEMA) vendor.github-issue-forms .github/ISSUE_TEMPLATE/bug.yml .github/ISSUE_TEMPLATE/idea.yml

@@ -127,7 +127,8 @@ def test_a_server_with_a_key_is_scraped_with_it() -> None:
         [found] = yaml.safe_load((DEPLOY / "prometheus" / name).read_text())["scrape_configs"]
         return dict(found)
 
-    assert "/metrics" not in OPEN_PATHS
+    assert "/metrics" in OPEN_PATHS
+    assert "metrics_key" in ServerSettings.__dataclass_fields__
     assert "authorization" not in job("prometheus.yml")
     assert job("prometheus-with-key.yml")["authorization"]["type"] == "Bearer"
 

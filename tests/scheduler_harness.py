@@ -73,6 +73,10 @@ class _Launched(Future[StepResult]):
         self.slots = set()
         return self._future.result(timeout)
 
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self.slots = set()
+        return self._future.exception(timeout)
+
 
 class _Watched:
     """A runner that checks every plan against the step's limits before passing it on, and that no

@@ -304,12 +304,12 @@ MALFORMED: list[tuple[bytes, tuple[int, ...]]] = [
     (post_head("/v1/completions", "X-Huge: " + "a" * 200_000, "Content-Length: 0"), (400, 431)),
     (b"GET /nope HTTP/1.1\r\nHost: x\r\n" + KEY_LINE.encode() + b"\r\n", (404,)),
     (b"DELETE /v1/completions HTTP/1.1\r\nHost: x\r\n" + KEY_LINE.encode() + b"\r\n", (405,)),
-    (b"GET /metrics HTTP/1.1\r\nHost: x/health\r\n\r\n", (401,)),
-    (b"GET /metrics HTTP/1.1\r\nHost: /health?\r\n\r\n", (401,)),
-    (b"GET /metrics HTTP/1.1\r\nHost: x/health\r\n" + KEY_LINE.encode() + b"\r\n", (400,)),
-    (b"GET /metrics HTTP/1.1\r\nHost: x\r\nHost: y\r\n" + KEY_LINE.encode() + b"\r\n", (400,)),
-    (b"GET http://x/health/../metrics HTTP/1.1\r\nHost: x\r\n\r\n", (401,)),
-    (b"GET /health/../metrics HTTP/1.1\r\nHost: x\r\n\r\n", (401,)),
+    (b"GET /v1/models HTTP/1.1\r\nHost: x/health\r\n\r\n", (401,)),
+    (b"GET /v1/models HTTP/1.1\r\nHost: /health?\r\n\r\n", (401,)),
+    (b"GET /v1/models HTTP/1.1\r\nHost: x/health\r\n" + KEY_LINE.encode() + b"\r\n", (400,)),
+    (b"GET /v1/models HTTP/1.1\r\nHost: x\r\nHost: y\r\n" + KEY_LINE.encode() + b"\r\n", (400,)),
+    (b"GET http://x/health/../v1/models HTTP/1.1\r\nHost: x\r\n\r\n", (401,)),
+    (b"GET /health/../v1/models HTTP/1.1\r\nHost: x\r\n\r\n", (401,)),
 ]
 
 
@@ -326,7 +326,7 @@ def test_a_body_that_ends_early_is_not_waited_for(server: Server) -> None:
 
 
 def test_the_same_request_id_twice_at_once_is_two_requests(server: Server, model: str) -> None:
-    """R03: ids inside are the server's own."""
+    """R03: the caller's id names its answers, and the server's own ids keep requests apart."""
     body = {"model": model, "prompt": GOOD_PROMPTS[0], "max_tokens": 4, "temperature": 0}
     headers = HEADERS | {"x-request-id": "same"}
     answers: list[httpx.Response] = []
@@ -341,5 +341,6 @@ def test_the_same_request_id_twice_at_once_is_two_requests(server: Server, model
     for thread in threads:
         thread.join()
     assert [answer.headers["x-request-id"] for answer in answers] == ["same"] * 3
-    assert len({answer.json()["id"] for answer in answers}) == 3
+    assert [answer.json()["id"] for answer in answers] == ["cmpl-same"] * 3
+    assert {answer.json()["usage"]["completion_tokens"] for answer in answers} == {4}
     assert len({answer.json()["choices"][0]["text"] for answer in answers}) == 1

@@ -139,48 +139,48 @@ def linked_folder(folder: Path) -> None:
 
 
 BROKEN: dict[str, tuple[Spoil, str]] = {
-    "config not json": (config_bytes(b"{"), "not valid JSON"),
-    "config of bytes": (config_bytes(b"\xff\xfe"), "not UTF-8"),
-    "config no object": (config_bytes(b"[]"), "must be a JSON object"),
-    "config huge": (config_bytes(b" " * (5 << 20)), "at most"),
-    "config deep": (config_bytes(b"[" * 100_000), "nested too deeply"),
-    "rank 0": (config(r=0), "r is 0"),
-    "rank negative": (config(r=-4), "r is -4"),
-    "rank over the limit": (
+    "config-not-json": (config_bytes(b"{"), "not valid JSON"),
+    "config-of-bytes": (config_bytes(b"\xff\xfe"), "not UTF-8"),
+    "config-no-object": (config_bytes(b"[]"), "must be a JSON object"),
+    "config-huge": (config_bytes(b" " * (5 << 20)), "at most"),
+    "config-deep": (config_bytes(b"[" * 100_000), "nested too deeply"),
+    "rank-0": (config(r=0), "r is 0"),
+    "rank-negative": (config(r=-4), "r is -4"),
+    "rank-over-the-limit": (
         lambda folder: write_adapter(folder, TARGETS, Recipe(rank=MAX_RANK + 1)),
         "--max-lora-rank",
     ),
-    "pattern of no module": (config(rank_pattern={"q_prj": 2}), "matches no module"),
-    "pattern no expression": (config(alpha_pattern={"(": 2}), "not a regular expression"),
-    "pattern bomb": (config(alpha_pattern={"(.*.*)*(.*.*)*z": 2}), "matches no module"),
+    "pattern-of-no-module": (config(rank_pattern={"q_prj": 2}), "matches no module"),
+    "pattern-no-expression": (config(alpha_pattern={"(": 2}), "not a regular expression"),
+    "pattern-bomb": (config(alpha_pattern={"(.*.*)*(.*.*)*z": 2}), "matches no module"),
     "dora": (config(use_dora=True), "DoRA"),
-    "dora tensors": (tensor(f"{Q}.lora_magnitude_vector", torch.zeros(48)), "DoRA"),
-    "modules to save": (config(modules_to_save=["lm_head"]), "modules_to_save"),
-    "whole module": (tensor("base_model.model.score.weight", torch.zeros(1)), "the whole weight"),
-    "extra vocabulary": (
+    "dora-tensors": (tensor(f"{Q}.lora_magnitude_vector", torch.zeros(48)), "DoRA"),
+    "modules-to-save": (config(modules_to_save=["lm_head"]), "modules_to_save"),
+    "whole-module": (tensor("base_model.model.score.weight", torch.zeros(1)), "the whole weight"),
+    "extra-vocabulary": (
         tensor(f"{EMBEDDING}.base_layer.weight", torch.zeros(302, 48)), "another vocabulary",
     ),
-    "unknown modules": (config(target_modules=["q_proj", "in_proj"]), "in_proj"),
-    "unknown layer": (
+    "unknown-modules": (config(target_modules=["q_proj", "in_proj"]), "in_proj"),
+    "unknown-layer": (
         tensor(f"{Q.replace('.0.', '.9.')}.lora_A.weight", torch.zeros(3, 48)), "layers.9",
     ),
-    "not lora": (config(peft_type="LOHA"), "LOHA"),
-    "another model": (another_model, "need"),
-    "wrong shape": (tensor(f"{Q}.lora_A.weight", torch.zeros(3, 47)), "need"),
+    "not-lora": (config(peft_type="LOHA"), "LOHA"),
+    "another-model": (another_model, "need"),
+    "wrong-shape": (tensor(f"{Q}.lora_A.weight", torch.zeros(3, 47)), "need"),
     "nan": (number(f"{Q}.lora_A.weight", float("nan")), "NaN or infinite"),
     "infinite": (number(f"{Q}.lora_B.weight", float("-inf")), "NaN or infinite"),
-    "a without b": (tensor(f"{Q}.lora_B.weight", None), "lora_A without lora_B"),
-    "b without a": (tensor(f"{Q}.lora_A.weight", None), "lora_B without lora_A"),
+    "a-without-b": (tensor(f"{Q}.lora_B.weight", None), "lora_A without lora_B"),
+    "b-without-a": (tensor(f"{Q}.lora_A.weight", None), "lora_B without lora_A"),
     "truncated": (weights_bytes(lambda raw: raw[:-100]), "bytes of data and"),
-    "truncated header": (weights_bytes(lambda raw: raw[:100]), "its header claims"),
-    "empty file": (weights_bytes(lambda raw: b""), "fewer than any safetensors"),
-    "header of 2^63": (
+    "truncated-header": (weights_bytes(lambda raw: raw[:100]), "its header claims"),
+    "empty-file": (weights_bytes(lambda raw: b""), "fewer than any safetensors"),
+    "header-of-2-63": (
         weights_bytes(lambda raw: (1 << 63).to_bytes(8, "little") + raw[8:]), "claims",
     ),
-    "overlapping offsets": (offsets(overlap), "overlaps"),
-    "offsets out of range": (offsets(beyond), "bytes of data and"),
-    "bin only": (lambda folder: (folder / WEIGHTS).rename(folder / "adapter_model.bin"), "bin"),
-    "no weights": (lambda folder: (folder / WEIGHTS).unlink(), f"has no {WEIGHTS}"),
+    "overlapping-offsets": (offsets(overlap), "overlaps"),
+    "offsets-out-of-range": (offsets(beyond), "bytes of data and"),
+    "bin-only": (lambda folder: (folder / WEIGHTS).rename(folder / "adapter_model.bin"), "bin"),
+    "no-weights": (lambda folder: (folder / WEIGHTS).unlink(), f"has no {WEIGHTS}"),
     "fifo": (fifo(WEIGHTS), "FIFO"),
     "device": (link(WEIGHTS, "/dev/zero"), "device|folder that adapters may come from"),
 }  # fmt: skip
@@ -188,11 +188,11 @@ BROKEN: dict[str, tuple[Spoil, str]] = {
 
 OUTSIDE = "not in a folder that adapters may come from"
 BROKEN_FOLDERS: dict[str, tuple[Spoil, str]] = {
-    "no config": (lambda folder: (folder / CONFIG).unlink(), f"has no {CONFIG}"),
-    "config fifo": (fifo(CONFIG), "FIFO"),
-    "weights linked out": (link_out, OUTSIDE),
-    "folder linked out": (linked_folder, OUTSIDE),
-    "config linked out": (link(CONFIG, "/etc/hostname"), OUTSIDE),
+    "no-config": (lambda folder: (folder / CONFIG).unlink(), f"has no {CONFIG}"),
+    "config-fifo": (fifo(CONFIG), "FIFO"),
+    "weights-linked-out": (link_out, OUTSIDE),
+    "folder-linked-out": (linked_folder, OUTSIDE),
+    "config-linked-out": (link(CONFIG, "/etc/hostname"), OUTSIDE),
 }
 """Refused at start if named there, or allowed since the operator says so."""
 
@@ -325,7 +325,7 @@ def test_names_and_unloads_that_make_no_sense_are_refused_while_others_stream(
     with good_streams(server, quiet):
         for name, saying in {
             "few": "exists already", MODEL: "base model", "a//b": "like a path", "..": "a path",
-            "": "has 0 characters", "x" * 200: "has 200 characters", "a\nb": "control",
+            "": "has 0 characters", "x" * 200: "has 200 characters", "a\nb": "other characters",
         }.items():  # fmt: skip
             assert fault(server.load(name, "other"), saying) is None, name
         assert server.unload("nobody").status_code == 404

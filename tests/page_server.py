@@ -40,7 +40,8 @@ def page_server(
     given: dict[str, int | str] = {"max-loras": 2, "max-queued-requests": 2000} | flags
     with serving(tiny, *modules, **given) as served:
         if with_attack:
-            assert served.load(ATTACK, tiny.path("other")).status_code == 200
+            assert served.load(ATTACK, tiny.path("other")).status_code == 400, "refused as a name"
+            assert served.load("other", tiny.path("other")).status_code == 200
         yield served
 
 

@@ -250,8 +250,8 @@ def test_a_wrong_key_is_a_401(server: Server) -> None:
     stranger = openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0)
     with pytest.raises(openai.AuthenticationError):
         stranger.models.list()
-    assert httpx.get(f"{server.url}/metrics", timeout=PATIENCE_S).status_code == 401
-    for path in ("/health", "/ready"):
+    assert httpx.get(f"{server.url}/v1/models", timeout=PATIENCE_S).status_code == 401
+    for path in ("/health", "/ready", "/metrics"):
         assert httpx.get(server.url + path, timeout=PATIENCE_S).status_code == 200
 
 

@@ -110,7 +110,6 @@ def test_g07_every_view_shows_what_runs(served: AdapterServer, browser: Browser)
 
         show(tab, "adapters")
         tab.until("document.querySelectorAll('#view tbody tr').length === 4")
-        tab.until("[...document.querySelectorAll('td')].some((c) => c.innerText.includes('<img'))")
         assert not tab.run("document.querySelector('#view img')")
 
         show(tab, "steps")

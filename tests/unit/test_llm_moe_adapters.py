@@ -24,9 +24,9 @@ RECIPES = {
         form.value: Recipe(rank=2 + index, experts=form, modules=MODULES, seed=index)
         for index, form in enumerate(ExpertFormat)
     },
-    "experts alone": Recipe(rank=16, modules=MODULES[1:], experts=ExpertFormat.STACKED, seed=20),
-    "attention alone": Recipe(rank=3, modules=("q_proj", "v_proj"), seed=21),
-    "router, too": Recipe(rank=4, alpha=30, modules=(*MODULES, "gate"), seed=22),
+    "experts-alone": Recipe(rank=16, modules=MODULES[1:], experts=ExpertFormat.STACKED, seed=20),
+    "attention-alone": Recipe(rank=3, modules=("q_proj", "v_proj"), seed=21),
+    "router-too": Recipe(rank=4, alpha=30, modules=(*MODULES, "gate"), seed=22),
 }
 
 
@@ -98,5 +98,5 @@ def test_each_format_alone_w15(served: Served) -> None:
 
 def test_loading_names_the_projections_of_experts(served: Served) -> None:
     with start(served) as llm:
-        reply = llm.load_adapter("it", str(served.folder / "experts alone"))
+        reply = llm.load_adapter("it", str(served.folder / "experts-alone"))
         assert (reply.rank, set(reply.modules)) == (16, {"gate_proj", "up_proj", "down_proj"})

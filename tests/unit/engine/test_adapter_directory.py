@@ -351,11 +351,11 @@ def test_s03_a_pinned_adapter_keeps_its_slot_and_never_the_last_one(make: Any) -
         directory.submit(number + 1, name)
         directory.run()
     assert directory.directory.where("kept") is Tier.DEVICE
-    directory.load(2, "too many", directory.write("d"), is_pinned=True)
+    directory.load(2, "too-many", directory.write("d"), is_pinned=True)
     directory.run()
     assert "--max-loras" in str(directory.replies[2].error)
     directory.unload(3, "kept")
-    directory.load(4, "too many", directory.write("d"), is_pinned=True)
+    directory.load(4, "too-many", directory.write("d"), is_pinned=True)
     directory.run()
     assert directory.replies[4].error is None
 

@@ -38,7 +38,7 @@ FORMS = {
         rank=4, modules=("q_proj", "v_proj"), scale=0.5, seed=10,
         config={"alpha_pattern": {"q_proj": 2.0}},
     ),
-    "every module": Recipe(rank=3, scale=0.4, seed=12),
+    "every-module": Recipe(rank=3, scale=0.4, seed=12),
 }  # fmt: skip
 
 

@@ -35,8 +35,8 @@ RECIPES = {
         form.value: Recipe(rank=2 + index, experts=form, modules=ATTENTION + EXPERTS, seed=index)
         for index, form in enumerate(ExpertFormat)
     },
-    "down alone": Recipe(rank=16, alpha=6, modules=("down_proj",), seed=20),
-    "attention alone": Recipe(rank=3, modules=ATTENTION, seed=21),
+    "down-alone": Recipe(rank=16, alpha=6, modules=("down_proj",), seed=20),
+    "attention-alone": Recipe(rank=3, modules=ATTENTION, seed=21),
     "shared, all modules": Recipe(
         rank=5, experts=ExpertFormat.SHARED_OUTER, is_rank_stabilised=True, alpha=2, seed=22
     ),

@@ -73,10 +73,10 @@ def test_all_linear_adapters_and_the_base_in_one_batch_give_pefts_logits_w17(
 
 
 RECIPES = {
-    "router alone": Recipe(rank=4, alpha=40, modules=("gate",), seed=1),
-    "router and experts": Recipe(rank=3, modules=("gate", "up_proj", "down_proj"), seed=2),
-    "experts alone": Recipe(rank=5, modules=("gate_proj", "down_proj"), seed=3),
-    "attention alone": Recipe(rank=3, modules=("q_proj",), seed=4),
+    "router-alone": Recipe(rank=4, alpha=40, modules=("gate",), seed=1),
+    "router-and-experts": Recipe(rank=3, modules=("gate", "up_proj", "down_proj"), seed=2),
+    "experts-alone": Recipe(rank=5, modules=("gate_proj", "down_proj"), seed=3),
+    "attention-alone": Recipe(rank=3, modules=("q_proj",), seed=4),
     "everything": Recipe(rank=8, alpha=4, seed=5),
 }
 

@@ -22,4 +22,4 @@ def handle(message: Message) -> Message:
 
 
 if __name__ == "__main__":
-    answer_calls(handle, cpu_s=0, memory_bytes=1 << 28)
+    answer_calls(handle, cpu_s=1, memory_bytes=1 << 28)

@@ -2340,8 +2340,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     ),
     Mutation(
         "api/preprocess.py",
-        "    return tokens[-wanted:]\n",
-        "    return tokens[:wanted]\n",
+        'return tokens[:wanted] if side == "right" else tokens[-wanted:]',
+        "return tokens[:wanted]",
         "a prompt that is cut keeps its beginning",
         (f"{HABITS}test_g04_prompts_keep_their_last_tokens[3-3]",),
     ),

@@ -45,8 +45,8 @@ class State(enum.Enum):
     """Holds a lease whose units are on their way to the device."""
     RUNNING = "running"
     """Holds a row and a lease."""
-    PAUSED = "paused"
-    """Has begun and has no row for now; holds a lease (`slices.py`)."""
+    RESTING = "resting"
+    """Runs on later; holds a lease."""
     DRAINING = "draining"
     """Finished, but a launched step still writes to its pages; holds a row and a lease."""
     FINISHED = "finished"
@@ -134,7 +134,7 @@ class Request:
         self.num_in_flight_tokens = 0
         """Of a request that lost its row: tokens that launched steps still compute for it."""
         self.num_computed_tokens = 0
-        """Of a paused request: where it resumes."""
+        """Of a request that rests: where it goes on."""
         self.num_cached_tokens: int | None = None
         """What was reused when it first began."""
         self.cache_use: CacheUse | None = None

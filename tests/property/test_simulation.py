@@ -37,7 +37,7 @@ def test_r01_every_invariant_holds_after_every_step_of_faulty_random_traffic() -
     # of requests that begin; those that resume, which are most, are not counted.)
     for what, at_least in {
         "steps made to fail": 60, "aborts": 100, "retractions": 100, "tokens reused": 1_000,
-        "tokens reused from the host": 30, "pauses": 20,
+        "tokens reused from the host": 30, "requests put to rest": 20,
         "pages copied between tiers": 2_000,
         "bad copies": 200, "adapter loads": 100, "bad adapter loads": 10,
         "adapters reloaded in flight": 30,

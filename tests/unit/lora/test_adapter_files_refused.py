@@ -597,7 +597,10 @@ def test_w12_names_that_could_be_mistaken_for_something_else_are_refused() -> No
         "a\\b",
         "x" * 129,
         "\ud800",
+        "Müller-v1.2",
+        "a b",
+        "x:y",
     ):
         assert name_fault(name) is not None, name
-    for name in ("sql", "Müller-v1.2", "a b", "team/sql.v2", "x" * 128):
+    for name in ("sql", "mueller-v1.2", "team/sql.v2", "x" * 128):
         assert name_fault(name) is None, name

@@ -274,7 +274,7 @@ class _Server:
     def _on_order(self, orders: int) -> None:
         told = os.read(orders, 64)
         if not told:
-            os._exit(1)  # the parent is gone, and with it whoever could stop this process
+            os._exit(1)  # the parent is gone, and with it what could stop this process
         for _ in told:
             self._on_signal()
 

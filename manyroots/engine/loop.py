@@ -180,7 +180,7 @@ class EngineLoop:
 
     @property
     def is_paused(self) -> bool:
-        """Whether no step begins until somebody resumes."""
+        """Whether no step begins until the engine is resumed."""
         return self._is_paused
 
     @property

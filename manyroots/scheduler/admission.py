@@ -174,7 +174,7 @@ class Admission:
         whose requests found no room.
 
         `make_way`: with it, importance counts. A request takes the place of those less important,
-        and while one finds no room, nobody less important begins. `least`: nor does what is less
+        and while one finds no room, nothing less important begins. `least`: nor does what is less
         important than this.
         """
         without_room: set[AdapterDigest | None] = set()

@@ -143,7 +143,7 @@ def query_blocks(query_starts: Sequence[int], context_lens: Sequence[int]) -> np
 
 
 def longest_first(context_lens: npt.NDArray[np.int32]) -> npt.NDArray[np.int32] | None:
-    """`AttentionMetadata.order` of rows that decode: whoever takes longest should not come last.
+    """`AttentionMetadata.order` of rows that decode: the longest should not come last.
     None where they are few."""
     if len(context_lens) <= MANY_DECODES:
         return None

@@ -1,8 +1,8 @@
 """Reasoning that a model writes between marks in front of its answer: <think> ... </think>.
 
 A format around another one, which reads the answer. Whether the reasoning's opening mark is part of
-the prompt, where some templates write it, is told by whoever made the prompt. Reasoning that never
-ends may have a call in it, which counts: models forget the mark that ends it.
+the prompt, where some templates write it, is told by the code that made the prompt. Reasoning that
+never ends may have a call in it, which counts: models forget the mark that ends it.
 """
 
 from __future__ import annotations

@@ -211,7 +211,7 @@ def test_w05_a_retracted_request_of_an_unloading_adapter_resumes_with_it(
     engine.run()
     assert engine.loop.stats().total_retractions > 0
     resumed = [a for plan in plans for a in plan.arrivals if int(a.request_id) in asked]
-    assert resumed, "nobody resumed after the unload"
+    assert resumed, "nothing resumed after the unload"
     assert_pefts(world, engine, asked, 24)
     assert_pefts(world, engine, {4: ([5, 6], "b")}, 4)
     for name in ("b", "c"):

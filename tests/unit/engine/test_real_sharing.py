@@ -180,7 +180,7 @@ def test_p04_published_pages_are_pinned_while_a_request_uses_them(worlds: Any, m
 
 
 def own_pages(engine: RealEngine, prompt: list[int]) -> dict[Any, int]:
-    """Units of a prompt's full pages in ordered planes, which whoever runs holds."""
+    """Units of a prompt's full pages in ordered planes, which a running request holds."""
     begin = b"".join(int(token).to_bytes(4, "little") for token in prompt)
     planes = engine.cache.layout.planes
     return {

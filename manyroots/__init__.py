@@ -28,8 +28,8 @@ from manyroots.structured_outputs import StructuredOutputsParams
 from manyroots.version import __version__
 
 if TYPE_CHECKING:
-    from manyroots.llm import LLM
-    from manyroots.llm_outputs import CompletionOutput, Logprob, RequestOutput
+    from manyroots.llm.llm import LLM
+    from manyroots.llm.outputs import CompletionOutput, Logprob, RequestOutput
 
 __all__ = [
     "LLM",
@@ -53,10 +53,10 @@ __all__ = [
 ]
 
 _ON_FIRST_USE = {
-    "LLM": "manyroots.llm",
-    "CompletionOutput": "manyroots.llm_outputs",
-    "Logprob": "manyroots.llm_outputs",
-    "RequestOutput": "manyroots.llm_outputs",
+    "LLM": "manyroots.llm.llm",
+    "CompletionOutput": "manyroots.llm.outputs",
+    "Logprob": "manyroots.llm.outputs",
+    "RequestOutput": "manyroots.llm.outputs",
 }
 
 

@@ -43,9 +43,9 @@ from manyroots.cache.audit import audit
 from manyroots.config import engine_settings
 from manyroots.engine import adapter_directory
 from manyroots.engine.build import Engine, build_engine
+from manyroots.engine.input_processor import InputProcessor
 from manyroots.grammar.cache import GrammarCache
 from manyroots.ids import AdapterName, Namespace, RequestId
-from manyroots.input_processor import InputProcessor
 from manyroots.kernels.tolerances import TOLERANCES
 from manyroots.lora.audit import audit as audit_adapters
 from manyroots.messages import (

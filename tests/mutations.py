@@ -378,18 +378,20 @@ MUTATIONS: tuple[Mutation, ...] = (
         (f"{SHAPES}test_g02_a_forced_call_goes_before_the_shape_of_the_last_answer",),
     ),
     Mutation(
-        "json_schemas.py",
+        "grammar/json_schemas.py",
         "    if any(_is_joined(part) for part in _parts(schema)):\n        return dict(schema)\n",
         "",
         "what one part of a schema needs another forbids",
-        ("unit/test_json_schemas.py::test_g01_what_must_stay_open_stays_as_it_is[kept8]",),
+        ("unit/grammar/test_json_schemas.py::test_g01_what_must_stay_open_stays_as_it_is[kept8]",),
     ),
     Mutation(
-        "json_schemas.py",
+        "grammar/json_schemas.py",
         'made["additionalProperties"] = False',
         "pass",
         "objects get properties that nobody named",
-        ("unit/test_json_schemas.py::test_g01_an_object_has_the_properties_that_are_named",),
+        (
+            "unit/grammar/test_json_schemas.py::test_g01_an_object_has_the_properties_that_are_named",
+        ),
     ),
     # Namespaces and hashes
     _cache(
@@ -1597,7 +1599,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         (PACK + "test_l08_fewer_adapters_run_at_once_where_all_are_on_the_device",),
     ),
     Mutation(
-        "progress.py",
+        "process/progress.py",
         "if not self._is_on:",
         "if True:",
         "loads are silent",

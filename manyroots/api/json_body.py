@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from manyroots.errors import RequestError, TooLargeError
-from manyroots.helper_process import HelperDiedError, HelperProcess, Message, answer_calls
+from manyroots.process.helper_process import HelperDiedError, HelperProcess, Message, answer_calls
 
 SMALL_BYTES = 1 << 16
 SMALL_TEXT_BYTES = 1 << 20

@@ -30,11 +30,11 @@ from manyroots.config import EngineSettings
 from manyroots.engine.client import EngineClient
 from manyroots.engine.process_client import ProcessClient
 from manyroots.errors import ConfigError, ManyrootsError, UnavailableError
-from manyroots.gc_tuning import keep_for_good, taken_apart_at_exit
 from manyroots.observe.requests import Sink
 from manyroots.observe.throughput import INTERVAL_S, Throughput, Totals
 from manyroots.observe.traces import Traces
-from manyroots.progress import Display
+from manyroots.process.gc_tuning import keep_for_good, taken_apart_at_exit
+from manyroots.process.progress import Display
 from manyroots.server_config import ServerSettings, check_together
 
 logger = logging.getLogger("manyroots")

@@ -22,8 +22,8 @@ from manyroots.api.concurrency import ConcurrencyLimit
 from manyroots.api.notices import Notices
 from manyroots.config import CacheSettings, EngineSettings, LoraSettings
 from manyroots.engine.client import EngineClient
+from manyroots.engine.input_processor import InputProcessor
 from manyroots.errors import UnavailableError
-from manyroots.input_processor import InputProcessor
 from manyroots.messages import EngineInfo
 from manyroots.observe.metrics import Metrics
 from manyroots.observe.requests import RequestFacts, RequestWatch, Sink, log_request

@@ -25,8 +25,8 @@ from manyroots.bench.part_times import PartTimes
 from manyroots.bench.spread import percentile, spread
 from manyroots.bench.traffic_cases import CASES, TrafficCase
 from manyroots.config import SchedulerSettings
-from manyroots.gc_tuning import kept_meanwhile
 from manyroots.messages import Batch, FinishReason, Stats, StepOutputs, Submit
+from manyroots.process.gc_tuning import kept_meanwhile
 from manyroots.runner.mixed import TOKENS
 from manyroots.step import Plan
 

@@ -28,7 +28,7 @@ from manyroots.bench.random_adapters import targets_of, write_adapters
 from manyroots.bench.spread import spread
 from manyroots.bench.words import TEXT
 from manyroots.config import engine_settings
-from manyroots.llm import LLM
+from manyroots.llm.llm import LLM
 from manyroots.models.source import resolve_source
 from manyroots.sampling import SamplingParams
 

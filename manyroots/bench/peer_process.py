@@ -20,7 +20,7 @@ import manyroots
 from manyroots.bench.processor import Taken
 from manyroots.config import ModelSettings
 from manyroots.errors import ConfigError, ManyrootsError
-from manyroots.torch_allocator import callers_environment
+from manyroots.process.torch_allocator import callers_environment
 
 
 class PeerProcess:

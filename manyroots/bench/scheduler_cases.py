@@ -18,7 +18,7 @@ from manyroots.bench.scheduler_trace import (
     StepTimes,
     clock,
 )
-from manyroots.gc_tuning import kept_meanwhile
+from manyroots.process.gc_tuning import kept_meanwhile
 
 Make = Callable[[SchedulerLimits], DrivenScheduler]
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from manyroots.bench.machine import describe_machine
 from manyroots.bench.table_rows import TableRow, TableRun
-from manyroots.torch_allocator import callers_environment
+from manyroots.process.torch_allocator import callers_environment
 
 COMPILED = ("--layers", "4", "--repeats", "1", "--num-gpu-blocks-override", "16384")
 """Behind a run's own arguments. So many pages, because several engines share the memory."""

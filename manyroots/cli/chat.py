@@ -15,7 +15,7 @@ from rich.console import Console
 
 from manyroots.adapter_names import LoRARequest
 from manyroots.errors import RequestError
-from manyroots.llm import LLM
+from manyroots.llm.llm import LLM
 from manyroots.sampling import SamplingParams
 
 try:

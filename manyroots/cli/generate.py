@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from manyroots.adapter_names import LoRARequest
-from manyroots.llm import LLM
+from manyroots.llm.llm import LLM
 from manyroots.sampling import SamplingParams
 
 

@@ -26,8 +26,8 @@ from manyroots.cli.simulate import add_simulate_command
 from manyroots.config import ENGINE_ROOMS, engine_settings
 from manyroots.errors import ManyrootsError
 from manyroots.flag_aliases import translate
+from manyroots.process.torch_allocator import keep_freed_memory
 from manyroots.server_config import ServerSettings, check_together, server_settings
-from manyroots.torch_allocator import keep_freed_memory
 from manyroots.version import __version__
 
 

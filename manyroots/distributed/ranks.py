@@ -21,7 +21,7 @@ from manyroots.config import EngineSettings
 from manyroots.distributed.channel import Channel, ClosedError
 from manyroots.distributed.wire import Join, Loaded, RankMessageKind, decode, encode
 from manyroots.errors import ModelError
-from manyroots.torch_allocator import engine_environment
+from manyroots.process.torch_allocator import engine_environment
 
 RANK_COMMAND = (sys.executable, "-m", "manyroots.engine.rank_process")
 CLOSE_TIMEOUT_S = 5.0

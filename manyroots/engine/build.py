@@ -36,7 +36,7 @@ from manyroots.models.decoder import Decoder
 from manyroots.models.families import LayerFamily
 from manyroots.models.load import refill, rehearse
 from manyroots.models.source import ModelSource, resolve_source
-from manyroots.progress import stage
+from manyroots.process.progress import stage
 from manyroots.runner.logprobs import same_within
 from manyroots.scheduler.scheduler import Scheduler
 from manyroots.step import Runner

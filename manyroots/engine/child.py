@@ -25,8 +25,8 @@ from manyroots.config import EngineSettings
 from manyroots.engine.wire import MessageKind, SubmitWriter, decode, encode
 from manyroots.errors import ModelError, UnavailableError
 from manyroots.messages import EngineInfo, Submit
-from manyroots.progress import Progress
-from manyroots.torch_allocator import engine_environment
+from manyroots.process.progress import Progress
+from manyroots.process.torch_allocator import engine_environment
 
 logger = logging.getLogger("manyroots")
 

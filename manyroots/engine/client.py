@@ -22,7 +22,7 @@ from manyroots.messages import (
     Stats,
     Submit,
 )
-from manyroots.progress import Progress
+from manyroots.process.progress import Progress
 from manyroots.snapshot import Snapshot
 
 NO_COUNTS = Stats(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)

@@ -17,12 +17,12 @@ from manyroots.config import DEFAULT_MODEL, EngineSettings, LoraSettings, ModelS
 from manyroots.engine.adapter_folders import check_folders
 from manyroots.engine.weight_folders import check_weights_dirs
 from manyroots.errors import AdapterError, ConfigError, ModelError
-from manyroots.gguf_parts import model_files, model_name
+from manyroots.files.gguf_parts import model_files, model_name
 from manyroots.lora.files.config import read_config
 from manyroots.lora.files.folder import CONFIG_FILE, WEIGHTS_FILE, check_folder, find_file
 from manyroots.lora.files.header import read_header
 from manyroots.lora.files.opened import AdapterFile
-from manyroots.progress import Display, told_to, track
+from manyroots.process.progress import Display, told_to, track
 
 logger = logging.getLogger("manyroots")
 

@@ -22,11 +22,11 @@ from manyroots.engine.loop import EngineLoop
 from manyroots.engine.snapshots import Snapshots
 from manyroots.engine.wire import MessageKind, SubmitReader, decode, encode
 from manyroots.errors import ManyrootsError
-from manyroots.gc_tuning import keep_for_good, taken_apart_at_exit
 from manyroots.ids import RequestId
 from manyroots.messages import Batch
 from manyroots.observe.steps import StepRing
-from manyroots.progress import Progress, in_words, told_to
+from manyroots.process.gc_tuning import keep_for_good, taken_apart_at_exit
+from manyroots.process.progress import Progress, in_words, told_to
 
 logger = logging.getLogger(__name__)
 

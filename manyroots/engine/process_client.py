@@ -37,7 +37,7 @@ from manyroots.messages import (
     Submit,
     UnloadLora,
 )
-from manyroots.progress import Progress
+from manyroots.process.progress import Progress
 from manyroots.snapshot import Snapshot, SnapshotAsk
 
 logger = logging.getLogger("manyroots")

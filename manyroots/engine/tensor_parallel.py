@@ -24,7 +24,7 @@ from manyroots.engine.worker import Executor, load_worker, make_grammars
 from manyroots.models.load import describe
 from manyroots.models.sharding import cut_adapter, rank_spec
 from manyroots.models.source import ModelSource
-from manyroots.progress import stage
+from manyroots.process.progress import stage
 from manyroots.step import AdapterLoaded
 from manyroots.store.adapter_ranks import FirstLoader
 

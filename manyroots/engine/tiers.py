@@ -17,8 +17,8 @@ from manyroots.cache.planes import Capacity
 from manyroots.cache.policies import CachePolicies, Prefetch, WriteBack
 from manyroots.config import EngineSettings, TierSettings
 from manyroots.errors import ConfigError
-from manyroots.gguf_header import read_metadata
-from manyroots.gguf_parts import parts_of
+from manyroots.files.gguf_header import read_metadata
+from manyroots.files.gguf_parts import parts_of
 from manyroots.models.source import ModelSource
 from manyroots.store.backends.choice import open_backend
 from manyroots.store.host_arena import HostArena, UnitArena

@@ -27,7 +27,7 @@ from manyroots.messages import (
     Submit,
     UnloadLora,
 )
-from manyroots.progress import Progress
+from manyroots.process.progress import Progress
 from manyroots.sampling import SamplingParams
 from manyroots.snapshot import Snapshot, SnapshotAsk
 

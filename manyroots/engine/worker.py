@@ -40,7 +40,7 @@ from manyroots.models.quantization import W4A8
 from manyroots.models.source import ModelSource
 from manyroots.models.spec import ModelSpec
 from manyroots.models.weight_bytes import device_bytes
-from manyroots.progress import stage
+from manyroots.process.progress import stage
 from manyroots.runner.runner import ModelRunner
 from manyroots.step import Runner
 from manyroots.store.adapter_loader import AdapterLoader

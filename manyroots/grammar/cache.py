@@ -18,7 +18,7 @@ from manyroots.grammar.library import matchers
 from manyroots.grammar.source import grammar_text
 from manyroots.grammar.trial import GrammarTrial, first_fault, short
 from manyroots.grammar.vocabulary import Vocabulary
-from manyroots.helper_process import STACK_BYTES
+from manyroots.process.helper_process import STACK_BYTES
 from manyroots.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:

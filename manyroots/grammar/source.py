@@ -11,8 +11,8 @@ import re
 from typing import Any
 
 from manyroots.grammar.bounds import check_lark, check_schema
+from manyroots.grammar.json_schemas import WHITE_SPACE, closed
 from manyroots.grammar.library import matchers
-from manyroots.json_schemas import WHITE_SPACE, closed
 from manyroots.structured_outputs import StructuredOutputsParams
 
 JSON_OPTIONS: dict[str, Any] = {

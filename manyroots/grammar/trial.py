@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from manyroots.grammar.library import matchers
 from manyroots.grammar.source import grammar_text
 from manyroots.grammar.vocabulary import Vocabulary
-from manyroots.helper_process import HelperDiedError, HelperProcess, Message, answer_calls
+from manyroots.process.helper_process import HelperDiedError, HelperProcess, Message, answer_calls
 from manyroots.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from manyroots.errors import ModelError
-from manyroots.gguf_tokens import special_token
+from manyroots.files.gguf_tokens import special_token
 from manyroots.layers.rotary import check_rope_type
 from manyroots.models.configs import Config, complete
 from manyroots.models.fields import check_fields, shown

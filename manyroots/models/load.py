@@ -32,7 +32,7 @@ from manyroots.models.weights import dummy, gguf, safetensors, tied_head
 from manyroots.models.weights.fp8 import with_scales_by_row
 from manyroots.models.weights.gguf_file import GGUFFile
 from manyroots.models.weights.mxfp4 import as_numbers_where_needed
-from manyroots.progress import track
+from manyroots.process.progress import track
 
 _MAX_NAMED = 6
 

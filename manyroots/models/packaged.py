@@ -22,7 +22,7 @@ from pathlib import Path
 
 from manyroots.config import DEFAULT_MODEL
 from manyroots.errors import ModelError
-from manyroots.progress import is_watched
+from manyroots.process.progress import is_watched
 
 _REMEDY = "Or pass --model with a local folder, a .gguf file or a hub id."
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from manyroots.config import ModelSettings
 from manyroots.errors import ModelError
-from manyroots.gguf_parts import model_files, model_name
+from manyroots.files.gguf_parts import model_files, model_name
 from manyroots.models import gguf_config
 from manyroots.models.configs import Config, complete
 from manyroots.models.fields import TOKENS, WRITTEN_FIELDS, check_fields

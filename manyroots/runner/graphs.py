@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from manyroots.kernels.sampling.rows import Sampled
-from manyroots.progress import track
+from manyroots.process.progress import track
 from manyroots.runner.forward import Views
 from manyroots.runner.mixed import MixedShape
 from manyroots.runner.packet import PacketLayout, send

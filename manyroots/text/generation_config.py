@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from manyroots.errors import ConfigError, ModelError, RequestError
-from manyroots.gguf_header import read_metadata
+from manyroots.files.gguf_header import read_metadata
 from manyroots.sampling import SamplingParams
 
 FILE = "generation_config.json"

@@ -14,7 +14,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, normalizers
 from tokenizers.models import BPE
 
-from manyroots.gguf_tokens import BYTE, NORMAL, USER_DEFINED, special_token
+from manyroots.files.gguf_tokens import BYTE, NORMAL, USER_DEFINED, special_token
 
 _SPACE = "\u2581"
 """How pieces spell a space."""

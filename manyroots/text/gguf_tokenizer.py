@@ -18,7 +18,7 @@ from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
 from manyroots.errors import ModelError
-from manyroots.gguf_tokens import (
+from manyroots.files.gguf_tokens import (
     BYTE_LEVEL,
     CONTROL,
     NORMAL,

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from manyroots.errors import ModelError
-from manyroots.gguf_header import read_metadata
-from manyroots.gguf_parts import model_files
-from manyroots.gguf_tokens import special_token
-from manyroots.git_lfs import remedy_of
+from manyroots.files.gguf_header import read_metadata
+from manyroots.files.gguf_parts import model_files
+from manyroots.files.gguf_tokens import special_token
+from manyroots.files.git_lfs import remedy_of
 from manyroots.text import gguf_tokenizer
 from manyroots.text.tokenizer import SpecialTokens, Tokenizer
 

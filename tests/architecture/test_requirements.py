@@ -42,7 +42,7 @@ ROW = re.compile(rf"^\| ([A-Z]\d\d) \| .* \| ({'|'.join(STATES)}) \| (.*?) ?\|$"
 ID = re.compile(rf"\b[{''.join(ROWS)}]\d\d\b")
 ENGINES = {
     "manyroots.LLM",
-    "manyroots.llm.LLM",
+    "manyroots.llm.llm.LLM",
     "manyroots.engine.build.build_engine",
     "manyroots.runner.runner.ModelRunner",
     "manyroots.bench.tiers.run_tiers",
@@ -165,7 +165,7 @@ def fake():
 """,
     "helpers.py": """
 from manyroots.engine import build
-from manyroots.llm import LLM
+from manyroots.llm.llm import LLM
 
 class Engine:
     def __init__(self):

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from manyroots.config import ModelSettings
-from manyroots.gguf_header import read_metadata
+from manyroots.files.gguf_header import read_metadata
 from manyroots.models.source import resolve_source
 from manyroots.text import gguf_tokenizer
 from manyroots.text.tokenizer_files import load_tokenizer

@@ -10,8 +10,8 @@ from __future__ import annotations
 import sys
 
 from manyroots.messages import FinishReason
-from manyroots.simulate.random_case import random_case
 from manyroots.simulate.simulation import simulate
+from tests.random_case import random_case
 from tests.slices import Tally, command, run_slices
 
 

@@ -17,13 +17,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.unit.test_input_processor import info
 
 from manyroots import LLM, SamplingParams
 from manyroots.distributed import wire as ranks
 from manyroots.engine import wire
+from manyroots.engine.input_processor import InputProcessor
 from manyroots.errors import RequestError
 from manyroots.ids import Namespace, RequestId, Row, StepId
-from manyroots.input_processor import InputProcessor
 from manyroots.kernels.sampling import torch_ops
 from manyroots.kernels.sampling.rows import Sampled, SamplingRows, SamplingTables
 from manyroots.messages import Submit
@@ -32,7 +33,6 @@ from manyroots.runner.packet import send
 from manyroots.runner.sampling_state import SamplingState
 from manyroots.step import Arrival, Plan
 from tests.unit.models.tiny import save_tiny
-from tests.unit.test_input_processor import info
 from tests.unit.text.tiny_tokenizer import tiny_backend, tiny_tokenizer
 
 VOCAB = 300

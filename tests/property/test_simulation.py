@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import pytest
 
-from manyroots.simulate.random_case import random_case
 from manyroots.simulate.simulation import SimulationRun, simulate
 from tests.property.engine_soak import run_seed, soak
+from tests.random_case import random_case
 
 NUM_SEEDS = 100
 NUM_STEPS = 20_000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 
-from manyroots.helper_process import Message, answer_calls
+from manyroots.process.helper_process import Message, answer_calls
 
 
 def handle(message: Message) -> Message:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from manyroots.helper_process import HelperDiedError, HelperProcess
+from manyroots.process.helper_process import HelperDiedError, HelperProcess
 from tests.patience import PATIENCE_S
 
 MODULE = "tests.unit.crashing_helper"
@@ -58,7 +58,7 @@ def test_r03_a_new_process_is_greeted_before_it_is_asked() -> None:
 
 def test_r03_a_helper_ends_with_its_parent() -> None:
     script = (
-        "from manyroots.helper_process import HelperProcess as H; import os\n"
+        "from manyroots.process.helper_process import HelperProcess as H; import os\n"
         f"h = H({MODULE!r}); h.call([b'a']); print(h.pid, flush=True); os._exit(0)"
     )
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)

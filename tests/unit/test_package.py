@@ -11,7 +11,7 @@ import pytest
 
 import manyroots
 from manyroots import errors
-from manyroots.torch_allocator import DELAY_MS, PURGE_DELAY, engine_environment
+from manyroots.process.torch_allocator import DELAY_MS, PURGE_DELAY, engine_environment
 
 LOOK = """
 import json, os, sys

@@ -11,7 +11,7 @@ import pytest
 
 from manyroots import LLM
 from manyroots.cli.main import main
-from manyroots.progress import Display, Progress, stage, told_to, track
+from manyroots.process.progress import Display, Progress, stage, told_to, track
 from tests.e2e.conftest import running
 from tests.tiny_adapters import TinyAdapters
 from tests.unit.text.tiny_tokenizer import TEMPLATE

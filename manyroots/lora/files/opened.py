@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 
 from manyroots.errors import AdapterError
-from manyroots.git_lfs import NUM_BYTES, remedy_by_bytes
+from manyroots.files.git_lfs import NUM_BYTES, remedy_by_bytes
 
 
 class AdapterFile:

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from manyroots.errors import ModelError
-from manyroots.gguf_header import GGUFHeader, TensorInfo, open_mapped, read_header
-from manyroots.gguf_parts import check_part, check_tensors, parts_of
+from manyroots.files.gguf_header import GGUFHeader, TensorInfo, open_mapped, read_header
+from manyroots.files.gguf_parts import check_part, check_tensors, parts_of
 
 
 class GGUFFile:

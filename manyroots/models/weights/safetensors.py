@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from manyroots.errors import ModelError
-from manyroots.git_lfs import remedy_of
+from manyroots.files.git_lfs import remedy_of
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from manyroots.json_schemas import WHITE_SPACE, closed
+from manyroots.grammar.json_schemas import WHITE_SPACE, closed
 from manyroots.text.formats.argument_types import ArgumentSchema
 from manyroots.text.tools import Tool, ToolUse
 

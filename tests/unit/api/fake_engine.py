@@ -25,7 +25,7 @@ from manyroots.messages import (
     Submit,
     UnloadLora,
 )
-from manyroots.progress import Progress
+from manyroots.process.progress import Progress
 from manyroots.snapshot import PlaneView, Snapshot, TreeView
 from manyroots.step import TokenLogprobs
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from manyroots.messages import Output
-from manyroots.progress import Progress
+from manyroots.process.progress import Progress
 from tests.patience import PATIENCE_S
 from tests.unit.api.fake_engine import FakeEngine, script
 from tests.unit.api.harness import Harness, error_of, events

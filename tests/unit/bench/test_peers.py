@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from manyroots import torch_allocator
 from manyroots.bench import peer_process
 from manyroots.bench.peers import TransformersPeer
 from manyroots.config import ModelSettings
-from manyroots.torch_allocator import PURGE_DELAY
+from manyroots.process import torch_allocator
+from manyroots.process.torch_allocator import PURGE_DELAY
 from tests.unit.models.tiny import save_tiny
 
 

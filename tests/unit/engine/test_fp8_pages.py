@@ -12,7 +12,7 @@ from manyroots.engine.build import layout_identity
 from manyroots.errors import ConfigError
 from manyroots.kernels.choice import reference_kernels
 from manyroots.kernels.tolerances import TOLERANCES
-from manyroots.llm import LLM
+from manyroots.llm.llm import LLM
 from manyroots.models.decoder import Decoder
 from manyroots.models.load import load_model
 from manyroots.models.source import resolve_source

@@ -15,7 +15,7 @@ from manyroots.grammar import checks
 from manyroots.grammar.bounds import MAX_DEPTH, MAX_OPTIONAL
 from manyroots.grammar.checks import check_structure
 from manyroots.grammar.trial import GrammarTrial
-from manyroots.helper_process import HelperProcess
+from manyroots.process.helper_process import HelperProcess
 from manyroots.structured_outputs import StructuredOutputsParams
 from tests.unit.grammar.tiny_grammars import cache
 

@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from manyroots.simulate.random_case import random_case
 from manyroots.simulate.simulation import simulate
+from tests.random_case import random_case
 
 ROOT = Path(__file__).parents[3]
 NUM_CASES = 30

@@ -9,9 +9,9 @@ import pytest
 from gguf import GGUFWriter
 
 from manyroots.errors import ModelError
-from manyroots.gguf_header import read_metadata
-from manyroots.gguf_tokens import NORMAL as NORMAL_KIND
-from manyroots.gguf_tokens import special_token
+from manyroots.files.gguf_header import read_metadata
+from manyroots.files.gguf_tokens import NORMAL as NORMAL_KIND
+from manyroots.files.gguf_tokens import special_token
 from manyroots.text.detokenizer import detokenizer_for
 from manyroots.text.tokenizer import Tokenizer
 from manyroots.text.tokenizer_files import load_tokenizer

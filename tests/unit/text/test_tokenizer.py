@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import WordLevel
 
 from manyroots.errors import ModelError, RequestError
-from manyroots.gguf_header import read_metadata
+from manyroots.files.gguf_header import read_metadata
 from manyroots.text import tokenizer_files
 from manyroots.text.tokenizer import SpecialTokens, Tokenizer
 from manyroots.text.tokenizer_files import load_tokenizer

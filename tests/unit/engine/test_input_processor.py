@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from manyroots.engine.input_processor import InputProcessor
 from manyroots.errors import RequestError
 from manyroots.ids import Namespace, RequestId
-from manyroots.input_processor import InputProcessor
 from manyroots.messages import EngineInfo, Submit
 from manyroots.sampling import SamplingParams
 from manyroots.text.tokenizer import Tokenizer

@@ -10,7 +10,7 @@ import pytest
 
 from manyroots.errors import RequestError
 from manyroots.grammar.checks import check_structure
-from manyroots.json_schemas import closed
+from manyroots.grammar.json_schemas import closed
 from manyroots.structured_outputs import StructuredOutputsParams
 from tests.schemas import schema
 from tests.seeded import Draw

@@ -19,14 +19,14 @@ from manyroots.adapter_names import LoraModule, LoRARequest
 from manyroots.config import engine_settings
 from manyroots.engine.build import build_engine, free_memory
 from manyroots.engine.client import lora_error
+from manyroots.engine.input_processor import InputProcessor
 from manyroots.engine.interrupts import Interrupts
 from manyroots.engine.loop import EngineLoop
 from manyroots.errors import RequestError, UnavailableError
 from manyroots.flag_aliases import translate_settings
 from manyroots.ids import AdapterName, Namespace, RequestId
-from manyroots.input_processor import InputProcessor
-from manyroots.llm_inputs import Prompt, adapters_by_name, per_prompt, prompts_of
-from manyroots.llm_outputs import CompletionOutput, RequestOutput, by_token
+from manyroots.llm.inputs import Prompt, adapters_by_name, per_prompt, prompts_of
+from manyroots.llm.outputs import CompletionOutput, RequestOutput, by_token
 from manyroots.messages import (
     Abort,
     Control,
@@ -41,7 +41,7 @@ from manyroots.messages import (
     Submit,
     UnloadLora,
 )
-from manyroots.progress import Display, told_to
+from manyroots.process.progress import Display, told_to
 from manyroots.sampling import SamplingParams
 from manyroots.text.assembler import TextAssembler
 from manyroots.text.chat import ChatTemplate, load_chat_template

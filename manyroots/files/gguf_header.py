@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from manyroots.errors import ModelError
-from manyroots.git_lfs import remedy_of
+from manyroots.files.git_lfs import remedy_of
 
 DEFAULT_ALIGNMENT = 32
 _MAGIC = b"GGUF"

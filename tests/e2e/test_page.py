@@ -173,12 +173,14 @@ def test_g07_a_request_is_aborted_and_adapters_are_pinned_unloaded_and_loaded(
     ) as answer:
         # Paused, so that none ends by itself before the click.
         assert served.post("/pause?mode=keep", {}, ADMIN).status_code == 200
-        show(tab, "requests")
-        tab.until("document.getElementById('phase').textContent === 'paused'")
-        tab.until("document.querySelectorAll('#view tbody button').length > 10")
-        tab.run("document.querySelector('#view tbody button').click()")
-        said = "".join(answer.iter_text())
-    assert served.post("/resume", {}, ADMIN).status_code == 200
+        try:
+            show(tab, "requests")
+            tab.until("document.getElementById('phase').textContent === 'paused'")
+            tab.until("document.querySelectorAll('#view tbody button').length > 10")
+            tab.run("document.querySelector('#view tbody button').click()")
+            said = "".join(answer.iter_text())
+        finally:
+            assert served.post("/resume", {}, ADMIN).status_code == 200
     assert "gave up" in said
     show(tab, "adapters")
     button = (

@@ -49,8 +49,8 @@ class PageHub:
         self._changed = asyncio.Event()
         self._seq = self._tree_seq = 0
         self._change = self._tree_change = b""
-        self._whole: tuple[int, bytes] = (-1, b"")
-        self._whole_tree: tuple[int, bytes] = (-1, b"")
+        self._whole = self._whole_tree = b""
+        """Encoded when a page first needs them; empty when a look has made them old."""
         self._tree_due_s = 0.0
         self._is_closed = False
 
@@ -64,7 +64,9 @@ class PageHub:
         self._num_pages += 1
         self._num_trees += wants_tree
         if self._task is None or self._task.done():
-            self._seq = 0
+            # The last look may be hours old: this page waits for the first new one.
+            self._seq = self._tree_seq = 0
+            self._tree_due_s = 0.0
             self._task = asyncio.create_task(self._look_again_and_again())
         seen = tree_seen = 0
         try:
@@ -74,7 +76,7 @@ class PageHub:
                 if self._seq != seen:
                     yield self._change if seen and seen == self._seq - 1 else self._whole_state()
                     seen = self._seq
-                if wants_tree and self._tree_seq != tree_seen:
+                if wants_tree and self.state.tree is not None and self._tree_seq != tree_seen:
                     is_next = tree_seen and tree_seen == self._tree_seq - 1
                     yield self._tree_change if is_next else self._whole_tree_state()
                     tree_seen = self._tree_seq
@@ -113,16 +115,19 @@ class PageHub:
                     LOOK_LIMIT_S,
                 )
         change = state.take(snapshot)
+        self._whole = b""
         self._seq += 1
         is_anew = change.pop("anew", False)
         self._change = self._whole_state() if is_anew else named_event("change", change)
         if is_anew:
             self._tree_due_s = 0.0
+            self._tree_seq += 1  # the next tree is not a change of the dead engine's
         cost_s = 0.0
         if snapshot is not None:
             cost_s = snapshot.cpu_s
             if snapshot.tree is not None:
                 self._tree_change = named_event("tree_change", state.take_tree(snapshot.tree))
+                self._whole_tree = b""
                 self._tree_seq += 1
                 self._tree_due_s = time.monotonic() + max(TREE_INTERVAL_S, COST_FACTOR * cost_s)
                 cost_s = 0.0  # most of it was the tree's
@@ -131,15 +136,13 @@ class PageHub:
 
     def _whole_state(self) -> bytes:
         """Encoded once for all pages that need it."""
-        if self._whole[0] != self._seq:
-            self._whole = self._seq, named_event("state", self.state.whole())
-        return self._whole[1]
+        self._whole = self._whole or named_event("state", self.state.whole())
+        return self._whole
 
     def _whole_tree_state(self) -> bytes:
-        if self._whole_tree[0] != self._tree_seq:
-            tree: Any = self.state.whole_tree()
-            self._whole_tree = self._tree_seq, named_event("tree", tree)
-        return self._whole_tree[1]
+        tree: Any = self.state.whole_tree()
+        self._whole_tree = self._whole_tree or named_event("tree", tree)
+        return self._whole_tree
 
     def _wake(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -12,7 +13,7 @@ import pytest
 
 from manyroots.api.page.hub import PageHub
 from manyroots.api.page.routes import page_files
-from manyroots.snapshot import RequestView, Snapshot, StepExplained, StepRow, StepView
+from manyroots.snapshot import NodeView, RequestView, Snapshot, StepExplained, StepRow, StepView
 from tests.patience import PATIENCE_S
 from tests.unit.api.fake_engine import FakeEngine, nothing_to_see
 from tests.unit.api.harness import Harness
@@ -206,6 +207,59 @@ async def test_g07_only_what_changes_is_sent() -> None:
     assert third["gone_requests"] == ["1"]
     # A step that ran when it was first seen is asked for again.
     assert [since for since, _, _ in engine.looks[:3]] == [0, 0, 1]
+
+
+async def test_g07_a_page_that_is_opened_later_sees_no_request_of_before() -> None:
+    """G07: the first state of a page is as new as the look that was made for it."""
+    engine = FakeEngine()
+    shown = [row(1, 0)]
+
+    def snapshot(*asked: Any) -> Snapshot:
+        seen = nothing_to_see(*asked)
+        return replace(seen, num_requests=len(shown), requests=list(shown))
+
+    engine.snapshot = snapshot
+    hub = PageHub(Harness(engine).state)
+    [(_, state)] = await asyncio.wait_for(first_events(hub, 1), PATIENCE_S)
+    assert set(state["requests"]) == {"1"}
+    shown[:] = [row(2, 0)]
+    [(_, state)] = await asyncio.wait_for(first_events(hub, 1), PATIENCE_S)
+    assert set(state["requests"]) == {"2"}
+
+
+async def test_g07_the_tree_of_a_restarted_engine_holds_no_node_of_the_dead_one() -> None:
+    """G07"""
+    engine = FakeEngine()
+
+    def snapshot(*asked: Any) -> Snapshot:
+        seen = nothing_to_see(*asked)
+        if seen.tree is None:
+            return seen
+        node = NodeView(7 + engine.num_restarts, 0, 1, 3, [3], 1, 0, False, 1, [])
+        return replace(seen, tree=replace(seen.tree, nodes=[node]))
+
+    engine.snapshot = snapshot
+    hub = PageHub(Harness(engine).state)
+    stream = hub.stream(wants_tree=True)
+    nodes: set[str] = set()
+
+    async def follow() -> None:
+        async for data in stream:
+            match = re.fullmatch(rb"event: (tree|tree_change)\ndata: (.*)\n\n", data, re.S)
+            if match is None:
+                continue
+            told = json.loads(match[2])
+            if match[1] == b"tree":
+                nodes.clear()
+            nodes.difference_update(told.get("gone_nodes", ()))
+            nodes.update(told["nodes"])
+            if engine.num_restarts:
+                return
+            engine.num_restarts = 1
+
+    await asyncio.wait_for(follow(), PATIENCE_S)
+    await stream.aclose()
+    assert nodes == {"8"}
 
 
 async def test_g07_an_engine_that_dies_is_told_and_begins_anew() -> None:

@@ -73,6 +73,7 @@ def mamba(text: Any) -> MambaSpec:
         in_bias=text.mamba_proj_bias,
         out_bias=text.mamba_proj_bias,
         norm=GatedNormKind.GATE_FIRST,
+        norm_groups=text.mamba_n_groups,
     )
 
 

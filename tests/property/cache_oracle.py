@@ -25,7 +25,7 @@ from manyroots.cache.keys import Owner, PageHasher, PrefixKey
 from manyroots.cache.outcomes import Ending, PlaneStats, Refusal
 from manyroots.cache.planes import ABSENT, Capacity, Plane
 from manyroots.cache.policies import FREE_LOADS, CachePolicies, LoadCosts, WriteBack
-from manyroots.cache.prefetch import Share, Ticket
+from manyroots.cache.prefetch import MOST_QUESTIONS, Share, Ticket
 from manyroots.ids import Namespace, StepId, Tier
 from manyroots.step import Copy
 from tests.cache_harness import (
@@ -341,7 +341,7 @@ class Machine:
         self.note_copies(step)
         for part in step.parts:
             self.leans[id(part.sequence)] = set()
-        lost, gained = self.changed("plan")
+        lost, gained = self.changed("plan", step)
         self.announced[step.step_id] = gained | self.refilled(step)
         self.may_publish(gained, step)
         if any(self.wanted(step, plane) > before[plane.index] for plane in self.layout.device):
@@ -438,9 +438,14 @@ class Machine:
         good = [bool(arrived >> i % 8 & 1) and contents[i] != () for i in range(count)]
         known = {path[:n] for _, path in self.now for n in range(1, len(path) + 1)}
         together = {copy.copy_id}
-        if copy.source is not Tier.STORAGE:
+        if copy.source is Tier.STORAGE:
+            tickets = self.cache.prefetcher.tickets()
+            ticket = next(ticket for ticket in tickets if copy.copy_id in ticket.units)
+            self.hand.acknowledge(copy, good)
+            self.note_questions(ticket, self.asked[copy.copy_id])
+        else:
             together.update(self.cache.transfers.handed_over_with(copy.copy_id))
-        self.hand.acknowledge(copy, good)
+            self.hand.acknowledge(copy, good)
         lost, gained = self.changed("acknowledge")
         self.answered[copy.copy_id] = (copy, good)
         if together <= self.answered.keys():
@@ -449,6 +454,16 @@ class Machine:
             assert not lost
             assert not gained, "found before the rest of its hand-over has arrived"
         self.drop_failed()
+
+    def note_questions(self, ticket: Ticket, evicted: set[Namespace]) -> None:
+        """An answer may lead to a question for states, of no more than was asked for."""
+        assert ticket.num_questions <= MOST_QUESTIONS
+        for copy_id, (plane, units) in ticket.units.items():
+            if copy_id not in self.asked and copy_id not in ticket.arrived:
+                assert plane.family.is_state
+                assert 0 <= ticket.begins[copy_id] < len(ticket.asked)
+                assert 0 < len(units) <= len(ticket.asked) - ticket.begins[copy_id]
+                self.asked[copy_id] = evicted
 
     def prefetch(self, key: int, bits: int, count: int, room: Share) -> None:
         tokens = prompt(bits, count)
@@ -474,15 +489,19 @@ class Machine:
         reserved: dict[int, set[int]], loose: dict[int, set[int]],
     ) -> None:  # fmt: skip
         """All of it or nothing, and nothing only where there is no room beside what others keep."""
-        wanted = len(ticket.keys) // (4 * self.hand.page_size)
-        assert len(ticket.asked) == (wanted if ticket.refusal is None else 0)
+        num_pages = len(ticket.keys) // (4 * self.hand.page_size)
+        assert len(ticket.asked) == (num_pages if ticket.refusal is None else 0)
         is_too_large, has_room = False, True
+        is_led = any(plane.family.is_ordered for plane in self.layout.host)
         for plane in self.layout.host:
             mine = {unit for (index, _), unit in own.items() if index == plane.index}
             counts, taken = before[plane.index], reserved[plane.index] | mine
-            is_too_large |= len(mine) + wanted > plane.num_units
             # What is its own and lies loose is not for the answer.
             room = counts.num_free + counts.num_cached - len(mine & loose[plane.index])
+            wanted = num_pages
+            if plane.family.is_state and is_led:  # one state is enough
+                wanted = max(1, min(wanted, room, 3 * plane.num_units // 4 - len(taken)))
+            is_too_large |= len(mine) + wanted > plane.num_units
             has_room &= wanted <= room
             has_room &= taken == mine or 4 * (len(taken) + wanted) <= 3 * plane.num_units
         if is_too_large:
@@ -523,8 +542,12 @@ class Machine:
 
     # What must hold
 
-    def changed(self, name: str) -> tuple[Resident, Resident]:
-        """What can be found no more and what can be found now, after a rule; checks the rest."""
+    def changed(self, name: str, step: Step | None = None) -> tuple[Resident, Resident]:
+        """What can be found no more and what can be found now, after a rule; checks the rest.
+
+        `step`: what the rule planned. It may evict a page and compute it again in the same unit,
+        so that the page is lost and gained at once.
+        """
         self.ran[name] += 1
         before, self.now = self.now, resident(self.cache)
         audit(self.cache)
@@ -532,6 +555,10 @@ class Machine:
         self.check_events()
         lost = {e: unit for e, unit in before.items() if self.now.get(e) != unit}
         gained = {e: unit for e, unit in self.now.items() if before.get(e) != unit}
+        if step is not None:
+            again = {e: u for e, u in self.refilled(step).items() if before.get(e) == u}
+            lost |= again
+            gained |= again
         copied = {path for paths in self.copied.values() for path in paths if path}
         self.unsure &= copied
         self.unsure |= {p for p in copied if any(p[: len(path)] == path for _, path in lost)}
@@ -675,7 +702,7 @@ class Machine:
              if p.tier is copy.target and p.family_index == copy.family), None
         )  # fmt: skip
         if copy.source is Tier.STORAGE:
-            assert not lost
+            self.only_room_for_states(lost)
             evicted = self.asked.pop(copy.copy_id)
             for plane, path in gained:
                 assert self.layout.planes[plane].tier is Tier.HOST
@@ -704,6 +731,13 @@ class Machine:
         assert not lost or self.layout.host
         for plane, _ in lost:
             assert not self.layout.planes[plane].is_ordered
+
+    def only_room_for_states(self, lost: Resident) -> None:
+        """An answer of storage evicts only for the next question, which is for states."""
+        for plane, _ in lost:
+            assert self.layout.planes[plane].tier is Tier.HOST
+            assert self.layout.planes[plane].family.is_state
+        self.check_kept(lost)
 
     def naive(self, key: PrefixKey, tokens: list[int]) -> tuple[int, int]:
         """The longest boundary from the device alone, and with the host's help."""

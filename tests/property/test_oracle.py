@@ -40,6 +40,30 @@ def test_r02_a_write_back_may_make_room_on_the_host_though_the_device_has_some()
     )).run()  # fmt: skip
 
 
+def test_r02_a_page_may_be_evicted_and_computed_again_in_the_same_unit_by_one_step() -> None:
+    """R02: a walk that the oracle once called wrong. The host keeps a window's page for a request
+    that waits; the page of full attention that leads to it is on the device alone. A step evicts
+    that page, which takes the kept one along, and computes it again where it was."""
+    Walk(Setting(("full", "window"), 1, 0, 4, WriteBack.REUSED, 2, 0), (
+        Call("claim", 3, 135, 2), Call("prefetch", 0, 203, 5), Call("acknowledge", 4, 39, 2),
+        Call("commit", 2, 125, 7), Call("release", 6, 103, 1), Call("release", 7, 75, 6),
+        Call("claim", 4, 38, 8), Call("commit", 6, 175, 3), Call("acknowledge", 9, 3, 5),
+        Call("commit", 3, 236, 10), Call("guess", 6, 39, 4), Call("claim", 6, 66, 3),
+        Call("acknowledge", 11, 108, 8), Call("prefetch", 2, 36, 7), Call("release", 0, 21, 8),
+        Call("acknowledge", 0, 204, 4), Call("fail", 7, 162, 2), Call("commit", 11, 50, 7),
+        Call("acknowledge", 13, 45, 2), Call("onboard", 10, 252, 1),
+        Call("evict_namespace", 15, 95, 1), Call("keep", 15, 235, 2), Call("prefetch", 8, 45, 6),
+        Call("claim", 2, 249, 1), Call("onboard", 3, 46, 1), Call("prefetch", 13, 119, 9),
+    )).run()  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", [30001723, 30002474])
+def test_r02_storage_is_asked_for_states_after_the_pages(seed: int) -> None:
+    """R02, T06: walks that the oracle once called wrong. Where the host has fewer units for states
+    than a prompt has pages, a prefetch needs room for one state, and answers lead to questions."""
+    Walk.of(seed).run()
+
+
 def test_a_walk_means_the_same_every_time_and_is_told_as_code_that_replays_it() -> None:
     walk = Walk.of(7)
     assert walk == Walk.of(7)

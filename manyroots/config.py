@@ -221,6 +221,22 @@ class LoraSettings:
     lora_dirs: tuple[str, ...] = option(
         (), "Folders below which adapters may be loaded while the server runs."
     )
+    lora_source: tuple[str, ...] = option(
+        (),
+        "Prefixes below which adapters are found by name when a request first names them, and may "
+        "be loaded from: a folder, s3://bucket/path, gs://bucket/path, https://host/path or "
+        "hf://owner. The first that has a name is taken.",
+    )
+    lora_cache_dir: str | None = option(
+        None,
+        "Folder for adapters that were fetched or uploaded; by default adapters in "
+        "~/.cache/manyroots or $MANYROOTS_CACHE.",
+    )
+    lora_cache_size: float = option(16.0, "Most GiB that fetched adapters may take on disk.")
+    lora_max_fetch_size: float = option(
+        2.0, "Most GiB that one adapter's weights may have to be fetched or uploaded."
+    )
+    lora_fetch_timeout_s: float = option(60.0, "Seconds that fetching one adapter may take.")
 
     def __post_init__(self) -> None:
         at_least(self, "max_loras", 0)
@@ -237,11 +253,16 @@ class LoraSettings:
                 "--max-loras."
             )
         if not self.enable_lora:
-            for name in ("lora_modules", "lora_dirs", "lora_target_modules"):
+            for name in ("lora_modules", "lora_dirs", "lora_source", "lora_target_modules"):
                 if getattr(self, name) not in ((), EVERY_MODULE):
                     raise ConfigError(
                         f"{flag_name(name)} is given without --enable-lora; give that too."
                     )
+        for name in ("lora_cache_size", "lora_max_fetch_size", "lora_fetch_timeout_s"):
+            if not 0.0 < getattr(self, name) < 2**30:
+                raise ConfigError(
+                    f"{flag_name(name)} is {getattr(self, name)}; it must be above 0."
+                )
         names = [module.name for module in self.lora_modules]
         for name in names:
             if fault := name_fault(name):

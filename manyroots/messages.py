@@ -114,6 +114,8 @@ class ErrorKind(enum.Enum):
     """The request can't be served as written, for example since its adapter can't be used."""
     NOT_FOUND = "not_found"
     """It names an adapter that is not there (any more)."""
+    UNAVAILABLE = "unavailable"
+    """What it needs can't be reached now; the same request may succeed later."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -181,10 +181,10 @@ def check_together(engine: EngineSettings, server: ServerSettings) -> None:
         return
     if not engine.lora.enable_lora:
         raise ConfigError("--enable-lora-endpoints is given without --enable-lora; give that too.")
-    if not engine.lora.lora_dirs:
+    if not engine.lora.lora_dirs and not engine.lora.lora_source:
         raise ConfigError(
-            "--enable-lora-endpoints needs --lora-dirs: the folders below which adapters may be "
-            "loaded."
+            "--enable-lora-endpoints needs --lora-dirs or --lora-source: the folders or addresses "
+            "below which adapters may be loaded."
         )
 
 

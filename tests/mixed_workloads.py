@@ -41,7 +41,6 @@ import torch
 
 from manyroots.cache.audit import audit
 from manyroots.config import engine_settings
-from manyroots.engine import adapter_directory
 from manyroots.engine.build import Engine, build_engine
 from manyroots.engine.input_processor import InputProcessor
 from manyroots.grammar.cache import GrammarCache
@@ -64,6 +63,7 @@ from manyroots.sampling import SamplingParams
 from manyroots.step import Runner, TokenLogprobs
 from manyroots.store.backends.files import Files
 from manyroots.store.backends.redis import Redis
+from manyroots.store.sources.sources import AdapterSources
 from manyroots.structured_outputs import StructuredOutputsParams
 from manyroots.text.assembler import TextAssembler
 from manyroots.text.tokenizer_files import load_tokenizer
@@ -246,7 +246,7 @@ class Weather:
     def over(self) -> Iterator[None]:
         """Every folder of storage meets it."""
         with contextlib.ExitStack() as stack:
-            for owner, name in ((GrammarCache, "compile"), (adapter_directory, "find_folder")):
+            for owner, name in ((GrammarCache, "compile"), (AdapterSources, "by_operator")):
                 stack.enter_context(mock.patch.object(owner, name, self._late(owner, name)))
             for kind in (Files, Redis):
                 for name in ("get", "put", "exists", "remove"):

@@ -2,7 +2,8 @@
 
 Takes the names known at start and what the engine says of loads and unloads; gives the adapter of
 each prompt, or a 404 or 400 that names the field. The engine has the last word: a name that is
-unloaded while a request is on its way is refused there.
+unloaded while a request is on its way is refused there. With --lora-source, names that are not
+known here are the engine's to find.
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from manyroots.adapter_names import LoraModule
+from manyroots.adapter_names import LoraModule, name_fault
 from manyroots.errors import NotFoundError, RequestError
 from manyroots.ids import AdapterName
+
+MAX_NAMES = 100_000
+"""Names that are listed; those found below --lora-source come on top of those given."""
 
 LoraPath = str | list[str | None] | None
 
@@ -31,8 +35,12 @@ class Adapter:
 class Adapters:
     """Names that take requests, in the order in which they came."""
 
-    def __init__(self, model_name: str, modules: Iterable[LoraModule] = ()) -> None:
+    def __init__(
+        self, model_name: str, modules: Iterable[LoraModule] = (), *, has_sources: bool = False
+    ) -> None:
+        """`has_sources`: the engine may find names that nothing here knows."""
         self._model_name = model_name
+        self._has_sources = has_sources
         self._by_name: dict[AdapterName, Adapter] = {}
         for module in modules:
             self.add(module.name, module.path, module.base_model_name)
@@ -40,6 +48,13 @@ class Adapters:
     def add(self, name: str, path: str, parent: str | None = None) -> None:
         adapter = Adapter(AdapterName(name), path, parent or self._model_name)
         self._by_name[adapter.name] = adapter
+
+    def found(self, name: AdapterName) -> None:
+        """The engine has answered for a name that it found by itself."""
+        if name not in self._by_name:
+            while len(self._by_name) >= MAX_NAMES:  # more were found than are worth listing
+                del self._by_name[next(iter(self._by_name))]
+            self.add(name, name)
 
     def remove(self, name: str) -> Adapter | None:
         """Refuse new requests for a name from now on."""
@@ -64,9 +79,12 @@ class Adapters:
         if model.startswith(f"{self._model_name}:"):
             base, name = self._model_name, model[len(self._model_name) + 1 :]
         adapter = self.get(model) or (self.get(name) if base == self._model_name else None)
-        if adapter is None:
-            raise self._unknown(model, "model")
-        return adapter.name
+        if adapter is not None:
+            return adapter.name
+        wanted = name if base == self._model_name and name else model
+        if self._has_sources and name_fault(wanted) is None:
+            return AdapterName(wanted)
+        raise self._unknown(model, "model")
 
     def choose(self, model: str, lora_path: LoraPath, num_prompts: int) -> list[AdapterName | None]:
         """The adapter of each prompt, None where the base model answers alone."""
@@ -96,10 +114,9 @@ class Adapters:
     def _by_lora_path(self, name: str | None) -> AdapterName | None:
         if name is None:
             return None
-        adapter = self.get(name)
-        if adapter is None:
+        if self.get(name) is None and not (self._has_sources and name_fault(name) is None):
             raise self._unknown(name, "lora_path")
-        return adapter.name
+        return AdapterName(name)
 
     def _unknown(self, name: str, field: str) -> NotFoundError:
         count = len(self._by_name)

@@ -16,11 +16,14 @@ from manyroots.api.errors import GenerationError
 from manyroots.api.responses import CachedByTier, PromptTokensDetails, Usage
 from manyroots.api.state import Service
 from manyroots.errors import ManyrootsError, NotFoundError, RequestError, UnavailableError
+from manyroots.ids import AdapterName
 from manyroots.messages import CacheUse, ErrorKind, FinishReason, Output, Submit
 from manyroots.observe.requests import RequestWatch
 from manyroots.step import TokenLogprobs
 from manyroots.text.assembler import TextAssembler, TextDelta
 
+NEW_ADAPTER = AdapterName("(new)")
+"""The label of requests whose adapter is being looked for; no adapter can be called so."""
 TextBatch = list[tuple[int, TextDelta]]
 Outputs = AsyncGenerator[Output, None]
 """What the engine's iterators are: that they can be closed is their documented contract."""
@@ -107,13 +110,17 @@ async def _merged(
 class _Sequence:
     """One sequence: the engine's outputs of it, what they say, and how it ended."""
 
-    __slots__ = ("_assembler", "_reason", "_timer", "outputs")
+    __slots__ = ("_adapters", "_assembler", "_new_name", "_reason", "_timer", "outputs")
 
     def __init__(self, service: Service, submit: Submit, shown_ids: frozenset[int]) -> None:
         self._assembler = TextAssembler(service.tokenizer, submit.sampling, shown_ids)
-        self._timer = service.metrics.sequence(
-            submit.request_id, len(submit.prompt), submit.adapter
-        )
+        self._adapters = service.adapters
+        self._new_name = None
+        adapter = submit.adapter
+        if adapter is not None and service.adapters.get(adapter) is None:
+            # A caller's own words: no label before the engine has found an adapter of that name.
+            self._new_name, adapter = adapter, NEW_ADAPTER
+        self._timer = service.metrics.sequence(submit.request_id, len(submit.prompt), adapter)
         self._reason = FinishReason.ABORT
         # The protocol promises only an iterator; that it can be closed is its documented contract.
         self.outputs = cast(AsyncGenerator[Output, None], service.engine.generate(submit))
@@ -121,6 +128,9 @@ class _Sequence:
     def take(self, output: Output) -> TextDelta:
         """Raises what an output says that ends the sequence without an answer."""
         delta = self._assembler.push(output)
+        if self._new_name is not None and output.tokens:
+            self._adapters.found(self._new_name)
+            self._new_name = None
         if output.adapter_was is not None:
             self._timer.adapter_was = output.adapter_was
         if output.cache_use is not None:
@@ -144,6 +154,8 @@ def failure_of(output: Output) -> ManyrootsError:
     match output.error_kind:
         case ErrorKind.NOT_FOUND:
             return NotFoundError(str(output.error), field="model")
+        case ErrorKind.UNAVAILABLE:
+            return UnavailableError(str(output.error))
         case ErrorKind.REQUEST:
             field = None if output.notice is None else output.notice.error_field
             return RequestError(str(output.error), field=field or "model")

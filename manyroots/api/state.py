@@ -77,7 +77,7 @@ class Service:
             engine.info, tokenizer, rng, default_max_tokens=defaults.max_tokens
         )
         self.concurrency = ConcurrencyLimit(engine.info.max_num_seqs + server.max_queued_requests)
-        self.adapters = Adapters(model_name, lora.lora_modules)
+        self.adapters = Adapters(model_name, lora.lora_modules, has_sources=bool(lora.lora_source))
         self.metrics = Metrics(
             model_name,
             lambda: engine.stats,

@@ -53,6 +53,7 @@ _METAVARS = {
     "lora_modules": "NAME=FOLDER",
     "lora_target_modules": "MODULE",
     "lora_dirs": "FOLDER",
+    "lora_source": "PREFIX",
     "weights_dirs": "FOLDER",
     "allowed_origins": "ORIGIN",
     "allowed_methods": "METHOD",

@@ -8,12 +8,16 @@ with few. A read runs on another thread; everyone else decodes meanwhile. Messag
 are carried out in their order: those that come while it is read wait in its entry. Only requests
 for content that is loaded already pass, since a reload gives them nothing to wait for.
 
+With --lora-source, a name that was never given is looked for when a request first names it. Such
+names are forgotten again, least recently used first, when there are many.
+
 Called by the loop's thread alone. Knows no tensor and no slot.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +26,13 @@ from typing import TYPE_CHECKING
 from manyroots.adapter_names import LoraModule, name_fault
 from manyroots.config import LoraSettings
 from manyroots.engine.adapter_entry import AdapterEntry, AdapterMessage, WaitingMessages
-from manyroots.engine.adapter_folders import find_folder
 from manyroots.engine.adapter_reads import Finished, Reads
-from manyroots.errors import ManyrootsError, NotFoundError, RequestError
+from manyroots.errors import (
+    ManyrootsError,
+    NotFoundError,
+    RequestError,
+    UnavailableError,
+)
 from manyroots.ids import AdapterName, RequestId, Tier
 from manyroots.lora.spec import AdapterSpec
 from manyroots.messages import (
@@ -39,11 +47,16 @@ from manyroots.messages import (
     UnloadLora,
 )
 from manyroots.scheduler.scheduler import Scheduler
+from manyroots.store.sources.address import is_address
+from manyroots.store.sources.sources import AdapterSources, Located
 
 if TYPE_CHECKING:
     from manyroots.store.adapter_weights import AdapterWeights
 
 logger = logging.getLogger(__name__)
+
+MAX_FOUND_NAMES = 1024
+"""Names found below --lora-source that are known at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +70,15 @@ class AdapterFiles:
     """Takes what was just read as the copy in host memory."""
     close: Callable[[], None] = lambda: None
     """Nothing will be read any more."""
+    sources: AdapterSources | None = None
+    """Where folders come from, if the execute half fetches, too; None: the directory's own."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Read:
     """What a read gave."""
 
-    folder: Path
+    located: Located
     spec: AdapterSpec
     weights: AdapterWeights
 
@@ -83,6 +98,11 @@ class AdapterDirectory:
         self.submit: Callable[[Submit], None] = scheduler.submit
         """Where requests go whose adapter the scheduler knows."""
         self._lora_dirs = settings.lora_dirs
+        self._is_restricted = bool(settings.lora_dirs or settings.lora_source)
+        """Else a caller is whoever runs this process: a server's endpoints need one of them."""
+        self._sources = files.sources or AdapterSources(settings)
+        self._found: OrderedDict[AdapterName, None] = OrderedDict()
+        """Names found below --lora-source, those used last at the end."""
         self._scheduler = scheduler
         self._files = files
         self._base_names = frozenset(base_names)
@@ -118,6 +138,8 @@ class AdapterDirectory:
     def handle(self, message: AdapterMessage) -> None:
         """Carry out a message, now or when its turn in the name's entry has come."""
         entry = self._entry_of(message)
+        if entry is not None and entry.name in self._found:
+            self._found.move_to_end(entry.name)
         if entry is None:
             self._refuse_unknown(message)
         elif (
@@ -184,8 +206,14 @@ class AdapterDirectory:
         name = message.adapter if isinstance(message, Submit) else message.name
         assert name is not None
         entry = self._entries.get(name)
-        if entry is None and isinstance(message, LoadLora) and not self._name_fault(name):
+        if entry is not None or self._name_fault(name):
+            return entry
+        if isinstance(message, LoadLora):
             entry = self._entries[name] = AdapterEntry(name, None, WaitingMessages(self._where))
+        elif isinstance(message, Submit) and self._sources.finds_names:
+            entry = AdapterEntry(name, LoraModule(name, ""), WaitingMessages(self._where))
+            self._entries[name] = entry
+            self._found[name] = None
         return entry
 
     def _name_fault(self, name: str) -> str | None:
@@ -217,15 +245,22 @@ class AdapterDirectory:
 
     def _begin(self, entry: AdapterEntry, path: str, load: LoadLora | None) -> None:
         entry.is_reading, entry.load = True, load
-        # Folders noted at start are the operator's own word.
-        lora_dirs = () if load is None else self._lora_dirs
 
         def job() -> _Read:
-            folder = find_folder(path, lora_dirs)
-            allowed = [Path(item) for item in lora_dirs] or None
-            return _Read(folder, *self._files.read(folder, allowed))
+            located = self._locate(entry.name, path, load)
+            with self._sources.reading(located.folder) as folder:
+                return _Read(located, *self._files.read(folder, located.allowed_dirs))
 
-        self.reads.begin(entry, job)
+        self.reads.begin(entry, job, is_slow=not path or is_address(path))
+
+    def _locate(self, name: AdapterName, path: str, load: LoadLora | None) -> Located:
+        """On a thread that reads."""
+        if load is None and not path:
+            return self._sources.by_name(name)
+        # What was noted at start is the operator's own word.
+        if load is None or not self._is_restricted:
+            return self._sources.by_operator(path)
+        return self._sources.by_caller(path, self._lora_dirs)
 
     def _take_in(self, finished: Finished[_Read]) -> None:
         """A read is over: answer whoever asked for it, then go on with its entry."""
@@ -246,12 +281,14 @@ class AdapterDirectory:
             self._carry_out(entry, entry.waiting.pop())
         if entry.module is None and not entry.is_reading and self._entries.get(entry.name) is entry:
             del self._entries[entry.name]
+        self._forget_found()
 
     def _open(self, entry: AdapterEntry, read: _Read, load: LoadLora | None) -> None:
         """The scheduler takes requests for the name from now on."""
         spec, before = read.spec, self._scheduler.adapter(entry.name)
         is_pinned = load is not None and load.is_pinned
-        self._scheduler.load_adapter(entry.name, spec, path=str(read.folder), is_pinned=is_pinned)
+        folder = str(read.located.folder)
+        self._scheduler.load_adapter(entry.name, spec, path=folder, is_pinned=is_pinned)
         is_unchanged = before is not None and before.digest == spec.digest
         if self._scheduler.take_adapter_copy(spec.digest):
             self._files.keep(read.weights)
@@ -259,22 +296,38 @@ class AdapterDirectory:
                     spec.digest.hex()[:16])  # fmt: skip
         if load is not None:
             entry.module = LoraModule(entry.name, load.path)
+            self._found.pop(entry.name, None)
             self._replies.append(_loaded(load.op_id, read, is_unchanged))
 
     def _fail(self, entry: AdapterEntry, load: LoadLora | None, error: Exception) -> None:
         """Whatever the name meant before, it still does; wanting it again reads again (W10)."""
-        kind = ErrorKind.REQUEST if isinstance(error, ManyrootsError) else ErrorKind.ENGINE
+        kind = _kind_of(error)
         if kind is ErrorKind.ENGINE:
             logger.error("adapter %s could not be read", entry.name, exc_info=error)
+        if entry.name in self._found and self._scheduler.adapter(entry.name) is None:
+            # It may be there, or be another, when it is next named.
+            del self._found[entry.name]
+            entry.module = None
         if load is not None:
             self._reply_error(load.op_id, str(error), kind)
             return
         reason = f"adapter {entry.name!r} can't be used: {error}"
+        if kind is ErrorKind.NOT_FOUND and entry.module is None:
+            reason = _no_such_model(entry.name)
         while entry.waiting and isinstance(entry.waiting.first, Submit):
             self._refuse(entry.waiting.pop(), reason, kind)
 
+    def _forget_found(self) -> None:
+        """Names that were found by themselves go when there are too many; they are found again."""
+        for name in list(self._found)[: max(0, len(self._found) - MAX_FOUND_NAMES)]:
+            entry = self._entries[name]
+            if not entry.is_reading and not entry.waiting:
+                self._scheduler.unload_adapter(name)
+                del self._found[name], self._entries[name]
+
     def _unload(self, entry: AdapterEntry, message: UnloadLora) -> None:
         entry.module = None
+        self._found.pop(entry.name, None)
         reply = LoraReply(message.op_id)
         if self._scheduler.adapter(entry.name) is not None:
             num_free = self._scheduler.stats().num_free_pages
@@ -294,10 +347,7 @@ class AdapterDirectory:
 
     def _refuse_unknown(self, message: AdapterMessage) -> None:
         if isinstance(message, Submit):
-            reason = (
-                f"model {message.adapter!r} does not exist; GET /v1/models lists those that do."
-            )
-            self._refuse(message, reason, ErrorKind.NOT_FOUND)
+            self._refuse(message, _no_such_model(message.adapter), ErrorKind.NOT_FOUND)
         elif isinstance(message, UnloadLora):
             reason = f"adapter {message.name!r} is not loaded; GET /v1/models lists those that are."
             self._reply_error(message.op_id, reason, ErrorKind.NOT_FOUND)
@@ -320,10 +370,25 @@ def _loaded(op_id: int, read: _Read, is_unchanged: bool) -> LoraReply:
     spec = read.spec
     return LoraReply(
         op_id,
-        path=str(read.folder),
+        path=read.located.shown,
         digest=spec.digest.hex(),
         rank=spec.rank,
         num_bytes=spec.num_bytes,
         modules=tuple(dict.fromkeys(pair.target.rpartition(".")[2] for pair in spec.pairs)),
         is_unchanged=is_unchanged,
     )
+
+
+def _kind_of(error: Exception) -> ErrorKind:
+    match error:
+        case NotFoundError():
+            return ErrorKind.NOT_FOUND
+        case UnavailableError():
+            return ErrorKind.UNAVAILABLE
+        case ManyrootsError():
+            return ErrorKind.REQUEST
+    return ErrorKind.ENGINE
+
+
+def _no_such_model(name: str | None) -> str:
+    return f"model {name!r} does not exist; GET /v1/models lists those that do."

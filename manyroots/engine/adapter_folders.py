@@ -1,17 +1,19 @@
-"""Where adapters' files may be: noted at start, or below the folders that --lora-dirs allows.
+"""Where adapters' files may be, checked at start: what could never be loaded is refused.
 
-Looks at folders, never into the files: reading and checking those is for whoever loads them.
+Looks at folders and the shape of addresses, never into files or over the network: reading is for
+whoever loads them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from pathlib import Path
 
 from manyroots.adapter_names import LoraModule
 from manyroots.config import LoraSettings
 from manyroots.errors import AdapterError, ConfigError
-from manyroots.lora.files.folder import CONFIG_FILE, check_folder
+from manyroots.lora.files.folder import CONFIG_FILE
+from manyroots.store.sources.address import is_address, looks_like_hub_id, parse_address
 
 
 def check_folders(settings: LoraSettings, base_names: Collection[str]) -> None:
@@ -26,10 +28,23 @@ def check_folders(settings: LoraSettings, base_names: Collection[str]) -> None:
     for folder in settings.lora_dirs:
         if not Path(folder).expanduser().is_dir():
             raise ConfigError(f"--lora-dirs has {folder!r}, which is not a folder; make it first.")
+    for source in settings.lora_source:
+        if is_address(source):
+            _check_address("--lora-source", source)
+        elif not Path(source).expanduser().is_dir():
+            raise ConfigError(
+                f"--lora-source has {source!r}, which is neither a folder nor an address such as "
+                "s3://bucket/path."
+            )
 
 
 def _check_module(module: LoraModule) -> None:
+    if is_address(module.path):
+        _check_address(f"--lora-modules {module.name}", module.path)
+        return
     folder = Path(module.path).expanduser()
+    if not folder.exists() and looks_like_hub_id(module.path):
+        return
     if not folder.is_dir():
         raise ConfigError(
             f"--lora-modules {module.name}={module.path}: there is no such folder; give the one "
@@ -42,20 +57,8 @@ def _check_module(module: LoraModule) -> None:
         )
 
 
-def find_folder(path: str, lora_dirs: Sequence[str]) -> Path:
-    """The folder that a caller's path means; refused unless it is below --lora-dirs.
-
-    A relative path is looked up in each of them. Without any, every folder is allowed: then the
-    caller is whoever runs this process, since the server's endpoints can't be without.
-    """
-    if not lora_dirs:
-        return check_folder(path, None)
-    allowed = [Path(folder) for folder in lora_dirs]
-    refusal: AdapterError | None = None
-    for candidate in [path] if path[:1] in ("", "/", "~") else [f"{d}/{path}" for d in allowed]:
-        try:
-            return check_folder(candidate, allowed)
-        except AdapterError as error:
-            refusal = refusal or error
-    assert refusal is not None
-    raise refusal
+def _check_address(flag: str, text: str) -> None:
+    try:
+        parse_address(text)
+    except AdapterError as error:
+        raise ConfigError(f"{flag}: {error}") from error

@@ -18,6 +18,8 @@ T = TypeVar("T")
 
 NUM_THREADS = 2
 """A folder on a slow disk does not hold up the others; more would only share the same disk."""
+NUM_SLOW_THREADS = 16
+"""For jobs that wait for other machines: they hold up none of the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,9 @@ class Reads(Generic[T]):
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="adapter-read")
+        self._slow_threads = ThreadPoolExecutor(
+            NUM_SLOW_THREADS, thread_name_prefix="adapter-fetch"
+        )
         self._finished: queue.SimpleQueue[Finished[T]] = queue.SimpleQueue()
         self._seen: list[Finished[T]] = []
         self.num_under_way = 0
@@ -43,10 +48,11 @@ class Reads(Generic[T]):
         self.wake: Callable[[], None] = lambda: None
         """Called on a job's thread when it has ended, to end the loop's sleep."""
 
-    def begin(self, key: object, job: Callable[[], T]) -> None:
+    def begin(self, key: object, job: Callable[[], T], *, is_slow: bool = False) -> None:
         self.num_under_way += 1
         start = time.monotonic()
-        self._threads.submit(job).add_done_callback(lambda done: self._end(key, start, done))
+        threads = self._slow_threads if is_slow else self._threads
+        threads.submit(job).add_done_callback(lambda done: self._end(key, start, done))
 
     @property
     def has_finished(self) -> bool:
@@ -67,7 +73,8 @@ class Reads(Generic[T]):
                 self._seen.append(self._finished.get(timeout=timeout_s))
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._slow_threads):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def _end(self, key: object, start: float, done: Future[T]) -> None:
         if done.cancelled():

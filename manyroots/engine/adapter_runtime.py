@@ -32,6 +32,8 @@ from manyroots.store.adapter_pool import AdapterPool, pooled_rank
 from manyroots.store.adapter_sites import SiteParts, parts_named, targets_in
 from manyroots.store.adapter_weights import AdapterWeights
 from manyroots.store.host_memory import PinnedMemory, lock_filled, locked, pageable
+from manyroots.store.sources.address import is_address
+from manyroots.store.sources.sources import AdapterSources
 
 logger = logging.getLogger(__name__)
 
@@ -90,8 +92,10 @@ def build_adapter_runtime(
 
     if device.type == "cuda":
         # Beside the rest of the start, which is nearly all a compiler's.
-        paths = [module.path for module in settings.lora_modules]
+        paths = [module.path for module in settings.lora_modules if not is_address(module.path)]
         Thread(target=foresee, args=(paths, layouts), name="foresee", daemon=True).start()
+
+    sources = AdapterSources(settings)
 
     def read(
         folder: Path, allowed_dirs: Sequence[Path] | None
@@ -106,7 +110,8 @@ def build_adapter_runtime(
 
     def read_part(path: str) -> AdapterWeights:
         # The digest shows whether files that were allowed once have been replaced since.
-        return cut_adapter(read(Path(path), None)[1], shard, own)
+        with sources.reading(Path(path)) as folder:
+            return cut_adapter(read(folder, None)[1], shard, own)
 
     pool = AdapterPool(
         parts,
@@ -118,7 +123,7 @@ def build_adapter_runtime(
     )
     loader = make_loader(read_part, pool)
     _log(settings, num_slots, len(served), slot_bytes(settings, model, dtype))
-    files = AdapterFiles(read, loader.keep)
+    files = AdapterFiles(read, loader.keep, sources=sources)
     return AdapterRuntime(loader, files if pinned is None else replace(files, close=pinned.close))
 
 

@@ -10,7 +10,7 @@ import enum
 from collections.abc import AsyncIterator
 from typing import Protocol
 
-from manyroots.errors import ManyrootsError, NotFoundError, RequestError
+from manyroots.errors import ManyrootsError, NotFoundError, RequestError, UnavailableError
 from manyroots.ids import AdapterName, RequestId
 from manyroots.messages import (
     ControlReply,
@@ -185,6 +185,8 @@ def lora_error(reply: LoraReply) -> ManyrootsError | None:
     match reply.error_kind:
         case ErrorKind.NOT_FOUND:
             return NotFoundError(reply.error, field="lora_name")
+        case ErrorKind.UNAVAILABLE:
+            return UnavailableError(reply.error)
         case ErrorKind.REQUEST:
             return RequestError(reply.error, field="lora_path")
     return ManyrootsError(f"the adapter could not be loaded: {reply.error}")

@@ -1649,9 +1649,9 @@ MUTATIONS: tuple[Mutation, ...] = (
         ),
     ),
     Mutation(
-        "models/weights/fp8.py",
-        "return scales.repeat_interleave(format.block[0], 0)[:num_rows]",
-        "return scales.repeat(format.block[0], 1)[:num_rows]",
+        "layers/weights/fp8.py",
+        "return scales.repeat_interleave(self.block[0], 0)[:num_rows]",
+        "return scales.repeat(self.block[0], 1)[:num_rows]",
         "rows take the scale of another block",
         (
             "unit/models/test_fp8_loading.py::"
@@ -1659,9 +1659,9 @@ MUTATIONS: tuple[Mutation, ...] = (
         ),
     ),
     Mutation(
-        "layers/linear.py",
-        "may_be_quantized=may_be_quantized,",
-        "",
+        "layers/context.py",
+        "return self if kept is self.format else replace(self, format=kept)",
+        "return self",
         "heads and routers are quantized, too",
         (
             "unit/models/test_fp8_loading.py::"
@@ -1716,8 +1716,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("unit/kernels/test_compiles_for_gpus.py::test_q01_q04_kernels_of_fp8_compile_for_hopper",),
     ),
     Mutation(
-        "models/weights/fp8.py",
-        "if has_fp8_pages and name.endswith(_OF_PAGES)",
+        "models/load.py",
+        "if name.endswith(_OF_PAGES)",
         "if False and name.endswith(_OF_PAGES)",
         "scales of keys and values are left out without a word",
         (
@@ -1726,7 +1726,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         ),
     ),
     Mutation(
-        "models/weights/mxfp4.py",
+        "layers/weights/mxfp4.py",
         "torch.stack((blocks & 0x0F, blocks >> 4), dim=-1)",
         "torch.stack((blocks >> 4, blocks & 0x0F), dim=-1)",
         "the two numbers of a byte change places",
@@ -1753,16 +1753,16 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("unit/kernels/test_fp4_triton.py::test_q02_experts_equal_the_reference[few-1-dtype0]",),
     ),
     Mutation(
-        "layers/weights/mxfp4.py",
-        "{Side.OUTPUT: 0, Side.INPUT: 1}[side]",
-        "{Side.OUTPUT: 0, Side.INPUT: 0}[side]",
+        "layers/weights/fill.py",
+        "{Side.OUTPUT: 0, Side.INPUT: 1, None: None}[side]",
+        "{Side.OUTPUT: 0, Side.INPUT: 0, None: None}[side]",
         "a rank takes the rows of a 4-bit matrix of which it has columns",
         ("unit/models/test_mxfp4_loading.py::test_q02_two_ranks_give_one_ranks_logits",),
     ),
     Mutation(
         "models/weight_bytes.py",
-        "return (count - numbers) * dtype.itemsize + packed",
-        "return count * dtype.itemsize + packed",
+        "num_weights(spec, num_head_rows) - whole - of_experts",
+        "num_weights(spec, num_head_rows) - whole",
         "experts in 4 bits count as unquantized ones, too",
         (
             "unit/models/test_mxfp4_loading.py::"

@@ -19,18 +19,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from manyroots.bench.kernel_times import KernelCase, measured, num_copies
-from manyroots.distributed.shard import WHOLE
 from manyroots.kernels.choice import Kernels, reference_kernels
 from manyroots.kernels.fp8_rows import Fp8Rows, in_fp8
 from manyroots.kernels.lora_ops.sites import LinearSite, LoraRows
 from manyroots.kernels.packed import can_pack
 from manyroots.kernels.scaled import plain
+from manyroots.layers.context import LayerContext
 from manyroots.layers.deferred_output import DeferredOutput
 from manyroots.layers.linear import Linear
 from manyroots.layers.spec import AttentionSpec, DenseSpec
 from manyroots.layers.step import Step
-from manyroots.layers.weights.formats import Fp8Format, weights_kept_as
-from manyroots.layers.weights.weight import weights_packed
+from manyroots.layers.weights.formats import PLAIN, PackedFormat
+from manyroots.layers.weights.fp8 import Fp8Format
 from manyroots.models.spec import ModelSpec
 
 MOST_CHECKED = 64
@@ -114,27 +114,33 @@ class Products:
         return shape.num_weights * (1 if is_fp8 else self.dtype.itemsize)
 
     def linears(self, shape: ProductShape, count: int) -> list[Linear]:
-        kept = Fp8Format(is_stored=False) if self.is_fp8 and shape.is_rounded else None
         parts = {f"part{place}": size for place, size in enumerate(shape.parts)}
         found = []
         # As an engine keeps them: a CPU packs, or turns them where it can't; a GPU does neither.
         packs = self.kernels.ask_nothing or can_pack(self.device, self.dtype)
-        with weights_kept_as(kept), weights_packed(packs):
-            for seed in range(count):
-                linear = Linear(
-                    shape.in_features, parts, bias=False, side=None, shard=WHOLE,
-                    dtype=self.dtype, device=self.device, kernels=self.kernels,
-                )  # fmt: skip
-                generator = torch.Generator(self.device).manual_seed(seed)
-                for _, fill in linear.weights("weight"):
-                    draw = torch.empty(fill.whole_shape, dtype=self.dtype, device=self.device)
-                    fill.take(draw.normal_(std=shape.in_features**-0.5, generator=generator))
-                if not self.kernels.ask_nothing:
-                    linear.weight.pack()
-                if self.num_adapters:
-                    linear.pooled = self._site(shape, generator)
-                found.append(linear)
+        kept = PackedFormat() if packs else PLAIN
+        if self.is_fp8 and shape.is_rounded:
+            kept = Fp8Format()
+        context = replace(self.context(shape.in_features), format=kept)
+        for seed in range(count):
+            linear = Linear(shape.in_features, parts, context, bias=False, side=None)
+            generator = torch.Generator(self.device).manual_seed(seed)
+            for _, fill in linear.weights("weight"):
+                draw = torch.empty(fill.whole_shape, dtype=self.dtype, device=self.device)
+                fill.take(draw.normal_(std=shape.in_features**-0.5, generator=generator))
+            if not self.kernels.ask_nothing:
+                linear.weight.pack()
+            if self.num_adapters:
+                linear.pooled = self._site(shape, generator)
+            found.append(linear)
         return found
+
+    def context(self, hidden_size: int, eps: float = 1e-6) -> LayerContext:
+        """What layers are made with here."""
+        return LayerContext(
+            hidden_size=hidden_size, eps=eps, dtype=self.dtype, device=self.device,
+            kernels=self.kernels,
+        )  # fmt: skip
 
     def _site(self, shape: ProductShape, generator: torch.Generator) -> LinearSite:
         """Adapters' weights one behind the other, all of one rank."""

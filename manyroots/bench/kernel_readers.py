@@ -78,10 +78,7 @@ class Readers:
         self, shape: ProductShape, linear: Linear, reader: Linear, num_rows: int
     ) -> dict[str, Any]:
         products, size = self.products, self.spec.hidden_size
-        norm = RMSNorm(
-            size, eps=self.spec.rms_norm_eps, offset=0.0, dtype=products.dtype,
-            device=products.device, kernels=products.kernels,
-        )  # fmt: skip
+        norm = RMSNorm(size, products.context(size, self.spec.rms_norm_eps))
         norm.weight.fill_(1.0)
         product, residual = self._product(shape, linear, num_rows), products.x(num_rows, size)
         right = reference_kernels().norm.add_rms_norm(

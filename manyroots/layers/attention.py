@@ -12,10 +12,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from manyroots.distributed.shard import Shard
-from manyroots.kernels.choice import Kernels
 from manyroots.kernels.norm.deferred import NormedRows, whole_rows
 from manyroots.kernels.qk_rope_kv_write.inputs import QkNorm
+from manyroots.layers.context import LayerContext
 from manyroots.layers.deferred_output import DeferredOutput
 from manyroots.layers.linear import Linear
 from manyroots.layers.norm import RMSNorm
@@ -29,45 +28,24 @@ from manyroots.store.adapter_sites import SitePart
 class Attention:
     """qkv, its norms and rotation, attention over pages, and o."""
 
-    def __init__(
-        self,
-        hidden_size: int,
-        spec: AttentionSpec,
-        family: int,
-        *,
-        eps: float,
-        norm_offset: float,
-        shard: Shard,
-        dtype: torch.dtype,
-        device: torch.device,
-        kernels: Kernels,
-    ) -> None:
+    def __init__(self, spec: AttentionSpec, family: int, context: LayerContext) -> None:
         """`spec` is the rank's own; `family`: which of the step's page tables is its."""
-        self._spec, self._family, self._kernels, self._shard = spec, family, kernels, shard
-        self._dtype = dtype
+        self._spec, self._family = spec, family
+        self._kernels, self._shard, self._dtype = context.kernels, context.shard, context.dtype
         heads, kv_heads, dim = spec.num_heads, spec.memory.kv_heads, spec.memory.head_dim
         queries = (2 if spec.has_gate else 1) * heads * dim
         parts = {"q_proj": queries, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim}
-        self.qkv = Linear(
-            hidden_size, parts, bias=spec.qkv_bias, side=Side.OUTPUT,
-            shard=shard, dtype=dtype, device=device, kernels=kernels,
-        )  # fmt: skip
+        self.qkv = Linear(context.hidden_size, parts, context, bias=spec.qkv_bias, side=Side.OUTPUT)
         self.o = Linear(
-            heads * dim, {"": hidden_size}, bias=spec.o_bias, side=Side.INPUT,
-            shard=shard, dtype=dtype, device=device, kernels=kernels,
-        )  # fmt: skip
+            heads * dim, {"": context.hidden_size}, context, bias=spec.o_bias, side=Side.INPUT
+        )
         self._qk_norms: tuple[RMSNorm, RMSNorm] | None = None
         self._qk_norm: QkNorm | None = None
         if spec.qk_norm:
-            q_norm, k_norm = (
-                RMSNorm(
-                    dim, eps=eps, offset=norm_offset, dtype=dtype, device=device, kernels=kernels
-                )
-                for _ in range(2)
-            )
+            q_norm, k_norm = RMSNorm(dim, context), RMSNorm(dim, context)
             self._qk_norms = (q_norm, k_norm)
-            self._qk_norm = QkNorm(q_norm.weight, k_norm.weight, eps)
-        self._sinks = torch.empty(heads, dtype=dtype, device=device) if spec.has_sinks else None
+            self._qk_norm = QkNorm(q_norm.weight, k_norm.weight, context.eps)
+        self._sinks = context.empty(heads) if spec.has_sinks else None
 
     @property
     def reader(self) -> Linear | None:

@@ -15,9 +15,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from manyroots.distributed.shard import Shard
-from manyroots.kernels.choice import Kernels
 from manyroots.kernels.norm.deferred import NormedRows
+from manyroots.layers.context import LayerContext
 from manyroots.layers.deferred_output import DeferredOutput
 from manyroots.layers.linear import Linear
 from manyroots.layers.spec import DeltaSpec
@@ -30,23 +29,11 @@ from manyroots.store.adapter_sites import SitePart
 class GatedDeltaNet:
     """The projections as one product, a convolution, the delta rule, a gated norm and out_proj."""
 
-    def __init__(
-        self,
-        hidden_size: int,
-        spec: DeltaSpec,
-        family: int,
-        *,
-        eps: float,
-        norm_offset: float,
-        shard: Shard,
-        dtype: torch.dtype,
-        device: torch.device,
-        kernels: Kernels,
-    ) -> None:
+    def __init__(self, spec: DeltaSpec, family: int, context: LayerContext) -> None:
         """`spec` is the rank's own; `family`: which of the step's states are its. Its norm's
         weights are whole whatever the offset of the others."""
-        self._spec, self._family, self._kernels, self._shard = spec, family, kernels, shard
-        self._eps = eps
+        self._spec, self._family = spec, family
+        self._kernels, self._shard, self._eps = context.kernels, context.shard, context.eps
         heads = spec.num_heads
         key, value = spec.key_heads * spec.key_dim, heads * spec.value_dim
         self._pieces = (OutputPiece(key), OutputPiece(key), OutputPiece(value))
@@ -60,18 +47,20 @@ class GatedDeltaNet:
                 "in_proj_a": heads,
             }
         self.in_proj = Linear(
-            hidden_size, parts, bias=False, side=Side.OUTPUT,
+            context.hidden_size,
+            parts,
+            context.unquantized,  # decays and gates are among its outputs
+            bias=False,
+            side=Side.OUTPUT,
             pieces=None if spec.is_fused else {"in_proj_qkv": self._pieces},
-            shard=shard, dtype=dtype, device=device, kernels=kernels,
-            may_be_quantized=False,  # decays and gates are among its outputs
-        )  # fmt: skip
+        )
         self.out_proj = Linear(
-            value, {"": hidden_size}, bias=False, side=Side.INPUT,
-            shard=shard, dtype=dtype, device=device, kernels=kernels,
-        )  # fmt: skip
-        self._filter = torch.empty(spec.channels, spec.width, dtype=dtype, device=device)
-        self._a_log, self._dt_bias = torch.empty(2, heads, dtype=torch.float32, device=device)
-        self._norm = torch.empty(spec.value_dim, dtype=dtype, device=device)
+            value, {"": context.hidden_size}, context, bias=False, side=Side.INPUT
+        )
+        self._filter = context.empty(spec.channels, spec.width)
+        numbers = torch.empty(2, heads, dtype=torch.float32, device=context.device)
+        self._a_log, self._dt_bias = numbers
+        self._norm = context.empty(spec.value_dim)
 
     @property
     def reader(self) -> Linear | None:

@@ -6,15 +6,15 @@ The two share one weight where the model says so. Knows nothing of sampling.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from manyroots.distributed.shard import Shard
-from manyroots.kernels.choice import Kernels
 from manyroots.kernels.lora_ops.sites import EmbeddingSite, LoraRows
 from manyroots.kernels.scaled import plain
+from manyroots.layers.context import LayerContext
 from manyroots.layers.linear import Linear
 from manyroots.layers.step import Step
 from manyroots.layers.weights.fill import Fill, Fills
@@ -30,20 +30,17 @@ class Embedding:
     def __init__(
         self,
         vocab_size: int,
-        hidden_size: int,
+        context: LayerContext,
         *,
         scale: float,
         rounds_scale: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-        kernels: Kernels,
     ) -> None:
-        self.weight = torch.empty(vocab_size, hidden_size, dtype=dtype, device=device)
+        self.weight = context.empty(vocab_size, context.hidden_size)
         # Rounded where the checkpoint's own code rounds it.
-        self._scale = torch.tensor(scale, dtype=dtype).item() if rounds_scale else scale
-        self._kernels = kernels
+        self._scale = torch.tensor(scale, dtype=context.dtype).item() if rounds_scale else scale
+        self._kernels = context.kernels
         self.site = LoraSite(
-            TargetKind.EMBEDDING, vocab_size, {"": hidden_size}, factor=self._scale
+            TargetKind.EMBEDDING, vocab_size, {"": context.hidden_size}, factor=self._scale
         )
         self.pooled: EmbeddingSite | None = None
         """Where adapters' weights for it lie; None in a model without adapters."""
@@ -75,28 +72,27 @@ class LmHead:
     def __init__(
         self,
         vocab_size: int,
-        hidden_size: int,
+        context: LayerContext,
         *,
         tied_to: Embedding | None,
         factor: float,
-        shard: Shard,
-        dtype: torch.dtype,
-        device: torch.device,
-        kernels: Kernels,
     ) -> None:
         """`factor`: what logits are multiplied with."""
-        rows = shard.part(vocab_size)
+        rows = context.shard.part(vocab_size)
         self._first = rows.start
         self._factor = factor
-        self._vocab_size, self._shard, self._kernels = vocab_size, shard, kernels
+        self._vocab_size, self._shard, self._kernels = vocab_size, context.shard, context.kernels
         self._is_tied = tied_to is not None
+        own = context.unquantized
         self.product = Linear(
-            hidden_size, {"": rows.stop - rows.start}, bias=False, side=Side.OUTPUT,
-            shard=shard, dtype=dtype, device=device if tied_to is None else torch.device("meta"),
-            kernels=kernels, may_be_quantized=False,
-        )  # fmt: skip
+            own.hidden_size,
+            {"": rows.stop - rows.start},
+            own if tied_to is None else replace(own, device=torch.device("meta")),
+            bias=False,
+            side=Side.OUTPUT,
+        )
         if tied_to is not None:
-            self.product.weight = Weight.tied_to(tied_to.weight[rows])
+            self.product.weight = Weight(tied_to.weight[rows], own.dtype, own.format)
 
     def __call__(self, hidden: Tensor, rows: LoraRows | None) -> Tensor:
         """Logits [num_rows, vocab_size] in the dtype of `hidden`; `rows` are the adapters of these

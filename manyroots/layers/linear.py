@@ -12,14 +12,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import accumulate
 
-import torch
-
-from manyroots.distributed.shard import Shard
-from manyroots.kernels.choice import Kernels
 from manyroots.kernels.fp8_rows import Fp8Form, values_of
 from manyroots.kernels.lora_ops.sites import LinearSite
 from manyroots.kernels.norm.deferred import DeferredRMSNorm, NormedRows
-from manyroots.kernels.scaled import ScaledMatrix
+from manyroots.layers.context import LayerContext
 from manyroots.layers.deferred_output import DeferredOutput
 from manyroots.layers.step import Step
 from manyroots.layers.weights.fill import Fill, Fills
@@ -35,26 +31,19 @@ class Linear:
         self,
         in_features: int,
         parts: Mapping[str, int],
+        context: LayerContext,
         *,
         bias: bool,
         side: Side | None,
         pieces: Mapping[str, tuple[OutputPiece, ...]] | None = None,
-        shard: Shard,
-        dtype: torch.dtype,
-        device: torch.device,
-        kernels: Kernels,
-        may_be_quantized: bool = True,
     ) -> None:
         """`parts`: this rank's width of each projection, by name; "" where there is one. `side`:
         which side of them ranks divide. `pieces`: what a projection's output consists of, by its
-        name, where ranks divide that piece by piece. `may_be_quantized`: not what few numbers
-        decide."""
+        name, where ranks divide that piece by piece."""
         out_features = sum(parts.values())
-        self.weight = Weight(
-            in_features, out_features, dtype=dtype, device=device,
-            may_be_quantized=may_be_quantized,
-        )  # fmt: skip
-        self.bias = torch.empty(out_features, dtype=dtype, device=device) if bias else None
+        data = context.format.matrix(out_features, in_features, context.dtype, context.device)
+        self.weight = Weight(data, context.dtype, context.format)
+        self.bias = context.empty(out_features) if bias else None
         self.site = LoraSite(TargetKind.LINEAR, in_features, parts, pieces=pieces, side=side)
         self.pooled: LinearSite | None = None
         """Where adapters' weights for it lie; None in a model without adapters."""
@@ -63,20 +52,22 @@ class Linear:
             name: slice(end - size, end)
             for (name, size), end in zip(parts.items(), ends, strict=True)
         }
-        self._side, self._shard, self._pieces = side, shard, dict(pieces or {})
-        self._kernels = kernels
+        self._side, self._shard, self._pieces = side, context.shard, dict(pieces or {})
+        self._kernels = context.kernels
 
     def __call__(self, x: NormedRows, step: Step) -> DeferredOutput:
         rows = None if self.pooled is None else step.lora
-        gemm, operand = self._kernels.gemm, self.weight.operand
+        kernels, weight = self._kernels, self.weight
         if isinstance(x, DeferredRMSNorm) or self._is_own(
             x.shape[0], has_adapters=rows is not None
         ):
-            return DeferredOutput(*gemm.linear(x, operand, self.pooled, rows, self.bias))
-        sums = self.weight.times(x, self.bias, self._kernels.scaled_gemm)
+            return DeferredOutput(
+                *kernels.gemm.linear(x, weight.operand, self.pooled, rows, self.bias)
+            )
+        sums = weight.format.times(x, weight.data, self.bias, kernels)
         if self.pooled is None or rows is None:
             return DeferredOutput(sums)
-        return DeferredOutput(sums, self._kernels.lora_ops.shrink(values_of(x), self.pooled, rows))
+        return DeferredOutput(sums, kernels.lora_ops.shrink(values_of(x), self.pooled, rows))
 
     def takes_deferred_norm(self, num_rows: int) -> bool:
         """Whether it can read rows, some of them with adapters, of which a norm left the division
@@ -85,21 +76,15 @@ class Linear:
 
     def form(self, num_rows: int) -> Fp8Form | None:
         """What it wants so many rows in, if not as they are."""
-        operand, keeps = self.weight.operand, self.pooled is not None
-        if not isinstance(operand, ScaledMatrix):
-            return None
-        gemm, scaled_gemm = self._kernels.gemm, self._kernels.scaled_gemm
-        form: Fp8Form | None = None
-        if self._is_own(num_rows, has_adapters=keeps):
-            form = gemm.form_for(num_rows, operand, keeps)
-        elif scaled_gemm.is_for(operand, self.weight.dtype):
-            form = scaled_gemm.form_for(operand, keeps)
-        return form
+        weight, keeps = self.weight, self.pooled is not None
+        return weight.format.row_form(
+            weight.operand, num_rows, weight.dtype, self._kernels, keeps_values=keeps
+        )
 
     def _is_own(self, num_rows: int, *, has_adapters: bool) -> bool:
         """Whether the kernel set has a product for this, or the library computes it."""
         own: bool = self._kernels.gemm.is_for(
-            num_rows, self.weight.operand, self.bias, has_adapters=has_adapters
+            num_rows, self.weight.operand, has_adapters=has_adapters
         )
         return own
 

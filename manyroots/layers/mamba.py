@@ -16,9 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from manyroots.distributed.shard import Shard
-from manyroots.kernels.choice import Kernels
 from manyroots.kernels.norm.deferred import NormedRows, whole_rows
+from manyroots.layers.context import LayerContext
 from manyroots.layers.deferred_output import DeferredOutput
 from manyroots.layers.linear import Linear
 from manyroots.layers.spec import GatedNormKind, MambaSpec
@@ -31,50 +30,38 @@ from manyroots.store.adapter_sites import SitePart
 class Mamba2:
     """in_proj, a convolution, the scan, a norm beside a gate, and out_proj."""
 
-    def __init__(
-        self,
-        hidden_size: int,
-        spec: MambaSpec,
-        family: int,
-        *,
-        eps: float,
-        norm_offset: float,
-        shard: Shard,
-        dtype: torch.dtype,
-        device: torch.device,
-        kernels: Kernels,
-    ) -> None:
+    def __init__(self, spec: MambaSpec, family: int, context: LayerContext) -> None:
         """`spec` is the rank's own; `family`: which of the step's states are its."""
-        self._spec, self._family, self._kernels, self._shard = spec, family, kernels, shard
-        self._eps = eps
+        self._spec, self._family = spec, family
+        self._kernels, self._shard, self._eps = context.kernels, context.shard, context.eps
         heads, inner = spec.num_heads, spec.inner
         shared = OutputPiece(spec.groups * spec.state_dim, is_whole=spec.shares_group)
         self._pieces = (OutputPiece(inner), shared, shared)
         """Of the convolution's channels."""
         pieces = (OutputPiece(inner), *self._pieces, OutputPiece(heads))
         self.in_proj = Linear(
-            hidden_size, {"": inner + spec.channels + heads}, bias=spec.in_bias, side=Side.OUTPUT,
-            pieces={"": pieces}, shard=shard, dtype=dtype, device=device, kernels=kernels,
-            may_be_quantized=False,  # steps and gates are among its outputs
-        )  # fmt: skip
+            context.hidden_size,
+            {"": inner + spec.channels + heads},
+            context.unquantized,  # steps and gates are among its outputs
+            bias=spec.in_bias,
+            side=Side.OUTPUT,
+            pieces={"": pieces},
+        )
         self.out_proj = Linear(
-            inner, {"": hidden_size}, bias=spec.out_bias, side=Side.INPUT,
-            shard=shard, dtype=dtype, device=device, kernels=kernels,
-        )  # fmt: skip
-        self._filter = torch.empty(spec.channels, spec.width, dtype=dtype, device=device)
-        self._filter_bias: Tensor | None = None
-        if spec.conv_bias:
-            self._filter_bias = torch.empty(spec.channels, dtype=dtype, device=device)
-        numbers = torch.empty(3, heads, dtype=torch.float32, device=device)
+            inner, {"": context.hidden_size}, context, bias=spec.out_bias, side=Side.INPUT
+        )
+        self._filter = context.empty(spec.channels, spec.width)
+        self._filter_bias = context.empty(spec.channels) if spec.conv_bias else None
+        numbers = torch.empty(3, heads, dtype=torch.float32, device=context.device)
         self._a_log, self._dt_bias, self._skip = numbers
         self._norm: Tensor | None = None
         if spec.norm is not GatedNormKind.GATE_ONLY:
-            self._norm = torch.empty(inner, dtype=dtype, device=device)
+            self._norm = context.empty(inner)
         self._factors: Tensor | None = None
         if set(spec.part_factors) != {1.0}:
             pairs = zip(pieces, spec.part_factors, strict=True)
             factors = [factor for piece, factor in pairs for _ in range(piece.size)]
-            self._factors = torch.tensor(factors, dtype=dtype, device=device)
+            self._factors = torch.tensor(factors, dtype=context.dtype, device=context.device)
 
     @property
     def reader(self) -> Linear | None:

@@ -9,12 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-import torch
-
-from manyroots.distributed.shard import Shard
-from manyroots.kernels.choice import Kernels
 from manyroots.kernels.norm.deferred import NormedRows
 from manyroots.layers.attention import Attention
+from manyroots.layers.context import LayerContext
 from manyroots.layers.deferred_output import DeferredOutput
 from manyroots.layers.delta_net import GatedDeltaNet
 from manyroots.layers.linear import Linear
@@ -49,21 +46,7 @@ _CLASSES: dict[type[MixerSpec], Any] = {
 }
 
 
-def make_mixer(
-    hidden_size: int,
-    spec: MixerSpec,
-    family: int,
-    *,
-    eps: float,
-    norm_offset: float,
-    shard: Shard,
-    dtype: torch.dtype,
-    device: torch.device,
-    kernels: Kernels,
-) -> Mixer:
+def make_mixer(spec: MixerSpec, family: int, context: LayerContext) -> Mixer:
     """`family`: which of the step's `kv`, or of its `states`, is its."""
-    mixer: Mixer = _CLASSES[type(spec)](
-        hidden_size, spec, family, eps=eps, norm_offset=norm_offset,
-        shard=shard, dtype=dtype, device=device, kernels=kernels,
-    )  # fmt: skip
+    mixer: Mixer = _CLASSES[type(spec)](spec, family, context)
     return mixer

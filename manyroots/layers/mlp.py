@@ -8,9 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from manyroots.distributed.shard import Shard
-from manyroots.kernels.choice import Kernels
 from manyroots.kernels.norm.deferred import NormedRows
+from manyroots.layers.context import LayerContext
 from manyroots.layers.deferred_output import DeferredOutput
 from manyroots.layers.linear import Linear
 from manyroots.layers.spec import DenseSpec
@@ -23,30 +22,19 @@ from manyroots.store.adapter_sites import SitePart
 class GatedMLP:
     """Takes [num_tokens, hidden_size], normalised."""
 
-    def __init__(
-        self,
-        hidden_size: int,
-        spec: DenseSpec,
-        *,
-        shard: Shard,
-        dtype: torch.dtype,
-        device: torch.device,
-        kernels: Kernels,
-    ) -> None:
+    def __init__(self, spec: DenseSpec, context: LayerContext) -> None:
         """`spec` is the rank's own."""
-        self._spec, self._kernels = spec, kernels
+        self._spec, self._kernels = spec, context.kernels
         inner = spec.intermediate_size
         gate, up, self._down = spec.parts
         parts = {gate: 2 * inner} if spec.is_fused else {gate: inner, up: inner}
         pieces = {gate: (OutputPiece(inner),) * 2} if spec.is_fused else None
         self.gate_up = Linear(
-            hidden_size, parts, bias=spec.bias, side=Side.OUTPUT, pieces=pieces,
-            shard=shard, dtype=dtype, device=device, kernels=kernels,
-        )  # fmt: skip
+            context.hidden_size, parts, context, bias=spec.bias, side=Side.OUTPUT, pieces=pieces
+        )
         self.down = Linear(
-            inner, {"": hidden_size}, bias=spec.bias, side=Side.INPUT,
-            shard=shard, dtype=dtype, device=device, kernels=kernels,
-        )  # fmt: skip
+            inner, {"": context.hidden_size}, context, bias=spec.bias, side=Side.INPUT
+        )
 
     @property
     def reader(self) -> Linear | None:

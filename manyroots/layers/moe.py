@@ -15,21 +15,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
-from manyroots.distributed.shard import Shard
-from manyroots.kernels.choice import Kernels
 from manyroots.kernels.fused_moe.adapters import ExpertAdapters, ExpertSite
-from manyroots.kernels.fused_moe.weights import ExpertWeights
+from manyroots.kernels.fused_moe.weights import ExpertMatrix, ExpertWeights
 from manyroots.kernels.norm.deferred import NormedRows
+from manyroots.layers.context import LayerContext
 from manyroots.layers.deferred_output import DeferredOutput
 from manyroots.layers.linear import Linear
 from manyroots.layers.spec import ExpertsSpec
 from manyroots.layers.step import Step
 from manyroots.layers.weights.fill import Fill, Fills
-from manyroots.layers.weights.formats import mxfp4_format
-from manyroots.layers.weights.mxfp4 import empty_experts, expert_fills
 from manyroots.lora.targets import Side, TargetKind
 from manyroots.store.adapter_sites import LoraSite, SitePart
 
@@ -37,27 +33,21 @@ from manyroots.store.adapter_sites import LoraSite, SitePart
 class Experts:
     """The stacked weights of all experts of one block."""
 
-    def __init__(
-        self,
-        hidden_size: int,
-        spec: ExpertsSpec,
-        *,
-        shard: Shard,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, spec: ExpertsSpec, context: LayerContext) -> None:
+        self._context, hidden_size = context, context.hidden_size
         self._inner = inner = spec.intermediate_size
-        self._shard, self._dtype, self._kept = shard, dtype, mxfp4_format()
         count = spec.num_experts
 
-        def empty(*shape: int) -> Tensor:
-            return torch.empty(count, *shape, dtype=dtype, device=device)
+        def matrices(rows: int, columns: int) -> ExpertMatrix:
+            return context.format.experts(
+                count, rows, columns, dtype=context.dtype, device=context.device
+            )
 
         self.data = ExpertWeights(
-            gate_up=empty_experts(count, 2 * inner, hidden_size, dtype=dtype, device=device),
-            down=empty_experts(count, hidden_size, inner, dtype=dtype, device=device),
-            gate_up_bias=empty(2 * inner) if spec.bias else None,
-            down_bias=empty(hidden_size) if spec.bias else None,
+            gate_up=matrices(2 * inner, hidden_size),
+            down=matrices(hidden_size, inner),
+            gate_up_bias=context.empty(count, 2 * inner) if spec.bias else None,
+            down_bias=context.empty(count, hidden_size) if spec.bias else None,
             activation=spec.activation,
         )
         kind, both = TargetKind.EXPERTS, {"gate_proj": inner, "up_proj": inner}
@@ -73,15 +63,15 @@ class Experts:
 
     def weights(self, name: str) -> Fills:
         """Where a checkpoint's tensors go: each expert's three matrices, as views of the stack."""
-        inner, shard, data = self._inner, self._shard, self.data
+        inner, shard, data = self._inner, self._context.shard, self.data
+        fills, dtype = self._context.format.fills, self._context.dtype
         gates, ups, every = slice(0, inner), slice(inner, None), slice(None)
         for expert in range(data.gate_up.shape[0]):
             own, gate_up = f"{name}.{expert}", data.gate_up[expert]
-            by_output = (Side.OUTPUT, shard, self._dtype, self._kept)
-            yield from expert_fills(f"{own}.gate_proj", gate_up, gates, *by_output)
-            yield from expert_fills(f"{own}.up_proj", gate_up, ups, *by_output)
-            by_input = (Side.INPUT, shard, self._dtype, self._kept)
-            yield from expert_fills(f"{own}.down_proj", data.down[expert], every, *by_input)
+            by_output, by_input = (Side.OUTPUT, shard, dtype), (Side.INPUT, shard, dtype)
+            yield from fills(f"{own}.gate_proj", gate_up, gates, *by_output)
+            yield from fills(f"{own}.up_proj", gate_up, ups, *by_output)
+            yield from fills(f"{own}.down_proj", data.down[expert], every, *by_input)
         if data.gate_up_bias is None or data.down_bias is None:
             return
         biases = zip(data.gate_up_bias, data.down_bias, strict=True)
@@ -100,26 +90,15 @@ class Experts:
 class SparseMLP:
     """A router and its experts, in the place of a `GatedMLP`."""
 
-    def __init__(
-        self,
-        hidden_size: int,
-        spec: ExpertsSpec,
-        *,
-        shard: Shard,
-        dtype: torch.dtype,
-        device: torch.device,
-        kernels: Kernels,
-    ) -> None:
+    def __init__(self, spec: ExpertsSpec, context: LayerContext) -> None:
         """`spec` is the rank's own."""
-        self._spec, self._kernels = spec, kernels
+        self._spec, self._kernels = spec, context.kernels
         # Its bias is added by the choice, which reads the scores anyway.
         self.router = Linear(
-            hidden_size, {"": spec.num_experts}, bias=False, side=None,
-            shard=shard, dtype=dtype, device=device, kernels=kernels, may_be_quantized=False,
-        )  # fmt: skip
-        count = spec.num_experts
-        self._router_bias = torch.empty(count, dtype=dtype, device=device) if spec.bias else None
-        self.experts = Experts(hidden_size, spec, shard=shard, dtype=dtype, device=device)
+            context.hidden_size, {"": spec.num_experts}, context.unquantized, bias=False, side=None
+        )
+        self._router_bias = context.empty(spec.num_experts) if spec.bias else None
+        self.experts = Experts(spec, context)
         self.pooled: tuple[ExpertSite, ExpertSite] | None = None
         """Where adapters' weights for the experts' two products lie; None without adapters."""
 

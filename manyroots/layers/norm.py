@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from manyroots.kernels.choice import Kernels
 from manyroots.kernels.fp8_rows import Fp8Form, Fp8Rows
 from manyroots.kernels.norm.deferred import DeferredRMSNorm, NormedRows
+from manyroots.layers.context import LayerContext
 from manyroots.layers.deferred_output import DeferredOutput
 from manyroots.layers.linear import Linear
 from manyroots.layers.weights.fill import Fill, Fills
@@ -16,23 +16,12 @@ from manyroots.layers.weights.fill import Fill, Fills
 class RMSNorm:
     """x / sqrt(mean(x^2) + eps), scaled per channel."""
 
-    def __init__(
-        self,
-        size: int,
-        *,
-        eps: float,
-        offset: float,
-        dtype: torch.dtype,
-        device: torch.device,
-        kernels: Kernels,
-    ) -> None:
-        """`offset`: what a checkpoint's weights are less. 1 + w is kept in float32 then: half
-        precision has no room for both."""
-        kept = torch.float32 if offset else dtype
-        self.weight = torch.empty(size, dtype=kept, device=device)
-        self.eps = eps
-        self._offset = offset
-        self._kernels = kernels
+    def __init__(self, size: int, context: LayerContext) -> None:
+        """Where a checkpoint has weights less one, 1 + w is kept in float32: half precision has no
+        room for both."""
+        kept = torch.float32 if context.norm_offset else context.dtype
+        self.weight = torch.empty(size, dtype=kept, device=context.device)
+        self.eps, self._offset, self._kernels = context.eps, context.norm_offset, context.kernels
 
     def first(self, x: Tensor) -> Tensor:
         """Of the residual stream as it begins."""

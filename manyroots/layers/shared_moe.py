@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
-from manyroots.distributed.shard import Shard
-from manyroots.kernels.choice import Kernels
 from manyroots.kernels.norm.deferred import NormedRows, whole_rows
+from manyroots.layers.context import LayerContext
 from manyroots.layers.deferred_output import DeferredOutput
 from manyroots.layers.linear import Linear
 from manyroots.layers.mlp import GatedMLP
@@ -26,30 +24,16 @@ from manyroots.store.adapter_sites import SitePart
 class SharedExpertMLP:
     """In the place of a `SparseMLP`."""
 
-    def __init__(
-        self,
-        hidden_size: int,
-        spec: SharedSpec,
-        *,
-        shard: Shard,
-        dtype: torch.dtype,
-        device: torch.device,
-        kernels: Kernels,
-    ) -> None:
+    def __init__(self, spec: SharedSpec, context: LayerContext) -> None:
         """`spec` is the rank's own."""
-        self._spec, self._kernels = spec, kernels
-        self.sparse = SparseMLP(
-            hidden_size, spec.experts, shard=shard, dtype=dtype, device=device, kernels=kernels
-        )
-        self.shared = GatedMLP(
-            hidden_size, spec.shared, shard=shard, dtype=dtype, device=device, kernels=kernels
-        )
+        self._spec, self._kernels = spec, context.kernels
+        self.sparse = SparseMLP(spec.experts, context)
+        self.shared = GatedMLP(spec.shared, context)
         self.gate: Linear | None = None
         if spec.gate is not None:
             self.gate = Linear(
-                hidden_size, {"": 1}, bias=False, side=None, may_be_quantized=False,
-                shard=shard, dtype=dtype, device=device, kernels=kernels,
-            )  # fmt: skip
+                context.hidden_size, {"": 1}, context.unquantized, bias=False, side=None
+            )
 
     @property
     def reader(self) -> Linear | None:

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
-from manyroots.distributed.shard import Shard
-from manyroots.kernels.choice import Kernels
 from manyroots.kernels.norm.deferred import NormedRows
+from manyroots.layers.context import LayerContext
 from manyroots.layers.deferred_output import DeferredOutput
 from manyroots.layers.linear import Linear
 from manyroots.layers.spec import ShortConvSpec
@@ -28,33 +26,23 @@ from manyroots.store.adapter_sites import SitePart
 class ShortConv:
     """in_proj, a causal convolution between two gates, and out_proj."""
 
-    def __init__(
-        self,
-        hidden_size: int,
-        spec: ShortConvSpec,
-        family: int,
-        *,
-        eps: float,
-        norm_offset: float,
-        shard: Shard,
-        dtype: torch.dtype,
-        device: torch.device,
-        kernels: Kernels,
-    ) -> None:
+    def __init__(self, spec: ShortConvSpec, family: int, context: LayerContext) -> None:
         """`spec` is the rank's own; `family`: which of the step's states are its."""
-        self._family, self._kernels, self._shard = family, kernels, shard
+        self._family, self._kernels, self._shard = family, context.kernels, context.shard
         channels = spec.channels
         self.in_proj = Linear(
-            hidden_size, {"": 3 * channels}, bias=spec.bias, side=Side.OUTPUT,
+            context.hidden_size,
+            {"": 3 * channels},
+            context,
+            bias=spec.bias,
+            side=Side.OUTPUT,
             pieces={"": (OutputPiece(channels),) * 3},
-            shard=shard, dtype=dtype, device=device, kernels=kernels,
-        )  # fmt: skip
+        )
         self.out_proj = Linear(
-            channels, {"": hidden_size}, bias=spec.bias, side=Side.INPUT,
-            shard=shard, dtype=dtype, device=device, kernels=kernels,
-        )  # fmt: skip
-        self._weight = torch.empty(channels, spec.width, dtype=dtype, device=device)
-        self._bias = torch.empty(channels, dtype=dtype, device=device) if spec.bias else None
+            channels, {"": context.hidden_size}, context, bias=spec.bias, side=Side.INPUT
+        )
+        self._weight = context.empty(channels, spec.width)
+        self._bias = context.empty(channels) if spec.bias else None
 
     @property
     def reader(self) -> Linear | None:

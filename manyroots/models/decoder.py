@@ -24,6 +24,7 @@ from manyroots.kernels.choice import Kernels, kernels_for
 from manyroots.kernels.lora_ops.sites import LoraRows
 from manyroots.kernels.norm.deferred import NormedRows
 from manyroots.kernels.qk_rope_kv_write.inputs import RopeTable
+from manyroots.layers.context import LayerContext
 from manyroots.layers.deferred_output import DeferredOutput, sum_of
 from manyroots.layers.embedding import Embedding, LmHead
 from manyroots.layers.linear import Linear
@@ -35,6 +36,7 @@ from manyroots.layers.shared_moe import SharedExpertMLP
 from manyroots.layers.spec import BlockSpec, DenseSpec, ExpertsSpec, LayerSpec, SharedSpec
 from manyroots.layers.step import Step
 from manyroots.layers.weights.fill import Fill, Fills
+from manyroots.layers.weights.formats import PLAIN, WeightFormat
 from manyroots.lora.targets import Target
 from manyroots.models.families import families
 from manyroots.models.spec import ModelSpec
@@ -53,39 +55,23 @@ _BLOCKS: dict[type[BlockSpec], Any] = {
 class DecoderLayer:
     """Mixers and a feed-forward block, with the norms in front of them and, perhaps, behind."""
 
-    def __init__(
-        self,
-        model: ModelSpec,
-        spec: LayerSpec,
-        families: Sequence[int],
-        *,
-        shard: Shard,
-        dtype: torch.dtype,
-        device: torch.device,
-        kernels: Kernels,
-    ) -> None:
+    def __init__(self, spec: LayerSpec, families: Sequence[int], context: LayerContext) -> None:
         """`families`: of each mixer, which of the step's `kv` or `states` is its."""
-        hidden, eps, offset = model.hidden_size, model.rms_norm_eps, model.norm_offset
         self.spec = spec
-        self._shard, self._kernels, self._dtype = shard, kernels, dtype
+        self._shard, self._kernels, self._dtype = context.shard, context.kernels, context.dtype
 
         def norm() -> RMSNorm:
-            return RMSNorm(
-                hidden, eps=eps, offset=offset, dtype=dtype, device=device, kernels=kernels
-            )
+            return RMSNorm(context.hidden_size, context)
 
         self.input_norm, self.mlp_norm = norm(), norm()
         self._post_norms = (norm(), norm()) if spec.has_post_norms else None
         self.mixers = [
-            make_mixer(
-                hidden, mixer, family, eps=eps, norm_offset=offset,
-                shard=shard, dtype=dtype, device=device, kernels=kernels,
-            )
+            make_mixer(mixer, family, context)
             for mixer, family in zip(spec.mixers, families, strict=True)
-        ]  # fmt: skip
+        ]
         block = spec.feed_forward
         self.feed_forward: GatedMLP | SparseMLP | SharedExpertMLP = _BLOCKS[type(block)](
-            hidden, block, shard=shard, dtype=dtype, device=device, kernels=kernels
+            block, context
         )
 
     @property
@@ -153,40 +139,40 @@ class Decoder:
         device: torch.device,
         shard: Shard = WHOLE,
         kernels: Kernels | None = None,
+        format: WeightFormat = PLAIN,
     ) -> None:
         """`spec` is the rank's own: see `models/sharding.py`. `kernels`: where they are not those
-        of the device."""
+        of the device. `format`: how weights of products are kept."""
         self.spec, self.shard = spec, shard
-        self.dtype, self.device = dtype, device
+        self.dtype, self.device, self.format = dtype, device, format
         self.kernels = kernels = kernels_for(device) if kernels is None else kernels
         self.families = families(spec.layers)
         self.num_paged = sum(not family.is_state for family in self.families)
         """Families of pages; those of states come behind them."""
         number_of = {family.memory: number for number, family in enumerate(self.families)}
-        hidden = spec.hidden_size
+        context = LayerContext(
+            hidden_size=spec.hidden_size, eps=spec.rms_norm_eps, norm_offset=spec.norm_offset,
+            dtype=dtype, device=device, kernels=kernels, shard=shard, format=format,
+        )  # fmt: skip
         self.embedding = Embedding(
-            spec.vocab_size, hidden, scale=spec.embedding_scale,
-            rounds_scale=spec.rounds_embedding_scale, dtype=dtype, device=device, kernels=kernels,
+            spec.vocab_size, context, scale=spec.embedding_scale,
+            rounds_scale=spec.rounds_embedding_scale,
         )  # fmt: skip
         self.layers = [
             DecoderLayer(
-                spec, layer, [self._own_number(number_of[mixer.memory]) for mixer in layer.mixers],
-                shard=shard, dtype=dtype, device=device, kernels=kernels,
+                layer,
+                [self._own_number(number_of[mixer.memory]) for mixer in layer.mixers],
+                context,
             )
             for layer in spec.layers
-        ]  # fmt: skip
-        self.norm = RMSNorm(
-            hidden, eps=spec.rms_norm_eps, offset=spec.norm_offset,
-            dtype=dtype, device=device, kernels=kernels,
-        )  # fmt: skip
+        ]
+        self.norm = RMSNorm(spec.hidden_size, context)
         self.head = LmHead(
-            spec.vocab_size, hidden, tied_to=self.embedding if spec.tie_word_embeddings else None,
-            factor=spec.logits_factor, shard=shard, dtype=dtype, device=device, kernels=kernels,
+            spec.vocab_size, context, factor=spec.logits_factor,
+            tied_to=self.embedding if spec.tie_word_embeddings else None,
         )  # fmt: skip
         self.num_bytes = 0
         """What its weights take; known once they are loaded."""
-        self.is_packed = False
-        """Whether products' weights lie in the order of the CPU's library, too."""
         self.ropes: tuple[RopeTable, ...] = ()
         """Of every position, by kind; see `attach`."""
         self._memories: list[list[Tensor | tuple[Tensor, ...]]] = []
@@ -236,11 +222,10 @@ class Decoder:
                 down = sites.get(block.experts.down_site)
                 block.pooled = None if gate_up is None or down is None else (gate_up, down)
 
-    def pack_weights(self, *, as_blocks: bool = False) -> None:
-        """Put products' weights into the order of the CPU's library, once they are filled."""
+    def pack_weights(self) -> None:
+        """Make operands of products' weights, whenever they were filled."""
         for linear in self._products():
-            linear.weight.pack(as_blocks=as_blocks)
-        self.is_packed = True
+            linear.weight.pack()
 
     def _products(self) -> list[Linear]:
         return [

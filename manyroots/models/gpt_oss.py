@@ -14,9 +14,8 @@ from manyroots.errors import ModelError
 from manyroots.kernels.activation.kinds import CLAMP_ALPHA, CLAMP_LIMIT, Activation
 from manyroots.kernels.fused_moe.routing import Scoring
 from manyroots.layers.spec import ExpertsSpec, LayerSpec
-from manyroots.layers.weights.mxfp4 import KIND
+from manyroots.layers.weights.mxfp4 import KIND, joined
 from manyroots.models.spec import ConfigReader, ModelSpec
-from manyroots.models.weights.mxfp4 import joined
 from manyroots.models.windows import of_typed_layers
 
 

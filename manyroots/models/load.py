@@ -16,25 +16,24 @@ from manyroots.distributed.shard import WHOLE, Shard
 from manyroots.errors import ModelError
 from manyroots.kernels.choice import Kernels, kernels_for
 from manyroots.layers.weights.fill import Fill
-from manyroots.layers.weights.formats import Fp8Format, weights_kept_as
-from manyroots.layers.weights.mxfp4 import KIND
-from manyroots.layers.weights.weight import weights_packed
+from manyroots.layers.weights.formats import PLAIN, PackedFormat
+from manyroots.layers.weights.fp8 import check_gpu
 from manyroots.models.decoder import Decoder
 from manyroots.models.families import pages_in, with_pages_in
 from manyroots.models.fields import check_config
-from manyroots.models.quantization import FP8, check_device, format_on, keeps_blocks, weight_format
+from manyroots.models.quantization import FP8, format_on, keeps_blocks, weight_format
 from manyroots.models.registry import architecture_of, known_architecture
 from manyroots.models.sharding import rank_spec
 from manyroots.models.source import ModelSource, SourceKind
 from manyroots.models.spec import ConfigReader, ModelSpec
 from manyroots.models.weight_bytes import check_fits, may_pack, weight_bytes
 from manyroots.models.weights import dummy, gguf, safetensors, tied_head
-from manyroots.models.weights.fp8 import with_scales_by_row
 from manyroots.models.weights.gguf_file import GGUFFile
-from manyroots.models.weights.mxfp4 import as_numbers_where_needed
 from manyroots.process.progress import track
 
 _MAX_NAMED = 6
+_OF_PAGES = (".k_scale", ".v_scale", ".k_proj.output_scale", ".v_proj.output_scale")
+"""Scales of keys and values."""
 
 
 def describe(source: ModelSource) -> ModelSpec:
@@ -70,40 +69,42 @@ def load_model(
     own = rank_spec(spec, shard)
     rows = shard.part(spec.vocab_size)
     kept = format_on(device, source.config, quantization)
-    has_fp8_pages = pages_in(spec) == FP8
-    has_fp8_weights = isinstance(kept, Fp8Format)
-    check_device(device, has_fp8_weights=has_fp8_weights, has_fp8_pages=has_fp8_pages)
-    if kept is not None and load_format == "dummy":
-        kept = type(kept)(is_stored=False)
+    kept.check(device)
+    if pages_in(spec) == FP8:
+        check_gpu(device, "--kv-cache-dtype fp8 needs", "Leave it out")
+    if load_format == "dummy":
+        kept = kept.made_up()
     num_bytes = weight_bytes(own, rows.stop - rows.start, dtype, kept)
     check_fits(num_bytes, source.name, dtype, device)
     as_blocks = keeps_blocks(quantization, source, dtype, device)
-    packs = kept is None and kernels in (None, kernels_for(device))
-    packs = packs and (as_blocks or may_pack(num_bytes, dtype, device))
+    packs = kept == PLAIN and kernels in (None, kernels_for(device))
+    if packs and (as_blocks or may_pack(num_bytes, dtype, device)):
+        kept = PackedFormat(as_blocks=as_blocks)
     try:
-        with weights_kept_as(kept), weights_packed(packs):
-            model = Decoder(own, dtype=dtype, device=device, shard=shard, kernels=kernels)
-            model.num_bytes = num_bytes
-            fills = model.weights()
+        model = Decoder(own, dtype=dtype, device=device, shard=shard, kernels=kernels, format=kept)
+        model.num_bytes = num_bytes
+        fills = model.weights()
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise ModelError(
             f"{source.name} does not fit into the memory of {device} as {dtype}: {error} "
             "Choose a smaller model or --dtype bfloat16."
         ) from error
     weights = _weights(source, spec, fills, load_format, seed)
-    if isinstance(kept, Fp8Format) and kept.is_stored:
-        weights = with_scales_by_row(weights, fills, kept, has_fp8_pages)
     fill(fills, track(weights, total=len(fills), label="Loading weights"), source.name)
-    if packs:
-        model.pack_weights(as_blocks=as_blocks)
+    model.pack_weights()
     return model
 
 
 def rehearse(model: Decoder, source: ModelSource) -> None:
     """Look at other weights of the same model as `refill` will, and change nothing: what does not
     fit is told here."""
-    if isinstance(weight_format(source.config), Fp8Format):
-        raise ModelError(f"{source.name} is quantized; weights are updated in place unquantized.")
+    stored, kept = weight_format(source.config), model.format
+    fits = stored.name == kept.name if kept.is_stored else stored.reads_as_numbers
+    if not fits:
+        raise ModelError(
+            f"{source.name} is {stored.name}, and the weights that are served are {kept.name}; "
+            f"give weights in {kept.name if kept.is_stored else 'numbers'}."
+        )
     spec = _spec_for(model, source)
     if rank_spec(spec, model.shard) != model.spec:
         raise ModelError(
@@ -111,11 +112,6 @@ def rehearse(model: Decoder, source: ModelSource) -> None:
             "give weights of the same architecture and sizes."
         )
     fills = model.weights()
-    if weight_format(source.config) is None and any(name.endswith(KIND) for name in fills):
-        raise ModelError(
-            f"{source.name} is unquantized, and the experts that are served are in MXFP4 as their "
-            "checkpoint had them; give weights in MXFP4."
-        )
     fill(fills, _weights(source, spec, fills, "auto", 0), source.name, is_rehearsal=True)
 
 
@@ -124,8 +120,7 @@ def refill(model: Decoder, source: ModelSource) -> None:
     fails here leaves a model that is neither."""
     fills = model.weights()
     fill(fills, _weights(source, _spec_for(model, source), fills, "auto", 0), source.name)
-    if model.is_packed:
-        model.pack_weights()
+    model.pack_weights()
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
 
@@ -207,8 +202,23 @@ def _weights(
             "num_kv_heads": attention.memory.kv_heads,
         }
         return translate(gguf.tensors(GGUFFile(source.path), **heads))
-    weights = as_numbers_where_needed(translate(safetensors.tensors(source.path)), fills)
+    weights = translate(safetensors.tensors(source.path))
+    if pages_in(spec) == FP8:
+        weights = _without_page_scales(weights)
+    weights = weight_format(source.config).read(weights, fills)
     return tied_head.with_embedding(weights) if spec.tie_word_embeddings else weights
+
+
+def _without_page_scales(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Refuse scales of keys and values, which pages in FP8 have none of here."""
+    for name, tensor in weights:
+        if name.endswith(_OF_PAGES) and bool((tensor != 1).any()):
+            raise ModelError(
+                f"--kv-cache-dtype is fp8, and the checkpoint has {name} of "
+                f"{float(tensor.float().max()):g} for it; this version keeps keys and values "
+                "without scales. Leave the flag out: pages are in the model's dtype then."
+            )
+        yield name, tensor
 
 
 def _is_harmless(name: str) -> bool:

@@ -27,7 +27,7 @@ class Roofline:
 
     spec: ModelSpec
     dtype: torch.dtype
-    weight_itemsize: int
+    weight_itemsize: float
     """Of the layers' products: less than the dtype's where they are kept in FP8."""
     expert_itemsize: float | None = None
     """Of experts alone; None: the same."""

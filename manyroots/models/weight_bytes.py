@@ -8,10 +8,9 @@ from pathlib import Path
 import torch
 
 from manyroots.errors import ModelError
-from manyroots.kernels.mxfp4 import padded_bytes
 from manyroots.kernels.packed import can_pack
 from manyroots.layers.spec import BlockSpec, DenseSpec, ExpertsSpec, SharedSpec
-from manyroots.layers.weights.formats import Mxfp4Format, WeightFormat
+from manyroots.layers.weights.formats import WeightFormat
 from manyroots.models.spec import ModelSpec
 
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -19,29 +18,26 @@ _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 def weight_bytes(
-    spec: ModelSpec, num_head_rows: int, dtype: torch.dtype, kept: WeightFormat | None
+    spec: ModelSpec, num_head_rows: int, dtype: torch.dtype, kept: WeightFormat
 ) -> int:
-    """What a rank's weights take. In FP8, all but the embedding and the head count as bytes: norms,
-    biases and routers are too few to matter. In MXFP4, experts' matrices alone do."""
-    count = num_weights(spec, num_head_rows)
-    if kept is None:
-        return count * dtype.itemsize
-    if isinstance(kept, Mxfp4Format):
-        experts = [layer.experts for layer in spec.layers if layer.experts is not None]
-        numbers = sum(e.num_experts * 3 * spec.hidden_size * e.intermediate_size for e in experts)
-        packed = sum(_mxfp4_bytes(e, spec.hidden_size) for e in experts)
-        return (count - numbers) * dtype.itemsize + packed
+    """What a rank's weights take. All but the embedding and the head count as the format's: norms,
+    biases and routers are too few to matter."""
     head = 0 if spec.tie_word_embeddings else num_head_rows * spec.hidden_size
     whole = spec.vocab_size * spec.hidden_size + head
-    products = count - whole
-    scales = 0 if kept.block is None else 4 * products // kept.block[1]
-    return whole * dtype.itemsize + products + scales
+    experts = [layer.experts for layer in spec.layers if layer.experts is not None]
+    of_experts = sum(e.num_experts * 3 * spec.hidden_size * e.intermediate_size for e in experts)
+    rest = num_weights(spec, num_head_rows) - whole - of_experts
+    return (
+        whole * dtype.itemsize
+        + kept.num_bytes(rest, dtype)
+        + sum(_expert_bytes(e, spec.hidden_size, dtype, kept) for e in experts)
+    )
 
 
-def _mxfp4_bytes(spec: ExpertsSpec, hidden: int) -> int:
+def _expert_bytes(spec: ExpertsSpec, hidden: int, dtype: torch.dtype, kept: WeightFormat) -> int:
     inner = spec.intermediate_size
-    both = padded_bytes(2 * inner, hidden) + padded_bytes(hidden, inner)
-    return spec.num_experts * both
+    up = kept.expert_bytes(2 * inner, hidden, dtype)
+    return spec.num_experts * (up + kept.expert_bytes(hidden, inner, dtype))
 
 
 def num_weights(spec: ModelSpec, num_head_rows: int) -> int:

@@ -15,9 +15,7 @@ ROWS_AT_ONCE: int | None = None
 """How many rows a block of products takes at once at most; None: all."""
 
 
-def is_for(
-    num_rows: int, weight: Matrix, bias: Tensor | None, *, has_adapters: bool = False
-) -> bool:
+def is_for(num_rows: int, weight: Matrix, *, has_adapters: bool = False) -> bool:
     """Whether `linear` computes this."""
     return True
 

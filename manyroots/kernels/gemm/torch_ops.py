@@ -19,7 +19,6 @@ of 2240 rows of 576 numbers this takes 4% less time (Neoverse-N1), of 512 at onc
 def is_for(
     num_rows: int,
     weight: Matrix | PackedMatrix | BlockMatrix,
-    bias: Tensor | None,
     *,
     has_adapters: bool = False,
 ) -> bool:

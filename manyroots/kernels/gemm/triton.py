@@ -263,9 +263,7 @@ def _linear(
     tl.store(to, tl.trans(acc), mask=(m < num_rows)[:, None] & (n < n_size)[None, :])
 
 
-def is_for(
-    num_rows: int, weight: Matrix, bias: Tensor | None, *, has_adapters: bool = False
-) -> bool:
+def is_for(num_rows: int, weight: Matrix, *, has_adapters: bool = False) -> bool:
     """Whether `linear` computes this. Up to MAX_ROWS a product is bound by reading its weight, and
     it reads that faster than the library does. Up to MAX_NARROW_ROWS it still does where a weight
     has few rows, or where the adapters' A come with it; beyond, it is the library's."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from manyroots.distributed.shard import WHOLE, Shard
-from manyroots.lora.targets import OutputPiece
+from manyroots.lora.targets import OutputPiece, Side
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +86,11 @@ class Fill:
         self.place.copy_(part[list(self.order)] if self.order else part)
         if self.offset:
             self.place.add_(self.offset)
+
+
+def cut_of(side: Side | None) -> int | None:
+    """The dimension of a matrix [out, in] that ranks divide."""
+    return {Side.OUTPUT: 0, Side.INPUT: 1, None: None}[side]
 
 
 def whole_size(pieces: Iterable[OutputPiece], shard: Shard) -> int:

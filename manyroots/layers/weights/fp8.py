@@ -1,64 +1,197 @@
-"""Weights of products in FP8: how they are kept, and how they are filled.
+"""FP8 (E4M3): all products of the layers, with scales of rows or of blocks.
 
-Stored ones come with their scales; others are rounded when they are loaded, each row by its largest
-number. Which of the two, `formats.py` is told.
+Three kinds of checkpoints: transformers' own `fp8` (scales of blocks or of a tensor), `fbgemm_fp8`
+(of rows), and `compressed-tensors` (of a tensor, of rows or of blocks). Unquantized ones are
+rounded when they are loaded, each row by its largest number. Activations are rounded where a GPU
+computes with them, by their own largest numbers, so what a config says of them does not matter.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from manyroots.distributed.shard import Shard
-from manyroots.errors import ConfigError
+from manyroots.errors import ConfigError, ModelError
+from manyroots.kernels.choice import Kernels
+from manyroots.kernels.fp8_rows import Fp8Form, Fp8Rows, values_of
+from manyroots.kernels.fused_moe.weights import ExpertMatrix
 from manyroots.kernels.scaled import Matrix, ScaledMatrix, quantize_rows
-from manyroots.layers.weights.fill import Fill, Fills
-from manyroots.layers.weights.formats import fp8_format
+from manyroots.layers.weights.compressed import groups_of, refuse_several, with_scales
+from manyroots.layers.weights.fill import Fill, Fills, cut_of
+from manyroots.layers.weights.formats import PLAIN, NamedTensors, Operand, WeightFormat
 from manyroots.lora.targets import Side
 
-
-def empty_matrix(
-    *shape: int, dtype: torch.dtype, device: torch.device, may_be_quantized: bool = True
-) -> Matrix:
-    """A matrix or a stack of them, in the kind that weights have here and now."""
-    kept = fp8_format()
-    if kept is None or not may_be_quantized:
-        return torch.empty(shape, dtype=dtype, device=device)
-    *stack, rows, columns = shape
-    group = columns if kept.block is None else kept.block[1]
-    scales = (*stack, rows, -(-columns // group))
-    return ScaledMatrix(
-        torch.empty(shape, dtype=torch.float8_e4m3fn, device=device),
-        torch.empty(scales, dtype=torch.float32, device=device),
-        group,
-    )
+FP8_CAPABILITY = (8, 9)
+"""Of the first GPUs whose instructions know FP8."""
 
 
-def matrix_fills(
-    name: str, matrix: Matrix, rows: slice, side: Side | None, shard: Shard, dtype: torch.dtype
-) -> Fills:
-    """Where a checkpoint's tensors for these rows of a matrix go."""
-    cut = {Side.OUTPUT: 0, Side.INPUT: 1, None: None}[side]
-    if isinstance(matrix, Tensor):
-        yield f"{name}.weight", Fill(matrix[rows], cut, shard)
-        return
-    data, scales = matrix.data[rows], matrix.scales[rows]
-    kept = fp8_format()
-    if kept is None or not kept.is_stored:
-        yield f"{name}.weight", RoundingFill(data, cut, shard, scales=scales, dtype=dtype)
-        return
-    yield f"{name}.weight", Fill(data, cut, shard)
-    if cut == 1 and matrix.has_row_scales:
-        cut = None
-    elif cut == 1 and not shard.is_whole and data.shape[1] % matrix.group:
-        raise ConfigError(
-            f"--tensor-parallel-size is {shard.size}, and a rank's {data.shape[1]} columns of "
-            f"{name} are no multiple of the {matrix.group} that share a scale; choose a smaller "
-            "one."
+@dataclass(frozen=True)
+class Fp8Format(WeightFormat):
+    """All products in FP8."""
+
+    name: ClassVar[str] = "FP8"
+    reads_as_numbers: ClassVar[bool] = False
+
+    block: tuple[int, int] | None = None
+    """Rows and columns that share a scale; None: a scale for each row, or for all."""
+
+    @classmethod
+    def stored_in(cls, said: Mapping[str, Any], model_type: str) -> Self | None:
+        method = said.get("quant_method")
+        if method == "fp8" and said.get("fmt", "e4m3") in ("e4m3", "float8_e4m3fn"):
+            return cls(is_stored=True, block=_block(said.get("weight_block_size")))
+        if method == "fbgemm_fp8":
+            return cls(is_stored=True)
+        groups = groups_of(said)
+        if not groups or not all(map(_is_fp8, groups)):
+            return None
+        blocks = {
+            _block(group.get("block_structure") if group["strategy"] == "block" else None)
+            for group in groups
+        }
+        if len(blocks) > 1:
+            refuse_several()
+        return cls(is_stored=True, block=blocks.pop())
+
+    def read(
+        self, weights: NamedTensors, fills: Mapping[str, Fill]
+    ) -> Iterator[tuple[str, Tensor]]:
+        return with_scales(weights, fills, torch.float8_e4m3fn, self._by_row)
+
+    def _by_row(self, name: str, scales: Tensor, num_rows: int, num_groups: int) -> Tensor:
+        """float32 [num_rows, num_groups], the one form that `kernels/scaled.py` has."""
+        scales = scales.float()
+        if self.block is None:
+            if scales.numel() == 1:
+                return scales.reshape(1, 1).expand(num_rows, num_groups)
+            if scales.numel() == num_rows:
+                return scales.reshape(num_rows, 1)
+        elif list(scales.shape) == [-(-num_rows // self.block[0]), num_groups]:
+            return scales.repeat_interleave(self.block[0], 0)[:num_rows]
+        each = "a scale each" if self.block is None else f"blocks of {list(self.block)}"
+        raise ModelError(
+            f"{name} has shape {list(scales.shape)}, which does not belong to {num_rows} rows with "
+            f"{each}; config and weights belong to different models."
         )
-    yield f"{name}.weight_scale", Fill(scales, cut, shard)
+
+    def made_up(self) -> WeightFormat:
+        return Fp8Format()
+
+    def check(self, device: torch.device) -> None:
+        check_gpu(
+            device, "FP8 weights need",
+            "Serve an unquantized checkpoint, and leave --quantization out",
+        )  # fmt: skip
+
+    @property
+    def unquantized(self) -> WeightFormat:
+        return PLAIN
+
+    def num_bytes(self, num_weights: int, dtype: torch.dtype) -> int:
+        return num_weights + (0 if self.block is None else 4 * num_weights // self.block[1])
+
+    def matrix(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Matrix:
+        return self._empty(rows, columns, device=device)
+
+    def experts(self, *shape: int, dtype: torch.dtype, device: torch.device) -> ExpertMatrix:
+        return self._empty(*shape, device=device)
+
+    def _empty(self, *shape: int, device: torch.device) -> ScaledMatrix:
+        *stack, rows, columns = shape
+        group = columns if self.block is None else self.block[1]
+        scales = (*stack, rows, -(-columns // group))
+        return ScaledMatrix(
+            torch.empty(shape, dtype=torch.float8_e4m3fn, device=device),
+            torch.empty(scales, dtype=torch.float32, device=device),
+            group,
+        )
+
+    def fills(
+        self,
+        name: str,
+        matrix: ExpertMatrix,
+        rows: slice,
+        side: Side | None,
+        shard: Shard,
+        dtype: torch.dtype,
+    ) -> Fills:
+        assert isinstance(matrix, ScaledMatrix)
+        data, scales, cut = matrix.data[rows], matrix.scales[rows], cut_of(side)
+        if not self.is_stored:
+            yield f"{name}.weight", RoundingFill(data, cut, shard, scales=scales, dtype=dtype)
+            return
+        yield f"{name}.weight", Fill(data, cut, shard)
+        if cut == 1 and matrix.has_row_scales:
+            cut = None
+        elif cut == 1 and not shard.is_whole and data.shape[1] % matrix.group:
+            raise ConfigError(
+                f"--tensor-parallel-size is {shard.size}, and a rank's {data.shape[1]} columns of "
+                f"{name} are no multiple of the {matrix.group} that share a scale; choose a "
+                "smaller one."
+            )
+        yield f"{name}.weight_scale", Fill(scales, cut, shard)
+
+    def row_form(
+        self,
+        matrix: Operand,
+        num_rows: int,
+        dtype: torch.dtype,
+        kernels: Kernels,
+        *,
+        keeps_values: bool,
+    ) -> Fp8Form | None:
+        assert isinstance(matrix, ScaledMatrix)
+        form: Fp8Form | None = None
+        if kernels.gemm.is_for(num_rows, matrix, has_adapters=keeps_values):
+            form = kernels.gemm.form_for(num_rows, matrix, keeps_values)
+        elif kernels.scaled_gemm.is_for(matrix, dtype):
+            form = kernels.scaled_gemm.form_for(matrix, keeps_values)
+        return form
+
+    def times(
+        self, x: Tensor | Fp8Rows, matrix: Matrix, bias: Tensor | None, kernels: Kernels
+    ) -> Tensor:
+        """Rows are rounded, too, where the kernels have a product of FP8."""
+        assert isinstance(matrix, ScaledMatrix)
+        if not kernels.scaled_gemm.is_for(matrix, x.dtype):
+            return F.linear(values_of(x), matrix.plain(x.dtype), bias)
+        product: Tensor = kernels.scaled_gemm.linear(x, matrix, bias)
+        return product
+
+
+def check_gpu(device: torch.device, what: str, remedy: str) -> None:
+    """Refuse FP8 where a GPU has no instructions for it; `what` needs them."""
+    if device.type != "cuda":
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if capability < FP8_CAPABILITY:
+        raise ConfigError(
+            f"{what} a GPU of compute capability 8.9 or later (Ada, Hopper, Blackwell); "
+            f"{torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}. {remedy}."
+        )
+
+
+def _is_fp8(group: Mapping[str, Any]) -> bool:
+    is_known = group.get("strategy") in ("tensor", "channel", "block")
+    return is_known and group.get("num_bits") == 8 and group.get("type") == "float"
+
+
+def _block(sizes: Any) -> tuple[int, int] | None:
+    if sizes is None:
+        return None
+    is_pair = isinstance(sizes, list | tuple) and len(sizes) == 2
+    if not is_pair or not all(isinstance(size, int) and size > 0 for size in sizes):
+        raise ModelError(
+            f"the checkpoint's blocks of weights are {sizes!r}; they must be two sizes above 0. "
+            "Correct its config.json."
+        )
+    return sizes[0], sizes[1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

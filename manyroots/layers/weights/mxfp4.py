@@ -1,13 +1,16 @@
-"""Weights of experts in MXFP4: how they are kept, and how they are filled.
+"""MXFP4: experts in 4 bits a number with a power of two for each 32, and nothing else.
 
-Stored ones are taken as they are, bit by bit, and only put in another order; others are rounded
-when they are loaded. Where the format is another one, experts are kept like every product
-(`fp8.py`).
+gpt-oss' experts are published so. Stored ones are taken as they are, bit by bit, and only put in
+another order; others are rounded when they are loaded. Where they go to unquantized numbers, they
+are unpacked: in bfloat16 every value that bits and powers can make is exact but for the smallest
+powers, which no weight has.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -21,50 +24,104 @@ from manyroots.kernels.mxfp4 import (
     LARGEST_EXPONENT,
     LEAST_EXPONENT,
     Mxfp4Matrix,
+    padded_bytes,
     quantize,
+    values_of,
 )
-from manyroots.layers.weights.fill import Fill, Fills
-from manyroots.layers.weights.formats import Mxfp4Format, mxfp4_format
-from manyroots.layers.weights.fp8 import empty_matrix, matrix_fills
+from manyroots.layers.weights.fill import Fill, Fills, cut_of
+from manyroots.layers.weights.formats import PLAIN, NamedTensors, WeightFormat
 from manyroots.lora.targets import Side
 
+METHOD = "mxfp4"
 KIND = "weight_mxfp4"
 """How a checkpoint's name ends behind a projection: uint8 [rows, groups, 16 bytes of two numbers
 and an exponent], so that ranks cut it like the numbers."""
+_MODEL_TYPE = "gpt_oss"
+"""The one type of model that is published in it."""
 
 
-def empty_experts(*shape: int, dtype: torch.dtype, device: torch.device) -> ExpertMatrix:
-    """A stack of matrices, in the kind that experts' weights have here and now."""
-    if mxfp4_format() is None:
-        return empty_matrix(*shape, dtype=dtype, device=device)
-    if shape[-1] % GROUP:
-        raise ConfigError(
-            f"experts with rows of {shape[-1]} numbers can't be kept in MXFP4, in which {GROUP} "
-            "share an exponent; choose a smaller --tensor-parallel-size, or an unquantized "
-            "checkpoint."
-        )
-    return Mxfp4Matrix.empty(*shape, device=device)
+@dataclass(frozen=True)
+class Mxfp4Format(WeightFormat):
+    """Experts in MXFP4; all other products in the model's dtype."""
+
+    name: ClassVar[str] = "MXFP4"
+
+    @classmethod
+    def stored_in(cls, said: Mapping[str, Any], model_type: str) -> Self | None:
+        is_own = said.get("quant_method") == METHOD and model_type == _MODEL_TYPE
+        return cls(is_stored=True) if is_own else None
+
+    @classmethod
+    def rounding(cls, model_type: str) -> WeightFormat:
+        if model_type != _MODEL_TYPE:
+            raise ConfigError(
+                f"--quantization is {METHOD!r}, which is for the experts of gpt-oss, and the model "
+                f"is {model_type!r}; leave the flag out, or choose 'fp8'."
+            )
+        return cls()
+
+    def read(
+        self, weights: NamedTensors, fills: Mapping[str, Fill]
+    ) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights:
+            stem, _, kind = name.rpartition(".")
+            if kind == KIND and name not in fills:
+                yield f"{stem}.weight", unpacked(tensor[..., :-1], tensor[..., -1])
+            else:
+                yield name, tensor
+
+    def on(self, device: torch.device, *, is_asked: bool) -> WeightFormat:
+        """No CPU has operators for MXFP4, so experts are kept in it there only if that was asked
+        for."""
+        return PLAIN if device.type == "cpu" and not is_asked else self
+
+    def made_up(self) -> WeightFormat:
+        return Mxfp4Format()
+
+    def expert_bytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:
+        return padded_bytes(rows, columns)
+
+    def experts(self, *shape: int, dtype: torch.dtype, device: torch.device) -> ExpertMatrix:
+        if shape[-1] % GROUP:
+            raise ConfigError(
+                f"experts with rows of {shape[-1]} numbers can't be kept in MXFP4, in which "
+                f"{GROUP} share an exponent; choose a smaller --tensor-parallel-size, or an "
+                "unquantized checkpoint."
+            )
+        return Mxfp4Matrix.empty(*shape, device=device)
+
+    def fills(
+        self,
+        name: str,
+        matrix: ExpertMatrix,
+        rows: slice,
+        side: Side | None,
+        shard: Shard,
+        dtype: torch.dtype,
+    ) -> Fills:
+        if not isinstance(matrix, Mxfp4Matrix):  # no expert's
+            yield from PLAIN.fills(name, matrix, rows, side, shard, dtype)
+            return
+        cut, own = cut_of(side), matrix[rows]
+        if self.is_stored:
+            yield f"{name}.{KIND}", Mxfp4Fill(own.words, cut, shard, matrix=own, dtype=dtype)
+        else:
+            yield (
+                f"{name}.weight",
+                Mxfp4RoundingFill(own.words, cut, shard, matrix=own, dtype=dtype),
+            )
 
 
-def expert_fills(
-    name: str,
-    matrix: ExpertMatrix,
-    rows: slice,
-    side: Side,
-    shard: Shard,
-    dtype: torch.dtype,
-    kept: Mxfp4Format | None,
-) -> Fills:
-    """Where a checkpoint's tensors for these rows of an expert's matrix go. `kept` is what it was
-    made as."""
-    if not isinstance(matrix, Mxfp4Matrix):
-        yield from matrix_fills(name, matrix, rows, side, shard, dtype)
-        return
-    cut, own = {Side.OUTPUT: 0, Side.INPUT: 1}[side], matrix[rows]
-    if kept is not None and kept.is_stored:
-        yield f"{name}.{KIND}", Mxfp4Fill(own.words, cut, shard, matrix=own, dtype=dtype)
-    else:
-        yield f"{name}.weight", Mxfp4RoundingFill(own.words, cut, shard, matrix=own, dtype=dtype)
+def joined(blocks: Tensor, scales: Tensor) -> Tensor:
+    """A matrix's packed numbers [rows, groups, 16] and exponents [rows, groups] as one."""
+    return torch.cat((blocks, scales.unsqueeze(-1)), dim=-1)
+
+
+def unpacked(blocks: Tensor, scales: Tensor) -> Tensor:
+    """blocks uint8 [rows, groups, 16], two numbers a byte, the lower half first; scales uint8
+    [rows, groups], the exponents. Gives bfloat16 [rows, 32 * groups]."""
+    codes = torch.stack((blocks & 0x0F, blocks >> 4), dim=-1).flatten(-3)
+    return values_of(codes, scales).to(torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

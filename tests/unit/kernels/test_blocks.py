@@ -18,6 +18,7 @@ from manyroots.kernels.blocks import (
 )
 from manyroots.kernels.gemm import torch_ops
 from manyroots.kernels.tolerances import assert_close
+from manyroots.layers.weights.formats import PackedFormat
 from manyroots.layers.weights.weight import Weight
 
 CPU = torch.device("cpu")
@@ -96,8 +97,8 @@ def test_q03_a_row_does_not_depend_on_the_others() -> None:
 
 @needs_operator
 def test_q03_a_weight_of_another_kind_stays_in_float32() -> None:
-    weight = Weight.tied_to(draw(48, 32, seed=1))
-    weight.pack(as_blocks=True)
+    weight = Weight(draw(48, 32, seed=1), torch.float32, PackedFormat(as_blocks=True))
+    weight.pack()
     x = draw(4, 32, seed=3)
     assert isinstance(weight.data, Tensor)
     assert_close("lora", torch_ops.linear(x, weight.operand)[0], x @ weight.data.t(), torch.float32)

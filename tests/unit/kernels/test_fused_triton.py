@@ -220,16 +220,16 @@ def test_a_product_of_any_inner_size_has_its_bias_once(
 def test_more_rows_are_for_narrow_weights_and_for_those_with_adapters() -> None:
     """Of bfloat16; the widest, a head's, is the library's in any case."""
     narrow, wide, head = (torch.empty(n, 8, dtype=torch.bfloat16) for n in (4096, 6144, 151_936))
-    assert all(gemm.is_for(64, weight, None) for weight in (narrow, wide, head))
-    assert [gemm.is_for(65, weight, None) for weight in (narrow, wide, head)] == [
+    assert all(gemm.is_for(64, weight) for weight in (narrow, wide, head))
+    assert [gemm.is_for(65, weight) for weight in (narrow, wide, head)] == [
         True,
         False,
         False,
     ]
-    of_many = [gemm.is_for(128, weight, None, has_adapters=True) for weight in (narrow, wide, head)]
+    of_many = [gemm.is_for(128, weight, has_adapters=True) for weight in (narrow, wide, head)]
     assert of_many == [True, True, False]
-    assert not gemm.is_for(129, narrow, None, has_adapters=True)
-    assert not gemm.is_for(65, narrow.float(), None, has_adapters=True)
+    assert not gemm.is_for(129, narrow, has_adapters=True)
+    assert not gemm.is_for(65, narrow.float(), has_adapters=True)
 
 
 @pytest.mark.parametrize("num_rows", [1, 16, 33, 64, 65, 128])

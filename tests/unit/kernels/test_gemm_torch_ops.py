@@ -55,7 +55,7 @@ def test_a_product_with_adapters_equals_the_reference_and_leaves_nothing_to_fini
     bias = draw(sum(OUTS.values()), dtype=dtype, seed=2) if has_bias else None
     x = draw(len(slots), IN, dtype=dtype, seed=3)
     rows, pooled = prepare(np.array(slots), pool, CPU), pool.sites[site]
-    assert torch_ops.is_for(len(slots), weight, bias)
+    assert torch_ops.is_for(len(slots), weight)
     out, term = torch_ops.linear(x, weight, pooled, rows, bias)
     assert term is None
     assert out.dtype is dtype

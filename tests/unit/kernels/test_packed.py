@@ -9,6 +9,7 @@ from torch import Tensor
 from manyroots.kernels.gemm import reference, torch_ops
 from manyroots.kernels.packed import can_pack, pack
 from manyroots.kernels.tolerances import assert_close
+from manyroots.layers.weights.formats import PackedFormat
 from manyroots.layers.weights.weight import Weight
 
 CPU = torch.device("cpu")
@@ -34,7 +35,7 @@ def test_a_packed_product_equals_the_reference(num_rows: int, sides: tuple[int, 
 
 @needs_packing
 def test_a_weight_that_was_filled_again_is_packed_again() -> None:
-    weight = Weight.tied_to(draw(48, 32, seed=1))
+    weight = Weight(draw(48, 32, seed=1), torch.float32, PackedFormat())
     weight.pack()
     assert isinstance(weight.data, Tensor)
     weight.data.copy_(draw(48, 32, seed=2))

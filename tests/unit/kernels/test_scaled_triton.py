@@ -106,11 +106,11 @@ def test_q01_adapters_read_the_same_rows_and_are_not_scaled(dtype: torch.dtype) 
 
 
 def test_q01_groups_that_tiles_would_cut_are_left_to_the_library() -> None:
-    assert gemm.is_for(8, scaled(16, 256), None)
-    assert gemm.is_for(8, scaled(16, 256, group=128), None)
-    assert not gemm.is_for(8, scaled(16, 256, group=64), None)
-    assert not gemm.is_for(8, scaled(16, 200), None)
-    assert not gemm.is_for(65, scaled(16, 256), None)
+    assert gemm.is_for(8, scaled(16, 256))
+    assert gemm.is_for(8, scaled(16, 256, group=128))
+    assert not gemm.is_for(8, scaled(16, 256, group=64))
+    assert not gemm.is_for(8, scaled(16, 200))
+    assert not gemm.is_for(65, scaled(16, 256))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from manyroots.distributed.shard import WHOLE
 from manyroots.ids import AdapterSlot
 from manyroots.kernels.activation.kinds import Activation
 from manyroots.kernels.choice import kernels_for
@@ -21,6 +20,7 @@ from manyroots.layers.spec import ExpertsSpec
 from manyroots.layers.step import Step
 from manyroots.store.adapter_pool import AdapterPool
 from tests.unit.host_copies import host_copy
+from tests.unit.layers.contexts import cpu_context
 
 CPU = torch.device("cpu")
 HIDDEN, INNER, NUM_EXPERTS = 32, 20, 6
@@ -45,7 +45,7 @@ def draw(seed: int, *shape: int) -> Tensor:
 
 
 def block(dtype: torch.dtype = torch.float32) -> SparseMLP:
-    made = SparseMLP(HIDDEN, SPEC, shard=WHOLE, dtype=dtype, device=CPU, kernels=kernels_for(CPU))
+    made = SparseMLP(SPEC, cpu_context(HIDDEN, dtype))
     stack = made.experts.data
     weights = (made.router.weight.data, stack.gate_up, stack.down)
     for seed, weight in enumerate(weights):

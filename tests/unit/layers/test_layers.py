@@ -10,7 +10,6 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
-from manyroots.distributed.shard import WHOLE
 from manyroots.errors import ModelError
 from manyroots.kernels.choice import kernels_for
 from manyroots.kernels.qk_rope_kv_write.inputs import RopeTable, SlotMapping
@@ -19,6 +18,7 @@ from manyroots.layers.linear import Linear
 from manyroots.layers.norm import RMSNorm
 from manyroots.layers.rotary import rope_frequencies
 from manyroots.layers.step import Step
+from tests.unit.layers.contexts import cpu_context
 from tests.unit.models.tiny import LINEAR, LLAMA3, YARN, tiny_config
 
 CPU = torch.device("cpu")
@@ -60,7 +60,7 @@ def test_norm_equals_transformers(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     theirs = LlamaRMSNorm(48, eps=1e-5).to(dtype)
     theirs.weight.data.normal_(1.0, 0.2)
-    ours = RMSNorm(48, eps=1e-5, offset=0.0, dtype=dtype, device=CPU, kernels=kernels_for(CPU))
+    ours = RMSNorm(48, cpu_context(48, dtype, eps=1e-5))
     ours.weight.copy_(theirs.weight.data)
     x = torch.randn(5, 48).to(dtype) * 3
     with torch.no_grad():
@@ -68,10 +68,7 @@ def test_norm_equals_transformers(dtype: torch.dtype) -> None:
 
 
 def test_the_parts_of_a_fused_weight_are_views_that_cover_it() -> None:
-    fused = Linear(
-        4, {"q": 6, "k": 2}, bias=True, side=None, shard=WHOLE,
-        dtype=torch.float32, device=CPU, kernels=kernels_for(CPU),
-    )  # fmt: skip
+    fused = Linear(4, {"q": 6, "k": 2}, cpu_context(4), bias=True, side=None)
     fills = dict(fused.weights("attn"))
     assert list(fills) == ["attn.q.weight", "attn.q.bias", "attn.k.weight", "attn.k.bias"]
     for value, fill in enumerate(fills.values()):

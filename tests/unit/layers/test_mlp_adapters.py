@@ -8,10 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from manyroots.distributed.shard import WHOLE
 from manyroots.ids import NO_ADAPTER, AdapterSlot
 from manyroots.kernels.activation.kinds import Activation
-from manyroots.kernels.choice import kernels_for
 from manyroots.kernels.lora_ops.torch_ops import prepare
 from manyroots.kernels.scaled import plain
 from manyroots.kernels.tolerances import assert_close
@@ -20,6 +18,7 @@ from manyroots.layers.spec import DenseSpec
 from manyroots.layers.step import Step
 from manyroots.store.adapter_pool import AdapterPool
 from tests.unit.host_copies import host_copy
+from tests.unit.layers.contexts import cpu_context
 
 CPU = torch.device("cpu")
 HIDDEN, INNER = 32, 24
@@ -57,9 +56,7 @@ def merged(block: GatedMLP, x: Tensor, slot: int) -> Tensor:
 
 def test_many_tokens_with_adapters_are_each_multiplied_with_their_own() -> None:
     """Decodes of three adapters, prompts of two of them that end within pieces, and base rows."""
-    block = GatedMLP(
-        HIDDEN, SPEC, shard=WHOLE, dtype=torch.float32, device=CPU, kernels=kernels_for(CPU)
-    )
+    block = GatedMLP(SPEC, cpu_context(HIDDEN))
     for seed, linear in enumerate(block.products()):
         weight = plain(linear.weight.data, torch.float32)
         weight.copy_(draw(seed + 50, *weight.shape))

@@ -6,7 +6,6 @@ import pytest
 import torch
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from manyroots.distributed.shard import WHOLE
 from manyroots.kernels.activation.kinds import Activation
 from manyroots.kernels.choice import kernels_for
 from manyroots.kernels.fused_moe.routing import Scoring
@@ -14,6 +13,7 @@ from manyroots.kernels.tolerances import assert_close
 from manyroots.layers.moe import Experts, SparseMLP
 from manyroots.layers.spec import ExpertsSpec
 from manyroots.layers.step import Step
+from tests.unit.layers.contexts import cpu_context
 from tests.unit.models.tiny import tiny_config
 
 CPU = torch.device("cpu")
@@ -35,14 +35,7 @@ NOTHING = Step(ropes=(), kv=(), states=(), lora=None)
 
 
 def our_block(norm_topk_prob: bool, dtype: torch.dtype) -> SparseMLP:
-    return SparseMLP(
-        HIDDEN,
-        spec(norm_topk_prob),
-        shard=WHOLE,
-        dtype=dtype,
-        device=CPU,
-        kernels=kernels_for(CPU),
-    )
+    return SparseMLP(spec(norm_topk_prob), cpu_context(HIDDEN, dtype))
 
 
 def their_block(norm_topk_prob: bool, dtype: torch.dtype) -> Qwen3MoeSparseMoeBlock:
@@ -91,7 +84,7 @@ def test_a_block_of_experts_equals_transformers(
 
 
 def test_the_matrices_of_experts_are_views_that_cover_the_stacks() -> None:
-    block = Experts(4, spec(True), shard=WHOLE, dtype=torch.float32, device=CPU)
+    block = Experts(spec(True), cpu_context(4))
     experts = block.data
     experts.gate_up.fill_(-1)
     experts.down.fill_(-1)

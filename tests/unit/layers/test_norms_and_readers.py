@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from manyroots.distributed.shard import WHOLE
 from manyroots.kernels.choice import reference_kernels
 from manyroots.kernels.lora_ops.reference import expanded
 from manyroots.kernels.lora_ops.sites import LinearSite, LoraRows, LoraTerm
@@ -20,6 +19,7 @@ from manyroots.layers.deferred_output import DeferredOutput
 from manyroots.layers.linear import Linear
 from manyroots.layers.norm import RMSNorm
 from manyroots.layers.step import Step
+from tests.unit.layers.contexts import cpu_context
 
 CPU = torch.device("cpu")
 HIDDEN, RANK, EPS, MOST_ROWS = 128, 8, 1e-6, 64
@@ -27,11 +27,9 @@ REFERENCE = reference_kernels()
 NOTHING = Step(ropes=(), kv=(), states=(), lora=None)
 
 
-def is_for(
-    num_rows: int, weight: Tensor, bias: Tensor | None, *, has_adapters: bool = False
-) -> bool:
+def is_for(num_rows: int, weight: Tensor, *, has_adapters: bool = False) -> bool:
     """As on a GPU."""
-    return num_rows <= MOST_ROWS and bias is None
+    return num_rows <= MOST_ROWS
 
 
 KERNELS: Any = SimpleNamespace(
@@ -41,11 +39,10 @@ KERNELS: Any = SimpleNamespace(
 )
 
 
-def reader(*, bias: bool = False, dtype: torch.dtype = torch.float32) -> Linear:
+def reader(*, dtype: torch.dtype = torch.float32) -> Linear:
     linear = Linear(
-        HIDDEN, {"": 48}, bias=bias, side=None, shard=WHOLE,
-        dtype=dtype, device=CPU, kernels=KERNELS,
-    )  # fmt: skip
+        HIDDEN, {"": 48}, cpu_context(HIDDEN, dtype, kernels=KERNELS), bias=False, side=None
+    )
     torch.manual_seed(1)
     linear.weight.data.normal_(0, HIDDEN**-0.5)
     return linear
@@ -70,7 +67,7 @@ def normed(
 ) -> tuple[Tensor | DeferredRMSNorm, Tensor]:
     torch.manual_seed(3)
     residual = torch.randn(of.sums.shape[1:]).to(dtype)
-    norm = RMSNorm(HIDDEN, eps=EPS, offset=0.0, dtype=dtype, device=CPU, kernels=KERNELS)
+    norm = RMSNorm(HIDDEN, cpu_context(HIDDEN, dtype, eps=EPS, kernels=KERNELS))
     norm.weight.uniform_()
     whole = norm.rows_after(residual.clone(), replace(of, sums=of.sums.clone()))
     return norm.after(residual, of, by), whole
@@ -89,7 +86,6 @@ def test_the_one_product_that_reads_rows_with_adapters_divides_and_gets_the_same
     [
         pytest.param(product(5, adapted=False), reader(), id="no adapters to spread"),
         pytest.param(product(5), None, id="others read the rows, too"),
-        pytest.param(product(5), reader(bias=True), id="a bias must not be divided"),
         pytest.param(product(MOST_ROWS + 1), reader(), id="a library computes the product"),
         pytest.param(
             replace(product(5), post=torch.linspace(0, 1, HIDDEN)),

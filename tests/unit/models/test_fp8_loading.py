@@ -18,10 +18,10 @@ from manyroots.errors import ConfigError, ModelError
 from manyroots.kernels.choice import reference_kernels
 from manyroots.kernels.scaled import LARGEST, ScaledMatrix, quantize_rows
 from manyroots.kernels.tolerances import assert_close
-from manyroots.layers.weights.formats import Fp8Format
+from manyroots.layers.weights.formats import PLAIN
+from manyroots.layers.weights.fp8 import Fp8Format, check_gpu
 from manyroots.models.decoder import Decoder
 from manyroots.models.load import load_model
-from manyroots.models.quantization import check_device
 from manyroots.models.source import resolve_source
 from manyroots.models.weight_bytes import weight_bytes
 from tests.unit.models.lockstep import LockstepShard, in_lockstep
@@ -288,10 +288,10 @@ def test_q01_a_gpu_without_instructions_of_fp8_is_refused_by_name(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     cuda = torch.device("cuda")
-    check_device(cuda, has_fp8_weights=False, has_fp8_pages=False)
     with pytest.raises(ConfigError, match=r"FP8 weights need .* 8.9 or later .*; A100 has 8.0"):
-        check_device(cuda, has_fp8_weights=True, has_fp8_pages=False)
+        Fp8Format().check(cuda)
     with pytest.raises(ConfigError, match=r"--kv-cache-dtype fp8 needs .* Leave it out"):
-        check_device(cuda, has_fp8_weights=False, has_fp8_pages=True)
+        check_gpu(cuda, "--kv-cache-dtype fp8 needs", "Leave it out")
+    PLAIN.check(cuda)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
-    check_device(cuda, has_fp8_weights=True, has_fp8_pages=True)
+    Fp8Format().check(cuda)

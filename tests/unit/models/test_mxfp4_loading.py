@@ -16,13 +16,13 @@ from manyroots.kernels.choice import reference_kernels
 from manyroots.kernels.mxfp4 import Mxfp4Matrix
 from manyroots.kernels.tolerances import assert_close
 from manyroots.layers.moe import SparseMLP
-from manyroots.layers.weights.formats import Mxfp4Format
+from manyroots.layers.weights.formats import PLAIN
+from manyroots.layers.weights.mxfp4 import Mxfp4Format, unpacked
 from manyroots.models.decoder import Decoder
 from manyroots.models.load import refill, rehearse
 from manyroots.models.quantization import format_on
 from manyroots.models.source import resolve_source
 from manyroots.models.weight_bytes import weight_bytes
-from manyroots.models.weights.mxfp4 import unpacked
 from tests.unit.models.lockstep import LockstepShard, in_lockstep
 from tests.unit.models.paged import PagedModel
 from tests.unit.models.test_fp8_loading import change, load, set_config
@@ -178,7 +178,7 @@ def test_q02_a_cpu_keeps_them_only_if_that_is_asked_for() -> None:
     """Q02: it has no operator for them, and a GPU has."""
     config = type("Config", (), {"model_type": "gpt_oss", "quantization_config": MXFP4})
     cpu, gpu, kept = torch.device("cpu"), torch.device("cuda"), Mxfp4Format(is_stored=True)
-    assert format_on(cpu, config, "auto") is None
+    assert format_on(cpu, config, "auto") == PLAIN
     assert format_on(cpu, config, "mxfp4") == format_on(gpu, config, "auto") == kept
 
 

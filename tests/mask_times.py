@@ -5,7 +5,8 @@
 
 Rows walk at random through the schema of `manyroots bench decode --structured`, each with its next
 token drawn among those that its mask allows; the thread's own time is counted. Twice each, in turn:
-with llguidance's own sets of tokens and with those of `grammar/vocabulary.py`.
+with llguidance's own sets of tokens, with those of `grammar/vocabulary.py`, and with these and
+`grammar/bounded_strings.py`.
 """
 
 from __future__ import annotations
@@ -50,9 +51,11 @@ def read_vocabulary(path: str, slices: Sequence[str]) -> Sliced:
     return Sliced(pieces, (end,), (end,), encode, slices)
 
 
-def times(vocabulary: Sliced, num_rows: int, num_steps: int) -> list[float]:
-    """Milliseconds for all masks of each step."""
+def times(vocabulary: Sliced, num_rows: int, num_steps: int, *, walks: bool) -> list[float]:
+    """Milliseconds for all masks of each step. `walks`: bounded strings as any other place."""
     grammar = GrammarCache(lambda: vocabulary).compile(SHAPE)
+    if walks:
+        grammar._without_limits = None
     num_tokens = len(vocabulary.pieces)
     rows, rng = GrammarRows(num_tokens), np.random.default_rng(0)
     known = {row: np.zeros(0, np.int32) for row in range(num_rows)}
@@ -77,8 +80,14 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--steps", type=int, default=60)
     options = parser.parse_args()
-    for name, slices in 2 * (("llguidance's", LLTokenizer.general_slices()), ("ours", SLICES)):
-        took = times(read_vocabulary(options.vocabulary, slices), options.rows, options.steps)
+    kinds = (
+        ("llguidance's sets", LLTokenizer.general_slices(), True),
+        ("our sets", SLICES, True),
+        ("our sets, bounded strings", SLICES, False),
+    )
+    for name, slices, walks in 2 * kinds:
+        vocabulary = read_vocabulary(options.vocabulary, slices)
+        took = times(vocabulary, options.rows, options.steps, walks=walks)
         print(
             f"{name}: {options.rows} masks take {statistics.mean(took):.2f} ms, "
             f"{statistics.median(took):.2f} in the middle, "

@@ -10,12 +10,14 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 from weakref import WeakValueDictionary
 
 from manyroots.errors import RequestError
+from manyroots.grammar.bounded_strings import StringFits, StringMasks
 from manyroots.grammar.library import matchers
-from manyroots.grammar.source import grammar_text
+from manyroots.grammar.source import JSON_OPTIONS, grammar_text, text_without_limits
 from manyroots.grammar.trial import GrammarTrial, first_fault, short
 from manyroots.grammar.vocabulary import Vocabulary
 from manyroots.process.helper_process import STACK_BYTES
@@ -36,10 +38,15 @@ _STACKS = threading.Lock()
 class CompiledGrammar:
     """A grammar for one vocabulary, at its beginning."""
 
-    def __init__(self, matcher: LLMatcher, num_tokens: int, num_characters: int) -> None:
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        num_characters: int,
+        without_limits: tuple[LLMatcher, StringFits] | None,
+    ) -> None:
+        """`without_limits`: the same with strings of any length, where that helps."""
         self._matcher = matcher
-        self.num_tokens = num_tokens
-        """Of the vocabulary."""
+        self._without_limits = without_limits
         self.num_characters = num_characters
         """Of the text that it was compiled from."""
 
@@ -47,16 +54,45 @@ class CompiledGrammar:
         """A matcher of its own for one completion."""
         return self._matcher.deep_copy()
 
+    def start_strings(self, num_prompt_tokens: int) -> StringMasks | None:
+        """What makes the masks near the end of bounded strings, for one completion."""
+        if self._without_limits is None:
+            return None
+        matcher, fits = self._without_limits
+        return StringMasks(matcher.deep_copy(), fits, num_prompt_tokens)
 
-def _compiled(tokenizer: LLTokenizer, params: StructuredOutputsParams) -> CompiledGrammar | str:
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """What all grammars of an engine have in common."""
+
+    trial: GrammarTrial
+    tokenizer: LLTokenizer
+    fits: StringFits | None
+    """None for a vocabulary without letters."""
+
+
+def _compiled(loaded: _Loaded, params: StructuredOutputsParams) -> CompiledGrammar | str:
     """A grammar, or why there is none."""
     try:
         text = grammar_text(params)
-        matcher = matchers()(tokenizer, text, log_level=0)
+        matcher = matchers()(loaded.tokenizer, text, log_level=0)
         reason = first_fault(matcher)
     except ValueError as error:
         reason = str(error)
-    return short(reason) if reason else CompiledGrammar(matcher, tokenizer.vocab_size, len(text))
+    if reason:
+        return short(reason)
+    return CompiledGrammar(matcher, len(text), _without_limits(loaded, params))
+
+
+def _without_limits(
+    loaded: _Loaded, params: StructuredOutputsParams
+) -> tuple[LLMatcher, StringFits] | None:
+    text = None if loaded.fits is None else text_without_limits(params)
+    if text is None or loaded.fits is None:
+        return None
+    matcher = matchers()(loaded.tokenizer, text, log_level=0)
+    return None if matcher.is_error() else (matcher, loaded.fits)
 
 
 def _deep(job: Callable[[], T]) -> T:
@@ -91,7 +127,7 @@ class GrammarCache:
     ) -> None:
         """`load_vocabulary` is called when the first grammar is compiled, on its thread."""
         self._load_vocabulary = load_vocabulary
-        self._loaded: tuple[GrammarTrial, LLTokenizer] | None = None
+        self._loaded: _Loaded | None = None
         self._loading = threading.Lock()
         self._lock = threading.Lock()
         self._max_grammars, self._max_characters = max_grammars, max_characters
@@ -115,8 +151,8 @@ class GrammarCache:
         if grammar := self.find(params):
             return grammar
         matchers()
-        trial, tokenizer = self._load()
-        made = trial.fault(params) or _deep(lambda: _compiled(tokenizer, params))
+        loaded = self._load()
+        made = loaded.trial.fault(params) or _deep(lambda: _compiled(loaded, params))
         if isinstance(made, str):
             raise RequestError(
                 f"structured output by {params.kind} can't be honoured: {made}",
@@ -137,9 +173,13 @@ class GrammarCache:
             _, dropped = self._recent.popitem(last=False)
             self._num_characters -= dropped.num_characters
 
-    def _load(self) -> tuple[GrammarTrial, LLTokenizer]:
+    def _load(self) -> _Loaded:
         with self._loading:
             if self._loaded is None:
                 vocabulary = self._load_vocabulary()
-                self._loaded = GrammarTrial(vocabulary), vocabulary.tokenizer()
+                tokenizer = vocabulary.tokenizer()
+                fits = None
+                if {b'"', b"a"} <= set(vocabulary.pieces):
+                    fits = StringFits(tokenizer, vocabulary.pieces, JSON_OPTIONS)
+                self._loaded = _Loaded(GrammarTrial(vocabulary), tokenizer, fits)
             return self._loaded

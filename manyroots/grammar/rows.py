@@ -40,6 +40,7 @@ class _RowGrammar:
         "num_consumed",
         "num_prompt_tokens",
         "rules",
+        "strings",
     )
 
     def __init__(
@@ -51,6 +52,7 @@ class _RowGrammar:
         stops: Sequence[int],
     ) -> None:
         self.matcher = None if grammar is None else grammar.start()
+        self.strings = None if grammar is None else grammar.start_strings(num_prompt_tokens)
         self.rules = rules
         self.num_prompt_tokens = num_prompt_tokens
         self.num_consumed = num_prompt_tokens
@@ -111,7 +113,9 @@ def _follow(
     mine.matcher.consume_tokens(tokens[mine.num_consumed :].tolist())
     mine.num_consumed = len(tokens)
     if not mine.matcher.is_error():
-        fill_next_token_bitmask(mine.matcher, masks, place)
+        strings, mask = mine.strings, masks[place].view(np.uint32)
+        if strings is None or not strings.fill(mine.matcher, tokens, mask):
+            fill_next_token_bitmask(mine.matcher, masks, place)
     return _reason(mine.matcher) if mine.matcher.is_error() else None
 
 

@@ -10,6 +10,7 @@ import json
 import re
 from typing import Any
 
+from manyroots.grammar.bounded_strings import without_limits
 from manyroots.grammar.bounds import check_lark, check_schema
 from manyroots.grammar.json_schemas import WHITE_SPACE, closed
 from manyroots.grammar.library import matchers
@@ -28,6 +29,19 @@ def grammar_text(params: StructuredOutputsParams) -> str:
     answer = _answer(params)
     if "lark_grammar" in answer:
         check_lark(answer["lark_grammar"])
+    return _whole(params, answer)
+
+
+def text_without_limits(params: StructuredOutputsParams) -> str | None:
+    """The grammar with strings of any length, where these are all that it limits; else None."""
+    if params.kind != "json":
+        return None
+    answer = _answer(params)
+    schema = without_limits(answer["json_schema"])
+    return None if schema is None else _whole(params, {"json_schema": schema})
+
+
+def _whole(params: StructuredOutputsParams, answer: dict[str, Any]) -> str:
     grammars = [{**answer, "name": "answer"}]
     if params.prefix is not None:
         lark = f"start: prefix @answer\n{params.prefix}"

@@ -124,7 +124,7 @@ def test_r03_a_grammar_that_is_known_is_not_tried_again() -> None:
 
 def test_r03_the_engine_compiles_nothing_that_its_trial_did_not_survive() -> None:
     grammars = cache()
-    grammars._load()[0]._helper = HelperProcess("tests.unit.grammar.test_trial")
+    grammars._load().trial._helper = HelperProcess("tests.unit.grammar.test_trial")
     with pytest.raises(RequestError, match="it ended by SIGABRT"):
         grammars.compile(StructuredOutputsParams(regex="a+"))
     assert grammars.find(StructuredOutputsParams(regex="a+")) is None

@@ -44,7 +44,7 @@ def _of_folder(source: ModelSource, spec: ModelSpec) -> dict[str, Tensor] | None
 
 def _of_gguf(source: ModelSource) -> dict[str, Tensor]:
     file = GGUFFile(source.path)
-    names = {gguf.checkpoint_name(name, file): name for name in gguf.OF_TOKENS}
+    names = {gguf.checkpoint_name(name, file, {}): name for name in gguf.OF_TOKENS}
     return {
         own: torch.from_numpy(file.read(name))
         for own, name in names.items()

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from manyroots.models.config_types import KINDS, LINEAR, Kind, Values
+from manyroots.models.architecture import LINEAR, ConfigType, Values
+from manyroots.models.registry import CONFIG_TYPES
 from manyroots.models.windows import FULL, SLIDING
 
 _OLDER_TYPES = {"mamba": LINEAR, "attention": FULL}
@@ -61,7 +62,7 @@ def complete(model_type: str, written: Mapping[str, Any]) -> Config:
     own: Values = _decoded(copy.deepcopy(dict(written)))
     if model_type == "mistral" and "layer_types" in own:
         model_type = "ministral"
-    kind = KINDS.get(model_type)
+    kind = CONFIG_TYPES.get(model_type)
     if kind is None:
         return Config(own | {"model_type": model_type})
     values: Values = {"architectures": None, "dtype": None}
@@ -110,7 +111,7 @@ def _check_types(values: Values) -> None:
         )
 
 
-def _one_rope(values: Values, kind: Kind) -> None:
+def _one_rope(values: Values, kind: ConfigType) -> None:
     """`rope_parameters` of all layers, or of each type of them, whichever way they are written."""
     parameters = values.get("rope_scaling") or values["rope_parameters"] or {}
     values["rope_parameters"] = parameters
@@ -127,7 +128,7 @@ def _one_rope(values: Values, kind: Kind) -> None:
     _standardise(values)
 
 
-def _gemma_rope(values: Values, kind: Kind) -> None:
+def _gemma_rope(values: Values, kind: ConfigType) -> None:
     """One for each type of layer; files from before that have the numbers of both beside them."""
     parameters = values["rope_parameters"]
     if parameters is None:

@@ -6,14 +6,21 @@ keys, the parts of Mamba's first product, the feed-forward block's gate and outp
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
-
 from manyroots.layers.spec import GatedNormKind, LayerSpec, MambaSpec
-from manyroots.models.granite_hybrid import check_mamba
+from manyroots.models.architecture import (
+    KV_HEADS,
+    Architecture,
+    ConfigType,
+    Values,
+    fill_kv_heads,
+    renamed,
+)
+from manyroots.models.fields import FLAG, MAX_SIDE, POSITIVE, numbers, whole
+from manyroots.models.granite_hybrid import MAMBA_DEFAULTS, check_mamba, check_mamba_heads
+from manyroots.models.llama import DEFAULTS
 from manyroots.models.spec import ConfigReader, ModelSpec
 
 _NORMS = {
@@ -73,9 +80,61 @@ def mamba(text: Any) -> MambaSpec:
     )
 
 
-def translate(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Norms by the names that all models have here."""
-    for name, tensor in weights:
-        for theirs, ours in _NORMS.items():
-            name = name.replace(theirs, ours)
-        yield name, tensor
+def _finish(values: Values) -> None:
+    fill_kv_heads(values)
+    own = values["mamba_d_ssm"]
+    inner = values["mamba_expand"] * values["hidden_size"] if own is None else own
+    check_mamba_heads(values, inner)
+    values["mlp_multipliers"] = values["mlp_multipliers"] or [1.0] * 2
+    values["ssm_multipliers"] = values["ssm_multipliers"] or [1.0] * 5
+
+
+ARCHITECTURES = {
+    "FalconH1ForCausalLM": Architecture(
+        {
+            "falcon_h1": ConfigType(
+                DEFAULTS
+                | MAMBA_DEFAULTS
+                | {
+                    "vocab_size": 128000,
+                    "intermediate_size": 14336,
+                    "num_key_value_heads": 8,
+                    "rms_norm_eps": 1e-5,
+                    "max_position_embeddings": 8192,
+                    "mlp_bias": False,
+                    "mamba_d_ssm": 1024,
+                    "mamba_norm_before_gate": True,
+                    "mamba_rms_norm": False,
+                    "projectors_bias": False,
+                    "lm_head_multiplier": 1.0,
+                    "embedding_multiplier": 1.0,
+                    "mlp_multipliers": None,
+                    "key_multiplier": 1.0,
+                    "attention_out_multiplier": 1.0,
+                    "attention_in_multiplier": 1.0,
+                    "ssm_multipliers": None,
+                    "ssm_in_multiplier": 1.0,
+                    "ssm_out_multiplier": 1.0,
+                },
+                _finish,
+                may_be_null=KV_HEADS,
+            )
+        },
+        describe,
+        renamed(_NORMS),
+        fields={
+            "mamba_d_ssm": whole(1, MAX_SIDE, or_none=True),
+            "mamba_rms_norm": FLAG,
+            "mamba_norm_before_gate": FLAG,
+            "projectors_bias": FLAG,
+            "lm_head_multiplier": POSITIVE,
+            "key_multiplier": POSITIVE,
+            "attention_in_multiplier": POSITIVE,
+            "attention_out_multiplier": POSITIVE,
+            "ssm_in_multiplier": POSITIVE,
+            "ssm_out_multiplier": POSITIVE,
+            "mlp_multipliers": numbers(2),
+            "ssm_multipliers": numbers(5),
+        },
+    ),
+}

@@ -8,14 +8,24 @@ and embeddings by the root of their width.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
 
 from manyroots.errors import ModelError
 from manyroots.layers.spec import LayerSpec
+from manyroots.models.architecture import (
+    Architecture,
+    ConfigType,
+    GgufForm,
+    Values,
+    check_whole_heads,
+    fill_types,
+)
+from manyroots.models.fields import NAME, POSITIVE, shown
 from manyroots.models.spec import ConfigReader, ModelSpec
+from manyroots.models.weights.gguf_file import GGUFFile
 from manyroots.models.windows import FULL, SLIDING, of_typed_layers
 
 _TEXT = {
@@ -77,3 +87,115 @@ def _refuse_variants(text: Any) -> None:
             "the model's use_bidirectional_attention is true: it embeds text and does not "
             "generate it. Choose another checkpoint."
         )
+
+
+_LOCAL_THETA = 10_000.0
+_PERIOD = 6
+_27B_LAYERS = 62
+
+
+def _of_gguf(file: GGUFFile, values: Values) -> Values:
+    """What makes a Gemma 3. Its converter wrote the window and the rotation of the layers that see
+    everything; that these are every sixth layer, and that the others turn by a base of their own
+    and are not scaled, is the same in all of them and in no file. llama.cpp and transformers
+    fill in the same numbers; newer keys for them win where a file has them.
+    """
+    full = values["rope_parameters"]
+    base = file.number("gemma3.rope.freq_base_swa", default=_LOCAL_THETA)
+    layers = range(values["num_hidden_layers"])
+    is_local = _gguf_pattern(file, len(layers))
+    is_27b = values["num_hidden_layers"] == _27B_LAYERS
+    scalar = (
+        values["hidden_size"] // values["num_attention_heads"] if is_27b else values["head_dim"]
+    )
+    return {
+        "sliding_window": file.whole("gemma3.attention.sliding_window"),
+        "layer_types": [SLIDING if is_local(layer) else FULL for layer in layers],
+        "rope_parameters": {FULL: full, SLIDING: {"rope_type": "default", "rope_theta": base}},
+        # llama.cpp's rule, too: scores are divided by the root of a head's size, in all but one.
+        "query_pre_attn_scalar": scalar,
+    }
+
+
+def _gguf_pattern(file: GGUFFile, num_layers: int) -> Callable[[int], bool]:
+    """Which layers have a window: all but every so manieth, or those that a list says."""
+    key = "gemma3.attention.sliding_window_pattern"
+    listed = file.metadata.get(key)
+    if isinstance(listed, list):
+        if len(listed) != num_layers or not all(type(one) is bool for one in listed):
+            raise ModelError(
+                f"{key} of {file.path} is {shown(listed)}; it must have true or false for each of "
+                f"{num_layers} layers. Convert the model again."
+            )
+        return lambda layer: bool(listed[layer])
+    period = file.whole(key, default=_PERIOD)
+    return lambda layer: (layer + 1) % period != 0
+
+
+def _finish(values: Values) -> None:
+    if values["use_bidirectional_attention"]:
+        values["sliding_window"] = values["sliding_window"] // 2 + 1
+    period = values.get("sliding_window_pattern", 6)
+    fill_types(values, lambda layer: SLIDING if (layer + 1) % period else FULL)
+    check_whole_heads(values)
+
+
+def without_offset(part: str, tensor: Tensor, spec: ModelSpec) -> Tensor:
+    """A converter adds the norms' offset; taken off in float32, as transformers does."""
+    return tensor - 1.0 if part.endswith("_norm") else tensor
+
+
+IN_BLOCK = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+"""Of a GGUF file, by the names of a layer with four norms."""
+_TYPE = ConfigType(
+    {
+        "vocab_size": 262208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
+        "eos_token_id": 1,
+        "tie_word_embeddings": True,
+        "rope_parameters": None,
+        "attention_bias": False,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "layer_types": None,
+        "final_logit_softcapping": None,
+        "attn_logit_softcapping": None,
+        "use_bidirectional_attention": False,
+    },
+    _finish,
+    theta=1_000_000.0,
+    has_ropes_by_type=True,
+)
+ARCHITECTURES = {
+    "Gemma3ForCausalLM": Architecture(
+        {"gemma3_text": _TYPE},
+        describe,
+        translate,
+        fields={"hidden_activation": NAME, "query_pre_attn_scalar": POSITIVE},
+        gguf=GgufForm(
+            "gemma3",
+            "gemma3_text",
+            _of_gguf,
+            theta=1_000_000.0,
+            in_block=IN_BLOCK,
+            restore=without_offset,
+        ),
+    ),
+    "Gemma3ForConditionalGeneration": Architecture(
+        {"gemma3": ConfigType({"tie_word_embeddings": True}, text="gemma3_text")},
+        describe,
+        translate,
+    ),
+}

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from manyroots.errors import ModelError
+from manyroots.models.architecture import GgufForm
 from manyroots.models.fields import shown
 from manyroots.models.weights.gguf_file import GGUFFile
 
@@ -62,15 +63,15 @@ _HEAD_SIZES = (
 """Those of which there is one size here."""
 
 
-def refuse_unread(file: GGUFFile, arch: str, head_dim: int) -> None:
-    """Of what a file of `arch` says, refuse what would be left out of account."""
+def refuse_unread(file: GGUFFile, form: GgufForm, head_dim: int) -> None:
+    """Of what a file says, refuse what would be left out of account."""
     neutral = _NEUTRAL | dict.fromkeys(_HEAD_SIZES, (head_dim,))
     neutral["attention.scale"] = (_as_float32(head_dim**-0.5),)
     for key, values in neutral.items():
-        value = file.metadata.get(f"{arch}.{key}")
-        if value and value not in values:
+        value = file.metadata.get(f"{form.name}.{key}")
+        if value and value not in values and key not in form.reads:
             raise ModelError(
-                f"{arch}.{key} of {file.path} is {shown(value)}, which this version does not "
+                f"{form.name}.{key} of {file.path} is {shown(value)}, which this version does not "
                 "compute. Use the model as safetensors, or a file without it."
             )
 

@@ -15,8 +15,18 @@ from manyroots.kernels.activation.kinds import CLAMP_ALPHA, CLAMP_LIMIT, Activat
 from manyroots.kernels.fused_moe.routing import Scoring
 from manyroots.layers.spec import ExpertsSpec, LayerSpec
 from manyroots.layers.weights.mxfp4 import KIND, joined
+from manyroots.models.architecture import (
+    COMMON,
+    Architecture,
+    ConfigType,
+    Values,
+    fill_head_dim,
+    fill_kv_heads,
+    fill_types,
+)
+from manyroots.models.fields import POSITIVE
 from manyroots.models.spec import ConfigReader, ModelSpec
-from manyroots.models.windows import of_typed_layers
+from manyroots.models.windows import FULL, SLIDING, of_typed_layers
 
 
 def describe(reader: ConfigReader) -> ModelSpec:
@@ -41,12 +51,6 @@ def describe(reader: ConfigReader) -> ModelSpec:
 def experts(reader: ConfigReader) -> ExpertsSpec:
     """What a config says of its experts."""
     text = reader.text
-    chosen, count = text.num_experts_per_tok, text.num_local_experts
-    if not 1 <= chosen <= count:
-        raise ModelError(
-            f"the model has {count} experts and num_experts_per_tok {chosen}; the second must be "
-            f"between 1 and {count}. Check its config.json."
-        )
     limit = getattr(text, "swiglu_limit", CLAMP_LIMIT)
     alpha = getattr(text, "swiglu_alpha", CLAMP_ALPHA)
     if (limit, alpha) != (CLAMP_LIMIT, CLAMP_ALPHA):
@@ -54,9 +58,8 @@ def experts(reader: ConfigReader) -> ExpertsSpec:
             f"the model's swiglu_limit is {limit} and its swiglu_alpha {alpha}; this version "
             f"computes {CLAMP_LIMIT} and {CLAMP_ALPHA}. Choose another checkpoint."
         )
-    return ExpertsSpec(
-        num_experts=count,
-        experts_per_token=chosen,
+    return reader.experts(
+        text.num_local_experts,
         intermediate_size=text.intermediate_size,
         activation=Activation.CLAMPED_SWIGLU,
         scoring=Scoring.SOFTMAX_OF_CHOSEN,
@@ -111,3 +114,53 @@ def _of_expert(
         yield f"{own}.up_proj.{kind}", rows[1::2]
     else:
         yield f"{own}.{projection}.{kind}", rows
+
+
+def _finish(values: Values) -> None:
+    fill_head_dim(values)
+    fill_kv_heads(values)
+    fill_types(values, lambda layer: SLIDING if (layer + 1) % 2 else FULL)
+    if values["rope_parameters"] is None:
+        values["rope_parameters"] = {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        }
+
+
+ARCHITECTURES = {
+    "GptOssForCausalLM": Architecture(
+        {
+            "gpt_oss": ConfigType(
+                COMMON
+                | {
+                    "vocab_size": 201088,
+                    "hidden_size": 2880,
+                    "intermediate_size": 2880,
+                    "num_hidden_layers": 36,
+                    "num_attention_heads": 64,
+                    "num_key_value_heads": 8,
+                    "head_dim": 64,
+                    "sliding_window": 128,
+                    "max_position_embeddings": 131072,
+                    "rms_norm_eps": 1e-5,
+                    "num_local_experts": 128,
+                    "num_experts_per_tok": 4,
+                    "swiglu_alpha": 1.702,
+                    "swiglu_limit": 7.0,
+                    "attention_bias": True,
+                    "layer_types": None,
+                },
+                _finish,
+                other_names={"num_local_experts": "num_experts"},
+                theta=150_000.0,
+            )
+        },
+        describe,
+        translate,
+        fields={"swiglu_limit": POSITIVE},
+    ),
+}

@@ -6,6 +6,7 @@ from the config. Beside the experts there is a shared block; in dense models it 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -17,17 +18,27 @@ from manyroots.layers.rotary import RopeSpec
 from manyroots.layers.spec import (
     BlockSpec,
     DenseSpec,
-    ExpertsSpec,
     GatedNormKind,
     LayerSpec,
     MambaSpec,
     MixerSpec,
     SharedSpec,
 )
+from manyroots.models.architecture import (
+    LINEAR,
+    Architecture,
+    ConfigType,
+    Values,
+    fill_kv_heads,
+    fill_types,
+    renamed,
+)
+from manyroots.models.fields import FLAG, MAX_SIDE, POSITIVE, whole
+from manyroots.models.llama import DEFAULTS
 from manyroots.models.spec import ConfigReader, ModelSpec
 from manyroots.models.weights.experts import per_expert
+from manyroots.models.windows import FULL
 
-RECURRENT, FULL = "linear_attention", "full_attention"
 _STACKED = {
     ".block_sparse_moe.input_linear.weight": ".block_sparse_moe.experts.gate_up_proj",
     ".block_sparse_moe.output_linear.weight": ".block_sparse_moe.experts.down_proj",
@@ -44,8 +55,8 @@ def describe(reader: ConfigReader) -> ModelSpec:
         qkv_bias=bias, o_bias=bias, qk_norm=False, window=None, scale=text.attention_multiplier
     )
     mixers: dict[str, MixerSpec] = {FULL: attention}
-    if RECURRENT in text.layer_types:
-        mixers[RECURRENT] = mamba(text)
+    if LINEAR in text.layer_types:
+        mixers[LINEAR] = mamba(text)
     layers = [
         LayerSpec(mixers=(mixers[kind],), feed_forward=block, factor=text.residual_multiplier)
         for kind in reader.layer_types(mixers)
@@ -109,19 +120,11 @@ def feed_forward(reader: ConfigReader) -> BlockSpec:
         parts=("input_linear", "", "output_linear"),
         is_fused=True,
     )
-    count, chosen = text.num_local_experts, text.num_experts_per_tok
-    if not count:
+    if not text.num_local_experts:
         return shared
-    if not 1 <= chosen <= count:
-        raise ModelError(
-            f"the model has {count} experts and num_experts_per_tok {chosen}; the second must be "
-            f"between 1 and {count}. Check its config.json."
-        )
-    experts = ExpertsSpec(
-        num_experts=count,
-        experts_per_token=chosen,
+    experts = reader.experts(
+        text.num_local_experts,
         intermediate_size=text.intermediate_size,
-        activation=reader.activation(),
         scoring=Scoring.SOFTMAX_OF_CHOSEN,
         router="router",
         name="block_sparse_moe",
@@ -131,11 +134,82 @@ def feed_forward(reader: ConfigReader) -> BlockSpec:
 
 def translate(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Experts one by one, whichever names their stacks have."""
-    return per_expert(_renamed(weights))
+    return per_expert(renamed(_STACKED)(weights))
 
 
-def _renamed(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in weights:
-        for theirs, ours in _STACKED.items():
-            name = name.replace(theirs, ours)
-        yield name, tensor
+def check_mamba_heads(values: Values, inner: int) -> None:
+    heads = values["mamba_n_heads"]
+    if values["mamba_d_head"] == "auto":
+        values["mamba_d_head"] = inner // heads
+    if inner % heads or values["mamba_d_head"] * heads != inner:
+        raise ValueError(
+            f"its Mamba layers are {inner} wide, which is not mamba_n_heads ({heads}) times "
+            f"mamba_d_head ({values['mamba_d_head']})."
+        )
+    if values["time_step_limit"] is not None:
+        values["time_step_limit"] = tuple(values["time_step_limit"])
+
+
+def _finish(values: Values) -> None:
+    fill_kv_heads(values)
+    check_mamba_heads(values, values["mamba_expand"] * values["hidden_size"])
+    fill_types(values, lambda layer: LINEAR)
+
+
+MAMBA_DEFAULTS: Values = {
+    "mamba_n_heads": 128,
+    "mamba_d_head": "auto",
+    "mamba_n_groups": 1,
+    "mamba_d_state": 256,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_conv_bias": True,
+    "mamba_proj_bias": False,
+    "time_step_limit": (0.0, math.inf),
+}
+ARCHITECTURES = {
+    "GraniteMoeHybridForCausalLM": Architecture(
+        {
+            "granitemoehybrid": ConfigType(
+                DEFAULTS
+                | MAMBA_DEFAULTS
+                | {
+                    "embedding_multiplier": 1.0,
+                    "logits_scaling": 1.0,
+                    "residual_multiplier": 1.0,
+                    "attention_multiplier": 1.0,
+                    "num_local_experts": 8,
+                    "num_experts_per_tok": 2,
+                    "shared_intermediate_size": 1024,
+                    "position_embedding_type": None,
+                    "layer_types": None,
+                },
+                _finish,
+                other_names={"layer_types": "layers_block_type"},
+            )
+        },
+        describe,
+        translate,
+        fields={
+            "shared_intermediate_size": whole(1, MAX_SIDE),
+            "mamba_n_heads": whole(1, MAX_SIDE),
+            "mamba_d_head": (
+                f"a whole number between 1 and {MAX_SIDE}, or 'auto'",
+                lambda value: value == "auto" or (type(value) is int and 1 <= value <= MAX_SIDE),
+            ),
+            "mamba_n_groups": whole(1, MAX_SIDE),
+            "mamba_d_state": whole(1, MAX_SIDE),
+            "mamba_d_conv": whole(2, 64),
+            "mamba_expand": POSITIVE,
+            "mamba_conv_bias": FLAG,
+            "mamba_proj_bias": FLAG,
+            "position_embedding_type": (
+                "'rope', 'nope' or null",
+                lambda value: value in ("rope", "nope", None),
+            ),
+            "attention_multiplier": POSITIVE,
+            "residual_multiplier": POSITIVE,
+            "logits_scaling": POSITIVE,
+        },
+    ),
+}

@@ -20,9 +20,9 @@ from manyroots.layers.weights.formats import PLAIN, PackedFormat
 from manyroots.layers.weights.fp8 import check_gpu
 from manyroots.models.decoder import Decoder
 from manyroots.models.families import pages_in, with_pages_in
-from manyroots.models.fields import check_config
+from manyroots.models.fields import check_fields
 from manyroots.models.quantization import FP8, format_on, keeps_blocks, weight_format
-from manyroots.models.registry import architecture_of, known_architecture
+from manyroots.models.registry import FIELDS, architecture_of, known_architecture
 from manyroots.models.sharding import rank_spec
 from manyroots.models.source import ModelSource, SourceKind
 from manyroots.models.spec import ConfigReader, ModelSpec
@@ -40,7 +40,10 @@ def describe(source: ModelSource) -> ModelSpec:
     """The spec of a source's model, without loading it."""
     architecture = architecture_of(source.config)
     known = known_architecture(architecture)
-    check_config(source.config.get_text_config(), source.name)
+    text = source.config.get_text_config()
+    values = {name: getattr(text, name) for name in FIELDS if hasattr(text, name)}
+    check_fields(values, source.name, FIELDS)
+    weight_format(source.config)  # refuses what can't be read
     reader = ConfigReader(
         source.config,
         architecture,
@@ -195,13 +198,9 @@ def _weights(
         return dummy.tensors(fills, seed)
     translate = known_architecture(spec.architecture).translate
     if source.kind is SourceKind.GGUF:
-        attention = spec.layers[0].attention
-        assert attention is not None, "no architecture of GGUF files has other mixers"
-        heads = {
-            "num_heads": attention.num_heads,
-            "num_kv_heads": attention.memory.kv_heads,
-        }
-        return translate(gguf.tensors(GGUFFile(source.path), **heads))
+        form = known_architecture(spec.architecture).gguf
+        assert form is not None, "a GGUF file's config is of an architecture that has them"
+        return translate(gguf.tensors(GGUFFile(source.path), form, spec))
     weights = translate(safetensors.tensors(source.path))
     if pages_in(spec) == FP8:
         weights = _without_page_scales(weights)

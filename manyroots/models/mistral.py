@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 from manyroots.layers.spec import LayerSpec
+from manyroots.models.architecture import (
+    COMMON,
+    Architecture,
+    ConfigType,
+    GgufForm,
+    Values,
+    fill_head_dim,
+    fill_kv_heads,
+    fill_types,
+)
+from manyroots.models.llama import unpaired
 from manyroots.models.spec import ConfigReader, ModelSpec
-from manyroots.models.windows import of_every_layer, of_typed_layers
+from manyroots.models.windows import FULL, SLIDING, gguf_window, of_every_layer, of_typed_layers
 
 
 def describe(reader: ConfigReader) -> ModelSpec:
@@ -22,3 +33,42 @@ def describe(reader: ConfigReader) -> ModelSpec:
             for window in rule(reader.text)
         ]
     )
+
+
+def _finish(values: Values) -> None:
+    fill_head_dim(values)
+    fill_kv_heads(values)
+
+
+def _typed(values: Values) -> None:
+    fill_kv_heads(values)
+    kind = FULL if values["sliding_window"] is None else SLIDING
+    fill_types(values, lambda layer: kind)
+
+
+DEFAULTS: Values = COMMON | {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": None,
+    "max_position_embeddings": 4096 * 32,
+    "sliding_window": 4096,
+    "eos_token_id": 2,
+}
+ARCHITECTURES = {
+    "MistralForCausalLM": Architecture(
+        {
+            "mistral": ConfigType(DEFAULTS, _finish),
+            # What transformers makes of a Mistral whose config types its layers.
+            "ministral": ConfigType(DEFAULTS | {"layer_types": None}, _typed),
+        },
+        describe,
+        # Files of Mistral are of architecture llama; what tells them apart is the window.
+        gguf=GgufForm(
+            "llama", "mistral", is_meant=lambda file: bool(gguf_window(file)), restore=unpaired
+        ),
+    ),
+}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from manyroots.layers.spec import LayerSpec
+from manyroots.models.architecture import KV_HEADS, Architecture, ConfigType, GgufForm
+from manyroots.models.qwen2 import DEFAULTS, finish
 from manyroots.models.spec import ConfigReader, ModelSpec
 from manyroots.models.windows import of_typed_layers
 
@@ -19,3 +21,16 @@ def describe(reader: ConfigReader) -> ModelSpec:
             for window in of_typed_layers(reader.text)
         ]
     )
+
+
+ARCHITECTURES = {
+    "Qwen3ForCausalLM": Architecture(
+        {
+            "qwen3": ConfigType(
+                DEFAULTS | {"head_dim": 128, "attention_bias": False}, finish, may_be_null=KV_HEADS
+            )
+        },
+        describe,
+        gguf=GgufForm("qwen3", "qwen3"),
+    ),
+}

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 
-from manyroots.models.qwen3_next import hybrid, is_drafting, shared_experts
+from manyroots.models.architecture import Architecture, ConfigType
+from manyroots.models.qwen3_next import DEFAULTS, finish, hybrid, is_drafting, shared_experts
 from manyroots.models.spec import ConfigReader, ModelSpec
 from manyroots.models.weights.experts import per_expert
 
@@ -42,3 +43,48 @@ def _of_text(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tenso
         if name.startswith(_TEXT):
             name = "model." + name.removeprefix(_TEXT)
         yield name, tensor
+
+
+_DENSE = ConfigType(
+    DEFAULTS
+    | {
+        "vocab_size": 248320,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 4,
+    },
+    finish,
+    partial=0.25,
+)
+_MOE = ConfigType(
+    DEFAULTS
+    | {
+        "vocab_size": 248320,
+        "hidden_size": 2048,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 2,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_experts_per_tok": 8,
+        "num_experts": 256,
+    },
+    finish,
+    partial=0.25,
+)
+
+
+def _seeing(text: str) -> ConfigType:
+    return ConfigType({"tie_word_embeddings": False}, text=text)
+
+
+ARCHITECTURES = {
+    "Qwen3_5ForCausalLM": Architecture({"qwen3_5_text": _DENSE}, describe, translate),
+    "Qwen3_5ForConditionalGeneration": Architecture(
+        {"qwen3_5": _seeing("qwen3_5_text")}, describe, translate
+    ),
+    "Qwen3_5MoeForCausalLM": Architecture({"qwen3_5_moe_text": _MOE}, describe_moe, translate),
+    "Qwen3_5MoeForConditionalGeneration": Architecture(
+        {"qwen3_5_moe": _seeing("qwen3_5_moe_text")}, describe_moe, translate
+    ),
+}

@@ -11,7 +11,11 @@ from typing import Any
 from manyroots.errors import ModelError
 from manyroots.kernels.fused_moe.routing import Scoring
 from manyroots.layers.spec import ExpertsSpec, LayerSpec
+from manyroots.models.architecture import COMMON, Architecture, ConfigType, GgufForm, Values
+from manyroots.models.fields import MAX_LAYERS, list_of, whole
+from manyroots.models.qwen2 import drop_unused_window
 from manyroots.models.spec import ConfigReader, ModelSpec
+from manyroots.models.weights.gguf_file import GGUFFile
 from manyroots.models.windows import of_every_layer
 
 
@@ -31,18 +35,9 @@ def describe(reader: ConfigReader) -> ModelSpec:
 def experts(reader: ConfigReader, *, renormalises: bool) -> ExpertsSpec:
     """What a config says of its experts. `renormalises`: whether the chosen ones' weights add up
     to one."""
-    config = reader.text
-    chosen, count = config.num_experts_per_tok, config.num_experts
-    if not 1 <= chosen <= count:
-        raise ModelError(
-            f"the model has {count} experts and num_experts_per_tok {chosen}; the second must be "
-            f"between 1 and {count}. Check its config.json."
-        )
-    return ExpertsSpec(
-        num_experts=count,
-        experts_per_token=chosen,
-        intermediate_size=config.moe_intermediate_size,
-        activation=reader.activation(),
+    return reader.experts(
+        reader.text.num_experts,
+        intermediate_size=reader.text.moe_intermediate_size,
         scoring=Scoring.SOFTMAX_RENORMALISED if renormalises else Scoring.SOFTMAX,
     )
 
@@ -59,3 +54,59 @@ def sparse_layers(config: Any) -> frozenset[int]:
         return frozenset()
     every = range(step - 1, config.num_hidden_layers, step)
     return frozenset(every) - frozenset(config.mlp_only_layers or ())
+
+
+def _finish(values: Values) -> None:
+    drop_unused_window(values)
+    values["mlp_only_layers"] = values["mlp_only_layers"] or []
+
+
+def _of_gguf(file: GGUFFile, values: Values) -> Values:
+    """Such files have experts in every layer, whose weights add up to one unless a newer key says
+    otherwise: most have none for it."""
+    return {
+        "num_experts": file.whole("qwen3moe.expert_count"),
+        "num_experts_per_tok": file.whole("qwen3moe.expert_used_count"),
+        "moe_intermediate_size": file.whole("qwen3moe.expert_feed_forward_length"),
+        "norm_topk_prob": file.metadata.get("qwen3moe.expert_weights_norm", True),
+    }
+
+
+ARCHITECTURES = {
+    "Qwen3MoeForCausalLM": Architecture(
+        {
+            "qwen3_moe": ConfigType(
+                COMMON
+                | {
+                    "vocab_size": 151936,
+                    "hidden_size": 2048,
+                    "intermediate_size": 6144,
+                    "num_hidden_layers": 24,
+                    "num_attention_heads": 32,
+                    "num_key_value_heads": 4,
+                    "max_position_embeddings": 32768,
+                    "attention_bias": False,
+                    "use_sliding_window": False,
+                    "sliding_window": 4096,
+                    "decoder_sparse_step": 1,
+                    "moe_intermediate_size": 768,
+                    "num_experts_per_tok": 8,
+                    "num_experts": 128,
+                    "norm_topk_prob": False,
+                    "mlp_only_layers": None,
+                },
+                _finish,
+                other_names={"num_experts": "num_local_experts"},
+            )
+        },
+        describe,
+        fields={
+            "decoder_sparse_step": whole(0, MAX_LAYERS),
+            "mlp_only_layers": (
+                "a list of layers, or null",
+                lambda value: value is None or list_of(lambda one: type(one) is int)(value),
+            ),
+        },
+        gguf=GgufForm("qwen3moe", "qwen3_moe", _of_gguf, has_experts=True),
+    ),
+}

@@ -21,11 +21,20 @@ from manyroots.layers.spec import (
     MixerSpec,
     SharedSpec,
 )
+from manyroots.models.architecture import (
+    COMMON,
+    LINEAR,
+    Architecture,
+    ConfigType,
+    Values,
+    fill_types,
+)
+from manyroots.models.fields import MAX_SIDE, whole
 from manyroots.models.qwen3_moe import experts, sparse_layers
 from manyroots.models.spec import ConfigReader, ModelSpec
 from manyroots.models.weights.experts import per_expert
+from manyroots.models.windows import FULL
 
-LINEAR, FULL = "linear_attention", "full_attention"
 _DRAFTING = "mtp."
 """What guesses tokens ahead: weights of another model, which is not served."""
 
@@ -105,3 +114,60 @@ def translate(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tens
 def is_drafting(name: str) -> bool:
     """Whether a tensor is of the part that guesses tokens ahead."""
     return name.removeprefix("model.").startswith(_DRAFTING)
+
+
+def finish(values: Values) -> None:
+    """Of Qwen3-Next and Qwen3.5 alike."""
+    if "mlp_only_layers" in values:
+        values["mlp_only_layers"] = values["mlp_only_layers"] or []
+    period = values.get("full_attention_interval", 4)
+    fill_types(values, lambda layer: LINEAR if (layer + 1) % period else FULL)
+
+
+DEFAULTS: Values = COMMON | {
+    "num_attention_heads": 16,
+    "max_position_embeddings": 32768,
+    "attention_bias": False,
+    "head_dim": 256,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "layer_types": None,
+}
+ARCHITECTURES = {
+    "Qwen3NextForCausalLM": Architecture(
+        {
+            "qwen3_next": ConfigType(
+                DEFAULTS
+                | {
+                    "vocab_size": 151936,
+                    "hidden_size": 2048,
+                    "intermediate_size": 5632,
+                    "num_hidden_layers": 48,
+                    "num_key_value_heads": 2,
+                    "decoder_sparse_step": 1,
+                    "moe_intermediate_size": 512,
+                    "shared_expert_intermediate_size": 512,
+                    "num_experts_per_tok": 10,
+                    "num_experts": 512,
+                    "norm_topk_prob": True,
+                    "mlp_only_layers": None,
+                },
+                finish,
+                partial=0.25,
+            )
+        },
+        describe,
+        translate,
+        fields={
+            "linear_conv_kernel_dim": whole(2, 64),
+            "linear_key_head_dim": whole(1, MAX_SIDE),
+            "linear_value_head_dim": whole(1, MAX_SIDE),
+            "linear_num_key_heads": whole(1, MAX_SIDE),
+            "linear_num_value_heads": whole(1, MAX_SIDE),
+            "shared_expert_intermediate_size": whole(1, MAX_SIDE),
+        },
+    ),
+}

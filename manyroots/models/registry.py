@@ -1,76 +1,53 @@
-"""Architecture names, as checkpoints spell them, and how each is described and read."""
+"""Architecture names, as checkpoints spell them, and the file that knows each."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
-from torch import Tensor
-
 from manyroots.errors import ModelError
-from manyroots.models import (
-    falcon_h1,
-    gemma3,
-    gpt_oss,
-    granite_hybrid,
-    lfm2,
-    llama,
-    mistral,
-    qwen2,
-    qwen3,
-    qwen3_5,
-    qwen3_moe,
-    qwen3_next,
+from manyroots.models import fields
+from manyroots.models.architecture import Architecture, ConfigType
+from manyroots.models.fields import Field
+
+_FILES = (
+    "falcon_h1",
+    "gemma3",
+    "gpt_oss",
+    "granite_hybrid",
+    "lfm2",
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen3_5",
+    "qwen3_moe",
+    "qwen3_next",
 )
-from manyroots.models.spec import ConfigReader, ModelSpec
-from manyroots.models.weights.experts import per_expert
-
-Tensors = Iterable[tuple[str, Tensor]]
+"""One line for each: `models/<name>.py` with its `ARCHITECTURES`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Architecture:
-    """One kind of model."""
-
-    model_types: tuple[str, ...]
-    """Whose configs it can read; the first is the one that goes by the same name."""
-    describe: Callable[[ConfigReader], ModelSpec]
-    translate: Callable[[Tensors], Iterator[tuple[str, Tensor]]] = per_expert
-    """A checkpoint's tensors under the names, and in the pieces, that the decoder's weights
-    have."""
+def _known() -> Iterator[tuple[str, Architecture]]:
+    for name in _FILES:
+        yield from import_module(f"manyroots.models.{name}").ARCHITECTURES.items()
 
 
-ARCHITECTURES = {
-    "LlamaForCausalLM": Architecture(("llama",), llama.describe),
-    # `ministral` is what transformers makes of a Mistral whose config types its layers.
-    "MistralForCausalLM": Architecture(("mistral", "ministral"), mistral.describe),
-    "Qwen2ForCausalLM": Architecture(("qwen2",), qwen2.describe),
-    "Qwen3ForCausalLM": Architecture(("qwen3",), qwen3.describe),
-    "Qwen3MoeForCausalLM": Architecture(("qwen3_moe",), qwen3_moe.describe),
-    "Gemma3ForCausalLM": Architecture(("gemma3_text",), gemma3.describe, gemma3.translate),
-    "Gemma3ForConditionalGeneration": Architecture(("gemma3",), gemma3.describe, gemma3.translate),
-    "GptOssForCausalLM": Architecture(("gpt_oss",), gpt_oss.describe, gpt_oss.translate),
-    "Lfm2ForCausalLM": Architecture(("lfm2",), lfm2.describe, lfm2.translate),
-    "FalconH1ForCausalLM": Architecture(("falcon_h1",), falcon_h1.describe, falcon_h1.translate),
-    "GraniteMoeHybridForCausalLM": Architecture(
-        ("granitemoehybrid",), granite_hybrid.describe, granite_hybrid.translate
-    ),
-    "Qwen3NextForCausalLM": Architecture(
-        ("qwen3_next",), qwen3_next.describe, qwen3_next.translate
-    ),
-    "Qwen3_5ForCausalLM": Architecture(("qwen3_5_text",), qwen3_5.describe, qwen3_5.translate),
-    "Qwen3_5ForConditionalGeneration": Architecture(
-        ("qwen3_5",), qwen3_5.describe, qwen3_5.translate
-    ),
-    "Qwen3_5MoeForCausalLM": Architecture(
-        ("qwen3_5_moe_text",), qwen3_5.describe_moe, qwen3_5.translate
-    ),
-    "Qwen3_5MoeForConditionalGeneration": Architecture(
-        ("qwen3_5_moe",), qwen3_5.describe_moe, qwen3_5.translate
-    ),
+ARCHITECTURES: dict[str, Architecture] = dict(_known())
+CONFIG_TYPES: dict[str, ConfigType] = {
+    model_type: known
+    for architecture in ARCHITECTURES.values()
+    for model_type, known in architecture.configs.items()
 }
-_BY_MODEL_TYPE = {known.model_types[0]: name for name, known in ARCHITECTURES.items()}
+FIELDS: dict[str, Field] = dict(fields.FIELDS)
+"""Every number and name that is read from a config, with what it may be."""
+for _architecture in ARCHITECTURES.values():
+    _twice = FIELDS.keys() & _architecture.fields.keys()
+    assert not _twice, f"{_twice} of two architectures; they belong into fields.py"
+    FIELDS.update(_architecture.fields)
+WRITTEN_FIELDS = FIELDS | fields.WRITTEN_FIELDS
+"""The same for a config.json."""
+_BY_MODEL_TYPE = {next(iter(known.configs)): name for name, known in ARCHITECTURES.items()}
 
 
 def architecture_of(config: Any) -> str:
@@ -80,11 +57,11 @@ def architecture_of(config: Any) -> str:
         return _BY_MODEL_TYPE.get(config.model_type, str(config.model_type))
     name = str(names[0])
     known = ARCHITECTURES.get(name)
-    if known is not None and config.model_type not in known.model_types:
+    if known is not None and config.model_type not in known.configs:
         raise ModelError(
             f"the model's architecture is {name!r} and its model_type {config.model_type!r}, which "
-            f"belong to different models; {name} has {known.model_types[0]!r}. Correct one of them "
-            "in its config.json."
+            f"belong to different models; {name} has {next(iter(known.configs))!r}. Correct one of "
+            "them in its config.json."
         )
     return name
 

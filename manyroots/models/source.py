@@ -18,9 +18,10 @@ from manyroots.errors import ModelError
 from manyroots.files.gguf_parts import model_files, model_name
 from manyroots.models import gguf_config
 from manyroots.models.configs import Config, complete
-from manyroots.models.fields import TOKENS, WRITTEN_FIELDS, check_fields
+from manyroots.models.fields import TOKENS, check_fields
 from manyroots.models.hub import download_folder
 from manyroots.models.packaged import PACKAGED, packaged_model_path
+from manyroots.models.registry import WRITTEN_FIELDS
 from manyroots.models.weights.gguf_file import GGUFFile
 
 logger = logging.getLogger(__name__)

@@ -14,10 +14,10 @@ from typing import Any
 
 from manyroots.errors import ModelError
 from manyroots.kernels.activation.kinds import Activation
+from manyroots.kernels.fused_moe.routing import Scoring
 from manyroots.layers.rotary import RopeSpec, rope_frequencies
-from manyroots.layers.spec import KV, AttentionSpec, DenseSpec, LayerSpec
+from manyroots.layers.spec import KV, AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec
 from manyroots.models.fields import check_rope
-from manyroots.models.quantization import weight_format
 
 MAX_POSITIONS = 2**24
 """Angles are computed in float32, which can't tell positions beyond apart. Configs that mean "no
@@ -91,7 +91,6 @@ class ConfigReader:
         self._rope_factors = rope_factors
         # The whole model has the head, so where it also sees, its own config says what it is.
         self._is_tied = bool(getattr(config, "tie_word_embeddings", text.tie_word_embeddings))
-        weight_format(config)  # refuses what can't be read
         self.num_heads: int = text.num_attention_heads
         self.num_kv_heads: int = getattr(text, "num_key_value_heads", None) or self.num_heads
         if self.num_heads % self.num_kv_heads:
@@ -163,6 +162,31 @@ class ConfigReader:
             intermediate_size=self.text.intermediate_size,
             activation=self.activation(activation),
             bias=bias,
+        )
+
+    def experts(
+        self,
+        count: int,
+        *,
+        intermediate_size: int,
+        scoring: Scoring,
+        activation: Activation | None = None,
+        **names: Any,
+    ) -> ExpertsSpec:
+        """Checks how many a token chooses. `activation`: where the config does not name it."""
+        chosen = self.text.num_experts_per_tok
+        if not 1 <= chosen <= count:
+            raise ModelError(
+                f"the model has {count} experts and num_experts_per_tok {chosen}; the second must "
+                f"be between 1 and {count}. Check its config.json."
+            )
+        return ExpertsSpec(
+            num_experts=count,
+            experts_per_token=chosen,
+            intermediate_size=intermediate_size,
+            activation=self.activation() if activation is None else activation,
+            scoring=scoring,
+            **names,
         )
 
     def rope(self, layer_type: str | None = None, *, is_partial: bool = False) -> RopeSpec:

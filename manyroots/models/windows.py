@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from manyroots.errors import ModelError
+from manyroots.models.weights.gguf_file import GGUFFile
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -41,6 +42,13 @@ def of_typed_layers(config: Any) -> list[int | None]:
         )
     window = _window(config.sliding_window)
     return [window if kind == SLIDING else None for kind in types]
+
+
+def gguf_window(file: GGUFFile) -> int:
+    """What a GGUF file says of a window; 0: there is none."""
+    return file.whole(
+        f"{file.metadata.get('general.architecture')}.attention.sliding_window", least=0, default=0
+    )
 
 
 def _window(value: int | None) -> int | None:

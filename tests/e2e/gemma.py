@@ -23,7 +23,10 @@ from torch import Tensor
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from manyroots import LLM, SamplingParams
-from manyroots.models import gguf_config
+from manyroots.config import ModelSettings
+from manyroots.models.load import describe
+from manyroots.models.registry import ARCHITECTURES
+from manyroots.models.source import resolve_source
 from manyroots.models.weights import gguf
 from manyroots.models.weights.gguf_file import GGUFFile
 from tests.e2e.prompts import PROMPTS, STORY
@@ -58,11 +61,12 @@ def reference(path: Path, *, their_reading: bool = False) -> Any:
         folder, name = str(path.parent), path.name
         return Gemma3ForCausalLM.from_pretrained(folder, gguf_file=name, **settings).eval()
     file = GGUFFile(path)
-    config = Gemma3TextConfig(**gguf_config.config_of(file).to_dict())
-    heads = {"num_heads": config.num_attention_heads, "num_kv_heads": config.num_key_value_heads}
-    model = Gemma3ForCausalLM.from_pretrained(
-        None, config=config, state_dict=dict(gguf.tensors(file, **heads)), **settings
-    )
+    source = resolve_source(ModelSettings(model=str(path)))
+    config = Gemma3TextConfig(**source.config.to_dict())
+    form = ARCHITECTURES["Gemma3ForCausalLM"].gguf
+    assert form is not None
+    weights = dict(gguf.tensors(file, form, describe(source)))
+    model = Gemma3ForCausalLM.from_pretrained(None, config=config, state_dict=weights, **settings)
     return model.eval()
 
 

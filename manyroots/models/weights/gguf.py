@@ -1,18 +1,20 @@
 """Tensors of a GGUF file under the names and in the layout of a Hugging Face checkpoint.
 
-Takes an open `GGUFFile`; gives (checkpoint name, float32 tensor) pairs. Undoes what the
-conversion to GGUF did: names; for the llama architecture the order of the rows of q and k; for
-Gemma the 1 that was added to the weights of norms. Experts stay stacked, as the file has them.
+Takes an open `GGUFFile`, how its architecture is written and the model's spec; gives (checkpoint
+name, float32 tensor) pairs. Undoes what the conversion to GGUF did: the names, and the numbers by
+the architecture's own `restore`. Experts stay stacked, as the file has them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from manyroots.errors import ModelError
+from manyroots.models.architecture import GgufForm
+from manyroots.models.spec import ModelSpec
 from manyroots.models.weights.gguf_file import GGUFFile
 
 ROPE_FACTORS = "rope_freqs.weight"
@@ -43,49 +45,33 @@ _IN_BLOCK = {
     "ffn_down_exps": "mlp.experts.down_proj",
 }
 
-_GEMMA_IN_BLOCK = _IN_BLOCK | {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
 
-
-def tensors(file: GGUFFile, *, num_heads: int, num_kv_heads: int) -> Iterator[tuple[str, Tensor]]:
+def tensors(file: GGUFFile, form: GgufForm, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
     """Every weight of the file."""
-    heads = {}
-    arch = file.metadata.get("general.architecture")
-    if arch == "llama":
-        heads = {"attn_q": num_heads, "attn_k": num_kv_heads}
     for name in file.tensors:
         if name == ROPE_FACTORS:
             continue
-        own_name = checkpoint_name(name, file)
+        own_name = checkpoint_name(name, file, form.in_block)
         tensor = torch.from_numpy(file.read(name))
-        part = name.split(".")[-2]
-        if part in heads:
-            if tensor.shape[0] % (2 * heads[part]):
-                raise ModelError(
-                    f"{name} of {file.path} has {tensor.shape[0]} rows, which {heads[part]} heads "
-                    "can't share in pairs; the file's metadata belongs to another model."
-                )
-            tensor = halves_from_pairs(tensor, heads[part])
-        if arch == "gemma3" and part.endswith("_norm"):
-            tensor = tensor - 1.0  # in float32, as transformers takes it off
-        yield own_name, tensor
+        try:
+            yield own_name, form.restore(name.split(".")[-2], tensor, spec)
+        except ValueError as error:
+            raise ModelError(
+                f"{name} of {file.path} {error}; the file's metadata belongs to another model."
+            ) from error
 
 
-def checkpoint_name(name: str, file: GGUFFile) -> str:
-    """`blk.3.attn_q.weight` is `model.layers.3.self_attn.q_proj.weight`."""
-    is_gemma = file.metadata.get("general.architecture") == "gemma3"
-    in_block = _GEMMA_IN_BLOCK if is_gemma else _IN_BLOCK
+def checkpoint_name(name: str, file: GGUFFile, in_block: Mapping[str, str]) -> str:
+    """`blk.3.attn_q.weight` is `model.layers.3.self_attn.q_proj.weight`. `in_block`: parts that an
+    architecture calls otherwise."""
     match name.split("."):
-        case ["blk", index, part, kind] if part in in_block:
-            return f"model.layers.{index}.{in_block[part]}.{kind}"
+        case ["blk", index, part, kind] if part in in_block or part in _IN_BLOCK:
+            return f"model.layers.{index}.{in_block.get(part) or _IN_BLOCK[part]}.{kind}"
         case [part, kind] if part in _TOP:
             return f"{_TOP[part]}.{kind}"
     raise ModelError(
-        f"{file.path} has a tensor {name!r}, which no architecture served here has; "
-        "use a file of a llama, qwen2, qwen3, qwen3moe or gemma3 model."
+        f"{file.path} has a tensor {name!r}, which models of architecture "
+        f"{file.metadata.get('general.architecture')!r} don't have here; convert the model again."
     )
 
 
@@ -95,5 +81,7 @@ def halves_from_pairs(rows: Tensor, num_heads: int) -> Tensor:
     llama.cpp rotates neighbouring rows (0, 1), (2, 3), ...; this engine, like transformers,
     rotates row i with row i + head_dim / 2.
     """
+    if rows.shape[0] % (2 * num_heads):
+        raise ValueError(f"has {rows.shape[0]} rows, which {num_heads} heads can't share in pairs")
     pairs = rows.view(num_heads, -1, 2, *rows.shape[1:])
     return pairs.transpose(1, 2).reshape(rows.shape)

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from manyroots.errors import ModelError
 from manyroots.files.gguf_header import GGUFHeader, TensorInfo, open_mapped, read_header
 from manyroots.files.gguf_parts import check_part, check_tensors, parts_of
+from manyroots.models.fields import shown
 
 
 class GGUFFile:
@@ -40,6 +41,32 @@ class GGUFFile:
         self.tensors |= header.tensors
         self._places |= dict.fromkeys(header.tensors, (data, header.data_start))
         return header
+
+    def whole(self, key: str, *, least: int = 1, default: int | None = None) -> int:
+        """A key of the metadata that must be a whole number."""
+        value = self._get(key, default)
+        if type(value) is not int or value < least:
+            raise ModelError(
+                f"{key} of {self.path} is {shown(value)}; it must be a whole number of at least "
+                f"{least}. Convert the model again."
+            )
+        return value
+
+    def number(self, key: str, *, default: float | None = None) -> float:
+        """A key of the metadata that must be a number."""
+        value = self._get(key, default)
+        if type(value) not in (int, float):
+            raise ModelError(
+                f"{key} of {self.path} is {shown(value)}; it must be a number. Convert the model "
+                "again."
+            )
+        return float(value)
+
+    def _get(self, key: str, default: Any) -> Any:
+        value = self.metadata.get(key, default)
+        if value is None:
+            raise ModelError(f"{self.path} lacks {key} in its metadata; convert the model again.")
+        return value
 
     def read(self, name: str) -> npt.NDArray[np.float32]:
         """One tensor, dequantized."""

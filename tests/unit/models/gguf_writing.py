@@ -7,33 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFWriter
+from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
 from torch import Tensor
 
-_TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-_BLOCK = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "mlp.gate": "ffn_gate_inp",
-    "mlp.experts.gate_proj": "ffn_gate_exps",
-    "mlp.experts.up_proj": "ffn_up_exps",
-    "mlp.experts.down_proj": "ffn_down_exps",
+_ARCHITECTURES = {
+    "mistral": "llama",
+    "mixtral": "llama",
+    "qwen3_moe": "qwen3moe",
+    "gemma3_text": "gemma3",
+    "olmo3": "olmo2",
+    "glm4_moe": "glm4moe",
 }
-_GEMMA_BLOCK = _BLOCK | {
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
-_ARCHITECTURES = {"mistral": "llama", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3"}
+"""llama.cpp's names of model types, where they are not the same."""
+_PAIRED = ("llama", "granite", "smollm3")
+"""Architectures whose queries and keys its converter reorders."""
+_LESS_ONE = ("gemma2", "gemma3")
+"""Architectures to whose norms its converter adds 1."""
 
 
 def write_gguf(
@@ -49,6 +38,8 @@ def write_gguf(
     """Write a model as llama.cpp's converter would, in float32; only an embedding by default. In
     parts if they may have so many tensors, and gives the first's path then."""
     arch = _ARCHITECTURES.get(config.model_type, config.model_type)
+    [known] = [one for one, name in MODEL_ARCH_NAMES.items() if name == arch]
+    names = get_tensor_name_map(known, config.num_hidden_layers)  # llama.cpp's own
     writer = GGUFWriter(path, arch, split_max_tensors=tensors_per_part)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -70,10 +61,16 @@ def write_gguf(
     writer.add_eos_token_id(2)
     if tokens is not None:
         writer.add_token_list(tokens)
-    if arch == "qwen3moe":
-        writer.add_expert_count(config.num_experts)
+    if hasattr(config, "num_experts_per_tok"):
+        writer.add_expert_count(config.num_local_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
+    if hasattr(config, "moe_intermediate_size"):
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if arch == "granite":
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
     for key, value in (extra_metadata or {}).items():
         if isinstance(value, str):
             writer.add_string(f"{arch}.{key}", value)
@@ -92,13 +89,14 @@ def write_gguf(
     for name, tensor in _experts_apart(state or {}).items():
         values = tensor.detach().float().numpy()
         part = name.rsplit(".", 1)[0].rsplit(".", 1)[-1]
-        if arch == "llama" and part in ("q_proj", "k_proj"):
+        if arch in _PAIRED and part in ("q_proj", "k_proj"):
             heads = config.num_attention_heads if part == "q_proj" else config.num_key_value_heads
             values = _pairs_from_halves(values, heads)
-        if arch == "gemma3" and part.endswith("norm"):
+        if arch in _LESS_ONE and part.endswith("norm"):
             values = values + 1
-        block = _GEMMA_BLOCK if arch == "gemma3" else _BLOCK
-        writer.add_tensor(_gguf_name(name, block), np.ascontiguousarray(values))
+        own_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert own_name is not None, f"llama.cpp has no name for {name} of {arch}"
+        writer.add_tensor(own_name, np.ascontiguousarray(values))
     for name, array in (extra_tensors or {}).items():
         is_half = array.dtype == np.float16
         kind = GGMLQuantizationType.F16 if is_half else GGMLQuantizationType.F32
@@ -123,14 +121,6 @@ def _experts_apart(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         else:
             apart[name] = tensor
     return apart
-
-
-def _gguf_name(name: str, block: Mapping[str, str]) -> str:
-    stem, kind = name.rsplit(".", 1)
-    if stem in _TOP:
-        return f"{_TOP[stem]}.{kind}"
-    _, _, index, part = stem.split(".", 3)
-    return f"blk.{index}.{block[part]}.{kind}"
 
 
 def _pairs_from_halves(rows: np.ndarray, heads: int) -> np.ndarray:

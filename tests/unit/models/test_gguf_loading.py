@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,28 +39,46 @@ from tests.unit.models.tiny import (
 from tests.unit.text.plain_sentencepiece import EOS, vocabulary, write_file
 
 CPU = torch.device("cpu")
+IN_GGUF: dict[str, dict[str, Any]] = {
+    "qwen3-moe": {},
+}
+"""Kinds, and what llama.cpp takes for granted of them and no file says."""
 
 
 @pytest.mark.parametrize(
-    "kind", ["llama", "llama-tied", "llama-biased", "mistral", "qwen2", "qwen3", "qwen3-moe"]
+    "kind",
+    ["llama", "llama-tied", "llama-biased", "mistral", "qwen2", "qwen3", *IN_GGUF],
 )
 def test_a_gguf_file_loads_as_the_checkpoint_it_was_made_from(kind: str, tmp_path: Path) -> None:
-    theirs = save_tiny(tmp_path / "folder", kind)
+    theirs = save_tiny(tmp_path / "folder", kind, **IN_GGUF.get(kind, {}))
     state = dict(theirs.state_dict())
     if theirs.config.tie_word_embeddings:
         state.pop("lm_head.weight", None)
     file = write_gguf(tmp_path / "model.gguf", theirs.config, state)
-    from_folder = tensors_of(load_tiny(tmp_path / "folder"))
-    from_file = tensors_of(load_tiny(file))
+    by_folder, by_file = load_tiny(tmp_path / "folder"), load_tiny(file)
+    assert as_float32(by_file.spec) == as_float32(by_folder.spec)
+    from_folder, from_file = tensors_of(by_folder), tensors_of(by_file)
     assert from_folder.keys() == from_file.keys()
     for name, weight in from_folder.items():
         assert torch.equal(weight, from_file[name]), name
 
 
+def as_float32(value: Any) -> Any:
+    """A description with its numbers as a file's metadata can have them."""
+    if isinstance(value, float):
+        return float(np.float32(value))
+    if isinstance(value, tuple):
+        return tuple(as_float32(one) for one in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in fields(value)]
+        return replace(value, **{name: as_float32(getattr(value, name)) for name in names})
+    return value
+
+
 def test_a_gguf_file_of_gemma_is_the_checkpoint_that_it_was_made_from(tmp_path: Path) -> None:
     """Its metadata has one rotation and one window: which layers have which is filled in. Norms
     have 1 added, in float32, where a few have no room for all of their own digits."""
-    theirs = save_tiny(tmp_path / "folder", "gemma3", **IN_GGUF)
+    theirs = save_tiny(tmp_path / "folder", "gemma3", **GEMMA_IN_GGUF)
     state = {
         name: tensor for name, tensor in theirs.state_dict().items() if name != "lm_head.weight"
     }
@@ -76,7 +94,11 @@ def test_a_gguf_file_of_gemma_is_the_checkpoint_that_it_was_made_from(tmp_path: 
         assert torch.equal(weight, wanted[name]), name
 
 
-IN_GGUF: dict[str, Any] = {"layer_types": None, "num_hidden_layers": 7, "query_pre_attn_scalar": 16}
+GEMMA_IN_GGUF: dict[str, Any] = {
+    "layer_types": None,
+    "num_hidden_layers": 7,
+    "query_pre_attn_scalar": 16,
+}
 """What llama.cpp's converter takes for granted of a Gemma 3."""
 
 
@@ -97,7 +119,7 @@ def test_p09_what_newer_files_of_gemma_say_wins(
 ) -> None:
     """P09: the pattern and the local layers' base."""
     extra = {**metadata, "rope.freq_base_swa": 500.0}
-    config = tiny_config("gemma3", **IN_GGUF)
+    config = tiny_config("gemma3", **GEMMA_IN_GGUF)
     if "attention.sliding_window" in metadata:
         config.sliding_window = extra.pop("attention.sliding_window")
     file = write_gguf(tmp_path / "m.gguf", config, extra_metadata=extra)

@@ -191,7 +191,7 @@ def test_heads_that_do_not_divide_are_refused() -> None:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_config_with_nothing_but_its_type_is_described(name: str, tmp_path: Path) -> None:
     """So that no field is read which an architecture's own config does not have."""
-    for model_type in ARCHITECTURES[name].model_types:
+    for model_type in ARCHITECTURES[name].configs:
         fields = {"model_type": model_type, "architectures": [name]}
         (tmp_path / "config.json").write_text(json.dumps(fields))
         assert describe(resolve_source(ModelSettings(model=str(tmp_path)))).num_layers > 0

@@ -127,16 +127,19 @@ MAMBA: dict[str, Any] = {
     "mamba_n_groups": 1,
     "mamba_chunk_size": 16,
 }
+FACTORS: dict[str, Any] = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 2.0,
+}
 GRANITE: dict[str, Any] = {
     "layer_types": [RECURRENT, FULL, RECURRENT],
     "shared_intermediate_size": 56,
     "intermediate_size": 24,
     "num_local_experts": 8,
     "num_experts_per_tok": 3,
-    "embedding_multiplier": 3.0,
-    "attention_multiplier": 0.2,
-    "residual_multiplier": 0.6,
-    "logits_scaling": 2.0,
+    **FACTORS,
 }
 FALCON: dict[str, Any] = {
     "mamba_d_ssm": 96,

@@ -1,0 +1,34 @@
+"""Adapters of each architecture give PEFT's logits, by one table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.models.peft_models import ADAPTERS, make_pair
+from tests.unit.models.test_peft_parity import prompt, run
+
+KINDS: dict[str, dict[str, Any]] = {
+    "llama-biased": {},
+}
+"""Kinds, and sizes that differ from the usual ones."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_w14_adapters_of_every_product_give_pefts_logits(kind: str, tmp_path: Path) -> None:
+    """W14, W17: all that PEFT calls all-linear, ends, and both with the base in one batch; at once,
+    in chunks and token by token."""
+    adapters: dict[str, dict[str, Any]] = {
+        "all linear": {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"},
+        "ends": ADAPTERS["embedding and head"],
+    }
+    pair = make_pair(tmp_path, kind, adapters, **KINDS[kind])
+    requests: dict[str, tuple[str | None, list[int]]] = {"base": (None, prompt(50, 29))}
+    for index, name in enumerate(adapters):
+        requests[name] = (name, prompt(index, 17 + 9 * index))
+        moved = pair.expected(name, prompt(1, 19)) - pair.expected(None, prompt(1, 19))
+        assert moved.abs().max() > 0.1, "it changes something"
+    for chunk in (None, 1, 7):
+        run(pair, requests, chunk)

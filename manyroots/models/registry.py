@@ -15,6 +15,7 @@ _FILES = (
     "falcon_h1",
     "gemma3",
     "gpt_oss",
+    "granite",
     "granite_hybrid",
     "lfm2",
     "llama",

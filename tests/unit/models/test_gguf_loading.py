@@ -41,6 +41,7 @@ from tests.unit.text.plain_sentencepiece import EOS, vocabulary, write_file
 CPU = torch.device("cpu")
 IN_GGUF: dict[str, dict[str, Any]] = {
     "qwen3-moe": {},
+    "granite": {},
 }
 """Kinds, and what llama.cpp takes for granted of them and no file says."""
 

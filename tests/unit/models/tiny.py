@@ -14,6 +14,8 @@ from transformers import (
     Gemma3TextConfig,
     GptOssConfig,
     GptOssForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     GraniteMoeHybridConfig,
     GraniteMoeHybridForCausalLM,
     Lfm2Config,
@@ -213,6 +215,7 @@ MODELS: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
         # A field of its forerunner's, which it has no more and which counts for nothing.
         {**DELTA, **EXPERTS, **SHARED, "norm_topk_prob": False},
     ),
+    "granite": (GraniteConfig, GraniteForCausalLM, FACTORS),
     "lfm2": (Lfm2Config, Lfm2ForCausalLM, LFM2),
     "lfm2-biased": (
         Lfm2Config,

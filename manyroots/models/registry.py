@@ -25,6 +25,7 @@ _FILES = (
     "qwen3_5",
     "qwen3_moe",
     "qwen3_next",
+    "smollm3",
 )
 """One line for each: `models/<name>.py` with its `ARCHITECTURES`."""
 

@@ -13,6 +13,7 @@ from tests.unit.models.test_peft_parity import prompt, run
 KINDS: dict[str, dict[str, Any]] = {
     "llama-biased": {},
     "granite": {},
+    "smollm3": {},
 }
 """Kinds, and sizes that differ from the usual ones."""
 

@@ -42,6 +42,7 @@ CPU = torch.device("cpu")
 IN_GGUF: dict[str, dict[str, Any]] = {
     "qwen3-moe": {},
     "granite": {},
+    "smollm3": {"num_hidden_layers": 5},
 }
 """Kinds, and what llama.cpp takes for granted of them and no file says."""
 

@@ -37,6 +37,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 from manyroots.config import ModelSettings
@@ -216,6 +218,9 @@ MODELS: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
         {**DELTA, **EXPERTS, **SHARED, "norm_topk_prob": False},
     ),
     "granite": (GraniteConfig, GraniteForCausalLM, FACTORS),
+    "smollm3": (
+        SmolLM3Config, SmolLM3ForCausalLM, {"num_hidden_layers": 4, "pad_token_id": None}
+    ),
     "lfm2": (Lfm2Config, Lfm2ForCausalLM, LFM2),
     "lfm2-biased": (
         Lfm2Config,

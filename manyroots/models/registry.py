@@ -20,6 +20,7 @@ _FILES = (
     "lfm2",
     "llama",
     "mistral",
+    "mixtral",
     "qwen2",
     "qwen3",
     "qwen3_5",

@@ -14,6 +14,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "llama-biased": {},
     "granite": {},
     "smollm3": {},
+    # With gate and up together as wide as the model, PEFT's flat format would have two readings.
+    "mixtral": {"intermediate_size": 20},
 }
 """Kinds, and sizes that differ from the usual ones."""
 

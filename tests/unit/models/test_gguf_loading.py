@@ -43,6 +43,7 @@ IN_GGUF: dict[str, dict[str, Any]] = {
     "qwen3-moe": {},
     "granite": {},
     "smollm3": {"num_hidden_layers": 5},
+    "mixtral": {},
 }
 """Kinds, and what llama.cpp takes for granted of them and no file says."""
 

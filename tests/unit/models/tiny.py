@@ -24,6 +24,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -220,6 +222,9 @@ MODELS: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
     "granite": (GraniteConfig, GraniteForCausalLM, FACTORS),
     "smollm3": (
         SmolLM3Config, SmolLM3ForCausalLM, {"num_hidden_layers": 4, "pad_token_id": None}
+    ),
+    "mixtral": (
+        MixtralConfig, MixtralForCausalLM, {"num_local_experts": 8, "num_experts_per_tok": 3}
     ),
     "lfm2": (Lfm2Config, Lfm2ForCausalLM, LFM2),
     "lfm2-biased": (

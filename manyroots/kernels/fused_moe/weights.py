@@ -9,9 +9,9 @@ from torch import Tensor
 
 from manyroots.kernels.activation.kinds import Activation
 from manyroots.kernels.mxfp4 import Mxfp4Matrix
-from manyroots.kernels.scaled import SIDE_STEP, TILE_COLUMNS, Matrix, plain
+from manyroots.kernels.scaled import SIDE_STEP, TILE_COLUMNS, ScaledMatrix, plain
 
-ExpertMatrix = Matrix | Mxfp4Matrix
+ExpertMatrix = Tensor | ScaledMatrix | Mxfp4Matrix
 """What experts are multiplied with."""
 
 

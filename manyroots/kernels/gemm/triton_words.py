@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from manyroots.kernels.scaled import Matrix
+from manyroots.kernels.scaled import ScaledMatrix
 
 
 @triton.jit
@@ -67,7 +67,7 @@ def times_words(words, xs, acc, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, FA
     return tl.dot(w3, tl.trans(x3), acc, input_precision="ieee")
 
 
-def words_of(weight: Matrix, other: Tensor) -> tuple[Tensor, Tensor, int, int]:
+def words_of(weight: Tensor | ScaledMatrix, other: Tensor) -> tuple[Tensor, Tensor, int, int]:
     """What a kernel is given of a weight: its numbers (FP8 in words of four), its scales, how many
     a row has, and for how many columns each is: 1 stands for all of a row, and 0 for no scales,
     which is when `other` is given and not read."""

@@ -25,7 +25,9 @@ from manyroots.layers.weights.formats import NamedTensors
 METHOD = "compressed-tensors"
 _CHANGES_PRODUCTS = ("transform_config", "sparsity_config")
 """Weights that were turned, whose inputs must be, too; or left out."""
-_SCALES = ("weight_scale", "weight_scale_inv")
+SCALE = "weight_scale"
+"""How the name of a weight's scales ends."""
+_SCALES = (SCALE, "weight_scale_inv")
 _OF_ACTIVATIONS = ("input_scale", "input_scale_ub", "output_scale", "k_scale", "v_scale", "q_scale")
 
 Spelled = Callable[[str, Tensor, int, int], Tensor]
@@ -58,15 +60,20 @@ def refuse_several() -> NoReturn:
     )
 
 
+def is_of_activations(kind: str) -> bool:
+    """Whether a name that ends so is a scale of activations."""
+    return kind in _OF_ACTIVATIONS
+
+
 def with_scales(
     weights: NamedTensors, fills: Mapping[str, Fill], dtype: torch.dtype, spelled: Spelled
 ) -> Iterator[tuple[str, Tensor]]:
     """The weights of a checkpoint that has quantized ones in `dtype`."""
     for name, tensor in weights:
         stem, _, kind = name.rpartition(".")
-        if kind in _OF_ACTIVATIONS:
+        if is_of_activations(kind):
             continue
-        own = f"{stem}.weight_scale"
+        own = f"{stem}.{SCALE}"
         if kind in _SCALES:
             if own not in fills:
                 raise ModelError(

@@ -107,7 +107,7 @@ class WeightFormat:
     def fills(
         self,
         name: str,
-        matrix: ExpertMatrix,
+        matrix: Matrix | ExpertMatrix,
         rows: slice,
         side: Side | None,
         shard: Shard,

@@ -115,7 +115,7 @@ class Fp8Format(WeightFormat):
     def fills(
         self,
         name: str,
-        matrix: ExpertMatrix,
+        matrix: Matrix | ExpertMatrix,
         rows: slice,
         side: Side | None,
         shard: Shard,

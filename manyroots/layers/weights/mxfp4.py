@@ -28,6 +28,7 @@ from manyroots.kernels.mxfp4 import (
     quantize,
     values_of,
 )
+from manyroots.kernels.scaled import Matrix
 from manyroots.layers.weights.fill import Fill, Fills, cut_of
 from manyroots.layers.weights.formats import PLAIN, NamedTensors, WeightFormat
 from manyroots.lora.targets import Side
@@ -93,7 +94,7 @@ class Mxfp4Format(WeightFormat):
     def fills(
         self,
         name: str,
-        matrix: ExpertMatrix,
+        matrix: Matrix | ExpertMatrix,
         rows: slice,
         side: Side | None,
         shard: Shard,

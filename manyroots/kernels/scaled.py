@@ -56,7 +56,29 @@ class ScaledMatrix:
         return (self.data.float() * scales).to(dtype)
 
 
-Matrix = Tensor | ScaledMatrix
+@dataclass(frozen=True, slots=True)
+class Int8Matrix:
+    """[out, in] of INT8 with a scale for each row, multiplied with rows as they are."""
+
+    data: Tensor
+    """int8 [out, in]"""
+    scales: Tensor
+    """float32 [out, 1]"""
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.data.shape
+
+    @property
+    def itemsize(self) -> int:
+        return self.data.itemsize
+
+    def plain(self, dtype: torch.dtype) -> Tensor:
+        """The numbers themselves."""
+        return (self.data.float() * self.scales).to(dtype)
+
+
+Matrix = Tensor | ScaledMatrix | Int8Matrix
 
 
 class OfNumbers(Protocol):
@@ -91,6 +113,14 @@ def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
         best = best.view(torch.float8_e4m3fn)
         scales, lowest = torch.where(is_better, scale, scales), torch.minimum(error, lowest)
     return best, scales
+
+
+def quantize_rows_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Numbers in INT8, and the scale of each row: [out, in] and [out, 1]."""
+    rows = rows.float()
+    largest = rows.abs().amax(-1, keepdim=True)
+    scales = torch.where(largest > 0, largest / 127, torch.ones_like(largest))
+    return (rows / scales).round().to(torch.int8), scales
 
 
 def _rounded(rows: Tensor, scales: Tensor) -> Tensor:

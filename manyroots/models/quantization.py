@@ -17,12 +17,17 @@ from manyroots.kernels.fp8_rows import Fp8Form, in_fp8
 from manyroots.layers.weights.compressed import groups_of
 from manyroots.layers.weights.formats import PLAIN, WeightFormat
 from manyroots.layers.weights.fp8 import Fp8Format
+from manyroots.layers.weights.int8 import Int8Format
 from manyroots.layers.weights.mxfp4 import Mxfp4Format
 from manyroots.models.source import ModelSource, SourceKind
 
 FP8 = "fp8"
 W4A8 = "w4a8"
-FORMATS: dict[str, type[WeightFormat]] = {FP8: Fp8Format, "mxfp4": Mxfp4Format}
+FORMATS: dict[str, type[WeightFormat]] = {
+    FP8: Fp8Format,
+    "mxfp4": Mxfp4Format,
+    "int8": Int8Format,
+}
 """By what --quantization calls them; a new format is a file in `layers/weights` and a line here."""
 _SIDE = 128
 """Of a matrix by which formats' bytes are compared."""

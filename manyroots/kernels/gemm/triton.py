@@ -31,7 +31,7 @@ from manyroots.kernels.launch import (
 )
 from manyroots.kernels.lora_ops.sites import RANK_STEP, LinearSite, LoraRows, LoraTerm
 from manyroots.kernels.norm.deferred import DeferredRMSNorm
-from manyroots.kernels.scaled import SIDE_STEP, Matrix, ScaledMatrix
+from manyroots.kernels.scaled import SIDE_STEP, Int8Matrix, Matrix, ScaledMatrix
 from manyroots.kernels.triton_fp8_rows import in_fp8
 
 ROWS_AT_ONCE: int | None = None
@@ -42,6 +42,8 @@ FEW_ROWS = 16
 """Up to which a product with FP8 adds up in float32 at no cost."""
 SOME_ROWS = 32
 """Up to which rows leave room for wide tiles."""
+INT8: tl.constexpr = tl.constexpr(-1)
+"""What SCALED is where a weight is in INT8: rows are multiplied as they are."""
 INNER_STEP = 8
 """The inner dimension is a multiple of it, so that rows are whole 16-byte loads."""
 CACHE_LINE_BYTES = 128
@@ -143,7 +145,7 @@ def _product(
         else:
             weight = tl.load(w_at + at, mask=weight_mask, other=0.0, eviction_policy="evict_first")
         xs = tl.load(x_at + at, mask=row_mask, other=0.0)
-        acc = tl.dot(weight, tl.trans(xs), acc, input_precision="ieee")
+        acc = tl.dot(weight.to(xs.dtype), tl.trans(xs), acc, input_precision="ieee")
     return acc
 
 
@@ -244,7 +246,7 @@ def _linear(
     m = tl.arange(0, BLOCK_M)
     if PIECES:
         of_pieces = _squares_of(squares, num_pieces, num_rows, BLOCK_M, PIECES)
-    if SCALED:
+    if SCALED > 0:
         scales = w_scales + tl.minimum(n, n_size - 1) * num_groups
         acc = _scaled_product(
             parts, x_scales, w_rows, scales, n < n_size, num_rows, k_size, first, last, BLOCK_M,
@@ -255,6 +257,8 @@ def _linear(
             x, w_rows, n < n_size, num_rows, k_size, first, last, BLOCK_M, BLOCK_N, BLOCK_K,
             EVEN_K, False,
         )  # fmt: skip
+    if SCALED == INT8:
+        acc *= tl.load(w_scales + n, mask=n < n_size, other=0.0)[:, None]
     if PIECES:
         acc = _divided(acc, of_pieces, k_size, eps)
     if HAS_BIAS:
@@ -271,6 +275,8 @@ def is_for(num_rows: int, weight: Matrix, *, has_adapters: bool = False) -> bool
         if weight.shape[1] % INNER_STEP:
             return False
         return num_rows <= MAX_ROWS or _is_for_many(num_rows, weight, has_adapters)
+    if isinstance(weight, Int8Matrix):  # the library would need it as numbers first
+        return num_rows <= MAX_NARROW_ROWS and weight.shape[1] % SIDE_STEP == 0
     # Rows of bytes are whole 16-byte loads, and a tile lies within a group of columns.
     fits = weight.has_row_scales or weight.group % BLOCK_K == 0
     return num_rows <= MAX_ROWS and weight.shape[1] % SIDE_STEP == 0 and fits
@@ -318,7 +324,7 @@ def linear(
     if tiling is None:
         wanted = 0 if site is None or rows is None else rows.max_blocks * site.width
         lora_tiles = triton.cdiv(wanted, BLOCK_N)
-        if isinstance(weight, Tensor):
+        if not isinstance(weight, ScaledMatrix):
             tiling = tiling_for(num_rows, n_size, k_size, lora_tiles)
         else:
             tiling = _scaled_tiling(num_rows, n_size, k_size, lora_tiles, operands.tile_group)
@@ -342,7 +348,7 @@ def linear(
         adapters = (hidden, site.pool, site.table, site.scalings, rows.blocks, rows.num_blocks)
     grid = (lora_tiles + triton.cdiv(n_size, tiling.block_n), splits)
     # Of FP8, rows are twice as many; adapters' tiles are as those of a plain weight.
-    least = 8 if operands.scaled and not num_parts else 16
+    least = 8 if operands.scaled > 0 and not num_parts else 16
     _linear[grid](
         x, *operands.rows, x if squares is None else squares, num_pieces, *operands.weight,
         x if bias is None else bias, out, *adapters, num_rows, n_size, k_size, eps, width,
@@ -381,7 +387,7 @@ class _Operands:
     weight: tuple[Tensor, Tensor, int]
     """Its numbers, its scales, and how many of those a row has."""
     scaled: int
-    """For how many columns each is: 1 stands for all of a row, 0 for no scales."""
+    """For how many columns each is: 1 stands for all of a row, 0 for no scales; or INT8."""
     group: int
     """For how many columns rows have a scale; 0: one for all, or none."""
 
@@ -395,6 +401,10 @@ def _operands(x: Tensor | Fp8Rows, weight: Matrix) -> _Operands:
     if isinstance(weight, Tensor):
         values = values_of(x)
         return _Operands(values, (values, values), (weight, values, 0), 0, 0)
+    if isinstance(weight, Int8Matrix):
+        values = values_of(x)
+        own = (weight.data, weight.scales, 1)
+        return _Operands(values, (values, values), own, INT8.value, 0)
     rows = in_fp8(x, form_for(x.shape[0], weight, True)) if isinstance(x, Tensor) else x
     group = 1 if weight.has_row_scales else weight.group
     scales = weight.scales

@@ -15,7 +15,7 @@ from manyroots.adapter_names import LoraModule
 from manyroots.bench.random_adapters import targets_of
 from manyroots.config import engine_settings
 from manyroots.kernels.mxfp4 import quantize
-from manyroots.kernels.scaled import quantize_rows
+from manyroots.kernels.scaled import quantize_rows, quantize_rows_int8
 from manyroots.models.source import resolve_source
 from tests.adapter_folders import ExpertFormat, Recipe, rewrite_weights, write_adapter
 from tests.unit.models.tiny import EXPERTS, save_tiny
@@ -24,6 +24,7 @@ KINDS = (
     "llama", "llama-biased", "mistral", "mistral-window", "qwen2", "qwen2-window", "qwen3",
     "gemma3", "gpt-oss", "qwen3-moe", "lfm2", "qwen3-next", "qwen3.5", "granite-h",
     "falcon-h1-norm", "llama-fp8-row", "qwen3-fp8-block", "qwen3-moe-fp8-row", "gpt-oss-mxfp4",
+    "llama-int8",
 )  # fmt: skip
 FP8: dict[str, dict[str, Any]] = {
     "-fp8-row": {"quant_method": "fbgemm_fp8"},
@@ -32,6 +33,8 @@ FP8: dict[str, dict[str, Any]] = {
 """How a kind's name ends whose layers' weights are in FP8, and what its config says then."""
 MXFP4 = "-mxfp4"
 """The same of experts in MXFP4."""
+INT8 = "-int8"
+"""The same of products in INT8."""
 _DELTA = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 32}
 MIXTURES: dict[str, dict[str, Any]] = {
@@ -106,6 +109,7 @@ def make_model(folder: Path, kind: str, *, is_decisive: bool, **sizes: Any) -> N
     base = folder / "base"
     kind, _, fp8 = kind.partition("-fp8")
     is_mxfp4, kind = kind.endswith(MXFP4), kind.removesuffix(MXFP4)
+    is_int8, kind = kind.endswith(INT8), kind.removesuffix(INT8)
     save_tiny(base, kind, **{**_SIZES, **_ODD_SIZES.get(kind, {}), **sizes})
     if kind == "gemma3":
         _shrink_embedding(base / "model.safetensors")
@@ -115,6 +119,8 @@ def make_model(folder: Path, kind: str, *, is_decisive: bool, **sizes: Any) -> N
         _quantize(base, FP8[f"-fp8{fp8}"])
     if is_mxfp4:
         pack_experts(base)
+    if is_int8:
+        _quantize_int8(base)
     targets = targets_of(resolve_source(engine_settings({"model": str(base)}).model))
     for name, recipe in zip(NAMES, RECIPES, strict=True):
         pairs = write_adapter(folder / name, targets, recipe)
@@ -147,6 +153,25 @@ def _quantize(base: Path, said: dict[str, Any]) -> None:
         tensors[name] = data[: tensor.shape[0], : tensor.shape[1]].contiguous()
         tensors[f"{stem}weight_scale_inv"] = scales[..., 0].contiguous()
     save_file(tensors, path, metadata={"format": "pt"})
+    config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": said}))
+
+
+def _quantize_int8(base: Path) -> None:
+    """Its layers' projections in INT8, as compressed-tensors has them."""
+    path, config = base / "model.safetensors", base / "config.json"
+    tensors = {}
+    for name, tensor in load_file(path).items():
+        if name.endswith("_proj.weight"):
+            tensors[name], tensors[f"{name}_scale"] = quantize_rows_int8(tensor)
+        else:
+            tensors[name] = tensor
+    save_file(tensors, path, metadata={"format": "pt"})
+    weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+    said = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+    }
     config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": said}))
 
 

@@ -49,8 +49,8 @@ class Submit:
     priority: int = 0
     """With the priority policy: the lower, the more important. 0 with every other."""
     max_tokens: int | None = None
-    """Most tokens of the output where the sampling leaves it open: what is left of the context.
-    Here, so that all sequences of a request share one `sampling`."""
+    """Most tokens of the output where the sampling leaves it open, or says more than is left of
+    the context. Here, so that all sequences of a request share one `sampling`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,17 @@ MIN_REPETITION_PENALTY = 0.01
 MAX_REPETITION_PENALTY = 100.0
 
 
+@dataclass(frozen=True, slots=True)
+class ThinkingBudget:
+    """How many tokens a completion may reason, and the tokens that mark its reasoning."""
+
+    num_tokens: int
+    begin: int
+    end: int
+    is_begun: bool
+    """The prompt has begun it, or the model begins without saying so."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How to choose tokens and when to stop. Names and defaults are those vLLM's users know."""
@@ -77,6 +88,8 @@ class SamplingParams:
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
     """The same in tokens, of which none is sampled behind the others; the input processor's to fill
     in."""
+    thinking_budget: ThinkingBudget | None = None
+    """The end of the reasoning is forced behind so many of its tokens; None for no limit."""
     structured_outputs: StructuredOutputsParams | None = None
     """The shape that the completion must have."""
     wants_hidden: bool = False
@@ -150,8 +163,9 @@ class SamplingParams:
 
     @property
     def has_token_rules(self) -> bool:
-        """Whether single tokens are allowed or forbidden."""
-        return self.allowed_token_ids is not None or bool(self.bad_token_ids)
+        """Whether single tokens are allowed, forbidden or forced."""
+        has_ids = self.allowed_token_ids is not None or bool(self.bad_token_ids)
+        return has_ids or self.thinking_budget is not None
 
     @property
     def mask_field(self) -> str | None:

@@ -37,7 +37,7 @@ from manyroots.grammar.checks import check_structure
 from manyroots.ids import AdapterName
 from manyroots.messages import Submit
 from manyroots.observe.requests import RequestFacts, RequestWatch
-from manyroots.sampling import SamplingParams
+from manyroots.sampling import MAX_TOKENS_LIMIT, SamplingParams, ThinkingBudget
 from manyroots.structured_outputs import StructuredOutputsParams
 from manyroots.text.chat_output import ChatOutput, parse_plain
 from manyroots.text.tools import ToolUse
@@ -111,14 +111,7 @@ async def completion_job(
     return Job(number, _now(), service, sampling.n, submits, permits, texts, watch)
 
 
-async def chat_job(
-    server: ServerState,
-    request: ChatRequest,
-    headers: Mapping[str, str],
-    *,
-    cuts_to_fit: bool = False,
-) -> Job:
-    """`cuts_to_fit`: a limit beyond the model's context is no fault, and the context ends it."""
+async def chat_job(server: ServerState, request: ChatRequest, headers: Mapping[str, str]) -> Job:
     service = server.accepting
     [adapter] = service.adapters.choose(request.model, request.lora_path, 1)
     check_supported(request)
@@ -141,9 +134,8 @@ async def chat_job(
             run = grammar_aside
             sampling = replace(sampling, structured_outputs=structure)
         tokens = _truncated(service, request, sampling, tokens)
-        if cuts_to_fit and sampling.max_tokens is not None:
-            num_left = service.input_processor.num_left(tokens)
-            sampling = replace(sampling, max_tokens=min(sampling.max_tokens, num_left))
+        if budget := thinking_budget(server, request, text):
+            sampling = replace(sampling, thinking_budget=budget)
         if structure is not None and use.must_call:
             await grammar_aside(lambda: check_structure(structure, "tools"))
         submits = await run(
@@ -174,6 +166,36 @@ def notice_effort(server: ServerState, request: ChatRequest) -> None:
     template, effort = server.service.template, request.reasoning_effort
     if template is not None and effort is not None and not template.follows_effort(effort):
         server.notices.tell("reasoning_effort", "is no choice of this model's chat template")
+
+
+def thinking_budget(
+    server: ServerState, request: ChatRequest, prompt: str
+) -> ThinkingBudget | None:
+    """How long a completion of this prompt may reason; None for as long as it likes, or where the
+    model does not reason."""
+    num_tokens, template = request.thinking_token_budget, server.service.template
+    if num_tokens is None or template is None:
+        return None
+    if not 0 <= num_tokens <= MAX_TOKENS_LIMIT:
+        raise RequestError(
+            f"thinking_token_budget is {num_tokens}; it must be an integer from 0 to "
+            f"{MAX_TOKENS_LIMIT}.",
+            field="thinking_token_budget",
+        )
+    marks = template.format.thinking
+    if marks is None and template.format.tools.prefix is None:
+        server.notices.tell("thinking_token_budget", "has no effect: this model does not reason")
+        return None
+    find = server.service.tokenizer.token_id
+    begin, end = (None, None) if marks is None else (find(marks.begin), find(marks.end))
+    if marks is None or begin is None or end is None:
+        raise RequestError(
+            "thinking_token_budget can't be held: no single token ends this model's reasoning. "
+            "Leave it out, or send reasoning_effort.",
+            field="thinking_token_budget",
+        )
+    is_begun = marks.is_begun_behind(prompt)
+    return ThinkingBudget(num_tokens, begin, end, is_begun=is_begun)
 
 
 async def _at_once(job: Callable[[], T]) -> T:
@@ -274,7 +296,9 @@ def _truncated(
             field="truncate_prompt_tokens",
         )
     if wanted == -1:
-        wanted = max(1, longest - (sampling.max_tokens or 1))
+        room = sampling.max_tokens or 1
+        # A limit beyond the context says nothing of how long the answer will be.
+        wanted = longest - (room if room < longest else 1)
     return tokens[:wanted] if side == "right" else tokens[-wanted:]
 
 

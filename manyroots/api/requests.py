@@ -142,6 +142,7 @@ class CompletionRequest(GenerationFields, kw_only=True, forbid_unknown_fields=Tr
     echo: bool | None = None
     logprobs: int | None = None
     suffix: Unsupported = None
+    thinking_token_budget: Unsupported = None
 
 
 class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
@@ -155,6 +156,8 @@ class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    thinking_token_budget: int | None = None
+    """The end of the reasoning is forced behind so many tokens of it."""
     include_reasoning: bool | None = None
     """False leaves the reasoning out of the answer."""
     tools: list[Any] | None = None
@@ -256,6 +259,7 @@ INSTEAD = {
     "chat_template": "start the server with --chat-template instead",
     "separate_reasoning": "start the server with --reasoning-parser none instead",
     "documents": "write them into the messages instead",
+    "thinking_token_budget": "/v1/chat/completions, which knows the model's reasoning, takes it",
     "echo": "put the last message in front of the answer yourself",
 }
 """What to do about unsupported fields, other than to remove them."""

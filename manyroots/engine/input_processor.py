@@ -88,10 +88,6 @@ class InputProcessor:
             )
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
-    def num_left(self, prompt: Sequence[int]) -> int:
-        """Room for a completion behind this prompt; at least 1, since one without is refused."""
-        return max(1, self._info.max_model_len - len(prompt))
-
     def check(self, sampling: SamplingParams, *, priority: int = 0) -> CheckedSampling:
         """Everything that the prompts of a request share, once for all of them. May take a moment:
         words are tokenized and structures tried."""
@@ -146,7 +142,7 @@ class InputProcessor:
                 stop_ids=sampling.stop_ids,
                 adapter=adapter,
                 priority=sampling.priority,
-                max_tokens=max_tokens if asked.max_tokens is None else None,
+                max_tokens=None if max_tokens == asked.max_tokens else max_tokens,
             )
             for choice in range(asked.n)
         ]
@@ -234,9 +230,10 @@ class InputProcessor:
             )
 
     def _max_tokens(self, tokens: list[int], sampling: SamplingParams) -> int:
-        num_prompt, longest = len(tokens), self._info.max_model_len
+        """As many as asked for and fit: programs send the most that any model can."""
+        num_prompt, room = len(tokens), self._info.max_model_len - len(tokens)
         if sampling.max_tokens is None:
-            max_tokens = longest - num_prompt
+            max_tokens = room
             if self._default_max_tokens is not None:
                 max_tokens = min(max_tokens, max(self._default_max_tokens, sampling.min_tokens))
             if sampling.min_tokens > max_tokens:
@@ -246,15 +243,7 @@ class InputProcessor:
                     field="min_tokens",
                 )
             return max_tokens
-        total = num_prompt + sampling.max_tokens
-        if total > longest:
-            raise TooLongError(
-                f"This model's maximum context length is {longest} tokens. However, you requested "
-                f"{total} tokens ({num_prompt} in the prompt, {sampling.max_tokens} in the "
-                "completion). Please reduce the length of the prompt or max_tokens.",
-                field="max_tokens",
-            )
-        return sampling.max_tokens
+        return min(sampling.max_tokens, room)
 
     def _stop_ids(self, sampling: SamplingParams) -> tuple[int, ...]:
         own = () if sampling.ignore_eos else self._ends

@@ -12,7 +12,7 @@ import logging
 import os
 import random
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from manyroots.adapter_names import LoraModule, LoRARequest
@@ -159,7 +159,6 @@ class LLM:
             if tokens is None:
                 tokens = self._input_processor.encode(str(prompt.text))
             namespace = Namespace(adapter=None, salt=prompt.cache_salt or cache_salt)
-            sampling = self._fitted(sampling, len(tokens))
             made = self._input_processor.submits(
                 tokens, sampling, namespace, self._next_id, adapter=adapter, priority=importance
             )
@@ -180,14 +179,6 @@ class LLM:
             finally:
                 self._end()
         return results
-
-    def _fitted(self, sampling: SamplingParams, num_prompt: int) -> SamplingParams:
-        """Parameters whose max_tokens fit behind the prompt: one of many prompts that is longer
-        than its author thought ends early, and does not end the whole batch."""
-        room = self.info.max_model_len - num_prompt
-        if sampling.max_tokens is None or sampling.max_tokens <= room or room < 1:
-            return sampling
-        return replace(sampling, max_tokens=room, min_tokens=min(sampling.min_tokens, room))
 
     def _sequence(self, result: RequestOutput, index: int, submit: Submit) -> _Sequence:
         output = CompletionOutput(index, lora_request=result.lora_request)

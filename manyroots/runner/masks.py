@@ -57,7 +57,12 @@ class RowMasks:
         for known, rules in self._rules:
             if known is sampling:
                 return rules
-        made = TokenRules(self._vocab_size, sampling.allowed_token_ids, sampling.bad_token_ids)
+        made = TokenRules(
+            self._vocab_size,
+            sampling.allowed_token_ids,
+            sampling.bad_token_ids,
+            sampling.thinking_budget,
+        )
         self._rules.append((sampling, made))
         return made
 

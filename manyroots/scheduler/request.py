@@ -118,9 +118,9 @@ class Request:
         self.state = State.WAITING
         self.num_prompt_tokens = len(submit.prompt)
         self._num_tokens = self.num_prompt_tokens
-        max_tokens = submit.sampling.max_tokens
+        max_tokens = submit.max_tokens
         if max_tokens is None:
-            max_tokens = submit.max_tokens
+            max_tokens = submit.sampling.max_tokens
         self.max_num_tokens = self.num_prompt_tokens + (
             MAX_TOKENS_LIMIT if max_tokens is None else max_tokens
         )

@@ -125,6 +125,10 @@ class Tokenizer:
         """Whether an id is a token's: models have more ids than their tokenizer uses."""
         return self._backend.id_to_token(token) is not None
 
+    def token_id(self, token: str) -> int | None:
+        """The id of what is a single token, special or not."""
+        return self._backend.token_to_id(token)
+
     def special_id(self, token: str) -> int | None:
         """The id of a special token; None for what is spelled like other text."""
         index = self._backend.token_to_id(token)

@@ -14,6 +14,7 @@ import pytest
 
 from manyroots import LLM, LoRARequest, SamplingParams, StructuredOutputsParams
 from manyroots.errors import RequestError
+from manyroots.sampling import ThinkingBudget
 from tests.adapter_folders import write_adapter
 from tests.schemas import schema
 from tests.seeded import Draw
@@ -95,6 +96,25 @@ def test_g01_regex_choice_and_grammar(llm: LLM) -> None:
     for pattern, result in zip(wanted, results, strict=True):
         assert result.outputs[0].finish_reason == "stop"
         assert re.fullmatch(pattern, result.outputs[0].text)
+
+
+@pytest.mark.parametrize("shape", [None, StructuredOutputsParams(regex="[a-z]+[^a-z][0-9]{4}")])
+def test_g03_reasoning_is_ended_behind_its_budget(
+    llm: LLM, shape: StructuredOutputsParams | None
+) -> None:
+    """G03: of a model that would never end it, beside a neighbour without a budget."""
+    begin, end = ord("("), ord(")")
+    bias = {ord("a"): 90.0, ord("b"): 80.0}
+    free = SamplingParams(max_tokens=12, temperature=0, logit_bias=bias, structured_outputs=shape)
+    held = dataclasses.replace(free, thinking_budget=ThinkingBudget(5, begin, end, is_begun=True))
+    without, budgeted = llm.generate(["x", "x"], [free, held])
+    tokens = budgeted.outputs[0].token_ids
+    assert without.outputs[0].token_ids[:9] == [ord("a")] * 9
+    assert tokens[:6] == [ord("a")] * 5 + [end]
+    if shape is None:
+        assert tokens[6:9] == [ord("a")] * 3
+    else:
+        assert re.fullmatch(shape.regex or "", budgeted.outputs[0].text)
 
 
 def test_g01_any_object(llm: LLM) -> None:

@@ -45,8 +45,7 @@ async def messages(request: Request) -> Response:
     body = await server.read(request, MessagesRequest)
     with renamed(NAMES):
         chat = chat_request(body, _template_options(server.accepting))
-        # Clients send the most that any model takes, since the field is required.
-        job = await chat_job(server, chat, request.headers, cuts_to_fit=True)
+        job = await chat_job(server, chat, request.headers)
     making = _MessageMaking(job, body)
     if body.stream:
         return EventStream(making.stream(), job.permits, last_words=_failure)

@@ -47,7 +47,7 @@ def logprobs_of(token: int, count: int) -> TokenLogprobs:
 
 def repeat_prompt(submit: Submit) -> Iterable[Output]:
     sampling = submit.sampling
-    limit = sampling.max_tokens or submit.max_tokens or 16
+    limit = submit.max_tokens or sampling.max_tokens or 16
     for place, token in zip(range(limit), itertools.cycle(submit.prompt), strict=False):
         is_last = place == limit - 1
         stops = token in submit.stop_ids and place >= sampling.min_tokens

@@ -11,6 +11,7 @@ import pytest
 from manyroots.adapter_names import LoraModule
 from manyroots.api.notices import MAX_TOPICS
 from manyroots.config import LoraSettings
+from manyroots.sampling import ThinkingBudget
 from tests.unit.api.fake_engine import FakeEngine, script
 from tests.unit.api.harness import Harness, error_of, events
 
@@ -196,7 +197,7 @@ async def test_s01_a_completion_without_a_limit_fills_the_context() -> None:
         response = await harness.complete([40, 41], **fields)
         assert response.status_code == 200
         submit = harness.engine.submitted[0]
-        assert (submit.sampling.max_tokens or submit.max_tokens) == expected
+        assert (submit.max_tokens or submit.sampling.max_tokens) == expected
 
 
 async def test_g04_agents_knock_at_the_root() -> None:
@@ -234,3 +235,40 @@ async def test_s04_metrics_need_no_key_and_name_no_adapter_without_theirs() -> N
         assert "sql" not in bare.text
     whole = await guarded.get("/metrics", headers={"authorization": "Bearer m"})
     assert 'adapter="sql"' in whole.text
+
+
+THINKS = "{% for m in messages %}{{ m.content }}{% endfor %}{# </think> #}"
+
+
+@pytest.mark.parametrize(("opened", "is_begun"), [("", False), ("<think>", True)])
+async def test_g03_a_thinking_budget_reaches_the_engine(opened: str, is_begun: bool) -> None:
+    """G03: with the tokens that mark the reasoning, and whether the prompt has begun it."""
+    harness = Harness(template=THINKS + opened)
+    for mark in ("<think>", "</think>"):
+        harness.tokenizer._backend.add_tokens([mark])
+    begin, end = (harness.tokenizer.token_id(mark) for mark in ("<think>", "</think>"))
+    assert begin is not None
+    assert end is not None
+    assert (await harness.chat(thinking_token_budget=7, max_tokens=1)).status_code == 200
+    budget = harness.engine.submitted[-1].sampling.thinking_budget
+    assert budget == ThinkingBudget(7, begin, end, is_begun=is_begun)
+    assert (await harness.chat(max_tokens=1)).status_code == 200
+    assert harness.engine.submitted[-1].sampling.thinking_budget is None
+
+
+async def test_g03_a_thinking_budget_that_can_not_be_held() -> None:
+    """G03: a model that does not reason keeps it anyway; marks of several tokens end nothing."""
+    plain = Harness()
+    assert (await plain.chat(thinking_token_budget=7, max_tokens=1)).status_code == 200
+    assert plain.engine.submitted[-1].sampling.thinking_budget is None
+    for harness, value, told in (
+        (Harness(template=THINKS), 7, "no single token"),
+        (plain, -1, "from 0 to"),
+    ):
+        refused = await harness.chat(thinking_token_budget=value, max_tokens=1)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "thinking_token_budget"
+        assert told in refused.json()["error"]["message"]
+    text = await plain.complete("ab", thinking_token_budget=7)
+    assert text.status_code == 400
+    assert "/v1/chat/completions" in text.json()["error"]["message"]

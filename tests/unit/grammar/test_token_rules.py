@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from manyroots.grammar.rows import GrammarRows
 from manyroots.grammar.token_rules import TokenRules
+from manyroots.sampling import ThinkingBudget
 from manyroots.structured_outputs import StructuredOutputsParams
 from tests.seeded import Draw, for_seeds
 from tests.unit.grammar.tiny_grammars import EOS, VOCAB, allowed, cache
@@ -87,3 +89,30 @@ def test_bits_behind_the_vocabulary_are_no_tokens() -> None:
     rows = begun(TokenRules(VOCAB, None, [(token,) for token in range(VOCAB)]))
     _, failures = rows.masks({0: np.array(PROMPT, np.int32)})
     assert set(failures) == {0}
+
+
+@pytest.mark.parametrize("is_begun", [True, False])
+def test_g03_reasoning_ends_behind_its_budget(is_begun: bool) -> None:
+    """G03: the end is forced behind so many tokens of it, in every block of reasoning, and nowhere
+    else."""
+    begin, end = 20, 21
+    rows = begun(TokenRules(VOCAB, None, [], ThinkingBudget(3, begin, end, is_begun=is_begun)))
+    thought = [1, 2, 3] if is_begun else [5, begin, 1, 2, 3]
+    for length in range(len(thought)):
+        assert len(next_tokens(rows, thought[:length])) == VOCAB, length
+    assert next_tokens(rows, thought) == {end}
+    answer = [*thought, end, 7, 7, 7, 7, 7]
+    assert len(next_tokens(rows, answer)) == VOCAB
+    again = [*answer, begin, 4, 4]
+    assert len(next_tokens(rows, again)) == VOCAB
+    assert next_tokens(rows, [*again, 4]) == {end}
+    short = [*thought[:-1], end, 8, 8, 8]
+    assert len(next_tokens(rows, short)) == VOCAB
+
+
+def test_g03_a_budget_of_nothing_and_a_forbidden_end() -> None:
+    rows = begun(TokenRules(VOCAB, None, [], ThinkingBudget(0, 20, 21, is_begun=True)))
+    assert next_tokens(rows, []) == {21}
+    rows = begun(TokenRules(VOCAB, None, [[21]], ThinkingBudget(0, 20, 21, is_begun=True)))
+    _, failures = rows.masks({0: np.array(PROMPT, np.int32)})
+    assert "leave no token" in failures[0]

@@ -13,6 +13,33 @@ from manyroots.layers.linear import Linear
 from manyroots.layers.weights.fill import Fill, Fills
 
 
+class NoNorm:
+    """In the place of an `RMSNorm` whose layer reads the residual stream as it is."""
+
+    def __init__(self, context: LayerContext) -> None:
+        # The kernel that adds also normalises; nobody reads that here.
+        self._unread = torch.ones(context.hidden_size, dtype=context.dtype, device=context.device)
+        self._eps, self._kernels = context.eps, context.kernels
+
+    def first(self, x: Tensor) -> Tensor:
+        return x
+
+    def after(
+        self, residual: Tensor, product: DeferredOutput, reader: Linear | None = None
+    ) -> NormedRows:
+        """Add a product onto the residual in place; give the sum."""
+        product = product.for_many(self._kernels)
+        self._kernels.norm.add_rms_norm(
+            residual, product.sums, self._unread, self._eps, product.lora, product.post,
+            product.factor, None,
+        )  # fmt: skip
+        return residual
+
+    def weights(self, name: str) -> Fills:
+        """None."""
+        yield from ()
+
+
 class RMSNorm:
     """x / sqrt(mean(x^2) + eps), scaled per channel."""
 

@@ -314,12 +314,22 @@ class LayerSpec:
     """One layer: its mixers, then its feed-forward block, each added onto the residual stream."""
 
     mixers: tuple[MixerSpec, ...]
-    """Side by side on one input, where there are several; what they give is added up."""
-    feed_forward: BlockSpec
+    """Side by side on one input, where there are several; what they give is added up. None: the
+    layer is its feed-forward block alone."""
+    feed_forward: BlockSpec | None
+    """None: the layer is its mixers alone."""
+    has_pre_norms: bool = True
+    """Whether what either reads is normalised."""
     has_post_norms: bool = False
     """Whether what either gives is normalised before it is added."""
     factor: float = 1.0
     """What both are multiplied with before they are added."""
+
+    @property
+    def num_norms(self) -> int:
+        """Of the residual stream's width."""
+        halves = bool(self.mixers) + (self.feed_forward is not None)
+        return halves * (self.has_pre_norms + self.has_post_norms)
 
     @property
     def experts(self) -> ExpertsSpec | None:

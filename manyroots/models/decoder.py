@@ -31,7 +31,7 @@ from manyroots.layers.linear import Linear
 from manyroots.layers.mixers import make_mixer
 from manyroots.layers.mlp import GatedMLP
 from manyroots.layers.moe import SparseMLP
-from manyroots.layers.norm import RMSNorm
+from manyroots.layers.norm import NoNorm, RMSNorm
 from manyroots.layers.shared_moe import SharedExpertMLP
 from manyroots.layers.spec import BlockSpec, DenseSpec, ExpertsSpec, LayerSpec, SharedSpec
 from manyroots.layers.step import Step
@@ -52,80 +52,95 @@ _BLOCKS: dict[type[BlockSpec], Any] = {
 }
 
 
+class Sublayer:
+    """One half of a layer: the norms around what it computes."""
+
+    def __init__(self, spec: LayerSpec, reader: Linear | None, context: LayerContext) -> None:
+        """`reader`: the one product that its input is for."""
+        self.reader = reader
+        self._spec, self._context = spec, context
+        hidden = context.hidden_size
+        self.norm = RMSNorm(hidden, context) if spec.has_pre_norms else NoNorm(context)
+        self._post = RMSNorm(hidden, context) if spec.has_post_norms else None
+
+    def whole(self, product: DeferredOutput) -> DeferredOutput:
+        """The sum over ranks, and with the norm and the factor that it is still to have."""
+        context = self._context
+        product = product.over_ranks(context.shard, context.kernels, context.dtype)
+        factor = product.factor * self._spec.factor
+        if self._post is None:
+            return product.with_factor(factor)
+        return DeferredOutput(product.sums, product.lora, self._post.weight, factor)
+
+    def weights(self, norm: str, post: str) -> Fills:
+        yield from self.norm.weights(norm)
+        if self._post is not None:
+            yield from self._post.weights(post)
+
+
 class DecoderLayer:
-    """Mixers and a feed-forward block, with the norms in front of them and, perhaps, behind."""
+    """Mixers and a feed-forward block, or one of the two."""
 
     def __init__(self, spec: LayerSpec, families: Sequence[int], context: LayerContext) -> None:
         """`families`: of each mixer, which of the step's `kv` or `states` is its."""
-        self.spec = spec
-        self._shard, self._kernels, self._dtype = context.shard, context.kernels, context.dtype
-
-        def norm() -> RMSNorm:
-            return RMSNorm(context.hidden_size, context)
-
-        self.input_norm, self.mlp_norm = norm(), norm()
-        self._post_norms = (norm(), norm()) if spec.has_post_norms else None
+        self.spec, self._kernels = spec, context.kernels
         self.mixers = [
             make_mixer(mixer, family, context)
             for mixer, family in zip(spec.mixers, families, strict=True)
         ]
-        block = spec.feed_forward
-        self.feed_forward: GatedMLP | SparseMLP | SharedExpertMLP = _BLOCKS[type(block)](
-            block, context
-        )
-
-    @property
-    def reader(self) -> Linear | None:
-        """The one product that the layer's input is for."""
-        return self.mixers[0].reader if len(self.mixers) == 1 else None
+        self.feed_forward: GatedMLP | SparseMLP | SharedExpertMLP | None = None
+        self.mixing: Sublayer | None = None
+        self.feeding: Sublayer | None = None
+        if self.mixers:
+            reader = self.mixers[0].reader if len(self.mixers) == 1 else None
+            self.mixing = Sublayer(spec, reader, context)
+        if spec.feed_forward is not None:
+            block = _BLOCKS[type(spec.feed_forward)](spec.feed_forward, context)
+            self.feed_forward, self.feeding = block, Sublayer(spec, block.reader, context)
 
     def mix(self, x: NormedRows, memories: Sequence[Any], step: Step) -> DeferredOutput:
-        """The layer's first half. `x` is the residual, normalised; `memories` are the mixers'."""
+        """What its mixers give of `x`; `memories` are theirs."""
+        assert self.mixing is not None
         both = zip(self.mixers, memories, strict=True)
         products = [mixer(x, memory, step) for mixer, memory in both]
-        return self._whole(sum_of(products, self._kernels), 0)
+        return self.mixing.whole(sum_of(products, self._kernels))
 
-    def feed(self, residual: Tensor, mixed: DeferredOutput, step: Step) -> DeferredOutput:
-        """The second half. Adds the first one's product onto the residual in place; gives the
-        block's, which the next layer's norm adds."""
-        x = self.mlp_norm.after(residual, mixed, self.feed_forward.reader)
-        return self._whole(self.feed_forward(x, step), 1)
-
-    def _whole(self, product: DeferredOutput, which: int) -> DeferredOutput:
-        """The sum over ranks, and with the norm and the factor that it is still to have."""
-        product = product.over_ranks(self._shard, self._kernels, self._dtype)
-        factor = product.factor * self.spec.factor
-        if self._post_norms is None:
-            return product.with_factor(factor)
-        post = self._post_norms[which].weight
-        return DeferredOutput(product.sums, product.lora, post, factor)
+    def feed(self, x: NormedRows, step: Step) -> DeferredOutput:
+        """What its feed-forward block gives of `x`."""
+        assert self.feeding is not None
+        assert self.feed_forward is not None
+        return self.feeding.whole(self.feed_forward(x, step))
 
     def weights(self, name: str) -> Fills:
-        yield from self.input_norm.weights(f"{name}.input_layernorm")
+        if self.mixing is not None:
+            post = f"{name}.post_attention_layernorm"
+            yield from self.mixing.weights(f"{name}.input_layernorm", post)
         for mixer, spec in zip(self.mixers, self.spec.mixers, strict=True):
             yield from mixer.weights(f"{name}.{spec.name}")
-        if self._post_norms is None:
-            yield from self.mlp_norm.weights(f"{name}.post_attention_layernorm")
-        else:
-            after_mixer, after_block = self._post_norms
-            yield from after_mixer.weights(f"{name}.post_attention_layernorm")
-            yield from self.mlp_norm.weights(f"{name}.pre_feedforward_layernorm")
-            yield from after_block.weights(f"{name}.post_feedforward_layernorm")
+        if self.feeding is None or self.feed_forward is None:
+            return
+        norm = "pre_feedforward" if self.spec.has_post_norms else "post_attention"
+        norm = norm if self.mixers else "input"
+        post = f"{name}.post_feedforward_layernorm"
+        yield from self.feeding.weights(f"{name}.{norm}_layernorm", post)
         yield from self.feed_forward.weights(self._block_name(name))
 
     def lora_parts(self, name: str) -> Iterator[tuple[str, SitePart]]:
         for mixer, spec in zip(self.mixers, self.spec.mixers, strict=True):
             yield from mixer.lora_parts(f"{name}.{spec.name}")
-        yield from self.feed_forward.lora_parts(self._block_name(name))
+        if self.feed_forward is not None:
+            yield from self.feed_forward.lora_parts(self._block_name(name))
 
     def _block_name(self, name: str) -> str:
+        assert self.spec.feed_forward is not None
         block = self.spec.feed_forward.name
         return f"{name}.{block}" if block else name
 
     def products(self) -> Iterator[Linear]:
         for mixer in self.mixers:
             yield from mixer.products()
-        yield from self.feed_forward.products()
+        if self.feed_forward is not None:
+            yield from self.feed_forward.products()
 
 
 class Decoder:
@@ -237,22 +252,28 @@ class Decoder:
         `logits_indices`, where the step says which. Behind the last layer's mixers, the others are
         nobody's business."""
         residual = self.embedding(tokens, step)
-        x: NormedRows = self.layers[0].input_norm.first(residual)
-        last = len(self.layers) - 1
+        product: DeferredOutput | None = None
+        last = max(index for index, layer in enumerate(self.layers) if layer.mixers)
+
+        def read_by(half: Sublayer) -> NormedRows:
+            if product is None:
+                return half.norm.first(residual)
+            return half.norm.after(residual, product, half.reader)
+
         for index, layer in enumerate(self.layers):
             if step.before_layer is not None:
                 step.before_layer(index)
-            mixed = layer.mix(x, self._memories[index], step)
-            if index == last and step.logits_indices is not None:
+            if layer.mixing is not None:
+                product = layer.mix(read_by(layer.mixing), self._memories[index], step)
+            if index == last and product is not None and step.logits_indices is not None:
                 at = step.logits_indices.at
-                residual, mixed = residual[at], mixed.rows(at, self.kernels)
+                residual, product = residual[at], product.rows(at, self.kernels)
                 step = replace(step, lora=step.logits_indices.lora)
                 if len(at) == 0:
                     return residual
-            product = layer.feed(residual, mixed, step)
-            if index < last:
-                following = self.layers[index + 1]
-                x = following.input_norm.after(residual, product, following.reader)
+            if layer.feeding is not None:
+                product = layer.feed(read_by(layer.feeding), step)
+        assert product is not None
         return self.norm.rows_after(residual, product)
 
     def logits(self, hidden: Tensor, rows: LoraRows | None) -> Tensor:

@@ -107,7 +107,9 @@ def expected_experts(spec: ExpertsSpec, num_tokens: float) -> float:
     return spec.num_experts * (1.0 - math.pow(missed, num_tokens))
 
 
-def _weights_read(spec: BlockSpec, hidden: int, num_tokens: int) -> float:
+def _weights_read(spec: BlockSpec | None, hidden: int, num_tokens: int) -> float:
+    if spec is None:
+        return 0.0
     if isinstance(spec, SharedSpec):
         return _weights_read(spec.experts, hidden, num_tokens) + _of_shared(spec, hidden)
     if isinstance(spec, DenseSpec):
@@ -116,8 +118,10 @@ def _weights_read(spec: BlockSpec, hidden: int, num_tokens: int) -> float:
     return router + expected_experts(spec, num_tokens) * _of_one(spec, hidden)
 
 
-def _weights_used(spec: BlockSpec, hidden: int) -> float:
+def _weights_used(spec: BlockSpec | None, hidden: int) -> float:
     """By one token."""
+    if spec is None:
+        return 0.0
     if isinstance(spec, SharedSpec):
         return _weights_used(spec.experts, hidden) + _of_shared(spec, hidden)
     if isinstance(spec, DenseSpec):

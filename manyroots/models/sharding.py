@@ -38,8 +38,10 @@ def _rank_layer(layer: LayerSpec, shard: Shard) -> LayerSpec:
     )
 
 
-def _rank_block(block: BlockSpec, divide: Divide) -> BlockSpec:
+def _rank_block(block: BlockSpec | None, divide: Divide) -> BlockSpec | None:
     match block:
+        case None:
+            return None
         case SharedSpec():
             experts = _rank_experts(block.experts, divide)
             return replace(block, experts=experts, shared=_rank_dense(block.shared, divide))

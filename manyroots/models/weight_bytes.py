@@ -46,14 +46,16 @@ def num_weights(spec: ModelSpec, num_head_rows: int) -> int:
     layers = sum(
         sum(mixer.num_weights(hidden) for mixer in layer.mixers)
         + _of_block(layer.feed_forward, hidden)
-        + (4 if layer.has_post_norms else 2) * hidden
+        + layer.num_norms * hidden
         for layer in spec.layers
     )
     head = 0 if spec.tie_word_embeddings else num_head_rows * hidden
     return spec.vocab_size * hidden + layers + hidden + head
 
 
-def _of_block(spec: BlockSpec, hidden: int) -> int:
+def _of_block(spec: BlockSpec | None, hidden: int) -> int:
+    if spec is None:
+        return 0
     if isinstance(spec, SharedSpec):
         gate = 0 if spec.gate is None else hidden
         return _of_block(spec.experts, hidden) + _of_block(spec.shared, hidden) + gate

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from manyroots.distributed.shard import WHOLE
 from manyroots.kernels.norm.deferred import NormedRows, whole_rows
 from manyroots.kernels.qk_rope_kv_write.inputs import QkNorm
 from manyroots.layers.context import LayerContext
@@ -21,7 +22,7 @@ from manyroots.layers.norm import RMSNorm
 from manyroots.layers.spec import AttentionSpec
 from manyroots.layers.step import Step
 from manyroots.layers.weights.fill import Fill, Fills
-from manyroots.lora.targets import Side
+from manyroots.lora.targets import OutputPiece, Side
 from manyroots.store.adapter_sites import SitePart
 
 
@@ -35,16 +36,26 @@ class Attention:
         heads, kv_heads, dim = spec.num_heads, spec.memory.kv_heads, spec.memory.head_dim
         queries = (2 if spec.has_gate else 1) * heads * dim
         parts = {"q_proj": queries, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim}
-        self.qkv = Linear(context.hidden_size, parts, context, bias=spec.qkv_bias, side=Side.OUTPUT)
+        pieces = None
+        if spec.is_fused:
+            pieces = {"qkv_proj": tuple(OutputPiece(size) for size in parts.values())}
+            parts = {"qkv_proj": sum(parts.values())}
+        self.qkv = Linear(
+            context.hidden_size, parts, context, bias=spec.qkv_bias, side=Side.OUTPUT, pieces=pieces
+        )
         self.o = Linear(
             heads * dim, {"": context.hidden_size}, context, bias=spec.o_bias, side=Side.INPUT
         )
         self._qk_norms: tuple[RMSNorm, RMSNorm] | None = None
         self._qk_norm: QkNorm | None = None
         if spec.qk_norm:
-            q_norm, k_norm = RMSNorm(dim, context), RMSNorm(dim, context)
+            q_width, k_width = (
+                (heads * dim, kv_heads * dim) if spec.norm_spans_heads else (dim, dim)
+            )
+            q_norm, k_norm = RMSNorm(q_width, context), RMSNorm(k_width, context)
             self._qk_norms = (q_norm, k_norm)
-            self._qk_norm = QkNorm(q_norm.weight, k_norm.weight, context.eps)
+            if not spec.norm_spans_heads:
+                self._qk_norm = QkNorm(q_norm.weight, k_norm.weight, context.eps)
         self._sinks = context.empty(heads) if spec.has_sinks else None
 
     @property
@@ -59,6 +70,10 @@ class Attention:
         gates: Tensor | None = None
         if self._spec.has_gate:
             qkv, gates = self._without_gates(qkv, self._dtype)
+        elif self._spec.norm_spans_heads:
+            qkv = self._normed_over_heads(qkv)
+        elif self._spec.is_fused:  # adapters, too, have all in one, which the kernel can't expand
+            qkv = DeferredOutput(qkv.finished(self._kernels))
         metadata = step.kv[self._family]
         q = self._kernels.qk_rope_kv_write.qk_rope_kv_write(
             qkv.sums, step.ropes[self._spec.rope], self._qk_norm, layer_kv, metadata.slot_mapping,
@@ -81,13 +96,29 @@ class Attention:
         both, rest = by_head[:, : 2 * heads], by_head[:, 2 * heads :]
         return DeferredOutput(torch.cat((both[:, 0::2], rest), dim=1).flatten(1)), both[:, 1::2]
 
+    def _normed_over_heads(self, qkv: DeferredOutput) -> DeferredOutput:
+        """Queries and keys, each normalised over its heads on all ranks; values as they are."""
+        assert self._qk_norms is not None
+        dim = self._spec.memory.head_dim
+        widths = [self._spec.num_heads * dim, *[self._spec.memory.kv_heads * dim] * 2]
+        q, k, v = torch.split(qkv.finished(self._kernels), widths, dim=1)
+        both = (q.float(), k.float())
+        squares = torch.stack([values.square().sum(1) for values in both])
+        squares = self._shard.add_up(squares)  # of both at once: ranks meet once a layer more
+        normed = []
+        for values, total, norm in zip(both, squares, self._qk_norms, strict=True):
+            mean = total[:, None] / (values.shape[1] * self._shard.size)
+            scaled = values * torch.rsqrt(mean + norm.eps) * norm.weight.float()
+            normed.append(scaled.to(self._dtype))
+        return DeferredOutput(torch.cat((*normed, v.to(self._dtype)), dim=1))
+
     def weights(self, name: str) -> Fills:
         yield from self.qkv.weights(name)
         yield from self.o.weights(f"{name}.{self._spec.o_name}")
         if self._qk_norms is not None:
-            q_norm, k_norm = self._qk_norms
-            yield from q_norm.weights(f"{name}.q_norm")
-            yield from k_norm.weights(f"{name}.k_norm")
+            shard = self._shard if self._spec.norm_spans_heads else WHOLE
+            for norm, own in zip(self._qk_norms, ("q_norm", "k_norm"), strict=True):
+                yield from norm.weights(f"{name}.{own}", shard)
         if self._sinks is not None:
             yield f"{name}.sinks", Fill(self._sinks, cut=0, shard=self._shard)
 

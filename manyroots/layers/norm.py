@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from manyroots.distributed.shard import WHOLE, Shard
 from manyroots.kernels.fp8_rows import Fp8Form, Fp8Rows
 from manyroots.kernels.norm.deferred import DeferredRMSNorm, NormedRows
 from manyroots.layers.context import LayerContext
@@ -96,6 +97,7 @@ class RMSNorm:
         )  # fmt: skip
         return normed
 
-    def weights(self, name: str) -> Fills:
-        """Where a checkpoint's tensor for the norm `name` goes."""
-        yield f"{name}.weight", Fill(self.weight, offset=self._offset)
+    def weights(self, name: str, shard: Shard = WHOLE) -> Fills:
+        """Where a checkpoint's tensor for the norm `name` goes. `shard`: where each rank has a part
+        of it."""
+        yield f"{name}.weight", Fill(self.weight, 0, shard, offset=self._offset)

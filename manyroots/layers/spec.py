@@ -81,6 +81,10 @@ class AttentionSpec:
     o_bias: bool
     qk_norm: bool
     """Whether queries and keys are normalised, head by head, before they are rotated."""
+    norm_spans_heads: bool = False
+    """Whether that norm goes over all heads together, those of other ranks included."""
+    is_fused: bool = False
+    """Whether the checkpoint has queries, keys and values as one product, `qkv_proj`."""
     has_sinks: bool = False
     """Whether each head has a score that takes weight and gives nothing."""
     has_gate: bool = False
@@ -108,7 +112,8 @@ class AttentionSpec:
         rows = (1 + self.has_gate) * q + 2 * kv
         weights = rows * hidden_size + q * hidden_size
         biases = rows * self.qkv_bias + hidden_size * self.o_bias
-        return weights + biases + 2 * dim * self.qk_norm + self.num_heads * self.has_sinks
+        norms = (q + kv if self.norm_spans_heads else 2 * dim) * self.qk_norm
+        return weights + biases + norms + self.num_heads * self.has_sinks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,6 +40,8 @@ class ConfigType:
     """How much of each head is turned unless the file says it."""
     has_ropes_by_type: bool = False
     """Whether each type of layer turns by a base of its own."""
+    local_theta: float = 10_000.0
+    """Then, that of layers with a window."""
     text: str | None = None
     """The type of the text model, where a model also sees."""
 

@@ -135,9 +135,10 @@ def _gemma_rope(values: Values, kind: ConfigType) -> None:
         parameters = {name: {"rope_type": "default"} for name in (SLIDING, FULL)}
     if values.get("rope_scaling") is not None:
         parameters[FULL].update(values["rope_scaling"])
+    local = "rope_local_base_freq" if kind.local_theta != kind.theta else "rope_theta"
     for name, older, theta in (
         (FULL, "rope_theta", kind.theta),
-        (SLIDING, "rope_local_base_freq", 10_000.0),
+        (SLIDING, local, kind.local_theta),
     ):
         if parameters.get(name) is None:
             parameters[name] = {"rope_type": "default"}

@@ -8,7 +8,7 @@ and embeddings by the root of their width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -23,10 +23,10 @@ from manyroots.models.architecture import (
     check_whole_heads,
     fill_types,
 )
-from manyroots.models.fields import NAME, POSITIVE, shown
+from manyroots.models.fields import NAME, POSITIVE
 from manyroots.models.spec import ConfigReader, ModelSpec
 from manyroots.models.weights.gguf_file import GGUFFile
-from manyroots.models.windows import FULL, SLIDING, of_typed_layers
+from manyroots.models.windows import FULL, SLIDING, gguf_pattern, of_typed_layers
 
 _TEXT = {
     "model.language_model.": "model.",
@@ -103,7 +103,7 @@ def _of_gguf(file: GGUFFile, values: Values) -> Values:
     full = values["rope_parameters"]
     base = file.number("gemma3.rope.freq_base_swa", default=_LOCAL_THETA)
     layers = range(values["num_hidden_layers"])
-    is_local = _gguf_pattern(file, len(layers))
+    is_local = gguf_pattern(file, len(layers), default=_PERIOD)
     is_27b = values["num_hidden_layers"] == _27B_LAYERS
     scalar = (
         values["hidden_size"] // values["num_attention_heads"] if is_27b else values["head_dim"]
@@ -115,21 +115,6 @@ def _of_gguf(file: GGUFFile, values: Values) -> Values:
         # llama.cpp's rule, too: scores are divided by the root of a head's size, in all but one.
         "query_pre_attn_scalar": scalar,
     }
-
-
-def _gguf_pattern(file: GGUFFile, num_layers: int) -> Callable[[int], bool]:
-    """Which layers have a window: all but every so manieth, or those that a list says."""
-    key = "gemma3.attention.sliding_window_pattern"
-    listed = file.metadata.get(key)
-    if isinstance(listed, list):
-        if len(listed) != num_layers or not all(type(one) is bool for one in listed):
-            raise ModelError(
-                f"{key} of {file.path} is {shown(listed)}; it must have true or false for each of "
-                f"{num_layers} layers. Convert the model again."
-            )
-        return lambda layer: bool(listed[layer])
-    period = file.whole(key, default=_PERIOD)
-    return lambda layer: (layer + 1) % period != 0
 
 
 def _finish(values: Values) -> None:

@@ -119,6 +119,8 @@ class ConfigReader:
         has_sinks: bool = False,
         has_gate: bool = False,
         o_name: str = "o_proj",
+        norm_spans_heads: bool = False,
+        is_fused: bool = False,
     ) -> AttentionSpec:
         """`scale`: where it is not that of the heads' size."""
         return AttentionSpec(
@@ -132,6 +134,8 @@ class ConfigReader:
             has_sinks=has_sinks,
             has_gate=has_gate,
             o_name=o_name,
+            norm_spans_heads=norm_spans_heads,
+            is_fused=is_fused,
         )
 
     def layer_types(self, known: Collection[str]) -> list[str]:

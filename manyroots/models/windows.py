@@ -8,9 +8,11 @@ is not the same for all: some look at the window alone, some at a type for each 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from manyroots.errors import ModelError
+from manyroots.models.fields import shown
 from manyroots.models.weights.gguf_file import GGUFFile
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -49,6 +51,21 @@ def gguf_window(file: GGUFFile) -> int:
     return file.whole(
         f"{file.metadata.get('general.architecture')}.attention.sliding_window", least=0, default=0
     )
+
+
+def gguf_pattern(file: GGUFFile, num_layers: int, *, default: int) -> Callable[[int], bool]:
+    """Which layers have a window: all but every so manieth, or those that a list says."""
+    key = f"{file.metadata.get('general.architecture')}.attention.sliding_window_pattern"
+    listed = file.metadata.get(key)
+    if isinstance(listed, list):
+        if len(listed) != num_layers or not all(type(one) is bool for one in listed):
+            raise ModelError(
+                f"{key} of {file.path} is {shown(listed)}; it must have true or false for each of "
+                f"{num_layers} layers. Convert the model again."
+            )
+        return lambda layer: bool(listed[layer])
+    period = file.whole(key, default=default)
+    return lambda layer: (layer + 1) % period != 0
 
 
 def _window(value: int | None) -> int | None:

@@ -52,10 +52,13 @@ def write_gguf(
     )
     writer.add_key_length(head_dim)
     rope = config.rope_parameters
-    if arch == "gemma3":
-        # Nothing of the other layers' rotation, nor which layers these are.
+    if "full_attention" in rope:
+        # Nothing of the other layers' rotation, nor, of Gemma 3, which layers these are.
         rope = rope["full_attention"]
         writer.add_sliding_window(config.sliding_window)
+        if arch != "gemma3":
+            kinds = [kind == "sliding_attention" for kind in config.layer_types]
+            writer.add_sliding_window_pattern(kinds)
     writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_eos_token_id(2)

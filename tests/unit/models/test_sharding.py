@@ -12,7 +12,7 @@ from manyroots.config import ModelSettings
 from manyroots.distributed.shard import WHOLE, Shard
 from manyroots.errors import ConfigError
 from manyroots.kernels.tolerances import assert_close
-from manyroots.layers.spec import GatedNormKind, MambaSpec
+from manyroots.layers.spec import AttentionSpec, GatedNormKind, MambaSpec
 from manyroots.layers.weights.fill import Fill
 from manyroots.models.decoder import Decoder
 from manyroots.models.load import load_model
@@ -57,15 +57,18 @@ def test_w16_two_ranks_give_one_ranks_logits(kind: str, tmp_path: Path) -> None:
     for result in results:
         for name, logits in alone.items():
             assert_close("logits", result[name], logits, torch.float32)
-    # Two sums a layer and one join, in each of two steps; and one for a norm of all channels.
+    # A sum for each half of a layer and one join, in each of two steps; and one for a norm of all
+    # channels or heads.
     mixers = [mixer for layer in model.spec.layers for mixer in layer.mixers]
     num_norms = sum(
-        isinstance(mixer, MambaSpec)
-        and mixer.norm is not GatedNormKind.GATE_ONLY
-        and mixer.norm_groups == 1
+        mixer.norm is not GatedNormKind.GATE_ONLY and mixer.norm_groups == 1
+        if isinstance(mixer, MambaSpec)
+        else isinstance(mixer, AttentionSpec) and mixer.norm_spans_heads
         for mixer in mixers
     )
-    assert meeting.num_meetings == 2 * (2 * model.spec.num_layers + 1 + num_norms)
+    layers = model.spec.layers
+    num_halves = sum(bool(layer.mixers) + (layer.feed_forward is not None) for layer in layers)
+    assert meeting.num_meetings == 2 * (num_halves + 1 + num_norms)
 
 
 def test_w16_four_ranks_give_one_ranks_logits(tmp_path: Path) -> None:

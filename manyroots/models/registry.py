@@ -21,6 +21,7 @@ _FILES = (
     "llama",
     "mistral",
     "mixtral",
+    "olmo",
     "qwen2",
     "qwen3",
     "qwen3_5",

@@ -16,6 +16,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "smollm3": {},
     # With gate and up together as wide as the model, PEFT's flat format would have two readings.
     "mixtral": {"intermediate_size": 20},
+    "olmo2": {},
+    "olmo3": {},
 }
 """Kinds, and sizes that differ from the usual ones."""
 

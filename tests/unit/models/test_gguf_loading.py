@@ -44,6 +44,8 @@ IN_GGUF: dict[str, dict[str, Any]] = {
     "granite": {},
     "smollm3": {"num_hidden_layers": 5},
     "mixtral": {},
+    "olmo2": {},
+    "olmo3": {"rope_parameters": None},
 }
 """Kinds, and what llama.cpp takes for granted of them and no file says."""
 

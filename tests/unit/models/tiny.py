@@ -26,6 +26,10 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -111,6 +115,10 @@ LFM2: dict[str, Any] = {
     "layer_types": ["conv", FULL, "conv", "conv"],
     "block_multiple_of": 8,
     "tie_word_embeddings": True,
+}
+OLMO3_ROPES = {
+    SLIDING: {"rope_type": "default", "rope_theta": 5e4},
+    FULL: {**YARN, "rope_theta": 5e4},
 }
 RECURRENT = "linear_attention"
 DELTA: dict[str, Any] = {
@@ -225,6 +233,12 @@ MODELS: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
     ),
     "mixtral": (
         MixtralConfig, MixtralForCausalLM, {"num_local_experts": 8, "num_experts_per_tok": 3}
+    ),
+    "olmo2": (Olmo2Config, Olmo2ForCausalLM, {"pad_token_id": None}),
+    "olmo3": (
+        Olmo3Config, Olmo3ForCausalLM,
+        {"sliding_window": WINDOW, "pad_token_id": None, "num_hidden_layers": 4,
+         "layer_types": [SLIDING, FULL, SLIDING, SLIDING], "rope_parameters": OLMO3_ROPES},
     ),
     "lfm2": (Lfm2Config, Lfm2ForCausalLM, LFM2),
     "lfm2-biased": (

@@ -80,10 +80,36 @@ def _yarn_attention(parameters: Parameters, factor: float) -> float:
     return scale(above) / scale(below) if above and below else scale()
 
 
+def _longrope(parameters: Parameters, dim: int, max_positions: int) -> Scaled:
+    """Of contexts up to the original length; see `long_frequencies`."""
+    length, factor = parameters["original_max_position_embeddings"], parameters.get("factor")
+    if factor is None:
+        factor = max_positions / length
+    scaling = parameters.get("attention_factor")
+    if scaling is None:
+        scaling = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(length))
+    return _divided(parameters, dim, "short_factor"), float(scaling)
+
+
+def long_frequencies(parameters: Parameters, dim: int) -> Tensor:
+    """Of longrope, where contexts may be longer than the original length."""
+    return _divided(parameters, dim, "long_factor")
+
+
+def _divided(parameters: Parameters, dim: int, name: str) -> Tensor:
+    factors = torch.tensor(parameters[name], dtype=torch.float32)
+    if len(factors) != dim // 2:
+        raise ValueError(f"{name} has {len(factors)} numbers for {dim // 2} frequencies")
+    exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
+    frequencies: Tensor = 1.0 / (factors * parameters["rope_theta"] ** exponents)
+    return frequencies
+
+
 SCALINGS: dict[str, Callable[[Parameters, int, int], Scaled]] = {
     "default": _default,
     "linear": _linear,
     "llama3": _llama3,
     "yarn": _yarn,
+    "longrope": _longrope,
 }
 """By `rope_type`."""

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 
 from manyroots.errors import ModelError
-from manyroots.layers.rope_scaling import SCALINGS
+from manyroots.layers.rope_scaling import SCALINGS, long_frequencies
 
 SUPPORTED_TYPES = tuple(SCALINGS)
-"""Those whose angles depend on the position alone. The others (dynamic, longrope) change with
-the length of the sequence, so keys cached at one length would be wrong at another."""
+"""Those whose angles depend on the position alone. The others (dynamic) change with the length of
+the sequence, so keys cached at one length would be wrong at another. Longrope has two sets of
+angles; a server takes one of them for good, by its longest context, as vLLM does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,14 @@ class RopeSpec:
 
     frequencies: tuple[float, ...]
     attention_scaling: float
+    long_frequencies: tuple[float, ...] = ()
+    """Those of a server whose contexts may be longer than `short_len`; none: always the same."""
+    short_len: int = 0
+
+    def frequencies_for(self, max_len: int) -> tuple[float, ...]:
+        """Of a server whose contexts have so many tokens at most."""
+        is_long = self.long_frequencies and max_len > self.short_len
+        return self.long_frequencies if is_long else self.frequencies
 
 
 def check_rope_type(kind: str) -> None:
@@ -72,6 +81,7 @@ def rope_frequencies(
         parameters = {**parameters, "truncate": config.rope_parameters.get("truncate", True)}
     try:
         frequencies, scaling = SCALINGS[kind](parameters, dim, config.max_position_embeddings)
+        above = long_frequencies(parameters, dim) if kind == "longrope" else torch.empty(0)
     except KeyError as error:
         raise ModelError(
             f"the model's rope_parameters ({parameters}) have type {kind!r} but lack {error}; "
@@ -89,9 +99,17 @@ def rope_frequencies(
                 f"{head_dim} dimensions, which have {len(frequencies)}; convert the model again."
             )
         frequencies = frequencies / torch.tensor(factors, dtype=torch.float)
-    if not bool(torch.isfinite(frequencies).all()) or not math.isfinite(scaling):
+    both = torch.cat((frequencies, above))
+    if not bool(torch.isfinite(both).all()) or not math.isfinite(scaling):
         raise ModelError(
             f"the model's rope_parameters ({parameters}) give frequencies that are not finite; "
             "correct them in its config.json."
         )
-    return RopeSpec(tuple(frequencies.tolist()), float(scaling))
+    if kind != "longrope":
+        return RopeSpec(tuple(frequencies.tolist()), float(scaling))
+    return RopeSpec(
+        tuple(frequencies.tolist()),
+        float(scaling),
+        tuple(above.tolist()),
+        parameters["original_max_position_embeddings"],
+    )

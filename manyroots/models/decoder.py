@@ -214,7 +214,9 @@ class Decoder:
         self.ropes = tuple(
             RopeTable.at(
                 positions,
-                torch.tensor(rope.frequencies, dtype=torch.float32, device=self.device),
+                torch.tensor(
+                    rope.frequencies_for(max_len), dtype=torch.float32, device=self.device
+                ),
                 rope.attention_scaling,
             )
             for rope in self.spec.ropes

@@ -130,6 +130,10 @@ WRITTEN_FIELDS: dict[str, Field] = {
 """Those of a config.json alone."""
 
 POSITIVE_OR_NONE = number("a number above 0, or null", lambda value: value > 0, or_none=True)
+_FACTORS: Field = (
+    "a list of numbers above 0",
+    list_of(lambda one: _finite(one) and one > 0),
+)
 ROPE_FIELDS: dict[str, Field] = {
     "rope_type": NAME,
     "rope_theta": POSITIVE,
@@ -144,6 +148,8 @@ ROPE_FIELDS: dict[str, Field] = {
     "mscale": number("a number, or null", lambda value: True, or_none=True),
     "mscale_all_dim": number("a number, or null", lambda value: True, or_none=True),
     "truncate": FLAG,
+    "short_factor": _FACTORS,
+    "long_factor": _FACTORS,
     "partial_rotary_factor": number("a number between 0 and 1", lambda value: 0 < value <= 1),
 }
 

@@ -123,7 +123,7 @@ def _values(file: GGUFFile, form: GgufForm) -> Values:
     heads = file.whole(f"{arch}.attention.head_count")
     head_dim = file.whole(f"{arch}.attention.key_length", default=hidden // heads)
     rotated = file.whole(f"{arch}.rope.dimension_count", default=head_dim)
-    if rotated != head_dim:
+    if rotated != head_dim and "rope.dimension_count" not in form.reads:
         raise ModelError(
             f"{file.path} rotates {rotated} of {head_dim} dimensions of each head; this version "
             "serves models that rotate whole heads."

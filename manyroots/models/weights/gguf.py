@@ -19,6 +19,8 @@ from manyroots.models.weights.gguf_file import GGUFFile
 
 ROPE_FACTORS = "rope_freqs.weight"
 """Not a weight: divides the rotary frequencies. Read with the config."""
+_NO_WEIGHTS = ("rope_freqs.", "rope_factors_")
+"""Read with the config."""
 OF_TOKENS = ("token_embd.weight", "output.weight")
 """Embedding and head; models that tie them have the first alone."""
 
@@ -49,7 +51,7 @@ _IN_BLOCK = {
 def tensors(file: GGUFFile, form: GgufForm, spec: ModelSpec) -> Iterator[tuple[str, Tensor]]:
     """Every weight of the file."""
     for name in file.tensors:
-        if name == ROPE_FACTORS:
+        if name.startswith(_NO_WEIGHTS):
             continue
         own_name = checkpoint_name(name, file, form.in_block)
         tensor = torch.from_numpy(file.read(name))

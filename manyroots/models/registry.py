@@ -22,6 +22,7 @@ _FILES = (
     "mistral",
     "mixtral",
     "olmo",
+    "phi3",
     "qwen2",
     "qwen3",
     "qwen3_5",

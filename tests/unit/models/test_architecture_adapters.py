@@ -18,6 +18,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "mixtral": {"intermediate_size": 20},
     "olmo2": {},
     "olmo3": {},
+    "phi3": {},
+    "phi3-long": {},
 }
 """Kinds, and sizes that differ from the usual ones."""
 

@@ -46,6 +46,8 @@ IN_GGUF: dict[str, dict[str, Any]] = {
     "mixtral": {},
     "olmo2": {},
     "olmo3": {"rope_parameters": None},
+    "phi3": {"sliding_window": None},
+    "phi3-long": {},
 }
 """Kinds, and what llama.cpp takes for granted of them and no file says."""
 

@@ -30,6 +30,8 @@ from transformers import (
     Olmo2ForCausalLM,
     Olmo3Config,
     Olmo3ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -119,6 +121,16 @@ LFM2: dict[str, Any] = {
 OLMO3_ROPES = {
     SLIDING: {"rope_type": "default", "rope_theta": 5e4},
     FULL: {**YARN, "rope_theta": 5e4},
+}
+LONGROPE: dict[str, Any] = {
+    "original_max_position_embeddings": 6,  # fewer than any prompt has
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.75,
+        "short_factor": [1.0, 1.0, 1.25],
+        "long_factor": [1.0, 1.5, 4.0],
+    },
 }
 RECURRENT = "linear_attention"
 DELTA: dict[str, Any] = {
@@ -240,6 +252,8 @@ MODELS: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
         {"sliding_window": WINDOW, "pad_token_id": None, "num_hidden_layers": 4,
          "layer_types": [SLIDING, FULL, SLIDING, SLIDING], "rope_parameters": OLMO3_ROPES},
     ),
+    "phi3": (Phi3Config, Phi3ForCausalLM, {"pad_token_id": None, "sliding_window": WINDOW}),
+    "phi3-long": (Phi3Config, Phi3ForCausalLM, {"pad_token_id": None, **LONGROPE}),
     "lfm2": (Lfm2Config, Lfm2ForCausalLM, LFM2),
     "lfm2-biased": (
         Lfm2Config,

@@ -125,7 +125,7 @@ def test_a_rhythm_of_no_layers_is_refused() -> None:
         tiny_spec("qwen3-moe", decoder_sparse_step=0)
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope", "proportional"])
+@pytest.mark.parametrize("kind", ["dynamic", "proportional"])
 def test_rotary_scaling_that_depends_on_length_is_refused_by_name(kind: str) -> None:
     config = tiny_config()
     config.rope_parameters = {**LLAMA3, "rope_type": kind}

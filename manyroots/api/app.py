@@ -38,6 +38,7 @@ from manyroots.api.openai_responses.route import responses
 from manyroots.api.openai_responses.shapes import ResponseObject, ResponsesRequest
 from manyroots.api.openapi import openapi_endpoints
 from manyroots.api.page.routes import page_endpoints, page_files, show_root
+from manyroots.api.render import Rendered, render_chat, render_completion
 from manyroots.api.requests import (
     ChatRequest,
     CompletionRequest,
@@ -54,6 +55,12 @@ from manyroots.api.responses import (
     ModelList,
     Tokenized,
     TokenizerInfo,
+)
+from manyroots.api.score import LabelScores, PairScores, ScoreRequest, score
+from manyroots.api.sglang_generate import (
+    SglangCompletion,
+    SglangGenerateRequest,
+    sglang_generate,
 )
 from manyroots.api.state import ServerState
 from manyroots.api.tokenization import detokenize, tokenize, tokenizer_info
@@ -113,6 +120,23 @@ def endpoints(settings: ServerSettings) -> list[Endpoint]:
         ),
         post(
             "/v1/embeddings", embeddings, "Texts as vectors.", EmbeddingsRequest, EmbeddingList
+        ),
+        post(
+            "/generate", sglang_generate, "Complete texts, as SGLang's own route.",
+            SglangGenerateRequest, SglangCompletion | list[SglangCompletion], streams=True,
+        ),
+        *(
+            post(path, score, "How near texts are, or how likely tokens after them.", ScoreRequest,
+                 PairScores | LabelScores)
+            for path in ("/score", "/v1/score")
+        ),
+        post(
+            "/v1/chat/completions/render", render_chat, "What would be computed for a chat.",
+            ChatRequest, Rendered,
+        ),
+        post(
+            "/v1/completions/render", render_completion, "What would be computed for texts.",
+            CompletionRequest, list[Rendered],
         ),
         post("/tokenize", tokenize, "A text's tokens.", TokenizeRequest, Tokenized),
         post("/detokenize", detokenize, "Tokens' text.", DetokenizeRequest, Detokenized),

@@ -35,7 +35,7 @@ async def embeddings(request: Request) -> Response:
     server = server_of(request)
     body = await server.read(request, EmbeddingsRequest)
     _check(body)
-    job = await _job(server, body, request)
+    job = await embedding_job(server, body, request)
     with job.permits:
         return await answer(request, _whole(job, body))
 
@@ -55,7 +55,7 @@ def _check(request: EmbeddingsRequest) -> None:
         )
 
 
-async def _job(server: ServerState, request: EmbeddingsRequest, web: Request) -> Job:
+async def embedding_job(server: ServerState, request: EmbeddingsRequest, web: Request) -> Job:
     """A completion of one token for each text, which also gives its state."""
     asked = CompletionRequest(
         model=request.model,
@@ -77,6 +77,20 @@ async def _job(server: ServerState, request: EmbeddingsRequest, web: Request) ->
 
 
 async def _whole(job: Job, request: EmbeddingsRequest) -> EmbeddingList:
+    vectors = await embedding_vectors(job)
+    num_tokens = sum(len(submit.prompt) for submit in job.submits)
+    return EmbeddingList(
+        data=[
+            EmbeddedText(index=index, embedding=_written(vector, request.encoding_format))
+            for index, vector in enumerate(vectors)
+        ],
+        model=request.model,
+        usage=EmbeddingsUsage(num_tokens, num_tokens),
+    )
+
+
+async def embedding_vectors(job: Job) -> list[Floats]:
+    """Of all texts of a job, each of length 1."""
     reason = FinishReason.ABORT  # if its caller goes away
     try:
         async with asyncio.TaskGroup() as group:
@@ -87,15 +101,7 @@ async def _whole(job: Job, request: EmbeddingsRequest) -> EmbeddingList:
         raise errors.exceptions[0] from None
     finally:
         job.watch.end(reason.value)
-    num_tokens = sum(len(submit.prompt) for submit in job.submits)
-    return EmbeddingList(
-        data=[
-            EmbeddedText(index=index, embedding=_written(task.result(), request.encoding_format))
-            for index, task in enumerate(tasks)
-        ],
-        model=request.model,
-        usage=EmbeddingsUsage(num_tokens, num_tokens),
-    )
+    return [task.result() for task in tasks]
 
 
 async def _vector(job: Job, submit: Submit) -> Floats:

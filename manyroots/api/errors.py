@@ -147,7 +147,7 @@ def _hint(request: Request) -> str:
     if (flags := app.state.switched_off.get(path)) is not None:
         return f"; start the server with {flags}."
     meant = _meant(path, [getattr(route, "path", "") for route in app.routes])
-    if meant:
+    if meant and path not in _INSTEAD:
         return f"; did you mean {meant}?"
     instead = next((said for start, said in _INSTEAD.items() if path.startswith(start)), None)
     return f"; {instead}." if instead else "; /docs lists what there is."
@@ -169,7 +169,6 @@ _INSTEAD = {
     "/v1/realtime": "stream from /v1/chat/completions or /v1/responses",
     "/v1/engines/": "name the model in the body of /v1/completions",
     "/openai/deployments/": "name the model in the body of /v1/chat/completions",
-    "/generate": "send prompts to /v1/completions",
     "/inference/v1/generate": "send token ids as the prompt of /v1/completions",
     "/api/generate": "send prompts to /v1/completions",
     "/api/chat": "send messages to /v1/chat/completions",

@@ -170,8 +170,8 @@ async def test_g04_logprobs_name_tokens_by_id_if_asked() -> None:
 @pytest.mark.parametrize(
     ("path", "remedy"),
     [("/v1/responses/resp_1", "stored"), ("/v1/audio/speech", "text alone"),
-     ("/generate", "/v1/completions"), ("/api/chat", "/v1/chat/completions"),
-     ("/v1/models/", "did you mean /v1/models?"), ("/score", "/docs")],
+     ("/api/generate", "/v1/completions"), ("/api/chat", "/v1/chat/completions"),
+     ("/v1/models/", "did you mean /v1/models?"), ("/rerank", "/docs")],
 )  # fmt: skip
 async def test_g04_routes_of_other_servers_say_what_stands_here(path: str, remedy: str) -> None:
     response = await Harness().get(path)

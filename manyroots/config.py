@@ -175,16 +175,16 @@ class SchedulerSettings:
         "and tenants.",
         choices=tuple(policy.value for policy in Policy),
     )
-    adapter_patience_steps: int | None = option(
+    adapter_quantum_steps: int | None = option(
         None,
-        "Steps that an adapter waits for a place among --max-loras; then the adapter with the "
-        "fewest running requests makes place for a while. By default as many as a load takes.",
+        "Steps that an adapter runs before another may displace it, where more adapters are wanted "
+        "than may run at once. By default 16, and more where loads take long.",
     )
 
     def __post_init__(self) -> None:
         check_choices(self)
         at_least(self, "max_num_seqs", 1)
-        at_least(self, "adapter_patience_steps", 0)
+        at_least(self, "adapter_quantum_steps", 1)
         at_least(self, "max_num_batched_tokens", 1)
         at_least(self, "long_prefill_token_threshold", 1)
 

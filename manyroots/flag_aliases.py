@@ -204,6 +204,7 @@ ACCEPTED: dict[str, Accepted] = {
 }
 
 MISSING: dict[str, str] = {
+    "--adapter-patience-steps": "use --adapter-quantum-steps: how long an adapter runs",
     "--speculative-config": "there is no speculative decoding here; remove it",
     "--speculative-algorithm": "there is no speculative decoding here; remove it",
     "--kv-transfer-config": "there is no transfer between engines here; remove it",

@@ -370,10 +370,9 @@ class Stats:
     """None without --kv-check-share."""
     num_host_pages: int = 0
     num_cached_host_pages: int = 0
-    num_resting: int = 0
-    """Of those that neither run nor wait: begun, and resting while another adapter has their place.
-    """
-    total_rests: int = 0
+    num_paused: int = 0
+    """Requests that have begun and have no row for now, because another adapter runs."""
+    total_pauses: int = 0
     total_skipped_checkpoints: int = 0
     """States of recurrent layers that were not saved, for want of room."""
 

@@ -125,7 +125,7 @@ class AdapterEngine:
         max_loras: int = 2,
         max_cpu_loras: int = 0,
         records_events: bool = False,
-        adapter_patience_steps: int = 64,
+        adapter_quantum_steps: int | None = None,
     ) -> None:
         """`names` are known from the start: name and content."""
         modules = tuple(LoraModule(name, world.path(at)) for name, at in (names or {}).items())
@@ -150,7 +150,7 @@ class AdapterEngine:
         step = SchedulerSettings(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
-            adapter_patience_steps=adapter_patience_steps,
+            adapter_quantum_steps=adapter_quantum_steps,
         )
         scheduler = Scheduler(step, self.cache, self.residency, max_model_len=MAX_LEN)
         files = AdapterFiles(self._read, self.loader.keep)

@@ -63,7 +63,7 @@ NEAR = {
     "scheduler/results.py": ["scheduler"],
     "scheduler/rows.py": ["scheduler"],
     "scheduler/scheduler.py": ["scheduler"],
-    "scheduler/turns.py": ["scheduler/test_adapters.py"],
+    "scheduler/slices.py": ["scheduler/test_adapters.py", "scheduler/test_slices.py"],
     "scheduler/victims.py": ["scheduler"],
 }
 """Where to look first, to be done sooner; all are looked at in the end."""

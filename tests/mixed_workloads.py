@@ -564,7 +564,7 @@ class Driver:
         stats = self.loop.stats()
         counts = {
             "running": stats.num_running, "waiting": stats.num_waiting,
-            "resting": stats.num_resting, "held": stats.num_held_pages,
+            "paused": stats.num_paused, "held": stats.num_held_pages,
             "cached": stats.num_cached_pages, "lost": stats.num_pages - stats.num_free_pages,
         }  # fmt: skip
         assert not any(counts.values()), f"left in the end: {counts}"
@@ -599,7 +599,7 @@ class Driver:
         stats = self.loop.stats()
         self.told["failed steps"] += sum(model.num_failed for model in self.models)
         self.told["retractions"] += stats.total_retractions
-        self.told["rests"] += stats.total_rests
+        self.told["pauses"] += stats.total_pauses
         self.told["host tokens"] += stats.total_host_hit_tokens
         self.told["storage tokens"] += stats.total_storage_hit_tokens
         self.told["hit tokens"] += stats.total_hit_tokens
@@ -690,7 +690,7 @@ class Workload:
             "max_loras": max_loras,
             "max_cpu_loras": rng.choice((0, max_loras, max_loras + 1)),
             "scheduling_policy": rng.choice(("fcfs", "priority", "pack", "fair")),
-            "adapter_patience_steps": rng.choice((None, 0, 3)),
+            "adapter_quantum_steps": rng.choice((None, 1, 3)),
             "long_prefill_token_threshold": rng.choice((None, None, 5)),
         }
         settings["max_num_batched_tokens"] = max(settings["max_num_batched_tokens"], max_num_seqs)

@@ -83,7 +83,7 @@ def _settings(rng: random.Random) -> SimulationSettings:
         prefetch=rng.choice(list(Prefetch)).value,
         prefetch_timeout_steps=rng.choice([0, 1, 5]),
         # Of those that are patient for 64 steps nobody would rest in so short a life.
-        adapter_patience_steps=rng.choice([0, 2, 64, None]),
+        adapter_quantum_steps=rng.choice([1, 4, 64, None]),
         num_spare_slots=rng.choice([0, 0, 1, 2]),
     )
 

@@ -43,7 +43,7 @@ from manyroots.messages import (
     UnloadLora,
 )
 from manyroots.sampling import SamplingParams
-from manyroots.scheduler.audit import audit as audit_turns
+from manyroots.scheduler.audit import audit as audit_scheduler
 from manyroots.step import Plan, Runner, StepResult
 from manyroots.store.unit_values import unit_key, unpack
 from tests.adapter_folders import Recipe, write_adapter
@@ -298,7 +298,7 @@ class RealEngine:
     def audit(self) -> None:
         audit(self.cache)
         audit_adapters(self.scheduler._adapters)
-        audit_turns(self.scheduler.turns, self.scheduler.fetches)
+        audit_scheduler(self.scheduler.slices, self.scheduler.fetches)
 
     def finish_loads(self) -> None:
         """Wait for adapters on their way, so that steps are not counted by this machine's speed."""

@@ -19,7 +19,7 @@ from manyroots.lora.residency import Residency
 from manyroots.messages import Output, Submit
 from manyroots.runner.fake import FakeRunner, fake_next_token
 from manyroots.sampling import SamplingParams
-from manyroots.scheduler.audit import audit as audit_turns
+from manyroots.scheduler.audit import audit as audit_scheduler
 from manyroots.scheduler.scheduler import Scheduler
 from manyroots.step import AdapterLoaded, Copy, LoadAdapter, Plan, StepResult
 
@@ -129,7 +129,7 @@ class SchedulerHarness:
         max_cpu_loras: int = 0,
         num_spare_slots: int = 0,
         policy: str = "fcfs",
-        adapter_patience_steps: int | None = 64,
+        adapter_quantum_steps: int | None = None,
         finish_loads: Callable[[list[LoadAdapter]], list[AdapterLoaded]] | None = None,
     ) -> None:
         settings = SchedulerSettings(
@@ -137,7 +137,7 @@ class SchedulerHarness:
             max_num_batched_tokens=budget,
             long_prefill_token_threshold=chunk,
             scheduling_policy=policy,
-            adapter_patience_steps=adapter_patience_steps,
+            adapter_quantum_steps=adapter_quantum_steps,
         )
         capacities = capacities or (Capacity(FULL_ATTENTION, num_pages),)
         layout = CacheLayout.of(page_size, capacities)
@@ -164,7 +164,7 @@ class SchedulerHarness:
             self.outputs.setdefault(int(output.request_id), []).append(output)
         audit(self.cache)
         audit_adapters(self.adapters)
-        audit_turns(self.scheduler.turns, self.scheduler.fetches)
+        audit_scheduler(self.scheduler.slices, self.scheduler.fetches)
 
     def run(self, max_steps: int = 10_000) -> None:
         for _ in range(max_steps):

@@ -52,6 +52,8 @@ class Growth:
         nobody else takes any: with credit for what each gives back (H04), a family that keeps only
         what is near needs the units of one step at a time."""
         needs = self._needs(lease, num_tokens)
+        for family, _, _ in lease.onboarding:  # its table has a gap for each
+            needs[family] += 1
         for plane in self._unordered:
             most = plane.family.most_needed(num_step_tokens)
             if most is not None:

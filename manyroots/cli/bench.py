@@ -219,13 +219,13 @@ def _add_adapters(kinds: Any) -> None:
         "adapters",
         help="rows and waits where more adapters are asked for than may run at once",
         description="Counts steps of the scheduler without a model: rows, tokens and adapters a "
-        "step, and the longest wait and pause, beside the same with endless patience.",
+        "step, and the longest wait and pause, beside the same with an endless quantum.",
     )
     group = adapters.add_argument_group("workload")
     group.add_argument(
         "--case", action="append", default=[], metavar="NAME",
-        help="rare-adapter, rare-and-long, many-adapters, on-device or on-device-packed; may be "
-        "repeated, all by default",
+        help="rare-adapter, rare-and-long, rare-not-ahead, rare-long-not-ahead, many-adapters, "
+        "on-device or on-device-packed; may be repeated, all by default",
     )  # fmt: skip
     group.add_argument("--steps", type=int, default=10_000, metavar="N")
     group.add_argument("--json", type=report_file, metavar="FILE", help="write the result here")
@@ -233,14 +233,14 @@ def _add_adapters(kinds: Any) -> None:
 
 
 def _adapters(arguments: dict[str, Any]) -> int:
-    from manyroots.bench.adapter_turns import CASES, run_turns
+    from manyroots.bench.adapter_slices import CASES, run_slices
 
     names = [case.name for case in CASES]
     for name in arguments["case"]:
         if name not in names:
             raise ConfigError(f"--case is {name!r}; choose one of {', '.join(names)}.")
     check_at_least("steps", arguments["steps"], 1000)
-    report = run_turns(arguments["case"] or names, arguments["steps"])
+    report = run_slices(arguments["case"] or names, arguments["steps"])
     return written(report, arguments["json"])
 
 

@@ -196,7 +196,7 @@ class Snapshots:
         if slot is not None and not slot.is_loading:
             tier = Tier.DEVICE
         num_running = counts["running"] + counts["draining"]
-        num_paused = counts["resting"]
+        num_paused = counts["paused"]
         num_waiting = sum(counts.values()) - num_running - num_paused + num_reading
         state = "idle"
         if slot is not None and slot.is_loading:

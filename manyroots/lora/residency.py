@@ -133,12 +133,30 @@ class Residency:
         slots = [slot for slot in self.slots.all if slot.num_seats > 0]
         return [(slot.owner, slot.num_seats) for slot in slots if slot.owner is not None]
 
-    def has_place(self, digest: AdapterDigest) -> bool:
-        """Whether an adapter that does not run could, once it is loaded, as things are."""
-        if self.limits.max_loras and self.slots.num_seated >= self.limits.max_loras:
+    def fits(self, adapters: Collection[AdapterDigest]) -> bool:
+        """Whether these adapters can run at once, with pinned ones on the device beside them."""
+        cap, num_slots = self.limits.max_loras, self.slots.num_slots
+        if cap and len(adapters) > cap:
             return False
-        num_obtainable = self.num_obtainable
-        return num_obtainable is None or num_obtainable > 0 or digest in self.slots.by_owner
+        if num_slots is None:
+            return True
+        pinned = self.registry.pinned
+        return len(adapters) + sum(digest not in adapters for digest in pinned) <= num_slots
+
+    def is_resident(self, digest: AdapterDigest) -> bool:
+        """Whether an adapter's weights are on the device."""
+        slot = self.slots.find(digest)
+        return slot is not None and not slot.is_loading
+
+    @property
+    def loads_ahead(self) -> bool:
+        """Whether there are slots beyond those of as many adapters as may run at once: the next
+        one's weights come while others run."""
+        num_slots = self.slots.num_slots
+        if num_slots is None:
+            return True
+        num_idle_pins = sum(not self.num_seats(digest) for digest in self.registry.pinned)
+        return num_slots - num_idle_pins > (self.limits.max_loras or num_slots)
 
     def load_steps(self, digest: AdapterDigest) -> int:
         """For how many steps an adapter could not be used while it came to the device from where
@@ -181,7 +199,7 @@ class Residency:
         return hold.slot
 
     def unseat(self, hold: Hold, *, is_in_flight: bool = True) -> None:
-        """The request runs no more (finished, retracted, put to rest); launched steps may still
+        """The request runs no more (finished, retracted, paused); launched steps may still
         compute it, unless the caller knows that none does."""
         if hold.slot is None:
             raise RuntimeError(f"a request of adapter {hold.version.name!r} has no seat to leave")

@@ -25,7 +25,7 @@ from manyroots.step import SlotRef
 
 
 class Slot:
-    """One place on the device. Only `DeviceSlots` changes it."""
+    """One adapter's space on the device. Only `DeviceSlots` changes it."""
 
     __slots__ = (
         "busy_until",

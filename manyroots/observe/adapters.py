@@ -111,8 +111,8 @@ class AdapterCounts(Collector):
         where.add_metric([self._model_name, "storage"], self._count_names())
         yield where
         for name, text, value in (
-            ("slots_total", "Places on the device.", stats.num_slots),
-            ("slots_used", "Places that are taken.", stats.num_on_device + stats.num_loading),
+            ("slots_total", "Device slots for adapters.", stats.num_slots),
+            ("slots_used", "Device slots that are taken.", stats.num_on_device + stats.num_loading),
             ("running", "Distinct adapters in the batch.", stats.num_running),
             ("loading", "Adapters on their way to the device.", stats.num_loading),
             ("draining", "Unloaded versions that requests still use.", stats.num_draining),

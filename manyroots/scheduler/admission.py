@@ -12,23 +12,24 @@ from collections.abc import Callable
 from manyroots.cache.cache import PrefixCache
 from manyroots.cache.lease import Lease
 from manyroots.cache.outcomes import Ending, Refusal
-from manyroots.config import Policy, SchedulerSettings
+from manyroots.config import SchedulerSettings
 from manyroots.ids import AdapterDigest, StepId
 from manyroots.lora.registry import Hold
 from manyroots.lora.residency import Residency
 from manyroots.messages import CacheUse
 from manyroots.scheduler.fetches import Fetches
+from manyroots.scheduler.lanes import Importance
 from manyroots.scheduler.plan_builder import Placer, PlanBuilder
-from manyroots.scheduler.queue import WaitingQueue
+from manyroots.scheduler.policies.protocol import SchedulingPolicy
+from manyroots.scheduler.queue import WaitingQueue, has_aged
 from manyroots.scheduler.request import Request, State
-from manyroots.scheduler.resting import Resting
 from manyroots.scheduler.rows import Rows
-from manyroots.scheduler.turns import AdapterTurns, PutToRest, has_aged
+from manyroots.scheduler.slices import AdapterSlices, Pause
 
 MakeWay = Callable[[Request, PlanBuilder], bool]
 """Retracts somebody less important than a request; False if nobody is."""
 LEAST_IMPORTANT = 2**63
-"""Behind every priority."""
+"""After every importance that a request can have."""
 
 
 class Admission:
@@ -40,45 +41,44 @@ class Admission:
         cache: PrefixCache,
         adapters: Residency,
         rows: Rows,
-        resting: Resting,
+        policy: SchedulingPolicy,
         *,
         max_model_len: int,
     ) -> None:
         self._cache = cache
         self._adapters = adapters
         self._rows = rows
-        self._resting = resting
+        self._importance = policy.importance
         self._placer = Placer(settings, cache)
         self._max_model_len = max_model_len
-        policy = Policy(settings.scheduling_policy)
-        self._is_fair = policy is Policy.FAIR
-        self.turns = AdapterTurns(
-            adapters,
-            resting,
-            rows,
-            settings.adapter_patience_steps,
-            by_priority=policy is Policy.PRIORITY,
-        )
         self.waiting = WaitingQueue(policy)
-        self.fetches = Fetches(cache, self.waiting, self.turns, rows, policy)
+        self.slices = AdapterSlices(adapters, rows, self.waiting, settings.adapter_quantum_steps)
+        self.fetches = Fetches(cache, self.waiting, self.slices, rows)
         self._loading: dict[Request, None] = {}
         self._loaded: deque[Request] = deque()
+        self._is_line_held = False
+        """Whether the first waiting request has aged and lacks pages: until it has them, no other
+        begins."""
         self.total_storage_hit_tokens = 0
 
     def __len__(self) -> int:
         return len(self.waiting) + len(self.fetches) + len(self._loading) + len(self._loaded)
 
-    @property
-    def most_important(self) -> int:
-        """The priority of the most important request that is queued or loaded."""
+    def most_important(self, importance: Importance) -> int:
+        """The importance of the most important request that is queued or loaded."""
         first = [lane.head for lane in self.waiting.first_lanes(1)]
-        priorities = [request.submit.priority for request in (*first, *self._loaded)]
-        return min(priorities, default=LEAST_IMPORTANT)
+        return min(map(importance, (*first, *self._loaded)), default=LEAST_IMPORTANT)
+
+    def _is_less(self, request: Request, least: int) -> bool:
+        """Whether a request is less important than `least`."""
+        return self._importance is not None and self._importance(request) > least
 
     # Coming and going
 
     def queue(self, request: Request) -> None:
         """A new request: into the queue, or after what storage has for it."""
+        if request.hold is not None:
+            self.slices.arrive(request.hold.digest)
         if not request.wants_prompt_logprobs and self.fetches.begin(request):
             # Storage answers while others run; only this request waits for it (T04).
             request.state = State.FETCHING
@@ -88,7 +88,7 @@ class Admission:
     def queue_again(self, request: Request, step_id: StepId) -> None:
         """A request lost its row while `step_id` was planned."""
         request.state = State.WAITING
-        request.waiting_since = step_id
+        request.since = step_id
         self.waiting.push(request)
 
     def remove(self, request: Request) -> None:
@@ -96,7 +96,7 @@ class Admission:
         if request.state is State.WAITING:
             self.waiting.remove(request)
         elif request.state is State.FETCHING:
-            self.waiting.close(request)
+            self.waiting.policy.close(request)
         else:
             # What is on its way is held by the transfer, not by the lease (T08).
             if request in self._loading:
@@ -104,7 +104,7 @@ class Admission:
             else:
                 self._loaded.remove(request)
             self._drop_claim(request)
-            self.waiting.close(request)
+            self.waiting.policy.close(request)
         self.fetches.end(request)
         request.state = State.FINISHED
 
@@ -180,11 +180,13 @@ class Admission:
         without_room: set[AdapterDigest | None] = set()
         if self._loaded and not self._begin_loaded(builder, least):
             return without_room
-        if not len(self.waiting) or not (self._rows.free or make_way):
+        if not len(self.waiting) or not (self._rows.free or make_way) or self._is_line_held:
             return without_room
-        if self.turns.is_line_held:
-            return without_room
-        is_open = self.turns.open_lanes(self.waiting)
+        if self.slices.without_row:
+            self._begin_first_rows(builder, without_room, least)
+        is_open = self.slices.open_lanes()
+        for adapter in without_room:
+            is_open.pop(adapter, None)
         while builder.num_tokens_left > 0 and (
             claimed := self._claim(builder, is_open, make_way, least)
         ):
@@ -196,33 +198,72 @@ class Admission:
                 if self._begin(request, builder) or self._begin_instead(request, builder, make_way):
                     break
                 self._give_up([request])
-                if has_aged(request, builder.step_id) or not self._rows.free:
+                if not self._rows.free:
                     return without_room
-                if make_way is not None:
-                    least = request.submit.priority
-                # Its adapter's turn is not now; that is no reason to hold back others (L03).
+                if make_way is not None and self._importance is not None:
+                    least = self._importance(request)
+                # That is no reason to hold back the requests of other adapters (L03).
                 adapter = request.group[0]
                 is_open.pop(adapter, None)  # claiming may have closed it already
-                without_room.add(adapter)
+                self._found_no_room(adapter, without_room)
                 break
         return without_room
 
-    def take_turns(self, step_id: StepId, put_to_rest: PutToRest) -> None:
-        """Put the requests of some adapters to rest, for those of others that have waited."""
-        loaded = (*self._loaded, *self._loading)
-        self.turns.take_turns(self.waiting, loaded, step_id, self._has_room, put_to_rest)
+    def _begin_first_rows(
+        self, builder: PlanBuilder, without_room: set[AdapterDigest | None], least: int
+    ) -> None:
+        """Start the first request of each entry that has no row: one was freed for it."""
+        for adapter in list(self.slices.without_row):
+            lane = self.waiting.lanes.get(adapter)
+            if not self._rows.free or builder.num_tokens_left == 0:
+                return
+            if lane is None or self._is_less(lane.head, least):
+                continue
+            if lane.head.num_in_flight_tokens or not self.slices.is_open(adapter):
+                continue
+            request = self.waiting.pop(lane)
+            self._find(request)
+            if not self._begin(request, builder):
+                self._give_up([request])
+                self._found_no_room(adapter, without_room)
+            del self.slices.without_row[adapter]
+
+    def _found_no_room(
+        self, adapter: AdapterDigest | None, without_room: set[AdapterDigest | None]
+    ) -> None:
+        without_room.add(adapter)
+        if adapter is not None:
+            self.slices.give_up(adapter)
+
+    def choose_adapters(self, step_id: StepId, pause: Pause) -> None:
+        """Which adapters run in this step; pauses requests of others for them."""
+        self._is_line_held = False
+        for lane in self.waiting.first_lanes(1):
+            self._is_line_held = has_aged(lane.head, step_id) and not self._has_room(lane.head)
+        self.slices.begin_step(step_id, self._ready, self._has_room, pause)
 
     def prepare_adapters(self, without_room: set[AdapterDigest | None]) -> None:
-        """Bring what those need that do not run."""
-        self.turns.prepare(self.waiting, (*self._loaded, *self._loading), without_room)
+        """Bring the weights that requests need which do not run."""
+        self.slices.prepare(self._ready, without_room)
+
+    @property
+    def _ready(self) -> tuple[Request, ...]:
+        return (*self._loaded, *self._loading)
 
     def _has_room(self, request: Request) -> bool:
-        """Whether there are pages for a waiting request to begin now."""
-        if request.lease is not None:
+        """Whether there are pages for a waiting request to begin now, those included that less
+        important ones would give it."""
+        if request.lease is not None or not self._are_others:
             return True
-        lease = self._find(request)
-        has_room = bool(lease.onboarding) or self._could_go_on(request, lease)
-        self._drop_claim(request)
+        if self._is_line_held:
+            return False
+        if self._importance is not None:
+            begun = (*self._rows.running, *self.slices.paused_requests())
+            if any(self._is_less(other, self._importance(request)) for other in begun):
+                return True
+        lease = self._look_up(request)
+        has_room = self._could_go_on(request, lease)
+        self._cache.release(lease, Ending.DROPPED)
         return has_room
 
     def _begin_loaded(self, builder: PlanBuilder, least: int) -> bool:
@@ -232,9 +273,9 @@ class Admission:
         for request in list(self._loaded):
             if not self._rows.free or builder.num_tokens_left == 0:
                 return False
-            if request not in self._loaded or request.submit.priority > least:
+            if request not in self._loaded or self._is_less(request, least):
                 continue
-            if not self.turns.is_open(request.group[0]):
+            if not self.slices.is_open(request.group[0]):
                 continue
             self._loaded.remove(request)
             if self._begin(request, builder):
@@ -269,13 +310,13 @@ class Admission:
             if lane is None:
                 break
             head = lane.head
-            if head.submit.priority > least:
+            if self._is_less(head, least):
                 break
-            num_kept = self.turns.num_kept_rows(lane.adapter)
+            num_kept = self.slices.num_kept_rows(lane.adapter)
             is_kept = num_kept > 0 and num_free - len(claimed) <= num_kept
             if head.num_in_flight_tokens > 0 or is_kept:
                 # Retracted a moment ago, and its last token is not known yet; or the rows that are
-                # left are of those that rest.
+                # left are kept for others.
                 del is_open[lane.adapter]
                 order = waiting.lanes_in_order(is_open)
                 continue
@@ -287,13 +328,16 @@ class Admission:
             claimed.append(request)
         return claimed
 
-    def _find(self, request: Request) -> Lease:
+    def _look_up(self, request: Request) -> Lease:
         may_reuse = not request.wants_prompt_logprobs
-        lease = self._cache.claim(request.key, request.tokens, request.num_tokens, may_reuse)
+        return self._cache.claim(request.key, request.tokens, request.num_tokens, may_reuse)
+
+    def _find(self, request: Request) -> Lease:
+        lease = self._look_up(request)
         request.lease = lease
         if request.skips_storage:
             lease.blame_storage()
-        if self._is_fair:
+        if self.waiting.policy.charges_tokens:
             self.waiting.charge(request, self._num_known(request, lease))
         return lease
 
@@ -305,7 +349,7 @@ class Admission:
     def _drop_claim(self, request: Request) -> None:
         lease = request.lease
         assert lease is not None
-        if self._is_fair:
+        if self.waiting.policy.charges_tokens:
             self.waiting.charge(request, -self._num_known(request, lease))
         self._cache.release(lease, Ending.DROPPED)
         request.lease = None
@@ -335,11 +379,11 @@ class Admission:
         """Whether a request could begin now but for its pages."""
         adapter = request.group[0]
         if (
-            len(self._rows.free) <= self.turns.num_kept_rows(adapter)
+            len(self._rows.free) <= self.slices.num_kept_rows(adapter)
             or builder.num_tokens_left == 0
         ):
             return False
-        return adapter is None or self.turns.is_open(adapter)
+        return adapter is None or self.slices.is_open(adapter)
 
     def _begin(self, request: Request, builder: PlanBuilder) -> bool:
         """Start a claimed request, or start loading what it found; False if there is no room."""
@@ -353,7 +397,7 @@ class Admission:
         if not lease.onboarding:
             return self._begin_ready(request, lease, builder)
         # Alone, it may compute while its pages come; otherwise others would wait for them.
-        is_alone = builder.is_empty and not self._rows.running and not self._resting
+        is_alone = builder.is_empty and not self._are_others
         overlaps = is_alone and self._cache.may_overlap(lease)
         if self._cache.onboard(lease, overlaps=overlaps) is Refusal.NO_ROOM:
             return False
@@ -366,8 +410,7 @@ class Admission:
     def _begin_ready(self, request: Request, lease: Lease, builder: PlanBuilder) -> bool:
         """Start a request whose units are there; False if there is no room for what follows."""
         computed = lease.num_cached_tokens
-        are_others = self._rows.running or self._resting
-        if are_others and not self._could_go_on(request, lease):
+        if self._are_others and not self._could_go_on(request, lease):
             return False
         num_tokens = self._placer.chunk(request, lease, computed, builder)
         extension = self._cache.extend(lease, computed, computed + num_tokens, builder.step_id)
@@ -376,6 +419,10 @@ class Admission:
         self._start(request, lease, builder)
         self._placer.place(request, lease, computed, num_tokens, builder)
         return True
+
+    @property
+    def _are_others(self) -> bool:
+        return bool(self._rows.running or self.slices.num_paused_requests)
 
     def _could_go_on(self, request: Request, lease: Lease) -> bool:
         """With others running, begin only what could finish its prompt and a page of output while
@@ -393,8 +440,9 @@ class Admission:
 
     def _start(self, request: Request, lease: Lease, builder: PlanBuilder) -> None:
         if request.hold is not None:
-            self.seat(request.hold, builder.step_id)
+            self.seat(request.hold)
         request.state = State.RUNNING
+        request.since = builder.step_id
         if self.fetches.has_any:
             self.fetches.end(request)
         if request.prompt_logprobs:
@@ -412,7 +460,7 @@ class Admission:
         num_computed = lease.num_cached_tokens
         builder.arrive(request, self._rows.sit(request, num_computed), lease, num_computed)
 
-    def seat(self, hold: Hold, step_id: StepId) -> None:
+    def seat(self, hold: Hold) -> None:
         """A request runs with its adapter from now on."""
-        self.turns.seated(hold.digest, step_id)
+        self.slices.seated(hold.digest)
         self._adapters.seat(hold)

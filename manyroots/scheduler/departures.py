@@ -1,23 +1,22 @@
-"""How requests stop running: over for their callers, drained, put to rest, or retracted to run
-again.
+"""How requests stop running: over for their callers, drained, paused, or retracted to run again.
 
-Owns those that have left while a launched step still computes them: till that step is done, a
-request that is over keeps its row and pages, and one that was retracted or put to rest waits for
-its token.
+Owns those that have left while a launched step still computes them: until that step is done, a
+request that is over keeps its row and pages, and one that was retracted or paused waits for its
+token.
 """
 
 from __future__ import annotations
 
 from manyroots.cache.cache import PrefixCache
 from manyroots.cache.outcomes import Ending
-from manyroots.ids import AdapterDigest, StepId
+from manyroots.ids import StepId
 from manyroots.lora.registry import Hold
 from manyroots.lora.residency import Residency
 from manyroots.messages import FinishReason
 from manyroots.scheduler.admission import Admission
 from manyroots.scheduler.request import Request, State
-from manyroots.scheduler.resting import Resting
 from manyroots.scheduler.rows import Rows
+from manyroots.scheduler.slices import AdapterSlices
 
 ENDINGS = {
     FinishReason.STOP: Ending.FINISHED,
@@ -37,29 +36,30 @@ class Departures:
         adapters: Residency,
         rows: Rows,
         admission: Admission,
-        resting: Resting,
+        slices: AdapterSlices,
     ) -> None:
         self._cache = cache
         self._adapters = adapters
         self._rows = rows
         self._admission = admission
-        self._resting = resting
+        self._policy = admission.waiting.policy
+        self._slices = slices
         self.leaving: dict[int, Request] = {}
         """By tenancy: requests that ended or were retracted while a launched step computed them."""
         self.num_retractions = 0
 
     def end(self, request: Request, reason: FinishReason) -> None:
         """The request is over for its caller; its pages go when no launched step writes them."""
-        if request.state is State.RESTING:
-            self._admission.waiting.close(request)
-            self._wake(request, ENDINGS[reason])
+        if request.state is State.PAUSED:
+            self._policy.close(request)
+            self._forget_pause(request, ENDINGS[reason])
             request.state = State.FINISHED
             self._let_go(request)
         elif request.row is None:
             self._admission.remove(request)
             self._let_go(request)
         else:
-            self._admission.waiting.close(request)
+            self._policy.close(request)
             self._rows.settle(request)
             request.ending = ENDINGS[reason]
             if self._rows.is_in_flight(request.row):
@@ -84,6 +84,7 @@ class Departures:
         """A request is over: its adapter may be, too, and then so are its pages."""
         hold, request.hold = request.hold, None
         if hold is not None:
+            self._slices.leave(hold.digest)
             self.release(hold)
 
     def release(self, hold: Hold) -> None:
@@ -94,28 +95,16 @@ class Departures:
     def retract(self, request: Request, step_id: StepId) -> None:
         """Back to the head of the queue. What it published stays findable, so that it resumes
         from there; its draws depend on (seed, position), so its tokens stay the same."""
-        if request.state is State.RESTING:
-            self._wake(request, Ending.FINISHED)
+        if request.state is State.PAUSED:
+            self._forget_pause(request, Ending.FINISHED)
         else:
             self._stand_up(request)
             self._give_back(request, Ending.FINISHED)
         self._admission.queue_again(request, step_id)
         self.num_retractions += 1
 
-    def rest(self, adapter: AdapterDigest, since: StepId, place: int) -> None:
-        """All that run with an adapter rest: their place is for another. They keep their pages."""
-        requests = [r for r in self._rows.running if r.group[0] == adapter]
-        for request in requests:
-            self._pause(request)
-        if requests:  # else all that have seats are over, and make place by themselves
-            self._resting.add(adapter, requests, since, place)
-
-    def lend(self, request: Request, since: StepId) -> None:
-        """A request rests alone: its row is for another."""
-        self._pause(request)
-        self._resting.lend(request, since)
-
-    def _pause(self, request: Request) -> None:
+    def pause(self, request: Request) -> None:
+        """A request loses its row for a while, and keeps its pages, tokens and progress."""
         row, hold = request.row, request.hold
         assert row is not None
         request.num_computed_tokens = int(self._rows.computed[row])
@@ -123,14 +112,14 @@ class Departures:
         if hold is not None:
             self._adapters.unseat(hold, is_in_flight=request.num_in_flight_tokens > 0)
         self._rows.leave(request)
-        request.state = State.RESTING
+        request.state = State.PAUSED
 
-    def _wake(self, request: Request, ending: Ending) -> None:
-        """A request that rests will not go on from there."""
+    def _forget_pause(self, request: Request, ending: Ending) -> None:
+        """A paused request will not resume from where it is."""
         assert request.lease is not None
         self._cache.release(request.lease, ending)
         request.lease = None
-        self._resting.remove(request)
+        self._slices.drop(request)
 
     def _stand_up(self, request: Request) -> None:
         """A request loses its row, while launched steps may still compute it."""

@@ -9,9 +9,10 @@ Nobody waits here for ever, and no two for each other:
 - Who stands in line keeps nothing: room for all that a request lacks is taken at once or not.
 - Who keeps something waits for rows, pages and its adapter, which those that stand in line have
   none of.
-- Room that is kept by those whose turn does not come (they are less important, or their adapter has
-  no place) goes to the first in line. And where those that keep it do not begin although there are
-  rows, all in line go on to the queue: they are still asked for as room comes, if that is in time.
+- Room that is kept by those whose turn does not come (they are less important, or their adapter
+  does not run) goes to the first in line. And where those that keep it do not begin although there
+  are rows, all in line go on to the queue: they are still asked for as room comes, if that is in
+  time.
 - A prompt that is larger than the host waits for what is under way alone, and takes what fits.
 """
 
@@ -21,13 +22,12 @@ from manyroots.cache.cache import PrefixCache
 from manyroots.cache.keeping import Keep
 from manyroots.cache.outcomes import Refusal
 from manyroots.cache.prefetch import Share, Ticket
-from manyroots.config import Policy
 from manyroots.ids import StepId
-from manyroots.scheduler.lanes import GroupKey, Line, priority_of
-from manyroots.scheduler.queue import WaitingQueue
+from manyroots.scheduler.lanes import GroupKey, Line
+from manyroots.scheduler.queue import WaitingQueue, has_aged
 from manyroots.scheduler.request import Request
 from manyroots.scheduler.rows import Rows
-from manyroots.scheduler.turns import AdapterTurns, has_aged
+from manyroots.scheduler.slices import AdapterSlices
 
 MOST_STALLED_STEPS = 64
 """Steps in which nothing comes from storage, nobody that keeps something begins although there are
@@ -41,15 +41,14 @@ class Fetches:
         self,
         cache: PrefixCache,
         waiting: WaitingQueue,
-        turns: AdapterTurns,
+        slices: AdapterSlices,
         rows: Rows,
-        policy: Policy,
     ) -> None:
         self._cache = cache
-        self._waiting = waiting
-        self._turns = turns
+        self._policy = waiting.policy
+        self._slices = slices
         self._rows = rows
-        self._importance = priority_of if policy is Policy.PRIORITY else None
+        self._importance = waiting.policy.importance
         self.fetching: dict[Request, None] = {}
         """Who is not in the queue yet, because of storage."""
         self.asked: dict[Request, Ticket] = {}
@@ -123,7 +122,7 @@ class Fetches:
         patience = self._cache.patience_steps
         if patience is None:
             return []
-        return self._go_on([r for r in self.fetching if step_id - r.waiting_since >= patience])
+        return self._go_on([r for r in self.fetching if step_id - r.since >= patience])
 
     def ask_in_order(self, step_id: StepId) -> list[Request]:
         """All have begun that can in this step, and may have left room: ask for those in line until
@@ -204,10 +203,9 @@ class Fetches:
         heads = [line.rank[2] for line in self._lines.values() if line.rank is not None]
         if len(heads) < 2:
             return heads[0] if heads else None
-        accounts = self._waiting.accounts
 
         def rank(request: Request) -> tuple[tuple[bool, int], int, int]:
-            num_served = 0 if accounts is None else accounts.num_served_tokens(request.group)
+            num_served = self._policy.num_served_tokens(request)
             return self._standing(request, step_id), num_served, request.serial
 
         return min(heads, key=rank)
@@ -215,7 +213,7 @@ class Fetches:
     def _standing(self, request: Request, step_id: StepId) -> tuple[bool, int]:
         """The least comes first, whenever it came. Who has waited for long counts as one whose
         turn it is: its adapter may not be brought before it is in the queue."""
-        is_later = not self._turns.is_open(request.group[0]) and not has_aged(request, step_id)
+        is_later = not self._slices.is_open(request.group[0]) and not has_aged(request, step_id)
         return is_later, 0 if self._importance is None else self._importance(request)
 
     def _take_back(self, request: Request, step_id: StepId) -> bool:

@@ -14,6 +14,7 @@ from manyroots.cache.cache import PrefixCache
 from manyroots.ids import AdapterDigest
 from manyroots.lora.outcomes import Readiness
 from manyroots.lora.residency import Residency
+from manyroots.scheduler.lanes import Importance
 from manyroots.scheduler.request import Request, State
 from manyroots.scheduler.rows import Rows
 from manyroots.snapshot import RequestView, WaitReason
@@ -24,7 +25,7 @@ TenantNumber = Callable[[str | None], int]
 _WAITS_FOR = {
     State.FETCHING: (WaitReason.LOAD, "storage is asked for its pages"),
     State.LOADING: (WaitReason.LOAD, "its pages are on their way to the device"),
-    State.RESTING: (WaitReason.ADAPTER, "paused while another adapter runs"),
+    State.PAUSED: (WaitReason.ADAPTER, "paused while another adapter runs"),
 }
 
 
@@ -37,7 +38,8 @@ class WaitingCauses:
     """A request that runs lacked a page, so that none was begun."""
     without_room: Collection[AdapterDigest | None]
     """Adapters whose next request found no room for its pages."""
-    by_priority: bool
+    importance: Importance | None
+    """By which requests wait, if the policy has such a thing."""
 
 
 class SchedulerInspection:
@@ -61,7 +63,8 @@ class SchedulerInspection:
 
     def views(self, requests: Iterable[Request]) -> list[RequestView]:
         waiting = [r for r in requests if r.state is State.WAITING]
-        first = min((r.submit.priority for r in waiting), default=0)
+        importance = self._causes.importance
+        first = 0 if importance is None else min(map(importance, waiting), default=0)
         return [self._view(request, first) for request in requests]
 
     def _view(self, request: Request, first_priority: int) -> RequestView:
@@ -109,7 +112,7 @@ class SchedulerInspection:
         causes = self._causes
         if causes.is_paused:
             return WaitReason.PAUSED, "the engine is paused"
-        if causes.by_priority and request.submit.priority > first_priority:
+        if causes.importance is not None and causes.importance(request) > first_priority:
             return WaitReason.PRIORITY, f"a request of priority {first_priority} waits before it"
         adapter = request.group[0]
         known = self._by_adapter.get(adapter)

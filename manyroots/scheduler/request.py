@@ -45,8 +45,8 @@ class State(enum.Enum):
     """Holds a lease whose units are on their way to the device."""
     RUNNING = "running"
     """Holds a row and a lease."""
-    RESTING = "resting"
-    """Runs on later; holds a lease."""
+    PAUSED = "paused"
+    """Has begun and has no row for now; holds a lease (`slices.py`)."""
     DRAINING = "draining"
     """Finished, but a launched step still writes to its pages; holds a row and a lease."""
     FINISHED = "finished"
@@ -78,12 +78,12 @@ class Request:
         "prompt_logprobs",
         "row",
         "serial",
+        "since",
         "skips_storage",
         "state",
         "stop_ids",
         "submit",
         "tenancy",
-        "waiting_since",
         "wants_prompt_logprobs",
     )
 
@@ -93,8 +93,8 @@ class Request:
         self.submit = submit
         self.serial = serial
         """Order of arrival."""
-        self.waiting_since = step_id
-        """The step being planned when it was queued."""
+        self.since = step_id
+        """The step being planned when it was queued, began to run or was paused."""
         self.hold = hold
         """Its right to its adapter's weights, from submission to its end."""
         namespace = submit.namespace
@@ -134,7 +134,7 @@ class Request:
         self.num_in_flight_tokens = 0
         """Of a request that lost its row: tokens that launched steps still compute for it."""
         self.num_computed_tokens = 0
-        """Of a request that rests: where it goes on."""
+        """Of a paused request: where it resumes."""
         self.num_cached_tokens: int | None = None
         """What was reused when it first began."""
         self.cache_use: CacheUse | None = None

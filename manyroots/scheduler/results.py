@@ -22,8 +22,8 @@ from manyroots.scheduler.admission import Admission
 from manyroots.scheduler.departures import Departures
 from manyroots.scheduler.plan_builder import Launched
 from manyroots.scheduler.request import Request, State
-from manyroots.scheduler.resting import Resting
 from manyroots.scheduler.rows import Int64s, Rows
+from manyroots.scheduler.slices import AdapterSlices
 from manyroots.step import Bools, Int32s, StepResult, TokenLogprobs
 
 PROMPT_SHARE = 8
@@ -41,10 +41,8 @@ class Results:
         adapters: Residency,
         rows: Rows,
         admission: Admission,
-        resting: Resting,
+        slices: AdapterSlices,
         departures: Departures,
-        *,
-        is_fair: bool,
     ) -> None:
         """`requests`: the scheduler's, of which those go that are over."""
         self._requests = requests
@@ -52,9 +50,9 @@ class Results:
         self._adapters = adapters
         self._rows = rows
         self._admission = admission
-        self._resting = resting
+        self._slices = slices
         self._departures = departures
-        self._is_fair = is_fair
+        self._charges_tokens = admission.waiting.policy.charges_tokens
         self.in_flight: deque[Launched] = deque()
         """Steps that were launched and are not done, in order."""
         self.total_step_tokens = 0
@@ -85,7 +83,7 @@ class Results:
         self.total_step_tokens += step.total_tokens
         if result.seconds and step.total_tokens >= PROMPT_SHARE * len(step.rows):
             self._cache.measured_prefill(step.total_tokens, result.seconds)
-        if self._is_fair:
+        if self._charges_tokens:
             self._count_service(step)
         rows, num_tokens, samples, tokens = step.rows, step.num_tokens, step.samples, result.tokens
         if result.prompt_logprobs:
@@ -110,7 +108,7 @@ class Results:
             if outcome.error is not None:
                 reason = f"the adapter could not be loaded: {outcome.error}"
                 waiting = self._admission.waiting.requests_of(outcome.digest)
-                waiting += self._resting.requests_of(outcome.digest)
+                waiting += self._slices.paused_requests_of(outcome.digest)
                 outputs += [self.finish(r, FinishReason.ERROR, reason) for r in waiting]
         for done in result.copies:
             self._cache.acknowledge(done)
@@ -174,7 +172,7 @@ class Results:
                 request.extend(token)
                 logprobs = result.logprobs.get(Row(row))
                 outputs.append(self._tell(request, int(token[0]), request.num_tokens, logprobs))
-            if request.state is State.RESTING:
+            if request.state is State.PAUSED:
                 self._publish(request, step.step_id)
         return is_left
 

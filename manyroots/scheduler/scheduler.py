@@ -17,7 +17,7 @@ from manyroots.cache.cache import PrefixCache
 from manyroots.cache.events import CacheEvent
 from manyroots.cache.lease import Lease
 from manyroots.cache.outcomes import Extension, Refusal
-from manyroots.config import Policy, SchedulerSettings
+from manyroots.config import SchedulerSettings
 from manyroots.errors import NotFoundError
 from manyroots.ids import AdapterDigest, AdapterName, RequestId, StepId, Tier
 from manyroots.lora.registry import AdapterVersion, Hold, Unloaded
@@ -33,13 +33,13 @@ from manyroots.scheduler.inspection import (
     WaitingCauses,
     count_by_adapter,
 )
-from manyroots.scheduler.lanes import priority_of
+from manyroots.scheduler.lanes import Importance
 from manyroots.scheduler.plan_builder import Placer, PlanBuilder
+from manyroots.scheduler.policies.choice import make_policy
 from manyroots.scheduler.request import Request, State
-from manyroots.scheduler.resting import Resting
 from manyroots.scheduler.results import Results
 from manyroots.scheduler.rows import Int64s, Rows
-from manyroots.scheduler.turns import AdapterTurns
+from manyroots.scheduler.slices import AdapterSlices
 from manyroots.scheduler.victims import Victims
 from manyroots.snapshot import RequestView
 from manyroots.step import Plan, StepResult
@@ -60,15 +60,17 @@ class Scheduler:
         self._cache = cache
         self._adapters = adapters
         self._max_model_len = max_model_len
-        self._by_priority = settings.scheduling_policy == Policy.PRIORITY.value
+        policy = make_policy(settings.scheduling_policy)
+        self._importance = policy.importance
         self._rows = Rows(settings.max_num_seqs, cache.page_size)
         self._placer = Placer(settings, cache)
-        self._resting = Resting()
-        self._victims = Victims(self._rows, self._resting, cache, by_priority=self._by_priority)
         self._admission = Admission(
-            settings, cache, adapters, self._rows, self._resting, max_model_len=max_model_len
+            settings, cache, adapters, self._rows, policy, max_model_len=max_model_len
         )
-        self._departures = Departures(cache, adapters, self._rows, self._admission, self._resting)
+        self.slices: AdapterSlices = self._admission.slices
+        """Which adapters run."""
+        self._victims = Victims(self._rows, self.slices, cache, policy)
+        self._departures = Departures(cache, adapters, self._rows, self._admission, self.slices)
         self._requests: dict[RequestId, Request] = {}
         """All that are not over for their callers."""
         self._results = Results(
@@ -77,9 +79,8 @@ class Scheduler:
             adapters,
             self._rows,
             self._admission,
-            self._resting,
+            self.slices,
             self._departures,
-            is_fair=settings.scheduling_policy == Policy.FAIR.value,
         )
         self._next_step_id = 1
         self._next_serial = 1
@@ -87,11 +88,6 @@ class Scheduler:
         """Adapters whose next request found no room when the last step was planned."""
         self._has_retracted = False
         """Whether requests were retracted when the last step was planned."""
-
-    @property
-    def turns(self) -> AdapterTurns:
-        """Whose adapter's turn it is."""
-        return self._admission.turns
 
     @property
     def fetches(self) -> Fetches:
@@ -204,35 +200,33 @@ class Scheduler:
         )
         num_retracted = self._departures.num_retractions
         without_room: set[AdapterDigest | None] = set()
-        if len(self._admission) or self._resting:
-            self._admission.take_turns(builder.step_id, self._departures)
+        if len(self._admission) or self.slices.num_paused_requests:
+            self._admission.choose_adapters(builder.step_id, self._departures.pause)
         # Decodes first: a long prompt must not hold up the tokens of those who are talking.
         growing = builder.decode()
         prompts = list(self._rows.prompts) if self._rows.prompts else ()
         later: list[Request] = []
-        if self._by_priority and (len(growing) or prompts):
-            later = self._continue_by_importance(growing, builder)
+        if self._importance is not None and (len(growing) or prompts):
+            later = self._continue_by_importance(growing, builder, self._importance)
         elif len(growing):
             self._next_pages(growing, builder)
-        if self._resting:
+        if self.slices.num_paused_requests:
             self._resume(builder)
-        for request in () if self._by_priority else prompts:
+        for request in () if self._importance is not None else prompts:
             self._continue(request, builder)
-        make_way = self._make_way if self._by_priority else None
-        for importance, yielding in groupby(later, priority_of):
-            if self._departures.num_retractions == num_retracted:
-                without_room |= self._admission.admit(builder, make_way, importance - 1)
-            for request in yielding:
-                self._continue(request, builder)
+        make_way = None if self._importance is None else self._make_way
+        if self._importance is not None:
+            for importance, yielding in groupby(later, self._importance):
+                if self._departures.num_retractions == num_retracted:
+                    without_room |= self._admission.admit(builder, make_way, importance - 1)
+                for request in yielding:
+                    self._continue(request, builder)
         if len(self._admission):
             self._admission.lose_patience(builder.step_id)
             if self._departures.num_retractions == num_retracted:
                 without_room |= self._admission.admit(builder, make_way)
             self._admission.fetch(builder.step_id)
-        if len(self._admission) or self._resting:
-            self._admission.prepare_adapters(without_room)
-        if self._resting and self._is_stalled(builder) and self.turns.forgo():
-            self._resume(builder)
+        if len(self._admission) or self.slices.num_paused_requests:
             self._admission.prepare_adapters(without_room)
         self._without_room = without_room
         self._has_retracted = self._departures.num_retractions > num_retracted
@@ -247,11 +241,6 @@ class Scheduler:
         self._adapters.step_launched(builder.step_id)
         return plan
 
-    def _is_stalled(self, builder: PlanBuilder) -> bool:
-        """Whether nothing is computed, launched or on its way."""
-        is_idle = builder.is_empty and not self._results.in_flight
-        return is_idle and not self._is_waiting and not self._adapters.has_intents
-
     @property
     def _is_waiting(self) -> bool:
         return self._cache.has_transfers or self._adapters.is_loading
@@ -265,12 +254,14 @@ class Scheduler:
             if units is not None:
                 builder.next_pages(rows, units)
                 return
-        if self._by_priority:
-            growing.sort(key=lambda request: request.submit.priority)
+        if self._importance is not None:
+            growing.sort(key=self._importance)
         for request in growing:
             self._continue(request, builder)
 
-    def _continue_by_importance(self, growing: Int64s, builder: PlanBuilder) -> list[Request]:
+    def _continue_by_importance(
+        self, growing: Int64s, builder: PlanBuilder, importance: Importance
+    ) -> list[Request]:
         """Place all that need pages, the most important first: those that come later can still
         give way to them. Gives, in that order, the prompts that are not placed yet because
         something more important waits: it comes first, or a long prompt would take every step's
@@ -278,13 +269,13 @@ class Scheduler:
         if not self._rows.prompts:
             self._next_pages(growing, builder)
             return []
-        first = self._admission.most_important
+        first = self._admission.most_important(importance)
         members = [*self._rows.requests_at(growing)]
-        members += [r for r in self._rows.prompts if r.submit.priority <= first]
-        later = [r for r in self._rows.prompts if r.submit.priority > first]
-        for request in sorted(members, key=priority_of):
+        members += [r for r in self._rows.prompts if importance(r) <= first]
+        later = [r for r in self._rows.prompts if importance(r) > first]
+        for request in sorted(members, key=importance):
             self._continue(request, builder)
-        return sorted(later, key=priority_of)
+        return sorted(later, key=importance)
 
     def _continue(self, request: Request, builder: PlanBuilder) -> None:
         """Place a running request's next tokens, making room at others' cost if need be."""
@@ -320,24 +311,23 @@ class Scheduler:
         return extension
 
     def _resume(self, builder: PlanBuilder) -> None:
-        """Those whose adapter has its place again, or who have a row, go on where they were."""
-        for request in self.turns.returning():
-            if not self._rows.free or builder.num_tokens_left == 0:
+        """Paused requests run again where they were, as far as there are rows."""
+        for request in self.slices.returning():
+            if builder.num_tokens_left == 0:
                 return
             lease, computed = request.lease, request.num_computed_tokens
-            # One may have been retracted for another; or its last token is not known yet.
-            if request.state is not State.RESTING or request.num_in_flight_tokens:
-                continue
-            if request in self._resting.loans and not self.turns.has_row(request):
+            # It may have been retracted for another; or its last token is not known yet.
+            if request.state is not State.PAUSED or request.num_in_flight_tokens:
                 continue
             assert lease is not None
             num_tokens = self._placer.chunk(request, lease, computed, builder)
             if self._extend(request, lease, computed, computed + num_tokens, builder) is None:
                 return
             if request.hold is not None:
-                self._admission.seat(request.hold, builder.step_id)
-            self._resting.remove(request)
+                self._admission.seat(request.hold)
+            self.slices.drop(request)
             request.state = State.RUNNING
+            request.since = builder.step_id
             row = self._rows.sit(request, computed)
             builder.arrive(request, row, lease, computed)
             self._placer.place(request, lease, computed, num_tokens, builder)
@@ -360,7 +350,7 @@ class Scheduler:
     @property
     def _is_alone(self) -> bool:
         """Whether only copies under way hold what the one that runs lacks: it waits for them."""
-        num_begun = len(self._rows.running) + len(self._resting)
+        num_begun = len(self._rows.running) + self.slices.num_paused_requests
         return num_begun == 1 and self._cache.has_transfers
 
     # Results
@@ -402,9 +392,7 @@ class Scheduler:
 
     def inspect(self, tenant: TenantNumber, *, most: int, is_paused: bool) -> list[RequestView]:
         """What each request does and waits for, the oldest first, at most so many."""
-        causes = WaitingCauses(
-            is_paused, self._has_retracted, self._without_room, self._by_priority
-        )
+        causes = WaitingCauses(is_paused, self._has_retracted, self._without_room, self._importance)
         inspection = SchedulerInspection(self._cache, self._rows, self._adapters, causes, tenant)
         return inspection.views(list(islice(self._requests.values(), most)))
 
@@ -419,7 +407,7 @@ class Scheduler:
 
     def num_pauses(self, digest: AdapterDigest) -> int:
         """How often an adapter's requests were paused together."""
-        return self._resting.num_pauses[digest]
+        return self.slices.num_displaced[digest]
 
     def stats(self) -> Stats:
         cache = self._cache.stats()
@@ -435,8 +423,8 @@ class Scheduler:
             num_held_pages=pages.num_held,
             page_usage=max(plane.num_held / plane.num_units for plane in on_device),
             total_retractions=self._departures.num_retractions,
-            num_resting=len(self._resting),
-            total_rests=self._resting.total_rests,
+            num_paused=self.slices.num_paused_requests,
+            total_pauses=self.slices.total_pauses,
             total_lookup_tokens=cache.total_lookup_tokens,
             total_hit_tokens=cache.total_hit_tokens,
             total_host_hit_tokens=cache.total_host_hit_tokens,

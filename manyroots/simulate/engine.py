@@ -10,7 +10,7 @@ from manyroots.cache.planes import CacheLayout
 from manyroots.engine.loop import EngineLoop
 from manyroots.lora.audit import audit as audit_adapters
 from manyroots.lora.residency import Residency
-from manyroots.scheduler.audit import audit as audit_turns
+from manyroots.scheduler.audit import audit as audit_scheduler
 from manyroots.scheduler.scheduler import Scheduler
 from manyroots.simulate.settings import SimulationSettings
 from manyroots.step import Runner
@@ -29,7 +29,7 @@ class SimulatedEngine:
         """Every invariant; raises AssertionError saying which does not hold."""
         audit(self.cache)
         audit_adapters(self.adapters)
-        audit_turns(self.scheduler.turns, self.scheduler.fetches)
+        audit_scheduler(self.scheduler.slices, self.scheduler.fetches)
 
 
 def build_engine(settings: SimulationSettings, runner: Runner) -> SimulatedEngine:

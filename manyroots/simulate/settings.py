@@ -51,7 +51,7 @@ class SimulationSettings:
     num_spare_slots: int | None = None
     """Slots beyond --max-loras; None is as many as the engine has, memory aside."""
     scheduling_policy: str = "fcfs"
-    adapter_patience_steps: int | None = None
+    adapter_quantum_steps: int | None = None
     windows: tuple[str, ...] = ()
     """Layers that see a window only, as `512:5/6` (SIZE:SHARE). `num_pages` is then memory for so
     many pages of all layers, split as the engine splits its own."""
@@ -97,7 +97,7 @@ class SimulationSettings:
             max_num_batched_tokens=self.max_num_batched_tokens,
             long_prefill_token_threshold=self.long_prefill_token_threshold,
             scheduling_policy=self.scheduling_policy,
-            adapter_patience_steps=self.adapter_patience_steps,
+            adapter_quantum_steps=self.adapter_quantum_steps,
         )
 
     @property

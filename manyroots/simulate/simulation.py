@@ -52,7 +52,7 @@ class SimulationRun:
     num_failed_steps: int
     num_audits: int
     num_retractions: int
-    num_rests: int
+    num_pauses: int
     """Requests put to rest for those of another adapter, each as often as it was."""
     peak_held_pages: int
     num_hit_tokens: int
@@ -152,7 +152,7 @@ class _Simulation:
             num_failed_steps=self.runner.num_failed_steps,
             num_audits=self.num_audits,
             num_retractions=stats.total_retractions,
-            num_rests=stats.total_rests,
+            num_pauses=stats.total_pauses,
             peak_held_pages=self.peak_held_pages,
             num_hit_tokens=stats.total_hit_tokens,
             num_host_hit_tokens=self.engine.cache.stats().total_host_hit_tokens,

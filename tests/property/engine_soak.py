@@ -29,7 +29,7 @@ def run_seed(seed: int) -> tuple[dict[str, int], str | None]:
         "steps made to fail": run.num_failed_steps,
         "aborts": sum(record.finish_reason is FinishReason.ABORT for record in run.records),
         "retractions": run.num_retractions,
-        "requests put to rest": run.num_rests,
+        "pauses": run.num_pauses,
         "tokens reused": sum(record.num_cached_tokens for record in run.records),
         "tokens reused from the host": run.num_host_hit_tokens,
         "pages copied between tiers": sum(run.num_copied_pages.values()),

@@ -47,7 +47,7 @@ class Case:
                 uses_storage=True, prefetch=rng.choice([Prefetch.WAIT, *Prefetch]),
                 prefetch_timeout_steps=4, write_back=rng.choice(list(WriteBack)),
             ),
-            finish_copies=self._finish, adapter_patience_steps=rng.choice([2, 64]),
+            finish_copies=self._finish, adapter_quantum_steps=rng.choice([2, 64]),
         )  # fmt: skip
         self.digests: dict[str | None, bytes | None] = {None: None}
         for name in "abc":

@@ -169,7 +169,7 @@ class PageState:
             "is_paused": snapshot.is_paused,
             "running": stats.num_running,
             "waiting": stats.num_waiting,
-            "paused": stats.num_resting,
+            "paused": stats.num_paused,
             "requests": snapshot.num_requests,
             "total_in": total_in,
             "total_out": total_out,

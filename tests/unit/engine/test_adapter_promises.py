@@ -154,11 +154,11 @@ def test_w08_an_idle_engine_gives_an_unloaded_adapters_memory_back(
     engine.assert_nothing_of_adapters_is_left()
 
 
-def test_l07_those_that_rest_give_what_they_give_alone(
+def test_l07_paused_requests_give_what_they_give_alone(
     engine: AdapterEngine, world: TinyWorld
 ) -> None:
-    """L06, L07: real weights and pages; two of one adapter rest for another's, whose weights take
-    their slot meanwhile, and go on with the same tokens."""
+    """L06, L07: real weights and pages; two of one adapter are paused for another's, whose weights
+    take their slot meanwhile, and resume with the same tokens."""
     sampling = SamplingParams(max_tokens=40, temperature=0)
     asked = {1: ([5, 6, 7], "a"), 2: ([8, 9, 3, 4], "a"), 3: ([5, 6, 7], "b")}
     alone = {}
@@ -166,16 +166,16 @@ def test_l07_those_that_rest_give_what_they_give_alone(
         engine.submit(number, prompt, name, sampling=sampling)
         engine.run()
         alone[number] = engine.tokens(number)
-    resting = AdapterEngine(
-        world, names={name: name for name in RECIPES}, max_loras=1, adapter_patience_steps=2
+    slices = AdapterEngine(
+        world, names={name: name for name in RECIPES}, max_loras=1, adapter_quantum_steps=2
     )
     for number, (prompt, name) in asked.items():
-        resting.submit(number, prompt, name, sampling=sampling)
-        while name == "a" and not resting.tokens(number):
-            if not resting.loop.has_work:
-                resting.loop.wait_for_read()
-            resting.step()
-    resting.run()
-    assert resting.loop.stats().total_rests >= 2
-    assert {number: resting.tokens(number) for number in asked} == alone
-    resting.close()
+        slices.submit(number, prompt, name, sampling=sampling)
+        while name == "a" and not slices.tokens(number):
+            if not slices.loop.has_work:
+                slices.loop.wait_for_read()
+            slices.step()
+    slices.run()
+    assert slices.loop.stats().total_pauses >= 2
+    assert {number: slices.tokens(number) for number in asked} == alone
+    slices.close()

@@ -111,7 +111,7 @@ def test_l04_a_held_back_request_causes_no_empty_plan_no_retraction_and_no_busy_
     """L04: with a cap of one, B is held back while A runs, then waits for its load, which is slow.
     Every plan computes, moves something or waits; while nothing can be computed, each waits;
     nothing is retracted, and both say what they say by PEFT."""
-    engine, plans = start(max_loras=1, adapter_patience_steps=1000)
+    engine, plans = start(max_loras=1, adapter_quantum_steps=1000)
     engine.answer(9, [7, 8], "a")
     is_begun, go_on = threading.Event(), threading.Event()
     load = engine.pool.load
@@ -226,7 +226,7 @@ def test_w07_a_deferred_unload_leaves_a_slot_that_has_another_owner(
     """W07: A was on the device and has lost its slot to B, which runs. A is unloaded while a
     request of it waits; when that ends the unload is carried out, and the slot has every byte that
     B had there."""
-    engine, plans = start(max_loras=1, adapter_patience_steps=1000)
+    engine, plans = start(max_loras=1, adapter_quantum_steps=1000)
     engine.answer(9, [7, 8], "a")
     asked = {1: ([5, 6, 7], "b")}
     engine.submit(1, *asked[1], sampling=asked_for(24))

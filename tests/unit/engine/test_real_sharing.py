@@ -22,7 +22,7 @@ from manyroots.messages import FinishReason
 from manyroots.step import Plan
 from tests.cache_harness import resident
 from tests.real_engine import MAX_LEN, PAGE, RealEngine, RealWorld, events_to, paths_of, text
-from tests.unit.engine.test_real_turns import Steady
+from tests.unit.engine.test_real_slices import Steady
 
 MIXES = ("full", "five to one", "convolutions")
 NEED = MAX_LEN // PAGE

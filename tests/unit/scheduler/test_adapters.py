@@ -7,7 +7,7 @@ import pytest
 from manyroots.ids import AdapterDigest, AdapterName, Namespace
 from manyroots.lora.spec import AdapterSpec
 from manyroots.messages import FinishReason
-from manyroots.scheduler.turns import AGING_STEPS
+from manyroots.scheduler.slices import QUANTUM_LOADS_ALONE
 from manyroots.step import AdapterLoaded, LoadAdapter
 from tests.scheduler_harness import SchedulerHarness, expected_tokens, submit
 
@@ -134,8 +134,8 @@ def test_l04_a_held_back_request_causes_no_empty_plan_and_no_retraction() -> Non
 
 
 def test_l06_no_adapter_starves_under_endless_traffic_of_another() -> None:
-    """L06: cap 1 and a new request of A every step: B's first token comes within AGING_STEPS plus
-    what the running requests of A still take plus its load."""
+    """L06: cap 1 and a new request of A every step: B's first token comes within A's quantum, which
+    is so many loads of two steps, and its own load."""
     engine = SchedulerHarness(max_loras=1, max_num_seqs=4, num_pages=256)
     load(engine, "a")
     load(engine, "b")
@@ -145,7 +145,7 @@ def test_l06_no_adapter_starves_under_endless_traffic_of_another() -> None:
         number += 1
         engine.step()
     engine.loop.handle(submit(10_000, [7, 7, 7], max_tokens=2, adapter="b"))
-    for _ in range(AGING_STEPS + 6 + 8):
+    for _ in range(2 * QUANTUM_LOADS_ALONE + 8):
         engine.loop.handle(submit(number, [number % 50, 1], max_tokens=6, adapter="a"))
         number += 1
         engine.step()

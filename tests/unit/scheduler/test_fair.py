@@ -10,6 +10,7 @@ import pytest
 
 from manyroots.ids import AdapterDigest, AdapterName, Namespace
 from manyroots.lora.spec import AdapterSpec
+from manyroots.scheduler.policies.fair import FairPolicy
 from manyroots.step import Plan
 from tests.scheduler_harness import SchedulerHarness, submit
 
@@ -155,8 +156,9 @@ def test_l08_no_account_outlives_its_tenant() -> None:
         shares.ask(f"t{number}", 3, 2)
     for _ in range(5):
         shares.step()
-    accounts = shares.engine.scheduler._admission.waiting.accounts
-    assert accounts is not None
+    policy = shares.engine.scheduler._admission.waiting.policy
+    assert isinstance(policy, FairPolicy)
+    accounts = policy.accounts
     assert len(accounts) > 200
     for number in range(100, 200):
         shares.engine.scheduler.abort(number)  # type: ignore[arg-type]

@@ -8,11 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from manyroots.bench.adapter_turns import CASES, Turns, TurnsCase
+from manyroots.bench.adapter_slices import CASES, SlicesCase, SlicesRun
 from manyroots.ids import AdapterDigest, AdapterName
 from manyroots.lora.spec import AdapterSpec
-from manyroots.scheduler.swap_costs import PACK_PATIENCE, PACK_STEPS
-from manyroots.scheduler.turns import AGING_STEPS
+from manyroots.scheduler.policies.pack import PATIENCE_STEPS, ROW_PATIENCE_STEPS
 from tests.scheduler_harness import SchedulerHarness, submit
 
 NUM_REQUESTS = 240
@@ -79,7 +78,7 @@ def test_l08_packing_starves_nobody() -> None:
     engine = make("pack", num_adapters=3, cap=2, rows=8)
     number = 0
     first_step = None
-    while first_step is None or num_steps(engine) - first_step < PACK_PATIENCE * AGING_STEPS + 20:
+    while first_step is None or num_steps(engine) - first_step < PATIENCE_STEPS + 20:
         while len(engine.scheduler._admission.waiting) < 6:
             name = str(number % 2)
             max_tokens = rng.randint(10, 60)
@@ -99,7 +98,7 @@ def on_device(policy: str, num_adapters: int, rows: int, num_pages: int = 64) ->
     """An engine that has all its adapters on the device."""
     engine = SchedulerHarness(
         policy=policy, max_loras=num_adapters, max_num_seqs=rows, depth=0, reuse=False,
-        adapter_patience_steps=None, num_pages=num_pages,
+        num_pages=num_pages,
     )  # fmt: skip
     for number in range(num_adapters):
         name, digest = AdapterName(str(number)), AdapterDigest(str(number).encode())
@@ -144,10 +143,10 @@ def test_l08_who_was_retracted_goes_on_before_the_group() -> None:
     assert in_order[:2] == [{0, 1}, {1}]
 
 
-def figures(case: TurnsCase) -> dict[str, float]:
-    turns = Turns(replace(case, num_steps=1500), patience_steps=None)
-    turns.run()
-    return turns.figures()
+def figures(case: SlicesCase) -> dict[str, float]:
+    run = SlicesRun(replace(case, num_steps=1500))
+    run.run()
+    return run.figures()
 
 
 def test_l08_fewer_adapters_run_at_once_where_all_are_on_the_device() -> None:
@@ -166,10 +165,12 @@ def test_l08_packing_leaves_a_rare_adapter_its_turn_where_all_are_on_the_device(
     engine = on_device("pack", 4, 4, num_pages=2048)
     for number in range(12):
         name = str(number % 2)
-        engine.loop.handle(submit(number, [number], max_tokens=3 * PACK_STEPS, adapter=name))
+        engine.loop.handle(
+            submit(number, [number], max_tokens=3 * ROW_PATIENCE_STEPS, adapter=name)
+        )
     engine.step()
     engine.loop.handle(submit(99, [7, 7], max_tokens=2, adapter="3"))
-    for _ in range(PACK_STEPS + 4):
+    for _ in range(ROW_PATIENCE_STEPS + 4):
         engine.step()
         if engine.outputs.get(99):
             return

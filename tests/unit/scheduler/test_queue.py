@@ -6,7 +6,9 @@ import pytest
 
 from manyroots.config import Policy
 from manyroots.ids import Namespace, StepId
-from manyroots.scheduler.lanes import FairLane, PlainLane
+from manyroots.scheduler.lanes import PlainLane
+from manyroots.scheduler.policies.choice import make_policy
+from manyroots.scheduler.policies.fair import FairLane, FairPolicy
 from manyroots.scheduler.queue import WaitingQueue
 from manyroots.scheduler.ranking import MAX_STALE
 from manyroots.scheduler.request import Request
@@ -23,7 +25,7 @@ def requests(*priorities: int) -> list[Request]:
 
 
 def queue_of(waiting: list[Request], policy: Policy = Policy.FCFS) -> WaitingQueue:
-    queue = WaitingQueue(policy)
+    queue = WaitingQueue(make_policy(policy.value))
     for request in waiting:
         queue.push(request)
     return queue
@@ -111,14 +113,14 @@ def test_l08_nothing_is_kept_of_tenants_that_have_ended(policy: Policy) -> None:
     kept = [take(queue) for _ in range(250)]
     assert len(queue) == 0
     assert not queue.lanes
-    if queue.accounts is not None:
-        assert len(queue.accounts) == 250
+    if isinstance(queue.policy, FairPolicy):
+        assert len(queue.policy.accounts) == 250
     for request in kept:
         assert request is not None
         queue.charge(request, 7)
-        queue.close(request)
-    if queue.accounts is not None:
-        assert len(queue.accounts) == 0
+        queue.policy.close(request)
+    if isinstance(queue.policy, FairPolicy):
+        assert len(queue.policy.accounts) == 0
     assert len(queue._order) <= MAX_STALE
 
 
@@ -131,8 +133,8 @@ def test_l08_what_is_kept_shrinks_with_the_tenants_that_wait(policy: Policy) -> 
     [lane] = queue.lanes.values()
     assert lane.head is waiting[0]
     if isinstance(lane, FairLane):
-        assert queue.accounts is not None
-        assert len(queue.accounts) == 1
+        assert isinstance(queue.policy, FairPolicy)
+        assert len(queue.policy.accounts) == 1
         assert len(lane._tenants) <= 2 + MAX_STALE
     if isinstance(lane, PlainLane):
         assert len(lane._line) <= 2 + MAX_STALE

@@ -16,8 +16,8 @@ const LIMITS = {
   storage: "storage may have more and was too slow to ask",
   off: "prefix caching is off",
 };
-const STATES = { running: "good", waiting: "warn", loading: "info", fetching: "info", preparing: "info", resting: "warn", paused: "warn", draining: "" };
-const NAMES = { resting: "paused" };
+const STATES = { running: "good", waiting: "warn", loading: "info", fetching: "info", preparing: "info", paused: "warn", draining: "" };
+const NAMES = {};
 
 export function requests() {
   let page = 0;

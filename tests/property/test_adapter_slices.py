@@ -1,8 +1,8 @@
-"""Many more adapters than places, at random: nobody's stream pauses for longer than is stated.
+"""Many more adapters than may run, at random: no stream pauses for longer than is stated.
 
-Each step is audited (`scheduler/audit.py`): places, rows kept for those that rest, how long they
-have rested. What callers see is measured beside it, by counting steps between two tokens. Everybody
-ends, with its own tokens. `python -m tests.property.test_adapter_turns 100 400` runs more seeds.
+Each step is audited (`scheduler/slices_audit.py`): states, rows, and how long requests are paused.
+What callers see is measured beside it, by counting steps between two tokens. Every request ends,
+with its own tokens. `python -m tests.property.test_adapter_slices 100 400` runs more seeds.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import pytest
 from manyroots.ids import AdapterDigest, AdapterName, RequestId
 from manyroots.lora.spec import AdapterSpec
 from manyroots.messages import Abort, FinishReason, Submit
-from manyroots.scheduler.claims import REST_STEPS
+from manyroots.scheduler.slices import OVERDUE_STEPS
 from manyroots.step import AdapterLoaded, LoadAdapter
 from tests.scheduler_harness import SchedulerHarness, expected_tokens, submit
 
 
 class Crowd:
-    """An engine with few places, asked for many adapters at once, some of them all the time."""
+    """An engine that runs few adapters at once, asked for many, some of them all the time."""
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(f"turns {seed}")
@@ -38,7 +38,7 @@ class Crowd:
             chunk=rng.choice([None, 4]),
             depth=rng.choice([0, 1]),
             policy=rng.choice(["fcfs", "fcfs", "fair", "pack"]),
-            adapter_patience_steps=rng.choice([None, None, 0, 8]),
+            adapter_quantum_steps=rng.choice([None, None, 1, 8]),
             finish_loads=self._finish_loads,
         )
         self.names = [f"adapter {n}" for n in range(num_places * rng.randint(2, 12))]
@@ -97,8 +97,8 @@ class Crowd:
         assert self.engine.cache.stats().planes[0].num_held == 0
 
 
-class Lenders(Crowd):
-    """One adapter has all rows, and lends them to others that come one by one."""
+class RowsTaken(Crowd):
+    """One adapter has all rows, and others that come take them one by one."""
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(f"loans2 {seed}")
@@ -115,7 +115,7 @@ class Lenders(Crowd):
             budget=256,
             depth=rng.choice([0, 1]),
             policy=rng.choice(["fcfs", "fcfs", "fair"]),
-            adapter_patience_steps=rng.choice([None, None, 0, 4]),
+            adapter_quantum_steps=rng.choice([None, None, 1, 4]),
             finish_loads=self._finish_loads,
         )
         self.names = [f"adapter {n}" for n in range(self._num_places + rng.choice([1, 2, 4, 8]))]
@@ -173,18 +173,17 @@ def test_l07_a_stream_pauses_for_a_stated_number_of_steps_at_most(seed: int) -> 
 
 @pytest.mark.parametrize("seed", [2026, 3080])
 def test_l07_mixes_in_which_a_pause_was_too_long(seed: int) -> None:
-    """L07: one behind took the place of one that was overdue and whose weights were on their way;
-    one that had lent its row never went on when its adapter came for a step at a time."""
+    """L07: a later entry ran before one that was overdue and whose weights were on their way; a
+    request whose row was taken never resumed when its adapter ran for a step at a time."""
     check_seed(seed, 150)
 
 
 @pytest.mark.parametrize("seed", [0, 127])
-def test_l07_mixes_in_which_rows_were_not_there_or_lent_too_often(seed: int) -> None:
-    """L07: a visitor's place went back to who had lent it and had rested in another's since, where
-    its rows were kept."""
-    lenders = Lenders(seed)
-    lenders.run(30)
-    lenders.check()
+def test_l07_mixes_in_which_rows_were_not_there_or_taken_too_often(seed: int) -> None:
+    """L07: one adapter has all rows, and others take them one by one."""
+    crowd = RowsTaken(seed)
+    crowd.run(30)
+    crowd.check()
 
 
 if __name__ == "__main__":
@@ -195,5 +194,5 @@ if __name__ == "__main__":
             print(seed, repr(error)[:300], flush=True)
             continue
         most = max(crowd.pauses, default=0)
-        rests = crowd.engine.scheduler.stats().total_rests
-        print(seed, crowd._num_steps, "rests", rests, "longest pause", most, most > REST_STEPS)
+        pauses = crowd.engine.scheduler.stats().total_pauses
+        print(seed, crowd._num_steps, "pauses", pauses, "longest pause", most, most > OVERDUE_STEPS)

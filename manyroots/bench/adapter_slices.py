@@ -1,8 +1,8 @@
-"""`bench adapters`: whose turn it is when more adapters are asked for than may run at once.
+"""`bench adapters`: rows, waits and pauses when more adapters are wanted than may run at once.
 
 Counts steps, rows and tokens: no model, no clock, no time in any figure, so that a run gives the
-same on every machine. Each case runs as it is and with endless patience, which is what the batch
-would give if nobody were ever put to rest for anybody else.
+same on every machine. Each case runs as it is and with an endless quantum, which is what the batch
+would give if no request were ever paused.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from manyroots.sampling import SamplingParams
 from manyroots.scheduler.scheduler import Scheduler
 from manyroots.step import AdapterLoaded, LoadAdapter, Plan, StepResult
 
-PATIENCE_STEPS = SchedulerSettings().adapter_patience_steps
 ENDLESS = 2**31
+"""A quantum that is never over."""
 PROMPT_LEN = 24
 
 
 @dataclass(frozen=True, slots=True)
-class TurnsCase:
+class SlicesCase:
     """Traffic that never ends, counted in steps."""
 
     name: str
@@ -48,8 +48,10 @@ class TurnsCase:
     skew: float = 0.0
     """The n-th adapter is asked for in proportion to n to the minus this; 0 is all alike."""
     rare_every: int = 0
-    """Steps between requests of an adapter that nobody else asks for; 0 is none."""
+    """Steps between requests of one more adapter; 0 is none."""
     rare_output_len: int = 4
+    can_load_ahead: bool = True
+    """Whether there are spare slots, as in the engine."""
     load_steps: int = 1
     """Results between a load's intent and its answer."""
     policy: str = Policy.FCFS.value
@@ -58,19 +60,31 @@ class TurnsCase:
 
 
 CASES = (
-    TurnsCase("rare-adapter", 64, 4, 4, 96, (200, 800), rare_every=1000),
-    TurnsCase("rare-and-long", 64, 4, 4, 96, (200, 800), rare_every=1000, rare_output_len=400),
-    TurnsCase("many-adapters", 32, 4, 50, 200, (8, 40), skew=1.0),
-    TurnsCase("on-device", 32, 8, 8, 96, (50, 150)),
-    TurnsCase("on-device-packed", 32, 8, 8, 96, (50, 150), policy=Policy.PACK.value),
+    SlicesCase("rare-adapter", 64, 4, 4, 96, (200, 800), rare_every=1000),
+    SlicesCase("rare-and-long", 64, 4, 4, 96, (200, 800), rare_every=1000, rare_output_len=400),
+    SlicesCase("rare-not-ahead", 64, 4, 4, 96, (200, 800), rare_every=1000, can_load_ahead=False),
+    SlicesCase(
+        "rare-long-not-ahead",
+        64,
+        4,
+        4,
+        96,
+        (200, 800),
+        rare_every=1000,
+        rare_output_len=400,
+        can_load_ahead=False,
+    ),
+    SlicesCase("many-adapters", 32, 4, 50, 200, (8, 40), skew=1.0),
+    SlicesCase("on-device", 32, 8, 8, 96, (50, 150)),
+    SlicesCase("on-device-packed", 32, 8, 8, 96, (50, 150), policy=Policy.PACK.value),
 )
 
 
-class Turns:
+class SlicesRun:
     """A scheduler under a case's traffic, one step planned ahead."""
 
-    def __init__(self, case: TurnsCase, patience_steps: int | None) -> None:
-        """`patience_steps`: None is as in the engine, with slots to spare."""
+    def __init__(self, case: SlicesCase, quantum_steps: int | None = None) -> None:
+        """`quantum_steps`: None is as in the engine."""
         self._case = case
         self._rng = random.Random(case.seed)
         self._weights = [(n + 1) ** -case.skew for n in range(case.num_adapters)]
@@ -78,11 +92,11 @@ class Turns:
             max_num_seqs=case.max_num_seqs,
             max_num_batched_tokens=2048,
             scheduling_policy=case.policy,
-            adapter_patience_steps=patience_steps,
+            adapter_quantum_steps=quantum_steps,
         )
         longest = PROMPT_LEN + max(case.output_len[1], case.rare_output_len) + 16
         cache = make_cache(2 * (case.num_outstanding + 8) * (longest // 16 + 1), 16)
-        spare = case.max_loras // SPARE_SLOTS if patience_steps is None else 0
+        spare = case.max_loras // SPARE_SLOTS if case.can_load_ahead else 0
         limits = AdapterLimits(max_loras=case.max_loras, max_cpu_loras=0, num_spare_slots=spare)
         self._adapters = Residency(limits)
         self.scheduler = Scheduler(settings, cache, self._adapters, max_model_len=longest)
@@ -207,18 +221,18 @@ SHOWN = {
 """Figures as the table calls them."""
 
 
-def run_turns(cases: list[str], num_steps: int) -> dict[str, Any]:
-    """Each case as it is and with endless patience; prints a table and gives the report."""
+def run_slices(cases: list[str], num_steps: int) -> dict[str, Any]:
+    """Each case as it is and with an endless quantum; prints a table and gives the report."""
     runs = []
     for case in CASES:
         if case.name not in cases:
             continue
         case = replace(case, num_steps=num_steps)
         figures = {}
-        for name, patience_steps in (("resting", PATIENCE_STEPS), ("endless patience", ENDLESS)):
-            turns = Turns(case, patience_steps)
-            turns.run()
-            figures[name] = turns.figures()
+        for name, quantum_steps in (("time slices", None), ("endless quantum", ENDLESS)):
+            run = SlicesRun(case, quantum_steps)
+            run.run()
+            figures[name] = run.figures()
         runs.append({"case": asdict(case), "figures": figures})
         print(f"{case.name:<34}" + "".join(f"{name:>20}" for name in figures))
         for name, label in SHOWN.items():

@@ -44,6 +44,12 @@ class LoRARequest:
     """Read the files again, whatever the name means now."""
 
 
+def split_revision(model: str) -> tuple[str, str | None]:
+    """A name, and the revision behind its `@`; names have none in them."""
+    name, at, revision = model.partition("@")
+    return name, revision if at else None
+
+
 def name_fault(name: str) -> str | None:
     """What is wrong with a name, with the remedy; None if nothing is."""
     if not 1 <= len(name) <= MAX_NAME_CHARACTERS:

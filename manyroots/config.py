@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import enum
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from manyroots.adapter_names import LoraModule, name_fault
@@ -237,6 +239,12 @@ class LoraSettings:
         2.0, "Most GiB that one adapter's weights may have to be fetched or uploaded."
     )
     lora_fetch_timeout_s: float = option(60.0, "Seconds that fetching one adapter may take.")
+
+    @property
+    def cache_folder(self) -> Path:
+        """Where fetched and uploaded adapters are kept."""
+        top = os.environ.get("MANYROOTS_CACHE", "~/.cache/manyroots")
+        return Path(self.lora_cache_dir or f"{top}/adapters").expanduser()
 
     def __post_init__(self) -> None:
         at_least(self, "max_loras", 0)

@@ -30,6 +30,9 @@ AdapterName = NewType("AdapterName", str)
 AdapterDigest = NewType("AdapterDigest", bytes)
 """Content digest of an adapter's weights and config."""
 
+REVISION_DIGITS = 12
+"""Of a digest, in hexadecimal: what a revision of an adapter is called."""
+
 AdapterSlot = NewType("AdapterSlot", int)
 """Index of a place for one adapter's weights on the device."""
 NO_ADAPTER = -1

@@ -43,9 +43,9 @@ class Submit:
     stop_ids: tuple[int, ...]
     """End-of-sequence tokens (unless ignored) and the caller's stop_token_ids."""
     adapter: AdapterName | None
-    """Never left out (N10). What the adapter was called; the engine looks up what that means now,
-    and puts its content into the namespace. None is the base model, as the namespace then says
-    too."""
+    """Never left out (N10). What the adapter was called, perhaps with `@` and a revision; the
+    engine looks up what that means now, and puts its content into the namespace. None is the base
+    model, as the namespace then says too."""
     priority: int = 0
     """With the priority policy: the lower, the more important. 0 with every other."""
     max_tokens: int | None = None
@@ -72,6 +72,20 @@ class LoadLora:
     """Its slot on the device is never given to another."""
     in_place: bool = False
     """The name may have other content already, which drains."""
+    is_upload: bool = False
+    """The server itself has put the files there."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublishLora:
+    """Give a name the content of an adapter in this process's memory; what it meant before drains.
+    Answered by a `LoraReply`. Never crosses between processes."""
+
+    op_id: int
+    name: AdapterName
+    adapter: object
+    """A `lora.files.memory.MemoryAdapter`."""
+    is_pinned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +193,8 @@ class Notice:
     """Of a request that asked: the hidden state behind its prompt."""
     cache_use: CacheUse | None = None
     """With the first token."""
+    revision: str | None = None
+    """With the first output: which revision of the adapter computes it."""
 
 
 @dataclass(slots=True)
@@ -210,6 +226,10 @@ class Output:
     @property
     def adapter_was(self) -> Tier | None:
         return None if self.notice is None else self.notice.adapter_was
+
+    @property
+    def revision(self) -> str | None:
+        return None if self.notice is None else self.notice.revision
 
     @property
     def cache_use(self) -> CacheUse | None:

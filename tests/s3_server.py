@@ -22,6 +22,8 @@ from typing import Any
 import boto3
 from moto.server import ThreadedMotoServer
 
+from tests.patience import PATIENCE_S
+
 BUCKET = "shelf"
 CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "reader",
@@ -125,7 +127,7 @@ def _proxy_handler(found: FaultyS3, port: int, elsewhere: str) -> type[BaseHTTPR
                 self.send_error(500)
                 return
             if "slow" in path:
-                found.released.wait(60)
+                found.released.wait(PATIENCE_S)
             if "redirected" in path:
                 self.send_response(307)
                 self.send_header("Location", elsewhere + path)

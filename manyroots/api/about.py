@@ -85,9 +85,14 @@ async def show_model(request: Request) -> Response:
     if not request.path_params["name"]:
         raise HTTPException(404)  # a slash too many
     service = server_of(request).service
-    name = service.adapters.resolve(request.path_params["name"])
-    adapter = None if name is None else service.adapters.get(name)
-    return json_response(_base(service) if adapter is None else _adapter(service, adapter))
+    named = request.path_params["name"]
+    name = service.adapters.resolve(named)
+    if name is None:
+        return json_response(_base(service))
+    adapter = service.adapters.get(name)
+    if adapter is None:  # it may be found, or be a revision, when a request names it
+        raise HTTPException(404, f"The model {named[:200]!r} does not exist.")
+    return json_response(_adapter(service, adapter))
 
 
 def _base(service: Service) -> ModelCard:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from manyroots.adapter_names import LoraModule, name_fault
+from manyroots.adapter_names import LoraModule, name_fault, split_revision
 from manyroots.errors import NotFoundError, RequestError
 from manyroots.ids import AdapterName
 
@@ -71,20 +71,13 @@ class Adapters:
         return self._by_name.get(AdapterName(name))
 
     def resolve(self, model: str) -> AdapterName | None:
-        """The adapter that `model` names: alone, or as `base:adapter`. None is the base model."""
+        """The adapter that `model` names, alone or as `base:adapter`, perhaps with `@` and a
+        revision. None is the base model."""
         if model == self._model_name:
             return None
-        base, _, name = model.partition(":")
-        # The base model's name may hold colons of its own.
-        if model.startswith(f"{self._model_name}:"):
-            base, name = self._model_name, model[len(self._model_name) + 1 :]
-        adapter = self.get(model) or (self.get(name) if base == self._model_name else None)
-        if adapter is not None:
-            return adapter.name
-        wanted = name if base == self._model_name and name else model
-        if self._has_sources and name_fault(wanted) is None:
-            return AdapterName(wanted)
-        raise self._unknown(model, "model")
+        if model.startswith(f"{self._model_name}:") and model not in self._by_name:
+            return self._named(model[len(self._model_name) + 1 :], model, "model")
+        return self._named(model, model, "model")
 
     def choose(self, model: str, lora_path: LoraPath, num_prompts: int) -> list[AdapterName | None]:
         """The adapter of each prompt, None where the base model answers alone."""
@@ -114,9 +107,14 @@ class Adapters:
     def _by_lora_path(self, name: str | None) -> AdapterName | None:
         if name is None:
             return None
+        return self._named(name, name, "lora_path")
+
+    def _named(self, wanted: str, written: str, field: str) -> AdapterName:
+        """A name that is known or may be found; `written` is what its caller wrote."""
+        name, _ = split_revision(wanted)
         if self.get(name) is None and not (self._has_sources and name_fault(name) is None):
-            raise self._unknown(name, "lora_path")
-        return AdapterName(name)
+            raise self._unknown(written, field)
+        return AdapterName(wanted)
 
     def _unknown(self, name: str, field: str) -> NotFoundError:
         count = len(self._by_name)

@@ -79,6 +79,7 @@ def _choice(job: Job, request: ChatRequest, index: int, whole: WholeAnswer) -> C
         finish_reason=whole.finish_reason,
         stop_reason=made.stop_reason,
         token_ids=made.tokens if request.return_token_ids else msgspec.UNSET,
+        adapter_revision=made.revision or msgspec.UNSET,
     )
 
 
@@ -139,12 +140,14 @@ def _chunk_choices(job: Job, request: ChatRequest, added: AnswerDelta) -> list[C
         if request.include_reasoning is not False or not isinstance(event, ReasoningDelta)
     ]
     # Tokens without text (half a character, a mark) have their logprobs and ids all the same.
-    if not said and (delta.logprobs or (request.return_token_ids and delta.tokens)):
+    has_more = delta.logprobs or (request.return_token_ids and delta.tokens) or delta.revision
+    if not said and has_more:
         said = [ChatDelta(content="")]
     choices = [ChatChunkChoice(index=added.index, delta=item) for item in said]
     if choices:
         choices[0].logprobs = _logprobs(job, request, delta)
         choices[0].token_ids = delta.tokens if request.return_token_ids else msgspec.UNSET
+        choices[0].adapter_revision = delta.revision or msgspec.UNSET
     if added.finish_reason is not None:
         choices.append(
             ChatChunkChoice(

@@ -108,6 +108,7 @@ def _choice(
         logprobs=_logprobs(job, request, made),
         finish_reason=made.finish_reason,
         stop_reason=made.stop_reason,
+        adapter_revision=made.revision or msgspec.UNSET,
     )
     if request.echo:
         echo = _echo(job, request, index, scores)
@@ -181,7 +182,7 @@ async def _chunks(job: Job, request: CompletionRequest) -> AsyncGenerator[bytes,
 
 def _is_worth_sending(delta: TextDelta, request: CompletionRequest) -> bool:
     has_ids = request.return_token_ids and delta.tokens  # half a character has no text yet
-    return bool(delta.text or delta.logprobs or delta.finish_reason or has_ids)
+    return bool(delta.text or delta.logprobs or delta.finish_reason or has_ids or delta.revision)
 
 
 def _chunk_choice(
@@ -197,6 +198,7 @@ def _chunk_choice(
         finish_reason=delta.finish_reason.value if delta.finish_reason else None,
         stop_reason=delta.stop_reason,
         token_ids=delta.tokens if request.return_token_ids else msgspec.UNSET,
+        adapter_revision=delta.revision or msgspec.UNSET,
     )
 
 

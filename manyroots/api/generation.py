@@ -12,6 +12,7 @@ from contextlib import aclosing, closing
 from dataclasses import dataclass, field
 from typing import cast
 
+from manyroots.adapter_names import split_revision
 from manyroots.api.errors import GenerationError
 from manyroots.api.responses import CachedByTier, PromptTokensDetails, Usage
 from manyroots.api.state import Service
@@ -117,6 +118,8 @@ class _Sequence:
         self._adapters = service.adapters
         self._new_name = None
         adapter = submit.adapter
+        if adapter is not None:
+            adapter = AdapterName(split_revision(adapter)[0])
         if adapter is not None and service.adapters.get(adapter) is None:
             # A caller's own words: no label before the engine has found an adapter of that name.
             self._new_name, adapter = adapter, NEW_ADAPTER
@@ -174,8 +177,11 @@ class Collected:
     offsets: list[int] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_cached_tokens: int = 0
+    revision: str | None = None
+    """Of the adapter that computed it."""
 
     def add(self, delta: TextDelta) -> None:
+        self.revision = self.revision or delta.revision
         self.text += delta.text
         self.tokens += delta.tokens
         self.logprobs += delta.logprobs

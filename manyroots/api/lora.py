@@ -1,4 +1,5 @@
-"""POST /v1/load_lora_adapter and POST /v1/unload_lora_adapter, as vLLM names them.
+"""POST /v1/load_lora_adapter and POST /v1/unload_lora_adapter, as vLLM names them, and
+POST /v1/upload_lora_adapter, which takes the files in its body.
 
 Only there if --enable-lora-endpoints is given, and only for the admin key (`middleware.py`). The
 engine reads, checks and answers; here the names that callers may use are kept up to date.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,13 +18,15 @@ from starlette.responses import Response
 
 from manyroots.adapter_names import name_fault
 from manyroots.api.body import read_request
-from manyroots.api.endpoints import post
+from manyroots.api.endpoints import Endpoint, post
 from manyroots.api.events import json_response
 from manyroots.api.requests import LoadLoraRequest, UnloadLoraRequest
 from manyroots.api.responses import LoraLoaded, LoraUnloaded
 from manyroots.api.state import Service, server_of
+from manyroots.api.uploads import UPLOADED
 from manyroots.errors import NotFoundError, RequestError
-from manyroots.ids import AdapterName
+from manyroots.ids import REVISION_DIGITS, AdapterName
+from manyroots.messages import LoraReply
 
 
 async def load_lora_adapter(request: Request) -> Response:
@@ -52,15 +56,51 @@ async def _load(service: Service, request: LoadLoraRequest) -> LoraLoaded:
         in_place=bool(request.load_inplace),
     )
     service.adapters.add(request.lora_name, reply.path)
+    return _loaded(request.lora_name, reply.path, reply, is_pinned=bool(request.pinned))
+
+
+async def upload_lora_adapter(request: Request) -> Response:
+    """The body is a tar archive of the two files; the name is in the query."""
+    server = server_of(request)
+    service = server.accepting
+    name = request.query_params.get("lora_name", "")
+    if fault := name_fault(name):
+        raise RequestError(fault, field="lora_name")
+    if name == service.model_name:
+        raise RequestError(
+            f"{name!r} is what the base model is called; give the adapter another name.",
+            field="lora_name",
+        )
+    is_pinned = request.query_params.get("pinned", "false").lower() in ("1", "true")
+    folder = await service.uploads.take(request)
+    return await _to_the_end(_publish(service, name, folder, is_pinned))
+
+
+async def _publish(service: Service, name: str, folder: Path, is_pinned: bool) -> LoraLoaded:
+    """Requests that come from now on are the new revision's; those that run keep the old one."""
+    try:
+        reply = await service.engine.load_adapter(
+            AdapterName(name), str(folder), is_pinned=is_pinned, in_place=True, is_upload=True
+        )
+    except BaseException:
+        await service.uploads.discard(folder)
+        raise
+    service.adapters.add(name, UPLOADED)
+    await service.uploads.published(name, folder)
+    return _loaded(name, UPLOADED, reply, is_pinned=is_pinned)
+
+
+def _loaded(name: str, path: str, reply: LoraReply, *, is_pinned: bool) -> LoraLoaded:
     return LoraLoaded(
-        lora_name=request.lora_name,
-        lora_path=reply.path,
+        lora_name=name,
+        lora_path=path,
         status="unchanged" if reply.is_unchanged else "loaded",
         rank=reply.rank,
         num_bytes=reply.num_bytes,
         digest=reply.digest,
+        revision=reply.digest[:REVISION_DIGITS],
         modules=list(reply.modules),
-        pinned=bool(request.pinned),
+        pinned=is_pinned,
     )
 
 
@@ -73,6 +113,7 @@ async def _unload(service: Service, name: str) -> LoraUnloaded:
         if removed is not None and not isinstance(error, NotFoundError):
             service.adapters.put_back(removed)
         raise
+    await service.uploads.published(name, None)
     service.metrics.adapters.forget(name)
     service.metrics.reuse.forget(name)
     return LoraUnloaded(
@@ -91,6 +132,11 @@ LORA_ENDPOINTS = [
         post(
             f"{version}/load_lora_adapter", load_lora_adapter, "Load an adapter.",
             LoadLoraRequest, LoraLoaded, is_admin=True,
+        ),
+        Endpoint(
+            f"{version}/upload_lora_adapter", upload_lora_adapter,
+            "Publish a revision of an adapter from a tar archive of its files.",
+            answer=LoraLoaded, methods=("POST",), is_admin=True, needs_json=False,
         ),
         post(
             f"{version}/unload_lora_adapter", unload_lora_adapter, "Unload an adapter.",

@@ -56,6 +56,8 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     finish_reason: Finish = None
     stop_reason: str | int | None = None
     prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
+    adapter_revision: str | msgspec.UnsetType = msgspec.UNSET
+    """Which revision of the adapter computed it; of a stream, in its first chunk."""
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
@@ -116,6 +118,8 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     logprobs: ChatLogprobs | None = None
     finish_reason: Finish = None
     stop_reason: str | int | None = None
+    adapter_revision: str | msgspec.UnsetType = msgspec.UNSET
+    """Which revision of the adapter computed it; of a stream, in its first chunk."""
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -152,6 +156,8 @@ class ChatChunkChoice(msgspec.Struct, kw_only=True):
     logprobs: ChatLogprobs | None = None
     finish_reason: Finish = None
     stop_reason: str | int | msgspec.UnsetType | None = msgspec.UNSET
+    adapter_revision: str | msgspec.UnsetType = msgspec.UNSET
+    """Which revision of the adapter computed it; of a stream, in its first chunk."""
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -232,6 +238,8 @@ class LoraLoaded(msgspec.Struct, kw_only=True):
     rank: int
     num_bytes: int
     digest: str
+    revision: str
+    """What answers call this content; `name@revision` asks for it while it is alive."""
     modules: list[str]
     pinned: bool
 

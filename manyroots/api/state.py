@@ -20,6 +20,7 @@ from manyroots.api.adapters import Adapters
 from manyroots.api.body import read_request
 from manyroots.api.concurrency import ConcurrencyLimit
 from manyroots.api.notices import Notices
+from manyroots.api.uploads import Uploads
 from manyroots.config import CacheSettings, EngineSettings, LoraSettings
 from manyroots.engine.client import EngineClient
 from manyroots.engine.input_processor import InputProcessor
@@ -78,6 +79,7 @@ class Service:
         )
         self.concurrency = ConcurrencyLimit(engine.info.max_num_seqs + server.max_queued_requests)
         self.adapters = Adapters(model_name, lora.lora_modules, has_sources=bool(lora.lora_source))
+        self.uploads = Uploads(lora)
         self.metrics = Metrics(
             model_name,
             lambda: engine.stats,

@@ -20,10 +20,11 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from manyroots.adapter_names import LoraModule, name_fault
+from manyroots.adapter_names import LoraModule, name_fault, split_revision
 from manyroots.config import LoraSettings
 from manyroots.engine.adapter_entry import AdapterEntry, AdapterMessage, WaitingMessages
 from manyroots.engine.adapter_reads import Finished, Reads
@@ -34,6 +35,7 @@ from manyroots.errors import (
     UnavailableError,
 )
 from manyroots.ids import AdapterName, RequestId, Tier
+from manyroots.lora.files.memory import MemoryAdapter
 from manyroots.lora.spec import AdapterSpec
 from manyroots.messages import (
     ErrorKind,
@@ -43,6 +45,7 @@ from manyroots.messages import (
     LoraReply,
     Notice,
     Output,
+    PublishLora,
     Submit,
     UnloadLora,
 )
@@ -70,6 +73,8 @@ class AdapterFiles:
     """Takes what was just read as the copy in host memory."""
     close: Callable[[], None] = lambda: None
     """Nothing will be read any more."""
+    read_memory: Callable[[MemoryAdapter], tuple[AdapterSpec, AdapterWeights]] | None = None
+    """The same of an adapter in memory; None where none is taken."""
     sources: AdapterSources | None = None
     """Where folders come from, if the execute half fetches, too; None: the directory's own."""
 
@@ -143,9 +148,7 @@ class AdapterDirectory:
         if entry is None:
             self._refuse_unknown(message)
         elif (
-            isinstance(message, Submit)
-            and self._scheduler.adapter(entry.name) is not None
-            and not entry.waiting.has_unload
+            isinstance(message, Submit) and self._is_alive(message) and not entry.waiting.has_unload
         ):
             self.submit(message)
         elif entry.is_reading:
@@ -168,6 +171,7 @@ class AdapterDirectory:
 
     def where(self, name: AdapterName) -> Tier | None:
         """Where a request that comes now finds the weights; None if the name means nothing."""
+        name = AdapterName(split_revision(name)[0])
         if name not in self._entries:
             return None
         is_open = self._scheduler.adapter(name) is not None
@@ -203,18 +207,23 @@ class AdapterDirectory:
     # Inside
 
     def _entry_of(self, message: AdapterMessage) -> AdapterEntry | None:
-        name = message.adapter if isinstance(message, Submit) else message.name
-        assert name is not None
+        name = message.name if not isinstance(message, Submit) else _name_of(message)
         entry = self._entries.get(name)
         if entry is not None or self._name_fault(name):
             return entry
-        if isinstance(message, LoadLora):
+        if isinstance(message, LoadLora | PublishLora):
             entry = self._entries[name] = AdapterEntry(name, None, WaitingMessages(self._where))
         elif isinstance(message, Submit) and self._sources.finds_names:
             entry = AdapterEntry(name, LoraModule(name, ""), WaitingMessages(self._where))
             self._entries[name] = entry
             self._found[name] = None
         return entry
+
+    def _is_alive(self, submit: Submit) -> bool:
+        """Whether what a request names can be held now."""
+        assert submit.adapter is not None
+        name, revision = split_revision(submit.adapter)
+        return self._scheduler.has_adapter(AdapterName(name), revision)
 
     def _name_fault(self, name: str) -> str | None:
         if name in self._base_names:
@@ -224,13 +233,17 @@ class AdapterDirectory:
     def _carry_out(self, entry: AdapterEntry, message: AdapterMessage) -> None:
         """Nothing of this name is under way."""
         match message:
-            case Submit() if self._scheduler.adapter(entry.name) is not None:
+            case Submit() if self._is_alive(message):
                 self.submit(message)
+            case Submit() if self._scheduler.adapter(entry.name) is not None:
+                self._refuse_unknown(message)  # a revision that is over
             case Submit() if entry.module is not None:
                 entry.waiting.append_first(message)
                 self._begin(entry, entry.module.path, None)
             case LoadLora() if entry.module is None or message.in_place:
                 self._begin(entry, message.path, message)
+            case PublishLora():
+                self._begin(entry, "", message)
             case LoadLora():
                 self._reply_error(
                     message.op_id,
@@ -243,8 +256,11 @@ class AdapterDirectory:
             case _:
                 self._refuse_unknown(message)
 
-    def _begin(self, entry: AdapterEntry, path: str, load: LoadLora | None) -> None:
+    def _begin(self, entry: AdapterEntry, path: str, load: LoadLora | PublishLora | None) -> None:
         entry.is_reading, entry.load = True, load
+        if isinstance(load, PublishLora):
+            self.reads.begin(entry, partial(self._read_memory, load))
+            return
 
         def job() -> _Read:
             located = self._locate(entry.name, path, load)
@@ -253,12 +269,19 @@ class AdapterDirectory:
 
         self.reads.begin(entry, job, is_slow=not path or is_address(path))
 
+    def _read_memory(self, load: PublishLora) -> _Read:
+        """On a thread that reads."""
+        assert isinstance(load.adapter, MemoryAdapter)
+        assert self._files.read_memory is not None
+        spec, weights = self._files.read_memory(load.adapter)
+        return _Read(self._sources.keep(load.name, load.adapter), spec, weights)
+
     def _locate(self, name: AdapterName, path: str, load: LoadLora | None) -> Located:
         """On a thread that reads."""
         if load is None and not path:
             return self._sources.by_name(name)
         # What was noted at start is the operator's own word.
-        if load is None or not self._is_restricted:
+        if load is None or load.is_upload or not self._is_restricted:
             return self._sources.by_operator(path)
         return self._sources.by_caller(path, self._lora_dirs)
 
@@ -283,7 +306,7 @@ class AdapterDirectory:
             del self._entries[entry.name]
         self._forget_found()
 
-    def _open(self, entry: AdapterEntry, read: _Read, load: LoadLora | None) -> None:
+    def _open(self, entry: AdapterEntry, read: _Read, load: LoadLora | PublishLora | None) -> None:
         """The scheduler takes requests for the name from now on."""
         spec, before = read.spec, self._scheduler.adapter(entry.name)
         is_pinned = load is not None and load.is_pinned
@@ -295,11 +318,14 @@ class AdapterDirectory:
         logger.info("adapter %s: rank %d, %d bytes, %s", entry.name, spec.rank, spec.num_bytes,
                     spec.digest.hex()[:16])  # fmt: skip
         if load is not None:
-            entry.module = LoraModule(entry.name, load.path)
+            path = load.path if isinstance(load, LoadLora) else str(read.located.folder)
+            entry.module = LoraModule(entry.name, path)
             self._found.pop(entry.name, None)
             self._replies.append(_loaded(load.op_id, read, is_unchanged))
 
-    def _fail(self, entry: AdapterEntry, load: LoadLora | None, error: Exception) -> None:
+    def _fail(
+        self, entry: AdapterEntry, load: LoadLora | PublishLora | None, error: Exception
+    ) -> None:
         """Whatever the name meant before, it still does; wanting it again reads again (W10)."""
         kind = _kind_of(error)
         if kind is ErrorKind.ENGINE:
@@ -377,6 +403,11 @@ def _loaded(op_id: int, read: _Read, is_unchanged: bool) -> LoraReply:
         modules=tuple(dict.fromkeys(pair.target.rpartition(".")[2] for pair in spec.pairs)),
         is_unchanged=is_unchanged,
     )
+
+
+def _name_of(submit: Submit) -> AdapterName:
+    assert submit.adapter is not None
+    return AdapterName(split_revision(submit.adapter)[0])
 
 
 def _kind_of(error: Exception) -> ErrorKind:

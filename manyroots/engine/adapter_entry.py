@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from manyroots.adapter_names import LoraModule
 from manyroots.ids import AdapterName, RequestId
-from manyroots.messages import LoadLora, Submit, UnloadLora
+from manyroots.messages import LoadLora, PublishLora, Submit, UnloadLora
 
-AdapterMessage = Submit | LoadLora | UnloadLora
+AdapterMessage = Submit | LoadLora | PublishLora | UnloadLora
 MessageKey = tuple[bool, int]
 """Whether it is a request, and its number."""
 
@@ -76,7 +76,7 @@ class AdapterEntry:
     """Where its files are. None: the name means nothing yet."""
     waiting: WaitingMessages
     is_reading: bool = False
-    load: LoadLora | None = None
+    load: LoadLora | PublishLora | None = None
     """What the read under way was asked by; None if by a request."""
 
 

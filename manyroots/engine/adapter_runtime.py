@@ -19,13 +19,14 @@ import torch
 from manyroots.config import LoraSettings
 from manyroots.distributed.shard import Shard
 from manyroots.engine.adapter_directory import AdapterFiles
+from manyroots.lora.files.memory import MemoryAdapter
 from manyroots.lora.limits import AdapterLimits
 from manyroots.lora.spec import AdapterSpec
 from manyroots.lora.targets import Targets, adapter_bytes
 from manyroots.models.sharding import cut_adapter, whole_targets
 from manyroots.models.spec import ModelSpec
 from manyroots.store.adapter_base import BaseRows
-from manyroots.store.adapter_files import foresee, read_folder
+from manyroots.store.adapter_files import foresee, read_files, read_folder
 from manyroots.store.adapter_layouts import Layouts
 from manyroots.store.adapter_loader import AdapterLoader, Read
 from manyroots.store.adapter_pool import AdapterPool, pooled_rank
@@ -108,6 +109,15 @@ def build_adapter_runtime(
             pinned.lock(found[1].buffer)
         return found
 
+    def read_memory(adapter: MemoryAdapter) -> tuple[AdapterSpec, AdapterWeights]:
+        found = read_files(
+            adapter.config, adapter.weights, layouts, allocate=pinned or pageable,
+            base=model.base_rows(),
+        )  # fmt: skip
+        if pinned is not None:
+            pinned.lock(found[1].buffer)
+        return found
+
     def read_part(path: str) -> AdapterWeights:
         # The digest shows whether files that were allowed once have been replaced since.
         with sources.reading(Path(path)) as folder:
@@ -123,7 +133,7 @@ def build_adapter_runtime(
     )
     loader = make_loader(read_part, pool)
     _log(settings, num_slots, len(served), slot_bytes(settings, model, dtype))
-    files = AdapterFiles(read, loader.keep, sources=sources)
+    files = AdapterFiles(read, loader.keep, read_memory=read_memory, sources=sources)
     return AdapterRuntime(loader, files if pinned is None else replace(files, close=pinned.close))
 
 

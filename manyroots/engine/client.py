@@ -99,9 +99,16 @@ class EngineClient(Protocol):
         ...
 
     async def load_adapter(
-        self, name: AdapterName, path: str, *, is_pinned: bool, in_place: bool
+        self,
+        name: AdapterName,
+        path: str,
+        *,
+        is_pinned: bool,
+        in_place: bool,
+        is_upload: bool = False,
     ) -> LoraReply:
-        """Read an adapter and take requests for it. Raises why it can't be used."""
+        """Read an adapter and take requests for it. Raises why it can't be used. `is_upload`: the
+        server has put it there, whatever folders callers may name."""
         ...
 
     async def unload_adapter(self, name: AdapterName) -> LoraReply:

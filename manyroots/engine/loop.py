@@ -15,12 +15,12 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
-from manyroots.adapter_names import LoraModule
+from manyroots.adapter_names import LoraModule, split_revision
 from manyroots.cache.events import CacheEvent
 from manyroots.engine.adapter_directory import AdapterDirectory
 from manyroots.engine.self_check import SelfCheck
 from manyroots.errors import ManyrootsError, NotFoundError, RequestError, UnavailableError
-from manyroots.ids import RequestId, Tier
+from manyroots.ids import AdapterName, RequestId, Tier
 from manyroots.lora.registry import Hold
 from manyroots.messages import (
     Abort,
@@ -34,6 +34,7 @@ from manyroots.messages import (
     LoraReply,
     Notice,
     Output,
+    PublishLora,
     SelfCheckStats,
     Stats,
     StepOutputs,
@@ -150,6 +151,7 @@ class EngineLoop:
         self._replies: list[LoraReply] = []
         self._failures_in_a_row = 0
         self._adapter_was: dict[RequestId, Tier] = {}
+        self._revisions: dict[RequestId, str] = {}
         """For requests without output yet, where their adapter was when they came."""
         self._holds: dict[RequestId, Hold] = {}
         """What the adapters meant of those that wait for a grammar, when they came."""
@@ -213,7 +215,9 @@ class EngineLoop:
             raise RequestError(_NO_LORA, field="lora_request")
         self._directory.note(module)
 
-    def handle(self, message: Submit | Abort | LoadLora | UnloadLora | Control) -> None:
+    def handle(
+        self, message: Submit | Abort | LoadLora | PublishLora | UnloadLora | Control
+    ) -> None:
         """Take one message from a client."""
         match message:
             case Control():
@@ -254,11 +258,15 @@ class EngineLoop:
     def _queue(self, submit: Submit) -> None:
         """One whose adapter is known, once its grammar is there. Until then it holds the adapter:
         who came before an unload or a reload is served as if nobody had to wait."""
+        hold = None
+        if submit.adapter is not None:
+            name, revision = split_revision(submit.adapter)
+            hold = self._scheduler.hold_adapter(AdapterName(name), revision)
+            self._revisions[submit.request_id] = hold.version.revision
         if submit.sampling.structured_outputs is None:
-            self._scheduler.submit(submit)
+            self._scheduler.submit(submit, hold)
             return
         assert self._compiles is not None
-        hold = None if submit.adapter is None else self._scheduler.hold_adapter(submit.adapter)
         if self._compiles.is_there(submit):
             self._scheduler.submit(submit, hold)
         elif hold is not None:
@@ -324,7 +332,7 @@ class EngineLoop:
         if self._events is not None:
             self._events.publish(self._scheduler.take_events())
         outputs, self._gathered = self._gathered, StepOutputs([])
-        if self._adapter_was:
+        if self._adapter_was or self._revisions:
             self._say_where_adapters_were(outputs)
         if self._compiles is not None:
             self._compiles.release(outputs.outputs)
@@ -334,11 +342,13 @@ class EngineLoop:
 
     def _say_where_adapters_were(self, outputs: StepOutputs) -> None:
         """With the first output of a request of an adapter, which is then no plain token."""
-        outputs.single_out(self._adapter_was)
+        outputs.single_out(self._adapter_was.keys() | self._revisions.keys())
         for output in outputs.outputs:
             was = self._adapter_was.pop(output.request_id, None)
-            if was is not None:
-                output.notice = replace(output.notice or Notice(), adapter_was=was)
+            revision = self._revisions.pop(output.request_id, None)
+            if was is not None or revision is not None:
+                notice = output.notice or Notice()
+                output.notice = replace(notice, adapter_was=was, revision=revision)
 
     def _carried_out(self, control: Control) -> ControlReply:
         """No step runs now."""

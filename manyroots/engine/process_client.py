@@ -183,9 +183,15 @@ class ProcessClient:
                 self._serving_child().send(MessageKind.ABORT, Abort([request.request_id]))
 
     async def load_adapter(
-        self, name: AdapterName, path: str, *, is_pinned: bool, in_place: bool
+        self,
+        name: AdapterName,
+        path: str,
+        *,
+        is_pinned: bool,
+        in_place: bool,
+        is_upload: bool = False,
     ) -> LoraReply:
-        load = LoadLora(next(self._op_ids), name, path, is_pinned, in_place)
+        load = LoadLora(next(self._op_ids), name, path, is_pinned, in_place, is_upload)
         reply = await self._ask(self._serving_child(), MessageKind.LOAD, load)
         self._loads[name] = load
         return reply

@@ -17,6 +17,7 @@ from typing import Any
 
 from manyroots.adapter_names import LoraModule, LoRARequest
 from manyroots.config import engine_settings
+from manyroots.engine.adapter_tensors import memory_adapter
 from manyroots.engine.build import build_engine, free_memory
 from manyroots.engine.client import lora_error
 from manyroots.engine.input_processor import InputProcessor
@@ -36,6 +37,7 @@ from manyroots.messages import (
     LoadLora,
     LoraReply,
     Output,
+    PublishLora,
     Stats,
     StepOutputs,
     Submit,
@@ -109,6 +111,8 @@ class LLM:
             for module in resolved.lora.lora_modules
         }
         """What each name was last said to be."""
+        self._published: dict[str, object] = {}
+        """Those that came from memory."""
 
     def _build(self) -> None:
         with Display(is_on=self._settings.model.progress_bars) as display, told_to(display):
@@ -290,15 +294,31 @@ class LLM:
         """
         load = LoadLora(next(self._ids), AdapterName(name), str(path), pinned, load_inplace)
         reply = self._ask(load)
+        self._published.pop(name, None)
         self._adapters[name] = LoRARequest(name, lora_path=str(path))
+        return reply
+
+    def publish_adapter(
+        self, name: str, tensors: Mapping[str, Any], config: object, *, pinned: bool = False
+    ) -> LoraReply:
+        """Give a name the weights that training has in memory: a state dict and a config, as PEFT's
+        `get_peft_model_state_dict` and `peft_config` are. What the name meant before finishes what
+        it has begun, and `name@revision` asks for it meanwhile. The tensors may change again when
+        this returns."""
+        copied = {key: tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()}
+        adapter = memory_adapter(copied, config)
+        reply = self._ask(PublishLora(next(self._ids), AdapterName(name), adapter, pinned))
+        self._published[name] = adapter
+        self._adapters[name] = LoRARequest(name, lora_path=reply.path)
         return reply
 
     def unload_adapter(self, name: str) -> LoraReply:
         """Forget an adapter; gives what was freed."""
+        self._published.pop(name, None)
         self._adapters.pop(name, None)
         return self._ask(UnloadLora(next(self._ids), AdapterName(name)))
 
-    def _ask(self, message: LoadLora | UnloadLora) -> LoraReply:
+    def _ask(self, message: LoadLora | PublishLora | UnloadLora) -> LoraReply:
         with self._interrupts.held():
             self._loop.handle(message)
             while True:
@@ -371,7 +391,11 @@ class LLM:
         if self._weights is not None:
             self.update_weights(self._weights)
         for adapter in self._adapters.values():
-            self._loop.note_adapter(LoraModule(adapter.lora_name, adapter.lora_path))
+            if (published := self._published.get(adapter.lora_name)) is not None:
+                name = AdapterName(adapter.lora_name)
+                self._ask(PublishLora(next(self._ids), name, published))
+            else:
+                self._loop.note_adapter(LoraModule(adapter.lora_name, adapter.lora_path))
 
     def _control(self, kind: ControlKind, path: str = "") -> None:
         control = Control(next(self._ids), kind, path)

@@ -42,8 +42,11 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     lora_request: LoRARequest | None = None
+    adapter_revision: str | None = None
+    """Which revision of the adapter computed it."""
 
     def add(self, delta: TextDelta, spell: Callable[[int], str]) -> None:
+        self.adapter_revision = self.adapter_revision or delta.revision
         self.text += delta.text
         self.token_ids.extend(delta.tokens)
         if self.logprobs is not None:

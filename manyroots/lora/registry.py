@@ -14,8 +14,13 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from manyroots.errors import NotFoundError
-from manyroots.ids import AdapterDigest, AdapterName, AdapterSlot
+from manyroots.ids import REVISION_DIGITS, AdapterDigest, AdapterName, AdapterSlot
 from manyroots.lora.spec import AdapterSpec
+
+
+def revision_of(digest: AdapterDigest) -> str:
+    """Twelve digits tell the revisions of one name apart; the registry compares whole digests."""
+    return digest.hex()[:REVISION_DIGITS]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +40,11 @@ class AdapterVersion:
     @property
     def digest(self) -> AdapterDigest:
         return self.spec.digest
+
+    @property
+    def revision(self) -> str:
+        """What answers call its content, and requests that want no other."""
+        return revision_of(self.digest)
 
 
 class Hold:
@@ -133,12 +143,13 @@ class Registry:
         self._unpin(version)
         return Unloaded(version, self.num_holds[version.serial], self._retire(version))
 
-    def acquire(self, name: AdapterName) -> Hold:
-        """A new request's hold on what the name means now."""
-        version = self.loaded.get(name)
+    def acquire(self, name: AdapterName, revision: str | None = None) -> Hold:
+        """A new request's hold on what the name means now, or on one of its revisions."""
+        version = self.find(name, revision)
         if version is None:
+            asked = name if revision is None else f"{name}@{revision}"
             raise NotFoundError(
-                f"model {name!r} does not exist; GET /v1/models lists those that do, and an "
+                f"model {asked!r} does not exist; GET /v1/models lists those that do, and an "
                 "adapter must be loaded before it is used.",
                 field="model",
             )
@@ -146,6 +157,15 @@ class Registry:
         self.open_holds.add(hold)
         self.num_holds[version.serial] += 1
         return hold
+
+    def find(self, name: AdapterName, revision: str | None) -> AdapterVersion | None:
+        """What a name means now; or a revision of it that is alive, which is loaded or held by
+        other requests."""
+        version = self.loaded.get(name)
+        if revision is None or (version is not None and version.revision == revision):
+            return version
+        older = (v for v in self.draining.values() if v.name == name and v.revision == revision)
+        return next(older, None)
 
     def release(self, hold: Hold) -> tuple[AdapterDigest, ...]:
         """The request is over. Gives what nobody needs any more."""

@@ -89,9 +89,9 @@ class Residency:
 
     # Requests
 
-    def acquire(self, name: AdapterName) -> Hold:
-        """A submitted request's hold on what `name` means now."""
-        return self.registry.acquire(name)
+    def acquire(self, name: AdapterName, revision: str | None = None) -> Hold:
+        """A submitted request's hold on what `name` means now, or on a revision of it."""
+        return self.registry.acquire(name, revision)
 
     def release(self, hold: Hold) -> tuple[AdapterDigest, ...]:
         """The request is over. Gives the contents whose pages the cache should evict."""

@@ -110,10 +110,11 @@ class Scheduler:
             or self._adapters.is_loading
         )
 
-    def hold_adapter(self, name: AdapterName) -> Hold:
-        """What `name` means now, for a request that can't be queued yet: a later load or unload
-        does not change it. Raises NotFoundError for an adapter that is not loaded (any more)."""
-        return self._adapters.acquire(name)
+    def hold_adapter(self, name: AdapterName, revision: str | None = None) -> Hold:
+        """What `name` means now, or a revision of it that is alive, for a request that can't be
+        queued yet: a later load or unload does not change it. Raises NotFoundError for an adapter
+        that is not loaded (any more)."""
+        return self._adapters.acquire(name, revision)
 
     def release_adapter(self, hold: Hold) -> None:
         """Such a request will not come. An adapter that was unloaded meanwhile may be over."""
@@ -179,6 +180,10 @@ class Scheduler:
     def adapter(self, name: AdapterName) -> AdapterVersion | None:
         """What a name means now; None if it takes no requests."""
         return self._adapters.registry.loaded.get(name)
+
+    def has_adapter(self, name: AdapterName, revision: str | None) -> bool:
+        """Whether a request could hold it now."""
+        return self._adapters.registry.find(name, revision) is not None
 
     def whereabouts(self, name: AdapterName) -> Tier:
         """Where the weights are of an adapter that is loaded."""

@@ -73,10 +73,22 @@ def read_folder(
     """One of many adapters. `allocate` gives the memory in which the weights stay."""
     folder = check_folder(path, allowed_dirs)
     with (
-        _without_collector(),
         AdapterFile(find_file(folder, CONFIG_FILE, allowed_dirs)) as config_file,
         AdapterFile(find_file(folder, WEIGHTS_FILE, allowed_dirs)) as weights_file,
     ):
+        return read_files(config_file, weights_file, layouts, allocate=allocate, base=base)
+
+
+def read_files(
+    config_file: AdapterFile,
+    weights_file: AdapterFile,
+    layouts: Layouts,
+    *,
+    allocate: Allocate = pageable,
+    base: Mapping[str, BaseRows] | None = None,
+) -> tuple[AdapterSpec, AdapterWeights]:
+    """The same of files that are open, or in memory."""
+    with _without_collector():
         files = layouts.of(config_file, weights_file)
         if files.moves is not None:
             found = _read_into_place(weights_file, files, files.moves, layouts.dtype, allocate)

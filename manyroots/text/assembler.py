@@ -40,6 +40,8 @@ class TextDelta:
     error: str | None = None
     cache_use: CacheUse | None = None
     """With the first tokens."""
+    revision: str | None = None
+    """With the first tokens of an adapter's sequence."""
 
 
 class TextAssembler:
@@ -107,6 +109,7 @@ class TextAssembler:
             prompt_logprobs=output.prompt_logprobs,
             error=output.error,
             cache_use=output.cache_use,
+            revision=output.revision,
         )
 
     def _plain(self, output: Output) -> TextDelta:

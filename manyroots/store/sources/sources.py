@@ -8,7 +8,6 @@ an event loop.
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections import OrderedDict
@@ -20,6 +19,7 @@ from pathlib import Path
 from manyroots.config import LoraSettings
 from manyroots.errors import AdapterError, NotFoundError
 from manyroots.lora.files.folder import CONFIG_FILE, WEIGHTS_FILE, check_folder
+from manyroots.lora.files.memory import MemoryAdapter
 from manyroots.store.sources.address import (
     Address,
     is_address,
@@ -30,6 +30,7 @@ from manyroots.store.sources.address import (
 from manyroots.store.sources.disk_cache import DiskCache, file_sha256
 from manyroots.store.sources.http_ranges import MayFollow, RemoteFile
 from manyroots.store.sources.hub import fetch_from_hub
+from manyroots.store.sources.memory_copies import MemoryCopies
 from manyroots.store.sources.signing import SignedUrls
 
 GIB = 1 << 30
@@ -37,14 +38,6 @@ MAX_CONFIG_BYTES = 1 << 20
 UNKNOWN_S = 5.0
 """How long a name that no source had is not looked for again."""
 MAX_UNKNOWN = 10_000
-
-
-def cache_folder(settings: LoraSettings) -> Path:
-    """Where fetched and uploaded adapters are kept."""
-    if settings.lora_cache_dir is not None:
-        return Path(settings.lora_cache_dir).expanduser()
-    top = os.environ.get("MANYROOTS_CACHE", "~/.cache/manyroots")
-    return Path(top).expanduser() / "adapters"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +65,11 @@ class AdapterSources:
         ]
         self._max_bytes = int(settings.lora_max_fetch_size * GIB)
         self._signed = SignedUrls()
-        self._cache = DiskCache(cache_folder(settings), int(settings.lora_cache_size * GIB))
+        self._cache = DiskCache(settings.cache_folder, int(settings.lora_cache_size * GIB))
         self._lock = threading.Lock()
         self._busy: dict[str, tuple[threading.Lock, int]] = {}
         """A lock for each address that is fetched, and its number of users."""
+        self._kept = MemoryCopies(settings.cache_folder / "published")
         self._unknown: OrderedDict[str, float] = OrderedDict()
         """Names that no source has, and until when that is believed."""
 
@@ -142,10 +136,15 @@ class AdapterSources:
         assert refusal is not None
         raise refusal
 
+    def keep(self, name: str, adapter: MemoryAdapter) -> Located:
+        """A folder that an adapter in memory is being written to, for when it is read again."""
+        return Located(self._kept.keep(name, adapter), None, "(memory)")
+
     @contextlib.contextmanager
     def reading(self, folder: Path) -> Iterator[Path]:
         """A folder that was located before, fetched again if the disk cache has lost it. What can't
         be served is not kept."""
+        self._kept.wait(folder)
         if not self._cache.holds(folder):
             yield folder
             return

@@ -108,7 +108,8 @@ async def test_s03_a_load_says_what_was_loaded_and_the_name_can_be_used(version:
     assert answer.status_code == 200
     assert answer.json() == {
         "object": "lora_adapter", "lora_name": "new", "lora_path": "folder", "status": "loaded",
-        "rank": 8, "num_bytes": 4096, "digest": "ab" * 32, "modules": ["q_proj", "v_proj"],
+        "rank": 8, "num_bytes": 4096, "digest": "ab" * 32, "revision": "ab" * 6,
+        "modules": ["q_proj", "v_proj"],
         "pinned": True,
     }  # fmt: skip
     assert server.engine.lora_ops == [LoadLora(0, "new", "folder", True, False)]

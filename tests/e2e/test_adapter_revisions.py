@@ -1,0 +1,157 @@
+"""Adapters uploaded in request bodies: revisions that are published while others stream (A05)."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.adapter_server import ADMIN, AdapterServer, cached, completion, serving, tokens
+from tests.e2e.conftest import HEADERS
+from tests.tiny_adapters import RECIPES, TinyAdapters
+
+PROMPT = [72, 101, 32, 7, 101, 120, 55, 31, 9, 40, 41, 42, 43]
+TAR = {"content-type": "application/x-tar"}
+LONG = 200
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyAdapters:
+    return TinyAdapters(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def server(tiny: TinyAdapters) -> Iterator[AdapterServer]:
+    cache, template = tiny.model.parent / "cache", tiny.model.parent / "template.jinja"
+    template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    with serving(
+        tiny,
+        **{
+            "lora-cache-dir": str(cache),
+            "lora-max-fetch-size": "0.001",
+            "chat-template": str(template),
+        },
+    ) as server:
+        yield server
+
+
+def archive(folder: Path, *names: str) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as tar:
+        for name in names or ("adapter_config.json", "adapter_model.safetensors"):
+            tar.add(folder / name, arcname=name)
+    return out.getvalue()
+
+
+def upload(server: AdapterServer, name: str, body: bytes, **more: str) -> httpx.Response:
+    return server.client.post(
+        "/v1/upload_lora_adapter", params={"lora_name": name} | more, content=body,
+        headers=ADMIN | TAR,
+    )  # fmt: skip
+
+
+def revision(answer: httpx.Response) -> str:
+    assert answer.status_code == 200, answer.text
+    found: str = answer.json()["choices"][0]["adapter_revision"]
+    return found
+
+
+def test_a05_a_revision_is_published_under_a_running_stream(
+    server: AdapterServer, tiny: TinyAdapters
+) -> None:
+    folders = {
+        number: tiny.write(f"rev{number}", replace(RECIPES["few"], seed=40 + number))
+        for number in (1, 2, 3)
+    }
+    first = upload(server, "live", archive(folders[1]))
+    assert first.status_code == 200, first.text
+    old = first.json()["revision"]
+    assert revision(server.complete("live", PROMPT)) == old
+
+    stream = server.stream(completion("live", PROMPT, LONG) | {"prompt": [*PROMPT, 5]})
+    seen = [next(stream)]
+    assert seen[0]["choices"][0]["adapter_revision"] == old
+
+    second = upload(server, "live", archive(folders[2]))
+    new = second.json()["revision"]
+    assert new != old
+    answer = server.complete("live", PROMPT)
+    assert (revision(answer), tokens(answer)) == (new, tiny.greedy(PROMPT, "rev2", 8))
+    assert cached(answer) == 0, "pages of another revision were found"
+    # The old revision is alive while its stream runs, and finds the pages that it computed.
+    answer = server.complete(f"live@{old}", PROMPT)
+    assert (revision(answer), tokens(answer)) == (old, tiny.greedy(PROMPT, "rev1", 8))
+    assert cached(answer) > 0
+    assert cached(server.complete(f"live@{new}", PROMPT)) > 0
+
+    seen += stream
+    said = [token for event in seen for token in event["choices"][0].get("token_ids") or ()]
+    assert said == tiny.greedy([*PROMPT, 5], "rev1", LONG)
+    server.assert_balance()
+    over = server.complete(f"live@{old}", PROMPT)
+    assert over.status_code == 404, over.text
+    assert cached(server.complete("live", PROMPT)) > 0, "the newest revision's pages stay"
+    assert upload(server, "live", archive(folders[2])).json()["status"] == "unchanged"
+
+
+def test_a05_chats_name_the_revision_too(server: AdapterServer, tiny: TinyAdapters) -> None:
+    made = upload(server, "chatty", archive(Path(tiny.path("few")))).json()["revision"]
+    body: dict[str, Any] = {
+        "model": "chatty", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4,
+    }  # fmt: skip
+    answer = server.post("/v1/chat/completions", body)
+    assert answer.json()["choices"][0]["adapter_revision"] == made
+
+
+@pytest.mark.parametrize(
+    ("make", "status", "reason"),
+    [
+        (lambda folder: b"not a tar", 400, "not a whole tar archive"),
+        (lambda folder: archive(folder)[:3000], 400, "not a whole tar archive|damaged|header"),
+        (lambda folder: archive(folder, "adapter_config.json"), 400, "no adapter_model"),
+        (lambda folder: b"\0" * (4 << 20), 413, "--lora-max-fetch-size"),
+    ],
+)
+def test_a05_a_bad_upload_changes_nothing(
+    server: AdapterServer, tiny: TinyAdapters, make: Any, status: int, reason: str
+) -> None:
+    good = upload(server, "steady", archive(Path(tiny.path("few"))))
+    assert good.status_code == 200, good.text
+    refused = upload(server, "steady", make(Path(tiny.path("other"))))
+    assert refused.status_code == status, refused.text
+    answer = server.complete("steady", PROMPT)
+    assert revision(answer) == good.json()["revision"]
+    assert tokens(answer) == tiny.greedy(PROMPT, "few", 8)
+
+
+def test_a05_an_archive_can_place_no_file_elsewhere(
+    server: AdapterServer, tiny: TinyAdapters
+) -> None:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as tar:
+        link = tarfile.TarInfo("adapter_config.json")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+        tar.addfile(link)
+        tar.add(Path(tiny.path("few"), "adapter_model.safetensors"), "../escaped")
+    refused = upload(server, "sly", out.getvalue())
+    assert refused.status_code == 400
+    assert "link or a device" in refused.json()["error"]["message"]
+    assert not list(tiny.model.parent.rglob("escaped"))
+
+
+def test_a05_uploads_need_the_admin_key(server: AdapterServer, tiny: TinyAdapters) -> None:
+    body = archive(Path(tiny.path("few")))
+    for headers, status in ((HEADERS, 403), ({}, 401)):
+        answer = server.client.post(
+            "/v1/upload_lora_adapter", params={"lora_name": "x"}, content=body,
+            headers=headers | TAR,
+        )  # fmt: skip
+        assert answer.status_code == status
+    for name in ("tiny", "a b", "../x"):
+        assert upload(server, name, body).status_code == 400

@@ -5,13 +5,15 @@ for all experts: its first dimension is 1 then, here as in the file.
 
 A parameter that PEFT wrapped is flat: A [experts * rank, in], B [out, rank * experts], where B
 counts experts fastest. Which parameter it is, and whether PEFT read the parameter's dimensions as
-[in, out] or [out, in] (its releases differ), follows from the sizes; where it does not, it is
-refused. Parameters that are [in, out] themselves (gpt-oss) have been read as such by all releases.
+[in, out] or [out, in] (its releases differ), follows from the sizes. Where a parameter is square
+(2 * moe_intermediate_size == hidden_size), PEFT read it as it read the layer's other one; alone, it
+is refused. Parameters that are [in, out] themselves (gpt-oss) have been read as such by all
+releases.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import NoReturn
@@ -26,16 +28,20 @@ from manyroots.lora.targets import Target, Targets
 
 def expert_pairs(
     home: Home,
-    sides: dict[str, Factor],
+    factors: Mapping[Home, dict[str, Factor]],
     tensors: Sequence[TensorEntry],
     config: AdapterConfig,
     targets: Targets,
 ) -> list[PairLayout]:
+    """`factors`: of the whole file."""
+    sides = factors[home]
     if home.place is Place.TARGET:
         return [_projection(home.name, sides, tensors, config, targets[home.name])]
     if home.place is Place.GATE_UP:
         return list(_gate_up(home.name, sides, tensors, config, targets))
-    return list(_parameter(home.name, sides, tensors, config, targets))
+    other = Place.PARAMETER if home.place is Place.INNER_PARAMETER else Place.INNER_PARAMETER
+    others = factors.get(Home(other, home.name))
+    return list(_parameter(home.name, sides, others, tensors, config, targets))
 
 
 def _projection(
@@ -158,15 +164,22 @@ def _halves_of_gate_up(gate: Target) -> tuple[tuple[str, slice], ...]:
 def _parameter(
     experts: str,
     sides: dict[str, Factor],
+    others: dict[str, Factor] | None,
     tensors: Sequence[TensorEntry],
     config: AdapterConfig,
     targets: Targets,
 ) -> Iterator[PairLayout]:
+    """`others`: the pair of the layer's other parameter, if PEFT wrapped both."""
     [a_index] = sides["A"].tensors.values()
     [b_index] = sides["B"].tensors.values()
     a, b = tensors[a_index], tensors[b_index]
     spelled = sides["A"].spelled.removesuffix(".base_layer")
-    parameter, is_swapped = _which_parameter(experts, spelled, a, b, config, targets)
+    found = _readings(experts, spelled, a, b, config, targets)
+    if len(found) > 1 and others is not None:
+        [other_a], [other_b] = (others[side].tensors.values() for side in "AB")
+        beside = _readings(experts, spelled, tensors[other_a], tensors[other_b], config, targets)
+        found = [one for one in found if any(_go_together(one, other) for other in beside)]
+    parameter, is_swapped = _only(found, experts, a, b, config, targets)
     gate, down = targets[f"{experts}.gate_proj"], targets[f"{experts}.down_proj"]
     name = f"{experts}.{parameter}"
     rank = config.rank_of(f"{spelled}.{parameter}")
@@ -197,16 +210,16 @@ def _parameter(
         )
 
 
-def _which_parameter(
+def _readings(
     experts: str,
     spelled: str,
     a: TensorEntry,
     b: TensorEntry,
     config: AdapterConfig,
     targets: Targets,
-) -> tuple[str, bool]:
-    """The parameter's name, and whether PEFT read it as [in, out]. `spelled`: the experts, as the
-    file calls them."""
+) -> list[tuple[str, bool]]:
+    """What a pair's sizes allow: the parameter's name, and whether PEFT read it as [in, out].
+    `spelled`: the experts, as the file calls them."""
     gate, down = targets[f"{experts}.gate_proj"], targets[f"{experts}.down_proj"]
     sizes = {
         "gate_up_proj": (gate.in_features, 2 * gate.out_features),
@@ -222,8 +235,25 @@ def _which_parameter(
                 continue
             if a.shape == (wide_rank, first) and b.shape == (last, wide_rank):
                 found.append((parameter, is_swapped))
+    return found
+
+
+def _go_together(one: tuple[str, bool], other: tuple[str, bool]) -> bool:
+    """Whether these can be a layer's two parameters: one release of PEFT read both."""
+    return one[0] != other[0] and one[1] == other[1]
+
+
+def _only(
+    found: list[tuple[str, bool]],
+    experts: str,
+    a: TensorEntry,
+    b: TensorEntry,
+    config: AdapterConfig,
+    targets: Targets,
+) -> tuple[str, bool]:
     if len(found) == 1:
         return found[0]
+    gate = targets[f"{experts}.gate_proj"]
     what = "fit more than one reading" if found else "fit no reading"
     raise AdapterError(
         f"{a.name!r} {list(a.shape)} and {b.name!r} {list(b.shape)} {what} of the expert "

@@ -40,7 +40,7 @@ def lay_out(
     pairs: dict[str, PairLayout] = {}
     for home, sides in factors.items():
         made = (
-            expert_pairs(home, sides, header.tensors, config, targets)
+            expert_pairs(home, factors, header.tensors, config, targets)
             if home.place is not Place.TARGET or targets[home.name].kind is TargetKind.EXPERTS
             else [_plain_pair(home.name, sides, header.tensors, config, targets)]
         )

@@ -242,3 +242,16 @@ def _digest_of_bytes(raw: bytes, header: Header) -> bytes:
         for start in range(0, len(raw), CHUNK_BYTES)
     ]
     return content_digest(b"config", header, chunks)
+
+
+@pytest.mark.parametrize("kind", [ExpertFormat.PARAMETERS, ExpertFormat.PARAMETERS_SWAPPED])
+def test_w15_both_square_and_other_parameters_are_read_as_they_were_written(
+    tmp_path: Path, kind: ExpertFormat
+) -> None:
+    """W15: with hidden = 2 * intermediate, down says which way PEFT read gate and up."""
+    targets = tiny_targets(num_experts=3, intermediate=16)
+    written = write_adapter(tmp_path, targets, Recipe(experts=kind))
+    _, weights = read_adapter(tmp_path, targets, max_rank=16, dtype=torch.float32, vocab_size=64)
+    for name, pair in written.items():
+        assert torch.equal(weights.pairs[name].a, pair.a), name
+        assert torch.equal(weights.pairs[name].b, pair.b), name

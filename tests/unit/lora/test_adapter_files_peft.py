@@ -16,6 +16,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from manyroots.errors import AdapterError
 from manyroots.kernels.tolerances import assert_close
 from manyroots.lora.targets import TargetKind
 from manyroots.store.adapter_files import read_adapter
@@ -31,7 +32,6 @@ ALL_MODULES = [
 ]  # fmt: skip
 TARGETS = tiny_targets()
 NUM_EXPERTS = 3
-MOE_TARGETS = tiny_targets(num_experts=NUM_EXPERTS, intermediate=24)
 
 
 def llama(*, tied: bool = False) -> Any:
@@ -122,6 +122,22 @@ def test_an_alora_has_its_invocation_tokens(tmp_path: Path) -> None:
     assert spec.invocation_tokens == (5, 9, 63)
 
 
+def qwen3_moe(inner: int) -> Qwen3MoeForCausalLM:
+    config = Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=32,
+        moe_intermediate_size=inner,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=NUM_EXPERTS,
+        num_experts_per_tok=2,
+    )
+    torch.manual_seed(1)
+    return Qwen3MoeForCausalLM(config)
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -143,24 +159,13 @@ def test_an_alora_has_its_invocation_tokens(tmp_path: Path) -> None:
         },
     ],
 )
+@pytest.mark.parametrize("inner", [24, 16])
 def test_w15_parameters_of_experts_read_as_the_factors_peft_computes_with(
-    tmp_path: Path, options: dict[str, Any]
+    tmp_path: Path, options: dict[str, Any], inner: int
 ) -> None:
-    """W15: PEFT's flat format, expert by expert."""
-    config = Qwen3MoeConfig(
-        vocab_size=64,
-        hidden_size=32,
-        moe_intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_experts=NUM_EXPERTS,
-        num_experts_per_tok=2,
-    )
-    torch.manual_seed(1)
-    wrapped = saved(Qwen3MoeForCausalLM(config), tmp_path, r=4, lora_alpha=8, **options)
-    weights = read(tmp_path, MOE_TARGETS)
+    """W15: PEFT's flat format, expert by expert. With 16, gate and up together are square."""
+    wrapped = saved(qwen3_moe(inner), tmp_path, r=4, lora_alpha=8, **options)
+    weights = read(tmp_path, tiny_targets(num_experts=NUM_EXPERTS, intermediate=inner))
     num_compared = 0
     for name, module in wrapped.named_modules():
         if type(module).__name__ != "ParamWrapper":
@@ -177,6 +182,15 @@ def test_w15_parameters_of_experts_read_as_the_factors_peft_computes_with(
             assert pair.scaling == scaling
             num_compared += 1
     assert num_compared == sum("experts" in name for name in weights.pairs) > 0
+
+
+def test_w12_a_square_parameter_alone_is_refused(tmp_path: Path) -> None:
+    """W12: with hidden = 2 * intermediate nothing tells which way PEFT read gate and up, if the
+    adapter has no down beside them."""
+    only = {"target_modules": [], "target_parameters": ["mlp.experts.gate_up_proj"]}
+    saved(qwen3_moe(16), tmp_path, r=4, **only)
+    with pytest.raises(AdapterError, match="fit more than one reading"):
+        read(tmp_path, tiny_targets(num_experts=NUM_EXPERTS, intermediate=16))
 
 
 @pytest.mark.parametrize("inner", [32, 24])

@@ -366,13 +366,6 @@ def test_w12_experts_of_different_ranks_are_refused(moe_folder: Path) -> None:
     refused(moe_folder, "different ranks or scalings", targets=MOE)
 
 
-def test_w12_flat_parameters_that_fit_two_readings_are_refused(tmp_path: Path) -> None:
-    """W12: with hidden = 2 * intermediate nobody can tell which way PEFT read the parameter."""
-    targets = tiny_targets(num_experts=3, intermediate=16)
-    write_adapter(tmp_path, targets, Recipe(experts=ExpertFormat.PARAMETERS))
-    refused(tmp_path, "fit more than one reading", targets=targets)
-
-
 def test_w12_flat_parameters_that_nobody_named_are_refused(tmp_path: Path) -> None:
     """W12: their name alone does not say what they are."""
     write_adapter(tmp_path, MOE, Recipe(experts=ExpertFormat.PARAMETERS))

@@ -28,7 +28,6 @@ from manyroots.kernels.attention.paged import (
 from manyroots.kernels.choice import Kernels, reference_kernels
 from manyroots.kernels.qk_rope_kv_write.inputs import SlotMapping
 from manyroots.layers.spec import AttentionSpec
-from manyroots.store.arena import PageArena
 
 PAGE_SIZE = 16
 MOST_CHECKED = 64
@@ -136,11 +135,9 @@ class _Pages:
         memory = spec.memory
         pages = -(-lens // PAGE_SIZE)
         num_pages = int(pages.sum())
-        layer_bytes = int(lens.sum()) * memory.token_bytes(dtype.itemsize)
+        layer_bytes = memory.unit_bytes(int(lens.sum()), 1, dtype)
         self.num_layers = num_copies(layer_bytes, most=MOST_LAYERS)
-        arena = PageArena(
-            num_pages, PAGE_SIZE, self.num_layers, memory.kv_heads, memory.head_dim, dtype, device
-        )
+        arena = memory.make_arena(num_pages, PAGE_SIZE, self.num_layers, dtype, device)
         self.generator = torch.Generator(device).manual_seed(1)
         arena.data.normal_(generator=self.generator)
         self.layers = [arena.layer(index) for index in range(self.num_layers)]
@@ -173,7 +170,7 @@ def _measured(
     attention, memory = kernels.attention, spec.memory
     case = KernelCase(
         part=part, name="attend", rows=sequences.text, way="ours",
-        num_bytes=num_read * memory.token_bytes(q.element_size()),
+        num_bytes=memory.unit_bytes(num_read, 1, q.dtype),
         num_flops=4.0 * num_pairs * spec.num_heads * memory.head_dim, tolerance="attention",
     )  # fmt: skip
 

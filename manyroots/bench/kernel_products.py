@@ -166,7 +166,7 @@ class Products:
 
     def step(self, slots: np.ndarray | None) -> Step:
         lora = None if slots is None else LoraRows.build(slots, self.device)
-        return Step(ropes=(), kv=(), states=(), lora=lora)
+        return Step(ropes=(), memories=(), lora=lora)
 
     def slots(self, num_rows: int) -> np.ndarray | None:
         """Each row's adapter, drawn evenly; rows of one lie together."""

@@ -20,8 +20,9 @@ from manyroots.errors import ConfigError
 from manyroots.files.gguf_header import read_metadata
 from manyroots.files.gguf_parts import parts_of
 from manyroots.models.source import ModelSource
+from manyroots.store.arena import UnitArena
 from manyroots.store.backends.choice import open_backend
-from manyroots.store.host_arena import HostArena, UnitArena
+from manyroots.store.host_arena import HostArena
 from manyroots.store.layer_arrivals import LayerGroups
 from manyroots.store.storage_link import UnitStorage
 from manyroots.store.tier_copies import TierCopies

@@ -30,7 +30,7 @@ class Attention:
     """qkv, its norms and rotation, attention over pages, and o."""
 
     def __init__(self, spec: AttentionSpec, family: int, context: LayerContext) -> None:
-        """`spec` is the rank's own; `family`: which of the step's page tables is its."""
+        """`spec` is the rank's own; `family`: which of the step's memories is its."""
         self._spec, self._family = spec, family
         self._kernels, self._shard, self._dtype = context.kernels, context.shard, context.dtype
         heads, kv_heads, dim = spec.num_heads, spec.memory.kv_heads, spec.memory.head_dim
@@ -74,7 +74,7 @@ class Attention:
             qkv = self._normed_over_heads(qkv)
         elif self._spec.is_fused:  # adapters, too, have all in one, which the kernel can't expand
             qkv = DeferredOutput(qkv.finished(self._kernels))
-        metadata = step.kv[self._family]
+        metadata = step.memories[self._family]
         q = self._kernels.qk_rope_kv_write.qk_rope_kv_write(
             qkv.sums, step.ropes[self._spec.rope], self._qk_norm, layer_kv, metadata.slot_mapping,
             qkv.lora, self._dtype,

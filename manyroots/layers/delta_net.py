@@ -30,7 +30,7 @@ class GatedDeltaNet:
     """The projections as one product, a convolution, the delta rule, a gated norm and out_proj."""
 
     def __init__(self, spec: DeltaSpec, family: int, context: LayerContext) -> None:
-        """`spec` is the rank's own; `family`: which of the step's states are its. Its norm's
+        """`spec` is the rank's own; `family`: which of the step's memories is its. Its norm's
         weights are whole whatever the offset of the others."""
         self._spec, self._family = spec, family
         self._kernels, self._shard, self._eps = context.kernels, context.shard, context.eps
@@ -69,7 +69,7 @@ class GatedDeltaNet:
 
     def __call__(self, x: NormedRows, memory: tuple[Tensor, ...], step: Step) -> DeferredOutput:
         conv_state, matrix = memory
-        rows = step.states[self._family]
+        rows = step.memories[self._family]
         projected = self.in_proj(x, step).finished(self._kernels).to(self._filter.dtype)
         qkv, z, beta, decay = self._parts(projected)
         qkv = self._kernels.causal_conv.conv(qkv, self._filter, None, conv_state, rows, "silu")

@@ -97,7 +97,7 @@ class LmHead:
     def __call__(self, hidden: Tensor, rows: LoraRows | None) -> Tensor:
         """Logits [num_rows, vocab_size] in the dtype of `hidden`; `rows` are the adapters of these
         rows, not of all tokens of the step."""
-        product = self.product(hidden, Step(ropes=(), kv=(), states=(), lora=rows))
+        product = self.product(hidden, Step(ropes=(), memories=(), lora=rows))
         own = product.finished(self._kernels).to(hidden.dtype)
         if self._factor != 1.0:
             own = own * self._factor

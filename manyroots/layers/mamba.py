@@ -31,7 +31,7 @@ class Mamba2:
     """in_proj, a convolution, the scan, a norm beside a gate, and out_proj."""
 
     def __init__(self, spec: MambaSpec, family: int, context: LayerContext) -> None:
-        """`spec` is the rank's own; `family`: which of the step's states are its."""
+        """`spec` is the rank's own; `family`: which of the step's memories is its."""
         self._spec, self._family = spec, family
         self._kernels, self._shard, self._eps = context.kernels, context.shard, context.eps
         heads, inner = spec.num_heads, spec.inner
@@ -70,7 +70,7 @@ class Mamba2:
 
     def __call__(self, x: NormedRows, memory: tuple[Tensor, ...], step: Step) -> DeferredOutput:
         conv_state, matrix = memory
-        spec, rows = self._spec, step.states[self._family]
+        spec, rows = self._spec, step.memories[self._family]
         if spec.in_factor != 1.0:
             x = whole_rows(x) * spec.in_factor
         projected = self.in_proj(x, step).finished(self._kernels).to(self._filter.dtype)

@@ -47,6 +47,6 @@ _CLASSES: dict[type[MixerSpec], Any] = {
 
 
 def make_mixer(spec: MixerSpec, family: int, context: LayerContext) -> Mixer:
-    """`family`: which of the step's `kv`, or of its `states`, is its."""
+    """`family`: which of the step's `memories` is its."""
     mixer: Mixer = _CLASSES[type(spec)](spec, family, context)
     return mixer

@@ -27,7 +27,7 @@ class ShortConv:
     """in_proj, a causal convolution between two gates, and out_proj."""
 
     def __init__(self, spec: ShortConvSpec, family: int, context: LayerContext) -> None:
-        """`spec` is the rank's own; `family`: which of the step's states are its."""
+        """`spec` is the rank's own; `family`: which of the step's memories is its."""
         self._family, self._kernels, self._shard = family, context.kernels, context.shard
         channels = spec.channels
         self.in_proj = Linear(
@@ -53,7 +53,7 @@ class ShortConv:
         projected = self.in_proj(x, step).finished(self._kernels).to(self._weight.dtype)
         gate_in, gate_out, value = projected.chunk(3, dim=-1)
         mixed = self._kernels.causal_conv.conv(
-            gate_in * value, self._weight, self._bias, state, step.states[self._family], None
+            gate_in * value, self._weight, self._bias, state, step.memories[self._family], None
         )
         return self.out_proj(gate_out * mixed, step)
 

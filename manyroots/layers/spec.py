@@ -16,52 +16,7 @@ from dataclasses import dataclass, replace
 
 from manyroots.kernels.activation.kinds import Activation
 from manyroots.kernels.fused_moe.routing import Scoring
-
-
-@dataclass(frozen=True, slots=True)
-class KV:
-    """Keys and values of the tokens that a query may see."""
-
-    kv_heads: int
-    head_dim: int
-    window: int | None
-    """How many tokens a query sees at most, itself included; None: all before it."""
-    dtype: str | None = None
-    """Torch's name of what they are kept in; None is the model's own."""
-
-    @property
-    def is_by_token(self) -> bool:
-        """Whether each token has a place of its own here: then a prompt's tokens may be computed
-        as rows side by side."""
-        return True
-
-    def token_bytes(self, itemsize: int) -> int:
-        """What one layer keeps of one token."""
-        return 2 * self.kv_heads * self.head_dim * itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class StatePart:
-    """One tensor of a state."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str | None
-    """Torch's name of it; None is the model's own."""
-
-
-@dataclass(frozen=True, slots=True)
-class StateMemory:
-    """One state that stands for all tokens so far."""
-
-    parts: tuple[StatePart, ...]
-
-    @property
-    def is_by_token(self) -> bool:
-        return False
-
-
-Memory = KV | StateMemory
+from manyroots.layers.memories import KV, State, StatePart
 
 Divide = Callable[[str, int], int]
 """What a rank has of a number of things, which are named; raises where ranks can't share them."""
@@ -128,8 +83,8 @@ class ShortConvSpec:
     name: str = "conv"
 
     @property
-    def memory(self) -> StateMemory:
-        return StateMemory((StatePart("conv", (self.channels, self.width - 1), None),))
+    def memory(self) -> State:
+        return State((StatePart("conv", (self.channels, self.width - 1), None),))
 
     def cut(self, divide: Divide) -> ShortConvSpec:
         return replace(self, channels=divide("number of channels", self.channels))
@@ -161,9 +116,9 @@ class DeltaSpec:
         return 2 * self.key_heads * self.key_dim + self.num_heads * self.value_dim
 
     @property
-    def memory(self) -> StateMemory:
+    def memory(self) -> State:
         matrix = (self.num_heads, self.key_dim, self.value_dim)
-        return StateMemory(
+        return State(
             (
                 StatePart("conv", (self.channels, self.width - 1), None),
                 StatePart("matrix", matrix, "float32"),
@@ -229,9 +184,9 @@ class MambaSpec:
         return self.inner + 2 * self.groups * self.state_dim
 
     @property
-    def memory(self) -> StateMemory:
+    def memory(self) -> State:
         matrix = (self.num_heads, self.head_dim, self.state_dim)
-        return StateMemory(
+        return State(
             (
                 StatePart("conv", (self.channels, self.width - 1), None),
                 StatePart("matrix", matrix, "float32"),

@@ -28,12 +28,8 @@ class Step:
     ropes: tuple[Any, ...]
     """The rotation of each token, by the model's kinds of rotation: what the kernel set's
     `qk_rope_kv_write.look_up` gave."""
-    kv: tuple[Any, ...]
-    """By family of pages: what the kernel set's `attention.prepare` gave, where keys and values
-    are written and what each query sees. Only that set looks inside."""
-    states: tuple[Any, ...]
-    """By family of states: what the kernel set's `recurrent.prepare` gave, which states the
-    sequences have and where their tokens lie."""
+    memories: tuple[Any, ...]
+    """By family: what its memory's `prepare` gave. The kernels that read it know what it is."""
     lora: LoraRows | None
     """Which adapter each token wants; None if none wants any."""
     before_layer: Callable[[int], None] | None = None

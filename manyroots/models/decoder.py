@@ -43,7 +43,7 @@ from manyroots.models.spec import ModelSpec
 from manyroots.store.adapter_base import BaseRows
 from manyroots.store.adapter_pool import AdapterPool
 from manyroots.store.adapter_sites import SitePart
-from manyroots.store.arena import PageArena, StateArena
+from manyroots.store.arena import Arena
 
 _BLOCKS: dict[type[BlockSpec], Any] = {
     DenseSpec: GatedMLP,
@@ -82,7 +82,7 @@ class DecoderLayer:
     """Mixers and a feed-forward block, or one of the two."""
 
     def __init__(self, spec: LayerSpec, families: Sequence[int], context: LayerContext) -> None:
-        """`families`: of each mixer, which of the step's `kv` or `states` is its."""
+        """`families`: of each mixer, which of the step's `memories` is its."""
         self.spec, self._kernels = spec, context.kernels
         self.mixers = [
             make_mixer(mixer, family, context)
@@ -176,7 +176,7 @@ class Decoder:
         self.layers = [
             DecoderLayer(
                 layer,
-                [self._own_number(number_of[mixer.memory]) for mixer in layer.mixers],
+                [number_of[mixer.memory] for mixer in layer.mixers],
                 context,
             )
             for layer in spec.layers
@@ -190,15 +190,9 @@ class Decoder:
         """What its weights take; known once they are loaded."""
         self.ropes: tuple[RopeTable, ...] = ()
         """Of every position, by kind; see `attach`."""
-        self._memories: list[list[Tensor | tuple[Tensor, ...]]] = []
+        self._memories: list[list[Any]] = []
 
-    def _own_number(self, family: int) -> int:
-        """Among the families of pages, or among those of states."""
-        return family if family < self.num_paged else family - self.num_paged
-
-    def attach(
-        self, arenas: Sequence[PageArena | StateArena], pool: AdapterPool | None, *, max_len: int
-    ) -> None:
+    def attach(self, arenas: Sequence[Arena], pool: AdapterPool | None, *, max_len: int) -> None:
         """Give it memory: an arena for each family, the adapters' pool if there is one, and angles
         for so many positions."""
         arena_of = {

@@ -9,12 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import assert_never
 
 import torch
 
-from manyroots.layers.spec import KV, AttentionSpec, LayerSpec, Memory, MixerSpec, StateMemory
+from manyroots.layers.memories import KV, Memory
+from manyroots.layers.spec import (
+    AttentionSpec,
+    DeltaSpec,
+    LayerSpec,
+    MambaSpec,
+    MixerSpec,
+    ShortConvSpec,
+)
 from manyroots.models.spec import ModelSpec
-from manyroots.store.arena import PageArena, PartShape, StateArena, state_bytes
+from manyroots.store.arena import Arena
 
 AUTO = "auto"
 FP8_PAGES = "float8_e4m3fn"
@@ -30,34 +39,22 @@ class LayerFamily:
 
     @property
     def is_state(self) -> bool:
-        return isinstance(self.memory, StateMemory)
+        return not self.memory.is_paged
 
     @property
     def window(self) -> int | None:
         """How many tokens a query sees at most; None: all, or a state of all."""
-        return self.memory.window if isinstance(self.memory, KV) else None
+        return self.memory.window
 
     def unit_bytes(self, page_size: int, dtype: torch.dtype) -> int:
         """What one page of `page_size` tokens takes, or one state, in all layers of the family."""
-        if isinstance(self.memory, StateMemory):
-            return state_bytes(part_shapes(self.memory, dtype), len(self.layers))
-        return (
-            len(self.layers)
-            * page_size
-            * self.memory.token_bytes(page_dtype(self.memory, dtype).itemsize)
-        )
+        return self.memory.unit_bytes(page_size, len(self.layers), dtype)
 
     def make_arena(
         self, num_units: int, page_size: int, dtype: torch.dtype, device: torch.device
-    ) -> PageArena | StateArena:
+    ) -> Arena:
         """Memory for so many units."""
-        memory, num_layers = self.memory, len(self.layers)
-        if isinstance(memory, StateMemory):
-            return StateArena(num_units, part_shapes(memory, dtype), num_layers, device)
-        return PageArena(
-            num_units, page_size, num_layers, memory.kv_heads, memory.head_dim,
-            page_dtype(memory, dtype), device,
-        )  # fmt: skip
+        return self.memory.make_arena(num_units, page_size, len(self.layers), dtype, device)
 
 
 def with_pages_in(spec: ModelSpec, kept: str) -> ModelSpec:
@@ -66,9 +63,13 @@ def with_pages_in(spec: ModelSpec, kept: str) -> ModelSpec:
         return spec
 
     def changed(mixer: MixerSpec) -> MixerSpec:
-        if not isinstance(mixer, AttentionSpec):
-            return mixer
-        return replace(mixer, memory=replace(mixer.memory, dtype=FP8_PAGES))
+        match mixer:
+            case AttentionSpec():
+                return replace(mixer, memory=mixer.memory.in_dtype(FP8_PAGES))
+            case ShortConvSpec() | DeltaSpec() | MambaSpec():
+                return mixer  # a state is no page
+            case _:
+                assert_never(mixer)
 
     layers = (replace(layer, mixers=tuple(map(changed, layer.mixers))) for layer in spec.layers)
     return replace(spec, layers=tuple(layers))
@@ -79,20 +80,6 @@ def pages_in(spec: ModelSpec) -> str:
     memories = (mixer.memory for layer in spec.layers for mixer in layer.mixers)
     is_fp8 = any(isinstance(memory, KV) and memory.dtype == FP8_PAGES for memory in memories)
     return "fp8" if is_fp8 else AUTO
-
-
-def page_dtype(memory: KV, dtype: torch.dtype) -> torch.dtype:
-    """Of keys and values in a model of this dtype."""
-    kept: torch.dtype = dtype if memory.dtype is None else getattr(torch, memory.dtype)
-    return kept
-
-
-def part_shapes(state: StateMemory, dtype: torch.dtype) -> tuple[PartShape, ...]:
-    """What a state consists of in a model of this dtype."""
-    return tuple(
-        PartShape(part.shape, dtype if part.dtype is None else getattr(torch, part.dtype))
-        for part in state.parts
-    )
 
 
 def families(layers: Sequence[LayerSpec]) -> tuple[LayerFamily, ...]:
@@ -106,6 +93,6 @@ def families(layers: Sequence[LayerSpec]) -> tuple[LayerFamily, ...]:
 
 
 def _order(memory: Memory) -> int:
-    if isinstance(memory, StateMemory):
+    if not memory.is_paged:
         return 2
     return 0 if memory.window is None else 1

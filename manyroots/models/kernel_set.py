@@ -7,13 +7,20 @@ where those lack something. Said at load, before anything is computed.
 from __future__ import annotations
 
 import logging
+from typing import assert_never
 
 import torch
 
 from manyroots.errors import ConfigError
 from manyroots.kernels.choice import Kernels, kernels_for, reference_kernels
 from manyroots.kernels.limits import MAX_GRID_SIDE, NUM_COUNTERS
-from manyroots.layers.spec import DeltaSpec, MambaSpec, MixerSpec
+from manyroots.layers.spec import (
+    AttentionSpec,
+    DeltaSpec,
+    MambaSpec,
+    MixerSpec,
+    ShortConvSpec,
+)
 from manyroots.models.spec import ModelSpec
 
 LEAST_HEAD_DIM, MOST_HEAD_DIM = 32, 256
@@ -36,12 +43,8 @@ def kernel_set(spec: ModelSpec, device: torch.device) -> Kernels:
 def why_not_triton(spec: ModelSpec) -> str | None:
     """What keeps a model from the GPU's kernels; None if nothing does."""
     for layer in spec.layers:
-        if layer.attention is not None:
-            dim = layer.attention.memory.head_dim
-            if dim & (dim - 1) or not LEAST_HEAD_DIM <= dim <= MOST_HEAD_DIM:
-                return f"its heads have {dim} dimensions"
         for mixer in layer.mixers:
-            reason = _why_not_recurrent(mixer)
+            reason = _why_not(mixer)
             if reason is not None:
                 return reason
         if layer.experts is not None:
@@ -51,18 +54,29 @@ def why_not_triton(spec: ModelSpec) -> str | None:
     return None
 
 
-def _why_not_recurrent(mixer: MixerSpec) -> str | None:
-    """Of a mixer with a state: its sides are those of products in registers."""
-    if isinstance(mixer, DeltaSpec):
-        sides = {"key": mixer.key_dim, "value": mixer.value_dim}
-    elif isinstance(mixer, MambaSpec):
-        sides = {"head": mixer.head_dim, "state": mixer.state_dim}
-    else:
-        return None
+def _why_not(mixer: MixerSpec) -> str | None:
+    """Of one mixer: heads' and states' sides are those of products in registers."""
+    match mixer:
+        case AttentionSpec():
+            dim = mixer.memory.head_dim
+            is_fit = _is_side(dim, LEAST_HEAD_DIM, MOST_HEAD_DIM)
+            return None if is_fit else f"its heads have {dim} dimensions"
+        case DeltaSpec():
+            sides = {"key": mixer.key_dim, "value": mixer.value_dim}
+        case MambaSpec():
+            sides = {"head": mixer.head_dim, "state": mixer.state_dim}
+        case ShortConvSpec():
+            return None
+        case _:
+            assert_never(mixer)
     for what, size in sides.items():
-        if size & (size - 1) or not LEAST_STATE_SIDE <= size <= MOST_STATE_SIDE:
+        if not _is_side(size, LEAST_STATE_SIDE, MOST_STATE_SIDE):
             return f"its {what} dimension in {mixer.name} is {size}"
     return None
+
+
+def _is_side(size: int, least: int, most: int) -> bool:
+    return not size & (size - 1) and least <= size <= most
 
 
 def check_step(
@@ -77,10 +91,9 @@ def check_step(
             f"--max-num-batched-tokens is {max_num_tokens}; on a GPU a step has at most "
             f"{MAX_GRID_SIDE} tokens. Lower it."
         )
-    attentions = [layer.attention for layer in spec.layers if layer.attention is not None]
-    if not attentions:
+    kv_heads = max((_kv_heads(mixer) for layer in spec.layers for mixer in layer.mixers), default=0)
+    if not kv_heads:
         return
-    kv_heads = max(attention.memory.kv_heads for attention in attentions)
     # A row that attends begins query blocks of its own, each cut into up to four programs.
     most_rows = min(NUM_COUNTERS // kv_heads, MAX_GRID_SIDE // 8)
     if max_num_rows > most_rows:
@@ -88,3 +101,14 @@ def check_step(
             f"--max-num-seqs is {max_num_rows}; with {kv_heads} key-value heads a step "
             f"on a GPU has at most {most_rows} rows. Lower it."
         )
+
+
+def _kv_heads(mixer: MixerSpec) -> int:
+    """By which rows that attend are counted; 0: its rows don't."""
+    match mixer:
+        case AttentionSpec():
+            return mixer.memory.kv_heads
+        case ShortConvSpec() | DeltaSpec() | MambaSpec():
+            return 0
+        case _:
+            assert_never(mixer)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from manyroots.layers.spec import KV, BlockSpec, DenseSpec, ExpertsSpec, SharedSpec
+from manyroots.layers.spec import BlockSpec, DenseSpec, ExpertsSpec, SharedSpec
 from manyroots.lora.targets import Target
 from manyroots.models.families import families
 from manyroots.models.spec import ModelSpec
@@ -66,11 +66,7 @@ class Roofline:
         are read and written."""
         total = 0.0
         for family in families(self.spec.layers):
-            unit = family.unit_bytes(1, self.dtype)
-            if isinstance(family.memory, KV):
-                total += unit * min(context, family.memory.window or context)
-            else:
-                total += 2 * unit
+            total += family.unit_bytes(1, self.dtype) * family.memory.units_read(context)
         return total
 
     def adapter_bytes(

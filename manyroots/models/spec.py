@@ -15,8 +15,9 @@ from typing import Any
 from manyroots.errors import ModelError
 from manyroots.kernels.activation.kinds import Activation
 from manyroots.kernels.fused_moe.routing import Scoring
+from manyroots.layers.memories import KV
 from manyroots.layers.rotary import RopeSpec, rope_frequencies
-from manyroots.layers.spec import KV, AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec
+from manyroots.layers.spec import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec
 from manyroots.models.fields import check_rope
 
 MAX_POSITIONS = 2**24

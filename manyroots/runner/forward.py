@@ -1,8 +1,8 @@
 """From a step's arrays on the device to tokens there: the one way every step takes.
 
-Takes the views of a packet (`step_arrays.py`) and the adapters of its tokens; prepares the `Step`
-that all layers read, with a page table or states for each family, runs the decoder, chooses tokens
-and keeps them as their rows' newest. Asks the device nothing, so that it can be captured.
+Takes the views of a packet (`views.py`) and the adapters of its tokens; has every family's memory
+prepare what its layers read of the `Step`, runs the decoder, chooses tokens and keeps them as their
+rows' newest. Asks the device nothing, so that it can be captured.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from manyroots.kernels.attention.paged import AttentionMetadata, SharedPrefixes
 from manyroots.kernels.lora_ops.sites import LoraRows
-from manyroots.kernels.qk_rope_kv_write.inputs import SlotMapping
 from manyroots.kernels.sampling.rows import Sampled, SamplingRows, SamplingTables
+from manyroots.layers.memories import StepRows
 from manyroots.layers.step import LogitsIndices, Step
 from manyroots.models.decoder import Decoder
 from manyroots.runner.device_rows import DeviceRows
+from manyroots.runner.views import StepViews
 
-Views = Mapping[str, Tensor]
+Named = Mapping[str, Tensor]
+"""A packet's arrays on the device."""
 
 
 class Forward:
@@ -34,11 +35,14 @@ class Forward:
         self._page_size = page_size
         self.windows = [f.window or 0 for f in decoder.families if not f.is_state]
         """Of each family of pages; 0 for none."""
-        self._num_state_families = len(decoder.families) - decoder.num_paged
+        pages, states = decoder.families[: decoder.num_paged], decoder.families[decoder.num_paged :]
+        self._memories = [
+            (family.memory, place) for sort in (pages, states) for place, family in enumerate(sort)
+        ]
 
     def hidden(
         self,
-        views: Views,
+        views: StepViews,
         num_decodes: int,
         lora: LoraRows | None,
         *,
@@ -54,100 +58,72 @@ class Forward:
         where it is known. `before_layer`:
         as in `Step`. `is_padded`: whether tokens and sequences may be nobody's."""
         decoder, kernels = self.decoder, self.decoder.kernels
-        rows = views.get("rows", views["token_rows"])
         tokens, tables = kernels.decode_rows.begin(
-            views["tokens"], views["token_rows"], self.rows.newest,
-            self.rows.tables_for(max_len, self._page_size), rows,
+            views.tokens, views.token_rows, self.rows.newest,
+            self.rows.tables_for(max_len, self._page_size),
+            views.token_rows if views.rows is None else views.rows,
         )  # fmt: skip
+        rows = StepRows(
+            page_tables=tables,
+            pages=views.pages,
+            offsets=views.offsets,
+            units=views.units,
+            context_lens=views.lens,
+            num_decodes=num_decodes,
+            query_starts=views.starts,
+            blocks=views.blocks,
+            order=views.order,
+            shared=views.shared,
+            max_chunk=max_chunk,
+            page_size=self._page_size,
+            is_padded=is_padded,
+        )
         step = Step(
             ropes=tuple(
-                kernels.qk_rope_kv_write.look_up(table, views["positions"], decoder.dtype)
+                kernels.qk_rope_kv_write.look_up(table, views.positions, decoder.dtype)
                 for table in decoder.ropes
             ),
-            kv=tuple(
-                kernels.attention.prepare(
-                    AttentionMetadata(
-                        page_table=tables[family],
-                        context_lens=views["lens"],
-                        num_decodes=num_decodes,
-                        query_starts=views.get("starts"),
-                        blocks=views.get("blocks"),
-                        slot_mapping=SlotMapping(views["pages"][family], views["offsets"]),
-                        window=window,
-                        shared=None if window else shared_prefixes(views, family),
-                        order=views.get("order"),
-                        is_padded=is_padded,
-                    ),
-                    self._page_size,
-                    decoder.dtype,
-                )
-                for family, window in enumerate(self.windows)
-            ),
-            states=tuple(
-                kernels.recurrent.prepare(
-                    views["units"][family],
-                    views["lens"],
-                    views.get("starts"),
-                    num_decodes,
-                    max_chunk,
-                )
-                for family in range(self._num_state_families)
+            memories=tuple(
+                memory.prepare(rows, place, kernels, decoder.dtype)
+                for memory, place in self._memories
             ),
             lora=lora,
             before_layer=before_layer,
             logits_indices=logits_indices,
         )
-        hidden: Tensor = decoder.hidden(tokens, step)
-        return hidden
+        return decoder.hidden(tokens, step)
 
-    def choose(self, logits: Tensor, views: Views) -> Sampled:
+    def choose(self, logits: Tensor, views: Named) -> Sampled:
         """A token for each row of logits; the views have the fields of `SamplingRows`.
 
         The first rank's choice, which the others follow; they look for no faults.
         """
         decoder, shard = self.decoder, self.decoder.shard
+        rows = SamplingRows.of(views, self._tables)
         if shard.is_first:
-            sampled: Sampled = decoder.kernels.sampling.sample(
-                logits, SamplingRows.of(views, self._tables)
-            )
+            sampled: Sampled = decoder.kernels.sampling.sample(logits, rows)
         else:
             sampled = Sampled.empty(len(logits), logits.device)
             sampled.packed.zero_()
         shard.agree(sampled.tokens)
-        decoder.kernels.decode_rows.end(sampled.tokens, views["table_rows"], self.rows.newest)
+        decoder.kernels.decode_rows.end(sampled.tokens, rows.table_rows, self.rows.newest)
         return sampled
 
-    def mixed(self, views: Views, num_decodes: int) -> Tensor:
+    def mixed(self, named: Named, num_decodes: int) -> Tensor:
         """Logits behind the sampled tokens of a padded step of prompts beside decodes."""
-        logits_indices = LogitsIndices(views["sampled_at"], lora_rows(views, "head_"))
+        views = StepViews.of(named)
+        assert views.sampled_at is not None, "such a step says which"
+        logits_indices = LogitsIndices(views.sampled_at, views.head_lora)
         hidden = self.hidden(
-            views, num_decodes, lora_rows(views), max_chunk=len(views["tokens"]), is_padded=True,
+            views, num_decodes, views.lora, max_chunk=len(views.tokens), is_padded=True,
             logits_indices=logits_indices,
         )  # fmt: skip
         return self.decoder.logits(hidden, logits_indices.lora)
 
-    def single_tokens(self, views: Views) -> Tensor:
+    def single_tokens(self, named: Named) -> Tensor:
         """Logits of a step in which every sequence has one token, and so have all rows a
         successor, which `choose` gives."""
-        lora = lora_rows(views)
-        hidden = self.hidden(views, len(views["tokens"]), lora, max_chunk=1)
+        views = StepViews.of(named)
+        lora = views.lora
+        hidden = self.hidden(views, len(views.tokens), lora, max_chunk=1)
         return self.decoder.logits(hidden, lora)
-
-
-def shared_prefixes(views: Views, family: int) -> SharedPrefixes | None:
-    """What decoding rows share, if the step's arrays say."""
-    if "shared_lens" not in views:
-        return None
-    return SharedPrefixes(
-        views["shared_lens"][family],
-        views["shared_members"][family],
-        views["shared_blocks"][family],
-    )
-
-
-def lora_rows(views: Views, prefix: str = "") -> LoraRows | None:
-    """The adapters of a step's tokens, if its arrays have any; of others by their arrays' names."""
-    if "adapter_slots" not in views:
-        return None
-    slots, blocks = views[f"{prefix}adapter_slots"], views[f"{prefix}adapter_blocks"]
-    return LoraRows(slots, blocks, views[f"{prefix}num_adapter_blocks"], max_blocks=blocks.shape[0])

@@ -30,7 +30,7 @@ from manyroots.models.decoder import Decoder
 from manyroots.runner import choices
 from manyroots.runner.batch import PersistentBatch
 from manyroots.runner.device_rows import DeviceRows
-from manyroots.runner.forward import Forward, Views
+from manyroots.runner.forward import Forward, Named
 from manyroots.runner.graphs import GraphKey, Graphs
 from manyroots.runner.in_flight import InFlight, PendingTokens
 from manyroots.runner.inputs import (
@@ -57,10 +57,11 @@ from manyroots.runner.step_arrays import (
     token_arrays,
 )
 from manyroots.runner.step_timer import Compute, StepTimer, TakeResult
+from manyroots.runner.views import StepViews
 from manyroots.runner.warmup import Warmup
 from manyroots.step import Floats, Int32s, Plan, RowFault, StepResult, TokenLogprobs
 from manyroots.store.adapter_loader import AdapterLoader
-from manyroots.store.arena import PageArena, StateArena
+from manyroots.store.arena import Arena
 from manyroots.store.device_copies import copy_within_device
 from manyroots.store.layer_arrivals import LayerArrivals
 from manyroots.store.mover import Mover
@@ -83,7 +84,7 @@ class ModelRunner:
     def __init__(
         self,
         decoder: Decoder,
-        arenas: Sequence[PageArena | StateArena],
+        arenas: Sequence[Arena],
         adapters: AdapterLoader | None,
         tiers: TierCopies | None = None,
         *,
@@ -111,7 +112,7 @@ class ModelRunner:
             max_model_len=max_model_len,
             page_size=page_size,
             num_paged=decoder.num_paged,
-            spare_units=[a.spare_unit for a in arenas if isinstance(a, StateArena)],
+            spare_units=[a.spare_unit for a in arenas if a.spare_unit is not None],
         )
         self._pending = PendingTokens(self._batch)
         self._rows = DeviceRows(self._batch, self._device)
@@ -140,7 +141,7 @@ class ModelRunner:
                 capture=is_gpu and use_graphs,
             )
         self._max_len, self._max_num_seqs = max_model_len, max_num_seqs
-        self._may_split_prompts = all(f.memory.is_by_token for f in decoder.families)
+        self._may_split_prompts = all(f.memory.is_paged for f in decoder.families)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="runner")
         self._answers_thread = (
             ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokens") if is_gpu else None
@@ -237,7 +238,7 @@ class ModelRunner:
                 return answer
         return self._begin_any(plan, inputs)
 
-    def _model(self, views: Views, key: GraphKey) -> Tensor:
+    def _model(self, views: Named, key: GraphKey) -> Tensor:
         if key.mixed is None:
             return self._forward.single_tokens(views)
         return self._forward.mixed(views, key.mixed.num_decodes)
@@ -347,7 +348,7 @@ class ModelRunner:
         lora = self._lora(inputs.token_slots)
         logits_indices = self._logits_indices(inputs, views["sampled_at"])
         hidden = self._forward.hidden(
-            views,
+            StepViews.of(views),
             inputs.num_decodes,
             lora,
             max_chunk=int(np.diff(inputs.query_starts).max()),

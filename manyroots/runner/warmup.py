@@ -19,6 +19,7 @@ from manyroots.runner.mixed import MixedShape, all_shapes
 from manyroots.runner.packet import send
 from manyroots.runner.sampling_state import SamplingState
 from manyroots.runner.step_arrays import sequence_arrays, token_arrays
+from manyroots.runner.views import StepViews
 
 WARM_TOKENS = (96, 160, 1024, 2048)
 """Prompts whose kernels are compiled ahead: more than the skinny products take, and with experts
@@ -79,9 +80,9 @@ class Warmup:
             rows.spare,
             with_adapters=with_adapters,
         )
-        views = send({**token_arrays(inputs), **sequence_arrays(inputs)}, self._device)
+        named = send({**token_arrays(inputs), **sequence_arrays(inputs)}, self._device)
         lora = self._lora(inputs.token_slots)
-        self._forward.hidden(views, inputs.num_decodes, lora, max_chunk=num_tokens)
+        self._forward.hidden(StepViews.of(named), inputs.num_decodes, lora, max_chunk=num_tokens)
 
     def _sample(self) -> None:
         decoder, spare_row = self._forward.decoder, self._forward.rows.spare.row

@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -24,23 +25,40 @@ PART_ALIGNMENT = 16
 """Every part of a state begins at a multiple of so many bytes: what kernels load at once."""
 
 
+class UnitArena(Protocol):
+    """Units of one family, on any tier."""
+
+    data: Tensor
+    """[num_units, ...], a unit's bytes in one piece."""
+
+
+class Arena(UnitArena, Protocol):
+    """Those of the device, which layers read and write."""
+
+    @property
+    def spare_unit(self) -> int | None:
+        """The unit that padding writes to; None where padding writes nowhere."""
+
+    def layer(self, index: int) -> Any:
+        """What the layer of that place in the family reads and writes."""
+
+
 class PageArena:
-    """Owns `[num_pages, num_layers, 2, page_size, num_kv_heads, head_dim]`; 2 is keys, values. FP8
+    """Owns `[num_pages, num_layers, *shape]`, where `shape` is what one layer keeps of a page. FP8
     is kept as bytes, which every copy knows."""
+
+    spare_unit: None = None
 
     def __init__(
         self,
         num_pages: int,
         page_size: int,
         num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
+        shape: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.num_pages = num_pages
-        self.page_size = page_size
-        shape = (num_pages, num_layers, 2, page_size, num_kv_heads, head_dim)
+        shape = (num_pages, num_layers, *shape)
         try:
             # Zeros, not empty: kernels read whole pages and mask the tail, and a masked NaN that
             # happened to lie in fresh memory would still poison the sum.
@@ -55,7 +73,7 @@ class PageArena:
         self._layers = self.data.view(dtype).unbind(1)
 
     def layer(self, index: int) -> Tensor:
-        """A view of one layer: `[num_pages, 2, page_size, num_kv_heads, head_dim]`."""
+        """A view of one layer: `[num_pages, *shape]`."""
         return self._layers[index]
 
 
@@ -85,7 +103,6 @@ class StateArena:
     def __init__(
         self, num_units: int, parts: Sequence[PartShape], num_layers: int, device: torch.device
     ) -> None:
-        self.num_units = num_units
         self.spare_unit = num_units
         shape = (num_units + 1, state_bytes(parts, num_layers))
         try:

@@ -8,20 +8,12 @@ are rows of one matrix and a copy is one gather and one scatter.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from manyroots.ids import Tier
 from manyroots.step import Copy, Int32s
-
-
-class UnitCopies(Protocol):
-    """An arena of one family."""
-
-    data: Tensor
-    """[num_units, ...]"""
+from manyroots.store.arena import UnitArena
 
 
 def is_within_device(copy: Copy) -> bool:
@@ -29,7 +21,7 @@ def is_within_device(copy: Copy) -> bool:
 
 
 def copy_within_device(
-    copies: Iterable[Copy], arenas: Sequence[UnitCopies], *, after_model: bool
+    copies: Iterable[Copy], arenas: Sequence[UnitArena], *, after_model: bool
 ) -> None:
     """Those of a plan that belong before the model, or after it; in their order."""
     for copy in copies:
@@ -37,7 +29,7 @@ def copy_within_device(
             copy_units(arenas[copy.family], copy.source_units, copy.target_units)
 
 
-def copy_units(arena: UnitCopies, source_units: Int32s, target_units: Int32s) -> None:
+def copy_units(arena: UnitArena, source_units: Int32s, target_units: Int32s) -> None:
     """Unit by unit, all at once: what is read is what was there before."""
     if len(source_units) != len(target_units):
         raise ValueError(f"{len(source_units)} units are to become {len(target_units)}")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,13 +19,6 @@ from manyroots.store.host_memory import lock_pages
 
 UnitRows = npt.NDArray[np.uint8]
 """[num_units, bytes of one unit]; what they mean is nobody's business who moves them."""
-
-
-class UnitArena(Protocol):
-    """An arena of one family, on any tier."""
-
-    data: Tensor
-    """[num_units, ...], a unit's bytes in one piece."""
 
 
 class HostArena:

@@ -19,8 +19,9 @@ import torch
 
 from manyroots.ids import Tier
 from manyroots.step import Copy, CopyDone
+from manyroots.store.arena import UnitArena
 from manyroots.store.batched_copies import WHOLE_UNIT, copy_batch, runs
-from manyroots.store.host_arena import UnitArena, rows_of
+from manyroots.store.host_arena import rows_of
 from manyroots.store.job_threads import JobThreads
 from manyroots.store.layer_arrivals import LayerArrivals, LayerGroups
 

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 from manyroots.ids import Tier
 from manyroots.step import Copy, CopyDone
-from manyroots.store.host_arena import UnitArena, rows_of
+from manyroots.store.arena import UnitArena
+from manyroots.store.host_arena import rows_of
 from manyroots.store.host_link import HostLink
 from manyroots.store.layer_arrivals import LayerArrivals, LayerGroups
 from manyroots.store.storage_link import StorageLink, UnitStorage

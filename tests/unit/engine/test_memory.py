@@ -15,7 +15,7 @@ from manyroots.config import EngineSettings, engine_settings
 from manyroots.engine.build import layout_identity
 from manyroots.engine.memory import FamilyMemory, count_pages
 from manyroots.errors import ConfigError
-from manyroots.layers.spec import KV
+from manyroots.layers.memories import KV
 from manyroots.models.families import LayerFamily
 
 CPU = torch.device("cpu")

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from manyroots.kernels.attention.paged import AttentionMetadata, query_blocks
 from manyroots.kernels.qk_rope_kv_write.inputs import SlotMapping
-from manyroots.store.arena import PageArena
+from manyroots.layers.memories import KV
+from manyroots.store.arena import Arena
 
 CPU = torch.device("cpu")
 
@@ -80,12 +81,9 @@ def make_rows(
     return rows, num_pages
 
 
-def random_arena(
-    num_pages: int, shape: Shape, dtype: torch.dtype, num_layers: int = 2
-) -> PageArena:
-    arena = PageArena(
-        num_pages, shape.page_size, num_layers, shape.kv_heads, shape.head_dim, dtype, CPU
-    )
+def random_arena(num_pages: int, shape: Shape, dtype: torch.dtype, num_layers: int = 2) -> Arena:
+    memory = KV(shape.kv_heads, shape.head_dim, window=None)
+    arena = memory.make_arena(num_pages, shape.page_size, num_layers, dtype, CPU)
     arena.data.normal_(generator=torch.Generator().manual_seed(1))
     return arena
 

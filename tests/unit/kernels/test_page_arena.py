@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from manyroots.errors import ConfigError
-from manyroots.store.arena import PART_ALIGNMENT, PageArena, PartShape, StateArena, state_bytes
+from manyroots.layers.memories import KV
+from manyroots.store.arena import PART_ALIGNMENT, PartShape, StateArena, state_bytes
 
 CPU = torch.device("cpu")
 
 
 def test_a_page_of_all_layers_is_one_contiguous_piece() -> None:
-    page = PageArena(5, 8, 3, 2, 16, torch.bfloat16, CPU).data[3]
+    page = KV(2, 16, None).make_arena(5, 8, 3, torch.bfloat16, CPU).data[3]
     assert page.is_contiguous()
     assert page.numel() * page.itemsize == 2 * 3 * 8 * 2 * 16 * 2
 
@@ -46,7 +47,7 @@ def test_f05_what_layers_write_into_their_parts_overlaps_nowhere() -> None:
 
 
 def test_a_layer_is_a_view_of_the_arena() -> None:
-    arena = PageArena(4, 2, 3, 1, 8, torch.float32, CPU)
+    arena = KV(1, 8, None).make_arena(4, 2, 3, torch.float32, CPU)
     arena.layer(2)[1, 0, 1] = 7.0
     assert arena.layer(2).shape == (4, 2, 2, 1, 8)
     assert arena.data[1, 2, 0, 1].eq(7.0).all()
@@ -55,4 +56,4 @@ def test_a_layer_is_a_view_of_the_arena() -> None:
 
 def test_an_arena_that_does_not_fit_names_its_size_and_the_flags() -> None:
     with pytest.raises(ConfigError, match=r"GiB on cpu.*--kv-cache-memory-bytes"):
-        PageArena(2**40, 1024, 32, 8, 128, torch.float32, CPU)
+        KV(8, 128, None).make_arena(2**40, 1024, 32, torch.float32, CPU)

@@ -94,7 +94,7 @@ def compute(
     lora = None
     if pool is not None:
         lora = kernels_for(CPU).lora_ops.prepare(np.asarray(slots, np.int64), pool, CPU)
-    return made(x, Step(ropes=(), kv=(), states=(), lora=lora)).sums
+    return made(x, Step(ropes=(), memories=(), lora=lora)).sums
 
 
 HALVES = [f"{name} {side}" for name in SIZES for side in "AB"]

@@ -76,7 +76,7 @@ def test_the_parts_of_a_fused_weight_are_views_that_cover_it() -> None:
     assert fused.weight.data[:, 0].tolist() == [0.0] * 6 + [2.0] * 2
     assert fused.bias is not None
     assert fused.bias.tolist() == [1.0] * 6 + [3.0] * 2
-    assert fused(torch.zeros(3, 4), Step(ropes=(), kv=(), states=(), lora=None)).sums.shape == (
+    assert fused(torch.zeros(3, 4), Step(ropes=(), memories=(), lora=None)).sums.shape == (
         3,
         8,
     )

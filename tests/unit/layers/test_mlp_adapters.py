@@ -72,7 +72,7 @@ def test_many_tokens_with_adapters_are_each_multiplied_with_their_own() -> None:
     for _ in range(2):  # decodes are computed together the second time
         rows = prepare(slots, pool, CPU)
     x = draw(99, len(slots), HIDDEN)
-    product = block(x, Step(ropes=(), kv=(), states=(), lora=rows))
+    product = block(x, Step(ropes=(), memories=(), lora=rows))
     own = product.finished(block._kernels)
     for slot in (-1, 0, 1, 2):
         at = torch.from_numpy(slots == slot)

@@ -31,7 +31,7 @@ def spec(norm_topk_prob: bool) -> ExpertsSpec:
     )
 
 
-NOTHING = Step(ropes=(), kv=(), states=(), lora=None)
+NOTHING = Step(ropes=(), memories=(), lora=None)
 
 
 def our_block(norm_topk_prob: bool, dtype: torch.dtype) -> SparseMLP:

@@ -24,7 +24,7 @@ from tests.unit.layers.contexts import cpu_context
 CPU = torch.device("cpu")
 HIDDEN, RANK, EPS, MOST_ROWS = 128, 8, 1e-6, 64
 REFERENCE = reference_kernels()
-NOTHING = Step(ropes=(), kv=(), states=(), lora=None)
+NOTHING = Step(ropes=(), memories=(), lora=None)
 
 
 def is_for(num_rows: int, weight: Tensor, *, has_adapters: bool = False) -> bool:

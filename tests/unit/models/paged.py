@@ -90,15 +90,15 @@ class PagedModel:
                 model.kernels.qk_rope_kv_write.look_up(rope, at, model.dtype)
                 for rope in model.ropes
             ),
-            kv=tuple(
+            memories=tuple(
                 model.kernels.attention.prepare(
                     self._rows(family, order, begins, ends, owners, positions),
                     self.page_size,
                     model.dtype,
                 )
                 for family in range(model.num_paged)
-            ),
-            states=tuple(
+            )
+            + tuple(
                 self._states(family, order, begins, ends)
                 for family in range(model.num_paged, len(self.arenas))
             ),

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from manyroots.cache.families.attention import attention_families
+from manyroots.kernels.choice import Kernels, kernels_for
+from manyroots.layers.memories import StepRows
 from manyroots.models.decoder import Decoder
-from manyroots.models.families import families
+from manyroots.models.families import families, with_pages_in
+from manyroots.models.kernel_set import check_step, why_not_triton
+from manyroots.store.arena import Arena, PageArena
 from tests.unit.models.tiny import MODELS, tiny_spec
 
 PAGE = 4
@@ -23,11 +32,10 @@ def test_f02_every_layer_is_in_one_family_of_those_that_remember_alike(kind: str
     for number, (family, arena) in enumerate(zip(found, arenas, strict=True)):
         assert family.unit_bytes(PAGE, torch.float32) == arena.data[0].numel() * arena.data.itemsize
         assert family.is_state == (number >= decoder.num_paged)
-        own = number - decoder.num_paged if family.is_state else number
         for index in family.layers:
             layer = decoder.layers[index]
             memories = [mixer.memory for mixer in layer.spec.mixers]
-            assert layer.mixers[memories.index(family.memory)]._family == own
+            assert layer.mixers[memories.index(family.memory)]._family == number
     counts = [len(layer.mixers) for layer in spec.layers]
     assert sum(len(family.layers) for family in found) == sum(counts)
     assert len({family.memory for family in found}) == len(found)
@@ -43,3 +51,77 @@ def test_f02_layers_that_see_everything_are_the_first_family() -> None:
     assert spec.layers[0].mixers[0].memory == second.memory
     assert first.window is None
     assert second.window is not None
+
+
+@dataclass(frozen=True)
+class Latent:
+    """A memory of one vector for each token and layer, made up here: what a new kind has to say."""
+
+    size: int
+    is_paged = True
+    window = None
+
+    def in_dtype(self, dtype: str) -> Latent:
+        return self
+
+    def unit_bytes(self, page_size: int, num_layers: int, dtype: torch.dtype) -> int:
+        return num_layers * page_size * self.size * dtype.itemsize
+
+    def units_read(self, context: float) -> float:
+        return context
+
+    def make_arena(
+        self,
+        num_units: int,
+        page_size: int,
+        num_layers: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Arena:
+        return PageArena(num_units, page_size, num_layers, (page_size, self.size), dtype, device)
+
+    def prepare(self, rows: StepRows, place: int, kernels: Kernels, dtype: torch.dtype) -> Any:
+        return rows.page_tables[place]
+
+
+@dataclass(frozen=True)
+class LatentSpec:
+    memory: Latent
+    name: str = "latent"
+
+
+def with_latents() -> Any:
+    """Llama's layers, the last of which has a mixer that no other room knows."""
+    spec = tiny_spec("llama")
+    mixers: Any = (LatentSpec(Latent(24)),)
+    return replace(spec, layers=(*spec.layers[:-1], replace(spec.layers[-1], mixers=mixers)))
+
+
+def test_f02_a_new_kind_of_memory_makes_its_own_arena_and_step_inputs() -> None:
+    """F02: neither families nor arenas know what a kind keeps."""
+    keys, latents = families(with_latents().layers)
+    assert not latents.is_state
+    arena = latents.make_arena(3, PAGE, torch.float32, torch.device("cpu"))
+    assert arena.layer(0).shape == (3, PAGE, 24)
+    assert latents.unit_bytes(PAGE, torch.float32) == arena.data[0].nbytes
+    tables = torch.arange(6, dtype=torch.int32).view(2, 3, 1)
+    of_step: Any = SimpleNamespace(page_tables=tables)
+    kernels = kernels_for(torch.device("cpu"))
+    given = latents.memory.prepare(of_step, 1, kernels, torch.float32)
+    assert torch.equal(given, tables[1])
+    assert keys.window is None
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        why_not_triton,
+        lambda spec: with_pages_in(spec, "fp8"),
+        lambda spec: check_step(spec, torch.device("cuda"), max_num_tokens=64, max_num_rows=4),
+    ],
+    ids=["kernels", "pages in FP8", "steps"],
+)
+def test_f02_a_check_that_does_not_know_a_mixer_says_so(check: Callable[[Any], object]) -> None:
+    """F02: instead of passing over it; the type checker names the same places."""
+    with pytest.raises(AssertionError, match="LatentSpec"):
+        check(replace(with_latents(), layers=with_latents().layers[-1:]))

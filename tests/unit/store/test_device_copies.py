@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 def make_arena(num_units: int = 6) -> PageArena:
     """Each unit is full of its own number, and different in every layer."""
-    arena = PageArena(num_units, 4, 3, 2, 8, torch.bfloat16, CPU)
+    arena = PageArena(num_units, 4, 3, (2, 4, 2, 8), torch.bfloat16, CPU)
     numbers = torch.arange(num_units).view(-1, 1, 1, 1, 1, 1) * 10
     arena.data += numbers + torch.arange(3).view(1, -1, 1, 1, 1, 1)
     return arena

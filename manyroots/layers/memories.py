@@ -1,0 +1,203 @@
+"""The kinds of memory that mixers have of earlier tokens, each with all that follows from it.
+
+A kind says what a unit takes, makes the arena that holds units, and prepares what its layers read
+of a step. Mixers whose memories are equal are one family: their units are given out and taken back
+together. Two sorts of units: a page holds some tokens of a sequence, a state stands for all of
+them. A new kind is a class here, with kernels that read what it prepares.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from manyroots.kernels.attention.paged import AttentionMetadata, SharedPrefixes
+from manyroots.kernels.choice import Kernels
+from manyroots.kernels.qk_rope_kv_write.inputs import SlotMapping
+from manyroots.store.arena import Arena, PageArena, PartShape, StateArena, state_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRows:
+    """One step's sequences as memories see them: tensors on the device, decoding sequences first.
+    What has a first dimension of families, pages or states, is indexed by a family's place among
+    those of its sort."""
+
+    page_tables: Tensor
+    """int32 [families of pages, num_seqs, max_pages]"""
+    pages: Tensor
+    """int32 [families of pages, num_tokens]: where each token is written."""
+    offsets: Tensor
+    """int32 [num_tokens]: and at which place of the page."""
+    units: Tensor | None
+    """int32 [families of states, num_seqs]; None if there are none."""
+    context_lens: Tensor
+    num_decodes: int
+    query_starts: Tensor | None
+    blocks: Tensor | None
+    order: Tensor | None
+    """These five as in `AttentionMetadata`."""
+    shared: tuple[Tensor, Tensor, Tensor] | None
+    """What decoding rows share: the fields of `SharedPrefixes`, by family of pages."""
+    max_chunk: int
+    """The most tokens of one sequence."""
+    page_size: int
+    is_padded: bool
+
+
+class Memory(Protocol):
+    """What is asked of every kind. Kinds are frozen and compared by value."""
+
+    @property
+    def is_paged(self) -> bool:
+        """Whether units are pages, in which each token has a place of its own: then a prompt's
+        tokens may be computed as rows side by side. Else a unit is the state of a sequence."""
+
+    @property
+    def window(self) -> int | None:
+        """How many tokens a query sees at most, itself included; None: all before it."""
+
+    def in_dtype(self, dtype: str) -> Memory:
+        """The same with tokens kept in torch's `dtype`, where it keeps tokens."""
+
+    def unit_bytes(self, page_size: int, num_layers: int, dtype: torch.dtype) -> int:
+        """What one unit takes in so many layers of a model of this dtype."""
+
+    def units_read(self, context: float) -> float:
+        """What a decode step reads and writes of it with so many tokens, in units of one token, or
+        in states."""
+
+    def make_arena(
+        self,
+        num_units: int,
+        page_size: int,
+        num_layers: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Arena:
+        """Room for so many units."""
+
+    def prepare(self, rows: StepRows, place: int, kernels: Kernels, dtype: torch.dtype) -> Any:
+        """What the family's layers read of a step, made once; `place`: among its sort's."""
+
+
+@dataclass(frozen=True, slots=True)
+class KV:
+    """Keys and values of the tokens that a query may see."""
+
+    is_paged: ClassVar[bool] = True
+
+    kv_heads: int
+    head_dim: int
+    window: int | None
+    """How many tokens a query sees at most, itself included; None: all before it."""
+    dtype: str | None = None
+    """Torch's name of what they are kept in; None is the model's own."""
+
+    def in_dtype(self, dtype: str) -> KV:
+        return KV(self.kv_heads, self.head_dim, self.window, dtype)
+
+    def unit_bytes(self, page_size: int, num_layers: int, dtype: torch.dtype) -> int:
+        numbers = 2 * self.kv_heads * self.head_dim
+        return num_layers * page_size * numbers * kept_in(self.dtype, dtype).itemsize
+
+    def units_read(self, context: float) -> float:
+        return min(context, self.window or context)
+
+    def make_arena(
+        self,
+        num_units: int,
+        page_size: int,
+        num_layers: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Arena:
+        """Layers see `[num_pages, 2, page_size, kv_heads, head_dim]`; 2 is keys, values."""
+        shape = (2, page_size, self.kv_heads, self.head_dim)
+        return PageArena(
+            num_units, page_size, num_layers, shape, kept_in(self.dtype, dtype), device
+        )
+
+    def prepare(self, rows: StepRows, place: int, kernels: Kernels, dtype: torch.dtype) -> Any:
+        shared = None
+        if rows.shared is not None and self.window is None:
+            lens, members, blocks = rows.shared
+            shared = SharedPrefixes(lens[place], members[place], blocks[place])
+        metadata = AttentionMetadata(
+            page_table=rows.page_tables[place],
+            context_lens=rows.context_lens,
+            num_decodes=rows.num_decodes,
+            query_starts=rows.query_starts,
+            blocks=rows.blocks,
+            slot_mapping=SlotMapping(rows.pages[place], rows.offsets),
+            window=self.window or 0,
+            shared=shared,
+            order=rows.order,
+            is_padded=rows.is_padded,
+        )
+        return kernels.attention.prepare(metadata, rows.page_size, dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class StatePart:
+    """One tensor of a state."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str | None
+    """Torch's name of it; None is the model's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """One state that stands for all tokens so far."""
+
+    is_paged: ClassVar[bool] = False
+
+    parts: tuple[StatePart, ...]
+
+    @property
+    def window(self) -> int | None:
+        return None
+
+    def in_dtype(self, dtype: str) -> State:
+        return self
+
+    def unit_bytes(self, page_size: int, num_layers: int, dtype: torch.dtype) -> int:
+        return state_bytes(self._shapes(dtype), num_layers)
+
+    def units_read(self, context: float) -> float:
+        return 2.0  # read and written
+
+    def make_arena(
+        self,
+        num_units: int,
+        page_size: int,
+        num_layers: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Arena:
+        """Layers see a view `[num_units + 1, *shape]` of each part."""
+        return StateArena(num_units, self._shapes(dtype), num_layers, device)
+
+    def prepare(self, rows: StepRows, place: int, kernels: Kernels, dtype: torch.dtype) -> Any:
+        assert rows.units is not None, "a plan has a state for each sequence"
+        return kernels.recurrent.prepare(
+            rows.units[place],
+            rows.context_lens,
+            rows.query_starts,
+            rows.num_decodes,
+            rows.max_chunk,
+        )
+
+    def _shapes(self, dtype: torch.dtype) -> tuple[PartShape, ...]:
+        return tuple(PartShape(part.shape, kept_in(part.dtype, dtype)) for part in self.parts)
+
+
+def kept_in(name: str | None, dtype: torch.dtype) -> torch.dtype:
+    """Torch's dtype of that name; None is the model's own."""
+    kept: torch.dtype = dtype if name is None else getattr(torch, name)
+    return kept

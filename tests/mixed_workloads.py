@@ -44,6 +44,7 @@ from manyroots.config import engine_settings
 from manyroots.engine.build import Engine, build_engine
 from manyroots.engine.input_processor import InputProcessor
 from manyroots.grammar.cache import GrammarCache
+from manyroots.grammar.checks import check_structure
 from manyroots.ids import AdapterName, Namespace, RequestId
 from manyroots.kernels.tolerances import TOLERANCES
 from manyroots.lora.audit import audit as audit_adapters
@@ -642,6 +643,7 @@ class Workload:
         self.told: Counter[str] = Counter()
         for weights in WEIGHTS:
             self.world.engine(weights)  # its threads are not the workload's
+        check_structure(STRUCTURES[0])  # one helper for all of this process, which stays
         if server_program():
             redis_server()
         self.before = held_by_process()

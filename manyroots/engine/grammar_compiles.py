@@ -96,6 +96,7 @@ class GrammarCompiles:
 
     def close(self) -> None:
         self.reads.close()
+        self._grammars.close()
 
 
 def _refusal(submit: Submit, finished: Finished[CompiledGrammar]) -> Output:

@@ -163,6 +163,12 @@ class GrammarCache:
             self._keep(params, made)
         return made
 
+    def close(self) -> None:
+        """End the process that tries grammars."""
+        with self._loading:
+            if self._loaded is not None:
+                self._loaded.trial.close()
+
     def _keep(self, params: StructuredOutputsParams, grammar: CompiledGrammar) -> None:
         old = self._recent.pop(params, None)
         self._num_characters += grammar.num_characters - (old.num_characters if old else 0)

@@ -43,6 +43,8 @@ class HelperProcess:
         self._greeting = greeting
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        self._kill_at_exit: weakref.finalize[..., object] | None = None
+        self._is_closed = False
         self.num_deaths = 0
 
     @property
@@ -53,11 +55,13 @@ class HelperProcess:
         """Raises HelperDiedError if the process ends before it has answered."""
         with self._lock:
             if self._process is not None and self._process.poll() is not None:
-                self._process = None  # ended by someone else while idle, which is no job's fault
+                self._end()  # killed from outside while idle, which is no job's fault
             process = self._process or self._start()
             return self._ask(process, message)
 
     def _start(self) -> subprocess.Popen[bytes]:
+        if self._is_closed:
+            raise HelperDiedError("its helper process was closed")
         # Its stderr is the crash's own words, which any caller could fill the log with.
         process = subprocess.Popen(
             self._command,
@@ -67,7 +71,7 @@ class HelperProcess:
             start_new_session=True,
         )
         self._process = process
-        weakref.finalize(self, process.kill)
+        self._kill_at_exit = weakref.finalize(self, process.kill)
         if self._greeting is not None:
             self._ask(process, self._greeting())
         return process
@@ -80,16 +84,32 @@ class HelperProcess:
         answer = _read(process.stdout)
         if answer is not None:
             return answer
-        self._process = None
+        code = process.wait()
+        self._end()
         self.num_deaths += 1
-        raise HelperDiedError(_cause(process.wait()))
+        raise HelperDiedError(_cause(code))
 
     def close(self) -> None:
+        """A job under way ends with HelperDiedError, and so does every later call."""
+        self._is_closed = True
+        if (process := self._process) is not None:
+            process.kill()  # not after its job, which may take seconds
         with self._lock:
-            if self._process is not None:
-                self._process.kill()
-                self._process.wait()
-                self._process = None
+            self._end()
+
+    def _end(self) -> None:
+        """Leaves no process and no open pipe. The finalizer would keep both until exit."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        assert self._kill_at_exit is not None
+        self._kill_at_exit.detach()
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
 
 
 def _cause(code: int) -> str:

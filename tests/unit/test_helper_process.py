@@ -56,6 +56,21 @@ def test_r03_a_new_process_is_greeted_before_it_is_asked() -> None:
     helper.close()
 
 
+def test_r03_a_process_that_ended_leaves_no_open_pipe(helper: HelperProcess) -> None:
+    """Ended by its job, from outside, or by `close`: a server meets such jobs for years."""
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(HelperDiedError):
+        helper.call([b"crash"])
+    assert len(os.listdir("/proc/self/fd")) == before
+    helper.call([b"a"])
+    assert helper.pid is not None
+    os.kill(helper.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, helper.pid, os.WEXITED | os.WNOWAIT)
+    helper.call([b"b"])
+    helper.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_r03_a_helper_ends_with_its_parent() -> None:
     script = (
         "from manyroots.process.helper_process import HelperProcess as H; import os\n"

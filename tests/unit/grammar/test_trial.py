@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from manyroots.engine.grammar_compiles import GrammarCompiles
 from manyroots.errors import RequestError
 from manyroots.grammar import checks
 from manyroots.grammar.bounds import MAX_DEPTH, MAX_OPTIONAL
@@ -111,15 +112,24 @@ def test_r03_a_grammar_that_ends_its_helper_is_refused_and_remembered(
     assert "ended its helper process" in caplog.text
 
 
-def test_r03_a_grammar_that_is_known_is_not_tried_again() -> None:
+def test_r03_a_grammar_that_is_known_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = GrammarTrial()
+    monkeypatch.setattr(checks, "_trial", lambda: trial)
     params = StructuredOutputsParams(json=references(LINKS["items"], 50))
     check_structure(params)
-    helper = checks._trial()._helper
-    pid = helper.pid
-    helper.close()
+    assert trial._helper.pid is not None
+    trial.close()
     check_structure(params)
-    assert pid is not None
-    assert helper.pid is None, "the verdict is kept"
+    assert trial._helper.pid is None, "the verdict is kept"
+
+
+def test_r03_a_closed_engine_leaves_no_helper() -> None:
+    grammars = cache()
+    grammars.compile(StructuredOutputsParams(regex="a+"))
+    helper = grammars._load().trial._helper
+    assert helper.pid is not None
+    GrammarCompiles(grammars).close()
+    assert helper.pid is None
 
 
 def test_r03_the_engine_compiles_nothing_that_its_trial_did_not_survive() -> None:

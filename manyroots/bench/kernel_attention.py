@@ -25,7 +25,8 @@ from manyroots.kernels.attention.paged import (
     longest_first,
     query_blocks,
 )
-from manyroots.kernels.choice import Kernels, reference_kernels
+from manyroots.kernels.attention.reference import decode_attention
+from manyroots.kernels.choice import Kernels
 from manyroots.kernels.qk_rope_kv_write.inputs import SlotMapping
 from manyroots.layers.spec import AttentionSpec
 
@@ -180,9 +181,7 @@ def _measured(
 
     def compare(out: Tensor) -> tuple[Tensor, Tensor]:
         at = checked.to(q.device)
-        right = reference_kernels().attention.decode_attention(
-            q[at], step.layers[0], as_decodes, spec.scale
-        )
+        right = decode_attention(q[at], step.layers[0], as_decodes, spec.scale)
         return out[at], right
 
     return measured(case, make, compare, repeats, q.device)

@@ -17,6 +17,7 @@ from torch import Tensor
 from manyroots.bench.kernel_products import Products, ProductShape
 from manyroots.bench.kernel_times import Calls, KernelCase, measured, num_copies
 from manyroots.kernels.choice import reference_kernels
+from manyroots.kernels.fp8_rows import values_of
 from manyroots.kernels.norm.deferred import DeferredRMSNorm
 from manyroots.layers.deferred_output import DeferredOutput
 from manyroots.layers.linear import Linear
@@ -63,13 +64,14 @@ class Readers:
         product = self._product(shape, linear, num_rows)
 
         def one(given: DeferredOutput) -> Tensor:
-            out: Tensor = kernels.activation.gated(
-                given.sums, self.dense.activation, dtype, given.lora
+            return values_of(
+                kernels.activation.gated(given.sums, self.dense.activation, dtype, given.lora)
             )
-            return out
 
-        right = reference_kernels().activation.gated(
-            self._finished(product), self.dense.activation, dtype
+        right = values_of(
+            reference_kernels().activation.gated(
+                self._finished(product), self.dense.activation, dtype
+            )
         )
         calls = [partial(one, given) for given in _copies(product)]
         return self._measured("gated", num_rows, product, right, calls, shape.parts[0])
@@ -81,8 +83,10 @@ class Readers:
         norm = RMSNorm(size, products.context(size, self.spec.rms_norm_eps))
         norm.weight.fill_(1.0)
         product, residual = self._product(shape, linear, num_rows), products.x(num_rows, size)
-        right = reference_kernels().norm.add_rms_norm(
-            residual.clone(), self._finished(product), norm.weight, norm.eps
+        right = values_of(
+            reference_kernels().norm.add_rms_norm(
+                residual.clone(), self._finished(product), norm.weight, norm.eps
+            )
         )
         calls = [partial(norm.after, residual.clone(), given, reader) for given in _copies(product)]
         # The residual stream is read and written, too.

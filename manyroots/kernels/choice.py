@@ -9,30 +9,32 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
-from types import ModuleType
+from typing import Any
 
 import torch
+
+from manyroots.kernels import operations
 
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
     """One module per operation; see each one's `reference.py` for what it computes."""
 
-    norm: ModuleType
-    qk_rope_kv_write: ModuleType
-    attention: ModuleType
-    activation: ModuleType
-    gemm: ModuleType
-    scaled_gemm: ModuleType
-    lora_ops: ModuleType
-    fused_moe: ModuleType
-    sampling: ModuleType
-    decode_rows: ModuleType
-    recurrent: ModuleType
-    causal_conv: ModuleType
-    delta_rule: ModuleType
-    mamba: ModuleType
-    gated_norm: ModuleType
+    norm: operations.Norm
+    qk_rope_kv_write: operations.QkRopeKvWrite
+    attention: operations.Attention
+    activation: operations.GatedActivation
+    gemm: operations.Gemm
+    scaled_gemm: operations.ScaledGemm
+    lora_ops: operations.LoraOps
+    fused_moe: operations.FusedMoe
+    sampling: operations.Sampling
+    decode_rows: operations.DecodeRows
+    recurrent: operations.Recurrent
+    causal_conv: operations.CausalConv
+    delta_rule: operations.DeltaRule
+    mamba: operations.Mamba
+    gated_norm: operations.GatedNorm
 
     @property
     def ask_nothing(self) -> bool:
@@ -43,16 +45,17 @@ class Kernels:
 
 def kernels_for(device: torch.device) -> Kernels:
     """A device's own."""
-    return _set("triton") if device.type == "cuda" else _set("torch_ops")
+    return kernel_set_of("triton" if device.type == "cuda" else "torch_ops")
 
 
 def reference_kernels() -> Kernels:
     """Plain and slow, on any device."""
-    return _set("reference")
+    return kernel_set_of("reference")
 
 
-def _set(kind: str) -> Kernels:
+def kernel_set_of(kind: str) -> Kernels:
     """Imported when it is asked for: a machine without a GPU may have no Triton."""
-    return Kernels(
-        *(import_module(f"manyroots.kernels.{name}.{kind}") for name in Kernels.__slots__)
-    )
+    modules: list[Any] = [
+        import_module(f"manyroots.kernels.{name}.{kind}") for name in Kernels.__slots__
+    ]
+    return Kernels(*modules)

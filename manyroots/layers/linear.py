@@ -83,10 +83,7 @@ class Linear:
 
     def _is_own(self, num_rows: int, *, has_adapters: bool) -> bool:
         """Whether the kernel set has a product for this, or the library computes it."""
-        own: bool = self._kernels.gemm.is_for(
-            num_rows, self.weight.operand, has_adapters=has_adapters
-        )
-        return own
+        return self._kernels.gemm.is_for(num_rows, self.weight.operand, has_adapters=has_adapters)
 
     def weights(self, name: str) -> Fills:
         """Where a checkpoint's tensors for the projection `name` go, or for those in the folder

@@ -93,8 +93,7 @@ class Mamba2:
     def _normed(self, read: Tensor, gate: Tensor) -> Tensor:
         kernels, spec = self._kernels.gated_norm, self._spec
         if self._norm is None:
-            only: Tensor = kernels.gated(read, gate)
-            return only
+            return kernels.gated(read, gate)
         gate_first = spec.norm is GatedNormKind.GATE_FIRST
         if spec.spans_ranks and not self._shard.is_whole:
             return self._normed_over_ranks(read, gate, self._norm, gate_first=gate_first)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from manyroots.distributed.shard import WHOLE, Shard
 from manyroots.kernels.fp8_rows import Fp8Form, Fp8Rows
-from manyroots.kernels.norm.deferred import DeferredRMSNorm, NormedRows
+from manyroots.kernels.norm.deferred import NormedRows
 from manyroots.layers.context import LayerContext
 from manyroots.layers.deferred_output import DeferredOutput
 from manyroots.layers.linear import Linear
@@ -53,8 +53,7 @@ class RMSNorm:
 
     def first(self, x: Tensor) -> Tensor:
         """Of the residual stream as it begins."""
-        normed: Tensor = self._kernels.norm.rms_norm(x, self.weight, self.eps)
-        return normed
+        return self._kernels.norm.rms_norm(x, self.weight, self.eps)
 
     def after(
         self, residual: Tensor, product: DeferredOutput, reader: Linear | None = None
@@ -75,10 +74,7 @@ class RMSNorm:
             and reader.takes_deferred_norm(residual.shape[0])
             and residual.dtype != torch.float16  # rows not divided yet might be out of its range
         ):
-            undivided: DeferredRMSNorm = norm.add_norm(
-                residual, product.sums, self.weight, self.eps, product.lora, form
-            )
-            return undivided
+            return norm.add_norm(residual, product.sums, self.weight, self.eps, product.lora, form)
         return self._normed(residual, product, form)
 
     def rows_after(self, residual: Tensor, product: DeferredOutput) -> Tensor:
@@ -91,11 +87,10 @@ class RMSNorm:
         self, residual: Tensor, product: DeferredOutput, form: Fp8Form | None
     ) -> Tensor | Fp8Rows:
         product = product.for_many(self._kernels)
-        normed: Tensor | Fp8Rows = self._kernels.norm.add_rms_norm(
+        return self._kernels.norm.add_rms_norm(
             residual, product.sums, self.weight, self.eps, product.lora, product.post,
             product.factor, form,
         )  # fmt: skip
-        return normed
 
     def weights(self, name: str, shard: Shard = WHOLE) -> Fills:
         """Where a checkpoint's tensor for the norm `name` goes. `shard`: where each rank has a part

@@ -101,7 +101,7 @@ class Forward:
         decoder, shard = self.decoder, self.decoder.shard
         rows = SamplingRows.of(views, self._tables)
         if shard.is_first:
-            sampled: Sampled = decoder.kernels.sampling.sample(logits, rows)
+            sampled = decoder.kernels.sampling.sample(logits, rows)
         else:
             sampled = Sampled.empty(len(logits), logits.device)
             sampled.packed.zero_()

@@ -1,7 +1,7 @@
 """Residual add and RMS normalisation with torch's operators: the path of a CPU.
 
 Same signatures as `reference.py`. Products are finished when they come here (the CPU's are), so
-there is no `add_norm`, which exists for adapters that are not yet expanded.
+nothing calls `add_norm`, which exists for adapters that are not yet expanded.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from torch import Tensor
 
 from manyroots.kernels.fp8_rows import Fp8Form
 from manyroots.kernels.lora_ops.sites import LoraTerm
+from manyroots.kernels.norm.reference import add_norm
+
+__all__ = ["add_norm", "add_rms_norm", "rms_norm"]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

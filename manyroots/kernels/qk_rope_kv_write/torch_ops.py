@@ -35,7 +35,7 @@ def look_up(table: RopeTable, positions: Tensor, dtype: torch.dtype) -> RopeRows
 
 def qk_rope_kv_write(
     qkv: Tensor,
-    rope: RopeRows,
+    angles: RopeRows,
     norm: QkNorm | None,
     layer_kv: Tensor,
     slot_mapping: SlotMapping,
@@ -52,11 +52,11 @@ def qk_rope_kv_write(
     v = heads[:, -kv_heads:]
     if norm is None:
         # Together: on a CPU small steps cost what their operators' number costs.
-        q, k = torch.split(_rotated(heads[:, :-kv_heads], rope), counts, dim=1)
+        q, k = torch.split(_rotated(heads[:, :-kv_heads], angles), counts, dim=1)
     else:
         q, k = torch.split(heads[:, :-kv_heads], counts, dim=1)
-        q = _rotated(rms_norm(q, norm.q_weight, norm.eps), rope)
-        k = _rotated(rms_norm(k, norm.k_weight, norm.eps), rope)
+        q = _rotated(rms_norm(q, norm.q_weight, norm.eps), angles)
+        k = _rotated(rms_norm(k, norm.k_weight, norm.eps), angles)
     if layer_kv.dtype is not q.dtype:  # in FP8, which few operators know: written as bytes
         k, v = (as_kept(x, layer_kv.dtype).view(torch.uint8) for x in (k, v))
         layer_kv = layer_kv.view(torch.uint8)

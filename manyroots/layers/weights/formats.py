@@ -18,17 +18,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from manyroots.distributed.shard import Shard
-from manyroots.kernels.blocks import BlockMatrix, pack_blocks
+from manyroots.kernels.blocks import pack_blocks
 from manyroots.kernels.choice import Kernels
 from manyroots.kernels.fp8_rows import Fp8Form, Fp8Rows, values_of
 from manyroots.kernels.fused_moe.weights import ExpertMatrix
-from manyroots.kernels.packed import PackedMatrix, can_pack, pack
+from manyroots.kernels.operations import Operand
+from manyroots.kernels.packed import can_pack, pack
 from manyroots.kernels.scaled import Matrix, plain
 from manyroots.layers.weights.fill import Fill, Fills, cut_of
 from manyroots.lora.targets import Side
 
-Operand = Matrix | PackedMatrix | BlockMatrix
-"""What products are computed with."""
 NamedTensors = Iterable[tuple[str, Tensor]]
 """Of a checkpoint, by the names that layers give their fills."""
 

@@ -21,10 +21,11 @@ from manyroots.errors import ConfigError, ModelError
 from manyroots.kernels.choice import Kernels
 from manyroots.kernels.fp8_rows import Fp8Form, Fp8Rows, values_of
 from manyroots.kernels.fused_moe.weights import ExpertMatrix
+from manyroots.kernels.operations import Operand
 from manyroots.kernels.scaled import Matrix, ScaledMatrix, quantize_rows
 from manyroots.layers.weights.compressed import groups_of, refuse_several, with_scales
 from manyroots.layers.weights.fill import Fill, Fills, cut_of
-from manyroots.layers.weights.formats import PLAIN, NamedTensors, Operand, WeightFormat
+from manyroots.layers.weights.formats import PLAIN, NamedTensors, WeightFormat
 from manyroots.lora.targets import Side
 
 FP8_CAPABILITY = (8, 9)
@@ -147,12 +148,11 @@ class Fp8Format(WeightFormat):
         keeps_values: bool,
     ) -> Fp8Form | None:
         assert isinstance(matrix, ScaledMatrix)
-        form: Fp8Form | None = None
         if kernels.gemm.is_for(num_rows, matrix, has_adapters=keeps_values):
-            form = kernels.gemm.form_for(num_rows, matrix, keeps_values)
-        elif kernels.scaled_gemm.is_for(matrix, dtype):
-            form = kernels.scaled_gemm.form_for(matrix, keeps_values)
-        return form
+            return kernels.gemm.form_for(num_rows, matrix, keeps_values)
+        if kernels.scaled_gemm.is_for(matrix, dtype):
+            return kernels.scaled_gemm.form_for(matrix, keeps_values)
+        return None
 
     def times(
         self, x: Tensor | Fp8Rows, matrix: Matrix, bias: Tensor | None, kernels: Kernels
@@ -161,8 +161,7 @@ class Fp8Format(WeightFormat):
         assert isinstance(matrix, ScaledMatrix)
         if not kernels.scaled_gemm.is_for(matrix, x.dtype):
             return F.linear(values_of(x), matrix.plain(x.dtype), bias)
-        product: Tensor = kernels.scaled_gemm.linear(x, matrix, bias)
-        return product
+        return kernels.scaled_gemm.linear(x, matrix, bias)
 
 
 def check_gpu(device: torch.device, what: str, remedy: str) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from manyroots.distributed.shard import Shard
+from manyroots.kernels.operations import Operand
 from manyroots.kernels.scaled import Matrix
 from manyroots.layers.weights.fill import Fills
-from manyroots.layers.weights.formats import Operand, WeightFormat
+from manyroots.layers.weights.formats import WeightFormat
 from manyroots.lora.targets import Side
 
 

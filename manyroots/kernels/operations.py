@@ -1,0 +1,235 @@
+"""What every set of kernels has: one Protocol per operation, which its module in a set fulfils.
+
+Layers call kernels through these, so that the type checker sees each call. What an operation
+computes is said in its `reference.py`; `tests/unit/kernels/test_operations.py` compares the
+signatures of all sets with these. What one set prepares for itself is `Any`: nothing else looks
+inside.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from manyroots.kernels.activation.kinds import Activation
+from manyroots.kernels.attention.paged import AttentionMetadata
+from manyroots.kernels.blocks import BlockMatrix
+from manyroots.kernels.fp8_rows import Fp8Form, Fp8Rows
+from manyroots.kernels.fused_moe.adapters import ExpertAdapters
+from manyroots.kernels.fused_moe.routing import Routing, Scoring
+from manyroots.kernels.fused_moe.weights import ExpertWeights
+from manyroots.kernels.lora_ops.batch import AdapterMemory, Slots
+from manyroots.kernels.lora_ops.sites import EmbeddingSite, LinearSite, LoraRows, LoraTerm
+from manyroots.kernels.norm.deferred import DeferredRMSNorm, NormedRows
+from manyroots.kernels.packed import PackedMatrix
+from manyroots.kernels.qk_rope_kv_write.inputs import QkNorm, RopeTable, SlotMapping
+from manyroots.kernels.recurrent.rows import StateRows
+from manyroots.kernels.sampling.rows import Sampled, SamplingRows
+from manyroots.kernels.scaled import Matrix, ScaledMatrix
+
+Operand = Matrix | PackedMatrix | BlockMatrix
+"""What products are computed with."""
+
+
+class Norm(Protocol):
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+    def add_rms_norm(
+        self,
+        residual: Tensor,
+        delta: Tensor,
+        weight: Tensor,
+        eps: float,
+        lora: LoraTerm | None = None,
+        post: Tensor | None = None,
+        factor: float = 1.0,
+        form: Fp8Form | None = None,
+    ) -> Tensor | Fp8Rows: ...
+    def add_norm(
+        self,
+        residual: Tensor,
+        delta: Tensor,
+        weight: Tensor,
+        eps: float,
+        lora: LoraTerm,
+        form: Fp8Form | None = None,
+    ) -> DeferredRMSNorm: ...
+
+
+class QkRopeKvWrite(Protocol):
+    def look_up(self, table: RopeTable, positions: Tensor, dtype: torch.dtype) -> Any: ...
+    def qk_rope_kv_write(
+        self,
+        qkv: Tensor,
+        angles: Any,
+        norm: QkNorm | None,
+        layer_kv: Tensor,
+        slot_mapping: SlotMapping,
+        lora: LoraTerm | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor: ...
+
+
+class Attention(Protocol):
+    __name__: str
+
+    def prepare(self, rows: AttentionMetadata, page_size: int, dtype: torch.dtype) -> Any: ...
+    def attend(
+        self,
+        q: Tensor,
+        layer_kv: Tensor,
+        metadata: Any,
+        scale: float,
+        sinks: Tensor | None = None,
+    ) -> Tensor: ...
+
+
+class GatedActivation(Protocol):
+    def gated(
+        self,
+        gate_up: Tensor,
+        activation: Activation,
+        dtype: torch.dtype,
+        lora: LoraTerm | None = None,
+        gate_factor: float = 1.0,
+        form: Fp8Form | None = None,
+    ) -> Tensor | Fp8Rows: ...
+
+
+class Gemm(Protocol):
+    ROWS_AT_ONCE: int | None
+
+    def is_for(self, num_rows: int, weight: Operand, *, has_adapters: bool = False) -> bool: ...
+    def form_for(
+        self, num_rows: int, weight: ScaledMatrix, keeps_values: bool
+    ) -> Fp8Form | None: ...
+    def linear(
+        self,
+        x: NormedRows,
+        weight: Operand,
+        site: LinearSite | None = None,
+        rows: LoraRows | None = None,
+        bias: Tensor | None = None,
+    ) -> tuple[Tensor, LoraTerm | None]: ...
+
+
+class ScaledGemm(Protocol):
+    def is_for(self, weight: ScaledMatrix, dtype: torch.dtype) -> bool: ...
+    def form_for(self, weight: ScaledMatrix, keeps_values: bool) -> Fp8Form | None: ...
+    def linear(
+        self, x: Tensor | Fp8Rows, weight: ScaledMatrix, bias: Tensor | None = None
+    ) -> Tensor: ...
+
+
+class LoraOps(Protocol):
+    def prepare(
+        self,
+        token_slots: Slots,
+        pool: AdapterMemory,
+        device: torch.device,
+        *,
+        all_layers: bool = True,
+    ) -> LoraRows | None: ...
+    def shrink(self, x: Tensor, site: LinearSite, rows: LoraRows) -> LoraTerm: ...
+    def expand(self, y: Tensor, term: LoraTerm) -> None: ...
+    def add_embedding(
+        self, y: Tensor, tokens: Tensor, site: EmbeddingSite, rows: LoraRows
+    ) -> None: ...
+
+
+class FusedMoe(Protocol):
+    def route(
+        self,
+        scores: Tensor,
+        top_k: int,
+        lora: LoraTerm | None = None,
+        *,
+        scoring: Scoring,
+        bias: Tensor | None = None,
+    ) -> Routing: ...
+    def experts(
+        self,
+        x: Tensor,
+        routing: Routing,
+        weights: ExpertWeights,
+        adapters: ExpertAdapters | None = None,
+    ) -> Tensor: ...
+
+
+class Sampling(Protocol):
+    def sample(self, logits: Tensor, rows: SamplingRows) -> Sampled: ...
+
+
+class DecodeRows(Protocol):
+    def begin(
+        self,
+        known: Tensor,
+        token_rows: Tensor,
+        newest: Tensor,
+        page_tables: Tensor,
+        rows: Tensor,
+    ) -> tuple[Tensor, Tensor]: ...
+    def end(self, tokens: Tensor, rows: Tensor, newest: Tensor) -> None: ...
+
+
+class Recurrent(Protocol):
+    def prepare(
+        self,
+        units: Tensor,
+        context_lens: Tensor,
+        prompt_starts: Tensor | None,
+        num_decodes: int,
+        max_len: int,
+    ) -> StateRows: ...
+
+
+class CausalConv(Protocol):
+    def conv(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        state: Tensor,
+        rows: StateRows,
+        activation: str | None,
+    ) -> Tensor: ...
+
+
+class DeltaRule(Protocol):
+    def gated_delta(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        a_log: Tensor,
+        dt_bias: Tensor,
+        state: Tensor,
+        rows: StateRows,
+    ) -> Tensor: ...
+
+
+class Mamba(Protocol):
+    def scan(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        a_log: Tensor,
+        dt_bias: Tensor,
+        b: Tensor,
+        c: Tensor,
+        d: Tensor,
+        state: Tensor,
+        rows: StateRows,
+    ) -> Tensor: ...
+
+
+class GatedNorm(Protocol):
+    def gated_norm(
+        self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gate_first: bool
+    ) -> Tensor: ...
+    def gated(self, x: Tensor, gate: Tensor) -> Tensor: ...
+    def sigmoid_gated(self, x: Tensor, gate: Tensor) -> Tensor: ...
+    def add_gated(self, sums: Tensor, shared: Tensor, x: Tensor, weight: Tensor) -> Tensor: ...

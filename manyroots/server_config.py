@@ -51,6 +51,14 @@ class ServerSettings:
         "Bearer token of those endpoints; another than --api-key. Also read from "
         "MANYROOTS_ADMIN_KEY.",
     )
+    keys_file: str | None = option(
+        None,
+        "JSON file of keys that may use named adapters only, each with limits of its own; see "
+        "docs/adapters.md. Needs --admin-key.",
+    )
+    usage_log: str | None = option(
+        None, "File that gets a line of JSON for every request: its key, adapter and tokens."
+    )
     metrics_key: str | None = option(
         None,
         "Bearer token for figures by adapter at /metrics; without it a caller gets the server's "
@@ -130,6 +138,11 @@ class ServerSettings:
             raise ConfigError("--admin-key is empty; give one that nobody can guess.")
         if self.metrics_key == "":
             raise ConfigError("--metrics-key is empty; leave it out to show all figures.")
+        if self.keys_file is not None and self.admin_key is None:
+            raise ConfigError(
+                "--keys-file is given without --admin-key, for which page and metrics are kept "
+                "then; give that too."
+            )
         if self.admin_key is not None and self.admin_key == self.api_key:
             raise ConfigError(
                 "--admin-key and --api-key are the same; whoever may generate could then load "

@@ -15,6 +15,7 @@ from manyroots.api.events import json_response
 from manyroots.api.middleware import brings
 from manyroots.api.responses import ModelCard, ModelList
 from manyroots.api.state import Phase, ServerState, Service, server_of
+from manyroots.api.tenants import current_tenant
 from manyroots.version import __version__
 
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -55,7 +56,10 @@ def _status(server: ServerState, status: int) -> Response:
 async def load(request: Request) -> Response:
     """How many sequences are alive here, running or waiting; as vLLM calls it."""
     loaded = server_of(request).loaded
-    return JSONResponse({"server_load": 0 if loaded is None else loaded.concurrency.num_alive})
+    num_alive = 0 if loaded is None else loaded.concurrency.num_alive
+    if (tenant := current_tenant()) is not None:
+        num_alive = tenant.num_running
+    return JSONResponse({"server_load": num_alive})
 
 
 async def version(request: Request) -> Response:
@@ -65,8 +69,14 @@ async def version(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     server = server_of(request)
     text = b""
+    key = server.settings.metrics_key
+    if server.tenants is not None:
+        # Counts of adapters and loads would tell a tenant of others.
+        keys = [item for item in (key, server.settings.admin_key) if item is not None]
+        if not any(brings(request.scope, item) for item in keys):
+            raise HTTPException(401, "With --keys-file, /metrics needs the metrics or admin key.")
+        key = None
     if server.loaded is not None:
-        key = server.settings.metrics_key
         text = server.loaded.metrics.render(
             read_timeouts=server.read_timeouts,
             num_api_restarts=server.num_api_restarts,
@@ -78,7 +88,8 @@ async def metrics(request: Request) -> Response:
 async def list_models(request: Request) -> Response:
     service = server_of(request).service
     adapters = [_adapter(service, adapter) for adapter in service.adapters.all()]
-    return json_response(ModelList([_base(service), *adapters]))
+    base = [_base(service)] if service.adapters.has_base else []
+    return json_response(ModelList([*base, *adapters]))
 
 
 async def show_model(request: Request) -> Response:

@@ -13,11 +13,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from manyroots.adapter_names import LoraModule, name_fault, split_revision
+from manyroots.api.tenants import current_tenant
 from manyroots.errors import NotFoundError, RequestError
 from manyroots.ids import AdapterName
 
 MAX_NAMES = 100_000
 """Names that are listed; those found below --lora-source come on top of those given."""
+
+NEW_ADAPTER = AdapterName("(new)")
+"""The label of requests whose adapter is being looked for; no adapter can be called so."""
 
 LoraPath = str | list[str | None] | None
 
@@ -51,6 +55,7 @@ class Adapters:
 
     def found(self, name: AdapterName) -> None:
         """The engine has answered for a name that it found by itself."""
+        name = AdapterName(split_revision(name)[0])
         if name not in self._by_name:
             while len(self._by_name) >= MAX_NAMES:  # more were found than are worth listing
                 del self._by_name[next(iter(self._by_name))]
@@ -65,15 +70,34 @@ class Adapters:
         self._by_name.setdefault(adapter.name, adapter)
 
     def all(self) -> list[Adapter]:
-        return list(self._by_name.values())
+        """Those that the request's key may use."""
+        tenant = current_tenant()
+        found = self._by_name.values()
+        return [item for item in found if tenant is None or tenant.may_use(item.name)]
 
     def get(self, name: str) -> Adapter | None:
-        return self._by_name.get(AdapterName(name))
+        """None for one that the request's key may not use, as for one that is not there."""
+        return self._by_name.get(AdapterName(name)) if _is_allowed(name) else None
+
+    @property
+    def has_base(self) -> bool:
+        """Whether the request's key may use the base model alone."""
+        tenant = current_tenant()
+        return tenant is None or tenant.spec.base_model
+
+    def label(self, adapter: AdapterName | None) -> AdapterName | None:
+        """What metrics call it: a caller's own words only once the engine has found them."""
+        if adapter is None:
+            return None
+        name = AdapterName(split_revision(adapter)[0])
+        return name if name in self._by_name else NEW_ADAPTER
 
     def resolve(self, model: str) -> AdapterName | None:
         """The adapter that `model` names, alone or as `base:adapter`, perhaps with `@` and a
         revision. None is the base model."""
         if model == self._model_name:
+            if not self.has_base:
+                raise self._unknown(model, "model")
             return None
         if model.startswith(f"{self._model_name}:") and model not in self._by_name:
             return self._named(model[len(self._model_name) + 1 :], model, "model")
@@ -81,7 +105,9 @@ class Adapters:
 
     def choose(self, model: str, lora_path: LoraPath, num_prompts: int) -> list[AdapterName | None]:
         """The adapter of each prompt, None where the base model answers alone."""
-        named = self.resolve(model)
+        # Beside lora_path the base model is named for its adapter's sake.
+        is_base = lora_path is not None and model == self._model_name
+        named = None if is_base else self.resolve(model)
         if lora_path is None:
             return [named] * num_prompts
         if isinstance(lora_path, str):
@@ -106,22 +132,30 @@ class Adapters:
 
     def _by_lora_path(self, name: str | None) -> AdapterName | None:
         if name is None:
+            if not self.has_base:
+                raise self._unknown(self._model_name, "lora_path")
             return None
         return self._named(name, name, "lora_path")
 
     def _named(self, wanted: str, written: str, field: str) -> AdapterName:
         """A name that is known or may be found; `written` is what its caller wrote."""
         name, _ = split_revision(wanted)
-        if self.get(name) is None and not (self._has_sources and name_fault(name) is None):
+        may_be_found = self._has_sources and name_fault(name) is None and _is_allowed(name)
+        if self.get(name) is None and not may_be_found:
             raise self._unknown(written, field)
         return AdapterName(wanted)
 
     def _unknown(self, name: str, field: str) -> NotFoundError:
-        count = len(self._by_name)
-        ours = repr(self._model_name)
+        count = len(self.all())
+        ours = repr(self._model_name) if self.has_base else "no base model for this key"
         if count:
             ours += f" and {count} adapters, which GET /v1/models lists"
         return NotFoundError(
             f"The model {name[:200]!r} does not exist; this server has {ours}.",
             field=field,
         )
+
+
+def _is_allowed(name: str) -> bool:
+    tenant = current_tenant()
+    return tenant is None or tenant.may_use(name)

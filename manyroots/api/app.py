@@ -179,6 +179,7 @@ def create_app(state: ServerState) -> Starlette:
                 admin_key=settings.admin_key,
                 admin_paths=frozenset(endpoint.path for endpoint in known if endpoint.is_admin),
                 open_paths=OPEN_PATHS | (page_files().keys() if settings.page else set()),
+                tenants=state.tenants,
             ),
             Middleware(Hosts),
         ],

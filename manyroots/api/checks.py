@@ -21,6 +21,7 @@ from manyroots.api.requests import (
     StructuredOutputs,
     Unsupported,
 )
+from manyroots.api.tenants import current_tenant
 from manyroots.errors import RequestError
 from manyroots.grammar.checks import check_structure
 from manyroots.ids import Namespace
@@ -191,6 +192,10 @@ def namespace_of(request: GenerationFields) -> Namespace:
                 "use random letters and digits, for example 32 random bytes in base64.",
                 field="cache_salt",
             )
+    tenant = current_tenant()
+    if tenant is not None:
+        # What one key has sent is not found, and so not timed, by another.
+        salt = f"{tenant.name}\0{'' if salt is None else salt}"
     return Namespace(adapter=None, salt=salt)
 
 

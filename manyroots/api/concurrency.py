@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from types import TracebackType
 
+from manyroots.api.tenants import TenantLease
 from manyroots.errors import OverloadedError
 
 RETRY_AFTER_S = 1
@@ -38,10 +39,14 @@ class Permits:
     def __init__(self, limit: ConcurrencyLimit, count: int) -> None:
         self._limit = limit
         self._count = count
+        self.lease: TenantLease | None = None
+        """Of its key's limits."""
 
     def release(self) -> None:
         self._limit.num_alive -= self._count
         self._count = 0
+        if self.lease is not None:
+            self.lease.release()
 
     def __enter__(self) -> Permits:
         return self

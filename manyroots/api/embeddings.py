@@ -106,7 +106,8 @@ async def embedding_vectors(job: Job) -> list[Floats]:
 
 async def _vector(job: Job, submit: Submit) -> Floats:
     service = job.service
-    timer = service.metrics.sequence(submit.request_id, len(submit.prompt), submit.adapter)
+    adapter = service.adapters.label(submit.adapter)
+    timer = service.metrics.sequence(submit.request_id, len(submit.prompt), adapter)
     reason = FinishReason.ABORT
     outputs = cast(Outputs, service.engine.generate(submit))
     try:

@@ -12,19 +12,16 @@ from contextlib import aclosing, closing
 from dataclasses import dataclass, field
 from typing import cast
 
-from manyroots.adapter_names import split_revision
+from manyroots.api.adapters import NEW_ADAPTER
 from manyroots.api.errors import GenerationError
 from manyroots.api.responses import CachedByTier, PromptTokensDetails, Usage
 from manyroots.api.state import Service
 from manyroots.errors import ManyrootsError, NotFoundError, RequestError, UnavailableError
-from manyroots.ids import AdapterName
 from manyroots.messages import CacheUse, ErrorKind, FinishReason, Output, Submit
 from manyroots.observe.requests import RequestWatch
 from manyroots.step import TokenLogprobs
 from manyroots.text.assembler import TextAssembler, TextDelta
 
-NEW_ADAPTER = AdapterName("(new)")
-"""The label of requests whose adapter is being looked for; no adapter can be called so."""
 TextBatch = list[tuple[int, TextDelta]]
 Outputs = AsyncGenerator[Output, None]
 """What the engine's iterators are: that they can be closed is their documented contract."""
@@ -116,13 +113,8 @@ class _Sequence:
     def __init__(self, service: Service, submit: Submit, shown_ids: frozenset[int]) -> None:
         self._assembler = TextAssembler(service.tokenizer, submit.sampling, shown_ids)
         self._adapters = service.adapters
-        self._new_name = None
-        adapter = submit.adapter
-        if adapter is not None:
-            adapter = AdapterName(split_revision(adapter)[0])
-        if adapter is not None and service.adapters.get(adapter) is None:
-            # A caller's own words: no label before the engine has found an adapter of that name.
-            self._new_name, adapter = adapter, NEW_ADAPTER
+        adapter = service.adapters.label(submit.adapter)
+        self._new_name = submit.adapter if adapter == NEW_ADAPTER else None
         self._timer = service.metrics.sequence(submit.request_id, len(submit.prompt), adapter)
         self._reason = FinishReason.ABORT
         # The protocol promises only an iterator; that it can be closed is its documented contract.

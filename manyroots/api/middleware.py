@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from manyroots.api.errors import error_response
+from manyroots.api.tenants import Tenants, set_tenant
 
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 32 * 1024
@@ -142,16 +143,21 @@ class Keys:
         admin_key: str | None,
         admin_paths: frozenset[str],
         open_paths: frozenset[str] = OPEN_PATHS,
+        tenants: Tenants | None = None,
     ) -> None:
+        """`tenants`: keys with rights of their own, one of which is then needed."""
         assert admin_key is not None or not admin_paths
         self._app = app
         self._api_key = None if api_key is None else api_key.encode()
         self._admin_key = b"" if admin_key is None else admin_key.encode()
         self._admin_paths = admin_paths
         self._open_paths = open_paths
+        self._tenants = tenants
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error = self._refusal(scope) if scope["type"] == "http" else None
+        if self._tenants is not None and scope["type"] == "http":
+            set_tenant(self._tenants.find(_bearer_token(scope)))
         if error is not None:
             await error_response(error, scope["path"])(scope, receive, send)
             return
@@ -162,14 +168,19 @@ class Keys:
         if scope["path"] in self._admin_paths:
             if _is_same(given, self._admin_key):
                 return None
-            if self._api_key is not None and _is_same(given, self._api_key):
+            is_tenant = self._tenants is not None and self._tenants.find(given) is not None
+            if is_tenant or (self._api_key is not None and _is_same(given, self._api_key)):
                 return HTTPException(
                     403, "This needs the admin key; the API key is for generating alone."
                 )
             return _unauthorized("admin key")
-        if self._api_key is None or scope["path"] in self._open_paths:
+        if scope["path"] in self._open_paths:
             return None
-        if _is_same(given, self._api_key):
+        if self._tenants is not None and self._tenants.find(given) is not None:
+            return None
+        if self._api_key is None and self._tenants is None:
+            return None
+        if self._api_key is not None and _is_same(given, self._api_key):
             return None
         return _unauthorized("API key")
 

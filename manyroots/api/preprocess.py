@@ -32,6 +32,7 @@ from manyroots.api.middleware import id_or_new
 from manyroots.api.offered_tools import tool_use
 from manyroots.api.requests import ChatRequest, CompletionRequest, GenerationFields, TokenizeRequest
 from manyroots.api.state import ServerState, Service
+from manyroots.api.tenants import current_tenant
 from manyroots.errors import RequestError
 from manyroots.grammar.checks import check_structure
 from manyroots.ids import AdapterName
@@ -84,7 +85,8 @@ async def completion_job(
     server: ServerState, request: CompletionRequest, headers: Mapping[str, str]
 ) -> Job:
     service = server.accepting
-    service.adapters.resolve(request.model)
+    if request.lora_path is None:
+        service.adapters.resolve(request.model)
     check_supported(request)
     check_spaces(request, joins_by_spaces=not service.tokenizer.has_bytes)
     run = aside if _is_large(request) or _is_long(request.prompt) else _at_once
@@ -103,11 +105,14 @@ async def completion_job(
         asked = list(zip(tokens, adapters, strict=True))
         run = run if sampling.structured_outputs is None else grammar_aside
         submits = await run(lambda: _submits(service, request, sampling, asked, "prompt"))
+        _reserve(service, permits, submits)
         undo.pop_all()
     is_whole = request.truncate_prompt_tokens is None
     texts = [prompt if isinstance(prompt, str) and is_whole else None for prompt in prompts]
     number = _new_id("cmpl", headers)
-    watch = server.watch(RequestFacts(number, request.model, sampling.n, submits, headers))
+    watch = _watched(
+        server, permits, RequestFacts(number, request.model, sampling.n, submits, headers)
+    )
     return Job(number, _now(), service, sampling.n, submits, permits, texts, watch)
 
 
@@ -141,9 +146,12 @@ async def chat_job(server: ServerState, request: ChatRequest, headers: Mapping[s
         submits = await run(
             lambda: _submits(service, request, sampling, [(tokens, adapter)], "messages")
         )
+        _reserve(service, permits, submits)
         undo.pop_all()
     number = _new_id("chatcmpl", headers)
-    watch = server.watch(RequestFacts(number, request.model, sampling.n, submits, headers))
+    watch = _watched(
+        server, permits, RequestFacts(number, request.model, sampling.n, submits, headers)
+    )
     assert service.template is not None  # else encode_chat has refused
     chat_format = service.template.format
     is_continued = bool(request.continue_final_message)
@@ -304,7 +312,34 @@ def _truncated(
 
 def _admit(server: ServerState, num_prompts: int, n: int) -> Permits:
     count = check_count(num_prompts, n, server.settings.max_prompts_per_request)
-    return server.service.concurrency.admit(count)
+    permits = server.service.concurrency.admit(count)
+    if (tenant := current_tenant()) is not None:
+        try:
+            permits.lease = tenant.begin(count)
+        except Exception:
+            permits.release()
+            raise
+    return permits
+
+
+def _reserve(service: Service, permits: Permits, submits: list[Submit]) -> None:
+    """Set aside what a limited key's request may use."""
+    if permits.lease is not None:
+        info = service.engine.info
+        capacity = info.num_pages * info.page_size
+        permits.lease.reserve(submits, info.max_model_len, capacity)
+
+
+def _watched(server: ServerState, permits: Permits, facts: RequestFacts) -> RequestWatch:
+    lease = permits.lease
+    if lease is None:
+        return server.watch(facts)
+    facts.tenant = lease.tenant.name
+
+    def count(ended: RequestFacts) -> None:
+        lease.num_used = ended.num_prompt_tokens + ended.num_output_tokens
+
+    return server.watch(facts, count)
 
 
 def _submits(

@@ -263,6 +263,7 @@ class _Server:
         self._state.loaded = await asyncio.to_thread(
             load_service, self._engine, self._engine_settings, self._settings, early.result()
         )
+        self._state.count_usage(self._state.loaded.metrics)
         if self._settings.page:
             self._state.keep_traffic(self._engine.info.page_size)
         self._on_ready()

@@ -20,6 +20,7 @@ from manyroots.api.adapters import Adapters
 from manyroots.api.body import read_request
 from manyroots.api.concurrency import ConcurrencyLimit
 from manyroots.api.notices import Notices
+from manyroots.api.tenants import Tenants, load_tenants
 from manyroots.api.uploads import Uploads
 from manyroots.config import CacheSettings, EngineSettings, LoraSettings
 from manyroots.engine.client import EngineClient
@@ -29,6 +30,7 @@ from manyroots.messages import EngineInfo
 from manyroots.observe.metrics import Metrics
 from manyroots.observe.requests import RequestFacts, RequestWatch, Sink, log_request
 from manyroots.observe.traffic import TrafficRing
+from manyroots.observe.usage import RefusedCounts, UsageCounts, UsageLog
 from manyroots.server_config import ServerSettings
 from manyroots.text.chat import ChatTemplate, load_chat_template
 from manyroots.text.generation_config import NO_DEFAULTS, SamplingDefaults, sampling_defaults
@@ -162,14 +164,29 @@ class ServerState:
         self.traffic: TrafficRing | None = None
         """The last requests without their texts, once the model is loaded; None without a page."""
         self.request_sinks: list[Sink] = [log_request] if settings.enable_log_requests else []
+        self.tenants: Tenants | None = None
+        """Keys with rights of their own."""
+        if settings.keys_file is not None:
+            self.tenants = load_tenants(settings.keys_file)
+        if settings.usage_log is not None:
+            self.request_sinks.append(UsageLog(settings.usage_log).take)
+
+    def count_usage(self, metrics: Metrics) -> None:
+        """Have the metrics of a loaded model show what keys use."""
+        tenants = self.tenants
+        if tenants is not None:
+            self.request_sinks.append(UsageCounts(metrics.registry).take)
+            metrics.registry.register(
+                RefusedCounts(lambda: [(item.name, item.refused) for item in tenants.all()])
+            )
 
     def keep_traffic(self, page_size: int) -> None:
         """Remember the last requests for the page, without their texts."""
         self.traffic = TrafficRing(page_size)
         self.request_sinks.append(self.traffic.take)
 
-    def watch(self, facts: RequestFacts) -> RequestWatch:
-        return RequestWatch(facts, self.request_sinks)
+    def watch(self, facts: RequestFacts, *more: Sink) -> RequestWatch:
+        return RequestWatch(facts, [*self.request_sinks, *more] if more else self.request_sinks)
 
     async def read(self, request: Request, kind: type[T]) -> T:
         """The body of a caller's request."""

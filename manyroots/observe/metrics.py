@@ -47,7 +47,7 @@ class Metrics:
         """`max_loras`: None if LoRA is off, which leaves out what would always be 0. `read_life`:
         whether the engine is alive, and how often it was started again. `cache_config`: the cache's
         sizes and switches, which are shown as labels."""
-        self._registry = CollectorRegistry()
+        self.registry = CollectorRegistry()
         self._labels = {"model_name": model_name}
         self.total_prompt_tokens = 0
         self.total_generation_tokens = 0
@@ -55,7 +55,7 @@ class Metrics:
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
         self._success = Counter(
             "vllm:request_success", "Sequences that ended, by reason.",
-            ("model_name", "finished_reason"), registry=self._registry,
+            ("model_name", "finished_reason"), registry=self.registry,
         )  # fmt: skip
         self.first_token = self._histogram("time_to_first_token_seconds", "Until a first token.")
         self.inter_token = self._histogram("inter_token_latency_seconds", "Between two tokens.")
@@ -74,19 +74,19 @@ class Metrics:
         self.request_generation = self._histogram(
             "request_generation_tokens", "Completion sizes.", _TOKENS
         )
-        self._registry.register(_EngineCounts(self._labels, read_stats, read_life))
+        self.registry.register(_EngineCounts(self._labels, read_stats, read_life))
         if cache_config is not None:
-            self._registry.register(_Collected(lambda: _cache_info(self._labels, cache_config)))
-        self._registry.register(TierCounts(model_name, read_stats))
+            self.registry.register(_Collected(lambda: _cache_info(self._labels, cache_config)))
+        self.registry.register(TierCounts(model_name, read_stats))
         self._read_timeouts: Mapping[str, int] = {}
         self._num_api_restarts = 0
-        self._registry.register(_Collected(self._collect_of_server))
-        self.adapters = AdapterMetrics(self._registry, model_name, _SECONDS)
+        self.registry.register(_Collected(self._collect_of_server))
+        self.adapters = AdapterMetrics(self.registry, model_name, _SECONDS)
         self.recent_first_tokens = RecentTimes(512)
         self.recent_gaps = RecentTimes(4096)
         self.reuse = ReuseByAdapter()
         if max_loras is not None:
-            self._registry.register(
+            self.registry.register(
                 AdapterCounts(
                     model_name,
                     self.adapters,
@@ -95,7 +95,7 @@ class Metrics:
                     max_loras,
                 )
             )
-        self._registry.register(
+        self.registry.register(
             _Alias("vllm:time_per_output_token_seconds", self._inter_token_collector)
         )
 
@@ -148,8 +148,8 @@ class Metrics:
         self._read_timeouts = read_timeouts or {}
         self._num_api_restarts = num_api_restarts
         if with_adapters:
-            return generate_latest(self._registry)
-        return generate_latest(_WithoutAdapters(self._registry))
+            return generate_latest(self.registry)
+        return generate_latest(_WithoutAdapters(self.registry))
 
     def _collect_of_server(self) -> Iterable[Metric]:
         counter = CounterMetricFamily(
@@ -166,12 +166,12 @@ class Metrics:
         yield restarts
 
     def _counter(self, name: str, help: str) -> Counter:
-        counter = Counter(f"vllm:{name}", help, ("model_name",), registry=self._registry)
+        counter = Counter(f"vllm:{name}", help, ("model_name",), registry=self.registry)
         return counter.labels(**self._labels)
 
     def _histogram(self, name: str, help: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
         histogram = Histogram(
-            f"vllm:{name}", help, ("model_name",), buckets=buckets, registry=self._registry
+            f"vllm:{name}", help, ("model_name",), buckets=buckets, registry=self.registry
         )
         if name.startswith("inter_token"):
             self._inter_token_collector = histogram
@@ -286,10 +286,10 @@ class _WithoutAdapters:
     """A registry's metrics without the samples that name an adapter."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
+        self.registry = registry
 
     def collect(self) -> Iterable[Metric]:
-        for metric in self._registry.collect():
+        for metric in self.registry.collect():
             metric.samples = [
                 sample for sample in metric.samples if not _ADAPTER_LABELS & sample.labels.keys()
             ]

@@ -26,6 +26,8 @@ class RequestFacts:
     n: int
     submits: Sequence[Submit]
     headers: Mapping[str, str] = field(default_factory=dict)
+    tenant: str | None = None
+    """The name of the key that it came with, where keys have names."""
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0

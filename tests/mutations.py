@@ -1097,8 +1097,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         "rows",
     ),
     _scheduler(
-        "self.tenancy[row] = self.due[row] = self.last[row] = 0",
-        "self.due[row] = self.last[row] = 0",
+        "self.tenancy[row] = self.due[row] = self.last[row] = self.notice_at[row] = 0",
+        "self.due[row] = self.last[row] = self.notice_at[row] = 0",
         "a step's token goes to a sequence that has ended",
         "rows",
     ),
@@ -1109,8 +1109,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         "results",
     ),
     _scheduler(
-        "self.publish_at[row] = (num_pages + 1) * self._page_size",
-        "self.publish_at[row] = 2**40",
+        "publish_at = (num_pages + 1) * self._page_size",
+        "publish_at = 2**40",
         "what is sampled is not published",
         "rows",
     ),

@@ -94,10 +94,23 @@ class Results:
             rows, num_tokens, samples = rows[is_left], num_tokens[is_left], samples[is_left]
         sampled = rows if len(tokens) == len(rows) else rows[samples]
         self._rows.append(sampled, tokens)
-        for request in self._rows.commit(rows, num_tokens):
+        full = self._rows.commit(rows, num_tokens)
+        for request in full or ():
             self._publish(request, step.step_id)
             self._rows.watch(request)
+        if full is None and not self._is_special(tokens, result):
+            return StepOutputs(outputs, self._plain(sampled, tokens))
         return StepOutputs(outputs, self._report(sampled, tokens, result, outputs))
+
+    def _is_special(self, tokens: Int32s, result: StepResult) -> bool:
+        """Whether any token may end its request, or has more said of it."""
+        if result.logprobs or self._rows.scored:
+            return True
+        stops = self._rows.stops
+        return bool(stops) and not stops.keys().isdisjoint(tokens.tolist())
+
+    def _plain(self, rows: Int64s, tokens: Int32s) -> Tokens:
+        return Tokens(self._rows.request_ids[rows], tokens, self._rows.num_cached[rows])
 
     def take_arrivals(self, result: StepResult) -> list[Output]:
         """Copies and loads have ended: requests whose units are all there can begin; those whose
@@ -209,7 +222,7 @@ class Results:
                     output.notice = replace(output.notice or Notice(), hidden=hidden)
                 outputs.append(output)
             rows, tokens = rows[is_plain], tokens[is_plain]
-        return Tokens(self._rows.request_ids[rows], tokens, self._rows.num_cached[rows])
+        return self._plain(rows, tokens)
 
     def _tell(
         self, request: Request, token: int, num_tokens: int, logprobs: TokenLogprobs | None

@@ -66,6 +66,9 @@ class Rows:
         """Tokens that a row that decodes will ever compute: all but its last."""
         self.publish_at = np.zeros(count, np.int64)
         """When so many tokens are committed, there is something to publish."""
+        self.notice_at = np.zeros(count, np.int64)
+        """Until so many tokens are committed, a row has nothing to publish and its token is not its
+        last: the lesser of `publish_at` and `last`."""
         self.request_ids = np.zeros(count, np.int64)
         self.num_cached = np.zeros(count, np.int32)
         # Sampled tokens wait here, and go to their requests a page at a time. One page and the
@@ -142,7 +145,7 @@ class Rows:
             self.scored.discard(row)
         if request.stop_ids:
             self.stops -= Counter(request.stop_ids)
-        self.tenancy[row] = self.due[row] = self.last[row] = 0
+        self.tenancy[row] = self.due[row] = self.last[row] = self.notice_at[row] = 0
 
     def leave(self, request: Request) -> None:
         """Free the row of a request that has settled."""
@@ -212,29 +215,31 @@ class Rows:
         self._watch(request.row, request, request.lease, request not in self.prompts)
 
     def _watch(self, row: Row, request: Request, lease: Lease, decodes: bool) -> None:
+        last = request.max_num_tokens - 1
         if decodes:
-            covered, last = lease.num_covered_tokens, request.max_num_tokens - 1
+            covered = lease.num_covered_tokens
             self.due[row] = covered if covered < last else last
-        if lease.checkpoints:
-            self.publish_at[row] = 0
-        else:
+        publish_at = 0
+        if not lease.checkpoints:
             num_pages = lease.num_published_pages
             if num_pages * self._page_size < lease.num_covered_tokens:
                 # Of pages that are committed and yet not published, nothing is to be waited for.
                 num_pages = max(num_pages, int(self.committed[row]) // self._page_size)
-            self.publish_at[row] = (num_pages + 1) * self._page_size
+            publish_at = (num_pages + 1) * self._page_size
+        self.publish_at[row] = publish_at
+        self.notice_at[row] = min(publish_at, last) if decodes else 0
 
     # Results
 
-    def commit(self, rows: Int64s, num_tokens: Int64s) -> list[Request]:
-        """A step has computed so many tokens of each; gives who has something to publish now."""
+    def commit(self, rows: Int64s, num_tokens: Int64s) -> list[Request] | None:
+        """A step has computed so many tokens of each; gives the requests that have something to
+        publish now. None: no row has, and none has its last token."""
         committed = self.committed[rows]
         committed += num_tokens
         self.committed[rows] = committed
-        is_full = committed >= self.publish_at[rows]
-        if not np.count_nonzero(is_full):
-            return []
-        return self.requests_at(rows[is_full])
+        if not np.count_nonzero(committed >= self.notice_at[rows]):
+            return None
+        return self.requests_at(rows[committed >= self.publish_at[rows]])
 
     def append(self, rows: Int64s, tokens: Int32s) -> None:
         """Sampled tokens become known."""

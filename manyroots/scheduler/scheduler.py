@@ -205,7 +205,8 @@ class Scheduler:
         )
         num_retracted = self._departures.num_retractions
         without_room: set[AdapterDigest | None] = set()
-        if len(self._admission) or self.slices.num_paused_requests:
+        all_run = self._all_run
+        if not all_run:
             self._admission.choose_adapters(builder.step_id, self._departures.pause)
         # Decodes first: a long prompt must not hold up the tokens of those who are talking.
         growing = builder.decode()
@@ -226,12 +227,11 @@ class Scheduler:
                     without_room |= self._admission.admit(builder, make_way, importance - 1)
                 for request in yielding:
                     self._continue(request, builder)
-        if len(self._admission):
+        if not (all_run and self._all_run):
             self._admission.lose_patience(builder.step_id)
             if self._departures.num_retractions == num_retracted:
                 without_room |= self._admission.admit(builder, make_way)
             self._admission.fetch(builder.step_id)
-        if len(self._admission) or self.slices.num_paused_requests:
             self._admission.prepare_adapters(without_room)
         self._without_room = without_room
         self._has_retracted = self._departures.num_retractions > num_retracted
@@ -245,6 +245,11 @@ class Scheduler:
         self._results.in_flight.append(launched)
         self._adapters.step_launched(builder.step_id)
         return plan
+
+    @property
+    def _all_run(self) -> bool:
+        """Whether no request waits or is paused."""
+        return len(self._requests) == len(self._rows.running)
 
     @property
     def _is_waiting(self) -> bool:

@@ -152,7 +152,7 @@ def for_hopper() -> Iterator[Compiled]:
             (hopper_attention, "_num_multiprocessors", lambda _: NUM_MULTIPROCESSORS),
             (triton_hopper, "is_hopper", yes),
             (triton_early, "is_hopper", yes),
-            (kernel_set, "kernels_for", lambda _: choice._set("triton")),
+            (kernel_set, "kernels_for", lambda _: choice.kernel_set_of("triton")),
             (load, "fill", lambda *_: None),
             (F, "linear", _product),
             (F, "embedding", _lookup),

@@ -133,7 +133,7 @@ def test_every_kernel_that_has_a_reference_is_compared() -> None:
     pytest.importorskip("triton", reason="triton is not installed: its kernels can't be listed")
     for room in fields(Kernels):
         reference = getattr(choice.reference_kernels(), room.name)
-        fast = vars(getattr(choice._set("triton"), room.name))
+        fast = vars(getattr(choice.kernel_set_of("triton"), room.name))
         for name, member in vars(reference).items():
             is_own = callable(member) and member.__module__ == reference.__name__
             if (

@@ -62,7 +62,7 @@ def test_a_gpus_kernels_with_adapters_agree_with_their_references(
     monkeypatch.setattr("manyroots.bench.kernel_times._microseconds", lambda *_: {
         "median": 1.0, "least": 1.0, "most": 1.0})  # fmt: skip
     report = run_kernels(
-        replace(TINY, num_adapters=2), DEVICE, lambda spec, device: choice._set("triton")
+        replace(TINY, num_adapters=2), DEVICE, lambda spec, device: choice.kernel_set_of("triton")
     )
     assert report["all_agree"], report["cases"]
     assert ("products", "qkv", "library") not in names(report), "no library has adapters"

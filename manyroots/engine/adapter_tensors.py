@@ -1,7 +1,7 @@
 """Tensors of an adapter, as training has them, in the form of its two files.
 
-Takes a state dict and a config as PEFT gives them; gives a `MemoryAdapter`. Tensors on a CPU are
-not copied: they must not change until the adapter is read.
+Takes a state dict and a config as PEFT gives them; gives a `MemoryAdapter` with a copy of them, so
+that training may go on at once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def memory_adapter(tensors: Mapping[str, Tensor], config: object) -> MemoryAdapt
             raise AdapterError(
                 f"{name} is {tensor.dtype}; give float32, float16 or bfloat16 tensors."
             )
-        flat = tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy()
+        copy = tensor.detach().to("cpu", copy=True).contiguous()
+        flat = copy.view(-1).view(torch.uint8).numpy()
         end = offset + flat.nbytes
         about[name] = {
             "dtype": _DTYPES[tensor.dtype],

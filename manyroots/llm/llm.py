@@ -305,8 +305,7 @@ class LLM:
         `get_peft_model_state_dict` and `peft_config` are. What the name meant before finishes what
         it has begun, and `name@revision` asks for it meanwhile. The tensors may change again when
         this returns."""
-        copied = {key: tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()}
-        adapter = memory_adapter(copied, config)
+        adapter = memory_adapter(tensors, config)
         reply = self._ask(PublishLora(next(self._ids), AdapterName(name), adapter, pinned))
         self._published[name] = adapter
         self._adapters[name] = LoRARequest(name, lora_path=reply.path)

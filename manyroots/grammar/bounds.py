@@ -71,11 +71,12 @@ def _next_parts(part: dict[str, Any] | list[Any], root: Any) -> list[Any]:
         below = [value for word, value in part.items() if word not in ("$defs", "definitions")]
         reference = part.get("$ref")
         if isinstance(reference, str) and reference.startswith("#"):
-            below.append(_referred(reference, root))
+            below.append(referred(reference, root))
     return [item for item in below if isinstance(item, dict | list)]
 
 
-def _referred(reference: str, root: Any) -> Any:
+def referred(reference: str, root: Any) -> Any:
+    """What a reference within a schema is to; None where nothing is there."""
     found = root
     for name in reference.removeprefix("#").split("/")[1:]:
         name = name.replace("~1", "/").replace("~0", "~")

@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from manyroots.grammar.spelled_out import exact_format, unique_items
+
 WHITE_SPACE = r"\x20{1,2}|\x20?\x0D?\x0A[\x20\x09]{0,32}"
 """What may stand between JSON's tokens: a space, or the end of a line and the next one's
 indentation. Where more is allowed, a small model writes empty lines without an end."""
@@ -28,7 +30,6 @@ _JOINING = {
 }  # fmt: skip
 """Keywords through which several schemas judge one value: what one leaves open another may need."""
 
-_NEEDLESS = ("uniqueItems", False)
 _OF_OTHERS = ("additionalProperties", "patternProperties", "minProperties", "maxProperties")
 """Keywords that speak of properties without a name."""
 
@@ -40,7 +41,8 @@ _NEWEST = re.compile(r"https?://json-schema\.org/schema#?")
 def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
     """The schema without properties that it does not name. `additionalProperties: true` keeps an
     object open, and so does a schema in which parts are joined."""
-    schema = _without_needless(_without_bad_names(schema))
+    schema = _without_bad_names(schema)
+    schema = _spelled_out(schema, schema)
     if any(_is_joined(part) for part in _parts(schema)):
         return dict(schema)
     return _closed_object(schema)
@@ -58,21 +60,20 @@ def _without_bad_names(schema: Mapping[str, Any]) -> dict[str, Any]:
     return {word: value for word, value in schema.items() if word not in left_out}
 
 
-def _without_needless(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Without `uniqueItems: false`, which asks for nothing and which grammars do not know."""
-    made = {word: value for word, value in schema.items() if (word, value) != _NEEDLESS}
-    for word, value in made.items():
+def _spelled_out(schema: Any, root: Mapping[str, Any]) -> Any:
+    """With what grammars do not know said by what they know: items that must differ, days of
+    February, the length of a host's name."""
+    if not isinstance(schema, Mapping):
+        return schema
+    made = dict(schema)
+    for word, value in schema.items():
         if word in (*_NAMED, "dependentSchemas") and isinstance(value, Mapping):
-            made[word] = {name: _needed(one) for name, one in value.items()}
+            made[word] = {name: _spelled_out(one, root) for name, one in value.items()}
         elif word in (*_LISTED, "allOf", "oneOf") and isinstance(value, list):
-            made[word] = [_needed(one) for one in value]
+            made[word] = [_spelled_out(one, root) for one in value]
         elif word in (*_SINGLE, "not", "if", "then", "else"):
-            made[word] = _needed(value)
-    return made
-
-
-def _needed(schema: Any) -> Any:
-    return _without_needless(schema) if isinstance(schema, Mapping) else schema
+            made[word] = _spelled_out(value, root)
+    return unique_items(exact_format(made), root)
 
 
 def _is_joined(schema: Mapping[str, Any]) -> bool:

@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from manyroots.errors import RequestError
 from manyroots.grammar.json_schemas import WHITE_SPACE, closed
 from manyroots.text.formats.argument_types import ArgumentSchema
 from manyroots.text.tools import Tool, ToolUse
@@ -21,7 +22,11 @@ _OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": WHITE_SPACE}
 def schema_rule(schema: Mapping[str, Any], root: Mapping[str, Any] | None = None) -> str:
     """Lark's terms for JSON that follows a schema, which may refer to definitions of `root`."""
     shared = {word: root[word] for word in ("$defs", "definitions") if root and word in root}
-    return f"%json {json.dumps({**closed({**shared, **schema}), 'x-guidance': _OPTIONS})}"
+    try:
+        made = closed({**shared, **schema})
+    except ValueError as error:
+        raise RequestError(f"the parameters of a tool: {error}", field="tools") from error
+    return f"%json {json.dumps({**made, 'x-guidance': _OPTIONS})}"
 
 
 def arguments_rule(tool: Tool) -> str:

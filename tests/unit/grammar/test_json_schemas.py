@@ -118,7 +118,74 @@ def test_g01_items_that_need_not_differ_are_accepted(wraps: Any) -> None:
     assert closed(named)["properties"]["uniqueItems"] == {k: items[k] for k in ("type", "items")}
 
 
-def test_g01_items_that_must_differ_are_refused_by_name() -> None:
-    wanted = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
-    with pytest.raises(RequestError, match="uniqueItems"):
+@pytest.mark.parametrize(
+    ("items", "told"),
+    [
+        ({"type": "integer"}, "uniqueItems"),
+        ({"enum": [1, 1.0]}, "uniqueItems"),
+        ({"enum": list("abcdefgh")}, "109601 lists.*smaller maxItems"),
+    ],
+)
+def test_g01_items_that_must_differ_are_refused_by_name(items: Any, told: str) -> None:
+    """Where there is no end to them, or too many lists."""
+    wanted = {"type": "array", "items": items, "uniqueItems": True}
+    with pytest.raises(RequestError, match=told):
         check_structure(StructuredOutputsParams(json=wanted))
+
+
+def _follows(wanted: dict[str, Any], text: str) -> bool:
+    matcher = cache().compile(StructuredOutputsParams(json=wanted)).start()
+    taken = matcher.try_consume_tokens(list(text.encode()))
+    return bool(taken == len(text.encode()) and matcher.is_accepting())
+
+
+@pytest.mark.parametrize(
+    ("items", "good", "bad"),
+    [
+        ({"enum": ["a", "b"]}, ["[]", '["a"]', '["b", "a"]'], ['["a", "a"]', '["c"]']),
+        ({"type": "boolean"}, ["[true]", "[false,true]"], ["[true,true]", "[false,true,false]"]),
+        (
+            {"type": "integer", "minimum": -1, "maximum": 1},
+            ["[0,-1]", "[1,0,-1]"],
+            ["[0,0]", "[2]"],
+        ),
+        ({"$ref": "#/$defs/c"}, ['["x","y"]'], ['["x","x"]']),
+    ],
+)
+def test_g01_items_of_few_values_differ(items: Any, good: list[str], bad: list[str]) -> None:
+    """G01: every list of different items, and no other, in any property."""
+    lists = {"type": "array", "items": items, "uniqueItems": True}
+    wanted = {
+        "$defs": {"c": {"type": "string", "enum": ["x", "y"], "title": "C"}},
+        "type": "object",
+        "properties": {"p": lists},
+        "required": ["p"],
+    }
+    for text in (*good, *bad):
+        body = f'{{"p":{text}}}'
+        assert is_valid(json.loads(body), wanted) == (text in good)
+        assert _follows(wanted, body) == (text in good), text
+    limited = {**lists, "minItems": 1, "maxItems": 1, "$defs": wanted["$defs"]}
+    assert _follows(limited, good[-1]) == (len(json.loads(good[-1])) == 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [
+        (
+            "date",
+            ["2024-02-29", "2000-02-29", "2023-02-28", "2023-04-30", "1999-12-31"],
+            ["2023-02-29", "1900-02-29", "2024-02-30", "2023-04-31", "2023-13-01", "2023-1-01"],
+        ),
+        ("date-time", ["2024-02-29T23:59:60Z"], ["2023-02-29T10:00:00Z", "2024-02-29T24:00:00Z"]),
+        (
+            "hostname",
+            ["a", "a-b.c", "a" * 63 + ".b", ".".join(["a" * 62] * 4)],
+            ["-a", "a-", "a..b", "a_b", "a" * 64, ".".join(["a" * 60] * 5), ""],
+        ),
+    ],
+)
+def test_g01_formats_are_exact(name: str, good: list[str], bad: list[str]) -> None:
+    """G01: a date's days, in leap years and others; the form and the length of a host's name."""
+    wanted = {"type": "string", "format": name}
+    assert [text for text in (*good, *bad) if _follows(wanted, json.dumps(text))] == good

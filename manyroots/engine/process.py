@@ -44,13 +44,13 @@ def main(address: str, begin: float) -> int:
     socket = context.socket(zmq.PAIR)
     socket.connect(address)
     try:
-        return _serve(socket, import_s)
+        return _serve(socket, begin, import_s)
     finally:
         socket.close(linger=1000)
         context.term()
 
 
-def _serve(socket: Socket, import_s: float) -> int:
+def _serve(socket: Socket, begin: float, import_s: float) -> int:
     def tell(progress: Progress) -> None:
         socket.send_multipart(encode(MessageKind.PROGRESS, progress))
 
@@ -68,7 +68,7 @@ def _serve(socket: Socket, import_s: float) -> int:
         _say_why(socket, f"{type(error).__name__}: {error}")
         return 1
     keep_for_good()
-    logger.info("engine ready in %.1f s: %s", sum(seconds.values()), in_words(seconds))
+    logger.info("engine ready in %.1f s: %s", time.monotonic() - begin, in_words(seconds))
     socket.send_multipart(encode(MessageKind.READY, engine.info))
     try:
         engine.loop.ring = StepRing(engine.info.max_num_seqs)

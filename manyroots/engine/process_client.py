@@ -121,6 +121,7 @@ class ProcessClient:
         self._supervisor: asyncio.Task[None] | None = None
         self.progress: Progress | None = None
         self.num_restarts = 0
+        self._died_at = 0.0
 
     @property
     def info(self) -> EngineInfo:
@@ -412,6 +413,8 @@ class ProcessClient:
     def _mourn(self, cause: str, last_lines: list[str]) -> None:
         """Say that it is dead, and fail what died with it."""
         self._is_serving = False
+        self._died_at = time.monotonic()
+        self.progress = Progress("Ending what is left of the engine", 0, 1)
         self._cause, self._stats = cause, None
         said = "".join(f"\n    {line}" for line in last_lines)
         logger.error("%s%s", cause, f"; the last it wrote:{said}" if said else "")
@@ -443,7 +446,12 @@ class ProcessClient:
         await asyncio.sleep(pause_s)
         self.progress = Progress("Starting the engine again", 0, 1)
         self.num_restarts += 1
-        return await self._started_again()
+        is_back = await self._started_again()
+        if is_back:
+            logger.info(
+                "the engine is back, %.1f s after it died", time.monotonic() - self._died_at
+            )
+        return is_back
 
     async def _started_again(self) -> bool:
         assert self._info is not None
@@ -495,6 +503,7 @@ class ProcessClient:
 
     def _give_up(self, reason: str) -> None:
         self._is_serving = False
+        self.progress = None
         if self._over is not None and not self._over.done():
             self._over.set_result(reason)
         for request in self._requests.values():

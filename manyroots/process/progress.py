@@ -139,6 +139,8 @@ class Display:
 
     def _print(self, progress: Progress) -> None:
         now = time.monotonic()
+        if not progress.done:
+            self._begun[progress.stage] = now  # again, where an engine is started again
         begun = self._begun.setdefault(progress.stage, now)
         is_end = progress.done == progress.total
         if progress.done and not is_end and now - self._last_line < _LINE_PAUSE_S:

@@ -355,6 +355,9 @@ def test_a_dead_engine_fails_its_requests_and_is_started_again(model: str) -> No
         kill_in_mid_stream()
         for path in ("/health", "/ready", "/v1/models"):
             assert server.status(path) == 503
+        health = httpx.get(f"{server.url}/health", timeout=PATIENCE_S).json()
+        assert health["status"] == "restarting"
+        assert "engine" in health["progress"]["stage"]
         assert server.status("/live") == 200
         assert server.metric("manyroots:engine_up") == server.metric("manyroots:pages_held") == 0
         with pytest.raises(openai.InternalServerError, match="started again"):
@@ -366,6 +369,7 @@ def test_a_dead_engine_fails_its_requests_and_is_started_again(model: str) -> No
         assert server.process.wait(PATIENCE_S) == 1
         assert server.log().count("killed by SIGKILL") >= 2
         assert "starting the engine again in 1 s (1 of 1 in a row)" in server.log()
+        assert "the engine is back, " in server.log()
 
 
 def was_healthy_while_loading(server: Server) -> bool:

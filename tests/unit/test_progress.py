@@ -87,6 +87,22 @@ def test_s05_the_server_shows_its_engines_progress(tiny: TinyAdapters, is_on: bo
     assert re.search(r"ready in [\d.]+ s: engine and tokenizer", log)
 
 
+def test_r07_a_stage_of_a_second_start_has_its_own_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """R07: of an engine that is started again, not the hours since the first one."""
+    now = 0.0
+    monkeypatch.setattr("manyroots.process.progress.time.monotonic", lambda: now)
+    monkeypatch.setattr(sys, "stderr", shown := io.StringIO())
+    display = Display()
+    for begin in (100.0, 5000.0):
+        now = begin
+        display(Progress("Loading weights", 0, 3))
+        now += 2.0
+        display(Progress("Loading weights", 3, 3))
+    assert shown.getvalue().count("Loading weights: 3 of 3, 2.0 s") == 2
+
+
 def test_what_is_told_of_a_start() -> None:
     told: list[Progress] = []
     with told_to(told.append):

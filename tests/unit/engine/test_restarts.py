@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import signal
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -94,7 +96,9 @@ def test_r07_a_dead_engine_is_started_again_and_serves_those_who_waited(
             with pytest.raises(UnavailableError, match="killed by SIGKILL"):
                 async for _ in running:
                     pass
+            died = time.monotonic()
             await until(lambda: not client.is_alive)
+            assert client.progress is not None, "from the first moment on"
             stats = client.stats
             assert (stats.num_running, stats.num_waiting, stats.num_held_pages) == (0, 3, 0)
             assert stats.num_pages == 0
@@ -103,6 +107,9 @@ def test_r07_a_dead_engine_is_started_again_and_serves_those_who_waited(
             wanted = [tiny.greedy(range(2, 20), name, 6) for name in ("all", "few", None)]
             assert await asyncio.gather(*waiting) == wanted
             assert client.is_alive
+            assert client.progress is None
+            [told_s] = re.findall(r"the engine is back, ([\d.]+) s after it died", caplog.text)
+            assert 0 < float(told_s) <= time.monotonic() - died + 0.1
             assert client.num_restarts == 1
             assert await tokens(client, "late") == wanted[0]
             with pytest.raises(NotFoundError):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 from manyroots.kernels.fused_moe.adapters import ExpertAdapters, ExpertSite
@@ -98,6 +99,11 @@ class SparseMLP:
             context.hidden_size, {"": spec.num_experts}, context.unquantized, bias=False, side=None
         )
         self._router_bias = context.empty(spec.num_experts) if spec.bias else None
+        if spec.has_correction:
+            assert not spec.bias, "one of the two"
+            self._router_bias = torch.empty(
+                spec.num_experts, dtype=torch.float32, device=context.device
+            )
         self.experts = Experts(spec, context)
         self.pooled: tuple[ExpertSite, ExpertSite] | None = None
         """Where adapters' weights for the experts' two products lie; None without adapters."""
@@ -114,7 +120,7 @@ class SparseMLP:
         spec, moe = self._spec, self._kernels.fused_moe
         routing = moe.route(
             scores.sums, spec.experts_per_token, scores.lora,
-            scoring=spec.scoring, bias=self._router_bias,
+            scoring=spec.scoring, bias=self._router_bias, factor=spec.factor,
         )  # fmt: skip
         return DeferredOutput(moe.experts(x, routing, self.experts.data, self._adapters(step)))
 
@@ -128,7 +134,8 @@ class SparseMLP:
         router = f"{name}.{self._spec.router}"
         yield from self.router.weights(router)
         if self._router_bias is not None:
-            yield f"{router}.bias", Fill(self._router_bias)
+            kind = "e_score_correction_bias" if self._spec.has_correction else "bias"
+            yield f"{router}.{kind}", Fill(self._router_bias)
         yield from self.experts.weights(f"{name}.experts")
 
     def lora_parts(self, name: str) -> Iterator[tuple[str, SitePart]]:

@@ -247,6 +247,10 @@ class ExpertsSpec:
     """Of the router, and of each expert's products."""
     router: str = "gate"
     """What the checkpoint calls it."""
+    has_correction: bool = False
+    """Whether each expert has a number that counts in the choice alone."""
+    factor: float = 1.0
+    """What the weights of the chosen ones are multiplied with."""
     is_interleaved: bool = False
     """Whether the checkpoint has gates and ups by turns, as adapters that PEFT made for it then do
     (see `Target`)."""

@@ -6,6 +6,7 @@ exactly once from the checkpoint or loading fails with the names: nothing is lef
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
@@ -196,12 +197,17 @@ def _weights(
 ) -> Iterator[tuple[str, Tensor]]:
     if load_format == "dummy":
         return dummy.tensors(fills, seed)
-    translate = known_architecture(spec.architecture).translate
+    known = known_architecture(spec.architecture)
     if source.kind is SourceKind.GGUF:
-        form = known_architecture(spec.architecture).gguf
-        assert form is not None, "a GGUF file's config is of an architecture that has them"
-        return translate(gguf.tensors(GGUFFile(source.path), form, spec))
-    weights = translate(safetensors.tensors(source.path))
+        assert known.gguf is not None, "a GGUF file's config is of an architecture that has them"
+        stored = gguf.tensors(GGUFFile(source.path), known.gguf, spec)
+    else:
+        stored = safetensors.tensors(source.path)
+    if known.has_drafting_layers:
+        stored = _without_layers_from(spec.num_layers, stored)
+    weights = known.translate(stored)
+    if source.kind is SourceKind.GGUF:
+        return weights
     if pages_in(spec) == FP8:
         weights = _without_page_scales(weights)
     weights = weight_format(source.config).read(weights, fills)
@@ -218,6 +224,15 @@ def _without_page_scales(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tupl
                 "without scales. Leave the flag out: pages are in the model's dtype then."
             )
         yield name, tensor
+
+
+def _without_layers_from(
+    first: int, weights: Iterable[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in weights:
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        if layer is None or int(layer[1]) < first:
+            yield name, tensor
 
 
 def _is_harmless(name: str) -> bool:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from manyroots.layers.spec import DenseSpec, LayerSpec
 from manyroots.models.architecture import (
+    COMMON,
     Architecture,
     ConfigType,
     GgufForm,
     Values,
     fill_kv_heads,
 )
-from manyroots.models.llama import DEFAULTS
 from manyroots.models.spec import ConfigReader, ModelSpec
 from manyroots.models.weights.gguf_file import GGUFFile
 from manyroots.models.windows import of_every_layer
@@ -76,11 +76,14 @@ ARCHITECTURES = {
     "Phi3ForCausalLM": Architecture(
         {
             "phi3": ConfigType(
-                DEFAULTS
+                COMMON
                 | {
                     "vocab_size": 32064,
                     "hidden_size": 3072,
                     "intermediate_size": 8192,
+                    "num_hidden_layers": 32,
+                    "num_attention_heads": 32,
+                    "num_key_value_heads": None,
                     "max_position_embeddings": 4096,
                     "original_max_position_embeddings": 4096,
                     "rms_norm_eps": 1e-5,

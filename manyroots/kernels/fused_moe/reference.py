@@ -8,7 +8,7 @@ from torch import Tensor
 from manyroots.kernels.activation.reference import activate
 from manyroots.kernels.fp8_rows import Fp8Form, in_fp8
 from manyroots.kernels.fused_moe.adapters import PART_WIDTH, ExpertAdapters, ExpertSite
-from manyroots.kernels.fused_moe.routing import MAX_FEW_TOKENS, Routing, Scoring
+from manyroots.kernels.fused_moe.routing import LEAST_SUM, MAX_FEW_TOKENS, Routing, Scoring
 from manyroots.kernels.fused_moe.weights import ExpertMatrix, ExpertWeights
 from manyroots.kernels.lora_ops.reference import expanded
 from manyroots.kernels.lora_ops.sites import LoraTerm
@@ -23,21 +23,25 @@ def route(
     *,
     scoring: Scoring,
     bias: Tensor | None = None,
+    factor: float = 1.0,
 ) -> Routing:
     """From a router's scores [tokens, experts] (or partial sums of them), what adapters add and
-    the router's bias [experts]."""
+    the router's bias [experts]. All weights are multiplied with `factor`."""
     total = scores.float() if scores.dim() == 2 else scores.float().sum(0)
     if lora is not None:
         total = total + expanded(lora)
-    if bias is not None:
-        total = total + bias.float()
-    if scoring is Scoring.SOFTMAX_OF_CHOSEN:
-        chosen, experts = _largest(total, top_k)
+    added = 0.0 if bias is None else bias.float()
+    if scoring.is_sigmoid:
+        _, experts = _largest(total.sigmoid() + added, top_k)
+        weights = total.sigmoid().gather(1, experts)
+    elif scoring is Scoring.SOFTMAX_OF_CHOSEN:
+        chosen, experts = _largest(total + added, top_k)
         weights = chosen.softmax(-1)
     else:
-        weights, experts = _largest(total.softmax(-1), top_k)
-    if scoring is Scoring.SOFTMAX_RENORMALISED:
-        weights = weights / weights.sum(-1, keepdim=True)
+        weights, experts = _largest((total + added).softmax(-1), top_k)
+    if scoring.is_renormalised:
+        weights = weights / (weights.sum(-1, keepdim=True) + LEAST_SUM)
+    weights = weights * factor
     flat = experts.flatten()
     counts = torch.bincount(flat, minlength=total.shape[1])
     ends = counts.cumsum(0)

@@ -14,6 +14,10 @@ MAX_FEW_TOKENS = 128
 """Most tokens whose pairs are computed pair by pair; those of more, in tiles."""
 
 
+LEAST_SUM = 1e-20
+"""Added to a sum of weights before they are divided by it: sigmoids may all be zero."""
+
+
 class Scoring(enum.Enum):
     """How a router's scores become the weights of a token's experts."""
 
@@ -23,6 +27,18 @@ class Scoring(enum.Enum):
     """The same, divided by their sum."""
     SOFTMAX_OF_CHOSEN = "softmax_of_chosen"
     """The best are chosen first, then their scores are made into probabilities (gpt-oss)."""
+    SIGMOID = "sigmoid"
+    """Each expert's own sigmoid. The router's bias counts in the choice and not in the weights."""
+    SIGMOID_RENORMALISED = "sigmoid_renormalised"
+    """The same, divided by their sum (GLM-4.5)."""
+
+    @property
+    def is_renormalised(self) -> bool:
+        return self in (Scoring.SOFTMAX_RENORMALISED, Scoring.SIGMOID_RENORMALISED)
+
+    @property
+    def is_sigmoid(self) -> bool:
+        return self in (Scoring.SIGMOID, Scoring.SIGMOID_RENORMALISED)
 
 
 @dataclass(frozen=True, slots=True)

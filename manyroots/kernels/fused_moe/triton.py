@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from manyroots.kernels.fused_moe.adapters import ExpertAdapters
-from manyroots.kernels.fused_moe.routing import MAX_FEW_TOKENS, Routing, Scoring
+from manyroots.kernels.fused_moe.routing import LEAST_SUM, MAX_FEW_TOKENS, Routing, Scoring
 from manyroots.kernels.fused_moe.triton_adapters import (
     EXPAND_N,
     SHRINK_N,
@@ -52,6 +52,9 @@ from manyroots.kernels.scaled import SIDE_STEP
 
 _SOFTMAX = tl.constexpr(Scoring.SOFTMAX.value)
 _OF_CHOSEN = tl.constexpr(Scoring.SOFTMAX_OF_CHOSEN.value)
+_SIGMOID = tl.constexpr(Scoring.SIGMOID.value)
+_SIGMOID_RENORMALISED = tl.constexpr(Scoring.SIGMOID_RENORMALISED.value)
+_LEAST_SUM = tl.constexpr(LEAST_SUM)
 MAX_ROUTED_TOKENS = MAX_FEW_TOKENS
 """Most tokens whose pairs `route` orders itself; more go through `triton_order.py` and in tiles."""
 
@@ -80,7 +83,7 @@ FP4_TILING = ExpertTiling(up_stages=4)
 @triton.jit
 def _choose(
     logits, bias, chosen, weights, ranks, hidden, slots, pool, table, r, num_rows, num_experts,
-    in_split, in_row, hidden_split, hidden_row,
+    factor, in_split, in_row, hidden_split, hidden_row,
     NUM_SPLITS: tl.constexpr, LORA_SPLITS: tl.constexpr, RANK_BLOCK: tl.constexpr,
     TOP_K: tl.constexpr, SCORING: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, ORDERS: tl.constexpr,
@@ -97,10 +100,14 @@ def _choose(
             scores, hidden, slots, pool, table, r, e, num_rows, num_experts, hidden_split,
             hidden_row, LORA_SPLITS, RANK_BLOCK,
         )  # fmt: skip
+    own = scores
+    if SCORING == _SIGMOID or SCORING == _SIGMOID_RENORMALISED:  # noqa: SIM109
+        own = tl.where(ok, tl.sigmoid(scores), 0.0)
+        scores = tl.where(ok, own, float("-inf"))
     if HAS_BIAS:
         scores += tl.load(bias + e, mask=e < num_experts, other=0.0).to(tl.float32)[None, :]
     scores = tl.where((r < num_rows)[:, None], scores, 0.0)
-    if SCORING == _OF_CHOSEN:
+    if SCORING == _OF_CHOSEN or SCORING == _SIGMOID or SCORING == _SIGMOID_RENORMALISED:  # noqa: SIM109
         left = scores
     else:
         left = tl.exp(scores - tl.max(scores, axis=1)[:, None])
@@ -113,15 +120,19 @@ def _choose(
         which = tl.argmax(left, axis=1)
         is_this = c[None, :] == i
         experts = tl.where(is_this, which[:, None], experts)
-        best = tl.where(is_this, tl.max(left, axis=1)[:, None], best)
         is_that = e[None, :] == which[:, None]
+        if SCORING == _SIGMOID or SCORING == _SIGMOID_RENORMALISED:  # noqa: SIM109
+            best = tl.where(is_this, tl.sum(tl.where(is_that, own, 0.0), axis=1)[:, None], best)
+        else:
+            best = tl.where(is_this, tl.max(left, axis=1)[:, None], best)
         rank = tl.where(is_that, i, rank)
         left = tl.where(is_that, float("-inf"), left)
     if SCORING == _OF_CHOSEN:
         best = tl.where(c[None, :] < TOP_K, best, float("-inf"))
         best = tl.exp(best - tl.max(best, axis=1)[:, None])
-    if SCORING != _SOFTMAX:
-        best = best / tl.sum(best, axis=1)[:, None]
+    if SCORING != _SOFTMAX and SCORING != _SIGMOID:
+        best = best / (tl.sum(best, axis=1)[:, None] + _LEAST_SUM)
+    best *= factor
     to = r[:, None] * TOP_K + c[None, :]
     is_pair = (r < num_rows)[:, None] & (c < TOP_K)[None, :]
     tl.store(weights + to, best, mask=is_pair)
@@ -157,7 +168,7 @@ def _list(
 @triton.jit(do_not_specialize=["num_rows"])
 def _route(
     logits, bias, chosen, weights, ranks, pairs, groups, hidden, slots, pool, table, counter,
-    num_rows, num_experts, in_split, in_row, hidden_split, hidden_row,
+    num_rows, num_experts, factor, in_split, in_row, hidden_split, hidden_row,
     NUM_SPLITS: tl.constexpr, LORA_SPLITS: tl.constexpr, RANK_BLOCK: tl.constexpr,
     TOP_K: tl.constexpr, SCORING: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -167,9 +178,9 @@ def _route(
     wait_for_inputs(DEPENDENT)
     _choose(
         logits, bias, chosen, weights, ranks, hidden, slots, pool, table,
-        tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R), num_rows, num_experts, in_split, in_row,
-        hidden_split, hidden_row, NUM_SPLITS, LORA_SPLITS, RANK_BLOCK, TOP_K, SCORING, HAS_BIAS,
-        BLOCK_C, BLOCK_E, BLOCK_R, BLOCK_T > 0,
+        tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R), num_rows, num_experts, factor,
+        in_split, in_row, hidden_split, hidden_row, NUM_SPLITS, LORA_SPLITS, RANK_BLOCK, TOP_K,
+        SCORING, HAS_BIAS, BLOCK_C, BLOCK_E, BLOCK_R, BLOCK_T > 0,
     )  # fmt: skip
     if BLOCK_T:
         tl.debug_barrier()
@@ -186,9 +197,10 @@ def route(
     *,
     scoring: Scoring,
     bias: Tensor | None = None,
+    factor: float = 1.0,
 ) -> Routing:
     """From a router's scores [tokens, experts] (or partial sums of them), what adapters add and
-    the router's bias [experts]."""
+    the router's bias [experts]. All weights are multiplied with `factor`."""
     parts = as_splits(scores)
     num_splits, num_rows, num_experts = parts.shape
     device = scores.device
@@ -211,7 +223,8 @@ def route(
         hidden_strides, lora_splits = (hidden.stride(0), hidden.stride(1)), hidden.shape[0]
     _route[(triton.cdiv(num_rows, block_r),)](
         parts, parts if bias is None else bias, chosen, weights, ranks, pairs, groups, *adapters,
-        counters(device), num_rows, num_experts, parts.stride(0), parts.stride(1), *hidden_strides,
+        counters(device), num_rows, num_experts, factor, parts.stride(0), parts.stride(1),
+        *hidden_strides,
         NUM_SPLITS=num_splits, LORA_SPLITS=lora_splits, RANK_BLOCK=LEAST_RANKS, TOP_K=top_k,
         SCORING=scoring.value, HAS_BIAS=bias is not None, BLOCK_C=triton.next_power_of_2(top_k),
         BLOCK_E=triton.next_power_of_2(num_experts), BLOCK_R=block_r,

@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
+from gguf import (
+    MODEL_ARCH_NAMES,
+    ExpertGatingFuncType,
+    GGMLQuantizationType,
+    GGUFWriter,
+    get_tensor_name_map,
+)
 from torch import Tensor
 
 _ARCHITECTURES = {
@@ -70,8 +76,15 @@ def write_gguf(
         writer.add_expert_used_count(config.num_experts_per_tok)
     if hasattr(config, "moe_intermediate_size"):
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-    if "long_factor" in rope:
+    if "partial_rotary_factor" in rope:
         writer.add_rope_dimension_count(int(head_dim * rope["partial_rotary_factor"]))
+    if arch == "glm4moe":
+        writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_shared_count(config.n_shared_experts)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+        writer.add_leading_dense_block_count(config.first_k_dense_replace)
+    if "long_factor" in rope:
         length = config.original_max_position_embeddings
         writer.add_rope_scaling_orig_ctx_len(length)
         scale = config.max_position_embeddings / length
@@ -107,6 +120,7 @@ def write_gguf(
             values = _pairs_from_halves(values, heads)
         if arch in _LESS_ONE and part.endswith("norm"):
             values = values + 1
+        name = name.replace("score_correction_bias", "score_correction.bias")
         own_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert own_name is not None, f"llama.cpp has no name for {name} of {arch}"
         writer.add_tensor(own_name, np.ascontiguousarray(values))

@@ -302,6 +302,9 @@ def randomise(model: PreTrainedModel, kind: str, rng: torch.Generator) -> None:
             parameter.normal_(std=2.0, generator=rng)
         elif name.endswith("experts.gate_up_proj") and kind == "gpt-oss":
             parameter.mul_(5.0)  # so that some are cut off
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(std=0.2, generator=rng)
 
 
 def load_tiny(

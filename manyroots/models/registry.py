@@ -14,6 +14,7 @@ from manyroots.models.fields import Field
 _FILES = (
     "falcon_h1",
     "gemma3",
+    "glm4_moe",
     "gpt_oss",
     "granite",
     "granite_hybrid",

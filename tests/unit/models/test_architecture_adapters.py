@@ -20,6 +20,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "olmo3": {},
     "phi3": {},
     "phi3-long": {},
+    "glm4-moe": {},
 }
 """Kinds, and sizes that differ from the usual ones."""
 

@@ -48,6 +48,8 @@ IN_GGUF: dict[str, dict[str, Any]] = {
     "olmo3": {"rope_parameters": None},
     "phi3": {"sliding_window": None},
     "phi3-long": {},
+    "glm4-moe": {},
+    "glm4-moe-norm": {"norm_topk_prob": True},
 }
 """Kinds, and what llama.cpp takes for granted of them and no file says."""
 

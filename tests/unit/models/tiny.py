@@ -12,6 +12,8 @@ from transformers import (
     FalconH1ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     GraniteConfig,
@@ -131,6 +133,15 @@ LONGROPE: dict[str, Any] = {
         "short_factor": [1.0, 1.0, 1.25],
         "long_factor": [1.0, 1.5, 4.0],
     },
+}
+GLM: dict[str, Any] = {
+    "head_dim": 16,
+    "moe_intermediate_size": 20,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.5,
+    "num_mtp_layers": 0,
 }
 RECURRENT = "linear_attention"
 DELTA: dict[str, Any] = {
@@ -254,6 +265,11 @@ MODELS: dict[str, tuple[type[Any], type[Any], dict[str, Any]]] = {
     ),
     "phi3": (Phi3Config, Phi3ForCausalLM, {"pad_token_id": None, "sliding_window": WINDOW}),
     "phi3-long": (Phi3Config, Phi3ForCausalLM, {"pad_token_id": None, **LONGROPE}),
+    "glm4-moe": (Glm4MoeConfig, Glm4MoeForCausalLM, GLM),
+    "glm4-moe-norm": (
+        Glm4MoeConfig, Glm4MoeForCausalLM,
+        {**GLM, "use_qk_norm": True, "attention_bias": True, "norm_topk_prob": False},
+    ),
     "lfm2": (Lfm2Config, Lfm2ForCausalLM, LFM2),
     "lfm2-biased": (
         Lfm2Config,
